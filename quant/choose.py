@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
-from pathlib import Path
 from typing import cast
 
+from localrt import system
 from localrt.common.errors import MissingExtraError, OptionError
 from localrt.common.extras import install
 from localrt.common.option_names import option
@@ -164,19 +162,11 @@ def _worth_it(
 
 def _default_device() -> str:
     """``"cuda"`` if a GPU can be used; NVIDIA's bindings are imported only if there is a driver."""
-    if not _has_driver() or find_spec("cuda") is None:
+    if not system.has_nvidia_driver() or find_spec("cuda") is None:
         return "cpu"
     from localrt.quant.cuda.driver import count_gpus
 
     return "cuda" if count_gpus() else "cpu"
-
-
-def _has_driver() -> bool:
-    """Whether there is an NVIDIA driver: on Windows, or on Linux, which WSL is too."""
-    if sys.platform == "win32":
-        system = Path(os.environ.get("SYSTEMROOT", r"C:\Windows"))
-        return (system / "System32" / "nvcuda.dll").exists()
-    return Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()
 
 
 def why_not_our_kernels(ops: Ops, attention: Sequence[LayerSpec], device: str) -> str:

@@ -19,8 +19,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from localrt import system
 from localrt.bench.engines import BenchEngine, Launch, load_engine
 from localrt.bench.sampling import Energy, joules_between, read_energy
@@ -139,14 +137,14 @@ class Requests:
         """Generate; return the `Metrics`, and while decoding the bytes read from disk and the
         joules that the machine took.
         """
-        counts, energies = [disk_bytes_read()], list[Energy]()
+        counts, energies = [system.disk_bytes_read()], list[Energy]()
 
         def on_first() -> None:
-            counts.append(disk_bytes_read())
+            counts.append(system.disk_bytes_read())
             energies.append(read_energy())
 
         metrics = self._engine.generate(prompt, tokens, on_first).to_dict()
-        counts.append(disk_bytes_read())
+        counts.append(system.disk_bytes_read())
         metrics["decode_joules"] = joules_between(energies[0], read_energy())
         started, first, ended = counts
         if started is None or first is None or ended is None:  # unknown on this system
@@ -195,20 +193,6 @@ def serve(requests: object) -> None:
             message = {"error": type(error).__name__, "message": text}
         answers.write(json.dumps(message, default=str) + "\n")
         answers.flush()
-
-
-def disk_bytes_read() -> int | None:
-    """Return the bytes that this process has read from storage; None if unknown.
-
-    The kernel counts page faults on mapped files, buffered reads and direct reads, but not hits in
-    the page cache. So all engines are measured alike.
-    """
-    if sys.platform != "linux":
-        return None
-    try:
-        return int(psutil.Process().io_counters().read_bytes)
-    except (AttributeError, OSError, psutil.Error):  # a kernel without task accounting
-        return None
 
 
 def _until_closed() -> Iterator[dict[str, Any]]:

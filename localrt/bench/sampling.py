@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -72,7 +71,7 @@ def _text(path: Path) -> str:
 def nvml() -> ctypes.CDLL | None:
     """Return NVIDIA's library for the state of GPUs; None where there is none."""
     try:
-        library = ctypes.CDLL("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1")
+        library = ctypes.CDLL(system.NVML)
         known = hasattr(library, "nvmlDeviceGetTotalEnergyConsumption")
         return library if known and library.nvmlInit_v2() == 0 else None
     except (OSError, AttributeError):

@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from localrt import system
 from localrt.common.errors import OptionError, StorageError, reason_of
 
 MOST_BYTES = 256 << 20
@@ -198,11 +199,9 @@ def keep_private(path: Path) -> None:
 
     Only if this user owns it; links are not followed.
     """
-    if os.name == "nt":  # access is inherited from the user's folder
-        return
     with suppress(OSError):  # missing, or a file system without permissions
         status = path.lstat()
         rights = stat.S_IMODE(status.st_mode)
         shared = bool(rights & _OTHERS) and not stat.S_ISLNK(status.st_mode)
-        if shared and status.st_uid == os.geteuid():
+        if shared and system.owns(status):
             path.chmod(rights & ~_OTHERS)

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from localrt import system
+
 ENDPOINT_KEY, SERVE_KEY = "OPENAI_API_KEY", "LOCALRT_API_KEY"  # for help texts too
 KV_DISK = "LOCALRT_KV_DISK"
 
@@ -55,7 +57,7 @@ class Settings:
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Settings:
         """The settings of ``environ``, by default of this process."""
         env = os.environ if environ is None else environ
-        home = _home()
+        home = system.home_folder()
         xdg_cache = _folder(env, "XDG_CACHE_HOME") or home / ".cache"
         xdg_data = _folder(env, "XDG_DATA_HOME") or home / ".local" / "share"
         xdg_config = _folder(env, "XDG_CONFIG_HOME") or home / ".config"
@@ -92,15 +94,6 @@ class Settings:
             return self.hub_token_file.read_text(encoding="utf-8").strip() or None
         except (OSError, UnicodeDecodeError):
             return None
-
-
-def _home() -> Path:
-    """The user's folder, also where HOME is empty: the root of the disk is nobody's."""
-    if os.environ.get("HOME") != "" or os.name != "posix":
-        return Path.home()
-    import pwd  # which only these systems have
-
-    return Path(pwd.getpwuid(os.getuid()).pw_dir)
 
 
 def _first(env: Mapping[str, str], *names: str) -> str | None:

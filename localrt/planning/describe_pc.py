@@ -8,13 +8,13 @@ processor or GPU. This PC is measured once; callers that must not load it use sa
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
+from localrt import system
 from localrt.common.cores import default_threads
 from localrt.common.errors import OptionError, reason_of
 from localrt.common.files import private_folder
@@ -145,7 +145,7 @@ class Pc:
     sources: Mapping[str, str] = field(default_factory=dict)
     new_memory: bool | None = None
     """Whether the named processor is as recent as DDR5; None if none was named."""
-    windows: bool = os.name == "nt"
+    windows: bool = system.IS_WINDOWS
     left_out: str = ""
     """A line about a named GPU that cannot be used; empty if there is none."""
 
@@ -167,7 +167,7 @@ class Pc:
         return replace(typical, name="that PC", sources={**typical.sources, **self.sources})
 
 
-def beside_desktop(gpu: GpuModel, *, windows: bool = os.name == "nt") -> int:
+def beside_desktop(gpu: GpuModel, *, windows: bool = system.IS_WINDOWS) -> int:
     """Return the bytes of a GPU's memory that a desktop leaves free; a made-up GPU has none."""
     if gpu.reached == 1.0:
         return gpu.vram_bytes

@@ -116,7 +116,7 @@ def serve(
     Raises:
         LocalrtError: the address cannot be listened on.
     """
-    _allow_open_files()
+    system.allow_open_files(_OPEN_FILES)
     bound = bound or open_socket(options)
     host, port = bound.getsockname()[:2]
     app = create_app(model, options, log=log, note=note)
@@ -126,19 +126,6 @@ def serve(
         server.ready = lambda: on_ready(f"http://{shown}:{port}")
     with contextlib.closing(bound):
         server.run(sockets=[bound])
-
-
-def _allow_open_files() -> None:
-    """Raise the soft limit of open files to the hard one: each connection needs one."""
-    try:
-        import resource  # not available on every system
-    except ImportError:
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):  # some systems allow fewer than they report
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class Server(uvicorn.Server):

@@ -226,6 +226,27 @@ def describe_processor() -> tuple[str, set[str]]:
     return values.get(keys[0], ""), flags
 
 
+def has_nvidia_driver() -> bool:
+    """Whether there is a driver for NVIDIA's GPUs, on Linux or, by Windows', on WSL."""
+    return Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()
+
+
+def disk_bytes_read() -> int | None:
+    """The bytes that this process has read from storage; None if unknown.
+
+    Linux counts page faults on mapped files, buffered reads and direct reads, but not hits in the
+    page cache. So all programs are measured alike.
+    """
+    if sys.platform != "linux":
+        return None
+    import psutil
+
+    try:
+        return int(psutil.Process().io_counters().read_bytes)
+    except (AttributeError, OSError, psutil.Error):  # a kernel without task accounting
+        return None
+
+
 def give_way() -> None:
     """Let the calling thread run only while no other program wants its core."""
     with suppress(OSError, AttributeError):  # where it is not allowed
@@ -235,6 +256,43 @@ def give_way() -> None:
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
+def allow_open_files(most: int) -> None:
+    """Raise the soft limit of open files to the hard one, but not above ``most``."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = most if hard == resource.RLIM_INFINITY else min(hard, most)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):  # some systems allow fewer than they report
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def write_no_core_file() -> None:
+    """Let this process, which may crash, write no core file."""
+    import resource
+
+    with suppress(ValueError):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def owns(status: os.stat_result) -> bool:
+    """Whether a file of this status is this user's, who may change its rights."""
+    return status.st_uid == os.geteuid()
+
+
+def home_folder() -> Path:
+    """The user's folder, also where HOME is empty: the root of the disk is nobody's."""
+    if os.environ.get("HOME") != "":
+        return Path.home()
+    import pwd
+
+    return Path(pwd.getpwuid(os.getuid()).pw_dir)
+
+
+IS_WINDOWS = False
+"""For figures of a described PC, which is like this one unless its description says so."""
+NVML = "libnvidia-ml.so.1"
+"""The name of NVIDIA's library for the state of GPUs."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """What asks a server to end in its own time."""
 OWN_GROUP: dict[str, Any] = {"start_new_session": True}

@@ -216,10 +216,31 @@ if sys.platform == "win32":
         has = _KERNEL.IsProcessorFeaturePresent
         return name, {flag for number, flag in _FEATURES.items() if has(number)}
 
+    def has_nvidia_driver() -> bool:
+        root = Path(os.environ.get("SYSTEMROOT", r"C:\Windows"))
+        return (root / "System32" / "nvcuda.dll").exists()
+
+    def disk_bytes_read() -> int | None:
+        return None  # hits in the page cache are counted too
+
     def give_way() -> None:
         thread = wintypes.HANDLE(_KERNEL.GetCurrentThread())
         _KERNEL.SetThreadPriority(thread, _PRIORITY_IDLE)
 
+    def allow_open_files(most: int) -> None:
+        """Sockets have no limit here."""
+
+    def write_no_core_file() -> None:
+        """The system writes none."""
+
+    def owns(status: os.stat_result) -> bool:
+        return False  # access is inherited from the user's folder
+
+    def home_folder() -> Path:
+        return Path.home()
+
+    IS_WINDOWS = True
+    NVML = "nvml.dll"
     STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGBREAK)
     OWN_GROUP: dict[str, Any] = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
 

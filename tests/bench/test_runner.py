@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from localrt.bench.process import ChildError, ChildProcess, disk_bytes_read
+from localrt import system
+from localrt.bench.process import ChildError, ChildProcess
 from localrt.bench.report import to_json, to_table
 from localrt.bench.runner import run_bench
 from localrt.bench.workload import BenchOptions, Outcome, Workload
@@ -211,7 +212,7 @@ def test_pipeline_columns(tmp_path: Path) -> None:
     assert "simulated" not in text
 
 
-@pytest.mark.skipif(disk_bytes_read() is None, reason="needs Linux's account of reads")
+@pytest.mark.skipif(system.disk_bytes_read() is None, reason="needs Linux's account of reads")
 def test_bytes_read_while_decoding(tmp_path: Path) -> None:
     options = _options(tmp_path, "reads", "native")
     options.path.write_bytes(os.urandom(4 << 20))

@@ -25,6 +25,7 @@ import torch
 
 from benchmarks.gpu import disk, encoders, facts, loaded, loaded_child, pictures
 from benchmarks.gpu.__main__ import interruptible, main
+from localrt import system
 from localrt.loading import gpu as opening
 from localrt.loading import native, placing
 from localrt.offload.placement import Where
@@ -48,7 +49,7 @@ EXPERTS = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok":
 
 def has_driver() -> bool:
     """Whether the driver can be built here, and there is no other one."""
-    if choose._has_driver() or sys.platform != "linux":
+    if system.has_nvidia_driver() or sys.platform != "linux":
         return False
     return bool(find_spec("cuda")) and programs.has_compiler()
 

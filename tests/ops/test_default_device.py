@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from localrt import system
 from localrt.common.option_names import on_command_line, spelled
 from localrt.quant import choose
 from localrt.quant.cuda import driver as devices
@@ -34,13 +33,10 @@ def test_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose.make_ops([NORMED], device="cuda", compute_format="bf16").name == "torch"
 
 
-def test_driver_on_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "platform", "win32")
-    monkeypatch.setenv("SYSTEMROOT", str(tmp_path))
+def test_a_driver_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system, "has_nvidia_driver", lambda: False)
     assert choose._default_device() == "cpu"
-    driver = tmp_path / "System32" / "nvcuda.dll"
-    driver.parent.mkdir()
-    driver.touch()
+    monkeypatch.setattr(system, "has_nvidia_driver", lambda: True)
     monkeypatch.setattr(devices, "count_gpus", lambda: 1)
     assert choose._default_device() == "cuda"
     monkeypatch.setattr(devices, "count_gpus", lambda: 0)

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+from localrt import system
 from localrt.common.errors import MissingExtraError
 from localrt.common.files import write_text
 from localrt.common.option_names import option
@@ -75,10 +76,7 @@ def main() -> None:
     from localrt.engine.llamacpp.engine import LlamaCppSession
     from localrt.engine.llamacpp.model import LlamaCppModel
 
-    with suppress(ImportError, ValueError):  # it may crash: write no core file
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    system.write_no_core_file()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "zeros.gguf"
         _write_zeros(path)
