@@ -59,8 +59,7 @@ class Settings:
         env = os.environ if environ is None else environ
         home = system.home_folder()
         xdg_cache = _folder(env, "XDG_CACHE_HOME") or home / ".cache"
-        xdg_data = _folder(env, "XDG_DATA_HOME") or home / ".local" / "share"
-        xdg_config = _folder(env, "XDG_CONFIG_HOME") or home / ".config"
+        cache, data, config = system.own_folders(home)
         hf_home = _folder(env, "HF_HOME") or xdg_cache / "huggingface"
         implicit_token = not _flag(env, "HF_HUB_DISABLE_IMPLICIT_TOKEN")
         return cls(
@@ -70,9 +69,10 @@ class Settings:
             if implicit_token
             else None,
             offline=_flag(env, "LOCALRT_OFFLINE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"),
-            cache_dir=_folder(env, "LOCALRT_CACHE") or xdg_cache / "localrt",
-            data_dir=xdg_data / "localrt",
-            config_dir=xdg_config / "localrt",
+            cache_dir=_folder(env, "LOCALRT_CACHE")
+            or _own(env, "XDG_CACHE_HOME", home / ".cache", cache),
+            data_dir=_own(env, "XDG_DATA_HOME", home / ".local" / "share", data),
+            config_dir=_own(env, "XDG_CONFIG_HOME", home / ".config", config),
             hub_token=_first(env, "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN") if implicit_token else None,
             kv_disk=_first(env, KV_DISK) or "8GB",
             endpoint_key=_first(env, ENDPOINT_KEY),
@@ -110,6 +110,15 @@ def _folder(env: Mapping[str, str], *names: str) -> Path | None:
         return None
     expanded = os.path.expanduser(os.path.expandvars(value))  # noqa: PTH111  Path's fails on "~nobody"
     return Path(expanded).absolute()
+
+
+def _own(env: Mapping[str, str], variable: str, before: Path, own: Path) -> Path:
+    """A folder of localrt's: where the variable says, or ``own``. Earlier versions made it in
+    ``before`` on every system: if it is there, it stays.
+    """
+    if (named := _folder(env, variable)) is not None:
+        return named / "localrt"
+    return before / "localrt" if (before / "localrt").exists() else own
 
 
 def _folders(*folders: Path) -> tuple[Path, ...]:

@@ -289,6 +289,12 @@ def home_folder() -> Path:
     return Path(pwd.getpwuid(os.getuid()).pw_dir)
 
 
+def own_folders(home: Path) -> tuple[Path, Path, Path]:
+    """Where the system wants localrt's cache, data and settings."""
+    data = home / ".local" / "share"
+    return home / ".cache" / "localrt", data / "localrt", home / ".config" / "localrt"
+
+
 IS_WINDOWS = False
 """For figures of a described PC, which is like this one unless its description says so."""
 NVML = "libnvidia-ml.so.1"

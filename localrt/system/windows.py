@@ -239,6 +239,12 @@ if sys.platform == "win32":
     def home_folder() -> Path:
         return Path.home()
 
+    def own_folders(home: Path) -> tuple[Path, Path, Path]:
+        application = home / "AppData"
+        local = Path(os.environ.get("LOCALAPPDATA") or application / "Local") / "localrt"
+        roaming = Path(os.environ.get("APPDATA") or application / "Roaming") / "localrt"
+        return local / "cache", local / "data", roaming
+
     IS_WINDOWS = True
     NVML = "nvml.dll"
     STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGBREAK)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import pwd
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from localrt import system
 from localrt.common.settings import Settings
 
 
@@ -18,16 +18,34 @@ def test_defaults_lie_in_the_home_folder() -> None:
     home = Path.home()
     assert settings.hub_endpoint == "https://huggingface.co"
     assert settings.hub_cache == home / ".cache" / "huggingface" / "hub"
-    assert settings.cache_dir == home / ".cache" / "localrt"
-    assert settings.data_dir == home / ".local" / "share" / "localrt"
-    assert settings.config_dir == home / ".config" / "localrt"
     assert not settings.offline
+    folders = settings.cache_dir, settings.data_dir, settings.config_dir
+    if os.name == "posix":
+        names = (".cache/localrt", ".local/share/localrt", ".config/localrt")
+        assert folders == tuple(home / name for name in names)
+    else:
+        local, roaming = (Path(os.environ[name]) for name in ("LOCALAPPDATA", "APPDATA"))
+        own = (local / "localrt" / "cache", local / "localrt" / "data", roaming / "localrt")
+        assert folders == own
+
+
+def test_folders_of_earlier_versions_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system, "home_folder", lambda: tmp_path)
+    monkeypatch.setattr(system, "own_folders", lambda _: (tmp_path / "C", tmp_path / "D", tmp_path))
+    (tmp_path / ".local/share/localrt").mkdir(parents=True)
+    settings = Settings.from_environment({})
+    assert (settings.cache_dir, settings.data_dir) == (
+        tmp_path / "C",
+        tmp_path / ".local/share/localrt",
+    )
 
 
 @pytest.mark.skipif(os.name != "posix", reason="HOME is POSIX's")
 def test_an_empty_home(monkeypatch: pytest.MonkeyPatch) -> None:
     """The root of the disk is nobody's: the user's own folder counts."""
     monkeypatch.setenv("HOME", "")
+    import pwd
+
     home = Path(pwd.getpwuid(os.getuid()).pw_dir)
     assert Settings.from_environment({}).data_dir == home / ".local" / "share" / "localrt"
 
