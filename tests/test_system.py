@@ -111,12 +111,6 @@ ALLOWED = {
     "localrt/planning/describe_pc.py",  # other PCs, which are like this one unless it is said
     "localrt/chat_format/templates/jinja_sandbox.py",
     "localrt/chat_format/templates/sandbox.py",
-    "tui/app.py",
-    "tui/browser.py",
-    "tui/chat/composer.py",
-    "tui/keys.py",
-    "tui/mentions.py",
-    "tui/terminal.py",
 }
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -27,7 +26,7 @@ from textual.timer import Timer
 from textual.widget import AwaitMount
 from textual.worker import Worker
 
-from localrt import History, Settings
+from localrt import History, Settings, system
 from localrt.common.errors import CancelledError, LocalrtError
 from localrt.mcp.toolbox import Toolbox
 from localrt.tui.chat.bars import Phase
@@ -54,7 +53,6 @@ if TYPE_CHECKING:
 _COPIED, _SENT = "Copied", "Perhaps copied (if not, use /export):"
 _GOODBYE_SECONDS = 2.0  # seconds that threads get to end when the app does
 _WITHOUT_CONTROLS = WithoutControls()
-_SIGNALS = () if os.name == "nt" else (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def run_chat(load: Callable[[ProgressCallback], ChatModel], **arguments: Any) -> int:
@@ -89,11 +87,8 @@ def spare_collector() -> None:
 
 def _graphics() -> Graphics:
     """How the terminal draws pictures. It is not asked if keys wait: they would be its answer."""
-    if os.name == "nt":
-        return find_graphics()
-    from localrt.tui.terminal import unread
-
-    with unread(sys.stdin.fileno()) if sys.stdin.isatty() else nullcontext(True) as typed:
+    keys = system.typed_ahead(sys.stdin.fileno()) if sys.stdin.isatty() else nullcontext(True)
+    with keys as typed:
         return "" if typed else find_graphics()
 
 
@@ -199,7 +194,7 @@ class ChatApp(App[None]):
         self.chat.watch_tools()
         if draft := take_draft(self._data):
             self.chat.composer.put(draft)
-        for number in () if self.is_headless else _SIGNALS:
+        for number in () if self.is_headless else system.LOGOUT_SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, self._end, number)
         if self.is_web:  # its server may be killed
             server = os.getppid()
@@ -472,11 +467,11 @@ class ChatApp(App[None]):
 
     def get_driver_class(self) -> type[Driver]:
         driver = super().get_driver_class()
-        if os.name == "nt":
+        if driver.__name__ != "LinuxDriver":  # but one of tests, of Windows or of the browser
             return driver
-        from localrt.tui.terminal import RestoringDriver  # needs a Unix
+        from localrt.tui.terminal import RestoringDriver
 
-        return RestoringDriver if driver is RestoringDriver.__base__ else driver
+        return RestoringDriver
 
     def _end(self, number: int) -> None:
         """End on a signal, such as that of a logout."""

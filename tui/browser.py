@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import os
 import secrets
 import socket
 import webbrowser
@@ -64,8 +63,8 @@ class TabServer(Server):
     """Serves one tab at a time at ``page``; whoever opens another ends it."""
 
     def __init__(self, command: Sequence[str], port: int) -> None:
-        # exec: no shell stands between the app and this process, whose end the app watches.
-        line = f"{'' if os.name == 'nt' else 'exec '}{system.join(command)}"
+        # No shell stands between the app and this process, whose end the app watches.
+        line = system.REPLACE_SHELL + system.join(command)
         super().__init__(line, host=_HOST, port=port, title="localrt")
         self._token = secrets.token_urlsafe(32)
         self._tab: asyncio.Task[None] | None = None

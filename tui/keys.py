@@ -7,8 +7,8 @@ people say them (``"Ctrl+L"``, ``"alt+left"``, ``"F6"``), several with commas. K
 
 from __future__ import annotations
 
-import os
 import re
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -80,7 +80,7 @@ KEYS = (
         False,
         True,
     ),
-    *(() if os.name == "nt" else (_SUSPEND,)),
+    *((_SUSPEND,) if hasattr(signal, "SIGTSTP") else ()),
 )
 
 OTHER_KEYS = (

@@ -7,14 +7,14 @@ exist; reads none.
 
 from __future__ import annotations
 
-import os
 import re
-import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
+
+from localrt import system
 
 _CODE = re.compile(r"```.*?(?:```|\Z)|(`+)(?!`).*?(?<!`)\1(?!`)", re.DOTALL)
 _NAME = r"""[^\s"'`@(){}\[\]<>]"""
@@ -83,9 +83,8 @@ def dropped(text: str) -> list[str]:
     """
     if not text.strip(" \n\"'").lower().endswith(PICTURES):
         return []
-    posix = os.name == "posix"
     try:
-        words = [word if posix else word.strip("\"'") for word in shlex.split(text, posix=posix)]
+        words = system.split(text)
     except ValueError:
         words = []
     paths = [url2pathname(urlsplit(w).path) if w.startswith("file://") else w for w in words]

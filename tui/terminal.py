@@ -1,4 +1,4 @@
-"""Gives the terminal back however the app ends, also if it is killed or crashes in native code.
+"""Gives a Unix terminal back however the app ends, also if it is killed or crashes in native code.
 
 A shell script, a child of the app, reads a pipe from it. If the pipe ends without a word, the
 script undoes what the app had set.
@@ -7,22 +7,14 @@ script undoes what the app had set.
 from __future__ import annotations
 
 import os
-import re
 import subprocess
-import termios
-import tty
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
-from select import select
+from contextlib import suppress
 
-from textual._time import get_time
-from textual._xterm_parser import BRACKETED_PASTE_END as END
-from textual._xterm_parser import BRACKETED_PASTE_START as START
-from textual._xterm_parser import XTermParser
-from textual.drivers import linux_driver, web_driver
+from textual.drivers import linux_driver
 from textual.drivers.linux_driver import LinuxDriver
-from textual.events import Paste
-from textual.message import Message
+
+from localrt import system
+from localrt.tui.pastes import PasteParser
 
 # It writes what LinuxDriver does as it ends. A shell may have the terminal by then: the modes are
 # set back only while they are the app's, which alone turns off the keys' signals.
@@ -34,79 +26,7 @@ printf '\033[<u\033[?1049l\033[?25h\033[?1004l'
 case $(stty -a <&3) in *-isig*) stty "$1" <&3 ;; esac
 """
 
-_PAUSE = 3.0  # seconds; a paste that pauses so long is shown: its end may be lost
-# A read that is a single key (not Esc, with which marks begin), or a new paste.
-_KEY = re.compile(
-    r"(?!\x1b\[201~)(\x1b?[^\x1b[]|\[|\x1bO.|\x1b\[[\d;:<]*[A-Za-z~]|\x1b\[200~.*)", re.DOTALL
-)
-
-
-class PasteParser(XTermParser):
-    """Textual's parser reads what follows an escape character in a paste as keys. Here everything
-    between the marks is the paste; after a pause, a single key ends it too.
-    """
-
-    _recent = ""  # the last characters outside a paste
-    _paste: str | None = None
-    _fed = 0.0  # when something came last
-
-    def feed(self, data: str) -> Iterable[Message]:
-        if not data:
-            yield from super().feed(data)
-        if self._paused and _KEY.fullmatch(data):
-            yield self._ended(self._paste or "")
-        self._fed = get_time()
-        while data:
-            if self._paste is not None:
-                searched = max(len(self._paste) - len(END), 0)
-                self._paste += data
-                end = self._paste.find(END, searched)
-                if end < 0:
-                    return
-                text, data = self._paste[:end], self._paste[end + len(END) :]
-                yield self._ended(text)
-                continue
-            before, mark, data = (self._recent + data).partition(START)
-            yield from super().feed((before + mark)[len(self._recent) :])
-            self._recent = "" if mark else before[1 - len(START) :]
-            self._paste = "" if mark else None
-
-    @property
-    def _paused(self) -> bool:
-        return self._paste is not None and get_time() - self._fed >= _PAUSE
-
-    def _ended(self, text: str) -> Paste:
-        self._paste = None
-        list(super().feed(END))  # for Textual, which has seen the paste's start, but not its text
-        return Paste(text)
-
-    def tick(self) -> Iterable[Message]:
-        """Show the part of a paste that has arrived. On a slow line the pause may be within the
-        mark that begins a paste: it is not taken for keys.
-        """
-        if self._paused and self._paste:
-            mark = max(size for size in range(len(END)) if self._paste.endswith(END[:size]))
-            text = self._paste[: len(self._paste) - mark]
-            self._paste = END[:mark]
-            if text:
-                yield Paste(text)
-        if not any(self._recent.endswith(START[:size]) for size in range(3, len(START))):
-            yield from super().tick()
-
-
-for module in (linux_driver, web_driver):
-    setattr(module, "XTermParser", PasteParser)  # noqa: B010 - what both drivers make
-
-
-@contextmanager
-def unread(terminal: int) -> Iterator[bool]:
-    """Whether anything was typed that can be read now, be it only the beginning of a line."""
-    modes = termios.tcgetattr(terminal)
-    tty.setcbreak(terminal, termios.TCSANOW)
-    try:
-        yield bool(select([terminal], [], [], 0)[0])
-    finally:
-        termios.tcsetattr(terminal, termios.TCSANOW, modes)
+setattr(linux_driver, "XTermParser", PasteParser)  # noqa: B010 - what the driver makes
 
 
 class RestoringDriver(LinuxDriver):
@@ -124,7 +44,7 @@ class RestoringDriver(LinuxDriver):
                 command, stdin=pipe, stdout=file, stderr=none, process_group=0
             )
         if self._key_thread is None and os.isatty(self.fileno):
-            with unread(self.fileno) as typed:
+            with system.typed_ahead(self.fileno) as typed:
                 early = os.read(self.fileno, 1 << 16) if typed else b""
             # The terminal has made a line feed of Enter.
             text = early.decode(errors="replace").replace("\n", "\r")

@@ -11,9 +11,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from select import select
 from typing import Any
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
@@ -299,10 +300,28 @@ IS_WINDOWS = False
 """For figures of a described PC, which is like this one unless its description says so."""
 NVML = "libnvidia-ml.so.1"
 """The name of NVIDIA's library for the state of GPUs."""
+REPLACE_SHELL = "exec "
+"""Before a command line: no shell stands between the command and the process that starts it."""
+LOGOUT_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""What ends an app in a terminal, and a loop of asyncio can handle."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """What asks a server to end in its own time."""
 OWN_GROUP: dict[str, Any] = {"start_new_session": True}
 """Options of ``subprocess.Popen`` for a process that Ctrl+C does not reach."""
+
+
+@contextmanager
+def typed_ahead(terminal: int) -> Iterator[bool]:
+    """Whether anything was typed that can be read now, be it only the beginning of a line."""
+    import termios
+    import tty
+
+    modes = termios.tcgetattr(terminal)
+    tty.setcbreak(terminal, termios.TCSANOW)
+    try:
+        yield bool(select([terminal], [], [], 0)[0])
+    finally:
+        termios.tcsetattr(terminal, termios.TCSANOW, modes)
 
 
 def use_utf8_in_pipes() -> None:
@@ -317,6 +336,15 @@ def is_broken_pipe(error: OSError) -> bool:
 def quote(argument: str) -> str:
     """An argument as it is typed in the system's shell."""
     return shlex.quote(argument)
+
+
+def split(line: str) -> list[str]:
+    """The words of a command line.
+
+    Raises:
+        ValueError: a quotation mark is open.
+    """
+    return shlex.split(line)
 
 
 def join(command: Iterable[str]) -> str:

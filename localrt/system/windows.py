@@ -32,12 +32,14 @@ if sys.platform == "win32":
     import mmap
     import msvcrt
     import os
+    import shlex
     import signal
     import subprocess
     import tempfile
     import threading
     import winreg
     from collections.abc import Iterable
+    from contextlib import AbstractContextManager, nullcontext
     from ctypes import wintypes
     from pathlib import Path
     from typing import Any
@@ -247,8 +249,13 @@ if sys.platform == "win32":
 
     IS_WINDOWS = True
     NVML = "nvml.dll"
+    REPLACE_SHELL = ""
+    LOGOUT_SIGNALS = ()
     STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGBREAK)
     OWN_GROUP: dict[str, Any] = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
+
+    def typed_ahead(terminal: int) -> AbstractContextManager[bool]:
+        return nullcontext(False)  # the console keeps keys apart from what it is asked
 
     def use_utf8_in_pipes() -> None:
         for stream in (sys.stdin, sys.stdout, sys.stderr):
@@ -260,6 +267,9 @@ if sys.platform == "win32":
 
     def quote(argument: str) -> str:
         return subprocess.list2cmdline([argument])
+
+    def split(line: str) -> list[str]:
+        return [word.strip("\"'") for word in shlex.split(line, posix=False)]
 
     def join(command: Iterable[str]) -> str:
         return subprocess.list2cmdline(list(command))

@@ -7,7 +7,6 @@ can also be edited in the user's own editor. The app decides whether a message c
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import subprocess
 import tempfile
@@ -23,6 +22,7 @@ from textual.message import Message
 from textual.widgets import OptionList
 from textual.widgets.text_area import Selection
 
+from localrt import system
 from localrt.common.errors import LocalrtError, OptionError, reason_of
 from localrt.common.files import write_text
 from localrt.tui.commands import Suggestion, as_typed, completion, read_line, suggestions
@@ -272,7 +272,7 @@ def editor_command() -> list[str]:
     """
     wanted = os.environ.get("VISUAL") or os.environ.get("EDITOR")
     if wanted:
-        command = shlex.split(wanted, posix=os.name == "posix")
+        command = system.split(wanted)
         if not command or shutil.which(command[0]) is None:
             raise OptionError(f"the editor {wanted!r} is not there: set VISUAL or EDITOR")
         return command
