@@ -21,6 +21,7 @@ os.environ["LOCALRT_KV_DISK"] = "off"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import atexit
+import ctypes
 import gc
 import itertools
 import json
@@ -28,6 +29,7 @@ import random
 import shutil
 import zlib
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import hypothesis
@@ -57,6 +59,38 @@ hypothesis.settings.load_profile("quick")
 atexit.register(shutil.rmtree, os.environ["XDG_DATA_HOME"], ignore_errors=True)
 
 needs_kernels = pytest.mark.skipif(find_library() is None, reason="the kernels are not compiled")
+
+NOT_EVERYWHERE = {
+    *("accelerate", "bitsandbytes", "compressed_tensors", "peft", "safetensors", "scipy"),
+    *("sentencepiece", "torch", "transformers"),
+}
+"""Packages that tests compare with; some systems have none of them."""
+WINE = hasattr(getattr(ctypes, "windll", None) and ctypes.windll.ntdll, "wine_get_version")
+
+
+def _missing(error: BaseException | None) -> str:
+    """Why a test cannot run, if that is a package that not every system has."""
+    name = (getattr(error, "name", None) or "").partition(".")[0]
+    missing = isinstance(error, ModuleNotFoundError) and name in NOT_EVERYWHERE
+    return f"needs {name}" if missing and find_spec(name) is None else ""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
+    report = yield
+    error = report.call.excinfo and report.call.excinfo.value
+    if reason := _missing(error and error.__cause__):
+        report.outcome, report.longrepr = "skipped", (str(collector.path), 0, reason)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    report = yield
+    if reason := _missing(call.excinfo and call.excinfo.value):
+        report.outcome, report.longrepr = "skipped", (str(item.path), 0, reason)
+    return report
+
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
