@@ -7,7 +7,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 __all__ = [
@@ -56,7 +56,8 @@ class Fake:
 
     def close(self) -> None:
         self.over.set()
-        self._listening.shutdown(socket.SHUT_RDWR)
+        with suppress(OSError):  # not everywhere does this wake who waits
+            self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()
         for thread in self._threads:
             thread.join(10)
