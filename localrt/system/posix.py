@@ -276,6 +276,20 @@ def write_no_core_file() -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
+def limit_helper(process: subprocess.Popen[bytes], nbytes: int) -> bool:
+    """Limit a process's memory to ``nbytes``, unless it does so itself.
+
+    Returns:
+        Whether its time has to be limited from outside too.
+    """
+    return False
+
+
+def bare_python() -> str:
+    """The interpreter, to be started without packages; "" if there is none."""
+    return sys.executable
+
+
 def owns(status: os.stat_result) -> bool:
     """Whether a file of this status is this user's, who may change its rights."""
     return status.st_uid == os.geteuid()

@@ -51,6 +51,7 @@ if sys.platform == "win32":
     _NO_BUFFERING, _OVERLAPPED, _DELETE_ON_CLOSE = 0x20000000, 0x40000000, 0x04000000
     _IO_PENDING, _END_OF_FILE, _INVALID_PARAMETER = 997, 38, 87
     _PRIORITY_IDLE = -15
+    _LIMIT_PROCESS_MEMORY, _EXTENDED_LIMITS = 0x100, 9
     _FEATURES = {19: "asimd", 40: "avx2", 41: "avx512f", 43: "asimddp"}  # by numbers of the system
     _INVALID = ctypes.c_void_p(-1).value
 
@@ -89,7 +90,7 @@ if sys.platform == "win32":
         ctypes.POINTER(wintypes.DWORD),
         wintypes.BOOL,
     ]
-    _KERNEL.CreateEventW.restype = wintypes.HANDLE
+    _KERNEL.CreateEventW.restype = _KERNEL.CreateJobObjectW.restype = wintypes.HANDLE
 
     class _Thread(threading.local):
         """An event of each thread, which its transfers wait for."""
@@ -234,6 +235,19 @@ if sys.platform == "win32":
 
     def write_no_core_file() -> None:
         """The system writes none."""
+
+    def limit_helper(process: subprocess.Popen[bytes], nbytes: int) -> bool:
+        # JOBOBJECT_EXTENDED_LIMIT_INFORMATION; the job lasts as long as its process.
+        limits = struct.pack("<16xI44x48xQ24x", _LIMIT_PROCESS_MEMORY, nbytes)
+        job = wintypes.HANDLE(_KERNEL.CreateJobObjectW(None, None))
+        _KERNEL.SetInformationJobObject(job, _EXTENDED_LIMITS, limits, len(limits))
+        _KERNEL.AssignProcessToJobObject(job, wintypes.HANDLE(int(process._handle)))
+        _KERNEL.CloseHandle(job)
+        return True
+
+    def bare_python() -> str:
+        # An environment's own starts another process, which it would take for the helper.
+        return getattr(sys, "_base_executable", "") or sys.executable
 
     def owns(status: os.stat_result) -> bool:
         return False  # access is inherited from the user's folder

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
@@ -137,14 +138,14 @@ def _limits() -> Callable[[int], None]:
     """
     try:
         import resource
-    except ImportError:  # Windows: the parent process ends this one after some seconds
+    except ImportError:  # the parent process limits this one
         return lambda size: None
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 
     def limit(size: int) -> None:
         signal.setitimer(signal.ITIMER_PROF, _SECONDS + _SECONDS_PER_BYTE * size)
-        if sys.platform == "linux":
+        with suppress(OSError):  # not Linux
             pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[0]
             taken = int(pages) * resource.getpagesize()
             most = taken + _NBYTES + _NBYTES_PER_BYTE * size

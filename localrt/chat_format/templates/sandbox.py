@@ -19,12 +19,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from localrt import system
 from localrt.common.errors import TemplateError
 from localrt.offload.memory import HELPERS
 
 _MAX_SOURCE = 250_000  # characters
-_PATIENCE_S = 5.0  # on systems where the process cannot limit its own time
+_PATIENCE_S = 5.0  # where the process cannot limit itself
 _PATIENCE_PER_BYTE_S = 1e-5
+_NBYTES = 1 << 30  # of memory, likewise
 _ANSWER_NBYTES = 32 << 20  # in addition to a multiple of the request's size
 _TOO_MUCH = "it takes too long or too much memory"
 
@@ -66,6 +68,7 @@ class _Renderer:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._watched = False
         self._owner = 0  # the process that started it: a fork inherits its parent's pipes
 
     def ask(self, source: str, variables: Mapping[str, Any] | None) -> dict[str, str]:
@@ -103,7 +106,7 @@ class _Renderer:
         assert process.stdout is not None, "it is a pipe"
         seconds = _PATIENCE_S + _PATIENCE_PER_BYTE_S * len(line)
         patience = threading.Timer(seconds, lambda: _kill(process))
-        if sys.platform == "win32":
+        if self._watched:
             patience.start()
         try:
             process.stdin.write(line)
@@ -132,6 +135,7 @@ class _Renderer:
             except OSError:
                 return None
             self._owner = os.getpid()
+            self._watched = system.limit_helper(self._process, _NBYTES)
             HELPERS.add(self._process.pid)
             if self._answer(self._process, _HELLO) is None:  # the executable is not Python
                 self._end(self._process)
@@ -161,11 +165,11 @@ def _command() -> list[str]:
     """The command of the process: this interpreter with only Jinja2; empty if there is none."""
     found = [find_spec(name) for name in ("jinja2", "markupsafe")]
     origins = [spec.origin for spec in found if spec is not None and spec.origin is not None]
-    if getattr(sys, "frozen", False) or not sys.executable or len(origins) < len(found):
+    if getattr(sys, "frozen", False) or not system.bare_python() or len(origins) < len(found):
         return []
     folders = list(dict.fromkeys(str(Path(origin).parents[1]) for origin in origins))
     script = Path(__file__).with_name("jinja_sandbox.py")
-    return [sys.executable, "-I", "-S", "-c", _START, str(script), *folders]
+    return [system.bare_python(), "-I", "-S", "-c", _START, str(script), *folders]
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
