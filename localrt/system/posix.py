@@ -194,10 +194,10 @@ def allowed_cores() -> set[int] | None:
 
 def count_cores() -> tuple[int, int]:
     """Fast and slow physical cores; 0 where the system does not say."""
-    if sys.platform != "darwin":
-        return 0, 0
-    fast = _sysctl("hw.perflevel0.physicalcpu") or _sysctl("hw.physicalcpu")
-    return fast, _sysctl("hw.perflevel1.physicalcpu")
+    if sys.platform == "darwin":
+        fast = _sysctl("hw.perflevel0.physicalcpu") or _sysctl("hw.physicalcpu")
+        return fast, _sysctl("hw.perflevel1.physicalcpu")
+    return 0, 0
 
 
 def _sysctl(name: str) -> int:
@@ -210,8 +210,10 @@ def _sysctl(name: str) -> int:
 
 def describe_processor() -> tuple[str, set[str]]:
     """The processor's name, and features as Linux or macOS spell them, where no file has them."""
-    if sys.platform != "darwin":
-        return "", set()
+    return _describe_mac() if sys.platform == "darwin" else ("", set())
+
+
+def _describe_mac() -> tuple[str, set[str]]:
     keys = ["machdep.cpu.brand_string", "machdep.cpu.features", "machdep.cpu.leaf7_features"]
     # Unknown keys are errors to sysctl, and the known ones are printed all the same.
     try:
