@@ -2,6 +2,9 @@
 
 import sys
 
-from localrt.cli import main
+from localrt.common.helpers import run_helper
 
-sys.exit(main())
+if not run_helper():
+    from localrt.cli import main
+
+    sys.exit(main())

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from localrt.bench.process import ChildProcess, child_command
+from localrt.bench.process import ENGINE, ChildProcess
 from localrt.bench.runner import model_files, run_bench
 from localrt.bench.workload import BenchOptions, Outcome
 from localrt.common.control_groups import group_folders
@@ -115,7 +115,7 @@ def run_limited(options: BenchOptions, limit: int) -> Outcome:
 
     def start(engine: str) -> ChildProcess:
         drop_from_cache(files)
-        return LimitedChild(child_command(), MemoryLimit.create(limit))
+        return LimitedChild(ENGINE, MemoryLimit.create(limit))
 
     def notify(line: str) -> None:
         print(f"  {line}", flush=True)

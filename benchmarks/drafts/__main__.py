@@ -36,7 +36,8 @@ from typing import Any
 from benchmarks.common.command import cited_command, find_model, make_parser
 from benchmarks.common.record import Record, Results, captioned, markdown_table
 from benchmarks.common.turns import by_turns, ratios
-from localrt.bench.process import ChildProcess, child_command
+from localrt.bench.process import ChildProcess
+from localrt.common.helpers import helper_command
 
 PLAIN = "off"
 _TREES = (8, 64)
@@ -106,7 +107,7 @@ def measure(
     with ExitStack() as stack:
         children = {}
         for name in names:
-            child = ChildProcess(child_command("benchmarks.drafts.child"))
+            child = ChildProcess(helper_command("benchmarks.drafts.child"))
             children[name] = stack.enter_context(child)
             child.ask("load", job={**job, "draft": name})
         asked = list(product(range(len(prompts)), names))

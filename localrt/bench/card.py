@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from localrt.api import load
-from localrt.bench.process import ChildError, ChildProcess, child_command, serve
+from localrt.bench.process import ENGINE, ChildError, ChildProcess, serve
 from localrt.bench.runner import run_bench
 from localrt.bench.workload import BenchOptions
 from localrt.common.errors import OptionError
 from localrt.common.files import read_text
+from localrt.common.helpers import helper_command
 from localrt.common.option_names import on_command_line
 from localrt.evaluate import evaluate
 
@@ -33,8 +34,8 @@ def run_card(
     *,
     text: Path | None = None,
     notify: Callable[[str], None],
-    start: Callable[[], ChildProcess] = lambda: ChildProcess(child_command()),
-    evaluator: Callable[[], ChildProcess] = lambda: ChildProcess(child_command(__name__)),
+    start: Callable[[], ChildProcess] = lambda: ChildProcess(ENGINE),
+    evaluator: Callable[[], ChildProcess] = lambda: ChildProcess(helper_command(__name__)),
 ) -> dict[str, object]:
     """Measure each of ``models``, given by name and path, with the settings of ``options``.
 

@@ -16,7 +16,6 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from localrt import system
@@ -24,7 +23,11 @@ from localrt.bench.engines import BenchEngine, Launch, load_engine
 from localrt.bench.sampling import Energy, joules_between, read_energy
 from localrt.common.closing import Closing
 from localrt.common.errors import LocalrtError
+from localrt.common.helpers import helper_command
 from localrt.common.option_names import on_command_line
+
+ENGINE = helper_command(__name__)
+"""The command line of a child that measures an engine."""
 
 
 class ChildError(LocalrtError):
@@ -33,13 +36,6 @@ class ChildError(LocalrtError):
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
         self.kind = kind
-
-
-def child_command(module: str = "localrt.bench.process") -> list[str]:
-    """Return the command that runs ``main`` of ``module`` with this copy of localrt."""
-    root = str(Path(__file__).resolve().parents[2])
-    start = f"import sys; sys.path.insert(0, sys.argv[1]); from {module} import main; main()"
-    return [sys.executable, "-c", start, root]
 
 
 class ChildProcess(Closing):

@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from localrt.bench.engines import LLAMACPP_SETTINGS, Launch
-from localrt.bench.process import ChildError, ChildProcess, child_command
+from localrt.bench.process import ENGINE, ChildError, ChildProcess
 from localrt.bench.workload import (
     LONG_ANSWER,
     BenchOptions,
@@ -64,7 +64,7 @@ def run_bench(
     options: BenchOptions,
     *,
     notify: Callable[[str], None],
-    start: Callable[[str], ChildProcess] = lambda engine: ChildProcess(child_command()),
+    start: Callable[[str], ChildProcess] = lambda engine: ChildProcess(ENGINE),
     alone: bool = False,
 ) -> Outcome:
     """Run every engine that can run. ``notify`` gets a line before each step that takes time, and

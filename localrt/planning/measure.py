@@ -24,6 +24,7 @@ import numpy as np
 from localrt import system
 from localrt.common.cores import default_threads
 from localrt.common.files import read_cached, write_cached
+from localrt.common.helpers import has_helpers, helper_command
 from localrt.common.settings import Settings
 from localrt.offload import hardware
 from localrt.offload.account import MEASURING_NBYTES
@@ -187,25 +188,19 @@ def measure(
     return disk, _profile(known, hardware.identity()[0], disk, default_threads())
 
 
-def main(arguments: list[str]) -> None:
+def main() -> None:
     """Run the measuring process; its argument is those of ``measure`` as JSON."""
-    folder, cache, *others = json.loads(arguments[0])
+    folder, cache, *others = json.loads(sys.argv[1])
     measure(Path(folder), Path(cache), *others)
 
 
 def _measure_aside(job: list[object]) -> bool:
     """Measure in a separate process; return whether that worked."""
-    if getattr(sys, "frozen", False):
-        return False  # a packaged app has no interpreter: it would start a second app
-    start = (
-        "import sys; sys.path.insert(0, sys.argv[1]); "
-        "from localrt.planning.measure import main; main(sys.argv[2:])"
-    )
-    package = Path(sys.modules["localrt"].__file__ or "")
-    root = str(package.resolve().parents[1])
+    if not has_helpers():
+        return False
     try:
         done = subprocess.run(
-            [sys.executable, "-c", start, root, json.dumps(job)],
+            helper_command(__name__, json.dumps(job)),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -105,7 +105,8 @@ def test_a_process_measures(
     settings: Settings, measured: Measured, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        measure.main(command[-1:])
+        monkeypatch.setattr(sys, "argv", ["-c", command[-1]])
+        measure.main()
         assert measured.since() == ["q8_0", "disk"]
         return subprocess.CompletedProcess(command, 0)
 

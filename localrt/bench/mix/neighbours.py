@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 
 from localrt.bench.mix.mix import Neighbour, percentiles
-from localrt.bench.process import ChildError, ChildProcess, child_command, serve
+from localrt.bench.process import ChildError, ChildProcess, serve
 from localrt.common.closing import Closing
 from localrt.common.errors import reason_of
+from localrt.common.helpers import helper_command
 
 _BLOCK = 1 << 20
 _TOUCH_S = 1.0
@@ -34,7 +35,7 @@ class RunningNeighbour(Closing):
 
     def __init__(self, neighbour: Neighbour) -> None:
         self.neighbour = neighbour
-        self._child = ChildProcess(child_command(__name__))
+        self._child = ChildProcess(helper_command(__name__))
         self.pid = self._child.pid
         self._child.ask("ready")  # its start must not disturb what is measured
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from abc import ABC, abstractmethod
@@ -28,6 +27,7 @@ from localrt.client.answer import listed_models
 from localrt.client.servers import Address, read_address
 from localrt.common.errors import LocalrtError, OptionError
 from localrt.common.formatting import one_line
+from localrt.common.helpers import helper_command, localrt_command
 from localrt.common.settings import Settings
 from localrt.hub import list_models
 from localrt.hub.cache import note_use
@@ -35,20 +35,6 @@ from localrt.hub.listing import client_names
 
 _START_S, _LOOK_S = 600.0, 0.1
 _SLOTS, _CTX = 4, 8192  # of llama-server: answers at once, and the context of each
-_GUARD = """
-import os, subprocess, sys, threading
-server = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, stdout=sys.stderr)
-print(server.pid, flush=True)
-def end():
-    sys.stdin.read()
-    server.terminate()
-    try:
-        server.wait(10)
-    except subprocess.TimeoutExpired:
-        server.kill()
-threading.Thread(target=end, daemon=True).start()
-os._exit(server.wait() & 255)
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +102,7 @@ class Localrt(Server):
             for name, path in self._paths.items()
         }
         with ExitStack() as stack:
-            command = [sys.executable, "-m", "localrt", "serve", *words, "--quiet"]
+            command = localrt_command("serve", *words, "--quiet")
             address = _start(stack, running, self.name, command)
             for app in mix.apps:
                 name = adapters[app.adapter] if app.adapter else names[app.model]
@@ -239,7 +225,7 @@ def _start(stack: ExitStack, running: Running, owner: str, command: Sequence[str
         port = str(bound.getsockname()[1])
     log = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 - the stack closes it
     guard = subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", _GUARD, *command, "--port", port],
+        helper_command("localrt.bench.mix.guard", *command, "--port", port, folders=()),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=log,

@@ -2,8 +2,7 @@
 
 Chat templates are code from the internet, so they run in a separate process, which is killed when a
 template takes too long or too much memory (``localrt.chat_format.templates.sandbox`` starts it). It
-reads one request per line and answers each with a line. This file is run by its path and imports
-nothing of localrt.
+reads one request per line and answers each with a line. This file imports nothing of localrt.
 """
 
 from __future__ import annotations
@@ -154,7 +153,9 @@ def _limits() -> Callable[[int], None]:
     return limit
 
 
-def _serve() -> None:
+def main() -> None:
+    """Answer requests on stdin until it closes."""
+    _environment()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C is for the parent process
     limit = _limits()
     for line in sys.stdin.buffer:
@@ -167,8 +168,3 @@ def _serve() -> None:
             os._exit(1)
         sys.stdout.buffer.write(found + b"\n")
         sys.stdout.buffer.flush()
-
-
-if __name__ == "__main__":
-    _environment()
-    _serve()

@@ -11,7 +11,6 @@ import atexit
 import json
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
@@ -21,6 +20,7 @@ from typing import Any
 
 from localrt import system
 from localrt.common.errors import TemplateError
+from localrt.common.helpers import has_helpers, helper_command
 from localrt.offload.memory import HELPERS
 
 _MAX_SOURCE = 250_000  # characters
@@ -89,7 +89,7 @@ class _Renderer:
                     return {"refused": _TOO_MUCH}
                 found: dict[str, str] = answer
                 return found
-        # A packaged program has no interpreter to start, and chooses its own templates.
+        # A packaged program without helpers chooses its own templates.
         from localrt.chat_format.templates.jinja_sandbox import answer as answer_here
 
         return answer_here(source, json.loads(line)["variables"], len(line))
@@ -155,21 +155,17 @@ class _Renderer:
 
 _RENDERER = _Renderer()
 atexit.register(_RENDERER.close)
-_START = (
-    "import runpy, sys; sys.path += sys.argv[2:]; runpy.run_path(sys.argv[1], None, '__main__')"
-)
 _HELLO = b'{"source": "", "variables": null}\n'
 
 
 def _command() -> list[str]:
-    """The command of the process: this interpreter with only Jinja2; empty if there is none."""
+    """The command of the process, which has only Jinja2; empty if none can be started."""
     found = [find_spec(name) for name in ("jinja2", "markupsafe")]
     origins = [spec.origin for spec in found if spec is not None and spec.origin is not None]
-    if getattr(sys, "frozen", False) or not system.bare_python() or len(origins) < len(found):
+    if not has_helpers() or len(origins) < len(found):
         return []
-    folders = list(dict.fromkeys(str(Path(origin).parents[1]) for origin in origins))
-    script = Path(__file__).with_name("jinja_sandbox.py")
-    return [system.bare_python(), "-I", "-S", "-c", _START, str(script), *folders]
+    folders = list(dict.fromkeys(Path(origin).parents[1] for origin in origins))
+    return helper_command("localrt.chat_format.templates.jinja_sandbox", folders=folders)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 import tempfile
 from contextlib import suppress
 from importlib.util import find_spec
@@ -22,6 +21,7 @@ import numpy as np
 from localrt import system
 from localrt.common.errors import MissingExtraError
 from localrt.common.files import write_text
+from localrt.common.helpers import has_helpers, helper_command
 from localrt.common.option_names import option
 from localrt.offload.hardware import identity
 
@@ -41,8 +41,8 @@ def check_build(cache: Path) -> None:
     Raises:
         MissingExtraError: it crashes on this machine.
     """
-    if getattr(sys, "frozen", False) or (build := _build()) is None:
-        return  # a packaged app has no interpreter; a missing package is reported elsewhere
+    if not has_helpers() or (build := _build()) is None:
+        return  # a missing package is reported elsewhere
     known_by = [*identity(), *build]
     verdict = _known(cache / _FILE, known_by)
     if verdict is None:
@@ -63,12 +63,7 @@ def check_build(cache: Path) -> None:
 
 def trial_command() -> list[str]:
     """Return the command of the trial."""
-    root = str(Path(__file__).resolve().parents[3])
-    start = (
-        "import sys; sys.path.insert(0, sys.argv[1]); "
-        "from localrt.engine.llamacpp.trial import main; main()"
-    )
-    return [sys.executable, "-c", start, root]
+    return helper_command(__name__)
 
 
 def main() -> None:

@@ -1,0 +1,30 @@
+"""Runs a server, and ends it when stdin closes, because the benchmark is done or has died.
+
+A process of its own: its arguments are the server's command line. It prints the server's id.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+
+_GOODBYE_S = 10.0
+
+
+def main() -> None:
+    """Run the server; its exit status becomes this process's."""
+    server = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, stdout=sys.stderr)
+    print(server.pid, flush=True)
+
+    def end() -> None:
+        sys.stdin.read()
+        server.terminate()
+        try:
+            server.wait(_GOODBYE_S)
+        except subprocess.TimeoutExpired:
+            server.kill()
+
+    threading.Thread(target=end, daemon=True).start()
+    os._exit(server.wait() & 255)
