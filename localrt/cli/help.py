@@ -77,14 +77,15 @@ class HelpfulParser(argparse.ArgumentParser):
         words = [self.prog, "[OPTIONS]"]
         for action in self._actions:
             if action.option_strings and action.required:
-                words += [action.option_strings[-1], _value(action)]
+                words += [action.option_strings[-1], placeholder(action)]
         for group in self._mutually_exclusive_groups:
             if group.required:
                 ways = (
-                    f"{each.option_strings[-1]} {_value(each)}" for each in group._group_actions
+                    f"{each.option_strings[-1]} {placeholder(each)}"
+                    for each in group._group_actions
                 )
                 words.append(f"({' | '.join(ways)})")
-        words += [_value(action) for action in self._get_positional_actions()]
+        words += [placeholder(action) for action in self._get_positional_actions()]
         return f"usage: {' '.join(filter(None, words))}\n"
 
     def format_help(self) -> str:
@@ -128,7 +129,7 @@ def _format_examples(examples: Examples, columns: int) -> str:
     return "\n".join(["examples:", *lines, ""])
 
 
-def _value(action: argparse.Action) -> str:
+def placeholder(action: argparse.Action) -> str:
     """Return an argument's placeholder: ``[MODEL]``, ``MODEL ...``, ``{bash,zsh,fish}``."""
     if action.metavar is not None:
         name = str(action.metavar)
