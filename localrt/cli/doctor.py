@@ -16,6 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from localrt.cli.doctor_report import FILE, shareable, write_report
 from localrt.cli.help import Examples
 from localrt.common.errors import LocalrtError
 from localrt.common.extras import install
@@ -32,6 +33,7 @@ from localrt.quant.cuda.programs import NO_COMPILER, has_compiler
 EXAMPLES: Examples = (
     ("localrt doctor", ""),
     ("localrt doctor --quick", "without measuring"),
+    ("localrt doctor --report", "a file for an issue"),
 )
 
 _PACKAGES = (
@@ -50,13 +52,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quick", action="store_true", help="answer at once: measure nothing, ask no driver"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print one JSON object")
+    form.add_argument(
+        "--report",
+        type=Path,
+        nargs="?",
+        const=Path(FILE),
+        metavar="FILE",
+        help=f"write a file for an issue, with nothing private in it (default: {FILE}, here)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; always return 0, as missing parts are not a failure."""
+    """Print or write the report; always return 0, as missing parts are not a failure."""
     report = _examine(quick=args.quick)
-    print(json.dumps(report) if args.json else "\n".join(_lines(report)))
+    if args.report is not None:
+        print(write_report(args.report, _lines(shareable(report))))
+    else:
+        print(json.dumps(report) if args.json else "\n".join(_lines(report)))
     return 0
 
 

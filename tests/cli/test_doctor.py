@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def _doctor(capsys: pytest.CaptureFixture[str], *, quick: bool = True, as_json: bool = True) -> Any:
-    assert doctor.run(argparse.Namespace(quick=quick, json=as_json)) == 0
+    assert doctor.run(argparse.Namespace(quick=quick, json=as_json, report=None)) == 0
     output = capsys.readouterr()
     assert output.err == ""
     return json.loads(output.out) if as_json else output.out
