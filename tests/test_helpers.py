@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from localrt.common.extras import EXTRAS, install
 from localrt.common.helpers import helper_command, localrt_command
 
 ROOT = Path(__file__).parent.parent
@@ -102,6 +103,7 @@ def test_a_packaged_program_renders_templates_apart(packaged: str, tmp_path: Pat
     """As it does with a Python: with limits on time and memory."""
     code = """
 import sys
+from localrt.common.extras import EXTRAS, install
 from localrt.common.helpers import run_helper
 from localrt.chat_format.templates import sandbox
 sys.executable, sys.frozen = sys.argv[1], True
@@ -112,3 +114,9 @@ print(template.render({}), sandbox._RENDERER._process is not None)
         [sys.executable, "-c", code, packaged], capture_output=True, text=True, check=True, cwd=ROOT
     )
     assert done.stdout == "2 True\n"
+
+
+def test_a_packaged_program_names_no_command_of_pip(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "-m pip" in install("torch")
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    assert all("-m pip" not in install(extra) for extra in EXTRAS)

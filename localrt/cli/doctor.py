@@ -21,6 +21,7 @@ from localrt.cli.help import Examples
 from localrt.common.errors import LocalrtError
 from localrt.common.extras import install
 from localrt.common.formatting import format_bytes, table
+from localrt.common.helpers import is_packaged
 from localrt.common.settings import Settings
 from localrt.common.version import __version__
 from localrt.hub import DEMO_NAME, resolve
@@ -167,6 +168,9 @@ def _advice(
         yield f"there is a GPU: to use it, {install('gpu')}"
     elif gpu and not has_compiler():
         yield NO_COMPILER
+    if is_packaged():
+        yield f"for the packages that are missing, {install('all')}"
+        return
     missing = {extra for name, extra, _ in _PACKAGES if versions[name] is None}
     uses = {
         "gpu": "the GPU" if gpu else None,

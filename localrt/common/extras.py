@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 
 from localrt import system
+from localrt.common.helpers import is_packaged
 
 EXTRAS = {
     "gpu": "cuda-bindings nvidia-cuda-nvrtc",
@@ -20,5 +21,7 @@ EXTRAS = {
 
 
 def install(extra: str) -> str:
-    """The command that installs an extra's packages for the Python that runs this."""
+    """What to do for an extra: the command that installs its packages for the Python here."""
+    if is_packaged():
+        return f"install localrt by pip, with its extra {extra}: this program takes no packages"
     return f"{system.quote(sys.executable)} -m pip install {EXTRAS[extra]}"

@@ -156,7 +156,7 @@ def _choose_engine(checkpoint: Checkpoint, options: LoadOptions, notes: list[str
         if options.engine == "native" or not is_gguf:
             raise
         if find_spec("llama_cpp") is None:
-            raise MissingExtraError(f"{error}: install it with {install('llamacpp')}") from error
+            raise MissingExtraError(f"{error}: {install('llamacpp')}") from error
         notes.append(f"engine: llamacpp, because {_reason(checkpoint)}")
         return "llamacpp"
     return "native"
