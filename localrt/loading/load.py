@@ -198,8 +198,10 @@ def _load_llamacpp(
         ctx=ctx,
         threads=options.threads,
         device=options.device,
+        gpu_memory=options.gpu_memory,
         progress=context.progress,
     )
+    context.notes.extend(model.notes)
     return LlamaCppEngine(model), ctx
 
 

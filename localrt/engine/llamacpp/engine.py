@@ -18,7 +18,8 @@ from types import ModuleType
 import numpy as np
 
 from localrt.common.errors import LocalrtError, OptionError, TokenizerError
-from localrt.engine.llamacpp.model import CHUNK, LlamaCppModel
+from localrt.engine.llamacpp.gpus import CHUNK
+from localrt.engine.llamacpp.model import LlamaCppModel
 from localrt.engine.protocol import Engine, EngineSession, Logits
 from localrt.models.tokenizers.base import Tokenizer, Watch, ignore_count
 from localrt.quant.ops.adapters import Mix

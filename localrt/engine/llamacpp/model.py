@@ -12,8 +12,10 @@ engines. The library's log lines become the reason of the next error.
 from __future__ import annotations
 
 import ctypes
+import re
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -32,6 +34,9 @@ from localrt.common.errors import (
 from localrt.common.extras import install
 from localrt.common.option_names import option
 from localrt.common.progress import Progress, ProgressCallback
+from localrt.common.settings import DEFAULT_CONTEXT
+from localrt.engine.llamacpp import gpus
+from localrt.engine.llamacpp.gpus import CHUNK, Device
 from localrt.engine.protocol import EngineInfo
 from localrt.offload.account import Account, check_fits
 from localrt.offload.memory import memory_state
@@ -91,8 +96,8 @@ def load_library() -> Library:
     return Library(api, errors, log_sink)
 
 
-CHUNK = 512  # tokens per call: llama.cpp's own default for a physical batch
 _NO_POOLING = 0  # LLAMA_POOLING_TYPE_NONE
+_NO_MEMORY = re.compile("alloc|memory", re.IGNORECASE)  # in a reason for not loading
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +128,8 @@ class LlamaCppModel:
         self.api = library.api
         self.handle = handle
         self.info = info
+        self.notes: list[str] = []
+        """Lines for the user."""
         self.lock = Lock()
         self.kv_bytes_per_token = _kv_bytes_per_token(self.api, handle)
         self.hidden_size = int(self.api.llama_model_n_embd(handle))
@@ -140,10 +147,14 @@ class LlamaCppModel:
         ctx: int | None = None,
         threads: int | None = None,
         device: str = "auto",
+        gpu_memory: int | None = None,
         progress: ProgressCallback | None = None,
         settings: LlamaCppSettings | None = None,
     ) -> LlamaCppModel:
         """Load ``path``, a GGUF file (of a split model: its first part).
+
+        The GPUs of this build take the layers that fit their free memory, at most ``gpu_memory``
+        bytes of each; if it runs out all the same, fewer.
 
         A cache of ``ctx`` tokens is checked against memory at once, so that a context that cannot
         fit fails here; ``threads`` defaults to the performance cores. An exception from
@@ -160,12 +171,41 @@ class LlamaCppModel:
             raise UnsupportedModelError(f"the llamacpp engine reads GGUF files; {path} is not one")
         if not path.is_file():
             raise CheckpointError(f"{path} does not exist")
-        library = load_library()
-        api, settings = library.api, settings or LlamaCppSettings()
-        on_gpu = _use_gpu(api, device)
+        library, notes = load_library(), list[str]()
+        devices, kept = _gpus(library.api, device), ctx or DEFAULT_CONTEXT
+        devices = gpus.with_layers(devices, path, ctx=kept, most=gpu_memory)
+        threads, settings = threads or default_threads(), settings or LlamaCppSettings()
+        while (
+            model := cls._open(path, library, devices, kept, threads, progress, settings)
+        ) is None:
+            full, devices = gpus.layers_text(devices), gpus.with_fewer(devices)
+            notes.append(f"llama.cpp has no room for {full}: trying {gpus.layers_text(devices)}")
+        if devices:
+            notes.append(f"llama.cpp: {gpus.layers_text(devices)}, of {model.info.layers + 1}")
+        model.notes = notes
+        try:
+            if ctx is not None:
+                model.check_cache_fits(ctx)
+        except MemoryBudgetError:
+            model.close()
+            raise
+        return model
 
+    @classmethod
+    def _open(
+        cls,
+        path: Path,
+        library: Library,
+        devices: Sequence[Device],
+        ctx: int,
+        threads: int,
+        progress: ProgressCallback | None,
+        settings: LlamaCppSettings,
+    ) -> LlamaCppModel | None:
+        """Load with layers on ``devices``; None if they have no room for them and their caches."""
+        api = library.api
         params = api.llama_model_default_params()
-        params.n_gpu_layers = -1 if on_gpu else 0
+        gpus.place(api, params, devices)
         params.use_extra_bufts = settings.repack
         total, stopped = path.stat().st_size, list[BaseException]()
 
@@ -186,21 +226,22 @@ class LlamaCppModel:
                 api.llama_model_free(handle)
             raise stopped[0]
         if not handle:
-            raise CheckpointError(
-                f"llama.cpp cannot load {path.name}: {library.reason('it gave no reason')}"
-            )
+            reason = library.reason("it gave no reason")
+            if devices and _NO_MEMORY.search(reason):
+                return None
+            raise CheckpointError(f"llama.cpp cannot load {path.name}: {reason}")
         if not api.llama_model_has_decoder(handle) or api.llama_model_has_encoder(handle):
             api.llama_model_free(handle)
             raise UnsupportedModelError(f"{path.name} is not a model that continues text")
 
-        info = _describe(api, handle, "cuda" if on_gpu else "cpu")
-        model = cls(library, handle, info, threads=threads or default_threads(), settings=settings)
+        info = _describe(api, handle, devices[0].backend if devices else "cpu")
+        model = cls(library, handle, info, threads=threads, settings=settings)
         try:
-            if ctx is not None:
-                model.check_cache_fits(ctx)
+            if devices:  # what passes need is tried before anyone waits for an answer
+                api.llama_free(model.new_context(ctx))
         except MemoryBudgetError:
             model.close()
-            raise
+            return None
         return model
 
     def close(self) -> None:
@@ -268,17 +309,16 @@ class LlamaCppModel:
             check_fits(needed, memory_state().available, what, ctx=capacity)
 
 
-def _use_gpu(api: ModuleType, device: str) -> bool:
+def _gpus(api: ModuleType, device: str) -> list[Device]:
     if device not in ("auto", "cpu", "cuda"):
         raise OptionError(f"{option('device')} must be auto, cpu or cuda, not {device!r}")
-    can = bool(api.llama_supports_gpu_offload())
-    if device == "cuda" and not can:
+    found = [] if device == "cpu" else gpus.find_devices(api)
+    if device == "cuda" and not found:
         raise OptionError(
-            "this build of llama-cpp-python has no GPU support: use "
-            f"{option('device', 'cpu')}, or install a"
-            " CUDA build of it"
+            "this build of llama-cpp-python has no GPU to use: leave "
+            f"{option('device', 'cuda')} out, or build it for your GPU (docs/gpu.md says how)"
         )
-    return can and device != "cpu"
+    return found
 
 
 def _metadata(api: ModuleType, model: object, key: str) -> str | None:

@@ -1,0 +1,195 @@
+"""Which of a model's layers llama.cpp's GPUs take."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from localrt.common.errors import CheckpointError, MemoryBudgetError, OptionError
+from localrt.engine.llamacpp import gpus
+from localrt.engine.llamacpp.gpus import Device, with_fewer, with_layers
+
+LAYERS, HIDDEN, VOCAB, CTX = 4, 256, 512, 1024
+MATRIX = HIDDEN * HIDDEN // 32 * 18  # Q4_0
+CACHE = 2 * CTX * 2 * HIDDEN  # keys and values of 16 bits in each layer
+LAYER, HEAD = 7 * MATRIX + 2 * 4 * HIDDEN + CACHE, VOCAB * HIDDEN // 32 * 18 + 4 * HIDDEN
+BESIDE = 4 * gpus.CHUNK * (4 * CTX + 4 * HIDDEN + 3 * HIDDEN) + gpus._SPARE
+ALL = BESIDE + LAYERS * LAYER + HEAD
+
+
+def device(room: int, name: str = "Vulkan0", handle: int = 0) -> Device:
+    return Device(handle, name, f"a GPU at {name}", room)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of four layers of zeros, whose embedding is its output matrix too."""
+    path = tmp_path_factory.mktemp("zeros") / "zeros.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("no_vocab")
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(VOCAB)
+    writer.add_context_length(CTX)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_block_count(LAYERS)
+    writer.add_feed_forward_length(HIDDEN)
+    writer.add_head_count(4)
+    writer.add_rope_dimension_count(HIDDEN // 4)
+    parts = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+    matrices = {f"blk.{n}.{part}": HIDDEN for n in range(LAYERS) for part in parts}
+    for name, rows in {"token_embd": VOCAB, **matrices}.items():
+        zeros = np.zeros((rows, HIDDEN // 32 * 18), np.uint8)
+        writer.add_tensor(f"{name}.weight", zeros, raw_dtype=gguf.GGMLQuantizationType.Q4_0)
+    norms = [f"blk.{n}.{part}_norm" for n in range(LAYERS) for part in ("attn", "ffn")]
+    for name in (*norms, "output_norm"):
+        writer.add_tensor(f"{name}.weight", np.ones(HIDDEN, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("rooms", "expected"),
+    [
+        pytest.param([1 << 40], [5], id="all, and the head"),
+        pytest.param([ALL], [5], id="just all"),
+        pytest.param([ALL - 1], [4], id="a byte less"),
+        pytest.param([BESIDE + HEAD + 2 * LAYER], [3], id="some"),
+        pytest.param([BESIDE + HEAD - 1], [], id="none"),
+        pytest.param([0], [], id="no memory"),
+        pytest.param([BESIDE + LAYER, BESIDE + HEAD + 2 * LAYER], [1, 3], id="two, not all"),
+        pytest.param([1 << 40, 1 << 39], [5], id="two, of which one is enough"),
+        pytest.param([], [], id="no GPU"),
+    ],
+)
+def test_layers_that_fit(model: Path, rooms: list[int], expected: list[int]) -> None:
+    placed = with_layers([device(room) for room in rooms], model, ctx=CTX)
+    assert [each.layers for each in placed] == expected
+
+
+def test_limits(model: Path) -> None:
+    """A limit counts for each GPU, and a longer cache leaves room for fewer layers."""
+    (placed,) = with_layers([device(1 << 40)], model, ctx=CTX, most=ALL - 1)
+    assert placed.layers == 4
+    beside = 4 * gpus.CHUNK * 4 * CTX
+    (placed,) = with_layers([device(ALL + beside)], model, ctx=2 * CTX)
+    assert placed.layers < 5
+    assert with_layers([device(1 << 40)], model, ctx=CTX, most=0) == []
+
+
+def test_fewer() -> None:
+    placed, tried = [replace(device(0), layers=33), replace(device(0), layers=1)], []
+    while placed:
+        placed = with_fewer(placed)
+        tried.append(sum(each.layers for each in placed))
+    assert tried == [24, 18, 13, 9, 6, 4, 3, 2, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        *[("Vulkan0", "vulkan"), ("ROCm1", "rocm"), ("SYCL0", "sycl"), ("CUDA0", "cuda")],
+        *[("MTL0", "metal"), ("Metal", "metal")],
+    ],
+)
+def test_backend(name: str, backend: str) -> None:
+    assert device(0, name).backend == backend
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module that loads models, and llama.cpp's CPU in the place of GPUs."""
+    pytest.importorskip("llama_cpp", reason="needs the llamacpp extra")
+    from localrt.engine.llamacpp import model as library
+
+    get = gpus._function(library.load_library().api, "by_type", ctypes.c_void_p, ctypes.c_int)
+    stand_in = [device(1 << 40, handle=get(0))]
+    monkeypatch.setattr(gpus, "find_devices", lambda _api: stand_in)
+    return library
+
+
+def answer(library: Any, path: Path, **options: Any) -> tuple[str, list[str], int]:
+    """Return the device, what was noted, and the likeliest token after a prompt."""
+    from localrt.engine.llamacpp.engine import LlamaCppSession
+
+    model = library.LlamaCppModel.load(path, threads=1, **options)
+    session = LlamaCppSession(model, 64)
+    token = int(np.argmax(session.extend(list(range(40)))))
+    session.close()
+    model.close()
+    return model.info.device, model.notes, token
+
+
+@pytest.mark.llamacpp
+@pytest.mark.parametrize(
+    ("options", "where", "noted"),
+    [
+        ({}, "vulkan", ["llama.cpp: 5 layers on a GPU at Vulkan0, of 5"]),
+        ({"gpu_memory": BESIDE + HEAD + LAYER}, "vulkan", ["llama.cpp: 2 layers on a GPU"]),
+        ({"gpu_memory": 0}, "cpu", []),
+        ({"device": "cpu"}, "cpu", []),
+    ],
+)
+def test_answers(
+    library: Any, model: Path, options: dict[str, Any], where: str, noted: list[str]
+) -> None:
+    found, notes, _ = answer(library, model, ctx=CTX, **options)
+    assert found == where
+    assert [note[: len(line)] for note, line in zip(notes, noted, strict=True)] == noted
+
+
+@pytest.mark.llamacpp
+@pytest.mark.parametrize("most", [3, 0])
+def test_memory_that_runs_out(
+    library: Any, model: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """Fewer layers are tried, and the CPU computes all in the end; each try is one line."""
+    placed = 0
+    place, new_context = gpus.place, library.LlamaCppModel.new_context
+
+    def counted(api: Any, params: Any, devices: Any) -> None:
+        nonlocal placed
+        placed = sum(each.layers for each in devices)
+        place(api, params, devices)
+
+    def scarce(self: Any, *arguments: Any, **options: Any) -> Any:
+        if placed > most:
+            raise MemoryBudgetError("ErrorOutOfDeviceMemory")
+        return new_context(self, *arguments, **options)
+
+    monkeypatch.setattr(gpus, "place", counted)
+    monkeypatch.setattr(library.LlamaCppModel, "new_context", scarce)
+    where, notes, _ = answer(library, model, ctx=CTX)
+    assert where == ("vulkan" if most else "cpu")
+    assert notes[0] == (
+        "llama.cpp has no room for 5 layers on a GPU at Vulkan0: trying 3 layers on a GPU at "
+        "Vulkan0"
+    )
+    assert notes[-1].endswith(": 3 layers on a GPU at Vulkan0, of 5" if most else "trying the CPU")
+
+
+@pytest.mark.llamacpp
+def test_a_damaged_file_is_tried_once(library: Any, model: Path, tmp_path: Path) -> None:
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(model.read_bytes().replace(b"blk.3.ffn_up", b"blk.3.ffn_xx"))
+    with pytest.raises(CheckpointError, match="cannot load"):
+        answer(library, cut, ctx=CTX)
+
+
+@pytest.mark.llamacpp
+def test_a_build_without_gpus(model: Path) -> None:
+    pytest.importorskip("llama_cpp", reason="needs the llamacpp extra")
+    from localrt.engine.llamacpp import model as library
+
+    if gpus.find_devices(library.load_library().api):
+        pytest.skip("this build has a GPU")
+    with pytest.raises(OptionError, match=r"docs/gpu\.md"):
+        answer(library, model, device="cuda")
