@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +37,8 @@ _FEATURES = {
     "i8mm": ("i8mm", "hw.optional.arm.FEAT_I8MM"),
     "sve": ("sve",),
 }
+_MAKERS = {"0x1002": "AMD", "0x8086": "Intel"}  # by PCI's numbers
+_LEAST_OWN_MEMORY = 2 << 30  # an integrated GPU's share of RAM is less
 _MEMORY_SAMPLE_BYTES = 256 << 20
 
 
@@ -83,6 +86,7 @@ class Machine:
     cpu: Cpu
     memory: MemoryState
     gpus: tuple[Gpu, ...] = ()
+    other_gpus: tuple[Gpu, ...] = ()
     memory_read_bytes_s: float | None = None
     disk: DiskSpeed | None = None
 
@@ -103,6 +107,7 @@ def probe(root: Path = system.ROOT) -> Machine:
         cpu=_cpu(root),
         memory=memory_state(root),
         gpus=_gpus_at_a_glance(root),
+        other_gpus=other_gpus(root),
     )
 
 
@@ -115,6 +120,44 @@ def gpus() -> tuple[Gpu, ...]:
     except (OSError, subprocess.SubprocessError):
         return ()
     return _parse_nvidia_smi(output.stdout)
+
+
+def other_gpus(root: Path = Path("/")) -> tuple[Gpu, ...]:
+    """GPUs that are not NVIDIA's, as the system knows them; those with memory of their own first.
+
+    Memory is None where the GPU shares RAM, or the system does not say.
+    """
+    found = [Gpu(name, nbytes) for name, nbytes in system.display_adapters()]
+    if sys.platform == "darwin" and (name := _sysctl()[0]).startswith("Apple"):
+        found.append(Gpu(name))
+    for folder in root.glob("sys/class/drm/card*/device"):
+        maker, device = (_text(folder / name) for name in ("vendor", "device"))
+        if maker in _MAKERS and "-" not in folder.parent.name:  # no connector
+            total, used = (_text(folder / f"mem_info_vram_{what}") for what in ("total", "used"))
+            own = int(total) if total and int(total) >= _LEAST_OWN_MEMORY else None
+            name = f"{_MAKERS[maker]} {_pci_name(root, maker[2:], device[2:])}"
+            found.append(Gpu(name, own, own and own - int(used or 0)))
+    others = [gpu for gpu in found if "nvidia" not in gpu.name.lower()]
+    return tuple(sorted(others, key=lambda gpu: -(gpu.memory_bytes or 0)))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+def _pci_name(root: Path, maker: str, device: str) -> str:
+    """A device's name in the list of PCI's numbers that most systems have."""
+    for place in ("misc", "hwdata"):
+        with suppress(OSError):
+            text = (root / "usr/share" / place / "pci.ids").read_text("utf-8", "replace")
+            named = rf"^{maker}  .*\n(?:[\t#].*\n)*?\t{device}  (.*)"
+            if found := re.search(named, text, re.MULTILINE):
+                inside = re.search(r"\[(.+)\]", found[1])
+                return inside[1] if inside else found[1]
+    return f"GPU {maker}:{device}"
 
 
 def identity() -> list[str]:

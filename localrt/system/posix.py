@@ -349,6 +349,11 @@ def is_broken_pipe(error: OSError) -> bool:
     return isinstance(error, BrokenPipeError)
 
 
+def display_adapters() -> list[tuple[str, int | None]]:
+    """Names of GPUs and the bytes of their own memory, where the system keeps a list of both."""
+    return []
+
+
 def quote(argument: str) -> str:
     """An argument as it is typed in the system's shell."""
     return shlex.quote(argument)

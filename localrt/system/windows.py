@@ -39,12 +39,13 @@ if sys.platform == "win32":
     import threading
     import winreg
     from collections.abc import Iterable
-    from contextlib import AbstractContextManager, nullcontext
+    from contextlib import AbstractContextManager, nullcontext, suppress
     from ctypes import wintypes
     from pathlib import Path
     from typing import Any
 
     _KERNEL = ctypes.WinDLL("kernel32", use_last_error=True)
+    _ROOT = winreg.HKEY_LOCAL_MACHINE
     _READ, _WRITE = 0x80000000, 0x40000000
     _SHARE_ALL = 0x7
     _OPEN_EXISTING = 3
@@ -278,6 +279,19 @@ if sys.platform == "win32":
 
     def is_broken_pipe(error: OSError) -> bool:
         return error.errno in (errno.EPIPE, errno.EINVAL) and not error.filename
+
+    _DISPLAYS = r"SYSTEM\CurrentControlSet\Control\Class\{4d36e968-e325-11ce-bfc1-08002be10318}"
+
+    def display_adapters() -> list[tuple[str, int | None]]:
+        found: list[tuple[str, int | None]] = []
+        for number in range(16):
+            with suppress(OSError), winreg.OpenKey(_ROOT, rf"{_DISPLAYS}\{number:04}") as key:
+                name, nbytes = str(winreg.QueryValueEx(key, "DriverDesc")[0]), None
+                with suppress(OSError):
+                    value = winreg.QueryValueEx(key, "HardwareInformation.qwMemorySize")[0]
+                    nbytes = value if isinstance(value, int) and value >> 31 else None
+                found.append((name, nbytes))
+        return found
 
     def quote(argument: str) -> str:
         return subprocess.list2cmdline([argument])

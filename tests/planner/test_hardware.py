@@ -67,6 +67,52 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert second.memory_bytes is None
 
 
+PCI_IDS = """# a list
+1002  Advanced Micro Devices, Inc. [AMD/ATI]
+\t15bf  Phoenix1
+# a comment within it
+\t7480  Navi 33 [Radeon RX 7600/7600 XT/7600M XT]
+\t\t1043 05e4  Dual
+8086  Intel Corporation
+\t56a0  DG2 [Arc A770]
+"""
+APU = {"vendor": "0x1002", "device": "0x15bf", "mem_info_vram_total": str(512 << 20)}
+RADEON = {
+    **{"vendor": "0x1002", "device": "0x7480"},
+    **{"mem_info_vram_total": str(8 << 30), "mem_info_vram_used": str(1 << 30)},
+}
+RX = "AMD Radeon RX 7600/7600 XT/7600M XT"
+
+
+@pytest.mark.parametrize(
+    ("cards", "listed", "expected"),
+    [
+        ({}, True, []),
+        ({"card1": RADEON}, True, [hardware.Gpu(RX, 8 << 30, 7 << 30)]),
+        ({"card1": RADEON}, False, [hardware.Gpu("AMD GPU 1002:7480", 8 << 30, 7 << 30)]),
+        ({"card0": APU, "card1": RADEON}, True, [RX, "AMD Phoenix1"]),
+        ({"card0": {"vendor": "0x8086", "device": "0x56a0"}}, True, ["Intel Arc A770"]),
+        ({"card0": {"vendor": "0x8086", "device": "0x1111"}}, True, ["Intel GPU 8086:1111"]),
+        ({"card0": {"vendor": "0x10de", "device": "0x2882"}}, True, []),  # NVIDIA's own driver's
+        ({"card0": {}, "card0-DP-1": RADEON}, True, []),
+    ],
+)
+def test_gpus_of_other_makers(
+    tmp_path: Path, cards: dict[str, dict[str, str]], listed: bool, expected: list[object]
+) -> None:
+    for card, files in cards.items():
+        folder = tmp_path / "sys/class/drm" / card / "device"
+        folder.mkdir(parents=True)
+        for name, text in files.items():
+            (folder / name).write_text(f"{text}\n")
+    if listed:
+        (tmp_path / "usr/share/hwdata").mkdir(parents=True)
+        (tmp_path / "usr/share/hwdata/pci.ids").write_text(PCI_IDS)
+    own = set(hardware.other_gpus(tmp_path / "nothing"))  # as Windows and macOS list them
+    found = [gpu for gpu in hardware.probe(tmp_path).other_gpus if gpu not in own]
+    assert expected in (found, [gpu.name for gpu in found])
+
+
 def test_measure_memory_read() -> None:
     assert hardware.measure_memory_read(1, 16 << 20) > 100e6
 
