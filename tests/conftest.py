@@ -216,6 +216,7 @@ def quiet_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
     monkeypatch.setenv("LOCALRT_OFFLINE", "1")
     monkeypatch.setattr(hardware, "gpus", lambda: ())
+    monkeypatch.setattr(hardware, "other_gpus", lambda _root=None: ())
 
     def measured(*_: Any, **__: Any) -> tuple[MachineProfile, str]:
         sources = {**machine().sources, "ssd_bytes_s": "measured", "kernels": "measured"}

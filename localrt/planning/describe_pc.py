@@ -35,7 +35,7 @@ from localrt.planning.gpus import (
     parse_bandwidth,
     parse_gpu,
 )
-from localrt.planning.machine import MachineProfile, typical_machine
+from localrt.planning.machine import MachineProfile, OtherGpu, typical_machine
 from localrt.planning.measure import known_machine, machine_profile, with_corrections
 from localrt.quant.cpu.abi import best_isa
 from localrt.quant.cuda.gpu_cache import known_rates
@@ -146,8 +146,8 @@ class Pc:
     new_memory: bool | None = None
     """Whether the named processor is as recent as DDR5; None if none was named."""
     windows: bool = system.IS_WINDOWS
-    left_out: str = ""
-    """A line about a named GPU that cannot be used; empty if there is none."""
+    other_gpu: OtherGpu | None = None
+    """A named GPU that only llama.cpp can use."""
 
     @property
     def ram_budget(self) -> int:
@@ -244,7 +244,7 @@ def _with_parts(pc: Pc, text: str) -> Pc:
             pc = _given(replace(pc, ram_bytes_s=rate), ram_bytes_s="typical")
     if other := parts.get("other") or (gpu if gpu and gpu.lastgroup == "apple" else None):
         new = pc.new_memory or bool(_NEW_OTHER.search(other[0]))
-        pc = replace(pc, gpu=pc.gpu if gpu else None, new_memory=new, left_out=other_gpu(other[0]))
+        pc = replace(pc, gpu=pc.gpu if gpu else None, new_memory=new, other_gpu=other_gpu(other[0]))
     if processor := parts.get("processor"):
         pc = _with_processor(pc, processor)
     if cores := parts.get("cores"):
@@ -350,8 +350,8 @@ def planned_hardware(
     """
     ram = None if wanted.ram is None else parse_size(wanted.ram)
     if wanted.pc is not None:
-        pc, vram = parse_pc(wanted.pc), 0
-        note = pc.left_out
+        pc, vram, note = parse_pc(wanted.pc), 0, ""
+        other = pc.other_gpu
         machine = _as_wanted(pc.machine(), wanted)
         if wanted.gpu is None and pc.gpu is not None:
             memory = wanted.gpu_memory or pc.vram_budget
@@ -365,8 +365,12 @@ def planned_hardware(
         machine, note = machine_here(settings, own, formats, remeasure=remeasure)
         machine, vram = with_gpu(_as_wanted(machine, wanted), wanted, settings.cache_dir)
         source, ram = ("given", ram) if ram else ("measured", ram_budget(None))
+        other = _other_here() if wanted.gpu is None else None
     machine = _with_source(machine, ram_bytes=source)
-    return machine, budgets_of(machine, ram, vram), note or other_gpu(wanted.gpu or "")
+    if machine.gpu is None and (other := other_gpu(wanted.gpu or "") or other):
+        room = other.room_bytes and int(_GPU_SHARE * other.room_bytes)
+        machine = replace(machine, other_gpu=replace(other, room_bytes=room))
+    return machine, budgets_of(machine, ram, vram), note
 
 
 def with_formats(
@@ -448,11 +452,19 @@ def gpu_here() -> tuple[GpuModel, int] | None:
     None if there is no GPU.
     """
     here = hardware.gpus()
-    if not here:
+    if not here or other_gpu(here[0].name):
         return None
     gpu = find_gpu(here[0].name, here[0].memory_bytes) or parse_gpu(DEFAULT_GPU)
     free = here[0].free_bytes or here[0].memory_bytes or gpu.vram_bytes
     return replace(gpu, name=here[0].name, vram_bytes=here[0].memory_bytes or free), free
+
+
+def _other_here() -> OtherGpu | None:
+    """Return this machine's first GPU that only llama.cpp can use; its room is what is free."""
+    for each in (*hardware.gpus(), *hardware.other_gpus()):
+        found = other_gpu(each.name, each.memory_bytes) or OtherGpu(name=each.name)
+        return replace(found, room_bytes=each.free_bytes or each.memory_bytes)
+    return None
 
 
 def with_gpu(

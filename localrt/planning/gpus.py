@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 from localrt.common.errors import OptionError
 from localrt.common.formatting import parse_size
-from localrt.planning.machine import GpuProfile, KernelRate
+from localrt.planning.machine import GpuProfile, KernelRate, OtherGpu
 from localrt.quant.cuda.gpu_cache import ROWS, GpuRates
 
 _VIRTUAL = re.compile(r"virtual:(?P<size>[^@]+)@(?P<link>[^,]+),(?P<memory>[^,]+),(?P<flops>[^,]+)")
@@ -202,12 +202,39 @@ OTHERS = (
 )
 """A pattern that matches their names."""
 
+# GiB of memory, and its GB/s, by their makers (amd.com, ark.intel.com, support.apple.com). Apple's
+# chips share RAM; of chips with several rates, the lowest.
+_OTHER_ROWS = """
+RX 570 4 224, RX 580 8 256, RX 5500 XT 8 224, RX 5600 XT 6 288, RX 5700 8 448, RX 5700 XT 8 448,
+RX 6400 4 128, RX 6500 XT 4 144, RX 6600 8 224, RX 6600 XT 8 256, RX 6650 XT 8 280, RX 6700 10 320,
+RX 6700 XT 12 384, RX 6750 XT 12 432, RX 6800 16 512, RX 6800 XT 16 512, RX 6900 XT 16 512,
+RX 6950 XT 16 576, RX 7600 8 288, RX 7600 XT 16 288, RX 7700 XT 12 432, RX 7800 XT 16 624,
+RX 7900 GRE 16 576, RX 7900 XT 20 800, RX 7900 XTX 24 960, RX 9060 XT 16 320, RX 9060 XT 8 320,
+RX 9070 16 640, RX 9070 XT 16 640, Arc A380 6 186, Arc A580 8 512, Arc A750 8 512, Arc A770 16 560,
+Arc A770 8 512, Arc B570 10 380, Arc B580 12 456, M1 0 68, M1 Pro 0 200, M1 Max 0 400,
+M1 Ultra 0 800, M2 0 100, M2 Pro 0 200, M2 Max 0 400, M2 Ultra 0 800, M3 0 100, M3 Pro 0 150,
+M3 Max 0 300, M3 Ultra 0 819, M4 0 120, M4 Pro 0 273, M4 Max 0 410, M5 0 153
+"""
 
-def other_gpu(text: str) -> str:
-    """Return a line about an unsupported GPU; empty if ``text`` names none."""
+
+def other_gpu(text: str, memory_bytes: int | None = None) -> OtherGpu | None:
+    """Return an unsupported GPU that ``text`` names, of several the one with about that memory;
+    None if it names none.
+    """
     if re.search(OTHERS, text, re.IGNORECASE) is None or find_gpu(text) is not None:
-        return ""
-    return f"localrt uses NVIDIA GPUs from GTX 16 and RTX 20 on: {text.strip()} is left out"
+        return None
+    words = _words(re.sub(r"mac(?:book)?\s*(?:air|pro)\b", "", text, flags=re.IGNORECASE))
+    sizes = [int(word.removesuffix("gb")) for word in words if re.fullmatch(r"\d+gb", word)]
+    gib = sizes[0] if sizes else memory_bytes and round(memory_bytes / (1 << 30))
+    found: list[tuple[int, int, int, int]] = []
+    for row in _OTHER_ROWS.split(","):
+        name, size, rate = row.strip().rsplit(maxsplit=2)
+        if set(_words(name)) <= set(words):
+            apart = abs(int(size) - gib) if gib else 0
+            found.append((apart, -len(_words(name)), int(size), int(rate)))
+    *_, own, gb_s = min(found, default=(0, 0))
+    room = memory_bytes or (own or gib or 0) << 30
+    return OtherGpu(name=text.strip(), room_bytes=room or None, bytes_s=1e9 * gb_s or None)
 
 
 def find_gpu(name: str, vram_bytes: int | None = None) -> GpuModel | None:

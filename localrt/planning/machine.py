@@ -92,6 +92,17 @@ class GpuProfile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OtherGpu:
+    """A GPU that only llama.cpp can use. ``room_bytes`` of its own memory can be had; None means
+    that it has none, or that nobody knows. ``bytes_s`` is its maker's figure, if there is one.
+    """
+
+    name: str
+    room_bytes: int | None = None
+    bytes_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Corrections:
     """Measured times of a placed model's passes, as multiples of the times from single rates.
 
@@ -142,6 +153,7 @@ class MachineProfile:
     link_bytes_s: float | None = None
     link_latency_s: float = 1e-5
     gpu: GpuProfile | None = None
+    other_gpu: OtherGpu | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
     corrections: tuple[Corrections | None, Corrections | None] = (None, None)
 

@@ -60,7 +60,7 @@ from localrt.planning.recommending import (
     sized,
     usual_offer,
 )
-from localrt.planning.report import explain, page
+from localrt.planning.report import explain, other_gpu_line, page
 from localrt.planning.verdict import Expected
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
@@ -143,6 +143,8 @@ def plan_model(
         )
     )
     notes, draft, picture = list(forecast.notes), "", None
+    if line := other_gpu_line(machine, forecast.request):
+        notes.insert(0, line)
     if weights:
         if (drafts := draft_of(path, not forecast.fits)) is not None:
             draft, line = drafts

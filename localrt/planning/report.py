@@ -162,6 +162,33 @@ def figures(machine: MachineProfile) -> Iterator[str]:
         yield rate("link to it", "link_bytes_s", machine.link_bytes_s)
 
 
+def other_gpu_line(machine: MachineProfile, request: PlanRequest | None = None) -> str:
+    """Return what llama.cpp can do with a GPU that localrt's kernels cannot use; empty without one.
+
+    No rate is given that does not follow from a known one: reading weights once for each token.
+    """
+    gpu, text, rate = machine.other_gpu, "", None
+    if gpu is None:
+        return ""
+    if request is not None:
+        shape, room = request.shape, gpu.room_bytes
+        needed = shape.nbytes + sum(shape.kv_nbytes(request.kv_format, request.ctx))
+        share = 1.0 if room is None else min(1.0, room / needed)
+        if room is not None:
+            what = "all of the model fits" if share == 1 else f"{part_of(room, needed)} fit"
+            text = f": {what} its memory"
+        if gpu.bytes_s and needed < request.budgets.ram + (room or 0):
+            seconds = share / gpu.bytes_s + (1 - share) / machine.ram_bytes_s
+            rate = 1 / (shape.pass_nbytes * seconds)
+    if rate is not None and gpu.bytes_s is not None:
+        known = f"by its maker's {format_bytes(gpu.bytes_s)}/s"
+        text += f"{',' if text else ':'} at most about {speed(rate)} {known}"
+    return (
+        f"{gpu.name}: llama.cpp can use it{text}. localrt's own kernels need an NVIDIA GPU, from "
+        "GTX 16 or RTX 20 on; docs/gpu.md has the two commands"
+    )
+
+
 def _placement(plan: Forecast) -> Iterator[str]:
     units: dict[Where, list[PlacedUnit]] = {}
     for unit in placed_shape(plan).units:

@@ -17,7 +17,7 @@ from localrt.offload.memory import ram_budget
 from localrt.planning.describe_pc import Hardware, budgets_of, machine_on_device, planned_hardware
 from localrt.planning.machine import MachineProfile
 from localrt.planning.recommending import Recommendation, recommend_on, usual_offer
-from localrt.planning.report import figures, gpu_room
+from localrt.planning.report import figures, gpu_room, other_gpu_line
 from localrt.planning.verdict import Expected, Level, meanings, speed
 
 _ORDER: dict[Level, int] = {"good": 0, "usable": 1, "slow": 2}
@@ -123,6 +123,7 @@ def what_runs(wanted: Hardware, settings: Settings) -> WhatRuns:
         OptionError: a description of hardware that cannot be understood.
     """
     machine, budgets, note = planned_hardware(wanted, settings)
+    note = ". ".join(filter(None, (note, other_gpu_line(machine))))
     return WhatRuns(machine, budgets, _ranked(machine, budgets), wanted.hypothetical, note)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,9 @@ from hypothesis import strategies as st
 
 from localrt.common.errors import OptionError
 from localrt.common.settings import Settings
+from localrt.offload import hardware
+from localrt.offload.account import Budgets
+from localrt.offload.hardware import Gpu
 from localrt.planning.describe_pc import (
     PRESETS,
     Hardware,
@@ -18,8 +22,12 @@ from localrt.planning.describe_pc import (
     parse_memory_speed,
     parse_pc,
 )
-from localrt.planning.gpus import GPUS, parse_gpu
+from localrt.planning.forecast import PlanRequest
+from localrt.planning.gpus import GPUS, other_gpu, parse_gpu
+from localrt.planning.machine import OtherGpu
+from localrt.planning.report import other_gpu_line
 from localrt.planning.what_runs import what_runs
+from tests.planner.models import machine, published
 
 
 def test_parts_in_any_order() -> None:
@@ -204,7 +212,94 @@ def test_other_gpus(gpu: str) -> None:
         found = what_runs(wanted, settings)
         assert found.machine.gpu is None
         assert found.best
-        assert f"from GTX 16 and RTX 20 on: {gpu} is left out" in found.report()
+        assert f"Note: {gpu}: llama.cpp can use it. localrt's own kernels" in found.report()
+
+
+@pytest.mark.parametrize(
+    ("name", "memory", "gib", "gb_s"),
+    [
+        ("RX 7600", None, 8, 288),
+        ("AMD Radeon RX 7800 XT", None, 16, 624),
+        ("Radeon RX 7900 XT/7900 XTX/7900 GRE/7900M", 24 << 30, 24, 960),
+        ("Radeon RX 7900 XT/7900 XTX/7900 GRE/7900M", 20 << 30, 20, 800),
+        ("RX 9060 XT 8GB", None, 8, 320),
+        ("Intel(R) Arc(TM) B580 Graphics", 12 << 30, 12, 456),
+        ("Arc A770 8GB", None, 8, 512),
+        ("MacBook Pro M2", None, None, 100),
+        ("MacBook Pro M2 Pro", None, None, 200),
+        ("Apple M3 Max", None, None, 300),
+        ("Radeon 780M", None, None, None),
+        ("Intel UHD Graphics 770", None, None, None),
+        ("GTX 1060 6GB", None, 6, None),
+    ],
+)
+def test_rates_of_other_gpus(
+    name: str, memory: int | None, gib: int | None, gb_s: int | None
+) -> None:
+    found = other_gpu(name, memory)
+    assert found is not None
+    assert found.name == name
+    assert found.room_bytes == (gib and gib << 30)
+    assert found.bytes_s == (gb_s and gb_s * 1e9)
+
+
+@pytest.mark.parametrize("name", ["RTX 4060", "GTX 1660", "NVIDIA H100", "a card"])
+def test_gpus_that_are_not_other(name: str) -> None:
+    assert other_gpu(name) is None
+
+
+@pytest.mark.parametrize(
+    ("gpu", "expected"),
+    [
+        (OtherGpu(name="X", room_bytes=20 << 30, bytes_s=300e9), "all of the model fits.*at most"),
+        (
+            OtherGpu(name="X", room_bytes=300 << 20, bytes_s=300e9),
+            "315 of [0-9]+ MB fit its memory",
+        ),
+        (OtherGpu(name="X", room_bytes=20 << 30), r"all of the model fits its memory\. localrt"),
+        (OtherGpu(name="X", bytes_s=100e9), "use it: at most about [0-9]+ tok/s by .* 100 GB/s"),
+        (OtherGpu(name="X"), r"^X: llama\.cpp can use it\. "),
+    ],
+)
+def test_line_on_other_gpus(gpu: OtherGpu, expected: str) -> None:
+    """It gives a rate only where one is known, and never more than memory allows."""
+    budgets = Budgets(ram=16 << 30, vram=0)
+    request = PlanRequest(
+        shape=published("llama-3.2-1b"), machine=machine(), budgets=budgets, ctx=1024
+    )
+    here = replace(machine(), other_gpu=gpu)
+    line = other_gpu_line(here, request)
+    assert re.search(expected, line)
+    if found := re.search("about ([0-9]+) tok/s", line):
+        assert gpu.bytes_s is not None
+        assert int(found[1]) <= 1 + gpu.bytes_s / request.shape.pass_nbytes
+    few = replace(request, budgets=replace(request.budgets, ram=1 << 20))
+    if not gpu.room_bytes:  # it would be read from the disk
+        assert "tok/s" not in other_gpu_line(here, few)
+
+
+@pytest.mark.parametrize(
+    ("here", "others", "expected"),
+    [
+        ((), (Gpu("AMD Radeon RX 7600", 8 << 30, 6 << 30),), 0.92 * (6 << 30)),
+        ((Gpu("NVIDIA GeForce GTX 1080", 8 << 30, 7 << 30),), (), 0.92 * (7 << 30)),
+        ((), (Gpu("Apple M4"),), None),
+    ],
+)
+def test_other_gpu_of_this_pc(
+    quiet_machine: None,
+    monkeypatch: pytest.MonkeyPatch,
+    here: tuple[Gpu, ...],
+    others: tuple[Gpu, ...],
+    expected: float | None,
+) -> None:
+    monkeypatch.setattr(hardware, "gpus", lambda: here)
+    monkeypatch.setattr(hardware, "other_gpus", lambda: others)
+    found = what_runs(Hardware(), Settings.from_environment()).machine
+    assert found.gpu is None
+    assert found.other_gpu is not None
+    assert found.other_gpu.name == (*here, *others)[0].name
+    assert found.other_gpu.room_bytes == (expected and int(expected))
 
 
 def test_parse_memory_speed() -> None:
