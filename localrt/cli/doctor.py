@@ -13,13 +13,14 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from localrt.cli.doctor_report import FILE, shareable, write_report
 from localrt.cli.help import Examples
 from localrt.common.errors import LocalrtError
-from localrt.common.extras import install
+from localrt.common.extras import install, install_for_gpu
 from localrt.common.formatting import format_bytes, table
 from localrt.common.helpers import is_packaged
 from localrt.common.settings import Settings
@@ -110,7 +111,11 @@ def _examine(*, quick: bool) -> dict[str, object]:
         ],
         "folders": folders,
         "demo_model": str(demo) if demo else None,
-        "advice": [*notes, *_advice(versions, demo=demo, gpu=bool(machine.gpus), isa=isa)],
+        "advice": [
+            *notes,
+            *_advice(versions, demo=demo, gpu=bool(machine.gpus), isa=isa),
+            *(_other_gpu_advice(machine.other_gpus[0].name) if machine.other_gpus else ()),
+        ],
     }
 
 
@@ -183,6 +188,17 @@ def _advice(
             yield f"for {use}: {install(extra)}"
 
 
+def _other_gpu_advice(name: str) -> Iterator[str]:
+    """Say how llama.cpp computes on the GPU ``name``, which our kernels cannot use."""
+    found = find_spec("llama_cpp")
+    folder = Path(found.origin).parent / "lib" if found and found.origin else Path()
+    backends = ("vulkan", "metal", "hip", "sycl")
+    if found and any(f"ggml-{each}" in path.name for path in folder.glob("*") for each in backends):
+        yield f"on {name}: llama.cpp, by --engine llamacpp with GGUF files"
+    else:
+        yield f"on {name}: llama.cpp, once it is built for it (docs/gpu.md): {install_for_gpu()}"
+
+
 def _lines(report: dict[str, Any]) -> Iterator[str]:
     """Return the report for people."""
     machine = report["machine"]
@@ -202,7 +218,9 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     ]
     if disk:
         rows.append(["disk", f"reads {format_bytes(disk['read_bytes_s'])}/s ({disk['method']})"])
-    rows += [["GPU", _gpu_text(gpu)] for gpu in machine["gpus"]] or [["GPU", "none found"]]
+    gpus = [_gpu_text(gpu) for gpu in machine["gpus"]]
+    gpus += [f"{_gpu_text(gpu)} (llama.cpp only)" for gpu in machine["other_gpus"]]
+    rows += [["GPU", text] for text in gpus or ["none found"]]
     if report["gpu"]:
         rows += _gpu_rows(report["gpu"])
     rows.append(["kernels", report["kernels"] or "none: see below"])

@@ -20,6 +20,12 @@ EXTRAS = {
 }
 
 
+def install_for_gpu() -> str:
+    """The command that installs llama.cpp for GPUs that are not NVIDIA's. Macs' have it anyway."""
+    flags = "" if sys.platform == "darwin" else " -C cmake.args=-DGGML_VULKAN=on"
+    return f"{install('llamacpp')} --force-reinstall --no-cache-dir{flags}"
+
+
 def install(extra: str) -> str:
     """What to do for an extra: the command that installs its packages for the Python here."""
     if is_packaged():

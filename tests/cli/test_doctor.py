@@ -1,6 +1,7 @@
 import argparse
 import json
 import tomllib
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import localrt
 from localrt.cli import doctor
 from localrt.common.cores import Cores
-from localrt.common.extras import install
+from localrt.common.extras import install, install_for_gpu
 from localrt.offload import hardware
 from localrt.quant.cuda.gpu_cache import GpuCache
 from tests.planner.models import RATE
@@ -30,6 +31,28 @@ def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, str(tmp_path / name))
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
     monkeypatch.setattr(hardware, "gpus", lambda: ())
+    monkeypatch.setattr(hardware, "other_gpus", lambda _root: ())
+
+
+@pytest.mark.parametrize("built", [None, "libggml-cpu.so", "libggml-vulkan.so"])
+def test_a_gpu_of_another_maker(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    built: str | None,
+) -> None:
+    """It is shown, with what is missing: llama.cpp, or a build of it that uses GPUs."""
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / str(built)).touch()
+    spec = ModuleSpec("llama_cpp", None, origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(doctor, "find_spec", lambda _name: built and spec)
+    gpu = hardware.Gpu("AMD Radeon RX 7600", 8 << 30, 7 << 30)
+    monkeypatch.setattr(hardware, "other_gpus", lambda _root: (gpu,))
+    text = _doctor(capsys, as_json=False)
+    assert "GPU       AMD Radeon RX 7600, 8.6 GB, 7.5 GB free (llama.cpp only)\n" in text
+    ready = "vulkan" in str(built)
+    assert ("on AMD Radeon RX 7600: llama.cpp, by --engine llamacpp" in text) == ready
+    assert (install_for_gpu() in text) != ready
 
 
 def test_json_says_what_was_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
