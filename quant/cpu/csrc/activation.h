@@ -1,4 +1,4 @@
-// Functions of sixteen lanes: exp, tanh, and activations of MLPs and experts.
+// Functions of sixteen lanes: exp, tanh, and activations of MLPs and experts. C libraries' own differ in their last bit.
 #pragma once
 
 inline namespace LRT_SPACE {
@@ -19,6 +19,15 @@ inline F16L exp16(F16L x) {
     p = p.fma(r * r, r + F16L::set1(1.f));
     return p * F16L::bits((n + I16::set1(127)).shl(23));
 }
+
+// Of one number, with the bits of a lane; NaN stays NaN.
+inline float exp1(float x) {
+    alignas(64) float lanes[16];
+    exp16(F16L::set1(x)).store(lanes);
+    return x == x ? lanes[0] : x;
+}
+
+inline float sigmoid1(float x) { return 1.f / (1.f + exp1(-x)); }
 
 inline F16L tanh16(F16L x) {
     const F16L one = F16L::set1(1.f);

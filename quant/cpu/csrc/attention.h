@@ -341,7 +341,7 @@ inline void attend_some(int n, const Query* queries, const Cached& cached, const
 inline void join(BlockResult& sofar, float* out, const BlockResult& block, const float* values, int size) {
     if (block.peak == -INFINITY) return;
     const float peak = most(sofar.peak, block.peak);
-    const float keep = sofar.peak == -INFINITY ? 0.f : std::exp(sofar.peak - peak), add = std::exp(block.peak - peak);
+    const float keep = sofar.peak == -INFINITY ? 0.f : exp1(sofar.peak - peak), add = exp1(block.peak - peak);
     for (int e = 0; e < size; e++) out[e] = out[e] * keep + values[e] * add;
     sofar = {peak, sofar.total * keep + block.total * add};
 }
@@ -432,9 +432,9 @@ inline void attend(Context& context, const AttentionArgs& args, const Span& span
             float* to = out + ((size_t)row * args.heads + head) * size;
             if (args.sinks) {
                 // A sink is a logit without a value: it only adds to the sum.
-                const float peak = most(sofar.peak, args.sinks[head]), keep = std::exp(sofar.peak - peak);
+                const float peak = most(sofar.peak, args.sinks[head]), keep = exp1(sofar.peak - peak);
                 for (int e = 0; e < size; e++) first[2 + e] *= keep;
-                sofar.total = sofar.total * keep + std::exp(args.sinks[head] - peak);
+                sofar.total = sofar.total * keep + exp1(args.sinks[head] - peak);
             }
             const float inverse = sofar.total > 0 ? 1.f / sofar.total : 0.f;
             for (int e = 0; e < size; e++) to[e] = first[2 + e] * inverse;

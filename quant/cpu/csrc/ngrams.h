@@ -16,7 +16,7 @@ inline void gate_values(const NgramArgs& args, const float* stream, const float*
         rms_norm(stream + at, args.stream_norm + at, args.eps, size, normed);
         const float product = dot(line + at, normed, size) / std::sqrt((float)size);
         const float root = std::copysign(std::sqrt(most(LEAST_PRODUCT, std::fabs(product))), product);
-        const float gate = 1.f / (1.f + std::exp(-root));
+        const float gate = sigmoid1(root);
         for (int i = 0; i < size; i++) gated[at + i] = gate * value[i];
         rms_norm(gated + at, args.value_norm + at, args.eps, size, line + at);
     }

@@ -126,7 +126,7 @@ struct Router {
         if (args.scoring == SOFTMAX_CHOSEN) {
             float peak = logits[experts[0]];
             for (int k = 1; k < args.used; k++) peak = most(peak, logits[experts[k]]);
-            for (int k = 0; k < args.used; k++) sum += weights[k] = std::exp(logits[experts[k]] - peak);
+            for (int k = 0; k < args.used; k++) sum += weights[k] = exp1(logits[experts[k]] - peak);
         } else {
             for (int k = 0; k < args.used; k++) sum += weights[k] = best[k];
             if (!args.normalize) sum = 1.f;

@@ -234,7 +234,7 @@ inline void gate_rows(Context& context, const float* wide, int rows, int inner, 
 inline void scale_rows(Context& context, float* out, int rows, int cols, const float* gates) {
     parallel(context, (rows + 15) / 16, [&](int task) {
         for (int row = task * 16; row < least(rows, task * 16 + 16); row++) {
-            const float factor = 1.f / (1.f + std::exp(-gates[row]));
+            const float factor = sigmoid1(gates[row]);
             float* line = out + (size_t)row * cols;
             for (int i = 0; i < cols; i++) line[i] *= factor;
         }

@@ -108,7 +108,8 @@ void join_streams(Context& context, const Stack& stack, const float* streams, in
 inline float* stream_modes(Context& context, const StreamArgs& args, const float* x) {
     float* modes = scratch<float>(context.gated, (size_t)args.rows * args.count);
     router_products(context, args.router, x, args.rows, args.norm, args.eps, modes);
-    for (int i = 0; i < args.rows * args.count; i++) modes[i] = std::tanh(modes[i]);
+    const int size = args.rows * args.count;
+    for (int i = 0; i < size; i += 16) store_some(tanh16(load_some(modes + i, least(16, size - i))), least(16, size - i), modes + i);
     return modes;
 }
 
@@ -163,7 +164,7 @@ void read_streams(Context& context, const ConnectionArgs& args) {
     });
     if (args.share.rows) {
         matmul(context, args.share, prepare(context, context.rows, normed, nullptr, args.rows, nullptr, 0, args.share), args.shares);
-        for (int i = 0; i < args.rows * count; i++) args.shares[i] = 2.f / (1.f + std::exp(-args.shares[i] / (float)count));
+        for (int i = 0; i < args.rows * count; i++) args.shares[i] = 2.f * sigmoid1(args.shares[i] / (float)count);
     }
     float* narrow = scratch<float>(context.gated, (size_t)args.rows * rank);
     matmul(context, args.down, prepare(context, context.rows, normed, nullptr, args.rows, nullptr, 0, args.down), narrow);
