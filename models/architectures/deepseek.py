@@ -7,6 +7,7 @@ attention scale is multiplied by YaRN's ``mscale_all_dim`` squared.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from localrt.common.errors import CheckpointError, UnsupportedModelError
@@ -51,7 +52,7 @@ def _attention(raw: RawConfig, eps: float) -> LatentSpec:
         heads=raw.integer("num_attention_heads"),
         kv_heads=1,
         head_dim=rotary + latent,
-        scale=(nope + rotary) ** -0.5 * _mscale(raw) ** 2,
+        scale=_mscale(raw) * _mscale(raw) / math.sqrt(nope + rotary),
         eps=eps,
         rope=rope,
         latent=latent,

@@ -13,6 +13,7 @@ from localrt.models.config import DecoderConfig, LayerNames
 from localrt.models.layers.rope import read_rope, scaling_number
 from localrt.models.raw_config import RawConfig
 from localrt.quant.ops.attention import Rope
+from localrt.quant.ops.mathematics import power
 
 _NAMES = LayerNames(q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm")
 
@@ -35,5 +36,6 @@ def _rope(raw: RawConfig, head_dim: int) -> Rope:
     scaling = raw.mapping("rope_scaling")
     if not scaling.get("alpha"):
         return read_rope(raw, head_dim)
-    stretch = scaling_number(scaling, "alpha") ** (head_dim / max(1, head_dim - 2))
+    alpha = scaling_number(scaling, "alpha")
+    stretch = float(power(alpha, head_dim / max(1, head_dim - 2)))
     return read_rope(raw, head_dim, parameters={"rope_theta": raw.number("rope_theta") * stretch})

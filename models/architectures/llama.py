@@ -4,6 +4,7 @@ models that differ little from it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from localrt.models.config import DecoderConfig
@@ -31,7 +32,7 @@ def read_config(raw: RawConfig) -> DecoderConfig:
         heads=heads,
         kv_heads=raw.integer("num_key_value_heads", heads),
         head_dim=head_dim,
-        scale=head_dim**-0.5,
+        scale=1 / math.sqrt(head_dim),
         eps=eps,
         rope=read_rope(raw, head_dim),
         window=raw.optional_integer("sliding_window"),

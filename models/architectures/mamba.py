@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from localrt.common.errors import CheckpointError, UnsupportedModelError
@@ -151,7 +152,7 @@ def read_nemotron_h(raw: RawConfig) -> DecoderConfig:
         heads=heads,
         kv_heads=raw.integer("num_key_value_heads", heads),
         head_dim=head_dim,
-        scale=head_dim**-0.5,
+        scale=1 / math.sqrt(head_dim),
         eps=eps,
         rope=None,
     )

@@ -6,6 +6,7 @@ all are in memory, otherwise one that loads them during the pass.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -106,7 +107,7 @@ class SparseMlp:
             gate=weights.matrix((count, hidden), f"{prefix}{ROUTER}.weight"),
             gate_bias=optional(spec.gate_bias, count, f"{prefix}{ROUTER}.bias"),
             choice_bias=optional(spec.choice_bias, count, prefix + CHOICE_BIAS),
-            gate_norm=weights.vector(hidden, prefix + ROUTER_NORM, scale=hidden**-0.5)
+            gate_norm=weights.vector(hidden, prefix + ROUTER_NORM, scale=1 / math.sqrt(hidden))
             if spec.beside_dense
             else None,
             expert_scale=optional(spec.beside_dense, count, prefix + EXPERT_SCALE),

@@ -12,6 +12,7 @@ from localrt.models.config import DecoderConfig, RecurrentNames
 from localrt.models.layers.parts import PassState
 from localrt.models.weights import TapsFirst, WeightLoader
 from localrt.quant.ops.arrays import Array, Vector, Weight
+from localrt.quant.ops.mathematics import exp
 from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
 
 
@@ -118,4 +119,4 @@ def _mix_scale(config: DecoderConfig, spec: RecurrentSpec, weights: WeightLoader
 
 def _rate(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     """Return decay rates from their logarithms."""
-    return -np.exp(values)
+    return -exp(values).astype(np.float32)

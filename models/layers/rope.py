@@ -20,6 +20,7 @@ import numpy.typing as npt
 from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.raw_config import RawConfig, positive_number
 from localrt.quant.ops.attention import Rope
+from localrt.quant.ops.mathematics import log, power
 
 Frequencies = npt.NDArray[np.float64]
 
@@ -88,7 +89,7 @@ def _proportional(head_dim: int, theta: float, share: float) -> Rope:
         )
     turning = int(share * head_dim // 2)
     inv_freq = np.zeros(head_dim // 2)
-    inv_freq[:turning] = theta ** -(2 * np.arange(turning, dtype=np.float64) / head_dim)
+    inv_freq[:turning] = power(theta, -2 * np.arange(turning) / head_dim)
     return Rope(tuple(float(f) for f in inv_freq.astype(np.float32)))
 
 
@@ -96,20 +97,20 @@ def _scaled(
     raw: RawConfig, parameters: Mapping[str, object], kind: str, theta: float, dim: int
 ) -> tuple[Frequencies, float]:
     """The frequencies of ``dim`` rotary dimensions, and the factor of queries and keys."""
-    exponents = np.arange(0, dim, 2, dtype=np.float64) / dim
-    scale = 1.0
+    exponents = -np.arange(0, dim, 2) / dim
+    plain, scale = power(theta, exponents), 1.0
     if kind in ("default", "mrope"):  # in text, M-RoPE's three positions of a token are equal
-        inv_freq = theta**-exponents
+        inv_freq = plain
     elif kind == "linear":
-        inv_freq = theta**-exponents / scaling_number(parameters, "factor")
+        inv_freq = plain / scaling_number(parameters, "factor")
     elif kind == "dynamic":
-        inv_freq = _dynamic(raw, parameters, theta, dim) ** -exponents
+        inv_freq = power(_dynamic(raw, parameters, theta, dim), exponents)
     elif kind == "llama3":
-        inv_freq = _llama3(raw, parameters, theta**-exponents)
+        inv_freq = _llama3(raw, parameters, plain)
     elif kind == "yarn":
-        inv_freq, scale = _yarn(raw, parameters, theta, theta**-exponents)
+        inv_freq, scale = _yarn(raw, parameters, theta, plain)
     elif kind in ("longrope", "su"):
-        inv_freq, scale = _longrope(raw, parameters, theta**-exponents)
+        inv_freq, scale = _longrope(raw, parameters, plain)
     else:
         raise UnsupportedModelError(
             f"rotary scaling {kind!r} is not supported "
@@ -119,7 +120,7 @@ def _scaled(
     if factors is not None and kind in ("default", "llama3"):
         if len(factors) < dim // 2:
             raise CheckpointError(f"rope_freqs.weight has {len(factors)} numbers for {dim // 2}")
-        inv_freq = theta**-exponents / factors[: dim // 2]
+        inv_freq = plain / factors[: dim // 2]
     return np.asarray(inv_freq), scale
 
 
@@ -156,8 +157,7 @@ def _dynamic(raw: RawConfig, parameters: Mapping[str, object], theta: float, dim
     trained = raw.integer("max_position_embeddings")
     used = max(raw.context or trained, trained)
     factor = scaling_number(parameters, "factor")
-    stretch: float = (factor * used / trained - (factor - 1)) ** (dim / (dim - 2))
-    return theta * stretch
+    return theta * float(power(factor * used / trained - (factor - 1), dim / (dim - 2)))
 
 
 def _llama3(raw: RawConfig, parameters: Mapping[str, object], inv_freq: Frequencies) -> Frequencies:
@@ -179,7 +179,7 @@ def _yarn(
     scale = _yarn_scale(parameters, factor)
 
     def correction(rotations: float) -> float:
-        return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+        return float(dim * log(original / (rotations * 2 * math.pi)) / (2 * log(theta)))
 
     low = correction(scaling_number(parameters, "beta_fast", 32.0))
     high = correction(scaling_number(parameters, "beta_slow", 1.0))
@@ -203,7 +203,7 @@ def _yarn_scale(parameters: Mapping[str, object], factor: float) -> float:
 
 def yarn_mscale(factor: float, weight: float) -> float:
     """YaRN's factor for a context extended by ``factor``."""
-    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+    return 1.0 if factor <= 1 else 0.1 * weight * float(log(factor)) + 1.0
 
 
 def _longrope(
@@ -223,7 +223,7 @@ def _longrope(
     if parameters.get("attention_factor") is not None:
         scale = scaling_number(parameters, "attention_factor")
     else:
-        scale = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
+        scale = 1.0 if stretch <= 1 else math.sqrt(1 + float(log(stretch) / log(original)))
     return np.asarray(inv_freq / factors), scale
 
 

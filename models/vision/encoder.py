@@ -7,6 +7,7 @@ leading ``model.``. An encoder knows no prompts and no sessions.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -302,7 +303,7 @@ class Block:
         heads = Heads(
             count=config.heads,
             size=config.size,
-            scale=config.size**-0.5 if config.scale is None else config.scale,
+            scale=1 / math.sqrt(config.size) if config.scale is None else config.scale,
             eps=config.eps,
             q_norm=self.extra_norms.get(names.q_norm),
             k_norm=self.extra_norms.get(names.k_norm),

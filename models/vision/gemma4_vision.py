@@ -37,6 +37,7 @@ from localrt.models.vision.pixels import (
 )
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats.packed import Floats
+from localrt.quant.ops.mathematics import power, turns
 from localrt.quant.ops.protocol import Check
 from localrt.quant.ops.vision import PatchLayout, VisionSteps
 
@@ -185,11 +186,12 @@ class Gemma4Encoder(VisionEncoder):
     def _layout(self, row: Any, column: Any) -> PatchLayout:
         """Rotary positions: the column rotates the first half of a head, the row the second."""
         half = self.block.size // 2
-        frequencies = self.theta ** -(np.arange(0, half, 2, dtype=np.float32) / half)
+        frequencies = power(self.theta, -np.arange(0, half, 2) / half).astype(np.float32)
         angles = np.hstack(
             [each[:, None] * frequencies for each in (column, row)], dtype=np.float32
         )
-        return PatchLayout(ends=(len(angles),), cos=np.cos(angles), sin=np.sin(angles))
+        cos, sin = turns(angles)
+        return PatchLayout(ends=(len(angles),), cos=cos, sin=sin)
 
     def _embedding(self, weights: WeightLoader) -> tuple[Linear, Floats, Floats]:
         """The matrix of patches, and the tables of columns and of rows, (longest, D) each."""

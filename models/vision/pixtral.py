@@ -40,6 +40,7 @@ from localrt.models.vision.pixels import (
     resize,
 )
 from localrt.models.weights import WeightLoader
+from localrt.quant.ops.mathematics import power, turns
 from localrt.quant.ops.protocol import Check
 from localrt.quant.ops.vision import PatchLayout, VisionActivation, VisionSteps
 
@@ -186,10 +187,11 @@ class PixtralEncoder(VisionEncoder):
     def _layout(self, rows: int, columns: int) -> PatchLayout:
         """Rotary positions: even frequencies rotate by the patch's row, odd ones by its column."""
         size = self.block.size
-        frequencies = self.theta ** -(np.arange(0, size, 2, dtype=np.float32) / size)
+        frequencies = power(self.theta, -np.arange(0, size, 2) / size).astype(np.float32)
         row, column = np.divmod(np.arange(rows * columns, dtype=np.float32)[:, None], columns)
         angles = np.hstack([row * frequencies[0::2], column * frequencies[1::2]])
-        return PatchLayout(ends=(len(angles),), cos=np.cos(angles), sin=np.sin(angles))
+        cos, sin = turns(angles)
+        return PatchLayout(ends=(len(angles),), cos=cos, sin=sin)
 
     def _embedding(self, weights: WeightLoader) -> tuple[Linear, Norm]:
         hidden = self.block.hidden

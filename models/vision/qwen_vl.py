@@ -45,6 +45,7 @@ from localrt.models.vision.pixels import (
 )
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats.packed import Floats
+from localrt.quant.ops.mathematics import power, turns
 from localrt.quant.ops.protocol import Check
 from localrt.quant.ops.vision import PatchLayout, VisionSteps
 
@@ -312,11 +313,11 @@ class QwenEncoder(VisionEncoder):
         column.
         """
         quarter = self.config.blocks.size // 4
-        exponents = np.arange(quarter, dtype=np.float32) / np.float32(quarter)
-        frequencies = 1 / np.float32(self.config.theta) ** exponents
+        exponents = -np.arange(quarter) / quarter
+        frequencies = power(self.config.theta, exponents).astype(np.float32)
         patches = self._in_squares(np.indices((h, w)).transpose(1, 2, 0)).astype(np.float32)
         angles = (patches[:, :, None] * frequencies).reshape(h * w, -1)
-        return np.cos(angles), np.sin(angles)
+        return turns(angles)
 
     def _positions(self, table: Floats, h: int, w: int) -> Floats:
         """The learned positions, interpolated to the picture's grid: (N, D)."""

@@ -20,6 +20,7 @@ from localrt.models.vision.pixels import Patches, activation, integer, number
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.arrays import large_floats
+from localrt.quant.ops.mathematics import product
 from localrt.quant.ops.protocol import Check
 from localrt.quant.ops.vision import PatchLayout, VisionSteps
 
@@ -107,8 +108,9 @@ class SiglipEncoder:
         """The positions of a grid, (rows * columns, D), from ``table`` (side, side, D)."""
         rows, columns = grid
         if self.stretched:
-            table = np.tensordot(_stretch(self.side, rows), table, 1)
-            table = np.matmul(_stretch(self.side, columns), table)
+            table = product(_stretch(self.side, rows), table)
+            across = product(_stretch(self.side, columns), table.swapaxes(0, 1))
+            table = np.ascontiguousarray(across.swapaxes(0, 1))
         else:
             table = table[np.arange(rows) * self.side // rows]
             table = table[:, np.arange(columns) * self.side // columns]

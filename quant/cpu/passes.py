@@ -40,6 +40,7 @@ from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.attention import AttentionSpec, IndexSpec, LatentSpec, Rope
 from localrt.quant.ops.hybrid_cache import HybridCache, begin_states
 from localrt.quant.ops.kv_formats import BLOCK_TOKENS
+from localrt.quant.ops.mathematics import turns
 from localrt.quant.ops.protocol import Batch, MlpSpec, Span
 from localrt.quant.ops.recurrent import RecurrentSpec
 from localrt.quant.ops.states import StatePass
@@ -380,4 +381,4 @@ class Turns:
 
     def _angles(self, positions: npt.NDArray[np.int64], scale: float) -> Floats:
         angles = positions[:, None] * np.asarray(self._rope.inv_freq, np.float64)
-        return (np.stack([np.cos(angles), np.sin(angles)], axis=-1) * scale).astype(np.float32)
+        return np.stack(turns(angles), axis=-1) * np.float32(scale)

@@ -26,12 +26,14 @@ the key of the block that it ends, or zeros. Both depend on earlier tokens, as k
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Generic
 
 import numpy as np
 import numpy.typing as npt
 
 from localrt.quant.ops.arrays import VectorT, WeightT
+from localrt.quant.ops.mathematics import log, turns
 
 LATENT_SCRATCH_NBYTES = 64 << 20
 """What the compiled kernels take at most for queries against latents: they go a few at a time."""
@@ -68,10 +70,27 @@ class Rope:
         self, positions: npt.NDArray[np.int64], axes: npt.NDArray[np.int64] | None = None
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """Cosines and sines of rows, each (R, pairs), computed in float32: see ``places``."""
-        places = self.places(positions, axes).astype(np.float32)
-        angles = places * np.asarray(self.inv_freq, np.float32)
-        scale = np.float32(self.scale)
-        return np.cos(angles) * scale, np.sin(angles) * scale
+        places = self.places(positions, axes)
+        first = int(places.min()) // _TOGETHER * _TOGETHER
+        if places.shape[1] == 1 and places.max() < first + 2 * _TOGETHER:
+            cos, sin = _turns_from(self, first)
+            return cos[places[:, 0] - first], sin[places[:, 0] - first]
+        return self.turns_of(places)
+
+    def turns_of(
+        self, places: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        """Those of ``places``."""
+        cos, sin = turns(places.astype(np.float32) * np.asarray(self.inv_freq, np.float32))
+        return cos * np.float32(self.scale), sin * np.float32(self.scale)
+
+
+_TOGETHER = 64  # positions whose turns are computed at once: a token's neighbours come next
+
+
+@lru_cache(maxsize=16)
+def _turns_from(rope: Rope, first: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    return rope.turns_of(np.arange(first, first + 2 * _TOGETHER)[:, None])
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +106,7 @@ class AttentionTemperature:
 
     def factors(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
         """The factors of queries at ``positions`` (R,)."""
-        return (1 + self.beta * np.log1p(positions // self.length)).astype(np.float32)
+        return (1 + self.beta * log(1 + positions // self.length)).astype(np.float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
