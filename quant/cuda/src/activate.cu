@@ -1,15 +1,15 @@
-// An activation of every number of rows, which may be gates with as many ups behind them.
+// Applies an activation to every element of rows, which may be gates followed by as many ups.
 //
 //   ACTIVATION   see gates.cuh
 //   GATED        1: activation(gate) * up
-//   OUT          float or Bf16: what y is stored as
+// OUT          float or Bf16: the type of y
 #include "gates.cuh"
 
 struct Activate {
-    const float* x;  // (m, width), GATED twice as wide
+    const float* x;  // (m, width); (m, 2 width) if GATED
     OUT* y;          // (m, width)
     int width;
-    float low, high;  // CLIP's
+    float low, high;  // bounds of CLIP
 };
 
 extern "C" __global__ void activate(Activate args) {

@@ -1,20 +1,18 @@
-// Attention of new rows over a KV cache, whose last rows they are. The query rows of all heads that
-// share a key/value head lie one after another, and a warp takes sixteen of them. Compiled for
-//
-//   KEYS VALUES   how the cache keeps them (kv.cuh)
+// Attention of new rows to a KV cache that already includes them. The query rows of all heads that share
+// a KV head are consecutive, and a warp takes sixteen of them. Compiled for
+//   KEYS VALUES   how the cache stores them (kv.cuh)
 //   SPLIT         1: few rows. A block takes one run of keys, a quarter for each warp, and leaves
 //                 sums that attention_join.cu joins; keys and values pass through registers only. 0: many
 //                 rows. Each warp takes all keys, which its block has copied to shared memory.
-//
-// A step of keys that a row does not see leaves its sums as they are, to the bit: so a row's result
-// depends neither on the rows beside it nor on the cache's length.
+// Keys that a row does not see leave its sums unchanged to the bit, so a row's result depends neither on
+// the other rows nor on the cache's length.
 #include "attention.cuh"
 
 using Sums = AttentionSums<KEYS, VALUES, SPLIT || KEYS::SIZE <= 64 ? 32 : 16>;
-constexpr int OWN = RUN / WARPS;  // keys of a warp in a run
+constexpr int OWN = RUN / WARPS;  // keys of a run per warp
 static_assert(RUN == BLOCK, "a run of keys is one block of the cache");
 
-// The rows of `tokens` tokens, one after another, with their sixteens of bytes where `turn` says.
+// Copies the rows of `tokens` tokens, one after another; their 16-byte pieces are swizzled by `turn`.
 template <int BYTES, int STEP, class Turn>
 FN void share(u8* to, const u8* from, int tokens, Turn turn) {
     for (int at = threadIdx.x; at < STEP * BYTES / 16; at += blockDim.x) {
@@ -28,10 +26,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention(Atten
     __shared__ uint4 queries[TILES][Sums::QUERY_STEPS][32];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int old = (int)*args.held, group = blockIdx.y;
-    // Later rows see more keys: they go first.
+    // Later rows see more keys, so they start first.
     const int tile = SPLIT ? blockIdx.z : gridDim.x - 1 - blockIdx.x;
     const int place = (tile * TILES + (SPLIT ? 0 : warp)) * 16;
-    __shared__ const u8* block;  // of a run
+    __shared__ const u8* block;  // the cache's block of this run
     if (SPLIT && threadIdx.x == 0) block = args.blocks[blockIdx.x];
     load_queries<Sums::QUERY_STEPS, Sums::SIZE>(args, group, tile * TILES * 16, TILES, &queries[0][0][0]);
     __syncthreads();
@@ -42,20 +40,20 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention(Atten
     int begin = args.window && rows.earliest > args.window ? rows.earliest - args.window + 1 : 0;
     if constexpr (SPLIT) {
         const int run = blockIdx.x * RUN;
-        if (run >= end || run + RUN <= begin) return;  // which attention_join.cu knows
+        if (run >= end || run + RUN <= begin) return;  // attention_join.cu skips such runs
         const int own = run + warp * OWN;
         begin = begin > own ? begin : own, end = end < own + OWN ? end : own + OWN;
     }
     Sums sums;
     sums.clear(sums);
-    // Of token 0, were it in the block of `key`.
+    // The address that token 0 would have in the block of `key`.
     const auto keys_at = [&](const u8* block, int key) { return block + args.k_at + ((i64)group * BLOCK - key / BLOCK * BLOCK) * KEYS::BYTES; };
     const auto values_at = [&](const u8* block, int key) { return block + args.v_at + ((i64)group * BLOCK - key / BLOCK * BLOCK) * VALUES::BYTES; };
     if constexpr (SPLIT) {
         for (int key = begin / Sums::STEP * Sums::STEP; key < end; key += Sums::STEP)
             sums.add(sums, args, rows, queries[0], keys_at(block, key), values_at(block, key), key, old, lane);
     } else {
-        // Values come while keys are multiplied, and the next keys while values are.
+        // Values are loaded while keys are multiplied, and the next keys while values are.
         constexpr int STEP = Sums::STEP;
         __shared__ uint4 keys[STEP * KEYS::BYTES / 16], values[STEP * VALUES::BYTES / 16];
         int* begins = (int*)keys;
@@ -87,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention(Atten
     sums.finish(sums);
 
     if constexpr (SPLIT) {
-        __shared__ float4 meet[16][Sums::VALUE / 4 + 1];  // rows begin in banks of their own
+        __shared__ float4 meet[16][Sums::VALUE / 4 + 1];  // padded: rows begin in different banks
         __shared__ float tops[WARPS][16], weights[WARPS][16];
         if (t == 0)
 #pragma unroll

@@ -1,48 +1,46 @@
-// What a warp knows of sixteen query rows: which keys they see, and their sums over keys and values,
-// with a softmax that goes on as keys come (Milakov and Gimelshein, 2018; FlashAttention, 2022).
-//
-// A product's inner numbers may come in any order, if both sides agree. So a lane loads 16 bytes of a
-// key, which are operands of two products, and of four values, which are those of eight.
+// Sixteen query rows of a warp: which keys they see, and their sums over keys and values, with an online softmax
+// (Milakov and Gimelshein, 2018; FlashAttention, 2022). The inner dimension of a product may be permuted if both
+// operands are. So a lane loads 16 bytes of a key, which are operands of two products, and 16 bytes of each of four
+// values, operands of eight products.
 #pragma once
 #include "kv.cuh"
 
 #ifndef RUN_KEYS
 #define RUN_KEYS 256
 #endif
-constexpr int RUN = RUN_KEYS;  // keys whose sums are joined: a part of what a result's bits depend on
+constexpr int RUN = RUN_KEYS;  // keys per partial sum; results' bits depend on it
 constexpr float LOG2E = 1.44269504f;
 
 FN float minus_infinity() { return as_float(0xFF800000u); }
-// Where nothing was seen so far any number will do, but infinity less infinity is none.
+// Before any key was seen, any finite maximum will do; infinity minus infinity would be NaN.
 FN float finite(float top) { return top == minus_infinity() ? 0.f : top; }
 
 struct Attention {
     const u16* q;            // (n, heads, size), bf16
-    const u8* const* blocks;  // of the cache (kv.cuh)
-    const i64* held;         // tokens in it before the new rows
+    const u8* const* blocks;  // the cache's blocks (kv.cuh)
+    const i64* held;         // tokens in the cache before the new rows
     const i64* positions;    // (n,)
-    const i16* tree;         // (n, `columns`): of the last tokens, which a new row sees, by how far up it is + 1;
-                             // 0: not. Or null: all tokens before it and itself. Without columns (n,) i32: how many of
-                             // the new rows behind it a row sees too
+    const i16* tree;         // (n, `columns`): distance up the tree + 1 of each last token; 0: hidden. Null: causal.
+                             // If `columns` is 0: (n,) i32, how many later new rows each row sees
     const float* sinks;      // (heads,) or null
     u16* out;                // (n, heads, value size), bf16; or records (attention_join.cu)
     float *partial, *stats;  // (runs, `rows`, heads, value size); top and weight, (2, runs, `rows`, heads)
     i64 k_at, v_at, run_stride;
-    int n, first, rows, heads, per, window, runs;  // `rows` from `first` on; `per` heads of a group
+    int n, first, rows, heads, per, window, runs;  // `rows` rows from `first` on; `per` heads per group
     float scale, softcap;
-    int out_stride, columns;  // bytes of a row of records; numbers of a row of `tree`
+    int out_stride, columns;  // bytes of a row of records; elements of a row of `tree`
 
-    // Place of a query row among those of its group, to its place among all of this launch.
+    // Converts a query row's index in its group to its index in this launch.
     FN int result(const Attention& args, int place, int group) {
         return place / args.per * args.heads + group * args.per + place % args.per;
     }
 };
 
-// Rows g and g + 8 of sixteen, and what is so of all of them.
+// Rows g and g + 8 of sixteen, and bounds over all sixteen.
 struct Rows {
-    int row[2], position[2];  // row among the new ones, the last that it sees of them
+    int row[2], position[2];  // the last new row that each sees; positions
     bool live[2];
-    int least, earliest, latest;  // of `row`; positions
+    int least, earliest, latest;  // minimum of `row`; range of positions
 
     FN Rows make(const Attention& args, int place, int g) {
         Rows rows;
@@ -74,14 +72,14 @@ struct Rows {
         return rows;
     }
 
-    // Whether all of them see `count` keys from `key` on.
+    // Whether all sixteen rows see `count` keys from `key` on.
     FN bool see_all(const Rows& rows, const Attention& args, int key, int count, int old) {
         return key + count <= old + (args.columns ? args.n - args.columns : rows.least + 1) &&
                (!args.window || rows.latest - key < args.window);
     }
 
     FN bool sees(const Rows& rows, const Attention& args, int i, int key, int old) {
-        const int fresh = key - old;  // its row, if it is a new one
+        const int fresh = key - old;  // the key's row, if it is new
         if (fresh >= args.n) return false;
         if (!args.columns) {
             if (fresh > rows.row[i]) return false;
@@ -93,7 +91,7 @@ struct Rows {
     }
 };
 
-// Sixteen rows' queries from `place` on, `tiles` times, as operands: (tiles, STEPS, 32 lanes).
+// Loads `tiles` times sixteen rows' queries from `place` on as operands: (tiles, STEPS, 32 lanes).
 template <int STEPS, int SIZE>
 FN void load_queries(const Attention& args, int group, int place, int tiles, uint4* to) {
     for (int at = threadIdx.x; at < tiles * STEPS * 32; at += blockDim.x) {
@@ -117,7 +115,7 @@ struct AttentionSums {
     static constexpr int STEP = SIZE <= 128 ? MOST : 16, EIGHTS = STEP / 8;  // keys at once
 
     float of[SPANS][W][4];
-    float top[2], weight[2];  // the weight is a lane's own until `finish`
+    float top[2], weight[2];  // running maximum; weight sum, per lane until `finish`
 
     FN void clear(AttentionSums& s) {
 #pragma unroll
@@ -127,7 +125,7 @@ struct AttentionSums {
 
     using Scores = float[EIGHTS][4];
 
-    // The keys and values of STEP tokens from `key` on.
+    // Adds the keys and values of STEP tokens from `key` on.
     FN void add(AttentionSums& s, const Attention& args, const Rows& rows, const uint4 (&queries)[QUERY_STEPS][32],
                 const u8* k, const u8* v, int key, int old, int lane) {
         Scores scores;
@@ -135,7 +133,7 @@ struct AttentionSums {
         weigh<0>(s, scores, args, rows, v, key, old, lane);
     }
 
-    // Scores of keys, whose rows are turned if they are SHARED (kv.cuh).
+    // Scores of keys, whose rows are swizzled if SHARED (kv.cuh).
     template <int SHARED>
     FN void meet(Scores& scores, const Attention& args, const uint4 (&queries)[QUERY_STEPS][32], const u8* k, int key, int old,
                  int lane) {
@@ -145,7 +143,7 @@ struct AttentionSums {
             if (SIZE > 64 && j % 2 == 0) fence();
             scores[j][0] = scores[j][1] = scores[j][2] = scores[j][3] = 0;
             const int token = key + 8 * j + g;
-            const u8* row = k + (i64)(token < total ? token : key) * Keys::BYTES;  // `key` is a token that is there
+            const u8* row = k + (i64)(token < total ? token : key) * Keys::BYTES;  // `key` is in the cache
             uint4 keys[CHUNKS];
 #pragma unroll
             for (int c = 0; c < CHUNKS; c++) keys[c] = Keys::key(row, c, t, SHARED ? key_turn(token) : 0);
@@ -189,7 +187,7 @@ struct AttentionSums {
     FN int key_turn(int token) { return TURNS ? token % 2 * 4 : 0; }
     FN int value_turn(int token) { return TURNS ? token / 2 % 4 * 2 : 0; }
 
-    // Scores to shares of the softmax, and their sums over values.
+    // Turns scores into softmax weights and adds the weighted values.
     template <int SHARED>
     FN void weigh(AttentionSums& s, Scores& scores, const Attention& args, const Rows& rows, const u8* v, int key, int old,
                   int lane) {
@@ -209,7 +207,7 @@ struct AttentionSums {
             float top = s.top[i];
             u32 hidden = 0;
             if (!all)
-#pragma unroll 1  // few steps come here
+#pragma unroll 1  // rarely runs
                 for (int at = 0; at < 2 * EIGHTS; at++)
                     hidden |= (u32)!Rows::sees(rows, args, i, key + at / 2 * 8 + 2 * t + at % 2, old) << at;
 #pragma unroll
@@ -253,7 +251,7 @@ struct AttentionSums {
             const int token = key + 8 * j + 2 * t;
 #pragma unroll
             for (int c = 0; c < SPANS; c++) {
-                u32 values[4][W / 2];  // of tokens 0, 1, 8 and 9 from there
+                u32 values[4][W / 2];  // tokens 0, 1, 8 and 9 after it
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     const int at = token + i / 2 * 8 + i % 2;
@@ -294,7 +292,7 @@ struct AttentionSums {
         }
     }
 
-    // The numbers of row g + 8 i that lane t has, four at a time.
+    // Passes lane t's results of row g + 8 i to `take`, four at a time.
     template <class Take>
     FN void fours(const AttentionSums& s, int i, int t, Take take) {
 #pragma unroll
@@ -309,7 +307,7 @@ struct AttentionSums {
                 }
     }
 
-    // The same as bf16, times `factor`.
+    // Writes them as bf16, times `factor`.
     FN void write(const AttentionSums& s, int i, int t, float factor, u16* out) {
 #pragma unroll
         for (int c = 0; c < SPANS; c++)

@@ -1,7 +1,7 @@
-// The runs that attention.cu left, joined in order: a block takes one row and head, a thread one number.
+// Joins the partial results of attention.cu in order of runs: a block takes one row and head, a thread one element.
 //
 //   VALUES    how the cache keeps values
-//   TURNED    numbers of a head that the cache keeps rotated together (rotate.cu); 1: none
+// TURNED    size of the cache's Hadamard rotations (rotate.cu); 1: none
 //   RECORDS   1 to write the records of the product that comes next, FINE ones or not (records.cuh):
 //             whole steps of 32
 #include "attention.cuh"
@@ -20,7 +20,7 @@ extern "C" __global__ void attention_join(Attention args) {
     const float sink = args.sinks ? times(args.sinks[which % args.heads], LOG2E) : minus_infinity();
     const float *tops = args.stats + which, *weights = tops + args.runs * width;
     __shared__ float shares[THREADS], parts[THREADS];
-    // A thread looks at every so many runs; all of them sum in order.
+    // Threads share the search for the maximum; each of them sums all runs in order.
     float top = sink;
     for (int i = begin + e; i < used; i += THREADS) top = most(top, tops[i * width]);
 #pragma unroll

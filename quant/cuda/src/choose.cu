@@ -1,6 +1,6 @@
-// A row's experts by its router's logits, as quant/reference/experts.py ranks them: a block takes a row,
-// a thread an expert. An expert's place is the number of those before it, so nothing is sorted, and the
-// bits of a row depend on that row alone.
+// Chooses a row's experts by router logits, ranked as in quant/reference/experts.py: a block takes a
+// row, a thread an expert. An expert's rank is the number of experts before it, so nothing is sorted,
+// and a row's bits depend on that row alone.
 #include "gates.cuh"
 
 constexpr int MOST_EXPERTS = 1024;
@@ -9,8 +9,8 @@ enum { SOFTMAX, SIGMOID_EACH, SOFTMAX_CHOSEN };
 
 struct Choose {
     const float* logits;       // (m, experts)
-    const float* gate_bias;    // (experts) or null: part of the logits
-    const float* choice_bias;  // (experts) or null: of the ranking alone
+    const float* gate_bias;    // (experts) or null: added to logits
+    const float* choice_bias;  // (experts) or null: for ranking only
     int* chosen;               // (m, ranked), best first
     float* scores;             // (m, ranked)
     float* weights;            // (m, used)
@@ -19,14 +19,14 @@ struct Choose {
     float scale;
 };
 
-// Numbers in the order of what they are made of: a larger rank first, of equal ones the lower number.
+// A key that sorts by descending rank, then by ascending number.
 FN u64 key_of(float rank, int number) {
     const u32 bits = as_bits(plus(rank, 0.f));  // no -0
     const u32 ordered = rank != rank ? ~0u : bits >> 31 ? ~bits : bits | 1u << 31;
     return (u64)ordered << 10 | (MOST_EXPERTS - 1 - number);
 }
 
-// Of all threads' values, in an order that is always the same.
+// Reduces all threads' values in a fixed order.
 template <class Join>
 FN float over_all(float value, float* meet, Join join) {
     for (int lanes = 16; lanes; lanes >>= 1) value = join(value, shuffle_xor(value, lanes));
@@ -75,7 +75,7 @@ extern "C" __global__ void choose(Choose args) {
     __syncthreads();
 
     u64 own = there ? keys[expert] : 0;
-    if (args.groups > 1) {  // experts of the best groups are before all others
+    if (args.groups > 1) {  // experts of the best groups rank before all others
         const int size = args.experts / args.groups, group = expert / size;
         if (there) {
             const int place = places_before(keys + group * size, size, own);

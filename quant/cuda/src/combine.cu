@@ -1,4 +1,4 @@
-// A row's slots times their weights, added in order, and what shared experts made of it.
+// Adds a row's slots times their weights, in order, and the shared experts' result.
 #include "device.cuh"
 
 struct Combine {

@@ -1,12 +1,13 @@
-// Products of rows with bf16 weights, or with a matrix for each head. A warp takes a weight row; its
-// lanes add 8 columns of each 256 in order, and are joined in order: a row's bits are its own.
+// Multiplies rows by bf16 weights, or by one matrix per head. A warp takes a weight row; each lane
+// adds 8 of every 256 columns in order, and lanes are joined in order: a row's bits depend on that
+// row alone.
 //
 //   OUT    float or Bf16
-//   WIDE   1 if columns are whole eights; otherwise lanes add one of each 32
+//   WIDE   1 if columns are a multiple of 8; otherwise a lane adds one of every 32
 #include "gates.cuh"
 
 struct Dense {
-    const Bf16* x;  // (m, columns) of each head
+    const Bf16* x;  // (m, columns) per head
     const Bf16* w;  // (rows, columns)
     void* y;
     const float* bias;  // (rows,) or null
@@ -18,7 +19,7 @@ struct Dense {
 FN float upper(u32 two) { return as_float(two & 0xFFFF0000u); }
 FN float lower(u32 two) { return as_float(two << 16); }
 
-// The numbers of a and b in the order of their bytes.
+// Multiply-adds the eight elements of a and b in memory order.
 FN float eight(const uint4& a, const uint4& b, float sum) {
     const u32 left[4] = {a.x, a.y, a.z, a.w}, right[4] = {b.x, b.y, b.z, b.w};
 #pragma unroll
@@ -30,7 +31,7 @@ FN float eight(const uint4& a, const uint4& b, float sum) {
 }
 
 extern "C" __global__ void dense(Dense args) {
-    constexpr int ROWS = 8;  // of x at once
+    constexpr int ROWS = 8;  // rows of x at once
     const int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32, head = blockIdx.z;
     if (row >= args.rows) return;
     const Bf16* w = args.w + ((i64)head * args.rows + row) * args.columns;

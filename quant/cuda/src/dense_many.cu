@@ -1,10 +1,9 @@
-// Products of many rows with bf16 weights, on tensor cores. A block takes a square of results, a warp 64 rows by
-// 32 columns of it; pieces of rows and weights come to shared memory while earlier ones are multiplied.
+// Multiplies many rows by bf16 weights on tensor cores. A block computes a square of results, a warp 64 rows by 32
+// columns of it; the next pieces of rows and weights are copied to shared memory meanwhile.
 //
 //   OUT    float or Bf16
-//
-// Products are added in the order of columns, so a row's bits are its own. A product's inner numbers may come in any
-// order, if both sides agree: a lane loads 16 bytes of a row, which are operands of two products.
+// Products are added in column order, so a row's bits depend on that row alone. The inner dimension of a product may
+// be permuted if both operands are: a lane loads 16 bytes of a row, which are operands of two products.
 #include "gates.cuh"
 
 struct DenseMany {
@@ -13,7 +12,7 @@ struct DenseMany {
     void* y;
     const float* bias;  // (rows,) or null
     i64 x_stride, y_stride;
-    int m, rows, columns;  // columns in whole eights
+    int m, rows, columns;  // columns: a multiple of 8
 };
 
 constexpr int SIDE = 128, DEPTH = 32, STAGES = 3, PIECES = DEPTH / 8;  // pieces of eight columns
@@ -21,7 +20,7 @@ constexpr int SIDE = 128, DEPTH = 32, STAGES = 3, PIECES = DEPTH / 8;  // pieces
 extern "C" __global__ void __launch_bounds__(256, 2) dense_many(DenseMany args) {
     __shared__ uint4 xs[STAGES][SIDE * PIECES], ws[STAGES][SIDE * PIECES];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int first = blockIdx.y * SIDE, start = blockIdx.x * SIDE;  // of x, of w
+    const int first = blockIdx.y * SIDE, start = blockIdx.x * SIDE;  // rows of x and of w
     const int steps = (args.columns + DEPTH - 1) / DEPTH;
 
     const auto load = [&](int step) {
@@ -40,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) dense_many(DenseMany args) 
         }
     };
 
-    float sums[4][4][4] = {};  // sixteens of rows, eights of columns
+    float sums[4][4][4] = {};  // 16-row by 8-column tiles
     const int own = warp / 4 * 64 + g, other = warp % 4 * 32 + g;
     for (int step = 0; step < STAGES - 1; step++) {
         load(step);
@@ -49,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) dense_many(DenseMany args) 
     for (int step = 0; step < steps; step++) {
         wait_copies_but<STAGES - 2>();
         __syncthreads();
-        load(step + STAGES - 1);  // where all warps have read
+        load(step + STAGES - 1);  // into the stage that all warps have read
         end_copies();
         const uint4 *x = xs[step % STAGES], *w = ws[step % STAGES];
         uint4 b[4];

@@ -1,5 +1,5 @@
-// What the kernels ask of the hardware: types, loads, and the few instructions that C++ has no word
-// for. tests/ops/cuda has the same functions for a CPU, where the kernels run for tests.
+// The hardware interface of the kernels: types, loads, and the few instructions that C++ cannot
+// express. tests/ops/cuda implements the same functions on the CPU, where the kernels are tested.
 #pragma once
 
 #ifndef EMULATED
@@ -15,8 +15,8 @@ typedef long long i64;
 #define FN static __device__ __forceinline__
 #define TABLE static __device__ const
 
-// Bytes of a and b (numbered 0 to 7) that the four nibbles of `which` name; a nibble of 8 and more
-// repeats its byte's sign.
+// The bytes of a and b (numbered 0 to 7) selected by the four low nibbles of `which`; bit 3 of a
+// nibble replicates its byte's sign instead.
 FN u32 pick(u32 a, u32 b, u32 which) {
     u32 d;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(which));
@@ -29,14 +29,14 @@ FN float half_to_float(u16 bits) {
     return f;
 }
 
-// The float16 in the lower and in the upper half.
+// The float16 of the lower and of the upper half.
 FN float2 two_halves(u32 bits) {
     float2 f;
     asm("{.reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}" : "=f"(f.x), "=f"(f.y) : "r"(bits));
     return f;
 }
 
-// Two positive E4M3 in a word's lower bytes as float16, 1 / E4M3_UNIT of their values.
+// Two non-negative E4M3 of a word's lower bytes, as float16 divided by E4M3_UNIT.
 #if __CUDA_ARCH__ >= 890
 constexpr float E4M3_UNIT = 1;
 FN u32 two_e4m3(u32 bits) {
@@ -49,7 +49,7 @@ constexpr float E4M3_UNIT = 256;
 FN u32 two_e4m3(u32 bits) { return pick(bits, 0, 0x1404) >> 1 & 0x3F803F80u; }
 #endif
 
-// Two bf16, to the nearest, ties to even; `low` in the lower half.
+// Rounds to two bf16, ties to even; `low` in the lower half.
 FN u32 two_bf16(float low, float high) {
 #if __CUDA_ARCH__ >= 800
     u32 d;
@@ -61,7 +61,7 @@ FN u32 two_bf16(float low, float high) {
 #endif
 }
 
-// 2 to the power of f, to 22 bits; of minus infinity, 0.
+// 2 to the power of f, to 22 bits; 0 for minus infinity.
 FN float power_of_two(float f) {
     float d;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(f));
@@ -87,13 +87,13 @@ FN float times(float a, float b) { return __fmul_rn(a, b); }
 FN float plus(float a, float b) { return __fadd_rn(a, b); }
 FN i32 nearest(float f) { return __float2int_rn(f); }
 FN float from_int(i32 i) { return __int2float_rn(i); }
-// Loads stay on their side of it: a compiler that moves them all to the front runs out of registers.
+// Keeps loads from being moved across: a compiler that hoists them all runs out of registers.
 FN void fence() { asm volatile("" ::: "memory"); }
 
 FN float shuffle_xor(float f, int lanes) { return __shfl_xor_sync(0xFFFFFFFFu, f, lanes); }
 FN i32 shuffle_xor(i32 i, int lanes) { return __shfl_xor_sync(0xFFFFFFFFu, i, lanes); }
 
-// Weights pass once: they are not kept in the first cache.
+// Loads weights, which are read once, without allocating them in L1.
 FN uint4 load_streamed(const uint4* p) {
     uint4 v;
     asm("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -101,7 +101,7 @@ FN uint4 load_streamed(const uint4* p) {
     return v;
 }
 
-// Eight bytes to shared memory, which are there after `wait_copies` and a barrier.
+// Copies eight bytes to shared memory asynchronously; complete after `wait_copies` and a barrier.
 FN void copy_eight(void* to, const void* from) {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" :: "r"((u32)__cvta_generic_to_shared(to)), "l"(from) : "memory");
@@ -109,7 +109,7 @@ FN void copy_eight(void* to, const void* from) {
     *(uint2*)to = *(const uint2*)from;
 #endif
 }
-// The same of sixteen.
+// Copies sixteen bytes likewise.
 FN void copy_sixteen(void* to, const void* from) {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"((u32)__cvta_generic_to_shared(to)), "l"(from) : "memory");
@@ -117,14 +117,14 @@ FN void copy_sixteen(void* to, const void* from) {
     *(uint4*)to = *(const uint4*)from;
 #endif
 }
-// Has the second cache get it.
+// Prefetches to L2.
 FN void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" :: "l"(at)); }
 FN void wait_copies() {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.wait_all;" ::: "memory");
 #endif
 }
-// Ends a group of copies, of which `wait_copies_but` lets the last MOST be under way.
+// Ends a group of copies; `wait_copies_but` waits until at most MOST groups are pending.
 FN void end_copies() {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.commit_group;" ::: "memory");
@@ -137,9 +137,9 @@ FN void wait_copies_but() {
 #endif
 }
 
-// c (16 x 8, int32) += a (16 x 32, 8 bits) times b (32 x 8, int8). With g = lane / 4 and t = lane % 4:
-// a[0], a[2] are row g, columns 4t and 16 + 4t; a[1], a[3] row g + 8; b[0], b[1] column g, rows as
-// a's columns; c[0], c[1] row g, columns 2t and 2t + 1; c[2], c[3] row g + 8.
+// c (16 x 8, int32) += a (16 x 32, 8 bits) @ b (32 x 8, int8). With g = lane / 4 and t = lane % 4:
+// a[0], a[2] are row g, columns from 4t and from 16 + 4t; a[1], a[3] row g + 8; b[0], b[1] column g,
+// rows like a's columns; c[0], c[1] row g, columns 2t and 2t + 1; c[2], c[3] row g + 8.
 template <bool SIGNED>
 FN void multiply(i32 (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
 #if __CUDA_ARCH__ >= 800
@@ -151,7 +151,7 @@ FN void multiply(i32 (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
         asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
             : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
             : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-#else  // Turing multiplies 8 x 16 by 16 x 8: the sums are whole numbers, so their order is free
+#else  // Turing multiplies 8 x 16 by 16 x 8; integer sums may be in any order
     const u32 a[4] = {a0, a1, a2, a3}, b[2] = {b0, b1};
     for (int k = 0; k < 2; k++)
         for (int half = 0; half < 2; half++)
@@ -164,7 +164,7 @@ FN void multiply(i32 (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
 #endif
 }
 
-// The same of 16 columns: a0 and b0 are those that begin at 4t.
+// The same for 16 columns: a0 and b0 begin at column 4t.
 template <bool SIGNED>
 FN void multiply(i32 (&c)[4], u32 a0, u32 a1, u32 b0) {
 #if __CUDA_ARCH__ >= 800
@@ -187,7 +187,7 @@ FN void multiply(i32 (&c)[4], u32 a0, u32 a1, u32 b0) {
 }
 
 #if __CUDA_ARCH__ < 800
-// Two bf16 as float16: what is beyond 65504 becomes that.
+// Two bf16 as float16, clamped to 65504.
 FN u32 halves_of(u32 bits) {
     u32 d;
     asm("{.reg .f16 a, b; .reg .f32 x, y; min.f32 x, %1, 0f477FE000; max.f32 x, x, 0fC77FE000;"
@@ -197,9 +197,9 @@ FN u32 halves_of(u32 bits) {
 }
 #endif
 
-// c (16 x 8, float) += a (16 x 16, bf16) times b (16 x 8, bf16). With g and t as above: a[0], a[2] are
-// row g, columns 2t and 8 + 2t with their neighbours; a[1], a[3] row g + 8; b[0], b[1] column g, rows
-// as a's columns; c as above.
+// c (16 x 8, float) += a (16 x 16, bf16) @ b (16 x 8, bf16). With g and t as above: a[0], a[2] are row
+// g, two columns from 2t and from 8 + 2t; a[1], a[3] row g + 8; b[0], b[1] column g, rows like a's
+// columns; c as above.
 FN void multiply(float (&c)[4], const uint4& a, u32 b0, u32 b1) {
 #if __CUDA_ARCH__ >= 800
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"

@@ -1,5 +1,5 @@
-// Entries of a table of experts (plan.cuh), which come with the launch: nothing is copied, and kernels
-// that were started before see the table as it was.
+// Writes entries of an expert table (plan.cuh), passed as kernel arguments: nothing is copied, and
+// kernels that were launched before still see the old table.
 #include "plan.cuh"
 
 constexpr int MOST_ENTRIES = 32, WORDS = sizeof(Expert) / 8;

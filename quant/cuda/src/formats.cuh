@@ -1,15 +1,13 @@
-// The packed formats, as quant/formats/tiled.py specifies them. A format is a struct that says how a
-// lane's words of a step (four rows of eight columns) become operands of the integer product, and what a
-// row's scale is; nothing else in these kernels knows a format.
-//
-// Of a step, 32 columns of a tile of 16 rows, a lane has rows 4q to 4q + 3 and the columns 4t to
-// 4t + 3 and 16 + 4t to 16 + 4t + 3. Signed codes stand in the upper bits of their bytes, which makes
-// their zero point a sign bit: a sum is 2 ** (8 - bits) times too large, and `unit` sets that right.
+// The packed formats of quant/formats/tiled.py. A format is a struct that unpacks a lane's words of a step
+// (four rows of eight columns) to operands of the integer product and reads a row's scale; nothing else in
+// these kernels depends on the format. In a step (32 columns of a tile of 16 rows) a lane has rows 4q to 4q +
+// 3 and columns 4t to 4t + 3 and 16 + 4t to 16 + 4t + 3. Signed codes are in the upper bits of their bytes,
+// so that their zero point is the sign bit: sums are 2 ** (8 - bits) times too large, which UNIT corrects.
 #pragma once
 #include "device.cuh"
 
 struct Lane {
-    int g, t, q;  // of 8, 4 and 4
+    int g, t, q;  // below 8, 4 and 4
 
     FN Lane make(int lane) {
         Lane l;
@@ -22,8 +20,8 @@ FN u32 word(const uint4& v, int row) { return row == 0 ? v.x : row == 1 ? v.y : 
 
 // -- codes -----------------------------------------------------------------------------------------
 
-// Whole numbers of 4, 5, 6 or 8 bits. `ZERO` is taken off by the sum of x, which costs nothing; where two
-// halves of a step would need two sums, the codes are SIGNED about the middle of their range.
+// Integers of 4, 5, 6 or 8 bits. `ZERO` is subtracted by means of the sum of x, at no cost; if the halves of
+// a step would need two sums, codes are SIGNED around the middle of their range.
 template <int BITS_, int ZERO_, bool SIGNED_ = false>
 struct Whole {
     static constexpr int BITS = BITS_, ZERO = ZERO_, PLANES = 1, STEP = 64 * BITS;
@@ -51,7 +49,7 @@ struct Whole {
             a = SIGNED ? (codes << 4 & 0xF0F0F0F0u) ^ middle : codes & 0x0F0F0F0Fu;
             b = SIGNED ? (codes & 0xF0F0F0F0u) ^ middle : codes >> 4 & 0x0F0F0F0Fu;
         } else if constexpr (BITS == 5) {
-            // Four bits to the top of four bytes: each product's bit lands once, and none carries.
+            // Spreads four bits to the tops of four bytes: the partial products do not overlap.
             constexpr u32 spread = SIGNED ? 0x10204080u : 0x02040810u, top = SIGNED ? 0x80808080u : 0x10101010u;
             const u32 fa = (w.fifth[0] >> 4 * row & 15) * spread & top;
             const u32 fb = (w.fifth[1] >> 4 * row & 15) * spread & top;
@@ -67,7 +65,7 @@ struct Whole {
     }
 };
 
-// Whole numbers of 2 or 3 bits.
+// Integers of 2 or 3 bits.
 template <int BITS_, int ZERO_, bool SIGNED_ = false>
 struct Pairs {
     static constexpr int BITS = BITS_, ZERO = ZERO_, PLANES = 1, STEP = 64 * BITS;
@@ -98,9 +96,9 @@ struct Pairs {
     }
 };
 
-// Sixteen levels, by tables of magnitudes: codes below 8 in one plane, the others in another, of which
-// `NEGATIVE` is multiplied with -x. A code that is not its plane's gives 0, since no magnitude has the
-// sign that `pick` then repeats. The columns come as 4t, 16 + 4t, 4t + 1, ...: in the order of bytes.
+// Sixteen levels from two tables of magnitudes: codes below 8 are in one plane, the others in another; the
+// plane `NEGATIVE` is multiplied by -x. A code of the other plane gives 0, since `pick` then replicates a
+// magnitude's sign bit, which is 0. Columns are in byte order: 4t, 16 + 4t, 4t + 1, ...
 template <u32 L0, u32 L1, u32 H0, u32 H1, int NEGATIVE_>
 struct Levels {
     static constexpr int ZERO = 0, PLANES = 2, NEGATIVE = NEGATIVE_, STEP = 256;
@@ -122,7 +120,7 @@ struct E2m1 : Levels<0x03020100u, 0x0C080604u, 0x03020100u, 0x0C080604u, 1> {
     static constexpr float UNIT = 0.5f;
 };
 
-// NF4's levels as 127ths: within 0.4 % of a group's largest magnitude, as on the CPU.
+// NF4's levels in multiples of 1/127: within 0.4 % of a group's largest magnitude, as on the CPU.
 struct Nf4 : Levels<0x3243587Fu, 0x000C1724u, 0x2B1F140Au, 0x7F5C4738u, 0> {
     static constexpr float UNIT = 1.f / 127;
 };
@@ -131,8 +129,8 @@ struct Iq4 : Levels<0x4153687Fu, 0x0A162331u, 0x26190D01u, 0x71594535u, 0> {
     static constexpr float UNIT = 1;
 };
 
-// Entries of a codebook, ENTRIES: a word has four columns. See quant/formats/codebook.py; `SIGNS` is
-// where they lie in a step, behind the indices' low bytes, and `HIGH` where the indices' other bits do.
+// Codebook entries, ENTRIES: a word has four columns. See quant/formats/codebook.py; in a step, the indices'
+// low bytes come first, signs begin at `SIGNS`, and the indices' high bits at `HIGH`.
 #ifdef ENTRIES
 TABLE u32 entry_words[] = ENTRIES;
 #endif
@@ -141,14 +139,14 @@ template <int WIDTH, int PLANES_>
 struct Indices {
     static constexpr int VECTORS = 8 / WIDTH;
     uint4 low[VECTORS];
-    u32 high[PLANES_ ? PLANES_ * VECTORS : 1];  // four bits of each row
+    u32 high[PLANES_ ? PLANES_ * VECTORS : 1];  // four bits per row
 
     FN void load(Indices& x, const u8* step, const u8* high, const Lane& lane) {
         for (int i = 0; i < VECTORS; i++) x.low[i] = load_streamed((const uint4*)(step + i * 64 + lane.q * 16));
         for (int i = 0; i < PLANES_ * VECTORS; i++) x.high[i] = *(const u16*)(high + 8 * i + 2 * lane.q);
     }
 
-    // Of a row the entries' words with columns 4t to 4t + 3, or `half` of the step on.
+    // The word of a row's entry with columns 4t to 4t + 3 of the step's `half`.
     FN u32 entry(const Indices& x, const Lane& lane, int row, int half, u32 more = 0) {
         const int at = WIDTH == 8 ? 2 * half + lane.t / 2 : lane.t, vector = WIDTH == 8 ? 0 : half;
         u32 index = word(x.low[vector], row) >> 8 * at & 255;
@@ -161,8 +159,8 @@ struct Indices {
     }
 };
 
-// Masks of signs, in eighths of a step: four bits of each row. Where an odd one has none for its last column,
-// negative ones are even in number, and the bit is another number's.
+// Sign masks of each eighth of a step: four bits per row. With SEVEN, odd eighths store no sign for their
+// last column: the number of negative signs is even, and that bit has another use.
 template <bool SEVEN>
 struct SignMasks {
     u32 own[2], spare[2];
@@ -181,14 +179,14 @@ struct SignMasks {
             }
         }
     }
-    // Numbers above 0, with their signs: none carries.
+    // Applies signs to bytes above 0: negating one does not carry into the next.
     FN u32 apply(const SignMasks& s, int row, int half, u32 numbers) {
         const u32 tops = (s.own[half] >> 4 * row & 15) * 0x10204080u & 0x80808080u;
         return (numbers ^ pick(tops, tops, 0xBA98)) + (tops >> 7);
     }
 };
 
-// IQ3 and IQ2. NINTH: bit 8 of an index stands where a sign is left out.
+// IQ3 and IQ2. NINTH: bit 8 of an index is in the place of an omitted sign.
 template <int WIDTH, int PLANES_, bool SEVEN, bool NINTH, int EIGHTHS>
 struct SignedEntries {
     static constexpr int ZERO = 0, PLANES = 1, LOW = 8 / WIDTH * 64, STEP = LOW + 64 + PLANES_ * 8 * (8 / WIDTH);
@@ -210,8 +208,8 @@ struct SignedEntries {
     }
 };
 
-// IQ1: eight times -1, 0 or 1, and 1 less or more, for all of a row or for each of its entries. Words have
-// 119 more than their number when it is 1 less.
+// IQ1: 8 times -1, 0 or 1, minus or plus 1: the same for a whole row, or with EACH for each entry.
+// `entry_words` have the codes for minus 1, plus 119.
 template <bool EACH>
 struct ShiftedEntries {
     static constexpr int ZERO = 0, PLANES = 1, STEP = 96;
@@ -236,7 +234,7 @@ struct ShiftedEntries {
 
 // -- scales ----------------------------------------------------------------------------------------
 
-// Of ROWS rows: the lane's four, or where a lane is left with one of them, row 4q + t.
+// For ROWS rows: the lane's four, or if it has only one result row, row 4q + t.
 
 template <int ROWS>
 struct Halves {  // float16
@@ -262,7 +260,7 @@ struct Bytes {
         if constexpr (ROWS == 4) b.four = *(const u32*)(at + lane.q * 4);
         if constexpr (ROWS == 1) b.four = at[lane.q * 4 + lane.t];
     }
-    // Byte `row`, moved up by `shift`, which leaves some of the others beside it.
+    // Byte `row` shifted left by `shift`; other bytes are not masked off.
     FN u32 of(const Bytes& b, int row, int shift) {
         const int by = shift - 8 * row;
         return by >= 0 ? b.four << by : b.four >> -by;
@@ -343,7 +341,7 @@ struct FloatScale {  // a float for a span
 };
 
 template <int ROWS>
-struct FloatScaleAndZero {  // and a zero point in a byte
+struct FloatScaleAndZero {  // a float scale, and a zero point in a byte
     static constexpr bool MINIMUM = true, TWO_LEVEL = false, HALVES = false;
     static constexpr int HEAD = 80;
     static constexpr float UNIT = 1;
@@ -369,7 +367,7 @@ struct E8m0Scale {  // a power of two
     Bytes<ROWS> bytes;
 
     FN void load(E8m0Scale& s, const u8* head, const Lane& lane) { s.bytes.load(s.bytes, head, lane); }
-    // A byte is the exponent of a float; 2 ** -127, which is no normal one, becomes 0.
+    // A byte is the exponent of a float; 2 ** -127, a subnormal, becomes 0.
     FN float of(const E8m0Scale& s, int row, int) { return as_float(s.bytes.of(s.bytes, row, 23) & 0x7F800000u); }
     FN float exact(const E8m0Scale& s, int row, int half) {
         const float scale = of(s, row, half);
@@ -378,7 +376,7 @@ struct E8m0Scale {  // a power of two
 };
 
 template <int ROWS>
-struct E4m3Scale {  // for each 16 columns; none is negative
+struct E4m3Scale {  // one per 16 columns, never negative
     static constexpr bool MINIMUM = false, TWO_LEVEL = false, HALVES = true;
     static constexpr int HEAD = 32;
     static constexpr float UNIT = E4M3_UNIT;
@@ -394,14 +392,14 @@ struct E4m3Scale {  // for each 16 columns; none is negative
     FN float exact(const E4m3Scale& s, int row, int half) { return of(s, row, half); }
 };
 
-// The i-th of sixteen numbers of 6 bits: five to a word, and the last one in the words' top bits.
+// The i-th of sixteen 6-bit values: five per word, and the last one in the words' top bits.
 template <int ROWS>
 FN i32 six_bits(const Words<ROWS> (&w)[3], int row, int i) {
     if (i < 15) return w[i / 5].of(w[i / 5], row) >> 6 * (i % 5) & 63;
     return (w[0].of(w[0], row) >> 30) | (w[1].of(w[1], row) >> 30 << 2) | (w[2].of(w[2], row) >> 30 << 4);
 }
 
-// Q4_K and Q5_K: a scale and a minimum of 6 bits for each step, times two float16 of the span.
+// Q4_K and Q5_K: a 6-bit scale and minimum per step, times the span's two float16.
 template <int ROWS>
 struct SixBitScales {
     static constexpr bool MINIMUM = true, TWO_LEVEL = true, HALVES = false;
@@ -421,7 +419,7 @@ struct SixBitScales {
     FN float outer_minimum(const SixBitScales& s, int row) { return -s.dmin.of(s.dmin, row); }
 };
 
-// Q3_K: a scale of 6 bits around 32 for each 16 columns, times a float16 of the span.
+// Q3_K: a 6-bit scale, offset by 32, per 16 columns, times the span's float16.
 template <int ROWS>
 struct SixBitHalves {
     static constexpr bool MINIMUM = false, TWO_LEVEL = true, HALVES = true;
@@ -438,7 +436,7 @@ struct SixBitHalves {
     FN float outer(const SixBitHalves& s, int row) { return s.d.of(s.d, row); }
 };
 
-// IQ4_XS: the same for each step; five in a word, two in bytes, and the last one on top of these.
+// IQ4_XS: the same per step; five in a word, two in bytes, and the last one in the top bits of those.
 template <int ROWS>
 struct SixBitSteps {
     static constexpr bool MINIMUM = false, TWO_LEVEL = true, HALVES = false;
@@ -462,7 +460,7 @@ struct SixBitSteps {
     FN float outer(const SixBitSteps& s, int row) { return s.d.of(s.d, row); }
 };
 
-// Q6_K: a signed byte for each 16 columns, times a float16 of the span.
+// Q6_K: a signed byte per 16 columns, times the span's float16.
 template <int ROWS>
 struct ByteScales {
     static constexpr bool MINIMUM = false, TWO_LEVEL = true, HALVES = true;
@@ -482,8 +480,8 @@ struct ByteScales {
     FN float outer(const ByteScales& s, int row) { return s.d.of(s.d, row); }
 };
 
-// Q2_K: a byte's nibbles are a scale and a minimum for each 16 columns, times two float16 of the span. The
-// minima are operands of a product of their own: of each row, whichever of them a lane is left with.
+// Q2_K: a byte's nibbles are a scale and a minimum per 16 columns, times the span's two float16. Minima are
+// operands of a separate product, so they are loaded for all rows, whatever row the lane's result has.
 template <int ROWS>
 struct NibbleHalves {
     static constexpr bool MINIMUM = true, TWO_LEVEL = true, HALVES = true;
@@ -513,7 +511,7 @@ struct NibbleHalves {
     FN float outer_minimum(const NibbleHalves& s, int row) { return -s.dmin.of(s.dmin, row); }
 };
 
-// Codebooks' scales: 2 n + 1 times a float16 of the span.
+// Codebooks' scales: 2 n + 1 times the span's float16.
 template <int ROWS, bool HALVES_, int HEAD_>
 struct OddScales {
     static constexpr bool MINIMUM = false, TWO_LEVEL = true, HALVES = HALVES_;
@@ -523,7 +521,7 @@ struct OddScales {
     FN float outer(const OddScales& s, int row) { return s.d.of(s.d, row); }
 };
 
-// n four bits of words in the head: IQ3_S for each step, IQ2_XS and IQ2_S for each half of one.
+// n: four bits of the head's words, per step for IQ3_S, per half step for IQ2_XS and IQ2_S.
 template <int ROWS, bool HALVES_>
 struct NibbleScales : OddScales<ROWS, HALVES_, HALVES_ ? 160 : 96> {
     static constexpr int WORDS = HALVES_ ? 2 : 1;
@@ -543,8 +541,8 @@ using StepNibbles = NibbleScales<ROWS, false>;
 template <int ROWS>
 using HalfNibbles = NibbleScales<ROWS, true>;
 
-// n in the steps themselves, four bits of each row: IQ3_XXS and IQ2_XXS where signs leave them out, IQ1_S
-// in a mask of its own, of which n is three.
+// n is in the steps, four bits per row: in the places of omitted signs for IQ3_XXS and IQ2_XXS, in a mask of
+// its own for IQ1_S, whose n is three of the bits.
 template <int ROWS, int STEP, int AT, bool SPARE>
 struct MaskScales : OddScales<ROWS, false, 32> {
     u32 four[8];
@@ -574,7 +572,7 @@ using Iq2XxsScales = MaskScales<ROWS, 128, 64, true>;
 template <int ROWS>
 using Iq1SScales = MaskScales<ROWS, 96, 88, false>;
 
-// IQ1_M: n are pairs of three bits, where IQ4_XS has its scales.
+// IQ1_M: n are pairs of 3-bit values, stored like IQ4_XS's scales.
 template <int ROWS>
 struct PairScales : OddScales<ROWS, true, 128> {
     SixBitSteps<ROWS> pairs;
@@ -588,7 +586,7 @@ struct PairScales : OddScales<ROWS, true, 128> {
     }
 };
 
-// Of formats of two levels: what a row's codes are times in a step, or in half of one, and its minimum.
+// For two-level formats: the scale and the minimum of a row's codes in a step or half step.
 template <class Scales>
 FN float scale_in(const Scales& scales, int row, int step, int half) {
     return times(Scales::outer(scales, row), from_int(Scales::scale(scales, row, step, half)));
@@ -605,7 +603,7 @@ struct Packed {
     using Codes = CODES;
     template <int ROWS>
     using Scales = SCALES<ROWS>;
-    static constexpr int SPAN = SPAN_;  // steps of a span
+    static constexpr int SPAN = SPAN_;  // steps per span
     static constexpr int HEAD = SCALES<4>::HEAD, STEP = CODES::STEP, BYTES = HEAD + SPAN * STEP;
     static constexpr float SCALE_UNIT = SCALES<4>::UNIT, UNIT = CODES::UNIT * SCALE_UNIT;
 };

@@ -1,9 +1,9 @@
-// The slots that the host has filled, from RAM that the GPU sees.
+// Copies the slots that the host has filled from mapped RAM.
 #include "device.cuh"
 
 struct FromHost {
     const float* rows;  // (slots, width)
-    const int* filled;  // (slots): those that are not are left as they are
+    const int* filled;  // (slots): 0 leaves a slot unchanged
     float* y;           // (slots, width)
     int width;
 };

@@ -1,4 +1,4 @@
-// A row of gates and as many ups to gate(g) * up; without a gate, the activation of a row.
+// Computes gate(g) * up of rows of gates followed by ups; without a gate, the activation of a row.
 //
 //   GATE   see gates.cuh
 //   IN     float or Bf16
@@ -9,9 +9,9 @@ constexpr int PARTS = GATE == RELU2 ? 1 : 2;
 struct Gate {
     const IN* x;      // (m, PARTS width)
     Bf16* y;          // (m, width)
-    const i64* rows;  // those that are written, or null
+    const i64* rows;  // rows to write, or null for all
     int width;
-    float scale;  // of gates
+    float scale;  // factor of gates
     float limit;  // see gates.cuh
 };
 

@@ -1,4 +1,4 @@
-// How a gate and what it lets through meet, and types that results are stored as.
+// Gate activations, and types of stored results.
 #pragma once
 #include "device.cuh"
 
@@ -9,14 +9,14 @@ struct Bf16 {
 FN float value_of(float f) { return f; }
 FN float value_of(Bf16 b) { return as_float((u32)b.bits << 16); }
 FN void store(float* at, float value) { *at = value; }
-FN void store(Bf16* at, float value) {  // to the nearest, ties to even
+FN void store(Bf16* at, float value) {  // rounds ties to even
     const u32 bits = as_bits(value);
     at->bits = (u16)(value == value ? (bits + 0x7FFF + (bits >> 16 & 1)) >> 16 : 0x7FC0);
 }
 
 FN float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
 
-enum { SILU = 1, GELU_TANH, SWIGLU_OAI, RELU2, GELU, QUICK_GELU, CLIP };  // those from RELU2 on need no gate
+enum { SILU = 1, GELU_TANH, SWIGLU_OAI, RELU2, GELU, QUICK_GELU, CLIP };  // from RELU2 on: without a gate
 
 template <int KIND>
 FN float activated(float x) {

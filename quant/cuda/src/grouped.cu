@@ -1,10 +1,9 @@
-// Products of rows with the matrices of experts, wherever these lie in the memory of the GPU.
-// A block takes 32 PAIRS weight rows of one expert and some of the slots that chose it (plan.cu): its sums
-// are those of linear.cu. Compiled for
+// Multiplies rows by experts' matrices, wherever these are in GPU memory. A block takes 32 PAIRS weight
+// rows of one expert and some of the slots that chose it (plan.cu); it sums as linear.cu does. Compiled
+// for
 //
 //   FORMAT PAIRS_ WIDTH NT_   see sums.cuh
-//   GATE                      0 for an expert's last matrix; else its first two, and how they meet,
-//                             or RELU2 for the first, which is alone
+// GATE                      0: down. Else gate and up with this activation, or with RELU2 up alone
 //   OUT                       float or Bf16
 //   FINE                      see records.cuh
 #include "plan.cuh"
@@ -12,17 +11,17 @@
 
 using Weights = FORMAT;
 constexpr bool PAIRED = GATE && GATE != RELU2;
-constexpr int MATRIX = GATE ? 0 : DOWN;  // the first that is read
+constexpr int MATRIX = GATE ? 0 : DOWN;  // the first matrix to read
 
 struct Grouped {
-    const u8* x;  // records of rows, of which `per` slots each read one
-    void* y;      // a row for each slot
+    const u8* x;  // records of rows; each row is read by `per` slots
+    void* y;      // a row per slot
     const Expert* experts;
     const Part* parts;
     const int* slots;
     i64 tile_bytes;
     int x_stride, y_stride, per;
-    int rows, tiles, steps;  // of one matrix
+    int rows, tiles, steps;  // sizes of one matrix
     float limit;
 };
 
@@ -30,9 +29,9 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) grouped(Grouped args) 
     constexpr int PAIRS = PAIRS_, NT = NT_, UP = PAIRED ? 1 : 0;
     using S = Sums<Weights, PAIRS, WIDTH, NT, Gathered>;
     constexpr int EACH = PAIRS * S::ROWS * S::COLUMNS * 32;
-    __shared__ int offsets[8 * NT];  // of rows
+    __shared__ int offsets[8 * NT];  // byte offsets of rows
     __shared__ float meet[MOST_CHAINS][EACH];
-    const Part& part = args.parts[blockIdx.y];  // loaded anew behind the sums, which need all registers
+    const Part& part = args.parts[blockIdx.y];  // reloaded after the sums, which need all registers
     if (!part.count) return;
     const Lane lane = Lane::make(threadIdx.x % 32);
     for (int i = threadIdx.x; i < 8 * NT; i += blockDim.x) {
@@ -41,10 +40,10 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) grouped(Grouped args) 
     }
     __syncthreads();
 
-    // Pairs of tiles: two that follow one another, or a gate's and the up rows' that belong to it.
+    // Pairs of tiles: two consecutive ones, or a gate tile and its up tile.
     const int own = lane.g / 4, first = blockIdx.x * (PAIRED ? PAIRS : 2 * PAIRS), next = PAIRED ? 1 : 2;
     const int in_matrix = PAIRED ? first : first + own;
-    const int begin = in_matrix < args.tiles ? in_matrix : args.tiles - 1;  // the last may lack neighbours
+    const int begin = in_matrix < args.tiles ? in_matrix : args.tiles - 1;  // clamped for the last pairs
     const u8* tile = args.experts[part.expert].tiles[PAIRED ? own : MATRIX] + begin * args.tile_bytes;
     const int chain = threadIdx.x / 32, chains = blockDim.x / 32;
     S s;
@@ -68,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) grouped(Grouped args) 
             n /= RECORD_ROWS;
             const int t = PAIRED ? first + at / 2 : first + at, out = t * 16 + row;
             if (n >= part.count || t >= args.tiles || out >= args.rows || (PAIRED && (at & 1))) continue;
-            // The same row of the other tile is 16 lanes on.
+            // The same row of the other tile is 16 lanes further.
             const float value = finished<GATE>(whole<S>(meet[0], i), whole<S>(meet[0], PAIRED ? i + 16 : i), Weights::UNIT, ends, t, out, args.limit);
             store((OUT*)args.y + (i64)args.slots[part.first + n] * args.y_stride + out, value);
         }

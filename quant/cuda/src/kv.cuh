@@ -1,12 +1,9 @@
-// Rows of a KV cache: one token's key or value of one head, as bytes that lie together.
-//
-// Keys are read eight numbers a lane, values W numbers, and both as bf16: as the operands of products
-// want them, in an order that suits loads. In shared memory, sixteens of bytes of a row may have changed
-// places: `turn` is what their numbers are xored with, so that lanes meet in different banks. `write` is called by a warp whose lane has number
-// lane + 32 i of the row as x[i]. Quantized rows are kept times a Hadamard matrix, in blocks of TURN.
-//
-// A cache is blocks of BLOCK tokens, each with all layers: `blocks` are their addresses, and in each the
-// keys of a layer's heads lie from one place on, a head's after another's; so do the values.
+// Rows of a KV cache: one token's key or value of one head, in contiguous bytes. A lane reads eight elements of a key
+// or W of a value, as bf16 operands of products. In shared memory, the 16-byte pieces of a row may be swizzled: their
+// indices are XORed with `turn`, so that lanes access different banks. `write` is called by a warp; x[i] of a lane is
+// element lane + 32 i of the row. Quantized rows are stored after a Hadamard rotation in blocks of TURN. A cache
+// consists of blocks of BLOCK tokens, each with all layers: `blocks` are their addresses. In a block, a layer's keys
+// begin at one offset, head after head; so do its values.
 #pragma once
 #include "gates.cuh"
 
@@ -22,11 +19,11 @@ struct Bf16Numbers {
     static constexpr bool SCALED = false, CHUNKED = false, TURNS = SIZE % 64 == 0;
 
     FN float scale(const u8* row) { return 1; }
-    // Numbers 32 c + 8 t and on.
+    // Elements from 32 c + 8 t on.
     FN uint4 key(const u8* row, int c, int t, int turn = 0) {
         return 32 * c + 8 * t < SIZE ? *(const uint4*)(row + 16 * ((4 * c + t) ^ turn)) : nothing();
     }
-    // Numbers 8 W c + W g and on, in W / 2 words.
+    // Elements from 8 W c + W g on, in W / 2 words.
     FN void value(const u8* row, int c, int g, bool live, u32 (&words)[W / 2], int turn = 0) {
         live = live && 8 * W * c + W * g < SIZE;
         const u8* at = row + 2 * W * ((8 * c + g) ^ turn);
@@ -45,14 +42,14 @@ struct Bf16Numbers {
     }
 };
 
-// Two of four signed bytes, `first` and the next.
+// Signed bytes `first` and `first` + 1 of four, as bf16.
 FN u32 two_bytes(u32 codes, int first) {
-    codes ^= 0x80808080u;  // the last bits of 2^23 + 128 + code
+    codes ^= 0x80808080u;  // become the low bits of the float 2^23 + 128 + code
     const float a = as_float(pick(codes, 0x4B000000u, 0x7440 + first)), b = as_float(pick(codes, 0x4B000000u, 0x7441 + first));
     return two_bf16(plus(a, -8388736.f), plus(b, -8388736.f));
 }
 
-// Eight bits each, then a float that they are times.
+// Signed bytes, followed by their float scale.
 template <int SIZE_>
 struct Int8Numbers {
     static constexpr int SIZE = SIZE_, BYTES = SIZE + 4, PIECES = (SIZE + 31) / 32;
@@ -90,13 +87,13 @@ struct Int8Numbers {
     }
 };
 
-// Two codes below 64, each twice as large as it is, less `zero`.
-FN u32 two_codes(u32 a, u32 b, float zero) {  // the last bits of 2^22 + code
+// Two codes below 64, each stored doubled, minus `zero`, as bf16.
+FN u32 two_codes(u32 a, u32 b, float zero) {  // low bits of the float 2^22 + code
     return two_bf16(plus(as_float(0x4A800000u | a), -4194304.f - zero), plus(as_float(0x4A800000u | b), -4194304.f - zero));
 }
 
-// Four bits each, or six with UPPERS: of every 32, eight words of nibbles in order, then the words of
-// all upper bits, then all scales as bf16. A number is its code, less half of the largest, times the scale.
+// Codes of four bits, or six with UPPERS. First the nibbles in order, then all upper bits, then the bf16 scales of
+// every 32 elements. An element is (code - half of the largest code) times the scale.
 template <int SIZE_, bool UPPERS>
 struct SmallNumbers {
     static constexpr int SIZE = SIZE_, PIECES = (SIZE + 31) / 32, SCALES_AT = (UPPERS ? 24 : 16) * PIECES;
@@ -144,7 +141,7 @@ struct SmallNumbers {
     }
 };
 
-// A row times the Hadamard matrix over the root of TURN, in blocks of so many: its own inverse.
+// Multiplies blocks of TURN elements of a row by the Hadamard matrix / sqrt(TURN), its own inverse.
 template <int TURN, int PIECES>
 FN void rotate(float (&x)[PIECES], int lane) {
 #pragma unroll

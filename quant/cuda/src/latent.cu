@@ -1,18 +1,16 @@
-// Latent attention of few new rows over a cache whose rows all heads share: a rotary key, and the
-// latent behind it, which is key and value at once. A block takes sixteen query rows and one run of
-// keys, staged in shared memory for both products; attention_join.cu joins the runs.
-//
-//   ROPE LATENT   numbers of a cached row: first those of the rotary key
-//   RUN_KEYS      keys of a run
-//
-// For scores each warp takes some columns of all keys, for values some columns of the result. As in
-// attention.cu, keys that a row does not see leave its sums as they are, to the bit.
+// Latent attention of few new rows to a cache whose rows all heads share: a rotary key, followed by
+// the latent, which is both key and value. A block takes sixteen query rows and one run of keys,
+// staged in shared memory for both products; attention_join.cu joins the runs.
+//   ROPE LATENT   elements of a cached row's rotary key and of its latent
+//   RUN_KEYS      keys per run
+// For scores, each warp takes some columns of all keys; for values, some columns of the result. As
+// in attention.cu, keys that a row does not see leave its sums unchanged to the bit.
 #include "attention.cuh"
 
 constexpr int WARPS = 4, STEP = 32, EIGHTS = STEP / 8, SIZE = ROPE + LATENT;
-constexpr int SLICES = ((SIZE + 15) / 16 + WARPS - 1) / WARPS;  // of 16 columns, of a warp
-constexpr int SPANS = (LATENT + 63) / 64, OWN = (SPANS + WARPS - 1) / WARPS;  // of 64 columns; a warp's
-// 16 bytes each; those at the end keep rows of shared memory in different banks.
+constexpr int SLICES = ((SIZE + 15) / 16 + WARPS - 1) / WARPS;  // 16-column slices per warp
+constexpr int SPANS = (LATENT + 63) / 64, OWN = (SPANS + WARPS - 1) / WARPS;  // 64-column spans; those of a warp
+// Pieces of 16 bytes; the padding at the end puts rows of shared memory in different banks.
 constexpr int PIECES = (ROPE + 64 * SPANS + 15) / 16 * 2, WIDTH = PIECES + 1;
 
 extern "C" __global__ void __launch_bounds__(128, 1) latent(Attention args) {
@@ -25,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(128, 1) latent(Attention args) {
     const int begin = blockIdx.x * RUN;
     const u8* rows_there = args.blocks[begin / BLOCK] + args.k_at;
     int end = args.tree ? total : old + args.first + last + 1;
-    if (begin >= end) return;  // which attention_join.cu knows
+    if (begin >= end) return;  // attention_join.cu skips such runs
     end = end < begin + RUN ? end : begin + RUN;
 
     uint4 queries[SLICES];
@@ -43,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(128, 1) latent(Attention args) {
     float sums[OWN][8][4];
 #pragma unroll
     for (int i = 0; i < OWN * 32; i++) (&sums[0][0][0])[i] = 0;
-    float top[2] = {minus_infinity(), minus_infinity()}, weight[2] = {0, 0};  // a lane's own weight
+    float top[2] = {minus_infinity(), minus_infinity()}, weight[2] = {0, 0};  // weight per lane
     const float scale = times(args.scale, LOG2E);
 
     for (int key = begin; key < end; key += STEP) {
@@ -110,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(128, 1) latent(Attention args) {
             for (int c = 0; c < OWN; c++) {
                 const int span = warp * OWN + c;
                 if (span >= SPANS) continue;
-                uint4 v[4];  // of tokens 0, 1, 8 and 9 from there: a lane's eight columns
+                uint4 v[4];  // a lane's eight columns of tokens 0, 1, 8 and 9 after it
 #pragma unroll
                 for (int i = 0; i < 4; i++) v[i] = keys[8 * j + 2 * t + i / 2 * 8 + i % 2][ROPE / 8 + 8 * span + g];
                 const u32 words[4][4] = {{v[0].x, v[0].y, v[0].z, v[0].w}, {v[1].x, v[1].y, v[1].z, v[1].w},

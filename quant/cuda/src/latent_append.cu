@@ -1,15 +1,14 @@
-// The step before latent attention: the last columns of each query head turn, and the latent and the
-// key that all heads share go behind the tokens that a cache holds. A warp takes one head of one row, or
-// the row's latent.
+// The step before latent attention: rotates the last columns of each query head, and appends the latent
+// and the key that all heads share to a cache. A warp takes one head of one row, or the row's latent.
 //
 //   Q_IN WIDE_IN   float or Bf16
 #include "kv.cuh"
 
 struct LatentAppend {
-    const Q_IN* q;        // (n, heads, width); the last 2 half columns turn
+    const Q_IN* q;        // (n, heads, width); the last 2 * half columns are rotated
     const WIDE_IN* wide;  // (n, latent + 2 half): the latent, then the key
     Bf16* queries;        // (n, heads, 2 half + latent)
-    u8* const* blocks;    // of the cache (kv.cuh), whose rows are as long
+    u8* const* blocks;    // the cache's blocks (kv.cuh); rows are as long as queries'
     const i64* held;
     const float *cos, *sin;  // (n, half)
     const float* norm;       // (latent,)
@@ -18,7 +17,7 @@ struct LatentAppend {
     float eps;
 };
 
-// Pairs of numbers become halves of `to`.
+// Rotates pairs; they become halves of `to`.
 template <class In>
 FN void turn(const LatentAppend& args, const In* from, Bf16* to, int row, int lane) {
     for (int i = lane; i < args.half; i += 32) {

@@ -1,16 +1,15 @@
-// LayerNorm of rows. A block takes a row, in an order of sums that no other row changes.
-//
-//   OUT   float or Bf16: what y is stored as
+// LayerNorm of rows. A block takes a row; the order of sums does not depend on other rows.
+//   OUT   float or Bf16: the type of y
 #include "gates.cuh"
 
 struct LayerNorm {
-    const float *x, *weight, *bias;  // (m, width); (width,), the bias or null
+    const float *x, *weight, *bias;  // (m, width); (width,), bias may be null
     OUT* y;                          // (m, width)
     int width;
     float eps;
 };
 
-// The sum of all threads' numbers.
+// The sum of all threads' values.
 FN float sum_of_block(float sum) {
     __shared__ float sums[32];
     for (int lanes = 16; lanes; lanes >>= 1) sum = plus(sum, shuffle_xor(sum, lanes));

@@ -1,8 +1,8 @@
-// Products of 1 to 64 rows with one matrix, or with a matrix for each head. A block takes 32 PAIRS weight
-// rows; its warps are the chains that the columns are dealt out to, joined in order. Compiled for
+// Multiplies 1 to 64 rows by one matrix, or by one matrix per head. A block takes 32 PAIRS weight rows;
+// columns are dealt out to chains, one per warp, which are joined in order. Compiled for
 //
 //   FORMAT PAIRS_ WIDTH NT_   see sums.cuh
-//   GATE                      0, or a matrix of gate rows before as many up rows, and how they meet
+// GATE                      0, or the activation of a matrix of gate rows followed by up rows
 //   OUT                       float or Bf16
 //   FINE                      see records.cuh
 #include "linear.cuh"
@@ -12,14 +12,14 @@ using Weights = FORMAT;
 extern "C" __global__ void __launch_bounds__(256, BLOCKS) linear(Linear args) {
     constexpr int PAIRS = PAIRS_, NT = NT_;
     using S = Sums<Weights, PAIRS, WIDTH, NT>;
-    constexpr int EACH = PAIRS * S::ROWS * S::COLUMNS * 32;  // results of a block, for each of NT
+    constexpr int EACH = PAIRS * S::ROWS * S::COLUMNS * 32;  // results of a block per eight activation rows
     __shared__ float meet[MOST_CHAINS][EACH];
     __shared__ u32 turn;
     const int warp = threadIdx.x / 32, warps = blockDim.x / 32, parts = gridDim.y;
     const Lane lane = Lane::make(threadIdx.x % 32);
     const int groups = (args.m + 8 * NT - 1) / (8 * NT), group = blockIdx.z % groups, head = blockIdx.z / groups;
 
-    // Pairs of tiles: two that follow one another, or a gate's and the up rows' that belong to it.
+    // Pairs of tiles: two consecutive ones, or a gate tile and its up tile.
     const int half = GATE ? args.tiles / 2 : args.tiles;
     const int first = blockIdx.x * (GATE ? PAIRS : 2 * PAIRS);
     S s;
@@ -27,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) linear(Linear args) {
     const int chain = blockIdx.y * warps + warp;
     s.begin(s, records, InOrder{args.x_stride}, lane, chain);
     const int in_half = GATE ? first : first + lane.g / 4, next = GATE ? 1 : 2;
-    const int begin = in_half < half ? in_half : half - 1;  // the last of a matrix may lack neighbours
+    const int begin = in_half < half ? in_half : half - 1;  // clamped for a matrix's last pairs
     const u8* tile = args.w + ((i64)head * args.tiles + begin + (GATE ? lane.g / 4 * half : 0)) * args.tile_bytes;
     if (chain < args.chains)
         s.add(s, tile, begin + next < half ? next * args.tile_bytes : 0, args.steps, lane, chain, args.chains);
@@ -53,14 +53,14 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) linear(Linear args) {
                 n += (group * NT + nt) * 8;
                 const int t = GATE ? first + at / 2 : first + at, out = t * 16 + row;
                 if (n % RECORD_ROWS || n >= args.m || t >= half || out >= args.rows || (GATE && (at & 1))) continue;
-                // The same row of the other tile is 16 lanes on.
+                // The same row of the other tile is 16 lanes further.
                 const float value = finished<GATE>(whole<S>(meet[0], i), whole<S>(meet[0], GATE ? i + 16 : i), Weights::UNIT, ends, t, out, args.limit);
                 store((OUT*)args.y + head * args.y_head + (i64)(n / RECORD_ROWS) * args.y_stride + out, value);
             }
             __syncthreads();
         }
         if (parts > 1 && stage == 0) {
-            // Whoever of the blocks comes last finds what all have left.
+            // The last of the blocks joins all their sums.
             __threadfence();
             __syncthreads();
             u32* arrived = args.arrived + (i64)blockIdx.z * gridDim.x + blockIdx.x;

@@ -1,7 +1,7 @@
-// Products of many rows with one matrix. A block takes 64 weight rows and 128
-// rows of records, 64 columns at a time: weights are unpacked to bytes in shared memory while those before
-// them are multiplied, by warps of 32 weight rows and 32 rows of records. Half of the warps unpack. Sums
-// are added in the order of sums.cuh, so bits are those of linear.cu. Compiled for
+// Multiplies many rows by one matrix. A block takes 64 weight rows and 128 rows of records, 64 columns at
+// a time: half of the warps unpack the next weights to bytes in shared memory while the others multiply,
+// each 32 weight rows by 32 rows of records. Sums are in the order of sums.cuh, so bits equal those of
+// linear.cu. Compiled for
 //
 //   FORMAT   see formats.cuh
 //   GATE OUT FINE   see linear.cu
@@ -14,23 +14,23 @@ constexpr int PAIRS = 2, SIDES = 4, STEPS = 2, N = Scales::HALVES ? 3 : 4, ROWS 
 constexpr int SPAN = Weights::SPAN, TURN = SPAN > 4 ? SPAN : 4;
 constexpr bool HALVES = Scales::HALVES, TWO_LEVEL = Scales::TWO_LEVEL, MINIMUM = Scales::MINIMUM, MINIMA = MINIMUM && HALVES;
 
-// What each weight row has of a step.
+// A weight row's factors in a step.
 enum { SCALE, SECOND, OUTER, LEAST_OUTER, LEAST };
 constexpr int FACTORS = MINIMA ? 5 : HALVES ? TWO_LEVEL ? 3 : 2 : MINIMUM ? 2 : 1;
-constexpr int MINIMUM_AT = 1;  // without halves
+constexpr int MINIMUM_AT = 1;  // in formats without halves
 
-// An integer product begins with these bits, and ends as the float 3 * 2^22 more than its sum.
+// An integer product starts from these bits; its result, read as a float, is 3 * 2^22 plus the sum.
 constexpr i32 MAGIC_BITS = 0x4B400000;
 constexpr float MAGIC = 12582912;
 
 struct Step {
-    uint4 codes[PAIRS][2][32];  // operands of a lane: of rows 0 and 1 of its four, then 2 and 3
+    uint4 codes[PAIRS][2][32];  // a lane's operands: rows 0 and 1 of its four, then 2 and 3
     float factors[PAIRS][FACTORS][32];
     uint2 numbers[ROWS][4];
     float2 scales[ROWS];
 };
 
-// Where a block is in the order of sums.
+// A block's position in the order of sums.
 struct At {
     int step, chain;
 
@@ -41,14 +41,14 @@ struct At {
     }
 };
 
-// Both planes of codes as one, in the order of columns.
+// Both planes of codes as one, in column order.
 template <class Codes>
 FN void operands(const Codes& codes, const Lane& lane, int row, u32& a, u32& b) {
     Codes::operands(codes, lane, row, 0, a, b);
     if constexpr (Codes::PLANES == 2) {
         u32 c, d;
         Codes::operands(codes, lane, row, 1, c, d);
-        constexpr u32 tops = 0x80808080u;  // none of the bytes has one: they are subtracted each by itself
+        constexpr u32 tops = 0x80808080u;  // unset in every byte, so bytes subtract without borrowing from one another
         a = Codes::NEGATIVE ? a | (tops - c) ^ tops : c | (tops - a) ^ tops;
         b = Codes::NEGATIVE ? b | (tops - d) ^ tops : d | (tops - b) ^ tops;
     }
@@ -87,10 +87,10 @@ FN void write_factors(float (&to)[FACTORS][32], const u8* head, const Lane& lane
 
 FN void begin(i32 (&c)[4]) { c[0] = c[1] = c[2] = c[3] = MAGIC_BITS; }
 
-// Sums of a warp: of its lanes' four weight rows, and two of every eight rows of records.
+// A lane's sums: four weight rows by two of every eight rows of records.
 using Results = float[4][N][2];
 
-// A step of a warp: operands, and factors of the lane's four rows.
+// Multiplies a warp's step by the operands, with the factors of the lane's four rows.
 template <class Codes>
 FN void multiply_step(Results& sums, const Step& step, int pair, int side, int lane) {
     const int g = lane / 4, t = lane % 4;
@@ -105,7 +105,7 @@ FN void multiply_step(Results& sums, const Step& step, int pair, int side, int l
         const float4 four = four_of[8 * f];
         factors[f][0] = four.x, factors[f][1] = four.y, factors[f][2] = four.z, factors[f][3] = four.w;
     }
-    float less[4];  // what the magic number makes of scales
+    float less[4];  // minus the magic number times the scales
     if constexpr (HALVES)
 #pragma unroll
         for (int r = 0; r < 4; r++) less[r] = times(factors[TWO_LEVEL ? SECOND : SCALE][r], -MAGIC);
@@ -136,7 +136,7 @@ FN void multiply_step(Results& sums, const Step& step, int pair, int side, int l
                 const int r = 2 * h + i / 2, c = i % 2;
                 float& to = sums[r][n][c];
                 const float magic = times(scale[c], -MAGIC), found = as_float(first[i]);  // exact in 22 bits
-                if constexpr (TWO_LEVEL && HALVES) {  // whole numbers below 2^24
+                if constexpr (TWO_LEVEL && HALVES) {  // integers below 2^24
                     const float part = fused(as_float(second[i]), factors[SECOND][r], less[r]);
                     const float whole = fused(plus(found, -MAGIC), factors[SCALE][r], part);
                     to = fused(times(whole, scale[c]), factors[OUTER][r], to);
@@ -162,14 +162,14 @@ extern "C" __global__ void __launch_bounds__(256, 2) linear_many(Linear args) {
     __shared__ Step steps[2][STEPS];
     const int warp = threadIdx.x / 32, lane_of = threadIdx.x % 32, pair = warp % PAIRS, side = warp / PAIRS;
     const Lane lane = Lane::make(lane_of);
-    // Blocks that follow one another share weights, as many as have their records in the GPU's cache.
+    // Consecutive blocks share weights, as many as have their records in the GPU's cache.
     const int rows_from = (blockIdx.z * gridDim.x + blockIdx.x) * ROWS;
     if (rows_from >= args.m) return;
 
-    // Pairs of tiles as in linear.cu. The block's rows of records are copied by fours of threads.
+    // Pairs of tiles as in linear.cu.
     const int half = GATE ? args.tiles / 2 : args.tiles;
     const int wanted = GATE ? blockIdx.y * PAIRS + pair : 2 * (blockIdx.y * PAIRS + pair) + lane.g / 4;
-    // Beyond the matrix, a warp computes its last tile once more.
+    // Beyond the matrix, a warp recomputes its last tile.
     const int tile = (wanted < half ? wanted : half - 1) + (GATE ? lane.g / 4 * half : 0);
     const auto span = [&](u32 step) { return args.w + tile * args.tile_bytes + (i64)(step / SPAN) * Weights::BYTES; };
     const int row = rows_from + threadIdx.x / 2, records = (row < args.m ? row : args.m - 1) * args.x_stride;
@@ -188,7 +188,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) linear_many(Linear args) {
         const u32 own = step + side;
         if (side < STEPS && own < args.steps) prefetch(span(own) + Weights::HEAD + own % SPAN * Weights::STEP + lane_of % 16 * 32);
     };
-    const auto unpack = [&](Step (&to)[STEPS], u32 step) {  // a warp has one step of its pair
+    const auto unpack = [&](Step (&to)[STEPS], u32 step) {  // one step of its pair per warp
         const u32 own = step + side;
         if (side >= STEPS || own >= args.steps) return;
         Codes codes;

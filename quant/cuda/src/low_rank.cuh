@@ -1,4 +1,4 @@
-// Low-rank changes of a product's rows (quant/ops/adapters.py): y = factors * (W x) + b (a x).
+// Adapters applied to rows of a product (quant/ops/adapters.py): y = factors * (W x) + b (a x).
 #pragma once
 #include "gates.cuh"
 
@@ -7,6 +7,6 @@ struct Change {
     const Bf16* b;         // (rows, rank)
     const float* factors;  // (rows,), or null
     i32 rank, rows;
-    i32 row, count;  // of x and y: from which on, how many
-    i32 first;       // of y's columns
+    i32 row, count;  // rows of x and y: first, number
+    i32 first;       // first column of y
 };

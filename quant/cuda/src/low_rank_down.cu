@@ -1,4 +1,4 @@
-// What each change's `a` makes of its rows of x. A warp takes a rank of a row.
+// Multiplies the rows of x by each change's `a`. A warp computes one rank of one row.
 //
 //   RECORDS   1: x is records (records.cuh, with their FINE); 0: bf16
 #include "low_rank.cuh"
@@ -8,7 +8,7 @@ struct LowRankDown {
     const Change* changes;
     const u8* x;
     float* y;  // (changes, gridDim.x, most)
-    i64 x_stride;  // bytes
+    i64 x_stride;  // in bytes
     int columns, most;
 };
 

@@ -1,4 +1,4 @@
-// Each change's `b` times what its `a` gave, added to its rows of y; factors leave the bias alone.
+// Adds each change's `b` times the result of its `a` to its rows of y; factors do not apply to the bias.
 //
 //   OUT   float or Bf16
 #include "low_rank.cuh"
@@ -6,7 +6,7 @@
 struct LowRankUp {
     const Change* changes;
     const float* x;  // (changes, gridDim.x, most)
-    const float* bias;  // of y's columns, or null
+    const float* bias;  // per column of y, or null
     OUT* y;
     int y_stride, most;
 };

@@ -1,5 +1,4 @@
-// Few bytes between RAM that the GPU sees and its own memory: as a copy they would wait behind the
-// large ones that the GPU's copy engine is given ahead.
+// Copies a few bytes between mapped RAM and GPU memory: the copy engine would queue them behind large copies.
 #include "device.cuh"
 
 struct MoveBytes {

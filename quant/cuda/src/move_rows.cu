@@ -1,14 +1,14 @@
-// Rows to other rows: converted, chosen, scaled, or added to what is there.
+// Copies rows: converted, selected by an index, scaled, or added to the destination.
 //
 //   IN OUT   float or Bf16
 #include "gates.cuh"
 
 struct MoveRows {
-    const IN* x;         // rows of `width` numbers, x_stride apart
+    const IN* x;         // rows of `width` elements, x_stride apart
     OUT* y;              // (n, width), rows y_stride apart; may be x
-    const i64* index;    // (n): which rows of x; null is all in order
-    const float* gates;  // (n): a row is times its gate's sigmoid; or null
-    const float* scales;  // (width): of columns; or null
+    const i64* index;    // (n): rows of x; null: all, in order
+    const float* gates;  // (n) or null: each row is multiplied by its gate's sigmoid
+    const float* scales;  // (width) or null: factors of columns
     i64 x_stride, y_stride;
     int width, add;
     float scale, softcap;  // 0 is no cap

@@ -1,10 +1,10 @@
-// Tokens of a cache to places before their own, as an accepted path through a tree is kept. A thread takes
-// the same bytes of each token in turn: tokens ascend, so it reads what no move before has written.
+// Moves tokens of a cache to earlier places, to keep the accepted path of a tree. A thread moves the same
+// bytes of each token in turn: tokens ascend, so none is overwritten before it is read.
 #include "kv.cuh"
 
-// Neighbours in a block (kv.cuh) whose rows have the same size: heads of keys, of values, of several layers.
+// Adjacent heads of a block (kv.cuh) with rows of the same size: keys, values, or several layers.
 struct Part {
-    i64 start, heads, size;  // bytes; heads; bytes of a row
+    i64 start, heads, size;  // offset in bytes; heads; bytes of a row
 };
 
 struct Move {

@@ -1,7 +1,6 @@
-// What rows have read of a state or of keys and values, normed over parts of a row if it is, and gated.
-// A block takes one part.
-//
-//   IN        float or Bf16: what the rows are
+// Gates the results of attention or of a recurrent layer, after an optional norm over parts of a row. A
+// block takes one part.
+//   IN        float or Bf16: the type of rows
 //   RECORDS   1 to write the records of the product that comes next, FINE ones or not (records.cuh):
 //             whole steps of 32
 #include "gates.cuh"
@@ -9,9 +8,9 @@
 
 struct NormGate {
     const IN *seen, *gates;  // (rows, width); gates' rows are `gate_stride` apart
-    const float* norm;       // (norm_width,), of parts in turn; or null
+    const float* norm;       // (norm_width,), repeated over parts; or null
     void* out;               // (rows, width), or records
-    int width, size, norm_width, gate_stride, out_stride, gate_first, with_sigmoid;  // `size` of a part
+    int width, size, norm_width, gate_stride, out_stride, gate_first, with_sigmoid;  // `size`: elements of a part
     float eps;
 };
 

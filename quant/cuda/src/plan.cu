@@ -1,5 +1,5 @@
-// From the choices of a pass to the parts that blocks of grouped.cu take: slots in the order of their
-// experts, cut into as many as one block computes. One block of threads, one for each expert.
+// Turns the routing of a pass into work for the blocks of grouped.cu: sorts slots by expert and cuts
+// them into parts of as many as one block computes. Runs as one block, with a thread per expert.
 #include "plan.cuh"
 
 constexpr int WANTED_WORDS = 32;
@@ -7,15 +7,15 @@ constexpr int MOST_EXPERTS = 32 * WANTED_WORDS;
 
 struct Plan {
     const Expert* experts;
-    const int* chosen;  // of each row the experts of its slots, rows `stride` apart
-    Part* parts;        // those that are left over are empty
+    const int* chosen;  // experts of each row's slots, rows `stride` apart
+    Part* parts;        // unused parts are empty
     int* slots;
-    int count, used, stride;  // slots; of a row
-    int most, size, kind;     // parts, and the slots of one; of the experts
+    int count, used, stride;  // slots in all; slots and stride of a row
+    int most, size, kind;     // number of parts; slots of a part; kind of the experts
     u32 wanted[WANTED_WORDS];
 };
 
-// The expert of a slot if it is wanted, and there, else -1. So a recorded pass follows the table.
+// The expert of a slot if it is wanted and present, else -1. A replay thus follows the current table.
 FN int expert_of(const Plan& args, int slot) {
     const int expert = args.chosen[(i64)(slot / args.used) * args.stride + slot % args.used];
     const bool wanted = args.wanted[expert / 32] >> expert % 32 & 1;
@@ -23,7 +23,7 @@ FN int expert_of(const Plan& args, int slot) {
 }
 
 extern "C" __global__ void plan(Plan args) {
-    // Of each expert its slots, and its parts: how many, then where they end.
+    // Per expert, slots and parts: their number, then their end.
     __shared__ u32 slots[MOST_EXPERTS], parts[MOST_EXPERTS], filled[MOST_EXPERTS];
     const int expert = threadIdx.x, experts = blockDim.x;
     slots[expert] = filled[expert] = 0;
@@ -49,7 +49,7 @@ extern "C" __global__ void plan(Plan args) {
         first += args.size;
     }
     for (int part = parts[experts - 1] + threadIdx.x; part < args.most; part += experts) args.parts[part].count = 0;
-    // Which slots of an expert meet in a block changes no result: their order is free.
+    // The order of an expert's slots is arbitrary: it changes no result.
     for (int s = threadIdx.x; s < args.count; s += experts) {
         const int chosen = expert_of(args, s);
         if (chosen >= 0) args.slots[slots[chosen] - 1 - atomicAdd(&filled[chosen], 1)] = s;

@@ -1,7 +1,7 @@
-// Rows to their places among others; the places come with the launch, so that nothing else is copied.
+// Copies rows to given places; the places are kernel arguments, so that nothing else is copied.
 #include "device.cuh"
 
-constexpr int MOST_PLACES = 960;  // what a kernel's arguments have room for
+constexpr int MOST_PLACES = 960;  // as many as fit in a kernel's arguments
 
 struct Put {
     const float* rows;  // (n, width)

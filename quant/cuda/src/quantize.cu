@@ -1,4 +1,4 @@
-// Rows of activations to records of 8 bits (sums.cuh). A warp takes 32 columns.
+// Quantizes activation rows to records of 8 bits (records.cuh). A warp takes 32 columns.
 //
 //   IN     float or Bf16
 //   FINE   see records.cuh
@@ -6,7 +6,7 @@
 #include "records.cuh"
 
 struct Quantize {
-    const IN* x;  // (m, columns) of each head
+    const IN* x;  // (m, columns) per head
     u8* records;
     i64 x_head, records_head;
     int x_stride, records_stride;

@@ -1,12 +1,9 @@
-// Activations in 8 bits: what the products read. Of 64 columns, two steps of 32, a record holds
-//
-//   64 bytes   for each t of 0 to 3: columns 4t to 4t + 3 and 16 + 4t to 16 + 4t + 3 of the first step,
-//              then of the second
-//   64 bytes   the same times -1
-//   16 bytes   for each step its scale and the sum of the values that its bytes stand for, as float
-//
-// A step's scale is a 127th of its largest magnitude, in 22 bits: times 3, it is a float. With FINE 1 a row is two rows of records, whose
-// products are added: 15 bits, in steps of 254 and in what is left.
+// Activations quantized to 8 bits, as the products read them. A record of 64 columns, two steps of 32, has
+//   64 bytes   for t = 0 to 3: columns 4t to 4t + 3 and 16 + 4t to 16 + 4t + 3 of the first step, then of the second
+//   64 bytes   the negated values
+//   16 bytes   per step: the scale, and the sum of the dequantized values, as float
+// A step's scale is 1/127 of its largest magnitude, rounded to 22 bits so that 3 times it is an exact float. With FINE,
+// a row has 15 bits: two rows of records, multiples of 254 and the remainder, whose products are added.
 #pragma once
 #include "device.cuh"
 
@@ -15,7 +12,7 @@
 #endif
 
 constexpr int RECORD = 144, NEGATIVES = 64, SCALES = 128;
-constexpr int RECORD_ROWS = FINE ? 2 : 1;  // of a row
+constexpr int RECORD_ROWS = FINE ? 2 : 1;  // rows of records per row
 
 FN float in_22_bits(float f) { return as_float(as_bits(f) & ~3u); }
 
@@ -30,7 +27,7 @@ FN void write_codes(u8* row, int column, i32 code, float scale) {
     if (in == 0) *(float2*)(record + SCALES + step * 8) = make_float2(scale, times((float)sum, scale));
 }
 
-// Called by the 32 threads of a step, each with its column; a row's records are `stride` bytes apart.
+// Called by the 32 threads of a step, each with its column; rows of records are `stride` bytes apart.
 FN void write_record(u8* records, int row, i64 stride, int column, float value) {
     float most = value < 0 ? -value : value;
 #pragma unroll
@@ -38,7 +35,7 @@ FN void write_record(u8* records, int row, i64 stride, int column, float value) 
         const float other = shuffle_xor(most, lanes);
         most = other > most ? other : most;
     }
-    // Of FINE codes the scale of the upper parts, each 254 of the others.
+    // FINE codes: one unit of the upper part is 254 of the lower.
     constexpr float PARTS = FINE ? 254 : 1, LEVELS = FINE ? 127 + 126 / 254.f : 127;
     const float scale = in_22_bits(most / LEVELS), inverse = scale > 0 ? PARTS / scale : 0;
     const i32 code = nearest(times(value, inverse));

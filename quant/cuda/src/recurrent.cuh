@@ -1,45 +1,45 @@
-// Recurrent layers: what their kernels read. quant/ops/recurrent.py has the mathematics, and
-// quant/ops/states.py says where states and rows lie between passes. All that changes from pass to
-// pass lies in device memory, so that a recorded CUDA graph stays valid. Rows are added one after
-// another in sums of one order: a row's bits depend on the rows before it alone.
+// Inputs of the recurrent layers' kernels. quant/ops/recurrent.py has the mathematics, and
+// quant/ops/states.py the layout of states and rows between passes. Everything that changes from pass
+// to pass is in device memory, so that a recorded CUDA graph stays valid. Sums always run in row order,
+// so a row's bits depend only on the rows before it.
 #pragma once
 #include "gates.cuh"
 
 enum { DELTA, SSM };
 
-// One sequence of a pass. Its rows are numbered from the first that waits, which the state has not yet.
+// One sequence of a pass. Row 0 is its first waiting row: one not yet in the state.
 struct Sequence {
     const float *from, *from_rows;  // states, and the rings of rows
-    float *to, *to_rows;            // where they go: the same, or others
+    float *to, *to_rows;            // destinations; may be the same
     i64 from_ring, to_ring;         // rows of a ring
-    i64 held, fold;                 // tokens before the pass, and those that the new state has
-    i64 rows, first;                // of the pass, from the first on
-    i64 scratch;                    // where the rows that wait, and then the new ones, are prepared
-    i64 parents, extra;             // where they are in `parents`, or -1; those of a tree that are held
+    i64 held, fold;                 // tokens before the pass; tokens in the new state
+    i64 rows, first;                // row count; first row in pass
+    i64 scratch;                    // first prepared row: waiting rows, then new ones
+    i64 parents, extra;             // offset in `parents`, or -1; number of held tree rows
 };
 
 struct Recurrent {
     const Sequence* sequences;
-    const i64* positions;  // of each sequence's layers: tokens that the old state has
+    const i64* positions;  // per sequence and layer: tokens in the old state
     const i64* parents;    // -1: the token before the tree; -2: no row follows
     const float* mixed;    // (rows, width), as projected
-    float* scratch;        // (rows that wait and new ones, stride)
+    float* scratch;        // prepared rows: (waiting and new, stride)
     float* seen;           // (rows, heads * value_size)
-    void* out;             // of a convolution alone: (rows, channels), or records
+    void* out;             // convolution only: (rows, channels), or records
     const float *taps, *taps_bias, *decay, *decay_bias, *skip;
-    i64 state_at, row_at;  // the layer's state in a set; its ring, in numbers of one row
+    i64 state_at, row_at;  // offsets of the layer's state and ring, in elements
     int layer, layers, width, stride, out_stride;
     int channels, factors, heads, key_heads, value_size, tiled;
-    int channels_at, gates_at, strengths_at, decays_at;  // in a row as projected
+    int channels_at, gates_at, strengths_at, decays_at;  // columns of a projected row
     float strength, least_step, most_step;
 };
 
-// A sequence as a layer sees it.
+// A sequence in one layer.
 struct Rows {
     const Recurrent& args;
     const Sequence& own;
     i64 position;
-    int waiting, count, linear;  // `linear` rows follow one another, the others are a tree's
+    int waiting, count, linear;  // the first `linear` rows are consecutive, the others form a tree
 };
 
 FN Rows rows_of(const Recurrent& args, int sequence) {
@@ -62,7 +62,7 @@ FN i64 in_ring(const Rows& rows, i64 token, i64 ring) {
     return ring * rows.args.row_at + token % ring * (rows.args.channels + rows.args.factors);
 }
 
-// Row i of those kept, which go back to what convolutions look back on; null before the sequence.
+// Kept row i; enough are kept for convolutions to look back on. Null before the sequence.
 FN const float* kept(const Rows& rows, int i) {
     const i64 token = rows.position + i;
     return token < 0 ? nullptr : rows.own.from_rows + in_ring(rows, token, rows.own.from_ring);
@@ -72,7 +72,7 @@ FN const float* projected(const Rows& rows, int i) {
     return rows.args.mixed + (rows.own.first + i - rows.waiting) * rows.args.width;
 }
 
-// Where row i is to be kept; null where it need not be, or is.
+// Where to keep row i; null if not needed or already kept.
 FN float* place_of(const Rows& rows, int i, int back) {
     const i64 token = rows.position + i;
     const bool stays = token >= 0 && token >= rows.own.fold - back;
@@ -80,7 +80,7 @@ FN float* place_of(const Rows& rows, int i, int back) {
     return rows.own.to_rows + in_ring(rows, token, rows.own.to_ring);
 }
 
-// Rows that the convolution of row i reads, the oldest first: those below 0 are kept ones.
+// The rows that the convolution of row i reads, oldest first; negative ones are kept rows.
 template <int TAPS_>
 FN void look_back(const Rows& rows, int i, int (&seen)[TAPS_]) {
     for (int tap = TAPS_ - 1, from = i; tap >= 0; tap--) {

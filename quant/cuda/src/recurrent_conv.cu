@@ -1,7 +1,6 @@
-// A convolution between gates, which is all that some recurrent layers are: a thread takes a channel of
-// a row. Rows are kept for the next pass as what the gate before lets through.
-//
-//   TAPS      of the convolution
+// Recurrent layers that consist of a convolution between two gates: a thread takes a channel of a row.
+// Rows are kept for the next pass after the first gate.
+//   TAPS      size of the convolution
 //   RECORDS   1 to write the records of the product that comes next, FINE ones or not (records.cuh):
 //             whole steps of 32
 #include "recurrent.cuh"

@@ -1,15 +1,15 @@
-// What is done to each row of a recurrent layer alone: the convolution of its channels, keys and
-// queries of unit length, its decays and strengths; and rows are kept for the next pass. A warp takes a
-// row's query and key of one head, or one value with its factors.
+// The row-wise part of a recurrent layer: convolves channels, normalizes keys and queries to unit
+// length, computes decays and strengths, and keeps rows for the next pass. A warp takes a row's query
+// and key of one head, or one value with its factors.
 //
 //   KIND   DELTA or SSM
-//   TAPS   of the convolution
-//   KEY    numbers of a key; prepared ones are followed by zeros up to sixteens
-//   EACH   1: a decay for each of them
+//   TAPS   size of the convolution
+//   KEY    elements of a key; prepared keys are zero-padded to a multiple of 16
+//   EACH   1: a decay per element of the key
 #include "recurrent.cuh"
 
 constexpr int PADDED = (KEY + 15) / 16 * 16, PIECES = (KEY + 31) / 32, BACK = TAPS - 1;
-constexpr float KEY_EPS = 1e-6f;  // of the length that keys and queries are divided by
+constexpr float KEY_EPS = 1e-6f;  // added when keys and queries are normalized
 
 FN float softplus(float x) { return x > 20.f ? x : log1pf(expf(x)); }
 
@@ -19,7 +19,7 @@ FN float sum_of_warp(float sum) {
     return sum;
 }
 
-// A row, what its convolution reads, and where it is kept.
+// A row, the inputs of its convolution, and where it is kept.
 struct Row {
     const float* inputs[TAPS];  // channels
     float* place;
@@ -41,7 +41,7 @@ FN Row read_row(const Rows& rows, int i) {
     return row;
 }
 
-// A channel: kept as it came, and convolved.
+// Convolves a channel; its input is kept.
 FN float take(const Recurrent& args, const Row& row, int channel) {
     if (row.place) row.place[channel] = row.inputs[BACK][channel];
     float sum = args.taps_bias ? args.taps_bias[channel] : 0;
@@ -68,7 +68,7 @@ FN void take_key(const Recurrent& args, const Row& row, int channel, float facto
     }
 }
 
-// Decays and strength of one head of row i, as they are kept.
+// Decays and strength of one head of row i, in the form in which they are kept.
 FN void take_factors(const Rows& rows, const Row& row, int i, int head, float* decays, float* strength, int lane) {
     const Recurrent& args = rows.args;
     const int heads = args.heads, each = EACH ? KEY : 1;

@@ -1,17 +1,17 @@
-// Prepared rows (recurrent_rows.cu) one after another: each decays the state, adds to it, and reads it.
-// A warp keeps eight columns of a head's state in registers, a quarter of the keys for each eight lanes.
-// A tree's rows start from the state before the tree, which is the one that is written.
+// Scans prepared rows (recurrent_rows.cu) in order: each decays the state, adds to it, and reads it. A
+// warp keeps eight columns of a head's state in registers, each eight lanes a quarter of the keys. A
+// tree's rows start from the state before the tree, which is the state written.
 //
 //   KIND     DELTA or SSM
-//   KEY      numbers of a key
-//   EACH     1: a decay for each of them
+//   KEY      elements of a key
+//   EACH     1: a decay per element of the key
 #include "recurrent.cuh"
 
 constexpr int STEPS = (KEY + 15) / 16, PADDED = 16 * STEPS, COLUMNS = 8;
 
 struct Part {
     int head, group, column, slice;  // the lane's
-    bool live;                       // the column is a value's, not padding
+    bool live;                       // the column is not padding
     float s[4 * STEPS];              // keys 16 j + 4 slice + e
 };
 
@@ -38,7 +38,7 @@ FN void save(const Recurrent& args, const Part& part, float* states) {
     }
 }
 
-// Over the keys, in one order.
+// The product of state and x over the keys, in a fixed order.
 FN float product(const Part& part, const float* x) {
     float sums[4] = {0, 0, 0, 0};
 #pragma unroll
@@ -54,7 +54,7 @@ FN float product(const Part& part, const float* x) {
     return plus(sum, shuffle_xor(sum, 16));
 }
 
-// Add row i to the state; with SEEN, its output goes to `seen`.
+// Adds row i to the state; with SEEN, its output goes to `seen`.
 template <bool SEEN>
 FN void add(const Rows& rows, Part& part, int i) {
     const Recurrent& args = rows.args;
@@ -109,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(128) recurrent_scan(Recurrent args)
         else add<true>(rows, part, i);
         if (i + 1 == fold) save(args, part, rows.own.to);
     }
-    // A tree's rows: those between the last one that was added and the next are added again.
+    // A tree's rows: if the next row's parent is not the last row added, its path is added again.
     const int root = rows.linear - 1;
     for (int i = rows.waiting > rows.linear ? rows.waiting : rows.linear, at = root; i < rows.count; i++) {
         if (!wanted(rows, i)) continue;

@@ -1,12 +1,12 @@
-// From the sums of a block's warps to results: chains are joined in one order, then come the format's
-// unit, factors of tiles, biases and gates.
+// Turns a block's warp sums into results: joins chains in a fixed order, then applies format unit, tile
+// factors, biases and gates.
 #pragma once
 #include "gates.cuh"
 #include "sums.cuh"
 
 constexpr int MOST_CHAINS = 8;
 
-// Result `i` of a block, in the order of its threads: which of its tiles, row and activations.
+// The tile, row and activation row of a block's result `i`, in thread order.
 template <class S>
 FN void place(int i, int pairs, int& tile, int& row, int& n) {
     const int lane = i % 32, p = i / 32 / (S::ROWS * S::COLUMNS) % pairs, r = i / 32 / S::COLUMNS % S::ROWS, c = i / 32 % S::COLUMNS;
@@ -16,7 +16,7 @@ FN void place(int i, int pairs, int& tile, int& row, int& n) {
     n = S::ROWS == 1 ? 0 : S::COLUMNS == 1 ? l.t : 2 * l.t + c;
 }
 
-// The sum of all chains, one after another.
+// The sum of all chains in order.
 template <class Number>
 FN float joined(int count, Number number) {
     float sum = 0;
@@ -26,7 +26,7 @@ FN float joined(int count, Number number) {
     return sum;
 }
 
-// Every warp's sums of eight rows of activations (of which `nt` counts), in the order of results.
+// Stores every warp's sums of the `nt`-th eight activation rows, in result order.
 template <class S, int PAIRS, int EACH>
 FN void leave(const S& s, int nt, float (&meet)[MOST_CHAINS][EACH]) {
     __syncthreads();
@@ -40,19 +40,19 @@ FN void leave(const S& s, int nt, float (&meet)[MOST_CHAINS][EACH]) {
     __syncthreads();
 }
 
-// A result, whose row of activations may have two rows of records, one after the other.
+// A result; adds two sums if an activation row has two rows of records.
 template <class S>
 FN float whole(const float* sums, int i) {
     return FINE ? plus(sums[i], sums[i + (S::COLUMNS == 1 ? 1 : 32)]) : sums[i];
 }
 
-// What multiplies each tile and is added to each row: of the matrix, or a gate's and of the up rows. Or null.
+// Tile factors and row biases, or null: [0] the matrix's or gate's, [1] the up rows'.
 struct Ends {
     const float* factors[2];
     const float* biases[2];
 };
 
-// A result by its sum, of a row of a tile; `beside` is the sum of the up row that belongs to a gate's.
+// The final result from `sum`; `beside` is the sum of the gate row's matching up row.
 template <int KIND>
 FN float finished(float sum, float beside, float unit, const Ends& ends, int tile, int row, float limit) {
     float value = times(sum, unit);

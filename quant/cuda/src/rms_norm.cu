@@ -1,7 +1,6 @@
-// RMSNorm of the residual stream, with what is pending added first. A block takes a row, in an order of
-// sums that no other row changes.
-//
-//   OUT       float or Bf16: what y is stored as
+// RMSNorm of the residual stream after adding `pending`. A block takes a row; the order of sums does
+// not depend on other rows.
+//   OUT       float or Bf16: the type of y
 //   RECORDS   1 to write the records of products instead, FINE ones or not (records.cuh)
 #include "gates.cuh"
 #include "records.cuh"

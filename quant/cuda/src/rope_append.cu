@@ -1,22 +1,21 @@
-// Norms of heads and the rotary embedding on rows of a projection: queries and their gates go to q,
-// keys and values behind the tokens that a cache holds. A warp takes one head of one row.
-//
-//   KEYS VALUES   how the cache keeps them (kv.cuh)
-//   IN            Bf16 or float: what the projection is in
-//   AXES          each turns an equal part of a head's rotary numbers, half of the part with the other half
+// Applies head norms and RoPE to rows of a projection: queries go to q (their gates to `gates`), keys and
+// values are appended to a cache. A warp takes one head of one row.
+//   KEYS VALUES   how the cache stores them (kv.cuh)
+//   IN            Bf16 or float: the type of the projection
+//   AXES          each rotates an equal part of a head's rotary dims, pairing the part's halves
 //   NORM_VALUES   1: values are normed, without weights
 #include "kv.cuh"
 
 struct RopeAppend {
-    const IN* qkv;  // rows of heads, `step` apart, and from `keys_at` on of 2 groups; each of size
-    Bf16 *q, *gates;  // (n, heads, size); no gates are null
-    u8* const* blocks;  // of the cache (kv.cuh)
+    const IN* qkv;  // per row: query heads `step` apart; from `keys_at`, keys then values
+    Bf16 *q, *gates;  // (n, heads, size); gates may be null
+    u8* const* blocks;  // the cache's blocks (kv.cuh)
     const i64* held;
     const float *cos, *sin;        // (n, half)
-    const float *q_norm, *k_norm;  // (size,) or null; joint ones are of all heads
-    const i64* positions;  // (n): queries grow by 1 + beta log(1 + position / length); null: they do not
+    const float *q_norm, *k_norm;  // (size,) or null; over all heads if joint
+    const i64* positions;  // (n): queries are scaled by 1 + beta log(1 + position / length); or null
     i64 k_at, v_at;
-    int row_stride, step, keys_at, heads, groups, half, joint, last;  // last: norms come behind the rotation
+    int row_stride, step, keys_at, heads, groups, half, joint, last;  // last: norms are applied after the rotation
     int length;
     float eps, beta;
 };
@@ -35,7 +34,7 @@ FN float scale_of(const float (&x)[PIECES], int size, float eps) {
     return 1.f / sqrtf(sum_of_warp(sum) / (float)size + eps);
 }
 
-// Where the number e of a head turns: the one that it turns with, whether it is of the first half, its angle.
+// How element e of a head rotates: its partner, its angle, and whether it is in the first half.
 struct Turn {
     int other, angle;
     bool first;
@@ -54,7 +53,7 @@ extern "C" __global__ void rope_append(RopeAppend args) {
     if (head >= args.heads + 2 * args.groups) return;
     const int at = head < args.heads ? head * args.step : args.keys_at + (head - args.heads) * SIZE;
     const IN *projected = args.qkv + (i64)row * args.row_stride, *from = projected + at;
-    float x[PIECES], other[PIECES];  // a number, and the one it turns with: half a turn away
+    float x[PIECES], other[PIECES];  // an element, and its rotation partner
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
         const int e = lane + 32 * i;
@@ -121,7 +120,7 @@ extern "C" __global__ void rope_append(RopeAppend args) {
     const i64 to = ((i64)row * args.heads + head) * SIZE;
     Bf16Numbers<SIZE>::write((u8*)(args.q + to), lane, x);
     if (!args.gates) return;
-    // As many as the head has numbers, behind them; or one of each head, behind all.
+    // One gate per element, after each head; or one per head, after all heads.
     const bool each = args.step > SIZE;
     const IN* gates = each ? from + SIZE : projected + args.keys_at + 2 * args.groups * SIZE + head;
     for (int e = lane; e < SIZE; e += 32) store(args.gates + to + e, value_of(gates[each ? e : 0]));

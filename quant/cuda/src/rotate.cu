@@ -1,10 +1,10 @@
-// Each `size` columns of a row times the Hadamard matrix in natural order over the root of `size`, a power
-// of two up to 256. A block takes 256 columns of a row.
+// Multiplies blocks of `size` columns by the Hadamard matrix (natural order) / sqrt(size); `size` is a
+// power of two up to 256. A thread block takes 256 columns of a row.
 #include "gates.cuh"
 
 struct Rotate {
     const Bf16* x;  // (heads, m, width), x_head and x_stride apart
-    Bf16* y;        // the same, one behind the other; may be x
+    Bf16* y;        // the same shape, contiguous; may be x
     i64 x_head, x_stride;
     int width, size;
     float scale;

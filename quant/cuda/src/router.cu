@@ -1,6 +1,5 @@
-// Router logits in float32: a warp takes one expert and one row, in an order of sums that is the row's own.
-//
-//   GATE_IN   float or Bf16: what the router's weights are
+// Router logits in float32: a warp takes one expert and one row; a row's bits depend on that row alone.
+//   GATE_IN   float or Bf16: the type of the router's weights
 #include "gates.cuh"
 
 struct Router {

@@ -1,20 +1,17 @@
-// The sums of every product with packed weights, of 1 to 64 rows. A warp takes 32 or 64 weight rows and
-// some turns of columns; each lane loads 16 bytes a tile, which are operands of the integer product as
-// they lie: nothing passes through shared memory, and one row costs what four do.
-//
-// A row's bits are the same among any others: products of a step are whole numbers, scales are applied
-// and added in the order of the columns, and how turns are dealt out to chains follows from the number
-// of columns alone. many.cu adds in the same order.
+// The sums of every product with packed weights, for 1 to 64 rows. A warp takes 32 or 64 weight rows and some
+// turns (column ranges); each lane loads 16 bytes per tile, which are its operands of the integer product:
+// nothing passes through shared memory, and one row costs as much as four. A row's bits do not depend on
+// other rows: a step's products are integers, scaled sums are added in column order, and the assignment of
+// turns to chains depends on the number of columns alone. linear_many.cu adds in the same order.
 #pragma once
 #include "formats.cuh"
 #include "records.cuh"
 
-// How many rows of activations a warp multiplies at once. ONE row: a lane is left with one weight row.
-// FEW (up to 4): with four rows and one of activations. Else 8 NT, of which a lane has two of each 8.
+// How many activation rows a warp multiplies at once. ONE: a lane ends with the result of one weight row. FEW
+// (up to 4): four weight rows by one activation row. MANY: 8 NT, a lane having two of each 8.
 enum Width { ONE, FEW, MANY };
 
-// Rows of activations that lie one after another. Offsets in bytes are from a lane's first row: `numbers`
-// of row 8 n on, `scales` of row 8 n + c on.
+// Contiguous activation rows. Offsets in bytes from a lane's first row: `numbers` of row 8 n, `scales` of row 8 n + c.
 struct InOrder {
     int stride;
 
@@ -24,9 +21,9 @@ struct InOrder {
     FN int scales(const InOrder& rows, int n, int c) { return (8 * n + c) * rows.stride; }
 };
 
-// Rows that lie anywhere: at the offsets of a list in shared memory, which costs fewer registers.
+// Scattered rows, at offsets listed in shared memory, which costs fewer registers.
 struct Gathered {
-    const int *of_numbers, *of_scales;  // from a lane's first row on
+    const int *of_numbers, *of_scales;  // offsets from a lane's first row
 
     FN Gathered begin(const Gathered& rows, int numbers, int scales) {
         return Gathered{rows.of_numbers + numbers, rows.of_scales + scales};
@@ -41,19 +38,19 @@ struct Sums {
     static constexpr int ROWS = WIDTH == ONE ? 1 : 4, COLUMNS = WIDTH == MANY ? 2 : 1;
     using Codes = typename F::Codes;
     using Scales = typename F::template Scales<ROWS>;
-    static constexpr int TURN = F::SPAN > 4 ? F::SPAN : 4;  // steps at once
+    static constexpr int TURN = F::SPAN > 4 ? F::SPAN : 4;  // steps of 32 columns
     static constexpr bool HALVES = Scales::HALVES;
-    // Where one column a lane is wanted, the product's other one is free for the second half.
+    // If a lane needs one column only, the product's other column is free for the second half.
     static constexpr int SETS = HALVES && COLUMNS == 2 ? 2 : 1;
-    // Minima of halves are another product with the same activations.
+    // Minima of halves take another product with the same activations.
     static constexpr bool MINIMA = Scales::MINIMUM && HALVES;
 
     float of[PAIRS][ROWS][NT][COLUMNS];
-    const u8 *numbers, *scales;  // of the first row that a lane loads, and that its results need
+    const u8 *numbers, *scales;  // of the first row that a lane loads; of the first row of its results
     Rows rows;
-    u32 part[2];                    // the half of a step's numbers that a column is multiplied with
+    u32 part[2];                    // masks: the half of a step that a column is multiplied with
 
-    // `records` and `rows` say where the product's columns begin: whole eights of rows.
+    // `records` and `rows` locate the activation rows, padded to a multiple of 8.
     FN void begin(Sums& s, const u8* records, const Rows& rows, const Lane& lane, int chain) {
         const bool second = COLUMNS == 1 && (lane.g & 1);
         s.part[0] = Codes::MIXED ? 0x00FF00FFu : 0xFFFFFFFFu, s.part[1] = Codes::MIXED ? 0x00FF00FFu : 0;
@@ -67,7 +64,8 @@ struct Sums {
         for (int i = 0; i < PAIRS * ROWS * NT * COLUMNS; i++) (&s.of[0][0][0][0])[i] = 0;
     }
 
-    // Every so-manieth turn. `tile` is the lane's first, `beside` bytes before the next pair's.
+    // Adds every `chains`-th turn from `chain` on. `tile` is the lane's first tile; the next pair's is
+    // `beside` bytes after it.
     FN void add(Sums& s, const u8* tile, i64 beside, int steps, const Lane& lane, int chain, int chains) {
         constexpr int SPANS = TURN / F::SPAN;
         const u8* at = tile + (i64)chain * SPANS * F::BYTES;
@@ -83,7 +81,7 @@ struct Sums {
             for (int i = 0; i < left; i++) run<1>(s, at + i * F::BYTES, beside, i * F::SPAN, lane);
     }
 
-    // SPANS spans, the first of which begins `first` steps into the turn.
+    // Adds SPANS spans; the first begins `first` steps into the turn.
     template <int SPANS>
     FN void run(Sums& s, const u8* tile, i64 beside, int first, const Lane& lane) {
         constexpr int STEPS = SPANS * F::SPAN;
@@ -108,7 +106,7 @@ struct Sums {
         return *(const float2*)(s.scales + s.rows.scales(s.rows, n, c) + (step >> 1) * RECORD + (step & 1) * 8);
     }
 
-    // One step. `EVEN`: a turn has whole records.
+    // Adds one step. EVEN: a turn has whole records.
     template <bool EVEN>
     FN void step(Sums& s, const Codes (&codes)[PAIRS], const Scales (&scales)[PAIRS], int j, int step,
                  const Lane& lane) {
@@ -156,7 +154,7 @@ struct Sums {
                                 for (int half = 0; half < 2; half++) of[r][half] = Scales::minima(scales[p], 2 * h + r, j, half);
                             multiply<Codes::SIGNED>(less[h], of[0][0], of[1][0], of[0][1], of[1][1], b[0][set][0], b[0][set][1]);
                         }
-                if constexpr (WIDTH == ONE) {  // every column is the same: lane t keeps row t
+                if constexpr (WIDTH == ONE) {  // all columns are equal: lane t keeps row t
                     const bool odd = lane.t & 1, last = lane.t & 2;
                     i32 kept[2] = {0, 0};
 #pragma unroll
@@ -185,13 +183,13 @@ struct Sums {
         }
     }
 
-    // A step's operand of activations: for each half of its columns where they have scales of their own.
+    // A step's activation operand; one per half step if halves have their own scales.
     template <bool EVEN>
     FN void right(const Sums& s, u32 (&b)[SETS][2], int plane, int n, int step) {
         const u8* at = s.numbers + s.rows.numbers(s.rows, n) + (step >> 1) * RECORD;
         if constexpr (Codes::PLANES == 2) at += plane == Codes::NEGATIVE ? NEGATIVES : 0;
         uint2 v;
-        if constexpr (EVEN) {  // both steps of a record by one load, which the compiler sees twice
+        if constexpr (EVEN) {  // one load for both steps of a record: the compiler merges the two
             const uint4 both = *(const uint4*)at;
             v = step & 1 ? make_uint2(both.z, both.w) : make_uint2(both.x, both.y);
         } else {
@@ -208,7 +206,8 @@ struct Sums {
         }
     }
 
-    // One result of a step: `first` is its sum, or that of its first half; `less` that of its halves' minima.
+    // Adds one result of a step: `first` and `second` are the sums of its halves (or `first` of the whole),
+    // `less` that of the minima.
     FN void apply(float& sum, const Scales& scales, int row, int j, i32 first, i32 second, i32 less, float2 x) {
         if constexpr (Scales::TWO_LEVEL && HALVES) {
             const i32 whole = first * Scales::scale(scales, row, j, 0) + second * Scales::scale(scales, row, j, 1);

@@ -1,4 +1,4 @@
-// Rows and the router's results to RAM that the GPU sees, for the host's part of a layer.
+// Copies rows and the router's results to mapped RAM, for the host's part of a layer.
 #include "gates.cuh"
 
 struct ToHost {

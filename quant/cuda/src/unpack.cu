@@ -1,9 +1,8 @@
-// Rows of packed weights as numbers: those of an index (an embedding's), or a range. A warp takes eight
-// steps of four rows, or of one.
+// Unpacks rows of weights: indexed ones (an embedding's) or a range. A warp takes eight steps of one or four rows.
 //
 //   FORMAT   see formats.cuh
 //   OUT      float or Bf16
-//   INDEXED  1 for an index
+//   INDEXED  1: rows are those of `index`
 #include "gates.cuh"
 #include "unpack.cuh"
 
@@ -28,7 +27,7 @@ extern "C" __global__ void unpack(Unpack args) {
     using Scales = typename Weights::template Scales<4>;
     const int line = blockIdx.y * (blockDim.x / 32) + threadIdx.x / 32, lane_of = threadIdx.x % 32;
     const int step = blockIdx.x * 8 + lane_of / 4;
-    const int place = INDEXED ? line : args.first / 4 + line;  // of the rows in their fours
+    const int place = INDEXED ? line : args.first / 4 + line;  // index of the four rows
     if (step >= args.steps || (INDEXED ? line >= args.n : 4 * place >= args.first + args.n)) return;
     const i64 row = INDEXED ? args.index[line] : (i64)4 * place;
     Lane lane;

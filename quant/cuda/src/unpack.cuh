@@ -1,9 +1,9 @@
-// A lane's codes of a step as numbers.
+// Dequantizes a lane's codes of a step.
 #pragma once
 #include "formats.cuh"
 
-// Of one of the lane's rows the columns 4t to 4t + 3 and 16 + 4t to 16 + 4t + 3, each scale times code plus
-// offset rounded as the formats' reference does: one product, one sum.
+// Columns 4t to 4t + 3 and 16 + 4t to 16 + 4t + 3 of one of the lane's rows: scale * code + offset, rounded
+// after the product and after the sum, as in the formats' reference.
 template <class F, class Scales>
 FN void numbers(const typename F::Codes& codes, const Scales& scales, const Lane& lane, int row, int step, float (&low)[4],
                 float (&high)[4]) {
@@ -35,7 +35,7 @@ FN void numbers(const typename F::Codes& codes, const Scales& scales, const Lane
             if constexpr (Codes::PLANES == 2) negative = plane == Codes::NEGATIVE;
             code += negative ? -found : found;
         }
-        // Codes in the order of their bytes come as 4t, 16 + 4t, 4t + 1, ...
+        // In byte order, codes are of columns 4t, 16 + 4t, 4t + 1, ...
         const int half = Codes::MIXED ? i % 2 : i / 4, at = Codes::MIXED ? i / 2 : i % 4;
         float value = times(times(from_int(code), Codes::UNIT), scale[half]);
         if constexpr (Scales::MINIMUM) value = plus(value, offset[half]);

@@ -1,11 +1,11 @@
-// Tiles of E4M3 codes in groups to rows in bf16. A block takes sixteen rows and 64 columns: a thread four
-// columns of a row, whose codes lie together.
+// Unpacks tiles of E4M3 codes in groups to bf16 rows. A block takes sixteen rows and 64 columns; a thread
+// takes four columns of a row, whose codes are adjacent.
 #include "gates.cuh"
 
 struct UnpackE4m3 {
-    const u8* w;  // tiles of spans: 16 scales, then the codes of four columns after four, a row after another
+    const u8* w;  // spans of a tile: 16 scales, then four columns of each row, the next four, and so on
     Bf16* y;      // (rows, columns)
-    int rows, columns, group;  // columns of a group
+    int rows, columns, group;  // group: columns per scale
     float factor;
 };
 
