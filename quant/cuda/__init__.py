@@ -1,50 +1,48 @@
 """The CUDA Ops: our own kernels on packed weights, CUDA graphs.
 
-It does not know who calls it. Start reading at ``ops.py``: the steps, which call the files of their
-names. ``linear.py`` chooses between our products and cuBLAS, ``products.py`` has ours, and
-``launch.py`` starts what ``programs.py`` compiles. Beneath them ``driver.py`` has every call of
-CUDA's driver, ``memory.py`` pools of a GPU's memory, and ``tensor.py`` numbers in it, which know
-their shape and compute nothing. torch is asked for two things, where it is installed: cuBLAS, and a
-profiler.
+Start reading at ``ops.py``: each step is in the file of its name. ``linear.py`` chooses between our
+GEMM kernels and cuBLAS, ``products.py`` launches ours, and ``launch.py`` starts what
+``programs.py`` compiles. Beneath them, ``driver.py`` makes every call of the CUDA driver,
+``memory.py`` pools GPU memory, and ``tensor.py`` has views of it (address, shape, strides, type)
+that compute nothing. torch, if installed, is used for two things only: cuBLAS and a profiler.
 
-``CudaOps`` computes on the same tiles as the CPU. Packed weights are multiplied by CUDA
-kernels of our own (``quant/cuda/src``), which NVRTC compiles for the GPU at hand; what was compiled
-is kept on the disk. Which ones a model needs is found by passes through its parts without weights,
-on ``Ops`` that note what they would launch (``localrt/loading/kernels.py``,
-``quant/cuda/dry_run.py``). They are compiled on up to four threads while weights load, so that the
-first prompt compiles nothing.
+``CudaOps`` computes on the same tiles as the CPU. Packed weights are multiplied by CUDA kernels of
+our own (``quant/cuda/src``), which NVRTC compiles for the GPU at hand; the machine code is cached
+on disk. To find the kernels that a model needs, its layers run without weights on ``Ops`` that only
+record launches (``localrt/loading/kernels.py``, ``quant/cuda/dry_run.py``). They are compiled on up
+to four threads while weights load, so that the first prompt compiles nothing.
 
-The kernels' tests run on the CPU (``tests/ops/cuda``): g++ compiles them against a header that has
-the GPU's few instructions, and coroutines run their threads in a shuffled order. ``tests/driver``
-runs whole models so, by CUDA's bindings on a ``libcuda.so.1`` of its own. Other tests
-compile them for every generation of GPUs. ``scripts/gpu_check`` tests them on a GPU;
-``docs/gpu.md`` has its results.
+The kernels' tests run on the CPU (``tests/ops/cuda``): g++ compiles them against a header that
+emulates the GPU instructions they use, and coroutines run their threads in a shuffled order.
+``tests/driver`` runs whole models this way, through CUDA's bindings and a stand-in
+``libcuda.so.1``. Other tests compile the kernels for every generation of GPUs.
+``scripts/gpu_check`` tests them on a GPU; ``docs/gpu.md`` has its results.
 
 Products of 1 to 64 rows (``sums.cuh``). Activations are quantized to 8 bits per 32 columns, as on
-the CPU, by the norm that makes them where that can be. A lane loads 16 bytes of a tile. They are
-four weight rows of eight columns, which is what the integer product (``mma.m16n8k32``) takes from a
-lane: nothing passes through shared memory, and one row costs what four do. Codes below 8 bits are
-unpacked by two or three instructions a word. Levels (NF4, FP4) come from byte permutations of two
-tables of magnitudes, the negative ones multiplied by -x. With ``--activations bf16`` a row is kept
-in 15 bits: as two rows of 8, whose results are added. Sums of a step are whole numbers; scales are
-applied and added in the order of the columns. Columns are dealt out to at most eight chains, which
-are joined as a tree. Their number follows from the columns alone, so a row's bits are the same
-among any others, and however the work is cut. Short matrices share a chain's columns among blocks
-(``launch_shape.py``). A format is two structs (``formats.cuh``): one unpacks its words, the
-other reads its scales. ``tests/ops/cuda/test_compiled.py`` compiles every format and counts
-registers, spills and instructions per byte. Beyond 64 rows the tiles pass through shared memory
+the CPU, by the norm kernel itself if possible. A lane loads 16 bytes of a tile: four weight rows of
+eight columns, exactly its operand of the integer product (``mma.m16n8k32``), so nothing passes
+through shared memory and one activation row costs as much as four. Codes below 8 bits are unpacked
+by two or three instructions a word. Levels (NF4, FP4) come from byte permutations of two tables of
+magnitudes, the negative ones multiplied by -x. With ``--activations bf16`` a row is quantized to 15
+bits: two rows of 8 bits, whose results are added. The sum of a step of 32 columns is an integer;
+scaled sums are added in column order. Columns are dealt out to at most eight chains, which are
+joined as a tree. The number of chains depends on the columns alone, so a row's bits do not depend
+on the batch or the launch shape. For short matrices several blocks share a chain's columns
+(``launch_shape.py``). A format is two structs (``formats.cuh``): one unpacks its words, the other
+reads its scales. ``tests/ops/cuda/test_compiled.py`` compiles every format and counts registers,
+spills and instructions per byte. Beyond 64 rows the tiles pass through shared memory
 (``linear_many.cu``); data centers' GPUs unpack them to bf16 for cuBLAS.
 
 Attention (``quant/cuda/src/attention.cu``) passes keys and values through registers only: 16 query
 rows of the heads that share them are multiplied at once. Up to 64 rows are split over fixed runs of
-256 keys; sinks are added where the runs are joined. For prompts each warp takes all keys its rows
-see, and no mask or score is ever in memory. Keys and values are bf16, int8 or int4
-(``quant/cuda/src/kv.cuh``), in the CPU's numbers: rotated, a token's bytes of one head together.
-Keys keep the bias of their projection there. Latent attention (``quant/cuda/src/latent.cu``) stages
-a cached row once as key and value. A layer's experts are two launches
-(``quant/cuda/experts.py``), wherever they lie. A dense layer's step is ten launches. A pass
-of a shape seen before is replayed as a CUDA graph (``quant/cuda/graph.py``, ``capture.py``), also
-of a mixture whose experts are all on the GPU: it ranks them itself (``quant/cuda/src/choose.cu``),
-and the host never sees the choice. Formats without a kernel fall back to bf16 per weight; without
-our kernels, NF4 goes through bitsandbytes.
+256 keys; sinks are added where the runs are joined. In prefill, each warp loops over all keys that
+its rows see, and no mask or score is ever in memory. Keys and values are bf16, int8 or int4
+(``quant/cuda/src/kv.cuh``), quantized and rotated as on the CPU; a token's bytes of one head are
+adjacent. Unlike on the CPU, keys keep their projection's bias. Latent attention
+(``quant/cuda/src/latent.cu``) stages a cached row once as key and value. A layer's experts take two
+launches (``quant/cuda/experts.py``), wherever their weights are in memory; a dense layer in
+decoding takes ten. A pass of a shape seen before is replayed as a CUDA graph
+(``quant/cuda/graph.py``, ``capture.py``). So is that of a mixture whose experts are all on the GPU,
+which chooses them itself (``quant/cuda/src/choose.cu``) without the host. Formats without a kernel
+fall back to bf16 per weight; without our kernels, NF4 goes through bitsandbytes.
 """

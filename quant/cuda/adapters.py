@@ -1,9 +1,10 @@
 """Adapters on a GPU: A and B in bf16, added to the products of a pass's rows.
 
-Two kernels add all changes of a product: first a warp computes one rank of a row's A, then a thread
-one row of its B. Each row may have its own adapter; its bits depend on the row and the adapter
-alone. The arrays that a pass needs stay on the GPU for the next pass of the same kind. Such passes
-are not recorded as graphs. With units on CPU and GPU, each has a copy, in its own budget.
+Two kernels apply the adapters of a product: in the first, a warp computes one rank of A @ x for a
+row; in the second, a thread computes one output of B. Each row may have its own adapter; its bits
+depend on the row and the adapter alone. A pass's arrays stay on the GPU for the next pass of the
+same kind. Passes with adapters are not recorded as graphs. If layers are on both CPU and GPU, each
+device has a copy within its own budget.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _THREADS = 256
 
 @declarations("low_rank.cuh").struct("Change")
 class Change(Structure):
-    """The change of ``count`` rows from ``row`` on by one adapter matrix; uploaded as an array."""
+    """One adapter matrix applied to ``count`` rows from ``row`` on; uploaded as an array."""
 
 
 _Down = arguments("low_rank_down.cu", "LowRankDown")
@@ -55,8 +56,8 @@ def add_low_rank(
 ) -> None:
     """Change y (R, n), bf16 or float32, in place; x (R, columns) is bf16 or records.
 
-    ``changes`` is an array of ``Change`` on the device; ``count``, ``rank`` and ``rows`` are their
-    maxima. ``bias`` (n,), float32, is the bias that y includes already.
+    ``changes`` is an array of ``Change`` on the device; ``count``, ``rank`` and ``rows`` are the
+    largest among them. ``bias`` (n,), float32, is the bias already included in y.
     """
     number = changes.size // sizeof(Change)
     between = empty(number, count, rank, dtype=FLOAT32, device=y.device)
@@ -121,12 +122,12 @@ class CudaAdapters:
         self.table = _Table(self)
         self.of_rows: list[tuple[slice, Adapter[CudaLowRank]]] = []
         self.tokens: npt.NDArray[np.int64] = np.zeros(0, np.int64)  # of the pass
-        # By the pass's adapters and rows, then by the matrix's tensors.
+        # Keys: the pass's adapters and rows, then the matrix's tensors.
         self._kept: dict[tuple[object, ...], dict[tuple[str, ...], _Changes | None]] = {}
         self._changes: dict[tuple[str, ...], _Changes | None] = {}
 
     def begin(self, batch: Batch) -> None:
-        """A pass begins."""
+        """Begin a pass."""
         self.of_rows = adapted_rows(self.table, batch.mixes)
         self.tokens = batch.tokens
         if not self.of_rows:
@@ -196,7 +197,7 @@ class CudaAdapters:
         )
 
     def packed(self, matrices: Mapping[str, LowRank]) -> dict[str, CudaLowRank]:
-        """On the device."""
+        """Copies on the device."""
         return {name: self._pack(part) for name, part in matrices.items()}
 
     def _pack(self, part: LowRank) -> CudaLowRank:
@@ -211,7 +212,7 @@ class CudaAdapters:
         return CudaLowRank(a, b, factors)
 
     def joined(self, parts: Sequence[tuple[CudaLowRank, float]]) -> CudaLowRank:
-        """Several changes of one matrix as one, joined on the host."""
+        """Several adapters of one matrix joined into one, on the host."""
         return self._pack(joined([(part.on_host(), weight) for part, weight in parts]))
 
 

@@ -1,8 +1,8 @@
 """Attention on a GPU: appends a pass's rows to the caches, and attends.
 
 For up to 64 rows, keys are split into runs of 256, whose results are joined in order: a row's
-result is the same to the bit for any number of rows. More rows (prompts) are one kernel that loops
-over all keys. Lengths are in device memory, so a recorded graph stays valid as the cache fills.
+result is bit-identical for any number of rows. More rows (prompts) are one kernel that loops over
+all keys. Lengths are in device memory, so a recorded graph stays valid as the cache fills.
 ``quant/ops/kv_formats.py`` and ``kv.cuh`` define the layout; a token's bytes of one head are
 adjacent. Unlike on the CPU, quantized keys keep the bias of their projection.
 """
@@ -44,13 +44,13 @@ _MAX_ROTATION = 128
 
 
 def row_nbytes(kv_format: KvFormat, size: int) -> tuple[int, int]:
-    """Bytes of a key and of a value of ``size`` numbers with their scales, in whole words."""
+    """Bytes of a key and of a value of ``size`` elements with their scales, in whole words."""
     key, value = head_nbytes(kv_format, size)
     return -(-key // 4) * 4, -(-value // 4) * 4
 
 
 def numbers(kv_format: KvFormat, size: int) -> tuple[str, str]:
-    """The C++ types of keys and of values."""
+    """The C++ types of keys and of values' elements."""
     if kv_format == "int4":
         return f"SmallNumbers<{size}, true>", f"SmallNumbers<{size}, false>"
     name = f"{kv_format.capitalize()}Numbers<{size}>"
@@ -75,7 +75,7 @@ _RopeAppend = arguments("rope_append.cu", "RopeAppend")
 
 
 def takes_heads(size: int) -> bool:
-    """Whether the kernels support heads of ``size`` numbers."""
+    """Whether the kernels support heads of ``size`` elements."""
     return size % 8 == 0 and size <= 256
 
 
@@ -105,13 +105,12 @@ def rope_append(
     and v are appended to the ``cached`` tokens (one int64 on the device) of a cache. ``blocks`` are
     the addresses of its blocks, int64 on the device; ``place`` is the layer's place in them.
 
-    cos and sin (n, rotary / 2) are float32; None is no rotary. ``joint`` norms span all heads:
-    their weights are (H * E,) and (G * E,). ``norms_last`` are applied after the rotation.
-    ``gates`` (n, H, E) get the numbers that follow each head's query in qkv; with ``head_gates``,
-    the H gates at the end of the row. ``temperature`` scales queries with ``positions`` (n,),
-    int64. Each of ``axes`` rotates an equal part of a head. With ``norm_values`` values are normed
-    too, without weights. A quantized cache has rows of bytes, and its queries get the Hadamard
-    rotation.
+    cos and sin (n, rotary / 2) are float32; None is no rotary. ``joint`` norms span all heads: the
+    weights are (H * E,) and (G * E,). ``norms_last`` are applied after the rotation. ``gates`` (n,
+    H, E) receive the elements after each head's query in qkv; with ``head_gates``, the H gates at
+    the end of the row. ``temperature`` scales queries with ``positions`` (n,), int64. Each of
+    ``axes`` rotates an equal part of a head. With ``norm_values``, values are normed too, without
+    weights. A quantized cache holds bytes; queries for it get the Hadamard rotation.
     """
     n, heads, size = q.shape
     groups = place.heads
@@ -236,7 +235,7 @@ def fits_records(heads: int, value: int) -> bool:
 def attention_program(
     size: int, value: int, kv_format: KvFormat = "bf16", *, split: bool
 ) -> Program:
-    """The variant for keys of ``size`` numbers and values of ``value``."""
+    """The variant for keys of ``size`` elements and values of ``value``."""
     return Program.of(
         "attention",
         KEYS=numbers(kv_format, size)[0],
@@ -420,7 +419,7 @@ def cache_nbytes(layers: Sequence[LayerSpec], length: int, kv_format: KvFormat) 
 def new_cache(
     layers: Sequence[LayerSpec], capacity: int, kv_format: KvFormat, device: Device
 ) -> KVCache:
-    """An empty one."""
+    """An empty cache."""
     attending, states = split_layers(layers)
     shapes, dtype = _kept(attending, kv_format)
     kv = BlockedCache(shapes, capacity, dtype, device)
@@ -434,7 +433,7 @@ def new_cache(
 def _kept(
     layers: Sequence[AttentionSpec], kv_format: KvFormat
 ) -> tuple[list[tuple[int, int, int]], Dtype]:
-    """Each layer's heads, and what a key and a value of each are in memory; and in what type."""
+    """Per layer: KV heads, and the elements that a key and a value take; and the elements' type."""
     latent = any(isinstance(spec, LatentSpec) for spec in layers)
     if latent or kv_format == "bf16":
         shapes = [(spec.cached_heads, spec.head_dim, spec.value_dim) for spec in layers]

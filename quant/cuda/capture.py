@@ -18,7 +18,7 @@ from localrt.quant.cuda.driver import Cuda, Graph
 from localrt.quant.cuda.stream import Between, Cut
 from localrt.quant.ops.protocol import Check
 
-_MOST_NBYTES = 32 << 20  # of the driver's memory for graphs recorded at once, at most
+_MOST_NBYTES = 32 << 20  # upper bound of the driver's memory for graphs recorded together
 
 
 class Capture:
@@ -41,7 +41,7 @@ class Capture:
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Measures the GPU memory that the driver allocates for graphs recorded within."""
+        """Measure the GPU memory that the driver allocates for graphs recorded in this context."""
         (free, _), taken = self.device.memory(), self.device.allocated_nbytes
         yield
         (now, _), ours = self.device.memory(), self.device.allocated_nbytes - taken
@@ -73,7 +73,7 @@ def record(body: Callable[[Cut], None], capture: Capture) -> Replay:
         try:
             return _record(body, capture)
         except MemoryBudgetError:
-            capture.device.trim()  # which waits for the GPU: not allowed while recording
+            capture.device.trim()  # waits for the GPU, which is not allowed while recording
             return _record(body, capture)
 
 
@@ -112,7 +112,7 @@ def _record(body: Callable[[Cut], None], capture: Capture) -> Replay:
         try:
             body(cut)
         except BaseException:
-            with suppress(LocalrtError):  # of a recording that is abandoned anyway
+            with suppress(LocalrtError):  # the recording is abandoned anyway
                 device.end_graph()
             raise
         end()

@@ -1,6 +1,6 @@
-"""Products of many bf16 rows by cuBLAS, through torch if it is there for the GPU.
+"""bf16 GEMM by cuBLAS, through torch if it is installed with CUDA.
 
-torch gets views of our memory and works in our stream. No other file here needs torch.
+torch gets views of our memory and works in our stream. No other file of this folder needs torch.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from localrt.quant.cuda.launch import is_noting
 from localrt.quant.cuda.tensor import BFLOAT16, Tensor
 
 NBYTES = 160 << 20
-"""GPU memory for cuBLAS: its code, its workspace, and torch's cache of results (123 MB of an H100).
+"""GPU memory for cuBLAS: its code, its workspace, and torch's cache of results (123 MB on an
+H100).
 """
 UNPACKED = 64 << 20
-"""Numbers of a packed matrix that are unpacked to bf16 at once: of smaller pieces, the host's part
-takes longer than the GPU's.
+"""Weights of a packed matrix that are unpacked to bf16 at once: with smaller pieces, launching
+takes longer than computing.
 """
 
 

@@ -28,7 +28,7 @@ from localrt.quant.ops.arrays import aligned_buffer
 from localrt.quant.ops.experts import Routing
 
 _SAMPLE = 256 << 20
-_RETURNED = 1 << 20  # pinned at once
+_RETURNED = 1 << 20  # bytes pinned at the start for results
 
 Span = tuple[Event | None, Event | None]
 """Events before and after some work."""
@@ -51,7 +51,7 @@ class CudaCopies:
         self._may_pin = most_pinned
         self.unpinned = 0  # bytes of buffers that could not be pinned
         self._copying: Event | None = None  # an event at the beginning of running copies
-        self._copied: list[Span] = []  # around earlier copies of the same unit
+        self._copied: list[Span] = []  # events around earlier copies of the same unit
         self._timed = True
         if self.is_gpu:  # memory is reused in stream order
             self._returned = Pool(self._device.alloc_host, self._device.free_host, slab=_RETURNED)
@@ -62,7 +62,7 @@ class CudaCopies:
         return int(self._device.memory()[1]) if self.is_gpu else 0
 
     def keep_free(self, nbytes: int) -> None:
-        """Leave ``nbytes`` of the memory that is free now to others."""
+        """Leave ``nbytes`` of the currently free memory to other programs."""
         free, _ = self._device.memory()
         self._device.most_nbytes = max(0, self._device.allocated_nbytes + free - nbytes)
 
@@ -77,7 +77,7 @@ class CudaCopies:
         return Tensor(device, block, block.address, (nbytes,), (1,), UINT8)
 
     def free(self, memory: Tensor) -> None:
-        """Free the memory of a tensor, also if it is still referenced."""
+        """Free the memory of a tensor, even if it is still referenced."""
         if self.is_gpu:
             self._device.synchronize(self._stream)  # copies to it may be running
         assert memory.block is not None, "it is what was allocated"
@@ -136,9 +136,9 @@ class CudaCopies:
             self._device.copy_in(out.address, source, self._stream)
 
     def end_copy(self, *, timed: bool = True) -> list[Span]:
-        """Pairs of events around the copies queued since the last call, without waits between
-        copies. The last event is after all of them. From now on, events before copies are recorded
-        only if ``timed``.
+        """Return pairs of events around the copies queued since the last call; waits between copies
+        are excluded. The last event is after all copies. From now on, events before copies are
+        recorded only if ``timed``.
         """
         if not self.is_gpu:
             return [(None, None)]

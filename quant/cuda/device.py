@@ -24,24 +24,24 @@ _SCARCE_NBYTES = 128 << 20
 
 
 class Handle(Protocol):
-    """What the driver has made and only it looks into: a stream, an event, a function, a graph."""
+    """An opaque object of the driver: a stream, an event, a function or a graph."""
 
     def __int__(self) -> int:
         """Its address."""
 
 
 class Event(Protocol):
-    """A place in a stream's work."""
+    """A point in a stream's work."""
 
     @property
     def handle(self) -> Handle:
-        """The driver's."""
+        """The driver's event."""
 
     def record(self, stream: Handle | None = None) -> None:
-        """It happens once what has been given to the stream until now is done."""
+        """Record the event after all work of the stream so far."""
 
     def synchronize(self) -> None:
-        """Return when it has happened."""
+        """Wait until it has happened."""
 
     def query(self) -> bool:
         """Whether it has happened."""
@@ -69,7 +69,7 @@ class Device(ABC):
 
     is_gpu = False
     recording = False
-    """Whether this thread records."""
+    """Whether this thread is recording a graph."""
     name = "cpu"
     processors = 1
     capability: tuple[int, int] = (0, 0)
@@ -86,7 +86,7 @@ class Device(ABC):
 
     @property
     def pool(self) -> Pool:
-        """The scratch pool of work that this thread starts."""
+        """The scratch pool for work that this thread starts."""
         recording: Pool | None = getattr(self.thread, "pool", None)
         return self.scratch if recording is None else recording
 
@@ -154,8 +154,8 @@ class Device(ABC):
 
     @abstractmethod
     def event(self, *, timed: bool = False, sleeps: bool = False) -> Event | None:
-        """A new event; None for a device whose calls return when their work is done. A thread that
-        waits for it spins, unless it ``sleeps``.
+        """A new event; None for a device whose calls are synchronous. A thread that waits for the
+        event spins, unless it ``sleeps``.
         """
 
     @abstractmethod
@@ -164,7 +164,7 @@ class Device(ABC):
 
     @abstractmethod
     def pinned(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Values:
-        """Zeros in RAM that the device reads and writes, until the last reference to them."""
+        """Zeroed RAM that the device can read and write; freed with its last reference."""
 
     @abstractmethod
     def launch(self, program: Program, grid: Grid, threads: int, args: ctypes.Structure) -> None:

@@ -89,7 +89,7 @@ class Cuda(Device):
         self._prepared: dict[Program, bytes] = {}
         self._loading = threading.Lock()
         self.most_nbytes: int | None = None
-        """Bytes that may be taken of the GPU at most."""
+        """Most bytes that may be allocated on the GPU."""
         self._allocations: dict[int, int] = {}  # sizes by address
 
     def __str__(self) -> str:
@@ -199,7 +199,7 @@ class Cuda(Device):
 
     @property
     def stream(self) -> Handle:  # type: ignore[override]  # a thread's
-        """The stream of work that this thread starts."""
+        """The stream for work that this thread starts."""
         stream: Handle = getattr(self.thread, "stream", self._main)
         return stream
 
@@ -215,7 +215,7 @@ class Cuda(Device):
 
     def event(self, *, timed: bool = False, sleeps: bool = False) -> Event:
         kind = _SLEEPS * sleeps | _UNTIMED * (not timed)
-        spare = self._events[kind]  # waiters have noted its state already
+        spare = self._events[kind]  # reuse is safe: streams that wait captured the event's state
         try:
             handle = spare.pop()
         except IndexError:
@@ -241,7 +241,7 @@ class Cuda(Device):
             return int(self.call("cuMemHostAlloc", nbytes, 0))
 
     def free_host(self, address: int) -> None:
-        """Free it."""
+        """Free RAM of ``alloc_host``."""
         self.end("cuMemFreeHost", address)
 
     def register(self, data: Values) -> bool:
@@ -287,7 +287,7 @@ class Cuda(Device):
 
     @contextmanager
     def record_on(self, stream: Handle | None, pool: Pool) -> Iterator[None]:
-        """Have this thread's work go to another stream, with its own scratch memory."""
+        """Send this thread's work to another stream, with its own scratch memory."""
         self.thread.stream, self.thread.pool = stream, pool
         try:
             yield
@@ -383,7 +383,7 @@ def array_of(block: Block, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Valu
     """A block of RAM as an array, freed with its last view."""
     memory = (ctypes.c_ubyte * block.nbytes).from_address(block.address)
     weakref.finalize(memory, block.free)
-    whole: Any = memory  # a buffer, as types do not say
+    whole: Any = memory  # a buffer, though its type does not say so
     values = np.frombuffer(whole, np.uint8)[: prod(shape) * np.dtype(dtype).itemsize]
     return values.view(dtype).reshape(shape)
 
@@ -450,7 +450,7 @@ _opening = threading.Lock()
 
 def device_of(name: str) -> Any:
     """The device called ``"cuda"`` (the first), ``"cuda:N"``, or ``"cpu"``, for tests."""
-    with _opening:  # two threads must not make one each
+    with _opening:  # two threads must not create one each
         if name == "cpu":
             return _ram()
         return _cuda(int(name.removeprefix("cuda").removeprefix(":") or "0"))

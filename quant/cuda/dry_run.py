@@ -37,7 +37,7 @@ _LONGEST = 2048  # rows of a prompt's pass
 
 
 class DryRunOps(CudaOps):
-    """See ``CudaOps``. ``programs`` are what its steps would have launched, in order.
+    """See ``CudaOps``. ``programs`` are the kernels its steps would have launched, in order.
 
     Passes of ``lengths`` rows launch every kernel that passes of any length do.
     """
@@ -54,7 +54,7 @@ class DryRunOps(CudaOps):
             yield
 
     def prepare(self, program: Program) -> None:
-        """Compile a program for this GPU, or find it on the disk. Any thread may call it.
+        """Compile a program for this GPU, or load it from disk. Any thread may call it.
 
         Raises:
             LocalrtError: it does not compile.
@@ -62,13 +62,13 @@ class DryRunOps(CudaOps):
         self._device.prepare(program)
 
     def stream(self, rows: int, width: int) -> Stream:
-        """Stand-ins for any activations, (rows, width)."""
+        """Placeholder activations, (rows, width)."""
         return Stream(empty(rows, width, device=self._device))
 
     def weight(
         self, shape: tuple[int, int], blocks: Iterable[PackedTensor | TiledTensor]
     ) -> CudaWeight:
-        """Parts as ``build_weight`` makes them, without their memory."""
+        """The parts that ``build_weight`` would create, without memory."""
         parts: list[TiledMatrix | Tensor] = []
         hadamard = 0
         for block in blocks:
@@ -110,7 +110,7 @@ class DryRunOps(CudaOps):
         slots: Tensor,
         experts: Sequence[int] | npt.NDArray[np.int32] | None = None,
     ) -> None:
-        """See ``CudaOps``: all kinds, for any number of their slots."""
+        """See ``CudaOps``: launches every kind, for any number of slots."""
         assert isinstance(table, CudaExpertTable), "tables belong to one implementation"
         count, rows = len(table.kind_of), len(normed)
         sizes = {rows_at_once(n, routing.used, count) for n in range(1, _LONGEST)}

@@ -1,10 +1,11 @@
-"""A mixture's experts on a GPU: those of one kind together, in two launches wherever they lie.
+"""A mixture's experts on a GPU: all experts of one kind in two launches, wherever they are in
+memory.
 
-Experts of a kind differ in addresses alone, which a table on the GPU has: the GPU itself finds
-which block computes what, and is started before the host knows the choice. A slot is one choice of
-one row, as ``quant/ops/experts.py`` says; its bits are those of ``product`` with its expert alone.
-Experts of no kind (bf16, parts in several formats) are products of their own, as a dense MLP has
-them, for which the host waits for the choice.
+Experts of a kind differ only in their addresses, which are in a table on the GPU: the GPU assigns
+the work to blocks, and starts before the host knows the routing. A slot is one expert chosen by one
+row (see ``quant/ops/experts.py``); its bits are those of ``product`` with that expert alone.
+Experts without a kind (bf16, or parts in several formats) are computed one by one like a dense MLP,
+after the host has waited for the routing.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ from localrt.quant.formats.tiled import TILE_ROWS
 from localrt.quant.ops.experts import ExpertSpec, PlainExpertTable, RouterSpec, Routing, slots_of
 
 ENTRY = 9
-"""Words of an expert's entry: the number of its kind from 1 on, or 0 if it is absent; the addresses
+"""Words of an expert's entry: the number of its kind, from 1, or 0 if it is absent; the addresses
 of the tiles of gate, up and down, of their factors, and of the biases of gate and up, and of down.
 
 Without a gate, up replaces it.
@@ -73,7 +74,9 @@ _Bits = c_uint32 * (MOST_EXPERTS // 32)
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """Gate and up, or down, of experts that are computed together; sizes are of one matrix."""
+    """Gate and up, or down, of experts that are computed together; sizes are those of one
+    matrix.
+    """
 
     format: str
     rows: int
@@ -125,8 +128,8 @@ def write_entries(
 
 
 def plan_slots(chosen: Tensor, table: Tensor, number: int, wanted: npt.NDArray[np.bool_]) -> Plan:
-    """Plan a pass whose rows chose the experts ``chosen`` (R, K) int32, with any stride. Of these
-    it computes the ``wanted`` (E,) ones that are of kind ``number`` in the table (E, ENTRY).
+    """Plan a pass whose rows chose the experts ``chosen`` (R, K) int32, with any stride. Planned
+    are the ``wanted`` (E,) experts of kind ``number`` in the table (E, ENTRY).
     """
     rows, used = chosen.shape
     experts, slots = int(np.count_nonzero(wanted)), rows * used
@@ -161,9 +164,9 @@ def rows_at_once(rows: int, used: int, experts: int) -> int:
 def grouped_gate_up(
     x: Records, plan: Plan, table: Tensor, side: Side, activation: str, limit: float
 ) -> Tensor:
-    """activation(gate) * up of each of the plan's slots, bf16: (R * K, F), others undefined.
+    """activation(gate) * up for each slot of the plan, bf16: (R * K, F), other rows undefined.
 
-    Of ``relu2``, which has no gate, activation(up).
+    For ``relu2``, which has no gate, activation(up).
     """
     slots = len(plan.slots)
     out = empty(slots, side.rows, dtype=BFLOAT16, device=table.device)
@@ -172,7 +175,7 @@ def grouped_gate_up(
 
 
 def grouped_down(inner: Records, out: Tensor, plan: Plan, table: Tensor, side: Side) -> None:
-    """Down of each of the plan's slots of ``inner`` (R * K, F), to ``out`` (R * K, D), float32."""
+    """Multiply the plan's slots of ``inner`` (R * K, F) by down, to ``out`` (R * K, D), float32."""
     _launch(inner, out, plan, table, side, None, 0.0, 1)
 
 
@@ -236,8 +239,8 @@ _ALIGNED = 16  # bytes: what the kernels' widest loads need
 
 @dataclass(frozen=True, slots=True)
 class ExpertKind:
-    """The common layout of experts in one launch. ``rotated`` are the Hadamard blocks of x and of
-    inner rows; ``fine`` as in ``CudaWeight``.
+    """The common layout of experts in one launch. ``rotated`` are the Hadamard block sizes of x and
+    of inner rows; ``fine`` is as in ``CudaWeight``.
     """
 
     gate_up: Side
@@ -263,8 +266,8 @@ class CudaExpertTable(PlainExpertTable[CudaWeight, Tensor]):
         self.kinds: list[ExpertKind] = []  # kinds seen so far
         self.kind_of = np.full(count, -1, np.int64)
         self._places: npt.NDArray[np.int64] = np.zeros((count, ENTRY), np.int64)
-        self._without_kind = False  # whether an expert without a kind was put in
-        self.present = np.zeros(count, np.bool_)  # experts that the GPU's table must have
+        self._without_kind = False  # whether an expert without a kind was added
+        self.present = np.zeros(count, np.bool_)  # experts that must be in the GPU's table
         self._stale = set[int]()  # experts that changed since it was written
         self._entries: Tensor | None = None
 
@@ -395,10 +398,10 @@ def run_kinds(
     experts: Sequence[int] | npt.NDArray[np.int32] | None,
     compute_alone: Callable[[int, Tensor], Tensor],
 ) -> None:
-    """Fill slots, with all experts of a kind together.
+    """Fill slots, computing all experts of a kind together.
 
-    ``compute_alone`` computes the rows of an expert without a kind. How a row is computed depends
-    on its expert alone, or without a kind also on the number of rows of the pass.
+    ``compute_alone`` computes the rows of an expert without a kind. A row's bits depend on its
+    expert alone; without a kind, also on the number of rows in the pass.
     """
     kinds = table.kind_of
     wanted = np.ones(len(kinds), np.bool_)

@@ -1,8 +1,8 @@
-"""The C++ type of each packed format (``quant/cuda/src/formats.cuh``): codes, scales, steps of a
+"""The C++ type of each packed format (``quant/cuda/src/formats.cuh``): codes, scales, steps per
 span.
 
 This module imports nothing heavy, so that any module can ask whether a format has a kernel.
-Codebooks are read when a kernel is made.
+Codebooks are read when a kernel is compiled.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _affine(codec: AffineCodec) -> str:
 
 
 def _published(codec: GroupCodec) -> str | None:
-    """None without a kernel: integer products cannot take E4M3 codes."""
+    """None if there is no kernel: integer products cannot take E4M3 codes."""
     steps = codec.format.block // 32
     if isinstance(codec, BrainCodec):
         return f"Packed<Whole<{codec.bits}, 0>, BrainScaleAndMinimum, {steps}>"
@@ -71,14 +71,14 @@ TYPES = MappingProxyType(
         **{name: kind for name, codec in PUBLISHED.items() if (kind := _published(codec))},
     }
 )
-"""C++ types by the format's name."""
+"""C++ types by format name."""
 
 HEAVY = frozenset({"q2_k", "q6_k", *CODEBOOKS})
-"""Formats whose products need so many registers that no two blocks fit a processor at once."""
+"""Formats whose kernels need so many registers that only one block fits on a multiprocessor."""
 
 
 PRODUCT_MACS = 16 * 32 * 8
-"""Multiply-accumulates of 16 weight rows, 32 columns and 8 rows: a warp's at once."""
+"""Multiply-accumulates of one warp-level product: 16 weight rows, 32 columns, 8 activation rows."""
 _INSTRUCTIONS = {
     **{"q4_k": 26, "q5_k": 28, "q6_k": 40, "q3_k": 41, "q2_k": 51, "nvfp4": 35},
     **{"iq2_xs": 45, "iq2_s": 45, "iq1_m": 46, "mxfp4": 23, "nf4": 23, "iq4_nl": 23},
@@ -94,13 +94,13 @@ def is_packed(format_: Format, columns: int) -> bool:
 
 
 def format_macros(name: str) -> Mapping[str, str]:
-    """The macros of a kernel for the format called ``name``."""
+    """The macros of a kernel for the format ``name``."""
     return {"FORMAT": TYPES[name], **({"ENTRIES": _entries(name)} if name in CODEBOOKS else {})}
 
 
 @cache
 def _entries(name: str) -> str:
-    """A codebook for C++: a word for every four columns of an entry."""
+    """A codebook in C++: one word per four columns of an entry."""
     book = CODEBOOKS[name]
     codes = book.codes + np.uint8(119) if book.shifted else book.entries
     words = np.ascontiguousarray(codes).view("<u4").reshape(-1)
@@ -108,13 +108,13 @@ def _entries(name: str) -> str:
 
 
 def halves_steps(name: str) -> bool:
-    """Whether each half of a step, 16 columns, has a scale of its own."""
+    """Whether each half of a step (16 columns) has its own scale."""
     return any(kind in TYPES[name] for kind in _HALVES)
 
 
 def product_instructions(name: str) -> int:
-    """Instructions of a warp of ``linear_many.cu`` for a product, unpacking included, on compute
-    capability 8.9: tests count them.
+    """Instructions per warp-level product in ``linear_many.cu``, unpacking included, on compute
+    capability 8.9; tests count them.
     """
     return _INSTRUCTIONS.get(name, _USUAL_INSTRUCTIONS)
 

@@ -1,8 +1,8 @@
 """Measured figures of GPUs in the cache folder: ``cards.json`` has an entry for each GPU.
 
-Figures are saved under a key of everything they depend on; if it changes they are measured again.
-``GpuRates`` are what a GPU computes and copies per second, which ``measuring.py`` finds. This
-module imports nothing heavy: planning for a GPU does not load the code that computes on it.
+Figures are saved with a key of everything they depend on; if the key changes, they are measured
+again. ``GpuRates`` are a GPU's compute and copy rates, measured by ``measuring.py``. This module
+imports nothing heavy: planning for a GPU does not load the code that computes on it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _NAME = "cards.json"
 
 
 def entry_of(folder: Path, name: str) -> dict[str, Any]:
-    """The entry of the GPU ``name`` in ``folder``: its ``key``, whichever it is, and its sections
-    by name. Empty if the file is damaged.
+    """The entry of the GPU ``name`` in ``folder``: its ``key``, current or not, and its sections by
+    name. Empty if the file is damaged.
     """
     values = read_cached(folder / _NAME).get(name)
     return values if isinstance(values, dict) else {}
@@ -59,21 +59,19 @@ class GpuCache:
 
 
 RATES, FINE_RATES = "rates", "rates of 15 bits"
-"""The sections with ``GpuRates``, for rows in 8 bits and in 15."""
+"""The sections with ``GpuRates``: for 8-bit and for 15-bit activations."""
 ROWS = (1, 8, 64, 128, 512, 2048)
-"""Rows of the products that are timed. From 65 on data centers' GPUs unpack weights first."""
+"""Batch sizes of the timed products. Above 64 rows, data-center GPUs unpack weights first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuRates:
-    """Bytes and seconds of one GPU.
+    """Measured rates of one GPU.
 
-    ``products`` are seconds per weight of products with ``ROWS`` rows at once, by format; weights
-    come from the GPU's memory. ``memory_bytes_s`` is read and written by a copy within it.
-
-    ``to_gpu_bytes_s`` are copies from pinned RAM. While both read RAM, copies keep the share
-    ``busy_link`` of their rate, the CPU ``busy_cpu`` of its own.
-
+    ``products`` are seconds per weight for each batch size of ``ROWS``, by format; weights are read
+    from GPU memory. ``memory_bytes_s`` counts both the reads and the writes of a device copy.
+    ``to_gpu_bytes_s`` is the rate of copies from pinned RAM. While CPU and copies both read RAM,
+    copies reach the fraction ``busy_link`` of their rate, and the CPU ``busy_cpu`` of its own.
     ``crossing_s`` is the time to move a row of activations between CPU and GPU, waits included.
     ``replay_s`` is the time of a small kernel in a graph.
     """
@@ -97,7 +95,7 @@ class GpuRates:
 
     @property
     def flops(self) -> float:
-        """Operations per second of the quickest long product."""
+        """Operations per second of the fastest large product."""
         return 2 * ROWS[-1] / min(values[-1] for values in self.products.values())
 
     def to_dict(self) -> dict[str, Any]:

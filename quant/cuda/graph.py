@@ -1,10 +1,10 @@
 """CUDA graphs of short passes: a decode step costs a few launches instead of hundreds.
 
-A pass over one sequence with a number of rows seen before (1 in decoding, K in verifying a tree) is
-recorded with static inputs and replayed from then on: whole, or segment by segment if only some of
-its parts are on the GPU. Whole passes are padded to one of a few numbers of rows. Recordings serve
-all caches: the addresses of a cache's blocks are inputs too. This module knows a ``forward`` and
-the steps under it, not models.
+A pass over one sequence is recorded with static inputs when its number of rows (1 in decoding, K in
+verifying a tree) occurs again, and is replayed from then on: whole, or segment by segment if only
+some of its layers are on the GPU. Whole passes are padded to one of a few numbers of rows.
+Recordings serve all caches: the addresses of a cache's blocks are inputs too. This module knows a
+``forward`` and the steps under it, not models.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from localrt.quant.ops.hybrid_cache import HybridCache, begin_states
 from localrt.quant.ops.kv_formats import BLOCK_TOKENS
 from localrt.quant.ops.protocol import RECORDED_PARTS, Batch, Check, Forward, Span
 
-_MAX_RECORDED = 8  # most shapes of passes recorded at once
+_MAX_RECORDED = 8  # shapes of passes with recordings
 _MAX_SHAPES = 64
-# Rows of whole passes, rounded up: a product computes eight at once, attention sixteen.
+# Whole passes are padded to these rows: products compute eight at once, attention sixteen.
 _ROWS = (1, 4, 8, 16, 32, 48, MOST_ROWS)
-_COLUMNS = 64  # of a tree's mask, at least
-_WAITING = 8  # rows that wait for a state, rounded up: few shapes
+_COLUMNS = 64  # fewest columns of a tree mask
+_WAITING = 8  # rows not yet in a state are rounded up to this: fewer shapes
 _IDLE = 64  # passes after which an unused shape may be replaced
 
 
@@ -70,17 +70,17 @@ class RecordedOps(Protocol):
     def begin(self, batch: Batch) -> CudaPass: ...
 
     def begin_plain(self) -> None:
-        """A recorded pass begins: it has no adapters."""
+        """Begin a recorded pass: it has no adapters."""
 
 
 class _Shape(NamedTuple):
     """The shape of passes, for which a recording is valid."""
 
-    blocks: int  # of a cache, at most
+    blocks: int  # most blocks of a cache
     rows: int
     wanted: int  # rows of the head; 0 is all
-    columns: int  # of a tree; 0 is none
-    waiting: int  # rows for a recurrent layer's state, at most
+    columns: int  # of the tree mask; 0 is none
+    waiting: int  # most rows not yet in a recurrent layer's state
     features: tuple[int, ...]  # the layers before which they are copied
     hidden: int  # their width
     given: int  # the width of another model's features
@@ -88,15 +88,15 @@ class _Shape(NamedTuple):
 
 @dataclass(slots=True)
 class _ShapeEntry:
-    """A shape of passes, with its recordings from the second pass on."""
+    """A shape of passes; it has recordings from the second pass on."""
 
     static: StaticPass | None = None
-    used: int = 0  # the number of the latest pass
+    used: int = 0  # number of the last pass of this shape
 
 
 class Recordings:
-    """See ``Recorder``. Passes seen twice are recorded, for a few shapes only: if many alternate,
-    as trees of all sizes do, recording them repeatedly would cost more than it saves.
+    """See ``Recorder``. A shape is recorded when it occurs twice, and only a few shapes are: if
+    many alternate, as with trees of all sizes, repeated recording would cost more than it saves.
     """
 
     def __init__(self, ops: RecordedOps) -> None:
@@ -121,7 +121,7 @@ class Recordings:
             return False
         if not step.static.has(key):
             if self._new_parts and self._new_parts + parts > self.most_new:
-                return False  # the next pass has time for it
+                return False  # a later pass will record it
             self._new_parts += parts
         return True
 
@@ -201,7 +201,7 @@ class Recordings:
         """The shape of a pass, padded if it is ``whole``; None if recording it does not pay."""
         if not batch.plain or len(batch.spans) != 1 or len(batch.tokens) > MOST_ROWS:
             return None
-        if batch.spans[0].cache.mix:  # its adapters may be removed before the recording is
+        if batch.spans[0].cache.mix:  # adapters may be removed before the recording is
             return None
         if wanted is not None and not len(wanted):
             return None

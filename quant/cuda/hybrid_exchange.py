@@ -1,9 +1,9 @@
-"""Exchanges rows and results between GPU and host in a recorded layer whose experts both compute.
+"""Exchanges rows and results between GPU and host in a recorded layer whose experts are computed by
+both.
 
-The recording runs the router and the experts that are on the GPU at the replay, then reads the
-results of the host's experts. Rows and choices go through pinned RAM at fixed addresses, which
-kernels read and write directly: no copy is a call of the driver. The layers of a pass use that RAM
-in turn.
+A replay runs the router and the experts that are then on the GPU, and reads the results of the
+host's experts. Rows and routing go through pinned RAM at fixed addresses, which kernels read and
+write directly: no copy is a driver call. The layers of a pass use that RAM in turn.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class HybridExchange:
         self.filled: npt.NDArray[np.int32] = filled
         self.slots = exchange.slots
         self.routing: Routing = routing.on_host(exchange.results)
-        self._kinds = len(table.kinds)  # that are recorded
+        self._kinds = len(table.kinds)  # kinds that are recorded
         self._send()
 
     def _send(self) -> None:
@@ -87,7 +87,7 @@ class HybridExchange:
         self._exchange.event.record()
         table = self._table
         table.entries(self._device)
-        if len(table.kinds) > self._kinds:  # experts of a kind that the recording lacks
+        if len(table.kinds) > self._kinds:  # experts of a kind that was not recorded
             self._recording.stale = True
             return table.present & (table.kind_of < self._kinds)
         return table.present

@@ -1,4 +1,4 @@
-"""A sequence's keys and values on a GPU, in blocks of 256 tokens of all layers.
+"""A sequence's KV cache on a GPU, in blocks of 256 tokens; a block has all layers.
 
 A cache grows by whole blocks, and tokens never move. The blocks' addresses are an input of each
 pass, so a recorded pass serves all caches of a model. A block has each layer's keys, (heads, 256,
@@ -24,7 +24,7 @@ from localrt.quant.ops.kv import GrowingCache, ReadBlocks, grown_capacity, read_
 from localrt.quant.ops.kv_formats import BLOCK_TOKENS
 from localrt.quant.ops.protocol import Span
 
-_LEAST_BLOCKS = 16  # of recorded passes: 4,096 tokens
+_LEAST_BLOCKS = 16  # recorded passes have room for 4,096 tokens or more
 _THREADS = 256
 
 _MoveTokens = arguments("move_tokens.cu", "MoveTokens")
@@ -32,8 +32,8 @@ _MoveTokens = arguments("move_tokens.cu", "MoveTokens")
 
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
-    """A layer's place in each block: the offsets in bytes of its keys and values, of ``heads``
-    heads. A key has ``key`` elements of the cache's type, a value ``value``.
+    """A layer's place in each block: byte offsets of its keys and values, for ``heads`` heads. A
+    key has ``key`` elements of the cache's type, a value ``value``.
     """
 
     keys_at: int
@@ -67,7 +67,7 @@ class BlockedCache(GrowingCache):
             LayerPlace(starts[2 * n], starts[2 * n + 1], *shape) for n, shape in enumerate(shapes)
         ]
         self._step = starts[-1]
-        self._alike: list[tuple[int, int, int]] = []  # equal neighbours: first row, heads, bytes
+        self._alike: list[tuple[int, int, int]] = []  # runs of equal parts: first row, heads, bytes
         for size, same in groupby(zip(starts, parts, strict=False), lambda part: part[1][1]):
             found = list(same)
             if (count := sum(heads for _, (heads, _) in found)) and size:
@@ -128,7 +128,7 @@ class BlockedCache(GrowingCache):
 
     def _grow(self, size: int) -> None:
         while len(self._blocks) < size // BLOCK_TOKENS:
-            # Zeros: the end of the last block is saved too.
+            # Zeros, since the unused end of the last block is saved too.
             block = zeros(
                 self._step, dtype=UINT8, device=self._device, pool=self._device.persistent
             )

@@ -1,8 +1,8 @@
 """Latent attention (DeepSeek) on a GPU: appends a pass's rows to the caches, and attends.
 
 A cached row is the rotary key that all heads share, followed by the latent, which is both key and
-value. Runs of 128 keys are joined in order: a row's result is the same to the bit for any number of
-rows, of a prompt too.
+value. Runs of 128 keys are joined in order: a row's result is bit-identical for any number of rows,
+prefill included.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from localrt.quant.cuda.weight import LatentWeights
 from localrt.quant.ops.attention import LatentSpec
 from localrt.quant.ops.protocol import ranges
 
-_RUN = 128  # keys of a block: the bits of a result depend on it
+_RUN = 128  # keys per block; results' bits depend on it
 _THREADS = 128
-_TILE = 16  # query rows of a block
-_MOST_COLUMNS = 608  # latents in whole spans of 64: what shared memory has room for
+_TILE = 16  # query rows per block
+_MOST_COLUMNS = 608  # latents in whole spans of 64 that fit in shared memory
 
 _LatentAppend = arguments("latent_append.cu", "LatentAppend")
 
 
 def takes_latents(rope: int, latent: int) -> bool:
-    """Whether the kernels attend to cached rows of ``rope`` + ``latent`` numbers."""
+    """Whether the kernels support cached rows of ``rope`` + ``latent`` elements."""
     whole = rope % 8 == 0 and latent % 8 == 0
     return whole and rope + -(-latent // 64) * 64 <= _MOST_COLUMNS
 
@@ -50,12 +50,13 @@ def latent_append(
     eps: float,
     interleaved: bool,
 ) -> None:
-    """Rotary on each head's last P columns of q (n, H, N + P): the first of queries (n, H, P + L).
+    """Apply RoPE to each head's last P columns of q (n, H, N + P); they become the first P columns
+    of queries (n, H, P + L).
 
-    ``wide`` (n, L + P) are latents and keys. They are normed, rotated and appended to the
-    ``cached`` rows (one int64 on the device) of a cache, the rotary part first: ``blocks`` are the
-    addresses of its blocks, int64 on the device, ``place`` is the layer's in them. cos and sin are
-    (n, P / 2), norm (L,), all float32; q and wide are bf16 or float32, the rest bf16.
+    ``wide`` (n, L + P) are latents and rotary keys. Latents are normed, keys rotated, and both
+    appended to the ``cached`` rows (one int64 on the device) of a cache, keys first. ``blocks`` are
+    the addresses of its blocks, int64 on the device; ``place`` is the layer's place in them. cos
+    and sin are (n, P / 2), norm (L,), all float32; q and wide are bf16 or float32, the rest bf16.
     """
     n, heads, width = q.shape
     half = cos.shape[1]
@@ -88,7 +89,7 @@ def attend_latent_rows(
     mask: Tensor | None,
     longest: int,
 ) -> None:
-    """q (n, H, P + L) over a cache's rows (P + L), P being ``rope``: out (n, H, L) is what is seen.
+    """Attention of q (n, H, P + L) to a cache's rows (P + L), where P is ``rope``: out (n, H, L).
 
     All are bf16; ``blocks`` and ``place`` are as for ``latent_append``. The cache has ``cached``
     tokens (one int64 on the device), followed by the n new rows, at ``positions`` (n,) int64.
@@ -126,8 +127,8 @@ def append_program(q: Dtype, wide: Dtype) -> Program:
 
 @cache
 def latent_programs(rope: int, latent: int) -> tuple[Program, Program]:
-    """The kernels of attention to cached rows of ``rope`` + ``latent`` numbers: one for runs, one
-    that joins them.
+    """The attention kernels for cached rows of ``rope`` + ``latent`` elements: one computes runs,
+    one joins them.
     """
     join = Program.of(
         "attention_join", VALUES=numbers("bf16", latent)[1], TURNED=1, RECORDS=0, RUN_KEYS=_RUN

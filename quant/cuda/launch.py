@@ -43,23 +43,23 @@ def launch(
 
 @cache
 def declarations(file: str) -> Declarations:
-    """What a file of ``quant/cuda/src`` declares."""
+    """The declarations of a file of ``quant/cuda/src``."""
     return Declarations(sources()[file].decode())
 
 
 def arguments(file: str, name: str) -> type[ctypes.Structure]:
-    """The class of a kernel's arguments: a struct of a file."""
+    """The ctypes class of a kernel's arguments: the struct ``name`` of ``file``."""
     return declarations(file).struct(name)(type(name, (ctypes.Structure,), {}))
 
 
 def pointers(*tensors: Tensor | None) -> list[int | None]:
-    """The addresses of tensors, as kernel arguments in order; None stays None."""
+    """The addresses of tensors, in order, as kernel arguments; None stays None."""
     return [None if tensor is None else tensor.address for tensor in tensors]
 
 
 @contextmanager
 def noting(programs: dict[Program, None]) -> Iterator[None]:
-    """Collect in ``programs`` what this thread would launch, in order; nothing is started."""
+    """Collect in ``programs`` the kernels this thread launches, in order, without starting them."""
     before = getattr(_noted, "programs", None)
     _noted.programs = programs
     try:

@@ -10,18 +10,16 @@ from functools import cache
 
 from localrt.quant.cuda.formats import halves_steps
 
-# Of linear_many.cu: tiles per block, and rows of records that fit the GPU's cache at once.
+# For linear_many.cu: tiles per block, and rows of records that fit in the GPU's cache.
 _BLOCK_TILES, _CACHED_ROWS = 4, 512
-# Four groups of eight rows need more registers than a thread has.
+# Formats for which four groups of eight rows need more registers than a thread has.
 _NARROW = ("nvfp4", "q2_k", "q4_k", "iq3_xxs")
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchShape:
-    """How a product is divided.
-
-    ``pairs`` of tiles for a warp; rows in ``groups`` of eight at once; ``parts`` blocks share the
-    columns of the same rows.
+    """How a product is divided: ``pairs`` of tiles per warp, ``groups`` of eight rows at once, and
+    ``parts`` blocks that share the columns of the same rows.
     """
 
     pairs: int
@@ -31,8 +29,8 @@ class LaunchShape:
 
 @cache  # called by every launch
 def best_shape(format_: str, rows: int, tiles: int, processors: int) -> LaunchShape:
-    """The division of a product of ``rows`` rows of records with ``tiles``: enough blocks for
-    ``processors``, within the registers of each.
+    """The launch shape for ``rows`` rows of records and ``tiles``: enough blocks to occupy the
+    ``processors``, within each one's registers.
     """
     # Two pairs share the activations that a warp loads, but need more registers and enough blocks.
     light = format_ == "nvfp4" and rows == 1 and tiles >= 16 * processors
@@ -43,8 +41,8 @@ def best_shape(format_: str, rows: int, tiles: int, processors: int) -> LaunchSh
 
 
 def many_grid(format_: str, rows: int, tiles: int, processors: int) -> tuple[int, int, int] | None:
-    """The blocks of a product of many rows; None if it takes the kernel for few: up to 32 rows, or
-    up to 64 if blocks of 64 weight rows would leave processors idle.
+    """The grid of the kernel for many rows; None if the kernel for few rows is used: up to 32 rows,
+    or up to 64 if blocks of 64 weight rows would leave processors idle.
     """
     each = 96 if halves_steps(format_) else 128  # ROWS of linear_many.cu
     along, across = -(-rows // each), -(-tiles // _BLOCK_TILES)

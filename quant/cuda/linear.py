@@ -1,9 +1,9 @@
-"""Products of any number of rows with a part of a matrix, or with one matrix per head.
+"""Multiplies any number of rows by a matrix, or by one matrix per head.
 
-Packed tiles go to kernels on 8-bit rows. bf16 weights go to a kernel of ours for up to 64 rows, and
-to cuBLAS, if it is there, for more. Where bf16 is nearly as fast as 8 bits (data centers' GPUs),
-more than 64 rows unpack packed weights too, a piece at a time, for cuBLAS; except with one matrix
-per head. This module chooses kernels and rotates inputs; it knows no steps of a model.
+Packed tiles go to kernels that read 8-bit rows. bf16 weights go to a kernel of ours for up to 64
+rows, and to cuBLAS, if available, for more. Where bf16 is nearly as fast as int8 (data-center
+GPUs), packed weights are unpacked piece by piece for cuBLAS above 64 rows, unless there is one
+matrix per head. This module chooses kernels and rotates inputs; it knows no steps of a model.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from localrt.quant.ops.protocol import MlpSpec
 
 
 def reads_records(weight: CudaWeight, rows: int) -> bool:
-    """Whether products of ``rows`` rows with this matrix read 8-bit records only."""
+    """Whether a product of ``rows`` rows with this matrix reads 8-bit records only."""
     packed = all(isinstance(part, TiledMatrix) for part in weight.parts)
     return packed and not weight.hadamard and _by_kernels(rows, weight.parts[0])
 
 
 def _by_kernels(rows: int, part: TiledMatrix | Tensor) -> bool:
-    """Whether our kernels, not cuBLAS, multiply ``rows`` rows: few rows, all rows of packed weights
-    on most GPUs, and all rows without cuBLAS.
+    """Whether our kernels, not cuBLAS, multiply ``rows`` rows: if there are few, if weights are
+    packed (on most GPUs), or if cuBLAS is missing.
     """
     if isinstance(part, Tensor):
         return rows <= MOST_ROWS or not cublas.multiplies(part.device)
@@ -53,10 +53,10 @@ def linear(
     out: Tensor | None = None,
     ours: bool = False,
 ) -> Tensor:
-    """x (R, columns), bf16 or records, times the weight's rows: (R, rows) in ``dtype``, or to
-    ``out``, whose rows may lie apart; with ``ours`` by our kernels, for any number of rows.
+    """x (R, columns), bf16 or records, @ weight.T: (R, rows) in ``dtype``, or written to ``out``,
+    whose rows may be strided.
 
-    The adapters of the pass are added.
+    ``ours`` forces our kernels for any number of rows. The pass's adapters are applied.
     """
     given = x
     if isinstance(x, Tensor):
@@ -87,8 +87,8 @@ def linear(
 def normed_for(
     x: Stream, weight: Tensor | None, eps: float, reader: CudaWeight
 ) -> Tensor | Records:
-    """The norm of x (x itself without ``weight``), in the form that the product with ``reader``
-    reads.
+    """The norm of x (x itself if ``weight`` is None), in the form that a product with ``reader``
+    takes.
     """
     if weight is None:
         return converted(x.settle(), BFLOAT16)
@@ -103,8 +103,8 @@ def gate_up(
     spec: MlpSpec | ExpertSpec,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """activation(gate) * up of stacked halves, (R, rows / 2) in bf16: in one kernel where they are
-    whole tiles. Without a gate, the activation of all rows.
+    """activation(gate) * up of a stacked gate and up, (R, rows / 2) in bf16: in one kernel if each
+    is whole tiles. Without a gate, the activation of all rows.
     """
     activation, scale, limit = spec.activation, 1.0, 0.0
     if isinstance(spec, MlpSpec):
@@ -161,7 +161,7 @@ def _multiply_unpacked(
 def multiply_heads(x: Tensor, weight: CudaWeight, out: Tensor) -> None:
     """out (H, R, rows) = x (H, R, columns), bf16, times H matrices that ``weight`` stacks.
 
-    Rows of x and out may lie apart.
+    Rows of x and out may be strided.
     """
     heads, count, columns = x.shape
     x = _rotated(x, weight)

@@ -51,11 +51,11 @@ _RUNS = 5
 _THREADS = 4  # threads that compile
 
 Step = Callable[[int, int], None]
-"""Called with the steps done and their number."""
+"""Called with the number of steps done and their total."""
 
 
 class Size:
-    """The matrix, bytes, copies and launches of a measurement; smaller in tests."""
+    """Sizes of a measurement: matrix, bytes, copies, launches; smaller in tests."""
 
     shape = (4096, 4096)
     copied = 64 << 20
@@ -89,7 +89,7 @@ def gpu_rates(
         return known
     rates = measure_gpu(ops, missing, host=host, known=known, on_step=on_step)
     file.write(part, rates.to_dict())
-    device.trim()  # so that others see the memory as free
+    device.trim()  # so that other programs can use the memory
     return rates
 
 
@@ -166,14 +166,14 @@ def _packed(formats: Iterable[str]) -> tuple[str, ...]:
 def _weight(ops: CudaOps, name: str, size: type[Size]) -> CudaWeight:
     rows, columns = size.shape
     nbytes = rows * FORMATS[name].row_bytes(columns)
-    # Any two of these bytes are a sane float16.
+    # Any two of these bytes make a float16 of moderate size.
     values = np.random.default_rng(0).integers(0x20, 0x40, nbytes, np.uint8)
     data = upload(values, device_of(ops.device))
     return CudaWeight(size.shape, (TiledMatrix(name, size.shape, data),), fine=ops.fine)
 
 
 def _products(ops: CudaOps, weight: CudaWeight) -> Iterator[Callable[[], object]]:
-    """Functions that start a product at each of ``ROWS``, quantizing included."""
+    """Functions that start a product for each batch size of ``ROWS``, quantizing included."""
     for count in ROWS:
         values = np.random.default_rng(0).standard_normal((count, weight.shape[1]), np.float32)
         x = upload(bf16_bits(values), device_of(ops.device), dtype=BFLOAT16)
@@ -192,7 +192,7 @@ def _compile(ops: CudaOps, weights: Iterable[CudaWeight]) -> None:
 
 
 def _product_seconds(ops: CudaOps, weight: CudaWeight, stopwatch: Stopwatch) -> tuple[float, ...]:
-    """Seconds per weight at each of ``ROWS``."""
+    """Seconds per weight for each batch size of ``ROWS``."""
     rows, columns = weight.shape
     return tuple(stopwatch.seconds(start) / (rows * columns) for start in _products(ops, weight))
 
@@ -237,7 +237,9 @@ class _Link:
         return self._size.copied / _median(copy)
 
     def beside(self, host: NativeOps | None, to_gpu: float) -> tuple[float, float]:
-        """The shares of their rates that link and CPU keep while both read RAM; 1 without a CPU."""
+        """The fractions of their rates that link and CPU reach while both read RAM; 1 without a
+        CPU.
+        """
         if host is None:
             return 1.0, 1.0
         data = aligned_buffer(self._size.read)
@@ -255,7 +257,7 @@ class _Link:
         return min(1.0, link), min(1.0, alone * count / seconds)
 
     def crossing_s(self) -> float:
-        """Seconds to move a row between CPU and GPU, with the host waiting."""
+        """Seconds to move a row between CPU and GPU, including the host's wait."""
         row = np.zeros((1, self._size.shape[1]), np.float32)
         return _median(lambda: self._copies.to_host(self._copies.to_gpu(row))) / 2
 
@@ -265,7 +267,7 @@ def _host() -> NativeOps | None:
 
 
 def _median(call: Callable[[], object]) -> float:
-    """Seconds of one call that waits for its end."""
+    """Median seconds of a synchronous call."""
     call()
     samples = []
     for _ in range(_RUNS):

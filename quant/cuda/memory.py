@@ -61,11 +61,10 @@ class Pool:
         self._slabs: dict[int, int] = {}  # sizes by address
         self._gaps: list[tuple[int, int]] = []  # addresses and sizes, in order
         self._taken: dict[int, int] = {}
-        # A block may be freed by any thread, also by garbage collection while this one has the
-        # lock.
+        # Any thread may free a block, even garbage collection while this thread holds the lock.
         self._ended: deque[int] = deque()
         self._lock = lock or RLock()
-        # Once its last block has ended too, which refers to it.
+        # Runs after the last block is freed too, since blocks refer to their pool.
         weakref.finalize(self, _free_all, self._slabs, free).atexit = False
 
     @property
@@ -131,7 +130,7 @@ class Pool:
             self._put(at, self._taken.pop(at))
 
     def _put(self, at: int, size: int) -> None:
-        """Add a gap, merged with its neighbours in the slab."""
+        """Add a gap, merged with adjacent gaps of its slab."""
         place = bisect_left(self._gaps, (at, 0))
         if place < len(self._gaps) and self._gaps[place][0] == at + size not in self._slabs:
             size += self._gaps.pop(place)[1]

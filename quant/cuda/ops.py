@@ -1,12 +1,11 @@
 """``Ops`` on CUDA by our own kernels, which compute on packed matrices.
 
-Passes of up to 64 rows are batch-invariant. Longer ones (prefill) have another attention kernel,
-and on data centers' GPUs unpack matrices for cuBLAS. The residual stream is float32, inputs of
-products are bf16. This module knows no architecture.
+Passes of up to 64 rows are batch-invariant. Longer ones (prefill) use another attention kernel, and
+data-center GPUs unpack matrices for cuBLAS. The residual stream is float32, inputs of products are
+bf16. This module knows no architecture.
 
-Steps without kernels here: models that need them compute with torch on a GPU.
-
-``quant/choose.py`` decides that by their attention, which norms values or chooses tokens.
+Models with steps that have no kernel here compute with torch on a GPU. ``quant/choose.py``
+recognizes them by their attention, which norms values or selects tokens.
 """
 
 from __future__ import annotations
@@ -120,7 +119,7 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
         return GraphedForward(self, forward) if self._device.is_gpu else forward
 
     def recorder(self) -> Recordings | None:
-        """Runs of steps recorded as CUDA graphs."""
+        """Records runs of steps as CUDA graphs."""
         return Recordings(self) if self._device.is_gpu else None
 
     # -- weights ---------------------------------------------------------------------------------
@@ -223,13 +222,13 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
         y = split_mlp(x, pieces, spec, host, self.recording, self._handovers)
         return _post_normed(y, pieces[0], spec)
 
-    # -- a draft head, which reads another model's features ----------------------------------------
+    # -- draft heads, which read another model's features ----------------------------------------
 
     def given_rows(self, values: Logits) -> Stream:
         x = empty(*values.shape, device=self._device)
         if self.recording is None:
             return Stream(x.put(values))
-        self._device.copy_in(x.address, values)  # pinned: each replay reads them again
+        self._device.copy_in(x.address, values)  # pinned: every replay copies them again
         return Stream(x)
 
     def norm(self, x: Stream, weight: Tensor, eps: float) -> Stream:
@@ -290,13 +289,13 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
         return linear(inner, weights.down, weights.down_bias, dtype=FLOAT32)
 
     def put_slots(self, slots: Tensor, index: npt.NDArray[np.intp], rows: Any) -> Tensor:
-        """Write in place; rows of the CPU may be a residual stream."""
+        """Write in place; rows from the CPU may be a residual stream."""
         values = rows if isinstance(rows, Tensor) else rows.settle()
         put_rows(converted(values, FLOAT32), index, slots)
         return slots
 
     def combine_experts(self, slots: Tensor, routing: Routing, shared: Tensor | None) -> Tensor:
-        """(R, D), float32: summed one k after another."""
+        """(R, D), float32, summed in order of k."""
         return combined(slots, on_gpu(routing, self._device).weights_on_gpu, shared)
 
     def latent_rows(self, normed: Tensor, weight: CudaWeight) -> Tensor:
@@ -319,7 +318,7 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
     # -- sums and logits -------------------------------------------------------------------------
 
     def add(self, x: Stream, y: Tensor, scale: float = 1.0, total: float = 1.0) -> Stream:
-        """Add to the residual stream, when it is next read."""
+        """Add to the residual stream the next time it is read."""
         assert total == 1.0, "models that scale their layers compute with torch"
         x.add(y, scale)
         return x

@@ -1,13 +1,11 @@
-"""Products of any number of rows with packed matrices: the kernels' arguments.
+"""Multiplies any number of rows by packed matrices: fills in the kernels' arguments.
 
 Rows are quantized to 8 bits once (``quantize``) and may be multiplied with several matrices. A
 result's bits depend on its row and the matrix alone; launch shapes change only the speed. With bf16
-matrices they also depend on whether there are many rows.
+matrices, the bits also depend on whether there are more than ``MOST_ROWS`` rows.
 
-Rows of packed weights as numbers: an embedding's rows, or all rows for a product of many.
-
-Values equal the formats' reference bit for bit, except NF4's: its levels are 127ths, as in
-products.
+Also unpacks rows of packed weights: an embedding's rows, or all rows for a large GEMM. Values equal
+the formats' reference bit for bit, except NF4's: its levels are multiples of 1/127, as in products.
 """
 
 from __future__ import annotations
@@ -26,17 +24,17 @@ from localrt.quant.cuda.programs import Program
 from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32, INT32, UINT8, Dtype, Tensor, empty, zeros
 
 MOST_ROWS = 64
-"""A pass of more rows is a prompt."""
+"""A pass of more rows is prefill."""
 GATES = {
     **{"silu": 1, "gelu_tanh": 2, "swiglu_oai": 3, "relu2": 4},
-    **{"gelu": 5, "quick_gelu": 6, "clip": 7},  # of vision encoders
+    **{"gelu": 5, "quick_gelu": 6, "clip": 7},  # vision encoders only
 }
 _MOST_CHAINS = declarations("results.cuh").constants["MOST_CHAINS"]
-_SUMS_OF_A_PAIR = 32 * 8  # rows times columns of results
-_SIDE = declarations("dense_many.cu").constants["SIDE"]  # rows and columns of a block
+_SUMS_OF_A_PAIR = 32 * 8  # results of a pair of tiles: weight rows x activation rows
+_SIDE = declarations("dense_many.cu").constants["SIDE"]  # rows and columns of results per block
 _RECORD = declarations("records.cuh").constants["RECORD"]  # bytes of 64 columns
 OUT = {FLOAT32: "float", BFLOAT16: "Bf16"}
-"""The kernels' names of tensor types."""
+"""Names of tensor types in the kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +62,7 @@ class TiledMatrix:
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """Rows in 8 bits: (heads, rows rounded up to what a warp takes, bytes of a row).
+    """Rows quantized to 8 bits: (heads, rows rounded up to a warp's, bytes per row).
 
     With ``fine``, rows have 15 bits and take two rows of ``data`` each.
     """
@@ -109,14 +107,14 @@ def empty_records(
 ) -> Records:
     """Uninitialized records for a kernel to write."""
     count = rows * (2 if fine else 1)
-    whole = 8 * groups_of(count)  # a warp loads rows beyond the last and discards their results
+    whole = 8 * groups_of(count)  # warps load rows beyond the last and discard their results
     size = heads, -(-count // whole) * whole, -(-columns // 64) * _RECORD
     data = empty(*size, dtype=UINT8, device=device)
     return Records(data, heads, rows, columns, fine)
 
 
 def quantize(x: Tensor, *, fine: bool = False) -> Records:
-    """x (R, columns) or (H, R, columns), bf16 or float32, as records; columns lie together."""
+    """x (R, columns) or (H, R, columns), bf16 or float32, as records; columns are contiguous."""
     heads = x.shape[0] if len(x.shape) == 3 else 1
     rows, columns = x.shape[-2:]
     records = empty_records(heads, rows, columns, x.device, fine=fine)
@@ -144,7 +142,7 @@ def product(
     limit: float = 0.0,
     division: LaunchShape | None = None,
 ) -> None:
-    """out (R, rows) = x (R, columns) times the weight's rows.
+    """out (R, rows) = x (R, columns) @ weight.T.
 
     With ``gate``, the weight stacks F gate rows and F up rows, F a multiple of 16, and out (R, F)
     is activation(gate) * up; ``limit`` is ``swiglu_oai``'s. With H heads the weight stacks H
@@ -194,9 +192,9 @@ def product(
 def dense_product(x: Tensor, weight: Tensor, out: Tensor, *, bias: Tensor | None = None) -> None:
     """out (R, rows) = x (R, columns) @ weight (rows, columns).T, x and weight bf16.
 
-    With x (H, R, columns) the weight stacks H matrices, and out is (H, R, rows / H). cuBLAS would
-    choose the order of sums by R. More than ``MOST_ROWS`` rows, with a multiple of eight columns,
-    are multiplied by tensor cores, in another order; only since Ampere, as older ones have no bf16.
+    With x (H, R, columns) the weight stacks H matrices, and out is (H, R, rows / H). Unlike cuBLAS,
+    the order of sums does not depend on R, except that more than ``MOST_ROWS`` rows with a multiple
+    of eight columns use tensor cores (Ampere and later), which sum in another order.
     """
     tensor_cores = not out.device.is_gpu or out.device.capability >= (8, 0)
     whole = len(x.shape) == 2 and not (x.shape[1] | x.strides[0]) % 8
@@ -248,7 +246,7 @@ def linear_program(
         NT_=division.groups,
         GATE=GATES[gate] if gate else 0,
         OUT=OUT[out],
-        BLOCKS=2 if division.groups == 1 and format_ not in HEAVY else 1,  # of a processor at once
+        BLOCKS=2 if division.groups == 1 and format_ not in HEAVY else 1,  # per processor
         FINE=int(fine),
     )
 
@@ -277,7 +275,7 @@ def chains_of(format_: str, columns: int) -> int:
 
 @cache
 def _counters(device: Device) -> Tensor:
-    """Counters, which kernels reset to zero."""
+    """Zeroed counters; kernels reset those they use."""
     return zeros(4096, dtype=INT32, device=device, pool=device.persistent)
 
 
@@ -294,9 +292,10 @@ def unpack_rows(
     index: Tensor | None = None,
     factor: float = 1.0,
 ) -> None:
-    """out (n, columns), contiguous, bf16 or float32: rows from ``first`` on, or those of ``index``.
+    """out (n, columns), contiguous, bf16 or float32: rows from ``first`` on, or the rows ``index``
+    (n,), int64 on the device.
 
-    ``index`` (n,) is int64 on the device. ``factor`` multiplies every value.
+    ``factor`` multiplies every value.
     """
     n, steps = len(out), weight.shape[1] // 32
     args = _Unpack(

@@ -1,4 +1,4 @@
-"""The kernels of ``quant/cuda/src`` as machine code: compiled by NVRTC for one GPU, kept on the
+"""The kernels of ``quant/cuda/src`` as machine code: compiled by NVRTC for one GPU and cached on
 disk. For a GPU newer than the compiler they are PTX, which the driver compiles when it loads them.
 
 A ``Program`` is one kernel with its macros. Only those that a model needs are compiled. Compiled
@@ -39,7 +39,7 @@ class Program:
     @classmethod
     @lru_cache(maxsize=None, typed=True)  # called by every launch
     def of(cls, name: str, **macros: object) -> Program:
-        """Macros by their names."""
+        """The program with macros given by name."""
         return cls(name, tuple((key, str(value)) for key, value in macros.items()))
 
     @property
@@ -74,7 +74,7 @@ def machine_code(program: Program, capability: int, folder: Path) -> bytes:
 
     Raises:
         MissingExtraError: there is no NVRTC.
-        LocalrtError: it does not compile, which says that the GPU is too new or too old.
+        LocalrtError: it does not compile: the GPU is too new or too old.
     """
     version, _ = toolchain()
     made_from = "\0".join((version, str(capability), *_FLAGS, program.text, *sources())).encode()
@@ -140,7 +140,7 @@ def toolchain() -> tuple[str, str]:
 
 
 def has_compiler() -> bool:
-    """Whether NVRTC is installed, and works."""
+    """Whether NVRTC is installed and works."""
     try:
         _nvrtc()
     except MissingExtraError:
@@ -161,7 +161,7 @@ def _nvrtc() -> ModuleType:
 
 
 def _checked(answer: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The results of a call, without its status."""
+    """The results of a call without its status, which is checked."""
     status, *values = answer
     if int(status) != 0:
         raise LocalrtError(f"the CUDA compiler failed: {status}")

@@ -1,8 +1,8 @@
 """Recurrent layers on a GPU: the kernels between products.
 
-Rows are prepared, added to states one after another, normed and gated. One buffer in device memory
-describes what a pass does to the states of its sequences; recorded graphs read it at each replay.
-``quant/ops/states.py`` has the layout of rows and states.
+Rows are prepared (convolution, gates), folded into the states one after another, normed and gated.
+A buffer in device memory tells what a pass does to its sequences' states; graphs read it at each
+replay. ``quant/ops/states.py`` has the layout of rows and states.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from localrt.quant.ops.recurrent import RecurrentSpec
 from localrt.quant.ops.states import StatePass
 
 SEQUENCE_NUMBERS = 13
-"""Numbers that describe a sequence: ``Sequence`` in quant/cuda/src/recurrent.cuh."""
+"""Int64 fields that describe a sequence: ``Sequence`` in quant/cuda/src/recurrent.cuh."""
 _WARPS = 4
-_COLUMNS = declarations("recurrent_scan.cu").constants["COLUMNS"]  # of a state, of a warp
+_COLUMNS = declarations("recurrent_scan.cu").constants["COLUMNS"]  # columns of a state per warp
 
 _Recurrent = arguments("recurrent.cuh", "Recurrent")
 
@@ -43,10 +43,12 @@ def mix_rows(
     places: tuple[int, int],
     records: Records | None = None,
 ) -> Tensor:
-    """(R, H V), bf16, from rows of ``wide_rows``, float32; writes states and rows to their sets.
+    """(R, H V), bf16, from projected rows (R, ``wide_rows``), float32; writes states and rows to
+    their sets.
 
-    ``places`` are the offsets of the layer's state in a set, and of its ring in numbers of one row.
-    Few rows may go to ``records`` instead, if ``fits_records``; the returned tensor is then empty.
+    ``places`` are the offsets of the layer's state in a set, and of its ring in elements of one
+    row. Few rows may go to ``records`` instead, if ``fits_records``; the returned tensor is then
+    empty.
     """
     device, rows = mixed.device, len(mixed)
     recurrent, stride = spec.kind != "conv", _prepared_size(spec)
@@ -103,7 +105,7 @@ def recurrent_programs(
     spec: RecurrentSpec, *, records: tuple[int, int] = (0, 0)
 ) -> tuple[Program, ...]:
     """The programs that ``mix_rows`` launches, except ``norm_gate``; ``records``: whether it writes
-    records, and fine ones.
+    records, and whether they are fine.
     """
     return _programs(spec.kind, spec.taps, spec.key_size, spec.channel_decay, records)
 
@@ -123,7 +125,7 @@ def _programs(
 
 
 def fits_records(spec: RecurrentSpec) -> bool:
-    """Whether results are whole records, written in whole steps."""
+    """Whether results fill whole records, written in whole steps."""
     return spec.inner % 64 == 0 and spec.norm_size % 32 == 0
 
 
@@ -132,15 +134,15 @@ def _form(records: Records | None) -> tuple[int, int]:
 
 
 def wide_rows(spec: RecurrentSpec) -> int:
-    """Numbers of a row as projected. With a ``low_rank``, the columns that are projected in two
-    steps are repeated at the end: gates, then decays.
+    """Elements of a projected row. With a ``low_rank``, gates and decays are projected twice: the
+    second projections' results follow at the end.
     """
     second = spec.inner + spec.factors - spec.heads
     return spec.mix_rows + (second if spec.low_rank else 0)
 
 
 def _columns(spec: RecurrentSpec) -> dict[str, int]:
-    """The first columns of a projected row's parts: see ``RecurrentWeights``."""
+    """The first column of each part of a projected row: see ``RecurrentWeights``."""
     if spec.kind == "conv":
         return {"channels_at": 0, "gates_at": spec.width, "strengths_at": 0, "decays_at": 0}
     if spec.low_rank:
@@ -161,19 +163,19 @@ def _columns(spec: RecurrentSpec) -> dict[str, int]:
 
 
 def _prepared_size(spec: RecurrentSpec) -> int:
-    """Numbers of a prepared row: keys are padded to 16, rows to 4."""
+    """Elements of a prepared row: keys are padded to 16, rows to 4."""
     padded = -(-spec.key_size // 16) * 16
     decays = spec.heads * (padded if spec.channel_decay else 1)
     size = 2 * spec.key_heads * padded + decays + spec.heads + spec.inner
     return -(-size // 4) * 4
 
 
-_FOLD = 7  # its index in ``Sequence``
+_FOLD = 7  # index of the field in ``Sequence``
 
 
 class SequenceTable:
-    """The buffer of passes over sequences of ``rows`` rows each, of which up to ``waiting`` more
-    wait, with ``nodes`` parents of trees' rows.
+    """The buffer for passes over sequences of ``rows`` new and up to ``waiting`` waiting rows each,
+    with ``nodes`` parents of tree rows.
     """
 
     def __init__(
@@ -199,7 +201,7 @@ class SequenceTable:
         )
 
     def fill(self, spans: Sequence[Span], passes: Sequence[StatePass]) -> None:
-        """Write the host's side."""
+        """Fill the buffer in RAM."""
         first = scratch = nodes = 0
         records = self._numbers[: self._records].reshape(len(spans), -1)
         positions = self._numbers[self._records : self._positions].reshape(self._shape)
@@ -241,7 +243,7 @@ class SequenceTable:
         return upload(numbers, device) if out is None else out.put(numbers)
 
     def split(self, buffer: Tensor) -> Sequences:
-        """The parts of a copy."""
+        """The parts of a copy on the device."""
         return Sequences(
             buffer[: self._records],
             buffer[self._records : self._positions].view(*self._shape),
@@ -276,7 +278,7 @@ def mix_and_project(
     step: CudaPass,
     layer: int,
 ) -> Tensor:
-    """(R, D), float32, of normed rows; the caches have the states."""
+    """(R, D), float32, from normed rows; the states are in the caches."""
     rows = h.rows if isinstance(h, Records) else len(h)
     device = h.data.device if isinstance(h, Records) else h.device
     mixed = empty(rows, wide_rows(spec), device=device)
@@ -313,7 +315,7 @@ def _sequences(step: CudaPass, device: Device) -> Sequences:
 
 
 def _widen(x: Tensor, weight: CudaWeight | None, out: Tensor) -> None:
-    """The second projection of some columns of float32 rows."""
+    """The second projection of a low-rank pair, from columns of float32 rows."""
     assert weight is not None, "a low rank has two projections"
     direct = reads_records(weight, len(x))
     rows = quantize(x, fine=weight.fine) if direct else converted(x, BFLOAT16)

@@ -1,7 +1,8 @@
-"""A mixture's router on a GPU: logits, the choice of experts, and the sum of their results.
+"""A mixture's router on a GPU: logits, the choice of experts, and the weighted sum of their
+results.
 
-The choices stay on the GPU, for kernels that start before the host knows them; the host copies them
-when it first needs them. A row's bits depend on that row alone.
+The choice stays on the GPU, for kernels that start before the host knows it; the host copies it on
+first use. A row's bits depend on that row alone.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class CudaRouting(Routing):
         self.chosen_on_gpu = results[:plane].view(rows, ranked)[:, :used]
         self.weights_on_gpu = results[2 * plane :].typed(FLOAT32).view(rows, used)
         self._away = True
-        self._copied: Event | None = None  # the event after which ``_host`` has them
+        self._copied: Event | None = None  # the event after which ``_host`` has the results
         self._host: npt.NDArray[np.int32] | None = None
 
     def copy_to(self, host: npt.NDArray[np.int32], copied: Event | None) -> None:
@@ -37,7 +38,9 @@ class CudaRouting(Routing):
         self._host, self._copied = host, copied
 
     def on_host(self, values: npt.NDArray[np.int32]) -> Routing:
-        """Views of ``values`` in RAM, which are the results or a buffer for them."""
+        """A routing whose arrays are views of ``values``: the results in RAM, or a buffer for
+        them.
+        """
         rows, ranked, used = self._shape
         plane = rows * ranked
         return Routing(
@@ -48,7 +51,7 @@ class CudaRouting(Routing):
 
     @property
     def results(self) -> Tensor:
-        """All of them, on the GPU: (n,) int32."""
+        """All results, on the GPU: (n,) int32."""
         return self._results
 
     @property
@@ -95,7 +98,7 @@ class CudaRouting(Routing):
 
 
 def on_gpu(routing: Routing, device: Device) -> CudaRouting:
-    """``routing`` in GPU memory; it may be the host's."""
+    """``routing`` in GPU memory, copied if it is on the host."""
     if isinstance(routing, CudaRouting):
         return routing
     parts = routing.experts, routing.scores.view(np.int32), routing.weights.view(np.int32)
@@ -105,7 +108,7 @@ def on_gpu(routing: Routing, device: Device) -> CudaRouting:
 
 
 MOST_EXPERTS = declarations("choose.cu").constants["MOST_EXPERTS"]
-"""Of a layer."""
+"""Most experts of a layer."""
 _THREADS = 256
 _MOST_PLACES = declarations("put.cu").constants["MOST_PLACES"]
 _SCORINGS = {"softmax": 0, "sigmoid": 1, "softmax-chosen": 2}
@@ -117,7 +120,7 @@ _Choose = arguments("choose.cu", "Choose")
 
 
 def router_logits(x: Tensor, gate: Tensor, out: Tensor) -> None:
-    """out (R, E) = x (R, D), float32, times the rows of gate (E, D), bf16 or float32."""
+    """out (R, E) = x (R, D), float32, @ gate.T; gate (E, D) is bf16 or float32."""
     rows, width = x.shape
     args = _Router(*pointers(x, gate, out), gate.shape[0], width, out.strides[0])
     program = Program.of("router", GATE_IN=OUT[gate.dtype])
@@ -127,10 +130,10 @@ def router_logits(x: Tensor, gate: Tensor, out: Tensor) -> None:
 def choose(
     logits: Tensor, gate_bias: Tensor | None, choice_bias: Tensor | None, spec: RouterSpec
 ) -> Tensor:
-    """The experts of rows by logits (R, E), float32, to which ``gate_bias`` (E,) is added.
+    """Choose each row's experts by its logits (R, E), float32, plus ``gate_bias`` (E,).
 
-    Returns int32: experts (R, W), then scores (R, W) and weights (R, K), both float32. A row whose
-    logits are not all finite has weights that are not. Experts are ``MOST_EXPERTS`` at most.
+    Returns int32: experts (R, W), then scores (R, W) and weights (R, K), both float32 bits.
+    Non-finite logits give non-finite weights. There are at most ``MOST_EXPERTS`` experts.
     """
     rows, count = logits.shape
     assert count <= MOST_EXPERTS, "each has a thread of a block"
@@ -157,7 +160,7 @@ def choose(
 
 
 def put_rows(rows: Tensor, places: npt.NDArray[np.intp], out: Tensor) -> None:
-    """Rows (n, D) to the ``places`` (n,) of ``out``, all float32 and contiguous."""
+    """Write rows (n, D) to the rows ``places`` (n,) of ``out``; all float32 and contiguous."""
     width = out.shape[1]
     for first in range(0, len(places), _MOST_PLACES):
         some = places[first : first + _MOST_PLACES]
@@ -167,7 +170,7 @@ def put_rows(rows: Tensor, places: npt.NDArray[np.intp], out: Tensor) -> None:
 
 
 def combined(slots: Tensor, weights: Tensor, shared: Tensor | None) -> Tensor:
-    """Slots (R * K, D) times weights (R, K), summed in the order of k, plus shared (R, D)."""
+    """The sum over k of slots (R * K, D) times weights (R, K), in order, plus shared (R, D)."""
     rows, used = weights.shape
     width = slots.shape[1]
     y = empty(rows, width, device=slots.device)

@@ -1,10 +1,9 @@
-"""An MLP split by rows into pieces on the GPU, and maybe a last one on the host, computed at the
-same time.
+"""An MLP split by rows into pieces on the GPU and possibly a last one on the host, which compute at
+the same time.
 
 GPU and host exchange rows through pinned RAM, which kernels read and write directly: no copy is a
-call of the driver. Each processor computes its rows of gate and up, gets the other's values, and
-computes its rows of down. A recording is cut where the host computes. The layers of a pass share
-that RAM.
+driver call. Each device computes its rows of gate and up, receives the other's values, and computes
+its rows of down. A recording is cut where the host computes. The layers of a pass share that RAM.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Handover:
         return other
 
     def tensor(self, values: Floats) -> Tensor:
-        """One of the arrays."""
+        """The tensor of one of the arrays."""
         strides = values.shape[1], 1
         return Tensor(self._device, None, values.ctypes.data, values.shape, strides, FLOAT32)
 
@@ -59,7 +58,7 @@ class Handover:
             event.record()
 
     def receive(self, number: int) -> None:
-        """Wait until they have been written."""
+        """Wait until the rows (0) or the GPU's values (1) have been written."""
         event = self._events[number]
         if event is not None:
             event.synchronize()

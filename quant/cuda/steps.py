@@ -13,7 +13,7 @@ from localrt.quant.cuda.programs import Program
 from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32, Dtype, Tensor, empty
 
 _THREADS = 256
-# Widest block of the Hadamard rotation: a block of threads holds it.
+# Largest Hadamard rotation: one thread block does it.
 _MOST_HADAMARD = 256
 
 _Norm = arguments("rms_norm.cu", "Norm")
@@ -35,10 +35,9 @@ def move_rows(
     softcap: float | None = None,
     add: bool = False,
 ) -> Tensor:
-    """x (R, D) times ``scale`` to y (R, D), or added to it; y is returned, and may be x.
-
-    Each is bf16 or float32; columns lie together, rows may lie apart. ``index`` (R,), int64 on the
-    device, says which rows of x are taken. Columns are multiplied by ``scales`` (D,), float32, and
+    """Write x (R, D) times ``scale`` to y (R, D), or add it; returns y, which may be x. Each is
+    bf16 or float32; columns are contiguous, rows may be strided. ``index`` (R,), int64 on the
+    device, selects rows of x. Columns are multiplied by ``scales`` (D,), float32, and
     rows by the sigmoid of their ``gates`` (R, 1), float32; ``softcap`` bounds the result by softcap
     * tanh(x / softcap).
     """
@@ -84,7 +83,7 @@ def norm(
 ) -> Tensor:
     """RMSNorm of x (R, D), float32, times weight (D,); ``pending`` (R, D) is added to x first.
 
-    x keeps the sum; its rows may lie apart. The result is of type ``out``, bf16 or float32.
+    x keeps the sum; its rows may be strided. The result is of type ``out``, bf16 or float32.
     """
     y = empty(*x.shape, dtype=out, device=x.device)
     _norm(x, weight, eps, pending, y, y.shape[1], OUT=OUT[out], RECORDS=0)
@@ -137,10 +136,11 @@ def norm_gate(
     gate_first: bool = False,
     records: Records | None = None,
 ) -> Tensor:
-    """Rows (R, W), with a ``weight`` normed over each ``size`` numbers (fewer than W weights
-    repeat), times gate(gates), (R, W) of the same type and any stride: bf16.
+    """Rows ``seen`` (R, W) times gate(gates), bf16.
 
-    They may go to ``records`` instead, if ``size`` and W are whole steps of 32.
+    With ``weight``, rows are first normed over each ``size`` elements (fewer than W weights
+    repeat). ``gates`` (R, W) have the same type and any stride. The result may go to ``records``
+    instead, if ``size`` and W are whole steps of 32.
     """
     rows, width = seen.shape
     size = size or width
@@ -175,7 +175,7 @@ def gate(
     rows: Tensor | None = None,
 ) -> Tensor:
     """activation(scale * gate) * up of gate_up (R, 2F), bf16 or float32, gate first: (R, F) in
-    bf16. Of ``relu2``, which has no gate, the activation of (R, F).
+    bf16. For ``relu2``, which has no gate, the activation of (R, F).
 
     ``limit`` is ``swiglu_oai``'s. With ``rows`` (n,), int64, only those are written to ``out``.
     """
@@ -190,10 +190,10 @@ def gate(
 
 
 def rotate_blocks(x: Tensor, size: int, *, out: Tensor | None = None) -> Tensor:
-    """Every ``size`` consecutive columns of x (R, D) or (H, R, D), bf16, times the Hadamard matrix
-    / sqrt(size): contiguous, in ``out`` if given, which may be x. Rows of x may lie apart.
+    """Multiply each block of ``size`` columns of x (R, D) or (H, R, D), bf16, by the Hadamard
+    matrix / sqrt(size). The result is contiguous, in ``out`` if given, which may be x.
 
-    Natural order, as in ``quant/methods/rotation.py``; rounded to bf16.
+    Rows of x may be strided. Natural order, as in ``quant/methods/rotation.py``; rounded to bf16.
 
     Raises:
         ValueError: ``size`` is not a power of two up to 256 that divides D.

@@ -1,7 +1,7 @@
 """The state of a pass in the CUDA implementation.
 
 Rows are in order of sequences. Lengths and positions are on the device, where kernels and recorded
-graphs read them. This module knows no kernels but the norm and the sum.
+graphs read them. Of the kernels, this module knows only the norm and the sum.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Stream:
 PassNumbers: TypeAlias = tuple[
     Tensor, Tensor, Tensor, tuple[Tensor, ...], tuple[Tensor | None, ...]
 ]
-"""The first fields of a ``CudaPass``."""
+"""The first four fields of a ``CudaPass``."""
 
 
 class Numbers:
@@ -113,7 +113,7 @@ class Numbers:
                 _fill_tree(self._trees[at], span.mask)
 
     def split(self, device: Tensor) -> tuple[PassNumbers, Tensor]:
-        """The parts of a copy of ``staged``: those of a ``CudaPass``, and the rows wanted."""
+        """The parts of a copy of ``staged``: those of a ``CudaPass``, and the head's rows."""
         starts = accumulate(self._parts, initial=0)
         parts = (device[at : at + size] for at, size in zip(starts, self._parts, strict=False))
         tokens, positions, wanted, cached, *others = parts
@@ -127,9 +127,9 @@ class Numbers:
 
 
 def _fill_tree(tree: npt.NDArray[np.int16], mask: npt.NDArray[np.bool_]) -> None:
-    """Write ``mask`` (rows, columns), of the last tokens in order, as the kernels read it: for each
-    visible token its distance up the tree, where 1 is the row itself. Padding rows see what the
-    last row sees, and themselves.
+    """Write ``mask`` (rows, columns) over the last tokens as the kernels read it: each visible
+    token's distance up the tree, where 1 is the row itself. Padding rows see what the last row
+    sees, and themselves.
     """
     (rows, columns), (count, width) = mask.shape, tree.shape
     end = width - count + rows
@@ -143,9 +143,9 @@ def _fill_tree(tree: npt.NDArray[np.int16], mask: npt.NDArray[np.bool_]) -> None
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """The sequences of a pass on a device, int64: their records, (sequences, layers) positions, and
-    the parents of trees' rows. ``rows`` bounds the waiting and new rows of each, ``prepared`` those
-    of all together.
+    """The sequences of a pass on a device, int64: their descriptions, (sequences, layers)
+    positions, and the parents of tree rows. ``rows`` bounds the waiting and new rows of each
+    sequence, ``prepared`` those of all together.
     """
 
     records: Tensor
@@ -167,13 +167,13 @@ class CudaPass:
     spans: tuple[Span, ...]
     longest: tuple[int, ...]
     axes: npt.NDArray[np.int64] | None = None  # (3, R), on the host
-    ahead: tuple[Tensor | None, ...] = ()  # of each span, (rows,) int32: see ``Span``
+    ahead: tuple[Tensor | None, ...] = ()  # per span, (rows,) int32: see ``Span``
     tables: dict[Rope, tuple[Tensor, Tensor]] = field(default_factory=dict)
     sequences: Sequences | None = None  # of recurrent layers
     mixed: set[int] = field(default_factory=set)  # recurrent layers that have been computed
 
     def ahead_of(self, span: int, *, windowed: bool) -> Tensor | None:
-        """How many rows ahead a span's rows see, in a layer with or without a window."""
+        """How many later rows each row of a span sees, in a layer with or without a window."""
         if not self.ahead or (self.spans[span].windows_only and not windowed):
             return None
         return self.ahead[span]

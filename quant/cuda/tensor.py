@@ -20,7 +20,7 @@ from localrt.quant.formats.convert import bf16_values
 
 @dataclass(frozen=True, slots=True)
 class Dtype:
-    """A type of numbers; in numpy, bf16 is its bits."""
+    """An element type; numpy arrays of bf16 hold its bits."""
 
     name: str
     itemsize: int
@@ -57,25 +57,25 @@ class Tensor:
 
     @property
     def size(self) -> int:
-        """Numbers."""
+        """The number of elements."""
         return prod(self.shape)
 
     @property
     def span(self) -> int:
-        """The extent in memory, from the first number to the last."""
+        """The extent in memory, from the first element to the last."""
         if not self.size:
             return 0
         return 1 + sum((n - 1) * step for n, step in zip(self.shape, self.strides, strict=True))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the numbers; 0 once its block has been freed."""
+        """Bytes of the elements; 0 once the block has been freed."""
         freed = self.block is not None and not self.block.nbytes
         return 0 if freed else self.size * self.dtype.itemsize
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether the numbers are adjacent and in order."""
+        """Whether the elements are adjacent and in order."""
         return not self.size or all(
             size == 1 or stride == whole
             for size, stride, whole in zip(
@@ -84,7 +84,7 @@ class Tensor:
         )
 
     def __getitem__(self, index: _Index | tuple[_Index, ...]) -> Tensor:
-        """Views by numbers, slices without steps, and None for a new dimension of 1."""
+        """A view; takes integers, slices without steps, and None for a new dimension of 1."""
         parts = index if isinstance(index, tuple) else (index,)
         address, at = self.address, 0
         shape, strides = list[int](), list[int]()
@@ -109,7 +109,7 @@ class Tensor:
         )
 
     def view(self, *shape: int) -> Tensor:
-        """The same numbers in another shape, where -1 is what is left; they do not move."""
+        """A view in another shape, where -1 is inferred; nothing is copied."""
         if -1 in shape:
             left = self.size // max(1, -prod(shape))
             shape = tuple(left if size == -1 else size for size in shape)
@@ -130,7 +130,7 @@ class Tensor:
         return self._view(shape, strides, dtype)
 
     def transpose(self, one: int, other: int) -> Tensor:
-        """Two dimensions exchanged."""
+        """A view with two dimensions exchanged."""
         order = list(range(len(self.shape)))
         order[one], order[other] = order[other], order[one]
         shape = tuple(self.shape[at] for at in order)
@@ -153,7 +153,7 @@ class Tensor:
         return self._view((self.size + other.size,), (1,), self.dtype)
 
     def put(self, values: Tensor | npt.NDArray[np.generic]) -> Tensor:
-        """Copy contiguous numbers of the same type, which the host may change at once; returns
+        """Copy contiguous values of the same type, which the host may change afterwards; returns
         self.
         """
         assert self.is_contiguous, "it is one copy"
@@ -183,8 +183,8 @@ class Tensor:
         return self
 
     def copy_to(self, out: npt.NDArray[np.generic]) -> None:
-        """Copy contiguous numbers to contiguous ones of the host, which waits for them. While
-        recording it is part of the graph and nobody waits; ``out`` must then be pinned.
+        """Copy contiguous elements to a contiguous array of the host, and wait. While recording,
+        the copy is part of the graph and nobody waits; ``out`` must then be pinned.
         """
         assert self.is_contiguous, "it is one copy"
         if self.device.recording:
@@ -227,7 +227,7 @@ def whole_strides(shape: Sequence[int]) -> tuple[int, ...]:
 def _strides_of(
     shape: tuple[int, ...], strides: tuple[int, ...], other: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """The strides of a view in the shape ``other``; only contiguous dimensions can be cut anew."""
+    """The strides of a view in the shape ``other``; only contiguous dimensions can be reshaped."""
     found, at = [0] * len(other), len(other) - 1
     step, whole, done = strides[-1], 1, 1
     for place in reversed(range(len(shape))):
@@ -248,7 +248,7 @@ def empty(*shape: int, dtype: Dtype = FLOAT32, device: Device, pool: Pool | None
     """An uninitialized tensor, in scratch memory or a ``pool``.
 
     Raises:
-        MemoryBudgetError: the device has no room for them.
+        MemoryBudgetError: the device has no room for it.
     """
     nbytes = prod(shape) * dtype.itemsize
     block = (device.pool if pool is None else pool).take(nbytes)
@@ -274,7 +274,7 @@ def upload(
 ) -> Tensor:
     """A copy of ``values`` on the device; the host does not wait for it.
 
-    bf16 come as their bits, with their ``dtype``.
+    Pass bf16 values as their bits, with ``dtype``.
     """
     kind = dtype or _BY_NUMPY[values.dtype]
     return empty(*values.shape, dtype=kind, device=device, pool=pool).put(values)

@@ -1,8 +1,8 @@
-"""The steps of vision encoders on a GPU, by our kernels, over rows that ``put`` has copied there.
+"""The steps of vision encoders on a GPU, by our kernels, on rows that ``put`` has copied there.
 
 Rows are float32. Inputs of products are rounded to bf16 (to 8 bits for packed matrices), as are
-queries, keys, values and cuBLAS's results. A picture's result is the same bits every time.
-Attention uses the decoder's kernels: each segment is a KV cache in which rows attend to all others.
+queries, keys, values and cuBLAS's results. Results are deterministic. Attention uses the decoder's
+kernels: each segment is a KV cache in which rows attend to all others.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from localrt.quant.ops.kv_formats import BLOCK_TOKENS
 from localrt.quant.ops.vision import Heads, PatchLayout, Rows, VisionActivation, VisionSteps
 
 _THREADS = 256
-_ROWS = 4096  # of a product at once, so that its intermediate results stay small
+_ROWS = 4096  # rows of a product at once, to limit intermediate results
 
 _LayerNorm = arguments("layer_norm.cu", "LayerNorm")
 _Activate = arguments("activate.cu", "Activate")
@@ -52,7 +52,7 @@ class CudaVision(VisionSteps[CudaWeight, Tensor]):
         super().__init__(ops)
         self._device = device_of(ops.device)
         self._rotations: tuple[Floats, Tensor, Tensor] | None = None
-        # If the decoder's products are in int8, cuBLAS's workspace is in no budget.
+        # If the decoder's products are int8, no budget includes cuBLAS's workspace.
         self._ours = prefers_int8(self._device)
 
     def put(self, x: Floats) -> Tensor:
@@ -138,7 +138,7 @@ class CudaVision(VisionSteps[CudaWeight, Tensor]):
         cos, sin = self._rotation(layout)
         longest = max(np.diff(layout.ends, prepend=0).tolist())
         # Segments are computed one after another, so they share one cache.
-        key_nbytes = 2 * count * size  # of a token
+        key_nbytes = 2 * count * size  # per token
         nbytes = 2 * key_nbytes * BLOCK_TOKENS
         room = empty(-(-longest // BLOCK_TOKENS), nbytes, dtype=UINT8, device=self._device)
         addresses = room.address + nbytes * np.arange(len(room), dtype=np.int64)

@@ -1,7 +1,7 @@
 """Matrices for the GPU kernels: tiles as in a store, or bf16 rows.
 
-Rows are tiled as they are read, directly into the matrix on the device: there is never a second
-copy. Formats without a kernel (f32, f16, bf16), and columns that are not whole spans, become bf16.
+Rows are tiled as they are read, straight into the matrix on the device, without a second copy.
+Formats without a kernel (f32, f16, bf16), and columns that are not whole spans, become bf16.
 
 Tiles of E4M3 codes are unpacked to bf16 on the device: no kernel multiplies them.
 """
@@ -39,7 +39,7 @@ from localrt.quant.ops import attention, experts, protocol, recurrent
 
 
 def is_e4m3_groups(block: TiledTensor) -> bool:
-    """Whether a matrix is E4M3 codes in groups."""
+    """Whether a matrix has E4M3 codes in groups."""
     format_ = block.format
     return format_.name.startswith("e4m3-") and format_ == E4m3Codec(format_.block).format
 
@@ -48,7 +48,9 @@ _UnpackE4m3 = arguments("unpack_e4m3.cu", "UnpackE4m3")
 
 
 def unpack_e4m3(block: TiledTensor, data: Tensor, out: Tensor) -> None:
-    """out (rows, columns), contiguous, bf16: ``block`` from its tiles in ``data``, uint8."""
+    """Unpack ``block``, whose tiles are ``data`` (uint8), to out (rows, columns), contiguous
+    bf16.
+    """
     rows, columns = block.shape
     args = _UnpackE4m3(*pointers(data, out), rows, columns, block.format.block, block.scale)
     grid = (-(-columns // 64), -(-rows // TILE_ROWS), 1)
@@ -61,7 +63,7 @@ Tile = Callable[[PackedTensor], TiledTensor]
 @dataclass(frozen=True, slots=True)
 class CudaWeight:
     """Row blocks stacked: tiles, or bf16 (rows, columns). With ``hadamard`` n, inputs need the
-    block Hadamard rotation of n. Few inputs are read in 8 bits, or in 15 with ``fine``.
+    Hadamard rotation in blocks of n. Few input rows are read in 8 bits, or in 15 with ``fine``.
 
     ``adapters`` change products with the matrix; ``starts`` are the first rows of its tensors.
     """
@@ -128,7 +130,7 @@ def build_weight(
 
 
 def _device_data(block: PackedTensor | TiledTensor) -> Tensor | None:
-    """The tiles, if they are on the device already, as in a ring of the pipeline."""
+    """The tiles, if they are already on the device, as in a ring of the pipeline."""
     data: object = block.data
     return data if isinstance(block, TiledTensor) and isinstance(data, Tensor) else None
 
@@ -141,8 +143,8 @@ def _factors(scales: Sequence[float], device: Device) -> Tensor | None:
 
 
 class _PlacedPart:
-    """Tiles of one format that follow one another on the device, used in place: so that queries,
-    keys and values, or gate and up, are one product.
+    """Consecutive tiles of one format on the device, used in place, so that queries, keys and
+    values, or gate and up, are one product.
     """
 
     def __init__(self, first: PackedTensor | TiledTensor, data: Tensor) -> None:
@@ -175,7 +177,7 @@ class _PlacedPart:
 
 
 class _TiledPart:
-    """Tiles of one format so far, in memory for all rows that may follow."""
+    """Tiles of one format, in memory allocated for all rows that may follow."""
 
     def __init__(
         self,
@@ -216,7 +218,7 @@ class _TiledPart:
 
 
 class _DensePart:
-    """bf16 rows so far, in memory for all rows that may follow."""
+    """bf16 rows, in memory allocated for all rows that may follow."""
 
     def __init__(self, first: PackedTensor | TiledTensor, most_rows: int, device: Device) -> None:
         self._out = empty(
@@ -249,7 +251,7 @@ def _shortened(memory: Tensor, count: int) -> Tensor:
 
 
 def _bf16_rows(block: PackedTensor | TiledTensor, data: Tensor | None) -> npt.NDArray[np.uint16]:
-    """A block as bits of bf16 on the host; ``data`` are its bytes if they are on the device."""
+    """A block as bf16 bits on the host; ``data`` has its bytes if they are on the device."""
     if isinstance(block, TiledTensor):
         block = untile(block if data is None else replace(block, data=data.to_host()))
     if block.format == BF16 and block.scale == 1.0:
@@ -257,7 +259,7 @@ def _bf16_rows(block: PackedTensor | TiledTensor, data: Tensor | None) -> npt.ND
     return bf16_bits(unpack(block))
 
 
-# Types of the steps' weights for CUDA; objects are made by the classes themselves.
+# Weight types of the steps, for CUDA; instances are of the generic classes.
 AttentionWeights = attention.AttentionWeights[CudaWeight, Tensor]
 LatentWeights = attention.LatentWeights[CudaWeight, Tensor]
 RouterWeights = experts.RouterWeights[CudaWeight, Tensor]
