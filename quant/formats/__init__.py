@@ -1,24 +1,24 @@
-"""What a packed weight is: formats, packed tensors, packing, and unpacking to float32.
+"""Packed weights: formats, packed tensors, packing, and unpacking to float32.
 
-It does not know where bytes come from. Start reading at ``packed.py``, then ``tiled.py``.
+These modules do not know where bytes come from. Start reading at ``packed.py``, then ``tiled.py``.
 
 A format is a block of weights along a row: bits, group, scales. GGUF's types are read as they are.
 Our own are affine groups (``int4`` to ``int8``, groups of 32 to 128, a scale or a scale and a
 minimum), ``nf4`` (groups of 64), ``mxfp4`` (32, power-of-two scales) and ``nvfp4`` (16, E4M3
-scales, one factor for the tensor). Others publish groups that these cannot hold exactly; they have
-formats that are read and computed with, and not quantized to (``published.py``). Each family's file
-is the plain reference; a codec knows one group at a time. ``unpack`` returns float32 for every
-format, bit for bit what the ``gguf`` package returns.
+scales, one factor for the tensor). Some checkpoints have groups that these cannot hold exactly; for
+them there are formats that localrt reads and computes with, but does not quantize to
+(``published.py``). Each family's file is the plain reference; a codec knows one group at a time.
+``unpack`` returns float32 for every format, bit for bit what the ``gguf`` package returns.
 
 Codebook types (IQ1, IQ2, IQ3) store indices of entries of four or eight columns (``codebook.py``).
 The kernels look a step's 64 or 128 indices up at once: with AVX-512 VBMI by byte permutations of
 the whole table in registers, which takes fewer instructions than a load for each index, elsewhere
-and on GPUs by loads. The entries are the ``gguf`` package's; the library gets them before the first
-matrix that needs them.
+and on GPUs by loads. The entries come from the ``gguf`` package; the native library receives them
+before the first matrix that needs them.
 
 All kernels read tiles (``tiled.py``): 16 rows side by side, so that one 512-bit register holds the
 same four columns of 16 rows and one ``vpdpbusd`` adds 64 products. A tile is exactly as large as
-its 16 rows were. The layout is the same on CPU and GPU, in memory and on disk.
+its 16 rows. The layout is the same on CPU and GPU, in memory and on disk.
 """
 
 from localrt.quant.formats.affine import AFFINE, AffineCodec

@@ -1,11 +1,12 @@
-"""Affine groups: int4, int5, int6 and int8 codes with a half-precision scale, maybe a minimum.
+"""Affine groups: int4, int5, int6 and int8 codes with a half-precision scale and, in some, a
+minimum.
 
-``int4-g32`` is symmetric: value = scale * (code - 8); the group's extreme sits on the lowest code,
-so the scale has the other sign. ``int4-g32m`` has a minimum: value = scale * code +
-minimum. A block is one group: scale, minimum if any, low nibbles (bytes for int8), high bits.
-int4-g32 is byte for byte ggml's Q4_0, and int4-g32m its Q4_1.
+``int4-g32`` is symmetric: value = scale * (code - 8); the group's extreme maps to the lowest code,
+so the scale has the opposite sign. ``int4-g32m`` has a minimum: value = scale * code + minimum. A
+block is one group: scale, minimum (if any), low nibbles (bytes for int8), high bits. int4-g32 is
+byte for byte ggml's Q4_0, and int4-g32m its Q4_1.
 
-The formats are those that models are published in, or that measured best at their size:
+These formats are the ones that models are published in, or the best measured at their size:
 
     int4, int8 in groups of 32, 64, 128   published by GPTQ and compressed-tensors, symmetric
     the same with a minimum               published by MLX, AWQ, and GPTQ with zero points
@@ -63,7 +64,7 @@ class AffineCodec:
 
     @property
     def shrinks(self) -> tuple[float, ...]:
-        """A hundred steps from the whole range down to a fifth of it."""
+        """A hundred factors from 1 down to 0.2."""
         return tuple(np.linspace(1.0, 0.2, 100).tolist())
 
     @property
@@ -79,7 +80,7 @@ class AffineCodec:
         return 1.0
 
     def fit(self, groups: Floats, shrink: float = 1.0) -> Floats:
-        """The group's extreme on the lowest code, or lowest and highest value on the end codes.
+        """Map the group's extreme to the lowest code, or its minimum and maximum to the end codes.
 
         A range with a minimum shrinks towards the group's mean.
         """
@@ -103,7 +104,7 @@ class AffineCodec:
         return np.clip(codes, 0, (1 << self.bits) - 1, out=codes).astype(np.uint8)
 
     def decode(self, codes: Bytes, scales: Floats) -> Floats:
-        """Codes to values, in ggml's order of operations."""
+        """Convert codes to values, in ggml's order of operations."""
         values = codes.astype(np.float32)
         if self.minimum:
             values *= scales[:, :1]

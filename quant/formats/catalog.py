@@ -1,9 +1,8 @@
-"""Every format by its name, the codecs of those that localrt packs, and the codes of their blocks.
+"""All formats by name, the codecs of those that localrt packs, and the codes in their blocks.
 
-ggml's types that localrt reads are among the formats; its quantizers are not ours. Codes are
-unsigned, a byte a weight, whatever the format: here is only where their bits lie in a block
-(``ggml.py`` lists ggml's), not what they stand for. Q8_0's count from -128, so that they are
-unsigned too.
+The formats include the ggml types that localrt reads, not ggml's quantizers. Codes are unsigned,
+one byte per weight, in every format: this module knows where their bits are in a block (``ggml.py``
+lists ggml's), not their values. Q8_0's int8 are offset by 128, so that they are unsigned too.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from localrt.quant.formats.published import PUBLISHED
 CODECS: Mapping[str, Codec] = MappingProxyType(
     {**AFFINE, "nf4": NF4_CODEC, "mxfp4": MXFP4_CODEC, "nvfp4": NVFP4_CODEC, **GGUF_CODECS}
 )
-"""The codec of every format that localrt packs itself, by the format's name."""
+"""The codec of every format that localrt packs, by the format's name."""
 GROUP_CODECS: Mapping[str, GroupCodec] = MappingProxyType({**CODECS, **PUBLISHED})
-"""The same, and the codecs of what is published in groups and only read here."""
+"""Those and the codecs of published formats, which localrt only reads."""
 FORMATS: Mapping[str, Format] = MappingProxyType(
     {
         format_.name: format_
@@ -44,7 +43,7 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
     }
 )
 """Every format that localrt can unpack, by its name."""
-# uint8 throughout; numpy's stubs lose that in shifts.
+# Always uint8; numpy's stubs lose the type in shifts.
 Codes = npt.NDArray[Any]
 _PAIRS = np.array([0, 2, 4, 6], np.uint8)[:, None]
 
@@ -82,7 +81,7 @@ def read_codes(name: str, blocks: Codes) -> Codes:
 
 
 def write_codes(name: str, codes: Codes, blocks: Codes) -> None:
-    """The inverse of ``read_codes``: into blocks whose scales are there already."""
+    """The inverse of ``read_codes``; blocks already have their scales."""
     count = len(blocks)
     if name in GROUP_CODECS:
         codec = GROUP_CODECS[name]

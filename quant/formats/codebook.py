@@ -1,21 +1,22 @@
 """ggml's types whose weights are entries of a codebook: IQ3, IQ2 and IQ1.
 
-An entry is four or eight neighbouring columns; a block of 256 has an index for each, signs of the
-columns (IQ3, IQ2) or shifts of the entries (IQ1), and scales. Here is where each of them lies in a
-block, as fields of whole numbers, and back. ``convert.py`` makes values of them, ``tiled.py``
-tiles. The entries themselves are those of the ``gguf`` package.
+An entry is four or eight adjacent columns; a block of 256 has an index for each, signs of the
+columns (IQ3, IQ2) or shifts of the entries (IQ1), and scales. This module splits blocks into fields
+of integers and joins them again. ``convert.py`` turns fields into values, ``tiled.py`` into tiles.
+The entries come from the ``gguf`` package.
 
-The tiles of codebook types: what a span of ``tiled.py`` holds of entries, signs and scales.
+Tiles of codebook types: the spans of ``tiled.py`` with their indices, signs and scales.
 
 A span is a block, 256 columns of 16 rows. Its head:
 
     d       16 halves
-    scales  iq3_s: a word a row, of the block's eight nibbles; iq2_xs and iq2_s: two words a row, of
-            its sixteen; iq1_m: its scales in pairs, eight numbers of six bits, as IQ4_XS has them
+    scales  iq3_s: a word per row with the block's eight nibbles; iq2_xs and iq2_s: two words
+            per row with its sixteen; iq1_m: pairs of scales, eight six-bit values, stored like
+            IQ4_XS's
 
 Its eight steps:
 
-    index   a vector for every four entries: byte (row, j) is the low byte of index j
+    index   a vector per four entries: byte (row, j) is the low byte of index j
     signs   not iq1: eight 64-bit masks: bit 4 * row + i of mask v is set where column 4v + i is
             negative. Where signs are seven to eight columns, the last column's follows from the
             others, and bits 4 * row + 3 of the odd masks 2j + 1 have bit j of the row's scale
@@ -38,12 +39,12 @@ import numpy.typing as npt
 
 from localrt.quant.formats.six_bits import eight_in_words, eight_of_words
 
-# Whole numbers of several widths; numpy's stubs lose them in shifts.
+# Integers of several widths; numpy's stubs lose the type in shifts.
 Numbers = npt.NDArray[Any]
 _BITS = np.arange(8, dtype=np.uint8)
 _SEVENS = np.array([0, 7, 14, 21], np.uint32)
 _THREES = np.array([0, 3, 6, 9], np.uint16)
-# Seven signs and the eighth, which makes the number of negative ones even.
+# Seven signs, and an eighth that makes the number of negative ones even.
 _EVEN = np.array([i | (i.bit_count() & 1) << 7 for i in range(128)], np.uint8)
 
 
@@ -51,9 +52,9 @@ _EVEN = np.array([i | (i.bit_count() & 1) << 7 for i in range(128)], np.uint8)
 class Codebook:
     """How a type uses its codebook.
 
-    ``width`` columns an entry, ``index_bits`` an index; ``groups`` scales a block. A value is
-    ``unit * (2 * scale + 1) * d`` times a whole number from ``-zero`` to ``zero``: an entry's with
-    its sign, or with ``shifted`` eight times an entry's and 1 more or less.
+    ``width`` columns per entry, ``index_bits`` per index, ``groups`` scales per block. A value is
+    ``unit * (2 * scale + 1) * d`` times an integer from ``-zero`` to ``zero``: an entry's with its
+    sign, or if ``shifted``, eight times an entry's, plus or minus 1.
     """
 
     grid: str
@@ -66,12 +67,14 @@ class Codebook:
 
     @property
     def entries(self) -> npt.NDArray[np.uint8]:
-        """(2 ** index_bits, width): whole numbers; with ``shifted`` plus 1."""
+        """(2 ** index_bits, width): integers; plus 1 if ``shifted``."""
         return _entries(self.grid, self.shifted)
 
     @property
     def codes(self) -> npt.NDArray[np.uint8]:
-        """The same as kernels take them, plus ``zero``: with ``shifted`` those of entries less."""
+        """The codes that kernels take: values plus ``zero``; if ``shifted``, those with 1
+        subtracted.
+        """
         return self.entries * np.uint8(8) if self.shifted else self.entries + np.uint8(self.zero)
 
 
@@ -86,12 +89,12 @@ CODEBOOKS = MappingProxyType(
         "iq1_m": Codebook("IQ1_S", 8, 11, 16, 0.125, 9, shifted=True),
     }
 )
-"""By the format's name."""
+"""Codebooks by format name."""
 
 
 @cache
 def _entries(grid: str, shifted: bool) -> npt.NDArray[np.uint8]:
-    from gguf import quants  # a tenth of a second, for files that have such types
+    from gguf import quants  # takes 0.1 s, so only for files with such types
 
     type_ = getattr(quants, grid)
     type_.init_grid()
@@ -103,11 +106,11 @@ def _entries(grid: str, shifted: bool) -> npt.NDArray[np.uint8]:
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """What n blocks hold.
+    """The fields of n blocks.
 
-    ``d`` (n,) float16 as ``uint16``; ``index`` (n, 256 / width); ``scale`` (n, groups);
-    ``signs`` (n, 256) ones where a column is negative, or with a codebook that is ``shifted``
-    (n, 32) where an entry is 1/8 less and not more.
+    ``d`` (n,) float16 as ``uint16``; ``index`` (n, 256 / width); ``scale`` (n, groups); ``signs``
+    (n, 256) is 1 where a column is negative; for ``shifted`` codebooks, (n, 32) is 1 where an entry
+    is shifted by -1/8 instead of 1/8.
     """
 
     d: npt.NDArray[np.uint16]
@@ -204,7 +207,7 @@ def _wide(low: Numbers, high: Numbers) -> Numbers:
 
 
 def _nibbles(packed: Numbers) -> Numbers:
-    """(n, m) bytes to (n, 2m), a byte's two being neighbours, the low one first."""
+    """(n, m) bytes to (n, 2m) nibbles, the low one of a byte first."""
     return np.stack([packed & 15, packed >> 4], axis=2).reshape(len(packed), -1)
 
 
@@ -228,7 +231,7 @@ _WORDS = {"iq3_s": 64, "iq2_xs": 128, "iq2_s": 128, "iq1_m": 96}  # bytes of a h
 
 
 def spans_of_blocks(name: str, blocks: Numbers) -> Numbers:
-    """The spans (n, bytes) of blocks (n, 16 rows, block_bytes)."""
+    """Spans (n, bytes) from blocks (n, 16 rows, block_bytes)."""
     fields = split_fields(name, blocks.reshape(-1, blocks.shape[-1]))
     d = fields.d.view(np.uint8).reshape(len(blocks), -1)
     return np.concatenate([d, *_scale_words(name, fields), _steps(name, fields)], axis=1)
@@ -268,7 +271,7 @@ def _scales_of_words(name: str, words: Numbers) -> Numbers | None:
 
 
 def _steps(name: str, fields: Fields) -> Numbers:
-    """The steps of spans, (n, bytes): fields are those of 16 n blocks, a span's together."""
+    """The steps of spans, (n, bytes), from the fields of 16 n blocks; a span's are consecutive."""
     book = CODEBOOKS[name]
     index = _by_step(fields.index, 4)  # (n, steps, vectors, 16, 4)
     low = index.astype(np.uint8)
@@ -294,7 +297,7 @@ def _steps(name: str, fields: Fields) -> Numbers:
 
 
 def _tile_fields(name: str, steps: Numbers, d: Numbers, scale: Numbers | None) -> Fields:
-    """The inverse; ``d`` and the head's scales are (16 n, ...), as fields have them."""
+    """The inverse; ``d`` and the head's scales are (16 n, ...), as in ``Fields``."""
     book = CODEBOOKS[name]
     vectors, width = 32 // book.width // 4, 32 // book.width // 4 * 64
     by_step = steps.reshape(len(steps), _STEPS, -1)
@@ -350,7 +353,7 @@ def _bits(numbers: Numbers, count: int) -> Numbers:
 
 
 def _number(bits: Numbers) -> Numbers:
-    """Four bits each, lowest first."""
+    """Four bits to a nibble, lowest first."""
     weights = np.array([1, 2, 4, 8], np.uint8)
     number: Numbers = (bits * weights).sum(axis=-1, dtype=np.uint8)
     return number

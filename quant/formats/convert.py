@@ -1,10 +1,9 @@
 """Float32 weights to packed bytes and back: the plain reference that kernels are checked against.
 
-``pack`` rounds to nearest and takes each group's range for its scale; a quantizer that knows better
-scales or codes calls ``assemble``. ``unpack`` follows ggml's block layouts and its order of
-operations, so results are bitwise ggml's own; our own formats are decoded by their codecs. Both go
-through a tensor in pieces that stay in the CPU's cache. They know nothing of shapes beyond rows of
-whole blocks.
+``pack`` rounds to nearest and derives each scale from its group's range; a quantizer with better
+scales or codes calls ``assemble``. ``unpack`` follows ggml's block layouts and order of operations,
+so results equal ggml's bit for bit; our own formats are decoded by their codecs. Both work in
+pieces that stay in the CPU's cache. Of shapes they only require that rows are whole blocks.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def codec_of(format_: Format) -> Codec:
     """The codec of one of our own formats.
 
     Raises:
-        OptionError: localrt reads the format at most, and does not quantize to it.
+        OptionError: localrt does not quantize to the format.
     """
     codec = CODECS.get(format_.name)
     if codec is None or codec.format != format_:
@@ -186,7 +185,7 @@ def unpack(tensor: PackedTensor) -> Floats:
     blocks = packed.reshape(-1, format_.block_bytes)
     values = np.empty((len(blocks), format_.block), np.float32)
     step = _PIECE // format_.block
-    with np.errstate(all="ignore"):  # scales of a damaged file may be infinite or not numbers
+    with np.errstate(all="ignore"):  # scales of a damaged file may be infinite or NaN
         for start in range(0, len(blocks), step):
             unpack_blocks(blocks[start : start + step], values[start : start + step])
         if tensor.scale != 1.0:
@@ -259,7 +258,7 @@ def _unpack_codebook(name: str, blocks: Bytes, out: Floats) -> None:
     np.multiply(entries.reshape(groups.shape), scales[:, :, None], out=groups)
 
 
-# e2m1 doubled, so that it is whole, times half of the scale
+# e2m1 doubled to be integers; the scale is halved
 _E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
 _E8M0_HALF = np.ldexp(np.float32(1), np.arange(-128, 128)).astype(np.float32)
 

@@ -74,10 +74,10 @@ class Mxfp4Codec(_E2m1Codec):
     """See the ``Codec`` protocol. Scales are (n, 1) powers of two."""
 
     format: Format = MXFP4
-    shrinks: tuple[float, ...] = (2.0, 1.0, 0.5)  # neighbouring exponents: there is nothing between
+    shrinks: tuple[float, ...] = (2.0, 1.0, 0.5)  # scales are powers of two: adjacent exponents
 
     def fit(self, groups: Floats, shrink: float = 1.0) -> Floats:
-        """The extreme between 4 and 8, as OCP has it: what lies above 6 is clipped."""
+        """Map the extreme to between 4 and 8, as OCP specifies; values above 6 are clipped."""
         extreme = np.abs(groups).max(axis=1, keepdims=True) * np.float64(shrink)
         _, exponent = np.frexp(extreme)
         exponent = np.where(extreme > 0, exponent - 3, -127)
@@ -102,19 +102,19 @@ class Nvfp4Codec(_E2m1Codec):
 
     @property
     def shrinks(self) -> tuple[float, ...]:
-        """Beyond 1 too: an extreme on 4 instead of 6 meets finer neighbours.
+        """Factors, also above 1: an extreme at 4 instead of 6 leaves finer levels around it.
 
-        E4M3 has eight steps an octave: sixteen tries an octave miss none.
+        E4M3 has eight values per octave, so sixteen factors per octave miss none.
         """
         return tuple(np.geomspace(1.6, 0.4, 33).tolist())
 
     def tensor_scale(self, largest: float) -> float:
-        """The tensor's extreme gets the largest scale and the largest code."""
+        """The factor that maps the tensor's extreme to the largest scale and the largest code."""
         scale = float(np.float32(largest / (_LARGEST * _LARGEST_SCALE)))
         return scale if scale > 0 else 1.0
 
     def fit(self, groups: Floats, shrink: float = 1.0) -> Floats:
-        """The extreme on 6."""
+        """Map the extreme to 6."""
         extreme = np.abs(groups).max(axis=1, keepdims=True)
         return E4M3[_nearest_e4m3(extreme * np.float32(shrink / _LARGEST))]
 
@@ -163,11 +163,11 @@ class Nf4Codec(LevelCodec):
 
     @property
     def shrinks(self) -> tuple[float, ...]:
-        """A hundred steps from the whole range down to a fifth of it."""
+        """A hundred factors from 1 down to 0.2."""
         return tuple(np.linspace(1.0, 0.2, 100).tolist())
 
     def fit(self, groups: Floats, shrink: float = 1.0) -> Floats:
-        """The largest magnitude."""
+        """Each group's largest magnitude."""
         return to_half(np.abs(groups).max(axis=1, keepdims=True) * np.float32(shrink))
 
 

@@ -1,11 +1,10 @@
-"""The weight formats of ggml by name and by the number a GGUF file gives them, and codecs of three.
+"""ggml's weight formats by name and by their number in GGUF files, and codecs of three of them.
 
-How the bytes of a block become numbers is in ``convert.py``; where they come from is the
-checkpoints' business. localrt packs Q2_K, Q3_K, and IQ4_NL where rows are no whole blocks. Q2_K and
-Q3_K are blocks of 256: sixteen groups with scales of a few bits each. Q3_K: value = d * scale *
-(code - 4), with a six-bit scale from -32 to 31. Q2_K: value = d * scale * code - dmin * minimum,
-with four bits of each. A group's numbers are d and scale, or d, scale, dmin and minimum; the groups
-of a block share d and dmin.
+``convert.py`` decodes blocks; checkpoint readers know where bytes come from. localrt packs Q2_K and
+Q3_K, or IQ4_NL for rows of partial blocks. Q2_K and Q3_K are blocks of 256: sixteen groups with
+scales of a few bits each. Q3_K: value = d * scale * (code - 4), with a six-bit scale from -32 to
+31. Q2_K: value = d * scale * code - dmin * minimum, with four bits of each. A group's numbers are d
+and scale, or d, scale, dmin and minimum; the groups of a block share d and dmin.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from localrt.quant.formats.six_bits import join_six_bits, six_bit_scales
 
 
 def _bytes(start: int) -> Ranges:
-    """Sixteen fields of a byte each."""
+    """Ranges of sixteen one-byte fields."""
     return tuple((at, at + 1) for at in range(start, start + 16))
 
 
@@ -77,12 +76,12 @@ _PLAIN = (F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, 
 _READ = (*_PLAIN, IQ4_NL, IQ4_XS, TQ2_0, MXFP4, *_CODEBOOKS)
 _NUMBERS = {format_.ggml_type: format_ for format_ in _READ if format_.ggml_type is not None}
 GGML_FORMATS: Mapping[int, Format] = MappingProxyType(dict(sorted(_NUMBERS.items())))
-"""What localrt reads, by ggml's type number."""
+"""The formats that localrt reads, by ggml's type number."""
 IQ4_LEVELS = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32
 )
 IQ4_LEVELS.flags.writeable = False
-"""What IQ4_NL's and IQ4_XS' codes stand for, before the scale."""
+"""Values of IQ4_NL's and IQ4_XS's codes, before the scale."""
 GGML_UNREAD: Mapping[int, Format] = MappingProxyType(
     {
         9: Format("q8_1", 32, 40),
@@ -97,7 +96,7 @@ GGML_UNREAD: Mapping[int, Format] = MappingProxyType(
         41: Format("q1_0", 128, 18),
     }
 )
-"""What ggml has and localrt cannot unpack: enough to place tensors, and to name them."""
+"""ggml types that localrt cannot unpack, with sizes to locate tensors."""
 _BLOCK, _GROUPS = 256, 16
 _HALVES, _PAIRS = 2, np.array([0, 2, 4, 6], np.uint8)
 
@@ -106,14 +105,14 @@ _HALVES, _PAIRS = 2, np.array([0, 2, 4, 6], np.uint8)
 class KQuantCodec(BlockCodec):
     """See the ``Codec`` protocol. A block's scales are (n, 16 * k), those of a group (n, k).
 
-    k is 2 of Q3_K: d, scale; 4 of Q2_K: d, scale, dmin, minimum.
+    Q3_K: k = 2: d, scale; Q2_K: k = 4: d, scale, dmin, minimum.
     """
 
     format: Format
 
     @property
     def minimum(self) -> bool:
-        """Whether groups have one."""
+        """Whether groups have a minimum."""
         return self.format == Q2_K
 
     @property
@@ -123,7 +122,7 @@ class KQuantCodec(BlockCodec):
 
     @property
     def numbers(self) -> int:
-        """Of each group: k."""
+        """k, per group."""
         return 4 if self.minimum else 2
 
     @property
@@ -148,7 +147,7 @@ class KQuantCodec(BlockCodec):
         return self.join_scales(extreme * np.float32(-shrink / 4))
 
     def join_scales(self, steps: Floats, minima: Floats | None = None) -> Floats:
-        """The nearest scales that there are to wanted ones (n, 16): (n, 16 * k)."""
+        """The nearest representable scales (n, 16 * k) to those wanted (n, 16)."""
         d, scale = _shared(steps, 15 if self.minimum else 32)
         if minima is None:
             parts = [d, scale]
@@ -220,9 +219,10 @@ class KQuantCodec(BlockCodec):
 
 
 def _shared(wanted: Floats, most: int) -> tuple[Floats, Floats]:
-    """d (n, 1) in half precision and whole numbers (n, 16) up to ``most``: wanted = d * number.
+    """d (n, 1) in half precision and integers (n, 16) up to ``most``, such that wanted = d *
+    integer.
 
-    With 32 they go from -32 to 31, the extreme on -32.
+    If ``most`` is 32, integers are from -32 to 31, and the extreme is -32.
     """
     at = np.abs(wanted).argmax(axis=1)[:, None]
     extreme = np.take_along_axis(wanted, at, axis=1)
@@ -243,7 +243,7 @@ class Iq4NlCodec(LevelCodec):
 
     @property
     def numbers(self) -> int:
-        """Of each group."""
+        """Scales per group."""
         return 1
 
     @property
@@ -252,7 +252,7 @@ class Iq4NlCodec(LevelCodec):
         return tuple(np.linspace(1.1, 0.6, 26).tolist())
 
     def fit(self, groups: Floats, shrink: float = 1.0) -> Floats:
-        """The group's extreme on the lowest level, which is the farthest."""
+        """Map the group's extreme to the lowest (largest) level."""
         at = np.abs(groups).argmax(axis=1)[:, None]
         extreme = np.take_along_axis(groups, at, axis=1)
         return to_half(extreme * np.float32(shrink) / IQ4_LEVELS[0])
@@ -261,4 +261,4 @@ class Iq4NlCodec(LevelCodec):
 GGUF_CODECS: Mapping[str, KQuantCodec | Iq4NlCodec] = MappingProxyType(
     {"q2_k": KQuantCodec(Q2_K), "q3_k": KQuantCodec(Q3_K), "iq4_nl": Iq4NlCodec()}
 )
-"""By the format's name."""
+"""Codecs by format name."""

@@ -1,10 +1,9 @@
-"""What a stored weight is: a format, a logical shape, and packed bytes in numpy.
+"""Stored weights: a format, a logical shape, and packed bytes in numpy.
 
-Bytes are laid out in blocks along a row. A codec is how a format that is made of groups encodes
-weights: codes, scales and their bytes, one group at a time. Groups are rows of an array, (n,
-block); their scales are (n, k) float32 numbers that the format can store exactly. Which scales are
-best (``quant/methods``), how a whole tensor is packed (``convert.py``), where bytes come from and
-how they are multiplied is decided elsewhere.
+Bytes are laid out in blocks along a row. A codec encodes a format's groups: codes, scales and their
+bytes, one group at a time. Groups are rows of an array, (n, block); their scales are (n, k) float32
+values that the format can store exactly. Finding the best scales (``quant/methods``), packing whole
+tensors (``convert.py``), reading bytes and multiplying are other modules' work.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ Ranges = tuple[tuple[int, int], ...]
 HALF: Ranges = ((0, 2),)
 """The head of a block that begins with a scale in half precision."""
 HALVES: Ranges = ((0, 2), (2, 4))
-"""The same, with a minimum behind it."""
+"""The head of a block that begins with a scale and a minimum in half precision."""
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
     """How a weight is packed: every ``block`` weights along a row take ``block_bytes`` bytes.
 
-    A code has ``bits``. ``head`` are the byte ranges of a block's scales, which a tile has first;
-    empty without a tiled layout, and for codebook types, whose tiles are ``codebook.py``'s. Of
-    GGUF's formats, ``ggml_type`` is the number in files, and ``zero`` the code of zero where levels
-    are even and there is no codec.
+    A code has ``bits``. ``head`` are the byte ranges of a block's scales, which a tile stores
+    first; empty if there is no tiled layout, and for codebook types, which ``codebook.py`` tiles.
+    For GGUF's formats, ``ggml_type`` is the number in files, and ``zero`` the code of zero if
+    levels are even and there is no codec.
     """
 
     name: str
@@ -79,7 +78,7 @@ class PackedTensor:
         return self.data.nbytes
 
     def take_rows(self, index: npt.NDArray[np.intp]) -> PackedTensor:
-        """Rows in the order of ``index``: blocks run along a row, so no value changes."""
+        """The rows ``index``, in that order; blocks are within rows, so no value changes."""
         return replace(self, shape=(len(index), *self.shape[1:]), data=self.data[index])
 
 
@@ -88,11 +87,11 @@ Floats = npt.NDArray[np.float32]
 
 
 class GroupCodec(Protocol):
-    """The bytes of one format's groups, and their values. A block of the format is one group."""
+    """Converts one format's groups between bytes and values. A block of the format is one group."""
 
     @property
     def format(self) -> Format:
-        """The format that it reads and writes."""
+        """The format of its bytes."""
 
     def decode(self, codes: Bytes, scales: Floats) -> Floats:
         """Values (n, m) of codes (n, m)."""
@@ -105,7 +104,7 @@ class GroupCodec(Protocol):
 
 
 class Codec(GroupCodec, Protocol):
-    """One format's arithmetic, of a format that localrt packs itself."""
+    """The arithmetic of a format that localrt packs itself."""
 
     @property
     def group(self) -> int:
@@ -113,10 +112,12 @@ class Codec(GroupCodec, Protocol):
 
     @property
     def shrinks(self) -> tuple[float, ...]:
-        """What a search for better scales tries as ``shrink``, in falling order."""
+        """Values of ``shrink`` that a search for better scales tries, in falling order."""
 
     def tensor_scale(self, largest: float) -> float:
-        """The one factor of a tensor whose largest magnitude is ``largest``; mostly 1."""
+        """The factor of a whole tensor whose largest magnitude is ``largest``; 1 for most
+        formats.
+        """
 
     def fit(self, groups: Floats, shrink: float = 1.0) -> Floats:
         """Scales (n, k) that cover ``shrink`` of each group's range; infinite where too large."""
@@ -126,7 +127,7 @@ class Codec(GroupCodec, Protocol):
 
 
 class BlockCodec:
-    """The base of most codecs: a block is one group, and the tensor has no factor."""
+    """Base class of most codecs: a block is one group, and the tensor has no factor."""
 
     __slots__ = ()
     format: Format
@@ -175,7 +176,7 @@ def half_values(packed: Bytes) -> Floats:
 
 
 def to_half(values: Floats) -> Floats:
-    """Rounded to half precision and back."""
+    """``values`` rounded to half precision."""
     with np.errstate(over="ignore"):
         return values.astype(np.float16).astype(np.float32)
 

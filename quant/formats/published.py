@@ -1,12 +1,12 @@
-"""Published groups that our formats cannot hold: other scales, zero points, E4M3 codes.
+"""Formats of published groups that ours cannot hold: other scales, zero points, E4M3 codes.
 
     int4-g64b     scale and minimum in bfloat16: MLX; symmetric codes are scale * code - 8 * scale
     int4-g128z    a float32 scale and a zero point in a byte: AWQ, GPTQ and compressed-tensors
     nf4-f32       NF4 with a float32 absmax: bitsandbytes, whose double quantization needs it
-    e4m3-g128     a float32 scale and E4M3 codes: FP8 with a scale for blocks, rows or the tensor
+    e4m3-g128     a float32 scale and E4M3 codes: FP8 with a scale per block, row or tensor
 
 A block is one group: its scale, its minimum or zero point, its codes. localrt reads these formats
-and computes with them, and does not quantize to them.
+and computes with them, but does not quantize to them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class BrainCodec:
         return Format(name, self.group, nbytes, self.bits, HALVES)
 
     def decode(self, codes: Bytes, scales: Floats) -> Floats:
-        """One product, one sum, as MLX has them."""
+        """One product and one sum, each rounded, as in MLX."""
         return codes.astype(np.float32) * scales[:, :1] + scales[:, 1:]
 
     def join(self, codes: Bytes, scales: Floats) -> Bytes:
@@ -73,7 +73,7 @@ class ZeroPointCodec:
         return Format(name, self.group, nbytes, self.bits, (*_FLOAT, (4, 5)))
 
     def decode(self, codes: Bytes, scales: Floats) -> Floats:
-        """A difference of whole numbers, and one product."""
+        """An integer difference, then one product."""
         return (codes.astype(np.float32) - scales[:, 1:]) * scales[:, :1]
 
     def join(self, codes: Bytes, scales: Floats) -> Bytes:
@@ -151,4 +151,4 @@ _ALL: tuple[GroupCodec, ...] = (
 )
 
 PUBLISHED: Mapping[str, GroupCodec] = MappingProxyType({codec.format.name: codec for codec in _ALL})
-"""Each of these formats by its name."""
+"""These formats by name."""

@@ -1,7 +1,7 @@
-"""Numbers of six bits: K-quants' scales and minima, as blocks hold them and as tiles do.
+"""Six-bit scales and minima of K-quants, in blocks and in tiles.
 
-In a block their bits are scattered. In a tile they are a row's words, lowest number first, so that
-a lane finds its row's with a shift.
+In a block their bits are scattered. In a tile, each row's are packed in words, lowest first, so
+that a lane extracts its row's with a shift.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-# uint8 throughout; numpy's stubs lose that in shifts.
+# Always uint8; numpy's stubs lose the type in shifts.
 Codes = npt.NDArray[Any]
 
 _ROWS = 16
@@ -22,12 +22,13 @@ _SHIFTS = np.array([0, 2, 4, 6], np.uint8)
 
 
 def six_bit_scales(name: str, packed: Codes) -> Codes:
-    """The six-bit numbers in a block's bytes: (..., 12) to (..., 16), iq4_xs' (..., 6) to (..., 8).
+    """The six-bit values of a block's bytes: (..., 12) to (..., 16); for iq4_xs, (..., 6) to (...,
+    8).
 
-    Q3_K's are scales: low nibbles in eight bytes, high pairs of bits in four. Q4_K's and Q5_K's are
-    eight scales, then eight minima: of groups 0-3 plainly in bytes 0-3 and 4-7; groups 4-7 take
-    their low nibbles from bytes 8-11 and their high bits from the tops of 0-7. IQ4_XS' are scales:
-    high pairs in two bytes, low nibbles in four, a byte's two being neighbours.
+    Q3_K has scales: low nibbles in eight bytes, high bit pairs in four. Q4_K and Q5_K have eight
+    scales, then eight minima: those of groups 0-3 are bytes 0-3 and 4-7; those of groups 4-7 have
+    low nibbles in bytes 8-11 and high bits in the top bits of bytes 0-7. IQ4_XS has scales: high
+    bit pairs in two bytes, low nibbles in four, two consecutive ones per byte.
     """
     if name == "q3_k":
         low = np.concatenate([packed[..., :8] & 15, packed[..., :8] >> 4], axis=-1)
@@ -47,12 +48,12 @@ def six_bit_scales(name: str, packed: Codes) -> Codes:
 
 
 def _words(name: str, packed: Codes) -> Codes:
-    """Twelve bytes of sixteen six-bit numbers, in words (see ``_in_words``)."""
+    """Twelve bytes of sixteen six-bit values, as words (see ``_in_words``)."""
     return _in_words(six_bit_scales(name, packed))
 
 
 def _k_bytes(words: Codes) -> Codes:
-    """The inverse, of Q4_K and Q5_K."""
+    """The inverse for Q4_K and Q5_K."""
     numbers = _of_words(words)
     low, last = numbers[..., :4], numbers[..., 4:8]
     low_minima, last_minima = numbers[..., 8:12], numbers[..., 12:]
@@ -62,12 +63,12 @@ def _k_bytes(words: Codes) -> Codes:
 
 
 def _q3_k_bytes(words: Codes) -> Codes:
-    """The inverse, of Q3_K."""
+    """The inverse for Q3_K."""
     return join_six_bits(_of_words(words))
 
 
 def join_six_bits(numbers: Codes) -> Codes:
-    """The inverse of ``six_bit_scales`` of Q3_K: (..., 16) to (..., 12)."""
+    """The inverse of ``six_bit_scales`` for Q3_K: (..., 16) to (..., 12)."""
     low, high = numbers & 15, (numbers >> 4).reshape(*numbers.shape[:-1], 4, 4) << _SHIFTS[:, None]
     return np.concatenate(
         [low[..., :8] | low[..., 8:] << 4, np.bitwise_or.reduce(high, axis=-2)], axis=-1
@@ -75,10 +76,10 @@ def join_six_bits(numbers: Codes) -> Codes:
 
 
 def _in_words(six: Codes) -> Codes:
-    """Sixteen six-bit numbers (..., 16 rows, 16) as three words a row.
+    """Sixteen six-bit values (..., 16 rows, 16) as three words per row.
 
-    Word w has numbers 5w to 5w + 4, lowest first; its top two bits are bits 2w and 2w + 1 of the
-    last number. Its 16 values lie side by side.
+    Word w has values 5w to 5w + 4, lowest first; its top two bits are bits 2w and 2w + 1 of the
+    last value. The 16 rows' words w are consecutive.
     """
     six = six.astype(np.uint32)
     shifts = np.arange(5, dtype=np.uint32) * 6
@@ -100,10 +101,10 @@ def _of_words(words: Codes) -> Codes:
 
 
 def eight_in_words(six: Codes) -> Codes:
-    """Eight six-bit numbers (..., 16 rows, 8) as a word and two bytes a row: (..., 96).
+    """Eight six-bit values (..., 16 rows, 8) as a word and two bytes per row: (..., 96).
 
     The word has the first five, lowest first; the bytes have the next two. The top two bits of all
-    three are those of the last one. The values of each lie side by side.
+    three form the last value. The 16 rows' words are consecutive, and so are their bytes.
     """
     words = np.bitwise_or.reduce(
         six[..., :5].astype(np.uint32) << np.arange(5, dtype=np.uint32) * 6, axis=-1
@@ -123,7 +124,7 @@ def eight_of_words(field: Codes) -> Codes:
 
 
 def _iq4_words(packed: Codes) -> Codes:
-    """IQ4_XS' six bytes of eight scales, in words (see ``eight_in_words``)."""
+    """IQ4_XS's six bytes of eight scales, as words (see ``eight_in_words``)."""
     return eight_in_words(six_bit_scales("iq4_xs", packed))
 
 
@@ -145,4 +146,4 @@ SIX_BIT_FIELDS: Mapping[str, Mapping[int, tuple[Regroup, Regroup]]] = MappingPro
         "iq4_xs": {1: (_iq4_words, _iq4_bytes)},
     }
 )
-"""Of a head's fields that have six-bit numbers: how they are regrouped for a tile, and back."""
+"""For head fields with six-bit values: functions that regroup them for a tile, and back."""

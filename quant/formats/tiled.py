@@ -1,14 +1,15 @@
 """The canonical tiled layout of packed weights: the specification, in numpy.
 
-A tile is 16 consecutive rows (the last one padded with zeros); tiles follow one another. Within a
-tile, spans of columns follow one another: the format's block, or two blocks where it has only 16
-columns. A span holds, for its 16 rows:
+A tile is 16 consecutive rows (the last tile is padded with zeros); tiles are stored one after
+another. A tile is a sequence of spans of columns: the format's block, or two blocks if a block has
+only 16 columns. A span holds, for its 16 rows:
 
-    head    the scales: each field's 16 values side by side, field by field in the order of
-            ``Format.head``; where a span has two blocks, a field's first block and then its second
+    head    the scales: each field's 16 values side by side, fields in the order of
+            ``Format.head``; in a span of two blocks, each field's first block, then its second
     steps   32 columns each:
-            2 bits        two vectors: bits 2j of byte (h, row, i) have column 16h + 4j + i
-            3 bits        the same of the low two, then eight 64-bit masks: bit 4 * row + i of mask
+            2 bits        two vectors: bits 2j and 2j + 1 of byte (h, row, i) are column
+                          16h + 4j + i
+            3 bits        the same for the low two, then eight 64-bit masks: bit 4 * row + i of mask
                           v is bit 2 of column 4v + i
             4 to 6 bits   four vectors of 64 bytes: byte (v, row, i) has column 4v + i in its low
                           nibble and column 16 + 4v + i in its high one
@@ -18,10 +19,9 @@ columns. A span holds, for its 16 rows:
                           16h + 4j + i
             8 bits        eight vectors: byte (v, row, i) is column 4v + i
 
-Codes are unsigned (Q8_0's plus 128). What is made of a codebook's entries has spans of its own, in
-``codebook.py``. A tile is as large as its rows were. f32, f16, bf16 and
-f8_e4m3 are tiles of single columns. ``quant/cpu/csrc`` converts the same way, only faster; it knows
-nothing that is not said here.
+Codes are unsigned (Q8_0's plus 128). Codebook types have their own spans, in ``codebook.py``. A
+tile is as large as its rows. f32, f16, bf16 and f8_e4m3 are tiles of single columns.
+``quant/cpu/csrc`` does the same conversion, only faster.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from localrt.quant.formats.six_bits import SIX_BIT_FIELDS
 
 TILE_ROWS = 16
 
-# uint8 throughout; numpy's stubs lose that in shifts.
+# Always uint8; numpy's stubs lose the type in shifts.
 Codes = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
 class TiledTensor:
-    """A whole matrix (rows, columns) as tiles: what a store holds and kernels compute on.
+    """A whole matrix (rows, columns) in tiles, as in a store and as kernels read it.
 
-    ``data`` is ``uint8``, one-dimensional. ``scale`` multiplies every value. With ``hadamard`` n,
-    not 0, it is W H: its inputs need the block Hadamard rotation of n.
+    ``data`` is ``uint8``, one-dimensional. ``scale`` multiplies every value. If ``hadamard`` is n >
+    0, the matrix is W H: its inputs need the Hadamard rotation in blocks of n.
     """
 
     name: str
@@ -61,12 +61,12 @@ class TiledTensor:
 
     @property
     def nbytes(self) -> int:
-        """Codes of the tiles."""
+        """Bytes of the tiles."""
         return self.data.nbytes
 
 
 def tile_span(format_: Format) -> int:
-    """The columns that a matrix in ``format_`` needs a multiple of, to be tiled."""
+    """Columns of a span: a matrix in ``format_`` can be tiled if its columns are a multiple."""
     return format_.block if format_.block in (1, 256) else max(format_.block, 32)
 
 
@@ -76,7 +76,7 @@ def padded_rows(rows: int) -> int:
 
 
 def tile_tensor(tensor: PackedTensor, *, hadamard: int = 0) -> TiledTensor:
-    """``tensor``, a whole matrix, in tiles. Raises ``ValueError`` as ``tile`` does."""
+    """Tile ``tensor``, a whole matrix. Raises ``ValueError`` as ``tile`` does."""
     shape = (tensor.shape[0], tensor.shape[1])
     return TiledTensor(tensor.name, tensor.format, shape, tile(tensor), tensor.scale, hadamard)
 
@@ -110,7 +110,7 @@ def tile(tensor: PackedTensor) -> Codes:
 
 
 def untile(tensor: TiledTensor) -> PackedTensor:
-    """The inverse of ``tile_tensor``: byte for byte the rows that were tiled; without the rotation.
+    """The inverse of ``tile_tensor``: exactly the rows that were tiled; any rotation stays applied.
 
     Raises:
         ValueError: see ``tile``; or bytes that are not the shape's.
@@ -154,10 +154,11 @@ def _packed_rows(tensor: TiledTensor, blocks: Codes) -> PackedTensor:
 def whole_tiles(
     blocks: Iterable[PackedTensor | TiledTensor],
 ) -> Iterator[PackedTensor | TiledTensor]:
-    """The blocks of one matrix in order: whole tiles of rows, and at last what is left of them.
+    """Regroup the consecutive blocks of one matrix into whole tiles of rows, and a last partial
+    one.
 
-    Blocks hold any number of rows; no more than one of them is held here. Blocks that are tiles
-    already pass as they are.
+    Blocks may have any number of rows; only one is in memory at a time. Tiled blocks pass
+    unchanged.
     """
     left: PackedTensor | None = None  # rows that do not fill a tile
     for block in blocks:
@@ -174,7 +175,7 @@ def whole_tiles(
 
 
 def _plan(name: str, format_: Format, cols: int) -> tuple[int, Ranges]:
-    """Spans of a row, and the byte ranges of a span's head."""
+    """The number of spans of a row, and the byte ranges of a span's head."""
     if not format_.head and format_.name not in CODEBOOKS:
         raise ValueError(f"{name}: {format_.name} has no tiled layout")
     span = tile_span(format_)
