@@ -1,13 +1,13 @@
-"""Every check that needs a CUDA GPU, from a bare checkout with numpy, torch to compare with, and
-NVIDIA's bindings and compiler.
+"""Runs every check that needs a CUDA GPU, from a bare checkout with numpy, torch (to compare with),
+and NVIDIA's bindings and compiler.
 
     scripts/gpu_check [--list] [--only NAME,...] [--out FOLDER]
 
-It works in calls of less than ten minutes, for machines that are lent for as long: those of
-``--only``, or all in turn. Each makes its own weights, prints one line per result, and has a JSON
-of its own, written after each result. Exit status 1 when a check fails, or when there is no GPU;
-speeds never fail. ``scripts/gpu_check --device cpu`` rehearses with tiny models, on the driver of
-the tests: kernels are compiled for the CPU.
+Checks are grouped in calls of less than ten minutes each, for machines with a time limit: those of
+``--only``, or all in turn. A call makes its own weights, prints one line per result, and saves its
+own JSON after each result. The exit status is 1 if a check fails or there is no GPU; speeds never
+fail. ``scripts/gpu_check --device cpu`` is a rehearsal with tiny models on the tests' stand-in
+driver: kernels are compiled for the CPU.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from localrt.quant.cpu.abi import find_library
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results"
 
-# Module and function, imported when needed. Those of a model, such as dense-14B, are check_model's.
+# Module and function, imported when needed. Phases of a model, such as dense-14B, use check_model.
 PHASES = {
     "copy": ("kernels", "check_copy"),
     "facts": ("facts", "check_facts"),
@@ -53,16 +53,18 @@ PHASES = {
     "adapters": ("adapters", "check_adapters"),
     "heads": ("heads", "check_heads"),
 }
-# These modules also compute on the CPU.
+# Phases that also compute on the CPU.
 _BESIDE = frozenset({"facts", "loaded", "heads", "encoders"})
-# These can do without a GPU on the driver of the tests.
+# Phases that can run on the stand-in driver.
 _ON_DRIVER = frozenset({"facts", "loaded"})
 _BUILD_S = 240
 
 
 @dataclass(frozen=True)
 class Call:
-    """Phases of one visit to a GPU: ``minutes`` on an H100 with 16 cores, GB of a disk."""
+    """Phases that run together: about ``minutes`` on an H100 with 16 cores, and disk space in
+    GB.
+    """
 
     tells: str
     minutes: int
@@ -81,7 +83,7 @@ CALLS = {
     "layers": Call("layers", 2, 0, "attention mixture-attention experts recurrent pictures towers"),
     "resident": Call("models on the GPU alone", 3, 0, "logits packed adapters heads"),
 }
-"""In the order of what they decide."""
+"""All calls, most important first."""
 
 
 def build_kernels() -> Values:
@@ -114,7 +116,7 @@ def found_by(name: str, device: str, kernels: Future[Values] | None) -> Iterator
 
 @dataclass
 class Run:
-    """A call's results so far, saved to a file of ``folder`` that was not there before."""
+    """A call's results so far, saved to a new file in ``folder``."""
 
     folder: Path
     call: str
@@ -142,9 +144,10 @@ class Run:
 
 
 def main(rehearse: Callable[[], bool] | None = None) -> int:
-    """Run the calls, save after each result.
+    """Run the calls, saving after each result.
 
-    ``rehearse`` makes the CPU do for a GPU, and says whether models can be loaded there, too.
+    ``rehearse`` sets up the CPU as a stand-in GPU, and returns whether models can be loaded there
+    too.
     """
     parser = argparse.ArgumentParser(description="checks that need a CUDA GPU")
     default = Path(os.environ.get("OUT") or RESULTS)
@@ -204,7 +207,7 @@ def main(rehearse: Callable[[], bool] | None = None) -> int:
 
 
 def described(command: str, *, cuda: bool) -> Record:
-    """The day, the machine with its GPU, and versions of what drives it."""
+    """The date, the machine with its GPU, and the versions of driver and libraries."""
     about = setting(command, "torch", "cuda-bindings")
     smi = ("nvidia-smi", "--format=csv,noheader")
     shown = "pcie.link.gen.max,pcie.link.width.max,clocks.max.sm,power.limit"
@@ -219,7 +222,7 @@ def described(command: str, *, cuda: bool) -> Record:
 
 
 def first_line(*command: str) -> str | None:
-    """Of what a program prints, if it runs."""
+    """The first line that a program prints; None if it does not run."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
         return done.stdout.splitlines()[0].strip()
@@ -228,7 +231,7 @@ def first_line(*command: str) -> str | None:
 
 
 def interruptible(run: Callable[[], int]) -> None:
-    """Exit with what ``run`` returns; a signal to end leaves no files behind."""
+    """Exit with what ``run`` returns; temporary files are deleted even if a signal ends it."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sys.exit(run())
 

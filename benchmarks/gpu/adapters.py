@@ -1,7 +1,7 @@
-"""Adapters on a GPU, for ``scripts/gpu_check``: right, harmless to other rows, and what they cost.
+"""Adapters on a GPU, for ``scripts/gpu_check``: accuracy, independence of other rows, cost.
 
-A whole model beside torch in float32, in long passes and in short ones, then its speed. Passes with
-adapters are not recorded as graphs, so decoding without adapters is timed both ways.
+A whole model against torch in float32, in long and short passes, then its speed. Passes with
+adapters are not recorded as graphs, so decoding without adapters is timed with and without graphs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from localrt.quant.reference.ops import TorchOps
 RANK = 16
 FORMAT = "int4-g32"
 CHATS = 8
-BOUND = 0.05  # of a whole model in bf16
+BOUND = 0.05  # error of a whole model in bf16
 
 
 def check_adapters(device: str) -> Iterator[Check]:
@@ -37,7 +37,7 @@ def check_adapters(device: str) -> Iterator[Check]:
 
 
 def low_rank(rows: int, columns: int, seed: int, *, dora: bool = False) -> LowRank:
-    """A random change of about a tenth of a matrix's own products, in numbers that bf16 holds."""
+    """A random adapter whose output is about a tenth of the matrix's, in exact bf16 values."""
     rng = np.random.default_rng([seed, rows, columns])
 
     def values(shape: tuple[int, int], size: float) -> np.ndarray:
@@ -50,20 +50,20 @@ def low_rank(rows: int, columns: int, seed: int, *, dora: bool = False) -> LowRa
 
 
 def add(ops: CudaOps | TorchOps, adapters: Sequence[Adapter[LowRank]]) -> None:
-    """To choose from."""
+    """Register them."""
     table: Any = ops.adapters
     for adapter in adapters:
         table.add(table.packed(adapter))
 
 
 def mixes(adapters: Sequence[Adapter[LowRank]], count: int) -> list[Mix]:
-    """Of so many sequences by turns: the last of a turn has none."""
+    """Mixes for ``count`` sequences, cycling; the last is empty."""
     chosen: list[Mix] = [*(((each.key, 1.0),) for each in adapters), ()]
     return [chosen[n % len(chosen)] for n in range(count)]
 
 
 def adapters_of(checkpoint: RandomCheckpoint, count: int) -> list[Adapter[LowRank]]:
-    """Of all linear modules, each with numbers of its own."""
+    """Random adapters of all linear modules."""
     shapes = {
         name: info.shape
         for name, info in checkpoint.tensors.items()
@@ -82,7 +82,7 @@ def adapters_of(checkpoint: RandomCheckpoint, count: int) -> list[Adapter[LowRan
 
 
 def sequences(model: Decoder, chosen: Sequence[Mix], room: int) -> list[KVCache]:
-    """Empty caches."""
+    """Empty caches, one per mix in ``chosen``."""
     caches = [model.cache(room) for _ in chosen]
     for cache, mix in zip(caches, chosen, strict=True):
         cache.mix = mix
@@ -90,12 +90,14 @@ def sequences(model: Decoder, chosen: Sequence[Mix], room: int) -> list[KVCache]
 
 
 def _model(device: str) -> Values:
-    """Prompts, then a token each, in shared passes: as torch does in float32, others as without."""
+    """Compare shared passes (prompts, then one token each) with float32 torch, and check that
+    sequences without adapters are unchanged.
+    """
     cuda = device.startswith("cuda")
     config = tiny_config(device)
     checkpoint = RandomCheckpoint("Qwen2ForCausalLM", config)
     adapters = adapters_of(checkpoint, 2)
-    prompt = random_ids(config, 12 if cuda else 2)  # more rows in all than our kernels take
+    prompt = random_ids(config, 12 if cuda else 2)  # together, more rows than our kernels take
     chosen = mixes(adapters, 6 if cuda else 3)
 
     def run(ops: CudaOps | TorchOps, chosen: Sequence[Mix]) -> np.ndarray:
@@ -120,7 +122,7 @@ def _model(device: str) -> Values:
 
 
 def _decode(device: str) -> Values:
-    """Tokens per second of one sequence and of eight: without adapters, and with one each."""
+    """Tokens per second of one and of eight sequences, without adapters and with one each."""
     config = resident_config(device)
     checkpoint = RandomPackedCheckpoint("Qwen2ForCausalLM", config, FORMAT)
     ops = CudaOps(device=device)
@@ -144,7 +146,7 @@ def _decode(device: str) -> Values:
 def _rate(
     model: Decoder, forward: Any, chosen: Sequence[Mix], config: Values, device: str
 ) -> float:
-    """Of all sequences together."""
+    """Tokens/s of all sequences."""
     cuda = device.startswith("cuda")
     length, decoded = (64, 32) if cuda else (2, 1)
     prompt = random_ids(config, length)
@@ -159,5 +161,5 @@ def _rate(
             forward(Batch.extend([(c, [token]) for c in caches]), rows=range(len(caches)))
 
     if cuda:
-        run()  # compiles, and records
+        run()  # compiles and records
     return decoded * len(caches) / median_seconds(run, device)

@@ -1,7 +1,7 @@
 """Checks and speeds of attention: with a window and a soft cap, with sinks, and latent.
 
-Compares each with torch's float64 on the CPU, on a tree, checks that a row has the same bits alone
-and among others, and times one row over a long cache against a copy.
+Compares each with float64 torch on the CPU for a tree, checks that a row has the same bits alone
+and in a batch, and times one row over a long cache relative to a copy.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from localrt.quant.cuda.latent import attend_latent_rows
 from localrt.quant.cuda.tensor import BFLOAT16, Tensor, empty, upload
 
 BOUND = 0.02
-ROPE, LATENT = 64, 512  # DeepSeek's
-# Of torch's tensors on the CPU.
+ROPE, LATENT = 64, 512  # DeepSeek's sizes
+# Takes and returns torch tensors on the CPU.
 Attend = Callable[[torch.Tensor, int, torch.Tensor | None], torch.Tensor]
 
 
@@ -46,7 +46,7 @@ def check_mixture_attention(device: str) -> Iterator[Check]:
 
 
 def speeds(shape: tuple[int, int, int], length: int, ceiling: float, device: str) -> Values:
-    """Microseconds, and the share of a copy's rate."""
+    """Microseconds, and the rate relative to a copy's."""
     values: Values = {}
     for n in (1, 16) if device.startswith("cuda") else (1,):
         run, nbytes = attention_launches(n, *shape, length, device)
@@ -57,7 +57,7 @@ def speeds(shape: tuple[int, int, int], length: int, ceiling: float, device: str
 
 
 def tree_of(n: int) -> torch.Tensor:
-    """Row i follows row (i - 1) // 2."""
+    """A binary tree: row i's parent is row (i - 1) // 2."""
     tree = torch.eye(n, dtype=torch.bool)
     for node in range(1, n):
         tree[node] |= tree[(node - 1) // 2]
@@ -158,7 +158,7 @@ def latents(device: str) -> Values:
 def compared(
     device: str, q: torch.Tensor, held: int, run: Attend, exact: Callable[..., Any]
 ) -> Values:
-    """Compare a tree with float64, and each row of a chain alone and among the others."""
+    """Compare a tree with float64, and each row of a chain alone with the same row in a batch."""
     tree = tree_of(len(q))
     got, wanted = run(q, held, tree), exact(q, tree)
     error = float((got.double() - wanted).abs().max() / wanted.abs().max())
@@ -174,8 +174,8 @@ def compared(
 def random_cache(
     groups: int, length: int, sizes: tuple[int, int], device: str, *, alike: bool = False
 ) -> tuple[BlockedCache, Tensor]:
-    """A cache of one layer of bf16, and the addresses of its blocks on the device. Where only speed
-    matters, its blocks may be ``alike``.
+    """A bf16 cache of one layer, and the addresses of its blocks on the device. With ``alike``, all
+    blocks have the same contents, for speed tests.
     """
     gpu = device_of(device)
     cache = BlockedCache([(groups, *sizes)], length, BFLOAT16, gpu)
@@ -192,7 +192,7 @@ def random_cache(
 def attention_launches(
     n: int, heads: int, groups: int, size: int, length: int, device: str
 ) -> tuple[list[Callable[[], Any]], int]:
-    """Launches, and the bytes of keys and values of one."""
+    """Launches, and the bytes of keys and values that one reads."""
     nbytes = 2 * groups * length * size * 2
     count = copies_beyond_cache(nbytes, device)
     caches = [random_cache(groups, length, (size, size), device, alike=True) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""Random models for ``scripts/gpu_check``."""
+"""Configs of random models for ``scripts/gpu_check``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TINY: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": True,
 }
-# For the interpreter.
+# For interpreted kernels.
 SMALLEST: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 64,
@@ -50,22 +50,22 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 
 def known_config(name: str) -> dict[str, Any]:
-    """Of a model that localrt knows."""
+    """The config of a model that localrt knows."""
     known = find_known(name)
     assert known is not None, name
     return dict(known.config())
 
 
-QWEN_1_5B = known_config("qwen2.5-coder:1.5b")  # most of the project's numbers are about it
+QWEN_1_5B = known_config("qwen2.5-coder:1.5b")  # most published figures are of this model
 
 
 def tiny_config(device: str) -> dict[str, Any]:
-    """Of a few small layers; of one, smaller still, where the CPU interprets kernels."""
+    """A few small layers; one, smaller still, if the CPU interprets kernels."""
     return TINY if device.startswith("cuda") else {**TINY, **SMALLEST, "num_hidden_layers": 1}
 
 
 def resident_config(device: str) -> dict[str, Any]:
-    """Of a real model on a GPU."""
+    """A real model's config on a GPU, a tiny one elsewhere."""
     return QWEN_1_5B if device.startswith("cuda") else tiny_config(device)
 
 
@@ -76,13 +76,13 @@ def random_model(architecture: str, config: Mapping[str, Any], ops: Any) -> Deco
 
 
 def random_ids(config: Mapping[str, Any], count: int, seed: int = 0) -> list[int]:
-    """Token ids."""
+    """Random token ids."""
     rng = np.random.default_rng(seed)
     return [int(token) for token in rng.integers(0, config["vocab_size"], count)]
 
 
 def logits(model: Decoder, ids: list[int], single: int) -> np.ndarray:
-    """Logits: prefill of all but the last ``single`` tokens, then these one at a time."""
+    """Logits of a prefill of all but the last ``single`` tokens, then of those one at a time."""
     cache = model.cache(256)
     parts = [model.forward(Batch.extend([(cache, ids[:-single])]))]
     parts += [model.forward(Batch.extend([(cache, [token])])) for token in ids[-single:]]

@@ -1,4 +1,4 @@
-"""Where files of a model's size go, in memory or on a disk, and how fast that disk is."""
+"""Finds room for files of a model's size, in RAM or on a disk, and measures that disk."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _PART = 64 << 20
 
 
 def find_memory(nbytes: int) -> Path | None:
-    """A folder in memory with room for so many bytes, beside a model that is loaded from it."""
+    """A folder in RAM for ``nbytes``, if the loaded model fits in RAM as well."""
     if not MEMORY.is_dir() or memory_state().available < 3 * nbytes:
         return None
     return MEMORY if shutil.disk_usage(MEMORY).free > 1.1 * nbytes else None
 
 
 def find_disk(nbytes: int) -> Path:
-    """A folder on a disk with room for so many bytes.
+    """A folder on a disk with room for ``nbytes``.
 
     Raises:
-        OSError: there is none; says what was looked at.
+        OSError: there is none; the message names the folders tried.
     """
     mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
     seen = []
@@ -46,12 +46,12 @@ def find_disk(nbytes: int) -> Path:
 
 
 def check_disk(device: str) -> Iterator[Check]:
-    """The disk, if one has room."""
+    """Check the disk's speed."""
     yield "disk", _speeds
 
 
 def _speeds() -> Values:
-    """GB/s of writing a file and of reading it past the cache, as the pipeline reads."""
+    """GB/s of writing a file, and of reading it without the page cache, as the pipeline does."""
     try:
         folder = find_disk(_SAMPLE)
     except OSError as error:

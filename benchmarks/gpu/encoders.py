@@ -1,5 +1,5 @@
-"""Vision encoders of real shapes on our kernels, for ``scripts/gpu_check``: their rows beside those
-of the CPU's kernels, and seconds for a picture of 896 x 896.
+"""Vision encoders of real shapes on our kernels, for ``scripts/gpu_check``: outputs compared with
+the CPU kernels', and the time for an 896 x 896 picture.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ _GRIDS: Mapping[str, Any] = {
     "gemma-4-e4b": (48, 48),
     "smolvlm-500m": (_TILE,) * 17,
 }
-"""Patches of a picture of 896 x 896, those of SmolVLM in tiles."""
-_SMALL = {  # for the interpreter, with tiny pictures
+"""Patch grids of an 896 x 896 picture; SmolVLM's is in tiles."""
+_SMALL = {  # for the CPU interpreter; tiny pictures
     **{"depth": 2, "num_hidden_layers": 2, "hidden_size": 48, "intermediate_size": 96},
     **dict.fromkeys(("num_heads", "num_attention_heads", "num_key_value_heads"), 2),
     **{"head_dim": 24, "out_hidden_size": 64},
@@ -75,7 +75,7 @@ _Unit = TypeVar("_Unit")
 
 
 class _RandomTensors(RandomCheckpoint):
-    """Tensors of any name, made when their shape is first asked for and kept."""
+    """Random tensors of any name, created on first use and kept."""
 
     def __init__(self) -> None:
         self.tensors = {}
@@ -86,7 +86,7 @@ class _RandomTensors(RandomCheckpoint):
 
 
 class _RandomLoader(WeightLoader):
-    """A loader whose tensors have the shapes that it is asked for."""
+    """A loader whose tensors have whatever shape is requested."""
 
     def __init__(self, tensors: _RandomTensors, ops: Ops) -> None:
         super().__init__(tensors, ops)
@@ -132,7 +132,7 @@ def _check_encoder(name: str, device: str) -> Values:
         return seen, time.perf_counter() - start
 
     there = vision_steps(opaque(CudaOps(device=device)))
-    encode(there)  # makes the weights, compiles the kernels
+    encode(there)  # creates the weights, compiles the kernels
     memory = device_of(device)
     memory.trim()
     runs = [encode(there) for _ in range(RUNS if on_gpu else 1)]

@@ -1,6 +1,6 @@
-"""Numbers between torch and our memory of a device, through the host.
+"""Copies tensors between torch and our device memory, via the host.
 
-torch and we start work on streams that do not wait for one another; the host waits for each copy.
+torch and localrt use streams that do not wait for each other, so the host waits for each copy.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ DTYPES = {
 
 
 def there(tensor: torch.Tensor, device: Device) -> Tensor:
-    """A copy of torch's numbers on the device."""
+    """A copy of a torch tensor on the device."""
     whole = tensor.detach().cpu().contiguous()
     bits = whole.view(torch.uint16) if tensor.dtype is torch.bfloat16 else whole
     return upload(bits.numpy(), device, dtype=DTYPES[tensor.dtype])
 
 
 def back(tensor: Tensor) -> torch.Tensor:
-    """A copy of the device's numbers in RAM, for torch."""
+    """A copy of a device tensor in RAM, for torch."""
     bits = torch.from_numpy(tensor.bits())
     return bits.view(torch.bfloat16) if tensor.dtype is BFLOAT16 else bits
 
 
 def seen_from(mask: torch.Tensor) -> torch.Tensor:
-    """A tree's mask (rows, columns) as the kernels read it: 1 is a row itself, 2 its parent, ..."""
+    """A tree mask (rows, columns) as the kernels read it: 1 is the row itself, 2 its parent, ..."""
     return (mask.flip(1).cumsum(1).flip(1) * mask).to(torch.int16)

@@ -1,5 +1,5 @@
-"""What schedules depend on: how fast copies of several sizes follow one another, how soon a thread
-goes on after what it waits for, what a launch costs, and how CPU and copies slow each other down.
+"""Measures what schedules depend on: the rate of queued copies of several sizes, how soon a thread
+resumes after a wait, the cost of a launch, and how CPU and copies slow each other down.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from localrt.quant.cuda.tensor import upload
 _COPIED = 160 << 20
 _PIECES = (2 << 20, 8 << 20, 16 << 20, 32 << 20, 160 << 20)
 _DEEP = 8  # copies queued at once
-_ROW = 5120  # numbers
+_ROW = 5120  # elements
 _LAUNCHES = 500
 _RUNS = 21
 
 
 def check_facts(device: str) -> Iterator[Check]:
-    """Facts of the GPU, its link and the host beside it; none of them can fail."""
+    """Facts about the GPU, its link and the host; none of them can fail."""
     if not device.startswith("cuda"):
         yield "facts", lambda: {"not run": "it needs a GPU"}
         return
@@ -39,7 +39,7 @@ def check_facts(device: str) -> Iterator[Check]:
 
 
 def _copies(device: str) -> Values:
-    """GB/s of pieces from pinned RAM, queued one behind another, by the GPU's own events."""
+    """GB/s of queued copies from pinned RAM, timed by GPU events."""
     copies = CudaCopies(device)
     source, memory = copies.host_buffer(_COPIED), copies.alloc(_COPIED)
     source[:] = 1
@@ -64,8 +64,8 @@ def _copies(device: str) -> Values:
 
 
 def _waits(device: str) -> Values:
-    """Microseconds: of a wait for nothing, spinning and asleep, with the cores idle and after
-    products; of a row to the GPU and back; of a launch, on the host and on the GPU.
+    """Microseconds of an empty wait (spinning or sleeping, cores idle or just busy), a row's round
+    trip to the GPU, and a launch on host and GPU.
     """
     gpu: Any = device_of(device)
     host = NativeOps()
@@ -113,7 +113,7 @@ def _waits(device: str) -> Values:
 
 
 def _rates(device: str) -> Values:
-    """What the planner measures of a GPU."""
+    """The rates that the planner uses."""
     rates = measure_gpu(CudaOps(device=device), ("int4-g32",), host=NativeOps())
     return asdict(rates)
 

@@ -1,8 +1,8 @@
-"""Experts of a layer in two launches: as right as a product for each, and how fast.
+"""Experts of a layer in two launches: accuracy relative to one product each, and speed.
 
-Every expert has memory of its own, as in a pool of slots. Bytes per second are those of the experts
-that are chosen; which they are changes from launch to launch, so that no cache holds them. Kernels
-are timed in a recorded graph, whole steps with what the host does for them.
+Every expert has its own allocation, as in a pool of slots. Bytes per second count only the chosen
+experts, which change with every launch so that no cache holds them. Kernels are timed in a recorded
+graph; whole steps include the host's work.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from localrt.quant.formats.tiled import tile_tensor
 from localrt.quant.ops import experts
 from localrt.quant.ops.experts import ExpertSpec, Routing
 
-BOUND = 0.02  # rows are multiplied in 8 bits, twice
-DISTINCT = 3  # experts with weights of their own; the others are copies
+BOUND = 0.02  # two products, each with 8-bit rows
+DISTINCT = 3  # experts with different weights; the others are copies
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A layer: experts of ``hidden`` by ``inner``, ``used`` for each row."""
+    """A layer: experts of ``hidden`` by ``inner``, ``used`` per row."""
 
     count: int
     used: int
@@ -67,7 +67,7 @@ def check_grouped(device: str) -> Iterator[Check]:
 
 
 def checked(shape: Shape, rows: Sequence[int], device: str) -> Values:
-    """Random experts with so many rows."""
+    """Check random experts for each number of ``rows``."""
     return Layer(shape, device).values_of(rows)
 
 
@@ -111,7 +111,7 @@ class Layer:
         return there(torch.randn(rows, self.shape.hidden).bfloat16(), self.gpu)
 
     def routing(self, rows: int, seed: int = 0) -> Routing:
-        """Each row's experts by chance; those of few rows are all different."""
+        """Random experts for each row; all different if rows are few."""
         rng = np.random.default_rng(seed)
         count, used = self.shape.count, self.shape.used
         chosen = rng.permuted(np.tile(np.arange(count, dtype=np.int32), (rows, 1)), axis=1)
@@ -121,7 +121,7 @@ class Layer:
         return Routing(chosen[:, :used], scores, scores)
 
     def values_of(self, many: Sequence[int]) -> Values:
-        """Against float64, and the same rows alone."""
+        """Compare with float64, and a row's bits alone and in batches."""
         ok, values = True, Values(bound=BOUND)
         for rows in many:
             x, routing = self.inputs(rows), self.routing(rows)
@@ -134,14 +134,14 @@ class Layer:
         return {"ok": ok, **values}
 
     def together(self, x: Tensor, routing: Routing) -> np.ndarray:
-        """The slots."""
+        """All slots of the routing."""
         slots = self.ops.expert_slots(x, routing)
         slots.put(np.full(slots.shape, np.nan, np.float32))
         self.ops.run_experts(x, routing, self.table, self.shape.spec, slots)
         return slots.to_host()
 
     def error(self, x: Tensor, routing: Routing, slots: np.ndarray) -> float:
-        """Of a few rows' slots, from the first to the last."""
+        """Largest error over a few evenly spaced rows."""
         inputs, used = x.to_host().astype(np.float64), routing.used
         rows = np.unique(np.linspace(0, len(x) - 1, 4).astype(int))
         got = slots.reshape(len(x), used, -1)[rows].astype(np.float64)
@@ -162,7 +162,7 @@ class Layer:
         return np.asarray(down @ inner + self.biases[1])
 
     def rows_are_equal(self) -> bool:
-        """A row's bits among 64 and in passes of fewer."""
+        """Whether a row's bits are the same in any batch."""
         x, routing, used = self.inputs(64), self.routing(64), self.shape.used
         whole = self.together(x, routing)
         same = True

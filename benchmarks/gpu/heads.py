@@ -1,8 +1,8 @@
-"""A draft head on a GPU, for ``scripts/gpu_check``: right, and what a step of it costs.
+"""A draft head on a GPU, for ``scripts/gpu_check``: accuracy and the cost of a step.
 
-An EAGLE-3 head beside a resident model, both of random weights: logits against the same head on
-the CPU; the microseconds of a step and of the target's passes over a tree's rows; and how many
-tokens of an answer along its trees are those of plain decoding.
+An EAGLE-3 head with a resident model, both of random weights: logits against the same head on the
+CPU; the microseconds of a step and of the target's passes over a tree's rows; and how many tokens
+decoded with its trees match plain decoding.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from localrt.speculative.source import TreeSize
 from localrt.speculative.tree import TokenTree
 
 FORMAT = "int4-g32"
-BOUND = 0.05  # of one layer: both multiply rows of 8 bits, and sum in other orders
+BOUND = 0.05  # for one layer: both use 8-bit rows, but sum in different orders
 _VOCABULARY = 16_384
 _ROWS = (1, 4, 8, 16, 32)
 _TOKENS = 32
 
 
 class RandomHead(RandomCheckpoint):
-    """An EAGLE-3 head for a model of ``target``, with the first tokens of its vocabulary."""
+    """An EAGLE-3 head for ``target``; its vocabulary is the first tokens of the target's."""
 
     def __init__(self, target: Mapping[str, Any]) -> None:
         vocabulary = min(_VOCABULARY, target["vocab_size"])
@@ -66,7 +66,7 @@ class RandomHead(RandomCheckpoint):
         self.tensors = infos
 
     def head_config(self, layers: int) -> HeadConfig:
-        """What a reader makes of such a head for a target of so many ``layers``."""
+        """The head's config, for a target of ``layers``."""
         own = read_config(self)
         block = FeatureBlock(features=3 * own.hidden_size)
         names = replace(own.names, attention_norm="")
@@ -115,7 +115,7 @@ def _check(device: str) -> Values:
     source = RandomHead(config)
     engine, draft = engine_with_head(model, source, 256)
     head, own = draft.decoder, draft.config
-    # Of another target only the embedding is used.
+    # Only the second target's embedding is used.
     first = RandomPackedCheckpoint("Qwen2ForCausalLM", {**config, "num_hidden_layers": 1}, FORMAT)
     plain_model = load_decoder(first, opaque(NativeOps()), read_config(first))
     plain = load_head(
@@ -134,7 +134,7 @@ def _check(device: str) -> Values:
         values |= {f"us_step_{rows}": 1e6 * step, f"us_pass_{rows}": 1e6 * verified}
     tokens = _TOKENS if cuda else 3
     said = [_answer(engine, each, ids.tolist(), tokens) for each in (None, draft)]
-    # Two logits that are almost equal may swap, as a tree's rows lie elsewhere in the cache.
+    # Nearly equal logits may swap, since a tree's rows are at other positions of the cache.
     same = next((n for n, (a, b) in enumerate(zip(*said)) if a != b), tokens)  # noqa: B905
     return {"ok": error < BOUND and same > 0, "same_tokens": same, **values}
 
@@ -142,7 +142,7 @@ def _check(device: str) -> Values:
 def _answer(
     engine: NativeEngine, head: HeadDraft | None, prompt: list[int], count: int
 ) -> list[int]:
-    """The likeliest tokens after a prompt, along trees of the head if there is one."""
+    """Greedy tokens after a prompt, drafted by the head if there is one."""
     session = engine.session(256)
     source = None if head is None else head.source(session, Options(draft="mtp"))
     said = [int(session.extend(prompt).argmax())]
@@ -175,7 +175,7 @@ def _seconds(
     rows: int,
     device: str,
 ) -> float:
-    """A pass over ``rows`` siblings, which the cache forgets."""
+    """Seconds of a pass over ``rows`` siblings, which are then trimmed from the cache."""
     cache = decoder.cache(64 + rows)
     hidden = decoder.config.hidden_size
     known = None if given is None else np.resize(given, (1, 3 * hidden))

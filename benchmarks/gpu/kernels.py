@@ -1,7 +1,7 @@
-"""The kernels one at a time: right, batch-invariant, and how fast.
+"""Each kernel's accuracy, batch invariance and speed.
 
-Speeds are compared with the ceiling (a device copy, read and written counted) and with cuBLAS in
-bf16. Weights are random bytes with sane scales.
+Speeds are compared with the ceiling (a device copy, reads plus writes) and with cuBLAS in bf16.
+Weights are random bytes with scales of moderate size.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ from localrt.quant.formats.codebook import CODEBOOKS
 from localrt.quant.formats.tiled import tile
 
 SHAPE = (14336, 4096)
-PARTS = LaunchShape(pairs=1, groups=1, parts=4)  # what short matrices get
+PARTS = LaunchShape(pairs=1, groups=1, parts=4)  # used for short matrices
 BATCHES = (1, 8, 16, 32, 64)
-_REPEATED = 8  # times that the same tiles follow one another where only speed matters
+_REPEATED = 8  # repeats of the same tiles in speed tests
 
 
 def put(tensor: PackedTensor, device: str, times: int = 1) -> TiledMatrix:
-    """Weights as the kernels take them, so many times one below the other."""
+    """Weights tiled for the kernels and stacked ``times`` times."""
     rows, columns = times * tensor.shape[0], tensor.shape[1]
     gpu = device_of(device)
     data = upload(np.tile(tile(tensor).reshape(-1), times), gpu)
@@ -65,15 +65,15 @@ def put(tensor: PackedTensor, device: str, times: int = 1) -> TiledMatrix:
 
 
 def check_copy(device: str) -> Iterator[Check]:
-    """The ceiling: device copy bandwidth, bytes read and written counted."""
+    """The ceiling: the bandwidth of a device copy, reads plus writes."""
     yield "copy bandwidth", lambda: {"gb_s": copy_bandwidth(device) / 1e9}
 
 
 def formats(device: str) -> Sequence[str]:
-    """One of each kind that can be tried here: codebooks are made with the package gguf."""
+    """One format of each testable kind; codebook formats need the gguf package."""
     if not device.startswith("cuda"):
         names: Sequence[str] = ("int4-g32", "nvfp4", "q2_k", "iq2_xs", "int4-g128z", "nf4-f32")
-    else:  # kinds differ in more than the columns that share a scale
+    else:  # formats differing only in group size are one kind
         names = list(
             {TYPES[n].rpartition(",")[0]: n for n in (*reversed(TYPES), "int4-g32")}.values()
         )
@@ -82,7 +82,7 @@ def formats(device: str) -> Sequence[str]:
 
 
 def check_products(device: str) -> Iterator[Check]:
-    """Every format against float64; a row's bits for any number of rows."""
+    """Each format against float64, and batch invariance of its rows."""
     yield from _missing()
     for name in formats(device):
         yield f"product {name}", partial(product, name, device)
@@ -94,7 +94,7 @@ def _missing() -> Iterator[Check]:
 
 
 def product(name: str, device: str) -> Values:
-    """One format."""
+    """Check one format."""
     cuda = device.startswith("cuda")
     rows, columns, most = (352, 2048, 64) if cuda else (20, 256, 3)
     tensor = random_packed(name, rows, columns)
@@ -110,7 +110,7 @@ def product(name: str, device: str) -> Values:
     dense = empty(rows, columns, device=x.device)
     unpack_rows(weight, dense)
     unpacked = float(np.abs(dense.to_host() - values).max() / np.abs(values).max())
-    # NF4's levels are 127ths; all else is exact but for the rounding of float32 sums.
+    # NF4's levels are multiples of 1/127; otherwise only float32 sums are rounded.
     rounded = name in ("nf4", "nf4-f32")
     bound = 8e-3 if rounded else 1e-5
     return {
@@ -123,7 +123,7 @@ def product(name: str, device: str) -> Values:
 
 
 def random_rows(rows: int, columns: int, device: str) -> Tensor:
-    """Normal numbers in bf16."""
+    """Normally distributed bf16 values."""
     return there(torch.randn(rows, columns).bfloat16(), device_of(device))
 
 
@@ -149,7 +149,7 @@ def rows_are_equal(x: Tensor, weight: TiledMatrix, **how: Any) -> bool:
 
 
 def check_batches(device: str) -> Iterator[Check]:
-    """1 to 64 rows of each format: microseconds, and against cuBLAS and a copy."""
+    """Time 1 to 64 rows of each format, also relative to cuBLAS and a copy."""
     cuda = device.startswith("cuda")
     shape = SHAPE if cuda else (32, 256)
     counts = BATCHES if cuda else BATCHES[:1]
@@ -171,12 +171,12 @@ def check_batches(device: str) -> Iterator[Check]:
 
     for name in names:
         yield f"batches {name} {shape[0]}x{shape[1]}", partial(batches, name)
-    _kept.clear()  # others need the memory
+    _kept.clear()  # other checks need the memory
     device_of(device).trim()
 
 
 def compiled(names: Sequence[str], shape: tuple[int, int]) -> Values:
-    """Compile the kernels that come next beside one another: in turn they take a minute."""
+    """Compile the coming kernels in parallel: one by one they take a minute."""
     gpu = device_of("cuda")
     major, minor = gpu.capability
     folder = Settings.from_environment().cache_dir / "kernels"
@@ -195,7 +195,7 @@ def compiled(names: Sequence[str], shape: tuple[int, int]) -> Values:
 
 
 def rotating(name: str, rows: int, columns: int, device: str) -> list[TiledMatrix]:
-    """Copies of a matrix that together exceed the cache; its tiles repeat themselves."""
+    """Copies of a matrix with repeated tiles that together exceed the cache."""
     times = _REPEATED if rows % (16 * _REPEATED) == 0 else 1
     weight = put(random_packed(name, rows // times, columns), device, times)
     count = copies_beyond_cache(weight.data.nbytes, device)
@@ -212,14 +212,14 @@ _kept: dict[tuple[str, int, int], list[TiledMatrix]] = {}
 def product_launches(
     name: str, rows: int, shape: tuple[int, int], device: str
 ) -> tuple[list[Callable[[], Any]], int]:
-    """Products of so many rows with copies of a matrix, and the bytes of one."""
+    """Launches of ``rows``-row products, one per copy of the matrix; and a copy's bytes."""
     key = (name, *shape)
     if key not in _kept:
         _kept.clear()
         _kept[key] = rotating(*key, device)
     copies = _kept[key]
     y = empty(rows, shape[0], dtype=BFLOAT16, device=device_of(device))
-    # Once for all matrices that share its rows.
+    # Quantized once for all copies.
     records = quantize(random_rows(rows, shape[1], device))
     launches: list[Callable[[], Any]] = [
         partial(products.product, records, each, y) for each in copies
@@ -228,7 +228,7 @@ def product_launches(
 
 
 def cublas_seconds(rows: int, shape: tuple[int, int], device: str) -> float:
-    """Of ``F.linear`` in bf16, with weights that no cache holds."""
+    """Time of bf16 ``F.linear`` with uncached weights."""
     count = copies_beyond_cache(2 * shape[0] * shape[1], device)
     weights = [torch.randn(shape, device=device).bfloat16() for _ in range(count)]
     x = torch.randn(rows, shape[1], device=device).bfloat16()

@@ -1,10 +1,10 @@
-"""Models larger than 8 GB through ``localrt.load(gpu_memory="8GB")``, as any program has them.
+"""Models larger than 8 GB through ``localrt.load(gpu_memory="8GB")``, the public API.
 
 Random weights in the shapes of Qwen3-14B, Qwen3-32B and Qwen3-30B-A3B, written as a store. Each is
-loaded in processes of its own: with no kernel compiled yet, with all of them, over a link of 12
-GB/s, from a disk. Where the GPU has room for all weights, the same model is loaded again without a
-budget: a dense one must give the same tokens and logits, bit for bit, as the GPU and the CPU then
-compute the same units as before, though no weight moves.
+loaded in separate processes: before and after kernels are compiled, over a link of 12 GB/s, from a
+disk. If the GPU has room for all weights, the model is loaded again without a budget but with the
+same assignment of units to GPU and CPU: a dense model must then give bit-identical tokens and
+logits.
 """
 
 from __future__ import annotations
@@ -37,18 +37,19 @@ SLOW_LINK = 12e9  # PCIe 4.0 with eight lanes, or 3.0 with sixteen
 UNCOMPILED, COMPILED, RESIDENT = "kernels uncompiled", "compiled", "resident"
 AT_SLOW_LINK, FROM_SSD = "at 12 GB/s", "from the SSD"
 _TIMEOUT_S = 140
-_ROOM = 1.3  # of a store's bytes: what a folder and a GPU must have free for it
+_ROOM = 1.3  # a folder or a GPU must have this times a store's bytes free
 _UNMOVED = "no weight moved"
-_FEW = 6  # tokens: fewer than these are not timed, as graphs are recorded meanwhile
+_FEW = 6  # fewer tokens are not timed, since graphs are still being recorded
 _PLAIN = {"logits": None, "count": False}
 
 
 @dataclass(frozen=True)
 class Size:
-    """A model, the GPU's share, and what is asked of it. ``bound`` is of logits, unlike bits.
+    """A model, its GPU budget, and a test's parameters. ``bound`` is the largest error of logits if
+    bits differ.
 
-    Most of what is not on the GPU is read for each token with ``little``. Forecasts are compared
-    within ``budgets``.
+    With the budget ``little``, most of the other weights are read for each token. Forecasts are
+    compared within ``budgets``.
     """
 
     architecture: str
@@ -64,7 +65,7 @@ class Size:
 
     @property
     def nbytes(self) -> int:
-        """Of the store."""
+        """Bytes of the store."""
         units = stored_units(self.architecture, self.config, FORMAT)
         return sum(unit.nbytes for unit in units)
 
@@ -72,7 +73,7 @@ class Size:
 _14B, _30B_A3B = known_config("qwen3:14b"), known_config("qwen3:30b")
 _32B = {"intermediate_size": 25_600, "num_hidden_layers": 64, "num_attention_heads": 64}
 LARGE = {
-    # An expert that is chosen almost as well may be taken for another.
+    # Nearly equal router scores may choose another expert.
     "30B-A3B": Size("Qwen3MoeForCausalLM", {**_30B_A3B, "norm_topk_prob": True}, bound=0.3),
     "14B": Size("Qwen3ForCausalLM", _14B, bound=0.1, budgets=("4GB", "6GB", "8GB")),
     "32B": Size(
@@ -87,7 +88,7 @@ LARGE = {
 
 
 def check_model(device: str, name: str, kind: str) -> Iterator[Check]:
-    """A kind of a model's results: ``dense``, say. Its files are gone afterwards."""
+    """One kind of results of a model, such as ``dense``. Its files are deleted afterwards."""
     size = LARGE[name]
     nbytes = size.nbytes
     try:
@@ -98,7 +99,7 @@ def check_model(device: str, name: str, kind: str) -> Iterator[Check]:
         yield f"loaded {name}, {kind}", partial(dict, {"not run": str(error)})
         return
     with ExitStack() as held:
-        # What the machine does is measured once, and kernels are compiled once.
+        # The machine is measured once, and kernels are compiled once.
         files, cache = (
             Path(held.enter_context(tempfile.TemporaryDirectory(dir=where)))
             for where in (folder, None)
@@ -115,7 +116,7 @@ def check_model(device: str, name: str, kind: str) -> Iterator[Check]:
 
 @dataclass
 class Loaded:
-    """One model of ``nbytes``, and what was found of it so far, by way of loading it."""
+    """One model of ``nbytes``, and its results so far, by way of loading."""
 
     name: str
     size: Size
@@ -128,10 +129,10 @@ class Loaded:
     # -- kinds of results --------------------------------------------------------------------------
 
     def dense(self) -> Iterator[Check]:
-        """From RAM and from a disk, over two links: speeds, and whether tokens are right."""
+        """Speeds from RAM and from a disk, over two links, and whether tokens agree."""
         ways = self.ways()
         if self.name == "32B":
-            del ways[RESIDENT]  # for which ten minutes are too short
+            del ways[RESIDENT]  # it would exceed ten minutes
         ways[f"{FROM_SSD}, {AT_SLOW_LINK}"] = {**ways[FROM_SSD], "link_bytes_s": SLOW_LINK}
         for way, job in ways.items():
             yield from self.go(way, job)
@@ -140,25 +141,27 @@ class Loaded:
         yield from self.compared((UNCOMPILED, COMPILED), (COMPILED, RESIDENT))
 
     def mixture(self) -> Iterator[Check]:
-        """All ways. Who computes an expert depends on what is ready: logits are nearly equal."""
+        """All ways. Which device computes an expert depends on timing, so logits are only nearly
+        equal.
+        """
         for way, job in self.ways().items():
             yield from self.go(way, job)
         yield from self.compared((UNCOMPILED, COMPILED), (COMPILED, RESIDENT), (FROM_SSD, COMPILED))
 
     def prompts(self) -> Iterator[Check]:
-        """First tokens of all lengths; the plan's tokens per second of a prompt are beside them."""
+        """Time to first token for all prompt lengths, and the plan's prefill rate."""
         job = {"load": self.size.load, "prompts": self.size.prompts, "tokens": 2}
         yield from self.over_both_links({"prompts": job})
 
     def forecasts(self) -> Iterator[Check]:
-        """Three budgets, two links: tokens per second as planned and as measured."""
+        """Planned and measured tokens per second for three budgets and two links."""
         jobs = {f"within {each}": {"load": {"gpu_memory": each}} for each in self.size.budgets}
         yield from self.over_both_links(jobs)
 
     # -- ways of loading ---------------------------------------------------------------------------
 
     def ways(self) -> dict[str, Values]:
-        """What is asked in each of the usual ways."""
+        """The job of each of the usual ways."""
         size = self.size
         short = {"load": size.load, "prompts": size.prompts[:1]}
         disk = {"load": size.little, "tokens": size.tokens_from_ssd, "on_disk": True}
@@ -166,12 +169,12 @@ class Loaded:
             UNCOMPILED: {**short, "tokens": 8, "logits": None},
             COMPILED: short,
             AT_SLOW_LINK: {**short, "link_bytes_s": SLOW_LINK},
-            FROM_SSD: {**short, **disk, "count": False},  # which takes more tokens
+            FROM_SSD: {**short, **disk, "count": False},  # counting takes more tokens
             RESIDENT: {**short, "load": size.resident},
         }
 
     def over_both_links(self, jobs: Mapping[str, Mapping[str, Any]]) -> Iterator[Check]:
-        """Half the tokens of each job, when kernels are compiled."""
+        """Run each job with half its tokens over both links, once kernels are compiled."""
         few = {**_PLAIN, "prompts": self.size.prompts[:1], "tokens": self.size.tokens // 2}
         yield from self.go(UNCOMPILED, {**few, "load": self.size.load, "tokens": 2})
         for way, job in jobs.items():
@@ -179,7 +182,7 @@ class Loaded:
             yield from self.go(f"{way}, {AT_SLOW_LINK}", {**few, **job, "link_bytes_s": SLOW_LINK})
 
     def go(self, way: str, job: Mapping[str, Any]) -> Iterator[Check]:
-        """One way, if there is room."""
+        """Load the model one way, if there is room."""
         name = f"loaded {self.name}, {way}"
         try:
             if job["load"] == self.size.resident and not self.has_room():
@@ -191,26 +194,26 @@ class Loaded:
         yield name, lambda: self.run(way, {**job}, model)
 
     def has_room(self) -> bool:
-        """Whether all weights fit the GPU."""
+        """Whether all weights fit on the GPU."""
         return free_memory() > _ROOM * self.nbytes
 
     @cached_property
     def on_disk(self) -> Path:
-        """The files on a disk: copied, if they are in memory."""
+        """The files on a disk; copied if they are in RAM."""
         model = self.folder / "model"
         if not self.folder.is_relative_to(MEMORY):
             return model
         disk = find_disk(round(_ROOM * self.nbytes))
         folder = self.held.enter_context(tempfile.TemporaryDirectory(dir=disk))
         copied = shutil.copytree(model, Path(folder, "model"))
-        os.sync()  # else it would be written while it is read
+        os.sync()  # otherwise writing would overlap with reading
         return copied
 
     def run(self, way: str, job: Values, model: Path) -> Values:
-        """One way; fails if it took more than the GPU's share."""
+        """Run a job; the check fails if it exceeds the GPU budget."""
         job = {"logits": str(self.logits(way)), **job, "free_before": free_memory()}
         values = asked(model, self.cache, self.size, job)
-        # Thousands of lines that say nothing alone.
+        # Too long for the JSON, and needed only for comparisons.
         self.found[way] = {name: values.pop(name) for name in ("token_ids", "placement")}
         self.found[way]["computed_by_cpu"] = values["computed_by_cpu"]
         self.found[way]["sides"] = _sides(self.found[way]["placement"] or {"where": {}})
@@ -220,7 +223,7 @@ class Loaded:
             values["finite"] = bool(np.isfinite(np.load(job["logits"])).all())
             ok &= values["finite"]
         if "placement" in job:
-            del values["predicted_tok_s"]  # of another placement
+            del values["predicted_tok_s"]  # it was for another placement
         if job.get("tokens", self.size.tokens) < _FEW:
             del values["decode_tok_s"]
         elif "predicted_tok_s" in values:
@@ -234,7 +237,7 @@ class Loaded:
     # -- whether ways agree ------------------------------------------------------------------------
 
     def checked(self, way: str, job: Mapping[str, Any]) -> Iterator[Check]:
-        """``way`` beside the same weights in memory, where the GPU computes the same units."""
+        """Compare ``way`` with weights in memory, where the GPU computes the same units."""
         placement, sides = (self.found[way][name] for name in ("placement", "sides"))
         unmoved = (each for each in self.found if each.endswith(_UNMOVED))
         known = (each for each in unmoved if self.found[each]["sides"] == sides)
@@ -250,13 +253,15 @@ class Loaded:
         yield from self.compared((way, other))
 
     def compared(self, *pairs: tuple[str, str]) -> Iterator[Check]:
-        """Those pairs of ways that both went well."""
+        """Compare the pairs of ways that both succeeded."""
         for way, other in pairs:
             if way in self.found and other in self.found:
                 yield f"loaded {self.name}, {way} as {other}", partial(self.same, way, other)
 
     def same(self, way: str, other: str) -> Values:
-        """Tokens as far as both ways went, and logits of one prompt, if both have them."""
+        """Compare the common number of tokens, and the logits of one prompt if both ways have
+        them.
+        """
         one, two = self.found[way], self.found[other]
         pairs = list(zip(one["token_ids"], two["token_ids"], strict=False))
         until = next((at for at, (a, b) in enumerate(pairs) if a != b), len(pairs))
@@ -270,21 +275,23 @@ class Loaded:
             equal, close = bool(equal and np.array_equal(a, b)), error < self.size.bound
             values |= {"relative_error": error, "bound": self.size.bound}
         values |= {"bitwise_equal": equal, "units_on_cpu": by_cpu}
-        # The CPU's kernels and a GPU's round differently: the same ones must compute. Which of
-        # them computes an expert depends on what is ready.
+        # CPU and GPU kernels round differently, so bits agree only if the same device computes each
+        # unit. For experts that depends on timing.
         alike = one["sides"] == two["sides"] or not by_cpu
         exact = alike and "num_experts" not in self.size.config
         return {"ok": equal if exact else close, **values}
 
 
 def _sides(placement: Mapping[str, Any]) -> Values:
-    """What bits depend on: not where weights lie, but whether the GPU computes with them."""
+    """Whether the GPU computes each unit: results' bits depend on that, not on where weights
+    are.
+    """
     sides = {name: Where(place).on_gpu for name, place in placement["where"].items()}
     return {**placement, "where": sides, "ram_ring": 0, "vram_ring": 0}
 
 
 def asked(model: Path, cache: Path, size: Size, job: Values) -> Values:
-    """What a process of its own finds."""
+    """The results of a job, run in a separate process."""
     ctx = max(size.prompts) + 4 * size.tokens
     common = {"model": str(model), "ctx": ctx, "prompts": size.prompts, "tokens": size.tokens}
     done = subprocess.run(
@@ -294,7 +301,7 @@ def asked(model: Path, cache: Path, size: Size, job: Values) -> Values:
             **os.environ,
             "LOCALRT_CACHE": str(cache),
             "LOCALRT_OFFLINE": "1",
-            "XDG_DATA_HOME": str(cache),  # where it is noted that these models were used
+            "XDG_DATA_HOME": str(cache),  # records which models were used
         },
         capture_output=True,
         text=True,

@@ -1,6 +1,6 @@
-"""A process that loads a model as any program does, answers, and reports time and memory.
+"""A process that loads a model through the public API, answers, and reports time and memory.
 
-Run by ``loaded.py``; a job comes as JSON. A separate process has the GPU's memory to itself and no
+Run by ``loaded.py``, with a job as JSON. A separate process has the GPU's memory to itself and no
 kernels compiled or loaded by another.
 """
 
@@ -33,12 +33,14 @@ _COUNTED = 8  # timed tokens, after as many warm-up tokens
 
 
 def main() -> None:
-    """Run one job: options of ``localrt.load``, lengths of prompts, tokens to decode."""
+    """Run one job: options of ``localrt.load``, prompt lengths, and the number of tokens to
+    decode.
+    """
     print(json.dumps(found(json.load(sys.stdin))))
 
 
 def found(job: Mapping[str, Any]) -> dict[str, Any]:
-    """What a job finds."""
+    """The results of a job."""
     changes: Any = {"link_bytes_s": throttled, "placement": placed_as}
     with ExitStack() as changed:
         for name, change in changes.items():
@@ -48,14 +50,14 @@ def found(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def answered(job: Mapping[str, Any]) -> dict[str, Any]:
-    """What a model finds that is loaded for the job."""
+    """Results of a model loaded for the job."""
     started = time.perf_counter()
     peak = watch(device_of("cuda"), job["free_before"]) if "free_before" in job else None
     with localrt.load(job["model"], draft="off", ctx=job["ctx"], **job["load"]) as model:
         found: dict[str, Any] = {"load_s": time.perf_counter() - started}
         found["notes"] = [note for note in model.info.notes if "tokenizer" not in note]
         found |= placed(model)
-        if job["logits"] is not None:  # before other caches take the GPU's memory
+        if job["logits"] is not None:  # first, since other caches will take GPU memory
             save_logits(model, job["logits"])
         found |= answers(model, job)
         if job.get("count", True):
@@ -66,7 +68,7 @@ def answered(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def placed(model: Model) -> dict[str, Any]:
-    """Bytes of weights by place and by the device that computes with them, and the forecast."""
+    """Bytes of weights by location and by computing device, and the forecast."""
     plan = model._core.engine.plan
     if plan is None:
         return {"weight_bytes": model.info.weight_bytes, "computed_by_cpu": 0, "placement": None}
@@ -76,7 +78,7 @@ def placed(model: Model) -> dict[str, Any]:
     for unit in placed_shape(plan).units:
         place = where[unit.name]
         nbytes[place.value] += unit.nbytes
-        # The embedding and the last norm follow the layers: they are not counted.
+        # Embedding and last norm are placed like the layers and not counted.
         computed += unit.kind not in ("embedding", "norm") and not place.on_gpu
     return {
         "weight_bytes": plan.weight_bytes,
@@ -95,7 +97,9 @@ def placed(model: Model) -> dict[str, Any]:
 
 
 def answers(model: Model, job: Mapping[str, Any]) -> dict[str, Any]:
-    """Answer every prompt, the first one twice: at first kernels may be missing, and experts."""
+    """Answer every prompt, the first one twice: the first time, kernels and experts may be
+    missing.
+    """
     vocab, tokens = model.info.vocab_size, job["tokens"]
 
     def answer(length: int, seed: int, count: int) -> Chunk:
@@ -132,7 +136,7 @@ def save_logits(model: Model, path: str) -> None:
 
 
 def counted(model: Model) -> dict[str, Any]:
-    """A token's kernels, launches and waits, and the GPU's idle share, after graph capture."""
+    """Kernels, launches and waits per token, and the GPU's idle share, after graph capture."""
     if not model.info.device.startswith("cuda"):
         return {}
     from localrt.quant.cuda.counting import count_gpu_use
@@ -198,7 +202,7 @@ def throttled(link_bytes_s: float) -> Iterator[None]:
 
 @contextmanager
 def placed_as(fields: Mapping[str, Any]) -> Iterator[None]:
-    """Place weights so, whatever the plan."""
+    """Force this placement of weights."""
     from localrt.loading import native, placing
 
     first_plan = placing.first_plan

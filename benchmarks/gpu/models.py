@@ -1,7 +1,7 @@
 """Whole models on our kernels, for ``scripts/gpu_check``: logits, decode, trees, memory.
 
 Random packed weights at a real model's shape. A captured graph must give the same bits as a plain
-pass, and a row the same bits alone, with others, or in a tree.
+pass, and a row the same bits alone, in a batch, or in a tree.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.ops.protocol import Batch, Span, opaque
 from localrt.quant.reference.ops import TorchOps
 
-# Largest difference divided by largest magnitude. float32 differs only by the order of sums (TF32
-# is off); bf16 keeps 8 bits, through a few layers.
+# Bounds of the largest difference over the largest magnitude. float32 differs only by the order of
+# sums (TF32 is off); bf16 rounds to 8 bits in each of a few layers.
 BOUNDS = {"f32": 1e-4, "bf16": 0.05, "packed": 0.05}
 TREE = 16
 
 
 def check_logits(device: str) -> Iterator[Check]:
-    """Random models of all known architectures, through torch and our kernels."""
+    """Compare random models of all architectures, with torch and with our kernels."""
     cuda = device.startswith("cuda")
     length = 100 if cuda else 6
     for name, extra in ARCHITECTURES.items() if cuda else [("LlamaForCausalLM", {})]:
@@ -51,7 +51,7 @@ def check_logits(device: str) -> Iterator[Check]:
 def _compared(
     name: str, config: dict[str, Any], kind: str, wanted: np.ndarray, device: str
 ) -> Values:
-    """The logits of a prompt and four single tokens beside the CPU's float32."""
+    """Compare the logits of a prompt and four single tokens with float32 on the CPU."""
     packed = kind == "packed"
     ops: Any = CudaOps(device=device) if packed else TorchOps(compute_format=kind, device=device)
     got = logits(random_model(name, config, ops), random_ids(config, len(wanted)), 4)

@@ -1,5 +1,5 @@
-"""Rows from pictures in a decoder on our kernels, for ``scripts/gpu_check``: rows in the place of
-embeddings and behind the first layer, positions on three axes, rows that see one another.
+"""Picture rows in a decoder on our kernels, for ``scripts/gpu_check``: rows that replace embeddings
+or follow the first layer, positions on three axes, bidirectional attention.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from localrt.quant.ops.protocol import Batch, Given, Span
 from localrt.quant.reference.ops import TorchOps
 
 _BOUND = 0.05
-_SIDE = 6  # rows of a picture: 6 x 6
+_SIDE = 6  # a picture has 6 x 6 rows
 _TEXT = 60
 _SECTIONS = {"rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}}
 
 
 def check_pictures(device: str) -> Iterator[Check]:
-    """Logits behind pictures beside the CPU's float32, also in passes that cut one."""
+    """Compare logits after pictures with float32 on the CPU, also if passes cut a picture."""
     for name, extra in (("Qwen2ForCausalLM", _SECTIONS), ("Gemma3ForCausalLM", {})):
         yield f"pictures {name}", partial(_compared, name, extra, device)
 
@@ -49,7 +49,7 @@ def _compared(name: str, extra: Values, device: str) -> Values:
 
 
 def _logits(model: Decoder, most: int, *, both_ways: bool) -> np.ndarray:
-    """Of a text with a picture in it, at most so many rows a pass."""
+    """Logits of a text with a picture, in passes of at most ``most`` rows."""
     config, rows = model.config, _SIDE * _SIDE
     ids = np.asarray(random_ids({"vocab_size": config.vocab_size}, _TEXT + rows), np.int64)
     begin, end = 20, 20 + rows

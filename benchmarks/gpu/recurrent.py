@@ -41,7 +41,7 @@ def check_recurrent(device: str) -> Iterator[Check]:
         yield name, partial(_compared, _spec(name), device)
 
 
-# Kind, heads, heads of keys, sizes of a key and a value, and what else differs.
+# Kind, heads, key heads, key and value size, other options.
 _SHAPES: dict[str, tuple[Any, ...]] = {
     "delta (Qwen3-Next)": ("delta", 4, 2, 128, 128, {}),
     "delta, channels (Kimi Linear)": (
@@ -63,7 +63,7 @@ def _spec(name: str) -> RecurrentSpec:
 
 
 def _weights(spec: RecurrentSpec) -> RecurrentWeights:
-    """Random weights of torch's, without the projections."""
+    """Random torch weights, without the projections."""
 
     def vector(size: int, scale: float = 0.5, offset: float = 0.0) -> torch.Tensor:
         return torch.randn(size) * scale + offset
@@ -84,7 +84,7 @@ def _weights(spec: RecurrentSpec) -> RecurrentWeights:
 
 
 def _on(gpu: Device, weights: RecurrentWeights) -> GpuWeights:
-    """The same on a device."""
+    """The weights on a device."""
     vectors: dict[str, Any] = {each.name: getattr(weights, each.name) for each in fields(weights)}
     moved: dict[str, Any] = {
         k: there(v, gpu) for k, v in vectors.items() if isinstance(v, torch.Tensor)
@@ -93,7 +93,7 @@ def _on(gpu: Device, weights: RecurrentWeights) -> GpuWeights:
 
 
 class _Pass:
-    """A pass of ``rows`` rows that has begun and can be run repeatedly."""
+    """A started pass of ``rows`` rows, which can be run repeatedly."""
 
     def __init__(self, cache: KVCache, rows: int, mask: Any, gpu: Device) -> None:
         cache.reserve(cache.length + rows)
@@ -111,7 +111,7 @@ class _Pass:
         return mix_rows(mixed, weights, spec, self.sequences, layer, places).to_host()
 
     def done(self) -> None:
-        """End the pass: its rows count as held."""
+        """End the pass: its rows are then in the cache."""
         for layer in range(len(self._cache.layout.specs)):
             self._cache.layer_done(layer)
         (span,) = self.spans
@@ -119,7 +119,7 @@ class _Pass:
 
 
 def _compared(spec: RecurrentSpec, device: str) -> Values:
-    """Compare a prompt, single rows and a tree."""
+    """Compare a prompt, single rows and a tree with torch."""
     gpu, plain = device_of(device), _weights(spec)
     weights, tree = _on(gpu, plain), tree_of(7).numpy()
     mixed = torch.randn(26, spec.projected_rows)

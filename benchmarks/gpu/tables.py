@@ -10,7 +10,7 @@ from benchmarks.common.record import markdown_table, versions_of
 
 Record = Mapping[str, Any]
 
-# Of a failed check's values, those that may have failed it.
+# Values of a check that can make it fail.
 _REASONS = re.compile("error|bound|equal|sequential|peak|estimate|finite|same")
 
 
@@ -70,11 +70,11 @@ _TABLES: tuple[tuple[str, str, Mapping[str, tuple[str, str]]], ...] = (
         },
     ),
 )
-"""Which results are shown by which part of their names, what they are, values under titles."""
+"""Tables: pattern of result names, title, and column headers with keys and formats."""
 
 
 def gpu_tables(record: Record) -> str:
-    """When and where it ran, what failed, what did not run, and speeds."""
+    """Tables of a record: date and machine, failed checks, checks that did not run, speeds."""
     results = record["results"]
     machine = record["machine"]
     passed = sum(result["ok"] for result in results)
@@ -100,7 +100,7 @@ def gpu_tables(record: Record) -> str:
 
 
 def _table(found: Record, pattern: str, title: str, shown: Mapping[str, tuple[str, str]]) -> str:
-    """Nothing where there is nothing to show."""
+    """One table; empty if there are no results to show."""
     cells = {
         match[1]: [
             form.format(values[key]) if key in values else "" for key, form in shown.values()

@@ -1,8 +1,8 @@
-"""What the checks of ``scripts/gpu_check`` share: results, time and memory on a CUDA GPU.
+"""Shared by the checks of ``scripts/gpu_check``: results, time and memory on a CUDA GPU.
 
 Kernels are timed as decode runs them: many launches in one recorded CUDA graph, over inputs that
-together exceed the second-level cache. Ours run on our stream, torch's on torch's. Off a GPU a
-launch is timed once, to try the script.
+together exceed the L2 cache. Ours run on our stream, torch's on torch's. Without a GPU, each launch
+runs once as a dry run.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ RUNS = 5
 _COPIED = 1 << 30
 Values = dict[str, Any]
 Check = tuple[str, Callable[[], Values]]
-"""A name, and what finds its numbers; with ``ok`` among them where they can be wrong."""
+"""A name, and a function returning its values, with ``ok`` if it can fail."""
 
 
 @dataclass
 class Result:
-    """One check: ``ok`` against its bound, and whatever numbers it found."""
+    """One check: whether it is ``ok``, and the values that it measured."""
 
     name: str
     ok: bool
@@ -40,7 +40,7 @@ class Result:
     values: Values = field(default_factory=dict)
 
     def line(self) -> str:
-        """For people."""
+        """A line of text for people."""
         numbers = "  ".join(
             f"{k} {v:.4g}" if isinstance(v, float | int) and not isinstance(v, bool) else f"{k} {v}"
             for k, v in self.values.items()
@@ -49,15 +49,15 @@ class Result:
 
 
 def results_of(phase: str, checks: Callable[[], Iterable[Check]]) -> Iterator[Result]:
-    """Run the checks of a phase, each when the one before is done. One that raises has failed, and
-    the others run.
+    """Run the checks of a phase one by one. A check that raises has failed; the others still
+    run.
     """
     try:
         for name, check in checks():
             try:
                 values = check()
                 yield Result(name, bool(values.pop("ok", True)), values=values)
-            except Exception as error:  # noqa: BLE001  whatever it was, it is the result
+            except Exception as error:  # noqa: BLE001  any error is a result
                 yield _failed(name, error)
     except Exception as error:  # noqa: BLE001
         yield _failed(phase, error)
@@ -72,7 +72,7 @@ def _failed(name: str, error: Exception) -> Result:
 
 
 def timed(work: Callable[[], Any]) -> float:
-    """Seconds of ``work``, device work included: torch waits for the streams of all."""
+    """Seconds of ``work``, including device work: torch waits for all streams."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     start = time.perf_counter()
@@ -83,7 +83,7 @@ def timed(work: Callable[[], Any]) -> float:
 
 
 def median_seconds(work: Callable[[], Any], device: str) -> float:
-    """Of several runs on a GPU, of one elsewhere."""
+    """Median of runs on a GPU; one run elsewhere."""
     runs = RUNS if device.startswith("cuda") else 1
     return statistics.median(timed(work) for _ in range(runs))
 
@@ -105,13 +105,13 @@ def launch_seconds(launches: Sequence[Callable[[], Any]], device: str) -> float:
 
 
 def replay_seconds(replay: Callable[[], Any], device: str) -> float:
-    """Median seconds that a GPU takes for what is recorded."""
+    """Median seconds that the GPU takes for a recording."""
     gpu = device_of(device)
     return _median(replay, lambda: gpu.event(timed=True), Event.ms_until)
 
 
 def torch_seconds(launches: Sequence[Callable[[], Any]], device: str) -> float:
-    """The same of torch's."""
+    """Like ``launch_seconds``, for launches by torch."""
     if not device.startswith("cuda"):
         return timed(launches[0])
     for launch in launches[:2]:
@@ -128,7 +128,7 @@ def torch_seconds(launches: Sequence[Callable[[], Any]], device: str) -> float:
 
 @cache
 def _capture(gpu: Cuda) -> Capture:
-    """Where all graphs of a GPU are recorded: a stream stays for as long as the process lives."""
+    """The capture of a GPU, shared by all checks, since a stream is never freed."""
     return Capture(gpu)
 
 
@@ -148,7 +148,7 @@ def _median(
 
 
 def copies_beyond_cache(nbytes: int, device: str) -> int:
-    """How many inputs of ``nbytes`` are several times the second-level cache."""
+    """How many inputs of ``nbytes`` are several times as large as the L2 cache."""
     gpu = device_of(device)
     if not gpu.is_gpu:
         return 1
@@ -156,13 +156,13 @@ def copies_beyond_cache(nbytes: int, device: str) -> int:
 
 
 def copy_bandwidth(device: str) -> float:
-    """Bytes per second of a device copy, read and written counted: the ceiling."""
+    """Bytes per second of a device copy (reads plus writes): the ceiling."""
     gpu = device_of(device)
     size = _COPIED if gpu.is_gpu else _COPIED >> 6
     a, b = (zeros(size, dtype=UINT8, device=gpu) for _ in range(2))
     seconds = launch_seconds([partial(b.put, a)] * 4, device)
     del a, b
-    gpu.trim()  # others need the memory
+    gpu.trim()  # other checks need the memory
     return 2 * size / seconds
 
 
@@ -170,7 +170,7 @@ def copy_bandwidth(device: str) -> float:
 
 
 def free_memory(device: str = "cuda") -> int:
-    """Bytes that are free, without what this process keeps for later."""
+    """Free bytes, after this process has released its unused memory."""
     gc.collect()
     torch.cuda.empty_cache()
     gpu = device_of(device)
@@ -179,10 +179,10 @@ def free_memory(device: str = "cuda") -> int:
 
 
 def watch(gpu: Any, free_before: int) -> Callable[[], int]:
-    """Watch a ``Cuda`` until the returned function is called, which gives the most bytes that this
-    process has taken since ``free_before`` were free.
+    """Watch a ``Cuda`` until the returned function is called. It returns the peak memory of this
+    process, relative to ``free_before``.
 
-    Of our own memory it is the peak; of all else (kernels, graphs, cuBLAS), what is taken then.
+    Our own memory counts at its peak, the rest (kernels, graphs, cuBLAS) as of that call.
     """
     alloc, before = gpu._alloc, gpu.allocated_nbytes
     most = before
@@ -194,7 +194,7 @@ def watch(gpu: Any, free_before: int) -> Callable[[], int]:
         return address
 
     def peak() -> int:
-        del gpu._alloc  # the class has its own
+        del gpu._alloc  # unpatch the method
         beside = free_before - gpu.memory()[0] - (gpu.allocated_nbytes - before)
         return int(most - before + max(0, beside))
 

@@ -57,7 +57,7 @@ Q4_K = Format("q4_k", 256, 144, 4, (*HALVES, (4, 16)), zero=0, ggml_type=12)
 Q5_K = Format("q5_k", 256, 176, 5, (*HALVES, (4, 16)), zero=0, ggml_type=13)
 # low nibbles, high pairs of bits, 16 int8 scales, f16
 Q6_K = Format("q6_k", 256, 210, 6, ((208, 210), *_bytes(192)), zero=32, ggml_type=14)
-IQ4_NL = Format("iq4_nl", 32, 18, 4, HALF, ggml_type=20)  # as Q4_0, its nibbles 16 uneven levels
+IQ4_NL = Format("iq4_nl", 32, 18, 4, HALF, ggml_type=20)  # Q4_0 with 16 uneven levels
 # the same levels; f16, 8 six-bit scales
 IQ4_XS = Format("iq4_xs", 256, 136, 4, (*HALF, (2, 8)), ggml_type=23)
 # pairs of bits, from -1 to 1, f16
