@@ -10,22 +10,22 @@ the footer. ``tui/chat/message_queue.py`` follows a message from waiting to answ
 ``tui/conversation/`` knows no widget: ``state.py`` holds what is open (the history, a conversation,
 the model's session), and ``open_conversation.py`` keeps a conversation in memory while its file
 cannot be written. A conversation without a file is the same class, in SQLite's memory. It holds the
-branch that this window shows, so that nothing is sent to a model that was not shown; twice a second
-the chat asks it whether another window has written (``PRAGMA data_version``).
+branch that this window shows, so that the model gets nothing that was not shown; twice a second the
+chat checks whether another window has written (``PRAGMA data_version``).
 
 A ``Reply`` (``generation.py``) goes in rounds: the model answers, the tools that it calls are run,
 and it answers again. The app and ``tui/plain.py``, the same chat without a screen, both drive it.
-Its threads only fill plain objects. The screen looks at them on a timer, at most 20 times a second
-and for at most a hundredth of the processor, so that decoding never waits for drawing.
+Its threads only fill plain objects. The screen reads them on a timer, at most 20 times a second and
+with at most 1 % of the processor, so that decoding never waits for drawing.
 
-``terminal.py`` gives the terminal back however the app ends; ``crash.py`` keeps the unsent message
-and a report. ``browser.py`` serves the app to a tab of a browser, a process for each.
+``terminal.py`` restores the terminal however the app ends; ``crash.py`` saves the unsent message
+and a report. ``browser.py`` serves the app to browser tabs, with one process per tab.
 
 A conversation is one scrolling widget that lays out only what is visible, so its length costs
 nothing. Bindings, palette, menu and help are made from the tables in ``tui/keys.py`` and
 ``tui/commands.py``, whose commands the plain chat shares; all styles are in ``tui/app.tcss``.
-Widgets keep the parts that they change as attributes: when a thread answers, a window that closes
-has no children left to look up.
+Widgets keep references to the children that they change: when a thread reports back, a closing
+window may have no children left to query.
 """
 
 from localrt.tui.app import ChatApp, run_chat

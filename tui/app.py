@@ -59,8 +59,6 @@ def run_chat(load: Callable[[ProgressCallback], ChatModel], **arguments: Any) ->
     """Open the app, with ``ChatApp``'s arguments, until the user leaves.
 
     Returns:
-        The process's exit status: 1 when the model could not be loaded or the app crashed (the
-        reason is on stderr), 128 and a signal's number when that ended it.
     """
     settings = Settings.from_environment()
     toolbox = Toolbox.open(settings.config_dir)
@@ -78,15 +76,17 @@ def run_chat(load: Callable[[ProgressCallback], ChatModel], **arguments: Any) ->
 
 
 def spare_collector() -> None:
-    """Exclude what has been imported from garbage collection: it lives as long as the process, and
-    going through it stops the app for a tenth of a second at a time.
+    """Exclude everything imported so far from garbage collection: it lives as long as the process,
+    and scanning it stops the app for 0.1 s at a time.
     """
     gc.collect()
     gc.freeze()
 
 
 def _graphics() -> Graphics:
-    """How the terminal draws pictures. It is not asked if keys wait: they would be its answer."""
+    """How the terminal draws pictures. It is not queried if keys are waiting: they would be read as
+    its answer.
+    """
     keys = system.typed_ahead(sys.stdin.fileno()) if sys.stdin.isatty() else nullcontext(True)
     with keys as typed:
         return "" if typed else find_graphics()
@@ -97,18 +97,18 @@ class ChatApp(App[None]):
 
     Args:
         load: called once, in a thread; its callback may raise ``CancelledError`` to end it.
-        model_name: shown until the model says its own name.
+        model_name: shown until the model is loaded.
         system: system prompt of a new conversation.
         options: generation options by name, over the model's defaults.
         chat_path: a saved conversation to continue.
         resume: continue the last conversation of the history.
         history: opens the history; None keeps nothing.
         load_by_name: loads another model; its second argument is like that of ``load``.
-        list_models: asks a server for its models, names and facts of each; None where models are
-            those of this machine.
+        list_models: asks a server for its models (names and facts); None if models are on this
+        machine.
         load_options: budgets and other options of ``load``, to plan for other models.
         config: the folder of preferences; None keeps nothing.
-        data: the folder for what outlives a crash; None keeps nothing.
+        data: the folder for unsent messages and crash reports; None keeps nothing.
         toolbox: the tools of MCP servers that a model is offered.
         graphics: how the terminal draws pictures.
         welcome: called in a thread, for a line that newcomers see once the model is there.
@@ -182,9 +182,10 @@ class ChatApp(App[None]):
         return self.chat
 
     async def on_mount(self) -> None:
-        # Keys and pastes that came by now are read after this, and find the composer focused.
+        # Keys and pastes that have already arrived are handled after this, with the composer
+        # focused.
         await AwaitMount(self.chat, [self.chat])
-        # The terminal gives back an empty screen after Ctrl+Z.
+        # After Ctrl+Z the terminal's screen is empty.
         self.app_resume_signal.subscribe(self, lambda app: app.refresh(layout=True))
         if self.console.color_system == "standard":
             self._use_terminal_colors()
@@ -196,7 +197,7 @@ class ChatApp(App[None]):
             self.chat.composer.put(draft)
         for number in () if self.is_headless else system.LOGOUT_SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, self._end, number)
-        if self.is_web:  # its server may be killed
+        if self.is_web:  # the server may be killed
             server = os.getppid()
             self.set_interval(1.0, lambda: None if os.getppid() == server else self.exit())
 
@@ -208,17 +209,17 @@ class ChatApp(App[None]):
             self.state.notes += (one_line(error),)
 
     async def on_event(self, event: Event) -> None:
-        """Every paste gets plain line ends and no control characters, wherever it goes."""
+        """Every paste, whatever widget gets it, has plain line ends and no control characters."""
         if isinstance(event, Paste) and not event.is_forwarded:
             event.text = clean(pasted(event.text))
-            self.app_focus = True  # as for a key: it may come though the terminal lost the focus
+            self.app_focus = True  # as for a key: the terminal may not have reported its focus
         await super().on_event(event)
 
     def copy_to_clipboard(self, text: str, what: str = "what was selected") -> None:
         """Copy with a tool of the desktop, else through the terminal, which does not confirm it."""
 
         async def copy() -> None:
-            async with self._copying:  # so that the last copy is the one that stays
+            async with self._copying:  # one after another, so that the last copy wins
                 copied = await asyncio.to_thread(copied_by_tool, text)
                 if not copied:
                     latest = self._clipboard
@@ -230,14 +231,14 @@ class ChatApp(App[None]):
         _: Worker[None] = self.run_worker(copy, group="copy")
 
     def get_line_filters(self) -> Sequence[LineFilter]:
-        """The filters of each line on its way to the terminal."""
+        """Filters applied to each line before it is written to the terminal."""
         filters = (WithoutColor(),) if self.no_color else super().get_line_filters()
         return (*filters, _WITHOUT_CONTROLS)
 
     # -- preferences -----------------------------------------------------------------------------
 
     def _apply_preferences(self) -> tuple[str, ...]:
-        """Apply the user's theme, keys and panel; lines about what cannot be applied."""
+        """Apply the user's theme, keys and panel; returns lines about what cannot be applied."""
         preferred, notes = self._preferred, self.preferences.notes
         if preferred.theme is not None and preferred.theme not in self.available_themes:
             there = ", ".join(offered(self)[:6])
@@ -263,7 +264,7 @@ class ChatApp(App[None]):
         self.remember(panel=event.open or None)
 
     def _use_terminal_colors(self) -> None:
-        """A terminal with 16 colours has its own palette: no theme reads well squeezed into it."""
+        """A terminal with 16 colours keeps its own palette: no theme looks good reduced to it."""
         if "ansi-dark" in self.available_themes:
             self.theme = "ansi-dark"
         else:  # Textual before 8
@@ -273,10 +274,10 @@ class ChatApp(App[None]):
     # -- loading ---------------------------------------------------------------------------------
 
     def load_model(self, name: str) -> None:
-        """Load another model in place of the present one; the conversation stays.
+        """Load another model in place of the current one; the conversation stays.
 
-        The present model is parked and unloaded in the thread that loads, so that there is never
-        more than one in memory. A running answer or load ends first.
+        The current model is parked and unloaded in the loading thread, so that there is never more
+        than one in memory. A running answer or load ends first.
         """
         if not self._loading.done:
             self._next_model = name
@@ -331,7 +332,7 @@ class ChatApp(App[None]):
             if self._loading.result is None:
                 raise self._loading.error or LocalrtError("the model is not there")
             session = self.state.take_model(self._loading.result)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the app shows it
+        except Exception as error:  # noqa: BLE001 - the app shows any error
             if other is None:
                 self._fail(error)
             elif next_model is None:
@@ -358,7 +359,7 @@ class ChatApp(App[None]):
             self.chat.say(line)
 
     def _fail(self, error: Exception) -> None:
-        """The first model could not be loaded."""
+        """Report that the first model could not be loaded."""
         self.failure = explained(error)
         self.chat.view.add_notice(self.failure, "error")
         another = ", F4 to choose another model" if self._load_by_name is not None else ""
@@ -369,7 +370,7 @@ class ChatApp(App[None]):
         self.chat.footer.change(phase=Phase.FAILED)
 
     def _offer_model_before(self, other: str, error: Exception) -> None:
-        """Another model could not be loaded: say why, and offer the previous one."""
+        """Report that another model could not be loaded, and offer the previous one."""
         chat, name = self.chat, short_name(other)
         chat.footer.change(phase=Phase.EMPTY, model="")
         chat.composer.placeholder = "Type a message: it is sent when a model is loaded"
@@ -382,7 +383,7 @@ class ChatApp(App[None]):
             question = f"{name} was not loaded. Load {short_name(before)} again?"
             ask(chat, Confirm(question, "load it"), lambda yes: self.load_model(before))
 
-    # -- windows: imported when they are first opened, so that the prompt is there sooner ----------
+    # -- windows: imported when first opened, so that the prompt appears sooner ----------
 
     def action_models(self, search: str = "") -> None:
         """Open the models screen with a search in it."""
@@ -421,7 +422,7 @@ class ChatApp(App[None]):
         ask(self.chat, PickTheme(self), lambda name: self.remember(theme=name))
 
     def on_resize(self, event: Resize) -> None:
-        """A terminal that is too small says so instead of showing half of everything."""
+        """Show a message if the terminal is too small, instead of a cut-off screen."""
         self.chat.panel.fit(event.size)
         small = event.size.width < SMALLEST.width or event.size.height < SMALLEST.height
         shown = isinstance(self.screen, TooSmall)
@@ -450,7 +451,7 @@ class ChatApp(App[None]):
     # -- leaving ---------------------------------------------------------------------------------
 
     async def action_quit(self) -> None:
-        """Quit, stopping a running answer; an unsaved conversation takes a second try."""
+        """Quit, stopping a running answer; with an unsaved conversation, only at the second try."""
         conversation = self.state.conversation
         asked, self._asked_to_leave = self._asked_to_leave, True
         answering = self.chat.queue.answering
@@ -479,18 +480,18 @@ class ChatApp(App[None]):
         self.exit(return_code=128 + number)
 
     def _keep_draft(self) -> None:
-        with suppress(Exception):  # whatever is broken now
+        with suppress(Exception):  # the app may be in any broken state
             keep_draft(self._data, self.chat.unsent)
 
     def _handle_exception(self, error: Exception) -> None:
-        """A widget, timer or worker raised: end with one line, lose nothing."""
+        """Handle an error of a widget, timer or worker: end with one line and lose nothing."""
         if self._exception is None:
             self._keep_draft()
             self.failure = write_report(error, self._data)
         super()._handle_exception(error)
 
     def _fatal_error(self) -> None:
-        self._close_messages_no_wait()  # Textual's own prints the values of all variables
+        self._close_messages_no_wait()  # Textual's version prints the values of all variables
 
     def panic(self, *renderables: object) -> None:
         self._return_code, self.failure = 1, self.failure or "the terminal cannot be read any more"

@@ -1,8 +1,8 @@
-"""The app in a tab of a browser: ``textual-serve`` draws there what runs in a process here.
+"""The app in a browser tab: ``textual-serve`` draws what a process on this machine shows.
 
-Only this machine is served, and only at URLs that begin with a random token: any program and any
-user of the machine can reach a port, but the app reads files and runs tools. One tab is open at a
-time, since each has a process with its own model. The page may load nothing from elsewhere.
+It serves only this machine, and only URLs that begin with a random token: any program or user of
+the machine can reach a port, and the app reads files and runs tools. One tab is open at a time,
+since each has a process with its own model. The page may load nothing from other hosts.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ def serve_browser(
 
 
 class TabServer(Server):
-    """Serves one tab at a time at ``page``; whoever opens another ends it."""
+    """Serves one tab at a time at ``page``; opening another ends the first."""
 
     def __init__(self, command: Sequence[str], port: int) -> None:
-        # No shell stands between the app and this process, whose end the app watches.
+        # No shell between the app and this process, since the app watches for its end.
         line = system.REPLACE_SHELL + system.join(command)
         super().__init__(line, host=_HOST, port=port, title="localrt")
         self._token = secrets.token_urlsafe(32)
@@ -80,12 +80,12 @@ class TabServer(Server):
         inner.on_startup.clear()  # it prints a banner
         outer = web.Application(middlewares=[self._guard])
         outer.add_subapp(f"/{self._token}", inner)
-        # The page asks for downloads at the root, by a key of 122 random bits that is valid once.
+        # The page requests downloads below the root, with a one-time key of 122 random bits.
         outer.router.add_get("/download/{key}", self.handle_download)
         return outer
 
     async def handle_websocket(self, request: web.Request) -> web.WebSocketResponse:
-        """The connection of a tab, for which a process is started."""
+        """Handle the connection of a tab: start a process for it."""
         before, self._tab = self._tab, asyncio.current_task()
         await _end(before)
         websocket = web.WebSocketResponse(heartbeat=15)
@@ -135,7 +135,7 @@ class TabServer(Server):
 
 
 async def _ended(app: AppService) -> None:
-    """Wait for the app's process: the next one needs its memory."""
+    """Wait until the app's process has ended: the next one needs its memory."""
     process = app._process
     if process is not None:
         try:
@@ -146,7 +146,7 @@ async def _ended(app: AppService) -> None:
 
 
 async def _end(tab: asyncio.Task[None] | None) -> None:
-    """End a tab, and wait until its app has saved what there is to save."""
+    """End a tab, and wait until its app has saved everything."""
     if tab is not None and not tab.done():
         tab.cancel()
         await asyncio.wait([tab])

@@ -6,8 +6,8 @@ import os
 import subprocess
 from contextlib import suppress
 
-# Where a variable is set (any for none), which command takes a text; Pillow reads pictures by the
-# same tools of Wayland and X11.
+# (environment variable that must be set, or empty; command that copies its input). Pillow reads
+# pictures with the same tools of Wayland and X11.
 _TOOLS = (
     ("TMUX", "tmux load-buffer -w -"),
     ("WAYLAND_DISPLAY", "wl-copy"),
@@ -20,13 +20,13 @@ _SECONDS = 3.0
 
 
 def copied_by_tool(text: str) -> bool:
-    """Give the text to the first tool that takes it; takes up to some seconds."""
+    """Give the text to the first tool that accepts it; may take a few seconds."""
     for variable, command in _TOOLS:
         arguments = command.split()
         remote = "SSH_CONNECTION" in os.environ and variable != "TMUX"
         if remote or not os.environ.get(variable, not variable):
             continue
-        # clip.exe reads UTF-16. Output to no pipe: xclip's child would keep it open.
+        # clip.exe reads UTF-16. Output must not be a pipe: xclip's child would keep it open.
         encoding = "utf-16" if command == "clip.exe" else "utf-8"
         none = subprocess.DEVNULL
         with suppress(OSError, subprocess.SubprocessError):

@@ -1,7 +1,7 @@
 """The slash commands of the app and of the plain chat: one table, and how a line is read.
 
-It says how a line is completed and shown in help, and does what only changes the open conversation:
-both chats print what that returns. ``//`` sends a message that begins with a slash.
+It defines completion and help, and runs the commands that only change the open conversation: both
+chats print the text that those return. ``//`` sends a message that begins with a slash.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from localrt.tui.options import OPTIONS
 class Entry:
     """A command's name, its argument as help shows it, and its help text, empty if not in the app.
 
-    ``plain``: the plain chat has it too, with a help text of its own if there is one. ``run`` does
-    the work and returns what to show, in a thread if it is ``slow``. Without it the work is the
-    chat's: an ``action`` of the app's screen, by default of the command's name, or a ``_do_``
-    method of the plain chat. ``idle``: not while the model loads or answers. ``path``: its argument
-    names a file.
+    ``plain``: the plain chat has it too, with its own help text if this is a string. ``run`` does
+    the work and returns the text to show, in a thread if it is ``slow``. Without ``run``, the chat
+    does the work: an ``action`` of the app's screen, by default with the command's name, or a
+    ``_do_`` method of the plain chat. ``idle``: not while the model loads or answers. ``path``: its
+    argument names a file.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Entry:
 
     @property
     def takes_argument(self) -> bool:
-        """Whether one is typed once the menu has completed the name: it is needed, or a path."""
+        """Whether an argument is expected once the name is completed: it is required, or a path."""
         return bool(self.argument) and (self.path or not self.argument.startswith("["))
 
 
@@ -113,13 +113,13 @@ _TABLE = (
     Entry("quit", "", "leave", action="app.quit", plain="leave, as Ctrl+D"),
 )
 COMMANDS = tuple(entry for entry in _TABLE if entry.does)
-"""Those of the app."""
+"""The app's commands."""
 PLAIN_COMMANDS = tuple(
     replace(entry, does=entry.plain if isinstance(entry.plain, str) else entry.does)
     for entry in _TABLE
     if entry.plain
 )
-"""Those of the plain chat."""
+"""The plain chat's commands."""
 _ALIASES = {
     "clear": "new",
     "save": "export",
@@ -143,7 +143,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """A completed line, its name in a menu, and what it does."""
+    """A completed line, its name in the menu, and its help."""
 
     line: str
     label: str
@@ -162,12 +162,12 @@ def read_line(text: str) -> Command | str:
 
 
 def as_typed(message: str) -> str:
-    """The line from which ``read_line`` reads this message."""
+    """The inverse of ``read_line``: the line to type for this message."""
     return f"/{message}" if message.startswith("/") else message
 
 
 def suggestions(text: str) -> list[Suggestion]:
-    """Completions of the command, or of the file's name after ``@``, that is being typed."""
+    """Completions of the command being typed, or of the file name after ``@``."""
     if (name := open_mention(text)) is not None and not text.startswith("/"):
         return _mentioned(text, name)
     if not text.startswith("/") or text.startswith("//") or "\n" in text:
@@ -205,8 +205,8 @@ def completion(text: str) -> str:
 
 
 def _mentioned(text: str, name: str) -> list[Suggestion]:
-    """Files and folders that begin with the text, an exactly named folder first; none if the only
-    match is already complete.
+    """Files and folders whose names begin with the text, an exact folder match first; none if the
+    only match is already complete.
     """
     before = text[: text.rindex("@", 0, len(text) - len(name))]
     items = [as_mention(path) + ("" if path.endswith("/") else " ") for path in _files(name)]

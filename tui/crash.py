@@ -1,6 +1,6 @@
-"""What outlives a crash, in private files: the unsent message, and a report of the error.
+"""Saves the unsent message and an error report in private files when the app crashes.
 
-A report names only code: values and messages of errors may contain what the user wrote.
+A report names only code: values and error messages may contain the user's text.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _DRAFT = "draft.txt"
 
 
 def write_report(error: BaseException, folder: Path | None) -> str:
-    """Write down where ``error`` came from; the line that tells the user."""
-    cause: BaseException | None = getattr(error, "error", error)  # a worker's holds another
+    """Write a report of where ``error`` came from; returns the line for the user."""
+    cause: BaseException | None = getattr(error, "error", error)  # a worker's error wraps another
     line = (
         f"the app ended because of an error in it ({type(cause).__name__}); localrt chat -c opens "
         "the conversation again, with the message that was being written"
@@ -39,7 +39,7 @@ def keep_draft(folder: Path | None, text: str) -> None:
 
 
 def take_draft(folder: Path | None) -> str:
-    """The message that was kept, once; empty for none."""
+    """Return the saved message and delete it; empty for none."""
     text = ""
     with suppress(OSError):
         if folder is not None:

@@ -1,7 +1,7 @@
 """The app's text fields: Textual's line and text area with fixes.
 
 Keys act in the order in which they were pressed, every character can be typed, Backspace and the
-arrows take a whole letter or emoji, and a control character in the text is seen, never obeyed.
+arrows act on a whole letter or emoji, and control characters in the text are shown, never obeyed.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from localrt.tui.text import clean
 if TYPE_CHECKING:
     from textual.widget import Widget
 else:
-    Widget = object  # a field's styles come from its first base that is a widget
+    Widget = object  # at run time no widget, since styles come from the first base that is one
 
 _JOINER = "\u200d"
-_CONTINUES = (  # what continues a letter and is no mark
+_CONTINUES = (  # characters that continue a letter and are not combining marks
     *range(0x1160, 0x1200),  # vowels and ends of Hangul
     *(0x0E33, 0x0EB3),  # am of Thai and Lao
     *(0x200C, 0x200D),
@@ -35,7 +35,7 @@ _CONTINUES = (  # what continues a letter and is no mark
 
 
 def is_text(event: Key) -> bool:
-    """Whether a key writes its character: any that is no control."""
+    """Whether a key types its character: it is not a control character."""
     character = event.character or ""
     alone = len(character) == 1 and category(character) not in ("Cc", "Cs")
     return alone and not event.key.startswith(("alt+", "ctrl+"))
@@ -46,7 +46,7 @@ def _continues(text: str, place: int) -> bool:
     before, letter = text[place - 1], text[place]
     if category(letter).startswith("M") or ord(letter) in _CONTINUES:
         return True
-    if _is_flag_letter(letter):  # two are a flag
+    if _is_flag_letter(letter):  # two of them are a flag
         return sum(1 for _ in takewhile(_is_flag_letter, reversed(text[:place]))) % 2 == 1
     return before == _JOINER and letter > "\u2000"
 
@@ -56,7 +56,9 @@ def _is_flag_letter(character: str) -> bool:
 
 
 def letter_size(text: str, place: int, step: int) -> int:
-    """The characters of the letter or emoji before (-1) or after (1) a place; 1 at the ends."""
+    """How many characters the letter or emoji before (-1) or after (1) a place has; 1 at the
+    ends.
+    """
     end = place + step
     while 0 < end < len(text) and _continues(text, end):
         end += step
@@ -64,17 +66,17 @@ def letter_size(text: str, place: int, step: int) -> int:
 
 
 class _Typed(Widget):
-    """Both kinds of fields."""
+    """Base class of both kinds of fields."""
 
     def write(self, character: str) -> None:
         raise NotImplementedError
 
     async def _on_key(self, event: Key) -> None:
-        """Textual leaves a character that Python calls unprintable, and runs a field's own keys
-        after letters that come later.
+        """Textual ignores characters that Python calls unprintable, and handles a field's special
+        keys after letters that were typed later.
         """
         if event.key.startswith("alt+"):
-            event.prevent_default()  # the key event carries a letter, which is not text
+            event.prevent_default()  # the key event has a character that must not be inserted
             return
         if is_text(event):
             self.write(event.character or "")
@@ -102,7 +104,7 @@ class TextArea(_Typed, widgets.TextArea):
         return super().edit(edit)
 
     def scroll_cursor_visible(self, *arguments: bool, **options: bool) -> Offset:
-        """While an undo shortens the text the cursor may still be below its end."""
+        """While an undo shortens the text, the cursor may still be below its end."""
         if self.cursor_location[0] >= self.document.line_count:
             return Offset()
         return super().scroll_cursor_visible(*arguments, **options)
@@ -115,7 +117,7 @@ class TextArea(_Typed, widgets.TextArea):
 
     def _beside(self, location: Location, step: int) -> Location:
         row, column = self.cursor_location
-        if location[0] != row:  # of another line
+        if location[0] != row:  # in another line
             return location
         return row, column + step * letter_size(self.document.get_line(row), column, step)
 
@@ -131,7 +133,7 @@ class Input(_Typed, widgets.Input):
         return clean(value)
 
     def _repeat(self, step: int, action: Callable[..., None], *select: bool) -> None:
-        """Act on every character of a letter, or once on what is selected."""
+        """Act on every character of a letter, or once on the selection."""
         once = not self.selection.is_empty and not any(select)
         for _ in range(1 if once else letter_size(self.value, self.cursor_position, step)):
             action(*select)

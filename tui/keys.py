@@ -1,8 +1,8 @@
-"""The keys as data: what each does, how help shows it, and which keys the user chose instead.
+"""The keys as data: their actions, their help, and the user's own key choices.
 
-One table makes the bindings, the command palette and the help screen. Every key has an ``id``, by
-which a config file and ``App.set_keymap`` give it another key. In a config file keys are written as
-people say them (``"Ctrl+L"``, ``"alt+left"``, ``"F6"``), several with commas. Knows no widget.
+One table makes the bindings, the command palette and the help screen. Every action has an ``id``,
+by which a config file and ``App.set_keymap`` rebind it. In a config file keys are written as people
+say them (``"Ctrl+L"``, ``"alt+left"``, ``"F6"``), several with commas. Knows no widget.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from localrt.common.option_names import did_you_mean
 class Key:
     """``keys`` as Textual names them, separated by commas; the first is the one that help shows.
 
-    ``palette``: the command palette offers it. ``first``: it works wherever the focus is;
-    ``everywhere``: in every window too.
+    ``palette``: the command palette offers it. ``first``: it works whatever has the focus;
+    ``everywhere``: also in every window.
     """
 
     id: str
@@ -43,7 +43,7 @@ class Key:
 
 _NAMES = {"escape": "Esc", "pageup": "PgUp", "pagedown": "PgDn"}
 
-# As in other programs of a terminal. Windows has no such thing, and undoes by this key.
+# As in other terminal programs. Windows cannot suspend; this key undoes there.
 _SUSPEND = Key(
     *("suspend", "ctrl+z", "app.suspend_process", "Suspend; fg in the shell resumes"),
     palette=False,
@@ -76,7 +76,7 @@ KEYS = (
         "interrupt",
         "ctrl+c",
         "interrupt",
-        "Copy the selection, stop or clear the text; twice quits",
+        "Copy the selection, stop the answer or clear the text; twice quits",
         False,
         True,
     ),
@@ -107,14 +107,14 @@ _ALIASES = {
 _MODIFIERS = ("ctrl", "alt", "shift", "super", "meta", "hyper")
 _NAMED = {key.value for key in Keys} | {"space", "enter", "tab"}
 _FUNCTION = re.compile(r"f([1-9]|1\d|2[0-4])")
-# The app would not work without these where they are.
+# The app would not work if these were rebound.
 _MOVING = ("up", "down", "left", "right", "home", "end")
 _TYPING = ("enter", "tab", "backspace", "delete", "space")
 _TAKEN = frozenset((*_MOVING, *_TYPING, "ctrl+q", "ctrl+p", "ctrl+j"))
 
 
 def bindings(*, everywhere: bool = False) -> list[Binding]:
-    """The table as Textual takes it: the chat's keys, or those of every window."""
+    """The table as Textual's bindings: the chat's keys, or those of every window."""
     return [
         Binding(key.keys, key.action, key.does, show=False, priority=key.first, id=key.id)
         for key in KEYS
@@ -128,7 +128,7 @@ def rebound(keymap: Mapping[str, str]) -> tuple[Key, ...]:
 
 
 def read_key(text: str) -> str | None:
-    """The key as Textual names it; None where there is no such key."""
+    """The key as Textual names it; None if there is no such key."""
     *modifiers, name = [part.strip().lower() for part in text.strip().split("+")]
     name = _ALIASES.get(name, name)
     if any(each not in _MODIFIERS for each in modifiers):
@@ -144,8 +144,8 @@ def chosen_keys(
 ) -> tuple[dict[str, str], list[str]]:
     """The keymap, and a line for each choice that cannot be used.
 
-    ``defaults`` are the keys of all actions by their ids. An action whose choice is refused keeps
-    its own.
+    ``defaults`` are the keys of all actions by id. An action whose choice is refused keeps its
+    default.
     """
     keymap: dict[str, str] = {}
     notes: list[str] = []
@@ -167,7 +167,7 @@ def chosen_keys(
 
 
 def _read(words: object) -> tuple[list[str], str]:
-    """The keys, or what is wrong with them."""
+    """The keys and an error message; one of them is empty."""
     listed = words if isinstance(words, list) else str(words).split(",")
     if not isinstance(words, str | list) or not listed:
         return [], f"{words!r} is not a key"
@@ -185,7 +185,7 @@ def _read(words: object) -> tuple[list[str], str]:
 
 
 def _clash(keymap: Mapping[str, str], defaults: Mapping[str, str]) -> tuple[str, str, str] | None:
-    """(the action that has to keep its own, whose key it is, the key) of one clash."""
+    """One clash: (action keeping its default key, the key's owner, the key)."""
     owners: dict[str, str] = {}
     for action in [each for each in defaults if each not in keymap] + list(keymap):
         for key in keymap.get(action, defaults[action]).split(","):

@@ -1,4 +1,4 @@
-"""The line that shows how far a model is loaded: stage, bar, bytes.
+"""The line that shows the progress of loading a model: stage, bar, bytes.
 
 Knows the library's ``Progress`` and a width.
 """
@@ -29,7 +29,7 @@ _STAGES = {
 
 
 class LoadingLine(Widget):
-    """Assign ``progress``; None shows that work has begun and nothing is known yet."""
+    """Assign ``progress``; None means that work has begun and nothing is known yet."""
 
     progress: reactive[Progress | None] = reactive(None)
 

@@ -18,10 +18,10 @@ from localrt import system
 
 _CODE = re.compile(r"```.*?(?:```|\Z)|(`+)(?!`).*?(?<!`)\1(?!`)", re.DOTALL)
 _NAME = r"""[^\s"'`@(){}\[\]<>]"""
-_BARE = rf"(?:\\ |{_NAME})"  # as in shells, a space may have a backslash before it
+_BARE = rf"(?:\\ |{_NAME})"  # as in shells, a space may be escaped by a backslash
 _MENTION = re.compile(rf"""(?<![^\s(\[{{])@(?:"([^"\n]+)"|({_BARE}+)(?=[\s)\]}}>]|\Z))""")
 _OPEN = re.compile(rf"""(?<![^\s(\[{{])@("[^"\n]*|{_BARE}*)\Z""")
-_AFTER = ".,;:!?"  # may end a sentence after a name
+_AFTER = ".,;:!?"  # punctuation that may follow a name
 _LIKE_A_FILE = re.compile(r"[/\\]|\w\.[A-Za-z][A-Za-z0-9]{0,3}\Z")
 
 
@@ -62,14 +62,16 @@ def _unescaped(name: str) -> str:
 
 
 def as_mention(path: str) -> str:
-    """A name as ``mentions`` reads it, in quotes if necessary; a folder's name stays open."""
+    """A name as ``mentions`` reads it, in quotes if necessary; a folder gets no closing quote, so
+    that its name can be continued.
+    """
     if re.fullmatch(f"{_NAME}+", path):
         return f"@{path}"
     return f'@"{path}' if path.endswith("/") else f'@"{path}"'
 
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".gif")
-"""How names of pictures end."""
+"""Suffixes of picture files."""
 
 _ABSOLUTE = re.compile(
     r"""(?<!\S)(?:'[^'\n]+'|"[^"\n]+"|file://\S+|(?:/|[A-Za-z]:\\)(?:\\ |\S)+)"""
@@ -77,9 +79,10 @@ _ABSOLUTE = re.compile(
 
 
 def dropped(text: str) -> list[str]:
-    """The paths of pictures if the text is nothing else.
+    """The picture paths in a text that consists of nothing else.
 
-    Terminals paste what is dropped on them, in quotes, with escapes or as ``file://`` URLs.
+    When files are dropped on a terminal, it pastes their paths in quotes, with escapes or as
+    ``file://`` URLs.
     """
     if not text.strip(" \n\"'").lower().endswith(PICTURES):
         return []
@@ -95,7 +98,7 @@ def dropped(text: str) -> list[str]:
 
 
 def with_mentions(text: str) -> str:
-    """The text with ``@`` before whole paths of pictures."""
+    """The text with ``@`` before complete paths of pictures."""
     if paths := dropped(text):
         return " ".join(map(as_mention, paths))
 
@@ -117,5 +120,5 @@ def _in_code(text: str, place: int) -> bool:
 def _exists(path: str) -> bool:
     try:
         return Path(path).expanduser().exists()
-    except (OSError, RuntimeError, ValueError):  # too long, or no such home
+    except (OSError, RuntimeError, ValueError):  # too long, or an unknown user's home
         return False

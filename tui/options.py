@@ -39,7 +39,7 @@ OPTIONS = {
 
 
 def in_app(name: str, value: object) -> str:
-    """An option as the app's reader knows it: ``/set max_tokens 100``, or ``max_tokens``.
+    """An option as the app spells it: ``/set max_tokens 100``, or ``max_tokens``.
 
     Options that only the command line sets are spelled as there.
     """

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from localrt import ChatModel, ConversationInfo, Turn
     from localrt.common.progress import ProgressCallback
 
-_OTHERS_SECONDS = 0.2  # seconds between checks for what other windows write
+_OTHERS_SECONDS = 0.2  # seconds between checks for other windows' messages
 
 
 def run_plain(
@@ -48,7 +48,7 @@ def run_plain(
     resume: bool = False,
     **arguments: Any,
 ) -> int:
-    """Chat on stdin and stdout until the end of input; arguments as of ``run_chat``."""
+    """Chat on stdin and stdout until the end of input; for arguments see ``run_chat``."""
     toolbox = Toolbox.open(Settings.from_environment().config_dir)
     try:
         chat = PlainChat(sys.stdin, sys.stdout, history=History, toolbox=toolbox, **arguments)
@@ -84,9 +84,9 @@ class PlainChat:
         self._answers = PlainAnswers(source, out, self.state.toolbox, self.say)
         self._leaving = False
         self._attachments = Attachments()
-        self._attached: list[str] = []  # labels of attachments to the next message
-        self._last_list: Sequence[ConversationInfo] = ()  # by the last /list
-        self._to_delete = ""  # what repeating the command would delete
+        self._attached: list[str] = []  # labels of the next message's attachments
+        self._last_list: Sequence[ConversationInfo] = ()  # shown by the last /list
+        self._to_delete = ""  # id of the conversation that repeating the command deletes
         if hasattr(out, "reconfigure"):
             out.reconfigure(errors="replace")
 
@@ -207,7 +207,7 @@ class PlainChat:
             raise OptionError(f"{error}; an empty line sends it without them") from error
 
     def _run(self, command: Command) -> None:
-        """Run a command: the table's own work, or the method ``_do_`` with the command's name."""
+        """Run a command: its entry's ``run``, or the ``_do_`` method of its name."""
         entry = command.entry(PLAIN_COMMANDS)
         if entry is None:
             raise OptionError(f"no command /{command.name}: /help lists them, // sends a slash")
@@ -272,7 +272,7 @@ class PlainChat:
         self.say(f"Deleted.{self.state.damaged_copies}")
 
     def _read_others(self) -> None:
-        """Print what other windows have written since; wait for a running answer."""
+        """Print other windows' new messages; wait for their running answer."""
         conversation = self.state.conversation
         numbers = {turn.id for turn in conversation.turns}
         conversation.refresh()

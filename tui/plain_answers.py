@@ -1,4 +1,4 @@
-"""Replies in the plain chat: printed as they come, kept, and continued after calls of tools.
+"""Replies in the plain chat: printed as they arrive, saved, and continued after tool calls.
 
 Thinking is one line that says how long it took. A call is printed, confirmed on a line, run, and
 printed with its result. Ctrl+C stops an answer, keeping its text, or stops a call; the end of input
@@ -35,7 +35,7 @@ _DECISIONS: dict[str, Decision] = {
 _QUESTION = "Run it? [y]es, [a]lways in this conversation, [n]o: "
 _LOOK_SECONDS = 0.05
 _SHOWN = 3  # lines of a result
-_LONGEST = 400  # characters of them
+_LONGEST = 400  # characters of those lines
 
 
 class PlainAnswers:
@@ -47,7 +47,7 @@ class PlainAnswers:
         self._source, self._out, self._say, self._toolbox = source, out, say, toolbox
 
     def answer(self, conversation: OpenConversation, chat: ChatSession, question: Turn) -> None:
-        """Answer a user's turn: calls of tools are run, and the model goes on after them."""
+        """Answer a user's turn: run tool calls and let the model continue after them."""
         reply = Reply(chat, conversation, self._toolbox, question.id)
         while True:
             self._tell(reply)
@@ -71,7 +71,7 @@ class PlainAnswers:
             self._say(note)
 
     def _answer(self, reply: Reply) -> None:
-        """Print an answer as it comes, and keep it."""
+        """Print an answer as it arrives, and save it."""
         printer = _Printer(self._print)
         with _interrupts(reply.cancel):
             if reply.chat.takes_tools:
@@ -126,7 +126,7 @@ class PlainAnswers:
 
 
 def beginning(text: str) -> str:
-    """The first lines of a result, and the number of further lines."""
+    """The first lines of a result, with the number of omitted lines."""
     lines = text.splitlines() or [""]
     shown = "\n".join(lines[:_SHOWN])
     if len(shown) > _LONGEST:
@@ -135,7 +135,7 @@ def beginning(text: str) -> str:
 
 
 class _Printer:
-    """Prints an answer as it comes; its thinking as one line that says how long it took."""
+    """Prints an answer as it arrives; its thinking as one line that says how long it took."""
 
     def __init__(self, out: Callable[[str], None]) -> None:
         self._out = out
@@ -143,7 +143,7 @@ class _Printer:
         self.printed = False
         self._began = time.monotonic()
         self._thinking = False
-        self._plain = False  # the thinking is over: text goes straight through
+        self._plain = False  # whether thinking is over: text is printed unchanged
         self.thought_s: float | None = None
 
     def write(self, piece: str) -> None:

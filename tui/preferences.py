@@ -18,7 +18,7 @@
     [mcp.servers.files]
     command = "npx"
 
-``presets.toml`` has system prompts and options under names:
+``presets.toml`` has named presets of system prompt and options:
 
     ["Code review"]
     system = "You review code. Be brief."
@@ -39,7 +39,7 @@ from localrt.common.option_names import did_you_mean
 from localrt.common.toml_file import TomlFile
 from localrt.tui.text import one_line
 
-# models: of hub/aliases.py; mcp: of localrt/mcp.
+# models is read by hub/aliases.py, mcp by localrt/mcp.
 _NAMES = ("generation", "keys", "mcp", "models", "panel", "system", "theme")
 _FILE = "config.toml"
 _PRESETS_FILE = "presets.toml"
@@ -58,9 +58,9 @@ class Preferences:
 
 
 class PreferencesFile(TomlFile):
-    """In ``folder``; None keeps nothing.
+    """The file in ``folder``; None keeps nothing.
 
-    ``notes`` are lines that the user should see once ``load`` has read the file.
+    ``notes`` are lines for the user about what ``load`` ignored.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -68,7 +68,7 @@ class PreferencesFile(TomlFile):
         self.notes: tuple[str, ...] = ()
 
     def load(self) -> Preferences:
-        """The preferences; unusable entries are noted in ``notes``."""
+        """The preferences; unusable entries are reported in ``notes``."""
         self.notes = ()
         try:
             values = self.read()
@@ -87,10 +87,10 @@ class PreferencesFile(TomlFile):
         )
 
     def remember_options(self, options: Mapping[str, object]) -> None:
-        """Save these options, and no others, for new chats.
+        """Save exactly these options for new chats.
 
         Raises:
-            OptionError: there are no such options.
+            OptionError: an option is invalid.
             StorageError: the file cannot be read or written.
         """
         _check_options(options)
@@ -138,9 +138,9 @@ class Preset:
 
 
 class PresetsFile(TomlFile):
-    """In ``folder``; None keeps nothing.
+    """The file in ``folder``; None keeps nothing.
 
-    ``notes`` are lines that the user should see, about what the last ``list`` left out.
+    ``notes`` are lines for the user about what the last ``list`` left out.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -148,7 +148,7 @@ class PresetsFile(TomlFile):
         self.notes: tuple[str, ...] = ()
 
     def list(self) -> list[Preset]:
-        """The presets that can be used, sorted by name."""
+        """The valid presets, sorted by name."""
         self.notes = ()
         try:
             values = self.read()
@@ -194,7 +194,7 @@ class PresetsFile(TomlFile):
 
 
 def _check_options(options: Mapping[str, object]) -> None:
-    from localrt.engine.options import read_options  # only chosen options pay for it
+    from localrt.engine.options import read_options  # slow to import
 
     read_options(options)
     if "logprobs" in options:

@@ -1,7 +1,7 @@
-"""Gives a Unix terminal back however the app ends, also if it is killed or crashes in native code.
+"""Restores a Unix terminal however the app ends, even if it is killed or crashes in native code.
 
-A shell script, a child of the app, reads a pipe from it. If the pipe ends without a word, the
-script undoes what the app had set.
+A shell script, a child of the app, reads a pipe from it. If the pipe closes without a message, the
+script resets the terminal.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from textual.drivers.linux_driver import LinuxDriver
 from localrt import system
 from localrt.tui.pastes import PasteParser
 
-# It writes what LinuxDriver does as it ends. A shell may have the terminal by then: the modes are
-# set back only while they are the app's, which alone turns off the keys' signals.
+# It writes the same sequences as LinuxDriver at its end. A shell may own the terminal by then: the
+# modes are reset only if they are still the app's, recognized by -isig.
 _WATCH = r"""trap '' HUP INT QUIT TERM TTIN TTOU
 exec 3<&1
 read -r word && exit
@@ -30,7 +30,7 @@ setattr(linux_driver, "XTermParser", PasteParser)  # noqa: B010 - what the drive
 
 
 class RestoringDriver(LinuxDriver):
-    """Textual's driver; the script above runs beside it while the app has the terminal."""
+    """Textual's driver; the script above runs while the app uses the terminal."""
 
     _watcher: subprocess.Popen[bytes] | None = None
 
@@ -46,7 +46,7 @@ class RestoringDriver(LinuxDriver):
         if self._key_thread is None and os.isatty(self.fileno):
             with system.typed_ahead(self.fileno) as typed:
                 early = os.read(self.fileno, 1 << 16) if typed else b""
-            # The terminal has made a line feed of Enter.
+            # The terminal has turned Enter into a line feed.
             text = early.decode(errors="replace").replace("\n", "\r")
             for event in PasteParser().feed(text) if text else ():
                 self.process_message(event)
@@ -54,7 +54,7 @@ class RestoringDriver(LinuxDriver):
 
     @property
     def _writes(self) -> bool:
-        """False once the terminal is gone: the queue, which nobody empties, would fill up."""
+        """False once the terminal is gone: nothing empties the queue, so it would fill up."""
         return self._writer_thread is not None and self._writer_thread.is_alive()
 
     def write(self, data: str) -> None:

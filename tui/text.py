@@ -1,7 +1,7 @@
 """Text for people: made safe, short names, counts and times.
 
-Knows no widget and no model. Text from a model, a file or the clipboard passes `clean` before it
-reaches the terminal: a control sequence in it must be seen, never obeyed.
+Knows no widget and no model. Text from a model, a file or the clipboard passes through ``clean``
+before it reaches the terminal: control sequences must be shown, never obeyed.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 _KEPT = "\n\t"
 _CONTROL = {
     code: "\N{REPLACEMENT CHARACTER}"
-    for code in (*range(0x20), 0x7F, *range(0x80, 0xA0), 0x202D, 0x202E)  # the last: text's order
+    for code in (*range(0x20), 0x7F, *range(0x80, 0xA0), 0x202D, 0x202E)  # last: text direction
     if chr(code) not in _KEPT
 }
 _CONTROL[ord("\r")] = ""
-UNSAFE = dict.fromkeys((*_CONTROL, *map(ord, _KEPT)))  # for translate: none of these is left
+UNSAFE = dict.fromkeys((*_CONTROL, *map(ord, _KEPT)))  # for str.translate, to delete them
 
 
-# Control keys as tmux and other terminals write them when programs ask for extended keys; tmux does
-# so with the line ends of what is pasted too. One number is the modifiers, 5 for Ctrl.
+# Control keys as tmux and other terminals send them if a program requests extended keys; tmux also
+# sends the line ends of pastes this way. The modifier 5 is Ctrl.
 _EXTENDED = re.compile(r"\x1b\[27;5;(\d{2,3})~|\x1b\[(\d{2,3});5u")
 
 
 def pasted(text: str) -> str:
-    """The text with line feeds as line ends, whatever ends the terminal sent."""
+    """The text with line feeds as line ends, whatever the terminal sent."""
     text = _EXTENDED.sub(lambda m: chr(int(m.group(1) or m.group(2)) & 0x1F), text)
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
@@ -51,7 +51,7 @@ def one_line(error: BaseException) -> str:
 
 
 def explained(error: Exception) -> str:
-    """An error as one line for the user; other errors than localrt's are called bugs."""
+    """An error as one line for the user; errors other than localrt's are reported as bugs."""
     if isinstance(error, LocalrtError):
         return one_line(error)
     return f"{type(error).__name__}: {one_line(error)} (a bug in localrt: please report it)"
@@ -69,8 +69,8 @@ def human_count(count: int) -> str:
 
 
 def guess_texts(metrics: Metrics | None) -> tuple[str, str] | tuple[()]:
-    """``("58 %", "2.4 tokens per pass")``: the share of draft tokens in the answer, and the tokens
-    per pass; empty without draft tokens.
+    """``("58 %", "2.4 tokens per pass")``: the share of accepted draft tokens in the answer, and
+    the tokens per pass; empty without draft tokens.
     """
     guessed = 0.0 if metrics is None else sum((metrics.accepted_by_source or {}).values())
     if metrics is None or metrics.accepted_per_pass is None or guessed < 0.005:
@@ -79,8 +79,8 @@ def guess_texts(metrics: Metrics | None) -> tuple[str, str] | tuple[()]:
 
 
 def human_when(then: float, now: float) -> str:
-    """How long ago a time was, in a few words: ``"now"``, ``"5 min ago"``, ``"3 h ago"``, ``"2 days
-    ago"``, later the date. Both in seconds since the epoch.
+    """How long ago a time was: ``"now"``, ``"5 min ago"``, ``"3 h ago"``, ``"2 days ago"``, then
+    the date. Both times are in seconds since the epoch.
     """
     ago = max(now - then, 0)
     if ago < 60:

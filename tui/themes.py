@@ -1,7 +1,7 @@
-"""The app's two themes, the themes that a terminal can show, and filters of its lines.
+"""The app's two themes, the themes to offer, and filters of drawn lines.
 
-Colours only: every style of the app is written in a theme's variables. ``NO_COLOR`` takes them away
-again.
+Themes only have colours: all styles use a theme's variables. With ``NO_COLOR`` the colours are
+removed.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ _FIRST = (DARK.name, LIGHT.name, "textual-dark", "textual-light", "ansi-dark", "
 
 
 class WithoutColor(LineFilter):
-    """Removes colours; keeps bold, reverse and the like. Textual's own answer to ``NO_COLOR`` is
-    shades of grey."""
+    """Removes colours; keeps bold, reverse and so on. For ``NO_COLOR``, Textual itself would use
+    shades of grey.
+    """
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
         return [
@@ -59,7 +60,7 @@ class WithoutColor(LineFilter):
 
 
 class WithoutControls(LineFilter):
-    """Removes control characters that are left in drawn lines: a terminal gets none."""
+    """Removes any remaining control characters from drawn lines."""
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
         return [
@@ -71,7 +72,7 @@ class WithoutControls(LineFilter):
 
 
 def register(app: App[None]) -> None:
-    """Make the pair known to the app."""
+    """Register both themes with the app."""
     app.register_theme(DARK)
     app.register_theme(LIGHT)
 

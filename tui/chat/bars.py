@@ -94,7 +94,7 @@ class FindBar(Horizontal):
             self._find()
 
     def on_resize(self) -> None:
-        """A narrow terminal shows only the query and the count."""
+        """Show only the query and the count on a narrow terminal."""
         self.set_class(self.size.width < 70, "-tight")
 
     def _find(self) -> None:
@@ -112,7 +112,7 @@ _FLASH_SECONDS = 3.0
 
 
 class HintLine(Static):
-    """Shows ``hint``, unless a question or a flash is there for a moment."""
+    """Shows the hint, or for a moment a question or a flash instead."""
 
     def __init__(self) -> None:
         super().__init__(id="hint", markup=False)
@@ -137,7 +137,7 @@ class HintLine(Static):
         """Show a hint from now on; empty for none."""
         self._hint = hint
         text = clean(self._question or self._flash or hint)
-        if text != self._text:  # an update lays the whole screen out again
+        if text != self._text:  # an update would lay out the whole screen again
             self._text = text
             self.update(text)
 
@@ -153,7 +153,7 @@ class HintLine(Static):
 
 
 def waiting_hint(count: int, *, elsewhere: bool = False) -> str:
-    """The hint for waiting messages; ``elsewhere``: they wait for another window's answer."""
+    """The hint about waiting messages; ``elsewhere``: they wait for another window's answer."""
     reason = " for the answer in another window" if elsewhere else ""
     if count == 1:
         return f"1 message waits{reason}: Esc takes it back"
@@ -172,7 +172,7 @@ def turn_hint(block: Block) -> str:
 
 
 def turn_menu(block: Block) -> list[tuple[str, str]]:
-    """Actions that make sense for a turn, and what the menu calls them."""
+    """Actions that make sense for a turn, and their menu labels."""
     menu = [("copy", "Copy")]
     if isinstance(block, Answer):
         if block.code:
@@ -200,7 +200,7 @@ class Phase(StrEnum):
     EMPTY = "no model"
 
 
-# Colour, and what to press; while the model is busy Esc stops it.
+# Colour and key hint; while the model is busy, Esc stops it.
 _SHOWN = {
     Phase.LOADING: ("$text-warning", "Ctrl+Q quit"),
     Phase.READY: ("$text-success", "/help"),
@@ -211,7 +211,7 @@ _SHOWN = {
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What the footer shows: ``percent`` of the prompt read, ``used`` tokens of ``ctx``, the
+    """What the footer shows: ``percent`` of the prompt processed, ``used`` tokens of ``ctx``, the
     answer's ``metrics``.
     """
 
@@ -233,7 +233,7 @@ class Footer(Widget):
         self.status = replace(self.status, **changes)
 
     def show(self, update: AnswerUpdate) -> None:
-        """How far an answer is, and how fast."""
+        """Show an answer's progress and speed."""
         metrics, prefill = update.metrics, update.prefill
         if metrics is not None and metrics.completion_tokens:
             self.change(
@@ -257,7 +257,7 @@ class Footer(Widget):
         return footer_line(self.status, self.size.width)
 
 
-_SHORTEST = 16  # columns that a long name of a model keeps
+_SHORTEST = 16  # fewest columns of a long model name
 
 
 def footer_line(status: Status, width: int) -> Content:
@@ -276,7 +276,7 @@ def footer_line(status: Status, width: int) -> Content:
         (context, FAINT, 3),
         (keys, FAINT, 4),
     ]
-    for most in range(6, -1, -1):  # the highest number goes first when there is no room
+    for most in range(6, -1, -1):  # parts with the highest number are dropped first
         start, end = (_joined([p[:2] for p in side if p[2] <= most]) for side in (left, right))
         gap = width - 2 - start.cell_length - end.cell_length
         room = cell_len(status.model) + gap - 2

@@ -1,9 +1,9 @@
 """The blocks of a conversation on screen, which are laid out when they come into view.
 
-A block knows its text, its lines at one width, and until then a cheap estimate of their number. It
-knows neither the widget that shows it nor the other blocks. An answer is Markdown that may still
-grow; its thinking is folded to one line; while it lasts, its last lines are shown. The styles come
-from the component classes in ``app.tcss``, once for each theme.
+A block knows its text and its lines at one width, or a cheap estimate of their number. It knows
+neither the widget that shows it nor the other blocks. An answer is Markdown that may still grow;
+its thinking is folded to one line once it has ended, and until then its last lines are shown.
+Styles come from the component classes in ``app.tcss``, once per theme.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 _PLAIN = ("notice", "error", "mark", "thinking", "attachment", "bar", "waiting-bar", "marked-bar")
 _MARKDOWN = ("heading", "code", "quote", "link", "muted")
-_FULL = ("user", "waiting", "match", "match-now")  # with their background
+_FULL = ("user", "waiting", "match", "match-now")  # styles with a background
 COMPONENTS = frozenset(
     f"conversation--{part}" for part in (*_PLAIN, *_MARKDOWN, *_FULL, "code-block")
 )
@@ -48,8 +48,8 @@ COMPONENTS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Styles:
-    """Styles by what they are for. Only ``user``, ``waiting`` and matches of a search (``match``,
-    ``match_now``) have a background.
+    """Styles by purpose. Only ``user``, ``waiting`` and search matches (``match``, ``match_now``)
+    have a background.
     """
 
     console: Console
@@ -72,7 +72,7 @@ class Styles:
 
 
 def styles_of(widget: Widget, graphics: Graphics = "") -> Styles:
-    """The styles of ``widget``'s component classes in the present theme."""
+    """The styles of ``widget``'s component classes in the current theme."""
 
     def full(part: str) -> Style:
         return widget.get_component_rich_style(f"conversation--{part}")
@@ -110,8 +110,8 @@ Kind = Literal["info", "error", "mark"]
 class Block:
     """A part of the conversation. Subclasses say what it consists of.
 
-    ``turn`` is its number in the history, None if it is no turn. It is alternative ``branch`` of
-    ``branches``.
+    ``turn`` is its number in the history, None if it is not a turn. It is number ``branch`` of
+    ``branches`` alternatives.
     """
 
     role = ""
@@ -120,7 +120,7 @@ class Block:
     def __init__(self) -> None:
         self.turn: int | None = None
         self.branch = self.branches = 1
-        self.mark = ""  # how it ended, if worth saying
+        self.mark = ""  # how it ended, if that is worth showing
         self._unfolded = False
         self._width = -1
         self._styles: Styles | None = None
@@ -136,7 +136,7 @@ class Block:
         return self._lines
 
     def height(self, width: int) -> tuple[int, bool]:
-        """The number of lines, and whether it was counted or estimated."""
+        """The number of lines, and whether it is exact (not an estimate)."""
         if self._height is not None and width == self._width:
             return self._height, True
         return self.estimate(width), False
@@ -150,7 +150,7 @@ class Block:
         self._lines = None
 
     def changed(self) -> None:
-        """Lay out again at the next look."""
+        """Lay out again the next time it is shown."""
         self._lines = self._height = None
 
     def gutter(self, styles: Styles, marked: bool) -> Segment:
@@ -172,7 +172,7 @@ class Block:
 
     @property
     def source(self) -> str:
-        """The text as written: what copying gives."""
+        """The text as written, for copying."""
         raise NotImplementedError
 
     @property
@@ -198,7 +198,7 @@ class Block:
 
 
 class UserTurn(Block):
-    """What the person wrote, as written, above its pictures; ``waiting`` until it is sent."""
+    """A user's message as written, followed by its pictures; ``waiting`` until it is sent."""
 
     role = "user"
 
@@ -238,7 +238,7 @@ class UserTurn(Block):
         return styles.waiting if self.waiting else styles.user
 
     def shown(self, styles: Styles | None = None) -> Text:
-        """The message with its folds and pictures by name."""
+        """The message, with labels for folded parts and pictures."""
         text, place = Text(), 0
         folds = () if self._unfolded else self.folds
         labels = [(fold.start, fold.end, f"▸ {clean(fold.label)}") for fold in folds]
@@ -270,7 +270,7 @@ class UserTurn(Block):
         return [*lines, *self.note_lines(width, styles)]
 
     def escape(self, row: int) -> str:
-        """What is written over a row from its first column on: pixels of a picture."""
+        """The escape sequence that draws a picture's pixels over a row, from its first column."""
         return self._escapes.get(row, "")
 
 
@@ -301,7 +301,7 @@ class Notice(Block):
 def wrapped(text: Text, width: int, styles: Styles) -> list[Strip]:
     """Text as lines of at most ``width`` columns; at least one."""
     text.expand_tabs(4)
-    text.stylize_before(text.style)  # Rich leaves a text's own style to whoever prints it
+    text.stylize_before(text.style)  # Rich would leave the text's own style to the printer
     lines = breakable_text(text).wrap(styles.console, max(width, 4), overflow="fold")
     rows = (without_marks(line.render(styles.console)) for line in lines)
     return [Strip([s for s in row if s.text]) for row in rows] or [Strip([])]
@@ -319,7 +319,7 @@ _TAIL = 3  # lines of thinking that are shown while it goes on
 class Answer(Block):
     """``write`` pieces, then ``finish``; or a whole text from the start.
 
-    An answer that only ``calls`` tools takes no line: calls are blocks of their own.
+    An answer that only ``calls`` tools takes no lines: calls have their own blocks.
     """
 
     role = "assistant"
@@ -367,16 +367,16 @@ class Answer(Block):
             self.grown()
 
     def grown(self) -> None:
-        """Show new lines at the next look; finished lines stay as they are."""
+        """Lay out new lines the next time it is shown; finished lines stay unchanged."""
         self._lines = None
 
     def finish(self) -> None:
-        """No more pieces will come: the whole text is laid out as one document."""
+        """Lay out the whole text as one document: no more pieces will come."""
         self._finished = True
         self.changed()
 
     def changed(self) -> None:
-        """Lay out from the start at the next look."""
+        """Lay out from the start the next time it is shown."""
         super().changed()
         self._markdown = None
         self.gap, self.role = (0, "") if self._is_nothing else (1, "assistant")
@@ -386,13 +386,13 @@ class Answer(Block):
         return self.calls and self._finished and not self.note and not self.source.strip()
 
     def forget(self) -> None:
-        """Free the lines, unless more are about to come."""
+        """Free the lines, unless the answer is still growing."""
         if self._finished:
             super().forget()
             self._markdown = None
 
     def height(self, width: int) -> tuple[int, bool]:
-        """The height; a growing answer is counted again after it has grown."""
+        """The height; that of an answer that has grown is computed again."""
         if self._lines is None and not self._finished:
             return max(self._height or 1, 1), False
         return super().height(width)
@@ -434,7 +434,7 @@ class Answer(Block):
 
     def _markdown_lines(self, text: str, width: int, styles: Styles) -> list[Strip]:
         lines = self._markdown
-        shrunk = len(text) < self._drawn  # the text so far was thinking
+        shrunk = len(text) < self._drawn  # the earlier text turned out to be thinking
         if lines is None or shrunk or lines.width != width or lines.styles is not styles.markdown:
             self._markdown, self._drawn = MarkdownLines(styles.markdown, width), 0
         assert self._markdown is not None

@@ -98,7 +98,7 @@ class Composer(TextArea):
         self.attachments = Attachments()
         self._menu = menu
         self._messages: list[str] = []
-        self._place = 0  # index into the history; its length means "what is being written"
+        self._place = 0  # index into the history; the history's length means the current text
         self._draft = ""
         self._chord = False  # Ctrl+X was pressed
 
@@ -195,7 +195,7 @@ class Composer(TextArea):
 
     @property
     def _choosing(self) -> bool:
-        # Walking the history may pass a command: the arrows go on walking then.
+        # While walking the history, a command may appear: the arrows must not move its menu.
         return (
             self._menu.is_open and len(self._menu.items) > 1 and self._place == len(self._messages)
         )
@@ -204,7 +204,7 @@ class Composer(TextArea):
         self._menu.show_for(self.text)  # keys may arrive before the change event
         row, column = self.cursor_location
         line = self.document.get_line(row)
-        # A label is put with a space after it.
+        # A label is inserted with a space after it.
         label = self.attachments.before(line, len(line[:column].rstrip(" ")) or column)
         if label:
             start = line.rindex(label, 0, column + len(label))
@@ -223,7 +223,7 @@ class Composer(TextArea):
             return
         if chosen is not None and not isinstance(line, str) and " " not in self.text.strip():
             entry = line.entry()
-            if entry is None or self._menu.highlighted:  # incomplete, or another was chosen
+            if entry is None or self._menu.highlighted:  # incomplete, or another item is selected
                 self.put(chosen.line)
                 line = read_line(self.text)
                 entry = None if isinstance(line, str) else line.entry()
@@ -232,7 +232,9 @@ class Composer(TextArea):
         self._submit()
 
     def _takes_file(self, chosen: Suggestion) -> bool:
-        """Whether Enter is for the menu of files: the name is incomplete, or another was chosen."""
+        """Whether Enter completes from the file menu: the name is incomplete, or another item is
+        selected.
+        """
         if not self._at_end or chosen.line.rstrip() == self.text.rstrip():
             return False
         return bool(self._menu.highlighted) or not self.text.endswith("@")
@@ -283,7 +285,7 @@ def editor_command() -> list[str]:
 
 
 def edited(text: str) -> str:
-    """Edit a text in the user's editor and return it; the terminal must be free.
+    """Edit a text in the user's editor and return it; the app must not be using the terminal.
 
     Raises:
         LocalrtError: the editor failed; the text is unchanged.

@@ -24,14 +24,16 @@ from textual.strip import Strip
 from localrt.tui.chat.blocks import GUTTER, Block, Styles
 from localrt.tui.chat.markdown import pieces
 
-# Lines of blocks out of sight that stay laid out, for scrolling. A line is a dozen objects, which
-# the garbage collector goes through again and again.
+# Lines outside the view that stay laid out, for scrolling. Each line is a dozen objects, which the
+# garbage collector scans again and again.
 _KEPT_LINES = 500
-_PAINTED_LINES = 400  # finished lines that are kept
+_PAINTED_LINES = 400  # finished lines in the cache
 
 
 class TextPlace(NamedTuple):
-    """A place in the text of a block: its row (below 0 in the gap), and the letters above it."""
+    """A place in a block's text: its row (negative in the gap), and the number of letters above
+    it.
+    """
 
     block: int
     row: int
@@ -39,7 +41,7 @@ class TextPlace(NamedTuple):
 
 
 class BlockColumn:
-    """Blocks under one another in ``width`` columns; lines count from 0 at the top."""
+    """Blocks stacked in ``width`` columns; lines count from 0 at the top."""
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
@@ -60,7 +62,7 @@ class BlockColumn:
             self._tops.append(top)
 
     def span(self, place: int) -> tuple[int, int]:
-        """First line of a block, its gap included, and the first below it."""
+        """The first line of a block (its gap included) and the first line below it."""
         if place >= len(self.blocks):
             return self.height, self.height
         return self._tops[place], self._tops[place + 1]
@@ -85,7 +87,7 @@ class BlockColumn:
         return TextPlace(place, row, sum(map(_letters, rows[: max(row, 0)])))
 
     def line_of(self, place: int, row: int, letters: int, styles: Styles) -> int:
-        """The line that has this place of the text now."""
+        """The line that currently shows this place of the text."""
         if row > 0:
             row = -1
             for text in self.blocks[place].lines(self.width, styles):
@@ -96,7 +98,7 @@ class BlockColumn:
         return self._tops[place] + self.blocks[place].gap + row
 
     def between(self, first: int, end: int) -> Iterator[int]:
-        """The places of blocks that have lines from ``first`` to before ``end``."""
+        """Indices of the blocks with lines from ``first`` up to, but not including, ``end``."""
         place = self.at(first)
         while place < len(self.blocks) and self._tops[place] < end:
             yield place
@@ -114,7 +116,7 @@ class BlockColumn:
             self.measure(min(places))
 
     def forget(self, first: int, end: int) -> None:
-        """Drop kept lines far from lines ``first`` to ``end``, when there are many."""
+        """If many lines are laid out, drop those far from lines ``first`` to ``end``."""
         laid_out = [place for place, block in enumerate(self.blocks) if block.laid_out]
         lines = sum(self.blocks[place].height(self.width)[0] for place in laid_out)
         if lines <= 2 * _KEPT_LINES:
@@ -128,7 +130,7 @@ class BlockColumn:
 
 
 class _Painted(NamedTuple):
-    """A finished line and its inputs: it is valid while they are the same."""
+    """A finished line and its inputs; it is valid while these are unchanged."""
 
     text: Strip | None
     gutter: Segment | None
@@ -232,8 +234,8 @@ def _highlighted(strip: Strip, span: tuple[int, int], style: Style) -> Strip:
     return Strip.join([before, Strip(marked), after])
 
 
-_MARKS = re.compile(r"[*`]+|(?<!\w)_+|_+(?!\w)")  # of Markdown, which are not shown
-_Spans = tuple[tuple[int, int, int], ...]  # row, first character, end; one for each line of a match
+_MARKS = re.compile(r"[*`]+|(?<!\w)_+|_+(?!\w)")  # Markdown's marks, which are not shown
+_Spans = tuple[tuple[int, int, int], ...]  # (row, first character, end) for each line of a match
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +255,7 @@ class Finder:
         self._column = column
         self._pattern: re.Pattern[str] | None = None
         self._matches: dict[Block, list[_Spans]] = {}  # matches of blocks that are laid out
-        self._counts: dict[Block, int] = {}  # matches of other blocks, by their text
+        self._counts: dict[Block, int] = {}  # matches in the text of other blocks
         self.now: Place | None = None  # the current match
 
     @property
@@ -278,7 +280,9 @@ class Finder:
 
     @property
     def match_count(self) -> tuple[int, int]:
-        """The current match's number and the count; text of unseen blocks is counted too."""
+        """The current match's number and the number of matches, blocks outside the view
+        included.
+        """
         place, total = 0, 0
         for block in self._column.blocks:
             if self.now is not None and block is self.now.block:
@@ -287,7 +291,7 @@ class Finder:
         return place, total
 
     def nearest(self, line: int, styles: Styles) -> Place | None:
-        """The first match from ``line`` on, else the last one above it."""
+        """The first match at or below ``line``, else the last one above it."""
         blocks = self._column.blocks
         first = self._column.at(line) if blocks else 0
         for place in range(first, len(blocks)):
@@ -302,7 +306,7 @@ class Finder:
         return None
 
     def following(self, step: int, styles: Styles) -> Place | None:
-        """The next (+1) or previous (-1) match, round the ends."""
+        """The next (+1) or previous (-1) match, wrapping around at the ends."""
         blocks, now = self._column.blocks, self.now
         if now is None or now.block not in blocks:
             return self.nearest(0, styles)
@@ -337,7 +341,7 @@ class Finder:
             return len(matches)
         if block not in self._counts:
             text = block.readable if block.role else ""
-            shown = _MARKS.sub("", text)  # or as it is, in code
+            shown = _MARKS.sub("", text)  # code may show the marks, so both are searched
             self._counts[block] = max(self._number(text), self._number(shown))
         return self._counts[block]
 
@@ -345,7 +349,7 @@ class Finder:
         return 0 if self._pattern is None else sum(1 for _ in self._pattern.finditer(text))
 
     def _spans(self, block: Block, styles: Styles) -> list[_Spans]:
-        """The matches of a block, which is laid out for this if its text has any."""
+        """The matches of a block; it is laid out only if its text has any."""
         if (matches := self._matches.get(block)) is not None:
             return matches
         if self._pattern is None or not block.role:
@@ -362,15 +366,15 @@ class Finder:
 
 
 def _either(text: str) -> str:
-    """A pattern for a text with its accents as characters of their own or not."""
+    """A pattern that matches a text with composed or decomposed accents."""
     forms = ({re.escape(c): 0, re.escape(normalize("NFD", c)): 0} for c in text)
     return "".join(f"(?:{'|'.join(form)})" if len(form) > 1 else "".join(form) for form in forms)
 
 
 def _matches_in(pattern: re.Pattern[str], lines: Sequence[Strip]) -> list[_Spans]:
-    """The matches in lines; a match may begin in one and end in another."""
+    """The matches in lines; a match may span several."""
     texts = [line.text.rstrip() for line in lines]
-    starts = [0, *accumulate(len(text) + 1 for text in texts)]  # and the end
+    starts = [0, *accumulate(len(text) + 1 for text in texts)]  # including the end
     matches: list[_Spans] = []
     row = 0
     for match in pattern.finditer("\n".join(texts)):

@@ -1,13 +1,12 @@
 """Markdown laid out as terminal lines while it still grows.
 
-A long answer arrives in thousands of pieces. Blocks before the one being written are laid out once
-and kept; each piece lays out the open block alone, and a long code block or list is closed in
-slices. A complete text is laid out once more as a whole, so what remains on screen never depends
-on how the text was cut.
+A long answer arrives in thousands of pieces. Finished blocks are laid out once; each piece lays out
+only the last, open block, and a long code block or list is closed in slices. The complete text is
+laid out once more as a whole, so the final result does not depend on the pieces.
 
 Formulas stay as they were written, and pictures are never fetched. Rich breaks lines only at
-spaces: between Chinese and Japanese characters a zero-width mark, a space to Rich, is inserted
-where a line may end, and later removed. Knows Rich and markdown-it, no widget.
+spaces: between Chinese or Japanese characters, a mark that Rich reads as a space is inserted where
+a line may end, and later removed. Knows Rich and markdown-it, no widget.
 """
 
 from __future__ import annotations
@@ -52,12 +51,12 @@ _LINE_BREAK = re.compile(
 
 
 def breakable(text: str) -> str:
-    """The text with a mark wherever a line may be broken."""
+    """The text with a mark at each possible line break."""
     return text if text.isascii() else _LINE_BREAK.sub(_MARK, text)
 
 
 def pieces(text: str) -> list[str]:
-    """The text cut wherever a line may be broken."""
+    """The text cut at each possible line break."""
     return breakable(text).split(_MARK)
 
 
@@ -72,7 +71,7 @@ def breakable_text(text: Text) -> Text:
 
 
 def without_marks(segments: Iterable[Segment]) -> list[Segment]:
-    """A line's segments as they go to the terminal."""
+    """A line's segments without the marks, for the terminal."""
     return [
         segment._replace(text=segment.text.replace(_MARK, "")) if _MARK in segment.text else segment
         for segment in segments
@@ -82,14 +81,14 @@ def without_marks(segments: Iterable[Segment]) -> list[Segment]:
 _CLOSING = {"\\[": "\\]", "$$": "$$"}  # delimiters of formulas on their own lines
 _FORMULA = re.compile(
     r"\\\[.+?\\\]|\\\(.+?\\\)|\$\$.+?\$\$"
-    r"|\$(?![\s\d])[^$\n]+?(?<!\s)\$(?!\w)",  # two prices in a sentence are no formula
+    r"|\$(?![\s\d])[^$\n]+?(?<!\s)\$(?!\w)",  # two prices in a sentence are not a formula
     re.DOTALL,
 )
 _BREAK = re.compile(r"<br\s*/?>", re.IGNORECASE)
 
 
 def markdown_parser() -> MarkdownIt:
-    """The parser of answers; HTML is text, a single newline stays one."""
+    """The parser for answers; HTML is text, and single newlines are kept."""
     parser = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
     interrupts: RuleOptionsType = {"alt": ["paragraph", "reference", "blockquote", "list"]}
     parser.block.ruler.before("fence", "formula", _formula_lines, interrupts)
@@ -156,7 +155,7 @@ def _parts(child: Token) -> list[Token]:
 
 
 _SLICE = 20  # parts of an open code block, list or table that are closed at once
-# What the parts of these begin with, and its level; of a table all but the header are closed.
+# Per block: its parts' opening token and level; a table's header is never closed.
 _PARTS = {
     "bullet_list_open": ("list_item_open", 1),
     "ordered_list_open": ("list_item_open", 1),
@@ -222,9 +221,9 @@ class MarkdownLines:
         self._source: list[str] = []
         self._open = ""  # source from the open block on
         self._closed = 0  # lines of the blocks that are closed
-        self._sliced = False  # the open block goes on after a closed slice
-        self._number = 1  # of its first item then, in an ordered list
-        self._widths: Sequence[int] = ()  # of its columns, in a table
+        self._sliced = False  # whether a first part of the open block has been closed
+        self._number = 1  # number of the open list's first item
+        self._widths: Sequence[int] = ()  # column widths of the open table
 
     def append(self, text: str) -> int:
         """Add a piece of source; returns the first line that changed."""
@@ -318,7 +317,7 @@ def _blocks(tokens: Sequence[Token]) -> list[list[Token]]:
 
 
 def _ready(count: int) -> int:
-    """How many of an open block's parts can be closed, the last slice excepted."""
+    """How many of an open block's parts can be closed: all but the last slice."""
     return max(count // _SLICE - 1, 0) * _SLICE
 
 
@@ -328,9 +327,9 @@ def _start(block: Sequence[Token]) -> int:
 
 
 def _first_open(blocks: Sequence[Sequence[Token]], source: str) -> int:
-    """How many leading blocks no later text can change.
+    """How many blocks from the start no later text can change.
 
-    The last block is open. So is the one before it while the last is a line still being written:
+    The last block is open. So is the one before it while the last block is one unfinished line:
     ``2`` after a list may yet become its item ``2.``.
     """
     keep = max(len(blocks) - 1, 0)
@@ -361,13 +360,13 @@ def _trimmed(rows: list[list[Segment]]) -> list[list[Segment]]:
 
 
 class _LeftHeading(Heading):
-    """A heading at the left edge: centred titles read badly in a conversation."""
+    """A left-aligned heading: centred titles look odd in a conversation."""
 
     LEVEL_ALIGN: ClassVar = {}
 
 
 class _Code(CodeBlock):
-    """A code block on its own background, wrapped so that no character is out of reach."""
+    """A code block with a background, wrapped so that no character is cut off."""
 
     @classmethod
     def create(cls, markdown: Markdown, token: Token) -> _Code:
@@ -391,7 +390,7 @@ class _Line(HorizontalRule):
 
 
 class _Table(TableElement):
-    """A table whose cells go on below instead of being cut off. A later slice has no heading."""
+    """A table whose cells wrap instead of being cut off. A later slice has no heading."""
 
     block: _Block
 
@@ -429,8 +428,8 @@ class _Block(Markdown):
     def __init__(
         self, tokens: Sequence[Token], styles: MarkdownStyles, widths: Sequence[int]
     ) -> None:
-        self.fixed_widths = self.widths = widths  # of a table's columns
-        # Not the base's: that makes a parser, which costs more than drawing a paragraph.
+        self.fixed_widths = self.widths = widths  # column widths of a table
+        # Skips super().__init__: its parser costs more than drawing a paragraph.
         self.markup = ""
         self.parsed = list(tokens)
         self.code_theme = "ansi_dark" if styles.dark else "ansi_light"

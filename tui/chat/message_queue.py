@@ -1,6 +1,6 @@
-"""The queue of messages, and the answer that is in progress.
+"""The queue of messages, and the answer in progress.
 
-Puts turns on screen and into the history as they move on: waiting, sent, answered, stopped,
+Updates turns on screen and in the history as their state changes: waiting, sent, answered, stopped,
 refused. Knows the view, one conversation and one generation at a time.
 """
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from localrt import ChatSession, Turn
 
 NOT_ANSWERED = "Not answered: Ctrl+R (or /retry) answers it"
-FRAME_SECONDS = 0.05  # seconds between two looks at a thread
-_SHARE = 0.01  # share of CPU time for drawing; decoding loses about twice that
-_CORES = 8  # the most cores counted: drawing needs no more
-_LONGEST = 0.5  # seconds between two drawings, whatever they cost
+FRAME_SECONDS = 0.05  # seconds between updates from a thread
+_SHARE = 0.01  # CPU share for drawing; decoding loses about twice that
+_CORES = 8  # cores counted at most: drawing needs no more
+_LONGEST = 0.5  # most seconds between drawings, whatever they cost
 
 
 class RedrawLimit:
-    """New text is shown 20 times a second, at 1 % of the processor.
+    """Limits redrawing of new text to 20 times a second and 1 % of the processor.
 
     The engine computes on the same machine: when drawing becomes slow (a slow terminal, a huge
     paragraph), the app draws less often instead of slowing the model.
@@ -46,14 +46,14 @@ class RedrawLimit:
         *,
         cores: int | None = None,
     ) -> None:
-        self._share = _SHARE * min(cores or os.cpu_count() or 1, _CORES)  # of one core
+        self._share = _SHARE * min(cores or os.cpu_count() or 1, _CORES)  # share of one core
         self._wall = wall
         self._cpu = cpu
         self._began = wall() - _LONGEST
         self._spent = cpu()
 
     def due(self) -> bool:
-        """Whether the pause since the last drawing is long enough for its cost."""
+        """Whether enough time has passed since the last drawing, given its cost."""
         now, spent = self._wall(), self._cpu()
         pause = min((spent - self._spent) / self._share, _LONGEST)
         if now - self._began < pause:
@@ -66,14 +66,14 @@ class RedrawLimit:
 class _Waiting:
     block: UserTurn
     draft: Draft
-    after: int | None  # the turn it follows; None: the last one when it is sent
+    after: int | None  # the turn it follows; None: the last one at the time of sending
 
 
 @dataclass(slots=True)
 class _Running:
     reply: Reply
-    before: int | None  # the answer that was shown, when it is answered again
-    block: UserTurn | None  # the new message's block; None if an old one is answered again
+    before: int | None  # the answer shown before, if a question is answered again
+    block: UserTurn | None  # the new message's block; None if a question is answered again
     draft: Draft
     answer: Answer
     began: float
@@ -101,7 +101,7 @@ class MessageQueue:
         self._now: _Running | None = None
         self._redraws = RedrawLimit()
         self._memory_note = ""
-        self._elsewhere: dict[int, int] = {}  # turns of other windows; characters shown of each
+        self._elsewhere: dict[int, int] = {}  # other windows' turns: characters shown so far
 
     @property
     def answering(self) -> bool:
@@ -118,13 +118,13 @@ class MessageQueue:
 
     @property
     def drafts(self) -> list[Draft]:
-        """The messages that wait."""
+        """The waiting messages."""
         return [waiting.draft for waiting in self._waiting]
 
     def add(self, draft: Draft, *, waiting: bool, after: int | None = None) -> None:
         """Put a message at the end of the queue; ``waiting`` shows it as not sent yet.
 
-        ``after`` is the turn that it follows if not the last: it begins a branch there.
+        ``after`` is the turn that it follows, if not the last: it then begins a branch.
         """
         if after is not None:
             self._show_until(after)
@@ -168,7 +168,7 @@ class MessageQueue:
         self._start(chat, question, draft_of(turns[place]), None, before=before)
 
     def look(self) -> AnswerUpdate | None:
-        """Draw and return the text since the last look; None if there is nothing to do yet.
+        """Draw and return the text since the last call; None if there is nothing to do yet.
 
         It also runs tool calls; when all have ended, the model continues.
         """
@@ -194,8 +194,8 @@ class MessageQueue:
             full: whether the context is full.
 
         Returns:
-            Unanswered messages: one that was refused or stopped before the first word, and those
-            after it.
+            Unanswered messages: a message refused or stopped before its first word, and those after
+            it.
         """
         now, self._now = self._now, None
         assert now is not None
@@ -240,7 +240,7 @@ class MessageQueue:
         return []
 
     def _tell_memory(self, update: AnswerUpdate) -> None:
-        """Say once why answers are slower or faster: weights were evicted or restored."""
+        """Explain once why answers are slower or faster: weights were evicted or restored."""
         note = "" if update.metrics is None else update.metrics.memory or ""
         if note != self._memory_note:
             self._memory_note = note
@@ -269,7 +269,7 @@ class MessageQueue:
         return self._now is None or self._now.reply.work.join(seconds)
 
     def close(self) -> None:
-        """Close as the app ends: the answer keeps its text so far, and calls stop."""
+        """Called when the app ends: the answer keeps its text so far, and calls stop."""
         now, self._now = self._now, None
         if now is not None:
             now.reply.close(now.thought_s)
@@ -283,11 +283,11 @@ class MessageQueue:
         self.sync()
 
     def catch_up(self) -> bool:
-        """Show what other windows have written since; returns whether there was anything."""
+        """Show what other windows have written; returns whether there was anything new."""
         return self.conversation.refresh() and self.sync()
 
     def sync(self) -> bool:
-        """Show the branch that the conversation shows, above the messages that wait.
+        """Update the screen to the conversation's current branch, above waiting messages.
 
         Returns:
             Whether anything on the screen has changed.
@@ -320,11 +320,11 @@ class MessageQueue:
 
     @property
     def _branch_waits(self) -> int | None:
-        """The turn from which a waiting message begins a branch."""
+        """The turn after which a waiting message begins a branch."""
         return next((each.after for each in self._waiting if each.after is not None), None)
 
     def renumber(self, numbers: Mapping[int, int]) -> None:
-        """Apply the new numbers of turns."""
+        """Apply new turn numbers."""
         for block in self._view.blocks:
             if block.turn is not None:
                 block.turn = numbers.get(block.turn, block.turn)
@@ -355,7 +355,7 @@ class MessageQueue:
         return answer
 
     def _go_on(self, now: _Running) -> None:
-        """The model continues after the results of its calls."""
+        """Let the model continue after the results of its calls."""
         above = self._view.turn(now.reply.calls[-1].turn)
         now.reply.go_on()
         now.answer = self._new_answer(now.reply, above)
@@ -365,13 +365,13 @@ class MessageQueue:
         now.reply.work.start()
 
     def _show_until(self, last: int) -> None:
-        """Remove from the screen turns that do not lead to ``last``: they are another branch."""
+        """Remove turns of other branches from the screen: those that do not lead to ``last``."""
         numbers = {turn.id for turn in self._turns_until(last)}
         view = self._view
         view.drop(*(b for b in view.blocks if b.turn is not None and b.turn not in numbers))
 
     def _turns_until(self, last: int | None) -> list[Turn]:
-        """The shown turns as far as turn ``last``: 0 for none, None for all."""
+        """The shown turns up to turn ``last``: 0 for none, None for all."""
         turns = list(self.conversation.turns)
         places = [place for place, turn in enumerate(turns, 1) if turn.id == last]
         return turns if last is None else turns[: places[0]] if places else []

@@ -1,6 +1,6 @@
-"""The live panel: what the model is doing, beside the conversation or above it.
+"""The live panel: what the model is doing, next to the conversation or above it.
 
-It looks at the model twice a second while an answer is generated and the panel is open, else not at
+It polls the model twice a second while an answer is generated and the panel is open, else not at
 all. ``panel_lines.py`` writes its text; the numbers come from ``Model.status``.
 """
 
@@ -24,17 +24,19 @@ from localrt.tui.chat.panel_lines import PanelData, side_lines, strip_lines
 if TYPE_CHECKING:
     from localrt import ChatModel, Flow, Outlook, Status
 
-_SECONDS = 0.5  # seconds between two looks: one costs some milliseconds of a core
-_SIDE = 90  # columns of a terminal that has room for the panel beside the conversation
+_SECONDS = 0.5  # seconds between polls; each takes a few milliseconds of a core
+_SIDE = 90  # from this many columns on, the panel is next to the conversation
 _SIDE_ROWS = 16
-_WINDOW_S = 1.0  # rates are those of the last second, or of the last two tokens
+_WINDOW_S = 1.0  # rates are over the last second, or the last two tokens if longer
 _LONGEST_S = 30.0
 _RATES = 128
 _QUIET_S = 0.4
 
 
 class LivePanel(Widget):
-    """Hidden until ``show``. Give it the ``model``, say when an answer begins and ends."""
+    """Hidden until ``show``. The owner sets the ``model`` and reports when an answer begins and
+    ends.
+    """
 
     @dataclass
     class Shown(Message):
@@ -93,18 +95,18 @@ class LivePanel(Widget):
         self._rates.clear()
         self._data = replace(self._data, flow=None, rates=(), reading=True, percent=None)
         if self.is_open:
-            self._look()  # where rates begin if the answer is short
+            self._look()  # the first sample, in case the answer is short
         self._tick()
 
     def read(self, percent: int | None) -> None:
-        """Show how much of the prompt is read; None: all of it."""
+        """Show how much of the prompt has been processed; None: all of it."""
         reading = percent is not None
         if (reading, percent) != (self._data.reading, self._data.percent):
             self._data = replace(self._data, reading=reading, percent=percent)
             self._draw()
 
     def end(self) -> None:
-        """The answer has ended: look once more for its last numbers."""
+        """The answer has ended: poll once more for its final numbers."""
         self._generating = False
         self._data = replace(self._data, reading=False, percent=None)
         self._tick()
@@ -124,7 +126,7 @@ class LivePanel(Widget):
     def _status(self, *, lanes: bool) -> Status | None:
         try:
             return None if self._model is None else self._model.status(lanes=lanes)
-        except LocalrtError:  # it is being closed
+        except LocalrtError:  # the model is being closed
             return None
 
     def _look(self) -> None:
@@ -136,7 +138,7 @@ class LivePanel(Widget):
         self._draw()
 
     def _flow(self, now: Status) -> Flow | None:
-        """The latest rates; between answers those of the last answer stay."""
+        """The latest rates; between answers, those of the last answer."""
         samples = self._samples
         if not samples or now.clock_s < samples[-1].clock_s:
             samples.clear()
@@ -146,7 +148,7 @@ class LivePanel(Widget):
             return now.since(samples[0]) if now.tokens > samples[0].tokens else self._data.flow
         first = samples[-1].tokens == samples[0].tokens == now.tokens
         flow = now.since(samples[0])
-        if first:  # while the prompt is read there is no rate
+        if first:  # no rate during prefill
             samples.clear()
             samples.append(now)
             return None if not self._rates else self._data.flow
@@ -203,7 +205,7 @@ class LivePanel(Widget):
             return
         pairs = enumerate(zip(before, self._lines, strict=True))
         changed = [y for y, (old, new) in pairs if not old.is_same(new)]
-        if changed:  # drawing costs grow with the lines
+        if changed:  # drawing is expensive
             self.refresh(*(Region(0, y, self.content_size.width, 1) for y in changed))
 
     def _text(self) -> list[Content]:

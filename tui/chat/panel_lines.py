@@ -1,7 +1,7 @@
-"""The live panel as lines of text: memory, flows, the last pass, and why it is not faster.
+"""The live panel as lines of text: memory, data rates, the last pass, and what limits the speed.
 
-Pure functions of a ``PanelData`` and a size. Beside the conversation there is room for all of it;
-above it, on a narrow terminal, for the most important.
+Pure functions of a ``PanelData`` and a size. Next to the conversation there is room for everything;
+above it, on a narrow terminal, only for the most important lines.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _HEADING = "$text-primary bold"
 _COLORS = {"ssd": "$warning", "link": "$secondary", "cpu": "$primary", "gpu": "$success"}
 _NAMES = {"ssd": "SSD", "link": "Link", "cpu": "CPU", "gpu": "GPU"}
 _NO_NUMBERS = "The model is loading, or runs elsewhere"
-_FULL = 0.9  # share of a budget from which another colour is used
-_GUESSED = 1.05  # tokens per pass from which draft tokens matter
+_FULL = 0.9  # from this share of a budget on, the colour is a warning
+_GUESSED = 1.05  # from this many tokens per pass on, draft tokens matter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PanelData:
-    """What is shown. ``rates`` are tokens per second, oldest first; None: nothing is known yet.
+    """The data to show; None if unknown. ``rates`` are tokens per second, oldest first.
 
-    ``reading``: the prompt is being read, ``percent`` of it so far.
+    ``reading``: the prompt is being processed, ``percent`` of it so far.
     """
 
     status: Status | None = None
@@ -59,16 +59,15 @@ class PanelData:
 
     @property
     def guesses(self) -> tuple[str, str] | tuple[()]:
-        """Draft tokens as text (``guess_texts``); the last answer's do not count for a new one."""
+        """Draft tokens as text (``guess_texts``), of the current answer only."""
         return guess_texts(None if self.status is None or self.reading else self.status.metrics)
 
     @property
     def possible(self) -> str:
-        """How the rate compares with what is possible here: reading and computing the weights for
-        every token. It is computed from measurements, which may be a little low.
+        """How the rate compares with the machine's limit: reading and computing all weights per
+        token. The limit is computed from measurements, which may be a little low.
 
-        Accepted draft tokens save passes: with them a rate may be far above what is possible
-        without.
+        Accepted draft tokens save passes: they may raise the rate far above that limit.
         """
         status, tok_s = self.status, self.tok_s
         if status is None or tok_s is None or not status.ceiling_tok_s:
@@ -135,7 +134,7 @@ def _rate(data: PanelData, width: int) -> list[Content]:
 
 
 def _state(data: PanelData) -> str:
-    """The model's state in the footer's words, while there is no rate."""
+    """The model's state, in the footer's words, shown while there is no rate."""
     if not data.reading:
         return "No tokens yet"
     return "Reading prompt" + ("" if data.percent is None else f" {data.percent} %")
@@ -278,7 +277,7 @@ def _why_strip(data: PanelData, width: int) -> Content:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The last ``width`` values as bars from zero; as long as there are values."""
+    """The last ``width`` values as bars from zero; shorter if there are fewer values."""
     shown = [max(value, 0.0) for value in values[-width:]] if width > 0 else []
     top = max(shown, default=0.0)
     return "".join(_level(value / top if top else 0.0) for value in shown)
@@ -302,7 +301,7 @@ def lane_text(use: LaneUse, seconds: float, width: int) -> str:
 
 
 def memory_text(memory: MemoryUse) -> str:
-    """``127/145 MB``, in the budget's unit."""
+    """Used and total memory in the budget's unit: ``127/145 MB``."""
     if memory.budget is None:
         return format_bytes(memory.used)
     number, unit = format_bytes(memory.budget).split()
@@ -316,7 +315,7 @@ def _level(share: float) -> str:
 
 
 def _row(name: str, text: str, right: str, width: int) -> Content:
-    """A name, what it is, and more at the right end if there is room."""
+    """A name, a text, and a right-aligned text if there is room."""
     label = f"{name:<5}" if len(name) <= 5 else f"{name} " if text else name
     room = width - len(label) - len(text) - len(right) - 2
     if room < 0 and text:

@@ -1,7 +1,8 @@
-"""The chat screen: conversation, composer, live panel, footer, and what keys and commands do.
+"""The chat screen: conversation, composer, live panel, footer, and the actions of keys and
+commands.
 
-It looks at the answering thread on a timer and computes nothing itself. Models, settings and help
-are windows of the app.
+It polls the answering thread on a timer and computes nothing itself. Models, settings and help are
+windows of the app.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
     from localrt import KeptPicture, Turn
 
 _TOOLS_SECONDS = 1.0  # seconds between checks of MCP servers
-_OTHERS_SECONDS = 0.5  # seconds between checks for what other windows write
+_OTHERS_SECONDS = 0.5  # seconds between checks for other windows' messages
 _WAITS_FOR_MODEL = "Type a message: it is sent when the model is ready"
 
 
@@ -59,7 +60,7 @@ class ChatScreen(Screen[None]):
     """Shows the open conversation of ``state``.
 
     ``stop_loading`` stops loading another model; it returns whether one was loading. ``copy`` takes
-    a text, and what it is for the hint.
+    a text and its description for the hint.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [*bindings()]
@@ -89,14 +90,14 @@ class ChatScreen(Screen[None]):
         self.footer = Footer()
         self.footer.status = Status(model=model)
         self._stop_loading, self._copy_text = stop_loading, copy
-        self._editing: int | None = None  # the user's turn that the composer holds
+        self._editing: int | None = None  # the user's turn being edited in the composer
         self._ticker: Timer | None = None  # while an answer is generated
-        self._next: Callable[[], None] | None = None  # action for when the answer has ended
+        self._next: Callable[[], None] | None = None  # runs when the answer has ended
         self._parking: set[asyncio.Task[None]] = set()
         self._for_later: list[Command] = []  # commands that wait for the model
 
     def compose(self) -> ComposeResult:
-        """From top to bottom; a wide terminal has the panel on the right."""
+        """From top to bottom; on a wide terminal the panel is on the right."""
         yield from (self.panel, self.view, self.loading_line, self.menu)
         yield from (self.find, self.hint, self.composer, self.footer)
 
@@ -128,7 +129,7 @@ class ChatScreen(Screen[None]):
             await self._run(command)
 
     def model_leaves(self, name: str) -> None:
-        """The model is being unloaded, and another, of this name, loaded."""
+        """Called when the model is being unloaded and the model ``name`` loaded."""
         self.panel.take(None)
         self.loading_line.progress, self.loading_line.display = None, True
         self.footer.status = Status(model=name)
@@ -155,11 +156,11 @@ class ChatScreen(Screen[None]):
 
     @property
     def failed(self) -> bool:
-        """The first model could not be loaded: Enter leaves."""
+        """Whether the first model could not be loaded: Enter then leaves."""
         return self.footer.status.phase is Phase.FAILED
 
     def _count_tokens(self) -> None:
-        """Show how much of the context the conversation takes, once known."""
+        """Count the conversation's tokens, and show them when known."""
         session = self.state.session
         if session is None or not self.state.conversation.turns:
             return
@@ -170,13 +171,13 @@ class ChatScreen(Screen[None]):
                 if session is self.state.session and not self.queue.answering:
                     self.footer.change(used=used, metrics=None)
 
-        # The worker calls it: a later one may end this before it has begun.
+        # Pass a function, not a coroutine: a later worker may cancel it before it starts.
         _: Worker[None] = self.run_worker(count, exclusive=True, group="tokens")
 
     # -- tools -----------------------------------------------------------------------------------
 
     def watch_tools(self) -> None:
-        """Begin to report MCP servers that cannot be used."""
+        """Start reporting MCP servers that cannot be used."""
         self._tell_tools()
         self.set_interval(_TOOLS_SECONDS, self._tell_tools)
 
@@ -185,7 +186,7 @@ class ChatScreen(Screen[None]):
             self.say(line, "error")
 
     def _ask_about_call(self, call: PendingCall, decide: Callable[[Decision], None]) -> bool:
-        if not self.is_active:  # keys belong to the open window
+        if not self.is_active:  # another window gets the keys
             return False
         self.app.push_screen(AskCall(call), lambda decision: decide(decision or "refuse"))
         return True
@@ -193,7 +194,7 @@ class ChatScreen(Screen[None]):
     # -- answering -------------------------------------------------------------------------------
 
     async def on_composer_submitted(self, event: Composer.Submitted) -> None:
-        """A command runs now, a message when the model is free."""
+        """Run a command now, or queue a message until the model is free."""
         line = read_line(event.line)
         if isinstance(line, Command):
             await self._run(line)
@@ -235,7 +236,7 @@ class ChatScreen(Screen[None]):
             self._begin_watching()
 
     def _takes(self, pictures: Sequence[KeptPicture]) -> bool:
-        """Whether the model sees pictures, or there are none; says so if not."""
+        """Whether the model sees pictures, or there are none; if not, tell the user."""
         if pictures and self.state.session is not None:
             try:
                 self.state.session.check_sees()
@@ -254,7 +255,7 @@ class ChatScreen(Screen[None]):
         update = self.queue.look()
         if update is None:
             if self.footer.status.phase is Phase.TOOLS and not self.queue.calling:
-                self._begin_watching()  # the model goes on
+                self._begin_watching()  # the model continues
             return
         self.footer.show(update)
         if self.footer.status.percent is not None or self.footer.status.phase is Phase.GENERATING:
@@ -276,7 +277,7 @@ class ChatScreen(Screen[None]):
         self._show_hint()
 
     def _watch_others(self) -> None:
-        """Show what other windows have written; a message may have waited for that."""
+        """Show other windows' messages; a queued message may have waited for their answer."""
         news = self.queue.catch_up()
         if not self.state.conversation.written_elsewhere:
             if news:
@@ -286,8 +287,8 @@ class ChatScreen(Screen[None]):
             self._show_hint()
 
     def action_stop(self) -> None:
-        """Esc, one thing at a time: close the search, take back messages that wait, stop loading
-        another model, or the answer; else unmark, stop editing.
+        """Esc does the first that applies: close the search, take back waiting messages, stop
+        loading another model, stop the answer, unmark, stop editing.
         """
         if self.find.close():
             return
@@ -305,7 +306,7 @@ class ChatScreen(Screen[None]):
         self._show_hint()
 
     async def action_interrupt(self) -> None:
-        """Ctrl+C: copy what is selected, else stop; the second one in a row quits."""
+        """Ctrl+C: copy the selection, else stop; pressed twice in a row, quit."""
         selected = self.composer.selected_text or self.get_selected_text()
         if self.hint.confirming:
             await self.app.action_quit()
@@ -322,7 +323,7 @@ class ChatScreen(Screen[None]):
     # -- conversations ---------------------------------------------------------------------------
 
     def open_conversation(self, change: Callable[[], None], done: str = "") -> None:
-        """Show another conversation once the present answer has ended."""
+        """Show another conversation once the current answer has ended."""
         what = "The other conversation will open"
         self.when_answered(what, lambda: self._open_conversation(change, done))
 
@@ -344,14 +345,14 @@ class ChatScreen(Screen[None]):
             self.say(done)
 
     def park(self, session: Session) -> None:
-        """Save the KV cache of a conversation that was left, in a thread."""
+        """Save the KV cache of a conversation that was closed, in a thread."""
         task = asyncio.create_task(asyncio.to_thread(session.leave))
         self._parking.add(task)
         task.add_done_callback(self._parking.discard)
 
     @property
     def unsent(self) -> str:
-        """The messages that wait and the one being written, as text."""
+        """The waiting messages and the one being written, as text."""
         waiting = (as_typed(draft.text) for draft in self.queue.drafts)
         written = self.composer.attachments.unfolded(self.composer.text)
         return "\n\n".join(text for text in (*waiting, written) if text)
@@ -393,14 +394,14 @@ class ChatScreen(Screen[None]):
             dialog = Ask("Name of this conversation", conversation.title)
             ask(self, dialog, lambda title: conversation.set(title=title.strip()))
 
-    # -- turns: the marked one, or the last one that fits --------------------------------
+    # -- turns: the marked one, or else the last suitable one --------------------------------
 
     def action_mark(self, step: int) -> None:
         self.view.mark_next(step)
         self._show_hint()
 
     def action_edit(self) -> None:
-        """Put a user's turn into the composer; sending it begins a branch at that turn."""
+        """Put a user's turn into the composer; sending it begins a branch."""
         if (turn := self._question("edit")) is None:
             return
         self._editing = turn.id
@@ -428,7 +429,9 @@ class ChatScreen(Screen[None]):
         return turn
 
     def action_branch(self, which: str = "") -> None:
-        """Show the next turn, or the ``prev``, in the place of the marked or the last branch."""
+        """Show the next branch (or with ``prev`` the previous) at the marked or the last turn with
+        several.
+        """
         if not self.idle("branch"):
             return
         block = self.view.marked
@@ -449,8 +452,8 @@ class ChatScreen(Screen[None]):
         self._show_hint()
 
     def action_copy(self, what: str = "") -> None:
-        """Copy a turn: as written, an answer without its thinking. ``code``: the last code block
-        of an answer, at the next call the one before it.
+        """Copy a turn as written, an answer without its thinking. ``code``: copy the last code
+        block of an answer; each further call copies the one before.
         """
         if what not in ("", "code"):
             raise OptionError("/copy copies the answer, /copy code its last code block")
@@ -463,7 +466,7 @@ class ChatScreen(Screen[None]):
             )
 
     async def on_composer_enter_on_empty(self) -> None:
-        """On a marked turn, show its menu. After a failure Enter leaves."""
+        """Show the marked turn's menu; after a failure, leave."""
         if self.failed:
             await self.app.action_quit()
         elif self.view.marked is not None:
@@ -489,18 +492,18 @@ class ChatScreen(Screen[None]):
                 self.say(one_line(error), "error")
 
     async def _do(self, entry: Entry, argument: str) -> None:
-        """Say what a command of the table returns, or run an action of the screen."""
+        """Show the result of a command's ``run``, or run the screen's action."""
         if entry.run is None:
             action = entry.action or entry.name
             await self.run_action(f"{action}({argument!r})" if entry.argument else action)
             return
         run = partial(entry.run, self.state, argument)
         self.say(await asyncio.to_thread(run) if entry.slow else run())
-        if self.state.session is not None:  # it may answer with another adapter now
+        if self.state.session is not None:  # the adapter may have changed
             self.footer.change(model=self.state.session.title)
 
     async def action_command(self, name: str) -> None:
-        """A key for a command without an argument."""
+        """Run the command of a key, without an argument."""
         await self._run(Command(name, ""))
 
     def action_delete(self) -> None:
@@ -526,7 +529,7 @@ class ChatScreen(Screen[None]):
         self.open_conversation(lambda: self.state.load(path), f"Opened {path}")
 
     def action_saved(self) -> None:
-        """Ctrl+S: say that conversations are saved anyway."""
+        """Ctrl+S: say that conversations are saved automatically."""
         place = "Conversations are saved automatically"
         if not self.state.conversation.saved:
             place = "This conversation is not on disk"
@@ -535,7 +538,7 @@ class ChatScreen(Screen[None]):
     # -- composer, panel, mouse ------------------------------------------------------------------
 
     def action_editor(self) -> None:
-        """Write the message in another program; an answer goes on while it is open."""
+        """Edit the message in another program; a running answer continues meanwhile."""
         try:
             with self.app.suspend():
                 text = edited(self.composer.text)
@@ -573,7 +576,7 @@ class ChatScreen(Screen[None]):
     # -- small lines -----------------------------------------------------------------------------
 
     def say(self, text: str, kind: Kind = "info") -> None:
-        """A line of the app, at the end of the conversation."""
+        """Show a line of the app at the end of the conversation."""
         self.view.add_notice(text, kind)
         self.view.follow()
 

@@ -1,7 +1,7 @@
 """Pictures in the conversation: drawn by kitty's protocol or as sixels, else in half blocks.
 
-``textual-image`` speaks to the terminals that can draw. It asks the terminal when it is imported,
-and Textual reads all answers once it runs: ``find_graphics`` comes before that.
+``textual-image`` does the drawing. It queries the terminal when it is imported, and once Textual
+runs, Textual reads all answers: so ``find_graphics`` must be called before.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ if TYPE_CHECKING:
     from localrt import KeptPicture
 
 Graphics = Literal["", "kitty", "sixel"]
-"""How the terminal draws pictures; empty: it does not."""
+"""How the terminal draws pictures; empty if it cannot."""
 
-_COLUMNS, _ROWS = 40, 12  # the most
+_COLUMNS, _ROWS = 40, 12  # largest thumbnail
 _DRAWING = ("kitty", "ghostty", "foot", "mlterm", "wezterm", "iterm", "contour", "vscode")
 _CELL = (10, 20)  # pixels that kitty scales to a cell
 
 
 def find_graphics() -> Graphics:
-    """How this terminal draws pictures. Only terminals that may are asked, which takes a moment."""
+    """How this terminal draws pictures. Only terminals that may support it are queried: that takes
+    a moment.
+    """
     named = [os.environ.get(name, "") for name in ("TERM", "TERM_PROGRAM", "LC_TERMINAL")]
     known = any(name in " ".join(named).lower() for name in _DRAWING)
     if "TMUX" in os.environ or not (known or os.environ.get("WT_SESSION")):
@@ -38,7 +40,7 @@ def find_graphics() -> Graphics:
     from textual_image._terminal import get_cell_size
     from textual_image.renderable import Image, SixelImage, TGPImage
 
-    get_cell_size()  # asked now, and kept
+    get_cell_size()  # queried now, then cached
     if Image is SixelImage:
         return "sixel"
     return "kitty" if Image is TGPImage else ""
@@ -54,7 +56,7 @@ def cells(picture: KeptPicture, width: int) -> tuple[int, int]:
 
 
 class Thumbnail:
-    """One picture as lines. ``escapes`` are what each line writes over its end: sixels."""
+    """One picture as lines. ``escapes`` are sequences that draw sixels over each line."""
 
     def __init__(self, picture: KeptPicture) -> None:
         self.picture = picture
@@ -100,7 +102,7 @@ def half_blocks(picture: KeptPicture, columns: int, rows: int) -> list[Strip]:
 
 
 def _sixels(picture: KeptPicture, columns: int, rows: int) -> list[str]:
-    """For each row of cells its pixels, so that any part of a picture can be on screen."""
+    """Sixels of each row of cells, so that any part of a picture can be shown."""
     from textual_image._terminal import get_cell_size
     from textual_image.renderable import SixelImage
 

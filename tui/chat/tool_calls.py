@@ -1,7 +1,7 @@
-"""The tool calls of an answer in the app: shown, confirmed one after another, run.
+"""The tool calls of an answer in the app: shown, confirmed one after another, and run.
 
-Each is a block: its name and arguments, its state, and its result, folded. Nothing here waits.
-Knows the view's blocks and the calls' turns, not the window that asks.
+Each call is a block: name and arguments, state, and the folded result. Nothing here blocks. Knows
+the view's blocks and the calls' turns, not the window that asks.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from localrt.tui.chat.view import ConversationView
 from localrt.tui.conversation.generation import CallTurn, Decision
 from localrt.tui.text import clean
 
-_SHOWN = 3  # lines of a result while it is folded
+_SHOWN = 3  # lines of a folded result
 
 
 class CallBlock(Block):
-    """``call`` is its line, ``result`` is empty until there is one; ``mark`` shows its state."""
+    """``call`` is the line to show, ``result`` is empty until there is one; ``mark`` shows its
+    state.
+    """
 
     role = "tool"
 
@@ -30,7 +32,7 @@ class CallBlock(Block):
         super().__init__()
         self.call = clean(call)
         self.result = ""
-        self._cut = False  # at the last layout: whether there is more to show
+        self._cut = False  # whether the last layout left something out
 
     @property
     def source(self) -> str:
@@ -85,21 +87,19 @@ def _shortened(text: str, width: int, style: Style, styles: Styles) -> Strip:
 
 
 AskAboutCall = Callable[[PendingCall, Callable[[Decision], None]], bool]
-"""Asks about a call; the decision comes later. False where nobody can be asked just now."""
+"""Asks about a call; the decision comes later. False if the user cannot be asked now."""
 _WITHOUT_RESULT = {"refused": "not allowed", "stopped": "stopped"}
 
 
 def ended_call(ending: str, text: str) -> tuple[str, str]:
-    """The note below a call that has ended, and the result to show."""
+    """The note below a finished call, and the result to show."""
     if ending in _WITHOUT_RESULT:
         return _WITHOUT_RESULT[ending], ""
     return "failed" if ending == "failed" else "", text
 
 
 class AnswerCalls:
-    """The calls of ``answer``, shown below it and run; ``ctx`` is how many tokens the context
-    holds.
-    """
+    """The calls of ``answer``, shown below it and run; ``ctx`` is the context length in tokens."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class AnswerCalls:
         view.add(*(block for _, block in self._calls), after=answer)
 
     def look(self) -> bool:
-        """Continue the calls as far as possible; returns whether all have ended."""
+        """Advance the calls as far as possible; returns whether all have ended."""
         while self._calls:
             turn, block = self._calls[0]
             if not turn.started and turn is not self._in_question:

@@ -1,8 +1,8 @@
 """The scrolling conversation: one widget that draws visible blocks and estimates the others.
 
-A block is laid out when it comes into view; until then its height is an estimate; if that was
-wrong, the visible text does not move. So conversations of any length open and scroll equally fast.
-The view follows new text while it is at the bottom. Knows blocks, not where they come from.
+A block is laid out when it comes into view; until then its height is an estimate, whose correction
+does not move the visible text. So conversations of any length open and scroll equally fast. The
+view follows new text while it is at the bottom. Knows blocks, not where they come from.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from localrt.tui.chat.layout import BlockColumn, Finder, LinePainter, Place, Tex
 from localrt.tui.chat.thumbnails import Graphics
 
 _WIDEST = 110  # columns of text
-_BAR_STEPS = 2  # steps of the scroll bar in a line
+_BAR_STEPS = 2  # steps of the scroll bar per line
 
 
 class ConversationView(ScrollView, can_focus=False):
@@ -57,22 +57,20 @@ class ConversationView(ScrollView, can_focus=False):
         self._painter = LinePainter(self._column)
         self._finder = Finder(self._column)
         self._follows = True
-        self._read: tuple[TextPlace | None, int] = (None, 0)  # kept by a resize, at that line
+        self._read: tuple[TextPlace | None, int] = (None, 0)  # top text, its line
         self._settling = False
         self._styles_now: Styles | None = None
         self._bar_place = (0, 0)
 
     @property
     def blocks(self) -> list[Block]:
-        """What is shown, oldest first; not to be changed."""
+        """The shown blocks, oldest first; do not modify."""
         return self._column.blocks
 
     # -- content ---------------------------------------------------------------------------------
 
     def add_notice(self, text: str, kind: Kind = "info", *, after: Block | None = None) -> None:
-        """A line of the app, at the end unless a place is given; the same line twice in a row is
-        shown once.
-        """
+        """Add a line of the app, below ``after`` or at the end; a repeated line is shown once."""
         notice, last = Notice(text, kind), self.blocks[-1] if self.blocks else None
         same = isinstance(last, Notice) and (last.text, last.kind) == (notice.text, kind)
         if after is None and isinstance(last, Notice) and same:
@@ -108,7 +106,7 @@ class ConversationView(ScrollView, can_focus=False):
     def changed(self, block: Block) -> None:
         self._finder.forget(block)
         if block in self.blocks:
-            # New blocks and growing answers are at the end: look there first.
+            # New blocks and growing answers are at the end, so search from there.
             self._refit(len(self.blocks) - 1 - self.blocks[::-1].index(block))
 
     def turn(self, number: int) -> Block | None:
@@ -128,7 +126,7 @@ class ConversationView(ScrollView, can_focus=False):
         return block is not None
 
     def text_to_copy(self) -> tuple[str, str] | None:
-        """The marked turn or last answer as text, without its thinking, and what it is."""
+        """The marked turn or last answer as text, without its thinking, and a description."""
         block = self.marked or self._last_answer()
         if block is None:
             return None
@@ -139,8 +137,9 @@ class ConversationView(ScrollView, can_focus=False):
         return text, f"the {what}: {len(text):,} characters"
 
     def code_to_copy(self) -> tuple[str, str] | None:
-        """The last code block of the marked or last answer, at the next call the one before it, and
-        what it is."""
+        """The last code block of the marked or last answer and a description; each further call
+        returns the block before.
+        """
         marked = self.marked if isinstance(self.marked, Answer) else None
         block = marked or self._last_answer(with_code=True)
         code = block.code if block is not None else []
@@ -163,16 +162,16 @@ class ConversationView(ScrollView, can_focus=False):
 
     @property
     def follows(self) -> bool:
-        """Whether the view is at the bottom, and stays there as text arrives."""
+        """Whether the view is at the bottom, and so follows new text."""
         return self._follows
 
     def follow(self) -> None:
-        """Go to the newest text and stay with it."""
+        """Go to the newest text and follow it."""
         self._follows = True
         self._to_end()
 
     def mark(self, block: Block | None) -> None:
-        """Mark a block, bring it into view."""
+        """Mark a block and bring it into view."""
         self.marked = block
         if block is not None and block in self.blocks:
             top, end = self._column.span(self.blocks.index(block))
@@ -234,7 +233,9 @@ class ConversationView(ScrollView, can_focus=False):
         self.refresh()
 
     def _fit_height(self) -> None:
-        """Take the column's height; avoid a new layout of the screen if only the bar moves."""
+        """Adopt the column's height, without a new layout of the screen if only the scroll bar
+        moves.
+        """
         size = Size(self.scrollable_content_region.width, self._column.height)
         overflows = size.height > self.size.height
         if self.virtual_size != size and overflows != self.show_vertical_scrollbar:
@@ -261,7 +262,7 @@ class ConversationView(ScrollView, can_focus=False):
         self._settling = True
         try:
             rounds = 0
-            while rounds < 8:  # each may make others visible
+            while rounds < 8:  # each round may bring other blocks into view
                 if self._follows:
                     self._to_end()
                 if not self._settle_once():
@@ -304,9 +305,10 @@ class ConversationView(ScrollView, can_focus=False):
             self._settle()
 
     def on_resize(self, event: Resize) -> None:
-        """Everything wraps anew; the words on top stay there."""
+        """Wrap everything again; the text at the top stays there."""
         follows, place = self._follows, self._reading()
-        # The gutter on the left, a column free on the right; longer lines are hard to read.
+        # Without the gutter on the left and a free column on the right; longer lines are hard to
+        # read.
         width = self.scrollable_content_region.width - GUTTER - 1
         self._column.width = max(min(width, _WIDEST), 8)
         self._finder.forget()
@@ -322,10 +324,12 @@ class ConversationView(ScrollView, can_focus=False):
         self._settle()
         if self._follows:
             self._to_end()
-        self.refresh()  # it was painted at its new size already, with the lines of the old one
+        self.refresh()  # the new size was already painted with the old lines
 
     def _reading(self) -> TextPlace | None:
-        """The text at the top; after a resize that of before, which may begin within a line."""
+        """The text at the top; after a resize, the text that was there before, even if it is now
+        within a line.
+        """
         place, line = self._read
         if place is None or line != self.scroll_offset.y:
             place = self._column.place_at(self.scroll_offset.y, self._style())
@@ -343,7 +347,7 @@ class ConversationView(ScrollView, can_focus=False):
     # -- drawing ---------------------------------------------------------------------------------
 
     def render_lines(self, crop: Region) -> list[Strip]:
-        """The lines of a part of the view; without a border there is nothing to add to them."""
+        """The lines of a part of the view; there is no border to add."""
         filters, background = self.get_line_filters(), self.background_colors[1]
         strips = []
         for y in crop.line_range:
@@ -358,7 +362,7 @@ class ConversationView(ScrollView, can_focus=False):
         return strips
 
     def _with_pixels(self, y: int, strip: Strip) -> Strip:
-        """A line of the view, with what a picture has there drawn over it."""
+        """A line of the view with a picture's pixels drawn over it."""
         line = self.scroll_offset.y + y
         block, row = self._column.row(line) if line < self._column.height else (None, 0)
         pixels = block.escape(row) if isinstance(block, UserTurn) else ""
@@ -369,7 +373,7 @@ class ConversationView(ScrollView, can_focus=False):
         return Strip([*strip, Segment(escape, None, [(ControlType.HOME,)])], strip.cell_length)
 
     def render_line(self, y: int) -> Strip:
-        """A line of the view, with the mouse's selection on it."""
+        """A line of the view with the mouse selection."""
         line = self.scroll_offset.y + y
         styles, highlights = self._style(), []
         if self._finder.active and line < self._column.height:

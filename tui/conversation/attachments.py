@@ -1,13 +1,14 @@
-"""Long texts and pictures in a message under a short label: pasted text and attached files.
+"""Attachments of a message, shown as short labels: long pasted texts, files and pictures.
 
-While a message is written its attachments are labels in brackets; when it is sent each is replaced
-by its text or picture, and its place is kept, so that the conversation shows the label too.
+While a message is written, its attachments are labels in brackets; when it is sent, each is
+replaced by its text or picture, and its place is kept, so that the conversation shows the label
+too.
 
-What goes with a message: a text file in a fence under its name, a folder as the list of its files,
-a picture as it is.
+The model gets a text file in a fence under its name, a folder as the list of its files, and a
+picture as it is.
 
-Text is UTF-8, else the encoding of its byte order mark, else that of this system or Windows, which
-a ``note`` names. Of a picture people see a caption and a small image. Knows files, no widget.
+Text is UTF-8, or the encoding of its byte order mark, or else that of this system or Windows, named
+in a ``note``. Users see a picture's caption and a thumbnail. Knows files, no widget.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 _LONG_LINES = 10
 _LONG_CHARACTERS = 1000
-_MOST_PIXELS = 64_000_000  # as a model sees them
+_MOST_PIXELS = 64_000_000  # the limit for models too
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +53,12 @@ class Fold:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A message as it is sent, its folded parts and its pictures, by their places in the text."""
+    """A message as sent, with the places of its folded parts and its pictures."""
 
     text: str
     folds: tuple[Fold, ...] = ()
     pictures: tuple[KeptPicture, ...] = ()
-    tokens: tuple[int, ...] = ()  # of the pictures, if they are known
+    tokens: tuple[int, ...] = ()  # token counts of the pictures, if known
 
     @property
     def content(self) -> str | Sequence[Mapping[str, Any]]:
@@ -68,7 +69,7 @@ class Draft:
 
     @property
     def info(self) -> dict[str, Any]:
-        """What the history keeps with the text; ``draft_of`` reads it."""
+        """The data that the history stores with the text; ``draft_of`` reads it."""
         folds = [[fold.start, fold.end, fold.label] for fold in self.folds]
         kept = {"folds": folds, "picture_tokens": list(self.tokens)}
         return {name: values for name, values in kept.items() if values}
@@ -82,7 +83,9 @@ class Draft:
 
 
 class Attachments:
-    """The labels of one composer, ``[notes.txt, 120 lines]``, and the text or picture of each."""
+    """The labels of one composer, such as ``[notes.txt, 120 lines]``, each with its text or
+    picture.
+    """
 
     def __init__(self) -> None:
         self._texts: dict[str, str] = {}
@@ -94,7 +97,9 @@ class Attachments:
         return text.count("\n") >= _LONG_LINES or len(text) >= _LONG_CHARACTERS
 
     def add(self, name: str, text: str, size: str = "") -> str:
-        """The label for ``text``, to be put into the message; ``size`` is by default the text's."""
+        """Create the label for ``text``, to insert into the message; ``size`` is by default the
+        text's.
+        """
         if not size:
             lines = text.count("\n") + (not text.endswith("\n"))
             count = len(text.encode(errors="replace"))
@@ -120,16 +125,16 @@ class Attachments:
         return self.add(file.name, file.text, file.size)
 
     def text_of(self, label: str) -> str:
-        """What Tab puts in the place of a label; a picture keeps it."""
+        """The text with which Tab replaces a label; for a picture, the label itself."""
         return self._texts.get(label, label)
 
     def before(self, line: str, column: int) -> str:
-        """The label that ends at ``column`` of a line, or that it is in; empty for none."""
+        """The label that ends at or contains ``column`` of a line; empty for none."""
         labels = (each for each in self._labels_in(line) if each.start() < column <= each.end())
         return next((each.group() for each in labels), "")
 
     def expanded(self, text: str) -> Draft:
-        """The message with the text or picture of every label in its place."""
+        """The message with every label replaced by its text or picture."""
         pieces: list[str] = []
         folds: list[Fold] = []
         pictures: list[KeptPicture] = []
@@ -149,18 +154,18 @@ class Attachments:
         return Draft("".join([*pieces, text[place:]]), tuple(folds), tuple(pictures))
 
     def unfolded(self, text: str) -> str:
-        """The message with the text of every label in its place; pictures keep theirs."""
+        """The message with every label replaced by its text, except those of pictures."""
         labels = self._labels_in(text)
         return _replaced(text, [(*each.span(), self.text_of(each.group())) for each in labels])
 
     def labelled(self, text: str, read: Iterable[tuple[Mention, AttachedFile]]) -> str:
-        """The message with a label in the place of each file that it names (``read_mentioned``)."""
+        """The message with each file name (``read_mentioned``) replaced by a label."""
         labels = [(mention.start, mention.end, self.add_file(file)) for mention, file in read]
         return _replaced(text, labels)
 
     def folded(self, draft: Draft) -> str:
-        """A sent message as it was written, its folds and pictures as labels again; other text may
-        have the same label by now.
+        """A sent message as it was written, with folds and pictures as labels again. Labels may be
+        numbered differently, since other texts may have them by now.
         """
         labels = [(each.place, each.place, self.add_picture(each)) for each in draft.pictures]
         for fold in draft.folds:
@@ -175,7 +180,7 @@ class Attachments:
 
 
 def _replaced(text: str, places: Iterable[tuple[int, int, str]]) -> str:
-    """The text with others in some places, which are given as start and end, in order."""
+    """The text with replacements, as (start, end, new text) in order."""
     pieces, last = [], 0
     for start, end, other in places:
         pieces += [text[last:start], other]
@@ -193,7 +198,7 @@ def draft_of(turn: Turn) -> Draft:
 
 
 def read_folds(value: object, length: int) -> tuple[Fold, ...]:
-    """The folds that a turn's ``info`` holds, those that make no sense left out."""
+    """The folds in a turn's ``info``, without invalid ones."""
     folds: list[Fold] = []
     for item in value if isinstance(value, list) else []:
         try:
@@ -208,8 +213,8 @@ def read_folds(value: object, length: int) -> tuple[Fold, ...]:
 LARGEST_FILE = 512_000  # bytes; more than that fills the context of most models
 _MOST_LISTED = 500
 _NO_PATH = "/attach PATH takes a text file, picture or folder"
-_LEFT_OUT = ("node_modules", "__pycache__")  # beside folders that begin with a dot
-_MARKS = (  # the longer first: UTF-32's begins as UTF-16's
+_LEFT_OUT = ("node_modules", "__pycache__")  # besides hidden folders
+_MARKS = (  # longer ones first: UTF-32's begins with UTF-16's
     (codecs.BOM_UTF32_LE, "utf-32"),
     (codecs.BOM_UTF32_BE, "utf-32"),
     (codecs.BOM_UTF16_LE, "utf-16"),
@@ -220,7 +225,9 @@ _NO_TEXT = re.compile(r"[\0-\x08\x0e-\x1a\x1c-\x1f]")
 
 @dataclass(frozen=True, slots=True)
 class AttachedFile:
-    """``text`` or ``picture`` is what the model gets; ``size`` is the file's, ``"120 lines"``."""
+    """The model gets ``text`` or ``picture``; ``size`` describes the file, such as ``"120
+    lines"``.
+    """
 
     name: str
     text: str
@@ -234,7 +241,7 @@ def read_attachment(argument: str) -> AttachedFile:
     written, or the end of an absolute one.
 
     Raises:
-        OptionError: there is none, it is too large, or not text.
+        OptionError: there is no file, or it is too large or not text.
         StorageError: it cannot be read.
     """
     if not argument:
@@ -288,9 +295,9 @@ def read_mentioned(text: str) -> list[tuple[Mention, AttachedFile]]:
 
 
 def _decoded(data: bytes, path: Path) -> tuple[str, str]:
-    """The text, and its encoding where that is not UTF-8."""
+    """The text, and its encoding if that is not UTF-8."""
     marked = next((name for mark, name in _MARKS if data.startswith(mark)), None)
-    # UTF-16 without a mark: every other byte of Latin text is 0.
+    # UTF-16 without a mark: in Latin text, every other byte is 0.
     halves = {"utf-16-be": data[::2], "utf-16-le": data[1::2]}
     wide = [name for name, half in halves.items() if half.count(0) > len(data) / 8]
     tried = [marked] if marked else ["utf-8-sig", *wide]
@@ -310,7 +317,7 @@ def _picture(path: Path) -> AttachedFile:
     with path.open("rb") as file:
         data = file.read(LARGEST_PICTURE + 1)
     picture = new_picture(data, name=clean(path.name).replace("\n", " "))
-    small_image(picture, 1, 1)  # a damaged one is told before it is sent
+    small_image(picture, 1, 1)  # reports a damaged picture before it is sent
     return AttachedFile(picture.name, "", "", picture=picture)
 
 
@@ -320,7 +327,7 @@ def _in_clipboard() -> AttachedFile:
 
     try:
         image = ImageGrab.grabclipboard()
-    except UnidentifiedImageError:  # what some tools give of copied text
+    except UnidentifiedImageError:  # some tools return copied text
         image = None
     except (NotImplementedError, OSError) as error:  # a tool is missing, or there is no display
         raise OptionError(f"the clipboard cannot be read ({error}): {_NO_PATH}") from error
@@ -358,7 +365,7 @@ def _files(folder: Path) -> Iterator[tuple[Path, str]]:
 
 
 def caption(picture: KeptPicture, tokens: int = 0) -> str:
-    """``photo.png, 640 x 480, 256 tokens``; 0: it is not known how many."""
+    """``photo.png, 640 x 480, 256 tokens``; 0 means unknown."""
     size = f"{clean(picture.name)}, {picture.width:,} x {picture.height:,}"
     return f"{size}, {tokens:,} tokens" if tokens else size
 
@@ -383,10 +390,10 @@ def small_image(picture: KeptPicture, width: int, height: int) -> Image.Image:
         try:
             with Image.open(io.BytesIO(data)) as image:
                 side = 2 * max(width, height)
-                image.draft("RGB", (side, side))  # JPEG is decoded smaller, which is faster
+                image.draft("RGB", (side, side))  # decodes JPEG at a smaller size, which is faster
                 upright = ImageOps.exif_transpose(image).convert("RGBA")
                 upright = upright.resize((width, height))
-        except Exception as error:  # Pillow's decoders raise anything
+        except Exception as error:  # Pillow's decoders may raise any error
             raise OptionError(f"{picture.name} is damaged: {error}") from error
     ground = Image.new("RGBA", upright.size, "white")
     return Image.alpha_composite(ground, upright).convert("RGB")

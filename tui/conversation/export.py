@@ -1,7 +1,7 @@
 """A conversation as a file to read (Markdown) or to load again (JSON).
 
-Pictures of Markdown are files in a folder beside it. The JSON is what ``ChatSession.load`` takes,
-plus title and times; its pictures are data URIs. Knows turns, no widget.
+For Markdown, pictures are files in a folder next to it. The JSON is what ``ChatSession.load``
+takes, plus title and times; its pictures are data URIs. Knows turns, no widget.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Exporter:
 
         Raises:
             OptionError: nothing has been said yet.
-            StorageError: it cannot be written, or it exists: the same command again replaces it.
+            StorageError: it cannot be written, or it exists (repeating the command replaces it).
         """
         if not conversation.turns:
             raise OptionError("there is nothing to export yet")
@@ -59,7 +59,7 @@ class Exporter:
 
 
 class _PicturesBeside:
-    """Writes pictures into a folder beside ``path``, each once, and links to them."""
+    """Writes pictures to a folder next to ``path``, each once, and links to them."""
 
     def __init__(self, path: Path) -> None:
         self._folder = path.with_name(f"{path.stem}-pictures")
@@ -77,7 +77,7 @@ class _PicturesBeside:
 def as_markdown(conversation: OpenConversation, link: Callable[[KeptPicture], str]) -> str:
     """Title, model, system prompt, and every turn of the shown branch under a heading.
 
-    ``link`` is what stands for a picture.
+    ``link`` returns the text that represents a picture.
     """
     turns = conversation.turns_now()
     title = conversation.title or _first_line(turns) or "Conversation"
@@ -94,11 +94,11 @@ def as_markdown(conversation: OpenConversation, link: Callable[[KeptPicture], st
             parts += [f"## {call_line(turn.info)}", f"{fence}\n{turn.content}\n{fence}"]
             continue
         if turn.info.get("tool_calls") and not turn.content:
-            continue  # the calls are said with their results
+            continue  # calls are shown with their results
         parts.append("## Model")
         thought = split_thinking(turn.content)
         if thought.thinking:
-            # The empty lines let Markdown inside be Markdown.
+            # With empty lines around, Markdown inside is rendered.
             parts += ["<details><summary>Thinking</summary>", thought.thinking, "</details>"]
         parts.append(thought.answer or "*no answer*")
         if turn.state in ("cut", "cancelled", "failed"):
@@ -134,7 +134,7 @@ def _as_data(picture: KeptPicture) -> dict[str, object]:
 
 
 def _default_path(title: str) -> Path:
-    """A name for a file in the current folder that says what is in it."""
+    """A descriptive file name in the current folder."""
     words = re.sub(r"[^\w]+", "-", title.lower()).strip("-")[:40].strip("-") or "chat"
     return Path(f"{words}-{datetime.now():%Y%m%d-%H%M%S}.md")
 

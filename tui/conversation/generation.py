@@ -1,9 +1,9 @@
 """Work in threads: loading or downloading a model, an answer, and its tool calls.
 
-The threads only fill these objects; the app looks at them when it draws. So the model never waits
-for the screen, the screen never waits for the model, and quitting waits for neither: the threads
-are daemons, told to stop and given a moment. A call's turn begins before the call runs, so an app
-that is killed loses no more than its result. Knows no widget.
+The threads only fill these objects; the app reads them when it draws. So the model never waits for
+the screen, the screen never waits for the model, and quitting waits for neither: the threads are
+daemons that are told to stop and given a moment. A call's turn is saved before the call runs, so an
+app that is killed loses only its result. Knows no widget.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _Result = TypeVar("_Result")
 class Task(Generic[_Result]):
     """Runs ``work`` in a thread, with this task as its argument; ``progress`` is the latest.
 
-    ``done`` says that ``result`` or ``error`` is set.
+    Once ``done``, ``result`` or ``error`` is set.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Task(Generic[_Result]):
         self.cancelled.set()
 
     def join(self, seconds: float) -> bool:
-        """Wait for the end of the thread; whether it ended."""
+        """Wait for the thread; returns whether it ended."""
         if self._thread.ident is not None:
             self._thread.join(seconds)
         return not self._thread.is_alive()
@@ -76,19 +76,19 @@ class Task(Generic[_Result]):
             self.progress = progress
 
     def take_notes(self) -> list[str]:
-        """Lines to be said, each once."""
+        """Return new lines for the user, each once."""
         taken, self._notes = self._notes, []
         return taken
 
     def _run(self) -> None:
         try:
             self.result = self._work(self)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the app shows it
+        except Exception as error:  # noqa: BLE001 - the app shows any error
             self.error = error
 
 
 def loading(load: Callable[[ProgressCallback], ChatModel]) -> Task[ChatModel]:
-    """A task that loads a model; if cancelled too late, the model is closed again."""
+    """A task that loads a model; if it is cancelled too late, it closes the model again."""
 
     def work(task: Task[ChatModel]) -> ChatModel:
         def show(progress: Progress) -> None:
@@ -107,9 +107,10 @@ def loading(load: Callable[[ProgressCallback], ChatModel]) -> Task[ChatModel]:
 
 @dataclass(frozen=True, slots=True)
 class AnswerUpdate:
-    """The text since the last look, and how it stands. ``done`` is true once, with the last of it.
+    """The text since the last update, and the answer's state. ``done`` is true once, in the last
+    update.
 
-    ``prefill`` is how much of the prompt is read.
+    ``prefill`` is how much of the prompt has been processed.
     """
 
     text: str
@@ -124,7 +125,7 @@ class AnswerUpdate:
 
     @property
     def finish_reason(self) -> str | None:
-        if self.chunk is None:  # nothing: it was stopped while servers were starting
+        if self.chunk is None:  # it was stopped while servers were starting
             return "cancelled" if self.done and self.error is None else None
         return self.chunk.finish_reason
 
@@ -145,8 +146,8 @@ class AnswerUpdate:
 class Generation(Task[bool]):
     """Streams one answer of ``chat`` in a thread, and saves it there with ``writer``.
 
-    The model is offered the tools of ``toolbox``, once its servers have started; ``last`` says that
-    it may call no more of them.
+    The model is offered the tools of ``toolbox``, once its servers have started; if ``last``, it
+    may call no more of them.
     """
 
     def __init__(
@@ -164,7 +165,7 @@ class Generation(Task[bool]):
         self._chat.cancel()
 
     def take(self) -> AnswerUpdate:
-        done = self.done  # before the text: nothing comes after it
+        done = self.done  # read before the text, so that no text is missed
         with self._lock:
             text = "".join(self._pieces)
             self._pieces.clear()
@@ -190,7 +191,9 @@ class Generation(Task[bool]):
         return True
 
     def _chunks(self, tools: Sequence[Mapping[str, object]]) -> Iterator[Chunk]:
-        """The chunks of the answer; if a server refuses tools, it is asked again without them."""
+        """The chunks of the answer; if a server refuses tools, the request is repeated without
+        them.
+        """
         if tools:
             choice = {"tool_choice": "none"} if self._last else {}
             began = False
@@ -205,7 +208,7 @@ class Generation(Task[bool]):
         yield from self._chat.stream(on_progress=self.show)
 
     def _cancel_again(self) -> None:
-        # A cancel that came before the chat had begun to answer did not reach it.
+        # The chat misses a cancellation that came before it began to answer.
         if self.cancelled.is_set():
             self._chat.cancel()
 
@@ -213,15 +216,15 @@ class Generation(Task[bool]):
 class Reply:
     """The reply to a user's turn in rounds: the model answers, its calls run, it answers again.
 
-    ``work`` streams an answer, once it is started; ``end`` keeps it, and begins the ``calls`` that
-    it asks for. When they have ended, ``go_on`` prepares the next answer.
+    ``work`` streams an answer, once started; ``end`` saves the answer and begins its ``calls``.
+    When those have ended, ``go_on`` prepares the next answer.
     """
 
     def __init__(
         self, chat: ChatSession, conversation: OpenConversation, toolbox: Toolbox, question: int
     ) -> None:
         self.chat, self._conversation, self._toolbox = chat, conversation, toolbox
-        self.rounds = 0  # of calls, before this answer
+        self.rounds = 0  # rounds of calls before this answer
         self._prepare(question)
 
     def _prepare(self, after: int) -> None:
@@ -236,7 +239,7 @@ class Reply:
         return self.rounds >= ROUNDS
 
     def end(self, update: AnswerUpdate, thought_s: float | None) -> None:
-        """End an answer with ``update``, after so many seconds of thinking."""
+        """End an answer with ``update``, after ``thought_s`` seconds of thinking."""
         self._keep(update, update.state, thought_s)
         after = self.writer.turn
         for call in self._calls_of(update):
@@ -244,14 +247,14 @@ class Reply:
             after = self.calls[-1].turn
 
     def close(self, thought_s: float | None) -> None:
-        """The app ends: what is written so far is the answer, and no call goes on."""
+        """Called when the app ends: the text so far is the answer, and calls stop."""
         for call in self.calls:
             call.stop()
         if not self.calls:
             self._keep(self.work.take(), "cancelled", thought_s)
 
     def _calls_of(self, update: AnswerUpdate) -> Sequence[ToolCall]:
-        return () if self.last else update.calls  # a server may call although it must not
+        return () if self.last else update.calls  # a server's model may call tools anyway
 
     def _keep(self, update: AnswerUpdate, state: str, thought_s: float | None) -> None:
         info: dict[str, object] = {"finish_reason": update.finish_reason}
@@ -280,7 +283,7 @@ class Reply:
             call.stop()
 
     def note(self) -> str:
-        """A note for the user on the model and the tools, once for each model."""
+        """A note for the user about the model and the tools, once per model."""
         model, told = self._conversation.model, self._toolbox.without_tools
         if self.chat.takes_tools or not self._toolbox.servers.configs or model in told:
             return ""
@@ -289,7 +292,7 @@ class Reply:
 
 
 class CallTurn:
-    """A call to be asked about (``asks``) and run. ``result`` is there when it has ended."""
+    """A call to be confirmed (``asks``) and run. ``result`` is set when it has ended."""
 
     def __init__(
         self, toolbox: Toolbox, conversation: OpenConversation, call: ToolCall, after: int
@@ -315,12 +318,14 @@ class CallTurn:
         return self._running is not None or self.result is not None
 
     def asks(self) -> bool:
-        """Whether the user has to decide; read anew, since an earlier answer may allow it."""
+        """Whether the user has to decide; may change, since an earlier decision may allow the
+        tool.
+        """
         self.call = self._toolbox.read(self._tool_call, self._conversation.id)
         return self.call.asks
 
     def decide(self, decision: Decision, ctx: int) -> None:
-        """Run it, or not; ``ctx`` is how many tokens the model's context holds."""
+        """Run it or refuse it; ``ctx`` is the model's context length in tokens."""
         if decision == "refuse":
             self._end(REFUSED)
             return
@@ -329,7 +334,7 @@ class CallTurn:
         self._running = self._toolbox.run(self.call, ctx=ctx)
 
     def has_ended(self) -> bool:
-        """Whether there is a result; keeps one that has come."""
+        """Whether there is a result; a new one is saved."""
         running = self._running
         if self.result is None and running is not None and running.done():
             self._end(running.result())
@@ -348,8 +353,8 @@ class CallTurn:
 
 
 def call_line(info: Mapping[str, object]) -> str:
-    """``files.read_file {"path": "a"}``, from what a call's turn keeps; another program may have
-    written less, and the model something other than JSON.
+    """``files.read_file {"path": "a"}``, from a call turn's ``info``, in which another program may
+    have left something out, and where arguments may not be JSON.
     """
     arguments = str(info.get("arguments", ""))
     try:

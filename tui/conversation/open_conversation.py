@@ -1,8 +1,8 @@
 """The open conversation, kept in the history as long as the disk allows.
 
-When its file cannot be written, it goes on in a history in memory and says so in one line; what
-was added is written back, branches included, as soon as that works again. Its messages are as
-models want them: every call of a tool has a result. Knows no widget.
+If its file cannot be written, it continues in a history in memory and tells the user in one line;
+new turns are written back, branches included, as soon as that works again. Messages have the form
+that models need: every tool call has a result. Knows no widget.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class OpenConversation:
     """A conversation of a history, as one window shows it.
 
     ``turns`` is the branch last read, so that only visible turns are sent to the model; ``refresh``
-    brings what other windows have added. A branch that another window begins stays beside the one
-    that is shown here. Unless the model ``sees``, it gets the names of pictures in their places.
+    adds what other windows have written. If another window begins a branch, this window keeps
+    showing its own. A model that does not see gets pictures' names in their places.
 
     Args:
         stored: the conversation.
-        memory: opens the history in memory to fall back on; None where ``stored`` is in memory.
+        memory: opens the fallback history in memory; None if ``stored`` is in memory.
         on_moved: called with the old and new numbers of turns when they reach the file.
         on_problem: called with one line when saving fails or works again.
     """
@@ -61,17 +61,17 @@ class OpenConversation:
         self._on_moved, self._on_problem = on_moved, on_problem
         self._moved: dict[int, int] = {}
         self._facts: dict[str, Any] = {name: getattr(stored, name) for name in _FACTS}
-        self._writing = set[int]()  # turns that are written here
-        self._hidden = set[int]()  # turns that are hidden, with all that follows them
+        self._writing = set[int]()  # turns being written by this window
+        self._hidden = set[int]()  # hidden turns; everything after them is hidden too
         self._version = stored.version
         self._turns = stored.turns
 
     @property
     def saved(self) -> bool:
-        """Whether all of it is in a file, from which no window has deleted it."""
+        """Whether all of it is in a file, and no window has deleted it."""
         if self._memory is None or self._file is not None:
             return False
-        with suppress(StorageError):  # raised where it was deleted
+        with suppress(StorageError):  # raised if it was deleted
             return isinstance(self._stored.title, str)
         return False
 
@@ -125,7 +125,7 @@ class OpenConversation:
         """Read what other windows may have written; False if there is nothing new."""
         with suppress(StorageError):
             version = self._stored.version
-            # An app that was killed never writes its answer's end.
+            # If another window is killed, the end of its answer is never written.
             if version != self._version or self.written_elsewhere:
                 self._version = version
                 self._read()
@@ -133,7 +133,7 @@ class OpenConversation:
         return False
 
     def _read(self, through: int | None = None) -> None:
-        """Read the branch of turn ``through``, by default the shown one."""
+        """Read the branch that contains turn ``through``, by default the shown one."""
         if through is None and self._turns:
             through = self._turns[-1].id
         with suppress(StorageError):
@@ -160,7 +160,7 @@ class OpenConversation:
     def end(self) -> int:
         """The turn that a new message follows; 0 at the beginning.
 
-        A message that got no answer is not followed: the next one takes its place.
+        An unanswered message is skipped: the new one takes its place.
         """
         for turn in reversed(self.turns):
             if turn.role != "user" and not _is_nothing(turn):
@@ -168,7 +168,9 @@ class OpenConversation:
         return 0
 
     def question(self, number: int | None = None) -> Turn | None:
-        """The user's turn that turn ``number`` is or answers; the last one without a number."""
+        """The user's turn that is or is answered by turn ``number``; without a number, the last
+        one.
+        """
         question: Turn | None = None
         for turn in self.turns:
             if turn.role == "user":
@@ -213,7 +215,7 @@ class OpenConversation:
         return writer
 
     def finish(self, writer: AnswerWriter, state: str, info: Mapping[str, object]) -> None:
-        """The answer is whole: ``"done"``, ``"cancelled"`` or ``"failed"``."""
+        """End an answer; ``state`` is ``"done"``, ``"cancelled"`` or ``"failed"``."""
         try:
             writer.finish(state, info=info)
         except StorageError as error:
@@ -234,7 +236,9 @@ class OpenConversation:
         self._read()
 
     def show_sibling(self, number: int, step: int) -> int:
-        """Show the sibling ``step`` places from turn ``number``, round the ends; its number."""
+        """Show the sibling ``step`` places from turn ``number``, wrapping around; returns its
+        number.
+        """
         siblings = self.siblings(number)
         if number in siblings:
             number = siblings[(siblings.index(number) + step) % len(siblings)]
@@ -242,7 +246,7 @@ class OpenConversation:
         return number
 
     def siblings(self, number: int) -> tuple[int, ...]:
-        """The turns in the place of a turn, itself included."""
+        """The alternatives of a turn, itself included."""
         try:
             return self._stored.siblings(number)
         except StorageError:
@@ -284,7 +288,7 @@ class OpenConversation:
 
 
 def with_results(messages: Sequence[Message]) -> list[Message]:
-    """``messages`` where every call has a result: one that was cut off says so."""
+    """``messages`` with a result for every call; for an interrupted call, a note."""
     whole: list[Message] = []
     missing: list[str] = []  # ids of calls whose results have not come yet
     for message in messages:
@@ -300,9 +304,10 @@ def with_results(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_answers(messages: Sequence[Message]) -> list[Message]:
-    """``messages`` in which the assistant has said something before each but the first of the user.
+    """``messages`` with a non-empty answer before every user message but the first.
 
-    Some templates (Mistral's) refuse an empty answer, and a question right after a call's result.
+    Some templates (Mistral's) refuse an empty answer, or a user message right after a call's
+    result.
     """
     whole: list[Message] = []
     for message in messages:
@@ -326,18 +331,18 @@ def _cut(id: str) -> Message:
 
 
 def unanswered(turn: Turn, following: Turn | None) -> bool:
-    """Whether a user's turn got no answer: none follows, or one that failed without a word."""
+    """Whether a user's turn got no answer: no turn follows, or one that failed without any text."""
     no_answer = following is None or following.role == "user" or _is_nothing(following)
     return turn.role == "user" and no_answer
 
 
 def _is_nothing(turn: Turn) -> bool:
-    """Whether a turn failed without a word."""
+    """Whether a turn failed without any text."""
     return turn.state == "failed" and not turn.content
 
 
 def answer_note(state: str, finish_reason: str | None = None, *, full: bool = False) -> str:
-    """What to say below an answer; empty for one that simply ended. ``full``: so is the context."""
+    """The note below an answer; empty if it ended normally. ``full``: the context is full."""
     if state in _NOTES:
         return _NOTES[state]
     if finish_reason == "length":

@@ -1,8 +1,8 @@
-"""Which conversation is open: the history, the open conversation, the model's chat of it.
+"""The app's state: the history, the open conversation, and the model's chat session.
 
-Conversations and models come and go independently: one can be read before the model is there, and
-stays when the model changes. The methods behind slash commands return the line to show, or raise a
-``LocalrtError`` that is one. Knows the public API, no widget.
+Conversations and models change independently: a conversation can be read before the model is
+loaded, and stays open when the model changes. The methods of slash commands return the line to
+show, or raise it as a ``LocalrtError``. Knows the public API, no widget.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _NONE = ("none", "default")
 
 
 class Session:
-    """A model and its chat of ``conversation``.
+    """A model and its chat session for ``conversation``.
 
     Raises:
-        OptionError: ``options`` are not the model's.
+        OptionError: the model has no such ``options``.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Session:
         chat = model.chat(system=conversation.system, **options)
         try:
             chat.set(**{**conversation.options, **options})
-        except OptionError as error:  # kept by another version
+        except OptionError as error:  # saved by another version
             self.notes = (f"Options of this conversation are ignored: {error}",)
         self.chat: ChatSession = chat
         chat.save_while(lambda: conversation.saved)
@@ -74,10 +74,10 @@ class Session:
             raise OptionError(f"{self.title} cannot see pictures: the message was not sent")
 
     def measured(self, draft: Draft) -> Draft:
-        """The message with the tokens that its pictures take; takes a moment for each.
+        """The message with the token counts of its pictures; slow for many pictures.
 
         Raises:
-            OptionError: the model cannot see pictures, or not one of these.
+            OptionError: the model cannot see pictures, or cannot read one of these.
         """
         if not draft.pictures:
             return draft
@@ -100,7 +100,9 @@ class Session:
         )
 
     def tokens(self) -> int:
-        """Tokens of the conversation: those of its last answer, or counted, which takes a while."""
+        """Tokens of the conversation: as of its last answer, or else counted, which takes a
+        while.
+        """
         turns = self.conversation.turns
         match turns[-1].info if turns else {}:
             case {"context": [int(used), name]} if name == self.model.info.name:
@@ -111,11 +113,11 @@ class Session:
         return self.model.count(messages) if messages else 0
 
     def leave(self) -> None:
-        """Put the KV cache on disk for the next time, and free it; takes a while."""
+        """Save the KV cache to disk for the next time, and free it; takes a while."""
         try:
             self.chat.park()
         except LocalrtError:
-            pass  # it is computed again then
+            pass  # it will be computed again
         finally:
             self.chat.close()
 
@@ -152,10 +154,10 @@ class Session:
         )
 
     def use(self, preset: Preset) -> None:
-        """Go on with exactly the preset's options, and its system prompt if it has one.
+        """Switch to exactly the preset's options, and to its system prompt if it has one.
 
         Raises:
-            OptionError: the model does not take them; nothing changes then.
+            OptionError: the model does not accept them; nothing is changed.
         """
         cleared = dict.fromkeys(self.chat.options)
         self.chat.set(**{**cleared, **preset.options})
@@ -164,7 +166,7 @@ class Session:
             self.system(preset.system.strip() or "none")
 
     def preset(self, presets: PresetsFile, name: str) -> str:
-        """``/preset``: list them, or use one."""
+        """``/preset``: list the presets, or use one."""
         if name:
             preset = presets.find(name)
             self.use(preset)
@@ -173,7 +175,7 @@ class Session:
         return "\n".join([*lines, *presets.notes]) or "No presets yet: /config saves one"
 
     def adapter(self, name: str) -> str:
-        """``/adapter``: list them, or use one."""
+        """``/adapter``: list the adapters, or use one."""
         there = self.model.adapters
         if name:
             self.chat.set(adapter=name)
@@ -202,7 +204,9 @@ class Session:
 
 
 def option_text(name: str, options: Mapping[str, object], defaults: Mapping[str, object]) -> str:
-    """``0.7``; ``0.2 (default)`` of the model or the library; ``-`` where there is neither."""
+    """An option's value as text: ``0.7``; ``0.2 (default)`` of the model or library; ``-`` for
+    none.
+    """
     if options.get(name) is not None:
         return _as_text(options[name])
     default = defaults.get(name)
@@ -213,7 +217,7 @@ def option_text(name: str, options: Mapping[str, object], defaults: Mapping[str,
 
 
 def _value(name: str, text: str) -> Any:
-    """``0.2``, ``true``, ``["a", "b"]`` and ``none`` as what they say; anything else as text."""
+    """Parse ``0.2``, ``true``, ``["a", "b"]`` and ``none``; anything else is text."""
     if text.lower() in _NONE:
         return None
     try:
@@ -226,13 +230,13 @@ def _value(name: str, text: str) -> Any:
 
 
 def _as_text(value: object) -> str:
-    """As ``/set`` takes it."""
+    """The value as typed for ``/set``."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """What new conversations begin with."""
+    """System prompt and options of new conversations."""
 
     system: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -243,12 +247,12 @@ class ChatState:
 
     Args:
         open_history: opens the history; None keeps nothing.
-        model: name to note in the history until the model is loaded.
-        system, options: of the command line: for new conversations, over ``defaults``.
-        defaults: what new conversations begin with.
+        model: the name to store in the history until the model is loaded.
+        system, options: from the command line, for new conversations; they override ``defaults``.
+        defaults: system prompt and options of new conversations.
         presets, toolbox: the user's presets, and the tools that a model is offered.
-        on_problem, on_moved: as of ``OpenConversation``.
-        on_left: gets a session that another conversation takes the place of, to end it.
+        on_problem, on_moved: see ``OpenConversation``.
+        on_left: called with a replaced session, to end it.
     """
 
     def __init__(
@@ -288,12 +292,12 @@ class ChatState:
 
     @cached_property
     def _memory(self) -> History:
-        """For conversations that cannot be kept."""
+        """A history in memory, for conversations that cannot be saved."""
         return History(":memory:")
 
     @property
     def loaded(self) -> Session:
-        """The session, for what waits until the model is loaded."""
+        """The session; only for use after the model is loaded."""
         assert self.session is not None, "this waits for the model"
         return self.session
 
@@ -301,13 +305,13 @@ class ChatState:
         return self.history.list(search, limit=500)
 
     def take_model(self, model: ChatModel) -> Session:
-        """A model is loaded: it goes on with the conversation."""
+        """Set the loaded model, which continues the conversation."""
         self._model, self.model_name = model, model.info.name
         self.session = Session(model, self.conversation, self.options)
         return self.session
 
     def drop_model(self) -> tuple[Session | None, ChatModel | None]:
-        """Give up the model and its session, which the caller ends; the conversation stays."""
+        """Detach the model and its session, for the caller to end; the conversation stays."""
         left = self.session, self._model
         self.session = self._model = None
         return left
@@ -342,14 +346,16 @@ class ChatState:
         self._open(conversation)
 
     def delete(self, id: str) -> None:
-        """Delete a conversation; a new one takes the place of the open one."""
+        """Delete a conversation; if it is open, a new one replaces it."""
         self.history.delete(id)
         if id == self.conversation.id:
             self.new()
 
     @property
     def damaged_copies(self) -> str:
-        """A sentence about files that may hold a deleted conversation still; empty without any."""
+        """A sentence about damaged files that may still contain a deleted conversation, or
+        empty.
+        """
         path = self.history.path
         found = path.parent.glob(f"{path.name}.damaged-*") if path is not None else ()
         names = ", ".join(sorted(each.name for each in found))
@@ -362,7 +368,7 @@ class ChatState:
             self.history.open(id).set(title=title)
 
     def close(self) -> None:
-        """The app ends: save what is left to save, close the files."""
+        """Called when the app ends: save unsaved turns and close the files."""
         self.conversation.save()
         self.history.close()
         self._memory.close()
@@ -399,7 +405,7 @@ class ChatState:
 
 
 def _infos(messages: Sequence[Message]) -> list[dict[str, object]]:
-    """What each message's turn has to keep in its ``info``: calls, and of which call it is."""
+    """The ``info`` of each message's turn: its calls, or the call that it is the result of."""
     infos: list[dict[str, object]] = []
     functions: dict[str, Mapping[str, object]] = {}
     for message in messages:

@@ -1,4 +1,4 @@
-"""The list of conversations: search, open, rename, delete, begin a new one."""
+"""The list of conversations: search, open, rename, delete, or begin a new one."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ConversationsScreen(SearchDialog["ConversationInfo"]):
         self.fill()
 
     def on_input_changed(self, event: Input.Changed) -> None:
-        event.prevent_default()  # search when the typing pauses
+        event.prevent_default()  # search only when typing pauses
         if self._wait is not None:
             self._wait.stop()
         self._wait = self.set_timer(_PAUSE, lambda: self.find(self.line.value))

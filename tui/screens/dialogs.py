@@ -1,7 +1,7 @@
-"""Small windows: yes or no, text, one of several, a list to search in, a call of a tool, help.
+"""Small windows: yes or no, text, one of several, a searchable list, a tool call, help.
 
-Each is a modal screen that hands its answer to whoever pushed it (``ask``). Windows hold the
-widgets that they change: a thread may answer when a closing window has no children any more.
+Each is a modal screen that passes its answer to the screen that opened it (``ask``). Windows keep
+references to widgets they change: a thread may answer after a window has lost its children.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _Item = TypeVar("_Item")
 def ask(
     screen: Screen[Any], dialog: ModalScreen[_Answer | None], take: Callable[[_Answer], object]
 ) -> None:
-    """Open a dialog; ``take`` gets the answer, unless there is none."""
+    """Open a dialog; ``take`` is called with the answer, if there is one."""
 
     def closed(answer: _Answer | None) -> None:
         if answer is not None:
@@ -52,7 +52,7 @@ def ask(
 
 
 def hanging(content: Content, width: int, indent: int = 2) -> Content:
-    """The text in lines of ``width`` columns; what goes on below is ``indent`` columns in."""
+    """The text in lines of ``width`` columns; continuation lines are indented."""
     lines: list[Content] = []
     for line in content.split("\n"):
         while line.cell_length > width > 2 * indent:
@@ -69,7 +69,9 @@ def hanging(content: Content, width: int, indent: int = 2) -> Content:
 
 
 class Dialog(ModalScreen[_Answer | None]):
-    """A window with ``parts`` under one another, and what its ``keys`` do; Esc gives no answer."""
+    """A window with stacked ``parts`` and a line that explains its ``keys``; Esc gives no
+    answer.
+    """
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "leave", show=False, priority=True)]
 
@@ -88,7 +90,9 @@ class Dialog(ModalScreen[_Answer | None]):
 
 
 class Confirm(Dialog[bool]):
-    """A question; y says yes, n or Esc no. Enter does nothing: it may have been pressed twice."""
+    """A question; y is yes, n or Esc no. Enter does nothing: it may have been pressed twice by
+    mistake.
+    """
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("y", "dismiss(True)", "Yes", show=False),
@@ -102,7 +106,7 @@ class Confirm(Dialog[bool]):
 class Ask(Dialog[str]):
     """A line of text.
 
-    ``check`` may raise what is wrong with the text: that is shown, and it is asked again.
+    ``check`` may raise an error about the text, which is shown; the dialog then stays open.
     """
 
     def __init__(
@@ -163,7 +167,7 @@ class Choose(Dialog[str]):
 
 
 class TooSmall(ModalScreen[None]):
-    """Lies over everything until the terminal is large enough."""
+    """Covers everything until the terminal is large enough."""
 
     def compose(self) -> ComposeResult:
         yield Static(id="too-small", markup=False)
@@ -176,11 +180,10 @@ class TooSmall(ModalScreen[None]):
 
 
 class SearchDialog(Dialog[str], Generic[_Item]):
-    """A search line, which keeps the focus, above a list of items in which the arrows move.
+    """A search line, which keeps the focus, above a list of items through which the arrows move.
 
-    A subclass lists what fits the ``search_text`` (``fill``), and says what a row looks like
-    (``draw``) and what Enter and a click do (``take``).
-
+    A subclass lists the items that match ``search_text`` (``fill``), draws a row (``draw``), and
+    handles Enter and clicks (``take``).
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -196,7 +199,7 @@ class SearchDialog(Dialog[str], Generic[_Item]):
         rows.can_focus = False
         super().__init__(line, rows, *below, keys=keys, tall=True)
         self.line, self.rows = line, rows
-        self.search_text = search  # what the list was filled for
+        self.search_text = search  # the search that the list shows
         self.items: Sequence[_Item] = ()
 
     def fill(self) -> None:
@@ -209,7 +212,7 @@ class SearchDialog(Dialog[str], Generic[_Item]):
         raise NotImplementedError
 
     def show(self, items: Sequence[_Item], none: str, *, highlighted: int = 0) -> None:
-        """List the items; ``none`` says that there are none."""
+        """List the items, or show ``none`` if there are none."""
         self.items = items
         self.rows.clear_options()
         self.rows.add_options(Option(self._row(item)) for item in items)
@@ -271,7 +274,7 @@ _DECISIONS: dict[str, Decision] = {"y": "once", "a": "always", "n": "refuse"}
 
 
 class AskCall(Dialog[Decision]):
-    """y runs it, a also runs its tool without a question in this conversation; n and Esc refuse."""
+    """Asks before a tool call: y allows it, a allows its tool in this chat; n and Esc refuse."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("ctrl+c", "leave", show=False, priority=True)]
 
@@ -291,8 +294,8 @@ class AskCall(Dialog[Decision]):
             self.dismiss(decision)
 
 
-_WIDTH = 18  # width of what is typed, with the space after it
-_NARROW = 60  # columns; below that what it does stands on lines of its own
+_WIDTH = 18  # columns of a command or key, with the space after it
+_NARROW = 60  # columns; if fewer, descriptions get their own lines
 
 
 class HelpScreen(Dialog[None]):
@@ -316,7 +319,7 @@ class HelpScreen(Dialog[None]):
 
 
 def help_page(keys: Sequence[Key] = KEYS, width: int = 80) -> Content:
-    """Commands and keys under their headings: what to type, what it does."""
+    """Commands and keys under their headings, each with its help."""
     commands = [(entry.usage, entry.does) for entry in COMMANDS]
     commands.append(("@PATH", "in a message: attach that file"))
     commands.append(("//TEXT", "send text that begins with a slash"))

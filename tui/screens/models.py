@@ -1,8 +1,9 @@
-"""The models screen: local models with their sizes, the hub's models, what to expect of each.
+"""The models screen: local models with their sizes, the hub's models, and each one's expected
+speed.
 
-Typing narrows the list, and a path lists the files that it may mean. Asking the hub and
-downloading are the user's choice; nothing else touches the network. A server's models are a plain
-list. Both close with the name or path of the model to load. Knows the library, not the app.
+Typing narrows the list; a path lists files and folders that begin with it. Only searching the hub
+and downloading, both on the user's request, use the network. A server's models are a plain list.
+Both screens close with the name or path of the model to load. Knows the library, not the app.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ if TYPE_CHECKING:
 
 _Answer = TypeVar("_Answer")
 _Row = LocalModel | FoundModel | Path | Literal["search"]
-_Pulled = tuple[str, "DraftOffer | None"]  # a model's name, and what drafts for it
+_Pulled = tuple[str, "DraftOffer | None"]  # a model's name, and a draft model for it
 _PREVIEWED = ("ram", "gpu_memory", "ctx", "kv_format", "device", "engine")
-_PAUSE = 0.2  # seconds that a row is highlighted before it is planned for
+_PAUSE = 0.2  # seconds that a row is highlighted before its plan is computed
 _FRAME = 0.1
 _KEYS = "Enter load · Ctrl+D delete · Ctrl+S search the hub · Esc back"
 _PULLING = "Esc stops the download; the downloaded part is kept"
@@ -49,7 +50,7 @@ _MOST_PATHS = 50
 
 
 def is_path(text: str) -> bool:
-    """Whether the text can only be a path."""
+    """Whether the text is clearly a path."""
     return text.startswith(("~", ".")) or Path(text).is_absolute()
 
 
@@ -70,7 +71,7 @@ def paths_of(text: str) -> list[Path]:
 
 
 def is_mere_folder(item: object) -> TypeGuard[Path]:
-    """Whether it is a folder with no model in it."""
+    """Whether ``item`` is a folder without a model."""
     if not isinstance(item, Path) or not item.is_dir():
         return False
     return not any((item / name).is_file() for name in ("config.json", "manifest.json"))
@@ -83,8 +84,8 @@ def shown_path(path: Path) -> str:
 
 
 class ModelsScreen(SearchDialog[_Row]):
-    """``options`` are those of ``localrt.load`` that the app was started with: the budgets to
-    plan with. ``current`` is the name of the model that is loaded.
+    """``options`` are the app's options of ``localrt.load``, with the budgets to plan for.
+    ``current`` is the name of the model that is loaded.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -105,8 +106,8 @@ class ModelsScreen(SearchDialog[_Row]):
         self._local_models: Sequence[LocalModel] = ()
         self._uses: Mapping[str, float] = {}
         self._hub_models: Sequence[FoundModel] = ()
-        self._hub_query = ""  # what was last searched on the hub
-        self._asking = False  # whether to keep the line about it
+        self._hub_query = ""  # the last search on the hub
+        self._asking = False  # keep showing "Asking the hub"
         self._previews: dict[str, Preview | str] = {}
         self._pull: Task[_Pulled] | None = None
         self._pulled = ""  # the name of the model being downloaded
@@ -123,7 +124,7 @@ class ModelsScreen(SearchDialog[_Row]):
     # -- the list --------------------------------------------------------------------------------
 
     def _look(self, keep: str | None = None) -> None:
-        """Read the folders again, in a thread, and show what is there; the highlight stays."""
+        """List the folders again, in a thread; the highlight stays."""
 
         def read() -> tuple[list[LocalModel], Mapping[str, float], str]:
             models, uses = localrt.list_models(), localrt.uses()
@@ -186,10 +187,10 @@ class ModelsScreen(SearchDialog[_Row]):
         mark = "● " if item.name == self._current else "  "
         return _drawn(mark, _title(item), " · ".join(facts))
 
-    # -- what to expect --------------------------------------------------------------------------
+    # -- expected speed --------------------------------------------------------------------------
 
     def on_option_list_option_highlighted(self, event: OptionList.OptionHighlighted) -> None:
-        """Plan for the row that stays highlighted for a moment."""
+        """Plan for a row once it has been highlighted for a moment."""
         if self._wait is not None:
             self._wait.stop()
         row = self.chosen
@@ -231,7 +232,7 @@ class ModelsScreen(SearchDialog[_Row]):
             super().action_leave()
 
     def take(self, item: _Row) -> None:
-        """Load a model, look into a folder, ask what there is of one of the hub, or search."""
+        """Load a model, look into a folder, list a hub repository's files, or search."""
         if self._pull is not None:
             return
         if is_mere_folder(item):
@@ -245,7 +246,7 @@ class ModelsScreen(SearchDialog[_Row]):
             self.action_search()
 
     def _load(self, model: LocalModel | Path) -> None:
-        """Close with the model; ask first if it cannot fit, not at all if it cannot be read."""
+        """Close with the model, after asking if it does not fit; refuse if it cannot be read."""
         name = _name(model)
         if name == self._current:
             self._say("This model is loaded already")
@@ -262,12 +263,12 @@ class ModelsScreen(SearchDialog[_Row]):
             self.dismiss(name)
 
     async def _plan_and_load(self, model: LocalModel | Path) -> None:
-        """Look at the file before the present model is unloaded for it."""
+        """Check the file before the current model is unloaded for it."""
         await self._plan(model)
         self._load(model)
 
     def action_delete(self) -> None:
-        """Ask, then delete for good: of files that are not localrt's, only its packed copy."""
+        """Ask, then delete for good: if the files are not localrt's, only its packed copy."""
         model = self.chosen
         if not isinstance(model, LocalModel) or self._pull is not None:
             return
@@ -341,11 +342,11 @@ class ModelsScreen(SearchDialog[_Row]):
             ask(self, Choose(clean(title), choices), self._download)
 
     async def _ask_hub(self, question: Callable[[str], _Answer], name: str) -> _Answer | None:
-        """What the hub answers; None after an error, which is shown."""
+        """The hub's answer; None after an error, which is shown."""
         self._asking = True
         try:
             return await asyncio.to_thread(question, name)
-        except Exception as error:  # noqa: BLE001 - whatever the network brings
+        except Exception as error:  # noqa: BLE001 - the network may cause any error
             self._say(one_line(error))
             return None
         finally:
@@ -377,7 +378,7 @@ class ModelsScreen(SearchDialog[_Row]):
             name, draft = pull.result
             self.line.value = self.search_text = ""
             self._say(f"{clean(self._pulled)} is downloaded")
-            if draft is not None:  # the line above is soon that of the highlighted row
+            if draft is not None:  # the highlighted row's text soon replaces that line
                 self.notify(clean(draft.line), markup=False)
             self._look(keep=name)
         elif isinstance(pull.error, CancelledError):
@@ -391,7 +392,7 @@ class ModelsScreen(SearchDialog[_Row]):
         (self._ticker.resume if visible else self._ticker.pause)()
 
     def _later(self, work: WorkType[None], group: str) -> None:
-        # A function, which the worker calls: a later one may end this before it has begun.
+        # Pass a function, not a coroutine: a later worker may cancel it before it starts.
         self.run_worker(work, group=group, exclusive=True)
 
 
@@ -413,7 +414,7 @@ def _name(model: LocalModel | Path) -> str:
 
 
 def _title(model: LocalModel | Path) -> str:
-    """A store's name is its path: the last part says enough."""
+    """The name to show; for a store, whose name is its path, the last part."""
     if isinstance(model, Path):
         return clean(shown_path(model))
     name = short_name(model.name) if model.kind == "store" else model.name
@@ -421,7 +422,7 @@ def _title(model: LocalModel | Path) -> str:
 
 
 def _free_bytes(folder: Path) -> int | None:
-    """Free space on its disk; None: unknown."""
+    """Free bytes on the folder's disk; None if unknown."""
     try:
         return shutil.disk_usage(folder).free
     except OSError:
@@ -429,7 +430,7 @@ def _free_bytes(folder: Path) -> int | None:
 
 
 def _expected(preview: Preview | str) -> str:
-    """The verdict, if there is one."""
+    """The verdict of a preview; empty if there is none."""
     if isinstance(preview, str) or not preview.verdict:
         return str(preview)
     return f"{preview.verdict} (on a typical machine)" if preview.assumed else preview.verdict
@@ -454,7 +455,7 @@ _ServerRow = tuple[str, str]
 
 
 class ServerModelsScreen(SearchDialog[_ServerRow]):
-    """``list_models`` asks the server for names, and facts of each; ``current`` is in use."""
+    """``list_models`` asks the server for names and facts; ``current`` is the one in use."""
 
     def __init__(
         self, list_models: Callable[[], Sequence[_ServerRow]], current: str | None, search: str = ""

@@ -1,7 +1,7 @@
 """The settings screen: options with their help, system prompt, presets, theme, panel, keys.
 
-A list to walk through; Enter changes a row, Delete takes its default again, and what is wrong is
-shown where it was typed.
+A list to walk through; Enter changes a row, Delete restores its default, and errors appear where
+the value was typed.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class _Row:
     help: str
     change: Callable[[], None]
     reset: Callable[[], None] | None = None
-    chosen: bool = False  # by the user: drawn bold
+    chosen: bool = False  # set by the user: drawn bold
 
 
 class SettingsScreen(Dialog[None]):
-    """``keys`` are (what it does, key) pairs to show; ``panel`` says whether the panel is open."""
+    """``keys`` are (description, key) pairs to show; ``panel`` is whether the panel is open."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q", "leave", show=False),
@@ -83,7 +83,7 @@ class SettingsScreen(Dialog[None]):
         options = self._list
         keep = options.highlighted
         config = self._preferences.path or "config.toml"
-        key_help = f'In {config}, below [keys], an action\'s name = "ctrl+l" changes it.'
+        key_help = f'To change it, add a line below [keys] in {config}: ACTION = "ctrl+l"'
         self._rows = [
             "App",
             self._theme_row(),
@@ -124,7 +124,7 @@ class SettingsScreen(Dialog[None]):
 
     @property
     def _options(self) -> dict[str, Any]:
-        """The options that were set."""
+        """The options that the user has set."""
         session = self._state.session
         return dict(self._state.conversation.options if session is None else session.chat.options)
 
@@ -163,7 +163,7 @@ class SettingsScreen(Dialog[None]):
     # -- presets ---------------------------------------------------------------------------------
 
     def _save_preset(self, name: str) -> None:
-        """Keep what the conversation has under a name."""
+        """Save this conversation's settings by name."""
         self._presets.save(Preset(name.strip(), self._state.conversation.system, self._options))
 
     def _save_row(self) -> _Row:
@@ -250,7 +250,7 @@ class SettingsScreen(Dialog[None]):
             change,
         )
 
-    # -- what happens ----------------------------------------------------------------------------
+    # -- events ----------------------------------------------------------------------------
 
     @property
     def _current(self) -> _Row | None:
@@ -282,7 +282,7 @@ class SettingsScreen(Dialog[None]):
 
 
 class PickTheme(Choose):
-    """A theme by name; walking shows it, Esc brings the one before back."""
+    """A theme by name; moving previews it, Esc restores the old one."""
 
     def __init__(self, app: App[None]) -> None:
         names = offered(app)
