@@ -1,6 +1,6 @@
 """Measurements of localrt, run from the checkout's root: ``python -m benchmarks.NAME``.
 
-``common`` has what all share: a command line, turns and medians, a result file with a row for each
-thing measured, and the table of it. A measurement is a page of what is special to it, with its
-table. Results go to ``benchmarks/results``; ``tables`` makes the docs' tables of them.
+``common`` has the shared parts: the command line, interleaved runs and medians, result files with a
+row per measurement, and tables. Every other module is one benchmark with its table. Results go to
+``benchmarks/results``; ``tables`` makes the docs' tables from them.
 """

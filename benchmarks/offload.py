@@ -1,10 +1,10 @@
-"""Models larger than memory, measured: every number of the offloading pipeline by one command.
+"""Measures models larger than memory: all figures of the offloading pipeline by one command.
 
     python -m benchmarks.offload [MODEL] [--only WORD ...] [--again WORD ...]
 
-Each engine runs in a memory control group (root, or a delegated one), the page cache dropped
-before it. Rows are saved as they are done, and a row that is there is not measured again unless
-``--again`` names it. ``python -m benchmarks.tables`` makes the table.
+Each engine runs in a memory control group (which needs root or a delegated group), after the page
+cache has been dropped. Rows are saved as they are done, and a saved row is not measured again
+unless ``--again`` names it. ``python -m benchmarks.tables`` makes the table.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from localrt.offload import hardware
 
 PACKAGES = ("llama-cpp-python", "numpy")
 MB = 1_000_000
-LLAMACPP = ("plain", "repacked")  # both mapped
+LLAMACPP = ("plain", "repacked")  # both memory-mapped
 
 
 _WORKLOADS = {
@@ -37,11 +37,11 @@ ROWS = {
     for engine in _WORKLOADS
     for limit in (1000, 850, 700, 500)
 }
-"""An engine under a limit of bytes, in the order they are measured: what matters most first."""
+"""Engines and their limits in bytes, in the order of measurement: most important first."""
 
 
 def measure(name: str, path: Path, threads: int, machine: hardware.Machine) -> Record:
-    """Run a row; what an engine could not do stands in ``skipped``."""
+    """Run a row; ``skipped`` says what an engine could not do."""
     engine, limit = ROWS[name]
     options = BenchOptions(
         path=path,
@@ -66,7 +66,9 @@ _HEADERS = (
 
 
 def offload_table(record: Mapping[str, Any]) -> str:
-    """Limits by engines, from ``offload.json``: the largest first, native before the others."""
+    """A table of limits and engines from ``offload.json``: largest limit first, native before
+    others.
+    """
     rows = sorted(
         record["rows"], key=lambda row: (-row["memory_limit"], not row["name"].endswith("native"))
     )
@@ -101,13 +103,13 @@ def _line(limit: str, result: Mapping[str, Any], ratio: str) -> list[str]:
 
 
 def _best(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The fastest setting for decoding, if one ran."""
+    """The fastest decoding results; empty if none ran."""
     results = row["results"]
     return [max(results, key=lambda result: float(result["decode_tok_s"]))] if results else []
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure what is missing, row by row."""
+    """Measure missing rows, one by one."""
     parser = make_parser(__doc__, results="offload", rows=True)
     parser.add_argument("model", nargs="?", default="qwen1.5b", metavar="MODEL")
     parser.add_argument("--threads", type=int, default=2)

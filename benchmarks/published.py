@@ -2,9 +2,9 @@
 
     python -m benchmarks.published [--json FILE]
 
-Nothing runs: forecasts are plans, from figures of the GPUs' maker and a typical processor. They are
-not tuned to the published speeds, which were measured with other engines. What was not named of an
-engine or a machine is said.
+Nothing runs: forecasts are plans, from the GPU vendor's figures and those of a typical processor.
+They are not tuned to the published speeds, which were measured with other engines. Facts that a
+source does not name are marked.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from localrt.quant.ops.kv_formats import KvFormat
 class Published:
     """``tok_s`` of ``model`` (by its short name) on ``pc``, as ``--pc`` takes it.
 
-    ``held`` tokens of ``ctx`` were in the cache. What is empty was not named. ``apart`` says why a
-    forecast more than a quarter off may be right.
+    ``held`` tokens of ``ctx`` were in the cache. Empty fields were not named. ``apart`` explains a
+    forecast that differs by more than a quarter.
     """
 
     model: str
@@ -51,7 +51,7 @@ class Published:
 
 
 def _rtx_2080(model: str, tok_s: float, thread: int, **more: Any) -> Published:
-    """An i9-10900X with four channels of DDR4-3200, of which 0.8 is taken to be reached."""
+    """An i9-10900X with four channels of DDR4-3200, assumed to reach 80 % of peak."""
     pc, source = "RTX 2080 8GB, 62GB, 10 cores", f"AlexsJones/llmfit#{thread}"
     return Published(model, tok_s, pc, "llama.cpp", source, ram_speed="82GB/s", **more)
 
@@ -60,7 +60,7 @@ _RTX_3060 = "RTX 3060 12GB, 32GB", "llama.cpp", "thecodacus/llama.cpp#5"
 _LAYERS = "it had 16 of 40 layers on the GPU; ours are more, and some are copied"
 _LAPTOP = "a laptop's clocks and the kind of its RAM were not named"
 _UNNAMED = "neither the GPU of 8 GB nor the kind of RAM was named"
-# Bits of a weight; a file that is not here is as published.
+# Bits per weight; other files have their published size.
 _BITS = {"Q4_K_M": 4.9, "Q4_K_S": 4.6, "IQ4_XS": 4.3, "IQ3_S": 3.5, "IQ3_K_R4": 3.5}
 
 
@@ -109,7 +109,7 @@ PUBLISHED: tuple[Published, ...] = (
         kv_format="int4",
     ),
 )
-"""Speeds of decoding a token a pass."""
+"""Decode speeds at one token per pass."""
 
 
 def rows() -> Iterator[Record]:
@@ -127,8 +127,8 @@ def rows() -> Iterator[Record]:
 
 
 def forecast(published: Published, settings: Settings) -> Forecast:
-    """Our plan for the PC of ``published``: what was not named of it is a usual PC's. As in other
-    engines, a layer's MLP is computed by one processor.
+    """Our plan for the PC of ``published``; facts not named are those of a typical PC. As in other
+    engines, a layer's MLP is computed by one device.
     """
     wanted = Hardware(pc=published.pc, ram_speed=published.ram_speed)
     machine, budgets, _ = planned_hardware(wanted, settings)
@@ -152,7 +152,7 @@ def forecast(published: Published, settings: Settings) -> Forecast:
 
 
 def published_table(record: Mapping[str, Any]) -> str:
-    """Model and file, machine and engine as far as they were named, published and planned speed."""
+    """A table of model, file, machine and engine (as far as named), published and planned speed."""
     lines = [
         [
             f"{row['model']} {row['file']}",

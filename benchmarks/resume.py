@@ -1,10 +1,10 @@
-"""A long conversation comes back: its KV cache from the disk, against computing it again.
+"""Resuming a long conversation: reading its KV cache from disk, compared with recomputing it.
 
     python -m benchmarks.resume [MODEL] [--tokens 8192] [--runs 5] [--json FILE]
 
-Both are the time to the first token of a next turn in a process that has the model loaded: one
-where the disk has nothing, one after ``ChatSession.park``. The reading is measured with the file in
-the system's cache and without ("cold"), which needs no root: its pages are given up one by one.
+Both are the time to the first token of a next turn in a process that has the model loaded: once
+with nothing saved, once after ``ChatSession.park``. Reading is measured with the file in the
+system's cache and without ("cold"), which needs no root: the file's own pages are dropped.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from benchmarks.common.record import Record, Results, captioned, markdown_table
 from localrt.common.formatting import format_bytes
 
 TEXT = "the store keeps what was packed and brings it back in order "
-PREFILLS = 3  # they take long
+PREFILLS = 3  # few, since they take long
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, save beside the other models' results."""
+    """Measure, print, and save along with other models' results."""
     parser = make_parser(__doc__, runs=5)
     parser.add_argument("model", nargs="?", default="smollm2")
     parser.add_argument("--tokens", type=int, default=8192)
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def resume_table(record: Mapping[str, Any]) -> str:
-    """A long conversation's saved KV cache against computing it again."""
+    """The table of resuming a conversation from disk, relative to recomputing it."""
     rows = []
     for row in record["rows"]:
         saved, name = format_bytes(row["saved_bytes"]), row["name"].removesuffix(".gguf")
@@ -90,7 +90,7 @@ def measure(name: str, tokens: int, runs: int, folder: Path) -> Record:
 
 
 def conversation(model: localrt.Model, tokens: int) -> list[localrt.Message]:
-    """Turns that come to about ``tokens``."""
+    """Messages of about ``tokens`` tokens in all."""
     messages: list[localrt.Message] = []
     while not messages or model.count(messages) < tokens - 350:
         turn = len(messages) // 2
@@ -100,7 +100,7 @@ def conversation(model: localrt.Model, tokens: int) -> list[localrt.Message]:
 
 
 def next_turn(chat: localrt.ChatSession, least_cached: int) -> float:
-    """Seconds to the first token of a next answer."""
+    """Seconds to the first token of the next answer."""
     answer = chat.send("And then?", max_tokens=1, temperature=0.0)
     metrics = answer.metrics
     if metrics.cached_tokens < least_cached:
@@ -110,7 +110,7 @@ def next_turn(chat: localrt.ChatSession, least_cached: int) -> float:
 
 
 def forget_pages(folder: Path) -> None:
-    """Have the system drop the files' pages, which it does for those that are on the disk."""
+    """Have the system drop the files' pages, after they have been written to disk."""
     files = list(folder.rglob("blocks.bin"))
     for path in files:
         with path.open("rb") as file:

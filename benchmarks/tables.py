@@ -2,10 +2,10 @@
 
     python -m benchmarks.tables [--check]
 
-A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``, in README.md or any page of
-docs/. NAME is that of a results file (``offload``, ``bench-smollm2``: a JSON of ``localrt bench``);
-``headline`` is made from several files. ``--check`` changes nothing and fails when a table is not
-what its results say.
+A table is between ``<!-- table: NAME -->`` and ``<!-- end -->``, in README.md or any page of docs/.
+NAME is a results file (``offload``, or ``bench-smollm2``, a JSON of ``localrt bench``);
+``headline`` is made from several files. ``--check`` changes nothing and fails if a table does not
+match its results.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _TABLE = re.compile(r"(<!-- table: ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL
 def bench_table(record: Record) -> str:
     """The best setting of each engine of a ``localrt bench --json``.
 
-    Ratios are to llama.cpp's best figure of the column, whichever setting reached it.
+    Ratios are relative to llama.cpp's best figure of the column, in whatever setting.
     """
     best = [result for result in record["results"] if result["best"]]
     peers = [r for r in record["results"] if r["engine"] == "llamacpp"] or best
@@ -64,7 +64,7 @@ def bench_table(record: Record) -> str:
 
 
 def headline_table() -> str:
-    """What the README shows: one model in memory and within a limit, with AVX2."""
+    """The README's table: one model in memory and within a limit, with AVX2."""
     in_memory, limited, model = read("cpu-avx2"), read("offload"), "Qwen2.5-1.5B Q4_K_M"
     known = {row["name"]: row for row in in_memory["rows"]}
     lines = [
@@ -94,7 +94,7 @@ def headline_table() -> str:
 
 
 def mix_table(record: Record) -> str:
-    """Each server's applications: requests, goals met, times to the first token."""
+    """A table of each server's applications: requests, goals met, times to first token."""
     rows = [
         [
             server["server"],
@@ -125,11 +125,11 @@ _TABLES: dict[str, Callable[[Record], str]] = {
     "quality": quality_table,
     "resume": resume_table,
 }
-"""By what the name of a results file begins with."""
+"""Table functions by the prefix of the results file's name."""
 
 
 def filled(text: str) -> str:
-    """``text`` with every table made anew."""
+    """``text`` with every table regenerated."""
 
     def fill(match: re.Match[str]) -> str:
         name = match[2]
@@ -143,7 +143,7 @@ def read(name: str) -> dict[str, Any]:
     """A results file.
 
     Raises:
-        SystemExit: it is not there.
+        SystemExit: the file does not exist.
     """
     path = RESULTS / f"{name}.json"
     if not path.is_file():
@@ -153,7 +153,7 @@ def read(name: str) -> dict[str, Any]:
 
 
 def pages() -> Iterator[Path]:
-    """Those that may have tables."""
+    """The pages that may have tables."""
     yield ROOT / "README.md"
     yield from sorted((ROOT / "docs").glob("*.md"))
 

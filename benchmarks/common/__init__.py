@@ -1,1 +1,1 @@
-"""What several benchmarks share: command lines, records, tables, timing, random weights."""
+"""Shared by benchmarks: command lines, records, tables, timing, random weights."""

@@ -1,4 +1,4 @@
-"""A benchmark's command line: its parser, how results cite it, models by name, child processes."""
+"""A benchmark's command line: parser, citation in results, models by name, child processes."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ ISAS = {
     "neon": "NEON",
     "portable": "portable kernels",
 }
-"""Instruction sets, by the names that force them."""
+"""Instruction sets by the names that select them."""
 REAL_MODELS = {
     "smollm2": "SmolLM2-135M-Instruct.Q4_1.gguf",
     "qwen0.5b": "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
     "qwen1.5b": "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
     "gemma270m": "gemma-3-270m-q4_k_m.gguf",
 }
-"""Files that benchmarks and tests run, by their short names."""
+"""Model files of benchmarks and tests, by short name."""
 
 
 def make_parser(
@@ -44,8 +44,8 @@ def make_parser(
 ) -> argparse.ArgumentParser:
     """A parser described by the first line of ``doc``, the benchmark's docstring.
 
-    ``--json`` is by default the file of ``benchmarks/results`` that ``results`` names, if any.
-    ``runs`` is the default of ``--runs``. With ``rows`` a run measures what the file lacks.
+    ``results`` names the default file of ``--json`` in ``benchmarks/results``, if any. ``runs`` is
+    the default of ``--runs``. With ``rows``, a run measures only rows missing from the file.
     """
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     default = None if results is None else RESULTS / f"{results}.json"
@@ -65,7 +65,7 @@ def make_parser(
 
 
 def listed(known: Collection[str] | None = None) -> Callable[[str], list[str]]:
-    """For ``type=``: names between commas, each one of ``known``."""
+    """For ``type=``: comma-separated names, each in ``known``."""
 
     def parse(text: str) -> list[str]:
         names = [name for name in text.split(",") if name]
@@ -78,7 +78,7 @@ def listed(known: Collection[str] | None = None) -> Callable[[str], list[str]]:
 
 
 def isa_name(text: str) -> str:
-    """For ``type=``: an instruction set that the kernels can use here; empty: the best."""
+    """For ``type=``: an instruction set that this CPU supports; empty: the best."""
     usable = []
     for name in (text, *ISAS):
         with suppress(OptionError):
@@ -89,12 +89,14 @@ def isa_name(text: str) -> str:
 
 
 def cited_command(name: str, arguments: Sequence[str] | None = None) -> str:
-    """``python -m benchmarks.NAME`` with its arguments but --json; files have no folders."""
+    """``python -m benchmarks.NAME`` with its arguments, without --json and without files'
+    folders.
+    """
     words, skip = [], False
     for word in sys.argv[1:] if arguments is None else arguments:
         if skip or word == "--json":
             skip = word == "--json"
-        elif "/" in word and not word.endswith("/s"):  # of a rate, 12GB/s
+        elif "/" in word and not word.endswith("/s"):  # "/s": a rate such as 12GB/s
             words.append(Path(word).name)
         else:
             words.append(word)
@@ -112,7 +114,7 @@ def find_real_model(name: str) -> Path | None:
 
 
 def find_model(name: str) -> Path:
-    """The file of a real model's short name, or of any MODEL."""
+    """The file of a real model by its short name, or of any other MODEL."""
     path = find_real_model(name) if name in REAL_MODELS else None
     try:
         return path or resolve(name, settings=Settings.from_environment()).path
@@ -121,10 +123,10 @@ def find_model(name: str) -> Path:
 
 
 def run_child(name: str, words: Sequence[str], job: Mapping[str, Any], **options: Any) -> Any:
-    """What ``python WORDS JOB`` prints on its last line, as JSON.
+    """The last line that ``python WORDS JOB`` prints, parsed as JSON.
 
     Raises:
-        SystemExit: it failed; ``name`` says in what.
+        SystemExit: it failed; the message begins with ``name``.
     """
     command = [sys.executable, *words, json.dumps(job)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, **options)

@@ -1,8 +1,8 @@
 """A hard memory limit for one process: a Linux memory control group, version 1 or 2.
 
-Page cache that the process causes counts too, so that a model which is mapped rather than read
-cannot hide from the limit; what another process left there is dropped first, as it would be free.
-Needs the right to make a group: root, or a delegated one.
+The process's page cache counts too, so that mapping a model instead of reading it does not evade
+the limit. Pages cached by other processes, which would not count, are dropped first. Creating a
+group needs root or a delegated group.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _PEAKS = ("memory.max_usage_in_bytes", "memory.peak")
 
 
 class MemoryLimit:
-    """A control group of ``size`` bytes. `remove` it once its processes are gone."""
+    """A control group of ``size`` bytes. Call ``remove`` when its processes have ended."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     @classmethod
     def create(cls, size: int, root: Path = Path("/")) -> MemoryLimit:
-        """A fresh group below one that this process is in.
+        """A new group below one that this process is in.
 
         Raises:
-            LocalrtError: not permitted here, or not a system with control groups.
+            LocalrtError: not permitted, or the system has no control groups.
         """
         for parent, (limit, swap) in _parents(root):
             for number in itertools.count():
@@ -56,7 +56,7 @@ class MemoryLimit:
                 folder.rmdir()
                 continue
             # Version 1 counts memory and swap together, version 2 swap alone.
-            with suppress(OSError):  # no swap accounting: then there is mostly no swap either
+            with suppress(OSError):  # no swap accounting, and then usually no swap
                 (folder / swap).write_text(str(size) if limit == _V1[0] else "0")
             return cls(folder)
         raise LocalrtError(
@@ -65,26 +65,26 @@ class MemoryLimit:
         )
 
     def add(self, pid: int) -> None:
-        """Put a process, and all that it will allocate, under the limit."""
+        """Put a process under the limit, with everything that it will allocate."""
         (self._folder / "cgroup.procs").write_text(str(pid))
 
     def peak(self) -> int | None:
-        """Most bytes that the group has held so far, page cache included; None where not known."""
+        """Peak bytes of the group, page cache included; None if unknown."""
         for name in _PEAKS:
             try:
                 return int((self._folder / name).read_text())
-            except (OSError, ValueError):  # the other version's name, or a kernel before 5.19
+            except (OSError, ValueError):  # a file of the other version, or a kernel before 5.19
                 continue
         return None
 
     def remove(self) -> None:
         """Remove the group; it must be empty."""
-        with suppress(OSError):  # a process of it lingers: an empty group costs nothing
+        with suppress(OSError):  # a process is still in it; a leftover group costs nothing
             self._folder.rmdir()
 
 
 class LimitedChild(ChildProcess):
-    """A child within ``limit``; what it generates has ``peak_cgroup_bytes`` so far."""
+    """A child within ``limit``; its ``generate`` results also have ``peak_cgroup_bytes``."""
 
     def __init__(self, command: Sequence[str], limit: MemoryLimit) -> None:
         super().__init__(command)
@@ -109,7 +109,7 @@ def run_limited(options: BenchOptions, limit: int) -> Outcome:
     """Like ``run_bench``, each engine alone within ``limit`` bytes, on an empty page cache.
 
     Raises:
-        LocalrtError: no limit can be set here.
+        LocalrtError: no limit can be set.
     """
     files = [options.path, Settings.from_environment().data_dir / "stores"]
 
@@ -127,7 +127,9 @@ def run_limited(options: BenchOptions, limit: int) -> Outcome:
 
 
 def drop_from_cache(paths: Iterable[Path], *, drop_all: Path = _DROP_ALL) -> None:
-    """Drop the pages of models' files, and all clean pages of the machine where permitted."""
+    """Drop the model files' pages from the cache, and if permitted all clean pages of the
+    machine.
+    """
     if hasattr(os, "posix_fadvise"):
         for file in (file for path in paths for file in model_files(path)):
             with suppress(OSError), file.open("rb", buffering=0) as opened:
@@ -137,7 +139,9 @@ def drop_from_cache(paths: Iterable[Path], *, drop_all: Path = _DROP_ALL) -> Non
 
 
 def _parents(root: Path) -> Iterator[tuple[Path, tuple[str, str]]]:
-    """Groups that could hold a new one, nearest first, with their version's file names."""
+    """Groups in which a new one could be created, nearest first, with their version's file
+    names.
+    """
     for version, folder in group_folders(root, "memory"):
         if (folder / "cgroup.procs").exists():
             yield folder, _V1 if version == 1 else _V2

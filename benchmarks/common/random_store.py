@@ -1,8 +1,8 @@
 """Random weights of any size in seconds: packed matrices, checkpoints of real shapes, and stores.
 
-No download; codes are random, scales keep a matrix's products near 1. No two units of a store are
-the same, so that a product with the wrong one shows, but all are cut from the same 32 MB of random
-tiles, so that gigabytes are made about as fast as memory copies.
+Nothing is downloaded. Codes are random; scales keep a matrix's products near 1. No two units of a
+store are equal, so that using the wrong one is noticed, but all are cut from the same 32 MB of
+random tiles, so that gigabytes are created about as fast as memory is copied.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from localrt.quant.formats.published import PUBLISHED
 from localrt.quant.formats.tiled import TILE_ROWS, TiledTensor, tile, tile_tensor
 
 Shapes = dict[str, tuple[int, ...]]
-# Mean square of a code under each kind of format, for scales that keep a matrix's rows near 1.
+# Mean square of each format's codes, to choose scales that keep a matrix's products near 1.
 _SPREAD = {
     **{"nf4": 0.3, "nf4-f32": 0.3, "mxfp4": 2.7, "nvfp4": 2.7, "q6_k": 18.0, "q8_0": 74.0},
     **{"q2_k": 8.0, "q3_k": 45.0, "tq2_0": 1.0, "iq4_nl": 68.0, "iq4_xs": 1200.0},
@@ -42,7 +42,9 @@ _SPREAD = {
 
 
 def random_packed(name: str, rows: int, columns: int, *, seed: int = 0) -> PackedTensor:
-    """(rows, columns) whose products with unit inputs are near 1. No zeros, no NaN."""
+    """A matrix (rows, columns) whose products with unit inputs are near 1, without zeros and
+    NaN.
+    """
     rng = np.random.default_rng([seed, rows, columns])
     format_ = FORMATS[name]
     data = rng.integers(0, 256, (rows, format_.row_bytes(columns)), dtype=np.uint8)
@@ -129,7 +131,7 @@ def decoder_shapes(architecture: str, config: Mapping[str, Any]) -> Shapes:
 
 
 class RandomCheckpoint:
-    """Follows the ``Checkpoint`` protocol. Every read of a tensor gives the same numbers."""
+    """A ``Checkpoint``; reading a tensor again gives the same values."""
 
     kind = "safetensors"
     stamp = ""
@@ -152,7 +154,7 @@ class RandomCheckpoint:
         info = self.tensors[name]
         rng = np.random.default_rng([0, *name.encode()])
         values = rng.standard_normal(info.shape, np.float32)
-        # Unit variance through a matrix; norms and biases near one half, so that none is neutral.
+        # Matrices preserve unit variance; norms and biases are near 0.5, so that none is neutral.
         values = values * 0.1 + 0.5 if len(info.shape) == 1 else values / info.shape[1] ** 0.5
         if len(info.shape) == 1:
             return PackedTensor(name, info.format, info.shape, values[None].view(np.uint8))
@@ -161,7 +163,7 @@ class RandomCheckpoint:
         return PackedTensor(name, BF16, rows.shape, bits.view(np.uint8))
 
     def blocks(self, name: str, max_bytes: int = 2 << 20) -> Iterator[PackedTensor | TiledTensor]:
-        """The whole tensor at once: it was made whole."""
+        """The whole tensor as one block."""
         yield self.read(name)
 
     def close(self) -> None:
@@ -184,13 +186,13 @@ class RandomPackedCheckpoint(RandomCheckpoint):
         return whole.take_rows(np.arange(rows)[start:stop])
 
     def blocks(self, name: str, max_bytes: int = 2 << 20) -> Iterator[PackedTensor | TiledTensor]:
-        """The whole tensor at once."""
+        """The whole tensor as one block."""
         whole = self.read(name)
         yield whole if len(whole.shape) == 1 else tile_tensor(whole)
 
 
 def tensor_info(name: str, shape: tuple[int, ...], format: Format) -> TensorInfo:
-    """Of a vector or a matrix."""
+    """The info of a vector or a matrix."""
     rows = shape[0] if len(shape) == 2 else 1
     return TensorInfo(name, shape, format, rows * format.row_bytes(shape[-1]))
 
@@ -203,7 +205,7 @@ _FEWEST_TILES = 61
 def stored_units(
     architecture: str, config: Mapping[str, Any], format: str
 ) -> tuple[StoredUnit, ...]:
-    """The units of a random store, one behind the other in its file."""
+    """The units of a random store, consecutive in its file."""
     checkpoint = RandomPackedCheckpoint(architecture, config, format)
     units, end = [], 0
     for unit in list_units(checkpoint.tensors, read_config(checkpoint)):
@@ -222,7 +224,7 @@ def stored_units(
 
 
 def write_store(folder: Path, architecture: str, config: Mapping[str, Any], format: str) -> None:
-    """A random store as a folder that ``localrt.load`` takes; it has no tokenizer."""
+    """Write a random store as a folder for ``localrt.load``; it has no tokenizer."""
     units = stored_units(architecture, config, format)
     tensors = [tensor for unit in units for tensor in unit.tensors]
     matrices = [tensor for tensor in tensors if len(tensor.shape) == 2]
@@ -230,7 +232,7 @@ def write_store(folder: Path, architecture: str, config: Mapping[str, Any], form
         columns: _pool(format, columns, max(t.shape[0] for t in matrices if t.shape[1] == columns))
         for columns in {tensor.shape[1] for tensor in matrices}
     }
-    # Each begins with another tile.
+    # Each tensor begins with a different tile.
     numbers = {(tensor.name, tensor.row): at for at, tensor in enumerate(tensors)}
 
     def content(unit: StoredUnit) -> np.ndarray:
@@ -256,7 +258,7 @@ def write_store(folder: Path, architecture: str, config: Mapping[str, Any], form
         def write(unit: StoredUnit) -> StoredUnit:
             data = content(unit)
             done = 0
-            while done < len(data):  # a call writes 2 GB at the most
+            while done < len(data):  # a call writes at most 2 GB
                 done += os.pwrite(file.fileno(), data[done:].data, unit.offset + done)
             return replace(unit, sha256=hashlib.sha256(data.data).hexdigest())
 
@@ -276,13 +278,13 @@ def write_store(folder: Path, architecture: str, config: Mapping[str, Any], form
 
 
 def _pool(format: str, columns: int, rows: int) -> np.ndarray:
-    """(tiles, bytes of a tile) for matrices that are so wide, of at most so many rows."""
+    """Random tiles (tiles, bytes of a tile) for matrices of ``columns`` and at most ``rows``."""
     tile_nbytes = TILE_ROWS * FORMATS[format].row_bytes(columns)
     most = max(_FEWEST_TILES, _POOL_NBYTES // tile_nbytes)
     count = min(most, max(_FEWEST_TILES, -(-rows // TILE_ROWS) * 2))
     packed = random_packed(format, count * TILE_ROWS, columns)
     if format.startswith("int4-g") and not format.endswith("m"):
-        # Codes 1 to 15, whose mean is zero: else each layer's rows become more alike.
+        # Codes 1 to 15, whose mean is zero: otherwise rows become more alike with each layer.
         blocks = packed.data.reshape(-1, packed.format.block_bytes)
         codes = np.arange(256, dtype=np.uint8)
         codes[codes & 15 == 0] += 8

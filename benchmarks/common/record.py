@@ -1,4 +1,4 @@
-"""Result files: machine, versions, command and a row for each thing measured; tables of them."""
+"""Result files (machine, versions, command, a row per measurement), and tables of them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Record = dict[str, Any]
 
 
 class Results:
-    """A result file whose rows are saved one by one: a run goes on where another one stopped.
+    """A result file whose rows are saved one by one: a run continues where an earlier one stopped.
 
-    Without ``path`` nothing is saved. ``more`` describes the run beside machine, versions and
-    command.
+    Without ``path`` nothing is saved. ``more`` are facts about the run besides machine, versions
+    and command.
     """
 
     def __init__(self, path: Path | None, command: str, *packages: str, **more: Any) -> None:
@@ -29,15 +29,15 @@ class Results:
 
     @property
     def rows(self) -> list[Record]:
-        """All rows, those of earlier runs too."""
+        """All rows, including those of earlier runs."""
         rows: list[Record] = self.record["rows"]
         return rows
 
     def pending(
         self, names: Iterable[str], only: Sequence[str] = (), again: Sequence[str] = ()
     ) -> Iterator[str]:
-        """Those to measure: with a word of ``only`` in the name, if any is given, and without a row
-        or with a word of ``again``. A row without results that says why it was ``skipped`` is none.
+        """Names to measure: those matching ``only`` (if given) that have no row yet or match
+        ``again``. A ``skipped`` row without results does not count.
         """
         done = {row["name"] for row in self.rows if row.get("results") or not row.get("skipped")}
         for name in names:
@@ -46,7 +46,7 @@ class Results:
                 yield name
 
     def put(self, row: Record, order: Iterable[str] = ()) -> None:
-        """Save ``row`` in the place of the one with its name, else in the ``order`` of names."""
+        """Save ``row``, replacing the row of that name, or inserted in the ``order`` of names."""
         known = {old["name"]: old for old in self.rows}
         names = dict.fromkeys((*order, *known, row["name"]))
         known[row["name"]] = row
@@ -66,7 +66,7 @@ def setting(command: str, *packages: str) -> Record:
 
 
 def load(path: Path) -> Record:
-    """The results so far, if there are any."""
+    """The saved results; empty if there are none."""
     if not path.exists():
         return {}
     record: Record = json.loads(path.read_text(encoding="utf-8"))
@@ -109,7 +109,7 @@ def _versions(packages: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def markdown_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table; cells are Markdown."""
+    """A Markdown table; cells are Markdown."""
     lines = [f"| {' | '.join(cells)} |" for cells in (headers, *rows)]
     return "\n".join([lines[0], f"|{'---|' * len(headers)}", *lines[1:]])
 

@@ -1,4 +1,4 @@
-"""Contestants take turns, so that whatever else runs here hits all of them; medians of turns."""
+"""Interleaves the runs of contestants, so that other load affects all alike; medians of runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-_PAUSE = 0.03  # seconds: another's threads spin for a while
+_PAUSE = 0.03  # seconds between contestants, whose idle threads spin for a while
 Name = TypeVar("Name")
 Sample = TypeVar("Sample")
 
@@ -16,7 +16,9 @@ Sample = TypeVar("Sample")
 def by_turns(
     calls: Mapping[Name, Callable[[], Sample]], runs: int, *, warm_up: bool = True
 ) -> dict[Name, list[Sample]]:
-    """What each call returns in every run, each run in another order; the first may warm up."""
+    """The results of each call in every run, each run in a different order; the first may warm
+    up.
+    """
     samples: dict[Name, list[Sample]] = {name: [] for name in calls}
     names = list(calls)
     for run in range(runs + warm_up):
@@ -29,8 +31,8 @@ def by_turns(
 
 
 def timed(call: Callable[[], object], *, settle: float | None = None) -> Callable[[], float]:
-    """The seconds of ``call``. With ``settle`` it is made for so many seconds, once at least,
-    before it counts: threads wake up, each on a core of its own.
+    """A function that times ``call``. It first repeats the call for ``settle`` seconds, at least
+    once, so that threads wake up and spread over cores.
     """
 
     def seconds() -> float:
@@ -54,5 +56,5 @@ def summary(samples: Sequence[float]) -> dict[str, Any]:
 
 
 def ratios(over: Sequence[float], under: Sequence[float]) -> list[float]:
-    """Of the two in each turn: memory's rate is not always the same."""
+    """The ratio in each turn, since the memory's rate varies between turns."""
     return [a / b for a, b in zip(over, under, strict=True)]

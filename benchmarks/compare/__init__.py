@@ -1,1 +1,1 @@
-"""This checkout beside another one."""
+"""This checkout compared with another one."""

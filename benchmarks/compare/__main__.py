@@ -3,10 +3,10 @@
     python -m benchmarks.compare --against FOLDER [--isa avx2] [--runs 11] [--only WORD ...]
         [--json FILE]
 
-Each run is a process of its own: it loads the model and answers once, greedily, no drafts.
-After a warm-up run of each, the checkouts alternate in changing order. A ratio is this checkout's
-value divided by the other's in the same turn. The other checkout needs its compiled kernels.
-The JSON keeps rows that are not measured.
+Each run is a separate process: it loads the model and answers once, greedily, without drafts. After
+a warm-up run of each, the checkouts alternate in changing order. A ratio is this checkout's value
+divided by the other's in the same turn. The other checkout needs its compiled kernels. Unmeasured
+rows stay in the JSON.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ _MEASURES = ("decode_tok_s", "prefill_tok_s", "first_token_s", "load_s", "peak_r
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """``tokens`` after ``prompt`` tokens within ``ram``; or a chat of ``prompt`` tokens resumed."""
+    """``tokens`` after ``prompt`` tokens within ``ram``; or resuming a chat of ``prompt``
+    tokens.
+    """
 
     name: str
     model: str
@@ -60,8 +62,8 @@ ROWS = (
 
 
 def measure(row: Row, checkout: Path, cache: Path, isa: str | None) -> Record:
-    """Run one process. Each checkout has a ``cache`` folder of its own, for machine measurements
-    and a chat's KV cache.
+    """Run one process. Each checkout has its own ``cache`` folder, for machine measurements and a
+    chat's KV cache.
     """
     load = {"ram": row.ram, "ctx": -(-(row.prompt + row.tokens + 256) // 256) * 256}
     job = {**asdict(row), "model": str(find_model(row.model)), "load": load, "isa": isa}
@@ -109,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         commits[name] = subprocess.run(describe, capture_output=True, text=True).stdout.strip()
     results = Results(args.json, cited_command("compare", arguments), "numpy")
     rows = {row.name: row for row in ROWS}
-    # A row is of two commits: what an earlier run measured is measured anew.
+    # Rows compare two commits, so earlier runs' rows are measured anew.
     for name in results.pending(rows, args.only, again=[*rows]):
         found = compare(rows[name], checkouts, args.runs, args.isa)
         results.put({**found, "checkouts": commits, "runs": args.runs}, rows)

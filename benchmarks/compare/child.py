@@ -1,7 +1,7 @@
 """One process of ``python -m benchmarks.compare``: it loads a model and answers once.
 
-It runs as a file, with its job as JSON, in the checkout that PYTHONPATH names, so it uses only what
-every checkout's public API has. The first answer in the process warms up and does not count.
+It runs as a script, with its job as JSON, on the checkout in PYTHONPATH, so it uses only the public
+API that all checkouts have. The first answer in the process warms up and does not count.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import localrt
 
 
 def main(job: dict[str, Any]) -> dict[str, Any]:
-    """What was measured, in plain values."""
+    """The measurements, as plain values."""
     if job["isa"]:
         force_isa(job["isa"])
     started = time.perf_counter()
@@ -35,7 +35,7 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def force_isa(isa: str) -> None:
-    """Let all kernels of this process use one instruction set, whatever the checkout."""
+    """Make all kernels of this process use one instruction set, in any checkout."""
     from localrt.quant.cpu.ops import NativeOps
 
     init = NativeOps.__init__
@@ -59,7 +59,9 @@ def _answer(model: Any, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _resume(model: Any, job: dict[str, Any]) -> dict[str, Any]:
-    """The first token of a chat's next turn; only the first process has to compute the chat."""
+    """Time to the first token of a chat's next turn; only the first process has to compute the
+    chat.
+    """
     sentence = "The store keeps what was packed and brings it back in order. "
     sentences = 8 * job["prompt"] // len(model.tokenize(sentence * 8))
     chat = model.chat()

@@ -1,1 +1,1 @@
-"""Whole models on one instruction set, beside llama.cpp and ik_llama.cpp built for the same one."""
+"""Whole models on one instruction set, compared with llama.cpp and ik_llama.cpp built for it."""

@@ -4,13 +4,11 @@
         [--models smollm2 FILE.gguf] [--only prompt-512,decode] [--runs 5] [--json FILE]
 
 A peer is a ``llama-bench`` executable. For AVX2 build it with cmake's -DGGML_NATIVE=OFF
--DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON. A row first runs each peer once in every setting
-(weights repacked or not, flash attention or not); the fastest then takes turns with localrt. Each
-turn of each contestant is a process of its own that warms up first; a ratio is of one turn.
-
-Prompts and decoding start with an empty context and have no sampler, in all contestants. Other
-files of a model come from llama.cpp's ``llama-quantize --allow-requantize MODEL.gguf FILE.gguf
-IQ4_XS`` (or Q6_K).
+-DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON. For each row, every peer first runs once in each
+setting (weights repacked or not, flash attention or not); its fastest setting then alternates with
+localrt. Each run is a separate process that warms up first; ratios are of runs in the same turn.
+All contestants start with an empty context and use no sampler. Other files of a model come from
+llama.cpp's ``llama-quantize --allow-requantize MODEL.gguf FILE.gguf IQ4_XS`` (or Q6_K).
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ CHILD = ["-m", "benchmarks.cpu.child"]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What is measured of ``models``: a ``prompt`` of so many ``tokens``, or to ``decode`` them."""
+    """A measurement of ``models``: ``prompt`` or ``decode`` of ``tokens``."""
 
     title: str
     kind: str
@@ -57,11 +55,11 @@ ROWS = {
     "prompt-8192": Row("prompt of 8,192", "prompt", 8192, ("qwen0.5b",)),
     "pass-64": Row("pass of 64 rows", "prompt", 64, ("qwen1.5b",), 5),
 }
-"""By the names that ``--only`` takes."""
+"""Rows by their names for ``--only``."""
 
 
 def compare(contestants: Mapping[str, Callable[[], Record]], runs: int) -> Record:
-    """Medians and quartiles of all, by turns: each process warms up by itself."""
+    """Medians and quartiles of interleaved runs; each process warms up by itself."""
     turns = by_turns(contestants, runs, warm_up=False)
     ours = turns.pop("localrt")
     rates = [one["value"] for one in ours]
@@ -80,7 +78,7 @@ def compare(contestants: Mapping[str, Callable[[], Record]], runs: int) -> Recor
 
 
 def cpu_table(record: Mapping[str, Any]) -> str:
-    """Ours and the peers' tokens per second; ratios are medians of turns."""
+    """Our and the peers' tokens per second; ratios are medians of turns."""
     rows = []
     for row in record["rows"]:
         cells = [row["name"], format_rate(row["localrt"]["median"])]

@@ -26,7 +26,7 @@ READ_BYTES = 256 << 20
 
 
 def main(job: dict[str, Any]) -> dict[str, float]:
-    """What was measured; ``value`` is what turns compare."""
+    """The measurements; ``value`` is the one to compare."""
     force_isa(job["isa"])
     options = LoadOptions(engine="native", ctx=job["tokens"] + 256, threads=job["threads"])
     with closing(load_model(Path(job["model"]), options).engine) as engine:
@@ -49,7 +49,7 @@ def _time(call: Callable[..., object], *arguments: Any) -> float:
 
 
 def _rate(session: Any, job: dict[str, Any], rows: int) -> float:
-    """Tokens per second of the best of ``repeats`` from an empty context, ``rows`` a pass."""
+    """Tokens per second, best of ``repeats``, from an empty context with ``rows`` per pass."""
     ids = _ids(job["tokens"])
 
     def run() -> None:
@@ -65,7 +65,7 @@ def _prompt(session: Any, ops: NativeOps, job: dict[str, Any]) -> dict[str, floa
 
 
 def _decode(session: Any, ops: NativeOps, job: dict[str, Any]) -> dict[str, float]:
-    """With the share of plain reading, which is measured before and after."""
+    """Decode speed, and its share of the plain read rate measured before and after."""
     data = np.ones(READ_BYTES, np.uint8)
 
     def read_s() -> float:
@@ -77,7 +77,7 @@ def _decode(session: Any, ops: NativeOps, job: dict[str, Any]) -> dict[str, floa
 
 
 def _token_nbytes(path: str, ops: NativeOps) -> int:
-    """Bytes of weights that a token reads; of an embedding with a head besides, hardly any."""
+    """Weight bytes read per token; an untied embedding's are not counted."""
     with closing(open_checkpoint(Path(path))) as checkpoint:
         tensors = dict(checkpoint.tensors)
     if "lm_head.weight" in tensors:

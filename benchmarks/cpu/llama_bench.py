@@ -1,7 +1,7 @@
-"""Peers that are measured with their own ``llama-bench``: llama.cpp and ik_llama.cpp.
+"""Peers measured with their own ``llama-bench``: llama.cpp and ik_llama.cpp.
 
-A peer's fastest setting is looked for: weights repacked or not, flash attention or not. Knows
-nothing of ours.
+Finds a peer's fastest setting: weights repacked or not, flash attention or not. Independent of
+localrt's code.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 PEERS = {"ik_llama.cpp": ("-rtr", "-w 0"), "llama.cpp": ("--repack", "--no-warmup")}
-"""The option that repacks weights, and the one that leaves out the warm-up."""
+"""A peer's option that repacks weights, and its option that skips the warm-up."""
 
 
 class PeerFailedError(Exception):
-    """A run gave no figure; the message has the program's last line."""
+    """A run without a result; the message is the program's last line."""
 
 
 def run_peer(peer: str, program: Path, setting: str, job: Mapping[str, Any]) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def run_peer(peer: str, program: Path, setting: str, job: Mapping[str, Any]) -> 
     """
     prompt = job["tokens"] if job["kind"] == "prompt" else 0
     words = f"{setting} -p {prompt} -n {job['tokens'] - prompt}".split()
-    if prompt > 4096:  # llama.cpp's warm-up would read all of it
+    if prompt > 4096:  # llama.cpp's warm-up would process the whole prompt
         words += PEERS[peer][1].split()
     words += f"-r {job['repeats']} -t {job['threads']} -o json".split()
     done = subprocess.run([program, "-m", job["model"], *words], capture_output=True, text=True)
@@ -46,7 +46,7 @@ def run_peer(peer: str, program: Path, setting: str, job: Mapping[str, Any]) -> 
 
 
 def fastest(peer: str, program: Path, job: Mapping[str, Any]) -> Callable[[], Any] | None:
-    """A run in the best setting, the first of equals; None if all fail. Failures are printed."""
+    """A function that runs the fastest setting; None if all fail. Failures are printed."""
     found: dict[float, Callable[[], Any]] = {}
     for repack, flash in ("11", "10", "01", "00"):
         setting = f"{PEERS[peer][0]} {repack} -fa {flash}"

@@ -1,16 +1,16 @@
-"""What drafts bring: answers with and without them, by turns, prompt by prompt.
+"""The speedup by drafts: answers with and without them, interleaved, prompt by prompt.
 
     python -m benchmarks.drafts MODEL --draft HEAD [--draft SMALL ...] [--code FILE] [--chat FILE]
         [--edits] [--ram 850MB] [--prompts 20] [--tokens 128] [--runs 5] [--json FILE]
 
-A row is a kind of prompts and a budget of memory. FILE is JSONL, of which --prompts are taken from
-beginning to end: a ``prompt`` is continued as it is, the first of ``turns`` is a message of a chat.
+A row is a kind of prompts and a memory budget. FILE is JSONL, from which --prompts lines are taken,
+evenly spread: a ``prompt`` is continued as it is, the first of ``turns`` is a chat message.
 ``--edits`` asks for changes to functions of Python's library, as a coding agent does. Each
-contestant has a process of its own, greedy, and keeps what its tuner has learned, as in use; what
-earlier answers said is forgotten, since the runs repeat them. Every answer is compared with plain
+contestant is a separate process that decodes greedily and keeps its tuner's state, as in use;
+earlier answers are forgotten, since the runs repeat them. Every answer is compared with plain
 decoding, token by token. The first run warms up.
 
-Besides, with drafts of a fixed size: tokens a pass of trees of 8 and 64 nodes.
+Also measured: tokens per pass with trees of a fixed size, 8 and 64 nodes.
 """
 
 from __future__ import annotations
@@ -81,13 +81,13 @@ def _prompts(file: Path, most: int) -> list[Record]:
 
 
 def _spread(found: list[Record], most: int) -> list[Record]:
-    """``most`` of them, from beginning to end: files list one kind of prompt after the other."""
+    """``most`` evenly spread prompts: files list one kind of prompt after another."""
     count = min(most, len(found))
     return [found[number * len(found) // count] for number in range(count)]
 
 
 def edits(most: int) -> list[Record]:
-    """Functions of Python's library, each to be given back with a small change."""
+    """Prompts that ask for a function of Python's library with a small change."""
     found = []
     for module in (textwrap, shlex, fnmatch, bisect, calendar, colorsys, difflib, statistics):
         for name, function in vars(module).items():
@@ -102,7 +102,7 @@ def edits(most: int) -> list[Record]:
 def measure(
     job: Mapping[str, Any], drafts: Sequence[str], prompts: Sequence[Record], runs: int
 ) -> Record:
-    """Every draft's speeds over those of plain decoding, prompt by prompt."""
+    """Every draft's speed relative to plain decoding, prompt by prompt."""
     names = [PLAIN, *drafts]
     with ExitStack() as stack:
         children = {}
@@ -132,7 +132,7 @@ def measure(
 
 
 def _summary(plain: list[list[Record]], ours: list[list[Record]]) -> Record:
-    """Medians over runs of a prompt, then over prompts; the ratios of one run's two."""
+    """Medians over a prompt's runs, then over prompts; ratios are within one run."""
     speeds = [[[one["tok_s"] for one in runs] for runs in each] for each in (plain, ours)]
     each = [statistics.median(ratios(b, a)) for a, b in zip(*speeds, strict=True)]
     return {
@@ -150,7 +150,9 @@ def _tokens_a_pass(found: Sequence[Mapping[str, Any]]) -> float:
 
 
 def drafts_table(record: Mapping[str, Any]) -> str:
-    """Speeds against plain decoding, tokens a pass of trees, and a level's share of a step."""
+    """Speeds relative to plain decoding, tokens per pass of trees, and the cost of a tree level
+    relative to a step.
+    """
 
     def rows() -> Iterator[list[str]]:
         for row in record["rows"]:

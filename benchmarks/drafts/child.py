@@ -1,4 +1,4 @@
-"""One contestant of ``python -m benchmarks.drafts``: a model in a process of its own."""
+"""One contestant of ``python -m benchmarks.drafts``: a model in a separate process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Contestant:
         )
 
     def answer(self, prompt: str, *, raw: bool = False, size: int | None = None) -> dict[str, Any]:
-        """One answer, and what it took to decode it."""
+        """One answer, and the time that it took to decode."""
         drafts: Any = self._model._core.drafts
         drafts.archive.clear()
         fixed = {} if size is None else {"tree_budget": size}

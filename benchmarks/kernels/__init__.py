@@ -1,1 +1,1 @@
-"""Single CPU kernels beside ggml's."""
+"""Single CPU kernels compared with ggml's."""

@@ -1,11 +1,11 @@
-"""The CPU kernels one at a time, beside ggml's: GB/s, share of the read floor, GFLOP/s.
+"""The CPU kernels one at a time, compared with ggml's: GB/s, share of the read floor, GFLOP/s.
 
     python -m benchmarks.kernels [--formats q4_0,q4_k] [--rows 1,8,64] [--isa avx2] [--json FILE]
 
 Every product runs over copies that together exceed the last-level cache, so that weights come from
-memory. By turns with every line run what bounds it: the floor (plain reading) and the peak (int8
-products from registers), and ggml at its better of weights repacked or not, where llama-cpp-python
-is installed.
+memory. Each kernel alternates with its bounds, the floor (plain reading) and the peak (int8
+products from registers), and with ggml (with weights repacked or not, whichever is faster) if
+llama-cpp-python is installed.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ SHAPES = ((4096, 4096), (14336, 4096))
 EXPERT = (768, 2048)  # inner, hidden
 WORKING_SET = 256 << 20
 MAX_COPIES = 64
-PEAK_ROUNDS = 2_000_000  # some milliseconds
-SETTLING = 0.03  # seconds: longer than Linux takes to part two threads on one core
+PEAK_ROUNDS = 2_000_000  # a few milliseconds
+SETTLING = 0.03  # seconds: longer than Linux takes to move one of two threads to another core
 
 
 def copies(name: str, *shapes: tuple[int, int]) -> int:
-    """How many sets of such matrices exceed any cache."""
+    """How many sets of matrices of these shapes exceed any cache."""
     nbytes = sum(rows * FORMATS[name].row_bytes(cols) for rows, cols in shapes)
     return max(2, min(MAX_COPIES, WORKING_SET // nbytes))
 
@@ -59,7 +59,7 @@ class Line:
 
 
 class Bench:
-    """What a kernel is measured against: the working set read once, PEAK_ROUNDS of products."""
+    """The bounds to compare with: reading the working set once, and PEAK_ROUNDS of products."""
 
     def __init__(self, ops: NativeOps, runs: int) -> None:
         self._ops, self._runs = ops, runs
@@ -67,7 +67,7 @@ class Bench:
         self._operations = ops.multiply(PEAK_ROUNDS)
 
     def measure(self, line: Line) -> Record:
-        """Medians of all by turns."""
+        """Medians of interleaved runs of the kernel and its bounds."""
 
         def every(call: Callable[[int], object]) -> Callable[[], None]:
             def run() -> None:
@@ -103,7 +103,7 @@ class Bench:
 
 
 def products(ops: NativeOps, ggml: Any, name: str, rows: Sequence[int]) -> Iterator[Line]:
-    """A format's matrices at every number of rows."""
+    """A format's products at every number of rows."""
     for shape in SHAPES:
         count = copies(name, shape)
         packed = [random_packed(name, *shape, seed=seed) for seed in range(count)]
@@ -158,11 +158,11 @@ def expert(ops: NativeOps, name: str) -> Iterator[Line]:
 
 
 _SHAPE, _ROWS = [14336, 4096], (1, 8, 64, 512)
-"""What the docs show."""
+"""The lines shown in the docs."""
 
 
 def kernels_table(record: Mapping[str, Any], *, every_row: bool = False) -> str:
-    """A line for each matrix, a column for each number of rows."""
+    """A table with a line per matrix and a column per number of rows."""
     lines: dict[tuple[str, ...], dict[int, str]] = {}
     for r in record["rows"]:
         if every_row or (r["shape"] == _SHAPE and r["rows"] in _ROWS):
@@ -182,7 +182,7 @@ def kernels_table(record: Mapping[str, Any], *, every_row: bool = False) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Every format, shape and number of rows, then an expert of each format."""
+    """Measure every format, shape and number of rows, then an expert of each format."""
     parser = make_parser(__doc__, runs=5)
     formats = ["q4_0", "q4_k", "int4-g128", "nf4", "mxfp4", "nvfp4"]
     parser.add_argument("--formats", type=listed(KNOWN), default=formats)

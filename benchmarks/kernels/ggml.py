@@ -1,6 +1,6 @@
-"""One ggml matrix product on the CPU, through the library that llama-cpp-python brings.
+"""One ggml matrix product on the CPU, through the library in llama-cpp-python.
 
-For comparing single kernels in one process; it knows nothing of ours.
+For comparing single kernels in one process; independent of localrt's kernels.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from localrt.quant.formats.ggml import GGML_FORMATS
 TYPES = {
     format_.name: number for number, format_ in GGML_FORMATS.items() if number not in (1, 30, 39)
 }
-"""The number of every type that is measured here."""
+"""The ggml numbers of the measured types."""
 
-_NAME_BYTES = 64  # of a tensor; what a buffer keeps of it lies behind
+_NAME_BYTES = 64  # a tensor's name; its ``extra`` pointer follows
 
 
 class NotRepackedError(Exception):
-    """ggml has no other layout for a type's weights than the file's."""
+    """ggml has no repacked layout for this type."""
 
 
 class _InitParams(Structure):
@@ -33,7 +33,7 @@ class _InitParams(Structure):
 
 
 class _Ggml:
-    """The few functions that a product needs."""
+    """The ggml functions that a product needs."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"{name} is not among those that are declared")
@@ -71,7 +71,7 @@ class _Ggml:
 
 
 def find_ggml(threads: int) -> _Ggml | None:
-    """The library, or None where llama-cpp-python is not installed."""
+    """The library, or None if llama-cpp-python is not installed."""
     spec = find_spec("llama_cpp")
     if spec is None or spec.origin is None:
         return None
@@ -82,7 +82,7 @@ class GgmlProduct:
     """``weights`` (n matrices as GGUF rows) times x: ``run(i)`` computes with the i-th.
 
     Raises:
-        NotRepackedError: ``kind`` is repacked, and ggml does not do that to this type.
+        NotRepackedError: ``kind`` is repacked, and ggml does not repack this type.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class GgmlProduct:
         ggml.ggml_backend_tensor_set(inputs, x.ctypes.data, 0, x.nbytes)
 
     def run(self, index: int) -> None:
-        """Compute."""
+        """Compute the product with matrix ``index``."""
         self._ggml.ggml_backend_graph_compute(self._ggml.backend, self._graphs[index])
 
     def close(self) -> None:

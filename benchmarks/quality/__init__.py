@@ -1,1 +1,1 @@
-"""What fewer bits cost: perplexity, KL divergence, time to quantize."""
+"""The cost of fewer bits: perplexity, KL divergence, time to quantize."""

@@ -4,9 +4,9 @@
         [--formats mxfp4,nvfp4] [--methods rtn,gptq,mr-gptq] [--mixes 3.5] [--llamacpp]
         [--tokens 8192] [--again WORD ...]
 
-The reference of a model is its published weights, unpacked, in float32. Rows are saved as they are
-done, and those that are saved are not made again, but for those with a word of ``--again`` in their
-names: stop it and start it at will.
+The reference is the model's published weights, unpacked to float32. Rows are saved as they are done
+and not made again, unless their names contain a word of ``--again``: a run may be stopped and
+restarted at any time.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from localrt.quantize.quantize import CALIBRATION_TOKENS, Recipe, quantize_model
 MODELS = ("smollm2", "qwen0.5b", "qwen1.5b")
 FORMATS = ("int4-g32", "int4-g64", "int4-g32m", "nf4", "mxfp4", "nvfp4", "int5-g32", "int6-g32")
 PACKAGES = ("torch", "llama-cpp-python", "numpy")
-_MOST_CALIBRATED_BITS = 5.1  # above, rounding to nearest loses next to nothing
+_MOST_CALIBRATED_BITS = 5.1  # with more bits, rounding to nearest loses next to nothing
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A row to make: a format by a method, a mix of so many bits, or the published weights on an
+    """A row to make: a format by a method, a mix of ``bits``, or the published weights on an
     engine.
     """
 
@@ -71,7 +71,7 @@ def jobs(
     *,
     llamacpp: bool = False,
 ) -> Iterator[Job]:
-    """All rows of a model. Wider formats than four bits are rounded to nearest only."""
+    """All rows of a model. Formats wider than four bits are only rounded to nearest."""
     yield Job("published")
     if llamacpp:
         yield Job("llamacpp", engine="llamacpp")
@@ -85,7 +85,7 @@ def jobs(
 
 
 class Bench:
-    """One model: its references, made when the first row needs them, and its rows."""
+    """One model: its references, created on first use, and its rows."""
 
     def __init__(
         self, source: Path, corpora: Sequence[Corpus], options: argparse.Namespace
@@ -95,7 +95,7 @@ class Bench:
 
     @cached_property
     def references(self) -> list[Reference]:
-        """Log-probabilities of every text, from the cache where they are there."""
+        """Log-probabilities of every text, from the cache if present."""
         of = self._options
         return [
             make_reference(self.source, each, of.cache, ctx=of.ctx, tokens=of.tokens)
@@ -103,7 +103,7 @@ class Bench:
         ]
 
     def row(self, job: Job) -> Record:
-        """Make one row; what cannot be made becomes a row that says why."""
+        """Make one row; if that fails, the row says why."""
         row: Record = {"name": f"{self.name}, {job.weights}", "model": self.name}
         row |= {"weights": job.weights, "format": job.format, "method": job.method}
         row |= {"bits_per_weight": None, "quantize_s": None, "scores": []}
@@ -111,7 +111,7 @@ class Bench:
             if job.method is None:
                 self._run(row, self.source, job.engine)
             else:
-                # What loading a model writes into the data folder is gone afterwards, too.
+                # The data folder that loading a model writes to is temporary, too.
                 with (
                     tempfile.TemporaryDirectory(dir=self._options.work) as folder,
                     patch.dict(os.environ, {"XDG_DATA_HOME": folder}),
@@ -126,7 +126,7 @@ class Bench:
         return row
 
     def _run(self, row: Record, source: Path, engine: str) -> None:
-        """Fill in the row: on the engine's own kernels, and natively in floating point too."""
+        """Fill in the row: with the engine's kernels, and for native also in floating point."""
         references, ctx = self.references, self._options.ctx
         row["bits_per_weight"] = bits_per_weight(source)
         try:
@@ -139,7 +139,7 @@ class Bench:
             row["scores"] += float_scores(source, references, ctx)
 
     def _quantize(self, job: Job, store: Path) -> Record:
-        """Write the store; what there is to say about it."""
+        """Write the store; returns facts about it."""
         recipe = Recipe(
             job.format,
             method=job.method,
@@ -147,7 +147,7 @@ class Bench:
             calibration_tokens=self._options.calibration_tokens,
             bits=job.bits,
         )
-        # Of several mixes the first measures what formats cost.
+        # The first mix measures each format's loss.
         losses = self._options.cache / "losses"
         report = quantize_model(self.source, store, recipe, losses=losses)
         calibrated = job.format and default_method(CODECS[job.format].format, calibrated=True)
@@ -169,10 +169,10 @@ class Bench:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure what is missing, row by row."""
+    """Measure missing rows, one by one."""
     options = _parse(arguments)
     sizes = {name: getattr(options, name) for name in ("tokens", "ctx", "calibration_tokens")}
-    # Without this machine's paths, and without the rows that it makes this time.
+    # Omit this machine's paths and the choice of rows.
     words = [f"--{name.replace('_', '-')} {size}" for name, size in sizes.items()]
     command = " ".join(["python -m benchmarks.quality --text", options.text.name, *words])
     try:
@@ -195,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _rows(options: argparse.Namespace, bench: Bench, results: Results) -> None:
-    """A model's rows that are missing."""
+    """Make a model's missing rows."""
     todo = jobs(options.formats, options.methods, options.mixes, llamacpp=options.llamacpp)
     named = {f"{bench.name}, {job.weights}": job for job in todo}
     for name in results.pending(named, again=options.again):
@@ -208,8 +208,8 @@ _SHOWN = ("int4-g32", "nf4", "mxfp4", "nvfp4", "q3_k", "q2_k")
 
 
 def quality_table(record: Mapping[str, Any]) -> str:
-    """The weights' own change of perplexity, one column per model and text: formats by their
-    default method and by rounding.
+    """Perplexity change due to the weights alone, by model and text: formats by default method and
+    by rounding.
     """
     references = record["references"]
     columns = [(model, text) for model, texts in references.items() for text in texts]
@@ -239,7 +239,7 @@ def quality_table(record: Mapping[str, Any]) -> str:
 def _is_shown(row: Mapping[str, Any]) -> bool:
     if row["format"] is None:
         return row["method"] is not None  # a mix
-    few = row["format"] in ("q3_k", "q2_k")  # rounding them is no use
+    few = row["format"] in ("q3_k", "q2_k")  # too few bits for rounding to nearest
     return row["format"] in _SHOWN and (row["default"] or (row["method"] == "rtn" and not few))
 
 

@@ -1,9 +1,9 @@
-"""What quality is measured on, and one row of its table: a model in one format against float32.
+"""The texts for measuring quality, and one row of the table: a model in one format against float32.
 
-Texts to evaluate and to calibrate on are disjoint: prose is a file of passages, code this machine's
-own Python standard library. The reference runs once per model and text; its log-probabilities lie
-on disk in half precision. Every row is then one pass over the same windows: on the kernels that
-users get, and in floating point, so that what a format loses and what a kernel loses stay apart.
+Evaluation and calibration texts are disjoint: prose is a file of passages, code is this machine's
+Python standard library. The reference runs once per model and text; its log-probabilities are on
+disk in half precision. Every row is then one pass over the same windows, with the users' kernels
+and in floating point, so that the losses by format and by kernel can be told apart.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from localrt.models.registry import load_decoder, read_config
 from localrt.quant.ops.protocol import Batch, opaque
 from localrt.quant.reference.ops import TorchOps
 
-_PIECE = 8000  # characters of one source file: many files, so that no single style decides
-_ENOUGH = 600_000  # characters of code on either side
+_PIECE = 8000  # characters per source file: many files, so that no single style dominates
+_ENOUGH = 600_000  # characters of code for each of evaluation and calibration
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """A text to evaluate on and a disjoint one to calibrate on; ``source`` says what they are."""
+    """A text to evaluate on and a disjoint one to calibrate on; ``source`` describes them."""
 
     name: str
     evaluation: str
@@ -44,7 +44,7 @@ class Corpus:
     source: str
 
     def to_dict(self) -> dict[str, Any]:
-        """What identifies it, without the texts."""
+        """The corpus's identity, without the texts."""
         return {
             "name": self.name,
             "source": self.source,
@@ -54,7 +54,7 @@ class Corpus:
 
 
 def prose(path: Path) -> Corpus:
-    """The passages of a UTF-8 file, which blank lines part.
+    """The passages of a UTF-8 file, separated by blank lines.
 
     Raises:
         OptionError: fewer than four passages.
@@ -68,7 +68,9 @@ def prose(path: Path) -> Corpus:
 
 
 def python_source(folder: Path | None = None) -> Corpus:
-    """Pieces from the middle of the standard library's modules, in the order of a hash of names."""
+    """Pieces from the middle of the standard library's modules, ordered by a hash of their
+    names.
+    """
     folder = folder or Path(sysconfig.get_path("stdlib"))
     files = sorted(folder.glob("*.py"), key=lambda path: _digest(path.name))
     sides: tuple[list[str], list[str]] = ([], [])
@@ -86,7 +88,7 @@ def python_source(folder: Path | None = None) -> Corpus:
 
 
 def interleaved(parts: Sequence[Sequence[int]], *, total: int, length: int = 512) -> list[int]:
-    """``total`` tokens or less: ``length`` of each part in turn, as long as all of them last.
+    """At most ``total`` tokens: ``length`` from each part in turn, until one is used up.
 
     Raises:
         OptionError: a part is shorter than one stretch.
@@ -99,7 +101,7 @@ def interleaved(parts: Sequence[Sequence[int]], *, total: int, length: int = 512
 
 
 def _middle(text: str) -> str:
-    """At most ``_PIECE`` characters, whole lines, beginning a quarter into the text."""
+    """At most ``_PIECE`` characters in whole lines, from a quarter of the text on."""
     start = text.find("\n", len(text) // 4) + 1
     piece = text[start : start + _PIECE]
     return piece[: piece.rfind("\n") + 1]
@@ -111,12 +113,12 @@ def _digest(text: str) -> str:
 
 Pieces = Callable[[Sequence[int], int], Iterator[Logits]]
 Scores = list[dict[str, Any]]
-_ROWS = 256  # logits of a float pass at a time: 156 MB at a vocabulary of 151,936
+_ROWS = 256  # rows of logits at a time: 156 MB with a vocabulary of 151,936
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A text's windows, and the reference's log-probabilities of every scored position."""
+    """A text's windows, and the reference's log-probabilities at every scored position."""
 
     corpus: Corpus
     windows: Windows
@@ -125,7 +127,7 @@ class Reference:
     perplexity_error: float
 
     def score(self, pieces_of: Pieces) -> dict[str, Any]:
-        """Compare the logits that ``pieces_of`` gives (tokens, first) with the reference."""
+        """Compare the logits of ``pieces_of(tokens, first)`` with the reference."""
         tally, row, seconds = Tally(), 0, 0.0
         for window in self.windows.windows:
             targets = np.array(window[self.windows.first + 1 :])
@@ -157,9 +159,9 @@ class Reference:
 def make_reference(
     source: Path, corpus: Corpus, cache: Path, *, ctx: int, tokens: int
 ) -> Reference:
-    """Compute the reference of one text, or find it under ``cache``.
+    """Compute the reference of one text, or read it from ``cache``.
 
-    It is of so many ``tokens``, in windows of ``ctx``.
+    It covers ``tokens`` tokens in windows of ``ctx``.
     """
     with localrt.load(source, ctx=ctx, engine="native") as model:
         windows = text_windows(model, corpus.evaluation, ctx=ctx, limit_tokens=tokens)
@@ -193,7 +195,7 @@ def kernel_scores(
     """Scores of a model as users run it.
 
     Raises:
-        MissingExtraError: the native kernels are not there, or cannot run it.
+        MissingExtraError: the native kernels are missing or cannot run it.
     """
     with localrt.load(source, ctx=ctx, engine=engine, draft="off") as model:
         if model.info.format in ("bf16", "f32") and engine == "native":
@@ -233,7 +235,7 @@ def _logits(decoder: Any, tokens: Sequence[int], first: int) -> Iterator[Logits]
 
 
 def bits_per_weight(source: Path) -> float:
-    """Bits per weight of the layers' matrices, scales included; embedding and head left out."""
+    """Bits per weight of the layers' matrices, scales included, without embedding and head."""
     with closing(open_checkpoint(source)) as checkpoint:
         infos = [
             info
@@ -245,7 +247,7 @@ def bits_per_weight(source: Path) -> float:
 
 
 def _key(source: Path, windows: Windows) -> str:
-    """A name for what the reference depends on, without reading all of the model."""
+    """A cache key for everything the reference depends on, without reading the whole model."""
     digest = hashlib.sha256(repr(("f32", windows)).encode())
     for path in sorted(source.iterdir()) if source.is_dir() else [source]:
         with path.open("rb") as file:
