@@ -1,10 +1,10 @@
 """The contract of a checkpoint: named tensors that are read one at a time, and a config.
 
-Names and config keys are Hugging Face's whatever the file format: a GGUF file is translated by one
-table (``gguf/names.py``), so that an architecture is written once. Tensors are read by rows: steps
-along the first axis; a vector or scalar is a single row. ``StoredTensor`` is a range of bytes in a
-GGUF or safetensors file: a tensor, or one expert of a stacked tensor. Other sources reorder rows
-while reading. It knows no file format, architecture or device.
+Names and config keys are Hugging Face's in all file formats: GGUF's are translated by one table
+(``gguf/names.py``), so that an architecture is written once. Tensors are read by rows, steps along
+the first axis; a vector or scalar is a single row. ``StoredTensor`` is a range of bytes in a GGUF
+or safetensors file: a tensor, or one expert of a stacked tensor. Other sources reorder rows while
+reading. It knows no file format, architecture or device.
 
 Files are read by ``pread`` into memory that the caller owns, not through a memory map: mapped pages
 count as the process's memory and are evicted when they are about to be needed.
@@ -104,7 +104,7 @@ def describe_start(file: RangedFile) -> str:
 
 
 WeightBlock: TypeAlias = PackedTensor | TiledTensor
-"""Rows of a matrix or a whole vector as published, or a matrix as a store holds it."""
+"""Rows of a matrix or a whole vector in their published layout, or a matrix in a store's tiles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,12 +153,12 @@ class Checkpoint(TensorSource, Protocol):
     def kind(self) -> str:
         """The conventions of config and text files: ``"gguf"`` or ``"safetensors"``.
 
-        A store keeps those of the model that it was packed from.
+        For a store, those of the model that it was packed from.
         """
 
     @property
     def stamp(self) -> str:
-        """``model_stamp`` of its files when it was opened."""
+        """The ``model_stamp`` of its files at opening."""
 
     @property
     def config(self) -> Mapping[str, object]:
@@ -170,7 +170,7 @@ class Checkpoint(TensorSource, Protocol):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Lines for the user about how the weights are read; mostly empty."""
+        """Lines for the user about how the weights are read; usually empty."""
 
     @property
     def metadata(self) -> Mapping[str, object]:
@@ -189,7 +189,7 @@ _VECTORS = (
     ".self_attn.A",
     ".self_attn.A_log",
 )
-"""Small tensors of recurrent layers that files keep in several dimensions: taps of convolutions
+"""Suffixes of small recurrent tensors that files store with several dimensions: convolution taps
 (channels, 1, taps), norms by groups.
 """
 
@@ -198,7 +198,7 @@ _VECTORS = (
 class RowSource(ABC):
     """A tensor that is read by rows, in any file layout; ``info`` describes the result.
 
-    Subclasses implement ``_read``; its row numbers are valid.
+    Subclasses implement ``_read``, which gets valid row numbers.
     """
 
     info: TensorInfo
@@ -235,7 +235,7 @@ class RowSource(ABC):
             raise ValueError(
                 f"{self.info.name!r} has {self.rows} rows: {start} to {stop} cannot be read"
             )
-        with np.errstate(all="ignore"):  # the scales of a damaged file may be any numbers, or none
+        with np.errstate(all="ignore"):  # scales of a damaged file may be infinite or NaN
             data = self._read(start, stop) if start < stop else np.empty(0, np.uint8)
             return self._packed(data, stop - start)
 
@@ -249,7 +249,7 @@ class RowSource(ABC):
         """Return the bytes of one or more rows, in any shape."""
 
     def _row_ranges(self, max_bytes: int) -> Iterator[tuple[int, int]]:
-        """Consecutive ``(start, stop)`` covering all rows."""
+        """Consecutive ``(start, stop)`` ranges covering all rows."""
         step = max(1, max_bytes // max(1, self.row_bytes))
         if step > self.rows_together:
             step -= step % self.rows_together
@@ -281,7 +281,7 @@ class StoredTensor(RowSource):
 
 @dataclass(frozen=True, slots=True)
 class DerivedRows(RowSource):
-    """Rows made of the rows of ``whole``, with the same scale."""
+    """Rows derived from those of ``whole``, with the same scale."""
 
     whole: RowSource
 
@@ -321,8 +321,8 @@ class SourcedCheckpoint:
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a tensor whose further axes are joined: a convolution's kernel becomes a row,
-    the rows of several matrices one matrix.
+    """The two-dimensional form of a shape: a convolution's kernel becomes a row, several matrices
+    become one with all their rows.
     """
     if len(shape) == 3:
         return shape[0] * shape[1], shape[2]

@@ -1,4 +1,4 @@
-"""Brings model families' tensors into the one form that the decoder takes.
+"""Converts model families' tensors to the form that the decoder expects.
 
 Qwen3-Next has two matrices for DeltaNet's projections, with rows grouped by key head; Qwen3.5 has
 separate matrices. Whole packed rows are moved, which changes no value.
@@ -75,7 +75,7 @@ def _sizes(config: Mapping[str, object], *keys: str) -> list[int]:
 
 
 _BOTH: Mapping[str, tuple[tuple[str, str], ...]] = {
-    # the published matrix and its parts in order: "v" stands for rows of values
+    # the published matrix and its parts in order; "v" are rows of values
     "linear_attn.in_proj_qkvz.weight": (("in_proj_qkv", "qkv"), ("in_proj_z", "z")),
     "linear_attn.in_proj_ba.weight": (("in_proj_b", "b"), ("in_proj_a", "a")),
 }
@@ -141,7 +141,8 @@ def _split(
 
 @dataclass(frozen=True, slots=True)
 class _PartsOfGroups(DerivedRows):
-    """Some rows of each of the equal ``groups`` of ``whole``: ``runs`` are (first row, count).
+    """Some rows of each of the ``groups`` equal groups of ``whole``: ``runs`` are (first row,
+    count).
 
     All groups' rows of the first run come first.
     """
@@ -154,7 +155,7 @@ class _PartsOfGroups(DerivedRows):
         return np.concatenate([piece.reshape(-1, self.row_bytes) for piece in pieces])
 
     def _places(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """The row numbers of ``start`` to ``stop`` in the published matrix."""
+        """Rows ``start`` to ``stop`` as row numbers in the published matrix."""
         size, at = self.whole.rows // self.groups, 0
         for begin, count in self.runs:
             for group in range(self.groups):
@@ -205,7 +206,7 @@ def _gemma_tensors(
 
 
 def _is_unused(stem: str, shares: bool, config: Mapping[str, object]) -> bool:
-    """Whether a layer's tensor is unused; ``shares``: the layer has no keys of its own."""
+    """Whether a layer's tensor is unused; ``shares``: the layer uses another layer's keys."""
     if stem == _STREAM_SCALE:
         return config.get("altup_correct_scale") is False
     return shares and _KEYS_AND_VALUES.fullmatch(stem) is not None
@@ -244,7 +245,7 @@ class _ShorterRows(DerivedRows):
 
 
 def _parts(tensor: RowSource, prefix: str, stem: str) -> Iterator[RowSource]:
-    """The decoder's tensors made from one tensor of a layer."""
+    """The decoder's tensors for one tensor of a layer."""
     info = tensor.info
     if (copies := _COPIED.get(stem)) is not None:
         for purpose in _PURPOSES:
@@ -316,7 +317,7 @@ def _key_format(format_: Format) -> Format:
 
 @dataclass(frozen=True, slots=True)
 class _OfHeads(RowSource):
-    """A matrix made from the heads of ``both``, the published matrix."""
+    """A matrix derived from the heads of ``both``, the published matrix."""
 
     both: RowSource
     heads: int
@@ -329,7 +330,7 @@ class _OfHeads(RowSource):
     def _covering(self, start: int, stop: int) -> tuple[PackedTensor, int, int]:
         """The published rows of the heads that contain rows ``start`` to ``stop``.
 
-        Also returns where ``start`` lies among those heads' rows, and the rows of a published head.
+        Also returns the index of ``start`` among those rows, and the rows per published head.
         """
         span = self.both.rows // self.heads
         first, last = start // self.rows_together, -(-stop // self.rows_together)
@@ -379,7 +380,7 @@ _CONSTANTS = (
 
 
 def is_hash_constant(name: str) -> bool:
-    """Whether a tensor holds hash constants, which the config gives too."""
+    """Whether a tensor holds hash constants, which also follow from the config."""
     return name.endswith(_CONSTANTS)
 
 

@@ -81,8 +81,8 @@ def _open_folder(path: Path) -> Checkpoint:
 
 
 def _gguf_models(names: list[str]) -> list[str]:
-    """One file name for each GGUF model; vision encoders (``mmproj``) are not models, nor are
-    draft heads beside one.
+    """One file name per GGUF model; vision encoders (``mmproj``) and draft heads next to a model
+    are not models.
     """
     models: dict[tuple[str, int], str] = {}
     for name in names:
@@ -101,7 +101,7 @@ def _pickle_error(path: Path) -> UnsupportedModelError:
 
 
 def is_head(path: Path) -> bool:
-    """Whether there is only a head at ``path``, and no model."""
+    """Whether ``path`` has only a draft head, not a model."""
     open_model = SafetensorsCheckpoint if path.is_dir() else GgufCheckpoint
     try:
         open_model(path).close()

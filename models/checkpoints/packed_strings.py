@@ -1,7 +1,7 @@
-"""Many strings in one block of bytes: a vocabulary without an object for each piece.
+"""Many strings in one block of bytes: a vocabulary without one object per token.
 
-A Python string takes some 55 bytes besides its text, and a vocabulary with its merges has three
-hundred thousand. Knows UTF-8 and offsets, not what the strings mean.
+A Python string takes about 55 bytes besides its text, and a vocabulary with its merges has 300,000.
+Knows UTF-8 and offsets, not what the strings mean.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _AT_ONCE = 1 << 14  # strings at a time, to bound numpy's temporary arrays
 class PackedStrings:
     """An immutable sequence of strings, each decoded when accessed.
 
-    ``data`` holds them one after the other in UTF-8 (a lone surrogate is its three bytes), and
-    string ``i`` lies at ``offsets[i]`` to ``offsets[i + 1]``. Malformed bytes are read as U+FFFD.
+    ``data`` holds them one after another in UTF-8 (a lone surrogate as three bytes); string ``i``
+    is at ``offsets[i]`` to ``offsets[i + 1]``. Malformed bytes are read as U+FFFD.
     """
 
     def __init__(self, data: bytes, offsets: npt.NDArray[np.integer]) -> None:
         kind = np.uint32 if len(data) < 1 << 32 else np.uint64
         self.data = data
         self.offsets: npt.NDArray[np.unsignedinteger] = np.ascontiguousarray(offsets, kind)
-        self._offsets = self.offsets.data  # Python's own integers take half the time
+        self._offsets = self.offsets.data  # returns Python integers, in half the time
 
     @classmethod
     def of(cls, strings: Iterable[str]) -> PackedStrings:
@@ -40,7 +40,7 @@ class PackedStrings:
 
     @classmethod
     def from_prefixed(cls, data: npt.NDArray[np.uint8], count: int) -> PackedStrings:
-        """Pack ``count`` strings that fill ``data``, each after its length in eight bytes."""
+        """Pack ``count`` strings that fill ``data``, each preceded by its length in eight bytes."""
         ends = array("Q", [0])
         at, view, length_at = 0, data.data, _U64.unpack_from
         for _ in range(count):

@@ -1,11 +1,11 @@
-"""Reorders rows that lie differently in a file: of experts, rotary pairs, groups.
+"""Reorders rows whose order in a file differs: experts, rotary pairs, groups.
 
-A tensor of all experts of a layer is split. If an expert's rows are contiguous, it is just a range
-of the file. Otherwise (gpt-oss interleaves gate and up, transposed) its bytes are read and
-reordered. llama.cpp rotates neighbouring pairs of a head's values, Hugging Face its two halves:
-whole packed rows are moved, which changes no value. ggml's NVFP4 has the scales of four groups
-before their nibbles, ours each scale before its group. TQ1_0 packs five base-3 digits in a byte; it
-becomes 2-bit codes, a fifth larger.
+A tensor of all experts of a layer is split. If an expert's rows are contiguous, the expert is a
+range of the file. Otherwise (gpt-oss interleaves gate and up, transposed) its bytes are read and
+reordered. llama.cpp rotates adjacent pairs of a head's elements, Hugging Face its two halves: whole
+packed rows are moved, which changes no value. ggml's NVFP4 has the scales of four groups before
+their nibbles, localrt's each scale before its group. TQ1_0 packs five base-3 digits in a byte; it
+is converted to 2-bit codes, which are a fifth larger.
 
 Knows names and shapes; other modules have the tables of which architecture stacks what.
 """
@@ -40,8 +40,8 @@ class Stack:
     """The names of a stacked tensor's parts, below ``model.layers.N.``.
 
     ``{}`` in a name is the expert's number; without it, the tensor is one matrix. Two names share
-    the rows: by halves, or with ``turns`` alternately. A ``transposed`` tensor is (experts,
-    columns, rows).
+    the rows: each has a half, or with ``turns`` every other row. A ``transposed`` tensor is
+    (experts, columns, rows).
     """
 
     names: tuple[str, ...]
@@ -55,7 +55,7 @@ def split_stack(
     """Every part of ``tensor`` under its own name; ``count`` is the number of experts, if known.
 
     Raises:
-        CheckpointError: the tensor's shape is not that of so many experts.
+        CheckpointError: the tensor's shape does not fit ``count`` experts.
     """
     parts = len(stack.names)
     for number, own in enumerate(split_ranges(tensor, stack, prefix, count)):
@@ -100,7 +100,7 @@ def check_stack(info: TensorInfo, dims: int, count: int | None) -> int:
     """Return the number of experts in a stacked tensor of ``dims`` dimensions.
 
     Raises:
-        CheckpointError: another number of dimensions, or not for ``count`` experts.
+        CheckpointError: the shape has other dimensions, or does not fit ``count`` experts.
     """
     if len(info.shape) != dims:
         raise CheckpointError(
@@ -133,10 +133,10 @@ class StackedRows(DerivedRows):
 def split_rows(
     tensor: RowSource, stack: Stack, prefix: str, count: int | None
 ) -> Iterator[RowSource]:
-    """``split_stack`` for rows made of several tensors: ``StackedRows``, or one matrix.
+    """``split_stack`` for rows from several tensors: ``StackedRows``, or one matrix.
 
     Raises:
-        CheckpointError: the tensor's shape is not that of so many experts, or it is transposed.
+        CheckpointError: the tensor's shape does not fit ``count`` experts, or it is transposed.
     """
     info, parts = tensor.info, len(stack.names)
     experts = check_stack(info, 3, count) if "{}" in stack.names[0] else 1
@@ -218,7 +218,7 @@ def rotary_rows(
 
 
 def in_halves(tensor: RowSource, heads: object, path: Path) -> RowSource:
-    """A query or key tensor of so many heads, with pairs reordered to halves.
+    """A query or key tensor of ``heads``, with pairs reordered to halves.
 
     Raises:
         CheckpointError: its rows do not form heads of an even size.
@@ -258,7 +258,7 @@ class _RotaryRows(DerivedRows):
 
 @dataclass(frozen=True, slots=True)
 class JoinedRows(RowSource):
-    """Concatenated rows (or vectors) of ``parts``; ``ends`` are their last row numbers plus 1,
+    """Concatenated rows (or vectors) of ``parts``, which end before the row numbers ``ends``;
     ``factor`` is their scale.
     """
 
@@ -284,7 +284,7 @@ class JoinedRows(RowSource):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OrderedColumns(RowSource):
-    """The columns of ``parts``, beside one another, in ``order``; their format has no blocks."""
+    """The concatenated columns of ``parts``, reordered by ``order``; their format has no blocks."""
 
     parts: tuple[RowSource, ...]
     order: npt.NDArray[np.int64]
@@ -323,7 +323,7 @@ class _Regrouped(DerivedRows):
 
 
 def _nvfp4(blocks: Bytes) -> Bytes:
-    """(n, 36) to (4 n, 9). ggml's scales have no sign; its largest code stands for 0."""
+    """(n, 36) to (4 n, 9). ggml's scales have no sign, and their largest code means 0."""
     scales = blocks[:, :4] & 127
     scales[scales == 127] = 0
     return np.concatenate([scales.reshape(-1, 1), blocks[:, 4:].reshape(-1, 8)], axis=1)

@@ -1,6 +1,6 @@
-"""The header of a safetensors file: where each tensor's bytes lie.
+"""The header of a safetensors file: the location of each tensor.
 
-Follows the format's specification: 8 bytes of length, that much JSON, then the data without holes.
+Follows the format's specification: 8 bytes of length, that much JSON, then the data without gaps.
 Everything is checked against the file's size before it is used. Knows nothing of models.
 """
 
@@ -120,7 +120,7 @@ def _entry(file: RangedFile, name: str, entry: object) -> tuple[str, tuple[int, 
 
 
 def _check_ranges(file: RangedFile, ranges: list[tuple[int, int, str]], room: int) -> None:
-    """Check that tensors cover the data exactly: no holes, no overlaps, nothing missing."""
+    """Check that tensors cover the data exactly, without gaps or overlaps."""
     position = 0
     for begin, end, name in sorted(ranges):
         if end < begin or begin != position:

@@ -1,10 +1,9 @@
-"""Which tensors of a published model belong to its decoder, and their names without prefixes;
-which files hold only a draft head.
+"""Finds the tensors of a published model's decoder and their names without prefixes, and recognizes
+files that hold only a draft head.
 
-Multimodal models keep the decoder below a prefix, next to vision and audio encoders. Blocks of
-multi-token prediction (MTP) have a prefix, or are numbered as layers after the last one: they are
-a model of one layer of their own, here ``model.layers.0``. Other tensors are never read. Knows
-names, no files.
+Multimodal models keep the decoder below a prefix, next to vision and audio encoders. Multi-token
+prediction (MTP) blocks have a prefix, or are numbered as layers after the last one: each is a model
+of one layer, here ``model.layers.0``. Other tensors are never read. Knows names, no files.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from localrt.common.errors import UnsupportedModelError
 from localrt.common.option_names import option
 
 _PREFIXES = (
-    # prefixes of a multimodal model's decoder, and their replacements; the first match counts
+    # prefixes of a multimodal model's decoder, and their replacements; the first match is used
     ("model.language_model.", "model."),
     ("model.text_model.", "model."),
     ("language_model.model.", "model."),
@@ -33,24 +32,24 @@ EAGLE3 = (
     "Eagle3Speculator",
     "Eagle3DraftModel",
 )
-"""What EAGLE-3 heads call their architecture in GGUF files and in ``config.json``."""
+"""Architecture names of EAGLE-3 heads in GGUF files and in ``config.json``."""
 
 ASSISTANTS = (
     "gemma4-assistant",
     "Gemma4AssistantForCausalLM",
     "Gemma4UnifiedAssistantForCausalLM",
 )
-"""What Gemma 4's assistants call theirs."""
+"""Architecture names of Gemma 4's assistants."""
 
 DFLASH = ("dflash", "DFlashDraftModel")
-"""What DFlash drafts call theirs."""
+"""Architecture names of DFlash drafts."""
 
 HEADS = dict.fromkeys(EAGLE3, "an EAGLE-3 head")
 HEADS |= dict.fromkeys(ASSISTANTS, "an assistant") | dict.fromkeys(DFLASH, "a DFlash draft")
-"""The architectures of what only drafts for a model, and what it is."""
+"""Architectures that only draft for a model, and their descriptions."""
 
 TEXT_KEYS = ("llm_config", "text_config")
-"""Where a multimodal config has its text model's; the latter counts."""
+"""Keys of a multimodal config's text model, whose values take precedence."""
 
 _MODALITIES = (*TEXT_KEYS, "vision_config", "audio_config")
 _BACKBONE = re.compile(r"^(model\.)?backbone\.")  # Nemotron-H
@@ -60,7 +59,8 @@ _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
 _BLOCK = re.compile(r"blk\.(\d{1,9})\.(nextn\.)?")
 _BESIDE_LAYER = {
-    # of a prediction block, beside its layer, in files that number it as a layer, and in GGUF
+    # tensors of a prediction block outside its layer, in files that number it as a layer, and in
+    # GGUF
     "enorm": "model.pre_fc_norm_embedding",
     "hnorm": "model.pre_fc_norm_hidden",
     "eh_proj": "model.fc",
@@ -74,7 +74,7 @@ _GGUF_ENCODERS = ("v.", "a.", "mm.")
 
 
 class DraftHeadError(UnsupportedModelError):
-    """What drafts for a model was opened as a model."""
+    """A draft head was opened as a model."""
 
     def __init__(self, path: Path, architecture: str) -> None:
         what = HEADS.get(architecture, "only the MTP block")
@@ -111,9 +111,10 @@ def _without_prefix(name: str) -> str:
 
 
 def prediction_tensor(name: str, config: Mapping[str, object]) -> str | None:
-    """The name of a tensor of the first prediction block of a Hugging Face folder; None of others.
+    """The name of a tensor of the first prediction block of a Hugging Face folder; None for other
+    tensors.
 
-    ``model.embed_tokens`` and ``lm_head`` are the block's own, where it has them.
+    ``model.embed_tokens`` and ``lm_head`` are the block's own, if it has them.
     """
     name = _without_prefix(name)
     if own := _PREDICTION.match(name):
@@ -125,7 +126,7 @@ def prediction_tensor(name: str, config: Mapping[str, object]) -> str | None:
 
 
 def gguf_prediction_tensor(name: str) -> str | None:
-    """The same for a tensor of a GGUF block, if it lies beside the block's layer."""
+    """The same for a tensor of a GGUF block that is not part of the block's layer."""
     match = _BLOCK.match(name)
     return _of_block(name[match.end() :]) if match and match[2] else None
 
@@ -137,8 +138,8 @@ def _of_block(rest: str) -> str:
 
 
 def prediction_config(config: Mapping[str, object]) -> dict[str, object]:
-    """The config of a model's prediction block: a decoder of one layer, which attends to all
-    tokens, and is a mixture if layers of the model are.
+    """The config of a model's prediction block: a decoder of one layer with full attention, and
+    with experts if the model has them.
     """
     layers = config.get("num_hidden_layers")
     own = {
@@ -169,8 +170,8 @@ def _prediction_layers(config: Mapping[str, object]) -> range:
 def prediction_blocks(blocks: int, predicting: int, names: Iterable[str]) -> frozenset[int]:
     """Which of a GGUF file's ``blocks`` are prediction blocks, not layers of the decoder.
 
-    ``predicting`` is the file's number of them. Some files give it and have none; others do not
-    include them in ``blocks``.
+    ``predicting`` is the file's number of them. Some files state it but have none; others do not
+    count them in ``blocks``.
     """
     own: set[int] = set()
     found: set[int] = set()
@@ -190,7 +191,7 @@ def gguf_block(name: str) -> int | None:
 
 
 def as_first_block(name: str) -> str:
-    """The GGUF tensor's name if its block were the first."""
+    """The name that a GGUF tensor would have in the first block."""
     return re.sub(r"^blk\.\d+\.", "blk.0.", name)
 
 

@@ -1,1 +1,1 @@
-"""Low-rank adapters: their files, and which rows of the base they belong to."""
+"""Low-rank adapters: reading their files, and mapping them to the base model's rows."""

@@ -41,7 +41,7 @@ from localrt.quant.formats import unpack
 from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.adapters import Adapter, LowRank
 
-# Options that change more than a matrix by a low rank.
+# Options that change more than matrices by a low rank.
 _REFUSED = {
     "fan_in_fan_out": "whose matrices are transposed",
     "layer_replication": "that repeats layers",
@@ -50,7 +50,7 @@ _REFUSED = {
     "arrow_config": "with routing among adapters",
     "corda_config": "in the form of CorDA",
 }
-_MOST_REPEATS, _MOST_CHOICES = 3, 100  # in a pattern of modules' names
+_MOST_REPEATS, _MOST_CHOICES = 3, 100  # limits of a pattern of module names
 
 
 def check_peft_config(config: Mapping[str, Any], path: Path) -> None:
@@ -99,9 +99,9 @@ def _is_size(value: object) -> bool:
 
 
 def peft_scale(config: Mapping[str, Any], path: Path) -> Callable[[str, int], float]:
-    """Return the function from a module's name and rank to its scale.
+    """Return a function from a module's name and rank to its scale.
 
-    It raises ``CheckpointError`` if the config gives another rank.
+    It raises ``CheckpointError`` if the config has a different rank.
     """
 
     def of(kind: str, module: str, default: float) -> float:
@@ -145,23 +145,23 @@ def check_mlx_config(config: Mapping[str, Any], path: Path) -> None:
 
 
 def mlx_scale(config: Mapping[str, Any], path: Path) -> Callable[[str, int], float]:
-    """The scale of all modules, independent of rank."""
+    """Return a function that gives all modules the same scale, whatever their rank."""
     return lambda module, rank: float(config["lora_parameters"]["scale"])
 
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 _MLX_NAME = "adapters.safetensors"
-_HASHED = 1 << 18  # bytes at a time: they stay in the CPU cache
+_HASHED = 1 << 18  # bytes hashed at a time, so that they stay in the CPU cache
 _WRAPPER = "base_model.model."
-# How PEFT names a module's parts: A, B, and DoRA's magnitudes.
+# PEFT's names of a module's parts: A, B, and DoRA's magnitudes.
 _PEFT = re.compile(
     r"(?P<module>.+)\.lora_(?P<part>A|B|embedding_A|embedding_B|magnitude_vector)(\.weight)?"
 )
-# mlx-lm's: A and B are transposed, m is DoRA's.
+# mlx-lm's names: A and B are transposed, m are DoRA's magnitudes.
 _MLX = re.compile(r"(?P<module>.+)\.(lora_(?P<part>a|b)|(?P<m>m))")
 _MERGE = "merge it with 'localrt quantize MODEL --adapter PATH'"
-# Published with rotary rows in pairs, which GGUF's converter keeps.
+# Architectures published with rotary rows in pairs, an order that GGUF's converter keeps.
 _IN_PAIRS = PUBLISHED_IN_PAIRS | {"ernie4_5", "ernie4_5-moe"}
 _COPIES = ("embed_tokens.base_layer.weight", "lm_head.base_layer.weight")
 _GGUF = re.compile(r"(?P<module>.+)\.lora_(?P<part>[ab])")
@@ -176,8 +176,8 @@ class _Source:
     path: Path
     name_of: Callable[[str], str]  # from a module's name to the tensor that it changes
     scale: Callable[[str, int], float]  # from a module's name and rank to its scale
-    pairs: bool  # rotary rows of queries and keys lie in pairs
-    converted: bool = False  # rows lie as in GGUF files
+    pairs: bool  # rotary rows of queries and keys are in pairs
+    converted: bool = False  # rows are in the order of GGUF files
     transposed: bool = False  # A is (columns, rank), B (rank, rows)
 
 
@@ -199,11 +199,11 @@ def read_adapter(path: Path, base: Checkpoint, *, merging: bool = False) -> Adap
 
     Raises:
         CheckpointError: it is damaged, or belongs to another base.
-        UnsupportedModelError: it is of another kind than those above.
+        UnsupportedModelError: it is of an unsupported kind.
     """
     if path.is_dir():
         return _read_folder(path, base, merging=merging)
-    if path.suffix == ".gguf" or is_gguf(path):  # GGUF files of other programs have no suffix
+    if path.suffix == ".gguf" or is_gguf(path):  # some programs store GGUF without a suffix
         return _read_gguf(path, base, merging=merging)
     raise CheckpointError(
         f"{path} is no adapter: give a folder of PEFT or mlx-lm ({CONFIG_NAME}, {WEIGHTS_NAME} or "
@@ -238,7 +238,7 @@ def _read_folder(path: Path, base: Checkpoint, *, merging: bool) -> Adapter[LowR
                 raise unread_type_error(weights, name, kind)
             found = (_MLX if mlx else _PEFT).fullmatch(name.removeprefix(_WRAPPER))
             if found is None and name.endswith(_COPIES):
-                continue  # a copy of the base's table, which PEFT saves beside adapted tokens
+                continue  # a copy of the base's table, which PEFT saves with adapted tokens
             if found is None:
                 raise UnsupportedModelError(
                     f"{weights}: tensor {name!r:.120} is no part of a low rank: an adapter that "
@@ -334,7 +334,7 @@ def _assembled(
             low, high = np.ascontiguousarray(low.T), np.ascontiguousarray(high.T)
         rank = high.shape[1]
         if parts.of_tokens and a.info.shape[0] != rank:
-            low = np.ascontiguousarray(low.T)  # llama.cpp keeps a row for each token
+            low = np.ascontiguousarray(low.T)  # llama.cpp stores one row per token
         factor = source.scale(module, rank)
         if factor != 1:
             high = high * np.float32(factor)
@@ -431,7 +431,7 @@ def _why_not(name: str) -> str:
 def _decomposed(part: LowRank, magnitude: Floats, name: str, base: Checkpoint) -> LowRank:
     """DoRA: scale each row of ``W + B A`` to its own magnitude."""
     if name not in base.tensors:
-        name = EMBEDDING  # of a tied head
+        name = EMBEDDING  # the head is tied
     factors, at = np.empty(len(magnitude), np.float32), 0
     for rows in _rows(base, name):
         rows = rows + part.b[at : at + len(rows)] @ part.a

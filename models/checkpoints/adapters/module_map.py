@@ -1,10 +1,10 @@
 """Maps an adapter's modules to the base's matrices and row order, and merges adapters into them.
 
 A checkpoint presents some matrices under other names, in parts, or with reordered rows
-(``safetensors/names.py``, ``family_tensors.py``, ``rows.py``). The same is done here to a column of
-row numbers, so that an adapter's rows go where the base's went. Merging is in float32; tensors that
-the adapter does not change are read unchanged. If embedding and head are one table and the adapter
-changes one of them, they become two.
+(``safetensors/names.py``, ``family_tensors.py``, ``rows.py``). Here the same functions are applied
+to a column of row numbers, to find where the base's rows went; an adapter's rows go there, too.
+Merging is in float32; tensors that the adapter does not change are read unchanged. If embedding and
+head share a table and the adapter changes one of them, they become two.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _ONLY_MERGED = (
     (re.compile(r".+\b(ngram_embedding|embed_tokens_per_layer)\.weight", re.DOTALL), "tables"),
 )
 _IN_FILES = (
-    # names of modules in folders, and those that GGUF's names are translated to
+    # module names in folders, and the names that GGUF's are translated to
     (re.compile(r"\.feed_forward\.w1\."), ".mlp.gate_proj."),  # LFM2
     (re.compile(r"\.feed_forward\.w3\."), ".mlp.up_proj."),
     (re.compile(r"\.feed_forward\.w2\."), ".mlp.down_proj."),
@@ -61,17 +61,17 @@ _IN_FILES = (
     (re.compile(r"\.mixer\.(?=[qkvo]_proj\.)"), ".self_attn."),
     (re.compile(r"\.mixer\.(?=(up|down)_proj\.)"), ".mlp."),
 )
-_COUNTED = {"moe_num_experts": 0}  # default where a config has no experts
-_IN_MEMORY = ".forget_gate."  # how transformers groups some of Kimi Linear's matrices
+_COUNTED = {"moe_num_experts": 0}  # default for a config without experts
+_IN_MEMORY = ".forget_gate."  # transformers' group of some of Kimi Linear's matrices
 _DELTA = re.compile(r".+\.linear_attn\.(in_proj_(?P<part>qkv|z|b|a)|(?P<out>out_proj))\.weight")
 _IN_GROUPS = "qwen3next"  # its GGUF files keep the value heads of a key head together
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A matrix of the base: its tensor, and the module's rows and columns that it takes.
+    """A matrix of the base: its tensor, and which rows and columns of the module belong to it.
 
-    None: all of them, as they are.
+    None: all, in order.
     """
 
     name: str
@@ -85,7 +85,7 @@ def is_beside_text(module: str) -> bool:
 
 
 def text_module(module: str, base: Checkpoint) -> str:
-    """The decoder's name of a published module's matrix, without multimodal prefixes."""
+    """The decoder's name for a published module's matrix, without multimodal prefixes."""
     whole = f"{module}.weight"
     if whole in base.tensors:
         return whole
@@ -105,7 +105,7 @@ def places(
 ) -> list[Place]:
     """The places in ``base`` of the matrix published as ``name`` (a decoder's tensor).
 
-    ``pairs``: it is published with the rotary rows of queries and keys in pairs; ``converted``: in
+    ``pairs``: rotary rows of queries and keys are published in pairs; ``converted``: rows are in
     the order of GGUF files.
 
     Raises:
@@ -129,7 +129,7 @@ def places(
 
 
 def _in_file(name: str, base: Checkpoint) -> str:
-    """A tensor's name in a GGUF file's checkpoint, if it is there."""
+    """A tensor's name in the checkpoint of a GGUF file."""
     others = (pattern.sub(other, name) for pattern, other in _IN_FILES)
     return next((other for other in others if other in base.tensors), name)
 
@@ -139,7 +139,7 @@ def _in_order(numbers: Numbers) -> bool:
 
 
 def _in_turns(place: Place, rows: int, columns: int, base: Checkpoint) -> Place:
-    """Interleave value heads of all key heads, as GGUF files of Qwen3.5 do."""
+    """Interleave the value heads of all key heads, as GGUF files of Qwen3.5 do."""
     match = _DELTA.fullmatch(place.name)
     turned = base.kind == "gguf" and base.architecture in QWEN_DELTA - {_IN_GROUPS}
     if match is None or not turned:

@@ -30,23 +30,23 @@ from localrt.models.weight_files import model_stamp
 from localrt.quant.formats import F32
 
 _ONE_ROW = ".shared_expert_gate.weight"
-"""A matrix of one row that llama.cpp's converter stores as a vector."""
+"""Matrices of one row that llama.cpp's converter stores as vectors."""
 _NORM = "model.norm.weight"
-"""The model's, which is also a prediction block's that has none of its own."""
+"""Tensors of the model that a prediction block shares if it has none of its own."""
 _IN_LAYER = re.compile(r"model\.layers\.")
 _OWN_SCALE = ("gemma4", ".ffn_down_exps.scale")
-"""Whose experts have factors of their own under the name of NVFP4's."""
+"""Architectures whose experts have factors under the name of NVFP4's scales."""
 
 
 class GgufCheckpoint(SourcedCheckpoint):
     """A GGUF file, or a split one opened from any of its parts. See ``Checkpoint``.
 
     With ``predicts`` it is the draft head in the file: the first MTP block, as a model of one
-    layer, or one of ``HEADS``, which is all of the file.
+    layer, or the whole file if that is one of ``HEADS``.
 
     Raises:
-        CheckpointError: not a GGUF file, truncated or malformed, or a part is missing; there is no
-            MTP block.
+        CheckpointError: not a GGUF file, truncated or malformed, a part is missing, or there is no
+        MTP block.
         UnsupportedModelError: an unsupported version or tensor type.
     """
 
@@ -54,7 +54,7 @@ class GgufCheckpoint(SourcedCheckpoint):
     notes: tuple[str, ...] = ()
 
     def __init__(self, path: Path, *, predicts: bool = False) -> None:
-        self.stamp = model_stamp(path)  # before a file is open that may be replaced
+        self.stamp = model_stamp(path)  # before opening, in case a file is replaced
         self._parts = open_gguf_parts(path)
         try:
             self.path = self._parts[0].path
@@ -96,7 +96,7 @@ class GgufCheckpoint(SourcedCheckpoint):
             part.close()
 
     def _prediction_blocks(self) -> frozenset[int]:
-        """The prediction blocks, which are not layers."""
+        """The numbers of prediction blocks, which are not layers."""
         counted = count_layers(self.architecture, self.metadata)
         return prediction_blocks(*counted, self._names())
 
@@ -126,8 +126,8 @@ class GgufCheckpoint(SourcedCheckpoint):
         return stored
 
     def _factors(self) -> dict[str, list[float]]:
-        """Scales of NVFP4 tensors (one, or one per expert), by their tensors' names; scales of
-        quantized inputs are ignored.
+        """Scales of NVFP4 tensors (one, or one per expert) by tensor name; scales of quantized
+        inputs are ignored.
         """
         tensors = {name: each for part in self._parts for name, each in part.tensors.items()}
         packed = [name for name, each in tensors.items() if each.info.format.name == "nvfp4"]
@@ -165,7 +165,7 @@ class GgufCheckpoint(SourcedCheckpoint):
         ]
 
     def _plain(self, name: str, tensor: StoredTensor, experts: int | None) -> list[StoredTensor]:
-        """The decoder's tensors made from one tensor of the file."""
+        """The decoder's tensors for one tensor of the file."""
         if (stacked := expert_stack(self.architecture, name)) is not None:
             prefix, stack = stacked
             return list(split_ranges(tensor, stack, prefix, experts))

@@ -1,7 +1,7 @@
 """GGUF metadata as a Hugging Face config and generation config.
 
-Translates the file's keys and adds only what the file implies (a tied head, the factors of long
-rotary scaling). The architecture supplies defaults for keys that a file leaves out.
+Translates the file's keys and adds only what the file implies (a tied head, the factors of
+long-context RoPE scaling). The architecture supplies defaults for missing keys.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _STANDS_STILL = 1e9  # a rotary divisor that makes a frequency zero
 
 
 def count_layers(architecture: str, metadata: GgufMetadata) -> tuple[int, int]:
-    """A file's number of blocks, and of multi-token prediction blocks; 0 where not given.
+    """A file's number of blocks, and of multi-token prediction blocks; 0 if missing.
 
     Raises:
         CheckpointError: a count is of a wrong type.
@@ -45,7 +45,7 @@ def count_layers(architecture: str, metadata: GgufMetadata) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """What a config is made of: metadata, and tensors by Hugging Face's names, of which only shapes
+    """The sources of a config: metadata, and tensors by Hugging Face's names, of which only shapes
     and small rotary vectors are used.
     """
 
@@ -54,11 +54,11 @@ class _File:
     tensors: Mapping[str, StoredTensor]
 
     def integer(self, key: str) -> int | None:
-        """A whole number of the architecture's own keys."""
+        """An integer under one of the architecture's keys."""
         return self.metadata.integer(f"{self.architecture}.{key}")
 
     def listed(self, key: str) -> list[Any] | None:
-        """An array of about one entry per layer; None if it is missing or too long."""
+        """An array with about one entry per layer; None if it is missing or too long."""
         key = f"{self.architecture}.{key}"
         listed = key in self.metadata and self.metadata.is_array(key)
         short = listed and self.metadata.count(key) <= _MOST_LAYERS
@@ -126,7 +126,7 @@ def generation_config(metadata: GgufMetadata) -> dict[str, Any]:
 
 
 def _leave_out(config: dict[str, Any], predicting: Collection[int], metadata: GgufMetadata) -> None:
-    """Leave the prediction blocks out of the layer count and of per-block lists.
+    """Remove the prediction blocks from the layer count and from per-block lists.
 
     Raises:
         CheckpointError: a list has entries for fewer or more blocks.
@@ -150,7 +150,7 @@ def _leave_out(config: dict[str, Any], predicting: Collection[int], metadata: Gg
 
 
 def _numbers(metadata: GgufMetadata, key: str) -> object:
-    """Return a number, or a list if the file has different numbers per layer."""
+    """Return a number, or a list if it differs between layers."""
     if key not in metadata or not metadata.is_array(key):
         return metadata.number(key)
     values = metadata[key] if metadata.count(key) <= _MOST_LAYERS else ["too many"]
@@ -160,12 +160,12 @@ def _numbers(metadata: GgufMetadata, key: str) -> object:
 
 
 def _add_routing(config: dict[str, Any], file: _File) -> None:
-    """Add the router's scoring. The architecture refuses an unknown number."""
+    """Add the router's scoring function. The architecture rejects unknown numbers."""
     normalized = file.metadata.flag(f"{file.architecture}.expert_weights_norm")
     if normalized is not None:
         config["norm_topk_prob"] = normalized
     function = file.integer("expert_gating_func")
-    if function:  # 0: not given
+    if function:  # 0: unspecified
         config["scoring_func"] = SCORING.get(function, str(function))
 
 
@@ -178,7 +178,7 @@ def _head_size(config: Mapping[str, object]) -> int | None:
 
 
 def _add_vocabulary(config: dict[str, Any], file: _File) -> None:
-    """Add the vocabulary size, from the embedding's rows if the file does not say it."""
+    """Add the vocabulary size, from the embedding's rows if the key is missing."""
     if "vocab_size" in config:
         return
     if (embedding := file.tensors.get(EMBEDDING)) is not None:
@@ -188,7 +188,7 @@ def _add_vocabulary(config: dict[str, Any], file: _File) -> None:
 
 
 def _add_partial_rotary(config: dict[str, Any]) -> None:
-    """Add partial rotation as Hugging Face gives it: a fraction of each head."""
+    """Add partial RoPE in Hugging Face's form: a fraction of each head."""
     head_dim, rope_dim = config.get("head_dim", _head_size(config)), config.get("rope_dim")
     if isinstance(head_dim, int) and isinstance(rope_dim, int) and 0 < rope_dim < head_dim:
         config["partial_rotary_factor"] = rope_dim / head_dim
@@ -223,7 +223,7 @@ def _add_rope_scaling(config: dict[str, Any], file: _File) -> None:
 
 
 def _add_layer_types(config: dict[str, Any], file: _File) -> None:
-    """Add which layers have a window: all but every n-th, or by one flag per layer."""
+    """Add which layers have a window: all but every n-th, or according to a flag per layer."""
     key = "attention.sliding_window_pattern"
     whole = f"{file.architecture}.{key}"
     if whole in file.metadata and not file.metadata.is_array(whole):
@@ -237,7 +237,8 @@ def _add_layer_types(config: dict[str, Any], file: _File) -> None:
 def _add_choice(config: dict[str, Any], file: _File) -> None:
     """Add how DeepSeek and GLM choose experts. Early GLM files do not say that scores are sigmoids.
 
-    The file names no method. It ranks groups by their best expert, with sigmoids by their best two.
+    Files do not name the method: groups are ranked by their best expert, or with sigmoids by their
+    best two.
     """
     biased = any(name.endswith("e_score_correction_bias") for name in file.tensors)
     scoring = config.setdefault("scoring_func", "sigmoid" if biased else "softmax")
@@ -249,7 +250,7 @@ def _add_choice(config: dict[str, Any], file: _File) -> None:
 
 
 def _add_temperature(config: dict[str, Any], file: _File) -> None:
-    """Add Mistral 3's rotary scaling, which does not change the size of queries and keys."""
+    """Add Mistral 3's RoPE scaling, which does not change the magnitude of queries and keys."""
     scaling = config.get("rope_scaling")
     if isinstance(scaling, dict):
         scaling["llama_4_scaling_beta"] = config.pop("llama_4_scaling_beta", None)
@@ -258,8 +259,8 @@ def _add_temperature(config: dict[str, Any], file: _File) -> None:
 
 
 def _add_kinds(config: dict[str, Any], file: _File) -> None:
-    """What each layer of Nemotron-H is: one with key/value heads attends, and one with a width is
-    an MLP or a mixture.
+    """Add the kind of each layer of Nemotron-H: attention if it has KV heads, an MLP or mixture if
+    it has a width.
     """
     layers = config.get("num_hidden_layers")
     if type(layers) is not int or not 0 < layers <= _MOST_LAYERS:
@@ -278,7 +279,7 @@ def _add_kinds(config: dict[str, Any], file: _File) -> None:
 
 
 def _add_recurrent(config: dict[str, Any], file: _File) -> None:
-    """Sizes of recurrent layers, and which layers attend: those that have key/value heads."""
+    """Add sizes of recurrent layers, and which layers attend: those that have KV heads."""
     groups = config.get("num_key_value_heads")
     if isinstance(groups, list) and 0 in groups:
         other = "conv" if file.architecture.startswith("lfm2") else "linear_attention"
@@ -333,14 +334,14 @@ def _add_connections(config: dict[str, Any], file: _File) -> None:
 
 
 def _add_bases(config: dict[str, Any], file: _File) -> None:
-    """Add which layers have a rotary embedding: in Hugging Face configs others have base 0."""
+    """Add which layers have RoPE: in Hugging Face's configs, the others have base 0."""
     if (flags := file.listed("attention.rope_pattern")) is not None:
         base = config.get("rope_theta")
         config["layer_rope_theta"] = [base if flag else 0 for flag in flags]
 
 
 def _add_query_scale(config: dict[str, Any], file: _File) -> None:
-    """Add Gemma 3's factor of queries: by the head's size, in the 27B model by hidden size over
+    """Add Gemma 3's query scale: from the head size, or for the 27B model from hidden size /
     heads.
     """
     scale = _head_size(config) if config.get("num_hidden_layers") == 62 else None
@@ -348,7 +349,7 @@ def _add_query_scale(config: dict[str, Any], file: _File) -> None:
 
 
 def _add_streams(config: dict[str, Any], file: _File) -> None:
-    """Add what Gemma 3n's and Gemma 4's layers have of their own, some of it from tensors."""
+    """Add the keys specific to Gemma 3n's and Gemma 4's layers, some of them from tensors."""
     tensors = file.tensors
     if (table := tensors.get("model.embed_tokens_per_layer.weight")) is not None:
         config["vocab_size_per_layer_input"] = table.rows
@@ -360,8 +361,8 @@ def _add_streams(config: dict[str, Any], file: _File) -> None:
 
 
 def _add_full_layers(config: dict[str, Any], file: _File) -> None:
-    """Add the head size of Gemma 4's full layers, which the plain key has. Their rotary divisors
-    say which pairs rotate.
+    """Add the head size of Gemma 4's full-attention layers, which is under the plain key. Their
+    rotary divisors determine which pairs rotate.
     """
     tensors = file.tensors
     config.pop("rope_dim", None)
@@ -398,8 +399,8 @@ def _add_assistant(config: dict[str, Any], file: _File) -> None:
 
 
 def _add_dflash(config: dict[str, Any], file: _File) -> None:
-    """Add DFlash's options, and which it has that are not known. A file counts layers' inputs, a
-    folder their outputs.
+    """Add DFlash's options, including unknown ones. A file numbers layers' inputs, a folder their
+    outputs.
     """
     layers = file.listed("target_layers") or ()
     config["use_sliding_window"] = config["sliding_window"] is not None
@@ -417,11 +418,11 @@ def _add_dflash(config: dict[str, Any], file: _File) -> None:
 
 
 def _add_latents(config: dict[str, Any], file: _File) -> None:
-    """DeepSeek-V2's and V3's own keys.
+    """Add the keys of DeepSeek-V2 and V3.
 
-    Newer files hold latent attention in its absorbed form: the plain keys have the size of the one
-    key/value head, keys that end in ``_mla`` the size of each head. Older files have the latter
-    under the plain keys.
+    Newer files store latent attention in its absorbed form: plain keys have the size of the single
+    KV head, keys that end in ``_mla`` the size of each head. Older files have the latter under the
+    plain keys.
     """
     for key, name in DEEPSEEK_KEYS.items():
         value = file.metadata.number(f"{file.architecture}.{key}")
@@ -460,4 +461,4 @@ _FAMILIES: Mapping[str, tuple[Callable[[dict[str, Any], _File], None], ...]] = {
     "mistral3": (_add_temperature,),
     "qwen4exp": (_add_connections,),
 }
-"""What is special to an architecture's files, in order."""
+"""Functions for specific architectures, in order."""

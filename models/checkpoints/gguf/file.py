@@ -1,7 +1,7 @@
 """One GGUF file (versions 2 and 3, little endian), or the parts of a split one.
 
-Follows the GGUF specification of the ggml project. Opening reads the header only: key-value pairs
-and where tensors lie, under ggml's own names. Every count and length is checked against the file's
+Follows the GGUF specification of the ggml project. Opening reads only the header: key-value pairs
+and tensors' locations, under ggml's names. Every count and length is checked against the file's
 size before anything is allocated for it, so a damaged or hostile file costs no more memory than its
 size. ``checkpoint.py`` adds Hugging Face's names and row order.
 """
@@ -67,7 +67,7 @@ def open_gguf_parts(path: Path) -> tuple[GgufFile, ...]:
     """The file at ``path``, or all parts, first to last, of the split file it belongs to.
 
     Raises:
-        CheckpointError: a part is missing or of another model, or as for ``GgufFile``.
+        CheckpointError: a part is missing or of another model; or see ``GgufFile``.
     """
     opened = GgufFile(path)
     parts = [opened]
@@ -164,7 +164,7 @@ def _read_tensor(cursor: GgufCursor) -> tuple[TensorInfo, int]:
 
 
 def _format(cursor: GgufCursor, number: int, what: str) -> Format:
-    # A type that is not read here: another engine may support it.
+    # A type that localrt cannot read; another engine may support it.
     found = GGML_FORMATS.get(number) or GGML_UNREAD.get(number)
     if found is None:
         raise UnsupportedModelError(
@@ -177,7 +177,7 @@ def _format(cursor: GgufCursor, number: int, what: str) -> Format:
 def _place(
     cursor: GgufCursor, entries: list[tuple[TensorInfo, int]], alignment: int
 ) -> dict[str, StoredTensor]:
-    """Check that tensors lie after the header, aligned, within the file, without overlap."""
+    """Check that tensors are after the header, aligned, within the file, and do not overlap."""
     data_start = -(-cursor.position // alignment) * alignment
     tensors: dict[str, StoredTensor] = {}
     for info, offset in entries:

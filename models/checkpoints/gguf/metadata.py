@@ -1,4 +1,4 @@
-"""GGUF's key-value pairs: located at opening, decoded when accessed.
+"""GGUF's key-value pairs: located when the file is opened, decoded when accessed.
 
 A vocabulary has hundreds of thousands of strings: opening a file skips them. ``GgufCursor`` moves
 through a header with every step checked against the file, and reads through a buffer of bounded
@@ -73,7 +73,7 @@ class GgufCursor:
         self.position += count
 
     def skip_strings(self, count: int, what: str) -> None:
-        """Skip ``count`` length-prefixed strings: for a vocabulary, tens of milliseconds."""
+        """Skip ``count`` length-prefixed strings; a vocabulary takes tens of milliseconds."""
         length_at = _U64.unpack_from
         while count:
             at = self._reach(8, what)
@@ -128,16 +128,16 @@ _SIZES: Mapping[int, int] = MappingProxyType(
     {kind: np.dtype(code).itemsize for kind, code in _NUMBERS.items()}
 )
 _U32 = struct.Struct("<I")
-_FIRST_PAIR = 24  # after magic, version, and the numbers of tensors and of pairs
+_FIRST_PAIR = 24  # offset after magic, version, and the counts of tensors and pairs
 _MOST_PAIRS = 1 << 16
-_MOST_STRINGS = 1 << 24  # in one array; the largest vocabularies have some 2^19 merges
+_MOST_STRINGS = 1 << 24  # per array; the largest vocabularies have about 2^19 merges
 _LONGEST_KEY = (1 << 16) - 1
 _DEEPEST_ARRAY = 4
 
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """Where a value's bytes lie; ``count`` and ``element`` are an array's length and type."""
+    """The location of a value; ``count`` and ``element`` are an array's length and type."""
 
     kind: int
     start: int
@@ -147,7 +147,7 @@ class _Value:
 
 
 class GgufMetadata(Mapping[str, Any]):
-    """Key-value pairs as plain Python values, decoded at each access and not kept.
+    """Key-value pairs as plain Python values, decoded at each access and not cached.
 
     Arrays are lists, arrays of strings ``PackedStrings``; ``numbers`` returns an array of numbers.
     Malformed UTF-8 in text becomes U+FFFD. Decoding a vocabulary takes tens of milliseconds: keep
@@ -173,7 +173,7 @@ class GgufMetadata(Mapping[str, Any]):
         return len(self._values)
 
     def alone(self) -> bytes:
-        """The bytes of a GGUF file with these pairs and no tensors."""
+        """The contents of a GGUF file with these pairs and no tensors."""
         end = max((value.stop for value in self._values.values()), default=_FIRST_PAIR)
         data = self._file.read(0, end).tobytes()
         return data[:8] + bytes(8) + data[16:]
@@ -214,7 +214,7 @@ class GgufMetadata(Mapping[str, Any]):
         return value
 
     def integer(self, key: str) -> int | None:
-        """Like ``number``, but only for a whole number."""
+        """Like ``number``, but the value must be an integer."""
         value: int | None = self._typed(key, _SIZES.keys() - {_BOOL}, "a number")
         if isinstance(value, float):
             raise CheckpointError(f"{self.path}: metadata key {key!r} is not a whole number")

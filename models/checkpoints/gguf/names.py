@@ -29,7 +29,9 @@ INTERLEAVED_ROTARY = frozenset(
 
 GEMMA = frozenset({"gemma", "gemma2", "gemma3"})
 QWEN_DELTA = frozenset({"qwen3next", "qwen35", "qwen35moe", "qwen4exp"})
-"""Architectures whose files hold norm weights with the 1 added that Hugging Face adds later."""
+"""Architectures whose files store norm weights plus 1, which Hugging Face's code adds at run
+time.
+"""
 
 _TENSORS: Mapping[str, str] = {
     "token_embd": "model.embed_tokens",
@@ -86,7 +88,7 @@ _LAYER_TENSORS: Mapping[str, str] = {
 }
 
 _EXPERT_TENSORS: Mapping[str, str] = {
-    # early Mixtral files: a tensor for each expert, its number before "weight"
+    # early Mixtral files: one tensor per expert, with its number before "weight"
     "ffn_gate": "mlp.experts.{}.gate_proj",
     "ffn_up": "mlp.experts.{}.up_proj",
     "ffn_down": "mlp.experts.{}.down_proj",
@@ -101,7 +103,7 @@ _EXPERT_STACKS: Mapping[str, tuple[str, ...]] = {
 }
 
 _STACKS_OF: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    # of shared experts: (rows of both, columns)
+    # shared experts: (rows of both, columns)
     "granite_swa": {
         "ffn_up_shexp": (_LAYER_TENSORS["ffn_gate_shexp"], _LAYER_TENSORS["ffn_up_shexp"])
     },
@@ -135,7 +137,7 @@ _SANDWICH_NORMS: Mapping[str, str] = {
 }
 
 _MLP_NORM = {"post_attention_norm": "post_attention_layernorm"}
-"""The norm before the MLP, called as if it were attention's."""
+"""Names of the norm before the MLP that suggest attention."""
 
 _DELTA_NET = {
     **_MLP_NORM,
@@ -152,7 +154,7 @@ _DELTA_NET = {
 _DELTA_NET_TOGETHER = {
     **_DELTA_NET,
     "ssm_ba": "linear_attn.in_proj_ba",
-    "ssm_in": "linear_attn.in_proj_qkvz",  # of early files; others have four tensors
+    "ssm_in": "linear_attn.in_proj_qkvz",  # early files; others have four tensors
 }
 _CONNECTED_DELTA_NET = {
     **_DELTA_NET,
@@ -206,9 +208,9 @@ _KIMI_DELTA = {
     "ssm_norm": "self_attn.o_norm",
 }
 _NO_KIND = ("ssm_a", "ssm_d", "ssm_dt")
-"""What Hugging Face gives neither ``.weight`` nor ``.bias``."""
+"""Tensors without ``.weight`` or ``.bias`` in Hugging Face's names."""
 _WEIGHTS_OF_NO_KIND = ("ffn_norm",)
-"""What a file of Falcon-H1 gives no ``.weight``."""
+"""Tensors without ``.weight`` in files of Falcon-H1."""
 
 _LAYER_INPUTS: Mapping[str, str] = {
     **_SANDWICH_NORMS,
@@ -263,7 +265,7 @@ _LAYER_TENSORS_OF: Mapping[str, Mapping[str, str]] = {
 }
 
 RECURRENT_KEYS: Mapping[str, str] = {
-    # of recurrent layers, after the architecture's name and a dot
+    # recurrent layers; after the architecture's name and a dot
     "ssm.conv_kernel": "taps",
     "ssm.group_count": "key_heads",
     "ssm.inner_size": "inner",
@@ -312,7 +314,7 @@ CONFIG_KEYS: Mapping[str, str] = {
 }
 
 CONNECTION_KEYS: Mapping[str, str] = {
-    # of Qwen3.8-Flash-Next, after the architecture's name and a dot
+    # Qwen3.8-Flash-Next; after the architecture's name and a dot
     "hyper_connection.count": "hc_count",
     "hyper_connection.low_rank": "hc_lowrank",
     "attention.indexer.head_count": "indexer_n_heads",
@@ -325,14 +327,14 @@ CONNECTION_KEYS: Mapping[str, str] = {
 }
 
 DEEPSEEK_KEYS: Mapping[str, str] = {
-    # of latent attention, after the architecture's name and a dot
+    # latent attention; after the architecture's name and a dot
     "attention.kv_lora_rank": "kv_lora_rank",
     "attention.q_lora_rank": "q_lora_rank",
     "rope.dimension_count": "qk_rope_head_dim",
 }
 
 SCORING: Mapping[int, str] = {1: "softmax", 2: "sigmoid", 3: "softmax-chosen"}
-"""What ``<architecture>.expert_gating_func`` counts, as ``scoring_func``."""
+"""The values of ``<architecture>.expert_gating_func`` as ``scoring_func``."""
 
 ROPE_SCALING_KEYS: Mapping[str, str] = {
     # after the architecture's name and ".rope.scaling."
@@ -393,7 +395,7 @@ def hf_tensor_name(architecture: str, name: str) -> str:
 
 
 def expert_stack(architecture: str, name: str) -> tuple[str, Stack] | None:
-    """The ``Stack`` of a tensor of all experts of a layer, and the prefix of its parts' names.
+    """For a stacked tensor of a layer's experts, its ``Stack`` and the prefix of its parts' names.
 
     Also for tensors of all residual streams or of shared experts.
     """

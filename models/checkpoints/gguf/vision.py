@@ -1,9 +1,10 @@
-"""The vision encoder in an ``mmproj`` GGUF file, as the publisher's folder would have it.
+"""The vision encoder in an ``mmproj`` GGUF file, presented like the publisher's folder.
 
-llama.cpp's converter gives the tensors short names; it splits some, adds 1 to Gemma's norm, makes
-pairs of the halves of Pixtral's rotary rows, and lets a patch's columns begin with the colour.
-Reading undoes all of that: names, shapes and values are those of ``VisionFolder``, and so are the
-keys of ``config`` and ``processor``. What the file does not say, no key says: families have the
+
+llama.cpp's converter shortens names, splits some tensors, adds 1 to Gemma's norm, turns the halves
+of Pixtral's rotary rows into pairs, and puts the colour first in a patch's columns. Reading undoes
+all of that: names, shapes and values are those of ``VisionFolder``, and so are the keys of
+``config`` and ``processor``. Keys that do not follow from the file are missing: families have the
 publishers' defaults.
 """
 
@@ -37,7 +38,7 @@ from localrt.quant.formats import F32, unpack
 from localrt.quant.formats.packed import Bytes
 
 ARCHITECTURE = "clip"
-"""What ``mmproj`` files call theirs."""
+"""The architecture name of ``mmproj`` files."""
 
 _COLOURS = 3
 _KINDS = re.compile(r"(?P<stem>.+?)(?P<kind>\.(?:weight|bias|(?:in|out)put_(?:min|max)))?")
@@ -47,12 +48,12 @@ _QKV = ("attn_q", "attn_k", "attn_v")
 
 class VisionGguf(SourcedCheckpoint):
     """See ``TensorSource``. ``config`` and ``processor`` have the keys of a ``config.json`` and an
-    image processor; ``decoders`` are the architectures of the GGUF files that it is for, whose rows
-    have ``columns``.
+    image processor; ``decoders`` are the architectures of the GGUF files that it is for, with a
+    hidden size of ``columns``.
 
     Raises:
         CheckpointError: not a GGUF file, truncated or malformed.
-        UnsupportedModelError: it is no vision encoder, or one that localrt does not know.
+        UnsupportedModelError: it is not a vision encoder, or an unknown one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -111,7 +112,7 @@ class VisionGguf(SourcedCheckpoint):
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """Makes the publisher's tensors of the file's."""
+    """Converts the file's tensors to the publisher's."""
 
     family: Family
     path: Path
@@ -155,12 +156,12 @@ class _Reading:
             prefix = f"{family.deep}{deep.index(int(block['deep']))}."
         else:
             prefix = f"{family.prefix}{int(block['block'])}."
-        # What clips a matrix's inputs and outputs lies beside the matrix.
+        # The bounds for clipping a matrix's inputs and outputs are next to the matrix.
         matrix = family.block[own]
         return prefix + (matrix.removesuffix(".linear") if "put_" in kind else matrix) + kind
 
     def _is_swapped(self, prefix: str) -> bool:
-        """Whether a block of an old file has its MLP's matrices under each other's names."""
+        """Whether a block of an old file has the names of its MLP's matrices swapped."""
         norm, up = self.stored.get(f"{prefix}ln1.weight"), self.stored.get(f"{prefix}ffn_up.weight")
         down = self.stored.get(f"{prefix}ffn_down.weight")
         if norm is None or up is None or down is None or up.info.shape == down.info.shape:
@@ -200,7 +201,9 @@ class _Reading:
     def _columns(
         self, names: Sequence[str], shape: tuple[int, ...], axes: tuple[int, ...]
     ) -> RowSource:
-        """Kernels as one matrix, whose columns are ``axes`` of those of the file in ``shape``."""
+        """Convolution kernels as one matrix: its columns are those of the file, in ``shape``,
+        permuted to ``axes``.
+        """
         parts = [self._tensor(name) for name in names]
         first = parts[0].info
         columns = math.prod(first.shape[1:])

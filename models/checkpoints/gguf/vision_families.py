@@ -1,4 +1,4 @@
-"""What ``mmproj`` GGUF files call the encoders and tensors of each family, and say of its config.
+"""Tables of ``mmproj`` GGUF files: each vision family's tensor names and config keys.
 
 ``vision.py`` handles differences in values.
 """
@@ -18,18 +18,18 @@ from localrt.models.checkpoints.gguf.metadata import GgufMetadata
 
 BLOCK = re.compile(r"v\.(?:blk\.(?P<block>\d{1,5})|deepstack\.(?P<deep>\d{1,5}))\.")
 SECOND_KERNEL = "v.patch_embd.weight.1"
-"""Of the second frame of a patch."""
+"""The kernel for the second frame of a patch."""
 
 _COLOURS = 3
 _LARGEST = 1 << 20
 _MOST_PIXELS = 1 << 28
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""Of a file's tensors."""
+"""Shapes of a file's tensors by name."""
 
 
 def deep_blocks(names: Iterable[str]) -> list[int]:
-    """The blocks behind which a file has mergers of their own."""
+    """The blocks that are followed by a merger of their own."""
     return sorted(
         {int(match["deep"]) for match in map(BLOCK.match, names) if match and match["deep"]}
     )
@@ -37,12 +37,12 @@ def deep_blocks(names: Iterable[str]) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What a projector type stands for: ``kind`` is the ``model_type`` of the published config, and
-    ``decoders`` are the architectures of GGUF files that go with it.
+    """The family of a projector type: ``kind`` is the ``model_type`` of the published config, and
+    ``decoders`` are the GGUF architectures that it belongs to.
 
-    ``names`` are the encoder's tensors, ``block`` a block's below ``prefix``; a name's ending
-    follows. ``out`` is the last matrix, whose rows are the decoder's columns. ``keys`` makes the
-    config's further keys, and those of its image processor.
+    ``names`` are the encoder's tensors, ``block`` those of a block under ``prefix``, all without
+    suffixes. ``out`` is the last matrix, whose rows are the decoder's hidden size. ``keys`` returns
+    further keys of the config and its image processor.
     """
 
     kind: str
@@ -52,23 +52,23 @@ class Family:
     names: Mapping[str, str]
     out: str
     keys: Callable[[ClipMetadata, Mapping[str, Any], Shapes], dict[str, Any]]
-    deep: str = ""  # the prefix of a merger of deeper rows
+    deep: str = ""  # prefix of mergers after inner blocks
     joined: bool = False  # queries, keys and values are one matrix
-    paired: bool = False  # rotary rows lie in pairs
-    colours_last: bool = False  # in the columns of patches
+    paired: bool = False  # rotary rows are in pairs
+    colours_last: bool = False  # order of patches' columns
     whole: Mapping[str, str] = field(default_factory=dict)  # names with their endings
 
 
 @dataclass(frozen=True, slots=True)
 class ClipMetadata:
-    """Checked values below ``clip.``."""
+    """Checked metadata values under ``clip.``."""
 
     pairs: GgufMetadata
 
     def count(
         self, key: str, default: int | None = None, *, least: int = 1, most: int = _LARGEST
     ) -> int:
-        """A whole number."""
+        """An integer."""
         value = self.pairs.integer(f"clip.{key}")
         value = default if value is None else value
         if value is None or not least <= value <= most:
@@ -76,7 +76,7 @@ class ClipMetadata:
         return value
 
     def number(self, key: str, default: float) -> float:
-        """A number above 0, as its shortest decimal."""
+        """A number above 0, in its shortest decimal form."""
         value = self.pairs.number(f"clip.{key}")
         value = default if value is None else value
         if not 0 < value < 1e9:
@@ -84,7 +84,7 @@ class ClipMetadata:
         return _decimal(value)
 
     def colours(self, key: str) -> list[float]:
-        """A number for each colour."""
+        """One number per colour."""
         values = self.pairs.numbers(f"clip.{key}")
         numbers = [] if values is None else [_decimal(value) for value in values[: 2 * _COLOURS]]
         if len(numbers) != _COLOURS or not all(map(math.isfinite, numbers)):
@@ -92,7 +92,7 @@ class ClipMetadata:
         return numbers
 
     def flags(self, key: str) -> list[int]:
-        """Where an array of truth values is true."""
+        """The indices of true values in an array of booleans."""
         values = self.pairs.numbers(f"clip.{key}")
         return [] if values is None else np.flatnonzero(values).tolist()
 
@@ -101,14 +101,14 @@ class ClipMetadata:
         return CheckpointError(f"{self.pairs.path}: metadata key 'clip.{key}' {reason}")
 
     def activation(self) -> str:
-        """The activation of the blocks, by transformers' name."""
+        """transformers' name of the blocks' activation."""
         if self.pairs.flag("clip.use_silu"):
             return "silu"
         return "gelu_pytorch_tanh" if self.pairs.flag("clip.use_gelu") else "quick_gelu"
 
 
 def _decimal(value: float) -> float:
-    """The shortest decimal of a float32: the one that was published."""
+    """The shortest decimal of a float32, which is the published value."""
     return float(str(np.float32(value)))
 
 
@@ -150,7 +150,7 @@ def vision_config(
 
 
 def _columns(family: Family, metadata: ClipMetadata, shapes: Shapes) -> int:
-    """The decoder's columns; some early files say another ``projection_dim``."""
+    """The decoder's hidden size; some early files have a wrong ``projection_dim``."""
     if len(shape := shapes.get(family.out, ())) != 2:
         raise CheckpointError(f"{metadata.pairs.path} has no matrix {family.out!r}")
     return shape[1 if family.kind == "gemma3" else 0]  # Gemma 3's is transposed
@@ -195,13 +195,13 @@ def _gemma4(metadata: ClipMetadata, vision: Mapping[str, Any], shapes: Shapes) -
         "processor": {"patch_size": vision["patch_size"], "pooling_kernel_size": merge},
     }
     if not metadata.pairs.flag("clip.has_audio_encoder"):
-        # Of Gemma 4's models, those that do not hear let a picture's rows see one another.
+        # In Gemma 4's models without audio, a picture's rows attend to one another.
         found["text_config"] = {"use_bidirectional_attention": "vision"}
     return found
 
 
 def _qwen(metadata: ClipMetadata, vision: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
-    """Of all generations; each reads its own keys."""
+    """The keys of all generations; each reads its own."""
     merge, layers = metadata.count("vision.spatial_merge_size", 2), vision["num_hidden_layers"]
     own = {
         "depth": layers,

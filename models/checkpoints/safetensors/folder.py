@@ -1,4 +1,4 @@
-"""A Hugging Face folder as a checkpoint: ``config.json`` beside whole or sharded safetensors.
+"""A Hugging Face folder as a checkpoint: ``config.json`` with whole or sharded safetensors.
 
 Opening reads headers; weights are read on request. Only the decoder is presented
 (``text_model.py``), with separate experts (``names.py``). The config is normalized to the flat,
@@ -56,9 +56,9 @@ NO_HEAD = (
     "the model has no head for text: lm_head.weight is not in its files. It embeds texts; if its "
     'embedding is its head, set "tie_word_embeddings": true in config.json'
 )
-_COMPARED = 1 << 20  # bytes at a time
+_COMPARED = 1 << 20  # bytes compared at a time
 TIED_OUTSIDE = frozenset({"gemma3", "gemma4", "lfm2_vl", "mistral3"})
-"""Models that see, by ``model_type``, whose outer config ties the head unless it says otherwise."""
+"""``model_type`` of vision models whose outer config ties the head by default."""
 _KIMIS_LENGTH = "model_max_length"
 HEADS_LAYER = "transformer_layer_config"
 
@@ -110,11 +110,11 @@ class SafetensorsCheckpoint(SourcedCheckpoint):
     """A folder of ``config.json`` and safetensors. See ``Checkpoint``.
 
     With ``predicts`` it is the draft head in the folder: the first MTP block, as a model of one
-    layer, or one of ``HEADS``, which is all of the folder.
+    layer, or the whole folder if that is one of ``HEADS``.
 
     Raises:
         CheckpointError: a file is missing, truncated or malformed; there is no MTP block.
-        UnsupportedModelError: an unsupported quantization or type of number.
+        UnsupportedModelError: an unsupported quantization or data type.
     """
 
     kind = "safetensors"
@@ -150,8 +150,8 @@ class SafetensorsCheckpoint(SourcedCheckpoint):
             file.close()
 
     def _head(self, config: Mapping[str, object]) -> dict[str, bool]:
-        """Whether the head is the embedding, by the config and the tensors, as in transformers: a
-        head in the file that differs is kept, whatever the config says.
+        """Whether the head is tied to the embedding, as in transformers: a head in the file that
+        differs from the embedding is used, even if the config ties them.
         """
         asked = self.config.get("tie_word_embeddings", self.config.get("tie_embedding"))
         if HEAD in self.tensors:
@@ -166,7 +166,7 @@ class SafetensorsCheckpoint(SourcedCheckpoint):
         return {"tie_word_embeddings": True}
 
     def _is_copy(self, name: str, of: str) -> bool:
-        """Whether two matrices are equal. Of those in different formats the config is believed."""
+        """Whether two matrices are equal. If their formats differ, the config decides."""
         one, other = self.tensors[name], self.tensors.get(of)
         if other is None or (one.format, one.shape) != (other.format, other.shape):
             return True
@@ -221,7 +221,7 @@ class SafetensorsCheckpoint(SourcedCheckpoint):
         return located
 
     def _wanted(self, name: str) -> bool:
-        """Whether a tensor of the decoder is read."""
+        """Whether a decoder tensor is read."""
         return not is_hash_constant(name)
 
     def _listed(
@@ -283,8 +283,8 @@ def _generation_config(path: Path, config: Mapping[str, object]) -> dict[str, ob
 
 
 def weight_map(folder: Path, *, whole: bool) -> dict[str, str]:
-    """Which of the folder's files each tensor that its index lists is in; empty if the index is
-    malformed and there is a ``whole`` file.
+    """The index's tensor names and the files that have them; empty if the index is malformed and
+    there is a ``whole`` file.
     """
     try:
         return _weight_map(folder / INDEX_NAME)

@@ -5,7 +5,7 @@ experts: tables have the names below ``model.layers.N.``, where ``{}`` is an exp
 Experts are presented separately: ``mlp.experts.E.gate_proj.weight``.
 
 gpt-oss's experts are published in MXFP4: ``..._blocks`` (experts, rows, groups, 16) has two
-neighbouring columns in each byte, ``..._scales`` (experts, rows, groups) the exponents.
+adjacent columns in each byte, ``..._scales`` (experts, rows, groups) the exponents.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from localrt.models.checkpoints.schemes.floats import regrouped_nibbles
 from localrt.quant.formats import MXFP4
 from localrt.quant.formats.packed import Bytes
 
-_HALF = MXFP4.block // 2  # bytes of a group's nibbles
+_HALF = MXFP4.block // 2  # bytes of nibbles per group
 
 
 def split_mxfp4(
@@ -175,7 +175,7 @@ _TOP = {
 }
 _QWEN3_VL = "Qwen3VLMoeForConditionalGeneration"
 _QWEN3_VL_STACKS: Mapping[str, Stack] = {
-    # as published; transformers saves them as in ``_STACKS``
+    # as published; transformers saves stacks as in ``_STACKS``
     "mlp.experts.gate_up_proj": Stack(_GATE_UP, transposed=True),
     "mlp.experts.down_proj": Stack(_DOWN, transposed=True),
 }
@@ -267,7 +267,7 @@ def _parts(
     stored: Mapping[str, RowSource],
     count: int,
 ) -> list[RowSource]:
-    """The localrt tensors made from one tensor; none if it belongs to another tensor."""
+    """localrt's tensors for one tensor; none if it belongs to another tensor."""
     match = _LAYER.fullmatch(name)
     if match is None:
         return [tensor]

@@ -23,13 +23,13 @@ from localrt.models.checkpoints.text_model import decoder_tensor
 from localrt.models.weight_files import INDEX_NAME, WEIGHTS_NAME, weight_files
 
 _OTHERS = ("mtp.", "mtp_", "audio_tower.", "embed_audio.", "audio_model.")
-"""How names begin of what is neither the decoder nor a vision encoder."""
+"""Prefixes of tensors that belong to neither the decoder nor a vision encoder."""
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 
 
 class VisionFolder(SourcedCheckpoint):
-    """See ``TensorSource``. ``config`` is the folder's ``config.json``, ``processor`` what it says
-    of preparing pictures, mostly empty keys meaning the publisher's defaults.
+    """See ``TensorSource``. ``config`` is the folder's ``config.json``, ``processor`` its image
+    processor's config; missing keys mean the publisher's defaults.
 
     Raises:
         CheckpointError: a file is missing, truncated or malformed.
@@ -79,7 +79,7 @@ class VisionFolder(SourcedCheckpoint):
 
 
 def _processor(path: Path) -> dict[str, object]:
-    """What the folder says of its image processor."""
+    """The folder's config of its image processor."""
     found: dict[str, object] = {}
     for name in _PROCESSORS:
         if (path / name).exists():

@@ -1,11 +1,11 @@
-"""Reads published quantized safetensors as rows of our formats, on request and without changing
-values.
+"""Reads published quantized safetensors as rows of localrt's formats, on request and without
+changing values.
 
 Quantized folders keep a weight in several tensors: codes, scales, zero points, orders. Each family
-of schemes has a file, which checks that the tensors fit each other and makes one ``RowSource`` per
-weight from them. The config names the family; types and shapes of tensors decide the rest, so a
-folder may mix schemes. The format follows from the scales' type and the group size, before any data
-is read. ``docs/models.md`` lists the format for each scheme.
+of schemes has a module that checks that the tensors fit together and builds one ``RowSource`` per
+weight. The config names the family; types and shapes of tensors decide the rest, so a folder may
+mix schemes. The format follows from the scales' type and the group size, before any data is read.
+``docs/models.md`` lists the format for each scheme.
 
 Start reading at ``weights.py``, then ``methods.py``.
 """

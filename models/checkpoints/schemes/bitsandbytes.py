@@ -1,9 +1,9 @@
-"""bitsandbytes' NF4: nibbles of the whole matrix in a row, the first in the byte's high half.
+"""bitsandbytes' NF4: consecutive nibbles of the whole matrix, the first in a byte's high half.
 
-Other tensors of ``weight`` (bytes, 1) are the largest magnitude of each block (``absmax``), the
-sixteen levels (``quant_map``) and, as JSON in bytes, shape and block size (``quant_state``). With
-double quantization a block's ``absmax`` is a byte: an index into ``nested_quant_map``, whose value
-is multiplied by a ``nested_absmax``, plus an offset.
+Besides ``weight`` (bytes, 1) there are the largest magnitude of each block (``absmax``), the
+sixteen levels (``quant_map``), and shape and block size as JSON (``quant_state``). With double
+quantization a block's ``absmax`` is a byte: an index into ``nested_quant_map``, whose value is
+multiplied by a ``nested_absmax``, plus an offset.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class BitsAndBytes:
             require_shape(map_, F32, 256)
             require_shape(nested, F32, None)
             size = -(-count // nested.info.shape[0])
-            size = 1 << (size - 1).bit_length()  # the last block may be short
+            size = 1 << (size - 1).bit_length()  # the last block may be shorter
             if offset is None or -(-count // size) != nested.info.shape[0]:
                 raise wrong(nested, f"does not divide {count} blocks")
             steps = _Nested(nested, map_, offset, size)
@@ -122,7 +122,7 @@ class _Nested:
     size: int
 
     def values(self, codes: Bytes, first: int) -> Floats:
-        """Return consecutive magnitudes, from number ``first`` on."""
+        """Return consecutive magnitudes from index ``first`` on."""
         levels = unpack(self.levels.read())
         at = np.arange(first, first + len(codes)) // self.size
         found: Floats = levels[codes] * unpack(self.absmax.read())[at] + np.float32(self.offset)

@@ -1,10 +1,10 @@
 """compressed-tensors, as llm-compressor and Neural Magic publish it.
 
-A folder may mix schemes; names and types of a weight's tensors show which one it has:
+A folder may mix schemes; a weight's scheme is recognized by the names and types of its tensors:
 
-    weight_packed int32           whole numbers of 4 or 8 bits, ``weight_shape`` (rows, columns)
-    weight_packed uint8           FP4: NVFP4 with ``weight_global_scale``, else MXFP4 weight int8,
-    FP8              a byte for each
+    weight_packed int32           integers of 4 or 8 bits, ``weight_shape`` (rows, columns)
+    weight_packed uint8           FP4: NVFP4 with ``weight_global_scale``, else MXFP4
+    weight int8, FP8              a byte per weight
 
 Signed codes are stored plus half of their range. ``weight_zero_point`` is packed along rows.
 """
@@ -66,8 +66,8 @@ _SHAPE, _ZEROS, _GROUPS = ".weight_shape", ".weight_zero_point", ".weight_g_idx"
 
 @dataclass(frozen=True, slots=True)
 class CompressedTensors:
-    """See ``Scheme``. ``blocks`` are the (rows, columns) of FP8 that share a scale, of all groups;
-    the tensors show which one a module has, as targets may overlap.
+    """See ``Scheme``. ``blocks`` are the FP8 block sizes (rows, columns) of all config groups;
+    since targets may overlap, a module's is recognized by the shape of its scales.
     """
 
     endings: ClassVar[Mapping[str, str]] = dict.fromkeys(
@@ -143,7 +143,7 @@ class CompressedTensors:
 
 
 def _typical(kind: str, bits: int, weights: Keys) -> str:
-    """The usual format of a group's weights: scales are mostly bfloat16."""
+    """The usual format of a group's weights, assuming bfloat16 scales."""
     group = weights.value("group_size")
     if kind == "float":
         fp4 = NVFP4 if group == NVFP4.block else MXFP4
@@ -153,7 +153,7 @@ def _typical(kind: str, bits: int, weights: Keys) -> str:
 
 
 def _packed(parts: Parts, packed: StoredTensor) -> RowSource:
-    """Return the source of whole numbers packed in words."""
+    """Return the source of integers packed in words."""
     require_shape(packed, INT32, None, None)
     shape = parts.need(_SHAPE)
     require_shape(shape, INT32 if shape.info.format == INT32 else INT64, 2)
@@ -167,7 +167,7 @@ def _packed(parts: Parts, packed: StoredTensor) -> RowSource:
 
 
 def _bytes(parts: Parts, weight: StoredTensor) -> RowSource:
-    """Return the source of whole numbers in bytes."""
+    """Return the source of integers in bytes."""
     require_shape(weight, INT8, None, None)
     rows, columns = weight.info.shape
     return _whole_numbers(parts, weight, rows, columns, 8)
@@ -220,7 +220,7 @@ class _WholeNumbers(CodedRows):
         return scales if self.order is None else scales[:, list(self.order)]
 
     def _zeros(self, start: int, stop: int) -> Floats:
-        """Return zero points (rows, groups as published)."""
+        """Return zero points (rows, published groups)."""
         assert self.zeros is not None
         if self.zeros.info.format == INT8:
             zeros: Floats = (self.zeros.read(start, stop).data ^ np.uint8(128)).astype(np.float32)

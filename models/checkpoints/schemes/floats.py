@@ -1,11 +1,11 @@
 """Published FP4 and FP8 weights: transformers' own fp8, and NVIDIA's ModelOpt.
 
-FP4 has two neighbouring columns in a byte, the first in its low nibble, and a separate tensor of
-scales: E4M3 for 16 columns (NVFP4), exponents for 32 (MXFP4). Our formats put the scale before its
-group's nibbles, and pair column j with j + 8 or j + 16: bits move, no value changes. FP8 is E4M3 or
-E5M2 codes and a scale for the tensor, its rows, or blocks of it: DeepSeek and Qwen publish blocks
-of 128 x 128 with ``weight_scale_inv``, which is multiplied like any other scale. E4M3 keeps its
-byte; E5M2, rarely used for weights, becomes float32.
+FP4 has two adjacent columns in a byte, the first in its low nibble, and a separate tensor of
+scales: E4M3 per 16 columns (NVFP4), exponents per 32 (MXFP4). localrt's formats put the scale
+before its group's nibbles, and pair column j with j + 8 or j + 16; no value changes. FP8 is E4M3 or
+E5M2 codes with a scale per tensor, row, or block: DeepSeek and Qwen publish blocks of 128 x 128
+with ``weight_scale_inv``, which is multiplied like any other scale. E4M3 keeps its byte; E5M2,
+rarely used for weights, becomes float32.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def mxfp4_rows(name: str, nibbles: StoredTensor, scales: StoredTensor) -> RowSou
 
 
 def regrouped_nibbles(pairs: Bytes) -> Bytes:
-    """(..., n) bytes of neighbouring columns as n bytes of columns j and j + n."""
+    """(..., n) bytes of adjacent columns as n bytes of columns j and j + n."""
     half = pairs.shape[-1] // 2
     low, high = pairs[..., :half], pairs[..., half:]
     out = np.empty_like(pairs)
@@ -116,7 +116,7 @@ class _NvFp4Rows(_Fp4Rows):
 
     @property
     def scale(self) -> float:
-        """The tensor's scale, read each time: it is four bytes."""
+        """The tensor's scale, four bytes that are read each time."""
         factor = numbers(self.factor.read()).reshape(-1)[:1]
         with np.errstate(all="ignore"):
             factor = np.float32(1) / factor if self.inverse else factor
@@ -128,7 +128,7 @@ class _NvFp4Rows(_Fp4Rows):
 def fp8_rows(
     name: str, codes: StoredTensor, scales: StoredTensor, block: tuple[int, int] | None
 ) -> RowSource:
-    """The matrix ``name``; ``block`` is (rows, columns) that share a scale, if the config says.
+    """The matrix ``name``; ``block`` is (rows, columns) that share a scale, if in the config.
 
     Raises:
         CheckpointError: not a matrix in FP8, or its scales do not fit.
@@ -160,7 +160,7 @@ class _Fp8Rows(CodedRows):
 
 @dataclass(frozen=True, slots=True)
 class _E5m2:
-    """The upper half of a float16: see ``GroupCodec``."""
+    """E5M2, the upper half of a float16: see ``GroupCodec``."""
 
     format: Format = E5M2
 
@@ -198,10 +198,10 @@ class Fp8:
 
     @classmethod
     def of(cls, keys: Keys) -> Fp8:
-        """Of a ``quantization_config``.
+        """Read a ``quantization_config``.
 
         Raises:
-            UnsupportedModelError: an unsupported type of number.
+            UnsupportedModelError: an unsupported data type.
             CheckpointError: a key is malformed.
         """
         keys.one_of("fmt", ("e4m3", "float8_e4m3fn", None), None)
@@ -225,7 +225,7 @@ class Fp8:
 
 _SCALE, _FACTOR = ".weight_scale", ".weight_scale_2"
 _ACTIVATION_BITS = {"NVFP4": 4, "FP8": 8, "FP8_PER_CHANNEL_PER_TOKEN": 8, "W4A8_NVFP4_FP8": 8}
-_ALONE = ("NVFP4_AWQ", "W4A16_NVFP4", "FP8_PB_WO")  # only weights are quantized
+_ALONE = ("NVFP4_AWQ", "W4A16_NVFP4", "FP8_PB_WO")  # weight-only
 _MIXED = "MIXED_PRECISION"
 
 
@@ -233,7 +233,7 @@ _MIXED = "MIXED_PRECISION"
 class ModelOpt:
     """NVIDIA's ModelOpt, configured in ``hf_quant_config.json`` or the config: see ``Scheme``.
 
-    NVFP4 is ``weight`` (rows, columns / 2) in bytes, ``weight_scale`` for 16 columns in E4M3, and
+    NVFP4 is ``weight`` (rows, columns / 2) in bytes, ``weight_scale`` in E4M3 per 16 columns, and
     ``weight_scale_2``, the tensor's scale. FP8 is ``weight`` and ``weight_scale``.
     """
 

@@ -51,7 +51,7 @@ _METHODS: Mapping[str, Callable[[Keys], Scheme]] = MappingProxyType(
     }
 )
 _PACKED_EXPERTS = {"mxfp4": ("GptOssForCausalLM", "gpt_oss")}
-"""Methods that leave experts packed and all else alone, and whose: see ``safetensors/names.py``."""
+"""Methods that pack experts only, with their architectures: see ``safetensors/names.py``."""
 
 
 def read_scheme(config: Mapping[str, object], folder: Path) -> tuple[str, Scheme | None]:

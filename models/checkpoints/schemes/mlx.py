@@ -1,13 +1,14 @@
-"""MLX's groups: columns packed into the words of ``weight``, ``scales`` and mostly ``biases``.
+"""MLX's groups: columns packed in ``weight``, with ``scales`` and usually ``biases``.
 
-An affine value is scale * code + bias. In the modes that are named after formats, codes are floats,
-and scales are bytes. A config's ``quantization`` has mode, bits and group size for all weights, and
-exceptions by module name. Codes of 2 to 6 bits without a group format of ours are stored in 8 bits.
+An affine value is scale * code + bias. In modes named after float formats, codes are floats and
+scales are bytes. A config's ``quantization`` has mode, bits and group size for all weights, and
+exceptions by module name. 2- to 6-bit codes without a group format of localrt's are stored in 8
+bits.
 
-mlx-lm's conversion changes some models' numbers; this is undone. A model was converted if its
-convolutions' taps are on the second axis instead of the last. Then 1 was added to Qwen3.5's and
-Qwen3-Next's norms; subtracting it is exact in float32. Falcon-H1's factors are multiplied into its
-weights, which cannot be undone.
+mlx-lm's conversion changes some models' values, which is undone if possible. A model was converted
+if its convolutions' taps are on the second axis instead of the last. Conversion adds 1 to Qwen3.5's
+and Qwen3-Next's norms; subtracting it is exact in float32. It multiplies Falcon-H1's factors into
+the weights, which cannot be undone.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _MODES = {  # default bits and group size; only affine may have others
 
 @dataclass(frozen=True, slots=True)
 class _Width:
-    """A module's packing."""
+    """How a module is packed."""
 
     mode: str
     bits: int
@@ -58,7 +59,7 @@ class _Width:
 
 @dataclass(frozen=True, slots=True)
 class Mlx:
-    """See ``Scheme``. The default packing of modules, and exceptions."""
+    """See ``Scheme``. The modules' default packing, and exceptions."""
 
     endings: ClassVar[Mapping[str, str]] = dict.fromkeys((_WEIGHT, _SCALES, _MINIMA), _WEIGHT)
     usual: _Width
@@ -100,7 +101,7 @@ class Mlx:
         rows, words = weight.info.shape
         columns = words * 32 // bits
         if words * 32 % bits or columns % group:
-            raise wrong(weight, f"does not hold rows of whole groups of {group} in {bits} bits")
+            raise wrong(weight, f"has rows that are not whole groups of {group} in {bits} bits")
         if scales.info.format not in FLOATS:
             raise wrong(scales, "should be F16, BF16 or F32")
         require_shape(
@@ -125,7 +126,7 @@ def _width(keys: Keys) -> _Width:
 
 
 def _plain(module: str) -> str:
-    """A module's name without the prefix that its tensors' names lose."""
+    """A module's name without the prefix we strip from tensor names."""
     name = f"{module}{_WEIGHT}"
     plain = decoder_tensor(name, {}, multimodal=True) or decoder_tensor(name, {}, multimodal=False)
     return (plain or name).removesuffix(_WEIGHT)
@@ -185,8 +186,8 @@ def unconverted(
         return found
     if architecture.startswith(_FACTORS):
         raise UnsupportedModelError(
-            f"{path}: MLX's form of {architecture} has other weights than its publisher's, which "
-            "localrt cannot read; use the original model, or a GGUF file of it"
+            f"{path}: MLX's conversion of {architecture} changed its weights, which localrt "
+            "cannot undo; use the original model, or a GGUF file of it"
         )
     if architecture.startswith(_NORMS_FROM_ZERO):
         for name, tensor in tensors.items():
@@ -205,7 +206,7 @@ def _is_moved(tensor: RowSource) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _LessOne(RowSource):
-    """A vector less 1."""
+    """A vector minus 1."""
 
     source: RowSource
 

@@ -1,7 +1,7 @@
-"""Combines rows of codes and scales from several tensors into blocks of one of our formats.
+"""Combines rows of codes and scales from several tensors into blocks of one of localrt's formats.
 
-The type of a scheme's scales and its group size decide which format holds its numbers exactly; no
-data is read for that. If none of our group formats fits, numbers are unpacked to float32, also
+The type of a scheme's scales and its group size determine the format that represents its values
+exactly; no data is read for that. If no group format fits, values are unpacked to float32, also
 exactly.
 """
 
@@ -39,7 +39,7 @@ _POWERS = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.nan).astyp
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """Codes as float32 numbers, each with its own scale: see ``GroupCodec``."""
+    """Codes dequantized to float32, each with its own scale: see ``GroupCodec``."""
 
     codec: GroupCodec
     format: Format = F32
@@ -48,7 +48,7 @@ class Decoded:
         return self.codec.decode(codes, scales)
 
     def join(self, codes: Bytes, scales: Floats) -> Bytes:
-        """The numbers' bytes."""
+        """The bytes of the values."""
         values = self.codec.decode(codes, scales)
         return np.ascontiguousarray(values, "<f4").view(np.uint8)
 
@@ -79,7 +79,7 @@ class CodedRows(RowSource):
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A number for each block of ``height`` rows and ``width`` columns of a matrix.
+    """One number per block of ``height`` rows and ``width`` columns of a matrix.
 
     A tensor of bytes holds powers of two (E8M0).
     """
@@ -92,9 +92,9 @@ class Grid:
     def of(
         cls, tensor: StoredTensor, rows: int, columns: int, block: tuple[int, int] | None
     ) -> Grid:
-        """The numbers of a matrix: one in all, one per row, or one per block.
+        """The numbers of a matrix: a single one, one per row, or one per block.
 
-        ``block`` is (rows, columns) from the config; None: it follows from the shapes.
+        ``block`` is (rows, columns) from the config; None: derived from the shapes.
 
         Raises:
             CheckpointError: the tensor's shape does not fit.
@@ -116,7 +116,7 @@ class Grid:
         raise wrong(tensor, f"does not divide {rows} rows of {columns} into equal blocks{sizes}")
 
     def of_rows(self, start: int, stop: int, columns: int, group: int) -> Floats:
-        """Return a number for each ``group`` of a row's ``columns``: (rows, groups)."""
+        """Return one number per ``group`` of a row's ``columns``: (rows, groups)."""
         first = start // self.height
         values = numbers(self.tensor.read(first, -(-stop // self.height)))
         rows = np.arange(start, stop) // self.height - first
@@ -155,12 +155,14 @@ def weight_info(name: str, rows: int, columns: int, format_: Format) -> TensorIn
 
 
 def group_of(*spans: int) -> int:
-    """The largest of our group sizes that divides all of ``columns``; 0 if none does."""
+    """The largest of localrt's group sizes that divides all ``spans``; 0 if none does."""
     return next((group for group in GROUPS if not any(span % group for span in spans)), 0)
 
 
 def symmetric_codec(bits: int, group: int, scales: Format) -> GroupCodec:
-    """The codec of scale * (code - half the range); ``group`` 0: no group format of ours."""
+    """The codec of scale * (code - half the range); ``group`` 0: no group format of localrt
+    fits.
+    """
     if not group:
         return Decoded(ZeroPointCodec(bits, GROUPS[0]))
     if scales == F16:
@@ -190,7 +192,7 @@ def minimum_codec(bits: int, group: int, scales: Format) -> GroupCodec:
     return BrainCodec(bits, group) if scales == BF16 else AFFINE[f"int{bits}-g{group}m"]
 
 
-# uint8 throughout; numpy's stubs lose that in shifts.
+# Always uint8; numpy's stubs lose the type in shifts.
 Codes = npt.NDArray[Any]
 
 

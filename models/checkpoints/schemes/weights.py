@@ -1,10 +1,10 @@
 """Common parts of schemes: checked config values, and the tensors of a quantized weight.
 
-An unknown value is an error that names the key and what would work: a partly read scheme would
-silently give wrong numbers. A ``Scheme`` knows the suffixes of its tensors' names, and makes one
-source from a weight's tensors. Weights that were not quantized have none of these tensors and stay
-unchanged. Tensors of all experts of a layer have three axes; they are read as one matrix of all
-experts' rows in order.
+An unknown value is an error that names the key and the supported values: a partly understood scheme
+would silently give wrong weights. A ``Scheme`` knows the suffixes of its tensors' names, and builds
+one source from a weight's tensors. Weights that were not quantized have none of these tensors and
+stay unchanged. Tensors of all experts of a layer have three axes; they are read as one matrix of
+all experts' rows in order.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Keys:
     where: str
 
     def value(self, key: str) -> Any:
-        """The value unchecked; None if there is none."""
+        """The unchecked value; None if there is none."""
         return self.values.get(key)
 
     def number(self, key: str, default: int | None = None) -> int:
-        """A whole number.
+        """An integer.
 
         Raises:
-            CheckpointError: another value, or none and no ``default``.
+            CheckpointError: the value is not an integer, or missing without a ``default``.
         """
         found = self.values.get(key, default)
         if type(found) is not int or abs(found) > 1 << 30:
@@ -78,7 +78,7 @@ class Keys:
         return Keys(found, f"{self.where}: {key[:80]}")
 
     def all_inner(self, key: str) -> Iterator[Keys]:
-        """Every object in the object of a key."""
+        """Every object within the object of a key."""
         outer = self.inner(key)
         for name in () if outer is None else outer.values:
             found = outer.inner(name) if outer is not None else None
@@ -86,7 +86,7 @@ class Keys:
                 yield found
 
     def pair(self, key: str) -> tuple[int, int] | None:
-        """Two whole numbers of at least 1, as a list or like "128x128"; None if there are none."""
+        """Two integers of at least 1, as a list or like "128x128"; None if there are none."""
         found = self.values.get(key)
         if isinstance(found, str) and (match := _PAIR.fullmatch(found)):
             found = [int(match[1]), int(match[2])]
@@ -112,7 +112,7 @@ class Keys:
 
 
 def weights_alone(kind: str, bits: int, input_bits: int) -> str:
-    """The note on a scheme that quantizes activations too."""
+    """The note about a scheme that quantizes activations, too."""
     letters = "FP" if kind == "float" else "INT"
     return (
         f"published for {letters}{bits} weights and {input_bits}-bit activations "
@@ -135,7 +135,7 @@ UNUSED = (
     ".k_scale",
     ".v_scale",
 )
-_TABLE = ".ngram_embedding."  # ``checkpoints/family_tensors.py`` joins these, with their scales
+_TABLE = ".ngram_embedding."  # ``checkpoints/family_tensors.py`` joins these and their scales
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,10 +171,12 @@ class Scheme(Protocol):
 
     @property
     def typical(self) -> str:
-        """The format of most weights, as far as the config tells."""
+        """The format of most weights, according to the config."""
 
     endings: ClassVar[Mapping[str, str]]
-    """How names of its tensors end, and how the weight's name ends in their place."""
+    """The suffixes of its tensors' names, and the suffix of the weight's name that replaces
+    them.
+    """
 
     def source(self, parts: Parts) -> RowSource | None:
         """The weight's source; None if the weight is not quantized.

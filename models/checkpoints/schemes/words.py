@@ -1,7 +1,7 @@
-"""AWQ and GPTQ: whole numbers packed along columns or rows of a transposed matrix.
+"""AWQ and GPTQ: integers packed along columns or rows of a transposed matrix.
 
-The files store a matrix as (columns, rows): our rows are their columns. Some thousand rows are read
-at a time, from a part of each row of the file: fast enough, with little memory.
+Files store a matrix as (columns, rows), transposed. A few thousand of our rows are read at a time,
+from a part of each row of the file: fast enough, with little memory.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def read_columns(tensor: StoredTensor, first: int, last: int) -> Codes:
     return out.reshape(rows, -1, each)
 
 
-_STRETCH = 4 << 20  # bytes at a time, of words read or of unpacked numbers
+_STRETCH = 4 << 20  # bytes at a time, whether words or unpacked codes
 
 
 @dataclass(frozen=True, slots=True)
 class ColumnRows(CodedRows):
     """Rows of ``words``, ``scales`` (groups, rows) and ``zeros``, of ``bits``.
 
-    ``order`` has each column's group if groups are not ``group`` consecutive columns.
+    ``order`` is each column's group if groups are not ``group`` consecutive columns.
     """
 
     words: StoredTensor
@@ -98,7 +98,7 @@ class ColumnRows(CodedRows):
 
 
 _WORDS, _ZEROS, _SCALES = ".qweight", ".qzeros", ".scales"
-_EACH = 8  # rows in a word
+_EACH = 8  # rows per word
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # the position of each row in a word
 
 
@@ -106,8 +106,8 @@ _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # the position of each row in a word
 class Awq:
     """AutoAWQ's GEMM version: see ``Scheme``. ``group`` 0 is a whole row.
 
-    ``qweight`` (columns, rows / 8) and ``qzeros`` (groups, rows / 8) pack eight neighbouring rows
-    in an int32, in the order 0, 2, 4, 6, 1, 3, 5, 7 from its lowest bits.
+    ``qweight`` (columns, rows / 8) and ``qzeros`` (groups, rows / 8) pack eight adjacent rows in an
+    int32, in the order 0, 2, 4, 6, 1, 3, 5, 7 from its lowest bits.
     """
 
     endings: ClassVar[Mapping[str, str]] = dict.fromkeys((_WORDS, _ZEROS, _SCALES), ".weight")
@@ -152,7 +152,7 @@ class Awq:
 
 
 def _group_size(keys: Keys) -> int:
-    """Columns that share a scale; 0 is a whole row."""
+    """The number of columns that share a scale; 0 is a whole row."""
     group = keys.number("group_size", 128)
     if group == 0 or group < -1:
         raise keys.wrong("group_size", "should be a number of columns, or -1 for whole rows")
@@ -162,7 +162,7 @@ def _group_size(keys: Keys) -> int:
 def _require_groups(
     words: StoredTensor, scales: StoredTensor, rows: int, columns: int, group: int
 ) -> None:
-    """Raise ``CheckpointError`` unless there is a scale for each row of each group of columns."""
+    """Raise ``CheckpointError`` unless there is one scale per row and group of columns."""
     if columns % group:
         raise wrong(words, f"has {columns} columns, which groups of {group} do not divide")
     if scales.info.format not in FLOATS:
@@ -201,11 +201,11 @@ _NOTHING = MappingProxyType({4: 0, 8: 0})
 class Gptq:
     """AutoGPTQ's and GPTQModel's format: see ``Scheme``. ``group`` 0 is a whole row.
 
-    ``qweight`` (columns * bits / 32, rows) packs neighbouring columns, ``qzeros`` (groups, rows *
-    bits / 32) neighbouring rows, both as int32. Version 1 of the format stores zero points minus 1,
-    subtracted from whole words (``lacking``), so that a zero borrows from its neighbour; version 2
-    stores them unchanged. ``g_idx`` names each column's group: with activation order, a group's
-    columns are not consecutive, and no group format of ours holds them.
+    ``qweight`` (columns * bits / 32, rows) packs adjacent columns, ``qzeros`` (groups, rows * bits
+    / 32) adjacent rows, both as int32. Version 1 of the format stores zero points minus 1,
+    subtracted from whole words (``lacking``), so that a 0 borrows from the next zero point; version
+    2 stores them unchanged. ``g_idx`` has each column's group: with activation order, a group's
+    columns are not consecutive, and none of localrt's group formats fits.
     """
 
     endings: ClassVar[Mapping[str, str]] = dict.fromkeys(
@@ -243,7 +243,7 @@ class Gptq:
         require_shape(words, INT32, None, None)
         count, rows = words.info.shape
         groups, order = parts.find(_ORDER), None
-        # Single modules may have other bits and groups
+        # Some modules may have other bits and groups.
         bits = next((n for n in (4, 8) if zeros.info.shape[1:] == (rows * n // 32,)), self.bits)
         group = self.group or count * 32 // bits
         if (bits != self.bits or self.modules) and scales.info.shape[:1] > (0,):

@@ -1,7 +1,7 @@
 """A store as a checkpoint: whole matrices as tiles, usable in place.
 
-A unit is read by one request; its SHA-256 is verified at the first read. Its tensors are views of
-that memory, which must not change while they are used. Does not know how a store is written
+A unit is read by one request; its SHA-256 is verified at the first read. Tensors are views of that
+memory, which must not change while they are in use. Does not know how a store is written
 (``offload/store``).
 """
 
@@ -36,10 +36,10 @@ Mend: TypeAlias = Callable[[StoredUnit, Bytes], None]
 
 
 class UnitMemory:
-    """A unit's tensors in ``data``, its whole range. See ``TensorSource``.
+    """A unit's tensors in ``data``, the bytes of the whole unit. See ``TensorSource``.
 
-    ``vectors`` holds the unit's vectors if the CPU cannot read ``data``. A piece of a tensor, whose
-    name ends in brackets, is found under the tensor's name.
+    ``vectors`` has the unit's vectors if the CPU cannot read ``data``. A piece of a tensor, whose
+    name ends in brackets, has the tensor's name here.
     """
 
     def __init__(
@@ -93,13 +93,14 @@ class UnitMemory:
 
     def _bytes(self, tensor: UnitTensor) -> Bytes:
         data = self._data[tensor.offset : tensor.offset + tensor.nbytes]
-        return cast(Bytes, data)  # or a GPU's, with the same names
+        return cast(Bytes, data)  # or GPU memory with the same interface
 
 
 class Verifier:
     """Compares each unit of the store at ``path`` with the SHA-256 in its manifest, once.
 
-    ``mend`` repacks a damaged unit, in memory and file; it raises CheckpointError if it cannot.
+    ``mend`` repairs a damaged unit in memory and file by packing it again, or raises
+    CheckpointError.
     """
 
     def __init__(self, path: Path, *, enabled: bool = True, mend: Mend | None = None) -> None:
@@ -109,7 +110,7 @@ class Verifier:
         self._seen: set[str] = set()
 
     def __call__(self, unit: StoredUnit, data: Bytes) -> None:
-        """Verify a unit; raises CheckpointError if it is damaged and cannot be mended."""
+        """Verify a unit; raises CheckpointError if it is damaged and cannot be repaired."""
         if not self._enabled or unit.name in self._seen:
             return
         if not unit.is_whole(data):
@@ -266,7 +267,7 @@ class StoreCheckpoint:
                 )
 
     def _locate(self) -> dict[str, tuple[_Slice, ...]]:
-        """Where each tensor lies; the slices of a sliced matrix are in order."""
+        """The slices of each tensor, in order."""
         found: dict[str, list[_Slice]] = {}
         for unit in self.manifest.units:
             for tensor in unit.tensors:

@@ -1,8 +1,8 @@
-"""The manifest of a store: what was packed, how, and where every unit lies.
+"""The manifest of a store: what was packed, how, and where every unit is.
 
-``manifest.json`` is the one description of a store; ``offload/store`` writes it, and
-``checkpoint.py`` reads weights by it. Reading checks every field and range, so that a damaged
-or hostile manifest ends in one line. It knows neither how weights are packed nor architectures.
+``manifest.json`` describes a store completely; ``offload/store`` writes it, and ``checkpoint.py``
+reads weights with it. Every field and range is checked, so that a damaged or hostile manifest
+causes a one-line error. This module knows neither packing nor architectures.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from localrt.quant.formats.tiled import padded_rows, tile_span
 
 STORE_VERSION = 1
 LAYOUT = "tiles-16"
-"""Names the layout of ``quant/formats/tiled.py``. A change of it needs another name."""
+"""The name of the layout of ``quant/formats/tiled.py``. Another layout needs another name."""
 
 PREDICTION = "mtp"
-"""The unit of a model's MTP block, the beginning of its tensors' names, and its file's name."""
+"""A model's MTP block: its unit's name, the prefix of its tensors, and its file's name."""
 
 _VERSION_KEY = "localrt_store"
 _LARGEST = 1 << 62
-_ROTATIONS = (0, 16, 32, 64, 128)  # block size of the activation rotation; 0 for none
+_ROTATIONS = (0, 16, 32, 64, 128)  # block sizes of the activations' rotation; 0 is none
 
 
 @dataclass(frozen=True, slots=True)
 class UnitTensor:
-    """A tensor in a unit, or a part of one from row ``row`` on.
+    """A tensor in a unit, or the part of one that begins at row ``row``.
 
     A matrix is tiles, with ``scale`` and ``hadamard`` as in ``TiledTensor``; a vector is float32
     values. ``offset`` counts from the unit's beginning.
@@ -62,7 +62,7 @@ class UnitTensor:
 
 @dataclass(frozen=True, slots=True)
 class StoredUnit:
-    """``nbytes`` at ``offset`` of ``file``, both multiples of 4 KiB; ``sha256`` is theirs."""
+    """``nbytes`` at ``offset`` of ``file``, both multiples of 4 KiB, with their ``sha256``."""
 
     name: str
     file: str
@@ -80,8 +80,8 @@ class StoredUnit:
 class Source:
     """What was packed: ``fingerprint`` is a digest of its config, tensor table and first rows.
 
-    ``path`` is where a packed copy was made from, and ``stamp`` tells whether the files there have
-    changed since; finished stores meant for sharing leave both out.
+    For a packed copy, ``path`` is the model that it was made from, and ``stamp`` shows whether the
+    files there have changed; stores for sharing leave both out.
     """
 
     name: str

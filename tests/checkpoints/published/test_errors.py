@@ -129,7 +129,7 @@ def replaced(ending: str, part: torch.Tensor) -> Callable[[Tensors], Tensors]:
         ("FP8", cut("weight_scale_inv", 1), r"weight_scale_inv' .* equal blocks of 32 x 64"),
         ("ModelOpt", without("weight_scale_2"), r"weight_scale_2' of .* is missing"),
         ("MLX", without("biases"), r"up_proj.biases' of .* is missing"),
-        ("MLX", cut("weight", 64, 15), r"weight' .* does not hold rows of whole groups of 64"),
+        ("MLX", cut("weight", 64, 15), r"weight' .* has rows that are not whole groups of 64"),
         ("MLX", cut("scales", 64, 1), r"scales' .* should be \(64, 2\)"),
         ("MLX", cut("biases", 63), r"biases' .* should be \(64, 2\) in BF16"),
     ],
