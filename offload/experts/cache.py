@@ -1,10 +1,11 @@
 """The expert cache: slots that all layers share, assigned by a policy.
 
-The same rules serve slots in VRAM filled from RAM and slots in RAM filled from an SSD. An expert
-has a slot, and once loaded its weights in its layer's table. Its key is (layer, expert), counting
-sparse layers only. For each layer and pass: ``touch`` with the router's choice, ``admit`` for each
-miss, ``release`` once the layer has been computed. The policy, ``Learned``, values experts by
-routing alone; docs/mixtures.md compares it with LRU and the optimum. Not thread-safe.
+The same rules serve slots in VRAM filled from RAM and slots in RAM filled from an SSD. An expert in
+the cache has a slot; once it is loaded, its layer's table has its weights. Its key is (layer,
+expert), counting sparse layers only. For each layer and pass: ``touch`` with the router's choice,
+``admit`` for each miss, ``release`` once the layer has been computed. The policy, ``Learned``,
+values experts by routing alone; docs/mixtures.md compares it with LRU and the optimum. Not
+thread-safe.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ Scores = NDArray[np.floating]
 
 
 class Learned:
-    """Estimates each expert's chance of being used next from its recent use, fitted online.
+    """Estimates each expert's probability of being used next from its recent use, fitted online.
 
     Features are a constant and four moving averages for each expert: of being chosen and of its
-    share of the scores, over about 3 and about 30 rows. Least squares over all layers' past
-    routing, with slow forgetting, weighs them. So a workload with long phases relies on slow
-    averages and a changing one on fast averages, without settings.
+    share of the scores, each over about 3 and about 30 rows. Their weights are fitted by least
+    squares over all layers' past routing, with slow forgetting. So slow averages dominate for
+    workloads with long phases and fast ones for changing workloads, without settings.
 
-    The chances are ``value`` (layers, count).
+    The probabilities are ``value`` (layers, count).
     """
 
     RATES = (0.3, 0.03)
     FORGET = 0.999  # decay of the evidence per pass
-    PRIOR = 10.0  # layers' worth of evidence, which is never forgotten
+    PRIOR = 10.0  # weight of the prior, in layers' worth of evidence; never forgotten
 
     def __init__(self, layers: int, count: int, used: int) -> None:
         self.value: Values = np.zeros((layers, count))
@@ -50,7 +51,7 @@ class Learned:
         self._features = np.zeros((layers, 5, count))
         self._features[:, 4] = 1.0
         self._rates = np.array(self.RATES)[:, None]
-        self._row = np.zeros((2, 1, count))  # of one row: chosen, shares of the scores
+        self._row = np.zeros((2, 1, count))  # one row's features: chosen, shares of the scores
         self._decay = 1.0 - np.array([*self.RATES, *self.RATES, 0.0])[:, None]
         self._weights = np.array([0.2, 0.3, 0.2, 0.3, 0.0])
         self._prior = self.PRIOR * np.eye(5) * used / count
@@ -64,9 +65,9 @@ class Learned:
     ) -> None:  # fmt: skip
         """Learn from the routing of one layer in one pass.
 
-        ``chosen`` are the experts that the pass uses, each once, with the ``rows`` that each sees;
+        ``chosen`` are the distinct experts that the pass uses, with the number of ``rows`` of each;
         ``experts`` and ``scores`` are (rows of the pass, ranks), best first, possibly with more
-        ranks than the chosen ones. Only this layer's values change.
+        ranks than are chosen. Only this layer's values change.
         """
         features, steps = self._features[layer], len(experts)
         if layer <= self._last:  # a new pass
@@ -104,7 +105,7 @@ def _shares_of(scores: Scores) -> Values:
 
 
 def _mean_shares(experts: Ids, scores: Scores, top: int, count: int) -> Values:
-    """(count,): each expert's share of the top scores, mean over the rows."""
+    """(count,): each expert's share of the top scores, averaged over the rows."""
     best = scores[:, :top].astype(np.float64)
     total = best.sum(axis=1, keepdims=True)
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -125,7 +126,7 @@ STAY_PASSES = round(1 / min(Learned.RATES))
 
 
 class Demand(NamedTuple):
-    """The experts that one layer needs in one pass, each once."""
+    """The distinct experts that one layer needs in one pass."""
 
     experts: NDArray[np.intp]
     rows: NDArray[np.intp]
@@ -136,8 +137,8 @@ class Demand(NamedTuple):
 class Slot(Generic[MemoryT]):
     """Memory for one expert, filled by ``load``, which is None once the expert is loaded.
 
-    On a GPU, ``layer`` is that of its latest expert; ``made`` is the layout and the weights last
-    made on the memory.
+    On a GPU, ``layer`` is that of its latest expert; ``made`` are the layout and weights last built
+    on the memory.
     """
 
     memory: MemoryT
@@ -165,9 +166,9 @@ def slots_within(nbytes: int, expert_nbytes: int) -> int:
 class ExpertCache(Generic[MemoryT]):
     """``capacity`` slots for the experts of all layers, ``used`` of ``count`` in each layer.
 
-    ``tables`` are those that the layers' kernels read. ``alloc`` allocates a slab of up to
-    ``slab_slots`` slots of ``slot_nbytes`` each, and ``free`` frees it as a whole. ``demands``
-    counts the chosen experts of all layers, ``hits`` those that had slots.
+    ``tables`` are read by the layers' kernels. ``alloc`` allocates a slab of up to ``slab_slots``
+    slots of ``slot_nbytes`` each, and ``free`` frees it as a whole. ``demands`` counts the chosen
+    experts of all layers, ``hits`` those of them that had slots.
     """
 
     def __init__(
@@ -198,7 +199,7 @@ class ExpertCache(Generic[MemoryT]):
         self._slots: dict[Key, Slot[MemoryT]] = {}
         self._free_slots: list[Slot[MemoryT]] = []
         self._resident = np.zeros((layers, count), np.bool_)  # the keys of ``_slots``
-        # Counts of locks (absence is one). The worth of a locked expert is infinite.
+        # Lock counts (an absent expert has one). The worth of a locked expert is infinite.
         self._locks = np.ones((layers, count), np.int32)
         self._worth = np.full((layers, count), np.inf)
         self._stale = set[int]()  # layers whose worth must be computed again
@@ -214,11 +215,11 @@ class ExpertCache(Generic[MemoryT]):
         return key in self._slots
 
     def slot(self, layer: int, expert: int) -> Slot[MemoryT] | None:
-        """The slot of an expert, loaded or loading; None if it has none."""
+        """The slot of an expert that is loaded or loading; None if it has none."""
         return self._slots.get((layer, expert))
 
     def resident(self, layer: int) -> NDArray[np.bool_]:
-        """(count,): which of a layer's experts have slots; a view, not to be written."""
+        """(count,): which of a layer's experts have slots; a read-only view."""
         row: NDArray[np.bool_] = self._resident[layer]
         row.flags.writeable = False
         return row
@@ -246,7 +247,7 @@ class ExpertCache(Generic[MemoryT]):
         *,
         only: Sequence[int] | None = None,
     ) -> Demand:
-        """Note a router's choice: (rows, ranks) each, best first; the first ``used`` are chosen.
+        """Record a router's choice: (rows, ranks) each, best first; the first ``used`` are chosen.
 
         Chosen experts are not evicted until ``release(layer)``. With ``only``, other experts are
         ignored.
@@ -273,8 +274,8 @@ class ExpertCache(Generic[MemoryT]):
         self._in_use[layer] = chosen
         self._locks[layer][chosen] += 1
         self._stale.add(layer)
-        # A pass of many rows will need nearly all experts of later layers: only layers up to this
-        # one may be evicted, if they have enough experts in slots.
+        # A pass of many rows will need nearly all experts of later layers, so experts are evicted
+        # only from layers up to this one, if these have enough slots.
         so_far = self._resident[: layer + 1]
         many_rows = len(experts) > 1 and np.count_nonzero(so_far) >= self.used
         self._victims = self._flat[: (layer + 1) * self.count] if many_rows else self._flat
@@ -323,15 +324,15 @@ class ExpertCache(Generic[MemoryT]):
         return slot
 
     def fill(self, layer: int, expert: int, weights: ExpertWeights) -> None:
-        """Enter an expert as loaded, with the ``weights`` made of its bytes."""
+        """Enter an expert as loaded, with the ``weights`` built from its bytes."""
         self._slots[layer, expert].load = None
         self.tables[layer].put(expert, weights)
 
     def candidate(self, layer: int, gain: float = 0.0) -> int | None:
-        """The most valuable absent expert of a layer, to be loaded while the link idles.
+        """The most valuable absent expert of a layer, to load while the link is idle.
 
-        None if no slot is free and the expert is not worth ``_MARGIN`` times its victim, and
-        ``gain`` more. The policy's values must be shares.
+        None if no slot is free and the expert is not worth at least ``_MARGIN`` times its victim,
+        and ``gain`` more. The policy's values must be shares.
         """
         value = np.where(self._resident[layer], -np.inf, self.policy.value[layer])
         best = int(value.argmax())
@@ -340,14 +341,14 @@ class ExpertCache(Generic[MemoryT]):
             return None
         if len(self._slots) < self.capacity:
             return best
-        if worth <= gain:  # before looking for the victim, which takes longer
+        if worth <= gain:  # checked first, since finding the victim takes longer
             return None
         least = max(0.0, self.least)
         return best if worth > max(_MARGIN * least, least + gain) else None
 
     @property
     def least(self) -> float:
-        """The worth of the expert to be evicted next; infinite if none can be."""
+        """The worth of the expert that would be evicted next; infinite if there is none."""
         return float(self._values().min())
 
     @property
@@ -357,13 +358,17 @@ class ExpertCache(Generic[MemoryT]):
         return free + int(np.count_nonzero(self._values() < np.inf))
 
     def widen(self) -> None:
-        """Let experts of later layers be evicted in this pass, too: earlier ones are all locked."""
+        """Allow evicting experts of later layers in this pass, since earlier ones are all
+        locked.
+        """
         self._victims = self._flat
 
     # -- locks and memory ----------------------------------------------------------------------
 
     def lock(self, layer: int, experts: Iterable[int]) -> None:
-        """Do not evict these experts, which are being loaded, until ``unlock``. Locks add up."""
+        """Protect these experts, which are being loaded, from eviction until ``unlock``. Locks are
+        counted.
+        """
         for expert in experts:
             self._locks[layer, expert] += 1
             self._worth[layer, expert] = np.inf
@@ -387,15 +392,15 @@ class ExpertCache(Generic[MemoryT]):
         self._worth[key] = np.inf
 
     def reserve(self) -> None:
-        """Allocate the memory of all slots now, not as experts are admitted."""
+        """Allocate the memory of all slots now, instead of when experts are admitted."""
         while self._allocated < self.capacity:
             self._allocate()
 
     def resize(self, capacity: int, least: int = 0) -> None:
-        """Change the number of slots. Slabs are freed as a whole, the least valuable first, as long
-        as ``least`` slots stay.
+        """Change the number of slots. Slabs are freed as a whole, least valuable first, but at
+        least ``least`` slots stay.
 
-        Slabs with experts in use stay. The new capacity may therefore differ from ``capacity``.
+        Slabs with experts in use stay, so the new number of slots may differ from ``capacity``.
         """
         self._victims = self._flat
         self._values()

@@ -1,13 +1,13 @@
-"""Runs a sparse layer on GPU and CPU at once: each expert where it is finished first.
+"""Runs a sparse layer on GPU and CPU at once: each expert on the device that finishes it first.
 
 The router runs on the GPU, which starts the chosen experts in its slots before the host knows the
-choice. The host waits once, for the choice and the rows. By cost, the scheduler has some of the
-other experts copied over the link while the CPU computes the rest. Results are summed on the GPU in
-the order of k, so the order of finishing has no effect. Experts in neither memory are read from the
-SSD and computed by the CPU. If all experts are on the GPU, the host waits for nothing.
+routing. The host waits once, for the routing and the rows. By cost, the scheduler selects some of
+the other experts to be copied over the link while the CPU computes the rest. Results are summed on
+the GPU in the order of k, so the order of finishing has no effect. Experts in neither memory are
+read from the SSD and computed by the CPU. If all experts are on the GPU, the host does not wait.
 
-Short passes are recorded as two graphs per layer, with the host's work between them. An expert that
-moves to or from the GPU changes only the layer's table there, not the graphs.
+Short passes are recorded as two graphs per layer, with the host's work between them. When an expert
+moves to or from the GPU, only the layer's table there changes, not the graphs.
 
 A long pass needs nearly all experts of every layer: those in RAM are copied one after another,
 followed by the next layer's, and computed in one launch when they have arrived.
@@ -53,8 +53,8 @@ class HybridExperts:
 
     ``memory`` has the experts in RAM, ``host`` computes on the CPU; ``costs`` are seconds per
     expert. In passes of ``gpu_rows`` rows or more (0: in none) the GPU computes all experts in RAM
-    or VRAM. ``recorder`` is the GPU's. ``scheduler``, and whether an idle link ``fills`` slots, may
-    be changed between passes.
+    or VRAM. ``recorder`` records the GPU's graphs. ``scheduler`` and ``fills`` (whether an idle
+    link fills slots) may be changed between passes.
     """
 
     capturable = False
@@ -76,7 +76,7 @@ class HybridExperts:
         self.host = host
         self._clock = clock
         self._costs = costs
-        # The least value of an expert for which a copy saves more of the CPU's time than it takes.
+        # From this value on, copying an expert saves more CPU time than the copy takes.
         saved = max(costs.cpu(1) - costs.gpu(1), 1e-9) * STAY_PASSES
         self._min_gain = (costs.start + costs.link_load * costs.fetch) / saved
         # The scheduler's choices with an idle link.
@@ -85,14 +85,14 @@ class HybridExperts:
         self._recorder = recorder
         self.scheduler: Scheduler = schedule
         self.fills = True
-        self._filled = 0  # misses for which a slot was filled, or need not be
-        self._link_free = 0.0  # about when all running copies end
+        self._filled = 0  # misses already used for filling a slot
+        self._link_free = 0.0  # estimated end of all running copies
         self._copying = deque[Arrival]()  # running copies in order; their experts are locked in RAM
-        self._arriving: dict[Key, Arrival] = {}  # copied experts that are not in the table yet
+        self._arriving: dict[Key, Arrival] = {}  # experts being copied, not yet in the table
 
     @property
     def hits(self) -> int:
-        """Uses of experts that were on the GPU already."""
+        """Uses of experts that were already on the GPU."""
         return self.slots.cache.hits
 
     @property
@@ -145,13 +145,13 @@ class HybridExperts:
         return layer_pass.slots_array
 
     def begin_replay(self, layer_pass: _RecordedPass) -> None:
-        """Before the graph with a layer's experts: update its table on the GPU."""
+        """Called before the graph with a layer's experts: update the layer's table on the GPU."""
         self._settle()
         layer_pass.findable = layer_pass.share.begin()
         self.slots.replayed(layer_pass.routed.place)
 
     def share_replay(self, layer_pass: _RecordedPass, check: Check | None) -> None:
-        """After the graph with a layer's experts: compute the others."""
+        """Called after the graph with a layer's experts has started: compute the other experts."""
         place, share, failed = layer_pass.routed.place, layer_pass.share, True
         share.filled.fill(0)
         if self._all_on_gpu(layer_pass):
@@ -172,7 +172,7 @@ class HybridExperts:
     def end(self, place: int, *, failed: bool) -> None:
         """Unlock the experts of a layer."""
         if failed:
-            self.settle()  # copies that nothing waits for: their experts have slots already
+            self.settle()  # nothing waits for these copies, but their experts have slots
         self.memory.pool(place).done(place)
         self.slots.cache.release(place)
 
@@ -187,11 +187,11 @@ class HybridExperts:
         return self.slots.evict(nbytes)
 
     def settle(self) -> None:
-        """Wait for all copies to slots: the slots' memory may be freed then."""
+        """Wait for all copies to slots, so that the slots' memory may be freed."""
         self._settle(wait=True)
 
     def _all_on_gpu(self, layer_pass: _RecordedPass | _EagerPass) -> bool:
-        """Whether the GPU computes a layer alone: it has all experts of the model for good."""
+        """Whether the GPU computes a layer alone: it permanently has all experts of the model."""
         cache, routing = self.slots.cache, layer_pass.routed.routing
         if not (cache.complete and routing.away and layer_pass.findable.all()):
             return False
@@ -243,8 +243,8 @@ class HybridExperts:
         self.slots.enter(arrival)
 
     def fill(self, place: int) -> None:
-        """If the link is idle, copy the layer's most valuable expert, if that pays: at most one per
-        recent miss, since copies cost the host time in each layer.
+        """If the link is idle, copy the layer's most valuable expert, if that pays off: at most one
+        per recent miss, since copies cost host time in each layer.
         """
         cache, misses = self.slots.cache, self.uses - self.hits
         if not self.fills or self._filled >= misses or self._link_free > time.perf_counter():
@@ -271,7 +271,8 @@ class HybridExperts:
         cache.unlock(place, here)
 
     def _divide(self, layer_pass: _EagerPass | _RecordedPass, demand: Demand) -> None:
-        """Compute the chosen experts that the GPU has not begun, each where it is finished first.
+        """Compute the chosen experts that the GPU has not begun, each on the device that finishes
+        it first.
 
         Copies begin first, then the GPU's kernels: both continue while the CPU computes.
         """
@@ -291,14 +292,14 @@ class HybridExperts:
             self._on_cpu(layer_pass, absent, wanted)
 
     def _chosen_copies(self, demand: Demand, findable: Sequence[bool]) -> list[int]:
-        """The absent experts that the scheduler has copied to the GPU, in its order."""
+        """The absent experts that the scheduler selects for copying to the GPU, in its order."""
         ready = Ready(link=max(0.0, self._link_free - time.perf_counter()))
         rows = demand.rows.tolist()
         key = self.scheduler, *zip(rows, findable, strict=True)
         choice = None if ready.link else self._cached_choices.get(key)
         if choice is None:
             choice = self.scheduler(rows, findable, self._costs, ready).fetch
-        if not ready.link and len(rows) == self.slots.cache.used:  # one row: few cases
+        if not ready.link and len(rows) == self.slots.cache.used:  # one row: few different cases
             self._cached_choices[key] = choice
         return demand.experts[choice].tolist() if choice else []
 
@@ -317,7 +318,7 @@ class HybridExperts:
         self._run_arrived(layer_pass, [*arriving, *fetched])
         fetched_experts = {arrival.key[1] for arrival in fetched}
         rest = [expert for expert in rest if expert not in fetched_experts]
-        while rest:  # more experts than slots: they replace computed ones
+        while rest:  # if there are more experts than slots, they replace computed ones
             cache.finish(place, [*resident, *fetched_experts])
             more = self._fetch(layer_pass, rest, wanted, evict_others=True)
             if not more:
@@ -333,8 +334,8 @@ class HybridExperts:
     ) -> None:
         """Compute all arrived experts in one launch: the GPU waits for them, not the host.
 
-        One launch each would begin sooner, but a copy takes many times as long as a product, and a
-        launch costs the host the time of some products.
+        One launch per expert would begin sooner, but a copy takes many times as long as a product,
+        and a launch costs the host as much time as a few products.
         """
         for arrival in arrivals:
             self.gpu.wait(arrival.copied)
@@ -349,8 +350,8 @@ class HybridExperts:
         *,
         evict_others: bool = False,
     ) -> list[Arrival]:
-        """Begin to copy experts that are in RAM, as far as there is room; with ``evict_others`` at
-        the cost of other layers' experts.
+        """Begin to copy experts that are in RAM, as far as there is room; ``evict_others`` makes
+        room by evicting other layers' experts.
         """
         cache, arrivals = self.slots.cache, list[Arrival]()
         present = set(wanted.present)
@@ -430,7 +431,7 @@ class _EagerPass:
         self._experts = experts
         self.routed, self.check, self.received = routed, check, received
         self.routing = routed.routing
-        self.unread = routed.routing.away  # the host does not know the choice yet
+        self.unread = routed.routing.away  # the host does not know the routing yet
         self.label = f"layers.{routed.layer}.experts"
         self._finished = False
 
@@ -459,7 +460,7 @@ class _EagerPass:
         return self._experts.host.expert_slots(rows, self.routing)
 
     def deliver(self, slots: Array, filled: Mask) -> None:
-        """Copy the ``filled`` ones of the host's slots to the GPU."""
+        """Copy the host's ``filled`` slots to the GPU."""
         gpu = self._experts.gpu
         if slots is self.slots_array:
             return
@@ -500,5 +501,5 @@ class _RecordedPass:
         return cast(Array, self.share.host_slots)
 
     def deliver(self, slots: Array, filled: Mask) -> None:
-        """Have the next graph take the ``filled`` ones of the host's slots."""
+        """Have the next graph read the host's ``filled`` slots."""
         self.share.filled[:] = filled

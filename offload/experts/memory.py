@@ -1,10 +1,10 @@
 """The memory of a mixture's experts, in RAM and on a GPU, and sparse layers on the CPU alone.
 
 The memory of all experts placed in RAM, and of the ring for the others, is divided into slots; the
-expert cache, not the placement, decides which experts are in them. Slots are equal, but GGUF mixes
-(Q4_K_M, Q3_K_M) give some layers' down matrices more bits: there, layers with experts of one size
-share a pool of slots. A sparse layer on the CPU computes resident experts while others are read;
-results are added in a fixed order, so the sum does not depend on which were resident.
+expert cache, not the placement, decides which experts the slots hold. Slots are equal, but GGUF
+mixes (Q4_K_M, Q3_K_M) give some layers' down matrices more bits: there, layers with experts of one
+size share a pool of slots. A sparse layer on the CPU computes resident experts while others are
+read; results are added in a fixed order, so the sum does not depend on which were resident.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from localrt.quant.ops.arrays import Array, Memory, MemoryT
 from localrt.quant.ops.experts import ExpertTable, ExpertWeights
 from localrt.quant.ops.protocol import Check, Ops
 
-_MIN_SLOTS = 4  # slots that a pool needs per expert of a row
+_MIN_SLOTS = 4  # slots a pool needs per expert used per row
 _SIZE_RATIO = 1.02  # largest ratio of sizes in one pool
 _MIN_WASTE = 0.03  # share of memory that equal slots waste: below it, one pool is enough
 
 
 class WeightMaker(Protocol):
-    """Makes weights for a processor from units' bytes."""
+    """Builds a processor's weights from units' bytes."""
 
     ops: Ops
 
@@ -77,13 +77,13 @@ class Mixture:
         return [ops.expert_table(spec.router.count) for spec in self.specs]
 
     def build(self, lane: WeightMaker, key: Key, data: Memory) -> ExpertWeights:
-        """Make an expert's weights for ``lane`` from the unit's bytes there."""
+        """Build an expert's weights for ``lane`` from the unit's bytes in its memory."""
         place, number = key
         weights = lane.weights(self.units[key], data)
         return load_expert(self._config, self.layers[place], number, weights)
 
     def slots(self, units: Mapping[Key, StoredUnit], resident_nbytes: int, ring: int) -> int:
-        """The number of slots for ``units`` in ``kept`` + ``ring`` bytes."""
+        """How many slots ``resident_nbytes + ring`` bytes give."""
         if resident_nbytes >= sum(unit.nbytes for unit in units.values()):
             return len(units)  # even if slots of the largest size would not fit
         largest = max(unit.nbytes for unit in units.values())
@@ -99,8 +99,8 @@ class Mixture:
         *,
         slab_nbytes: int,
     ) -> ExpertCache[MemoryT]:
-        """Make a cache of ``slots``, in about ``SLABS`` allocations, or more so that each has one
-        slot or at most ``slab_nbytes`` bytes.
+        """Make a cache of ``slots``, in about ``SLABS`` allocations, each of at most
+        ``slab_nbytes`` bytes or one slot.
         """
         return ExpertCache(
             *(len(self.layers), self.count, self.used, slots),
@@ -132,7 +132,7 @@ class ExpertMemory:
 
     @property
     def nbytes(self) -> int:
-        """The most bytes that the slots may take, which a budget must count."""
+        """The most bytes that the slots may take, to be counted in the budget."""
         return sum(pool.nbytes for pool in self.pools)
 
     @property
@@ -161,7 +161,7 @@ class ExpertMemory:
         return sum(pool.resize(nbytes * size // total) for pool, size in pairs)
 
     def close(self) -> None:
-        """End the reading and free everything."""
+        """Stop reading and free everything."""
         self._reader.close()
         for pool in self.pools:
             pool.cache.close()
@@ -188,7 +188,7 @@ def open_experts(
     GPU, they need not be read again.
 
     Raises:
-        MemoryBudgetError: there is not room for one expert.
+        MemoryBudgetError: there is no room for even one expert.
     """
     units = mixture.units
     resident_nbytes = mixture.placed(Where.RAM, Where.LINK)
@@ -217,9 +217,9 @@ def open_experts(
 
 
 def _shares(mixture: Mixture, resident_nbytes: int, ring: int) -> list[tuple[Sequence[int], int]]:
-    """Each pool's layers and its experts' share of the bytes, without ``ring`` for a single pool.
+    """Each pool's layers and bytes for its experts; a single pool's exclude ``ring``.
 
-    A single pool uses few slots better than several would.
+    A single pool makes better use of few slots than several would.
     """
     classes = size_classes(mixture.units)
     single: list[tuple[Sequence[int], int]] = [(range(len(mixture.layers)), resident_nbytes)]
@@ -237,9 +237,9 @@ def _shares(mixture: Mixture, resident_nbytes: int, ring: int) -> list[tuple[Seq
 
 
 def size_classes(units: Mapping[Key, StoredUnit]) -> list[list[int]]:
-    """Group layers with experts of about equal size; one list if all sizes are alike.
+    """Group layers with experts of about equal size.
 
-    There is one list, too, if equal slots for all would waste hardly any memory.
+    There is only one list if equal slots for all would waste hardly any memory.
     """
     sizes: dict[int, int] = {}
     for (layer, _), unit in units.items():
@@ -258,8 +258,8 @@ def size_classes(units: Mapping[Key, StoredUnit]) -> list[list[int]]:
 
 
 def open_gpu_slots(mixture: Mixture, lane: WeightMaker, gpu: Gpu, *, ring: int) -> GpuSlots:
-    """Make slots for as many experts as are placed in VRAM, and for ``ring`` bytes more; at least
-    one. Formats that no kernel of the GPU reads need room for the unpacked expert, too.
+    """Make slots for as many experts as are placed in VRAM, plus ``ring`` bytes; at least one.
+    Formats without a GPU kernel also need room for the unpacked expert.
 
     Raises:
         MemoryBudgetError: the GPU has no room for them.
@@ -304,8 +304,9 @@ def unpacked_nbytes(unit: StoredUnit, ops: Ops) -> int:
 class CpuExperts:
     """Runs sparse layers on the CPU. See ``Experts``.
 
-    The CPU's time is the caller's task on ``clock``, which pauses while an expert is read.
-    ``uses`` counts the chosen experts of all layers, ``hits`` those that were in memory.
+    The CPU's time is counted by the caller's task on ``clock``, which is paused while an expert is
+    read. ``uses`` counts the chosen experts of all layers, ``hits`` those of them that were in
+    memory.
     """
 
     capturable = False
@@ -349,7 +350,7 @@ class _CpuPass:
         return slots
 
     def end(self) -> None:
-        """End the layer; running reads continue, failed ones are repeated when needed."""
+        """End the layer; running reads continue, failed ones are repeated on demand."""
         self._pool.done(self._routed.place)
 
     def _compute(self, slots: Array, experts: Sequence[int]) -> None:

@@ -26,9 +26,9 @@ from localrt.quant.ops.protocol import Check
 
 @dataclass(frozen=True, slots=True)
 class Demanded:
-    """The experts of one layer in one pass: those to compute at once and those to wait for.
+    """The experts of one layer in one pass: those ready to compute, and those to wait for.
 
-    ``absent`` are in the order in which they are read.
+    ``absent`` are in reading order.
     """
 
     present: tuple[int, ...]
@@ -38,7 +38,7 @@ class Demanded:
 class ExpertPool:
     """The experts of ``units``, by (layer, expert), layers counted among the sparse ones.
 
-    ``cache`` decides which have slots, ``reader`` reads, ``build`` makes weights of bytes.
+    ``cache`` decides which have slots, ``reader`` reads, ``build`` builds weights from bytes.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ExpertPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the slots may take, which a budget must count."""
+        """Bytes that the slots may take, to be counted in the budget."""
         return self.cache.capacity * self.slot_nbytes
 
     @property
@@ -111,7 +111,7 @@ class ExpertPool:
         wanted = self.cache.touch(layer, routing.experts, routing.scores, only=only)
         resident = wanted.resident
         # Reading and computing overlap, each one expert at a time, and all reads take equally long:
-        # by Johnson's rule resident experts come first, then absent ones, with the most rows first.
+        # by Johnson's rule, resident experts come first, then absent ones by decreasing rows.
         order = np.argsort(-wanted.rows, kind="stable")
         slotted = wanted.experts[order][resident[order]].tolist()
         arriving = [expert for expert in slotted if not self.holds(layer, expert)]
@@ -150,9 +150,9 @@ class ExpertPool:
     # -- memory ----------------------------------------------------------------------------------
 
     def resize(self, nbytes: int) -> int:
-        """Limit slots to ``nbytes``, but at least those of one row; returns the bytes freed.
+        """Limit slots to ``nbytes``, but keep enough for one row; returns the bytes freed.
 
-        Called between passes; reads ahead that have not begun are cancelled. Slots are freed by
+        Called between passes; reads ahead that have not begun are cancelled. Slots are freed in
         slabs.
         """
         before, self._complete = self.nbytes, False
@@ -173,7 +173,9 @@ class ExpertPool:
         return min(allocations * cache.slab_slots, cache.capacity)
 
     def _make_room(self, check: Check | None) -> None:
-        """If no slot can be evicted, wait for a read ahead; without one, evict from any layer."""
+        """If no slot can be evicted, wait for a read ahead; if there is none, evict from any
+        layer.
+        """
         ahead = next((key for key in self.cache.loading() if key not in self._absent), None)
         if ahead is None:
             self.cache.widen()
@@ -204,20 +206,20 @@ class ExpertPool:
         )
 
     def _settle_arrived(self) -> None:
-        """Settle the reads ahead that have ended: their experts can then be evicted."""
+        """Finish the reads ahead that have ended, so that their experts can be evicted."""
         while self._ended:
             load = self._ended.popleft()
             layer, expert = self._keys[load.unit.name]
             slot = self.cache.slot(layer, expert)
             if slot is None or slot.load is not load:
-                continue  # ``arrive`` has settled it
+                continue  # ``arrive`` has finished it
             if load.error is not None:
                 self._discard(layer, expert)  # it is read again when needed
             else:
                 self._settle(layer, expert)
 
     def _settle(self, layer: int, expert: int) -> None:
-        """Make weights of a completed load's bytes."""
+        """Build weights from a completed load's bytes."""
         data = self.data(layer, expert)
         try:
             weights = self._build((layer, expert), data)
@@ -235,7 +237,9 @@ class ExpertPool:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """An expert on its way to a ``slot`` on a GPU, where it is when ``copied`` has happened."""
+    """An expert being copied to a ``slot`` on a GPU; it has arrived once ``copied`` has
+    happened.
+    """
 
     key: Key
     slot: Slot[DeviceMemory]
@@ -246,7 +250,7 @@ class Arrival:
 class GpuSlots:
     """Slots on a GPU, assigned by ``cache``, for experts of ``units``.
 
-    ``build`` makes weights from a unit's bytes on the GPU and their copy in RAM. A slot takes
+    ``build`` builds weights from a unit's bytes on the GPU and their copy in RAM. A slot takes
     ``slot_nbytes`` in all.
     """
 
@@ -262,8 +266,8 @@ class GpuSlots:
         self.gpu, self.cache, self.slot_nbytes = gpu, cache, slot_nbytes
         self._units = units
         self._build = build
-        self._last_use: dict[int, Event | None] = {}  # use by eager kernels, by layer
-        self._replayed: set[int] = set()  # layers used since by recorded ones
+        self._last_use: dict[int, Event | None] = {}  # last use by eager kernels, by layer
+        self._replayed: set[int] = set()  # layers used since then by graphs
         self._layouts: dict[Key, Hashable] = {}
         self._shared_layouts: dict[Hashable, Hashable] = {}
 
@@ -287,18 +291,18 @@ class GpuSlots:
         return Arrival(key, slot, copied, slot.made[1])
 
     def enter(self, arrival: Arrival) -> None:
-        """Put an expert into its layer's table: it has arrived, or kernels wait for it."""
+        """Put an expert into its layer's table once it has arrived or kernels wait for it."""
         if self.cache.slot(*arrival.key) is arrival.slot:
             self.cache.fill(*arrival.key, arrival.weights)
 
     def used(self, layer: int) -> None:
-        """Note that kernels which use a layer's experts have been started."""
+        """Record that kernels using a layer's experts have been started."""
         self._last_use[layer] = self.gpu.record()
         self._replayed.discard(layer)
 
     def replayed(self, layer: int) -> None:
-        """Note that a graph which may use any of a layer's experts has been started; its event is
-        recorded when it is needed.
+        """Record that a graph that may use any of a layer's experts has been started; its event is
+        recorded when needed.
         """
         self._replayed.add(layer)
 
@@ -311,8 +315,8 @@ class GpuSlots:
         return self._last_use.get(slot.layer)
 
     def _layout(self, key: Key) -> Hashable:
-        """A key for the layout of an expert's weights in its memory, which most experts share; None
-        if they are unpacked to other memory.
+        """A key for the layout of an expert's weights in its memory, shared by most experts; None
+        if the weights are unpacked to other memory.
         """
         layout = self._layouts.get(key)
         if layout is None:
@@ -331,9 +335,10 @@ class GpuSlots:
         return max(0, self.cache.capacity - self.cache.slab_slots) * self.slot_nbytes
 
     def evict(self, nbytes: int) -> int:
-        """Free ``nbytes`` of the GPU, except its last allocation; returns the bytes freed.
+        """Free ``nbytes`` of the GPU's slots, but keep the last allocation; returns the bytes
+        freed.
 
-        Called between passes, when nothing is on its way to a slot.
+        Called between passes, when nothing is being copied to a slot.
         """
         cache, before = self.cache, self.cache.capacity
         cache.resize(before - -(-nbytes // self.slot_nbytes), least=1)

@@ -1,10 +1,11 @@
-"""The best assignment of a layer's experts to CPU and GPU, for decoding and for prompts alike.
+"""The best assignment of a layer's experts to CPU and GPU, in decode and prefill.
 
 The CPU and the GPU each compute one expert at a time, and copies go over the link one after
-another. The GPU computes cached experts: it begins before the others are known. Of the absent
-experts the most loaded are copied (HybriMoE's rule), since copies all take equally long, while the
-CPU's time grows with the rows. ``schedule`` finds the best number of copies, so it ends no later
-than any fixed one. Costs are measured elsewhere: nothing here knows a model or a clock.
+another. The GPU computes cached experts; it begins before the others are known. Of the absent
+experts, those with the most rows are copied (HybriMoE's rule), since all copies take equally long,
+while the CPU's time grows with the rows. ``schedule`` finds the best number of copies, so its
+result is at least as good as any fixed number. Costs are measured elsewhere: nothing here knows a
+model or a clock.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from numpy.typing import NDArray
 class ExpertCosts:
     """Seconds for one expert of a layer, on either device by its number of rows.
 
-    ``fetch`` is the copy over the link. Starting it and the expert's kernels costs the host
-    ``start``, in which the CPU computes nothing. ``link_load`` is the share of the CPU's speed lost
-    while copies run, since both read the same memory: about link over memory bandwidth if the CPU's
-    kernels are bound by memory.
+    ``fetch`` is the copy over the link. Starting the copy and the expert's kernels takes ``start``
+    on the host, during which the CPU computes nothing. ``link_load`` is the share of the CPU's
+    speed lost while copies run, since both read the same memory: about link over memory bandwidth
+    if the CPU's kernels are bound by memory.
     """
 
     cpu: Callable[[int], float]
@@ -55,10 +56,10 @@ _NOW = Ready()  # everything is free
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Which experts each processor computes, by their indices in the caller's list.
+    """Which experts each processor computes, as indices in the caller's list.
 
-    ``cpu``, ``gpu`` and ``fetch`` are the orders of computing and of copying; copied experts are in
-    ``gpu`` too. ``*_end`` is when each resource is free again, ``end`` when all results can be
+    ``cpu`` and ``gpu`` are in order of computing, ``fetch`` in order of copying; copied experts are
+    in ``gpu`` too. ``*_end`` is when each resource is free again, ``end`` when all results can be
     summed, in seconds from scheduling.
     """
 
@@ -72,7 +73,7 @@ class Assignment:
 
 
 def loaded_end(start: float, work: float, link_until: float, load: float) -> float:
-    """When ``work`` seconds begun at ``start`` end, slowed by ``load`` while the link is busy."""
+    """The end of ``work`` seconds begun at ``start``, slowed by ``load`` while the link is busy."""
     if link_until <= start:
         return start + work
     done = (link_until - start) * (1 - load)
@@ -87,11 +88,12 @@ def schedule(
     *,
     fetched: int | None = None,
 ) -> Assignment:
-    """The schedule that ends first over all numbers of copies, or with ``fetched`` copies; ties go
-    to the GPU.
+    """The assignment that ends first, over all numbers of copies or with ``fetched`` copies; ties
+    go to the GPU.
 
-    ``rows`` and ``resident`` are of the experts that the pass uses. Cached ones are on the GPU, and
-    of the absent the most loaded are copied; the CPU has the others, the least loaded first.
+    ``rows`` and ``resident`` describe the experts that the pass uses. Resident ones are computed on
+    the GPU; of the absent ones, those with the most rows are copied, and the CPU computes the
+    others, those with the fewest rows first.
     """
     counts: Sequence[int] = rows.tolist() if isinstance(rows, np.ndarray) else rows
     is_cached: Sequence[bool] = resident.tolist() if isinstance(resident, np.ndarray) else resident
@@ -100,7 +102,7 @@ def schedule(
     gpu_s = {n: costs.gpu(n) for n in set(counts)}
     cached = [i for i in order if is_cached[i]]
     absent = [i for i in order if not is_cached[i]]
-    left = [0.0]  # the CPU's work after leaving out the first n absent experts
+    left = [0.0]  # the CPU's work without the first n absent experts
     for i in reversed(absent):
         left.append(left[-1] + cpu_s[counts[i]])
     gpu, link = sum(gpu_s[counts[i]] for i in cached), ready.link
