@@ -1,7 +1,7 @@
 """A CUDA GPU, and the copies to it.
 
-Copies go through one stream of their own from pinned RAM, kernels through another; each waits for
-the events that it needs, and nothing waits for the whole device.
+Copies from pinned RAM have their own stream, kernels another; each waits only for the events that
+it needs, and nothing waits for the whole device.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from localrt.quant.ops.experts import Routing
 from localrt.quant.ops.protocol import Ops
 
 _TIMED = 8
-"""One of this many short passes is timed and counts for all: events cost the host time."""
+"""One in this many short passes is timed and counts for all, since events cost host time."""
 
 
 class CudaGpu(Gpu):
@@ -38,8 +38,8 @@ class CudaGpu(Gpu):
         self._copied, self._computed = _Spans("link", clock), _Spans("gpu", clock)
         self._in_task = False
         self._short = 0  # short passes so far
-        self._weight = 1  # passes that the current one counts for; 0: it is not timed
-        self._copy_weight = 1  # the same for the copy that is being queued
+        self._weight = 1  # how many passes the current one counts for; 0: not timed
+        self._copy_weight = 1  # the same for the copy being queued
 
     def free(self, memory: Memory, unpacked: int = 0) -> None:
         """Free the memory at once."""
@@ -47,7 +47,7 @@ class CudaGpu(Gpu):
         self._copies.free(cast(Tensor, memory))
 
     def host_buffer(self, nbytes: int) -> Bytes:
-        """Pinned RAM where the system allows it."""
+        """RAM, pinned if the system allows it."""
         return self._copies.host_buffer(nbytes)
 
     @property
@@ -71,12 +71,12 @@ class CudaGpu(Gpu):
         return event
 
     def settle_copies(self) -> None:
-        """Wait for the stream that copies."""
+        """Wait for the copy stream."""
         self._copies.settle()
         self.count_times()
 
     def begin_pass(self, rows: int) -> None:
-        """Choose whether the pass is timed."""
+        """Decide whether the pass is timed."""
         if rows > MOST_ROWS or self._clock.keeps:
             self._weight = 1
             return
@@ -85,7 +85,7 @@ class CudaGpu(Gpu):
         self._short += 1
 
     def count_times(self) -> None:
-        """Report copies and tasks that have ended to the clock."""
+        """Report finished copies and tasks to the clock."""
         self._copied.count()
         self._computed.count()
 
@@ -108,7 +108,7 @@ class CudaGpu(Gpu):
         self._computed.add(name, cast("list[_Timed]", spans), self._weight)
 
     def wait(self, event: Event | None) -> None:
-        """Have the current stream wait."""
+        """Make the current stream wait."""
         self._copies.wait(cast("CudaEvent | None", event))
 
     def record(self) -> Event | None:
@@ -140,23 +140,25 @@ class CudaGpu(Gpu):
 
 
 _Timed = tuple[CudaEvent, CudaEvent]
-"""What is before and after some work."""
+"""The events before and after some work."""
 
 
 class _Spans:
-    """Tasks of one stream, timed by pairs of events, for the clock once they have ended."""
+    """Tasks of one stream, timed by pairs of events and reported to the clock once they have
+    ended.
+    """
 
     def __init__(self, resource: Resource, clock: Clock) -> None:
         self._resource, self._clock = resource, clock
         self._open: deque[tuple[str, list[_Timed], int]] = deque()
-        self._last: tuple[CudaEvent, float] | None = None  # an event, and when it happened
+        self._last: tuple[CudaEvent, float] | None = None  # an event, and its time
         self._counting = threading.Lock()
 
     def add(self, name: str, spans: list[_Timed], times: int) -> None:
         self._open.append((name, spans, times))
 
     def count(self) -> None:
-        """Report tasks that have ended to the clock; from any thread."""
+        """Report finished tasks to the clock; may be called from any thread."""
         with self._counting:
             while self._open and self._open[0][1][-1][1].query():
                 name, spans, times = self._open.popleft()

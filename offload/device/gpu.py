@@ -1,8 +1,8 @@
 """A GPU as the pipeline sees it: memory of a fixed size, copies, kernels, and events between them.
 
 An event is a point in a GPU's work that copies, kernels or the host can wait for. ``cuda.py``
-implements a GPU by CUDA. Also here: slabs, each one allocation for several units, which is freed as
-a whole, and the clock, which sums the busy times of SSD, link, CPU and GPU.
+implements a GPU with CUDA. Also here: slabs (single allocations for several units, freed as a
+whole), and the clock, which sums the busy times of SSD, link, CPU and GPU.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from localrt.quant.ops.arrays import Array, DeviceMemory, Hidden, Memory, aligne
 from localrt.quant.ops.experts import Routing
 from localrt.quant.ops.protocol import Ops
 
-_MOST_TASKS = 200_000  # a long run has millions of tasks
+_MOST_TASKS = 200_000  # tasks remembered at most; a long run has millions
 
 
 class Clock:
     """Times tasks. Thread-safe.
 
-    After ``keep(n)`` the latest n tasks are remembered, in seconds; before, none.
+    After ``keep(n)`` the latest n tasks are remembered, with times in seconds; before, none.
     """
 
     def __init__(self, keep: int = 0) -> None:
         self._lock = threading.Lock()
         self._tasks: deque[Task] = deque(maxlen=min(keep, _MOST_TASKS))
         self._busy: dict[str, float] = {}
-        self._active: dict[str, tuple[int, float]] = {}  # tasks at work, and since when any
+        self._active: dict[str, tuple[int, float]] = {}  # running tasks, busy since
 
     def begin(self, resource: Resource) -> float:
         """Begin a task; pass the returned value to ``end``."""
@@ -59,7 +59,9 @@ class Clock:
     def span(
         self, resource: Resource, name: str, start: float, seconds: float, times: int = 1
     ) -> None:
-        """Count a task timed elsewhere, the resource's only one meanwhile, as ``times`` tasks."""
+        """Count a task timed elsewhere as ``times`` tasks; the resource has no other task
+        meanwhile.
+        """
         with self._lock:
             self._busy[resource] = self._busy.get(resource, 0.0) + times * seconds
             if self._tasks.maxlen:
@@ -76,7 +78,9 @@ class Clock:
 
     @contextmanager
     def pause(self, resource: Resource, name: str) -> Iterator[None]:
-        """A context in which a resource's only task waits, not busy; it counts as two tasks."""
+        """A context in which a resource's only task waits and is not busy; it then counts as two
+        tasks.
+        """
         self.end(resource, name, 0.0)
         try:
             yield
@@ -109,8 +113,8 @@ class Clock:
 
 
 SLABS = 64
-"""About how many slabs of one kind there are. An eviction frees at most one slab too much; on an
-8 GB GPU about 64 MB are lost to rounding.
+"""The approximate number of slabs of one kind. An eviction frees at most one slab too much; on an 8
+GB GPU about 64 MB are lost to rounding.
 """
 
 
@@ -121,31 +125,32 @@ class Event(Protocol):
         """Whether the work up to it has ended, without waiting."""
 
     def synchronize(self) -> None:
-        """Return when it has ended."""
+        """Wait until it has ended."""
 
 
 Activations = TypeVar("Activations", Hidden, Array)
 
 
 class Gpu:
-    """One GPU; ``ops`` computes on its memory. Used by one thread at a time, but for copies to it.
+    """One GPU; ``ops`` computes on its memory. Used by one thread at a time, except for copies to
+    it.
 
     ``capacity`` is the most bytes that may be used, ``used`` those allocated here, ``reserved``
-    those of caches and kernels' scratch. ``peak`` is the largest sum of both so far.
-    ``link_bytes`` counts bytes copied to it.
+    those of caches and kernels' scratch. ``peak`` is the largest sum of both so far. ``link_bytes``
+    counts bytes copied to it.
     """
 
     def __init__(self, clock: Clock, ops: Ops, *, name: str, capacity: int) -> None:
         self.name, self.ops, self.capacity = name, ops, capacity
         self.used = self.reserved = self.peak = 0
         self.link_bytes = 0
-        self._times = False  # whether events time its work
+        self._times = False  # whether its work is timed by events
         self._clock = clock
         self._lock = threading.Lock()
 
     def alloc(self, nbytes: int, unpacked: int = 0) -> DeviceMemory:
-        """Uninitialized memory of the GPU, to be sliced by bytes. ``unpacked`` bytes more are
-        counted for what ``Ops`` make of its contents.
+        """Uninitialized GPU memory, to be sliced by bytes. ``unpacked`` more bytes are counted for
+        weights that ``Ops`` unpack from it.
 
         Raises:
             MemoryBudgetError: it would exceed the capacity.
@@ -175,7 +180,7 @@ class Gpu:
             self.peak = max(self.peak, self.used + nbytes)
 
     def free(self, memory: Memory, unpacked: int = 0) -> None:
-        """Free memory, and what ``Ops`` made of it."""
+        """Free memory, and what ``Ops`` unpacked from it."""
         with self._lock:
             self.used -= memory.nbytes + unpacked
 
@@ -204,7 +209,7 @@ class Gpu:
     def begin_copy(
         self, name: str, source: Bytes, out: Memory, after: Event | None
     ) -> Event | None:
-        """Begin to copy; ``source`` must not change until the returned event."""
+        """Begin to copy; ``source`` must not change until the returned event has happened."""
         self.queue_copy(name, source, out, after)
         return self.end_copy(name)
 
@@ -230,13 +235,13 @@ class Gpu:
         """A pass of ``rows`` begins: later work belongs to it."""
 
     def count_times(self) -> None:
-        """Report work that has ended on the GPU to the clock."""
+        """Report finished GPU work to the clock."""
 
     def _queue_copy(self, source: Bytes, out: Memory, after: Event | None) -> None:
         raise NotImplementedError
 
     def wait(self, event: Event | None) -> None:
-        """Have kernels started from now on wait for ``event``."""
+        """Make kernels started from now on wait for ``event``."""
 
     def record(self) -> Event | None:
         """An event after all kernels started so far: their inputs may then be overwritten."""
@@ -253,17 +258,17 @@ class Gpu:
     def send(self, x: Array, routing: Routing) -> Callable[[], Array]:
         """Begin to copy a layer's rows and their chosen experts to the host.
 
-        The returned function waits for both and gives the rows as the CPU's activations. Kernels
-        that are started later do not delay them.
+        The returned function waits for both and returns the rows as the CPU's activations. Kernels
+        started later do not delay the copies.
         """
         return lambda: self.to_host(x)
 
     def close(self) -> None:
-        """Free all memory that no caller has."""
+        """Free all memory that no caller holds."""
 
 
 class Slab:
-    """One allocation of ``nbytes`` on ``gpu`` for ``units`` units, one after another.
+    """One allocation of ``nbytes`` on ``gpu`` for ``units`` consecutive units.
 
     Raises:
         MemoryBudgetError: the GPU has no room for it.
@@ -288,7 +293,7 @@ class Slab:
         return self.free() if self._units_left == 0 else 0
 
     def free(self) -> int:
-        """Free the memory even if in use; returns the bytes, 0 if it was free already."""
+        """Free the memory even if in use; returns the bytes, or 0 if it was already free."""
         memory, self._memory = self._memory, None
         if memory is None:
             return 0
@@ -300,8 +305,8 @@ def share_slabs(sizes: Mapping[str, int], most: int = SLABS) -> list[list[str]]:
     """Group units, whose ``sizes`` are in the order of a pass, into at most ``most`` slabs of about
     equal bytes.
 
-    A group's units are spread over the pass: after an eviction, each is copied while the units
-    before it are computed.
+    A group's units are spread over the pass, so that after an eviction each can be copied while
+    units before it are computed.
     """
     target = -(-sum(sizes.values()) // most)
     alone = [[name] for name, size in sizes.items() if size >= target]
