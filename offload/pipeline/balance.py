@@ -25,7 +25,7 @@ from localrt.offload.ring import Ring
 from localrt.quant.formats.packed import Bytes
 
 _OTHERS = "other programs need the memory"
-_RELIEF_SHARE = 16  # a full GPU evicts this fraction (1/16) of its weights
+_RELIEF_SHARE = 16  # a full GPU evicts 1/16 of its weights
 _STREAMED = {Where.RAM: Where.SSD, Where.LINK: Where.SSD_LINK, Where.VRAM: Where.SSD_LINK}
 
 
@@ -82,20 +82,20 @@ class Balance(WeightMemory):
         """Bytes by which the RAM ring exceeds the plan."""
         self._crossing = False  # whether the GPU computes units that can cross the link
         self._lent = 0  # bytes of the budget that other programs use
-        self._evicted_ram: list[Stage] = []  # latest last
+        self._evicted_ram: list[Stage] = []  # units evicted from RAM, latest last
         self._ram_at_load = self.ram_nbytes
-        self._budget_note = ""  # on the last change of the budget
-        self._ram_reason = ""  # for the last eviction
+        self._budget_note = ""  # note about the last change of the budget
+        self._ram_reason = ""  # reason for the last eviction from RAM
         self._gpu_evicted_nbytes = 0
-        self._evicted_slabs: list[list[Stage]] = []  # by their former slabs, latest last
-        self._restoring: list[Stage] = []  # copied to a slab in this pass
+        self._evicted_slabs: list[list[Stage]] = []  # units by former slab, latest last
+        self._restoring: list[Stage] = []  # units being copied to a slab in this pass
         self._gpu_reason = ""
         self._gpu_caches = 0  # keys and values on the GPU, in the last pass
         self._gpu_reserved = 0  # bytes taken by ``take_gpu``
 
     @property
     def note(self) -> str:
-        """A sentence on which weights have moved since loading, and why; empty if none has."""
+        """A sentence about which weights have moved since loading, and why; empty if none has."""
         ram, vram = self._ram_at_load - self.ram_nbytes, self._gpu_evicted_nbytes
         clauses: list[str] = []
         if ram > 0 and self._ram_reason:
@@ -129,7 +129,7 @@ class Balance(WeightMemory):
     def set_budget(self, nbytes: int, note: str) -> None:
         """See ``WeightMemory``; called between passes.
 
-        With a larger budget, streamed units are kept as they pass, as far as there is room.
+        With a larger budget, streamed units become resident as they pass, as far as there is room.
         """
         before = self._budget_note
         self._budget_note = note
@@ -192,11 +192,11 @@ class Balance(WeightMemory):
             return
         self._crossing = crossing
         if any(stage.place(crossing=True) is not stage.where for stage in self._stages):
-            self.schedule()  # units copied ahead are for the other kind of pass
+            self.schedule()  # units already copied ahead are for the other kind of pass
 
     def make_room(self, growth: int, gpu_growth: int = 0) -> None:
-        """Evict what is missing for a pass that adds ``growth`` bytes of RAM and ``gpu_growth``
-        bytes of a GPU's memory.
+        """Evict enough for a pass that adds ``growth`` bytes of RAM and ``gpu_growth`` bytes of GPU
+        memory.
 
         Raises:
             MemoryBudgetError: evicting everything that can be streamed is not enough.
@@ -207,7 +207,7 @@ class Balance(WeightMemory):
         if ram > 0:
             self._lent += self.evict(ram)
             self._ram_reason = _OTHERS
-        elif ram < 0:  # at least twice as much is free
+        elif ram < 0:  # at least twice the needed memory is free
             self._lent = max(0, self._lent + ram)
         self._make_room_on_gpu(gpu_growth, vram)
         missing = max(0, self.ram_nbytes + self.ring_growth + caches - self._budget)
@@ -225,14 +225,14 @@ class Balance(WeightMemory):
         self._grow_experts(caches)
 
     def settle(self) -> None:
-        """After a pass, make the units resident that were copied as they passed."""
+        """After a pass, make the units resident that were copied out of a ring."""
         if any(stage.copy is None for stage in self._restoring):  # such as a head without logits
             self.drop_restore()
         copied = [stage for stage in self._stages if stage.copy is not None]
         for stage in self._stages:
             stage.keep = False
         if copied:
-            self._stop_copies()  # copies look up where a unit is
+            self._stop_copies()  # copies read units' locations
         for stage in copied:
             memory, slab = stage.copy, stage.restore_slab
             stage.copy = stage.restore_slab = None
@@ -293,7 +293,7 @@ class Balance(WeightMemory):
         if self._streamable_slab_nbytes + experts < nbytes:
             return 0
         freed = self.evict_gpu(nbytes)
-        self._evicted_slabs.clear()  # never restored: this memory is no longer ours
+        self._evicted_slabs.clear()  # not to be restored: the memory is no longer ours
         if freed and self._gpu is not None:
             self._gpu.capacity -= freed
             self._max_gpu_capacity = self._gpu.capacity
@@ -306,7 +306,7 @@ class Balance(WeightMemory):
         return sum(stage.unit.nbytes for slab in self._slabs() for stage in slab)
 
     def relieve(self) -> bool:
-        """Use less of the GPU's memory after a pass found none; False if nothing can be freed."""
+        """Free GPU memory after a pass ran out of it; False if nothing can be freed."""
         gpu = self._gpu
         if gpu is None:
             return False
@@ -378,7 +378,7 @@ class Balance(WeightMemory):
     def _stream(self, chosen: Sequence[Stage], ring: Ring[Bytes] | None = None) -> int:
         """Stream the ``chosen`` units from now on; returns the bytes freed."""
         if chosen:
-            self._stop_copies()  # they may be reading this memory
+            self._stop_copies()  # copies may be reading this memory
         freed = 0
         for stage in chosen:
             if stage.where is Where.RAM:
@@ -415,7 +415,7 @@ class Balance(WeightMemory):
         return self._budget - taken
 
     def _grow_experts(self, caches: int) -> None:
-        """Restore experts' slots that were evicted, as far as there is room."""
+        """Restore evicted expert slots, as far as there is room."""
         experts = self._experts
         if experts is None or experts.nbytes >= self._max_expert_nbytes:
             return
@@ -424,8 +424,8 @@ class Balance(WeightMemory):
             experts.resize(min(self._max_expert_nbytes, experts.nbytes + room))
 
     def _choose_slab_restore(self) -> None:
-        """Have the next pass restore the slab that was evicted last, if it fits together with the
-        caches of the next tokens: else it would soon be evicted again.
+        """Have the next pass restore the slab evicted last, if it fits along with the caches of the
+        next tokens; otherwise it would soon be evicted again.
         """
         gpu = self._gpu
         if gpu is None or not self._evicted_slabs:
@@ -436,7 +436,7 @@ class Balance(WeightMemory):
             return
         try:
             slab = Slab(gpu, nbytes, len(stages))
-        except MemoryBudgetError:  # another program took the memory first
+        except MemoryBudgetError:  # another program has taken the memory
             return
         self._restoring = stages
         for stage in stages:
@@ -456,10 +456,11 @@ class Balance(WeightMemory):
 
 
 def choose_units(stages: Sequence[Stage], nbytes: int, candidates: Sequence[Stage]) -> list[Stage]:
-    """Choose ``candidates`` with at least ``nbytes`` in all, in order; none if all are too few.
+    """Choose ``candidates`` with at least ``nbytes`` in all, in order; none if all together are too
+    few.
 
-    The choice exceeds ``nbytes`` by little and is spread over the pass. ``stages`` is the whole
-    pass, including what it streams already.
+    The choice exceeds ``nbytes`` only slightly and is spread over the pass. ``stages`` is the whole
+    pass, including stages that are already streamed.
     """
     place = {stage.name: index for index, stage in enumerate(stages)}
     left = list(candidates)
@@ -468,7 +469,8 @@ def choose_units(stages: Sequence[Stage], nbytes: int, candidates: Sequence[Stag
     streamed = [index for index, stage in enumerate(stages) if stage.where.read]
     chosen: list[Stage] = []
     while nbytes > 0:
-        # The smallest that suffices, else the largest; of equals, the farthest from streamed ones.
+        # The smallest stage that suffices, else the largest; among equals, the farthest from
+        # streamed ones.
         enough = [stage for stage in left if stage.unit.nbytes >= nbytes]
         size = (min if enough else max)(stage.unit.nbytes for stage in enough or left)
         equals = [stage for stage in left if stage.unit.nbytes == size]
@@ -481,7 +483,9 @@ def choose_units(stages: Sequence[Stage], nbytes: int, candidates: Sequence[Stag
 
 
 def choose_slabs(slabs: Sequence[Sequence[Stage]], nbytes: int) -> list[Sequence[Stage]]:
-    """Choose slabs with at least ``nbytes`` in all, and little more; all if they are too few."""
+    """Choose slabs with at least ``nbytes`` in all, but not much more; all slabs if they have
+    less.
+    """
     left, chosen = list(slabs), list[Sequence[Stage]]()
     while left and nbytes > 0:
         sizes = [sum(stage.unit.nbytes for stage in slab) for slab in left]

@@ -47,12 +47,12 @@ class SplitCache:
 
     @property
     def length(self) -> int:
-        """Number of tokens."""
+        """The number of tokens."""
         return self.on(self._host_ops).length
 
     @property
     def capacity(self) -> int:
-        """Most tokens it can hold."""
+        """The most tokens that it can hold."""
         return self.on(self._host_ops).capacity
 
     @property
@@ -66,7 +66,7 @@ class SplitCache:
         return self.on(self._gpu_ops).nbytes
 
     def grown_nbytes(self, rows: int, *, on_gpu: bool) -> int:
-        """At most the bytes in RAM, or on the GPU, after ``rows`` more rows."""
+        """The most bytes in RAM, or on the GPU, after ``rows`` more rows."""
         ops = self._gpu_ops if on_gpu else self._host_ops
         specs = self._gpu_specs if on_gpu else self._host_specs
         return ops.kv_nbytes(specs, _grown_length(self.on(ops), rows))
@@ -110,7 +110,7 @@ class SplitCache:
         return sum(cache.block_bytes for cache in self._block_caches())
 
     def take_blocks(self, first: int, count: int) -> Bytes:
-        """The host's bytes of each block, then the GPU's."""
+        """Each block's bytes: the host's, then the GPU's."""
         return np.concatenate([p.take_blocks(first, count) for p in self._block_caches()], axis=1)
 
     def fill_blocks(self, first: int, count: int, read: ReadBlocks) -> None:
@@ -189,17 +189,17 @@ class Caches:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of RAM that they take now."""
+        """Bytes of RAM that all caches take now."""
         return sum(map(self._in_ram, self._live))
 
     @property
     def gpu_nbytes(self) -> int:
-        """Bytes of the GPU's memory that they take now."""
+        """Bytes of GPU memory that all caches take now."""
         return sum(map(self._on_the_gpu, self._live))
 
     @property
     def gpu_step(self) -> int:
-        """Bytes of GPU memory by which a sequence's cache grows at a time, about."""
+        """The approximate bytes of GPU memory by which a sequence's cache grows at a time."""
         if not self._on_gpu:
             return 0
         if self._gpu is None or self._gpu is self._host:
@@ -207,14 +207,14 @@ class Caches:
         return self._gpu.kv_nbytes(_specs(self._memories, sorted(self._on_gpu)), 1)
 
     def gpu_growth(self, batch: Batch) -> int:
-        """Bytes of the GPU's memory that a pass is about to add, at most."""
+        """The most bytes of GPU memory that a pass may add."""
         return sum(
             max(0, self._grown_on_gpu(span.cache, span.rows) - self._on_the_gpu(span.cache))
             for span in batch.spans
         )
 
     def growth(self, batch: Batch) -> int:
-        """Bytes of RAM that a pass is about to add, at most."""
+        """The most bytes of RAM that a pass may add."""
         return sum(
             max(0, self._grown(span.cache, span.rows) - self._in_ram(span.cache))
             for span in batch.spans
@@ -224,7 +224,7 @@ class Caches:
         if isinstance(cache, SplitCache):
             return cache.grown_nbytes(rows, on_gpu=False)
         if self._host.kv_nbytes(self._host_specs, cache.length + rows) <= self._in_ram(cache):
-            return 0  # there is room already
+            return 0  # there is enough room
         return self._host.kv_nbytes(self._host_specs, _grown_length(cache, rows))
 
     def _grown_on_gpu(self, cache: KVCache, rows: int) -> int:
@@ -237,7 +237,9 @@ class Caches:
         return total - in_ram
 
     def _on_the_gpu(self, cache: KVCache) -> int:
-        """Bytes of a cache on the GPU; without ``Ops`` there, those its attention reads."""
+        """Bytes of a cache on the GPU; if the GPU has no ``Ops``, those that its attention
+        reads.
+        """
         if isinstance(cache, SplitCache):
             return cache.gpu_nbytes
         return cache.nbytes - self._in_ram(cache)

@@ -1,7 +1,7 @@
 """The lanes of a pass, one per processor, and the state that a pass carries between them.
 
-The CPU's ring is filled from the SSD, a GPU's over the link. A lane does not know which parts it
-runs, or their order.
+The CPU's ring is filled from the SSD, a GPU's over the link. A lane knows neither the parts that it
+runs nor their order.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class Step(Protocol):
         """The units that it needs from the ring, in order; none if its weights are resident."""
 
     def part_of(self, memories: Sequence[Memory]) -> Part:
-        """Make the part on the bytes of ``ring_units``."""
+        """Build the part on the bytes of ``ring_units``."""
 
 
 class Lane:
     """A processor with its ring, which ``reader`` fills; ``gpu`` is None on the CPU.
 
-    ``attends``: whether it computes some layer's attention. Used by one thread at a time.
+    ``attends``: whether it computes any layer's attention. Used by one thread at a time.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Lane:
             part(state)
 
     def begin(self, batch: Batch, wanted: npt.NDArray[np.intp]) -> Pass:
-        """Begin a pass over the caches of ``batch``, recorded where that is quicker."""
+        """Begin a pass over the caches of ``batch``, recorded if that is faster."""
         batch = split_batch(batch, self.ops)
         if self.recorder is None:
             return self.ops.begin(batch)
@@ -132,7 +132,7 @@ class Lane:
         return self.ops.weight((rows, tensors[0].shape[1]), blocks)
 
     def remember_vectors(self, unit: StoredUnit, data: Bytes) -> None:
-        """Copy a unit's norms and biases: the CPU cannot read its bytes later."""
+        """Copy a unit's norms and biases, since the CPU cannot read its bytes later."""
         self._vectors[unit.name] = self._memory(unit, data).vectors()
 
     def _memory(self, unit: StoredUnit, data: Memory) -> UnitMemory:
@@ -159,7 +159,7 @@ class Lane:
         return self.reader.place(unit.name)
 
     def stream(self, units: Sequence[StoredUnit], ring: Ring[Bytes] | None = None) -> None:
-        """Stream ``units`` through the ring in each pass; ``ring`` replaces that in RAM."""
+        """Stream ``units`` through the ring in each pass; ``ring`` replaces the ring in RAM."""
         if isinstance(self.reader, UnitReader):
             self.reader.schedule(units, ring)
         elif self.reader is not None:
@@ -176,7 +176,7 @@ class Lane:
         return self.reader is not None and self.reader.failed
 
     def stop_copies(self) -> None:
-        """End copies to the GPU, until ``stream`` or ``rewind``."""
+        """Stop copies to the GPU until ``stream`` or ``rewind``."""
         if isinstance(self.reader, QueuedCopies):
             self.reader.stop()
 
@@ -225,10 +225,10 @@ class StreamedState(PassState):
         elif lane.adapts and id(lane.ops) not in self._steps:
             lane.ops.begin_adapters(self._batch)
             self._steps[id(lane.ops)] = None
-        self.step = cast(Pass, step)  # None where nothing on the lane attends
+        self.step = cast(Pass, step)  # None if nothing on the lane attends
 
     def _move_inputs(self, lane: Lane, inputs: Hidden, move: Callable[[Hidden], Hidden]) -> None:
-        """Move ``inputs``, which every layer reads: each lane's copy is made once."""
+        """Move ``inputs``, which every layer reads; each lane is given one copy."""
         if self._copies.get(id(self.lane)) is not inputs:  # the inputs were made on this lane
             self._copies = {id(self.lane): inputs}
         if id(lane) not in self._copies:

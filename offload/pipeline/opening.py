@@ -1,8 +1,8 @@
 """Opens a pipeline: loads a store's units to the devices that a placement names.
 
 Each unit of the store becomes a stage of the pass; resident units are read now. Files, threads,
-rings, buffers and GPU memory are all made here and freed by the pipeline's ``close``. This module
-does not choose the placement.
+rings, buffers and GPU memory are all created here and freed by the pipeline's ``close``. This
+module does not choose the placement.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ from localrt.offload.shapes import PassSizes
 from localrt.quant.formats.packed import Bytes
 from localrt.quant.ops.arrays import aligned_buffer
 
-_VERIFIED = 2  # units hashed while others are read: a core hashes a gigabyte in a second
-_PINNED_AT_ONCE = 256 << 20  # bytes of expert slots per allocation: each call of the driver is slow
+_VERIFIED = 2  # units hashed while others are read; a core hashes about a gigabyte per second
+_PINNED_AT_ONCE = 256 << 20  # bytes of expert slots per allocation, since driver calls are slow
 
 
 def open_pipeline(setup: Setup) -> StreamedWeights:
@@ -72,7 +72,7 @@ def open_pipeline(setup: Setup) -> StreamedWeights:
         resources.callback(setup.kv_tier.close)
     try:
         weights = _Opening(setup, resources).open()
-        # Else the threads would keep a decoder alive that nobody closes.
+        # Otherwise the threads would keep a decoder alive that nobody closes.
         weakref.finalize(weights, resources.close)
         return weights
     except BaseException:
@@ -81,7 +81,7 @@ def open_pipeline(setup: Setup) -> StreamedWeights:
 
 
 class _Opening:
-    """A pipeline being opened. ``resources`` frees everything made, in reverse order.
+    """A pipeline being opened. ``resources`` frees everything created, in reverse order.
 
     ``stages`` are by name in the order of a pass; ``tables`` holds tables that are read by row, if
     in RAM.
@@ -100,7 +100,7 @@ class _Opening:
         self.on_gpu = setup.attention_on_gpu()
 
     def open(self) -> StreamedWeights:
-        """Make the whole pipeline."""
+        """Build the whole pipeline."""
         setup, resources, config = self.setup, self.resources, self.setup.config
         cpu = self._cpu_lane()
         experts = self._experts(cpu)
@@ -116,7 +116,7 @@ class _Opening:
         if experts is not None:
             experts.fill()
         ram_ring, vram_ring = setup.rings()
-        slots = setup.placement.ram_ring - ram_ring  # bytes of the ring that are experts' slots
+        slots = setup.placement.ram_ring - ram_ring  # bytes of the ring used for expert slots
         caches = Caches(config.memories, setup.ops, None if gpu is None else gpu.ops, self.on_gpu)
         balance = Balance(
             stages,
@@ -133,7 +133,7 @@ class _Opening:
             gpu_experts=next((r for r in runners.values() if isinstance(r, HybridExperts)), None),
             gpu_scratch=self._gpu_scratch(gpu),
         )
-        balance.schedule()  # last: reading would slow the resident units' reads
+        balance.schedule()  # last, since it would slow the resident units' reads
         on_cpu = {stage.name: stage for stage in head if stage.lane is cpu}
         return StreamedWeights(
             config,
@@ -485,5 +485,5 @@ class _Opening:
 
 
 def _layer_moved(lane: Lane, segments: JoinedParts) -> Callable[[], None]:
-    """What to call when a layer's unit moves: nothing if ``lane`` records nothing."""
+    """The callback for when a layer's unit moves; it does nothing if ``lane`` records nothing."""
     return (lambda: None) if lane.recorder is None else segments.stage_moved

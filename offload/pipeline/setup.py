@@ -27,10 +27,11 @@ class Setup:
     ``ops`` computes on the CPU, ``gpu`` computes units placed on it; ``clock`` times both.
     ``expert_costs`` are needed where a GPU computes a mixture. ``budget`` bounds the RAM of
     resident units and KV caches together, in bytes; before each pass ``shortage`` returns bytes of
-    RAM and of GPU memory to free. ``kv_tier`` has the layers of the cache that are on the SSD.
-    ``mode`` says how to read the store, ``files`` replaces the store's own, ``stall_s`` is how long
-    a disk may be silent. With ``verify`` each unit's SHA-256 is checked once; see ``Verifier`` for
-    ``mend``. ``on_bytes`` is called with the size of each piece read at loading, and may raise.
+    RAM and of GPU memory to free. ``kv_tier`` has the cache layers that are on the SSD. ``mode``
+    says how to read the store, ``files`` replaces the store's files, ``stall_s`` is how many
+    seconds a disk may take to answer. With ``verify`` each unit's SHA-256 is checked once; see
+    ``Verifier`` for ``mend``. ``on_bytes`` is called with the size of each piece read at loading,
+    and may raise.
     """
 
     store: StoreCheckpoint
@@ -56,7 +57,7 @@ class Setup:
         return {unit.name: unit for unit in self.store.manifest.units}
 
     def unit(self, name: str) -> StoredUnit:
-        """The unit ``name``, which every such model has."""
+        """The unit ``name``, which the model must have."""
         if name not in self.units:
             raise CheckpointError(f"{self.store.path}: unit {name} is missing: pack it again")
         return self.units[name]
@@ -66,7 +67,7 @@ class Setup:
         return self.placement.where.get(unit.name, Where.RAM)
 
     def layers(self, kind: Literal["attention", "mlp"]) -> dict[int, StoredUnit]:
-        """The layers' units of a kind, in order, where they have one."""
+        """The units of a kind by layer, in order, for layers that have one."""
         memory, has_mlp = self.config.memory_of, self.config.has_mlp
         return {
             layer: self.unit(f"layers.{layer}.{kind}")

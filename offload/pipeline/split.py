@@ -3,7 +3,7 @@
 The unit is cut into pieces: the first rows of gate, up and down are resident on the GPU, some may
 be copied there in each pass, and the CPU computes the others from RAM. Each row is summed by one
 processor, in the usual order. Long passes (prompts) copy the CPU's piece too, and the GPU computes
-all rows. Pieces are never evicted: a piece is no range of the file.
+all rows. Pieces are never evicted, since a piece is not one contiguous range of the file.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from localrt.quant.ops.protocol import Check, HostOps, Ops
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some rows of an MLP as a unit: ``ranges`` of the whole unit's bytes, one after another.
+    """Some rows of an MLP as a unit: the concatenated ``ranges`` of the whole unit's bytes.
     ``rows`` are the numbers of rows of gate (and of up) and of down.
     """
 
@@ -61,10 +61,10 @@ class Piece:
 def split_unit(
     config: DecoderConfig, layer: int, unit: StoredUnit, shares: tuple[float, float]
 ) -> list[Piece]:
-    """The pieces of the GPU, of the link (without rows if its share is 0), and of the CPU. GPU and
-    link get at most these ``shares`` of the rows.
+    """The pieces of the GPU, the link (without rows if its share is 0), and the CPU. GPU and link
+    get at most ``shares`` of the rows.
 
-    Each piece has the unit's vectors; other tensors that are not cut are in the GPU's piece.
+    Each piece has the unit's vectors; other uncut tensors are in the GPU's piece.
     """
     inner, hidden = config.inner_size(layer), config.hidden_size
     gates, down, stacked = matrices_of(config, layer)
@@ -107,7 +107,7 @@ def split_unit(
 
 
 def matrices_of(config: DecoderConfig, layer: int) -> tuple[list[str], str, int]:
-    """The names of the gate and up tensors and of down, and how many matrices each of the former
+    """The names of the gate and up tensors, that of down, and how many matrices each of the former
     stacks.
     """
     names, prefix = config.names_of(layer), f"model.layers.{layer}."
@@ -117,7 +117,7 @@ def matrices_of(config: DecoderConfig, layer: int) -> tuple[list[str], str, int]
 
 
 def _cuts(rows: int, shares: tuple[float, float]) -> list[int]:
-    """The first rows of the pieces, and the end: at whole tiles, with some for GPU and CPU each."""
+    """Row bounds of the pieces: at whole tiles; GPU and CPU each get at least one."""
     tiles = rows // TILE_ROWS
     gpu = min(max(int(tiles * shares[0]), 1), tiles - 1)
     link = min(int(tiles * shares[1]), tiles - 1 - gpu)
@@ -125,7 +125,7 @@ def _cuts(rows: int, shares: tuple[float, float]) -> list[int]:
 
 
 class PieceStage(Stage):
-    """A piece that a ``SplitStage`` computes with; no step of a pass by itself."""
+    """A piece of a ``SplitStage``; not a step of the pass by itself."""
 
     fixed = True
     mlp: GatedMlp
@@ -153,15 +153,15 @@ def _no_part(weights: WeightLoader) -> Part:
 
 
 class HostPiece(PieceStage):
-    """The CPU's piece, in pinned RAM; see ``HostRows``. Meanwhile the GPU computes with ``copied``,
-    a unit in its ring.
+    """The CPU's piece, in pinned RAM; see ``HostRows``. The GPU computes at the same time with
+    ``copied``, a unit in its ring.
     """
 
     def __init__(
         self, piece: Piece, lane: Lane, gpu: Lane, config: DecoderConfig, layer: int, clock: Clock
     ) -> None:
         super().__init__(piece, Where.RAM, lane, config, layer)
-        assert gpu.gpu is not None, "the CPU's lane is the other one"
+        assert gpu.gpu is not None, "the lane must be the GPU's"
         self._gpu, self._gpu_lane, self._clock = gpu.gpu, gpu, clock
         self._ops = cast(HostOps, lane.ops)
         piece.adapt(gpu.ops)
@@ -205,8 +205,8 @@ class HostPiece(PieceStage):
 
 
 class SplitStage(Stage):
-    """Computes the whole MLP with all pieces. As a unit it is the link piece, copied in each pass
-    unless it is ``resident`` on the GPU; without a link piece it is the GPU's piece.
+    """Computes the whole MLP with all pieces. Its unit is the link piece, copied in each pass
+    unless ``resident`` on the GPU, or the GPU's piece if there is no link piece.
 
     In passes of ``crossing`` rows or more (0: in none) the CPU's piece is copied to the GPU too.
     """
@@ -249,7 +249,7 @@ class SplitStage(Stage):
         return part
 
     def build(self, weights: WeightLoader, host_memory: Memory | None) -> Part:
-        """The layer's MLP; ``host_memory`` is the CPU's piece copied to the GPU, if it is."""
+        """The layer's MLP; ``host_memory`` is the CPU's piece if it has been copied to the GPU."""
         mlps = [*(piece.mlp for piece in self.gpu_pieces), self._mlp(weights)]
         if host_memory is not None:
             mlps.append(self.host.on_gpu(host_memory))
@@ -274,7 +274,7 @@ class SplitStage(Stage):
             self._on_move()
 
     def _is_crossing(self, state: PassState) -> bool:
-        rows = state.rows if isinstance(state, StreamedState) else 0  # few are recorded
+        rows = state.rows if isinstance(state, StreamedState) else 0  # graphs have few rows
         return 0 < self._crossing <= rows
 
     def _cross(self, state: PassState) -> None:

@@ -1,6 +1,6 @@
 """Stages of a pass: a unit's residency, and the part of the model that computes with its weights.
 
-Calling a stage has its lane run the part; ``balance.py`` changes where the unit is. Where a GPU's
+Calling a stage makes its lane run the part; ``balance.py`` changes where the unit is. If a GPU's
 ``Ops`` records graphs, consecutive stages are one segment, replayed with one launch (in sparse
 layers, the host works between two graphs). A segment ends where another processor continues; a unit
 in a ring is a segment of its own. Adjacent slices of the head are computed as one matrix.
@@ -31,11 +31,11 @@ from localrt.quant.ops.arrays import DeviceMemory, Hidden, Memory, Pass, Vector,
 from localrt.quant.ops.protocol import RECORDED_PARTS
 
 _CACHED_PLACES = 32
-_RECORDED_PLACES = 2  # for short and for long passes: a GPU's ring has fixed places
+_RECORDED_PLACES = 2  # one for short and one for long passes: a GPU's ring has fixed places
 
 
 class PassingParts:
-    """Parts of units in a ring, cached by the address of their bytes; ``lane``, if given, records
+    """Parts of units in a ring, cached by the address of their bytes; ``lane``, if any, records
     them as graphs.
     """
 
@@ -46,7 +46,7 @@ class PassingParts:
         self._segments: dict[tuple[int, ...], Segment] = {}
 
     def at(self, memories: Sequence[Memory], make: Callable[[], Part]) -> Part:
-        """The part on these bytes: from the cache, or new."""
+        """The part on these bytes, cached or new."""
         places = tuple(
             int(
                 memory.ctypes.data
@@ -78,12 +78,12 @@ class PassingParts:
 
 
 class Stage:
-    """A unit in a pass. ``load`` makes its part from weights of ``lane``; ``on_move`` is called
+    """A unit in a pass. ``load`` builds its part from weights of ``lane``; ``on_move`` is called
     when the weights move.
 
     ``memory`` are the bytes of a resident unit, in RAM or on the GPU; ``part`` computes on them if
-    they are used in place. With ``keep`` the unit is copied from the ring to ``copy``, which is its
-    resident memory after the pass: in RAM, or in ``restore_slab``. A ``fixed`` unit never moves.
+    they are used in place. With ``keep``, the unit is copied from the ring to ``copy``, its
+    resident memory after the pass, in RAM or in ``restore_slab``. A ``fixed`` unit never moves.
     ``experts`` runs the experts of a sparse layer, and times the layer on a GPU.
     """
 
@@ -115,7 +115,7 @@ class Stage:
 
     @property
     def ram_nbytes(self) -> int:
-        """Bytes of RAM that it takes between passes."""
+        """Bytes of RAM that the stage takes between passes."""
         return self.unit.nbytes if self.where in (Where.RAM, Where.LINK) else 0
 
     def place(self, *, crossing: bool) -> Where:
@@ -129,7 +129,7 @@ class Stage:
         return aligned_buffer(nbytes) if gpu is None else gpu.host_buffer(nbytes)
 
     def remember_vectors(self, data: Bytes) -> None:
-        """Keep the unit's norms and biases from ``data`` in RAM before its bytes go to a GPU."""
+        """Copy the unit's norms and biases from ``data`` in RAM before its bytes go to a GPU."""
         if self.lane.gpu is not None:
             self.lane.remember_vectors(self.unit, data)
 
@@ -165,7 +165,7 @@ class Stage:
         self._passing.clear()
 
     def bind_ring(self) -> None:
-        """Make parts on the ring's places, which are fixed while nothing crosses."""
+        """Build parts on the ring's places, which are fixed while no units cross."""
 
     def free(self) -> None:
         """Free the memory: the pipeline is closed."""
@@ -183,7 +183,8 @@ class Stage:
     def part_of(self, memories: Sequence[Memory]) -> Part:
         """The resident part, or the one on ``memories`` of the ring, cached by place.
 
-        Only the first one copies norms and biases to a GPU, which waits for all of its kernels.
+        Only the first part copies norms and biases to a GPU, which waits for all of the GPU's
+        kernels.
         """
         if self.part is not None:
             return self.part
@@ -207,8 +208,8 @@ class Stage:
 
 
 class CrossingStage(Stage):
-    """A unit that the CPU computes; passes of at least ``rows`` rows copy it to ``gpu`` and compute
-    it there.
+    """A unit that the CPU computes, except in passes of at least ``rows`` rows, which copy it to
+    ``gpu`` and compute it there.
     """
 
     def __init__(
@@ -291,7 +292,7 @@ class Segment:
         """Whether this pass records or replays the parts."""
         recorder = self._lane.recorder
         if recorder is None or (state.features is not None and state.features.within):
-            return False  # features are taken between parts, and a graph does not stop there
+            return False  # features are taken between parts, where a graph does not stop
         return recorder.takes(state.step, self, len(self._parts))
 
     @cached_property
@@ -307,7 +308,7 @@ class Segment:
             self._lane.compute(part, name, state, timed=experts is None)
 
     def compute(self, state: StreamedState) -> None:
-        """Compute the parts within a lane's step: their units have arrived."""
+        """Compute the parts within a lane's step, after their units have arrived."""
         if self._is_recorded(state):
             self._replay(state)
             return
@@ -322,7 +323,7 @@ class Segment:
         """Drop its recordings."""
         recorder = self._lane.recorder
         if recorder is not None:
-            for segment in (self, *self.__dict__.get("_pieces", ())):  # if they were ever made
+            for segment in (self, *self.__dict__.get("_pieces", ())):  # if already computed
                 recorder.forget(segment)
 
     def _replay(self, state: StreamedState) -> None:
@@ -343,7 +344,7 @@ class Segment:
 
 
 class JoinedParts:
-    """The parts that ``join`` makes of stages, cached until a stage moves."""
+    """The parts that ``join`` builds from stages, cached until a stage moves."""
 
     def __init__(self, join: Callable[[Sequence[Stage]], list[Part]]) -> None:
         self._join = join
@@ -367,8 +368,8 @@ class JoinedParts:
         return self._parts
 
     def stage_moved(self) -> None:
-        """Note that a unit has moved: parts with it would use its old memory."""
-        # Stages hold this: it must not hold them, or a closed model would stay.
+        """Drop parts with the moved unit: they would use its old memory."""
+        # Stages refer to this object; if it referred to them, a closed model would stay in memory.
         self._parts = [part for part in self._parts if isinstance(part, Segment)]
         self._stale = True
 
@@ -415,7 +416,7 @@ def head_stage(
 
 
 def join_head(config: DecoderConfig, stages: Sequence[Stage]) -> list[Part]:
-    """The head's slices, with neighbours in memory joined into one matrix."""
+    """The head's slices, with slices that are adjacent in memory joined into one matrix."""
     runs: list[list[Stage]] = []
     for stage in stages:
         if runs and _same_matrix(runs[-1], stage):
@@ -439,7 +440,9 @@ def _joined(config: DecoderConfig, run: Sequence[Stage], memories: Sequence[Memo
 
 
 class _PassingRun:
-    """Adjacent head slices in a ring at once. ``join`` makes one part of them in place."""
+    """Adjacent head slices that are in a ring at the same time. ``join`` builds one part from them
+    in place.
+    """
 
     name = "head"
     timed = True
@@ -470,6 +473,6 @@ def _same_matrix(run: Sequence[Stage], stage: Stage) -> bool:
     if stage.part is not None:
         return True
     if not isinstance(lane.reader, QueuedCopies):
-        return False  # a CPU gains nothing from larger products
+        return False  # larger products are no faster on a CPU
     nbytes = stage.unit.nbytes + sum(each.unit.nbytes for each in run)
     return 2 * nbytes <= lane.reader.room  # the ring's other half is filled meanwhile

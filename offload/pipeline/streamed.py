@@ -1,4 +1,4 @@
-"""Runs a model whose units are where a placement puts them, so that it may exceed memory.
+"""Runs a model whose units are distributed by a placement, so that it may exceed memory.
 
 A pass goes through the stages in order; each waits only for its own weights, while readers and
 copies run ahead. The arithmetic is that of a resident model: the output does not depend on the
@@ -36,7 +36,8 @@ from localrt.quant.ops.protocol import Batch, Check, Ops
 
 
 class StreamedWeights(WeightStore):
-    """See ``WeightStore``; made by ``opening.py``. Units are evicted as caches outgrow the budget.
+    """See ``WeightStore``; created by ``opening.py``. Units are evicted as caches outgrow the
+    budget.
 
     ``placement`` is the one at loading. ``sparse`` holds the runners of sparse layers, by lane.
     ``before_pass`` raises if a file has changed, ``close`` frees everything.
@@ -83,7 +84,7 @@ class StreamedWeights(WeightStore):
             if isinstance(table, InputTable):
                 self._embed.append(partial(_take_inputs, rows, cpu, table))
             elif isinstance(table, HashedTable):
-                # Before the embedding: both read their rows at the same time.
+                # Before the embedding, so that both read their rows at the same time.
                 self._embed.insert(0, partial(_ask_ngrams, rows, cpu, table))
         self.body: Sequence[Part] = [*self._embed, *layers]
         self._lanes = [lane for lane in (cpu, gpu) if lane is not None]
@@ -106,7 +107,7 @@ class StreamedWeights(WeightStore):
     ) -> StreamedState:
         self._before_pass()
         if any(lane.failed for lane in self._lanes):
-            self.abandon()  # the failed read may be old: the disk may work again
+            self.abandon()  # the failure may be old, and the disk may work again
         if self.gpu is not None and self.gpu.gpu is not None:
             self.gpu.gpu.begin_pass(len(batch.tokens))
         self.memory.follow(crossing=self._placement.crosses(len(batch.tokens)))
@@ -136,7 +137,7 @@ class StreamedWeights(WeightStore):
         self.memory.drop_restore()
         if self.gpu is not None:
             self.gpu.stop_copies()
-        for lane in self._lanes:  # the CPU first: copies to a GPU read from its ring
+        for lane in self._lanes:  # the CPU first, since copies to a GPU read from its ring
             lane.rewind()
 
     def relieve(self) -> bool:
@@ -145,7 +146,7 @@ class StreamedWeights(WeightStore):
     def _skip_head(self) -> None:
         """Have the pass skip the head, except slices that are being copied to the GPU."""
         self.cpu.skip(stage.name for stage in self._head if stage.where is Where.SSD)
-        if self.gpu is not None:  # its copier has the RAM ring skip units that it copies from there
+        if self.gpu is not None:  # also skips them in the RAM ring
             self.gpu.skip(stage.name for stage in self._head if stage.where.copied)
 
     # -- caches ----------------------------------------------------------------------------------
@@ -190,7 +191,7 @@ class StreamedWeights(WeightStore):
         return totals if self._counted_from is None else totals.since(self._counted_from)
 
     def forget_counts(self) -> None:
-        """Count from here on."""
+        """Reset the counts."""
         self._counted_from = None
         self._counted_from = self.counts()
 
@@ -215,7 +216,7 @@ def _embed_draft(table: RowTable, scale: float, state: PassState) -> None:
 
 
 def _ask_ngrams(table: RowTable, cpu: Lane, hashed: HashedTable, state: StreamedState) -> None:
-    """The first part if layers have hashed n-grams: begin to read their rows."""
+    """The first part of models with hashed n-grams: begin to read their rows."""
     state.enter(cpu)
     assert state.batch is not None, "a pass has one"
     rows = hashed.rows_of(state.batch)
@@ -223,7 +224,7 @@ def _ask_ngrams(table: RowTable, cpu: Lane, hashed: HashedTable, state: Streamed
 
 
 def _take_inputs(table: RowTable, cpu: Lane, inputs: InputTable, state: StreamedState) -> None:
-    """The second part if every layer has its own inputs: read their rows."""
+    """The second part of models with per-layer inputs: read their rows."""
     state.enter(cpu)
     with cpu.ops.scope():
         take = table.begin_read(

@@ -1,8 +1,8 @@
 """Tables that passes read by row: from RAM if resident, else from the SSD.
 
-They are the embedding, the inputs of every layer, and hashed n-grams. A tile holds 16 rows. Each
-needed tile is read once, with many reads in flight; tiles in the same pages are read together.
-Recent tiles are cached, since text repeats its words.
+They are the embedding, per-layer inputs, and hashed n-grams. A tile holds 16 rows. Each needed tile
+is read once, with many reads in flight; tiles in the same pages are read together. Recent tiles are
+cached, since words recur in a text.
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ from localrt.quant.ops.streams import rows_of_tokens
 
 Ids = npt.NDArray[np.int64]
 CACHE_BYTES = 1 << 20
-"""The size of the cache of tiles."""
-_READS_AT_ONCE = 16  # reads of one page wait for the disk, not for a core
-_READS_PER_THREAD = 2  # at least: waking a thread takes as long as part of a read
+"""The size of the tile cache in bytes."""
+_READS_AT_ONCE = 16  # threads, since small reads wait for the disk, not for a core
+_READS_PER_THREAD = 2  # at least, since waking a thread costs a part of a read's time
 
 
 _Pages = tuple[str, int, int]
-"""File, first and last byte: whole pages."""
+"""A range of whole pages: file, first byte, last byte."""
 
 
 class RowTable:
     """Matrix ``name`` of ``store``, in one unit or in slices.
 
     ``resident`` gives the bytes of a unit in RAM, or None; other units are read from ``files``.
-    ``cache_bytes`` is the size of the cache of tiles. ``stall_s``: how long a disk may be silent.
+    ``cache_bytes`` is the size of the tile cache. ``stall_s`` is how many seconds a disk may take
+    to answer.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class RowTable:
         self._files = files
         self._resident = resident
         self._stall_s = stall_s
-        self._table: tuple[Bytes, Weight] | None = None  # all of it, if it is resident
+        self._table: tuple[Bytes, Weight] | None = None  # the whole table, if resident
         self._cache: OrderedDict[int, Bytes] = OrderedDict()  # the most recent last
         self._cache_tiles = cache_bytes // self._tile
         self.bytes_read = 0
@@ -89,14 +90,15 @@ class RowTable:
         scale: float = 1.0,
         each: int = 1,
     ) -> Callable[[], Hidden]:
-        """Begin to read ``rows`` (R,); return a function for them as arrays of ``ops``, times
-        ``scale``.
+        """Begin to read ``rows`` (R,); return a function that waits and returns them as arrays of
+        ``ops``, times ``scale``.
 
         ``each`` is the rows per token: see ``Ops.embed``. ``check`` is called while waiting, and
         may raise.
 
         Raises:
-            CheckpointError: raised by that function: the file fails, or the disk does not answer.
+            CheckpointError: raised by the returned function if the file fails or the disk does not
+            answer.
         """
         if len(self._slices) == 1 and (data := self._resident(self._slices[0][0].name)) is not None:
             table = self._whole(ops, data)
@@ -131,7 +133,7 @@ class RowTable:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _whole(self, ops: Ops, data: Bytes) -> Weight:
-        """The whole table as a weight, in place."""
+        """The whole table as a weight that uses the bytes in place."""
         if self._table is None or self._table[0] is not data:
             tensor = self._tensor
             tiles = data[tensor.offset : tensor.offset + tensor.nbytes]
@@ -187,7 +189,7 @@ def _first_row(piece: tuple[StoredUnit, UnitTensor]) -> int:
 def _wait_for_all(
     reads: Sequence[Future[None]], what: str, stall_s: float, check: Check | None = None
 ) -> None:
-    """Wait until all ``reads`` are done; this thread can then notice a disk that hangs.
+    """Wait until all ``reads`` are done, with a timeout to detect a disk that hangs.
 
     Raises:
         CheckpointError: one failed, or none of them ends for ``stall_s`` seconds.
