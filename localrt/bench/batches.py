@@ -1,4 +1,5 @@
-"""How many answers should share a pass: passes timed by their rows, and what follows from it.
+"""How many answers should share a pass: times passes by their number of rows and recommends a batch
+size.
 
 Mind the Memory Gap (Recasens et al. 2025) finds the batch at which a GPU's throughput levels off;
 here every machine and model is measured. The server takes its default from the result.
@@ -22,16 +23,16 @@ from localrt.offload import hardware
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 _RUNS = 7
-_PROMPT = 16  # tokens that each sequence begins with
-_MOST_S = 60.0  # of measuring, after which larger batches are left out
-_GAIN = 1.25  # from one size to the next: less is no gain, as each answer takes longer
+_PROMPT = 16  # tokens of each sequence's prompt
+_MOST_S = 60.0  # seconds of measuring, after which larger batches are skipped
+_GAIN = 1.25  # the throughput gain that makes a larger size worthwhile, as each answer takes longer
 _FILE = "batches.json"
-_MOST_SAVED = 64  # models
+_MOST_SAVED = 64  # models with saved advice
 
 
 @dataclass(frozen=True, slots=True)
 class PassTime:
-    """A pass with a token of each of ``rows`` answers takes ``seconds`` (the median)."""
+    """The median ``seconds`` of a pass with one token of each of ``rows`` answers."""
 
     rows: int
     seconds: float
@@ -39,11 +40,11 @@ class PassTime:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Beyond ``batch`` answers at a time little is gained; they reach ``share`` of the highest
-    throughput measured.
+    """The recommended batch: larger ones gain little. It reaches ``share`` of the highest measured
+    throughput.
 
-    ``limit`` is what limits a larger batch: ``"computing"``, or ``"nothing measured"`` if the
-    largest batch still gains.
+    ``limit`` is what limits larger batches: ``"computing"``, or ``"nothing measured"`` if the
+    largest one still gained.
     """
 
     batch: int
@@ -54,7 +55,7 @@ class Advice:
 def time_passes(
     engine: Engine, *, runs: int = _RUNS, notify: Callable[[str], None] = lambda line: None
 ) -> list[PassTime]:
-    """Time passes of more and more rows, as far as memory and a minute allow."""
+    """Time passes of increasing numbers of rows, until memory or a minute is used up."""
     sessions: list[EngineSession] = []
     found: list[PassTime] = []
     vocab, began = engine.info.vocab_size, time.monotonic()
@@ -98,7 +99,7 @@ def advise(times: Sequence[PassTime]) -> Advice:
 
 
 def to_table(times: Sequence[PassTime], advice: Advice) -> str:
-    """Return measurement and advice for people."""
+    """Return the measurements and the advice as text."""
     rows = [
         [
             str(each.rows),
@@ -122,11 +123,11 @@ def to_table(times: Sequence[PassTime], advice: Advice) -> str:
     )
 
 
-# -- what is known of a model on this machine ------------------------------------------------------
+# -- saved advice for a model on this machine ------------------------------------------------------
 
 
 def save_advice(cache: Path, model: Path, times: Sequence[PassTime], advice: Advice) -> None:
-    """Keep it for the server.
+    """Save the advice for the server.
 
     Raises:
         StorageError: it cannot be written.

@@ -1,7 +1,7 @@
-"""Measures what this PC runs, how fast and how well: ``localrt bench --card``.
+"""Measures which models this PC runs, how fast and how well: ``localrt bench --card``.
 
-Each model has a process of its own, as in every benchmark, and another one if its perplexity is
-measured. Knows no command line.
+Each model runs in a separate process, as in every benchmark, and in another one if its perplexity
+is measured. Knows no command line.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def run_card(
 ) -> dict[str, object]:
     """Measure each of ``models``, given by name and path, with the settings of ``options``.
 
-    With ``text``, also the change of its perplexity on the beginning of that file against the same
-    weights unpacked to float32. What was not measured is None; a model that does not run has its
-    reason. After Ctrl+C, models are missing and ``interrupted`` is true.
+    With ``text``, also measure perplexity on the beginning of that file, relative to the same
+    weights unpacked to float32. Figures that were not measured are None; for a model that does not
+    run, the reason is given. After Ctrl+C, models are missing and ``interrupted`` is true.
     """
     found: list[dict[str, object]] = []
     interrupted = False
@@ -54,7 +54,7 @@ def run_card(
                 try:
                     with closing(evaluator()) as child:
                         found[-1] |= child.ask("evaluate", path=str(path), text=str(text))
-                except ChildError as error:  # as where float32 does not fit
+                except ChildError as error:  # for example if float32 does not fit
                     notify(f"{name}: no perplexity: {error}")
     except KeyboardInterrupt:
         interrupted = True
@@ -74,7 +74,7 @@ def _measured(
     """Return a model's figures, or the reason why there are none."""
     try:
         outcome = run_bench(options, notify=notify, start=lambda engine: start())
-    except OptionError as error:  # as where the prompt is longer than its context
+    except OptionError as error:  # for example if the prompt exceeds the model's context
         return {"reason": error.told(on_command_line)}
     if outcome.interrupted:
         raise KeyboardInterrupt
@@ -92,7 +92,7 @@ def _measured(
 
 
 class Evaluator:
-    """The requests of the process that measures perplexity."""
+    """Request handlers of the process that measures perplexity."""
 
     def evaluate(self, path: str, text: str) -> dict[str, float]:
         """Return the perplexity of a text file's beginning, and its change against float32."""
@@ -109,5 +109,5 @@ class Evaluator:
 
 
 def main() -> None:
-    """Serve one parent with an evaluator."""
+    """Run an evaluator for the parent process."""
     serve(Evaluator())

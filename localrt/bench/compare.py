@@ -14,7 +14,7 @@ from localrt.common.errors import OptionError
 from localrt.common.formatting import format_bytes, format_rate, format_seconds
 
 Figures = dict[tuple[str, str], Any]
-"""Values by what they are of (an application, a point) and their names."""
+"""Values by subject (an application, a point) and name."""
 
 _HEADERS = ("of", "figure", "A", "B", "B against A")
 
@@ -51,7 +51,7 @@ def compare(a: Report, b: Report) -> tuple[Page, Table]:
 
 
 def _differences(a: Figures, b: Figures) -> Iterator[list[str]]:
-    """Yield a row for each figure that one of the two has."""
+    """Yield a row for each figure that at least one report has."""
     for of, name in dict.fromkeys((*a, *b)):
         before, after = (number(figures.get((of, name))) for figures in (a, b))
         if before is None and after is None:
@@ -68,7 +68,7 @@ def _differences(a: Figures, b: Figures) -> Iterator[list[str]]:
 
 
 def _applications(mix: Report, alone: bool) -> Iterator[tuple[tuple[str, str], object]]:
-    """Yield the figures of a mix; a lone server compares with a lone one of another name."""
+    """Yield the figures of a mix. If each report has a single server, their names may differ."""
     for server in mix["servers"]:
         for app in server["apps"]:
             of = app["app"] if alone else f"{server['server']}, {app['app']}"

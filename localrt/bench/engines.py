@@ -32,14 +32,15 @@ LLAMACPP_SETTINGS: Mapping[str, Mapping[str, bool]] = {
     "plain": {"repack": False, "flash_attention": False},
     "plain, flash attention": {"repack": False, "flash_attention": True},
 }
-"""llama.cpp's settings, by name: which one is fastest depends on machine and model."""
+"""llama.cpp's settings by name; which one is fastest depends on machine and model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """Which engine to load, and how. ``settings`` are the engine's own, by name.
+    """The engine to load. ``settings`` are engine-specific, by name.
 
-    The native engine's settings are options of ``localrt.load``; without ``draft``, nothing drafts.
+    The native engine's settings are options of ``localrt.load``; without ``draft``, there is no
+    drafting.
     """
 
     engine: str
@@ -82,7 +83,7 @@ def load_engine(launch: Launch) -> BenchEngine:
         return _LocalrtEngine(llamacpp_core(launch))
     if launch.engine not in ENGINES:
         raise OptionError(f"unknown engine {launch.engine!r}: known are {', '.join(ENGINES)}")
-    for package in ("transformers", "torch", "accelerate"):  # accelerate: for GGUF files too
+    for package in ("transformers", "torch", "accelerate"):  # accelerate reads GGUF
         if find_spec(package) is None:
             raise MissingExtraError(f"the transformers engine needs {package}: {install('bench')}")
     from localrt.bench.transformers_engine import load_transformers
@@ -110,7 +111,7 @@ class _LocalrtEngine:
         )
         last = next(stream)
         on_first()
-        for last in stream:  # noqa: B007 - the last chunk is what we want
+        for last in stream:  # noqa: B007 - used after the loop
             pass
         return last.metrics
 
@@ -118,7 +119,7 @@ class _LocalrtEngine:
         """Answer prompts together, with exactly ``tokens`` greedy tokens each.
 
         Times are medians over the answers. Prefill lasts until every answer has its first token;
-        decoding is what all answers get from then on.
+        the decode rate is that of all answers together from then on.
         """
         stream = self._model.stream_batch(
             token_ids=prompts,
@@ -169,7 +170,7 @@ def _load_native(launch: Launch) -> Core:
 
 
 def llamacpp_core(launch: Launch) -> Core:
-    """Load as ``localrt.load`` does, with llama.cpp's own settings."""
+    """Load a model as ``localrt.load`` does, but with llama.cpp's settings."""
     from localrt.chat_format.templates.chat_template import PlainTemplate
     from localrt.engine.llamacpp.engine import LlamaCppEngine
     from localrt.engine.llamacpp.model import LlamaCppModel, LlamaCppSettings

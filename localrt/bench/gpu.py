@@ -1,8 +1,8 @@
 """Measures how ``localrt bench`` uses a GPU while a model decodes, or forecasts it without one.
 
-The profiler measures the busy shares of GPU and link, the pipeline those of the rest. For
-``--gpu-memory`` without a GPU, the result is a plan for a known GPU with this machine's disk,
-memory and processor: it has the form of a measurement and is marked ``simulated``.
+The profiler measures the busy shares of GPU and link, the pipeline the others. If ``--gpu-memory``
+is given without a GPU, the result is a plan for a known GPU with this machine's disk, memory and
+processor, in the form of a measurement but marked ``simulated``.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 _TOKENS = 16
 _NAMES = {"gpu": "GPU", "link": "link to the GPU", "cpu": "CPU", "ssd": "disk"}
-_BUSY = 0.6  # a part that is busy for a smaller share is no bottleneck
+_BUSY = 0.6  # a resource with a smaller busy share is not a bottleneck
 
 
 @dataclass(frozen=True, slots=True)
 class GpuUse:
     """``busy`` maps a resource to its busy share; the counts are per token, None if not counted.
 
-    ``helps`` is one sentence on what would help.
+    ``helps`` is one sentence about what would help.
     """
 
     busy: Mapping[str, float]
@@ -61,7 +61,7 @@ def use_line(found: Mapping[str, Any]) -> str:
 
 
 def gpu_use(model: Model, prompt: Sequence[int]) -> GpuUse:
-    """Decode tokens after ``prompt`` and measure, once CUDA graphs have been recorded."""
+    """Decode tokens after ``prompt`` and measure GPU use, after CUDA graphs have been recorded."""
     room = max(1, model.info.ctx - 3 * _TOKENS - 1)
     stream = model.stream(
         token_ids=prompt[:room], max_tokens=3 * _TOKENS + 1, ignore_eos=True, temperature=0
@@ -98,7 +98,7 @@ def gpu_use(model: Model, prompt: Sequence[int]) -> GpuUse:
 
 
 def what_helps(busy: Mapping[str, float], changes: Sequence[Change]) -> str:
-    """Say which part is busiest, and which of the planned ``changes`` helps most."""
+    """Describe the busiest resource, and which of the planned ``changes`` helps most."""
     text = ""
     if busy:
         name = max(busy, key=lambda each: busy[each])
@@ -111,13 +111,13 @@ def what_helps(busy: Mapping[str, float], changes: Sequence[Change]) -> str:
         return f"{text}No change that was planned helps by more than 5 %."
     best = changes[0]
     return (
-        f"{text}Most would help: {best.what}, about {format_rate(best.tok_s)} tok/s"
+        f"{text}Best change: {best.what}, about {format_rate(best.tok_s)} tok/s"
         f" ({best.gain:.1f} times)."
     )
 
 
 def wants_forecast(options: BenchOptions) -> bool:
-    """Whether the options give GPU memory for any GPU, and this machine has none."""
+    """Whether the options give GPU memory but name no GPU, and this machine has none."""
     any_gpu = options.gpu_memory is not None and options.device in (None, "auto")
     return any_gpu and not hardware.gpus()
 
@@ -126,7 +126,7 @@ def gpu_for(gpu_memory: int) -> GpuModel:
     """Return the smallest known GPU with that much memory, preferring the default GPU.
 
     Raises:
-        OptionError: no known GPU has so much.
+        OptionError: no known GPU has that much.
     """
     large = [gpu for gpu in GPUS.values() if gpu.vram_bytes >= gpu_memory]
     if not large:
@@ -142,8 +142,8 @@ def forecast(options: BenchOptions, settings: Settings) -> Outcome:
     """Plan the model for the GPU chosen by ``options.gpu_memory``, and predict the workload.
 
     Raises:
-        MemoryBudgetError: it does not fit GPU, RAM and disk.
-        LocalrtError: the model cannot be read, or no known GPU has so much memory.
+        MemoryBudgetError: it does not fit on GPU, RAM and disk.
+        LocalrtError: the model cannot be read, or no known GPU has that much memory.
     """
     assert options.gpu_memory is not None
     work, gpu = options.workload, gpu_for(options.gpu_memory)

@@ -1,7 +1,7 @@
-"""Shows a report of ``localrt bench`` as one HTML file without network, or as a picture.
+"""Shows a report of ``localrt bench`` as one self-contained HTML file, or as a picture.
 
-The reports are JSON objects, of the kinds in `KINDS`; plots are ours (``plots.py``), light or dark
-as the browser prefers. Every text from a report is escaped: a file may come from anyone.
+Reports are JSON objects of the kinds in `KINDS`; plots are drawn by ``plots.py``, light or dark as
+the browser prefers. Every text from a report is escaped, since files may be untrusted.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Section = tuple[str, Sequence[Figure | Table]]
 class Page:
     """A title, notes under it, and sections of figures and tables.
 
-    ``pairs``: after the first, every two sections stand side by side where there is room.
+    ``pairs``: after the first, sections are shown two by two, side by side if there is room.
     """
 
     title: str
@@ -63,7 +63,7 @@ def read_report(path: Path) -> Report:
     """Read a report from a file.
 
     Raises:
-        OptionError: it cannot be read, or is none of `KINDS`.
+        OptionError: it cannot be read, or is not of a kind in `KINDS`.
     """
     text = read_text(path)
     try:
@@ -71,7 +71,7 @@ def read_report(path: Path) -> Report:
     except (ValueError, RecursionError):
         report = None
     if not isinstance(report, dict) or report.get("kind") not in KINDS:
-        raise OptionError(f"{path} is no {' or '.join(KINDS)} of `localrt bench`, as JSON")
+        raise OptionError(f"{path} is not a JSON report of `localrt bench` ({', '.join(KINDS)})")
     return report
 
 
@@ -87,7 +87,7 @@ def page_of(report: Report) -> Page:
 
 @contextmanager
 def readable(kind: str) -> Iterator[None]:
-    """Turn the errors of reading a damaged report into an ``OptionError``."""
+    """A context in which errors caused by a damaged report become an ``OptionError``."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -181,7 +181,7 @@ def _block(block: Figure | Table) -> str:
     rows = []
     for tag, row in (("th", block.headers), *(("td", row) for row in block.rows)):
         cells = [f"<{tag}>{escape(cell)}</{tag}>" for cell in row]
-        if len(row) < len(block.headers):  # the last cell spans the rest
+        if len(row) < len(block.headers):  # the last cell spans the missing columns
             span = len(block.headers) - len(row) + 1
             cells[-1] = cells[-1].replace("<td>", f'<td colspan="{span}">', 1)
         rows.append("".join(cells))
@@ -192,7 +192,7 @@ def _block(block: Figure | Table) -> str:
 
 
 def shown(value: object, show: Callable[[float], str]) -> str:
-    """Show a measured number; "not measured" for None."""
+    """Return a measured number as text; "not measured" for None."""
     known = number(value)
     return NOT_MEASURED if known is None else show(known)
 

@@ -1,7 +1,7 @@
 """Draws plots as SVG and as pictures: lines over time, timelines, bars, heat maps and tables.
 
-Colours are names of `LIGHT` and `DARK`, as CSS variables, so that one drawing serves both. Every
-text is escaped here. A value that is None, or no number, is left out. Knows no report.
+Colours are CSS variables named in `LIGHT` and `DARK`, so that one drawing serves both. Every text
+is escaped here. Values that are not numbers are left out. Knows no report.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LIGHT = {"paper": "#ffffff", "ink": "#1b2127", "faint": "#5d6873", "rule": "#d8d
 LIGHT |= {"good": "#1f77b4", "bad": "#c8442b"}
 DARK = {"paper": "#14181c", "ink": "#e6eaee", "faint": "#98a3ae", "rule": "#343c44"}
 DARK |= {"good": "#5aa9e6", "bad": "#f0775a"}
-# Of lines and areas, told apart by those who see no red or green too (Okabe and Ito).
+# Colours of lines and areas, distinguishable with red-green colour blindness (Okabe and Ito).
 _SERIES = ("#0072b2", "#d55e00", "#009e73", "#a8588a", "#b58900", "#6b7680")
 _DARK_SERIES = ("#56b4e9", "#e8853a", "#2fc99b", "#d98fbd", "#e6c04a", "#9aa5af")
 LIGHT |= {f"series{index}": value for index, value in enumerate(_SERIES)}
@@ -33,8 +33,8 @@ DARK |= {f"series{index}": value for index, value in enumerate(_DARK_SERIES)}
 WIDTH = 760
 _LEFT, _RIGHT, _TOP, _AXIS = 190, 16, 30, 24
 _ROW = 20
-_LABEL = 28  # characters that fit the left margin
-_FINE = 4  # dots of a drawn picture per pixel, of which two by two make one: smooth edges
+_LABEL = 28  # characters that fit in the left margin
+_FINE = 4  # drawn dots per pixel, then halved in size for smooth edges
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,9 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What ``shown`` describes, from ``start`` to ``end`` in seconds; ``good`` picks its colour."""
+    """A span from ``start`` to ``end`` in seconds; ``shown`` describes it, ``good`` selects its
+    colour.
+    """
 
     start: float
     end: float
@@ -68,7 +70,7 @@ class Span:
 
 
 def number(value: Any) -> float | None:
-    """Return a number that can be drawn, None for anything else."""
+    """Return ``value`` if it is a number that can be drawn, else None."""
     known = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if known and abs(value) < 1e18 else None
 
@@ -91,7 +93,9 @@ def lines(
     show: Callable[[float], str],
     stacked: bool = False,
 ) -> Figure:
-    """Draw series of (seconds, value) from 0 to ``seconds``, or one on top of the other."""
+    """Draw series of (seconds, value) from 0 to ``seconds``; if ``stacked``, on top of one
+    another.
+    """
     shapes: list[str] = []
     below: dict[float, float] = {}
     tops: dict[str, list[tuple[float, float, float]]] = {}
@@ -129,7 +133,9 @@ def lines(
 
 
 def timeline(title: str, rows: Mapping[str, Sequence[Span]], *, seconds: float) -> Figure:
-    """Draw a row of spans for each name; bad ones are thicker, so that colour is not all."""
+    """Draw a row of spans for each name; bad ones are also thicker, so that they do not differ by
+    colour alone.
+    """
     x = _seconds_to_x(seconds)
     shapes = []
     bottom = _TOP + _ROW * len(rows)
@@ -150,7 +156,7 @@ def timeline(title: str, rows: Mapping[str, Sequence[Span]], *, seconds: float) 
 
 
 def bars(title: str, rows: Sequence[tuple[str, object, str]]) -> Figure:
-    """Draw a bar for each (name, value, how the value is shown)."""
+    """Draw a bar for each (name, value, value as text)."""
     values = [number(value) for _, value, _ in rows]
     most = max((abs(value) for value in values if value is not None), default=0.0) or 1.0
     shapes = []
@@ -173,7 +179,7 @@ def heat_map(
     values: Sequence[Sequence[object]],
     show: Callable[[float], str],
 ) -> Figure:
-    """Draw ``values`` (rows, columns): the more, the darker; a missing one is an empty cell."""
+    """Draw ``values`` (rows, columns): larger ones are darker; a missing one is an empty cell."""
     known = [found for row in values for value in row if (found := number(value)) is not None]
     least, most = min(known, default=0.0), max(known, default=0.0)
     width = max((WIDTH - _LEFT - _RIGHT) / max(len(columns), 1), 2)
@@ -263,7 +269,7 @@ def _draw(draw: ImageDraw.ImageDraw, tag: str, given: Mapping[str, str], text: s
 
 @cache
 def _font(size: float) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    """A font of the system with most alphabets, else Pillow's own, which has Latin letters."""
+    """The system font with the most alphabets, else Pillow's own, which has Latin letters only."""
     from PIL import ImageFont
 
     for name in ("DejaVuSans.ttf", "Arial.ttf", "arial.ttf"):

@@ -1,9 +1,9 @@
 """Runs one engine in a child process of the benchmark: both ends of the pipe.
 
 Each engine has its own process, so that its peak memory is measured alone and a crash affects no
-other. Requests and answers are one JSON object per line, on the child's stdin and stdout; output of
-libraries goes to stderr. When stdin closes, because the parent is done or has died, the child ends
-at once, even in the middle of a run.
+other engine. Requests and answers are one JSON object per line, on the child's stdin and stdout;
+output of libraries goes to stderr. When stdin closes, because the parent has finished or died, the
+child ends at once, even in the middle of a run.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ class ChildError(LocalrtError):
 
 
 class ChildProcess(Closing):
-    """A running child. As a context manager it ends the child in every case."""
+    """A running child. As a context manager, it always ends the child."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
-        # In its own session, Ctrl+C reaches only the parent, which then ends the children.
+        # The child has its own session: Ctrl+C reaches only the parent, which then ends its
+        # children.
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -88,7 +89,7 @@ class ChildProcess(Closing):
             if stream is not None:
                 try:
                     stream.close()
-                except BrokenPipeError:  # a request that was never read
+                except BrokenPipeError:  # a request was never read
                     pass
         self._stderr.close()
 
@@ -105,12 +106,12 @@ class ChildProcess(Closing):
 
 
 def main() -> None:
-    """Serve one parent with an engine."""
+    """Run an engine for the parent process."""
     serve(Requests())
 
 
 class Requests:
-    """The child's requests, one method each: ``load`` an engine first, then use it."""
+    """Request handlers of the child, one method per request; ``load`` must come first."""
 
     _loaded: BenchEngine | None = None
 
@@ -130,8 +131,8 @@ class Requests:
         return self._engine.encode(text)
 
     def generate(self, prompt: list[int], tokens: int) -> dict[str, object]:
-        """Generate; return the `Metrics`, and while decoding the bytes read from disk and the
-        joules that the machine took.
+        """Generate; return the `Metrics`, plus the bytes read from disk and the machine's joules
+        while decoding.
         """
         counts, energies = [system.disk_bytes_read()], list[Energy]()
 
@@ -157,7 +158,7 @@ class Requests:
         return dict(together(prompts, tokens))
 
     def free(self) -> None:
-        """Free what earlier prompts left, so that it counts for no later one's memory."""
+        """Free memory left by earlier prompts, so that it does not count for later ones."""
         getattr(self._engine, "free", lambda: None)()
 
     def gpu_use(self, prompt: list[int]) -> dict[str, object] | None:
@@ -172,12 +173,12 @@ class Requests:
 
 
 def serve(requests: object) -> None:
-    """Answer one parent's requests on stdin and stdout with the methods of ``requests``.
+    """Answer the parent's requests on stdin and stdout with the methods of ``requests``.
 
     In a request, ``do`` names the method; the other keys are its arguments.
     """
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # so that a library's print cannot spoil the protocol
+    os.dup2(2, 1)  # so that output of libraries cannot corrupt the protocol
     for request in _until_closed():
         do = request.pop("do")
         try:
@@ -192,7 +193,7 @@ def serve(requests: object) -> None:
 
 
 def _until_closed() -> Iterator[dict[str, Any]]:
-    """Yield requests in order. A thread reads them, to notice at once if the parent has gone."""
+    """Yield requests in order. A thread reads them, to notice at once when the parent has ended."""
     lines: queue.Queue[str] = queue.Queue()
 
     def read() -> None:

@@ -23,26 +23,28 @@ from localrt.offload.hardware import Machine
 from localrt.planning.verdict import meanings
 
 _BASELINE = "llamacpp"
-_PROCESS_ID = 1  # in a trace
+_PROCESS_ID = 1  # the process in a trace
 _PACKAGES = ("torch", "llama-cpp-python", "transformers", "accelerate", "numpy")
 _OPTIONS = ("ram", "gpu_memory", "device", "ctx", "kv_format", "threads")
 _EXTRAS = {"native": "torch", "llamacpp": "llamacpp"}
 
 
 def facts(machine: Machine) -> dict[str, object]:
-    """Return what every report has: ``machine``, ``versions`` and the ``command``."""
+    """Return the facts that every report has: ``machine``, ``versions`` and ``command``."""
     versions = {"localrt": __version__}
     for package in _PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-    # Reports are shared: no one else needs the name of the user's folder.
+    # Reports are shared, so they must not reveal the user's folder.
     words = [word.replace(str(Path.home()), "~") for word in sys.argv[1:]]
     command = system.join(["localrt", *words])
     return {"machine": machine.to_dict(), "versions": versions, "command": command}
 
 
 def to_json(outcome: Outcome, options: BenchOptions) -> dict[str, object]:
-    """Return the run as JSON: ``results`` has an entry per engine and setting; best ones marked."""
+    """Return the run as JSON: ``results`` has an entry per engine and setting, with the best
+    marked.
+    """
     best = _best(outcome.results)
     return {
         "prompt_tokens": options.workload.prompt_tokens,
@@ -128,7 +130,7 @@ def to_table(outcome: Outcome, options: BenchOptions, *, name: str, machine: Mac
 def _details(
     results: Sequence[Result], details: Mapping[str, tuple[str, Callable[[Any], str]]]
 ) -> Iterator[tuple[str, Callable[[Result], str]]]:
-    """Yield the columns in which some engine has a value other than 0."""
+    """Yield the columns in which any engine has a non-zero value."""
 
     def cell(show: Callable[[Any], str], name: str, result: Result) -> str:
         return show(result.metrics.get(name))
@@ -150,7 +152,7 @@ def _percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.0f}%"
 
 
-# Columns shown only if a result has them: header, and how to show a value.
+# Columns shown only if a result has them: header, and format of values.
 _DETAILS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
     "predicted_tok_s": ("predicted", format_rate),
     "of_predicted": ("of predicted", _percent),
@@ -167,7 +169,7 @@ def _best(results: Sequence[Result]) -> dict[str, Result]:
 
 
 def _baseline(results: Sequence[Result], metric: str) -> float | None:
-    """Return llama.cpp's best figure over its settings, which is the fair baseline."""
+    """Return llama.cpp's best figure over all its settings, the fair baseline."""
     return max((r.metrics[metric] for r in results if r.engine == _BASELINE), default=None)
 
 
@@ -192,7 +194,7 @@ def to_chrome(events: Sequence[Mapping[str, Any]], *, process: str) -> dict[str,
     """
     start = min((event["start_s"] for event in events), default=0.0)
     threads: dict[tuple[str, int], int] = {}
-    free_at: dict[str, list[float]] = {}  # when each line of a resource is free again
+    free_at: dict[str, list[float]] = {}  # time from which each line of a resource is free
     complete: list[dict[str, Any]] = []
     for event in sorted(events, key=lambda event: float(event["start_s"])):
         resource = event["resource"]

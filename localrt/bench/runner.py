@@ -1,8 +1,8 @@
 """Runs a workload on several engines, fairly, and collects every sample.
 
-If all models fit in memory at once, the engines take turns run by run, so that other load on the
-machine affects all alike. Otherwise, or if one reads its weights while it runs, they run one after
-another. Each is warmed up first. This module does not load models itself, and does not print.
+If all models fit in memory at once, the engines alternate run by run, so that other load on the
+machine affects all alike. Otherwise, or if an engine reads its weights while it runs, they run one
+after another. Each is warmed up first. This module does not load models itself, and does not print.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from localrt.models.checkpoints import open_checkpoint
 from localrt.models.tokenizers import load_tokenizer
 from localrt.offload.memory import memory_state
 
-# An engine's settings, by name: all are measured, and the best counts.
+# Each engine's settings by name: all are measured, and the best counts.
 _SETTINGS: Mapping[str, Mapping[str, Mapping[str, object]]] = {"llamacpp": LLAMACPP_SETTINGS}
 
 _NATIVE = ("format", "device", "gpu_memory", "ram", "kv_format")
 
-# Upper estimate of a process's peak memory, as a multiple of the model's files.
+# Upper bounds of a process's peak memory, as a multiple of the model's files.
 _MEMORY_FACTOR = {"native": 6.0, "llamacpp": 2.5, "transformers": 12.0}
 _PROCESS_BYTES = 500 << 20
 
@@ -67,7 +67,7 @@ def run_bench(
     start: Callable[[str], ChildProcess] = lambda engine: ChildProcess(ENGINE),
     alone: bool = False,
 ) -> Outcome:
-    """Run every engine that can run. ``notify`` gets a line before each step that takes time, and
+    """Run every engine that can run. ``notify`` is called with a line before each slow step, and
     one with its result.
 
     Ctrl+C ends the benchmark with the results so far. ``start`` starts an engine's process;
@@ -105,7 +105,9 @@ class _Bench:
         return Outcome(results, self._skipped, together, interrupted)
 
     def _run_group(self, group: Sequence[tuple[str, Launch]]) -> None:
-        """Load, warm up and run the engines of a group in turns; drop those that fail."""
+        """Load and warm up the engines of a group, then run them alternately; drop those that
+        fail.
+        """
         with ExitStack() as children:
             running = [r for r in (self._start(*c, children) for c in group) if r is not None]
             running = [r for r in running if self._try(self._warm_up, r)]
@@ -165,7 +167,9 @@ class _Bench:
         return running.child.ask("generate", prompt=self._prompts[index], tokens=tokens)
 
     def _look(self, running: _Running) -> None:
-        """Measure a long prompt's first token and the use of a GPU once; only note a failure."""
+        """Measure a long prompt's first token and the use of a GPU once; a failure is only
+        noted.
+        """
         name, child = _name(running.engine, running.setting), running.child
         assert self._prompts is not None
         try:
@@ -196,11 +200,13 @@ class _Bench:
 
 
 def encoder(path: Path, child: ChildProcess) -> Callable[[str], list[int]]:
-    """Load the model's tokenizer here: its vocabulary must not count as an engine's memory."""
+    """Load the model's tokenizer in this process, so that it does not count as an engine's
+    memory.
+    """
     try:
         with closing(open_checkpoint(path)) as checkpoint:
             tokenizer = load_tokenizer(checkpoint)
-    except LocalrtError:  # the engine may know this kind of tokenizer
+    except LocalrtError:  # the engine may support this tokenizer
         return lambda text: list(child.ask("encode", text=text))
     return lambda text: tokenizer.encode(text, add_special=False)
 
@@ -232,7 +238,7 @@ def _result(running: _Running) -> Result:
     if metrics["predicted_tok_s"] and metrics["decode_tok_s"]:
         metrics["of_predicted"] = metrics["decode_tok_s"] / metrics["predicted_tok_s"]
     reads = median_of(samples, "decode_read_bytes")
-    steps = metrics["completion_tokens"] - 1  # decoding begins at the first token
+    steps = metrics["completion_tokens"] - 1  # decoding begins after the first token
     metrics.pop("decode_read_bytes", None)
     metrics["read_bytes_per_token"] = None if reads is None else round(reads / steps)
     joules = median_of(samples, "decode_joules")
@@ -272,7 +278,7 @@ def _name(engine: str, setting: str) -> str:
 
 
 def _fit_together(options: BenchOptions, candidates: Sequence[tuple[str, Launch]]) -> bool:
-    """Whether all engines may load at once: they fit, and none has a RAM limit."""
+    """Whether all engines may be loaded at once: they fit, and none has a RAM limit."""
     if options.ram is not None or len(candidates) < 2:
         return False
     size = sum(path.stat().st_size for path in model_files(options.path))
@@ -281,7 +287,7 @@ def _fit_together(options: BenchOptions, candidates: Sequence[tuple[str, Launch]
 
 
 def model_files(path: Path) -> list[Path]:
-    """Return a model's files: all below its folder, or all parts of a split GGUF."""
+    """Return a model's files: all in its folder, or all parts of a split GGUF."""
     if path.is_dir():
         return [file for file in path.rglob("*") if file.is_file()]
     stem, separator, rest = path.name.partition("-00001-of-")

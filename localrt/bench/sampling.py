@@ -1,9 +1,9 @@
-"""Samples the machine: energy counters, and in a thread CPU, memory by owner, disks, GPU, heat.
+"""Samples the machine: energy counters, and in a thread CPU, memory by owner, disks, GPU,
+temperature.
 
 Energy in joules is that of the whole machine, other programs included: of CPUs and their memory
-(RAPL, Linux; the administrator alone may read it, unless it was opened to others), and of NVIDIA
-GPUs (NVML). What this machine cannot tell, or does not let this user read, is None. Nothing is
-estimated.
+(RAPL on Linux, by default readable only by root) and of NVIDIA GPUs (NVML). Values that this
+machine does not report, or this user may not read, are None. Nothing is estimated.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from localrt.common.closing import Closing
 from localrt.offload.memory import memory_state
 
 Energy = Mapping[str, tuple[float, float]]
-"""A counter's joules, and the joules at which it starts again from 0, by the counter's name."""
+"""By counter name: its joules, and the joules at which it wraps around to 0."""
 
 _NO_END = float("inf")
 
 
 def read_energy(root: Path = system.ROOT) -> Energy:
-    """Read every counter that this process may read; takes well under a millisecond."""
+    """Read every counter that this process may read; takes much less than a millisecond."""
     found: dict[str, tuple[float, float]] = {}
     for zone in root.glob("sys/class/powercap/intel-rapl:*"):
         try:
-            # Other parts of a package, and the platform that holds it, would count energy twice.
+            # Subzones of a package, and the platform zone that contains it, would count energy
+            # twice.
             name = _text(zone / "name")
             if not name.startswith("package") and name != "dram":
                 continue
@@ -55,7 +56,9 @@ def read_energy(root: Path = system.ROOT) -> Energy:
 
 
 def joules_between(before: Energy, after: Energy) -> float | None:
-    """Return the joules between two readings, at most one turn of a counter; None without any."""
+    """Return the joules between two readings with at most one wrap of a counter; None if there are
+    none.
+    """
     both = before.keys() & after.keys()
     if not both:
         return None
@@ -69,7 +72,7 @@ def _text(path: Path) -> str:
 
 @functools.cache
 def nvml() -> ctypes.CDLL | None:
-    """Return NVIDIA's library for the state of GPUs; None where there is none."""
+    """Return NVIDIA's management library; None if it is not installed."""
     try:
         library = ctypes.CDLL(system.NVML)
         known = hasattr(library, "nvmlDeviceGetTotalEnergyConsumption")
@@ -82,24 +85,24 @@ def nvml() -> ctypes.CDLL | None:
 
 _EVERY_S = 0.5
 _RATES = ("disk_read_bytes_s", "disk_write_bytes_s", "memory_bytes_s")
-_FAMILY_EVERY = 10  # samples
+_FAMILY_EVERY = 10  # samples between searches for child processes
 
 
 @dataclass(slots=True)
 class Samples:
-    """What was sampled; ``counters`` names those that ``joules`` counts."""
+    """The samples; ``counters`` names the counters included in ``joules``."""
 
     samples: list[dict[str, Any]] = field(default_factory=list)
     joules: float | None = None
     counters: list[str] = field(default_factory=list)
-    cpu_s: float = 0.0  # of the sampling thread
+    cpu_s: float = 0.0  # CPU time of the sampling thread
 
 
 class Sampler(Closing):
     """Samples until it is closed; then ``found`` is complete.
 
-    ``owners`` maps names to process ids, whose children count too. ``clock`` gives the time since
-    the start of the mix; ``root`` is where ``sys`` lies.
+    ``owners`` maps names to process ids, whose children count too. ``clock`` returns the time since
+    the start of the mix; ``root`` is the folder of ``sys``.
     """
 
     def __init__(
@@ -113,7 +116,7 @@ class Sampler(Closing):
         self.found = Samples()
         self._owners = {name: _Owner(pid) for name, pid in owners.items()}
         self._clock, self._root, self._every_s = clock, root, every_s
-        # The memory traffic of each L3 cache, where Linux's resctrl is mounted.
+        # The memory traffic of each L3 cache, if Linux's resctrl is mounted.
         counters = root.glob("sys/fs/resctrl/mon_data/mon_L3_*/mbm_total_bytes")
         self._traffic_files = sorted(counters)
         self._over = threading.Event()
@@ -121,12 +124,12 @@ class Sampler(Closing):
         self._thread.start()
 
     def close(self) -> None:
-        """End sampling."""
+        """Stop sampling."""
         self._over.set()
         self._thread.join()
 
     def _run(self) -> None:
-        psutil.cpu_percent()  # the share is since the last call
+        psutil.cpu_percent()  # starts the interval of the next call
         before_s, before, energy = self._clock(), self._counts(), read_energy(self._root)
         self.found.counters = sorted(energy)
         while True:
@@ -159,7 +162,7 @@ class Sampler(Closing):
         self.found.cpu_s = time.thread_time()
 
     def _counts(self) -> dict[str, int]:
-        """Return the counters in bytes that can be read."""
+        """Return the readable byte counters."""
         found = {}
         with suppress(OSError, RuntimeError):
             if disk := psutil.disk_io_counters():
@@ -171,7 +174,9 @@ class Sampler(Closing):
 
 
 class _Owner:
-    """A process and its children, who are looked for now and then, as that takes milliseconds."""
+    """A process and its children, which are searched for only now and then, since that takes
+    milliseconds.
+    """
 
     def __init__(self, pid: int) -> None:
         self._pid, self._family, self._calls = pid, list[psutil.Process](), 0
@@ -179,7 +184,8 @@ class _Owner:
     def resident(self) -> int | None:
         """Return the bytes in RAM; None if the processes have ended.
 
-        Pages that two of them share count twice: a proportional count (PSS) walks all page tables.
+        Pages shared by two of them count twice, since a proportional count (PSS) would walk all
+        page tables.
         """
         with suppress(psutil.Error):
             if self._calls % _FAMILY_EVERY == 0:
@@ -210,7 +216,9 @@ class _Memory(ctypes.Structure):
 
 
 def _gpu() -> dict[str, float | None] | None:
-    """Return the busiest GPU's share of time and the bytes in use of all; None without a GPU."""
+    """Return the busiest GPU's utilization and the memory in use on all GPUs; None without a
+    GPU.
+    """
     library = nvml()
     if library is None:
         return None

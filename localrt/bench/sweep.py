@@ -1,8 +1,9 @@
 """Measures every combination of settings on one model: ``localrt bench --sweep FILE.json``.
 
-Points that are loaded alike share a child process, which measures them by the memory that they
-take, so that its peak is each point's own. A finished point is written to the file at once, and is
-not measured again. A point that cannot run has its reason. This module knows no command line.
+Points with equal loading options share a child process, which measures them in order of increasing
+memory, so that the process's peak is that of the point. A finished point is written to the file at
+once, and is not measured again. If a point cannot run, the file has the reason. This module knows
+no command line.
 """
 
 from __future__ import annotations
@@ -30,25 +31,27 @@ from localrt.quant.ops.kv_formats import KV_FORMATS
 DEFAULT_VARY = "prompt_tokens=128,512,2048 batch=1,4"
 
 MEASURES = ("ttft_s", "tpot_s", "prefill_tok_s", "decode_tok_s", "peak_ram_bytes")
-"""What is measured at a point, under the names of `Metrics`; ``decode_tok_s`` of all answers."""
+"""The measures of a point, under the names of `Metrics`; ``decode_tok_s`` is that of all
+answers.
+"""
 
 WORK = ("prompt_tokens", "tokens", "batch")
-"""The settings of a workload; all others are of loading."""
+"""The settings of a workload; all others are loading options."""
 
-_COUNTS = {"prompt_tokens": 1, "tokens": 2, "batch": 1, "threads": 1, "ctx": 1}  # and their least
+_COUNTS = {"prompt_tokens": 1, "tokens": 2, "batch": 1, "threads": 1, "ctx": 1}  # smallest values
 _CHOICES = {"format": ("file", "bf16", "f32"), "kv_format": KV_FORMATS}
 SETTINGS = (*_COUNTS, *_CHOICES, "ram", "gpu_memory", "device", "draft")
 """Every setting that can vary."""
 
 Setting: TypeAlias = int | str | None
-"""A setting's value, None where loading chooses."""
+"""A setting's value; None if it is chosen at loading."""
 
 Point = dict[str, Any]
-"""A point's settings by name; once it ran, its measures and reason."""
+"""A point's settings by name; after it ran, also its measures or the reason why it failed."""
 
 
 class SweepReport(TypedDict):
-    """What the file has, besides the machine and the command."""
+    """The contents of the file, besides the machine and the command."""
 
     model: str
     vary: Mapping[str, Sequence[Setting]]
@@ -61,7 +64,7 @@ def parse_vary(text: str) -> dict[str, list[Setting]]:
     """Parse ``"prompt_tokens=128,512 ram=1GB,2GB"``; sizes become bytes, ``format=file`` None.
 
     Raises:
-        OptionError: with one line that says what is wrong.
+        OptionError: the text is invalid.
     """
     varied: dict[str, list[Setting]] = {}
     for word in text.split():
@@ -98,10 +101,10 @@ def _value(name: str, text: str) -> Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepOptions:
-    """What to measure. ``fixed`` are the settings that do not vary, those that are not None.
+    """What to measure. ``fixed`` are the settings that do not vary, except those that are None.
 
-    ``identity`` names the model's contents and the machine: a file of another one is refused.
-    ``facts`` are further keys of the file, as ``machine`` and ``command``.
+    ``identity`` identifies the model's contents and the machine: a file with another one is
+    refused. ``facts`` are further keys of the file, such as ``machine`` and ``command``.
     """
 
     path: Path
@@ -113,7 +116,7 @@ class SweepOptions:
     facts: Mapping[str, object]
 
     def points(self) -> list[Point]:
-        """Return every combination, those that are loaded alike together, by their size."""
+        """Return every combination, grouped by loading options and sorted by size."""
         fixed = {"prompt_tokens": 512, "tokens": 128, "batch": 1, **self.fixed}
         names = [name for name in SETTINGS if name in self.vary]
         rows = itertools.product(*(self.vary[name] for name in names))
@@ -131,13 +134,13 @@ def run_sweep(
     notify: Callable[[str], None],
     start: Callable[[], ChildProcess] = lambda: ChildProcess(ENGINE),
 ) -> SweepReport:
-    """Measure the points that the file does not have; return what is then in it.
+    """Measure the points that are missing in the file; return the file's contents.
 
-    ``notify`` gets a line after each point. After Ctrl+C the file has the points so far, and
-    ``interrupted`` is true.
+    ``notify`` is called with a line after each point. After Ctrl+C the file has the points so far,
+    and ``interrupted`` is true.
 
     Raises:
-        OptionError: the file is something else, or of another model, machine or command.
+        OptionError: the file is not a sweep, or of another model, machine or command.
     """
     return _Sweep(options, notify, start).run()
 
@@ -162,7 +165,7 @@ class _Sweep:
         }
         self._report = cast(SweepReport, report)
         self._trained = _trained_context(options.path)
-        self._began: float | None = None  # when the first point's process started
+        self._began: float | None = None  # start time of the first point's process
         self._work = 0
 
     def run(self) -> SweepReport:
@@ -181,7 +184,7 @@ class _Sweep:
         return self._report
 
     def _refused(self, point: Point) -> bool:
-        """Finish a point that fits no context."""
+        """Finish a point that exceeds the context; returns whether it does."""
         needs = point["prompt_tokens"] + point["tokens"]
         most = min(point["ctx"] or needs, self._trained or needs)
         if needs > most:
@@ -189,7 +192,7 @@ class _Sweep:
         return bool(needs > most)
 
     def _run_group(self, points: list[Point]) -> None:
-        """Measure points that are loaded alike, in a new child after one that died."""
+        """Measure points with equal loading options; if the child dies, continue in a new one."""
         while points:
             with closing(self._start()) as child:
                 try:
@@ -199,7 +202,7 @@ class _Sweep:
                         self._finish(point, {"reason": str(error)})
                     return
                 prompts = self._prompts(points, child)
-                self._answer(child, points[0], prompts)  # warms up; if it fails, so does the next
+                self._answer(child, points[0], prompts)  # warms up; a failure will recur
                 while points and self._measure(child, points.pop(0), prompts):
                     pass
 
@@ -214,12 +217,14 @@ class _Sweep:
         )
 
     def _longest(self) -> int:
-        """The context for points that set none: the same for all, so that they compare."""
+        """The context for points that set none: the same for all, so that they are comparable."""
         needs = [point["prompt_tokens"] + point["tokens"] for point in self._points]
         return int(max(need for need in needs if need <= (self._trained or need)))
 
     def _prompts(self, points: Sequence[Point], child: ChildProcess) -> Iterator[list[int]]:
-        """Yield prompts of the longest length that share no start: no run finds another's cache."""
+        """Yield prompts of the longest length without common prefixes, so that no run finds
+        another's cache.
+        """
         count = sum(point["batch"] * self._options.runs for point in points) + points[0]["batch"]
         work = Workload(max(point["prompt_tokens"] for point in points), runs=count)
         return iter(make_prompts(work, encoder(self._options.path, child)))
@@ -237,7 +242,7 @@ class _Sweep:
             return error
 
     def _measure(self, child: ChildProcess, point: Point, prompts: Iterator[list[int]]) -> bool:
-        """Measure a point; return whether the child can go on."""
+        """Measure a point; return whether the child can continue."""
         samples = []
         for _ in range(self._options.runs):
             answer = self._answer(child, point, prompts)
@@ -273,7 +278,7 @@ class _Sweep:
 
 
 def _finished(options: SweepOptions, plan: Mapping[str, object]) -> list[Point]:
-    """Return the points of the file, none if there is no file."""
+    """Return the finished points in the file; none if there is no file."""
     file = options.file
     if not file.exists():
         return []
@@ -307,7 +312,7 @@ def _trained_context(path: Path) -> int | None:
         with closing(open_checkpoint(path)) as checkpoint:
             trained = cast("int | None", checkpoint.config.get("max_position_embeddings"))
             return int(trained or 0) or None
-    except LocalrtError:  # loading will say what is wrong
+    except LocalrtError:  # loading will report it
         return None
 
 
@@ -320,12 +325,12 @@ def _key(point: Point) -> tuple[Setting, ...]:
 
 
 def _held(point: Point) -> int:
-    """Tokens in KV caches at the end."""
+    """Tokens in the KV caches at the end."""
     return int(point["batch"] * (point["prompt_tokens"] + point["tokens"]))
 
 
 def _effort(point: Point) -> int:
-    """A rough measure of a point's time: a token takes as long as 8 of a prompt."""
+    """A rough measure of a point's time: an answer token counts as much as 8 prompt tokens."""
     return int(point["batch"] * (point["prompt_tokens"] + 8 * point["tokens"]))
 
 
@@ -335,7 +340,7 @@ def describe(point: Point, names: Sequence[str]) -> str:
 
 
 def show_setting(name: str, value: Any) -> str:
-    """Show a setting's value to people."""
+    """Return a setting's value as text."""
     if value is None:
         return "file" if name == "format" else "auto"
     return format_bytes(value) if name in ("ram", "gpu_memory") else str(value)
@@ -355,12 +360,13 @@ def label(point: Point, names: Sequence[str]) -> str:
 
 
 def loading_settings(report: SweepReport) -> list[str]:
-    """Return the names of a sweep's settings of loading that vary."""
+    """Return the names of a sweep's varying loading options."""
     return [name for name, values in report["vary"].items() if name not in WORK and len(values) > 1]
 
 
 def best_rows(report: SweepReport) -> tuple[list[str], list[list[str]]]:
-    """Return a table's headers and rows: a row per workload, and what is best at it where.
+    """Return a table's headers and rows: per workload, the best figures and the settings that reach
+    them.
 
     In brackets are the values of `loading_settings`.
     """
@@ -391,7 +397,7 @@ def failures(report: SweepReport) -> list[list[str]]:
 
 
 def to_table(report: SweepReport) -> str:
-    """Return what is best where, and which points could not run, as text for people."""
+    """Return the best figures and the points that could not run, as text."""
     headers, rows = best_rows(report)
     lines = [
         f"{report['model']}: {len(report['points'])} points, "

@@ -1,4 +1,4 @@
-"""A Hugging Face model in bf16 on the CPU: a folder, or a GGUF file the way transformers reads it.
+"""A Hugging Face model in bf16 on the CPU: a folder, or a GGUF file as read by transformers.
 
 Imported only in a child process, once torch and transformers are known to be installed.
 """
@@ -116,7 +116,7 @@ def load_transformers(path: Path, *, threads: int | None = None) -> HuggingFaceE
 
 @contextmanager
 def loading(peer: str, path: Path, kind: type[LocalrtError]) -> Iterator[None]:
-    """Turn a failure in the block into a one-line error, and hide warnings."""
+    """A context in which failures become one-line errors and warnings are hidden."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -1,7 +1,7 @@
 """The values of a benchmark: its workload, options and results.
 
-A prompt's text is the same on every machine and for every engine, so results can be compared. This
-module knows no engine; the tokenizer comes from the model under test.
+A prompt's text is the same on every machine and for every engine, so results are comparable. This
+module knows no engine; the tokenizer is that of the model under test.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from localrt.common.errors import OptionError
 from localrt.common.option_names import option
 
 LONG_ANSWER = 2
-"""Tokens after a long prompt: only the first is timed."""
+"""Tokens generated after a long prompt; only the first is timed."""
 
-# Prompts start this many tokens apart in one text, so that no run can reuse another's cache.
+# Prompts begin this many tokens apart in one text, so that no run can reuse another's cache.
 _STRIDE = 17
 
 SENTENCES = (
@@ -36,7 +36,7 @@ _LEAST = {"prompt_tokens": 1, "tokens": 2, "runs": 1, "long_prompt_tokens": 0}
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Answer ``prompt_tokens`` with ``tokens`` greedy ones, ``runs`` times.
+    """Generate ``tokens`` greedy tokens after ``prompt_tokens``, ``runs`` times.
 
     If ``long_prompt_tokens`` is not 0, the first token after such a prompt is timed once.
     """
@@ -61,11 +61,11 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions:
-    """What to run. Sizes are in bytes.
+    """The options of a benchmark. Sizes are in bytes.
 
     ``ram``, ``gpu_memory``, ``device``, ``format`` and ``kv_format`` are for the native engine;
-    ``ctx`` is every engine's context, by default just long enough. ``settings`` names an engine's
-    settings to measure, by default all. ``trace`` records the last run of the native engine.
+    ``ctx`` is every engine's context, by default just long enough. ``settings`` names the settings
+    of each engine to measure, by default all. ``trace`` records the last run of the native engine.
     """
 
     path: Path
@@ -95,7 +95,7 @@ class BenchOptions:
 
     @property
     def uses_gpu(self) -> bool:
-        """Whether the options name a GPU, so that its use is measured too."""
+        """Whether the options name a GPU; its use is then measured too."""
         return self.gpu_memory is not None or (self.device or "").startswith("cuda")
 
 
@@ -103,10 +103,10 @@ class BenchOptions:
 class Result:
     """One engine and setting: medians under the names of `Metrics`, and every sample.
 
-    ``peak_ram_bytes`` covers loading and the warm-up: what one generation takes. ``metrics`` also
-    has ``read_bytes_per_token`` (from disk) and ``joules_per_token`` (of the machine), both while
-    decoding, ``long_ttft_s`` of a long prompt, and the fields of ``GpuUse`` if a GPU is used.
-    ``trace`` has the tasks of the last run, if they were recorded.
+    ``peak_ram_bytes`` covers loading and the warm-up: the memory of one generation. ``metrics``
+    also has ``read_bytes_per_token`` (from disk) and ``joules_per_token`` (of the machine), both
+    while decoding, ``long_ttft_s`` of a long prompt, and the fields of ``GpuUse`` if a GPU is used.
+    ``trace`` has the last run's tasks, if they were recorded.
     """
 
     engine: str
@@ -142,8 +142,8 @@ class Skipped:
 class Outcome:
     """The results of a benchmark, in the order of the options.
 
-    ``interrupted``: some runs are missing. If nothing ran, ``forecast`` has the GPU and the plan
-    from which the results were predicted, and ``heading`` says so.
+    ``interrupted``: some runs are missing. For a forecast, in which nothing ran, ``forecast`` has
+    the GPU and the plan from which results were predicted, and ``heading`` says so.
     """
 
     results: Sequence[Result]
@@ -165,7 +165,9 @@ def make_prompts(workload: Workload, encode: Callable[[str], list[int]]) -> list
 
 
 def make_long_prompt(workload: Workload, encode: Callable[[str], list[int]]) -> list[int]:
-    """Make a prompt of ``workload.long_prompt_tokens`` ids that shares no start with the others."""
+    """Make a prompt of ``workload.long_prompt_tokens`` ids without a common prefix with the
+    others.
+    """
     one = Workload(workload.long_prompt_tokens, runs=workload.runs + 1)
     return make_prompts(one, encode)[-1]
 

@@ -87,7 +87,7 @@ def test_command_without_gpu(options: BenchOptions, capsys: pytest.CaptureFixtur
 def test_what_helps() -> None:
     changes = [Change("4 GB more GPU memory", 21.0, 1.6), Change("a faster disk", 14.0, 1.1)]
     assert what_helps({"gpu": 0.3, "link": 0.93}, changes) == (
-        "Busiest is the link to the GPU, 93%. Most would help: 4 GB more GPU memory, about 21.0"
+        "Busiest is the link to the GPU, 93%. Best change: 4 GB more GPU memory, about 21.0"
         " tok/s (1.6 times)."
     )
     assert "wait for one another" in what_helps({"gpu": 0.3, "cpu": 0.4}, [])

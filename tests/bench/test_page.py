@@ -209,9 +209,9 @@ def test_differences() -> None:
         (reports.mix(), reports.sweep(), "two mixes or two sweeps can be compared, not a mix and"),
         (reports.card(), reports.card(), "two mixes or two sweeps can be compared, not a card and"),
         (reports.mix(), {"kind": "mix"}, "this mix is damaged"),
-        (reports.mix(), {"results": []}, "is no mix or sweep or card"),
-        (reports.mix(), [], "is no mix or sweep or card"),
-        (reports.mix(), None, "is no mix or sweep or card"),
+        (reports.mix(), {"results": []}, "is not a JSON report of `localrt bench`"),
+        (reports.mix(), [], "is not a JSON report of `localrt bench`"),
+        (reports.mix(), None, "is not a JSON report of `localrt bench`"),
     ],
 )
 def test_what_compare_refuses(

@@ -1,7 +1,7 @@
-"""What applications send, and when: arrivals, and sessions of one request after another.
+"""The requests of applications: arrival times, and sessions of consecutive requests.
 
 Everything is drawn from the mix's seed, so that all servers get the same. Only conversations depend
-on a server: they send its own answers back, and go on once these have been read. The module knows
+on a server: they send its answers back, and continue after the time to read them. The module knows
 no server and no clock.
 """
 
@@ -19,7 +19,7 @@ from localrt.bench.workload import SENTENCES
 
 _STAY = 6  # completions in a file before the next one
 _READ_WORDS_S = 4.0  # silent reading, about 240 words a minute
-_PATIENCE_S = 10.0  # then a typist goes on without a completion
+_PATIENCE_S = 10.0  # after this, a typist continues without a completion
 _TEMPERATURE = 0.8
 _SYSTEM = "You are an agent. Call one tool at a time. Say what you do next, then do it."
 _NAMES = ("crate", "tide", "harbour", "pilot", "lamp", "wall", "price", "clerk", "barrel", "wind")
@@ -29,7 +29,8 @@ _NAMES = ("crate", "tide", "harbour", "pilot", "lamp", "wall", "price", "clerk",
 class Request:
     """A request ``pause_s`` after the last answer.
 
-    With ``give_up_s``, it is cancelled so long after it was sent, and the next one follows.
+    With ``give_up_s``, it is cancelled that many seconds after it was sent, and the next one
+    follows.
     """
 
     path: str
@@ -39,11 +40,13 @@ class Request:
 
 
 Session: TypeAlias = Generator[Request, str, None]
-"""Yields requests, and is sent the text of each answer."""
+"""A generator that yields requests and is sent the text of each answer."""
 
 
 def arrivals(app: App, seconds: float, seed: int) -> list[float]:
-    """Return when sessions begin, in seconds from the start of the mix; [] for ``closed``."""
+    """Return the start times of sessions, in seconds from the start of the mix; [] for
+    ``closed``.
+    """
     found: list[float] = []
     if app.every_s is not None:
         number = max(0, math.ceil((seconds - app.start_s) / app.every_s))
@@ -68,7 +71,7 @@ def session(app: App, index: int, seed: int) -> Session:
 
 
 def marked(request: Request, mark: str) -> Request:
-    """Put ``mark`` before all of a request's texts, so that no server finds them in a cache."""
+    """Put ``mark`` before all of a request's texts, so that no server has them cached."""
     body = dict(request.body)
     if "messages" in body:
         first, *rest = body["messages"]
@@ -102,23 +105,23 @@ def _agent(app: App, index: int, rng: random.Random) -> Session:
 
 
 def _one(app: App, index: int, rng: random.Random) -> Session:
-    """One long text, one answer: for summaries and batches."""
+    """One long text and one answer, for summaries and batches."""
     text = _text(app, index, rng, "Summarize this text in a few sentences.")
     yield _ask(app, rng, [{"role": "user", "content": text}])
 
 
 def _completion(app: App, index: int, rng: random.Random, file: random.Random) -> Session:
-    """Complete code at a cursor: the typist goes on up to twice before waiting for the answer, and
-    stays at a place of the ``file`` for some sessions, where the code before the cursor grows.
+    """Complete code at a cursor: the typist types on up to twice before waiting, and edits one
+    place of ``file`` for several sessions, so the code before the cursor grows.
 
-    It is a plain continuation, so that every server and model can do it: what follows the cursor
-    comes first.
+    The text after the cursor comes first, so that it is a plain continuation, which every server
+    and model supports.
     """
     before = _text(app, index // _STAY, file, make=_code)
     after, more = _code(app.prompt_words // 3, file), _code(app.prompt_words // 3, file)
     typed = more[: len(more) * (index % _STAY) // _STAY]
     text = f"# After the cursor:\n{after}\n# Before it:\n{before}\n{typed}"
-    cut = len(text) - rng.randint(10, 30)  # typed up to here
+    cut = len(text) - rng.randint(10, 30)  # the cursor
     for _ in range(rng.randint(0, 2)):
         yield _complete(app, rng, text[:cut], rng.uniform(0.2, 0.8))
         cut += rng.randint(1, 5)
@@ -197,7 +200,7 @@ def _text(
     question: str = "",
     make: Callable[[int, random.Random], str] = _prose,
 ) -> str:
-    """Return the user's text number ``place``, or one of our own with the question at its end."""
+    """Return the user's text number ``place``, or a generated text followed by the question."""
     if app.prompts:
         return app.prompts[place % len(app.prompts)]
     return f"{make(app.prompt_words, rng)}\n\n{question}".strip()

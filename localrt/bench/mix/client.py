@@ -1,6 +1,6 @@
 """One request to a server, streamed and timed.
 
-It runs in the thread of its session; another may end all requests with ``Client.cancel``.
+It runs in the thread of its session; another thread may end all requests with ``Client.cancel``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LONGEST_REFUSAL = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an application's requests go, and what the model is called there."""
+    """The address for an application's requests, and the model's name there."""
 
     address: Address
     model: str
@@ -33,14 +33,14 @@ class Place:
 
 @dataclass(slots=True)
 class Reply:
-    """What came of a request; times in seconds since it was sent.
+    """The result of a request; times are in seconds since it was sent.
 
-    ``tokens`` are the server's own count, or where it sends none, the pieces of the answer.
+    ``tokens`` is the server's count, or if it sends none, the number of pieces of the answer.
     ``cancelled``: given up as planned.
     """
 
     text: str = ""
-    at: list[float] = field(default_factory=list)  # of each piece of text
+    at: list[float] = field(default_factory=list)  # time of each piece of text
     end_s: float = 0.0
     tokens: int = 0
     prompt_tokens: int | None = None
@@ -58,18 +58,18 @@ class Reply:
         return (self.at[-1] - self.at[0]) / (self.tokens - 1) if self.tokens > 1 else None
 
     def stalls(self, longest_s: float) -> int:
-        """Count the gaps between pieces that are longer."""
+        """Count gaps longer than ``longest_s``."""
         return sum(b - a > longest_s for a, b in pairwise(self.at))
 
 
 class Client:
-    """Sends requests, each on a connection of its own."""
+    """Sends requests, each on a separate connection."""
 
     def __init__(self) -> None:
         self._cancelled: str | None = None
 
     def cancel(self, why: str) -> None:
-        """End all requests, with ``why`` as their error; later ones too."""
+        """End all current and later requests, with ``why`` as their error."""
         self._cancelled = self._cancelled or why
 
     def send(self, place: Place, request: Request, class_: str) -> Reply:

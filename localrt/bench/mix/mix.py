@@ -1,6 +1,6 @@
-"""The values of a mix, and their checks: applications, their goals, and neighbours.
+"""The checked values of a mix: applications, their goals, and neighbours.
 
-Every mistake in a mix's file is one line that names file, table and key. This module starts
+Every error in a mix's file is reported in one line with file, table and key. This module starts
 nothing.
 """
 
@@ -23,14 +23,14 @@ from localrt.common.option_names import did_you_mean, option
 from localrt.engine.batch.latency_goals import GOALS
 
 SHIPPED = ("student", "developer", "office", "contention")
-_STALL_S = 1.0  # of an application without a goal for the time per token
+_STALL_S = 1.0  # stall threshold without a goal for the time per token
 
 
 @dataclass(frozen=True, slots=True)
 class Goals:
-    """What a request must keep: at most these times, at least ``tokens_s`` tokens per second.
+    """A request's goals: at most these times, at least ``tokens_s`` tokens per second.
 
-    ``tpot_s`` is the mean time per token after the first; ``deadline_s`` the time of the whole
+    ``tpot_s`` is the mean time per token after the first, ``deadline_s`` the time of the whole
     answer. None: no such goal.
     """
 
@@ -41,19 +41,19 @@ class Goals:
 
     @property
     def stall_s(self) -> float:
-        """The longest gap between two tokens that is no stall."""
+        """The longest gap between two tokens that does not count as a stall."""
         return _STALL_S if self.tpot_s is None else 2 * self.tpot_s
 
     def met(
         self, *, ttft_s: float | None, tpot_s: float | None, total_s: float, tokens: int
     ) -> bool:
-        """Whether a complete answer kept all goals; an answer of one token has no ``tpot_s``."""
+        """Whether a complete answer met all goals; an answer of one token has no ``tpot_s``."""
         most = ((self.ttft_s, ttft_s), (self.tpot_s, tpot_s), (self.deadline_s, total_s))
         kept = all(goal is None or took is None or took <= goal for goal, took in most)
         return kept and (self.tokens_s is None or tokens >= self.tokens_s * total_s)
 
     def missed_by(self, seconds: float, *, ttft_s: float | None) -> bool:
-        """Whether an answer that was given up after ``seconds`` had broken a goal by then."""
+        """Whether an answer that was given up after ``seconds`` had missed a goal by then."""
         first = seconds if ttft_s is None else ttft_s
         late = self.ttft_s is not None and first > self.ttft_s
         return late or (self.deadline_s is not None and seconds > self.deadline_s)
@@ -63,10 +63,10 @@ class Goals:
 class App:
     """An application: what it sends, to which model, when, and its goals.
 
-    One of ``every_s`` (regular arrivals), ``poisson_s`` (random ones, this far apart on average)
-    and ``closed`` (so many users, each with one session after another) is set. ``prompts`` are the
-    user's own texts; without any, texts of ``prompt_words`` words are made. ``turns`` is the number
-    of requests in a conversation, ``texts`` the number of texts to embed in one request.
+    One of ``every_s`` (regular arrivals), ``poisson_s`` (random arrivals with this mean interval)
+    and ``closed`` (this many users, each with one session after another) is set. ``prompts`` are
+    the user's texts; without any, texts of ``prompt_words`` words are generated. ``turns`` is the
+    number of requests in a conversation, ``texts`` the number of texts to embed per request.
     """
 
     name: str
@@ -88,9 +88,9 @@ class App:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Neighbour:
-    """Another program's load, from ``start_s`` for ``for_s`` seconds (None: to the end).
+    """Another program's load, from ``start_s`` on for ``for_s`` seconds (None: to the end).
 
-    ``work`` has the values of its kind.
+    ``work`` has the parameters of its kind.
     """
 
     name: str
@@ -123,7 +123,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float | None]:
 
 # -- the file's keys -------------------------------------------------------------------------------
 
-# What each kind of application and neighbour takes where the file does not say.
+# Default values of each kind of application and neighbour.
 _KINDS: Mapping[str, Mapping[str, int]] = {
     "chat": {"prompt_words": 60, "answer_tokens": 160, "turns": 3},
     "completion": {"prompt_words": 300, "answer_tokens": 32},
@@ -138,7 +138,7 @@ _NEIGHBOURS: Mapping[str, Mapping[str, float]] = {
     "memory": {"bytes": 1 << 30},
     "disk": {"bytes": 256 << 20},
 }
-# The value that each key takes: what it is in words, or the choices.
+# The kind of value that each key takes, in words, or its choices.
 _TEXT, _SIZE, _TABLE, _TABLES = "a text", 'a size such as "2GB"', "a table", "an array of tables"
 _ABOVE, _LEAST, _COUNT = "a number above 0", "a number, 0 or more", "a whole number above 0"
 _WHOLE = "a whole number"
@@ -168,11 +168,11 @@ def read_mix(
     """Read and check a shipped mix by its name, or a file.
 
     ``models`` replace the file's; ``every`` is the model for all names. With ``seconds``, the mix
-    lasts so long, and what has a time in it begins and ends in proportion.
+    lasts that long, and all times in it are scaled in proportion.
 
     Raises:
-        LocalrtError: there is no such mix, or it has a mistake.
-        OptionError: ``models`` has a name that the mix does not, or ``seconds`` is not positive.
+        LocalrtError: there is no such mix, or it has an error.
+        OptionError: ``models`` has a name that is not in the mix, or ``seconds`` is not positive.
     """
     file = Path(name)
     if name in SHIPPED:
@@ -190,7 +190,7 @@ def read_mix(
 
 
 def _scaled(mix: Mix, seconds: float) -> Mix:
-    """Return a mix of another length, in which everything begins and ends in proportion."""
+    """Return the mix with another length, all times scaled in proportion."""
     if not 0 < seconds < float("inf"):
         raise OptionError(f"{option('seconds')} must be above 0, is {seconds:g}")
     factor = seconds / mix.seconds
@@ -203,7 +203,7 @@ def _scaled(mix: Mix, seconds: float) -> Mix:
 
 
 class _Reader:
-    """Reads one file, ``name``; its paths are relative to ``folder``."""
+    """Reads the file ``name``, whose paths are relative to ``folder``."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self._name, self._folder = name, folder
@@ -295,7 +295,7 @@ class _Reader:
     def _check_meaning(
         self, where: str, values: Any, kind: str, keys: Any, kinds: Mapping[str, Any]
     ) -> None:
-        """Refuse those of ``keys`` that are not for this kind."""
+        """Refuse any of ``keys`` that does not apply to this kind."""
         for key in values:
             if key in keys and key not in kinds.get(kind, keys):
                 self._refuse(where, key, f"has no meaning for {kind}")

@@ -1,8 +1,8 @@
 """Other programs' load on the machine: compiler, video, memory, disk. Each is a child process.
 
-A child ends when its stdin closes, so it cannot outlive the benchmark. It leaves nothing behind:
-its files have no names. Work is done in calls that release Python's lock, so that threads use as
-many cores as they should.
+A child ends when its stdin closes, so it cannot outlive the benchmark. It leaves nothing behind,
+since its files are unnamed. Work is done in calls that release the GIL, so that threads use as many
+cores as intended.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class RunningNeighbour(Closing):
         self.neighbour = neighbour
         self._child = ChildProcess(helper_command(__name__))
         self.pid = self._child.pid
-        self._child.ask("ready")  # its start must not disturb what is measured
+        self._child.ask("ready")  # its start must not disturb the measurement
 
     def start(self) -> None:
         """Begin the work."""
@@ -45,7 +45,7 @@ class RunningNeighbour(Closing):
         self._child.ask("start", kind=each.kind, for_s=each.for_s, work=dict(each.work))
 
     def stop(self) -> dict[str, object]:
-        """End the work; return what is known of it, as in the report."""
+        """End the work; return its results for the report."""
         found = {"name": self.neighbour.name, "kind": self.neighbour.kind}
         try:
             return {**found, "frames": None, "frame_ms": None, **self._child.ask("stop")}
@@ -61,7 +61,7 @@ class RunningNeighbour(Closing):
 
 
 class Requests:
-    """The child's requests, one method each."""
+    """Request handlers of the child, one method per request."""
 
     def __init__(self) -> None:
         self._over = threading.Event()
@@ -109,9 +109,9 @@ def _compiler(over: threading.Event, cores: int, busy_s: float, idle_s: float) -
 
 
 def _video(over: threading.Event, frame_ms: float, work_mb: float) -> dict[str, object]:
-    """Do a frame's work when it is due; a frame's time is from then to its end.
+    """Do a frame's work when it is due; a frame's time is measured from then.
 
-    A frame that ends late takes the place of the next ones.
+    A frame that ends late makes later ones be skipped.
     """
     period, picture = frame_ms / 1000, bytes(int(work_mb * _BLOCK))
     took: list[float] = []
@@ -135,7 +135,7 @@ def _memory(over: threading.Event, bytes: int) -> dict[str, object]:
 
 
 def _disk(over: threading.Event, bytes: int) -> dict[str, object]:
-    """Copy a file over and over, to the disk."""
+    """Copy a file to the disk repeatedly."""
     copies = 0
     with tempfile.TemporaryFile() as source, tempfile.TemporaryFile() as target:
         for _ in range(max(1, bytes // _BLOCK)):

@@ -1,6 +1,6 @@
 """Formats the outcome of a mix: one JSON object, and a table for people.
 
-Figures are medians over a server's runs; ``events`` and ``samples`` are of all runs.
+Figures are medians over a server's runs; ``events`` and ``samples`` are from all runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NOT = "not measured"
 
 
 def to_json(outcome: MixOutcome, mix: Mix, machine: Machine) -> dict[str, object]:
-    """Return the outcome; what could not be measured is None."""
+    """Return the outcome as JSON; figures that could not be measured are None."""
     return {
         "kind": "mix",
         **facts(machine),
@@ -36,7 +36,7 @@ def to_json(outcome: MixOutcome, mix: Mix, machine: Machine) -> dict[str, object
 
 
 def _mix(mix: Mix) -> dict[str, object]:
-    """Return the mix under its file's keys, without folders; of prompts only how many."""
+    """Return the mix under its file's keys, without folders and with only the number of prompts."""
     apps = [asdict(app) | {"prompts": len(app.prompts)} for app in mix.apps]
     for app in apps:
         app["class"] = app.pop("class_")
@@ -82,7 +82,7 @@ def _server(name: str, mix: Mix, runs: Sequence[Run], cores: int) -> dict[str, o
 
 
 def _whole(run: Run, cores: int) -> dict[str, object]:
-    """Return the figures of a run's whole machine."""
+    """Return a run's figures of the whole machine."""
     tokens = sum(event.reply.tokens for event in run.events)
     joules, rows = run.samples.joules, run.samples.samples
     owners = list(rows[0]["owners"]) if rows else []
@@ -109,7 +109,7 @@ def _whole(run: Run, cores: int) -> dict[str, object]:
 def _app(app: App, run: Run) -> dict[str, object]:
     """Return the figures of an application in one run.
 
-    Tokens per second count from its first request to its last token.
+    Tokens per second are from its first request to its last token.
     """
     events = [event for event in run.events if event.app == app.name]
     replies = [event.reply for event in events]
@@ -161,7 +161,7 @@ def _peak(values: Sequence[float | None]) -> float | None:
 
 
 def _medians(runs: Sequence[Mapping[str, Any]]) -> dict[str, object]:
-    """Return the medians of the runs' figures, by name; None where none has one."""
+    """Return the medians of the runs' figures by name; None if no run has the figure."""
     found: dict[str, Any] = {}
     for name in runs[0]:
         values = [run[name] for run in runs if run.get(name) is not None]
@@ -176,7 +176,7 @@ def _medians(runs: Sequence[Mapping[str, Any]]) -> dict[str, object]:
 
 
 def to_table(report: Mapping[str, Any]) -> str:
-    """Return a JSON object of ``to_json`` as tables for people."""
+    """Return a result of ``to_json`` as text tables."""
     mix, cpu = report["mix"], report["machine"]["cpu"]
     lines = [
         f"{mix['name']}: {format_seconds(mix['seconds'])}, {len(mix['apps'])} applications, "

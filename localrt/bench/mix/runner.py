@@ -1,7 +1,7 @@
-"""Runs a mix on servers, by turns: starts them, plays the applications, and keeps every request.
+"""Runs a mix on servers in turn: starts them, plays the applications, and records every request.
 
-Sessions run in threads of their own. After the mix's end nothing new is sent, and answers that are
-under way may finish.
+Each session runs in its own thread. After the mix's end nothing new is sent, and running answers
+may finish.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from localrt.bench.sampling import Sampler, Samples
 from localrt.common.errors import LocalrtError
 from localrt.common.formatting import format_seconds
 
-_DRAIN_S = 60.0  # for answers that are under way at the end
+_DRAIN_S = 60.0  # seconds for running answers to finish at the end
 _AFTER_ERROR_S = 1.0
 _INTERRUPTED = "interrupted"
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A request and what came of it; ``at_s`` is when it was sent.
+    """A request and its result; ``at_s`` is when it was sent.
 
-    ``met``: whether it kept its goals; None without goals, or if it was given up as planned before
+    ``met``: whether it met its goals; None without goals, or if it was given up as planned before
     it missed one.
     """
 
@@ -44,7 +44,7 @@ class Event:
 
     @classmethod
     def of(cls, app: App, at_s: float, reply: Reply) -> Event:
-        """Judge a reply by the application's goals."""
+        """Create an event, judging the reply by the application's goals."""
         met: bool | None = False
         if app.goals == Goals():
             met = None
@@ -71,7 +71,7 @@ class Run:
 
 @dataclass(slots=True)
 class MixOutcome:
-    """All runs by server, in the order of the servers, and why others did not run."""
+    """All runs by server, in order, and why other servers did not run."""
 
     runs: dict[str, list[Run]] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
@@ -83,9 +83,9 @@ def run_mix(
 ) -> MixOutcome:
     """Run the mix ``runs`` times on each server; only one server is up at a time.
 
-    Texts begin with a mark, new for each server and run, since servers keep caches of prompts that
-    they have seen, localrt even on the disk. A server that fails to start is skipped. Ctrl+C
-    ends with what was measured.
+    Texts begin with a mark that is new for each server and run, since servers cache earlier
+    prompts, localrt even on disk. A server that fails to start is skipped. Ctrl+C ends the run and
+    returns what was measured.
     """
     outcome = MixOutcome()
     try:
@@ -112,7 +112,7 @@ def run_mix(
 
 
 def _warm_up(mix: Mix, running: Running, mark: str) -> None:
-    """Send a first request of every application, of our own texts, so that models are loaded.
+    """Send a first request of every application, with generated texts, so that models are loaded.
 
     Raises:
         LocalrtError: it failed.
@@ -127,7 +127,9 @@ def _warm_up(mix: Mix, running: Running, mark: str) -> None:
 
 
 def play(mix: Mix, running: Running, run: Run, mark: str, *, drain_s: float = _DRAIN_S) -> None:
-    """Play the mix once on a server that is up, into ``run``, which Ctrl+C leaves usable."""
+    """Play the mix once on a running server and record it in ``run``, which stays usable after
+    Ctrl+C.
+    """
     with ExitStack() as stack:
         neighbours = [stack.enter_context(RunningNeighbour(each)) for each in mix.neighbours]
         played = _Play(mix, running, run, mark)
@@ -164,12 +166,12 @@ class _Play:
         return time.perf_counter() - self._started
 
     def sleep_until(self, at_s: float) -> None:
-        """Sleep, in steps that let Ctrl+C through on every system."""
+        """Sleep in steps, so that Ctrl+C works on every system."""
         while (left := at_s - self.clock()) > 0:
             time.sleep(min(left, 0.2))
 
     def sessions(self) -> list[tuple[float, Callable[[], None]]]:
-        """Return when threads begin, and how."""
+        """Return all sessions' start times, and functions that run them."""
         found: list[tuple[float, Callable[[], None]]] = []
         for app in self._mix.apps:
             times = arrivals(app, self._mix.seconds, self._mix.seed)
@@ -186,7 +188,9 @@ class _Play:
         thread.start()
 
     def _user(self, app: App, index: int, step: int | None) -> None:
-        """Have one session; with ``step``, each after the one before, until the end."""
+        """Run one session; with ``step``, every ``step``-th session, one after another, until the
+        end.
+        """
         while not self._over.is_set():
             if not self._session(app, index):
                 self._over.wait(_AFTER_ERROR_S)
@@ -195,7 +199,9 @@ class _Play:
             index += step
 
     def _session(self, app: App, index: int) -> bool:
-        """Return whether all answers came; a conversation ends with its first failure."""
+        """Run a session; return whether all answers succeeded. A conversation ends with its first
+        failure.
+        """
         steps = session(app, index, self._mix.seed)
         request = next(steps)
         while True:  # the first request is sent even if the mix has just ended
@@ -211,14 +217,14 @@ class _Play:
                 following = steps.send(reply.text)
             except StopIteration:
                 return True
-            if request.give_up_s is not None:  # typing goes on then, even if the answer was there
+            if request.give_up_s is not None:  # resume at a fixed time, even if already answered
                 self._over.wait(max(0.0, at_s + request.give_up_s - self.clock()))
             request = following
             if self._over.wait(request.pause_s):
                 return True
 
     def finish(self, drain_s: float) -> None:
-        """Send nothing new, and let answers finish for so long."""
+        """Send nothing new, and give running answers ``drain_s`` seconds to finish."""
         self._over.set()
         until = self.clock() + drain_s
         while any(thread.is_alive() for thread in self._threads) and self.clock() < until:
@@ -226,7 +232,7 @@ class _Play:
         self._end(f"not finished {drain_s:g} s after the end")
 
     def interrupt(self) -> None:
-        """End all requests; those under way are not kept."""
+        """End all requests; running ones are not recorded."""
         self._over.set()
         self._end(_INTERRUPTED)
 

@@ -1,8 +1,7 @@
-"""The servers under test: localrt, llama.cpp's server, and any that runs already.
+"""The servers under test: localrt, llama.cpp's server, and servers that are already running.
 
-Each says where an application's requests go once it is up. Servers that are started here end with
-the benchmark, even if it is killed: a small process between the two ends them when its stdin
-closes.
+Once started, each has an address for every application's requests. Servers that are started here
+end with the benchmark, even if it is killed: a small guard process ends them when its stdin closes.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ from localrt.hub.cache import note_use
 from localrt.hub.listing import client_names
 
 _START_S, _LOOK_S = 600.0, 0.1
-_SLOTS, _CTX = 4, 8192  # of llama-server: answers at once, and the context of each
+_SLOTS, _CTX = 4, 8192  # llama-server's parallel slots, and context per slot
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A server that is up: each application's place, and the processes by a name for the report.
+    """A running server: each application's place, and the processes by their names in the report.
 
-    ``commands`` say how it was started, without folders, since results may be shared.
+    ``commands`` are the commands that started it, without folders, since results may be shared.
     """
 
     places: dict[str, Place] = field(default_factory=dict)
@@ -56,11 +55,11 @@ class Server(ABC):
 
     @abstractmethod
     def check(self, mix: Mix) -> None:
-        """Find out before anything starts whether the mix can run; raise `LocalrtError` if not."""
+        """Check before anything starts that the mix can run; raise `LocalrtError` if not."""
 
     @abstractmethod
     def serve(self, mix: Mix) -> AbstractContextManager[Running]:
-        """Start it, wait until it serves, and end it with the block.
+        """A context in which the server is started and ready.
 
         Raises:
             LocalrtError: it does not start.
@@ -68,7 +67,7 @@ class Server(ABC):
 
 
 class Localrt(Server):
-    """``localrt serve`` with the files of the mix's models, by name."""
+    """``localrt serve`` with the mix's model files by name."""
 
     name = "localrt"
 
@@ -95,7 +94,7 @@ class Localrt(Server):
             words += [f"--{name.replace('_', '-')}", str(value)]
         for path, name in adapters.items():
             words += ["--adapter", f"{name}={path}"]
-        if not self._alone:  # loading is not measured: a model that nobody uses stays
+        if not self._alone:  # keep idle models loaded, since loading is not measured
             words += ["--keep-alive", "-1"]
         names = {
             name: "model" if self._alone else _listed_name(path)
@@ -112,7 +111,7 @@ class Localrt(Server):
 
 
 class LlamaServer(Server):
-    """llama.cpp's server: a process for each model, adapter and use, with static settings."""
+    """llama.cpp's server: one process per model, adapter and use, with fixed settings."""
 
     def __init__(
         self, name: str, binary: Path, paths: Mapping[str, Path], arguments: Sequence[str]
@@ -139,7 +138,7 @@ class LlamaServer(Server):
                     words = ["-m", str(use[0]), "-np", str(_SLOTS), "-c", str(ctx)]
                     words += ["--cont-batching"]
                     words += ["--lora", app.adapter] if app.adapter else []
-                    # A text to embed must fit one batch.
+                    # A text to embed must fit in one batch.
                     words += ["--embeddings", "--pooling", "mean", "-ub", "2048"] if use[2] else []
                     words += self._arguments
                     command, owner = [str(self._binary), *words], f"{self.name} ({app.name})"
@@ -150,7 +149,7 @@ class LlamaServer(Server):
 
 
 class Endpoint(Server):
-    """A server that runs already, at a URL. Its memory is not measured."""
+    """A server that is already running, at a URL. Its memory is not measured."""
 
     def __init__(self, url: str, key: str | None) -> None:
         self._address = read_address(url, key)
@@ -195,7 +194,7 @@ def make_servers(
 ) -> list[Server]:
     """Return localrt, started with ``options``, and the peers of ``--peer``.
 
-    Programs get the ``arguments``, URLs the ``key``.
+    Peers that are programs get the ``arguments``, URLs the ``key``.
 
     Raises:
         OptionError: a peer is neither a URL nor ``NAME=PROGRAM``.
@@ -220,7 +219,7 @@ def make_servers(
 
 
 def _start(stack: ExitStack, running: Running, owner: str, command: Sequence[str]) -> Address:
-    """Start a server on a free port, which ends with ``stack``; return once it serves."""
+    """Start a server on a free port and wait until it is ready; it ends with ``stack``."""
     with socket.create_server(("127.0.0.1", 0)) as bound:
         port = str(bound.getsockname()[1])
     log = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 - the stack closes it
@@ -231,7 +230,7 @@ def _start(stack: ExitStack, running: Running, owner: str, command: Sequence[str
         stderr=log,
         **system.OWN_GROUP,  # Ctrl+C reaches only the benchmark
     )
-    stack.enter_context(guard)  # closes its stdin, which ends it, and waits
+    stack.enter_context(guard)  # on exit, closes its stdin, which ends it, and waits
     assert guard.stdout is not None
     pid = guard.stdout.readline()
     address = read_address(f"http://127.0.0.1:{port}")
@@ -254,7 +253,9 @@ def _get(url: str, headers: Mapping[str, str]) -> bytes:
 
 
 def _listed_name(path: Path) -> str:
-    """Return what a server of all models calls the one at ``path``, of which it may learn here."""
+    """Return the name that ``localrt serve`` gives the model at ``path``, after registering the
+    file.
+    """
     settings = Settings.from_environment()
     note_use(str(path.absolute()), settings)
     for name, model in client_names(list_models(settings)).items():
