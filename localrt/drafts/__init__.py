@@ -1,5 +1,5 @@
-"""What drafts for a model: found, placed, loaded beside it, and chosen for each generation.
+"""Drafts for a model: finds, places and loads them, and selects one for each generation.
 
-Start reading at ``selection.py``. The mathematics of trees is in ``speculative``, the steps of a
-generation along them in ``engine/speculation.py``.
+Start reading at ``selection.py``. The mathematics of draft trees is in ``speculative``; the steps
+of a speculative generation are in ``engine/speculation.py``.
 """

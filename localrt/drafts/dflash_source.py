@@ -1,7 +1,8 @@
 """DFlash (block diffusion): one pass of a head drafts all tokens of a block at once.
 
-The pass gives a distribution for each depth, whatever the tokens before it are. A path's
-probability is taken as the product of its tokens' (as in DDTree), and the tree is grown best-first.
+The pass gives a distribution for each depth, independent of the tokens at earlier depths. A path's
+probability is approximated by the product of its tokens' probabilities (as in DDTree), and the tree
+is grown best-first.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _LEAST = -9.0  # the log-probability below which tokens are not drafted
 
 class BlockSource(DraftSource):
     """Drafts for one session of ``engine``. Its cache has keys and values of the tokens' features;
-    ``capacity`` includes a block.
+    ``capacity`` includes one block.
     """
 
     name = "head"
@@ -48,7 +49,7 @@ class BlockSource(DraftSource):
         with engine.alone():
             self._cache = decoder.cache(capacity)
         self._start = 0  # the index of the token in the cache's first row
-        self._known: list[int] = []  # the tokens up to that of the last row
+        self._known: list[int] = []  # tokens up to that of the cache's last row
 
     def missing(self, history: Sequence[int]) -> int:
         return len(history) - 1 - self._first_missing(history) if self._readable(history) else 0
@@ -91,11 +92,11 @@ class BlockSource(DraftSource):
         )
 
     def _readable(self, history: Sequence[int]) -> bool:
-        """Whether there are features of the tokens before the last."""
+        """Whether the features of all tokens before the last are available."""
         return self._features.first < len(history) - 1 <= self._features.length
 
     def _first_missing(self, history: Sequence[int]) -> int:
-        """Return the first token that needs a row in the cache; the rows before it can stay."""
+        """Return the index of the first token that needs a new row in the cache."""
         first, shared = self._features.first, common_length(self._known, history)
         shared = min(shared, len(history) - 1)
         return shared if shared > self._start and shared >= first else first

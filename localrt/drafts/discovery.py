@@ -1,7 +1,7 @@
-"""Finds what drafts for a target: on this machine, from names and file headers, or on the hub.
+"""Finds drafts for a target on this machine, from names and file headers, or on the hub.
 
-A head carries its target's name in its own. Two models are of one family if their vocabularies have
-the same hash. Nothing is downloaded or loaded, and the hub is asked for a name alone.
+A head's name contains its target's. Two models are of one family if their vocabularies have the
+same hash. Nothing is downloaded or loaded; the hub is only asked whether a name exists.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from localrt.loading.load import LoadedModel
 
 MTP = "mtp"
-"""The draft's name that stands for the MTP block in the model's files."""
+"""The draft name for the MTP block in the model's own files."""
 MOST_SHARE = 0.5
-"""A draft has at most this share of its target's bytes: a larger one seldom pays."""
-_LEAST_NAME = 4  # characters of a model's name that a head's must have
+"""The largest useful size of a draft, as a share of its target's bytes."""
+_LEAST_NAME = 4  # fewest characters of a target's name for matching heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,8 @@ class FamilyDraft:
 
 @dataclass(frozen=True, slots=True)
 class DraftOffer:
-    """``name`` is for the option ``draft``, or if it is not ``here``, on this machine, for
-    ``pull``. ``line`` says so to the user.
+    """A draft for a model. ``name`` is for the option ``draft`` if it is on this machine
+    (``here``), else for ``pull``. ``line`` tells the user.
     """
 
     name: str
@@ -65,8 +65,8 @@ def own_head(model: Path, settings: Settings, *, streamed: bool = False) -> Draf
 
 
 def own_draft(model: Path, settings: Settings, *, streamed: bool = False) -> DraftOffer | None:
-    """Return what ``auto`` drafts with for the model at ``model``, from headers alone: a head, or
-    for ``streamed`` weights a small model of the family.
+    """Return the draft that ``auto`` uses for the model at ``model``, from file headers alone: a
+    head, or for ``streamed`` weights a small model of the family.
     """
     head = own_head(model, settings, streamed=streamed)
     if head is None and streamed and (family := find_family_draft(model, settings)):
@@ -79,9 +79,10 @@ def _here(name: str | None) -> DraftOffer | None:
 
 
 def offered_draft(found: ResolvedModel, settings: Settings) -> DraftOffer | None:
-    """Return what drafts for a model that was pulled: here, in its repository, or published for it.
+    """Return a draft for a pulled model: on this machine, in its repository, or published
+    elsewhere.
 
-    Only if it is neither here nor in the repository, the hub is asked, by one request.
+    The hub is asked, by one request, only if there is none on the machine or in the repository.
     """
     if is_draft_file(found.name):
         return None
@@ -116,9 +117,10 @@ def find_family_draft(target: Path, settings: Settings) -> FamilyDraft | None:
 
 
 def find_head(target: Path, settings: Settings) -> str | None:
-    """Find a draft head whose name has the target's: beside the target, or in any folder of models.
+    """Find a draft head whose name contains the target's, next to the target or in any model
+    folder.
 
-    Returns its name for ``resolve``. Whether it fits the target shows when it is loaded.
+    Returns its name for ``resolve``. Whether it fits the target is checked when it is loaded.
     """
     listed = _listed(settings)
     names = [target.name, *(m.name for m in listed if m.path == target)]
@@ -148,7 +150,7 @@ def _small_models(target: Path, settings: Settings, most: float) -> Iterator[Fam
     seen = {target.resolve()}
     for draft in [*_listed(settings), *_beside(target)]:
         if is_draft_file(draft.path.name):
-            continue  # it is no model
+            continue  # not a model
         if draft.nbytes <= most and draft.path.resolve() not in seen:
             seen.add(draft.path.resolve())
             yield draft
@@ -182,7 +184,7 @@ def _size(file: Path) -> int:
 
 
 def _vocabulary(model: Path) -> tuple[str, bytes] | None:
-    """Return a model's architecture and the hash of its list of tokens; None without them."""
+    """Return a model's architecture and the hash of its vocabulary; None if it lacks either."""
     try:
         text = model if model.is_file() else model / GGUF_TEXT_NAME
         if text.is_file():
@@ -199,8 +201,8 @@ def _vocabulary(model: Path) -> tuple[str, bytes] | None:
 def family_draft(target: LoadedModel) -> str | None:
     """Return the name of a small local model of the target's family, to draft with by default.
 
-    None unless weights are streamed: beside a resident model, a second model in memory would be a
-    surprise, and on a CPU its drafts cost about what they save.
+    None unless weights are streamed: with a resident model, users would not expect a second model
+    in memory, and on a CPU its drafts cost about as much as they save.
     """
     if not target.engine.info.streamed:
         return None

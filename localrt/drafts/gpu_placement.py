@@ -1,4 +1,6 @@
-"""Places a draft model and its target on a GPU and the CPU, by one plan before either is loaded."""
+"""Places a draft model and its target on a GPU and the CPU, with one plan before either is
+loaded.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +103,7 @@ def _place(
         draft_ctx=ctx,
         draft_vram=_draft_vram(draft, theirs, opened, ctx),
     )
-    if plan is None:  # even the target alone does not fit: loading reports it
+    if plan is None:  # not even the target fits, which loading will report
         return DraftPlace(alone=options)
     return _decision(plan, opened, name, options)
 

@@ -1,8 +1,8 @@
-"""A draft head of a loaded model: an MTP block of its own files, or a head beside it.
+"""A draft head of a loaded model: an MTP block in the model's files, or a separate head.
 
-A head reads features of the model's tokens, which sessions record from then on, and computes with
-the model's own ``Ops``, between its passes. It shares the embedding and the output matrix; an
-assistant shares the keys and values.
+A head reads features of the model's tokens, which sessions record once a head is loaded, and
+computes with the model's ``Ops`` between the model's passes. It shares the embedding and the output
+matrix; an assistant also shares keys and values.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ from localrt.speculative.source import MOST_NODES, Check, Drafter, DraftSource, 
 from localrt.speculative.tree_source import TreeSource
 
 OUTPUT_ROWS = 1 << 16
-"""The rows of an output matrix that a head keeps in memory if the model's own is streamed. A
-vocabulary lists frequent tokens first: of Qwen's 151,936, these are 98 % of English text and code.
+"""Rows of the output matrix that a head keeps in memory if the model streams it. A vocabulary lists
+frequent tokens first: of Qwen's 151,936, these make up 98 % of English text and code.
 """
 
 
 class HeadDrafter(Drafter):
     """A head for one session.
 
-    The row of a token reads the features of the token before. Rows of draft tokens do not last,
+    The row of a token reads the features of the previous token. Rows of draft tokens are temporary,
     since they read the head's own output instead.
     """
 
@@ -66,8 +66,8 @@ class HeadDrafter(Drafter):
         self._head = head
         self._session = session
         self._features = session.record_features(head.config.layers)
-        self._length = 0  # tokens before the last known one
-        self._outputs: list[Floats] = []  # of the last known token, and of each draft token
+        self._length = 0  # number of tokens before the last known one
+        self._outputs: list[Floats] = []  # outputs of the last known token and of each draft token
 
     def cache(self, capacity: int) -> KVCache:
         with self._head.engine.alone():
@@ -116,14 +116,16 @@ class HeadDrafter(Drafter):
         return results
 
     def _features_of(self, rows: Rows) -> Floats:
-        """Return what ``rows`` read: the target's features of the tokens before, or the head's."""
+        """Return the inputs of ``rows``: the target's features of the previous tokens, or the
+        head's own output.
+        """
         if rows.above is not None:
             return np.array([self._outputs[1 + row] for row in rows.above])
         start = int(rows.positions[0]) - 1
         return self._head.normed_features(self._features.get(start, start + len(rows.tokens)))
 
     def _keep(self, rows: Rows, outputs: Floats) -> None:
-        """Keep the ``outputs`` of ``rows``, for the rows after them."""
+        """Save the ``outputs`` of ``rows`` for later rows."""
         if rows.above is None:
             self._outputs = [outputs[-1]]
         else:
@@ -132,14 +134,14 @@ class HeadDrafter(Drafter):
     def _place(self, step: Step) -> tuple[npt.NDArray[np.int64], list[Span]]:
         """Return positions and spans of a step's rows.
 
-        An assistant's rows have the position of the last known token and see the target's cache
-        before it. A pass appends its own rows to a cache, so they replace the last rows there.
+        An assistant's rows have the position of the last known token and attend to the target's
+        cache before it. Since a pass appends rows to a cache, they replace the cache's last rows.
         """
         rows, count = step.rows, len(step.rows.tokens)
         if not self._head.config.places:
             return rows.positions, [Span(step.cache, count, rows.mask)]
         step.cache.reserve(step.cache.length + count)
-        step.cache.advance(count)  # rows that are only counted
+        step.cache.advance(count)  # only counts rows
         if rows.above is None:
             self._length = int(rows.positions[-1])
         spans, length, cache = [], self._length, self._session.cache
@@ -163,7 +165,7 @@ class HeadDraft:
 
     Raises:
         OptionError: it cannot draft for this model.
-        MemoryBudgetError: it does not fit beside the model.
+        MemoryBudgetError: it does not fit in memory along with the model.
         CheckpointError: it cannot be read.
     """
 
@@ -187,7 +189,7 @@ class HeadDraft:
             output, load_output = weights.output_matrix, None
             if config.tokens is not None or config.output in checkpoint.tensors:
                 output = None
-            elif output is None:  # it is streamed
+            elif output is None:  # the output matrix is streamed
                 model = opened.enter_context(closing(open_checkpoint(target.path)))
                 count = min(OUTPUT_ROWS, weights.config.vocab_size)
                 nbytes, load_output = output_rows(model, weights.config, weights.ops, count)
@@ -217,7 +219,7 @@ class HeadDraft:
         self.at_once = self.config.block > 0
 
     def _reserve(self, nbytes: int) -> None:
-        """Reserve memory beside the model's."""
+        """Reserve memory in addition to the model's."""
         weights = self.engine.weights
         if not weights.memory.streams:
             check_left(nbytes, weights.ops, self.engine)
@@ -251,21 +253,21 @@ class HeadDraft:
         )
 
     def normed_features(self, rows: Floats) -> Floats:
-        """Return the target's features as the head reads them."""
+        """Return the target's features normalized as the head expects them."""
         return self._target_norm(rows) if self._target_norm else rows
 
     def normed_output(self, rows: Floats) -> Floats:
-        """Return the head's output as it reads it for the next draft token."""
+        """Return the head's output normalized as its input for the next draft token."""
         return self._own_norm(rows) if self._own_norm else rows
 
     def close(self) -> None:
         """Free the head and its CUDA graphs."""
         self.forward = self.decoder.forward
         self.decoder.close()
-        with suppress(LocalrtError):  # the model may be closed already
+        with suppress(LocalrtError):  # the model may already be closed
             self.engine.take_ram(-self._reserved)
 
 
 def _in_one_memory(cache: KVCache) -> bool:
-    """Whether all layers of a model's caches are in the memory that it computes in."""
+    """Whether all layers of a cache are on the device that computes them."""
     return isinstance(cache, GrowingCache) and bool(getattr(cache, "kv_layout", ""))

@@ -1,8 +1,8 @@
-"""Loads a draft model beside its target, within the target's budgets.
+"""Loads a draft model along with its target, within the target's budgets.
 
 With a GPU, both are placed by one plan before either is loaded: a draft on the GPU takes its memory
-from the target's share. A draft that cannot be resident is not used, and a note says why: streaming
-it would cost the time that it should save.
+from the target's share. A draft that cannot be resident is not used, as a note explains: streaming
+it would cost more time than it saves.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def is_draft_model(draft: str) -> bool:
 
 
 def draft_for(name: str, target: LoadedModel, options: LoadOptions, context: LoadContext) -> Draft:
-    """Load the draft ``name``, a model or a head, for a model that is loaded already.
+    """Load the draft ``name``, a model or a head, for a model that is already loaded.
 
     Raises:
         MemoryBudgetError: it does not fit in the rest of the budget.
@@ -118,11 +118,11 @@ def load_with_draft(
                 model.engine.close()
                 raise
         return model, drafts
-    from localrt.drafts.gpu_placement import place_draft  # imports the planner
+    from localrt.drafts.gpu_placement import place_draft  # slow: imports the planner
 
     place = place_draft(target, path, name, options, context.settings)
     place = place or DraftPlace(alone=options, draft=options)
-    with ExitStack() as opened:  # closed on failure
+    with ExitStack() as opened:  # closes the draft on failure
         own: LoadedModel | None = None
         beside: LoadedModel | None = None
         note = place.note
@@ -154,8 +154,8 @@ def load_with_draft(
 
 
 def _beside_draft(draft: LoadedModel, options: LoadOptions) -> LoadOptions:
-    """Return the target's options with room for the draft: its caches' growth, and its weights if
-    there is a budget of GPU memory, which the two share.
+    """Return the target's options, leaving room for the growth of the draft's caches, and for its
+    weights if there is a GPU memory budget, which both share.
     """
     engine = draft.engine
     if not isinstance(engine, NativeEngine):

@@ -1,4 +1,4 @@
-"""A draft model that is loaded for a target, and the draft sources that it gives sessions."""
+"""A draft model loaded for a target, and its draft sources for sessions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _ROUND_LOGITS = 16 << 20
 
 
 class CacheRoom:
-    """Limits the caches of a draft to ``room`` bytes of GPU memory in all."""
+    """Limits all caches of a draft together to ``room`` bytes of GPU memory."""
 
     def __init__(self, kv_nbytes: Callable[[int], int], room: int) -> None:
         self._kv_nbytes = kv_nbytes
@@ -53,7 +53,7 @@ class CacheRoom:
             self._caches.add(cache)
 
     def check(self, growing: KVCache, rows: int) -> None:
-        """Raise DraftFailedError if ``rows`` more rows in ``growing`` would exceed the room."""
+        """Raise DraftFailedError if ``rows`` more rows in ``growing`` would exceed ``room``."""
         with self._lock:
             lengths = {each: each.length + rows * (each is growing) for each in self._caches}
             need = sum(max(each.nbytes, self._kv_nbytes(n)) for each, n in lengths.items())
@@ -65,10 +65,10 @@ class CacheRoom:
 
 
 class EngineDrafter(Drafter):
-    """A small model with its target's vocabulary, which the caller checks.
+    """A small model with its target's vocabulary, as checked by the caller.
 
-    One of the two may have more tokens at the end: only those below ``vocab_size`` are read and
-    drafted. Its caches stay within ``room``.
+    One of the two may have additional tokens at the end: only those below ``vocab_size`` are read
+    and drafted. Caches stay within ``room``.
     """
 
     name = "model"
@@ -103,9 +103,9 @@ class EngineDrafter(Drafter):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftPlace:
-    """Chosen load options: ``target`` and ``draft`` for a pair, ``alone`` for the target without
-    a draft. ``draft`` is None if it is not used; ``note`` says why. If ``target`` is None, the
-    target gets the memory that the loaded draft leaves.
+    """The chosen load options: ``target`` and ``draft`` for the pair, ``alone`` for the target
+    without a draft. ``draft`` is None if it is not used; ``note`` says why. If ``target`` is None,
+    the target gets the memory that the loaded draft leaves.
 
     ``cache_room`` is the GPU memory for the draft's KV cache, in bytes. ``level_share`` is the
     forecast cost of one draft level as a share of a plain step.
@@ -155,7 +155,7 @@ class ModelDraft:
         """Return the draft source for a session."""
         info = self._target.engine.info
         round_nodes = _ROUND_NODES
-        if info.streamed:  # memory is tight
+        if info.streamed:  # little memory
             round_nodes = max(8, _ROUND_LOGITS // (4 * info.vocab_size))
         capacity = session.capacity + (options.tree_budget or MOST_NODES)
         return TreeSource(
@@ -171,7 +171,7 @@ class ModelDraft:
 
 
 def _problem(draft: LoadedModel, target: LoadedModel) -> str:
-    """Say why ``draft`` cannot draft for ``target``; empty if it can."""
+    """Return why ``draft`` cannot draft for ``target``; empty if it can."""
     if not isinstance(draft.engine, NativeEngine):
         return "needs the native engine, which does not know it"
     ours, theirs = target.engine.info.vocab_size, draft.engine.info.vocab_size
@@ -188,8 +188,8 @@ def _problem(draft: LoadedModel, target: LoadedModel) -> str:
 
 
 def vocabulary_problem(target: Tokenizer | None, draft: Tokenizer | None) -> str:
-    """Say at which token two vocabularies differ; empty if one is the other's beginning: models of
-    one family differ in unused tokens at the end.
+    """Return at which token two vocabularies differ; empty if one is a prefix of the other, since
+    models of one family differ in unused tokens at the end.
     """
     if target is None or draft is None:
         return "one of the two models has no tokenizer to compare"

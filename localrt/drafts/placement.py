@@ -1,8 +1,8 @@
 """Chooses where a draft model goes: on the GPU, in RAM, or nowhere.
 
-Each placement reserves the draft's memory and plans the target with the rest. The gain from
-drafting is a forecast from one acceptance rate; while a model runs, the tuner measures, and stops
-drafting if it is slower.
+Each candidate reserves the draft's memory and plans the target with the rest. The gain from
+drafting is forecast from a single acceptance rate; while a model runs, the tuner measures it, and
+stops drafting if that is slower.
 """
 
 from __future__ import annotations
@@ -22,30 +22,32 @@ from localrt.planning.predict import find_forecast
 from localrt.planning.simulate import simulate
 
 ACCEPTANCE = 0.7
-"""The assumed share of a draft's first choices that are right, if it is unknown: code has more,
-prose less."""
+"""The assumed acceptance rate of a draft's first choices, if unknown; it is higher for code, lower
+for prose.
+"""
 
 Place = Literal["draft on GPU", "draft on CPU", "no draft"]
 
 DRAFT_CTX, DRAFT_NODES = 2048, 128
-"""Tokens of history that a draft sees by default, and the draft tokens after them."""
+"""A draft's default context: tokens of history plus draft tokens."""
 
-# Numbers of draft tokens. Costs count only one row of the head in passes of more than 64 rows.
+# Numbers of draft tokens; costs of more than 64 rows would count only one row of the head.
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 63)
 _DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 _PLANNED_ROWS = (1, 6, 24)
-_AS_GOOD = 0.98  # times the best speed; the first placement that reaches it is chosen
-_CHOOSE_S = 4e-9  # CPU seconds per logit to choose the likeliest tokens
+_AS_GOOD = 0.98  # the first placement that reaches this share of the best speed is chosen
+_CHOOSE_S = 4e-9  # CPU seconds per logit for choosing the likeliest tokens
 _TOKEN_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairCandidate:
-    """One placement. ``plan`` is the target's; None if it does not fit, and ``problem`` says why.
+    """One placement. ``plan`` is the target's plan; None if it does not fit, for the reason
+    ``problem``.
 
-    Rates are tokens per second: ``plain_tok_s`` without drafting, ``tok_s`` the better of with and
-    without. For the best tree (``draft_tokens`` in ``levels``) the target takes ``verify_s`` and
-    the draft ``draft_s``. The draft takes ``vram`` and ``ram`` bytes.
+    Rates are tokens per second: ``plain_tok_s`` without drafting, ``tok_s`` with or without,
+    whichever is faster. For the best tree (``draft_tokens`` in ``levels``) the target takes
+    ``verify_s`` and the draft ``draft_s``. The draft takes ``vram`` and ``ram`` bytes.
     """
 
     place: Place
@@ -62,7 +64,7 @@ class PairCandidate:
     ram: int = 0
 
     def words(self) -> str:
-        """Return the placement in words, and why it does not work if so."""
+        """Return the placement in words, with the problem if it does not work."""
         on_gpu = self.plan is not None and self.plan.placement.uses_gpu
         if self.problem:
             return f"{self.place}: {self.problem}"
@@ -147,11 +149,11 @@ def plan_pair(
 ) -> PairPlan | None:
     """Forecast each placement of target and draft within ``target``'s budgets; choose the best.
 
-    The draft sees ``draft_ctx`` tokens and takes ``draft_vram`` bytes on a GPU (None: by its
-    shape). Returns None if the target does not fit even alone.
+    The draft has a context of ``draft_ctx`` tokens and takes ``draft_vram`` bytes on a GPU (None:
+    estimated from its shape). Returns None if the target does not fit even alone.
 
     Raises:
-        OptionError: an acceptance that is not from 0 to 1.
+        OptionError: ``acceptance`` is not from 0 to 1.
     """
     share = ACCEPTANCE if acceptance is None else acceptance
     if not 0.0 <= share <= 1.0:
@@ -195,7 +197,9 @@ def plan_pair(
 def _forecast(
     empty: PairCandidate, target: PlanRequest, draft: ModelShape, acceptance: float, ctx: int
 ) -> PairCandidate:
-    """Find the target's best plan in the rest of the memory, and the best tree if one pays."""
+    """Find the target's best plan in the remaining memory, and the best tree if drafting pays
+    off.
+    """
     best = replace(empty, problem="the target does not fit")
     drafted, on_gpu = empty.place != "no draft", empty.place == "draft on GPU"
     level_s = cache(partial(_level_s, draft, target, ctx, on_gpu=on_gpu))
@@ -208,7 +212,7 @@ def _forecast(
         found = replace(empty, plan=plan, verify_s=verify(1), tok_s=plain, plain_tok_s=plain)
         for draft_tokens, levels, tokens in _trees(acceptance) if drafted else ():
             verify_s = verify(1 + draft_tokens)
-            # The draft runs one pass for the root, and one for each level that has children.
+            # The draft runs one pass for the root, and one per level that has children.
             draft_s = level_s(1) + (levels - 1) * level_s(-(-draft_tokens // levels))
             tok_s = tokens / (verify_s + draft_s)
             if tok_s > found.tok_s:
@@ -231,7 +235,8 @@ def _pass_s(plan: Forecast, rows: int) -> float:
 
 
 def _level_s(draft: ModelShape, target: PlanRequest, ctx: int, rows: int, *, on_gpu: bool) -> float:
-    """Return the seconds of a resident draft's pass over ``rows`` nodes and of choosing children.
+    """Return the seconds of a resident draft's pass over ``rows`` nodes, including choosing
+    children.
 
     For a draft on a GPU, only token ids and logits cross the link.
     """
@@ -247,8 +252,8 @@ def _level_s(draft: ModelShape, target: PlanRequest, ctx: int, rows: int, *, on_
 def _trees(acceptance: float) -> tuple[tuple[int, int, float], ...]:
     """Return the likeliest trees: draft tokens, levels, expected tokens per pass (target included).
 
-    A draft's first choice is right with probability ``acceptance`` at every position, its second
-    with that share of the rest, and so on. Trees grow by the likeliest remaining node.
+    A draft's first choice is accepted with probability ``acceptance`` at every position, its second
+    with the same share of the rest, and so on. Trees grow by the likeliest remaining node.
     """
     found = []
     for depth in _DEPTHS:

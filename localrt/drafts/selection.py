@@ -1,7 +1,7 @@
 """The drafts of one loaded model, and the choice among them for a generation.
 
-Each is loaded when first used, and a note says if memory is too small for it. Models and heads that
-draft are in ``model_draft.py`` and ``head_draft.py``.
+Each is loaded when first used; a note tells if there is too little memory for it. Draft models are
+in ``model_draft.py``, heads in ``head_draft.py``.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 class Draft(Protocol):
-    """What drafts for a loaded model besides lookups.
+    """A draft model or head of a loaded model.
 
-    ``level_share`` is the assumed cost of a draft level as a share of a plain step, or of all
-    levels ``at_once``.
+    ``level_share`` is the assumed cost of a draft level, or of all levels if computed ``at_once``,
+    as a share of a plain step.
     """
 
     kind: str
@@ -45,7 +45,7 @@ class Draft(Protocol):
         """Free its weights."""
 
 
-# Loads the draft of a name for a loaded model.
+# Loads the draft with this name for a loaded model.
 LoadDraft = Callable[[str, LoadedModel], Draft]
 PLUS_NGRAM = "+ngram"
 _LOOKUP = "ngram"
@@ -55,8 +55,8 @@ _Loaded = tuple[Draft | None, str]  # the draft, or None; a note for the user
 class Drafts:
     """The drafts of one loaded model. Thread-safe; each is loaded once, when first used.
 
-    ``load`` loads a draft model. If it raises ``MemoryBudgetError``, the draft is not used: answers
-    are the same without it.
+    ``load`` loads a draft model. If it raises ``MemoryBudgetError``, the draft is not used, which
+    does not change answers.
     """
 
     def __init__(self, target: LoadedModel, load: LoadDraft) -> None:
@@ -89,12 +89,12 @@ class Drafts:
             return self._speculations[key]
 
     def add(self, name: str, draft: Draft | None, note: str = "") -> None:
-        """Add a loaded draft, or the ``note`` why there is none."""
+        """Add a loaded draft, or a ``note`` that explains why there is none."""
         with self._lock:
             self._drafts[name] = draft, note
 
     def load(self, name: str) -> None:
-        """Load the draft ``name``; for ``"auto"``, the head that it uses, if any.
+        """Load the draft ``name``; for ``"auto"``, the head that auto uses, if any.
 
         Raises:
             LocalrtError: it cannot be found or loaded, or does not fit the model.
@@ -130,15 +130,15 @@ class Drafts:
         return engine
 
     def _takes_auto(self) -> bool:
-        """Whether ``auto`` speculates at all: with other ops a row's bits, and so a token, may
-        depend on the rows in the batch.
+        """Whether ``auto`` speculates at all: with other ops a row's bits, and so its token, may
+        depend on the batch.
         """
         engine = self._target.engine
         return isinstance(engine, NativeEngine) and engine.ops_name == "native"
 
     @cached_property
     def _head(self) -> str | None:
-        """The head that ``auto`` drafts with besides lookups."""
+        """The head that ``auto`` uses in addition to n-gram lookup."""
         streamed = self._target.engine.info.streamed
         own = own_head(self._target.path, Settings.from_environment(), streamed=streamed)
         return None if own is None else own.name
@@ -179,7 +179,7 @@ class Drafts:
         return self._drafts[name]
 
     def _load_draft(self, name: str, *, explicit: bool) -> _Loaded:
-        """Load a draft. Unless the user named it (``explicit``), a failure is only a note."""
+        """Load a draft. Unless the user named it (``explicit``), a failure only causes a note."""
         try:
             draft = self._load(name, self._target)
         except MemoryBudgetError as error:
@@ -188,7 +188,7 @@ class Drafts:
         except LocalrtError as error:
             if explicit:
                 raise
-            named = isinstance(error, OptionError)  # which names the draft itself
+            named = isinstance(error, OptionError)  # its message already names the draft
             return None, error.marked if named else f"draft {name} is not used: {error.marked}"
         if explicit or draft.kind == "head":
             return draft, ""

@@ -25,9 +25,9 @@ from localrt.quant.ops.features import AFTER_LAST, CARRIED
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AssistantBlock(GatedInputs):
-    """Layers of the target's kind, without keys and values of their own. Embeddings and features
+    """Layers of the target's kind that use the target's keys and values. Embeddings and features
     have the target's ``width``. Only tokens in the best ``used`` of the ``clusters`` (C, n) get
-    logits; None: all do.
+    logits; None: all tokens do.
     """
 
     width: int
@@ -41,7 +41,7 @@ class AssistantBlock(GatedInputs):
 
 
 class AssistantHead(Head):
-    """An assistant's logits, and its output ``CARRIED`` back to the target's width."""
+    """An assistant's logits, and its output projected back to the target's width (``CARRIED``)."""
 
     def __init__(
         self, head: Head, block: AssistantBlock, config: DecoderConfig, weights: WeightLoader
@@ -73,7 +73,7 @@ class AssistantHead(Head):
 
 def read_assistant(checkpoint: OpenHead, target: DecoderConfig) -> HeadConfig:
     """Read the config of an assistant for ``target``."""
-    # Its layers share what the target has, and not each other's
+    # Its layers share the target's keys and values, not each other's
     checkpoint.config = {**checkpoint.config, "num_kv_shared_layers": 0}
     raw, clusters = RawConfig(checkpoint), checkpoint.order
     own, count = gemma4.read_config(raw), raw.integer("num_centroids", 2048)
@@ -85,7 +85,7 @@ def read_assistant(checkpoint: OpenHead, target: DecoderConfig) -> HeadConfig:
         if len(sizes) > 1 or target.architecture != own.architecture:
             raise UnsupportedModelError("its layers do not fit the model's keys and values")
         places += target.cache_places[layer]
-        # A window reaches this far back from the row, and the row stands after all that it sees
+        # The row's position is after all tokens that it sees, so the window is one longer
         window = None if spec.window is None else spec.window + 1
         attention.append(replace(spec, reads=layer, window=window))
     if clusters is not None:

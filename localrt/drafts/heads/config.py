@@ -1,4 +1,4 @@
-"""The config of a draft head, whatever its kind."""
+"""The config of a draft head of any kind."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ FUSION = "model.fc.weight"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadConfig:
-    """A head: its decoder, and what it reads of its target.
+    """A head: its decoder, and its inputs from the target.
 
     Its features are the target's residual stream before each of ``layers`` (``AFTER_LAST``: the
-    last one's output), after the target's final norm if ``normed``. For draft tokens they are its
-    own output, after its own final norm if ``own_normed``. ``tokens`` (V,) are the target's ids of
-    its vocabulary; None means the target's vocabulary. ``output`` names its output matrix.
+    last one's output), after the target's final norm if ``normed``. For draft tokens, features are
+    the head's own output, after its own final norm if ``own_normed``. ``tokens`` (V,) are the
+    target's ids of the head's vocabulary; None means the target's vocabulary. ``output`` names its
+    output matrix.
 
     Gemma 4's assistants read the target's keys and values in the ``places`` of its cache. All their
-    rows have the position of the last known token and see the tokens before it.
+    rows have the position of the last known token and attend to the tokens before it.
 
-    DFlash drafts a ``block`` of tokens at once: the last known token, and ``mask`` for each token
-    to draft. Its rows see each other, and the keys and values that ``ContextKeys`` computes.
+    DFlash drafts a ``block`` of tokens at once: its input is the last known token, and ``mask`` for
+    each token to draft. Rows attend to each other, and to the keys and values that ``ContextKeys``
+    computes.
     """
 
     decoder: DecoderConfig
@@ -45,7 +47,9 @@ class HeadConfig:
 
 
 def input_layers(listed: object, first: int, layers: int) -> tuple[int, ...]:
-    """Return the layers whose inputs a head reads; its config ``listed`` them from ``first`` on."""
+    """Return the layers whose inputs a head reads; its config's list ``listed`` counts from
+    ``first``.
+    """
     if not isinstance(listed, list) or {type(number) for number in listed} != {int}:
         raise UnsupportedModelError(f"the layers that it reads are {listed!r}")
     inputs = [number + first for number in listed]

@@ -20,7 +20,7 @@ from localrt.models.weight_store import ResidentWeights, WeightStore
 from localrt.models.weights import WeightLoader
 from localrt.quant.ops.arrays import Weight
 
-# Of ``dflash_config``; a draft with others is refused
+# Supported keys of ``dflash_config``
 _BLOCK_OPTIONS = {"mask_token_id", "target_layer_ids", "block_size"}
 _BLOCK_OPTIONS |= {"input_embedding_scale", "final_logit_softcapping"}
 
@@ -70,7 +70,7 @@ def read_dflash(checkpoint: OpenHead, target: DecoderConfig) -> HeadConfig:
     scale = raw.number("input_embedding_scale", target.embedding_scale)
     if mask >= target.vocab_size or not math.isclose(scale, target.embedding_scale, rel_tol=1e-3):
         raise UnsupportedModelError(f"its mask is token {mask}, and embeddings times {scale:g}")
-    # A row sees the whole block: a window ends with the block, and begins with the first row's
+    # A row sees the whole block: windows reach from the first row's window to the end of the block
     attention = tuple(
         spec if spec.window is None else replace(spec, window=spec.window + block - 1)
         for spec in own.attending

@@ -20,7 +20,7 @@ _SPECULATORS = ("Eagle3Speculator", "Eagle3DraftModel")
 
 
 class FusedAttention:
-    """EAGLE-3's attention: it reads normed embeddings and normed features side by side, and the
+    """EAGLE-3's attention: its input is normed embeddings and normed features, concatenated; the
     features are the residual stream.
     """
 
@@ -41,11 +41,11 @@ class FusedAttention:
         )
 
     def __call__(self, state: PassState) -> None:
-        """Set ``state.x``, which was the embeddings."""
+        """Replace ``state.x``, the embeddings, by the residual stream after attention."""
         ops, given = state.ops, state.given
         assert given is not None, "a head's pass is given its target's features"
         x = ops.given_rows(given)
-        if given.shape[1] == self._features:  # the target's; its own output is narrower
+        if given.shape[1] == self._features:  # the target's; the head's own are narrower
             if self._feature_norm is not None:
                 x = ops.norm(x, self._feature_norm, self._eps)
             x = ops.projected(x, self._projection)
@@ -61,8 +61,8 @@ class FusedAttention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureBlock(ResidualBlock):
-    """EAGLE-3's only layer (Li et al. 2025). ``features`` is the width of what it is given of the
-    target, several layers side by side.
+    """EAGLE-3's only layer (Li et al. 2025). ``features`` is the width of the target's features,
+    several layers concatenated.
     """
 
     features: int
@@ -110,8 +110,8 @@ def read_eagle3(checkpoint: OpenHead, target: DecoderConfig) -> HeadConfig:
 def _feature_layers(config: Mapping[str, object], layers: int) -> tuple[int, ...]:
     """The layers whose inputs a head reads, by default those of the paper.
 
-    SpecForge lists the layers whose outputs it reads, within ``eagle_config``; vLLM and llama.cpp
-    count inputs.
+    SpecForge lists, in ``eagle_config``, the layers whose outputs are read; vLLM and llama.cpp
+    number inputs.
     """
     own = config.get("eagle_config")
     inside = isinstance(own, dict)

@@ -1,4 +1,4 @@
-"""Opens draft heads: the MTP block in a model's files, or a folder or file of a head alone."""
+"""Opens draft heads: the MTP block in a model's files, or a folder or file with only a head."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from localrt.models.checkpoints.safetensors.folder import SafetensorsCheckpoint
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
 from localrt.models.weight_files import MANIFEST_NAME
 
-_TOKENS = "d2t"  # ids of the target's tokens; in folders, how far they are from the head's own
-# An assistant's tokens, cluster by cluster, in folders and in GGUF files
+_TOKENS = "d2t"  # the target's token ids; in folders, minus the head's own ids
+# An assistant's tokens, ordered by cluster, in folders and in GGUF files
 _ORDER, _FILES_ORDER = "masked_embedding.token_ordering", "masked_embd_ordering"
 _UNUSED = "t2d"
 _INTEGERS = {"i32": "<i4", "i64": "<i8"}
@@ -27,7 +27,7 @@ _INTEGERS = {"i32": "<i4", "i64": "<i8"}
 
 class HeadFolder(SafetensorsCheckpoint):
     """A folder with a head, its layers as ``model.layers.N``. ``tokens`` is as in ``HeadConfig``;
-    ``order`` lists them cluster by cluster.
+    ``order`` lists them by cluster.
     """
 
     tokens: Ints | None = None

@@ -1,6 +1,6 @@
 """Reads a draft head: its config, checked against its target's, and its weights.
 
-A head without an embedding or output matrix of its own uses the target's.
+A head without its own embedding or output matrix uses the target's.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _ROWS_AT_ONCE = 4096
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What a head uses of its target: the embedding, and the output matrix, or its rows for the
-    head's tokens; None if it is not in memory.
+    """The parts of its target that a head uses: the embedding, and the output matrix or its rows
+    for the head's tokens; None if not in memory.
     """
 
     embedding: Part
@@ -49,7 +49,7 @@ def read_head_config(checkpoint: OpenHead, target: DecoderConfig) -> HeadConfig:
     """Read the config of a head, which must fit ``target``.
 
     Raises:
-        UnsupportedModelError: it is another model's, or of an unknown kind.
+        UnsupportedModelError: it is for another model, or of an unknown kind.
     """
     own_readers = dict.fromkeys(DFLASH, read_dflash) | dict.fromkeys(EAGLE3, read_eagle3)
     own_readers |= dict.fromkeys(ASSISTANTS, read_assistant)
@@ -78,10 +78,10 @@ _LARGE = 1 << 20  # weights of a large matrix
 
 
 def kept_format(info: TensorInfo | PackedTensor) -> Format:
-    """Return the format that a head's matrix has in memory: of 16 or 32 bits, 4 if it is large,
-    else 8.
+    """Return the format of a head's matrix in memory: matrices of 16 or 32 bits get 4 bits if
+    large, else 8.
 
-    It is read at every step, and as many tokens are accepted with 4 bits as with 8.
+    Matrices are read at every step, and 4 bits do not lower the acceptance rate compared with 8.
     """
     if info.format not in (F32, F16, BF16) or len(info.shape) < 2 or info.shape[1] % 32:
         return info.format
@@ -126,7 +126,7 @@ def load_head(checkpoint: Checkpoint, config: HeadConfig, ops: Ops, shared: Shar
     """Read a head's weights into ``ops``, and build it around what it shares.
 
     Raises:
-        CheckpointError: a tensor is missing, or not the config's.
+        CheckpointError: a tensor is missing, or does not fit the config.
     """
     decoder = config.decoder
     weights = WeightLoader(checkpoint, ops, repack=partial(_kept, ops=ops))

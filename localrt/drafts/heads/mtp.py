@@ -1,4 +1,4 @@
-"""Multi-token prediction (MTP, DeepSeek-V3, section 2.2): a layer of the model's own kind."""
+"""Multi-token prediction (MTP, DeepSeek-V3, section 2.2): one more layer of the model's kind."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from localrt.quant.ops.features import AFTER_LAST
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fusion:
-    """A layer's input: embeddings and features side by side, normed and projected."""
+    """A layer's input: embeddings and features, normed, concatenated and projected."""
 
     projection: Weight  # (D, 2 F)
-    norms: tuple[Vector | None, Vector | None]  # of embeddings, of features; None: not normed
+    norms: tuple[Vector | None, Vector | None]  # for embeddings and for features; None: no norm
     eps: float
 
     def __call__(self, state: PassState) -> None:
-        """Set ``state.x``, which was the embeddings."""
+        """Replace ``state.x``, the embeddings, by the layer's input."""
         ops, given = state.ops, state.given
         assert given is not None, "a head's pass is given its target's features"
         both = ops.joined_norms(state.x, ops.given_rows(given), self.norms, self.eps)
@@ -35,7 +35,7 @@ class Fusion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictionBlock(ResidualBlock):
-    """``Fusion``, then a layer of the model's own kind."""
+    """``Fusion`` followed by a layer of the model's kind."""
 
     def before(self, config: DecoderConfig, weights: WeightLoader) -> Sequence[Part]:
         hidden, offset = config.hidden_size, config.norm_offset
