@@ -18,8 +18,8 @@ from localrt.models.weights import WeightLoader
 from localrt.quant.formats import FORMATS, GGML_FORMATS
 from localrt.quant.ops.protocol import Ops
 
-# Of each architecture, after its file if that has several, the published names: GGUF's
-# general.architecture and config.json's architectures
+# Module (and function, if it has several) to published names: GGUF's general.architecture,
+# config.json's architectures
 _PUBLISHED = {
     "llama": "llama LlamaForCausalLM mistral MistralForCausalLM",
     "llama.llava": "LlavaForConditionalGeneration Idefics3ForConditionalGeneration "

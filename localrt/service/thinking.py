@@ -50,8 +50,8 @@ class ThinkingControl:
         return self._syntax.variables(options.thinks, options.thinking_tokens)
 
     def begun(self, ids: Sequence[int], options: Options, *, tools: bool) -> list[int]:
-        """Return tokens to append to a prompt of ``ids`` if its template has no variable for it:
-        the opening of the thinking, or its end.
+        """Return tokens to append to the prompt ``ids`` if the template has no variable for
+        thinking: its opening or closing tag.
         """
         tags = self._syntax.tags
         tools = tools and options.may_call
@@ -68,12 +68,12 @@ class ThinkingControl:
             text = tags.empty(tools=tools)
         elif options.thinks and options.is_bound and not opened:
             text = tags.opening + tags.lead
-        if tools:  # the text may end with the answer's mark, which a call does not have
+        if tools:  # a call has no answer mark, with which the text may end
             text = text.removesuffix(self._frame.answer)
         return self._ids(text if options.thinks else text + answer)
 
     def limit(self, options: Options, *, tools: bool) -> ThinkingLimit | None:
-        """Return the limit of thinking, with the tokens that end it or lead to a bound answer."""
+        """Return the thinking limit and the tokens that end it or begin a constrained answer."""
         tags = self._syntax.tags
         if tags is None or (options.thinking_tokens is None and not options.is_bound):
             return None

@@ -204,13 +204,12 @@ def join_neighbours(
     ``join`` returns the rank of two neighbours (lowest first) and their joined symbol. ``watch``
     gets the number of symbols so far.
 
-    If joining the symbols of two neighbouring results alone keeps the boundary between them, it is
-    a boundary in the whole text too: until a pair across a boundary is the best, each side is
-    joined as if alone. So blocks are joined separately, and again together if their boundary does
-    not hold.
+    A boundary between two results that survives joining just their symbols is one in the whole text
+    too: until a pair across it ranks best, each side is joined as if alone. So blocks are joined
+    separately, and again together if their boundary does not hold.
     """
     found: list[Symbol] = []
-    blocks: list[tuple[int, int, int, int]] = []  # begin, size, found before, last one's begin
+    blocks: list[tuple[int, int, int, int]] = []  # start, size, found count, last start
     begin, size, last = 0, _BLOCK, 0
     while begin < len(symbols):
         parts = _joined(symbols[begin : begin + size], join)

@@ -87,7 +87,7 @@ def cached_store(
                 shutil.rmtree(old, ignore_errors=True)
             pack_store(source, folder, tiler=tiler, progress=progress, cancel=cancel)
             store = StoreCheckpoint(folder, verify=False)  # the sums were just made
-            gc.collect()  # what packing made
+            gc.collect()  # packing's garbage
     return_free_memory()  # free the memory that packing or the manifest took, for the weights
     return store
 
@@ -158,8 +158,8 @@ def _alone(path: Path, cancel: threading.Event | None) -> Iterator[None]:
                 raise CancelledError("packing was cancelled") from None
             time.sleep(_POLL_S)
         except (OSError, NotImplementedError) as error:
-            if getattr(error, "filename", None) is None:  # a file system without locks: the
-                break  # writer has its own
+            if getattr(error, "filename", None) is None:  # a file system without locks:
+                break  # the writer's own lock must do
             raise StorageError(f"{path} cannot be written: {reason_of(error)}") from error
     try:
         yield
