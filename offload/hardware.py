@@ -128,8 +128,6 @@ def other_gpus(root: Path = Path("/")) -> tuple[Gpu, ...]:
     Memory is None where the GPU shares RAM, or the system does not say.
     """
     found = [Gpu(name, nbytes) for name, nbytes in system.display_adapters()]
-    if sys.platform == "darwin" and (name := _sysctl()[0]).startswith("Apple"):
-        found.append(Gpu(name))
     for folder in root.glob("sys/class/drm/card*/device"):
         maker, device = (_text(folder / name) for name in ("vendor", "device"))
         if maker in _MAKERS and "-" not in folder.parent.name:  # no connector

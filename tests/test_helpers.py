@@ -15,8 +15,14 @@ from localrt.common.helpers import helper_command, localrt_command
 
 ROOT = Path(__file__).parent.parent
 ROOMS = ("localrt", "models", "offload", "quant", "speculative", "tui")
-# Files that name the interpreter: helpers, and two that ask its pip.
-NAMING = {"localrt/common/helpers.py", "localrt/common/extras.py", "localrt/hub/package_index.py"}
+# Files that name the interpreter: helpers, which one each system has, and two that ask its pip.
+NAMING = {
+    "localrt/common/helpers.py",
+    "localrt/system/posix.py",
+    "localrt/system/windows.py",
+    "localrt/common/extras.py",
+    "localrt/hub/package_index.py",
+}
 PACKAGED = """\
 #!{python}
 import runpy, sys

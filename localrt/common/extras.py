@@ -22,7 +22,7 @@ EXTRAS = {
 
 def install_for_gpu() -> str:
     """The command that installs llama.cpp for GPUs that are not NVIDIA's. Macs' have it anyway."""
-    flags = "" if sys.platform == "darwin" else " -C cmake.args=-DGGML_VULKAN=on"
+    flags = "" if system.UNIFIED_MEMORY else " -C cmake.args=-DGGML_VULKAN=on"
     return f"{install('llamacpp')} --force-reinstall --no-cache-dir{flags}"
 
 

@@ -312,6 +312,7 @@ def own_folders(home: Path) -> tuple[Path, Path, Path]:
     return home / ".cache" / "localrt", data / "localrt", home / ".config" / "localrt"
 
 
+UNIFIED_MEMORY = sys.platform == "darwin"  # of CPU and GPU
 IS_WINDOWS = False
 """For figures of a described PC, which is like this one unless its description says so."""
 NVML = "libnvidia-ml.so.1"
@@ -350,8 +351,9 @@ def is_broken_pipe(error: OSError) -> bool:
 
 
 def display_adapters() -> list[tuple[str, int | None]]:
-    """Names of GPUs and the bytes of their own memory, where the system keeps a list of both."""
-    return []
+    """Names of GPUs that the system lists, and the bytes of their own memory; None: unknown."""
+    name = _describe_mac()[0] if sys.platform == "darwin" else ""
+    return [(name, None)] if name.startswith("Apple") else []
 
 
 def quote(argument: str) -> str:

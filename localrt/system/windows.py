@@ -262,6 +262,7 @@ if sys.platform == "win32":
         roaming = Path(os.environ.get("APPDATA") or application / "Roaming") / "localrt"
         return local / "cache", local / "data", roaming
 
+    UNIFIED_MEMORY = False
     IS_WINDOWS = True
     NVML = "nvml.dll"
     REPLACE_SHELL = ""

@@ -16,8 +16,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from localrt import system
 from localrt.models.checkpoints.gguf.file import open_gguf_parts
-from localrt.offload.memory import memory_state, spilling_nbytes
+from localrt.offload.memory import memory_state
 
 CHUNK = 512
 """Tokens per pass: llama.cpp's own default for a physical batch."""
@@ -63,8 +64,8 @@ def find_devices(api: ModuleType) -> list[Device]:
             continue
         free, total = size(), size()
         memory(handle, ctypes.byref(free), ctypes.byref(total))
-        room = free.value - spilling_nbytes(total.value)
-        if kind == _INTEGRATED or sys.platform == "darwin":  # its memory is the processor's
+        room = free.value - system.spilling_nbytes(total.value)
+        if kind == _INTEGRATED or system.UNIFIED_MEMORY:
             room = min(free.value or sys.maxsize, memory_state().available)
         name, title = (each(handle).decode("utf-8", "replace") for each in names)
         found[kind].append(Device(handle, name, title, room))
