@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from localrt import system
 from localrt.common.errors import (
     CancelledError,
     CheckpointError,
@@ -53,18 +54,22 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def fail_at(monkeypatch: pytest.MonkeyPatch, call: int, error: BaseException) -> Callable[[], int]:
-    """The ``call``-th ``os.fsync`` raises; returns how many there were so far."""
+    """The ``call``-th time that a file or folder is made durable raises; returns how many there
+    were so far.
+    """
     count = 0
     fsync = os.fsync
 
-    def counted(descriptor: int) -> None:
+    def counted(descriptor: int | None) -> None:
         nonlocal count
         count += 1
         if count == call:
             raise error
-        fsync(descriptor)
+        if descriptor is not None:
+            fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", counted)
+    monkeypatch.setattr(system, "sync_folder", lambda _: counted(None))  # by another name there
     return lambda: count
 
 
@@ -119,7 +124,7 @@ def test_killed_process(finished: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": "."},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([".", *sys.path])},
     )
     assert done.returncode == 9
     assert not out.exists()
