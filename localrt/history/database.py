@@ -17,6 +17,7 @@ import re
 import sqlite3
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -115,6 +116,7 @@ class Database:
             self._connection = _in_memory()
         else:
             self._open(path)
+        weakref.finalize(self, self._connection.close)  # for callers who do not
 
     def _open(self, path: Path) -> None:
         try:

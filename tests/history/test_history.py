@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import signal
 import sqlite3
 import stat
 import subprocess
@@ -173,7 +172,7 @@ def test_killed_writer(tmp_path: Path) -> None:
         answer = talk.turns[-1]  # seen by this app meanwhile
         assert answer.state == "writing"
         assert answer.content.startswith("One sentence is whole. Another is too.")
-        os.kill(app.pid, signal.SIGKILL)
+        app.kill()
     answer = talk.turns[-1]
     assert answer.state == "cut"
     assert answer.content.startswith("One sentence is whole. Another is too.")
@@ -218,8 +217,8 @@ def test_newer_file(tmp_path: Path) -> None:
         assert "newer" in history.notes[0]
         history.new(model="m").add("user", "here")
         assert history.path.name == "h.v2.db"
-    connection = sqlite3.connect(path)
-    assert connection.execute("PRAGMA user_version").fetchone() == (99,)
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("PRAGMA user_version").fetchone() == (99,)
 
 
 def test_full_disk(history: History) -> None:
