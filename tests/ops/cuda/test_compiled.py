@@ -18,6 +18,8 @@ from localrt.quant.cuda.programs import Program, compile_program, machine_code
 from localrt.quant.cuda.recurrent import recurrent_programs
 from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32
 from localrt.quant.ops.recurrent import RecurrentSpec
+
+pytest.importorskip("cuda.bindings", reason="NVIDIA's compiler")
 from tests.ops.cuda.machine_code import (
     TARGETS,
     Build,
