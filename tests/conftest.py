@@ -33,6 +33,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import hypothesis
+import numpy as np
 import pytest
 
 import localrt
@@ -129,29 +130,51 @@ def write_tiny_model(
     """A random Llama of 60,000 parameters as a Hugging Face folder. ``spare`` rows of its matrices
     are no tokens.
     """
+    vocab = write_byte_tokenizer(folder, template)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2}))
+    shape: dict[str, Any] = {
+        **{"vocab_size": vocab + spare, "hidden_size": 64, "intermediate_size": 96},
+        **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+        **{"max_position_embeddings": context, "bos_token_id": 0, "eos_token_id": 2},
+    }
+    if find_spec("transformers") is None:
+        return _write_tiny_by_hand(folder, shape)
     import torch
     import transformers
 
-    vocab = write_byte_tokenizer(folder, template)
     torch.manual_seed(7)
-    config = transformers.LlamaConfig(
-        vocab_size=vocab + spare,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=context,
-        bos_token_id=0,
-        eos_token_id=2,
-        pad_token_id=None,
-    )
+    config = transformers.LlamaConfig(**shape, pad_token_id=None)
     model = transformers.LlamaForCausalLM(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.2)
     model.save_pretrained(folder)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2}))
+    return folder
+
+
+def _write_tiny_by_hand(folder: Path, shape: dict[str, Any]) -> Path:
+    """The same with other numbers, on systems without torch."""
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float32"}
+    text = json.dumps({**config, **shape, "rms_norm_eps": 1e-6, "tie_word_embeddings": False})
+    (folder / "config.json").write_text(text)
+    wide, inner, rows = 64, 96, shape["vocab_size"]
+    layer = {"input_layernorm": (wide,), "post_attention_layernorm": (wide,)}
+    layer |= {f"mlp.{name}_proj": (inner, wide) for name in ("gate", "up")}
+    layer |= {f"self_attn.{name}_proj": (wide, wide) for name in "qo"}
+    layer |= {f"self_attn.{name}_proj": (wide // 2, wide) for name in "kv"}
+    layer |= {"mlp.down_proj": (wide, inner)}
+    shapes = {"lm_head": (rows, wide), "model.embed_tokens": (rows, wide), "model.norm": (wide,)}
+    for at in range(shape["num_hidden_layers"]):
+        shapes |= {f"model.layers.{at}.{name}": size for name, size in layer.items()}
+    header, data, draw = {}, bytearray(), np.random.default_rng(7)
+    for name, size in shapes.items():
+        values = 0.2 * draw.standard_normal(size, np.float32)
+        begin, data = len(data), data + values.tobytes()
+        offsets = [begin, len(data)]
+        header[f"{name}.weight"] = {"dtype": "F32", "shape": size, "data_offsets": offsets}
+    head = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + data)
     return folder
 
 
