@@ -247,7 +247,7 @@ def read_attachment(argument: str) -> AttachedFile:
     if not argument:
         return _in_clipboard()
     path = Path(argument.strip("'\"")).expanduser()
-    name = clean(str(path.name if path.is_absolute() else path)).replace("\n", " ")
+    name = clean(path.name if path.is_absolute() else path.as_posix()).replace("\n", " ")
     try:
         if path.is_dir():
             return _folder(path, name)
