@@ -86,6 +86,15 @@ def test_zeros_are_at_a_page_boundary_and_can_be_written() -> None:
     memory[-1] = 1
 
 
+def test_reserved_memory_grows_where_it_is() -> None:
+    memory = np.frombuffer(system.reserve_zeros(1 << 30), np.uint8)
+    for size in (1, 3 * PAGE, 3 * PAGE + 1):
+        system.commit(memory.ctypes.data, size)
+        assert not memory[size - 1]
+        memory[size - 1] = 7
+    assert memory[[0, 3 * PAGE - 1]].tolist() == [7, 7]
+
+
 @pytest.mark.parametrize("argument", ["plain", "two words", r"C:\models\a b.gguf", 'say "x"', ""])
 def test_a_quoted_argument_arrives_as_it_is(argument: str) -> None:
     command = f"{system.quote(sys.executable)} -c {system.quote('import sys; print(sys.argv[1:])')}"

@@ -129,6 +129,23 @@ def map_zeros(nbytes: int, *, large_pages: bool = False) -> memoryview:
     return memoryview(region)
 
 
+def reserve_zeros(nbytes: int) -> memoryview:
+    """The same, but to be used only as far as ``commit`` has been called for it.
+
+    Raises:
+        OSError, ValueError, OverflowError: the system refuses.
+    """
+    return map_zeros(nbytes)
+
+
+def commit(address: int, nbytes: int) -> None:
+    """Let the beginning of a reserved region be used; what it has keeps its contents.
+
+    Raises:
+        OSError: there is no memory for it.
+    """
+
+
 def resident_nbytes() -> int:
     """Bytes of this process in RAM."""
     with suppress(OSError):  # a system without /proc

@@ -37,6 +37,7 @@ if sys.platform == "win32":
     import subprocess
     import tempfile
     import threading
+    import weakref
     import winreg
     from collections.abc import Iterable
     from contextlib import AbstractContextManager, nullcontext, suppress
@@ -52,6 +53,7 @@ if sys.platform == "win32":
     _NO_BUFFERING, _OVERLAPPED, _DELETE_ON_CLOSE = 0x20000000, 0x40000000, 0x04000000
     _IO_PENDING, _END_OF_FILE, _INVALID_PARAMETER = 997, 38, 87
     _PRIORITY_IDLE = -15
+    _MEM_COMMIT, _MEM_RESERVE, _MEM_RELEASE, _PAGE_READWRITE = 0x1000, 0x2000, 0x8000, 4
     _LIMIT_PROCESS_MEMORY, _EXTENDED_LIMITS = 0x100, 9
     _FEATURES = {19: "asimd", 40: "avx2", 41: "avx512f", 43: "asimddp"}  # by numbers of the system
     _INVALID = ctypes.c_void_p(-1).value
@@ -91,6 +93,14 @@ if sys.platform == "win32":
         ctypes.POINTER(wintypes.DWORD),
         wintypes.BOOL,
     ]
+    _KERNEL.VirtualAlloc.restype = ctypes.c_void_p
+    _KERNEL.VirtualAlloc.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        wintypes.DWORD,
+        wintypes.DWORD,
+    ]
+    _KERNEL.VirtualFree.argtypes = [ctypes.c_void_p, ctypes.c_size_t, wintypes.DWORD]
     _KERNEL.CreateEventW.restype = _KERNEL.CreateJobObjectW.restype = wintypes.HANDLE
 
     class _Thread(threading.local):
@@ -167,6 +177,19 @@ if sys.platform == "win32":
 
     def map_zeros(nbytes: int, *, large_pages: bool = False) -> memoryview:
         return memoryview(mmap.mmap(-1, nbytes))
+
+    def reserve_zeros(nbytes: int) -> memoryview:
+        address = _KERNEL.VirtualAlloc(None, nbytes, _MEM_RESERVE, _PAGE_READWRITE)
+        if not address:
+            raise ctypes.WinError(ctypes.get_last_error())
+        region = (ctypes.c_char * nbytes).from_address(address)
+        end = weakref.finalize(region, _KERNEL.VirtualFree, address, 0, _MEM_RELEASE)
+        end.atexit = False  # threads may still compute
+        return memoryview(region).cast("B")
+
+    def commit(address: int, nbytes: int) -> None:
+        if nbytes and not _KERNEL.VirtualAlloc(address, nbytes, _MEM_COMMIT, _PAGE_READWRITE):
+            raise ctypes.WinError(ctypes.get_last_error())
 
     def resident_nbytes() -> int:
         return int(_memory_info().rss)

@@ -10,6 +10,7 @@ tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from typing import Any, Protocol
 
@@ -138,13 +139,18 @@ def map_zeros(nbytes: int) -> npt.NDArray[np.uint8]:
     Raises:
         MemoryBudgetError: the system refuses the allocation.
     """
+    with _refused(nbytes):
+        return np.frombuffer(system.map_zeros(max(nbytes, 1)), np.uint8)
+
+
+@contextmanager
+def _refused(nbytes: int) -> Iterator[None]:
     try:
-        memory = system.map_zeros(max(nbytes, 1))
+        yield
     except (OSError, ValueError, OverflowError) as error:
         raise MemoryBudgetError(
             f"there is no memory for a KV cache of {nbytes} bytes: use a smaller context"
         ) from error
-    return np.frombuffer(memory, np.uint8)
 
 
 def map_floats(count: int) -> npt.NDArray[np.float32]:
@@ -168,7 +174,9 @@ class NativeKVCache(GrowingCache):
         self._blocks = [block_nbytes(groups, width, kv_format) for groups, width in shapes]
         self._shapes = list(shapes)
         self._step = sum(self._blocks)
-        self._memory = map_zeros(grown_capacity(capacity) // BLOCK_TOKENS * self._step)
+        nbytes = max(1, grown_capacity(capacity) // BLOCK_TOKENS * self._step)
+        with _refused(nbytes):
+            self._memory = np.frombuffer(system.reserve_zeros(nbytes), np.uint8)
         start = self._memory.ctypes.data
         self._starts = [start + sum(self._blocks[:layer]) for layer in range(len(shapes))]
 
@@ -210,7 +218,9 @@ class NativeKVCache(GrowingCache):
         """Note that a pass has written ``rows`` new tokens, and is done with the layer."""
 
     def _grow(self, size: int) -> None:
-        """The memory is mapped already."""
+        nbytes = size // BLOCK_TOKENS * self._step
+        with _refused(nbytes):
+            system.commit(self._memory.ctypes.data, nbytes)
 
     def _move(self, first: int, rows: Sequence[int]) -> None:
         steps = self.allocated // BLOCK_TOKENS
