@@ -64,8 +64,9 @@ needs_kernels = pytest.mark.skipif(find_library() is None, reason="the kernels a
 NOT_EVERYWHERE = {
     *("accelerate", "bitsandbytes", "compressed_tensors", "peft", "safetensors", "scipy"),
     *("sentencepiece", "torch", "transformers"),
+    *("fcntl", "pty", "resource", "termios"),
 }
-"""Packages that tests compare with; some systems have none of them."""
+"""What tests compare with or look at, and some systems do not have."""
 WINE = hasattr(getattr(ctypes, "windll", None) and ctypes.windll.ntdll, "wine_get_version")
 WINE_CANNOT = {
     "test_system.py::test_a_helper_takes_no_more": "Wine 8 keeps no limits of jobs",
