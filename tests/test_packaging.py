@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -18,6 +20,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from localrt.cli import build_parser
 from localrt.common.extras import EXTRAS, install
 
 ROOT = Path(__file__).parent.parent
@@ -173,6 +176,33 @@ def test_the_wheel_holds_localrt_and_nothing_else(tmp_path: Path) -> None:
     assert inside_wheel - kernels == expected
     assert len(kernels) == 1
     assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_files_for_systems_start_commands_that_exist(tmp_path: Path) -> None:
+    """A container, a unit for systemd and a desktop entry."""
+    text = {path.name: path.read_text() for path in (ROOT / "packaging").iterdir()}
+    copied = re.findall(r"^COPY (\w+) \1$", text["Containerfile"], re.MULTILINE)
+    assert set(copied) == set(ROOMS)
+    (words,) = re.findall(r"^CMD (.*)$", text["Containerfile"], re.MULTILINE)
+    commands = [json.loads(words)]
+    for name, key in (("localrt.service", "ExecStart"), ("localrt.desktop", "Exec")):
+        (line,) = re.findall(rf"^{key}=(?:%h/.local/bin/)?localrt (.*)$", text[name], re.MULTILINE)
+        commands.append(shlex.split(line))
+    for command in commands:
+        build_parser().parse_args(command)
+    checks = {
+        "systemd-analyze": ["--user", "--man=no", "verify", ROOT / "packaging" / "localrt.service"],
+        "desktop-file-validate": [ROOT / "packaging" / "localrt.desktop"],
+    }
+    program = tmp_path / ".local" / "bin" / "localrt"
+    program.parent.mkdir(parents=True)
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    here = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "XDG_RUNTIME_DIR": str(tmp_path)}
+    for tool, arguments in checks.items():
+        if shutil.which(tool):
+            done = subprocess.run([tool, *arguments], env=here, capture_output=True, text=True)
+            assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
 def test_a_bare_checkout_imports_without_being_installed(tmp_path: Path) -> None:
