@@ -68,6 +68,7 @@ _REASONS = {
 _SEND_BUFFER = 256 << 10
 _KEEP_ALIVE_S = 30
 _DRAIN_STEP_S = 0.05
+_LAST_WORDS_S = 0.2  # for answers that a second signal ends
 _AFTER_DRAIN_S = 5  # to report answers that were cut off
 
 
@@ -164,6 +165,7 @@ class Server(uvicorn.Server):
         """Let answers finish, for a limited time, while new requests are told that it stops."""
         loop, service = asyncio.get_running_loop(), self._app.state.service
         timer = loop.call_later(self._options.drain_s, service.stop)
+        cutting = loop.create_task(self._cut())
         service.draining = True
         if service.open_requests:
             service.note_once("draining", "answers are finishing: Ctrl+C again ends them")
@@ -173,6 +175,15 @@ class Server(uvicorn.Server):
             await super().shutdown(sockets)
         finally:
             timer.cancel()
+            cutting.cancel()
+
+    async def _cut(self) -> None:
+        """Drop the connections at a second signal: from Python 3.12 on, asyncio waits for them."""
+        while not self.force_exit:
+            await asyncio.sleep(_DRAIN_STEP_S)
+        await asyncio.sleep(_LAST_WORDS_S)
+        for connection in tuple(self.server_state.connections):
+            connection.transport.abort()
 
     def _unexpected(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
         error = context.get("exception")
