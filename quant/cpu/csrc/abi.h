@@ -3,7 +3,7 @@
 #pragma once
 #include <cstdint>
 
-// The namespace of what is compiled for each instruction set anew; without a name where none is set.
+// The namespace of code that is compiled once per instruction set; anonymous unless set.
 #ifndef LRT_SPACE
 #define LRT_SPACE
 #endif
@@ -14,10 +14,10 @@
 #define LRT_API extern "C" __attribute__((visibility("default")))
 #endif
 
-// Instruction sets that this processor has, best first: the name at `at`, or null after the last.
+// The name of the instruction set at index `at` of those this processor supports, best first; null after the last.
 LRT_API const char* lrt_isa_here(int at);
 
-// Rows that `lrt_tile` converts, by the numbers of GGUF's types.
+// Row formats that `lrt_tile` converts, with the numbers of GGUF's types.
 enum Source : int32_t {
     FROM_F32, FROM_F16, FROM_Q4_0, FROM_Q4_1, FROM_Q5_0 = 6, FROM_Q5_1, FROM_Q8_0,
     FROM_Q2_K = 10, FROM_Q3_K, FROM_Q4_K, FROM_Q5_K, FROM_Q6_K,
@@ -39,18 +39,18 @@ enum Layout : int32_t {
 struct Matrix {
     const uint8_t* data;
     int32_t layout, rows, cols;
-    int32_t span;   // columns that share a head
-    float scale;    // of every value
+    int32_t span;   // columns per head of scales
+    float scale;    // factor of all values
     int32_t site;   // index in the adapters' table; 0 for none
 };
 
-// Low-rank additions to the products of one matrix: y * factors + B (A x), both in bytes with scales of their own.
+// A low-rank adapter of one matrix: y * factors + B (A x); A and B are bytes with scales.
 struct LowRank {
     int8_t* a;             // (rank, columns padded to LOW_COLUMNS)
     float* a_scales;       // (rank, groups of LOW_COLUMNS)
     uint8_t* b;            // for every 16 rows and LOW_RANKS ranks: 16 bf16 scales, codes (ranks / 2, 16, 2)
     const float* factors;  // (padded rows), or null
-    int32_t rank, unused;  // even
+    int32_t rank, unused;  // the rank is even
 };
 constexpr int LOW_COLUMNS = 64, LOW_RANKS = 16;
 
@@ -74,19 +74,19 @@ struct Stack {
     int32_t hadamard;  // block size of the input's rotation, or 0
 };
 
-// The last two are for latent attention, whose cached rows are keys and values at once: token by token, (256, E) in a
-// block, then int8's float32 scales (256).
+// The last two are for latent attention, whose cached rows are both keys and values: (256, E) in a block, followed by
+// int8's float32 scales (256).
 enum KvFormat : int32_t { KV_BF16, KV_INT8, KV_INT4, KV_ROWS_BF16, KV_ROWS_INT8 };
 
 // One sequence of a pass: its cache of one layer and the rows that extend it.
 struct Span {
     uint8_t* data;        // blocks of 256 tokens, see kv.h
     const uint8_t* mask;  // (rows, extra + rows) or null for causal
-    const int32_t* ahead; // (rows): number of later rows that a row attends to as well, or null; not with a mask
-    int64_t stride;       // from one block to the next
+    const int32_t* ahead; // (rows): how many later rows each row attends to, or null; not with a mask
+    int64_t stride;       // bytes from one block to the next
     int32_t format, held, rows;
     int32_t windows_only; // `ahead` applies only in layers with a window
-    int32_t extra;        // number of cached tokens at the end that are a tree's rows, which the mask covers
+    int32_t extra;        // number of tree rows at the end of the cache, which the mask covers
 };
 
 struct AttentionArgs {
@@ -95,17 +95,17 @@ struct AttentionArgs {
     const float* sinks;          // (H), or null
     const float *cos, *sin;      // (R, rotary / 2), or null
     const float* near_turns;     // (16, rotary / 2, 2, 16), cosines and sines of 256 positions, or null
-    const float* far_turns;      // (blocks, rotary / 2, 2), of every 256th position, times the rotary scale
+    const float* far_turns;      // (blocks, rotary / 2, 2), those of every 256th position, times the rotary scale
     const int64_t* positions;    // (R)
     const int32_t* chosen;       // (R, 1 + most_chosen): number of tokens a row attends to, and their indices; null: all
     const Span* spans;
     Stack qkv, proj;
     int32_t rows, span_count, heads, kv_heads, head_dim, rotary, window;  // window 0: none
-    int32_t joint_norms;  // of all heads at once: q_norm (H * E), k_norm (G * E)
-    int32_t projections;  // 3: q, k and v; 2: values are the projected keys; 1: uses an earlier layer's caches
+    int32_t joint_norms;  // norms over all heads: q_norm (H * E), k_norm (G * E)
+    int32_t projections;  // 3: q, k and v; 2: values are the projected keys; 1: the caches of an earlier layer are used
     int32_t gated;        // each head's rows of q are followed by those of its gate
-    int32_t head_gates;   // one row for each head's gate follows those of q, k and v
-    int32_t norms_last;   // heads are normed after their rotation
+    int32_t head_gates;   // one row per head's gate follows those of q, k and v
+    int32_t norms_last;   // heads are normed after RoPE
     int32_t most_chosen;
     float eps, scale, softcap;  // softcap 0: none
     const float *place_cos, *place_sin;  // (R, rotary / 2), of rows' indices in their caches, or null if these are the positions
@@ -117,7 +117,7 @@ struct IndexArgs {
     int32_t* chosen;                      // (R, budget + block), as in AttentionArgs
     const float *q_norm, *k_norm;         // (E)
     const float *cos, *sin;               // (R, rotary / 2)
-    const float *block_cos, *block_sin;   // the same for the first token of a block that a row would end
+    const float *block_cos, *block_sin;   // the same for the first token of the block that the row ends
     const Span* spans;
     Stack qk;
     int32_t rows, span_count, heads, head_dim, rotary, block, budget;
@@ -129,7 +129,7 @@ struct LatentArgs {
     const float *norm, *query_norm, *latent_norm;
     const float *cos, *sin;  // (R, rotary / 2)
     const Span* spans;
-    Stack down, query_up, key_up, value_up, proj;  // if query_up has no parts, `down` makes the queries
+    Stack down, query_up, key_up, value_up, proj;  // if query_up has no parts, `down` projects the queries
     int32_t rows, span_count, heads, rotary, latent, nope, value, interleaved;
     float eps, latent_eps, scale;
 };
@@ -142,7 +142,7 @@ struct StateSpan {
     float* rows_to;
     const int32_t* parents;  // (extra + rows): parents of a tree's rows; -1: before the tree, -2: row not needed; or null
     int32_t ring_from, ring_to, position, fold, held, rows;
-    int32_t extra;           // number of cached tokens at the end that are a tree's rows
+    int32_t extra;           // number of tree rows at the end of the cache
     int32_t unused;
 };
 
@@ -153,17 +153,17 @@ struct RecurrentArgs {
     float *x, *out;                        // (R, D)
     const float *norm, *conv, *taps_bias;  // (D), (T, channels), (channels) or null
     const float *decay, *decay_bias, *skip, *out_norm, *mix_bias, *out_bias, *post_norm;
-    const float* mix_scale;                // of a row's projection, or null
+    const float* mix_scale;                // factors of a row's projection, or null
     const StateSpan* spans;
     Stack mix, proj;
-    Stack gate_up, decay_up;               // of low-rank gates and decays, or no parts
+    Stack gate_up, decay_up;               // second projections of low-rank gates and decays, or no parts
     int32_t rows, span_count, kind, heads, key_heads, key_size, value_size, taps, width, tiled, channel_decay;
-    int32_t norm_size, norm_width, gate_sigmoid, gate_first;  // norm_width: of the norm's weights
-    int32_t dilation;                                         // rows from a tap to the next
-    float eps, norm_eps, strength, least_step, most_step;  // norm_eps: of the result's norm
+    int32_t norm_size, norm_width, gate_sigmoid, gate_first;  // norm_width: number of norm weights
+    int32_t dilation;                                         // rows between taps
+    float eps, norm_eps, strength, least_step, most_step;  // norm_eps: for the norm of results
 };
 
-// RELU2 is the square of ReLU; it has no gate, and `gate_up` is up alone.
+// RELU2 is the square of ReLU without a gate: `gate_up` is up alone.
 enum Activation : int32_t { SILU, GELU_TANH, SWIGLU_OAI, RELU2 };
 
 struct MlpArgs {
@@ -173,11 +173,11 @@ struct MlpArgs {
     Stack gate_up, down;            // if `down` has no parts, its input is the result
     Stack row_gate;                 // (1, D), or no parts
     int32_t rows, activation;
-    int32_t cut;                    // gates less their mean and `cutoff` deviations, at least 0
+    int32_t cut;                    // gates are reduced by mean + `cutoff` standard deviations, but not below 0
     float eps, cutoff, gate_scale;
 };
 
-// A layer's own inputs, and the matrices that add them to the residual stream.
+// Per-layer inputs, and the matrices that add them to the residual stream.
 struct InputArgs {
     const float* x;       // (R, D)
     const float* inputs;  // (R, stride); a layer's begin at `first`
@@ -193,15 +193,15 @@ struct StreamArgs {
     const float* streams;      // (R, S * D)
     const float* activated;    // (R, D), a layer's output for the active stream
     float *out, *active;       // (R, S * D), (R, D)
-    const float* norm;         // (D), of the router
-    const float* coefficients; // (S * S, S) of predictions, (S, S) of corrections
-    const float* scale;        // (D), of the active stream, or null
+    const float* norm;         // (D), for the router
+    const float* coefficients; // (S * S, S) for predictions, (S, S) for corrections
+    const float* scale;        // (D), for the active stream, or null
     Stack router;              // (S, D)
     int32_t rows, count, which;
     float eps;
 };
 
-// Weights by which a layer reads several streams, and each stream takes its output.
+// Weights for combining several streams into a layer's input, and for distributing its output.
 struct ConnectionArgs {
     const float* streams; // (R, S * D)
     float *out, *shares;  // (R, D), (R, S)
@@ -240,7 +240,7 @@ struct RouteArgs {
     float eps, scale;
 };
 
-// An expert of a table; without parts if it is not in memory.
+// An expert of a table; its stacks have no parts if it is not in memory.
 struct Expert {
     Stack gate_up, down;
     const float *gate_up_bias, *down_bias;  // (2F), (D), or null
@@ -250,13 +250,13 @@ struct ExpertArgs {
     const float* x;         // (R, D), normed
     float* slots;           // (R * used, D)
     const Expert* table;    // (count)
-    const int32_t* chosen;  // (R, stride); the first `used` count
+    const int32_t* chosen;  // (R, stride); only the first `used` count
     const int32_t* asked;   // (asked_count), or null for all chosen experts
     int32_t rows, used, stride, count, asked_count, activation;
     float limit;
 };
 
-// Spacing of a format's codes, and kinds of its scales.
+// The spacing of a format's codes and the kind of its scales.
 enum Family : int32_t { EVEN, EVEN_WITH_MINIMUM, NF4_LEVELS, E2M1_BY_POWERS, E2M1_BY_E4M3, Q3_K_BLOCKS, Q2_K_BLOCKS, IQ4_NL_BLOCKS };
 
 // A search for the scales of groups: see quant/methods/scales.py.
@@ -264,7 +264,7 @@ struct SearchArgs {
     const float* groups;    // (count, block), block a multiple of 16 up to 128; or GGUF's blocks
     float* scales;          // (count, 1), (count, 2) with a minimum, or the scales of GGUF's blocks
     const double* shrinks;  // (steps), falling
-    const float* weights;   // GGUF's: (weight_count, block), weights of errors, for blocks in turn
+    const float* weights;   // GGUF's: (weight_count, block), weights of errors, repeated over blocks
     int64_t count, weight_count;
     int32_t block, steps, family, bits;
 };
@@ -284,7 +284,7 @@ enum VisionStep : int32_t { VISION_LINEAR, VISION_NORM, VISION_ROTATE, VISION_GA
 constexpr int VISION_STEPS = VISION_ATTENTION + 1;
 enum VisionActivation : int32_t { NO_ACTIVATION, EXACT_GELU, TANH_GELU, QUICK_GELU, VISION_SILU };
 
-// Arguments of these steps: rows of x, y and z, `strides` apart if they have heads.
+// Arguments of these steps: rows of x, y and z; `strides` apart if they have heads.
 struct VisionArgs {
     const float *x, *y, *z;
     float* out;
@@ -297,12 +297,12 @@ struct VisionArgs {
     float eps, scale;
 };
 
-// A step of a list that one call runs: a kernel's arguments, or `x` (count) = (x + scale * y) * total.
+// One step of the list that `lrt_run` executes: a kernel's arguments, or `x` (count) = (x + scale * y) * total.
 enum StepKind : int32_t { STEP_READ_ROWS, STEP_QKV, STEP_ATTENTION, STEP_MLP, STEP_HEAD, STEP_ADD };
 struct Step {
     const void* args;
-    float* x;       // for STEP_READ_ROWS the result
-    const void* y;  // for STEP_READ_ROWS the rows' indices, int64
+    float* x;       // STEP_READ_ROWS: the result
+    const void* y;  // STEP_READ_ROWS: the rows' indices, int64
     int32_t kind, count;
     float scale, total;
 };

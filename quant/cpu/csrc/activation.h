@@ -83,7 +83,7 @@ inline bool has_gate(int activation) { return activation != RELU2; }
 struct Gate {
     int activation;
     float limit;
-    float scale = 1.f;  // of gates
+    float scale = 1.f;  // factor of gates
 
     F16L operator()(F16L gate, F16L up) const {
         if (activation == RELU2) {

@@ -1,4 +1,4 @@
-// Activations as inputs of packed products: int8, or int16 for precision, with a scale for each group of 32 columns.
+// Activations as inputs of packed products: int8, or int16 for precision, with a scale per group of 32 columns.
 #pragma once
 #include <cmath>
 
@@ -36,8 +36,8 @@ struct RunRange {  // runs [first, last)
     int rows(const Runs& runs) const { return runs[last - 1].start + runs[last - 1].size - runs[first].start; }
 };
 
-// -zero * the sum of the codes: the initial value of a symmetric layout's sums. With BOTH_SUMS there is a sum for each
-// half, to multiply by minima: in the halves of a word, or for int16 in two words.
+// The initial value of a symmetric layout's sums: -zero * the sum of the codes. With BOTH_SUMS there is a sum per half
+// step, to multiply by minima: in the halves of a word, or for int16 in two words.
 struct Start {
     int zero, halves;
     int32_t* values;  // runs: (K / 32, n, halves)

@@ -5,10 +5,10 @@
 
 inline namespace LRT_SPACE {
 
-constexpr int MOST_QUERIES = 32;         // that share a block: of a long prompt, or of one row with gathered keys
+constexpr int MOST_QUERIES = 32;         // queries that share a block: in prefill, or of one row with gathered keys
 constexpr size_t MOST_PIECES = 1u << 23;  // floats of partial results, if blocks are divided among threads
 
-struct BlockResult {  // of one query over one block; followed by the weighted sum (E)
+struct BlockResult {  // one query over one block; followed by the weighted sum (E)
     float peak, total;
 };
 
@@ -36,7 +36,7 @@ inline void score_tiles(const Query* queries, const uint8_t* keys, int size, flo
         for (int t = 0; t < T; t++) sums[n][t].store(scores[n] + at + 16 * t);
 }
 
-// Sixteen times T values of N queries, from number `e` on: their scores times the values of `count` keys.
+// Sixteen times T output elements of N queries, from element `e` on: scores times the values of `count` keys.
 template <class Kind, int N, int T>
 inline void weigh_values(float (*scores)[KEYS], const Sources& from, int e, int count, int size, float* out, size_t stride) {
     F16L sums[N][T];
@@ -62,7 +62,7 @@ inline void weigh_values(float (*scores)[KEYS], const Sources& from, int e, int 
         for (int t = 0; t < T; t++) sums[n][t].store(out + n * stride + 16 * t);
 }
 
-// Adds to the scores of N queries with T tiles a product with float32 columns (16 tiles, size, 16).
+// Adds a product with float32 columns (16 tiles, size, 16) to the scores of N queries with T tiles.
 template <int N, int T>
 inline void add_tiles(const float (*factors)[MAX_HEAD], const float* columns, int size, float (*scores)[KEYS], int at) {
     F16L sums[N][T];
@@ -83,7 +83,7 @@ inline void add_tiles(const float (*factors)[MAX_HEAD], const float* columns, in
         for (int t = 0; t < T; t++) sums[n][t].store(scores[n] + at + 16 * t);
 }
 
-// Sixteen bytes of int4 codes: the low halves and the high halves.
+// The low and the high nibbles of sixteen bytes of int4 codes.
 struct Codes {
     F16L low, high;
     static Codes load(const uint8_t* p) {
@@ -92,7 +92,7 @@ struct Codes {
     }
 };
 
-// The same for six-bit codes, whose upper bits are the lowest two of `low` and of `high`.
+// The same for six-bit codes, whose upper bits are the two lowest bits of `low` and of `high`.
 inline Codes with_uppers(const uint8_t* p, I16 low, I16 high) {
     const I16 both = I16::load_u8(p), bits = I16::set1(48);
     return {F16L::from((both & I16::set1(15)) | (low.shl(4) & bits)), F16L::from(both.shr(4) | (high.shl(4) & bits))};
@@ -138,7 +138,7 @@ inline void score_int4(const Query* queries, const float (*totals)[MAX_HEAD / CH
                 for (int t = 0; t < T; t++) sums[n][t] = k[t].high.fma(high, sums[n][t]);
             }
         }
-        keys += 128;  // over the upper bits
+        keys += 128;  // skips the upper bits
         const uint8_t* scales = piece.k_scale + 2 * ((size_t)c * KEYS + at);
         for (int t = 0; t < T; t++) {
             const F16L scale = F16L::load_bf16(scales + 32 * t);
@@ -150,17 +150,17 @@ inline void score_int4(const Query* queries, const float (*totals)[MAX_HEAD / CH
     }
 }
 
-// C chunks of int4 values of N queries, from chunk `first` on: their scores times the values of `count` keys.
+// C chunks of int4 outputs of N queries, from chunk `first` on: scores times the values of `count` keys.
 template <int N, int C>
 inline void weigh_int4(const float (*scores)[KEYS], const Sources& from, int first, int count, int size, float* out, size_t stride) {
     alignas(64) float weights[N][C][KEYS];  // scores times the values' scales
-    F16L offsets[N][C];                     // the sums of these
+    F16L offsets[N][C];                     // the sums of `weights`
     const int chunks = chunks_of(size);
     for (int c = 0; c < C; c++) {
         for (int n = 0; n < N; n++) offsets[n][c] = F16L::zero();
         for (int i = 0; i < count; i += 16) {
             F16L scale = F16L::load_bf16((i < from.split ? from.old : from.tail).v_scale + 2 * ((size_t)(first + c) * KEYS + i));
-            if (i + 16 > count) {  // unwritten positions may hold any bits
+            if (i + 16 > count) {  // unwritten positions have arbitrary bits
                 alignas(64) float lanes[16];
                 scale.store(lanes);
                 fill_floats(lanes + count - i, 16 - (count - i), 0.f);
@@ -212,11 +212,11 @@ inline void score_block(const Query* queries, const Cached& cached, const Piece&
                 const F16L sum = size - c * CHUNK >= CHUNK ? F16L::load(q) + F16L::load(q + 16) : F16L::load(q);
                 totals[n][c] = CachedInt4::KEY_ZERO * sum16(sum);
             }
-        constexpr int T = least(4, most(1, ATTENTION_SUMS / N));  // codes take as many more registers
+        constexpr int T = least(4, most(1, ATTENTION_SUMS / N));  // codes take as many registers again
         for (; tile + T <= tiles; tile += T) score_int4<N, T>(queries, totals, piece, size, scores, 16 * tile);
         for (; tile < tiles; tile++) score_int4<N, 1>(queries, totals, piece, size, scores, 16 * tile);
     } else {
-        // As many tiles at once as registers hold sums of, and cache sets have ways: tiles are 4 KB apart.
+        // As many tiles at once as their sums fit in registers and the cache has ways: tiles are 4 KB apart.
         constexpr int T = least(8, most(1, ATTENTION_SUMS / N));
         const size_t tile_bytes = (size_t)size * 16 * Kind::BYTES;
         for (; tile + T <= tiles; tile += T) score_tiles<Kind, N, T>(queries, piece.k + tile * tile_bytes, size, scores, 16 * tile);
@@ -243,7 +243,7 @@ inline void add_bias(const Query* queries, const Cached& cached, int block, int 
         add_tiles<N, 1>(factors, bias.near_turns + (size_t)tile * size * 16, size, scores, 16 * tile);
 }
 
-// Turns one query's scores of a block into weights: scaled, capped, masked, exponentiated.
+// Turns one query's scores of a block into weights: scales, caps, masks and exponentiates.
 inline BlockResult weigh_scores(const Query& query, int start, int tiles, float softcap, float* scores) {
     uint16_t seen[KEYS / 16];
     F16L peak = F16L::set1(-INFINITY);
@@ -285,7 +285,7 @@ inline BlockResult weigh_scores(const Query& query, int start, int tiles, float 
     return {top, sum16(total)};
 }
 
-// N queries over one block of a group: peak, total and weighted values each.
+// N queries over one block of a group: peak, total and weighted sum of values for each.
 template <class Kind, int N>
 inline void attend_block(const Query* queries, const Cached& cached, const Sources& from, int block, BlockResult* results,
                          float* values, size_t stride) {
@@ -349,8 +349,8 @@ inline void join(BlockResult& sofar, float* out, const BlockResult& block, const
 // q (rows, H, E) scaled in place; out (rows, H, E).
 inline void attend(Context& context, const AttentionArgs& args, const Span& span, int first_row, float* out) {
     const int size = args.head_dim, groups = args.kv_heads, per = args.heads / groups;
-    const int queries = span.rows * per;  // of one group, row by row
-    // Keys are gathered once for all queries of a row. A long prompt's queries share blocks that are in the CPU's cache.
+    const int queries = span.rows * per;  // queries of one group, row by row
+    // Keys are gathered once for all queries of a row. In prefill, many queries share blocks in the CPU's cache.
     const bool many = groups * queries >= 8 * MOST_QUERIES * context.pool.threads();
     const int together = args.chosen && per <= MOST_QUERIES ? per : many ? MOST_QUERIES : QUERIES;
     const int chunks = (queries + together - 1) / together;

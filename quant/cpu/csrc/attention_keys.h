@@ -7,13 +7,13 @@ inline namespace LRT_SPACE {
 struct Query {
     const float* q;   // (E), already scaled
     int first, last;  // attends to keys [first, last)
-    int row;          // of the span
+    int row;          // row of the span
 
     bool sees(int key) const { return key >= first && key < last; }
     bool sees_all(int from, int to) const { return from >= first && to <= last; }
 };
 
-// Addresses of a block's keys and values; from `split` on, a multiple of 16, they are in `tail`.
+// Addresses of a block's keys and values; those from `split` on, a multiple of 16, are in `tail`.
 struct Sources {
     Piece old, tail;
     int split;
@@ -22,11 +22,11 @@ struct Sources {
     Sources(const Piece& old, const Piece& tail, int split) : old(old), tail(tail), split(split) {}
 };
 
-// One key/value group of a span.
+// One KV head of a span.
 struct Cached {
     const Span& span;
     const AttentionArgs& args;
-    int group, first_row;  // of the span's rows in the pass
+    int group, first_row;  // first_row: the span's first row in the pass
     KeyBias bias;
 
     Cached(const Span& span, const AttentionArgs& args, int group, int first_row)
@@ -42,7 +42,7 @@ struct Tree {
     const Span& span;
     int base;         // tokens before the tree, which all rows attend to
     int width;        // largest number of further tokens that a row attends to
-    const int* far = nullptr;  // (rows): number of later rows that a row attends to as well
+    const int* far = nullptr;  // (rows): how many later rows each row attends to
     const int* path;  // (rows, 1 + width): number of tokens from `base` on that a row attends to, and their indices
 
     // `chosen` (rows, 1 + most) lists all tokens that rows attend to.
@@ -80,7 +80,7 @@ struct Tree {
         if (!scattered(block)) return Sources(old);
         const int* seen = path + (size_t)row * (1 + width) + 1;
         const int start = most(0, base - block * KEYS), end = least(KEYS, last(row) - block * KEYS);
-        int bent = start;  // the first key that must be gathered
+        int bent = start;  // first key that must be gathered
         while (bent < end && seen[block * KEYS + bent - base] == block * KEYS + bent - base) bent++;
         if (bent >= end) return Sources(old);
         const int split = bent / 16 * 16;

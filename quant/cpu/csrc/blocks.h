@@ -1,9 +1,9 @@
-// Products of dense float32 blocks: c (R, N) += a (R, K) b (K, N). Every sum is in the order of K for any R and N.
+// Products of dense float32 blocks: c (R, N) += a (R, K) b (K, N). Sums are in the order of K for any R and N.
 #pragma once
 
 inline namespace LRT_SPACE {
 
-constexpr int BLOCK_ROWS = 6;  // rows times PANEL_TILES whose sums fit the registers
+constexpr int BLOCK_ROWS = 6;  // rows whose sums with PANEL_TILES tiles fit in registers
 
 // Rows of a, b and c are `a_stride`, `b_stride` and `c_stride` floats apart, columns of `a` are `step` apart.
 struct FloatBlock {
@@ -42,7 +42,7 @@ template <int R, int T> LRT_NOINLINE void multiply_block(const FloatBlock& block
         for (int t = 0; t < T; t++) sums[r][t].store(block.c + r * block.c_stride + 16 * t);
 }
 
-// All of `rows` times T tiles of 16 columns of `b`.
+// Multiplies all `rows` by T tiles of 16 columns of `b`.
 template <int T> inline void multiply_rows(int rows, FloatBlock block) {
     for (int some; rows; rows -= some) {
         some = rows >= BLOCK_ROWS ? BLOCK_ROWS : rows >= 3 ? 3 : 1;

@@ -1,4 +1,4 @@
-// Products of dense blocks of bf16, by AMX or AVX-512's own instruction, summed in float32 in the order of columns.
+// Products of dense bf16 blocks, by AMX or AVX-512's bf16 instruction, summed in float32 in column order.
 #pragma once
 
 inline namespace LRT_SPACE {
@@ -21,8 +21,9 @@ struct WholeTiles {
     ~WholeTiles() { _tile_release(); }
 };
 
-// c (32, 16 T) += a (32, 32 count) b (32 count, 16 T); = if `first`. `a_line` numbers are between the tiles of the first
-// sixteen rows and those of the others, `b_line` between those of columns; tiles of a line are contiguous.
+// c (32, 16 T) += a (32, 32 count) b (32 count, 16 T); = if `first`. Tiles of the first and the second sixteen rows of
+// `a` are `a_line` elements apart, tiles of successive 16 columns of `b` are `b_line` apart; the tiles of a line are
+// contiguous.
 template <int T>
 inline void multiply_tiles(const uint16_t* a, size_t a_line, const uint16_t* b, size_t b_line, int count, bool first, float* c,
                            size_t c_stride) {
@@ -67,7 +68,7 @@ struct WholeTiles {
     WholeTiles() {}  // nothing to set
 };
 
-// The same for R rows of `a` in one tile.
+// The same for R rows of `a`, in one tile.
 template <int R, int T>
 inline void multiply_lines(const uint16_t* a, const uint16_t* b, size_t b_line, int count, bool first, float* c, size_t c_stride) {
     __m512 sums[R][T];
@@ -99,19 +100,19 @@ inline void multiply_lines(const uint16_t* a, const uint16_t* b, size_t b_line, 
 template <int T>
 LRT_NOINLINE void multiply_tiles(const uint16_t* a, size_t a_line, const uint16_t* b, size_t b_line, int count, bool first, float* c,
                                  size_t c_stride) {
-    constexpr int LINES = 8;  // rows whose sums fit the registers
+    constexpr int LINES = 8;  // rows whose sums fit in registers
     for (int row = 0; row < 32; row += LINES)
         multiply_lines<LINES, T>(a + row / 16 * a_line + row % 16 * TILE_COLUMNS, b, b_line, count, first, c + row * c_stride, c_stride);
 }
 #endif
 
-// As load_some, also for counts of 0 and below.
+// Like load_some, but also for counts of 0 and below.
 inline F16L load_up_to(const float* x, int count) { return count > 0 ? load_some(x, count) : F16L::zero(); }
 
-// The bf16 of `low`, then those of `high`.
+// Converts `low`, then `high`, to bf16.
 inline __m512i to_brains(F16L low, F16L high) { return (__m512i)_mm512_cvtne2ps_pbh(high.v, low.v); }
 
-// Two rows of sixteen bf16, one after the other, as pairs.
+// Interleaves two consecutive rows of sixteen bf16 to pairs.
 inline __m512i paired(__m512i rows) {
     alignas(64) static const uint16_t places[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                                     8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};

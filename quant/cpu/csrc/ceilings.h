@@ -3,8 +3,8 @@
 
 inline namespace LRT_SPACE {
 
-// Runs `rounds` times twelve independent chains of multiply-adds on every thread; returns the number of operations, two
-// for each.
+// Runs twelve independent chains of `rounds` multiply-adds on every thread; returns the number of operations, two per
+// multiply-add.
 double multiply_peak(Context& context, int rounds) {
     constexpr int CHAINS = 12, STEPS = 8;
     using Peak = Dots<code_class(15), 0, STEPS>;
@@ -33,7 +33,7 @@ double multiply_peak(Context& context, int rounds) {
     return 128. * CHAINS * rounds * threads;
 }
 
-// Reads every byte once, in pieces that threads take one by one.
+// Reads every byte once; threads take pieces one by one.
 void read_all(Context& context, const uint8_t* data, int64_t bytes) {
     constexpr int64_t PIECE = 256 << 10;
     volatile int sink = 0;

@@ -1,4 +1,4 @@
-// Entries of ggml's codebook types (IQ3, IQ2, IQ1): tables that Python fills once, and the lookup of a step's codes by
+// Codebooks of ggml's types IQ3, IQ2 and IQ1: tables that Python fills once, and the lookup of a step's codes by
 // index. See quant/formats/codebook.py for the layout of indices, signs and scales.
 #pragma once
 #include "abi.h"
@@ -7,7 +7,7 @@ constexpr int FIRST_CODEBOOK = IQ3_XXS, CODEBOOKS = IQ1_M + 1 - FIRST_CODEBOOK, 
 
 struct Codebook {
     alignas(64) uint8_t entries[MOST_ENTRIES * 8];  // (count, width): codes
-    alignas(64) uint8_t packed[2][MOST_ENTRIES];    // for each half of an entry, its codes' levels in 2 or 4 bits each
+    alignas(64) uint8_t packed[2][MOST_ENTRIES];    // per half of an entry, its codes' levels in 2 or 4 bits each
     alignas(64) uint8_t levels[64];                 // the codes of the levels, repeated
 };
 

@@ -1,10 +1,10 @@
-// All experts that a pass needs of a layer, in one call: rows are gathered by expert and quantized, then all experts'
-// gates and ups are one queue of tasks, and all downs another. A row has the same bits as alone.
+// Computes all experts of a layer that a pass needs, in one call: rows are gathered by expert and quantized; then all
+// experts' gates and ups are one queue of tasks, and all downs another. A row's bits do not depend on other rows.
 #pragma once
 
 inline namespace LRT_SPACE {
 
-// Acts of `rows` rows from row `at` on of a shared store.
+// The `rows` rows from row `at` on of shared acts.
 inline Acts rows_from(const Acts& all, size_t at, int rows) {
     Acts acts = all;
     const size_t groups = at * (all.cols / 32);
@@ -41,13 +41,13 @@ inline bool any_plain(const Stack& stack) {
 // An expert of the call and its rows.
 struct Busy {
     const Expert* expert;
-    int rows, first;        // `first`: index among all experts' rows, where each has room for whole runs
+    int rows, first;        // `first`: index of its first row among all experts' rows, each padded to whole runs
     int rotation;           // index of the rotation of its inputs
     bool gated;             // gated values are quantized directly
     Halves halves;
     Acts in, inner;
     float *wide, *values;   // if values are not quantized directly: (rows, 2F or F), (rows, F)
-    const int32_t* slots;   // of its rows
+    const int32_t* slots;   // slots of its rows
 };
 
 constexpr int ROTATIONS = 5;  // none, 16, 32, 64, 128
@@ -62,8 +62,8 @@ inline int rotation_of(int hadamard) {
 struct Crowd {
     const ExpertArgs& args;
     Busy* busy;
-    int count, missing, total;  // `total` counts rows of padded runs
-    int32_t *of, *place;        // index of an expert here, or -1; index of a slot among its expert's rows
+    int count, missing, total;  // `total`: rows including padding of runs
+    int32_t *of, *place;        // an expert's index here, or -1; a slot's index among its expert's rows
     int32_t* slots;
     int hidden, inner;
     bool gates;                 // whether the activation is gated
@@ -113,7 +113,7 @@ struct Crowd {
         if (!there) missing = e < 0 ? args.count : e;
         return there;
     }
-    size_t ups() const { return gates ? inner : 0; }     // where ups begin in a row
+    size_t ups() const { return gates ? inner : 0; }     // offset of ups in a row
     size_t width() const { return inner + ups(); }
     int at(int slot) const { return args.chosen[(size_t)(slot / args.used) * args.stride + slot % args.used]; }
     // The expert of a slot, or null if it is not computed.
@@ -123,8 +123,8 @@ struct Crowd {
     }
 };
 
-// Quantizes the rows of every expert. A row is quantized once for all its experts; an expert of one row uses it without
-// a copy.
+// Quantizes the rows of every expert. A row is quantized once for all its experts; an expert with a single row uses it
+// without a copy.
 inline void gather(Context& context, Crowd& crowd) {
     const ExpertArgs& args = crowd.args;
     const int cols = crowd.hidden, rows = args.rows;
@@ -136,7 +136,7 @@ inline void gather(Context& context, Crowd& crowd) {
         plain |= any_plain(b.expert->gate_up);
         rotated[b.rotation] = true;
     }
-    int lone[ROTATIONS], singles = 0;  // where the single rows of each rotation begin
+    int lone[ROTATIONS], singles = 0;  // start of the single rows of each rotation
     for (int i = 0; i < ROTATIONS; i++) {
         lone[i] = singles;
         if (rotated[i]) singles += rows;
@@ -169,7 +169,7 @@ inline void gather(Context& context, Crowd& crowd) {
         }
     });
     if (!packed) return;
-    // Whole experts, so that no two threads write to one line of memory.
+    // Tasks are whole experts, so that no two threads write to one cache line.
     parallel(context, rows == 1 ? 0 : crowd.count, [&](int index) {
         const Busy& b = crowd.busy[index];
         if (b.rows == 1) return;
@@ -213,7 +213,7 @@ inline void reserve_inner(Context& context, Crowd& crowd) {
     }
 }
 
-// Some tiles of an expert's matrix for a chunk of its rows; part -1 is gate and up side by side.
+// Some tiles of an expert's matrix for a chunk of its rows; part -1 is gate and up together.
 struct Portion { int busy, part, column, tile, tiles, chunk; };
 
 inline int tiles_of(const Matrix& m) { return (m.rows + 15) / 16; }
@@ -225,7 +225,7 @@ template <class Fn> inline void each_part(const Busy& b, bool down, Fn fn) {
     for (int part = 0, column = 0; part < stack.count; column += stack.parts[part++].rows) fn(part, tiles_of(stack.parts[part]), 1, column);
 }
 
-// Tasks of a step of all experts: those of many rows first, then those that are limited by reading.
+// The tasks of a step of all experts: those with many rows first, then those limited by reading.
 inline int cut(Context& context, const Crowd& crowd, bool down, Portion*& portions) {
     size_t most_portions = 0;
     int left[2] = {0, 0};
@@ -286,7 +286,8 @@ inline void multiply_portions(Context& context, const Crowd& crowd, bool down) {
     });
 }
 
-// Activation and quantization for the other experts: ungated ones, different formats, or too wide a rotation.
+// Activation and quantization of experts that cannot be gated directly: ungated, of different formats, or with too wide
+// a rotation.
 inline void gate_loose(Context& context, const Crowd& crowd) {
     struct Line { int busy, row; };
     Line* lines = scratch<Line>(context.tasks, crowd.total);
@@ -308,7 +309,7 @@ inline void gate_loose(Context& context, const Crowd& crowd) {
     });
 }
 
-// -1, or an expert that is not in the table: then nothing is computed.
+// Returns -1, or an expert that is not in the table; then nothing is computed.
 int run_experts(Context& context, const ExpertArgs& args) {
     Crowd crowd(context, args);
     if (crowd.missing >= 0 || crowd.count == 0) return crowd.missing;

@@ -14,7 +14,7 @@ inline namespace LRT_SPACE {
 template <int BITS> struct StepCodes {
     const uint8_t* p;
 
-    // Fastest in this order, in which neighbours share bytes.
+    // The fastest order: consecutive vectors share bytes.
     static constexpr int nth(int i) { return BITS >= 4 && BITS < 8 ? i / 2 + i % 2 * 4 : i; }
     LRT_INLINE B64 at(int v) const {
         if (BITS == 8) return B64::load(p + 64 * v);
@@ -104,7 +104,7 @@ template <int BITS_> struct ZeroPoints : Affine<BITS_, true> {
     }
 };
 
-// Sixteen six-bit numbers: five in each of three words; the last one's bits are the words' top pairs.
+// Sixteen six-bit values: five in each of three words; the last one's bits are the words' top pairs.
 struct SixBit {
     I16 words[3], last;
     explicit SixBit(const uint8_t* p) : words{I16::load(p), I16::load(p + 64), I16::load(p + 128)} {
@@ -235,7 +235,7 @@ struct Nvfp4 {  // E4M3 scales, one for every 16 columns
     static constexpr int HEADER = 32, STEP = step_bytes(4);
     struct Head { F16L scale[2]; };
     static Head open(const uint8_t* p) { return {{e4m3(p), e4m3(p + 16)}}; }
-    // Half of a positive E4M3 number: as float32 bits its exponent is 120 too small.
+    // Half of a positive E4M3 value: as float32 bits, its exponent is 120 too small.
     static F16L e4m3(const uint8_t* p) { return F16L::bits(I16::load_u8(p).shl(20)) * F16L::set1(0x1p119f); }
     static LookedUp codes(const uint8_t* p) { return e2m1_codes(p); }
     static F16L scale(const Head& head, const uint8_t*, int, int half) { return head.scale[half]; }
@@ -268,7 +268,7 @@ struct Iq4Nl : OneScale<241, 32, 128, step_bytes(4)> {
     static LookedUp codes(const uint8_t* p) { return iq4_codes(p); }
 };
 
-// Eight six-bit numbers: five in a word, two in bytes, the last in the top bits of these.
+// Eight six-bit values: five in a word, two in bytes, the last in the top bits of all three.
 struct EightSixBit {
     I16 word, first, second;
     explicit EightSixBit(const uint8_t* p) : word(I16::load(p)), first(I16::load_u8(p + 64)), second(I16::load_u8(p + 80)) {}
@@ -306,7 +306,7 @@ template <int LAYOUT, int WIDTH, int INDEX_BITS> inline void entries(const uint8
     for (int v = 0; v < 8; v++) q[v] = B64::load(codes + 64 * v);
 }
 
-// Odd masks of signs whose eighth one is implied hold a number's bits: bit 4 * row + i is the row's bit i.
+// If the eighth sign is implied, odd sign masks have room for four bits per row: bit 4 * row + i is the row's bit i.
 inline uint64_t spare_bits(const uint8_t* signs) {
     uint64_t bits = 0;
     for (int i = 0; i < 4; i++) bits |= (mask64(signs + 8 + 16 * i) >> 3 & 0x1111111111111111ull) << i;

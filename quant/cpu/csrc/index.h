@@ -1,14 +1,14 @@
 // The indexer, which chooses the tokens for attention: see quant/ops/attention.py for the mathematics. Its cache is a
-// layer with one group: a token's key is its index key as projected, its value the key of the block that it ends.
+// layer with one KV head: a token's key is its projected index key, its value is the key of the block that it ends.
 #pragma once
 #include "attention.h"
 
 inline namespace LRT_SPACE {
 
-constexpr int SCORED_ROWS = 32;    // scored at once
+constexpr int SCORED_ROWS = 32;    // rows scored at once
 constexpr int SCORED_BLOCKS = 64;  // per task: four tiles
 
-// A cached number: of int4's sixteen bytes, code `at` is in a low half if below 16, else in a high half.
+// A cached int4 element: of sixteen bytes, codes below 16 are in low nibbles, others in high nibbles.
 inline float int4_code(const uint8_t* bytes, int step, int at) {
     const uint8_t both = bytes[at % 16 * step];
     return (float)(at < 16 ? both & 15 : both >> 4);
@@ -115,8 +115,8 @@ inline uint32_t bits_of(float x) {
     return bits;
 }
 
-// The `kept`-th largest of numbers >= 0, whose bits have the numbers' order; `above` of them are larger. A radix
-// selection, from the highest byte on.
+// The bits of the `kept`-th largest of values >= 0, which are ordered like the values; `above` values are larger. A
+// radix selection, from the highest byte down.
 inline uint32_t nth_largest(const float* numbers, int count, int kept, int& above) {
     uint32_t prefix = 0;
     above = 0;
@@ -134,7 +134,7 @@ inline uint32_t nth_largest(const float* numbers, int count, int kept, int& abov
     return prefix;
 }
 
-// The tokens of the best blocks and those after the last whole block, in order; ties go to earlier blocks.
+// Picks the tokens of the best blocks and those after the last whole block, in order; ties go to earlier blocks.
 inline void pick_tokens(const IndexArgs& args, const Tree& tree, int row, const float* scores, int* chosen) {
     const int length = tree.last(row), whole = length / args.block, kept = args.budget / args.block;
     int above, *to = chosen + 1;

@@ -5,7 +5,7 @@
 #include "processor.h"
 
 #ifndef LRT_PART
-#define LRT_PART 1  // of the two files that an instruction set is compiled in
+#define LRT_PART 1  // which of an instruction set's two files is compiled
 #endif
 #ifndef LRT_AMX
 #define LRT_AMX 0  // whether AMX's products are compiled
@@ -51,7 +51,8 @@ struct Kernels {
 extern const Kernels kernels_avx512;
 #endif
 
-// The kernels of an instruction set. Each file adds its own as the library is loaded, on any processor: after TARGET_END.
+// The kernels of an instruction set. Each file registers its set when the library is loaded, on any processor, so that
+// code is after TARGET_END.
 struct KernelSet {
     KernelSet(const char* isa, const Kernels& kernels);
     const char* isa;

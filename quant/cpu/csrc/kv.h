@@ -1,14 +1,13 @@
-// The cache of keys and values: blocks of 256 tokens, and in a block one piece for each group (key/value head). A piece
-// holds keys in tiles of 16 tokens, values token by token, then the scales of quantized numbers. No byte belongs to two
-// tokens, because several threads append rows.
-// quant/cpu/kv.py has the same sizes.
+// The KV cache: blocks of 256 tokens, with one piece per group (KV head). A piece holds keys in tiles of 16 tokens,
+// values token by token, then the scales if quantized. No byte belongs to two tokens, because several threads append
+// rows. quant/cpu/kv.py has the same sizes.
 #pragma once
 
 inline namespace LRT_SPACE {
 
-constexpr int KEYS = 256;      // tokens of a block
-constexpr int MAX_HEAD = 512;  // numbers of a key or value
-constexpr int CHUNK = 32;      // int4: neighbours that share a scale
+constexpr int KEYS = 256;      // tokens per block
+constexpr int MAX_HEAD = 512;  // elements of a key or value
+constexpr int CHUNK = 32;      // int4: elements that share a scale
 
 // bf16: keys (16, E, 16), values (256, E).
 struct CachedBf16 {
@@ -20,25 +19,25 @@ struct CachedInt8 {
     static constexpr int BYTES = 1;
     static F16L load(const uint8_t* p) { return F16L::from(I16::load_i8(p)); }
 };
-// int4, C chunks of 32 numbers, the last of which may be half full. Byte j of values (256, C, 16) holds numbers j and
-// j + 16. So do the keys' (16, C, 384) first 256 bytes, (16, 16) of a tile; keys have six bits, and the upper two of
-// numbers 0-15 and 16-31 are the two words (2, 16) of each token behind them. Then the keys' and the values' scales,
-// bf16 (C, 256) each. A number is its code, less half of the largest, times the scale.
+// int4, in C chunks of 32 elements, the last of which may be half full. Byte j of values (256, C, 16) holds elements j
+// and j + 16. So do the first 256 bytes, (16, 16), of each chunk of a tile of keys (16, C, 384). Keys have six bits:
+// the upper two bits of elements 0-15 and 16-31 are in the two words (2, 16) per token that follow. Then come the
+// scales of keys and of values, bf16 (C, 256) each. An element is (code - half of the largest code) times the scale.
 struct CachedInt4 {
-    static constexpr int KEY_BYTES = 24, VALUE_BYTES = 16;  // of a token's chunk
+    static constexpr int KEY_BYTES = 24, VALUE_BYTES = 16;  // per chunk of a token
     static constexpr float KEY_ZERO = 31.5f, VALUE_ZERO = 7.5f;
 };
 
 inline int chunks_of(int size) { return (size + CHUNK - 1) / CHUNK; }
 
 // Quantized keys and values are rotated by a Hadamard matrix, in blocks of the largest power of two that divides the
-// head's size: this spreads a head's outliers over all of its numbers, which share scales. Queries are rotated alike, so
-// that products stay the same, and a sum of values is rotated back: the matrix is its own inverse.
+// head's size: this spreads a head's outliers over all of its elements, which share scales. Queries are rotated as
+// well, so that products stay the same, and sums of values are rotated back: the matrix is its own inverse.
 inline void rotate_head(int format, int size, float* head) {
     if (format != KV_BF16) block_hadamard(head, size, least(128, size & -size));
 }
 
-// Bytes of a token in one group: its key, its value, and their scales.
+// A token's bytes in one group: key, value, and their scales.
 struct TokenBytes {
     size_t key, value, scale;
 
@@ -140,8 +139,8 @@ inline void append_int8(const float* from, int size, float* scale, int8_t* to, i
     for (int e = 0; e < size; e++) to[(size_t)e * step] = (int8_t)std::nearbyintf(from[e] * inverse);
 }
 
-// Quantizes with the scale as stored, so that only the codes' own rounding remains. Codes are up to 2 * `zero`; chunks are
-// `next` bytes apart, bytes `step` apart. The upper bits of codes above 15 go to `uppers`, if any.
+// Quantizes with the scale after its rounding, so that only the codes are inexact. Codes are up to 2 * `zero`; chunks
+// are `next` bytes apart, bytes `step` apart. The upper bits of codes above 15 go to `uppers`, if any.
 inline void append_int4(const float* from, int size, float zero, uint16_t* scales, uint8_t* to, int next, int step, uint8_t* uppers) {
     for (int c = 0; c < chunks_of(size); c++, from += CHUNK, to += next) {
         const int count = least(CHUNK, size - c * CHUNK);
@@ -203,7 +202,7 @@ inline void append(const Span& span, int group, int slot, int size, const float*
 //     (q1 b1 + q2 b2) cos(p t_j) + (q2 b1 - q1 b2) sin(p t_j),
 // which is one more product with a table of cosines and sines of 256 positions, once the query's pairs are rotated back
 // by the position of the block. The table is (16 tiles, pairs, 2, 16). A token's position is assumed to be its index in
-// the cache; the key of a row with another position (after a picture) includes the difference of the bias at both.
+// the cache; the key of a row with another position (after a picture) includes the difference between the bias at both.
 struct KeyBias {
     const float *near_turns, *far_turns, *bias;  // bias (E) of a group; null if keys have none, or are cached with it
     int half;

@@ -6,11 +6,11 @@
 inline namespace LRT_SPACE {
 
 constexpr int LATENT_QUERIES = 32;          // queries that share a block's tiles
-constexpr size_t LATENT_FLOATS = 1u << 21;  // of latent queries at once, which limits the rows at a time
+constexpr size_t LATENT_FLOATS = 1u << 21;  // floats of latent queries at once: limits the rows
 
 thread_local Scratch latent_tiles, latent_rows;
 
-// One head's rows of `prepare_heads`'s.
+// One head's rows of the result of `prepare_heads`.
 inline Acts of_head(const Acts& all, int head, const Runs& runs) {
     Acts own = rows_from(all, (size_t)head * runs.padded(), all.rows);
     own.x += (size_t)head * all.rows * all.cols;
@@ -43,7 +43,7 @@ inline Acts prepare_heads(Context& context, int heads, int rows, const Stack& st
     return acts;
 }
 
-// Each head's product with its own rows of a matrix, in whole tiles; heads are `next` floats apart, rows `stride`.
+// Multiplies each head by its own rows of a matrix, in whole tiles; heads are `next` floats apart, rows `stride`.
 inline void multiply_heads(Context& context, const Stack& stack, int heads, const Acts& acts, float* out, size_t next, size_t stride) {
     const Matrix& whole = stack.parts[0];
     const int own_rows = whole.rows / heads, tiles = own_rows / 16;
@@ -155,7 +155,7 @@ inline Sources latent_sources(const Span& span, const Tree& tree, int block, int
     return Sources(piece);
 }
 
-// N queries over one block: peak, total and weighted latents each.
+// N queries over one block: peak, total and weighted sum of latents for each.
 template <class Kind, int N>
 inline void latent_block(const Query* queries, const Cached& cached, const Sources& from, int rotary, int block, BlockResult* results,
                          float* values, size_t stride) {

@@ -1,10 +1,10 @@
-// The C interface: selects the kernels by what the processor has, and nothing else.
+// The C interface: only selects the kernels for the processor.
 #include "abi.h"
 #include "codebook.h"
 #include "kernels.h"
 #include <cstring>
 
-static const KernelSet* sets = nullptr;  // of the files that were compiled, in no order
+static const KernelSet* sets = nullptr;  // all compiled sets, in no particular order
 
 KernelSet::KernelSet(const char* isa, const Kernels& kernels) : isa(isa), kernels(kernels), next(sets) { sets = this; }
 
@@ -19,7 +19,7 @@ struct Runtime {
 
 LRT_API int lrt_abi_version() { return 28; }
 
-// `isa` is such a name, or empty for the best that is compiled; returns null where the processor or the library lacks it.
+// `isa` is such a name, or empty for the best compiled one; returns null if the processor or the library lacks it.
 LRT_API Runtime* lrt_create(int threads, const char* isa) {
     const char* name;
     for (int at = 0; (name = lrt_isa_here(at)); at++)
@@ -28,7 +28,7 @@ LRT_API Runtime* lrt_create(int threads, const char* isa) {
     return nullptr;
 }
 LRT_API void lrt_destroy(Runtime* runtime) { delete runtime; }
-// Sets the number of threads, between two calls of the calling thread. Returns the actual number.
+// Sets the number of threads, between two calls by the calling thread. Returns the actual number.
 LRT_API int lrt_resize(Runtime* runtime, int threads) { return runtime->context.pool.resize(threads); }
 LRT_API const char* lrt_isa(const Runtime* runtime) { return runtime->isa; }
 
@@ -36,7 +36,7 @@ LRT_API void lrt_norm_qkv_rope_append(Runtime* r, const AttentionArgs* args) { r
 LRT_API void lrt_attention_output(Runtime* r, const AttentionArgs* args) { r->kernels.attention_output(r->context, *args); }
 LRT_API void lrt_norm_gated_mlp(Runtime* r, const MlpArgs* args) { r->kernels.norm_gated_mlp(r->context, *args); }
 LRT_API void lrt_norm_route(Runtime* r, const RouteArgs* args) { r->kernels.norm_route(r->context, *args); }
-// -1, or an expert that is not in the table: then nothing is computed.
+// Returns -1, or an expert that is not in the table; then nothing is computed.
 LRT_API int lrt_run_experts(Runtime* r, const ExpertArgs* args) { return r->kernels.run_experts(r->context, *args); }
 LRT_API void lrt_combine_experts(Runtime* r, const float* slots, const float* weights, const float* shared, int rows, int used, int cols,
                                  float* out) {
@@ -71,7 +71,7 @@ LRT_API void lrt_latent_output(Runtime* r, const LatentArgs* args) { r->kernels.
 LRT_API void lrt_norm_rows(Runtime* r, float* x, int rows, int cols, const float* norm, float eps) {
     r->kernels.norm_rows(r->context, x, rows, cols, norm, eps);
 }
-// inputs (R, L * width) gain each row's projections (L * width, D), normed by `width`.
+// Adds to inputs (R, L * width) each row's products with the projections (L * width, D), normed in groups of `width`.
 LRT_API void lrt_project_inputs(Runtime* r, const Stack* stack, const float* x, int rows, int width, const float* norm, float eps,
                                 float* inputs) {
     r->kernels.project_inputs(r->context, *stack, x, rows, width, norm, eps, inputs);
@@ -93,14 +93,14 @@ LRT_API void lrt_join_streams(Runtime* r, const Stack* stack, const float* strea
 LRT_API void lrt_recurrent(Runtime* r, const RecurrentArgs* args) { r->kernels.recurrent(r->context, *args); }
 LRT_API void lrt_choose_tokens(Runtime* r, const IndexArgs* args) { r->kernels.choose_tokens(r->context, *args); }
 LRT_API void lrt_add_ngrams(Runtime* r, const NgramArgs* args) { r->kernels.add_ngrams(r->context, *args); }
-// Ceilings to compare kernels with: see ceilings.h.
+// Upper bounds to compare kernels with: see ceilings.h.
 LRT_API double lrt_multiply_peak(Runtime* r, int rounds) { return r->kernels.multiply_peak(r->context, rounds); }
 LRT_API void lrt_read_all(Runtime* r, const uint8_t* data, int64_t bytes) { r->kernels.read_all(r->context, data, bytes); }
-// Sets the adapters of the following passes; `rows` 0 for none.
+// Sets the adapters of the following passes; none if `rows` is 0.
 LRT_API void lrt_set_adapters(Runtime* r, const AdapterArgs* args) { r->context.adapters = *args; }
 LRT_API void lrt_pack_low_rank(Runtime* r, const LowRankPack* from, const LowRank* to) { r->kernels.pack_low_rank(*from, *to); }
 LRT_API void lrt_vision(Runtime* r, int step, const VisionArgs* args) { r->kernels.vision[step](r->context, *args); }
-// Sets the entries (count, width) of a layout's codebook before its first matrix: their values plus the zero point.
+// Sets a layout's codebook entries (count, width), before its first matrix: values plus the zero point.
 LRT_API void lrt_set_codebook(int layout, int count, int width, const uint8_t* entries) {
     Codebook& book = codebooks[layout - FIRST_CODEBOOK];
     uint8_t level[256] = {}, levels = 0;

@@ -1,10 +1,10 @@
-// Matrix products on all threads: cut into tasks of some tiles and runs of rows. What a task computes is in products.h.
+// Matrix products on all threads, divided into tasks of some tiles and runs of rows. products.h has the work of a task.
 #pragma once
 #include "products.h"
 
 inline namespace LRT_SPACE {
 
-// Number of runs in a chunk of rows, and number of chunks.
+// The number of runs in a chunk of rows, and the number of chunks.
 struct Chunks {
     const Runs& runs;
     int count;
@@ -16,14 +16,15 @@ struct Chunks {
     RunRange operator[](int chunk) const { return {chunk * runs.count / count, (chunk + 1) * runs.count / count}; }
 };
 
-// Number of tiles whose totals fit the cache: the fewer the rows, the longer a task.
+// The number of tiles whose totals fit in the cache: tasks with fewer rows have more tiles.
 inline int tiles_at_once(int rows) {
     const int room = TOTALS / (rows + longest_run(rows));  // chunks may differ by one run
     return most(TASK_TILES, least(room, MOST_TILES)) / TASK_TILES * TASK_TILES;
 }
 
-// Number of tiles for the next task; `left` are not assigned yet. For few rows, limited by reading, a task is a share of
-// those left: most are read in long pieces, and the last pieces are short. For many rows it is `at_once`, if not 0.
+// The number of tiles for the next task; `left` are not assigned yet. With few rows, limited by reading, a task is a
+// share of the remaining tiles: most are read in long pieces, and the last pieces are short. With many rows it is
+// `at_once`, if not 0.
 inline int next_tiles(const Context& context, int left, int at_once) {
     const int threads = context.pool.threads();
     if (!at_once) return most(1, left / (2 * threads));
@@ -71,13 +72,13 @@ inline void matmul(Context& context, const Stack& stack, const Acts& acts, float
 
 inline void matmul(Context& context, const Stack& stack, const Acts& acts, float* out) { matmul(context, stack, acts, out, stack.rows); }
 
-// Number of gated tiles that a task must not divide: whole groups and rotations of the next matrix.
+// The number of gated tiles that must stay in one task: whole groups and rotations of the next matrix.
 inline int gated_unit(const Stack& down) { return most(2, down.hadamard / 16); }
 
 // The two halves of a stack: gates and ups.
 struct Halves { Matrix gate, up; };
 
-// Whether gate and up can be computed side by side and quantized directly.
+// Whether gate and up can be computed together and quantized directly.
 inline bool can_gate(const Stack& stack, const Stack& down, Halves& halves) {
     for (int i = 0; i < down.count; i++)
         if (!is_packed(down.parts[i].layout)) return false;

@@ -5,7 +5,7 @@
 
 inline namespace LRT_SPACE {
 
-constexpr float LEAST_PRODUCT = 1e-6f;  // of a key with a stream
+constexpr float LEAST_PRODUCT = 1e-6f;  // lower bound of the product of a key with a stream
 
 // One row: `line` (S * D) has its keys and receives normed values; `gated` (S * D) receives the values themselves.
 inline void gate_values(const NgramArgs& args, const float* stream, const float* value, float* line, float* gated, float* normed) {

@@ -1,5 +1,5 @@
-// Products with many rows: PANEL_TILES tiles are unpacked to bytes, PANEL_COLUMNS at a time, and multiplied with all rows
-// run by run. Sums have the order and the bits of `direct_rows` in products.h.
+// Products with many rows: PANEL_TILES tiles are unpacked to bytes, PANEL_COLUMNS at a time, and multiplied by all rows
+// run by run. The order of sums, and so the bits, are those of `direct_rows` in products.h.
 #pragma once
 
 inline namespace LRT_SPACE {
@@ -13,7 +13,7 @@ struct Panel {
     alignas(64) float offset[PANEL_COLUMNS / 16 * PANEL_TILES * 16];     // like the scales; or the bits of both minima
 };
 
-// Sums of a group: one for each scale; with minima of halves, codes are scaled first and there is one sum.
+// Sums of a group: one per scale; with minima of halves, codes are scaled first and there is a single sum.
 template <class Layout, class Codes, bool MINIMA = half_minima<Layout>()> struct PanelSums {
     using Products = DotsOf<Layout, 8 / Layout::HALVES>;
 };
@@ -60,7 +60,7 @@ template <class Layout, bool SIGNED = false> LRT_NOINLINE void unpack_panel(cons
 // Prefetches the next panel while the current one is multiplied: a few cache lines at every group.
 struct Ahead {
     const uint8_t* tiles[PANEL_TILES];
-    int lines;  // of each tile for a group; 0 for none
+    int lines;  // cache lines per tile and group; 0 for none
 
     void fetch() {
         for (int t = 0; t < PANEL_TILES; t++)
@@ -68,23 +68,23 @@ struct Ahead {
     }
 };
 
-template <class Codes> struct PanelRows {  // some of a run's rows, from the panel's first column
+template <class Codes> struct PanelRows {  // some rows of a run, from the panel's first column on
     const typename Codes::Code* codes;
     const float* meta;
     const int32_t* start;
-    int beside;  // all rows of the run
+    int beside;  // number of rows of the whole run
 };
 
 template <int R, int HALVES, bool SYMMETRIC, class Codes, class Products>
 LRT_NOINLINE void panel_rows(const Panel& panel, int groups, PanelRows<Codes> rows, Ahead& ahead, F16L* totals) {
-    // With minima of halves, codes are scaled first: one sum for both.
+    // With minima of halves, codes are scaled first, so both halves have one sum.
     constexpr bool MINIMA = !SYMMETRIC && HALVES == 2;
     constexpr int T = PANEL_TILES, PARTS = MINIMA ? 1 : HALVES, QUADS = 8 / PARTS;
     constexpr int STARTS = MINIMA && Codes::GROUP == 16 ? 2 : PARTS;
     const uint8_t* codes = panel.codes;
     const float *scales = panel.scale, *offsets = panel.offset;
     F16L sums[R][T];
-    // Unrolled, like all loops over the sums: otherwise these are in memory, and stored at every group.
+    // Unrolled, like all loops over the sums: otherwise the sums are in memory, and stored at every group.
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 2

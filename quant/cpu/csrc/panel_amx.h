@@ -1,5 +1,5 @@
-// Panels with AMX: an instruction multiplies sixteen rows of activations with sixteen of weights. Its sums are integers,
-// and the rest is computed as in `panel_rows`: the bits are the same.
+// Panels with AMX: an instruction multiplies sixteen activation rows by sixteen weight rows. Its sums are integers, and
+// the rest is computed as in `panel_rows`, so the bits are the same.
 #pragma once
 
 inline namespace LRT_SPACE {
@@ -22,7 +22,7 @@ struct TileShape {
         _tile_loadconfig(&shape);
     }
     ~TileShape() {
-        if (rows) _tile_release();  // otherwise the system saves kilobytes for each thread
+        if (rows) _tile_release();  // otherwise the system saves kilobytes per thread at context switches
     }
 };
 

@@ -22,7 +22,7 @@
 
 namespace {
 
-// A pass is a burst of short jobs: workers spin through it, then sleep until the next one.
+// A pass is a burst of short jobs: workers spin during a pass, then sleep until the next one.
 constexpr int SPINS = 20000, SPINS_BEFORE_YIELD = 4096;
 
 void pause(int spins) {
@@ -42,7 +42,7 @@ using Worker = std::thread;
 #else
 constexpr size_t STACK = 4 << 20;
 
-// A thread with room for the kernels' blocks, some 254 kB: musl gives threads 128 kB.
+// A thread with enough stack for the kernels' blocks, about 254 kB: musl gives threads 128 kB.
 class Worker {
   public:
     explicit Worker(std::function<void()> work) : work_(new std::function<void()>(std::move(work))) {
@@ -102,7 +102,7 @@ class Place {
         CPU_CLR(core, &others_);
         return CPU_COUNT(&others_) && !sched_setaffinity(thread, sizeof others_, &others_);
     }
-    // Unless the affinity has been changed since.
+    // Restores the affinity, unless it has been changed since.
     void come_back() {
         cpu_set_t now;
         if (!sched_getaffinity(0, sizeof now, &now) && CPU_EQUAL(&now, &others_)) sched_setaffinity(0, sizeof allowed_, &allowed_);
@@ -130,9 +130,9 @@ bool gives_way() {
 }
 
 // Yields a thread's core to other programs. The scheduler would take the core after a few milliseconds, mostly within a
-// task, and the pass would wait for that task as long again. So a worker yields earlier and between two tasks, while the
-// others continue. If no program is waiting, this costs less than a microsecond. A thread of idle priority yields often:
-// Linux (6.13 and later) lets a waking program wait for the next tick, unless the thread enters the kernel.
+// task, and the pass would wait for that task as long again. So a worker yields earlier, between two tasks, while the
+// others continue. If no program is waiting, this costs less than a microsecond. A thread of idle priority yields
+// often: Linux (6.13 and later) lets a waking program wait for the next tick, unless the thread enters the kernel.
 class Slice {
   public:
     explicit Slice(bool gentle) : longest_(gentle ? 100 : 2000) {}  // time slices are 3 ms and more
@@ -153,7 +153,7 @@ class Slice {
 }  // namespace
 
 struct Pool::State {
-    // Continues with fewer threads if the system grants no more.
+    // Uses fewer threads if the system grants no more.
     explicit State(int count) : threads(count < 1 ? 1 : count), places(threads - 1) {
         try {
             for (auto& place : places) workers.emplace_back([this, &place] { work(place); });
@@ -216,7 +216,7 @@ struct Pool::State {
     }
 
     const int threads;
-    const bool gentle = gives_way();  // of the thread that creates the pool; workers inherit it
+    const bool gentle = gives_way();  // priority of the creating thread, inherited by workers
     const int born = forks.load(std::memory_order_relaxed);
     std::vector<Place> places;  // guarded by the mutex, like `sleeping`
     std::vector<Worker> workers;

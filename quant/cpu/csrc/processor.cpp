@@ -1,5 +1,5 @@
-// Asks the processor itself: the answers of __builtin_cpu_supports come from a library of the
-// compiler's, and some say no to everything.
+// Queries the processor directly: __builtin_cpu_supports depends on a compiler library, and some of those report no
+// features at all.
 #include "processor.h"
 #include "abi.h"
 #include <cstring>
@@ -42,7 +42,8 @@ void try_tiles() {
 }
 TARGET_END
 
-// Linux grants the tile registers on request, and a hypervisor may report AMX without supporting it: a child process tries.
+// Linux grants the tile registers on request, and a hypervisor may report AMX without supporting it, so a child process
+// tries it.
 bool tiles_work() {
     constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, TILE_DATA = 18;
     if (syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, TILE_DATA)) return false;
@@ -68,7 +69,7 @@ Processor ask() {
     unsigned a, b, c, d, more = 0;
     if (!__get_cpuid(1, &a, &b, &c, &d) || !bit(c, 27)) return has;  // XGETBV
     const bool avx = bit(c, 12) && bit(c, 28) && bit(c, 29);         // with FMA and F16C
-    unsigned saved, high;  // the registers that the system keeps for each thread
+    unsigned saved, high;  // the registers that the system saves per thread
     __asm__("xgetbv" : "=a"(saved), "=d"(high) : "c"(0));
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return has;
     has.avx2 = avx && bit(b, 5) && (saved & 0x06) == 0x06;

@@ -12,7 +12,7 @@
 #define LRT_AVXVNNI_COMPILES 1
 #endif
 
-// TARGET_BEGIN(features) has what follows compiled for these features, up to TARGET_END.
+// Code between TARGET_BEGIN(features) and TARGET_END is compiled for these features.
 #define LRT_PRAGMA(...) _Pragma(#__VA_ARGS__)
 #if defined(__clang__)
 #define TARGET_BEGIN(features) LRT_PRAGMA(clang attribute push(__attribute__((target(features))), apply_to = function))
@@ -30,7 +30,7 @@ struct Processor {
     bool avx512 = false;       // F, BW, DQ, VL and VNNI, with avx2
     bool vbmi = false;         // with avx512
     bool bf16 = false;         // with avx512
-    bool amx = false;          // tiles, products of integers and of bf16, with bf16: tried out
+    bool amx = false;          // tiles, integer and bf16 products, with bf16: tested by running it
     bool dot_product = false;  // AArch64
     bool any = true;
 };

@@ -8,12 +8,12 @@
 
 inline namespace LRT_SPACE {
 
-constexpr int PREFETCH = 4096;  // bytes; farther ahead than the hardware prefetches: a third of decode speed
-// Prefetches into the second-level cache on processors with AMX, whose first level takes too few lines in flight (8 % of
-// decode speed, 25 % with four 8-bit rows); not measured on others.
+constexpr int PREFETCH = 4096;  // bytes; farther ahead than the hardware prefetches, worth a third of decode speed
+// Prefetches to L2 on processors with AMX, whose L1 allows too few lines in flight (worth 8 % of decode speed, 25 %
+// with four 8-bit rows); not measured on others.
 constexpr int PREFETCH_INTO = LRT_AMX ? 2 : 3;
 
-// Up to DIRECT_ROWS rows: each vector of codes is unpacked into a register and multiplied with all of them.
+// Up to DIRECT_ROWS rows: each vector of codes is unpacked into a register and multiplied by all rows.
 template <class Layout, int R, class Codes>
 inline void direct_rows(const uint8_t* tile, int span, const Acts& acts, F16L* totals) {
     constexpr bool PRECISE = !std::is_same<Codes, ByteCodes>::value, MINIMA = half_minima<Layout>();
@@ -21,7 +21,8 @@ inline void direct_rows(const uint8_t* tile, int span, const Acts& acts, F16L* t
     const typename Codes::Code* a = Codes::of(acts);
     const float* meta = acts.meta;
     constexpr int ZERO = start_zero<Layout>();
-    // For bytes each half's sum fits 16 bits; for pairs codes are scaled first, as in panels, with one sum for both.
+    // For bytes, each half's sum fits in 16 bits; for pairs, codes are scaled first, as in panels, with one sum for
+    // both.
     constexpr int HALVES = MINIMA && PRECISE ? 1 : Layout::HALVES, STEPS = 8 / HALVES, STARTS = start_halves<Layout>(PRECISE);
     using Products = std::conditional_t<PRECISE, PairDots<Layout::SYMMETRIC, chains(R)>, DotsOf<Layout, STEPS, chains(R)>>;
     const int32_t* start = ZERO ? acts.start(ZERO, STARTS) : nullptr;
@@ -95,7 +96,7 @@ template <class Float, int R>
 inline void float_rows(const uint8_t* tile, const Acts& acts, int row, F16L* totals) {
     const int cols = acts.cols;
     const float* x = acts.x + (size_t)row * cols;
-    F16L sums[R][4];  // four sums for each row, added in order: short dependency chains
+    F16L sums[R][4];  // four sums per row, added in order: short dependency chains
     for (auto& four : sums)
         for (auto& one : four) one = F16L::zero();
     int k = 0;
@@ -124,7 +125,7 @@ inline void float_rows(const uint8_t* tile, const Acts& acts, int row, F16L* tot
 inline namespace LRT_SPACE {
 
 constexpr int FLOAT_PANEL_ROWS = 12, FLOAT_ROWS = 192, FLOAT_TILES = 4, FLOAT_COLUMNS = 256;  // for float matrices
-// Tiles of a task: with many rows, with few gated rows, and at most, if totals fit.
+// Tiles of a task: with many rows, with few gated rows, and at most (if totals fit).
 constexpr int TASK_TILES = 8, PIECE_TILES = 32, MOST_TILES = 32;
 constexpr int TOTALS = ROW_CHUNK * TASK_TILES, PIECE_TOTALS = 4 * PIECE_TILES;
 
@@ -132,7 +133,7 @@ inline int panel_index(int tile, int row, int rows) {
     return (tile / PANEL_TILES * rows + row) * PANEL_TILES + tile % PANEL_TILES;
 }
 
-// The last group of numbers may have fewer than sixteen.
+// Loads up to sixteen values: the last group may have fewer.
 inline F16L load_some(const float* from, int count) {
     if (count >= 16) return F16L::load(from);
     alignas(64) float lanes[16] = {};
@@ -155,10 +156,10 @@ inline namespace LRT_SPACE {
 
 // Applied to a product in place while it is in the cache: a bias, a vision encoder's activation.
 struct Finish {
-    const float* bias;  // of all columns, or null
+    const float* bias;  // for all columns, or null
     int activation;
 
-    // For rows of `count` numbers, of columns from `column` on.
+    // Applies to rows of `count` elements, from column `column` on.
     void operator()(float* out, size_t stride, int rows, int column, int count) const {
         if (!bias && activation == NO_ACTIVATION) return;
         for (int row = 0; row < rows; row++, out += stride)
@@ -170,11 +171,11 @@ struct Finish {
     }
 };
 
-// Destination of products: rows of `stride` floats, sums times `factor`, the last tile cut to the matrix.
+// Destination of products: rows of `stride` floats, sums times `factor`; the last tile is cut off at the matrix's rows.
 struct Target {
     float* out;
     size_t stride;
-    int columns;  // of the matrix
+    int columns;  // columns of the output
     float factor;
     const float* bias;     // (columns), or null
     const int32_t* lines;  // destination of each row; null: in order
@@ -194,14 +195,14 @@ struct Gated {
     Gate gate;
     int hadamard;
     const float *gate_bias, *up_bias;  // or null
-    const Additions* more = nullptr;   // of adapters
+    const Additions* more = nullptr;   // from adapters
     float* keep = nullptr;             // (R, F) in floats, for adapters of the next matrix
 
     static F16L scaled(F16L y, const Matrix& m, const float* bias, int tile) {
         return y.fma(F16L::set1(m.scale), bias ? F16L::load(bias + 16 * tile) : F16L::zero());
     }
-    // With adapters: scales a tile of some rows' products with gates and ups, and adds the adapters'. Rows are `step`
-    // numbers apart.
+    // With adapters: scales a tile of some rows' products with gates and ups, and adds the adapters' products. Rows are
+    // `step` elements apart.
     void adapt(F16L* gates, F16L* ups, int step, int first_row, int rows, const Matrix& gate, const Matrix& up, int tile) const {
         if (!more) return;
         for (int i = 0; i < rows * step; i += step) {
@@ -241,12 +242,12 @@ template <class Layout> struct Packed {
             if (acts.rows > R) return direct_of<Codes, R == 1 ? 2 : R + 2>(m, tile, acts, sums);
         direct_rows<Layout, R, Codes>(at(m, tile), span(m), acts, sums);
     }
-    // Both are compiled in one of the instruction set's two files: see LAYOUTS_OF_PART_2.
+    // Each layout's functions are compiled in one of the instruction set's two files: see LAYOUTS_OF_PART_2.
     static void multiply(const Matrix& m, int tile, int count, const Acts& acts, const Runs& runs, RunRange range, const Target& target);
-    // The gated product of two matrices of one layout, tile by tile side by side: rows of `out`.
+    // The gated product of two matrices of one layout, computed together tile by tile: rows of `out`.
     static void multiply_gated(const Matrix& gate, const Matrix& up, int tile, int count, int unit, const Acts& acts, const Runs& runs,
                                RunRange range, const Gated& out);
-    // One row's values times `factor`.
+    // Unpacks one row, times `factor`.
     static void read(const Matrix& m, int row, float factor, float* out) {
         const uint8_t* tile = m.data + row / 16 * tile_bytes(m);
         const int lane = row % 16;
@@ -339,7 +340,7 @@ LRT_NOINLINE void Packed<Layout>::multiply_gated(const Matrix& gate, const Matri
     }
 }
 
-// An instruction set is compiled in two files, which take about as long: the second has these layouts' products.
+// An instruction set is compiled in two files that take about equally long: the second has these layouts' products.
 #define LAYOUTS_OF_PART_2(each)                                                                                      \
     each(TwoLevel<false>) each(TwoLevel<true>) each(Six) each(Two) each(Three) each(Iq4Nl) each(Iq4Xs) each(Ternary) \
     each(Iq3Xxs) each(Iq3S) each(Iq2Xxs) each(Iq2Xs) each(Iq2S) each(Iq1S) each(Iq1M) each(Mxfp4) each(Nvfp4)       \
@@ -350,7 +351,7 @@ LRT_NOINLINE void Packed<Layout>::multiply_gated(const Matrix& gate, const Matri
     template void Packed<__VA_ARGS__>::multiply_gated(const Matrix&, const Matrix&, int, int, int, const Acts&, const Runs&, \
                                                       RunRange, const Gated&);
 #elif LRT_BF16_ONLY
-#define PRODUCTS_OF(...)  // a namespace without a name shares nothing with other files
+#define PRODUCTS_OF(...)  // an anonymous namespace shares nothing with other files
 #else
 #define PRODUCTS_OF(...)                                                                                                            \
     extern template void Packed<__VA_ARGS__>::multiply(const Matrix&, int, int, const Acts&, const Runs&, RunRange, const Target&); \
@@ -382,8 +383,8 @@ template <class Float> struct Plain {
             }
         }
     }
-    // Many rows: PANEL_TILES tiles are unpacked to floats, FLOAT_COLUMNS at a time, and multiplied with all rows. There
-    // are four sums, one for every fourth column, in the same order as in `float_rows`.
+    // Many rows: PANEL_TILES tiles are unpacked to floats, FLOAT_COLUMNS at a time, and multiplied by all rows. There
+    // are four sums, each of every fourth column, in the same order as in `float_rows`.
     static LRT_NOINLINE void multiply_panels(const Matrix& m, int tile, int count, const Acts& acts, int row, int rows,
                                              const Target& target) {
         constexpr int WIDE = 16 * PANEL_TILES, STRIDE = 16 * FLOAT_TILES;

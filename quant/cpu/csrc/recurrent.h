@@ -1,7 +1,7 @@
 // Recurrent layers: a causal convolution over the last rows, then a state that each row reads and updates. See
 // quant/ops/recurrent.py for the mathematics and quant/ops/states.py for the storage of states and rows between passes.
-// Rows are computed one after another with sums in one order, so a row's bits depend only on earlier rows. Sixteen
-// columns of a head's state are a task: they stay in the first-level cache for all rows of a pass.
+// Rows are computed one after another with sums in a fixed order, so a row's bits depend only on earlier rows. Sixteen
+// columns of a head's state are a task: they stay in L1 for all rows of a pass.
 #pragma once
 #include "attention.h"
 
@@ -12,9 +12,9 @@ constexpr float KEY_EPS = 1e-6f;            // added to the length of keys and q
 
 // Offsets of a row's parts in its projection and in its channels.
 struct RecurrentShape {
-    int inner, keys, channels, factors, row, width, rank;    // row: numbers cached for a row
-    int channels_at, gates_at, strengths_at, decays_at;      // in `width`; low-rank gates and decays come last
-    int q, k, v;                                             // in the channels
+    int inner, keys, channels, factors, row, width, rank;    // row: elements cached per row
+    int channels_at, gates_at, strengths_at, decays_at;      // columns in `width`; low-rank gates and decays come last
+    int q, k, v;                                             // first channels
     int back;                                                // earlier rows that the convolution needs
 
     explicit RecurrentShape(const RecurrentArgs& args) : inner(args.heads * args.value_size), keys(args.key_heads * args.key_size) {
@@ -53,15 +53,15 @@ struct RecurrentShape {
     }
 };
 
-// One sequence of a pass: the waiting rows, which are not in the state yet, then the new rows.
+// One sequence of a pass: the waiting rows, which are not yet in the state, then the new rows.
 struct Rows {
     const StateSpan* owner;
     float* past;     // (waiting, row), copies of the waiting rows
     float* fresh;    // (rows, width), as projected
     float* factors;  // (waiting + rows, factors)
-    float* dots;     // (waiting + rows, key heads), of queries with keys
-    float* joined;   // (rows, inner), of the new rows
-    int waiting, count, linear, fold;  // the first `linear` rows are a sequence, the others a tree
+    float* dots;     // (waiting + rows, key heads), products of queries with keys
+    float* joined;   // (rows, inner), results of the new rows
+    int waiting, count, linear, fold;  // the first `linear` rows are consecutive, the others are a tree
 
     int parent(int i) const {
         if (i < linear) return i - 1;
@@ -69,12 +69,12 @@ struct Rows {
         return before < 0 ? linear - 1 : linear + before;
     }
     bool wanted(int i) const { return i < linear || owner->parents[i - linear] >= -1; }
-    // Rows before the first are earlier ones for convolutions; zeros before the sequence.
+    // Negative rows are earlier ones, for convolutions; zeros before the sequence.
     const float* before(int i, int row) const {
         const int token = owner->position + i;
         return token < 0 ? nullptr : owner->rows_from + (size_t)(token % owner->ring_from) * row;
     }
-    // A waiting row's cached numbers.
+    // Reads a waiting row from the cache.
     void take_kept(int i, const RecurrentShape& shape) const {
         const float* kept = before(i, shape.row);
         copy_floats(kept, shape.row, past + (size_t)i * shape.row);
@@ -85,7 +85,7 @@ struct Rows {
     }
 };
 
-// Calls fn(at, n) for each sixteen of `count` numbers, the last call for fewer.
+// Calls fn(at, n) for each sixteen of `count` elements; the last call may be for fewer.
 template <class Fn> inline void by_sixteen(int count, Fn fn) {
     for (int at = 0; at < count; at += 16) fn(at, least(16, count - at));
 }
@@ -190,7 +190,7 @@ struct Columns {
     F16L next(F16L s, int i) const { return F16L::set1(k[i]).fma(d, s * F16L::set1(decays[each ? i : 0])); }
 };
 
-// Products of one or two vectors with the state `from`, or with `to`, the state updated by `add`. Four sums each, for
+// Products of one or two vectors with the state `from`, or with `to`, the state after `add`. Each has four sums, for
 // short dependency chains.
 template <bool ADD, bool FIRST, bool SECOND>
 inline void step_columns(const float* from, float* to, int size, const Columns& add, const float* a, const float* b, F16L& x, F16L& y) {
@@ -223,7 +223,7 @@ struct Scan {
     const RecurrentArgs& args;
     const RecurrentShape& shape;
     const Rows& rows;
-    int head, group, column, size, count;  // size: of a key; count: columns
+    int head, group, column, size, count;  // size: elements of a key; count: columns
     const float* now;                      // the state: in the cache or in `state`
     alignas(64) float state[16 * MAX_KEY];  // for this pass only
     alignas(64) float ka[MAX_KEY], qa[MAX_KEY];
@@ -272,7 +272,7 @@ struct Scan {
         float* kept = span.to + at;
         now = span.from + at;
         if (!rows.fold && span.to != span.from) copy_floats(now, 16 * size, kept);
-        auto place = [&](int i) { return i <= rows.fold ? kept : state; };  // of the state after i rows
+        auto place = [&](int i) { return i <= rows.fold ? kept : state; };  // place of the state after i rows
         Columns pending = {nullptr, nullptr, F16L::zero(), false};
         for (int i = 0; i < rows.linear; i++) {
             if (i < rows.waiting) pending = i ? read<true, false>(i, pending, place(i)) : read<false, false>(i, pending, nullptr);
@@ -285,7 +285,7 @@ struct Scan {
         }
         grow(16 * size);
     }
-    // A tree's rows. A state that a later row continues is saved.
+    // Computes a tree's rows. States that later rows continue are saved.
     void grow(int numbers) {
         const int first = rows.linear, nodes = rows.count - first;
         float* saved = scratch<float>(saved_columns, (size_t)(nodes + 1) * numbers);
@@ -335,7 +335,7 @@ inline void finish_row(const RecurrentArgs& args, const RecurrentShape& shape, c
             rms_norm(out + j, args.out_norm + j % args.norm_width, args.norm_eps, args.norm_size, out + j);
 }
 
-// Multiplies numbers of rows (R, width) from `from` on by `stack`, to `to`.
+// Multiplies the columns of rows (R, width) from `from` on by `stack`; results go to the columns from `to` on.
 inline void widen(Context& context, const Stack& stack, float* wide, int rows, int width, int from, int to) {
     float* low = scratch<float>(context.joined, (size_t)rows * stack.cols);
     for (int row = 0; row < rows; row++) copy_floats(wide + (size_t)row * width + from, stack.cols, low + (size_t)row * stack.cols);
@@ -343,8 +343,8 @@ inline void widen(Context& context, const Stack& stack, float* wide, int rows, i
     matmul(context, stack, acts, wide + to, width);
 }
 
-// All sequences of a pass, and for each of its rows the sequence and the index there. `wide` (R, width) has the projected
-// rows, `joined` (R, inner) takes their results.
+// All sequences of a pass, and for each row its sequence and its index there. `wide` (R, width) has the projected rows,
+// `joined` (R, inner) their results.
 struct Sequences {
     Rows* list;
     int *owners, *numbers, all;

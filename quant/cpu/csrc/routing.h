@@ -4,8 +4,8 @@
 
 inline namespace LRT_SPACE {
 
-// Picks the numbers of a row in descending order; picked ones become minus infinity. The maximum of each sixteen is
-// cached, so that a pick compares few.
+// Picks the values of a row in descending order; picked ones become minus infinity. The maximum of each sixteen is
+// cached, so that a pick needs few comparisons.
 struct Ranking {
     float *keys, *peaks;
     int blocks;
@@ -67,7 +67,7 @@ struct Router {
         if (limited) close_groups(keys, group_best, open);
         Ranking ranking(keys, peaks, blocks);
         for (int i = 0; i < args.ranked; i++) {
-            if (limited && i == allowed) {  // the rest cannot be chosen
+            if (limited && i == allowed) {  // the others cannot be chosen
                 for (int e = 0; e < count; e++)
                     if (!open[e / size]) keys[e] = ranks[e] + (args.choice_bias ? args.choice_bias[e] : 0.f);
                 ranking = Ranking(keys, peaks, blocks);
@@ -94,13 +94,13 @@ struct Router {
         for (int i = 0; i < padded; i += 16) (F16L::load(scores + i) / sum).store(scores + i);
     }
 
-    // Masks all keys but those of the best groups, by the sum of each group's largest.
+    // Masks all keys outside the best groups, which are ranked by the sum of their largest keys.
     void close_groups(float* keys, float* group_best, uint8_t* open) const {
         const int size = count / args.groups;
         for (int g = 0; g < args.groups; g++) {
             float* from = keys + g * size;
             float sum = 0, last = INFINITY;
-            for (int taken = 0; taken < least(args.group_top, size);) {  // equal ones are counted together
+            for (int taken = 0; taken < least(args.group_top, size);) {  // equal keys are counted together
                 float next = -INFINITY;
                 for (int i = 0; i < size; i++)
                     if (from[i] < last && from[i] > next) next = from[i];
@@ -137,7 +137,7 @@ struct Router {
     }
 };
 
-// Uses 16-bit activations: few products, whose errors would matter.
+// Uses 16-bit activations, since there are few products and their errors matter.
 inline void router_products(Context& context, const Stack& gate, const float* x, int rows, const float* norm, float eps, float* products) {
     matmul(context, gate, prepare(context, context.rows, x, nullptr, rows, norm, eps, gate, true), products);
 }

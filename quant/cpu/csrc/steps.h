@@ -97,7 +97,7 @@ inline void rotate(float* head, const float* cos, const float* sin, int half) {
     }
 }
 
-// Moves heads' gates, which alternate with queries, to `gates`, and compacts the `count` other numbers.
+// Moves heads' gates, which alternate with queries, to `gates`, and compacts the other `count` elements.
 inline void part_gates(float* line, int heads, int count, int size, float* gates) {
     for (int h = 0; h < heads; h++) {
         copy_floats(line + (2 * h + 1) * size, size, gates + h * size);

@@ -7,10 +7,10 @@ inline namespace LRT_SPACE {
 
 #define LRT_PANEL_ROWS 4
 constexpr int PANEL_ROWS = LRT_PANEL_ROWS, PANEL_TILES = 1, ROW_CHUNK = 384, DIRECT_ROWS = 4;
-constexpr int chains(int rows) { return LRT_VNNI && rows <= 2 ? 2 : 1; }  // of sums: several hide latency
+constexpr int chains(int rows) { return LRT_VNNI && rows <= 2 ? 2 : 1; }  // chains of sums: several hide latency
 // Classes of code widths that share kernels.
 constexpr int code_class(int most) { return LRT_VNNI ? 255 : most <= 16 ? 16 : most <= 32 ? 32 : most <= 64 ? 64 : most <= 128 ? 128 : 255; }
-constexpr bool WIDE_LOOK_UP = false;  // for entries of codebooks
+constexpr bool WIDE_LOOK_UP = false;  // for codebook entries
 constexpr int QUERIES = 4, ATTENTION_SUMS = 4;
 
 // Copies register by register: a block copy would go through memory.
@@ -55,7 +55,7 @@ struct I16 {
         __m128i c = _mm_cvtsi32_si128(n);
         return {_mm256_srl_epi32(a, c), _mm256_srl_epi32(b, c)};
     }
-    // Sum of the products of a lane's two 16-bit halves; and the same added to `sum`.
+    // Sum of the products of a lane's two 16-bit halves, alone and added to `sum`.
     I16 dot2(I16 o) const { return {_mm256_madd_epi16(a, o.a), _mm256_madd_epi16(b, o.b)}; }
     I16 dot2(I16 o, I16 sum) const {
 #if LRT_VNNI
@@ -67,7 +67,7 @@ struct I16 {
 #endif
     }
     inline struct B64 as_bytes() const;
-    // Sixteen four-bit numbers.
+    // Sixteen four-bit values.
     static I16 nibbles(uint64_t x) {
         const __m256i shifts = _mm256_set_epi32(28, 24, 20, 16, 12, 8, 4, 0), low = _mm256_set1_epi32(15);
         return {_mm256_and_si256(_mm256_srlv_epi32(_mm256_set1_epi32((int)x), shifts), low),
@@ -158,7 +158,7 @@ struct B64 {
         const B64 set = spread(mask) & set1(bit);
         return *this | set;
     }
-    // `twice` less the byte if the mask's bit is set, which negates it about `twice` / 2
+    // `twice` minus the byte if the mask's bit is set: mirrors it about `twice` / 2
     B64 mirrored(uint64_t mask, int twice) const {
         const __m256i from = _mm256_set1_epi8((char)twice);
         const B64 set = spread(mask);
@@ -192,8 +192,8 @@ struct Quad {
     static Quad load_shared(const int8_t* p) { return load(p); }
 };
 
-// Sums, lane by lane, the products of STEPS steps of codes with activations and `start`, -ZERO times the activations' sum.
-// Codes are at most MOST; ZERO is 128, any other number or 0, and `start` counts only where it is not 0.
+// Sums per lane the products of STEPS steps of codes with activations, plus `start`, -ZERO times the activations' sum.
+// Codes are at most MOST; ZERO is 128, another number or 0; `start` is used only if it is not 0.
 #if LRT_VNNI
 template <int MOST, int ZERO, int STEPS, int CHAINS = 1> struct Dots {
     using Weights = B64;
@@ -209,7 +209,7 @@ template <int MOST, int ZERO, int STEPS, int CHAINS = 1> struct Dots {
     LRT_INLINE I16 total() const { return CHAINS == 2 ? sums[0] + sums[CHAINS - 1] : sums[0]; }
 };
 #else
-// Adds pairs of products in 16 bits, as many as fit, then in 32.
+// Adds as many pairs of products in 16 bits as fit, then adds in 32 bits.
 template <int MOST, int ZERO, int STEPS, int CHAINS = 1> struct Dots {
     using Weights = B64;
     static constexpr int ROOM = INT16_MAX / (2 * 127 * MOST);
@@ -230,7 +230,7 @@ template <int MOST, int ZERO, int STEPS, int CHAINS = 1> struct Dots {
     LRT_INLINE I16 total() const { return ZERO ? sum + I16::set1(*start) : sum; }
 };
 
-// With eight-bit codes not even two products would fit: all are widened to 16 bits.
+// With eight-bit codes not even two products fit, so codes are widened to 16 bits.
 template <int ZERO, int STEPS, int CHAINS> struct Dots<255, ZERO, STEPS, CHAINS> {
     struct Weights {
         I16 even, odd;

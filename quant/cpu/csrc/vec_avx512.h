@@ -8,10 +8,10 @@ inline namespace LRT_SPACE {
 // Panels of two tiles and six rows: sums and products take 24 of the 32 registers.
 #define LRT_PANEL_ROWS 6
 constexpr int PANEL_ROWS = LRT_PANEL_ROWS, PANEL_TILES = 2, ROW_CHUNK = 384, DIRECT_ROWS = 12;
-constexpr int code_class(int) { return 255; }  // of code widths that share kernels
-constexpr int chains(int rows) { return rows < 6 ? 2 : 1; }  // of sums: with few rows, two hide latency
-constexpr bool WIDE_LOOK_UP = true;  // for entries of codebooks
-constexpr int QUERIES = 8, ATTENTION_SUMS = 16;  // queries (rows times heads) that share a key; their sums in registers
+constexpr int code_class(int) { return 255; }  // class of code widths that share kernels
+constexpr int chains(int rows) { return rows < 6 ? 2 : 1; }  // chains of sums: with few rows, two hide latency
+constexpr bool WIDE_LOOK_UP = true;  // for codebook entries
+constexpr int QUERIES = 8, ATTENTION_SUMS = 16;  // queries (rows times heads) that share a key; sums in registers
 
 struct I16 {
     __m512i v;
@@ -27,11 +27,11 @@ struct I16 {
     I16 operator|(I16 o) const { return {_mm512_or_si512(v, o.v)}; }
     I16 shl(int n) const { return {_mm512_sll_epi32(v, _mm_cvtsi32_si128(n))}; }
     I16 shr(int n) const { return {_mm512_srl_epi32(v, _mm_cvtsi32_si128(n))}; }
-    // Sum of the products of a lane's two 16-bit halves; and the same added to `sum`.
+    // Sum of the products of a lane's two 16-bit halves, alone and added to `sum`.
     I16 dot2(I16 o) const { return {_mm512_madd_epi16(v, o.v)}; }
     I16 dot2(I16 o, I16 sum) const { return {_mm512_dpwssd_epi32(sum.v, v, o.v)}; }
     inline struct B64 as_bytes() const;
-    // Sixteen four-bit numbers.
+    // Sixteen four-bit values.
     static I16 nibbles(uint64_t x) {
         const __m512i shifts = _mm512_set_epi32(28, 24, 20, 16, 12, 8, 4, 0, 28, 24, 20, 16, 12, 8, 4, 0);
         const __m512i words = _mm512_inserti64x4(_mm512_set1_epi32((int)x), _mm256_set1_epi32((int)(x >> 32)), 1);
@@ -45,7 +45,7 @@ struct F16L {
     __m512 v;
     static F16L zero() { return {_mm512_setzero_ps()}; }
     static F16L set1(float x) { return {_mm512_set1_ps(x)}; }
-    // Loads once for several products: as a memory operand, each of them would load it.
+    // Loads once for several products, each of which would otherwise load a memory operand.
     static F16L set1_shared(const float* p) {
         F16L x = set1(*p);
         __asm__("" : "+v"(x.v));
@@ -92,7 +92,7 @@ struct B64 {
     B64 operator&(B64 o) const { return {_mm512_and_si512(v, o.v)}; }
     B64 operator|(B64 o) const { return {_mm512_or_si512(v, o.v)}; }
     B64 operator-(B64 o) const { return {_mm512_sub_epi8(v, o.v)}; }
-    // Within 16-bit words: mask afterwards.
+    // Shifts within 16-bit words: mask afterwards.
     template <int N> B64 shr() const { return {_mm512_srli_epi16(v, N)}; }
     template <int N> B64 shl() const { return {_mm512_slli_epi16(v, N)}; }
     B64 lookup(B64 index) const { return {_mm512_shuffle_epi8(v, index.v)}; }
@@ -100,7 +100,7 @@ struct B64 {
     B64 with_bits(uint64_t mask, int bit) const {
         return {_mm512_or_si512(v, _mm512_maskz_set1_epi8(mask, (char)bit))};
     }
-    // `twice` less the byte if the mask's bit is set, which negates it about `twice` / 2
+    // `twice` minus the byte if the mask's bit is set: mirrors it about `twice` / 2
     B64 mirrored(uint64_t mask, int twice) const { return {_mm512_mask_sub_epi8(v, mask, _mm512_set1_epi8((char)twice), v)}; }
 };
 
@@ -125,8 +125,8 @@ struct Quad {
     }
 };
 
-// Sums, lane by lane, the products of STEPS steps of codes with activations and `start`, -ZERO times the activations' sum.
-// Codes are at most MOST; ZERO is 128, any other number or 0, and `start` counts only where it is not 0.
+// Sums per lane the products of STEPS steps of codes with activations, plus `start`, -ZERO times the activations' sum.
+// Codes are at most MOST; ZERO is 128, another number or 0; `start` is used only if it is not 0.
 template <int MOST, int ZERO, int STEPS, int CHAINS = 1> struct Dots {
     using Weights = B64;
     I16 sums[CHAINS];

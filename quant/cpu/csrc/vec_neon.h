@@ -7,9 +7,9 @@ inline namespace LRT_SPACE {
 
 #define LRT_PANEL_ROWS 3
 constexpr int PANEL_ROWS = LRT_PANEL_ROWS, PANEL_TILES = 1, ROW_CHUNK = 384, DIRECT_ROWS = 4;
-constexpr int code_class(int most) { return most <= 127 ? 127 : 255; }  // of code widths that share kernels
-constexpr int chains(int) { return 1; }  // of sums
-constexpr bool WIDE_LOOK_UP = false;  // for entries of codebooks
+constexpr int code_class(int most) { return most <= 127 ? 127 : 255; }  // class of code widths that share kernels
+constexpr int chains(int) { return 1; }  // chains of sums
+constexpr bool WIDE_LOOK_UP = false;  // for codebook entries
 constexpr int QUERIES = 4, ATTENTION_SUMS = 4;
 
 struct I16 {
@@ -40,7 +40,7 @@ struct I16 {
     I16 shr(int n) const {
         return each([&](int i) { return vreinterpretq_s32_u32(vshlq_u32(vreinterpretq_u32_s32(v[i]), vdupq_n_s32(-n))); });
     }
-    // Sum of the products of a lane's two 16-bit halves; and the same added to `sum`.
+    // Sum of the products of a lane's two 16-bit halves, alone and added to `sum`.
     I16 dot2(I16 o) const {
         return each([&](int i) {
             const int16x8_t a = vreinterpretq_s16_s32(v[i]), b = vreinterpretq_s16_s32(o.v[i]);
@@ -49,7 +49,7 @@ struct I16 {
     }
     I16 dot2(I16 o, I16 sum) const { return sum + dot2(o); }
     inline struct B64 as_bytes() const;
-    // Sixteen four-bit numbers.
+    // Sixteen four-bit values.
     static I16 nibbles(uint64_t x) {
         const int32_t down[4] = {0, -4, -8, -12};
         const int32x4_t shifts = vld1q_s32(down);
@@ -126,7 +126,7 @@ struct B64 {
     B64 with_bits(uint64_t mask, int bit) const {
         return each([&](int i) { return vorrq_u8(v[i], vandq_u8(spread(mask, i), vdupq_n_u8((uint8_t)bit))); });
     }
-    // `twice` less the byte if the mask's bit is set, which negates it about `twice` / 2
+    // `twice` minus the byte if the mask's bit is set: mirrors it about `twice` / 2
     B64 mirrored(uint64_t mask, int twice) const {
         return each([&](int i) { return vbslq_u8(spread(mask, i), vsubq_u8(vdupq_n_u8((uint8_t)twice), v[i]), v[i]); });
     }
@@ -161,9 +161,9 @@ struct Quad {
     static Quad load_shared(const int8_t* p) { return load(p); }
 };
 
-// Sums, lane by lane, the products of STEPS steps of codes with activations and `start`, -ZERO times the activations' sum.
-// Codes are at most MOST; ZERO is 128, any other number or 0, and `start` counts only where it is not 0. Codes up to seven
-// bits are valid for signed products, eight-bit codes around 128 after subtracting 128; others need a correction.
+// Sums per lane the products of STEPS steps of codes with activations, plus `start`, -ZERO times the activations' sum.
+// Codes are at most MOST; `start` is used only if ZERO is not 0. Signed products can take codes of up to seven bits,
+// and eight-bit codes with ZERO 128 after subtracting 128; other codes need a correction.
 template <int MOST, int ZERO, int STEPS, int CHAINS = 1> struct Dots {
     static constexpr bool SIGNED = MOST > 127;
     struct Weights {

@@ -8,9 +8,9 @@ inline namespace LRT_SPACE {
 
 #define LRT_PANEL_ROWS 3
 constexpr int PANEL_ROWS = LRT_PANEL_ROWS, PANEL_TILES = 1, ROW_CHUNK = 384, DIRECT_ROWS = 1;
-constexpr int code_class(int) { return 255; }  // of code widths that share kernels
-constexpr int chains(int) { return 1; }  // of sums
-constexpr bool WIDE_LOOK_UP = false;  // for entries of codebooks
+constexpr int code_class(int) { return 255; }  // class of code widths that share kernels
+constexpr int chains(int) { return 1; }  // chains of sums
+constexpr bool WIDE_LOOK_UP = false;  // for codebook entries
 constexpr int QUERIES = 4, ATTENTION_SUMS = 4;
 constexpr int LANES = 16;
 
@@ -58,13 +58,13 @@ struct I16 {
     I16 operator|(I16 o) const { return each([&](int i) { return v[i] | o.v[i]; }); }
     I16 shl(int n) const { return each([&](int i) { return (int32_t)((uint32_t)v[i] << n); }); }
     I16 shr(int n) const { return each([&](int i) { return (int32_t)((uint32_t)v[i] >> n); }); }
-    // Sum of the products of a lane's two 16-bit halves; and the same added to `sum`.
+    // Sum of the products of a lane's two 16-bit halves, alone and added to `sum`.
     I16 dot2(I16 o) const {
         return each([&](int i) { return (int16_t)v[i] * (int16_t)o.v[i] + (v[i] >> 16) * (o.v[i] >> 16); });
     }
     I16 dot2(I16 o, I16 sum) const { return sum + dot2(o); }
     inline struct B64 as_bytes() const;
-    // Sixteen four-bit numbers.
+    // Sixteen four-bit values.
     static I16 nibbles(uint64_t x) { return each([=](int i) { return (int32_t)(x >> 4 * i & 15); }); }
     void store_i8(int8_t* p) const {
         for (int i = 0; i < LANES; i++) p[i] = (int8_t)v[i];
@@ -149,7 +149,7 @@ struct B64 {
     template <int N> B64 shl() const { return each([&](int i) { return v[i] << N; }); }
     B64 lookup(B64 index) const { return each([&](int i) { return v[(i & 48) | (index.v[i] & 15)]; }); }
     B64 with_bits(uint64_t mask, int bit) const { return each([&](int i) { return v[i] | (mask >> i & 1 ? bit : 0); }); }
-    // `twice` less the byte if the mask's bit is set, which negates it about `twice` / 2
+    // `twice` minus the byte if the mask's bit is set: mirrors it about `twice` / 2
     B64 mirrored(uint64_t mask, int twice) const { return each([&](int i) { return mask >> i & 1 ? twice - v[i] : v[i]; }); }
 };
 
@@ -166,8 +166,8 @@ struct Quad {
     static Quad load_shared(const int8_t* p) { return {p}; }
 };
 
-// Sums, lane by lane, the products of STEPS steps of codes with activations and `start`, -ZERO times the activations' sum.
-// Codes are at most MOST; ZERO is 128, any other number or 0, and `start` counts only where it is not 0.
+// Sums per lane the products of STEPS steps of codes with activations, plus `start`, -ZERO times the activations' sum.
+// Codes are at most MOST; ZERO is 128, another number or 0; `start` is used only if it is not 0.
 template <int MOST, int ZERO, int STEPS, int CHAINS = 1> struct Dots {
     using Weights = B64;
     I16 sum;

@@ -1,6 +1,7 @@
 // The steps of a vision encoder over float32 rows: see quant/ops/vision.py. A row's bits do not depend on other rows or
-// on threads. With AMX, attention and all matrices except float32 ones are multiplied in bf16 and summed in float32; with
-// AVX-512's bf16 products, attention and 16-bit matrices are. Their bits differ from those of other instruction sets.
+// on threads. With AMX, attention and all matrices except float32 ones are computed in bf16 with float32 sums; with
+// AVX-512's bf16 products, only attention and 16-bit matrices are. Their bits differ from those of other instruction
+// sets.
 #pragma once
 #if LRT_BF16
 #include "blocks_brain.h"
@@ -16,7 +17,7 @@ template <class Fn> inline void each_row(Context& context, int rows, Fn fn) {
     });
 }
 
-// LayerNorm or RMSNorm of `size` numbers; the padding after them is zeros and does not count.
+// LayerNorm or RMSNorm of `size` elements; the padding after them is zeros and does not count.
 inline void norm_line(const float* x, const VisionArgs& args, float* out) {
     const int n = args.size, whole = n / 16 * 16;
     F16L sum = F16L::zero(), squares = F16L::zero();
@@ -46,7 +47,7 @@ void vision_norm(Context& context, const VisionArgs& args) {
     });
 }
 
-// Rotates the halves of each head of x against each other by the cosines y and sines z.
+// Applies RoPE to the halves of each head of x, with cosines y and sines z.
 void vision_rotate(Context& context, const VisionArgs& args) {
     const int half = args.size / 2;
     each_row(context, args.rows, [&](int row) {
@@ -84,9 +85,9 @@ void vision_add(Context& context, const VisionArgs& args) {
 // ---- products --------------------------------------------------------------------------------------------------------
 
 #if LRT_BF16
-constexpr int BRAIN_ROWS = 384, BRAIN_COLUMNS = 256;  // of a task, and of a matrix's panel
+constexpr int BRAIN_ROWS = 384, BRAIN_COLUMNS = 256;  // rows of a task, columns of a panel
 
-// Columns [column, column + count) of a packed matrix's tile, as tiles of bf16.
+// Converts columns [column, column + count) of a packed matrix's tile to tiles of bf16.
 template <class Layout> void put_codes(const Matrix& m, int tile, int column, int count, uint16_t* to) {
     using Kind = Packed<Layout>;
     const int span = Kind::span(m);
@@ -139,7 +140,7 @@ inline bool in_brains(const Stack& stack) {
     return !stack.hadamard;
 }
 
-// `count` tiles of a matrix times `rows`, a multiple of 32 of which `valid` are stored.
+// Multiplies `count` tiles of a matrix by `rows` rows, a multiple of 32; `valid` of them are stored.
 LRT_NOINLINE void multiply_brains(const Matrix& m, int tile, int count, const uint16_t* a, int rows, int valid, int first, const Target& target) {
     constexpr int STRIDE = 16 * TASK_TILES, PANEL = BRAIN_COLUMNS * 16;
     alignas(64) uint16_t panel[2 * PANEL];
@@ -161,7 +162,7 @@ LRT_NOINLINE void multiply_brains(const Matrix& m, int tile, int count, const ui
 }
 
 inline void multiply_brains(Context& context, const VisionArgs& args, const Finish& finish) {
-    constexpr int MOST_ROWS = 4 * BRAIN_ROWS;  // at once in bf16
+    constexpr int MOST_ROWS = 4 * BRAIN_ROWS;  // rows in bf16 at once
     const Stack& stack = args.matrix;
     const int tile_columns = (stack.cols + TILE_COLUMNS - 1) / TILE_COLUMNS;
     for (int start = 0; start < args.rows; start += MOST_ROWS) {
@@ -192,7 +193,7 @@ inline void multiply_brains(Context& context, const VisionArgs& args, const Fini
 }
 #endif
 
-// out (R, D) = activation(x times the matrix + bias).
+// out (R, D) = activation(x @ matrix.T + bias).
 void vision_linear(Context& context, const VisionArgs& args) {
     const Finish finish = {args.bias, args.activation};
 #if LRT_BF16
@@ -209,14 +210,14 @@ void vision_linear(Context& context, const VisionArgs& args) {
 // ---- attention -------------------------------------------------------------------------------------------------------
 
 constexpr int MAX_VISION_HEAD = 256;
-constexpr int HEADS_AT_ONCE = 4;  // whose keys and values are packed at a time
+constexpr int HEADS_AT_ONCE = 4;  // heads whose keys and values are packed at a time
 
-// Layout of a head's queries, keys and values, and their products: ROWS queries times KEYS keys at once. A segment's
+// The layout of a head's queries, keys and values, and their products: ROWS queries by KEYS keys at once. A segment's
 // keys are padded to a multiple of ROWS.
 struct FloatBlocks {
     using Number = float;
     static constexpr int ROWS = 96, KEYS = 128, WIDE = 16 * PANEL_TILES;
-    int size, columns;  // of a head; padded to whole vectors
+    int size, columns;  // head size; padded to whole vectors
     struct Tiles {};  // nothing to set
     alignas(64) float queries[ROWS * MAX_VISION_HEAD], scores[ROWS * KEYS];
 
@@ -262,7 +263,7 @@ struct FloatBlocks {
 struct BrainBlocks {
     using Number = uint16_t;
     static constexpr int ROWS = 32, KEYS = 256;
-    int size, columns, steps;  // of a head; padded to whole vectors; tiles of 32
+    int size, columns, steps;  // head size; padded to whole vectors; tiles of 32
     using Tiles = WholeTiles;
     alignas(64) uint16_t queries[ROWS * MAX_VISION_HEAD], powers[ROWS * KEYS];
     alignas(64) float scores[ROWS * KEYS];
@@ -328,10 +329,10 @@ struct BrainBlocks {
 using BrainBlocks = FloatBlocks;
 #endif
 
-// Some rows of a segment, whose packed keys begin at `place`.
+// Some rows of a segment whose packed keys begin at `place`.
 struct VisionTask { int first, end, place, row; };
 
-// Attention of ROWS queries of a head within their segment, block of keys by block.
+// Attention of ROWS queries of a head within their segment, one block of keys after another.
 template <class Blocks>
 LRT_NOINLINE void attend_segment(const VisionArgs& args, const VisionTask& task, int head, const typename Blocks::Number* keys,
                                  const typename Blocks::Number* values, int of) {

@@ -1,5 +1,5 @@
-// Finds the scales of GGUF's blocks with the least error, weighted by the size of a column's inputs. Gives the results of
-// quant/methods/scales.py, in numpy, much faster.
+// Finds the scales of GGUF's blocks with the least error, weighted by the magnitude of each column's inputs. Results
+// equal those of quant/methods/scales.py (numpy), much faster.
 #pragma once
 
 inline namespace LRT_SPACE {
@@ -16,7 +16,7 @@ struct Iq4Levels {
     }
 };
 
-// The number farthest from 0; the first of equal ones.
+// The value farthest from 0; the first among equals.
 inline float farthest_of(const float* from, int count) {
     float farthest = from[0];
     for (int i = 1; i < count; i++)
@@ -26,8 +26,8 @@ inline float farthest_of(const float* from, int count) {
 
 inline float divisor(float x) { return x == 0 ? 1.f : x; }
 
-// The step between a group's levels that explains most of it, of those that map its farthest value to either end. Its
-// weight is that of the step's own errors.
+// The step between a group's levels with the least weighted error, among those that map its farthest value to either
+// end. Its weight is that of errors of the step itself.
 struct WeightedStep {
     float step = 0, gain = 0, weight = 0;
 };
