@@ -1,4 +1,4 @@
-"""Sequences that share passes.
+"""Batching: sequences that share passes.
 
 ``schedule.py`` decides what a pass computes, and runs sequences one after another on an engine that
 cannot share passes. ``engine/loop.py`` runs a fixed list of prompts; ``live.py`` runs a thread

@@ -1,9 +1,9 @@
 """Turns of several models on one device: one pass at a time, the earliest deadline first.
 
-Two simultaneous passes on the same cores take longer than one after the other, since each waits for
-threads that the other has displaced. Background work of one model waits for chats of another, and a
-chat waits for a completion unless its own next token would be late (earliest deadline first, Liu
-and Layland 1973).
+Two simultaneous passes on the same cores take longer than two consecutive ones, since each waits
+for threads that the other has displaced. Background work of one model waits for chats of another,
+and a chat waits for a completion unless its own next token would be late (earliest deadline first,
+Liu and Layland 1973).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-_BACKGROUND_WAIT_S = 0.3  # background work gets a turn after this long
-_BACKGROUND_EXTRA_S = 0.6  # and waits this much longer for tokens that are due until then
+_BACKGROUND_WAIT_S = 0.3  # background work gets a turn after this many seconds
+_BACKGROUND_EXTRA_S = 0.6  # but waits up to this much longer for tokens that are due by then
 _PASS_S = 0.08  # a pass starts at the latest this long before its token is due
 
 
@@ -27,7 +27,7 @@ class _Request:
 
 
 class PassTurns:
-    """A lock of one device, given to the batch whose next token is due first. Thread-safe."""
+    """A lock for one device, granted to the batch whose next token is due first. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -37,10 +37,10 @@ class PassTurns:
 
     @contextmanager
     def turn(self, batch: Hashable, due: float) -> Iterator[int]:
-        """Hold the device for a pass of ``batch``; yields how many other batches have foreground
+        """Lock the device for a pass of ``batch``; yields how many other batches have foreground
         work.
 
-        The next token is ``due`` in seconds of ``time.monotonic()``; infinity is background work.
+        The next token is ``due`` at this ``time.monotonic()``; infinity means background work.
         Between its passes the batch stays ahead of those with later deadlines, until ``leave``.
         """
         with self._changed:
@@ -66,14 +66,14 @@ class PassTurns:
                 self._changed.notify_all()
 
     def leave(self, batch: Hashable) -> None:
-        """``batch`` has nothing to compute: nobody waits for its next pass."""
+        """Report that ``batch`` has nothing to compute: nobody waits for its next pass."""
         with self._changed:
             self._due.pop(batch, None)
             self._changed.notify_all()
 
     def _next(self) -> _Request | None:
-        """Return the request to serve; None to wait for a more urgent batch that is between two
-        passes.
+        """Return the request to serve; None to wait for a more urgent batch that is between two of
+        its passes.
         """
         first = min(self._requests, key=lambda request: request.due)
         earlier = any(due < first.due for batch, due in self._due.items() if batch != first.batch)

@@ -1,8 +1,8 @@
 """Latency goals of requests, and which rows the next pass computes to meet them.
 
-A chat is read as it is written, a completion is useless when late, and nobody waits for background
-work. A pass takes rows of prompts and of background work as long as its expected time, measured on
-recent passes, meets the goals of the answers in it. This module does not know sequences.
+A chat is read while it is generated, a late completion is useless, and nobody waits for background
+work. Rows of prompts and of background work are added to a pass as long as its expected time, based
+on recent passes, meets the goals of the answers in it. This module does not know sequences.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RequestClass: TypeAlias = Literal["interactive", "completion", "background"]
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """The first token comes within ``first_s`` seconds, each further one within ``next_s``."""
+    """The first token within ``first_s`` seconds, each further token within ``next_s``."""
 
     first_s: float = math.inf
     next_s: float = math.inf
@@ -57,10 +57,10 @@ _BLEND = 0.25  # weight of a new measurement in a running mean
 
 
 class PassTimes:
-    """How long recent passes took, by their number of rows."""
+    """The duration of recent passes, by number of rows."""
 
     def __init__(self) -> None:
-        self._means: dict[int, tuple[float, float]] = {}  # bits of the rows: mean rows, seconds
+        self._means: dict[int, tuple[float, float]] = {}  # by bit length: mean rows, seconds
 
     def add(self, rows: int, seconds: float) -> None:
         """Record that a pass of ``rows`` took ``seconds``."""
@@ -74,8 +74,8 @@ class PassTimes:
     def seconds(self, rows: int) -> float | None:
         """Return the expected seconds of a pass of ``rows``; None if no pass was measured.
 
-        Outside the measured sizes, time is proportional to rows: too long for larger passes, too
-        short for smaller ones, which are therefore tried and measured.
+        Outside the measured sizes, time is assumed proportional to rows: too long for larger
+        passes, too short for smaller ones, which are therefore tried and measured.
         """
         points = self._points()
         for (fewer, short), (more, long) in pairwise(points):
@@ -99,7 +99,7 @@ class PassTimes:
         return int(min(points[-1][0] * seconds / points[-1][1], 1 << 30))
 
     def _points(self) -> list[tuple[float, float]]:
-        """Return rows and seconds, both rising."""
+        """Return (rows, seconds), both increasing."""
         points: list[tuple[float, float]] = []
         for rows, seconds in sorted(self._means.values()):
             points.append((rows, max(seconds, points[-1][1] if points else 1e-9)))
@@ -117,15 +117,15 @@ class UnreadPrompt(NamedTuple):
     deadline: float
 
 
-# Passes are planned for this share of the shortest goal: their times vary.
+# Passes are planned for this share of the shortest goal, since their times vary.
 _MARGIN = 0.8
-# A pass of background work alone takes about this long, so that a new request waits no longer.
+# The duration of a pass with background work only, which a new request may have to wait.
 _BACKGROUND_S = 0.1
 # However tight the goals, a pass may take this many times as long as without prompts, and has room
-# for this many prompt rows: otherwise prompts would never be read where passes are long. Both are
+# for this many prompt rows: otherwise prompts would never be processed if passes are long. Both are
 # lower if other models wait for the same cores.
 _PROMPT_SLOWDOWN, _MIN_PROMPT_ROWS = 2.0, 16
-# Background prompts may lengthen a pass by 10 %, or add one row for eight rows of other prompts.
+# Background prompts may lengthen a pass by 10 %, or add one row per eight rows of other prompts.
 _BACKGROUND_SLOWDOWN, _ROWS_PER_BACKGROUND_ROW = 1.1, 8
 
 
@@ -150,7 +150,7 @@ def rows_of_pass(
         limit = _BACKGROUND_S
 
     def max_rows(rows: int) -> int:
-        """The most rows of a pass that needs ``rows`` at least."""
+        """The most rows of a pass that needs at least ``rows``."""
         seconds = times.seconds(max(rows, 1))
         if seconds is None:
             return rows + guess
@@ -198,7 +198,7 @@ def _shares(
 
 def even_shares(prompts: Sequence[tuple[Hashable, int]], room: int) -> list[int]:
     """Divide ``room`` rows equally among clients, then among each client's ``prompts`` (client,
-    unread tokens). Rows that one cannot use go to others.
+    unread tokens). Rows that a prompt cannot use go to others.
     """
     totals: Counter[Hashable] = Counter()
     for client, length in prompts:

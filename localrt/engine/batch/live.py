@@ -1,7 +1,8 @@
-"""Requests that join and leave a running batch: one thread computes, any thread may submit.
+"""Continuous batching: requests join and leave a running batch; one thread computes, any may
+submit.
 
-Every pass serves all running answers; new requests join the next pass. A ``LiveAnswer`` buffers the
-chunks for its reader; if the reader is far behind, the answer is paused without delaying others.
+Every pass serves all running answers; new requests join the next pass. A ``LiveAnswer`` buffers
+chunks for its reader; if the reader falls far behind, the answer is paused without delaying others.
 ``schedule.py`` decides what a pass computes.
 """
 
@@ -133,18 +134,17 @@ class LiveAnswer(Iterator[Chunk]):
         return True
 
 
-# An answer joins if this many more of its tokens fit. One that outgrows memory goes back to the
-# queue and is computed again.
+# An answer joins if this many more of its tokens fit. If it later outgrows memory, it goes back to
+# the queue and is computed again.
 _AHEAD = 512
-# Rows of prompts in the first passes with answers, where weights are in memory: more rows would
-# delay each answer's next token and gain little.
+# Prompt rows in the first passes with answers, if weights are in memory: more rows would delay each
+# answer's next token and gain little.
 _PROMPT_ROWS = 128
-# The most idle caches, for conversations that go on. Where weights are streamed, caches take room
-# from them.
+# The most idle caches, for continued conversations. Streamed weights need the room more.
 _KEEP, _KEEP_STREAMED = 32, 2
-_ROOM_AGE_S = 0.5  # free memory is read again after this: other programs use it too
-_POLL_S = 0.25  # between checks of paused answers while nothing runs
-_IDLE_TIMEOUT_S = 600.0  # until unused caches are freed
+_ROOM_AGE_S = 0.5  # seconds until free memory is read again, since other programs use it too
+_POLL_S = 0.25  # seconds between checks of paused answers while nothing runs
+_IDLE_TIMEOUT_S = 600.0  # seconds until unused caches are freed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +153,7 @@ class LiveLimits:
 
     ``ctx`` is the longest sequence in tokens. At most ``most`` answers share a pass, fewer if
     memory is short. An answer pauses when its reader is ``buffer`` chunks behind, and is cancelled
-    if that lasts ``patience_s``.
+    after pausing for ``patience_s``.
     """
 
     ctx: int
@@ -171,8 +171,8 @@ class LiveLimits:
 class LiveStats:
     """The current state of a batch, and its counts so far.
 
-    ``running`` answers share passes, ``waiting`` ones have not started, ``paused`` ones wait for
-    their readers. ``kv_bytes`` is the size of all caches.
+    ``running`` answers share passes, ``waiting`` answers have not started, ``paused`` answers wait
+    for their readers. ``kv_bytes`` is the size of all caches.
     """
 
     running: int
@@ -205,7 +205,7 @@ class Live:
         turns: PassTurns | None = None,
     ) -> None:
         self._engine = engine
-        alone = engine.info.streamed  # its passes mostly wait for weights
+        alone = engine.info.streamed  # passes then mostly wait for weights
         self._turns = PassTurns() if turns is None or alone else turns
         engine.turn = partial(self._turns.turn, object(), math.inf)
         self._free_memory = room
@@ -214,8 +214,8 @@ class Live:
         self._limits = limits
         self._waiting: FairQueue[BatchSequence[LiveAnswer]] = FairQueue()
         self._schedule = self._new_schedule(engine, tokenizer)
-        self._paused: dict[BatchSequence[LiveAnswer], float] = {}  # with their deadlines
-        self._room = (0.0, 0)  # when memory was read, and the bytes that caches may take
+        self._paused: dict[BatchSequence[LiveAnswer], float] = {}  # deadlines of paused answers
+        self._room = (0.0, 0)  # time of the last reading; bytes that caches may take
         self._prompt_tokens = self._cached_tokens = self._completion_tokens = 0
         self._changed = threading.Condition()
         self._woken = self._closing = False
@@ -235,8 +235,8 @@ class Live:
     ) -> LiveAnswer:
         """Queue ``request`` after those of the same ``client`` and class; return its answer.
 
-        The answer fails with ``LateError`` when its first token cannot come ``within_s`` seconds.
-        The computing thread calls ``notify`` for new chunks; it must not block.
+        The answer fails with ``LateError`` if its first token cannot come within ``within_s``
+        seconds. The computing thread calls ``notify`` for new chunks; it must not block.
 
         Raises:
             OptionError: the prompt is empty, or has an id outside the vocabulary, or there is no
@@ -261,7 +261,7 @@ class Live:
         return answer
 
     def stats(self) -> LiveStats:
-        """A snapshot."""
+        """A snapshot of the batch's state."""
         return LiveStats(
             running=len(self._schedule.sequences),
             waiting=len(self._waiting),
@@ -275,7 +275,7 @@ class Live:
         )
 
     def cancel_all(self) -> None:
-        """End every answer with its text so far."""
+        """End every answer, keeping its text so far."""
         with self._changed:
             sequences = list(self._submitted)
         for seq in sequences:
@@ -334,7 +334,7 @@ class Live:
                 timed_out = not woken and not self._paused
             self._woken = False
             closing = self._closing
-        if timed_out:  # saving takes time, in which others may submit
+        if timed_out:  # others may submit while caches are saved
             self._schedule.park(self._save)
         return not closing
 
@@ -349,7 +349,7 @@ class Live:
                 done.set()
 
     def _end_and_pause(self) -> None:
-        """End cancelled answers; pause, resume or end those whose readers are behind."""
+        """End cancelled answers; pause, resume or end answers whose readers are behind."""
         self._park(self._save)
         for seq in [*self._schedule.sequences, *self._waiting.items()]:
             if seq.request.cancel.is_set():
@@ -371,11 +371,11 @@ class Live:
             with self._turns.turn(self, due) as others:
                 items = self._schedule.step(others)
         except CancelledError:
-            return  # all that shared the pass are cancelled, or the batch is closing
+            return  # all sequences of the pass are cancelled, or the batch is closing
         except LocalrtError as error:
             self._fail(error)
             return
-        except BaseException as error:  # noqa: BLE001  a panic too: the thread serves others after
+        except BaseException as error:  # noqa: BLE001  even a panic: the thread serves others
             self._fail(LocalrtError(f"the pass failed: {type(error).__name__}: {error}"))
             self._schedule.forget()  # the contents of the caches are unknown
             return
@@ -386,7 +386,7 @@ class Live:
         for chunk in chunks:
             self._count(seq.owner, chunk)
         if not seq.owner.put(chunks):
-            seq.request.cancel.set()  # its reader is gone
+            seq.request.cancel.set()  # the reader is gone
 
     def _count(self, answer: LiveAnswer, chunk: Chunk) -> None:
         if not answer.started and chunk.token_ids:
@@ -396,10 +396,10 @@ class Live:
         self._completion_tokens += len(chunk.token_ids)
 
     def _fail(self, error: LocalrtError) -> None:
-        """Report a failed pass to all sequences in it; the others go on."""
+        """Report a failed pass to all sequences in it; others continue."""
         sequences = self._schedule.sequences
         for seq in sequences:
-            # One exception for each: raised twice, it would collect both tracebacks.
+            # One exception per sequence: a shared one would accumulate tracebacks.
             self._give(seq, seq.fail(error if len(sequences) == 1 else type(error)(error.marked)))
             self._schedule.remove(seq)
 

@@ -1,11 +1,12 @@
-"""Sequences that share passes: which ones run, what the next pass computes, whose cache fits.
+"""The schedule of sequences that share passes: which run, what the next pass computes, whose cache
+fits.
 
-A pass takes one row of every sequence that is answering and fills up with rows of prompts
-(FlexGen's block schedule, Sheng et al. 2023, with prompts joining as others finish, as in Orca, Yu
-et al. 2022, and Sarathi, Agrawal et al. 2023). Clients are served round robin (``FairQueue``): one
-with nothing running preempts a sequence of the busiest client, which resumes later. A prefix shared
-by a client's prompts is computed once (``SharedPrompts``). An engine whose passes hold one sequence
-runs one after another. This module does not know threads, or where the weights are.
+A pass has one row of every sequence in decode and is filled up with prompt rows (FlexGen's block
+schedule, Sheng et al. 2023, with prompts joining as others finish, as in Orca, Yu et al. 2022, and
+Sarathi, Agrawal et al. 2023). Clients are served round robin (``FairQueue``): one with nothing
+running preempts a sequence of the busiest client, which resumes later. A prefix shared by a
+client's prompts is computed once (``SharedPrompts``). If an engine's passes hold only one sequence,
+sequences run one after another. This module does not know threads, or where the weights are.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from localrt.quant.ops.kv import grown_capacity
 from localrt.quant.ops.protocol import Check
 from localrt.speculative.acceptance import TreePass
 
-_WORTH_SAVING_S = 1.0  # caches that take less to compute are computed again, not saved
+_WORTH_SAVING_S = 1.0  # caches that take less time to compute are not saved
 
-# More rows of a decode pass gain little: from here on matrix products are compute-bound.
+# More rows per decode pass gain little: matrix products are then compute-bound.
 MOST_SEQUENCES = 64
 
 
@@ -39,11 +40,11 @@ MOST_SEQUENCES = 64
 class Terms:
     """How a schedule shares passes and memory.
 
-    At most ``most`` sequences share a pass. A cache has room for ``capacity`` tokens (None: what
-    its sequence needs). An answer joins if ``ahead`` more of its tokens fit (None: all of them).
+    At most ``most`` sequences share a pass. A cache has room for ``capacity`` tokens (None: as many
+    as its sequence needs). An answer joins if ``ahead`` more of its tokens fit (None: all of them).
     ``keep`` caches of finished sequences stay, for requests that continue their text. Rows are
-    divided by the sequences' latency goals, with ``prompt_rows`` of prompts until a pass has been
-    measured; with None there are no goals, and prompts are read in order.
+    divided according to latency goals, with ``prompt_rows`` prompt rows until a pass has been
+    measured; with ``prompt_rows`` None there are no goals, and prompts are processed in order.
     """
 
     most: int = MOST_SEQUENCES
@@ -81,12 +82,12 @@ class Schedule(Generic[Owner]):
         most = min(terms.most, engine.pass_rows) if engine.shares_passes else 1
         self._most = self._limit = most
         self._live: list[tuple[BatchSequence[Owner], EngineSession]] = []  # in the order of joining
-        self._idle = IdleSessions()  # of finished sequences
+        self._idle = IdleSessions()  # sessions of finished sequences
         self._shared: SharedPrompts[Owner] = SharedPrompts()
-        self._kv: dict[int, int] = {}  # bytes of a cache by its tokens
+        self._kv: dict[int, int] = {}  # bytes of a cache by number of tokens
         self._speculation: BatchSpeculation[Owner] = BatchSpeculation(engine, check)
         self._times = PassTimes()
-        self._others = 0  # models that wait for the same cores, at this step
+        self._others = 0  # models that wait for the same cores in this step
         self.passes = 0
 
     @property
@@ -138,7 +139,7 @@ class Schedule(Generic[Owner]):
         return [seq.end("cancelled")]
 
     def rest(self) -> None:
-        """Free idle caches, but for ``keep`` of them."""
+        """Free all idle caches but ``keep``."""
         while len(self._idle) > self._terms.keep:
             self._free(self._idle.evict())
 
@@ -207,15 +208,15 @@ class Schedule(Generic[Owner]):
         return failed
 
     def _prefill_s(self, seq: BatchSequence[Owner]) -> float:
-        """Estimate how long it takes to read the prompt of a waiting sequence and the prompts
-        before it; 0 before any pass was measured.
+        """Estimate the prefill time of a waiting sequence's prompt and the prompts before it; 0
+        until a pass has been measured.
         """
         cached = max(self._idle.shared(seq.tokens, seq.request.mix).values(), default=0)
         others = (len(other.pending) for other in self.sequences if not other.goal.background)
         return self._times.seconds(seq.length - cached + sum(others)) or 0.0
 
     def _next(self) -> BatchSequence[Owner] | None:
-        """Return the waiting sequence to start next: background work last, then by load."""
+        """Return the waiting sequence to start next: background work last, then by client load."""
         load = self._load()
         return self._waiting.first(lambda seq: (seq.goal.background, load[seq.client]))
 
@@ -267,7 +268,7 @@ class Schedule(Generic[Owner]):
         """Return the idle session with the longest useful prefix of ``seq``, if any."""
         best, most = None, 0
         for session, shared in self._idle.shared(seq.tokens, seq.request.mix).items():
-            # Where idle caches stay, one is reused only if most of its tokens are.
+            # If idle caches are kept, one is reused only if most of its tokens are shared.
             useful = not self._terms.keep or 2 * shared > len(session.tokens)
             if shared > most and useful and session.capacity >= seq.capacity:
                 best, most = session, shared
@@ -294,10 +295,10 @@ class Schedule(Generic[Owner]):
         began = time.monotonic()
         try:
             computed = seq.compute(session, self._check)
-        except MemoryBudgetError:  # a pass without a tree needs less
+        except MemoryBudgetError:  # a pass without a tree needs less memory
             seq.stop_drafting()
             return []
-        self._record_pass(1, began)  # of one row, or of one and a few draft tokens
+        self._record_pass(1, began)  # one row, or one and a few draft tokens
         return [(seq, seq.take(computed))]
 
     def _advance(self) -> list[tuple[BatchSequence[Owner], Chunks]]:
@@ -319,7 +320,7 @@ class Schedule(Generic[Owner]):
             if len(self._live) == 1 and not self._idle:
                 raise
             logits = None
-        if logits is None:  # not above: the error keeps caches from being freed
+        if logits is None:  # not in the except block: the error would keep caches alive
             if self._idle:
                 self._free(self._idle.evict())
             else:

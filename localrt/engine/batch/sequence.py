@@ -1,4 +1,4 @@
-"""One sequence, of a batch or alone: the tokens to compute next for it, and its answer so far.
+"""One sequence, in a batch or alone: the tokens to compute next, and its answer so far.
 
 It does not know other sequences or memory.
 """
@@ -26,15 +26,15 @@ from localrt.quant.ops.protocol import Check
 from localrt.speculative.acceptance import TreePass
 
 Owner = TypeVar("Owner")
-Chunks: TypeAlias = Sequence[Chunk]  # of one sequence, from one pass
+Chunks: TypeAlias = Sequence[Chunk]  # one sequence's chunks from one pass
 
 
 class BatchSequence(Generic[Owner]):
     """A prompt and its answer: ``pending`` tokens are computed next; ``done`` when it has ended.
 
-    ``owner`` gets its chunks, ``client`` is whose request it is, ``capacity`` the most tokens its
-    cache may hold. By its ``goal`` the next token is ``due``, in seconds of ``time.monotonic()``; a
-    first token after ``latest`` is useless.
+    ``owner`` receives its chunks, ``client`` is the client that requested it, ``capacity`` the most
+    tokens its cache may hold. According to its ``goal``, the next token is ``due`` at this
+    ``time.monotonic()``; a first token after ``latest`` is useless.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class BatchSequence(Generic[Owner]):
         self._answer: Answer | None = None
         self._cached = 0
         self._speculation = request.speculation
-        self._drafting: Drafting | None = None  # as the last pass used it
+        self._drafting: Drafting | None = None  # used by the last pass
 
     @property
     def tokens(self) -> Sequence[int]:
@@ -87,7 +87,7 @@ class BatchSequence(Generic[Owner]):
 
     @property
     def ahead(self) -> int:
-        """How many of the tokens ``left`` may be drafted, plus one."""
+        """How many of the remaining tokens may be drafted, plus one."""
         return self.left if self._answer is None else self._answer.ahead(self.left)
 
     def start(
@@ -95,7 +95,7 @@ class BatchSequence(Generic[Owner]):
     ) -> None:
         """Start or resume on ``session``, reusing the prefix in its cache.
 
-        ``alone``: it shares no passes, and may draft from the prompt on.
+        ``alone``: it shares no passes, so it may draft from the start.
         """
         session.use(self.request.mix)
         tokens, resumes = self.tokens, self._answer is not None
@@ -110,7 +110,9 @@ class BatchSequence(Generic[Owner]):
             self._cached = cached
 
     def copy(self, session: EngineSession, source: EngineSession) -> None:
-        """Copy to ``session`` the tokens that ``source`` shares with it, if that is more."""
+        """Copy the prefix that ``source`` shares with it to ``session``, if that is longer than its
+        own.
+        """
         tokens = self.tokens
         shared = min(common_prefix(source.tokens, tokens), len(tokens) - 1)
         if shared <= len(tokens) - len(self.pending):
@@ -154,7 +156,7 @@ class BatchSequence(Generic[Owner]):
         self._speculation = None
 
     def settle(self) -> None:
-        """Finish the current drafting; the session's cache keeps accepted tokens only."""
+        """End the current drafting; the session's cache keeps only accepted tokens."""
         drafting, self._drafting = self._drafting, None
         if drafting is not None:
             drafting.finish()
@@ -162,7 +164,7 @@ class BatchSequence(Generic[Owner]):
     # -- passes ----------------------------------------------------------------------------------
 
     def compute(self, session: EngineSession, check: Check) -> TreePass:
-        """Compute its pending tokens in passes of its own, with draft tokens if it speculates."""
+        """Compute its pending tokens in separate passes, with draft tokens if it speculates."""
         steps = self.stepper(session)
         if steps is not None:
             (token,) = self.pending
@@ -179,7 +181,7 @@ class BatchSequence(Generic[Owner]):
         return TreePass.plain(logits)
 
     def _progress(self) -> Callable[[int], None] | None:
-        """Return what reports that more of the prompt's pending tokens have been computed."""
+        """Return a callback that reports progress of prefill, or None."""
         report, total = self.request.on_progress, len(self.request.prompt) - self._cached
         if report is None or self.length > len(self.request.prompt):
             return None
@@ -187,12 +189,14 @@ class BatchSequence(Generic[Owner]):
         return lambda count: report(Progress("prefill", done + count, total, "tokens"))
 
     def accept(self, computed: TreePass, check: Check = lambda: None) -> Iterator[Chunk]:
-        """Choose a token after all pending ones, then more along the tree; yield their chunks.
+        """Sample a token after all pending ones, then further ones along the tree; yield their
+        chunks.
 
         ``check`` is called before each token.
 
         Raises:
-            LocalrtError: see ``Answer.accept``, or ``check`` raised it; the tokens before count.
+            LocalrtError: see ``Answer.accept``, or raised by ``check``; earlier tokens remain
+            accepted.
         """
         answer, drafting = self._answer, self._drafting
         assert answer is not None, "it has started"

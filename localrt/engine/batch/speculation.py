@@ -1,6 +1,7 @@
-"""Speculation for sequences that share passes: a draft tree for each, all verified in one pass.
+"""Speculation for sequences that share passes: a draft tree per sequence, all verified in one pass.
 
-It changes the tokens of no sequence. ``speculative/batch_tuner.py`` decides what is verified.
+No sequence's tokens change. ``speculative/batch_tuner.py`` decides how many draft tokens are
+verified.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from localrt.speculative.batch_tuner import BatchTuner
 from localrt.speculative.source import propose_together
 from localrt.speculative.tree import TokenTree
 
-_NODES = 128  # draft tokens to choose from before a pass, for all sequences
-_MIN_NODES = 4  # for each sequence
+_NODES = 128  # draft tokens of all sequences to choose from before a pass
+_MIN_NODES = 4  # fewest per sequence
 
 Running: TypeAlias = tuple[BatchSequence[Owner], EngineSession]
 Prompt: TypeAlias = tuple[BatchSequence[Owner], EngineSession, Sequence[int]]
@@ -33,7 +34,7 @@ class BatchSpeculation(Generic[Owner]):
         self._engine = engine
         self._check = check
         self._tuner: BatchTuner | None = None
-        self.rows = 0  # of the last pass
+        self.rows = 0  # rows of the last pass
 
     def advance(
         self, running: Sequence[Running[Owner]], prompts: Sequence[Prompt[Owner]]
@@ -83,7 +84,7 @@ class BatchSpeculation(Generic[Owner]):
             seq.pending = seq.pending[len(tokens) :]
         for at, logits in zip(whole, logits_of[len(running) :], strict=True):
             items.append((prompts[at][0], prompts[at][0].take(TreePass.plain(logits))))
-        if not prompts:  # the rows of prompts would distort the measurement
+        if not prompts:  # prompt rows would distort the measurement
             tuner.passed(drafted, emitted, seconds, drafting)
         return items
 
@@ -107,7 +108,7 @@ class BatchSpeculation(Generic[Owner]):
     ) -> list[TokenTree]:
         each = max(_MIN_NODES, _NODES // len(running))
         drafts = tuner.should_draft(len(running))
-        depths: dict[Proposer, int] = {}  # the deepest tree each may draft
+        depths: dict[Proposer, int] = {}  # depth limit of each proposer
         for (seq, _), proposer in zip(running, proposers, strict=True):
             if proposer is not None:
                 proposer.chosen(seq.pending[0])
@@ -126,7 +127,7 @@ class BatchSpeculation(Generic[Owner]):
         return tuner.choose(trees, max(0, room - len(running)), prompt_rows)
 
     def _compute(self, name: str, tuner: BatchTuner, depths: Mapping[Proposer, int]) -> None:
-        """Let the source ``name`` of all sequences compute their trees together, if it pays."""
+        """Let the source ``name`` compute the trees of all sequences together, if that pays off."""
         size = tuner.size(name)
         if size is None:
             return

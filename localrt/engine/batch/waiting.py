@@ -1,4 +1,4 @@
-"""Sequences that wait: to start, served fairly, or for a prefix that another one computes."""
+"""Waiting sequences: a fair queue of those to start, and those that wait for a shared prefix."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class FairQueue(Generic[T]):
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._clients: dict[Hashable, deque[T]] = {}  # the client to serve next comes first
+        self._clients: dict[Hashable, deque[T]] = {}  # the next client to serve is first
 
     def __len__(self) -> int:
         with self._lock:
@@ -41,7 +41,9 @@ class FairQueue(Generic[T]):
             self._clients = {client: items, **self._clients}
 
     def first(self, order: Callable[[T], Any] = lambda item: 0) -> T | None:
-        """Return the first by ``order`` of the clients' next items; None if there is none."""
+        """Return, of the clients' next items, the first by ``order``; None if the queue is
+        empty.
+        """
         with self._lock:
             return min((items[0] for items in self._clients.values()), key=order, default=None)
 
@@ -57,7 +59,7 @@ class FairQueue(Generic[T]):
                     return
 
     def items(self) -> list[T]:
-        """Return all waiting items, in no promised order."""
+        """Return all waiting items, in arbitrary order."""
         with self._lock:
             return [item for items in self._clients.values() for item in items]
 
@@ -74,7 +76,7 @@ Live: TypeAlias = Sequence[tuple[BatchSequence[Owner], EngineSession]]
 
 
 class SharedPrompts(Generic[Owner]):
-    """The sequences that wait while another one computes the prefix they share."""
+    """Sequences that wait while another one computes a shared prefix."""
 
     def __init__(self) -> None:
         # The session that each sequence waits for, and the length of the shared prefix.
@@ -91,7 +93,7 @@ class SharedPrompts(Generic[Owner]):
         idle: Iterable[EngineSession],
     ) -> None:
         """``seq`` has started on ``session``: copy a prefix from others to it, or wait for one."""
-        if session.blocks is None:  # nothing can be copied to it
+        if session.blocks is None:  # prefixes cannot be copied to it
             return
         tokens = seq.tokens
         running = [(other, theirs) for other, theirs in live if theirs.mix == session.mix]
