@@ -1,1 +1,1 @@
-"""Pictures: what a model sees with. See ``docs/design.md``."""
+"""Vision encoders and the preparation of pictures. See ``docs/design.md``."""

@@ -1,4 +1,4 @@
-"""What a picture costs in tokens, memory and products, computed from shapes alone."""
+"""The cost of a picture in tokens, memory and multiplications, from shapes alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from localrt.models.vision.source import vision_source
 from localrt.quant.formats.packed import Format
 
 SIDE = 896
-"""Side of the picture in forecasts, in pixels."""
+"""The side of the picture assumed in forecasts, in pixels."""
 
 _UNIT = re.compile(r".*?\.\d+\.")
 
@@ -82,7 +82,9 @@ class EncoderSizes:
         source: TensorSource,
         weight_nbytes: Callable[[tuple[int, int], Format], int] | None = None,
     ) -> EncoderSizes:
-        """Sizes by the tensors; ``weight_nbytes`` is the ``Ops``', None counts bytes as stored."""
+        """Sizes from the tensors; ``weight_nbytes`` is that of an ``Ops``; None counts stored
+        bytes.
+        """
         units: Counter[str] = Counter()
         blocks, narrow, wide = set[str](), 1 << 30, 0
         for name, info in source.tensors.items():
@@ -106,7 +108,7 @@ class EncoderSizes:
 
     def host_room(self, prepared: PreparedPicture) -> int:
         """Peak RAM if a GPU computes the blocks: patches in float32, rows before and after the
-        blocks, the weights of a unit that is copied.
+        blocks, the weights of the unit being copied.
         """
         rows = len(prepared.patches)
         floats = 12 * prepared.patches.nbytes + 20 * rows * self.narrow

@@ -30,13 +30,14 @@ _Unit = TypeVar("_Unit")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PreparedPicture:
-    """A picture as input of its encoder and as text of a prompt.
+    """A picture as input of its encoder and as part of a prompt.
 
     ``patches`` (N, P) are the encoder's input; a block computes ``chunk_patches`` at once (0: all).
-    ``grid`` is their layout in the family's terms (rows and columns of patches, tiles).
-    ``pieces`` replace the template's placeholder: texts, and numbers of rows. ``offsets`` (n, 3)
-    are the rows' rotary positions (time, height, width) relative to the first; the text after the
-    picture continues ``advance`` positions after it. None: a row takes one position, as a token.
+    ``grid`` is their layout, depending on the family (rows and columns of patches, tiles).
+    ``pieces`` replace the template's placeholder: texts, and integers for numbers of rows.
+    ``offsets`` (n, 3) are the rows' rotary positions (time, height, width) relative to the first;
+    the text after the picture continues ``advance`` positions after it. None: a row takes one
+    position, as a token.
     """
 
     patches: Patches
@@ -144,12 +145,12 @@ class BlockConfig:
     activation: VisionActivation
     names: BlockNames
     rms: bool = False  # RMSNorm, without biases, instead of LayerNorm
-    bias: bool = True  # of the attention's matrices
+    bias: bool = True  # whether the attention's matrices have biases
     mlp_bias: bool = True
     head_dim: int = 0  # 0: hidden / heads
-    scale: float | None = None  # of queries; None: the head size ** -0.5
+    scale: float | None = None  # scale of queries; None: head size ** -0.5
     value_norm: bool = False  # RMSNorm of values, without a weight
-    axes: int = 1  # of rotary positions, see ``Heads``
+    axes: int = 1  # axes of rotary positions, see ``Heads``
     clipped: bool = False  # see ``Clipped``
 
     @property
@@ -240,7 +241,7 @@ class Clipped:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """Norm, attention, residual; norm, MLP, residual."""
+    """A transformer block: norm, attention, residual; norm, MLP, residual."""
 
     config: BlockConfig
     norm1: Norm
@@ -249,7 +250,7 @@ class Block:
     out: Linear | Clipped
     up: Linear | Clipped
     down: Linear | Clipped
-    extra_norms: dict[str, Vector] = field(default_factory=dict)  # by the names in ``BlockNames``
+    extra_norms: dict[str, Vector] = field(default_factory=dict)  # keys as in ``BlockNames``
 
     @classmethod
     def load(cls, config: BlockConfig, prefix: str, weights: WeightLoader) -> Block:

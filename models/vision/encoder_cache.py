@@ -36,13 +36,13 @@ from localrt.system import return_free_memory
 
 Tokens = npt.NDArray[np.int64]
 Take = Callable[[int, bool], None]
-"""``take(nbytes, on_gpu)`` reserves memory of the budget; a negative size releases it. Raises
-``MemoryBudgetError`` if the budget has less.
+"""``take(nbytes, on_gpu)`` reserves memory in the budget; a negative size releases it. Raises
+``MemoryBudgetError`` if the budget has too little.
 """
 
 _MAX_PICTURES = 256
-_MAX_NBYTES = 256 << 20  # of cached pictures, prepared and encoded
-_RESERVED_NBYTES = 8 << 20  # of these, part of what the engine reserves when it gets an encoder
+_MAX_NBYTES = 256 << 20  # limit of cached pictures, prepared and encoded
+_RESERVED_NBYTES = 8 << 20  # part of that limit, reserved when the encoder is added
 _Unit = TypeVar("_Unit")
 
 
@@ -63,7 +63,7 @@ class PromptPicture:
 
 
 class VisionState:
-    """See above. Any thread may call ``prompt_picture``, only the engine's the rest.
+    """See the module. Any thread may call ``prompt_picture``, only the engine's thread the rest.
 
     ``token`` is the id of the encoder's ``row_token``, which replaces picture ids in a pass.
     ``steps`` are implementations of the encoder's steps, fastest first; the first that has room for
@@ -82,18 +82,18 @@ class VisionState:
         self.token = token
         self._source = source
         self._take = take
-        self._taken_nbytes = 0  # of the budget, for cached pictures
+        self._taken_nbytes = 0  # memory reserved for cached pictures
         self._readers = [UnitReader(source, each, take) for each in steps]
         self._lock = threading.Lock()
         self._pictures: OrderedDict[bytes, PromptPicture] = OrderedDict()
         self._rows: dict[int, tuple[bytes, int]] = {}  # picture and row by token id
-        self._digests: OrderedDict[bytes, bytes] = OrderedDict()  # of pictures by those of files
+        self._digests: OrderedDict[bytes, bytes] = OrderedDict()  # of pixels, by files'
 
     def prompt_picture(self, source: Any) -> PromptPicture:
         """The picture that ``open_picture`` reads from ``source``; equal pictures have equal ids.
 
         Raises:
-            OptionError: ``source`` is no picture, or its shape is one that the encoder cannot take.
+            OptionError: ``source`` is not a picture, or the encoder does not support its shape.
         """
         if isinstance(source, str | Path):
             source = read_picture(source)
@@ -177,8 +177,8 @@ class VisionState:
     ) -> tuple[npt.NDArray[np.int64] | None, npt.NDArray[np.int64], int]:
         """The rotary positions of a sequence's tokens from index ``first`` on.
 
-        ``shift`` is a token's index less its position. Returns the positions on three axes (3, R),
-        or None where pictures do not make them differ; those on the first axis (R,); the new shift.
+        ``shift`` is a token's index minus its position. Returns the positions on three axes (3, R),
+        or None if the axes do not differ; the positions on the first axis (R,); and the new shift.
         """
         positions = np.arange(first - shift, first - shift + len(tokens))
         axes = None
@@ -208,9 +208,9 @@ class VisionState:
         return ahead
 
     def pass_end(self, tokens: Sequence[int], first: int, end: int) -> int:
-        """Where a pass over ``tokens`` from index ``first`` ends: at ``end``, unless that would cut
-        a picture with bidirectional attention; then before the picture, or after it if the pass
-        begins with it.
+        """The end of a pass over ``tokens`` from index ``first``: ``end``, unless that would cut a
+        picture with bidirectional attention. Then the pass ends before the picture, or after it if
+        it begins with it.
         """
         if not self.encoder.bidirectional or end == len(tokens) or tokens[end - 1] >= 0:
             return end
@@ -276,8 +276,8 @@ class VisionState:
 
 
 class UnitReader(Units):
-    """Reads each unit when its step begins, and keeps none: a picture needs each unit once, and
-    reading it takes a small part of the time that its step takes.
+    """Reads each unit when its step begins and does not keep it: a picture needs each unit once,
+    and reading takes a small part of the step's time.
     """
 
     def __init__(self, source: VisionSource, steps: VisionSteps, take: Take | None = None) -> None:
@@ -287,10 +287,10 @@ class UnitReader(Units):
 
     @contextmanager
     def reserve(self, prepared: PreparedPicture) -> Iterator[None]:
-        """Reserve the memory that encoding a picture takes, until the context ends.
+        """Reserve the memory for encoding a picture within this context.
 
         Raises:
-            MemoryBudgetError: there is too little.
+            MemoryBudgetError: there is too little memory.
         """
         room = self._sizes.room(prepared)
         parts = [(room, False)]
@@ -313,7 +313,7 @@ class UnitReader(Units):
                 with self.steps.ops.scope():
                     yield
             except BaseException as error:
-                traceback.clear_frames(error.__traceback__)  # they hold rows and weights
+                traceback.clear_frames(error.__traceback__)  # frames refer to rows and weights
                 raise
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Gemma 3's encoder: SigLIP over a square picture, then averages of squares of patches."""
+"""Gemma 3's encoder: SigLIP on a square picture, then average pooling of patches."""
 
 from __future__ import annotations
 
@@ -52,12 +52,14 @@ def read_encoder(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Vis
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma3Encoder(VisionEncoder):
-    """See above. A picture is ``size`` pixels square, and ``rows`` squared rows of the decoder."""
+    """See the module. A picture is ``size`` pixels square, and ``rows`` ** 2 rows of the
+    decoder.
+    """
 
     siglip: SiglipEncoder
     size: int
     rows: int
-    out: int  # columns of the decoder's rows
+    out: int  # the decoder's hidden size
     resample: int
     scaling: Scaling
     note: str

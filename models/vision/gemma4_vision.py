@@ -1,8 +1,8 @@
 """Gemma 4's encoder: Gemma's blocks with learned positions and two-dimensional rotary positions.
 
-A picture keeps its shape and gets as many patches as its budget of rows allows; a square of patches
-becomes one row. The decoder's per-layer inputs of these rows are those of padding. In the larger
-models, a picture's rows attend to one another in layers with a window.
+A picture keeps its aspect ratio and gets as many patches as its budget of rows allows; a square of
+patches becomes one row. The decoder's per-layer inputs of these rows are those of padding. In the
+larger models, a picture's rows attend to one another in layers with a window.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def read_encoder(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Gem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma4Encoder(VisionEncoder):
-    """See above. The ``grid`` of a picture is its (rows, columns) of patches.
+    """See the module. A picture's ``grid`` is its (rows, columns) of patches.
 
     ``pool`` patches in each direction become one row of the decoder with ``out`` columns; a picture
     has at most ``rows`` of them. Each table has ``positions`` rows.
@@ -155,7 +155,7 @@ class Gemma4Encoder(VisionEncoder):
         )
 
     def _squares(self, height: int, width: int) -> tuple[int, int]:
-        """The largest grid (rows, columns) of the picture's shape within the budget."""
+        """The largest grid (rows, columns) with the picture's aspect ratio within the budget."""
         side = self.pool * self.patch
         factor = math.sqrt(self.rows * side**2 / (height * width))
         lines, columns = math.floor(factor * height / side), math.floor(factor * width / side)
@@ -184,7 +184,7 @@ class Gemma4Encoder(VisionEncoder):
         return EncodedPicture(out(steps.rms_norm(x, None, self.block.eps), steps))
 
     def _layout(self, row: Any, column: Any) -> PatchLayout:
-        """Rotary positions: the column rotates the first half of a head, the row the second."""
+        """Rotary positions: a head's first half is rotated by the column, the second by the row."""
         half = self.block.size // 2
         frequencies = power(self.theta, -np.arange(0, half, 2) / half).astype(np.float32)
         angles = np.hstack(

@@ -1,5 +1,5 @@
-"""The encoder of Idefics3, SmolVLM and SmolVLM2: SigLIP over square tiles of a picture, and over
-the whole picture as one more tile. A square of encoded patches becomes one row of the decoder.
+"""The encoder of Idefics3, SmolVLM and SmolVLM2: SigLIP on square tiles of a picture, and on the
+whole picture as one more tile. A square of encoded patches becomes one row of the decoder.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ def read_encoder(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Vis
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Idefics3Encoder(VisionEncoder):
-    """See above. ``edge`` is a picture's longest edge in pixels, ``tile`` a tile's edge."""
+    """See the module. ``edge`` is a picture's longest edge in pixels, ``tile`` a tile's edge."""
 
     siglip: SiglipEncoder
     edge: int
     tile: int
     split: bool
     scale: int  # patches per row of the decoder, in each direction
-    out: int  # columns of the decoder's rows
+    out: int  # the decoder's hidden size
     resample: int
     scaling: Scaling
 

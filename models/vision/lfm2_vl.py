@@ -1,5 +1,5 @@
-"""LFM2-VL's encoder: SigLIP 2 (NaFlex) over a whole picture, or over tiles and a thumbnail of a
-large one. A square of encoded patches becomes one row of the decoder.
+"""LFM2-VL's encoder: SigLIP 2 (NaFlex) on a whole picture, or on tiles and a thumbnail of a large
+one. A square of encoded patches becomes one row of the decoder.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from localrt.models.weights import WeightLoader
 from localrt.quant.ops.protocol import Check
 from localrt.quant.ops.vision import VisionActivation, VisionSteps
 
-_EPS = 1e-5  # of the projector's norm; configs do not name it
+_EPS = 1e-5  # for the projector's norm; not in configs
 
 
 def read_encoder(config: Mapping[str, Any], processor: Mapping[str, object]) -> VisionEncoder:

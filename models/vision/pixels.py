@@ -14,7 +14,7 @@ from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.vision import VisionActivation
 
 LANCZOS, BILINEAR, BICUBIC = 1, 2, 3
-"""Pillow's numbers for its resampling filters."""
+"""Pillow's numbers of resampling filters."""
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
@@ -134,7 +134,7 @@ class Patches:
 
     @classmethod
     def none(cls) -> Patches:
-        """Empty patches, for a picture that is encoded already."""
+        """Empty patches, for a picture that is already encoded."""
         empty = np.empty(0, np.float32)
         return cls(np.empty((0, 0), np.uint8), empty, empty)
 
@@ -162,7 +162,7 @@ def resize(picture: Picture, height: int, width: int, resample: int) -> Pixels:
 def cut(pixels: Pixels, size: int) -> Pixels:
     """Patches in rows from the top left, (N, 3 * size * size), each channel by channel.
 
-    What does not fill a patch at the right and the bottom is left out, as by a convolution.
+    Incomplete patches at the right and the bottom are left out, as by a convolution.
     """
     lines, columns, channels = pixels.shape[0] // size, pixels.shape[1] // size, pixels.shape[2]
     whole = pixels[: lines * size, : columns * size]

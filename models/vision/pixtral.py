@@ -44,7 +44,7 @@ from localrt.quant.ops.mathematics import power, turns
 from localrt.quant.ops.protocol import Check
 from localrt.quant.ops.vision import PatchLayout, VisionActivation, VisionSteps
 
-_EPS = 1e-5  # whatever the config says, as in transformers
+_EPS = 1e-5  # independent of the config, as in transformers
 _PROJECTOR = "multi_modal_projector."
 _ARCHITECTURES = {
     "llava": "LlavaForConditionalGeneration",
@@ -121,11 +121,11 @@ def _edges(size: Mapping[str, object]) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PixtralEncoder(VisionEncoder):
-    """See above. The ``grid`` of a picture is its (rows, columns) of patches.
+    """See the module. A picture's ``grid`` is its (rows, columns) of patches.
 
     ``merge`` patches in each direction become one row of the decoder with ``out`` columns.
     ``edges`` are the largest height and width of a picture; ``line_end`` and ``end`` are the tokens
-    behind a line and behind the picture.
+    after a line and after the picture.
     """
 
     block: BlockConfig
@@ -133,10 +133,10 @@ class PixtralEncoder(VisionEncoder):
     patch: int
     theta: float
     merge: int
-    norm_eps: float | None  # of the norm before merging; None: patches are not merged
+    norm_eps: float | None  # for the norm before merging; None: patches are not merged
     out: int
-    activation: VisionActivation  # of the projector
-    bias: bool  # of the projector
+    activation: VisionActivation  # the projector's activation
+    bias: bool  # whether the projector has biases
     edges: tuple[int, int]
     placeholder: str
     line_end: str
@@ -178,7 +178,7 @@ class PixtralEncoder(VisionEncoder):
             (rows, columns), side = picture.grid, self.merge
             norm, merging = units.read(self._merger)
             x = norm(x, steps).reshape(rows // side, side, columns // side, side, -1)
-            # Order of a merged row: column by column, and in it the square's patches.
+            # A merged row is ordered by column, then by the square's patches.
             x = x.transpose(0, 2, 4, 1, 3).reshape(len(x) * x.shape[2], -1)
             x = merging(x, steps)
         first, second = units.read(self._projector)

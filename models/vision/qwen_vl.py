@@ -1,9 +1,9 @@
 """The vision encoders of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5.
 
-A picture keeps its shape: it is resized to whole squares of a few patches. A square's patches are
-adjacent in all arrays and become one row of the decoder. Rotary positions are two-dimensional, in
-the encoder and in the decoder (M-RoPE). The encoders also take videos, so a patch spans several
-frames; a picture repeats its only frame.
+A picture keeps its aspect ratio: it is resized to whole squares of a few patches. A square's
+patches are adjacent in all arrays and become one row of the decoder. Rotary positions are
+two-dimensional, in the encoder and in the decoder (M-RoPE). The encoders also take videos, so a
+patch spans several frames; a picture repeats its only frame.
 
 Shapes below: N patches, C colours, D columns; a picture of (h, w) patches.
 """
@@ -50,7 +50,7 @@ from localrt.quant.ops.protocol import Check
 from localrt.quant.ops.vision import PatchLayout, VisionSteps
 
 Number = TypeVar("Number", bound=np.generic)
-_EPS = 1e-6  # of all norms; configs do not name it
+_EPS = 1e-6  # for all norms; not in configs
 _COLOURS = 3
 _MOST_ASPECT = 200
 _MOST_FRAMES = 16
@@ -60,15 +60,15 @@ _QKV = ("attn.qkv",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QwenConfig:
-    """Sizes of an encoder. Blocks attend within windows of ``window`` squares a side, those in
-    ``full`` to the whole picture; 0: all blocks do. Positions are learned for a square of ``side``
-    patches a side (0: none). The blocks ``deep`` give the decoder rows too. ``pixels`` are (least,
-    most) of a picture.
+    """Sizes of an encoder. Blocks attend within windows of ``window`` by ``window`` squares, those
+    in ``full`` to the whole picture; with ``window`` 0 all blocks do. Positions are learned for
+    ``side`` by ``side`` patches (0: none). Outputs of the blocks ``deep`` also become rows of the
+    decoder. ``pixels`` are the least and the most of a picture.
     """
 
     blocks: BlockConfig
     depth: int
-    out: int  # columns of the decoder's rows
+    out: int  # the decoder's hidden size
     patch: int
     frames: int
     merge: int  # patches per row of the decoder, in each direction
@@ -360,8 +360,8 @@ class QwenEncoder(VisionEncoder):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Merger:
-    """Turns a square of patches into one row; the norm is over each patch, or over all ``wide``
-    columns if ``joined``.
+    """Merges a square of patches into one row; the norm is over each patch, or if ``joined`` over
+    all ``wide`` columns.
     """
 
     norm: Norm

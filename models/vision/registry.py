@@ -1,4 +1,4 @@
-"""Vision encoders by the ``model_type`` of the models that have them."""
+"""Vision encoders by the ``model_type`` of their models."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FILES = {
     "smolvlm": "idefics3",
     "lfm2_vl": "lfm2_vl",
 }
-"""The module in this folder for each ``model_type``. Each has a ``read_encoder`` as below."""
+"""The module for each ``model_type``. Each has a ``read_encoder`` function like the one below."""
 
 _ENCODERS = {"llava": "pixtral"}
 """The supported ``model_type`` of the encoder, for models that are published with several."""
@@ -41,7 +41,7 @@ def read_encoder(config: Mapping[str, object], processor: Mapping[str, object]) 
     """Build a model's encoder from its published ``config.json`` and image processor settings.
 
     Raises:
-        UnsupportedModelError: localrt does not support the encoder, or a value makes no sense.
+        UnsupportedModelError: localrt does not support the encoder, or a value is invalid.
     """
     kind = config.get("model_type")
     if not has_encoder(config):

@@ -1,6 +1,6 @@
 """SigLIP, the core of several families' encoders: patches, learned positions, blocks, a norm.
 
-The families' files prepare pictures and project the encoded patches to rows. A grid is the (rows,
+The families' modules prepare pictures and project the encoded patches to rows. A grid is the (rows,
 columns) of patches of a picture or a tile, within which patches attend to one another.
 """
 
@@ -27,9 +27,9 @@ from localrt.quant.ops.vision import PatchLayout, VisionSteps
 Grid = tuple[int, int]
 
 TENSOR_PREFIXES = ("vision_tower.vision_model.", "vision_tower.")
-"""Prefixes of tensor names: in files on the hub, and in those that transformers 5 writes."""
+"""Prefixes of tensor names: in files on the hub, and in files written by transformers 5."""
 
-_LARGEST_SIDE = 4096  # of a picture, in pixels
+_LARGEST_SIDE = 4096  # largest side of a picture in pixels
 
 _NAMES = BlockNames(
     norm1="layer_norm1",
@@ -45,8 +45,8 @@ _NAMES = BlockNames(
 class SiglipEncoder:
     """A SigLIP model whose tensor names begin with one of ``prefixes``.
 
-    ``patch`` is the side of a patch in pixels. Positions are learned for a square of ``side``
-    patches a side; other grids interpolate them if ``stretched``, else use the nearest.
+    ``patch`` is the side of a patch in pixels. Positions are learned for ``side`` by ``side``
+    patches; other grids interpolate them if ``stretched``, else use the nearest.
     """
 
     block: BlockConfig
@@ -65,7 +65,8 @@ class SiglipEncoder:
         check: Check | None,
     ) -> list[Floats]:
         """The encoded patches (n, D) of each grid."""
-        # Grid by grid, because a step's intermediate results are large; results share one array.
+        # One grid at a time, because a step's intermediate results are large; results share one
+        # array.
         ends = list(accumulate(rows * columns for rows, columns in grids))
         x = large_floats((ends[-1], self.block.hidden))
         encoded = [x[first:end] for first, end in pairwise([0, *ends])]
@@ -80,7 +81,7 @@ class SiglipEncoder:
                 if check is not None:
                     check()
                 rows[:] = block(rows, PatchLayout(ends=(len(rows),)), steps)
-            del block  # before the next one is read
+            del block  # free it before the next one is read
         norm = units.read(self._norm)
         for rows, x in zip(encoded, on_device, strict=True):
             rows[:] = steps.get(norm(x, steps))
@@ -190,9 +191,9 @@ def pixels(settings: Mapping[str, object], key: str, default: int | None = None)
 
 
 def text_size(config: Mapping[str, Any]) -> int:
-    """The columns of the decoder's rows.
+    """The decoder's hidden size.
 
     Raises:
-        ValueError: the config does not say.
+        ValueError: the config does not have it.
     """
     return integer(with_default_values(config["text_config"], ""), "hidden_size")

@@ -1,4 +1,4 @@
-"""Finds a model's vision encoder: in its folder, or in an ``mmproj`` file beside its GGUF file.
+"""Finds a model's vision encoder: in its folder, or in an ``mmproj`` file next to its GGUF file.
 
 A store has a copy in its folder ``vision``, or uses the encoder of the model it was packed from.
 """
@@ -29,11 +29,11 @@ VisionSource = VisionFolder | VisionGguf
 
 
 def vision_source(path: Path, projectors: Sequence[Path] = ()) -> VisionSource | None:
-    """Open the encoder of the model at ``path`` (folder, store or GGUF file); None without one.
+    """Open the encoder of the model at ``path`` (folder, store or GGUF file); None if it has none.
     ``projectors`` are ``mmproj`` files elsewhere.
 
-    Of several ``mmproj`` files beside a GGUF file, the best one of the model's family and row size
-    is opened.
+    Of several ``mmproj`` files next to a GGUF file, the best one with the model's family and hidden
+    size is opened.
 
     Raises:
         CheckpointError: the encoder's files are damaged.
@@ -62,7 +62,7 @@ def _fitting(path: Path, files: Sequence[Path], named: Sequence[Path]) -> Vision
         try:
             encoder = VisionGguf(file)
         except LocalrtError as error:
-            # It may be another model's, unless its name says that it is this one's.
+            # It may belong to another model, unless its name matches this one.
             if problem is None and (file in named or words_in_common(file.name, path.name) >= 0):
                 problem = error
             continue
