@@ -1,7 +1,6 @@
-"""Information about models without running them: which ones there are, and what each is.
+"""Lists models and facts about them without running them.
 
-It reads facts from file headers, and returns them in the forms of OpenAI, vLLM, llama.cpp and LM
-Studio.
+Facts are read from file headers and returned in the forms of OpenAI, vLLM, llama.cpp and LM Studio.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ from localrt.server.service import service_of
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
     """Facts about a model. ``format`` is ``"gguf"`` or ``"safetensors"``; ``ctx`` is the model's
-    own context, in tokens. ``template`` is empty if the model has none, ``picture`` what one costs
-    a model that sees.
+    trained context in tokens. ``template`` is empty if the model has none; ``picture`` is the cost
+    of a picture for a vision model.
     """
 
     family: str
@@ -80,7 +79,8 @@ _UNKNOWN = ModelFacts("unknown", "unknown", 0, "unknown", None, None, "", ("comp
 def known_facts(offered: Offered) -> ModelFacts:
     """Return the facts of a model; if its files cannot be read, all are unknown.
 
-    Whether it sees, a loaded one knows better: not every engine or device can.
+    Whether a loaded model takes pictures is taken from the model, since not every engine or device
+    supports them.
     """
     facts = _UNKNOWN
     with suppress(LocalrtError, OSError):
@@ -132,7 +132,7 @@ def _facts_of(path: Path, _: str) -> ModelFacts:
 
 
 def _picture(path: Path) -> PictureCost | None:
-    with suppress(LocalrtError):  # its encoder is damaged: the decoder may be whole
+    with suppress(LocalrtError):  # the encoder is damaged, but the decoder may be intact
         return picture_cost(path)
     return None
 

@@ -1,4 +1,4 @@
-"""Anthropic's Messages: requests become calls, chunks become a message, whole or as events."""
+"""Anthropic's Messages API: requests become calls, chunks become a message, whole or as events."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ from localrt.server.service import Service, read_request, service_of
 
 
 def messages_call(fields: Fields, note: Note = unnoted) -> Generation:
-    """Return the call for a message. A last assistant message is the beginning of the answer.
+    """Return the call for a message. A final assistant message is the beginning of the answer.
 
-    ``note`` is told what cannot be shown to a model.
+    ``note`` is called for content that cannot be shown to a model.
 
     Raises:
-        ApiError: 400, fields that do not go together or are not supported.
+        ApiError: 400, fields that cannot be combined or are not supported.
     """
     options = sampling(fields, "max_tokens", "temperature", "top_p", "top_k", stop="stop_sequences")
     output = fields.get("output_config") or {}
@@ -100,7 +100,7 @@ def _thinking(thinking: Fields, wanted: str | None) -> dict[str, Any]:
 
 
 def _merged(messages: Sequence[PromptMessage]) -> list[PromptMessage]:
-    """Join neighbours with one role, as templates require; tool messages stay separate."""
+    """Join consecutive messages of one role, as templates require; tool messages stay separate."""
     found: list[PromptMessage] = []
     for message in messages:
         last = found[-1] if found else None
@@ -119,7 +119,7 @@ def _merged(messages: Sequence[PromptMessage]) -> list[PromptMessage]:
 
 # -- replies ---------------------------------------------------------------------------------------
 
-_SIGNATURE = "localrt"  # clients send it back with a thought, and it is not checked
+_SIGNATURE = "localrt"  # clients send it back with a thought; it is not checked
 
 
 class MessageReply(Reply):

@@ -1,7 +1,7 @@
-"""The server as an ASGI application: paths, errors, CORS, and the batch that lives with it.
+"""The server as an ASGI application: paths, errors, CORS, and the lifetime of batches.
 
-A path is a small function from a request to a response. Exceptions for wrong fields and library
-errors become responses at the end.
+An endpoint is a small function from a request to a response. Exceptions for invalid fields and
+library errors are turned into responses here.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def create_app(
 ) -> Starlette:
     """Return the application that serves ``model``, which the caller closes, or several models.
 
-    ``log`` is called after every request, ``note`` with things to log once. Batches run from the
+    ``log`` is called after every request, ``note`` with one-time log lines. Batches run from the
     application's startup to its shutdown; ``app.state.service`` can be told to ``stop``.
     """
     options = options or ServeOptions()
@@ -123,7 +123,7 @@ def create_app(
 
 
 def _routes() -> list[Route]:
-    """Make one route per path, so that a wrong method gets the list of allowed ones."""
+    """Make one route per path, so that a wrong method is answered with the allowed ones."""
     paths: dict[str, dict[str, Handler]] = {}
     for one in ROUTES:
         paths.setdefault(one.path, {})[one.method] = one.handler

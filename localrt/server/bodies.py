@@ -55,7 +55,7 @@ class Unpacker:
         self._decoder = makers[name]()
 
     def push(self, data: bytes) -> bytes:
-        """Return ``data`` unpacked, with one byte more than ``most`` if there is too much.
+        """Return ``data`` unpacked; of too much data, one byte more than ``most``.
 
         Raises:
             ApiError: 400, the data is not in this encoding.
@@ -72,10 +72,10 @@ class Unpacker:
         return found
 
     def end(self) -> None:
-        """The body has ended.
+        """Check at the body's end that it is complete.
 
         Raises:
-            ApiError: 400, something is missing.
+            ApiError: 400, data is missing.
         """
         if self._decoder is not None and not self._decoder.eof:
             raise invalid(f"the body is incomplete {self._name} data")
@@ -100,16 +100,16 @@ def encodings() -> dict[str, Callable[[], object]]:
 # -- the body --------------------------------------------------------------------------------------
 
 _SMALL = 64 << 10
-# The memory of parsed values, in words of about 30 bytes: a number takes one, a text two, a list or
-# an object eight. The limit is two million words, the token ids of a long prompt.
+# Memory of parsed values, in words of about 30 bytes: a number takes one, a string two, a list or
+# an object eight. The limit is two million words, as for the token ids of a long prompt.
 _MOST_WORDS = 2 << 20
 _WHERE = re.compile(r"^data\.?")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def prepare_checks() -> None:
-    """Compile the schemas' checks before requests come: concurrent requests would each compile
-    their own, and use megabytes for it.
+    """Compile the schemas' checks before requests arrive: concurrent requests would each compile
+    their own, using megabytes.
     """
     for kind in REQUESTS:
         _validator(kind)
@@ -117,14 +117,14 @@ def prepare_checks() -> None:
 
 
 class BodyRoom:
-    """The bytes that incoming bodies hold together, ``taken``; small ones always have room."""
+    """Limits the total bytes of incoming bodies, ``taken``; small ones always have room."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self.taken = 0
 
     def take(self, nbytes: int) -> None:
-        """Add bytes of a large body, or give them back (below zero).
+        """Add bytes of a large body, or if negative, release them.
 
         Raises:
             ApiError: 503, there is no room; nothing was added.
@@ -158,7 +158,7 @@ async def read_fields(
 
     try:
         body = await _read(request, options, grow)
-        # Megabytes take time to parse, and other requests should not wait.
+        # Large bodies take time to parse, and other requests should not wait for that.
         return await asyncio.to_thread(lambda: check_fields(kind, parse_json(body)))
     finally:
         room.take(-taken)

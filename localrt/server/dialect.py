@@ -1,7 +1,7 @@
-"""The common part of all dialects: a call made from a body, a reply to it, an endpoint.
+"""The base of all dialects: the call for a request, the reply to it, endpoints.
 
-A dialect turns a checked body into a ``Generation``, and the chunks of its answers into a ``Reply``
-of its own. Neither knows which model answers.
+A dialect turns a checked body into a ``Generation``, and the chunks of its answers into its own
+``Reply``. Neither knows which model answers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Endpoint(NamedTuple):
     """A path and its handler, whose docstring describes it in ``/openapi.json``.
 
     ``body`` and ``answer`` name schemas; ``answer`` may be a media type instead, and "" keeps the
-    path out of the description. ``stream`` is the media type of an answer that comes in pieces.
+    path out of the description. ``stream`` is the media type of a streamed answer.
     """
 
     path: str
@@ -60,16 +60,16 @@ class Endpoint(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """What a checked request wants to be generated.
+    """A checked request for generation.
 
     ``prompts`` has keyword arguments of ``LiveModel.submit`` for each prompt. Every prompt gets
     ``choices`` answers. ``logprobs`` shows log-probabilities, ``echo`` puts the prompt before its
     answers, ``only_reads`` asks for no answers. Without ``parallel_tools`` an answer has one call
     at most. ``overflow_in_stream`` reports a prompt that does not fit in the stream, if there is
-    one. ``known`` has the tools that are not functions for the client, by the names of their
-    functions for the model; a ``legacy`` call is a message's ``function_call``. ``request_class``
-    is what the request is for, if neither a header nor its key says so. ``left_out`` has the fields
-    that bind answers elsewhere, and not here.
+    one. ``known`` has the tools that are not functions for the client, by the function names that
+    the model sees; a ``legacy`` call is a message's ``function_call``. ``request_class`` is the
+    class of the request if neither a header nor its key sets one. ``left_out`` are fields that
+    constrain answers on other servers but not here.
     """
 
     prompts: Sequence[Mapping[str, Any]]
@@ -100,12 +100,14 @@ class Generation:
 
 
 def tier_of(fields: Fields) -> RequestClass:
-    """Return the class of requests that OpenAI's ``service_tier`` stands for."""
+    """Return the request class for OpenAI's ``service_tier``."""
     return "background" if fields.get("service_tier") == "flex" else "interactive"
 
 
 def sampling(fields: Fields, *names: str, **others: str) -> dict[str, object]:
-    """Return the options in ``fields`` with these names; ``others`` gives the dialect's names."""
+    """Return the options in ``fields`` with these names; ``others`` maps options to the dialect's
+    names.
+    """
     options = {}
     for name, theirs in {**dict(zip(names, names, strict=True)), **others}.items():
         value = fields.get(theirs)
@@ -121,10 +123,10 @@ def _stops(given: str | Sequence[str]) -> list[str] | None:
     return [text for text in ([given] if isinstance(given, str) else given) if text] or None
 
 
-# Converts values that mean something else in the library; None: as if not given.
+# Converts values that mean something else in the library; None means unset.
 _MEANT: Mapping[str, Callable[[Any], Any]] = {
     "stop": _stops,
-    "top_k": lambda given: max(0, int(given)),  # other servers switch it off with -1
+    "top_k": lambda given: max(0, int(given)),  # -1 disables it on other servers
     "max_tokens": lambda given: None if given < 0 else int(given),
     "seed": lambda given: None if given == -1 else int(given) % SEEDS,  # -1: a new seed each time
 }
@@ -175,8 +177,8 @@ class Reply(ABC):
 
     @abstractmethod
     def alive(self) -> bytes:
-        """Return what a stream sends after a long silence: clients and proxies give up on a silent
-        one.
+        """Return what a stream sends after a long silence, so that clients and proxies do not time
+        out.
         """
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Errors as the clients of each dialect expect them: a status and a JSON object."""
+"""Errors in the form of each dialect: a status and a JSON object."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ _TYPES = {
 }
 _ANTHROPIC_TYPES = {**_TYPES, 413: "request_too_large", 501: "api_error", 503: "overloaded_error"}
 
-ANTHROPIC_HEADER = "anthropic-version"  # sent by Anthropic's clients, which list models as well
+ANTHROPIC_HEADER = "anthropic-version"  # sent by Anthropic's clients, even to list models
 
 _NO_PATH = "there is nothing at this path: /openapi.json lists what this server answers"
 
-# A path from a root or a home folder, up to its last part. Names may have spaces inside.
+# A path from a root or home folder, up to its last part. Names may contain spaces.
 _FOLDERS = re.compile(
     r"""(?<![\w/:.~-])(?:~|[A-Za-z]:)?[/\\]"""
     r"""(?:(?=\S)(?:(?![:;,]\ )[^/\\\n"'])*[^/\\\s"':;,][/\\])+"""
 )
 
-# Options that are set by flags of `localrt serve`, not by requests.
+# Options that are set by flags of `localrt serve`, not in requests.
 _OF_THE_SERVER = frozenset(
     {
         *("adapters", "chat_template", "ctx", "device", "draft", "engine", "format", "gpu_memory"),
         *("kv_format", "overflow", "pre_tokenizer", "ram", "threads", "tree_budget"),
     }
 )
-# Options with another name in requests.
+# Options that have another name in requests.
 _FIELDS = {"json_schema": "response_format", "token_ids": "prompt"}
 _FIELDS |= {"grammar": "grammar", "suffix": "suffix"}  # known without an underscore
 
@@ -69,7 +69,7 @@ def to_json(value: object) -> bytes:
 
 
 class JsonResponse(Response):
-    """A JSON body in ASCII: an unpaired surrogate in a text cannot break it."""
+    """A JSON body in ASCII, which unpaired surrogates cannot break."""
 
     media_type = "application/json"
 
@@ -81,7 +81,7 @@ class JsonResponse(Response):
 class ApiError(Exception):
     """An error response. ``param`` is the field concerned.
 
-    ``overflow`` has the tokens of a prompt that does not fit, and of the context.
+    ``overflow`` has the token counts of a prompt that does not fit and of the context.
     """
 
     def __init__(
@@ -112,12 +112,12 @@ class ApiError(Exception):
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """Return the error for a request that cannot be answered as it is."""
+    """Return the error for an invalid request."""
     return ApiError(400, message, param=param, code=code)
 
 
 def in_words(error: ApiError) -> str:
-    """Return the message; for a context overflow, in the words that clients recognize."""
+    """Return the message; for a context overflow, in the wording that clients recognize."""
     if error.overflow is None:
         return str(error)
     tokens, ctx = error.overflow

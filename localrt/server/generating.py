@@ -1,4 +1,4 @@
-"""Answers of the running batch, as whole JSON objects or as a stream of events.
+"""Answers from the running batch, as whole JSON objects or as a stream of events.
 
 If a client disconnects or stops reading, its answers are cancelled. An error in the middle of a
 stream is its last event.
@@ -45,16 +45,16 @@ from localrt.service.live import AsyncAnswer
 
 T = TypeVar("T")
 
-_SILENT_S = 15.0  # seconds of silence before a stream shows that it is alive
+_SILENT_S = 15.0  # seconds of silence before a stream sends a keep-alive
 _ENDS = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
 
 
 async def answer(
     asked: ModelRequest, call: Generation, make: Callable[[Generation, str, TokenBytes], Reply]
 ) -> Response:
-    """Return the response to ``call`` by the model ``asked`` for; ``make`` makes its reply.
+    """Return the response to ``call`` by the requested model; ``make`` creates its reply.
 
-    A stream begins after 15 s even if its model is still loading or its prompt being read.
+    A stream begins after 15 s even if the model is still loading or the prompt being processed.
 
     Raises:
         ApiError, LocalrtError: nothing has been sent.
@@ -97,10 +97,10 @@ async def _cancelled(task: asyncio.Task[None]) -> None:
 async def computed(asked: ModelRequest, work: Callable[[Model, threading.Event], T]) -> T:
     """Run ``work`` on the model in a thread; its event is set if the client disconnects.
 
-    Work takes turns, as it shares the engine with answers.
+    Such work runs one at a time, since it shares the engine with answers.
 
     Raises:
-        ApiError, LocalrtError: it could not be done.
+        ApiError, LocalrtError: the work failed.
         ClientDisconnect: the client has disconnected.
     """
     cancel = threading.Event()
@@ -122,7 +122,7 @@ async def rendered(
     """Run ``work`` on the model and the one prompt of ``call`` in a thread; it computes no passes.
 
     Raises:
-        ApiError, LocalrtError: it could not be done.
+        ApiError, LocalrtError: the work failed.
         ClientDisconnect: the client has disconnected.
     """
 
@@ -138,7 +138,9 @@ async def rendered(
 
 
 async def prompt_tokens(asked: ModelRequest, call: Generation) -> int:
-    """Return the tokens of the one prompt of ``call``, a conversation, with tools and options."""
+    """Return the number of tokens of the only prompt of ``call``, a conversation, with tools and
+    options.
+    """
 
     def count(model: Model, given: Mapping[str, Any]) -> int:
         return model.count(given["prompt"], tools=given["tools"], **call.options)
@@ -179,7 +181,7 @@ CLASS_HEADER, DEADLINE_HEADER = "x-localrt-class", "x-localrt-deadline"
 
 
 def _terms(asked: ModelRequest, call: Generation) -> dict[str, Any]:
-    """Return the class of a request, and within how many seconds its first token must come.
+    """Return the class of a request, and the deadline in seconds for its first token.
 
     Raises:
         ApiError: 400, a header is malformed.
@@ -214,7 +216,7 @@ class _Work(AsyncExitStack):
         self._asked, self._service = asked, asked.service
         self._call, self._began = call, began
         self._served: ServedModel | None = None
-        self._echoes: list[Chunk] = []  # one for each prompt that is echoed or only read
+        self._echoes: list[Chunk] = []  # one per prompt that is echoed or only read
         self._answers: list[AsyncAnswer] = []
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -262,7 +264,7 @@ class _Work(AsyncExitStack):
             cancel.set()
 
     def _note_loosened(self) -> None:
-        """Name in the log what a schema asks for and a grammar cannot do."""
+        """Log the keywords of a schema that a grammar cannot enforce."""
         of_schema = next((one.left_out for one in self._answers if one.left_out), ())
         names = ", ".join([*self._call.left_out, *of_schema])
         if names:
@@ -287,7 +289,7 @@ class _Work(AsyncExitStack):
         return [joined(parts[index]) for index in sorted(parts)]
 
     async def merged(self) -> AsyncGenerator[tuple[int, Chunk] | None, None]:
-        """Yield the chunks of all answers with their numbers; None after a long silence.
+        """Yield (answer number, chunk) for all answers; None after a long silence.
 
         Raises:
             LocalrtError: an answer has failed or was cancelled.
@@ -357,7 +359,7 @@ async def _events(
                             yield event
                         shown = time.monotonic()
                         continue
-                # Nothing has arrived, or it is not complete: part of a character or a call.
+                # Nothing has arrived, or only part of a character or a call.
                 if each is None or time.monotonic() - shown >= _SILENT_S:
                     yield reply.alive()
                     shown = time.monotonic()
@@ -371,7 +373,7 @@ async def _events(
 
 
 class _EventStream(StreamingResponse):
-    """Events as they come; ``stack`` is always closed at the end."""
+    """A stream of events; ``stack`` is always closed at the end."""
 
     def __init__(
         self, events: AsyncIterator[bytes], kind: str, stack: AsyncExitStack, timeout_s: float
@@ -422,7 +424,7 @@ def echo_of(
 def _scores(
     model: Model, ids: Sequence[int], top: int, adapter: str | None, cancel: threading.Event
 ) -> Iterator[TokenLogprob]:
-    """Return every token's score; the first has none, since nothing precedes it."""
+    """Yield every token's score; the first token has none, since nothing precedes it."""
     spelled = model.tokenizer.token_text
     if ids:
         yield TokenLogprob(ids[0], spelled(ids[0]), nan)

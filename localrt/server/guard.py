@@ -1,6 +1,6 @@
-"""Checks before every endpoint: paths, keys, web pages, limits; also the log and the counts.
+"""Checks before every endpoint: paths, keys, web pages, limits; also logging and counts.
 
-It is pure ASGI, so that it sees streams too. It does not know bodies.
+It is pure ASGI, so that it also handles streams. It does not know bodies.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PREFIX = "v1"
 
 
 class Paths:
-    """Maps a request's path to one of ``known``, the server's paths."""
+    """Maps a request's path to one of the server's paths, ``known``."""
 
     def __init__(self, known: Iterable[str]) -> None:
         self.known = frozenset(known)
@@ -56,7 +56,7 @@ class Paths:
 _WHEN_FULL = ("/health", "/metrics")
 _GONE = 499  # status in the log for a client that disconnected
 _LATE = 408
-_MOST_DISCARDED = 256 << 20  # bytes of a refused body
+_MOST_DISCARDED = 256 << 20  # most bytes of a refused body to read and discard
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 _ID_HEADERS = ("x-request-id", "request-id")  # OpenAI's, Anthropic's
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
@@ -64,7 +64,7 @@ _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """One request that has been answered. ``status`` 499: the client disconnected."""
+    """An answered request. ``status`` 499: the client disconnected."""
 
     client: str
     method: str
@@ -125,7 +125,7 @@ class Guard:
 
         self._service.open_requests += 1
         try:
-            # Even a preflight must be unambiguous.
+            # Even a preflight request must be unambiguous.
             answer = self._answer if _has_two_lengths(scope) else self._answered
             await answer(scope, body.receive, watched)
         finally:
@@ -150,7 +150,7 @@ class Guard:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a native library's panic too
-            # Nothing can be added to an answer that has begun: the connection is closed.
+            # An answer that has begun cannot become an error: the connection is closed.
             if not begun:
                 answer = failure(error).response(scope["path"], Headers(scope=scope))
                 await answer(scope, receive, send)
@@ -191,7 +191,7 @@ class Guard:
 
 class _Body:
     """A request's body. Before a refusal is sent, the unread rest is read and discarded: otherwise
-    a client that sends everything first finds its connection reset, and misses the answer.
+    a client that sends its whole body first would find the connection reset, and miss the answer.
     """
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
@@ -241,8 +241,8 @@ def _has_two_lengths(scope: Scope) -> bool:
 
 
 def _check_head(scope: Scope, options: ServeOptions) -> None:
-    """Refuse heads that proxies may read differently, and close the connection, which could hide a
-    second request.
+    """Refuse heads that proxies may interpret differently, and close the connection, in which a
+    second request could be hidden.
     """
     close, most = {"Connection": "close"}, options.max_header
     if _has_two_lengths(scope):
@@ -257,10 +257,10 @@ def _check_head(scope: Scope, options: ServeOptions) -> None:
 
 
 def _check_page(headers: Mapping[str, str], options: ServeOptions) -> None:
-    """Refuse web pages, which could reach a server of this machine through a browser.
+    """Refuse web pages, which could reach a server on this machine through a browser.
 
-    A browser sends the page's origin and its own name for this server. If that is not a name of
-    this machine, the page's own DNS name points here.
+    A browser sends the page's origin, and the name by which it reaches this server. If that is not
+    a name of this machine, the page's DNS name points here (DNS rebinding).
     """
     host = headers.get("host", "")
     name = _split(f"//{host}").hostname if "@" not in host else ""

@@ -1,7 +1,7 @@
-"""Filling in the middle, for editors: llama.cpp's ``/infill`` and Mistral's completions.
+"""Fill-in-the-middle for editors: llama.cpp's ``/infill`` and Mistral's completions.
 
-A small dialect in one file: calls, reply and endpoints. Its requests have OpenAI's fields, too.
-Answers have llama.cpp's fields, if they apply here.
+A small dialect in one file: calls, reply and endpoints. Requests may also have OpenAI's fields.
+Answers have llama.cpp's fields, as far as they apply.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def infill_call(fields: Fields) -> Generation:
     """Return the call for llama.cpp's ``/infill``."""
     known = _known(fields, "INFILL")
     count = fields.get("n_predict")
-    if count is not None:  # no limit below zero; 0 only reads the prompt
+    if count is not None:  # negative: no limit; 0: only process the prompt
         known["max_tokens"] = max(1, count) if count >= 0 else None
     before = fields["input_prefix"] + (fields.get("prompt") or "")
     call = completion_call({**known, "prompt": before})
@@ -59,7 +59,7 @@ def infill_call(fields: Fields) -> Generation:
         lines["min_indent"] = fields["n_indent"]
     if (fields.get("t_max_predict_ms") or 0) > 0:
         lines["line_seconds"] = fields["t_max_predict_ms"] / 1000
-    # Editors send all their text, and do not know the context's size.
+    # Editors send all their text, without knowing the context length.
     options = {**call.options, **lines, "overflow": "drop_oldest"}
     call = replace(call, options=options)
     return _filling(call, before, fields["input_suffix"], files=files)

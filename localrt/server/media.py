@@ -1,6 +1,6 @@
-"""Pictures of requests for models that see, from base64 or the web; words for other models.
+"""Pictures in requests, from base64 or URLs, for vision models; text placeholders for other models.
 
-What clients say about their type is not believed: the library looks at their bytes.
+The media type that clients state is ignored: the library inspects the bytes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from localrt.server.service import Service
 
 Prompt = Mapping[str, Any]
 
-_MOST = 64  # pictures of a request
-_FETCH_S = 30.0  # for all pictures of a request
+_MOST = 64  # pictures per request
+_FETCH_S = 30.0  # seconds for all pictures of a request
 _PICTURES = ("image", "screenshot")
 _MOST_HEAD = 256  # characters of a data URI before its data
 _BLANKS = b" \t\r\n"
@@ -30,8 +30,8 @@ _BLANKS = b" \t\r\n"
 async def with_pictures(
     prompts: Sequence[Prompt], service: Service, *, sees: bool
 ) -> AsyncIterator[Sequence[Prompt]]:
-    """Yield the prompts of a ``Generation`` as the library takes them, with the bytes of pictures,
-    which are only counted until the block ends. A model that does not see is shown words.
+    """Yield the prompts of a ``Generation`` in the library's form, with the bytes of pictures,
+    which count as taken until the block ends. A model without vision gets text placeholders.
 
     Raises:
         ApiError: 400, a picture cannot be read or may not be fetched; 503, there is no room.
@@ -57,7 +57,7 @@ async def with_pictures(
     try:
         fetched = await _fetched(sources, service, take)
         async with service.seeing:
-            decoded: list[bytes] = []  # as a result, the task's cycle would keep them for a while
+            decoded: list[bytes] = []  # not the task's result: its reference cycle would live on
             await asyncio.to_thread(lambda: decoded.extend(_decoded(sources, fetched)))
             pictures = iter(decoded)
             yield [_shown(prompt, lambda one: _parts(one, pictures)) for prompt in prompts]
@@ -66,7 +66,7 @@ async def with_pictures(
 
 
 def in_words(prompt: Prompt) -> Prompt:
-    """Return the prompt as a model that reads text only is shown it."""
+    """Return the prompt for a text-only model."""
     return _shown(prompt, Mixed.in_words)
 
 
@@ -91,7 +91,7 @@ def _shown(prompt: Prompt, show: Callable[[Mixed], object]) -> Prompt:
 
 
 def _parts(content: Mixed, pictures: Iterator[bytes]) -> list[dict[str, Any]]:
-    """Return a content as chat templates take it, with the next of ``pictures``."""
+    """Return a content in the form of chat templates, taking the next of ``pictures``."""
     parts: list[dict[str, Any]] = []
     for piece in content.pieces:
         if isinstance(piece, Media):
@@ -103,13 +103,14 @@ def _parts(content: Mixed, pictures: Iterator[bytes]) -> list[dict[str, Any]]:
     return parts
 
 
-# -- where pictures are ----------------------------------------------------------------------------
+# -- sources of pictures
+# ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Where a picture is, which messages call ``name``: ``text`` is a URL, or base64 from ``start``
-    on.
+    """The source of a picture called ``name`` in messages: ``text`` is a URL, or base64 from index
+    ``start`` on.
     """
 
     name: str
@@ -126,7 +127,7 @@ class _Source:
             data = memoryview(self.text.encode("ascii"))[self.start :]
             try:
                 found = binascii.a2b_base64(data, strict_mode=True)
-            except ValueError:  # in lines, as many programs write it
+            except ValueError:  # base64 with line breaks, as written by many programs
                 lines = bytes(data).translate(None, _BLANKS)
                 found = binascii.a2b_base64(lines, strict_mode=True)
         except ValueError as error:
@@ -137,10 +138,10 @@ class _Source:
 
 
 def _sources(prompts: Sequence[Prompt], media: Sequence[Media]) -> list[_Source]:
-    """Return where all pictures are.
+    """Return the sources of all pictures.
 
     Raises:
-        ApiError: 400, they are too many, or not all are pictures.
+        ApiError: 400, there are too many, or not all are pictures.
     """
     for one in media:
         if one.kind not in _PICTURES:
@@ -179,7 +180,7 @@ def _decoded(sources: Sequence[_Source], fetched: Mapping[str, bytes]) -> Iterat
 async def _fetched(
     sources: Sequence[_Source], service: Service, take: Callable[[int], None]
 ) -> Mapping[str, bytes]:
-    """Return what is at the URLs of ``sources``: together at most as many bytes as a body has."""
+    """Return the contents of all URLs in ``sources``; their total is limited like a body."""
     urls = {one.text: one.name for one in sources if one.start is None}
     found: dict[str, bytes] = {}
     if urls and service.fetcher is None:

@@ -1,7 +1,7 @@
-"""Which models of a server give memory to another, by what they are used for and how often.
+"""Decides which models of a server free memory for another, by their use.
 
-First give the models that nobody is expected to wait for soon, of these the one expected back last.
-Nothing here measures or moves memory.
+Models that nobody is expected to wait for soon come first, and of these the one whose next use is
+expected last. Nothing here measures or moves memory.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import TypeVar
 from localrt.engine.saved_caches import SAMPLES, expected_s
 
 K = TypeVar("K", bound=Hashable)
-_SOON_S = 600.0  # a model that somebody is expected to wait for by then is used often
-_APART_S = 10.0  # uses that follow sooner are one: nothing could be gained in between
+_SOON_S = 600.0  # if someone is expected to wait for a model by then, it is used often
+_APART_S = 10.0  # uses that are closer count as one: freeing memory in between gains nothing
 
 
 @dataclass(slots=True, eq=False)
 class Uses:
-    """The uses of a model for one purpose: ``count`` now, and how long it was ``away`` before each
-    of the last, in seconds. ``last`` is when one ended.
+    """The uses of a model for one purpose: ``count`` is the current number, ``away`` the seconds of
+    disuse before each of the last uses, ``last`` the end of the latest.
     """
 
     count: int = 0
@@ -41,8 +41,8 @@ class Uses:
 
 
 def stay_s(away: Collection[float], least: float) -> float:
-    """Return how long an unused model stays: ``least`` seconds, and longer as long as it is
-    expected back within so many more.
+    """Return how long an unused model stays loaded: ``least`` seconds, or longer if its next use is
+    expected within that much more time.
     """
     stay = least
     for longer in sorted(away):
@@ -53,11 +53,11 @@ def stay_s(away: Collection[float], least: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """The bytes that a model can give: ``caches``, ``weights`` that it streams without, and the
-    ``rest``, for which it is unloaded.
+    """The bytes that a model can free: ``caches``, ``weights`` that it can stream instead, and the
+    ``rest``, for which it must be unloaded.
 
-    ``wanted_s`` is the time until somebody is expected to wait for it, ``used_s`` until any use.
-    ``kept``: whether the time that a user has set for it still runs; None: there is none.
+    ``wanted_s`` is the expected time until someone waits for it, ``used_s`` until any use.
+    ``kept``: whether the keep-alive time set by a user has not expired; None: none is set.
     """
 
     caches: int = 0
@@ -69,32 +69,35 @@ class Holding:
 
     @property
     def rank(self) -> int:
-        """0 for the models that give first, 1 for those used often, 2 for those a user keeps."""
+        """0 for models that free memory first, 1 for models used often, 2 for those a user
+        keeps.
+        """
         return int(self.wanted_s <= _SOON_S) if self.kept is None else 2 * self.kept
 
     @property
     def most(self) -> int:
-        """The bytes that it can give while it stays loaded."""
+        """The bytes that it can free while it stays loaded."""
         return self.caches + self.weights
 
 
 def giving_order(models: Mapping[K, Holding]) -> list[K]:
-    """Return the models in the order in which they give."""
+    """Return the models in the order in which they free memory."""
     return sorted(models, key=lambda name: (models[name].rank, -models[name].used_s))
 
 
 def plan_room(models: Mapping[K, Holding], nbytes: int) -> dict[K, int]:
-    """Return the bytes that each gives, together ``nbytes`` or as many as possible; a model that
-    gives more than its ``most`` is unloaded.
+    """Return the bytes that each model frees, ``nbytes`` in all or as many as possible; a model
+    that frees more than its ``most`` is unloaded.
 
-    Of each rank, all shrink before one is unloaded. A higher rank gives what is still missing.
+    Within a rank, all models shrink before one is unloaded. Higher ranks free what is still
+    missing.
     """
     gifts: dict[K, int] = {}
     order = giving_order(models)
     for rank in range(3):
         group = [name for name in order if models[name].rank == rank]
         most = sum(models[name].most + models[name].rest for name in group)
-        for name in reversed(group):  # those expected back soon are spared first
+        for name in reversed(group):  # spare those whose next use is soonest
             if most - models[name].rest >= nbytes:
                 most -= models[name].rest
             elif models[name].rest:

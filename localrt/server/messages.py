@@ -1,8 +1,8 @@
-"""Turn messages and tools of any dialect into the form that chat templates take.
+"""Converts messages and tools of any dialect to the form of chat templates.
 
-No content ends a conversation: words stand for what cannot be shown, and a part of an unknown kind
-is shown as it is, without the fields that only its vendor can read. Pictures stay as they came:
-``media`` knows whether the model sees. Models call functions: a tool that takes a text becomes a
+No content is refused: placeholders replace what cannot be shown, and a part of an unknown kind is
+shown as it is, without fields that only its vendor can read. Pictures stay unchanged: ``media``
+handles them depending on the model. Models call functions: a tool that takes a text becomes a
 function with one argument, and a tool that only its vendor's server can run is left out.
 """
 
@@ -21,9 +21,9 @@ from localrt.server.errors import invalid
 
 Fields = Mapping[str, Any]
 PromptMessage = dict[str, Any]
-"""A message as chat templates take it, but for its content, which may be ``Mixed``."""
+"""A message in the form of chat templates, except that its content may be ``Mixed``."""
 Note = Callable[[str, str], None]
-"""Takes a kind, and a line for the log that is said once a kind."""
+"""Called with a kind and a line to log, once per kind."""
 
 
 def unnoted(kind: str, text: str) -> None:
@@ -31,11 +31,11 @@ def unnoted(kind: str, text: str) -> None:
 
 
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
-_OPAQUE = 256  # a text with this many characters and no space is not words
+_OPAQUE = 256  # a text of this many characters without a space is not readable
 _KIND = 60  # the most characters of a part's type
 _UNSHOWN = ("id", "type", "status", "signature", "cache_control", "annotations", "citations")
 _ARGUMENTS = ("arguments", "input", "args", "action", "operation")
-_THOUGHTS = ("thinking", "reasoning", "reasoning_content")  # types of parts
+_THOUGHTS = ("thinking", "reasoning", "reasoning_content")  # part types with thoughts
 _IN_THOUGHTS = (*_THOUGHTS, "content", "summary", "text")
 _RESULTS = ("content", "output", "result")
 _FUNCTIONS = "functions"  # the namespace of tools without one
@@ -46,7 +46,7 @@ _MEDIA = ("image", "screenshot", "audio", "video")
 class Media:
     """A picture, sound or video as its client sent it: the ``part`` of a content.
 
-    ``words`` stand for it before a model that reads text only.
+    ``words`` replace it for a text-only model.
     """
 
     kind: str
@@ -65,7 +65,7 @@ class Mixed:
     between: str
 
     def in_words(self) -> str:
-        """Return the content for a model that reads text only."""
+        """Return the content for a text-only model."""
         return self.between.join(
             piece if isinstance(piece, str) else piece.words for piece in self.pieces
         )
@@ -75,7 +75,7 @@ Content: TypeAlias = str | Mixed
 
 
 def joined(contents: Sequence[Content], between: str) -> Content:
-    """Return one content of several."""
+    """Join several contents into one."""
     if all(isinstance(content, str) for content in contents):
         return between.join(map(str, contents))
     pieces: list[str | Media] = []
@@ -109,9 +109,10 @@ def made_call(call_id: object, name: str, arguments: object) -> PromptMessage:
 def messages_of(
     role: str, content: object, note: Note, *, between: str = "\n\n"
 ) -> list[PromptMessage]:
-    """Return the messages for one of ``role`` with this ``content``: results become their own.
+    """Return the messages for one of ``role`` with this ``content``: tool results become separate
+    messages.
 
-    ``between`` separates the texts of a message. Content without anything to show gives no message.
+    ``between`` separates the texts of a message. Empty content gives no message.
     """
     if isinstance(content, str):
         return [{"role": role, "content": without_billing(content, role)}]
@@ -119,14 +120,14 @@ def messages_of(
 
 
 def without_billing(text: str, role: str = "system") -> str:
-    """Remove the first line of Claude Code from a system prompt: it is for its vendor's servers and
-    differs in each request, so that a cache would match nothing after it.
+    """Remove Claude Code's first line from a system prompt: it is meant for its vendor's servers
+    and differs in each request, which would make prompt caches useless.
     """
     return _BILLING.sub("", text) if role in ("system", "developer") else text
 
 
 def content_of(content: object, note: Note, between: str = "\n\n") -> Content:
-    """Return a content, which is a text, a part, or a list of both, in our form."""
+    """Convert a content, which is a text, a part, or a list of both, to our form."""
     if content is None or isinstance(content, str):
         return content or ""
     pieces = [piece for part in _parts(content) if (piece := _shown(part, note))]
@@ -136,7 +137,7 @@ def content_of(content: object, note: Note, between: str = "\n\n") -> Content:
 
 
 def text_of(content: object, note: Note, between: str = "\n\n") -> str:
-    """Return the text of a content, with words in the place of media."""
+    """Return the text of a content, with placeholders for media."""
     found = content_of(content, note, between)
     return found if isinstance(found, str) else found.in_words()
 
@@ -183,7 +184,7 @@ def _kind(part: object) -> str:
 
 
 def _call(kind: str, part: Fields) -> PromptMessage | None:
-    """Return the call in a part; None if it has no id, since it was run elsewhere."""
+    """Return the call in a part; None if it has no id: it was then run elsewhere."""
     own = kind.endswith("tool_use") or kind == "tool_call"
     call_id = part.get("call_id") or (part.get("id") if own else None)
     if not call_id or not kind.endswith(("_call", "tool_use")):
@@ -207,7 +208,7 @@ def _answered(kind: str, part: Fields) -> str | None:
 
 
 def _shown(part: object, note: Note) -> str | Media:
-    """Return a part in words, or as media, or "" if there is nothing to show."""
+    """Return a part as text or media; "" if there is nothing to show."""
     if isinstance(part, str):
         return part
     try:
@@ -222,7 +223,7 @@ def _words(part: Fields, note: Note) -> str | Media:
         if isinstance(text, str):
             return text
     if kind in ("text", "refusal", "redacted_thinking"):
-        return ""  # null, or thoughts that only their vendor can read
+        return ""  # null, or encrypted thoughts
     inner = part.get(kind)
     found = inner if isinstance(inner, Mapping) else part
     name = next((found[key] for key in ("title", "filename", "name") if found.get(key)), None)
@@ -245,7 +246,7 @@ def _words(part: Fields, note: Note) -> str | Media:
 
 
 def _document(part: Fields, note: Note) -> str:
-    """Return the text of a document, a search result and the like, if it is text."""
+    """Return the text of a document, search result or similar, if it has any."""
     source = part.get("source")
     if isinstance(source, Mapping):
         if source.get("type") == "text":
@@ -295,7 +296,7 @@ _COMBINED = ("properties", "$ref", "allOf", "anyOf", "oneOf")
 _TEXT = "input"  # the argument of a tool that takes a text
 _MODES = {"auto": "auto", "none": "none", "required": "required", "any": "required"}
 _STRING, _INTEGER = {"type": "string"}, {"type": "integer"}
-# Tools that clients run and whose parameters only their vendors' models know, by the beginnings of
+# Tools that clients run and whose parameters are built into their vendors' models, by prefix of
 # their types.
 _OF_CLIENTS: Mapping[str, tuple[str, Mapping[str, object], Sequence[str]]] = {
     "bash": ("Run a command in bash.", {"command": _STRING, "restart": {"type": "boolean"}}, ()),
@@ -331,8 +332,8 @@ class Known(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """The tools of a request: ``functions`` in OpenAI's form, for templates. ``known`` has by name
-    those that the client knows in another form, ``left_out`` the names of the rest.
+    """The tools of a request: ``functions`` in OpenAI's form, for templates. ``known`` has those
+    that the client knows in another form, by name; ``left_out`` are the names of omitted tools.
     """
 
     functions: list[dict[str, Any]] = field(default_factory=list)
@@ -341,7 +342,7 @@ class Offered:
 
 
 def offered(tools: Sequence[Fields] | None, note: Note) -> Offered:
-    """Return what ``tools`` offer a model.
+    """Return the tools to offer to a model.
 
     Raises:
         ApiError: 400, a function has no name.
@@ -399,7 +400,7 @@ def chosen(given: str | Fields | None, tools: Offered) -> tuple[str, list[dict[s
 
 
 def text_argument(arguments: str) -> str:
-    """Return the text in the arguments of a tool that takes a text."""
+    """Return the text argument of a call of a tool that takes a text."""
     try:
         value = json.loads(arguments)
     except ValueError:
@@ -472,7 +473,7 @@ def _chosen_name(choice: Fields) -> str:
 
 
 def _inner(fields: Fields, name: str) -> Fields:
-    """Return the fields nested under ``name`` if there are any, else ``fields``."""
+    """Return the fields nested under ``name``, or ``fields`` if there are none."""
     inner = fields.get(name)
     return inner if isinstance(inner, Mapping) else fields
 

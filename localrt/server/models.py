@@ -1,6 +1,6 @@
-"""The models of a server: what a request names, and which ones are loaded.
+"""The models of a server: their names in requests, and which are loaded.
 
-``OneModel`` is a model loaded before. ``localrt.server.pool`` has several.
+``OneModel`` is a model that is already loaded; ``localrt.server.pool`` has several.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from localrt.server.options import ServeOptions
 Gauge = tuple[str, str, float]
 """A metric's name, its help text, and its value."""
 
-_WINDOW_S = 10  # of the tokens-per-second gauge
-_UNREAD_CHUNKS = 128  # chunks, beyond what the network's buffers hold
+_WINDOW_S = 10  # seconds averaged by the tokens-per-second gauge
+_UNREAD_CHUNKS = 128  # chunks per answer, in addition to the network's buffers
 
 
 class ServedModel:
     """``model`` under ``name``, with a batch that runs until ``close``; the model stays loaded.
 
-    An answer pauses when its reader is behind, and is cancelled much later. Models that share
+    An answer pauses when its reader is behind, and is cancelled if that lasts. Models that share
     ``turns`` compute one after another.
     """
 
@@ -80,7 +80,7 @@ class ServedModel:
             raise OptionError(f"logit_bias names token {wrong}; the model has {vocab}")
 
     def sample(self) -> None:
-        """Record the tokens so far; called once a second."""
+        """Record the number of tokens so far; called once a second."""
         self._samples.append((time.monotonic(), self.live.stats().completion_tokens))
 
     def gauges(self) -> Iterator[Gauge]:
@@ -108,14 +108,14 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offered:
-    """A model that clients may ask for.
+    """A model that clients may request.
 
-    ``state`` is ``"loaded"``, ``"unloaded"``, or ``"shrunk"``: loaded, but its weights were given
-    back. ``sees``: whether it takes pictures; None: not known before it is loaded. ``nbytes`` is
-    the size of its files or weights, ``ram`` that of weights and caches in memory. ``ctx`` is the
-    context in tokens. An ``adapter`` is a model that belongs to ``base``.
-    ``unload_s`` is the time in seconds until it is unloaded, unless it is used; None: it stays.
-    ``path`` is where its files are, which clients do not see.
+    ``state`` is ``"loaded"``, ``"unloaded"``, or ``"shrunk"``: loaded, but without the memory of
+    its weights. ``sees``: whether it takes pictures; None: unknown until it is loaded. ``nbytes``
+    is the size of its files or weights, ``ram`` that of weights and caches in memory. ``ctx`` is
+    the context in tokens. An ``adapter`` is a model that belongs to ``base``. ``unload_s`` is the
+    time in seconds until it is unloaded if unused; None: it stays. ``path`` is the path of its
+    files, which is not shown to clients.
     """
 
     name: str
@@ -131,11 +131,11 @@ class Offered:
 
 
 class Models(ABC):
-    """The models of one server. For its event loop, unless a method says otherwise."""
+    """The models of one server. To be used in its event loop, unless a method says otherwise."""
 
     @abstractmethod
     def offered(self) -> Sequence[Offered]:
-        """Return all models, first the one used when a request names none."""
+        """Return all models; the first is the default for requests without a name."""
 
     @abstractmethod
     def find(self, name: str | None, *, exact: bool = False) -> Offered:
@@ -152,11 +152,11 @@ class Models(ABC):
     def using(
         self, name: str | None, *, background: bool = False
     ) -> AbstractAsyncContextManager[ServedModel]:
-        """Lend the model of this name, from ``find``, loaded until the block ends; nobody waits
-        for ``background`` work.
+        """Lend the model with this name, from ``find``; it stays loaded until the block ends.
+        Nobody waits for ``background`` work.
 
         Raises:
-            ApiError: 404, it is gone.
+            ApiError: 404, the model no longer exists.
             LocalrtError: it cannot be loaded.
         """
 
@@ -165,17 +165,19 @@ class Models(ABC):
         """Return the models that are loaded now."""
 
     def open(self) -> None:  # noqa: B027  nothing to do
-        """The server starts."""
+        """Called when the server starts."""
 
     def keep(self, name: str, seconds: float) -> None:  # noqa: B027  it stays in any case
-        """Keep a model loaded for ``seconds`` after its last use; below zero: for ever."""
+        """Keep a model loaded for ``seconds`` after its last use; forever if negative."""
 
     def tend(self) -> None:  # noqa: B027  nothing to do
         """Called once a second."""
 
     @abstractmethod
     def close(self) -> None:
-        """Free the batches' caches; blocks until running passes have ended. For any thread."""
+        """Free the batches' caches; blocks until running passes have ended. Any thread may call
+        it.
+        """
 
 
 class OneModel(Models):
@@ -245,9 +247,9 @@ class OneModel(Models):
 
 
 def meant(name: str, names: Iterable[str]) -> str | None:
-    """Return the one of ``names`` that a client means: case does not matter, nor does the tag
-    ``latest``, which Ollama's clients add. Other tags, and the publisher of one of the two, may be
-    missing if only one name matches.
+    """Return the one of ``names`` that a client means: case and the tag ``latest``, which Ollama's
+    clients add, are ignored. Other tags, and the publisher, may be missing if only one name
+    matches.
     """
     known = list(names)
     if name in known:
@@ -263,7 +265,7 @@ def meant(name: str, names: Iterable[str]) -> str | None:
 
 
 def not_here(name: str, offered: Sequence[Offered]) -> NoReturn:
-    """Raise the error that there is no model ``name``.
+    """Raise the error for an unknown model ``name``.
 
     Raises:
         ApiError: always.

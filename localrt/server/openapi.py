@@ -25,7 +25,7 @@ _ERRORS = {
 }
 _PARAMETER = re.compile(r"{(\w+)[^}]*}")
 OPEN = ("/health", "/openapi.json")
-"""What needs no key."""
+"""Paths that need no key."""
 
 
 def describe(endpoints: Iterable[Endpoint], *, keyed: bool = False) -> dict[str, object]:

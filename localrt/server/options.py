@@ -15,16 +15,16 @@ from localrt.engine.batch.latency_goals import GOALS
 class ServeOptions:
     """Limits of a server. Sizes in bytes, times in seconds.
 
-    ``name`` is the model's name in requests (None: its own name). ``class_keys`` are further
-    keys, each with the class of its requests (``LiveModel.submit``). ``max_running`` answers
-    share passes, ``max_queued`` wait for their turn; further ones are told to come back. At
-    most ``max_connections`` requests are open at a time. ``origins`` are the web pages that may
-    send requests (CORS), ``"*"`` means all. A request's body must arrive within
-    ``read_timeout_s``; a client that does not read for ``write_timeout_s`` is disconnected.
-    With several models, one that is unused for ``keep_alive_s`` gives its memory back (below
-    zero: never; None: 300 s, longer if it is expected back soon). ``strict_models`` refuses
-    requests for unknown models, ``allow_pull`` lets clients download models, ``fetch_pictures``
-    fetches pictures from URLs in requests. Answers get ``drain_s`` to finish when the server stops.
+    ``name`` is the model's name in requests (None: its own name). ``class_keys`` are further keys,
+    each with the class of its requests (``LiveModel.submit``). ``max_running`` answers share
+    passes, ``max_queued`` wait; further ones are refused for now. At most ``max_connections``
+    requests are open at a time. ``origins`` are the web pages that may send requests (CORS),
+    ``"*"`` means all. A request's body must arrive within ``read_timeout_s``; a client that does
+    not read for ``write_timeout_s`` is disconnected. With several models, one that is unused for
+    ``keep_alive_s`` frees its memory (negative: never; None: 300 s, or longer if it is expected to
+    be used again soon). ``strict_models`` refuses requests for unknown models, ``allow_pull`` lets
+    clients download models, ``fetch_pictures`` fetches pictures from URLs in requests. Answers get
+    ``drain_s`` to finish when the server stops.
     """
 
     host: str = "127.0.0.1"

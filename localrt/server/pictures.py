@@ -1,8 +1,8 @@
-"""Pictures of the web, for servers that may fetch them.
+"""Fetches pictures from URLs, for servers that allow it.
 
-A URL is fetched from public addresses alone. All addresses of its host, and of hosts that it
-redirects to, are checked, and the connection goes to one of them: nothing is looked up a second
-time. No proxy is used, and nothing is unpacked.
+URLs are fetched only from public addresses. All addresses of a host, and of hosts that it redirects
+to, are checked, and the connection goes to one of them, without a second lookup. No proxy is used,
+and nothing is decompressed.
 """
 
 from __future__ import annotations
@@ -31,14 +31,12 @@ _HEADERS = {
     "User-Agent": f"localrt/{__version__}",
     "Connection": "close",
 }
-_UNICAST = ipaddress.ip_network("2000::/3")  # what is given out of IPv6
+_UNICAST = ipaddress.ip_network("2000::/3")  # the allocated part of IPv6
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address is one of the Internet.
-
-    Not private, of this machine or link, multicast or reserved; nor an IPv6 address that stands for
-    an IPv4 address.
+    """Whether an IP address is public: not private, loopback, link-local, multicast or reserved,
+    nor an IPv6 address that represents an IPv4 address.
     """
     try:
         ip = ipaddress.ip_address(address)
@@ -56,17 +54,17 @@ class Fetcher:
 
     def __init__(self, allowed: Callable[[str], bool] = is_public) -> None:
         self._allowed = allowed
-        # Look-ups have no time limit, and must not occupy the threads that everything else needs.
+        # DNS lookups have no time limit, and must not occupy the shared threads.
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="localrt-lookup")
 
     async def fetch(
         self, url: str, name: str, most: int, take: Callable[[int], None] = lambda nbytes: None
     ) -> bytes:
-        """Return what is at ``url``, at most ``most`` bytes, of which ``take`` is told before they
-        are kept. ``name`` is the picture's in messages.
+        """Return the content of ``url``, at most ``most`` bytes; ``take`` is called with sizes
+        before data is kept. ``name`` is the picture's name in messages.
 
         Raises:
-            ApiError: 400, it cannot be fetched, or may not be.
+            ApiError: 400, it cannot or must not be fetched.
         """
         place = _read_url(url, None, name)
         try:
@@ -86,7 +84,7 @@ class Fetcher:
         raise invalid(f"{name} cannot be fetched: it redirects more than {_MOST_REDIRECTS} times")
 
     async def _addresses(self, place: httpx2.URL, name: str) -> list[str]:
-        """Return the addresses of a host, all of them allowed."""
+        """Return the addresses of a host; all must be allowed."""
         loop = asyncio.get_running_loop()
         host, port = place.raw_host.decode(), place.port
         infos = await loop.run_in_executor(
@@ -102,7 +100,7 @@ def _read_url(text: str, base: httpx2.URL | None, name: str) -> httpx2.URL:
     """Return the URL, which may be relative to ``base``.
 
     Raises:
-        ApiError: 400, it is no URL of the web.
+        ApiError: 400, it is not an http or https URL.
     """
     with suppress(httpx2.InvalidURL, ValueError):
         url = httpx2.URL(text if len(text) <= _MOST_URL else "")
@@ -116,13 +114,13 @@ def _read_url(text: str, base: httpx2.URL | None, name: str) -> httpx2.URL:
 async def _get(
     url: httpx2.URL, addresses: list[str], name: str, most: int, take: Callable[[int], None]
 ) -> bytes | str:
-    """Return a body, or where it has moved.
+    """Return a body, or a redirect's location.
 
-    The request goes to the first address that answers; a certificate must be the host's.
+    The request goes to the first address that answers; the certificate must be for the host.
     """
     headers = {**_HEADERS, "Host": url.netloc.decode()}
     tls_name = {"sni_hostname": url.raw_host.decode()}
-    # A client for each host: a connection is known by its address alone, and must not serve others.
+    # One client per host: connections are pooled by address, and must not be used for other hosts.
     tls = _certificates() if url.scheme == "https" else False
     transport = httpx2.AsyncHTTPTransport(verify=tls, trust_env=False)
     async with httpx2.AsyncClient(transport=transport, timeout=None, trust_env=False) as client:

@@ -1,10 +1,10 @@
 """This machine's models behind one server: loaded on request, within one memory budget.
 
-If there is no room for another model, others shrink, those first that nobody is expected to wait
-for soon (``memory_plan.py``): their caches go to the disk, and their weights are read again when
+If there is no room for another model, others shrink, first those that nobody is expected to wait
+for soon (``memory_plan.py``): their caches go to disk, and their weights are read again when
 needed. Only a model that cannot shrink is unloaded. So a client that alternates between models that
-do not fit together waits for the missing bytes, not for a whole model and its prompt. The event
-loop decides which model is used; a thread moves memory, for one model at a time.
+do not fit in memory together waits only for the missing bytes, not for a whole model and its
+prompt. The event loop decides which model is used; a thread moves memory, for one model at a time.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from localrt.server.models import Models, Offered, ServedModel, meant, not_here
 from localrt.server.options import ServeOptions
 
 _ANY = "*"  # the alias of the model that answers to unknown names
-_BESIDE_WEIGHTS = 128 << 20  # for a model's tokenizer, a conversation and a pass
+_BESIDE_WEIGHTS = 128 << 20  # bytes for a model's tokenizer, a conversation and a pass
 _LIST_AGE_S = 1.0
 _KEEP_S = 300.0
-_FOR_EVER_S = 100 * 365 * 86400.0  # calendars hardly go further
-_RESERVE = 64 << 20  # room for the answers of a loaded model to grow
+_FOR_EVER_S = 100 * 365 * 86400.0  # dates much later may overflow
+_RESERVE = 64 << 20  # bytes for growing answers of a loaded model
 
 
 @dataclass(frozen=True, slots=True)
 class LocalFile:
-    """A model of this machine: its name for clients, the argument that loads it, and the bytes of
-    its files at ``path``. ``aliases`` are the user's names for it; ``*`` is any other name.
+    """A model on this machine: its name for clients, the argument that loads it, and the bytes of
+    its files at ``path``. ``aliases`` are the user's names for it; ``*`` means any unknown name.
     """
 
     name: str
@@ -54,11 +54,11 @@ class LocalFile:
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """A model that was requested. ``awake``: it has its share of the memory.
+    """A requested model. ``awake``: it has its share of the memory.
 
-    ``people`` are the uses that somebody waits for, ``work`` are others. ``keep_s`` is how long it
-    stays loaded, if a client said so. ``left`` is the bytes of weights that it has given back.
-    ``contested`` says that it was unloaded for others: it is then loaded in a form that can shrink.
+    ``people`` are uses that someone waits for, ``work`` are others. ``keep_s`` is how long it stays
+    loaded, if set by a client. ``left`` are the bytes of weights that it has freed. ``contested``:
+    it was unloaded for others, so it will be loaded in a form that can shrink.
     """
 
     file: LocalFile
@@ -87,8 +87,8 @@ class ModelPool(Models):
     """This machine's models: ``load(model, shrinkable, cancel)`` loads one, unless ``cancel`` is
     set meanwhile; ``files`` lists them.
 
-    ``ram`` is the budget in bytes for all of them; None: what is free. ``on_change`` gets a
-    sentence about each load and unload.
+    ``ram`` is the budget in bytes for all models; None: the free memory. ``on_change`` is called
+    with a sentence about each load and unload.
     """
 
     def __init__(
@@ -109,13 +109,13 @@ class ModelPool(Models):
         self._slots: dict[str, _Slot] = {}
         self._turns: defaultdict[str, PassTurns] = defaultdict(PassTurns)  # by device
         self._moving = asyncio.Lock()  # held while memory moves between models
-        self._freed = asyncio.Event()  # set when a model has lost a user
+        self._freed = asyncio.Event()  # set when a use of a model has ended
         self._tending: asyncio.Task[None] | None = None
 
-    # -- what there is -----------------------------------------------------------------------------
+    # -- listing -----------------------------------------------------------------------------
 
     def offered(self) -> Sequence[Offered]:
-        """See ``Models``: the last one used is first, the others are sorted by name."""
+        """See ``Models``: the last used model is first, the others are sorted by name."""
         return [self._describe(file) for file in self._ordered()]
 
     def find(self, name: str | None, *, exact: bool = False) -> Offered:
@@ -123,7 +123,7 @@ class ModelPool(Models):
 
     def at_work(self) -> Sequence[ServedModel]:
         slots = list(self._slots.values())
-        # Read once: the thread that moves memory may remove one meanwhile.
+        # Read once, since the thread that moves memory may remove it.
         return [served for slot in slots if (served := slot.served) is not None]
 
     def keep(self, name: str, seconds: float) -> None:
@@ -134,7 +134,7 @@ class ModelPool(Models):
         return sorted(self._listed(), key=lambda file: (-self._used(file), file.name))
 
     def _listed(self) -> Sequence[LocalFile]:
-        """List this machine's models; requests in quick succession share one listing."""
+        """List this machine's models; requests in quick succession share a listing."""
         looked, files = self._list
         if time.monotonic() - looked >= _LIST_AGE_S:
             files = self._files()
@@ -172,7 +172,7 @@ class ModelPool(Models):
     def _file(self, name: str | None, *, exact: bool = False) -> LocalFile:
         slot = self._slots.get(name or "")
         if slot is not None and slot.served is not None:
-            return slot.file  # without reading the disk
+            return slot.file  # avoids reading the disk
         files = {file.name: file for file in self._ordered()}
         if not files:
             raise ApiError(
@@ -194,13 +194,14 @@ class ModelPool(Models):
         file = self._file(name)
         return self._slots.setdefault(file.name, _Slot(file))
 
-    # -- using one ---------------------------------------------------------------------------------
+    # -- using a model
+    # ---------------------------------------------------------------------------------
 
     @asynccontextmanager
     async def using(
         self, name: str | None, *, background: bool = False
     ) -> AsyncIterator[ServedModel]:
-        """See ``Models``. If memory is short, it waits for other models' answers to end."""
+        """See ``Models``. If memory is short, waits for other models' answers to end."""
         slot = self._slot(name)
         uses = slot.work if background else slot.people
         uses.begin(time.monotonic())
@@ -209,7 +210,7 @@ class ModelPool(Models):
                 if slot.coming is None or slot.coming.done():
                     slot.coming = asyncio.ensure_future(self._bring(slot))
                     slot.coming.add_done_callback(_look)
-                # A client's disconnection does not stop it: others may wait for it too.
+                # Not stopped if the client disconnects: others may be waiting for it, too.
                 await asyncio.shield(slot.coming)
             assert slot.served is not None, "it has a user"
             yield slot.served
@@ -223,7 +224,7 @@ class ModelPool(Models):
         """Load ``slot``, and give it its share of the memory.
 
         Raises:
-            LocalrtError: it cannot be loaded, or others leave too little memory.
+            LocalrtError: it cannot be loaded, or other models leave too little memory.
         """
         while True:
             async with self._moving:
@@ -232,7 +233,7 @@ class ModelPool(Models):
                     await asyncio.to_thread(self._make_ready, slot)
                 except MemoryBudgetError:
                     in_use = any(other.users for other in self._others(slot))
-                    if not in_use and not self._freed.is_set():  # and none has ended meanwhile
+                    if not in_use and not self._freed.is_set():  # and no use has ended meanwhile
                         raise
                 else:
                     return
@@ -253,9 +254,9 @@ class ModelPool(Models):
     def _give_share(self, slot: _Slot, others: Sequence[_Slot]) -> None:
         for other in others:
             _withdraw(other)
-            if other.on_gpu and not other.users:  # it would not return to the GPU by itself
+            if other.on_gpu and not other.users:  # weights would not return to it
                 self._put_away(other)
-        # Background work makes do with what its model has, rather than slow down people's.
+        # Background work uses the memory that its model has, rather than slowing down others.
         modest = slot.served is not None and not slot.people.count
         enough = self._make_room(_wanted(slot), others, modest=modest)
         if slot.served is None:
@@ -264,7 +265,7 @@ class ModelPool(Models):
             free = self._free()
             slot.served.model.leave_ram(-max(0, free))
         slot.left = 0
-        # While others answer it gets less than possible: the next request tries again.
+        # While others answer, it gets less than possible, and the next request tries again.
         slot.awake = enough and not any(other.users for other in others)
 
     def _load_into(self, slot: _Slot, others: Sequence[_Slot]) -> None:
@@ -295,8 +296,9 @@ class ModelPool(Models):
         return ram_budget(self._ram) - current_rss() - GROWTH_NBYTES - MARGIN_NBYTES
 
     def _make_room(self, nbytes: int, others: Sequence[_Slot], *, modest: bool) -> bool:
-        """Make others free ``nbytes``, as far as possible; if ``modest``, only those that nobody is
-        expected to wait for soon. Return whether these were enough, or all.
+        """Make other models free ``nbytes``, as far as possible; if ``modest``, only those that
+        nobody is expected to wait for soon. Return whether that was enough, or all that was
+        possible.
         """
         models = {other: self._holding(other) for other in others if not other.people.count}
         spared = [other for other, held in models.items() if modest and held.rank]
@@ -331,7 +333,7 @@ class ModelPool(Models):
         )
 
     def _shrink(self, slot: _Slot, nbytes: int) -> bool:
-        """Make a model free ``nbytes``; return whether it could: idle caches or some weights."""
+        """Make a model free ``nbytes`` of idle caches or weights; return whether it could."""
         assert slot.served is not None, "it is loaded"
         model = slot.served.model
         held = 0 if slot.users else slot.served.live.stats().kv_bytes
@@ -345,7 +347,7 @@ class ModelPool(Models):
         return left > 0
 
     def _evict(self, slot: _Slot) -> bool:
-        """Unload a model for others; from now on it is loaded in a form that can shrink."""
+        """Unload a model for others; in future it is loaded in a form that can shrink."""
         slot.contested = True
         return self._put_away(slot)
 
@@ -364,12 +366,12 @@ class ModelPool(Models):
     # -- over time -----------------------------------------------------------------------------
 
     def _keep(self, slot: _Slot) -> float:
-        """Return how long a model stays: as a user said, or as it was used."""
+        """Return how long a model stays loaded, as set by a user or derived from its uses."""
         said = self._options.keep_alive_s if slot.keep_s is None else slot.keep_s
         return stay_s(slot.people.away, _KEEP_S) if said is None else said
 
     def tend(self) -> None:
-        """See ``Models``: models that are unused for long shrink, and are unloaded later."""
+        """See ``Models``: models unused for long shrink, and are unloaded later."""
         if self._tending is None or self._tending.done():
             self._tending = asyncio.ensure_future(self._tend())
             self._tending.add_done_callback(_look)
@@ -379,11 +381,11 @@ class ModelPool(Models):
             if self._due(slot):
                 async with self._moving:
                     slot.awake = slot.awake and not self._due(slot)
-                    if self._due(slot):  # not requested meanwhile
+                    if self._due(slot):  # it has not been requested meanwhile
                         await asyncio.to_thread(self._let_go, slot)
 
     def _due(self, slot: _Slot) -> bool:
-        """Whether a model should give back more of its memory."""
+        """Whether a model should free more of its memory."""
         keep, idle = self._keep(slot), time.monotonic() - slot.used
         if slot.served is None or slot.users or keep < 0:
             return False
@@ -407,7 +409,7 @@ class ModelPool(Models):
 
 
 def _wanted(slot: _Slot) -> int:
-    """Return the bytes that a model would take in addition to what it has."""
+    """Return the bytes that a model would take in addition to its current memory."""
     if slot.served is None:
         return slot.file.nbytes + _BESIDE_WEIGHTS
     model = slot.served.model
@@ -415,7 +417,7 @@ def _wanted(slot: _Slot) -> int:
 
 
 def _withdraw(slot: _Slot) -> None:
-    """Give the unused part of a model's budget to the others."""
+    """Free the unused part of a model's budget for the others."""
     slot.awake = False
     if slot.served is not None:
         model = slot.served.model
@@ -423,6 +425,6 @@ def _withdraw(slot: _Slot) -> None:
 
 
 def _look(task: asyncio.Task[None]) -> None:
-    """Retrieve the exception, which would be logged if no one waits for the task."""
+    """Retrieve the exception, which would otherwise be logged if no one awaits the task."""
     if not task.cancelled():
         task.exception()

@@ -1,4 +1,4 @@
-"""The server as a process: a socket, uvicorn, signals, and a shutdown that lets answers finish.
+"""The server as a process: socket, uvicorn, signals, and a graceful shutdown.
 
 It knows nothing about models or HTTP.
 """
@@ -59,7 +59,7 @@ class _StrictConnection(h11.Connection):
 
 
 _BACKLOG = 1024
-_OPEN_FILES = 1 << 16  # enough: some programs look at every possible descriptor
+_OPEN_FILES = 1 << 16  # no more, since some programs iterate over all possible descriptors
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _REASONS = {
     errno.EADDRINUSE: "the port is in use: choose another with --port",
@@ -68,8 +68,8 @@ _REASONS = {
 _SEND_BUFFER = 256 << 10
 _KEEP_ALIVE_S = 30
 _DRAIN_STEP_S = 0.05
-_LAST_WORDS_S = 0.2  # for answers that a second signal ends
-_AFTER_DRAIN_S = 5  # to report answers that were cut off
+_LAST_WORDS_S = 0.2  # seconds for answers that a second signal ends
+_AFTER_DRAIN_S = 5  # seconds to report answers that were cut off
 
 
 def open_socket(options: ServeOptions) -> socket.socket:
@@ -81,7 +81,7 @@ def open_socket(options: ServeOptions) -> socket.socket:
     host, port = options.host.strip("[]"), options.port
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        # Of localhost's addresses, the most common one.
+        # Prefer localhost's IPv4 address.
         family, *_, address = min(found, key=lambda one: one[0] != socket.AF_INET)
         both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
         bound = socket.create_server(address, family=family, backlog=_BACKLOG, dualstack_ipv6=both)
@@ -90,9 +90,8 @@ def open_socket(options: ServeOptions) -> socket.socket:
     except OSError as error:
         reason = _REASONS.get(error.errno or 0) or os.strerror(error.errno or 0)
         raise LocalrtError(f"cannot listen on {host}:{port}: {reason}") from error
-    # Connections inherit these options. They limit what the system buffers for a client that does
-    # not read, and the time until it drops the connection. The system also notices when a client
-    # is gone.
+    # Connections inherit these options, which limit the data buffered for a client that does not
+    # read and the time until such a connection is dropped, and detect dead clients.
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
@@ -130,10 +129,10 @@ def serve(
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, which ends quietly and cancels answers when their time is over."""
+    """uvicorn's server, but it ends quietly and cancels answers that exceed the drain time."""
 
     def __init__(self, app: Starlette, options: ServeOptions) -> None:
-        # The log line has all about a request.
+        # The server's own log line has everything about a request.
         logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
         super().__init__(
             uvicorn.Config(
@@ -162,7 +161,7 @@ class Server(uvicorn.Server):
         self.ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let answers finish, for a limited time, while new requests are told that it stops."""
+        """Let answers finish for a limited time, while new requests are refused."""
         loop, service = asyncio.get_running_loop(), self._app.state.service
         timer = loop.call_later(self._options.drain_s, service.stop)
         cutting = loop.create_task(self._cut())
@@ -187,7 +186,7 @@ class Server(uvicorn.Server):
 
     def _unexpected(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
         error = context.get("exception")
-        # asyncio accepts the next connection within a second; uvicorn closes what is not HTTP.
+        # asyncio retries accepting within a second; uvicorn closes connections that are not HTTP.
         no_room = isinstance(error, OSError) and error.errno in _NO_ROOM
         if not no_room and not isinstance(error, h11.ProtocolError):
             loop.default_exception_handler(context)
@@ -207,7 +206,7 @@ class Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Stop on the first signal when answers have finished, on a second one at once."""
+        """On the first signal, stop when answers have finished; on the second, at once."""
         if self.should_exit:
             self.force_exit = True
             self._app.state.service.stop()

@@ -33,9 +33,9 @@ _SECONDS = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A stored ``response`` as its client got it, and all ``items`` that it answers.
+    """A stored ``response`` as sent to its client, and all ``items`` that it answers.
 
-    ``nbytes`` is its approximate size, ``since`` when it was stored.
+    ``nbytes`` is its approximate size, ``since`` the time when it was stored.
     """
 
     response: dict[str, object]
@@ -49,7 +49,9 @@ class Stored:
 
 
 class ResponseStore:
-    """Bounded in number, bytes and seconds: the oldest go first. For one event loop."""
+    """Stored responses, limited in number, bytes and age; the oldest are dropped first. For one
+    event loop.
+    """
 
     def __init__(
         self,
@@ -62,7 +64,7 @@ class ResponseStore:
         self._most, self._most_bytes, self._seconds = most, most_bytes, seconds
         self._now = now
         self._kept: OrderedDict[str, Stored] = OrderedDict()
-        self._items: dict[str, tuple[str, dict[str, object]]] = {}  # by item, its last response
+        self._items: dict[str, tuple[str, dict[str, object]]] = {}  # by item id: last response
         self._nbytes = 0
 
     def put(self, response: dict[str, object], items: Sequence[dict[str, object]]) -> None:
@@ -110,7 +112,7 @@ class Metrics:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: dict[str, dict[Labels, float]] = {}
-        self._times: dict[str, list[float]] = {}  # counts of the buckets, the sum, the count
+        self._times: dict[str, list[float]] = {}  # counts of buckets, sum, count
 
     def count(self, name: str, by: float = 1, **labels: str) -> None:
         """Add to a counter."""
@@ -179,7 +181,7 @@ def _number(value: float) -> str:
 
 _BODIES = 8  # large bodies that may arrive at once
 _LONGEST_RETRY_S = 60
-_MOST_NOTES = 256  # kinds of notes; clients choose some of their names
+_MOST_NOTES = 256  # kinds of notes; limited, since clients determine some of them
 _HELP = {
     "localrt_http_requests_total": "Requests, by path and status.",
     "localrt_http_request_seconds": "Time from a request to the end of its answer.",
@@ -190,7 +192,7 @@ _HELP = {
 
 
 class Service:
-    """The models of a server, and its counts. ``note`` gets lines for the log."""
+    """The models of a server, and its counts. ``note`` is called with lines for the log."""
 
     def __init__(
         self, models: Models, options: ServeOptions, note: Callable[[str], None] | None = None
@@ -200,14 +202,14 @@ class Service:
         self.metrics = Metrics()
         self.bodies = BodyRoom(_BODIES * options.max_body)
         self.fetcher = Fetcher() if options.fetch_pictures else None
-        self.seeing = asyncio.Lock()  # a decoded picture takes hundreds of megabytes
+        self.seeing = asyncio.Lock()  # one at a time: a decoded picture takes hundreds of megabytes
         self.responses = ResponseStore()
-        self.downloads = asyncio.Lock()  # one at a time: each occupies one of few threads
+        self.downloads = asyncio.Lock()  # one at a time: each occupies one of a few threads
         self.open_requests = 0
         self.started = int(time.time())
-        self.draining = False  # no new requests; those that run may finish
+        self.draining = False  # new requests are refused; running ones may finish
         self.stopping = False
-        self.open_answers = 0  # running or queued
+        self.open_answers = 0  # running or queued answers
         self._note = note
         self._noted: set[str] = set()
 
@@ -220,7 +222,7 @@ class Service:
             self._note(text.encode("unicode_escape").decode()[:300])
 
     def stop(self) -> None:
-        """End every answer, and start no new one."""
+        """End every answer, and start no new ones."""
         self.stopping = True
         for served in self.models.at_work():
             served.live.cancel_all()
@@ -250,7 +252,9 @@ class Service:
             self.open_answers -= count
 
     def sample(self) -> None:
-        """Record the tokens so far, and tend the models; called once a second."""
+        """Record the number of tokens so far, and call the models' ``tend``; called once a
+        second.
+        """
         self.models.tend()
         for served in self.models.at_work():
             served.sample()
@@ -280,7 +284,7 @@ def sent_key(headers: Mapping[str, str]) -> str:
     return (bearer if scheme.lower() == "bearer" else headers.get("x-api-key", "")).strip()
 
 
-# -- the beginning of every endpoint ---------------------------------------------------------------
+# -- reading requests ---------------------------------------------------------------
 
 
 def service_of(request: Request) -> Service:
@@ -301,7 +305,7 @@ class ModelRequest:
 
     @property
     def model_name(self) -> str:
-        """The model's name in the answer: the client's, if it gave one."""
+        """The model's name in the answer: the one from the request, if any."""
         return self.fields.get("model") or self.model.name
 
     @asynccontextmanager

@@ -1,4 +1,4 @@
-"""Endpoints that read texts: tokens, vectors, and which documents answer a query."""
+"""Endpoints that read texts: tokenization, embeddings, and reranking."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Ollama's ``/api``: chat, generate, embed, and what a client asks about models."""
+"""Ollama's ``/api``: chat, generate, embed, and information about models."""

@@ -1,4 +1,4 @@
-"""Turn Ollama's chat and generate requests into calls. It starts nothing."""
+"""Converts Ollama's chat and generate requests to calls, without starting anything."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _SAME_NAMES = (
 
 
 def chat_call(fields: Fields, note: Note = unnoted) -> Generation | None:
-    """Return the call for a chat; None without messages, which only loads the model.
+    """Return the call for a chat; None without messages: such a request only loads the model.
 
-    A last assistant message is the beginning of the answer. If a conversation outgrows the context,
-    or ``num_ctx``, the oldest turns are left out, unless ``truncate`` is false.
+    A final assistant message is the beginning of the answer. If a conversation outgrows the
+    context, or ``num_ctx``, the oldest turns are left out, unless ``truncate`` is false.
 
     Raises:
         ApiError: 400, fields that are not supported.
@@ -50,7 +50,7 @@ def chat_call(fields: Fields, note: Note = unnoted) -> Generation | None:
 
 
 def generate_call(fields: Fields, note: Note = unnoted) -> Generation | None:
-    """Return the call for a prompt; None without one, which only loads the model.
+    """Return the call for a prompt; None without one: such a request only loads the model.
 
     Raises:
         ApiError: 400, fields that are not supported.
@@ -76,7 +76,7 @@ def generate_call(fields: Fields, note: Note = unnoted) -> Generation | None:
 
 
 def keep_alive_s(given: float | str | None) -> float | None:
-    """Return the seconds to keep a model loaded; below zero: for ever. None: not given.
+    """Return the seconds to keep a model loaded; negative: forever; None: unset.
 
     Raises:
         ApiError: 400, it is not a duration.
@@ -103,7 +103,7 @@ def _options(fields: Fields) -> dict[str, Any]:
     options = sampling(given, *_SAME_NAMES, repetition_penalty="repeat_penalty")
     if (given.get("num_ctx") or 0) > 0:
         options["context_tokens"] = int(given["num_ctx"])
-    if (given.get("num_predict") or -1) > 0:  # below zero: without a limit
+    if (given.get("num_predict") or -1) > 0:  # negative: no limit
         options["max_tokens"] = int(given["num_predict"])
     if fields.get("format"):
         wanted = fields["format"]
@@ -120,9 +120,9 @@ def _options(fields: Fields) -> dict[str, Any]:
 
 
 def _messages(given: Sequence[Fields], note: Note) -> list[PromptMessage]:
-    """Return messages as chat templates take them: calls get ids, by which results name them."""
+    """Return messages in the form of chat templates: calls get ids, to which results refer."""
     messages: list[PromptMessage] = []
-    waiting: list[tuple[str, str]] = []  # ids and names of calls without a result so far
+    waiting: list[tuple[str, str]] = []  # (id, name) of calls without a result so far
     for number, message in enumerate(given, 1):
         role, content = message["role"], message.get("content")
         parts = content if isinstance(content, list) else [content or ""]
@@ -145,8 +145,8 @@ def _messages(given: Sequence[Fields], note: Note) -> list[PromptMessage]:
 
 
 def _result(name: str | None, call_id: str | None, waiting: list[tuple[str, str]]) -> PromptMessage:
-    """Return the call of a result: the one with its id, else the first unanswered one with its
-    name, else the first unanswered one.
+    """Return a result's message. Its call is the one with its id, else the first unanswered one
+    with its name, else the first unanswered one.
     """
     fitting = (
         next((one for one in waiting if one[at] == given), None)
@@ -160,5 +160,5 @@ def _result(name: str | None, call_id: str | None, waiting: list[tuple[str, str]
 
 
 def _images(message: Fields) -> list[Fields]:
-    """Return the pictures, which models are shown before the text."""
+    """Return the pictures, which come before the text."""
     return [{"type": "image", "data": data} for data in message.get("images") or ()]

@@ -1,7 +1,7 @@
-"""Ollama's endpoints about models: list, show, running ones, and downloads.
+"""Ollama's endpoints about models: list, show, running models, and downloads.
 
 A download reports its progress in lines. If the client disconnects, it stops; the next request
-continues it. Downloads wait for one another.
+continues it. Downloads run one at a time.
 """
 
 from __future__ import annotations

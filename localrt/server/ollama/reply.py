@@ -1,4 +1,6 @@
-"""Turn chunks into Ollama's replies to chat and generate, one object or lines, and embed texts."""
+"""Converts chunks to Ollama's replies to chat and generate, as one object or lines; embeds
+texts.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,9 @@ LINES = "application/x-ndjson"
 
 
 class OllamaReply(Reply):
-    """A message if ``chat`` is set, else a text.
+    """A message if ``chat``, else a text.
 
-    ``began`` is when the request arrived, by ``time.monotonic``.
+    ``began`` is the ``time.monotonic`` at which the request arrived.
     """
 
     media_type = LINES
@@ -158,7 +160,7 @@ async def _answered(
         service.note_once("num_ctx", f"{note}: start it with --ctx {wanted}")
     keep_s = keep_alive_s(fields.get("keep_alive"))
     if call is not None or keep_s != 0 or asked.model.state != "unloaded":
-        _keep(asked)  # otherwise the next request would find it gone at once
+        _keep(asked)  # otherwise it could be unloaded before the next request
 
     if call is not None:
         return await answer(asked, call, partial(OllamaReply, chat=chat, began=began))

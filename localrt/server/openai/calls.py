@@ -1,6 +1,7 @@
-"""Turn chat and text completion requests into calls.
+"""Converts chat and text completion requests to calls.
 
-Fields were checked against ``schemas``; rules between fields are checked here. It starts nothing.
+Fields have been checked against ``schemas``; rules between fields are checked here. Nothing is
+started.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from localrt.server.messages import (
 )
 from localrt.server.schemas.openai import THINKING_LIMITS
 
-_KEPT = ("name", "tool_call_id", "prefix")  # of a message
+_KEPT = ("name", "tool_call_id", "prefix")  # fields of messages that are kept
 _SAME_NAMES = (
     *("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "seed", "stop"),
     *("presence_penalty", "frequency_penalty", "ignore_eos", "max_tokens"),
@@ -35,7 +36,7 @@ _SAME_NAMES = (
 )
 
 
-# Names in llama.cpp, vLLM and SGLang for what binds an answer, by the option for it.
+# Names in llama.cpp, vLLM and SGLang of fields that constrain an answer, by option.
 _BINDING = {
     "json_schema": ("json_schema", "guided_json"),
     "regex": ("regex", "guided_regex"),
@@ -45,7 +46,7 @@ _NOT_FOLLOWED = ("structural_tag", "guided_structural_tag", "guided_whitespace_p
 
 
 def chat_call(fields: Fields, note: Note = unnoted) -> Generation:
-    """Return the call for a chat; ``note`` is told what cannot be shown to a model.
+    """Return the call for a chat; ``note`` is called for content that cannot be shown to a model.
 
     Raises:
         ApiError: 400, fields that do not go together or are not supported.
@@ -102,7 +103,7 @@ def completion_call(fields: Fields) -> Generation:
     if suffix is not None and (only_reads or (echo and "logprobs" in options)):
         raise invalid("suffix needs max_tokens, and has no log-probabilities to echo", "suffix")
     kind = tier_of(fields) if suffix is None else "completion"
-    if len(texts) > 1 or echo or only_reads:  # programs ask for that
+    if len(texts) > 1 or echo or only_reads:  # requests of programs, not of users
         kind = "background"
     own = {"raw": True} if suffix is None else {"suffix": suffix}
     return Generation(
@@ -141,10 +142,10 @@ def _options(fields: Fields) -> dict[str, Any]:
 
 
 def _form(fields: Fields) -> dict[str, object]:
-    """Return the option that binds the answer, by any server's name for it.
+    """Return the option that constrains the answer, under any server's name.
 
     Raises:
-        ApiError: 400, several are given, and they differ.
+        ApiError: 400, there are several different ones.
     """
     given, some_object = _guiding(fields), {"type": "object"}
     found = {
@@ -170,7 +171,7 @@ def _form(fields: Fields) -> dict[str, object]:
 
 
 def _guiding(fields: Fields) -> dict[str, Any]:
-    """Return ``fields`` with those of vLLM's ``structured_outputs`` under their older names."""
+    """Return ``fields`` with vLLM's ``structured_outputs`` fields under their older names."""
     inner = fields.get("structured_outputs") or {}
     return {**fields, **{f"guided_{name}": value for name, value in inner.items()}}
 
@@ -197,7 +198,7 @@ def _thinking(fields: Fields) -> dict[str, Any]:
 
 
 def _messages(given: Sequence[Fields], note: Note) -> list[PromptMessage]:
-    """Return messages as chat templates take them."""
+    """Return messages in the form of chat templates."""
     found: list[PromptMessage] = []
     called = ""  # the id of the last call that came without one
     for number, message in enumerate(given):
@@ -216,7 +217,7 @@ def _messages(given: Sequence[Fields], note: Note) -> list[PromptMessage]:
         if (former := message.get("function_call")) is not None:
             called = f"call_{number}"
             calls.append(made_call(called, str(former.get("name")), former.get("arguments")))
-        if calls:  # some clients also send each as a part of the content
+        if calls:  # some clients also repeat calls in the content
             ids = {call["id"] for call in calls}
             more = [call for call in shown.get("tool_calls", ()) if call["id"] not in ids]
             shown["tool_calls"] = [*more, *calls]

@@ -1,4 +1,4 @@
-"""Turn chunks into OpenAI's completions: choices, deltas, log-probabilities, usage."""
+"""Converts chunks to OpenAI's completions: choices, deltas, log-probabilities, usage."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _DONE = b"data: [DONE]\n\n"
 
 
 def usage(metrics: Iterable[Metrics], prompts: int = 1) -> dict[str, object]:
-    """Return the token counts of a request by its final ``metrics``; each prompt counts once."""
+    """Return the token counts of a request from its final ``metrics``; each prompt counts once."""
     found = list(metrics)
     choices = max(1, len(found) // prompts)
     read = sum(m.prompt_tokens for m in found[::choices])
@@ -49,7 +49,7 @@ def usage(metrics: Iterable[Metrics], prompts: int = 1) -> dict[str, object]:
 
 
 class Completion(Reply):
-    """A response with choices, whose form the subclasses define."""
+    """A response with choices, whose form is defined by subclasses."""
 
     kind = stream_kind = prefix = ""
 
@@ -75,7 +75,7 @@ class Completion(Reply):
             yield from self._events(self.first(index))
 
     def alive(self) -> bytes:
-        """Return a choice without anything new: some clients count events, not comments."""
+        """Return an empty choice as keep-alive, since some clients ignore comments."""
         return b"".join(self._events([self.idle()]))
 
     def delta(self, index: int, chunk: Chunk) -> Iterator[bytes]:
@@ -193,7 +193,7 @@ class TextReply(Completion):
 
     def __init__(self, call: Generation, model: str, tokenizer: TokenBytes) -> None:
         super().__init__(call, model, tokenizer)
-        self._lengths: dict[int, int] = {}  # of the texts so far, for offsets
+        self._lengths: dict[int, int] = {}  # lengths of the texts so far, for offsets
 
     def idle(self) -> Payload:
         return {"index": 0, "text": "", "logprobs": None, "finish_reason": None}
@@ -232,7 +232,7 @@ class TextReply(Completion):
                 if isnan(found.logprob)
                 else {
                     self._text(token): max(logprob, LEAST_LOGPROB)
-                    # Of alternatives with the same text the likeliest counts.
+                    # Of alternatives with the same text, the likeliest counts.
                     for token, _, logprob in reversed(found.top)
                 }
                 for found in shown

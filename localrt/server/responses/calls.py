@@ -1,6 +1,6 @@
-"""Turn requests of OpenAI's Responses into calls: items become messages and options.
+"""Converts requests of OpenAI's Responses API to calls: items become messages and options.
 
-It starts nothing.
+Nothing is started.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from localrt.server.messages import (
 
 Item = dict[str, Any]
 
-_PREFIXES = {"message": "msg", "function_call": "fc", "reasoning": "rs"}  # of ids
+_PREFIXES = {"message": "msg", "function_call": "fc", "reasoning": "rs"}  # prefixes of ids
 _THOUGHT = THOUGHT_FIELDS[0]
-_LOGPROBS = "message.output_text.logprobs"  # of ``include``
+_LOGPROBS = "message.output_text.logprobs"  # a value of ``include``
 _NOT_HERE = {
     "conversation": "send its items as input, or use previous_response_id",
     "prompt": "send instructions and input",
@@ -35,9 +35,9 @@ _NOT_HERE = {
 
 
 def responses_call(fields: Fields, items: Sequence[Fields], note: Note = unnoted) -> Generation:
-    """Return the call that answers ``items``, the earlier ones first.
+    """Return the call that answers ``items``, oldest first.
 
-    ``note`` is told what cannot be shown to a model.
+    ``note`` is called for content that cannot be shown to a model.
 
     Raises:
         ApiError: 400, fields that do not go together or are not supported.
@@ -97,7 +97,7 @@ def items_of(given: str | Sequence[Fields] | None) -> list[Item]:
 
 
 def conversation(items: Sequence[Fields], note: Note = unnoted) -> list[PromptMessage]:
-    """Return ``items`` as messages: thoughts and calls go into the assistant's message."""
+    """Return ``items`` as messages: thoughts and calls become part of the assistant's message."""
     messages: list[PromptMessage] = []
     for item in items:
         kind = item.get("type") or "message"
@@ -133,7 +133,9 @@ def tools_in(items: Sequence[Fields]) -> list[Fields]:
 
 
 def _joined(last: PromptMessage, message: PromptMessage) -> bool:
-    """Merge a message into ``last`` if both are of one assistant turn; return whether they are."""
+    """Merge a message into ``last`` if both belong to one assistant turn; return whether they
+    do.
+    """
     if not last["role"] == message["role"] == "assistant":
         return False
     calls, thinks = last.get("tool_calls"), _THOUGHT in message

@@ -1,6 +1,6 @@
-"""Turn chunks into OpenAI's response: items of reasoning, text and calls, whole or as events.
+"""Converts chunks to OpenAI's response: items of reasoning, text and calls, whole or as events.
 
-Finished responses are kept for a while.
+Finished responses are stored for a while.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _SHOWN: Mapping[str, object] = {
     "top_p": None,
     "truncation": "disabled",
 }
-# All that events contain of a response while there is nothing new.
+# The fields of a response in events without news.
 _BRIEF: Mapping[str, object] = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
 _HEAD = ("id", "object", "created_at", "status", "error", "incomplete_details", "model")
 _WRITTEN = {
@@ -88,7 +88,7 @@ class ResponseReply(Reply):
         }
         self._thoughts = ThoughtStream()
         self._item: Payload | None = None  # the item in progress
-        self._sent = 0  # events so far
+        self._sent = 0  # number of events sent
 
     def whole(self, chunks: Sequence[Chunk]) -> Payload:
         (chunk,) = chunks
@@ -103,7 +103,7 @@ class ResponseReply(Reply):
         yield self.alive()
 
     def alive(self) -> bytes:
-        """Return a short event to show progress: coding agents count events, not comments."""
+        """Return a short event as keep-alive, since coding agents ignore comments."""
         head = {name: self._response[name] for name in _HEAD}
         return self._event("response.in_progress", response={**head, **_BRIEF, "output": []})
 
@@ -128,7 +128,7 @@ class ResponseReply(Reply):
         }
 
     def end(self) -> Iterator[bytes]:
-        """Return the whole response, which is kept."""
+        """Return the whole response, which is also stored."""
         self._keep(self._response)
         yield self._event(f"response.{self._response['status']}", response=self._response)
 
@@ -143,7 +143,7 @@ class ResponseReply(Reply):
     # -- items ---------------------------------------------------------------------------------
 
     def _grow(self, kind: str, text: str, logprobs: Sequence[Payload] = ()) -> Iterator[bytes]:
-        """Add ``text`` to the open item, which is of this kind."""
+        """Add ``text`` to the open item, which has this kind."""
         if self._item is not None and self._item["type"] != kind:
             yield from self._close("completed")
         if self._item is None:
@@ -187,7 +187,7 @@ class ResponseReply(Reply):
     def _called(self, call: ToolCall) -> Iterator[bytes]:
         """Return events of a call, as an item of the type that the client knows."""
         known = self.call.known.get(call.name, Known("function", call.name))
-        field = text = ""  # the part of it in progress
+        field = text = ""  # the part in progress
         item: Payload = {"call_id": call.id, "status": "in_progress"}
         if known.type == "local_shell":
             action = {"type": "exec", "env": {}, **arguments_of(call)}
@@ -246,7 +246,7 @@ def _usage(metrics: Metrics) -> Payload:
 
 # -- endpoints -------------------------------------------------------------------------------------
 
-_MOST_ITEMS = 100  # items of a page
+_MOST_ITEMS = 100  # items per page
 
 
 async def create(request: Request) -> Response:
@@ -306,7 +306,7 @@ async def input_tokens(request: Request) -> Response:
 
 
 def _items(fields: dict[str, Any], store: ResponseStore) -> list[Item]:
-    """Return the items of a request, after those of the response that it follows.
+    """Return the items of a request, preceded by those of the previous response.
 
     Raises:
         ApiError: 400, there are no items, or that response is gone.

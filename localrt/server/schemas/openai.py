@@ -49,7 +49,7 @@ _RESPONSE_FORMAT: Schema = {
     ),
     **where("type", "json_schema", {"required": ["json_schema"]}),
 }
-_SCHEMA: Schema = {"type": ["object", "string", "null"]}  # as an object, or as its text
+_SCHEMA: Schema = {"type": ["object", "string", "null"]}  # an object, or its JSON text
 _CHOICE = nullable(list_of(STRING, minItems=1))
 
 _SAMPLING: dict[str, Schema] = {
@@ -76,7 +76,7 @@ _SAMPLING: dict[str, Schema] = {
     "repetition_penalty": number(0.01, 100),
     "ignore_eos": FLAG,
     "response_format": _RESPONSE_FORMAT,
-    # Other servers' names for it, see ``calls``.
+    # Other servers' names of this, see ``calls``.
     **fields("format"),
     **dict.fromkeys(("json_schema", "guided_json"), _SCHEMA),
     **dict.fromkeys(("grammar", "guided_grammar", "ebnf", "regex", "guided_regex"), TEXT),
@@ -108,7 +108,7 @@ _MESSAGE = object_of(
     prefix=FLAG,
 )
 
-# The names in localrt, vLLM and llama.cpp; -1 is no limit.
+# Names in localrt, vLLM and llama.cpp; -1 means no limit.
 THINKING_LIMITS = ("thinking_tokens", "thinking_token_budget", "thinking_budget_tokens")
 
 _CONVERSATION = {"messages": list_of(_MESSAGE, minItems=1), **fields("tools")}
@@ -212,7 +212,7 @@ _VECTOR = whole(
     index=COUNT,
     embedding={"type": ["array", "string"], "items": {"type": "number"}},
 )
-# An adapter has its base as ``parent``, too.
+# An adapter also has its base as ``parent``.
 _MODEL = whole(id=STRING, object={"const": "model"}, created=COUNT, owned_by=STRING)
 
 

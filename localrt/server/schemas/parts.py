@@ -1,4 +1,4 @@
-"""The parts that all dialects' schemas are made of, and their common fields."""
+"""Building blocks of all dialects' schemas, and their common fields."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ FLAG: Schema = {"type": ["boolean", "null"]}
 IDS = list_of({"type": "integer", "minimum": 0, "maximum": MOST_ID}, minItems=1)
 
 _AT = "data:image/png;base64,..., or a URL if the server fetches pictures"
-# Any content is read: see ``messages``.
+# Any content is accepted: see ``messages``.
 CONTENT: Schema = {
     "description": "a text, or a list of parts",
     "type": ["string", "array", "object", "null"],
