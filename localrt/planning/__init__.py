@@ -4,16 +4,16 @@ Everything here is arithmetic on numbers of bytes and operations: no weight is r
 never imported. It knows rates, placements and schedules, but not the code that executes a placement
 (``offload/pipeline``).
 
-Start with ``plan.py``, what ``localrt.plan`` returns, and ``advice.make_forecast``: a
-``PlanRequest`` becomes a ``Forecast`` (``forecast.py``). ``models.py`` finds a model by its name,
-``shapes.py`` gets its sizes from its config, ``recommending.py`` chooses among a repository's
+Start with ``plan.py``, the result of ``localrt.plan``, and with ``advice.make_forecast``, which
+turns a ``PlanRequest`` into a ``Forecast`` (``forecast.py``). ``models.py`` finds a model by its
+name, ``shapes.py`` gets its sizes from its config, ``recommending.py`` chooses among a repository's
 files. ``machine.py`` holds a machine's rates, ``costs.py`` turns them into seconds; ``measure.py``
 measures rates, or ``describe_pc.py`` and ``gpus.py`` read them from a description. ``search.py``
 tries ring sizes, ``solve.py`` places units for each, ``simulate.py`` replays the schedule as
 ``offload/ring.py`` runs it. ``predict.py`` forecasts speed with or without a replay, ``verdict.py``
-judges it for chat, ``advice.py`` finds what would help, ``mix.py`` what fewer bits lose, and
-``report.py`` prints it all. ``preview.py`` and ``what_runs.py`` are plans in a line, for lists of
-models.
+judges it for chat, ``advice.py`` finds helpful changes, ``mix.py`` has the loss of fewer bits, and
+``report.py`` prints everything. ``preview.py`` and ``what_runs.py`` have one-line plans, for lists
+of models.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def chooser(
 ) -> Chooser:
     """Return a ``choose`` for ``hub.resolve``: it picks a repository's best file for these options.
 
-    Before a download, ``say`` gets a line: which file, its size, and why.
+    Before a download, ``say`` is called with a line: the file, its size, and the reason.
     """
 
     def choose(offer: Offer) -> str:
-        # The planner is imported at the first choice, because most names need none.
+        # The planner is imported on first use, because most names need no choice.
         from localrt.planning.recommending import recommend
 
         found = recommend(offer, settings, ram=ram, gpu_memory=gpu_memory, device=device)

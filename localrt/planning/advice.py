@@ -23,13 +23,13 @@ from localrt.planning.verdict import READING_TOK_S
 from localrt.quant.formats import FORMATS
 
 LEAST_GAIN = 1.05
-"""The least speedup that is worth a line."""
+"""The smallest speedup that is reported."""
 
 _MOST_LINES = 5
 _LAYERS = ("attention", "mlp", "expert")
 _TABLE = FORMATS["int8-g32"]
 _SMALLEST_FORMAT = "int4-g128"
-_AS_FAST = 0.9  # of the plan's speed, if that is below reading speed
+_AS_FAST = 0.9  # share of the plan's speed, if that is below reading speed
 _MEGABYTE = 1_000_000
 _MOST_OPTIONS = 3
 
@@ -38,7 +38,7 @@ def make_forecast(request: PlanRequest) -> Forecast:
     """Return the best plan for ``request``.
 
     Raises:
-        MemoryBudgetError: it cannot fit; the message says what would.
+        MemoryBudgetError: it cannot fit; the message has alternatives that would.
         OptionError: latent attention does not support the ``kv_format``.
     """
     if request.kv_format == "int4" and any(layer.latent for layer in request.shape.kv):
@@ -136,7 +136,7 @@ def _with_ram(request: PlanRequest, ram: int) -> PlanRequest:
     return replace(request, budgets=replace(request.budgets, ram=ram))
 
 
-# -- what would help -------------------------------------------------------------------------------
+# -- helpful changes -------------------------------------------------------------------------------
 
 
 def helpful_changes(plan: Forecast) -> tuple[Change, ...]:

@@ -1,12 +1,12 @@
-"""Computes the seconds of a unit on one resource; only here do rates become seconds.
+"""Computes the seconds of a unit on one resource; rates become seconds only here.
 
 Disk and link take bytes over bandwidth. The CPU takes the time of its measured kernels, and so does
 a measured GPU; another GPU takes a roofline estimate, with the instructions that products of packed
 weights issue. No unit is faster than its bytes over the memory's bandwidth, even if its kernel was
 measured faster. This module does not know how tasks overlap.
 
-In passes of many rows the GPU computes the CPU's units if that pays: a CPU fast enough for a token
-is slow for a prompt, where the link's cost is shared by all rows.
+In passes of many rows, the GPU computes the CPU's units if that pays off: a CPU that is fast enough
+for a token is slow for a prompt, for which all rows share the cost of the copies.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from localrt.planning.machine import Corrections, GpuProfile, MachineProfile
 from localrt.quant.cuda.formats import PRODUCT_MACS, TYPES, product_instructions
 from localrt.quant.ops.kv_formats import KvFormat
 
-# Copying an expert and starting its kernels takes the host as long as this many shared layers.
+# Copying an expert and starting its kernels takes as much host time as this many shared layers.
 _COPY_LAYERS = 2
-# Overhead on an H100 limited to 8 GB besides kernels (benchmarks/results/gpu_check.json): the host
-# between two tokens, and a visit to the CPU between units of the GPU.
+# Overhead besides kernels on an H100 limited to 8 GB (benchmarks/results/gpu_check.json): the
+# host's time between two tokens, and a visit to the CPU between units of the GPU.
 _GPU_PASS_S = 1e-3
 _VISIT_S = 6e-4
-_EXACT = Corrections()  # where no pass was measured
+_EXACT = Corrections()  # if no pass was measured
 # The seconds of a unit depend on: format, macs, bytes, kind, layer (attention only), rows, on_gpu.
 _Key: TypeAlias = tuple[str, int, int, UnitKind, int | None, int, bool]
 
@@ -68,17 +68,19 @@ class Costs:
         return nbytes / self.link_bytes_s
 
     def of(self, placement: Placement) -> Costs:
-        """Return the costs of the model as it is placed."""
+        """Return the costs of the model as placed."""
         if not placement.split or any(unit.only is not None for unit in self.shape.units):
             return self
         return replace(self, shape=self.shape.split(placement.split))
 
     def of_rows(self, rows: int) -> Costs:
-        """Return the costs of a pass of ``rows`` rows of one sequence, at a prompt's beginning."""
+        """Return the costs of a pass of ``rows`` rows of one sequence at the beginning of a
+        prompt.
+        """
         return Costs(shape=self.shape, machine=self.machine, rows=rows, kv_format=self.kv_format)
 
     def crossing(self, width: int | None = None) -> float:
-        """Return the seconds of moving the activations (rows of ``width`` numbers) to the other
+        """Return the seconds of moving the activations (rows of ``width`` elements) to the other
         device.
         """
         if self.machine.link_bytes_s is None:
@@ -87,13 +89,13 @@ class Costs:
         return self.machine.link_latency_s + self.copy(4.0 * self.rows * width)
 
     def splitting(self) -> float:
-        """Return the overhead of an MLP whose rows GPU and CPU share: the host's, and moving its
-        input, its inner values and its output.
+        """Return the overhead of an MLP that is split between GPU and CPU: the host's time, and
+        moving input, inner values and output.
         """
         return self.sharing() + self.crossing(2 * self.shape.hidden + self.shape.inner)
 
     def of_host(self, seconds: float) -> float:
-        """Return ``seconds`` of the host's work for a GPU; 0 without one, or with an ideal one."""
+        """Return ``seconds`` of the host's work for a GPU; 0 without a GPU or with an ideal one."""
         gpu = self.machine.gpu
         return seconds if gpu is not None and gpu.call_s else 0.0
 
@@ -102,8 +104,8 @@ class Costs:
         return self.of_host(self.machine.shared_s * self.corrections.visit)
 
     def streaming(self, unit: PlacedUnit) -> float:
-        """Return the host's seconds for a dense unit that is streamed to the GPU: a layer has two,
-        which take as long as one shared layer. A piece's are counted with its MLP.
+        """Return the host's seconds for a dense unit streamed to the GPU: a layer's two units take
+        as long as one shared layer. Pieces are counted with their MLP.
         """
         if unit.only is not None:
             return 0.0
@@ -114,9 +116,10 @@ class Costs:
         return self.of_host(_VISIT_S * self.corrections.visit)
 
     def beside(self) -> tuple[float, float]:
-        """Return the shares of their rates that copies and the CPU keep while both read RAM.
+        """Return the shares of their rates that copies and the CPU reach while both read RAM.
 
-        Without measurements the CPU loses the bandwidth that copies use, and copies lose nothing.
+        Without measurements, the CPU is assumed to lose the bandwidth that copies use, and copies
+        nothing.
         """
         gpu, machine = self.machine.gpu, self.machine
         if gpu is None or machine.link_bytes_s is None:
@@ -125,7 +128,9 @@ class Costs:
         return gpu.busy_link or 1.0, max(0.5, keeps if gpu.busy_cpu is None else gpu.busy_cpu)
 
     def reading_load(self, nbytes: float) -> float:
-        """Return the seconds that reading takes from the CPU's arithmetic: they share threads."""
+        """Return the seconds by which reading slows the CPU's arithmetic, since they share
+        threads.
+        """
         return nbytes * self.machine.ssd_cpu_s / self.machine.threads
 
     def cpu(self, unit: PlacedUnit, rows: int | None = None) -> float:
@@ -141,23 +146,27 @@ class Costs:
         return self.gpu(unit, rows) if on_gpu else self.cpu(unit, rows)
 
     def per_pass(self) -> float:
-        """Return the CPU's seconds besides units: the embedding's row, sampling, the loop."""
+        """Return the CPU's seconds outside units: the embedding's row, sampling, the loop."""
         own = 1e-4 + self.machine.ssd_latency_s + self.machine.token_s * self.shape.vocab
         return (own + self.of_host(_GPU_PASS_S)) * self.corrections.token
 
     def kv_held(self, layer: int) -> int:
-        """Return the bytes that attention reads of its KV cache, or moves for a recurrent state."""
+        """Return the bytes of KV cache that attention reads, or those moved for a recurrent
+        state.
+        """
         kept = self.shape.kv[layer]
         return self.sequences * kept.held_nbytes(self.kv_format, self.held)
 
     def touched(self, use: float) -> tuple[float, int]:
-        """Return the share of passes that use an expert of this ``use``, and its rows in them."""
+        """Return the share of passes that use an expert with this ``use`` probability, and its rows
+        in those.
+        """
         share = 1 - (1 - use) ** self.rows
         return share, max(1, round(self.rows * use / share)) if share else 1
 
     def _seconds(self, unit: PlacedUnit, rows: int, *, on_gpu: bool) -> float:
         if unit.kind == "head" and rows > PACKED_ROWS:
-            rows = 1  # a prompt's rows all pass the layers, but only one passes the head
+            rows = 1  # in prefill, only one row needs the head
         # Units of one class take the same time; there may be thousands.
         layer = unit.layer if unit.kind == "attention" else None
         key = (unit.format, unit.macs, unit.nbytes, unit.kind, layer, rows, on_gpu)
@@ -166,7 +175,7 @@ class Costs:
             seconds = self._gpu(unit, rows) if on_gpu else self._cpu(unit, rows)
             if not on_gpu:
                 seconds *= self.corrections.cpu
-            elif rows <= PACKED_ROWS:  # other kernels compute longer passes
+            elif rows <= PACKED_ROWS:  # longer passes use other kernels
                 seconds *= self.corrections.gpu
             self._cached[key] = seconds
         return seconds
@@ -209,8 +218,8 @@ class Costs:
         return gpu.call_s / self._calling(unit) + seconds
 
     def _calling(self, unit: PlacedUnit) -> float:
-        """Count the units that share a call: the experts that a pass uses of a layer, and the
-        head's slices.
+        """Count the units that share a call: a layer's experts that a pass uses, or the head's
+        slices.
         """
         if unit.kind == "head":
             return float(sum(step[0].kind == "head" for step in self.shape.steps))
@@ -219,7 +228,7 @@ class Costs:
         return max(1.0, self.shape.experts.count * self.touched(unit.use)[0])
 
     def _attention_macs(self, layer: int, rows: int) -> float:
-        """Count the macs: each row attends to its sequence's cache and the rows before it."""
+        """Count the MACs: each row attends to its sequence's cache and the rows before it."""
         kept, new = self.shape.kv[layer], max(1, rows // self.sequences)
         return rows * kept.held_macs(self.held + (new + 1) / 2)
 
@@ -241,9 +250,9 @@ def expert_costs(costs: Costs) -> ExpertCosts | None:
 
 
 def layer_seconds(costs: Costs, hybrid: ExpertCosts, use: float) -> tuple[float, float]:
-    """Return the seconds per used expert of a layer: with none on the GPU, and with all on it.
+    """Return the seconds per used expert of a layer: with no expert on the GPU, and with all on it.
 
-    The former includes moving the activations to the CPU and back, and the host's part.
+    The former includes moving the activations to the CPU and back, and the host's time.
     """
     assert costs.shape.experts is not None, "they are of a mixture"
     share, rows = costs.touched(use)
@@ -258,8 +267,8 @@ def layer_seconds(costs: Costs, hybrid: ExpertCosts, use: float) -> tuple[float,
 
 
 def _bf16_seconds(unit: PlacedUnit, rows: int, gpu: GpuProfile, *, unpacks: bool) -> float:
-    """Return the seconds of a product by 16-bit arithmetic. A matrix that ``unpacks`` is first
-    unpacked, another pass over it.
+    """Return the seconds of a product in 16-bit arithmetic. If it ``unpacks``, the matrix is first
+    unpacked, in another pass over it.
     """
     computing = 2 * unit.macs * rows / gpu.flops
     if not unpacks:
@@ -274,8 +283,8 @@ _ROWS = (LEAST_GPU_ROWS, 80, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024, 1
 
 
 def with_long_passes(costs: Costs, placement: Placement) -> Placement:
-    """Add the least rows from which passes compute the CPU's MLPs or experts on the GPU, if that
-    pays.
+    """Set the fewest rows from which passes compute the CPU's MLPs or experts on the GPU, if that
+    pays off.
 
     These are the MLPs that the GPU's ring can hold, and a mixture's experts. Attention stays where
     its keys and values are; only one row of a prompt passes the head.
@@ -285,7 +294,7 @@ def with_long_passes(costs: Costs, placement: Placement) -> Placement:
         return placement
     if shape.experts is not None:
         routers = (where[unit.name] for unit in shape.units if unit.kind == "mlp")
-        if not all(place.on_gpu for place in routers):  # the CPU keeps layers whose router it has
+        if not all(place.on_gpu for place in routers):  # a layer stays with its router
             return placement
         crossing = frozenset[str]()
     else:
@@ -308,8 +317,8 @@ def with_long_passes(costs: Costs, placement: Placement) -> Placement:
 def _gpu_rows(costs: Costs, where: Mapping[str, Where], crossing: frozenset[str]) -> int:
     """Return the fewest rows for which copying weights to the GPU is no slower than the CPU.
 
-    0 if there are none. Copies and the GPU's work overlap; the CPU's and the GPU's work follow each
-    other. A faster link never gives more rows.
+    0 if there are none. Copies and the GPU's work overlap; the CPU's and the GPU's work alternate.
+    A faster link never gives more rows.
     """
     alike: Counter[tuple[PlacedUnit, Where, bool]] = Counter()
     first: dict[tuple[object, ...], PlacedUnit] = {}

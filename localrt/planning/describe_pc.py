@@ -2,8 +2,8 @@
 
 ``"RTX 4060, 32GB DDR5-5600, 8 cores, NVMe"``: parts come in any order, and missing parts are
 assumed typical. A preset is a named line of this kind. This module has the rates of memory and
-disks by kind; ``gpus.py`` has GPUs. Memory that is not named is of the kind usual with the named
-processor or GPU. This PC is measured once; callers that must not load it use saved rates.
+disks by kind; ``gpus.py`` has GPUs. If memory is not named, the kind usual with the named processor
+or GPU is assumed. This PC is measured once; callers that must not put load on it use saved rates.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ PRESETS: Mapping[str, str] = MappingProxyType(
 )
 """PCs by name, as ``parse_pc`` reads them."""
 
-# Plain reading reaches about this share of the memory modules' rate.
+# The share of the memory modules' rate that plain reading reaches.
 _MEMORY_REACHED = 0.8
 _TRANSFER_BYTES = 8  # per channel
 _USUAL_TRANSFERS = {"3": 1600, "4": 3200, "5": 5600}  # millions per second
@@ -93,8 +93,8 @@ _PART = re.compile(
     re.IGNORECASE | re.VERBOSE,
 )
 _NAMES = {"ram": "size of RAM", "memory": "kind of RAM", "gpu": "GPU", "other": "GPU"}
-_TIER_CORES = {"3": 4, "5": 6, "7": 8, "9": 12}  # of a processor that is not below
-# Cores of all kinds by processor, without spaces and hyphens; the first that matches counts.
+_TIER_CORES = {"3": 4, "5": 6, "7": 8, "9": 12}  # cores of processors not listed below
+# Cores (of all kinds) by processor, without spaces and hyphens; the first match counts.
 _PROCESSOR_CORES = {
     4: r"i3([89]|1[0-4])[13]\d\d[fkt]*|i[57][67]\d{3}(k|hq)?|i5([89]|10)3\d\dh|i[57]8[256]\d[05]u"
     r"|i[57]10[25]10u|i[57]1[01][34568]5g\d|ryzen3\d{4}\w*|ryzen[57][23][57]00u|ryzen57520u",
@@ -127,15 +127,15 @@ _DISKS = (
     (r"sata|ssd", 0.5e9),
     (r"hdd|hard", 0.15e9),
 )
-# RAM left to the desktop and other programs (at most, and as a share); the share of free GPU memory
-# to use, and the desktop's use of GPU memory.
+# RAM left to the desktop and other programs (maximum, and share); the share of free GPU memory to
+# use, and the desktop's use of GPU memory.
 _DESKTOP_BYTES, _DESKTOP_SHARE = 4_000_000_000, 0.25
 _GPU_SHARE, _GPU_DESKTOP, _GPU_WINDOWS = 0.92, 800_000_000, 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pc:
-    """A described PC; ``sources`` says of each figure whether it was given or is typical."""
+    """A described PC; ``sources`` tells for each figure whether it was given or is typical."""
 
     gpu: GpuModel | None = None
     ram_bytes: int = 16_000_000_000
@@ -179,7 +179,7 @@ def parse_pc(text: str) -> Pc:
     """Parse a line of parts, or a preset's name followed by parts that replace the preset's.
 
     Raises:
-        OptionError: a word is not understood, or a part is named twice.
+        OptionError: a word is unknown, or a part is named twice.
     """
     preset = re.match(rf"\s*({'|'.join(PRESETS)})(?![\w-])", text, re.IGNORECASE)
     pc = Pc()
@@ -222,7 +222,7 @@ def _parts(text: str) -> dict[str, re.Match[str]]:
                 f'"RTX 4060, 32GB DDR5-5600, 8 cores, NVMe", or begin with one of '
                 f"{', '.join(PRESETS)}"
             )
-        if part["vram"] and find_gpu(part[0]) is None:  # no GPU has it: it is RAM
+        if part["vram"] and find_gpu(part[0]) is None:  # no GPU has this size, so it is RAM
             part = _PART.match(text, at, part.start("vram")) or part
         kind, at = part.lastgroup or "", part.end()
         if int(part["gpus"] or 1) > 1:
@@ -263,7 +263,7 @@ def _with_parts(pc: Pc, text: str) -> Pc:
         count = 2
         if channels := parts.get("channels"):
             count = int(channels["number"] or _COUNTS[channels["channel_word"].lower()])
-        # The modules were given, but the reached share of their rate is typical.
+        # The modules are given, but the share of their rate that is reached is typical.
         pc = _given(replace(pc, ram_bytes_s=_memory_rate(memory[0], count)), ram_bytes_s="typical")
     return replace(pc, windows=pc.windows or "windows" in parts)
 
@@ -296,14 +296,14 @@ def _given(pc: Pc, **sources: str) -> Pc:
     return replace(pc, sources={**pc.sources, **sources})
 
 
-# -- this PC, or the one that was described --------------------------------------------------------
+# -- this PC or the described one --------------------------------------------------------
 
 _LEAST_SAMPLE = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """The hardware to plan for, as a person writes it; None means this machine's."""
+    """The hardware to plan for, as written by the user; None means this machine's."""
 
     ram: str | int | None = None
     gpu_memory: str | int | None = None
@@ -316,7 +316,7 @@ class Hardware:
 
     @property
     def hypothetical(self) -> tuple[str, ...]:
-        """The given options that describe another machine than this one."""
+        """The given options that describe a machine other than this one."""
         imagined = {
             "--pc": self.pc is not None,
             "--ram-speed": self.ram_speed is not None,
@@ -346,7 +346,7 @@ def planned_hardware(
     is the model, whose disk is used; ``formats`` are those of its weights.
 
     Raises:
-        OptionError: a description that is not understood.
+        OptionError: a description is invalid.
     """
     ram = None if wanted.ram is None else parse_size(wanted.ram)
     if wanted.pc is not None:
@@ -394,7 +394,7 @@ def machine_here(
     *,
     remeasure: bool = False,
 ) -> tuple[MachineProfile, str]:
-    """Return this machine, measured if it never was, and a note on assumed rates (or ``""``).
+    """Return this machine, measured if necessary, and a note on assumed rates (or ``""``).
 
     Its disk is that of the model at ``path``, else that of localrt's cache.
     """
@@ -472,7 +472,7 @@ def with_gpu(
 ) -> tuple[MachineProfile, int]:
     """Return ``machine`` with the named GPU, else this machine's, and the GPU's memory budget.
 
-    This machine's GPU has the rates that ``cache`` saved, else those of the table. If there is no
+    This machine's GPU has the rates saved in ``cache``, else those of the table. If there is no
     GPU, but GPU memory or a link is given, the default GPU is assumed.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Plain values for planning: the request, and the forecast with its placement."""
+"""The values of planning: the request, and the forecast with its placement."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ class Prediction:
 
     ``ceiling_tok_s`` is the rate of this placement with perfect overlap; ``bottleneck``, the
     busiest resource. ``tok_s`` is for ``held`` tokens in the cache, ``full_context_tok_s`` for a
-    full one. ``page_s``: seconds for a prompt of a page (``PROMPT_TOKENS``), which may have fewer
-    rows than the passes of ``prefill_tok_s``. ``busy`` and ``waits``: seconds of a replayed pass of
-    ``pass_s`` that a resource works, and that computing waits, by cause.
+    full one. ``page_s``: seconds for a prompt of one page (``PROMPT_TOKENS``), which may have fewer
+    rows than the passes of ``prefill_tok_s``. ``busy`` and ``waits``: of a replayed pass of
+    ``pass_s`` seconds, the seconds for which each resource works, and for which computing waits, by
+    cause.
     """
 
     tok_s: float
@@ -50,11 +51,11 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One thing to change (``"54 MB more RAM"``), and the forecast tokens per second with it:
+    """A possible change (``"54 MB more RAM"``), and the forecast tokens per second with it:
     ``gain`` times those without it.
 
     ``option`` is the option of ``load`` and its value; ``command`` is what to type. A change of
-    hardware has neither, and plans without a model's name have no commands.
+    hardware has neither; a plan without a model's name has no commands.
     """
 
     what: str
@@ -83,8 +84,8 @@ class PlannedSize:
     ``place`` of the weights that a token needs: ``"streamed"`` (some are read or copied for each
     token), ``"memory"`` (all stay in memory) or ``"gpu"`` (all stay in the GPU's memory).
 
-    ``loss``: divergence of the next token's distribution from the present weights', in nats; None
-    if not measured. ``command`` is what to type.
+    ``loss``: divergence of the next token's distribution from that of the current weights, in nats;
+    None if not measured. ``command`` is what to type.
     """
 
     bits: float
@@ -113,14 +114,15 @@ class PlanRequest:
 
     ``rows``: rows of one pass (more than one for a draft tree). ``sequences``: the batch size; each
     sequence has its own cache. ``prefill_rows``: the most rows of a prompt's pass (None: 512, with
-    a GPU 2,048); a tight budget takes fewer.
-    ``held``: tokens that the forecast assumes in the cache. ``kv_on_ssd``: if KV caches do not fit,
-    keep those of as few layers as needed on the SSD. ``splits``: GPU and CPU may share MLPs.
+    a GPU 2,048); a tight budget allows fewer. ``held``: tokens that the forecast assumes in the
+    cache. ``kv_on_ssd``: if KV caches do not fit, keep those of as few layers as needed on the SSD.
+    ``splits``: GPU and CPU may share MLPs.
 
-    The rest is for the report: ``called`` is the user's name for the model; a model that ``thinks``
-    before it answers must be faster to be good for chat; ``quantization`` is the planned file of a
-    repository with several; ``hypothetical`` lists options that describe another PC; ``note`` is a
-    line for the user. ``gpu_unused``: there is a GPU, which cannot compute this model.
+    The other fields are for the report: ``called`` is the user's name for the model; a model that
+    ``thinks`` before it answers must be faster to be good for chat; ``quantization`` is the planned
+    file of a repository with several; ``hypothetical`` lists options that describe another PC;
+    ``note`` is a line for the user. ``gpu_unused``: there is a GPU, but it cannot compute this
+    model.
 
     Raises:
         OptionError: a number below one.
@@ -216,13 +218,13 @@ def in_words(*, fits: bool, read: int, copied: int, tok_s: float | None, where: 
 class Forecast:
     """Where a model's weights are on a machine, and how fast it is there.
 
-    Sizes are in bytes, rates in tokens per second. ``estimated`` is the forecast of a model that is
-    not on this machine, as in tables of many models; ``measured_tok_s`` is what the model last made
-    on this one. The rest is what ``localrt.plan`` adds: ``changes`` would help, best first;
-    ``sizes`` are the present weights, then smaller ones; ``contexts`` are the largest that fits
-    and, if that is slow, the largest that is not. ``command`` runs the model; it is empty if there
-    is nothing to run. ``draft`` is what drafts for it by default, ``picture`` what one costs a
-    model that sees.
+    Sizes are in bytes, rates in tokens per second. ``estimated`` is the forecast for a model that
+    is not on this machine, as in tables of many models; ``measured_tok_s`` is the rate when the
+    model last ran here. The other fields are added by ``localrt.plan``: ``changes`` that would
+    help, best first; ``sizes``, the current weights and then smaller ones; ``contexts``, the
+    largest that fits and, if that is slow, the largest that is not slow. ``command`` runs the
+    model; it is empty if there is nothing to run. ``draft`` is the default draft, ``picture`` the
+    cost of a picture for a vision model.
     """
 
     request: PlanRequest
@@ -261,7 +263,7 @@ class Forecast:
 
     @property
     def fits(self) -> bool:
-        """Whether all weights stay where they are computed."""
+        """Whether all weights are resident on the devices that compute with them."""
         return not self.read_bytes and not self.copied_bytes
 
     @property
@@ -286,7 +288,7 @@ class Forecast:
 
     @property
     def prefill_tok_s(self) -> float:
-        """The forecast rate of reading a prompt."""
+        """The forecast prefill rate."""
         return self.prediction.prefill_tok_s
 
     @property
@@ -354,7 +356,7 @@ class Forecast:
         return self.memory.total("vram")
 
     def for_weights_and_caches(self) -> int:
-        """Return the bytes of the RAM budget that the plan's other parts leave."""
+        """Return the bytes of the RAM budget that are left for weights and caches."""
         memory = self.memory
         ours = memory.nbytes("weights") + memory.nbytes("keys and values")
         return self.request.budgets.ram - (memory.total() - ours)
@@ -415,5 +417,5 @@ class Forecast:
 
 
 def placed_shape(plan: Forecast) -> ModelShape:
-    """The model as it is placed: MLPs that GPU and CPU share are in pieces."""
+    """The model as placed, with split MLPs as pieces."""
     return plan.request.shape.split(plan.placement.split)

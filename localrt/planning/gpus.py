@@ -1,6 +1,6 @@
 """Profiles of GPUs: a measured one, and others for hypothetical plans.
 
-The table lists common GPUs with their maker's figures: the memory's size and rate, and arithmetic
+The table lists common GPUs with the vendor's figures: the memory's size and rate, and arithmetic
 from cores and boost clocks. The sources are NVIDIA's architecture papers (Turing, GA102, Ada,
 Blackwell) and its comparisons of GPUs and of laptops (nvidia.com/geforce). A laptop may run its GPU
 at a lower clock. Links are PCIe by generation and lanes; pinned copies reach four fifths of that
@@ -23,15 +23,14 @@ from localrt.quant.cuda.gpu_cache import ROWS, GpuRates
 _VIRTUAL = re.compile(r"virtual:(?P<size>[^@]+)@(?P<link>[^,]+),(?P<memory>[^,]+),(?P<flops>[^,]+)")
 _FLOPS = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*([GTP])(?:FLOPS?|OPS?)", re.IGNORECASE)
 _SCALE = {"G": 1e9, "T": 1e12, "P": 1e15}
-# Kernels reach about this share of a GPU's memory bandwidth.
+# The share of a GPU's memory bandwidth that kernels reach.
 _REACHED = 0.85
-# The share of clocks in which the busiest part of a GPU's processors works: the issue of products'
-# instructions, or attention's tensor cores. FlashAttention-2 (Dao, 2023) reports 0.5 to 0.73. One
-# half agrees with published products: on an RTX 3090, a prompt of an 8B in Q6_K reaches a fifth of
-# the peak of 8-bit operations in llama.cpp (pull request 8062: 3,600 tokens per second), here a
-# sixth.
+# The share of clocks for which the busiest part of a GPU's processors works: instruction issue in
+# products, or tensor cores in attention. FlashAttention-2 (Dao, 2023) reports 0.5 to 0.73. One half
+# agrees with published products: on an RTX 3090, a prompt of an 8B in Q6_K reaches a fifth of the
+# peak of 8-bit operations in llama.cpp (pull request 8062: 3,600 tokens per second), here a sixth.
 _BUSY = 0.5
-# Operations that the tensor cores of one scheduler do in a clock, 16 bits with float32 sums.
+# Operations of one scheduler's tensor cores per clock, 16 bits with float32 sums.
 _CLOCK_OPS, _WORKSTATION_CLOCK_OPS = 128, 256
 _WORKSTATION = ("T4", "Titan", "RTX A2000")
 _NO_TENSOR_CORES = ("GTX", "MX450", "MX550")
@@ -41,8 +40,8 @@ _UNIT_LAUNCHES = 5
 
 @dataclass(frozen=True, slots=True)
 class GpuModel:
-    """A GPU by its maker's figures: bytes, bytes per second, and operations per second of dense
-    16-bit products with float32 sums (GeForce GPUs do half as many as with float16 sums).
+    """A GPU by its vendor's figures: bytes, bytes per second, and operations per second of dense
+    16-bit products with float32 sums (on GeForce GPUs, half as many as with float16 sums).
     """
 
     name: str
@@ -69,7 +68,7 @@ class GpuModel:
         )
 
 
-# GB/s that pinned copies reach, by PCIe generation and lanes.
+# GB/s of pinned copies by PCIe generation and lanes.
 _LINKS = {
     "3x8": 6.2,
     "3x16": 12.5,
@@ -80,8 +79,8 @@ _LINKS = {
     "5x16": 50.0,
 }
 
-# Name, GiB of memory, PCIe, the memory's GB/s, TFLOPS. Of several with one name, the most common
-# comes first.
+# Name, GiB of memory, PCIe, the memory's GB/s, TFLOPS. Among GPUs with the same name, the most
+# common is first.
 _ROWS: tuple[tuple[str, int, str, float, float], ...] = (
     ("MX450 Laptop 2GB", 2, "4x4", 80, 1.6),
     ("MX550 Laptop 2GB", 2, "4x8", 96, 2.6),
@@ -179,7 +178,7 @@ DEFAULT_GPU = "RTX 4060 8GB"
 
 def measured_profile(name: str, vram_bytes: int, rates: GpuRates) -> GpuProfile:
     """Return the profile of this machine's GPU from its measured rates."""
-    known = find_gpu(name, vram_bytes)  # its products may be quicker than 16-bit attention can be
+    known = find_gpu(name, vram_bytes)  # measured products may be faster than 16-bit attention
     return GpuProfile(
         name=name,
         vram_bytes=vram_bytes,

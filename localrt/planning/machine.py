@@ -1,7 +1,7 @@
 """Describes a machine by its rates: disk, memory, link, kernels, GPU.
 
-``measure.py`` measures the rates of this machine; ``gpus.py`` has GPUs that it lacks. A profile
-says of each rate whether it was measured. It knows no model.
+``measure.py`` measures the rates of this machine; ``gpus.py`` has other GPUs. A profile tells for
+each rate whether it was measured. It knows no model.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class KernelRate:
         return KernelRate(self.rows, tuple(times * s for s in self.seconds))
 
     def scaled(self, bits: float) -> KernelRate:
-        """Scale to ``bits`` times the bits. Only up to 4 rows slow down: they wait for memory."""
+        """Scale to ``bits`` times the bits. Only up to 4 rows slow down, since they are
+        memory-bound.
+        """
         return KernelRate(
             self.rows,
             tuple(
@@ -63,11 +65,11 @@ class GpuProfile:
     """A GPU: its memory, and the bytes and operations per second that its kernels reach.
 
     ``call_s`` is the overhead of a unit's kernels. ``kernels`` are measured rates by format;
-    without any, products follow from ``bytes_s`` and ``flops``, those of packed weights from the
-    ``instructions_s`` that warps issue for 8-bit tensor cores; None means that there are none.
-    ``attention_flops`` are attention's; None means ``flops``. While copies and the CPU both read
-    RAM, copies reach ``busy_link`` of their rate, and the CPU ``busy_cpu`` of its own; None means
-    unknown.
+    without any, the times of products follow from ``bytes_s`` and ``flops``, those of packed
+    weights from ``instructions_s``, the warps' instruction rate for 8-bit tensor cores (None: there
+    are none). ``attention_flops`` are those of attention; None means ``flops``. While copies and
+    the CPU both read RAM, copies reach ``busy_link`` of their rate, and the CPU ``busy_cpu`` of its
+    own; None means unknown.
     """
 
     name: str
@@ -106,9 +108,9 @@ class OtherGpu:
 class Corrections:
     """Measured times of a placed model's passes, as multiples of the times from single rates.
 
-    ``link``: copies of units; ``cpu`` and ``gpu``: their computing; ``visit``: the host's work for
-    a visit to the CPU, or for a layer that CPU and GPU share; ``token``: its work for a token. They
-    are limited to between a quarter and four: others are taken for errors of measuring.
+    ``link``: copies of units; ``cpu`` and ``gpu``: computing; ``visit``: the host's work for a
+    visit to the CPU, or for a layer that CPU and GPU share; ``token``: its work per token. They are
+    limited to between a quarter and four: values outside are taken for measurement errors.
     """
 
     link: float = 1.0
@@ -133,10 +135,9 @@ class MachineProfile:
     the nearest one. ``ssd_cpu_s``: one thread's CPU time per byte read. ``call_s``: a unit's
     overhead. ``shared_s``: the host's time for a mixture's layer whose experts CPU and GPU share,
     or a dense layer that is streamed to the GPU. ``token_s``: a pass's overhead besides its units,
-    per entry of the vocabulary.
-    ``sources`` says of each figure whether it was measured, given, or typical (as a GPU's published
-    figures are). ``corrections`` are those of dense models and of mixtures beside a GPU, if passes
-    were measured.
+    per entry of the vocabulary. ``sources`` tells for each figure whether it was measured, given,
+    or typical (like a GPU's published figures). ``corrections`` are those of dense models and of
+    mixtures with a GPU, if passes were measured.
     """
 
     name: str
@@ -165,11 +166,13 @@ class MachineProfile:
             raise ValueError("a machine with a GPU has a link to it: link_bytes_s is missing")
 
     def kernel(self, format: str) -> KernelRate:
-        """Return the rate for a format; unmeasured ones scale the one with the nearest bits."""
+        """Return the rate for a format; an unmeasured one is scaled from the format with the
+        nearest bits.
+        """
         return _rate_of(self.kernels, format)
 
     def with_cpu(self, times: float) -> MachineProfile:
-        """Return the machine with a CPU that takes ``times`` as long to compute."""
+        """Return the machine with a CPU that takes ``times`` times as long to compute."""
         kernels = {name: rate.slower(times) for name, rate in self.kernels.items()}
         return replace(
             self,

@@ -1,8 +1,9 @@
 """Measures this machine's rates once: CPU kernels on random tiles, memory, and the disk.
 
-Rates are saved as JSON with a fingerprint of what they depend on; with another processor, kernel
-library or version they are measured again. Measuring takes a few seconds and a hundred megabytes,
-so a short-lived process does it, and the process that runs the model keeps none of that memory.
+Rates are saved as JSON with a fingerprint of everything they depend on; if the processor, the
+kernel library or the version changes, they are measured again. Measuring takes a few seconds and a
+hundred megabytes, so a short-lived process does it, and the process that runs the model keeps none
+of that memory.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ from localrt.quant.ops.protocol import Batch
 
 DEFAULT_FORMATS = ("int4-g32", "q4_k", "q6_k", "q8_0")
 WORKING_SET = 96 << 20
-"""Bytes to measure with: more than any CPU cache, so that weights come from memory."""
+"""The working set in bytes: larger than any CPU cache, so that weights come from memory."""
 
 _ROWS = (1, 2, 4, 8, 16, 64, 512)
 _SHAPE = (2048, 2048)
-_BUDGET_S = 0.12  # to measure one rate
-# A layer whose experts CPU and GPU share makes the GPU wait for the host as long as this many
-# measured calls, of 10 us: 0.12 ms on an H100 (benchmarks/results/gpu_check.json). A streamed dense
+_BUDGET_S = 0.12  # seconds for measuring one rate
+# In a layer whose experts CPU and GPU share, the GPU waits for the host as long as this many
+# measured calls of 10 us: 0.12 ms on an H100 (benchmarks/results/gpu_check.json). A streamed dense
 # layer is assumed to take as long.
 _SHARED_CALLS = 12
 _VERSION = 1
@@ -100,10 +101,11 @@ def machine_profile(
 
 
 def known_machine(cache: Path, folder: Path | None = None) -> MachineProfile | None:
-    """Return the rates saved in ``cache``, with those of ``folder``'s disk, or of any if unknown.
+    """Return the rates saved in ``cache``, with those of ``folder``'s disk, or of any disk if
+    unknown.
 
-    For callers that must not load the machine: nothing is measured. A file of another processor or
-    version is used too, since nothing better is known.
+    For callers that must not put load on the machine: nothing is measured. Rates of another
+    processor or version are used too, since nothing better is known.
     """
 
     try:
@@ -116,12 +118,12 @@ def known_machine(cache: Path, folder: Path | None = None) -> MachineProfile | N
         return None
 
 
-_PASSES, _KINDS = "passes", ("dense", "mixture")  # of a GPU's entry in cards.json
+_PASSES, _KINDS = "passes", ("dense", "mixture")  # keys of a GPU's entry in cards.json
 
 
 def with_corrections(machine: MachineProfile, cache: Path) -> MachineProfile:
     """Return ``machine`` with the corrections measured on passes with its GPU, if there are any and
-    the rates have not changed since.
+    the rates have not changed since then.
     """
     if machine.gpu is None:
         return machine
@@ -130,7 +132,7 @@ def with_corrections(machine: MachineProfile, cache: Path) -> MachineProfile:
         if kept is None or kept["key"] != _pass_key(machine):
             return machine
         dense, mixture = (Corrections(**kept[k]) if k in kept else None for k in _KINDS)
-    except (KeyError, TypeError, ValueError):  # damaged: it is measured again
+    except (KeyError, TypeError, ValueError):  # damaged: they are measured again
         return machine
     return replace(machine, corrections=(dense, mixture))
 
@@ -189,7 +191,7 @@ def measure(
 
 
 def main() -> None:
-    """Run the measuring process; its argument is those of ``measure`` as JSON."""
+    """Run the measuring process; its argument has the arguments of ``measure`` as JSON."""
     folder, cache, *others = json.loads(sys.argv[1])
     measure(Path(folder), Path(cache), *others)
 
@@ -208,7 +210,7 @@ def _measure_aside(job: list[object]) -> bool:
             check=False,
         )
     except (OSError, subprocess.SubprocessError):
-        return False  # the caller then measures in this process
+        return False  # the caller will measure in this process
     return done.returncode == 0
 
 
@@ -241,7 +243,9 @@ def _missing(known: dict[str, Any], formats: list[str]) -> list[str]:
 
 
 def _known_disk(folder: Path, cache: Path, *, sample: bool) -> DiskProfile | None:
-    """Return the disk's saved profile; one measured with a sample only if ``sample`` is set."""
+    """Return the disk's saved profile; if it was measured with a sample, only if ``sample`` is
+    set.
+    """
     with suppress(KeyError, TypeError, ValueError, AttributeError):
         found = read_cached(cache / _DISKS)[str(folder.stat().st_dev)]
         if sample or not found.get("sample"):
@@ -298,7 +302,7 @@ def measure_kernel(ops: NativeOps, format: str, working_set: int = WORKING_SET) 
     rows, columns = _SHAPE
     nbytes = rows * FORMATS[format].row_bytes(columns)
     rng = np.random.default_rng(0)
-    # Any two of these bytes make a normal float16; NaN and denormals could change the speed.
+    # Any two of these bytes make a normal float16: NaN and denormals could change the speed.
     block = rng.integers(0x20, 0x40, nbytes, dtype=np.uint8)
     copies = aligned_buffer(max(2, working_set // nbytes) * nbytes).reshape(-1, nbytes)
     copies[:] = block
@@ -318,7 +322,9 @@ def measure_kernel(ops: NativeOps, format: str, working_set: int = WORKING_SET) 
 
 
 def _best(call: Callable[[int], object]) -> float:
-    """Return the seconds of one call: the lower quartile, as other programs disturb some runs."""
+    """Return the seconds of one call: the lower quartile, since other programs disturb some
+    runs.
+    """
     call(0)
     samples, number, end = list[float](), 1, time.perf_counter() + _BUDGET_S
     while len(samples) < 5 or time.perf_counter() < end:
@@ -391,7 +397,7 @@ def _measure_attention(ops: NativeOps) -> list[float]:
 
 def _measurable(name: str) -> bool:
     known = FORMATS.get(name)
-    if known is None or known.name == "f32":  # used for vectors; models scale from others
+    if known is None or known.name == "f32":  # used for vectors; matrices scale from other formats
         return False
     return layout_of(known) is not None and not _SHAPE[1] % tile_span(known)
 

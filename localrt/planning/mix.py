@@ -1,4 +1,4 @@
-"""Chooses a format for each group of matrices, of least loss for a number of bits per weight.
+"""Chooses a format for each group of matrices, with the least loss for a number of bits per weight.
 
 ``LossTable`` has the loss of each group in each format; ``losses.py`` measures it. It is saved next
 to the stores, by its model's fingerprint, so that other sizes need no new measurement and plans can
@@ -26,8 +26,8 @@ MIX_METHOD = "gptq"
 
 @dataclass(frozen=True, slots=True)
 class GroupLoss:
-    """A group of matrices that get one format: ``weights`` is how many weights they have, ``nats``
-    the loss per token in each possible format.
+    """A group of matrices that get one format: ``weights`` is their number of weights, ``nats`` the
+    loss per token in each possible format.
 
     ``tensors`` are their names, with ``*`` for an expert's number.
     """
@@ -73,10 +73,10 @@ class LossTable:
         return self.scale * self.nats(self.choose(bits))
 
     def choose(self, bits: float) -> list[str]:
-        """Choose a format for each group, of least loss with at most ``bits`` per weight.
+        """Choose a format for each group, with the least loss for at most ``bits`` per weight.
 
-        Steps to larger formats are taken in order of the loss that they save per bit, if they fit.
-        The result is at most one step worse than the best choice (Shoham and Gersho 1988).
+        Steps to larger formats are taken in order of the loss saved per bit, if they fit. The
+        result is at most one step worse than the best choice (Shoham and Gersho 1988).
 
         Raises:
             OptionError: the smallest mix takes more bits.
@@ -166,7 +166,9 @@ def _saved(group: GroupLoss, low: str, high: str) -> float:
 
 
 def _hull(group: GroupLoss) -> list[str]:
-    """The formats worth choosing, smallest first: each step saves less per bit than the last."""
+    """The formats worth choosing (the convex hull), smallest first: each step saves less per bit
+    than the last.
+    """
     hull: list[str] = []
     for high in sorted(group.nats, key=_bits):
         if hull and group.nats[high] >= group.nats[hull[-1]]:

@@ -45,8 +45,8 @@ def find_model(
 ) -> Path:
     """Return the path of the model on this machine, or else of its config.
 
-    Short names, and the repositories that they stand for, need no network: localrt has their
-    configs. With ``any_file`` they serve any file of such a repository.
+    Short names, and their repositories, need no network: localrt has their configs. With
+    ``any_file``, these are used for any file of such a repository.
 
     Raises:
         ModelNotFoundError: neither is found.
@@ -103,7 +103,7 @@ def shape_of(path: Path, format: str | None = None) -> ModelShape:
         checkpoint = open_checkpoint(path)
     except UnsupportedModelError as error:
         if format is None or not config.is_file() or isinstance(error, DraftHeadError):
-            raise  # what cannot be read may still be planned in another format
+            raise  # an unreadable model may still be planned in another format
         return _shape_of_config(config, format)
     try:
         shape = shape_from_checkpoint(checkpoint)
@@ -115,7 +115,7 @@ def shape_of(path: Path, format: str | None = None) -> ModelShape:
 
 
 def _known_config(settings: Settings, known: KnownModel) -> Path:
-    """Write the config that comes with localrt to a file in the cache; return its path."""
+    """Write the config included with localrt to a file in the cache; return its path."""
     path = settings.cache_dir / _CONFIGS / _folder_of(known) / _CONFIG
     write_text(path, json.dumps(dict(known.config())), sync=False, folder=True)
     return path

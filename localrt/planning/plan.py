@@ -1,8 +1,8 @@
-"""What ``localrt.plan`` returns: a forecast, what would help, and the commands to type.
+"""The result of ``localrt.plan``: a forecast, helpful changes, and the commands to type.
 
 It reads a model's shape, not its weights. A model that is not on this machine is planned for the
 file that would be downloaded. Other sizes of the weights are compared too: their speeds are
-estimated, their losses are those that ``localrt quantize --bits`` measured.
+estimated, their losses were measured by ``localrt quantize --bits``.
 """
 
 from __future__ import annotations
@@ -79,12 +79,12 @@ class Plan(Forecast):
 
     @property
     def report(self) -> str:
-        """What ``localrt plan`` prints."""
+        """The output of ``localrt plan``."""
         return page(self)
 
     @property
     def details(self) -> str:
-        """What ``localrt plan --details`` prints: all tables."""
+        """The output of ``localrt plan --details``: all tables."""
         return explain(self)
 
 
@@ -105,8 +105,8 @@ def plan_model(
 ) -> Plan:
     """Plan for ``hardware``, with the options of ``localrt.plan``.
 
-    ``draft_of`` returns the name of the draft source for the model at a path, streamed or not, and
-    a line on it.
+    ``draft_of`` returns, for the model at a path, streamed or not, the name of its draft and a line
+    about it.
     """
     settings = Settings.from_environment()
     path = find_model(name, settings, revision=revision, offline=offline, any_file=True)
@@ -164,7 +164,7 @@ def plan_model(
     runs = weights or not looks_like_path(name)
     if runs and (sizes or not weights):  # sizes in bits, or other files, replace changes of format
         changes = tuple(each for each in changes if (each.option or ("",))[0] != "format")
-    # The ``load`` options of the plan; those that describe another PC are left out.
+    # The plan's ``load`` options, except those that describe another PC.
     here = not forecast.hypothetical
     options: dict[str, object] = {
         "ctx": ctx,
@@ -207,8 +207,8 @@ def _chosen_file(
     budgets: Budgets,
     ctx: int | None,
 ) -> tuple[ModelShape, str]:
-    """Return the shape in the file of ``offer`` that is planned, ``variant`` if named, and the
-    file's name.
+    """Return the shape for the planned file of ``offer`` (``variant`` if named), and the file's
+    name.
     """
     candidates = only(offer, variant) if variant else offer
     chosen = recommend_on(candidates, machine, budgets, ctx=ctx)
@@ -221,11 +221,11 @@ def _chosen_file(
 
 
 def _picture(plan: Forecast, found: ResolvedModel) -> PlannedPicture | None:
-    """Return the cost of a picture, for models that take them: passes of the vision encoder, and of
-    the picture's tokens.
+    """Return the cost of a picture for vision models: passes of the vision encoder and of the
+    picture's tokens.
 
     Raises:
-        LocalrtError: pictures are refused.
+        LocalrtError: the model does not accept pictures.
     """
     cost = picture_cost(found.path, () if found.extras is None else found.extras.projectors)
     if cost is None:
@@ -311,10 +311,10 @@ def _offer(
 
 
 def other_sizes(plan: Forecast, path: Path, settings: Settings) -> tuple[PlannedSize, ...]:
-    """Return the present size of the model at ``path``, then smaller ones that are faster.
+    """Return the current size of the model at ``path``, then smaller sizes that are faster: the
+    usual size, and the largest that fit in memory and in GPU memory.
 
-    Smaller ones are the usual size, and the largest that stay in memory and in GPU memory. Empty
-    if the model's place is already the best, or it is a quantized copy.
+    Empty if its weights are already in the best place, or if it is a quantized copy.
     """
     best: PlannedPlace = "gpu" if plan.request.uses_gpu else "memory"
     here, now = _place(plan.expected), estimate(plan.request)
@@ -340,7 +340,7 @@ def other_sizes(plan: Forecast, path: Path, settings: Settings) -> tuple[Planned
     for place in ("memory", "gpu") if here == "streamed" else ("gpu",):
         if place == "gpu" and best != "gpu":
             continue
-        low, high = int(10 * least + 0.99), int(10 * bits)  # ``high`` bits do not fit there
+        low, high = int(10 * least + 0.99), int(10 * bits)  # ``high`` does not fit
         while low < high:
             middle = (low + high) // 2
             tried = size(middle)
@@ -366,7 +366,7 @@ def _size(plan: Forecast, bits: float, table: LossTable | None, scale: float) ->
 
 
 def _place(expected: Expected) -> PlannedPlace:
-    """Return the place of the weights that a token needs."""
+    """Return where the weights for a token are."""
     if expected.read or expected.copied:
         return "streamed"
     return "gpu" if expected.whole_on_gpu else "memory"

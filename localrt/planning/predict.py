@@ -1,9 +1,9 @@
 """Predicts a model's speed: ``estimate`` in milliseconds, ``find_forecast`` with a full search.
 
-An estimate solves by rules for usual rings, and assumes that a pass lasts as long as its busiest
-resource works. Its rates are within a quarter of a replay's, mostly within a tenth. It serves for
+An estimate uses rules and usual ring sizes, and assumes that a pass lasts as long as its busiest
+resource works. Its rates are within a quarter of a replay's, mostly within a tenth. It is used for
 tables of many models, for choosing among files, and for the gain of a change relative to the plan.
-The plan of a model that is not on this machine has the estimate's placement and rate, as tables do.
+The plan of a model that is not on this machine has the estimate's placement and rate, as in tables.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _seconds(problem: Problem, counts: Counts) -> float:
 
 
 def _expert_times(shape: ModelShape) -> int:
-    """Return how many experts each listed one stands for; 1 if all are listed."""
+    """Return how many experts each listed expert represents; 1 if all are listed."""
     if shape.experts is None:
         return 1
     listed = len(shape.routed) / len({unit.layer for unit in shape.routed})
@@ -229,8 +229,9 @@ def on_machine(plan: Forecast, machine: MachineProfile) -> Forecast:
 def _predicted(
     request: PlanRequest, placement: Placement, estimated: Expected | None
 ) -> Prediction:
-    """Predict from replays of a token, of prompts, and of a token at the full context. Rates
-    already ``estimated`` are kept; the replay then only gives each resource's share of the pass.
+    """Predict from replays of a token, of prompts, and of a token at the full context. Rates that
+    are already ``estimated`` are kept; the replay then only gives each resource's share of the
+    pass.
     """
     steady = simulate(request.costs(), placement)
     full = simulate(request.costs(held=request.ctx), placement)

@@ -1,7 +1,8 @@
-"""Estimates a model's speed without measuring: before loading (``preview``), after (``outlook``).
+"""Estimates a model's speed without measuring, before loading (``preview``) and after
+(``outlook``).
 
-``localrt.plan`` says more, and measures the machine first. Here rates are those that were measured
-before, else a typical desktop's. A model that is not on this machine is judged by its size or
+``localrt.plan`` gives more details, and measures the machine first. Here rates are those measured
+earlier, else a typical desktop's. A model that is not on this machine is judged by its size or
 config; a loaded, streamed model by the plan it runs with; a resident model by the measured rates of
 the machine. No weight is read.
 """
@@ -33,11 +34,12 @@ from localrt.quant.ops.kv_formats import parse_kv_format
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preview:
-    """``fits``: all weights stay where they are computed; ``place`` is ``"RAM"`` or ``"GPU"``.
+    """``fits``: all weights are resident; ``place`` is then ``"RAM"`` or ``"GPU"``.
 
     Otherwise each token reads ``read_bytes`` from the disk and copies ``copied_bytes`` over the
     link. ``tok_s`` is None if unknown. ``assumed``: rates are not this machine's. ``verdict`` is
-    the first line of ``localrt plan``, empty if unknown. ``problem`` says why it cannot run.
+    the first line of ``localrt plan``, empty if unknown. ``problem`` is the reason why it cannot
+    run.
     """
 
     fits: bool
@@ -78,7 +80,7 @@ def preview(
 ) -> Preview:
     """Preview a model that is on this machine, or whose config is, without using the network.
 
-    The options are those of ``load``. Takes up to a second: call it from a thread.
+    Options are those of ``load``. Takes up to a second: call it from a thread.
 
     Raises:
         ModelNotFoundError: neither the model nor its config is on this machine.
@@ -115,7 +117,7 @@ def preview(
 
 
 def preview_size(nbytes: int, *, ram: str | int | None = None) -> Preview:
-    """Preview a dense model of which only the files' size, in bytes, is known.
+    """Preview a dense model from the size of its files alone, in bytes.
 
     Raises:
         OptionError: ``nbytes`` is not a number of bytes.
@@ -147,7 +149,7 @@ def _of_plan(plan: Forecast) -> Preview:
 
 
 def _whole(nbytes: int, budget: int) -> Preview:
-    """Preview a model that cannot be streamed: it fits in memory whole, or cannot run."""
+    """Preview a model that cannot be streamed: it either fits in memory or cannot run."""
     if nbytes + UNKNOWN_MODEL_NBYTES <= budget:
         return Preview(fits=True, weight_bytes=nbytes)
     return Preview(
@@ -160,7 +162,7 @@ def _whole(nbytes: int, budget: int) -> Preview:
 @dataclass(frozen=True, slots=True)
 class Outlook:
     """``ceiling_tok_s`` is the highest speed with this placement at one token per pass;
-    ``token_bytes``, the weights that a token needs; ``changes``, what would help, best first. None
+    ``token_bytes`` is the size of the weights for a token; ``changes`` would help, best first. None
     or empty if unknown.
     """
 
@@ -178,7 +180,7 @@ def streamed_outlook(plan: Forecast) -> Outlook:
 def resident_outlook(
     path: Path, *, ctx: int, format: str, device: str, ram: int | None, gpu_memory: int | None
 ) -> Outlook:
-    """Return the outlook of a model whose weights all stay where they are computed.
+    """Return the outlook of a resident model.
 
     Raises:
         LocalrtError, OSError: its files were deleted, or the planner does not know it.
@@ -193,7 +195,7 @@ def resident_outlook(
         here = gpu_here()
         if here is None:
             return Outlook(token_bytes=nbytes)
-        # Count the whole GPU's memory: this model uses some of it.
+        # Count all of the GPU's memory, since this model already uses some of it.
         machine, _ = with_gpu(machine, Hardware(), settings.cache_dir)
         vram = gpu_memory or here[0].vram_bytes
     rate = machine.ram_bytes_s if machine.gpu is None else machine.gpu.bytes_s

@@ -35,19 +35,19 @@ from localrt.planning.verdict import READING_TOK_S, Expected, speed
 FILE = "file"
 """The option name of a change to another of a repository's files."""
 
-# (bits per weight, relative rise of perplexity), measured on models of 0.1 to 1.5 B
-# (docs/quality.md). Larger models lose less, in about these proportions.
+# (bits per weight, relative increase of perplexity), measured on models of 0.1 to 1.5 B
+# (docs/quality.md). Larger models lose less, in about the same proportions.
 _LOSSES = ((3.0, 0.4), (3.9, 0.12), (4.9, 0.05), (5.7, 0.025), (6.6, 0.012), (8.5, 0.004))
-_WORTH = 4.0  # a loss of 1 % counts as much as 4 % of the speed's value
-_GOOD_BITS = 4  # smaller files are only for models that are too slow at 4 bits
-_MOST_BITS, _LEAST_BITS = 8, 3  # more bits improve no answer, fewer are noticed
+_WORTH = 4.0  # a loss of 1 % weighs as much as 4 % of the speed's value
+_GOOD_BITS = 4  # smaller files are recommended only if 4 bits are too slow
+_MOST_BITS, _LEAST_BITS = 8, 3  # more do not improve answers, fewer are noticeable
 _BITS = re.compile(r"(?:I?Q|TQ|FP|BF|F)(\d+)")
 _NAMED_BITS = {"MXFP4": 4, "NVFP4": 4}
 _REPACKED = re.compile(r"_\d_\d_\d$")  # repacked for one kind of processor
-_BESIDE = 0.9  # bits per weight of scales, and of tensors kept in more bits
+_BESIDE = 0.9  # additional bits per weight: scales, and tensors with more bits
 _PLANNED, _PLANNED_BITS = "int4-g32", 4.5
 _FORMATS = {2: "q2_k", 3: "q3_k", 4: "int4-g32", 5: "int5-g32", 6: "int6-g32", 8: "int8-g32"}
-# Bits per weight of whole files, for the files that GGUF repositories usually have.
+# Bits per weight of the files that GGUF repositories usually have.
 _USUAL_BITS = {"Q8_0": 8.5, "Q6_K": 6.6, "Q5_K_M": 5.7, "Q4_K_M": 4.9, "Q3_K_M": 3.9}
 
 
@@ -137,7 +137,7 @@ def _best(expected: Mapping[str, Expected], bits: Mapping[str, float]) -> str | 
     if (name := next(whole, None)) is not None:
         return name
     quick = [name for name in expected if expected[name].tok_s >= READING_TOK_S]
-    # Fewer than four bits only if they make the model fast enough.
+    # Fewer than four bits only if that makes the model fast enough.
     worth = [
         name for name in expected if name in good or (name in quick and expected[name].is_quick)
     ]
@@ -152,8 +152,8 @@ def _best(expected: Mapping[str, Expected], bits: Mapping[str, float]) -> str | 
         return found.tok_s / (found.tok_s + found.enough_tok_s) * math.exp(-_WORTH * _loss(width))
 
     def rank(name: str) -> tuple[bool, float]:
-        """Return the sort key: files of at least four bits that are good for chat first, then by
-        value.
+        """Return the sort key: files of at least four bits that are good for chat come first, then
+        order is by value.
         """
         return name in good and expected[name].level == "good", value(name)
 
@@ -161,7 +161,7 @@ def _best(expected: Mapping[str, Expected], bits: Mapping[str, float]) -> str | 
 
 
 def _outline_of(offer: Offer) -> ModelShape | None:
-    """Return the model's shape in one format, with one expert of each layer; None if its config is
+    """Return the model's shape in one format, with one expert per layer; None if its config is
     unknown or unsupported.
     """
     if offer.config is not None:
@@ -172,8 +172,8 @@ def _outline_of(offer: Offer) -> ModelShape | None:
 
 
 def _rate_of_size(nbytes: int, machine: MachineProfile, budgets: Budgets) -> float:
-    """Return the tokens per second of a dense model of which only the size is known. Infinite if it
-    fits; otherwise each token reads the rest from disk.
+    """Return the tokens per second of a dense model from its size alone: infinite if it fits;
+    otherwise each token reads the rest from disk.
     """
     missing = nbytes + UNKNOWN_MODEL_NBYTES - budgets.ram
     return math.inf if missing <= 0 else machine.ssd_bytes_s / missing
@@ -280,7 +280,7 @@ def as_published(offer: Offer) -> bool:
 
 
 def _loss(bits: float) -> float:
-    """Return the relative rise of perplexity, interpolated between the points."""
+    """Return the relative increase of perplexity, interpolated between the points."""
     for (low, more), (high, less) in pairwise(_LOSSES):
         if bits <= high:
             part = max(0.0, (bits - low) / (high - low))

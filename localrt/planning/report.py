@@ -1,7 +1,7 @@
 """Formats a plan as text: a summary (``page``), and all tables (``explain``).
 
-The page has the verdict, what to type, and what would improve it. ``Plan.to_dict`` has the same
-facts for programs.
+The page has the verdict, the command to type, and possible improvements. ``Plan.to_dict`` has the
+same facts for programs.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def explain(plan: Forecast) -> str:
 
 
 def hypothetical_line(options: Sequence[str]) -> str:
-    """Return a line on the hypothetical PC that ``options`` describe."""
+    """Return a line about the hypothetical PC described by ``options``."""
     rest = "what you did not give is this machine's, or the GPU's usual figure"
     if "--pc" in options:
         rest = "what you did not say of it is typical, and nothing was measured on it"
@@ -143,8 +143,8 @@ def _machine(request: PlanRequest) -> Iterator[str]:
 
 
 def figures(machine: MachineProfile) -> Iterator[str]:
-    """Yield the rates behind a plan, and whether each was measured, given or typical:
-    ``"RAM 31 GB/s (measured)"``.
+    """Yield the rates of a plan, and whether each was measured, given or typical: ``"RAM 31 GB/s
+    (measured)"``.
     """
 
     def figure(text: str, name: str) -> str:
@@ -301,7 +301,7 @@ def _loss(size: PlannedSize) -> str:
 
 
 def _long_passes(plan: Forecast) -> Iterator[str]:
-    """Yield how passes of many rows differ."""
+    """Yield how passes of many rows are computed differently."""
     placement, shape = plan.placement, placed_shape(plan)
     if not placement.gpu_rows:
         return

@@ -1,9 +1,9 @@
 """Searches for the best placement of one model on one machine within its budgets.
 
-The fixed parts are subtracted; the rest is placed. Ring sizes and slots are searched, counts are
-solved, schedules are replayed. A small ring leaves more room for resident weights; a large one
-hides more of the gaps between reads. Only the replay tells which is better. Streaming only small
-units may allow a small ring.
+The fixed parts are subtracted from the budgets; the rest is placed. Ring sizes and slots are
+searched, counts are solved, schedules are replayed. A small ring leaves more room for resident
+weights; a large one hides more of the gaps between reads. Only the replay shows which is better.
+Streaming only small units may allow a small ring.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from localrt.planning.solve import (
 )
 from localrt.quant.formats.tiled import TILE_ROWS
 
-_NEARLY = 1.1  # times the least
+_NEARLY = 1.1  # up to this multiple of the minimum counts as nearly minimal
 
 
 _MOST_SLOTS = 6
-_LEAST_SHARE = 0.01  # of an MLP: less does not pay for the exchange between GPU and CPU
-_LINK_PARTS = (1.0, 0.9, 0.8)  # of what a link can copy without a pause
+_LEAST_SHARE = 0.01  # smallest share of an MLP that is worth the exchange between GPU and CPU
+_LINK_PARTS = (1.0, 0.9, 0.8)  # shares of what the link can copy without a pause
 # Prompt tokens per answer token: 2,048 to 256.
 _PROMPT_TOKENS = 8
 
@@ -92,7 +92,7 @@ class Ring:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """Counts that fit beside these rings."""
+    """Counts that fit along with these rings."""
 
     problem: Problem
     counts: Counts
@@ -138,11 +138,11 @@ def quick_solutions(costs: Costs, rooms: Rooms, expert_times: int = 1) -> Iterat
 def split_solutions(
     costs: Costs, rooms: Rooms, parts: Sequence[float] = (1.0,)
 ) -> Iterator[tuple[Costs, Solution]]:
-    """Yield placements in which GPU and CPU share all MLPs of a dense model, with the costs of its
-    pieces: nothing copied, or ``parts`` of what the link has time for.
+    """Yield placements in which GPU and CPU share all MLPs of a dense model, with the costs of the
+    pieces: nothing is copied, or ``parts`` of what the link has time for.
 
-    Everything else is on the GPU, and the rest of its memory is the GPU's share. The ring has room
-    for the pieces that long passes copy of one layer, or of two.
+    Everything else is on the GPU, and the rest of its memory is for the GPU's share. The ring has
+    room for the pieces of one or two layers that long passes copy.
     """
     shape, machine = costs.shape, costs.machine
     mlps = [unit for unit in shape.units if unit.kind == "mlp"]
@@ -158,7 +158,7 @@ def split_solutions(
     fixed = costs.per_pass() + sum(costs.gpu(unit) for unit in others)
     fixed += len(mlps) * costs.splitting()
     by_cpu, copying = sum(costs.cpu(unit) for unit in mlps), costs.copy(whole)
-    edges = 3 * PAGE + 3 * TILE_ROWS / shape.inner * largest  # of a layer's pieces
+    edges = 3 * PAGE + 3 * TILE_ROWS / shape.inner * largest  # rounding of a layer's pieces
     for layers in (1, 2):
         if whole <= layers * largest:
             return
@@ -231,7 +231,7 @@ class _Search:
         """Yield the placement problems for these rings, with counts that fit.
 
         Attention and KV caches of all layers go to the GPU if they fit; otherwise as many as fit,
-        or the number that is best for a token.
+        or as many as are best for a token.
         """
         problem = self.problem(ram, vram)
         ways: list[AttentionPlace] = ["anywhere"]
@@ -314,7 +314,7 @@ def _vram_rings(slots: Sequence[int], rooms: Rooms, *, few: bool) -> Iterator[Ri
 
 
 def _slots(classes: Sequence[UnitClass]) -> list[int]:
-    """Return the sizes of units that may be read in a pass, ascending; at most six."""
+    """Return at most six sizes of units that may be read in a pass, ascending."""
     sizes = sorted({group.nbytes for group in classes if group.use > 0})
     while len(sizes) > _MOST_SLOTS:
         # Two sizes that are nearly the same need nearly the same ring: keep the larger.
@@ -327,7 +327,8 @@ def _ram_rings(slots: Sequence[int], rooms: Rooms, *, few: bool) -> Iterator[Rin
     """Yield no ring first, for models that fit; then rings for each slot size."""
     yield Ring(0, 0)
     for slot in slots[-2:] if few else slots:
-        # The reader fills free space chunk by chunk, so a ring may be little more than a unit.
+        # The reader fills free space chunk by chunk, so a ring may be only slightly larger than a
+        # unit.
         extra = () if few else (2 << 20, 4 << 20, 6 << 20, 10 << 20)
         times = (2, 6, 16) if few else (1.5, 2, 3, 4, 6)
         sizes = {slot, *(slot + more for more in extra), *(int(slot * each) for each in times)}
@@ -374,7 +375,9 @@ def _can_place(request: PlanRequest, rooms: Rooms) -> bool:
 
 
 def best_placement(request: PlanRequest) -> tuple[PlanRequest, Candidate | None, tuple[str, ...]]:
-    """Return the request (without an unused GPU), the fastest placement found, and notes."""
+    """Return the request (without a GPU that is not used), the fastest placement found, and
+    notes.
+    """
     tried: dict[int, tuple[PlanRequest, Candidate, tuple[str, ...]]] = {}
     for rows in rows_choices(request):
         placed, rooms, prefill_rows = prepare(request, rows)
@@ -397,8 +400,8 @@ def rows_choices(request: PlanRequest) -> tuple[int, ...]:
 def best_rows(found: Mapping[int, Times]) -> int:
     """Choose the most rows of a prompt's pass from the times with each.
 
-    More rows make prompts faster, but take memory from weights. The result is the fewest rows with
-    nearly the fastest prompts, among those that keep the total time nearly the least.
+    More rows make prefill faster, but take memory from weights. The result is the fewest rows with
+    nearly the fastest prefill, among those with nearly the least total time.
     """
     least = _NEARLY * min((each.seconds for each in found.values()), default=0.0)
     able = {rows: each.prompt_s for rows, each in found.items() if each.seconds <= least}
@@ -426,7 +429,7 @@ def _search(
 
 
 def best_of(request: PlanRequest, rooms: Rooms, prefill_rows: int) -> Candidate | None:
-    """Find the best placement of whole units or, where some are the CPU's, with shared MLPs."""
+    """Find the best placement of whole units or, if some are on the CPU, with split MLPs."""
     costs = request.costs()
     best = _Search(costs, rooms, prefill_rows).best()
     if best is None:
@@ -454,8 +457,8 @@ def _with_kv_on_ssd(request: PlanRequest, rooms: Rooms, layers: int) -> Rooms:
 
 
 def prepare(request: PlanRequest, longest: int = PREFILL_ROWS) -> tuple[PlanRequest, Rooms, int]:
-    """Return the request without an unused GPU, the bytes that the fixed parts leave, and the rows
-    of a prompt's pass, at most ``longest``.
+    """Return the request without a GPU that is not used, the bytes left by the fixed parts, and the
+    rows of a prompt's pass, at most ``longest``.
     """
     if not request.uses_gpu:
         request = replace(request, machine=request.machine.without_gpu())

@@ -1,8 +1,8 @@
 """Finds a model's shape from its ``config.json`` alone, so that plans need no weights.
 
-It runs the loading code of the model's parts and records which tensors they ask for, so that every
-supported model can be planned. Packed sizes are estimates: all matrices have one format, or experts
-one and the rest another.
+It runs the loading code of the model's parts and records the tensors that they request, so that
+every supported model can be planned. Packed sizes are estimates: all matrices have one format, or
+experts one and the other matrices another.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _KINDS = {
     if name.endswith(ending)
 }
 _ALIASES = {
-    "gemma": "gemma2",  # which lacks some of Gemma 2's norms
+    "gemma": "gemma2",  # without some of Gemma 2's norms
     "hunyuanv1dense": "hunyuandensev1",
 }
 
 _QKV_BIAS, _OUT_BIAS = (f"model.layers.0.self_attn.{name}_proj.bias" for name in "qo")
 
-_MOST_EXPERTS = 1 << 17  # in all layers; each takes time
+_MOST_EXPERTS = 1 << 17  # limit for all layers, since each takes time
 # Methods that quantize only a mixture's experts: the experts' format, and that of other matrices.
 _EXPERTS_ALONE = {"mxfp4": ("mxfp4", "bf16")}
 
@@ -59,8 +59,8 @@ def shape_from_config(
 ) -> ModelShape:
     """Return the shape of the model that a Hugging Face ``config`` (of ``folder``) describes.
 
-    ``format`` packs every matrix. None takes the config's quantization, which may be of experts
-    only, else ``int4-g32``. ``experts`` is the most to list of each layer: thousands take time.
+    ``format`` packs every matrix; None means the config's quantization (possibly of experts only),
+    else ``int4-g32``. ``experts`` is the most to list per layer, since thousands take time.
 
     Raises:
         UnsupportedModelError: an unknown ``model_type`` or format, or an unsupported quantization.
@@ -97,7 +97,7 @@ def shape_from_config(
 
 
 def _told_by_weights(kind: str, config: Mapping[str, object]) -> tuple[str, ...]:
-    """Return the small tensors that change how the config is read, where there are weights."""
+    """Return the small tensors whose presence changes the meaning of the config."""
     biased = bool(config.get("attention_bias"))
     if kind == "ernie4_5_moe":
         return (f"model.layers.0.{CHOICE_BIAS}",)
@@ -143,7 +143,7 @@ class _Described:
 
 
 class _Asked(AskedTensors):
-    """Records the tensors that the parts of a model ask for.
+    """Records the tensors that the parts of a model request.
 
     If several are stacked, the first gets the whole size.
     """
@@ -155,7 +155,9 @@ class _Asked(AskedTensors):
     def tensors_of(
         self, checkpoint: Checkpoint, experts: int | None = None
     ) -> dict[str, TensorInfo]:
-        """Return all tensors that the model would load, of at most ``experts`` of each layer."""
+        """Return all tensors that the model would load, with at most ``experts`` experts per
+        layer.
+        """
         config = read_config(checkpoint)
         count = sum(0 if spec is None else spec.router.count for spec in config.mixtures)
         if count > _MOST_EXPERTS:
@@ -193,7 +195,7 @@ class _Asked(AskedTensors):
 
 
 class _Checked(_Asked):
-    """Compares the tensors that the parts of a model ask for with those in ``checkpoint``."""
+    """Compares the tensors that the parts of a model request with those in ``checkpoint``."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
@@ -204,7 +206,7 @@ class _Checked(_Asked):
 
 
 def check_shapes(checkpoint: Checkpoint) -> None:
-    """Check that every tensor is as the config says, before any is read.
+    """Check that every tensor matches the config, before any is read.
 
     Raises:
         CheckpointError: a tensor is missing, or has another shape.

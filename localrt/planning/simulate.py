@@ -1,11 +1,11 @@
-"""Replays the pipeline's schedule for a placement: the time of a token, and what it waits for.
+"""Replays the pipeline's schedule for a placement: the time per token, and the causes of waits.
 
 Disk, link, CPU and GPU each do one thing at a time. A pass goes through its units in order. Reads
 and copies keep that order, run ahead as far as their ring has room (units are placed in it as
 ``offload/ring.py`` does), and continue with the next token's units. An expert is fetched once its
-router has chosen it; with the router on a GPU, GPU and CPU share a layer's experts as the runtime's
-scheduler divides them. Every queue is first in, first out, so one walk over the units gives every
-time exactly. It knows a placement and costs, not how either was found.
+router has chosen it; with the router on a GPU, GPU and CPU share a layer's experts as divided by
+the runtime's scheduler. Every queue is first in, first out, so one walk over the units gives every
+time exactly. It knows a placement and costs, not how either was obtained.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from localrt.planning.costs import Costs, expert_costs
 
 @dataclass(slots=True)
 class Slot:
-    """A unit's slot in a ring; ``release`` is when it is freed, known once the unit is used."""
+    """A unit's slot in a ring; ``release`` is the time when it is freed, known once the unit has
+    been used.
+    """
 
     offset: int
     nbytes: int
@@ -50,7 +52,7 @@ class RingModel:
     ) -> tuple[Slot, float]:
         """Load a unit over a resource that is free at ``free``; return slot and end time.
 
-        ``at`` is its place, if fixed.
+        ``at`` is its offset, if fixed.
         """
         while self._live and self._live[0].release <= free:
             self._live.popleft()
@@ -73,7 +75,7 @@ class RingModel:
         return slot, clock
 
     def release(self, slot: Slot, time: float) -> None:
-        """Free a slot at ``time``, but not before older slots: they are freed in order."""
+        """Free a slot at ``time``, but not before older slots, since slots are freed in order."""
         slot.release = time
         for older in self._live:
             if older is slot:
@@ -101,7 +103,7 @@ class RingModel:
         return 0
 
     def _ready(self, slot: Slot, chunk: Chunk) -> float:
-        """Return when the bytes of a chunk are free."""
+        """Return the time when the bytes of a chunk are free."""
         start = slot.offset + chunk.start
         stop = start + chunk.nbytes
         ready = 0.0
@@ -114,15 +116,16 @@ class RingModel:
 Resource = Literal["ssd", "link", "cpu", "gpu"]
 RESOURCES: tuple[Resource, ...] = ("ssd", "link", "cpu", "gpu")
 READ_CHUNK = 2 << 20
-_WAKE_S = 1.5e-4  # to wake a pass that waits for a disk; only the GPU waits for copies
+_WAKE_S = 1.5e-4  # wake-up time of a pass that waits for a disk; only the GPU waits for copies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
     """A steady pass: its seconds, and the bytes moved over each path.
 
-    ``busy``: seconds of each resource's work per pass. ``chain``: seconds of computing and
-    crossing, which cannot overlap. ``waits``: seconds per pass that computing waited, by cause.
+    ``busy``: each resource's seconds of work per pass. ``chain``: seconds of computing and
+    crossing, which cannot overlap. ``waits``: seconds per pass for which computing waited, by
+    cause.
     """
 
     seconds: float
@@ -192,15 +195,15 @@ def _reached(room: int) -> float:
     """Return the share of a disk's rate that is reached if the ring has ``room`` besides its
     largest unit.
 
-    Two requests are in flight at a time. If only one has room, the disk idles in between: a
-    measured loss of 9 %.
+    Two requests are in flight at a time. If there is room for only one, the disk idles in between:
+    a measured loss of 9 %.
     """
     wanted = 3 * READ_CHUNK
     return 1.0 - 0.13 * max(0.0, 1.0 - room / wanted)
 
 
 class _Replay:
-    """Replays passes under one placement. Times are seconds from the first token's beginning."""
+    """Replays passes of one placement. Times are seconds from the start of the first token."""
 
     def __init__(self, costs: Costs, placement: Placement) -> None:
         self.costs = costs = costs.of(placement)
@@ -209,7 +212,7 @@ class _Replay:
         self.kv = placement.kv
         self.random = random.Random(0)
         self.bytes_s = costs.machine.ssd_bytes_s
-        # The units read from the SSD, and the disk's rate with the ring's room besides the largest.
+        # The disk's rate depends on the ring's room besides the largest unit read from the SSD.
         read = [u.nbytes for u in costs.shape.units if u.macs and placement.where[u.name].read]
         room = placement.ram_ring - max(read, default=0)
         self.read_bytes_s = self.bytes_s * _reached(room) if read else self.bytes_s
@@ -226,18 +229,18 @@ class _Replay:
         copied = [u for step in costs.shape.steps for u in step if self.where[u.name].copied]
         dense = {unit.name: unit.nbytes for unit in copied if unit.kind != "expert"}
         at = fixed_places(list(dense.values()), placement.vram_ring)
-        self.places = dict(zip(dense, at, strict=True))  # in the GPU's ring
-        # Copies and the CPU slow each other down, as far as each worked in the pass before.
+        self.places = dict(zip(dense, at, strict=True))  # offsets in the GPU's ring
+        # Copies and the CPU slow each other down, in proportion to their work in the previous pass.
         link, cpu = costs.beside()
         self.losses = {"link": 1 / link - 1, "cpu": 1 / cpu - 1}
         self.times = {"link": 1.0, "cpu": 1.0}
         self.worked = {"link": 0.0, "cpu": 0.0}
         self.disk_free = self.link_free = 0.0
-        self.clock = 0.0  # the end of the latest computing
+        self.clock = 0.0  # end of the latest computation
         self.on_gpu = False
         self.router = 0.0  # the end of the latest unit other than an expert
-        self.pieces = -1, 0.0  # the layer of the latest split MLP, and when it began
-        self.asked = 0.0  # when copies for the next layer of experts could begin
+        self.pieces = -1, 0.0  # the latest split MLP's layer and start time
+        self.asked = 0.0  # time from which copies for the next layer's experts may begin
         self.sums = _Sums()
 
     def one_pass(self) -> None:
@@ -293,8 +296,8 @@ class _Replay:
         """Compute a layer's experts on GPU and CPU at once, as the scheduler divides them.
 
         Caches decide which experts are on the GPU and in RAM, so each is there with a probability
-        that follows from the room. Others are read before the CPU computes them. All have equal
-        rows: only the number of experts of each kind matters.
+        given by the available room. Others are read before the CPU computes them. All have equal
+        rows, so only the number of experts of each kind matters.
         """
         cost, sums, draw = self.expert_costs, self.sums, self.random.random
         assert cost is not None, "there is a GPU, and there are experts"
@@ -304,19 +307,19 @@ class _Replay:
         held = sum(draw() < kept for _ in chosen)
         missing = len(chosen) - held
         way = self.costs.crossing()
-        # With no expert to assign, the host still waits for the router's choice.
+        # Even without experts to assign, the host waits for the routing.
         sharing = 0.0 if self.crossing or kept == 1 else self.costs.sharing()
         known = way + sharing
         ready = Ready(cpu=known, link=max(known, self.link_free - self.clock), cpu_back=way)
         nbytes, begin, cpu_each = experts[0].nbytes, self.clock, cost.cpu(rows)
-        # For each missing expert, whether it is on the SSD; the last ones are those to be copied.
+        # Whether each missing expert is on the SSD; the last ones are copied.
         off = [draw() < self.on_ssd for _ in range(missing)]
         absent = sum(off)
         if self.crossing:
             plan = self._batch(held, missing, rows)
         else:
             plan = self._assign(held, missing, rows, ready)
-        if absent:  # only experts in RAM can be copied: the CPU computes those it reads
+        if absent:  # only experts in RAM can be copied; the CPU computes the others
             fetched = len(plan.fetch) - sum(off[missing - len(plan.fetch) :])
             held = len(plan.gpu) - len(plan.fetch)
             plan = self._assign(held, len(chosen) - absent - held, rows, ready, fetched)
@@ -347,7 +350,7 @@ class _Replay:
         sums.nbytes["link"] += len(plan.fetch) * nbytes
 
     def _batch(self, held: int, missing: int, rows: int) -> Assignment:
-        """Copy missing experts, beginning during the layer before; then compute them together."""
+        """Copy missing experts, beginning during the previous layer; then compute them together."""
         cost, begin = self.expert_costs, self.clock
         assert cost is not None, "see _shared"
         copied = max(self.link_free, self.asked) + missing * cost.fetch
@@ -409,8 +412,8 @@ class _Replay:
             slot[0].release(slot[1], self.clock)
 
     def _beside(self, unit: PlacedUnit) -> None:
-        """Compute the CPU's piece of an MLP from when the GPU began its own. If the GPU is later,
-        it has its next work queued by then.
+        """Compute the CPU's piece of an MLP, from when the GPU began its own piece. If the GPU ends
+        later, its next work is already queued.
         """
         _, began = self.pieces
         host, cpu = self.costs.splitting(), self.costs.cpu(unit)
@@ -428,7 +431,7 @@ class _Replay:
         """Read a unit; return its ring slot, if any, and when it is in memory."""
         slot, start = None, max(self.disk_free, asked)
         end = start + unit.nbytes / self.read_bytes_s
-        if unit.kind != "expert" or where.copied:  # experts have slots of their own
+        if unit.kind != "expert" or where.copied:  # experts have separate slots
             placed, end = self.ram.load(unit.nbytes, start, self.read_bytes_s)
             slot = self.ram, placed
         self._read_done(end, unit.nbytes)

@@ -2,11 +2,11 @@
 
 Units of equal cost form a class, so that 15,000 experts are one entry. A pass takes at least as
 long as its disk reads, its copies, or its computing: the rules minimize the longest of the three
-(FlexGen's cost model with the CPU's computing added). VRAM takes the units that save most per byte.
-Only what RAM cannot hold goes to the SSD: first the units used least, then the subset of the others
-that exceeds the deficit least. Units in RAM are computed by the CPU or copied, so that link and
-computing end together. ``arrange`` then spreads reads and copies evenly over the pass, because
-bursts need large rings.
+(FlexGen's cost model, with the CPU's computing added). VRAM takes the units that save most time per
+byte. Only units that do not fit in RAM go to the SSD: first the least used ones, then the subset of
+the others that exceeds the deficit least. Units in RAM are either computed by the CPU or copied,
+such that link and computing end at the same time. ``arrange`` then spreads reads and copies evenly
+over the pass, because bursts need large rings.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from localrt.planning.costs import Costs, expert_costs, layer_seconds
 
 AttentionPlace = Literal["gpu", "gpu first", "anywhere", "host"]
 Counts = Sequence[Mapping[Where, int]]
-"""For each class, the number of its units at each place."""
+"""For each class, the number of units at each place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,9 +30,9 @@ class UnitClass:
 
     ``kv``: bytes of a layer's KV cache, which is kept where its attention is computed; ``unpacked``
     as in ``PlacedUnit``. ``shared`` units (experts) are computed by CPU and GPU at once: ``cpu_s``
-    and ``gpu_s`` are an equal part of the layer's seconds with none of them on the GPU, and with
-    all. Pieces of split MLPs have ``only`` one place; the CPU's ``cpu_s`` is its time beyond the
-    GPU's.
+    and ``gpu_s`` are a unit's equal share of the layer's seconds with no experts on the GPU, and
+    with all of them. Pieces of split MLPs have ``only`` one place; the CPU piece's ``cpu_s`` is its
+    time beyond the GPU's.
     """
 
     names: tuple[str, ...]
@@ -41,8 +41,8 @@ class UnitClass:
     use: float
     cpu_s: float
     gpu_s: float = 0.0
-    reading_s: float = 0.0  # CPU time that reading the unit takes
-    copying_s: float = 0.0  # the host's, that copying it for the GPU takes
+    reading_s: float = 0.0  # CPU time for reading the unit
+    copying_s: float = 0.0  # host time for copying the unit to the GPU
     kv: int = 0
     unpacked: int = 0
     shared: bool = False
@@ -55,7 +55,7 @@ class UnitClass:
 
     @property
     def gpu_nbytes(self) -> int:
-        """Bytes of a GPU's memory that a unit takes there."""
+        """Bytes of GPU memory that a unit takes."""
         return self.nbytes + self.unpacked + self.kv
 
 
@@ -67,8 +67,8 @@ class Problem:
     hold them. Without a GPU ``link_bytes_s`` is 0. ``visit_s``: seconds of a visit to the CPU
     between units of the GPU; ``link_loss`` and ``cpu_loss``: the share by which each slows down
     while the other works. ``attention`` may force attention (and a mixture's routers) onto the GPU,
-    or place it there first: prompts need it there, and KV caches cannot move. It may force all
-    attention onto the CPU if layers share KV caches.
+    or place it there first, since prefill needs it there and KV caches cannot move. It may force
+    all attention onto the CPU if layers share KV caches.
     """
 
     classes: tuple[UnitClass, ...]
@@ -97,7 +97,7 @@ class Problem:
         if group.kind == "embedding" or not self.link_bytes_s:
             return (Where.RAM, Where.SSD) if readable else (Where.RAM,)
         places = [Where.VRAM, Where.RAM]
-        if group.shared:  # the scheduler decides which experts are copied, and when
+        if group.shared:  # the scheduler decides which experts are copied and when
             return (*places, Where.SSD) if readable else tuple(places)
         if group.nbytes <= self.vram_slot:
             places.append(Where.LINK)
@@ -192,7 +192,9 @@ def bound(problem: Problem, counts: Counts) -> float:
 
 
 def compute_seconds(problem: Problem, group: UnitClass, where: Where) -> float:
-    """Return the seconds of computing a unit at a place; on the CPU with its share of a visit."""
+    """Return the seconds of computing a unit at a place, on the CPU including its share of a
+    visit.
+    """
     if where.on_gpu:
         return group.gpu_s + (group.copying_s if where.copied else 0.0)
     seconds = group.cpu_s + (group.reading_s if where is Where.SSD else 0.0)
@@ -200,7 +202,8 @@ def compute_seconds(problem: Problem, group: UnitClass, where: Where) -> float:
         return seconds
     if group.kind == "head":  # its slices are one product
         return seconds + problem.visit_s / group.count
-    # If all attention is on the GPU, each MLP is a visit; else mostly a layer's units are one.
+    # If all attention is on the GPU, each MLP is a visit; otherwise usually a layer's units
+    # together are one.
     alone = problem.attention == "gpu" and group.kind == "mlp"
     return seconds + problem.visit_s * (1.0 if alone else 0.5)
 
@@ -228,8 +231,8 @@ def is_feasible(problem: Problem, counts: Counts) -> bool:
     return ram <= problem.ram and vram <= problem.vram
 
 
-# Subset sums are exact to one step per unit. A step is small beside the smallest unit, unless that
-# would take too many steps.
+# Subset sums are exact to one step per unit. A step is small compared with the smallest unit,
+# unless that would need too many steps.
 _STEPS_OF_A_UNIT = 256
 _MOST_STEPS = 1 << 22
 _MOST_SHORT = 64  # steps that rounding down may take from a sum
@@ -282,7 +285,7 @@ def _fill_vram(problem: Problem) -> list[int]:
 
 
 def _choose_reads(problem: Problem, rest: Sequence[int]) -> list[int] | None:
-    """Return how many units of each class, of those not in VRAM, stay on the SSD."""
+    """Return how many units of each class that are not in VRAM stay on the SSD."""
     read = [0] * len(rest)
     deficit = -problem.ram + sum(
         left * (group.nbytes + group.kv) for left, group in zip(rest, problem.classes, strict=True)
@@ -329,7 +332,7 @@ def closest_subset(sizes: Sequence[int], limits: Sequence[int], target: int) -> 
     for number, count in items:
         reached.append((reached[-1] | reached[-1] << (floors[number] * count)) & mask)
     beyond = reached[-1] >> goal
-    if beyond == 0:  # the target is reached only without rounding
+    if beyond == 0:  # reaching the target requires all units
         return list(limits)
     most = goal + (beyond & -beyond).bit_length() - 1
     # Sizes were rounded down: a sum a few steps short of the goal may reach the target.
