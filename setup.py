@@ -23,6 +23,7 @@ ISAS = {
     "avx512bf16": ["kernels_avx512", "kernels_avx512_2", "kernels_bf16"],
     "avx2": ["kernels_avx2", "kernels_avx2_2"],
     "avxvnni": ["kernels_avxvnni", "kernels_avxvnni_2"],
+    "i8mm": ["kernels_i8mm", "kernels_i8mm_2"],
     "neon": ["kernels_neon", "kernels_neon_2"],
 }
 COMMON = ["tile", "codebook_vbmi", "pool", "library", "processor"]

@@ -26,6 +26,7 @@ ISAS = {
     "avx512": "AVX-512",
     "avxvnni": "AVX-VNNI",
     "avx2": "AVX2",
+    "i8mm": "NEON with i8mm",
     "neon": "NEON",
     "portable": "portable kernels",
 }

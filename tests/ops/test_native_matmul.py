@@ -31,7 +31,7 @@ def usable(isa: str) -> bool:
 
 
 # Best first.
-_ISAS = ("amx", "avx512bf16", "avx512", "avxvnni", "avx2", "neon", "portable")
+_ISAS = ("amx", "avx512bf16", "avx512", "avxvnni", "avx2", "i8mm", "neon", "portable")
 ISAS = [isa for isa in _ISAS if find_library() and usable(isa)]
 # Each width, and a scale for every 16, 32 and 256 columns.
 SOME = ("f16", "q2_k", "q3_k", "q4_k", "q5_0", "q6_k", "q8_0", "iq4_xs", "nvfp4", "iq3_s", "iq2_xs")

@@ -10,6 +10,9 @@
 #ifndef LRT_AMX
 #define LRT_AMX 0  // whether AMX's products are compiled
 #endif
+#ifndef LRT_I8MM
+#define LRT_I8MM 0  // whether NEON's products of byte matrices are compiled
+#endif
 #ifndef LRT_BF16_ONLY
 #define LRT_BF16_ONLY 0  // whether only the functions with bf16 products are compiled; the others are AVX-512's
 #endif

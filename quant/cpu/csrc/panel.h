@@ -20,8 +20,9 @@ template <class Layout, class Codes, bool MINIMA = half_minima<Layout>()> struct
 template <class Layout> struct PanelSums<Layout, ByteCodes, true> { using Products = Dots<code_class(Layout::MOST_SCALED), 0, 8>; };
 template <class Layout, bool MINIMA> struct PanelSums<Layout, PairCodes, MINIMA> { using Products = PairDots<Layout::SYMMETRIC>; };
 
-// `tiles` point to a span of each tile and advance by `columns`. SIGNED subtracts Layout::ZERO from codes.
-template <class Layout, bool SIGNED = false> LRT_NOINLINE void unpack_panel(const uint8_t** tiles, int columns, int span, Panel& panel) {
+// `tiles` point to a span of each tile and advance by `columns`. SIGNED subtracts Layout::ZERO from codes; MATRICES stores
+// them as NEON's matrix instructions take them.
+template <class Layout, bool SIGNED = false, bool MATRICES = false> LRT_NOINLINE void unpack_panel(const uint8_t** tiles, int columns, int span, Panel& panel) {
     constexpr int HALVES = Layout::HALVES;
     for (int t = 0; t < PANEL_TILES; t++) {
         const uint8_t* p = tiles[t];
@@ -35,6 +36,11 @@ template <class Layout, bool SIGNED = false> LRT_NOINLINE void unpack_panel(cons
                     if constexpr (half_minima<Layout>()) return Layout::scaled_codes(p, step);
                     else return Layout::codes(steps);
                 }();
+#if LRT_I8MM
+                if constexpr (MATRICES) {
+                    for (int v = 0; v < 8; v += 2, codes += 128) store_matrices(made.at(v), made.at(v + 1), codes);
+                } else
+#endif
 #pragma GCC unroll 8
                 for (int v = 0; v < 8; v++, codes += 64 * PANEL_TILES) {
                     if constexpr (SIGNED) (made.at(v) - B64::set1(Layout::ZERO)).store(codes);
@@ -68,6 +74,50 @@ struct Ahead {
     }
 };
 
+// Integer sums of a run's rows with the panel's tiles: QUADS steps of four columns at a time.
+template <class Products, int R, class Codes> struct RunDots {
+    static constexpr int QUADS = 1;
+    Products dots[R][PANEL_TILES];
+
+    // A row's starts are `stride` apart; null: from zero.
+    LRT_INLINE void begin(const int32_t* start, int stride) {
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+            for (int t = 0; t < PANEL_TILES; t++) dots[r][t].begin(start ? start + r * stride : nullptr);
+    }
+    LRT_INLINE void add(const uint8_t* codes, const typename Codes::Code* rows, int first, int v) {
+        typename Products::Weights w[PANEL_TILES];
+#pragma GCC unroll 2
+        for (int t = 0; t < PANEL_TILES; t++) w[t] = B64::load(codes + 64 * t);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            const auto a = Codes::shared_quad(rows + Codes::GROUP * r, first + v);
+#pragma GCC unroll 2
+            for (int t = 0; t < PANEL_TILES; t++) dots[r][t].add(v, w[t], a);
+        }
+    }
+    LRT_INLINE I16 total(int r, int t) const { return dots[r][t].total(); }
+};
+
+#if LRT_I8MM
+// The same by NEON's matrix instructions.
+template <class Products, int R> struct RunDots<Products, R, ByteCodes> {
+    static constexpr int QUADS = 2;
+    static_assert(PANEL_TILES == 1, "the codes of two steps are stored together");
+    MatrixDots<R, ByteCodes::GROUP> dots;
+    I16 starts[R];
+
+    LRT_INLINE void begin(const int32_t* start, int stride) {
+        dots.begin();
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) starts[r] = start ? I16::set1(start[r * stride]) : I16::zero();
+    }
+    LRT_INLINE void add(const uint8_t* codes, const int8_t* rows, int first, int v) { dots.add(codes, rows + 4 * (first + v)); }
+    LRT_INLINE I16 total(int r, int) const { return dots.of(r) + starts[r]; }
+};
+#endif
+
 template <class Codes> struct PanelRows {  // some rows of a run, from the panel's first column on
     const typename Codes::Code* codes;
     const float* meta;
@@ -94,23 +144,10 @@ LRT_NOINLINE void panel_rows(const Panel& panel, int groups, PanelRows<Codes> ro
         F16L part[R][T];
 #pragma GCC unroll 2
         for (int half = 0; half < PARTS; half++) {
-            Products dots[R][T];
+            RunDots<Products, R, Codes> dots;
+            dots.begin(SYMMETRIC ? rows.start + half : nullptr, PARTS);
 #pragma GCC unroll 8
-            for (int r = 0; r < R; r++)
-#pragma GCC unroll 2
-                for (int t = 0; t < T; t++) dots[r][t].begin(SYMMETRIC ? rows.start + r * PARTS + half : nullptr);
-#pragma GCC unroll 8
-            for (int v = 0; v < QUADS; v++, codes += 64 * T) {
-                typename Products::Weights w[T];
-#pragma GCC unroll 2
-                for (int t = 0; t < T; t++) w[t] = B64::load(codes + 64 * t);
-#pragma GCC unroll 8
-                for (int r = 0; r < R; r++) {
-                    const auto a = Codes::shared_quad(rows.codes + Codes::GROUP * r, half * QUADS + v);
-#pragma GCC unroll 2
-                    for (int t = 0; t < T; t++) dots[r][t].add(v, w[t], a);
-                }
-            }
+            for (int v = 0; v < QUADS; v += dots.QUADS, codes += 64 * T * dots.QUADS) dots.add(codes, rows.codes, half * QUADS, v);
             F16L scale[T];
             for (int t = 0; t < T; t++) scale[t] = F16L::load(scales + 16 * t);
 #pragma GCC unroll 8
@@ -118,7 +155,7 @@ LRT_NOINLINE void panel_rows(const Panel& panel, int groups, PanelRows<Codes> ro
                 const F16L factor = F16L::set1(rows.meta[2 * r]);
 #pragma GCC unroll 2
                 for (int t = 0; t < T; t++) {
-                    const F16L dot = F16L::from(dots[r][t].total());
+                    const F16L dot = F16L::from(dots.total(r, t));
                     part[r][t] = half ? dot.fma(scale[t], part[r][t]) : dot * scale[t];
                     if (MINIMA) {
                         const F16L least = add_minima<Codes>(I16::load(offsets + 16 * t), rows.start + STARTS * r);
@@ -196,7 +233,8 @@ inline void panel_tiles(const uint8_t** tiles, int count, int span, const Acts& 
     for (int column = 0; column < acts.cols; column += PANEL_COLUMNS) {
         const int columns = least(PANEL_COLUMNS, acts.cols - column);
         for (int tile = 0; tile < count; tile += PANEL_TILES) {
-            unpack_panel<Layout, TILES && Layout::SYMMETRIC>(tiles + tile, columns, span, panel);
+            constexpr bool MATRICES = LRT_I8MM && std::is_same<Codes, ByteCodes>::value;
+            unpack_panel<Layout, TILES && Layout::SYMMETRIC, MATRICES>(tiles + tile, columns, span, panel);
             Ahead ahead;
             ahead.lines = lines;
             for (int t = 0; t < PANEL_TILES; t++) ahead.tiles[t] = tiles[(tile + PANEL_TILES) % count + t];

@@ -16,6 +16,8 @@
 #endif
 #elif defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
+#elif defined(__APPLE__)
+#include <sys/sysctl.h>
 #elif defined(__aarch64__) && defined(_WIN32)
 #include <windows.h>
 #endif
@@ -87,10 +89,15 @@ Processor ask() {
     Processor has;
 #if defined(__APPLE__)
     has.dot_product = true;  // all Apple processors of this architecture have them
+    int yes = 0;
+    size_t size = sizeof(yes);
+    has.i8mm = !sysctlbyname("hw.optional.arm.FEAT_I8MM", &yes, &size, nullptr, 0) && yes;
 #elif defined(__linux__)
-    has.dot_product = getauxval(AT_HWCAP) & (1 << 20);  // HWCAP_ASIMDDP
+    has.dot_product = getauxval(AT_HWCAP) & (1 << 20);                       // HWCAP_ASIMDDP
+    has.i8mm = has.dot_product && (getauxval(AT_HWCAP2) & (1 << 13)) != 0;  // HWCAP2_I8MM
 #elif defined(_WIN32)
-    has.dot_product = IsProcessorFeaturePresent(43);  // PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE
+    has.dot_product = IsProcessorFeaturePresent(43);               // PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE
+    has.i8mm = has.dot_product && IsProcessorFeaturePresent(66);  // PF_ARM_V82_I8MM_INSTRUCTIONS_AVAILABLE
 #endif
     return has;
 }
@@ -112,6 +119,7 @@ constexpr struct {
     {"avxvnni", &Processor::avxvnni},
 #endif
     {"avx2", &Processor::avx2},
+    {"i8mm", &Processor::i8mm},
     {"neon", &Processor::dot_product},
     {"portable", &Processor::any},
 };

@@ -1,11 +1,12 @@
-// Sixteen lanes in four 128-bit registers. Needs AArch64 with the dot product instructions.
+// Sixteen lanes in four 128-bit registers. Needs AArch64 with the dot product instructions; with LRT_I8MM, also those that
+// multiply matrices of bytes.
 #pragma once
 #include <arm_neon.h>
 #include <cstdint>
 
 inline namespace LRT_SPACE {
 
-#define LRT_PANEL_ROWS 3
+#define LRT_PANEL_ROWS (LRT_I8MM ? 4 : 3)
 constexpr int PANEL_ROWS = LRT_PANEL_ROWS, PANEL_TILES = 1, ROW_CHUNK = 384, DIRECT_ROWS = 4;
 constexpr int code_class(int most) { return most <= 127 ? 127 : 255; }  // class of code widths that share kernels
 constexpr int chains(int) { return 1; }  // chains of sums
@@ -182,5 +183,45 @@ template <int MOST, int ZERO, int STEPS, int CHAINS = 1> struct Dots {
     }
     LRT_INLINE I16 total() const { return sum; }
 };
+
+#if LRT_I8MM
+// Stores codes of columns 0 to 3 and of columns 4 to 7 as matrices of two rows and eight columns.
+inline void store_matrices(B64 first, B64 second, uint8_t* to) {
+    for (int i = 0; i < 4; i++, to += 32) {
+        const uint32x4_t low = vreinterpretq_u32_u8(first.v[i]), high = vreinterpretq_u32_u8(second.v[i]);
+        vst1q_u8(to, vreinterpretq_u8_u32(vzip1q_u32(low, high)));
+        vst1q_u8(to + 16, vreinterpretq_u8_u32(vzip2q_u32(low, high)));
+    }
+}
+
+// Sums of products of R rows of activations, STRIDE bytes apart, with sixteen rows of codes: an instruction multiplies two
+// rows of each, eight columns.
+template <int R, int STRIDE> struct MatrixDots {
+    int32x4_t sums[(R + 1) / 2][8];
+
+    LRT_INLINE void begin() {
+#pragma GCC unroll 2
+        for (auto& pair : sums)
+#pragma GCC unroll 8
+            for (auto& sum : pair) sum = vdupq_n_s32(0);
+    }
+    LRT_INLINE void add(const uint8_t* codes, const int8_t* a) {
+        int8x16_t rows[(R + 1) / 2];
+#pragma GCC unroll 2
+        for (int r = 0; r < R; r += 2)  // an odd row is multiplied twice
+            rows[r / 2] = vcombine_s8(vld1_s8(a + r * STRIDE), vld1_s8(a + (r + 1 < R ? r + 1 : r) * STRIDE));
+#pragma GCC unroll 8
+        for (int w = 0; w < 8; w++) {
+            const uint8x16_t matrix = vld1q_u8(codes + 16 * w);
+#pragma GCC unroll 2
+            for (int p = 0; p < (R + 1) / 2; p++) sums[p][w] = vusmmlaq_s32(sums[p][w], matrix, rows[p]);
+        }
+    }
+    LRT_INLINE I16 of(int row) const {
+        const int32x4_t* pair = sums[row / 2];
+        return I16::each([=](int i) { return row % 2 ? vuzp2q_s32(pair[2 * i], pair[2 * i + 1]) : vuzp1q_s32(pair[2 * i], pair[2 * i + 1]); });
+    }
+};
+#endif
 
 }  // namespace

@@ -1,0 +1,2 @@
+#define LRT_PART 2
+#include "kernels_i8mm.cpp"
