@@ -22,8 +22,10 @@ This module imports nothing but ``option_names``, so every layer may use it.
 
 from __future__ import annotations
 
+import errno
 import functools
 import inspect
+import os
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
@@ -141,6 +143,9 @@ class CancelledError(LocalrtError):
 
 def reason_of(error: BaseException) -> str:
     """What the system says of an error, without its number and its file."""
+    number = getattr(error, "errno", None)
+    if getattr(error, "winerror", None) and number != errno.EINVAL:  # which stands for many
+        return os.strerror(number)  # Windows' own words are in the user's language
     return getattr(error, "strerror", None) or str(error)
 
 
