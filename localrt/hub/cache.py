@@ -120,8 +120,9 @@ class CachedRepo:
         """Add the blob to the snapshot: as a relative link, a hard one, or by moving it there."""
         blob, pointer = self.blob(etag), self.snapshot(commit) / name
         target = Path(os.path.relpath(blob, pointer.parent))
-        if pointer.is_symlink() and pointer.readlink() == target:
-            return  # other processes may be reading it
+        with suppress(OSError):
+            if pointer.samefile(blob):
+                return  # others may be reading it
         pointer.parent.mkdir(parents=True, exist_ok=True)
         pointer.unlink(missing_ok=True)
         try:
