@@ -37,7 +37,8 @@ def run(args: argparse.Namespace) -> int:
     """Print the models; returns the exit status."""
     settings = Settings.from_environment()
     if args.forget is not None:
-        names = dict.fromkeys((args.forget, shown_path(Path(args.forget).expanduser().absolute())))
+        path = Path(args.forget).expanduser().absolute()
+        names = dict.fromkeys((args.forget, str(path), shown_path(path)))
         forgotten = [forget_use(name, settings) for name in names]
         if not any(forgotten):
             raise ModelNotFoundError(f"{args.forget} is no path that was used: see localrt list")
