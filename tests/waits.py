@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
+import psutil
 import pytest
 
 
@@ -26,6 +27,12 @@ async def wait_in_loop(
     while not condition():
         assert time.perf_counter() < end, "it did not happen"
         await pause()
+
+
+def open_files() -> int:
+    """How many files, or what the system counts instead, this process has open."""
+    process = psutil.Process()
+    return int(process.num_fds() if hasattr(process, "num_fds") else process.num_handles())
 
 
 @contextmanager

@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 
 from localrt.common.errors import CheckpointError
 from localrt.common.files import PAGE
 from localrt.offload.reading.disk_speed import DiskProfile, measure_disk
 from localrt.offload.reading.files import ReadMode
+from tests.waits import open_files
 
 
 @pytest.fixture
@@ -24,13 +24,13 @@ def files(tmp_path: Path) -> list[Path]:
 
 
 def test_measure_disk(files: list[Path]) -> None:
-    before = psutil.Process().num_fds()
+    before = open_files()
     profile = measure_disk(files, sample=2 << 20, rounds=2)
     assert profile.read_bytes_s > 1e6
     assert profile.cpu_s_per_byte >= 0
     assert profile.mode.block % PAGE == 0
     assert profile.mode.threads >= 1
-    assert psutil.Process().num_fds() == before
+    assert open_files() == before
 
 
 def test_sample_larger_than_files(files: list[Path]) -> None:

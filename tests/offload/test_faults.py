@@ -36,7 +36,7 @@ from tests.offload.placed import (
     place,
     tokens,
 )
-from tests.waits import naps, wait_for
+from tests.waits import naps, open_files, wait_for
 
 pytestmark = needs_kernels
 TEXT = tokens(12)
@@ -110,7 +110,7 @@ def threads_and_files() -> tuple[int, int]:
     others = ("localrt-kv-keeper", "localrt-live", "localrt-serve")  # of models of other tests
     names = [t.name for t in threading.enumerate() if t.name.startswith("localrt-")]
     names = [name for name in names if not name.startswith(others)]
-    return len(names), psutil.Process().num_fds()
+    return len(names), open_files()
 
 
 def settled(before: tuple[int, int]) -> bool:

@@ -9,7 +9,6 @@ from contextlib import closing
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 
 from localrt import system
@@ -17,6 +16,7 @@ from localrt.common.errors import CheckpointError
 from localrt.common.files import PAGE
 from localrt.offload.reading.files import StoreFiles
 from localrt.quant.ops.arrays import aligned_buffer
+from tests.waits import open_files
 
 IN_MEMORY = Path("/dev/shm")
 SIZE = 6 * PAGE
@@ -137,7 +137,7 @@ def test_a_read_may_come_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_missing_file(tmp_path: Path) -> None:
     write(tmp_path)
-    before = psutil.Process().num_fds()
+    before = open_files()
     with pytest.raises(CheckpointError, match=r"none\.bin cannot be read: No such file"):
         StoreFiles(tmp_path, ["a.bin", "none.bin"])
-    assert psutil.Process().num_fds() == before
+    assert open_files() == before
