@@ -86,7 +86,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def byte_level(folder: Path) -> Any:
     write_byte_tokenizer(folder)
-    return json.loads((folder / "tokenizer.json").read_text())
+    return json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
 
 
 def write(folder: Path, files: dict[str, Any]) -> None:
