@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from localrt.quant.ops.kv_formats import CacheFormat
 from localrt.quant.ops.protocol import Batch
 from tests.conftest import needs_kernels
 from tests.models.tiny import CONFIGS, load_ours, oracle, relative_error, tokens
-from tests.ops.code_paths import KV_FORMATS, logits
+from tests.ops.code_paths import digest, digests, fill, known
 from tests.ops.test_native_matmul import ISAS
 
 pytestmark = needs_kernels
@@ -49,12 +50,15 @@ def test_every_architecture(name: str, kv: CacheFormat, tiny: Any) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))
-def test_instruction_sets(name: str, tiny: Any) -> None:
-    kinds: tuple[CacheFormat, ...] = KV_FORMATS if name == "llama" else ("int8",)
-    for kv in kinds:
-        best, *others = (logits(tiny(name)[0], isa, kv) for isa in ISAS)
-        for other in others:
-            np.testing.assert_array_equal(other, best)
+def test_bits_of_every_machine(name: str, tiny: Any, tmp_path: Path) -> None:
+    """Those that ``logits.json`` has, whatever the machine; ``code_paths table`` writes it."""
+    folder = shutil.copytree(tiny(name)[0], tmp_path / name)
+    fill(folder)
+    wanted = known()[name]
+    best, *others = ISAS
+    assert dict(digests(folder, best)) == wanted
+    for isa in others:
+        assert digest(folder, isa, "int8") == wanted["int8"], isa
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek-v2-dense"])
