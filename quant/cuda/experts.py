@@ -128,8 +128,8 @@ def write_entries(
 
 
 def plan_slots(chosen: Tensor, table: Tensor, number: int, wanted: npt.NDArray[np.bool_]) -> Plan:
-    """Plan a pass whose rows chose the experts ``chosen`` (R, K) int32, with any stride. Planned
-    are the ``wanted`` (E,) experts of kind ``number`` in the table (E, ENTRY).
+    """Plan a pass whose rows chose the experts ``chosen`` (R, K) int32, with any stride. Only the
+    ``wanted`` (E,) experts of kind ``number`` in the table (E, ENTRY) are planned.
     """
     rows, used = chosen.shape
     experts, slots = int(np.count_nonzero(wanted)), rows * used

@@ -13,7 +13,8 @@ struct Codebook {
 
 extern Codebook codebooks[CODEBOOKS];
 
-// The codes of a step, (32 / 4, 16 rows, 4), by `index_bits` bits from `indices` and the masks after them.
+// Looks up a step's codes, (32 / 4, 16 rows, 4). An index has `index_bits` bits, from `indices` and the masks after
+// them.
 using LookUp = void (*)(const Codebook& book, const uint8_t* indices, const uint8_t* high, uint8_t* codes);
 
 // Lookup by byte permutations of whole tables; null without AVX-512 VBMI.

@@ -54,8 +54,8 @@ struct Kernels {
 extern const Kernels kernels_avx512;
 #endif
 
-// The kernels of an instruction set. Each file registers its set when the library is loaded, on any processor, so that
-// code is after TARGET_END.
+// The kernels of an instruction set. Each file registers its set when the library is loaded, on any processor: that
+// code must not use the instruction set, so it comes after TARGET_END.
 struct KernelSet {
     KernelSet(const char* isa, const Kernels& kernels);
     const char* isa;

@@ -17,7 +17,7 @@ inline Acts of_head(const Acts& all, int head, const Runs& runs) {
     return own;
 }
 
-// Prepares each head's rows (K) for its own matrix: copies `from(head, row)` times `factor`.
+// Prepares the inputs of each head's matrix: rows `from(head, row)`, multiplied by `factor`.
 template <class From>
 inline Acts prepare_heads(Context& context, int heads, int rows, const Stack& stack, float factor, From from) {
     const int cols = stack.cols;
@@ -63,7 +63,7 @@ inline void multiply_heads(Context& context, const Stack& stack, int heads, cons
     });
 }
 
-// Reorders a head's rotary pairs to halves, if they are adjacent.
+// Applies RoPE to a head's pairs, adjacent ones if `interleaved`, and writes them as two halves.
 inline void turn_pairs(const float* from, const float* cos, const float* sin, int half, bool interleaved, float* to) {
     for (int i = 0; i < half; i++) {
         const float a = from[interleaved ? 2 * i : i], b = from[interleaved ? 2 * i + 1 : i + half];
@@ -123,7 +123,8 @@ void norm_latent_append(Context& context, const LatentArgs& args) {
     });
 }
 
-// A block's rows in place, or gathered for a tree's row, and their keys in tiles of 16.
+// The cached rows of a block that a query row attends to: in place, or copied together if a tree scatters them. Their
+// keys are copied to tiles of 16.
 template <class Number>
 inline Sources latent_sources(const Span& span, const Tree& tree, int block, int row, int size) {
     const size_t row_bytes = size * sizeof(Number);

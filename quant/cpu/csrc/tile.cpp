@@ -1,4 +1,4 @@
-// Rows of GGUF blocks into tiles of 16 rows, losslessly: quant/formats/tiled.py is the specification.
+// Repacks rows of GGUF blocks losslessly into tiles of 16 rows; quant/formats/tiled.py is the specification.
 #include "abi.h"
 #include "pool.h"
 #include <cstring>

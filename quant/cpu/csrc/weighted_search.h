@@ -26,8 +26,9 @@ inline float farthest_of(const float* from, int count) {
 
 inline float divisor(float x) { return x == 0 ? 1.f : x; }
 
-// The step between a group's levels with the least weighted error, among those that map its farthest value to either
-// end. Its weight is that of errors of the step itself.
+// The step between a group's levels that has the least weighted error, of those that map the group's farthest value to
+// one of the ends of the code's range; `gain` is how much it reduces the error, `weight` the weighted sum of squared
+// codes.
 struct WeightedStep {
     float step = 0, gain = 0, weight = 0;
 };

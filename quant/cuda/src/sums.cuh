@@ -8,7 +8,7 @@
 #include "records.cuh"
 
 // How many activation rows a warp multiplies at once. ONE: a lane ends with the result of one weight row. FEW
-// (up to 4): four weight rows by one activation row. MANY: 8 NT, a lane having two of each 8.
+// (up to 4): four weight rows by one activation row. MANY: 8 NT, of which a lane has two out of every 8.
 enum Width { ONE, FEW, MANY };
 
 // Contiguous activation rows. Offsets in bytes from a lane's first row: `numbers` of row 8 n, `scales` of row 8 n + c.
