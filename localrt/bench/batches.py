@@ -1,5 +1,4 @@
-"""How many answers should share a pass: times passes by their number of rows and recommends a batch
-size.
+"""Times passes with different numbers of rows, and recommends how many answers to batch.
 
 Mind the Memory Gap (Recasens et al. 2025) finds the batch at which a GPU's throughput levels off;
 here every machine and model is measured. The server takes its default from the result.

@@ -7,7 +7,7 @@ packed rows are moved, which changes no value. ggml's NVFP4 has the scales of fo
 their nibbles, localrt's each scale before its group. TQ1_0 packs five base-3 digits in a byte; it
 is converted to 2-bit codes, which are a fifth larger.
 
-Knows names and shapes; other modules have the tables of which architecture stacks what.
+Works from names and shapes; other modules list what each architecture stacks.
 """
 
 from __future__ import annotations

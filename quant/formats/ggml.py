@@ -132,7 +132,7 @@ class KQuantCodec(BlockCodec):
 
     @property
     def shrinks(self) -> tuple[float, ...]:
-        """What scales are tried at, of those that clip nothing."""
+        """Factors to try on the scale that clips nothing."""
         return tuple(np.linspace(1.15, 0.5, 27).tolist())
 
     def fit(self, groups: Floats, shrink: float = 1.0) -> Floats:
@@ -248,7 +248,7 @@ class Iq4NlCodec(LevelCodec):
 
     @property
     def shrinks(self) -> tuple[float, ...]:
-        """What scales are tried at, of those that clip nothing."""
+        """Factors to try on the scale that clips nothing."""
         return tuple(np.linspace(1.1, 0.6, 26).tolist())
 
     def fit(self, groups: Floats, shrink: float = 1.0) -> Floats:

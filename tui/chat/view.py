@@ -315,7 +315,7 @@ class ConversationView(ScrollView, can_focus=False):
         self._column.measure()
         if place is not None and not follows:
             self._column.lay_out([place.block], self._style())
-        self._settling = True  # a temporarily shorter view was not scrolled by the reader
+        self._settling = True  # a view that is briefly shorter scrolls by itself
         self._fit_height()
         self._settling, self._follows = False, follows
         if place is not None and not follows:

@@ -1,6 +1,5 @@
 """The vision encoder in an ``mmproj`` GGUF file, presented like the publisher's folder.
 
-
 llama.cpp's converter shortens names, splits some tensors, adds 1 to Gemma's norm, turns the halves
 of Pixtral's rotary rows into pairs, and puts the colour first in a patch's columns. Reading undoes
 all of that: names, shapes and values are those of ``VisionFolder``, and so are the keys of
