@@ -139,13 +139,13 @@ class Decoder:
         rows: Sequence[int] | None = None,
         check: Check | None = None,
         features: Features | None = None,
-        given: Logits | None = None,
+        target_features: Logits | None = None,
     ) -> Logits:
         """Logits of the chosen ``rows`` (default: all), shape (rows, vocab), float32.
 
         Afterwards the caches hold the keys and values of the batch. ``check`` runs before every
         part; if it raises, the caches are unchanged. ``features`` are filled with the residual
-        stream of all rows. A draft head reads its target's: ``given`` (R, F).
+        stream of all rows. A draft head reads ``target_features`` (R, F).
 
         Raises:
             MemoryBudgetError: the caches have outgrown what the budget leaves beside the weights.
@@ -157,7 +157,7 @@ class Decoder:
             # Try again if GPU memory, which other programs use too, ran out.
             for again in (True, False):
                 state = weights.begin(batch, wanted, check)
-                state.features, state.given = features, given
+                state.features, state.target_features = features, target_features
                 try:
                     self._compute(state, check)
                     break

@@ -162,27 +162,27 @@ def _answer(
     return said[:count]
 
 
-def _logits(decoder: Decoder, ids: np.ndarray, given: np.ndarray) -> np.ndarray:
+def _logits(decoder: Decoder, ids: np.ndarray, features: np.ndarray) -> np.ndarray:
     span = Span(decoder.cache(64), len(ids))
-    return decoder.forward(Batch(ids, np.arange(len(ids)), (span,)), given=given)
+    return decoder.forward(Batch(ids, np.arange(len(ids)), (span,)), target_features=features)
 
 
 def _seconds(
     decoder: Decoder,
     forward: Forward,
     ids: np.ndarray,
-    given: np.ndarray | None,
+    features: np.ndarray | None,
     rows: int,
     device: str,
 ) -> float:
     """Seconds of a pass over ``rows`` siblings, which are then trimmed from the cache."""
     cache = decoder.cache(64 + rows)
     hidden = decoder.config.hidden_size
-    known = None if given is None else np.resize(given, (1, 3 * hidden))
-    decoder.forward(Batch.extend([(cache, list(ids[:1]))]), rows=[], given=known)
+    known = None if features is None else np.resize(features, (1, 3 * hidden))
+    decoder.forward(Batch.extend([(cache, list(ids[:1]))]), rows=[], target_features=known)
     mask, tokens = np.eye(rows, dtype=bool) if rows > 1 else None, np.resize(ids, rows)
     made = Features((AFTER_LAST,), np.empty((rows, hidden), np.float32))
-    more = {} if given is None else {"given": np.resize(given, (rows, hidden))}
+    more = {} if features is None else {"given": np.resize(features, (rows, hidden))}
 
     def step() -> None:
         cache.trim(1)

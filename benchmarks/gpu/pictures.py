@@ -19,7 +19,7 @@ from benchmarks.gpu.configs import (
 from benchmarks.gpu.timing import Check, Values
 from localrt.models.decoder import Decoder
 from localrt.quant.cuda.ops import CudaOps
-from localrt.quant.ops.protocol import Batch, Given, Span
+from localrt.quant.ops.protocol import Batch, PictureRows, Span
 from localrt.quant.reference.ops import TorchOps
 
 _BOUND = 0.05
@@ -66,14 +66,14 @@ def _logits(model: Decoder, most: int, *, both_ways: bool) -> np.ndarray:
     for first in range(0, len(ids), most):
         last = min(len(ids), first + most)
         index = np.arange(max(first, begin), min(last, end))
-        given = None
+        pictures = None
         if len(index):
             own = seen[index - begin]
-            given = Given(index - first, own, (0.1 * own,))
+            pictures = PictureRows(index - first, own, (0.1 * own,))
         span = Span(cache, last - first, None, ahead[first:last] if both_ways else None)
         places = np.arange(first, last) if both_ways else axes[0, first:last].copy()
         batch = Batch(
-            ids[first:last], places, (span,), given, None if both_ways else axes[:, first:last]
+            ids[first:last], places, (span,), pictures, None if both_ways else axes[:, first:last]
         )
         parts.append(model.forward(batch))
     return np.concatenate(parts)

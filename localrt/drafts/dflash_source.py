@@ -66,7 +66,7 @@ class BlockSource(DraftSource):
             batch = Batch(tokens, np.arange(start, stop), (Span(cache, len(tokens)),))
             features = self._features.get(start, stop)
             with self._engine.alone():
-                self._decoder.context.forward(batch, rows=[], check=check, given=features)
+                self._decoder.context.forward(batch, rows=[], check=check, target_features=features)
         self._known = known
 
     def propose(

@@ -107,7 +107,9 @@ class HeadDrafter(Drafter):
         layer = CARRIED if head.config.places else AFTER_LAST
         own = Features((layer,), np.empty((ends[-1], head.engine.hidden_size), np.float32))
         with head.engine.alone():
-            logits = head.forward(batch, rows=wanted, check=check, features=own, given=features)
+            logits = head.forward(
+                batch, rows=wanted, check=check, features=own, target_features=features
+            )
         outputs, results, first = head.normed_output(own.rows), list[Floats](), 0
         for (drafter, rows), end in zip(each, ends, strict=True):
             drafter._keep(rows, outputs[end - len(rows.tokens) : end])

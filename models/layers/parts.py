@@ -37,8 +37,8 @@ class PassState:
     ``streams`` are several residual streams; ``x`` is then the active one, or a layer's mixture of
     them. ``ngrams`` returns the rows of hashed n-grams and may wait for them. The head fills
     ``logits`` (rows wanted, V) for the rows ``wanted`` of ``x``. ``check`` is called while a part
-    waits, and may raise. ``features`` are to be filled; ``given`` (R, F) are another model's, which
-    a draft head reads.
+    waits, and may raise. ``features`` are to be filled; a draft head reads ``target_features``
+    (R, F) of its target.
     """
 
     ops: Ops
@@ -52,7 +52,7 @@ class PassState:
     batch: Batch | None = None
     check: Check | None = None
     features: Features | None = None
-    given: Logits | None = None
+    target_features: Logits | None = None
 
     def tap(self, layer: int) -> None:
         """Copy ``x`` to the features of ``layer``, if they are wanted."""
@@ -151,15 +151,15 @@ class FromPictures:
     def __call__(self, state: PassState) -> None:
         """Change the rows that pictures give ``state.x``, if any."""
         batch = state.batch
-        given = None if batch is None else batch.given
-        if batch is None or given is None or self.layer > len(given.deep):
+        pictures = None if batch is None else batch.pictures
+        if batch is None or pictures is None or self.layer > len(pictures.deep):
             return
-        x = np.empty((len(batch.tokens), given.rows.shape[1]), np.float32)
+        x = np.empty((len(batch.tokens), pictures.rows.shape[1]), np.float32)
         state.copy_features(x)
         if self.layer:
-            x[given.index] += given.deep[self.layer - 1]
+            x[pictures.index] += pictures.deep[self.layer - 1]
         else:
-            x[given.index] = given.rows
+            x[pictures.index] = pictures.rows
         state.x = state.ops.given_rows(x)
 
 

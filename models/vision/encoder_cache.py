@@ -30,7 +30,7 @@ from localrt.models.vision.picture import open_picture, read_picture
 from localrt.models.vision.pixels import Patches
 from localrt.models.vision.source import VisionSource
 from localrt.models.weights import WeightLoader
-from localrt.quant.ops.protocol import Check, Given
+from localrt.quant.ops.protocol import Check, PictureRows
 from localrt.quant.ops.vision import VisionSteps
 from localrt.system import return_free_memory
 
@@ -158,7 +158,7 @@ class VisionState:
         """Whether the id stands for a row of a picture."""
         return token in self._rows
 
-    def picture_rows(self, tokens: Tokens, check: Check | None = None) -> Given | None:
+    def picture_rows(self, tokens: Tokens, check: Check | None = None) -> PictureRows | None:
         """The rows of pictures among these tokens, encoded if needed; None if there are none."""
         index = np.flatnonzero(tokens < 0)
         if not len(index):
@@ -170,7 +170,7 @@ class VisionState:
             np.stack([encoded[digest].deep[layer][row] for digest, row in places])
             for layer in range(self.encoder.deep_layers)
         )
-        return Given(index, rows, deep)
+        return PictureRows(index, rows, deep)
 
     def positions(
         self, tokens: Tokens, first: int, shift: int

@@ -83,7 +83,7 @@ class _Shape(NamedTuple):
     waiting: int  # most rows not yet in a recurrent layer's state
     features: tuple[int, ...]  # the layers before which they are copied
     hidden: int  # their width
-    given: int  # the width of another model's features
+    target_width: int  # of the target's features; 0 is none
 
 
 @dataclass(slots=True)
@@ -194,7 +194,7 @@ class Recordings:
         batch: Batch,
         wanted: Sequence[int] | None,
         features: Features | None = None,
-        given: Logits | None = None,
+        target_features: Logits | None = None,
         *,
         whole: bool = False,
     ) -> _Shape | None:
@@ -227,7 +227,7 @@ class Recordings:
             waiting,
             layers,
             0 if features is None else features.rows.shape[1] // len(layers),
-            0 if given is None else given.shape[1],
+            0 if target_features is None else target_features.shape[1],
         )
 
 
@@ -247,20 +247,23 @@ class GraphedForward:
         rows: Sequence[int] | None = None,
         check: Callable[[], None] | None = None,
         features: Features | None = None,
-        given: Logits | None = None,
+        target_features: Logits | None = None,
     ) -> Logits:
         with self._ops.scope():
-            shape = self._recordings.shape(batch, rows, features, given, whole=True)
+            shape = self._recordings.shape(batch, rows, features, target_features, whole=True)
             static = self._recordings.of(batch, shape)
             if static is None:
-                more = {} if given is None else {"given": given}
+                more = {} if target_features is None else {"target_features": target_features}
                 return self._forward(batch, rows=rows, check=check, features=features, **more)
             if check is not None:
                 check()
             (span,) = batch.spans
             step, count = static.fill(batch, rows), span.rows
-            if given is not None:
-                static.given[:count], static.given[count:] = given, given[-1]
+            if target_features is not None:
+                static.target_features[:count], static.target_features[count:] = (
+                    target_features,
+                    target_features[-1],
+                )
             logits = static.run("pass", step, partial(static.whole, self._forward))
             assert logits is not None, "the pass has left its logits"
             host = self._to_host(logits, count if rows is None else len(rows))
@@ -313,7 +316,7 @@ class _StaticFeatures(Features):
 class StaticPass:
     """The recordings of one shape of passes, and their inputs at fixed addresses.
 
-    ``features``, and those ``given`` by another model, are in pinned RAM.
+    ``features`` and ``target_features`` are in pinned RAM.
     """
 
     def __init__(self, ops: RecordedOps, batch: Batch, shape: _Shape) -> None:
@@ -326,7 +329,7 @@ class StaticPass:
         self._parts, wanted = self._numbers.split(self._inputs)
         self._index = wanted if shape.wanted else None
         self._limit = (shape.blocks * BLOCK_TOKENS,)
-        self.given = device.pinned((shape.rows, shape.given), np.float32)
+        self.target_features = device.pinned((shape.rows, shape.target_width), np.float32)
         rows = device.pinned((len(shape.features), shape.rows, shape.hidden), np.float32)
         self.features = _StaticFeatures(shape.features, rows)
         self._table: SequenceTable | None = None
@@ -404,7 +407,7 @@ class StaticPass:
         length, numbers = counter.length, np.zeros(shape.rows, np.int64)
         batch = Batch(numbers, numbers, (Span(counter, shape.rows),))
         features = self.features if shape.features else None
-        more = {"given": self.given} if shape.given else {}
+        more = {"target_features": self.target_features} if shape.target_width else {}
         try:
             forward(batch, rows=range(shape.wanted or shape.rows), features=features, **more)
         finally:

@@ -145,10 +145,10 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Given:
-    """What a pass gets from pictures: ``rows`` (n, D) in the place of the embeddings of the rows
-    ``index`` (n,), and ``deep``, (n, D) each, that are added to these rows of the residual stream
-    behind the first layers.
+class PictureRows:
+    """Picture rows of a pass: ``rows`` (n, D) replace the embeddings of the rows ``index`` (n,);
+    each of ``deep`` (n, D) is added to these rows of the residual stream after one of the first
+    layers.
     """
 
     index: npt.NDArray[np.int64]
@@ -165,13 +165,13 @@ class Batch:
     tokens: npt.NDArray[np.int64]  # (R,)
     positions: npt.NDArray[np.int64]  # (R,)
     spans: tuple[Span, ...]
-    given: Given | None = None
+    pictures: PictureRows | None = None
     axes: npt.NDArray[np.int64] | None = None
 
     @property
     def plain(self) -> bool:
         """Whether it has tokens alone: a pass with pictures is not recorded."""
-        return self.given is None and self.axes is None
+        return self.pictures is None and self.axes is None
 
     def __post_init__(self) -> None:
         rows = sum(span.rows for span in self.spans)

@@ -53,7 +53,7 @@ def test_assistant(
         span = Span(cache, 1, np.ones((1, 1), np.bool_))
         batch = Batch(np.array([token]), np.array([held]), (span,))
         made = Features((CARRIED,), np.empty((1, width), np.float32))
-        logits = head.forward(batch, given=given, features=made)
+        logits = head.forward(batch, target_features=given, features=made)
         cache.trim(held - 1)
         given = made.rows
         assert relative_error(logits[0], expected) < 1e-4

@@ -47,7 +47,7 @@ def test_dflash(window: int, form: str, tmp_path: Path) -> None:
     cache = head.cache(32)
     for start, stop in ((0, 5), (5, known)):
         batch = Batch.extend([(cache, IDS[start:stop])])
-        head.context.forward(batch, rows=[], given=features.rows[start:stop])
+        head.context.forward(batch, rows=[], target_features=features.rows[start:stop])
     for _ in range(2):  # a block leaves nothing behind
         span = Span(cache, BLOCK, np.ones((BLOCK, BLOCK), np.bool_))
         ours = head.forward(Batch(block, np.arange(known, known + BLOCK), (span,)))

@@ -53,7 +53,7 @@ def block_logits(path: Path, target: Decoder, hidden: np.ndarray) -> np.ndarray:
     found = []
     for start, stop in ((1, 6), (6, len(IDS))):  # chunks
         batch = Batch.extend([(cache, IDS[start:stop])])
-        found.append(head.forward(batch, given=given[start - 1 : stop - 1]))
+        found.append(head.forward(batch, target_features=given[start - 1 : stop - 1]))
     return np.concatenate(found)
 
 
@@ -175,7 +175,7 @@ def test_eagle3_head(flag: str, form: str, tmp_path: Path) -> None:
         theirs = tiny.expected(embedded, torch.tensor(features.rows[:-1])).numpy()
     cache, ids = head.cache(32), np.array(IDS[1:])
     batch = Batch(ids, np.arange(1, len(IDS)), (Span(cache, len(ids)),))
-    assert relative_error(head.forward(batch, given=features.rows[:-1]), theirs) < 1e-4
+    assert relative_error(head.forward(batch, target_features=features.rows[:-1]), theirs) < 1e-4
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def test_mtp_block(name: str, form: str, tmp_path: Path) -> None:
     given = FinalNorm(ours)(features.rows)
     assert relative_error(given, hidden) < 1e-3
     batch = Batch.extend([(decoder.cache(32), IDS[1:])])
-    assert relative_error(decoder.forward(batch, given=hidden[:-1]), theirs) < 1e-3
+    assert relative_error(decoder.forward(batch, target_features=hidden[:-1]), theirs) < 1e-3
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_eagle3_head(form: str, tmp_path: Path) -> None:
     cache, ids = decoder.cache(32), np.array(IDS[1:])
     batch = Batch(ids, np.arange(1, count), (Span(cache, count - 1),))
     last = Features((AFTER_LAST,), np.empty((count - 1, width), np.float32))
-    found = decoder.forward(batch, given=given[:-1], features=last)
+    found = decoder.forward(batch, target_features=given[:-1], features=last)
     assert relative_error(found, theirs[:, tiny.tokens]) < 1e-3
     assert np.isneginf(np.delete(theirs, tiny.tokens, axis=1)).all()
     assert relative_error(last.rows, made) < 1e-3
@@ -225,7 +225,7 @@ def test_assistant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for token, logits, output in zip((IDS[-1], 9, 4), theirs, carried, strict=True):
         batch = Batch(np.array([token]), np.array([held]), (Span(cache, 1, np.ones((1, 1), bool)),))
         made = Features((CARRIED,), np.empty((1, width), np.float32))
-        found = decoder.forward(batch, given=given, features=made)
+        found = decoder.forward(batch, target_features=given, features=made)
         assert relative_error(found[0], logits) < 1e-3
         assert relative_error(made.rows[0], output) < 1e-3
         cache.trim(held - 1)
@@ -254,7 +254,7 @@ def test_dflash(tmp_path: Path) -> None:
     assert isinstance(decoder, BlockDecoder)
     assert read_config.layers == layers
     cache = decoder.cache(32)
-    decoder.context.forward(Batch.extend([(cache, IDS[:-1])]), rows=[], given=given)
+    decoder.context.forward(Batch.extend([(cache, IDS[:-1])]), rows=[], target_features=given)
     span = Span(cache, BLOCK, np.ones((BLOCK, BLOCK), bool))
     batch = Batch(np.array(block), np.arange(known, known + BLOCK), (span,))
     assert relative_error(decoder.forward(batch), theirs) < 1e-3

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from localrt.models.decoder import Decoder
-from localrt.quant.ops.protocol import Batch, Given, Span
+from localrt.quant.ops.protocol import Batch, PictureRows, Span
 from tests.offload.placed import Model, assert_same, needs_kernels, pack_tiny, passing, tokens
 
 pytestmark = needs_kernels
@@ -30,7 +30,7 @@ def seen(decoder: Decoder, *, both_ways: bool) -> list[np.ndarray]:
         np.asarray(tokens(LENGTH), np.int64),
         np.arange(LENGTH),
         (Span(cache, LENGTH, None, ahead if both_ways else None),),
-        Given(np.arange(BEGIN, END), given, (given[::-1].copy(),)),
+        PictureRows(np.arange(BEGIN, END), given, (given[::-1].copy(),)),
         axes,
     )
     return [decoder.forward(batch), decoder.forward(Batch.extend([(cache, [7])]))]

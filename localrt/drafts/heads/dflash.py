@@ -40,8 +40,8 @@ class ContextKeys:
 
     def __call__(self, state: PassState) -> None:
         """Append keys and values to the caches."""
-        assert state.given is not None, "a pass over the context is given its features"
-        x = state.ops.projected(state.ops.given_rows(state.given), self._projection)
+        assert state.target_features is not None, "a pass over the context is given its features"
+        x = state.ops.projected(state.ops.given_rows(state.target_features), self._projection)
         for layer, weights in self._layers:
             state.ops.norm_qkv_rope_append(x, weights, layer.spec, state.step, layer.layer)
 

@@ -42,10 +42,10 @@ class FusedAttention:
 
     def __call__(self, state: PassState) -> None:
         """Replace ``state.x``, the embeddings, by the residual stream after attention."""
-        ops, given = state.ops, state.given
-        assert given is not None, "a head's pass is given its target's features"
-        x = ops.given_rows(given)
-        if given.shape[1] == self._features:  # the target's; the head's own are narrower
+        ops, features = state.ops, state.target_features
+        assert features is not None, "a head's pass is given its target's features"
+        x = ops.given_rows(features)
+        if features.shape[1] == self._features:  # the target's; the head's own are narrower
             if self._feature_norm is not None:
                 x = ops.norm(x, self._feature_norm, self._eps)
             x = ops.projected(x, self._projection)

@@ -73,9 +73,9 @@ class HeadStore(StoreCheckpoint):
 OpenHead: TypeAlias = HeadFolder | HeadFile | HeadStore
 
 
-def _integers(found: dict[str, StoredTensor], name: str) -> Ints | None:
-    """Remove the integers ``name`` from ``found`` and return them."""
-    if (tensor := found.pop(name, None)) is None:
+def _integers(tensors: dict[str, StoredTensor], name: str) -> Ints | None:
+    """Remove the integers ``name`` from ``tensors`` and return them."""
+    if (tensor := tensors.pop(name, None)) is None:
         return None
     if (kind := _INTEGERS.get(tensor.info.format.name)) is None:
         raise CheckpointError(f"{tensor.file.path}: {name} holds no integers")

@@ -27,9 +27,9 @@ class Fusion:
 
     def __call__(self, state: PassState) -> None:
         """Replace ``state.x``, the embeddings, by the layer's input."""
-        ops, given = state.ops, state.given
-        assert given is not None, "a head's pass is given its target's features"
-        both = ops.joined_norms(state.x, ops.given_rows(given), self.norms, self.eps)
+        ops, features = state.ops, state.target_features
+        assert features is not None, "a head's pass is given its target's features"
+        both = ops.joined_norms(state.x, ops.given_rows(features), self.norms, self.eps)
         state.x = ops.projected(both, self.projection)
 
 

@@ -310,9 +310,10 @@ class NativeEngine(Engine):
         with self._turn:
             self._loaded()
             assert self._forward is not None, "there is one as long as there is a decoder"
-            if self.vision is not None and (given := self.vision.picture_rows(batch.tokens, check)):
-                tokens = np.where(batch.tokens < 0, self.vision.token, batch.tokens)
-                batch = replace(batch, tokens=tokens, given=given)
+            vision = self.vision
+            if vision is not None and (pictures := vision.picture_rows(batch.tokens, check)):
+                tokens = np.where(batch.tokens < 0, vision.token, batch.tokens)
+                batch = replace(batch, tokens=tokens, pictures=pictures)
             logits: Logits = self._forward(batch, rows=rows, check=check, features=features)
             self._ram.passed(len(batch.tokens), len(logits))
             return logits

@@ -1,8 +1,7 @@
 """Maps tensor names of Hugging Face folders to localrt's names.
 
 Most architectures use Llama's names, as localrt does. Mixtures differ in how they name and stack
-their
-experts: tables have the names below ``model.layers.N.``, where ``{}`` is an expert's number.
+their experts: tables have the names below ``model.layers.N.``, where ``{}`` is an expert's number.
 Experts are presented separately: ``mlp.experts.E.gate_proj.weight``.
 
 gpt-oss's experts are published in MXFP4: ``..._blocks`` (experts, rows, groups, 16) has two

@@ -44,7 +44,7 @@ def test_head(kind: str, tmp_path: Path, emulator: Emulator) -> None:
     for decoder in (head[1], load_block(own, ours)[1]):
         span = Span(decoder.cache(32), len(IDS) - 1)
         batch = Batch(np.array(IDS[1:]), np.arange(1, len(IDS)), (span,))
-        found.append(decoder.forward(batch, given=given[:-1]))
+        found.append(decoder.forward(batch, target_features=given[:-1]))
     assert relative_error(found[1], found[0]) < 0.03
 
 
@@ -59,7 +59,7 @@ def test_dflash(tmp_path: Path, emulator: Emulator) -> None:
         _, head = load_block(tmp_path / "own", target)
         assert isinstance(head, BlockDecoder)
         cache = head.cache(32)
-        head.context.forward(Batch.extend([(cache, IDS[:9])]), rows=[], given=given)
+        head.context.forward(Batch.extend([(cache, IDS[:9])]), rows=[], target_features=given)
         span = Span(cache, BLOCK, np.ones((BLOCK, BLOCK), np.bool_))
         batch = Batch(np.array(IDS[:BLOCK]), np.arange(9, 9 + BLOCK), (span,))
         found.append(head.forward(batch))
