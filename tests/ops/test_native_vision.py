@@ -22,7 +22,7 @@ HEADS = (64, 72, 80, 88)
 ACTIVATIONS: tuple[VisionActivation, ...] = ("gelu", "gelu_tanh", "quick_gelu", "silu")
 EXACT = 2e-6
 BRAINS = 6e-3  # products of bf16
-IN_BF16 = ("amx", "avx512bf16")
+IN_BF16 = ("amx", "avx512bf16", "i8mm")
 
 
 def native(isa: str, threads: int = 2) -> NativeVision:

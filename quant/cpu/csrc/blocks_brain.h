@@ -71,59 +71,46 @@ struct WholeTiles {
 // The same for R rows of `a`, in one tile.
 template <int R, int T>
 inline void multiply_lines(const uint16_t* a, const uint16_t* b, size_t b_line, int count, bool first, float* c, size_t c_stride) {
-    __m512 sums[R][T];
+    F16L sums[R][T];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
-        for (int t = 0; t < T; t++) sums[r][t] = first ? _mm512_setzero_ps() : _mm512_loadu_ps(c + r * c_stride + 16 * t);
+        for (int t = 0; t < T; t++) sums[r][t] = first ? F16L::zero() : F16L::load(c + r * c_stride + 16 * t);
     for (int k = 0; k < count; k++, a += TILE_NUMBERS, b += TILE_NUMBERS)
         for (int pair = 0; pair < TILE_COLUMNS; pair += 2) {
-            __m512bh w[T];
+            BrainPairs w[T];
 #pragma GCC unroll 2
-            for (int t = 0; t < T; t++) w[t] = (__m512bh)_mm512_loadu_si512(b + t * b_line + 16 * pair);
+            for (int t = 0; t < T; t++) w[t] = BrainPairs::load(b + t * b_line + 16 * pair);
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++) {
-                int both;
-                __builtin_memcpy(&both, a + r * TILE_COLUMNS + pair, 4);
-                const __m512bh x = (__m512bh)_mm512_set1_epi32(both);
+                const BrainPairs x = BrainPairs::pair(a + r * TILE_COLUMNS + pair);
 #pragma GCC unroll 2
-                for (int t = 0; t < T; t++) sums[r][t] = _mm512_dpbf16_ps(sums[r][t], x, w[t]);
+                for (int t = 0; t < T; t++) sums[r][t] = x.dot(w[t], sums[r][t]);
             }
         }
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
-        for (int t = 0; t < T; t++) _mm512_storeu_ps(c + r * c_stride + 16 * t, sums[r][t]);
+        for (int t = 0; t < T; t++) sums[r][t].store(c + r * c_stride + 16 * t);
 }
 
 // See above.
 template <int T>
 LRT_NOINLINE void multiply_tiles(const uint16_t* a, size_t a_line, const uint16_t* b, size_t b_line, int count, bool first, float* c,
                                  size_t c_stride) {
-    constexpr int LINES = 8;  // rows whose sums fit in registers
-    for (int row = 0; row < 32; row += LINES)
-        multiply_lines<LINES, T>(a + row / 16 * a_line + row % 16 * TILE_COLUMNS, b, b_line, count, first, c + row * c_stride, c_stride);
+    for (int row = 0; row < 32; row += BRAIN_LINES)
+        multiply_lines<BRAIN_LINES, T>(a + row / 16 * a_line + row % 16 * TILE_COLUMNS, b, b_line, count, first, c + row * c_stride, c_stride);
 }
 #endif
 
 // Like load_some, but also for counts of 0 and below.
 inline F16L load_up_to(const float* x, int count) { return count > 0 ? load_some(x, count) : F16L::zero(); }
 
-// Converts `low`, then `high`, to bf16.
-inline __m512i to_brains(F16L low, F16L high) { return (__m512i)_mm512_cvtne2ps_pbh(high.v, low.v); }
-
-// Interleaves two consecutive rows of sixteen bf16 to pairs.
-inline __m512i paired(__m512i rows) {
-    alignas(64) static const uint16_t places[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                                                    8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-    return _mm512_permutexvar_epi16(_mm512_load_si512(places), rows);
-}
-
 // Stores a row (count) of `a` times `factor` from the tile's row `to` on, padded with zeros.
 inline void put_brains(const float* x, int count, float factor, uint16_t* to) {
     const F16L by = F16L::set1(factor);
     for (int k = 0; k < count; k += TILE_COLUMNS, to += TILE_NUMBERS)
-        _mm512_storeu_si512(to, to_brains(load_up_to(x + k, count - k) * by, load_up_to(x + k + 16, count - k - 16) * by));
+        BrainPairs::of(load_up_to(x + k, count - k) * by, load_up_to(x + k + 16, count - k - 16) * by).store(to);
 }
 
 // Converts columns [column, column + count) of a matrix's tile to tiles of `b`.
@@ -132,14 +119,14 @@ template <class Float> inline void put_pairs(const uint8_t* tile, int column, in
     int k = 0;
     for (; k + 2 <= count; k += 2, p += 2 * Float::BYTES, to += 32) {
         __builtin_prefetch(p + PREFETCH);
-        if constexpr (std::is_same<Float, Brain>::value) _mm512_store_si512(to, paired(_mm512_loadu_si512(p)));
-        else _mm512_store_si512(to, paired(to_brains(Float::load(p), Float::load(p + Float::BYTES))));
+        if constexpr (std::is_same<Float, Brain>::value) BrainPairs::load(p).paired().store(to);
+        else BrainPairs::of(Float::load(p), Float::load(p + Float::BYTES)).paired().store(to);
     }
     if (k < count) {
-        _mm512_store_si512(to, paired(to_brains(Float::load(p), F16L::zero())));
+        BrainPairs::of(Float::load(p), F16L::zero()).paired().store(to);
         k += 2, to += 32;
     }
-    for (; k % TILE_COLUMNS; k += 2, to += 32) _mm512_store_si512(to, _mm512_setzero_si512());
+    for (; k % TILE_COLUMNS; k += 2, to += 32) BrainPairs::zero().store(to);
 }
 
 }  // namespace

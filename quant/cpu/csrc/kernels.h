@@ -11,12 +11,12 @@
 #define LRT_AMX 0  // whether AMX's products are compiled
 #endif
 #ifndef LRT_I8MM
-#define LRT_I8MM 0  // whether NEON's products of byte matrices are compiled
+#define LRT_I8MM 0  // whether NEON's products of byte matrices and of bf16 are compiled
 #endif
 #ifndef LRT_BF16_ONLY
 #define LRT_BF16_ONLY 0  // whether only the functions with bf16 products are compiled; the others are AVX-512's
 #endif
-#define LRT_BF16 (LRT_AMX || LRT_BF16_ONLY)
+#define LRT_BF16 (LRT_AMX || LRT_BF16_ONLY || LRT_I8MM)
 
 struct Kernels {
     void (*norm_qkv_rope_append)(Context&, const AttentionArgs&);

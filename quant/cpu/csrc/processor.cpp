@@ -89,15 +89,19 @@ Processor ask() {
     Processor has;
 #if defined(__APPLE__)
     has.dot_product = true;  // all Apple processors of this architecture have them
-    int yes = 0;
-    size_t size = sizeof(yes);
-    has.i8mm = !sysctlbyname("hw.optional.arm.FEAT_I8MM", &yes, &size, nullptr, 0) && yes;
+    const auto has_feature = [](const char* name) {
+        int yes = 0;
+        size_t size = sizeof(yes);
+        return !sysctlbyname(name, &yes, &size, nullptr, 0) && yes;
+    };
+    has.i8mm = has_feature("hw.optional.arm.FEAT_I8MM") && has_feature("hw.optional.arm.FEAT_BF16");
 #elif defined(__linux__)
-    has.dot_product = getauxval(AT_HWCAP) & (1 << 20);                       // HWCAP_ASIMDDP
-    has.i8mm = has.dot_product && (getauxval(AT_HWCAP2) & (1 << 13)) != 0;  // HWCAP2_I8MM
+    has.dot_product = getauxval(AT_HWCAP) & (1 << 20);                    // HWCAP_ASIMDDP
+    has.i8mm = has.dot_product && (getauxval(AT_HWCAP2) >> 13 & 3) == 3;  // HWCAP2_I8MM, HWCAP2_BF16
 #elif defined(_WIN32)
-    has.dot_product = IsProcessorFeaturePresent(43);               // PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE
-    has.i8mm = has.dot_product && IsProcessorFeaturePresent(66);  // PF_ARM_V82_I8MM_INSTRUCTIONS_AVAILABLE
+    has.dot_product = IsProcessorFeaturePresent(43);  // PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE
+    // PF_ARM_V82_I8MM_INSTRUCTIONS_AVAILABLE, PF_ARM_V86_BF16_INSTRUCTIONS_AVAILABLE
+    has.i8mm = has.dot_product && IsProcessorFeaturePresent(66) && IsProcessorFeaturePresent(68);
 #endif
     return has;
 }

@@ -32,7 +32,7 @@ struct Processor {
     bool bf16 = false;         // with avx512
     bool amx = false;          // tiles, integer and bf16 products, with bf16: tested by running it
     bool dot_product = false;  // AArch64
-    bool i8mm = false;         // products of byte matrices, with dot_product
+    bool i8mm = false;         // products of byte matrices and of bf16, with dot_product
     bool any = true;
 };
 

@@ -138,4 +138,32 @@ template <int MOST, int ZERO, int STEPS, int CHAINS = 1> struct Dots {
     LRT_INLINE I16 total() const { return CHAINS == 2 ? sums[0] + sums[CHAINS - 1] : sums[0]; }
 };
 
+#if LRT_BF16
+constexpr int BRAIN_LINES = 8;  // rows whose sums with two tiles fit the registers
+
+// 32 numbers of bf16.
+struct BrainPairs {
+    __m512i v;
+    static BrainPairs zero() { return {_mm512_setzero_si512()}; }
+    static BrainPairs load(const void* p) { return {_mm512_loadu_si512(p)}; }
+    // A pair, broadcast.
+    static BrainPairs pair(const uint16_t* p) {
+        int both;
+        __builtin_memcpy(&both, p, 4);
+        return {_mm512_set1_epi32(both)};
+    }
+    // Sixteen rounded numbers, then sixteen others.
+    static BrainPairs of(F16L low, F16L high) { return {(__m512i)_mm512_cvtne2ps_pbh(high.v, low.v)}; }
+    void store(void* p) const { _mm512_storeu_si512(p, v); }
+    // Two rows of sixteen, as pairs of one number of each.
+    BrainPairs paired() const {
+        alignas(64) static const uint16_t places[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                        8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+        return {_mm512_permutexvar_epi16(_mm512_load_si512(places), v)};
+    }
+    // The products of pairs, added to `sum`.
+    F16L dot(BrainPairs o, F16L sum) const { return {_mm512_dpbf16_ps(sum.v, (__m512bh)v, (__m512bh)o.v)}; }
+};
+#endif
+
 }  // namespace

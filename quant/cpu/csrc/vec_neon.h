@@ -1,5 +1,5 @@
-// Sixteen lanes in four 128-bit registers. Needs AArch64 with the dot product instructions; with LRT_I8MM, also those that
-// multiply matrices of bytes.
+// Sixteen lanes in four 128-bit registers. Needs AArch64 with the dot product instructions; with LRT_I8MM, also those for
+// matrices of bytes and for bf16.
 #pragma once
 #include <arm_neon.h>
 #include <cstdint>
@@ -221,6 +221,37 @@ template <int R, int STRIDE> struct MatrixDots {
         const int32x4_t* pair = sums[row / 2];
         return I16::each([=](int i) { return row % 2 ? vuzp2q_s32(pair[2 * i], pair[2 * i + 1]) : vuzp1q_s32(pair[2 * i], pair[2 * i + 1]); });
     }
+};
+
+constexpr int BRAIN_LINES = 2;  // rows whose sums with two tiles fit the registers
+
+// 32 numbers of bf16: see vec_avx512.h.
+struct BrainPairs {
+    bfloat16x8_t v[4];
+    template <class Fn> static BrainPairs each(Fn fn) { return {{fn(0), fn(1), fn(2), fn(3)}}; }
+    static bfloat16x8_t bits(uint16x8_t x) { return vreinterpretq_bf16_u16(x); }
+    uint16x8_t numbers(int i) const { return vreinterpretq_u16_bf16(v[i]); }
+    static BrainPairs zero() { return each([](int) { return bits(vdupq_n_u16(0)); }); }
+    static BrainPairs load(const void* p) { return each([=](int i) { return bits(vreinterpretq_u16_u8(vld1q_u8((const uint8_t*)p + 16 * i))); }); }
+    static BrainPairs pair(const uint16_t* p) {
+        uint32_t both;
+        __builtin_memcpy(&both, p, 4);
+        return each([=](int) { return bits(vreinterpretq_u16_u32(vdupq_n_u32(both))); });
+    }
+    static BrainPairs of(F16L low, F16L high) {
+        const float32x4_t* x[2] = {low.v, high.v};
+        return each([&](int i) { return vcvtq_high_bf16_f32(vcvtq_low_bf16_f32(x[i / 2][i % 2 * 2]), x[i / 2][i % 2 * 2 + 1]); });
+    }
+    void store(void* p) const {
+        for (int i = 0; i < 4; i++) vst1q_u8((uint8_t*)p + 16 * i, vreinterpretq_u8_u16(numbers(i)));
+    }
+    BrainPairs paired() const {
+        return each([&](int i) {
+            const uint16x8_t one = numbers(i / 2), other = numbers(2 + i / 2);
+            return bits(i % 2 ? vzip2q_u16(one, other) : vzip1q_u16(one, other));
+        });
+    }
+    F16L dot(BrainPairs o, F16L sum) const { return F16L::each([&](int i) { return vbfdotq_f32(sum.v[i], v[i], o.v[i]); }); }
 };
 #endif
 

@@ -1,7 +1,7 @@
 // The steps of a vision encoder over float32 rows: see quant/ops/vision.py. A row's bits do not depend on other rows or
-// on threads. With AMX, attention and all matrices except float32 ones are computed in bf16 with float32 sums; with
-// AVX-512's bf16 products, only attention and 16-bit matrices are. Their bits differ from those of other instruction
-// sets.
+// on threads. With AMX, attention and all matrices except float32 ones are computed in bf16 with float32 sums; with the
+// bf16 products of AVX-512 and NEON, only attention and 16-bit matrices are. Their bits differ from those of other
+// instruction sets.
 #pragma once
 #if LRT_BF16
 #include "blocks_brain.h"
@@ -87,6 +87,7 @@ void vision_add(Context& context, const VisionArgs& args) {
 #if LRT_BF16
 constexpr int BRAIN_ROWS = 384, BRAIN_COLUMNS = 256;  // rows of a task, columns of a panel
 
+#if LRT_AMX
 // Converts columns [column, column + count) of a packed matrix's tile to tiles of bf16.
 template <class Layout> void put_codes(const Matrix& m, int tile, int column, int count, uint16_t* to) {
     using Kind = Packed<Layout>;
@@ -105,13 +106,14 @@ template <class Layout> void put_codes(const Matrix& m, int tile, int column, in
                 else if constexpr (!Layout::SYMMETRIC) offset = Layout::offset(head, step);
                 const I16 four = {codes.at(v).v};
                 const auto value = [&](int i) { return F16L::from(four.shr(8 * i) & I16::set1(255)).fma(scale, offset); };
-                _mm512_store_si512(to, paired(to_brains(value(0), value(1))));
-                _mm512_store_si512(to + 32, paired(to_brains(value(2), value(3))));
+                BrainPairs::of(value(0), value(1)).paired().store(to);
+                BrainPairs::of(value(2), value(3)).paired().store(to + 32);
             }
         }
         p = steps;
     }
 }
+#endif
 
 template <class Float> void put_floats(const Matrix& m, int tile, int column, int count, uint16_t* to) {
     put_pairs<Float>(m.data + tile * Plain<Float>::tile_bytes(m), column, count, to);
@@ -123,8 +125,10 @@ inline PutTiles put_tiles(const Matrix& m) {
     PutTiles found = nullptr;
     with_layout(m.layout, [&](auto kind) {
         using Kind = decltype(kind);
-        if constexpr (Kind::PACKED) {  // with AVX-512, int8 products are faster
-            if (LRT_AMX && BRAIN_COLUMNS % Kind::span(m) == 0) found = put_codes<typename Kind::Kind>;
+        if constexpr (Kind::PACKED) {  // without AMX, int8 products are faster
+#if LRT_AMX
+            if (BRAIN_COLUMNS % Kind::span(m) == 0) found = put_codes<typename Kind::Kind>;
+#endif
         } else if constexpr (std::is_same<Kind, Plain<Brain>>::value) {
             found = put_floats<Brain>;
         } else if constexpr (std::is_same<Kind, Plain<Half>>::value) {
@@ -171,7 +175,7 @@ inline void multiply_brains(Context& context, const VisionArgs& args, const Fini
         each_row(context, padded, [&](int row) {
             uint16_t* to = a + (size_t)row / 16 * tile_columns * TILE_NUMBERS + row % 16 * TILE_COLUMNS;
             if (row < rows) return put_brains(args.x + (size_t)(start + row) * stack.cols, stack.cols, 1.f, to);
-            for (int k = 0; k < tile_columns; k++) _mm512_storeu_si512(to + k * TILE_NUMBERS, _mm512_setzero_si512());
+            for (int k = 0; k < tile_columns; k++) BrainPairs::zero().store(to + k * TILE_NUMBERS);
         });
         const int chunks = (padded + BRAIN_ROWS - 1) / BRAIN_ROWS;
         int column = 0;
@@ -290,7 +294,7 @@ struct BrainBlocks {
             for (int i = 0; i < ROWS; i += 2) {
                 const auto row = [&](int j) { return j < count ? load_some(v + j * stride + e, size - e) : F16L::zero(); };
                 uint16_t* to = values + ((size_t)(e / 16) * of + (at + i) / 32) * TILE_NUMBERS + i % 32 * 16;
-                _mm512_storeu_si512(to, paired(to_brains(row(i), row(i + 1))));
+                BrainPairs::of(row(i), row(i + 1)).paired().store(to);
             }
     }
     void put_queries(const float* q, int64_t stride, int count, float scale) {
@@ -313,7 +317,7 @@ struct BrainBlocks {
     }
     void put_power(int row, int key, F16L low, F16L high) {
         uint16_t* to = powers + (row / 16 * (KEYS / 32) + key / 32) * TILE_NUMBERS + row % 16 * TILE_COLUMNS;
-        _mm512_store_si512(to, to_brains(low, high));
+        BrainPairs::of(low, high).store(to);
     }
     void weigh(int, const uint16_t* values, int at, int of, int count, float* out) const {
         const size_t line = (size_t)of * TILE_NUMBERS;
