@@ -152,11 +152,11 @@ class Decoder:
             CheckpointError: a file cannot be read, or has changed.
         """
         weights = self.weights
-        wanted = np.arange(len(batch.tokens)) if rows is None else np.asarray(rows, np.intp)
+        logit_rows = np.arange(len(batch.tokens)) if rows is None else np.asarray(rows, np.intp)
         with self.ops.scope():
             # Try again if GPU memory, which other programs use too, ran out.
             for again in (True, False):
-                state = weights.begin(batch, wanted, check)
+                state = weights.begin(batch, logit_rows, check)
                 state.features, state.target_features = features, target_features
                 try:
                     self._compute(state, check)

@@ -148,8 +148,10 @@ class WeightStore:
 
     # -- a pass ----------------------------------------------------------------------------------
 
-    def begin(self, batch: Batch, wanted: npt.NDArray[np.intp], check: Check | None) -> PassState:
-        """Begin a pass that computes the logits of the rows ``wanted``.
+    def begin(
+        self, batch: Batch, logit_rows: npt.NDArray[np.intp], check: Check | None
+    ) -> PassState:
+        """Begin a pass that computes the logits of ``logit_rows``.
 
         Raises:
             MemoryBudgetError: the caches have outgrown what the budget leaves beside the weights.
@@ -221,9 +223,11 @@ class ResidentWeights(WeightStore):
     def output_matrix(self) -> Weight | None:
         return self._head[0].weight
 
-    def begin(self, batch: Batch, wanted: npt.NDArray[np.intp], check: Check | None) -> PassState:
+    def begin(
+        self, batch: Batch, logit_rows: npt.NDArray[np.intp], check: Check | None
+    ) -> PassState:
         """See ``WeightStore``; nothing to wait for."""
-        return PassState(self.ops, self.ops.begin(batch), wanted=wanted, batch=batch)
+        return PassState(self.ops, self.ops.begin(batch), logit_rows=logit_rows, batch=batch)
 
     def head(self, state: PassState) -> Sequence[Part]:
-        return self._head if len(state.wanted) else ()
+        return self._head if len(state.logit_rows) else ()

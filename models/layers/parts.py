@@ -36,7 +36,7 @@ class PassState:
     the ``batch``, which captured graphs do not need. ``inputs`` are the per-layer inputs.
     ``streams`` are several residual streams; ``x`` is then the active one, or a layer's mixture of
     them. ``ngrams`` returns the rows of hashed n-grams and may wait for them. The head fills
-    ``logits`` (rows wanted, V) for the rows ``wanted`` of ``x``. ``check`` is called while a part
+    ``logits`` (logit rows, V) for ``logit_rows`` of ``x``. ``check`` is called while a part
     waits, and may raise. ``features`` are to be filled; a draft head reads ``target_features``
     (R, F) of its target.
     """
@@ -44,7 +44,7 @@ class PassState:
     ops: Ops
     step: Pass
     x: Hidden = NOT_YET
-    wanted: npt.NDArray[np.intp] = field(default_factory=lambda: np.arange(0))
+    logit_rows: npt.NDArray[np.intp] = field(default_factory=lambda: np.arange(0))
     logits: Logits | None = None
     inputs: Hidden | None = None
     streams: Array | None = None
@@ -303,7 +303,7 @@ class Head:
         """Fill ``state.logits``."""
         logits = state.ops.head(
             state.x,
-            state.wanted,
+            state.logit_rows,
             self.norm,
             self._eps,
             self.weight,
@@ -313,7 +313,7 @@ class Head:
         self.fill(state, logits)
 
     def fill(self, state: PassState, logits: Logits) -> None:
-        """Fill ``state.logits`` from ``logits`` (rows wanted, rows of its weight)."""
+        """Fill ``state.logits`` from ``logits`` (logit rows, rows of its weight)."""
         if logits.shape[1] == self._vocab:
             state.logits = logits
             return

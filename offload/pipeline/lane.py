@@ -99,12 +99,12 @@ class Lane:
         with self.ops.scope(), self._task(name) if timed else nullcontext():
             part(state)
 
-    def begin(self, batch: Batch, wanted: npt.NDArray[np.intp]) -> Pass:
+    def begin(self, batch: Batch, logit_rows: npt.NDArray[np.intp]) -> Pass:
         """Begin a pass over the caches of ``batch``, recorded if that is faster."""
         batch = split_batch(batch, self.ops)
         if self.recorder is None:
             return self.ops.begin(batch)
-        return self.recorder.begin(batch, wanted.tolist())
+        return self.recorder.begin(batch, logit_rows.tolist())
 
     @property
     def adapts(self) -> bool:
@@ -192,9 +192,9 @@ class StreamedState(PassState):
     __slots__ = ("_batch", "_copies", "_steps", "check", "lane", "rows")
 
     def __init__(
-        self, batch: Batch, wanted: npt.NDArray[np.intp], lane: Lane, check: Check | None
+        self, batch: Batch, logit_rows: npt.NDArray[np.intp], lane: Lane, check: Check | None
     ) -> None:
-        super().__init__(lane.ops, cast(Pass, None), wanted=wanted, batch=batch)
+        super().__init__(lane.ops, cast(Pass, None), logit_rows=logit_rows, batch=batch)
         self._batch = batch
         self._steps: dict[int, Pass | None] = {}
         self._copies: dict[int, Hidden] = {}  # copies of the inputs, by lane
@@ -221,7 +221,7 @@ class StreamedState(PassState):
             self.lane, self.ops = lane, lane.ops
         step = self._steps.get(id(lane.ops))
         if step is None and lane.attends:
-            step = self._steps[id(lane.ops)] = lane.begin(self._batch, self.wanted)
+            step = self._steps[id(lane.ops)] = lane.begin(self._batch, self.logit_rows)
         elif lane.adapts and id(lane.ops) not in self._steps:
             lane.ops.begin_adapters(self._batch)
             self._steps[id(lane.ops)] = None

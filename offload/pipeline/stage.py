@@ -329,15 +329,15 @@ class Segment:
     def _replay(self, state: StreamedState) -> None:
         recorder = self._lane.recorder
         assert recorder is not None, "the pass is recorded"
-        body = partial(self._run, state.wanted)
+        body = partial(self._run, state.logit_rows)
         logits = recorder.run(state.step, state.x, self, body, state.check)
         if logits is not None:
             head = self._parts[-1][1]
             assert isinstance(head, Head), "others make no logits"
             head.fill(state, logits)
 
-    def _run(self, wanted: npt.NDArray[np.intp], step: Pass, x: Hidden) -> Hidden:
-        state = PassState(self._lane.ops, step, x, wanted)
+    def _run(self, logit_rows: npt.NDArray[np.intp], step: Pass, x: Hidden) -> Hidden:
+        state = PassState(self._lane.ops, step, x, logit_rows)
         for _, part, _ in self._parts:
             part(state)
         return state.x

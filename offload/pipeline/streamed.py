@@ -103,7 +103,7 @@ class StreamedWeights(WeightStore):
     # -- a pass ----------------------------------------------------------------------------------
 
     def begin(
-        self, batch: Batch, wanted: npt.NDArray[np.intp], check: Check | None
+        self, batch: Batch, logit_rows: npt.NDArray[np.intp], check: Check | None
     ) -> StreamedState:
         self._before_pass()
         if any(lane.failed for lane in self._lanes):
@@ -111,21 +111,21 @@ class StreamedWeights(WeightStore):
         if self.gpu is not None and self.gpu.gpu is not None:
             self.gpu.gpu.begin_pass(len(batch.tokens))
         self.memory.follow(crossing=self._placement.crosses(len(batch.tokens)))
-        logits = pass_logits_nbytes(self.config.vocab_size, len(wanted))
+        logits = pass_logits_nbytes(self.config.vocab_size, len(logit_rows))
         caches = self._caches
         self.memory.make_room(caches.growth(batch) + logits, caches.gpu_growth(batch))
-        if not len(wanted):
+        if not len(logit_rows):
             self._skip_head()
         self.body = [*self._embed, *self._segments.parts(self._layers)]
         self._cpu_before = self._clock.busy().get("cpu", 0.0)
-        return StreamedState(batch, wanted, self.cpu, check)
+        return StreamedState(batch, logit_rows, self.cpu, check)
 
     def head(self, state: PassState) -> Sequence[Part]:
-        return self._joined_head.parts(self._head) if len(state.wanted) else ()
+        return self._joined_head.parts(self._head) if len(state.logit_rows) else ()
 
     def end(self, state: PassState, batch: Batch) -> None:
         self._passes += 1
-        if len(batch.tokens) == 1 and len(state.wanted):
+        if len(batch.tokens) == 1 and len(state.logit_rows):
             self._decode_passes += 1
             self._decode_cpu_s += self._clock.busy().get("cpu", 0.0) - self._cpu_before
         self.memory.settle()

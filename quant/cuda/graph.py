@@ -78,7 +78,7 @@ class _Shape(NamedTuple):
 
     blocks: int  # most blocks of a cache
     rows: int
-    wanted: int  # rows of the head; 0 is all
+    logit_rows: int  # rows of the head; 0 is all
     columns: int  # of the tree mask; 0 is none
     waiting: int  # most rows not yet in a recurrent layer's state
     features: tuple[int, ...]  # the layers before which they are copied
@@ -106,11 +106,11 @@ class Recordings:
         self.most_new = RECORDED_PARTS
         self._new_parts = 0  # parts recorded in the running pass
 
-    def begin(self, batch: Batch, wanted: Sequence[int]) -> CudaPass:
+    def begin(self, batch: Batch, logit_rows: Sequence[int]) -> CudaPass:
         self._new_parts = 0
         with self._ops.scope():
-            static = self.of(batch, self.shape(batch, wanted))
-            return self._ops.begin(batch) if static is None else static.fill(batch, wanted)
+            static = self.of(batch, self.shape(batch, logit_rows))
+            return self._ops.begin(batch) if static is None else static.fill(batch, logit_rows)
 
     @property
     def nbytes(self) -> int:
@@ -192,7 +192,7 @@ class Recordings:
     def shape(
         self,
         batch: Batch,
-        wanted: Sequence[int] | None,
+        logit_rows: Sequence[int] | None,
         features: Features | None = None,
         target_features: Logits | None = None,
         *,
@@ -203,7 +203,7 @@ class Recordings:
             return None
         if batch.spans[0].cache.mix:  # adapters may be removed before the recording is
             return None
-        if wanted is not None and not len(wanted):
+        if logit_rows is not None and not len(logit_rows):
             return None
         (span,) = batch.spans
         cache, rows, waiting = span.cache, span.rows, 0
@@ -214,7 +214,9 @@ class Recordings:
         if cache.length + rows > cache.capacity:
             return None
         cache.reserve(cache.length + rows)
-        every = wanted is None or (len(wanted) == span.rows and [*wanted] == [*range(span.rows)])
+        every = logit_rows is None or (
+            len(logit_rows) == span.rows and [*logit_rows] == [*range(span.rows)]
+        )
         columns = 0
         if span.mask is not None:
             columns = max(_COLUMNS, 1 << (span.mask.shape[1] + rows - span.rows - 1).bit_length())
@@ -222,7 +224,7 @@ class Recordings:
         return _Shape(
             blocks_of(span).room,
             rows,
-            0 if wanted is None or every else len(wanted),
+            0 if logit_rows is None or every else len(logit_rows),
             columns,
             waiting,
             layers,
@@ -323,11 +325,11 @@ class StaticPass:
         (span,) = batch.spans
         self._ops, self._shape = ops, shape
         self._device = device = device_of(ops.device)
-        self._numbers = Numbers([shape.rows], [shape.blocks], [shape.columns], shape.wanted)
+        self._numbers = Numbers([shape.rows], [shape.blocks], [shape.columns], shape.logit_rows)
         count, pool = len(self._numbers.staged), device.persistent
         self._inputs = zeros(count, dtype=INT64, device=device, pool=pool)
-        self._parts, wanted = self._numbers.split(self._inputs)
-        self._index = wanted if shape.wanted else None
+        self._parts, logit_rows = self._numbers.split(self._inputs)
+        self._index = logit_rows if shape.logit_rows else None
         self._limit = (shape.blocks * BLOCK_TOKENS,)
         self.target_features = device.pinned((shape.rows, shape.target_width), np.float32)
         rows = device.pinned((len(shape.features), shape.rows, shape.hidden), np.float32)
@@ -343,10 +345,10 @@ class StaticPass:
         self._runs: dict[object, _Run] = {}
         self._shared: dict[object, Any] = {}
 
-    def fill(self, batch: Batch, wanted: Sequence[int] | None) -> StaticStep:
+    def fill(self, batch: Batch, logit_rows: Sequence[int] | None) -> StaticStep:
         """Begin a pass of ``batch``, which has this shape."""
         (span,) = batch.spans
-        index = wanted if wanted is not None and self._index is not None else ()
+        index = logit_rows if logit_rows is not None and self._index is not None else ()
         self._numbers.fill(batch.tokens, batch.positions, batch.spans, index)
         self._inputs.put(self._numbers.staged)
         spans = (Span(span.cache, self._shape.rows),)
@@ -409,7 +411,7 @@ class StaticPass:
         features = self.features if shape.features else None
         more = {"target_features": self.target_features} if shape.target_width else {}
         try:
-            forward(batch, rows=range(shape.wanted or shape.rows), features=features, **more)
+            forward(batch, rows=range(shape.logit_rows or shape.rows), features=features, **more)
         finally:
             counter.trim(length)
 

@@ -340,15 +340,15 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
             return np.zeros((0, weight.shape[0]), np.float32)
         chosen = x
         if self.recording is not None:
-            wanted = self.recording.wanted
+            logit_rows = self.recording.logit_rows
         elif len(rows) < x.values.shape[0]:
-            wanted = upload(rows, self._device)
+            logit_rows = upload(rows, self._device)
         else:
-            wanted = None
-        if wanted is not None:
-            shape = len(wanted), x.values.shape[1]
+            logit_rows = None
+        if logit_rows is not None:
+            shape = len(logit_rows), x.values.shape[1]
             some = empty(*shape, dtype=FLOAT32, device=self._device)
-            chosen = Stream(move_rows(x.settle(), some, index=wanted))
+            chosen = Stream(move_rows(x.settle(), some, index=logit_rows))
         normed: Tensor | None = None
         if any(adapter.head for _, adapter in self._adapters.of_rows):
             normed = _normed(chosen, norm, eps)

@@ -70,7 +70,7 @@ PassNumbers: TypeAlias = tuple[
 
 class Numbers:
     """The integer inputs of a pass of ``rows``, in one buffer and so one copy to the device:
-    tokens, positions, ``wanted`` rows of the head, lengths and block addresses of caches, and
+    tokens, positions, ``logit_rows`` rows for the head, lengths and block addresses of caches, and
     trees.
 
     ``blocks`` and ``trees`` are each sequence's number of block addresses and of mask columns.
@@ -78,12 +78,12 @@ class Numbers:
     """
 
     def __init__(
-        self, rows: Sequence[int], blocks: Sequence[int], trees: Sequence[int], wanted: int = 0
+        self, rows: Sequence[int], blocks: Sequence[int], trees: Sequence[int], logit_rows: int = 0
     ) -> None:
         self._rows, self._shapes = sum(rows), list(zip(rows, trees, strict=True))
         width = self._rows + self._rows % 2
         words = [-(-count * columns // 4) for count, columns in self._shapes]
-        self._parts = [width, width, wanted, len(blocks), *blocks, *words]
+        self._parts = [width, width, logit_rows, len(blocks), *blocks, *words]
         self.staged = np.zeros(sum(self._parts), np.int64)
         self._host = np.split(self.staged, np.cumsum(self._parts[:-1]))
         self._trees = [
@@ -96,7 +96,7 @@ class Numbers:
         tokens: npt.NDArray[np.int64],
         positions: npt.NDArray[np.int64],
         spans: Sequence[Span],
-        wanted: Sequence[int] = (),
+        logit_rows: Sequence[int] = (),
     ) -> None:
         """Fill the host's buffer, for sequences whose caches have room for the pass. Padding rows
         repeat the last one.
@@ -105,7 +105,7 @@ class Numbers:
         count = len(tokens)
         all_tokens[:count], all_tokens[count:] = tokens, tokens[-1]
         all_positions[:count], all_positions[count:] = positions, positions[-1]
-        rows[:] = wanted
+        rows[:] = logit_rows
         for at, span in enumerate(spans):
             addresses = blocks_of(span).addresses
             cached[at], parts[at][: len(addresses)] = span.cache.length, addresses
@@ -116,14 +116,14 @@ class Numbers:
         """The parts of a copy of ``staged``: those of a ``CudaPass``, and the head's rows."""
         starts = accumulate(self._parts, initial=0)
         parts = (device[at : at + size] for at, size in zip(starts, self._parts, strict=False))
-        tokens, positions, wanted, cached, *others = parts
+        tokens, positions, logit_rows, cached, *others = parts
         tokens, positions = tokens[: self._rows], positions[: self._rows]
         blocks, words = others[: len(self._shapes)], others[len(self._shapes) :]
         trees = tuple(
             part.typed(INT16)[: count * columns].view(count, columns) if columns else None
             for part, (count, columns) in zip(words, self._shapes, strict=True)
         )
-        return (tokens, positions, cached, tuple(blocks), trees), wanted
+        return (tokens, positions, cached, tuple(blocks), trees), logit_rows
 
 
 def _fill_tree(tree: npt.NDArray[np.int16], mask: npt.NDArray[np.bool_]) -> None:
@@ -157,7 +157,7 @@ class Sequences:
 
 @dataclass(slots=True)
 class CudaPass:
-    """A batch on the device. ``longest`` bounds each span's length; ``wanted`` are head rows."""
+    """A batch on the device. ``longest`` bounds all spans; the head computes ``logit_rows``."""
 
     tokens: Tensor  # (R,) int64
     positions: Tensor  # (R,) int64
@@ -190,7 +190,7 @@ class Recording:
     """A recorded pass: its static inputs, head rows, and logits."""
 
     step: CudaPass
-    wanted: Tensor | None  # rows of the head, (n,) int64; None is all
+    logit_rows: Tensor | None  # rows of the head, (n,) int64; None is all
     shared: dict[object, Any]  # objects shared by all recordings of this shape
     cut: Cut
     logits: Tensor | None = None

@@ -185,16 +185,16 @@ def adapted_rows(
 
 def head_deltas(
     of_rows: Sequence[tuple[slice, Adapter[Part]]],
-    wanted: npt.NDArray[np.intp],
+    logit_rows: npt.NDArray[np.intp],
     normed: Callable[[int], Floats],
     first_row: int,
     logits: Floats,
 ) -> None:
-    """Add to ``logits`` (rows wanted, V) the adapters' changes of a head, from one of its rows on.
+    """Add to ``logits`` (logit rows, V) the adapters' changes of a head, from one of its rows on.
 
     ``normed`` gives a row's inputs (D,).
     """
-    for at, row in enumerate(wanted.tolist()):
+    for at, row in enumerate(logit_rows.tolist()):
         for part, adapter in of_rows:
             if adapter.head is not None and part.start <= row < part.stop:
                 b = adapter.head.b[first_row : first_row + logits.shape[1]]

@@ -216,8 +216,8 @@ class Recorder(Protocol[HiddenT, ArrayT, WeightT, VectorT, PassT]):
 
     most_new: int
 
-    def begin(self, batch: Batch, wanted: Sequence[int]) -> PassT:
-        """``Ops.begin``, for a pass that gives the logits of the rows ``wanted``."""
+    def begin(self, batch: Batch, logit_rows: Sequence[int]) -> PassT:
+        """``Ops.begin``, for a pass that gives the logits of ``logit_rows``."""
 
     @property
     def nbytes(self) -> int:
@@ -238,7 +238,7 @@ class Recorder(Protocol[HiddenT, ArrayT, WeightT, VectorT, PassT]):
     ) -> npt.NDArray[np.float32] | None:
         """Apply ``body`` to ``x`` in place; ``key`` names the segment in passes of one kind.
 
-        Returns the logits of the wanted rows if the segment has the head. ``body`` is not called if
+        Returns the logits of ``logit_rows`` if the segment has the head. ``body`` is not called if
         it was recorded before, and must keep no state. ``check`` is for what the host does in it.
         """
 

@@ -57,7 +57,7 @@ class AssistantHead(Head):
         """Set ``state.logits`` and the features ``CARRIED`` of the wanted rows."""
 
         def product(weight: Weight) -> npt.NDArray[np.float32]:
-            return state.ops.head(state.x, state.wanted, self.norm, self._eps, weight)
+            return state.ops.head(state.x, state.logit_rows, self.norm, self._eps, weight)
 
         state.logits = logits = product(self.weight)
         if self._clusters is not None:
