@@ -268,16 +268,16 @@ def _with_parts(pc: Pc, text: str) -> Pc:
     return replace(pc, windows=pc.windows or "windows" in parts)
 
 
-def _with_processor(pc: Pc, found: re.Match[str]) -> Pc:
+def _with_processor(pc: Pc, match: re.Match[str]) -> Pc:
     """Return ``pc`` with the cores and age of a named processor."""
-    tier = found["intel"] or found["ultra_tier"] or found["ryzen"] or "7"
-    model = found["model"] or "99"
+    tier = match["intel"] or match["ultra_tier"] or match["ryzen"] or "7"
+    model = match["model"] or "99"
     # DDR5: Intel from the 13th generation, Ryzen from 6000 (laptops) and 7000, and newer names.
-    if found["intel"]:
-        new = int(model[:2] if model[0] == "1" else model[0]) >= 13 or not found["model"]
+    if match["intel"]:
+        new = int(model[:2] if model[0] == "1" else model[0]) >= 13 or not match["model"]
     else:
-        new = bool(found["ultra"] or found["ai"]) or int(found["series"] or 9) >= 6
-    name = re.sub(r"[\s-]|intel|amd|core|pro", "", found[0].lower())
+        new = bool(match["ultra"] or match["ai"]) or int(match["series"] or 9) >= 6
+    name = re.sub(r"[\s-]|intel|amd|core|pro", "", match[0].lower())
     for cores, known in _PROCESSOR_CORES.items():
         if re.fullmatch(known, name):
             return _given(replace(pc, cores=cores, new_memory=new), cores="given")
@@ -333,7 +333,7 @@ class Hardware:
 
 
 def planned_hardware(
-    wanted: Hardware,
+    hardware: Hardware,
     settings: Settings,
     *,
     path: Path | None = None,
@@ -342,32 +342,32 @@ def planned_hardware(
 ) -> tuple[MachineProfile, Budgets, str]:
     """Return the machine to plan for, its budgets, and a note for the user.
 
-    The machine is this one or ``wanted.pc``, changed by the other options of ``wanted``. ``path``
+    The machine is this one or ``wanted.pc``, changed by the other options of ``hardware``. ``path``
     is the model, whose disk is used; ``formats`` are those of its weights.
 
     Raises:
         OptionError: a description is invalid.
     """
-    ram = None if wanted.ram is None else parse_size(wanted.ram)
-    if wanted.pc is not None:
-        pc, vram, note = parse_pc(wanted.pc), 0, ""
+    ram = None if hardware.ram is None else parse_size(hardware.ram)
+    if hardware.pc is not None:
+        pc, vram, note = parse_pc(hardware.pc), 0, ""
         other = pc.other_gpu
-        machine = _as_wanted(pc.machine(), wanted)
-        if wanted.gpu is None and pc.gpu is not None:
-            memory = wanted.gpu_memory or pc.vram_budget
-            wanted = replace(wanted, gpu=pc.gpu.name, gpu_memory=memory)
-        if wanted.gpu is not None or wanted.gpu_memory is not None:
-            machine, vram = with_gpu(machine, replace(wanted, gpu=wanted.gpu or DEFAULT_GPU))
+        machine = _as_wanted(pc.machine(), hardware)
+        if hardware.gpu is None and pc.gpu is not None:
+            memory = hardware.gpu_memory or pc.vram_budget
+            hardware = replace(hardware, gpu=pc.gpu.name, gpu_memory=memory)
+        if hardware.gpu is not None or hardware.gpu_memory is not None:
+            machine, vram = with_gpu(machine, replace(hardware, gpu=hardware.gpu or DEFAULT_GPU))
         source = "given" if ram else pc.sources.get("ram_bytes", "typical")
         ram = ram or pc.ram_budget
     else:
-        own = path if wanted.ssd is None else None
+        own = path if hardware.ssd is None else None
         machine, note = machine_here(settings, own, formats, remeasure=remeasure)
-        machine, vram = with_gpu(_as_wanted(machine, wanted), wanted, settings.cache_dir)
+        machine, vram = with_gpu(_as_wanted(machine, hardware), hardware, settings.cache_dir)
         source, ram = ("given", ram) if ram else ("measured", ram_budget(None))
         other = _other_here() if wanted.gpu is None else None
     machine = _with_source(machine, ram_bytes=source)
-    if machine.gpu is None and (other := other_gpu(wanted.gpu or "") or other):
+    if machine.gpu is None and (other := other_gpu(hardware.gpu or "") or other):
         room = other.room_bytes and int(_GPU_SHARE * other.room_bytes)
         machine = replace(machine, other_gpu=replace(other, room_bytes=room))
     return machine, budgets_of(machine, ram, vram), note
@@ -376,15 +376,15 @@ def planned_hardware(
 def with_formats(
     machine: MachineProfile,
     formats: Iterable[str],
-    wanted: Hardware,
+    hardware: Hardware,
     settings: Settings,
     path: Path,
 ) -> MachineProfile:
     """Add the rates of more ``formats`` to a result of ``planned_hardware``."""
-    if wanted.pc is not None:
+    if hardware.pc is not None:
         return machine
-    here, _ = machine_here(settings, path if wanted.ssd is None else None, formats)
-    return replace(machine, kernels=_as_wanted(here, wanted).kernels)
+    here, _ = machine_here(settings, path if hardware.ssd is None else None, formats)
+    return replace(machine, kernels=_as_wanted(here, hardware).kernels)
 
 
 def machine_here(
@@ -427,18 +427,18 @@ def machine_on_device(
     return with_gpu(machine, Hardware(gpu_memory=gpu_memory), settings.cache_dir)
 
 
-def _as_wanted(machine: MachineProfile, wanted: Hardware) -> MachineProfile:
+def _as_wanted(machine: MachineProfile, hardware: Hardware) -> MachineProfile:
     """Return ``machine`` with the given disk, RAM speed and cores."""
-    if wanted.ssd is not None:
-        machine = replace(machine, ssd_bytes_s=parse_bandwidth(wanted.ssd))
+    if hardware.ssd is not None:
+        machine = replace(machine, ssd_bytes_s=parse_bandwidth(hardware.ssd))
         machine = _with_source(machine, ssd_bytes_s="given")
-    if wanted.ram_speed is not None:
-        machine = machine.with_ram_speed(parse_memory_speed(wanted.ram_speed))
+    if hardware.ram_speed is not None:
+        machine = machine.with_ram_speed(parse_memory_speed(hardware.ram_speed))
         machine = _with_source(machine, ram_bytes_s="given")
-    if wanted.cores is not None:
-        if wanted.cores < 1:
-            raise OptionError(f"{option('cores')} must be at least 1, is {wanted.cores}")
-        machine = _with_source(machine.with_cores(wanted.cores), cores="given")
+    if hardware.cores is not None:
+        if hardware.cores < 1:
+            raise OptionError(f"{option('cores')} must be at least 1, is {hardware.cores}")
+        machine = _with_source(machine.with_cores(hardware.cores), cores="given")
     return machine
 
 
@@ -468,7 +468,7 @@ def _other_here() -> OtherGpu | None:
 
 
 def with_gpu(
-    machine: MachineProfile, wanted: Hardware, cache: Path | None = None
+    machine: MachineProfile, hardware: Hardware, cache: Path | None = None
 ) -> tuple[MachineProfile, int]:
     """Return ``machine`` with the named GPU, else this machine's, and the GPU's memory budget.
 
@@ -478,27 +478,27 @@ def with_gpu(
     Raises:
         OptionError: an unknown GPU, or more memory than it has.
     """
-    asked = None if wanted.gpu_memory is None else parse_size(wanted.gpu_memory)
-    link = None if wanted.link is None else parse_bandwidth(wanted.link)
-    here = gpu_here() if wanted.gpu is None else None
+    asked = None if hardware.gpu_memory is None else parse_size(hardware.gpu_memory)
+    link = None if hardware.link is None else parse_bandwidth(hardware.link)
+    here = gpu_here() if hardware.gpu is None else None
     source, rates = "typical", None
-    if wanted.gpu is not None and other_gpu(wanted.gpu):
+    if hardware.gpu is not None and other_gpu(hardware.gpu):
         return machine, 0
     if here is not None:
         gpu, free = here
         vram = min(int(_GPU_SHARE * free), asked or free)
         rates = None if cache is None else known_rates(cache, gpu.name)
-    elif wanted.gpu is not None or asked is not None or link is not None:
-        gpu = parse_gpu(wanted.gpu or DEFAULT_GPU)
+    elif hardware.gpu is not None or asked is not None or link is not None:
+        gpu = parse_gpu(hardware.gpu or DEFAULT_GPU)
         source = "given" if gpu.reached == 1.0 else source
         vram = asked or beside_desktop(gpu)
-        if wanted.gpu is None:
+        if hardware.gpu is None:
             gpu = replace(gpu, vram_bytes=max(vram, gpu.vram_bytes))
     else:
         return machine, 0
     if vram > gpu.vram_bytes:
         raise OptionError(
-            f"{option('gpu_memory', wanted.gpu_memory)} is more than {gpu.name} has: "
+            f"{option('gpu_memory', hardware.gpu_memory)} is more than {gpu.name} has: "
             f"{gpu.vram_bytes / 1e9:.3g} GB"
         )
     profile, rate, latency = gpu.profile, gpu.link_bytes_s, machine.link_latency_s

@@ -138,14 +138,12 @@ def with_corrections(machine: MachineProfile, cache: Path) -> MachineProfile:
 
 
 def keep_corrections(
-    machine: MachineProfile, found: Corrections, mixture: bool, cache: Path
+    machine: MachineProfile, corrections: Corrections, mixture: bool, cache: Path
 ) -> MachineProfile:
-    """Return ``machine`` with the corrections ``found`` for dense models or mixtures, and save
-    them.
-    """
+    """Return ``machine`` with ``corrections`` for dense models or mixtures, and save them."""
     assert machine.gpu is not None, "they are of passes beside a GPU"
     both = [*machine.corrections]
-    both[mixture] = found
+    both[mixture] = corrections
     kept = {name: asdict(each) for name, each in zip(_KINDS, both, strict=True) if each}
     file = GpuCache(cache, machine.gpu.name, entry_of(cache, machine.gpu.name).get("key", []))
     file.write(_PASSES, {"key": _pass_key(machine), **kept})

@@ -220,14 +220,14 @@ def _chosen_file(
     return replace(sized(shape, file, candidates.sizes[file]), notes=(why,)), file
 
 
-def _picture(plan: Forecast, found: ResolvedModel) -> PlannedPicture | None:
+def _picture(plan: Forecast, model: ResolvedModel) -> PlannedPicture | None:
     """Return the cost of a picture for vision models: passes of the vision encoder and of the
     picture's tokens.
 
     Raises:
         LocalrtError: the model does not accept pictures.
     """
-    cost = picture_cost(found.path, () if found.extras is None else found.extras.projectors)
+    cost = picture_cost(model.path, () if model.extras is None else model.extras.projectors)
     if cost is None:
         return None
     machine, on_gpu = plan.request.machine, False

@@ -83,16 +83,16 @@ def _estimated(request: PlanRequest) -> _Estimate | None:
     return found.get(best_rows(found))
 
 
-def _expected(found: _Estimate) -> Expected:
-    request, solution = found.request, found.solution
+def _expected(estimate: _Estimate) -> Expected:
+    request, solution = estimate.request, estimate.solution
     placed = [
         (where, count * group.nbytes, group.use)
         for group, places in zip(solution.problem.classes, solution.counts, strict=True)
         for where, count in places.items()
     ]
     return Expected(
-        tok_s=request.sequences / found.pass_s,
-        prefill_tok_s=PREFILL_ROWS / _prompt_seconds(found.costs, solution, PREFILL_ROWS),
+        tok_s=request.sequences / estimate.pass_s,
+        prefill_tok_s=PREFILL_ROWS / _prompt_seconds(estimate.costs, solution, PREFILL_ROWS),
         nbytes=sum(nbytes for _, nbytes, _ in placed),
         needed=round(sum(nbytes * use for _, nbytes, use in placed)),
         read=round(sum(nbytes * use for where, nbytes, use in placed if where.read)),

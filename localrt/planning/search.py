@@ -397,14 +397,14 @@ def rows_choices(request: PlanRequest) -> tuple[int, ...]:
     return (*gpu_rows_choices(sizes, request.budgets, most), PREFILL_ROWS)
 
 
-def best_rows(found: Mapping[int, Times]) -> int:
+def best_rows(times: Mapping[int, Times]) -> int:
     """Choose the most rows of a prompt's pass from the times with each.
 
     More rows make prefill faster, but take memory from weights. The result is the fewest rows with
     nearly the fastest prefill, among those with nearly the least total time.
     """
-    least = _NEARLY * min((each.seconds for each in found.values()), default=0.0)
-    able = {rows: each.prompt_s for rows, each in found.items() if each.seconds <= least}
+    least = _NEARLY * min((each.seconds for each in times.values()), default=0.0)
+    able = {rows: each.prompt_s for rows, each in times.items() if each.seconds <= least}
     quickest = _NEARLY * min(able.values(), default=0.0)
     return min((rows for rows, each in able.items() if each <= quickest), default=PREFILL_ROWS)
 

@@ -349,7 +349,7 @@ class _Replay:
         sums.nbytes["vram"] += len(plan.gpu) * nbytes
         sums.nbytes["link"] += len(plan.fetch) * nbytes
 
-    def _batch(self, held: int, missing: int, rows: int) -> Assignment:
+    def _batch(self, resident: int, missing: int, rows: int) -> Assignment:
         """Copy missing experts, beginning during the previous layer; then compute them together."""
         cost, begin = self.expert_costs, self.clock
         assert cost is not None, "see _shared"
@@ -357,20 +357,20 @@ class _Replay:
         self.asked = begin
         link = max(0.0, copied - begin) if missing else 0.0
         seconds = cost.gpu(rows)
-        end = max(held * seconds, link) + missing * seconds
-        places = list(range(held + missing))
-        return Assignment([], places, places[held:], 0.0, end, link, end)
+        end = max(resident * seconds, link) + missing * seconds
+        places = list(range(resident + missing))
+        return Assignment([], places, places[resident:], 0.0, end, link, end)
 
     def _assign(
-        self, held: int, missing: int, rows: int, ready: Ready, fetched: int | None = None
+        self, resident: int, missing: int, rows: int, ready: Ready, fetched: int | None = None
     ) -> Assignment:
-        """Schedule ``held`` experts on the GPU and ``missing`` others, each with ``rows``. If
+        """Schedule ``resident`` experts on the GPU and ``missing`` others, each with ``rows``. If
         ``fetched`` is given, that many are copied.
         """
-        key = (held, missing, rows, ready.link, fetched)
+        key = (resident, missing, rows, ready.link, fetched)
         if key not in self.assigned:
             assert self.expert_costs is not None, "see _shared"
-            layer = [rows] * (held + missing), [True] * held + [False] * missing
+            layer = [rows] * (resident + missing), [True] * resident + [False] * missing
             self.assigned[key] = schedule(*layer, self.expert_costs, ready, fetched=fetched)
         return self.assigned[key]
 
@@ -412,7 +412,7 @@ class _Replay:
             slot[0].release(slot[1], self.clock)
 
     def _beside(self, unit: PlacedUnit) -> None:
-        """Compute the CPU's piece of an MLP, from when the GPU began its own piece. If the GPU ends
+        """Compute the CPU's piece of an MLP, starting when the GPU started its own. If the GPU ends
         later, its next work is already queued.
         """
         _, began = self.pieces
@@ -426,10 +426,10 @@ class _Replay:
         self.clock = end
 
     def _read(
-        self, unit: PlacedUnit, where: Where, asked: float
+        self, unit: PlacedUnit, where: Where, earliest: float
     ) -> tuple[tuple[RingModel, Slot] | None, float]:
         """Read a unit; return its ring slot, if any, and when it is in memory."""
-        slot, start = None, max(self.disk_free, asked)
+        slot, start = None, max(self.disk_free, earliest)
         end = start + unit.nbytes / self.read_bytes_s
         if unit.kind != "expert" or where.copied:  # experts have separate slots
             placed, end = self.ram.load(unit.nbytes, start, self.read_bytes_s)

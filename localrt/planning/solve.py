@@ -384,7 +384,7 @@ def _halves(count: int) -> list[int]:
 
 
 def _balance(
-    problem: Problem, kept: Sequence[int], rest: Sequence[int], read: Sequence[int]
+    problem: Problem, resident: Sequence[int], rest: Sequence[int], read: Sequence[int]
 ) -> list[int]:
     """Return how many units of each class outside VRAM are copied to the GPU to be computed."""
     none = [0] * len(rest)
@@ -402,7 +402,7 @@ def _balance(
         reverse=True,
     )
     base = problem.fixed_s
-    for group, vram, left in zip(groups, kept, rest, strict=True):
+    for group, vram, left in zip(groups, resident, rest, strict=True):
         base += group.use * vram * group.gpu_s
         base += group.use * left * compute_seconds(problem, group, Where.RAM)
     low, best = reading / problem.ssd_bytes_s, none
