@@ -346,7 +346,7 @@ class HybridExperts:
         self,
         layer_pass: _EagerPass | _RecordedPass,
         experts: Iterable[int],
-        wanted: Demanded,
+        demanded: Demanded,
         *,
         evict_others: bool = False,
     ) -> list[Arrival]:
@@ -354,7 +354,7 @@ class HybridExperts:
         room by evicting other layers' experts.
         """
         cache, arrivals = self.slots.cache, list[Arrival]()
-        present = set(wanted.present)
+        present = set(demanded.present)
         for expert in sorted(present.intersection(experts)) if evict_others else experts:
             if expert not in present:
                 continue
@@ -381,7 +381,7 @@ class HybridExperts:
         self.slots.used(routed.place)
 
     def _on_cpu(
-        self, layer_pass: _EagerPass | _RecordedPass, experts: Sequence[int], wanted: Demanded
+        self, layer_pass: _EagerPass | _RecordedPass, experts: Sequence[int], demanded: Demanded
     ) -> None:
         """Compute experts in RAM, then others as they arrive from the SSD; send results to the
         GPU.
@@ -399,11 +399,11 @@ class HybridExperts:
                 )
             pool.computed(place, group)
 
-        absent = set(wanted.absent)
+        absent = set(demanded.absent)
         present = [expert for expert in experts if expert not in absent]
         if present:
             compute(present)
-        for expert in wanted.absent:
+        for expert in demanded.absent:
             pool.arrive(place, expert, layer_pass.check)
             compute([expert])
         computed = np.zeros(pool.cache.count, np.bool_)

@@ -70,9 +70,9 @@ def split_mlp(
     spec: MlpSpec,
     host: HostRows | None,
     recording: Recording | None,
-    kept: dict[_Key, Handover],
+    handovers: dict[_Key, Handover],
 ) -> Tensor:
-    """See ``SplitOps``: (R, D) float32. ``kept`` caches the handovers."""
+    """See ``SplitOps``: (R, D) float32. ``handovers`` is a cache, filled on demand."""
     first = pieces[0]
     h = normed_for(x, first.norm, spec.eps, first.gate_up)
     device, (rows, hidden) = x.values.device, x.values.shape
@@ -88,7 +88,7 @@ def split_mlp(
 
     turn = None
     if host is not None:
-        turn = _HostWork(host, _handover(kept, device, rows, hidden, inner))
+        turn = _HostWork(host, _handover(handovers, device, rows, hidden, inner))
         hand = turn.hand
         given, seen, made = map(hand.tensor, (hand.x, hand.inner, hand.y))
         move_rows(x.values, given)
@@ -115,15 +115,15 @@ def split_mlp(
 
 
 def _handover(
-    kept: dict[_Key, Handover], device: Device, rows: int, hidden: int, inner: int
+    handovers: dict[_Key, Handover], device: Device, rows: int, hidden: int, inner: int
 ) -> Handover:
     """The handover for ``rows``, rounded up to few sizes; the GPU may still be reading an earlier
     pass's.
     """
     key = 1 << (rows - 1).bit_length(), hidden, inner
-    if key not in kept:
-        kept[key] = Handover(device, *key)
-    return kept[key].first(rows)
+    if key not in handovers:
+        handovers[key] = Handover(device, *key)
+    return handovers[key].first(rows)
 
 
 @dataclass(frozen=True, slots=True)
