@@ -80,10 +80,10 @@ def _prompts(file: Path, most: int) -> list[Record]:
     return _spread(found, most)
 
 
-def _spread(found: list[Record], most: int) -> list[Record]:
+def _spread(prompts: list[Record], most: int) -> list[Record]:
     """``most`` evenly spread prompts: files list one kind of prompt after another."""
-    count = min(most, len(found))
-    return [found[number * len(found) // count] for number in range(count)]
+    count = min(most, len(prompts))
+    return [prompts[number * len(prompts) // count] for number in range(count)]
 
 
 def edits(most: int) -> list[Record]:
@@ -145,8 +145,8 @@ def _summary(plain: list[list[Record]], ours: list[list[Record]]) -> Record:
     }
 
 
-def _tokens_a_pass(found: Sequence[Mapping[str, Any]]) -> float:
-    return float(statistics.mean(one["each"] for one in found))
+def _tokens_a_pass(answers: Sequence[Mapping[str, Any]]) -> float:
+    return float(statistics.mean(one["each"] for one in answers))
 
 
 def drafts_table(record: Mapping[str, Any]) -> str:

@@ -81,10 +81,10 @@ def adapters_of(checkpoint: RandomCheckpoint, count: int) -> list[Adapter[LowRan
     ]
 
 
-def sequences(model: Decoder, chosen: Sequence[Mix], room: int) -> list[KVCache]:
-    """Empty caches, one per mix in ``chosen``."""
-    caches = [model.cache(room) for _ in chosen]
-    for cache, mix in zip(caches, chosen, strict=True):
+def sequences(model: Decoder, mixes: Sequence[Mix], room: int) -> list[KVCache]:
+    """Empty caches, one per mix in ``mixes``."""
+    caches = [model.cache(room) for _ in mixes]
+    for cache, mix in zip(caches, mixes, strict=True):
         cache.mix = mix
     return caches
 
@@ -143,14 +143,12 @@ def _decode(device: str) -> Values:
     return values
 
 
-def _rate(
-    model: Decoder, forward: Any, chosen: Sequence[Mix], config: Values, device: str
-) -> float:
+def _rate(model: Decoder, forward: Any, mixes: Sequence[Mix], config: Values, device: str) -> float:
     """Tokens/s of all sequences."""
     cuda = device.startswith("cuda")
     length, decoded = (64, 32) if cuda else (2, 1)
     prompt = random_ids(config, length)
-    caches = sequences(model, chosen, length + decoded)
+    caches = sequences(model, mixes, length + decoded)
     for cache in caches:
         model.forward(Batch.extend([(cache, prompt)]), rows=[])
 

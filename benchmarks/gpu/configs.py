@@ -89,6 +89,6 @@ def logits(model: Decoder, ids: list[int], single: int) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def largest_error(got: np.ndarray, wanted: np.ndarray) -> float:
+def largest_error(actual: np.ndarray, expected: np.ndarray) -> float:
     """Largest difference divided by largest magnitude."""
-    return float(np.abs(got - wanted).max() / np.abs(wanted).max())
+    return float(np.abs(actual - expected).max() / np.abs(expected).max())

@@ -167,5 +167,5 @@ def _prepared(encoder: VisionEncoder, grid: Any) -> PreparedPicture:
     )
 
 
-def _error(found: np.ndarray, wanted: np.ndarray) -> float:
-    return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
+def _error(actual: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))

@@ -99,13 +99,13 @@ def gpu_tables(record: Record) -> str:
     return "\n\n".join([*parts, *filter(None, (_table(found, *each) for each in _TABLES))])
 
 
-def _table(found: Record, pattern: str, title: str, shown: Mapping[str, tuple[str, str]]) -> str:
+def _table(record: Record, pattern: str, title: str, shown: Mapping[str, tuple[str, str]]) -> str:
     """One table; empty if there are no results to show."""
     cells = {
         match[1]: [
             form.format(values[key]) if key in values else "" for key, form in shown.values()
         ]
-        for name, values in found.items()
+        for name, values in record.items()
         if (match := re.fullmatch(pattern, name))
     }
     cells = {name: each for name, each in cells.items() if any(each)}

@@ -49,15 +49,15 @@ class GpuUse:
     waits_per_token: float | None = None
 
 
-def use_line(found: Mapping[str, Any]) -> str:
+def use_line(use: Mapping[str, Any]) -> str:
     """Format the fields of a ``GpuUse`` as one line for people."""
-    busy = found["busy"]
+    busy = use["busy"]
     shares = ", ".join(f"{_NAMES[name]} {busy[name]:.0%}" for name in _NAMES if name in busy)
     line = f"busy while decoding: {shares or 'not known'}"
-    if found["launches_per_token"] is not None:
-        line += f"; {found['launches_per_token']:.0f} launches"
-        line += f" and {found['waits_per_token']:.0f} waits a token"
-    return f"{line}. {found['helps']}"
+    if use["launches_per_token"] is not None:
+        line += f"; {use['launches_per_token']:.0f} launches"
+        line += f" and {use['waits_per_token']:.0f} waits a token"
+    return f"{line}. {use['helps']}"
 
 
 def gpu_use(model: Model, prompt: Sequence[int]) -> GpuUse:

@@ -242,19 +242,19 @@ def drawn(figure: Figure) -> Image.Image:
     return image.reduce(_FINE // 2)
 
 
-def _draw(draw: ImageDraw.ImageDraw, tag: str, given: Mapping[str, str], text: str) -> None:
+def _draw(draw: ImageDraw.ImageDraw, tag: str, attributes: Mapping[str, str], text: str) -> None:
     def sizes(*names: str) -> list[float]:
-        return [_FINE * float(number) for name in names for number in given[name].split()]
+        return [_FINE * float(number) for name in names for number in attributes[name].split()]
 
-    fill, stroke = (LIGHT.get(given.get(name, "")[6:-1]) for name in ("fill", "stroke"))
-    if "fill-opacity" in given and fill:
-        fill += f"{round(255 * float(given['fill-opacity'])):02x}"
-    width = round(_FINE * float(given.get("stroke-width", 1)))
+    fill, stroke = (LIGHT.get(attributes.get(name, "")[6:-1]) for name in ("fill", "stroke"))
+    if "fill-opacity" in attributes and fill:
+        fill += f"{round(255 * float(attributes['fill-opacity'])):02x}"
+    width = round(_FINE * float(attributes.get("stroke-width", 1)))
     match tag:
         case "text":
             x, y, size = sizes("x", "y", "font-size")
-            anchor = {"start": "ls", "middle": "ms", "end": "rs"}[given["text-anchor"]]
-            bold = given["font-weight"] == "bold"
+            anchor = {"start": "ls", "middle": "ms", "end": "rs"}[attributes["text-anchor"]]
+            bold = attributes["font-weight"] == "bold"
             draw.text((x, y), text, fill, _font(size), anchor, stroke_width=int(bold))
         case "rect":
             x, y, across, down = sizes("x", "y", "width", "height")

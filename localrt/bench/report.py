@@ -235,5 +235,5 @@ def _first_free(lines: list[float], start: float, end: float) -> int:
     return len(lines) - 1
 
 
-def _named(what: str, thread: int, name: str) -> dict[str, object]:
-    return {"name": what, "ph": "M", "pid": _PROCESS_ID, "tid": thread, "args": {"name": name}}
+def _named(kind: str, thread: int, name: str) -> dict[str, object]:
+    return {"name": kind, "ph": "M", "pid": _PROCESS_ID, "tid": thread, "args": {"name": name}}

@@ -254,9 +254,9 @@ class _Sweep:
         self._finish(point, {"reason": None, **measured})
         return True
 
-    def _finish(self, point: Point, found: Mapping[str, Any]) -> None:
+    def _finish(self, point: Point, outcome: Mapping[str, Any]) -> None:
         points = self._report["points"]
-        points.append({**point, **dict.fromkeys(MEASURES), **found})
+        points.append({**point, **dict.fromkeys(MEASURES), **outcome})
         self._write()
         rest = ""
         if self._began is not None:
@@ -265,9 +265,9 @@ class _Sweep:
             left = sum(_effort(each) for each in self._points if _key(each) not in done)
             seconds = (time.monotonic() - self._began) / self._work * left
             rest = f"; about {format_seconds(seconds)} left" if left else ""
-        result = found["reason"] or (
-            f"prefill {format_rate(found['prefill_tok_s'])}, "
-            f"decode {format_rate(found['decode_tok_s'])} tok/s"
+        result = outcome["reason"] or (
+            f"prefill {format_rate(outcome['prefill_tok_s'])}, "
+            f"decode {format_rate(outcome['decode_tok_s'])} tok/s"
         )
         shown = describe(point, [name for name in SETTINGS if name in self._options.vary])
         self._notify(f"{len(points)} of {len(self._points)}: {shown}: {result}{rest}")

@@ -208,8 +208,8 @@ class _Reader:
     def __init__(self, name: str, folder: Path) -> None:
         self._name, self._folder = name, folder
 
-    def mix(self, found: Any, models: Mapping[str, str], every: str | None) -> Mix:
-        values = self._values(found, _MIX, "the file", required=("seconds", "app"))
+    def mix(self, table: Any, models: Mapping[str, str], every: str | None) -> Mix:
+        values = self._values(table, _MIX, "the file", required=("seconds", "app"))
         given = values.get("models", {})
         known = {**self._values(given, dict.fromkeys(given, _TEXT), "[models]"), **models}
         apps: dict[str, App] = {}
@@ -244,8 +244,8 @@ class _Reader:
             server=self._values(values.get("server", {}), _SERVER, "[server]"),
         )
 
-    def _app(self, found: Any, where: str) -> App:
-        values = self._values(found, {**_APP, **_APP_MORE, **_ARRIVALS, **_SIZES}, where, _APP)
+    def _app(self, table: Any, where: str) -> App:
+        values = self._values(table, {**_APP, **_APP_MORE, **_ARRIVALS, **_SIZES}, where, _APP)
         kind = values["kind"]
         arrivals = [key for key in _ARRIVALS if key in values]
         if len(arrivals) != 1:
@@ -259,8 +259,8 @@ class _Reader:
         values["class_"] = values.pop("class")
         return App(**{**_KINDS[kind], **values, "prompts": prompts, "goals": goals})
 
-    def _goals(self, found: Any, where: str, kind: str) -> Goals:
-        values = self._values(found, _GOALS, f"{where} goals")
+    def _goals(self, table: Any, where: str, kind: str) -> Goals:
+        values = self._values(table, _GOALS, f"{where} goals")
         self._check_meaning(f"{where} goals", values, kind, _GOALS, {"embeddings": ["deadline_s"]})
         if values.get("deadline_s", float("inf")) < values.get("ttft_s", 0):
             why = f"is {values['deadline_s']:g}, less than ttft_s, {values['ttft_s']:g}"
@@ -285,8 +285,8 @@ class _Reader:
             self._refuse(where, "prompts", f'{name} has lines that are no {{"prompt": TEXT}}')
         return texts
 
-    def _neighbour(self, found: Any, where: str) -> Neighbour:
-        values = self._values(found, {**_NEIGHBOUR, **_WORK}, where, _NEIGHBOUR)
+    def _neighbour(self, table: Any, where: str) -> Neighbour:
+        values = self._values(table, {**_NEIGHBOUR, **_WORK}, where, _NEIGHBOUR)
         common = {key: values.pop(key) for key in ("start_s", "for_s") if key in values}
         name, kind = values.pop("name"), values.pop("kind")
         self._check_meaning(where, values, kind, values, _NEIGHBOURS)
@@ -301,30 +301,30 @@ class _Reader:
                 self._refuse(where, key, f"has no meaning for {kind}")
 
     def _values(
-        self, found: Mapping[str, object], keys: _Keys, where: str, required: Any = ()
+        self, table: Mapping[str, object], keys: _Keys, where: str, required: Any = ()
     ) -> dict[str, Any]:
         """Return the checked values of a table, sizes as bytes."""
-        for key in found:
+        for key in table:
             if key not in keys:
                 hint = did_you_mean(key, keys) or f"known: {', '.join(keys)}"
                 self._refuse(where, key, f"is unknown: {hint}")
         for key in required:
-            if key not in found:
+            if key not in table:
                 self._refuse(where, key, "is missing")
-        return {key: self._value(value, keys[key], where, key) for key, value in found.items()}
+        return {key: self._value(value, keys[key], where, key) for key, value in table.items()}
 
-    def _value(self, value: Any, wanted: str | Sequence[str], where: str, key: str) -> Any:
+    def _value(self, value: Any, kind: str | Sequence[str], where: str, key: str) -> Any:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         whole = isinstance(value, int) and number
-        if wanted is _SIZE and (whole or isinstance(value, str)):
+        if kind is _SIZE and (whole or isinstance(value, str)):
             try:
                 return parse_size(value, key)
             except OptionError as error:
                 raise LocalrtError(f"{self._name}: {where}: {error}") from error
-        if not isinstance(wanted, str):
-            if value in wanted:
+        if not isinstance(kind, str):
+            if value in kind:
                 return value
-            wanted = f"one of {', '.join(wanted)}"
+            kind = f"one of {', '.join(kind)}"
         fits = {
             _TEXT: isinstance(value, str) and bool(value.strip()),
             _ABOVE: number and 0 < value < float("inf"),
@@ -334,8 +334,8 @@ class _Reader:
             _TABLE: isinstance(value, dict),
             _TABLES: isinstance(value, list) and value and all(isinstance(e, dict) for e in value),
         }
-        if not fits.get(wanted):
-            self._refuse(where, key, f"must be {wanted}, is {value!r:.60}")
+        if not fits.get(kind):
+            self._refuse(where, key, f"must be {kind}, is {value!r:.60}")
         return value
 
     def _refuse(self, where: str, key: str, why: str) -> NoReturn:
