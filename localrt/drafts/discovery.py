@@ -78,18 +78,18 @@ def _here(name: str | None) -> DraftOffer | None:
     return None if name is None else DraftOffer(name, f"{name} drafts for it", here=True)
 
 
-def offered_draft(found: ResolvedModel, settings: Settings) -> DraftOffer | None:
+def offered_draft(model: ResolvedModel, settings: Settings) -> DraftOffer | None:
     """Return a draft for a pulled model: on this machine, in its repository, or published
     elsewhere.
 
     The hub is asked, by one request, only if there is none on the machine or in the repository.
     """
-    if is_draft_file(found.name):
+    if is_draft_file(model.name):
         return None
-    own = own_draft(found.path, settings)
-    if own is not None or found.source != "hub":
+    own = own_draft(model.path, settings)
+    if own is not None or model.source != "hub":
         return own
-    name = found.head or published_head(found.name, settings=settings)
+    name = model.head or published_head(model.name, settings=settings)
     return head_to_pull(name) if name else None
 
 
