@@ -8,7 +8,7 @@ Calling a stage waits for its weights, computes the part, and frees its place in
 Consecutive stages that are resident on a GPU are a ``Segment``: short passes of one sequence replay
 it with one launch. A unit in the GPU's ring is at the same place in each pass, so it is replayed
 too, once it has arrived. When a unit moves, its segment is recorded again; each pass records only a
-few parts, so it takes hardly longer. The host waits only where rows leave the GPU. A
+few parts, so it is hardly slower. The host waits only where rows leave the GPU. A
 ``CrossingStage`` is an MLP that the CPU computes in short passes; long passes copy it to the GPU
 and compute it there. The number of rows alone decides.
 

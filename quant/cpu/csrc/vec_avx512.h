@@ -125,8 +125,8 @@ struct Quad {
     }
 };
 
-// Sums per lane the products of STEPS steps of codes with activations, plus `start`, -ZERO times the activations' sum.
-// Codes are at most MOST; ZERO is 128, another number or 0; `start` is used only if it is not 0.
+// Dot products of codes and activations, one sum per lane over STEPS steps. Codes are at most MOST. If the zero point ZERO
+// is not 0, sums begin at `start`: -ZERO times the activations' sum.
 template <int MOST, int ZERO, int STEPS, int CHAINS = 1> struct Dots {
     using Weights = B64;
     I16 sums[CHAINS];

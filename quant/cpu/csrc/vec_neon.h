@@ -162,8 +162,8 @@ struct Quad {
     static Quad load_shared(const int8_t* p) { return load(p); }
 };
 
-// Sums per lane the products of STEPS steps of codes with activations, plus `start`, -ZERO times the activations' sum.
-// Codes are at most MOST; `start` is used only if ZERO is not 0. Signed products can take codes of up to seven bits,
+// Dot products of codes and activations, one sum per lane over STEPS steps. Codes are at most MOST. If the zero point ZERO
+// is not 0, sums begin at `start`: -ZERO times the activations' sum. Signed products can take codes of up to seven bits,
 // and eight-bit codes with ZERO 128 after subtracting 128; other codes need a correction.
 template <int MOST, int ZERO, int STEPS, int CHAINS = 1> struct Dots {
     static constexpr bool SIGNED = MOST > 127;
