@@ -143,10 +143,12 @@ class CancelledError(LocalrtError):
 
 def reason_of(error: BaseException) -> str:
     """What the system says of an error, without its number and its file."""
-    number = getattr(error, "errno", None)
-    if getattr(error, "winerror", None) and number != errno.EINVAL:  # which stands for many
-        return os.strerror(number)  # Windows' own words are in the user's language
-    return getattr(error, "strerror", None) or str(error)
+    if not isinstance(error, OSError):
+        return str(error)
+    # Windows' own words are in the user's language; this number stands for many.
+    if getattr(error, "winerror", None) and error.errno not in (None, errno.EINVAL):
+        return os.strerror(error.errno)
+    return error.strerror or str(error)
 
 
 _P = ParamSpec("_P")
