@@ -79,12 +79,14 @@ def test_presets() -> None:
 
 
 def test_desktop_memory() -> None:
-    pc = parse_pc("gaming-pc")
+    pc = replace(parse_pc("gaming-pc"), windows=False)
     assert pc.ram_budget == 28_000_000_000
     assert parse_pc("8GB").ram_budget == 6_000_000_000
     assert (8 << 30) - pc.vram_budget == 800_000_000
     assert (8 << 30) - parse_pc("gaming-pc, Windows 11").vram_budget == 1_000_000_000
-    assert parse_pc("RTX 4090").vram_budget == pytest.approx(0.92 * (24 << 30))
+    assert replace(parse_pc("RTX 4090"), windows=False).vram_budget == pytest.approx(
+        0.92 * (24 << 30)
+    )
     virtual = parse_gpu("virtual:8GB@12GB/s,256GB/s,20TFLOPS")
     assert beside_desktop(virtual) == 8_000_000_000
     assert parse_pc("8GB").vram_budget == 0
