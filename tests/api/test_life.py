@@ -144,7 +144,7 @@ CHILD = """
 def child(script: str, home: Path) -> Any:
     env = {
         **os.environ,
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
         "HOME": str(home),
         "XDG_DATA_HOME": str(home / "data"),
         "LOCALRT_CACHE": str(home / "cache"),

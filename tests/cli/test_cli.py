@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO
 from unittest import mock
@@ -74,7 +75,8 @@ def assert_one_line(result: Any, status: int, *words: str) -> None:
         assert word in error
 
 
-FAST = ("--max-tokens", "5", "--temperature", "0", "--format", "f32")
+FAST = ("--max-tokens", "5", "--temperature", "0")
+FAST += ("--format", "f32") if find_spec("torch") else ()
 
 
 def test_run_streams_to_a_pipe_and_joins_prompt_and_stdin(
@@ -229,7 +231,7 @@ def test_a_broken_tiny_model_says_what_is_broken(tmp_path: Path, home: dict[str,
     weights.write_bytes(whole[: len(whole) // 2])
     assert_one_line(localrt("run", folder, "hi", env=home), 1, "model.safetensors")
     weights.write_bytes(whole)
-    tokenizer = (folder / "tokenizer.json").read_text()
+    tokenizer = (folder / "tokenizer.json").read_text(encoding="utf-8")
     (folder / "tokenizer.json").write_text(tokenizer[:100])
     result = localrt("run", folder, "hi", env=home)
     assert result.returncode == 1
@@ -389,5 +391,6 @@ def test_what_cannot_be_done(
     (tmp_path / "pickled" / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     (tmp_path / "pickled" / "pytorch_model.bin").write_bytes(b"\x80\x04")
     with contextlib.chdir(tmp_path):
-        arguments = shlex.split(command.replace("MODEL", str(tiny_folder)))
+        parts = shlex.split(command)
+        arguments = [str(tiny_folder) if part == "MODEL" else part for part in parts]
         assert_one_line(localrt(*arguments, env=home), status, words)

@@ -116,7 +116,7 @@ def _run(cell: Cell, path: Path, home: Path, budget: int | None) -> dict[str, An
         command = [sys.executable, "-m", child.__name__, json.dumps(job)]
     env = {
         **os.environ,
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
         "LOCALRT_CACHE": str(home / "cache"),
         "XDG_DATA_HOME": str(home / "data"),
     }
