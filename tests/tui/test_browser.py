@@ -111,7 +111,7 @@ async def test_chat_in_a_tab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for the process in /proc")
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for the process in /proc")
 def test_app_ends_with_its_server(tmp_path: Path) -> None:
     script = (
         "import asyncio, os, signal; from tests.tui.test_browser import serving\n"

@@ -59,7 +59,7 @@ def test_bad_folds() -> None:
 
 async def test_long_pastes(model: FakeModel, tmp_path: Path) -> None:
     path = tmp_path / "notes.py"
-    path.write_text("print('```')\n")
+    path.write_bytes(b"print('```')\n")
     async with running(model) as (app, pilot):
         composer = screen.composer(app)
 
@@ -166,10 +166,10 @@ def test_system_encoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, label: str) -> None:
     for folder in ("pkg/sub", "pkg/.git", "empty"):
         (tmp_path / folder).mkdir(parents=True)
-    (tmp_path / "one.py").write_text("print('')\n")
-    (tmp_path / "pkg" / "one.py").write_text("a\nb\n")
-    (tmp_path / "pkg" / "sub" / "two.py").write_text("a\n")
-    (tmp_path / "pkg" / ".git" / "config").write_text("a\n")
+    (tmp_path / "one.py").write_bytes(b"print('')\n")
+    (tmp_path / "pkg" / "one.py").write_bytes(b"a\nb\n")
+    (tmp_path / "pkg" / "sub" / "two.py").write_bytes(b"a\n")
+    (tmp_path / "pkg" / ".git" / "config").write_bytes(b"a\n")
     monkeypatch.chdir(tmp_path)
     file = read_attachment(path.format(root=tmp_path))
     assert Attachments().add_file(file) == label
