@@ -20,11 +20,11 @@ inline F16L exp16(F16L x) {
     return p * F16L::bits((n + I16::set1(127)).shl(23));
 }
 
-// Of one number, with the bits of a lane; NaN stays NaN.
+// Of one number, with the bits of a lane; below e^-87 it is 0, and NaN stays NaN.
 inline float exp1(float x) {
     alignas(64) float lanes[16];
     exp16(F16L::set1(x)).store(lanes);
-    return x == x ? lanes[0] : x;
+    return x < -87.f ? 0.f : x == x ? lanes[0] : x;
 }
 
 inline float sigmoid1(float x) { return 1.f / (1.f + exp1(-x)); }
