@@ -85,15 +85,15 @@ def messages_call(fields: Fields, note: Note = unnoted) -> Generation:
     )
 
 
-def _thinking(thinking: Fields, wanted: str | None) -> dict[str, Any]:
+def _thinking(thinking: Fields, requested_effort: str | None) -> dict[str, Any]:
     """Whether and how much the model should think; not at all by default.
 
     A model that cannot think answers without thinking.
     """
-    kind = thinking.get("type", "disabled" if wanted is None else "adaptive")
+    kind = thinking.get("type", "disabled" if requested_effort is None else "adaptive")
     if kind == "disabled":
         return {"thinking": False}
-    options: dict[str, object] = {"thinking": effort(wanted or "high")}
+    options: dict[str, object] = {"thinking": effort(requested_effort or "high")}
     if kind == "enabled":
         options["thinking_tokens"] = thinking["budget_tokens"]
     return options
@@ -229,8 +229,8 @@ def _event(name: str, **fields: object) -> bytes:
     return event({"type": name, **fields}, name)
 
 
-def _call_block(call: ToolCall, given: object) -> Payload:
-    return {"type": "tool_use", "id": call.id, "name": call.name, "input": given}
+def _call_block(call: ToolCall, arguments: object) -> Payload:
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
 
 
 def _read(metrics: Metrics) -> Payload:

@@ -279,13 +279,13 @@ def _described(error: Any) -> tuple[str, str | None]:
     return f"{where or 'the body'} {rest}", param or None
 
 
-def _kinds(given: str | list[str]) -> str:
-    kinds = [given] if isinstance(given, str) else [kind for kind in given if kind != "null"]
+def _kinds(types: str | list[str]) -> str:
+    kinds = [types] if isinstance(types, str) else [kind for kind in types if kind != "null"]
     return "must be " + " or ".join(_KINDS[kind] for kind in kinds)
 
 
-def _values(given: list[object]) -> str:
-    return "must be " + " or ".join(json.dumps(value) for value in given if value is not None)
+def _values(choices: list[object]) -> str:
+    return "must be " + " or ".join(json.dumps(value) for value in choices if value is not None)
 
 
 _KINDS = {

@@ -118,9 +118,9 @@ def sampling(fields: Fields, *names: str, **others: str) -> dict[str, object]:
     return options
 
 
-def _stops(given: str | Sequence[str]) -> list[str] | None:
+def _stops(stop: str | Sequence[str]) -> list[str] | None:
     """Return the stop strings without empty ones, or None."""
-    return [text for text in ([given] if isinstance(given, str) else given) if text] or None
+    return [text for text in ([stop] if isinstance(stop, str) else stop) if text] or None
 
 
 # Converts values that mean something else in the library; None means unset.
@@ -132,18 +132,18 @@ _MEANT: Mapping[str, Callable[[Any], Any]] = {
 }
 
 
-def effort(given: str) -> bool | str:
+def effort(name: str) -> bool | str:
     """Return ``thinking`` for a reasoning effort; an unknown word means "high"."""
-    return _EFFORTS.get(given, "high")
+    return _EFFORTS.get(name, "high")
 
 
-def prompts_of(given: Any) -> list[str | list[int]]:
+def prompts_of(prompt: Any) -> list[str | list[int]]:
     """Return the prompts, each as one text or its ids."""
-    if isinstance(given, str) or not given:
-        return [given] if isinstance(given, str) else []
-    if isinstance(given[0], list):
-        return [list(map(int, ids)) for ids in given]
-    return list(given) if isinstance(given[0], str) else [list(map(int, given))]
+    if isinstance(prompt, str) or not prompt:
+        return [prompt] if isinstance(prompt, str) else []
+    if isinstance(prompt[0], list):
+        return [list(map(int, ids)) for ids in prompt]
+    return list(prompt) if isinstance(prompt[0], str) else [list(map(int, prompt))]
 
 
 # -- replies ---------------------------------------------------------------------------------------
@@ -177,9 +177,7 @@ class Reply(ABC):
 
     @abstractmethod
     def alive(self) -> bytes:
-        """Return what a stream sends after a long silence, so that clients and proxies do not time
-        out.
-        """
+        """Return what a stream sends after a long silence, so that clients do not time out."""
 
     @abstractmethod
     def delta(self, index: int, chunk: Chunk) -> Iterator[bytes]:

@@ -50,7 +50,9 @@ _ENDS = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
 
 
 async def answer(
-    asked: ModelRequest, call: Generation, make: Callable[[Generation, str, TokenBytes], Reply]
+    model_request: ModelRequest,
+    call: Generation,
+    make: Callable[[Generation, str, TokenBytes], Reply],
 ) -> Response:
     """Return the response to ``call`` by the requested model; ``make`` creates its reply.
 
@@ -61,14 +63,15 @@ async def answer(
         ClientDisconnect: the client has disconnected.
     """
     began = time.monotonic()
-    request, service, options = asked.http, asked.service, asked.service.options
+    request, service = model_request.http, model_request.service
+    options = service.options
     if call.choices > options.max_choices:
         raise invalid(f"n must be at most {options.max_choices}, is {call.choices}", "n")
     count, most = len(call.prompts) * call.choices, options.max_running + options.max_queued
     if count > most:
         field = "n" if call.choices > 1 else "prompt"
         raise invalid(f"{count} answers in one request: at most {most} are allowed", field)
-    work = _Work(asked, call, began)
+    work = _Work(model_request, call, began)
     async with AsyncExitStack() as stack:
         stack.enter_context(service.admitted(count))
         await stack.enter_async_context(work)
@@ -80,7 +83,7 @@ async def answer(
         told = call.stream and call.overflow_in_stream and isinstance(error, ContextOverflowError)
         if error is not None and not told:
             raise error
-        reply = make(call, asked.model_name, work)
+        reply = make(call, model_request.model_name, work)
         if not call.stream:
             return JsonResponse(reply.whole(await until_gone(request, work.gathered())))
         events = _events(preparing, work, reply)
@@ -94,7 +97,7 @@ async def _cancelled(task: asyncio.Task[None]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def computed(asked: ModelRequest, work: Callable[[Model, threading.Event], T]) -> T:
+async def computed(model_request: ModelRequest, work: Callable[[Model, threading.Event], T]) -> T:
     """Run ``work`` on the model in a thread; its event is set if the client disconnects.
 
     Such work runs one at a time, since it shares the engine with answers.
@@ -106,18 +109,18 @@ async def computed(asked: ModelRequest, work: Callable[[Model, threading.Event],
     cancel = threading.Event()
 
     async def run() -> T:
-        async with asked.using(background=True) as served, served.embedding:
+        async with model_request.using(background=True) as served, served.embedding:
             return await asyncio.to_thread(work, served.model, cancel)
 
-    with asked.service.admitted():
+    with model_request.service.admitted():
         try:
-            return await until_gone(asked.http, run())
+            return await until_gone(model_request.http, run())
         finally:
             cancel.set()
 
 
 async def rendered(
-    asked: ModelRequest, call: Generation, work: Callable[[Model, Mapping[str, object]], T]
+    model_request: ModelRequest, call: Generation, work: Callable[[Model, Mapping[str, object]], T]
 ) -> T:
     """Run ``work`` on the model and the one prompt of ``call`` in a thread; it computes no passes.
 
@@ -128,24 +131,24 @@ async def rendered(
 
     async def run() -> T:
         async with (
-            asked.using() as served,
-            with_pictures(call.prompts, asked.service, sees=served.sees) as (given,),
+            model_request.using() as served,
+            with_pictures(call.prompts, model_request.service, sees=served.sees) as (given,),
         ):
             return await asyncio.to_thread(work, served.model, given)
 
-    with asked.service.admitted():
-        return await until_gone(asked.http, run())
+    with model_request.service.admitted():
+        return await until_gone(model_request.http, run())
 
 
-async def prompt_tokens(asked: ModelRequest, call: Generation) -> int:
+async def prompt_tokens(model_request: ModelRequest, call: Generation) -> int:
     """Return the number of tokens of the only prompt of ``call``, a conversation, with tools and
     options.
     """
 
-    def count(model: Model, given: Mapping[str, Any]) -> int:
-        return model.count(given["prompt"], tools=given["tools"], **call.options)
+    def count(model: Model, arguments: Mapping[str, Any]) -> int:
+        return model.count(arguments["prompt"], tools=arguments["tools"], **call.options)
 
-    return await rendered(asked, call, count)
+    return await rendered(model_request, call, count)
 
 
 async def until_gone(request: Request, work: Awaitable[T]) -> T:
@@ -180,13 +183,13 @@ def _client(request: Request) -> Hashable:
 CLASS_HEADER, DEADLINE_HEADER = "x-localrt-class", "x-localrt-deadline"
 
 
-def _terms(asked: ModelRequest, call: Generation) -> dict[str, Any]:
+def _terms(model_request: ModelRequest, call: Generation) -> dict[str, Any]:
     """Return the class of a request, and the deadline in seconds for its first token.
 
     Raises:
         ApiError: 400, a header is malformed.
     """
-    headers, keys = asked.http.headers, asked.service.options.class_keys
+    headers, keys = model_request.http.headers, model_request.service.options.class_keys
     name = headers.get(CLASS_HEADER) or keys.get(sent_key(headers)) or call.request_class
     if name not in GOALS:
         raise invalid(f"{CLASS_HEADER} must be one of {', '.join(GOALS)}, is {name[:40]!r}")
@@ -211,9 +214,9 @@ class _Work(AsyncExitStack):
     It is also the reply's tokenizer, because the model may still be loading.
     """
 
-    def __init__(self, asked: ModelRequest, call: Generation, began: float) -> None:
+    def __init__(self, model_request: ModelRequest, call: Generation, began: float) -> None:
         super().__init__()
-        self._asked, self._service = asked, asked.service
+        self._model_request, self._service = model_request, model_request.service
         self._call, self._began = call, began
         self._served: ServedModel | None = None
         self._echoes: list[Chunk] = []  # one per prompt that is echoed or only read
@@ -227,14 +230,14 @@ class _Work(AsyncExitStack):
     async def prepare(self, client: Hashable) -> None:
         """Load the model and submit the answers."""
         call, service = self._call, self._service
-        terms = {"client": client, **_terms(self._asked, call)}
+        terms = {"client": client, **_terms(self._model_request, call)}
         background = GOALS[terms["request_class"]].background
-        served = await self.enter_async_context(self._asked.using(background=background))
+        served = await self.enter_async_context(self._model_request.using(background=background))
         self._served = served
         self.callback(self._end)
         adapting: dict[str, str] = {}
         if served.model.adapters:
-            adapting["adapter"] = self._asked.model.adapter or "none"
+            adapting["adapter"] = self._model_request.model.adapter or "none"
         served.check_biases(call.options.get("logit_bias", ()))
         if call.echo or call.only_reads:
             await self._read(served, adapting.get("adapter"))

@@ -175,7 +175,7 @@ class Guard:
                 headers={"Connection": "close", "Retry-After": "1"},
             )
 
-    def _note(self, scope: Scope, given: str, status: int, seconds: float, request_id: str) -> None:
+    def _note(self, scope: Scope, uri: str, status: int, seconds: float, request_id: str) -> None:
         path = scope["path"]
         known = path if path in self._paths.known else "other"
         metrics = self._service.metrics
@@ -184,7 +184,7 @@ class Guard:
             metrics.observe("localrt_http_request_seconds", seconds)
         if self._log is not None:
             client = scope["client"][0] if scope.get("client") else "-"
-            shown = given.encode("unicode_escape").decode()[:200]
+            shown = uri.encode("unicode_escape").decode()[:200]
             with suppress(OSError):  # the log's reader is gone
                 self._log(LogLine(client, scope["method"], shown, status, seconds, request_id))
 

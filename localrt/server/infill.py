@@ -70,8 +70,8 @@ def _known(fields: Fields, kind: str) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name in known}
 
 
-def _filling(call: Generation, before: str, behind: str, **more: Any) -> Generation:
-    prompts = [{"prompt": before, "suffix": behind, **more}]
+def _filling(call: Generation, prefix: str, suffix: str, **more: Any) -> Generation:
+    prompts = [{"prompt": prefix, "suffix": suffix, **more}]
     return replace(call, prompts=prompts, request_class="completion")
 
 

@@ -368,14 +368,16 @@ def offered(tools: Sequence[Fields] | None, note: Note) -> Offered:
     return found
 
 
-def chosen(given: str | Fields | None, tools: Offered) -> tuple[str, list[dict[str, Any]]]:
+def chosen(tool_choice: str | Fields | None, tools: Offered) -> tuple[str, list[dict[str, Any]]]:
     """Return ``tool_choice`` for the library, and the functions that may be called.
 
     Raises:
         ApiError: 400, there is no such tool, or there are no tools.
     """
     functions = tools.functions
-    choice = {"type": given} if isinstance(given, str) else given or {"type": "auto"}
+    choice = (
+        {"type": tool_choice} if isinstance(tool_choice, str) else tool_choice or {"type": "auto"}
+    )
     kind = str(choice["type"])
     if kind == "allowed_tools":
         choice = _inner(choice, kind)
@@ -421,13 +423,13 @@ def _leaves(tool: Fields, namespace: str | None = None) -> Iterator[tuple[str, s
     yield kind, namespace, inner if isinstance(inner, Mapping) else fields
 
 
-def _function(kind: str, given: Fields) -> dict[str, object] | None:
+def _function(kind: str, fields: Fields) -> dict[str, object] | None:
     """Return the function for a tool; None if only a server could run it."""
-    schema = next((given[one] for one in _SCHEMAS if isinstance(given.get(one), Mapping)), None)
-    if _takes_text(kind, given):
-        return _text_function(given)
+    schema = next((fields[one] for one in _SCHEMAS if isinstance(fields.get(one), Mapping)), None)
+    if _takes_text(kind, fields):
+        return _text_function(fields)
     if kind in ("function", "custom") or (schema or {}).get("type") == "object":
-        shown = {one: given[one] for one in given if one not in _SCHEMAS and given[one]}
+        shown = {one: fields[one] for one in fields if one not in _SCHEMAS and fields[one]}
         schema = dict(schema or {})
         if not any(one in schema for one in _COMBINED):
             schema = {**schema, "type": "object", "properties": {}}
@@ -440,15 +442,15 @@ def _function(kind: str, given: Fields) -> dict[str, object] | None:
     return {"description": description, "parameters": parameters}
 
 
-def _takes_text(kind: str, given: Fields) -> bool:
-    return kind == "custom" and not any(one in given for one in _SCHEMAS)
+def _takes_text(kind: str, fields: Fields) -> bool:
+    return kind == "custom" and not any(one in fields for one in _SCHEMAS)
 
 
-def _text_function(given: Fields) -> dict[str, object]:
+def _text_function(fields: Fields) -> dict[str, object]:
     """Return a function with one text argument; its description has the grammar to follow."""
-    wanted = _inner(_inner(given, "format"), "grammar")  # Chat has it one level deeper
+    wanted = _inner(_inner(fields, "format"), "grammar")  # Chat has it one level deeper
     argument: dict[str, object] = dict(_STRING)
-    description = str(given.get("description") or "")
+    description = str(fields.get("description") or "")
     if isinstance(wanted.get("definition"), str):
         syntax, definition = wanted.get("syntax") or "given", wanted["definition"]
         if syntax == "regex":

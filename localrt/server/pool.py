@@ -265,7 +265,7 @@ class ModelPool(Models):
             free = self._free()
             slot.served.model.leave_ram(-max(0, free))
         slot.left = 0
-        # While others answer, it gets less than possible, and the next request tries again.
+        # Models that are answering free no memory, so the next request tries again.
         slot.awake = enough and not any(other.users for other in others)
 
     def _load_into(self, slot: _Slot, others: Sequence[_Slot]) -> None:

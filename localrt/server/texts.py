@@ -34,7 +34,7 @@ class Embedded(NamedTuple):
 
 
 async def embedded(
-    asked: ModelRequest,
+    model_request: ModelRequest,
     texts: Sequence[str | list[int]],
     *,
     dimensions: int | None = None,
@@ -50,7 +50,7 @@ async def embedded(
         LocalrtError: a text is too long.
         ClientDisconnect: the client has disconnected.
     """
-    if asked.model.base is not None:
+    if model_request.model.base is not None:
         raise invalid("embeddings are the base model's alone, without an adapter", "model")
     texts = [text or " " for text in texts]
 
@@ -66,7 +66,7 @@ async def embedded(
         count = sum(min(len(one), ctx) for one in ids)
         return np.ascontiguousarray(vectors, "<f4"), count
 
-    vectors, count = await computed(asked, compute)
+    vectors, count = await computed(model_request, compute)
     if not np.isfinite(vectors).all():
         raise ApiError(500, "the model produced NaN values for this input")
     if dimensions is not None and (width := vectors.shape[1]):
@@ -75,7 +75,7 @@ async def embedded(
         if dimensions < width:
             vectors = np.ascontiguousarray(vectors[:, :dimensions])
             vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
-    return Embedded(asked.model.name, vectors, count)
+    return Embedded(model_request.model.name, vectors, count)
 
 
 # -- reranking -------------------------------------------------------------------------------------
@@ -172,8 +172,8 @@ async def tokenize(request: Request) -> Response:
         ids = model.tokenizer.encode(text, add_special=special, parse_special=parse)
         return shown(model, ids)
 
-    def of_messages(model: Model, given: Mapping[str, Any]) -> dict[str, object]:
-        return shown(model, model.tokenize(given["prompt"], tools=given["tools"]))
+    def of_messages(model: Model, arguments: Mapping[str, Any]) -> dict[str, object]:
+        return shown(model, model.tokenize(arguments["prompt"], tools=arguments["tools"]))
 
     def shown(model: Model, ids: Sequence[int]) -> dict[str, object]:
         ids = [max(one, -1) for one in ids]  # below 0: of a picture

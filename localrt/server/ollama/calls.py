@@ -75,16 +75,16 @@ def generate_call(fields: Fields, note: Note = unnoted) -> Generation | None:
     return _call(fields, given, _options(fields))
 
 
-def keep_alive_s(given: float | str | None) -> float | None:
+def keep_alive_s(duration: float | str | None) -> float | None:
     """Return the seconds to keep a model loaded; negative: forever; None: unset.
 
     Raises:
         ApiError: 400, it is not a duration.
     """
-    if not isinstance(given, str):
-        return given
+    if not isinstance(duration, str):
+        return duration
     try:
-        return parse_duration(given)
+        return parse_duration(duration)
     except OptionError as error:
         raise invalid(f"keep_alive: {error}", "keep_alive") from error
 
@@ -119,11 +119,11 @@ def _options(fields: Fields) -> dict[str, Any]:
 # -- messages --------------------------------------------------------------------------------------
 
 
-def _messages(given: Sequence[Fields], note: Note) -> list[PromptMessage]:
+def _messages(sent: Sequence[Fields], note: Note) -> list[PromptMessage]:
     """Return messages in the form of chat templates: calls get ids, to which results refer."""
     messages: list[PromptMessage] = []
     waiting: list[tuple[str, str]] = []  # (id, name) of calls without a result so far
-    for number, message in enumerate(given, 1):
+    for number, message in enumerate(sent, 1):
         role, content = message["role"], message.get("content")
         parts = content if isinstance(content, list) else [content or ""]
         read = content_of if role in ("user", "tool") else text_of

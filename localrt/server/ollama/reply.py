@@ -206,11 +206,11 @@ async def embeddings(request: Request) -> Response:
     return JsonResponse({"embedding": found.vectors[0].tolist()})
 
 
-def _keep(asked: ModelRequest) -> None:
+def _keep(model_request: ModelRequest) -> None:
     """Set how long the model stays loaded, if the client says so."""
-    seconds = keep_alive_s(asked.fields.get("keep_alive"))
+    seconds = keep_alive_s(model_request.fields.get("keep_alive"))
     if seconds is not None:
-        asked.service.models.keep(asked.model.name, seconds)
+        model_request.service.models.keep(model_request.model.name, seconds)
 
 
 ROUTES = (

@@ -197,11 +197,11 @@ def _thinking(fields: Fields) -> dict[str, Any]:
 # -- messages --------------------------------------------------------------------------------------
 
 
-def _messages(given: Sequence[Fields], note: Note) -> list[PromptMessage]:
+def _messages(messages: Sequence[Fields], note: Note) -> list[PromptMessage]:
     """Return messages in the form of chat templates."""
     found: list[PromptMessage] = []
     called = ""  # the id of the last call that came without one
-    for number, message in enumerate(given):
+    for number, message in enumerate(messages):
         role, content = message["role"], message.get("content")
         if role in ("tool", "function"):
             shown: PromptMessage = {"role": "tool", "content": content_of(content, note, "\n")}

@@ -79,12 +79,12 @@ def responses_call(fields: Fields, items: Sequence[Fields], note: Note = unnoted
 # -- items -----------------------------------------------------------------------------------------
 
 
-def items_of(given: str | Sequence[Fields] | None) -> list[Item]:
+def items_of(value: str | Sequence[Fields] | None) -> list[Item]:
     """Return the items of an ``input``, each with an id and a type."""
-    if isinstance(given, str):
-        given = [{"role": "user", "content": given}] if given else []
+    if isinstance(value, str):
+        value = [{"role": "user", "content": value}] if value else []
     found: list[Item] = []
-    for item in given or ():
+    for item in value or ():
         said = "role" in item or "content" in item
         kind = item.get("type") or ("message" if said else "item_reference")
         name = item.get("id") or f"{_PREFIXES.get(kind, kind[:20])}_{uuid4().hex}"
@@ -133,9 +133,7 @@ def tools_in(items: Sequence[Fields]) -> list[Fields]:
 
 
 def _joined(last: PromptMessage, message: PromptMessage) -> bool:
-    """Merge a message into ``last`` if both belong to one assistant turn; return whether they
-    do.
-    """
+    """Merge a message into ``last`` if both belong to one assistant turn; True if merged."""
     if not last["role"] == message["role"] == "assistant":
         return False
     calls, thinks = last.get("tool_calls"), _THOUGHT in message
