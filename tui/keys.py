@@ -140,7 +140,7 @@ def read_key(text: str) -> str | None:
 
 
 def chosen_keys(
-    chosen: Mapping[str, object], defaults: Mapping[str, str]
+    choices: Mapping[str, object], defaults: Mapping[str, str]
 ) -> tuple[dict[str, str], list[str]]:
     """The keymap, and a line for each choice that cannot be used.
 
@@ -149,7 +149,7 @@ def chosen_keys(
     """
     keymap: dict[str, str] = {}
     notes: list[str] = []
-    for action, words in chosen.items():
+    for action, words in choices.items():
         if action not in defaults:
             hint = did_you_mean(action, defaults) or f"available: {', '.join(defaults)}"
             notes.append(f"[keys]: no action {action!r} ({hint})")

@@ -158,9 +158,9 @@ class Attachments:
         labels = self._labels_in(text)
         return _replaced(text, [(*each.span(), self.text_of(each.group())) for each in labels])
 
-    def labelled(self, text: str, read: Iterable[tuple[Mention, AttachedFile]]) -> str:
+    def labelled(self, text: str, files: Iterable[tuple[Mention, AttachedFile]]) -> str:
         """The message with each file name (``read_mentioned``) replaced by a label."""
-        labels = [(mention.start, mention.end, self.add_file(file)) for mention, file in read]
+        labels = [(mention.start, mention.end, self.add_file(file)) for mention, file in files]
         return _replaced(text, labels)
 
     def folded(self, draft: Draft) -> str:
