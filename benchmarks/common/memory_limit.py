@@ -127,9 +127,7 @@ def run_limited(options: BenchOptions, limit: int) -> Outcome:
 
 
 def drop_from_cache(paths: Iterable[Path], *, drop_all: Path = _DROP_ALL) -> None:
-    """Drop the model files' pages from the cache, and if permitted all clean pages of the
-    machine.
-    """
+    """Drop the model files' pages from the cache and, if permitted, all clean pages."""
     if hasattr(os, "posix_fadvise"):
         for file in (file for path in paths for file in model_files(path)):
             with suppress(OSError), file.open("rb", buffering=0) as opened:

@@ -38,9 +38,7 @@ _MEASURES = ("decode_tok_s", "prefill_tok_s", "first_token_s", "load_s", "peak_r
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """``tokens`` after ``prompt`` tokens within ``ram``; or resuming a chat of ``prompt``
-    tokens.
-    """
+    """``tokens`` after ``prompt`` tokens within ``ram``, or a resumed chat of ``prompt`` tokens."""
 
     name: str
     model: str

@@ -62,9 +62,7 @@ _BUILD_S = 240
 
 @dataclass(frozen=True)
 class Call:
-    """Phases that run together: about ``minutes`` on an H100 with 16 cores, and disk space in
-    GB.
-    """
+    """Phases that run together: about ``minutes`` on an H100 with 16 cores, and GB of disk."""
 
     tells: str
     minutes: int

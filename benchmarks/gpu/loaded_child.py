@@ -97,9 +97,7 @@ def placed(model: Model) -> dict[str, Any]:
 
 
 def answers(model: Model, job: Mapping[str, Any]) -> dict[str, Any]:
-    """Answer every prompt, the first one twice: the first time, kernels and experts may be
-    missing.
-    """
+    """Answer every prompt, the first twice: kernels and experts may be missing at first."""
     vocab, tokens = model.info.vocab_size, job["tokens"]
 
     def answer(length: int, seed: int, count: int) -> Chunk:

@@ -93,9 +93,7 @@ def lines(
     show: Callable[[float], str],
     stacked: bool = False,
 ) -> Figure:
-    """Draw series of (seconds, value) from 0 to ``seconds``; if ``stacked``, on top of one
-    another.
-    """
+    """Draw series of (seconds, value) from 0 to ``seconds``, added up if ``stacked``."""
     shapes: list[str] = []
     below: dict[float, float] = {}
     tops: dict[str, list[tuple[float, float, float]]] = {}

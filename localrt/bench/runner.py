@@ -167,9 +167,7 @@ class _Bench:
         return running.child.ask("generate", prompt=self._prompts[index], tokens=tokens)
 
     def _look(self, running: _Running) -> None:
-        """Measure a long prompt's first token and the use of a GPU once; a failure is only
-        noted.
-        """
+        """Measure a long prompt's first token and the use of a GPU once; note a failure."""
         name, child = _name(running.engine, running.setting), running.child
         assert self._prompts is not None
         try:

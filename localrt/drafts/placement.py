@@ -197,9 +197,7 @@ def plan_pair(
 def _forecast(
     empty: PairCandidate, target: PlanRequest, draft: ModelShape, acceptance: float, ctx: int
 ) -> PairCandidate:
-    """Find the target's best plan in the remaining memory, and the best tree if drafting pays
-    off.
-    """
+    """Find the target's best plan in the remaining memory, and the best tree if it pays off."""
     best = replace(empty, problem="the target does not fit")
     drafted, on_gpu = empty.place != "no draft", empty.place == "draft on GPU"
     level_s = cache(partial(_level_s, draft, target, ctx, on_gpu=on_gpu))

@@ -74,9 +74,7 @@ class Costs:
         return replace(self, shape=self.shape.split(placement.split))
 
     def of_rows(self, rows: int) -> Costs:
-        """Return the costs of a pass of ``rows`` rows of one sequence at the beginning of a
-        prompt.
-        """
+        """Return the costs of a prompt's first pass, of ``rows`` rows of one sequence."""
         return Costs(shape=self.shape, machine=self.machine, rows=rows, kv_format=self.kv_format)
 
     def crossing(self, width: int | None = None) -> float:
@@ -158,9 +156,7 @@ class Costs:
         return self.sequences * kept.held_nbytes(self.kv_format, self.held)
 
     def touched(self, use: float) -> tuple[float, int]:
-        """Return the share of passes that use an expert with this ``use`` probability, and its rows
-        in those.
-        """
+        """Return the share of passes that use an expert of this ``use``, and its rows in those."""
         share = 1 - (1 - use) ** self.rows
         return share, max(1, round(self.rows * use / share)) if share else 1
 

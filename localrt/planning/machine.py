@@ -48,9 +48,7 @@ class KernelRate:
         return KernelRate(self.rows, tuple(times * s for s in self.seconds))
 
     def scaled(self, bits: float) -> KernelRate:
-        """Scale to ``bits`` times the bits. Only up to 4 rows slow down, since they are
-        memory-bound.
-        """
+        """Scale to ``bits`` times the bits: only up to 4 rows are memory-bound and slow down."""
         return KernelRate(
             self.rows,
             tuple(

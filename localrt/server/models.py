@@ -175,9 +175,7 @@ class Models(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Free the batches' caches; blocks until running passes have ended. Any thread may call
-        it.
-        """
+        """Free the batches' caches after running passes have ended. Any thread may call it."""
 
 
 class OneModel(Models):

@@ -366,9 +366,7 @@ class ExpertCache(Generic[MemoryT]):
     # -- locks and memory ----------------------------------------------------------------------
 
     def lock(self, layer: int, experts: Iterable[int]) -> None:
-        """Protect these experts, which are being loaded, from eviction until ``unlock``. Locks are
-        counted.
-        """
+        """Protect these experts, which are being loaded, until ``unlock``. Locks are counted."""
         for expert in experts:
             self._locks[layer, expert] += 1
             self._worth[layer, expert] = np.inf

@@ -483,9 +483,7 @@ def choose_units(stages: Sequence[Stage], nbytes: int, candidates: Sequence[Stag
 
 
 def choose_slabs(slabs: Sequence[Sequence[Stage]], nbytes: int) -> list[Sequence[Stage]]:
-    """Choose slabs with at least ``nbytes`` in all, but not much more; all slabs if they have
-    less.
-    """
+    """Choose slabs with ``nbytes`` in all or slightly more; all slabs if they have less."""
     left, chosen = list(slabs), list[Sequence[Stage]]()
     while left and nbytes > 0:
         sizes = [sum(stage.unit.nbytes for stage in slab) for slab in left]

@@ -87,9 +87,7 @@ def linear(
 def normed_for(
     x: Stream, weight: Tensor | None, eps: float, reader: CudaWeight
 ) -> Tensor | Records:
-    """The norm of x (x itself if ``weight`` is None), in the form that a product with ``reader``
-    takes.
-    """
+    """The norm of x (x itself without ``weight``) in the form that ``reader``'s product takes."""
     if weight is None:
         return converted(x.settle(), BFLOAT16)
     if reads_records(reader, len(x.values)):

@@ -72,9 +72,7 @@ class Codebook:
 
     @property
     def codes(self) -> npt.NDArray[np.uint8]:
-        """The codes that kernels take: values plus ``zero``; if ``shifted``, those with 1
-        subtracted.
-        """
+        """The codes that kernels take: values plus ``zero``, minus 1 if ``shifted``."""
         return self.entries * np.uint8(8) if self.shifted else self.entries + np.uint8(self.zero)
 
 

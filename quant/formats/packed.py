@@ -115,9 +115,7 @@ class Codec(GroupCodec, Protocol):
         """Values of ``shrink`` that a search for better scales tries, in falling order."""
 
     def tensor_scale(self, largest: float) -> float:
-        """The factor of a whole tensor whose largest magnitude is ``largest``; 1 for most
-        formats.
-        """
+        """The factor of a tensor whose largest magnitude is ``largest``; 1 for most formats."""
 
     def fit(self, groups: Floats, shrink: float = 1.0) -> Floats:
         """Scales (n, k) that cover ``shrink`` of each group's range; infinite where too large."""

@@ -232,9 +232,7 @@ class Composer(TextArea):
         self._submit()
 
     def _takes_file(self, chosen: Suggestion) -> bool:
-        """Whether Enter completes from the file menu: the name is incomplete, or another item is
-        selected.
-        """
+        """Whether Enter completes a file name: it is incomplete, or another item is selected."""
         if not self._at_end or chosen.line.rstrip() == self.text.rstrip():
             return False
         return bool(self._menu.highlighted) or not self.text.endswith("@")

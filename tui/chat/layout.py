@@ -280,9 +280,7 @@ class Finder:
 
     @property
     def match_count(self) -> tuple[int, int]:
-        """The current match's number and the number of matches, blocks outside the view
-        included.
-        """
+        """The current match's number and the number of matches, also outside the view."""
         place, total = 0, 0
         for block in self._column.blocks:
             if self.now is not None and block is self.now.block:

@@ -318,9 +318,7 @@ class CallTurn:
         return self._running is not None or self.result is not None
 
     def asks(self) -> bool:
-        """Whether the user has to decide; may change, since an earlier decision may allow the
-        tool.
-        """
+        """Whether the user has to decide; an earlier decision may have allowed the tool since."""
         self.call = self._toolbox.read(self._tool_call, self._conversation.id)
         return self.call.asks
 

@@ -204,9 +204,7 @@ class Session:
 
 
 def option_text(name: str, options: Mapping[str, object], defaults: Mapping[str, object]) -> str:
-    """An option's value as text: ``0.7``; ``0.2 (default)`` of the model or library; ``-`` for
-    none.
-    """
+    """An option's value as text: ``0.7``, a default as ``0.2 (default)``, none as ``-``."""
     if options.get(name) is not None:
         return _as_text(options[name])
     default = defaults.get(name)
@@ -353,9 +351,7 @@ class ChatState:
 
     @property
     def damaged_copies(self) -> str:
-        """A sentence about damaged files that may still contain a deleted conversation, or
-        empty.
-        """
+        """A sentence about damaged files that may still contain a deleted conversation, or ""."""
         path = self.history.path
         found = path.parent.glob(f"{path.name}.damaged-*") if path is not None else ()
         names = ", ".join(sorted(each.name for each in found))

@@ -90,9 +90,7 @@ class Dialog(ModalScreen[_Answer | None]):
 
 
 class Confirm(Dialog[bool]):
-    """A question; y is yes, n or Esc no. Enter does nothing: it may have been pressed twice by
-    mistake.
-    """
+    """A question; y is yes, n or Esc no. Enter, which is easily pressed twice, does nothing."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("y", "dismiss(True)", "Yes", show=False),

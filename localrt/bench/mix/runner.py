@@ -127,9 +127,7 @@ def _warm_up(mix: Mix, running: Running, mark: str) -> None:
 
 
 def play(mix: Mix, running: Running, run: Run, mark: str, *, drain_s: float = _DRAIN_S) -> None:
-    """Play the mix once on a running server and record it in ``run``, which stays usable after
-    Ctrl+C.
-    """
+    """Play the mix once on a running server; ``run`` has the results even after Ctrl+C."""
     with ExitStack() as stack:
         neighbours = [stack.enter_context(RunningNeighbour(each)) for each in mix.neighbours]
         played = _Play(mix, running, run, mark)

@@ -47,9 +47,7 @@ class HeadConfig:
 
 
 def input_layers(listed: object, first: int, layers: int) -> tuple[int, ...]:
-    """Return the layers whose inputs a head reads; its config's list ``listed`` counts from
-    ``first``.
-    """
+    """Return the layers whose inputs a head reads; those ``listed`` count from ``first``."""
     if not isinstance(listed, list) or {type(number) for number in listed} != {int}:
         raise UnsupportedModelError(f"the layers that it reads are {listed!r}")
     inputs = [number + first for number in listed]

@@ -110,9 +110,7 @@ class BatchSequence(Generic[Owner]):
             self._cached = cached
 
     def copy(self, session: EngineSession, source: EngineSession) -> None:
-        """Copy the prefix that ``source`` shares with it to ``session``, if that is longer than its
-        own.
-        """
+        """Copy to ``session`` the prefix that ``source`` shares, if longer than its own."""
         tokens = self.tokens
         shared = min(common_prefix(source.tokens, tokens), len(tokens) - 1)
         if shared <= len(tokens) - len(self.pending):

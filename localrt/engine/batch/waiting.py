@@ -41,9 +41,7 @@ class FairQueue(Generic[T]):
             self._clients = {client: items, **self._clients}
 
     def first(self, order: Callable[[T], Any] = lambda item: 0) -> T | None:
-        """Return, of the clients' next items, the first by ``order``; None if the queue is
-        empty.
-        """
+        """Return the first by ``order`` of the clients' next items; None if the queue is empty."""
         with self._lock:
             return min((items[0] for items in self._clients.values()), key=order, default=None)
 

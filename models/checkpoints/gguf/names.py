@@ -29,9 +29,7 @@ INTERLEAVED_ROTARY = frozenset(
 
 GEMMA = frozenset({"gemma", "gemma2", "gemma3"})
 QWEN_DELTA = frozenset({"qwen3next", "qwen35", "qwen35moe", "qwen4exp"})
-"""Architectures whose files store norm weights plus 1, which Hugging Face's code adds at run
-time.
-"""
+"""Architectures whose files store norm weights plus 1, which Hugging Face adds at run time."""
 
 _TENSORS: Mapping[str, str] = {
     "token_embd": "model.embed_tokens",

@@ -160,9 +160,7 @@ def group_of(*spans: int) -> int:
 
 
 def symmetric_codec(bits: int, group: int, scales: Format) -> GroupCodec:
-    """The codec of scale * (code - half the range); ``group`` 0: no group format of localrt
-    fits.
-    """
+    """The codec of scale * (code - half the range); ``group`` 0: no group format fits."""
     if not group:
         return Decoded(ZeroPointCodec(bits, GROUPS[0]))
     if scales == F16:

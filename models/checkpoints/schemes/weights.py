@@ -174,9 +174,7 @@ class Scheme(Protocol):
         """The format of most weights, according to the config."""
 
     endings: ClassVar[Mapping[str, str]]
-    """The suffixes of its tensors' names, and the suffix of the weight's name that replaces
-    them.
-    """
+    """Its tensors' name suffixes, and the suffix of the weight's name that replaces them."""
 
     def source(self, parts: Parts) -> RowSource | None:
         """The weight's source; None if the weight is not quantized.
