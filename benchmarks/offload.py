@@ -66,9 +66,7 @@ _HEADERS = (
 
 
 def offload_table(record: Mapping[str, Any]) -> str:
-    """A table of limits and engines from ``offload.json``: largest limit first, native before
-    others.
-    """
+    """A table of limits and engines from ``offload.json``: largest limit and native first."""
     rows = sorted(
         record["rows"], key=lambda row: (-row["memory_limit"], not row["name"].endswith("native"))
     )

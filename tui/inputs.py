@@ -56,9 +56,7 @@ def _is_flag_letter(character: str) -> bool:
 
 
 def letter_size(text: str, place: int, step: int) -> int:
-    """How many characters the letter or emoji before (-1) or after (1) a place has; 1 at the
-    ends.
-    """
+    """The characters of the letter or emoji before (-1) or after (1) a place; 1 at the ends."""
     end = place + step
     while 0 < end < len(text) and _continues(text, end):
         end += step

@@ -137,9 +137,7 @@ def drop_from_cache(paths: Iterable[Path], *, drop_all: Path = _DROP_ALL) -> Non
 
 
 def _parents(root: Path) -> Iterator[tuple[Path, tuple[str, str]]]:
-    """Groups in which a new one could be created, nearest first, with their version's file
-    names.
-    """
+    """Groups in which one could be created, nearest first, with their version's file names."""
     for version, folder in group_folders(root, "memory"):
         if (folder / "cgroup.procs").exists():
             yield folder, _V1 if version == 1 else _V2

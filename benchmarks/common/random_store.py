@@ -42,9 +42,7 @@ _SPREAD = {
 
 
 def random_packed(name: str, rows: int, columns: int, *, seed: int = 0) -> PackedTensor:
-    """A matrix (rows, columns) whose products with unit inputs are near 1, without zeros and
-    NaN.
-    """
+    """A matrix (rows, columns) whose products with unit inputs are near 1, without 0 and NaN."""
     rng = np.random.default_rng([seed, rows, columns])
     format_ = FORMATS[name]
     data = rng.integers(0, 256, (rows, format_.row_bytes(columns)), dtype=np.uint8)

@@ -16,9 +16,7 @@ Sample = TypeVar("Sample")
 def by_turns(
     calls: Mapping[Name, Callable[[], Sample]], runs: int, *, warm_up: bool = True
 ) -> dict[Name, list[Sample]]:
-    """The results of each call in every run, each run in a different order; the first may warm
-    up.
-    """
+    """The results of each call in every run, in varying order; the first may warm up."""
     samples: dict[Name, list[Sample]] = {name: [] for name in calls}
     names = list(calls)
     for run in range(runs + warm_up):

@@ -59,9 +59,7 @@ def _answer(model: Any, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _resume(model: Any, job: dict[str, Any]) -> dict[str, Any]:
-    """Time to the first token of a chat's next turn; only the first process has to compute the
-    chat.
-    """
+    """Time to the first token of a chat's next turn; only the first process computes the chat."""
     sentence = "The store keeps what was packed and brings it back in order. "
     sentences = 8 * job["prompt"] // len(model.tokenize(sentence * 8))
     chat = model.chat()

@@ -259,9 +259,7 @@ class Loaded:
                 yield f"loaded {self.name}, {way} as {other}", partial(self.same, way, other)
 
     def same(self, way: str, other: str) -> Values:
-        """Compare the common number of tokens, and the logits of one prompt if both ways have
-        them.
-        """
+        """Compare as many tokens as both have, and the logits of one prompt if both have them."""
         one, two = self.found[way], self.found[other]
         pairs = list(zip(one["token_ids"], two["token_ids"], strict=False))
         until = next((at for at, (a, b) in enumerate(pairs) if a != b), len(pairs))
@@ -283,9 +281,7 @@ class Loaded:
 
 
 def _sides(placement: Mapping[str, Any]) -> Values:
-    """Whether the GPU computes each unit: results' bits depend on that, not on where weights
-    are.
-    """
+    """Whether the GPU computes each unit: bits depend on that, not on where weights are."""
     sides = {name: Where(place).on_gpu for name, place in placement["where"].items()}
     return {**placement, "where": sides, "ram_ring": 0, "vram_ring": 0}
 

@@ -33,9 +33,7 @@ _COUNTED = 8  # timed tokens, after as many warm-up tokens
 
 
 def main() -> None:
-    """Run one job: options of ``localrt.load``, prompt lengths, and the number of tokens to
-    decode.
-    """
+    """Run a job: options of ``localrt.load``, prompt lengths, and how many tokens to decode."""
     print(json.dumps(found(json.load(sys.stdin))))
 
 

@@ -49,9 +49,7 @@ class Result:
 
 
 def results_of(phase: str, checks: Callable[[], Iterable[Check]]) -> Iterator[Result]:
-    """Run the checks of a phase one by one. A check that raises has failed; the others still
-    run.
-    """
+    """Run the checks of a phase one by one. One that raises has failed; others still run."""
     try:
         for name, check in checks():
             try:

@@ -68,9 +68,7 @@ def prose(path: Path) -> Corpus:
 
 
 def python_source(folder: Path | None = None) -> Corpus:
-    """Pieces from the middle of the standard library's modules, ordered by a hash of their
-    names.
-    """
+    """Pieces from the middle of the standard library's modules, ordered by name hash."""
     folder = folder or Path(sysconfig.get_path("stdlib"))
     files = sorted(folder.glob("*.py"), key=lambda path: _digest(path.name))
     sides: tuple[list[str], list[str]] = ([], [])

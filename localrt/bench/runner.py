@@ -105,9 +105,7 @@ class _Bench:
         return Outcome(results, self._skipped, together, interrupted)
 
     def _run_group(self, group: Sequence[tuple[str, Launch]]) -> None:
-        """Load and warm up the engines of a group, then run them alternately; drop those that
-        fail.
-        """
+        """Load and warm up a group's engines, then run them alternately; drop those that fail."""
         with ExitStack() as children:
             running = [r for r in (self._start(*c, children) for c in group) if r is not None]
             running = [r for r in running if self._try(self._warm_up, r)]
@@ -198,9 +196,7 @@ class _Bench:
 
 
 def encoder(path: Path, child: ChildProcess) -> Callable[[str], list[int]]:
-    """Load the model's tokenizer in this process, so that it does not count as an engine's
-    memory.
-    """
+    """Load the model's tokenizer in this process, so that no engine's memory includes it."""
     try:
         with closing(open_checkpoint(path)) as checkpoint:
             tokenizer = load_tokenizer(checkpoint)

@@ -56,9 +56,7 @@ def read_energy(root: Path = system.ROOT) -> Energy:
 
 
 def joules_between(before: Energy, after: Energy) -> float | None:
-    """Return the joules between two readings with at most one wrap of a counter; None if there are
-    none.
-    """
+    """Return the joules between two readings with at most one counter wrap; None if unknown."""
     both = before.keys() & after.keys()
     if not both:
         return None
@@ -216,9 +214,7 @@ class _Memory(ctypes.Structure):
 
 
 def _gpu() -> dict[str, float | None] | None:
-    """Return the busiest GPU's utilization and the memory in use on all GPUs; None without a
-    GPU.
-    """
+    """Return the busiest GPU's utilization and the memory in use on all GPUs, if any."""
     library = nvml()
     if library is None:
         return None

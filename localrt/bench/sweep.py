@@ -31,9 +31,7 @@ from localrt.quant.ops.kv_formats import KV_FORMATS
 DEFAULT_VARY = "prompt_tokens=128,512,2048 batch=1,4"
 
 MEASURES = ("ttft_s", "tpot_s", "prefill_tok_s", "decode_tok_s", "peak_ram_bytes")
-"""The measures of a point, under the names of `Metrics`; ``decode_tok_s`` is that of all
-answers.
-"""
+"""The measures of a point, named as in `Metrics`; ``decode_tok_s`` is that of all answers."""
 
 WORK = ("prompt_tokens", "tokens", "batch")
 """The settings of a workload; all others are loading options."""

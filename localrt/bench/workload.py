@@ -165,9 +165,7 @@ def make_prompts(workload: Workload, encode: Callable[[str], list[int]]) -> list
 
 
 def make_long_prompt(workload: Workload, encode: Callable[[str], list[int]]) -> list[int]:
-    """Make a prompt of ``workload.long_prompt_tokens`` ids without a common prefix with the
-    others.
-    """
+    """Make a prompt of ``workload.long_prompt_tokens`` ids that shares no prefix with others."""
     one = Workload(workload.long_prompt_tokens, runs=workload.runs + 1)
     return make_prompts(one, encode)[-1]
 

@@ -117,8 +117,7 @@ def find_family_draft(target: Path, settings: Settings) -> FamilyDraft | None:
 
 
 def find_head(target: Path, settings: Settings) -> str | None:
-    """Find a draft head whose name contains the target's, next to the target or in any model
-    folder.
+    """Find a head whose name contains the target's, next to the target or in any model folder.
 
     Returns its name for ``resolve``. Whether it fits the target is checked when it is loaded.
     """

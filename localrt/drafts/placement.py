@@ -233,8 +233,7 @@ def _pass_s(plan: Forecast, rows: int) -> float:
 
 
 def _level_s(draft: ModelShape, target: PlanRequest, ctx: int, rows: int, *, on_gpu: bool) -> float:
-    """Return the seconds of a resident draft's pass over ``rows`` nodes, including choosing
-    children.
+    """Return the seconds of a resident draft's pass over ``rows`` nodes and choosing children.
 
     For a draft on a GPU, only token ids and logits cross the link.
     """

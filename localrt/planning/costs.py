@@ -126,9 +126,7 @@ class Costs:
         return gpu.busy_link or 1.0, max(0.5, keeps if gpu.busy_cpu is None else gpu.busy_cpu)
 
     def reading_load(self, nbytes: float) -> float:
-        """Return the seconds by which reading slows the CPU's arithmetic, since they share
-        threads.
-        """
+        """Return the seconds by which reading slows arithmetic on the same threads."""
         return nbytes * self.machine.ssd_cpu_s / self.machine.threads
 
     def cpu(self, unit: PlacedUnit, rows: int | None = None) -> float:
@@ -149,9 +147,7 @@ class Costs:
         return (own + self.of_host(_GPU_PASS_S)) * self.corrections.token
 
     def kv_held(self, layer: int) -> int:
-        """Return the bytes of KV cache that attention reads, or those moved for a recurrent
-        state.
-        """
+        """Return the bytes that attention reads of the KV cache, or of a recurrent state."""
         kept = self.shape.kv[layer]
         return self.sequences * kept.held_nbytes(self.kv_format, self.held)
 
@@ -214,9 +210,7 @@ class Costs:
         return gpu.call_s / self._calling(unit) + seconds
 
     def _calling(self, unit: PlacedUnit) -> float:
-        """Count the units that share a call: a layer's experts that a pass uses, or the head's
-        slices.
-        """
+        """Count the units that share a call: a layer's experts in a pass, or the head's slices."""
         if unit.kind == "head":
             return float(sum(step[0].kind == "head" for step in self.shape.steps))
         if unit.kind != "expert" or self.shape.experts is None:

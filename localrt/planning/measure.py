@@ -241,9 +241,7 @@ def _missing(known: dict[str, Any], formats: list[str]) -> list[str]:
 
 
 def _known_disk(folder: Path, cache: Path, *, sample: bool) -> DiskProfile | None:
-    """Return the disk's saved profile; if it was measured with a sample, only if ``sample`` is
-    set.
-    """
+    """Return the disk's saved profile; one measured with a sample only if ``sample``."""
     with suppress(KeyError, TypeError, ValueError, AttributeError):
         found = read_cached(cache / _DISKS)[str(folder.stat().st_dev)]
         if sample or not found.get("sample"):
@@ -320,9 +318,7 @@ def measure_kernel(ops: NativeOps, format: str, working_set: int = WORKING_SET) 
 
 
 def _best(call: Callable[[int], object]) -> float:
-    """Return the seconds of one call: the lower quartile, since other programs disturb some
-    runs.
-    """
+    """Return a call's seconds: the lower quartile, since other programs disturb some runs."""
     call(0)
     samples, number, end = list[float](), 1, time.perf_counter() + _BUDGET_S
     while len(samples) < 5 or time.perf_counter() < end:

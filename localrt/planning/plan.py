@@ -207,9 +207,7 @@ def _chosen_file(
     budgets: Budgets,
     ctx: int | None,
 ) -> tuple[ModelShape, str]:
-    """Return the shape for the planned file of ``offer`` (``variant`` if named), and the file's
-    name.
-    """
+    """Return the shape and name of the planned file of ``offer`` (``variant`` if named)."""
     candidates = only(offer, variant) if variant else offer
     chosen = recommend_on(candidates, machine, budgets, ctx=ctx)
     file, why = chosen.name, f"of its files {chosen.name} is planned: {chosen.reason}"

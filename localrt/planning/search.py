@@ -375,9 +375,7 @@ def _can_place(request: PlanRequest, rooms: Rooms) -> bool:
 
 
 def best_placement(request: PlanRequest) -> tuple[PlanRequest, Candidate | None, tuple[str, ...]]:
-    """Return the request (without a GPU that is not used), the fastest placement found, and
-    notes.
-    """
+    """Return the request (without an unused GPU), the fastest placement found, and notes."""
     tried: dict[int, tuple[PlanRequest, Candidate, tuple[str, ...]]] = {}
     for rows in rows_choices(request):
         placed, rooms, prefill_rows = prepare(request, rows)

@@ -155,9 +155,7 @@ class _Asked(AskedTensors):
     def tensors_of(
         self, checkpoint: Checkpoint, experts: int | None = None
     ) -> dict[str, TensorInfo]:
-        """Return all tensors that the model would load, with at most ``experts`` experts per
-        layer.
-        """
+        """Return all tensors that the model would load, at most ``experts`` experts per layer."""
         config = read_config(checkpoint)
         count = sum(0 if spec is None else spec.router.count for spec in config.mixtures)
         if count > _MOST_EXPERTS:

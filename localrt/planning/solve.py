@@ -192,9 +192,7 @@ def bound(problem: Problem, counts: Counts) -> float:
 
 
 def compute_seconds(problem: Problem, group: UnitClass, where: Where) -> float:
-    """Return the seconds of computing a unit at a place, on the CPU including its share of a
-    visit.
-    """
+    """Return a unit's computing seconds at a place, with its share of a visit to the CPU."""
     if where.on_gpu:
         return group.gpu_s + (group.copying_s if where.copied else 0.0)
     seconds = group.cpu_s + (group.reading_s if where is Where.SSD else 0.0)

@@ -105,9 +105,7 @@ def tier_of(fields: Fields) -> RequestClass:
 
 
 def sampling(fields: Fields, *names: str, **others: str) -> dict[str, object]:
-    """Return the options in ``fields`` with these names; ``others`` maps options to the dialect's
-    names.
-    """
+    """Return the options in ``fields`` with these names; ``others`` maps some to a dialect's names."""
     options = {}
     for name, theirs in {**dict(zip(names, names, strict=True)), **others}.items():
         value = fields.get(theirs)

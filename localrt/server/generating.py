@@ -141,9 +141,7 @@ async def rendered(
 
 
 async def prompt_tokens(model_request: ModelRequest, call: Generation) -> int:
-    """Return the number of tokens of the only prompt of ``call``, a conversation, with tools and
-    options.
-    """
+    """Count the tokens of the only prompt of ``call``, a conversation, with tools and options."""
 
     def count(model: Model, arguments: Mapping[str, Any]) -> int:
         return model.count(arguments["prompt"], tools=arguments["tools"], **call.options)

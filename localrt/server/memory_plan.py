@@ -69,9 +69,7 @@ class Holding:
 
     @property
     def rank(self) -> int:
-        """0 for models that free memory first, 1 for models used often, 2 for those a user
-        keeps.
-        """
+        """0 for models that free memory first, 1 for often used ones, 2 for a user's choice."""
         return int(self.wanted_s <= _SOON_S) if self.kept is None else 2 * self.kept
 
     @property

@@ -109,8 +109,7 @@ def made_call(call_id: object, name: str, arguments: object) -> PromptMessage:
 def messages_of(
     role: str, content: object, note: Note, *, between: str = "\n\n"
 ) -> list[PromptMessage]:
-    """Return the messages for one of ``role`` with this ``content``: tool results become separate
-    messages.
+    """Return the messages for one of ``role`` with this ``content``: tool results get their own.
 
     ``between`` separates the texts of a message. Empty content gives no message.
     """

@@ -252,9 +252,7 @@ class Service:
             self.open_answers -= count
 
     def sample(self) -> None:
-        """Record the number of tokens so far, and call the models' ``tend``; called once a
-        second.
-        """
+        """Record the number of tokens so far, and call the models' ``tend``; runs every second."""
         self.models.tend()
         for served in self.models.at_work():
             served.sample()

@@ -111,8 +111,7 @@ def _without_prefix(name: str) -> str:
 
 
 def prediction_tensor(name: str, config: Mapping[str, object]) -> str | None:
-    """The name of a tensor of the first prediction block of a Hugging Face folder; None for other
-    tensors.
+    """The name of a tensor of a Hugging Face folder's first prediction block; None for others.
 
     ``model.embed_tokens`` and ``lm_head`` are the block's own, if it has them.
     """

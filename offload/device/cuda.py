@@ -144,9 +144,7 @@ _Timed = tuple[CudaEvent, CudaEvent]
 
 
 class _Spans:
-    """Tasks of one stream, timed by pairs of events and reported to the clock once they have
-    ended.
-    """
+    """Tasks of one stream, timed by pairs of events and reported to the clock when they end."""
 
     def __init__(self, resource: Resource, clock: Clock) -> None:
         self._resource, self._clock = resource, clock

@@ -59,9 +59,7 @@ class Clock:
     def span(
         self, resource: Resource, name: str, start: float, seconds: float, times: int = 1
     ) -> None:
-        """Count a task timed elsewhere as ``times`` tasks; the resource has no other task
-        meanwhile.
-        """
+        """Count a task timed elsewhere ``times`` times; the resource has no other meanwhile."""
         with self._lock:
             self._busy[resource] = self._busy.get(resource, 0.0) + times * seconds
             if self._tasks.maxlen:
@@ -78,9 +76,7 @@ class Clock:
 
     @contextmanager
     def pause(self, resource: Resource, name: str) -> Iterator[None]:
-        """A context in which a resource's only task waits and is not busy; it then counts as two
-        tasks.
-        """
+        """A context in which a resource's only task waits, not busy; it then counts as two."""
         self.end(resource, name, 0.0)
         try:
             yield

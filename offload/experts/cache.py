@@ -358,9 +358,7 @@ class ExpertCache(Generic[MemoryT]):
         return free + int(np.count_nonzero(self._values() < np.inf))
 
     def widen(self) -> None:
-        """Allow evicting experts of later layers in this pass, since earlier ones are all
-        locked.
-        """
+        """Allow evicting experts of later layers in this pass: earlier ones are all locked."""
         self._victims = self._flat
 
     # -- locks and memory ----------------------------------------------------------------------

@@ -173,9 +173,7 @@ class ExpertPool:
         return min(allocations * cache.slab_slots, cache.capacity)
 
     def _make_room(self, check: Check | None) -> None:
-        """If no slot can be evicted, wait for a read ahead; if there is none, evict from any
-        layer.
-        """
+        """If no slot can be evicted, wait for a read ahead; without one, evict from any layer."""
         ahead = next((key for key in self.cache.loading() if key not in self._absent), None)
         if ahead is None:
             self.cache.widen()
@@ -237,9 +235,7 @@ class ExpertPool:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """An expert being copied to a ``slot`` on a GPU; it has arrived once ``copied`` has
-    happened.
-    """
+    """An expert being copied to a ``slot`` on a GPU; arrived once ``copied`` has happened."""
 
     key: Key
     slot: Slot[DeviceMemory]
@@ -335,8 +331,7 @@ class GpuSlots:
         return max(0, self.cache.capacity - self.cache.slab_slots) * self.slot_nbytes
 
     def evict(self, nbytes: int) -> int:
-        """Free ``nbytes`` of the GPU's slots, but keep the last allocation; returns the bytes
-        freed.
+        """Free ``nbytes`` of the GPU's slots, except the last allocation; returns freed bytes.
 
         Called between passes, when nothing is being copied to a slot.
         """

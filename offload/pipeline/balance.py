@@ -195,8 +195,7 @@ class Balance(WeightMemory):
             self.schedule()  # units already copied ahead are for the other kind of pass
 
     def make_room(self, growth: int, gpu_growth: int = 0) -> None:
-        """Evict enough for a pass that adds ``growth`` bytes of RAM and ``gpu_growth`` bytes of GPU
-        memory.
+        """Evict enough for a pass that adds ``growth`` bytes of RAM and ``gpu_growth`` of VRAM.
 
         Raises:
             MemoryBudgetError: evicting everything that can be streamed is not enough.
@@ -456,8 +455,7 @@ class Balance(WeightMemory):
 
 
 def choose_units(stages: Sequence[Stage], nbytes: int, candidates: Sequence[Stage]) -> list[Stage]:
-    """Choose ``candidates`` with at least ``nbytes`` in all, in order; none if all together are too
-    few.
+    """Choose ``candidates`` with at least ``nbytes`` in all, in order; none if too few.
 
     The choice exceeds ``nbytes`` only slightly and is spread over the pass. ``stages`` is the whole
     pass, including stages that are already streamed.

@@ -237,9 +237,7 @@ class Caches:
         return total - in_ram
 
     def _on_the_gpu(self, cache: KVCache) -> int:
-        """Bytes of a cache on the GPU; if the GPU has no ``Ops``, those that its attention
-        reads.
-        """
+        """Bytes of a cache on the GPU; without ``Ops`` there, those that attention reads."""
         if isinstance(cache, SplitCache):
             return cache.gpu_nbytes
         return cache.nbytes - self._in_ram(cache)

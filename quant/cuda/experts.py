@@ -74,9 +74,7 @@ _Bits = c_uint32 * (MOST_EXPERTS // 32)
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """Gate and up, or down, of experts that are computed together; sizes are those of one
-    matrix.
-    """
+    """Gate and up, or down, of experts computed together; sizes are those of one matrix."""
 
     format: str
     rows: int

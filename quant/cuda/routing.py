@@ -1,5 +1,4 @@
-"""A mixture's router on a GPU: logits, the choice of experts, and the weighted sum of their
-results.
+"""A mixture's router on a GPU: logits, expert choice, and weighted sum of results.
 
 The choice stays on the GPU, for kernels that start before the host knows it; the host copies it on
 first use. A row's bits depend on that row alone.
@@ -38,9 +37,7 @@ class CudaRouting(Routing):
         self._host, self._copied = host, copied
 
     def on_host(self, values: npt.NDArray[np.int32]) -> Routing:
-        """A routing whose arrays are views of ``values``: the results in RAM, or a buffer for
-        them.
-        """
+        """A routing whose arrays are views of ``values``: results in RAM, or a buffer for them."""
         rows, ranked, used = self._shape
         plane = rows * ranked
         return Routing(

@@ -48,9 +48,7 @@ _UnpackE4m3 = arguments("unpack_e4m3.cu", "UnpackE4m3")
 
 
 def unpack_e4m3(block: TiledTensor, data: Tensor, out: Tensor) -> None:
-    """Unpack ``block``, whose tiles are ``data`` (uint8), to out (rows, columns), contiguous
-    bf16.
-    """
+    """Unpack ``block``, with tiles ``data`` (uint8), to out (rows, columns), contiguous bf16."""
     rows, columns = block.shape
     args = _UnpackE4m3(*pointers(data, out), rows, columns, block.format.block, block.scale)
     grid = (-(-columns // 64), -(-rows // TILE_ROWS), 1)

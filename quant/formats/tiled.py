@@ -154,8 +154,7 @@ def _packed_rows(tensor: TiledTensor, blocks: Codes) -> PackedTensor:
 def whole_tiles(
     blocks: Iterable[PackedTensor | TiledTensor],
 ) -> Iterator[PackedTensor | TiledTensor]:
-    """Regroup the consecutive blocks of one matrix into whole tiles of rows, and a last partial
-    one.
+    """Regroup consecutive blocks of a matrix into whole tiles of rows, and a last partial one.
 
     Blocks may have any number of rows; only one is in memory at a time. Tiled blocks pass
     unchanged.

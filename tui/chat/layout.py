@@ -31,9 +31,7 @@ _PAINTED_LINES = 400  # finished lines in the cache
 
 
 class TextPlace(NamedTuple):
-    """A place in a block's text: its row (negative in the gap), and the number of letters above
-    it.
-    """
+    """A place in a block's text: its row (negative in the gap), and the count of letters above."""
 
     block: int
     row: int

@@ -34,9 +34,7 @@ _QUIET_S = 0.4
 
 
 class LivePanel(Widget):
-    """Hidden until ``show``. The owner sets the ``model`` and reports when an answer begins and
-    ends.
-    """
+    """Hidden until ``show``. The owner sets ``model`` and reports an answer's beginning and end."""
 
     @dataclass
     class Shown(Message):

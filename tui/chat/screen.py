@@ -1,5 +1,4 @@
-"""The chat screen: conversation, composer, live panel, footer, and the actions of keys and
-commands.
+"""The chat screen: conversation, composer, live panel, footer, and actions.
 
 It polls the answering thread on a timer and computes nothing itself. Models, settings and help are
 windows of the app.
@@ -429,9 +428,7 @@ class ChatScreen(Screen[None]):
         return turn
 
     def action_branch(self, which: str = "") -> None:
-        """Show the next branch (or with ``prev`` the previous) at the marked or the last turn with
-        several.
-        """
+        """Show the next (or ``prev``) branch at the marked turn, or the last turn with several."""
         if not self.idle("branch"):
             return
         block = self.view.marked

@@ -22,9 +22,7 @@ _SHOWN = 3  # lines of a folded result
 
 
 class CallBlock(Block):
-    """``call`` is the line to show, ``result`` is empty until there is one; ``mark`` shows its
-    state.
-    """
+    """``call`` is the line to show, ``result`` is empty at first, ``mark`` shows its state."""
 
     role = "tool"
 

@@ -233,9 +233,7 @@ class ConversationView(ScrollView, can_focus=False):
         self.refresh()
 
     def _fit_height(self) -> None:
-        """Adopt the column's height, without a new layout of the screen if only the scroll bar
-        moves.
-        """
+        """Adopt the column's height; if only the scroll bar moves, without a new screen layout."""
         size = Size(self.scrollable_content_region.width, self._column.height)
         overflows = size.height > self.size.height
         if self.virtual_size != size and overflows != self.show_vertical_scrollbar:

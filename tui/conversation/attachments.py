@@ -83,9 +83,7 @@ class Draft:
 
 
 class Attachments:
-    """The labels of one composer, such as ``[notes.txt, 120 lines]``, each with its text or
-    picture.
-    """
+    """A composer's labels, such as ``[notes.txt, 120 lines]``, each with its text or picture."""
 
     def __init__(self) -> None:
         self._texts: dict[str, str] = {}
@@ -97,9 +95,7 @@ class Attachments:
         return text.count("\n") >= _LONG_LINES or len(text) >= _LONG_CHARACTERS
 
     def add(self, name: str, text: str, size: str = "") -> str:
-        """Create the label for ``text``, to insert into the message; ``size`` is by default the
-        text's.
-        """
+        """Create the label for ``text`` in the message; ``size`` is by default the text's."""
         if not size:
             lines = text.count("\n") + (not text.endswith("\n"))
             count = len(text.encode(errors="replace"))

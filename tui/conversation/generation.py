@@ -107,8 +107,7 @@ def loading(load: Callable[[ProgressCallback], ChatModel]) -> Task[ChatModel]:
 
 @dataclass(frozen=True, slots=True)
 class AnswerUpdate:
-    """The text since the last update, and the answer's state. ``done`` is true once, in the last
-    update.
+    """The text since the last update, and the answer's state; ``done`` in the last update.
 
     ``prefill`` is how much of the prompt has been processed.
     """
@@ -191,9 +190,7 @@ class Generation(Task[bool]):
         return True
 
     def _chunks(self, tools: Sequence[Mapping[str, object]]) -> Iterator[Chunk]:
-        """The chunks of the answer; if a server refuses tools, the request is repeated without
-        them.
-        """
+        """The chunks of the answer; if a server refuses tools, it is asked without them."""
         if tools:
             choice = {"tool_choice": "none"} if self._last else {}
             began = False

@@ -168,9 +168,7 @@ class OpenConversation:
         return 0
 
     def question(self, number: int | None = None) -> Turn | None:
-        """The user's turn that is or is answered by turn ``number``; without a number, the last
-        one.
-        """
+        """The user's turn that is or is answered by turn ``number``, by default the last."""
         question: Turn | None = None
         for turn in self.turns:
             if turn.role == "user":
@@ -236,9 +234,7 @@ class OpenConversation:
         self._read()
 
     def show_sibling(self, number: int, step: int) -> int:
-        """Show the sibling ``step`` places from turn ``number``, wrapping around; returns its
-        number.
-        """
+        """Show the sibling ``step`` places from turn ``number``, cyclically; returns its number."""
         siblings = self.siblings(number)
         if number in siblings:
             number = siblings[(siblings.index(number) + step) % len(siblings)]

@@ -100,9 +100,7 @@ class Session:
         )
 
     def tokens(self) -> int:
-        """Tokens of the conversation: as of its last answer, or else counted, which takes a
-        while.
-        """
+        """Tokens of the conversation: as of its last answer, or counted, which takes a while."""
         turns = self.conversation.turns
         match turns[-1].info if turns else {}:
             case {"context": [int(used), name]} if name == self.model.info.name:

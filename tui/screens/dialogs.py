@@ -69,9 +69,7 @@ def hanging(content: Content, width: int, indent: int = 2) -> Content:
 
 
 class Dialog(ModalScreen[_Answer | None]):
-    """A window with stacked ``parts`` and a line that explains its ``keys``; Esc gives no
-    answer.
-    """
+    """A window with stacked ``parts`` and a line about its ``keys``; Esc gives no answer."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "leave", show=False, priority=True)]
 

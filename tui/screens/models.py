@@ -1,5 +1,4 @@
-"""The models screen: local models with their sizes, the hub's models, and each one's expected
-speed.
+"""The models screen: local models, the hub's models, and each one's expected speed.
 
 Typing narrows the list; a path lists files and folders that begin with it. Only searching the hub
 and downloading, both on the user's request, use the network. A server's models are a plain list.

@@ -186,9 +186,7 @@ class _Play:
         thread.start()
 
     def _user(self, app: App, index: int, step: int | None) -> None:
-        """Run one session; with ``step``, every ``step``-th session, one after another, until the
-        end.
-        """
+        """Run a session; with ``step``, every ``step``-th one, one after another, until the end."""
         while not self._over.is_set():
             if not self._session(app, index):
                 self._over.wait(_AFTER_ERROR_S)
@@ -197,9 +195,7 @@ class _Play:
             index += step
 
     def _session(self, app: App, index: int) -> bool:
-        """Run a session; return whether all answers succeeded. A conversation ends with its first
-        failure.
-        """
+        """Run a session until the first failure; return whether all answers succeeded."""
         steps = session(app, index, self._mix.seed)
         request = next(steps)
         while True:  # the first request is sent even if the mix has just ended

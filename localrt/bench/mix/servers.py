@@ -253,9 +253,7 @@ def _get(url: str, headers: Mapping[str, str]) -> bytes:
 
 
 def _listed_name(path: Path) -> str:
-    """Return the name that ``localrt serve`` gives the model at ``path``, after registering the
-    file.
-    """
+    """Register the file at ``path``; return the name that ``localrt serve`` gives the model."""
     settings = Settings.from_environment()
     note_use(str(path.absolute()), settings)
     for name, model in client_names(list_models(settings)).items():

@@ -187,8 +187,7 @@ class BatchSequence(Generic[Owner]):
         return lambda count: report(Progress("prefill", done + count, total, "tokens"))
 
     def accept(self, computed: TreePass, check: Check = lambda: None) -> Iterator[Chunk]:
-        """Sample a token after all pending ones, then further ones along the tree; yield their
-        chunks.
+        """Sample a token after all pending ones, then more along the tree; yield their chunks.
 
         ``check`` is called before each token.
 

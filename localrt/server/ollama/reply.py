@@ -1,6 +1,4 @@
-"""Converts chunks to Ollama's replies to chat and generate, as one object or lines; embeds
-texts.
-"""
+"""Converts chunks to Ollama's replies, as one object or lines; embeds texts."""
 
 from __future__ import annotations
 
