@@ -42,7 +42,7 @@ def facts(machine: Machine) -> dict[str, object]:
 
 
 def to_json(outcome: Outcome, options: BenchOptions) -> dict[str, object]:
-    """Return the run as JSON: ``results`` has an entry per engine and setting; the best is marked."""
+    """Return the run as JSON: ``results`` has every engine and setting, the best marked."""
     best = _best(outcome.results)
     return {
         "prompt_tokens": options.workload.prompt_tokens,

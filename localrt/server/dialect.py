@@ -105,7 +105,7 @@ def tier_of(fields: Fields) -> RequestClass:
 
 
 def sampling(fields: Fields, *names: str, **others: str) -> dict[str, object]:
-    """Return the options in ``fields`` with these names; ``others`` maps some to a dialect's names."""
+    """Return the options in ``fields`` with these names; ``others`` have another name there."""
     options = {}
     for name, theirs in {**dict(zip(names, names, strict=True)), **others}.items():
         value = fields.get(theirs)

@@ -82,7 +82,7 @@ class EncoderSizes:
         source: TensorSource,
         weight_nbytes: Callable[[tuple[int, int], Format], int] | None = None,
     ) -> EncoderSizes:
-        """Sizes from the tensors; ``weight_nbytes`` is that of ``Ops``, or None for stored bytes."""
+        """Sizes from the tensors; ``weight_nbytes`` is that of ``Ops``; None: as stored."""
         units: Counter[str] = Counter()
         blocks, narrow, wide = set[str](), 1 << 30, 0
         for name, info in source.tensors.items():

@@ -237,7 +237,7 @@ class _Link:
         return self._size.copied / _median(copy)
 
     def beside(self, host: NativeOps | None, to_gpu: float) -> tuple[float, float]:
-        """The shares of their rates that link and CPU reach while both read RAM; 1 without a CPU."""
+        """Shares of their rates that link and CPU reach while both read RAM; 1 without a CPU."""
         if host is None:
             return 1.0, 1.0
         data = aligned_buffer(self._size.read)
