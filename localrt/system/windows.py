@@ -198,7 +198,8 @@ if sys.platform == "win32":
         import psutil
 
         try:
-            return int(_memory_info(process).private)
+            memory = _memory_info(process)
+            return int(min(memory.private, memory.rss))  # private may not be in RAM
         except psutil.Error:
             return 0
 
