@@ -94,7 +94,8 @@ def _missing(error: BaseException | None) -> str:
 def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
     report = yield
     error = report.call.excinfo and report.call.excinfo.value
-    if reason := _missing(error and error.__cause__):
+    causes = (error, getattr(error, "__cause__", None), getattr(error, "cause", None))
+    if reason := next(filter(None, map(_missing, causes)), ""):
         report.outcome, report.longrepr = "skipped", (str(collector.path), 0, reason)
     return report
 

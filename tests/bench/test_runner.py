@@ -242,7 +242,7 @@ def test_request_before_load() -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends POSIX signals")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGKILL", 9)])
 def test_child_ends_with_parent(number: signal.Signals) -> None:
     code = f"""
 import sys
