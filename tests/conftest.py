@@ -67,6 +67,7 @@ NOT_EVERYWHERE = {
     *("fcntl", "pty", "resource", "termios"),
 }
 """What tests compare with or look at, and some systems do not have."""
+collect_ignore = [] if find_spec("torch") else ["models/vision"]  # its conftest needs it
 WINE = hasattr(getattr(ctypes, "windll", None) and ctypes.windll.ntdll, "wine_get_version")
 WINE_CANNOT = {
     "test_system.py::test_a_helper_takes_no_more": "Wine 8 keeps no limits of jobs",
@@ -94,8 +95,7 @@ def _missing(error: BaseException | None) -> str:
 def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
     report = yield
     error = report.call.excinfo and report.call.excinfo.value
-    causes = (error, getattr(error, "__cause__", None), getattr(error, "cause", None))
-    if reason := next(filter(None, map(_missing, causes)), ""):
+    if reason := _missing(error and error.__cause__):
         report.outcome, report.longrepr = "skipped", (str(collector.path), 0, reason)
     return report
 
