@@ -109,7 +109,7 @@ def to_table(times: Sequence[PassTime], advice: Advice) -> str:
         ]
         for each in times
     ]
-    head = ["answers", "ms a pass", "tok/s together", "tok/s each", "of one's pass"]
+    head = ["answers", "ms a pass", "tok/s together", "tok/s each", "vs. one alone"]
     if advice.limit == "computing":
         why = "Computing limits larger batches: each answer takes longer, and little is gained."
     else:
@@ -117,7 +117,7 @@ def to_table(times: Sequence[PassTime], advice: Advice) -> str:
     shown = table(rows, head, "rrrrr")
     share = f"{100 * advice.share:.0f} %"
     return (
-        f"{shown}\n\n{advice.batch} answers at a time: {share} of the most tokens a second. {why}\n"
+        f"{shown}\n\n{advice.batch} answers at a time: {share} of the highest throughput. {why}\n"
         "localrt serve MODEL takes this as its --max-running, 4 at least."
     )
 

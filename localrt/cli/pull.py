@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-vision",
         action="store_true",
-        help="leave out what a GGUF model sees pictures with (mmproj, some hundred MB)",
+        help="leave out a GGUF model's vision encoder (mmproj, some hundred MB)",
     )
     parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit (default: main)")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -84,7 +84,7 @@ def _encoder(path: Path) -> list[Path]:
 
     try:
         encoder = vision_source(path)
-    except LocalrtError:  # it is told when a picture is sent
+    except LocalrtError:  # reported when a picture is sent
         return projectors_beside(path)[:1]
     if encoder is None:
         return []

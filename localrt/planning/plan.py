@@ -210,7 +210,7 @@ def _chosen_file(
     """Return the shape and name of the planned file of ``offer`` (``variant`` if named)."""
     candidates = only(offer, variant) if variant else offer
     chosen = recommend_on(candidates, machine, budgets, ctx=ctx)
-    file, why = chosen.name, f"of its files {chosen.name} is planned: {chosen.reason}"
+    file, why = chosen.name, f"planned for its file {chosen.name}: {chosen.reason}"
     if variant:
         why = f"{variant} was not looked up on the hub: its size is an estimate"
     if as_published(candidates):

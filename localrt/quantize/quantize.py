@@ -84,7 +84,7 @@ class QuantizeReport:
     whose rows are no whole groups of the chosen one. ``loss`` is how far next tokens diverge from
     the source's, in nats, on text not used for calibration; None without a text. ``vision_bytes``
     are the vision encoder's, which is stored as published and not in ``nbytes``; 0 without one.
-    ``blind`` says why a model that sees has none here.
+    ``blind`` is why a vision model has none here.
     """
 
     path: Path
@@ -266,7 +266,7 @@ def quantize_model(
 def _prediction_block(
     source: Checkpoint, config: DecoderConfig, search: ScaleSearch
 ) -> LayerQuantizer | None:
-    """Return what rounds the model's MTP block to the formats that heads are kept in; None if the
+    """Return a quantizer of the model's MTP block to the formats of stored heads; None if the
     model has no block that can be read.
     """
     with suppress(LocalrtError), ExitStack() as opened:
@@ -372,7 +372,7 @@ def method_of(recipe: Recipe) -> str:
     if method not in METHODS:
         raise OptionError(f"{option('method')} must be one of {', '.join(METHODS)}, is {method!r}")
     if method != "rtn" and target.name not in CODECS:
-        raise OptionError(f"{target.name} is only rounded to: leave {option('method')} out")
+        raise OptionError(f"{target.name} takes only rtn: leave {option('method')} out")
     if method != "rtn" and not calibrated:
         raise OptionError(f"method {method} needs calibration text: give {option('calibration')}")
     return method

@@ -62,7 +62,7 @@ def test_table_page_note_and_details(pc: str, name: str) -> None:
     assert reads == ("on the SSD, read for each token" in plan.details)
     placed = ((unit, plan.placement.where[unit.name]) for unit in plan.request.shape.units)
     assert reads == any(where.read for unit, where in placed if unit.macs)
-    for chosen in (note for note in plan.notes if "of its files" in note):
+    for chosen in (note for note in plan.notes if "planned for its file" in note):
         assert figure in chosen
         assert reads == ("the SSD for every token" in chosen)
     (page,) = set(re.findall(r"A?a? ?page of text \(500 tokens\) is read in ([^.,]*)", plan.report))

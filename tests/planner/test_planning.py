@@ -163,7 +163,7 @@ def test_the_models_of_an_empty_machine(tmp_path: Path) -> None:
         ("unsloth/Qwen3-30B-A3B-GGUF:q8_0", "Q8_0", 32.4, "q8_0 was not looked up"),
         ("unsloth/Qwen3-30B-A3B-GGUF:UD-IQ3_XXS", "UD-IQ3_XXS", 14.9, "IQ3_XXS was not looked up"),
         ("ggml-org/gpt-oss-20b-GGUF:MXFP4", "MXFP4", 13.8, "MXFP4 was not looked up"),
-        ("qwen3:30b", "Q5_K_M", 21.7, "of its files Q5_K_M is planned"),
+        ("qwen3:30b", "Q5_K_M", 21.7, "planned for its file Q5_K_M"),
     ],
 )
 def test_known_repository_offline(

@@ -339,7 +339,7 @@ def test_errors(folders: Mapping[str, Path], tmp_path: Path) -> None:
         run(folders["llama"], out, method="awq")
     with pytest.raises(OptionError, match="gptq needs calibration text"):
         run(folders["llama"], out, method="gptq", calibration=None)
-    with pytest.raises(OptionError, match="bf16 is only rounded to"):
+    with pytest.raises(OptionError, match="bf16 takes only rtn"):
         run(folders["llama"], out, "bf16", method="gptq")
     with pytest.raises(OptionError, match="calibration text has 63 tokens: at least"):
         run(folders["llama"], out, calibration=TEXT[:63], method="gptq")
