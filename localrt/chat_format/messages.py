@@ -139,7 +139,7 @@ _THOUGHTS = ("thinking", "reasoning")  # parts with their text in a field of thi
 def check_text_only(messages: Sequence[object], *, pictures: bool = False, blind: str = "") -> None:
     """Check that all parts of all contents are text, or ``pictures``.
 
-    ``blind`` is why a model that sees cannot.
+    ``blind`` is why a vision model cannot see.
 
     Raises:
         OptionError: one is not.

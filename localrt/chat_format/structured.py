@@ -1,4 +1,4 @@
-"""Constrains answers to a JSON schema, an expression or a grammar, using llguidance.
+"""Constrains answers to a JSON schema, a regex or a grammar, using llguidance.
 
 A tokenizer is prepared once per model (under a second, 30 MB), a grammar once per schema. Knows
 tokenizers and grammars. It says which tokens are allowed; the engine's loop samples from them.
@@ -45,7 +45,7 @@ _ALWAYS = (
 )
 
 
-_EXPRESSION = ("pattern", "minLength", "maxLength")  # of a text, which they bind together
+_EXPRESSION = ("pattern", "minLength", "maxLength")  # of a string, compiled together
 
 Reduced = tuple[Any, tuple[str, ...]]
 """A schema that can be followed, and the keywords that it lacks."""
@@ -233,13 +233,13 @@ class Grammars:
         return made(_names_alone)
 
     def _whole(self, schema: object) -> Reduced:
-        """Return ``schema``, unless the model could not write one of its texts.
+        """Return ``schema`` if all of its regexes can be compiled.
 
         Raises:
-            OptionError: an expression is too complex, which a grammar shows only where it begins.
+            OptionError: a regex is too complex, which a grammar shows only on reaching it.
         """
         if not all(map(self._fits, _expressions(schema))):
-            raise OptionError(f"{option('json_schema')} has an expression that is too complex")
+            raise OptionError(f"{option('json_schema')} has a pattern that is too complex")
         return schema, ()
 
     def _parameters(self, schema: object) -> Reduced:
@@ -322,7 +322,7 @@ class Grammars:
             step_max_items=20_000 if own else 500_000,  # takes a quarter of a second
         )
         prepared = self._prepared
-        # A text's expression is only built behind its quotation mark.
+        # A string's regex is only built after its opening quote.
         quote = self._tokenizer.token_id('"') if name == "json_schema" else None
 
         def compiled() -> tuple[LLMatcher, LLMatcher]:
