@@ -37,7 +37,7 @@ _LONG_S = 0.2  # longer planned passes are not measured
 _TASKS = 10_000  # of a pass, at most
 _TURNS = ("cpu", "gpu")
 _WITHIN = (".experts", ".host")  # the CPU's tasks within those of the GPU
-_SEEN = 0.02  # least share of a pass that the host's part must have to be measured
+_SEEN = 0.02  # least share of a pass at which the host's part is measured
 
 
 def measured(plan: Forecast, streamed: StreamedWeights, context: LoadContext) -> Forecast:
@@ -75,8 +75,8 @@ def measured(plan: Forecast, streamed: StreamedWeights, context: LoadContext) ->
 
 
 class Passes(NamedTuple):
-    """Measured passes: the tasks of each, of which the first only shows when the second began, the
-    seconds per token of the others, and the share of experts that were in memory.
+    """Measured passes: their tasks, after those of the pass before them; the seconds of each; and
+    the share of experts that were in memory.
     """
 
     tasks: Sequence[Sequence[Task]]
@@ -180,7 +180,7 @@ def _host_seconds(
         begins = True
         for task in chain:
             where = placement.where.get(task.name, Where.VRAM)
-            if task.resource == "cpu":  # of a unit that is read nothing is known: it waits for it
+            if task.resource == "cpu":  # a unit that is read also waits: its time is unknown
                 by_cpu += float("inf") if where.read else task.end - task.start
                 continue
             host = 0.0 if before is None else task.start - before.end - by_cpu

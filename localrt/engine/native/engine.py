@@ -58,7 +58,7 @@ class NativeEngine(Engine):
     """See ``Engine``.
 
     ``pass_rows`` is the most rows of a prefill pass. For a streaming decoder, ``plan`` is its
-    placement, and ``forecaster`` forecasts its speed at the disk's rate, at first ``ssd_bytes_s``.
+    placement, and ``forecaster`` forecasts its speed; the first disk rate is ``ssd_bytes_s``.
     ``ram`` forecasts the memory of the process.
     """
 
@@ -87,7 +87,7 @@ class NativeEngine(Engine):
         self._adapters_in_ram: dict[str, int] = {}  # bytes, by key
         self._rates = RecentRates(ssd_bytes_s)
         self._forward: Forward | None = decoder.forward
-        # Otherwise placement is chosen during the pass, so it cannot be captured as a graph.
+        # A pass can be captured as a graph only if its placement is fixed beforehand.
         weights = decoder.weights
         if not weights.memory.streams and all(experts.capturable for experts in weights.experts):
             self._forward = decoder.ops.graphed(decoder.forward)
@@ -137,7 +137,7 @@ class NativeEngine(Engine):
         self._ram.take(nbytes)
 
     def _take_gpu(self, nbytes: int) -> None:
-        """The same of the GPU's memory. Weights that all stay there leave what they leave."""
+        """The same for GPU memory. If nothing streams, ``nbytes`` must fit in what is left."""
         if self.weights.memory.streams:
             self.weights.memory.take_gpu(nbytes)
             return
@@ -220,7 +220,7 @@ class NativeEngine(Engine):
     def _normed_states(
         self, parts: Sequence[tuple[int, KVCache, Sequence[int]]], check: Check | None
     ) -> list[tuple[int, Logits]]:
-        """One pass; what belongs to each of its parts, after the final norm."""
+        """Run a pass; return each part's index and its rows after the final norm."""
         rows = np.empty((sum(len(piece) for *_, piece in parts), self.hidden_size), np.float32)
         batch = Batch.extend([(cache, piece) for _, cache, piece in parts])
         self.run(batch, rows=[], check=check, features=Features((AFTER_LAST,), rows))
@@ -273,7 +273,7 @@ class NativeEngine(Engine):
         return any(cache.length and key in dict(cache.mix) for cache in list(self._caches))
 
     def _adapting(self) -> list[tuple[Ops, AdapterTable[Any]]]:
-        """Everything that computes, with what it has of adapters."""
+        """Return each ``Ops`` in use with its table of adapters."""
         self._loaded()
         found = []
         for ops in self.weights.implementations:
@@ -286,7 +286,7 @@ class NativeEngine(Engine):
 
     @cached_property
     def _attention_key(self) -> str:
-        """Name the windows, rotary frequencies and so on: some depend on the context's length."""
+        """A key of windows, rotary frequencies and so on: some depend on the context's length."""
         specs = repr(self._loaded().config.memories)
         return hashlib.sha256(specs.encode()).hexdigest()[:12]
 
