@@ -218,7 +218,7 @@ if sys.platform == "win32":
         return ram // 2  # the system allows no more, and it is lost to other programs
 
     def spilling_nbytes(vram: int) -> int:
-        return vram // 16  # moved before memory runs out, instead of failing: passes become slow
+        return vram // 16  # the driver moves data to RAM before VRAM is full: passes become slow
 
     def allowed_cores() -> set[int] | None:
         return None
@@ -271,7 +271,7 @@ if sys.platform == "win32":
         return True
 
     def bare_python() -> str:
-        # An environment's own starts another process, which it would take for the helper.
+        # A venv's python.exe only starts another process: it would be taken for the helper.
         return getattr(sys, "_base_executable", "") or sys.executable
 
     def owns(status: os.stat_result) -> bool:
@@ -295,7 +295,7 @@ if sys.platform == "win32":
     OWN_GROUP: dict[str, Any] = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
 
     def typed_ahead(terminal: int) -> AbstractContextManager[bool]:
-        return nullcontext(False)  # the console keeps keys apart from what it is asked
+        return nullcontext(False)  # the console keeps keys and replies apart
 
     def use_utf8_in_pipes() -> None:
         for stream in (sys.stdin, sys.stdout, sys.stderr):
