@@ -5,7 +5,7 @@
 
 inline namespace LRT_SPACE {
 
-constexpr int MOST_QUERIES = 32;         // queries that share a block: in prefill, or of one row with gathered keys
+constexpr int MOST_QUERIES = 32;         // queries that share a block: in prefill, or a row's with gathered keys
 constexpr size_t MOST_PIECES = 1u << 23;  // floats of partial results, if blocks are divided among threads
 
 struct BlockResult {  // one query over one block; followed by the weighted sum (E)
@@ -216,7 +216,7 @@ inline void score_block(const Query* queries, const Cached& cached, const Piece&
         for (; tile + T <= tiles; tile += T) score_int4<N, T>(queries, totals, piece, size, scores, 16 * tile);
         for (; tile < tiles; tile++) score_int4<N, 1>(queries, totals, piece, size, scores, 16 * tile);
     } else {
-        // As many tiles at once as their sums fit in registers and the cache has ways: tiles are 4 KB apart.
+        // As many tiles at once as registers hold sums and the cache has ways: tiles are 4 KB apart.
         constexpr int T = least(8, most(1, ATTENTION_SUMS / N));
         const size_t tile_bytes = (size_t)size * 16 * Kind::BYTES;
         for (; tile + T <= tiles; tile += T) score_tiles<Kind, N, T>(queries, piece.k + tile * tile_bytes, size, scores, 16 * tile);

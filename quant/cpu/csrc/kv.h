@@ -20,7 +20,7 @@ struct CachedInt8 {
     static F16L load(const uint8_t* p) { return F16L::from(I16::load_i8(p)); }
 };
 // int4, in C chunks of 32 elements, the last of which may be half full. Byte j of values (256, C, 16) holds elements j
-// and j + 16. So do the first 256 bytes, (16, 16), of each chunk of a tile of keys (16, C, 384). Keys have six bits:
+// and j + 16. In keys (16 tiles, C, 384), line j of a chunk's first 256 bytes, (16, 16), does too. Keys have six bits:
 // the upper two bits of elements 0-15 and 16-31 are in the two words (2, 16) per token that follow. Then come the
 // scales of keys and of values, bf16 (C, 256) each. An element is (code - half of the largest code) times the scale.
 struct CachedInt4 {
@@ -85,7 +85,7 @@ template <size_t WIDTH> inline void copy_lanes(const uint8_t* from, uint8_t* to,
     for (int line = 0; line < lines; line++) __builtin_memcpy(to + line * bytes, from + line * bytes, WIDTH);
 }
 
-// Copies the keys of a tile's lanes from `source` on to another tile's lanes from `lane` on.
+// Copies LANES keys of a tile, from lane `source` on, to another tile, from lane `lane` on.
 template <int LANES> inline void copy_keys(int format, int size, const uint8_t* from, int source, uint8_t* to, int lane) {
     if (format == KV_BF16) {
         copy_lanes<2 * LANES>(from + 2 * source, to + 2 * lane, size, 32);

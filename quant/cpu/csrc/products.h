@@ -21,8 +21,8 @@ inline void direct_rows(const uint8_t* tile, int span, const Acts& acts, F16L* t
     const typename Codes::Code* a = Codes::of(acts);
     const float* meta = acts.meta;
     constexpr int ZERO = start_zero<Layout>();
-    // For bytes, each half's sum fits in 16 bits; for pairs, codes are scaled first, as in panels, with one sum for
-    // both.
+    // With byte codes, each half's sum fits in 16 bits. Pair codes are scaled first, as in panels: one sum for both
+    // halves.
     constexpr int HALVES = MINIMA && PRECISE ? 1 : Layout::HALVES, STEPS = 8 / HALVES, STARTS = start_halves<Layout>(PRECISE);
     using Products = std::conditional_t<PRECISE, PairDots<Layout::SYMMETRIC, chains(R)>, DotsOf<Layout, STEPS, chains(R)>>;
     const int32_t* start = ZERO ? acts.start(ZERO, STARTS) : nullptr;
@@ -201,7 +201,7 @@ struct Gated {
     static F16L scaled(F16L y, const Matrix& m, const float* bias, int tile) {
         return y.fma(F16L::set1(m.scale), bias ? F16L::load(bias + 16 * tile) : F16L::zero());
     }
-    // With adapters: scales a tile of some rows' products with gates and ups, and adds the adapters' products. Rows are
+    // With adapters: scales some rows' gate and up products of a tile, and adds the adapters' products. Rows are
     // `step` elements apart.
     void adapt(F16L* gates, F16L* ups, int step, int first_row, int rows, const Matrix& gate, const Matrix& up, int tile) const {
         if (!more) return;

@@ -108,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(128, 1) latent(Attention args) {
             for (int c = 0; c < OWN; c++) {
                 const int span = warp * OWN + c;
                 if (span >= SPANS) continue;
-                uint4 v[4];  // a lane's eight columns of tokens 0, 1, 8 and 9 after it
+                uint4 v[4];  // eight columns of tokens 0, 1, 8 and 9 from the lane's first
 #pragma unroll
                 for (int i = 0; i < 4; i++) v[i] = keys[8 * j + 2 * t + i / 2 * 8 + i % 2][ROPE / 8 + 8 * span + g];
                 const u32 words[4][4] = {{v[0].x, v[0].y, v[0].z, v[0].w}, {v[1].x, v[1].y, v[1].z, v[1].w},
