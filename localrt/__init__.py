@@ -142,7 +142,7 @@ if (_root / "pyproject.toml").is_file() and (_root / "models" / "__init__.py").i
 
 
 class _Name:
-    """Imports a public name on use; ``help(localrt)`` would print module attributes in full."""
+    """Imports a public name on use. A class: ``help`` prints module attributes in full."""
 
     def __init__(self, name: str) -> None:
         self.name = name

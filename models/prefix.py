@@ -1,4 +1,4 @@
-"""How much of one sequence of tokens another one repeats."""
+"""The common prefix of two sequences of tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 Tokens: TypeAlias = npt.NDArray[np.int64]
-"""Of a sequence that is compared again and again: a list is converted each time."""
+"""For a sequence compared again and again: a list would be converted each time."""
 
 
 def common_prefix(a: Sequence[int] | Tokens, b: Sequence[int] | Tokens) -> int:

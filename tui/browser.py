@@ -63,7 +63,7 @@ class TabServer(Server):
     """Serves one tab at a time at ``page``; opening another ends the first."""
 
     def __init__(self, command: Sequence[str], port: int) -> None:
-        # No shell between the app and this process, since the app watches for its end.
+        # No shell in between: the app watches for the end of this process.
         line = system.REPLACE_SHELL + system.join(command)
         super().__init__(line, host=_HOST, port=port, title="localrt")
         self._token = secrets.token_urlsafe(32)

@@ -22,7 +22,7 @@ from localrt.tui.text import clean
 if TYPE_CHECKING:
     from textual.widget import Widget
 else:
-    Widget = object  # at run time no widget, since styles come from the first base that is one
+    Widget = object  # not a widget at run time: styles come from the first base that is one
 
 _JOINER = "\u200d"
 _CONTINUES = (  # characters that continue a letter and are not combining marks

@@ -46,7 +46,7 @@ class Results:
                 yield name
 
     def put(self, row: Record, order: Iterable[str] = ()) -> None:
-        """Save ``row``, replacing the row of that name, or inserted in the ``order`` of names."""
+        """Save ``row`` in place of any row of its name; rows named in ``order`` come first."""
         known = {old["name"]: old for old in self.rows}
         names = dict.fromkeys((*order, *known, row["name"]))
         known[row["name"]] = row

@@ -64,7 +64,7 @@ def _copies(device: str) -> Values:
 
 
 def _waits(device: str) -> Values:
-    """Microseconds of an empty wait (spinning or sleeping, cores idle or just busy), a row's round
+    """Microseconds of an empty wait (spinning or sleeping, after idle or busy cores), a row's round
     trip to the GPU, and a launch on host and GPU.
     """
     gpu: Any = device_of(device)

@@ -77,7 +77,7 @@ def plan_removal(name: str, settings: Settings, *, packed_only: bool = False) ->
 
 
 def _counted_twice(gone: Sequence[LocalModel], listed: Sequence[LocalModel]) -> int:
-    """Bytes of vision encoders that models share: all but one of each, or all where it stays."""
+    """Excess bytes of shared vision encoders: all but one count of each, or all if it stays."""
     kept = {model.projector for model in listed if model not in gone}
     encoders = Counter(model.projector for model in gone if model.projector is not None)
     return sum((n - (t not in kept)) * t.stat().st_size for t, n in encoders.items())

@@ -17,7 +17,7 @@ from localrt.hub.names import HubRef
 from localrt.models.weight_files import is_draft_file
 
 _TIMEOUT_S = 10.0
-_OFFER_TIMEOUT_S = 3.0  # for what nobody waits for
+_OFFER_TIMEOUT_S = 3.0  # nobody waits for an offer
 _KINDS = ("gguf", "safetensors")
 
 

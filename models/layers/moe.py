@@ -198,7 +198,7 @@ class _BesideDense:
     def join(self, state: PassState, rows: Array) -> Array:
         """Return the layer's output, given the experts' ``rows`` (R, D)."""
         ops = state.ops
-        # The implementations that take these models have one form for all activations.
+        # In the ``Ops`` that run these models, all activations have one type.
         normed = ops.norm(cast(Hidden, rows), self._expert_norm, self._eps)
         both = ops.add(cast(Hidden, self.dense(state)), cast(Array, normed))
         return cast(Array, ops.norm(both, self._norm, self._eps))

@@ -1,7 +1,7 @@
 """Six-bit scales and minima of K-quants, in blocks and in tiles.
 
-In a block their bits are scattered. In a tile, each row's are packed in words, lowest first, so
-that a lane extracts its row's with a shift.
+In a block their bits are scattered. In a tile, each row's values are packed in words, lowest first:
+a lane extracts one with a shift.
 """
 
 from __future__ import annotations

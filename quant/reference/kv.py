@@ -20,7 +20,7 @@ from localrt.quant.ops.protocol import Span
 from localrt.quant.ops.recurrent import RecurrentSpec
 from localrt.quant.ops.states import StateCache
 
-_ROUND = 64  # divides a step of growth
+_ROUND = 64  # divides the growth step
 
 
 class TorchKVCache(GrowingCache):

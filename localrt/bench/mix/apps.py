@@ -111,7 +111,7 @@ def _one(app: App, index: int, rng: random.Random) -> Session:
 
 
 def _completion(app: App, index: int, rng: random.Random, file: random.Random) -> Session:
-    """Complete code at a cursor: the typist types on up to twice before waiting, and edits one
+    """Complete code at a cursor: the typist resumes up to twice before waiting, and edits one
     place of ``file`` for several sessions, so the code before the cursor grows.
 
     The text after the cursor comes first, so that it is a plain continuation, which every server
