@@ -114,7 +114,7 @@ class NativeEngine(Engine):
         )
 
     def attach_vision(self, make: Callable[[Sequence[Ops], Take], VisionState]) -> None:
-        """Take pictures, with the state that ``make`` returns for the ``Ops`` and the budgets."""
+        """Accept pictures; ``make`` gets the ``Ops`` and what takes memory from the budgets."""
         budgeted = self.weights.memory.streams or self.ram is not None
         if budgeted:
             with self._turn:
@@ -130,7 +130,7 @@ class NativeEngine(Engine):
         self.vision = make(self.weights.implementations, take)
 
     def _take_within(self, nbytes: int) -> None:
-        """``take_ram`` within a turn."""
+        """``take_ram``, for a caller that holds ``_turn``."""
         if self.weights.memory.streams:
             self.weights.memory.take(nbytes)
             self._taken += nbytes
@@ -195,7 +195,7 @@ class NativeEngine(Engine):
     ) -> Generator[tuple[int, Logits], None, None]:
         """See ``Engine``. Texts share passes; long ones span several."""
         left = deque((index, ids, 0) for index, ids in enumerate(texts))
-        cache: KVCache | None = None  # of the first that is left
+        cache: KVCache | None = None  # of the first text that is left
         while left:
             parts: list[tuple[int, KVCache, Sequence[int]]] = []
             with self.background() as others:
@@ -213,7 +213,7 @@ class NativeEngine(Engine):
             yield from states
 
     def _rows_beside(self, others: int) -> int:
-        """The rows of a pass that nobody waits for: few, while ``others`` have work that is due."""
+        """The rows of a background pass: few while ``others`` have work to do."""
         few = others and not self.info.streamed  # reading weights takes as long for few rows
         return min(_ROWS_BESIDE, self.pass_rows) if few else self.pass_rows
 
@@ -348,7 +348,7 @@ class NativeEngine(Engine):
             if ram is not None:
                 with self._turn:
                     self._loaded()
-                    self._ram.set_budget(ram_budget(ram))  # changes the limits of its next passes
+                    self._ram.set_budget(ram_budget(ram))  # limits the next passes
             return
         with self._turn:
             self._loaded()

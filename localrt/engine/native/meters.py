@@ -32,9 +32,9 @@ from localrt.quant.ops.protocol import Ops
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RamForecast:
-    """A forecast of the RAM that a loaded model's process takes, by caches and passes.
+    """A forecast of the RAM that a loaded model's process takes, given its caches and passes.
 
-    ``process`` is what it takes besides the model, ``weights`` what stays in memory, with the
+    ``process`` is what it takes besides the model, ``weights`` those that stay in memory, with the
     rings. A streamed model has ``room``, which bounds weights, caches and logits together: it gives
     weights back before each pass. Another model has a ``budget``, which limits the rows of its
     passes.
@@ -118,7 +118,7 @@ _Cache = TypeVar("_Cache", bound=KVCache)
 
 
 class RamMeter:
-    """Counts RAM by ``forecast``; without one, the rest of the process is unknown."""
+    """Counts RAM by ``forecast``; without one, it limits nothing."""
 
     def __init__(self, forecast: RamForecast | None) -> None:
         self._forecast = forecast
@@ -195,7 +195,7 @@ class RecentRates:
         self._asked = (0, 0)  # expert uses, and how many were in memory
 
     def now(self, counts: PipelineCounts) -> Rates:
-        """Return the rates for a ``Forecaster``, updated if enough was done since then."""
+        """Return the rates for a ``Forecaster``, updated where enough was done meanwhile."""
         read = counts.ssd_read_bytes, counts.busy_s.get("ssd", 0.0)
         nbytes, seconds = (new - old for new, old in zip(read, self._read, strict=True))
         if nbytes > _RATE_SAMPLE and seconds > 0:

@@ -1,4 +1,4 @@
-"""The rows of one pass of several sessions: where they lie, and what each of them sees."""
+"""The rows of one pass of several sessions: their positions, and what each attends to."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def rows_of_pass(
 ) -> tuple[Batch, list[int]]:
     """Return the batch that appends ``tokens`` to each session, and each one's ``shift`` after it.
 
-    The first sessions have a token and the nodes of one of ``trees`` after it.
+    The first sessions, one for each of ``trees``, append a token and then the tree's nodes.
     """
     positions, axes, shifts, spans = [], [], [], []
     for session, ids, tree in zip_longest(sessions, tokens, trees):
@@ -55,7 +55,7 @@ def rows_of_pass(
 
 
 def _joined_axes(axes: Sequence[Ints | None], positions: Sequence[Ints]) -> Ints | None:
-    """The positions of all sequences on three axes; None if those of none differ."""
+    """The positions of all sequences on three axes; None if the axes are equal in all."""
     if all(own is None for own in axes):
         return None
     parts = zip(axes, positions, strict=True)

@@ -1,7 +1,7 @@
-"""One sequence on the native engine: its tokens, its KV cache, and the rows of a tree in between.
+"""One sequence on the native engine: its tokens, its KV cache, and the rows of an open tree.
 
 With ``record_features`` it also keeps its tokens' features, for draft heads that read them.
-Passes are the engine's. It does not know weights, text or sampling.
+The engine runs its passes. It does not know weights, text or sampling.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from localrt.speculative.tree import TokenTree
 Rows = npt.NDArray[np.float32]
 
 FEATURE_NBYTES = 64 << 20
-"""The most that a sequence's features take."""
+"""The most bytes of a sequence's features."""
 
 
 class FeatureRows:
     """The features (n, ``size``) of a sequence's tokens ``first`` to ``length``: the residual
-    stream before ``layers``. The oldest go where they would take more than 64 MB.
+    stream before ``layers``. The oldest are dropped if they would take more than 64 MB.
     """
 
     def __init__(self, layers: tuple[int, ...], first: int, size: int) -> None:
@@ -65,7 +65,7 @@ class FeatureRows:
         self.length += count
 
     def open(self, count: int) -> Rows:
-        """Return the array for the rows of a tree's pass, until some are kept."""
+        """Return the array for the rows of a tree's pass, held until some are kept."""
         self._open = np.empty((count, self._rows.shape[1]), np.float32)
         return self._open
 
@@ -98,9 +98,9 @@ class FeatureRows:
 class NativeSession(EngineSession):
     """See ``EngineSession``.
 
-    ``shift`` is how much further tokens are than their rotary positions, behind the pictures.
-    ``attention_key`` names what keys depend on besides the weights. ``reserve`` makes room in a
-    cache for a number of tokens that do not come from a pass.
+    ``shift`` is a token's index minus its rotary position, after the pictures so far.
+    ``attention_key`` identifies what keys depend on besides the weights. ``reserve`` makes room in
+    a cache for a number of tokens that do not come from a pass.
     """
 
     takes_trees = True
@@ -245,7 +245,7 @@ class NativeSession(EngineSession):
         return length
 
     def _recount(self) -> None:
-        """Find the shift of the tokens held anew."""
+        """Compute the shift of the held tokens again."""
         vision = self._engine.vision
         if vision is not None:
             *_, self.shift = vision.positions(np.asarray(self._tokens, np.int64), 0, 0)
