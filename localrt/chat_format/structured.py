@@ -48,7 +48,7 @@ _ALWAYS = (
 _EXPRESSION = ("pattern", "minLength", "maxLength")  # of a string, compiled together
 
 Reduced = tuple[Any, tuple[str, ...]]
-"""A schema that can be followed, and the keywords that it lacks."""
+"""A schema that can be followed, and the keywords left out of it."""
 
 
 def loosened(schema: object, fits: Callable[[Any], bool]) -> Reduced:
@@ -72,7 +72,7 @@ def _expression(schema: Mapping[str, object]) -> dict[str, object]:
 
 
 def _expressions(schema: object) -> Iterator[object]:
-    """Yield the schema of each text that has to match a pattern."""
+    """Yield the schema of each string that has to match a pattern."""
     left = [schema]
     while left:
         each = left.pop()
@@ -122,7 +122,7 @@ class _Loosening:
         return found
 
     def _may(self, key: str, value: object, schema: Mapping[str, object]) -> bool:
-        """Whether a keyword of ``schema`` fits alone, or with only what it needs beside it."""
+        """Whether a keyword of ``schema`` fits, alone or with only the keywords that it needs."""
         alone = {key: {value: {}} if key == "patternProperties" else value}
         if key == "pattern":
             alone = _expression(schema)
@@ -141,7 +141,7 @@ _T = TypeVar("_T")
 
 _KEPT = 16  # grammars
 _LONGEST = 128 << 10  # characters; reading takes time quadratic in a schema's properties
-# A long text may have thousands of rules, each leading to the next. llguidance follows them by
+# A long grammar may have thousands of rules, each leading to the next. llguidance follows them by
 # recursion, and a stack overflow would end the process.
 _STACK_NBYTES = 128 << 20  # address space: only the pages in use take memory
 _STACK = threading.Lock()  # the stack size of new threads is a setting of the whole process
@@ -169,7 +169,7 @@ class Grammars:
         """Return a function that makes an answer's constraint; None if the options ask for none.
 
         Raises:
-            OptionError: the schema, expression or grammar is malformed, or uses an unsupported
+            OptionError: the schema, regex or grammar is malformed, or uses an unsupported
                 feature.
             MissingExtraError: llguidance is not installed.
             MemoryBudgetError: the budget has no room for it.
@@ -278,7 +278,7 @@ class Grammars:
     def _made(self, name: str, text: str) -> MakeConstraint:
         if len(text) > _LONGEST:
             raise OptionError(
-                f"{option(name)} is too large: {len(text)} characters, and {_LONGEST} are the most"
+                f"{option(name)} is too large: {len(text)} characters, {_LONGEST} at most"
             )
         with self._lock:
             matcher = self._matcher(name, text)
@@ -313,11 +313,11 @@ class Grammars:
             raise _refused(name, str(error)) from error
         if self._prepared is None:
             self._prepared = self._prepare()
-        # Items are the parser's ways to read a text; it compares each with all others. Schemas need
-        # few items for their size, a user's grammar may need any number.
+        # Items are the parser's partial parses; it compares each with all others. Schemas need few
+        # items for their size, a user's grammar may need any number.
         own = name == "grammar"
         limits = LLParserLimits(
-            initial_lexer_fuel=200_000,  # the largest expression takes one second, not ten
+            initial_lexer_fuel=200_000,  # the largest regex takes one second, not ten
             max_items_in_row=1_000 if own else 20_000,  # enough for thousands of properties
             step_max_items=20_000 if own else 500_000,  # takes a quarter of a second
         )
