@@ -31,7 +31,7 @@ from localrt.planning.predict import on_machine
 from localrt.planning.simulate import simulate
 from localrt.quant.ops.protocol import RECORDED_PARTS, Batch
 
-_WARM, _MEASURED = 2, 3  # passes: what comes the second time is recorded
+_WARM, _MEASURED = 2, 3  # passes; GPU steps are recorded when they recur
 _MOST_S = 0.25  # no pass begins later
 _LONG_S = 0.2  # longer planned passes are not measured
 _TASKS = 10_000  # of a pass, at most
@@ -86,8 +86,8 @@ class Passes(NamedTuple):
 
 def run_passes(weights: StreamedWeights, capacity: int, cancel: Event | None = None) -> Passes:
     """Decode a few tokens in a cache of their own, without counting them in any statistics."""
-    assert weights.gpu is not None, "they are of a GPU"
-    assert weights.gpu.gpu is not None, "it is the GPU's lane"
+    assert weights.gpu is not None, "only passes with a GPU are measured"
+    assert weights.gpu.gpu is not None, "the GPU's lane has a GPU"
     gpu, recorder, decoder = weights.gpu.gpu, weights.gpu.recorder, Decoder(weights)
     cache, token, tasks, ended = decoder.cache(capacity), 0, list[list[Task]](), list[float]()
     before, begun = weights.counts(), time.perf_counter()
@@ -153,7 +153,7 @@ def corrections_of(passes: Passes, costs: Costs, placement: Placement) -> Correc
             for each in (replace(here, shared_s=0.0), here)
         )
         rest, planned_rest = median(passes.seconds) - without, planned_s - without
-        if planned_rest > _SEEN * planned_s:  # else the host works while something else does
+        if planned_rest > _SEEN * planned_s:  # else the host's work is hidden by other work
             found = replace(found, visit=rest / planned_rest)
     return found
 

@@ -2,7 +2,7 @@
 
 A layer's inputs are measured with its original weights; its outputs are computed with the written
 ones. So an interrupted run continues from its finished files and gives the same bytes. One layer is
-in memory, and with calibration the hidden states of the text.
+in memory and, with calibration, the hidden states of the text.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ class QuantizeReport:
 
     ``bits_per_weight`` counts all matrices, ``layer_bits_per_weight`` only those of the layers.
     ``formats`` counts the layers' matrices by format. ``fallbacks`` has the format of each tensor
-    whose rows are no whole groups of the chosen one. ``loss`` is how far next tokens diverge from
-    the source's, in nats, on text not used for calibration; None without a text. ``vision_bytes``
-    are the vision encoder's, which is stored as published and not in ``nbytes``; 0 without one.
+    whose rows do not divide into groups of the chosen one. ``loss`` is how far next tokens diverge
+    from the source's, in nats, on text not used for calibration; None without a text.
+    ``vision_bytes`` are the vision encoder's, stored as published, not in ``nbytes``; else 0.
     ``blind`` is why a vision model has none here.
     """
 
@@ -131,9 +131,9 @@ def quantize_model(
         name, revision: name and revision of the source in the manifest.
         threads: CPU threads of the calibration passes and of the search for scales.
         losses: folder of saved loss tables, for mixes of other sizes and for plans.
-        projectors: the model's vision encoders that do not lie beside it.
-        progress: called with ``Progress`` of the stage ``"quantize"``, in bytes; for a mix first
-            with that of the stage ``"losses"``, in layers.
+        projectors: the model's vision encoders in other folders.
+        progress: called with ``Progress`` of the stage ``"quantize"``, in bytes; for a mix, first
+            of the stage ``"losses"``, in layers.
         cancel: set it from another thread to stop with ``CancelledError``.
 
     Raises:
@@ -178,7 +178,7 @@ def quantize_model(
         if target is not None:
             formats = _formats(source.tensors, target, recipe.head_format)
         else:
-            assert calibration is not None, "a mix is of calibrated formats"
+            assert calibration is not None, "a mix is calibrated"
             trial = _formats(source.tensors, CODECS[TRIAL_FORMAT].format, None)
             table = model_losses(calibration, trial, search, folder=losses, report=show_layers)
             formats = _mixed(source.tensors, table, recipe)
@@ -299,7 +299,7 @@ def _write_calibrated_layers(
     weights: LayerQuantizer,
     calibration: Calibration,
 ) -> None:
-    """Write the unfinished layers; finished ones only pass the text on."""
+    """Write the unfinished layers; finished ones only compute the text's hidden states."""
     pending = [file for file in writer.pending if file.layer is not None]
     if not pending:
         return
@@ -350,7 +350,7 @@ def method_of(recipe: Recipe) -> str:
     if (target is None) == (recipe.bits is None):
         raise OptionError(f"give either {option('format')} or {option('bits')}")
     if target is None:
-        assert recipe.bits is not None, "one of them is there"
+        assert recipe.bits is not None, "given if there is no format"
         ends = MIX_FORMATS[0], MIX_FORMATS[-1]
         least, most = (CODECS[name].format.bits_per_weight for name in ends)
         if not least <= recipe.bits <= most:
