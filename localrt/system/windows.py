@@ -19,7 +19,7 @@ def count_records(records: bytes, allowed: int, processor: str) -> tuple[int, in
         if group or not allowed or mask & allowed:
             classes.append(records[at + 9])  # the higher, the faster
         at += max(size, 42)
-    if "AuthenticAMD" in processor:  # compact cores do the same work a cycle
+    if "AuthenticAMD" in processor:  # compact cores do the same work per cycle
         return len(classes), 0
     fast = classes.count(max(classes, default=0))
     return fast, len(classes) - fast
@@ -55,7 +55,7 @@ if sys.platform == "win32":
     _PRIORITY_IDLE = -15
     _MEM_COMMIT, _MEM_RESERVE, _MEM_RELEASE, _PAGE_READWRITE = 0x1000, 0x2000, 0x8000, 4
     _LIMIT_PROCESS_MEMORY, _EXTENDED_LIMITS = 0x100, 9
-    _FEATURES = {19: "asimd", 40: "avx2", 41: "avx512f", 43: "asimddp"}  # by numbers of the system
+    _FEATURES = {19: "asimd", 40: "avx2", 41: "avx512f", 43: "asimddp"}  # by PF_ constant
     _INVALID = ctypes.c_void_p(-1).value
 
     ROOT = Path(os.devnull)
@@ -104,7 +104,7 @@ if sys.platform == "win32":
     _KERNEL.CreateEventW.restype = _KERNEL.CreateJobObjectW.restype = wintypes.HANDLE
 
     class _Thread(threading.local):
-        """An event of each thread, which its transfers wait for."""
+        """Has an event for each thread: its transfers wait for it."""
 
         def __init__(self) -> None:
             self.event = _KERNEL.CreateEventW(None, True, False, None)
@@ -133,7 +133,7 @@ if sys.platform == "win32":
     def open_temporary(folder: Path, prefix: str) -> tuple[int, int]:
         descriptor, name = tempfile.mkstemp(prefix=prefix, dir=folder)
         os.close(descriptor)
-        # The system deletes it when it is closed.
+        # The system deletes the file when it is closed.
         return os.open(name, os.O_RDWR | os.O_BINARY | os.O_NOINHERIT | os.O_TEMPORARY), -1
 
     def read_at(descriptor: int, view: memoryview, offset: int) -> int:
@@ -165,12 +165,12 @@ if sys.platform == "win32":
         return done.value
 
     def allocate(descriptor: int, offset: int, nbytes: int) -> None:
-        """A file that is written past its end grows; the system keeps no list of holes."""
+        """Does nothing: a file that is written past its end grows, without holes."""
 
     def drop_cached(
         descriptor: int, offset: int = 0, nbytes: int = 0, *, written: bool = False
     ) -> None:
-        """The system takes no such advice: what should not be cached is opened as ``direct``."""
+        """Not possible: files that should not be cached are opened as ``direct``."""
 
     def sync_folder(folder: Path) -> None:
         """Renames are durable with the file system's journal."""
@@ -199,7 +199,7 @@ if sys.platform == "win32":
 
         try:
             memory = _memory_info(process)
-            return int(min(memory.private, memory.rss))  # private may not be in RAM
+            return int(min(memory.private, memory.rss))  # private memory may be paged out
         except psutil.Error:
             return 0
 
@@ -212,10 +212,10 @@ if sys.platform == "win32":
         return psutil.Process(process).memory_info()
 
     def return_free_memory() -> None:
-        """The system's library does so by itself."""
+        """The system's allocator does so by itself."""
 
     def pinnable_nbytes(ram: int) -> int | None:
-        return ram // 2  # the system allows no more, and it is lost to other programs
+        return ram // 2  # the system allows no more, and other programs cannot use it
 
     def spilling_nbytes(vram: int) -> int:
         return vram // 16  # the driver moves data to RAM before VRAM is full: passes become slow
