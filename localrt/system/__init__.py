@@ -1,4 +1,4 @@
-"""What operating systems do differently, behind one set of functions; a file a system.
+"""What operating systems do differently, behind one set of functions; one file per system.
 
 Nothing else in the package uses what only some systems have (``tests/test_system.py`` looks).
 

@@ -19,7 +19,7 @@ from typing import Any
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _F_NOCACHE = 48  # of macOS
-# What a file system says that cannot allocate ahead.
+# Errors of file systems that cannot allocate ahead.
 _NO_ALLOCATION = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV}
 _LARGE_PAGE = 1 << 21
 _MACOS_UTILITY = 0x11
@@ -31,9 +31,9 @@ ROOT = Path("/")
 
 
 def open_file(path: Path | str, *, write: bool = False, direct: bool = False) -> tuple[int, bool]:
-    """Open a file that exists; return its descriptor, and whether the page cache is left out.
+    """Open a file that exists; return its descriptor, and whether it bypasses the page cache.
 
-    Reads and writes without the cache begin and end at multiples of 4096, in memory too.
+    If so, reads and writes must begin and end at multiples of 4096, in memory too.
     """
     flags = os.O_CLOEXEC | (os.O_RDWR if write else os.O_RDONLY)
     if direct and _DIRECT:
@@ -51,7 +51,7 @@ def open_temporary(folder: Path, prefix: str) -> tuple[int, int]:
     """Make a file in ``folder`` that is gone once it is closed, or its process has ended.
 
     Returns:
-        Its descriptor, and a second one that leaves out the page cache, or -1.
+        Its descriptor, and a second one that bypasses the page cache, or -1.
     """
     descriptor, name = tempfile.mkstemp(prefix=prefix, dir=folder)
     try:
@@ -130,7 +130,7 @@ def map_zeros(nbytes: int, *, large_pages: bool = False) -> memoryview:
 
 
 def reserve_zeros(nbytes: int) -> memoryview:
-    """The same, but to be used only as far as ``commit`` has been called for it.
+    """Like ``map_zeros``, but only what ``commit`` has been called for may be used.
 
     Raises:
         OSError, ValueError, OverflowError: the system refuses.
@@ -139,7 +139,7 @@ def reserve_zeros(nbytes: int) -> memoryview:
 
 
 def commit(address: int, nbytes: int) -> None:
-    """Let the beginning of a reserved region be used; what it has keeps its contents.
+    """Let the beginning of a reserved region be used; its contents so far are kept.
 
     Raises:
         OSError: there is no memory for it.
@@ -156,7 +156,7 @@ def resident_nbytes() -> int:
 
 
 def unshared_nbytes(process: int) -> int:
-    """Bytes in RAM of another process alone; 0 if it has ended, or the system does not say."""
+    """Bytes in RAM that only ``process`` has; 0 if it has ended, or the system does not say."""
     try:
         _, resident, shared, *_ = _statm(process)
     except OSError:
@@ -247,7 +247,7 @@ def _describe_mac() -> tuple[str, set[str]]:
 
 
 def has_nvidia_driver() -> bool:
-    """Whether there is a driver for NVIDIA's GPUs, on Linux or, by Windows', on WSL."""
+    """Whether there is a driver for NVIDIA's GPUs: Linux's own or, on WSL, that of Windows."""
     return Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()
 
 
@@ -310,12 +310,12 @@ def bare_python() -> str:
 
 
 def owns(status: os.stat_result) -> bool:
-    """Whether a file of this status is this user's, who may change its rights."""
+    """Whether a file of this status belongs to this user, who may then change its mode."""
     return status.st_uid == os.geteuid()
 
 
 def home_folder() -> Path:
-    """The user's folder, also where HOME is empty: the root of the disk is nobody's."""
+    """The user's folder, even if HOME is empty, which would mean the root of the disk."""
     if os.environ.get("HOME") != "":
         return Path.home()
     import pwd
@@ -335,18 +335,18 @@ IS_WINDOWS = False
 NVML = "libnvidia-ml.so.1"
 """The name of NVIDIA's library for the state of GPUs."""
 REPLACE_SHELL = "exec "
-"""Before a command line: no shell stands between the command and the process that starts it."""
+"""Put before a command line, it makes the command replace its shell."""
 LOGOUT_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-"""What ends an app in a terminal, and a loop of asyncio can handle."""
+"""Signals that end an app in a terminal, of those that asyncio can handle."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-"""What asks a server to end in its own time."""
+"""Signals that ask a server to shut down gracefully."""
 OWN_GROUP: dict[str, Any] = {"start_new_session": True}
 """Options of ``subprocess.Popen`` for a process that Ctrl+C does not reach."""
 
 
 @contextmanager
 def typed_ahead(terminal: int) -> Iterator[bool]:
-    """Whether anything was typed that can be read now, be it only the beginning of a line."""
+    """Whether anything typed can be read now, even an unfinished line."""
     import termios
     import tty
 
@@ -359,11 +359,11 @@ def typed_ahead(terminal: int) -> Iterator[bool]:
 
 
 def use_utf8_in_pipes() -> None:
-    """Read and write UTF-8 where the standard streams are no terminals; it is so here."""
+    """Use UTF-8 in standard streams that are not terminals, which is the default here."""
 
 
 def is_broken_pipe(error: OSError) -> bool:
-    """Whether what failed is that nobody reads a pipe any more."""
+    """Whether ``error`` means that nobody reads a pipe any more."""
     return isinstance(error, BrokenPipeError)
 
 
