@@ -27,7 +27,7 @@ class Arguments(Protocol):
 
 
 def pattern(literal: str) -> str:
-    """A regular expression for ``literal``, with any whitespace where it has some."""
+    """A regular expression for ``literal`` that allows any whitespace where it has some."""
     return r"\s*".join(map(re.escape, re.split(r"\s+", literal)))
 
 

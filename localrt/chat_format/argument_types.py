@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from urllib.parse import unquote
 
 ABSENT = object()
-"""The value of an argument that was named, but not given."""
+"""Stands for the value of an argument that has only a name."""
 
 _DEEPEST = 32  # references, and schemas within schemas
 
@@ -106,7 +106,7 @@ BOUNDS = {
     "choice": "anyOf oneOf",
     "words": "const enum",
 }
-"""Keywords that bind values further than their types do, in groups."""
+"""Keywords that restrict values further than their types do, in groups."""
 
 
 def bounds(schema: object, root: object, groups: Iterable[str]) -> set[str]:
@@ -154,7 +154,7 @@ def _accepted(
 ) -> tuple[_Kinds, _Words]:
     """The types that a schema allows, and the strings that it lists; None if it does not say."""
     if id(schema) not in seen:  # many references may lead to it
-        seen[id(schema)] = None, None  # what it says of itself while it is read
+        seen[id(schema)] = None, None  # for references to itself meanwhile
         seen[id(schema)] = _read(resolved(schema, root), root, seen, depth)
     return seen[id(schema)]
 

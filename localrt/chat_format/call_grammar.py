@@ -41,7 +41,7 @@ def call_grammar(
     answer: tuple[str, object] | None = None,
 ) -> tuple[str, set[str]]:
     """A grammar for a call of one of ``tools``, which are functions with a name and parameters, and
-    the schemas' keywords that it does not enforce: only JSON is bound by all.
+    the schemas' keywords that it does not enforce: only JSON obeys all.
 
     ``spaces`` is a regular expression for the whitespace in JSON. With ``several`` more calls may
     follow, if the template can write them. ``answer`` is allowed instead of calls: its opening mark
@@ -270,7 +270,7 @@ class _Rules:
     def _leave_out_of_text(
         self, schema: object, choices: Sequence[str] | None, *, only_text: bool
     ) -> None:
-        """Note what does not bind a text; unless it is ``only_text``, it may be any value."""
+        """Record what is not enforced for text; unless ``only_text``, it may be any value."""
         followed = {"choice", "words"} if choices is None else {"choice"}
         self._leave_out(schema, *(["string"] if only_text else BOUNDS.keys() - followed))
 

@@ -279,7 +279,7 @@ class _Translation:
         if max(low, high or 0) > _MOST_REPEATS:
             raise self._error(f"more than {_MOST_REPEATS} repetitions")
         if high is not None and high < low:
-            raise self._error(f"from {low} to {high} repetitions are none")
+            raise self._error(f"from {low} to {high} repetitions are impossible")
         return low, high
 
     # -- terminals -------------------------------------------------------------------------------

@@ -217,7 +217,7 @@ _ID = "call_zq_zq_zq_{}"
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """How a template wants calls: the form of ``ids``, and the content ``empty`` next to calls."""
+    """How a template wants calls: the form of ``ids``, and the ``empty`` content of calls alone."""
 
     ids: str = ""
     empty: str | None = ""

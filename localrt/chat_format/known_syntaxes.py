@@ -31,7 +31,7 @@ HERMES_CALL = Spelling(
     joint='}\n</tool_call>\n<tool_call>\n{"name": "',
     later='", "arguments": ',
 )
-"""A call in the way that most models know."""
+"""The call syntax that most models know."""
 _HERMES = CallSyntax(
     "<tool_call>",
     "</tool_call>",

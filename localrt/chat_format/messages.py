@@ -1,8 +1,8 @@
 """Prepares messages and tools for a chat template.
 
 Tool calls in messages are put in the shape that templates take; parts that are not text (pictures,
-sounds, files) are refused. Tools get what all templates can show: names of usual letters, unique
-names (the last tool wins), and a description, a type and properties. If a template refuses tools
+sounds, files) are refused. Tools get what all templates can show: plain ASCII names, each
+once (the last tool wins), and a description, a type and properties. If a template refuses tools
 or leaves them out, the system prompt lists them.
 """
 
@@ -133,7 +133,7 @@ _OTHERS = {
     "file": "a file",
     "document": "a file",
 }
-_THOUGHTS = ("thinking", "reasoning")  # parts with their text in a field of this name
+_THOUGHTS = ("thinking", "reasoning")  # parts whose text is in a field named as their type
 
 
 def check_text_only(messages: Sequence[object], *, pictures: bool = False, blind: str = "") -> None:

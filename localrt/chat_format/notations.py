@@ -35,7 +35,7 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 def _paired(text: str) -> str:
-    """Return ``text`` with U+FFFD for a lone surrogate: strict readers refuse one."""
+    """Return ``text`` with U+FFFD for lone surrogates, which strict parsers refuse."""
     return _SURROGATES.sub("\ufffd", text)
 
 

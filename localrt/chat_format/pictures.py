@@ -1,8 +1,8 @@
-"""Pictures among the parts of messages: taken out for the template, and what stands for each put
-in the place that the template gave it.
+"""Pictures among the parts of messages: takes them out for the template, and puts what stands for
+each in the place that the template gave it.
 
-A part is ``{"type": "image", "image": ...}``. Templates of models that see write a placeholder for
-it; for others a mark stands in the text, in its place.
+A part is ``{"type": "image", "image": ...}``. Templates of vision models write a placeholder for
+it; for other templates, a mark stands in its place in the text.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def shows_pictures(template: MessageTemplate, placeholder: str) -> bool:
 def put_in(
     segments: Sequence[Segment], sign: str, texts: Sequence[str], *, control: bool
 ) -> list[Segment] | None:
-    """The segments with ``texts``, whose control tokens count, for every ``sign``, one after the
-    other; None if there are more or fewer. ``control``: signs are control tokens themselves.
+    """Return the segments with every ``sign`` replaced by the next of ``texts``, whose control
+    tokens count; None if the numbers differ. ``control``: signs are control tokens themselves.
     """
     left, placed = list(texts), []
     for text, counts in segments:

@@ -170,7 +170,7 @@ def test_what_could_be_read_in_many_ways_is_read_in_one(grammar: str) -> None:
         (r'root ::= "\ud800"', "is no character"),
         ("root ::= [b-a]", "the range 'b' to 'a' is empty"),
         ("root ::= []", "nothing between the brackets"),
-        ('root ::= "a"{3,1}', "from 3 to 1 repetitions are none"),
+        ('root ::= "a"{3,1}', "from 3 to 1 repetitions are impossible"),
         ('root ::= "a"{x}', "a repetition must be"),
         ('root ::= "a"{1000001}', "more than 1000000 repetitions"),
         ("root ::= " + "(" * 300, "more than 200 parentheses"),
