@@ -25,7 +25,7 @@ from localrt.quant.cuda.gpu_cache import GpuRates
 from localrt.quant.ops.kv_formats import parse_kv_format
 from localrt.quant.ops.protocol import Ops, implementation, opaque
 
-_CONTEXT_PART_NBYTES = 4 << 20  # for each processor of a large GPU: 527 MB of an H100 with 132
+_CONTEXT_PART_NBYTES = 4 << 20  # per multiprocessor of a large GPU: 527 MB for an H100's 132
 # An unmeasured GPU's memory rate is that of copies within it: reading alone is about as fast.
 _ARITHMETIC_PER_BYTE = 100.0  # operations per byte of memory traffic; GPUs since 2018 reach it
 

@@ -47,7 +47,7 @@ class LoadedModel:
 
     ``vision_problem`` says why a model that takes pictures refuses them.
     ``fingerprint`` identifies the files as they were opened; empty if KV caches cannot be saved.
-    ``headless``: it embeds and writes no text.
+    ``headless``: it only embeds, and writes no text.
     """
 
     path: Path

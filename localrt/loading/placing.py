@@ -330,7 +330,7 @@ def _forecaster(plan: Forecast, streamed: StreamedWeights) -> Forecaster:
         ring = plan.placement.ram_ring + streamed.memory.ring_growth
         placement = replace(plan.placement, where={**plan.placement.where, **now}, ram_ring=ring)
         steady = simulate(costs, placement)
-        planned = steady.busy["cpu"] - costs.per_pass()  # what no stage does was not measured
+        planned = steady.busy["cpu"] - costs.per_pass()  # work outside stages was not measured
         if rates.cpu_s is not None and planned > 0:
             machine = machine.with_cpu(rates.cpu_s / planned)
             request = replace(plan.request, machine=machine)

@@ -115,7 +115,7 @@ class LayerQuantizer:
         )
 
     def calibrated(self, layer: int, hessians: Mapping[str, Floats]) -> Pieces:
-        """Return a function that yields the quantized pieces of the layer's tensor of a name.
+        """Return a function that yields the quantized pieces of a tensor of the layer, by name.
 
         ``hessians`` has H by the first name of a group; matrices without H are rounded.
         """
@@ -188,7 +188,7 @@ class LayerQuantizer:
                 hadamard=self._folded if is_out else None,
                 search=self._search,
             )
-        else:  # rows that are no whole groups of any format are rounded
+        else:  # rows that divide into no format's groups are rounded
             if is_out:
                 values = block_hadamard(values, self._folded)
             whole = Quantized(pack(values, format_, name=names[0]))

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 TRIAL_FORMAT = "q3_k"
 _WINDOWS = 2
 _SAMPLE_ROWS = 64  # rows of a matrix for comparing formats
-_SAMPLE_TENSORS = 8  # matrices of a group for it: there may be many experts
+_SAMPLE_TENSORS = 8  # matrices of a group to compare: there may be many experts
 
 
 def model_losses(

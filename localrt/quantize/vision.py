@@ -20,8 +20,8 @@ _PIECE = 16 << 20
 
 
 class StoredEncoder:
-    """The encoder of the model at ``path``, if it has one; ``problem`` says why it cannot be used,
-    and such a model answers text alone. ``projectors`` are those of ``vision_source``.
+    """The encoder of the model at ``path``, if it has one; ``problem`` says why it cannot be used:
+    the model then answers text alone. ``projectors`` are those of ``vision_source``.
     """
 
     def __init__(self, path: Path, projectors: Sequence[Path] = ()) -> None:
