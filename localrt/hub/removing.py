@@ -168,7 +168,7 @@ def _own_bytes(paths: Iterable[Path]) -> int:
 
 
 def _identity(path: Path) -> tuple[int, int]:
-    """What a file and each link to it have in common."""
+    """Identifies a file: it is equal for every link to it."""
     status = path.stat()
     return status.st_dev, status.st_ino
 

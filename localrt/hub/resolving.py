@@ -119,7 +119,7 @@ def resolve(
 
     ``offline`` overrides ``settings.offline``. Offline, or without ``download``, no request is
     sent. ``refresh`` asks the hub for a newer commit even if the model is on this machine.
-    ``vision``: of a GGUF model that sees, the vision encoder (``mmproj``) is downloaded too.
+    ``vision``: the vision encoder of a GGUF model (``mmproj``) is downloaded too.
     ``choose`` selects one of a repository's GGUF files; without it, the usual 4-bit file is used
     if there is one.
     ``progress`` is called with the stages ``"download"`` and ``"verify"``, in bytes.

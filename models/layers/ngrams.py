@@ -107,9 +107,9 @@ class NgramHash:
         """The first row of each head, (H,)."""
         padded = -(-int(ends[-1]) // spec.rows_multiple) * spec.rows_multiple
         self.rows = padded if spec.rows is None else spec.rows
-        """Of the whole table."""
+        """The number of rows of the whole table."""
         self.multipliers: Ids = np.array(spec.multipliers or _multipliers(spec), np.int64)
-        """Of a token and of those before it, (N,)."""
+        """The factors of a token and of those before it, (N,)."""
 
     def rows_of(self, ngrams: Ids) -> Ids:
         """The table's row numbers (R, H) of ``ngrams`` (R, N), which ``ngrams_of`` returns."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from localrt.models.tokenizers.base import Tokenizer
 
 PICTURE = {"type": "image", "image": True}
-"""A part of a content for which the template of a model that sees writes a placeholder."""
+"""A part of a content for which the template of a vision model writes a placeholder."""
 
 Segment = tuple[str, bool]
 """Text, and whether names of control tokens in it become control tokens."""

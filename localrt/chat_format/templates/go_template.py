@@ -117,7 +117,7 @@ class _Block:
     """An open ``if``, ``with`` or ``range``.
 
     ``has_dot``: its branch sets the dot. ``chained``: it is an ``else if``, and its end also closes
-    the block around it. ``silent``: it is after ``.Response``. ``met``: it contains ``.Response``.
+    the block around it. ``silent``: it comes after ``.Response``. ``met``: it contains that.
     """
 
     word: str

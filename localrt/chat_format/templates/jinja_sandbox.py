@@ -25,7 +25,7 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-_SECONDS = 1.0  # CPU time of a request, plus the next for each of its bytes
+_SECONDS = 1.0  # CPU time of a request; the next is added for each of its bytes
 _SECONDS_PER_BYTE = 2e-6
 _NBYTES = 128 << 20  # memory, likewise
 _NBYTES_PER_BYTE = 40

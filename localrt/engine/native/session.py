@@ -1,7 +1,7 @@
 """One sequence on the native engine: its tokens, its KV cache, and the rows of an open tree.
 
 With ``record_features`` it also keeps its tokens' features, for draft heads that read them.
-The engine runs its passes. It does not know weights, text or sampling.
+The engine runs the passes. A session does not know weights, text or sampling.
 """
 
 from __future__ import annotations
