@@ -182,7 +182,7 @@ def _seconds(
     decoder.forward(Batch.extend([(cache, list(ids[:1]))]), rows=[], target_features=known)
     mask, tokens = np.eye(rows, dtype=bool) if rows > 1 else None, np.resize(ids, rows)
     made = Features((AFTER_LAST,), np.empty((rows, hidden), np.float32))
-    more = {} if features is None else {"given": np.resize(features, (rows, hidden))}
+    more = {} if features is None else {"target_features": np.resize(features, (rows, hidden))}
 
     def step() -> None:
         cache.trim(1)
