@@ -14,6 +14,9 @@
 #if !defined(_WIN32)
 #include <pthread.h>
 #endif
+#if defined(__APPLE__)
+#include <pthread/qos.h>
+#endif
 #if defined(__linux__)
 #include <sched.h>
 #include <sys/syscall.h>
@@ -49,6 +52,9 @@ class Worker {
         pthread_attr_t attributes;
         pthread_attr_init(&attributes);
         pthread_attr_setstacksize(&attributes, STACK);
+#if defined(__APPLE__)
+        pthread_attr_set_qos_class_np(&attributes, QOS_CLASS_USER_INITIATED, 0);  // performance cores first
+#endif
         const int failed = pthread_create(&thread_, &attributes, run, work_.get());
         pthread_attr_destroy(&attributes);
         if (failed) throw std::system_error(failed, std::generic_category());
