@@ -27,6 +27,8 @@ from localrt.models.checkpoints.gguf.names import (
 )
 from localrt.quant.formats import unpack
 
+Config = dict[str, Any]
+"""What is in a ``config.json``."""
 _MOST_LAYERS = 1 << 16
 _LONGEST_ROPE = 1 << 16
 _STANDS_STILL = 1e9  # a rotary divisor that makes a frequency zero
@@ -70,7 +72,7 @@ def model_config(
     metadata: GgufMetadata,
     tensors: Mapping[str, StoredTensor],
     predicting: Collection[int] = (),
-) -> dict[str, Any]:
+) -> Config:
     """Return the model's parameters under Hugging Face's keys.
 
     ``tensors`` has Hugging Face's names. ``predicting`` are the blocks that are not layers of the
@@ -79,7 +81,7 @@ def model_config(
     Raises:
         CheckpointError: a parameter is of a wrong type.
     """
-    config: dict[str, Any] = {}
+    config: Config = {}
     file = _File(architecture, metadata, tensors)
     for key, name in CONFIG_KEYS.items():
         value = _numbers(metadata, f"{architecture}.{key}")
@@ -103,13 +105,13 @@ def model_config(
     return config
 
 
-def generation_config(metadata: GgufMetadata) -> dict[str, Any]:
+def generation_config(metadata: GgufMetadata) -> Config:
     """Return BOS and EOS token ids and sampling defaults under Hugging Face's keys.
 
     Raises:
         CheckpointError: a value is of a wrong type.
     """
-    config: dict[str, Any] = {}
+    config: Config = {}
     for key, name in TOKEN_KEYS.items():
         token = metadata.integer(f"tokenizer.ggml.{key}")
         if token is not None and token not in (known := config.setdefault(name, [])):
@@ -125,7 +127,7 @@ def generation_config(metadata: GgufMetadata) -> dict[str, Any]:
     return config
 
 
-def _leave_out(config: dict[str, Any], predicting: Collection[int], metadata: GgufMetadata) -> None:
+def _leave_out(config: Config, predicting: Collection[int], metadata: GgufMetadata) -> None:
     """Remove the prediction blocks from the layer count and from per-block lists.
 
     Raises:
@@ -159,7 +161,7 @@ def _numbers(metadata: GgufMetadata, key: str) -> object:
     return values[0] if values.count(values[0]) == len(values) else values
 
 
-def _add_routing(config: dict[str, Any], file: _File) -> None:
+def _add_routing(config: Config, file: _File) -> None:
     """Add the router's scoring function. The architecture rejects unknown numbers."""
     normalized = file.metadata.flag(f"{file.architecture}.expert_weights_norm")
     if normalized is not None:
@@ -177,7 +179,7 @@ def _head_size(config: Mapping[str, object]) -> int | None:
     return None
 
 
-def _add_vocabulary(config: dict[str, Any], file: _File) -> None:
+def _add_vocabulary(config: Config, file: _File) -> None:
     """Add the vocabulary size, from the embedding's rows if the key is missing."""
     if "vocab_size" in config:
         return
@@ -187,18 +189,18 @@ def _add_vocabulary(config: dict[str, Any], file: _File) -> None:
         config["vocab_size"] = file.metadata.count("tokenizer.ggml.tokens")
 
 
-def _add_partial_rotary(config: dict[str, Any]) -> None:
+def _add_partial_rotary(config: Config) -> None:
     """Add partial RoPE in Hugging Face's form: a fraction of each head."""
     head_dim, rope_dim = config.get("head_dim", _head_size(config)), config.get("rope_dim")
     if isinstance(head_dim, int) and isinstance(rope_dim, int) and 0 < rope_dim < head_dim:
         config["partial_rotary_factor"] = rope_dim / head_dim
 
 
-def _add_rope_scaling(config: dict[str, Any], file: _File) -> None:
+def _add_rope_scaling(config: Config, file: _File) -> None:
     architecture, metadata = file.architecture, file.metadata
     prefix = f"{architecture}.rope.scaling."
     kind = metadata.text(f"{prefix}type")
-    scaling: dict[str, Any] = {}
+    scaling: Config = {}
     for key, name in ROPE_SCALING_KEYS.items():
         value = metadata.number(prefix + key)
         if value is not None:
@@ -222,7 +224,7 @@ def _add_rope_scaling(config: dict[str, Any], file: _File) -> None:
     config["rope_scaling"] = {"rope_type": kind, **scaling}
 
 
-def _add_layer_types(config: dict[str, Any], file: _File) -> None:
+def _add_layer_types(config: Config, file: _File) -> None:
     """Add which layers have a window: all but every n-th, or according to a flag per layer."""
     key = "attention.sliding_window_pattern"
     whole = f"{file.architecture}.{key}"
@@ -234,7 +236,7 @@ def _add_layer_types(config: dict[str, Any], file: _File) -> None:
         ]
 
 
-def _add_choice(config: dict[str, Any], file: _File) -> None:
+def _add_choice(config: Config, file: _File) -> None:
     """Add how DeepSeek and GLM choose experts. Early GLM files do not say that scores are sigmoids.
 
     Files do not name the method: groups are ranked by their best expert, or with sigmoids by their
@@ -249,7 +251,7 @@ def _add_choice(config: dict[str, Any], file: _File) -> None:
         config.pop("routed_scaling_factor", None)
 
 
-def _add_temperature(config: dict[str, Any], file: _File) -> None:
+def _add_temperature(config: Config, file: _File) -> None:
     """Add Mistral 3's RoPE scaling, which does not change the magnitude of queries and keys."""
     scaling = config.get("rope_scaling")
     if isinstance(scaling, dict):
@@ -258,7 +260,7 @@ def _add_temperature(config: dict[str, Any], file: _File) -> None:
             scaling["mscale"] = scaling["mscale_all_dim"]
 
 
-def _add_kinds(config: dict[str, Any], file: _File) -> None:
+def _add_kinds(config: Config, file: _File) -> None:
     """Add the kind of each layer of Nemotron-H: attention if it has KV heads, an MLP or mixture if
     it has a width.
     """
@@ -278,7 +280,7 @@ def _add_kinds(config: dict[str, Any], file: _File) -> None:
     config["moe_latent_size"] = file.integer("moe_latent_size")
 
 
-def _add_recurrent(config: dict[str, Any], file: _File) -> None:
+def _add_recurrent(config: Config, file: _File) -> None:
     """Add sizes of recurrent layers, and which layers attend: those that have KV heads."""
     groups = config.get("num_key_value_heads")
     if isinstance(groups, list) and 0 in groups:
@@ -307,7 +309,7 @@ def _add_recurrent(config: dict[str, Any], file: _File) -> None:
     }
 
 
-def _add_kimi(config: dict[str, Any], file: _File) -> None:
+def _add_kimi(config: Config, file: _File) -> None:
     """Add sizes of delta layers (as many heads as others); expert weights sum to 1."""
     config["linear_head_dim"] = file.integer("kda.head_dim")
     config["linear_num_heads"] = config.get("num_attention_heads")
@@ -315,7 +317,7 @@ def _add_kimi(config: dict[str, Any], file: _File) -> None:
     config.setdefault("norm_topk_prob", True)
 
 
-def _add_connections(config: dict[str, Any], file: _File) -> None:
+def _add_connections(config: Config, file: _File) -> None:
     """Add Qwen3.8-Flash-Next's streams, indexer and n-grams, with the file's hash constants."""
     config["output_gate_type"] = "sigmoid"
     for key, name in CONNECTION_KEYS.items():
@@ -333,14 +335,14 @@ def _add_connections(config: dict[str, Any], file: _File) -> None:
         config["ple_embed_dim"] = width * len(config["ngram_head_vocab_sizes"])
 
 
-def _add_bases(config: dict[str, Any], file: _File) -> None:
+def _add_bases(config: Config, file: _File) -> None:
     """Add which layers have RoPE: in Hugging Face's configs, the others have base 0."""
     if (flags := file.listed("attention.rope_pattern")) is not None:
         base = config.get("rope_theta")
         config["layer_rope_theta"] = [base if flag else 0 for flag in flags]
 
 
-def _add_query_scale(config: dict[str, Any], file: _File) -> None:
+def _add_query_scale(config: Config, file: _File) -> None:
     """Add Gemma 3's query scale: from the head size, or for the 27B model from hidden size /
     heads.
     """
@@ -348,7 +350,7 @@ def _add_query_scale(config: dict[str, Any], file: _File) -> None:
     config["query_pre_attn_scalar"] = scale or config.get("head_dim")
 
 
-def _add_streams(config: dict[str, Any], file: _File) -> None:
+def _add_streams(config: Config, file: _File) -> None:
     """Add the keys specific to Gemma 3n's and Gemma 4's layers, some of them from tensors."""
     tensors = file.tensors
     if (table := tensors.get("model.embed_tokens_per_layer.weight")) is not None:
@@ -360,7 +362,7 @@ def _add_streams(config: dict[str, Any], file: _File) -> None:
         config["laurel_rank"] = left.rows
 
 
-def _add_full_layers(config: dict[str, Any], file: _File) -> None:
+def _add_full_layers(config: Config, file: _File) -> None:
     """Add the head size of Gemma 4's full-attention layers, which is under the plain key. Their
     rotary divisors determine which pairs rotate.
     """
@@ -386,19 +388,19 @@ def _add_full_layers(config: dict[str, Any], file: _File) -> None:
     config["top_k_experts"] = config.get("num_experts_per_tok")
 
 
-def _add_eagle(config: dict[str, Any], file: _File) -> None:
+def _add_eagle(config: Config, file: _File) -> None:
     for name in ("target_hidden_size", "norm_before_residual", "norm_before_fc"):
         config[name] = file.metadata.get(f"eagle3.{name}")
     config["eagle_aux_hidden_state_layer_ids"] = file.listed("target_layers") or []
 
 
-def _add_assistant(config: dict[str, Any], file: _File) -> None:
+def _add_assistant(config: Config, file: _File) -> None:
     config["backbone_hidden_size"] = file.integer("embedding_length_out")
     if (clusters := file.tensors.get("model.masked_embedding.centroids.weight")) is not None:
         config["num_centroids"] = clusters.rows
 
 
-def _add_dflash(config: dict[str, Any], file: _File) -> None:
+def _add_dflash(config: Config, file: _File) -> None:
     """Add DFlash's options, including unknown ones. A file numbers layers' inputs, a folder their
     outputs.
     """
@@ -417,7 +419,7 @@ def _add_dflash(config: dict[str, Any], file: _File) -> None:
     }
 
 
-def _add_latents(config: dict[str, Any], file: _File) -> None:
+def _add_latents(config: Config, file: _File) -> None:
     """Add the keys of DeepSeek-V2 and V3.
 
     Newer files store latent attention in its absorbed form: plain keys have the size of the single
@@ -447,7 +449,7 @@ def _add_latents(config: dict[str, Any], file: _File) -> None:
         scaling["mscale_all_dim"] = scaling["mscale"] = 10 * scaling["mscale_all_dim"]
 
 
-_FAMILIES: Mapping[str, tuple[Callable[[dict[str, Any], _File], None], ...]] = {
+_FAMILIES: Mapping[str, tuple[Callable[[Config, _File], None], ...]] = {
     "deepseek2": (_add_choice, _add_latents),
     "dflash": (_add_dflash,),
     "eagle3": (_add_eagle,),
