@@ -72,7 +72,7 @@ def find_devices(api: ModuleType) -> list[Device]:
     return found[_GPU] or found[_INTEGRATED]
 
 
-def _function(api: ModuleType, name: str, result: Any, *arguments: Any) -> Any:
+def _function(api: ModuleType, name: str, result: object, *arguments: object) -> Any:
     """Return ggml's function of devices, from the library that has it: Windows looks in one."""
     from llama_cpp._ctypes_extensions import load_shared_library
 
