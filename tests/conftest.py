@@ -60,6 +60,8 @@ hypothesis.settings.load_profile("quick")
 atexit.register(shutil.rmtree, os.environ["XDG_DATA_HOME"], ignore_errors=True)
 
 needs_kernels = pytest.mark.skipif(find_library() is None, reason="the kernels are not compiled")
+needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
+needs_signals = pytest.mark.skipif(sys.platform == "win32", reason="no process is sent a signal")
 
 NOT_EVERYWHERE = {
     *("accelerate", "bitsandbytes", "compressed_tensors", "peft", "safetensors", "scipy"),

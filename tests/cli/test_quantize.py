@@ -19,6 +19,7 @@ from localrt.cli import quantize as quantize_command
 from localrt.common.errors import OptionError
 from localrt.common.extras import install
 from localrt.quantize.calibration import builtin_text, read_text
+from tests.conftest import needs_torch
 
 
 @pytest.fixture(autouse=True)
@@ -94,6 +95,7 @@ def test_json_tells_everything(
     assert "down_proj.weight and 1 more became int4-g32" in note
 
 
+@needs_torch
 def test_a_mix_has_the_bits_that_were_asked_for(
     model: Path, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -112,6 +114,7 @@ def test_a_mix_has_the_bits_that_were_asked_for(
         assert caught.value.code == 2
 
 
+@needs_torch
 def test_without_a_text_it_calibrates_on_what_python_brings(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -155,6 +158,7 @@ def test_a_model_without_a_tokenizer_is_rounded(
     assert "gptq needs calibration text: this model has no tokenizer" in line
 
 
+@needs_torch
 def test_bad_usage_is_status_2(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

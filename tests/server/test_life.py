@@ -24,6 +24,7 @@ from localrt.server.models import OneModel
 from localrt.server.options import ServeOptions
 from localrt.server.service import Service
 from localrt.service.live import LiveModel
+from tests.conftest import needs_signals
 from tests.inside import engine_of
 from tests.server.conftest import Running, command, connected, serving, status_of
 from tests.server.dialects import BODIES, HI, SIGNS
@@ -248,6 +249,7 @@ def test_stop_after_drain(slow: None, model: Any, stream: bool) -> None:
 # -- the command -----------------------------------------------------------------------------------
 
 
+@needs_signals
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_serve_until_signal(tiny_folder: Path, number: int) -> None:
     few = ("--name", "me", "--max-tokens", "4")
@@ -270,6 +272,7 @@ def test_serve_until_signal(tiny_folder: Path, number: int) -> None:
     assert (line["event"], line["status"], line["path"]) == ("request", 200, "/v1/chat/completions")
 
 
+@needs_signals
 def test_second_signal(tiny_folder: Path) -> None:
     expecting = (
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
@@ -313,6 +316,7 @@ def test_port_in_use(tiny_folder: Path, server: Running) -> None:
         assert result.stderr.count("\n") == 1
 
 
+@needs_signals
 def test_open_address_warning(tiny_folder: Path) -> None:
     with command(tiny_folder, "--host", "0.0.0.0", "--quiet") as (process, _):
         process.send_signal(signal.SIGTERM)
