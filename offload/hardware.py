@@ -122,7 +122,7 @@ def gpus() -> tuple[Gpu, ...]:
     return _parse_nvidia_smi(output.stdout)
 
 
-def other_gpus(root: Path = Path("/")) -> tuple[Gpu, ...]:
+def other_gpus(root: Path = system.ROOT) -> tuple[Gpu, ...]:
     """GPUs that are not NVIDIA's, as the system knows them; those with memory of their own first.
 
     Memory is None where the GPU shares RAM, or the system does not say.
@@ -160,7 +160,7 @@ def _pci_name(root: Path, maker: str, device: str) -> str:
 
 def identity() -> list[str]:
     """The hardware and versions that measured rates depend on, besides the kernels."""
-    cpu = probe().cpu
+    cpu = _cpu(system.ROOT)
     return [cpu.name, *cpu.features, str(cpu.cores.threads), __version__]
 
 

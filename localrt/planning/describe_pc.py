@@ -342,8 +342,8 @@ def planned_hardware(
 ) -> tuple[MachineProfile, Budgets, str]:
     """Return the machine to plan for, its budgets, and a note for the user.
 
-    The machine is this one or ``wanted.pc``, changed by the other options of ``hardware``. ``path``
-    is the model, whose disk is used; ``formats`` are those of its weights.
+    The machine is this one or ``hardware.pc``, changed by the other options of ``hardware``.
+    ``path`` is the model, whose disk is used; ``formats`` are those of its weights.
 
     Raises:
         OptionError: a description is invalid.
@@ -365,7 +365,7 @@ def planned_hardware(
         machine, note = machine_here(settings, own, formats, remeasure=remeasure)
         machine, vram = with_gpu(_as_wanted(machine, hardware), hardware, settings.cache_dir)
         source, ram = ("given", ram) if ram else ("measured", ram_budget(None))
-        other = _other_here() if hardware.gpu is None else None
+        other = _other_here() if hardware.gpu is None and machine.gpu is None else None
     machine = _with_source(machine, ram_bytes=source)
     if machine.gpu is None and (other := other_gpu(hardware.gpu or "") or other):
         room = other.room_bytes and int(_GPU_SHARE * other.room_bytes)

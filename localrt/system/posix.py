@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from select import select
 from typing import Any
@@ -230,6 +231,7 @@ def describe_processor() -> tuple[str, set[str]]:
     return _describe_mac() if sys.platform == "darwin" else ("", set())
 
 
+@cache
 def _describe_mac() -> tuple[str, set[str]]:
     keys = ["machdep.cpu.brand_string", "machdep.cpu.features", "machdep.cpu.leaf7_features"]
     # Unknown keys are errors to sysctl, and the known ones are printed all the same.
@@ -342,6 +344,10 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """Signals that ask a server to shut down gracefully."""
 OWN_GROUP: dict[str, Any] = {"start_new_session": True}
 """Options of ``subprocess.Popen`` for a process that Ctrl+C does not reach."""
+STOPPABLE: dict[str, Any] = {}
+"""Options of ``subprocess.Popen`` for a process that ``STOP_SIGNAL`` will be sent to."""
+STOP_SIGNAL = signal.SIGTERM
+"""The signal that asks a process to shut down gracefully."""
 
 
 @contextmanager

@@ -48,11 +48,12 @@ def _attention(raw: RawConfig, eps: float) -> LatentSpec:
     rope = read_rope(raw, rotary)
     if 2 * len(rope.inv_freq) != rotary:
         raise CheckpointError(f"qk_rope_head_dim is {rotary}, {2 * len(rope.inv_freq)} are turned")
+    mscale = _mscale(raw)
     return LatentSpec(
         heads=raw.integer("num_attention_heads"),
         kv_heads=1,
         head_dim=rotary + latent,
-        scale=_mscale(raw) * _mscale(raw) / math.sqrt(nope + rotary),
+        scale=mscale * mscale / math.sqrt(nope + rotary),
         eps=eps,
         rope=rope,
         latent=latent,
