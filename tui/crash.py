@@ -12,6 +12,7 @@ from pathlib import Path
 
 from localrt.common.errors import StorageError
 from localrt.common.files import write_text
+from localrt.common.settings import CRASH_REPORT
 from localrt.common.version import __version__
 
 _DRAFT = "draft.txt"
@@ -28,7 +29,7 @@ def write_report(error: BaseException, folder: Path | None) -> str:
     while cause is not None:
         text += f"\n{''.join(traceback.format_tb(cause.__traceback__))}{type(cause).__name__}\n"
         cause = cause.__cause__ or cause.__context__
-    path = _keep(folder, "crash-report.txt", text)
+    path = _keep(folder, CRASH_REPORT, text)
     return line if path is None else f"{line}. To report it, send {path}"
 
 

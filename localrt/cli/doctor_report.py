@@ -16,17 +16,17 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any
 
+from localrt import system
 from localrt.common.errors import LocalrtError, OptionError
 from localrt.common.files import read_text, write_text
 from localrt.common.formatting import format_bytes
 from localrt.common.option_names import option
-from localrt.common.settings import Settings
+from localrt.common.settings import CRASH_REPORT, Settings
 from localrt.hub import list_models
 
 FILE = "localrt-report.txt"
 _HEAD = "A report of localrt doctor"
 _VARIABLES = ("LOCALRT_", "HF_", "XDG_", "CUDA_", "TERM", "COLORTERM", "LANG", "LC_")
-_CRASH = "crash-report.txt"  # of the app
 # The folder of a file of code, up to the package that it is of.
 _PLACE = re.compile(r'File "(?:.*[/\\](?:site-packages|python3\.\d+|localrt)[/\\])?([^"]*)"')
 
@@ -76,7 +76,7 @@ def _more(settings: Settings) -> Iterator[str]:
     yield "\nVariables that are set"
     yield f"  {' '.join(sorted(name for name in os.environ if name.startswith(_VARIABLES)))}"
     with suppress(LocalrtError, OSError):
-        lines = read_text(settings.data_dir / _CRASH).splitlines()
+        lines = read_text(settings.data_dir / CRASH_REPORT).splitlines()
         # Without lines of code: they may be of a file of the user's own.
         crash = "\n".join(line for line in lines if not line.startswith("    "))
         yield f"\nThe app's last crash\n{_PLACE.sub(_code_place, crash)}"
@@ -90,7 +90,7 @@ def _code_place(match: re.Match[str]) -> str:
 
 def _private_names() -> Iterator[str]:
     """The user's folder, name and machine, longest first."""
-    names = {str(Path.home()), platform.node(), platform.node().partition(".")[0]}
+    names = {str(system.home_folder()), platform.node(), platform.node().partition(".")[0]}
     with suppress(OSError, KeyError, ImportError):
         names.add(getpass.getuser())
     yield from sorted((name for name in names if len(name) > 1), key=len, reverse=True)

@@ -16,6 +16,7 @@ from localrt import system
 
 ENDPOINT_KEY, SERVE_KEY = "OPENAI_API_KEY", "LOCALRT_API_KEY"  # for help texts too
 KV_DISK = "LOCALRT_KV_DISK"
+CRASH_REPORT = "crash-report.txt"  # the app's, in ``data_dir``
 
 DEFAULT_CONTEXT = 4096
 """Tokens of a conversation to reckon with where no context was asked for."""

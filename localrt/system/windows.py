@@ -237,7 +237,7 @@ if sys.platform == "win32":
     def describe_processor() -> tuple[str, set[str]]:
         key = r"HARDWARE\DESCRIPTION\System\CentralProcessor\0"
         try:
-            with winreg.OpenKey(winreg.HKEY_LOCAL_MACHINE, key) as opened:
+            with winreg.OpenKey(_ROOT, key) as opened:
                 name = str(winreg.QueryValueEx(opened, "ProcessorNameString")[0]).strip()
         except OSError:
             name = ""
@@ -293,6 +293,8 @@ if sys.platform == "win32":
     LOGOUT_SIGNALS = ()
     STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGBREAK)
     OWN_GROUP: dict[str, Any] = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
+    STOPPABLE = OWN_GROUP  # a group is asked, not a process
+    STOP_SIGNAL = signal.CTRL_BREAK_EVENT
 
     def typed_ahead(terminal: int) -> AbstractContextManager[bool]:
         return nullcontext(False)  # the console keeps keys and replies apart

@@ -6,27 +6,25 @@ A process of its own: its arguments are the server's command line. It prints the
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import threading
+
+from localrt import system
 
 _GOODBYE_S = 10.0
 
 
 def main() -> None:
     """Run the server; its exit status becomes this process's."""
-    # On Windows only groups of processes can be asked to stop.
-    group = getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)
-    stop = getattr(signal, "CTRL_BREAK_EVENT", signal.SIGTERM)
     server = subprocess.Popen(
-        sys.argv[1:], stdin=subprocess.DEVNULL, stdout=sys.stderr, creationflags=group
+        sys.argv[1:], stdin=subprocess.DEVNULL, stdout=sys.stderr, **system.STOPPABLE
     )
     print(server.pid, flush=True)
 
     def end() -> None:
         sys.stdin.read()
-        server.send_signal(stop)
+        server.send_signal(system.STOP_SIGNAL)
         try:
             server.wait(_GOODBYE_S)
         except subprocess.TimeoutExpired:
