@@ -74,17 +74,17 @@ struct Ahead {
     }
 };
 
-// Integer sums of a run's rows with the panel's tiles: QUADS steps of four columns at a time.
-template <class Products, int R, class Codes> struct RunDots {
+// Integer sums of a run's rows with the panel's tiles: QUADS steps of four columns at a time. STARTED: not from zero.
+template <class Products, int R, class Codes, bool STARTED> struct RunDots {
     static constexpr int QUADS = 1;
     Products dots[R][PANEL_TILES];
 
-    // A row's starts are `stride` apart; null: from zero.
+    // A row's starts are `stride` apart.
     LRT_INLINE void begin(const int32_t* start, int stride) {
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
-            for (int t = 0; t < PANEL_TILES; t++) dots[r][t].begin(start ? start + r * stride : nullptr);
+            for (int t = 0; t < PANEL_TILES; t++) dots[r][t].begin(STARTED ? start + r * stride : nullptr);
     }
     LRT_INLINE void add(const uint8_t* codes, const typename Codes::Code* rows, int first, int v) {
         typename Products::Weights w[PANEL_TILES];
@@ -102,19 +102,16 @@ template <class Products, int R, class Codes> struct RunDots {
 
 #if LRT_I8MM
 // The same by NEON's matrix instructions.
-template <class Products, int R> struct RunDots<Products, R, ByteCodes> {
+template <class Products, int R, bool STARTED> struct RunDots<Products, R, ByteCodes, STARTED> {
     static constexpr int QUADS = 2;
     static_assert(PANEL_TILES == 1, "the codes of two steps are stored together");
     MatrixDots<R, ByteCodes::GROUP> dots;
-    I16 starts[R];
+    const int32_t* starts;
+    int step;
 
-    LRT_INLINE void begin(const int32_t* start, int stride) {
-        dots.begin();
-#pragma GCC unroll 4
-        for (int r = 0; r < R; r++) starts[r] = start ? I16::set1(start[r * stride]) : I16::zero();
-    }
+    LRT_INLINE void begin(const int32_t* start, int stride) { dots.begin(), starts = start, step = stride; }
     LRT_INLINE void add(const uint8_t* codes, const int8_t* rows, int first, int v) { dots.add(codes, rows + 4 * (first + v)); }
-    LRT_INLINE I16 total(int r, int) const { return dots.of(r) + starts[r]; }
+    LRT_INLINE I16 total(int r, int) const { return STARTED ? dots.of(r) + I16::set1(starts[r * step]) : dots.of(r); }
 };
 #endif
 
@@ -144,8 +141,8 @@ LRT_NOINLINE void panel_rows(const Panel& panel, int groups, PanelRows<Codes> ro
         F16L part[R][T];
 #pragma GCC unroll 2
         for (int half = 0; half < PARTS; half++) {
-            RunDots<Products, R, Codes> dots;
-            dots.begin(SYMMETRIC ? rows.start + half : nullptr, PARTS);
+            RunDots<Products, R, Codes, SYMMETRIC> dots;
+            dots.begin(rows.start + half, PARTS);
 #pragma GCC unroll 8
             for (int v = 0; v < QUADS; v += dots.QUADS, codes += 64 * T * dots.QUADS) dots.add(codes, rows.codes, half * QUADS, v);
             F16L scale[T];
