@@ -58,7 +58,7 @@ def atomic_write(
             stream.flush()
             if sync:
                 os.fsync(stream.fileno())
-        aside.replace(path)
+        system.replace(aside, path)
     except BaseException:
         aside.unlink(missing_ok=True)
         raise

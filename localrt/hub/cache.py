@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, unquote
 
+from localrt import system
 from localrt.common.errors import ModelNotFoundError
 from localrt.common.files import private_folder, write_text
 from localrt.common.settings import Settings
@@ -131,7 +132,7 @@ class CachedRepo:
             try:
                 pointer.hardlink_to(blob)
             except OSError:  # a file system without links, as of a memory card
-                blob.replace(pointer)
+                system.replace(blob, pointer)
 
     def write_ref(self, revision: str, commit: str) -> None:
         """Record that ``revision`` is at ``commit``; a commit needs no such record."""

@@ -35,6 +35,7 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]  # documented,
     hf_raise_for_status,
 )
 
+from localrt import system
 from localrt.common.errors import (
     CancelledError,
     GatedModelError,
@@ -309,7 +310,7 @@ def _publish(
         raise HubError(
             f"{file.name} arrived damaged (wrong checksum) and was removed: download it again"
         )
-    partial.replace(blob)
+    system.replace(partial, blob)
 
 
 @dataclass(frozen=True, slots=True)

@@ -368,6 +368,11 @@ def use_utf8_in_pipes() -> None:
     """Use UTF-8 in standard streams that are not terminals, which is the default here."""
 
 
+def replace(source: Path, target: Path) -> None:
+    """Rename a file or folder, in place of a file that is there."""
+    source.replace(target)
+
+
 def is_broken_pipe(error: OSError) -> bool:
     """Whether ``error`` means that nobody reads a pipe any more."""
     return isinstance(error, BrokenPipeError)

@@ -37,6 +37,7 @@ if sys.platform == "win32":
     import subprocess
     import tempfile
     import threading
+    import time
     import weakref
     import winreg
     from collections.abc import Iterable
@@ -303,6 +304,16 @@ if sys.platform == "win32":
         for stream in (sys.stdin, sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper) and not stream.isatty():
                 stream.reconfigure(encoding="utf-8")
+
+    def replace(source: Path, target: Path) -> None:
+        # Refused while somebody, a virus scanner too, has one of them open.
+        for pause_s in (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8):
+            try:
+                source.replace(target)
+                return
+            except PermissionError:
+                time.sleep(pause_s)
+        source.replace(target)
 
     def is_broken_pipe(error: OSError) -> bool:
         return error.errno in (errno.EPIPE, errno.EINVAL) and not error.filename

@@ -283,7 +283,7 @@ class StoreWriter(Closing):
                 self._manifest = replace(self._manifest, source=replace(source, stamp=None))
             self.write_bytes(MANIFEST_NAME, self._manifest.to_json().encode())
             system.sync_folder(self.folder)
-            self.folder.rename(self.out)
+            system.replace(self.folder, self.out)
             # Last: until then it has the stamp by which a killed run is continued.
             (self.out / PARTIAL_NAME).unlink(missing_ok=True)
             system.sync_folder(self.out.parent)
