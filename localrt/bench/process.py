@@ -12,11 +12,11 @@ import json
 import os
 import queue
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, TextIO
 
 from localrt import system
 from localrt.bench.engines import BenchEngine, Launch, load_engine
@@ -72,7 +72,9 @@ class ChildProcess(Closing):
             self._process.stdin.write(json.dumps({"do": do, **values}) + "\n")
             self._process.stdin.flush()
             line = self._process.stdout.readline()
-        except BrokenPipeError:
+        except OSError as error:
+            if not system.is_broken_pipe(error):
+                raise
             line = ""
         if not line:
             raise ChildError("died", self._last_words())
@@ -87,10 +89,8 @@ class ChildProcess(Closing):
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
-                try:
+                with suppress(OSError):  # a request was never read
                     stream.close()
-                except BrokenPipeError:  # a request was never read
-                    pass
         self._stderr.close()
 
     def _last_words(self) -> str:
@@ -177,9 +177,12 @@ def serve(requests: object) -> None:
 
     In a request, ``do`` names the method; the other keys are its arguments.
     """
+    asked = os.fdopen(os.dup(0), encoding="utf-8")
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # so that output of libraries cannot corrupt the protocol
-    for request in _until_closed():
+    # Windows' libraries look at stdin as they are loaded, and would wait for who reads it.
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for request in _until_closed(asked):
         do = request.pop("do")
         try:
             message = {"answer": getattr(requests, do)(**request)}
@@ -192,12 +195,12 @@ def serve(requests: object) -> None:
         answers.flush()
 
 
-def _until_closed() -> Iterator[dict[str, Any]]:
+def _until_closed(asked: TextIO) -> Iterator[dict[str, Any]]:
     """Yield requests in order. A thread reads them, to notice at once when the parent has ended."""
     lines: queue.Queue[str] = queue.Queue()
 
     def read() -> None:
-        for line in sys.stdin:
+        for line in asked:
             lines.put(line)
         os._exit(0)  # nothing needs cleaning up, and an engine may be busy for minutes
 

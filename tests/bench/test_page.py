@@ -256,7 +256,7 @@ def test_compare_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "+0 points" in out
     assert "\x1b" not in out
     assert f"wrote {page}" in told
-    assert page.read_text().startswith("<!DOCTYPE html>")
+    assert page.read_text("utf-8").startswith("<!DOCTYPE html>")
     assert main(["bench", "--compare", str(path)]) == 0
     assert "first token p50" in capsys.readouterr().out
     assert read_report(path)["kind"] == "mix"

@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from localrt import system
@@ -41,19 +42,11 @@ def _run(options: BenchOptions, lines: list[str] | None = None) -> Outcome:
     return run_bench(options, notify=notify, start=lambda engine: ChildProcess(FAKE))
 
 
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 def _gone(pid: int) -> bool:
     deadline = time.monotonic() + 10
-    while _alive(pid) and time.monotonic() < deadline:
+    while psutil.pid_exists(pid) and time.monotonic() < deadline:
         time.sleep(0.02)
-    return not _alive(pid)
+    return not psutil.pid_exists(pid)
 
 
 def test_every_engine_and_setting(tmp_path: Path) -> None:
@@ -229,7 +222,7 @@ def test_bytes_read_while_decoding(tmp_path: Path) -> None:
 def test_child_closed() -> None:
     with ChildProcess(FAKE) as child:
         child.ask("load", launch={"engine": "native", "path": "good", "ctx": 1})
-        assert _alive(child.pid)
+        assert psutil.pid_exists(child.pid)
     assert _gone(child.pid)
 
 

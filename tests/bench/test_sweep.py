@@ -60,7 +60,7 @@ def test_every_combination(tmp_path: Path) -> None:
     report = run_sweep(
         options, notify=lines.append, start=lambda: started.append(1) or ChildProcess(FAKE)
     )
-    assert report == json.loads(options.file.read_text())
+    assert report == json.loads(options.file.read_text("utf-8"))
     assert not report["interrupted"]
     assert len(started) == 2, "a process for each number of threads"
     assert len(set(_settings(report, "prompt_tokens", "batch", "threads"))) == 8
@@ -100,7 +100,7 @@ _run(_options(Path({str(tmp_path)!r}), "waits", "prompt_tokens=20,64 batch=1,3")
         time.sleep(0.02)
     parent.kill()
     parent.wait()
-    before = json.loads(options.file.read_text())
+    before = json.loads(options.file.read_text("utf-8"))
     assert before["interrupted"]
     assert _settings(before, "prompt_tokens", "batch") == [(20, 1)]
     options.path.write_bytes(b"go on")
@@ -150,7 +150,7 @@ def test_file_of_something_else(tmp_path: Path, text: str) -> None:
     options.file.write_text(text)
     with pytest.raises(OptionError, match="is no sweep and stays as it is"):
         _run(options)
-    assert options.file.read_text() == text
+    assert options.file.read_text("utf-8") == text
 
 
 def test_damaged_points(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def test_trace_overlapping_tasks() -> None:
 def test_write_trace(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     write_trace(path, EVENTS, process="localrt")
-    assert json.loads(path.read_text())["traceEvents"]
+    assert json.loads(path.read_text("utf-8"))["traceEvents"]
     with pytest.raises(StorageError, match="cannot write"):
         write_trace(tmp_path / "no/such/folder.json", EVENTS, process="localrt")
     assert [file.name for file in tmp_path.iterdir()] == ["trace.json"]

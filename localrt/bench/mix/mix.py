@@ -272,7 +272,7 @@ class _Reader:
         file = self._folder / Path(name).expanduser()
         if not file.is_file():
             self._refuse(where, "prompts", f"no file {name!r:.80}")
-        lines = [line for line in read_text(file).split("\n") if line.strip()]
+        lines = [line.removesuffix("\r") for line in read_text(file).split("\n") if line.strip()]
         if not lines:
             self._refuse(where, "prompts", f"{name} has no texts: write one on each line")
         if not all(line.lstrip().startswith("{") for line in lines):

@@ -73,7 +73,7 @@ def test_a_mix_on_a_real_model(tmp_path: Path, capsys: pytest.CaptureFixture[str
     words = [model, "--mix", str(file), "--ctx", "512", "--ram", "2GB", "--out", str(out)]
     assert main(["bench", *words]) == 0
     assert "of the requests met their goals" in capsys.readouterr().out
-    (server,) = json.loads(out.read_text())["servers"]
+    (server,) = json.loads(out.read_text("utf-8"))["servers"]
     assert server["server"] == "localrt"
     assert "--ctx 512" in server["settings"]["commands"][0]
     assert "/" not in server["settings"]["commands"][0]

@@ -27,6 +27,7 @@ from localrt.client.servers import read_address
 from localrt.common.errors import LocalrtError, OptionError
 from localrt.offload import hardware
 from tests.bench.mix.test_neighbours import ended
+from tests.conftest import needs_scripts
 from tests.fake_endpoint import DONE, HEAD, Asked, Fake, delta, event, fake, listed, whole
 from tests.waits import wait_for
 
@@ -271,6 +272,7 @@ def test_names_of_models_at_a_url() -> None:
         Endpoint(server.url, None).check(MIX)
 
 
+@needs_scripts
 def test_bad_peers(tmp_path: Path) -> None:
     file = tmp_path / "no-program"
     file.touch()
@@ -311,6 +313,7 @@ def _program(folder: Path) -> Path:
     return file
 
 
+@needs_scripts
 def test_a_process_for_each_model_and_use(tmp_path: Path) -> None:
     paths = {"m": tmp_path / "m.gguf", "broken": tmp_path / "b.gguf"}
     server = LlamaServer("peer", _program(tmp_path), paths, ["--flag"])
@@ -327,6 +330,7 @@ def test_a_process_for_each_model_and_use(tmp_path: Path) -> None:
     assert all(ended(pid) for pid in pids)
 
 
+@needs_scripts
 def test_a_server_that_does_not_start_is_skipped(tmp_path: Path) -> None:
     server = LlamaServer("peer", _program(tmp_path), {"m": tmp_path / "m.gguf"}, ["--fail"])
     mix = replace(MIX, apps=(CHAT,))
@@ -339,6 +343,7 @@ PARENT = """
 import sys
 from contextlib import ExitStack
 from localrt.bench.mix.servers import Running, _start
+from tests.conftest import needs_scripts
 running = Running()
 with ExitStack() as stack:
     _start(stack, running, "x", [sys.argv[1]])
@@ -347,6 +352,7 @@ with ExitStack() as stack:
 """
 
 
+@needs_scripts
 def test_servers_end_when_the_benchmark_is_killed(tmp_path: Path) -> None:
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, str(_program(tmp_path))],

@@ -198,4 +198,4 @@ def test_the_shipped_mixes_are_toml_of_our_keys_only() -> None:
     folder = Path(__file__).parents[3] / "localrt/bench/mix/data"
     assert sorted(file.stem for file in folder.iterdir()) == sorted(SHIPPED)
     for file in folder.iterdir():
-        assert "models" not in tomllib.loads(file.read_text())
+        assert "models" not in tomllib.loads(file.read_text("utf-8"))
