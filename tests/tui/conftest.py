@@ -17,7 +17,7 @@ from textual.css.model import RuleSet
 from textual.css.parse import parse
 from textual.pilot import Pilot
 
-from localrt import History
+from localrt import History, system
 from localrt.mcp.toolbox import Toolbox
 from localrt.tui import ChatApp
 from localrt.tui.plain import PlainChat
@@ -48,6 +48,9 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stylesheet, "parse", _parsed)
 
 
+_PAUSE_S = 0.01 if system.IS_WINDOWS else 0.0  # there Textual's timers are threads that sleep
+
+
 async def _settled(*arguments: object) -> bool:
     """In the place of Textual's waits, which sleep 20 ms at a time until the process is idle, take
     one that gets no processor for idle, and ask every widget: until no message is on its way."""
@@ -55,7 +58,7 @@ async def _settled(*arguments: object) -> bool:
     deadline = time.monotonic() + 30
     quiet = 0
     while quiet < 3 and time.monotonic() < deadline:
-        await asyncio.sleep(0)
+        await asyncio.sleep(_PAUSE_S)
         quiet = 0 if loop._ready else quiet + 1
     return True
 

@@ -167,9 +167,9 @@ async def test_new_export_and_load(
         await until(pilot, path.exists)
         await screen.say(pilot, f"/export {markdown}")
         await until(pilot, lambda: screen.notices(app, "error"))
-        assert markdown.read_text() == "mine"  # another's file is asked about first
+        assert markdown.read_text("utf-8") == "mine"  # another's file is asked about first
         await screen.say(pilot, f"/export {markdown}")
-        await until(pilot, lambda: markdown.read_text() != "mine")
+        await until(pilot, lambda: markdown.read_text("utf-8") != "mine")
         await screen.say(pilot, "/export")
         await until(pilot, lambda: list(tmp_path.glob("really-20*.md")))
 
@@ -185,14 +185,14 @@ async def test_new_export_and_load(
         assert app.state.conversation.system == "Be brief."
         await asked(pilot, "again")
         await screen.say(pilot, f"/export {path}")  # its own file: no question
-        await until(pilot, lambda: len(json.loads(path.read_text())["messages"]) == 5)
+        await until(pilot, lambda: len(json.loads(path.read_text("utf-8"))["messages"]) == 5)
         assert screen.notices(app, "error") == []
         for line in ("/load nowhere/chat.json", "/load"):
             count = len(screen.notices(app, "error"))
             await screen.say(pilot, line)
             await until(pilot, lambda n=count: len(screen.notices(app, "error")) > n)  # type: ignore[misc]
             assert screen.users(app) == ["Really?", "again"]
-    lines = markdown.read_text().splitlines()
+    lines = markdown.read_text("utf-8").splitlines()
     assert lines[0] == "# Really?"
     assert lines[2].startswith("*tiny-model, 20")
     assert [line for line in lines[3:] if line] == [

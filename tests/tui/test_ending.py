@@ -120,7 +120,7 @@ class Shell:
         """End the app as a logout does; the message that it kept."""
         os.kill(self.app, signal.SIGTERM)
         assert self.status == 143
-        return (self.folder / DATA / "draft.txt").read_text()
+        return (self.folder / DATA / "draft.txt").read_text("utf-8")
 
 
 def kept_answer(folder: Path) -> str:
@@ -157,7 +157,7 @@ def test_signals(number: int, status: int, tmp_path: Path) -> None:
     draft = tmp_path / DATA / "draft.txt"
     assert draft.is_file() == (status > 0)
     if status > 0:
-        assert draft.read_text() == "a draft"
+        assert draft.read_text("utf-8") == "a draft"
 
 
 def test_closed_terminal(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_closed_terminal(tmp_path: Path) -> None:
         shell.answer("a draft")
         shell.close()
         assert shell.status == 129
-    assert (tmp_path / DATA / "draft.txt").read_text() == "a draft"
+    assert (tmp_path / DATA / "draft.txt").read_text("utf-8") == "a draft"
 
 
 BREAKS = """
@@ -205,12 +205,12 @@ def test_crash(broken: str, tmp_path: Path) -> None:
     assert after.count("\n") == 1
     assert after.startswith("localrt: the app ended because of an error in it (ValueError)")
     assert str(report) in after
-    assert "in fail" in report.read_text()
-    assert "ValueError" in report.read_text()
-    assert "secret" not in report.read_text() + after
+    assert "in fail" in report.read_text("utf-8")
+    assert "ValueError" in report.read_text("utf-8")
+    assert "secret" not in report.read_text("utf-8") + after
     assert stat.S_IMODE(report.stat().st_mode) == 0o600
     assert kept_answer(tmp_path) == "A whole sentence."
-    assert (tmp_path / DATA / "draft.txt").read_text() == "secret word"
+    assert (tmp_path / DATA / "draft.txt").read_text("utf-8") == "secret word"
 
 
 def test_draft_comes_back(tmp_path: Path) -> None:

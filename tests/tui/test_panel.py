@@ -142,7 +142,7 @@ async def test_panel_remembered(tmp_path: Path) -> None:
             assert panel(app).is_open is expected
             await pilot.press("f3")
             await until(pilot, lambda app=app, was=expected: panel(app).is_open is not was)
-    assert "panel" not in (tmp_path / "config.toml").read_text()
+    assert "panel" not in (tmp_path / "config.toml").read_text("utf-8")
 
 
 async def test_panel_during_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +208,7 @@ async def test_bad_preferences(tmp_path: Path) -> None:
         assert "did you mean new?" in told[1]
         assert "is for typing" in told[2]
         await asked(pilot, "Hi")
-    assert (tmp_path / "config.toml").read_text() == text
+    assert (tmp_path / "config.toml").read_text("utf-8") == text
 
 
 async def test_bad_config_file(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ async def test_bad_config_file(tmp_path: Path) -> None:
         await pilot.press("f3")
         await until(pilot, lambda: panel(app).is_open and len(screen.notices(app, "error")) > 1)
         assert "Not saved" in screen.notices(app, "error")[1]
-    assert (tmp_path / "config.toml").read_text() == "theme = "
+    assert (tmp_path / "config.toml").read_text("utf-8") == "theme = "
 
 
 async def test_adapter(tmp_path: Path) -> None:

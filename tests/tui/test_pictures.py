@@ -13,7 +13,7 @@ import pytest
 from PIL import Image, UnidentifiedImageError
 from textual.events import Paste
 
-from localrt import History, KeptPicture, OptionError
+from localrt import History, KeptPicture, OptionError, system
 from localrt.history.pictures import new_picture
 from localrt.tui.chat.blocks import GUTTER
 from localrt.tui.chat.thumbnails import Thumbnail, cells, find_graphics
@@ -230,15 +230,22 @@ def test_lost_picture_is_a_line(photo: Path) -> None:
 # -- paths -----------------------------------------------------------------------------------------
 
 
+def _escaped(path: Path) -> str:
+    """As a shell takes it."""
+    text = str(path)
+    return f'"{text}"' if system.IS_WINDOWS else text.replace(" ", "\\ ")
+
+
 def test_dropped(photo: Path) -> None:
     other = photo.with_name("b.jpg")
     other.write_bytes(b"")
     path = str(photo)
-    escaped = path.replace(" ", "\\ ")
+    escaped = _escaped(photo)
+    escapes = () if system.IS_WINDOWS else (escaped, f"{escaped} ")
     url = photo.as_uri()
-    for text in (path, f"'{path}'", f'"{path}"', escaped, f"{escaped} ", url, f"{url}\n"):
+    for text in (path, f"'{path}'", f'"{path}"', url, f"{url}\n", *escapes):
         assert dropped(text) == [path], text
-    assert dropped(f"{escaped} '{other}'") == [path, str(other)]
+    assert dropped(f"\"{path}\" '{other}'") == [path, str(other)]
     assert dropped(f"{url}\n{other.as_uri()}") == [path, str(other)]
     for text in (
         "photo.png",
@@ -252,7 +259,7 @@ def test_dropped(photo: Path) -> None:
 
 
 def test_paths_in_plain_lines(photo: Path) -> None:
-    escaped = str(photo).replace(" ", "\\ ")
+    escaped = _escaped(photo)
     written = f'@"{photo}"'
     assert with_mentions(str(photo)) == written
     assert with_mentions(f"{escaped} what is it?") == f"{written} what is it?"
@@ -291,13 +298,13 @@ async def test_export(seeing: FakeModel, photo: Path, tmp_path: Path) -> None:
         await until(pilot, lambda: app.state.conversation is not conversation)
         (turn, _) = app.state.conversation.turns
         assert draft_of(turn).pictures == conversation.turns[0].pictures
-    text = (tmp_path / "my chat.md").read_text()
+    text = (tmp_path / "my chat.md").read_text("utf-8")
     link = "![1-my-photo.png](my%20chat-pictures/1-my-photo.png)"
     assert f"{link} What is it? {link}" in text
     folder = tmp_path / "my chat-pictures"
     assert [path.name for path in folder.iterdir()] == ["1-my-photo.png"]
     assert (folder / "1-my-photo.png").read_bytes() == photo.read_bytes()
-    record = json.loads((tmp_path / "chat.json").read_text())
+    record = json.loads((tmp_path / "chat.json").read_text("utf-8"))
     first, _, last = record["messages"][0]["content"]
     uri = "data:image/png;base64," + base64.b64encode(photo.read_bytes()).decode()
     assert first == last == {"type": "image", "image": uri, "name": "my photo.png"}
@@ -311,7 +318,7 @@ def test_plain_chat(seeing: FakeModel, photo: Path, tmp_path: Path) -> None:
         f'What is in @"{photo}"?',
         f"/attach {photo}",
         "And this?",
-        str(photo).replace(" ", "\\ ") + " again",
+        f"{_escaped(photo)} again",
         "/show",
     ]
     out = plain_chat(FakeLoader(seeing), tmp_path, lines)

@@ -80,7 +80,7 @@ def test_commands(model: FakeModel, chat: Callable[..., str], tmp_path: Path) ->
     assert "Error: give a number" in text
     assert "Deleted." in text
     assert "Error: no command /nonsense" in text
-    record = json.loads(path.read_text())
+    record = json.loads(path.read_text("utf-8"))
     assert record["options"] == {"seed": 4}
     assert [m["content"] for m in record["messages"]][:1] == ["Be brief."]
     assert record["messages"][3]["content"] == "notes.txt:\n```txt\nmilk\n```\n What is it?"
@@ -224,6 +224,8 @@ def test_model_without_tools(model: FakeModel, chat: Callable[..., str]) -> None
 def test_tools_of_a_real_server(model: FakeModel, chat: Callable[..., str], tmp_path: Path) -> None:
     pytest.importorskip("mcp")
     config = f"command = '{sys.executable}'\nargs = ['{SERVER}']\nallow = ['add']\n"
+    if where := os.environ.get("PYTHONPATH"):
+        config += f"env = {{PYTHONPATH = '{where}'}}\n"
     (tmp_path / "config.toml").write_text(f"[mcp.servers.tests]\n{config}")
     tools = Toolbox.open(tmp_path)
     try:

@@ -47,14 +47,14 @@ def test_bad_file(tmp_path: Path, text: str) -> None:
     assert "is not TOML" in file.notes[0]
     with pytest.raises(StorageError, match="is not TOML"):
         file.change({"theme": "nord"})
-    assert file.path.read_text() == text
+    assert file.path.read_text("utf-8") == text
 
 
 def test_changes_keep_comments(tmp_path: Path) -> None:
     file = config(tmp_path, '# mine\ntheme = "nord"  # blue\n\n[keys]\n# twice\nnew = "ctrl+l"\n')
     file.change({"theme": "localrt-light", "panel": True})
     file.remember_options({"temperature": 0.5})
-    text = file.path.read_text()
+    text = file.path.read_text("utf-8")
     for part in ("# mine", "# blue", "# twice", 'new = "ctrl+l"', 'theme = "localrt-light"'):
         assert part in text
     assert file.load().panel
@@ -62,7 +62,7 @@ def test_changes_keep_comments(tmp_path: Path) -> None:
     file.remember_options({})
     file.change({"panel": None})
     assert dict(file.load().options) == {}
-    assert "generation" not in file.path.read_text()
+    assert "generation" not in file.path.read_text("utf-8")
     assert list(tmp_path.iterdir()) == [file.path]  # nothing half-written beside it
 
 
@@ -86,7 +86,7 @@ def test_presets(tmp_path: Path) -> None:
 def test_multiline_preset(tmp_path: Path) -> None:
     presets = PresetsFile(tmp_path)
     presets.save(Preset("Review", 'Be "brief".\nSay \\ why.', {"temperature": 0.2}))
-    assert '"""' in presets.path.read_text()
+    assert '"""' in presets.path.read_text("utf-8")
     assert presets.find("Review").system == 'Be "brief".\nSay \\ why.'
     presets.save(Preset("Windows", "Be brief.\r\nBe kind."))
     assert presets.find("Windows").system == "Be brief.\r\nBe kind."
@@ -98,7 +98,7 @@ def test_bad_presets(tmp_path: Path) -> None:
     assert [preset.name for preset in presets.list()] == ["good"]
     assert len(presets.notes) == 2
     presets.save(Preset("new", "x"))
-    assert "bad" in presets.path.read_text()  # somebody's work
+    assert "bad" in presets.path.read_text("utf-8")  # somebody's work
 
 
 @pytest.mark.parametrize(

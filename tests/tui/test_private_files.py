@@ -85,7 +85,7 @@ async def test_app(tiny_folder: Path, folders: Settings, tmp_path: Path) -> None
 def test_editor(folders: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "editor"
     script.write_text('#!/bin/sh\nls -ld "$1" "$(dirname "$1")" | cut -c1-10 > "$1.rights"\n')
-    script.write_text(script.read_text() + 'cat "$1.rights" >> "$1"\n')
+    script.write_text(script.read_text("utf-8") + 'cat "$1.rights" >> "$1"\n')
     script.chmod(0o755)
     monkeypatch.setenv("VISUAL", str(script))
     assert edited("a secret\n").split() == ["a", "secret", "drwx------", "-rw-------"]

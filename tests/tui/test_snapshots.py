@@ -12,7 +12,7 @@ from textual.events import Paste
 from textual.pilot import Pilot
 from textual.widgets import Input, OptionList, Static
 
-from localrt import History
+from localrt import History, system
 from localrt.common.progress import Progress
 from localrt.tui import ChatApp
 from localrt.tui.chat.bars import Phase
@@ -132,6 +132,7 @@ def first_option(app: ChatApp) -> object:
     return app.screen.query_one(OptionList).get_option_at_index(0).prompt
 
 
+@pytest.mark.skipif(system.IS_WINDOWS, reason="its terminals have all colors")
 def test_sixteen_colors(snap_compare: Compare, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("COLORTERM")
@@ -204,6 +205,7 @@ def test_models_with_a_preview(snap_compare: Compare, monkeypatch: pytest.Monkey
     assert snap_compare(app, terminal_size=(100, 24), run_before=before)
 
 
+@pytest.mark.skipif(system.IS_WINDOWS, reason="has a key less to set")
 def test_settings(snap_compare: Compare) -> None:
     async def before(pilot: Pilot[Any]) -> None:
         app = await ready(pilot)

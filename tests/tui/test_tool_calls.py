@@ -321,9 +321,9 @@ async def test_export_and_load_calls(model: FakeModel, tmp_path: Path) -> None:
         for path in (saved, tmp_path / "chat.md"):
             await screen.say(pilot, f"/export {path}")
             await until(pilot, path.exists)
-        roles = [message["role"] for message in json.loads(saved.read_text())["messages"]]
+        roles = [message["role"] for message in json.loads(saved.read_text("utf-8"))["messages"]]
         assert roles == ["user", "assistant", "tool", "assistant"]
-        text = (tmp_path / "chat.md").read_text()
+        text = (tmp_path / "chat.md").read_text("utf-8")
         assert "## files.list {}\n\n```\na\nb\n```\n\n## Model\n\nHello there." in text
         await screen.say(pilot, f"/load {saved}")
         await until(pilot, lambda: screen.calls(app) == [("list {}", "a\nb", "")])

@@ -259,7 +259,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "Makefile").write_text("all:\n")
     (tmp_path / "two words.md").write_text("# Two\n")
     (tmp_path / "novel").mkdir()
-    (tmp_path / "novel" / "one.md").write_text("It was dark.\n")
+    (tmp_path / "novel" / "one.md").write_bytes(b"It was dark.\n")
     monkeypatch.chdir(tmp_path)
 
 

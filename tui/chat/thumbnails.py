@@ -81,7 +81,9 @@ class Thumbnail:
             from textual_image.renderable import TGPImage
 
             image = small_image(self.picture, columns * _CELL[0], rows * _CELL[1])
-            console = Console(width=columns, height=rows, color_system="truecolor")
+            console = Console(
+                width=columns, height=rows, color_system="truecolor", legacy_windows=False
+            )
             drawn = console.render_lines(TGPImage(image, columns, rows), pad=False)
             return [Strip(line) for line in drawn]
         return half_blocks(self.picture, columns, rows)
