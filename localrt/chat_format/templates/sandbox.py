@@ -45,7 +45,7 @@ class SandboxedTemplate:
             raise TemplateError(f"the {name} is longer than {_MAX_SOURCE} characters")
         found = _RENDERER.ask(source, None)
         if (reason := found.get("invalid")) is not None:
-            raise TemplateError(f"the {name} is not valid Jinja2: {reason}")
+            raise TemplateError(f"the {name} is not valid Jinja2: {reason or _TOO_MUCH}")
         if "text" not in found:
             raise TemplateError(f"the {name} cannot be compiled: {found['refused']}")
 
