@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import tempfile
+import threading
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import TextIO
@@ -45,6 +46,7 @@ class Connection:
         self._tools: tuple[Tool, ...] = ()  # kept after the server ended, as a call restarts it
         self._client: mcp.Client | None = None
         self._incoming: object = None  # the transport's stream of messages
+        self._reading = threading.Lock()  # any thread reads stderr, which is not closed meanwhile
         self._stderr: TextIO | None = None
         self._words = ""
         self._settled = asyncio.Event()  # set once the server runs or has failed
@@ -133,11 +135,12 @@ class Connection:
     @contextmanager
     def _kept_words(self) -> Iterator[TextIO]:
         """Open a file for a program's stderr; its last line may say why the program ended."""
-        with tempfile.TemporaryFile("w+") as self._stderr:
+        with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as self._stderr:
             try:
                 yield self._stderr
             finally:
-                self._words, self._stderr = _last_line(self._stderr), None
+                with self._reading:
+                    self._words, self._stderr = _last_line(self._stderr), None
 
     @asynccontextmanager
     async def _watched(self, transport: Transport) -> AsyncIterator[TransportStreams]:
@@ -156,8 +159,8 @@ class Connection:
 
     def _ended(self) -> str:
         """Return ``ended: LAST LINE OF STDERR``."""
-        stderr = self._stderr
-        words = self._words if stderr is None else _last_line(stderr)
+        with self._reading:
+            words = self._words if self._stderr is None else _last_line(self._stderr)
         return f"ended: {words}" if words else "ended"
 
     def _explained(self, error: BaseException) -> str:

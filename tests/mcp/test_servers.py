@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -22,8 +23,13 @@ from tests.waits import wait_for
 SERVER = str(Path(__file__).with_name("server.py"))
 
 
+# A server is given few variables; where packages lie is none of them.
+ENV = {name: os.environ[name] for name in ["PYTHONPATH"] if name in os.environ}
+
+
 def stdio(name: str = "local", **settings: Any) -> ServerConfig:
-    return ServerConfig(name=name, command=sys.executable, args=(SERVER,), **settings)
+    settings = {"command": sys.executable, "args": (SERVER,), "env": ENV} | settings
+    return ServerConfig(name=name, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +88,7 @@ def programs(servers: ToolServers) -> list[psutil.Process]:
 def test_transports(http: Any, started: Callable[..., ToolServers]) -> None:
     process = http()
     far = ServerConfig(name="far", url=http.url, timeout=30)
-    servers = started(stdio(env={"SECRET": "cheese"}), far)
+    servers = started(stdio(env={**ENV, "SECRET": "cheese"}), far)
     for name in ("local", "far"):
         assert status(servers, name).state == "ready"
         tools = {tool.name: tool for tool in status(servers, name).tools}
