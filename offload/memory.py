@@ -76,7 +76,7 @@ def _cgroup_levels(root: Path) -> Iterator[tuple[int, int]]:
 
 def _read_number(path: Path) -> int | None:
     try:
-        return int(path.read_text())
+        return int(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):  # not there, or "max"
         return None
 
@@ -87,7 +87,7 @@ def _reclaimable(stat: Path, prefix: str) -> int:
     Mapped pages do not count: running programs would read them again.
     """
     try:
-        lines = (line.split() for line in stat.read_text().splitlines())
+        lines = (line.split() for line in stat.read_text(encoding="utf-8").splitlines())
         values = {name: int(value) for name, value in lines}
     except (OSError, ValueError):
         return 0

@@ -61,6 +61,19 @@ atexit.register(shutil.rmtree, os.environ["XDG_DATA_HOME"], ignore_errors=True)
 
 needs_kernels = pytest.mark.skipif(find_library() is None, reason="the kernels are not compiled")
 needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
+
+
+def _makes_links() -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            Path(folder, "link").symlink_to("nowhere")
+        except OSError:
+            return False
+    return True
+
+
+needs_links = pytest.mark.skipif(not _makes_links(), reason="symbolic links are refused")
+needs_scripts = pytest.mark.skipif(sys.platform == "win32", reason="a text is no program")
 needs_signals = pytest.mark.skipif(sys.platform == "win32", reason="no process is sent a signal")
 
 NOT_EVERYWHERE = {
@@ -72,6 +85,7 @@ NOT_EVERYWHERE = {
 collect_ignore = [] if find_spec("torch") else ["models/vision"]  # its conftest needs it
 WINE = hasattr(getattr(ctypes, "windll", None) and ctypes.windll.ntdll, "wine_get_version")
 WINE_CANNOT = {
+    "refused_on_one_line[7]": "Wine 8 keeps no limits of jobs",
     "test_system.py::test_a_helper_takes_no_more": "Wine 8 keeps no limits of jobs",
 }
 """What Wine, which ``scripts/windows`` runs the tests under, lacks of Windows: a test, and why."""
@@ -239,7 +253,7 @@ def given_rates(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def nothing_on_stdin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As with ``< /dev/null``."""
-    with Path(os.devnull).open() as nothing:
+    with Path(os.devnull).open(encoding="utf-8") as nothing:
         monkeypatch.setattr(sys, "stdin", nothing)
         yield
 

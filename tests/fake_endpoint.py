@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
+from localrt import system
+
 __all__ = [
     *("DONE", "HEAD", "Asked", "Fake", "delta", "event", "fake", "listed", "nobody", "saying"),
     "whole",
@@ -24,7 +26,10 @@ def nobody() -> Iterator[int]:
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))
-        yield held.getsockname()[1]
+        port = held.getsockname()[1]
+        if system.IS_WINDOWS:  # gives a port to one socket alone
+            held.close()
+        yield port
 
 
 class Asked:

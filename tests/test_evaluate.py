@@ -17,7 +17,7 @@ import localrt
 from localrt.cli import main
 from localrt.common.errors import OptionError, TokenizerError
 from localrt.evaluate import evaluate
-from tests.conftest import needs_kernels, write_tiny_model
+from tests.conftest import needs_kernels, needs_torch, write_tiny_model
 from tests.inside import core_of
 from tests.real_models import real_model
 
@@ -125,7 +125,7 @@ def test_no_tokenizer(tiny_folder: Path, tmp_path: Path) -> None:
 
 def test_other_vocabulary(tiny: localrt.Model, tiny_folder: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny_folder, tmp_path / "model")
-    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer = json.loads((folder / "tokenizer.json").read_text("utf-8"))
     vocab = tokenizer["model"]["vocab"]
     vocab["e"], vocab["t"] = vocab["t"], vocab["e"]
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
@@ -149,6 +149,7 @@ def test_logits(tiny: localrt.Model) -> None:
         tiny.logits([5] * 513)
 
 
+@needs_torch
 def test_command(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "text.txt"
     text.write_text(TEXT, encoding="utf-8")
@@ -188,6 +189,7 @@ def test_command_errors(
     assert words in error
 
 
+@needs_torch
 def test_against_format(
     tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -206,6 +208,7 @@ def test_against_format(
     assert "f32): perplexity" in capsys.readouterr().out
 
 
+@needs_torch
 @needs_kernels
 def test_against_kv_format(
     tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

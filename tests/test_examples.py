@@ -147,7 +147,7 @@ def test_the_summarizer(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     main = example("summarize_folder.py")["main"]
     command = [str(texts), "--model", str(folder), "-o", str(out), "--ctx", "1024"]
     assert main([*command, "--tokens", "750"]) == 0
-    found = json.loads(out.read_text())
+    found = json.loads(out.read_text("utf-8"))
     assert set(found) == {"a.txt", "b.md"}
     for summary in found.values():
         assert set(summary) == {"title", "summary"} or "no room" in summary["error"]
@@ -164,7 +164,7 @@ def test_the_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     run_cells(
         [
             "".join(cell["source"])
-            for cell in json.loads((EXAMPLES / "notebook.ipynb").read_text())["cells"]
+            for cell in json.loads((EXAMPLES / "notebook.ipynb").read_text("utf-8"))["cells"]
             if cell["cell_type"] == "code"
         ],
         path,

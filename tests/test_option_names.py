@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 
+from localrt import system
 from localrt.common.errors import (
     LocalrtError,
     MemoryBudgetError,
@@ -18,7 +19,10 @@ def test_a_message_names_options_as_its_reader_types_them() -> None:
     ways = f"use {option('ctx', 512)}, {option('ram', '1.5 GB')} or less {option('max_tokens')}"
     error = MemoryBudgetError(ways)
     assert str(error) == 'use ctx=512, ram="1.5 GB" or less max_tokens'
-    assert error.told(on_command_line) == "use --ctx 512, --ram '1.5 GB' or less --max-tokens"
+    assert (
+        error.told(on_command_line)
+        == f"use --ctx 512, --ram {system.quote('1.5 GB')} or less --max-tokens"
+    )
     assert spelled(f"try {option('max_tokens', 9)}", in_app) == "try /set max_tokens 9"
 
 

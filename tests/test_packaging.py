@@ -21,6 +21,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from localrt import system
 from localrt.cli import build_parser
 from localrt.common.extras import EXTRAS, install
 
@@ -39,23 +40,23 @@ def packages_on_disk() -> set[str]:
 
 
 def test_every_package_on_disk_is_listed() -> None:
-    config = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
     assert set(config["tool"]["setuptools"]["packages"]) == packages_on_disk()
 
 
 def test_messages_name_the_packages_of_extras() -> None:
     """No package index has localrt: `pip install 'localrt[gpu]'` fails everywhere."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     optional = project["optional-dependencies"]
     for extra, packages in EXTRAS.items():
         names = [re.split(r"[<>=; ]", requirement)[0] for requirement in optional[extra]]
         assert packages.split() == names
-        assert install(extra) == f"{shlex.quote(sys.executable)} -m pip install {packages}"
+        assert install(extra) == f"{system.quote(sys.executable)} -m pip install {packages}"
     assert set(EXTRAS) == set(optional) - {"all", "docs", "test"}
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").iterdir()]
     sources = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
     wrong = re.compile(r"localrt\[[a-z]+\]'|pip install localrt\b")
-    assert [str(path) for path in (*sources, *pages) if wrong.search(path.read_text())] == []
+    assert [str(path) for path in (*sources, *pages) if wrong.search(path.read_text("utf-8"))] == []
 
 
 def imported(room: str) -> Iterator[str]:
@@ -69,7 +70,7 @@ def imported(room: str) -> Iterator[str]:
 
 
 def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     optional = project["optional-dependencies"]
 
     def distributions(requirements: Iterable[str]) -> set[str]:
@@ -78,7 +79,10 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None
     needed = distributions(project["dependencies"])
     extras = distributions(each for extra in EXTRAS for each in optional[extra])
     # A module that is not installed here is named as its distribution is.
-    installed = {"llama_cpp": ["llama-cpp-python"]} | packages_distributions()
+    installed = {
+        "llama_cpp": ["llama-cpp-python"],
+        "cuda": ["cuda-bindings"],
+    } | packages_distributions()
     modules = {name for room in ROOMS for name in imported(room)}
     modules -= {*sys.stdlib_module_names, "localrt"}
     imports = {
@@ -105,14 +109,14 @@ typing-extensions typing-inspection urllib3 uvicorn
 def test_a_plain_install_brings_no_more_than_this() -> None:
     """Its size is checked where it is installed, by ``scripts/try_wheel``."""
     script = runpy.run_path(str(ROOT / "scripts" / "try_wheel"))
-    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    needed = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["dependencies"]
     assert script["plain_install"](needed) <= set(PLAIN_INSTALL.split())
 
 
 def test_constraints_are_within_the_ranges() -> None:
     """``scripts/constraints`` renews them."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    lines = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
     pins = {
         canonicalize_name(name): version
         for name, _, version in (line.partition("==") for line in lines if line[0] != "#")
@@ -136,15 +140,15 @@ def test_pythons_and_tools_are_the_same_everywhere() -> None:
     assert re.findall(r":: Python :: (3\.\d+)", text["pyproject.toml"]) == tested
     for page in ("README.md", "docs/install.md"):
         assert f"Python {tested[0]} to {tested[-1]}" in text[page]
-    ruff = re.search(r"^ruff==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    ruff = re.search(r"^ruff==(.+)$", (ROOT / "constraints.txt").read_text("utf-8"), re.MULTILINE)
     assert ruff is not None
-    assert f"rev: v{ruff[1]} " in (ROOT / ".pre-commit-config.yaml").read_text()
+    assert f"rev: v{ruff[1]} " in (ROOT / ".pre-commit-config.yaml").read_text("utf-8")
 
 
 def test_every_package_has_a_docstring_and_modules_name_what_they_export() -> None:
     for room in ROOMS:
         for path in (ROOT / room).rglob("*.py"):
-            tree = ast.parse(path.read_text())
+            tree = ast.parse(path.read_text("utf-8"))
             assert ast.get_docstring(tree), f"{path} has no docstring"
 
 
@@ -200,7 +204,7 @@ def test_the_wheel_holds_localrt_and_nothing_else(tmp_path: Path) -> None:
 
 def test_files_for_systems_start_commands_that_exist(tmp_path: Path) -> None:
     """A container, a unit for systemd and a desktop entry."""
-    text = {path.name: path.read_text() for path in (ROOT / "packaging").iterdir()}
+    text = {path.name: path.read_text("utf-8") for path in (ROOT / "packaging").iterdir()}
     copied = re.findall(r"^COPY (\w+) \1$", text["Containerfile"], re.MULTILINE)
     assert set(copied) == set(ROOMS)
     (words,) = re.findall(r"^CMD (.*)$", text["Containerfile"], re.MULTILINE)

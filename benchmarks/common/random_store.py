@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from localrt import system
 from localrt.common.files import PAGE
 from localrt.models.checkpoints.base import TensorInfo
 from localrt.models.checkpoints.store.manifest import (
@@ -257,7 +258,7 @@ def write_store(folder: Path, architecture: str, config: Mapping[str, Any], form
             data = content(unit)
             done = 0
             while done < len(data):  # a call writes at most 2 GB
-                done += os.pwrite(file.fileno(), data[done:].data, unit.offset + done)
+                done += system.write_at(file.fileno(), data[done:].data, unit.offset + done)
             return replace(unit, sha256=hashlib.sha256(data.data).hexdigest())
 
         with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:

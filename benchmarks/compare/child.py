@@ -24,7 +24,7 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
         load_s = time.perf_counter() - started
         model.generate("Hello.", max_tokens=8, ignore_eos=True, temperature=0.0)
         found = _resume(model, job) if job["resume"] else _answer(model, job)
-        status = Path("/proc/self/status").read_text()
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
         peak = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
         return {
             **found,

@@ -32,7 +32,9 @@ def find_disk(nbytes: int) -> Path:
     Raises:
         OSError: there is none; the message names the folders tried.
     """
-    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
+    mounts = [
+        line.split()[1:3] for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()
+    ]
     seen = []
     for folder in (Path(tempfile.gettempdir()).resolve(), _ROOT):
         _, kind = max((where, kind) for where, kind in mounts if folder.is_relative_to(where))

@@ -31,7 +31,7 @@ def model(
     """Of a folder without a chat template, as Ollama would have it."""
     folder = tmp_path / "model"
     shutil.copytree(tiny_folder, folder)
-    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
     config.pop("chat_template", None)
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     found = ResolvedModel("ollama:pirate:latest", folder, None, "ollama", EXTRAS)

@@ -27,7 +27,7 @@ def modules() -> Iterator[str]:
 
 def commands() -> Iterator[str]:
     for path in sorted(ROOT.rglob("*.py")):
-        if "make_parser(" in path.read_text() and path.parent.name != "common":
+        if "make_parser(" in path.read_text("utf-8") and path.parent.name != "common":
             name = ".".join(path.relative_to(ROOT.parent).with_suffix("").parts)
             yield name.removesuffix(".__main__")
 
@@ -95,7 +95,7 @@ def test_a_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 def test_saved_lines(tmp_path: Path) -> None:
     made = {"rows": [{"a": 1, "b": "x"}, {"a": [1, 2], "b": None}], "setting": {}}
     save(tmp_path / "made.json", made)
-    lines = (tmp_path / "made.json").read_text().splitlines()
+    lines = (tmp_path / "made.json").read_text("utf-8").splitlines()
     assert '  {"a": 1, "b": "x"},' in lines
     assert '   "a": [1, 2],' in lines
     assert load(tmp_path / "made.json") == made
@@ -109,7 +109,7 @@ def test_saved_lines(tmp_path: Path) -> None:
 def test_cited_commands_exist() -> None:
     known = set(commands())
     for path in RESULTS.glob("*.json"):
-        command = json.loads(path.read_text())["command"]
+        command = json.loads(path.read_text("utf-8"))["command"]
         if command.startswith("python -m benchmarks"):
             assert command.split()[2] in known, path
 
@@ -131,14 +131,14 @@ def test_a_figure_that_no_file_holds(
     monkeypatch.setattr(tables, "pages", lambda: [page])
     page.write_text(PAGE)
     assert tables.main([]) == 0
-    made = page.read_text()
+    made = page.read_text("utf-8")
     assert tables.main(["--check"]) == 0
     figure = "| 1.54x |"
     assert figure in made
     page.write_text(made.replace(figure, "| 9.99x |", 1))
     assert tables.main(["--check"]) == 1
     assert "the tables of page.md are out of date" in capsys.readouterr().out
-    assert "9.99x" in page.read_text(), "a check changes nothing"
+    assert "9.99x" in page.read_text("utf-8"), "a check changes nothing"
     page.write_text("<!-- table: cpu-abacus -->\n<!-- end -->\n")
     with pytest.raises(SystemExit, match=r"cpu-abacus\.json, which is not in"):
         tables.main(["--check"])

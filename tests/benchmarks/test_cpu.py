@@ -16,6 +16,7 @@ from benchmarks.cpu.__main__ import cpu_table
 from benchmarks.cpu.llama_bench import PeerFailedError, run_peer
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
+from tests.conftest import needs_scripts
 from tests.real_models import real_model
 
 native_only = pytest.mark.skipif(find_library() is None, reason="needs the compiled kernels")
@@ -42,12 +43,13 @@ def program(tmp_path: Path) -> Path:
     return path
 
 
+@needs_scripts
 def test_peer(program: Path) -> None:
     job = {"model": "m.gguf", "kind": "prompt", "tokens": 8192, "repeats": 2, "threads": 3}
     found = run_peer("ik_llama.cpp", program, "-rtr 0 -fa 1", job)
     assert found == {"value": 101.0, "build": "abc", "setting": "-rtr 0 -fa 1"}
     run_peer("llama.cpp", program, "--repack 0 -fa 1", {**job, "kind": "decode", "tokens": 128})
-    assert program.with_suffix(".calls").read_text().splitlines() == [
+    assert program.with_suffix(".calls").read_text("utf-8").splitlines() == [
         "-m m.gguf -rtr 0 -fa 1 -p 8192 -n 0 -w 0 -r 2 -t 3 -o json",
         "-m m.gguf --repack 0 -fa 1 -p 0 -n 128 -r 2 -t 3 -o json",
     ]
@@ -55,6 +57,7 @@ def test_peer(program: Path) -> None:
         run_peer("ik_llama.cpp", program, "-rtr 1 -fa 1", job)
 
 
+@needs_scripts
 @native_only
 def test_command(
     program: Path,
@@ -75,7 +78,7 @@ def test_command(
     words += ["--runs", "3", "--json", str(file)]
     assert cpu.main([*words, "--models", "qwen1.5b", "--only", "pass-64"]) == 0
     assert cpu.main([*words, "--models", "smollm2", "b/a.gguf"]) == 0
-    record = json.loads(file.read_text())
+    record = json.loads(file.read_text("utf-8"))
     rows = {row["name"]: row for row in record["rows"]}
     assert list(rows)[:2] == [
         "Qwen2.5-1.5B Q4_K_M, pass of 64 rows",

@@ -31,7 +31,7 @@ def test_a_heads_row(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFi
         str(tmp_path / "drafts.json"),
     ]
     assert main(words) == 0
-    (row,) = json.loads((tmp_path / "drafts.json").read_text())["rows"]
+    (row,) = json.loads((tmp_path / "drafts.json").read_text("utf-8"))["rows"]
     plain, ours = row["contestants"]
     assert (plain["draft"], ours["draft"]) == ("off", "head")
     assert plain["ratio"] == 1.0

@@ -28,9 +28,9 @@ def _tree(root: Path, cgroup: str, *groups: str) -> Path:
 def test_create(tmp_path: Path, cgroup: str, group: str, file: str) -> None:
     limit = MemoryLimit.create(5_000_000, _tree(tmp_path, cgroup, group))
     (folder,) = (tmp_path / "sys/fs/cgroup" / group).glob("localrt-bench-*")
-    assert (folder / file).read_text() == "5000000"
+    assert (folder / file).read_text("utf-8") == "5000000"
     limit.add(4321)
-    assert (folder / "cgroup.procs").read_text() == "4321"
+    assert (folder / "cgroup.procs").read_text("utf-8") == "4321"
 
 
 @pytest.mark.parametrize("name", ["memory.peak", "memory.max_usage_in_bytes"])
@@ -82,4 +82,4 @@ def test_drop_from_cache(tmp_path: Path) -> None:
     (tmp_path / "one.gguf").write_bytes(b"x")
     drop_from_cache([tmp_path / "one.gguf", tmp_path / "gone"], drop_all=tmp_path / "no/right")
     drop_from_cache([tmp_path / "one.gguf"], drop_all=tmp_path / "switch")
-    assert (tmp_path / "switch").read_text() == "1\n"
+    assert (tmp_path / "switch").read_text("utf-8") == "1\n"

@@ -83,7 +83,7 @@ def test_resume_run(
         *("--cache", str(tmp_path / "cache"), "--json", str(out)),
     ]
     assert quality.main([*common, "--formats", "int8-g32", "--methods", "rtn"]) == 0
-    first = json.loads(out.read_text())
+    first = json.loads(out.read_text("utf-8"))
     assert [r["weights"] for r in first["rows"]] == ["published", "int8-g32 rtn"]
     for made in first["rows"]:
         assert {score["text"] for score in made["scores"]} == {"prose"}
@@ -96,7 +96,7 @@ def test_resume_run(
     assert str(tmp_path) not in first["command"]
 
     assert quality.main([*common, "--formats", "int8-g32,mxfp4", "--methods", "rtn,gptq"]) == 0
-    second = json.loads(out.read_text())
+    second = json.loads(out.read_text("utf-8"))
     assert second["rows"][:2] == first["rows"]
     assert [r["weights"] for r in second["rows"][2:]] == ["mxfp4 rtn", "mxfp4 gptq"]
     assert second["rows"][3]["default"] is False
@@ -107,13 +107,13 @@ def test_resume_run(
     again = ["--formats", "int8-g32", "--methods", "rtn", "--again", "int8"]
     assert quality.main([*common, *again]) == 0
     assert capsys.readouterr().out.count(" is done") == 1
-    second = json.loads(out.read_text())
+    second = json.loads(out.read_text("utf-8"))
     assert [r["weights"] for r in second["rows"]][1] == "int8-g32 rtn"
     assert len(second["rows"]) == 4
 
     assert quality.main([*common, "--formats", "mxfp4", "--tokens", "256"]) == 2
     assert "made with other tokens: choose another --json" in capsys.readouterr().err
-    assert json.loads(out.read_text()) == second
+    assert json.loads(out.read_text("utf-8")) == second
     assert [Path(name) for name in localrt.uses()] == [tiny_folder]  # none that is gone by now
 
 

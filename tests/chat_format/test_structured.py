@@ -335,7 +335,7 @@ def test_command_line(
         ["--regex", "(yes|no)"],
         ["--grammar", str(grammar)],
         ["--grammar-file", str(grammar)],
-        ["--grammar", grammar.read_text()],
+        ["--grammar", grammar.read_text("utf-8")],
     ):
         assert main([*run, *flags]) == 0
         assert capsys.readouterr().out.strip() in ("yes", "no")

@@ -108,7 +108,8 @@ for source in json.load(sys.stdin):
         SandboxedTemplate(source, "x").render({})
     except TemplateError:
         pass
-lines = Path("/proc/self/status").read_text().splitlines()  # getrusage's begins with the parent's
+# getrusage's begins with the parent's
+lines = Path("/proc/self/status").read_text("utf-8").splitlines()
 (own,) = (int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
 children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
 print(own, children)

@@ -395,7 +395,7 @@ def test_what_hands_over_to_a_tool_ends_an_answer(tmp_path: Path) -> None:
     names = ["<|call|>", "<|channel|>", "<|message|>"]
     file = folder / "tokenizer.json"
     for name, old in zip(names, ["w", "x", "y"], strict=True):  # the vocabulary keeps its size
-        data = json.loads(file.read_text())
+        data = json.loads(file.read_text("utf-8"))
         number = data["model"]["vocab"].pop(old)
         data["model"]["vocab"][name] = number
         special = {"id": number, "content": name, "special": True}

@@ -47,7 +47,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     plugin = folder / "plugin.py"
     plugin.write_text(f"def crash():\n    raise ValueError('{SECRET}')\n")
     code: dict[str, object] = {"Path": Path}
-    exec(compile(plugin.read_text(), plugin, "exec"), code)
+    exec(compile(plugin.read_text("utf-8"), plugin, "exec"), code)
     try:
         code["crash"]()  # type: ignore[operator]
     except ValueError as error:

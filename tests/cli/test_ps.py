@@ -16,6 +16,7 @@ from localrt.common.settings import Settings
 from localrt.server.options import ServeOptions
 from localrt.server.pool import ModelPool
 from tests.cli.test_cli import FAST, home, localrt
+from tests.conftest import needs_links
 from tests.server.conftest import serving
 
 __all__ = ["home"]  # a fixture
@@ -40,11 +41,12 @@ def test_a_running_server_is_used_and_shown(tiny_folder: Path, home: dict[str, s
         assert plain.returncode == 0
         assert b"using tiny of the server at http://127.0.0.1" in plain.stderr
         assert len([line for line in running.log if line.path.endswith("completions")]) == 1
-        for flags in (("--no-server", "--max-tokens", "3"), FAST):
+        for flags in (("--no-server", "--max-tokens", "3"), ("--ctx", "64", *FAST)):
             assert localrt("run", tiny_folder, "hi", *flags, env=home).stderr == b""
         assert len([line for line in running.log if line.path.endswith("completions")]) == 1
 
 
+@needs_links
 def test_servers_that_do_not_have_the_model_are_left_alone(
     tiny_folder: Path, home: dict[str, str], tmp_path: Path
 ) -> None:

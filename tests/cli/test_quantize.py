@@ -24,14 +24,13 @@ from tests.conftest import needs_torch
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Folders that are all empty and offline, and nothing on stdin."""
+    """The data folder; all folders are empty, nothing is fetched or on stdin."""
     for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "HF_HOME", "LOCALRT_CACHE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+        monkeypatch.setenv(name, str(tmp_path / name))
     monkeypatch.setenv("LOCALRT_OFFLINE", "1")
-    with Path(os.devnull).open() as nothing:
+    with Path(os.devnull).open(encoding="utf-8") as nothing:
         monkeypatch.setattr(sys, "stdin", nothing)
-        yield tmp_path / "home"
+        yield tmp_path / "XDG_DATA_HOME" / "localrt"
 
 
 @pytest.fixture
@@ -57,7 +56,7 @@ def test_a_store_is_listed_runs_and_can_be_removed(
 ) -> None:
     assert quantize(model, "--format", "int8-g32") == 0
     out = capsys.readouterr().out
-    folder = home / ".local/share/localrt/stores/tiny-int8-g32"
+    folder = home / "stores/tiny-int8-g32"
     assert str(folder) in out
     assert "int8-g32 (rtn)" in out
     assert "8.50 bits per weight in the layers" in out
@@ -101,7 +100,7 @@ def test_a_mix_has_the_bits_that_were_asked_for(
 ) -> None:
     assert quantize(model, "--bits", "5.5", "--calibration-tokens", "1024") == 0
     out = capsys.readouterr().out
-    assert str(home / ".local/share/localrt/stores/tiny-5.5bit") in out
+    assert str(home / "stores/tiny-5.5bit") in out
     assert "in 5.5 bits (gptq)" in out
     assert re.search(r"\d+ in int6-g32, \d+ in iq4_nl", out)
     assert re.search(r"next tokens diverge from \S+ by \d\.\d+ nats \(perplexity about \+", out)
@@ -209,7 +208,7 @@ def test_an_unfinished_store_is_no_model(
         patch.setattr(StoreWriter, "finish", stop)
         assert quantize(model, "--format", "int8-g32") == 130
     capsys.readouterr()
-    partial = home / ".local/share/localrt/stores/tiny-int8-g32.partial"
+    partial = home / "stores/tiny-int8-g32.partial"
     assert main(["run", str(partial), "hi"]) == 1
     assert "is a store that is not finished" in capsys.readouterr().err
     assert main(["list", "--json"]) == 0

@@ -60,7 +60,7 @@ def test_mtp_block(
             assert record["draft"] == ("mtp" if has else "")
             notes = " ".join(record["notes"])
             assert (re.search(r"its MTP block of \d+ kB drafts for it", notes) is not None) == has
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(), encoding="utf-8"))
     alone = tmp_path / "mtp-m.gguf"
     write_tiny_gguf(tmp_path, alone, "qwen3.5", predicting=1, only_block=True)
     for command in (["show"], ["plan"], ["run"]):

@@ -123,7 +123,7 @@ def test_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / name).mkdir()
         write_tiny_model(tmp_path / name, context=256)
     words = tmp_path / "other/tokenizer.json"
-    words.write_text(words.read_text().replace('"Ġ":', '"Ġx":'))
+    words.write_text(words.read_text("utf-8").replace('"Ġ":', '"Ġx":'))
     options: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True, "temperature": 0.0}
 
     def said(draft: str | None) -> tuple[tuple[int, ...], str]:

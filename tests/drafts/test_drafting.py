@@ -86,7 +86,7 @@ def test_unknown_vocabulary(
     target, _ = folders
     write_tiny_model(tmp_path)
     words = tmp_path / "tokenizer.json"
-    text = words.read_text()
+    text = words.read_text("utf-8")
     words.unlink()
     if turned is not None:
         words.write_text(text.replace(*turned))

@@ -102,6 +102,6 @@ def test_load(
 @pytest.mark.skipif(find_spec("llama_cpp") is None, reason="needs the llamacpp extra")
 def test_installed_build(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     check_build(tmp_path)
-    assert '"dies_of": ""' in (tmp_path / "llamacpp.json").read_text()
+    assert '"dies_of": ""' in (tmp_path / "llamacpp.json").read_text("utf-8")
     assert capfd.readouterr() == ("", "")
     trial.main()  # it computes, rather than ends in an error

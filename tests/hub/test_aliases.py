@@ -56,7 +56,7 @@ def test_the_file_stays_as_people_wrote_it(settings: Settings) -> None:
     file = settings.config_dir / "config.toml"
     file.write_text('theme = "dark"  # mine\n\n[models]\nold = "org/old"\n')
     write_alias("new", "org/new", settings)
-    assert file.read_text().startswith('theme = "dark"  # mine\n')
+    assert file.read_text("utf-8").startswith('theme = "dark"  # mine\n')
     assert read_aliases(settings) == {"old": "org/old", "new": "org/new"}
 
 

@@ -30,6 +30,7 @@ from localrt.common.settings import Settings
 from localrt.hub import resolve
 from localrt.hub.download import download, list_repo
 from localrt.hub.searching import search_models
+from tests.conftest import needs_links
 from tests.fake_endpoint import nobody
 from tests.hub.conftest import NEWER, QUANTS, TINY, WEIGHTS
 from tests.hub.server import COMMIT, OLD_COMMIT, FakeHub
@@ -87,6 +88,7 @@ def test_other_tools_find_it_in_the_cache(settings: Settings) -> None:
     assert scanned.size_on_disk == sum(len(TINY[name]) for name in NEEDED)
 
 
+@needs_links
 def test_what_another_tool_downloaded_is_used(hub: FakeHub, settings: Settings) -> None:
     from huggingface_hub import snapshot_download
 

@@ -17,6 +17,7 @@ from localrt.common.settings import Settings
 from localrt.hub import list_models, remove_model, resolve
 from localrt.hub.cache import forget_use, last_used, note_use
 from localrt.hub.removing import plan_removal
+from tests.conftest import needs_links
 from tests.hub.conftest import QUANTS, SEEING, TINY, WEIGHTS
 from tests.hub.server import OLD_COMMIT, FakeHub
 
@@ -191,6 +192,7 @@ def test_where_links_are_refused(
     assert not [path for path in settings.hub_cache.rglob("blobs/*") if path.is_file()]
 
 
+@needs_links
 def test_bytes_shared_between_repositories_stay(settings: Settings) -> None:
     """Newer huggingface_hub keeps equal files once; blobs are links then."""
     first = resolve("org/tiny", settings=settings).path

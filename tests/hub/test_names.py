@@ -20,6 +20,7 @@ from localrt.hub.files import (
     variant_name,
 )
 from localrt.hub.names import client_name, parse_hub_ref
+from tests.conftest import needs_links
 from tests.hub.conftest import settings_at
 
 
@@ -265,6 +266,7 @@ def test_clients_know_no_paths(model: str, name: str) -> None:
     assert client_name(model) == name
 
 
+@needs_links
 @pytest.mark.parametrize(
     ("target", "told"),
     [("model.gguf", "it leads back to itself"), ("gone.gguf", "gone.gguf is not there")],

@@ -11,6 +11,7 @@ import pytest
 
 import localrt
 from localrt.common.progress import NOTE, Progress
+from localrt.hub.names import shown_path
 
 
 @pytest.fixture
@@ -28,7 +29,9 @@ def test_packing_is_announced(tiny_folder: Path, stores: Path) -> None:
     localrt.load(tiny_folder, shrinkable=True, progress=show).close()
     note, anything_there = told[0]
     assert note.stage == NOTE
-    assert note.detail.startswith(f"packing the model for streaming: 406 kB in {stores} (")
+    assert note.detail.startswith(
+        f"packing the model for streaming: 406 kB in {shown_path(stores)} ("
+    )
     assert "`localrt rm --packed MODEL`" in note.detail
     assert not anything_there
     assert {"pack", "load"} <= {progress.stage for progress, _ in told}
@@ -58,7 +61,7 @@ def test_wrong_shapes(
     tmp_path: Path, tiny_folder: Path, stores: Path, key: str, value: int, told: str
 ) -> None:
     folder = Path(shutil.copytree(tiny_folder, tmp_path / "wrong"))
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text("utf-8"))
     (folder / "config.json").write_text(json.dumps({**config, key: value}))
     stages: list[str] = []
     with pytest.raises(localrt.CheckpointError, match=told):

@@ -165,7 +165,7 @@ def _family(root: psutil.Process) -> list[psutil.Process]:
 
 
 def _high_water(pid: int) -> int:
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+    for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
     return 0

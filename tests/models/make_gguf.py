@@ -153,7 +153,7 @@ def write_tiny_gguf(
     ``without`` tensors that end so.
     """
     architecture = FILES[name]
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text("utf-8"))
     config = {**config, **config.get("text_config", {})}
     config.setdefault("num_hidden_layers", len(config.get("layers_block_type", ())))
     config = SimpleNamespace(**config)

@@ -56,7 +56,7 @@ def write_mmproj(
     leaves it out. Matrices are of the ggml type ``kind`` where the converter lets them, and where
     they have whole blocks.
     """
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text("utf-8"))
     state = {
         key.removeprefix("model."): value
         for file in folder.glob("*.safetensors")
@@ -140,7 +140,7 @@ def _metadata(folder: Path, config: Any) -> dict[str, Any]:
     processor: dict[str, Any] = {}
     for name in ("preprocessor_config.json", "processor_config.json"):
         if (folder / name).exists():
-            read = json.loads((folder / name).read_text())
+            read = json.loads((folder / name).read_text("utf-8"))
             processor |= {**read, **read.get("image_processor", {})}
     hidden = vision.get("embed_dim") if model == "qwen2_vl" else vision.get("hidden_size")
     size = vision.get("image_size", 560)

@@ -70,7 +70,7 @@ def test_bytes_of_a_folder(files: tuple[Path, Checkpoint], data: st.DataObject) 
 @given(data=st.data())
 def test_values_of_a_config(files: tuple[Path, Checkpoint], data: st.DataObject) -> None:
     folder, base = files
-    config = json.loads((folder / "a" / "adapter_config.json").read_text())
+    config = json.loads((folder / "a" / "adapter_config.json").read_text("utf-8"))
     places = st.sampled_from([*paths(config), ("rank_pattern", "q_proj"), ("alpha_pattern", "(")])
     changes = st.lists(st.tuples(places, st.sampled_from(VALUES)), min_size=1, max_size=3)
     other = folder / "values"

@@ -268,7 +268,7 @@ def test_gguf(tiny: Tiny) -> None:
 
 def edited(folder: Path, old: str, new: str) -> None:
     path = folder / "adapter_config.json"
-    path.write_text(path.read_text().replace(old, new))
+    path.write_text(path.read_text("utf-8").replace(old, new))
 
 
 @pytest.mark.parametrize(

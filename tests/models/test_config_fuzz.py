@@ -84,7 +84,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @cache
 def tiny_config(folder: Path, name: str) -> dict[str, Any]:
     save_tiny(name, folder / name)
-    config: dict[str, Any] = json.loads((folder / name / "config.json").read_text())
+    config: dict[str, Any] = json.loads((folder / name / "config.json").read_text("utf-8"))
     return config
 
 

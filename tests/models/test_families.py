@@ -132,7 +132,7 @@ def test_kimis_config_as_published(tmp_path: Path) -> None:
     """With an object for its delta layers, and layers that are counted from 1."""
     theirs = save_tiny("kimi-linear", tmp_path)
     path = tmp_path / "config.json"
-    config = json.loads(path.read_text())
+    config = json.loads(path.read_text("utf-8"))
     for key in ("layer_types", "mlp_layer_types"):
         del config[key]
     config["first_k_dense_replace"] = 1

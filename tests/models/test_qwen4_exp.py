@@ -100,7 +100,7 @@ def rewritten(folder: Path, to: Path, change: dict[str, torch.Tensor | None]) ->
         {name: tensor for name, tensor in tensors.items() if tensor is not None},
         to / "model.safetensors",
     )
-    (to / "config.json").write_text((folder / "config.json").read_text())
+    (to / "config.json").write_text((folder / "config.json").read_text("utf-8"))
     return to
 
 

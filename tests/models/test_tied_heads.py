@@ -101,7 +101,7 @@ def test_flags_of_models_that_see(
     kind = type(save_tiny(name, tmp_path))
     change_head(tmp_path, head)
     path = tmp_path / "config.json"
-    config = json.loads(path.read_text())
+    config = json.loads(path.read_text("utf-8"))
     for part, flag in ((config, outer), (config["text_config"], inner)):
         part.pop("tie_word_embeddings", None)
         if flag is not None:

@@ -81,7 +81,7 @@ def logits_of(path: Path, ids: list[int]) -> np.ndarray:
 def edited(folder: Path, **changes: Any) -> Path:
     """``folder`` with changes to its config."""
     path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    path.write_text(json.dumps({**json.loads(path.read_text("utf-8")), **changes}))
     return folder
 
 

@@ -67,7 +67,7 @@ class TinyBlock:
         if numbered:
             path = folder / "config.json"
             path.write_text(
-                json.dumps({**json.loads(path.read_text()), "num_nextn_predict_layers": 1})
+                json.dumps({**json.loads(path.read_text("utf-8")), "num_nextn_predict_layers": 1})
             )
 
     def _one_layer(self, config: Any) -> Any:

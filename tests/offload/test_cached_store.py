@@ -90,7 +90,7 @@ def test_damaged_store(tmp_path: Path, damage: str) -> None:
         manifest.write_text("{")
     elif damage == "newer":
         manifest.write_text(
-            manifest.read_text().replace('"localrt_store": 1', '"localrt_store": 9')
+            manifest.read_text("utf-8").replace('"localrt_store": 1', '"localrt_store": 9')
         )
     elif damage == "truncated":
         os.truncate(layer, 4096)

@@ -41,7 +41,9 @@ def wait_until_asleep(workers: Iterable[int]) -> None:
     while looks < 3:  # in a row: one may sleep for a moment, waiting for another
         assert time.perf_counter() < end, "they do not sleep"
         time.sleep(ASLEEP)
-        asleep = all(state.read_text().rpartition(")")[2].split()[0] == "S" for state in states)
+        asleep = all(
+            state.read_text("utf-8").rpartition(")")[2].split()[0] == "S" for state in states
+        )
         looks = looks + 1 if asleep else 0
 
 
@@ -169,7 +171,7 @@ def test_fork() -> None:
 def test_too_few_threads() -> None:
     run_script("""
         rounds_with_pauses(NativeOps(threads=1))  # loads what finds no room below the limit
-        used = 4096 * int(Path("/proc/self/statm").read_text().split()[0])
+        used = 4096 * int(Path("/proc/self/statm").read_text("utf-8").split()[0])
         resource.setrlimit(resource.RLIMIT_AS, (used + (128 << 20), resource.RLIM_INFINITY))
         before = threads()
         ops = NativeOps(threads=500)

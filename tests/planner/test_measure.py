@@ -142,7 +142,7 @@ def test_other_disks_are_kept(settings: Settings, measured: Measured, store: Pat
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps({"another": PROFILE.to_dict()}))
     machine_profile(store, settings, remeasure=True)
-    assert "another" in json.loads(path.read_text())
+    assert "another" in json.loads(path.read_text("utf-8"))
 
 
 def test_sample_of_a_disk(settings: Settings, measured: Measured, store: Path) -> None:

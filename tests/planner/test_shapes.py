@@ -103,7 +103,7 @@ def test_config_and_store(name: str, tmp_path: Path) -> None:
     with closing(open_checkpoint(tmp_path)) as checkpoint:
         exact = shape_from_checkpoint(checkpoint)
         specs = read_config(checkpoint).attention
-    config = json.loads((tmp_path / "config.json").read_text())
+    config = json.loads((tmp_path / "config.json").read_text("utf-8"))
     planned = shape_from_config(config, name="m", format="f32")
     assert planned.parameters == exact.parameters
     assert (planned.kv, planned.context_length) == (exact.kv, exact.context_length)

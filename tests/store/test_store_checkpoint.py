@@ -40,7 +40,7 @@ def read_everything(path: Path, **options: Any) -> None:
 
 def edit_manifest(store: Path, **fields: Any) -> None:
     path = store / "manifest.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+    path.write_text(json.dumps({**json.loads(path.read_text("utf-8")), **fields}))
 
 
 def test_flipped_bit(packed: Path, store: Path) -> None:
@@ -82,7 +82,7 @@ def test_newer_versions(store: Path) -> None:
 
 @pytest.mark.parametrize("name", ["../up.safetensors", "/etc/passwd", "manifest.json"])
 def test_files_outside(store: Path, name: str) -> None:
-    units = json.loads((store / "manifest.json").read_text())["units"]
+    units = json.loads((store / "manifest.json").read_text("utf-8"))["units"]
     units[0]["file"] = name
     edit_manifest(store, units=units)
     with pytest.raises(CheckpointError, match="lies in no file of this folder"):
@@ -91,7 +91,7 @@ def test_files_outside(store: Path, name: str) -> None:
 
 @pytest.mark.parametrize("block", [8, 256])
 def test_unknown_rotations(store: Path, block: int) -> None:
-    units = json.loads((store / "manifest.json").read_text())["units"]
+    units = json.loads((store / "manifest.json").read_text("utf-8"))["units"]
     tensors = [tensor for unit in units for tensor in unit["tensors"]]
     next(t for t in tensors if len(t["shape"]) == 2)["hadamard"] = block
     edit_manifest(store, units=units)
@@ -114,7 +114,7 @@ JUNK = st.one_of(
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_damaged_manifest(packed: Path, store: Path, data: st.DataObject) -> None:
-    manifest = json.loads((packed / "manifest.json").read_text())
+    manifest = json.loads((packed / "manifest.json").read_text("utf-8"))
     manifest = copy.deepcopy(manifest)
     place: Any = manifest
     while True:

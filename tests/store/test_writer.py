@@ -212,7 +212,7 @@ def test_existing_folders(source: SyntheticCheckpoint, finished: Path, tmp_path:
     (foreign / "thesis.txt").write_text("precious")
     with pytest.raises(StorageError, match="in the way and not localrt's"):
         pack_store(source, tmp_path / "store", tiler=tile_tensor)
-    assert (foreign / "thesis.txt").read_text() == "precious"
+    assert (foreign / "thesis.txt").read_text("utf-8") == "precious"
 
 
 def test_two_writers(source: SyntheticCheckpoint, finished: Path, tmp_path: Path) -> None:

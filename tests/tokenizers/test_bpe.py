@@ -130,7 +130,7 @@ import numpy
 import localrt
 
 def mib(key):
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text("utf-8").splitlines()
     return int(next(line for line in lines if line.startswith(key)).split()[1]) / 1024
 
 before = mib("VmRSS")

@@ -225,7 +225,7 @@ def test_what_is_left_to_the_package(tmp_path: Path, part: Any, value: Any) -> N
     path = save(tmp_path, byte_level()) / "tokenizer.json"
     assert read_packed(path, {1: "<s>"}, undescribed) is not None
     assert read_packed(path, {9999: "<more>"}, undescribed) is None
-    path.write_text(json.dumps(changed(json.loads(path.read_text()), [(part, value)])))
+    path.write_text(json.dumps(changed(json.loads(path.read_text("utf-8")), [(part, value)])))
     assert read_packed(path, {}, undescribed) is None
 
 
@@ -329,12 +329,12 @@ def test_special_tokens_beside_the_file(named: dict[str, Any], known: bool, tmp_
     write_byte_tokenizer(tmp_path)
     if known:
         path = tmp_path / "tokenizer.json"
-        spec = json.loads(path.read_text())
+        spec = json.loads(path.read_text("utf-8"))
         spec["model"]["vocab"] |= {X: 259, Y: 260}
         path.write_text(json.dumps(spec))
     path = tmp_path / "tokenizer_config.json"
     kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    path.write_text(json.dumps(json.loads(path.read_text()) | kind | named))
+    path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | kind | named))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     ours, text = hf_tokenizer(tmp_path), f"a{X} b{Y}c<|im_end|>"
     assert ours.encode(text, parse_special=True) == theirs.encode(text, add_special_tokens=False)

@@ -86,7 +86,7 @@ def publish(
     oracle = type(oracle).from_pretrained(plain, dtype=torch.float32).eval()
     out = folder / "published"
     out.mkdir()
-    config = json.loads((plain / "config.json").read_text())
+    config = json.loads((plain / "config.json").read_text("utf-8"))
     (out / "config.json").write_text(json.dumps({**config, **published.config}))
     _save(out, renamed(tensors), shards)
     return out, oracle, formats

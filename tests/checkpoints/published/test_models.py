@@ -69,7 +69,7 @@ def test_tied_quantized_head(kind: str, tmp_path: Path, monkeypatch: pytest.Monk
 
     folder, theirs, formats = publish(tmp_path, "qwen2", SMALL[kind], taken=taken)
     assert "lm_head.weight" in formats
-    published = json.loads((folder / "config.json").read_text())
+    published = json.loads((folder / "config.json").read_text("utf-8"))
     (folder / "config.json").write_text(json.dumps({**published, "tie_word_embeddings": True}))
     theirs.lm_head.weight = theirs.model.embed_tokens.weight
     assert error_of(folder, theirs) < 2e-5
@@ -138,7 +138,7 @@ def test_gpt_oss_of_mlx(tmp_path: Path) -> None:
                 tensors[f"{module}.{end}"] = content.reshape(shape).contiguous()
         kept[name] = (made if kind.endswith("_bias") else made.transpose(1, 2)).contiguous()
     save_file(kept, plain / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((plain / "config.json").read_text())
+    config = json.loads((plain / "config.json").read_text("utf-8"))
     quantization = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
     (out / "config.json").write_text(json.dumps({**config, "quantization": quantization}))
     save_file(tensors, out / "model.safetensors")

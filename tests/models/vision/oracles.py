@@ -73,7 +73,7 @@ def renamed(folder: Path, name: Callable[[str], str]) -> Path:
 def settings(folder: Path, name: str, **values: Any) -> Path:
     """The folder with more settings in a JSON file of its processors."""
     path = folder / name
-    known = json.loads(path.read_text()) if path.exists() else {}
+    known = json.loads(path.read_text("utf-8")) if path.exists() else {}
     path.write_text(json.dumps({**known, **values}))
     return folder
 

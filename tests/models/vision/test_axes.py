@@ -117,7 +117,7 @@ def test_bad_sections(
 ) -> None:
     folder = shutil.copytree(tiny_vl("qwen2_vl")[0], tmp_path / "folder")
     path = folder / "config.json"
-    config = json.loads(path.read_text())
+    config = json.loads(path.read_text("utf-8"))
     config["text_config"]["rope_parameters"]["mrope_section"] = section
     path.write_text(json.dumps(config))
     with (

@@ -112,8 +112,8 @@ def save_tiny_vl(kind: str, folder: Path, seed: int = 0) -> Any:
 
 def processor_of(folder: Path) -> Any:
     """Transformers' image processor of a folder of ``save_tiny_vl``."""
-    settings = json.loads((folder / "preprocessor_config.json").read_text())
-    if "qwen3" in json.loads((folder / "config.json").read_text())["model_type"]:
+    settings = json.loads((folder / "preprocessor_config.json").read_text("utf-8"))
+    if "qwen3" in json.loads((folder / "config.json").read_text("utf-8"))["model_type"]:
         settings.setdefault("image_std", [0.5, 0.5, 0.5])
     return Qwen2VLImageProcessorPil(**settings)
 
