@@ -23,6 +23,7 @@ from localrt.offload.hardware import Machine
 from localrt.planning.verdict import meanings
 
 _BASELINE = "llamacpp"
+_HEADERS = {"prefill_tok_s": "prefill tok/s", "decode_tok_s": "decode tok/s"}
 _PROCESS_ID = 1  # the process in a trace
 _PACKAGES = ("torch", "llama-cpp-python", "transformers", "accelerate", "numpy")
 _OPTIONS = ("ram", "gpu_memory", "device", "ctx", "kv_format", "threads")
@@ -82,9 +83,9 @@ def to_table(outcome: Outcome, options: BenchOptions, *, name: str, machine: Mac
         f"{name}: {work.prompt_tokens} prompt and {work.tokens} answer tokens{runs}, on"
         f" {machine.cpu.name} with {options.threads or machine.cpu.cores.threads} threads"
     )
-    prefill = _baseline(outcome.results, "prefill_tok_s")
-    decode = _baseline(outcome.results, "decode_tok_s")
-    compare = prefill is not None and any(r.engine != _BASELINE for r in outcome.results)
+    devices = {_device(result) for result in outcome.results}
+    peers = {_device(result) for result in outcome.results if result.engine == _BASELINE}
+    compare = any(r.engine != _BASELINE and _device(r) in peers for r in outcome.results)
     several = {r.engine for r in outcome.results if best[r.engine] is not r}
 
     def engine(result: Result) -> str:
@@ -97,17 +98,21 @@ def to_table(outcome: Outcome, options: BenchOptions, *, name: str, machine: Mac
     columns: list[tuple[str, Callable[[Result], str]]] = [
         ("engine", engine),
         ("setting", setting),
-        ("prefill tok/s", lambda r: format_rate(r.metrics["prefill_tok_s"])),
-        ("decode tok/s", lambda r: format_rate(r.metrics["decode_tok_s"])),
+        *([("on", _device)] if len(devices) > 1 else []),
+        *(
+            (header, lambda r, metric=metric: format_rate(r.metrics[metric]))
+            for metric, header in _HEADERS.items()
+        ),
         *_details(outcome.results, _DETAILS),
         ("TTFT", lambda r: format_seconds(r.metrics["ttft_s"])),
         *_details(outcome.results, {"long_ttft_s": (f"TTFT of {work.long_prompt_tokens}", _time)}),
         ("peak RAM", lambda r: _size(r.metrics["peak_ram_bytes"])),
     ]
     if compare:
-        against = f"/ {_BASELINE}"
-        columns.insert(3, (against, lambda r: _ratio(r.metrics["prefill_tok_s"], prefill)))
-        columns.insert(5, (against, lambda r: _ratio(r.metrics["decode_tok_s"], decode)))
+        for metric in ("prefill_tok_s", "decode_tok_s"):
+            (at,) = (i for i, (header, _) in enumerate(columns) if header == _HEADERS[metric])
+            ratio = partial(_ratio, outcome.results, metric)
+            columns.insert(at + 1, (f"/ {_BASELINE}", ratio))
     headers = [header for header, _ in columns]
     rows = [[cell(result) for _, cell in columns] for result in outcome.results]
     rows += [[skip.engine, _why(skip)] for skip in outcome.skipped]
@@ -116,7 +121,8 @@ def to_table(outcome: Outcome, options: BenchOptions, *, name: str, machine: Mac
     if several:
         lines.append("* the engine's best setting for this workload")
     if compare:
-        lines.append(f"/ {_BASELINE}: against its best figure in the column")
+        where = " on the same device" if len(devices) > 1 else ""
+        lines.append(f"/ {_BASELINE}: against its best figure in the column{where}")
     for result in outcome.results:
         if result.metrics.get("helps"):
             lines.append(f"{engine(result)}: {use_line(result.metrics)}")
@@ -166,13 +172,16 @@ def _best(results: Sequence[Result]) -> dict[str, Result]:
     return {result.engine: result for result in slowest_first}
 
 
-def _baseline(results: Sequence[Result], metric: str) -> float | None:
-    """Return llama.cpp's best figure over all its settings, the fair baseline."""
-    return max((r.metrics[metric] for r in results if r.engine == _BASELINE), default=None)
+def _device(result: Result) -> str:
+    """Where an engine computes, be it in part: figures of others are no measure of it."""
+    return "CPU" if str(result.info.get("device", "cpu")).startswith("cpu") else "GPU"
 
 
-def _ratio(value: float, baseline: float | None) -> str:
-    return f"{value / baseline:.2f}x" if baseline else "-"
+def _ratio(results: Sequence[Result], metric: str, result: Result) -> str:
+    """A figure by llama.cpp's best over all its settings on that device, the fair baseline."""
+    same = (r for r in results if r.engine == _BASELINE and _device(r) == _device(result))
+    best = max((r.metrics[metric] for r in same), default=0)
+    return f"{result.metrics[metric] / best:.2f}x" if best else "-"
 
 
 def _why(skip: Skipped) -> str:

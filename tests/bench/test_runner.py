@@ -114,6 +114,24 @@ def test_to_table(tmp_path: Path) -> None:
     assert "median of 3" in text
 
 
+def test_no_ratio_across_devices(tmp_path: Path) -> None:
+    options = _options(tmp_path, "good", "native llamacpp transformers")
+    outcome = _run(options)
+    on = {"native": "cuda:0", "llamacpp": "cpu", "transformers": "cpu"}
+    results = [
+        replace(each, info={**each.info, "device": on[each.engine]}) for each in outcome.results
+    ]
+    text = to_table(replace(outcome, results=results), options, name="m", machine=probe())
+    cells = {line.split()[0]: line for line in text.splitlines() if line.split()[:1]}
+    assert " GPU " in cells["native"]
+    assert "x " not in cells["native"]
+    assert "against its best figure in the column on the same device" in text
+    assert cells["transformers"].count("x ") == 2
+    results = [replace(each, info={**each.info, "device": "cuda:0"}) for each in outcome.results]
+    text = to_table(replace(outcome, results=results[:5]), options, name="m", machine=probe())
+    assert "2.00x" in text
+
+
 def test_missing_engine(tmp_path: Path) -> None:
     options = _options(tmp_path, "missing", "native llamacpp transformers")
     outcome = _run(options)
