@@ -24,10 +24,13 @@ def main() -> None:
 
     def end() -> None:
         sys.stdin.read()
-        server.send_signal(system.STOP_SIGNAL)
         try:
+            server.send_signal(system.STOP_SIGNAL)
             server.wait(_GOODBYE_S)
-        except subprocess.TimeoutExpired:
+        except (
+            OSError,
+            subprocess.TimeoutExpired,
+        ):  # Windows asks through a console, if there is one
             server.kill()
 
     threading.Thread(target=end, daemon=True).start()
