@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from localrt import system
 from localrt.bench import sampling
 from localrt.bench.sampling import Sampler, joules_between, read_energy
 from tests.waits import wait_for
@@ -74,9 +75,10 @@ def test_samples_of_this_machine(tmp_path: Path) -> None:
     assert first["memory_bytes_s"] is None
     assert first["gpu"] is None
     assert s.found.joules is None
-    assert s.found.cpu_s > 0
+    assert s.found.cpu_s > 0 or system.IS_WINDOWS  # whose clock of a process ticks every 16 ms
 
 
+@pytest.mark.skipif(system.IS_WINDOWS, reason="reads Linux' files")
 def test_sampled_energy_and_traffic(tmp_path: Path) -> None:
     _zone(tmp_path, "intel-rapl:0", "package-0", 5)
     traffic = tmp_path / "sys/fs/resctrl/mon_data/mon_L3_00/mbm_total_bytes"

@@ -108,14 +108,15 @@ class FakeChat:
         if model.error is not None and not model.answer and not calls:
             raise model.error
         reason: FinishReason = model.finish_reason
-        for piece in () if calls else model.answer:
+        for piece in [""] if calls else model.answer:
             while not self._cancel.is_set() and not model.steps.acquire(timeout=0.005):
                 pass
             if self._cancel.is_set():
                 reason = "cancelled"
                 break
-            pieces.append(piece)
-            yield Chunk(piece, (0,), _metrics(prompt, len(pieces), model.memory))
+            if not calls:
+                pieces.append(piece)
+                yield Chunk(piece, (0,), _metrics(prompt, len(pieces), model.memory))
         if calls and reason == "stop":
             metrics = _metrics(prompt, len(pieces), model.memory)
             yield Chunk("", (), metrics, "tool_calls", tool_calls=tuple(calls))

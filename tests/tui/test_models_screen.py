@@ -233,6 +233,7 @@ async def test_row_passed_quickly(library: FakeLibrary, monkeypatch: pytest.Monk
 
 async def test_search(library: FakeLibrary) -> None:
     async with opened(library) as (app, pilot):
+        await until(pilot, lambda: "45 tok/s" in about(app))
         await pilot.press("ctrl+s")
         assert "Type a name first" in about(app)
         await pilot.press(*"chat")
@@ -316,6 +317,7 @@ async def test_delete_packed_copy(library: FakeLibrary) -> None:
     async with opened(library) as (app, pilot):
         await pilot.press(*"fast")
         await until(pilot, lambda: "ollama:chat:8b (fast)" in rows(app)[0])
+        await until(pilot, lambda: "45 tok/s" in about(app))
         await pilot.press("ctrl+d")
         await until(pilot, lambda: "`ollama rm" in about(app))
         assert "Ollama · packed copy 4.2 GB" in rows(app)[1]

@@ -216,6 +216,7 @@ async def test_question_waits_for_window(model: FakeModel) -> None:
     async with running(model, toolbox=tools) as (app, pilot):
         await screen.say(pilot, "What is in a?")
         await pilot.press("f1")
+        await until(pilot, lambda: isinstance(app.screen, HelpScreen))
         model.release()
         await until(pilot, lambda: "waits for you to allow it" in screen.marks(app))
         await pilot.press("y")
