@@ -28,6 +28,7 @@ from benchmarks.offload import offload_table
 from benchmarks.published import published_table
 from benchmarks.quality.__main__ import quality_table
 from benchmarks.resume import resume_table
+from benchmarks.routing import routing_table
 from localrt.common.formatting import format_bytes, format_rate, format_seconds
 
 _TABLE = re.compile(r"(<!-- table: ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -124,6 +125,7 @@ _TABLES: dict[str, Callable[[Record], str]] = {
     "published": published_table,
     "quality": quality_table,
     "resume": resume_table,
+    "routing": routing_table,
 }
 """Table functions by the prefix of the results file's name."""
 

@@ -12,7 +12,9 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
+import localrt
 from localrt.common.errors import CheckpointError
+from localrt.evaluate import evaluate
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.registry import load_decoder, read_config
 from localrt.offload.store import pack_store
@@ -32,6 +34,8 @@ from tests.models.tiny import (
 from tests.models.tiny_configs import DEEPSEEK_SPARSE, MIXTURES
 
 TOLERANCE = 1e-4
+TRAINED = Path(__file__).parents[1] / "data" / "mixture"
+PERPLEXITY = 5.2752  # of transformers in float32, of the weights as they were trained
 LENGTH = 40
 
 
@@ -164,3 +168,9 @@ def test_bf16(tmp_path: Path) -> None:
     ids = tokens(12)
     logits = ours.forward(Batch.extend([(ours.cache(16), ids)]))
     assert relative_error(logits, oracle(theirs, ids)) < 0.2
+
+
+def test_a_trained_mixture_in_four_bits() -> None:
+    text = (TRAINED / "held_out.txt").read_text("utf-8")
+    with localrt.load(TRAINED) as model:
+        assert evaluate(model, text, ctx=256).perplexity == pytest.approx(PERPLEXITY, rel=0.01)

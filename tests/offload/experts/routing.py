@@ -1,33 +1,11 @@
-"""Routing to replay through a cache: random, hypothesis strategies for it, or as a model did it."""
+"""Random routing to replay through a cache, and hypothesis' strategies for it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
-
 import numpy as np
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
-from localrt.offload.experts.cache import ExpertCache, Values
-
-
-class Step(NamedTuple):
-    """What one layer asked for in one pass: best first, the first ``used`` columns are chosen."""
-
-    layer: int
-    experts: NDArray[Any]  # (rows, width)
-    scores: NDArray[Any]  # (rows, width)
-
-
-@dataclass(frozen=True)
-class Trace:
-    """Every layer of every pass, in the order in which they were asked."""
-
-    layers: int
-    count: int
-    used: int
-    steps: tuple[Step, ...]
+from benchmarks.routing import Step, Trace
 
 
 def random_trace(
@@ -71,36 +49,3 @@ traces = st.builds(
     st.floats(0, 2),
     st.integers(0, 1000),
 )
-
-
-class LRU:
-    """The least recently used expert goes first, on one clock for all layers. Like ``Learned``."""
-
-    def __init__(self, layers: int, count: int) -> None:
-        self.value: Values = np.zeros((layers, count))
-        self._clock = 0.0
-
-    def touch(self, layer: int, chosen: NDArray[Any], *_: Any) -> None:
-        """See ``Learned``."""
-        self._clock += 1.0
-        self.value[layer, chosen] = self._clock
-
-
-def replay(trace: Trace, cache: ExpertCache) -> float:
-    """The share of hits, every miss being brought in if it is worth it."""
-    for layer, experts, scores in trace.steps:
-        demand = cache.touch(layer, experts, scores)
-        for expert in demand.experts[~demand.resident].tolist():
-            worth = float(cache.policy.value[layer, expert])
-            if len(cache) < cache.capacity or (cache.room and worth >= cache.least):
-                cache.admit(layer, expert)
-        cache.release(layer)
-    return cache.hits / cache.demands
-
-
-def hit_rates(trace: Trace, slots: int) -> tuple[float, float]:
-    """Least recently used, and the product's policy, from an empty cache."""
-    sizes = (trace.layers, trace.count, trace.used, slots)
-    policy: Any = LRU(*sizes[:2])
-    lru = replay(trace, ExpertCache(*sizes, policy=policy))
-    return lru, replay(trace, ExpertCache(*sizes))

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from benchmarks.routing import Step, Trace, hit_rates, trained_trace, with_the_future
 from localrt.offload.experts.cache import Learned
-from tests.offload.experts.routing import Step, Trace, hit_rates, random_trace
+from tests.offload.experts.routing import random_trace
 
 
 def touch(policy: object, layer: int, experts: np.ndarray, scores: np.ndarray, used: int) -> None:
@@ -75,3 +76,19 @@ def test_drifting_scores() -> None:
             steps.append(Step(layer, order[None].astype(np.int32), scores[None, order]))
     lru, learned = hit_rates(Trace(4, 32, 4, tuple(steps)), 24)
     assert learned > lru + 0.05
+
+
+def test_a_trained_mixture() -> None:
+    """Caches of a quarter, half and three quarters of the experts, on prose and code."""
+    trace = trained_trace(2_000)
+    for slots, gain in ((96, 0.08), (192, 0.01), (288, -0.01)):
+        (lru, learned), (_, optimum) = hit_rates(trace, slots), with_the_future(trace, slots)
+        assert lru + gain < learned < optimum
+
+
+def test_the_optimum_of_a_short_trace() -> None:
+    """b, then a, b, c, b, c with two slots: only c's first use and what was never seen miss."""
+    uses = [[1], [0], [1], [2], [1], [2]]
+    steps = (Step(0, np.array([experts]), np.ones((1, 1))) for experts in uses)
+    static, optimum = with_the_future(Trace(1, 3, 1, tuple(steps)), 2)
+    assert (static, optimum) == (5 / 6, 3 / 6)
