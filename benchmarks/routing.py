@@ -14,7 +14,6 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ from numpy.typing import NDArray
 
 from benchmarks.common.command import ROOT, cited_command, make_parser
 from benchmarks.common.record import Results, captioned, markdown_table
-from localrt.offload.experts.cache import ExpertCache, Learned, Values
+from localrt.offload.experts.cache import ExpertCache, Values
 
 TRACE = ROOT / "tests/data/mixture/routing.npz"
 SHARES = (0.25, 0.5, 0.75)
@@ -49,7 +48,9 @@ class Trace:
 
 
 def trained_trace(tokens: int = 20_000, path: Path = TRACE) -> Trace:
-    """The first tokens of prose and of code, as many of each; scores are saved as square roots."""
+    """The first tokens of prose and of code, as many of each; scores are saved as square roots, of
+    twice as many experts as are chosen.
+    """
     with np.load(path) as file:
         halves = [np.array_split(file[name], 2) for name in ("experts", "scores")]
     experts, roots = (np.concatenate([each[: tokens // 2] for each in half]) for half in halves)
@@ -59,7 +60,8 @@ def trained_trace(tokens: int = 20_000, path: Path = TRACE) -> Trace:
         for token in range(len(experts))
         for layer in range(experts.shape[1])
     )
-    return Trace(experts.shape[1], 64, 8, tuple(steps))
+    _, layers, width = experts.shape
+    return Trace(layers, int(experts.max()) + 1, width // 2, tuple(steps))
 
 
 class LRU:
@@ -92,7 +94,7 @@ def hit_rates(trace: Trace, slots: int) -> tuple[float, float]:
     sizes = (trace.layers, trace.count, trace.used, slots)
     policy: Any = LRU(*sizes[:2])
     lru = replay(trace, ExpertCache(*sizes, policy=policy))
-    return lru, replay(trace, ExpertCache(*sizes, policy=Learned(*sizes[:3])))
+    return lru, replay(trace, ExpertCache(*sizes))
 
 
 def with_the_future(trace: Trace, slots: int) -> tuple[float, float]:
@@ -105,8 +107,8 @@ def with_the_future(trace: Trace, slots: int) -> tuple[float, float]:
     most = Counter(keys).most_common(slots)
     following: list[int] = []
     later: dict[tuple[int, int], int] = {}
-    for at, key in zip(count(len(keys), -1), reversed(keys), strict=False):
-        following.append(later.get(key, 2 * len(keys)))
+    for at, key in enumerate(reversed(keys)):
+        following.append(len(keys) - later.get(key, -len(keys)))
         later[key] = at
     kept: dict[tuple[int, int], int] = {}
     queue: list[tuple[int, tuple[int, int]]] = []  # latest use first; some are out of date
@@ -127,13 +129,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__, results="routing")
     parser.add_argument("--tokens", type=int, default=20_000)
     args = parser.parse_args(arguments)
+    if args.tokens < 2:
+        parser.error("--tokens must be at least 2: half are of prose, half of code")
     trace = trained_trace(args.tokens)
     results = Results(args.json, cited_command("routing", arguments), "numpy")
     for share in SHARES:
         slots = round(share * trace.layers * trace.count)
         rates = (*hit_rates(trace, slots), *with_the_future(trace, slots))
         row = dict(zip(POLICIES, rates, strict=True))
-        results.put({"name": f"{share:.0%}", "slots": slots, **row})
+        results.put({"name": f"{100 * share:.0f} %", "slots": slots, **row})
     print(routing_table(results.record))
     return 0
 

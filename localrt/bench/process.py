@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import pathlib
 import queue
 import subprocess
 import tempfile
@@ -177,12 +178,13 @@ def serve(requests: object) -> None:
 
     In a request, ``do`` names the method; the other keys are its arguments.
     """
-    asked = os.fdopen(os.dup(0), encoding="utf-8")
+    stdin = os.fdopen(os.dup(0), encoding="utf-8")
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # so that output of libraries cannot corrupt the protocol
     # Windows' libraries look at stdin as they are loaded, and would wait for who reads it.
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    for request in _until_closed(asked):
+    with pathlib.Path(os.devnull).open("rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    for request in _until_closed(stdin):
         do = request.pop("do")
         try:
             message = {"answer": getattr(requests, do)(**request)}
@@ -195,12 +197,12 @@ def serve(requests: object) -> None:
         answers.flush()
 
 
-def _until_closed(asked: TextIO) -> Iterator[dict[str, Any]]:
+def _until_closed(stdin: TextIO) -> Iterator[dict[str, Any]]:
     """Yield requests in order. A thread reads them, to notice at once when the parent has ended."""
     lines: queue.Queue[str] = queue.Queue()
 
     def read() -> None:
-        for line in asked:
+        for line in stdin:
             lines.put(line)
         os._exit(0)  # nothing needs cleaning up, and an engine may be busy for minutes
 

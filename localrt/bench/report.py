@@ -23,7 +23,6 @@ from localrt.offload.hardware import Machine
 from localrt.planning.verdict import meanings
 
 _BASELINE = "llamacpp"
-_HEADERS = {"prefill_tok_s": "prefill tok/s", "decode_tok_s": "decode tok/s"}
 _PROCESS_ID = 1  # the process in a trace
 _PACKAGES = ("torch", "llama-cpp-python", "transformers", "accelerate", "numpy")
 _OPTIONS = ("ram", "gpu_memory", "device", "ctx", "kv_format", "threads")
@@ -99,20 +98,12 @@ def to_table(outcome: Outcome, options: BenchOptions, *, name: str, machine: Mac
         ("engine", engine),
         ("setting", setting),
         *([("on", _device)] if len(devices) > 1 else []),
-        *(
-            (header, lambda r, metric=metric: format_rate(r.metrics[metric]))
-            for metric, header in _HEADERS.items()
-        ),
+        *_rates(outcome.results, compare=compare),
         *_details(outcome.results, _DETAILS),
         ("TTFT", lambda r: format_seconds(r.metrics["ttft_s"])),
         *_details(outcome.results, {"long_ttft_s": (f"TTFT of {work.long_prompt_tokens}", _time)}),
         ("peak RAM", lambda r: _size(r.metrics["peak_ram_bytes"])),
     ]
-    if compare:
-        for metric in ("prefill_tok_s", "decode_tok_s"):
-            (at,) = (i for i, (header, _) in enumerate(columns) if header == _HEADERS[metric])
-            ratio = partial(_ratio, outcome.results, metric)
-            columns.insert(at + 1, (f"/ {_BASELINE}", ratio))
     headers = [header for header, _ in columns]
     rows = [[cell(result) for _, cell in columns] for result in outcome.results]
     rows += [[skip.engine, _why(skip)] for skip in outcome.skipped]
@@ -129,6 +120,20 @@ def to_table(outcome: Outcome, options: BenchOptions, *, name: str, machine: Mac
     if any(result.metrics.get("simulated") for result in outcome.results):
         lines.append("simulated: predicted for a GPU, not measured on one")
     return "\n".join([*lines, *meanings("\n".join(lines))])
+
+
+def _rates(
+    results: Sequence[Result], *, compare: bool
+) -> Iterator[tuple[str, Callable[[Result], str]]]:
+    """Yield the columns of speeds, each with its ratio to llama.cpp's if they ``compare``."""
+
+    def cell(metric: str, result: Result) -> str:
+        return format_rate(result.metrics[metric])
+
+    for name in ("prefill", "decode"):
+        yield f"{name} tok/s", partial(cell, f"{name}_tok_s")
+        if compare:
+            yield f"/ {_BASELINE}", partial(_ratio, results, f"{name}_tok_s")
 
 
 def _details(

@@ -22,7 +22,7 @@ from localrt.cli.help import StatusLine
 from localrt.cli.loading import load_model
 from localrt.cli.options import constraint_options, sampling_options
 from localrt.common.errors import OptionError
-from localrt.common.files import decoded, read_stream, read_text
+from localrt.common.files import decoded, read_stream, read_text, text_lines
 from localrt.common.formatting import format_rate, format_seconds
 from localrt.common.option_names import did_you_mean, on_command_line
 from localrt.engine.types import Chunk
@@ -62,9 +62,7 @@ def parse_prompts(text: str, name: str) -> list[BatchPrompt]:
     Raises:
         OptionError: no prompts, text among JSON objects, or an object that is not a prompt.
     """
-    # Not splitlines: a prompt may hold the other line ends that Unicode has.
-    lines = [(i, line.removesuffix("\r")) for i, line in enumerate(text.split("\n"), 1)]
-    lines = [(number, line) for number, line in lines if line.strip()]
+    lines = [(number, line) for number, line in enumerate(text_lines(text), 1) if line.strip()]
     if not lines:
         raise OptionError(f"{name} has no prompts: write one on each line")
     objects = [_object(line) for _, line in lines]

@@ -150,6 +150,11 @@ def read_text(path: str | Path) -> str:
     return decoded(read_bytes(path), str(path))
 
 
+def text_lines(text: str) -> list[str]:
+    """The lines of a text; unlike ``splitlines``, they may hold the other line ends of Unicode."""
+    return [line.removesuffix("\r") for line in text.split("\n")]
+
+
 def decoded(data: bytes, name: str) -> str:
     """UTF-8 bytes as text, without a byte order mark.
 

@@ -24,13 +24,10 @@ def main() -> None:
 
     def end() -> None:
         sys.stdin.read()
-        try:
+        try:  # Windows asks through a console, if there is one
             server.send_signal(system.STOP_SIGNAL)
             server.wait(_GOODBYE_S)
-        except (
-            OSError,
-            subprocess.TimeoutExpired,
-        ):  # Windows asks through a console, if there is one
+        except (OSError, subprocess.TimeoutExpired):
             server.kill()
 
     threading.Thread(target=end, daemon=True).start()

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from localrt.common.errors import LocalrtError, OptionError
-from localrt.common.files import read_text
+from localrt.common.files import read_text, text_lines
 from localrt.common.formatting import one_line, parse_size
 from localrt.common.option_names import did_you_mean, option
 from localrt.engine.batch.latency_goals import GOALS
@@ -272,7 +272,7 @@ class _Reader:
         file = self._folder / Path(name).expanduser()
         if not file.is_file():
             self._refuse(where, "prompts", f"no file {name!r:.80}")
-        lines = [line.removesuffix("\r") for line in read_text(file).split("\n") if line.strip()]
+        lines = [line for line in text_lines(read_text(file)) if line.strip()]
         if not lines:
             self._refuse(where, "prompts", f"{name} has no texts: write one on each line")
         if not all(line.lstrip().startswith("{") for line in lines):
