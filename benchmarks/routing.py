@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 from benchmarks.common.command import ROOT, cited_command, make_parser
 from benchmarks.common.record import Results, captioned, markdown_table
-from localrt.offload.experts.cache import ExpertCache, Values
+from localrt.offload.experts.cache import ExpertCache
+from localrt.offload.experts.policy import Values
 
 TRACE = ROOT / "tests/data/mixture/routing.npz"
 SHARES = (0.25, 0.5, 0.75)

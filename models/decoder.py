@@ -30,7 +30,7 @@ from localrt.models.weights import WeightLoader
 from localrt.quant.ops.arrays import Vector, vector_to_host
 from localrt.quant.ops.features import AFTER_LAST, Features
 from localrt.quant.ops.kv import KVCache
-from localrt.quant.ops.protocol import Batch, Check, Ops
+from localrt.quant.ops.protocol import Batch, Check, Ops, PassLostError
 
 
 def load_attention(
@@ -154,7 +154,7 @@ class Decoder:
         weights = self.weights
         logit_rows = np.arange(len(batch.tokens)) if rows is None else np.asarray(rows, np.intp)
         with self.ops.scope():
-            # Try again if GPU memory, which other programs use too, ran out.
+            # Try again if GPU memory, which other programs use too, ran out, or a pass was lost.
             for again in (True, False):
                 state = weights.begin(batch, logit_rows, check)
                 state.features, state.target_features = features, target_features
@@ -163,8 +163,8 @@ class Decoder:
                     break
                 except BaseException as error:
                     weights.abandon()
-                    full = isinstance(error, MemoryBudgetError)
-                    if not (again and full and weights.relieve()):
+                    full = isinstance(error, MemoryBudgetError) and again and weights.relieve()
+                    if not (full or (again and isinstance(error, PassLostError))):
                         raise
         for span in batch.spans:
             span.cache.advance(span.rows)

@@ -4,13 +4,12 @@ The same rules serve slots in VRAM filled from RAM and slots in RAM filled from 
 the cache has a slot; once it is loaded, its layer's table has its weights. Its key is (layer,
 expert), counting sparse layers only. For each layer and pass: ``touch`` with the router's choice,
 ``admit`` for each miss, ``release`` once the layer has been computed. The policy, ``Learned``,
-values experts by routing alone; docs/mixtures.md compares it with LRU and the optimum. Not
-thread-safe.
+values experts by routing alone. Not thread-safe.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, cast
 
@@ -19,101 +18,10 @@ from numpy.typing import NDArray
 
 from localrt.common.errors import MemoryBudgetError
 from localrt.common.formatting import format_bytes
+from localrt.offload.experts.policy import Ids, Learned, Scores, Values
 from localrt.offload.reading.reader import DemandLoad
 from localrt.quant.ops.arrays import MemoryT
 from localrt.quant.ops.experts import ExpertTable, ExpertWeights
-
-Values = NDArray[np.float64]
-Ids = NDArray[np.integer]
-Scores = NDArray[np.floating]
-
-
-class Learned:
-    """Estimates each expert's probability of being used next from its recent use, fitted online.
-
-    Features are a constant and four moving averages for each expert: of being chosen and of its
-    share of the scores, each over about 3 and about 30 rows. Their weights are fitted by least
-    squares over all layers' past routing, with slow forgetting. So slow averages dominate for
-    workloads with long phases and fast ones for changing workloads, without settings.
-
-    The probabilities are ``value`` (layers, count).
-    """
-
-    RATES = (0.3, 0.03)
-    FORGET = 0.999  # decay of the evidence per pass
-    PRIOR = 10.0  # weight of the prior, in layers' worth of evidence; never forgotten
-
-    def __init__(self, layers: int, count: int, used: int) -> None:
-        self.value: Values = np.zeros((layers, count))
-        self._top = min(2 * used, count)
-        self._used = float(used)
-        # (layers, features, count): chosen fast, slow, scores fast, slow, one
-        self._features = np.zeros((layers, 5, count))
-        self._features[:, 4] = 1.0
-        self._rates = np.array(self.RATES)[:, None]
-        self._row = np.zeros((2, 1, count))  # one row's features: chosen, shares of the scores
-        self._decay = 1.0 - np.array([*self.RATES, *self.RATES, 0.0])[:, None]
-        self._weights = np.array([0.2, 0.3, 0.2, 0.3, 0.0])
-        self._prior = self.PRIOR * np.eye(5) * used / count
-        self._prior_target = self._prior @ self._weights
-        self._moments, self._target = self._prior.copy(), self._prior_target.copy()
-        self._last = layers
-
-    def touch(
-        self, layer: int, chosen: Ids, rows: Ids, experts: Ids,
-        scores: Scores,
-    ) -> None:  # fmt: skip
-        """Learn from the routing of one layer in one pass.
-
-        ``chosen`` are the distinct experts that the pass uses, with the number of ``rows`` of each;
-        ``experts`` and ``scores`` are (rows of the pass, ranks), best first, possibly with more
-        ranks than are chosen. Only this layer's values change.
-        """
-        features, steps = self._features[layer], len(experts)
-        if layer <= self._last:  # a new pass
-            self._weights = np.linalg.solve(self._moments, self._target)
-            self._moments += (1.0 - self.FORGET) * (self._prior - self._moments)
-            self._target += (1.0 - self.FORGET) * (self._prior_target - self._target)
-        self._last = layer
-        self._moments += features @ features.T
-        if steps == 1:
-            new, top = self._row, self._top
-            new.fill(0.0)
-            new[0, 0, chosen] = 1.0
-            self._target += features @ new[0, 0]
-            new[1, 0, experts[0, :top]] = self._used * _shares_of(scores[0, :top])
-            features *= self._decay
-            averages = features[:4].reshape(2, 2, -1)
-            averages += self._rates * new
-        else:
-            chosen_shares = np.zeros(features.shape[1])
-            chosen_shares[chosen] = rows / steps
-            shares = self._used * _mean_shares(experts, scores, self._top, len(chosen_shares))
-            self._target += features @ chosen_shares
-            decay = self._decay**steps
-            features *= decay
-            features[:2] += (1.0 - decay[:2]) * chosen_shares
-            features[2:4] += (1.0 - decay[2:4]) * shares
-        np.dot(self._weights, features, out=self.value[layer])
-
-
-def _shares_of(scores: Scores) -> Values:
-    """One row's scores as shares of their sum; equal shares if the sum is 0."""
-    shares: Values = scores.astype(np.float64)
-    total = float(shares.sum())
-    return shares / total if total > 0 else np.full(len(shares), 1.0 / len(shares))
-
-
-def _mean_shares(experts: Ids, scores: Scores, top: int, count: int) -> Values:
-    """(count,): each expert's share of the top scores, averaged over the rows."""
-    best = scores[:, :top].astype(np.float64)
-    total = best.sum(axis=1, keepdims=True)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        shares = np.where(total > 0, best / total, 1.0 / best.shape[1])
-    flat = experts[:, :top].ravel()
-    summed = np.bincount(flat, weights=shares.ravel(), minlength=count)
-    return np.asarray(summed / len(experts), np.float64)
-
 
 Key = tuple[int, int]
 """(layer, expert)."""
@@ -281,6 +189,20 @@ class ExpertCache(Generic[MemoryT]):
         self._victims = self._flat[: (layer + 1) * self.count] if many_rows else self._flat
         return Demand(chosen, rows, resident)
 
+    def touch_rows(
+        self, layers: Ids, experts: Ids, scores: Scores, found: NDArray[np.bool_]
+    ) -> None:
+        """As ``touch`` and ``release`` for each of the ``layers`` (n,) of a pass of one row; (n,
+        ranks) each. The pass ``found`` (n, count) in the cache.
+        """
+        chosen = experts[:, : self.used]
+        self.hits += int(np.count_nonzero(np.take_along_axis(found, chosen, 1)))
+        self.demands += chosen.size
+        if not self.complete:
+            self.policy.touch_rows(layers, experts, scores, self.used)
+        self._stale.update(layers.tolist())
+        self._victims = self._flat
+
     def count_hits(self, count: int) -> None:
         """Count ``count`` chosen experts as hits, without a ``touch``."""
         self.hits += count
@@ -345,6 +267,24 @@ class ExpertCache(Generic[MemoryT]):
             return None
         least = max(0.0, self.least)
         return best if worth > max(_MARGIN * least, least + gain) else None
+
+    def candidates(self, most: int, gain: float = 0.0) -> Iterator[Key]:
+        """Up to ``most`` absent experts of all layers, by value, as ``candidate`` would give them.
+
+        Each is compared with the experts that can be evicted when it is asked for.
+        """
+        value = np.where(self._resident, -np.inf, self.policy.value).reshape(-1)
+        most = min(most, value.size)
+        best = np.argpartition(value, value.size - most)[value.size - most :]
+        for key in best[np.argsort(-value[best], kind="stable")].tolist():
+            worth = float(value[key])
+            full = len(self._slots) >= self.capacity
+            if worth == -np.inf or (full and worth <= gain):
+                return
+            least = max(0.0, self.least) if full else 0.0
+            if full and worth <= max(_MARGIN * least, least + gain):
+                return
+            yield divmod(key, self.count)
 
     @property
     def least(self) -> float:

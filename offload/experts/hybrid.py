@@ -6,8 +6,8 @@ the other experts to be copied over the link while the CPU computes the rest. Re
 the GPU in the order of k, so the order of finishing has no effect. Experts in neither memory are
 read from the SSD and computed by the CPU. If all experts are on the GPU, the host does not wait.
 
-Short passes are recorded as two graphs per layer, with the host's work between them. When an expert
-moves to or from the GPU, only the layer's table there changes, not the graphs.
+Short passes are recorded as graphs of many layers, beside which the host works (``recorded.py``).
+When an expert moves to or from the GPU, only the layer's table there changes, not the graphs.
 
 A long pass needs nearly all experts of every layer: those in RAM are copied one after another,
 followed by the next layer's, and computed in one launch when they have arrived.
@@ -16,7 +16,6 @@ followed by the next layer's, and computed in one launch when they have arrived.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
@@ -26,9 +25,11 @@ import numpy.typing as npt
 from localrt.models.layers.moe import ExpertPass, Routed, RoutingWatch
 from localrt.models.layers.parts import PassState
 from localrt.offload.device.gpu import Clock
-from localrt.offload.experts.cache import STAY_PASSES, Demand, Key
+from localrt.offload.experts.cache import STAY_PASSES, Demand
+from localrt.offload.experts.copies import ExpertCopies, copies_at_once
 from localrt.offload.experts.memory import ExpertMemory
 from localrt.offload.experts.pool import Arrival, Demanded, GpuSlots
+from localrt.offload.experts.recorded import RecordedLayers, RecordedPass
 from localrt.offload.experts.scheduler import (
     Assignment,
     ExpertCosts,
@@ -37,10 +38,8 @@ from localrt.offload.experts.scheduler import (
 )
 from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.arrays import Array
-from localrt.quant.ops.experts import Share
+from localrt.quant.ops.experts import ExpertTable
 from localrt.quant.ops.protocol import Check, Ops, Recorder
-
-_COPY_SHARE = 4  # running copies lock at most a quarter of the slots in RAM
 
 Scheduler = Callable[..., Assignment]
 
@@ -74,7 +73,7 @@ class HybridExperts:
         self.slots, self.memory = slots, memory
         self.gpu = slots.gpu
         self.host = host
-        self._clock = clock
+        self.clock = clock
         self._costs = costs
         # From this value on, copying an expert saves more CPU time than the copy takes.
         saved = max(costs.cpu(1) - costs.gpu(1), 1e-9) * STAY_PASSES
@@ -83,12 +82,14 @@ class HybridExperts:
         self._cached_choices: dict[object, list[int]] = {}
         self._gpu_rows = gpu_rows
         self._recorder = recorder
+        self._served: list[RecordedPass] = []  # whose choices are to be learned
+        self._learned = 0.0  # when choices were learned last
+        if recorder is not None:
+            recorder.while_waiting = self.learn
         self.scheduler: Scheduler = schedule
         self.fills = True
         self._filled = 0  # misses already used for filling a slot
-        self._link_free = 0.0  # estimated end of all running copies
-        self._copying = deque[Arrival]()  # running copies in order; their experts are locked in RAM
-        self._arriving: dict[Key, Arrival] = {}  # experts being copied, not yet in the table
+        self.copies = ExpertCopies(slots, memory, costs.fetch)
 
     @property
     def hits(self) -> int:
@@ -116,7 +117,9 @@ class HybridExperts:
             table = self.slots.cache.tables[routed.place]
             share = self._recorder.share(routed.rows, routing, table)
             if share is not None:
-                return _RecordedPass(self, routed, share)
+                layer = RecordedPass(routed, share)
+                share.serve(self._make_work, layer)
+                return layer
         crossing = 0 < self._gpu_rows <= routing.rows
         received = None if crossing else gpu.send(routed.rows, routing)
         return _EagerPass(self, routed, state.check, received)
@@ -129,10 +132,10 @@ class HybridExperts:
         if layer_pass.received is None:
             if layer_pass.unread:
                 routed.read(self.watch)
-            self._settle()
+            self.copies.settle()
             self._run_crossing(layer_pass, cache.touch(place, routing.experts, routing.scores))
             return layer_pass.slots_array
-        self._settle()
+        self.copies.settle()
         layer_pass.findable = self._findable(place)
         wanted = layer_pass.findable
         if not routing.away:
@@ -144,30 +147,81 @@ class HybridExperts:
             self._divide(layer_pass, cache.touch(place, routing.experts, routing.scores))
         return layer_pass.slots_array
 
-    def begin_replay(self, layer_pass: _RecordedPass) -> None:
-        """Called before the graph with a layer's experts: update the layer's table on the GPU."""
-        self._settle()
-        layer_pass.findable = layer_pass.share.begin()
-        self.slots.replayed(layer_pass.routed.place)
+    def _make_work(self, layers: Sequence[RecordedPass]) -> RecordedLayers:
+        pools = [(layer, self.memory.pool(layer.routed.place)) for layer in layers]
+        parts = [
+            (layer.share, pool.cache.tables[layer.routed.place], layer.routed.spec)
+            for layer, pool in pools
+        ]
+        make = getattr(self.host, "shared_layers", None)  # of ``HostOps``
+        return RecordedLayers(self, layers, None if make is None else make(parts))
 
-    def share_replay(self, layer_pass: _RecordedPass, check: Check | None) -> None:
-        """Called after the graph with a layer's experts has started: compute the other experts."""
-        place, share, failed = layer_pass.routed.place, layer_pass.share, True
-        share.filled.fill(0)
-        if self._all_on_gpu(layer_pass):
+    def begin_recorded(self, first: int) -> Sequence[ExpertTable]:
+        """See ``HostExperts``."""
+        if self._served and self._served[-1].routed.place < first:
+            return ()  # the same pass
+        self.learn()
+        self.copies.settle()
+        return self.slots.cache.tables
+
+    def compute_absent(self, layer_pass: RecordedPass) -> None:
+        """See ``HostExperts``."""
+        absent, place = layer_pass.absent(), layer_pass.routed.place
+        if not absent:
             return
-        layer_pass.check = check
+        layer_pass.demanded = True
+        pool = self.memory.pool(place)
         try:
-            if check is not None:
-                check()
-            share.receive()
-            layer_pass.routed.read(self.watch, share.routing)
-            experts, scores = share.routing.experts, share.routing.scores
-            self._divide(layer_pass, self.slots.cache.touch(place, experts, scores))
-            failed = False
+            self._on_cpu(layer_pass, absent, pool.demand(place, layer_pass.routing, only=absent))
         finally:
-            self.end(place, failed=failed)
-        self.fill(place)
+            pool.done(place)
+
+    def served(self, layers: Sequence[RecordedPass], busy_s: float) -> None:
+        """See ``HostExperts``."""
+        if busy_s:
+            first, last = layers[0].label, layers[-1].label
+            name = first if first == last else f"{first.removesuffix('.experts')} to {last}"
+            self.clock.span("cpu", name, time.perf_counter() - busy_s, busy_s)
+        self._served += layers
+
+    def learn(self) -> None:
+        """Learn from the recorded layers of the last pass, and copy experts to slots if that pays:
+        no more than that pass missed, nor than the link can copy in such a pass.
+
+        Called while the host would otherwise wait for logits, or before the next pass.
+        """
+        layers, self._served = self._served, []
+        if not layers:
+            return
+        if not np.isfinite(np.stack([layer.routing.weights for layer in layers]).sum()):
+            for layer in layers:
+                layer.routed.read(None, layer.routing)  # raises
+        cache = self.slots.cache
+        misses = self.uses - self.hits
+        if layers[0].routing.rows == 1:
+            places = np.array([layer.routed.place for layer in layers])
+            experts = np.stack([layer.routing.experts[0] for layer in layers])
+            scores = np.stack([layer.routing.scores[0] for layer in layers])
+            found = np.stack([layer.findable for layer in layers])
+            cache.touch_rows(places, experts, scores, found)
+        else:
+            for layer in layers:
+                place = layer.routed.place
+                cache.touch(place, layer.routing.experts, layer.routing.scores)
+                cache.release(place)
+        misses = self.uses - self.hits - misses
+        if not self.memory.complete:
+            for layer in layers:
+                absent, place = layer.absent(), layer.routed.place
+                if absent and not layer.demanded:
+                    self.memory.pool(place).learn(place, layer.routing, absent)
+        now = time.perf_counter()
+        room = (now - self._learned - self.copies.wait_s(now)) / self._costs.fetch
+        self._learned = now
+        if self.fills and misses and room >= 1:
+            for key in cache.candidates(min(misses, int(room)), self._min_gain):
+                if self.memory.pool(key[0]).holds(*key):
+                    self.copies.bring(*key)
 
     def end(self, place: int, *, failed: bool) -> None:
         """Unlock the experts of a layer."""
@@ -188,70 +242,36 @@ class HybridExperts:
 
     def settle(self) -> None:
         """Wait for all copies to slots, so that the slots' memory may be freed."""
-        self._settle(wait=True)
+        self.copies.settle(wait=True)
 
-    def _all_on_gpu(self, layer_pass: _RecordedPass | _EagerPass) -> bool:
+    def _all_on_gpu(self, layer_pass: _EagerPass) -> bool:
         """Whether the GPU computes a layer alone: it permanently has all experts of the model."""
         cache, routing = self.slots.cache, layer_pass.routed.routing
         if not (cache.complete and routing.away and layer_pass.findable.all()):
             return False
-        if isinstance(layer_pass, _EagerPass):
-            self.slots.used(layer_pass.routed.place)
+        self.slots.used(layer_pass.routed.place)
         cache.count_hits(min(cache.count, routing.rows * routing.used))
         return True
 
     def _findable(self, place: int) -> Mask:
         """(E,): the layer's experts that are in its table on the GPU."""
         findable = self.slots.cache.resident(place)
-        for layer, expert in self._arriving:
+        for layer, expert in self.copies.arriving:
             if layer == place:
                 findable = findable.copy()
                 findable[expert] = False
         return findable
-
-    def _bring(self, place: int, expert: int) -> Arrival:
-        """Begin to copy an expert from RAM to the GPU."""
-        pool = self.memory.pool(place)
-        arrival = self.slots.bring((place, expert), pool.data(place, expert))
-        pool.cache.lock(place, [expert])
-        self._copying.append(arrival)
-        self._arriving[place, expert] = arrival
-        self._link_free = max(self._link_free, time.perf_counter()) + self._costs.fetch
-        return arrival
-
-    def _settle(self, *, wait: bool = False) -> None:
-        """Enter experts whose copies have ended, and unlock them in RAM.
-
-        Waits for running copies only if they lock too many slots in RAM, or with ``wait``.
-        """
-        while self._copying:
-            arrival = self._copying[0]
-            (place, expert), copied = arrival.key, arrival.copied
-            cache = self.memory.pool(place).cache
-            if copied is not None:
-                spared = len(self._copying) <= cache.capacity // _COPY_SHARE
-                if spared and not wait and not copied.query():
-                    return
-                copied.synchronize()
-            self._copying.popleft()
-            cache.unlock(place, [expert])
-            if self._arriving.get(arrival.key) is arrival:
-                self._enter(arrival)
-
-    def _enter(self, arrival: Arrival) -> None:
-        del self._arriving[arrival.key]
-        self.slots.enter(arrival)
 
     def fill(self, place: int) -> None:
         """If the link is idle, copy the layer's most valuable expert, if that pays off: at most one
         per recent miss, since copies cost host time in each layer.
         """
         cache, misses = self.slots.cache, self.uses - self.hits
-        if not self.fills or self._filled >= misses or self._link_free > time.perf_counter():
+        if not self.fills or self._filled >= misses or self.copies.wait_s() > 0:
             return
         expert = cache.candidate(place, self._min_gain)
         if expert is not None and self.memory.pool(place).holds(place, expert):
-            self._bring(place, expert)
+            self.copies.bring(place, expert)
             self._filled = max(self._filled + 1, misses - cache.layers * cache.used)
 
     def _ahead(self, place: int) -> None:
@@ -261,16 +281,16 @@ class HybridExperts:
             return
         pool, resident = self.memory.pool(place), cache.resident(place)
         here, absent = np.flatnonzero(resident).tolist(), np.flatnonzero(~resident).tolist()
-        limit = pool.cache.capacity // _COPY_SHARE
+        most = copies_at_once(pool)
         cache.lock(place, here)
         for expert in absent:
-            if not cache.room or len(self._copying) >= limit:
+            if not cache.room or len(self.copies) >= most:
                 break
             if pool.holds(place, expert):
-                self._bring(place, expert)
+                self.copies.bring(place, expert)
         cache.unlock(place, here)
 
-    def _divide(self, layer_pass: _EagerPass | _RecordedPass, demand: Demand) -> None:
+    def _divide(self, layer_pass: _EagerPass, demand: Demand) -> None:
         """Compute the chosen experts that the GPU has not begun, each on the device that finishes
         it first.
 
@@ -293,7 +313,7 @@ class HybridExperts:
 
     def _chosen_copies(self, demand: Demand, findable: Sequence[bool]) -> list[int]:
         """The absent experts that the scheduler selects for copying to the GPU, in its order."""
-        ready = Ready(link=max(0.0, self._link_free - time.perf_counter()))
+        ready = Ready(link=self.copies.wait_s())
         rows = demand.rows.tolist()
         key = self.scheduler, *zip(rows, findable, strict=True)
         choice = None if ready.link else self._cached_choices.get(key)
@@ -310,7 +330,8 @@ class HybridExperts:
         rest = demand.experts[~demand.resident].tolist()
         wanted = self.memory.pool(place).demand(place, layer_pass.routing, only=rest)
         keys = [(place, expert) for expert in resident]
-        arriving = [self._arriving[key] for key in keys if key in self._arriving]
+        under_way = self.copies.arriving
+        arriving = [under_way[key] for key in keys if key in under_way]
         fetched = self._fetch(layer_pass, rest, wanted, evict_others=True)
         self._ahead(place + 1)
         late = {arrival.key[1] for arrival in arriving}
@@ -329,9 +350,7 @@ class HybridExperts:
         if rest:
             self._on_cpu(layer_pass, rest, wanted)
 
-    def _run_arrived(
-        self, layer_pass: _EagerPass | _RecordedPass, arrivals: Sequence[Arrival]
-    ) -> None:
+    def _run_arrived(self, layer_pass: _EagerPass, arrivals: Sequence[Arrival]) -> None:
         """Compute all arrived experts in one launch: the GPU waits for them, not the host.
 
         One launch per expert would begin sooner, but a copy takes many times as long as a product,
@@ -339,12 +358,12 @@ class HybridExperts:
         """
         for arrival in arrivals:
             self.gpu.wait(arrival.copied)
-            self._enter(arrival)
+            self.copies.enter(arrival)
         self._on_gpu(layer_pass, [arrival.key[1] for arrival in arrivals])
 
     def _fetch(
         self,
-        layer_pass: _EagerPass | _RecordedPass,
+        layer_pass: _EagerPass,
         experts: Iterable[int],
         demanded: Demanded,
         *,
@@ -358,17 +377,17 @@ class HybridExperts:
         for expert in sorted(present.intersection(experts)) if evict_others else experts:
             if expert not in present:
                 continue
-            arrival = self._arriving.get((layer_pass.routed.place, expert))
+            arrival = self.copies.arriving.get((layer_pass.routed.place, expert))
             if arrival and cache.slot(*arrival.key) is arrival.slot:  # else it has been evicted
                 arrivals.append(arrival)
                 continue
             if evict_others and not cache.room:
                 cache.widen()
             if cache.room:
-                arrivals.append(self._bring(layer_pass.routed.place, expert))
+                arrivals.append(self.copies.bring(layer_pass.routed.place, expert))
         return arrivals
 
-    def _on_gpu(self, layer_pass: _EagerPass | _RecordedPass, experts: Sequence[int]) -> None:
+    def _on_gpu(self, layer_pass: _EagerPass, experts: Sequence[int]) -> None:
         """Start the GPU's kernels for ``experts``; those that no row chose are skipped."""
         if not experts:
             return
@@ -381,7 +400,7 @@ class HybridExperts:
         self.slots.used(routed.place)
 
     def _on_cpu(
-        self, layer_pass: _EagerPass | _RecordedPass, experts: Sequence[int], demanded: Demanded
+        self, layer_pass: _EagerPass | RecordedPass, experts: Sequence[int], demanded: Demanded
     ) -> None:
         """Compute experts in RAM, then others as they arrive from the SSD; send results to the
         GPU.
@@ -392,7 +411,7 @@ class HybridExperts:
         slots = layer_pass.host_slots(rows)
 
         def compute(group: Sequence[int]) -> None:
-            with self._clock.task("cpu", layer_pass.label):
+            with self.clock.task("cpu", layer_pass.label):
                 table = pool.cache.tables[place]
                 self.host.run_experts(
                     rows, layer_pass.routing, table, layer_pass.routed.spec, slots, group
@@ -468,38 +487,3 @@ class _EagerPass:
         rows = gpu.to_gpu(cast(Array, cast(Floats, slots)[index]))
         with gpu.ops.scope():
             self.slots_array = gpu.ops.put_slots(self.slots_array, index, rows)
-
-
-class _RecordedPass:
-    """One layer in all passes that replay a recording: see ``ExpertPass``."""
-
-    findable: Mask
-    check: Check | None = None
-
-    def __init__(self, experts: HybridExperts, routed: Routed, share: Share[Array]) -> None:
-        self._experts = experts
-        self.routed, self.share = routed, share
-        self.routing, self.slots_array = share.routing, share.slots
-        self.label = f"layers.{routed.layer}.experts"
-        share.cut(lambda check: experts.begin_replay(self))
-
-    def slots(self) -> Array:
-        """The slots of all chosen experts."""
-        self.share.compute(self.routed.spec)
-        self.share.cut(lambda check: self._experts.share_replay(self, check))
-        return self.share.take()
-
-    def end(self) -> None:
-        """Nothing to do: each replay ends the layer itself."""
-
-    def rows(self) -> Array:
-        """The rows on the host."""
-        return cast(Array, self.share.rows)
-
-    def host_slots(self, rows: Array) -> Array:
-        """The array for the host's results."""
-        return cast(Array, self.share.host_slots)
-
-    def deliver(self, slots: Array, filled: Mask) -> None:
-        """Have the next graph read the host's ``filled`` slots."""
-        self.share.filled[:] = filled

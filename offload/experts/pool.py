@@ -124,6 +124,12 @@ class ExpertPool:
         self._begin_queued(layer)
         return Demanded(tuple(e for e in slotted if e not in arriving), absent)
 
+    def learn(self, layer: int, routing: Routing, only: Sequence[int]) -> None:
+        """Learn that a pass has used experts ``only``, all of them resident."""
+        self._settle_arrived()
+        self.cache.touch(layer, routing.experts, routing.scores, only=only)
+        self.cache.release(layer)
+
     def arrive(self, layer: int, expert: int, check: Check | None) -> None:
         """Wait for an absent expert and put it into its layer's table.
 

@@ -157,6 +157,11 @@ class ExpertArgs(Structure):
     """Experts of a layer, and the rows that chose them."""
 
 
+@CPP.struct("SharedLayer")
+class SharedLayer(Structure):
+    """A layer whose experts a GPU computes too."""
+
+
 @CPP.struct("SearchArgs")
 class SearchArgs(Structure):
     """A search for the scales of groups."""

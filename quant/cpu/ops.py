@@ -44,6 +44,7 @@ from localrt.quant.cpu.passes import (
     recurrent_args,
 )
 from localrt.quant.cpu.replay import ReplayedForward, Tape
+from localrt.quant.cpu.shared_layers import NativeSharedLayers
 from localrt.quant.cpu.streams import StreamSteps
 from localrt.quant.cpu.weights import (
     AttentionWeights,
@@ -69,7 +70,7 @@ from localrt.quant.methods.rotation import widened_format
 from localrt.quant.ops.adapters import AdapterTable, head_deltas
 from localrt.quant.ops.arrays import Regions, large_floats
 from localrt.quant.ops.attention import AttentionSpec, IndexSpec, LatentSpec, Rope
-from localrt.quant.ops.experts import ExpertSpec, RouterSpec, Routing
+from localrt.quant.ops.experts import ExpertSpec, RouterSpec, Routing, Share
 from localrt.quant.ops.hybrid_cache import HybridCache, split_layers, states_of
 from localrt.quant.ops.kv import KVCache, grown_capacity
 from localrt.quant.ops.kv_formats import CacheFormat
@@ -466,6 +467,11 @@ class NativeOps(StreamSteps):
         missing = self._api.lrt_run_experts(self._handle, args)
         if missing >= 0:
             raise ValueError(f"expert {missing} is asked for, but is not in the table")
+
+    def shared_layers(
+        self, layers: Sequence[tuple[Share[Any], NativeExpertTable, ExpertSpec]]
+    ) -> NativeSharedLayers:
+        return NativeSharedLayers(self._api, self._handle, layers)
 
     def put_slots(self, slots: Floats, index: npt.NDArray[np.intp], rows: Floats) -> Floats:
         slots[index] = rows

@@ -1,5 +1,5 @@
-"""Captures the kernels that a function launches as CUDA graphs, cut where the host works, and
-replays them.
+"""Captures the kernels that a function launches as CUDA graphs, and replays them. The host works
+between two graphs, where the function cuts, and beside them.
 
 It knows nothing of passes.
 """
@@ -15,7 +15,7 @@ from weakref import WeakSet
 
 from localrt.common.errors import LocalrtError, MemoryBudgetError
 from localrt.quant.cuda.driver import Cuda, Graph
-from localrt.quant.cuda.stream import Between, Cut
+from localrt.quant.cuda.stream import Beside, Between, Cut
 from localrt.quant.ops.protocol import Check
 
 _MOST_NBYTES = 32 << 20  # upper bound of the driver's memory for graphs recorded together
@@ -63,18 +63,26 @@ class Replay(Protocol):
     def __call__(self, check: Check | None = None) -> None: ...
 
 
-def record(body: Callable[[Cut], None], capture: Capture) -> Replay:
+def record(
+    body: Callable[[Cut], None],
+    capture: Capture,
+    beside: Beside | None = None,
+    launched: Callable[[], Between] | None = None,
+) -> Replay:
     """Record the kernels that ``body`` starts, as one graph, or as several where it cuts; return a
     function that replays them.
 
-    Other threads may allocate, copy and pin meanwhile: only this thread's calls are recorded.
+    ``body`` leaves the host's work beside a graph in ``beside``. ``launched`` is called at the end
+    of each graph, for what to call in a replay when the graph has been launched. Other threads may
+    allocate, copy and pin meanwhile: only this thread's calls are recorded.
     """
+    beside = {} if beside is None else beside
     with capture.measured():
         try:
-            return _record(body, capture)
+            return _record(body, capture, beside, launched)
         except MemoryBudgetError:
             capture.device.trim()  # waits for the GPU, which is not allowed while recording
-            return _record(body, capture)
+            return _record(body, capture, beside, launched)
 
 
 def _ignore_check(replay: Callable[[], None], check: Check | None) -> None:
@@ -95,12 +103,24 @@ def _no_garbage() -> Iterator[None]:
             gc.enable()
 
 
-def _record(body: Callable[[Cut], None], capture: Capture) -> Replay:
+def _record(
+    body: Callable[[Cut], None],
+    capture: Capture,
+    beside: Beside,
+    launched: Callable[[], Between] | None,
+) -> Replay:
     steps: list[Between] = []
     device = capture.device
 
     def end() -> None:
-        steps.append(partial(_ignore_check, capture.end().replay))
+        replay = capture.end().replay
+        works = [make(layers) for make, layers in beside.items()]
+        beside.clear()
+        steps.extend(work.begin for work in works)
+        steps.append(partial(_ignore_check, replay))
+        if launched is not None:
+            steps.append(launched())
+        steps.extend(works)
 
     def cut(between: Between) -> None:
         end()

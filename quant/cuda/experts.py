@@ -10,8 +10,8 @@ after the host has waited for the routing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from ctypes import Structure, c_int, c_uint32, c_uint64, c_void_p
+from collections.abc import Callable, Iterable, Sequence
+from ctypes import Structure, c_uint32, c_uint64
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -66,6 +66,7 @@ of the tiles of gate, up and down, of their factors, and of the biases of gate a
 
 Without a gate, up replaces it.
 """
+_ENTRY_NBYTES = 8 * ENTRY
 _MOST_ENTRIES = declarations("entries.cu").constants["MOST_ENTRIES"]
 # Formats that count as heavy for experts.
 _HEAVY = HEAVY | {*(name for name, codec in AFFINE.items() if codec.bits == 6)}
@@ -100,9 +101,8 @@ _Plan = arguments("plan.cu", "Plan")
 
 class _Entries(Structure):
     _fields_ = (
-        ("table", c_void_p),
         ("words", c_uint64 * (_MOST_ENTRIES * ENTRY)),
-        ("experts", c_int * _MOST_ENTRIES),
+        ("entries", c_uint64 * _MOST_ENTRIES),
     )
 
 
@@ -110,19 +110,19 @@ _Grouped = arguments("grouped.cu", "Grouped")
 
 
 def write_entries(
-    table: Tensor, experts: npt.NDArray[np.intp], entries: npt.NDArray[np.int64]
+    device: Device, addresses: npt.NDArray[np.int64], entries: npt.NDArray[np.int64]
 ) -> None:
-    """Write ``entries`` (n, ENTRY) of ``experts`` (n,) to the table (E, ENTRY) int64.
+    """Write ``entries`` (n, ENTRY) at ``addresses`` (n,) in tables on the device.
 
     Kernels that are started later see them.
     """
-    for first in range(0, len(experts), _MOST_ENTRIES):
+    for first in range(0, len(addresses), _MOST_ENTRIES):
         some = slice(first, first + _MOST_ENTRIES)
-        args = _Entries(table.address)
-        count = len(experts[some])
+        args = _Entries()
+        count = len(addresses[some])
         np.ctypeslib.as_array(args.words)[: count * ENTRY] = entries[some].reshape(-1)
-        np.ctypeslib.as_array(args.experts)[:count] = experts[some]
-        launch(table.device, _ENTRIES, (1, 1, 1), count * ENTRY, args)
+        np.ctypeslib.as_array(args.entries)[:count] = addresses[some]
+        launch(device, _ENTRIES, (1, 1, 1), count * ENTRY, args)
 
 
 def plan_slots(chosen: Tensor, table: Tensor, number: int, wanted: npt.NDArray[np.bool_]) -> Plan:
@@ -304,12 +304,19 @@ class CudaExpertTable(PlainExpertTable[CudaWeight, Tensor]):
 
     def entries(self, device: Device) -> Tensor:
         """(E, ENTRY) int64 on the device: the up-to-date table, for kernels that start now."""
-        entries = self.memory(device)
-        if self._stale:
-            stale = np.array(sorted(self._stale))
-            write_entries(entries, stale, self._places[stale])
-            self._stale.clear()
-        return entries
+        write_tables(device, [self])
+        return self.memory(device)
+
+    def take_stale(
+        self, device: Device
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None:
+        """The addresses (n,) and values (n, ENTRY) of entries to write; None if there are none."""
+        memory = self.memory(device)
+        if not self._stale:
+            return None
+        stale = np.array(sorted(self._stale))
+        self._stale.clear()
+        return memory.address + _ENTRY_NBYTES * stale, self._places[stale]
 
     def memory(self, device: Device) -> Tensor:
         """The memory of the table, which may be out of date."""
@@ -318,6 +325,14 @@ class CudaExpertTable(PlainExpertTable[CudaWeight, Tensor]):
                 *self._places.shape, dtype=INT64, device=device, pool=device.persistent
             )
         return self._entries
+
+
+def write_tables(device: Device, tables: Iterable[CudaExpertTable]) -> None:
+    """Bring the tables on the device up to date, for kernels that start now."""
+    stale = [entries for table in tables if (entries := table.take_stale(device)) is not None]
+    if stale:
+        addresses, values = map(np.concatenate, zip(*stale, strict=True))
+        write_entries(device, addresses, values)
 
 
 def _describe(weights: ExpertWeights) -> tuple[ExpertKind, list[int]] | None:

@@ -104,6 +104,7 @@ class Recordings:
         self._shapes: OrderedDict[_Shape, _ShapeEntry] = OrderedDict()
         self._passes = 0
         self.most_new = RECORDED_PARTS
+        self.while_waiting: Callable[[], None] | None = None
         self._new_parts = 0  # parts recorded in the running pass
 
     def begin(self, batch: Batch, logit_rows: Sequence[int]) -> CudaPass:
@@ -143,7 +144,11 @@ class Recordings:
 
         logits = static.run(key, step, settled, before, check)
         x.values = values
-        return None if logits is None else logits.to_host()
+        if logits is None:
+            return None
+        if self.while_waiting is not None:
+            self.while_waiting()
+        return logits.to_host()
 
     def forget(self, key: object | None = None) -> None:
         if key is None:
@@ -341,6 +346,7 @@ class StaticPass:
                 [span.rows], [shape.waiting], layers=layers, nodes=shape.columns
             )
         self._sequences: Tensor | None = None  # the table's copy
+        self._step: CudaPass | None = None  # the pass that is replayed
         self._values: Tensor | None = None
         self._runs: dict[object, _Run] = {}
         self._shared: dict[object, Any] = {}
@@ -398,9 +404,8 @@ class StaticPass:
             run = self._runs[key] = self._record(step, body)
             x = copy
         self._load(x)
+        self._step = step
         run.replay(check)
-        for layer in run.recording.step.mixed:
-            step.layer_done(layer)
         return run.recording.logits
 
     def whole(self, forward: Forward, step: CudaPass) -> None:
@@ -415,6 +420,17 @@ class StaticPass:
         finally:
             counter.trim(length)
 
+    def _launched(self, recorded: CudaPass) -> Between:
+        """What notes, in a replay, that a graph computes the recurrent layers of ``recorded``."""
+        layers, recorded.mixed = recorded.mixed, set()
+
+        def note(check: Check | None) -> None:
+            assert self._step is not None, "it replays a pass"
+            for layer in layers:
+                self._step.layer_done(layer)
+
+        return note
+
     def _load(self, x: Tensor | None) -> None:
         if x is not None:
             values = self.values(x)
@@ -427,6 +443,8 @@ class StaticPass:
 
         def once(cut: Cut) -> None:
             recording.step.tables.clear()
+            recording.step.mixed.clear()
+            recording.beside.clear()
             recording.cut = cut
             self._ops.recording = recording
             try:
@@ -439,7 +457,7 @@ class StaticPass:
         once(_skip)  # compiles missing kernels: not allowed while recording
         if self._table is not None:
             self._upload(self._table)
-        replay = record(once, self._ops.capture)
+        replay = record(once, self._ops.capture, recording.beside, partial(self._launched, fresh))
         recording.step.spans = ()  # so that it keeps no cache alive
         if recording.logits is not None:
             # Copied at once: another graph may write to the same memory.

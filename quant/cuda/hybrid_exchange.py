@@ -1,45 +1,65 @@
-"""Exchanges rows and results between GPU and host in a recorded layer whose experts are computed by
-both.
+"""Exchanges rows and results between GPU and host in recorded layers whose experts both compute.
 
-A replay runs the router and the experts that are then on the GPU, and reads the results of the
-host's experts. Rows and routing go through pinned RAM at fixed addresses, which kernels read and
-write directly: no copy is a driver call. The layers of a pass use that RAM in turn.
+A layer's kernels run the router and the experts that are on the GPU, tell the host, and wait until
+it has computed the other experts: the host works while the graph runs. Rows, routing and results go
+through pinned RAM at fixed addresses, which kernels read and write directly: no copy is a driver
+call. The layers of a pass use that RAM in turn.
+
+A GPU that waits for the host also delays all other work: until ``serve`` has returned, the host
+must call nothing of the driver that waits for the GPU.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from localrt.quant.cuda.device import Device
-from localrt.quant.cuda.experts import CudaExpertTable, run_present
+from localrt.quant.cuda.experts import CudaExpertTable, run_present, write_tables
 from localrt.quant.cuda.launch import arguments, launch, pointers
 from localrt.quant.cuda.programs import Program
 from localrt.quant.cuda.routing import CudaRouting
 from localrt.quant.cuda.stream import Recording
-from localrt.quant.cuda.tensor import Tensor, zeros
+from localrt.quant.cuda.tensor import INT32, Tensor, zeros
 from localrt.quant.cuda.weight import ExpertTable
 from localrt.quant.formats.packed import Floats
-from localrt.quant.ops.experts import ExpertSpec, Routing
+from localrt.quant.ops.experts import ExpertSpec, MakeHostWork, Routing, SharedWords
 
 _THREADS = 256
+_MOST_THREADS = 1024
+_LINE = 16  # words that processors exchange together
 
 _ToHost = arguments("to_host.cu", "ToHost")
+_WaitHost = arguments("wait_host.cu", "WaitHost")
 _FromHost = arguments("from_host.cu", "FromHost")
 
 
 class _Exchange:
-    """The GPU's slots; and in RAM the rows, the router's results, and the host's slots."""
+    """The GPU's slots; and in pinned RAM the rows, the host's slots, and whether GPU or host have
+    given the pass up.
+    """
 
     def __init__(self, device: Device, rows: Tensor, routing: CudaRouting) -> None:
         slots = len(rows) * routing.used, rows.shape[1]
         self.slots = zeros(*slots, device=device, pool=device.persistent)
         self.rows: Floats = device.pinned(rows.shape, np.float32)
-        self.results: npt.NDArray[np.int32] = device.pinned(routing.results.shape, np.int32)
         self.host_slots: Floats = device.pinned(slots, np.float32)
-        event = device.event()
-        assert event is not None, "only a GPU records"
-        self.event = event
+        self.stop: npt.NDArray[np.int32] = device.pinned((1,), np.int32)
+
+
+class _Layer:
+    """A layer's words and the router's results in pinned RAM, and how often its kernels have run:
+    on the GPU, and as the host counts.
+    """
+
+    def __init__(self, device: Device, results: int) -> None:
+        words: npt.NDArray[np.int32] = device.pinned((2 * _LINE + results,), np.int32)
+        self.ticket, self.done = words[:1], words[_LINE : _LINE + 1]
+        self.results = words[2 * _LINE :]
+        self.turn = np.zeros(1, np.int32)
+        self.turn_on_gpu = zeros(1, dtype=INT32, device=device, pool=device.persistent)
 
 
 class HybridExchange:
@@ -49,60 +69,97 @@ class HybridExchange:
         self, recording: Recording, rows: Tensor, routing: CudaRouting, table: ExpertTable
     ) -> None:
         assert isinstance(table, CudaExpertTable), "tables belong to one implementation"
-        self._recording, self.cut = recording, recording.cut
-        self._there, self._choice, self._table = rows, routing, table
-        self._device = device = rows.device
+        self._recording = recording
+        self._there, self._choice, self.table = rows, routing, table
+        self.device = device = rows.device
         shape = (rows.shape[1], routing.used, len(routing.results))
         exchange = recording.shared.get(shape)
         if exchange is None:  # never during capture: the body has run once before
             exchange = recording.shared[shape] = _Exchange(device, rows, routing)
         self._exchange: _Exchange = exchange
+        layer = recording.shared.get(table)
+        if layer is None:
+            layer = recording.shared[table] = _Layer(device, len(routing.results))
+        self._layer: _Layer = layer
         self.rows, self.host_slots = exchange.rows, exchange.host_slots
-        # Not shared: the host may write it while the GPU reads an earlier layer's slots.
-        filled = recording.shared.get(table)
-        if filled is None:
-            filled = recording.shared[table] = device.pinned((len(exchange.slots),), np.int32)
-        self.filled: npt.NDArray[np.int32] = filled
         self.slots = exchange.slots
-        self.routing: Routing = routing.on_host(exchange.results)
+        self.routing: Routing = routing.on_host(layer.results)
+        self.words = SharedWords(layer.turn, layer.ticket, layer.done, exchange.stop)
         self._kinds = len(table.kinds)  # kinds that are recorded
         self._send()
 
+    def serve(self, make: MakeHostWork, layer: object) -> None:
+        self._recording.beside.setdefault(make, []).append(layer)
+
     def _send(self) -> None:
         exchange, rows, results = self._exchange, self._there, self._choice.results
+        layer = self._layer
         args = _ToHost(
             *pointers(rows, results),
             exchange.rows.ctypes.data,
-            exchange.results.ctypes.data,
+            layer.results.ctypes.data,
+            layer.turn_on_gpu.address,
+            layer.ticket.ctypes.data,
             rows.size,
             len(results),
         )
         most = max(rows.size, len(results))
-        launch(self._device, _TO_HOST, (-(-most // _THREADS), 1, 1), _THREADS, args)
+        threads = min(_MOST_THREADS, -(-most // 32) * 32)
+        if not self.device.recording:  # it runs now
+            layer.turn += 1
+        launch(self.device, _TO_HOST, (1, 1, 1), threads, args)
 
     def compute(self, spec: ExpertSpec) -> None:
-        run_present(self._there, self._choice, self._table, spec, self.slots)
+        run_present(self._there, self._choice, self.table, spec, self.slots)
 
-    def begin(self) -> npt.NDArray[np.bool_]:
-        self._exchange.event.record()
-        table = self._table
-        table.entries(self._device)
+    def present(self) -> npt.NDArray[np.bool_]:
+        table = self.table
         if len(table.kinds) > self._kinds:  # experts of a kind that was not recorded
             self._recording.stale = True
             return table.present & (table.kind_of < self._kinds)
         return table.present
 
-    def receive(self) -> None:
-        self._exchange.event.synchronize()
-
     def take(self) -> Tensor:
+        layer, exchange, chosen = self._layer, self._exchange, self._choice.chosen_on_gpu
+        entries = self.table.memory(self.device)
         count, width = self.slots.shape
-        args = _FromHost(
-            self.host_slots.ctypes.data, self.filled.ctypes.data, self.slots.address, width
+        place = self._choice.used, chosen.strides[0], self._kinds
+        wait = _WaitHost(
+            *pointers(entries, chosen, layer.turn_on_gpu),
+            layer.done.ctypes.data,
+            exchange.stop.ctypes.data,
+            count if self.device.recording else 0,  # now, the host would not come
+            *place,
         )
-        launch(self._device, _FROM_HOST, (-(-width // _THREADS), count, 1), _THREADS, args)
+        launch(self.device, _WAIT_HOST, (1, 1, 1), 32, wait)
+        take = _FromHost(
+            *pointers(entries, chosen),
+            exchange.host_slots.ctypes.data,
+            self.slots.address,
+            width,
+            *place,
+        )
+        launch(self.device, _FROM_HOST, (-(-width // _THREADS), count, 1), _THREADS, take)
         return self.slots
+
+    def begin(self, shares: Sequence[HybridExchange], tables: Sequence[CudaExpertTable]) -> None:
+        write_tables(self.device, tables)
+        for share in shares:
+            share.words.turn[0] += 1
+
+    def check(self) -> None:
+        event = self.device.event()
+        assert event is not None, "only a GPU records"
+        event.record()
+        if event.query() and self.words.ticket[0] != self.words.turn[0]:
+            raise AssertionError("the graph has ended without a word to the host")
+
+    def give_up(self) -> None:
+        self.words.stop[0] = 1
+        self.device.synchronize()
+        self.words.stop[0] = 0
 
 
 _TO_HOST = Program.of("to_host")
+_WAIT_HOST = Program.of("wait_host")
 _FROM_HOST = Program.of("from_host")

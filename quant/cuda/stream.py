@@ -19,6 +19,7 @@ from localrt.quant.cuda.products import Records
 from localrt.quant.cuda.steps import move_rows, norm, norm_records
 from localrt.quant.cuda.tensor import BFLOAT16, INT16, Dtype, Tensor
 from localrt.quant.ops.attention import Rope
+from localrt.quant.ops.experts import MakeHostWork
 from localrt.quant.ops.hybrid_cache import states_of
 from localrt.quant.ops.protocol import Span
 
@@ -27,6 +28,8 @@ Between = Callable[[Callable[[], None] | None], object]
 """The host's work between graphs in a replay; it may call the pass's ``check`` while it waits."""
 Cut = Callable[[Between], None]
 """Ends a graph and begins the next one: in a replay the host works between them."""
+Beside = dict[MakeHostWork, list[Any]]
+"""The layers whose work the host does while a graph runs, by what makes that work of them."""
 
 
 @dataclass(slots=True)
@@ -193,5 +196,6 @@ class Recording:
     logit_rows: Tensor | None  # rows of the head, (n,) int64; None is all
     shared: dict[object, Any]  # objects shared by all recordings of this shape
     cut: Cut
+    beside: Beside = field(default_factory=dict)
     logits: Tensor | None = None
     stale: bool = False  # whether it must be recorded again

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, Literal, Protocol
+from typing import Any, Generic, Literal, NamedTuple, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -207,34 +207,81 @@ class PlainExpertTable(Generic[WeightT, VectorT]):
         return weights
 
 
-class Share(Protocol[ArrayT]):
-    """A recorded layer whose experts a GPU shares with the host.
+class SharedWords(NamedTuple):
+    """What GPU and host tell each other of a layer: int32 (1,) each.
 
-    What it is recorded with: ``compute`` starts the experts that the table has at the time of a
-    replay, ``cut`` has the host do something between, ``take`` gives the slots with those that the
-    host has filled. What the host calls in a replay, after ``cut``: ``begin`` and ``receive``.
-    Then ``rows`` (R, D) float32 and ``routing`` are on the host; it fills ``host_slots`` (R * K, D)
-    float32 and sets ``filled`` (R * K,) int32 for those that it filled, else 0. ``slots`` are the
-    GPU's.
+    The host counts replays in ``turn``. The GPU sets ``ticket`` to it once rows and choice are on
+    the host, and waits until the host sets ``done`` to it, or one of them ``stop`` to 1.
+    """
+
+    turn: npt.NDArray[np.int32]
+    ticket: npt.NDArray[np.int32]
+    done: npt.NDArray[np.int32]
+    stop: npt.NDArray[np.int32]
+
+
+class HostWork(Protocol):
+    """The host's part of recorded layers: ``begin`` before their graph is launched, then the work,
+    which may call the pass's ``check``.
+    """
+
+    def begin(self, check: Callable[[], None] | None) -> None: ...
+
+    def __call__(self, check: Callable[[], None] | None) -> None: ...
+
+
+class SharedLayers(Protocol):
+    """The host's part of some recorded layers, in one call."""
+
+    busy_s: float
+    """Seconds in which it has computed so far."""
+
+    def present(self, layer: int, mask: npt.NDArray[np.bool_]) -> None:
+        """Set which experts (E,) the GPU computes in the next replay."""
+
+    def run(self, first: int) -> int:
+        """Compute the absent experts of the layers from ``first`` on, as the GPU gives its tickets.
+
+        Returns the first layer that is left: one of its experts is not in RAM, or the GPU is late.
+        """
+
+
+MakeHostWork = Callable[[Sequence[Any]], HostWork]
+
+
+class Share(Protocol[ArrayT]):
+    """A recorded layer whose experts a GPU shares with the host, which works while the graph runs.
+
+    What it is recorded with: ``serve`` says what the host does, ``compute`` starts the experts that
+    the table has at the time of a replay, ``take`` waits for the host and gives the slots. In a
+    replay, once the GPU has given its ticket (see ``SharedWords``), ``rows`` (R, D) float32 and
+    ``routing`` are on the host. For experts that are not ``present`` it fills ``host_slots`` (R *
+    K, D) float32; then it is done. ``slots`` are the GPU's.
     """
 
     rows: npt.NDArray[np.float32]
     routing: Routing
     host_slots: npt.NDArray[np.float32]
-    filled: npt.NDArray[np.int32]
     slots: ArrayT
+    words: SharedWords
 
-    def cut(self, between: Callable[[Callable[[], None] | None], object], /) -> None:
-        """From here on the next graph; ``between`` gets the pass's ``check``."""
+    def serve(self, make: MakeHostWork, layer: object) -> None:
+        """Do what ``make`` makes of this layer and others of its graph."""
 
     def compute(self, spec: ExpertSpec) -> None:
         """Start the experts that are there."""
 
-    def begin(self) -> npt.NDArray[np.bool_]:
-        """(E,): those that ``compute`` will find; called before the graph with it is replayed."""
-
-    def receive(self) -> None:
-        """Wait for the rows and the choice."""
-
     def take(self) -> ArrayT:
-        """The slots (R * K, D)."""
+        """The slots (R * K, D), once the host is done."""
+
+    def begin(self, shares: Sequence[Self], tables: Sequence[Any]) -> None:
+        """Bring ``tables`` up to date, and count a turn of a graph's ``shares``, launched next."""
+
+    def present(self) -> npt.NDArray[np.bool_]:
+        """(E,): the experts that ``compute`` finds in this replay."""
+
+    def check(self) -> None:
+        """Raise if the GPU has failed: it will not give its ticket."""
+
+    def give_up(self) -> None:
+        """End the replay without results, also for the layers to come."""

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import TypeVar
 
+from localrt.common.errors import LocalrtError
 from localrt.quant.formats.packed import Floats, Format, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor
 from localrt.quant.ops.adapters import AdapterTable, Mix
@@ -47,6 +48,7 @@ from localrt.quant.ops.experts import (
     RouterWeights,
     Routing,
     Share,
+    SharedLayers,
 )
 from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
@@ -201,7 +203,11 @@ def ranges(spans: Sequence[Span]) -> Iterator[tuple[int, int, Span]]:
         first += span.rows
 
 
-RECORDED_PARTS = 16
+class PassLostError(LocalrtError):
+    """A pass has no results, but nothing is broken: it can be computed again."""
+
+
+RECORDED_PARTS = 96
 """Parts of a segment, and those of new ones that are recorded in one pass, at most: recording takes
 the host about a millisecond for four.
 """
@@ -215,6 +221,8 @@ class Recorder(Protocol[HiddenT, ArrayT, WeightT, VectorT, PassT]):
     """
 
     most_new: int
+    while_waiting: Callable[[], None] | None
+    """Called in each pass that gives logits, before the host waits for them."""
 
     def begin(self, batch: Batch, logit_rows: Sequence[int]) -> PassT:
         """``Ops.begin``, for a pass that gives the logits of ``logit_rows``."""
@@ -647,7 +655,12 @@ class SplitOps(Protocol[_HiddenIn, _ArrayOut, WeightT, VectorT]):
 
 
 class HostOps(Protocol[WeightT, VectorT]):
-    """What the CPU's ``Ops`` have for its rows of such an MLP."""
+    """What the CPU's ``Ops`` have for its part of layers that a GPU computes too."""
+
+    def shared_layers(
+        self, layers: Sequence[tuple[Share[Any], ExpertTable[WeightT, VectorT], ExpertSpec]]
+    ) -> SharedLayers:
+        """The host's part of the recorded layers of one graph."""
 
     def norm_gate_rows(
         self, x: Floats, weights: MlpWeights[WeightT, VectorT], spec: MlpSpec

@@ -10,7 +10,7 @@ not know.
 from __future__ import annotations
 
 import threading
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,11 +21,12 @@ import pytest
 
 from localrt.loading import passes
 from localrt.offload.device import cuda, gpu
+from localrt.offload.experts import copies, hybrid
 from localrt.offload.pipeline.lane import Lane
 from localrt.offload.pipeline.split import HostPiece
 from localrt.offload.reading import files, queued, reader
 from localrt.quant.cuda import linear
-from localrt.quant.cuda.driver import Cuda
+from localrt.quant.cuda.driver import Cuda, Event
 
 _SLEEPS = 1  # CU_EVENT_BLOCKING_SYNC
 
@@ -57,6 +58,12 @@ class Machine:
     """What the host does around a unit that the CPU computes."""
     turn: float = 10e-6
     """The same for its part of an MLP that it shares, of which there are two; measured: 5."""
+    shared: float = 12e-6
+    """What the host does in a layer whose experts it shares, beside their products, and after a
+    pass to learn from its choices."""
+    learning: float = 0.3e-3
+    expert: float = 0.0
+    """Bytes of an expert."""
     burst: float = 0.0
     """Kernels begin at multiples of this, and copies so late after they are queued, as where a
     system hands what programs start to the GPU in bursts.
@@ -101,8 +108,11 @@ class VirtualTime:
         self._events: defaultdict[int, float] = defaultdict(float)
         self._sleeping: set[int] = set()  # events
         self._engines: defaultdict[str, float] = defaultdict(float)
-        self._graphs: dict[int, tuple[int, float]] = {}  # kernels of each, and bytes they read
-        self._recorded, self._recorded_bytes = 0, 0.0
+        # Kernels of each, and bytes they read, in pieces: up to where one gives the host a ticket,
+        # up to where one waits for it, and so on.
+        self._graphs: dict[int, list[tuple[int, float]]] = {}
+        self._recorded: list[tuple[int, float]] = [(0, 0.0)]
+        self._left: tuple[int, deque[tuple[int, float]]] = (0, deque())  # of a graph that runs
         self.bytes = 0.0  # of weights that the next launch reads
         self._computing: list[tuple[float, float]] = []
 
@@ -152,6 +162,10 @@ class VirtualTime:
     def between(self, first: Any, later: Any) -> float:
         """Seconds between two events."""
         return self._events[int(later)] - self._events[int(first)]
+
+    def has_happened(self, event: Any) -> bool:
+        """Whether an event has, by now."""
+        return self._events[int(event)] <= self.now
 
     # -- threads ---------------------------------------------------------------------------------
 
@@ -251,8 +265,9 @@ class VirtualTime:
             return
         self.spend(self.machine.call)
         if gpu.recording and name != "cuGraphInstantiate":
-            self._recorded += name == "cuLaunchKernel"
-            self._recorded_bytes, self.bytes = self._recorded_bytes + self.bytes, 0.0
+            kernels, nbytes = self._recorded[-1]
+            kernels += name == "cuLaunchKernel"
+            self._recorded[-1], self.bytes = (kernels, nbytes + self.bytes), 0.0
             return
         if (note := _NOTED.get(name)) is not None:
             note(self, args, result)
@@ -281,22 +296,49 @@ class VirtualTime:
     def copy_out(self, args: tuple[Any, ...], result: Any) -> None:
         self._copy("back", args[2], args[3])
 
+    def _seconds(self, kernels: int, nbytes: float) -> float:
+        return kernels * self.machine.kernel + nbytes / self.machine.gpu
+
     def _start(self, stream: Any, kernels: int) -> None:
         self.spend(self.machine.launch)
-        seconds = kernels * self.machine.kernel + self.bytes / self.machine.gpu
-        self.bytes = 0.0
+        seconds, self.bytes = self._seconds(kernels, self.bytes), 0.0
         self._submit("gpu", "kernels", stream, seconds)
+
+    def end_piece(self) -> None:
+        """A graph that is recorded will wait for the host, or the host for it."""
+        self._recorded.append((0, 0.0))
+
+    def share(self, present: int, absent: int, *, copies: bool = False) -> None:
+        """A layer whose experts GPU and CPU compute at once, in the graph that runs; or the GPU
+        alone, once ``copies`` of the absent ones have come.
+        """
+        stream, pieces = self._left
+        ticket, (kernels, nbytes) = self._streams[stream], pieces.popleft()
+        seconds = self._seconds(kernels, nbytes + present * self.machine.expert)
+        end = self.use("gpu", "experts", ticket, seconds)
+        self.wait_until(ticket, sleeps=False)
+        self.spend(self.machine.shared)
+        if absent and copies:
+            come = self.use(
+                "link", "experts", self.now, absent * self.machine.expert / self.machine.link
+            )
+            end = max(end, come) + absent * self.machine.expert / self.machine.gpu
+        elif absent:
+            self.compute("experts", absent * self.machine.expert / self.machine.cpu)
+            end = max(end, self.now + self.machine.spin)
+        self._streams[stream] = self.use("gpu", "kernels", end, self._seconds(*pieces.popleft()))
 
     def launch(self, args: tuple[Any, ...], result: Any) -> None:
         self._start(args[8], 1)
 
     def make_graph(self, args: tuple[Any, ...], result: Any) -> None:
-        self._graphs[int(result)] = self._recorded, self._recorded_bytes
-        self._recorded, self._recorded_bytes = 0, 0.0
+        self._graphs[int(result)], self._recorded = self._recorded, [(0, 0.0)]
 
     def launch_graph(self, args: tuple[Any, ...], result: Any) -> None:
-        kernels, self.bytes = self._graphs.get(int(args[0]), (0, 0.0))
+        (kernels, self.bytes), *more = self._graphs.get(int(args[0]), [(0, 0.0)])
         self._start(args[1], kernels)
+        if more:
+            self._left = int(args[1]), deque(more)
 
     def make_event(self, args: tuple[Any, ...], result: Any) -> None:
         self._events[int(result)] = 0.0
@@ -338,7 +380,8 @@ def virtual_time(machine: Machine, weights: Callable[[str], int]) -> Iterator[Vi
     CPU's unit of a name has.
     """
     time = VirtualTime(machine)
-    call, compute, fetch = Cuda.call, Lane.compute, files.DiskSource.fetch
+    call, launch = Cuda.call, Cuda.launch
+    compute, fetch = Lane.compute, files.DiskSource.fetch
     product, turns = linear.product, (HostPiece.gate, HostPiece.down)
 
     def timed_call(driver: Cuda, name: str, *args: Any, **options: Any) -> Any:
@@ -347,6 +390,17 @@ def virtual_time(machine: Machine, weights: Callable[[str], int]) -> Iterator[Vi
         if name == "cuEventElapsedTime":
             return time.between(*args) * 1e3
         return result
+
+    def timed_query(event: Event) -> bool:
+        happened = time.has_happened(event.handle)
+        if happened:
+            call(event._gpu, "cuEventSynchronize", event.handle)
+        return happened
+
+    def timed_launch(driver: Cuda, program: Any, *args: Any) -> None:
+        launch(driver, program, *args)
+        if driver.recording and program.name in ("to_host", "wait_host"):
+            time.end_piece()
 
     def timed_compute(lane: Lane, part: Any, name: str, state: Any, **options: Any) -> None:
         nbytes = 0 if lane.gpu is not None else weights(name)
@@ -383,6 +437,8 @@ def virtual_time(machine: Machine, weights: Callable[[str], int]) -> Iterator[Vi
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Cuda, "call", timed_call)
+        patch.setattr(Cuda, "launch", timed_launch)
+        patch.setattr(Event, "query", timed_query)
         patch.setattr(Lane, "compute", timed_compute)
         patch.setattr(linear, "product", timed_product)
         for number, name in enumerate(("gate", "down")):
@@ -391,6 +447,6 @@ def virtual_time(machine: Machine, weights: Callable[[str], int]) -> Iterator[Vi
         for module in (reader, queued):
             patch.setattr(module, "threading", time.threading())
         clock = SimpleNamespace(perf_counter=lambda: time.now)
-        for module in (cuda, gpu, passes):
+        for module in (cuda, gpu, passes, copies, hybrid):
             patch.setattr(module, "time", clock)
         yield time

@@ -256,6 +256,16 @@ struct ExpertArgs {
     float limit;
 };
 
+// A layer whose experts a GPU and the CPU compute at once: see quant/cuda/hybrid_exchange.py. Of `experts`, whose x is
+// ready once the GPU has set its ticket, those are computed that are not `present` on the GPU.
+struct SharedLayer {
+    ExpertArgs experts;
+    int32_t* asked;          // (count): room for the numbers of those experts
+    const uint8_t* present;  // (count)
+    const int32_t *turn, *ticket, *stop;
+    int32_t* done;
+};
+
 // The spacing of a format's codes and the kind of its scales.
 enum Family : int32_t { EVEN, EVEN_WITH_MINIMUM, NF4_LEVELS, E2M1_BY_POWERS, E2M1_BY_E4M3, Q3_K_BLOCKS, Q2_K_BLOCKS, IQ4_NL_BLOCKS };
 

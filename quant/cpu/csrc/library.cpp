@@ -2,6 +2,7 @@
 #include "abi.h"
 #include "codebook.h"
 #include "kernels.h"
+#include <chrono>
 #include <cstring>
 
 static const KernelSet* sets = nullptr;  // all compiled sets, in no particular order
@@ -17,7 +18,7 @@ struct Runtime {
     const char* isa;
 };
 
-LRT_API int lrt_abi_version() { return 28; }
+LRT_API int lrt_abi_version() { return 29; }
 
 // `isa` is such a name, or empty for the best compiled one; returns null if the processor or the library lacks it.
 LRT_API Runtime* lrt_create(int threads, const char* isa) {
@@ -38,6 +39,39 @@ LRT_API void lrt_norm_gated_mlp(Runtime* r, const MlpArgs* args) { r->kernels.no
 LRT_API void lrt_norm_route(Runtime* r, const RouteArgs* args) { r->kernels.norm_route(r->context, *args); }
 // Returns -1, or an expert that is not in the table; then nothing is computed.
 LRT_API int lrt_run_experts(Runtime* r, const ExpertArgs* args) { return r->kernels.run_experts(r->context, *args); }
+// The layers from `first` on, in order, as the GPU gives its tickets. Returns the layer that could not be computed, or
+// `count`: the GPU has given no ticket for `patience` microseconds, or has given up, or an expert is not in the table.
+// `busy` is increased by the seconds that were computed.
+LRT_API int lrt_share_layers(Runtime* r, const SharedLayer* layers, int first, int count, int patience, double* busy) {
+    using Clock = std::chrono::steady_clock;
+    for (int at = first; at < count; at++) {
+        const SharedLayer& layer = layers[at];
+        const std::chrono::microseconds most(patience);
+        const auto begin = Clock::now();
+        for (int spins = 0; __atomic_load_n(layer.ticket, __ATOMIC_ACQUIRE) != *layer.turn; spins++) {
+            pause(spins);
+            if (__atomic_load_n(layer.stop, __ATOMIC_RELAXED)) return at;
+            if (spins % 256 == 255 && Clock::now() - begin > most) return at;
+        }
+        ExpertArgs args = layer.experts;
+        args.asked = layer.asked, args.asked_count = 0;
+        for (int row = 0; row < args.rows; row++)
+            for (int k = 0; k < args.used; k++) {
+                const int expert = args.chosen[(size_t)row * args.stride + k];
+                if (expert < 0 || expert >= args.count) return at;
+                bool asked = layer.present[expert];
+                for (int i = 0; i < args.asked_count && !asked; i++) asked = layer.asked[i] == expert;
+                if (!asked) layer.asked[args.asked_count++] = expert;
+            }
+        if (args.asked_count) {
+            const auto start = Clock::now();
+            if (r->kernels.run_experts(r->context, args) >= 0) return at;
+            *busy += std::chrono::duration<double>(Clock::now() - start).count();
+        }
+        __atomic_store_n(layer.done, *layer.turn, __ATOMIC_RELEASE);
+    }
+    return count;
+}
 LRT_API void lrt_combine_experts(Runtime* r, const float* slots, const float* weights, const float* shared, int rows, int used, int cols,
                                  float* out) {
     r->kernels.combine_experts(r->context, slots, weights, shared, rows, used, cols, out);

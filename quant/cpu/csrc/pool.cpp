@@ -28,6 +28,8 @@ namespace {
 // A pass is a burst of short jobs: workers spin during a pass, then sleep until the next one.
 constexpr int SPINS = 20000, SPINS_BEFORE_YIELD = 4096;
 
+}  // namespace
+
 void pause(int spins) {
     if (spins > SPINS_BEFORE_YIELD) {
         std::this_thread::yield();
@@ -39,6 +41,8 @@ void pause(int spins) {
     asm volatile("yield");
 #endif
 }
+
+namespace {
 
 #if defined(_WIN32)
 using Worker = std::thread;

@@ -28,6 +28,9 @@ class Pool {
     State* state_;
 };
 
+// Waits for a moment in a loop that has run `spins` times; after many, lets other threads run.
+void pause(int spins);
+
 // Memory that grows and is reused, so that passes do not allocate.
 class Scratch {
   public:

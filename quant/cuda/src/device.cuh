@@ -90,6 +90,21 @@ FN float from_int(i32 i) { return __int2float_rn(i); }
 // Keeps loads from being moved across: a compiler that hoists them all runs out of registers.
 FN void fence() { asm volatile("" ::: "memory"); }
 
+// For words in mapped RAM that the host and a running kernel exchange.
+FN void fence_host() { asm volatile("fence.sc.sys;" ::: "memory"); }
+FN u32 load_host(const u32* p) {
+    u32 word;
+    asm volatile("ld.acquire.sys.u32 %0, [%1];" : "=r"(word) : "l"(p) : "memory");
+    return word;
+}
+FN void store_host(u32* p, u32 word) { asm volatile("st.release.sys.u32 [%0], %1;" :: "l"(p), "r"(word) : "memory"); }
+FN void pause() { asm volatile("nanosleep.u32 200;"); }
+FN u64 nanoseconds() {
+    u64 now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    return now;
+}
+
 FN float shuffle_xor(float f, int lanes) { return __shfl_xor_sync(0xFFFFFFFFu, f, lanes); }
 FN i32 shuffle_xor(i32 i, int lanes) { return __shfl_xor_sync(0xFFFFFFFFu, i, lanes); }
 

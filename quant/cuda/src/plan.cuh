@@ -12,6 +12,12 @@ struct Expert {
     const float* biases[2];   // gate and up together, down
 };
 
+// Whether the host computes slot `slot`: its expert is not in the table, or of a kind after the first `kinds`.
+FN bool is_absent(const Expert* experts, const int* chosen, int used, int stride, int kinds, int slot) {
+    const i64 kind = experts[chosen[(i64)(slot / used) * stride + slot % used]].kind;
+    return kind == 0 || kind > kinds;
+}
+
 // `count` slots of one expert, from slot `first` of the plan on.
 struct Part {
     int expert, first, count;

@@ -6,8 +6,10 @@ the GPU.
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -17,22 +19,27 @@ import pytest
 
 from benchmarks.common.random_store import write_store
 from localrt.common.errors import CancelledError
+from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder
 from localrt.models.layers.moe import Routed
 from localrt.offload.experts.hybrid import HybridExperts
-from localrt.offload.experts.scheduler import ExpertCosts, schedule
+from localrt.offload.experts.pool import ExpertPool
+from localrt.offload.experts.recorded import RecordedLayers
+from localrt.offload.experts.scheduler import ExpertCosts
 from localrt.offload.placement import Placement, Where
 from localrt.quant.cpu.ops import NativeOps
+from localrt.quant.cpu.shared_layers import NativeSharedLayers
 from localrt.quant.cuda import cuda_memory
 from localrt.quant.cuda import ops as cuda_ops
 from localrt.quant.cuda import routing as cuda_routing
 from localrt.quant.cuda.cuda_memory import CudaCopies
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.ops.kv import KVCache
+from localrt.quantize.quantize import Recipe, quantize_model
 from tests.driver.inside.conftest import Kernels, once
 from tests.driver.inside.gpus import copy_none, copy_one, made
 from tests.driver.standin import AT_ONCE
-from tests.models.tiny import relative_error
+from tests.models.tiny import relative_error, save_tiny
 from tests.offload.experts.rates import Rate
 from tests.offload.gpu.placed_on_gpu import all_in_ram, on_gpu, stages
 from tests.offload.placed import Model, extend, needs_kernels, tokens
@@ -72,18 +79,31 @@ def placed(
     *,
     device: str = "cuda",
     recorded: bool = True,
+    tiny: str = "",
+    ssd: float = 0.0,
 ) -> Iterator[Decoder]:
-    """A mixture on a GPU, with room for a ``share`` of its experts."""
-    write_store(folder / "store", "Qwen3MoeForCausalLM", CONFIG, "int4-g32")
+    """A mixture on a GPU, with room for a ``share`` of its experts: that of ``CONFIG``, or a
+    ``tiny`` model. A share stays on the ``ssd``.
+    """
+    if not tiny:
+        write_store(folder / "store", "Qwen3MoeForCausalLM", CONFIG, "int4-g32")
+    elif not (folder / "store").exists():
+        save_tiny(tiny, folder / "model")
+        with closing(open_checkpoint(folder / "model")) as source:
+            recipe = Recipe("int4-g32", method="rtn")
+            quantize_model(source, folder / "store", recipe, threads=1)
     with closing(Model(folder / "store")) as model:
         names = [unit.name for unit in model.store.manifest.units]
         experts = [name for name in names if ".expert." in name]
         where = dict.fromkeys(names, Where.VRAM) | {"norm": Where.RAM, "embedding": Where.RAM}
         where |= dict.fromkeys(experts[round(share * len(experts)) :], Where.RAM)
+        if ssd:
+            where |= dict.fromkeys(experts[round((1 - ssd) * len(experts)) :], Where.SSD)
         options: dict[str, Any] = {"make": made(device, recorded=recorded), "expert_costs": costs}
-        plan = Placement(where=where, kv=("vram",) * LAYERS, prefill_rows=1)
+        layers = model.store.config["num_hidden_layers"]
+        plan = Placement(where=where, kv=("vram",) * layers, prefill_rows=1)
         with on_gpu(model, where, placement=plan, **options) as decoder:
-            wait_for(lambda: all_in_ram(decoder))
+            wait_for(lambda: bool(ssd) or all_in_ram(decoder))
             yield decoder
 
 
@@ -172,12 +192,17 @@ def test_choices_stay_on_gpu(gpu: Kernels, tmp_path: Path, monkeypatch: pytest.M
 
 
 def fill(decoder: Decoder) -> None:
-    """Copy experts as long as there are free slots: the same each time."""
+    """Copy experts that are in RAM to half of the slots: the same each time."""
     hybrid = stages(decoder)
     hybrid.fills, slots = False, hybrid.slots.cache
-    for seed in range(9):
-        extend(decoder, decoder.cache(200), tokens(6, seed=seed, vocab=60))
-    assert len(slots) == slots.capacity
+    hybrid.scheduler = copy_none
+    for number in range(slots.capacity // 2):
+        key = number % slots.layers, number // slots.layers
+        seeds = itertools.count()
+        while not hybrid.memory.pool(key[0]).holds(*key):
+            extend(decoder, decoder.cache(200), tokens(2, seed=next(seeds), vocab=60))
+        hybrid.copies.bring(*key)
+    hybrid.settle()
 
 
 def fill_all(decoder: Decoder) -> None:
@@ -193,21 +218,108 @@ def talk(decoder: Decoder, cache: KVCache, count: int = 4) -> list[np.ndarray]:
     return [*seen, *(extend(decoder, cache, [token, 3]) for token in tokens(3, vocab=60))]
 
 
-def told(folder: Path, scheduler: Any, device: str) -> list[np.ndarray]:
+def replace_expert(hybrid: HybridExperts, number: int) -> None:
+    """One on the GPU by another, the same in all decoders."""
+    cache = hybrid.slots.cache
+    absent = [key for key in np.ndindex(cache.layers, cache.count) if key not in cache]
+    cache.drop(*cache.keys()[number % len(cache)])
+    hybrid.copies.bring(*absent[number % len(absent)])
+    hybrid.settle()
+
+
+Between = Callable[[HybridExperts, int], None]
+
+
+def told(
+    folder: Path, device: str, *, between: Between, rows: int = 1, **options: Any
+) -> list[np.ndarray]:
     """On the CPU step by step; on the GPU recorded."""
-    with placed(folder, 0.5, FETCHED, device=device) as decoder:
+    with placed(
+        folder, 0.2 if "ssd" in options else 0.5, SHARED, device=device, **options
+    ) as decoder:
         fill(decoder)
-        stages(decoder).scheduler = scheduler
-        return talk(decoder, decoder.cache(200))
+        hybrid, cache, seen = stages(decoder), decoder.cache(200), list[np.ndarray]()
+        for number in range(8):
+            seen.append(extend(decoder, cache, tokens(rows, seed=number, vocab=60)))
+            between(hybrid, number)
+        return seen
 
 
-@pytest.mark.parametrize("scheduler", [schedule, copy_one])
-def test_same_logits(gpu: Kernels, tmp_path: Path, scheduler: Any) -> None:
-    """Slots are filled, read before anybody knows of what, and filled anew."""
-    wanted, seen = (told(tmp_path, scheduler, device) for device in (AT_ONCE, "cuda"))
-    assert gpu.launches.count("replay") > 4 * LAYERS
+def same_as_alone(folder: Path, between: Between = replace_expert, **options: Any) -> None:
+    """What the stand-in GPU and the CPU compute at once is what they compute in turns."""
+    wanted, seen = (
+        told(folder, device, between=between, **options) for device in (AT_ONCE, "cuda")
+    )
     assert all(map(np.array_equal, seen, wanted))
     assert all(np.isfinite(logits).all() for logits in seen)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_same_logits(gpu: Kernels, tmp_path: Path, rows: int) -> None:
+    """Experts come and go between passes."""
+    same_as_alone(tmp_path, rows=rows)
+    assert gpu.launches.count("replay") > 4
+
+
+@once
+@pytest.mark.parametrize("tiny", ["", "qwen3-next"])
+def test_lost_pass(
+    gpu: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: str
+) -> None:
+    """If the GPU has waited too long, the pass is computed again."""
+    work, lost = RecordedLayers.__call__, list[float]()
+
+    def late(layers: RecordedLayers, check: Any) -> None:
+        if len(lost) < 2:
+            lost.append(layers._layers[0].share.words.turn[0])
+            time.sleep(0.3)
+        work(layers, check)
+
+    def begin_late(hybrid: HybridExperts, number: int) -> None:
+        if number == 4:
+            monkeypatch.setattr(RecordedLayers, "__call__", late)
+            lost[:] = [0.0]
+
+    same_as_alone(tmp_path, begin_late, tiny=tiny)
+    assert len(lost) == 2
+
+
+@once
+def test_cancelled_pass(gpu: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the CPU is asked to stop while the GPU waits for it."""
+    serve, cancelled = RecordedLayers._serve, list[int]()
+    monkeypatch.setattr(NativeSharedLayers, "run", lambda self, first: first)  # step by step
+
+    def cancel(layers: RecordedLayers, layer: Any, check: Any) -> None:
+        if len(cancelled) == 1:
+            cancelled.append(layer.routed.place)
+            raise CancelledError("stop")
+        serve(layers, layer, check)
+
+    monkeypatch.setattr(RecordedLayers, "_serve", cancel)
+    with placed(tmp_path, 0.5, SHARED) as decoder:
+        fill(decoder)
+        cache = decoder.cache(200)
+        wanted = talk(decoder, cache)
+        cache.trim(0)
+        cancelled.append(0)
+        with pytest.raises(CancelledError):
+            talk(decoder, cache)
+        cache.trim(0)
+        seen = talk(decoder, cache)
+    assert all(map(np.array_equal, seen, wanted))
+
+
+@once
+def test_experts_on_the_ssd(gpu: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are read while the GPU waits."""
+    arrived = list[int]()
+    arrive = ExpertPool.arrive
+    monkeypatch.setattr(
+        ExpertPool, "arrive", lambda *args: (arrived.append(args[2]), arrive(*args))[1]
+    )
+    same_as_alone(tmp_path, lambda hybrid, number: None, ssd=0.4)
+    assert arrived
 
 
 @once
@@ -226,27 +338,24 @@ def test_idle_links_fill_slots(gpu: Kernels, tmp_path: Path) -> None:
 
 @once
 def test_what_moves_is_not_recorded_again(gpu: Kernels, tmp_path: Path) -> None:
-    """A layer is two graphs; experts that come and go are entries of its table."""
+    """Experts that come and go are entries of the layers' tables."""
     with placed(tmp_path, 0.5, FETCHED) as decoder:
         fill(decoder)
         hybrid = stages(decoder)
-        hybrid.scheduler = copy_one
         cache = decoder.cache(200)
         for token in tokens(3, vocab=60):
             extend(decoder, cache, [token])
-        before = hybrid.slots.cache.keys()
         gpu.launches.clear()
-        for token in tokens(9, seed=1, vocab=60):
+        for number, token in enumerate(tokens(9, seed=1, vocab=60)):
+            replace_expert(hybrid, number)
             extend(decoder, cache, [token])
-        assert hybrid.slots.cache.keys() != before
         assert "record" not in gpu.launches
-        assert "entries" in gpu.launches
-        hybrid.scheduler = copy_none
+        assert gpu.launches.count("entries") == 9
         extend(decoder, cache, [1])  # writes the last entries
         gpu.launches.clear()
         extend(decoder, cache, [2])
-    # Layers, the end of the last one, and the head.
-    assert gpu.launches == ["replay"] * (2 * LAYERS + 2)
+    # Layers, and the head.
+    assert gpu.launches == ["replay"] * 2
 
 
 @once

@@ -11,7 +11,7 @@ from localrt.quant.cuda.stream import CudaPass, Stream
 from localrt.quant.cuda.tensor import zeros
 from localrt.quant.ops.attention import AttentionSpec
 from localrt.quant.ops.kv import KVCache
-from localrt.quant.ops.protocol import Batch
+from localrt.quant.ops.protocol import RECORDED_PARTS, Batch
 from tests.driver.inside.conftest import Kernels, once
 
 pytestmark = once
@@ -53,7 +53,8 @@ def test_a_shape_is_recorded_the_second_time(recordings: Recordings, cache: KVCa
 
 def test_a_pass_records_few_parts(recordings: Recordings, cache: KVCache) -> None:
     """The others are computed step by step until a later pass."""
-    batch, parts = Batch.extend([(cache, [1])]), [("a", 10), ("b", 6), ("c", 1), ("d", 100)]
+    batch, most = Batch.extend([(cache, [1])]), RECORDED_PARTS
+    parts = [("a", most - 6), ("b", 6), ("c", 1), ("d", 2 * most)]
     zero = zeros(1, 8, device=device_of("cuda"))
     recordings.begin(batch, [0])
     taken = list[str]()

@@ -12,6 +12,7 @@
 #include <random>
 #include <set>
 #include <string>
+#include <thread>
 #include <vector>
 
 namespace {
@@ -42,11 +43,14 @@ struct Op {
     std::vector<std::shared_ptr<Op>> after;
     bool done = false;
     double at = 0;  // ms
+    bool waits = false;    // for the host, so that a thread of its own runs it
+    bool running = false;
 };
 using Ref = std::shared_ptr<Op>;
 struct Node {
     Work work;
     std::vector<int> after;
+    bool waits = false;
 };
 using Nodes = std::vector<Node>;
 struct Stream;
@@ -119,6 +123,8 @@ char *arena = nullptr, *next_ = nullptr;
 thread_local Context* current = nullptr;
 thread_local int own_mode = 0;  // global, for what this thread calls
 thread_local char identity;
+thread_local bool runs_waiting = false;  // this thread runs what waits for the host
+bool spinning = false;                   // whether a kernel waits for it now
 
 double now() {
     using namespace std::chrono;
@@ -141,7 +147,23 @@ bool in_arena(const void* at) { return at >= arena && at < arena + ARENA; }
 
 // -- running -----------------------------------------------------------------------------------------
 
+// Lets other threads call the driver.
+void let_others() {
+    mutex_.unlock();
+    std::this_thread::yield();
+    mutex_.lock();
+}
+
+// A kernel waits for the host, and no other runs meanwhile.
+void spin() {
+    spinning = true;
+    let_others();
+    spinning = false;
+}
+
 void run(Op& op) {
+    while (spinning) let_others();
+    op.running = true;
     if (op.context->fault == OK) {
         const Result result = op.work ? op.work() : OK;
         if (result != OK) op.context->fault = result;
@@ -160,6 +182,7 @@ void finish(const Ref& op) {
             open.push_back(*waits);
             continue;
         }
+        while (!top->done && (top->running || (top->waits && !runs_waiting))) let_others();
         if (!top->done) run(*top);
         open.pop_back();
     }
@@ -169,7 +192,7 @@ void finish(const Ref& op) {
 bool advance(Ref op) {
     while (op && !op->done) {
         const auto waits = std::find_if(op->after.begin(), op->after.end(), [](auto& each) { return !each->done; });
-        if (waits == op->after.end()) return run(*op), true;
+        if (waits == op->after.end()) return !op->waits && (run(*op), true);
         op = *waits;
     }
     return false;

@@ -69,7 +69,8 @@ API cuGraphLaunch(void* handle, void* where) {
     const auto& exec = *(Exec*)handle;
     if (exec.context != current) return INVALID_CONTEXT;
     if (stream->capture) return stream->capture->invalid = true, NOT_SUPPORTED;
-    return submit(*stream, [nodes = exec.nodes] {
+    const bool waits = !idle && std::any_of(exec.nodes->begin(), exec.nodes->end(), [](const Node& each) { return each.waits; });
+    TRY(submit(*stream, [nodes = exec.nodes] {
         std::vector<int> left(nodes->size());
         std::vector<bool> done(nodes->size());
         for (size_t i = 0; i < left.size(); i++) left[i] = i;
@@ -88,7 +89,16 @@ API cuGraphLaunch(void* handle, void* where) {
             done[at] = true, left.erase(std::find(left.begin(), left.end(), at));
         }
         return OK;
-    });
+    }));
+    if (waits && !stream->last->done) {
+        stream->last->waits = true;
+        std::thread([op = stream->last] {
+            LOCK;
+            runs_waiting = true;
+            finish(op);
+        }).detach();
+    }
+    return OK;
 }
 
 API cuGraphDestroy(void* graph) {

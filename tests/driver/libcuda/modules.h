@@ -41,6 +41,8 @@ Result run_kernel(const Function& function, const std::vector<uint64_t>& args, c
     using Emulate = void (*)(void (*)(const void*), const void*, const unsigned*, unsigned, unsigned);
     static const auto emulate = (Emulate)dlsym(RTLD_DEFAULT, "emulate");
     static const auto emulated_fault = (void (*)())dlsym(RTLD_DEFAULT, "emulated_fault");
+    static const auto pausing = (void (**)())dlsym(RTLD_DEFAULT, "emulated_pausing");
+    *pausing = spin;
     struct sigaction action {};
     action.sa_sigaction = on_fault, action.sa_flags = SA_SIGINFO | SA_NODEFER;
     sigaction(SIGSEGV, &action, &before);
@@ -147,9 +149,11 @@ API cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsign
     if (bx > called.threads) return OUT_OF_RESOURCES;
     std::vector<uint64_t> args((called.parameters + 7) / 8);
     memcpy(args.data(), parameters[0], called.parameters);
-    return submit(*stream, [&called, args, gx, gy, gz, bx] {
+    TRY(submit(*stream, [&called, args, gx, gy, gz, bx] {
         const unsigned grid[3] = {gx, gy, gz};
         return run_kernel(called, args, grid, bx);
-    });
+    }));
+    if (stream->capture && called.name == "wait_host") stream->capture->nodes->back().waits = true;
+    return OK;
 }
 

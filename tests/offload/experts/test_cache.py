@@ -214,6 +214,22 @@ def test_candidate() -> None:
     assert cache.candidate(0) is None
 
 
+def test_candidates() -> None:
+    """Of all layers, the best first, as long as each is worth more than what it evicts."""
+    cache = ExpertCache(2, 4, 1, 2, policy=Uses(2, 4))
+    for layer, expert, times in ((0, 1, 5), (1, 2, 9), (1, 3, 1)):
+        for _ in range(times):
+            cache.touch(layer, *route(expert, 0))
+            cache.release(layer)
+    assert [*cache.candidates(1)] == [(1, 2)]
+    brought = []
+    for key in cache.candidates(8):
+        brought.append(key)
+        cache.admit(*key)
+    assert brought == [(1, 2), (0, 1)]
+    assert [*cache.candidates(8)] == []
+
+
 def test_prompts_evict_their_own_layers() -> None:
     layers, count, used = 4, 16, 2
     cache = ExpertCache(layers, count, used, 32)

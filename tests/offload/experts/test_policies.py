@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from benchmarks.routing import Step, Trace, hit_rates, trained_trace, with_the_future
-from localrt.offload.experts.cache import Learned
+from localrt.offload.experts.policy import Learned
 from tests.offload.experts.routing import random_trace
 
 
@@ -29,6 +29,20 @@ def test_zero_scores() -> None:
     for rows in (1, 3):
         touch(policy, 0, np.array([[2, 1]] * rows), np.zeros((rows, 2)), 1)
     assert np.isfinite(policy.value).all()
+
+
+def test_layers_at_once() -> None:
+    """A pass of one row is learned as layer by layer."""
+    trace = random_trace(layers=3, count=16, used=4)
+    each, both = Learned(3, 16, 4), Learned(3, 16, 4)
+    for first in range(0, len(trace.steps), 3):
+        steps = trace.steps[first : first + 3]
+        for layer, experts, scores in steps:
+            touch(each, layer, experts, scores, 4)
+        layers, experts, scores = zip(*steps, strict=True)
+        rows = np.concatenate(experts), np.concatenate(scores)
+        both.touch_rows(np.array(layers), *rows, 4)
+    assert np.allclose(each.value, both.value, rtol=1e-9)
 
 
 def test_nothing_to_learn() -> None:

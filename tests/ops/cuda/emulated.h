@@ -21,6 +21,8 @@ static inline float2 make_float2(float x, float y) { return {x, y}; }
 struct Place { dim3 thread, block, threads, blocks; };
 extern "C" {
 extern struct Place emulated_place;
+void emulated_pause();           // a kernel waits for the host
+unsigned long long emulated_nanoseconds();
 void emulated_block();           // wait for all threads of the block
 void emulated_warp();            // and of the warp
 uint32_t* emulated_words(int lane);  // of the warp: what its lanes show each other
@@ -85,6 +87,11 @@ FN float plus(float a, float b) { return a + b; }
 FN i32 nearest(float f) { return (i32)nearbyintf(f); }
 FN float from_int(i32 i) { return (float)i; }
 FN void fence() {}
+FN void fence_host() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+FN u32 load_host(const u32* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+FN void store_host(u32* p, u32 word) { __atomic_store_n(p, word, __ATOMIC_RELEASE); }
+FN void pause() { emulated_pause(); }
+FN u64 nanoseconds() { return emulated_nanoseconds(); }
 FN void copy_eight(void* to, const void* from) { __builtin_memcpy(to, from, 8); }
 FN void copy_sixteen(void* to, const void* from) { __builtin_memcpy(to, from, 16); }
 FN void prefetch(const void*) {}

@@ -6,6 +6,7 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -53,6 +54,16 @@ std::mutex running;  // one kernel at a time, as there is one of each of these
 extern "C" {
 
 Place emulated_place;
+void (*emulated_pausing)() = nullptr;  // what a kernel calls that waits for the host
+
+void emulated_pause() {
+    if (emulated_pausing) emulated_pausing();
+}
+
+unsigned long long emulated_nanoseconds() {
+    using namespace std::chrono;
+    return duration_cast<nanoseconds>(steady_clock::now().time_since_epoch()).count();
+}
 
 static void wait(Barrier& barrier, unsigned count) {
     const unsigned round = barrier.round;

@@ -16,12 +16,17 @@ from localrt.quant.cuda.experts import (
     write_entries,
 )
 from localrt.quant.cuda.products import product
+from localrt.quant.cuda.tensor import Tensor
 from tests.ops.cuda.emulator import Emulator
 from tests.ops.cuda.target import back, there
 from tests.ops.cuda.test_products import Matrix, inputs, matrix, quantized
 
 EXPERTS, USED, HIDDEN, INNER = 5, 2, 256, 80
 KIND = 2
+
+
+def write(table: Tensor, experts: np.ndarray, entries: np.ndarray) -> None:
+    write_entries(table.device, table.address + 8 * ENTRY * experts, entries)
 
 
 class Layer:
@@ -34,7 +39,7 @@ class Layer:
         self.side = Side(format_, INNER, HIDDEN), Side(format_, HIDDEN - 8, HIDDEN)
         self.entries = np.array([self._entry(e) for e in range(EXPERTS)])
         self.table = there(torch.full((EXPERTS, ENTRY), -1, dtype=torch.int64))
-        write_entries(self.table, np.arange(EXPERTS), self.entries)
+        write(self.table, np.arange(EXPERTS), self.entries)
 
     def _entry(self, e: int) -> list[int]:
         both, down, bias = self.gate_up[e], self.down[e], self.biases[e]
@@ -132,7 +137,7 @@ def test_entries_are_written_where_they_belong(emulator: Emulator) -> None:
     table = there(torch.zeros(100, ENTRY, dtype=torch.int64))
     experts = np.arange(1, 100, 2)  # more than one launch has room for
     entries = np.arange(50 * ENTRY, dtype=np.int64).reshape(50, ENTRY) << 40
-    write_entries(table, experts, entries)
+    write(table, experts, entries)
     found = table.to_host()
     assert np.array_equal(found[1::2], entries)
     assert not found[::2].any()
