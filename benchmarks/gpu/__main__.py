@@ -76,6 +76,7 @@ CALLS = {
     "large": Call("32B within 8 GB: the same", 7, 24, "dense-32B"),
     "forecasts": Call("12 forecasts beside speeds", 6, 24, "forecasts-14B forecasts-32B"),
     "mixtures": Call("30B-A3B within 8 GB: speed over two links", 4, 23, "mixture-30B-A3B"),
+    "routing": Call("30B-A3B, choosing as a trained mixture", 4, 23, "routed-30B-A3B"),
     "prompts": Call("first tokens", 5, 24, "prompts-14B prompts-32B prompts-30B-A3B"),
     "kernels": Call("all formats beside float64 and cuBLAS", 3, 0, "products batches"),
     "layers": Call("layers", 2, 0, "attention mixture-attention experts recurrent pictures towers"),

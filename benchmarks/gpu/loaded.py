@@ -28,6 +28,7 @@ import numpy as np
 from benchmarks.common.random_store import stored_units, write_store
 from benchmarks.gpu.configs import known_config
 from benchmarks.gpu.disk import MEMORY, find_disk, find_memory
+from benchmarks.gpu.routed import DIVISIONS
 from benchmarks.gpu.timing import Check, Values, free_memory
 from localrt.common.formatting import parse_size
 from localrt.offload.placement import Where
@@ -147,6 +148,14 @@ class Loaded:
         for way, job in self.ways().items():
             yield from self.go(way, job)
         yield from self.compared((UNCOMPILED, COMPILED), (COMPILED, RESIDENT), (FROM_SSD, COMPILED))
+
+    def routed(self) -> Iterator[Check]:
+        """A mixture's speed if its routers choose as trained ones, by ways to divide experts."""
+        few = {**_PLAIN, "prompts": self.size.prompts[:1], "tokens": 4 * self.size.tokens}
+        yield from self.go(UNCOMPILED, {**few, "load": self.size.load, "tokens": 2})
+        for division in DIVISIONS:
+            way = f"trained routing, {division}"
+            yield from self.go(way, {**few, "load": self.size.load, "routed": division})
 
     def prompts(self) -> Iterator[Check]:
         """Time to first token for all prompt lengths, and the plan's prefill rate."""

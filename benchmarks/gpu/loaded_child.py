@@ -20,6 +20,7 @@ import numpy as np
 
 import localrt
 from benchmarks.gpu.configs import random_ids
+from benchmarks.gpu.routed import routed_as
 from benchmarks.gpu.timing import watch
 from localrt.api import Model
 from localrt.engine.types import Chunk
@@ -39,7 +40,7 @@ def main() -> None:
 
 def found(job: Mapping[str, Any]) -> dict[str, Any]:
     """The results of a job."""
-    changes: Any = {"link_bytes_s": throttled, "placement": placed_as}
+    changes: Any = {"link_bytes_s": throttled, "placement": placed_as, "routed": routed_as}
     with ExitStack() as changed:
         for name, change in changes.items():
             if job.get(name):

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from benchmarks.common.random_store import write_store
-from benchmarks.routing import trained_trace
+from benchmarks.gpu.routed import TrainedChoices
 from localrt.models.decoder import Decoder
 from localrt.offload.experts.hybrid import HybridExperts
 from localrt.offload.experts.recorded import RecordedLayers, RecordedPass
@@ -69,37 +69,24 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
         yield model
 
 
-class Choices:
-    """The trace's, of every layer: layers beyond those of the trace choose as others do later."""
+class Choices(TrainedChoices):
+    """The trace's, of every layer."""
 
-    def __init__(self) -> None:
-        trace = trained_trace()
-        steps = np.stack([step.experts[0] for step in trace.steps])
-        self._experts = steps.reshape(-1, trace.layers, steps.shape[1])
-        scores = np.stack([step.scores[0] for step in trace.steps])
-        self._scores = scores.reshape(self._experts.shape)
-        self.token = 0
+    token = 0
 
     def most_used(self) -> list[tuple[int, int]]:
         """Experts, (expert, layer), by how often the tokens before the measured ones use them."""
         used = np.zeros((COUNT, LAYERS), int)
-        for layer in range(LAYERS):
-            again, place = divmod(layer, self._experts.shape[1])
-            tokens = np.arange(WARM) + 1000 * again
-            chosen = self._experts[tokens, place, :USED]
-            used[:, layer] = np.bincount(chosen.reshape(-1), minlength=COUNT)
+        for layer, token in np.ndindex(LAYERS, WARM):
+            used[self.choose(layer, token, USED)[0], layer] += 1
         order = np.argsort(-used, axis=None, kind="stable")
         return [(int(key) // LAYERS, int(key) % LAYERS) for key in order]
 
     def put(self, layer: RecordedPass) -> None:
         """Write a layer's choice where the GPU would have."""
-        again, place = divmod(layer.routed.place, self._experts.shape[1])
-        token = (self.token + 1000 * again) % len(self._experts)
         routing = layer.share.routing
-        routing.experts[0], routing.scores[0] = (
-            self._experts[token, place],
-            self._scores[token, place],
-        )
+        chosen = self.choose(layer.routed.place, self.token, 2 * USED)
+        routing.experts[0], routing.scores[0] = chosen
 
 
 @dataclass(frozen=True)
@@ -149,7 +136,7 @@ def decode(
     """With a ``share`` of the experts on the GPU: without ``fills`` always the same ones, those
     that the tokens before use most; with ``copies`` the CPU computes none: absent ones are copied.
     """
-    choices = Choices()
+    choices = Choices(COUNT)
     with opened(model, machine, share) as (time, decoder), pytest.MonkeyPatch.context() as patch:
         hybrid, learn = stages(decoder), HybridExperts.learn
 
