@@ -8,8 +8,6 @@ machine does not report, or this user may not read, are None. Nothing is estimat
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -21,6 +19,7 @@ from typing import Any
 import psutil
 
 from localrt import system
+from localrt.bench import nvml
 from localrt.common.closing import Closing
 from localrt.offload.memory import memory_state
 
@@ -44,14 +43,7 @@ def read_energy(root: Path = system.ROOT) -> Energy:
             found[zone.name] = float(joules) / 1e6, float(end) / 1e6
         except (OSError, ValueError):
             continue
-    library = nvml()
-    if library is not None:
-        count, millijoules, device = ctypes.c_uint(), ctypes.c_ulonglong(), ctypes.c_void_p()
-        library.nvmlDeviceGetCount_v2(ctypes.byref(count))
-        for index in range(count.value):
-            library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device))
-            if not library.nvmlDeviceGetTotalEnergyConsumption(device, ctypes.byref(millijoules)):
-                found[f"gpu {index}"] = millijoules.value / 1e3, _NO_END
+    found |= {f"gpu {index}": (joules, _NO_END) for index, joules in nvml.joules().items()}
     return found
 
 
@@ -66,17 +58,6 @@ def joules_between(before: Energy, after: Energy) -> float | None:
 
 def _text(path: Path) -> str:
     return path.read_text(encoding="ascii").strip()
-
-
-@functools.cache
-def nvml() -> ctypes.CDLL | None:
-    """Return NVIDIA's management library; None if it is not installed."""
-    try:
-        library = ctypes.CDLL(system.NVML)
-        known = hasattr(library, "nvmlDeviceGetTotalEnergyConsumption")
-        return library if known and library.nvmlInit_v2() == 0 else None
-    except (OSError, AttributeError):
-        return None
 
 
 # -- samples ---------------------------------------------------------------------------------------
@@ -151,7 +132,7 @@ class Sampler(Closing):
                     "free_bytes": memory_state().available,
                     **dict.fromkeys(_RATES),
                     **rates,
-                    "gpu": _gpu(),
+                    "gpu": nvml.use(),
                     "celsius": _celsius(),
                     "watts": None if joules is None else joules / seconds,
                 }
@@ -203,29 +184,3 @@ def _celsius() -> float | None:
     with suppress(OSError, RuntimeError):
         return max((each.current for group in read().values() for each in group), default=None)
     return None
-
-
-class _Utilization(ctypes.Structure):
-    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
-
-
-class _Memory(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_ulonglong) for name in ("total", "free", "used"))
-
-
-def _gpu() -> dict[str, float | None] | None:
-    """Return the busiest GPU's utilization and the memory in use on all GPUs, if any."""
-    library = nvml()
-    if library is None:
-        return None
-    count, device = ctypes.c_uint(), ctypes.c_void_p()
-    use, memory = _Utilization(), _Memory()
-    busy, used = [], []
-    library.nvmlDeviceGetCount_v2(ctypes.byref(count))
-    for index in range(count.value):
-        library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device))
-        if not library.nvmlDeviceGetUtilizationRates(device, ctypes.byref(use)):
-            busy.append(use.gpu / 100)
-        if not library.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)):
-            used.append(memory.used)
-    return {"busy": max(busy, default=None), "bytes": sum(used) if used else None}

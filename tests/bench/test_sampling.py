@@ -5,19 +5,19 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from localrt import system
-from localrt.bench import sampling
+from localrt.bench import nvml
 from localrt.bench.sampling import Sampler, joules_between, read_energy
+from tests.bench.fake_nvml import FOLDER, FakeNvml, take
 from tests.waits import wait_for
 
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "nvml", lambda: None)
+    monkeypatch.setattr(nvml, "library", lambda: None)
 
 
 def _write(path: Path, value: object) -> None:
@@ -96,26 +96,31 @@ def test_sampled_energy_and_traffic(tmp_path: Path) -> None:
     assert sum(sample["memory_bytes_s"] > 0 for sample in sampler.found.samples) == 1
 
 
-class FakeNvml:
-    """Two GPUs, of which the second does not tell its memory."""
-
-    def nvmlDeviceGetCount_v2(self, count: Any) -> int:  # noqa: N802
-        count._obj.value = 2
-        return 0
-
-    def nvmlDeviceGetHandleByIndex_v2(self, index: int, device: Any) -> int:  # noqa: N802
-        device._obj.value = index
-        return 0
-
-    def nvmlDeviceGetUtilizationRates(self, device: Any, use: Any) -> int:  # noqa: N802
-        use._obj.gpu = 50 if device.value else 30
-        return 0
-
-    def nvmlDeviceGetMemoryInfo(self, device: Any, memory: Any) -> int:  # noqa: N802
-        memory._obj.used = 100
-        return 3 if device.value else 0
-
-
 def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "nvml", FakeNvml)
-    assert sampling._gpu() == {"busy": 0.5, "bytes": 100}
+    library = FakeNvml()
+    monkeypatch.setattr(nvml, "library", lambda: library)
+    assert nvml.use() == {"busy": 0.5, "bytes": 100}
+    before = read_energy(system.ROOT / "none")
+    library.millijoules = 2500
+    assert joules_between(before, read_energy(system.ROOT / "none")) == 2.5
+
+
+@pytest.mark.parametrize("lists", [True, False])
+def test_peak_memory(lists: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a process, or where it is not listed what all have taken meanwhile."""
+    monkeypatch.setattr(nvml, "library", lambda: FakeNvml(tmp_path, lists=lists))
+    (tmp_path / "1").write_text("1000")
+    with nvml.Peaks(os.getpid()) as peaks:
+        assert peaks.vram is None
+        monkeypatch.setenv(FOLDER, str(tmp_path))
+        take(5000)
+        (tmp_path / "1").write_text("3000")
+        (tmp_path / str(os.getpid())).unlink()
+    assert peaks.vram == 5000
+    assert (peaks.ram or 0) > 1 << 20
+
+
+def test_no_peaks() -> None:
+    with nvml.Peaks(2**22 + 1) as peaks:
+        pass
+    assert (peaks.ram, peaks.vram) == (None, None)
