@@ -146,7 +146,7 @@ def counted(model: Model) -> dict[str, Any]:
         use = count_gpu_use(lambda: [next(answer) for _ in range(_COUNTED)])
     except RuntimeError as error:
         return {"not counted": str(error)[:200]}
-    if use is None:
+    if use is None or use.busy_s is None or use.link_s is None:
         return {"not counted": "the profiler sees no kernels here"}
     per_token = {
         name: value / _COUNTED

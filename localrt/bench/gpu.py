@@ -1,6 +1,7 @@
 """Measures how ``localrt bench`` uses a GPU while a model decodes, or forecasts it without one.
 
-The profiler measures the busy shares of GPU and link, the pipeline the others. If ``--gpu-memory``
+Torch's profiler measures the busy shares of GPU and link; without it the pipeline times them by
+events, as it does the others. If ``--gpu-memory``
 is given without a GPU, the result is a plan for a known GPU with this machine's disk, memory and
 processor, in the form of a measurement but marked ``simulated``.
 """
@@ -53,7 +54,7 @@ def use_line(use: Mapping[str, Any]) -> str:
     """Format the fields of a ``GpuUse`` as one line for people."""
     busy = use["busy"]
     shares = ", ".join(f"{_NAMES[name]} {busy[name]:.0%}" for name in _NAMES if name in busy)
-    line = f"busy while decoding: {shares or 'not known'}"
+    line = f"busy while decoding: {shares or 'not measured'}"
     if use["launches_per_token"] is not None:
         line += f"; {use['launches_per_token']:.0f} launches"
         line += f" and {use['waits_per_token']:.0f} waits a token"
@@ -88,7 +89,8 @@ def gpu_use(model: Model, prompt: Sequence[int]) -> GpuUse:
     changes = model.advise().changes
     if seen is None:
         return GpuUse(busy, what_helps(busy, changes))
-    busy |= {"gpu": seen.busy_s / seen.seconds, "link": seen.link_s / seen.seconds}
+    if seen.busy_s is not None and seen.link_s is not None:
+        busy |= {"gpu": seen.busy_s / seen.seconds, "link": seen.link_s / seen.seconds}
     return GpuUse(
         busy,
         what_helps(busy, changes),

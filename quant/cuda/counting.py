@@ -2,7 +2,7 @@
 
 Torch's profiler sees every kernel and copy, including ours and those in graphs, and torch's calls
 of CUDA; our calls of the driver are counted here. Profiling slows the work a little: use the times
-as shares.
+as shares. Without torch for GPUs, all calls are ours, and there are no times.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import get_native_id
@@ -34,30 +34,34 @@ class GpuUse:
 
     ``waits`` are calls in which the launching thread waited for the GPU, ``reader_waits`` those of
     other threads. Of ``seconds``, kernels ran for ``busy_s``, and copies to the GPU for ``link_s``.
+    What only a profiler sees is None without one.
     """
 
     seconds: float
-    kernels: int
+    kernels: int | None
     launches: int
     waits: int
     reader_waits: int
-    busy_s: float
-    link_s: float
+    busy_s: float | None
+    link_s: float | None
 
 
 def count_gpu_use(work: Callable[[], object]) -> GpuUse | None:
-    """Run ``work`` and count its GPU use; None if no GPU was seen, or torch for GPUs is not
-    installed.
-    """
-    try:
+    """Run ``work`` and count its GPU use; None if no GPU was seen."""
+    with suppress(ImportError):
         import torch
-        from torch.profiler import ProfilerActivity, profile
-    except ImportError:
+
+        if torch.cuda.is_available():
+            return _profiled(work)
+    with _our_calls() as calls:
+        started = time.perf_counter()
         work()
-        return None
-    if not torch.cuda.is_available():
-        work()
-        return None
+        return use_of(calls, time.perf_counter() - started)
+
+
+def _profiled(work: Callable[[], object]) -> GpuUse | None:
+    import torch
+    from torch.profiler import ProfilerActivity, profile
 
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     with profile(activities=activities):  # the first takes seconds to begin
@@ -102,17 +106,18 @@ def use_of(events: Iterable[Mapping[str, Any]], seconds: float) -> GpuUse | None
             waits[event.get("tid")] += name in _WAITS
         elif kind in spans and (kind == "kernel" or "HtoD" in name):
             spans[kind].append((event["ts"], event["ts"] + event["dur"]))
-    if not spans["kernel"]:
+    if not spans["kernel"] and not launches.total():
         return None
+    profiled = bool(spans["kernel"])
     thread, _ = launches.most_common(1)[0] if launches else (None, 0)
     return GpuUse(
         seconds=seconds,
-        kernels=len(spans["kernel"]),
+        kernels=len(spans["kernel"]) if profiled else None,
         launches=launches.total(),
         waits=waits[thread],
         reader_waits=waits.total() - waits[thread],
-        busy_s=_covered(spans["kernel"]) / 1e6,
-        link_s=_covered(spans["gpu_memcpy"]) / 1e6,
+        busy_s=_covered(spans["kernel"]) / 1e6 if profiled else None,
+        link_s=_covered(spans["gpu_memcpy"]) / 1e6 if profiled else None,
     )
 
 

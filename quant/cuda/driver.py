@@ -91,6 +91,8 @@ class Cuda(Device):
         self.most_nbytes: int | None = None
         """Most bytes that may be allocated on the GPU."""
         self._allocations: dict[int, int] = {}  # sizes by address
+        self.peak_nbytes = 0
+        """The most bytes that this process has had allocated at a time."""
 
     def __str__(self) -> str:
         return f"cuda:{self.index}"
@@ -153,6 +155,7 @@ class Cuda(Device):
         with self._unrecorded():
             address = int(self.call("cuMemAlloc", nbytes))
         self._allocations[address] = nbytes
+        self.peak_nbytes = max(self.peak_nbytes, self.allocated_nbytes)
         return address
 
     def free(self, address: int) -> None:

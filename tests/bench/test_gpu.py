@@ -91,4 +91,4 @@ def test_what_helps() -> None:
         " tok/s (1.6 times)."
     )
     assert "wait for one another" in what_helps({"gpu": 0.3, "cpu": 0.4}, [])
-    assert use_line(asdict(GpuUse({}, "Nothing."))) == "busy while decoding: not known. Nothing."
+    assert use_line(asdict(GpuUse({}, "Nothing."))) == "busy while decoding: not measured. Nothing."
