@@ -1,24 +1,19 @@
 """Peers measured with their own ``llama-bench``: llama.cpp and ik_llama.cpp.
 
-Finds a peer's fastest setting: weights repacked or not, flash attention or not. Independent of
-localrt's code.
+Finds a peer's fastest setting: weights repacked or not, flash attention or not.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from localrt.bench.llama_bench import PeerFailedError, run_llama_bench
+
 PEERS = {"ik_llama.cpp": ("-rtr", "-w 0"), "llama.cpp": ("--repack", "--no-warmup")}
 """A peer's option that repacks weights, and its option that skips the warm-up."""
-
-
-class PeerFailedError(Exception):
-    """A run without a result; the message is the program's last line."""
 
 
 def run_peer(peer: str, program: Path, setting: str, job: Mapping[str, Any]) -> dict[str, Any]:
@@ -28,21 +23,15 @@ def run_peer(peer: str, program: Path, setting: str, job: Mapping[str, Any]) -> 
         PeerFailedError: it failed.
     """
     prompt = job["tokens"] if job["kind"] == "prompt" else 0
-    words = f"{setting} -p {prompt} -n {job['tokens'] - prompt}".split()
+    words = f"{setting} -p {prompt} -n {job['tokens'] - prompt}"
     if prompt > 4096:  # llama.cpp's warm-up would process the whole prompt
-        words += PEERS[peer][1].split()
-    words += f"-r {job['repeats']} -t {job['threads']} -o json".split()
-    done = subprocess.run([program, "-m", job["model"], *words], capture_output=True, text=True)
+        words += f" {PEERS[peer][1]}"
     try:
-        (found,) = json.loads(done.stdout)
-        return {
-            "value": max(found["samples_ts"]),
-            "setting": setting,
-            "build": found["build_commit"],
-        }
-    except (ValueError, LookupError, TypeError):
-        lines = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()
-        raise PeerFailedError(f"{peer} {setting}: {lines[-1]}") from None
+        words += f" -r {job['repeats']} -t {job['threads']}"
+        found = run_llama_bench(program, job["model"], words)
+    except PeerFailedError as error:
+        raise PeerFailedError(f"{peer} {setting}: {error}") from None
+    return {"value": max(found["samples_ts"]), "setting": setting, "build": found["build_commit"]}
 
 
 def fastest(peer: str, program: Path, job: Mapping[str, Any]) -> Callable[[], Any] | None:

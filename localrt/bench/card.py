@@ -24,7 +24,8 @@ from localrt.evaluate import evaluate
 
 _TEXT_TOKENS = 2048
 _WINDOW = 1024
-_MEASURES = ("prefill_tok_s", "decode_tok_s", "ttft_s", "peak_ram_bytes", "joules_per_token")
+_MEASURES: tuple[str, ...] = ("prefill_tok_s", "decode_tok_s", "ttft_s", "joules_per_token")
+_MEASURES += ("peak_ram_bytes", "peak_vram_bytes")
 _QUALITY = ("perplexity", "perplexity_change", "perplexity_change_error")
 
 

@@ -84,7 +84,7 @@ def _points(sweep: Report) -> Iterator[tuple[tuple[str, str], object]]:
     names = [name for name in SETTINGS if name in sweep["vary"]]
     for point in sweep["points"]:
         for name in MEASURES:
-            yield (describe(point, names), name), point[name]
+            yield (describe(point, names), name), point.get(name)
 
 
 def _shown_as(name: str) -> Callable[[float], str]:

@@ -88,7 +88,8 @@ def load_engine(launch: Launch) -> BenchEngine:
             raise MissingExtraError(f"the transformers engine needs {package}: {install('bench')}")
     from localrt.bench.transformers_engine import load_transformers
 
-    return load_transformers(Path(launch.path), threads=launch.threads)
+    own = dict(launch.settings or {})
+    return load_transformers(Path(launch.path), threads=launch.threads, **own)
 
 
 class _LocalrtEngine:
@@ -113,6 +114,7 @@ class _LocalrtEngine:
         on_first()
         for last in stream:  # noqa: B007 - used after the loop
             pass
+        last.metrics.peak_vram_bytes = self._peak_vram()
         return last.metrics
 
     def generate_batch(self, prompts: list[list[int]], tokens: int) -> dict[str, object]:
@@ -144,7 +146,17 @@ class _LocalrtEngine:
             "prefill_tok_s": sum(map(len, prompts)) / read,
             "decode_tok_s": decoded / (ended - read) if decoded else None,
             "peak_ram_bytes": peak_rss(),
+            "peak_vram_bytes": self._peak_vram(),
         }
+
+    def _peak_vram(self) -> int | None:
+        """Return the most bytes that localrt has allocated on its GPU, without CUDA's own."""
+        info = self._model.info
+        if info.engine != "native" or not info.device.startswith("cuda"):
+            return None
+        from localrt.quant.cuda.driver import device_of
+
+        return int(device_of(info.device).peak_nbytes)
 
     def gpu_use(self, prompt: list[int]) -> dict[str, object]:
         """Return the fields of a ``GpuUse``, measured after ``prompt``."""
@@ -177,13 +189,14 @@ def llamacpp_core(launch: Launch) -> Core:
     from localrt.loading.load import LoadedModel
     from localrt.service.core import Core
 
-    path = Path(launch.path)
+    path, own = Path(launch.path), dict(launch.settings or {})
     model = LlamaCppModel.load(
         path,
         ctx=launch.ctx,
         threads=launch.threads,
-        device="cpu",
-        settings=LlamaCppSettings(**launch.settings or {}),
+        device=own.pop("device", "cpu").partition(":")[0],
+        gpu_memory=own.pop("gpu_memory", None),
+        settings=LlamaCppSettings(**own),
     )
     engine = LlamaCppEngine(model)
     parts = LoadedModel(

@@ -202,10 +202,16 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
+def gpu_line(gpu: Report) -> str:
+    """``"NVIDIA GeForce RTX 4060 (8.6 GB of VRAM, driver 580.95)"``."""
+    memory, driver = shown(gpu.get("memory_bytes"), format_bytes), gpu.get("driver")
+    return f"{gpu['name']} ({memory} of VRAM, driver {driver or 'unknown'})"
+
+
 def machine_notes(report: Report) -> list[str]:
     """Return lines about the machine, the versions and the command."""
     machine = report["machine"]
-    cpu, gpus = machine["cpu"], [gpu["name"] for gpu in machine["gpus"]]
+    cpu, gpus = machine["cpu"], list(map(gpu_line, machine["gpus"]))
     facts = [
         cpu["name"],
         f"{cpu['physical_cores']} cores",
@@ -340,6 +346,7 @@ def _sweep(report: Report) -> Page:
             show,
         )
         for title, name, show in _SWEPT
+        if name != "peak_vram_bytes" or any(each.get(name) for each in points.values())
     ]
     where = " / ".join(loading_settings(sweep))
     sections: list[Section] = [
@@ -357,6 +364,7 @@ _SWEPT: Sequence[tuple[str, str, Callable[[float], str]]] = (
     ("Prefill, tok/s", "prefill_tok_s", format_rate),
     ("First token (less is better)", "ttft_s", format_seconds),
     ("Peak RAM (less is better)", "peak_ram_bytes", format_bytes),
+    ("Peak VRAM (less is better)", "peak_vram_bytes", format_bytes),
 )
 
 
@@ -364,7 +372,7 @@ def card_rows(report: Report) -> tuple[list[str], list[list[str]]]:
     """Return headers and a row for each model of a card; one that did not run has its reason."""
     length = report["prompt_tokens"]
     headers = ["model", "size", "bits per weight", "decode tok/s", "prompt tok/s"]
-    headers += [f"first token of {length}", "RAM", "power", "perplexity against f32"]
+    headers += [f"first token of {length}", "RAM", "VRAM", "power", "perplexity against f32"]
     rows = []
     for model in report["models"]:
         if model["reason"]:
@@ -382,7 +390,7 @@ def card_rows(report: Report) -> tuple[list[str], list[list[str]]]:
                 shown(model["decode_tok_s"], format_rate),
                 shown(model["prefill_tok_s"], format_rate),
                 shown(model["ttft_s"], format_seconds),
-                shown(model["peak_ram_bytes"], format_bytes),
+                *(shown(model.get(f"peak_{kind}_bytes"), format_bytes) for kind in ("ram", "vram")),
                 shown(model["joules_per_token"], "{:.2f} J per token".format),
                 told,
             ]
@@ -403,8 +411,11 @@ def _card(report: Report) -> Page:
     )
     headers, rows = card_rows(report)
     notes += meanings(" ".join([*headers, *(row[0] for row in rows)]))
-    title = f"What runs on {report['machine']['cpu']['name']}"
-    return Page(title, notes, [("", [Table(headers, rows), *figures])])
+    machine = report["machine"]
+    names = [each["name"] for each in (*machine["gpus"], machine["cpu"])]
+    return Page(
+        f"What runs on {' and '.join(names)}", notes, [("", [Table(headers, rows), *figures])]
+    )
 
 
 _RATES = (

@@ -14,6 +14,8 @@ from typing import Any
 
 from localrt import system
 from localrt.bench.gpu import use_line
+from localrt.bench.page import gpu_line, shown
+from localrt.bench.runner import on_gpu
 from localrt.bench.workload import BenchOptions, Outcome, Result, Skipped
 from localrt.common.extras import install
 from localrt.common.files import write_text
@@ -22,7 +24,7 @@ from localrt.common.version import __version__
 from localrt.offload.hardware import Machine
 from localrt.planning.verdict import meanings
 
-_BASELINE = "llamacpp"
+_BASELINE = "llama.cpp"  # the engine of that name, and programs of its own
 _PROCESS_ID = 1  # the process in a trace
 _PACKAGES = ("torch", "llama-cpp-python", "transformers", "accelerate", "numpy")
 _OPTIONS = ("ram", "gpu_memory", "device", "ctx", "kv_format", "threads")
@@ -82,9 +84,10 @@ def to_table(outcome: Outcome, options: BenchOptions, *, name: str, machine: Mac
         f"{name}: {work.prompt_tokens} prompt and {work.tokens} answer tokens{runs}, on"
         f" {machine.cpu.name} with {options.threads or machine.cpu.cores.threads} threads"
     )
+    heading = ", ".join([heading, *(gpu_line(asdict(gpu)) for gpu in machine.gpus)])
     devices = {_device(result) for result in outcome.results}
-    peers = {_device(result) for result in outcome.results if result.engine == _BASELINE}
-    compare = any(r.engine != _BASELINE and _device(r) in peers for r in outcome.results)
+    peers = {_device(result) for result in outcome.results if _is_baseline(result)}
+    compare = any(not _is_baseline(r) and _device(r) in peers for r in outcome.results)
     several = {r.engine for r in outcome.results if best[r.engine] is not r}
 
     def engine(result: Result) -> str:
@@ -103,6 +106,7 @@ def to_table(outcome: Outcome, options: BenchOptions, *, name: str, machine: Mac
         ("TTFT", lambda r: format_seconds(r.metrics["ttft_s"])),
         *_details(outcome.results, {"long_ttft_s": (f"TTFT of {work.long_prompt_tokens}", _time)}),
         ("peak RAM", lambda r: _size(r.metrics["peak_ram_bytes"])),
+        *_details(outcome.results, _ON_GPU, measured and "GPU" in devices),
     ]
     headers = [header for header, _ in columns]
     rows = [[cell(result) for _, cell in columns] for result in outcome.results]
@@ -137,24 +141,19 @@ def _rates(
 
 
 def _details(
-    results: Sequence[Result], details: Mapping[str, tuple[str, Callable[[Any], str]]]
+    results: Sequence[Result], details: _Details, always: bool = False
 ) -> Iterator[tuple[str, Callable[[Result], str]]]:
-    """Yield the columns in which any engine has a non-zero value."""
+    """Yield the columns in which any engine has a non-zero value, or ``always`` all."""
 
     def cell(show: Callable[[Any], str], name: str, result: Result) -> str:
         return show(result.metrics.get(name))
 
     for name, (header, show) in details.items():
-        if any(result.metrics.get(name) for result in results):
+        if always or any(result.metrics.get(name) for result in results):
             yield header, partial(cell, show, name)
 
 
-def _size(count: int | None) -> str:
-    return "-" if count is None else format_bytes(count)
-
-
-def _time(seconds: float | None) -> str:
-    return "-" if seconds is None else format_seconds(seconds)
+_size, _time = (partial(shown, show=show) for show in (format_bytes, format_seconds))
 
 
 def _percent(share: float | None) -> str:
@@ -162,12 +161,16 @@ def _percent(share: float | None) -> str:
 
 
 # Columns shown only if a result has them: header, and format of values.
-_DETAILS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
+_Details = Mapping[str, tuple[str, Callable[[Any], str]]]
+_DETAILS: _Details = {
     "predicted_tok_s": ("predicted", format_rate),
     "of_predicted": ("of predicted", _percent),
     "pipeline_efficiency": ("pipeline busy", _percent),
     "read_bytes_per_token": ("read/token", _size),
+}
+_ON_GPU: _Details = {
     "peak_vram_bytes": ("peak VRAM", _size),
+    "joules_per_token": ("energy/token", lambda value: shown(value, "{:.2f} J".format)),
 }
 
 
@@ -179,12 +182,16 @@ def _best(results: Sequence[Result]) -> dict[str, Result]:
 
 def _device(result: Result) -> str:
     """Where an engine computes, be it in part: figures of others are no measure of it."""
-    return "CPU" if str(result.info.get("device", "cpu")).startswith("cpu") else "GPU"
+    return "GPU" if on_gpu(result.info) else "CPU"
+
+
+def _is_baseline(result: Result) -> bool:
+    return result.engine == "llamacpp" or "peer" in result.info
 
 
 def _ratio(results: Sequence[Result], metric: str, result: Result) -> str:
     """A figure by llama.cpp's best over all its settings on that device, the fair baseline."""
-    same = (r for r in results if r.engine == _BASELINE and _device(r) == _device(result))
+    same = (r for r in results if _is_baseline(r) and _device(r) == _device(result))
     best = max((r.metrics[metric] for r in same), default=0)
     return f"{result.metrics[metric] / best:.2f}x" if best else "-"
 

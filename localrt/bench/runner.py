@@ -1,8 +1,9 @@
 """Runs a workload on several engines, fairly, and collects every sample.
 
 If all models fit in memory at once, the engines alternate run by run, so that other load on the
-machine affects all alike. Otherwise, or if an engine reads its weights while it runs, they run one
-after another. Each is warmed up first. This module does not load models itself, and does not print.
+machine affects all alike. Otherwise, or if an engine reads its weights while it runs or a GPU is
+used, they run one after another. Each is warmed up first. This module does not load models itself,
+and does not print.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from localrt.bench import nvml
 from localrt.bench.engines import LLAMACPP_SETTINGS, Launch
+from localrt.bench.llama_bench import NO_ROOM, LlamaBench
 from localrt.bench.process import ENGINE, ChildError, ChildProcess
 from localrt.bench.workload import (
     LONG_ANSWER,
@@ -27,13 +31,17 @@ from localrt.bench.workload import (
     make_prompts,
 )
 from localrt.common.errors import LocalrtError, OptionError
-from localrt.common.formatting import format_rate
+from localrt.common.formatting import format_bytes, format_rate
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.tokenizers import load_tokenizer
 from localrt.offload.memory import memory_state
 
 # Each engine's settings by name: all are measured, and the best counts.
 _SETTINGS: Mapping[str, Mapping[str, Mapping[str, object]]] = {"llamacpp": LLAMACPP_SETTINGS}
+
+# Peers may take more or less GPU memory than they are given: the first of these shares with which
+# one keeps to the budget counts. If that cannot be measured, `_SAFE`.
+_SHARES, _SAFE = (1.1, 1.0, 0.9, 0.75, 0.6), 0.9
 
 _NATIVE = ("format", "device", "gpu_memory", "ram", "kv_format")
 
@@ -51,12 +59,13 @@ _MEDIANS = (
 class _Running:
     engine: str
     setting: str
-    child: ChildProcess
+    child: Any  # a `ChildProcess`; None of a peer
     info: Mapping[str, Any]
     load_s: float
     peak_ram_bytes: int | None = None
+    peak_vram_bytes: int | None = None
     trace: list[Mapping[str, Any]] | None = None
-    samples: list[Mapping[str, Any]] = field(default_factory=list)
+    samples: list[Any] = field(default_factory=list)
     once: dict[str, Any] = field(default_factory=dict)  # measured once, after the runs
 
 
@@ -84,49 +93,80 @@ class _Bench:
         start: Callable[[str], ChildProcess],
         alone: bool,
     ) -> None:
-        self._options, self._notify = options, notify
-        self._start_child, self._alone = start, alone
+        self._options, self._notify, self._start_child = options, notify, start
+        unnamed = options.device in (None, "auto") and nvml.used_nbytes() is not None
+        self._gpu = options.uses_gpu or unnamed
+        self._alone = alone or self._gpu
         self._prompts: list[list[int]] | None = None
         self._long_prompt: list[int] = []
         self._skipped: list[Skipped] = []
         self._running: list[_Running] = []
 
     def run(self) -> Outcome:
-        candidates = list(_candidates(self._options))
+        candidates = list(_candidates(self._options, self._gpu))
         together = not self._alone and _fit_together(self._options, candidates)
         groups = [candidates] if together else [[candidate] for candidate in candidates]
         interrupted = False
         try:
             for group in groups:
                 self._run_group(group)
+            for name, program in self._options.peers.items():
+                self._run_peer(name, program)
         except KeyboardInterrupt:
             interrupted = True
         results = [_result(each) for each in self._running if each.samples]
         return Outcome(results, self._skipped, together, interrupted)
 
-    def _run_group(self, group: Sequence[tuple[str, Launch]]) -> None:
+    def _run_peer(self, name: str, program: Path) -> None:
+        peer = LlamaBench(name, program, self._options, self._gpu, self._notify)
+        try:
+            setting, samples, info = peer.measure()
+            ram, vram = (samples[-1][f"peak_{kind}_bytes"] for kind in ("ram", "vram"))
+            running = _Running(name, setting, None, info, 0.0, ram, vram, samples=samples)
+            self._running.append(running)
+        except LocalrtError as error:
+            self._skip(name, "", ChildError(type(error).__name__, str(error)))
+
+    def _run_group(self, group: Sequence[_Candidate]) -> None:
         """Load and warm up a group's engines, then run them alternately; drop those that fail."""
         with ExitStack() as children:
             running = [r for r in (self._start(*c, children) for c in group) if r is not None]
-            running = [r for r in running if self._try(self._warm_up, r)]
             self._running += running
             for index in range(1, self._options.workload.runs + 1):
-                running = [r for r in running if self._try(self._time, r, index)]
+                running = [r for r in running if self._try(r, index)]
             for each in running:
                 self._look(each)
 
-    def _start(self, setting: str, launch: Launch, children: ExitStack) -> _Running | None:
-        engine, options = launch.engine, self._options
+    def _start(self, setting: str, tries: Sequence[Launch], children: ExitStack) -> _Running | None:
+        """Load and warm up with the first of ``tries`` that keeps to the GPU memory."""
+        engine, failed = tries[0].engine, ChildError("", "")
         if any(skip.engine == engine and not skip.setting for skip in self._skipped):
             return None  # the engine cannot run with any setting
+        for launch in tries:
+            child = children.enter_context(self._start_child(engine))
+            try:
+                with nvml.Peaks(child.pid) as peaks:
+                    running = self._load(setting, launch, child)
+                    self._warm_up(running)
+                if on_gpu(running.info):
+                    running.peak_vram_bytes = peaks.vram or running.peak_vram_bytes
+                taken, budget = running.peak_vram_bytes or 0, self._options.gpu_memory
+                if engine == "native" or budget is None or taken <= budget:
+                    return running
+                failed = ChildError("", f"takes {format_bytes(taken)} of the GPU's memory")
+            except ChildError as error:
+                failed = error
+            child.close()
+            if not NO_ROOM.search(str(failed)):
+                break
+        self._skip(engine, setting, failed)
+        return None
+
+    def _load(self, setting: str, launch: Launch, child: ChildProcess) -> _Running:
+        engine, options = launch.engine, self._options
         self._notify(f"loading {_name(engine, setting)}")
-        child = children.enter_context(self._start_child(engine))
         started = time.perf_counter()
-        try:
-            info = child.ask("load", launch=asdict(launch))
-        except ChildError as error:
-            self._skip(engine, setting, error)
-            return None
+        info = child.ask("load", launch=asdict(launch))
         trained = info.get("context_length")
         if trained and launch.ctx > trained:
             raise OptionError(
@@ -143,7 +183,9 @@ class _Bench:
             if work.long_prompt_tokens:
                 self._long_prompt = make_long_prompt(work, encode)
         self._notify(f"warming up {_name(running.engine, running.setting)}")
-        running.peak_ram_bytes = self._generate(running, 0)["peak_ram_bytes"]
+        sample = self._generate(running, 0)
+        running.peak_ram_bytes = sample["peak_ram_bytes"]
+        running.peak_vram_bytes = sample["peak_vram_bytes"]
 
     def _time(self, running: _Running, index: int) -> None:
         last = index == self._options.workload.runs
@@ -173,14 +215,14 @@ class _Bench:
                 self._notify(f"{name}: a prompt of {len(self._long_prompt)} tokens")
                 answer = child.ask("generate", prompt=self._long_prompt, tokens=LONG_ANSWER)
                 running.once["long_ttft_s"] = answer["ttft_s"]
-            if self._options.uses_gpu and running.engine == "native":
+            if self._gpu and running.engine == "native":
                 running.once |= child.ask("gpu_use", prompt=self._prompts[0]) or {}
         except ChildError as error:
             self._notify(f"{name}: {error}")
 
-    def _try(self, step: Callable[..., None], running: _Running, *args: int) -> bool:
+    def _try(self, running: _Running, index: int) -> bool:
         try:
-            step(running, *args)
+            self._time(running, index)
         except ChildError as error:
             self._skip(running.engine, running.setting, error)
             running.samples.clear()
@@ -205,23 +247,37 @@ def encoder(path: Path, child: ChildProcess) -> Callable[[str], list[int]]:
     return lambda text: tokenizer.encode(text, add_special=False)
 
 
-def _candidates(options: BenchOptions) -> Iterator[tuple[str, Launch]]:
+_Candidate = tuple[str, Sequence[Launch]]
+"""A setting's name, and launches to try in this order."""
+
+
+def on_gpu(info: Mapping[str, Any]) -> bool:
+    """Whether an engine computes on a GPU, be it in part."""
+    return not str(info.get("device", "cpu")).startswith("cpu")
+
+
+def _candidates(options: BenchOptions, gpu: bool) -> Iterator[_Candidate]:
     for engine in options.engines:
         chosen = (options.settings or {}).get(engine)
         settings: Mapping[str, Mapping[str, object]] = _SETTINGS.get(engine, {"": {}})
+        tried: list[dict[str, object]] = [{}]
         if engine == "native":
             given = {name: getattr(options, name) for name in _NATIVE}
             settings = {"": {name: value for name, value in given.items() if value is not None}}
+        elif gpu:
+            tried = [{"device": options.device or "auto"}]
+            if options.gpu_memory is not None:
+                shares = (_SAFE,) if nvml.used_nbytes() is None else _SHARES
+                tried = [{**tried[0], "gpu_memory": int(x * options.gpu_memory)} for x in shares]
+            if engine == "transformers":
+                packs = options.path.is_dir() and find_spec("bitsandbytes") is not None
+                settings = {"bf16": {"ram": options.ram}}
+                settings |= {"nf4": {"ram": options.ram, "nf4": True}} if packs else {}
+        ctx, path = options.ctx or options.workload.ctx, str(options.path)
+        plain = Launch(engine=engine, path=path, ctx=ctx, threads=options.threads)
         for setting, values in settings.items():
             if chosen is None or setting in chosen:
-                launch = Launch(
-                    engine=engine,
-                    path=str(options.path),
-                    ctx=options.ctx or options.workload.ctx,
-                    threads=options.threads,
-                    settings=values,
-                )
-                yield setting, launch
+                yield setting, [replace(plain, settings={**values, **more}) for more in tried]
 
 
 def _result(running: _Running) -> Result:
@@ -240,6 +296,7 @@ def _result(running: _Running) -> Result:
     metrics["joules_per_token"] = None if joules is None else joules / steps
     metrics |= running.once
     metrics["peak_ram_bytes"] = running.peak_ram_bytes
+    metrics["peak_vram_bytes"] = running.peak_vram_bytes
     return Result(
         engine=running.engine,
         setting=running.setting,
@@ -271,12 +328,12 @@ def _name(engine: str, setting: str) -> str:
     return f"{engine} ({setting})" if setting else engine
 
 
-def _fit_together(options: BenchOptions, candidates: Sequence[tuple[str, Launch]]) -> bool:
+def _fit_together(options: BenchOptions, candidates: Sequence[_Candidate]) -> bool:
     """Whether all engines may be loaded at once: they fit, and none has a RAM limit."""
     if options.ram is not None or len(candidates) < 2:
         return False
     size = sum(path.stat().st_size for path in model_files(options.path))
-    factors = [_MEMORY_FACTOR[launch.engine] for _, launch in candidates]
+    factors = [_MEMORY_FACTOR[launches[0].engine] for _, launches in candidates]
     return sum(size * factor + _PROCESS_BYTES for factor in factors) < memory_state().available
 
 

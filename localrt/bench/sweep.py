@@ -17,9 +17,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, TypedDict, cast
 
+from localrt.bench import nvml
 from localrt.bench.engines import Launch
 from localrt.bench.process import ENGINE, ChildError, ChildProcess
-from localrt.bench.runner import encoder, median_of
+from localrt.bench.runner import encoder, median_of, on_gpu
 from localrt.bench.workload import Workload, make_prompts
 from localrt.common.errors import LocalrtError, OptionError
 from localrt.common.files import read_text, write_text
@@ -29,8 +30,11 @@ from localrt.models.checkpoints import open_checkpoint
 from localrt.quant.ops.kv_formats import KV_FORMATS
 
 DEFAULT_VARY = "prompt_tokens=128,512,2048 batch=1,4"
+GPU_VARY = "gpu_memory=8GB,6GB,4GB batch=1,2,4,8,16,32,64"
+"""What varies by default, without and with a GPU."""
 
-MEASURES = ("ttft_s", "tpot_s", "prefill_tok_s", "decode_tok_s", "peak_ram_bytes")
+MEASURES: tuple[str, ...] = ("ttft_s", "tpot_s", "prefill_tok_s", "decode_tok_s")
+MEASURES += ("peak_ram_bytes", "peak_vram_bytes")
 """The measures of a point, named as in `Metrics`; ``decode_tok_s`` is that of all answers."""
 
 WORK = ("prompt_tokens", "tokens", "batch")
@@ -165,6 +169,7 @@ class _Sweep:
         self._trained = _trained_context(options.path)
         self._began: float | None = None  # start time of the first point's process
         self._work = 0
+        self._peaks: nvml.Peaks | None = None  # of a process that uses a GPU
 
     def run(self) -> SweepReport:
         done = {_key(point) for point in self._report["points"]}
@@ -192,15 +197,18 @@ class _Sweep:
     def _run_group(self, points: list[Point]) -> None:
         """Measure points with equal loading options; if the child dies, continue in a new one."""
         while points:
-            with closing(self._start()) as child:
+            with closing(self._start()) as child, nvml.Peaks(child.pid) as peaks:
                 try:
-                    child.ask("load", launch=asdict(self._launch(points[0])))
+                    info = child.ask("load", launch=asdict(self._launch(points[0])))
+                    if points[0]["gpu_memory"] and not on_gpu(info):
+                        raise ChildError("OptionError", "gpu_memory: no GPU computes here")
                 except ChildError as error:
                     for point in points:
                         self._finish(point, {"reason": str(error)})
                     return
                 prompts = self._prompts(points, child)
                 self._answer(child, points[0], prompts)  # warms up; a failure will recur
+                self._peaks = peaks if on_gpu(info) else None
                 while points and self._measure(child, points.pop(0), prompts):
                     pass
 
@@ -249,6 +257,8 @@ class _Sweep:
                 return answer.kind != "died"
             samples.append(answer)
         measured = {name: median_of(samples, name) for name in MEASURES}
+        if self._peaks is not None and self._peaks.vram:
+            measured["peak_vram_bytes"] = self._peaks.vram
         self._finish(point, {"reason": None, **measured})
         return True
 
@@ -349,6 +359,7 @@ _BEST: Sequence[tuple[str, str, Callable[[Any], str], bool]] = (
     ("prefill tok/s", "prefill_tok_s", format_rate, True),
     ("first token", "ttft_s", format_seconds, False),
     ("peak RAM", "peak_ram_bytes", format_bytes, False),
+    ("peak VRAM", "peak_vram_bytes", format_bytes, False),
 )
 
 
@@ -369,19 +380,21 @@ def best_rows(report: SweepReport) -> tuple[list[str], list[list[str]]]:
     In brackets are the values of `loading_settings`.
     """
     loading = loading_settings(report)
+    gpu = any(point.get("peak_vram_bytes") for point in report["points"])
+    columns = _BEST if gpu else _BEST[:-1]
     groups: dict[tuple[int, ...], list[Point]] = {}
     for point in report["points"]:
         groups.setdefault(tuple(point[name] for name in WORK), []).append(point)
     rows = []
     for work, points in sorted(groups.items()):
         row = [str(value) for value in work]
-        for _, measure, show, most in _BEST:
-            known = [point for point in points if point[measure] is not None]
+        for _, measure, show, most in columns:
+            known = [point for point in points if point.get(measure) is not None]
             best = (max if most else min)(known, key=lambda point: point[measure], default=None)
             where = f" ({label(best, loading)})" if best and loading else ""
             row.append("-" if best is None else f"{show(best[measure])}{where}")
         rows.append(row)
-    return ["prompt", "answer", "batch", *(header for header, *_ in _BEST)], rows
+    return ["prompt", "answer", "batch", *(header for header, *_ in columns)], rows
 
 
 def failures(report: SweepReport) -> list[list[str]]:

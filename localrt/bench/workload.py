@@ -65,7 +65,8 @@ class BenchOptions:
 
     ``ram``, ``gpu_memory``, ``device``, ``format`` and ``kv_format`` are for the native engine;
     ``ctx`` is every engine's context, by default just long enough. ``settings`` names the settings
-    of each engine to measure, by default all. ``trace`` records the last run of the native engine.
+    of each engine to measure, by default all. ``peers`` are llama-bench programs, by name.
+    ``trace`` records the last run of the native engine.
     """
 
     path: Path
@@ -79,6 +80,7 @@ class BenchOptions:
     kv_format: str | None = None
     ctx: int | None = None
     settings: Mapping[str, Sequence[str]] | None = None
+    peers: Mapping[str, Path] = field(default_factory=dict)
     trace: bool = False
 
     def __post_init__(self) -> None:
@@ -96,14 +98,15 @@ class BenchOptions:
     @property
     def uses_gpu(self) -> bool:
         """Whether the options name a GPU; its use is then measured too."""
-        return self.gpu_memory is not None or (self.device or "").startswith("cuda")
+        named = (self.device or "").startswith("cuda")
+        return named or (self.gpu_memory is not None and self.device != "cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
     """One engine and setting: medians under the names of `Metrics`, and every sample.
 
-    ``peak_ram_bytes`` covers loading and the warm-up: the memory of one generation. ``metrics``
+    ``peak_ram_bytes`` and ``peak_vram_bytes`` cover loading and one generation. ``metrics``
     also has ``read_bytes_per_token`` (from disk) and ``joules_per_token`` (of the machine), both
     while decoding, ``long_ttft_s`` of a long prompt, and the fields of ``GpuUse`` if a GPU is used.
     ``trace`` has the last run's tasks, if they were recorded.

@@ -7,6 +7,8 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import shutil
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -54,6 +56,7 @@ from localrt.planning.measure import is_busy
 EXAMPLES: Examples = (
     ("localrt bench model.gguf", "localrt and llama.cpp, in one run"),
     ("localrt bench model.gguf --ram 700MB", "streamed within 700 MB"),
+    ("localrt bench model.gguf --gpu-memory 8GB --peer llama-bench=PATH", "on one GPU's memory"),
     ("localrt bench model.gguf --ram 1GB --engines native --runs 3", "quick"),
     ("localrt bench model.gguf --sweep sweep.json --vary 'threads=1,2 batch=1,4'", "combinations"),
     ("localrt bench model.gguf --mix student", "two applications at once, for four minutes"),
@@ -67,7 +70,8 @@ _LONG_HELP = f"also time a prompt's first token at this length (default: {_LONG_
 _SERVE_FLAGS = ("ram", "gpu_memory", "device", "kv_format", "format", "threads", "ctx")
 _MIX_HELP = f"a mix of applications: a .toml file, or {', '.join(SHIPPED)} (default: none)"
 _PEER_HELP = (
-    "also measure a running server, or llama.cpp's llama-server; may be repeated (default: none)"
+    "also measure llama.cpp's llama-bench, on the same device in its best setting there; with "
+    "--mix, a running server, or llama.cpp's llama-server; may be repeated (default: none)"
 )
 _NAMED_HELP = "which model the mix's NAME means; may be repeated (default: MODEL for all names)"
 _MIX_FLAGS: tuple[Flag, ...] = (
@@ -114,7 +118,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(parser.add_argument_group("the native engine"), native)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_report_arguments(parser)
-    group = parser.add_argument_group("several applications")
+    group = parser.add_argument_group("peers, and several applications")
     add_flags(group, _MIX_FLAGS, peer=[])
     group.add_argument(
         "--model", dest="models", action="append", default=[], metavar="NAME=PATH", help=_NAMED_HELP
@@ -136,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
     report = run_report(args, sizes)
     if report is not None:
         return report
-    same = ("engines", "threads", "format", "device", "kv_format", "ctx")
+    peers, same = _peers(args.peer), ("engines", "threads", "format", "device", "kv_format", "ctx")
     settings = Settings.from_environment()
     name, path = resolved(args.model)
     workload = Workload(args.prompt_tokens, args.tokens, args.runs)
@@ -144,6 +148,7 @@ def run(args: argparse.Namespace) -> int:
         path=path,
         workload=workload,
         trace=args.trace is not None,
+        peers=peers,
         **sizes,
         **{name: getattr(args, name) for name in same},
     )
@@ -151,14 +156,15 @@ def run(args: argparse.Namespace) -> int:
         options = replace(options, workload=_with_long_prompt(options, args.long_prompt))
     machine, busy = hardware.probe(), False
     if wants_forecast(options) and "native" in options.engines:
-        if options.trace:
-            raise OptionError("--trace records a run, but without a GPU --gpu-memory only plans")
+        if options.trace or options.peers:
+            what = "--trace records" if options.trace else "--peer makes"
+            raise OptionError(f"{what} a run, but without a GPU --gpu-memory only plans")
         notify("no GPU here: this is a plan for a known GPU, and nothing runs")
         outcome = forecast(options, settings)
     else:
         busy = is_busy()
         floor = hardware.measure_memory_read(args.threads or machine.cpu.cores.threads)
-        machine = replace(machine, memory_read_bytes_s=floor)
+        machine = replace(machine, memory_read_bytes_s=floor, gpus=hardware.gpus() or machine.gpus)
         outcome = run_bench(options, notify=notify)
     if outcome.interrupted and not outcome.results:
         raise KeyboardInterrupt
@@ -187,8 +193,8 @@ def _run_mix(args: argparse.Namespace) -> int | None:
     The status is 1 if no server could run it.
     """
     if args.mix is None:
-        if any((args.models, args.peer, args.peer_args, args.seconds is not None, args.out)):
-            raise OptionError("--model, --peer, --peer-args, --seconds and --out need --mix")
+        if any((args.models, args.peer_args, args.seconds is not None, args.out)):
+            raise OptionError("--model, --peer-args, --seconds and --out need --mix")
         return None
     for name in ("sweep", "card", "compare", "trace", "long_prompt"):
         if getattr(args, name) is not None:
@@ -228,6 +234,17 @@ def _run_mix(args: argparse.Namespace) -> int | None:
     if outcome.interrupted:
         raise KeyboardInterrupt
     return 0 if outcome.runs else 1
+
+
+def _peers(texts: Sequence[str]) -> dict[str, Path]:
+    """Return the programs of ``--peer`` by name; whether they run is seen when they do."""
+    found: dict[str, Path] = {}
+    for text in texts:
+        name, _, program = text.partition("=")
+        if not name or not program or name in (*ENGINES, *found):
+            raise OptionError(f"--peer {text!r:.80}: without --mix, give llama-bench=PROGRAM")
+        found[name] = Path(shutil.which(program) or program).expanduser().absolute()
+    return found
 
 
 def _with_long_prompt(options: BenchOptions, asked: int | None) -> Workload:

@@ -20,6 +20,7 @@ from localrt.bench.plots import Table
 from localrt.bench.report import facts
 from localrt.bench.sweep import (
     DEFAULT_VARY,
+    GPU_VARY,
     SETTINGS,
     SweepOptions,
     parse_vary,
@@ -48,7 +49,10 @@ _SWEEP_HELP = (
     "measure every combination of --vary on the native engine; points go to FILE as they are "
     "measured, and the same command goes on where it ended (default: no sweep)"
 )
-_VARY_HELP = f"settings and their values, of {', '.join(SETTINGS)} (default: {DEFAULT_VARY!r})"
+_VARY_HELP = (
+    f"settings and their values, of {', '.join(SETTINGS)} "
+    f"(default: {DEFAULT_VARY!r}; with a GPU {GPU_VARY!r})"
+)
 _ADVISE_HELP = (
     "time passes by how many answers share them, and say how many should; localrt serve MODEL then "
     "takes that (default: no)"
@@ -99,8 +103,8 @@ def run_report(args: argparse.Namespace, sizes: Mapping[str, int | None]) -> int
         raise OptionError(f"{option(reports[0])} and {option(reports[1])} cannot be combined")
     if not reports:
         return None
-    for name in ("trace", "long_prompt"):
-        if getattr(args, name) is not None:
+    for name in ("trace", "long_prompt", "peer"):
+        if getattr(args, name) not in (None, []):
             raise OptionError(f"{option(name)} and {option(reports[0])} cannot be combined")
     return makers[reports[0]](args, sizes)
 
@@ -170,7 +174,7 @@ def _card(args: argparse.Namespace, sizes: Mapping[str, int | None]) -> int:
     report = facts(machine) | run_card(models, options, text=args.text, notify=notify)
     page = page_of(report)
     headers, rows = card_rows(report)
-    lines = [page.title, *page.notes, "", table(rows, headers, "lrrrrrrrr")]
+    lines = [page.title, *page.notes, "", table(rows, headers, "lrrrrrrrrr")]
     return _finish(args, report, "\n".join(lines))
 
 
@@ -194,14 +198,17 @@ def _advise(args: argparse.Namespace, sizes: Mapping[str, int | None]) -> int:
 
 
 def _sweep(args: argparse.Namespace, sizes: Mapping[str, int | None]) -> int:
-    vary = parse_vary(DEFAULT_VARY if args.vary is None else args.vary)
+    machine = hardware.probe()
+    machine = replace(machine, gpus=hardware.gpus() or machine.gpus)
+    gpu = machine.gpus and args.device != "cpu" and sizes["gpu_memory"] is None
+    usual = GPU_VARY if gpu else DEFAULT_VARY
+    vary = parse_vary(usual if args.vary is None else args.vary)
     Workload(args.prompt_tokens, args.tokens, args.runs)  # refuses what cannot be
     names = ("prompt_tokens", "tokens", "threads", "format", "device", "kv_format", "ctx")
     fixed = {**{name: getattr(args, name) for name in names}, **sizes}
     name, path = resolved(args.model)
     with closing(open_checkpoint(path)) as checkpoint:
         model = fingerprint(checkpoint)
-    machine = hardware.probe()
     gibibytes = round(machine.memory.total / (1 << 30))
     gpus = [gpu.name for gpu in machine.gpus]
     options = SweepOptions(

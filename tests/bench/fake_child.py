@@ -11,6 +11,7 @@ from localrt.bench import process
 from localrt.bench.engines import BenchEngine, Launch
 from localrt.common.errors import MemoryBudgetError, MissingExtraError, UnsupportedModelError
 from localrt.engine.types import Metrics
+from tests.bench.fake_nvml import take
 
 SPEED = {"native": 2.0, "llamacpp": 1.0, "transformers": 0.5}
 
@@ -26,6 +27,7 @@ class FakeEngine:
             "parameters": 1600,
             "pid": os.getpid(),
             "launch": asdict(launch),
+            "device": "cuda:0" if self._on_gpu() else "cpu",
         }
         if "gpu_memory" in self._settings:
             self.gpu_use = lambda prompt: {
@@ -36,6 +38,10 @@ class FakeEngine:
             }
         if "ram" in self._settings:
             self.trace_events = self._trace_events
+
+    def _on_gpu(self) -> bool:
+        named = self._settings.get("device", "auto" if "gpu_memory" in self._settings else "cpu")
+        return bool(named != "cpu")
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -53,6 +59,9 @@ class FakeEngine:
             os._exit(3)
         print("chatter that must not reach the protocol")
         on_first()
+        if self._on_gpu():
+            share = 0.8 if self._launch.engine == "native" else 1.1
+            take(int(share * self._settings.get("gpu_memory", 10**9)))
         if behaviour == "reads":
             read_past_the_cache(self._launch.path)
         self._calls += 1

@@ -6,7 +6,7 @@ MACHINE: dict[str, Any] = {
     "system": "Linux 6",
     "cpu": {"name": "a CPU", "physical_cores": 8},
     "memory": {"total": 32 * 10**9},
-    "gpus": [{"name": "a GPU"}],
+    "gpus": [{"name": "a GPU", "memory_bytes": 8 * 10**9, "driver": "580.1"}],
     "memory_read_bytes_s": 40e9,
 }
 FACTS: dict[str, Any] = {
@@ -95,6 +95,7 @@ def card(name: str = "m") -> dict[str, Any]:
         "decode_tok_s": 25.0,
         "ttft_s": 1.3,
         "peak_ram_bytes": 2 * 10**9,
+        "peak_vram_bytes": 7 * 10**9,
         "joules_per_token": None,
         "perplexity_change": 0.012,
         "perplexity_change_error": 0.003,

@@ -43,6 +43,7 @@ def test_every_model(tmp_path: Path) -> None:
     )
     good, bad = report["models"]
     assert good["bits_per_weight"] == 5
+    assert good["peak_vram_bytes"] is None
     assert good["decode_tok_s"] == 40
     assert good["perplexity_change"] == 0.02
     assert bad == {"model": "unsupported 1B", "reason": "this model is a teapot"}

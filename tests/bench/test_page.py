@@ -173,10 +173,13 @@ def test_card_page() -> None:
     reader = _check(page_of(reports.card()))
     text = " ".join(reader.text)
     assert "+1.20 % ± 0.30 %" in text
+    assert "What runs on a GPU and a CPU" in text
+    assert "a GPU (8 GB of VRAM, driver 580.1)" in text
+    assert "2 GB 7 GB not measured" in re.sub(r"\s+", " ", text), "RAM, VRAM, energy"
     assert "m, streamed" in text
     for word in ("tok/s: tokens per second", "Perplexity: how much", "Streamed: some weights are"):
         assert word in text
-    assert reader.attributes["colspan"] == {"8"}, "the reason why a model did not run"
+    assert reader.attributes["colspan"] == {"9"}, "the reason why a model did not run"
 
 
 def test_light_and_dark() -> None:

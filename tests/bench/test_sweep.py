@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from localrt.bench import nvml
 from localrt.bench.process import ChildProcess
 from localrt.bench.sweep import (
     SETTINGS,
@@ -17,8 +18,12 @@ from localrt.bench.sweep import (
     run_sweep,
     to_table,
 )
+from localrt.cli import bench_reports, main
 from localrt.common.errors import OptionError
 from localrt.common.option_names import on_command_line
+from localrt.offload import hardware
+from localrt.offload.hardware import Gpu
+from tests.bench.fake_nvml import FOLDER, FakeNvml
 from tests.bench.test_runner import FAKE, ROOT
 
 VARY = "prompt_tokens=20,64 batch=1,3 threads=1,2"
@@ -181,6 +186,53 @@ def test_points_that_cannot_run(tmp_path: Path) -> None:
     assert reasons[20, 2, 2 * 10**9, 100] is None
     assert len(started) == 2 + 1 + 2, "two refused, and after each death a new one"
     assert "not run: prompt_tokens=64 batch=1" in to_table(report)
+
+
+def test_gpu_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each budget has a process, whose GPU memory is watched. It needs a GPU that computes."""
+    monkeypatch.setenv(FOLDER, str(tmp_path / "vram"))
+    (tmp_path / "vram").mkdir()
+    monkeypatch.setattr(nvml, "library", lambda: FakeNvml(tmp_path / "vram"))
+    started: list[int] = []
+    report = _run(_options(tmp_path, vary="gpu_memory=8GB,6GB,4GB batch=1,2"), started)
+    assert len(started) == 3
+    assert _settings(report, "gpu_memory", "batch", "peak_vram_bytes") == [
+        (budget * 10**9, batch, budget * 8 * 10**8) for budget in (8, 6, 4) for batch in (1, 2)
+    ]
+    assert "3.2 GB (4 GB)" in to_table(report)
+    options = replace(_options(tmp_path, vary="gpu_memory=8GB"), file=tmp_path / "cpu.json")
+    report = _run(replace(options, fixed={"tokens": 5, "device": "cpu"}))
+    assert report["points"][0]["reason"] == "gpu_memory: no GPU computes here"
+    assert "peak VRAM" not in to_table(report)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "words", "varied"),
+    [
+        ((), [], {"prompt_tokens", "batch"}),
+        ((Gpu("RTX 4060"),), [], {"gpu_memory", "batch"}),
+        ((Gpu("RTX 4060"),), ["--device", "cpu"], {"prompt_tokens", "batch"}),
+        ((Gpu("RTX 4060"),), ["--gpu-memory", "8GB"], {"prompt_tokens", "batch"}),
+    ],
+)
+def test_what_varies_by_default(
+    gpus: tuple[Gpu, ...],
+    words: list[str],
+    varied: set[str],
+    tiny_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[SweepOptions] = []
+
+    def run(options: SweepOptions, **more: Any) -> Any:
+        seen.append(options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(hardware, "gpus", lambda: gpus)
+    monkeypatch.setattr(bench_reports, "run_sweep", run)
+    main(["bench", str(tiny_folder), "--sweep", str(tmp_path / "sweep.json"), *words])
+    assert set(seen[0].vary) == varied
 
 
 @pytest.mark.parametrize(

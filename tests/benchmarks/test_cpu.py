@@ -13,7 +13,8 @@ from benchmarks.common import command
 from benchmarks.cpu import __main__ as cpu
 from benchmarks.cpu import child
 from benchmarks.cpu.__main__ import cpu_table
-from benchmarks.cpu.llama_bench import PeerFailedError, run_peer
+from benchmarks.cpu.llama_bench import run_peer
+from localrt.bench.llama_bench import PeerFailedError
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
 from tests.conftest import needs_scripts

@@ -13,11 +13,10 @@ from typing import Any
 
 from localrt.bench.mix.mix import App, Mix, percentiles
 from localrt.bench.mix.runner import Event, MixOutcome, Run
+from localrt.bench.page import NOT_MEASURED, percent, shown
 from localrt.bench.report import facts
 from localrt.common.formatting import format_bytes, format_rate, format_seconds, table
 from localrt.offload.hardware import Machine
-
-_NOT = "not measured"
 
 
 def to_json(outcome: MixOutcome, mix: Mix, machine: Machine) -> dict[str, object]:
@@ -185,7 +184,7 @@ def to_table(report: Mapping[str, Any]) -> str:
     for server in report["servers"]:
         runs = server["runs"]
         several = f" (medians of {runs} runs)" if runs > 1 else ""
-        met = _percent(server["goals_met"])
+        met = shown(server["goals_met"], percent)
         lines += ["", f"{server['server']}: {met} of the requests met their goals{several}", ""]
         rows = [[cell(app) for _, cell in _COLUMNS] for app in server["apps"]]
         lines.append(table(rows, [header for header, _ in _COLUMNS], "ll".ljust(13, "r")))
@@ -197,28 +196,23 @@ def to_table(report: Mapping[str, Any]) -> str:
 
 
 def _machine_lines(server: Mapping[str, Any]) -> list[str]:
-    def shown(name: str, format_: Callable[[float], str]) -> str:
-        return _NOT if server[name] is None else format_(server[name])
+    def rate(value: float) -> str:
+        return f"{format_bytes(value)}/s"
 
     owners = server["peak_bytes"] or {}
-    peaks = [
-        f"{name} {_NOT if peak is None else format_bytes(peak)}" for name, peak in owners.items()
-    ]
-    disk = [
-        shown(f"disk_{way}_bytes_s", lambda rate: f"{format_bytes(rate)}/s")
-        for way in ("read", "write")
-    ]
+    peaks = [f"{name} {shown(peak, format_bytes)}" for name, peak in owners.items()]
+    disk = [shown(server[f"disk_{way}_bytes_s"], rate) for way in ("read", "write")]
     rows = [
-        ["CPU", shown("cpu", _percent)],
-        ["peak memory", ", ".join(peaks) or _NOT],
-        ["least free", shown("least_free_bytes", format_bytes)],
+        ["CPU", shown(server["cpu"], percent)],
+        ["peak memory", ", ".join(peaks) or NOT_MEASURED],
+        ["least free", shown(server["least_free_bytes"], format_bytes)],
         ["disk, read and written", ", ".join(disk)],
-        ["memory bandwidth", shown("memory_bytes_s", lambda rate: f"{format_bytes(rate)}/s")],
-        ["GPU", shown("gpu_busy", _percent)],
-        ["highest temperature", shown("celsius", lambda value: f"{value:.0f} °C")],
-        ["energy", shown("joules", lambda value: f"{value:.0f} J")],
-        ["energy per token", shown("joules_per_token", lambda value: f"{value:.2f} J")],
-        ["CPU time of measuring", shown("measuring_cpu_share", lambda share: f"{share:.2%}")],
+        ["memory bandwidth", shown(server["memory_bytes_s"], rate)],
+        ["GPU", shown(server["gpu_busy"], percent)],
+        ["highest temperature", shown(server["celsius"], "{:.0f} °C".format)],
+        ["energy", shown(server["joules"], "{:.0f} J".format)],
+        ["energy per token", shown(server["joules_per_token"], "{:.2f} J".format)],
+        ["CPU time of measuring", shown(server["measuring_cpu_share"], "{:.2%}".format)],
     ]
     for each in server["neighbours"]:
         if each["frame_ms"]:
@@ -227,10 +221,6 @@ def _machine_lines(server: Mapping[str, Any]) -> list[str]:
         if each.get("error"):
             rows.append([each["name"], each["error"]])
     return [table(rows, ("machine", ""))]
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.0f} %"
 
 
 def _times(name: str, which: str) -> Callable[[Mapping[str, Any]], str]:
@@ -242,7 +232,7 @@ _COLUMNS: Sequence[tuple[str, Callable[[Mapping[str, Any]], str]]] = (
     ("class", lambda app: app["class"]),
     ("requests", lambda app: f"{app['requests']:g}"),
     ("failed", lambda app: f"{app['failed']:g}"),
-    ("goals met", lambda app: _percent(app["goals_met"])),
+    ("goals met", lambda app: shown(app["goals_met"], percent)),
     ("TTFT p50", _times("ttft_s", "p50")),
     ("p95", _times("ttft_s", "p95")),
     ("TPOT p50", _times("tpot_s", "p50")),

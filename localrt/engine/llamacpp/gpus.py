@@ -25,7 +25,7 @@ CHUNK = 512
 
 _GPU, _INTEGRATED = 1, 2  # of ggml_backend_dev_type
 _SPARE = 256 << 20  # for a backend's own kernels and buffers
-_LAYER = re.compile(r"blk\.(\d+)\.")
+_LAYER = re.compile(r"blk\.(\d+)\.(ffn_\w+_(?:ch)?exps\b)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def with_layers(
 
     Each takes at most ``most`` bytes. What all of them cannot take is the CPU's: the first layers.
     """
-    sizes, beside = _layer_nbytes(path, ctx) if devices else ([], 0)
+    sizes, _, beside = layer_nbytes(path, ctx) if devices else ([], [], 0)
     placed: list[Device] = []
     # The last has the head, so it is the one with the most room.
     for device in sorted(devices, key=lambda each: each.free, reverse=True):
@@ -129,8 +129,9 @@ def place(api: ModuleType, params: Any, devices: Sequence[Device]) -> None:
         params.tensor_split = (ctypes.c_float * api.llama_max_devices())(*shares)
 
 
-def _layer_nbytes(path: Path, ctx: int) -> tuple[list[int], int]:
-    """Return the bytes of each layer's weights and cache, the head's last, and those of a pass.
+def layer_nbytes(path: Path, ctx: int) -> tuple[list[int], list[int], int]:
+    """Return the bytes of each layer's weights and cache, the head's last, of each layer's experts
+    among them, and of a pass.
 
     A cache has 16 bits a number. A pass holds attention's scores, as not every GPU does without
     them. Of sizes that differ between layers, the largest counts.
@@ -149,6 +150,7 @@ def _layer_nbytes(path: Path, ctx: int) -> tuple[list[int], int]:
         width = sum(size(f"attention.{each}_length", hidden // heads) for each in ("key", "value"))
         count, inner = size("block_count", 0), size("feed_forward_length", 4 * hidden)
         layers = [2 * ctx * size("attention.head_count_kv", heads) * width] * count + [0]
+        experts = [0] * (count + 1)
     finally:
         for part in parts:
             part.close()
@@ -156,5 +158,7 @@ def _layer_nbytes(path: Path, ctx: int) -> tuple[list[int], int]:
         found = _LAYER.match(name)
         # Where there is no output matrix, llama.cpp copies the embedding.
         if found or name != "token_embd.weight" or "output.weight" not in tensors:
-            layers[min(int(found[1]), count) if found else count] += nbytes
-    return layers, 4 * CHUNK * (heads * ctx + 4 * hidden + 3 * inner)
+            layer = min(int(found[1]), count) if found else count
+            layers[layer] += nbytes
+            experts[layer] += nbytes if found and found[2] else 0
+    return layers, experts, 4 * CHUNK * (heads * ctx + 4 * hidden + 3 * inner)

@@ -52,7 +52,11 @@ texts = 2
         (["m", "--mix", "student", "--runs", "0"], 2, "--runs must be at least 1, is 0"),
         (["m", "--mix", "student", "--out", "no/such/file"], 2, "there is no such folder"),
         (["./no.gguf", "--mix", "student"], 1, "no.gguf"),
-        (["--peer", "http://x"], 2, "--seconds and --out need --mix"),
+        (["--seconds", "9"], 2, "--seconds and --out need --mix"),
+        (["--peer", "http://x"], 2, "without --mix, give llama-bench=PROGRAM"),
+        (["--peer", "native=x"], 2, "without --mix, give llama-bench=PROGRAM"),
+        (["--peer", "a=x", "--peer", "a=y"], 2, "without --mix, give llama-bench=PROGRAM"),
+        (["--peer", "a=x", "--card"], 2, "--peer and --card cannot be combined"),
     ],
 )
 def test_mistakes(

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,9 @@ import numpy as np
 import pytest
 
 import localrt
+from localrt.bench.engines import Launch
+from localrt.bench.gpu import use_line
+from localrt.bench.process import Requests
 from localrt.common.errors import MemoryBudgetError
 from localrt.loading import gpu as opening
 from localrt.loading import native, passes, placing
@@ -27,6 +30,7 @@ from localrt.planning.forecast import Forecast, PlanRequest
 from localrt.planning.machine import Corrections
 from localrt.quant import choose
 from localrt.quant.cuda import cuda_memory
+from localrt.quant.cuda.driver import device_of
 from localrt.quantize.quantize import Recipe, quantize_model
 from tests.conftest import write_byte_tokenizer, write_tiny_model
 from tests.driver.inside.conftest import Kernels, once
@@ -199,6 +203,33 @@ def test_streamed(on_both: Both, place: Place, store: Path, gpu: Kernels, device
     info = on_both(store, device)
     assert (info.device, info.streamed) == ("cuda:1" if device == "cuda:1" else "cuda:0", True)
     assert gpu.launches.count("replay") > 10
+
+
+@once
+@pytest.mark.parametrize("streamed", [False, True])
+def test_measured_by_bench(
+    gpu: Kernels, place: Place, store: Path, streamed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without torch for GPUs, calls are counted, and the pipeline times its work by events."""
+    monkeypatch.setattr(opening, "_rates", lambda *_, **__: None)
+    monkeypatch.setattr(cuda_memory, "_SAMPLE", 1 << 20)
+    if streamed:
+        place(store, EVERYWHERE)
+    requests = Requests()
+    launch = Launch(engine="native", path=str(store), ctx=256, settings={"device": "cuda"})
+    info = requests.load(asdict(launch))
+    try:
+        assert (info["device"], info["streamed"]) == ("cuda:0", streamed)
+        sample = requests.generate(prompt=tokens(9), tokens=4)
+        assert device_of("cuda:0").allocated_nbytes <= sample["peak_vram_bytes"] <= 1 << 30
+        use = requests.gpu_use(prompt=tokens(9))
+        assert use is not None
+        assert use["launches_per_token"] >= 1
+        assert use["waits_per_token"] >= 1
+        assert {"gpu", "link"} & set(use["busy"]) == ({"gpu", "link"} if streamed else set())
+        assert ("busy while decoding: not measured" in use_line(use)) != streamed
+    finally:
+        requests._engine._model.close()  # type: ignore[attr-defined]
 
 
 @once

@@ -1,0 +1,345 @@
+"""llama.cpp's llama-bench as a peer: a script with its options and JSON, and a GPU that is full."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import psutil
+import pytest
+
+from localrt.bench import llama_bench, nvml
+from localrt.bench.llama_bench import LlamaBench, PeerFailedError
+from localrt.bench.process import ChildProcess
+from localrt.bench.report import to_json, to_table
+from localrt.bench.runner import run_bench
+from localrt.bench.workload import BenchOptions, Outcome, Workload
+from localrt.cli import bench, main
+from localrt.engine.llamacpp.gpus import layer_nbytes
+from localrt.offload import hardware
+from localrt.offload.hardware import Gpu, probe
+from tests.bench.fake_nvml import FOLDER, FakeNvml
+from tests.bench.test_runner import FAKE, ROOT
+from tests.conftest import needs_scripts, needs_signals
+from tests.waits import wait_for
+
+MB = 10**6
+WORK = Workload(prompt_tokens=20, tokens=5, runs=3)
+
+_SCRIPT = """#!{python}
+import json, os, sys
+sys.path.insert(0, {root!r})
+from pathlib import Path
+from tests.bench.fake_nvml import take
+words = sys.argv[1:]
+def value(name):
+    return int(words[words.index(name) + 1]) if name in words else 0
+with Path(__file__).with_suffix(".calls").open("a") as calls:
+    print(*words[2:], file=calls)
+assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
+experts = {experts} - value("-ncmoe")
+taken = {base} + {layer} * value("-ngl") + {expert} * experts
+if "{gpu}":
+    take(taken * 10**6)
+    if taken > {card}:
+        print("main: error: failed to load model", file=sys.stderr)
+        print("[\\n\\n]")
+        sys.exit(1)
+rate = 10.0 + value("-ngl") + experts + value("-fa")
+if value("-p"):
+    rate *= 10
+rates = [rate * (1 + n) / 2 for n in range(value("-r"))]
+test = dict(samples_ts=rates, build_commit="abc", gpu_info="{gpu}", n_prompt=value("-p"))
+print(json.dumps([test]))
+"""
+DENSE = [100 * MB] * 8 + [100 * MB], [0] * 9, 0
+MIXTURE = [350 * MB] * 4 + [50 * MB], [300 * MB] * 4 + [0], 0
+
+
+def _program(folder: Path, **values: Any) -> Path:
+    path = folder / "llama-bench"
+    given = {"base": 300, "layer": 100, "expert": 0, "experts": 0, "card": 10**9, "gpu": "a GPU"}
+    path.write_text(_SCRIPT.format(python=sys.executable, root=str(ROOT), **given | values))
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def given_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "good.gguf"
+    path.write_bytes(b"a model")
+    return path
+
+
+@pytest.fixture
+def card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeNvml | None], None]:
+    """Sets the library to use."""
+    monkeypatch.setenv(FOLDER, str(tmp_path / "vram"))
+    (tmp_path / "vram").mkdir()
+
+    def set_to(library: FakeNvml | None) -> None:
+        monkeypatch.setattr(nvml, "library", lambda: library)
+        if library is None:
+            monkeypatch.delenv(FOLDER)
+
+    return set_to
+
+
+@needs_scripts
+@pytest.mark.parametrize(
+    ("sizes", "program", "budget", "library", "setting"),
+    [
+        pytest.param(DENSE, {"layer": 90}, 1200, "lists", "-ngl 9", id="all of it"),
+        pytest.param(DENSE, {"base": 500}, 1200, "lists", "-ngl 7", id="more than estimated"),
+        pytest.param(DENSE, {"base": 800}, 1200, "lists", "-ngl 4", id="less than estimated"),
+        pytest.param(DENSE, {"base": 800}, 1200, "counts", "-ngl 4", id="by the whole GPU"),
+        pytest.param(DENSE, {"layer": 90}, 1200, "", "-ngl 6", id="no more than estimated"),
+        pytest.param(DENSE, {"card": 1000}, None, "", "-ngl 7", id="until memory runs out"),
+        pytest.param(DENSE, {"card": 1000}, 1200, "lists", "-ngl 7", id="a full card"),
+        pytest.param(
+            *(MIXTURE, {"layer": 50, "expert": 300, "experts": 4}, 1500, "lists"),
+            "-ngl 5 -ncmoe 1",
+            id="experts of three layers",
+        ),
+        pytest.param(
+            *(MIXTURE, {"layer": 50, "expert": 300, "experts": 4}, 470, "lists"),
+            "-ngl 3 -ncmoe 4",
+            id="no experts, and not all layers",
+        ),
+    ],
+)
+def test_best_setting_within_memory(
+    sizes: Any,
+    program: dict[str, int],
+    budget: int | None,
+    library: str,
+    setting: str,
+    tmp_path: Path,
+    model: Path,
+    card: Callable[[FakeNvml | None], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(llama_bench, "layer_nbytes", lambda *_: sizes)
+    card(FakeNvml(tmp_path / "vram", lists=library == "lists") if library else None)
+    limit = None if budget is None else budget * MB
+    options = BenchOptions(path=model, engines=(), workload=WORK, gpu_memory=limit, threads=2)
+    path, lines = _program(tmp_path, **program), list[str]()
+    found, samples, info = LlamaBench("peer", path, options, True, lines.append).measure()
+    assert found == f"{setting} -fa 1"
+    assert info["device"] == "a GPU"
+    calls = path.with_suffix(".calls").read_text("utf-8").splitlines()
+    assert len(calls) <= llama_bench._MOST_TRIALS + 3, "trials, one without flash attention, both"
+    assert calls[0].endswith("-fa 1 -p 0 -n 16 -d 20 -r 1 -t 2 -o json")
+    assert calls[-2].startswith(f"{setting} -fa 1 -p 20 -n 0 -r 3")
+    assert calls[-1].startswith(f"{setting} -fa 1 -p 0 -n 5 -d 20 -r 3")
+    assert len(samples) == 3
+    first = samples[0]
+    assert first["prefill_tok_s"] == 10 * first["decode_tok_s"]
+    assert first["ttft_s"] * first["prefill_tok_s"] == pytest.approx(20)
+    assert first["peak_ram_bytes"] > MB
+    peak = first["peak_vram_bytes"]
+    assert peak is None if not library else 0 < peak <= (budget or 0) * MB
+    assert lines[-1] == f"peer ({found}): measuring"
+
+
+def test_bytes_of_experts(tmp_path: Path) -> None:
+    path = tmp_path / "mixture.gguf"
+    writer = gguf.GGUFWriter(path, "qwen3moe")
+    writer.add_block_count(2)
+    writer.add_embedding_length(32)
+    for name, rows in {
+        **{"token_embd": 64, "output": 64, "blk.0.ffn_up": 32, "blk.1.ffn_gate_inp": 4},
+        **{f"blk.1.ffn_{part}_exps": 96 for part in ("gate", "up", "down")},
+    }.items():
+        writer.add_tensor(f"{name}.weight", np.zeros((rows, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    layers, experts, _ = layer_nbytes(path, 0)
+    assert layers == [4096, 512 + 3 * 12288, 8192]
+    assert experts == [0, 3 * 12288, 0]
+
+
+def _bench(program: Path, model: Path, **more: Any) -> Outcome:
+    options = BenchOptions(
+        path=model,
+        engines=more.pop("engines", ("native",)),
+        workload=WORK,
+        peers={"llama-bench": program},
+        **more,
+    )
+    lines: list[str] = []
+    outcome = run_bench(options, notify=lines.append, start=lambda engine: ChildProcess(FAKE))
+    assert all(len(line.splitlines()) == 1 for line in lines)
+    return outcome
+
+
+@needs_scripts
+@pytest.mark.parametrize(
+    ("text", "mode", "line"),
+    [
+        (None, 0, "llama-bench cannot be started: No such file or directory"),
+        ("#!/bin/sh\n", 0o644, "llama-bench cannot be started: Permission denied"),
+        ("not a program", 0o755, "llama-bench cannot be started: Exec format error"),
+        ("#!/bin/sh\necho hello\n", 0o755, "it printed no results as JSON (exit code 0)"),
+        ("#!/bin/sh\necho '[]'\n", 0o755, "it printed no results as JSON (exit code 0)"),
+        ("#!/bin/sh\necho '[{}]'\n", 0o755, "it printed no results as JSON (exit code 0)"),
+        ("#!/bin/sh\necho 1\necho 2 >&2\nexit 3\n", 0o755, "2"),
+        ("#!/bin/sh\nkill -9 $$\n", 0o755, "it printed no results as JSON (exit code -9)"),
+        ("#!/bin/sh\necho no memory >&2\nexit 1\n", 0o755, "no memory"),
+    ],
+)
+@pytest.mark.parametrize("gpu_memory", [None, 8000 * MB])
+def test_bad_programs(
+    text: str | None,
+    mode: int,
+    line: str,
+    gpu_memory: int | None,
+    tmp_path: Path,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What others have measured is kept."""
+    monkeypatch.setattr(llama_bench, "layer_nbytes", lambda *_: DENSE)
+    path = tmp_path / "llama-bench"
+    if text is not None:
+        path.write_text(text)
+        path.chmod(mode)
+    outcome = _bench(path, model, gpu_memory=gpu_memory)
+    assert [result.engine for result in outcome.results] == ["native"]
+    (skipped,) = outcome.skipped
+    assert (skipped.engine, skipped.reason) == ("llama-bench", line)
+
+
+@needs_scripts
+def test_unreadable_models(tmp_path: Path, model: Path) -> None:
+    outcome = _bench(_program(tmp_path), model, gpu_memory=8000 * MB)
+    assert "good.gguf" in outcome.skipped[0].reason
+    outcome = _bench(_program(tmp_path), tmp_path)
+    assert outcome.skipped[0].reason == "llama-bench reads GGUF files only"
+
+
+@needs_scripts
+def test_ratios_on_one_device(
+    tmp_path: Path,
+    model: Path,
+    card: Callable[[FakeNvml | None], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A peer keeps to the GPU memory, alone there, and figures of a CPU are no measure of it."""
+    monkeypatch.setattr(llama_bench, "layer_nbytes", lambda *_: DENSE)
+    card(FakeNvml(tmp_path / "vram"))
+    engines = ("native", "llamacpp", "transformers")
+    path = _program(tmp_path)
+    outcome = _bench(path, model, engines=engines, gpu_memory=1000 * MB)
+    assert not outcome.interleaved
+    assert not outcome.skipped
+    native, *plain, hugging, peer = outcome.results
+    assert [each.engine for each in plain] == ["llamacpp"] * 4
+    assert (hugging.setting, peer.setting) == ("bf16", "-ngl 7 -fa 1")
+    shares = [each.info["launch"]["settings"]["gpu_memory"] / MB for each in outcome.results[:-1]]
+    assert shares == [1000, *[900] * 5], (
+        "the first share that the peers, which take 10 % more, keep"
+    )
+    assert [each.metrics["peak_vram_bytes"] / MB for each in outcome.results] == [
+        *(800, *[990] * 5),
+        1000,
+    ]
+    work = BenchOptions(path=model, engines=engines, workload=WORK, gpu_memory=1000 * MB)
+    machine = probe()
+    object.__setattr__(machine, "gpus", (Gpu("RTX 4060", 8 << 30, driver="580.1"),))
+    text = to_table(outcome, work, name="m", machine=machine)
+    assert "RTX 4060 (8.6 GB of VRAM, driver 580.1)" in text
+    lines = {line.split()[0]: line for line in text.splitlines() if line.strip()}
+    assert "/ llama.cpp: against its best figure in the column" in text
+    assert lines["native"].count("x ") == lines["transformers"].count("x ") == 2
+    assert "1 GB" in lines["llama-bench"]
+    assert lines["llama-bench"].count("not measured") == 1, "its energy"
+    assert to_json(outcome, work)["results"][-1]["info"]["build_commit"] == "abc"
+    # A build of llama-bench without a GPU: ours has no ratio to it.
+    path = _program(tmp_path, gpu="")
+    native, peer = _bench(path, model, gpu_memory=1000 * MB).results
+    assert peer.info["device"] == "cpu"
+    assert peer.metrics["peak_vram_bytes"] is None
+    text = to_table(Outcome([native, peer], [], False), work, name="m", machine=machine)
+    assert "x " not in next(line for line in text.splitlines() if line.startswith("native"))
+
+
+@needs_scripts
+def test_on_the_cpu(tmp_path: Path, model: Path) -> None:
+    path = _program(tmp_path)
+    native, peer = _bench(path, model, device="cpu").results
+    assert peer.setting == "-ngl 0 -dev none -fa 1"
+    assert peer.info["device"] == "cpu"
+    work = BenchOptions(path=model, engines=("native",), workload=WORK, device="cpu")
+    text = to_table(Outcome([native, peer], [], False), work, name="m", machine=probe())
+    assert "x " in next(line for line in text.splitlines() if line.startswith("native"))
+    assert "VRAM" not in text
+
+
+@needs_scripts
+def test_fastest_of_those_that_fit(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flash attention is left out where that is faster."""
+    monkeypatch.setattr(llama_bench, "layer_nbytes", lambda *_: DENSE)
+    path = _program(tmp_path)
+    path.write_text(path.read_text("utf-8").replace('+ value("-fa")', '- value("-fa")'))
+    options = BenchOptions(path=model, engines=(), workload=WORK, device="cuda")
+    peer = LlamaBench("p", path, options, True, lambda line: None)
+    assert peer.measure()[0] == "-ngl 9 -fa 0"
+    path.write_text("#!/bin/sh\necho out of memory >&2\nexit 1\n")
+    peer = LlamaBench("p", path, options, True, lambda line: None)
+    with pytest.raises(PeerFailedError, match=r"^out of memory$"):
+        peer.measure()
+
+
+@needs_scripts
+@needs_signals
+def test_interrupt(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run ends with the benchmark, which keeps what it has."""
+    path = tmp_path / "llama-bench"
+    path.write_text("#!/bin/sh\necho $$ > pid\nexec sleep 600\n")
+    path.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+
+    def interrupted(self: subprocess.Popen[str]) -> Any:
+        wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", interrupted)
+    outcome = _bench(path, model, device="cpu")
+    assert outcome.interrupted
+    assert [result.engine for result in outcome.results] == ["native"]
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+
+
+def test_command(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[BenchOptions] = []
+
+    def run(options: BenchOptions, **more: Any) -> Outcome:
+        seen.append(options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(hardware, "gpus", lambda: ())
+    monkeypatch.setattr(hardware, "measure_memory_read", lambda threads: 1e9)
+    monkeypatch.setattr(bench, "run_bench", run)
+    peers = ["--peer", "llama-bench=./no/such/file", "--peer", f"other={sys.executable}"]
+    main(["bench", str(tiny_folder), *peers])
+    expected = {"llama-bench": Path.cwd() / "no/such/file", "other": Path(sys.executable)}
+    assert seen[0].peers == expected
+    assert main(["bench", str(tiny_folder), *peers, "--gpu-memory", "8GB"]) == 2
+    assert "--peer makes a run, but without a GPU" in capsys.readouterr().err
