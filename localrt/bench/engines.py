@@ -194,7 +194,7 @@ def llamacpp_core(launch: Launch) -> Core:
         path,
         ctx=launch.ctx,
         threads=launch.threads,
-        device=own.pop("device", "cpu").partition(":")[0],
+        device="cpu" if own.pop("device", "cpu") == "cpu" else "auto",  # its build may have none
         gpu_memory=own.pop("gpu_memory", None),
         settings=LlamaCppSettings(**own),
     )

@@ -74,9 +74,9 @@ def gpu_use(model: Model, prompt: Sequence[int]) -> GpuUse:
 
     try:
         decode()
-        before = model.status()
+        before = model.status(lanes=True)  # meanwhile the pipeline times every pass
         decode()
-        busy = dict(model.status().since(before).busy)
+        busy = dict(model.status(lanes=False).since(before).busy)
         seen = None
         if model.info.device.startswith("cuda"):
             from localrt.quant.cuda.counting import count_gpu_use

@@ -14,13 +14,16 @@ import psutil
 import pytest
 
 from localrt.bench import llama_bench, nvml
+from localrt.bench.engines import Launch, llamacpp_core
 from localrt.bench.llama_bench import LlamaBench, PeerFailedError
 from localrt.bench.process import ChildProcess
 from localrt.bench.report import to_json, to_table
 from localrt.bench.runner import run_bench
 from localrt.bench.workload import BenchOptions, Outcome, Workload
 from localrt.cli import bench, main
+from localrt.common.errors import MemoryBudgetError
 from localrt.engine.llamacpp.gpus import layer_nbytes
+from localrt.engine.llamacpp.model import LlamaCppModel
 from localrt.offload import hardware
 from localrt.offload.hardware import Gpu, probe
 from tests.bench.fake_nvml import FOLDER, FakeNvml
@@ -303,6 +306,35 @@ def test_fastest_of_those_that_fit(
     peer = LlamaBench("p", path, options, True, lambda line: None)
     with pytest.raises(PeerFailedError, match=r"^out of memory$"):
         peer.measure()
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "gpu_memory"),
+    [
+        ({"repack": True}, "cpu", None),
+        ({"repack": True, "device": "auto"}, "auto", None),
+        ({"repack": True, "device": "cuda:0", "gpu_memory": 5}, "auto", 5),
+    ],
+)
+def test_python_bindings(
+    settings: dict[str, Any],
+    device: str,
+    gpu_memory: int | None,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """llama-cpp-python computes on a GPU if one is used, and its build can."""
+    told: dict[str, Any] = {}
+
+    def load(path: Path, **options: Any) -> Any:
+        told.update(options)
+        raise MemoryBudgetError("full")
+
+    monkeypatch.setattr(LlamaCppModel, "load", load)
+    with pytest.raises(MemoryBudgetError):
+        llamacpp_core(Launch(engine="llamacpp", path=str(model), ctx=64, settings=settings))
+    assert (told["device"], told["gpu_memory"]) == (device, gpu_memory)
+    assert told["settings"].repack
 
 
 @needs_scripts
