@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,22 +15,23 @@ import numpy as np
 import pytest
 
 import localrt
-from localrt.bench.engines import Launch
-from localrt.bench.gpu import use_line
-from localrt.bench.process import Requests
+from localrt.bench.process import ChildProcess, Requests
+from localrt.bench.report import to_table
+from localrt.bench.runner import run_bench
+from localrt.bench.workload import BenchOptions, Workload
 from localrt.common.errors import MemoryBudgetError
 from localrt.loading import gpu as opening
 from localrt.loading import native, passes, placing
 from localrt.models.checkpoints import StoreCheckpoint, open_checkpoint
 from localrt.offload.experts import hybrid
 from localrt.offload.experts.hybrid import HybridExperts
+from localrt.offload.hardware import probe
 from localrt.offload.pipeline.lane import Lane
 from localrt.offload.placement import Where
 from localrt.planning.forecast import Forecast, PlanRequest
 from localrt.planning.machine import Corrections
 from localrt.quant import choose
 from localrt.quant.cuda import cuda_memory
-from localrt.quant.cuda.driver import device_of
 from localrt.quantize.quantize import Recipe, quantize_model
 from tests.conftest import write_byte_tokenizer, write_tiny_model
 from tests.driver.inside.conftest import Kernels, once
@@ -49,6 +50,23 @@ pytestmark = [needs_kernels, pytest.mark.usefixtures("given_rates")]
 
 
 Both = Callable[..., localrt.ModelInfo]
+
+
+class InProcess(ChildProcess):
+    """A benchmark's child in this process, which has the driver."""
+
+    def __init__(self) -> None:
+        self._requests = Requests()
+
+    @property
+    def pid(self) -> int:
+        return os.getpid()
+
+    def ask(self, do: str, **values: Any) -> Any:
+        return json.loads(json.dumps(getattr(self._requests, do)(**values)))
+
+    def close(self) -> None:
+        self._requests._engine._model.close()  # type: ignore[attr-defined]
 
 
 def quantized(folder: Path) -> Path:
@@ -215,21 +233,26 @@ def test_measured_by_bench(
     monkeypatch.setattr(cuda_memory, "_SAMPLE", 1 << 20)
     if streamed:
         place(store, EVERYWHERE)
-    requests = Requests()
-    launch = Launch(engine="native", path=str(store), ctx=256, settings={"device": "cuda"})
-    info = requests.load(asdict(launch))
-    try:
-        assert (info["device"], info["streamed"]) == ("cuda:0", streamed)
-        sample = requests.generate(prompt=tokens(9), tokens=4)
-        assert device_of("cuda:0").allocated_nbytes <= sample["peak_vram_bytes"] <= 1 << 30
-        use = requests.gpu_use(prompt=tokens(9))
-        assert use is not None
-        assert use["launches_per_token"] >= 1
-        assert use["waits_per_token"] >= 1
-        assert {"gpu", "link"} & set(use["busy"]) == ({"gpu", "link"} if streamed else set())
-        assert ("busy while decoding: not measured" in use_line(use)) != streamed
-    finally:
-        requests._engine._model.close()  # type: ignore[attr-defined]
+    options = BenchOptions(
+        path=store,
+        engines=("native",),
+        workload=Workload(prompt_tokens=9, tokens=4, runs=1),
+        device="cuda",
+        ctx=256,
+        peers={"llama-bench": Path("none")},
+    )
+    outcome = run_bench(options, notify=lambda line: None, start=lambda engine: InProcess())
+    (result,) = outcome.results
+    assert (result.info["device"], result.info["streamed"]) == ("cuda:0", streamed)
+    assert 1 << 20 <= result.metrics["peak_vram_bytes"] <= 1 << 30
+    assert result.metrics["launches_per_token"] >= 1
+    assert result.metrics["waits_per_token"] >= 1
+    assert {"gpu", "link"} & set(result.metrics["busy"]) == ({"gpu", "link"} if streamed else set())
+    text = to_table(outcome, options, name="m", machine=probe())
+    assert ("busy while decoding: not measured; " in text) != streamed
+    assert "peak VRAM" in text
+    assert text.splitlines()[3].endswith(" not measured"), "energy"
+    assert "llama-bench reads GGUF files only" in text
 
 
 @once
