@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from localrt.quant.formats.packed import Floats
+from localrt.quant.ops.protocol import is_best
 from localrt.speculative.tree import ROOT, TokenTree
 
 
 class TreePass:
     """A pass over a token and a ``tree`` after it, whose tokens are accepted one after another.
 
-    A token is chosen from the target's ``logits`` (1 + nodes, vocab) exactly as plain decoding
+    A token is chosen from the target's ``logits``, all or ``BEST``, exactly as plain decoding
     would (same penalties, same filters, one random number). If a child of the current node has that
     token, the next is chosen from its logits; if not, the pass is over. The token is part of the
     answer either way. Nothing is rejected and drawn again, so every token has the target's own
@@ -52,6 +55,7 @@ class TreePass:
         tokens: list[int] = []
         node: int | None = ROOT
         while node is not None:
-            tokens.append(int(self._logits[1 + node].argmax()))
+            row: Any = self._logits[1 + node]
+            tokens.append(int(row["token"][0] if is_best(row) else row.argmax()))
             node = self.tree.follow(node, tokens[-1])
         return tokens

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +32,7 @@ from localrt.engine.stopping import LineMatcher, Thinking
 from localrt.engine.types import Chunk, FinishReason, Metrics, TokenLogprob, ToolCall
 from localrt.models.tokenizers.base import Tokenizer
 from localrt.offload.memory import peak_rss
+from localrt.quant.ops.protocol import is_best
 
 _CLOSE = "</think>"  # ends the thinking in a parser's text
 
@@ -63,9 +65,9 @@ class Answer:
         self._dry = Dry(request.sampling, request.prompt, tokenizer) if dry else None
         self._constraint = None if request.constraint is None else request.constraint()
 
-    def accept(self, logits: Logits) -> Chunk | None:
-        """Choose a token from ``logits`` (vocab,); return its chunk, or None if the model ends
-        here.
+    def accept(self, logits: npt.NDArray[Any]) -> Chunk | None:
+        """Choose a token from ``logits`` (vocab,), or ``BEST`` if ``Request.best_only``; return its
+        chunk, or None if the model ends here.
 
         The chunk has a finish reason if its text completed a stop string, or if the constraint
         allows no further token.
@@ -74,7 +76,8 @@ class Answer:
             LocalrtError: the logits are NaN, or no token fits the constraint.
         """
         request = self._request
-        if not np.isfinite(logits.max()):
+        values = logits["value"] if is_best(logits) else logits
+        if not np.isfinite(values.max()):
             raise LocalrtError("the model produced NaN logits: its files may be damaged")
         bound = None if self._thinking.free else self._constraint
         forced = self._thinking.take()

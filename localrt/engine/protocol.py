@@ -95,9 +95,11 @@ class EngineSession(ABC):
     """One sequence: the tokens whose keys and values are cached, in order. Not thread-safe.
 
     ``capacity`` is the most tokens that it can hold. ``takes_trees``: it has ``extend_tree`` and
-    ``keep``, and its engine ``extend_trees``.
+    ``keep``, and its engine ``extend_trees``. ``best_only`` is set by whoever is content with the
+    best logits of its passes (``BEST``), where not copying all is faster.
     """
 
+    best_only: bool = False
     capacity: int
     takes_trees: bool = False
     mix: Mix = ()

@@ -104,6 +104,12 @@ class Request:
     cancel: threading.Event = field(default_factory=threading.Event)
     on_progress: ProgressCallback | None = None
 
+    @property
+    def best_only(self) -> bool:
+        """Whether the best logits give the same answer as all of them."""
+        whole = self.constraint is not None or self.logprobs is not None or self.fills_gap
+        return self.sampling.best_only and not whole
+
     def check(
         self, *, ctx: int, vocab_size: int | None = None, vision: VisionState | None = None
     ) -> None:

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from localrt.common.errors import OptionError
 from localrt.common.option_names import option
+from localrt.quant.ops.protocol import BEST_COUNT, is_best
 
 if TYPE_CHECKING:
     from localrt.models.tokenizers.base import Tokenizer
@@ -108,6 +109,13 @@ class Sampling:
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature == 0.0
+
+    @property
+    def best_only(self) -> bool:
+        """Whether the best logits give the same tokens as all of them."""
+        penalties = self.repetition_penalty - 1.0, self.frequency_penalty, self.presence_penalty
+        adjusts = any(penalties) or bool(self.logit_bias) or self.avoids_repetition
+        return not adjusts and (self.greedy or 0 < self.top_k <= BEST_COUNT)
 
     @property
     def avoids_repetition(self) -> bool:
@@ -203,11 +211,15 @@ def adjust_logits(
     return out
 
 
-def distribution(logits: Logits, sampling: Sampling, chance: float = 1.0) -> Distribution:
-    """Return the distribution that ``sampling`` draws from, given adjusted logits (V,).
+def distribution(logits: npt.NDArray[Any], sampling: Sampling, chance: float = 1.0) -> Distribution:
+    """Return the distribution that ``sampling`` draws from, given adjusted logits (V,), or ``BEST``
+    if these suffice.
 
     ``chance``, uniform in [0, 1), decides whether XTC applies to this token.
     """
+    if is_best(logits):
+        found = distribution(logits["value"], sampling, chance)
+        return Distribution(logits["token"].astype(np.intp)[found.tokens], found.probs)
     if sampling.greedy:
         return Distribution(np.array([int(logits.argmax())], np.intp), np.ones(1))
     # Sorting all logits is faster than sorting their ids: those that stay are found at the end.

@@ -19,7 +19,7 @@ from localrt.models.weights import WeightLoader
 from localrt.quant.ops.arrays import Array, Hidden, Pass, Vector, Weight, copy_to_host, large_floats
 from localrt.quant.ops.attention import AttentionSpec, AttentionWeights
 from localrt.quant.ops.features import Features
-from localrt.quant.ops.protocol import Batch, Check, HostRows, MlpWeights, Ops, SplitOps
+from localrt.quant.ops.protocol import Batch, Check, HostRows, MlpWeights, Ops, SplitOps, is_best
 
 Logits = npt.NDArray[np.float32]
 
@@ -313,8 +313,8 @@ class Head:
         self.fill(state, logits)
 
     def fill(self, state: PassState, logits: Logits) -> None:
-        """Fill ``state.logits`` from ``logits`` (logit rows, rows of its weight)."""
-        if logits.shape[1] == self._vocab:
+        """Fill ``state.logits`` from ``logits`` (logit rows, rows of its weight), or the best."""
+        if logits.shape[1] == self._vocab or is_best(logits):
             state.logits = logits
             return
         if state.logits is None:  # at once: slices and whole would take twice the memory

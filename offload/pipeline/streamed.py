@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -118,6 +119,8 @@ class StreamedWeights(WeightStore):
             self._skip_head()
         self.body = [*self._embed, *self._segments.parts(self._layers)]
         self._cpu_before = self._clock.busy().get("cpu", 0.0)
+        if batch.best_only and len(self._joined_head.parts(self._head)) > 1:
+            batch = replace(batch, best_only=False)  # no part of the head knows the others' logits
         return StreamedState(batch, logit_rows, self.cpu, check)
 
     def head(self, state: PassState) -> Sequence[Part]:

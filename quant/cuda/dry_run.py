@@ -26,6 +26,7 @@ from localrt.quant.cuda.launch import noting
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.products import MOST_ROWS, TiledMatrix
 from localrt.quant.cuda.programs import Program
+from localrt.quant.cuda.steps import BEST_LOGITS
 from localrt.quant.cuda.stream import Stream
 from localrt.quant.cuda.tensor import BFLOAT16, INT32, UINT8, Tensor, empty, nothing
 from localrt.quant.cuda.weight import CudaWeight, ExpertTable, RouterWeights
@@ -46,7 +47,7 @@ class DryRunOps(CudaOps):
 
     def __init__(self, ops: CudaOps) -> None:
         super().__init__(device=ops.device, kv_format=ops.kv_format, fine=ops.fine)
-        self.programs: dict[Program, None] = {}
+        self.programs: dict[Program, None] = {BEST_LOGITS: None}  # passes are not recorded here
 
     @contextmanager
     def scope(self) -> Iterator[None]:

@@ -25,6 +25,7 @@ from localrt.quant.cuda.kv import blocks_of
 from localrt.quant.cuda.products import MOST_ROWS
 from localrt.quant.cuda.recurrent import SequenceTable
 from localrt.quant.cuda.routing import CudaRouting
+from localrt.quant.cuda.steps import BestLogits
 from localrt.quant.cuda.stream import (
     Between,
     CudaPass,
@@ -142,13 +143,15 @@ class Recordings:
             after = body(step, Stream(values)).settle()
             assert after is values, "steps add to the stream where it is"
 
-        logits = static.run(key, step, settled, before, check)
+        found = static.run(key, step, settled, before, check)
         x.values = values
-        if logits is None:
+        if found.logits is None:
             return None
         if self.while_waiting is not None:
             self.while_waiting()
-        return logits.to_host()
+        if step.best_only and found.best is not None:
+            return found.best.rows()
+        return found.logits.to_host()
 
     def forget(self, key: object | None = None) -> None:
         if key is None:
@@ -271,9 +274,9 @@ class GraphedForward:
                     target_features,
                     target_features[-1],
                 )
-            logits = static.run("pass", step, partial(static.whole, self._forward))
-            assert logits is not None, "the pass has left its logits"
-            host = self._to_host(logits, count if rows is None else len(rows))
+            found = static.run("pass", step, partial(static.whole, self._forward))
+            wanted = count if rows is None else len(rows)
+            host = self._to_host(found, wanted, best_only=step.best_only)
         if features is not None:
             for layer, values in zip(features.layers, static.features.rows, strict=True):
                 out = features.of(layer)
@@ -282,8 +285,12 @@ class GraphedForward:
         span.cache.advance(count)
         return host
 
-    def _to_host(self, logits: Tensor, rows: int) -> Logits:
-        """Copy the first rows through pinned RAM, waiting for the pass to end."""
+    def _to_host(self, found: Recording, rows: int, *, best_only: bool) -> Logits:
+        """Wait for the pass to end; copy its first rows, or the best of them, by pinned RAM."""
+        if best_only and found.best is not None:
+            return found.best.rows(rows)
+        logits = found.logits
+        assert logits is not None, "the pass has left its logits"
         size = rows * logits.shape[1]
         if self._host.size < size:
             self._host = self._device.pinned((logits.size,), np.float32)
@@ -310,6 +317,7 @@ class StaticStep(CudaPass):
     """A pass whose inputs are ``static``."""
 
     static: StaticPass
+    best_only: bool = False  # see ``Batch``
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -358,7 +366,7 @@ class StaticPass:
         self._numbers.fill(batch.tokens, batch.positions, batch.spans, index)
         self._inputs.put(self._numbers.staged)
         spans = (Span(span.cache, self._shape.rows),)
-        step = StaticStep(*self._parts, spans, self._limit, static=self)
+        step = StaticStep(*self._parts, spans, self._limit, static=self, best_only=batch.best_only)
         if self._table is not None:
             self._table.fill(batch.spans, begin_states(batch.spans))
             step.sequences = self._table.split(self._upload(self._table))
@@ -385,18 +393,20 @@ class StaticPass:
     def run(
         self,
         key: object,
-        step: CudaPass,
+        step: StaticStep,
         body: Callable[[CudaPass], None],
         x: Tensor | None = None,
         check: Check | None = None,
-    ) -> Tensor | None:
+    ) -> Recording:
         """Replay ``body`` for the pass ``step``; record it first if ``key`` is new. The host's work
         between graphs may call ``check``.
 
-        ``x`` is first copied to the residual stream. Returns the logits, if any, valid until the
-        next run.
+        ``x`` is first copied to the residual stream. Returns the recording, whose logits, if any,
+        are valid until the next run.
         """
         run = self._runs.get(key)
+        if run is not None and step.best_only and run.recording.best is None:
+            run.recording.stale |= run.recording.logits is not None
         if run is None or run.recording.stale:
             # The body runs once before it is recorded, and changes x.
             copy = None if x is None else empty(*x.shape, device=self._device).put(x)
@@ -406,7 +416,7 @@ class StaticPass:
         self._load(x)
         self._step = step
         run.replay(check)
-        return run.recording.logits
+        return run.recording
 
     def whole(self, forward: Forward, step: CudaPass) -> None:
         """The body of a whole pass: ``forward``, without counting its tokens in the cache."""
@@ -437,7 +447,7 @@ class StaticPass:
             if x is not values:
                 values.put(x)
 
-    def _record(self, step: CudaPass, body: Callable[[CudaPass], None]) -> _Run:
+    def _record(self, step: StaticStep, body: Callable[[CudaPass], None]) -> _Run:
         fresh = replace(step, tables={}, mixed=set())
         recording = Recording(fresh, self._index, self._shared, _skip)
 
@@ -449,6 +459,9 @@ class StaticPass:
             self._ops.recording = recording
             try:
                 body(recording.step)
+                if step.best_only and recording.logits is not None:
+                    recording.best = recording.best or BestLogits(recording.logits)
+                    recording.best.find(recording.logits)
             finally:
                 self._ops.recording = None
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from localrt.quant.cuda.launch import arguments, launch, pointers
+from typing import Any
+
+import numpy.typing as npt
+
+from localrt.quant.cuda.launch import arguments, declarations, launch, pointers
 from localrt.quant.cuda.products import (
     GATES,
     OUT,
@@ -10,7 +14,8 @@ from localrt.quant.cuda.products import (
     empty_records,
 )
 from localrt.quant.cuda.programs import Program
-from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32, Dtype, Tensor, empty
+from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32, INT64, Dtype, Tensor, empty
+from localrt.quant.ops.protocol import BEST, BEST_COUNT
 
 _THREADS = 256
 # Largest Hadamard rotation: one thread block does it.
@@ -22,6 +27,8 @@ _Rotate = arguments("rotate.cu", "Rotate")
 _Gate = arguments("gate.cu", "Gate")
 _MoveRows = arguments("move_rows.cu", "MoveRows")
 _Rotary = arguments("rotary.cu", "Rotary")
+_Best = arguments("best_logits.cu", "BestLogits")
+BEST_LOGITS = Program.of("best_logits")
 
 
 def move_rows(
@@ -209,3 +216,31 @@ def rotate_blocks(x: Tensor, size: int, *, out: Tensor | None = None) -> Tensor:
     grid = (-(-width // _MOST_HADAMARD), rows, heads)
     launch(x.device, Program.of("rotate"), grid, _MOST_HADAMARD, args)
     return out
+
+
+class BestLogits:
+    """The best logits of passes whose logits are like ``logits`` (n, V), float32, in pinned RAM."""
+
+    def __init__(self, logits: Tensor) -> None:
+        device, (rows, vocab) = logits.device, logits.shape
+        constants = declarations("best_logits.cu").constants
+        self._threads, self._vocab = constants["THREADS"], vocab
+        self._blocks = -(-vocab // (self._threads * constants["EACH"]))
+        shape = rows, self._blocks * BEST_COUNT
+        self._keys = empty(*shape, dtype=INT64, device=device, pool=device.persistent)
+        self._best = device.pinned((rows, BEST_COUNT), BEST)
+
+    def find(self, logits: Tensor) -> None:
+        """Start to find the best of ``logits`` (n, V), contiguous."""
+        device, (rows, vocab), place = logits.device, logits.shape, self._best.ctypes.data
+        args = _Best(*pointers(logits, None), place, vocab, vocab)
+        if self._blocks > 1:
+            args.out = self._keys.address
+            launch(device, BEST_LOGITS, (self._blocks, rows, 1), self._threads, args)
+            args = _Best(*pointers(logits, self._keys), place, vocab, self._keys.shape[1])
+        launch(device, BEST_LOGITS, (1, rows, 1), self._threads, args)
+
+    def rows(self, count: int | None = None) -> npt.NDArray[Any]:
+        """Wait for the GPU; return a copy of the best of the first ``count`` rows, ``BEST``."""
+        self._keys.device.synchronize()
+        return self._best[:count, : self._vocab].copy()

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from localrt.quant.cuda.kv import blocks_of
 from localrt.quant.cuda.products import Records
-from localrt.quant.cuda.steps import move_rows, norm, norm_records
+from localrt.quant.cuda.steps import BestLogits, move_rows, norm, norm_records
 from localrt.quant.cuda.tensor import BFLOAT16, INT16, Dtype, Tensor
 from localrt.quant.ops.attention import Rope
 from localrt.quant.ops.experts import MakeHostWork
@@ -190,7 +190,7 @@ class CudaPass:
 
 @dataclass(slots=True)
 class Recording:
-    """A recorded pass: its static inputs, head rows, and logits."""
+    """A recorded pass: its static inputs, head rows, and logits, with the ``best`` if wanted."""
 
     step: CudaPass
     logit_rows: Tensor | None  # rows of the head, (n,) int64; None is all
@@ -198,4 +198,5 @@ class Recording:
     cut: Cut
     beside: Beside = field(default_factory=dict)
     logits: Tensor | None = None
+    best: BestLogits | None = None
     stale: bool = False  # whether it must be recorded again

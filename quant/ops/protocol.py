@@ -158,10 +158,22 @@ class PictureRows:
     deep: tuple[npt.NDArray[np.float32], ...] = ()
 
 
+BEST_COUNT = 64
+BEST = np.dtype([("token", "<i4"), ("value", "<f4")])
+"""The best of a row's logits, by descending value, ties by token, NaN first. If a ``Batch`` is
+``best_only``, its logits (n, V) may be an array (n, 64) of these; narrower if V is less.
+"""
+
+
+def is_best(logits: npt.NDArray[Any]) -> bool:
+    """Whether these are ``BEST``."""
+    return logits.dtype.names is not None
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """The rows of one pass. ``positions`` are the rotary positions; ``axes`` (3, R) those of time,
-    height and width, where pictures make them differ.
+    height and width, where pictures make them differ. ``best_only``: its logits may be ``BEST``.
     """
 
     tokens: npt.NDArray[np.int64]  # (R,)
@@ -169,6 +181,7 @@ class Batch:
     spans: tuple[Span, ...]
     pictures: PictureRows | None = None
     axes: npt.NDArray[np.int64] | None = None
+    best_only: bool = False
 
     @property
     def plain(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from localrt.common.errors import OptionError
+from localrt.common.errors import LocalrtError, OptionError
+from localrt.engine.answer import Answer
+from localrt.engine.request import Request
 from localrt.engine.sampling import (
     Sampling,
     adjust_logits,
@@ -20,6 +23,8 @@ from localrt.engine.sampling import (
     log_probabilities,
     sampling_defaults,
 )
+from tests.engine.fake_session import ScriptedSession
+from tests.ops.oracles import best_of
 
 NEUTRAL: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
@@ -223,3 +228,78 @@ def test_defaults() -> None:
 def test_ties() -> None:
     assert kept(np.array([1, 3, 3, 3], np.float32), top_k=2) == [1, 2]
     assert kept(np.array([1, 5, 5, 0], np.float32), temperature=0) == [1]
+
+
+def tokens_of(rows: np.ndarray, sampling: Sampling) -> list[int]:
+    """An answer's tokens."""
+    answer = Answer(Request(prompt=[1], sampling=sampling), ScriptedSession(int), None)
+    for row in rows:
+        answer.accept(row)
+    return answer.generated
+
+
+@given(
+    seed=st.integers(0, 1 << 32),
+    vocab=st.integers(1, 500),
+    ties=st.integers(0, 3),
+    excluded=st.sampled_from([0.0, 0.5, 0.99]),
+    settings=st.fixed_dictionaries(
+        {
+            "temperature": st.sampled_from([0.0, 0.3, 1.0, 20.0]),
+            "top_k": st.integers(1, 64),
+            "top_p": st.sampled_from([1.0, 0.9, 0.0]),
+            "min_p": st.sampled_from([0.0, 0.05, 1.0]),
+            "typical_p": st.sampled_from([1.0, 0.5]),
+            "xtc_probability": st.sampled_from([0.0, 0.5, 1.0]),
+            "xtc_threshold": st.sampled_from([0.0, 0.02, 0.3]),
+            "seed": st.integers(0, 1 << 64 - 1),
+        }
+    ),
+)
+def test_best_logits_give_the_same_tokens(
+    seed: int, vocab: int, ties: int, excluded: float, settings: dict[str, Any]
+) -> None:
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(scale=3, size=(6, vocab)).astype(np.float32)
+    if ties:
+        logits = np.round(logits / ties)
+    logits[rng.random(logits.shape) < excluded] = -np.inf
+    logits[:, rng.integers(vocab)] = 1.0
+    sampling = Sampling(**settings)
+    assert sampling.best_only
+    assert tokens_of(best_of(logits), sampling) == tokens_of(logits, sampling)
+
+
+@pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
+def test_broken_best_logits(broken: float) -> None:
+    logits = np.full((1, 100), -np.inf, np.float32)
+    logits[0, 70] = broken
+    with pytest.raises(LocalrtError, match="NaN"):
+        tokens_of(best_of(logits), Sampling())
+
+
+@pytest.mark.parametrize(
+    ("settings", "enough"),
+    [
+        ({}, True),
+        ({"top_k": 64}, True),
+        ({"top_k": 65}, False),
+        ({"top_k": 0}, False),
+        ({"temperature": 0.0, "top_k": 0}, True),
+        ({"repetition_penalty": 1.1}, False),
+        ({"frequency_penalty": 0.1}, False),
+        ({"presence_penalty": -0.1}, False),
+        ({"logit_bias": {3: 1.0}}, False),
+        ({"dry_multiplier": 0.8}, False),
+        ({"dry_multiplier": 0.8, "dry_penalty_last_n": 0}, True),
+    ],
+)
+def test_where_the_best_logits_are_enough(settings: dict[str, Any], enough: bool) -> None:
+    assert Sampling(**settings).best_only == enough
+
+
+def test_answers_that_read_all_logits() -> None:
+    request = Request(prompt=[1], sampling=Sampling())
+    assert request.best_only
+    for options in ({"logprobs": 0}, {"fills_gap": True}, {"constraint": object}):
+        assert not replace(request, **options).best_only

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.quant.ops.experts import ExpertSpec
-from localrt.quant.ops.protocol import MlpSpec
+from localrt.quant.ops.protocol import BEST, BEST_COUNT, MlpSpec
 
 
 def sigmoid(x: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -39,3 +39,12 @@ def read_in(layer: Any, x: npt.NDArray[np.float32], cuts: Iterable[int]) -> npt.
     """What a layer makes of the rows of one sequence, in passes of so many."""
     cache, ends = layer.cache(), accumulate(cuts, initial=0)
     return np.concatenate([layer.run((cache, x[start:stop])) for start, stop in pairwise(ends)])
+
+
+def best_of(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.void]:
+    """``BEST`` of logits (n, V), by sorting all: NaN, then descending values, then tokens."""
+    found = np.empty((len(logits), min(BEST_COUNT, logits.shape[1])), BEST)
+    for row, values in zip(found, logits, strict=True):
+        order = np.lexsort((np.arange(len(values)), -values, ~np.isnan(values)))[: len(row)]
+        row["token"], row["value"] = order, values[order]
+    return found

@@ -98,6 +98,7 @@ class BatchSequence(Generic[Owner]):
         ``alone``: it shares no passes, so it may draft from the start.
         """
         session.use(self.request.mix)
+        session.best_only = self.request.best_only
         tokens, resumes = self.tokens, self._answer is not None
         if self._answer is None:
             self._answer = Answer(self.request, session, tokenizer, shared=not alone)

@@ -425,6 +425,9 @@ class NativeEngine(Engine):
         tokens = [np.concatenate([[token], tree.tokens]) for _, token, tree in parts]
         tokens += [np.asarray(ids, np.int64) for _, ids in beside]
         batch, shifts = rows_of_pass(sessions, tokens, [tree for *_, tree in parts], self.vision)
+        readers = [*sessions[: len(parts)], *(sessions[len(parts) + part] for part in wanted)]
+        if all(session.best_only for session in readers):
+            batch = replace(batch, best_only=True)
         ends = list(accumulate(map(len, tokens)))
         features = self._features(sessions, ends[-1])
         trees = ends[len(parts) - 1] if parts else 0

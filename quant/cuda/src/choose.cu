@@ -21,9 +21,7 @@ struct Choose {
 
 // A key that sorts by descending rank, then by ascending number.
 FN u64 key_of(float rank, int number) {
-    const u32 bits = as_bits(plus(rank, 0.f));  // no -0
-    const u32 ordered = rank != rank ? ~0u : bits >> 31 ? ~bits : bits | 1u << 31;
-    return (u64)ordered << 10 | (MOST_EXPERTS - 1 - number);
+    return (u64)ordered(rank) << 10 | (MOST_EXPERTS - 1 - number);
 }
 
 // Reduces all threads' values in a fixed order.

@@ -230,3 +230,9 @@ FN void multiply(float (&c)[4], const uint4& a, u32 b0, u32 b1) {
 #endif
 }
 #endif
+
+// Bits that sort by descending value, NaN before all; both zeros are equal.
+FN u32 ordered(float value) {
+    const u32 bits = as_bits(plus(value, 0.f));
+    return value != value ? ~0u : bits >> 31 ? ~bits : bits | 1u << 31;
+}

@@ -55,6 +55,7 @@ OTHERS = cases([target for target in TARGETS if target != 89], (75,))
 
 SMALL: dict[str, dict[str, object]] = {
     "activate": {"ACTIVATION": 5, "GATED": 1, "OUT": "Bf16"},
+    "best_logits": {},
     "choose": {},
     "combine": {},
     "dense": {"OUT": "Bf16", "WIDE": 1},
