@@ -182,7 +182,8 @@ def product(
         limit,
     )
     if many is not None:
-        program = many_program(weight.format, gate, out.dtype, fine=x.fine)
+        narrow = x.count <= MOST_ROWS
+        program = many_program(weight.format, gate, out.dtype, fine=x.fine, narrow=narrow)
         launch(out.device, program, many, 256, args)
         return
     program = linear_program(weight.format, x.count, division, gate, out.dtype, fine=x.fine)
@@ -252,11 +253,14 @@ def linear_program(
 
 
 @cache
-def many_program(format_: str, gate: str | None, out: Dtype, *, fine: bool = False) -> Program:
-    """The kernel for many rows of records."""
+def many_program(
+    format_: str, gate: str | None, out: Dtype, *, fine: bool = False, narrow: bool = False
+) -> Program:
+    """The kernel for many rows of records; ``narrow`` is for up to 64."""
     return Program.of(
         "linear_many",
         **format_macros(format_),
+        NARROW=int(narrow),
         GATE=GATES[gate] if gate else 0,
         OUT=OUT[out],
         FINE=int(fine),

@@ -1,16 +1,18 @@
 // Multiplies many rows by one matrix. A block takes 64 weight rows and 128 rows of records, 64 columns at
 // a time: half of the warps unpack the next weights to bytes in shared memory while the others multiply,
-// each 32 weight rows by 32 rows of records. Sums are in the order of sums.cuh, so bits equal those of
-// linear.cu. Compiled for
+// each 32 weight rows by 32 rows of records. Of up to 64 rows, each warp takes 16, and all unpack: 128
+// columns at a time. Sums are in the order of sums.cuh, so bits equal those of linear.cu. Compiled for
 //
 //   FORMAT   see formats.cuh
+//   NARROW   1: of up to 64 rows
 //   GATE OUT FINE   see linear.cu
 #include "linear.cuh"
 
 using Weights = FORMAT;
 using Codes = Weights::Codes;
 using Scales = Weights::Scales<1>;
-constexpr int PAIRS = 2, SIDES = 4, STEPS = 2, N = Scales::HALVES ? 3 : 4, ROWS = 8 * N * SIDES;
+constexpr int PAIRS = 2, SIDES = 4, STEPS = NARROW ? 4 : 2, N = NARROW ? 2 : Scales::HALVES ? 3 : 4, ROWS = 8 * N * SIDES;
+constexpr int COPIERS = STEPS;  // threads that copy a row's records
 constexpr int SPAN = Weights::SPAN, TURN = SPAN > 4 ? SPAN : 4;
 constexpr bool HALVES = Scales::HALVES, TWO_LEVEL = Scales::TWO_LEVEL, MINIMUM = Scales::MINIMUM, MINIMA = MINIMUM && HALVES;
 
@@ -35,7 +37,7 @@ struct At {
     int step, chain;
 
     FN void advance(At& at, const Linear& args) {
-        at.step += 2;
+        at.step += STEPS;
         if (at.step % TURN == 0) at.step += (args.chains - 1) * TURN;
         if (at.step >= args.steps) at.step = ++at.chain * TURN;
     }
@@ -172,41 +174,42 @@ extern "C" __global__ void __launch_bounds__(256, 2) linear_many(Linear args) {
     // Beyond the matrix, a warp recomputes its last tile.
     const int tile = (wanted < half ? wanted : half - 1) + (GATE ? lane.g / 4 * half : 0);
     const auto span = [&](u32 step) { return args.w + tile * args.tile_bytes + (i64)(step / SPAN) * Weights::BYTES; };
-    const int row = rows_from + threadIdx.x / 2, records = (row < args.m ? row : args.m - 1) * args.x_stride;
+    const int row = rows_from + threadIdx.x / COPIERS, records = (row < args.m ? row : args.m - 1) * args.x_stride;
+    const int turn = side - (SIDES - STEPS);  // the step that the warp unpacks; those that may have no rows come first
 
-    const auto fetch = [&](Step (&to)[STEPS], u32 step) {  // two threads copy a row's record
-        const int row = threadIdx.x / 2, t = threadIdx.x % 2;
-        const u8* at = args.x + (records + step / 2 * RECORD);
-        if (row < ROWS) {
+    const auto fetch = [&](Step (&to)[STEPS], u32 step) {  // two threads copy a record
+        const int row = threadIdx.x / COPIERS, t = threadIdx.x % 2, first = threadIdx.x % COPIERS - t;
+        const u8* at = args.x + (records + (step + first) / 2 * RECORD);
+        if (row < ROWS && (COPIERS == 2 || step + first < args.steps)) {
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                copy_eight(&to[0].numbers[row][2 * t + i], at + 32 * t + 16 * i);
-                copy_eight(&to[1].numbers[row][2 * t + i], at + 32 * t + 16 * i + 8);
+                copy_eight(&to[first].numbers[row][2 * t + i], at + 32 * t + 16 * i);
+                copy_eight(&to[first + 1].numbers[row][2 * t + i], at + 32 * t + 16 * i + 8);
             }
-            copy_eight(&to[t].scales[row], at + SCALES + 8 * t);
+            copy_eight(&to[first + t].scales[row], at + SCALES + 8 * t);
         }
-        const u32 own = step + side;
-        if (side < STEPS && own < args.steps) prefetch(span(own) + Weights::HEAD + own % SPAN * Weights::STEP + lane_of % 16 * 32);
+        const u32 own = step + turn;
+        if (turn >= 0 && own < args.steps) prefetch(span(own) + Weights::HEAD + own % SPAN * Weights::STEP + lane_of % 16 * 32);
     };
     const auto unpack = [&](Step (&to)[STEPS], u32 step) {  // one step of its pair per warp
-        const u32 own = step + side;
-        if (side >= STEPS || own >= args.steps) return;
+        const u32 own = step + turn;
+        if (turn < 0 || own >= args.steps) return;
         Codes codes;
         Codes::load(codes, span(own) + Weights::HEAD + own % SPAN * Weights::STEP, lane);
-        write_factors<Scales>(to[side].factors[pair], span(own), lane, lane_of, own % SPAN);
+        write_factors<Scales>(to[turn].factors[pair], span(own), lane, lane_of, own % SPAN);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             uint4 a;
             operands(codes, lane, 2 * h, a.x, a.z);
             operands(codes, lane, 2 * h + 1, a.y, a.w);
-            to[side].codes[pair][h][lane_of] = a;
+            to[turn].codes[pair][h][lane_of] = a;
         }
     };
 
     Results sums, total;
 #pragma unroll
     for (int i = 0; i < 8 * N; i++) (&sums[0][0][0])[i] = (&total[0][0][0])[i] = 0;
-    const int most = rows_from + side * 8 * N < args.m ? 2 : 0;  // steps at once
+    const int most = rows_from + side * 8 * N < args.m ? STEPS : 0;  // steps at once
     At at = {0, 0};
     fetch(steps[0], 0);
     unpack(steps[0], 0);

@@ -93,6 +93,22 @@ def per_product(made: Build, format_: str) -> tuple[float, float]:
     return round(len(inner) / products, 1), round(unpacking, 1)
 
 
+def per_product_of_64_rows(made: Build, format_: str, *, narrow: bool) -> tuple[float, int]:
+    """Of a product of 64 rows, the instructions of all warps for 16 weight rows, 32 columns and 8
+    rows of records, all included but ends of chains; and those of the busiest warp for 128 columns.
+    """
+    loops = [body for body in _loops(_instructions(made.code)) if _products(body)]
+    inner, outer = len(min(loops, key=len)), max(loops, key=len)
+    unpacking, plain = _longest(outer), _longest(outer, unpacks=False)  # with one step's products
+    if narrow:  # all warps unpack one step, and multiply four by two groups of rows
+        return round((unpacking + 3 * inner) / 16, 1), unpacking + 3 * inner
+    # Of four sides, the last two unpack one step of two. The first two multiply both by four groups
+    # of rows, or the first three by three.
+    if halves_steps(format_):
+        return round((unpacking + plain + inner) / 16, 1), 2 * (unpacking + inner)
+    return round((unpacking + plain) / 16, 1), 2 * (plain + inner)
+
+
 def _number(pattern: str, log: str) -> int:
     found = re.search(pattern, log)
     return int(found[1]) if found else 0

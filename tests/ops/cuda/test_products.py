@@ -144,13 +144,19 @@ def test_batch_invariance(emulator: Emulator, name: str) -> None:
     assert np.array_equal(run(quantized(x[:3]), weight), np.stack(alone))
 
 
-@pytest.mark.parametrize("name", sorted(TYPES))
-def test_many_rows_have_the_bits_of_few(emulator: Emulator, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [*((name, 50) for name in sorted(TYPES)), *((name, 70) for name in (*SOME, "int8-g32"))],
+)
+def test_many_rows_have_the_bits_of_few(emulator: Emulator, name: str, rows: int) -> None:
+    """In blocks of 64 rows, and of 128 or 96."""
     columns = 3 * 256 if tile_span(FORMATS[name]) == 256 else 384 + tile_span(FORMATS[name])
-    weight, x = matrix(name, 40, columns), inputs(50, columns)
+    weight, x = matrix(name, 40, columns), torch.cat([inputs(50, columns), inputs(20, columns)])
+    x = x[:rows]
     found = run(quantized(x), weight)
     assert [program.name for program in emulator.launches] == ["quantize", "linear_many"]
-    for row in (0, 31, 49):
+    assert dict(emulator.launches[-1].macros)["NARROW"] == str(int(rows <= 64))
+    for row in (0, 31, 49, rows - 1):
         assert np.array_equal(run(quantized(x[row : row + 1]), weight)[0], found[row])
 
 
