@@ -19,6 +19,7 @@ from localrt.offload.placement import Where
 from localrt.quant.cuda.driver import Cuda
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.ops.protocol import Batch, is_best
+from localrt.speculative.acceptance import TreePass
 from localrt.speculative.tree import TokenTree
 from tests.driver.inside.conftest import Kernels, once
 from tests.driver.inside.gpus import made
@@ -116,6 +117,7 @@ def test_trees(engine: NativeEngine) -> None:
         seen.append(logits)
     every, best = seen
     assert best.tobytes() == best_of(every).tobytes()
+    assert TreePass(tree, best).likeliest() == TreePass(tree, every).likeliest()
 
 
 def test_parts_of_a_head_give_all_logits(model: Model, gpu: Kernels) -> None:
