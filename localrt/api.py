@@ -26,6 +26,7 @@ from localrt.engine.types import Chunk, Message
 from localrt.loading.context import LoadContext
 from localrt.loading.options import LoadOptions
 from localrt.models.tokenizers.base import Tokenizer
+from localrt.models.weight_store import GpuUse
 from localrt.service.arguments import (
     check_call,
     check_flag,
@@ -104,7 +105,7 @@ def load(
             model's own files; a path may be that of a draft head (EAGLE-3, DFlash, Gemma 4's
             assistants). ``"MODEL+ngram"`` is both. Every request may choose again.
         threads: CPU threads of the engine; None takes one for each performance core.
-        shrinkable: on the CPU, a model that fits whole can leave its memory to others later
+        shrinkable: a model that fits whole can leave its memory, or its GPU's, to others later
             (``Model.leave_ram``, ``set_budget``). It is packed once, like a streamed model.
         gentle: passes compute only while no other program wants the cores (on the CPU, with the
             native engine): a video beside it plays on, and answers take longer meanwhile.
@@ -523,7 +524,8 @@ class Model(Closing):
 
         With less memory, some weights are read again for every token, from the next pass on:
         answers stay the same but slow down, and ``Metrics.memory`` says why. With more RAM, weights
-        stay in memory once they are read. A GPU never takes back what it has given up.
+        stay in memory once they are read. What leaves a GPU goes to RAM, if there is room, and
+        comes back with a larger budget, up to that of ``load``.
 
         Raises:
             OptionError: not a size.
@@ -549,6 +551,11 @@ class Model(Closing):
         memory = self._core.engine.weights.memory
         on_gpu = self.info.device.startswith("cuda") and not memory.streams
         return memory.ram_nbytes if memory.streams else 0 if on_gpu else self.info.weight_bytes
+
+    @property
+    def gpu_use(self) -> GpuUse | None:
+        """What the model takes of a GPU's memory; None without a GPU, or once it is closed."""
+        return None if self._closed else self._core.engine.gpu_use
 
     def leave_ram(self, nbytes: int) -> int:
         """Leave ``nbytes`` of RAM, or as much as possible, to something else in this process; below

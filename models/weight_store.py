@@ -67,6 +67,18 @@ class Task:
     end: float
 
 
+@dataclass(frozen=True, slots=True)
+class GpuUse:
+    """Bytes of a GPU that a model takes, with caches and kernels' scratch, and the most that it may
+    ever take. ``leavable`` weights can leave it, ``missing`` ones have left and can come back.
+    """
+
+    used: int
+    limit: int
+    leavable: int = 0
+    missing: int = 0
+
+
 class WeightMemory:
     """The memory of weights; the defaults are for weights that always stay in memory.
 
@@ -97,8 +109,8 @@ class WeightMemory:
             MemoryBudgetError: not enough; nothing changes.
         """
 
-    def take_gpu(self, nbytes: int) -> None:
-        """The same of the GPU's memory."""
+    def take_gpu(self, nbytes: int, *, for_good: bool = False) -> None:
+        """The same of the GPU's memory; ``for_good``: also what would not all come back."""
 
     def set_budget(self, nbytes: int, note: str) -> None:
         """Set the RAM for weights and caches to ``nbytes``; ``note`` says so to a user.
@@ -107,13 +119,12 @@ class WeightMemory:
             MemoryBudgetError: weights that cannot be streamed take more; nothing changes.
         """
 
-    def shrink_gpu(self, nbytes: int, note: str) -> int:
-        """Use ``nbytes`` less of the GPU's memory; returns the bytes freed, maybe 0."""
-        return 0
+    def set_gpu_budget(self, nbytes: int, note: str) -> None:
+        """Use at most ``nbytes`` of a GPU: weights leave it for RAM, or return. Raises as above."""
 
     @property
-    def gpu(self) -> tuple[int, int] | None:
-        """Used bytes and limit of a GPU that weights are streamed to."""
+    def gpu_use(self) -> GpuUse | None:
+        """What streamed weights take of a GPU's memory."""
         return None
 
 

@@ -26,7 +26,7 @@ from localrt.common.errors import (
 )
 from localrt.common.formatting import format_bytes
 from localrt.common.option_names import option
-from localrt.models.weight_store import PipelineCounts, WeightStore
+from localrt.models.weight_store import GpuUse, PipelineCounts, WeightStore
 from localrt.offload.memory import current_rss
 from localrt.quant.ops.adapters import Adapter, LowRank, Mix
 from localrt.quant.ops.protocol import Check
@@ -366,6 +366,11 @@ class Engine(ABC):
         Raises:
             MemoryBudgetError: so much cannot be given; nothing changes then.
         """
+
+    @property
+    def gpu_use(self) -> GpuUse | None:
+        """What the model takes of a GPU's memory; None if it is on none, or if that is unknown."""
+        return None
 
     def set_budget(
         self,

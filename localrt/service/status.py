@@ -296,7 +296,7 @@ class Watch:
             streamed=engine.info.streamed,
             generating=running > 0,
             ram=MemoryUse(current_rss(), self._ram_budget(), engine.ram_forecast()),
-            vram=self._vram(kv),
+            vram=self._vram(),
             kv=kv,
             weight_bytes=engine.info.weight_bytes,
             token_bytes=self.token_bytes,
@@ -329,18 +329,12 @@ class Watch:
         except LocalrtError:  # the model is closed
             return None
 
-    def _vram(self, kv: MemoryUse | None) -> MemoryUse | None:
-        engine = self._engine
-        if (gpu := engine.weights.memory.gpu) is not None:
-            return MemoryUse(*gpu)
+    def _vram(self) -> MemoryUse | None:
         try:
-            free = engine.free_memory()
-        except LocalrtError:
+            use = self._engine.gpu_use
+        except LocalrtError:  # the model is closed
             return None
-        if free is None:
-            return None
-        used = engine.info.weight_bytes + (kv.used if kv is not None else 0)
-        return MemoryUse(used, engine.gpu_memory or used + free)
+        return None if use is None else MemoryUse(use.used, use.limit)
 
     # -- lanes -----------------------------------------------------------------------------------
 

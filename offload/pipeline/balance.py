@@ -1,8 +1,8 @@
 """Chooses which units stay in memory: evicts some as caches grow or memory runs short.
 
-Evicted units become resident again when there is room, without an extra read or copy, since they
-pass through a ring anyway; on a GPU one slab at a time. All changes happen between passes. This
-module moves units; it does not compute.
+What leaves a GPU goes to RAM if it fits. Evicted units return when there is room, without an extra
+read or copy, since they pass through a ring anyway; on a GPU one slab at a time, or at once if its
+budget grows. All changes happen between passes. This module moves units; it does not compute.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from collections.abc import Callable, Sequence
 from localrt.common.errors import MemoryBudgetError
 from localrt.common.formatting import format_bytes
 from localrt.common.option_names import option
-from localrt.models.weight_store import WeightMemory
+from localrt.models.weight_store import GpuUse, WeightMemory
 from localrt.offload.account import growing_ring_nbytes
 from localrt.offload.device.gpu import Gpu, Slab
 from localrt.offload.experts.hybrid import HybridExperts
 from localrt.offload.experts.memory import ExpertMemory
 from localrt.offload.pipeline.caches import Caches
+from localrt.offload.pipeline.eviction import choose_slabs, choose_units
 from localrt.offload.pipeline.lane import Lane
 from localrt.offload.pipeline.stage import Stage
 from localrt.offload.placement import Where
@@ -25,6 +26,7 @@ from localrt.offload.ring import Ring
 from localrt.quant.formats.packed import Bytes
 
 _OTHERS = "other programs need the memory"
+_OWN = "something else in this program needs the GPU's memory"
 _RELIEF_SHARE = 16  # a full GPU evicts 1/16 of its weights
 _STREAMED = {Where.RAM: Where.SSD, Where.LINK: Where.SSD_LINK, Where.VRAM: Where.SSD_LINK}
 
@@ -75,6 +77,7 @@ class Balance(WeightMemory):
         self._experts = experts
         self._gpu = None if gpu is None else gpu.gpu
         self._max_gpu_capacity = 0 if self._gpu is None else self._gpu.capacity
+        self._gpu_limit = self._max_gpu_capacity  # at load: a larger budget has no effect
         self._gpu_experts = gpu_experts
         self._gpu_scratch = gpu_scratch
         self._max_expert_nbytes = 0 if experts is None else experts.nbytes
@@ -86,7 +89,6 @@ class Balance(WeightMemory):
         self._ram_at_load = self.ram_nbytes
         self._budget_note = ""  # note about the last change of the budget
         self._ram_reason = ""  # reason for the last eviction from RAM
-        self._gpu_evicted_nbytes = 0
         self._evicted_slabs: list[list[Stage]] = []  # units by former slab, latest last
         self._restoring: list[Stage] = []  # units being copied to a slab in this pass
         self._gpu_reason = ""
@@ -157,23 +159,36 @@ class Balance(WeightMemory):
         if missing:
             self._ram_reason = "something else in this program needs memory"
 
-    def take_gpu(self, nbytes: int) -> None:
+    def take_gpu(self, nbytes: int, *, for_good: bool = False) -> None:
         gpu = self._gpu
-        if gpu is None or nbytes <= 0:  # freed memory is refilled by later passes
-            self._gpu_reserved += nbytes
-            return
+        if gpu is not None and nbytes > 0:
+            self._fit_gpu(gpu, gpu.capacity - nbytes, _OWN, experts=for_good)
+        self._gpu_reserved += nbytes
+        if gpu is not None:
+            self._return_slabs(gpu)
+
+    def set_gpu_budget(self, nbytes: int, note: str) -> None:
+        gpu, nbytes = self._gpu, min(nbytes, self._gpu_limit)
+        if gpu is not None:
+            self._fit_gpu(gpu, nbytes, note, experts=True)
+            gpu.capacity = self._max_gpu_capacity = nbytes
+            self._return_slabs(gpu)
+
+    def _fit_gpu(self, gpu: Gpu, nbytes: int, why: str, *, experts: bool) -> None:
+        """Evict what exceeds ``nbytes`` of the GPU's memory. Not all ``experts`` would return."""
         self.drop_restore()
-        missing = nbytes - (gpu.capacity - gpu.used - gpu.reserved)
-        if missing > self._streamable_slab_nbytes:  # experts are not evicted: not all would return
+        missing, most = gpu.used + self._gpu_needed() - nbytes, self._streamable_slab_nbytes
+        if experts and self._gpu_experts is not None:
+            most += self._gpu_experts.reclaimable
+        if missing > most:
             raise MemoryBudgetError(
-                f"{gpu.name}: {format_bytes(nbytes)} are wanted, and weights that can be streamed "
-                f"leave {format_bytes(max(0, nbytes - missing + self._streamable_slab_nbytes))}"
+                f"{gpu.name}: {format_bytes(missing)} more are wanted, and weights that can be "
+                f"streamed leave {format_bytes(most)}"
             )
         if missing > 0:
-            self._evict_slabs(missing)
-            self._gpu_reason = "something else in this program needs the GPU's memory"
-        self._gpu_reserved += nbytes
-        gpu.set_reserved(gpu.reserved + nbytes)
+            self._gpu_reason = why
+            if (left := missing - self._evict_slabs(missing)) > 0:
+                self.evict_gpu(left)
 
     def _try_budget(self, nbytes: int) -> None:
         before = self._budget, self._ram_reason
@@ -240,8 +255,6 @@ class Balance(WeightMemory):
             stage.put(memory, slab)
             if slab is None:
                 self._evicted_ram.remove(stage)
-            else:
-                self._gpu_evicted_nbytes -= stage.unit.nbytes
         if self._restoring:
             self._restoring = []
             self._evicted_slabs.pop()
@@ -257,47 +270,58 @@ class Balance(WeightMemory):
         if slab is not None:
             slab.free()
 
-    @property
-    def gpu(self) -> tuple[int, int] | None:
-        return None if self._gpu is None else (self._gpu.used, self._gpu.capacity)
-
     # -- eviction --------------------------------------------------------------------------------
 
     def evict(self, nbytes: int) -> int:
         """Free at least ``nbytes`` of RAM if possible; returns the bytes freed.
 
-        Expert slots are evicted first: they cost the least and are easiest to restore.
+        Copies of what is on the GPU go first, then expert slots: they cost the least and are
+        easiest to restore.
         """
+        freed = 0
+        for stage in self._stages:
+            if freed < nbytes and stage.ram_copy is not None:
+                freed += stage.drop_copy()
+        self._ram_at_load -= freed
         if self._gpu_experts is not None:
             self._gpu_experts.settle()  # running copies lock the experts that they read
-        freed = 0 if self._experts is None else self._experts.resize(self._experts.nbytes - nbytes)
+        if self._experts is not None and freed < nbytes:
+            freed += self._experts.resize(self._experts.nbytes - (nbytes - freed))
         if freed >= nbytes:
             return freed
         return freed + self._stream(choose_units(self._stages, nbytes - freed, self._evictable()))
 
     def evict_gpu(self, nbytes: int) -> int:
-        """The same for the GPU's memory: evicted units are read and copied in each pass."""
+        """The same for the GPU's memory: units are copied in each pass, from RAM if they fit it."""
         freed = 0 if self._gpu_experts is None else self._gpu_experts.evict(nbytes)
         return freed + self._evict_slabs(nbytes - freed) if freed < nbytes else freed
 
     def _evict_slabs(self, nbytes: int) -> int:
         chosen = choose_slabs(self._slabs(), nbytes)
         self._evicted_slabs += map(list, chosen)
-        streamed = self._stream([stage for slab in chosen for stage in slab])
-        self._gpu_evicted_nbytes += streamed
-        return streamed
+        stages = [stage for slab in chosen for stage in slab]
+        room = self._room(self._caches.nbytes)
+        for stage in stages:
+            if stage.ram_copy is None and stage.unit.nbytes <= room:
+                room -= stage.copy_to_ram()
+                self._ram_at_load += stage.ram_nbytes
+        return self._stream(stages)
 
-    def shrink_gpu(self, nbytes: int, note: str) -> int:
-        experts = 0 if self._gpu_experts is None else self._gpu_experts.reclaimable
-        if self._streamable_slab_nbytes + experts < nbytes:
-            return 0
-        freed = self.evict_gpu(nbytes)
-        self._evicted_slabs.clear()  # not to be restored: the memory is no longer ours
-        if freed and self._gpu is not None:
-            self._gpu.capacity -= freed
-            self._max_gpu_capacity = self._gpu.capacity
-            self._budget_note = self._ram_reason = note
-        return freed
+    @property
+    def gpu_use(self) -> GpuUse | None:
+        if self._gpu is None:
+            return None
+        leavable = 0 if self._gpu_experts is not None else self._streamable_slab_nbytes
+        used = self._gpu.used + self._gpu_needed()
+        return GpuUse(used, self._gpu_limit, leavable, self._gpu_evicted_nbytes)
+
+    @property
+    def _gpu_evicted_nbytes(self) -> int:
+        return sum(stage.unit.nbytes for slab in self._evicted_slabs for stage in slab)
+
+    def _gpu_needed(self, growth: int = 0) -> int:
+        """Bytes of GPU memory for all but weights, if a pass adds ``growth`` bytes."""
+        return self._caches.gpu_nbytes + growth + self._gpu_scratch() + self._gpu_reserved
 
     @property
     def _streamable_slab_nbytes(self) -> int:
@@ -320,7 +344,7 @@ class Balance(WeightMemory):
         gpu = self._gpu
         if gpu is None:
             return
-        needed = self._caches.gpu_nbytes + growth + self._gpu_scratch() + self._gpu_reserved
+        needed = self._gpu_needed(growth)
         if shortage > 0:
             freed = self.evict_gpu(shortage)
             gpu.capacity = min(gpu.capacity, gpu.used + needed)
@@ -332,7 +356,7 @@ class Balance(WeightMemory):
             if self._caches.gpu_nbytes + growth > self._gpu_caches:
                 self._gpu_reason = "keys and values on the GPU have grown"
             elif self._gpu_reserved:
-                self._gpu_reason = "something else in this program needs the GPU's memory"
+                self._gpu_reason = _OWN
             elif not self._budget_note:
                 self._gpu_reason = _OTHERS
             if self.evict_gpu(missing) < missing:
@@ -355,7 +379,8 @@ class Balance(WeightMemory):
         return [slab for slab in slabs.values() if all(s.unit.nbytes <= limit for s in slab)]
 
     def _evictable(self) -> list[Stage]:
-        return [s for s in self._stages if 0 < s.ram_nbytes <= self._ram_ring and not s.fixed]
+        resident = [s for s in self._stages if not s.fixed and s.ram_copy is None]
+        return [s for s in resident if 0 < s.ram_nbytes <= self._ram_ring]
 
     def _enlarge_ring(self, missing: int) -> bool:
         """Free ``missing`` bytes by streaming larger units through an enlarged ring."""
@@ -382,7 +407,9 @@ class Balance(WeightMemory):
         for stage in chosen:
             if stage.where is Where.RAM:
                 self._evicted_ram.append(stage)
-            freed += stage.move(_STREAMED[stage.where])
+            freed += stage.move(
+                Where.LINK if stage.ram_copy is not None else _STREAMED[stage.where]
+            )
         if chosen:
             self.schedule(ring)
         return freed
@@ -429,17 +456,36 @@ class Balance(WeightMemory):
         gpu = self._gpu
         if gpu is None or not self._evicted_slabs:
             return
+        if (slab := self._new_slab(gpu)) is not None:
+            self._restoring = self._evicted_slabs[-1]
+            for stage in self._restoring:
+                stage.keep, stage.restore_slab = True, slab
+
+    def _new_slab(self, gpu: Gpu) -> Slab | None:
+        """Memory for the slab evicted last; None if there is no room."""
         stages = self._evicted_slabs[-1]
         nbytes = sum(stage.unit.nbytes for stage in stages)
         if gpu.capacity - gpu.used - gpu.reserved < nbytes + self._caches.gpu_step:
-            return
+            return None
         try:
-            slab = Slab(gpu, nbytes, len(stages))
+            return Slab(gpu, nbytes, len(stages))
         except MemoryBudgetError:  # another program has taken the memory
-            return
-        self._restoring = stages
-        for stage in stages:
-            stage.keep, stage.restore_slab = True, slab
+            return None
+
+    def _return_slabs(self, gpu: Gpu) -> None:
+        """Copy evicted slabs that are in RAM back to the GPU, as far as there is room."""
+        self.drop_restore()
+        gpu.set_reserved(self._gpu_needed())
+        evicted, count = self._evicted_slabs, len(self._evicted_slabs)
+        while evicted and all(stage.where is Where.LINK for stage in evicted[-1]):
+            if (slab := self._new_slab(gpu)) is None:
+                break
+            if len(evicted) == count:
+                self._stop_copies()
+            for stage in evicted.pop():
+                stage.copy_back(gpu, slab)
+        if len(evicted) < count:
+            self.schedule()
 
     def _choose_ram_restores(self, caches: int) -> None:
         """Have the next pass restore evicted units to RAM, latest first, as far as they fit."""
@@ -452,46 +498,3 @@ class Balance(WeightMemory):
             if stage.unit.nbytes <= room:
                 stage.keep = True
                 room -= stage.unit.nbytes
-
-
-def choose_units(stages: Sequence[Stage], nbytes: int, candidates: Sequence[Stage]) -> list[Stage]:
-    """Choose ``candidates`` with at least ``nbytes`` in all, in order; none if too few.
-
-    The choice exceeds ``nbytes`` only slightly and is spread over the pass. ``stages`` is the whole
-    pass, including stages that are already streamed.
-    """
-    place = {stage.name: index for index, stage in enumerate(stages)}
-    left = list(candidates)
-    if sum(stage.unit.nbytes for stage in left) < nbytes:
-        return []
-    streamed = [index for index, stage in enumerate(stages) if stage.where.read]
-    chosen: list[Stage] = []
-    while nbytes > 0:
-        # The smallest stage that suffices, else the largest; among equals, the farthest from
-        # streamed ones.
-        enough = [stage for stage in left if stage.unit.nbytes >= nbytes]
-        size = (min if enough else max)(stage.unit.nbytes for stage in enough or left)
-        equals = [stage for stage in left if stage.unit.nbytes == size]
-        unit = max(equals, key=lambda stage: _distance(place[stage.name], streamed, len(stages)))
-        left.remove(unit)
-        streamed.append(place[unit.name])
-        chosen.append(unit)
-        nbytes -= size
-    return sorted(chosen, key=lambda stage: place[stage.name])
-
-
-def choose_slabs(slabs: Sequence[Sequence[Stage]], nbytes: int) -> list[Sequence[Stage]]:
-    """Choose slabs with ``nbytes`` in all or slightly more; all slabs if they have less."""
-    left, chosen = list(slabs), list[Sequence[Stage]]()
-    while left and nbytes > 0:
-        sizes = [sum(stage.unit.nbytes for stage in slab) for slab in left]
-        enough = [size for size in sizes if size >= nbytes]
-        size = min(enough) if enough else max(sizes)
-        chosen.append(left.pop(sizes.index(size)))
-        nbytes -= size
-    return chosen
-
-
-def _distance(index: int, others: Sequence[int], count: int) -> int:
-    """Distance in stages to the nearest of ``others``, cyclically."""
-    return min((min(abs(index - o), count - abs(index - o)) for o in others), default=count)

@@ -20,7 +20,7 @@ from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.models.config import DecoderConfig, Part
 from localrt.models.layers.parts import Head, PassState
 from localrt.models.weights import VectorKey, WeightLoader
-from localrt.offload.device.gpu import Slab
+from localrt.offload.device.gpu import Gpu, Slab
 from localrt.offload.experts.hybrid import HybridExperts
 from localrt.offload.experts.memory import CpuExperts
 from localrt.offload.pipeline.lane import Lane, StreamedState
@@ -84,6 +84,7 @@ class Stage:
     ``memory`` are the bytes of a resident unit, in RAM or on the GPU; ``part`` computes on them if
     they are used in place. With ``keep``, the unit is copied from the ring to ``copy``, its
     resident memory after the pass, in RAM or in ``restore_slab``. A ``fixed`` unit never moves.
+    ``ram_copy`` are the bytes in RAM of a unit that is on the GPU and has been in RAM before.
     ``experts`` runs the experts of a sparse layer, and times the layer on a GPU.
     """
 
@@ -106,6 +107,7 @@ class Stage:
         self.memory: Memory | None = None
         self.slab: Slab | None = None  # the slab that holds ``memory``, on a GPU
         self.part: Part | None = None
+        self.ram_copy: Bytes | None = None
         self.keep = False
         self.copy: Memory | None = None
         self.restore_slab: Slab | None = None
@@ -116,7 +118,8 @@ class Stage:
     @property
     def ram_nbytes(self) -> int:
         """Bytes of RAM that the stage takes between passes."""
-        return self.unit.nbytes if self.where in (Where.RAM, Where.LINK) else 0
+        in_ram = self.where in (Where.RAM, Where.LINK) or self.ram_copy is not None
+        return self.unit.nbytes if in_ram else 0
 
     def place(self, *, crossing: bool) -> Where:
         """Where the weights are in a pass; if ``crossing``, the GPU computes crossing units."""
@@ -135,6 +138,8 @@ class Stage:
 
     def put(self, memory: Memory, slab: Slab | None = None) -> None:
         """Make the unit resident in ``memory``, which is part of ``slab`` on a GPU."""
+        if slab is not None:
+            self.ram_copy = cast(Bytes | None, self.memory)
         self.memory, self.slab = memory, slab
         self._passing.clear()
         if not self.where.copied:
@@ -148,6 +153,8 @@ class Stage:
         """
         source, memory = self.where, self.memory
         self.where, self.memory, self.part = where, None, None
+        if where is Where.LINK:
+            self.memory, self.ram_copy = self.ram_copy, None
         self._on_move()
         if memory is None:
             return 0
@@ -160,6 +167,29 @@ class Stage:
         slab, self.slab = self.slab, None
         return slab.release()
 
+    def copy_to_ram(self) -> int:
+        """Copy the unit from the GPU to RAM as well; returns its bytes."""
+        assert self.lane.gpu is not None, "it is on one"
+        data = self.lane.gpu.to_host(cast(Hidden, self.memory))
+        self.ram_copy = self.host_buffer()
+        self.ram_copy[:] = cast(Bytes, data)
+        return self.unit.nbytes
+
+    def copy_back(self, gpu: Gpu, slab: Slab) -> None:
+        """Copy the unit from RAM to ``slab``; it stays in RAM as well. The host does not wait."""
+        memory = slab.take(self.unit.nbytes)
+        gpu.queue_copy(self.name, cast(Bytes, self.memory), memory, None)
+        gpu.wait(gpu.end_copy(self.name))
+        self.where = Where.VRAM
+        with gpu.ops.scope():
+            self.put(memory, slab)
+
+    def drop_copy(self) -> int:
+        """Free the copy in RAM; returns its bytes."""
+        copy, self.ram_copy = self.ram_copy, None
+        gpu = self.lane.gpu
+        return 0 if copy is None or gpu is None else gpu.free_host(copy)
+
     def clear_ring_parts(self) -> None:
         """Drop the parts on the ring: it has been replaced."""
         self._passing.clear()
@@ -169,6 +199,7 @@ class Stage:
 
     def free(self) -> None:
         """Free the memory: the pipeline is closed."""
+        self.drop_copy()
         if self.memory is not None:
             self.move(self.where)
         self._on_move()

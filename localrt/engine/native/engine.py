@@ -33,7 +33,7 @@ from localrt.engine.native.rows import rows_of_pass
 from localrt.engine.native.session import NativeSession
 from localrt.engine.protocol import Engine, EngineInfo, EngineSession, Forecaster, Logits, Speeds
 from localrt.models.decoder import Decoder, FinalNorm
-from localrt.models.weight_store import WeightStore
+from localrt.models.weight_store import GpuUse, WeightStore
 from localrt.offload.account import PREFILL_ROWS
 from localrt.offload.memory import ram_budget
 from localrt.quant.ops.adapters import Adapter, AdapterTable, LowRank, Mix
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
 _LOGIT_ROWS = 64
 _ROWS_BESIDE = 64
 _VISION_NBYTES = 16 << 20  # for decoding pictures, the encoder's steps and some cached rows
-_BESIDE = "adapters lie beside the weights"
 
 
 class NativeEngine(Engine):
@@ -82,7 +81,6 @@ class NativeEngine(Engine):
         self.recurrent = decoder.config.recurrent is not None
         self.pass_rows = pass_rows
         self._forecaster = forecaster
-        self._vram = 0 if plan is None else plan.request.budgets.vram
         self._taken = 0  # bytes of the RAM budget that are neither weights nor caches
         self._adapters_in_ram: dict[str, int] = {}  # bytes, by key
         self._rates = RecentRates(ssd_bytes_s)
@@ -141,14 +139,9 @@ class NativeEngine(Engine):
         if self.weights.memory.streams:
             self.weights.memory.take_gpu(nbytes)
             return
-        if nbytes <= 0:
-            return
-        left = self._loaded().ops.free_memory()
-        if self.gpu_memory is not None and left is not None:
-            caches = sum(cache.nbytes for cache in list(self._caches))
-            left = min(left, self.gpu_memory - self.info.weight_bytes - caches)
-        if left is not None and nbytes > left:
-            raise MemoryBudgetError(f"the GPU has {format_bytes(max(left, 0))} left")
+        if nbytes > 0 and (use := self.gpu_use) is not None and nbytes > use.limit - use.used:
+            left = format_bytes(max(use.limit - use.used, 0))
+            raise MemoryBudgetError(f"the GPU has {left} left")
 
     def close(self) -> None:
         """Free the weights once the pass in flight has ended."""
@@ -252,12 +245,11 @@ class NativeEngine(Engine):
             ram, gpu = ram + part.nbytes * (not on_gpu), gpu + part.nbytes * on_gpu
         self.take_ram(ram)
         with self._turn:
-            memory = self.weights.memory
-            if gpu and memory.gpu is not None and memory.shrink_gpu(gpu, _BESIDE) < gpu:
-                self.take_ram(-ram)
-                raise MemoryBudgetError(
-                    f"the adapter needs {format_bytes(gpu)} of the GPU's memory beside the model"
-                )
+            try:
+                self.weights.memory.take_gpu(gpu, for_good=True)
+            except MemoryBudgetError:
+                self._take_within(-ram)
+                raise
             for table, part in packed:
                 table.add(part)
             self._adapters_in_ram[adapter.key] = ram
@@ -372,19 +364,19 @@ class NativeEngine(Engine):
             ) from error
 
     def _set_gpu_memory(self, nbytes: int) -> None:
-        """Lower the budget of GPU memory; a higher one has no effect."""
         if self.info.device == "cpu":
             raise OptionError("the model runs on the CPU alone: it has no GPU memory")
-        less = self._vram - nbytes
-        if less <= 0:
-            return
         note = f"the budget is {format_bytes(nbytes)} of GPU memory now"
-        if self.weights.memory.shrink_gpu(less, note) < less:
-            raise MemoryBudgetError(
-                f"the GPU cannot give back {format_bytes(less)}: load the model again with "
-                f"{option('gpu_memory', nbytes)}"
-            )
-        self._vram = nbytes
+        self.weights.memory.set_gpu_budget(nbytes, note)
+
+    @property
+    def gpu_use(self) -> GpuUse | None:
+        free, memory = self._loaded().ops.free_memory(), self.weights.memory
+        if memory.streams or free is None:
+            return memory.gpu_use
+        used = self.info.weight_bytes + sum(cache.nbytes for cache in list(self._caches))
+        most = used + free if self.gpu_memory is None else self.gpu_memory
+        return GpuUse(used, min(most, used + free))
 
     def take_ram(self, nbytes: int) -> None:
         with self._turn:

@@ -118,12 +118,12 @@ def test_cache_evicts_weights(model: Model) -> None:
     with on_gpu(model, where, placement=placement, capacity=capacity) as decoder:
         cache, twin = decoder.cache(2000), model.resident.cache(2000)
         for seed in range(20):
-            if any(stage.where is Where.SSD_LINK for stage in decoder.weights.stages):
+            if any(stage.where.copied for stage in decoder.weights.stages):
                 break
             text = tokens(40, seed=seed)
             ours = extend(decoder, cache, text, [39])
             assert_same([ours], [extend(model.resident, twin, text, [39])])
-        assert any(stage.where is Where.SSD_LINK for stage in decoder.weights.stages)
+        assert any(stage.where.copied for stage in decoder.weights.stages)
         assert "keys and values on the GPU have grown" in decoder.weights.counts().memory_note
         assert gpu_of(decoder).peak <= capacity
 
@@ -260,7 +260,7 @@ def test_experts_stay(tmp_path_factory: pytest.TempPathFactory) -> None:
         for _ in generate(decoder, 2):
             pass
         gpu, memory = gpu_of(decoder), decoder.weights.memory
-        gpu.capacity, used = gpu.used + gpu.reserved + 1000, gpu.used
+        gpu.capacity, used = memory.gpu_use.used + 1000, gpu.used
         memory.take_gpu(1000)
         with pytest.raises(MemoryBudgetError, match="weights that can be streamed leave 0"):
             memory.take_gpu(100_000)
@@ -338,3 +338,62 @@ def test_larger_ring_is_pinned(model: Model, monkeypatch: pytest.MonkeyPatch) ->
         assert_same(list(generate(decoder, 6)), expected)
         assert list(pinned.values()) == [largest + 4 * PAGE]
         assert "more of the weights are read" in memory.note
+
+
+@pytest.mark.parametrize("room", [1.0, 0.4, 0.0], ids=["plenty", "some", "none"])
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_leave_and_return(model: Model, share: float, room: float) -> None:
+    """What leaves the GPU for another model goes to RAM, as far as there is ``room`` for it, else
+    to the SSD. It returns from RAM at once, and leaves again without a copy; what is on the SSD
+    returns with later passes. Answers stay the same.
+    """
+    where = dict.fromkeys(passing(model.store), Where.VRAM)
+    with on_gpu(model, where, slack=(9, 9)) as one:
+        memory, gpu, passes = one.weights.memory, gpu_of(one), generate(one, 30)
+        theirs = generate(model.resident, 30)
+        assert_same([next(passes)], [next(theirs)])
+        use = memory.gpu_use
+        leaving = round(share * use.leavable)
+        memory.set_budget(memory.ram_nbytes + (1 << 20) + round(room * leaving), "so much RAM")
+        for turn in range(3):
+            before, was_read = gpu.registered, one.weights.counts().ssd_read_bytes
+            memory.set_gpu_budget(use.used - leaving, "another model is used")
+            assert gpu.used + gpu.reserved <= use.used - leaving
+            assert use.leavable - memory.gpu_use.leavable >= leaving
+            assert gpu.registered == before or turn == 0 or room < 1
+            assert_same([next(passes)], [next(theirs)])
+            memory.set_gpu_budget(1 << 40, "")
+            if room == 1:
+                assert memory.gpu_use.missing == 0
+                assert one.weights.counts().ssd_read_bytes == was_read
+                assert_same([next(passes)], [next(theirs)])
+                continue
+            for _ in range(8):
+                assert_same([next(passes)], [next(theirs)])
+        assert memory.gpu_use.missing == 0
+        if room == 1:  # copies in RAM are given up first, for nothing
+            assert memory.evict(1) > 0
+            assert all(stage.where is Where.VRAM for stage in one.weights.stages)
+
+
+def test_return_to_full_gpu(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another program has taken the memory meanwhile: weights are copied in each pass until it has
+    given it back.
+    """
+
+    def full(gpu: FakeGpu, nbytes: int) -> Any:
+        raise MemoryBudgetError("the GPU has no memory left")
+
+    where = dict.fromkeys(passing(model.store), Where.VRAM)
+    with on_gpu(model, where, slack=(9, 9)) as one:
+        memory, passes, theirs = one.weights.memory, generate(one, 5), generate(model.resident, 5)
+        use = memory.gpu_use
+        memory.set_gpu_budget(use.used - use.leavable, "another model is used")
+        with monkeypatch.context() as patch:
+            patch.setattr(FakeGpu, "_alloc", full)
+            memory.set_gpu_budget(PLENTY, "")
+            assert memory.gpu_use.missing == use.leavable
+            assert_same([next(passes)], [next(theirs)])
+        memory.set_gpu_budget(PLENTY, "")
+        assert memory.gpu_use.missing == 0
+        assert_same(list(passes), list(theirs))
