@@ -17,7 +17,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from socket import socket
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import localrt
 from localrt.bench.batches import saved_batch
@@ -197,8 +197,15 @@ def _pool(
     settings = Settings.from_environment()
     given = load_options(args) | {"offline": True}
 
-    def load(name: str, shrinkable: bool, cancel: threading.Event) -> localrt.Model:
-        model = localrt.load(name, shrinkable=shrinkable, cancel=cancel, progress=say_note, **given)
+    def load(
+        name: str, shrinkable: bool, cancel: threading.Event, on_gpu: int | None
+    ) -> localrt.Model:
+        own = {"shrinkable": shrinkable, "cancel": cancel, "progress": say_note}
+        if on_gpu is None:
+            own |= {"device": "cpu", "gpu_memory": None}
+        elif on_gpu and args.gpu_memory is not None:
+            own["gpu_memory"] = max(1, parse_size(args.gpu_memory, option("gpu_memory")) - on_gpu)
+        model = localrt.load(name, **{**given, **own})
         _set_defaults(model, defaults)
         return model
 
@@ -209,6 +216,13 @@ def _pool(
             for name, model in named.items()
         ]
 
+    def fast_on_cpu(name: str, ram: int) -> bool:
+        from localrt.planning.preview import preview  # a server may never need it
+        from localrt.planning.verdict import THINKING_TOK_S
+
+        kept: dict[str, Any] = {each: given.get(each) for each in ("ctx", "kv_format")}
+        return (preview(name, ram=ram, device="cpu", **kept).tok_s or 0.0) >= THINKING_TOK_S
+
     def say(text: str) -> None:
         _say(args, text, event="models")
 
@@ -217,7 +231,7 @@ def _pool(
             say(spelled(progress.detail, on_command_line))
 
     ram = None if args.ram is None else parse_size(args.ram, option("ram"))
-    return ModelPool(load, files, options, ram=ram, on_change=say)
+    return ModelPool(load, files, options, ram=ram, fast_on_cpu=fast_on_cpu, on_change=say)
 
 
 def _set_defaults(model: localrt.Model, defaults: dict[str, object]) -> None:

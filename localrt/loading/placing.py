@@ -161,11 +161,14 @@ def load_placed(
     )
     ops = opened.host_ops
 
+    # Room for a ring on the GPU, even if nothing is streamed yet.
+    kept = ring_for_all_nbytes(shape) if options.shrinkable and opened.gpu is not None else 0
+
     def budgets(to_come: int = 0) -> Budgets:
         return Budgets(
             ram=ram_budget(options.ram),
             process=current_rss() + GROWTH_NBYTES + MARGIN_NBYTES + to_come,
-            vram=opened.capacity,
+            vram=max(0, opened.capacity - kept),
             cuda_context=0,  # exists already, and is counted
         )
 
@@ -175,7 +178,8 @@ def load_placed(
         budgets=budgets(LOADING_NBYTES),
         ctx=options.ctx or shape.context_length,
         kv_format=parse_kv_format(options.kv_format or "bf16"),
-        splits=opened.gpu is not None and hasattr(opened.gpu.ops, "norm_split_mlp"),
+        # The pieces of an MLP cannot leave a GPU.
+        splits=not kept and opened.gpu is not None and hasattr(opened.gpu.ops, "norm_split_mlp"),
     )
     request = choose_context(request, options.ctx, notes)
     config = read_config(checkpoint, context=request.ctx)
@@ -188,7 +192,7 @@ def load_placed(
     request = replace(request, shape=shape, machine=opened.on(machine), budgets=budgets())
     plan = first_plan(request, options.pass_rows)
     if options.shrinkable:
-        plan = _with_ring(plan)
+        plan = _with_rings(plan)
     notes += plan.notes
     # Experts are loaded later, during the first passes.
     loaded = [
@@ -243,14 +247,16 @@ def load_placed(
     return engine, request.ctx
 
 
-def _with_ring(plan: Forecast) -> Forecast:
-    """Return the plan with a ring for streaming, even if nothing is streamed yet."""
-    placement = plan.placement
-    if placement.ram_ring or placement.uses_gpu or plan.request.shape.routed:
+def _with_rings(plan: Forecast) -> Forecast:
+    """Return the plan with rings for streaming, even if nothing is streamed yet."""
+    placement, ring = plan.placement, ring_for_all_nbytes(plan.request.shape)
+    if plan.request.shape.routed or (placement.ram_ring and not placement.uses_gpu):
         return plan
-    ring = ring_for_all_nbytes(plan.request.shape)
-    memory = Account((*plan.memory.parts, MemoryPart("ram", "ring for reads", ring)))
-    return replace(plan, placement=replace(placement, ram_ring=ring), memory=memory)
+    vram = max(ring, placement.vram_ring) if placement.uses_gpu else placement.vram_ring
+    ram = max(ring, placement.ram_ring)
+    more = MemoryPart("ram", "ring for reads", ram - placement.ram_ring)
+    memory = Account((*plan.memory.parts, more))
+    return replace(plan, placement=replace(placement, ram_ring=ram, vram_ring=vram), memory=memory)
 
 
 def _packed(

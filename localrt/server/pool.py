@@ -1,10 +1,11 @@
 """This machine's models behind one server: loaded on request, within one memory budget.
 
 If there is no room for another model, others shrink, first those that nobody is expected to wait
-for soon (``memory_plan.py``): their caches go to disk, and their weights are read again when
-needed. Only a model that cannot shrink is unloaded. So a client that alternates between models that
-do not fit in memory together waits only for the missing bytes, not for a whole model and its
-prompt. The event loop decides which model is used; a thread moves memory, for one model at a time.
+for soon (``memory_plan.py``): their caches go to disk, their weights from a GPU to RAM, and from
+RAM they are read again when needed. Only a model that cannot shrink is unloaded. So a client that
+alternates between models that do not fit in memory together waits only for the missing bytes, not
+for a whole model and its prompt. The event loop decides which model is used; a thread moves memory,
+for one model at a time.
 """
 
 from __future__ import annotations
@@ -14,9 +15,8 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 from localrt.api import Model
@@ -24,6 +24,7 @@ from localrt.common.errors import CancelledError, LocalrtError, MemoryBudgetErro
 from localrt.common.formatting import format_bytes
 from localrt.common.option_names import on_command_line
 from localrt.engine.batch.device_turns import PassTurns
+from localrt.models.weight_store import GpuUse
 from localrt.offload.account import GROWTH_NBYTES, MARGIN_NBYTES
 from localrt.offload.memory import current_rss, ram_budget
 from localrt.server.errors import ApiError, without_folders
@@ -33,6 +34,7 @@ from localrt.server.options import ServeOptions
 
 _ANY = "*"  # the alias of the model that answers to unknown names
 _BESIDE_WEIGHTS = 128 << 20  # bytes for a model's tokenizer, a conversation and a pass
+_BESIDE_ON_GPU = 512 << 20  # the same on a GPU: a conversation, a ring and kernels' scratch
 _LIST_AGE_S = 1.0
 _KEEP_S = 300.0
 _FOR_EVER_S = 100 * 365 * 86400.0  # dates much later may overflow
@@ -58,7 +60,8 @@ class _Slot:
 
     ``people`` are uses that someone waits for, ``work`` are others. ``keep_s`` is how long it stays
     loaded, if set by a client. ``left`` are the bytes of weights that it has freed. ``contested``:
-    it was unloaded for others, so it will be loaded in a form that can shrink.
+    it was unloaded for others, so it will be loaded in a form that can shrink. ``gpu_total`` is how
+    much of the GPU's memory it and others may take together.
     """
 
     file: LocalFile
@@ -70,6 +73,7 @@ class _Slot:
     awake: bool = False
     left: int = 0
     contested: bool = False
+    gpu_total: int = 0
     coming: asyncio.Task[None] | None = None
 
     @property
@@ -82,10 +86,16 @@ class _Slot:
         """Whether it is loaded on a GPU."""
         return self.served is not None and self.served.model.info.device != "cpu"
 
+    @property
+    def gpu(self) -> GpuUse | None:
+        """What it takes of a GPU's memory; None if it is on none, or if that is unknown."""
+        return None if self.served is None else self.served.model.gpu_use
+
 
 class ModelPool(Models):
-    """This machine's models: ``load(model, shrinkable, cancel)`` loads one, unless ``cancel`` is
-    set meanwhile; ``files`` lists them.
+    """This machine's models, which ``files`` lists. ``load(model, shrinkable, cancel, on_gpu)``
+    loads one, unless ``cancel`` is set meanwhile, beside ``on_gpu`` bytes of others on the GPU, or
+    on the CPU if that is None; ``fast_on_cpu(model, ram)`` says whether that is fast enough.
 
     ``ram`` is the budget in bytes for all models; None: the free memory. ``on_change`` is called
     with a sentence about each load and unload.
@@ -93,16 +103,17 @@ class ModelPool(Models):
 
     def __init__(
         self,
-        load: Callable[[str, bool, threading.Event], Model],
+        load: Callable[[str, bool, threading.Event, int | None], Model],
         files: Callable[[], Sequence[LocalFile]],
         options: ServeOptions,
         *,
         ram: int | None = None,
+        fast_on_cpu: Callable[[str, int], bool] = lambda model, ram: False,
         on_change: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._load, self._files, self._options = load, files, options
         self._list: tuple[float, Sequence[LocalFile]] = (float("-inf"), ())
-        self._ram = ram
+        self._ram, self._fast_on_cpu = ram, fast_on_cpu
         self._say = on_change
         self._memory = threading.Lock()  # held by the thread that moves memory
         self._closing = threading.Event()
@@ -254,27 +265,50 @@ class ModelPool(Models):
     def _give_share(self, slot: _Slot, others: Sequence[_Slot]) -> None:
         for other in others:
             _withdraw(other)
-            if other.on_gpu and not other.users:  # weights would not return to it
-                self._put_away(other)
+            if other.on_gpu and other.gpu is None and not other.users:
+                self._put_away(other)  # its engine cannot share a GPU
         # Background work uses the memory that its model has, rather than slowing down others.
         modest = slot.served is not None and not slot.people.count
-        enough = self._make_room(_wanted(slot), others, modest=modest)
+        gpu, whole = self._share_gpu(slot, others, modest)
+        enough = self._make_room(lambda: _wanted(slot, gpu) - self._free(), others, modest)
         if slot.served is None:
-            self._load_into(slot, others)
+            self._load_into(slot, others, gpu)
         else:
-            free = self._free()
-            slot.served.model.leave_ram(-max(0, free))
-        slot.left = 0
+            slot.served.model.leave_ram(-max(0, self._free()))
+            if gpu:
+                with suppress(MemoryBudgetError):  # answers of others have grown: it streams
+                    slot.served.model.set_budget(gpu_memory=gpu)
+        slot.left, enough = 0, enough and whole
         # Models that are answering free no memory, so the next request tries again.
         slot.awake = enough and not any(other.users for other in others)
 
-    def _load_into(self, slot: _Slot, others: Sequence[_Slot]) -> None:
-        began = time.monotonic()
-        load = partial(self._load, slot.file.model, slot.contested, self._closing)
+    def _share_gpu(
+        self, slot: _Slot, others: Sequence[_Slot], modest: bool
+    ) -> tuple[int | None, bool]:
+        """Make room for a model on the GPU. Return the bytes that it may take, 0 if it goes to the
+        CPU instead, None if others take none; and as ``_make_room``.
+        """
+        others, own = [other for other in others if other.gpu is not None], slot.gpu
+        if own is None and (slot.served is not None or not others):
+            return None, True
+        total = max(each.gpu_total for each in (slot, *others))
+        wanted = slot.file.nbytes + _BESIDE_ON_GPU
+        if own is not None:
+            wanted = own.used + own.missing + _RESERVE
+        if own is None and total - _on_gpu(others) < wanted:
+            often = any(other.users or self._holding(other).rank for other in others)
+            if often and self._fast_on_cpu(slot.file.model, max(0, self._free())):
+                return 0, True
+        enough = self._make_room(lambda: wanted + _on_gpu(others) - total, others, modest, gpu=True)
+        return max(1, total - _on_gpu(others)), enough
+
+    def _load_into(self, slot: _Slot, others: Sequence[_Slot], gpu: int | None) -> None:
+        began, name, contested = time.monotonic(), slot.file.model, slot.contested
         try:
             while True:
                 try:
-                    model = load()
+                    on_gpu = None if gpu == 0 else _on_gpu(others)
+                    model = self._load(name, contested, self._closing, on_gpu)
                     break
                 except MemoryBudgetError:
                     idle = {o: self._holding(o) for o in others if o.served and not o.users}
@@ -289,22 +323,31 @@ class ModelPool(Models):
         turns = self._turns[model.info.device]
         slot.served = ServedModel(model, slot.file.name, self._options, turns)
         slot.used = time.monotonic()
+        slot.gpu_total = 0 if slot.gpu is None else slot.gpu.limit + _on_gpu(others)
         self._say(f"loaded {slot.file.name} in {slot.used - began:.1f} s")
 
     def _free(self) -> int:
         """Return the bytes that this process may still take."""
         return ram_budget(self._ram) - current_rss() - GROWTH_NBYTES - MARGIN_NBYTES
 
-    def _make_room(self, nbytes: int, others: Sequence[_Slot], *, modest: bool) -> bool:
-        """Make other models free ``nbytes``, as far as possible; if ``modest``, only those that
-        nobody is expected to wait for soon. Return whether that was enough, or all that was
-        possible.
+    def _make_room(
+        self,
+        lacking: Callable[[], int],
+        others: Sequence[_Slot],
+        modest: bool,
+        *,
+        gpu: bool = False,
+    ) -> bool:
+        """Make other models free RAM, or memory of the ``gpu``, until no bytes are ``lacking``; if
+        ``modest``, only those that nobody is expected to wait for soon. Return whether that was
+        enough, or all that was possible.
         """
-        models = {other: self._holding(other) for other in others if not other.people.count}
+        idle = [other for other in others if other.served and not other.people.count]
+        models = {other: self._holding(other, gpu=gpu) for other in idle}
         spared = [other for other, held in models.items() if modest and held.rank]
         for other in spared:
             del models[other]
-        while (missing := nbytes - self._free()) > 0:
+        while (missing := lacking()) > 0:
             if not (gifts := plan_room(models, missing)):
                 return not spared
             for other, gift in gifts.items():
@@ -312,38 +355,50 @@ class ModelPool(Models):
                 if gift > held.most:
                     self._evict(other)
                     continue
-                gave = self._shrink(other, gift)
+                gave = self._shrink(other, gift, gpu=gpu)
                 left = min(held.weights, held.most - gift) if gave else 0
                 rest = held.rest if gave or other.users else held.rest + held.weights
                 models[other] = replace(held, caches=0, weights=left, rest=rest)
         return True
 
-    def _holding(self, slot: _Slot) -> Holding:
+    def _holding(self, slot: _Slot, *, gpu: bool = False) -> Holding:
+        """Return what a model can free of RAM, or of the ``gpu``'s memory."""
         assert slot.served is not None, "it is loaded"
-        now, model = time.monotonic(), slot.served.model
+        now, model, use = time.monotonic(), slot.served.model, slot.gpu if gpu else None
         wanted, weights = slot.people.back_s(now), model.weights_in_ram
-        shrinks = model.info.streamed and not slot.on_gpu
+        weights, rest = (weights, 0) if model.info.streamed else (0, weights)
+        if use is not None:
+            shrinks = slot.contested and use.leavable + use.missing
+            weights, rest = use.leavable, 0 if shrinks else use.used - use.leavable
         return Holding(
-            caches=0 if slot.users else slot.served.live.stats().kv_bytes,
-            weights=weights if shrinks else 0,
-            rest=0 if shrinks or slot.users else weights,
+            caches=0 if slot.users or gpu < slot.on_gpu else slot.served.live.stats().kv_bytes,
+            weights=weights,
+            rest=0 if slot.users else rest,
             wanted_s=wanted,
             used_s=min(wanted, slot.work.back_s(now)),
             kept=None if slot.keep_s is None else not 0 <= slot.keep_s <= now - slot.used,
         )
 
-    def _shrink(self, slot: _Slot, nbytes: int) -> bool:
+    def _shrink(self, slot: _Slot, nbytes: int, *, gpu: bool = False) -> bool:
         """Make a model free ``nbytes`` of idle caches or weights; return whether it could."""
         assert slot.served is not None, "it is loaded"
         model = slot.served.model
-        held = 0 if slot.users else slot.served.live.stats().kv_bytes
+        held = self._holding(slot, gpu=gpu).caches
         slot.served.live.park()
         if held >= nbytes:
             return True
-        left = 0 if slot.on_gpu else model.leave_ram(nbytes - held)
-        if left:
+        if not gpu or (use := slot.gpu) is None:
+            left = model.leave_ram(nbytes - held)
+        else:
+            nbytes = min(nbytes - held, use.leavable)
+            model.leave_ram(-min(max(0, self._free()), nbytes))  # where its weights go
+            with suppress(MemoryBudgetError):
+                model.set_budget(gpu_memory=use.used - nbytes)
+            left = use.leavable - (slot.gpu or use).leavable
+        if left > 0:
             slot.left += left
-            self._say(f"{slot.file.name} leaves {format_bytes(left)}, and keeps the rest")
+            where = " of GPU memory" if gpu else ""
+            self._say(f"{slot.file.name} leaves {format_bytes(left)}{where}, and keeps the rest")
         return left > 0
 
     def _evict(self, slot: _Slot) -> bool:
@@ -397,7 +452,7 @@ class ModelPool(Models):
                 self._put_away(slot)
                 return
             _withdraw(slot)
-            if not self._shrink(slot, 1 << 60):
+            if not self._shrink(slot, 1 << 60, gpu=slot.gpu is not None):
                 self._put_away(slot)
 
     def close(self) -> None:
@@ -408,20 +463,28 @@ class ModelPool(Models):
                 self._put_away(slot)
 
 
-def _wanted(slot: _Slot) -> int:
-    """Return the bytes that a model would take in addition to its current memory."""
+def _wanted(slot: _Slot, gpu: int | None) -> int:
+    """Return the RAM that a model would take beside what it has, with ``gpu`` bytes on a GPU."""
     if slot.served is None:
-        return slot.file.nbytes + _BESIDE_WEIGHTS
+        return max(0, slot.file.nbytes - (gpu or 0)) + _BESIDE_WEIGHTS
     model = slot.served.model
-    return max(0, model.info.weight_bytes - model.weights_in_ram) + _RESERVE
+    return max(0, model.info.weight_bytes - (gpu or 0) - model.weights_in_ram) + _RESERVE
+
+
+def _on_gpu(slots: Sequence[_Slot]) -> int:
+    """Return the bytes of a GPU's memory that models take."""
+    return sum(slot.gpu.used for slot in slots if slot.gpu is not None)
 
 
 def _withdraw(slot: _Slot) -> None:
     """Free the unused part of a model's budget for the others."""
     slot.awake = False
     if slot.served is not None:
-        model = slot.served.model
-        model.leave_ram(max(0, model.spare_ram - (_RESERVE if slot.users else 0)))
+        model, kept = slot.served.model, _RESERVE if slot.users else 0
+        model.leave_ram(max(0, model.spare_ram - kept))
+        if (use := slot.gpu) is not None:
+            with suppress(MemoryBudgetError):
+                model.set_budget(gpu_memory=use.used + kept)
 
 
 def _look(task: asyncio.Task[None]) -> None:

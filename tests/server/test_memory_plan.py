@@ -13,6 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from localrt.common.errors import MemoryBudgetError
+from localrt.models.weight_store import GpuUse
 from localrt.server import pool as pool_module
 from localrt.server.memory_plan import Holding, Uses, giving_order, plan_room, stay_s
 from localrt.server.options import ServeOptions
@@ -185,6 +187,8 @@ def test_uses() -> None:
 class Model:
     """A model of so many bytes; one that is ``streamed`` can leave all but its tables."""
 
+    gpu_use: Any = None
+
     def __init__(self, machine: Machine, nbytes: int, tables: int | None) -> None:
         self.machine, self.tables = machine, nbytes if tables is None else tables
         streamed = tables is not None
@@ -218,6 +222,31 @@ class Model:
         self.machine.models.remove(self)
 
 
+class GpuModel(Model):
+    """A model of so many bytes on a GPU; one that is ``shrinkable`` can leave them for RAM."""
+
+    def __init__(self, machine: Machine, nbytes: int, *, shrinkable: bool) -> None:
+        self.on_gpu, free = 0, machine.vram - machine.vram_used
+        super().__init__(machine, nbytes, nbytes)
+        self.info.streamed, self.info.device = shrinkable, "cuda:0"
+        self.weights_in_ram = 0
+        self.on_gpu, self.limit = min(nbytes, free), free
+
+    @property
+    def gpu_use(self) -> GpuUse:
+        leavable = self.on_gpu if self.info.streamed else 0
+        return GpuUse(self.on_gpu, self.limit, leavable, self.info.weight_bytes - self.on_gpu)
+
+    def leave_ram(self, nbytes: int) -> int:
+        return 0
+
+    def set_budget(self, *, gpu_memory: int) -> None:
+        now = min(self.info.weight_bytes, gpu_memory)
+        if not self.info.streamed and now < self.on_gpu:
+            raise MemoryBudgetError("it was loaded whole")
+        self.on_gpu, self.weights_in_ram = now, max(self.weights_in_ram, self.on_gpu - now)
+
+
 class Machine:
     """Models of 4 GB in memory for two of them and a half, and a clock."""
 
@@ -226,16 +255,38 @@ class Machine:
         self.now, self.nbytes = 1000.0, 10 * GB
         self.loaded: list[str] = []
         self.tables = tables
+        self.vram = 0
+        self.fast_on_cpu = False
         files = [LocalFile(name, name, 4 * GB) for name in tables]
-        self.pool = ModelPool(self.load, lambda: files, ServeOptions())
+        self.pool = ModelPool(
+            self.load,
+            lambda: files,
+            ServeOptions(),
+            fast_on_cpu=lambda model, ram: self.fast_on_cpu,
+        )
 
-    def load(self, name: str, shrinkable: bool, cancel: threading.Event) -> Any:
+    def load(self, name: str, shrinkable: bool, cancel: threading.Event, on_gpu: int | None) -> Any:
         self.loaded.append(name)
+        if self.vram and on_gpu is not None:
+            assert on_gpu == self.vram_used
+            return GpuModel(self, 4 * GB, shrinkable=shrinkable)
         return Model(self, 4 * GB, self.tables[name])
 
     @property
     def free(self) -> int:
         return self.nbytes - sum(model.weights_in_ram + model.kv_bytes for model in self.models)
+
+    @property
+    def vram_used(self) -> int:
+        return sum(model.gpu_use.used for model in self.models if isinstance(model, GpuModel))
+
+    @property
+    def on_gpu(self) -> dict[str, float]:
+        """The gigabytes of the GPU that each model takes."""
+        return {
+            served.name: 0 if served.model.gpu_use is None else served.model.on_gpu / GB
+            for served in self.pool.at_work()
+        }
 
     @property
     def held(self) -> dict[str, float]:
@@ -371,6 +422,88 @@ async def test_stay_for_the_usual_pause(machine: Machine) -> None:
     await machine.use("a")
     machine.pool.keep("a", 60)
     assert await tended(2 * MINUTE) == set()
+
+
+# -- on a GPU --------------------------------------------------------------------------------------
+
+RESERVE = 1 / 16  # of a gigabyte, which an answer has for growing
+
+
+@whole
+@pytest.mark.parametrize(
+    ("vram", "uses", "on_gpu", "loaded"),
+    [
+        # Both fit: nothing is unloaded, or leaves.
+        (9, "ababa", {"a": 4, "b": 4}, "ab"),
+        # They do not: each was loaded whole at first, and then so that it can shrink.
+        (6, "abab", {"a": 1.5, "b": 4}, "abab"),
+        (6, "ababababab", {"a": 2 - RESERVE, "b": 4}, "abab"),
+        (6, "abababababa", {"a": 4, "b": 2 - RESERVE}, "abab"),
+        (4.5, "ababab", {"a": 0.5 - RESERVE, "b": 4}, "abab"),
+        # The one that is expected last leaves more.
+        (9, "abcabcabc", {"a": 1 - RESERVE, "b": 4, "c": 4}, "abcab"),
+    ],
+)
+async def test_by_turns_on_gpu(
+    machine: Machine, vram: float, uses: str, on_gpu: dict[str, float], loaded: str
+) -> None:
+    machine.nbytes, machine.vram = 64 * GB, round(vram * GB)
+    for name in uses:
+        machine.now += 30
+        await machine.use(name)
+        assert machine.vram_used <= machine.vram
+    assert machine.on_gpu == on_gpu
+    assert "".join(machine.loaded) == loaded
+
+
+@whole
+@pytest.mark.parametrize(
+    ("fast", "idle_s", "on_gpu"),
+    [
+        (True, 30, {"a": 4, "b": 0}),
+        (False, 30, {"b": 4}),  # too slow there
+        (True, HOUR, {"b": 4}),  # nobody is expected to wait for the other
+    ],
+)
+async def test_fast_enough_on_cpu(
+    machine: Machine, fast: bool, idle_s: float, on_gpu: dict[str, float]
+) -> None:
+    machine.nbytes, machine.vram, machine.fast_on_cpu = 64 * GB, 6 * GB, fast
+    await machine.use("a")
+    machine.now += idle_s
+    await machine.use("b")
+    assert machine.on_gpu == on_gpu
+
+
+@whole
+async def test_answers_keep_the_gpu(machine: Machine) -> None:
+    """While a model answers, another has what is left of the GPU; afterwards it has its share."""
+    machine.nbytes, machine.vram = 64 * GB, 6 * GB
+    for name in "abab":
+        machine.now += 30
+        await machine.use(name)
+    async with machine.pool.using("a"):
+        assert machine.on_gpu == {"a": 4, "b": 2 - RESERVE}
+        await machine.use("b")
+        assert machine.on_gpu["a"] == 4
+        assert machine.vram_used <= machine.vram
+    await machine.use("b")
+    assert machine.on_gpu["b"] == 4
+
+
+@whole
+async def test_idle_model_leaves_the_gpu(machine: Machine) -> None:
+    """First for RAM; later it is unloaded."""
+    machine.nbytes, machine.vram = 64 * GB, 6 * GB
+    for name in "aba":
+        machine.now += 30
+        await machine.use(name)
+    for after, on_gpu in ((5 * MINUTE, {"a": 0}), (5 * MINUTE, {})):
+        machine.now += after
+        machine.pool.tend()
+        assert machine.pool._tending is not None
+        await machine.pool._tending
+        assert machine.on_gpu == on_gpu
 
 
 def days(number: int) -> list[tuple[float, str, bool]]:

@@ -38,7 +38,9 @@ class Pool:
             self.load, lambda: files, ServeOptions(**options), on_change=self.said.append
         )
 
-    def load(self, name: str, shrinkable: bool, cancel: threading.Event) -> localrt.Model:
+    def load(
+        self, name: str, shrinkable: bool, cancel: threading.Event, on_gpu: int | None
+    ) -> localrt.Model:
         self.before_load(name)
         self.loaded.append((name, shrinkable))
         return localrt.load(self.folder, ctx=512)
@@ -116,7 +118,9 @@ async def test_failed_load(pool: Pool) -> None:
 async def test_close_while_loading(pool: Pool) -> None:
     began = threading.Event()
 
-    def load(name: str, shrinkable: bool, cancel: threading.Event) -> localrt.Model:
+    def load(
+        name: str, shrinkable: bool, cancel: threading.Event, on_gpu: int | None
+    ) -> localrt.Model:
         began.set()
         assert cancel.wait(60)
         raise CancelledError("loading was cancelled")
@@ -271,7 +275,9 @@ def by_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
     return_free_memory()
     budget = current_rss() + int(2.2 * path.stat().st_size)
 
-    def load(name: str, shrinkable: bool, cancel: threading.Event) -> localrt.Model:
+    def load(
+        name: str, shrinkable: bool, cancel: threading.Event, on_gpu: int | None
+    ) -> localrt.Model:
         pool.loaded.append((name, shrinkable))
         options = {"ctx": 1024, "draft": "off", "ram": budget, "shrinkable": shrinkable}
         return localrt.load(path, **options)
