@@ -43,5 +43,6 @@ def back(tensor: Tensor) -> torch.Tensor:
 
 
 def seen_from(mask: torch.Tensor) -> torch.Tensor:
-    """A tree mask (rows, columns) as the kernels read it: 1 is the row itself, 2 its parent, ..."""
-    return (mask.flip(1).cumsum(1).flip(1) * mask).to(torch.int16)
+    """A tree mask (rows, columns) as the kernels read it: the columns of each row, then -1."""
+    order = torch.argsort(~mask, dim=1, stable=True)
+    return torch.where(mask.gather(1, order), order, -1).to(torch.int16)

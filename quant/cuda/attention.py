@@ -1,8 +1,9 @@
 """Attention on a GPU: appends a pass's rows to the caches, and attends.
 
 For up to 64 rows, keys are split into runs of 256, whose results are joined in order: a row's
-result is bit-identical for any number of rows. More rows (prompts) are one kernel that loops over
-all keys. Lengths are in device memory, so a recorded graph stays valid as the cache fills.
+result is bit-identical for any number of rows. A row of a tree has the bits of a chain: another
+kernel takes the runs in which rows see different keys, row by row. More rows (prompts) are one
+kernel that loops over all keys. Lengths are in device memory, so a recorded graph stays valid as the cache fills.
 ``quant/ops/kv_formats.py`` and ``kv.cuh`` define the layout; a token's bytes of one head are
 adjacent. Unlike on the CPU, quantized keys keep the bias of their projection.
 """
@@ -163,15 +164,15 @@ def attend(
     tensor is then empty.
 
     The cache has ``cached`` tokens (one int64 on the device) at positions 0 to cached - 1, followed
-    by the n new rows, at ``positions`` (n,) int64. ``mask`` (n, columns) int16 is what each new row
-    sees of the last tokens, new ones included: 1 is itself, 2 its parent, and so on; 0 is hidden.
+    by the n new rows, at ``positions`` (n,) int64. ``mask`` (n, columns) int16 is which of the last
+    tokens, new ones included, each new row sees: their indices in order, then -1.
     None is causal; ``ahead`` (n,) int32 is then how many later new rows each row sees. ``longest``
     bounds cached + n, and so the grid. ``sinks`` (H,) are float32.
     """
     n, heads, size = q.shape
     groups, value = place.heads, place.value if kv_format == "bf16" else size
     per = heads // groups
-    split = n <= MOST_ROWS
+    split = n <= MOST_ROWS or mask is not None
     rotation = rotation_block(kv_format, value)
     runs = -(-longest // RUN) if split else 1
     tree = ahead if mask is None else mask
@@ -180,7 +181,9 @@ def attend(
     target = records.data[0, row * records.count // records.rows :] if records else out
     chunk, partial, stats = n, None, None
     if split:
-        chunk, partial, stats = partial_results(n, runs, heads, value, q.device)
+        chunk, partial, stats = partial_results(
+            min(n, MOST_ROWS), runs, heads, value, q.device
+        )
     for first in range(0, n, chunk):
         rows = min(chunk, n - first)
         args = Attention(
@@ -207,6 +210,10 @@ def attend(
         launch(q.device, program, grid, 32 * warps, args)
         if not split:
             continue
+        if mask is not None:
+            program = attention_program(size, value, kv_format, split=True, tree=True)
+            grid = (tree_runs(mask, runs, RUN), groups, rows * -(-per // _TILE))
+            launch(q.device, program, grid, 32 * warps, args)
         threads = -(-value // 32) * 32
         fine = records is not None and records.fine
         program = join_program(value, kv_format, records=records is not None, fine=fine)
@@ -226,6 +233,11 @@ def partial_results(
     return rows, sums, empty(2, runs, rows * heads, dtype=FLOAT32, device=device)
 
 
+def tree_runs(mask: Tensor, runs: int, run: int) -> int:
+    """The most runs of ``run`` keys that the columns of ``mask`` lie in, of ``runs`` in all."""
+    return min(runs, (mask.shape[1] - 2) // run + 2)
+
+
 def fits_records(heads: int, value: int) -> bool:
     """Whether the results of ``heads`` are whole records, with whole steps per head."""
     return value % 32 == 0 and heads * value % 64 == 0
@@ -233,7 +245,7 @@ def fits_records(heads: int, value: int) -> bool:
 
 @cache
 def attention_program(
-    size: int, value: int, kv_format: KvFormat = "bf16", *, split: bool
+    size: int, value: int, kv_format: KvFormat = "bf16", *, split: bool, tree: bool = False
 ) -> Program:
     """The variant for keys of ``size`` elements and values of ``value``."""
     return Program.of(
@@ -241,8 +253,9 @@ def attention_program(
         KEYS=numbers(kv_format, size)[0],
         VALUES=numbers(kv_format, value)[1],
         SPLIT=int(split),
+        TREE=int(tree),
         WARPS=_warps(size, value, split=split),
-        BLOCKS=_blocks(size, value, kv_format) if split else 2,  # of a processor at once
+        BLOCKS=_blocks(size, value, kv_format) if split and not tree else 2,  # per processor
     )
 
 

@@ -9,7 +9,13 @@ from __future__ import annotations
 
 from functools import cache
 
-from localrt.quant.cuda.attention import Attention, Rotations, numbers, partial_results
+from localrt.quant.cuda.attention import (
+    Attention,
+    Rotations,
+    numbers,
+    partial_results,
+    tree_runs,
+)
 from localrt.quant.cuda.kv import LayerPlace, blocks_of
 from localrt.quant.cuda.launch import arguments, launch, pointers
 from localrt.quant.cuda.linear import linear, multiply_heads, normed_for
@@ -100,6 +106,7 @@ def attend_latent_rows(
     runs = -(-longest // _RUN)
     chunk, partial, stats = partial_results(n, runs, heads, latent, q.device)
     attention, join = latent_programs(rope, latent)
+    tree, _ = latent_programs(rope, latent, tree=True)
     for first in range(0, n, chunk):
         rows = min(chunk, n - first)
         args = Attention(
@@ -116,6 +123,9 @@ def attend_latent_rows(
             columns=0 if mask is None else mask.shape[1],
         )
         launch(q.device, attention, (runs, -(-rows * heads // _TILE), 1), _THREADS, args)
+        if mask is not None:
+            grid = (tree_runs(mask, runs, _RUN), rows * -(-heads // _TILE), 1)
+            launch(q.device, tree, grid, _THREADS, args)
         launch(q.device, join, (rows * heads, 1, 1), -(-latent // 32) * 32, args)
 
 
@@ -126,14 +136,14 @@ def append_program(q: Dtype, wide: Dtype) -> Program:
 
 
 @cache
-def latent_programs(rope: int, latent: int) -> tuple[Program, Program]:
+def latent_programs(rope: int, latent: int, *, tree: bool = False) -> tuple[Program, Program]:
     """The attention kernels for cached rows of ``rope`` + ``latent`` elements: one computes runs,
     one joins them.
     """
     join = Program.of(
         "attention_join", VALUES=numbers("bf16", latent)[1], TURNED=1, RECORDS=0, RUN_KEYS=_RUN
     )
-    return Program.of("latent", ROPE=rope, LATENT=latent, RUN_KEYS=_RUN), join
+    return Program.of("latent", ROPE=rope, LATENT=latent, RUN_KEYS=_RUN, TREE=int(tree)), join
 
 
 class LatentSteps:

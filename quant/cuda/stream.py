@@ -130,18 +130,18 @@ class Numbers:
 
 
 def _fill_tree(tree: npt.NDArray[np.int16], mask: npt.NDArray[np.bool_]) -> None:
-    """Write ``mask`` (rows, columns) over the last tokens as the kernels read it: each visible
-    token's distance up the tree, where 1 is the row itself. Padding rows see what the last row
-    sees, and themselves.
+    """Write ``mask`` (rows, columns) over the last tokens as the kernels read it: the indices of
+    the tokens that each row sees, in order, then -1. Padding rows see what the last row sees.
     """
     (rows, columns), (count, width) = mask.shape, tree.shape
     end = width - count + rows
-    entry = np.ones((rows, width), np.bool_)
-    entry[:, end - columns : end], entry[:, end:] = mask, False
-    np.multiply(entry[:, ::-1].cumsum(1, np.int16)[:, ::-1], entry, out=tree[:rows])
-    for row in range(rows, count):
-        tree[row] = tree[rows - 1]
-        tree[row, end - 1], tree[row, end - rows + row] = 0, 1
+    seen = np.ones((rows, width), np.bool_)
+    seen[:, end - columns : end], seen[:, end:] = mask, False
+    tree[:] = -1
+    for path, row in zip(tree, seen, strict=False):
+        found = np.flatnonzero(row)
+        path[: len(found)] = found
+    tree[rows:] = tree[rows - 1]
 
 
 @dataclass(frozen=True, slots=True)

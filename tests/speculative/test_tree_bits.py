@@ -1,4 +1,4 @@
-"""On the CPU kernels a tree's rows are bit for bit what each path would be alone."""
+"""On kernels of ours a tree's rows are bit for bit what each path would be alone."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ import pytest
 from localrt.models.decoder import Decoder
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
+from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.ops.kv_formats import KV_FORMATS, CacheFormat
 from localrt.quant.ops.protocol import Batch, Span
 from localrt.speculative.tree import ROOT, TokenTree
 from tests.models.tiny import load_ours, save_tiny, tokens
+from tests.ops.cuda.conftest import emulator as emulator
+from tests.ops.cuda.emulator import Emulator
+from tests.ops.cuda.target import DEVICE
 from tests.speculative.test_tree import path_to
 
-pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
+needs_kernels = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
 
 CAPACITY = 1024
 # Two branches that part and part again: 0-1-2-3-8-9, 0-4-5, 6-7, and many leaves.
@@ -64,15 +68,38 @@ def tree_pass(decoder: Decoder, cache: Any, token: int, tree: TokenTree) -> Any:
     return decoder.forward(Batch(ids, positions, (span,)))
 
 
+@needs_kernels
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
 @pytest.mark.parametrize(("name", "held"), HELD)
 def test_paths(load: Any, name: str, kv_format: CacheFormat, held: int) -> None:
-    decoder, tree = load(name, kv_format), some_tree()
+    check_paths(load(name, kv_format), held, (7, 9, 14, 21))
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_format", "held", "layers"),
+    [
+        ("llama", "bf16", 250, 2),
+        ("gemma2", "int8", 250, 2),  # a window, which ends in the tree
+        ("olmoe", "int4", 5, 1),  # experts
+        ("qwen3.5", "bf16", 5, 2),  # recurrent layers
+        ("deepseek-v2-dense", "bf16", 121, 2),  # latents
+    ],
+)
+def test_paths_on_a_gpu(
+    name: str, kv_format: Any, held: int, layers: int, tmp_path: Path, emulator: Emulator
+) -> None:
+    save_tiny(name, tmp_path, layers=layers)
+    ops = CudaOps(device=str(DEVICE), kv_format=kv_format)
+    check_paths(load_ours(tmp_path, ops, context=CAPACITY), held, (9,))
+
+
+def check_paths(decoder: Decoder, held: int, leaves: tuple[int, ...]) -> None:
+    tree = some_tree()
     prompt = tokens(held)
     cache = decoder.cache(CAPACITY)
     decoder.forward(Batch.extend([(cache, prompt)]), rows=[])
     logits = tree_pass(decoder, cache, 7, tree)
-    for leaf in (7, 9, 14, len(tree) - 1):
+    for leaf in leaves:
         path = path_to(tree, leaf)
         alone = decoder.cache(CAPACITY)
         decoder.forward(Batch.extend([(alone, prompt)]), rows=[])
@@ -86,6 +113,7 @@ def test_paths(load: Any, name: str, kv_format: CacheFormat, held: int) -> None:
     assert np.array_equal(*more)
 
 
+@needs_kernels
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
 @pytest.mark.parametrize("name", NAMES)
 def test_pass_by_pass(load: Any, name: str, kv_format: CacheFormat) -> None:

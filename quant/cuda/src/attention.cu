@@ -4,6 +4,8 @@
 //   SPLIT         1: few rows. A block takes one run of keys, a quarter for each warp, and leaves
 //                 sums that attention_join.cu joins; keys and values pass through registers only. 0: many
 //                 rows. Each warp takes all keys, which its block has copied to shared memory.
+//   TREE          1: the runs of keys in which rows of a tree see different ones. A block takes one row, whose keys it
+//                 finds through the tree, in the places that they would have had in a chain.
 // Keys that a row does not see leave its sums unchanged to the bit, so a row's result depends neither on
 // the other rows nor on the cache's length.
 #include "attention.cuh"
@@ -21,17 +23,33 @@ FN void share(u8* to, const u8* from, int tokens, Turn turn) {
     }
 }
 
+// Gives the addresses of tokens that follow one another; `first` would be that of token 0.
+template <int BYTES>
+FN auto from(const u8* first) {
+    return [=](int token) { return first + (i64)token * BYTES; };
+}
+
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention(Attention args) {
     constexpr int TILES = SPLIT ? 1 : WARPS;
     __shared__ uint4 queries[TILES][Sums::QUERY_STEPS][32];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int old = (int)*args.held, group = blockIdx.y;
+    const int group = blockIdx.y, run = (blockIdx.x + (TREE ? tree_begin(args) / RUN : 0)) * RUN;
+    int old = (int)*args.held;
+    __shared__ int slots[TREE ? RUN : 1];
     // Later rows see more keys, so they start first.
     const int tile = SPLIT ? blockIdx.z : gridDim.x - 1 - blockIdx.x;
-    const int place = (tile * TILES + (SPLIT ? 0 : warp)) * 16;
+    int place = (tile * TILES + (SPLIT ? 0 : warp)) * 16;
     __shared__ const u8* block;  // the cache's block of this run
-    if (SPLIT && threadIdx.x == 0) block = args.blocks[blockIdx.x];
-    load_queries<Sums::QUERY_STEPS, Sums::SIZE>(args, group, tile * TILES * 16, TILES, &queries[0][0][0]);
+    if constexpr (TREE) {
+        const int tiles = (args.per + 15) / 16, row = tile / tiles;
+        if (run >= old + args.n) return;
+        old = straighten(args, row, run, slots);
+        place = row * args.per + tile % tiles * 16;
+    } else if constexpr (SPLIT) {
+        if (args.columns && run + RUN > tree_begin(args)) return;  // TREE takes such runs
+        if (threadIdx.x == 0) block = args.blocks[blockIdx.x];
+    }
+    load_queries<Sums::QUERY_STEPS, Sums::SIZE>(args, group, SPLIT ? place : tile * TILES * 16, TILES, &queries[0][0][0]);
     __syncthreads();
 
     const Rows rows = Rows::make(args, place, g);
@@ -39,8 +57,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention(Atten
     int end = args.tree ? old + args.n : old + args.first + last + 1;
     int begin = args.window && rows.earliest > args.window ? rows.earliest - args.window + 1 : 0;
     if constexpr (SPLIT) {
-        const int run = blockIdx.x * RUN;
-        if (run >= end || run + RUN <= begin) return;  // attention_join.cu skips such runs
+        if ((!TREE && run >= end) || run + RUN <= begin) return;  // attention_join.cu skips such runs
         const int own = run + warp * OWN;
         begin = begin > own ? begin : own, end = end < own + OWN ? end : own + OWN;
     }
@@ -49,9 +66,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention(Atten
     // The address that token 0 would have in the block of `key`.
     const auto keys_at = [&](const u8* block, int key) { return block + args.k_at + ((i64)group * BLOCK - key / BLOCK * BLOCK) * KEYS::BYTES; };
     const auto values_at = [&](const u8* block, int key) { return block + args.v_at + ((i64)group * BLOCK - key / BLOCK * BLOCK) * VALUES::BYTES; };
-    if constexpr (SPLIT) {
+    if constexpr (TREE) {
+        const auto key_at = [&](int token) { const int slot = slots[token - run]; return keys_at(args.blocks[slot / BLOCK], slot) + (i64)slot * KEYS::BYTES; };
+        const auto value_at = [&](int token) { const int slot = slots[token - run]; return values_at(args.blocks[slot / BLOCK], slot) + (i64)slot * VALUES::BYTES; };
         for (int key = begin / Sums::STEP * Sums::STEP; key < end; key += Sums::STEP)
-            sums.add(sums, args, rows, queries[0], keys_at(block, key), values_at(block, key), key, old, lane);
+            sums.add(sums, args, rows, queries[0], key_at, value_at, key, old, lane);
+    } else if constexpr (SPLIT) {
+        for (int key = begin / Sums::STEP * Sums::STEP; key < end; key += Sums::STEP)
+            sums.add(sums, args, rows, queries[0], from<KEYS::BYTES>(keys_at(block, key)), from<VALUES::BYTES>(values_at(block, key)), key, old, lane);
     } else {
         // Values are loaded while keys are multiplied, and the next keys while values are.
         constexpr int STEP = Sums::STEP;
@@ -75,11 +97,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention(Atten
             share<VALUES::BYTES, STEP>((u8*)values, values_at(args.blocks[key / BLOCK], key) + (i64)key * VALUES::BYTES, total - key, Sums::value_turn);
             Sums::Scores scores;
             const bool sees = key < end;
-            if (sees) Sums::meet<1>(scores, args, queries[warp], (const u8*)keys - (i64)key * KEYS::BYTES, key, old, lane);
+            if (sees) Sums::meet<1>(scores, args, queries[warp], from<KEYS::BYTES>((const u8*)keys - (i64)key * KEYS::BYTES), key, old, lane);
             wait_copies();
             __syncthreads();
             if (key + STEP < stop) share_keys(key + STEP);
-            if (sees) Sums::weigh<1>(sums, scores, args, rows, (const u8*)values - (i64)key * VALUES::BYTES, key, old, lane);
+            if (sees) Sums::weigh<1>(sums, scores, args, rows, from<VALUES::BYTES>((const u8*)values - (i64)key * VALUES::BYTES), key, old, lane);
         }
     }
     sums.finish(sums);
@@ -114,14 +136,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention(Atten
         for (int at = threadIdx.x; at < 16 * Sums::VALUE; at += 32 * WARPS) {
             const int r = at / Sums::VALUE, which = Attention::result(args, place + r, group);
             if ((place + r) / args.per >= args.rows) break;
-            args.partial[blockIdx.x * args.run_stride + (i64)which * Sums::VALUE + at % Sums::VALUE] = ((const float*)meet[r])[at % Sums::VALUE];
+            args.partial[run / RUN * args.run_stride + (i64)which * Sums::VALUE + at % Sums::VALUE] = ((const float*)meet[r])[at % Sums::VALUE];
         }
         const int r = threadIdx.x;
         if (r < 16 && (place + r) / args.per < args.rows) {
             float top = tops[0][r], weight = 0;
             for (int w = 1; w < WARPS; w++) top = most(top, tops[w][r]);
             for (int w = 0; w < WARPS; w++) weight = fused(weights[w][r], power_of_two(plus(tops[w][r], -finite(top))), weight);
-            const i64 width = args.run_stride / Sums::VALUE, at = blockIdx.x * width + Attention::result(args, place + r, group);
+            const i64 width = args.run_stride / Sums::VALUE, at = run / RUN * width + Attention::result(args, place + r, group);
             args.stats[at] = top, args.stats[args.runs * width + at] = weight;
         }
     } else {

@@ -20,8 +20,8 @@ struct Attention {
     const u8* const* blocks;  // the cache's blocks (kv.cuh)
     const i64* held;         // tokens in the cache before the new rows
     const i64* positions;    // (n,)
-    const i16* tree;         // (n, `columns`): distance up the tree + 1 of each last token; 0: hidden. Null: causal.
-                             // If `columns` is 0: (n,) i32, how many later new rows each row sees
+    const i16* tree;         // (n, `columns`): which of the last `columns` tokens each row sees, in order, then -1.
+                             // Null: causal. If `columns` is 0: (n,) i32, how many later new rows each row sees
     const float* sinks;      // (heads,) or null
     u16* out;                // (n, heads, value size), bf16; or records (attention_join.cu)
     float *partial, *stats;  // (runs, `rows`, heads, value size); top and weight, (2, runs, `rows`, heads)
@@ -74,22 +74,39 @@ struct Rows {
 
     // Whether all sixteen rows see `count` keys from `key` on.
     FN bool see_all(const Rows& rows, const Attention& args, int key, int count, int old) {
-        return key + count <= old + (args.columns ? args.n - args.columns : rows.least + 1) &&
-               (!args.window || rows.latest - key < args.window);
+        return key + count <= old + rows.least + 1 && (!args.window || rows.latest - key < args.window);
     }
 
     FN bool sees(const Rows& rows, const Attention& args, int i, int key, int old) {
-        const int fresh = key - old;  // the key's row, if it is new
-        if (fresh >= args.n) return false;
-        if (!args.columns) {
-            if (fresh > rows.row[i]) return false;
-        } else if (fresh - args.n + args.columns >= 0) {
-            const int up = args.tree[(rows.row[i] + 1) * args.columns + fresh - args.n];
-            return up && (!args.window || up <= args.window);
-        }
-        return !args.window || rows.position[i] - key < args.window;
+        return key - old <= rows.row[i] && (!args.window || rows.position[i] - key < args.window);
     }
 };
+
+// The first of the tokens that rows of a tree may see or not.
+FN int tree_begin(const Attention& args) {
+    const int begin = (int)*args.held + args.n - args.columns;
+    return begin > 0 ? begin : 0;
+}
+
+// Makes `args` those of a pass in which `row` of a launch over a tree is the last row of a chain, so that its sums have
+// the chain's order and bits; returns how many tokens the chain has before the pass. `slots` receives the places in the
+// cache of the chain's tokens from `run` on; its last token fills the rest.
+FN int straighten(Attention& args, int row, int run, int* slots) {
+    __shared__ int count;
+    const int which = args.first + row, begin = (int)*args.held + args.n - args.columns;
+    const i16* path = args.tree + (i64)which * args.columns;
+    for (int i = threadIdx.x; i < args.columns; i += blockDim.x)
+        if (path[i] >= 0 && (i + 1 == args.columns || path[i + 1] < 0)) count = i + 1;
+    __syncthreads();
+    const int last = begin + count - 1;
+    for (int i = threadIdx.x; i < RUN; i += blockDim.x) {
+        const int token = run + i < last ? run + i : last;
+        slots[i] = token < begin ? token : begin + path[token - begin];
+    }
+    __syncthreads();
+    args.rows = row + 1, args.n = which + 1, args.tree = nullptr, args.columns = 0;
+    return last - which;
+}
 
 // Loads `tiles` times sixteen rows' queries from `place` on as operands: (tiles, STEPS, 32 lanes).
 template <int STEPS, int SIZE>
@@ -125,17 +142,18 @@ struct AttentionSums {
 
     using Scores = float[EIGHTS][4];
 
-    // Adds the keys and values of STEP tokens from `key` on.
+    // Adds the keys and values of STEP tokens from `key` on; `k` and `v` give a token's address.
+    template <class K, class V>
     FN void add(AttentionSums& s, const Attention& args, const Rows& rows, const uint4 (&queries)[QUERY_STEPS][32],
-                const u8* k, const u8* v, int key, int old, int lane) {
+                const K& k, const V& v, int key, int old, int lane) {
         Scores scores;
         meet<0>(scores, args, queries, k, key, old, lane);
         weigh<0>(s, scores, args, rows, v, key, old, lane);
     }
 
     // Scores of keys, whose rows are swizzled if SHARED (kv.cuh).
-    template <int SHARED>
-    FN void meet(Scores& scores, const Attention& args, const uint4 (&queries)[QUERY_STEPS][32], const u8* k, int key, int old,
+    template <int SHARED, class K>
+    FN void meet(Scores& scores, const Attention& args, const uint4 (&queries)[QUERY_STEPS][32], const K& k, int key, int old,
                  int lane) {
         const int g = lane / 4, t = lane % 4, total = old + args.n;
 #pragma unroll
@@ -143,7 +161,7 @@ struct AttentionSums {
             if (SIZE > 64 && j % 2 == 0) fence();
             scores[j][0] = scores[j][1] = scores[j][2] = scores[j][3] = 0;
             const int token = key + 8 * j + g;
-            const u8* row = k + (i64)(token < total ? token : key) * Keys::BYTES;  // `key` is in the cache
+            const u8* row = k(token < total ? token : key);  // `key` is in the cache
             uint4 keys[CHUNKS];
 #pragma unroll
             for (int c = 0; c < CHUNKS; c++) keys[c] = Keys::key(row, c, t, SHARED ? key_turn(token) : 0);
@@ -157,7 +175,7 @@ struct AttentionSums {
 #pragma unroll
                     for (int i = 0; i < 2; i++) {
                         const int at = key + 8 * j + 2 * t + i;
-                        const float scale = at < total ? Keys::scale(k + (i64)at * Keys::BYTES, c) : 0;
+                        const float scale = at < total ? Keys::scale(k(at), c) : 0;
                         scores[j][i] = fused(part[i], scale, scores[j][i]);
                         scores[j][2 + i] = fused(part[2 + i], scale, scores[j][2 + i]);
                     }
@@ -172,7 +190,7 @@ struct AttentionSums {
                 float factor = 0;
                 if constexpr (Keys::SCALED) {
                     const int token = key + 8 * j + 2 * t + c;
-                    factor = token < total ? Keys::scale(k + (i64)token * Keys::BYTES) : 0;
+                    factor = token < total ? Keys::scale(k(token)) : 0;
                 }
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
@@ -188,8 +206,8 @@ struct AttentionSums {
     FN int value_turn(int token) { return TURNS ? token / 2 % 4 * 2 : 0; }
 
     // Turns scores into softmax weights and adds the weighted values.
-    template <int SHARED>
-    FN void weigh(AttentionSums& s, Scores& scores, const Attention& args, const Rows& rows, const u8* v, int key, int old,
+    template <int SHARED, class V>
+    FN void weigh(AttentionSums& s, Scores& scores, const Attention& args, const Rows& rows, const V& v, int key, int old,
                   int lane) {
         const int g = lane / 4, t = lane % 4, total = old + args.n;
         const bool all = Rows::see_all(rows, args, key, STEP, old);
@@ -199,7 +217,7 @@ struct AttentionSums {
 #pragma unroll
             for (int i = 0; i < 2 * EIGHTS; i++) {
                 const int token = key + i / 2 * 8 + 2 * t + i % 2;
-                value_scale[i] = token < total ? Values::scale(v + (i64)token * Values::BYTES) : 0;
+                value_scale[i] = token < total ? Values::scale(v(token)) : 0;
             }
         }
 #pragma unroll
@@ -255,14 +273,14 @@ struct AttentionSums {
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     const int at = token + i / 2 * 8 + i % 2;
-                    Values::value(v + (i64)at * Values::BYTES, c, g, at < total, values[i], SHARED ? value_turn(at) : 0);
+                    Values::value(v(at), c, g, at < total, values[i], SHARED ? value_turn(at) : 0);
                 }
                 if constexpr (Values::CHUNKED) {
                     float scale[4];
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
                         const int at = token + i / 2 * 8 + i % 2;
-                        scale[i] = at < total ? Values::scale(v + (i64)at * Values::BYTES, c) : 0;
+                        scale[i] = at < total ? Values::scale(v(at), c) : 0;
                     }
                     u32 scaled[4];
 #pragma unroll

@@ -3,6 +3,7 @@
 // staged in shared memory for both products; attention_join.cu joins the runs.
 //   ROPE LATENT   elements of a cached row's rotary key and of its latent
 //   RUN_KEYS      keys per run
+//   TREE          1: as in attention.cu
 // For scores, each warp takes some columns of all keys; for values, some columns of the result. As
 // in attention.cu, keys that a row does not see leave its sums unchanged to the bit.
 #include "attention.cuh"
@@ -17,13 +18,23 @@ extern "C" __global__ void __launch_bounds__(128, 1) latent(Attention args) {
     __shared__ uint4 keys[STEP][WIDTH];
     __shared__ float parts[WARPS][16][STEP + 4];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int old = (int)*args.held, place = blockIdx.y * 16, total = old + args.n;
+    const int begin = (blockIdx.x + (TREE ? tree_begin(args) / RUN : 0)) * RUN;
+    __shared__ int slots[TREE ? RUN : 1];
+    int old = (int)*args.held, place = blockIdx.y * 16;
+    if constexpr (TREE) {
+        const int tiles = (args.per + 15) / 16, row = blockIdx.y / tiles;
+        if (begin >= old + args.n) return;
+        old = straighten(args, row, begin, slots);
+        place = row * args.per + blockIdx.y % tiles * 16;
+    } else if (args.columns && begin + RUN > tree_begin(args)) {
+        return;  // TREE takes such runs
+    }
+    const int total = old + args.n;
+    const u8* rows_there = args.blocks[begin / BLOCK] + args.k_at;
     const Rows rows = Rows::make(args, place, g);
     const int last = (place + 15) / args.per < args.rows ? (place + 15) / args.per : args.rows - 1;
-    const int begin = blockIdx.x * RUN;
-    const u8* rows_there = args.blocks[begin / BLOCK] + args.k_at;
-    int end = args.tree ? total : old + args.first + last + 1;
-    if (begin >= end) return;  // attention_join.cu skips such runs
+    int end = old + args.first + last + 1;
+    if (!TREE && begin >= end) return;  // attention_join.cu skips such runs
     end = end < begin + RUN ? end : begin + RUN;
 
     uint4 queries[SLICES];
@@ -49,7 +60,9 @@ extern "C" __global__ void __launch_bounds__(128, 1) latent(Attention args) {
         for (int at = threadIdx.x; at < STEP * PIECES; at += 32 * WARPS) {
             const int token = key + at / PIECES, piece = at % PIECES;
             const bool there = token < total && 8 * piece < SIZE;
-            keys[at / PIECES][piece] = there ? *(const uint4*)(rows_there + (token % BLOCK * SIZE + 8 * piece) * 2) : nothing();
+            const int slot = TREE ? slots[token - begin] : token;
+            const u8* from = TREE ? args.blocks[slot / BLOCK] + args.k_at : rows_there;
+            keys[at / PIECES][piece] = there ? *(const uint4*)(from + (slot % BLOCK * SIZE + 8 * piece) * 2) : nothing();
         }
         __syncthreads();
         float scores[EIGHTS][4];
@@ -128,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(128, 1) latent(Attention args) {
         weight[i] = plus(weight[i], shuffle_xor(weight[i], 2));
         const int which = place + g + 8 * i;
         if (which / args.per >= args.rows) continue;
-        float* out = args.partial + blockIdx.x * args.run_stride + (i64)which * LATENT;
+        float* out = args.partial + begin / RUN * args.run_stride + (i64)which * LATENT;
 #pragma unroll
         for (int c = 0; c < OWN; c++)
 #pragma unroll
@@ -139,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(128, 1) latent(Attention args) {
                     for (int w = 0; w < 8; w++) out[e + w] = sums[c][w][r];
             }
         if (warp == 0 && t == 0) {
-            const i64 width = args.run_stride / LATENT, at = blockIdx.x * width + which;
+            const i64 width = args.run_stride / LATENT, at = begin / RUN * width + which;
             args.stats[at] = top[i], args.stats[args.runs * width + at] = weight[i];
         }
     }

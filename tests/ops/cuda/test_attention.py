@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -73,9 +73,16 @@ def inputs(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     return q, k, v, torch.linspace(-4, 40, case.heads) if case.sinks else None
 
 
-def run(case: Case, *, longest: int | None = None, rows: slice | None = None) -> Tensor:
-    """Of all rows; or of some, the others before them held."""
+def run(
+    case: Case,
+    *,
+    longest: int | None = None,
+    rows: slice | None = None,
+    given: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Of all rows; or of some, the others before them held. ``given``: queries, keys, values."""
     q, k, v, sinks = inputs(case)
+    q, k, v = given or (q, k, v)
     rows = rows or slice(0, case.n)
     q, positions, held = q[rows], case.positions()[rows], case.held + rows.start
     ahead = case.ahead()
@@ -117,6 +124,7 @@ def expected(case: Case) -> Tensor:
 
 
 TREE = (-1, 0, 0, 1, 2, 2)
+LARGER = (-1, 0, 0, 1, 2, 2, 5, 3, 6)
 
 
 @pytest.mark.parametrize(
@@ -133,6 +141,7 @@ TREE = (-1, 0, 0, 1, 2, 2)
         Case(2, 40, softcap=2.0),
         Case(6, 250, tree=TREE),
         Case(6, 250, tree=TREE, window=3, sinks=True),
+        Case(66, 10, tree=(-1, *range(64), 3)),
         Case(1, 300, sinks=True),
         Case(2, 70, size=80),
         Case(2, 70, size=256),
@@ -156,6 +165,30 @@ def test_a_tree_in_rounds(emulator: Emulator, window: int | None) -> None:
         assert torch.equal(run(case, rows=rows), whole[rows]), rows
 
 
+@pytest.mark.parametrize("held", [3, 249, 252, 255, 506])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(9, 0, tree=LARGER),
+        Case(9, 0, tree=LARGER, window=5, sinks=True),
+        Case(9, 0, tree=LARGER, heads=20, groups=1, softcap=2.0),  # two tiles a row
+        Case(9, 0, tree=LARGER, size=80, window=300),
+    ],
+    ids=str,
+)
+def test_tree_rows_have_the_bits_of_chains(emulator: Emulator, case: Case, held: int) -> None:
+    """Of their ancestors and themselves, decoded one by one."""
+    case = replace(case, held=held)
+    q, k, v, _ = inputs(case)
+    whole = run(case)
+    for row, seen in enumerate(case.mask()):
+        path = held + seen.nonzero()[:, 0]
+        last = held + len(path) - 1
+        alone = replace(case, n=1, held=last, tree=())
+        moved = [torch.cat([t[:, :held], t[:, path], t[:, last + 1 :]], 1) for t in (k, v)]
+        assert torch.equal(run(alone, given=(q[row : row + 1], *moved))[0], whole[row]), row
+
+
 @pytest.mark.parametrize("window", [None, 70])
 def test_batch_invariance(
     emulator: Emulator, window: int | None, monkeypatch: pytest.MonkeyPatch
@@ -176,7 +209,6 @@ def test_batch_invariance(
         Case(80, 30, window=20, sinks=True),
         Case(66, 10, softcap=2.0, size=80),
         Case(65, 40, size=256, heads=2),
-        Case(66, 10, tree=(-1, *range(64), 3)),
     ],
     ids=str,
 )

@@ -17,6 +17,7 @@ from localrt.quant.cuda.products import linear_program, many_program
 from localrt.quant.cuda.programs import Program, compile_program, machine_code
 from localrt.quant.cuda.recurrent import recurrent_programs
 from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32
+from localrt.quant.ops.kv_formats import KV_FORMATS
 from localrt.quant.ops.recurrent import RecurrentSpec
 
 pytest.importorskip("cuda.bindings", reason="NVIDIA's compiler")
@@ -222,6 +223,9 @@ def test_attention(target: int, sizes: tuple[int, ...]) -> None:
         programs += [attention_program(size, size, split=split) for split in (True, False)]
         programs += [attention_program(size, size, "int8", split=True), rope_program(size)]
         programs += [attention_program(size, size, "int4", split=True), rope_program(size, "int4")]
+        for kv_format in KV_FORMATS:  # a block takes one row: few runs are long
+            program = attention_program(size, size, kv_format, split=True, tree=True)
+            check(program, target, spilled=128)
     for program in programs:
         check(program, target)
 
@@ -244,7 +248,8 @@ def test_recurrent_layers(target: int) -> None:
 
 @pytest.mark.parametrize("target", [75, 89, 120])
 def test_latent_attention(target: int) -> None:
-    for program in (*latent_programs(64, 512), append_program(BFLOAT16, FLOAT32)):
+    tree, _ = latent_programs(64, 512, tree=True)
+    for program in (*latent_programs(64, 512), tree, append_program(BFLOAT16, FLOAT32)):
         check(program, target)
 
 

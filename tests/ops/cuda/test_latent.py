@@ -68,6 +68,20 @@ def test_attention(
     assert torch.equal(attend(q, cache, held, rope, tree=tree, longest=ALLOCATED), got)
 
 
+@pytest.mark.parametrize("held", [3, 123, 126, 254])
+@pytest.mark.parametrize("heads", [4, 20])
+def test_tree_rows_have_the_bits_of_chains(emulator: Emulator, held: int, heads: int) -> None:
+    """Of their ancestors and themselves, decoded one by one."""
+    q, cache = inputs(5, held, heads, 16, 32)
+    whole = attend(q, cache, held, 16, tree=True)
+    for row, seen in enumerate(torch.from_numpy(TREE)):
+        path = held + seen.nonzero()[:, 0]
+        moved = cache.clone()
+        moved[held : held + len(path)] = cache[path]
+        alone = attend(q[row : row + 1], moved, held + len(path) - 1, 16)
+        assert torch.equal(alone[0], whole[row]), row
+
+
 def test_batch_invariance(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     n, held, rope = 70, 120, 16  # a prompt's rows, in two runs
     q, cache = inputs(n, held, 4, rope, 32)
