@@ -157,6 +157,11 @@ class WeightStore:
         """All ``Ops`` that compute passes."""
         return (self.ops,)
 
+    @property
+    def exact_rows(self) -> int:
+        """See ``Ops``: what all processors together promise."""
+        return min(ops.exact_rows for ops in self.implementations)
+
     # -- a pass ----------------------------------------------------------------------------------
 
     def begin(

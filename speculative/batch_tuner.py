@@ -106,6 +106,7 @@ class BatchTuner:
         Scores are logarithms of calibrated probabilities. ``room`` bounds the nodes of all trees
         together; ``prompt_rows`` is the number of prompt rows in the same pass.
         """
+        room = min(room, self.tuner.most_rows - len(trees) - prompt_rows)
         sizes = [len(tree) for tree in trees]
         counts = [0] * len(trees)
         if sum(sizes) and room > 0:

@@ -10,6 +10,7 @@ explicit tree size overrides it. It knows no model: seconds in, plans out.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -69,12 +70,19 @@ class Tuner:
 
     ``sources`` maps names to the assumed cost of a draft level, as a share of a plain step, until
     one is measured: 0 for lookups, which cost next to nothing. ``streamed``: passes wait for
-    weights. ``mixture``: more tokens touch more experts.
+    weights. ``mixture``: more tokens touch more experts. Passes have at most ``most_rows`` rows,
+    but for trees of an explicit size.
     """
 
     def __init__(
-        self, sources: Mapping[str, float], *, streamed: bool = False, mixture: bool = False
+        self,
+        sources: Mapping[str, float],
+        *,
+        streamed: bool = False,
+        mixture: bool = False,
+        most_rows: int = sys.maxsize,
     ) -> None:
+        self.most_rows = most_rows
         self.lock = threading.RLock()
         self.cost = PassCost(streamed=streamed, mixture=mixture)
         self.gaps = GapGain()
@@ -143,6 +151,8 @@ class Run:
         with self._tuner.lock:
             cost = self._tuner.cost
             self._forced = False
+            if self._size is None:
+                room = min(room, self._tuner.most_rows - 1)
             self._room, self._ready, self._missing = room, ready, missing
             waiting = [name for name in self._usable() if name not in self._trees]
             if self._size is not None:
@@ -167,10 +177,12 @@ class Run:
             if tokens > FEW and self._size is None:
                 self._tuner.sources[source].row_s = seconds / tokens
 
-    def drafted(self, plan: Plan, tree: TokenTree, seconds: float) -> TokenTree | None:
+    def drafted(
+        self, plan: Plan, tree: TokenTree, seconds: float, *, fresh: bool = False
+    ) -> TokenTree | None:
         """Return the part of the drafted trees to verify; an empty tree means a plain step.
 
-        None: call ``plan`` again for another draft.
+        None: call ``plan`` again for another draft. ``fresh``: see ``verified``.
         """
         tuner = self._tuner
         with tuner.lock:
@@ -181,8 +193,11 @@ class Run:
                     return None
                 return merge((self._trees[name] for name in self._usable()), plan.budget)
             source = tuner.sources[plan.source]
+            if fresh:
+                expected = self._draft_seconds(plan.source, source, plan.budget, plan.depth)
+                seconds = min(seconds, expected)
             self._draft_s += seconds
-            if not source.cheap:
+            if not (source.cheap or fresh):
                 # A tree with prepared levels needs one level less: its first one is ready.
                 levels = max(tree.height, 1) - plan.ready - (plan.ready > 0)
                 if levels >= 0:
@@ -240,17 +255,21 @@ class Run:
         seconds: float,
         waited_s: float = 0.0,
         shared_s: float = 0.0,
+        fresh: bool = False,
     ) -> None:
         """Record that a pass over ``tree`` took ``seconds``, and that ``path`` was accepted.
 
         It waited ``waited_s`` for weights, and computed for up to ``shared_s`` beside a draft. A
-        plain step has no plan.
+        plain step has no plan. A ``fresh`` pass counts as expected: later ones will be faster.
         """
         tuner = self._tuner
         with tuner.lock:
             rows, emitted = 1 + len(tree), 1 + len(path)
-            tuner.cost.add(rows, seconds)
-            tuner.gaps.passed(rows, waited_s)
+            if not fresh:
+                tuner.cost.add(rows, seconds)
+                tuner.gaps.passed(rows, waited_s)
+            elif tuner.cost.plain is not None:
+                seconds = min(seconds, tuner.cost.seconds(rows))
             self._shared_s = shared_s
             spent = seconds + self._draft_s
             self._draft_s = 0.0

@@ -201,9 +201,11 @@ def family_draft(target: LoadedModel) -> str | None:
     """Return the name of a small local model of the target's family, to draft with by default.
 
     None unless weights are streamed: with a resident model, users would not expect a second model
-    in memory, and on a CPU its drafts cost about as much as they save.
+    in memory, and on a CPU its drafts cost about as much as they save. None where a GPU has a part
+    of the weights: it would take memory from them.
     """
-    if not target.engine.info.streamed:
+    info = target.engine.info
+    if not info.streamed or info.device != "cpu":
         return None
     found = find_family_draft(target.path, Settings.from_environment())
     return None if found is None else found.name

@@ -6,6 +6,7 @@ in ``model_draft.py``, heads in ``head_draft.py``.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from functools import cached_property
@@ -130,17 +131,21 @@ class Drafts:
         return engine
 
     def _takes_auto(self) -> bool:
-        """Whether ``auto`` speculates at all: with other ops a row's bits, and so its token, may
-        depend on the batch.
+        """Whether ``auto`` speculates at all: else a row's bits, and so its token, may depend on
+        the other rows of its pass.
         """
         engine = self._target.engine
-        return isinstance(engine, NativeEngine) and engine.ops_name == "native"
+        return isinstance(engine, NativeEngine) and engine.exact_rows > 1
 
     @cached_property
     def _head(self) -> str | None:
-        """The head that ``auto`` uses in addition to n-gram lookup."""
-        streamed = self._target.engine.info.streamed
-        own = own_head(self._target.path, Settings.from_environment(), streamed=streamed)
+        """The head that ``auto`` uses in addition to n-gram lookup, but where a GPU has a part of
+        the weights: it would take memory from them.
+        """
+        info = self._target.engine.info
+        if info.streamed and info.device != "cpu":
+            return None
+        own = own_head(self._target.path, Settings.from_environment(), streamed=info.streamed)
         return None if own is None else own.name
 
     @cached_property
@@ -161,9 +166,10 @@ class Drafts:
         if draft is not None:
             makers[draft.kind] = lambda session: draft.source(session, options)
             levels[draft.kind] = draft.level_share
-        tuner = self._tuners.setdefault(
-            drafter, Tuner(levels, streamed=engine.counts() is not None, mixture=engine.is_mixture)
-        )
+        exact, streamed = engine.exact_rows, engine.counts() is not None
+        most = exact if exact > 1 else sys.maxsize  # no size is exact
+        tuner = Tuner(levels, streamed=streamed, mixture=engine.is_mixture, most_rows=most)
+        tuner = self._tuners.setdefault(drafter, tuner)
         if draft is not None:
             tuner.sources[draft.kind].cost.at_once = draft.at_once
         size = None

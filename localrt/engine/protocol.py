@@ -102,6 +102,7 @@ class EngineSession(ABC):
     best_only: bool = False
     capacity: int
     takes_trees: bool = False
+    fresh_passes: int = 0  # see ``Ops``
     mix: Mix = ()
 
     def use(self, mix: Mix) -> None:

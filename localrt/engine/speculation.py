@@ -255,7 +255,7 @@ class Stepper(Drafting):
         self._run = self.tuner.start(limit, list(sources), size=speculation.fixed)
         self._note = speculation.note
         self._plan: Plan | None = None
-        self._took = (0.0, 0.0, 0.0)  # seconds of a pass: total, waiting, shared with a draft
+        self._took = (0.0, 0.0, 0.0, False)  # see ``Run.verified``
         self._preparing = {name: source for name, source in sources.items() if source.prepares}
         self._out_of_memory = False  # for trees
 
@@ -277,7 +277,7 @@ class Stepper(Drafting):
         tree = self._draft(left - 1, check) if drafts else TokenTree.empty()
         ahead = self._run.ahead(self._plan, tree) if left > 1 else None
         work = None if ahead is None else self._work(*ahead)
-        started = time.perf_counter()
+        started, fresh = time.perf_counter(), session.fresh_passes
         with GapWork(check, work) as gap_work:
             if len(tree):
                 try:
@@ -292,7 +292,8 @@ class Stepper(Drafting):
             computed = TreePass(tree, logits)
             if work is not None:
                 gap_work.ended(computed.likeliest())
-        self._took = seconds, gap_work.waited_s, gap_work.shared_s
+        is_fresh = session.fresh_passes > fresh
+        self._took = seconds, gap_work.waited_s, gap_work.shared_s, is_fresh
         if ahead is not None and gap_work.error is not None:
             if not isinstance(gap_work.error, LocalrtError):
                 raise gap_work.error
@@ -326,7 +327,7 @@ class Stepper(Drafting):
         verified = TokenTree.empty()
         while (plan := self._run.plan(room, ready, missing)) is not None:
             self._plan = plan
-            started = time.perf_counter()
+            started, fresh = time.perf_counter(), self.session.fresh_passes
             try:
                 if (tokens := missing[plan.source]) > FEW:  # fewer are a part of the draft
                     sources[plan.source].catch_up(self._history, check=check)
@@ -344,7 +345,8 @@ class Stepper(Drafting):
                 continue
             seconds = time.perf_counter() - started
             charged += seconds
-            if (found := self._run.drafted(plan, tree, seconds)) is not None:
+            is_fresh = self.session.fresh_passes > fresh
+            if (found := self._run.drafted(plan, tree, seconds, fresh=is_fresh)) is not None:
                 verified = found
                 break
         self._run.drafting_took(verified, time.perf_counter() - began, charged)

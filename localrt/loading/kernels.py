@@ -32,7 +32,7 @@ from localrt.offload.placement import Placement, host_piece
 from localrt.quant.formats import F32, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor
 from localrt.quant.ops.arrays import Hidden
-from localrt.quant.ops.protocol import Batch, Ops, implementation
+from localrt.quant.ops.protocol import Batch, Ops, Span, implementation
 from localrt.system import return_free_memory
 
 _OF_LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
@@ -171,7 +171,10 @@ def rehearse(source: TensorSource, config: DecoderConfig, ops: RehearsedOps, sha
             last = rows == max(ops.lengths)
             memory = [spec for layer in attention for spec in config.memory_of(layer)]
             cache = ops.kv_cache(memory, rows)
-            step = ops.begin(Batch.extend([(cache, [0] * rows)]))
+            batch = Batch.extend([(cache, [0] * rows)])
+            if rows > 1 and not last:  # trees take all kernels that chains do
+                batch = replace(batch, spans=(Span(cache, rows, np.tri(rows, dtype=np.bool_)),))
+            step = ops.begin(batch)
             wanted = np.arange(rows)[-1:] if last else np.arange(rows)
             state = PassState(ops, step, ops.stream(rows, config.hidden_size), wanted)
             for part in (*always, *(long if last else ()), *head):

@@ -148,7 +148,8 @@ def plan_model(
     if weights:
         if (drafts := draft_of(path, not forecast.fits)) is not None:
             draft, line = drafts
-            if forecast.placement.uses_gpu:  # ``auto`` drafts on the CPU only
+            gpu = [w.on_gpu for n, w in forecast.placement.where.items() if n != "embedding"]
+            if any(gpu) and not all(gpu):  # ``auto`` takes no memory from weights on a GPU
                 draft, line = "", f"{line}, on a GPU only if you name it as the draft ({draft})"
             notes.append(line)
         resolved = resolve(name, settings=settings, revision=revision, download=False)

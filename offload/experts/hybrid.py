@@ -92,6 +92,12 @@ class HybridExperts:
         self.copies = ExpertCopies(slots, memory, costs.fetch)
 
     @property
+    def divided(self) -> bool:
+        """Whether it depends on earlier choices which processor computes an expert."""
+        cache = self.slots.cache
+        return bool(self._arriving) or len(cache) < cache.layers * cache.count
+
+    @property
     def hits(self) -> int:
         """Uses of experts that were already on the GPU."""
         return self.slots.cache.hits

@@ -101,6 +101,11 @@ class StreamedWeights(WeightStore):
     def implementations(self) -> tuple[Ops, ...]:
         return tuple({id(lane.ops): lane.ops for lane in self._lanes}.values())
 
+    @property
+    def exact_rows(self) -> int:
+        divided = any(isinstance(each, HybridExperts) and each.divided for each in self.experts)
+        return 1 if divided else super().exact_rows
+
     # -- a pass ----------------------------------------------------------------------------------
 
     def begin(

@@ -6,6 +6,7 @@ allocates, fills their structs and calls them.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -94,6 +95,8 @@ class NativeOps(StreamSteps):
     name = "native"
     device = "cpu"
     compute_format = "packed"
+    exact_rows = sys.maxsize
+    fresh_passes = 0
 
     def __init__(
         self, *, threads: int | None = None, isa: str = "", kv_format: CacheFormat = "bf16"

@@ -1,9 +1,9 @@
 """Attention on a GPU: appends a pass's rows to the caches, and attends.
 
 For up to 64 rows, keys are split into runs of 256, whose results are joined in order: a row's
-result is bit-identical for any number of rows. A row of a tree has the bits of a chain: another
-kernel takes the runs in which rows see different keys, row by row. More rows (prompts) are one
-kernel that loops over all keys. Lengths are in device memory, so a recorded graph stays valid as the cache fills.
+result is bit-identical for any number of rows. Runs in which rows of a tree see different keys are
+computed row by row, as in a chain. More rows (prompts) are one kernel that loops over all keys.
+Lengths are in device memory, so a recorded graph stays valid as the cache fills.
 ``quant/ops/kv_formats.py`` and ``kv.cuh`` define the layout; a token's bytes of one head are
 adjacent. Unlike on the CPU, quantized keys keep the bias of their projection.
 """
@@ -181,9 +181,8 @@ def attend(
     target = records.data[0, row * records.count // records.rows :] if records else out
     chunk, partial, stats = n, None, None
     if split:
-        chunk, partial, stats = partial_results(
-            min(n, MOST_ROWS), runs, heads, value, q.device
-        )
+        most = min(n, MOST_ROWS)
+        chunk, partial, stats = partial_results(most, runs, heads, value, q.device)
     for first in range(0, n, chunk):
         rows = min(chunk, n - first)
         args = Attention(

@@ -74,6 +74,7 @@ class Device(ABC):
     processors = 1
     capability: tuple[int, int] = (0, 0)
     stream: Handle | None = None
+    fresh_passes = 0  # see ``Ops``
 
     def __init__(self) -> None:
         self._lock = threading.RLock()

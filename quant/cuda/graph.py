@@ -174,6 +174,7 @@ class Recordings:
             return None
         entry = self._shapes.get(shape)
         if entry is None:
+            device_of(self._ops.device).fresh_passes += 1
             self._shapes[shape] = _ShapeEntry()
             if len(self._shapes) > _MAX_SHAPES:
                 self._shapes.popitem(last=False)
@@ -448,6 +449,7 @@ class StaticPass:
                 values.put(x)
 
     def _record(self, step: StaticStep, body: Callable[[CudaPass], None]) -> _Run:
+        self._device.fresh_passes += 1
         fresh = replace(step, tables={}, mixed=set())
         recording = Recording(fresh, self._index, self._shared, _skip)
 

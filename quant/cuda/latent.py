@@ -9,13 +9,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from localrt.quant.cuda.attention import (
-    Attention,
-    Rotations,
-    numbers,
-    partial_results,
-    tree_runs,
-)
+from localrt.quant.cuda.attention import Attention, Rotations, numbers, partial_results, tree_runs
 from localrt.quant.cuda.kv import LayerPlace, blocks_of
 from localrt.quant.cuda.launch import arguments, launch, pointers
 from localrt.quant.cuda.linear import linear, multiply_heads, normed_for

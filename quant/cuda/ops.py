@@ -1,8 +1,8 @@
 """``Ops`` on CUDA by our own kernels, which compute on packed matrices.
 
-Passes of up to 64 rows are batch-invariant. Longer ones (prefill) use another attention kernel, and
-data-center GPUs unpack matrices for cuBLAS. The residual stream is float32, inputs of products are
-bf16. This module knows no architecture.
+Passes of up to 64 rows, of trees too, are batch-invariant. Longer ones (prefill) use another
+attention kernel, and data-center GPUs unpack matrices for cuBLAS. The residual stream is float32,
+inputs of products are bf16. This module knows no architecture.
 
 Models with steps that have no kernel here compute with torch on a GPU. ``quant/choose.py``
 recognizes them by their attention, which norms values or selects tokens.
@@ -34,7 +34,7 @@ from localrt.quant.cuda.graph import GraphedForward, Recordings
 from localrt.quant.cuda.kv import blocks_of
 from localrt.quant.cuda.latent import LatentSteps
 from localrt.quant.cuda.linear import gate_up, linear, normed_for
-from localrt.quant.cuda.products import unpack_rows
+from localrt.quant.cuda.products import MOST_ROWS, unpack_rows
 from localrt.quant.cuda.recurrent import RecurrentSteps
 from localrt.quant.cuda.routing import combined, on_gpu, put_rows
 from localrt.quant.cuda.split import Handover, split_mlp
@@ -83,6 +83,7 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
 
     name = "cuda"
     compute_format = "packed"
+    exact_rows = MOST_ROWS
 
     def __init__(
         self, *, device: str = "cuda", kv_format: KvFormat = "bf16", fine: bool = False
@@ -96,6 +97,10 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
         self._tile: Tile | None = None
         self.recording: Recording | None = None
         self._handovers: dict[tuple[int, int, int], Handover] = {}
+
+    @property
+    def fresh_passes(self) -> int:
+        return int(self._device.fresh_passes)
 
     @property
     def adapters(self) -> AdapterTable[CudaLowRank]:

@@ -290,6 +290,18 @@ class BaseOps(Protocol[HiddenT, ArrayT, WeightT, VectorT, PassT]):
         """How matrices are kept and multiplied: ``"f32"``, ``"bf16"``, ``"packed"`` (as stored)."""
 
     @property
+    def exact_rows(self) -> int:
+        """The most rows of a pass that have the bits that they would have one by one, in a chain or
+        in a tree; 1 if that is not promised.
+        """
+
+    @property
+    def fresh_passes(self) -> int:
+        """Passes on the device so far that took longer than later ones of their shape will: it was
+        new, or was recorded.
+        """
+
+    @property
     def adapters(self) -> AdapterTable[Any] | None:
         """The adapters that are added to products, by sequence; None if unsupported."""
 

@@ -99,6 +99,8 @@ class TorchOps(StreamSteps):
     """See the ``Ops`` protocol. ``compute_format`` is ``"bf16"`` or ``"f32"``."""
 
     name = "torch"
+    exact_rows = 1
+    fresh_passes = 0
 
     def __init__(
         self, *, compute_format: str = "bf16", device: str = "cpu", threads: int | None = None

@@ -36,8 +36,6 @@ class Cache:
 class Engine:
     """Computes nothing."""
 
-    ops_name = "native"
-
     def cache(self, capacity: int) -> Any:
         return Cache(capacity)
 

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import json
 import struct
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 import localrt
 from localrt.common.settings import Settings
-from localrt.drafts.discovery import family_draft, find_family_draft, find_head, own_draft
+from localrt.drafts.discovery import (
+    FamilyDraft,
+    family_draft,
+    find_family_draft,
+    find_head,
+    own_draft,
+)
+from localrt.drafts.selection import Drafts
+from localrt.engine.native.engine import NativeEngine
+from localrt.engine.options import Options
 from tests.checkpoints.make_gguf import ARRAY, STRING, UINT32, array, raw_gguf, string
 from tests.conftest import needs_kernels, write_tiny_model
 from tests.inside import core_of
@@ -144,6 +156,40 @@ def test_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_kernels
+@pytest.mark.parametrize(
+    ("rows", "device", "streamed", "drafts"),
+    [
+        (sys.maxsize, "cpu", True, "small"),
+        (64, "cuda:0", False, "ngram"),
+        (64, "cuda:0", True, "ngram"),  # a GPU has a part of the weights: no other model
+        (1, "cuda:0", False, None),
+    ],
+)
+def test_auto_by_what_is_promised(
+    rows: int,
+    device: str,
+    streamed: bool,
+    drafts: str | None,
+    tiny_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    small = FamilyDraft("small", tiny_folder, 1)
+    monkeypatch.setattr("localrt.drafts.discovery.find_family_draft", lambda *_: small)
+    engine = MagicMock(spec=NativeEngine, exact_rows=rows, is_mixture=False)
+    engine.info = SimpleNamespace(device=device, streamed=streamed)
+    asked = list[str]()
+
+    def load(name: str, target: Any) -> Any:
+        asked.append(name)
+        raise localrt.MemoryBudgetError("it does not fit")
+
+    target: Any = SimpleNamespace(engine=engine, path=tiny_folder)
+    found = Drafts(target, load).speculation(Options(draft="auto"))
+    assert (found is not None) is (drafts is not None)
+    assert asked == (["small"] if drafts == "small" else [])
+    assert found is None or found.tuner.most_rows == rows
+
+
 def test_auto_without_room(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("localrt.drafts.selection.family_draft", lambda _: str(tiny_folder))
     with localrt.load(tiny_folder, ram="8GB") as model:

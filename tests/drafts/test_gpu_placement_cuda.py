@@ -93,7 +93,7 @@ def test_load(folder: Path, devices: list[str], choose_place: Choose) -> None:
         assert model.info.notes[-1].startswith("the draft on the GPU, the target on the rest of it")
         drafts: Any = core_of(model).drafts
         ((draft, _),) = drafts._drafts.values()
-        assert draft._parts.engine.ops_name == "cuda"
+        assert draft._parts.engine.decoder.ops.name == "cuda"
         assert draft._parts.ctx == 64 + 128
         ours = model.generate("ab", tree_budget=3, tree_depth=2, **OPTIONS)
         assert ours.token_ids == plain.token_ids

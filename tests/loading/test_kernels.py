@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from localrt.common.errors import CancelledError, LocalrtError
@@ -31,7 +32,7 @@ from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.programs import Program
 from localrt.quant.cuda.steps import BEST_LOGITS
 from localrt.quant.formats import CODECS, pack, unpack
-from localrt.quant.ops.protocol import Batch
+from localrt.quant.ops.protocol import Batch, Span
 from localrt.quant.reference.ops import TorchOps
 from tests.models.tiny import save_tiny
 from tests.offload.gpu.placed_on_gpu import place_on_gpu
@@ -93,7 +94,12 @@ def run_passes(decoder: Decoder) -> None:
     for rows in LENGTHS:
         cache = decoder.cache(rows)
         wanted = [rows - 1] if rows > 64 else None
-        decoder.forward(Batch.extend([(cache, [1] * rows)]), rows=wanted)
+        batch = Batch.extend([(cache, [1] * rows)])
+        decoder.forward(batch, rows=wanted)
+        if rows == 4:
+            assert cache.trim(0) == 0
+            tree = Span(cache, rows, np.tri(rows, dtype=np.bool_))
+            decoder.forward(replace(batch, spans=(tree,)))
 
 
 def check(gpu: FakeGpu) -> None:

@@ -324,7 +324,7 @@ class Head(EngineDrafter):
 
 
 def test_rows_that_do_not_last(decoder: Any) -> None:
-    engine: Any = SimpleNamespace(cache=decoder.cache, run=decoder.forward, ops_name="native")
+    engine: Any = SimpleNamespace(cache=decoder.cache, run=decoder.forward)
     head = Head(engine, SIZES["vocab_size"])
     draft = TreeSource(head, capacity=200)
     assert not draft.prepares

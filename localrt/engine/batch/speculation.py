@@ -58,7 +58,7 @@ class BatchSpeculation(Generic[Owner]):
         drafting = time.perf_counter() - started
         drafted = sum(map(len, trees))
         self.rows = len(running) + drafted + prompt_rows
-        started = time.perf_counter()
+        started, fresh = time.perf_counter(), running[0][1].fresh_passes
         try:
             logits_of = self._engine.extend_trees(
                 [
@@ -84,7 +84,8 @@ class BatchSpeculation(Generic[Owner]):
             seq.pending = seq.pending[len(tokens) :]
         for at, logits in zip(whole, logits_of[len(running) :], strict=True):
             items.append((prompts[at][0], prompts[at][0].take(TreePass.plain(logits))))
-        if not prompts:  # prompt rows would distort the measurement
+        # Prompt rows would distort the measurement.
+        if not prompts and running[0][1].fresh_passes == fresh:
             tuner.passed(drafted, emitted, seconds, drafting)
         return items
 

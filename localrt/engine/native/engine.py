@@ -169,9 +169,10 @@ class NativeEngine(Engine):
     # -- trees and drafts (``localrt.engine.speculation``) -----------------------------------------
 
     @property
-    def ops_name(self) -> str:
-        """The name of the ``Ops`` implementation."""
-        return self._loaded().ops.name
+    def exact_rows(self) -> int:
+        """The most rows of a pass that have the bits of plain decoding; 1: it is not promised."""
+        self._loaded()
+        return self.weights.exact_rows
 
     @property
     def hidden_size(self) -> int:

@@ -155,6 +155,10 @@ class NativeSession(EngineSession):
         return self._ram.logit_rows
 
     @property
+    def fresh_passes(self) -> int:  # type: ignore[override]
+        return sum(ops.fresh_passes for ops in self._engine.weights.implementations)
+
+    @property
     def tokens(self) -> Sequence[int]:
         """The tokens in the cache."""
         return self._tokens

@@ -34,6 +34,7 @@ from localrt.quant.cuda import ops as cuda_ops
 from localrt.quant.cuda import routing as cuda_routing
 from localrt.quant.cuda.cuda_memory import CudaCopies
 from localrt.quant.cuda.ops import CudaOps
+from localrt.quant.cuda.products import MOST_ROWS
 from localrt.quant.ops.kv import KVCache
 from localrt.quantize.quantize import Recipe, quantize_model
 from tests.driver.inside.conftest import Kernels, once
@@ -154,8 +155,10 @@ def test_layer_on_gpu_does_not_wait(
     gpu: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with placed(tmp_path, 1.0, FETCHED, recorded=False) as decoder:
+        assert decoder.weights.exact_rows == 1  # who computes an expert depends on earlier ones
         fill_all(decoder)
         extend(decoder, decoder.cache(200), [1])
+        assert decoder.weights.exact_rows == MOST_ROWS
         before = decoder.weights.counts()
         turns = turns_of(decoder, 4, 1, monkeypatch)
         after = decoder.weights.counts()

@@ -70,6 +70,18 @@ def test_a_pass_records_few_parts(recordings: Recordings, cache: KVCache) -> Non
     assert not static_of(step).has("b")
 
 
+def test_passes_that_take_longer(recordings: Recordings, cache: KVCache) -> None:
+    """They are counted: the first of a shape, and those that record."""
+    zero, seen = zeros(1, 8, device=device_of("cuda")), list[int]()
+    for _ in range(4):
+        before = device_of("cuda").fresh_passes
+        step = recordings.begin(Batch.extend([(cache, [1])]), [0])
+        if recordings.takes(step, "all", 1):
+            recordings.run(step, Stream(zero), "all", lambda step, x: x)
+        seen.append(device_of("cuda").fresh_passes - before)
+    assert seen == [1, 1, 0, 0]
+
+
 def test_many_shapes(recordings: Recordings, cache: KVCache) -> None:
     rounds = [[recorded(recordings, cache, rows) for rows in range(1, 21)] for _ in range(5)]
     assert not any(rounds[0])
