@@ -471,5 +471,5 @@ class Run:
         if gain < 0.5:
             return f"off, drafts of {names} are seldom accepted ({gain:.1f} of 8)"
         if not self._tuner.streamed:
-            return "off, the model is resident and CPU-bound"
+            return "off, larger passes take too long for that"
         return f"off, drafts of {names} would cost more time than they save"

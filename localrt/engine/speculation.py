@@ -292,8 +292,7 @@ class Stepper(Drafting):
             computed = TreePass(tree, logits)
             if work is not None:
                 gap_work.ended(computed.likeliest())
-        is_fresh = session.fresh_passes > fresh
-        self._took = seconds, gap_work.waited_s, gap_work.shared_s, is_fresh
+        self._took = seconds, gap_work.waited_s, gap_work.shared_s, session.fresh_passes > fresh
         if ahead is not None and gap_work.error is not None:
             if not isinstance(gap_work.error, LocalrtError):
                 raise gap_work.error

@@ -239,7 +239,7 @@ def test_gain_two_sources() -> None:
         (World(resident, {"ngram": 0.0}, claims=0.95), "seldom accepted"),
         (
             World(lambda rows: 0.03 * rows, {"model": 0.9}, {"model": 0.02}),
-            "speculation: off, the model is resident and CPU-bound",
+            "speculation: off, larger passes take too long for that",
         ),
     ],
     ids=["always wrong", "bound by arithmetic"],

@@ -84,8 +84,7 @@ class BatchSpeculation(Generic[Owner]):
             seq.pending = seq.pending[len(tokens) :]
         for at, logits in zip(whole, logits_of[len(running) :], strict=True):
             items.append((prompts[at][0], prompts[at][0].take(TreePass.plain(logits))))
-        # Prompt rows would distort the measurement.
-        if not prompts and running[0][1].fresh_passes == fresh:
+        if not prompts and running[0][1].fresh_passes == fresh:  # others would distort it
             tuner.passed(drafted, emitted, seconds, drafting)
         return items
 
