@@ -13,18 +13,20 @@ import numpy as np
 import pytest
 
 from localrt.drafts.head_draft import HeadDraft
+from localrt.drafts.selection import Drafts
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.options import Options
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.registry import load_decoder, read_config
 from localrt.quant.cuda.driver import Cuda, device_of
 from localrt.quant.cuda.ops import CudaOps
+from localrt.quant.cuda.products import MOST_ROWS
 from localrt.speculative.source import TreeSize
 from localrt.speculative.tree_source import TreeSource
 from tests.driver.inside.conftest import Kernels, once
 from tests.driver.inside.gpus import StepByStep
 from tests.driver.standin import AT_ONCE
-from tests.engine.test_speculation import fixed, ids, info_of, run
+from tests.engine.test_speculation import SAMPLINGS, fixed, ids, info_of, run
 from tests.models.tiny import save_tiny, tokens
 from tests.models.tiny_heads import TinyBlock, TinyEagle3
 
@@ -104,6 +106,26 @@ def test_block(gpu: Kernels, tmp_path: Path) -> None:
     """Of a model with recurrent layers, whose passes have the rows that they have."""
     TinyBlock("qwen3.5", tmp_path)
     check_same_bits(tmp_path, None, gpu)
+
+
+@once
+def test_auto(eagle3: tuple[Path, Path], gpu: Kernels) -> None:
+    """Repeated text is drafted on a GPU by default; answers do not change."""
+    folder, _ = eagle3
+    prompt = tokens(5) * 3
+    with opened(folder, CudaOps(device="cuda")) as engine:
+        target: Any = SimpleNamespace(engine=engine, path=folder, ctx=CAPACITY)
+        drafts = Drafts(target, lambda name, target: head_of(engine, folder, None))
+        speculation = drafts.speculation(Options(draft="auto"))
+        assert speculation is not None
+        assert speculation.tuner.most_rows == MOST_ROWS
+        for kind in ("greedy", list(SAMPLINGS)[-1]):
+            plain, drafted = (
+                ids(run(engine, each, prompt=prompt, max_tokens=24, sampling=SAMPLINGS[kind]))
+                for each in (None, speculation)
+            )
+            assert drafted == plain
+    assert "replay" in gpu.launches
 
 
 @once
