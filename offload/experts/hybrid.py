@@ -95,7 +95,7 @@ class HybridExperts:
     def divided(self) -> bool:
         """Whether it depends on earlier choices which processor computes an expert."""
         cache = self.slots.cache
-        return bool(self._arriving) or len(cache) < cache.layers * cache.count
+        return bool(self.copies.arriving) or len(cache) < cache.layers * cache.count
 
     @property
     def hits(self) -> int:
