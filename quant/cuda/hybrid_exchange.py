@@ -5,8 +5,7 @@ it has computed the other experts: the host works while the graph runs. Rows, ro
 through pinned RAM at fixed addresses, which kernels read and write directly: no copy is a driver
 call. The layers of a pass use that RAM in turn.
 
-A GPU that waits for the host also delays all other work: until ``serve`` has returned, the host
-must call nothing of the driver that waits for the GPU.
+The host's work must call nothing of the driver that waits for the GPU, which waits for the host.
 """
 
 from __future__ import annotations
@@ -37,16 +36,13 @@ _FromHost = arguments("from_host.cu", "FromHost")
 
 
 class _Exchange:
-    """The GPU's slots; and in pinned RAM the rows, the host's slots, and whether GPU or host have
-    given the pass up.
-    """
+    """The GPU's slots; and in pinned RAM the rows and the host's slots."""
 
     def __init__(self, device: Device, rows: Tensor, routing: CudaRouting) -> None:
         slots = len(rows) * routing.used, rows.shape[1]
         self.slots = zeros(*slots, device=device, pool=device.persistent)
         self.rows: Floats = device.pinned(rows.shape, np.float32)
         self.host_slots: Floats = device.pinned(slots, np.float32)
-        self.stop: npt.NDArray[np.int32] = device.pinned((1,), np.int32)
 
 
 class _Layer:
@@ -81,10 +77,13 @@ class HybridExchange:
         if layer is None:
             layer = recording.shared[table] = _Layer(device, len(routing.results))
         self._layer: _Layer = layer
+        stop = recording.shared.get("stop")  # whether GPU or host have given the pass up
+        if stop is None:
+            stop = recording.shared["stop"] = device.pinned((1,), np.int32)
         self.rows, self.host_slots = exchange.rows, exchange.host_slots
         self.slots = exchange.slots
         self.routing: Routing = routing.on_host(layer.results)
-        self.words = SharedWords(layer.turn, layer.ticket, layer.done, exchange.stop)
+        self.words = SharedWords(layer.turn, layer.ticket, layer.done, stop)
         self._kinds = len(table.kinds)  # kinds that are recorded
         self._send()
 
@@ -127,7 +126,7 @@ class HybridExchange:
         wait = _WaitHost(
             *pointers(entries, chosen, layer.turn_on_gpu),
             layer.done.ctypes.data,
-            exchange.stop.ctypes.data,
+            self.words.stop.ctypes.data,
             count if self.device.recording else 0,  # now, the host would not come
             *place,
         )
