@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.exchange import back, seen_from, there
+from benchmarks.gpu.exchange import back, there
 from benchmarks.gpu.timing import Check, Values, copies_beyond_cache, copy_bandwidth, launch_seconds
 from localrt.quant.cuda.attention import attend
+from localrt.quant.cuda.device import Device
 from localrt.quant.cuda.driver import device_of
-from localrt.quant.cuda.kv import BlockedCache
+from localrt.quant.cuda.kv import BlockedCache, SpanTable, one_span
 from localrt.quant.cuda.latent import attend_latent_rows
-from localrt.quant.cuda.tensor import BFLOAT16, Tensor, empty, upload
+from localrt.quant.cuda.tensor import BFLOAT16, Tensor, empty
 
 BOUND = 0.02
 ROPE, LATENT = 64, 512  # DeepSeek's sizes
@@ -85,18 +86,16 @@ def heads_against_float64(
     """Compare a tree over 300 keys of two groups with float64."""
     size = 64
     n, groups, held, scale = 7, 2, 300, 0.125
-    cache, blocks = random_cache(groups, 512, (size, size), device)
+    cache = random_cache(groups, 512, (size, size), device)
     k, v = (torch.cat([*map(back, parts)], 1) for parts in zip(*cache.parts(0), strict=True))
     gpu = device_of(device)
     sinks_there = None if sinks is None else there(sinks, gpu)
 
     def run(q: torch.Tensor, at: int, mask: torch.Tensor | None) -> torch.Tensor:
         place = at + (torch.arange(len(q)) if mask is None else mask.sum(1) - 1)
-        tree = None if mask is None else there(seen_from(mask), gpu)
         return back(attend(
-            there(q, gpu), blocks, cache.layers[0], there(torch.tensor([at]), gpu),
-            there(place, gpu), scale=scale, window=window, softcap=softcap, mask=tree, longest=512,
-            sinks=sinks_there,
+            there(q, gpu), table_of(cache, len(q), at, gpu, mask, longest=512), cache.layers[0],
+            there(place, gpu), scale=scale, window=window, softcap=softcap, sinks=sinks_there,
         ))  # fmt: skip
 
     def exact(q: torch.Tensor, tree: torch.Tensor) -> torch.Tensor:
@@ -125,22 +124,19 @@ def latents(device: str) -> Values:
     """A tree of DeepSeek's heads over 300 keys."""
     n, heads, held = 7, 16, 300
     gpu = device_of(device)
-    cache, blocks = random_cache(1, 512, (ROPE + LATENT, 0), device)
+    cache = random_cache(1, 512, (ROPE + LATENT, 0), device)
     scale = (ROPE + LATENT) ** -0.5
 
     def run(q: torch.Tensor, at: int, mask: torch.Tensor | None) -> torch.Tensor:
         out = empty(len(q), heads, LATENT, dtype=BFLOAT16, device=gpu)
         attend_latent_rows(
             there(q, gpu),
-            blocks,
+            table_of(cache, len(q), at, gpu, mask, longest=512),
             cache.layers[0],
-            there(torch.tensor([at]), gpu),
             there(at + torch.arange(len(q)), gpu),
             out,
             rope=ROPE,
             scale=scale,
-            mask=None if mask is None else there(seen_from(mask), gpu),
-            longest=512,
         )
         return back(out).flatten(1)
 
@@ -173,9 +169,9 @@ def compared(
 
 def random_cache(
     groups: int, length: int, sizes: tuple[int, int], device: str, *, alike: bool = False
-) -> tuple[BlockedCache, Tensor]:
-    """A bf16 cache of one layer, and the addresses of its blocks on the device. With ``alike``, all
-    blocks have the same contents, for speed tests.
+) -> BlockedCache:
+    """A bf16 cache of one layer. With ``alike``, all blocks have the same contents, for speed
+    tests.
     """
     gpu = device_of(device)
     cache = BlockedCache([(groups, *sizes)], length, BFLOAT16, gpu)
@@ -186,7 +182,21 @@ def random_cache(
             drawn = [there(torch.randn(part.shape).bfloat16(), gpu) for part in parts]
         for part, numbers in zip(parts, drawn, strict=True):
             part.put(numbers)
-    return cache, upload(cache.addresses, gpu)
+    return cache
+
+
+def table_of(
+    cache: BlockedCache,
+    rows: int,
+    held: int,
+    gpu: Device,
+    mask: torch.Tensor | None = None,
+    *,
+    longest: int,
+) -> SpanTable:
+    """The table of ``rows`` new rows behind ``held`` tokens of a cache."""
+    tree = None if mask is None else mask.numpy()
+    return one_span(cache.addresses, rows, gpu, held=held, mask=tree, longest=longest)
 
 
 def attention_launches(
@@ -198,13 +208,13 @@ def attention_launches(
     caches = [random_cache(groups, length, (size, size), device, alike=True) for _ in range(count)]
     gpu = device_of(device)
     queries = there(torch.randn(n, heads, size).bfloat16(), gpu)
-    held = there(torch.tensor([length - n]), gpu)
+    tables = [table_of(cache, n, length - n, gpu, longest=length) for cache in caches]
     positions = there(torch.arange(length - n, length), gpu)
 
-    def run(cache: BlockedCache, blocks: Tensor) -> Any:
+    def run(cache: BlockedCache, table: SpanTable) -> Any:
         return attend(
-            queries, blocks, cache.layers[0], held, positions,
-            scale=size**-0.5, window=None, softcap=None, mask=None, longest=length,
+            queries, table, cache.layers[0], positions,
+            scale=size**-0.5, window=None, softcap=None,
         )  # fmt: skip
 
-    return [partial(run, *each) for each in caches], nbytes
+    return [partial(run, *each) for each in zip(caches, tables, strict=True)], nbytes

@@ -40,9 +40,3 @@ def back(tensor: Tensor) -> torch.Tensor:
     """A copy of a device tensor in RAM, for torch."""
     bits = torch.from_numpy(tensor.bits())
     return bits.view(torch.bfloat16) if tensor.dtype is BFLOAT16 else bits
-
-
-def seen_from(mask: torch.Tensor) -> torch.Tensor:
-    """A tree mask (rows, columns) as the kernels read it: the columns of each row, then -1."""
-    order = torch.argsort(~mask, dim=1, stable=True)
-    return torch.where(mask.gather(1, order), order, -1).to(torch.int16)

@@ -17,7 +17,7 @@ from functools import cache
 import numpy as np
 
 from localrt.quant.cuda.device import Device
-from localrt.quant.cuda.kv import BlockedCache, LayerPlace, blocks_of
+from localrt.quant.cuda.kv import BlockedCache, LayerPlace, SpanTable, most_tiles
 from localrt.quant.cuda.launch import arguments, declarations, launch, pointers
 from localrt.quant.cuda.linear import linear, normed_for, reads_records
 from localrt.quant.cuda.products import MOST_ROWS, OUT, Records, empty_records
@@ -38,7 +38,7 @@ from localrt.quant.ops.attention import (
 from localrt.quant.ops.hybrid_cache import HybridCache, split_layers
 from localrt.quant.ops.kv import KVCache, grown_capacity
 from localrt.quant.ops.kv_formats import KvFormat, head_nbytes
-from localrt.quant.ops.protocol import LayerSpec, ranges
+from localrt.quant.ops.protocol import LayerSpec
 from localrt.quant.ops.states import StateCache, StateLayout
 
 _MAX_ROTATION = 128
@@ -83,9 +83,8 @@ def takes_heads(size: int) -> bool:
 def rope_append(
     qkv: Tensor,
     q: Tensor,
-    blocks: Tensor,
+    spans: SpanTable,
     place: LayerPlace,
-    cached: Tensor,
     *,
     cos: Tensor | None,
     sin: Tensor | None,
@@ -103,8 +102,7 @@ def rope_append(
     kv_format: KvFormat = "bf16",
 ) -> None:
     """Per-head norms and rotary on qkv (n, (H + 2G) * E), bf16 or float32; q goes to q (n, H, E), k
-    and v are appended to the ``cached`` tokens (one int64 on the device) of a cache. ``blocks`` are
-    the addresses of its blocks, int64 on the device; ``place`` is the layer's place in them.
+    and v are appended to the caches of ``spans``. ``place`` is the layer's place in their blocks.
 
     cos and sin (n, rotary / 2) are float32; None is no rotary. ``joint`` norms span all heads: the
     weights are (H * E,) and (G * E,). ``norms_last`` are applied after the rotation. ``gates`` (n,
@@ -118,7 +116,7 @@ def rope_append(
     step = size if gates is None or head_gates else 2 * size
     growing = None if temperature is None else positions
     args = _RopeAppend(
-        *pointers(qkv, q, gates, blocks, cached, cos, sin, q_norm, k_norm, growing),
+        *pointers(qkv, q, gates, spans.numbers, cos, sin, q_norm, k_norm, growing),
         place.keys_at,
         place.values_at,
         qkv.strides[0],
@@ -129,6 +127,7 @@ def rope_append(
         0 if cos is None else cos.shape[1],
         joint,
         norms_last,
+        spans.count,
         1 if temperature is None else temperature.length,
         eps,
         0.0 if temperature is None else temperature.beta,
@@ -140,84 +139,74 @@ def rope_append(
 
 def attend(
     q: Tensor,
-    blocks: Tensor,
+    spans: SpanTable,
     place: LayerPlace,
-    cached: Tensor,
     positions: Tensor,
     *,
     scale: float,
     window: int | None,
     softcap: float | None,
-    mask: Tensor | None,
-    longest: int,
-    ahead: Tensor | None = None,
     sinks: Tensor | None = None,
     kv_format: KvFormat = "bf16",
     out: Tensor | None = None,
     records: Records | None = None,
-    row: int = 0,
 ) -> Tensor:
-    """q (n, H, E) over a cache's keys and values: (n, H * E), bf16, in ``out`` if given. ``blocks``
+    """q (n, H, E) over each row's keys and values: (n, H * E), bf16, in ``out`` if given. ``spans``
     and ``place`` are as for ``rope_append``.
 
-    Few rows may go to ``records`` instead, from ``row`` on, if ``fits_records``; the returned
-    tensor is then empty.
+    Few rows may go to ``records`` instead, if ``fits_records``; the returned tensor is then empty.
 
-    The cache has ``cached`` tokens (one int64 on the device) at positions 0 to cached - 1, followed
-    by the n new rows, at ``positions`` (n,) int64. ``mask`` (n, columns) int16 is which of the last
-    tokens, new ones included, each new row sees: their indices in order, then -1.
-    None is causal; ``ahead`` (n,) int32 is then how many later new rows each row sees. ``longest``
-    bounds cached + n, and so the grid. ``sinks`` (H,) are float32.
+    New rows are at ``positions`` (n,), int64, the tokens before them at 0 and on. ``sinks`` (H,)
+    are float32.
     """
     n, heads, size = q.shape
     groups, value = place.heads, place.value if kv_format == "bf16" else size
-    per = heads // groups
-    split = n <= MOST_ROWS or mask is not None
-    rotation = rotation_block(kv_format, value)
-    runs = -(-longest // RUN) if split else 1
-    tree = ahead if mask is None else mask
+    per, rotation = heads // groups, rotation_block(kv_format, value)
     if out is None:
         out = empty(0 if records else n, heads * value, dtype=BFLOAT16, device=q.device)
-    target = records.data[0, row * records.count // records.rows :] if records else out
-    chunk, partial, stats = n, None, None
-    if split:
-        most = min(n, MOST_ROWS)
-        chunk, partial, stats = partial_results(most, runs, heads, value, q.device)
-    for first in range(0, n, chunk):
-        rows = min(chunk, n - first)
-        args = Attention(
-            *pointers(q, blocks, cached, positions, tree, sinks, target, partial, stats),
-            k_at=place.keys_at,
-            v_at=place.values_at,
-            run_stride=chunk * heads * value,
-            n=n,
-            first=first,
-            rows=rows,
-            heads=heads,
-            per=per,
-            window=window or 0,
-            runs=runs,
-            scale=scale,
-            softcap=softcap or 0.0,
-            out_stride=records.stride if records else 0,
-            columns=0 if mask is None else mask.shape[1],
-        )
-        tiles = -(-rows * per // _TILE)
-        program = attention_program(size, value, kv_format, split=split)
+    target, stride = (records.data, records.stride) if records else (out, 0)
+    fine = records is not None and records.fine
+    for part in spans.parts:
+        split, stop = not part.long, part.first + part.rows
+        runs, chunk, partial, stats = 1, part.rows, None, None
+        if split:
+            runs, most = -(-spans.longest // RUN), min(part.rows, MOST_ROWS)
+            chunk, partial, stats = partial_results(most, runs, heads, value, q.device)
         warps = _warps(size, value, split=split)
-        grid = (runs, groups, tiles) if split else (-(-tiles // warps), groups, 1)
-        launch(q.device, program, grid, 32 * warps, args)
-        if not split:
-            continue
-        if mask is not None:
-            program = attention_program(size, value, kv_format, split=True, tree=True)
-            grid = (tree_runs(mask, runs, RUN), groups, rows * -(-per // _TILE))
+        for first in range(part.first, stop, chunk):
+            rows = min(chunk, stop - first)
+            args = Attention(
+                *pointers(q, part.records, positions, sinks, target, partial, stats),
+                k_at=place.keys_at,
+                v_at=place.values_at,
+                run_stride=chunk * heads * value,
+                count=part.count,
+                first=first,
+                rows=rows,
+                heads=heads,
+                per=per,
+                window=window or 0,
+                runs=runs,
+                scale=scale,
+                softcap=softcap or 0.0,
+                out_stride=stride,
+            )
+            tiles = most_tiles(rows * per, _TILE * (1 if split else warps), part.count)
+            program = attention_program(size, value, kv_format, split=split)
+            grid = (runs, groups, tiles) if split else (tiles, groups, 1)
             launch(q.device, program, grid, 32 * warps, args)
-        threads = -(-value // 32) * 32
-        fine = records is not None and records.fine
-        program = join_program(value, kv_format, records=records is not None, fine=fine)
-        launch(q.device, program, (rows * heads, 1, 1), threads, args)
-    return out if split or rotation == 1 else rotate_blocks(out, rotation, out=out)
+            if split and spans.columns:
+                program = attention_program(size, value, kv_format, split=True, tree=True)
+                grid = (tree_runs(spans.columns, runs, RUN), groups, rows * -(-per // _TILE))
+                launch(q.device, program, grid, 32 * warps, args)
+            if split:
+                threads = -(-value // 32) * 32
+                program = join_program(value, kv_format, records=records is not None, fine=fine)
+                launch(q.device, program, (rows * heads, 1, 1), threads, args)
+        if not split and rotation > 1:
+            turned = out[part.first : stop]
+            rotate_blocks(turned, rotation, out=turned)
+    return out
 
 
 def partial_results(
@@ -232,9 +221,9 @@ def partial_results(
     return rows, sums, empty(2, runs, rows * heads, dtype=FLOAT32, device=device)
 
 
-def tree_runs(mask: Tensor, runs: int, run: int) -> int:
-    """The most runs of ``run`` keys that the columns of ``mask`` lie in, of ``runs`` in all."""
-    return min(runs, (mask.shape[1] - 2) // run + 2)
+def tree_runs(columns: int, runs: int, run: int) -> int:
+    """The most runs of ``run`` keys in which ``columns`` tokens lie, of ``runs`` in all."""
+    return min(runs, (columns - 2) // run + 2)
 
 
 def fits_records(heads: int, value: int) -> bool:
@@ -350,26 +339,24 @@ class AttentionSteps:
         q = empty(*shape, dtype=BFLOAT16, device=x.values.device)
         gates = q[rows:] if spec.has_gates else None
         cos, sin = self._rotations.of(spec.rope, step)
-        for index, (first, stop, span) in enumerate(ranges(step.spans)):
-            rope_append(
-                qkv[first:stop],
-                q[first:stop],
-                step.blocks[index],
-                blocks_of(span).layers[layer],
-                step.cached[index:],
-                cos=None if cos is None else cos[first:stop],
-                sin=None if sin is None else sin[first:stop],
-                q_norm=weights.q_norm,
-                k_norm=weights.k_norm,
-                eps=spec.eps,
-                joint=spec.joint_norms,
-                norms_last=spec.norms_last,
-                gates=None if gates is None else gates[first:stop],
-                head_gates=spec.head_gates,
-                positions=step.positions[first:stop],
-                temperature=spec.temperature,
-                kv_format=self.kv_format,
-            )
+        rope_append(
+            qkv,
+            q[:rows],
+            step.table,
+            step.place(layer),
+            cos=cos,
+            sin=sin,
+            q_norm=weights.q_norm,
+            k_norm=weights.k_norm,
+            eps=spec.eps,
+            joint=spec.joint_norms,
+            norms_last=spec.norms_last,
+            gates=gates,
+            head_gates=spec.head_gates,
+            positions=step.positions,
+            temperature=spec.temperature,
+            kv_format=self.kv_format,
+        )
         return q
 
     def attention_output(
@@ -388,28 +375,22 @@ class AttentionSteps:
         width, fine = spec.heads * spec.value_dim, weights.out.fine
         records = empty_records(1, len(q), width, q.device, fine=fine) if direct else None
         # The kernel for prompts writes no records.
-        few = all(span.rows <= MOST_ROWS for span in step.spans)
+        few = not any(part.long for part in step.table.parts)
         attended = records if gates is None and few else None
         seen = empty(0 if attended else len(q), width, dtype=BFLOAT16, device=q.device)
-        for index, (first, stop, span) in enumerate(ranges(step.spans)):
-            attend(
-                q[first:stop],
-                step.blocks[index],
-                blocks_of(span).layers[layer],
-                step.cached[index:],
-                step.positions[first:stop],
-                scale=spec.scale,
-                window=spec.window,
-                softcap=spec.softcap,
-                mask=step.trees[index],
-                ahead=step.ahead_of(index, windowed=spec.window is not None),
-                longest=step.longest[index],
-                sinks=weights.sinks,
-                kv_format=self.kv_format,
-                out=seen[first:stop],
-                records=attended,
-                row=first,
-            )
+        attend(
+            q,
+            step.table,
+            step.place(layer),
+            step.positions,
+            scale=spec.scale,
+            window=spec.window,
+            softcap=spec.softcap,
+            sinks=weights.sinks,
+            kv_format=self.kv_format,
+            out=seen,
+            records=attended,
+        )
         if gates is not None:
             seen = norm_gate(seen, gates.view(rows, -1), records=records)
             attended = records

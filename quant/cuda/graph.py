@@ -1,9 +1,9 @@
 """CUDA graphs of short passes: a decode step costs a few launches instead of hundreds.
 
-A pass over one sequence is recorded with static inputs when its number of rows (1 in decoding, K in
-verifying a tree) occurs again, and is replayed from then on: whole, or segment by segment if only
+A pass is recorded with static inputs when its numbers of sequences and rows (1 in decoding, K in
+verifying a tree) occur again, and is replayed from then on: whole, or segment by segment if only
 some of its layers are on the GPU. Whole passes are padded to one of a few numbers of rows.
-Recordings serve all caches: the addresses of a cache's blocks are inputs too. This module knows a
+Recordings serve all caches: the addresses of their blocks are inputs too. This module knows a
 ``forward`` and the steps under it, not models.
 """
 
@@ -21,7 +21,7 @@ import numpy as np
 from localrt.quant.cuda.capture import Capture, Replay, record
 from localrt.quant.cuda.driver import device_of
 from localrt.quant.cuda.hybrid_exchange import HybridExchange
-from localrt.quant.cuda.kv import blocks_of
+from localrt.quant.cuda.kv import BlockedCache, SpanNumbers, blocks_of, widest_mask
 from localrt.quant.cuda.products import MOST_ROWS
 from localrt.quant.cuda.recurrent import SequenceTable
 from localrt.quant.cuda.routing import CudaRouting
@@ -35,11 +35,11 @@ from localrt.quant.cuda.stream import (
     Recording,
     Stream,
 )
-from localrt.quant.cuda.tensor import INT64, Tensor, empty, zeros
+from localrt.quant.cuda.tensor import INT64, UINT8, Tensor, empty, zeros
 from localrt.quant.cuda.weight import ExpertTable
 from localrt.quant.ops.experts import Routing
 from localrt.quant.ops.features import Features
-from localrt.quant.ops.hybrid_cache import HybridCache, begin_states
+from localrt.quant.ops.hybrid_cache import HybridCache, begin_states, states_of
 from localrt.quant.ops.kv_formats import BLOCK_TOKENS
 from localrt.quant.ops.protocol import RECORDED_PARTS, Batch, Check, Forward, Span
 
@@ -77,8 +77,10 @@ class RecordedOps(Protocol):
 class _Shape(NamedTuple):
     """The shape of passes, for which a recording is valid."""
 
+    spans: int  # places for sequences
     blocks: int  # most blocks of a cache
     rows: int
+    each: int  # most rows of a sequence, where layers are recurrent
     logit_rows: int  # rows of the head; 0 is all
     columns: int  # of the tree mask; 0 is none
     waiting: int  # most rows not yet in a recurrent layer's state
@@ -208,31 +210,35 @@ class Recordings:
         whole: bool = False,
     ) -> _Shape | None:
         """The shape of a pass, padded if it is ``whole``; None if recording it does not pay."""
-        if not batch.plain or len(batch.spans) != 1 or len(batch.tokens) > MOST_ROWS:
-            return None
-        if batch.spans[0].cache.mix:  # adapters may be removed before the recording is
+        spans, count = batch.spans, len(batch.tokens)
+        if not batch.plain or count > MOST_ROWS:
             return None
         if logit_rows is not None and not len(logit_rows):
             return None
-        (span,) = batch.spans
-        cache, rows, waiting = span.cache, span.rows, 0
-        if isinstance(cache, HybridCache):
-            waiting = max(_WAITING, 1 << (cache.states.waiting - 1).bit_length())
-        elif whole:
-            rows = next(most for most in _ROWS if most >= rows)
-        if cache.length + rows > cache.capacity:
+        if any(span.cache.length + span.rows > span.cache.capacity for span in spans):
             return None
-        cache.reserve(cache.length + rows)
-        every = logit_rows is None or (
-            len(logit_rows) == span.rows and [*logit_rows] == [*range(span.rows)]
-        )
-        columns = 0
-        if span.mask is not None:
-            columns = max(_COLUMNS, 1 << (span.mask.shape[1] + rows - span.rows - 1).bit_length())
+        if any(span.cache.mix for span in spans):  # they may be removed before the recording is
+            return None
+        places, rows, each, waiting = 1 << (len(spans) - 1).bit_length(), count, 0, 0
+        if isinstance(spans[0].cache, HybridCache):
+            most = max(states_of(span.cache).waiting for span in spans)
+            waiting = max(_WAITING, 1 << (most - 1).bit_length())
+            places, each = len(spans), max(span.rows for span in spans)
+        elif whole:
+            rows = next(most for most in _ROWS if most >= count)
+            places += rows > 1  # one for the rows that are left
+        for span in spans:
+            span.cache.reserve(span.cache.length + span.rows)
+        every = logit_rows is None or [*logit_rows] == [*range(count)]
+        columns = widest_mask(spans)
+        if columns:
+            columns = max(_COLUMNS, 1 << (columns - 1).bit_length())
         layers = () if features is None else features.layers
         return _Shape(
-            blocks_of(span).room,
+            places,
+            max(blocks_of(span).room for span in spans),
             rows,
+            each,
             0 if logit_rows is None or every else len(logit_rows),
             columns,
             waiting,
@@ -268,8 +274,7 @@ class GraphedForward:
                 return self._forward(batch, rows=rows, check=check, features=features, **more)
             if check is not None:
                 check()
-            (span,) = batch.spans
-            step, count = static.fill(batch, rows), span.rows
+            step, count = static.fill(batch, rows), len(batch.tokens)
             if target_features is not None:
                 static.target_features[:count], static.target_features[count:] = (
                     target_features,
@@ -283,7 +288,8 @@ class GraphedForward:
                 out = features.of(layer)
                 assert out is not None, "it is listed"
                 out[:] = values[:count]
-        span.cache.advance(count)
+        for span in batch.spans:
+            span.cache.advance(span.rows)
         return host
 
     def _to_host(self, found: Recording, rows: int, *, best_only: bool) -> Logits:
@@ -336,24 +342,26 @@ class StaticPass:
     """
 
     def __init__(self, ops: RecordedOps, batch: Batch, shape: _Shape) -> None:
-        (span,) = batch.spans
         self._ops, self._shape = ops, shape
         self._device = device = device_of(ops.device)
-        self._numbers = Numbers([shape.rows], [shape.blocks], [shape.columns], shape.logit_rows)
+        spans = SpanNumbers(shape.spans, shape.rows, shape.blocks, shape.columns)
+        spans.fill(batch.spans)
+        self._numbers = Numbers(spans, shape.logit_rows)
         count, pool = len(self._numbers.staged), device.persistent
         self._inputs = zeros(count, dtype=INT64, device=device, pool=pool)
-        self._parts, logit_rows = self._numbers.split(self._inputs)
+        self._parts, logit_rows = self._numbers.split(self._inputs, shape.blocks * BLOCK_TOKENS)
         self._index = logit_rows if shape.logit_rows else None
-        self._limit = (shape.blocks * BLOCK_TOKENS,)
+        # Counts the tokens of passes that are recorded: they come into the caches by replays.
+        self._counter = BlockedCache((), shape.rows, UINT8, device)
+        self._counter.reserve(shape.rows)
         self.target_features = device.pinned((shape.rows, shape.target_width), np.float32)
         rows = device.pinned((len(shape.features), shape.rows, shape.hidden), np.float32)
         self.features = _StaticFeatures(shape.features, rows)
         self._table: SequenceTable | None = None
-        if isinstance(span.cache, HybridCache):
-            layers = len(span.cache.states.layout.specs)
-            self._table = SequenceTable(
-                [span.rows], [shape.waiting], layers=layers, nodes=shape.columns
-            )
+        if shape.each:
+            layers = len(states_of(batch.spans[0].cache).layout.specs)
+            sizes = shape.spans, shape.rows, shape.each, shape.waiting
+            self._table = SequenceTable(*sizes, layers=layers, nodes=shape.spans * shape.columns)
         self._sequences: Tensor | None = None  # the table's copy
         self._step: CudaPass | None = None  # the pass that is replayed
         self._values: Tensor | None = None
@@ -362,12 +370,10 @@ class StaticPass:
 
     def fill(self, batch: Batch, logit_rows: Sequence[int] | None) -> StaticStep:
         """Begin a pass of ``batch``, which has this shape."""
-        (span,) = batch.spans
         index = logit_rows if logit_rows is not None and self._index is not None else ()
         self._numbers.fill(batch.tokens, batch.positions, batch.spans, index)
         self._inputs.put(self._numbers.staged)
-        spans = (Span(span.cache, self._shape.rows),)
-        step = StaticStep(*self._parts, spans, self._limit, static=self, best_only=batch.best_only)
+        step = StaticStep(*self._parts, batch.spans, static=self, best_only=batch.best_only)
         if self._table is not None:
             self._table.fill(batch.spans, begin_states(batch.spans))
             step.sequences = self._table.split(self._upload(self._table))
@@ -420,16 +426,15 @@ class StaticPass:
         return run.recording
 
     def whole(self, forward: Forward, step: CudaPass) -> None:
-        """The body of a whole pass: ``forward``, without counting its tokens in the cache."""
-        shape, counter = self._shape, blocks_of(step.spans[0])
-        length, numbers = counter.length, np.zeros(shape.rows, np.int64)
-        batch = Batch(numbers, numbers, (Span(counter, shape.rows),))
+        """The body of a whole pass: ``forward``, without counting its tokens in the caches."""
+        shape, numbers = self._shape, np.zeros(self._shape.rows, np.int64)
+        batch = Batch(numbers, numbers, (Span(self._counter, shape.rows),))
         features = self.features if shape.features else None
         more = {"target_features": self.target_features} if shape.target_width else {}
         try:
             forward(batch, rows=range(shape.logit_rows or shape.rows), features=features, **more)
         finally:
-            counter.trim(length)
+            self._counter.trim(0)
 
     def _launched(self, recorded: CudaPass) -> Between:
         """What notes, in a replay, that a graph computes the recurrent layers of ``recorded``."""

@@ -2,12 +2,14 @@
 
 A cache grows by whole blocks, and tokens never move. The blocks' addresses are an input of each
 pass, so a recorded pass serves all caches of a model. A block has each layer's keys, (heads, 256,
-key), then its values, one layer after another.
+key), then its values, one layer after another. ``SpanTable`` has what kernels read of the sequences
+of a pass, so that one launch serves all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from ctypes import Structure, sizeof
 from dataclasses import dataclass
 from itertools import accumulate, chain, groupby
 
@@ -15,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.quant.cuda.device import Device
-from localrt.quant.cuda.launch import arguments, launch, pointers
+from localrt.quant.cuda.launch import arguments, declarations, launch, pointers
+from localrt.quant.cuda.products import MOST_ROWS
 from localrt.quant.cuda.programs import Program
 from localrt.quant.cuda.tensor import UINT8, Dtype, Tensor, upload, zeros
 from localrt.quant.formats.packed import Bytes
@@ -161,3 +164,163 @@ def blocks_of(span: Span) -> BlockedCache:
         cache = cache.kv
     assert isinstance(cache, BlockedCache), "caches and steps belong to one implementation"
     return cache
+
+
+@declarations("kv.cuh").struct("Span")
+class _Record(Structure):
+    """A sequence of a pass."""
+
+
+_RECORD = sizeof(_Record)
+
+
+@dataclass(frozen=True, slots=True)
+class SpanTable:
+    """The sequences of a pass on the device, for kernels.
+
+    ``numbers``, int64, begin with ``count`` records. ``longest`` bounds each cache's tokens with
+    its new rows. ``columns`` are those of trees; 0 if none may have one.
+    """
+
+    numbers: Tensor
+    count: int
+    longest: int
+    columns: int
+    parts: tuple[SpanPart, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SpanPart:
+    """Consecutive sequences whose attention one launch computes: their ``count`` ``records``, and
+    their rows. ``long``: each has more than ``MOST_ROWS``, and no tree.
+    """
+
+    records: Tensor
+    count: int
+    first: int
+    rows: int
+    long: bool
+
+
+class SpanNumbers:
+    """A ``SpanTable`` in RAM, for ``count`` sequences or fewer with ``rows`` rows in all, ``room``
+    blocks each, and trees of ``columns`` columns. ``ahead``: whether rows may see later ones.
+
+    ``numbers`` is one array, (n,) int64, which may be copied to any address.
+    """
+
+    def __init__(
+        self, count: int, rows: int, room: int, columns: int = 0, *, ahead: bool = False
+    ) -> None:
+        self.count, self.rows, self._columns = count, rows, -(-columns // 4) * 4
+        words = count * _RECORD // 8, count * room, rows * self._columns // 4
+        self.numbers = np.zeros(sum(words) + ahead * -(-rows // 2), np.int64)
+        records, blocks, trees, later = np.split(self.numbers, np.cumsum(words))
+        self._records = (_Record * count).from_buffer(records.data)
+        self._blocks = blocks.reshape(count, room)
+        self._trees = trees.view(np.int16).reshape(-1, max(1, self._columns))
+        self._ahead = later.view(np.int32)
+
+    def fill(self, spans: Sequence[Span]) -> None:
+        """Describe the sequences of a pass, whose caches have room for it. Rows that are left
+        repeat the last one.
+        """
+        first = 0
+        for at, span in enumerate(spans):
+            more = span.mask, span.ahead, span.windows_only
+            self.put(at, blocks_of(span).addresses, span.cache.length, first, span.rows, *more)
+            first += span.rows
+        last = self._records[len(spans) - 1]
+        for place in range(len(spans), self.count):
+            record = self._records[place]
+            record.first, record.rows, record.fresh = first, self.rows - first, 1
+            first = self.rows
+            # As if the last row were the only new one.
+            apart, skipped = _RECORD * (place - len(spans) + 1), last.rows - 1
+            record.blocks, record.held = last.blocks - apart, last.held + skipped
+            record.columns = last.columns
+            record.tree = last.tree and last.tree - apart + 2 * skipped * last.columns
+
+    def put(
+        self,
+        at: int,
+        addresses: npt.NDArray[np.int64],
+        held: int,
+        first: int,
+        rows: int,
+        mask: npt.NDArray[np.bool_] | None = None,
+        ahead: npt.NDArray[np.int32] | None = None,
+        windows_only: bool = False,
+    ) -> None:
+        """Describe a sequence, which has ``held`` tokens in the blocks at ``addresses``, and its
+        ``rows`` from ``first`` on. See ``Span`` for the others.
+        """
+        record, here = self._records[at], self.numbers.ctypes.data + _RECORD * at
+        self._blocks[at, : len(addresses)] = addresses
+        record.blocks = self._blocks[at:].ctypes.data - here
+        record.held, record.first, record.rows, record.fresh = held, first, rows, rows
+        record.tree, record.columns = 0, -1 if windows_only else 0
+        own = slice(first, first + rows)
+        if mask is not None:
+            _fill_tree(self._trees[own], mask)
+            record.tree, record.columns = self._trees[own].ctypes.data - here, self._columns
+        elif ahead is not None:
+            self._ahead[own] = ahead
+            record.tree = self._ahead[own].ctypes.data - here
+
+    def table(self, numbers: Tensor, longest: int) -> SpanTable:
+        """The table, once it is filled, with a copy of its ``numbers`` on the device."""
+        parts, at = list[SpanPart](), 0
+
+        def is_long(record: _Record) -> bool:
+            return bool(record.rows > MOST_ROWS and record.columns <= 0)
+
+        for long, same in groupby(self._records, is_long):
+            records = list(same)
+            rows, own = sum(record.rows for record in records), numbers[_RECORD // 8 * at :]
+            parts.append(SpanPart(own, len(records), records[0].first, rows, long))
+            at += len(records)
+        return SpanTable(numbers, self.count, longest, self._columns, tuple(parts))
+
+
+def widest_mask(spans: Sequence[Span]) -> int:
+    """The columns of the widest mask; 0 if there is none."""
+    return max(0 if span.mask is None else span.mask.shape[1] for span in spans)
+
+
+def most_tiles(rows: int, unit: int, count: int) -> int:
+    """The most blocks of a launch that computes ``unit`` of ``rows`` query rows in each, where they
+    are those of ``count`` sequences.
+    """
+    return rows // unit + count - (count == 1 and rows % unit == 0)
+
+
+def one_span(
+    addresses: npt.NDArray[np.int64],
+    rows: int,
+    device: Device,
+    *,
+    held: int = 0,
+    mask: npt.NDArray[np.bool_] | None = None,
+    ahead: npt.NDArray[np.int32] | None = None,
+    longest: int | None = None,
+) -> SpanTable:
+    """The table of ``rows`` new rows of one sequence; see ``SpanNumbers.put``. ``longest`` is
+    ``held`` + ``rows`` or more.
+    """
+    columns = 0 if mask is None else mask.shape[1]
+    numbers = SpanNumbers(1, rows, len(addresses), columns, ahead=ahead is not None)
+    numbers.put(0, addresses, held, 0, rows, mask, ahead)
+    return numbers.table(upload(numbers.numbers, device), longest or held + rows)
+
+
+def _fill_tree(tree: npt.NDArray[np.int16], mask: npt.NDArray[np.bool_]) -> None:
+    """Write ``mask`` (rows, columns) over the last tokens as the kernels read it: the indices of
+    the tokens that each row sees, in order, then -1.
+    """
+    seen = np.ones(tree.shape, np.bool_)
+    seen[:, tree.shape[1] - mask.shape[1] :] = mask
+    tree[:] = -1
+    for path, row in zip(tree, seen, strict=True):
+        found = np.flatnonzero(row)
+        path[: len(found)] = found

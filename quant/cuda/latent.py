@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import cache
 
 from localrt.quant.cuda.attention import Attention, Rotations, numbers, partial_results, tree_runs
-from localrt.quant.cuda.kv import LayerPlace, blocks_of
+from localrt.quant.cuda.kv import LayerPlace, SpanTable, most_tiles
 from localrt.quant.cuda.launch import arguments, launch, pointers
 from localrt.quant.cuda.linear import linear, multiply_heads, normed_for
 from localrt.quant.cuda.products import OUT
@@ -20,7 +20,6 @@ from localrt.quant.cuda.stream import CudaPass, Stream
 from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32, Dtype, Tensor, empty
 from localrt.quant.cuda.weight import LatentWeights
 from localrt.quant.ops.attention import LatentSpec
-from localrt.quant.ops.protocol import ranges
 
 _RUN = 128  # keys per block; results' bits depend on it
 _THREADS = 128
@@ -40,9 +39,8 @@ def latent_append(
     q: Tensor,
     wide: Tensor,
     queries: Tensor,
-    blocks: Tensor,
+    spans: SpanTable,
     place: LayerPlace,
-    cached: Tensor,
     *,
     cos: Tensor,
     sin: Tensor,
@@ -54,14 +52,14 @@ def latent_append(
     of queries (n, H, P + L).
 
     ``wide`` (n, L + P) are latents and rotary keys. Latents are normed, keys rotated, and both
-    appended to the ``cached`` rows (one int64 on the device) of a cache, keys first. ``blocks`` are
-    the addresses of its blocks, int64 on the device; ``place`` is the layer's place in them. cos
-    and sin are (n, P / 2), norm (L,), all float32; q and wide are bf16 or float32, the rest bf16.
+    appended to the caches of ``spans``, keys first. ``place`` is the layer's place in their blocks.
+    cos and sin are (n, P / 2), norm (L,), all float32; q and wide are bf16 or float32, the rest
+    bf16.
     """
     n, heads, width = q.shape
     half = cos.shape[1]
     args = _LatentAppend(
-        *pointers(q, wide, queries, blocks, cached, cos, sin, norm),
+        *pointers(q, wide, queries, spans.numbers, cos, sin, norm),
         place.keys_at,
         q.strides[0],
         wide.strides[0],
@@ -70,6 +68,7 @@ def latent_append(
         half,
         wide.shape[1] - 2 * half,
         interleaved,
+        spans.count,
         eps,
     )
     grid = (-(-(heads + 1) // (_THREADS // 32)), n, 1)
@@ -78,47 +77,44 @@ def latent_append(
 
 def attend_latent_rows(
     q: Tensor,
-    blocks: Tensor,
+    spans: SpanTable,
     place: LayerPlace,
-    cached: Tensor,
     positions: Tensor,
     out: Tensor,
     *,
     rope: int,
     scale: float,
-    mask: Tensor | None,
-    longest: int,
 ) -> None:
-    """Attention of q (n, H, P + L) to a cache's rows (P + L), where P is ``rope``: out (n, H, L).
+    """Attention of q (n, H, P + L) to each row's cached rows (P + L), where P is ``rope``: out (n,
+    H, L).
 
-    All are bf16; ``blocks`` and ``place`` are as for ``latent_append``. The cache has ``cached``
-    tokens (one int64 on the device), followed by the n new rows, at ``positions`` (n,) int64.
-    ``mask`` is as for ``attend``; ``longest`` bounds cached + n.
+    All are bf16; ``spans`` and ``place`` are as for ``latent_append``. New rows are at
+    ``positions`` (n,), int64.
     """
     n, heads, width = q.shape
     latent = width - rope
-    runs = -(-longest // _RUN)
+    runs = -(-spans.longest // _RUN)
     chunk, partial, stats = partial_results(n, runs, heads, latent, q.device)
     attention, join = latent_programs(rope, latent)
     tree, _ = latent_programs(rope, latent, tree=True)
     for first in range(0, n, chunk):
         rows = min(chunk, n - first)
         args = Attention(
-            *pointers(q, blocks, cached, positions, mask, None, out, partial, stats),
+            *pointers(q, spans.numbers, positions, None, out, partial, stats),
             k_at=place.keys_at,
             run_stride=chunk * heads * latent,
-            n=n,
+            count=spans.count,
             first=first,
             rows=rows,
             heads=heads,
             per=heads,
             runs=runs,
             scale=scale,
-            columns=0 if mask is None else mask.shape[1],
         )
-        launch(q.device, attention, (runs, -(-rows * heads // _TILE), 1), _THREADS, args)
-        if mask is not None:
-            grid = (tree_runs(mask, runs, _RUN), rows * -(-heads // _TILE), 1)
+        tiles = most_tiles(rows * heads, _TILE, spans.count)
+        launch(q.device, attention, (runs, tiles, 1), _THREADS, args)
+        if spans.columns:
+            grid = (tree_runs(spans.columns, runs, _RUN), rows * -(-heads // _TILE), 1)
             launch(q.device, tree, grid, _THREADS, args)
         launch(q.device, join, (rows * heads, 1, 1), -(-latent // 32) * 32, args)
 
@@ -165,21 +161,18 @@ class LatentSteps:
         cos, sin = self._rotations.of(spec.rope, step)
         assert cos is not None, "latent attention rotates a part of its keys"
         assert sin is not None, "as cos"
-        for index, (first, stop, span) in enumerate(ranges(step.spans)):
-            rows = slice(first, stop)
-            latent_append(
-                q[rows],
-                latents[rows],
-                queries[rows],
-                step.blocks[index],
-                blocks_of(span).layers[layer],
-                step.cached[index:],
-                cos=cos[rows],
-                sin=sin[rows],
-                norm=weights.latent_norm,
-                eps=spec.latent_eps,
-                interleaved=spec.interleaved,
-            )
+        latent_append(
+            q,
+            latents,
+            queries,
+            step.table,
+            step.place(layer),
+            cos=cos,
+            sin=sin,
+            norm=weights.latent_norm,
+            eps=spec.latent_eps,
+            interleaved=spec.interleaved,
+        )
         return queries
 
     def latent_output(
@@ -187,19 +180,8 @@ class LatentSteps:
     ) -> Tensor:
         shape = (len(q), spec.heads, spec.latent)
         seen = empty(*shape, dtype=BFLOAT16, device=q.device)
-        for index, (first, stop, span) in enumerate(ranges(step.spans)):
-            attend_latent_rows(
-                q[first:stop],
-                step.blocks[index],
-                blocks_of(span).layers[layer],
-                step.cached[index:],
-                step.positions[first:stop],
-                seen[first:stop],
-                rope=spec.rope_dim,
-                scale=spec.scale,
-                mask=step.trees[index],
-                longest=step.longest[index],
-            )
+        place, rope = step.place(layer), spec.rope_dim
+        attend_latent_rows(q, step.table, place, step.positions, seen, rope=rope, scale=spec.scale)
         shape = (len(q), spec.heads, spec.value)
         values = empty(*shape, dtype=BFLOAT16, device=q.device)
         multiply_heads(seen.transpose(0, 1), weights.value_up, values.transpose(0, 1))

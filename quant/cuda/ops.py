@@ -31,7 +31,7 @@ from localrt.quant.cuda.driver import device_of
 from localrt.quant.cuda.experts import CudaExpertTable, route_rows, run_kinds
 from localrt.quant.cuda.formats import is_packed
 from localrt.quant.cuda.graph import GraphedForward, Recordings
-from localrt.quant.cuda.kv import blocks_of
+from localrt.quant.cuda.kv import SpanNumbers, blocks_of, widest_mask
 from localrt.quant.cuda.latent import LatentSteps
 from localrt.quant.cuda.linear import gate_up, linear, normed_for
 from localrt.quant.cuda.products import MOST_ROWS, unpack_rows
@@ -120,7 +120,7 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
         return self._device.free_nbytes if self._device.is_gpu else None
 
     def graphed(self, forward: Forward) -> Forward:
-        """``forward`` (a decoder's) with short passes of one sequence recorded as CUDA graphs."""
+        """``forward`` (a decoder's) with short passes recorded as CUDA graphs."""
         return GraphedForward(self, forward) if self._device.is_gpu else forward
 
     def recorder(self) -> Recordings | None:
@@ -167,16 +167,14 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
         self.begin_adapters(batch)
         for span in batch.spans:
             span.cache.reserve(span.cache.length + span.rows)
-        rooms = [len(blocks_of(span).addresses) for span in batch.spans]
-        columns = [0 if span.mask is None else span.mask.shape[1] for span in batch.spans]
-        numbers = Numbers([span.rows for span in batch.spans], rooms, columns)
-        numbers.fill(batch.tokens, batch.positions, batch.spans)
-        parts, _ = numbers.split(upload(numbers.staged, self._device))
-        longest = tuple(span.cache.length + span.rows for span in batch.spans)
-        ahead = tuple(
-            None if span.ahead is None else upload(span.ahead, self._device) for span in batch.spans
-        )
-        return CudaPass(*parts, batch.spans, longest, batch.axes, ahead)
+        spans, longest = batch.spans, max(each.cache.length + each.rows for each in batch.spans)
+        room = max(len(blocks_of(span).addresses) for span in spans)
+        ahead = any(span.ahead is not None for span in spans)
+        count, rows, columns = len(spans), len(batch.tokens), widest_mask(spans)
+        numbers = Numbers(SpanNumbers(count, rows, room, columns, ahead=ahead))
+        numbers.fill(batch.tokens, batch.positions, spans)
+        parts, _ = numbers.split(upload(numbers.staged, self._device), longest)
+        return CudaPass(*parts, spans, batch.axes)
 
     def begin_plain(self) -> None:
         """A recorded pass begins: it has no adapters."""

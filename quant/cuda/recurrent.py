@@ -174,28 +174,28 @@ _FOLD = 7  # index of the field in ``Sequence``
 
 
 class SequenceTable:
-    """The buffer for passes over sequences of ``rows`` new and up to ``waiting`` waiting rows each,
-    with ``nodes`` parents of tree rows.
+    """The buffer for passes over ``count`` sequences of ``rows`` new rows in all, with up to
+    ``each`` new and ``waiting`` waiting rows, and of ``nodes`` parents of tree rows in all.
     """
 
     def __init__(
-        self, rows: Sequence[int], waiting: Sequence[int], *, layers: int, nodes: int
+        self, count: int, rows: int, each: int, waiting: int, *, layers: int, nodes: int
     ) -> None:
-        self._shape = len(rows), layers
-        self._records = len(rows) * SEQUENCE_NUMBERS
-        self._positions = self._records + len(rows) * layers
+        self._shape = count, layers
+        self._records = count * SEQUENCE_NUMBERS
+        self._positions = self._records + count * layers
         self._numbers = np.zeros(self._positions + max(1, nodes), np.int64)
-        self._waiting = tuple(waiting)
-        together = [new + old for new, old in zip(rows, waiting, strict=True)]
-        self._rows, self._prepared = max(together), sum(together)
+        self._waiting = waiting
+        self._rows, self._prepared = each + waiting, rows + count * waiting
 
     @classmethod
     def of(cls, spans: Sequence[Span]) -> SequenceTable:
         """A table for passes like the one over ``spans``."""
         states = [states_of(span.cache) for span in spans]
+        rows = [span.rows for span in spans]
+        waiting = max(each.waiting for each in states)
         return cls(
-            [span.rows for span in spans],
-            [each.waiting for each in states],
+            *(len(rows), sum(rows), max(rows), waiting),
             layers=len(states[0].layout.specs),
             nodes=sum(0 if span.mask is None else span.mask.shape[1] for span in spans),
         )
@@ -208,7 +208,7 @@ class SequenceTable:
         for index, (span, states) in enumerate(zip(spans, passes, strict=True)):
             source, target, parents = states.source, states.target, states.parents
             held = span.cache.length
-            assert held - source.positions.min() <= self._waiting[index], "there is room for them"
+            assert held - source.positions.min() <= self._waiting, "there is room for them"
             records[index] = (
                 source.states.address,
                 source.rows.address,
@@ -230,7 +230,7 @@ class SequenceTable:
                 self._numbers[place : place + len(parents)] = parents
                 nodes += len(parents)
             first += span.rows
-            scratch += span.rows + self._waiting[index]
+            scratch += span.rows + self._waiting
 
     def upload(self, device: Device, out: Tensor | None = None, *, dry: bool = False) -> Tensor:
         """Copy to the device, to ``out`` if given. A ``dry`` pass changes no state, so it can be

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from localrt.quant.cuda.kv import blocks_of
+from localrt.quant.cuda.kv import LayerPlace, SpanNumbers, SpanTable, blocks_of
 from localrt.quant.cuda.products import Records
 from localrt.quant.cuda.steps import BestLogits, move_rows, norm, norm_records
-from localrt.quant.cuda.tensor import BFLOAT16, INT16, Dtype, Tensor
+from localrt.quant.cuda.tensor import BFLOAT16, Dtype, Tensor
 from localrt.quant.ops.attention import Rope
 from localrt.quant.ops.experts import MakeHostWork
 from localrt.quant.ops.hybrid_cache import states_of
@@ -65,34 +64,17 @@ class Stream:
         return norm_records(self.values, weight, eps, pending=pending, fine=fine)
 
 
-PassNumbers: TypeAlias = tuple[
-    Tensor, Tensor, Tensor, tuple[Tensor, ...], tuple[Tensor | None, ...]
-]
-"""The first four fields of a ``CudaPass``."""
-
-
 class Numbers:
-    """The integer inputs of a pass of ``rows``, in one buffer and so one copy to the device:
-    tokens, positions, ``logit_rows`` rows for the head, lengths and block addresses of caches, and
-    trees.
+    """The integer inputs of a pass, in one buffer and so one copy to the device: tokens, positions,
+    ``logit_rows`` rows for the head, and ``spans``.
 
-    ``blocks`` and ``trees`` are each sequence's number of block addresses and of mask columns.
     Tokens and positions are aligned to 16 bytes, which the kernels load at once.
     """
 
-    def __init__(
-        self, rows: Sequence[int], blocks: Sequence[int], trees: Sequence[int], logit_rows: int = 0
-    ) -> None:
-        self._rows, self._shapes = sum(rows), list(zip(rows, trees, strict=True))
-        width = self._rows + self._rows % 2
-        words = [-(-count * columns // 4) for count, columns in self._shapes]
-        self._parts = [width, width, logit_rows, len(blocks), *blocks, *words]
-        self.staged = np.zeros(sum(self._parts), np.int64)
-        self._host = np.split(self.staged, np.cumsum(self._parts[:-1]))
-        self._trees = [
-            part.view(np.int16)[: count * columns].reshape(count, columns)
-            for part, (count, columns) in zip(self._host[-len(words) :], self._shapes, strict=True)
-        ]
+    def __init__(self, spans: SpanNumbers, logit_rows: int = 0) -> None:
+        width = spans.rows + spans.rows % 2
+        self.spans, self._starts = spans, (width, 2 * width, 2 * width + logit_rows)
+        self.staged = np.zeros(self._starts[-1] + len(spans.numbers), np.int64)
 
     def fill(
         self,
@@ -101,47 +83,26 @@ class Numbers:
         spans: Sequence[Span],
         logit_rows: Sequence[int] = (),
     ) -> None:
-        """Fill the host's buffer, for sequences whose caches have room for the pass. Padding rows
-        repeat the last one.
+        """Fill the host's buffer, for sequences whose caches have room for the pass. Rows that are
+        left repeat the last one.
         """
-        all_tokens, all_positions, rows, cached, *parts = self._host
+        all_tokens, all_positions, rows, numbers = np.split(self.staged, self._starts)
         count = len(tokens)
         all_tokens[:count], all_tokens[count:] = tokens, tokens[-1]
         all_positions[:count], all_positions[count:] = positions, positions[-1]
         rows[:] = logit_rows
-        for at, span in enumerate(spans):
-            addresses = blocks_of(span).addresses
-            cached[at], parts[at][: len(addresses)] = span.cache.length, addresses
-            if span.mask is not None:
-                _fill_tree(self._trees[at], span.mask)
+        self.spans.fill(spans)
+        numbers[:] = self.spans.numbers
 
-    def split(self, device: Tensor) -> tuple[PassNumbers, Tensor]:
-        """The parts of a copy of ``staged``: those of a ``CudaPass``, and the head's rows."""
-        starts = accumulate(self._parts, initial=0)
-        parts = (device[at : at + size] for at, size in zip(starts, self._parts, strict=False))
-        tokens, positions, logit_rows, cached, *others = parts
-        tokens, positions = tokens[: self._rows], positions[: self._rows]
-        blocks, words = others[: len(self._shapes)], others[len(self._shapes) :]
-        trees = tuple(
-            part.typed(INT16)[: count * columns].view(count, columns) if columns else None
-            for part, (count, columns) in zip(words, self._shapes, strict=True)
-        )
-        return (tokens, positions, cached, tuple(blocks), trees), logit_rows
-
-
-def _fill_tree(tree: npt.NDArray[np.int16], mask: npt.NDArray[np.bool_]) -> None:
-    """Write ``mask`` (rows, columns) over the last tokens as the kernels read it: the indices of
-    the tokens that each row sees, in order, then -1. Padding rows see what the last row sees.
-    """
-    (rows, columns), (count, width) = mask.shape, tree.shape
-    end = width - count + rows
-    seen = np.ones((rows, width), np.bool_)
-    seen[:, end - columns : end], seen[:, end:] = mask, False
-    tree[:] = -1
-    for path, row in zip(tree, seen, strict=False):
-        found = np.flatnonzero(row)
-        path[: len(found)] = found
-    tree[rows:] = tree[rows - 1]
+    def split(
+        self, device: Tensor, longest: int
+    ) -> tuple[tuple[Tensor, Tensor, SpanTable], Tensor]:
+        """The parts of a copy of ``staged``: the first fields of a ``CudaPass``, and the head's
+        rows. See ``SpanNumbers.table``.
+        """
+        rows, (second, third, last) = self.spans.rows, self._starts
+        table = self.spans.table(device[last:], longest)
+        return (device[:rows], device[second : second + rows], table), device[third:last]
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,26 +121,20 @@ class Sequences:
 
 @dataclass(slots=True)
 class CudaPass:
-    """A batch on the device. ``longest`` bounds all spans; the head computes ``logit_rows``."""
+    """A batch on the device."""
 
     tokens: Tensor  # (R,) int64
     positions: Tensor  # (R,) int64
-    cached: Tensor  # (spans,) int64
-    blocks: tuple[Tensor, ...]  # addresses of each span's cache, int64
-    trees: tuple[Tensor | None, ...]  # (rows, columns) int16: see ``Numbers``
+    table: SpanTable
     spans: tuple[Span, ...]
-    longest: tuple[int, ...]
     axes: npt.NDArray[np.int64] | None = None  # (3, R), on the host
-    ahead: tuple[Tensor | None, ...] = ()  # per span, (rows,) int32: see ``Span``
     tables: dict[Rope, tuple[Tensor, Tensor]] = field(default_factory=dict)
     sequences: Sequences | None = None  # of recurrent layers
     mixed: set[int] = field(default_factory=set)  # recurrent layers that have been computed
 
-    def ahead_of(self, span: int, *, windowed: bool) -> Tensor | None:
-        """How many later rows each row of a span sees, in a layer with or without a window."""
-        if not self.ahead or (self.spans[span].windows_only and not windowed):
-            return None
-        return self.ahead[span]
+    def place(self, layer: int) -> LayerPlace:
+        """A layer's place in the blocks of the caches."""
+        return blocks_of(self.spans[0]).layers[layer]
 
     def layer_done(self, layer: int) -> None:
         """Note that a recurrent layer has been computed."""

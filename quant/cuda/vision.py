@@ -14,23 +14,14 @@ import numpy as np
 from localrt.quant.cuda import cublas
 from localrt.quant.cuda.attention import attend, rope_append, takes_heads
 from localrt.quant.cuda.driver import device_of
-from localrt.quant.cuda.kv import LayerPlace
+from localrt.quant.cuda.kv import LayerPlace, SpanTable, one_span
 from localrt.quant.cuda.launch import arguments, launch, pointers, prefers_int8
 from localrt.quant.cuda.linear import linear
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.products import GATES, OUT
 from localrt.quant.cuda.programs import Program
 from localrt.quant.cuda.steps import converted, move_rows, norm
-from localrt.quant.cuda.tensor import (
-    BFLOAT16,
-    FLOAT32,
-    INT64,
-    UINT8,
-    Tensor,
-    empty,
-    upload,
-    zeros,
-)
+from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32, UINT8, Tensor, empty, upload
 from localrt.quant.cuda.weight import CudaWeight
 from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.kv_formats import BLOCK_TOKENS
@@ -142,23 +133,21 @@ class CudaVision(VisionSteps[CudaWeight, Tensor]):
         nbytes = 2 * key_nbytes * BLOCK_TOKENS
         room = empty(-(-longest // BLOCK_TOKENS), nbytes, dtype=UINT8, device=self._device)
         addresses = room.address + nbytes * np.arange(len(room), dtype=np.int64)
-        blocks = upload(addresses, self._device)
         place = LayerPlace(0, key_nbytes * BLOCK_TOKENS, count, size, size)
-        cached = zeros(1, dtype=INT64, device=self._device)
         positions = upload(np.arange(longest, dtype=np.int64), self._device)
         q = empty(longest, count, size, dtype=BFLOAT16, device=self._device)
         out = empty(len(qkv), count * size, dtype=BFLOAT16, device=self._device)
-        first, ahead = 0, dict[int, Tensor]()
+        first, tables = 0, dict[int, SpanTable]()
         for end in layout.ends:
             n = end - first
-            if n not in ahead:
-                ahead[n] = upload(np.arange(n, dtype=np.int32)[::-1], self._device)
+            if n not in tables:
+                ahead = np.arange(n, dtype=np.int32)[::-1]
+                tables[n] = one_span(addresses, n, self._device, ahead=ahead)
             rope_append(
                 qkv[first:end],
                 q[:n],
-                blocks,
+                tables[n],
                 place,
-                cached,
                 cos=None if cos is None else cos[first:end],
                 sin=None if sin is None else sin[first:end],
                 q_norm=heads.q_norm,
@@ -169,16 +158,12 @@ class CudaVision(VisionSteps[CudaWeight, Tensor]):
             )
             attend(
                 q[:n],
-                blocks,
+                tables[n],
                 place,
-                cached,
                 positions[:n],
                 scale=heads.scale,
                 window=None,
                 softcap=None,
-                mask=None,
-                longest=n,
-                ahead=ahead[n],
                 out=out[first:end],
             )
             first = end

@@ -29,51 +29,65 @@ FN auto from(const u8* first) {
     return [=](int token) { return first + (i64)token * BYTES; };
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention(Attention args) {
+extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention(Attention all) {
     constexpr int TILES = SPLIT ? 1 : WARPS;
     __shared__ uint4 queries[TILES][Sums::QUERY_STEPS][32];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int group = blockIdx.y, run = (blockIdx.x + (TREE ? tree_begin(args) / RUN : 0)) * RUN;
-    int old = (int)*args.held;
-    __shared__ int slots[TREE ? RUN : 1];
+    const int group = blockIdx.y;
     // Later rows see more keys, so they start first.
-    const int tile = SPLIT ? blockIdx.z : gridDim.x - 1 - blockIdx.x;
-    int place = (tile * TILES + (SPLIT ? 0 : warp)) * 16;
-    __shared__ const u8* block;  // the cache's block of this run
-    if constexpr (TREE) {
-        const int tiles = (args.per + 15) / 16, row = tile / tiles;
-        if (run >= old + args.n) return;
-        old = straighten(args, row, run, slots);
-        place = row * args.per + tile % tiles * 16;
-    } else if constexpr (SPLIT) {
-        if (args.columns && run + RUN > tree_begin(args)) return;  // TREE takes such runs
-        if (threadIdx.x == 0) block = args.blocks[blockIdx.x];
-    }
-    load_queries<Sums::QUERY_STEPS, Sums::SIZE>(args, group, SPLIT ? place : tile * TILES * 16, TILES, &queries[0][0][0]);
+    const int number = SPLIT ? blockIdx.z : gridDim.x - 1 - blockIdx.x;
+#if TREE
+    __shared__ int slots[RUN];
+    int run;
+    const OwnRows own = OwnRows::of_tree(all, number, run, slots);
+#else
+    const int run = blockIdx.x * RUN;
+#if BLOCKS > 2 || WARPS > 4  // registers are few: in shared memory, where there is room; fences have it read again
+    __shared__ OwnRows own;
+    if (threadIdx.x == 0) own = OwnRows::make(all, TILES * 16, number);
+    __syncthreads();
+#else
+    const OwnRows own = OwnRows::make(all, TILES * 16, number);
+#endif
+#endif
+    const Task args{all, own};
+    if (!own.rows || (SPLIT && OwnRows::parts(own, run))) return;
+    const auto first_place = [&] { return (own.tile * TILES + (SPLIT ? 0 : warp)) * 16; };
+    const auto number_of_run = [&] { return TREE ? run / RUN : (int)blockIdx.x; };  // takes no register
+    int place = first_place();
+    const int total = own.total;
+    load_queries<Sums::QUERY_STEPS, Sums::SIZE>(args, group, own.tile * TILES * 16, TILES, &queries[0][0][0]);
     __syncthreads();
 
     const Rows rows = Rows::make(args, place, g);
-    const int last = (place + 15) / args.per < args.rows ? (place + 15) / args.per : args.rows - 1;
-    int end = args.tree ? old + args.n : old + args.first + last + 1;
-    int begin = args.window && rows.earliest > args.window ? rows.earliest - args.window + 1 : 0;
+    const int last = (place + 15) / all.per < own.rows ? (place + 15) / all.per : own.rows - 1;
+    int end = own.tree ? total : lesser(total, own.held + own.first + last + 1);
+    int begin = rows.earliest;
     if constexpr (SPLIT) {
         if ((!TREE && run >= end) || run + RUN <= begin) return;  // attention_join.cu skips such runs
-        const int own = run + warp * OWN;
-        begin = begin > own ? begin : own, end = end < own + OWN ? end : own + OWN;
+        const int mine = run + warp * OWN;
+        begin = begin > mine ? begin : mine, end = end < mine + OWN ? end : mine + OWN;
     }
+    fence();
     Sums sums;
     sums.clear(sums);
     // The address that token 0 would have in the block of `key`.
-    const auto keys_at = [&](const u8* block, int key) { return block + args.k_at + ((i64)group * BLOCK - key / BLOCK * BLOCK) * KEYS::BYTES; };
-    const auto values_at = [&](const u8* block, int key) { return block + args.v_at + ((i64)group * BLOCK - key / BLOCK * BLOCK) * VALUES::BYTES; };
-    if constexpr (TREE) {
-        const auto key_at = [&](int token) { const int slot = slots[token - run]; return keys_at(args.blocks[slot / BLOCK], slot) + (i64)slot * KEYS::BYTES; };
-        const auto value_at = [&](int token) { const int slot = slots[token - run]; return values_at(args.blocks[slot / BLOCK], slot) + (i64)slot * VALUES::BYTES; };
+    const auto keys_at = [&](const u8* block, int key) { return block + all.k_at + ((i64)group * BLOCK - key / BLOCK * BLOCK) * KEYS::BYTES; };
+    const auto values_at = [&](const u8* block, int key) { return block + all.v_at + ((i64)group * BLOCK - key / BLOCK * BLOCK) * VALUES::BYTES; };
+#if TREE
+    const auto key_at = [&](int token) { const int slot = slots[token - run]; return keys_at(own.blocks[slot / BLOCK], slot) + (i64)slot * KEYS::BYTES; };
+    const auto value_at = [&](int token) { const int slot = slots[token - run]; return values_at(own.blocks[slot / BLOCK], slot) + (i64)slot * VALUES::BYTES; };
+#else
+    const auto block = [&] { return own.blocks[number_of_run()]; };  // of this run
+#endif
+    if constexpr (SPLIT) {
+#pragma unroll 1
         for (int key = begin / Sums::STEP * Sums::STEP; key < end; key += Sums::STEP)
-            sums.add(sums, args, rows, queries[0], key_at, value_at, key, old, lane);
-    } else if constexpr (SPLIT) {
-        for (int key = begin / Sums::STEP * Sums::STEP; key < end; key += Sums::STEP)
-            sums.add(sums, args, rows, queries[0], from<KEYS::BYTES>(keys_at(block, key)), from<VALUES::BYTES>(values_at(block, key)), key, old, lane);
+#if TREE
+            sums.add(sums, args, rows, queries[0], key_at, value_at, key, own.total, lane);
+#else
+            sums.add(sums, args, rows, queries[0], from<KEYS::BYTES>(keys_at(block(), key)), from<VALUES::BYTES>(values_at(block(), key)), key, own.total, lane);
+#endif
     } else {
         // Values are loaded while keys are multiplied, and the next keys while values are.
         constexpr int STEP = Sums::STEP;
@@ -84,27 +98,29 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention(Atten
         int first = begin;
         for (int w = 0; w < WARPS; w++) first = first < begins[w] ? first : begins[w];
         __syncthreads();
-        const int lasts = ((tile + 1) * TILES * 16 - 1) / args.per, total = old + args.n;
-        const int stop = args.tree ? total : old + args.first + (lasts < args.rows ? lasts + 1 : args.rows);
+        const int lasts = ((own.tile + 1) * TILES * 16 - 1) / all.per;
+        const int stop = own.tree ? total : own.held + own.first + (lasts < own.rows ? lasts + 1 : own.rows);
         first = first / STEP * STEP;
         const auto share_keys = [&](int key) {
-            share<KEYS::BYTES, STEP>((u8*)keys, keys_at(args.blocks[key / BLOCK], key) + (i64)key * KEYS::BYTES, total - key, Sums::key_turn);
+            share<KEYS::BYTES, STEP>((u8*)keys, keys_at(own.blocks[key / BLOCK], key) + (i64)key * KEYS::BYTES, total - key, Sums::key_turn);
         };
         if (first < stop) share_keys(first);
         for (int key = first; key < stop; key += STEP) {
             wait_copies();
             __syncthreads();
-            share<VALUES::BYTES, STEP>((u8*)values, values_at(args.blocks[key / BLOCK], key) + (i64)key * VALUES::BYTES, total - key, Sums::value_turn);
+            share<VALUES::BYTES, STEP>((u8*)values, values_at(own.blocks[key / BLOCK], key) + (i64)key * VALUES::BYTES, total - key, Sums::value_turn);
             Sums::Scores scores;
             const bool sees = key < end;
-            if (sees) Sums::meet<1>(scores, args, queries[warp], from<KEYS::BYTES>((const u8*)keys - (i64)key * KEYS::BYTES), key, old, lane);
+            if (sees) Sums::meet<1>(scores, args, queries[warp], from<KEYS::BYTES>((const u8*)keys - (i64)key * KEYS::BYTES), key, total, lane);
             wait_copies();
             __syncthreads();
             if (key + STEP < stop) share_keys(key + STEP);
-            if (sees) Sums::weigh<1>(sums, scores, args, rows, from<VALUES::BYTES>((const u8*)values - (i64)key * VALUES::BYTES), key, old, lane);
+            if (sees) Sums::weigh<1>(sums, scores, args, rows, from<VALUES::BYTES>((const u8*)values - (i64)key * VALUES::BYTES), key, total, lane);
         }
     }
     sums.finish(sums);
+    fence();
+    place = first_place();
 
     if constexpr (SPLIT) {
         __shared__ float4 meet[16][Sums::VALUE / 4 + 1];  // padded: rows begin in different banks
@@ -124,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention(Atten
             if (warp == w)
 #pragma unroll
                 for (int i = 0; i < 2; i++)
-                    if ((place + g + 8 * i) / args.per < args.rows)
+                    if ((place + g + 8 * i) / all.per < own.rows)
                         sums.fours(sums, i, t, [&](int e, const float* values) {
                             float4& sum = meet[g + 8 * i][e / 4];
                             const float4 before = w ? sum : float4{0, 0, 0, 0};
@@ -134,32 +150,33 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention(Atten
             __syncthreads();
         }
         for (int at = threadIdx.x; at < 16 * Sums::VALUE; at += 32 * WARPS) {
-            const int r = at / Sums::VALUE, which = Attention::result(args, place + r, group);
-            if ((place + r) / args.per >= args.rows) break;
-            args.partial[run / RUN * args.run_stride + (i64)which * Sums::VALUE + at % Sums::VALUE] = ((const float*)meet[r])[at % Sums::VALUE];
+            const int r = at / Sums::VALUE, which = Attention::result(all, place + r, group);
+            if ((place + r) / all.per >= own.rows) break;
+            all.partial[number_of_run() * all.run_stride + Task::in_launch(args, which) * Sums::VALUE + at % Sums::VALUE] = ((const float*)meet[r])[at % Sums::VALUE];
         }
         const int r = threadIdx.x;
-        if (r < 16 && (place + r) / args.per < args.rows) {
+        if (r < 16 && (place + r) / all.per < own.rows) {
             float top = tops[0][r], weight = 0;
             for (int w = 1; w < WARPS; w++) top = most(top, tops[w][r]);
             for (int w = 0; w < WARPS; w++) weight = fused(weights[w][r], power_of_two(plus(tops[w][r], -finite(top))), weight);
-            const i64 width = args.run_stride / Sums::VALUE, at = run / RUN * width + Attention::result(args, place + r, group);
-            args.stats[at] = top, args.stats[args.runs * width + at] = weight;
+            const i64 width = all.run_stride / Sums::VALUE;
+            const i64 at = number_of_run() * width + Task::in_launch(args, Attention::result(all, place + r, group));
+            all.stats[at] = top, all.stats[all.runs * width + at] = weight;
         }
     } else {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int at = place + g + 8 * i;
-            if (at / args.per >= args.rows) continue;
-            const int which = Attention::result(args, at, group);
+            if (at / all.per >= own.rows) continue;
+            const int which = Attention::result(all, at, group);
             float factor = 1;
-            if (args.sinks) {
-                const float sink = times(args.sinks[which % args.heads], LOG2E), top = most(sums.top[i], sink);
+            if (all.sinks) {
+                const float sink = times(all.sinks[which % all.heads], LOG2E), top = most(sums.top[i], sink);
                 factor = power_of_two(plus(sums.top[i], -top));
                 sums.weight[i] = fused(sums.weight[i], factor, power_of_two(plus(sink, -top)));
             }
             factor = factor / sums.weight[i];
-            sums.write(sums, i, t, factor, args.out + ((i64)args.first * args.heads + which) * Sums::VALUE);
+            sums.write(sums, i, t, factor, all.out + Task::in_pass(args, which) * Sums::VALUE);
         }
     }
 }

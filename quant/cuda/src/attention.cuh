@@ -12,23 +12,21 @@ constexpr int RUN = RUN_KEYS;  // keys per partial sum; results' bits depend on 
 constexpr float LOG2E = 1.44269504f;
 
 FN float minus_infinity() { return as_float(0xFF800000u); }
+FN int lesser(int a, int b) { return a < b ? a : b; }
 // Before any key was seen, any finite maximum will do; infinity minus infinity would be NaN.
 FN float finite(float top) { return top == minus_infinity() ? 0.f : top; }
 
 struct Attention {
-    const u16* q;            // (n, heads, size), bf16
-    const u8* const* blocks;  // the cache's blocks (kv.cuh)
-    const i64* held;         // tokens in the cache before the new rows
-    const i64* positions;    // (n,)
-    const i16* tree;         // (n, `columns`): which of the last `columns` tokens each row sees, in order, then -1.
-                             // Null: causal. If `columns` is 0: (n,) i32, how many later new rows each row sees
+    const u16* q;            // (rows of the pass, heads, size), bf16
+    const Span* spans;       // (count) sequences (kv.cuh)
+    const i64* positions;    // (rows of the pass,)
     const float* sinks;      // (heads,) or null
-    u16* out;                // (n, heads, value size), bf16; or records (attention_join.cu)
+    u16* out;                // (rows of the pass, heads, value size), bf16; or records (attention_join.cu)
     float *partial, *stats;  // (runs, `rows`, heads, value size); top and weight, (2, runs, `rows`, heads)
     i64 k_at, v_at, run_stride;
-    int n, first, rows, heads, per, window, runs;  // `rows` rows from `first` on; `per` heads per group
+    int count, first, rows, heads, per, window, runs;  // `rows` rows from `first` on; `per` heads per group
     float scale, softcap;
-    int out_stride, columns;  // bytes of a row of records; elements of a row of `tree`
+    int out_stride;  // bytes of a row of records
 
     // Converts a query row's index in its group to its index in this launch.
     FN int result(const Attention& args, int place, int group) {
@@ -36,32 +34,99 @@ struct Attention {
     }
 };
 
-// Rows g and g + 8 of sixteen, and bounds over all sixteen.
-struct Rows {
-    int row[2], position[2];  // the last new row that each sees; positions
-    bool live[2];
-    int least, earliest, latest;  // minimum of `row`; range of positions
+// What a block computes of one sequence: the `tile`th part of `rows` rows from its row `first` on. Row 0 is the pass's
+// row `start`; the launch has `skipped` rows before them.
+struct OwnRows {
+    const u8* const* blocks;
+    // Offset from `spans`: (rows, `columns`) i16, which of the last `columns` tokens each row sees, in order, then -1.
+    // If `columns` is 0: (rows,) i32, how many later new rows each row sees. If it is 0 itself: causal.
+    int tree;
+    int held, total, columns, start, skipped, first, rows, tile;
 
-    FN Rows make(const Attention& args, int place, int g) {
+    // Of block `number`, which computes `unit` query rows; there may be none.
+    FN OwnRows make(const Attention& all, int unit, int number) {
+        const auto within = [&](i64 row) {
+            const int at = (int)row - all.first;
+            return at < 0 ? 0 : at < all.rows ? at : all.rows;
+        };
+        const auto begin = [&](int at) { return within(all.spans[at].first) * all.per / unit + at; };
+        const int at = last_begun(all.count, number, begin), tile = number - begin(at);
+        const Span& span = all.spans[at];
+        const int start = (int)span.first, skipped = within(start), rows = within(start + span.rows) - skipped;
+        const bool sees = span.tree && (span.columns >= 0 || all.window);
+        const int tree = sees ? (int)(at * sizeof(Span) + span.tree) : 0;
+        const int columns = sees && span.columns > 0 ? (int)span.columns : 0;
+        return {Span::addresses(span), tree, (int)span.held, (int)(span.held + span.fresh), columns, start, skipped,
+                all.first + skipped - start, tile * unit < rows * all.per ? rows : 0, tile};
+    }
+
+    // The first of the tokens that rows of a tree may see or not.
+    FN int tree_begin(int total, int columns) { return total > columns ? total - columns : 0; }
+
+    // Whether some rows see only a part of the keys from `run` on, which a launch over trees then computes.
+    FN bool parts(const OwnRows& own, int run) { return own.columns && run + RUN > tree_begin(own.total, own.columns); }
+
+    // Of block `number` of a launch over trees, each of which computes one row, as if it were the last of a chain, so
+    // that its sums have the chain's order and bits; there may be none. `run` becomes the block's first key, and `slots`
+    // receive the places in the cache of the chain's tokens from there on; its last token fills the rest.
+    FN OwnRows of_tree(const Attention& all, int number, int& run, int* slots) {
+        __shared__ int count;
+        const int tiles = (all.per + 15) / 16, skipped = number / tiles, start = all.first + skipped;
+        const Span& span = span_of(all.spans, all.count, start);
+        const int total = (int)(span.held + span.fresh), columns = (int)span.columns, begin = total - columns;
+        run = columns > 0 ? (blockIdx.x + tree_begin(total, columns) / RUN) * RUN : total;
+        if (run >= total) return OwnRows{};
+        const i16* path = (const i16*)((const u8*)&span + span.tree) + Span::token(span, start - (int)span.first) * (i64)columns;
+        for (int i = threadIdx.x; i < columns; i += blockDim.x)
+            if (path[i] >= 0 && (i + 1 == columns || path[i + 1] < 0)) count = i + 1;
+        __syncthreads();
+        const int last = begin + count - 1;
+        for (int i = threadIdx.x; i < RUN; i += blockDim.x) {
+            const int token = run + i < last ? run + i : last;
+            slots[i] = token < begin ? token : begin + path[token - begin];
+        }
+        __syncthreads();
+        return {Span::addresses(span), 0, last, last + 1, 0, start, skipped, 0, 1, number % tiles};
+    }
+};
+
+// The arguments of a launch, and what it computes of one sequence.
+struct Task {
+    const Attention& all;
+    const OwnRows& own;
+
+    template <class Number>
+    FN const Number* tree(const Task& args) { return (const Number*)((const u8*)args.all.spans + args.own.tree); }
+
+    // The index of a query row's result in the launch, and in the pass.
+    FN i64 in_launch(const Task& args, int which) { return (i64)args.own.skipped * args.all.heads + which; }
+    FN i64 in_pass(const Task& args, int which) { return (i64)(args.own.start + args.own.first) * args.all.heads + which; }
+};
+
+// Rows g and g + 8 of sixteen, and bounds over all sixteen. Keys are counted from the cache's first.
+struct Rows {
+    int last[2], since[2];  // the last key that each sees; the window's first
+    int common, earliest, latest;  // keys before `common` are seen by all; range of `since`
+
+    FN Rows make(const Task& args, int place, int g) {
+        const OwnRows& own = args.own;
         Rows rows;
+        const auto seen = [&](int row) { return lesser(own.held + own.first + row, own.total - 1); };
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const int row = (place + g + 8 * i) / args.per;
-            rows.live[i] = row < args.rows;
-            rows.row[i] = args.first + (rows.live[i] ? row : args.rows - 1);
-            rows.position[i] = (int)args.positions[rows.row[i]];
-            if (args.tree && !args.columns) rows.row[i] += ((const int*)args.tree)[rows.row[i]];
+            const int row = (place + g + 8 * i) / args.all.per, there = row < own.rows ? row : own.rows - 1;
+            const int since = (int)args.all.positions[own.start + own.first + there] - args.all.window + 1;
+            rows.since[i] = args.all.window && since > 0 ? since : 0;
+            rows.last[i] = seen(there);
+            if (own.tree && !own.columns) rows.last[i] += Task::tree<int>(args)[rows.last[i] - own.held];
         }
-        rows.least = args.first + place / args.per;
-        if (args.tree && !args.columns) {
-            rows.least = rows.row[0] < rows.row[1] ? rows.row[0] : rows.row[1];
+        rows.common = seen(place / args.all.per) + 1;
+        if (own.tree && !own.columns) {
+            rows.common = lesser(rows.last[0], rows.last[1]) + 1;
 #pragma unroll
-            for (int lanes = 4; lanes < 32; lanes *= 2) {
-                const int other = shuffle_xor(rows.least, lanes);
-                rows.least = other < rows.least ? other : rows.least;
-            }
+            for (int lanes = 4; lanes < 32; lanes *= 2) rows.common = lesser(rows.common, shuffle_xor(rows.common, lanes));
         }
-        const int a = rows.position[0], b = rows.position[1];
+        const int a = rows.since[0], b = rows.since[1];
         rows.earliest = a < b ? a : b, rows.latest = a < b ? b : a;
 #pragma unroll
         for (int lanes = 4; lanes < 32; lanes *= 2) {
@@ -73,52 +138,26 @@ struct Rows {
     }
 
     // Whether all sixteen rows see `count` keys from `key` on.
-    FN bool see_all(const Rows& rows, const Attention& args, int key, int count, int old) {
-        return key + count <= old + rows.least + 1 && (!args.window || rows.latest - key < args.window);
+    FN bool see_all(const Rows& rows, const Task& args, int key, int count) {
+        return key >= rows.latest && key + count <= rows.common;
     }
 
-    FN bool sees(const Rows& rows, const Attention& args, int i, int key, int old) {
-        return key - old <= rows.row[i] && (!args.window || rows.position[i] - key < args.window);
+    FN bool sees(const Rows& rows, const Task& args, int i, int key) {
+        return key <= rows.last[i] && key >= rows.since[i];
     }
 };
 
-// The first of the tokens that rows of a tree may see or not.
-FN int tree_begin(const Attention& args) {
-    const int begin = (int)*args.held + args.n - args.columns;
-    return begin > 0 ? begin : 0;
-}
-
-// Makes `args` those of a pass in which `row` of a launch over a tree is the last row of a chain, so that its sums have
-// the chain's order and bits; returns how many tokens the chain has before the pass. `slots` receives the places in the
-// cache of the chain's tokens from `run` on; its last token fills the rest.
-FN int straighten(Attention& args, int row, int run, int* slots) {
-    __shared__ int count;
-    const int which = args.first + row, begin = (int)*args.held + args.n - args.columns;
-    const i16* path = args.tree + (i64)which * args.columns;
-    for (int i = threadIdx.x; i < args.columns; i += blockDim.x)
-        if (path[i] >= 0 && (i + 1 == args.columns || path[i + 1] < 0)) count = i + 1;
-    __syncthreads();
-    const int last = begin + count - 1;
-    for (int i = threadIdx.x; i < RUN; i += blockDim.x) {
-        const int token = run + i < last ? run + i : last;
-        slots[i] = token < begin ? token : begin + path[token - begin];
-    }
-    __syncthreads();
-    args.rows = row + 1, args.n = which + 1, args.tree = nullptr, args.columns = 0;
-    return last - which;
-}
-
 // Loads `tiles` times sixteen rows' queries from `place` on as operands: (tiles, STEPS, 32 lanes).
 template <int STEPS, int SIZE>
-FN void load_queries(const Attention& args, int group, int place, int tiles, uint4* to) {
+FN void load_queries(const Task& args, int group, int place, int tiles, uint4* to) {
     for (int at = threadIdx.x; at < tiles * STEPS * 32; at += blockDim.x) {
         const int lane = at % 32, step = at / 32 % STEPS, e = step / 2 * 32 + lane % 4 * 8 + step % 2 * 4;
         uint2 found[2];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int here = place + at / 32 / STEPS * 16 + lane / 4 + 8 * i;
-            const bool there = here / args.per < args.rows && e < SIZE;
-            const u16* q = args.q + ((i64)args.first * args.heads + Attention::result(args, here, group)) * SIZE + e;
+            const bool there = here / args.all.per < args.own.rows && e < SIZE;
+            const u16* q = args.all.q + Task::in_pass(args, Attention::result(args.all, here, group)) * SIZE + e;
             found[i] = there ? *(const uint2*)q : make_uint2(0, 0);
         }
         to[at] = make_uint4(found[0].x, found[1].x, found[0].y, found[1].y);
@@ -144,18 +183,18 @@ struct AttentionSums {
 
     // Adds the keys and values of STEP tokens from `key` on; `k` and `v` give a token's address.
     template <class K, class V>
-    FN void add(AttentionSums& s, const Attention& args, const Rows& rows, const uint4 (&queries)[QUERY_STEPS][32],
-                const K& k, const V& v, int key, int old, int lane) {
+    FN void add(AttentionSums& s, const Task& args, const Rows& rows, const uint4 (&queries)[QUERY_STEPS][32],
+                const K& k, const V& v, int key, int total, int lane) {
         Scores scores;
-        meet<0>(scores, args, queries, k, key, old, lane);
-        weigh<0>(s, scores, args, rows, v, key, old, lane);
+        meet<0>(scores, args, queries, k, key, total, lane);
+        weigh<0>(s, scores, args, rows, v, key, total, lane);
     }
 
     // Scores of keys, whose rows are swizzled if SHARED (kv.cuh).
     template <int SHARED, class K>
-    FN void meet(Scores& scores, const Attention& args, const uint4 (&queries)[QUERY_STEPS][32], const K& k, int key, int old,
+    FN void meet(Scores& scores, const Task& args, const uint4 (&queries)[QUERY_STEPS][32], const K& k, int key, int total,
                  int lane) {
-        const int g = lane / 4, t = lane % 4, total = old + args.n;
+        const int g = lane / 4, t = lane % 4;
 #pragma unroll
         for (int j = 0; j < EIGHTS; j++) {
             if (SIZE > 64 && j % 2 == 0) fence();
@@ -182,7 +221,7 @@ struct AttentionSums {
                 }
             }
         }
-        const float scale = times(args.scale, LOG2E);
+        const float scale = times(args.all.scale, LOG2E);
 #pragma unroll
         for (int j = 0; j < EIGHTS; j++)
 #pragma unroll
@@ -207,11 +246,11 @@ struct AttentionSums {
 
     // Turns scores into softmax weights and adds the weighted values.
     template <int SHARED, class V>
-    FN void weigh(AttentionSums& s, Scores& scores, const Attention& args, const Rows& rows, const V& v, int key, int old,
-                  int lane) {
-        const int g = lane / 4, t = lane % 4, total = old + args.n;
-        const bool all = Rows::see_all(rows, args, key, STEP, old);
-        const float cap = times(args.softcap, LOG2E), steep = 2.f * LOG2E / cap;
+    FN void weigh(AttentionSums& s, Scores& scores, const Task& args, const Rows& rows, const V& v, int key,
+                  int total, int lane) {
+        const int g = lane / 4, t = lane % 4;
+        const bool all = Rows::see_all(rows, args, key, STEP);
+        const float cap = times(args.all.softcap, LOG2E), steep = 2.f * LOG2E / cap;
         float value_scale[2 * EIGHTS];
         if constexpr (Keys::SCALED) {
 #pragma unroll
@@ -227,13 +266,13 @@ struct AttentionSums {
             if (!all)
 #pragma unroll 1  // rarely runs
                 for (int at = 0; at < 2 * EIGHTS; at++)
-                    hidden |= (u32)!Rows::sees(rows, args, i, key + at / 2 * 8 + 2 * t + at % 2, old) << at;
+                    hidden |= (u32)!Rows::sees(rows, args, i, key + at / 2 * 8 + 2 * t + at % 2) << at;
 #pragma unroll
             for (int j = 0; j < EIGHTS; j++)
 #pragma unroll
                 for (int c = 0; c < 2; c++) {
                     float& score = scores[j][2 * i + c];
-                    if (args.softcap > 0)  // cap tanh(score / cap)
+                    if (args.all.softcap > 0)  // cap tanh(score / cap)
                         score = fused(-2.f * cap, reciprocal(1.f + power_of_two(times(score, steep))), cap);
                     if (hidden >> (2 * j + c) & 1) score = minus_infinity();
                     top = most(top, score);

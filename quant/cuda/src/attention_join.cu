@@ -14,8 +14,10 @@ extern "C" __global__ void attention_join(Attention args) {
     constexpr int VALUE = VALUES::SIZE;
     const int which = blockIdx.x, row = args.first + which / args.heads, e = threadIdx.x;
     const i64 width = args.run_stride / VALUE;
-    const int old = (int)*args.held, position = (int)args.positions[row];
-    const int used = ((args.tree ? old + args.n : old + row + 1) + RUN - 1) / RUN;
+    const Span& span = span_of(args.spans, args.count, row);
+    const int own = Span::token(span, row - (int)span.first), position = (int)args.positions[row];
+    const bool sees = span.tree && (span.columns >= 0 || args.window);
+    const int used = ((int)(span.held + (sees ? span.fresh : own + 1)) + RUN - 1) / RUN;
     const int begin = args.window && position >= args.window ? (position - args.window + 1) / RUN : 0;
     const float sink = args.sinks ? times(args.sinks[which % args.heads], LOG2E) : minus_infinity();
     const float *tops = args.stats + which, *weights = tops + args.runs * width;

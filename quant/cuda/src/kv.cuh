@@ -9,6 +9,34 @@
 
 constexpr int BLOCK = 256;
 
+// A sequence of a pass, in a table in the order of rows. Offsets are in bytes from the struct itself.
+struct Span {
+    i64 blocks, tree;  // offsets of the addresses of its cache's blocks, and of its `tree` (attention.cuh) or 0
+    i64 held;          // tokens in the cache before the pass
+    i64 first, rows;   // its rows of the pass
+    i64 fresh;         // its new tokens: rows beyond them repeat the last one
+    i64 columns;       // elements of a row of `tree`; -1: without any, for layers with a window
+    i64 unused;
+
+    FN u8* const* addresses(const Span& span) { return (u8* const*)((const u8*)&span + span.blocks); }
+    FN int token(const Span& span, int row) { return row < (int)span.fresh ? row : (int)span.fresh - 1; }
+};
+
+// The last of `count` places that begins at or before `at`, or the first.
+template <class Begin>
+FN int last_begun(int count, int at, Begin begin) {
+    int low = 0;
+    for (int high = count; high - low > 1;) {
+        const int middle = (low + high) / 2;
+        (begin(middle) <= at ? low : high) = middle;
+    }
+    return low;
+}
+
+FN const Span& span_of(const Span* spans, int count, int row) {
+    return spans[last_begun(count, row, [&](int at) { return (int)spans[at].first; })];
+}
+
 FN float most(float a, float b) { return a > b ? a : b; }
 FN uint4 nothing() { return make_uint4(0, 0, 0, 0); }
 

@@ -14,38 +14,39 @@ constexpr int SPANS = (LATENT + 63) / 64, OWN = (SPANS + WARPS - 1) / WARPS;  //
 // Pieces of 16 bytes; the padding at the end puts rows of shared memory in different banks.
 constexpr int PIECES = (ROPE + 64 * SPANS + 15) / 16 * 2, WIDTH = PIECES + 1;
 
-extern "C" __global__ void __launch_bounds__(128, 1) latent(Attention args) {
+extern "C" __global__ void __launch_bounds__(128, 1) latent(Attention all) {
     __shared__ uint4 keys[STEP][WIDTH];
     __shared__ float parts[WARPS][16][STEP + 4];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int begin = (blockIdx.x + (TREE ? tree_begin(args) / RUN : 0)) * RUN;
-    __shared__ int slots[TREE ? RUN : 1];
-    int old = (int)*args.held, place = blockIdx.y * 16;
-    if constexpr (TREE) {
-        const int tiles = (args.per + 15) / 16, row = blockIdx.y / tiles;
-        if (begin >= old + args.n) return;
-        old = straighten(args, row, begin, slots);
-        place = row * args.per + blockIdx.y % tiles * 16;
-    } else if (args.columns && begin + RUN > tree_begin(args)) {
-        return;  // TREE takes such runs
-    }
-    const int total = old + args.n;
-    const u8* rows_there = args.blocks[begin / BLOCK] + args.k_at;
+#if TREE
+    __shared__ int slots[RUN];
+    int begin;
+    const OwnRows own = OwnRows::of_tree(all, blockIdx.y, begin, slots);
+    const auto place_of = [&](int token) { return slots[token - begin]; };
+#else
+    const int begin = blockIdx.x * RUN;
+    const OwnRows own = OwnRows::make(all, 16, blockIdx.y);
+    const auto place_of = [&](int token) { return token; };
+#endif
+    const Task args{all, own};
+    if (!own.rows || OwnRows::parts(own, begin)) return;
+    const int place = own.tile * 16, total = own.total;
     const Rows rows = Rows::make(args, place, g);
-    const int last = (place + 15) / args.per < args.rows ? (place + 15) / args.per : args.rows - 1;
-    int end = old + args.first + last + 1;
+    const int last = (place + 15) / all.per < own.rows ? (place + 15) / all.per : own.rows - 1;
+    const u8* rows_there = own.blocks[begin / BLOCK] + all.k_at;
+    int end = own.tree ? total : lesser(total, own.held + own.first + last + 1);
     if (!TREE && begin >= end) return;  // attention_join.cu skips such runs
     end = end < begin + RUN ? end : begin + RUN;
 
     uint4 queries[SLICES];
-    const u16* q = args.q + ((i64)args.first * args.heads + place) * SIZE;
+    const u16* q = all.q + Task::in_pass(args, place) * SIZE;
 #pragma unroll
     for (int s = 0; s < SLICES; s++) {
         u32 words[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int r = g + i % 2 * 8, e = 16 * (warp * SLICES + s) + 2 * t + i / 2 * 8;
-            words[i] = (place + r) / args.per < args.rows && e < SIZE ? *(const u32*)(q + r * SIZE + e) : 0;
+            words[i] = (place + r) / all.per < own.rows && e < SIZE ? *(const u32*)(q + r * SIZE + e) : 0;
         }
         queries[s] = make_uint4(words[0], words[1], words[2], words[3]);
     }
@@ -53,15 +54,15 @@ extern "C" __global__ void __launch_bounds__(128, 1) latent(Attention args) {
 #pragma unroll
     for (int i = 0; i < OWN * 32; i++) (&sums[0][0][0])[i] = 0;
     float top[2] = {minus_infinity(), minus_infinity()}, weight[2] = {0, 0};  // weight per lane
-    const float scale = times(args.scale, LOG2E);
+    const float scale = times(all.scale, LOG2E);
 
     for (int key = begin; key < end; key += STEP) {
         __syncthreads();
         for (int at = threadIdx.x; at < STEP * PIECES; at += 32 * WARPS) {
             const int token = key + at / PIECES, piece = at % PIECES;
             const bool there = token < total && 8 * piece < SIZE;
-            const int slot = TREE ? slots[token - begin] : token;
-            const u8* from = TREE ? args.blocks[slot / BLOCK] + args.k_at : rows_there;
+            const int slot = place_of(token);
+            const u8* from = TREE ? own.blocks[slot / BLOCK] + all.k_at : rows_there;
             keys[at / PIECES][piece] = there ? *(const uint4*)(from + (slot % BLOCK * SIZE + 8 * piece) * 2) : nothing();
         }
         __syncthreads();
@@ -77,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(128, 1) latent(Attention args) {
             for (int i = 0; i < 4; i++) parts[warp][g + i / 2 * 8][8 * j + 2 * t + i % 2] = scores[j][i];
         }
         __syncthreads();
-        const bool all = Rows::see_all(rows, args, key, STEP, old);
+        const bool seen = Rows::see_all(rows, args, key, STEP);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             float most_yet = top[i];
@@ -88,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(128, 1) latent(Attention args) {
 #pragma unroll
                 for (int w = 1; w < WARPS; w++) score = plus(score, parts[w][g + 8 * i][column]);
                 score = times(score, scale);
-                if (!all && !Rows::sees(rows, args, i, key + column, old)) score = minus_infinity();
+                if (!seen && !Rows::sees(rows, args, i, key + column)) score = minus_infinity();
                 scores[at / 2][2 * i + at % 2] = score;
                 most_yet = most(most_yet, score);
             }
@@ -140,8 +141,8 @@ extern "C" __global__ void __launch_bounds__(128, 1) latent(Attention args) {
         weight[i] = plus(weight[i], shuffle_xor(weight[i], 1));
         weight[i] = plus(weight[i], shuffle_xor(weight[i], 2));
         const int which = place + g + 8 * i;
-        if (which / args.per >= args.rows) continue;
-        float* out = args.partial + begin / RUN * args.run_stride + (i64)which * LATENT;
+        if (which / all.per >= own.rows) continue;
+        float* out = all.partial + begin / RUN * all.run_stride + Task::in_launch(args, which) * LATENT;
 #pragma unroll
         for (int c = 0; c < OWN; c++)
 #pragma unroll
@@ -152,8 +153,8 @@ extern "C" __global__ void __launch_bounds__(128, 1) latent(Attention args) {
                     for (int w = 0; w < 8; w++) out[e + w] = sums[c][w][r];
             }
         if (warp == 0 && t == 0) {
-            const i64 width = args.run_stride / LATENT, at = begin / RUN * width + which;
-            args.stats[at] = top[i], args.stats[args.runs * width + at] = weight[i];
+            const i64 width = all.run_stride / LATENT, at = begin / RUN * width + Task::in_launch(args, which);
+            all.stats[at] = top[i], all.stats[all.runs * width + at] = weight[i];
         }
     }
 }

@@ -8,12 +8,11 @@ struct LatentAppend {
     const Q_IN* q;        // (n, heads, width); the last 2 * half columns are rotated
     const WIDE_IN* wide;  // (n, latent + 2 half): the latent, then the key
     Bf16* queries;        // (n, heads, 2 half + latent)
-    u8* const* blocks;    // the cache's blocks (kv.cuh); rows are as long as queries'
-    const i64* held;
+    const Span* spans;    // (count) sequences (kv.cuh); cached rows are as long as queries'
     const float *cos, *sin;  // (n, half)
     const float* norm;       // (latent,)
     i64 cache_at, q_stride, wide_stride;
-    int heads, width, half, latent, interleaved;
+    int heads, width, half, latent, interleaved, count;
     float eps;
 };
 
@@ -39,8 +38,9 @@ extern "C" __global__ void latent_append(LatentAppend args) {
         return;
     }
     const WIDE_IN* wide = args.wide + row * args.wide_stride;
-    const i64 slot = *args.held + row;
-    Bf16* to = (Bf16*)(args.blocks[slot / BLOCK] + args.cache_at) + slot % BLOCK * size;
+    const Span& span = span_of(args.spans, args.count, row);
+    const i64 slot = span.held + Span::token(span, row - (int)span.first);
+    Bf16* to = (Bf16*)(Span::addresses(span)[slot / BLOCK] + args.cache_at) + slot % BLOCK * size;
     turn(args, wide + args.latent, to, row, lane);
     float sum = 0;
     for (int i = lane; i < args.latent; i += 32) sum = fused(value_of(wide[i]), value_of(wide[i]), sum);

@@ -9,13 +9,12 @@
 struct RopeAppend {
     const IN* qkv;  // per row: query heads `step` apart; from `keys_at`, keys then values
     Bf16 *q, *gates;  // (n, heads, size); gates may be null
-    u8* const* blocks;  // the cache's blocks (kv.cuh)
-    const i64* held;
+    const Span* spans;  // (count) sequences (kv.cuh)
     const float *cos, *sin;        // (n, half)
     const float *q_norm, *k_norm;  // (size,) or null; over all heads if joint
     const i64* positions;  // (n): queries are scaled by 1 + beta log(1 + position / length); or null
     i64 k_at, v_at;
-    int row_stride, step, keys_at, heads, groups, half, joint, last;  // last: norms are applied after the rotation
+    int row_stride, step, keys_at, heads, groups, half, joint, last, count;  // last: norms are applied after the rotation
     int length;
     float eps, beta;
 };
@@ -61,8 +60,9 @@ extern "C" __global__ void rope_append(RopeAppend args) {
         other[i] = e < SIZE ? value_of(from[Turn::make(e, args.half).other]) : 0;
     }
     const bool query = head < args.heads, key = !query && head < args.heads + args.groups;
-    const i64 slot = *args.held + row;
-    u8* block = args.blocks[slot / BLOCK];
+    const Span& span = span_of(args.spans, args.count, row);
+    const i64 slot = span.held + Span::token(span, row - (int)span.first);
+    u8* block = Span::addresses(span)[slot / BLOCK];
     if (!query && !key) {
         if constexpr (NORM_VALUES) {
             const float scale = scale_of(x, SIZE, args.eps);

@@ -10,7 +10,6 @@ import torch
 
 from benchmarks.gpu.exchange import DTYPES as DTYPES
 from benchmarks.gpu.exchange import back as back
-from benchmarks.gpu.exchange import seen_from as seen_from
 from localrt.quant.cuda.device import emulate
 from localrt.quant.cuda.driver import count_gpus, device_of
 from localrt.quant.cuda.kv import BlockedCache
@@ -70,8 +69,8 @@ def tiles_of(tensor: PackedTensor) -> TiledMatrix:
     return TiledMatrix(tensor.format.name, shape, upload(tile(tensor), DEVICE), factor)
 
 
-def cache_of(keys: torch.Tensor, values: torch.Tensor) -> tuple[BlockedCache, Tensor]:
-    """A cache of one layer with these (heads, allocated, size) in it, and its blocks' addresses."""
+def cache_of(keys: torch.Tensor, values: torch.Tensor) -> BlockedCache:
+    """A cache of one layer with these (heads, allocated, size) in it."""
     (heads, allocated, key), value = keys.shape, values.shape[2]
     cache = BlockedCache([(heads, key, value)], allocated, DTYPES[keys.dtype], DEVICE)
     cache.reserve(allocated)
@@ -81,7 +80,7 @@ def cache_of(keys: torch.Tensor, values: torch.Tensor) -> tuple[BlockedCache, Te
             whole = torch.zeros(part.shape, dtype=given.dtype)
             whole[:, : here.shape[1]] = here
             part.put(there(whole))
-    return cache, upload(cache.addresses, DEVICE)
+    return cache
 
 
 def kept(cache: BlockedCache, length: int) -> tuple[torch.Tensor, torch.Tensor]:

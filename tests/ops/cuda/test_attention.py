@@ -6,19 +6,20 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from localrt.quant.cuda import attention
 from localrt.quant.cuda.attention import row_nbytes
-from localrt.quant.cuda.kv import BlockedCache, LayerPlace
+from localrt.quant.cuda.kv import BlockedCache, LayerPlace, one_span
 from localrt.quant.cuda.launch import noting
-from localrt.quant.cuda.tensor import FLOAT32, UINT8, Dtype, empty, upload
+from localrt.quant.cuda.tensor import FLOAT32, UINT8, Dtype, empty
 from localrt.quant.ops.attention import AttentionTemperature, scratch_nbytes
 from localrt.quant.ops.kv_formats import KvFormat
 from tests.ops.cuda.emulator import Emulator
-from tests.ops.cuda.target import DEVICE, by_torch, cache_of, kept, random, seen_from
+from tests.ops.cuda.target import DEVICE, by_torch, cache_of, kept, random
 from tests.ops.recurrent_layers import tree_mask
 
 attend, rope_append = by_torch(attention.attend), by_torch(attention.rope_append)
@@ -86,19 +87,24 @@ def run(
     rows = rows or slice(0, case.n)
     q, positions, held = q[rows], case.positions()[rows], case.held + rows.start
     ahead = case.ahead()
-    cache, blocks = cache_of(k, v)
+    cache, mask = cache_of(k, v), case.mask()[rows, : rows.stop].numpy() if case.tree else None
+    table = one_span(
+        cache.addresses,
+        len(q),
+        DEVICE,
+        held=held,
+        mask=mask,
+        ahead=None if ahead is None else ahead[rows].numpy(),
+        longest=longest,
+    )
     result: Tensor = attend(
         q,
-        blocks,
+        table,
         cache.layers[0],
-        torch.tensor([held]),
         positions,
         scale=case.size**-0.5,
         window=case.window,
         softcap=case.softcap,
-        mask=seen_from(case.mask()[rows, : rows.stop]) if case.tree else None,
-        ahead=None if ahead is None else ahead[rows].contiguous(),
-        longest=longest or case.held + case.n,
         sinks=sinks,
     ).view(len(q), case.heads, -1)
     return result
@@ -224,7 +230,7 @@ def test_many_rows(emulator: Emulator, case: Case) -> None:
 def test_rope_and_append(emulator: Emulator, size: int, half: int, norms: str) -> None:
     n, heads, groups, held = 3, 4, 2, 254  # into the second block
     qkv = random(n, (heads + 2 * groups) * size).bfloat16()
-    cache, blocks = cache_of(*torch.zeros(2, groups, 512, size, dtype=torch.bfloat16))
+    cache = cache_of(*torch.zeros(2, groups, 512, size, dtype=torch.bfloat16))
     q = torch.empty(n, heads, size, dtype=torch.bfloat16)
     angles = random(n, half)
     wide = (heads, groups) if norms == "joint" else (1, 1)
@@ -232,9 +238,8 @@ def test_rope_and_append(emulator: Emulator, size: int, half: int, norms: str) -
     rope_append(
         qkv,
         q,
-        blocks,
+        one_span(cache.addresses, n, DEVICE, held=held),
         cache.layers[0],
-        torch.tensor([held]),
         cos=angles.cos() if half else None,
         sin=angles.sin() if half else None,
         q_norm=weights[0],
@@ -281,9 +286,9 @@ def test_gates_and_queries_that_grow(emulator: Emulator, head_gates: bool) -> No
     }
     there, results = torch.empty_like(queries), []
     for qkv, own in ((plain, {}), (gated, {"gates": there, "head_gates": head_gates})):
-        cache, blocks = cache_of(*torch.zeros(2, groups, 256, size, dtype=torch.bfloat16))
-        q, held = torch.empty_like(queries), torch.tensor([0])
-        rope_append(qkv, q, blocks, cache.layers[0], held, **options, **own)
+        cache = cache_of(*torch.zeros(2, groups, 256, size, dtype=torch.bfloat16))
+        q, table = torch.empty_like(queries), one_span(cache.addresses, n, DEVICE)
+        rope_append(qkv, q, table, cache.layers[0], **options, **own)
         results.append((q, *kept(cache, n)))
     assert torch.equal(there, gates)
     assert all(map(torch.equal, *results))
@@ -307,21 +312,18 @@ def test_quantized_keys_and_values(
     shape = (groups, *row_nbytes(stored, size))
     cache = BlockedCache([shape], 256, UINT8, DEVICE)
     cache.reserve(total)
-    blocks = upload(cache.addresses, DEVICE)
     q = torch.empty(total, heads, size, dtype=torch.bfloat16)
     plain: dict[str, Any] = {"cos": None, "sin": None, "q_norm": None, "k_norm": None, "eps": 1e-6}
-    rope_append(qkv, q, blocks, cache.layers[0], torch.tensor([0]), **plain, kv_format=stored)
+    table = one_span(cache.addresses, total, DEVICE)
+    rope_append(qkv, q, table, cache.layers[0], **plain, kv_format=stored)
     got = attend(
         q[held:],
-        blocks,
+        one_span(cache.addresses, n, DEVICE, held=held),
         cache.layers[0],
-        torch.tensor([held]),
         torch.arange(held, total),
         scale=size**-0.5 / 30,
         window=None,
         softcap=None,
-        mask=None,
-        longest=total,
         kv_format=stored,
     )
     split = torch.split(qkv.double().view(total, -1, size), [heads, groups, groups], 1)
@@ -343,15 +345,13 @@ def test_what_runs_take_is_what_is_counted(longest: int, monkeypatch: pytest.Mon
         return empty(*shape, dtype=dtype, **options)
 
     monkeypatch.setattr(attention, "empty", counted)
-    heads, size, held = 8, 64, torch.zeros(1, dtype=torch.int64)
+    heads, size, none = 8, 64, np.zeros(0, np.int64)
     place = LayerPlace(0, 0, 2, size, size)
     with noting({}):
         for rows in (1, 3, 17, 64, 65):
             taken.append(0)
             q, positions = random(rows, heads, size).bfloat16(), torch.arange(rows)
-            attend(
-                q, held, place, held, positions,
-                scale=1.0, window=None, softcap=None, mask=None, longest=longest,
-            )  # fmt: skip
+            table = one_span(none, rows, DEVICE, longest=longest)
+            attend(q, table, place, positions, scale=1.0, window=None, softcap=None)
     assert max(taken) == scratch_nbytes(heads, size, longest)
     assert taken[-1] == 0  # a prompt's rows are not split

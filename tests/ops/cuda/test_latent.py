@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from localrt.quant.cuda import latent as latents
+from localrt.quant.cuda.kv import one_span
 from tests.ops.cuda.emulator import Emulator
-from tests.ops.cuda.target import by_torch, cache_of, kept, random, seen_from
+from tests.ops.cuda.target import DEVICE, by_torch, cache_of, kept, random
 
 attend_latent_rows = by_torch(latents.attend_latent_rows)
 latent_append = by_torch(latents.latent_append)
@@ -31,14 +32,11 @@ def attend(
     q: torch.Tensor, cache: torch.Tensor, held: int, rope: int, *,
     tree: bool = False, longest: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    mask = seen_from(torch.from_numpy(TREE)) if tree else None
     positions = held + (torch.from_numpy(TREE.sum(1) - 1) if tree else torch.arange(len(q)))
-    cached, blocks = cache_of(cache[None], cache[None, :, :0])
+    cached, mask = cache_of(cache[None], cache[None, :, :0]), TREE if tree else None
+    table = one_span(cached.addresses, len(q), DEVICE, held=held, mask=mask, longest=longest)
     out = torch.empty(*q.shape[:2], q.shape[2] - rope, dtype=torch.bfloat16)
-    attend_latent_rows(
-        q, blocks, cached.layers[0], torch.tensor([held]), positions, out,
-        rope=rope, scale=0.2, mask=mask, longest=longest or held + len(q),
-    )  # fmt: skip
+    attend_latent_rows(q, table, cached.layers[0], positions, out, rope=rope, scale=0.2)
     return out
 
 
@@ -99,9 +97,9 @@ def test_rows_are_turned_and_normed(emulator: Emulator, interleaved: bool) -> No
     angles, weight = random(n, half), random(latent)
     queries = torch.zeros(n, heads, 2 * half + latent, dtype=torch.bfloat16)
     empty = torch.zeros(1, 512, 2 * half + latent, dtype=torch.bfloat16)
-    cached, blocks = cache_of(empty, empty[:, :, :0])
+    cached = cache_of(empty, empty[:, :, :0])
     latent_append(
-        q, wide, queries, blocks, cached.layers[0], torch.tensor([held]),
+        q, wide, queries, one_span(cached.addresses, n, DEVICE, held=held), cached.layers[0],
         cos=angles.cos(), sin=angles.sin(), norm=weight, eps=1e-6, interleaved=interleaved,
     )  # fmt: skip
 
