@@ -2,9 +2,9 @@
 
 Two kernels apply the adapters of a product: in the first, a warp computes one rank of A @ x for a
 row; in the second, a thread computes one output of B. Each row may have its own adapter; its bits
-depend on the row and the adapter alone. A pass's arrays stay on the GPU for the next pass of the
-same kind. Passes with adapters are not recorded as graphs. If layers are on both CPU and GPU, each
-device has a copy within its own budget.
+depend on the row and the adapter alone. Each matrix has a table of the adapters in use, and a pass
+tells each row's place in all tables: both stay where they are, so that recorded passes serve all
+adapters. If layers are on both CPU and GPU, each device has a copy within its own budget.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import numpy.typing as npt
 
 from localrt.quant.cuda.device import Device
 from localrt.quant.cuda.launch import arguments, declarations, launch, pointers
-from localrt.quant.cuda.products import OUT, Records
+from localrt.quant.cuda.products import MOST_ROWS, OUT, Records
 from localrt.quant.cuda.programs import Program
-from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32, Dtype, Tensor, empty, upload
+from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32, INT32, Dtype, Tensor, empty, upload
 from localrt.quant.formats.convert import bf16_bits
 from localrt.quant.ops.adapters import (
     Adapter,
@@ -36,7 +36,7 @@ _THREADS = 256
 
 @declarations("low_rank.cuh").struct("Change")
 class Change(Structure):
-    """One adapter matrix applied to ``count`` rows from ``row`` on; uploaded as an array."""
+    """What an adapter does to some columns of a product; uploaded as an array."""
 
 
 _Down = arguments("low_rank_down.cu", "LowRankDown")
@@ -45,31 +45,34 @@ _Up = arguments("low_rank_up.cu", "LowRankUp")
 
 def add_low_rank(
     changes: Tensor,
+    places: Tensor,
     x: Tensor | Records,
     y: Tensor,
     *,
     columns: int,
-    count: int,
+    parts: int,
     rank: int,
     rows: int,
     bias: Tensor | None = None,
 ) -> None:
     """Change y (R, n), bf16 or float32, in place; x (R, columns) is bf16 or records.
 
-    ``changes`` is an array of ``Change`` on the device; ``count``, ``rank`` and ``rows`` are the
-    largest among them. ``bias`` (n,), float32, is the bias already included in y.
+    ``changes`` is an array of ``Change`` on the device, as many for each of ``parts`` of the
+    matrix's rows; ``places`` (R,), int32, are those of the rows' changes in each part, -1 for none.
+    ``rank`` and ``rows`` are the largest among them, or more. ``bias`` (n,), float32, is the bias
+    already included in y.
     """
-    number = changes.size // sizeof(Change)
-    between = empty(number, count, rank, dtype=FLOAT32, device=y.device)
+    each, count = changes.size // sizeof(Change) // parts, len(y)
+    between = empty(parts, count, rank, dtype=FLOAT32, device=y.device)
     recorded = isinstance(x, Records)
     data = x.data if isinstance(x, Records) else x
     stride = x.stride if isinstance(x, Records) else 2 * x.strides[0]
     fine = isinstance(x, Records) and x.fine
     down, up = low_rank_programs(y.dtype, records=recorded, fine=fine)
-    first = _Down(changes.address, data.address, between.address, stride, columns, rank)
-    launch(y.device, down, (count, -(-32 * rank // _THREADS), number), _THREADS, first)
-    second = _Up(*pointers(changes, between, bias, y), y.strides[0], rank)
-    launch(y.device, up, (count, -(-rows // _THREADS), number), _THREADS, second)
+    first = _Down(*pointers(changes, places, data, between), stride, each, columns, rank)
+    launch(y.device, down, (count, -(-32 * rank // _THREADS), parts), _THREADS, first)
+    second = _Up(*pointers(changes, places, between, bias, y), y.strides[0], each, rank)
+    launch(y.device, up, (count, -(-rows // _THREADS), parts), _THREADS, second)
 
 
 def low_rank_programs(
@@ -78,9 +81,6 @@ def low_rank_programs(
     """The programs that ``add_low_rank`` launches."""
     down = Program.of("low_rank_down", RECORDS=int(records), FINE=int(fine))
     return down, Program.of("low_rank_up", OUT=OUT[out])
-
-
-_KEPT = 4  # kinds of passes whose changes are cached on the device
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,28 +103,27 @@ class CudaLowRank:
         return LowRank(self.a.to_host(), self.b.to_host(), factors)
 
 
-@dataclass(frozen=True, slots=True)
-class _Changes:
-    """The changes of a product in one kind of pass."""
-
-    array: Tensor  # of ``Change``
-    count: int  # the maximum; also rank and rows
-    rank: int
-    rows: int
-    where: Tensor  # rows of the pass, each once, int64
-
-
 class CudaAdapters:
-    """Adds the adapters' changes to products of the current pass."""
+    """Adds the adapters' changes to products of the current pass.
+
+    ``kind`` is what recordings of passes with adapters depend on: it changes if an adapter changes
+    other matrices than those before it, or has more ranks.
+    """
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self.table = _Table(self)
         self.of_rows: list[tuple[slice, Adapter[CudaLowRank]]] = []
         self.tokens: npt.NDArray[np.int64] = np.zeros(0, np.int64)  # of the pass
-        # Keys: the pass's adapters and rows, then the matrix's tensors.
-        self._kept: dict[tuple[object, ...], dict[tuple[str, ...], _Changes | None]] = {}
-        self._changes: dict[tuple[str, ...], _Changes | None] = {}
+        self.kind = 1
+        self._count = 8  # places of each table
+        self._places: dict[Adapter[CudaLowRank], int] = {}  # the latest is the last
+        self._tables: dict[tuple[str, ...], tuple[Mapping[str, int], Tensor]] = {}
+        self._names: set[str] = set()  # tensors that adapters have changed
+        self._rank = 0
+        self._rows: npt.NDArray[np.int32] = np.zeros(0, np.int32)  # on the device, in ``_static``
+        self._static: Tensor | None = None
+        self._places_of_rows: Tensor | None = None
 
     def begin(self, batch: Batch) -> None:
         """Begin a pass."""
@@ -132,69 +131,97 @@ class CudaAdapters:
         self.tokens = batch.tokens
         if not self.of_rows:
             return
-        kind = tuple((part.start, part.stop, adapter) for part, adapter in self.of_rows)
-        self._changes = self._kept.pop(kind, {})
-        self._kept[kind] = self._changes
-        while len(self._kept) > _KEPT:
-            del self._kept[next(iter(self._kept))]
+        self._place([adapter for _, adapter in self.of_rows])
+        rows = np.full(max(MOST_ROWS, len(batch.tokens)), -1, np.int32)
+        for part, adapter in self.of_rows:
+            rows[part] = self._places[adapter]
+        rows[len(batch.tokens) :] = rows[len(batch.tokens) - 1]  # those that fill a pass up
+        if len(rows) > MOST_ROWS:
+            self._places_of_rows = upload(rows, self._device)
+            return
+        if self._static is None:
+            pool = self._device.persistent
+            self._static = empty(MOST_ROWS, dtype=INT32, device=self._device, pool=pool)
+        if not np.array_equal(rows, self._rows):
+            self._static.put(rows)
+            self._rows = rows
+        self._places_of_rows = self._static
+
+    def recorded_kind(self, batch: Batch) -> int | None:
+        """``kind`` for a pass that may be recorded, 0 if it has no adapters; None if the host
+        computes a part of them.
+        """
+        self.begin(batch)
+        if any(each.embedding or each.head for _, each in self.of_rows):
+            return None
+        return self.kind if self.of_rows else 0
+
+    def _place(self, adapters: Sequence[Adapter[CudaLowRank]]) -> None:
+        """Give adapters their places in the tables, those of the least recently used ones."""
+        wanted = dict.fromkeys(adapters)
+        missing = [each for each in wanted if each not in self._places]
+        for each in wanted.keys() - set(missing):
+            self._places[each] = self._places.pop(each)
+        if len(wanted) > self._count:
+            self._count = 1 << (len(wanted) - 1).bit_length()
+            self._tables.clear()
+            self.kind += 1
+        for each in missing:
+            if len(self._places) >= self._count:
+                place = self._places.pop(next(iter(self._places)))
+            else:
+                place = min(set(range(self._count)) - set(self._places.values()))
+            self._places[each] = place
+            rank = max((len(low.a) for low in each.matrices.values()), default=0)
+            if rank > self._rank or not self._names >= each.matrices.keys():
+                self._rank = max(rank, self._rank)
+                self._names |= each.matrices.keys()
+                self.kind += 1
+        if missing:
+            for starts, table in self._tables.values():
+                table.put(self._changes(starts))
 
     def forget(self) -> None:
-        """Forget an adapter that was removed, so that its memory is freed."""
-        self._kept.clear()
-        self._changes, self.of_rows = {}, []
+        """Forget the adapters, one of which was removed, so that its memory is freed."""
+        self._places.clear()
+        self.of_rows = []
 
-    def changed_rows(self, starts: Mapping[str, int]) -> Tensor | None:
-        """The rows that adapters change, for the matrix whose tensors begin at ``starts``."""
-        found = self._of(starts)
-        return None if found is None else found.where
+    def changes(self, starts: Mapping[str, int]) -> bool:
+        """Whether adapters change the matrix whose tensors begin at ``starts``."""
+        return bool(self.of_rows) and not self._names.isdisjoint(starts)
 
     def add_to(
         self, y: Tensor, x: Tensor | Records, starts: Mapping[str, int], bias: Tensor | None
     ) -> None:
         """Change y (R, n), the product of x (R, columns) with the matrix, ``bias`` included."""
-        found = self._of(starts)
-        if found is None:
+        if not self.changes(starts):
             return
+        if tuple(starts) not in self._tables:
+            pool = self._device.persistent
+            table = upload(self._changes(starts), self._device, pool=pool)
+            self._tables[tuple(starts)] = starts, table
+        assert self._places_of_rows is not None, "the pass has begun"
         add_low_rank(
-            found.array,
+            self._tables[tuple(starts)][1],
+            self._places_of_rows,
             x,
             y,
             columns=x.columns if isinstance(x, Records) else x.shape[1],
-            count=found.count,
-            rank=found.rank,
-            rows=found.rows,
+            parts=len(starts),
+            rank=self._rank,
+            rows=max(np.diff([*starts.values(), y.shape[1]]).tolist()),
             bias=bias,
         )
 
-    def _of(self, starts: Mapping[str, int]) -> _Changes | None:
-        if not self.of_rows:
-            return None
-        names = tuple(starts)
-        if names not in self._changes:
-            self._changes[names] = self._make(starts)
-        return self._changes[names]
-
-    def _make(self, starts: Mapping[str, int]) -> _Changes | None:
-        found = [
-            (part, first, low)
-            for name, first in starts.items()
-            for part, adapter in self.of_rows
-            if (low := adapter.matrices.get(name)) is not None
-        ]
-        if not found:
-            return None
-        array = (Change * len(found))()
-        for place, (part, first, low) in enumerate(found):
-            places, count = pointers(low.a, low.b, low.factors), part.stop - part.start
-            array[place] = Change(*places, len(low.a), len(low.b), part.start, count, first)
-        rows = np.concatenate([np.arange(part.start, part.stop) for part, _, _ in found])
-        return _Changes(
-            upload(np.frombuffer(bytes(array), np.uint8), self._device),
-            max(change.count for change in array),
-            max(change.rank for change in array),
-            max(change.rows for change in array),
-            upload(np.unique(rows), self._device),
-        )
+    def _changes(self, starts: Mapping[str, int]) -> npt.NDArray[np.uint8]:
+        """The table of a matrix: each tensor's changes by all adapters that have places."""
+        array = (Change * (len(starts) * self._count))()
+        for part, (name, first) in enumerate(starts.items()):
+            for adapter, place in self._places.items():
+                if (low := adapter.matrices.get(name)) is not None:
+                    at, ranks = pointers(low.a, low.b, low.factors), (len(low.a), len(low.b))
+                    array[part * self._count + place] = Change(*at, *ranks, first)
+        return np.frombuffer(bytes(array), np.uint8)
 
     def packed(self, matrices: Mapping[str, LowRank]) -> dict[str, CudaLowRank]:
         """Copies on the device."""

@@ -70,8 +70,10 @@ class RecordedOps(Protocol):
 
     def begin(self, batch: Batch) -> CudaPass: ...
 
-    def begin_plain(self) -> None:
-        """Begin a recorded pass: it has no adapters."""
+    def recorded_adapters(self, batch: Batch) -> int | None:
+        """Begin the adapters of a pass; returns what its recordings depend on, None if they cannot
+        be recorded.
+        """
 
 
 class _Shape(NamedTuple):
@@ -84,6 +86,7 @@ class _Shape(NamedTuple):
     logit_rows: int  # rows of the head; 0 is all
     columns: int  # of the tree mask; 0 is none
     waiting: int  # most rows not yet in a recurrent layer's state
+    adapters: int  # their kind; 0 is none
     features: tuple[int, ...]  # the layers before which they are copied
     hidden: int  # their width
     target_width: int  # of the target's features; 0 is none
@@ -185,8 +188,6 @@ class Recordings:
         entry.used = self._passes
         if entry.static is None and self._has_room():
             entry.static = StaticPass(self._ops, batch, shape)
-        if entry.static is not None:
-            self._ops.begin_plain()
         return entry.static
 
     def _has_room(self) -> bool:
@@ -217,7 +218,8 @@ class Recordings:
             return None
         if any(span.cache.length + span.rows > span.cache.capacity for span in spans):
             return None
-        if any(span.cache.mix for span in spans):  # they may be removed before the recording is
+        adapters = self._ops.recorded_adapters(batch)
+        if adapters is None:
             return None
         places, rows, each, waiting = 1 << (len(spans) - 1).bit_length(), count, 0, 0
         if isinstance(spans[0].cache, HybridCache):
@@ -242,6 +244,7 @@ class Recordings:
             0 if logit_rows is None or every else len(logit_rows),
             columns,
             waiting,
+            adapters,
             layers,
             0 if features is None else features.rows.shape[1] // len(layers),
             0 if target_features is None else target_features.shape[1],

@@ -121,15 +121,13 @@ def gate_up(
         or not _by_kernels(rows, part)
     ):
         return gate(linear(x, weight), activation)
-    given = x
+    if weight.adapters is not None and weight.adapters.changes(weight.starts):
+        # In float32: rows without adapters keep their bits.
+        return gate(linear(x, weight, dtype=FLOAT32), activation)
     if isinstance(x, Tensor):
         x = quantize(_rotated(x, weight), fine=weight.fine)
     out = empty(rows, inner, dtype=BFLOAT16, device=_device(x))
     product(x, part, out, gate=activation)
-    if weight.adapters is not None:
-        changed = weight.adapters.changed_rows(weight.starts)
-        if changed is not None:  # rows without adapters keep their bits
-            gate(linear(given, weight), activation, out=out, rows=changed)
     return out
 
 

@@ -176,9 +176,9 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
         parts, _ = numbers.split(upload(numbers.staged, self._device), longest)
         return CudaPass(*parts, spans, batch.axes)
 
-    def begin_plain(self) -> None:
-        """A recorded pass begins: it has no adapters."""
-        self._adapters.of_rows = []
+    def recorded_adapters(self, batch: Batch) -> int | None:
+        """See ``CudaAdapters.recorded_kind``; begins the pass's adapters."""
+        return self._adapters.recorded_kind(batch)
 
     def embed(
         self,

@@ -178,21 +178,17 @@ def gate(
     *,
     scale: float = 1.0,
     limit: float = 0.0,
-    out: Tensor | None = None,
-    rows: Tensor | None = None,
 ) -> Tensor:
     """activation(scale * gate) * up of gate_up (R, 2F), bf16 or float32, gate first: (R, F) in
     bf16. For ``relu2``, which has no gate, the activation of (R, F).
 
-    ``limit`` is ``swiglu_oai``'s. With ``rows`` (n,), int64, only those are written to ``out``.
+    ``limit`` is ``swiglu_oai``'s.
     """
     count, width = gate_up.shape[0], gate_up.shape[1] // (1 if activation == "relu2" else 2)
-    if out is None:
-        out = empty(count, width, dtype=BFLOAT16, device=gate_up.device)
-    args = _Gate(*pointers(gate_up, out, rows), width, scale, limit)
+    out = empty(count, width, dtype=BFLOAT16, device=gate_up.device)
+    args = _Gate(*pointers(gate_up, out), width, scale, limit)
     program = Program.of("gate", GATE=GATES[activation], IN=OUT[gate_up.dtype])
-    grid = (-(-width // _THREADS), count if rows is None else len(rows), 1)
-    launch(out.device, program, grid, _THREADS, args)
+    launch(out.device, program, (-(-width // _THREADS), count, 1), _THREADS, args)
     return out
 
 

@@ -7,9 +7,8 @@
 constexpr int PARTS = GATE == RELU2 ? 1 : 2;
 
 struct Gate {
-    const IN* x;      // (m, PARTS width)
-    Bf16* y;          // (m, width)
-    const i64* rows;  // rows to write, or null for all
+    const IN* x;  // (m, PARTS width)
+    Bf16* y;      // (m, width)
     int width;
     float scale;  // factor of gates
     float limit;  // see gates.cuh
@@ -18,7 +17,7 @@ struct Gate {
 extern "C" __global__ void gate(Gate args) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= args.width) return;
-    const i64 row = args.rows ? args.rows[blockIdx.y] : blockIdx.y;
+    const i64 row = blockIdx.y;
     const IN* x = args.x + row * PARTS * args.width;
     const float first = value_of(x[i]);
     float value;

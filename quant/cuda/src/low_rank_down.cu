@@ -1,15 +1,16 @@
-// Multiplies the rows of x by each change's `a`. A warp computes one rank of one row.
+// Multiplies the rows of x by the `a` of their changes. A warp computes one rank of one row.
 //
 //   RECORDS   1: x is records (records.cuh, with their FINE); 0: bf16
 #include "low_rank.cuh"
 #include "records.cuh"
 
 struct LowRankDown {
-    const Change* changes;
+    const Change* changes;  // (parts, count)
+    const i32* places;      // (rows,)
     const u8* x;
-    float* y;  // (changes, gridDim.x, most)
+    float* y;      // (parts, rows, most)
     i64 x_stride;  // in bytes
-    int columns, most;
+    int count, columns, most;
 };
 
 FN float recorded(const u8* row, int column) {
@@ -29,11 +30,11 @@ FN float input(const u8* row, i64 stride, int column) {
 }
 
 extern "C" __global__ void low_rank_down(LowRankDown args) {
-    const Change change = args.changes[blockIdx.z];
     const int row = blockIdx.x, rank = (blockIdx.y * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
-    if (row >= change.count || rank >= change.rank) return;  // whole warps
-    const u8* x = args.x + (i64)(change.row + row) * (RECORDS ? RECORD_ROWS : 1) * args.x_stride;
-    const u32* a = (const u32*)(change.a + (i64)rank * args.columns);
+    const Change* change = change_of(args.changes, args.places, args.count, blockIdx.z, row);
+    if (!change || rank >= change->rank) return;  // whole warps
+    const u8* x = args.x + (i64)row * (RECORDS ? RECORD_ROWS : 1) * args.x_stride;
+    const u32* a = (const u32*)(change->a + (i64)rank * args.columns);
     float sum = 0;
     for (int pair = lane; pair < args.columns / 2; pair += 32) {
         const u32 both = a[pair];

@@ -27,24 +27,26 @@ def test_low_rank_changes(form: str, out: torch.dtype) -> None:
     b = [torch.randn(rows, rank).bfloat16() for rows, rank in ((300, 3), (20, 40))]
     factors = torch.rand(300)
     held = [there(each) for each in (a[0], b[0], factors, a[1], b[1])]
-    changes = (Change * 2)(
-        Change(*pointers(*held[:3]), 3, 300, 1, 1, 0),
-        Change(*pointers(*held[3:]), None, 40, 20, 2, 2, 270),
+    # Two parts of the matrix, and two adapters, each of which changes one part.
+    own, more = pointers(*held[:3]), pointers(*held[3:])
+    changes = (Change * 4)(
+        Change(), Change(*own, 3, 300, 0), Change(*more, None, 40, 20, 270), Change()
     )
+    places = torch.tensor([-1, 1, 0, 0], dtype=torch.int32)
     wanted = y.float().clone()
     wanted[1] = (wanted[1] - bias) * factors + bias + b[0].float() @ (a[0].float() @ seen[1])
     wanted[2:, 270:290] += seen[2:] @ a[1].float().T @ b[1].float().T
 
-    def change(array: Array[Change], y: torch.Tensor) -> None:
+    def change(array: Array[Change], places: torch.Tensor, y: torch.Tensor) -> None:
         numbers = torch.frombuffer(bytearray(array), dtype=torch.uint8)
-        sizes = {"columns": columns, "count": 2, "rank": 40, "rows": 300}
-        by_torch(add_low_rank)(numbers, records or x, y, **sizes, bias=bias)
+        sizes = {"columns": columns, "parts": 2, "rank": 40, "rows": 300}
+        by_torch(add_low_rank)(numbers, places, records or x, y, **sizes, bias=bias)
 
-    change(changes, y)
+    change(changes, places, y)
     close = {"rtol": 1e-2, "atol": 1e-1} if out == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-3}
     torch.testing.assert_close(y.float(), wanted, **close)
-    for each in changes:  # a row at a time, to the same bits
-        for row in range(each.row, each.row + each.count):
-            one = Change(each.a, each.b, each.factors, each.rank, each.rows, row, 1, each.first)
-            change((Change * 1)(one), alone)
+    for row in range(1, 4):  # a row at a time, to the same bits
+        few, one = (Change * 4)(*changes), torch.full_like(places, -1)
+        few[2 if row == 1 else 1], one[row] = Change(), places[row]
+        change(few, one, alone)
     assert torch.equal(alone, y)
