@@ -306,8 +306,8 @@ def test_experts_that_no_kernel_reads(format_: str, gpu: Kernels, tmp_path: Path
 # -- adapters --------------------------------------------------------------------------------------
 
 
-def adapter_of(model: Model) -> Adapter[LowRank]:
-    """Of every matrix, the embedding and the head."""
+def adapter_of(model: Model, key: str = "key", *, ends: bool = True) -> Adapter[LowRank]:
+    """Of every matrix, with ``ends`` of the embedding and the head."""
     rng = np.random.default_rng(0)
 
     def part(rows: int, columns: int) -> LowRank:
@@ -317,7 +317,9 @@ def adapter_of(model: Model) -> Adapter[LowRank]:
     shapes = {n: i.shape for n, i in model.store.tensors.items() if "layers" in n}
     matrices = {n: part(s[0], s[1]) for n, s in shapes.items() if len(s) == 2}
     vocab, hidden = model.config.vocab_size, model.config.hidden_size
-    return Adapter("key", matrices, part(hidden, vocab), part(vocab, hidden))
+    if not ends:
+        return Adapter(key, matrices)
+    return Adapter(key, matrices, part(hidden, vocab), part(vocab, hidden))
 
 
 def add(decoder: Decoder, adapter: Adapter[LowRank]) -> Callable[[], None]:
