@@ -164,9 +164,8 @@ class HybridExperts:
 
     def begin_recorded(self, first: int) -> Sequence[ExpertTable]:
         """See ``HostExperts``."""
-        if self._served and self._served[-1].routed.place < first:
-            return ()  # the same pass
-        self.learn()
+        if not self._served or self._served[-1].routed.place >= first:  # another pass
+            self.learn()
         self.copies.settle()
         return self.slots.cache.tables
 

@@ -109,6 +109,8 @@ class HybridExchange:
         launch(self.device, _TO_HOST, (1, 1, 1), threads, args)
 
     def compute(self, spec: ExpertSpec) -> None:
+        if not self.device.recording:  # it computes now, before any ``begin``
+            write_tables(self.device, [self.table])
         run_present(self._there, self._choice, self.table, spec, self.slots)
 
     def present(self) -> npt.NDArray[np.bool_]:

@@ -24,6 +24,7 @@ from localrt.loading import gpu as opening
 from localrt.loading import native, passes, placing
 from localrt.models.checkpoints import StoreCheckpoint, open_checkpoint
 from localrt.offload.experts import hybrid
+from localrt.offload.experts.cache import ExpertCache
 from localrt.offload.experts.hybrid import HybridExperts
 from localrt.offload.hardware import probe
 from localrt.offload.pipeline.lane import Lane
@@ -35,7 +36,7 @@ from localrt.quant.cuda import cuda_memory
 from localrt.quantize.quantize import Recipe, quantize_model
 from tests.conftest import write_byte_tokenizer, write_tiny_model
 from tests.driver.inside.conftest import Kernels, once
-from tests.driver.inside.gpus import StepByStep, copy_one
+from tests.driver.inside.gpus import StepByStep, copy_prompts
 from tests.driver.standin import AT_ONCE
 from tests.inside import engine_of
 from tests.models.tiny import SIZES, save_tiny
@@ -274,8 +275,9 @@ def test_hybrid(
     on_both: Both, place: Place, mixture: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Experts on both sides. Who computes is given, as the sides round differently."""
-    monkeypatch.setattr(hybrid, "schedule", copy_one)
+    monkeypatch.setattr(hybrid, "schedule", copy_prompts)
     monkeypatch.setattr(HybridExperts, "fill", lambda stage, place: None)
+    monkeypatch.setattr(ExpertCache, "candidates", lambda *args: iter(()))
     place(mixture, experts_on_gpu(0.5))
     assert on_both(mixture).streamed
 
