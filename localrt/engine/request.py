@@ -17,7 +17,7 @@ from localrt.common.errors import ContextOverflowError, OptionError
 from localrt.common.option_names import option
 from localrt.common.progress import ProgressCallback
 from localrt.engine.protocol import EngineSession, check_ids
-from localrt.engine.sampling import Sampling
+from localrt.engine.sampling import Sampling, best_suffice
 from localrt.engine.speculation import Speculation
 from localrt.engine.stopping import LineLimit, ThinkingLimit
 from localrt.engine.types import ToolCall
@@ -108,7 +108,7 @@ class Request:
     def best_only(self) -> bool:
         """Whether the best logits give the same answer as all of them."""
         whole = self.constraint is not None or self.logprobs is not None or self.fills_gap
-        return self.sampling.best_only and not whole
+        return best_suffice(self.sampling) and not whole
 
     def check(
         self, *, ctx: int, vocab_size: int | None = None, vision: VisionState | None = None

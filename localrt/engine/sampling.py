@@ -111,13 +111,6 @@ class Sampling:
         return self.temperature == 0.0
 
     @property
-    def best_only(self) -> bool:
-        """Whether the best logits give the same tokens as all of them."""
-        penalties = self.repetition_penalty - 1.0, self.frequency_penalty, self.presence_penalty
-        adjusts = any(penalties) or bool(self.logit_bias) or self.avoids_repetition
-        return not adjusts and (self.greedy or 0 < self.top_k <= BEST_COUNT)
-
-    @property
     def avoids_repetition(self) -> bool:
         """Whether DRY is on."""
         return self.dry_multiplier > 0.0 and self.dry_penalty_last_n != 0
@@ -126,6 +119,14 @@ class Sampling:
     def excludes_top(self) -> bool:
         """Whether XTC is on: each token then takes one more random number."""
         return self.xtc_probability > 0.0 and self.xtc_threshold <= 0.5 and not self.greedy
+
+
+def best_suffice(sampling: Sampling) -> bool:
+    """Whether the best logits give the same tokens as all of them."""
+    s = sampling
+    penalized = s.repetition_penalty != 1.0 or s.frequency_penalty or s.presence_penalty
+    adjusted = bool(penalized or s.logit_bias) or s.avoids_repetition
+    return not adjusted and (s.greedy or 0 < s.top_k <= BEST_COUNT)
 
 
 def _breakers(given: object) -> tuple[str, ...]:

@@ -425,7 +425,10 @@ class StaticPass:
             x = copy
         self._load(x)
         self._step = step
-        run.replay(check)
+        try:
+            run.replay(check)
+        finally:
+            self._step = None  # so that it keeps no cache alive
         return run.recording
 
     def whole(self, forward: Forward, step: CudaPass) -> None:

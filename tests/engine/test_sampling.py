@@ -17,6 +17,7 @@ from localrt.engine.request import Request
 from localrt.engine.sampling import (
     Sampling,
     adjust_logits,
+    best_suffice,
     distribution,
     draw,
     ends_middle,
@@ -266,7 +267,7 @@ def test_best_logits_give_the_same_tokens(
     logits[rng.random(logits.shape) < excluded] = -np.inf
     logits[:, rng.integers(vocab)] = 1.0
     sampling = Sampling(**settings)
-    assert sampling.best_only
+    assert best_suffice(sampling)
     assert tokens_of(best_of(logits), sampling) == tokens_of(logits, sampling)
 
 
@@ -295,7 +296,7 @@ def test_broken_best_logits(broken: float) -> None:
     ],
 )
 def test_where_the_best_logits_are_enough(settings: dict[str, Any], enough: bool) -> None:
-    assert Sampling(**settings).best_only == enough
+    assert best_suffice(Sampling(**settings)) == enough
 
 
 def test_answers_that_read_all_logits() -> None:
