@@ -68,8 +68,8 @@ class HostExperts(Protocol):
     """What recorded layers ask of the owner of the experts."""
 
     def begin_recorded(self, first: int) -> Sequence[Any]:
-        """Before a graph whose first layer is ``first``: learn from the last pass, and enter experts
-        that have arrived. Returns the tables that may have changed.
+        """Before a graph whose first layer is ``first``: learn from the last pass, and enter
+        experts that have arrived. Returns the tables that may have changed.
         """
 
     def compute_absent(self, layer_pass: RecordedPass) -> None:
