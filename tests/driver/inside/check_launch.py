@@ -109,7 +109,7 @@ def test_what_a_gpu_refuses_is_one_line(gpu: Kernels) -> None:
 
 
 def test_more_threads_than_it_was_compiled_for(compiled: list[str]) -> None:
-    program = Program.of("latent", ROPE=16, LATENT=64, RUN_KEYS=256)
+    program = Program.of("latent", TREE=0, ROPE=16, LATENT=64, RUN_KEYS=256)
     args = ctypes.create_string_buffer(512)
     with pytest.raises(LocalrtError, match="too many resources requested for launch"):
         launch(device_of("cuda:0"), program, (1, 1, 1), 160, cast(Any, args))
