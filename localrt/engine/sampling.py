@@ -292,6 +292,9 @@ def _top_choices(logits: Logits, threshold: float) -> int:
 
 def _renormalized(probs: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     total: float = probs.sum()
+    if total == 0.0:  # so small beside those taken out that only the best is left
+        probs = np.zeros_like(probs)
+        probs[0] = total = 1.0
     return probs / total
 
 

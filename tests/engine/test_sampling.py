@@ -271,6 +271,13 @@ def test_best_logits_give_the_same_tokens(
     assert tokens_of(best_of(logits), sampling) == tokens_of(logits, sampling)
 
 
+def test_xtc_at_a_low_temperature() -> None:
+    """What is left had no chance beside what is taken out."""
+    neutral = NEUTRAL | {"temperature": 1e-3}
+    sampling = Sampling(**neutral, xtc_probability=1.0, xtc_threshold=0.1)
+    assert draw(distribution(np.array([5.0, 4.0, 0.0], np.float32), sampling, 0.0), 0.5) == 1
+
+
 @pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
 def test_broken_best_logits(broken: float) -> None:
     logits = np.full((1, 100), -np.inf, np.float32)
