@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -115,7 +115,8 @@ def routed_as(division: str) -> Iterator[None]:
         hybrid.fills = division == "dynamic"
         if division == "copies":
             hybrid.scheduler = _copy_all
-            hybrid.records = partial(_never, hybrid)  # type: ignore[method-assign]
+            # Copies for the layer at hand are not recorded.
+            hybrid.records = lambda rows: False  # type: ignore[method-assign]
 
     with (
         patch("localrt.quant.cuda.ops.route_rows", routed),
@@ -123,10 +124,6 @@ def routed_as(division: str) -> Iterator[None]:
         patch.object(HybridExperts, "__init__", divided),
     ):
         yield
-
-
-def _never(hybrid: HybridExperts, rows: int) -> bool:
-    return False  # copies for the layer at hand are not recorded
 
 
 def _copy_all(rows: Any, resident: Any, *more: Any) -> Assignment:

@@ -1,13 +1,15 @@
 """Runs a sparse layer on GPU and CPU at once: each expert on the device that finishes it first.
 
 The router runs on the GPU, which starts the chosen experts in its slots before the host knows the
-routing. The host waits once, for the routing and the rows. By cost, the scheduler selects some of
-the other experts to be copied over the link while the CPU computes the rest. Results are summed on
-the GPU in the order of k, so the order of finishing has no effect. Experts in neither memory are
-read from the SSD and computed by the CPU. If all experts are on the GPU, the host does not wait.
+routing; the CPU computes the rest. Experts in neither memory are read from the SSD and computed by
+the CPU. Results are summed on the GPU in the order of k, so the order of finishing has no effect.
 
 Short passes are recorded as graphs of many layers, beside which the host works (``recorded.py``).
 When an expert moves to or from the GPU, only the layer's table there changes, not the graphs.
+
+In passes that are not recorded, the host waits once a layer, for the routing and the rows. By cost,
+the scheduler has some experts copied over the link while the CPU computes the others. If all
+experts are on the GPU, the host does not wait.
 
 A long pass needs nearly all experts of every layer: those in RAM are copied one after another,
 followed by the next layer's, and computed in one launch when they have arrived.
@@ -202,7 +204,7 @@ class HybridExperts:
             for layer in layers:
                 layer.routed.read(None, layer.routing)  # raises
         cache = self.slots.cache
-        misses = self.uses - self.hits
+        misses_before = self.uses - self.hits
         if layers[0].routing.rows == 1:
             places = np.array([layer.routed.place for layer in layers])
             experts = np.stack([layer.routing.experts[0] for layer in layers])
@@ -214,7 +216,7 @@ class HybridExperts:
                 place = layer.routed.place
                 cache.touch(place, layer.routing.experts, layer.routing.scores)
                 cache.release(place)
-        misses = self.uses - self.hits - misses
+        misses = self.uses - self.hits - misses_before
         if not self.memory.complete:
             for layer in layers:
                 absent, place = layer.absent(), layer.routed.place
