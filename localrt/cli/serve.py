@@ -196,6 +196,10 @@ def _pool(
 
     settings = Settings.from_environment()
     given = load_options(args) | {"offline": True}
+    ram, gpu_memory = (
+        None if size is None else parse_size(size, option(name))
+        for name, size in (("ram", args.ram), ("gpu_memory", args.gpu_memory))
+    )
 
     def load(
         name: str, shrinkable: bool, cancel: threading.Event, on_gpu: int | None
@@ -203,8 +207,8 @@ def _pool(
         own = {"shrinkable": shrinkable, "cancel": cancel, "progress": say_note}
         if on_gpu is None:
             own |= {"device": "cpu", "gpu_memory": None}
-        elif on_gpu and args.gpu_memory is not None:
-            own["gpu_memory"] = max(1, parse_size(args.gpu_memory, option("gpu_memory")) - on_gpu)
+        elif on_gpu and gpu_memory is not None:
+            own["gpu_memory"] = max(1, gpu_memory - on_gpu)
         model = localrt.load(name, **{**given, **own})
         _set_defaults(model, defaults)
         return model
@@ -230,7 +234,6 @@ def _pool(
         if progress.stage == NOTE:
             say(spelled(progress.detail, on_command_line))
 
-    ram = None if args.ram is None else parse_size(args.ram, option("ram"))
     return ModelPool(load, files, options, ram=ram, fast_on_cpu=fast_on_cpu, on_change=say)
 
 

@@ -359,6 +359,7 @@ def test_the_scripts_are_valid_shell() -> None:
         ("chat --browser --plain", 2, "--browser is for the app"),
         ("serve --name x --port 0", 2, "--name is for one model: give MODEL"),
         ("serve --keep-alive soon --port 0", 2, "must be a time, is 'soon': write it like 30s"),
+        ("serve --gpu-memory lots --port 0", 2, "--gpu-memory must be a size, is 'lots'"),
         ("serve --api-key '' --port 0", 2, "--api-key must be ASCII text and not empty"),
         ("run some/model hi", 1, "some/model"),
         ("run 'no such thing' hi", 1, "'no such thing'"),
