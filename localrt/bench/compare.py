@@ -96,6 +96,7 @@ def _shown_as(name: str) -> Callable[[float], str]:
 
 _SHOWN: Mapping[str, Callable[[float], str]] = {
     "goals met": percent,
+    "rate": percent,
     "bytes": format_bytes,
     "tok_s": format_rate,
     "tokens_s": format_rate,

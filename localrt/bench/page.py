@@ -32,7 +32,15 @@ from localrt.bench.plots import (
     text_figure,
     timeline,
 )
-from localrt.bench.sweep import WORK, SweepReport, best_rows, failures, label, loading_settings
+from localrt.bench.sweep import (
+    SOMETIMES,
+    WORK,
+    SweepReport,
+    best_rows,
+    failures,
+    label,
+    loading_settings,
+)
 from localrt.common.errors import OptionError
 from localrt.common.files import read_text, write_bytes
 from localrt.common.formatting import format_bytes, format_rate, format_seconds, one_line
@@ -346,7 +354,7 @@ def _sweep(report: Report) -> Page:
             show,
         )
         for title, name, show in _SWEPT
-        if name != "peak_vram_bytes" or any(each.get(name) for each in points.values())
+        if name not in SOMETIMES or any(each.get(name) for each in points.values())
     ]
     where = " / ".join(loading_settings(sweep))
     sections: list[Section] = [
@@ -365,6 +373,7 @@ _SWEPT: Sequence[tuple[str, str, Callable[[float], str]]] = (
     ("First token (less is better)", "ttft_s", format_seconds),
     ("Peak RAM (less is better)", "peak_ram_bytes", format_bytes),
     ("Peak VRAM (less is better)", "peak_vram_bytes", format_bytes),
+    ("Experts that were where they are computed", "expert_hit_rate", percent),
 )
 
 

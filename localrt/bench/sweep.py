@@ -34,8 +34,11 @@ GPU_VARY = "gpu_memory=8GB,6GB,4GB batch=1,2,4,8,16,32,64"
 """What varies by default, without and with a GPU."""
 
 MEASURES: tuple[str, ...] = ("ttft_s", "tpot_s", "prefill_tok_s", "decode_tok_s")
-MEASURES += ("peak_ram_bytes", "peak_vram_bytes")
+MEASURES += ("peak_ram_bytes", "peak_vram_bytes", "expert_hit_rate")
 """The measures of a point, named as in `Metrics`; ``decode_tok_s`` is that of all answers."""
+
+SOMETIMES = ("peak_vram_bytes", "expert_hit_rate")
+"""The measures that are shown only where there are any."""
 
 WORK = ("prompt_tokens", "tokens", "batch")
 """The settings of a workload; all others are loading options."""
@@ -360,6 +363,7 @@ _BEST: Sequence[tuple[str, str, Callable[[Any], str], bool]] = (
     ("first token", "ttft_s", format_seconds, False),
     ("peak RAM", "peak_ram_bytes", format_bytes, False),
     ("peak VRAM", "peak_vram_bytes", format_bytes, False),
+    ("experts in place", "expert_hit_rate", "{:.0%}".format, True),
 )
 
 
@@ -380,8 +384,11 @@ def best_rows(report: SweepReport) -> tuple[list[str], list[list[str]]]:
     In brackets are the values of `loading_settings`.
     """
     loading = loading_settings(report)
-    gpu = any(point.get("peak_vram_bytes") for point in report["points"])
-    columns = _BEST if gpu else _BEST[:-1]
+    columns = [
+        (header, measure, show, most)
+        for header, measure, show, most in _BEST
+        if measure not in SOMETIMES or any(point.get(measure) for point in report["points"])
+    ]
     groups: dict[tuple[int, ...], list[Point]] = {}
     for point in report["points"]:
         groups.setdefault(tuple(point[name] for name in WORK), []).append(point)

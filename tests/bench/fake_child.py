@@ -78,6 +78,7 @@ class FakeEngine:
             exactness="approximate",
             predicted_tok_s=21.0 if "ram" in self._settings else None,
             pipeline_efficiency=0.97 if "ram" in self._settings else None,
+            expert_hit_rate=self._settings.get("gpu_memory", 0) / 10**10 or None,
             simulated=self._settings.get("device") == "cuda:1",
         )
 

@@ -200,10 +200,12 @@ def test_gpu_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (budget * 10**9, batch, budget * 8 * 10**8) for budget in (8, 6, 4) for batch in (1, 2)
     ]
     assert "3.2 GB (4 GB)" in to_table(report)
+    assert _settings(report, "batch", "expert_hit_rate")[::2] == [(1, 0.8), (1, 0.6), (1, 0.4)]
+    assert "80% (8 GB)" in to_table(report)
     options = replace(_options(tmp_path, vary="gpu_memory=8GB"), file=tmp_path / "cpu.json")
     report = _run(replace(options, fixed={"tokens": 5, "device": "cpu"}))
     assert report["points"][0]["reason"] == "gpu_memory: no GPU computes here"
-    assert "peak VRAM" not in to_table(report)
+    assert not any(name in to_table(report) for name in ("peak VRAM", "experts in place"))
 
 
 @pytest.mark.parametrize(
