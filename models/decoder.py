@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from localrt.common.errors import MemoryBudgetError
-from localrt.models.checkpoints.base import EMBEDDING, HEAD
 from localrt.models.config import DecoderConfig, Layer, Part
 from localrt.models.layers.moe import Experts, ResidentExperts, SparseMlp, load_expert
 from localrt.models.layers.parts import (
@@ -25,6 +24,7 @@ from localrt.models.layers.parts import (
     Tap,
     joined,
 )
+from localrt.models.tensor_source import EMBEDDING, HEAD
 from localrt.models.weight_store import ResidentWeights, WeightStore
 from localrt.models.weights import WeightLoader
 from localrt.quant.ops.arrays import Vector, vector_to_host

@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.common.errors import CheckpointError, UnsupportedModelError
-from localrt.models.checkpoints.base import Checkpoint
 from localrt.models.config import DecoderConfig, MixtureSpec
+from localrt.models.tensor_source import Checkpoint
 from localrt.quant.formats import unpack
 from localrt.quant.ops.experts import ExpertSpec, RouterSpec, Scoring
 

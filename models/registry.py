@@ -5,64 +5,76 @@ Does not know engines: ``load_decoder`` takes any ``Ops``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from importlib import import_module
+from collections.abc import Callable, Mapping
 
 from localrt.common.errors import UnsupportedModelError
 from localrt.common.option_names import option
-from localrt.models.checkpoints.base import Checkpoint
+from localrt.models.architectures import (
+    deepseek,
+    draft_heads,
+    ernie,
+    exaone4,
+    gemma,
+    gemma3n,
+    gemma4,
+    gpt_oss,
+    granite,
+    hunyuan,
+    kimi_linear,
+    lfm,
+    llama,
+    mamba,
+    olmo,
+    phi3,
+    qwen,
+    qwen3_5,
+    qwen4_exp,
+    smollm3,
+)
+from localrt.models.architectures.family import PLAIN, Family
 from localrt.models.config import DecoderConfig
 from localrt.models.decoder import Decoder, load_resident
 from localrt.models.raw_config import RawConfig
+from localrt.models.tensor_source import Checkpoint
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats import FORMATS, GGML_FORMATS
 from localrt.quant.ops.protocol import Ops
 
-# Module (and function, if it has several) to published names: GGUF's general.architecture,
-# config.json's architectures
-_PUBLISHED = {
-    "llama": "llama LlamaForCausalLM mistral MistralForCausalLM",
-    "llama.llava": "LlavaForConditionalGeneration Idefics3ForConditionalGeneration "
-    "SmolVLMForConditionalGeneration",
-    "llama.ministral3": "mistral3 Ministral3ForCausalLM Mistral3ForConditionalGeneration",
-    "llama.mixtral": "MixtralForCausalLM",
-    "qwen.qwen2": "qwen2 Qwen2ForCausalLM qwen2vl Qwen2VLForConditionalGeneration "
-    "Qwen2_5_VLForConditionalGeneration",
-    "qwen.qwen3": "qwen3 Qwen3ForCausalLM qwen3vl Qwen3VLForConditionalGeneration",
-    "gemma.gemma2": "gemma2 Gemma2ForCausalLM",
-    "gemma.gemma3": "gemma3 Gemma3ForCausalLM Gemma3ForConditionalGeneration",
-    "gemma3n": "gemma3n Gemma3nForCausalLM Gemma3nForConditionalGeneration",
-    "gemma4": "gemma4 Gemma4ForCausalLM Gemma4ForConditionalGeneration",
-    "phi3": "phi3 Phi3ForCausalLM",
-    "smollm3": "smollm3 SmolLM3ForCausalLM",
-    "qwen.qwen2_moe": "qwen2moe Qwen2MoeForCausalLM",
-    "qwen.qwen3_moe": "qwen3moe Qwen3MoeForCausalLM qwen3vlmoe Qwen3VLMoeForConditionalGeneration",
-    "olmo.olmoe": "olmoe OlmoeForCausalLM",
-    "olmo.olmo2": "olmo2 Olmo2ForCausalLM Olmo3ForCausalLM",
-    "olmo.olmo_hybrid": "OlmoHybridForCausalLM",
-    "hunyuan": "hunyuan-dense HunYuanDenseV1ForCausalLM",
-    "exaone4": "exaone4 Exaone4ForCausalLM",
-    "llama.seed_oss": "seed_oss SeedOssForCausalLM",
-    "ernie": "ernie4_5 Ernie4_5ForCausalLM ernie4_5-moe Ernie4_5_MoeForCausalLM",
-    "granite": "granite GraniteForCausalLM",
-    "granite.granite_swa": "granite_swa GraniteSWAForCausalLM GraniteMoeSWAForCausalLM",
-    "granite.granite_moe": "granitemoe GraniteMoeForCausalLM GraniteMoeSharedForCausalLM",
-    "gpt_oss": "gpt-oss GptOssForCausalLM",
-    "lfm.lfm2": "lfm2 Lfm2ForCausalLM lfm2moe Lfm2MoeForCausalLM Lfm2VlForConditionalGeneration",
-    "lfm.lfm3": "Lfm3ForCausalLM Lfm3VlForConditionalGeneration",
-    "granite.granite_hybrid": "granitehybrid GraniteMoeHybridForCausalLM",
-    "qwen3_5": "qwen35 qwen35moe Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration "
-    "Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration qwen3next Qwen3NextForCausalLM",
-    "qwen4_exp": "qwen4exp Qwen4ExpForCausalLM Qwen4ExpForConditionalGeneration",
-    "kimi_linear": "kimi-linear KimiLinearForCausalLM",
-    "mamba.falcon_h1": "falcon-h1 FalconH1ForCausalLM",
-    "mamba.nemotron_h": "nemotron_h nemotron_h_moe NemotronHForCausalLM "
-    "NemotronH_Omni_Reasoning_V3 NemotronH_Nano_Omni_Reasoning_V3 NemotronH_Nano_VL_V2",
-    "deepseek": "deepseek2 DeepseekV2ForCausalLM DeepseekV3ForCausalLM Glm4MoeLiteForCausalLM",
-    "deepseek.glm4_moe": "glm4moe Glm4MoeForCausalLM",
+_MODULES = (
+    deepseek,
+    draft_heads,
+    ernie,
+    exaone4,
+    gemma,
+    gemma3n,
+    gemma4,
+    gpt_oss,
+    granite,
+    hunyuan,
+    kimi_linear,
+    lfm,
+    llama,
+    mamba,
+    olmo,
+    phi3,
+    qwen,
+    qwen3_5,
+    qwen4_exp,
+    smollm3,
+)
+_FAMILIES: Mapping[str, Family] = {
+    name: family
+    for module in _MODULES
+    for family in module.FAMILIES
+    for name in (*family.gguf.split(), *family.folders.split())
 }
-_PLACES = {name: place for place, names in _PUBLISHED.items() for name in names.split()}
-ARCHITECTURES = {name: place.rpartition(".")[2] for name, place in _PLACES.items()}
+ARCHITECTURES = {name: family.name for name, family in _FAMILIES.items() if family.read}
+"""Families of models by the names that ``config.json`` and GGUF use."""
+
+
+def find_family(name: str) -> Family:
+    """The family of a checkpoint's architecture; ``PLAIN`` if it is unknown."""
+    return _FAMILIES.get(name, PLAIN)
 
 
 def find_architecture(name: str) -> Callable[[RawConfig], DecoderConfig]:
@@ -77,10 +89,8 @@ def find_architecture(name: str) -> Callable[[RawConfig], DecoderConfig]:
             f"architecture {name!r:.60} is not known to the native engine (known: {known}); "
             f"a GGUF file may run with {option('engine', 'llamacpp')}"
         )
-    file, _, own = _PLACES[name].partition(".")
-    module = import_module(f"localrt.models.architectures.{file}")
-    function = f"read_{own or 'config'}"
-    read: Callable[[RawConfig], DecoderConfig] = getattr(module, function)
+    read = _FAMILIES[name].read
+    assert read is not None, "it is no head"
     return read
 
 

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 
 from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.common.files import PAGE
-from localrt.models.checkpoints.base import EMBEDDING, HEAD, TensorInfo
 from localrt.models.config import DecoderConfig
 from localrt.models.decoder import load_attention, load_mlp
 from localrt.models.layers.moe import ResidentExperts, load_expert
+from localrt.models.tensor_source import EMBEDDING, HEAD, TensorInfo
 from localrt.models.weights import AskedTensors, is_ignored, missing_tensor
 from localrt.quant.formats.tiled import TILE_ROWS, padded_rows
 

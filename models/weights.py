@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.common.errors import CheckpointError, UnsupportedModelError
-from localrt.models.checkpoints.base import TensorSource, WeightBlock
+from localrt.models.tensor_source import TensorSource, WeightBlock
 from localrt.quant.formats import F32, pack, unpack
 from localrt.quant.ops.arrays import Vector, Weight
 from localrt.quant.ops.protocol import Ops

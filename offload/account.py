@@ -14,8 +14,8 @@ from typing import Literal
 from localrt.common.errors import MemoryBudgetError, OptionError
 from localrt.common.formatting import format_bytes
 from localrt.common.option_names import option
-from localrt.models.checkpoints.base import Checkpoint
 from localrt.models.config import DecoderConfig
+from localrt.models.tensor_source import Checkpoint
 from localrt.offload.placement import Placement, Where
 from localrt.offload.shapes import ModelShape, PassSizes, aligned
 from localrt.quant.ops.attention import LATENT_SCRATCH_NBYTES

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from localrt.common.files import PAGE
-from localrt.models.checkpoints.base import EMBEDDING, HEAD, Checkpoint, TensorInfo
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
 from localrt.models.config import DecoderConfig
 from localrt.models.registry import read_config
+from localrt.models.tensor_source import EMBEDDING, HEAD, Checkpoint, TensorInfo
 from localrt.models.units import TABLES, Unit, list_units, packed_nbytes
 from localrt.offload.placement import PlacedUnit, UnitKind, Where, host_piece, link_piece
 from localrt.quant.choose import missing_on_gpu

@@ -19,7 +19,6 @@ import numpy as np
 
 from localrt import system
 from localrt.common.files import PAGE
-from localrt.models.checkpoints.base import TensorInfo
 from localrt.models.checkpoints.store.manifest import (
     Manifest,
     Source,
@@ -27,6 +26,7 @@ from localrt.models.checkpoints.store.manifest import (
     UnitTensor,
 )
 from localrt.models.registry import read_config
+from localrt.models.tensor_source import TensorInfo
 from localrt.models.units import list_units
 from localrt.models.weight_files import MANIFEST_NAME
 from localrt.quant.formats import BF16, F32, FORMATS, Format, PackedTensor

@@ -20,12 +20,12 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.loading.context import LoadContext
-from localrt.models.checkpoints.base import EMBEDDING, HEAD, TensorInfo, TensorSource, WeightBlock
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
 from localrt.models.config import DecoderConfig, Part, memory_places
 from localrt.models.decoder import load_attention, load_mlp, load_norm, load_resident_mlp
 from localrt.models.layers.moe import ResidentExperts
 from localrt.models.layers.parts import Embedding, GatedMlp, Head, PassState, SplitMlp
+from localrt.models.tensor_source import EMBEDDING, HEAD, TensorInfo, TensorSource, WeightBlock
 from localrt.models.weights import WeightLoader
 from localrt.offload.pipeline.split import matrices_of, split_unit
 from localrt.offload.placement import Placement, host_piece

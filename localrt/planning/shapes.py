@@ -14,7 +14,6 @@ from typing import cast
 
 from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.common.option_names import option
-from localrt.models.checkpoints.base import EMBEDDING, HEAD, Checkpoint, TensorInfo
 from localrt.models.checkpoints.schemes import read_scheme
 from localrt.models.checkpoints.text_model import TEXT_KEYS
 from localrt.models.config import CHOICE_BIAS
@@ -23,6 +22,7 @@ from localrt.models.layers.moe import ResidentExperts, load_expert
 from localrt.models.layers.ngrams import NGRAM_TABLE
 from localrt.models.raw_config import with_default_values
 from localrt.models.registry import ARCHITECTURES, read_config
+from localrt.models.tensor_source import EMBEDDING, HEAD, Checkpoint, TensorInfo
 from localrt.models.weights import AskedTensors
 from localrt.offload.shapes import ModelShape, shape_from_checkpoint
 from localrt.quant.formats import F8_E4M3, F32, FORMATS, Format

@@ -31,11 +31,11 @@ from localrt.common.errors import (
 from localrt.common.extras import install
 from localrt.common.files import read_text as read_file
 from localrt.common.option_names import option
-from localrt.models.checkpoints.base import EMBEDDING, HEAD, TensorSource
 from localrt.models.config import DecoderConfig, Part
 from localrt.models.decoder import load_attention, load_norm, load_resident_mlp
 from localrt.models.layers.moe import ResidentExperts
 from localrt.models.layers.parts import Chain, PassState, Residual, SideBySide
+from localrt.models.tensor_source import EMBEDDING, HEAD, TensorSource
 from localrt.models.tokenizers import load_tokenizer
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats.packed import Floats

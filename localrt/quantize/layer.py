@@ -16,7 +16,6 @@ from dataclasses import replace
 import numpy as np
 
 from localrt.models.checkpoints import Checkpoint, TensorInfo
-from localrt.models.checkpoints.base import WeightBlock
 from localrt.models.config import (
     EXPERT_DOWN,
     EXPERT_GATE_UP,
@@ -28,6 +27,7 @@ from localrt.models.config import (
 )
 from localrt.models.layers.attention import latent_groups
 from localrt.models.layers.recurrent import recurrent_groups
+from localrt.models.tensor_source import WeightBlock
 from localrt.offload.store.pack import stored_pieces, tiled_pieces
 from localrt.offload.store.writer import Pieces
 from localrt.quant.cpu.ops import fast_tiler

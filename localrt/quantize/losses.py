@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.models.checkpoints import Checkpoint
-from localrt.models.checkpoints.base import WeightBlock
+from localrt.models.tensor_source import WeightBlock
 from localrt.offload.store.pack import fingerprint, stored_infos
 from localrt.planning.mix import MIX_FORMATS, GroupLoss, LossTable, known_losses
 from localrt.quant.formats import CODECS, Format

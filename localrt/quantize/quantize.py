@@ -20,10 +20,10 @@ from localrt.common.progress import Progress, ProgressCallback, note_to
 from localrt.drafts.heads.files import open_head
 from localrt.drafts.heads.load import kept_format, read_head_config
 from localrt.models.checkpoints import Checkpoint, TensorInfo, open_checkpoint
-from localrt.models.checkpoints.base import EMBEDDING, HEAD, WeightBlock
 from localrt.models.checkpoints.store.manifest import PREDICTION, Quantization
 from localrt.models.config import DecoderConfig
 from localrt.models.registry import read_config, require_readable
+from localrt.models.tensor_source import EMBEDDING, HEAD, WeightBlock
 from localrt.models.units import Unit, list_units
 from localrt.offload.store import StoreWriter
 from localrt.offload.store.pack import describe_source, main_format, stored_infos, text_files

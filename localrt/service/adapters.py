@@ -16,7 +16,7 @@ from pathlib import Path
 from localrt.common.errors import MemoryBudgetError, OptionError
 from localrt.engine.protocol import Engine
 from localrt.models.checkpoints.adapters.file import read_adapter
-from localrt.models.checkpoints.base import Checkpoint
+from localrt.models.tensor_source import Checkpoint
 from localrt.quant.ops.adapters import Mix
 
 AdapterChoice = str | Mapping[str, float] | None

@@ -8,10 +8,12 @@ attention scale is multiplied by YaRN's ``mscale_all_dim`` squared.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.architectures import llama
+from localrt.models.architectures.family import MLP_NORM, Config, Family, GgufFacts
 from localrt.models.architectures.llama import ACTIVATIONS
 from localrt.models.config import CHOICE_BIAS, DecoderConfig, MixtureSpec
 from localrt.models.layers.block import ResidualBlock
@@ -156,3 +158,90 @@ def read_glm4_moe(raw: RawConfig) -> DecoderConfig:
         qk_norm=normed,
         mixtures=read_mixtures(raw, config.norm_eps, config.layers, config.mlp.activation),
     )
+
+
+GGUF_LATENT: Mapping[str, str] = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.k_b_proj",
+    "attn_v_b": "self_attn.v_b_proj",
+}
+"""GGUF's names of latent attention."""
+_GGUF_KEYS: Mapping[str, str] = {
+    "attention.kv_lora_rank": "kv_lora_rank",
+    "attention.q_lora_rank": "q_lora_rank",
+    "rope.dimension_count": "qk_rope_head_dim",
+}
+
+
+def add_choice(config: Config, file: GgufFacts) -> None:
+    """Add how DeepSeek and GLM choose experts. Early GLM files do not say that scores are sigmoids.
+
+    Files do not name the method: groups are ranked by their best expert, or with sigmoids by their
+    best two.
+    """
+    biased = any(name.endswith("e_score_correction_bias") for name in file.tensors)
+    scoring = config.setdefault("scoring_func", "sigmoid" if biased else "softmax")
+    config["topk_method"] = "noaux_tc" if scoring == "sigmoid" else "group_limited_greedy"
+    config["n_routed_experts"] = config.pop("num_local_experts", None)
+    config.setdefault("norm_topk_prob", False)
+    if not config.get("routed_scaling_factor"):  # 0: none
+        config.pop("routed_scaling_factor", None)
+
+
+def add_latents(config: Config, file: GgufFacts) -> None:
+    """Add the keys of DeepSeek-V2 and V3.
+
+    Newer files store latent attention in its absorbed form: plain keys have the size of the single
+    KV head, keys that end in ``_mla`` the size of each head. Older files have the latter under the
+    plain keys.
+    """
+    for key, name in _GGUF_KEYS.items():
+        if value := file.number(key):
+            config[name] = value
+
+    def head_size(kind: str) -> int | None:
+        stem = f"attention.{kind}_length"
+        return file.integer(f"{stem}_mla") or file.integer(stem)
+
+    size, rotary = head_size("key"), config.get("qk_rope_head_dim")
+    if size is not None and isinstance(rotary, int):
+        config["qk_nope_head_dim"] = size - rotary
+    if (value := head_size("value")) is not None:
+        config["v_head_dim"] = value
+    config["rope_interleave"] = True
+    config.pop("head_dim", None)
+    config.pop("partial_rotary_factor", None)
+    scaling = config.get("rope_scaling")
+    if isinstance(scaling, dict) and "mscale_all_dim" in scaling:
+        # GGUF stores a tenth of the factor; both factors are equal in all published models.
+        scaling["mscale_all_dim"] = scaling["mscale"] = 10 * scaling["mscale_all_dim"]
+
+
+def _add_both(config: Config, file: GgufFacts) -> None:
+    add_choice(config, file)
+    add_latents(config, file)
+
+
+FAMILIES = (
+    Family(
+        name="deepseek",
+        read=read_config,
+        folders="DeepseekV2ForCausalLM DeepseekV3ForCausalLM Glm4MoeLiteForCausalLM",
+        gguf="deepseek2",
+        gguf_layer=GGUF_LATENT,
+        gguf_config=_add_both,
+    ),
+    Family(
+        name="glm4_moe",
+        read=read_glm4_moe,
+        folders="Glm4MoeForCausalLM",
+        gguf="glm4moe",
+        gguf_layer=MLP_NORM,
+        gguf_config=add_choice,
+    ),
+)

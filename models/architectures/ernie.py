@@ -1,7 +1,7 @@
 """ERNIE 4.5: Llama, and a mixture of experts in most layers of the larger ones.
 
 A bias only affects the choice of experts. Published rows of queries and keys have rotary pairs side
-by side; checkpoints reorder them (``models/checkpoints/rows.py``).
+by side; checkpoints reorder them (``models/row_order.py``).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from localrt.models.architectures import llama
+from localrt.models.architectures.family import Family
 from localrt.models.config import CHOICE_BIAS, DecoderConfig
 from localrt.models.raw_config import RawConfig, expert_count_key, read_mixture, with_mixture
 
@@ -31,3 +32,15 @@ def read_config(raw: RawConfig) -> DecoderConfig:
     step = raw.integer("moe_layer_interval", 1)
     sparse = [first <= layer <= last and (layer + 1) % step == 0 for layer in layers]
     return with_mixture(config, spec, sparse)
+
+
+FAMILIES = (
+    Family(
+        name="ernie",
+        read=read_config,
+        folders="Ernie4_5ForCausalLM Ernie4_5_MoeForCausalLM",
+        gguf="ernie4_5 ernie4_5-moe",
+        in_pairs=True,
+        gguf_in_pairs=True,
+    ),
+)

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from localrt.common.errors import UnsupportedModelError
 from localrt.models.architectures import llama
+from localrt.models.architectures.family import SANDWICH_NORMS, Family
 from localrt.models.architectures.olmo import RESULT_NORMS
 from localrt.models.config import DecoderConfig
 from localrt.models.raw_config import RawConfig
@@ -42,3 +43,14 @@ def _pattern(raw: RawConfig, layers: int) -> list[bool]:
         raise UnsupportedModelError(f"sliding_window_pattern {pattern!r:.60} is not supported")
     last = layers - 1  # the last layer never has a window
     return [pattern[layer % len(pattern)] == "L" and layer < last for layer in range(layers)]
+
+
+FAMILIES = (
+    Family(
+        name="exaone4",
+        read=read_config,
+        folders="Exaone4ForCausalLM",
+        gguf="exaone4",
+        gguf_layer=SANDWICH_NORMS,
+    ),
+)

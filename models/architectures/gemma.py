@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from localrt.models.architectures.family import SANDWICH_NORMS, Config, Family, GgufFacts
 from localrt.models.architectures.llama import ACTIVATIONS
 from localrt.models.config import DecoderConfig, LayerNames
 from localrt.models.layers.block import ResidualBlock
@@ -117,3 +118,36 @@ def read_gemma3(raw: RawConfig) -> DecoderConfig:
         raw, "gemma3", full, sliding, windowed, vocab_size=262_208, context_length=131_072
     )
     return replace(config, qk_norm=True)
+
+
+def _add_query_scale(config: Config, file: GgufFacts) -> None:
+    """Add Gemma 3's query scale: from the head size, or for the 27B model from hidden size /
+    heads.
+    """
+    scale = config.get("head_dim")
+    if config.get("num_hidden_layers") == 62:
+        heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+        if isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
+            scale = hidden // heads
+    config["query_pre_attn_scalar"] = scale
+
+
+FAMILIES = (
+    Family(
+        name="gemma2",
+        read=read_gemma2,
+        folders="Gemma2ForCausalLM",
+        gguf="gemma2",
+        gguf_layer=SANDWICH_NORMS,
+        gguf_plus_one=True,
+    ),
+    Family(
+        name="gemma3",
+        read=read_gemma3,
+        folders="Gemma3ForCausalLM Gemma3ForConditionalGeneration",
+        gguf="gemma3",
+        gguf_layer=SANDWICH_NORMS,
+        gguf_plus_one=True,
+        gguf_config=_add_query_scale,
+    ),
+)

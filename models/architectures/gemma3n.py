@@ -10,7 +10,13 @@ from dataclasses import replace
 from statistics import NormalDist
 
 from localrt.models.architectures import gemma
-from localrt.models.architectures.gemma4 import read_layer_inputs, read_sources
+from localrt.models.architectures.family import Family
+from localrt.models.architectures.gemma4 import (
+    LAYER_INPUTS,
+    add_streams,
+    read_layer_inputs,
+    read_sources,
+)
 from localrt.models.config import DecoderConfig
 from localrt.models.layers.altup import AltUp
 from localrt.models.layers.rope import read_rope
@@ -93,3 +99,24 @@ def _read_cutoffs(raw: RawConfig, layers: int) -> tuple[float | None, ...]:
     if max(shares) >= 1:
         raise ValueError(f"activation_sparsity_pattern must be below 1, has {max(shares)}")
     return tuple(NormalDist().inv_cdf(share) if share else None for share in shares)
+
+
+FAMILIES = (
+    Family(
+        name="gemma3n",
+        read=read_config,
+        folders="Gemma3nForCausalLM Gemma3nForConditionalGeneration",
+        gguf="gemma3n",
+        gguf_layer={
+            **LAYER_INPUTS,
+            "altup_correct_coef": "altup.correction_coefs",
+            "altup_predict_coef": "altup.prediction_coefs",
+            "altup_router": "altup.modality_router",
+            "altup_router_norm": "altup.router_norm",
+            "laurel_l": "laurel.linear_left",
+            "laurel_r": "laurel.linear_right",
+            "laurel_post_norm": "laurel.post_laurel_norm",
+        },
+        gguf_config=add_streams,
+    ),
+)

@@ -13,10 +13,12 @@ from dataclasses import replace
 
 from localrt.common.errors import UnsupportedModelError
 from localrt.models.architectures import gemma
+from localrt.models.architectures.family import SANDWICH_NORMS, Config, Family, GgufFacts
 from localrt.models.config import DecoderConfig, MixtureSpec
 from localrt.models.layers.inputs import GatedInputs, LayerInputs
 from localrt.models.layers.rope import read_rope
 from localrt.models.raw_config import RawConfig
+from localrt.quant.formats import unpack
 from localrt.quant.ops.attention import AttentionSpec
 from localrt.quant.ops.experts import ExpertSpec, RouterSpec
 
@@ -166,3 +168,71 @@ def _read_mixture(raw: RawConfig, config: DecoderConfig) -> MixtureSpec:
         inner=raw.integer("moe_intermediate_size"),
         beside_dense=True,
     )
+
+
+LAYER_INPUTS: Mapping[str, str] = {
+    **SANDWICH_NORMS,
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+}
+"""GGUF's names of a layer with inputs of its own."""
+
+_LONGEST_ROPE = 1 << 16
+_STANDS_STILL = 1e9  # a rotary divisor that makes a frequency zero
+
+
+def add_streams(config: Config, file: GgufFacts) -> None:
+    """Add the keys specific to Gemma 3n's and Gemma 4's layers, some of them from tensors."""
+    tensors = file.tensors
+    if (table := tensors.get("model.embed_tokens_per_layer.weight")) is not None:
+        config["vocab_size_per_layer_input"] = table.rows
+    deviations = file.listed("activation_sparsity_scale")
+    if deviations is not None:
+        config["activation_sparsity_scale"] = [n if n > 0 else None for n in deviations]
+    if (left := tensors.get("model.layers.0.laurel.linear_left.weight")) is not None:
+        config["laurel_rank"] = left.rows
+
+
+def add_full_layers(config: Config, file: GgufFacts) -> None:
+    """Add the head size of Gemma 4's full-attention layers, which is under the plain key. Their
+    rotary divisors determine which pairs rotate.
+    """
+    add_streams(config, file)
+    tensors = file.tensors
+    config.pop("rope_dim", None)
+    config.pop("partial_rotary_factor", None)
+    full = {"head_dim": config.pop("head_dim", None)}
+    config["head_dim"] = file.integer("attention.key_length_swa")
+    types, heads = config.get("layer_types"), config.get("num_key_value_heads")
+    first = types.index("full_attention") if types and "full_attention" in types else 0
+    if isinstance(heads, list) and types and len(heads) == len(types):
+        full["num_key_value_heads"] = heads[first]
+        sliding = (n for n, kind in zip(heads, types, strict=True) if kind != "full_attention")
+        config["num_key_value_heads"] = next(sliding, heads[first])
+    config["per_layer_config"] = {str(first): full}
+    config["attention_k_eq_v"] = f"model.layers.{first}.self_attn.v_proj.weight" not in tensors
+    factors = tensors.get("rope_freqs.weight")
+    if factors is not None and factors.info.nbytes <= _LONGEST_ROPE:
+        turning = unpack(factors.read()).reshape(-1) < _STANDS_STILL
+        config["partial_rotary_factor"] = float(turning.mean())
+    config["enable_moe_block"] = bool(config.get("num_local_experts"))
+    config["num_experts"] = config.get("num_local_experts")
+    config["top_k_experts"] = config.get("num_experts_per_tok")
+
+
+FAMILIES = (
+    Family(
+        name="gemma4",
+        read=read_config,
+        folders="Gemma4ForCausalLM Gemma4ForConditionalGeneration",
+        gguf="gemma4",
+        gguf_layer={
+            **LAYER_INPUTS,
+            "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+            "post_ffw_norm_1": "post_feedforward_layernorm_1",
+            "post_ffw_norm_2": "post_feedforward_layernorm_2",
+        },
+        gguf_config=add_full_layers,
+    ),
+)

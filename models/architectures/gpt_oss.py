@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from localrt.common.errors import UnsupportedModelError
 from localrt.models.architectures import llama
+from localrt.models.architectures.family import MLP_NORM, Family
 from localrt.models.config import DecoderConfig
 from localrt.models.layers.rope import read_rope
 from localrt.models.raw_config import RawConfig, read_mixture, with_mixture
@@ -46,3 +47,14 @@ def _attention(raw: RawConfig, config: DecoderConfig) -> tuple[AttentionSpec, ..
     sliding = replace(full, window=raw.integer("sliding_window", 128))
     windowed = raw.windowed([layer % 2 == 0 for layer in range(config.layers)])
     return tuple(sliding if here else full for here in windowed)
+
+
+FAMILIES = (
+    Family(
+        name="gpt_oss",
+        read=read_config,
+        folders="GptOssForCausalLM",
+        gguf="gpt-oss",
+        gguf_layer=MLP_NORM,
+    ),
+)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from localrt.models.architectures import llama
-from localrt.models.architectures.mamba import mamba_names, read_mamba
+from localrt.models.architectures.family import Config, Family, GgufFacts
+from localrt.models.architectures.mamba import GGUF_MAMBA, mamba_names, read_mamba
 from localrt.models.config import SHARED_DOWN, SHARED_GATE_UP, DecoderConfig, LayerNames
 from localrt.models.layers.block import ResidualBlock
 from localrt.models.layers.rope import read_rope
@@ -113,3 +114,48 @@ def read_granite_hybrid(raw: RawConfig) -> DecoderConfig:
         return config
     names = LayerNames(gate_up=SHARED_GATE_UP, down=SHARED_DOWN)
     return replace(config, names=names, intermediate_size=raw.integer("shared_intermediate_size"))
+
+
+def _add_bases(config: Config, file: GgufFacts) -> None:
+    """Add which layers have RoPE: in Hugging Face's configs, the others have base 0."""
+    if (flags := file.listed("attention.rope_pattern")) is not None:
+        base = config.get("rope_theta")
+        config["layer_rope_theta"] = [base if flag else 0 for flag in flags]
+
+
+FAMILIES = (
+    Family(
+        name="granite",
+        read=read_config,
+        folders="GraniteForCausalLM",
+        gguf="granite",
+        gguf_in_pairs=True,
+    ),
+    Family(
+        name="granite_swa",
+        read=read_granite_swa,
+        folders="GraniteSWAForCausalLM GraniteMoeSWAForCausalLM",
+        gguf="granite_swa",
+        gguf_in_pairs=True,
+        # shared experts: (rows of both, columns)
+        gguf_stacks={
+            "ffn_up_shexp": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
+        },
+        gguf_config=_add_bases,
+    ),
+    Family(
+        name="granite_moe",
+        read=read_granite_moe,
+        folders="GraniteMoeForCausalLM GraniteMoeSharedForCausalLM",
+        gguf="granitemoe",
+        gguf_in_pairs=True,
+    ),
+    Family(
+        name="granite_hybrid",
+        read=read_granite_hybrid,
+        folders="GraniteMoeHybridForCausalLM",
+        gguf="granitehybrid",
+        gguf_layer=GGUF_MAMBA,
+        gguf_in_pairs=True,
+    ),
+)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from localrt.models.architectures import llama
+from localrt.models.architectures.family import Family
 from localrt.models.config import DecoderConfig, LayerNames
 from localrt.models.layers.rope import read_rope, scaling_number
 from localrt.models.raw_config import RawConfig
@@ -39,3 +40,10 @@ def _rope(raw: RawConfig, head_dim: int) -> Rope:
     alpha = scaling_number(scaling, "alpha")
     stretch = float(power(alpha, head_dim / max(1, head_dim - 2)))
     return read_rope(raw, head_dim, parameters={"rope_theta": raw.number("rope_theta") * stretch})
+
+
+FAMILIES = (
+    Family(
+        name="hunyuan", read=read_config, folders="HunYuanDenseV1ForCausalLM", gguf="hunyuan-dense"
+    ),
+)

@@ -6,9 +6,11 @@ Experts are DeepSeek-V3's.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from localrt.models.architectures import deepseek
+from localrt.models.architectures.family import Config, Family, GgufFacts
 from localrt.models.config import DecoderConfig, RecurrentNames
 from localrt.models.raw_config import RawConfig
 from localrt.quant.ops.attention import LatentSpec, Rope
@@ -86,3 +88,41 @@ def _names(raw: RawConfig) -> RecurrentNames:
         out_norm=f"{prefix}o_norm",
         decay_is_rate=raw.is_gguf,
     )
+
+
+_GGUF_LAYER: Mapping[str, str] = {
+    **deepseek.GGUF_LATENT,
+    "ssm_conv1d_q": "self_attn.q_conv1d",
+    "ssm_conv1d_k": "self_attn.k_conv1d",
+    "ssm_conv1d_v": "self_attn.v_conv1d",
+    "ssm_f_a": "self_attn.f_a_proj",
+    "ssm_f_b": "self_attn.f_b_proj",
+    "ssm_g_a": "self_attn.g_a_proj",
+    "ssm_g_b": "self_attn.g_b_proj",
+    "ssm_beta": "self_attn.b_proj",
+    "ssm_a": "self_attn.A",
+    "ssm_dt": "self_attn.dt_bias",
+    "ssm_norm": "self_attn.o_norm",
+}
+
+
+def _add_delta(config: Config, file: GgufFacts) -> None:
+    """Add sizes of delta layers (as many heads as others); expert weights sum to 1."""
+    config["linear_head_dim"] = file.integer("kda.head_dim")
+    config["linear_num_heads"] = config.get("num_attention_heads")
+    config["linear_conv_kernel_dim"] = file.integer("ssm.conv_kernel")
+    config.setdefault("norm_topk_prob", True)
+    deepseek.add_choice(config, file)
+    deepseek.add_latents(config, file)
+
+
+FAMILIES = (
+    Family(
+        name="kimi_linear",
+        read=read_config,
+        folders="KimiLinearForCausalLM",
+        gguf="kimi-linear",
+        gguf_layer=_GGUF_LAYER,
+        gguf_config=_add_delta,
+    ),
+)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from localrt.models.architectures import llama
+from localrt.models.architectures.family import Config, Family, GgufFacts
 from localrt.models.config import DecoderConfig, LayerNames, RecurrentNames
 from localrt.models.layers.rope import read_rope
 from localrt.models.raw_config import RawConfig, read_mixture, with_mixture
@@ -162,3 +163,31 @@ def _names(gated: bool, *, normed: bool) -> LayerNames:
         attention_post_norm="post_operator_norm" if normed else "",
         mlp_post_norm="post_ffn_norm" if normed else "",
     )
+
+
+def _add_kinds(config: Config, file: GgufFacts) -> None:
+    """Layers without KV heads are convolutions."""
+    if kinds := config.get("layer_types"):
+        config["layer_types"] = ["conv" if kind == "linear_attention" else kind for kind in kinds]
+
+
+FAMILIES = (
+    Family(
+        name="lfm2",
+        read=read_lfm2,
+        folders="Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm2VlForConditionalGeneration",
+        gguf="lfm2 lfm2moe",
+        gguf_layer={
+            "shortconv.in_proj": "conv.in_proj",
+            "shortconv.conv": "conv.conv",
+            "shortconv.out_proj": "conv.out_proj",
+        },
+        gguf_config=_add_kinds,
+    ),
+    Family(
+        name="lfm3",
+        read=read_lfm3,
+        folders="Lfm3ForCausalLM Lfm3VlForConditionalGeneration",
+        tensors={"self_attn.gate_proj.weight": "self_attn.g_proj.weight"},
+    ),
+)

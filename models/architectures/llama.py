@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from localrt.models.architectures.family import MLP_NORM, Config, Family, GgufFacts
 from localrt.models.config import DecoderConfig
 from localrt.models.layers.block import ResidualBlock
 from localrt.models.layers.rope import read_rope, scaling_number
@@ -109,3 +110,45 @@ def read_ministral3(raw: RawConfig) -> DecoderConfig:
     )
     attention = tuple(replace(spec, temperature=temperature) for spec in config.attending)
     return replace(config, attention=attention)
+
+
+def _add_temperature(config: Config, file: GgufFacts) -> None:
+    """Add Mistral 3's RoPE scaling, which does not change the magnitude of queries and keys."""
+    scaling = config.get("rope_scaling")
+    if isinstance(scaling, dict):
+        scaling["llama_4_scaling_beta"] = config.pop("llama_4_scaling_beta", None)
+        if "mscale_all_dim" in scaling:
+            scaling["mscale"] = scaling["mscale_all_dim"]
+
+
+FAMILIES = (
+    Family(
+        name="llama",
+        read=read_config,
+        folders="LlamaForCausalLM MistralForCausalLM",
+        gguf="llama mistral",
+        gguf_in_pairs=True,
+    ),
+    Family(
+        name="llava",
+        read=read_llava,
+        folders="LlavaForConditionalGeneration Idefics3ForConditionalGeneration "
+        "SmolVLMForConditionalGeneration",
+    ),
+    Family(
+        name="ministral3",
+        read=read_ministral3,
+        folders="Ministral3ForCausalLM Mistral3ForConditionalGeneration",
+        gguf="mistral3",
+        gguf_in_pairs=True,
+        gguf_config=_add_temperature,
+    ),
+    Family(name="mixtral", read=read_mixtral, folders="MixtralForCausalLM"),
+    Family(
+        name="seed_oss",
+        read=read_seed_oss,
+        folders="SeedOssForCausalLM",
+        gguf="seed_oss",
+        gguf_layer=MLP_NORM,
+    ),
+)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.architectures import llama
+from localrt.models.architectures.family import Config, Family, GgufFacts
 from localrt.models.config import (
     DecoderConfig,
     LayerNames,
@@ -222,3 +224,59 @@ def _read_mixture(raw: RawConfig, eps: float) -> MixtureSpec:
         choice_bias=True,
         latent=raw.optional_integer("moe_latent_size") or 0,
     )
+
+
+GGUF_MAMBA: Mapping[str, str] = {
+    "ssm_in": "mamba.in_proj",
+    "ssm_conv1d": "mamba.conv1d",
+    "ssm_a": "mamba.A",
+    "ssm_d": "mamba.D",
+    "ssm_dt": "mamba.dt_bias",
+    "ssm_norm": "mamba.norm",
+    "ssm_out": "mamba.out_proj",
+}
+"""GGUF's names of Mamba 2."""
+_MOST_LAYERS = 1 << 16
+
+
+def _add_kinds(config: Config, file: GgufFacts) -> None:
+    """Add the kind of each layer of Nemotron-H: attention if it has KV heads, an MLP or mixture if
+    it has a width.
+    """
+    layers = config.get("num_hidden_layers")
+    if type(layers) is not int or not 0 < layers <= _MOST_LAYERS:
+        return
+    heads, widths = (
+        file.listed(key) or [config.get(name) or 0] * layers
+        for key, name in (
+            ("attention.head_count_kv", "num_key_value_heads"),
+            ("feed_forward_length", "intermediate_size"),
+        )
+    )
+    wide = "moe" if config.get("num_local_experts") else "mlp"
+    config["layer_types"] = [
+        "full_attention" if count else wide if width else "linear_attention"
+        for count, width in zip(heads[:layers], widths[:layers], strict=False)
+    ]
+    config["num_key_value_heads"], config["intermediate_size"] = max(heads), max(widths)
+    config["moe_latent_size"] = file.integer("moe_latent_size")
+
+
+FAMILIES = (
+    Family(
+        name="falcon_h1",
+        read=read_falcon_h1,
+        folders="FalconH1ForCausalLM",
+        gguf="falcon-h1",
+        gguf_layer=GGUF_MAMBA,
+    ),
+    Family(
+        name="nemotron_h",
+        read=read_nemotron_h,
+        folders="NemotronHForCausalLM NemotronH_Omni_Reasoning_V3 NemotronH_Nano_Omni_Reasoning_V3 "
+        "NemotronH_Nano_VL_V2",
+        gguf="nemotron_h nemotron_h_moe",
+        gguf_layer=GGUF_MAMBA,
+        gguf_config=_add_kinds,
+    ),
+)

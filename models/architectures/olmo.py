@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from localrt.common.errors import UnsupportedModelError
 from localrt.models.architectures import llama
+from localrt.models.architectures.family import SANDWICH_NORMS, Family
 from localrt.models.config import DecoderConfig, LayerNames, RecurrentNames
 from localrt.models.layers.rope import read_rope
 from localrt.models.raw_config import RawConfig, read_mixture, with_mixture
@@ -119,3 +120,24 @@ def _delta(raw: RawConfig, config: DecoderConfig) -> RecurrentSpec:
         norm_eps=_RESULT_EPS,
         strength=2.0 if raw.flag("linear_allow_neg_eigval", default=True) else 1.0,
     )
+
+
+FAMILIES = (
+    Family(name="olmoe", read=read_olmoe, folders="OlmoeForCausalLM", gguf="olmoe"),
+    Family(
+        name="olmo2",
+        read=read_olmo2,
+        folders="Olmo2ForCausalLM Olmo3ForCausalLM",
+        gguf="olmo2",
+        gguf_layer=SANDWICH_NORMS,
+    ),
+    Family(
+        name="olmo_hybrid",
+        read=read_olmo_hybrid,
+        folders="OlmoHybridForCausalLM",
+        tensors={
+            "attention_layer_norm.weight": "input_layernorm.weight",
+            "feedforward_layer_norm.weight": "post_attention_layernorm.weight",
+        },
+    ),
+)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from localrt.models.architectures import llama
+from localrt.models.architectures.family import Config, Family, GgufFacts
 from localrt.models.config import DecoderConfig, LayerNames
 from localrt.models.layers.rope import read_rope
 from localrt.models.raw_config import RawConfig
@@ -26,3 +27,21 @@ def read_config(raw: RawConfig) -> DecoderConfig:
         attention=tuple(replace(spec, rope=rope) for spec in config.attending),
         names=_NAMES,
     )
+
+
+def _add_original_length(config: Config, file: GgufFacts) -> None:
+    length = file.number("rope.scaling.original_context_length")
+    if length is not None:
+        config["original_max_position_embeddings"] = length
+
+
+FAMILIES = (
+    Family(
+        name="phi3",
+        read=read_config,
+        folders="Phi3ForCausalLM",
+        gguf="phi3",
+        gguf_layer={"ffn_up": "mlp.gate_up_proj"},
+        gguf_config=_add_original_length,
+    ),
+)

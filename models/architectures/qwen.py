@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from localrt.models.architectures import llama
+from localrt.models.architectures.family import Family
 from localrt.models.config import DecoderConfig
 from localrt.models.raw_config import RawConfig, read_mixture, sparse_layers, with_mixture
 from localrt.quant.ops.attention import AttentionSpec
@@ -76,3 +77,27 @@ def read_qwen3_moe(raw: RawConfig) -> DecoderConfig:
         attention = tuple(replace(layer, window=None) for layer in attention)
     config = replace(config, architecture="qwen3_moe", attention=attention, qk_norm=True)
     return with_mixture(config, spec, sparse_layers(raw, config.layers))
+
+
+FAMILIES = (
+    Family(
+        name="qwen2",
+        read=read_qwen2,
+        folders="Qwen2ForCausalLM Qwen2VLForConditionalGeneration "
+        "Qwen2_5_VLForConditionalGeneration",
+        gguf="qwen2 qwen2vl",
+    ),
+    Family(
+        name="qwen3",
+        read=read_qwen3,
+        folders="Qwen3ForCausalLM Qwen3VLForConditionalGeneration",
+        gguf="qwen3 qwen3vl",
+    ),
+    Family(name="qwen2_moe", read=read_qwen2_moe, folders="Qwen2MoeForCausalLM", gguf="qwen2moe"),
+    Family(
+        name="qwen3_moe",
+        read=read_qwen3_moe,
+        folders="Qwen3MoeForCausalLM Qwen3VLMoeForConditionalGeneration",
+        gguf="qwen3moe qwen3vlmoe",
+    ),
+)

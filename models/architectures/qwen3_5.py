@@ -5,9 +5,11 @@ Attention has an elementwise gate and rotates a quarter of each head.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from localrt.models.architectures import llama
+from localrt.models.architectures.family import MLP_NORM, Family
 from localrt.models.config import DecoderConfig, RecurrentNames
 from localrt.models.layers.rope import read_rope
 from localrt.models.raw_config import RawConfig, read_mixture, sparse_layers, with_mixture
@@ -69,3 +71,43 @@ def _names(raw: RawConfig) -> RecurrentNames:
         out_norm=f"{prefix}norm",
         decay_is_rate=raw.is_gguf,
     )
+
+
+GGUF_DELTA: Mapping[str, str] = {
+    **MLP_NORM,
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_a": "linear_attn.A",
+    "ssm_dt": "linear_attn.dt_bias",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+"""GGUF's names of Gated DeltaNet."""
+
+FAMILIES = (
+    Family(
+        name="qwen3_5",
+        read=read_config,
+        folders="Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration Qwen3_5MoeForCausalLM "
+        "Qwen3_5MoeForConditionalGeneration",
+        gguf="qwen35 qwen35moe",
+        gguf_layer=GGUF_DELTA,
+        gguf_plus_one=True,
+        gguf_by_turns=True,
+    ),
+    Family(
+        name="qwen3_5",
+        read=read_config,
+        folders="Qwen3NextForCausalLM",
+        gguf="qwen3next",
+        gguf_layer={
+            **GGUF_DELTA,
+            "ssm_ba": "linear_attn.in_proj_ba",
+            "ssm_in": "linear_attn.in_proj_qkvz",  # early files; others have four tensors
+        },
+        gguf_plus_one=True,
+    ),
+)

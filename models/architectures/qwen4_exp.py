@@ -6,10 +6,12 @@ an indexer chooses. Before one layer, hashed n-gram embeddings are added to the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from localrt.common.errors import UnsupportedModelError
 from localrt.models.architectures import qwen3_5
+from localrt.models.architectures.family import Config, Family, GgufFacts
 from localrt.models.config import DecoderConfig, LayerNames
 from localrt.models.layers.hyper_connections import HyperConnections
 from localrt.models.layers.ngrams import NgramLayer, NgramSpec
@@ -101,3 +103,77 @@ def _ngrams(raw: RawConfig, config: DecoderConfig, streams: int) -> NgramLayer |
     )
     width = raw.integer("ple_embed_dim", config.hidden_size)
     return NgramLayer(layer=layer - 1, width=width, spec=spec, memory=memory)
+
+
+_GGUF_KEYS: Mapping[str, str] = {
+    "hyper_connection.count": "hc_count",
+    "hyper_connection.low_rank": "hc_lowrank",
+    "attention.indexer.head_count": "indexer_n_heads",
+    "attention.indexer.key_length": "indexer_head_dim",
+    "attention.indexer.top_k": "indexer_budget",
+    "ple.ngram_size": "ngram_size",
+    "ple.heads_per_ngram": "heads_per_ngram",
+    "ple.conv_kernel": "ple_conv_kernel_size",
+    "ple.eos_token_id": "eos_token_id",
+}
+_GGUF_LAYER: Mapping[str, str] = {
+    **qwen3_5.GGUF_DELTA,
+    **{
+        f"hc_{ours}_{stem}": f"{theirs}_hyper_connection.{name}"
+        for ours, theirs in (("attn", "attn"), ("ffn", "mlp"))
+        for stem, name in (
+            ("norm", "hc_norm"),
+            ("down", "input_mix_weight_down"),
+            ("up", "input_mix_weight_up"),
+            ("inject", "block_inject_weight"),
+        )
+    },
+    "indexer.q_proj": "self_attn.indexer.q_proj",
+    "indexer.k_proj": "self_attn.indexer.k_proj",
+    "indexer.q_norm": "self_attn.indexer.q_layernorm",
+    "indexer.k_norm": "self_attn.indexer.k_layernorm",
+    "ple_key": "ple.key_proj",
+    "ple_value": "ple.value_proj",
+    "ple_norm_key": "ple.norm_key",
+    "ple_norm_query": "ple.norm_query",
+    "ple_norm_conv": "ple.norm_conv",
+    "ple_conv1d": "ple.conv1d",
+}
+
+
+def _add_connections(config: Config, file: GgufFacts) -> None:
+    """Add Qwen3.8-Flash-Next's streams, indexer and n-grams, with the file's hash constants."""
+    config["output_gate_type"] = "sigmoid"
+    for key, name in _GGUF_KEYS.items():
+        config[name] = file.integer(key)
+    ratios = file.listed("attention.compress_ratios")
+    config["indexer_compress_ratio"] = max(ratios or (), default=None)
+    layers = file.listed("ple.layers") or ()
+    config["ple_layer_ids"] = [layer + 1 for layer in layers]
+    for key in ("layer_multipliers", "head_vocab_sizes"):
+        config[f"ngram_{key}"] = file.listed(f"ple.{key}") or []
+    if (table := file.tensors.get("model.ngram_embedding.weight")) is not None:
+        config["ngram_rows"] = table.rows
+    width = config.pop("hidden_size_per_layer_input", None)
+    if isinstance(width, int):
+        config["ple_embed_dim"] = width * len(config["ngram_head_vocab_sizes"])
+
+
+FAMILIES = (
+    Family(
+        name="qwen4_exp",
+        read=read_config,
+        folders="Qwen4ExpForCausalLM Qwen4ExpForConditionalGeneration",
+        gguf="qwen4exp",
+        gguf_top={
+            "per_layer_token_embd": "model.ngram_embedding",
+            "output_hc_norm": "model.hyper_connection_mixer.hc_norm",
+            "output_hc_down": "model.hyper_connection_mixer.input_mix_weight_down",
+            "output_hc_up": "model.hyper_connection_mixer.input_mix_weight_up",
+        },
+        gguf_layer=_GGUF_LAYER,
+        gguf_plus_one=True,
+        gguf_by_turns=True,
+        gguf_config=_add_connections,
+    ),
+)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from localrt.common.errors import CheckpointError
 from localrt.models.architectures import llama
+from localrt.models.architectures.family import Family
 from localrt.models.config import DecoderConfig
 from localrt.models.raw_config import RawConfig
 
@@ -32,3 +33,14 @@ def read_config(raw: RawConfig) -> DecoderConfig:
             for layer, spec in enumerate(config.attending)
         ),
     )
+
+
+FAMILIES = (
+    Family(
+        name="smollm3",
+        read=read_config,
+        folders="SmolLM3ForCausalLM",
+        gguf="smollm3",
+        gguf_in_pairs=True,
+    ),
+)

@@ -14,15 +14,15 @@ llama.cpp can run the file.
 ``unpack`` returns float32 for every format, in numpy, bit for bit what the ``gguf`` package
 returns.
 
-These modules know neither architectures nor devices. Start reading at ``base.py``, then
-``gguf/checkpoint.py``.
+These modules know no devices, and of architectures what ``Family`` says of their files. Start
+reading at ``models/tensor_source.py``, then ``gguf/checkpoint.py``.
 """
 
-from localrt.models.checkpoints.base import Checkpoint, TensorInfo
 from localrt.models.checkpoints.gguf.checkpoint import GgufCheckpoint
 from localrt.models.checkpoints.opening import open_checkpoint
 from localrt.models.checkpoints.safetensors.folder import SafetensorsCheckpoint
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
+from localrt.models.tensor_source import Checkpoint, TensorInfo
 
 __all__ = [
     "Checkpoint",

@@ -30,8 +30,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from localrt.common.errors import CheckpointError
-from localrt.models.checkpoints.base import DerivedRows, RowSource, StoredTensor, TensorInfo
-from localrt.models.checkpoints.rows import JoinedRows, StackedRows
+from localrt.models.row_order import JoinedRows, StackedRows
+from localrt.models.tensor_source import DerivedRows, RowSource, StoredTensor, TensorInfo
 from localrt.quant.formats import (
     BF16,
     F16,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from localrt.common.errors import CheckpointError, LocalrtError, UnsupportedModelError, reason_of
-from localrt.models.checkpoints.base import Checkpoint
 from localrt.models.checkpoints.gguf.checkpoint import GgufCheckpoint
 from localrt.models.checkpoints.safetensors.folder import SafetensorsCheckpoint
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
 from localrt.models.checkpoints.text_model import DraftHeadError
+from localrt.models.tensor_source import Checkpoint
 from localrt.models.weight_files import (
     INDEX_NAME,
     MANIFEST_NAME,

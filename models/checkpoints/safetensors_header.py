@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from localrt.common.errors import CheckpointError, UnsupportedModelError
-from localrt.models.checkpoints.base import RangedFile, StoredTensor, TensorInfo, describe_start
+from localrt.models.tensor_source import RangedFile, StoredTensor, TensorInfo, describe_start
 from localrt.quant.formats import BF16, F8_E4M3, F16, F32, Format
 
 RAW_BYTES = Format("u8", 1, 1)

@@ -20,7 +20,7 @@ from localrt.models.tokenizers.base import Detokenizer, Tokenizer
 from localrt.system import return_free_memory
 
 if TYPE_CHECKING:
-    from localrt.models.checkpoints.base import Checkpoint
+    from localrt.models.tensor_source import Checkpoint
 
 __all__ = ["Detokenizer", "Tokenizer", "load_tokenizer"]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from localrt.models.checkpoints.base import TensorSource
+from localrt.models.tensor_source import TensorSource
 from localrt.models.vision.encoder import PreparedPicture
 from localrt.models.vision.picture import Picture
 from localrt.models.vision.registry import read_encoder

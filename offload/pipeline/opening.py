@@ -15,12 +15,12 @@ from contextlib import ExitStack
 from functools import partial
 from typing import cast
 
-from localrt.models.checkpoints.base import EMBEDDING
 from localrt.models.checkpoints.store.checkpoint import Verifier
 from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.models.config import memory_places
 from localrt.models.decoder import load_attention, load_mlp, load_norm
 from localrt.models.layers.ngrams import NGRAM_TABLE
+from localrt.models.tensor_source import EMBEDDING
 from localrt.models.units import TABLES
 from localrt.offload.account import gpu_scratch_nbytes
 from localrt.offload.device.gpu import Gpu, Slab, share_slabs

@@ -8,10 +8,10 @@ from functools import cached_property
 from typing import Literal
 
 from localrt.common.errors import CheckpointError
-from localrt.models.checkpoints.base import EMBEDDING, HEAD
 from localrt.models.checkpoints.store.checkpoint import Mend, StoreCheckpoint
 from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.models.config import DecoderConfig
+from localrt.models.tensor_source import EMBEDDING, HEAD
 from localrt.offload.device.gpu import Clock, Gpu
 from localrt.offload.experts.scheduler import ExpertCosts
 from localrt.offload.kv.tier import KvTier

@@ -32,9 +32,9 @@ from localrt.common.errors import (
 )
 from localrt.common.files import private_folder, write_text
 from localrt.models.checkpoints import open_checkpoint
-from localrt.models.checkpoints.base import Checkpoint
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
 from localrt.models.checkpoints.store.manifest import StoredUnit, read_manifest
+from localrt.models.tensor_source import Checkpoint
 from localrt.models.weight_files import MANIFEST_NAME, PARTIAL_NAME
 from localrt.offload.store.pack import Tiler, fingerprint, pack_store, stored_pieces
 from localrt.offload.store.writer import ProgressFunction, partial_folder

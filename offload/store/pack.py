@@ -19,11 +19,11 @@ from typing import TypeAlias
 
 import numpy as np
 
-from localrt.models.checkpoints.base import Checkpoint, RangedFile, TensorInfo, WeightBlock
 from localrt.models.checkpoints.gguf.metadata import GgufMetadata
 from localrt.models.checkpoints.store.checkpoint import GGUF_TEXT_NAME, StoreCheckpoint
 from localrt.models.checkpoints.store.manifest import Manifest, Quantization, Source
 from localrt.models.registry import read_config, require_readable
+from localrt.models.tensor_source import Checkpoint, RangedFile, TensorInfo, WeightBlock
 from localrt.models.units import Unit, list_units, packed_nbytes
 from localrt.offload.store.writer import ProgressFunction, StoreWriter, plan_files
 from localrt.quant.cpu.ops import fast_tiler

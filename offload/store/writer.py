@@ -26,7 +26,6 @@ from localrt.common.closing import Closing
 from localrt.common.errors import CancelledError, LocalrtError, OptionError, StorageError, reason_of
 from localrt.common.files import PAGE, atomic_write
 from localrt.common.formatting import format_bytes
-from localrt.models.checkpoints.base import EMBEDDING, TensorInfo, WeightBlock
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
 from localrt.models.checkpoints.store.manifest import (
     LAYOUT,
@@ -36,6 +35,7 @@ from localrt.models.checkpoints.store.manifest import (
     UnitTensor,
     read_manifest,
 )
+from localrt.models.tensor_source import EMBEDDING, TensorInfo, WeightBlock
 from localrt.models.units import Unit
 from localrt.models.weight_files import MANIFEST_NAME, PARTIAL_NAME
 from localrt.quant.formats import F32

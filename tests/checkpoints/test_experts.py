@@ -18,7 +18,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints import GgufCheckpoint, SafetensorsCheckpoint
-from localrt.models.checkpoints.base import RangedFile
+from localrt.models.tensor_source import RangedFile
 from localrt.quant.formats import unpack
 from tests.checkpoints.make_gguf import Array, packed_rows, write_gguf
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from localrt.common.errors import CheckpointError
-from localrt.models.checkpoints.base import RangedFile
+from localrt.models.tensor_source import RangedFile
 
 DATA = np.random.default_rng(0).integers(0, 256, 100_000, dtype=np.uint8)
 

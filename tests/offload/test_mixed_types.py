@@ -9,9 +9,9 @@ import numpy as np
 
 from benchmarks.common.random_store import random_packed
 from localrt.models.checkpoints import open_checkpoint
-from localrt.models.checkpoints.base import Checkpoint
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
+from localrt.models.tensor_source import Checkpoint
 from localrt.offload.store.pack import pack_store
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.protocol import Ops

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from localrt.chat_format.templates.chat_template import load_template
 from localrt.common.errors import TemplateError, TokenizerError
 from localrt.models.checkpoints import open_checkpoint
-from localrt.models.checkpoints.base import Checkpoint
+from localrt.models.tensor_source import Checkpoint
 from localrt.models.tokenizers import Tokenizer, load_tokenizer
 from localrt.models.tokenizers.hf import hf_tokenizer
 from tests.checkpoints.make_gguf import write_gguf

@@ -25,7 +25,7 @@ from localrt.models.tokenizers.base import TokenMatcher, Watch, behind, ignore_c
 from localrt.models.tokenizers.hf import read_json, token_name
 
 if TYPE_CHECKING:
-    from localrt.models.checkpoints.base import Checkpoint
+    from localrt.models.tensor_source import Checkpoint
     from localrt.models.tokenizers.base import Tokenizer
 
 PICTURE = {"type": "image", "image": True}

@@ -13,11 +13,11 @@ from localrt.drafts.heads.config import HeadConfig
 from localrt.drafts.heads.files import OpenHead
 from localrt.drafts.heads.mtp import Fusion
 from localrt.models.architectures import gemma4
-from localrt.models.checkpoints.base import EMBEDDING, HEAD
 from localrt.models.config import DecoderConfig, Part
 from localrt.models.layers.inputs import GatedInputs
 from localrt.models.layers.parts import Head, PassState
 from localrt.models.raw_config import RawConfig
+from localrt.models.tensor_source import EMBEDDING, HEAD
 from localrt.models.weights import WeightLoader
 from localrt.quant.ops.arrays import Weight
 from localrt.quant.ops.features import AFTER_LAST, CARRIED

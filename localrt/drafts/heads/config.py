@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.common.errors import UnsupportedModelError
-from localrt.models.checkpoints.base import HEAD
 from localrt.models.config import DecoderConfig
+from localrt.models.tensor_source import HEAD
 from localrt.quant.ops.features import AFTER_LAST
 
 Ints = npt.NDArray[np.int64]

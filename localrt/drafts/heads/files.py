@@ -12,10 +12,10 @@ import numpy as np
 from localrt.common.errors import CheckpointError, LocalrtError
 from localrt.common.formatting import format_bytes
 from localrt.drafts.heads.config import Ints
-from localrt.models.checkpoints.base import StoredTensor
 from localrt.models.checkpoints.gguf.checkpoint import GgufCheckpoint
 from localrt.models.checkpoints.safetensors.folder import SafetensorsCheckpoint
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
+from localrt.models.tensor_source import StoredTensor
 from localrt.models.weight_files import MANIFEST_NAME
 
 _TOKENS = "d2t"  # the target's token ids; in folders, minus the head's own ids

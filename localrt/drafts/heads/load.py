@@ -18,12 +18,12 @@ from localrt.drafts.heads.dflash import BlockDecoder, ContextKeys, read_dflash
 from localrt.drafts.heads.eagle3 import read_eagle3
 from localrt.drafts.heads.files import OpenHead
 from localrt.drafts.heads.mtp import read_prediction
-from localrt.models.checkpoints.base import EMBEDDING, HEAD, Checkpoint, TensorInfo, WeightBlock
 from localrt.models.checkpoints.text_model import ASSISTANTS, DFLASH, EAGLE3
 from localrt.models.config import DecoderConfig, Part
 from localrt.models.decoder import Decoder, load_attention, load_norm, load_resident_mlp
 from localrt.models.layers.moe import ResidentExperts
 from localrt.models.layers.parts import Embedding, Head
+from localrt.models.tensor_source import EMBEDDING, HEAD, Checkpoint, TensorInfo, WeightBlock
 from localrt.models.weight_store import ResidentWeights
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats import BF16, F16, F32, Format, pack, unpack

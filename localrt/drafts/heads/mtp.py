@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 from localrt.common.errors import UnsupportedModelError
 from localrt.drafts.heads.config import FUSION, HeadConfig
-from localrt.models.checkpoints.base import Checkpoint
 from localrt.models.config import DecoderConfig, Part
 from localrt.models.layers.block import ResidualBlock
 from localrt.models.layers.parts import PassState
 from localrt.models.registry import read_config
+from localrt.models.tensor_source import Checkpoint
 from localrt.models.weights import WeightLoader
 from localrt.quant.ops.arrays import Vector, Weight
 from localrt.quant.ops.features import AFTER_LAST

@@ -12,8 +12,8 @@ from typing import TypeVar
 from weakref import WeakSet
 
 from localrt.engine.protocol import Rates
-from localrt.models.checkpoints.base import Checkpoint
 from localrt.models.config import DecoderConfig
+from localrt.models.tensor_source import Checkpoint
 from localrt.models.weight_store import PipelineCounts
 from localrt.offload.account import (
     GROWTH_NBYTES,

@@ -27,16 +27,16 @@ from localrt.models.checkpoints.adapters.module_map import (
     text_module,
     why_only_merged,
 )
-from localrt.models.checkpoints.base import EMBEDDING, HEAD, Checkpoint, RangedFile, StoredTensor
 from localrt.models.checkpoints.gguf.file import GgufFile, is_gguf
-from localrt.models.checkpoints.gguf.names import INTERLEAVED_ROTARY, QWEN_DELTA, hf_tensor_name
-from localrt.models.checkpoints.safetensors.names import INTERLEAVED_ROTARY as PUBLISHED_IN_PAIRS
+from localrt.models.checkpoints.gguf.names import hf_tensor_name
 from localrt.models.checkpoints.safetensors_header import (
     is_raw,
     read_header,
     read_json,
     unread_type_error,
 )
+from localrt.models.registry import find_family
+from localrt.models.tensor_source import EMBEDDING, HEAD, Checkpoint, RangedFile, StoredTensor
 from localrt.quant.formats import unpack
 from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.adapters import Adapter, LowRank
@@ -161,10 +161,10 @@ _PEFT = re.compile(
 # mlx-lm's names: A and B are transposed, m are DoRA's magnitudes.
 _MLX = re.compile(r"(?P<module>.+)\.(lora_(?P<part>a|b)|(?P<m>m))")
 _MERGE = "merge it with 'localrt quantize MODEL --adapter PATH'"
-# Architectures published with rotary rows in pairs, an order that GGUF's converter keeps.
-_IN_PAIRS = PUBLISHED_IN_PAIRS | {"ernie4_5", "ernie4_5-moe"}
 _COPIES = ("embed_tokens.base_layer.weight", "lm_head.base_layer.weight")
 _GGUF = re.compile(r"(?P<module>.+)\.lora_(?P<part>[ab])")
+# Families whose rows GGUF's converter reorders by head.
+_REORDERED = frozenset({"qwen3_5", "qwen4_exp"})
 # GGUF architectures whose converter multiplies matrices by the config's factors.
 _SCALED = frozenset({"falcon-h1"})
 
@@ -262,7 +262,7 @@ def _read_folder(path: Path, base: Checkpoint, *, merging: bool) -> Adapter[LowR
             weights,
             lambda module: text_module(module, base),
             (mlx_scale if mlx else peft_scale)(config, config_path),
-            pairs=base.architecture in _IN_PAIRS,
+            pairs=find_family(base.architecture).in_pairs,
             transposed=mlx,
         )
         with ThreadPoolExecutor(1) as pool:
@@ -280,6 +280,7 @@ def _read_gguf(path: Path, base: Checkpoint, *, merging: bool) -> Adapter[LowRan
         if alpha is None or not alpha > 0:
             raise CheckpointError(f"{path}: adapter.lora.alpha must be above 0, is {alpha}")
         architecture = metadata.text("general.architecture") or ""
+        family = find_family(architecture)
         modules: dict[str, _Parts] = {}
         for name, tensor in file.tensors.items():
             found = _GGUF.fullmatch(name)
@@ -292,15 +293,13 @@ def _read_gguf(path: Path, base: Checkpoint, *, merging: bool) -> Adapter[LowRan
             parts.of_tokens = found["module"].startswith("token_embd")
 
         def name_of(module: str) -> str:
-            return hf_tensor_name(architecture, module)
+            return hf_tensor_name(family, module)
 
         def scale(_: str, rank: int) -> float:
             return float(alpha) / rank
 
-        source = _Source(
-            path, name_of, scale, pairs=architecture in INTERLEAVED_ROTARY, converted=True
-        )
-        if architecture in QWEN_DELTA and base.kind != "gguf":
+        source = _Source(path, name_of, scale, pairs=family.gguf_in_pairs, converted=True)
+        if family.name in _REORDERED and base.kind != "gguf":
             raise UnsupportedModelError(
                 f"{path}: an adapter converted for GGUF files of {architecture} does not fit "
                 f"{base.path.name}, whose heads lie in another order: use the adapter's PEFT folder"

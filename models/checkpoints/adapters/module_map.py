@@ -1,8 +1,8 @@
 """Maps an adapter's modules to the base's matrices and row order, and merges adapters into them.
 
 A checkpoint presents some matrices under other names, in parts, or with reordered rows
-(``safetensors/names.py``, ``family_tensors.py``, ``rows.py``). Here the same functions are applied
-to a column of row numbers, to find where the base's rows went; an adapter's rows go there, too.
+(``safetensors/names.py``, ``family_tensors.py``, ``row_order.py``). The same functions are applied
+here to a column of row numbers, to find where the base's rows went; an adapter's rows go there.
 Merging is in float32; tensors that the adapter does not change are read unchanged. If embedding and
 head share a table and the adapter changes one of them, they become two.
 """
@@ -17,7 +17,12 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from localrt.models.checkpoints.base import (
+from localrt.models.checkpoints.family_tensors import delta_tensors
+from localrt.models.checkpoints.safetensors.names import plain_tensors
+from localrt.models.checkpoints.text_model import decoder_tensor
+from localrt.models.registry import find_family
+from localrt.models.row_order import rotary_rows
+from localrt.models.tensor_source import (
     EMBEDDING,
     HEAD,
     Checkpoint,
@@ -25,11 +30,6 @@ from localrt.models.checkpoints.base import (
     TensorInfo,
     WeightBlock,
 )
-from localrt.models.checkpoints.family_tensors import delta_tensors
-from localrt.models.checkpoints.gguf.names import QWEN_DELTA
-from localrt.models.checkpoints.rows import rotary_rows
-from localrt.models.checkpoints.safetensors.names import plain_tensors
-from localrt.models.checkpoints.text_model import decoder_tensor
 from localrt.quant.formats import F32, PackedTensor
 from localrt.quant.formats.packed import Bytes
 from localrt.quant.methods.rotation import restored_rows
@@ -64,7 +64,6 @@ _IN_FILES = (
 _COUNTED = {"moe_num_experts": 0}  # default for a config without experts
 _IN_MEMORY = ".forget_gate."  # transformers' group of some of Kimi Linear's matrices
 _DELTA = re.compile(r".+\.linear_attn\.(in_proj_(?P<part>qkv|z|b|a)|(?P<out>out_proj))\.weight")
-_IN_GROUPS = "qwen3next"  # its GGUF files keep the value heads of a key head together
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +114,8 @@ def places(
     if name in base.tensors and not pairs and not _DELTA.fullmatch(name):
         return [Place(name)]
     numbers: RowSource = _RowNumbers(TensorInfo(name, (rows, 1), F32, rows * F32.row_bytes(1)))
-    parts = plain_tensors(base.architecture, {**_COUNTED, **base.config}, {name: numbers})
+    family = find_family(base.architecture)
+    parts = plain_tensors(family, base.architecture, {**_COUNTED, **base.config}, {name: numbers})
     parts = delta_tensors(parts, base.config)
     if pairs:
         parts = parts | rotary_rows(parts, base.config, base.path)
@@ -141,7 +141,7 @@ def _in_order(numbers: Numbers) -> bool:
 def _in_turns(place: Place, rows: int, columns: int, base: Checkpoint) -> Place:
     """Interleave the value heads of all key heads, as GGUF files of Qwen3.5 do."""
     match = _DELTA.fullmatch(place.name)
-    turned = base.kind == "gguf" and base.architecture in QWEN_DELTA - {_IN_GROUPS}
+    turned = base.kind == "gguf" and find_family(base.architecture).gguf_by_turns
     if match is None or not turned:
         return place
     keys, heads, key, value = (

@@ -9,13 +9,11 @@ from math import isfinite
 from pathlib import Path
 
 from localrt.common.errors import CheckpointError
-from localrt.models.checkpoints.base import SourcedCheckpoint, StoredTensor
 from localrt.models.checkpoints.family_tensors import family_tensors
 from localrt.models.checkpoints.gguf.config import count_layers, generation_config, model_config
 from localrt.models.checkpoints.gguf.file import open_gguf_parts
 from localrt.models.checkpoints.gguf.metadata import GgufMetadata
-from localrt.models.checkpoints.gguf.names import INTERLEAVED_ROTARY, expert_stack, hf_tensor_name
-from localrt.models.checkpoints.rows import regrouped, rotary_rows, split_ranges
+from localrt.models.checkpoints.gguf.names import expert_stack, hf_tensor_name
 from localrt.models.checkpoints.text_model import (
     HEADS,
     DraftHeadError,
@@ -26,6 +24,9 @@ from localrt.models.checkpoints.text_model import (
     prediction_blocks,
     prediction_config,
 )
+from localrt.models.registry import find_family
+from localrt.models.row_order import regrouped, rotary_rows, split_ranges
+from localrt.models.tensor_source import SourcedCheckpoint, StoredTensor
 from localrt.models.weight_files import model_stamp
 from localrt.quant.formats import F32
 
@@ -62,6 +63,7 @@ class GgufCheckpoint(SourcedCheckpoint):
             self.architecture = self.metadata.text("general.architecture") or ""
             if not self.architecture:
                 raise CheckpointError(f"{path} does not name its architecture")
+            self.family = find_family(self.architecture)
             head = self.architecture in HEADS
             predicting = self._prediction_blocks()
             stored = self._rename(predicting)
@@ -82,8 +84,8 @@ class GgufCheckpoint(SourcedCheckpoint):
             elif self.only_predicts and not predicts:
                 raise DraftHeadError(path, self.architecture)
             self.generation_config: Mapping[str, object] = generation_config(self.metadata)
-            sources = family_tensors(stored, self.config)
-            if self.architecture in INTERLEAVED_ROTARY:
+            sources = self.family.convert(family_tensors(stored, self.config), self.config)
+            if self.family.gguf_in_pairs:
                 sources |= rotary_rows(stored, self.config, self.path)
             super().__init__({name: regrouped(source) for name, source in sources.items()})
         except BaseException:
@@ -166,11 +168,11 @@ class GgufCheckpoint(SourcedCheckpoint):
 
     def _plain(self, name: str, tensor: StoredTensor, experts: int | None) -> list[StoredTensor]:
         """The decoder's tensors for one tensor of the file."""
-        if (stacked := expert_stack(self.architecture, name)) is not None:
+        if (stacked := expert_stack(self.family, name)) is not None:
             prefix, stack = stacked
             return list(split_ranges(tensor, stack, prefix, experts))
         beside = gguf_prediction_tensor(name)
-        info = replace(tensor.info, name=beside or hf_tensor_name(self.architecture, name))
+        info = replace(tensor.info, name=beside or hf_tensor_name(self.family, name))
         if info.name.endswith(_ONE_ROW) and len(info.shape) == 1:
             info = replace(info, shape=(1, *info.shape))
         return [replace(tensor, info=info)]

@@ -13,8 +13,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from localrt.common.errors import CheckpointError, UnsupportedModelError
-from localrt.models.checkpoints.base import RangedFile, StoredTensor, TensorInfo, describe_start
 from localrt.models.checkpoints.gguf.metadata import GgufCursor, GgufMetadata, read_pairs
+from localrt.models.tensor_source import RangedFile, StoredTensor, TensorInfo, describe_start
 from localrt.models.weight_files import split_part
 from localrt.quant.formats import GGML_FORMATS, GGML_UNREAD, Format
 

@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.common.errors import CheckpointError
-from localrt.models.checkpoints.base import RangedFile
 from localrt.models.checkpoints.packed_strings import PackedStrings
+from localrt.models.tensor_source import RangedFile
 
 _U64 = struct.Struct("<Q")
 _WINDOW = 1 << 20

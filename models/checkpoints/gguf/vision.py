@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.common.errors import CheckpointError, UnsupportedModelError
-from localrt.models.checkpoints.base import DerivedRows, RowSource, SourcedCheckpoint, matrix_shape
 from localrt.models.checkpoints.gguf.file import GgufFile
 from localrt.models.checkpoints.gguf.vision_families import (
     BLOCK,
@@ -31,8 +30,9 @@ from localrt.models.checkpoints.gguf.vision_families import (
     deep_blocks,
     vision_config,
 )
-from localrt.models.checkpoints.rows import JoinedRows, OrderedColumns, in_halves, regrouped
 from localrt.models.checkpoints.safetensors_header import is_raw, unread_type_error
+from localrt.models.row_order import JoinedRows, OrderedColumns, in_halves, regrouped
+from localrt.models.tensor_source import DerivedRows, RowSource, SourcedCheckpoint, matrix_shape
 from localrt.quant.formats import F32, unpack
 from localrt.quant.formats.packed import Bytes
 

@@ -3,7 +3,7 @@
 Opening reads headers; weights are read on request. Only the decoder is presented
 (``text_model.py``), with separate experts (``names.py``). The config is normalized to the flat,
 older form of a text model: multimodal configs nest the text model's parameters, and transformers 5
-moved rotary parameters into ``rope_parameters``. Knows no architecture, never unpickles.
+moved rotary parameters into ``rope_parameters``. Never unpickles.
 """
 
 from __future__ import annotations
@@ -15,20 +15,11 @@ from pathlib import Path, PurePath
 import numpy as np
 
 from localrt.common.errors import CheckpointError
-from localrt.models.checkpoints.base import (
-    EMBEDDING,
-    HEAD,
-    RangedFile,
-    RowSource,
-    SourcedCheckpoint,
-    StoredTensor,
-)
 from localrt.models.checkpoints.family_tensors import (
     family_tensors,
     is_hash_constant,
 )
-from localrt.models.checkpoints.rows import rotary_rows
-from localrt.models.checkpoints.safetensors.names import INTERLEAVED_ROTARY, plain_tensors
+from localrt.models.checkpoints.safetensors.names import plain_tensors
 from localrt.models.checkpoints.safetensors_header import (
     is_raw,
     read_header,
@@ -49,6 +40,16 @@ from localrt.models.checkpoints.text_model import (
     is_multimodal,
     prediction_config,
     prediction_tensor,
+)
+from localrt.models.registry import find_family
+from localrt.models.row_order import rotary_rows
+from localrt.models.tensor_source import (
+    EMBEDDING,
+    HEAD,
+    RangedFile,
+    RowSource,
+    SourcedCheckpoint,
+    StoredTensor,
 )
 from localrt.models.weight_files import INDEX_NAME, WEIGHTS_NAME, model_stamp, weight_files
 
@@ -187,9 +188,10 @@ class SafetensorsCheckpoint(SourcedCheckpoint):
             self.notes += published_notes(self._method, self._scheme, published)
         if self._method == "mlx":
             published = unconverted(self.architecture, published, self.path)
-        tensors = plain_tensors(self.architecture, self.config, published)
-        tensors = family_tensors(tensors, self.config)
-        if self.architecture in INTERLEAVED_ROTARY:
+        family = find_family(self.architecture)
+        tensors = plain_tensors(family, self.architecture, self.config, published)
+        tensors = family.convert(family_tensors(tensors, self.config), self.config)
+        if family.in_pairs:
             tensors |= rotary_rows(tensors, self.config, self.path)
         for name, tensor in tensors.items():
             if is_raw(tensor.info.format):

@@ -17,14 +17,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from localrt.common.errors import CheckpointError
-from localrt.models.checkpoints.base import RowSource, StoredTensor, TensorInfo
-from localrt.models.checkpoints.rows import (
+from localrt.models.architectures.family import Family
+from localrt.models.checkpoints.schemes.floats import regrouped_nibbles
+from localrt.models.row_order import (
     Stack,
     check_stack,
     split_rows,
     split_stack,
 )
-from localrt.models.checkpoints.schemes.floats import regrouped_nibbles
+from localrt.models.tensor_source import RowSource, StoredTensor, TensorInfo
 from localrt.quant.formats import MXFP4
 from localrt.quant.formats.packed import Bytes
 
@@ -80,8 +81,6 @@ class _Mxfp4Rows(RowSource):
         return data.reshape(-1, width)[:: self.step]
 
 
-INTERLEAVED_ROTARY = frozenset({"Ernie4_5ForCausalLM", "Ernie4_5_MoeForCausalLM"})
-"""Architectures whose query and key rows are published in pairs (x0, y0, x1, y1, ...)."""
 _COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _GATE_UP = ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight")
 _GATE_UP_BIAS = ("mlp.experts.{}.gate_proj.bias", "mlp.experts.{}.up_proj.bias")
@@ -159,10 +158,6 @@ _STACKS: Mapping[str, Stack] = {
     "mixer.experts.down_proj": Stack(_DOWN),
 }
 _PUBLISHED = {
-    # transformers renames these too
-    "attention_layer_norm.weight": "input_layernorm.weight",  # OLMo Hybrid
-    "feedforward_layer_norm.weight": "post_attention_layernorm.weight",
-    "self_attn.gate_proj.weight": "self_attn.g_proj.weight",  # LFM3
     # MLX
     "self_attn.embed_q.weight": "self_attn.k_b_proj.weight",
     "self_attn.unembed_out.weight": "self_attn.v_b_proj.weight",
@@ -203,18 +198,19 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 
 
 def plain_tensors(
-    architecture: str, config: Mapping[str, object], stored: Mapping[str, RowSource]
+    family: Family, architecture: str, config: Mapping[str, object], stored: Mapping[str, RowSource]
 ) -> dict[str, RowSource]:
     """``stored`` under localrt's names, with separate experts.
 
     Raises:
         CheckpointError: two tensors have the same name, or a stack does not fit the config.
     """
-    stored = {named.info.name: named for named in map(_named, stored.values())}
+    named = (_named(tensor, family) for tensor in stored.values())
+    stored = {tensor.info.name: tensor for tensor in named}
     count = _expert_count(config)
     if count is None:
         return dict(stored)
-    stacks = _stacks(architecture, config, stored)
+    stacks = {**_stacks(architecture, config, stored), **family.stacks}
     plain: dict[str, RowSource] = {}
     for name, tensor in stored.items():
         for part in _parts(stacks, name, tensor, stored, count):
@@ -224,12 +220,17 @@ def plain_tensors(
     return plain
 
 
-def _named(tensor: RowSource) -> RowSource:
-    """Return the tensor under its localrt name, the same for all architectures."""
+def _named(tensor: RowSource, family: Family) -> RowSource:
+    """Return the tensor under its localrt name, if that is the same however experts are stored."""
     name = _TOP.get(tensor.info.name)
     layer = _LAYER.fullmatch(tensor.info.name)
-    if layer is not None and (stem := _PUBLISHED.get(layer["stem"])) is not None:
-        name = layer["prefix"] + stem
+    if layer is not None:
+        stem = layer["stem"]
+        number = _NUMBER.search(stem)
+        pattern = stem if number is None else _NUMBER.sub("{}", stem, count=1)
+        ours = family.tensors.get(pattern) or _PUBLISHED.get(pattern)
+        if ours is not None:
+            name = layer["prefix"] + (ours if number is None else ours.format(number[0]))
     return tensor if name is None else replace(tensor, info=replace(tensor.info, name=name))
 
 

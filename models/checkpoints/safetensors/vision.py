@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from localrt.common.errors import CheckpointError
-from localrt.models.checkpoints.base import RangedFile, RowSource, SourcedCheckpoint, matrix_shape
 from localrt.models.checkpoints.safetensors.folder import weight_map
 from localrt.models.checkpoints.safetensors_header import (
     is_raw,
@@ -20,6 +19,7 @@ from localrt.models.checkpoints.safetensors_header import (
     unread_type_error,
 )
 from localrt.models.checkpoints.text_model import decoder_tensor
+from localrt.models.tensor_source import RangedFile, RowSource, SourcedCheckpoint, matrix_shape
 from localrt.models.weight_files import INDEX_NAME, WEIGHTS_NAME, weight_files
 
 _OTHERS = ("mtp.", "mtp_", "audio_tower.", "embed_audio.", "audio_model.")

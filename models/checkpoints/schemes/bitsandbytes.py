@@ -15,10 +15,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from localrt.models.checkpoints.base import RowSource, StoredTensor
 from localrt.models.checkpoints.safetensors_header import RAW_BYTES
 from localrt.models.checkpoints.schemes.rows import CodedRows, weight_info
 from localrt.models.checkpoints.schemes.weights import Keys, Parts, require_shape, wrong
+from localrt.models.tensor_source import RowSource, StoredTensor
 from localrt.quant.formats import F32, Nf4FloatCodec, unpack
 from localrt.quant.formats.fp4 import NF4_LEVELS
 from localrt.quant.formats.packed import Bytes, Floats

@@ -17,7 +17,6 @@ from typing import ClassVar
 
 import numpy as np
 
-from localrt.models.checkpoints.base import RowSource, StoredTensor
 from localrt.models.checkpoints.safetensors_header import (
     E5M2,
     INT8,
@@ -44,6 +43,7 @@ from localrt.models.checkpoints.schemes.weights import (
     weights_alone,
     wrong,
 )
+from localrt.models.tensor_source import RowSource, StoredTensor
 from localrt.quant.formats import BF16, F8_E4M3, MXFP4, NVFP4
 from localrt.quant.formats.packed import Bytes, Floats
 from localrt.quant.formats.published import GROUPS

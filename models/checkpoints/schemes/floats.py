@@ -17,7 +17,6 @@ from typing import ClassVar
 
 import numpy as np
 
-from localrt.models.checkpoints.base import RowSource, StoredTensor
 from localrt.models.checkpoints.safetensors_header import E5M2, RAW_BYTES
 from localrt.models.checkpoints.schemes.rows import (
     FLOATS,
@@ -35,6 +34,7 @@ from localrt.models.checkpoints.schemes.weights import (
     weights_alone,
     wrong,
 )
+from localrt.models.tensor_source import RowSource, StoredTensor
 from localrt.quant.formats import F8_E4M3, MXFP4, NVFP4, E4m3Codec, Format, GroupCodec
 from localrt.quant.formats.packed import Bytes, Floats
 from localrt.quant.formats.published import GROUPS

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import MappingProxyType
 
 from localrt.common.errors import UnsupportedModelError
-from localrt.models.checkpoints.base import RowSource, StoredTensor
 from localrt.models.checkpoints.safetensors_header import read_json
 from localrt.models.checkpoints.schemes.bitsandbytes import BitsAndBytes
 from localrt.models.checkpoints.schemes.compressed_tensors import CompressedTensors
@@ -16,6 +15,7 @@ from localrt.models.checkpoints.schemes.floats import Fp8, ModelOpt
 from localrt.models.checkpoints.schemes.mlx import Mlx
 from localrt.models.checkpoints.schemes.weights import Keys, Scheme
 from localrt.models.checkpoints.schemes.words import Awq, Gptq
+from localrt.models.tensor_source import RowSource, StoredTensor
 from localrt.quant.formats import F32
 
 _KEY, _MLX_KEY = "quantization_config", "quantization"

@@ -21,7 +21,6 @@ from typing import ClassVar
 import numpy as np
 
 from localrt.common.errors import UnsupportedModelError
-from localrt.models.checkpoints.base import RowSource, StoredTensor
 from localrt.models.checkpoints.safetensors_header import RAW_BYTES, UINT32
 from localrt.models.checkpoints.schemes.floats import fp8_rows, mxfp4_rows, nvfp4_rows
 from localrt.models.checkpoints.schemes.rows import (
@@ -35,6 +34,7 @@ from localrt.models.checkpoints.schemes.rows import (
 )
 from localrt.models.checkpoints.schemes.weights import Keys, Parts, require_shape, wrong
 from localrt.models.checkpoints.text_model import decoder_tensor
+from localrt.models.tensor_source import RowSource, StoredTensor
 from localrt.quant.formats import F8_E4M3, F32, unpack
 from localrt.quant.formats.packed import Bytes, Floats
 

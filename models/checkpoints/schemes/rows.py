@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from localrt.models.checkpoints.base import RowSource, StoredTensor, TensorInfo
 from localrt.models.checkpoints.safetensors_header import EXPONENTS, INT32, RAW_BYTES
 from localrt.models.checkpoints.schemes.weights import require_shape, wrong
+from localrt.models.tensor_source import RowSource, StoredTensor, TensorInfo
 from localrt.quant.formats import (
     AFFINE,
     BF16,

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from localrt.common.errors import CheckpointError, UnsupportedModelError
-from localrt.models.checkpoints.base import RowSource, StoredTensor
-from localrt.models.checkpoints.rows import StackedRows
+from localrt.models.row_order import StackedRows
+from localrt.models.tensor_source import RowSource, StoredTensor
 from localrt.quant.formats import Format
 
 T = TypeVar("T")

@@ -14,7 +14,6 @@ from typing import ClassVar
 
 import numpy as np
 
-from localrt.models.checkpoints.base import RowSource, StoredTensor
 from localrt.models.checkpoints.safetensors_header import INT32
 from localrt.models.checkpoints.schemes.rows import (
     FLOATS,
@@ -29,6 +28,7 @@ from localrt.models.checkpoints.schemes.rows import (
     zero_point_codec,
 )
 from localrt.models.checkpoints.schemes.weights import Keys, Parts, require_shape, wrong
+from localrt.models.tensor_source import RowSource, StoredTensor
 from localrt.quant.formats import F32, PackedTensor, unpack
 from localrt.quant.formats.packed import Bytes, Floats
 

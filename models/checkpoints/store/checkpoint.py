@@ -16,7 +16,6 @@ from typing import TypeAlias, cast
 import numpy as np
 
 from localrt.common.errors import CheckpointError
-from localrt.models.checkpoints.base import RangedFile, TensorInfo, WeightBlock
 from localrt.models.checkpoints.gguf.file import GgufFile
 from localrt.models.checkpoints.store.manifest import (
     PREDICTION,
@@ -26,6 +25,7 @@ from localrt.models.checkpoints.store.manifest import (
     read_manifest,
 )
 from localrt.models.checkpoints.text_model import prediction_config
+from localrt.models.tensor_source import RangedFile, TensorInfo, WeightBlock
 from localrt.models.weight_files import MANIFEST_NAME, model_stamp
 from localrt.quant.formats import PackedTensor
 from localrt.quant.formats.packed import Bytes

@@ -16,7 +16,7 @@ pytest.importorskip("compressed_tensors")
 
 from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints import SafetensorsCheckpoint
-from localrt.models.checkpoints.base import RangedFile
+from localrt.models.tensor_source import RangedFile
 from localrt.quant.formats import unpack
 from tests.checkpoints.published.schemes import SCHEMES, Tensors
 

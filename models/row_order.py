@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.common.errors import CheckpointError
-from localrt.models.checkpoints.base import (
+from localrt.models.tensor_source import (
     DerivedRows,
     RangedFile,
     RowSource,
