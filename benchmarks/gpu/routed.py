@@ -8,7 +8,7 @@ its layers does.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 from unittest.mock import patch
@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from benchmarks.routing import trained_trace
 from localrt.offload.experts.hybrid import HybridExperts
-from localrt.offload.experts.scheduler import Assignment, schedule
 from localrt.offload.pipeline.streamed import StreamedWeights
 from localrt.quant.cuda import experts
 from localrt.quant.cuda.routing import choose
@@ -28,7 +27,7 @@ _APART = 1000  # tokens between layers, and groups, that share a layer of the tr
 _NEVER = -100.0  # the logit of an expert that is not chosen
 
 DIVISIONS = ("dynamic", "static", "copies")
-"""GPU and CPU with a cache that learns; with one that does not; the GPU alone, by copies."""
+"""GPU and CPU with a cache that learns; with one that is filled once; the GPU alone, by copies."""
 
 
 class TrainedChoices:
@@ -111,20 +110,22 @@ def routed_as(division: str) -> Iterator[None]:
         return begin(weights, *args)
 
     def divided(hybrid: HybridExperts, *args: Any, **options: Any) -> None:
+        if division == "copies":  # all passes are as long ones, but copy nothing ahead
+            options["gpu_rows"] = 1
+            hybrid._ahead = lambda place: None  # type: ignore[method-assign]
         init(hybrid, *args, **options)
-        hybrid.fills = division == "dynamic"
-        if division == "copies":
-            hybrid.scheduler = _copy_all
-            # Copies for the layer at hand are not recorded.
-            hybrid.records = lambda rows: False  # type: ignore[method-assign]
+        hybrid.fills = division != "copies"
+
+    def has_room(hybrid: HybridExperts) -> bool:
+        return len(hybrid.slots.cache) < hybrid.slots.cache.capacity
+
+    fills = property(has_room, lambda hybrid, value: None)
+    once = patch.object(HybridExperts, "fills", fills, create=True)
 
     with (
         patch("localrt.quant.cuda.ops.route_rows", routed),
         patch.object(StreamedWeights, "begin", begun),
         patch.object(HybridExperts, "__init__", divided),
+        once if division == "static" else nullcontext(),
     ):
         yield
-
-
-def _copy_all(rows: Any, resident: Any, *more: Any) -> Assignment:
-    return schedule(rows, resident, *more, fetched=int(np.count_nonzero(~np.asarray(resident))))

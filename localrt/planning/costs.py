@@ -14,18 +14,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TypeAlias
 
 from localrt.offload.account import PACKED_ROWS
-from localrt.offload.experts.scheduler import ExpertCosts, Ready, schedule
+from localrt.offload.experts.policy import ExpertCosts
 from localrt.offload.placement import LEAST_GPU_ROWS, PlacedUnit, Placement, UnitKind, Where
 from localrt.offload.shapes import ModelShape
 from localrt.planning.machine import Corrections, GpuProfile, MachineProfile
 from localrt.quant.cuda.formats import PRODUCT_MACS, TYPES, product_instructions
 from localrt.quant.ops.kv_formats import KvFormat
 
-# Copying an expert and starting its kernels takes as much host time as this many shared layers.
+# Starting to copy an expert is taken to cost the host as much time as this many shared layers.
 _COPY_LAYERS = 2
 # Overhead besides kernels on an H100 limited to 8 GB (benchmarks/results/gpu_check.json): the
 # host's time between two tokens, and a visit to the CPU between units of the GPU.
@@ -98,7 +97,7 @@ class Costs:
         return seconds if gpu is not None and gpu.call_s else 0.0
 
     def sharing(self) -> float:
-        """Return the host's seconds for a layer whose experts CPU and GPU share."""
+        """Return the host's seconds for a layer that CPU and GPU share, if the host starts both."""
         return self.of_host(self.machine.shared_s * self.corrections.visit)
 
     def streaming(self, unit: PlacedUnit) -> float:
@@ -230,30 +229,26 @@ def expert_costs(costs: Costs) -> ExpertCosts | None:
         return None
     largest = max(experts, key=lambda unit: unit.nbytes)
     link, cpu = costs.beside()
+    fetch = costs.copy(largest.nbytes) / link
     return ExpertCosts(
-        cpu=partial(costs.cpu, largest),
-        gpu=partial(costs.gpu, largest),
-        fetch=costs.copy(largest.nbytes) / link,
-        link_load=1 - cpu,
-        start=_COPY_LAYERS * costs.sharing(),
+        cpu=costs.cpu(largest, 1),
+        gpu=costs.gpu(largest, 1),
+        fetch=fetch,
+        slowdown=_COPY_LAYERS * costs.sharing() + (1 - cpu) * fetch,
     )
 
 
-def layer_seconds(costs: Costs, hybrid: ExpertCosts, use: float) -> tuple[float, float]:
-    """Return the seconds per used expert of a layer: with no expert on the GPU, and with all on it.
+def layer_seconds(costs: Costs, unit: PlacedUnit) -> tuple[float, float]:
+    """Return the seconds per used expert of a layer of experts like ``unit``: with no expert on the
+    GPU, and with all on it.
 
     The former includes moving the activations to the CPU and back, and the host's time.
     """
     assert costs.shape.experts is not None, "they are of a mixture"
-    share, rows = costs.touched(use)
+    share, rows = costs.touched(unit.use)
     count = max(1, round(costs.shape.experts.count * share))
-    way = costs.crossing()
-    known = way + costs.sharing()
-    ready = Ready(cpu=known, link=known, cpu_back=way)
-    none, all_of_them = (
-        schedule([rows] * count, [there] * count, hybrid, ready).end for there in (False, True)
-    )
-    return none / count, all_of_them / count
+    known = 2 * costs.crossing() + costs.sharing()
+    return known / count + costs.cpu(unit, rows), costs.gpu(unit, rows)
 
 
 def _bf16_seconds(unit: PlacedUnit, rows: int, gpu: GpuProfile, *, unpacks: bool) -> float:
@@ -307,8 +302,9 @@ def with_long_passes(costs: Costs, placement: Placement) -> Placement:
 def _gpu_rows(costs: Costs, where: Mapping[str, Where], crossing: frozenset[str]) -> int:
     """Return the fewest rows for which copying weights to the GPU is no slower than the CPU.
 
-    0 if there are none. Copies and the GPU's work overlap; the CPU's and the GPU's work alternate.
-    A faster link never gives more rows.
+    0 if there are none. Copies and the GPU's work overlap; the CPU's and the GPU's work alternate,
+    except on the experts of a mixture. Those on the SSD are never copied. A faster link never gives
+    more rows.
     """
     alike: Counter[tuple[PlacedUnit, Where, bool]] = Counter()
     first: dict[tuple[object, ...], PlacedUnit] = {}
@@ -318,11 +314,11 @@ def _gpu_rows(costs: Costs, where: Mapping[str, Where], crossing: frozenset[str]
             continue
         layer = unit.layer if unit.kind == "attention" else None
         key = (unit.kind, unit.nbytes, unit.macs, unit.format, unit.use, layer)
-        crosses = unit.name in crossing or (unit.kind == "expert" and not place.on_gpu)
+        crosses = unit.name in crossing or (unit.kind == "expert" and place is Where.RAM)
         alike[first.setdefault(key, unit), place, crosses] += 1
     for rows in _ROWS:
         seconds = costs.of_rows(rows)
-        copying = stays = by_cpu = by_gpu = 0.0
+        copying = stays = held = by_cpu = by_gpu = 0.0
         for (unit, place, crosses), count in alike.items():
             share, each = 1.0, rows
             if unit.kind == "expert":
@@ -331,10 +327,12 @@ def _gpu_rows(costs: Costs, where: Mapping[str, Where], crossing: frozenset[str]
             if crosses:
                 by_cpu += used * seconds.cpu(unit, each)
                 by_gpu += used * seconds.gpu(unit, each)
+            elif unit.kind == "expert" and place.on_gpu:
+                held += used * seconds.gpu(unit, each)
             else:
                 stays += used * seconds.compute(unit, on_gpu=place.on_gpu, rows=each)
             if crosses or place.copied:
                 copying += used * seconds.copy(unit.nbytes)
-        if max(copying, stays + by_gpu) <= stays + by_cpu:
+        if max(copying, stays + held + by_gpu) <= stays + max(held, by_cpu):
             return rows
     return 0

@@ -3,9 +3,9 @@
 Disk, link, CPU and GPU each do one thing at a time. A pass goes through its units in order. Reads
 and copies keep that order, run ahead as far as their ring has room (units are placed in it as
 ``offload/ring.py`` does), and continue with the next token's units. An expert is fetched once its
-router has chosen it; with the router on a GPU, GPU and CPU share a layer's experts as divided by
-the runtime's scheduler. Every queue is first in, first out, so one walk over the units gives every
-time exactly. It knows a placement and costs, not how either was obtained.
+router has chosen it; with the router on a GPU, the GPU computes a layer's experts in VRAM, and the
+CPU the others at the same time. Every queue is first in, first out, so one walk over the units
+gives every time exactly. It knows a placement and costs, not how either was obtained.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from localrt.offload.experts.scheduler import Assignment, Ready, schedule
 from localrt.offload.placement import PlacedUnit, Placement, Where
 from localrt.offload.ring import COPY_BLOCK, Chunk, chunks, fixed_places, place
-from localrt.planning.costs import Costs, expert_costs
+from localrt.planning.costs import Costs
 
 
 @dataclass(slots=True)
@@ -217,8 +216,6 @@ class _Replay:
         room = placement.ram_ring - max(read, default=0)
         self.read_bytes_s = self.bytes_s * _reached(room) if read else self.bytes_s
         self.link_bytes_s = costs.link_bytes_s or 1.0
-        self.expert_costs = expert_costs(costs)
-        self.assigned: dict[tuple[int, int, int, float, int | None], Assignment] = {}
         self.touched: dict[str, tuple[int, int]] = {}  # by layer: experts, and rows of each
         places = [placement.where[unit.name] for unit in costs.shape.routed]
         kept, off = places.count(Where.VRAM), sum(place.read for place in places)
@@ -293,86 +290,53 @@ class _Replay:
         return self.random.sample(experts, wanted), each
 
     def _shared(self, experts: Sequence[PlacedUnit]) -> None:
-        """Compute a layer's experts on GPU and CPU at once, as the scheduler divides them.
+        """Compute a layer's experts on GPU and CPU at once: those in VRAM, and the others. In a
+        pass of many rows those in RAM are copied instead, beginning during the previous layer.
 
         Caches decide which experts are on the GPU and in RAM, so each is there with a probability
         given by the available room. Others are read before the CPU computes them. All have equal
         rows, so only the number of experts of each kind matters.
         """
-        cost, sums, draw = self.expert_costs, self.sums, self.random.random
-        assert cost is not None, "there is a GPU, and there are experts"
+        costs, sums, unit, draw = self.costs, self.sums, experts[0], self.random.random
         chosen, rows = self._touched(experts)
-        hits = self.costs.expert_hits
+        hits = costs.expert_hits
         kept = self.in_vram if hits is None else hits
         held = sum(draw() < kept for _ in chosen)
         missing = len(chosen) - held
-        way = self.costs.crossing()
-        # Even without experts to assign, the host waits for the routing.
-        sharing = 0.0 if self.crossing or kept == 1 else self.costs.sharing()
-        known = way + sharing
-        ready = Ready(cpu=known, link=max(known, self.link_free - self.clock), cpu_back=way)
-        nbytes, begin, cpu_each = experts[0].nbytes, self.clock, cost.cpu(rows)
-        # Whether each missing expert is on the SSD; the last ones are copied.
-        off = [draw() < self.on_ssd for _ in range(missing)]
-        absent = sum(off)
-        if self.crossing:
-            plan = self._batch(held, missing, rows)
-        else:
-            plan = self._assign(held, missing, rows, ready)
-        if absent:  # only experts in RAM can be copied; the CPU computes the others
-            fetched = len(plan.fetch) - sum(off[missing - len(plan.fetch) :])
-            held = len(plan.gpu) - len(plan.fetch)
-            plan = self._assign(held, len(chosen) - absent - held, rows, ready, fetched)
-            end = (plan.cpu_end if plan.cpu else known) + way
-            start = max(self.disk_free, begin)
-            cpu = begin + end - way
-            for _ in range(absent):
-                start += nbytes / self.read_bytes_s
-                cpu = max(cpu, start) + cpu_each
-            self.disk_free = start
-            sums.busy["ssd"] += absent * nbytes / self.bytes_s
-            sums.nbytes["ssd"] += absent * nbytes
-            computing = absent * cpu_each
-            sums.waits["ssd"] += max(0.0, cpu - (begin + end - way) - computing)
-            sums.chain += end + computing
-            self.clock = max(begin + plan.gpu_end, cpu + way)
-        else:
-            end = plan.end if missing or not sharing else max(plan.end, known)
-            sums.chain += end
-            self.clock = begin + end
-        by_cpu = len(plan.cpu) + absent
-        self.link_free = begin + plan.link_end if plan.fetch else self.link_free
-        sums.busy["cpu"] += by_cpu * cpu_each
-        sums.busy["gpu"] += len(plan.gpu) * cost.gpu(rows)
-        sums.busy["link"] += len(plan.fetch) * cost.fetch
-        sums.nbytes["ram"] += by_cpu * nbytes
-        sums.nbytes["vram"] += len(plan.gpu) * nbytes
-        sums.nbytes["link"] += len(plan.fetch) * nbytes
-
-    def _batch(self, resident: int, missing: int, rows: int) -> Assignment:
-        """Copy missing experts, beginning during the previous layer; then compute them together."""
-        cost, begin = self.expert_costs, self.clock
-        assert cost is not None, "see _shared"
-        copied = max(self.link_free, self.asked) + missing * cost.fetch
+        read = sum(draw() < self.on_ssd for _ in range(missing))
+        copied = missing - read if self.crossing else 0
+        by_gpu, by_cpu = held + copied, missing - copied
+        # Even without experts to compute, the host waits for the routing.
+        waits = kept < 1 and not self.crossing
+        way = costs.crossing() if waits or by_cpu else 0.0
+        begin, back, gpu_s = self.clock, way if by_cpu else 0.0, costs.gpu(unit, rows)
+        known = begin + way + (costs.sharing() if waits else 0.0)
+        gpu = begin + held * gpu_s
+        if copied:
+            copying = copied * costs.copy(unit.nbytes)
+            self.worked["link"] += copying
+            copying *= self.times["link"]
+            self.link_free = max(self.link_free, self.asked) + copying
+            gpu = max(gpu, self.link_free) + copied * gpu_s
+            sums.busy["link"] += copying
+            sums.nbytes["link"] += copied * unit.nbytes
         self.asked = begin
-        link = max(0.0, copied - begin) if missing else 0.0
-        seconds = cost.gpu(rows)
-        end = max(resident * seconds, link) + missing * seconds
-        places = list(range(resident + missing))
-        return Assignment([], places, places[resident:], 0.0, end, link, end)
-
-    def _assign(
-        self, resident: int, missing: int, rows: int, ready: Ready, fetched: int | None = None
-    ) -> Assignment:
-        """Schedule ``resident`` experts on the GPU and ``missing`` others, each with ``rows``. If
-        ``fetched`` is given, that many are copied.
-        """
-        key = (resident, missing, rows, ready.link, fetched)
-        if key not in self.assigned:
-            assert self.expert_costs is not None, "see _shared"
-            layer = [rows] * (resident + missing), [True] * resident + [False] * missing
-            self.assigned[key] = schedule(*layer, self.expert_costs, ready, fetched=fetched)
-        return self.assigned[key]
+        cpu_s = costs.cpu(unit, rows)
+        self.worked["cpu"] += by_cpu * cpu_s
+        cpu_s *= self.times["cpu"]
+        computed = known + by_cpu * cpu_s
+        cpu = known + (by_cpu - read) * cpu_s
+        for _ in range(read):
+            arrived = max(self.disk_free, begin) + unit.nbytes / self.read_bytes_s
+            self._read_done(arrived, unit.nbytes)
+            cpu = max(cpu, arrived) + cpu_s
+        sums.waits["ssd"] += cpu - computed
+        sums.chain += max(gpu, computed + back) - begin
+        self.clock = max(gpu, cpu + back)
+        sums.busy["cpu"] += by_cpu * cpu_s
+        sums.busy["gpu"] += by_gpu * gpu_s
+        sums.nbytes["ram"] += by_cpu * unit.nbytes
+        sums.nbytes["vram"] += by_gpu * unit.nbytes
 
     def _unit(self, unit: PlacedUnit, where: Where, rows: int | None = None) -> None:
         """Read, copy and compute a unit; ``rows`` if an expert has fewer than the pass."""

@@ -17,7 +17,7 @@ from typing import Literal
 
 from localrt.common.files import PAGE
 from localrt.offload.placement import PlacedUnit, UnitKind, Where
-from localrt.planning.costs import Costs, expert_costs, layer_seconds
+from localrt.planning.costs import Costs, layer_seconds
 
 AttentionPlace = Literal["gpu", "gpu first", "anywhere", "host"]
 Counts = Sequence[Mapping[Where, int]]
@@ -97,7 +97,7 @@ class Problem:
         if group.kind == "embedding" or not self.link_bytes_s:
             return (Where.RAM, Where.SSD) if readable else (Where.RAM,)
         places = [Where.VRAM, Where.RAM]
-        if group.shared:  # the scheduler decides which experts are copied and when
+        if group.shared:  # never copied for the layer at hand
             return (*places, Where.SSD) if readable else tuple(places)
         if group.nbytes <= self.vram_slot:
             places.append(Where.LINK)
@@ -134,12 +134,12 @@ def classes_of(costs: Costs, kv: Sequence[int]) -> tuple[UnitClass, ...]:
 
 def _class(costs: Costs, units: Sequence[PlacedUnit], kv: Sequence[int]) -> UnitClass:
     first = units[0]
-    use, rows, hybrid = first.use, costs.rows, None
+    use, rows, shared = first.use, costs.rows, False
     if first.kind == "expert":
         use, rows = costs.touched(use)
-        hybrid = expert_costs(costs)
-    if hybrid is not None:
-        cpu_s, gpu_s = layer_seconds(costs, hybrid, first.use)
+        shared = costs.machine.gpu is not None
+    if shared:
+        cpu_s, gpu_s = layer_seconds(costs, first)
     else:
         cpu_s = costs.cpu(first, rows)
         gpu_s = costs.gpu(first, rows) if costs.machine.gpu else 0.0
@@ -159,7 +159,7 @@ def _class(costs: Costs, units: Sequence[PlacedUnit], kv: Sequence[int]) -> Unit
         copying_s=costs.streaming(first),
         kv=kv[first.layer or 0] if attends else 0,
         unpacked=first.unpacked,
-        shared=hybrid is not None,
+        shared=shared,
         only=first.only,
     )
 
@@ -175,7 +175,7 @@ def bound(problem: Problem, counts: Counts) -> float:
                 read += used * group.nbytes
             if where.copied:
                 copied += used * group.nbytes
-            elif not (where.on_gpu or group.shared):
+            elif not where.on_gpu:
                 by_cpu += used * group.cpu_s
             chain += used * compute_seconds(problem, group, where)
     reading = read / problem.ssd_bytes_s

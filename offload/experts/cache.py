@@ -29,8 +29,6 @@ _NOTHING = np.empty(0, np.intp)
 # An expert is loaded over an idle link if it is worth this many times its victim: otherwise two
 # experts that are used alternately would evict each other over and over.
 _MARGIN = 2.0
-STAY_PASSES = round(1 / min(Learned.RATES))
-"""Passes for which an expert is expected to keep its slot: the span of slow averages."""
 
 
 class Demand(NamedTuple):

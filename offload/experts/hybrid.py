@@ -1,15 +1,15 @@
-"""Runs a sparse layer on GPU and CPU at once: each expert on the device that finishes it first.
+"""Runs a sparse layer on GPU and CPU at once: the GPU computes the experts in its slots, the CPU
+the others.
 
 The router runs on the GPU, which starts the chosen experts in its slots before the host knows the
-routing; the CPU computes the rest. Experts in neither memory are read from the SSD and computed by
-the CPU. Results are summed on the GPU in the order of k, so the order of finishing has no effect.
+routing. Experts in neither memory are read from the SSD and computed by the CPU. Results are summed
+on the GPU in the order of k, so the order of finishing has no effect. Experts that are worth a slot
+are copied to the GPU for later layers and passes, never for the layer at hand.
 
 Short passes are recorded as graphs of many layers, beside which the host works (``recorded.py``).
-When an expert moves to or from the GPU, only the layer's table there changes, not the graphs.
-
-In passes that are not recorded, the host waits once a layer, for the routing and the rows. By cost,
-the scheduler has some experts copied over the link while the CPU computes the others. If all
-experts are on the GPU, the host does not wait.
+When an expert moves to or from the GPU, only the layer's table there changes, not the graphs. In
+other passes the host waits once a layer, for the routing and the rows. If all experts are on the
+GPU, the host does not wait.
 
 A long pass needs nearly all experts of every layer: those in RAM are copied one after another,
 followed by the next layer's, and computed in one launch when they have arrived.
@@ -18,7 +18,8 @@ followed by the next layer's, and computed in one launch when they have arrived.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import numpy as np
@@ -27,24 +28,16 @@ import numpy.typing as npt
 from localrt.models.layers.moe import ExpertPass, Routed, RoutingWatch
 from localrt.models.layers.parts import PassState
 from localrt.offload.device.gpu import Clock
-from localrt.offload.experts.cache import STAY_PASSES, Demand
+from localrt.offload.experts.cache import Demand
 from localrt.offload.experts.copies import ExpertCopies, copies_at_once
 from localrt.offload.experts.memory import ExpertMemory
+from localrt.offload.experts.policy import ExpertCosts
 from localrt.offload.experts.pool import Arrival, Demanded, GpuSlots
 from localrt.offload.experts.recorded import RecordedLayers, RecordedPass
-from localrt.offload.experts.scheduler import (
-    Assignment,
-    ExpertCosts,
-    Ready,
-    schedule,
-)
 from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.arrays import Array
 from localrt.quant.ops.experts import ExpertTable
 from localrt.quant.ops.protocol import Check, Ops, Recorder
-
-Scheduler = Callable[..., Assignment]
-
 
 Mask = npt.NDArray[np.bool_]
 
@@ -52,10 +45,10 @@ Mask = npt.NDArray[np.bool_]
 class HybridExperts:
     """Runs the sparse layers whose router is on the GPU of ``slots``. See ``Experts``.
 
-    ``memory`` has the experts in RAM, ``host`` computes on the CPU; ``costs`` are seconds per
-    expert. In passes of ``gpu_rows`` rows or more (0: in none) the GPU computes all experts in RAM
-    or VRAM. ``recorder`` records the GPU's graphs. ``scheduler`` and ``fills`` (whether an idle
-    link fills slots) may be changed between passes.
+    ``memory`` has the experts in RAM, ``host`` computes on the CPU; ``costs`` are those of the
+    largest expert. In passes of ``gpu_rows`` rows or more (0: in none) the GPU computes all experts
+    in RAM or VRAM. ``recorder`` records the GPU's graphs. ``fills`` (whether an idle link fills
+    slots) may be changed between passes.
     """
 
     capturable = False
@@ -77,18 +70,12 @@ class HybridExperts:
         self.host = host
         self.clock = clock
         self._costs = costs
-        # From this value on, copying an expert saves more CPU time than the copy takes.
-        saved = max(costs.cpu(1) - costs.gpu(1), 1e-9) * STAY_PASSES
-        self._min_gain = (costs.start + costs.link_load * costs.fetch) / saved
-        # The scheduler's choices with an idle link.
-        self._cached_choices: dict[object, list[int]] = {}
         self._gpu_rows = gpu_rows
         self._recorder = recorder
         self._served: list[RecordedPass] = []  # whose choices are to be learned
         self._learned = 0.0  # when choices were learned last
         if recorder is not None:
             recorder.while_waiting = self.learn
-        self.scheduler: Scheduler = schedule
         self.fills = True
         self._filled = 0  # misses already used for filling a slot
         self.copies = ExpertCopies(slots, memory, costs.fetch)
@@ -137,22 +124,24 @@ class HybridExperts:
         routed, cache = layer_pass.routed, self.slots.cache
         place, routing = routed.place, routed.routing
         layer_pass.slots_array = self.gpu.ops.expert_slots(routed.rows, routing)
-        if layer_pass.received is None:
-            if layer_pass.unread:
-                routed.read(self.watch)
-            self.copies.settle()
-            self._run_crossing(layer_pass, cache.touch(place, routing.experts, routing.scores))
-            return layer_pass.slots_array
         self.copies.settle()
-        layer_pass.findable = self._findable(place)
-        wanted = layer_pass.findable
-        if not routing.away:
-            wanted = wanted & (routing.loads(len(wanted)) > 0)
-        self._on_gpu(layer_pass, wanted.nonzero()[0].tolist())
-        if not self._all_on_gpu(layer_pass):
-            if layer_pass.unread:
-                routed.read(self.watch)
-            self._divide(layer_pass, cache.touch(place, routing.experts, routing.scores))
+        crossing = layer_pass.received is None
+        if not crossing:
+            layer_pass.findable = self._findable(place)
+            found = layer_pass.findable
+            if not routing.away:
+                found = found & (routing.loads(len(found)) > 0)
+            self._on_gpu(layer_pass, found.nonzero()[0].tolist())
+            if self._all_on_gpu(layer_pass):
+                return layer_pass.slots_array
+        if layer_pass.unread:
+            routed.read(self.watch)
+        demand = cache.touch(place, routing.experts, routing.scores)
+        if crossing:
+            self._run_crossing(layer_pass, demand)
+        elif absent := demand.experts[~layer_pass.findable[demand.experts]].tolist():
+            wanted = self.memory.pool(place).demand(place, routing, only=absent)
+            self._on_cpu(layer_pass, absent, wanted)
         return layer_pass.slots_array
 
     def _make_work(self, layers: Sequence[RecordedPass]) -> RecordedLayers:
@@ -226,7 +215,7 @@ class HybridExperts:
         room = (now - self._learned - self.copies.wait_s(now)) / self._costs.fetch
         self._learned = now
         if self.fills and misses and room >= 1:
-            for key in cache.candidates(min(misses, int(room)), self._min_gain):
+            for key in cache.candidates(min(misses, int(room)), self._costs.min_gain):
                 if self.memory.pool(key[0]).holds(*key):
                     self.copies.bring(*key)
 
@@ -276,7 +265,7 @@ class HybridExperts:
         cache, misses = self.slots.cache, self.uses - self.hits
         if not self.fills or self._filled >= misses or self.copies.wait_s() > 0:
             return
-        expert = cache.candidate(place, self._min_gain)
+        expert = cache.candidate(place, self._costs.min_gain)
         if expert is not None and self.memory.pool(place).holds(place, expert):
             self.copies.bring(place, expert)
             self._filled = max(self._filled + 1, misses - cache.layers * cache.used)
@@ -297,65 +286,26 @@ class HybridExperts:
                 self.copies.bring(place, expert)
         cache.unlock(place, here)
 
-    def _divide(self, layer_pass: _EagerPass, demand: Demand) -> None:
-        """Compute the chosen experts that the GPU has not begun, each on the device that finishes
-        it first.
-
-        Copies begin first, then the GPU's kernels: both continue while the CPU computes.
-        """
-        place, findable = layer_pass.routed.place, layer_pass.findable[demand.experts].tolist()
-        if all(findable):
-            return
-        chosen = zip(demand.experts.tolist(), findable, strict=True)
-        absent = [expert for expert, found in chosen if not found]
-        wanted = self.memory.pool(place).demand(place, layer_pass.routing, only=absent)
-        copied = self._chosen_copies(demand, findable)
-        if copied:
-            arrivals = self._fetch(layer_pass, copied, wanted)
-            self._run_arrived(layer_pass, arrivals)
-            fetched = {arrival.key[1] for arrival in arrivals}
-            absent = [expert for expert in absent if expert not in fetched]
-        if absent:
-            self._on_cpu(layer_pass, absent, wanted)
-
-    def _chosen_copies(self, demand: Demand, findable: Sequence[bool]) -> list[int]:
-        """The absent experts that the scheduler selects for copying to the GPU, in its order."""
-        ready = Ready(link=self.copies.wait_s())
-        rows = demand.rows.tolist()
-        key = self.scheduler, *zip(rows, findable, strict=True)
-        choice = None if ready.link else self._cached_choices.get(key)
-        if choice is None:
-            choice = self.scheduler(rows, findable, self._costs, ready).fetch
-        if not ready.link and len(rows) == self.slots.cache.used:  # one row: few different cases
-            self._cached_choices[key] = choice
-        return demand.experts[choice].tolist() if choice else []
-
     def _run_crossing(self, layer_pass: _EagerPass, demand: Demand) -> None:
         """Compute experts in RAM or VRAM on the GPU, the rest on the CPU."""
         place, cache = layer_pass.routed.place, self.slots.cache
-        resident = demand.experts[demand.resident].tolist()
+        done = demand.experts[demand.resident].tolist()
         rest = demand.experts[~demand.resident].tolist()
         wanted = self.memory.pool(place).demand(place, layer_pass.routing, only=rest)
-        keys = [(place, expert) for expert in resident]
-        under_way = self.copies.arriving
-        arriving = [under_way[key] for key in keys if key in under_way]
-        fetched = self._fetch(layer_pass, rest, wanted, evict_others=True)
+        here, queued = set(done), deque(sorted(wanted.present))
+        late = [a for a in self.copies.arriving.values() if a.key[0] == place and a.key[1] in here]
+        late += self._fetch(place, queued)
         self._ahead(place + 1)
-        late = {arrival.key[1] for arrival in arriving}
-        self._on_gpu(layer_pass, [expert for expert in resident if expert not in late])
-        self._run_arrived(layer_pass, [*arriving, *fetched])
-        fetched_experts = {arrival.key[1] for arrival in fetched}
-        rest = [expert for expert in rest if expert not in fetched_experts]
-        while rest:  # if there are more experts than slots, they replace computed ones
-            cache.finish(place, [*resident, *fetched_experts])
-            more = self._fetch(layer_pass, rest, wanted, evict_others=True)
-            if not more:
+        self._on_gpu(layer_pass, sorted(here.difference(arrival.key[1] for arrival in late)))
+        self._run_arrived(layer_pass, late)
+        while queued:  # if there are more experts than slots, they replace computed ones
+            done += (arrival.key[1] for arrival in late)
+            cache.finish(place, done)
+            if not (late := self._fetch(place, queued)):
                 break
-            self._run_arrived(layer_pass, more)
-            fetched_experts.update(arrival.key[1] for arrival in more)
-            rest = [expert for expert in rest if expert not in fetched_experts]
-        if rest:
-            self._on_cpu(layer_pass, rest, wanted)
+            self._run_arrived(layer_pass, late)
+        if left := [*queued, *wanted.absent]:
+            self._on_cpu(layer_pass, left, wanted)
 
     def _run_arrived(self, layer_pass: _EagerPass, arrivals: Sequence[Arrival]) -> None:
         """Compute all arrived experts in one launch: the GPU waits for them, not the host.
@@ -368,30 +318,17 @@ class HybridExperts:
             self.copies.enter(arrival)
         self._on_gpu(layer_pass, [arrival.key[1] for arrival in arrivals])
 
-    def _fetch(
-        self,
-        layer_pass: _EagerPass,
-        experts: Iterable[int],
-        demanded: Demanded,
-        *,
-        evict_others: bool = False,
-    ) -> list[Arrival]:
-        """Begin to copy experts that are in RAM, as far as there is room; ``evict_others`` makes
-        room by evicting other layers' experts.
+    def _fetch(self, place: int, queued: deque[int]) -> list[Arrival]:
+        """Begin to copy ``queued`` experts, which are in RAM, as far as there is room; other
+        layers' experts are evicted.
         """
         cache, arrivals = self.slots.cache, list[Arrival]()
-        present = set(demanded.present)
-        for expert in sorted(present.intersection(experts)) if evict_others else experts:
-            if expert not in present:
-                continue
-            arrival = self.copies.arriving.get((layer_pass.routed.place, expert))
-            if arrival and cache.slot(*arrival.key) is arrival.slot:  # else it has been evicted
-                arrivals.append(arrival)
-                continue
-            if evict_others and not cache.room:
+        while queued:
+            if not cache.room:
                 cache.widen()
-            if cache.room:
-                arrivals.append(self.copies.bring(layer_pass.routed.place, expert))
+            if not cache.room:
+                break
+            arrivals.append(self.copies.bring(place, queued.popleft()))
         return arrivals
 
     def _on_gpu(self, layer_pass: _EagerPass, experts: Sequence[int]) -> None:

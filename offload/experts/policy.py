@@ -1,9 +1,12 @@
-"""The policy of the expert cache: how likely each expert is to be used next, by routing alone.
+"""The policy of the expert cache: how likely each expert is to be used next, by routing alone, and
+from which likelihood on a copy to a GPU pays.
 
 docs/mixtures.md compares it with LRU and the optimum.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -109,6 +112,25 @@ class Learned:
         self._weights = np.linalg.solve(self._moments, self._target)
         self._moments += (1.0 - self.FORGET) * (self._prior - self._moments)
         self._target += (1.0 - self.FORGET) * (self._prior_target - self._target)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertCosts:
+    """Seconds for one expert: computing it for one row on the ``cpu`` or the ``gpu``, and copying
+    it over the link (``fetch``). A copy costs the CPU ``slowdown``: the host starts it, and it
+    takes bandwidth of the RAM.
+    """
+
+    cpu: float
+    gpu: float
+    fetch: float
+    slowdown: float = 0.0
+
+    @property
+    def min_gain(self) -> float:
+        """The value from which on a copy saves more of the CPU's time than it costs."""
+        stay = round(1 / min(Learned.RATES))  # passes in a slot: the span of slow averages
+        return self.slowdown / (max(self.cpu - self.gpu, 1e-9) * stay)
 
 
 def _shares_of(scores: Scores) -> Values:

@@ -266,7 +266,7 @@ class _Opening:
                 ring=placement.vram_ring - setup.rings()[1],
             )
             self.resources.callback(slots.close)
-            assert setup.expert_costs is not None, "a scheduler needs costs"
+            assert setup.expert_costs is not None, "a mixture on a GPU needs costs"
             runners["gpu"] = hybrid = HybridExperts(
                 slots,
                 experts,

@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 
 from localrt.common.errors import CancelledError
-from localrt.offload.experts.scheduler import ExpertCosts
+from localrt.offload.experts.policy import ExpertCosts
 from localrt.offload.kv.tier import KvTier
 from localrt.offload.placement import Where
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.hybrid_cache import split_layers
 from localrt.quant.ops.protocol import Batch
-from tests.offload.experts.rates import Rate
 from tests.offload.gpu.placed_on_gpu import on_gpu
 from tests.offload.placed import Model, cancel_after, extend, needs_kernels, pack_tiny, tokens
 
@@ -31,7 +30,7 @@ NAMES = [
     "lfm3",
     "qwen4-exp",
 ]
-COSTS = ExpertCosts(cpu=Rate(0.0, 1e-5, 0.0), gpu=Rate(1e-5, 0.0, 0.0), fetch=1e-5)
+COSTS = ExpertCosts(cpu=1e-5, gpu=1e-5, fetch=1e-5)
 
 
 @pytest.fixture(scope="module", params=NAMES)

@@ -84,6 +84,26 @@ def test_mlps_cross() -> None:
     assert plan.prefill_tok_s == pytest.approx(placement.prefill_rows / crossing, rel=0.1)
 
 
+@pytest.mark.parametrize("link", [3e9, 6e9, 12e9])
+def test_experts_cross_where_copies_are_faster(link: float) -> None:
+    """The replay agrees on the fewest rows, within the steps that are tried."""
+    budgets = Budgets(ram=30_000 * MB, vram=7_000 * MB)
+    plan = planned(published("qwen3-30b-a3b"), machine(gpu=True, link=link), budgets, ctx=2048)
+    placement = plan.placement
+
+    def seconds(rows: int, gpu_rows: int) -> float:
+        return simulate(
+            plan.request.costs(rows=rows), replace(placement, gpu_rows=gpu_rows)
+        ).seconds
+
+    rows = placement.gpu_rows
+    assert LEAST_GPU_ROWS < rows <= placement.prefill_rows
+    assert seconds(rows, rows) < 1.02 * seconds(rows, 0)
+    fewer = 3 * rows // 4
+    assert seconds(fewer, 0) < 1.02 * seconds(fewer, LEAST_GPU_ROWS)
+    assert seconds(64, rows) == seconds(64, 0)
+
+
 def test_little_room_for_attention() -> None:
     placement = llama(vram=6_000).placement
     assert 40 < placement.kv.count("vram") < 80

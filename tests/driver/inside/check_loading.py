@@ -23,7 +23,6 @@ from localrt.common.errors import MemoryBudgetError
 from localrt.loading import gpu as opening
 from localrt.loading import native, passes, placing
 from localrt.models.checkpoints import StoreCheckpoint, open_checkpoint
-from localrt.offload.experts import hybrid
 from localrt.offload.experts.cache import ExpertCache
 from localrt.offload.experts.hybrid import HybridExperts
 from localrt.offload.hardware import probe
@@ -36,7 +35,7 @@ from localrt.quant.cuda import cuda_memory
 from localrt.quantize.quantize import Recipe, quantize_model
 from tests.conftest import write_byte_tokenizer, write_tiny_model
 from tests.driver.inside.conftest import Kernels, once
-from tests.driver.inside.gpus import StepByStep, copy_prompts
+from tests.driver.inside.gpus import StepByStep, bring_some
 from tests.driver.standin import AT_ONCE
 from tests.inside import engine_of
 from tests.models.tiny import SIZES, save_tiny
@@ -275,8 +274,12 @@ def test_hybrid(
     on_both: Both, place: Place, mixture: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Experts on both sides. Who computes is given, as the sides round differently."""
-    monkeypatch.setattr(hybrid, "schedule", copy_prompts)
-    monkeypatch.setattr(HybridExperts, "fill", lambda stage, place: None)
+
+    def fill_once(stage: HybridExperts, place: int) -> None:
+        if not len(stage.slots.cache):
+            bring_some(stage)
+
+    monkeypatch.setattr(HybridExperts, "fill", fill_once)
     monkeypatch.setattr(ExpertCache, "candidates", lambda *args: iter(()))
     place(mixture, experts_on_gpu(0.5))
     assert on_both(mixture).streamed

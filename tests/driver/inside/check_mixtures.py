@@ -19,15 +19,14 @@ from benchmarks.common.random_store import write_store
 from benchmarks.gpu.routed import TrainedChoices
 from localrt.models.decoder import Decoder
 from localrt.offload.experts.hybrid import HybridExperts
+from localrt.offload.experts.policy import ExpertCosts
 from localrt.offload.experts.recorded import RecordedLayers, RecordedPass
-from localrt.offload.experts.scheduler import ExpertCosts
 from localrt.offload.placement import Placement, Where
 from tests.driver.inside.check_schedule import BETWEEN, WINDOWS
 from tests.driver.inside.conftest import Kernels, once
 from tests.driver.inside.gpus import made
 from tests.driver.standin import Driver
 from tests.driver.virtual_time import Machine, VirtualTime, virtual_time
-from tests.offload.experts.rates import Rate
 from tests.offload.gpu.placed_on_gpu import all_in_ram, on_gpu, stages
 from tests.offload.placed import Model, extend, needs_kernels
 
@@ -111,7 +110,7 @@ def opened(model: Model, machine: Machine, share: float) -> Iterator[tuple[Virtu
     plan = Placement(where=where, kv=("vram",) * LAYERS, prefill_rows=1000)
     fetch = machine.expert / machine.link
     on_cpu, there = machine.expert / machine.cpu, machine.expert / machine.gpu
-    costs = ExpertCosts(cpu=Rate(on_cpu, 0.0, 0.0), gpu=Rate(there, 0.0, 0.0), fetch=fetch)
+    costs = ExpertCosts(cpu=on_cpu, gpu=there, fetch=fetch)
     with (
         virtual_time(machine, lambda name: 0) as time,
         on_gpu(model, where, placement=plan, make=made("cuda"), expert_costs=costs) as decoder,

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from localrt.common.errors import CancelledError
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder
-from localrt.offload.experts.scheduler import ExpertCosts
+from localrt.offload.experts.policy import ExpertCosts
 from localrt.offload.placement import LEAST_GPU_ROWS, Where
 from localrt.offload.shapes import shape_from_checkpoint
 from localrt.offload.store import pack_store
@@ -29,10 +29,9 @@ from localrt.quant.ops.protocol import Batch
 from localrt.quantize.quantize import Recipe, quantize_model
 from tests.checkpoints.published.models import SMALL, publish
 from tests.driver.inside.conftest import Kernels, once
-from tests.driver.inside.gpus import bring_some, copy_none, copy_one, made
+from tests.driver.inside.gpus import bring_some, made
 from tests.driver.standin import AT_ONCE, Driver
 from tests.models.tiny import relative_error, save_tiny
-from tests.offload.experts.rates import Rate
 from tests.offload.gpu.placed_on_gpu import (
     all_in_ram,
     gpu_of,
@@ -67,7 +66,7 @@ SLACK = st.tuples(st.integers(0, 8), st.integers(0, 8))
 SEEDS = st.integers(0, 1 << 16)
 """Of the driver: 0 is never early."""
 FREED = st.integers(1, 100_000)
-COSTS = ExpertCosts(cpu=Rate(1e-3, 0.0, 0.0), gpu=Rate(4e-4, 0.0, 0.0), fetch=5e-4)
+COSTS = ExpertCosts(cpu=1e-3, gpu=4e-4, fetch=5e-4)
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +187,7 @@ def test_any_placement_of_a_mixture(
         with on_gpu(mixture, where, slack=slack, make=make, expert_costs=COSTS) as decoder:
             if hybrid := decoder.weights.sparse.get("gpu"):
                 wait_for(partial(all_in_ram, decoder))
-                hybrid.fills, hybrid.scheduler = False, copy_none
+                hybrid.fills = False
                 bring_some(hybrid)
             said, cache = talk(decoder), decoder.cache(64)
             for seed, stop in enumerate(stops):
@@ -284,7 +283,7 @@ def test_experts_that_no_kernel_reads(format_: str, gpu: Kernels, tmp_path: Path
         with on_gpu(model, where, make=made("cuda"), expert_costs=COSTS) as decoder:
             wait_for(partial(all_in_ram, decoder))
             stages(decoder).fills = False
-            stages(decoder).scheduler = copy_one
+            bring_some(stages(decoder))
             assert near(answer(decoder), answer(model.resident))
             counts, slots = decoder.weights.counts(), stages(decoder).slots
             assert 0 < counts.expert_hits < counts.expert_uses

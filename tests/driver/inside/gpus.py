@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import islice
-from typing import Any
 
 import numpy as np
 
 from localrt.offload.device.cuda import CudaGpu
 from localrt.offload.device.gpu import Clock
 from localrt.offload.experts.hybrid import HybridExperts
-from localrt.offload.experts.scheduler import Assignment, schedule
 from localrt.quant.cuda.cuda_memory import CudaCopies
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.ops.protocol import Forward
@@ -37,24 +35,6 @@ def made(device: str, *, recorded: bool = True) -> Callable[[Clock], CudaGpu]:
     return lambda clock: CudaGpu(
         clock, kind(device=device), CudaCopies(device=device), capacity=PLENTY
     )
-
-
-def copy_none(rows: Any, resident: Any, *more: Any) -> Assignment:
-    """A scheduler that leaves absent experts to the CPU."""
-    return schedule(rows, resident, *more, fetched=0)
-
-
-def copy_one(rows: Any, resident: Any, *more: Any) -> Assignment:
-    """A scheduler that has an expert copied wherever one is absent."""
-    return schedule(rows, resident, *more, fetched=min(1, sum(~np.asarray(resident))))
-
-
-def copy_prompts(rows: Any, resident: Any, *more: Any) -> Assignment:
-    """A scheduler that has experts copied where several rows choose them: shorter passes, which are
-    recorded, copy none.
-    """
-    absent = int(np.count_nonzero(~np.asarray(resident)))
-    return schedule(rows, resident, *more, fetched=absent if sum(rows) > 16 else 0)
 
 
 def bring_some(hybrid: HybridExperts) -> None:

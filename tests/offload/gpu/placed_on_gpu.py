@@ -16,13 +16,12 @@ from localrt.models.checkpoints import StoreCheckpoint
 from localrt.models.decoder import Decoder
 from localrt.offload.device.gpu import Clock, Gpu
 from localrt.offload.experts.hybrid import HybridExperts
-from localrt.offload.experts.scheduler import ExpertCosts
+from localrt.offload.experts.policy import ExpertCosts
 from localrt.offload.placement import Placement, Where
-from tests.offload.experts.rates import Rate
 from tests.offload.gpu.fakes import FakeGpu
 from tests.offload.placed import MODE, PLENTY, Model, open_decoder, passing
 
-COSTS = ExpertCosts(cpu=Rate(0.0, 4e-5, 1e-6), gpu=Rate(1e-5, 1e-6, 1e-8), fetch=5e-5)
+COSTS = ExpertCosts(cpu=4e-5, gpu=1.1e-5, fetch=5e-5)
 
 
 def all_in_ram(decoder: Decoder) -> bool:

@@ -8,11 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from localrt.offload.experts.scheduler import ExpertCosts
+from localrt.offload.experts.policy import ExpertCosts
 from tests.models.tiny import tokens
-from tests.offload.experts.rates import Rate
 from tests.offload.gpu.placed_on_gpu import COSTS, on_gpu, places, stages
-from tests.offload.placed import Model, extend, needs_kernels, pack_tiny
+from tests.offload.placed import Model, assert_same, extend, needs_kernels, pack_tiny
 
 pytestmark = needs_kernels
 
@@ -24,20 +23,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
         yield opened
 
 
-def test_costs_choose_who_computes(model: Model) -> None:
-    def fetched(costs: ExpertCosts) -> int:
-        with on_gpu(model, places(model, 0.5), expert_costs=costs) as placed:
-            stages(placed).fills = False
-            cache = placed.cache(64)
-            before = placed.weights.counts().link_bytes
-            for token in tokens(20):
-                extend(placed, cache, [token])
-            return placed.weights.counts().link_bytes - before
-
-    quick = Rate(0.0, 1e-6, 1e-8)
-    slow_cpu = fetched(ExpertCosts(cpu=Rate(1.0, 0.0, 0.0), gpu=quick, fetch=1e-6))
-    slow_link = fetched(ExpertCosts(cpu=quick, gpu=quick, fetch=1.0))
-    assert slow_link < slow_cpu
+def test_no_copies_for_the_layer_at_hand(model: Model) -> None:
+    """Who computes depends on what was in the slots before, not on how fast a copy would be."""
+    costs = ExpertCosts(cpu=1.0, gpu=1e-9, fetch=1e-9)
+    with on_gpu(model, places(model, 0.5), expert_costs=costs) as placed:
+        mixture, cache, twin = stages(placed), placed.cache(64), model.resident.cache(64)
+        mixture.fills = False
+        before = placed.weights.counts().link_bytes
+        for count in (1, 20, 1):
+            got, wanted = extend(placed, cache, tokens(count)), tokens(count)
+            assert_same([got], [extend(model.resident, twin, wanted)])
+        assert len(mixture.slots.cache) == 0
+        assert placed.weights.counts().link_bytes == before
 
 
 def test_no_more_fills_than_misses(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,11 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localrt.common.errors import CancelledError
-from localrt.offload.experts.scheduler import ExpertCosts
+from localrt.offload.experts.policy import ExpertCosts
 from localrt.offload.placement import LEAST_GPU_ROWS, Where
 from localrt.quant.ops.protocol import Batch
 from tests.models.tiny import tokens
-from tests.offload.experts.rates import Rate
 from tests.offload.gpu.placed_on_gpu import PAGES, on_gpu, place_on_gpu, placements, some
 from tests.offload.gpu.test_long_passes import LONG, passes
 from tests.offload.placed import (
@@ -70,7 +69,7 @@ def test_any_placement_of_a_mixture(
     mixture: Model, data: st.DataObject, slack: tuple[int, int]
 ) -> None:
     cpu, gpu, fetch = (data.draw(st.sampled_from([1e-6, 1e-4, 1e-2])) for _ in range(3))
-    costs = ExpertCosts(cpu=Rate(0.0, cpu, cpu / 9), gpu=Rate(gpu, 0.0, 0.0), fetch=fetch)
+    costs = ExpertCosts(cpu=cpu, gpu=gpu, fetch=fetch)
     names = [unit.name for unit in mixture.store.manifest.units]
     experts = [name for name in names if ".expert." in name]
     shells = [name for name in passing(mixture.store) if name not in experts]
