@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from benchmarks.common.command import cited_command, make_parser
@@ -128,7 +128,7 @@ def rows() -> Iterator[Record]:
 
 def forecast(published: Published, settings: Settings) -> Forecast:
     """Our plan for the PC of ``published``; facts not named are those of a typical PC. As in other
-    engines, a layer's MLP is computed by one device.
+    engines, a layer's MLP is computed by one device, and no graph has layers of both.
     """
     wanted = Hardware(pc=published.pc, ram_speed=published.ram_speed)
     machine, budgets, _ = planned_hardware(wanted, settings)
@@ -141,7 +141,7 @@ def forecast(published: Published, settings: Settings) -> Forecast:
         shape = sized(shape, published.file, round(known.parameters * 1e9 * bits / 8))
     request = PlanRequest(
         shape=shape,
-        machine=machine,
+        machine=replace(machine, recorded_s=machine.shared_s),
         budgets=budgets,
         ctx=published.ctx,
         held=published.held,

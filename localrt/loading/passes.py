@@ -37,7 +37,7 @@ _LONG_S = 0.2  # longer planned passes are not measured
 _TASKS = 10_000  # of a pass, at most
 _TURNS = ("cpu", "gpu")
 _WITHIN = (".experts", ".host")  # the CPU's tasks within those of the GPU
-_SEEN = 0.02  # least share of a pass at which the host's part is measured
+_SEEN = 0.02  # least share of a pass that the rest of it is given to
 
 
 def measured(plan: Forecast, streamed: StreamedWeights, context: LoadContext) -> Forecast:
@@ -121,8 +121,9 @@ def run_passes(weights: StreamedWeights, capacity: int, cancel: Event | None = N
 def corrections_of(passes: Passes, costs: Costs, placement: Placement) -> Corrections:
     """Return what passes took, as multiples of what ``costs`` predict for ``placement``.
 
-    In mixtures and split MLPs, GPU and host have one measured time together: the GPU's part is
-    assumed to be as planned, and the host's part is the rest.
+    In mixtures and split MLPs, GPU and host have one measured time together. In a mixture's
+    recorded passes the host's part is assumed to be as planned, since it is small, and the GPU's is
+    the rest; with split MLPs it is the other way round.
     """
     mixture, costs = costs.shape.experts is not None, costs.of(placement)
     shared = mixture or bool(placement.split)
@@ -147,14 +148,15 @@ def corrections_of(passes: Passes, costs: Costs, placement: Placement) -> Correc
         token=_ratio(median(tokens) - ways, plain.per_pass()) if tokens else 1.0,
     )
     if shared:
-        here = replace(costs.machine, corrections=(None, found) if mixture else (found, None))
-        without, planned_s = (
-            simulate(replace(plain, machine=each), placement).seconds
-            for each in (replace(here, shared_s=0.0), here)
+        kind = "gpu" if mixture else "visit"
+        both = [replace(found, **{kind: times}) for times in (1.0, 2.0)]
+        one, two = (
+            simulate(replace(plain, machine=replace(costs.machine, corrections=each)), placement)
+            for each in ((None, once) if mixture else (once, None) for once in both)
         )
-        rest, planned_rest = median(passes.seconds) - without, planned_s - without
-        if planned_rest > _SEEN * planned_s:  # else the host's work is hidden by other work
-            found = replace(found, visit=rest / planned_rest)
+        if two.seconds - one.seconds > _SEEN * one.seconds:  # else other work hides it
+            rest = median(passes.seconds) - one.seconds
+            found = replace(found, **{kind: 1 + rest / (two.seconds - one.seconds)})
     return found
 
 

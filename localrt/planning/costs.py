@@ -100,6 +100,14 @@ class Costs:
         """Return the host's seconds for a layer that CPU and GPU share, if the host starts both."""
         return self.of_host(self.machine.shared_s * self.corrections.visit)
 
+    def sharing_experts(self, unit: PlacedUnit) -> float:
+        """Return the host's seconds for a layer of experts like ``unit`` that CPU and GPU share.
+        Passes of a few rows are recorded, if kernels read the experts' format.
+        """
+        if self.rows > PACKED_ROWS or unit.unpacked:
+            return self.sharing()
+        return self.of_host(self.machine.recorded_s * self.corrections.visit)
+
     def streaming(self, unit: PlacedUnit) -> float:
         """Return the host's seconds for a dense unit streamed to the GPU: a layer's two units take
         as long as one shared layer. Pieces are counted with their MLP.
@@ -247,7 +255,7 @@ def layer_seconds(costs: Costs, unit: PlacedUnit) -> tuple[float, float]:
     assert costs.shape.experts is not None, "they are of a mixture"
     share, rows = costs.touched(unit.use)
     count = max(1, round(costs.shape.experts.count * share))
-    known = 2 * costs.crossing() + costs.sharing()
+    known = 2 * costs.crossing() + costs.sharing_experts(unit)
     return known / count + costs.cpu(unit, rows), costs.gpu(unit, rows)
 
 

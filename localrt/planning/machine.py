@@ -131,9 +131,10 @@ class MachineProfile:
 
     ``kernels`` has the rate of each measured format; other formats are scaled by their bits from
     the nearest one. ``ssd_cpu_s``: one thread's CPU time per byte read. ``call_s``: a unit's
-    overhead. ``shared_s``: the host's time for a mixture's layer whose experts CPU and GPU share,
-    or a dense layer that is streamed to the GPU. ``token_s``: a pass's overhead besides its units,
-    per entry of the vocabulary. ``sources`` tells for each figure whether it was measured, given,
+    overhead. ``shared_s``: the host's time for a layer that CPU and GPU share, if the host starts
+    both, or for a dense layer that is streamed to the GPU; ``recorded_s``: for a mixture's layer
+    that they share in a recorded pass. ``token_s``: a pass's overhead besides its units, per entry
+    of the vocabulary. ``sources`` tells for each figure whether it was measured, given,
     or typical (like a GPU's published figures). ``corrections`` are those of dense models and of
     mixtures with a GPU, if passes were measured.
     """
@@ -148,6 +149,7 @@ class MachineProfile:
     ssd_latency_s: float = 1.5e-4
     call_s: float = 1.5e-5
     shared_s: float = 1.2e-4
+    recorded_s: float = 1e-5
     token_s: float = 2e-9
     link_bytes_s: float | None = None
     link_latency_s: float = 1e-5
@@ -178,6 +180,7 @@ class MachineProfile:
             attention=self.attention.slower(times),
             call_s=self.call_s * times,
             shared_s=self.shared_s * times,
+            recorded_s=self.recorded_s * times,
         )
 
     def with_ram_speed(self, ram_bytes_s: float) -> MachineProfile:

@@ -53,10 +53,11 @@ WORKING_SET = 96 << 20
 _ROWS = (1, 2, 4, 8, 16, 64, 512)
 _SHAPE = (2048, 2048)
 _BUDGET_S = 0.12  # seconds for measuring one rate
-# In a layer whose experts CPU and GPU share, the GPU waits for the host as long as this many
-# measured calls of 10 us: 0.12 ms on an H100 (benchmarks/results/gpu_check.json). A streamed dense
-# layer is assumed to take as long.
-_SHARED_CALLS = 12
+# If the host starts both in a layer that CPU and GPU share, the GPU waits for it as long as this
+# many measured calls of 10 us: 0.12 ms on an H100 (benchmarks/results/gpu_check.json). A streamed
+# dense layer is assumed to take as long. In a recorded pass a mixture's layer takes the host one
+# call: 8 us to learn and to choose copies, 0.4 to begin. A CPU has shown it, no card has.
+_SHARED_CALLS, _RECORDED_CALLS = 12, 1
 _VERSION = 1
 _FILE, _DISKS = "machine.json", "disks.json"
 _BUSY_PERCENT = 30.0
@@ -260,6 +261,7 @@ def _profile(known: dict[str, Any], name: str, disk: DiskProfile, threads: int) 
         attention=KernelRate((1, 64), tuple(known["attention"])),
         call_s=known["call_s"],
         shared_s=_SHARED_CALLS * known["call_s"],
+        recorded_s=_RECORDED_CALLS * known["call_s"],
         threads=threads,
         sources={
             **dict.fromkeys(("ssd_bytes_s", "ram_bytes_s", "kernels"), source),

@@ -310,7 +310,7 @@ class _Replay:
         waits = kept < 1 and not self.crossing
         way = costs.crossing() if waits or by_cpu else 0.0
         begin, back, gpu_s = self.clock, way if by_cpu else 0.0, costs.gpu(unit, rows)
-        known = begin + way + (costs.sharing() if waits else 0.0)
+        known = begin + way + (costs.sharing_experts(unit) if waits else 0.0)
         gpu = begin + held * gpu_s
         if copied:
             copying = copied * costs.copy(unit.nbytes)

@@ -84,12 +84,16 @@ def test_dense_models(real: Corrections) -> None:
     assert asdict(corrected) == pytest.approx(asdict(real), rel=0.15)
 
 
-@pytest.mark.parametrize("visit", [0.5, 1.0, 2.0, 3.5])
-def test_mixtures(visit: float) -> None:
-    """What is left of their passes is the host's."""
-    found, real = plan(experts=8, vram=250), Corrections(visit=visit)
-    corrected = corrections_of(as_if(found, real), found.request.costs(held=5), found.placement)
-    assert asdict(corrected) == pytest.approx(asdict(real), rel=0.05)
+@pytest.mark.parametrize("gpu", [0.5, 1.0, 2.0, 3.5])
+def test_mixtures(gpu: float) -> None:
+    """What is left of their passes is the GPU's."""
+    found, real = plan(experts=8, vram=250), Corrections(gpu=gpu)
+    costs, passes = found.request.costs(held=5), as_if(found, real)
+    corrected = corrections_of(passes, costs, found.placement)
+    assert asdict(corrected) == pytest.approx(asdict(real), rel=0.15)
+    machine = replace(costs.machine, corrections=(None, corrected))
+    again = simulate(replace(costs, machine=machine), found.placement)
+    assert again.seconds == pytest.approx(passes.seconds[0], rel=0.03)
 
 
 def load(

@@ -206,10 +206,10 @@ def test_sharing_experts_takes_the_host_time() -> None:
     model = shape(layers=3, experts=8)
     experts = [unit.name for unit in model.units if unit.kind == "expert"]
 
-    def seconds(shared_s: float, call_s: float, absent: int) -> float:
+    def seconds(recorded_s: float, call_s: float, absent: int) -> float:
         here = machine(gpu=True, link=1e6)
         assert here.gpu is not None
-        here = replace(here, shared_s=shared_s, gpu=replace(here.gpu, call_s=call_s))
+        here = replace(here, recorded_s=recorded_s, gpu=replace(here.gpu, call_s=call_s))
         where = dict.fromkeys((u.name for u in model.units), Where.VRAM)
         where |= dict.fromkeys(experts[:absent], Where.RAM)
         placement = Placement(where=where, kv=("vram",) * 3, ram_ring=0, vram_ring=0)
@@ -285,15 +285,15 @@ def test_kv_on_ssd() -> None:
     assert both.bound <= both.seconds < float("inf")
 
 
-@pytest.mark.parametrize("shared_s", [0.0, 1e-3])
-def test_host_beside_experts(shared_s: float) -> None:
+@pytest.mark.parametrize("recorded_s", [0.0, 1e-3])
+def test_host_beside_experts(recorded_s: float) -> None:
     """While the GPU waits for the host the CPU computes nothing: its clock does not run."""
     model = shape(layers=2, experts=8)
     where = {u.name: Where.RAM if u.kind == "expert" else Where.VRAM for u in model.units}
     placement = Placement(where=where, kv=("vram",) * 2, ram_ring=0, vram_ring=0)
     here = machine(gpu=True, link=1e6)
     assert here.gpu is not None
-    here = replace(here, shared_s=shared_s, gpu=replace(here.gpu, call_s=1e-6))
+    here = replace(here, recorded_s=recorded_s, gpu=replace(here.gpu, call_s=1e-6))
     costs = Costs(shape=model, machine=here)
     experts = sum(2 * costs.cpu(step[0]) for step in model.steps if step[0].kind == "expert")
     found = simulate(costs, placement)
