@@ -1,9 +1,9 @@
 """Measures how ``localrt bench`` uses a GPU while a model decodes, or forecasts it without one.
 
-Torch's profiler measures the busy shares of GPU and link; without it the pipeline times them by
-events, as it does the others. If ``--gpu-memory``
-is given without a GPU, the result is a plan for a known GPU with this machine's disk, memory and
-processor, in the form of a measurement but marked ``simulated``.
+Torch's profiler measures the busy shares of GPU and link. Without it, events do: the pipeline's, or
+for a model that is all on the GPU those around its graphs. If ``--gpu-memory`` is given without a
+GPU, the result is a plan for a known GPU with this machine's disk, memory and processor, in the
+form of a measurement but marked ``simulated``.
 """
 
 from __future__ import annotations
@@ -91,6 +91,8 @@ def gpu_use(model: Model, prompt: Sequence[int]) -> GpuUse:
         return GpuUse(busy, what_helps(busy, changes))
     if seen.busy_s is not None and seen.link_s is not None:
         busy |= {"gpu": seen.busy_s / seen.seconds, "link": seen.link_s / seen.seconds}
+    elif seen.busy_s is not None:
+        busy.setdefault("gpu", seen.busy_s / seen.seconds)
     return GpuUse(
         busy,
         what_helps(busy, changes),

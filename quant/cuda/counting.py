@@ -2,7 +2,8 @@
 
 Torch's profiler sees every kernel and copy, including ours and those in graphs, and torch's calls
 of CUDA; our calls of the driver are counted here. Profiling slows the work a little: use the times
-as shares. Without torch for GPUs, all calls are ours, and there are no times.
+as shares. Without torch for GPUs, all calls are ours, and events around each graph time it, with
+the gaps between its kernels.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import get_native_id
 from typing import Any
 
-from localrt.quant.cuda.driver import Cuda
+from localrt.quant.cuda.driver import Cuda, Event
 
 _LAUNCHES = ("LaunchKernel", "GraphLaunch")
 _OURS = "localrt"
@@ -33,8 +34,8 @@ class GpuUse:
     """``kernels`` ran on the GPU, ``launches`` are calls that started them: a graph is one.
 
     ``waits`` are calls in which the launching thread waited for the GPU, ``reader_waits`` those of
-    other threads. Of ``seconds``, kernels ran for ``busy_s``, and copies to the GPU for ``link_s``.
-    What only a profiler sees is None without one.
+    other threads. Of ``seconds``, kernels ran for ``busy_s`` (without a profiler: graphs), and
+    copies to the GPU for ``link_s``. What only a profiler sees is None without one.
     """
 
     seconds: float
@@ -53,10 +54,15 @@ def count_gpu_use(work: Callable[[], object]) -> GpuUse | None:
 
         if torch.cuda.is_available():
             return _profiled(work)
-    with _our_calls() as calls:
+    spans: list[tuple[Event, Event]] = []
+    with _our_calls(spans) as calls:
         started = time.perf_counter()
         work()
-        return use_of(calls, time.perf_counter() - started)
+        used = use_of(calls, time.perf_counter() - started)
+    if used is None or not spans:
+        return used
+    spans[-1][1].synchronize()
+    return replace(used, busy_s=sum(first.ms_until(last) for first, last in spans) / 1e3)
 
 
 def _profiled(work: Callable[[], object]) -> GpuUse | None:
@@ -79,13 +85,24 @@ def _profiled(work: Callable[[], object]) -> GpuUse | None:
 
 
 @contextmanager
-def _our_calls() -> Iterator[list[dict[str, object]]]:
-    """Collect our calls of the driver within, as events of a trace."""
+def _our_calls(
+    graphs: list[tuple[Event, Event]] | None = None,
+) -> Iterator[list[dict[str, object]]]:
+    """Collect our calls of the driver within, as events of a trace; append to ``graphs`` events
+    from before and after each graph.
+    """
     calls, call = list[dict[str, object]](), Cuda.call
 
-    def noted(self: Cuda, name: str, *args: object, **options: Any) -> object:
+    def noted(self: Cuda, name: str, *args: Any, **options: Any) -> object:
         calls.append({"cat": _OURS, "name": name, "tid": get_native_id()})
-        return call(self, name, *args, **options)
+        if graphs is None or name != "cuGraphLaunch":
+            return call(self, name, *args, **options)
+        first, last = (self.event(timed=True) for _ in range(2))
+        call(self, "cuEventRecord", first.handle, args[1])
+        result = call(self, name, *args, **options)
+        call(self, "cuEventRecord", last.handle, args[1])
+        graphs.append((first, last))
+        return result
 
     Cuda.call = noted  # type: ignore[method-assign]
     try:

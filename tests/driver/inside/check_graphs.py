@@ -13,7 +13,7 @@ from localrt.common.errors import LocalrtError, MemoryBudgetError
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cuda import measuring
 from localrt.quant.cuda.capture import Capture, record
-from localrt.quant.cuda.counting import _our_calls, use_of
+from localrt.quant.cuda.counting import _our_calls, count_gpu_use, use_of
 from localrt.quant.cuda.cuda_memory import CudaCopies
 from localrt.quant.cuda.driver import Cuda, device_of
 from localrt.quant.cuda.gpu_cache import ROWS
@@ -80,6 +80,17 @@ def test_calls_are_counted(device: Cuda) -> None:
     assert use is not None
     assert (use.launches, use.waits, use.reader_waits) == (1, 1, 0)
     assert counted(count) == 2
+
+
+def test_graphs_are_timed_without_torch(device: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    replay = record(counting(device)[1], Capture(device))
+    used = count_gpu_use(lambda: [replay(), device.synchronize(), replay()])
+    assert used is not None
+    assert (used.launches, used.kernels, used.link_s) == (2, None, None)
+    assert used.busy_s is not None
+    assert 0 <= used.busy_s <= used.seconds
+    assert count_gpu_use(lambda: None) is None
 
 
 def test_a_body_that_fails(device: Cuda) -> None:
