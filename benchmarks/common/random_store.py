@@ -37,7 +37,15 @@ from localrt.quant.formats.tiled import TILE_ROWS, TiledTensor, tile, tile_tenso
 Shapes = dict[str, tuple[int, ...]]
 # Mean square of each format's codes, to choose scales that keep a matrix's products near 1.
 _SPREAD = {
-    **{"nf4": 0.3, "nf4-f32": 0.3, "mxfp4": 2.7, "nvfp4": 2.7, "q6_k": 18.0, "q8_0": 74.0},
+    **{
+        "nf4": 0.3,
+        "nf4-f32": 0.3,
+        "fp4-f32": 0.3,
+        "mxfp4": 2.7,
+        "nvfp4": 2.7,
+        "q6_k": 18.0,
+        "q8_0": 74.0,
+    },
     **{"q2_k": 8.0, "q3_k": 45.0, "tq2_0": 1.0, "iq4_nl": 68.0, "iq4_xs": 1200.0},
 }
 

@@ -111,7 +111,7 @@ def product(name: str, device: str) -> Values:
     unpack_rows(weight, dense)
     unpacked = float(np.abs(dense.to_host() - values).max() / np.abs(values).max())
     # NF4's levels are multiples of 1/127; otherwise only float32 sums are rounded.
-    rounded = name in ("nf4", "nf4-f32")
+    rounded = name in ("nf4", "nf4-f32", "fp4-f32")
     bound = 8e-3 if rounded else 1e-5
     return {
         "ok": error < bound and same and unpacked < (bound if rounded else 1e-6),

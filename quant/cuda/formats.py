@@ -20,7 +20,7 @@ from localrt.quant.formats.packed import Format, GroupCodec
 from localrt.quant.formats.published import (
     PUBLISHED,
     BrainCodec,
-    Nf4FloatCodec,
+    LevelFloatCodec,
     ZeroPointCodec,
 )
 from localrt.quant.formats.tiled import tile_span
@@ -39,7 +39,9 @@ def _published(codec: GroupCodec) -> str | None:
         return f"Packed<Whole<{codec.bits}, 0>, BrainScaleAndMinimum, {steps}>"
     if isinstance(codec, ZeroPointCodec):
         return f"Packed<Whole<{codec.bits}, 0>, FloatScaleAndZero, {steps}>"
-    return f"Packed<Nf4, FloatScale, {steps}>" if isinstance(codec, Nf4FloatCodec) else None
+    if isinstance(codec, LevelFloatCodec):
+        return f"Packed<{codec.kind.capitalize()}, FloatScale, {steps}>"
+    return None
 
 
 TYPES = MappingProxyType(

@@ -47,7 +47,7 @@ from localrt.quant.formats.published import (
     PUBLISHED,
     BrainCodec,
     E4m3Codec,
-    Nf4FloatCodec,
+    LevelFloatCodec,
     ZeroPointCodec,
 )
 
@@ -82,7 +82,7 @@ __all__ = [
     "Exactness",
     "Format",
     "GroupCodec",
-    "Nf4FloatCodec",
+    "LevelFloatCodec",
     "PackedTensor",
     "ZeroPointCodec",
     "assemble",

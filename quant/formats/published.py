@@ -3,6 +3,7 @@
     int4-g64b     scale and minimum in bfloat16: MLX; symmetric codes are scale * code - 8 * scale
     int4-g128z    a float32 scale and a zero point in a byte: AWQ, GPTQ and compressed-tensors
     nf4-f32       NF4 with a float32 absmax: bitsandbytes, whose double quantization needs it
+    fp4-f32       bitsandbytes' FP4, whose smallest level is not E2M1's
     e4m3-g128     a float32 scale and E4M3 codes: FP8 with a scale per block, row or tensor
 
 A block is one group: its scale, its minimum or zero point, its codes. localrt reads these formats
@@ -86,17 +87,29 @@ class ZeroPointCodec:
         return _unpacked(blocks[:, 5:], self.bits), np.concatenate(scales, axis=1)
 
 
-NF4_F32 = Format("nf4-f32", 64, 36, 4, _FLOAT)
+_FP4_MAGNITUDES = np.array([0, 0.0625, 8, 12, 4, 6, 2, 3], np.float32) / np.float32(12)
+FP4_LEVELS = np.concatenate([_FP4_MAGNITUDES, -_FP4_MAGNITUDES])
+"""bitsandbytes' FP4 by code; the sign is the highest bit."""
+FP4_LEVELS.flags.writeable = False
 
 
 @dataclass(frozen=True, slots=True)
-class Nf4FloatCodec:
-    """``nf4-f32``: value = level * scale. Scales are (n, 1)."""
+class LevelFloatCodec:
+    """``nf4-f32``, ``fp4-f32``: value = level * scale. Scales are (n, 1)."""
 
-    format: Format = NF4_F32
+    kind: str  # "nf4" or "fp4"
+
+    @property
+    def format(self) -> Format:
+        return Format(f"{self.kind}-f32", 64, 36, 4, _FLOAT)
+
+    @property
+    def levels(self) -> Floats:
+        """The sixteen levels by code."""
+        return NF4_LEVELS if self.kind == "nf4" else FP4_LEVELS
 
     def decode(self, codes: Bytes, scales: Floats) -> Floats:
-        return NF4_LEVELS[codes] * scales
+        return self.levels[codes] * scales
 
     def join(self, codes: Bytes, scales: Floats) -> Bytes:
         return np.concatenate([_float_bytes(scales), join_nibbles(codes)], axis=1)
@@ -147,7 +160,8 @@ _ALL: tuple[GroupCodec, ...] = (
     *(BrainCodec(bits, group) for bits in (4, 8) for group in GROUPS),
     *(ZeroPointCodec(bits, group) for bits in (4, 8) for group in GROUPS),
     *(E4m3Codec(group) for group in GROUPS),
-    Nf4FloatCodec(),
+    LevelFloatCodec("nf4"),
+    LevelFloatCodec("fp4"),
 )
 
 PUBLISHED: Mapping[str, GroupCodec] = MappingProxyType({codec.format.name: codec for codec in _ALL})

@@ -11,7 +11,6 @@ from localrt.common.errors import OptionError
 from localrt.quant.cpu.abi import find_library, layout_of
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.formats import FORMATS, GROUP_CODECS, Format, PackedTensor, unpack
-from localrt.quant.formats.fp4 import NF4_LEVELS
 from localrt.quant.formats.tiled import TILE_ROWS, tile, tile_tensor, untile
 from localrt.quant.methods.rotation import block_hadamard
 from tests.conftest import needs_kernels
@@ -50,16 +49,18 @@ def quantized(x: np.ndarray) -> np.ndarray:
 
 
 def computed(tensor: PackedTensor) -> np.ndarray:
-    """The weights that the kernels compute with, in float64: NF4's levels are rounded to 1/127."""
+    """The weights that the kernels compute with, in float64: levels are rounded to 1/127 (NF4) or
+    1/120 (bitsandbytes' FP4).
+    """
     values = unpack(tensor).astype(np.float64)
-    if not tensor.format.name.startswith("nf4"):
+    if tensor.format.name not in ("nf4", "nf4-f32", "fp4-f32"):
         return values
+    steps = 120 if tensor.format.name == "fp4-f32" else 127
     blocks = tensor.data.reshape(-1, tensor.format.block_bytes)
-    scales = GROUP_CODECS[tensor.format.name].split(blocks)[1]
-    largest = np.repeat(scales.reshape(len(values), -1), 64, 1)
-    levels = np.rint(NF4_LEVELS.astype(np.float64) * 127) / 127
-    nearest = np.abs(values[..., None] / largest[..., None] - NF4_LEVELS).argmin(-1)
-    return levels[nearest] * largest
+    codec = GROUP_CODECS[tensor.format.name]
+    codes, scales = codec.split(blocks)
+    levels = np.rint(codec.levels.astype(np.float64) * steps) / steps
+    return (levels[codes] * scales).reshape(values.shape)
 
 
 @pytest.mark.parametrize(("isa", "name"), CASES)

@@ -1,9 +1,13 @@
-"""bitsandbytes' NF4: consecutive nibbles of the whole matrix, the first in a byte's high half.
+"""bitsandbytes' NF4, FP4 and LLM.int8().
 
-Besides ``weight`` (bytes, 1) there are the largest magnitude of each block (``absmax``), the
+In 4 bits, a matrix is consecutive nibbles, the first in a byte's high half. Besides ``weight``
+(bytes, 1) there are the largest magnitude of each block (``absmax``), the
 sixteen levels (``quant_map``), and shape and block size as JSON (``quant_state``). With double
 quantization a block's ``absmax`` is a byte: an index into ``nested_quant_map``, whose value is
 multiplied by a ``nested_absmax``, plus an offset.
+
+In 8 bits, ``weight`` are signed bytes (rows, columns), and ``SCB`` the largest magnitude of each
+row: value = code * SCB / 127. ``weight_format`` is 0, the order of rows.
 """
 
 from __future__ import annotations
@@ -15,19 +19,30 @@ from typing import ClassVar
 
 import numpy as np
 
-from localrt.models.checkpoints.safetensors_header import RAW_BYTES
-from localrt.models.checkpoints.schemes.rows import CodedRows, weight_info
-from localrt.models.checkpoints.schemes.weights import Keys, Parts, require_shape, wrong
+from localrt.models.checkpoints.safetensors_header import INT8, RAW_BYTES
+from localrt.models.checkpoints.schemes.rows import (
+    CodedRows,
+    group_of,
+    weight_info,
+    zero_point_codec,
+)
+from localrt.models.checkpoints.schemes.weights import (
+    Keys,
+    Parts,
+    require_shape,
+    weights_alone,
+    wrong,
+)
 from localrt.models.tensor_source import RowSource, StoredTensor
-from localrt.quant.formats import F32, Nf4FloatCodec, unpack
-from localrt.quant.formats.fp4 import NF4_LEVELS
+from localrt.quant.formats import F32, LevelFloatCodec, unpack
 from localrt.quant.formats.packed import Bytes, Floats
-from localrt.quant.formats.published import NF4_F32
 
 _WEIGHT, _ABSMAX, _LEVELS = ".weight", ".weight.absmax", ".weight.quant_map"
 _STATE = ".weight.quant_state.bitsandbytes__nf4"
 _NESTED, _NESTED_LEVELS = ".weight.nested_absmax", ".weight.nested_quant_map"
 _FP4_STATE = ".weight.quant_state.bitsandbytes__fp4"
+_MAGNITUDES, _ORDER = ".SCB", ".weight_format"
+_UNIT, _MIDDLE = np.float32(1 / 127), np.float32(128)
 _LONGEST_STATE = 4096
 _BLOCK = 64
 
@@ -37,8 +52,13 @@ class BitsAndBytes:
     """See ``Scheme``."""
 
     endings: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        (_WEIGHT, _ABSMAX, _LEVELS, _STATE, _FP4_STATE, _NESTED, _NESTED_LEVELS), _WEIGHT
+        (
+            *(_WEIGHT, _ABSMAX, _LEVELS, _STATE, _FP4_STATE, _NESTED, _NESTED_LEVELS),
+            *(_MAGNITUDES, _ORDER),
+        ),
+        _WEIGHT,
     )
+    typical: str
     notes: tuple[str, ...] = ()
 
     @classmethod
@@ -46,26 +66,26 @@ class BitsAndBytes:
         """Read a ``quantization_config``.
 
         Raises:
-            UnsupportedModelError: 8 bits, or FP4.
+            UnsupportedModelError: other levels than NF4's and FP4's.
         """
         if keys.value("load_in_8bit"):
-            raise keys.unread("load_in_8bit", "LLM.int8()")
-        keys.one_of("bnb_4bit_quant_type", ("nf4",), "nf4")
-        return cls()
-
-    @property
-    def typical(self) -> str:
-        return NF4_F32.name
+            return cls("int8-g128z", (weights_alone("int", 8, 8),))
+        return cls(f"{keys.one_of('bnb_4bit_quant_type', ('nf4', 'fp4'), 'fp4')}-f32")
 
     def source(self, parts: Parts) -> RowSource | None:
         weight = parts.need(_WEIGHT)
+        if weight.info.format == INT8:
+            return _eight_bits(parts, weight)
         if len(parts.tensors) == 1 and weight.info.format != RAW_BYTES:
             return None
-        state, levels, absmax = (parts.need(part) for part in (_STATE, _LEVELS, _ABSMAX))
+        state = parts.find(_FP4_STATE) or parts.need(_STATE)
+        levels, absmax = parts.need(_LEVELS), parts.need(_ABSMAX)
         rows, columns, block, offset = _state(state)
         require_shape(levels, F32, 16)
-        if not np.array_equal(unpack(levels.read()), NF4_LEVELS):
-            raise wrong(levels, "has other levels than NF4")
+        found = unpack(levels.read())
+        codec = next((codec for codec in _CODECS if np.array_equal(codec.levels, found)), None)
+        if codec is None:
+            raise wrong(levels, "has other levels than NF4 and FP4")
         if rows * columns != 2 * weight.info.nbytes or weight.info.format != RAW_BYTES:
             raise wrong(weight, f"does not hold {rows} x {columns} numbers of 4 bits")
         if block % _BLOCK or columns % _BLOCK or (columns % block and block % columns):
@@ -85,9 +105,38 @@ class BitsAndBytes:
             if offset is None or -(-count // size) != nested.info.shape[0]:
                 raise wrong(nested, f"does not divide {count} blocks")
             steps = _Nested(nested, map_, offset, size)
-        codec = Nf4FloatCodec()
         info = weight_info(parts.name, rows, columns, codec.format)
-        return _Nf4Rows(info, codec, weight, absmax, block, steps)
+        return _FourBitRows(info, codec, weight, absmax, block, steps)
+
+
+_CODECS = (LevelFloatCodec("nf4"), LevelFloatCodec("fp4"))
+
+
+def _eight_bits(parts: Parts, weight: StoredTensor) -> RowSource:
+    """LLM.int8()'s bytes, with a scale for each row."""
+    magnitudes, order = parts.need(_MAGNITUDES), parts.find(_ORDER)
+    require_shape(weight, INT8, None, None)
+    rows, columns = weight.info.shape
+    require_shape(magnitudes, F32, rows)
+    if order is not None and order.read().data.any():
+        raise wrong(order, "is not 0: only bytes in the order of rows are read")
+    codec = zero_point_codec(8, group_of(columns))
+    info = weight_info(parts.name, rows, columns, codec.format)
+    return _EightBitRows(info, codec, weight, magnitudes)
+
+
+@dataclass(frozen=True, slots=True)
+class _EightBitRows(CodedRows):
+    weight: StoredTensor
+    magnitudes: StoredTensor
+
+    def _codes(self, start: int, stop: int) -> Bytes:
+        return self.weight.read(start, stop).data ^ np.uint8(128)
+
+    def _scales(self, start: int, stop: int) -> Floats:
+        found = unpack(self.magnitudes.read())[start:stop] * _UNIT
+        each = np.repeat(found[:, None], self.info.shape[1] // self.codec.format.block, axis=1)
+        return np.stack([each, np.full_like(each, _MIDDLE)], axis=-1)
 
 
 def _state(tensor: StoredTensor) -> tuple[int, int, int, float | None]:
@@ -130,7 +179,7 @@ class _Nested:
 
 
 @dataclass(frozen=True, slots=True)
-class _Nf4Rows(CodedRows):
+class _FourBitRows(CodedRows):
     weight: StoredTensor
     absmax: StoredTensor
     block: int

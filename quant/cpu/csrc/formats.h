@@ -257,6 +257,16 @@ template <bool FLOATS> struct Nf4 {  // levels rounded to 1/127: errors up to 0.
     static F16L scale(const Head& head, const uint8_t*, int, int) { return head.scale; }
 };
 
+struct Fp4 : Nf4<true> {  // bitsandbytes' levels in units of 1/120: exact but for the smallest, 0.625 of one
+    static constexpr int MOST = 248;
+    static Head open(const uint8_t* p) { return {F16L::load((const float*)p) * F16L::set1(1.f / 120)}; }
+    static LookedUp codes(const uint8_t* p) {
+        alignas(16) static const uint8_t numbers[16] = {128, 129, 208, 248, 168, 188, 148, 158,
+                                                        128, 127, 48,  8,   88,  68,  108, 98};
+        return {p, numbers};
+    }
+};
+
 // Levels of IQ4_NL and IQ4_XS, plus 128.
 inline LookedUp iq4_codes(const uint8_t* p) {
     alignas(16) static const uint8_t numbers[16] = {1,   24,  45,  63,  79,  93,  106, 118,

@@ -344,7 +344,7 @@ LRT_NOINLINE void Packed<Layout>::multiply_gated(const Matrix& gate, const Matri
 #define LAYOUTS_OF_PART_2(each)                                                                                      \
     each(TwoLevel<false>) each(TwoLevel<true>) each(Six) each(Two) each(Three) each(Iq4Nl) each(Iq4Xs) each(Ternary) \
     each(Iq3Xxs) each(Iq3S) each(Iq2Xxs) each(Iq2Xs) each(Iq2S) each(Iq1S) each(Iq1M) each(Mxfp4) each(Nvfp4)       \
-    each(Nf4<false>) each(Nf4<true>) each(ZeroPoints<4>) each(ZeroPoints<8>)
+    each(Nf4<false>) each(Nf4<true>) each(Fp4) each(ZeroPoints<4>) each(ZeroPoints<8>)
 #if LRT_PART == 2
 #define PRODUCTS_OF(...)                                                                                                     \
     template void Packed<__VA_ARGS__>::multiply(const Matrix&, int, int, const Acts&, const Runs&, RunRange, const Target&); \
@@ -522,6 +522,7 @@ template <class Fn> inline void with_layout(int layout, Fn fn) {
         case ZEROS4: return fn(Packed<ZeroPoints<4>>());
         case ZEROS8: return fn(Packed<ZeroPoints<8>>());
         case NF4_F32: return fn(Packed<Nf4<true>>());
+        case FP4_F32: return fn(Packed<Fp4>());
         case E4M3_GROUPS: return fn(E4m3Groups());
     }
 }

@@ -125,6 +125,11 @@ struct Nf4 : Levels<0x3243587Fu, 0x000C1724u, 0x2B1F140Au, 0x7F5C4738u, 0> {
     static constexpr float UNIT = 1.f / 127;
 };
 
+// bitsandbytes' FP4 in multiples of 1/120: exact but for the smallest level, 0.625 of one, as on the CPU.
+struct Fp4 : Levels<0x78500100u, 0x1E143C28u, 0x78500100u, 0x1E143C28u, 1> {
+    static constexpr float UNIT = 1.f / 120;
+};
+
 struct Iq4 : Levels<0x4153687Fu, 0x0A162331u, 0x26190D01u, 0x71594535u, 0> {
     static constexpr float UNIT = 1;
 };

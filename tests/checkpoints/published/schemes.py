@@ -224,10 +224,10 @@ def awq(group: int) -> Any:
 # -- bitsandbytes ----------------------------------------------------------------------------------
 
 
-def nf4(*, double: bool, block: int = 64) -> Any:
+def nf4(*, double: bool, block: int = 64, kind: str = "nf4") -> Any:
     def write(weight: torch.Tensor) -> tuple[Tensors, Values]:
         packed, state = bitsandbytes.functional.quantize_4bit(
-            weight.float(), blocksize=block, compress_statistics=double, quant_type="nf4"
+            weight.float(), blocksize=block, compress_statistics=double, quant_type=kind
         )
         values = bitsandbytes.functional.dequantize_4bit(packed, state)
         parts = {f"weight.{name}": part for name, part in state.as_dict(packed=True).items()}
@@ -237,10 +237,21 @@ def nf4(*, double: bool, block: int = 64) -> Any:
         "quantization_config": {
             "quant_method": "bitsandbytes",
             "load_in_4bit": True,
-            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_quant_type": kind,
             "bnb_4bit_use_double_quant": double,
         }
     }
+    return config, write
+
+
+def llm_int8() -> Any:
+    def write(weight: torch.Tensor) -> tuple[Tensors, Values]:
+        codes, scales, _ = bitsandbytes.functional.int8_vectorwise_quant(weight.half())
+        values = bitsandbytes.functional.int8_vectorwise_dequant(codes, scales)
+        order = torch.tensor(0, dtype=torch.uint8)
+        return {"weight": codes, "SCB": scales, "weight_format": order}, floats(values)
+
+    config = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}
     return config, write
 
 
@@ -414,6 +425,9 @@ SCHEMES: Mapping[str, Published] = {
     "NF4": scheme("nf4-f32", nf4(double=False)),
     "NF4 twice": scheme("nf4-f32", nf4(double=True)),
     "NF4 blocks of 256": scheme("nf4-f32", nf4(double=True, block=256)),
+    "FP4": scheme("fp4-f32", nf4(double=False, kind="fp4")),
+    "FP4 twice": scheme("fp4-f32", nf4(double=True, kind="fp4")),
+    "LLM.int8()": scheme("int8-g128z", llm_int8(), "(W8A8)", rtol=_TWO_FACTORS),
     "FP8 blocks": scheme("e4m3-g128", fp8((128, 128)), "(W8A8)"),
     "FP8 blocks bf16": scheme("e4m3-g128", fp8((128, 128), scale=BF16), "(W8A8)"),
     "FP8 blocks of 64": scheme("e4m3-g64", fp8((32, 64)), "(W8A8)"),

@@ -31,6 +31,7 @@ SMALL = {
     "GPTQ": "GPTQ g32",
     "AWQ": "AWQ g64",
     "NF4": "NF4 twice",
+    "LLM.int8()": "LLM.int8()",
     "FP8": "FP8 blocks of 64",
     "ModelOpt": "ModelOpt NVFP4",
     "MLX": "MLX",
@@ -117,7 +118,13 @@ def replaced(ending: str, part: torch.Tensor) -> Callable[[Tensors], Tensors]:
             r"up_proj.weight' .* does not hold 64 x 128 numbers of 4 bits",
         ),
         ("NF4", without("weight.absmax"), r"weight.absmax' of .* is missing"),
-        ("NF4", replaced("weight.quant_map", torch.zeros(16)), "has other levels than NF4"),
+        ("NF4", replaced("weight.quant_map", torch.zeros(16)), "has other levels than NF4 and FP4"),
+        (
+            "LLM.int8()",
+            replaced("weight_format", torch.tensor(1, dtype=torch.uint8)),
+            "is not 0: only bytes in the order of rows",
+        ),
+        ("LLM.int8()", without("SCB"), r"SCB' of .* is missing"),
         (
             "NF4",
             replaced(
@@ -160,8 +167,7 @@ def test_bad_tensors(
         ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
         ({"quant_method": "awq", "version": "gemv"}, "version is 'gemv', of which .* reads gemm"),
         ({"quant_method": "awq", "bits": 8}, "bits is 8, of which localrt reads 4"),
-        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, r"asks for LLM.int8\(\)"),
-        ({"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type is"),
+        ({"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "int4"}, "bnb_4bit_quant_type is"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size should be two"),
         ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight_block_size should be two"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo is 'W4A8_AWQ', of"),

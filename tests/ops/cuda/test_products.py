@@ -28,7 +28,7 @@ from tests.ops.oracles import gated
 from tests.ops.packed import random_tensor
 
 # NF4's levels are 127ths.
-TOLERANCE = {name: 8e-3 if name.startswith("nf4") else 1e-6 for name in TYPES}
+TOLERANCE = {name: 8e-3 if name.startswith(("nf4", "fp4-f32")) else 1e-6 for name in TYPES}
 # One of each kind of code, of scale and of span.
 SOME = (
     *("q2_k", "q4_0", "q4_k", "q5_1", "q6_k", "q8_0"),
