@@ -1,10 +1,11 @@
 """Adapters on a GPU: A and B in bf16, added to the products of a pass's rows.
 
-Two kernels apply the adapters of a product: in the first, a warp computes one rank of A @ x for a
-row; in the second, a thread computes one output of B. Each row may have its own adapter; its bits
-depend on the row and the adapter alone. Each matrix has a table of the adapters in use, and a pass
-tells each row's place in all tables: both stay where they are, so that recorded passes serve all
-adapters. If layers are on both CPU and GPU, each device has a copy within its own budget.
+A warp computes one rank of A @ x for a row; then a thread computes one output of B. The kernel for
+few rows does both beside its product (``products.product``); after others come two kernels. Each
+row may have its own adapter; its bits depend on the row and the adapter alone. Each matrix has a
+table of the adapters in use, and a pass tells each row's place in all tables: both stay where they
+are, so that recorded passes serve all adapters. If layers are on both CPU and GPU, each device has
+a copy within its own budget.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.quant.cuda.device import Device
-from localrt.quant.cuda.launch import arguments, declarations, launch, pointers
-from localrt.quant.cuda.products import MOST_ROWS, OUT, Records
+from localrt.quant.cuda.launch import declarations, launch, pointers
+from localrt.quant.cuda.products import MOST_ROWS, OUT, AdaptedRows, Records
 from localrt.quant.cuda.programs import Program
-from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32, INT32, Dtype, Tensor, empty, upload
+from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32, INT32, Tensor, empty, upload
 from localrt.quant.formats.convert import bf16_bits
 from localrt.quant.ops.adapters import (
     Adapter,
@@ -39,48 +40,40 @@ class Change(Structure):
     """What an adapter does to some columns of a product; uploaded as an array."""
 
 
-_Down = arguments("low_rank_down.cu", "LowRankDown")
-_Up = arguments("low_rank_up.cu", "LowRankUp")
-
-
-def add_low_rank(
-    changes: Tensor,
-    places: Tensor,
-    x: Tensor | Records,
-    y: Tensor,
-    *,
-    columns: int,
-    parts: int,
-    rank: int,
-    rows: int,
-    bias: Tensor | None = None,
-) -> None:
-    """Change y (R, n), bf16 or float32, in place; x (R, columns) is bf16 or records.
+def adapted_products(
+    changes: Tensor, places: Tensor, x: Tensor | Records, *, parts: int, rank: int
+) -> AdaptedRows:
+    """What changes in products with x (R, columns), bf16 or records.
 
     ``changes`` is an array of ``Change`` on the device, as many for each of ``parts`` of the
     matrix's rows; ``places`` (R,), int32, are those of the rows' changes in each part, -1 for none.
-    ``rank`` and ``rows`` are the largest among them, or more. ``bias`` (n,), float32, is the bias
-    already included in y.
+    ``rank`` is the largest among them, or more.
     """
-    each, count = changes.size // sizeof(Change) // parts, len(y)
-    between = empty(parts, count, rank, dtype=FLOAT32, device=y.device)
-    recorded = isinstance(x, Records)
     data = x.data if isinstance(x, Records) else x
     stride = x.stride if isinstance(x, Records) else 2 * x.strides[0]
-    fine = isinstance(x, Records) and x.fine
-    down, up = low_rank_programs(y.dtype, records=recorded, fine=fine)
-    first = _Down(*pointers(changes, places, data, between), stride, each, columns, rank)
-    launch(y.device, down, (count, -(-32 * rank // _THREADS), parts), _THREADS, first)
-    second = _Up(*pointers(changes, places, between, bias, y), y.strides[0], each, rank)
-    launch(y.device, up, (count, -(-rows // _THREADS), parts), _THREADS, second)
+    rows, columns = (x.rows, x.columns) if isinstance(x, Records) else x.shape
+    sums = empty(parts, rows, rank, dtype=FLOAT32, device=data.device)
+    tensors = changes, places, data, sums
+    each = changes.size // sizeof(Change) // parts
+    sizes = stride, parts, each, columns, rows, rank
+    made = AdaptedRows(*pointers(*tensors, None, None, None), *sizes, missing=sums.size)
+    made.tensors, made.records = tensors, isinstance(x, Records)
+    return made
 
 
-def low_rank_programs(
-    out: Dtype, *, records: bool = False, fine: bool = False
-) -> tuple[Program, Program]:
-    """The programs that ``add_low_rank`` launches."""
-    down = Program.of("low_rank_down", RECORDS=int(records), FINE=int(fine))
-    return down, Program.of("low_rank_up", OUT=OUT[out])
+def add_low_rank(
+    change: AdaptedRows, y: Tensor, bias: Tensor | None = None, *, fine: bool = False
+) -> None:
+    """Change the product y (R, n), bf16 or float32, in place. ``bias`` (n,), float32, is the bias
+    already included in y.
+    """
+    (rows, width), missing = y.shape, change.missing
+    change.bias, change.y = pointers(bias, y)
+    change.y_stride, change.width = y.strides[0], width
+    down = Program.of("low_rank_down", RECORDS=int(change.records), FINE=int(fine))
+    up = Program.of("low_rank_up", OUT=OUT[y.dtype], RECORDS=0)
+    launch(y.device, down, (-(-32 * missing // _THREADS), 1, 1), _THREADS, change)
+    launch(y.device, up, (rows, -(-width // _THREADS), 1), _THREADS, change)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -186,32 +179,19 @@ class CudaAdapters:
         self._places.clear()
         self.of_rows = []
 
-    def changes(self, starts: Mapping[str, int]) -> bool:
-        """Whether adapters change the matrix whose tensors begin at ``starts``."""
-        return bool(self.of_rows) and not self._names.isdisjoint(starts)
-
-    def add_to(
-        self, y: Tensor, x: Tensor | Records, starts: Mapping[str, int], bias: Tensor | None
-    ) -> None:
-        """Change y (R, n), the product of x (R, columns) with the matrix, ``bias`` included."""
-        if not self.changes(starts):
-            return
+    def of(self, x: Tensor | Records, starts: Mapping[str, int]) -> AdaptedRows | None:
+        """What changes in the product of x (R, columns) with a matrix whose tensors begin at
+        ``starts``; None is nothing.
+        """
+        if not self.of_rows or self._names.isdisjoint(starts):
+            return None
         if tuple(starts) not in self._tables:
             pool = self._device.persistent
             table = upload(self._changes(starts), self._device, pool=pool)
             self._tables[tuple(starts)] = starts, table
         assert self._places_of_rows is not None, "the pass has begun"
-        add_low_rank(
-            self._tables[tuple(starts)][1],
-            self._places_of_rows,
-            x,
-            y,
-            columns=x.columns if isinstance(x, Records) else x.shape[1],
-            parts=len(starts),
-            rank=self._rank,
-            rows=max(np.diff([*starts.values(), y.shape[1]]).tolist()),
-            bias=bias,
-        )
+        table = self._tables[tuple(starts)][1]
+        return adapted_products(table, self._places_of_rows, x, parts=len(starts), rank=self._rank)
 
     def _changes(self, starts: Mapping[str, int]) -> npt.NDArray[np.uint8]:
         """The table of a matrix: each tensor's changes by all adapters that have places."""

@@ -9,8 +9,10 @@ matrix per head. This module chooses kernels and rotates inputs; it knows no ste
 from __future__ import annotations
 
 from localrt.quant.cuda import cublas
+from localrt.quant.cuda.adapters import add_low_rank
 from localrt.quant.cuda.device import Device
 from localrt.quant.cuda.launch import prefers_int8
+from localrt.quant.cuda.launch_shape import many_grid
 from localrt.quant.cuda.products import (
     MOST_ROWS,
     Records,
@@ -65,6 +67,8 @@ def linear(
             x = quantize(x, fine=weight.fine)
     if out is None:
         out = empty(_rows(x), weight.shape[0], dtype=dtype, device=_device(x))
+    change = None if weight.adapters is None else weight.adapters.of(given, weight.starts)
+    joined = change if _applies_changes(weight, _rows(x)) else None
     first = 0
     for part in weight.parts:
         rows = part.shape[0]
@@ -72,15 +76,15 @@ def linear(
         first += rows
         if isinstance(x, Records):
             assert isinstance(part, TiledMatrix), "records are for packed weights"
-            product(x, part, y, bias=own)
+            product(x, part, y, bias=own, change=joined)
         elif not ours and not _by_kernels(len(x), part):
             _multiply_unpacked(x, part, y, own)
         elif isinstance(part, Tensor):
             dense_product(x, part, y, bias=own)
         else:
-            product(quantize(x, fine=weight.fine), part, y, bias=own)
-    if weight.adapters is not None:
-        weight.adapters.add_to(out, given, weight.starts, bias)
+            product(quantize(x, fine=weight.fine), part, y, bias=own, change=joined)
+    if change is not None and joined is None:
+        add_low_rank(change, out, bias, fine=weight.fine)
     return out
 
 
@@ -121,14 +125,25 @@ def gate_up(
         or not _by_kernels(rows, part)
     ):
         return gate(linear(x, weight), activation)
-    if weight.adapters is not None and weight.adapters.changes(weight.starts):
+    change = None if weight.adapters is None else weight.adapters.of(x, weight.starts)
+    if change is not None and not _applies_changes(weight, rows):
         # In float32: rows without adapters keep their bits.
         return gate(linear(x, weight, dtype=FLOAT32), activation)
     if isinstance(x, Tensor):
         x = quantize(_rotated(x, weight), fine=weight.fine)
     out = empty(rows, inner, dtype=BFLOAT16, device=_device(x))
-    product(x, part, out, gate=activation)
+    product(x, part, out, gate=activation, change=change)
     return out
+
+
+def _applies_changes(weight: CudaWeight, rows: int) -> bool:
+    """Whether products of ``rows`` rows apply adapters themselves: the kernel for few rows does."""
+    count = rows * (2 if weight.fine else 1)
+    return all(
+        isinstance(part, TiledMatrix)
+        and not many_grid(part.format, count, part.count, _device(part).processors)
+        for part in weight.parts
+    )
 
 
 def _rotated(x: Tensor, weight: CudaWeight) -> Tensor:

@@ -10,6 +10,7 @@ the formats' reference bit for bit, except NF4's: its levels are multiples of 1/
 
 from __future__ import annotations
 
+from ctypes import Structure
 from dataclasses import dataclass
 from functools import cache
 
@@ -100,6 +101,19 @@ _Quantize = arguments("quantize.cu", "Quantize")
 _Dense = arguments("dense.cu", "Dense")
 _DenseMany = arguments("dense_many.cu", "DenseMany")
 _Linear = arguments("linear.cuh", "Linear")
+_MOST_SHARED = 4096  # blocks of products whose blocks share rows
+
+
+@declarations("low_rank.cuh").struct("AdaptedRows")
+class AdaptedRows(Structure):
+    """What adapters change in products with some rows, which may be ``records``."""
+
+    records: bool
+    tensors: tuple[Tensor, ...]  # whose addresses it has
+
+
+class _Adapted(Structure):
+    _fields_ = (("linear", _Linear), ("change", AdaptedRows))
 
 
 def empty_records(
@@ -141,12 +155,16 @@ def product(
     gate: str | None = None,
     limit: float = 0.0,
     division: LaunchShape | None = None,
+    change: AdaptedRows | None = None,
 ) -> None:
     """out (R, rows) = x (R, columns) @ weight.T.
 
     With ``gate``, the weight stacks F gate rows and F up rows, F a multiple of 16, and out (R, F)
     is activation(gate) * up; ``limit`` is ``swiglu_oai``'s. With H heads the weight stacks H
     matrices of whole tiles, and out is (H, R, rows / H).
+
+    ``change`` is for few rows, and applied before the gate. A matrix in several parts passes it to
+    each in order.
     """
     heads = x.heads
     rows, columns = weight.shape[0] // heads, weight.shape[1]
@@ -166,7 +184,7 @@ def product(
         size = blocks * grid[2] * parts * warps * division.groups * division.pairs * _SUMS_OF_A_PAIR
         partial = empty(size, device=out.device)
         arrived = _counters(out.device)
-        assert blocks * grid[2] <= len(arrived), "only short products are shared out"
+        assert blocks * grid[2] <= _MOST_SHARED, "only short products are shared out"
     args = _Linear(
         *pointers(x.data, weight.data, out, bias, weight.factor, partial, arrived),
         x.stride * x.data.shape[-2],
@@ -186,7 +204,16 @@ def product(
         program = many_program(weight.format, gate, out.dtype, fine=x.fine, narrow=narrow)
         launch(out.device, program, many, 256, args)
         return
-    program = linear_program(weight.format, x.count, division, gate, out.dtype, fine=x.fine)
+    adapted = None if change is None else change.records
+    program = linear_program(
+        weight.format, x.count, division, gate, out.dtype, fine=x.fine, adapted=adapted
+    )
+    if change is not None:
+        change.helpers = min(blocks, -(-change.missing // (warps * grid[2])))
+        change.blocks = (change.helpers + blocks) * grid[2]
+        change.counters = _counters(out.device)[_MOST_SHARED:].address
+        args, grid = _Adapted(args, change), (blocks, 1 + parts, grid[2])
+        change.missing, change.first = 0, change.first + weight.shape[0]
     launch(out.device, program, grid, 32 * warps, args)
 
 
@@ -237,8 +264,11 @@ def linear_program(
     out: Dtype,
     *,
     fine: bool = False,
+    adapted: bool | None = None,
 ) -> Program:
-    """The variant of the kernel for ``rows`` rows of records."""
+    """The variant of the kernel for ``rows`` rows of records. ``adapted`` is whether adapters read
+    records; None without adapters.
+    """
     return Program.of(
         "linear",
         **format_macros(format_),
@@ -249,6 +279,8 @@ def linear_program(
         OUT=OUT[out],
         BLOCKS=2 if division.groups == 1 and format_ not in HEAVY else 1,  # per processor
         FINE=int(fine),
+        ADAPTED=int(adapted is not None),
+        RECORDS=int(adapted or False),
     )
 
 
@@ -280,7 +312,8 @@ def chains_of(format_: str, columns: int) -> int:
 @cache
 def _counters(device: Device) -> Tensor:
     """Zeroed counters; kernels reset those they use."""
-    return zeros(4096, dtype=INT32, device=device, pool=device.persistent)
+    size = _MOST_SHARED + 3  # those of ``AdaptedRows`` are the last
+    return zeros(size, dtype=INT32, device=device, pool=device.persistent)
 
 
 _WARPS = 8

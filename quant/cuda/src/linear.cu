@@ -5,17 +5,31 @@
 // GATE                      0, or the activation of a matrix of gate rows followed by up rows
 //   OUT                       float or Bf16
 //   FINE                      see records.cuh
+//   ADAPTED                   1: adapters change the results (low_rank.cuh, with its RECORDS)
 #include "linear.cuh"
+#include "low_rank.cuh"
 
 using Weights = FORMAT;
 
-extern "C" __global__ void __launch_bounds__(256, BLOCKS) linear(Linear args) {
+#if ADAPTED
+struct Args : Linear {
+    AdaptedRows change;
+};
+#define CHANGE args.change
+#else
+using Args = Linear;
+#define CHANGE AdaptedRows()
+#endif
+
+extern "C" __global__ void __launch_bounds__(256, BLOCKS) linear(Args args) {
     constexpr int PAIRS = PAIRS_, NT = NT_;
     using S = Sums<Weights, PAIRS, WIDTH, NT>;
     constexpr int EACH = PAIRS * S::ROWS * S::COLUMNS * 32;  // results of a block per eight activation rows
     __shared__ float meet[MOST_CHAINS][EACH];
     __shared__ u32 turn;
-    const int warp = threadIdx.x / 32, warps = blockDim.x / 32, parts = gridDim.y;
+    if (ADAPTED && blockIdx.y == 0 && blockIdx.x >= CHANGE.helpers) return;
+    if (ADAPTED && blockIdx.y == 0) return complete_sums(CHANGE, turn);
+    const int warp = threadIdx.x / 32, warps = blockDim.x / 32, part = blockIdx.y - ADAPTED, parts = gridDim.y - ADAPTED;
     const Lane lane = Lane::make(threadIdx.x % 32);
     const int groups = (args.m + 8 * NT - 1) / (8 * NT), group = blockIdx.z % groups, head = blockIdx.z / groups;
 
@@ -24,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) linear(Linear args) {
     const int first = blockIdx.x * (GATE ? PAIRS : 2 * PAIRS);
     S s;
     const u8* records = args.x + head * args.x_head + (i64)group * 8 * NT * args.x_stride;
-    const int chain = blockIdx.y * warps + warp;
+    const int chain = part * warps + warp;
     s.begin(s, records, InOrder{args.x_stride}, lane, chain);
     const int in_half = GATE ? first : first + lane.g / 4, next = GATE ? 1 : 2;
     const int begin = in_half < half ? in_half : half - 1;  // clamped for a matrix's last pairs
@@ -41,12 +55,13 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) linear(Linear args) {
             if (stage == 0) leave<S, PAIRS>(s, nt, meet);
             for (int i = threadIdx.x; i < EACH; i += blockDim.x) {
                 if (parts > 1 && stage == 0)
-                    for (int w = 0; w < warps; w++) shared[((blockIdx.y * warps + w) * NT + nt) * EACH + i] = meet[w][i];
+                    for (int w = 0; w < warps; w++) shared[((part * warps + w) * NT + nt) * EACH + i] = meet[w][i];
                 else
                     meet[0][i] = joined(args.chains, [&](int w) { return parts > 1 ? shared[(w * NT + nt) * EACH + i] : meet[w][i]; });
             }
             __syncthreads();
             if (parts > 1 && stage == 0) continue;
+            if (ADAPTED && nt == 0) complete_sums(CHANGE, turn);
             for (int i = threadIdx.x; i < EACH; i += blockDim.x) {
                 int at, row, n;
                 place<S>(i, PAIRS, at, row, n);
@@ -54,7 +69,13 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) linear(Linear args) {
                 const int t = GATE ? first + at / 2 : first + at, out = t * 16 + row;
                 if (n % RECORD_ROWS || n >= args.m || t >= half || out >= args.rows || (GATE && (at & 1))) continue;
                 // The same row of the other tile is 16 lanes further.
-                const float value = finished<GATE>(whole<S>(meet[0], i), whole<S>(meet[0], GATE ? i + 16 : i), Weights::UNIT, ends, t, out, args.limit);
+                const auto of = [&](int which) {
+                    const float value = plain(whole<S>(meet[0], i + 16 * which), Weights::UNIT, ends, which, t, out);
+                    if (!ADAPTED) return value;
+                    const float bias = ends.biases[which] ? ends.biases[which][out] : 0;
+                    return changed<OUT, GATE != 0>(CHANGE, n / RECORD_ROWS, which * args.rows + out, bias, value);
+                };
+                const float value = GATE ? gated<GATE>(of(0), of(1), args.limit) : of(0);
                 store((OUT*)args.y + head * args.y_head + (i64)(n / RECORD_ROWS) * args.y_stride + out, value);
             }
             __syncthreads();

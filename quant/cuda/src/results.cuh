@@ -52,19 +52,19 @@ struct Ends {
     const float* biases[2];
 };
 
+// The result from `sum` before a gate, of the gate rows (0) or of the up rows (1).
+FN float plain(float sum, float unit, const Ends& ends, int which, int tile, int row) {
+    float value = times(sum, unit);
+    if (ends.factors[which]) value = times(value, ends.factors[which][tile]);
+    if (ends.biases[which]) value = plus(value, ends.biases[which][row]);
+    return value;
+}
+
 // The final result from `sum`; `beside` is the sum of the gate row's matching up row.
 template <int KIND>
 FN float finished(float sum, float beside, float unit, const Ends& ends, int tile, int row, float limit) {
-    float value = times(sum, unit);
-    if (ends.factors[0]) value = times(value, ends.factors[0][tile]);
-    if (ends.biases[0]) value = plus(value, ends.biases[0][row]);
-    if constexpr (KIND == RELU2) {
-        value = value > 0 ? value * value : 0;
-    } else if constexpr (KIND != 0) {
-        float up = times(beside, unit);
-        if (ends.factors[1]) up = times(up, ends.factors[1][tile]);
-        if (ends.biases[1]) up = plus(up, ends.biases[1][row]);
-        value = gated<KIND>(value, up, limit);
-    }
-    return value;
+    const float value = plain(sum, unit, ends, 0, tile, row);
+    if constexpr (KIND == 0) return value;
+    if constexpr (KIND == RELU2) return value > 0 ? value * value : 0;
+    return gated<KIND>(value, plain(beside, unit, ends, 1, tile, row), limit);
 }

@@ -2,7 +2,7 @@
 a scale, the bytes of Qwen2.5 1.5B, all of it on the GPU.
 
 Passes alone, as benchmarks/gpu/adapters.py measures them: what the host does between them is not
-counted. Adapters count as kernels, not by the 2 % of the weights' bytes that they are.
+counted. Adapters cost their bytes, 4 % of the weights' each, and a fixed time of each product.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ pytestmark = [needs_kernels, once]
 
 LAYERS = 28
 NBYTES = 0.87e9  # of int4-g32: all layers and the head
+ADAPTER_NBYTES = 37e6  # in bf16, of rank 16, of all matrices
+PRODUCTS = 4 * LAYERS  # that apply it
 PASSES = 4
 
 
@@ -60,7 +62,8 @@ class Timed:
         caches = [decoder.cache(40) for _ in mixes]
         for cache, mix in zip(caches, mixes, strict=True):
             cache.mix = mix
-        with virtual_time(self._machine, lambda name: 0) as time:
+        nbytes = ADAPTER_NBYTES * len({mix for mix in mixes if mix}) / PRODUCTS
+        with virtual_time(replace(self._machine, adapters=nbytes), lambda name: 0) as time:
             for number in range(2 + PASSES):
                 if number == 2:
                     begin = time.now
@@ -75,29 +78,32 @@ CARDS = {"H100": card(49e9), "4060": rtx_4060(50e9)}
 
 @pytest.mark.parametrize(
     ("name", "kept"),
-    [("H100", 0.7), pytest.param("4060", 0.9, marks=CI)],
+    [("H100", (0.9, 0.9, 0.79)), pytest.param("4060", (0.94, 0.94, 0.76), marks=CI)],
 )
 def test_chats_and_adapters(
-    model: Model, driver: Driver, gpu: Kernels, name: str, kept: float
+    model: Model, driver: Driver, gpu: Kernels, name: str, kept: tuple[float, ...]
 ) -> None:
-    """Eight chats make more than three times the tokens of one; adapters keep ``kept`` of them. On
-    an H100 a pass is so short that each kernel counts. Step by step, chats and adapters lose.
+    """Eight chats make more than three times the tokens of one. ``kept`` of them are left with an
+    adapter: of one chat, of eight with the same one, and of eight with one each. Adapters are no
+    kernels more. Step by step, chats lose.
     """
     nbytes = sum(unit.nbytes for unit in model.store.manifest.units)
     driver.idle(True)
     try:
         timed = Timed(model, gpu, replace(CARDS[name], scale=NBYTES / nbytes))
         one, several = timed.rate([()]), timed.rate([()] * 8)
-        adapted = [timed.rate(timed.own[:count]) for count in (1, 8)]
+        adapted = [timed.rate(mixes) for mixes in (timed.own[:1], timed.own[:1] * 8, timed.own)]
         steps = timed.rate([()] * 8, recorded=False), timed.rate(timed.own[:1], recorded=False)
     finally:
         driver.idle(False)
     launches = [each[1] for each in (one, several, *adapted)]
-    assert launches == [1, 1, 1, 1]
+    assert launches == [1, 1, 1, 1, 1]
     assert several[0] > 3 * one[0]
-    assert adapted[0][0] > kept * one[0]
-    assert adapted[1][0] > kept * several[0]
-    assert [each[1] for each in steps] == [10 * LAYERS + 4, 19 * LAYERS + 4]
+    rates = [
+        each[0] / plain[0] for each, plain in zip(adapted, (one, several, several), strict=True)
+    ]
+    assert all(rate > least for rate, least in zip(rates, kept, strict=True)), rates
+    assert [each[1] for each in steps] == [10 * LAYERS + 4] * 2
     if name == "H100":
         assert steps[0][0] < 3 * one[0]
-        assert steps[1][0] < 0.3 * one[0]
+        assert steps[1][0] < 0.4 * one[0]

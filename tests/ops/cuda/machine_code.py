@@ -53,12 +53,15 @@ def build(program: Program, target: int) -> Build:
     )
 
 
-def product_program(format_: str, rows: int, *, gate: bool = False) -> tuple[Program, int]:
+def product_program(
+    format_: str, rows: int, *, gate: bool = False, adapted: bool = False
+) -> tuple[Program, int]:
     """The variant that a long matrix in ``format_`` takes for ``rows`` rows, and the pairs of tiles
     of a warp.
     """
     division = best_shape(format_, rows, _MANY_TILES, 24)
-    program = linear_program(format_, rows, division, _GATE if gate else None, FLOAT32)
+    gate_, reads = _GATE if gate else None, True if adapted else None
+    program = linear_program(format_, rows, division, gate_, FLOAT32, adapted=reads)
     return program, division.pairs
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from ctypes import Array
+from typing import Any
 
 import pytest
 import torch
 
-from localrt.quant.cuda.adapters import Change, add_low_rank
+from localrt.quant.cuda.adapters import Change, adapted_products, add_low_rank
 from localrt.quant.cuda.launch import pointers
-from localrt.quant.cuda.products import quantize
-from tests.ops.cuda.target import by_torch, there
+from localrt.quant.cuda.launch_shape import LaunchShape
+from localrt.quant.cuda.products import AdaptedRows, product, quantize
+from localrt.quant.cuda.steps import gate as gated
+from tests.ops.cuda.target import back, by_torch, there
+from tests.ops.cuda.test_products import matrix
 
 
 @pytest.mark.parametrize("out", [torch.bfloat16, torch.float32])
@@ -39,8 +43,8 @@ def test_low_rank_changes(form: str, out: torch.dtype) -> None:
 
     def change(array: Array[Change], places: torch.Tensor, y: torch.Tensor) -> None:
         numbers = torch.frombuffer(bytearray(array), dtype=torch.uint8)
-        sizes = {"columns": columns, "parts": 2, "rank": 40, "rows": 300}
-        by_torch(add_low_rank)(numbers, places, records or x, y, **sizes, bias=bias)
+        made = by_torch(adapted_products)(numbers, places, records or x, parts=2, rank=40)
+        by_torch(add_low_rank)(made, y, bias, fine=form == "fine")
 
     change(changes, places, y)
     close = {"rtol": 1e-2, "atol": 1e-1} if out == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-3}
@@ -50,3 +54,54 @@ def test_low_rank_changes(form: str, out: torch.dtype) -> None:
         few[2 if row == 1 else 1], one[row] = Change(), places[row]
         change(few, one, alone)
     assert torch.equal(alone, y)
+
+
+SHAPES = LaunchShape(1, 1), LaunchShape(1, 1, 4), LaunchShape(1, 2, 2)
+
+
+@pytest.mark.parametrize("rows", [1, 6, 20])
+@pytest.mark.parametrize(
+    ("form", "gate", "matrices"),
+    [("bf16", None, 1), ("records", None, 2), ("fine", None, 2), ("records", "silu", 1)],
+)
+def test_products_apply_changes(form: str, gate: str | None, matrices: int, rows: int) -> None:
+    """To the bits of two kernels after the product, however it is launched."""
+    torch.manual_seed(0)
+    columns, width, ranks = 768, 96, (3, 16)
+    x = there(torch.randn(rows, columns).bfloat16())
+    records = quantize(x, fine=form == "fine")
+    seen = x if form == "bf16" else records
+    each = width // matrices
+    weights = [matrix("int4-g32", each, columns, seed) for seed in range(matrices)]
+    bias = None if gate else there(torch.randn(width))
+    factors = there(torch.rand(48))
+    a = [there(torch.randn(rank, columns).bfloat16()) for rank in ranks]
+    b = [there(torch.randn(48, rank).bfloat16()) for rank in ranks]
+    # The second adapter changes the second half alone; a third one nothing.
+    first, second = pointers(a[0], b[0], factors), pointers(a[1], b[1], None)
+    table = (Change * 6)(Change(*first, 3, 48, 0), Change(), Change())
+    table[3], table[4] = Change(*second, 16, 48, 48), Change(*first, 3, 48, 48)
+    changes = there(torch.frombuffer(bytearray(table), dtype=torch.uint8))
+    places = there(torch.tensor([(0, 1, -1, 2)[row % 4] for row in range(rows)], dtype=torch.int32))
+
+    def made(out: torch.dtype, **options: Any) -> Any:
+        y = there(torch.zeros(rows, width // 2 if options.get("gate") else width, dtype=out))
+        for number, weight in enumerate(weights):
+            part = slice(number * each, (number + 1) * each)
+            own = None if bias is None else bias[part]
+            product(records, weight, y if gate else y[:, part], bias=own, **options)
+        return y
+
+    def change() -> AdaptedRows:
+        return adapted_products(changes, places, seen, parts=2, rank=16)
+
+    for out in (torch.bfloat16,) if gate else (torch.bfloat16, torch.float32):
+        wanted = made(torch.float32 if gate else out)
+        before = back(wanted)
+        add_low_rank(change(), wanted, bias, fine=form == "fine")
+        assert not torch.equal(back(wanted), before)
+        if gate:
+            wanted = gated(wanted, gate)
+        for shape in SHAPES:
+            found = made(out, gate=gate, change=change(), division=shape)
+            assert torch.equal(back(found), back(wanted))

@@ -74,7 +74,7 @@ SMALL: dict[str, dict[str, object]] = {
     "gate": {"GATE": 3, "IN": "float"},
     "layer_norm": {"OUT": "Bf16"},
     "low_rank_down": {"RECORDS": 1, "FINE": 1},
-    "low_rank_up": {"OUT": "Bf16"},
+    "low_rank_up": {"OUT": "Bf16", "RECORDS": 0},
     "move_bytes": {},
     "move_rows": {"IN": "Bf16", "OUT": "float"},
     "move_tokens": {},
@@ -107,9 +107,11 @@ def check(program: Program, target: int, *, registers: int = 255, spilled: int =
     return made
 
 
-def check_product(name: str, rows: int, target: int, *, gate: bool = False) -> float:
+def check_product(
+    name: str, rows: int, target: int, *, gate: bool = False, adapted: bool = False
+) -> float:
     """``check``; returns instructions per byte."""
-    program, pairs = product_program(name, rows, gate=gate)
+    program, pairs = product_program(name, rows, gate=gate, adapted=adapted)
     made = check(program, target, registers=most_registers(name, rows))
     return per_byte(made, name, pairs)
 
@@ -127,6 +129,20 @@ def test_every_format_on_ada(name: str) -> None:
 @pytest.mark.parametrize("name", cases([*ELSEWHERE, "nf4"], ("q4_k", "nvfp4")))
 def test_eight_rows_on_ada(name: str) -> None:
     assert check_product(name, 8, 89) <= (0.72 if name == "iq2_s" else 0.20)
+
+
+@pytest.mark.parametrize("name", cases(["int4-g32", "q4_k", "q6_k"], ("q4_k",)))
+@pytest.mark.parametrize("rows", [1, 8])
+def test_adapters_in_products(name: str, rows: int) -> None:
+    """The registers of products without, and a main loop that is as long."""
+    plain = check_product(name, rows, 89)
+    for gate in (False, True):
+        assert check_product(name, rows, 89, gate=gate, adapted=True) <= 1.05 * plain
+
+
+@pytest.mark.parametrize("target", OTHERS)
+def test_adapters_elsewhere(target: int) -> None:
+    check_product("q4_k", 1, target, adapted=True)
 
 
 @pytest.mark.slow
