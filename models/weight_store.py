@@ -109,8 +109,8 @@ class WeightMemory:
             MemoryBudgetError: not enough; nothing changes.
         """
 
-    def take_gpu(self, nbytes: int, *, for_good: bool = False) -> None:
-        """The same of the GPU's memory; ``for_good``: also what would not all come back."""
+    def take_gpu(self, nbytes: int) -> None:
+        """The same of the GPU's memory."""
 
     def set_budget(self, nbytes: int, note: str) -> None:
         """Set the RAM for weights and caches to ``nbytes``; ``note`` says so to a user.

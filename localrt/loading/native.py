@@ -110,7 +110,7 @@ def _must_stream(
     """
     if ops.name not in ("native", "cuda") or not find_library():
         return False
-    if options.shrinkable and not any(config.mixtures):
+    if options.shrinkable and (ops.name == "cuda" or not any(config.mixtures)):
         return True
     budget, _ = memory_left(ops, options)
     ctx = options.ctx or min(config.context_length, DEFAULT_CONTEXT)

@@ -330,6 +330,14 @@ class ExpertCache(Generic[MemoryT]):
         while self._allocated < self.capacity:
             self._allocate()
 
+    def grow(self, capacity: int) -> None:
+        """Allocate slots up to ``capacity``, or as many as there is memory for."""
+        self.capacity = capacity
+        try:
+            self.reserve()
+        except MemoryBudgetError:  # another program has taken it
+            self.capacity = self._allocated
+
     def resize(self, capacity: int, least: int = 0) -> None:
         """Change the number of slots. Slabs are freed as a whole, least valuable first, but at
         least ``least`` slots stay.

@@ -236,6 +236,13 @@ class HybridExperts:
         self.settle()
         return self.slots.evict(nbytes)
 
+    def grow(self, nbytes: int) -> None:
+        """Take freed slots again, as far as ``nbytes`` go, and begin to copy experts to them."""
+        if count := self.slots.grow(nbytes):
+            for key in self.slots.cache.candidates(count):
+                if self.memory.pool(key[0]).holds(*key):
+                    self.copies.bring(*key)
+
     def settle(self) -> None:
         """Wait for all copies to slots, so that the slots' memory may be freed."""
         self.copies.settle(wait=True)

@@ -266,6 +266,7 @@ class GpuSlots:
         build: Callable[[Key, StoredUnit, Memory, Bytes], ExpertWeights],
     ) -> None:
         self.gpu, self.cache, self.slot_nbytes = gpu, cache, slot_nbytes
+        self._at_load = cache.capacity
         self._units = units
         self._build = build
         self._last_use: dict[int, Event | None] = {}  # last use by eager kernels, by layer
@@ -344,6 +345,20 @@ class GpuSlots:
         cache, before = self.cache, self.cache.capacity
         cache.resize(before - -(-nbytes // self.slot_nbytes), least=1)
         return (before - cache.capacity) * self.slot_nbytes
+
+    @property
+    def missing(self) -> int:
+        """Bytes that ``evict`` has freed, and that ``grow`` could take again."""
+        return (self._at_load - self.cache.capacity) * self.slot_nbytes
+
+    def grow(self, nbytes: int) -> int:
+        """Take freed slots again, in whole allocations of ``nbytes`` at most; returns how many."""
+        cache, before, room = self.cache, self.cache.capacity, nbytes // self.slot_nbytes
+        missing = self._at_load - before
+        more = missing if missing <= room else room - room % cache.slab_slots
+        if more > 0:
+            cache.grow(before + more)
+        return cache.capacity - before
 
     def close(self) -> None:
         """Free the memory."""

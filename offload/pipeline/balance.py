@@ -19,7 +19,7 @@ from localrt.offload.experts.hybrid import HybridExperts
 from localrt.offload.experts.memory import ExpertMemory
 from localrt.offload.pipeline.caches import Caches
 from localrt.offload.pipeline.eviction import choose_slabs, choose_units
-from localrt.offload.pipeline.lane import Lane
+from localrt.offload.pipeline.lane import Lane, host_ring
 from localrt.offload.pipeline.stage import Stage
 from localrt.offload.placement import Where
 from localrt.offload.ring import Ring
@@ -29,13 +29,6 @@ _OTHERS = "other programs need the memory"
 _OWN = "something else in this program needs the GPU's memory"
 _RELIEF_SHARE = 16  # a full GPU evicts 1/16 of its weights
 _STREAMED = {Where.RAM: Where.SSD, Where.LINK: Where.SSD_LINK, Where.VRAM: Where.SSD_LINK}
-
-
-def host_ring(nbytes: int, chunk: int, gpu: Gpu | None) -> Ring[Bytes]:
-    """Make the CPU's ring in RAM; with a GPU it is pinned, since copies over the link read it."""
-    if gpu is None:
-        return Ring(nbytes, chunk)
-    return Ring(nbytes, chunk, gpu.host_buffer(nbytes), free=gpu.free_host)
 
 
 class Balance(WeightMemory):
@@ -159,27 +152,25 @@ class Balance(WeightMemory):
         if missing:
             self._ram_reason = "something else in this program needs memory"
 
-    def take_gpu(self, nbytes: int, *, for_good: bool = False) -> None:
+    def take_gpu(self, nbytes: int) -> None:
         gpu = self._gpu
         if gpu is not None and nbytes > 0:
-            self._fit_gpu(gpu, gpu.capacity - nbytes, _OWN, experts=for_good)
+            self._fit_gpu(gpu, gpu.capacity - nbytes, _OWN)
         self._gpu_reserved += nbytes
         if gpu is not None:
-            self._return_slabs(gpu)
+            self._return_to_gpu(gpu)
 
     def set_gpu_budget(self, nbytes: int, note: str) -> None:
         gpu, nbytes = self._gpu, min(nbytes, self._gpu_limit)
         if gpu is not None:
-            self._fit_gpu(gpu, nbytes, note, experts=True)
+            self._fit_gpu(gpu, nbytes, note)
             gpu.capacity = self._max_gpu_capacity = nbytes
-            self._return_slabs(gpu)
+            self._return_to_gpu(gpu)
 
-    def _fit_gpu(self, gpu: Gpu, nbytes: int, why: str, *, experts: bool) -> None:
-        """Evict what exceeds ``nbytes`` of the GPU's memory. Not all ``experts`` would return."""
+    def _fit_gpu(self, gpu: Gpu, nbytes: int, why: str) -> None:
+        """Evict what exceeds ``nbytes`` of the GPU's memory."""
         self.drop_restore()
-        missing, most = gpu.used + self._gpu_needed() - nbytes, self._streamable_slab_nbytes
-        if experts and self._gpu_experts is not None:
-            most += self._gpu_experts.reclaimable
+        missing, most = gpu.used + self._gpu_needed() - nbytes, self._leavable
         if missing > most:
             raise MemoryBudgetError(
                 f"{gpu.name}: {format_bytes(missing)} more are wanted, and weights that can be "
@@ -187,8 +178,7 @@ class Balance(WeightMemory):
             )
         if missing > 0:
             self._gpu_reason = why
-            if (left := missing - self._evict_slabs(missing)) > 0:
-                self.evict_gpu(left)
+            self.evict_gpu(missing)
 
     def _try_budget(self, nbytes: int) -> None:
         before = self._budget, self._ram_reason
@@ -237,6 +227,7 @@ class Balance(WeightMemory):
         self._choose_ram_restores(caches)
         self._choose_slab_restore()
         self._grow_experts(caches)
+        self._grow_gpu_experts()
 
     def settle(self) -> None:
         """After a pass, make the units resident that were copied out of a ring."""
@@ -311,9 +302,10 @@ class Balance(WeightMemory):
     def gpu_use(self) -> GpuUse | None:
         if self._gpu is None:
             return None
-        leavable = 0 if self._gpu_experts is not None else self._streamable_slab_nbytes
-        used = self._gpu.used + self._gpu_needed()
-        return GpuUse(used, self._gpu_limit, leavable, self._gpu_evicted_nbytes)
+        used, missing = self._gpu.used + self._gpu_needed(), self._gpu_evicted_nbytes
+        if self._gpu_experts is not None:
+            missing += self._gpu_experts.slots.missing
+        return GpuUse(used, self._gpu_limit, self._leavable, missing)
 
     @property
     def _gpu_evicted_nbytes(self) -> int:
@@ -324,9 +316,10 @@ class Balance(WeightMemory):
         return self._caches.gpu_nbytes + growth + self._gpu_scratch() + self._gpu_reserved
 
     @property
-    def _streamable_slab_nbytes(self) -> int:
-        """Bytes of the slabs whose units can be streamed."""
-        return sum(stage.unit.nbytes for slab in self._slabs() for stage in slab)
+    def _leavable(self) -> int:
+        """Bytes of expert slots that can be freed, and of slabs whose units can be streamed."""
+        experts = 0 if self._gpu_experts is None else self._gpu_experts.reclaimable
+        return experts + sum(stage.unit.nbytes for slab in self._slabs() for stage in slab)
 
     def relieve(self) -> bool:
         """Free GPU memory after a pass ran out of it; False if nothing can be freed."""
@@ -472,8 +465,14 @@ class Balance(WeightMemory):
         except MemoryBudgetError:  # another program has taken the memory
             return None
 
-    def _return_slabs(self, gpu: Gpu) -> None:
-        """Copy evicted slabs that are in RAM back to the GPU, as far as there is room."""
+    def _grow_gpu_experts(self) -> None:
+        """Take expert slots again, as far as there is room, once all slabs are back."""
+        gpu, step = self._gpu, self._caches.gpu_step
+        if gpu is not None and self._gpu_experts is not None and not self._evicted_slabs:
+            self._gpu_experts.grow(gpu.capacity - gpu.used - gpu.reserved - step)
+
+    def _return_to_gpu(self, gpu: Gpu) -> None:
+        """Bring evicted slabs in RAM and experts back to the GPU, as far as there is room."""
         self.drop_restore()
         gpu.set_reserved(self._gpu_needed())
         evicted, count = self._evicted_slabs, len(self._evicted_slabs)
@@ -486,6 +485,7 @@ class Balance(WeightMemory):
                 stage.copy_back(gpu, slab)
         if len(evicted) < count:
             self.schedule()
+        self._grow_gpu_experts()
 
     def _choose_ram_restores(self, caches: int) -> None:
         """Have the next pass restore evicted units to RAM, latest first, as far as they fit."""

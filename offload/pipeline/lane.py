@@ -31,6 +31,13 @@ from localrt.quant.ops.arrays import Hidden, Memory, Pass, Vector, Weight, copy_
 from localrt.quant.ops.protocol import Batch, Check, Ops
 
 
+def host_ring(nbytes: int, chunk: int, gpu: Gpu | None) -> Ring[Bytes]:
+    """Make the CPU's ring in RAM; with a GPU it is pinned, since copies over the link read it."""
+    if gpu is None:
+        return Ring(nbytes, chunk)
+    return Ring(nbytes, chunk, gpu.host_buffer(nbytes), free=gpu.free_host)
+
+
 class Step(Protocol):
     """One computation of a lane: a part on resident weights or on units in the ring."""
 

@@ -32,9 +32,9 @@ from localrt.offload.experts.memory import (
     open_experts,
     open_gpu_slots,
 )
-from localrt.offload.pipeline.balance import Balance, host_ring
+from localrt.offload.pipeline.balance import Balance
 from localrt.offload.pipeline.caches import Caches
-from localrt.offload.pipeline.lane import Lane
+from localrt.offload.pipeline.lane import Lane, host_ring
 from localrt.offload.pipeline.setup import Setup
 from localrt.offload.pipeline.split import HostPiece, PieceStage, SplitStage, split_unit
 from localrt.offload.pipeline.stage import (

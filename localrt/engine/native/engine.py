@@ -247,7 +247,7 @@ class NativeEngine(Engine):
         self.take_ram(ram)
         with self._turn:
             try:
-                self.weights.memory.take_gpu(gpu, for_good=True)
+                self.weights.memory.take_gpu(gpu)
             except MemoryBudgetError:
                 self._take_within(-ram)
                 raise

@@ -26,13 +26,14 @@ from localrt.quantize.quantize import Recipe, quantize_model
 from localrt.server import pool as pooling
 from localrt.server.options import ServeOptions
 from localrt.server.pool import LocalFile, ModelPool
-from tests.conftest import write_tiny_model
+from tests.conftest import write_byte_tokenizer, write_tiny_model
 from tests.driver.inside.check_schedule import card, packed
 from tests.driver.inside.conftest import Kernels, once
 from tests.driver.inside.gpus import made
 from tests.driver.standin import Driver
 from tests.driver.virtual_time import virtual_time
 from tests.inside import engine_of
+from tests.models.tiny import SIZES, save_tiny
 from tests.offload.gpu.placed_on_gpu import on_gpu, place_on_gpu
 from tests.offload.placed import PLENTY, extend, needs_kernels, passing
 
@@ -42,9 +43,16 @@ GREEDY: dict[str, Any] = {"max_tokens": 6, "temperature": 0.0, "ignore_eos": Tru
 TEXT = "Count from one to twenty."
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    with closing(open_checkpoint(write_tiny_model(tmp_path_factory.mktemp("llama")))) as source:
+@pytest.fixture(scope="module", params=["llama", "mixture"])
+def store(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "llama":
+        write_tiny_model(folder)
+    else:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(SIZES, "vocab_size", write_byte_tokenizer(folder))
+            save_tiny("qwen3-moe", folder)
+    with closing(open_checkpoint(folder)) as source:
         recipe = Recipe("int4-g32", method="rtn")
         return quantize_model(
             source, tmp_path_factory.mktemp("s") / "store", recipe, threads=1

@@ -26,12 +26,14 @@ from tests.models.tiny import tokens
 from tests.offload.gpu.fakes import FakeGpu
 from tests.offload.gpu.placed_on_gpu import (
     COSTS,
+    all_in_ram,
     gpu_of,
     on_gpu,
     pipeline_threads,
     place_on_gpu,
     placements,
     places,
+    stages,
 )
 from tests.offload.placed import (
     MODE,
@@ -44,6 +46,7 @@ from tests.offload.placed import (
     passing,
     wide_mixture,
 )
+from tests.waits import wait_for
 
 pytestmark = needs_kernels
 
@@ -251,21 +254,45 @@ def test_memory_for_something_else(model: Model) -> None:
         assert not one.weights.counts().memory_note
 
 
-def test_experts_stay(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Nothing would bring back all of those that leave for a while."""
+@pytest.mark.parametrize("how", ["take", "budget"])
+@pytest.mark.parametrize("share", [0.3, 1.0])
+@pytest.mark.parametrize("there", [0.4, 1.0], ids=["some", "all"])
+def test_experts_leave_and_return(
+    tmp_path_factory: pytest.TempPathFactory, how: str, share: float, there: float
+) -> None:
+    """Slots are freed for something else, and filled again at once when the memory returns, with
+    the experts that are in RAM. Answers stay the same.
+    """
     with (
         closing(wide_mixture(tmp_path_factory.mktemp("wide"), 4)) as model,
-        on_gpu(model, places(model, 0.7), expert_costs=COSTS) as decoder,
+        on_gpu(model, places(model, there), slack=(9, 9), expert_costs=COSTS) as decoder,
     ):
-        for _ in generate(decoder, 2):
-            pass
-        gpu, memory = gpu_of(decoder), decoder.weights.memory
-        gpu.capacity, used = memory.gpu_use.used + 1000, gpu.used
-        memory.take_gpu(1000)
-        with pytest.raises(MemoryBudgetError, match="weights that can be streamed leave 0"):
-            memory.take_gpu(100_000)
-        memory.take_gpu(-1000)
-        assert gpu.used == used
+        gpu, memory, slots = gpu_of(decoder), decoder.weights.memory, stages(decoder).slots
+        passes = zip(generate(decoder, 30), generate(model.resident, 30), strict=True)
+        wait_for(lambda: all_in_ram(decoder))
+        assert_same(*([each] for each in next(passes)))
+        at_first, use, capacity = gpu.used, memory.gpu_use, slots.cache.capacity
+        spare = model.ops.kv_nbytes(model.config.attention, 600)  # for the next tokens
+        memory.set_gpu_budget(use.used + spare, "little more than now")
+        assert use.leavable >= slots.reclaimable > 0 == use.missing
+        for _ in range(2):
+            leaving, filled = round(share * use.leavable), len(slots.cache)
+            if how == "take":
+                memory.take_gpu(spare + leaving)
+            else:
+                memory.set_gpu_budget(use.used - leaving, "another model is used")
+            assert gpu.used <= at_first - leaving
+            now = memory.gpu_use
+            assert now.missing == use.leavable - now.leavable >= leaving
+            assert_same(*([each] for each in next(passes)))
+            if how == "take":
+                memory.take_gpu(-spare - leaving)
+            else:
+                memory.set_gpu_budget(use.used + spare, "it is not")
+            assert (memory.gpu_use.missing, slots.cache.capacity) == (0, capacity)
+            assert len(slots.cache) >= filled
+            assert_same(*([each] for each in next(passes)))
+        assert gpu.used + gpu.reserved <= gpu.capacity
 
 
 def test_memory_pressure_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
