@@ -137,16 +137,31 @@ class SessionPool:
 _KV_SHARE = 0.8  # of free memory; the rest is for activations and other programs
 
 
+def caches_on_gpu(engine: Engine) -> bool:
+    """Return whether KV caches lie on a GPU, with all layers or some."""
+    plan = engine.plan
+    return engine.free_memory() is not None or (plan is not None and "vram" in plan.placement.kv)
+
+
 def kv_room(engine: Engine) -> int:
     """Return how many more bytes of KV caches fit the budgets, on the device where caches lie.
 
     Weights that would be streamed instead count as room: a pass reads them once for all sequences.
     """
-    free = engine.free_memory()
-    if free is not None:
-        gpu_memory = engine.gpu_memory
-        budget = free if gpu_memory is None else gpu_memory - engine.info.weight_bytes
-        room = min(free, budget)
+    use, free = engine.gpu_use, engine.free_memory()
+    if use is not None and caches_on_gpu(engine):
+        room = use.limit - use.used + use.leavable
+        room = room if free is None else min(free, room)
     else:
         room = ram_budget(engine.ram) - current_rss() + engine.weights.memory.reclaimable
     return max(0, int(room * _KV_SHARE))
+
+
+def ram_room(engine: Engine) -> int:
+    """Return how many bytes of RAM the caches of a GPU's model may take that nothing else uses;
+    below zero if RAM is short, 0 if its caches are in RAM anyway.
+    """
+    if not caches_on_gpu(engine):
+        return 0
+    left, memory = ram_budget(engine.ram) - current_rss(), engine.weights.memory
+    return int((min(left, memory.spare) if memory.streams else left) * _KV_SHARE)

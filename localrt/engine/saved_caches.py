@@ -2,9 +2,9 @@
 
 ``KvKeeper`` decides when to save: a cache is held as long as that costs less than reading it back
 (Continuum, Li et al. 2025), judged by how long the same tool or person took before. ``PromptCache``
-saves caches: a GPU's in RAM for a while, all on the disk. It finds them by their tokens, so a saved
-sequence serves every prompt with the same beginning. Saving a longer version writes only the new
-blocks (FastSwitch, Shen et al. 2024). When the folder is full, the oldest are deleted.
+saves caches: a GPU's in RAM if there is room, all on the disk. It finds them by their tokens: a
+saved sequence serves every prompt with the same beginning. Saving a longer version writes only the
+new blocks (FastSwitch, Shen et al. 2024). When the folder is full, the oldest are deleted.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 
+from localrt.common.errors import LocalrtError, MemoryBudgetError, StorageError
 from localrt.engine.protocol import EngineSession
 from localrt.models.prefix import Tokens, common_prefix
 from localrt.offload.kv.block_file import BlockFile
+from localrt.offload.kv.ram_copy import RamCopy
 from localrt.quant.formats.packed import Bytes
-from localrt.quant.ops.kv import FillBlocks, held_blocks
 from localrt.quant.ops.kv_formats import BLOCK_TOKENS
-from localrt.quant.ops.states import SavedState, reachable
+from localrt.quant.ops.states import SavedState
 
 PERSON = ""
 """The name under which a person's own pauses are kept."""
@@ -153,13 +154,13 @@ class KvKeeper:
         if nbytes and seconds > 0:
             self._restore_bytes_s = nbytes / seconds
 
-    def make_room(self) -> int:
-        """If memory is short, save the caches expected back last; return the bytes freed."""
+    def make_room(self, nbytes: int = 1) -> int:
+        """Save the caches expected back last until ``nbytes`` fit; return the bytes freed."""
         with self._lock:
             waiting = dict(self._waits)
             now = self._clock()
             order = sorted(waiting, key=lambda chat: -self._expected(waiting[chat], now))
-        freed, missing = 0, 1 - self._room()
+        freed, missing = 0, nbytes - self._room()
         for chat in order:
             if freed >= missing:
                 break
@@ -230,17 +231,31 @@ _LEAST_TOKENS = 32
 class PromptCache:
     """Saved sequences of one model in ``folder``, which need not exist. Thread-safe.
 
-    ``limit`` is the most bytes in the folder's parent, all models together. Other processes may use
-    the same folder and delete its files.
+    ``limit`` is the most bytes in the folder's parent, all models together; 0: the disk is not
+    used. Other processes may use the same folder and delete its files. ``room`` returns the bytes
+    of RAM left for copies, ``take`` takes some of the budget; a negative number gives them back.
     """
 
-    def __init__(self, folder: Path, *, limit: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        limit: int,
+        room: Callable[[], int] = lambda: 1 << 62,
+        take: Callable[[int], None] = lambda nbytes: None,
+    ) -> None:
         self.folder = folder
         self.limit = limit
+        self._room, self._take = room, take
         self._lock = threading.Lock()
         self._files: dict[Path, BlockFile] = {}
-        self._in_ram: list[_RamCopy] = []
+        self._in_ram: dict[RamCopy, Owner] = {}  # the oldest first
         _OPEN.add(self)
+
+    @property
+    def ram_nbytes(self) -> int:
+        """Bytes of the copies in RAM."""
+        return sum(copy.nbytes for copy in list(self._in_ram))
 
     def save(self, session: EngineSession, owner: Owner = NOBODY) -> int:
         """Save what ``session`` holds; return the bytes on the disk, 0 if nothing was saved.
@@ -260,30 +275,34 @@ class PromptCache:
     def hold(self, session: EngineSession, owner: Owner = NOBODY) -> int:
         """Copy the session's cache to RAM; return the copy's bytes, 0 if it cannot be copied.
 
-        It stays until it is restored, or until ``settle``.
+        It stays until it is restored, ``settle``, or another needs the room: what left its device
+        first, since it was expected back last, leaves RAM first.
         """
         tokens, cache = np.array(session.tokens, np.int64), session.blocks
         if cache is None or len(tokens) < _LEAST_TOKENS:
             return 0
-        blocks = cache.take_blocks(0, -(-len(tokens) // BLOCK_TOKENS)).copy()
         with self._lock:
-            kept = _RamCopy(tokens, session.kv_layout, blocks, cache.saved_states(), owner)
-            self._in_ram.append(kept)
-        return kept.nbytes
+            if session.nbytes > self._room() + self.ram_nbytes or not self._fit(session.nbytes):
+                return 0
+            copy = RamCopy.of(tokens, session.kv_layout, cache)
+            try:
+                self._take(copy.nbytes)
+            except MemoryBudgetError:
+                return 0
+            self._in_ram[copy] = owner
+        return copy.nbytes
 
-    def settle(self) -> int:
-        """Move the copies in RAM to the disk; return the bytes of RAM freed.
+    def settle(self, owner: Owner = NOBODY) -> int:
+        """Move an owner's copies in RAM to the disk, or all; return the bytes of RAM freed.
 
         Raises:
             StorageError: the disk is full or fails; what was not moved stays.
         """
         freed = 0
         with self._lock:
-            while self._in_ram:
-                copy = self._in_ram[-1]
-                width = copy.blocks.shape[1]
-                self._write(copy.tokens, copy.layout, width, copy.take, copy.saved, copy.owner)
-                freed += self._in_ram.pop().nbytes
+            for copy, whose in list(self._in_ram.items()):
+                if owner in (NOBODY, whose):
+                    freed += self._move(copy)
         return freed
 
     def restore(self, session: EngineSession, prompt: Sequence[int]) -> int:
@@ -298,8 +317,9 @@ class PromptCache:
         if len(wanted) < held + _LEAST_TOKENS:
             return 0
         with self._lock:
+            self._fit(0)  # other programs may need the RAM
             self._look()
-            known: list[BlockFile | _RamCopy] = [*self._in_ram, *self._files.values()]
+            known: list[BlockFile | RamCopy] = [*self._in_ram, *self._files.values()]
             most = session.capacity
             shared = [
                 (kept.reach(min(most, common_prefix(kept.tokens, wanted))), kept)
@@ -311,8 +331,9 @@ class PromptCache:
                 return 0
             states = kept.states(length)
             got = session.put_tokens(prompt[:length], partial(kept.read, length), states)
-            if isinstance(kept, _RamCopy):
-                self._in_ram.remove(kept)
+            if isinstance(kept, RamCopy):
+                if 2 * length > len(kept.tokens):  # not another conversation's beginning
+                    self._forget(kept)
             elif got < length:  # damaged
                 kept.delete()
                 self._files.pop(kept.folder, None)
@@ -320,21 +341,35 @@ class PromptCache:
                 kept.touch()
         return got
 
-    def clear(self) -> None:
-        """Delete all that is saved for this model."""
-        with self._lock:
-            self._look()
-            for file in self._files.values():
-                file.delete()
-            self._files.clear()
-            self._in_ram.clear()
-
     def drop(self, marks: frozenset[str]) -> None:
         """Drop the copies in RAM of messages with one of ``marks``."""
         with self._lock:
-            self._in_ram = [c for c in self._in_ram if c.owner.marks and not c.owner.marks & marks]
+            for copy, owner in list(self._in_ram.items()):
+                if not owner.marks or owner.marks & marks:
+                    self._forget(copy)
 
     # -- parts -----------------------------------------------------------------------------------
+
+    def _fit(self, nbytes: int) -> bool:
+        """Move copies to the disk, the oldest first, until ``nbytes`` more fit RAM, if possible."""
+        while self._in_ram and self._room() < nbytes:
+            oldest = next(iter(self._in_ram))
+            try:
+                self._move(oldest)
+            except StorageError:  # it is computed again
+                self._forget(oldest)
+        return self._room() >= nbytes
+
+    def _move(self, copy: RamCopy) -> int:
+        width, owner = copy.blocks.shape[1], self._in_ram[copy]
+        self._write(copy.tokens, copy.layout, width, copy.take, copy.saved, owner)
+        return self._forget(copy)
+
+    def _forget(self, copy: RamCopy) -> int:
+        del self._in_ram[copy]
+        with suppress(LocalrtError):  # the model may be closed
+            self._take(-copy.nbytes)
+        return copy.nbytes
 
     def _write(
         self,
@@ -373,7 +408,7 @@ class PromptCache:
 
     def _look(self) -> None:
         """Read the descriptions of new files, forget deleted ones."""
-        found = set(_folders(self.folder))
+        found = set(_folders(self.folder) if self.limit else ())
         for path in self._files.keys() - found:
             del self._files[path]
         for path in found - self._files.keys():
@@ -396,34 +431,6 @@ class PromptCache:
             BlockFile(path).delete()
             self._files.pop(path, None)
             free += size
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _RamCopy:
-    """A saved sequence in RAM, like a ``BlockFile``: blocks (count, block_bytes), and states."""
-
-    tokens: Tokens
-    layout: str
-    blocks: Bytes
-    saved: Sequence[SavedState]
-    owner: Owner
-
-    @property
-    def nbytes(self) -> int:
-        return int(self.blocks.nbytes) + sum(state.data.nbytes for state in self.saved)
-
-    def reach(self, length: int) -> int:
-        return reachable(self.saved, length)
-
-    def states(self, length: int) -> list[SavedState]:
-        return [state for state in self.saved if state.position <= length]
-
-    def take(self, first: int, count: int) -> Bytes:
-        return self.blocks[first : first + count]
-
-    def read(self, length: int, fill: FillBlocks) -> int:
-        fill(0, -(-length // BLOCK_TOKENS), held_blocks(self.blocks))
-        return length
 
 
 _OPEN: weakref.WeakSet[PromptCache] = weakref.WeakSet()

@@ -97,6 +97,7 @@ class ServedModel:
         yield "localrt_passes_total", "Passes over the weights.", stats.passes
         yield "localrt_tokens_per_second", rate_help, self._rate(stats.completion_tokens)
         yield "localrt_kv_bytes", "Bytes of KV caches.", stats.kv_bytes
+        yield "localrt_kv_parked_bytes", "Of a GPU's KV caches in RAM.", stats.parked_bytes
         if (counts := stats.pipeline) is not None:
             yield "localrt_ssd_read_bytes_total", "Read by the pipeline.", counts.ssd_read_bytes
             yield "localrt_link_bytes_total", "Copied to the GPU.", counts.link_bytes
@@ -200,6 +201,7 @@ class OneModel(Models):
 
     def offered(self) -> Sequence[Offered]:
         served, ctx = self.served, self._model.info.ctx
+        stats = served.live.stats()
         return [
             Offered(
                 name=name,
@@ -208,7 +210,7 @@ class OneModel(Models):
                 base=None if adapter is None else served.name,
                 adapter=adapter,
                 nbytes=self._model.info.weight_bytes,
-                ram=self._model.weights_in_ram + served.live.stats().kv_bytes,
+                ram=self._model.weights_in_ram + stats.kv_bytes + stats.parked_bytes,
                 path=self._model.info.path,
             )
             for name, adapter in served.names.items()

@@ -157,14 +157,14 @@ class ModelPool(Models):
         served = None if slot is None else slot.served  # the moving thread may remove it meanwhile
         if slot is None or served is None:
             return Offered(name=file.name, state="unloaded", nbytes=file.nbytes, path=file.path)
-        model = served.model
+        model, stats = served.model, served.live.stats()
         return Offered(
             name=file.name,
             state="shrunk" if slot.left else "loaded",
             sees=served.sees,
             ctx=model.info.ctx,
             nbytes=file.nbytes,
-            ram=model.weights_in_ram + served.live.stats().kv_bytes,
+            ram=model.weights_in_ram + stats.kv_bytes + stats.parked_bytes,
             unload_s=self._left_s(slot, model),
             path=file.path,
         )
@@ -365,13 +365,15 @@ class ModelPool(Models):
         """Return what a model can free of RAM, or of the ``gpu``'s memory."""
         assert slot.served is not None, "it is loaded"
         now, model, use = time.monotonic(), slot.served.model, slot.gpu if gpu else None
+        stats = slot.served.live.stats()
+        caches = stats.parked_bytes if gpu < slot.on_gpu else stats.kv_bytes
         wanted, weights = slot.people.back_s(now), model.weights_in_ram
         weights, rest = (weights, 0) if model.info.streamed else (0, weights)
         if use is not None:
             shrinks = slot.contested and use.leavable + use.missing
             weights, rest = use.leavable, 0 if shrinks else use.used - use.leavable
         return Holding(
-            caches=0 if slot.users or gpu < slot.on_gpu else slot.served.live.stats().kv_bytes,
+            caches=0 if slot.users else caches,
             weights=weights,
             rest=0 if slot.users else rest,
             wanted_s=wanted,
@@ -383,17 +385,17 @@ class ModelPool(Models):
         """Make a model free ``nbytes`` of idle caches or weights; return whether it could."""
         assert slot.served is not None, "it is loaded"
         model = slot.served.model
-        held = self._holding(slot, gpu=gpu).caches
-        slot.served.live.park()
-        if held >= nbytes:
+        held = self._holding(slot, gpu=gpu)
+        if gpu:  # where its caches and weights go
+            model.leave_ram(-min(max(0, self._free()), nbytes, held.most))
+        slot.served.live.park("ram" if gpu else "disk")
+        if (nbytes := nbytes - held.caches) <= 0:
             return True
         if not gpu or (use := slot.gpu) is None:
-            left = model.leave_ram(nbytes - held)
+            left = model.leave_ram(nbytes)
         else:
-            nbytes = min(nbytes - held, use.leavable)
-            model.leave_ram(-min(max(0, self._free()), nbytes))  # where its weights go
             with suppress(MemoryBudgetError):
-                model.set_budget(gpu_memory=use.used - nbytes)
+                model.set_budget(gpu_memory=use.used - min(nbytes, use.leavable))
             left = use.leavable - (slot.gpu or use).leavable
         if left > 0:
             slot.left += left

@@ -25,7 +25,7 @@ from localrt.drafts.loading import load_with_draft
 from localrt.drafts.selection import Drafts
 from localrt.engine.loop import generate
 from localrt.engine.options import read_options
-from localrt.engine.pool import SessionPool, kv_room
+from localrt.engine.pool import SessionPool, caches_on_gpu, kv_room, ram_room
 from localrt.engine.protocol import Engine, EngineSession
 from localrt.engine.request import Request
 from localrt.engine.saved_caches import (
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from localrt.planning.preview import Outlook
 
 _SHORT = 16  # characters of a blob's name
+_AHEAD = 512  # tokens of an answer for which there is room when it begins
 _PATIENCE_S = 2.0  # for an answer that is no longer read
 
 
@@ -276,13 +277,16 @@ class Core:
 
 def prompt_cache(parts: LoadedModel, settings: Settings) -> PromptCache | None:
     """Return where KV caches of this model's waiting conversations are saved, or None."""
-    if settings.kv_disk.lower() in ("0", "off") or not parts.fingerprint:
+    off, engine = settings.kv_disk.lower() in ("0", "off"), parts.engine
+    if not parts.fingerprint or (off and not caches_on_gpu(engine)):
         return None
-    info = parts.engine.info
-    key = model_key(parts.fingerprint, info.engine, info.format)
+    key = model_key(parts.fingerprint, engine.info.engine, engine.info.format)
     folder = settings.cache_dir / "kv"
-    keep_private(folder)
-    return PromptCache(folder / key, limit=parse_size(settings.kv_disk, KV_DISK))
+    if not off:
+        keep_private(folder)
+    limit = 0 if off else parse_size(settings.kv_disk, KV_DISK)
+    room = partial(ram_room, engine)
+    return PromptCache(folder / key, limit=limit, room=room, take=engine.take_ram)
 
 
 class CacheSaver:
@@ -298,19 +302,25 @@ class CacheSaver:
             tiers=("ram", "disk") if on_gpu else ("disk",),
         )
 
-    def save(self, session: EngineSession | None, to: Tier, owner: Owner = NOBODY) -> int:
-        """Save the session's KV cache, or those kept in RAM if it is None; return the bytes, 0 if
-        nothing could be saved.
+    def save(self, session: EngineSession | None, *tiers: Tier, owner: Owner = NOBODY) -> int:
+        """Save the session's KV cache in the first of ``tiers`` that has room, or move the owner's
+        (nobody's: all) in RAM if it is None; return the bytes, 0 if nothing could be saved.
 
         Raises:
             StorageError: the disk is full or fails.
         """
-        if self._prompts is None:
+        prompts = self._prompts
+        if prompts is None:
             return 0
         if session is None:
-            return self._prompts.settle() if to == "disk" else 0
-        save = self._prompts.save if to == "disk" else self._prompts.hold
-        return save(session, owner)
+            return prompts.settle(owner) if tiers[0] == "disk" else 0
+        save = {"ram": prompts.hold, "disk": prompts.save}
+        return next((nbytes for to in tiers if (nbytes := save[to](session, owner))), 0)
+
+    @property
+    def ram_nbytes(self) -> int:
+        """The bytes of the KV caches kept in RAM."""
+        return 0 if self._prompts is None else self._prompts.ram_nbytes
 
     def restore(self, session: EngineSession, prompt: Sequence[int]) -> None:
         """Restore the saved cache of ``prompt``, if it is longer than the session's own."""
@@ -378,6 +388,8 @@ class KvChatCache:
                 messages, tools=tools, cancel=cancel, on_progress=on_progress, **options
             )
             request = replace(request, restore=saver.restore)
+            needed = core.engine.kv_nbytes(min(core.ctx, len(request.prompt) + _AHEAD))
+            saver.keeper.make_room(max(1, needed - self.kv_nbytes))
             self._owner = replace(self._owner, marks=marks_of(messages))
             for chunk in core.stream_on(self._session, request):
                 if chunk.tool_calls:
@@ -420,7 +432,7 @@ class KvChatCache:
         self._cancel.set()
 
     def _park(self, to: Tier) -> int:
-        saved = self._core.saver.save(self._session, to, self._owner)
+        saved = self._core.saver.save(self._session, to, "disk", owner=self._owner)
         if saved:
             self._free()
         return saved

@@ -23,6 +23,7 @@ from localrt.engine.batch.device_turns import PassTurns
 from localrt.engine.batch.live import Live, LiveAnswer, LiveLimits, LiveStats
 from localrt.engine.pool import kv_room
 from localrt.engine.protocol import EngineSession
+from localrt.engine.saved_caches import Tier
 from localrt.engine.types import Chunk, Message
 from localrt.service.arguments import joined
 from localrt.service.core import Core
@@ -162,15 +163,17 @@ class LiveModel(Closing):
 
     def stats(self) -> LiveStats:
         """Return how many answers run and wait, and the counts so far."""
-        return self._live.stats()
+        return replace(self._live.stats(), parked_bytes=self._core.saver.ram_nbytes)
 
     def cancel_all(self) -> None:
         """End every answer with its text so far."""
         self._live.cancel_all()
 
-    def park(self) -> None:
-        """Save the unused caches to the disk, from which later prompts restore them."""
+    def park(self, to: Tier = "disk") -> None:
+        """Save the unused caches to the disk, or to ``"ram"`` those of a GPU that fit there."""
         self._live.park()
+        if to == "disk":
+            self._save(None, to)
 
     @property
     def closed(self) -> bool:
@@ -180,14 +183,15 @@ class LiveModel(Closing):
     def close(self) -> None:
         """End every answer as cancelled, and free the caches; the model stays loaded."""
         self._live.close()
+        self._save(None, "disk")  # what is in RAM, for the next time
         reserved, self._reserved = self._reserved, 0
         if reserved:
             with suppress(LocalrtError):  # the model may be closed already
                 self._core.engine.take_ram(-reserved)
 
-    def _save(self, session: EngineSession) -> None:
+    def _save(self, session: EngineSession | None, *tiers: Tier) -> None:
         with suppress(LocalrtError):  # a full disk: the caches are computed again
-            self._core.saver.save(session, "disk")
+            self._core.saver.save(session, *(tiers or ("ram", "disk")))
 
 
 class AsyncAnswer(AsyncIterator[Chunk]):

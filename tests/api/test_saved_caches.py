@@ -77,6 +77,19 @@ def test_short_memory_parks_idle_chat(model: Model, monkeypatch: pytest.MonkeyPa
     assert chat.send("Go on.", max_tokens=4).metrics.cached_tokens > 100
 
 
+def test_new_answer_parks_idle_chat(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it begins, if there is no room for it."""
+    one, other = model.chat(), model.chat()
+    one.send(PROMPT, max_tokens=4)
+    assert one.kv_nbytes
+    monkeypatch.setattr(core_of(model).saver.keeper, "_room", lambda: 1 << 20)
+    chunks = other.stream(PROMPT, max_tokens=4)
+    next(chunks)
+    assert one.kv_nbytes == 0
+    list(chunks)
+    assert one.send("Go on.", max_tokens=4).metrics.cached_tokens > 100
+
+
 def test_saving_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCALRT_CACHE", str(tmp_path / "cache"))
     with localrt.load(real_model("smollm2"), ctx=2048) as model:

@@ -18,11 +18,13 @@ from localrt.common.errors import (
 from localrt.common.progress import Progress
 from localrt.engine.batch.sequence import BatchSequence
 from localrt.engine.loop import generate_batch
-from localrt.engine.pool import kv_room
+from localrt.engine.pool import kv_room, ram_room
 from localrt.engine.protocol import Engine, EngineInfo
 from localrt.engine.request import Request
 from localrt.engine.sampling import Sampling
 from localrt.engine.types import Chunk
+from localrt.models.weight_store import GpuUse
+from localrt.offload.memory import current_rss
 from localrt.quant.ops.kv import grown_capacity
 from localrt.speculative.acceptance import TreePass
 from localrt.speculative.tree import ROOT, TokenTree
@@ -226,9 +228,27 @@ def test_kv_room() -> None:
     engine.weights = SimpleNamespace(memory=SimpleNamespace(reclaimable=1 << 40))
     assert kv_room(engine) > 1 << 39
     engine.free_memory = lambda: 1000
-    assert kv_room(engine) == 800
-    engine.gpu_memory = 500
-    assert kv_room(engine) == 400
+    for use, room in ((GpuUse(100, 600), 400), (GpuUse(100, 600, leavable=300), 640)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ScriptedEngine, "gpu_use", use)
+            assert kv_room(engine) == room
+            placed: Any = ScriptedEngine()
+            assert kv_room(placed) > 1000  # its caches are in RAM
+            placed.plan = SimpleNamespace(placement=SimpleNamespace(kv=("ram", "vram")))
+            assert kv_room(placed) == room
+
+
+def test_ram_room() -> None:
+    """What caches of a GPU leave to weights, of which none go for them."""
+    engine: Any = ScriptedEngine()
+    engine.ram = current_rss() + (1 << 30)
+    assert ram_room(engine) == 0  # caches are in RAM
+    engine.free_memory = lambda: 1000
+    assert 1 << 28 < ram_room(engine) < 1 << 30
+    engine.weights = SimpleNamespace(memory=SimpleNamespace(streams=True, spare=1000))
+    assert ram_room(engine) == 800
+    engine.ram = 1 << 20
+    assert ram_room(engine) < 0
 
 
 @given(

@@ -57,7 +57,7 @@ class Stepped(ScriptedEngine):
 
 def open_live(engine: Any, **limits: Any) -> closing[Live]:
     room = limits.pop("room", 1 << 40)
-    save = limits.pop("save", lambda session: None)
+    save = limits.pop("save", lambda session, *tiers: None)
     checked = LiveLimits(ctx=limits.pop("ctx", CTX), **limits)
     return closing(Live(engine, None, checked, room=lambda: room, save=save))
 
@@ -292,6 +292,11 @@ def test_long_requests_between_turns(
     engine.info = replace(engine.info, streamed=streamed)
     saved: list[list[int]] = []
 
+    def save(session: Any, *tiers: str) -> None:
+        assert tiers == (("ram", "disk") if slow else ("ram",))
+        if "disk" in tiers:  # the RAM is full
+            saved.append(list(session.tokens))
+
     def restore(session: Any, tokens: Any) -> None:
         session.tokens = max(
             ([a for a, b in zip(held, tokens, strict=False) if a == b] for held in saved),
@@ -305,7 +310,7 @@ def test_long_requests_between_turns(
         ctx=768,
         most=most,
         room=room,
-        save=lambda session: saved.append(list(session.tokens)),
+        save=save,
     ) as live:
         talk = [n % 90 for n in range(240)]
         said(live.submit(request(talk, 1)))
@@ -391,9 +396,11 @@ def test_caches_freed_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_submit_while_saving(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("localrt.engine.batch.live._IDLE_TIMEOUT_S", 0.05)
-    saving, saved = threading.Event(), threading.Event()
+    saving, saved, moved = (threading.Event() for _ in range(3))
 
-    def save(session: Any) -> None:
+    def save(session: Any, *tiers: str) -> None:
+        if session is None and tiers == ("disk",):  # those in RAM
+            moved.set()
         saving.set()
         saved.wait(60)
 
@@ -406,6 +413,7 @@ def test_submit_while_saving(monkeypatch: pytest.MonkeyPatch) -> None:
             finally:
                 saved.set()
         assert said(answer) == [4, 5]
+        assert moved.wait(60)
 
 
 def test_bad_requests() -> None:

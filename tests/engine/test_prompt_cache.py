@@ -6,9 +6,13 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from localrt.common.errors import StorageError
 from localrt.common.settings import Settings
@@ -20,6 +24,7 @@ from localrt.loading.load import load_model
 from localrt.loading.options import LoadOptions
 from localrt.offload.kv.block_file import BlockFile
 from localrt.quant.cpu.abi import find_library
+from localrt.quant.ops.kv_formats import BLOCK_TOKENS
 from localrt.service.core import prompt_cache
 from tests.models.tiny import save_tiny, tokens
 
@@ -49,6 +54,11 @@ def engine_of(folder: Path, name: str, **options: object) -> NativeEngine:
 @pytest.fixture
 def engine(tmp_path: Path) -> NativeEngine:
     return engine_of(tmp_path / "model", "llama")
+
+
+@pytest.fixture(scope="module")
+def tiny_engine(tmp_path_factory: pytest.TempPathFactory) -> NativeEngine:
+    return engine_of(tmp_path_factory.mktemp("llama"), "llama")
 
 
 def filled(engine: NativeEngine, ids: Sequence[int]) -> EngineSession:
@@ -193,7 +203,7 @@ def test_deleted_file(tmp_path: Path, engine: NativeEngine) -> None:
     one, two = cache_in(tmp_path), cache_in(tmp_path)
     one.save(filled(engine, ids))
     assert two.restore(engine.session(2048), ids) == 300
-    one.clear()
+    shutil.rmtree(one.folder)
     assert two.restore(engine.session(2048), ids) == 0
 
 
@@ -267,6 +277,102 @@ def test_copy_in_ram(tmp_path: Path) -> None:
     assert cache.settle() == size
     assert cache.restore(engine.session(2048), ids) == 700
     assert cache.settle() == 0
+
+
+@given(
+    steps=st.lists(st.tuples(st.sampled_from(["hold", "restore"]), st.integers(0, 5)), max_size=16),
+    budgets=st.lists(st.integers(0, 9), min_size=1, max_size=4),
+)
+def test_copies_within_a_budget(
+    steps: list[tuple[str, int]], budgets: list[int], tiny_engine: NativeEngine
+) -> None:
+    """What left its device first leaves RAM first, only what does not fit leaves, and never is more
+    taken than there is. The budget, in blocks, changes meanwhile.
+    """
+    texts = [[3 + number, *tokens(200 + 130 * number)[1:]] for number in range(6)]
+    sizes = [-(-len(text) // BLOCK_TOKENS) for text in texts]
+    taken, expected, now = 0, list[int](), 0
+    block = filled(tiny_engine, texts[0]).nbytes
+
+    def take(nbytes: int) -> None:
+        nonlocal taken
+        taken += nbytes
+        assert nbytes < 0 or taken <= now * block
+
+    cache = PromptCache(Path(), limit=0, room=lambda: now * block - taken, take=take)
+    for step, (what, number) in enumerate(steps):
+        now = budgets[step % len(budgets)]
+        if what == "hold" and number not in expected:
+            fits = sizes[number] <= now
+            assert bool(cache.hold(filled(tiny_engine, texts[number]))) is fits
+            while fits and sum(sizes[n] for n in [*expected, number]) > now:
+                expected.pop(0)
+            expected += [number] * fits
+        elif what == "restore":
+            session = tiny_engine.session(2048)
+            restored = cache.restore(session, texts[number])
+            while sum(sizes[n] for n in expected) > now:  # others need the memory
+                expected.pop(0)
+            assert restored == (len(texts[number]) if number in expected else 0)
+            expected = [n for n in expected if n != number]
+        assert taken == cache.ram_nbytes == sum(sizes[n] for n in expected) * block
+
+
+def test_common_beginning(engine: NativeEngine, tmp_path: Path) -> None:
+    """A prompt takes the copy of the conversation that it continues, and leaves others theirs."""
+    cache, beginning = cache_in(tmp_path, limit=0), tokens(300)
+    one, other = ([*beginning, *tokens(500, seed=n)] for n in (1, 2))
+    cache.hold(filled(engine, one))
+    assert cache.restore(engine.session(2048), other) == 300
+    assert cache.restore(engine.session(2048), [*one, 5, 6]) == 800
+    assert cache.restore(engine.session(2048), one) == 0
+    assert not cache.folder.exists()
+
+
+def test_no_disk_on_a_gpu(
+    engine: NativeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RAM may be used all the same, and is counted."""
+    parts: Any = SimpleNamespace(engine=engine, fingerprint="the model's files")
+    names = {"LOCALRT_CACHE": str(tmp_path / "cache"), "LOCALRT_KV_DISK": "off"}
+    off = Settings.from_environment(names)
+    assert prompt_cache(parts, off) is None  # caches are in RAM
+    monkeypatch.setattr(engine, "free_memory", lambda: 0)
+    counted = list[int]()
+    monkeypatch.setattr(engine, "take_ram", counted.append)
+    cache, ids = prompt_cache(parts, off), tokens(300)
+    assert cache is not None
+    nbytes = cache.hold(filled(engine, ids))
+    assert cache.restore(engine.session(2048), ids) == 300
+    cache.hold(filled(engine, ids))
+    assert cache.settle() == nbytes > 0
+    assert counted == [nbytes, -nbytes] * 2
+    assert cache.restore(engine.session(2048), ids) == 0
+    assert not (tmp_path / "cache").exists()
+
+
+def test_full_disk(engine: NativeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the disk does not take leaves RAM all the same, for others."""
+
+    def full(*_: object) -> None:
+        raise StorageError("the disk is full")
+
+    monkeypatch.setattr(BlockFile, "write", full)
+    one, other = tokens(300), tokens(300, seed=1)
+    room = filled(engine, one).nbytes
+    taken = [0]
+    cache = PromptCache(
+        tmp_path / "kv" / "a",
+        limit=1 << 30,
+        room=lambda: room - taken[0],
+        take=lambda nbytes: taken.__setitem__(0, taken[0] + nbytes),
+    )
+    assert cache.hold(filled(engine, one)) == cache.hold(filled(engine, other)) == room
+    assert cache.restore(engine.session(2048), one) == 0
+    with pytest.raises(StorageError, match="disk is full"):
+        cache.settle()
+    assert cache.restore(engine.session(2048), other) == 300
+    assert taken == [0]
 
 
 @pytest.mark.parametrize("way", ["save", "settle"])

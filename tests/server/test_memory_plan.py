@@ -196,7 +196,7 @@ class Model:
             streamed=streamed, device="cpu", weight_bytes=nbytes, ctx=512, sees=False
         )
         self.weights_in_ram = min(nbytes, machine.free) if streamed else nbytes
-        self.spare_ram = self.kv_bytes = 0
+        self.spare_ram = self.kv_bytes = self.parked_bytes = 0
         self.closed = False
         machine.models.append(self)
 
@@ -210,10 +210,10 @@ class Model:
         return self
 
     def stats(self) -> Any:
-        return SimpleNamespace(kv_bytes=self.kv_bytes)
+        return SimpleNamespace(kv_bytes=self.kv_bytes, parked_bytes=self.parked_bytes)
 
-    def park(self) -> None:
-        self.kv_bytes = 0
+    def park(self, to: str = "disk") -> None:
+        self.kv_bytes = self.parked_bytes = 0
 
     def close(self) -> None:
         pass
@@ -235,10 +235,15 @@ class GpuModel(Model):
     @property
     def gpu_use(self) -> GpuUse:
         leavable = self.on_gpu if self.info.streamed else 0
-        return GpuUse(self.on_gpu, self.limit, leavable, self.info.weight_bytes - self.on_gpu)
+        used, missing = self.on_gpu + self.kv_bytes, self.info.weight_bytes - self.on_gpu
+        return GpuUse(used, self.limit, leavable, missing)
 
     def leave_ram(self, nbytes: int) -> int:
         return 0
+
+    def park(self, to: str = "disk") -> None:
+        self.parked_bytes = self.parked_bytes + self.kv_bytes if to == "ram" else 0
+        self.kv_bytes = 0
 
     def set_budget(self, *, gpu_memory: int) -> None:
         now = min(self.info.weight_bytes, gpu_memory)
@@ -274,7 +279,11 @@ class Machine:
 
     @property
     def free(self) -> int:
-        return self.nbytes - sum(model.weights_in_ram + model.kv_bytes for model in self.models)
+        return self.nbytes - sum(
+            model.weights_in_ram
+            + (model.parked_bytes if isinstance(model, GpuModel) else model.kv_bytes)
+            for model in self.models
+        )
 
     @property
     def vram_used(self) -> int:
@@ -489,6 +498,22 @@ async def test_answers_keep_the_gpu(machine: Machine) -> None:
         assert machine.vram_used <= machine.vram
     await machine.use("b")
     assert machine.on_gpu["b"] == 4
+
+
+@whole
+async def test_caches_leave_the_gpu_for_ram(machine: Machine) -> None:
+    """And RAM for the disk, when another model needs that."""
+    machine.nbytes, machine.vram = 9 * GB, 10 * GB
+    await machine.use_often("a")
+    one = machine.models[0]
+    one.kv_bytes = 3 * GB
+    await machine.use("b")
+    assert machine.on_gpu == {"a": 4, "b": 4}
+    assert (one.kv_bytes, one.parked_bytes) == (0, 3 * GB)
+    machine.nbytes, machine.fast_on_cpu = 6 * GB, True
+    await machine.use("c")
+    assert machine.on_gpu["a"] == 4
+    assert one.parked_bytes == 0
 
 
 @whole

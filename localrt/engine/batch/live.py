@@ -20,7 +20,7 @@ from functools import partial
 from localrt.common.errors import CancelledError, LocalrtError
 from localrt.engine.batch.device_turns import PassTurns
 from localrt.engine.batch.latency_goals import goal_of
-from localrt.engine.batch.schedule import MOST_SEQUENCES, Schedule, Terms
+from localrt.engine.batch.schedule import KEEP_STREAMED, MOST_SEQUENCES, Schedule, Terms
 from localrt.engine.batch.sequence import BatchSequence, Chunks
 from localrt.engine.batch.waiting import FairQueue
 from localrt.engine.protocol import Engine, EngineSession
@@ -140,8 +140,7 @@ _AHEAD = 512
 # Prompt rows in the first passes with answers, if weights are in memory: more rows would delay each
 # answer's next token and gain little.
 _PROMPT_ROWS = 128
-# The most idle caches, for continued conversations. Streamed weights need the room more.
-_KEEP, _KEEP_STREAMED = 32, 2
+_KEEP = 32  # the most idle caches, for continued conversations
 _ROOM_AGE_S = 0.5  # seconds until free memory is read again, since other programs use it too
 _POLL_S = 0.25  # seconds between checks of paused answers while nothing runs
 _IDLE_TIMEOUT_S = 600.0  # seconds until unused caches are freed
@@ -172,7 +171,7 @@ class LiveStats:
     """The current state of a batch, and its counts so far.
 
     ``running`` answers share passes, ``waiting`` answers have not started, ``paused`` answers wait
-    for their readers. ``kv_bytes`` is the size of all caches.
+    for their readers. ``kv_bytes`` is the size of all caches, ``parked_bytes`` of those in RAM.
     """
 
     running: int
@@ -184,14 +183,15 @@ class LiveStats:
     cached_tokens: int
     completion_tokens: int
     pipeline: PipelineCounts | None
+    parked_bytes: int = 0
 
 
 class Live:
     """A batch that runs until it is closed. Thread-safe; close it before its engine.
 
     ``room`` returns how many more bytes the caches may take. ``save`` saves a cache before it is
-    freed, if computing it again would take long. Batches that share ``turns`` of a device compute
-    one at a time.
+    freed, in the first of the named tiers that has room; None stands for those in RAM. Batches that
+    share ``turns`` of a device compute one at a time.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class Live:
         limits: LiveLimits,
         *,
         room: Callable[[], int],
-        save: Callable[[EngineSession], object] = lambda session: None,
+        save: Callable[..., object] = lambda session, *tiers: None,
         turns: PassTurns | None = None,
     ) -> None:
         self._engine = engine
@@ -336,6 +336,7 @@ class Live:
             closing = self._closing
         if timed_out:  # others may submit while caches are saved
             self._schedule.park(self._save)
+            self._save(None, "disk")
         return not closing
 
     def _park(self, save: Callable[[EngineSession], object]) -> None:
@@ -429,7 +430,7 @@ class Live:
             most=limits.most,
             capacity=limits.ctx,
             ahead=_AHEAD,
-            keep=_KEEP_STREAMED if engine.info.streamed else _KEEP,
+            keep=KEEP_STREAMED if engine.info.streamed else _KEEP,
             prompt_rows=engine.pass_rows if engine.info.streamed else _PROMPT_ROWS,
         )
         return Schedule(

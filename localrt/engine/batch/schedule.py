@@ -32,6 +32,9 @@ from localrt.speculative.acceptance import TreePass
 
 _WORTH_SAVING_S = 1.0  # caches that take less time to compute are not saved
 
+KEEP_STREAMED = 2
+"""The most idle caches where weights are streamed, which need the room more."""
+
 # More rows per decode pass gain little: matrix products are then compute-bound.
 MOST_SEQUENCES = 64
 
@@ -58,7 +61,8 @@ class Schedule(Generic[Owner]):
     """The running sequences, and what the next pass computes. Not thread-safe.
 
     ``waiting`` has sequences that have not started or must restart. ``room`` returns the bytes that
-    all caches may take, ``check`` raises to abandon a pass, ``save`` saves an evicted cache.
+    all caches may take, ``check`` raises to abandon a pass, ``save`` saves an evicted cache in the
+    first of the named tiers that has room.
     """
 
     def __init__(
@@ -70,7 +74,7 @@ class Schedule(Generic[Owner]):
         *,
         room: Callable[[], int],
         check: Check,
-        save: Callable[[EngineSession], object] = lambda session: None,
+        save: Callable[..., object] = lambda session, *tiers: None,
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
@@ -139,8 +143,11 @@ class Schedule(Generic[Owner]):
         return [seq.end("cancelled")]
 
     def rest(self) -> None:
-        """Free all idle caches but ``keep``."""
-        while len(self._idle) > self._terms.keep:
+        """Free all idle caches but ``keep``, or two if weights have left a GPU for them."""
+        keep = self._terms.keep
+        if len(self._idle) > KEEP_STREAMED and (use := self._engine.gpu_use) and use.missing:
+            keep = min(keep, KEEP_STREAMED)
+        while len(self._idle) > keep:
             self._free(self._idle.evict())
 
     def forget(self) -> None:
@@ -404,9 +411,9 @@ class Schedule(Generic[Owner]):
         self._most = len(self._live)
 
     def _free(self, session: EngineSession) -> None:
-        """Close ``session``; save its cache if computing it again would take long."""
-        if (self._times.seconds(len(session.tokens)) or 0.0) >= _WORTH_SAVING_S:
-            self._save(session)
+        """Close ``session``; save its cache, on the disk if computing it again would take long."""
+        slow = (self._times.seconds(len(session.tokens)) or 0.0) >= _WORTH_SAVING_S
+        self._save(session, "ram", *(("disk",) if slow else ()))
         session.close()
 
     # -- bytes -----------------------------------------------------------------------------------

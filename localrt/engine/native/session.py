@@ -166,7 +166,8 @@ class NativeSession(EngineSession):
     @property
     def nbytes(self) -> int:
         """The bytes that the cache takes now."""
-        return self._cache.nbytes if self._cache is not None else 0
+        cache = self._cache
+        return 0 if cache is None else cache.nbytes + getattr(cache, "gpu_nbytes", 0)
 
     def extend(
         self,

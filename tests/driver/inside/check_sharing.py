@@ -15,13 +15,11 @@ from weakref import WeakSet
 import pytest
 
 import localrt
-from localrt.loading import gpu as opening
 from localrt.models.checkpoints import open_checkpoint
 from localrt.offload.account import SPARE_VRAM_NBYTES
 from localrt.offload.device.cuda import CudaGpu
 from localrt.offload.placement import Where
 from localrt.offload.reading.files import StoreFiles
-from localrt.quant.cuda import cuda_memory
 from localrt.quantize.quantize import Recipe, quantize_model
 from localrt.server import pool as pooling
 from localrt.server.options import ServeOptions
@@ -127,12 +125,6 @@ def peaks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(CudaGpu, "set_reserved", noted)
     return seen
-
-
-@pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "_rates", lambda *_, **__: None)
-    monkeypatch.setattr(cuda_memory, "_SAMPLE", 1 << 20)
 
 
 @once

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from localrt.quant.cuda import cublas, products
+from localrt.loading import gpu as opening
+from localrt.quant.cuda import cublas, cuda_memory, products
 from localrt.quant.cuda import driver as calling
 from localrt.quant.cuda import driver as devices
 from localrt.quant.cuda.driver import Cuda, Graph
@@ -41,6 +42,13 @@ def driver(request: pytest.FixtureRequest) -> Iterator[Driver]:
     forget()
     driver.set()
     assert not any(driver.reset(device) for device in range(len(GPUS)))
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs' rates are not measured, which takes minutes here, but copies of a megabyte."""
+    monkeypatch.setattr(opening, "_rates", lambda *_, **__: None)
+    monkeypatch.setattr(cuda_memory, "_SAMPLE", 1 << 20)
 
 
 @pytest.fixture
