@@ -29,8 +29,8 @@ STORED_ENCODER = "vision"
 _NUMBERED = re.compile(r"(?P<stem>.+)-(?P<part>\d+)-of-(?P<parts>\d+)\.safetensors")
 _PART_NAME = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf", re.DOTALL)
 _DRAFTS = re.compile(
-    r"(^|/)mtp[-_.]|(^|[-._/])(eagle-?3|dflash2?|dspark|it-assistant|gemma-?4[^/]*-assistant)"
-    r"(?=[-._/]|$)",
+    r"(^|/)mtp[-_.]|((^|/)mtp/[^/]*-mtp|"
+    r"(^|[-._/])(eagle-?3|dflash2?|dspark|it-assistant|gemma-?4[^/]*-assistant))(?=[-._/]|$)",
     re.IGNORECASE,
 )
 _PROJECTOR = re.compile(r"(^|[-._/])mmproj\b[^/]*\.gguf$", re.IGNORECASE)
@@ -86,8 +86,8 @@ def weight_files(names: Collection[str], shards: Collection[str] | None) -> list
 
 def is_draft_file(path: str) -> bool:
     """Whether a GGUF file's name, or a repository's, is that of a draft head: ``mtp-`` before the
-    model's name, ``eagle3``, ``dflash``, ``dspark``, or Gemma 4's ``assistant``. ``X-MTP`` is a
-    model with a block.
+    model's name, ``MTP/X-MTP``, ``eagle3``, ``dflash``, ``dspark``, or Gemma 4's ``assistant``.
+    ``X-MTP`` elsewhere is a model with a block.
     """
     return _DRAFTS.search(path) is not None
 

@@ -138,11 +138,14 @@ def _read_kinds(raw: RawConfig, windowed: Sequence[bool]) -> tuple[AttentionSpec
 def _full_heads(raw: RawConfig, windowed: Sequence[bool], *, tied: bool) -> tuple[int, int | None]:
     """Size and number of a full layer's key/value heads; None: as in other layers.
 
-    Newer configs have them in ``per_layer_config``, the same for each of these layers.
+    Newer configs have them in ``per_layer_config``, the same for each of these layers; without an
+    entry, a layer has the heads of others.
     """
-    own = raw.mapping("per_layer_config").get(str(windowed.index(False)))
-    if isinstance(own, Mapping):
-        special = raw.nested("per_layer_config", str(windowed.index(False)))
+    first = str(windowed.index(False))
+    if raw.has("per_layer_config"):
+        if first not in raw.mapping("per_layer_config"):
+            return raw.integer("head_dim", 256), None
+        special = raw.nested("per_layer_config", first)
         size = special.integer("head_dim", raw.integer("head_dim", 256))
         return size, special.optional_integer("num_key_value_heads")
     groups = raw.optional_integer("num_global_key_value_heads") if tied else None
@@ -225,7 +228,8 @@ FAMILIES = (
     Family(
         name="gemma4",
         read=read_config,
-        folders="Gemma4ForCausalLM Gemma4ForConditionalGeneration",
+        folders="Gemma4ForCausalLM Gemma4ForConditionalGeneration "
+        "Gemma4UnifiedForCausalLM Gemma4UnifiedForConditionalGeneration",
         gguf="gemma4",
         gguf_layer={
             **LAYER_INPUTS,

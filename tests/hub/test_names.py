@@ -211,6 +211,7 @@ def test_files_beside_models(name: str, is_model: bool) -> None:
         ("org/m-MTP", "m-MTP-Q4_K_M m-MTP-Q8_0", None, "m-MTP-Q4_K_M"),
         ("org/m", "my-assistant-Q4_K_M", None, "my-assistant-Q4_K_M"),
         ("org/m", "MTP/m-Q4_K_M", None, "MTP/m-Q4_K_M"),
+        ("org/m", "m-UD-Q4_K_XL MTP/m-Q8_0-MTP MTP/m-MTP-Q4_0", None, "m-UD-Q4_K_XL"),
         *(("org/m", f"{label}/model BF16/model", label, f"{label}/model") for label in LABELS),
         *(
             ("org/m", f"x/{label}/model x/BF16/model", label, f"x/{label}/model")

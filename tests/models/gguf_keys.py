@@ -86,7 +86,8 @@ def falcon_inner(config: Any) -> int:
 def full_layer(config: Any) -> Mapping[str, Any]:
     """What Gemma 4's layers without a window have of their own."""
     first = config.layer_types.index("full_attention")
-    return next(own for n, own in config.per_layer_config.items() if int(n) == first)
+    found = (own for n, own in config.per_layer_config.items() if int(n) == first)
+    return next(found, {"head_dim": config.head_dim})
 
 
 def gguf_keys(architecture: str, config: Any, *, absorbed: bool) -> dict[str, Any]:
@@ -142,7 +143,7 @@ def _gemma4(config: Any, rope: Any, kinds: Any) -> Any:
         "rope.dimension_count": wide,
         "rope.dimension_count_swa": size,
         "rope.freq_base_swa": config.rope_parameters["sliding_attention"]["rope_theta"],
-        "embedding_length_per_layer_input": config.hidden_size_per_layer_input or 0,
+        "embedding_length_per_layer_input": getattr(config, "hidden_size_per_layer_input", 0) or 0,
     }
     if (groups := full.get("num_key_value_heads")) is not None:
         counts = {"sliding_attention": config.num_key_value_heads, "full_attention": groups}

@@ -56,7 +56,8 @@ _NAMES = {
     "granitemoe": "granite-moe granite-moe-shared",
     "gpt-oss": "gpt-oss",
     "gemma3n": "gemma3n-gguf",
-    "gemma4": "gemma4 gemma4-double-wide gemma4-keys-as-values gemma4-moe",
+    "gemma4": "gemma4 gemma4-double-wide gemma4-keys-as-values gemma4-moe gemma4-unified "
+    "gemma4-unified-whole",
     "gemma4-assistant": "gemma4-assistant",
     "deepseek2": "deepseek-v2 deepseek-v2-lite deepseek-v2-dense deepseek-v3 deepseek-v3-plain "
     "glm4-moe-lite",
@@ -74,7 +75,8 @@ _PAIRED = ("granite", "granite_swa", "granitehybrid", "granitemoe", "llama", "mi
 _INCLUDES_ONE = ("gemma3", "qwen3next", "qwen35", "qwen35moe", "qwen4exp")  # in norms' weights
 
 _OTHERS = re.compile(
-    r"(model\.)?(visual|vision_tower|embed_vision|multi_modal_projector|vision_model)\..*"
+    r"(model\.)?(visual|vision_tower|vision_embedder|embed_vision|embed_audio|multi_modal_projector"
+    r"|vision_model)\..*"
 )
 _EXPERT = re.compile(r"(.+\.)experts\.(\d+)\.(\w+)\.weight")
 _STACKED = re.compile(

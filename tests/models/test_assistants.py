@@ -20,7 +20,12 @@ from tests.models.tiny import edited, load_ours, relative_error, save_tiny, toke
 from tests.models.tiny_assistants import CLUSTERS, TinyAssistant
 
 IDS = tokens(24)  # more than the window
-KINDS = [("gemma4", {}), ("gemma4-double-wide", {"use_ordered_embeddings": True})]
+KINDS = [
+    ("gemma4", {}),
+    ("gemma4-double-wide", {"use_ordered_embeddings": True}),
+    ("gemma4-unified", {}),
+    ("gemma4-unified-whole", {"use_ordered_embeddings": True}),
+]
 
 
 @pytest.mark.parametrize(("name", "options"), KINDS)

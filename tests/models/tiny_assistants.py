@@ -34,19 +34,21 @@ class TinyAssistant:
     def __init__(self, name: str, target: Path, folder: Path, **options: Any) -> None:
         self.target = save_tiny(name, target)
         theirs = self.target.config.get_text_config()
-        text = transformers.Gemma4TextConfig(
+        unified = "unified" in theirs.model_type
+        kind = "Gemma4Unified" if unified else "Gemma4"
+        inputs = ("hidden_size_per_layer_input", "vocab_size_per_layer_input")
+        text = getattr(transformers, f"{kind}TextConfig")(
             **{**SIZES, "hidden_size": HIDDEN, "num_hidden_layers": 4},
+            **({} if unified else dict.fromkeys(inputs, 0)),
             num_kv_shared_layers=4,
             head_dim=16,
-            global_head_dim=48,
+            global_head_dim=theirs.per_layer_config[-1].head_dim,
             sliding_window=WINDOW,
-            hidden_size_per_layer_input=0,
-            vocab_size_per_layer_input=0,
             layer_types=["sliding_attention"] * 3 + ["full_attention"],
             attention_k_eq_v=theirs.attention_k_eq_v,
             num_global_key_value_heads=theirs.per_layer_config[-1].num_key_value_heads,
         )
-        config = transformers.Gemma4AssistantConfig(
+        config = getattr(transformers, f"{kind}AssistantConfig")(
             text_config=text, backbone_hidden_size=theirs.hidden_size, **options
         )
         config._attn_implementation = "eager"
@@ -55,7 +57,7 @@ class TinyAssistant:
             patch.setattr(
                 transformers.Gemma4TextConfig, "kv_sharing_modes", property(sharing_modes)
             )
-            model = transformers.Gemma4AssistantForCausalLM(config)
+            model = getattr(transformers, f"{kind}AssistantForCausalLM")(config)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.copy_(torch.randn_like(parameter) * 0.2)

@@ -662,6 +662,22 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         attention_k_eq_v=True,
         num_global_key_value_heads=1,
     ),
+    "gemma4-unified": lambda: hf.Gemma4UnifiedTextConfig(
+        **_GEMMA4,
+        num_kv_shared_layers=3,
+        use_double_wide_mlp=True,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+    ),
+    "gemma4-unified-whole": lambda: hf.Gemma4UnifiedConfig(
+        # All layers have the same heads
+        text_config={**_GEMMA4, "global_head_dim": 16, "pad_token_id": 0},
+        vision_config={"patch_size": 2, "mm_embed_dim": 24, "mm_posemb_size": 8},
+        audio_config={"audio_embed_dim": 20},
+        image_token_id=1000,
+        video_token_id=1001,
+        audio_token_id=1002,
+    ),
     "phi3": lambda: hf.Phi3Config(**SIZES, sliding_window=None),
     "phi3-window": lambda: hf.Phi3Config(**SIZES, sliding_window=WINDOW),
     "phi3-longrope": lambda: hf.Phi3Config(
