@@ -153,8 +153,9 @@ def check_text_only(messages: Sequence[object], *, pictures: bool = False, blind
             if other is not None and blind:
                 raise OptionError(f"message {number} has {other}: {blind}")
             if other is not None:
+                reads = "text and pictures" if pictures else "text"
                 raise OptionError(
-                    f"message {number} has {other}, and the model reads text only: leave it out"
+                    f"message {number} has {other}, and the model reads {reads} only: leave it out"
                 )
 
 

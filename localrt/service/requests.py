@@ -269,7 +269,8 @@ class RequestBuilder:
         """Encode the messages; a picture's rows have the ids that ``VisionState`` makes."""
         vision, tokenizer = self._engine.vision, self.tokenizer
         if vision is None or not (pictures := pictures_of(messages)):
-            check_text_only(messages, blind=self._parts.vision_problem)
+            sees = vision is not None
+            check_text_only(messages, pictures=sees, blind=self._parts.vision_problem)
             return encode_chat(tokenizer, segments(messages), watch)
         encoder = vision.encoder
         prompt_pictures = [vision.prompt_picture(picture) for picture in pictures]
@@ -286,7 +287,7 @@ class RequestBuilder:
         if shown is None:  # the template has no place for them, or not for all
             mark, written = new_mark(), encoder.picture_text or encoder.placeholder
             plain = without_pictures(messages, mark)
-            check_text_only(plain)
+            check_text_only(plain, pictures=True)
             texts = [written.replace(encoder.placeholder, text) for text in texts]
             shown = put_in(segments(plain), mark, texts, control=False)
         if shown is None:

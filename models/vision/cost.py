@@ -67,8 +67,8 @@ def picture_cost(path: Path, projectors: Sequence[Path] = ()) -> PictureCost | N
 
 @dataclass(frozen=True, slots=True)
 class EncoderSizes:
-    """Sizes of an encoder: number of blocks, their smallest and largest dimension, bytes of the
-    largest unit of weights.
+    """Sizes of an encoder: number of blocks, their smallest and largest dimension (without blocks,
+    those of all matrices), bytes of the largest unit of weights.
     """
 
     blocks: int
@@ -84,7 +84,7 @@ class EncoderSizes:
     ) -> EncoderSizes:
         """Sizes from the tensors; ``weight_nbytes`` is that of ``Ops``; None: as stored."""
         units: Counter[str] = Counter()
-        blocks, narrow, wide = set[str](), 1 << 30, 0
+        blocks, inside, outside = set[str](), list[int](), list[int]()
         for name, info in source.tensors.items():
             if len(info.shape) != 2 or _is_table(name):
                 continue
@@ -94,8 +94,9 @@ class EncoderSizes:
             units[unit[0] if unit else name] += nbytes
             if unit:
                 blocks.add(unit[0])
-                narrow, wide = min(narrow, *shape), max(wide, *shape)
-        return cls(len(blocks), min(narrow, wide), wide, max(units.values(), default=0))
+            (inside if unit else outside).extend(shape)
+        sides = inside or outside or [0]
+        return cls(len(blocks), min(sides), max(sides), max(units.values(), default=0))
 
     def room(self, prepared: PreparedPicture) -> int:
         """Peak memory of encoding a picture in bytes, weights included."""

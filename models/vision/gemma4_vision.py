@@ -89,58 +89,56 @@ def read_encoder(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Gem
     encoder = Gemma4Encoder(
         block=block,
         layers=integer(vision, "num_hidden_layers", 16),
-        patch=integer(vision, "patch_size", 16),
         positions=integer(vision, "position_embedding_size", 10_240),
         theta=number(rope, "rope_theta", 100.0),
-        pool=integer(vision, "pooling_kernel_size", 3),
-        rows=integer(processor, "max_soft_tokens", 280),
         standardize=bool(vision.get("standardize")),
-        out=integer(text, "hidden_size"),
-        bidirectional=text.get("use_bidirectional_attention") == "vision",
-        # Most processors of other models normalize by default; this one does not.
-        scaling=Scaling.read({"do_normalize": False, **processor}),
-        resample=resampling(processor, BICUBIC),
+        patch=integer(vision, "patch_size", 16),
+        pool=integer(vision, "pooling_kernel_size", 3),
+        **read_pictures(text, processor),
     )
     if encoder.longest > encoder.positions:
         raise ValueError(
             f"position_embedding_size must be at least {encoder.longest} for {encoder.rows} rows "
             f"of a picture, is {encoder.positions}"
         )
-    largest = encoder.rows * (encoder.pool * encoder.patch) ** 2
-    if largest > MOST_PIXELS:
-        raise ValueError(f"pictures may have {largest} pixels: the most is {MOST_PIXELS}")
     return encoder
 
 
+def read_pictures(text: Mapping[str, Any], processor: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of ``Gemma4Pictures``: those that are not in the config's ``vision_config``."""
+    return {
+        "rows": integer(processor, "max_soft_tokens", 280),
+        "out": integer(text, "hidden_size"),
+        "bidirectional": text.get("use_bidirectional_attention") == "vision",
+        # Most processors of other models normalize by default; this one does not.
+        "scaling": Scaling.read({"do_normalize": False, **processor}),
+        "resample": resampling(processor, BICUBIC),
+    }
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gemma4Encoder(VisionEncoder):
-    """See the module. A picture's ``grid`` is its (rows, columns) of patches.
+class Gemma4Pictures(VisionEncoder):
+    """How all models of Gemma 4 see pictures. A picture's ``grid`` is its (rows, columns) of
+    patches of ``patch`` pixels a side.
 
     ``pool`` patches in each direction become one row of the decoder with ``out`` columns; a picture
-    has at most ``rows`` of them. Each table has ``positions`` rows.
+    has at most ``rows`` of them.
     """
 
-    block: BlockConfig
-    layers: int
     patch: int
-    positions: int
-    theta: float
     pool: int
     rows: int
-    standardize: bool
     out: int
     bidirectional: bool
     scaling: Scaling
     resample: int
 
     placeholder = _ROW
-    row_token = "<pad>"  # a row has the per-layer inputs of padding
-    full_layers_causal = True
 
-    @property
-    def longest(self) -> int:
-        """The largest number of patches in one direction."""
-        return self.rows * self.pool
+    def __post_init__(self) -> None:
+        largest = self.rows * (self.pool * self.patch) ** 2
+        if largest > MOST_PIXELS:
+            raise ValueError(f"pictures may have {largest} pixels: the most is {MOST_PIXELS}")
 
     def prepare(self, picture: Picture) -> PreparedPicture:
         patch, pool = self.patch, self.pool
@@ -164,6 +162,25 @@ class Gemma4Encoder(VisionEncoder):
         if not columns:
             return min(height // width, self.rows), 1
         return lines, columns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemma4Encoder(Gemma4Pictures):
+    """See the module. Each table has ``positions`` rows."""
+
+    block: BlockConfig
+    layers: int
+    positions: int
+    theta: float
+    standardize: bool
+
+    row_token = "<pad>"  # a row has the per-layer inputs of padding
+    full_layers_causal = True
+
+    @property
+    def longest(self) -> int:
+        """The largest number of patches in one direction."""
+        return self.rows * self.pool
 
     def encode(
         self, picture: PreparedPicture, units: Units, steps: VisionSteps, check: Check | None = None

@@ -18,6 +18,7 @@ _FILES = {
     "llava": "pixtral",
     "mistral3": "pixtral",
     "gemma4": "gemma4_vision",
+    "gemma4_unified": "gemma4_unified",
     "gemma3": "gemma3",
     "idefics3": "idefics3",
     "smolvlm": "idefics3",

@@ -146,6 +146,14 @@ def test_bad_pictures_are_refused(seeing: localrt.Model, name: str) -> None:
         )
 
 
+@pytest.mark.parametrize("pictures", [[], [{"type": "image", "image": photo(0)}]])
+def test_sounds_are_refused(seeing: localrt.Model, pictures: list[Any]) -> None:
+    sound = {"type": "input_audio", "input_audio": {"data": "AAAA"}}
+    words = r"^message 1 has a sound \(input_audio\), and the model reads text and pictures only"
+    with pytest.raises(localrt.OptionError, match=words):
+        seeing.generate([{"role": "user", "content": [*pictures, sound]}], **GREEDY)
+
+
 @pytest.mark.parametrize("size", [(20_000, 20_000), (9_000, 9_000)])
 def test_bombs_are_refused_unread(seeing: localrt.Model, size: tuple[int, int]) -> None:
     file = io.BytesIO()

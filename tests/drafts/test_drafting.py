@@ -183,6 +183,7 @@ def test_draft_model() -> None:
         "eagle3",
         "assistant",
         "assistant-gguf",
+        "assistant-unified",
         "dflash",
         "dflash-gguf",
     ],
@@ -199,7 +200,8 @@ def test_heads_draft_the_same_tokens(kind: str, tmp_path: Path) -> None:
             target = quantize_model(target, tmp_path / "store", Recipe("int8-g32")).path
     elif kind.startswith("assistant"):
         draft = str(tmp_path)
-        TinyAssistant("gemma4", target, tmp_path, use_ordered_embeddings=True, **CLUSTERS)
+        name = "gemma4-unified-whole" if kind == "assistant-unified" else "gemma4"
+        TinyAssistant(name, target, tmp_path, use_ordered_embeddings=True, **CLUSTERS)
         if kind == "assistant-gguf":
             draft = str(write_tiny_gguf(tmp_path, tmp_path / "a.gguf", "gemma4-assistant"))
     else:

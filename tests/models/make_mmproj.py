@@ -23,6 +23,7 @@ _MEAN = [0.48145466, 0.4578275, 0.40821073]
 _PROJECTORS = {
     "gemma3": "gemma3",
     "gemma4": "gemma4v",
+    "gemma4_unified": "gemma4uv",
     "idefics3": "idefics3",
     "smolvlm": "idefics3",
     "lfm2_vl": "lfm2",
@@ -36,6 +37,14 @@ _PROJECTORS = {
 }
 _QWEN3_MERGER = {"linear_fc1": "mm.0", "linear_fc2": "mm.2", "norm": "v.post_ln"}
 _DEEP = {"linear_fc1": "fc1", "linear_fc2": "fc2", "norm": "norm"}
+_UNIFIED = {
+    "patch_dense": "v.patch_embd",
+    "patch_ln1": "v.patch_norm.1",
+    "patch_ln2": "v.patch_norm.2",
+    "pos_norm": "v.patch_norm.3",
+    "pos_embedding": "v.position_embd.weight",
+}
+"""What gguf does not know of Gemma 4 12B's."""
 _SUFFIXES = (".weight", ".bias")
 _OWN = ("vision_", "visual.", "multi_modal_projector.", "connector.", "embed_vision.")
 _NAMES = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 64)
@@ -105,6 +114,11 @@ def _made(model: str, key: str, value: Array, config: Any) -> Iterator[tuple[str
         and value.ndim == 2
     ):
         value = value.reshape(len(value), patch, patch, 3).transpose(0, 3, 1, 2)
+    if ".patch_ln1." in key or key.endswith(".patch_dense.weight"):  # colour by colour
+        pixels = value.reshape(*value.shape[:-1], -1, 3)
+        value = np.ascontiguousarray(pixels.swapaxes(-1, -2)).reshape(value.shape)
+    if key.endswith(".pos_embedding"):
+        value = np.ascontiguousarray(value.swapaxes(0, 1))
     if key.endswith("soft_emb_norm.weight"):
         value = value + 1
     if re.search(r"attention\.[qk]_proj", key):
@@ -114,6 +128,9 @@ def _made(model: str, key: str, value: Array, config: Any) -> Iterator[tuple[str
 
 def _named(key: str, vision: Any) -> str:
     """The file's name of a tensor of the folder."""
+    if key.startswith("vision_embedder."):
+        _, stem, *suffixes = key.split(".")
+        return ".".join([_UNIFIED[stem], *suffixes])
     if "deepstack_merger_list." in key:
         _, _, number, stem, suffix = key.split(".")
         block = vision["deepstack_visual_indexes"][int(number)]
@@ -144,6 +161,9 @@ def _metadata(folder: Path, config: Any) -> dict[str, Any]:
             processor |= {**read, **read.get("image_processor", {})}
     hidden = vision.get("embed_dim") if model == "qwen2_vl" else vision.get("hidden_size")
     size = vision.get("image_size", 560)
+    if unified := model == "gemma4_unified":  # which has no blocks
+        hidden = vision["mm_embed_dim"]
+        vision |= dict.fromkeys(("depth", "num_heads", "mlp_ratio"), 0)
     inner = vision.get("intermediate_size") or int(hidden * vision.get("mlp_ratio", 4))
     found = {
         "clip.has_vision_encoder": True,
@@ -170,7 +190,8 @@ def _metadata(folder: Path, config: Any) -> dict[str, Any]:
     if model == "gemma3":
         side = round(config["mm_tokens_per_image"] ** 0.5)
         found[keys.Projector.SCALE_FACTOR] = size // vision["patch_size"] // side
-    if model == "gemma4":
+    if model.startswith("gemma4"):
+        found["clip.has_audio_encoder"] = unified
         found["clip.vision.projector_type"] = found.pop("clip.projector_type")
         found[keys.Projector.SCALE_FACTOR] = vision["pooling_kernel_size"]
     if model in ("idefics3", "smolvlm"):

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import Gemma4TextConfig
 
 from localrt.drafts.heads.dflash import BlockDecoder
 from localrt.models.decoder import FinalNorm
@@ -193,14 +192,17 @@ def test_eagle3_head(form: str, tmp_path: Path) -> None:
     assert relative_error(last.rows, made) < 1e-3
 
 
-def test_assistant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["gemma4", "gemma4-unified"])
+def test_assistant(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """llama.cpp reads the target's last two layers, and its converter leaves clusters out."""
-    sizes = CONFIGS["gemma4"]().to_dict()
+    config = CONFIGS[name]()
+    sizes: dict[str, Any] = config.to_dict()
     sizes["layer_types"][-2:] = "sliding_attention", "full_attention"
     sizes.pop("per_layer_config")
-    monkeypatch.setitem(CONFIGS, "gemma4", lambda: Gemma4TextConfig(**sizes, global_head_dim=48))
-    tiny = TinyAssistant("gemma4", tmp_path / "target", tmp_path / "own")
-    path = write_tiny_gguf(tmp_path / "target", tmp_path / "m.gguf", "gemma4")
+    sizes |= {"global_head_dim": 48, "num_global_key_value_heads": 1}
+    monkeypatch.setitem(CONFIGS, name, lambda: type(config)(**sizes))
+    tiny = TinyAssistant(name, tmp_path / "target", tmp_path / "own")
+    path = write_tiny_gguf(tmp_path / "target", tmp_path / "m.gguf", name)
     own = write_tiny_gguf(tmp_path / "own", tmp_path / "assistant.gguf", "gemma4-assistant")
     width, held = tiny.target.config.get_text_config().hidden_size, len(IDS) - 1
     theirs, carried = [], []

@@ -672,7 +672,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "gemma4-unified-whole": lambda: hf.Gemma4UnifiedConfig(
         # All layers have the same heads
         text_config={**_GEMMA4, "global_head_dim": 16, "pad_token_id": 0},
-        vision_config={"patch_size": 2, "mm_embed_dim": 24, "mm_posemb_size": 8},
+        vision_config={"patch_size": 2, "mm_embed_dim": 24, "output_proj_dims": 24},
         audio_config={"audio_embed_dim": 20},
         image_token_id=1000,
         video_token_id=1001,

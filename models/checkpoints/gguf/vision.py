@@ -1,10 +1,10 @@
 """The vision encoder in an ``mmproj`` GGUF file, presented like the publisher's folder.
 
 llama.cpp's converter shortens names, splits some tensors, adds 1 to Gemma's norm, turns the halves
-of Pixtral's rotary rows into pairs, and puts the colour first in a patch's columns. Reading undoes
-all of that: names, shapes and values are those of ``VisionFolder``, and so are the keys of
-``config`` and ``processor``. Keys that do not follow from the file are missing: families have the
-publishers' defaults.
+of Pixtral's rotary rows into pairs, puts the colour first in a patch's columns, and the columns of
+Gemma's table of positions before its rows. Reading undoes all of that: names, shapes and values are
+those of ``VisionFolder``, and so are the keys of ``config`` and ``processor``. Keys that do not
+follow from the file are missing: families have the publishers' defaults.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class VisionGguf(SourcedCheckpoint):
             self.processor: Mapping[str, object]
             self.config, self.processor = vision_config(family, metadata, shapes)
             self.columns: int = self.config["text_config"]["hidden_size"]
-            heads = metadata.count("vision.attention.head_count")
+            heads = self.config["vision_config"]["num_attention_heads"]
             super().__init__(_Reading(family, path, heads, stored).sources())
         except BaseException:
             self.close()
@@ -178,6 +178,11 @@ class _Reading:
                 return self._columns([name, SECOND_KERNEL], (2, _COLOURS, -1), (1, 0, 2))
             if family.colours_last:
                 return self._columns([name], (1, _COLOURS, -1), (0, 2, 1))
+        if name.startswith("v.patch_norm.1."):
+            return self._columns([name], (1, _COLOURS, -1), (0, 2, 1))
+        if name == "v.position_embd.weight" and family.kind == "gemma4_unified":
+            info = replace(tensor.info, shape=matrix_shape(tensor.info.shape))
+            return _InTurns(info, replace(tensor, info=info))
         if name == "mm.soft_emb_norm.weight":
             info = tensor.info
             count = math.prod(info.shape)
@@ -201,12 +206,13 @@ class _Reading:
         self, names: Sequence[str], shape: tuple[int, ...], axes: tuple[int, ...]
     ) -> RowSource:
         """Convolution kernels as one matrix: its columns are those of the file, in ``shape``,
-        permuted to ``axes``.
+        permuted to ``axes``. Of a vector, the values are.
         """
         parts = [self._tensor(name) for name in names]
         first = parts[0].info
-        columns = math.prod(first.shape[1:])
-        if first.format.block != 1 or columns % _COLOURS or len(first.shape) < 2:
+        rows = first.shape[:-1][:1]  # none, of a vector
+        columns = math.prod(first.shape[len(rows) :])
+        if first.format.block != 1 or columns % _COLOURS:
             raise CheckpointError(
                 f"{self.path}: {names[0]!r} {first.shape} in {first.format.name} is no kernel of "
                 f"{_COLOURS} colours"
@@ -216,7 +222,7 @@ class _Reading:
         order: npt.NDArray[np.int64] = np.arange(len(parts) * columns).reshape(shape)
         info = replace(
             first,
-            shape=(first.shape[0], len(parts) * columns),
+            shape=(*rows, len(parts) * columns),
             nbytes=len(parts) * first.nbytes,
         )
         return OrderedColumns(info, tuple(parts), order.transpose(axes).reshape(-1))
@@ -233,3 +239,13 @@ class _WithoutOne(DerivedRows):
 
     def _read(self, start: int, stop: int) -> Bytes:
         return (unpack(self.whole.read(start, stop)) - np.float32(1)).view(np.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class _InTurns(DerivedRows):
+    """The rows of both halves of ``whole`` take turns."""
+
+    def _read(self, start: int, stop: int) -> Bytes:
+        first, last, half = start // 2, (stop + 1) // 2, self.rows // 2
+        parts = [self.whole.read(at + first, at + last).data for at in (0, half)]
+        return np.stack(parts, 1).reshape(-1, self.row_bytes)[start - 2 * first : stop - 2 * first]

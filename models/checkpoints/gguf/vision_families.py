@@ -118,12 +118,13 @@ def vision_config(
     """The keys of ``config.json``, and of an image processor."""
     size = metadata.count("vision.embedding_length")
     inner = metadata.count("vision.feed_forward_length", 0, least=0)
+    least = min(1, len(family.block))  # of blocks, and heads
     eps = metadata.number("vision.attention.layer_norm_epsilon", 1e-6)
     vision = {
         "hidden_size": size,
         "intermediate_size": inner or _inner(shapes, size),
-        "num_attention_heads": metadata.count("vision.attention.head_count"),
-        "num_hidden_layers": metadata.count("vision.block_count"),
+        "num_attention_heads": metadata.count("vision.attention.head_count", least=least),
+        "num_hidden_layers": metadata.count("vision.block_count", least=least),
         "image_size": metadata.count("vision.image_size"),
         "patch_size": metadata.count("vision.patch_size"),
         "layer_norm_eps": eps,
@@ -198,6 +199,18 @@ def _gemma4(metadata: ClipMetadata, vision: Mapping[str, Any], shapes: Shapes) -
         # In Gemma 4's models without audio, a picture's rows attend to one another.
         found["text_config"] = {"use_bidirectional_attention": "vision"}
     return found
+
+
+def _gemma4_unified(
+    metadata: ClipMetadata, vision: Mapping[str, Any], shapes: Shapes
+) -> dict[str, object]:
+    own = {
+        "mm_embed_dim": vision["hidden_size"],
+        "mm_posemb_size": _rows(shapes, "v.position_embd.weight"),
+        "pooling_kernel_size": metadata.count("vision.projector.scale_factor", 3),
+        "rms_norm_eps": vision["layer_norm_eps"],
+    }
+    return {"vision_config": own}
 
 
 def _qwen(metadata: ClipMetadata, vision: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
@@ -362,6 +375,23 @@ FAMILIES: Mapping[str, Family] = {
         },
         whole={"v.position_embd.weight": "vision_tower.patch_embedder.position_embedding_table"},
         keys=_gemma4,
+        colours_last=True,
+    ),
+    "gemma4uv": Family(
+        kind="gemma4_unified",
+        out="mm.input_projection.weight",
+        decoders=("gemma4",),
+        prefix="",
+        block={},
+        names={
+            "v.patch_norm.1": "vision_embedder.patch_ln1",
+            "v.patch_embd": "vision_embedder.patch_dense",
+            "v.patch_norm.2": "vision_embedder.patch_ln2",
+            "v.patch_norm.3": "vision_embedder.pos_norm",
+            "mm.input_projection": "embed_vision.embedding_projection",
+        },
+        whole={"v.position_embd.weight": "vision_embedder.pos_embedding"},
+        keys=_gemma4_unified,
         colours_last=True,
     ),
     "qwen2vl_merger": _QWEN2,

@@ -18,6 +18,7 @@ import localrt
 from localrt.chat_format.pictures import pictures_of
 from localrt.models.vision.picture import Picture
 from tests.inside import core_of, engine_of
+from tests.models.vision import test_gemma4_unified as gemma4_unified
 from tests.models.vision import test_gemma4_vision as gemma4
 from tests.models.vision import test_pixtral as pixtral
 from tests.models.vision.oracles import expanded, plain
@@ -118,7 +119,7 @@ def test_chats(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("given_rates")
-@pytest.mark.parametrize("name", ["mistral3", "gemma4"])
+@pytest.mark.parametrize("name", ["mistral3", "gemma4", "gemma4_unified"])
 def test_tokens_around_rows(name: str, tmp_path: Path) -> None:
     tiny: Any
     if name == "mistral3":
@@ -128,7 +129,8 @@ def test_tokens_around_rows(name: str, tmp_path: Path) -> None:
         names = ("<|image>", "<image|>", "<|start|>")
         own = tokenizer("<|image|>", "<|image|>", *names, first="<pad>")
         sizes = {"vocab_size": 310, "vocab_size_per_layer_input": 310}
-        tiny = gemma4.Tiny(tmp_path, own=sizes)
+        kind: Any = gemma4 if name == "gemma4" else gemma4_unified
+        tiny = kind.Tiny(tmp_path, own=sizes)
     own.save_pretrained(tmp_path)
     with localrt.load(str(tmp_path), device="cpu", format="f32", ctx=1024) as model:
         vision = engine_of(model).vision
@@ -144,6 +146,8 @@ def test_tokens_around_rows(name: str, tmp_path: Path) -> None:
             assert plain(core_of(model).requests.render(chat), IMAGE) == ids
             inputs = tiny.inputs(*pictures) if pictures else {}
             inputs.pop("num_soft_tokens_per_image", None)
+            if name == "gemma4_unified":  # its rows see one another
+                inputs["mm_token_type_ids"] = (torch.tensor([ids]) == IMAGE).long()
             with torch.no_grad():
                 found = tiny.model.generate(
                     torch.tensor([ids]),

@@ -19,7 +19,13 @@ from localrt.models.vision.encoder_cache import UnitReader
 from localrt.models.vision.registry import read_encoder
 from localrt.quant.ops.vision import VisionSteps
 from localrt.quant.reference.ops import TorchOps
-from tests.models.vision import test_gemma4_vision, test_pixtral, test_siglip, tiny_qwen
+from tests.models.vision import (
+    test_gemma4_unified,
+    test_gemma4_vision,
+    test_pixtral,
+    test_siglip,
+    tiny_qwen,
+)
 from tests.models.vision.oracles import picture
 from tests.mutations import FUZZ, changed, changes_of, is_line, paths, refusal
 
@@ -27,6 +33,7 @@ FOLDERS: dict[str, Callable[[Path], object]] = {
     "llava": partial(test_pixtral.Tiny, "llava"),
     "mistral3": partial(test_pixtral.Tiny, "mistral3"),
     "gemma4": test_gemma4_vision.Tiny,
+    "gemma4_unified": test_gemma4_unified.Tiny,
     **{kind: partial(tiny_qwen.save_tiny_vl, kind) for kind in tiny_qwen.TINY},
     **{name: test_siglip.FAMILIES[name] for name in ("gemma3", "idefics3", "smolvlm", "lfm2-vl")},
 }

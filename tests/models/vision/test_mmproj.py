@@ -78,6 +78,16 @@ OTHERS: dict[str, Callable[[], Any]] = {
         },
         audio_config=None,
     ),
+    "gemma4_unified": lambda: hf.Gemma4UnifiedConfig(
+        text_config={**CONFIGS["gemma4-unified"]().to_dict(), "pad_token_id": 0},
+        vision_config={
+            "patch_size": 4,
+            "mm_embed_dim": 40,
+            "output_proj_dims": 40,
+            "mm_posemb_size": 280,
+        },
+        audio_config={"audio_embed_dim": 20},
+    ),
 }
 MODELS = QWEN | OTHERS
 
@@ -112,7 +122,7 @@ def test_tensors(kind: str, tiny: Callable[[str], Path], tmp_path: Path) -> None
     folder = tiny(kind)
     path = write_mmproj(folder, tmp_path / "mmproj-f32.gguf")
     with closing(VisionFolder(folder)) as theirs, closing(VisionGguf(path)) as ours:
-        hub = str if kind == "gemma4" else _hub_name
+        hub = str if "gemma4" in kind else _hub_name
         names = {hub(name): name for name in theirs.tensors if ".head." not in name}
         assert set(ours.tensors) == set(names)
         for name, info in ours.tensors.items():
@@ -156,12 +166,12 @@ def test_rows(kind: str, tiny: Callable[[str], Path], tmp_path: Path) -> None:
                 assert relative_error(layer, deep) < 1e-6
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3", "gemma4"])
+@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3", "gemma4", "gemma4_unified"])
 def test_quantized(kind: str, tiny: Callable[[str], Path], tmp_path: Path) -> None:
     """A store sees as its model does, wherever that is then."""
     shown = picture(60, 60)
     folder = shutil.copytree(tiny(kind), tmp_path / "folder")
-    names = {"qwen3_vl": "qwen3-vl"}
+    names = {"qwen3_vl": "qwen3-vl", "gemma4_unified": "gemma4-unified"}
     file = write_tiny_gguf(folder, tmp_path / "m.gguf", names.get(kind, kind))
     (tmp_path / "other").mkdir()
     mmproj = write_mmproj(folder, tmp_path / "other" / "sha256-2a")  # as Ollama names files
@@ -194,16 +204,20 @@ def test_quantized(kind: str, tiny: Callable[[str], Path], tmp_path: Path) -> No
         assert relative_error(found.rows, rows.rows) < 1e-6
 
 
+FAST = ("gemma4", "gemma4_unified", "lfm2_vl")
+
+
 @pytest.mark.parametrize(
     "kind",
-    [
-        pytest.param(kind, marks=() if kind in ("gemma4", "lfm2_vl") else pytest.mark.slow)
-        for kind in MODELS
-    ],
+    [pytest.param(kind, marks=() if kind in FAST else pytest.mark.slow) for kind in MODELS],
 )
 def test_rows_on_a_gpu(kind: str, tiny: Callable[[str], Path]) -> None:
     """Its kernels round to bf16 on the way, through all steps of a family."""
-    few = {"gemma4": {"max_soft_tokens": 16}, "idefics3": {"size": {"longest_edge": 32}}}
+    few = {
+        "gemma4": {"max_soft_tokens": 16},
+        "gemma4_unified": {"max_soft_tokens": 16},
+        "idefics3": {"size": {"longest_edge": 32}},
+    }
     shown, own = picture(33, 60), few.get(kind, {})
     with closing(VisionFolder(tiny(kind))) as source:
         ((_, wanted),) = _see(source, shown, **own)
@@ -221,6 +235,7 @@ def test_rows_on_a_gpu(kind: str, tiny: Callable[[str], Path]) -> None:
         ("qwen3_5", "qwen3.5"),
         ("gemma3", "gemma3"),
         ("gemma4", "gemma4"),
+        ("gemma4_unified", "gemma4-unified"),
         ("mistral3", "mistral3"),
         ("lfm2_vl", "lfm2"),
     ],
@@ -365,7 +380,7 @@ VALUES += [
 ]
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "mistral3", "gemma4"])
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "mistral3", "gemma4", "gemma4_unified"])
 @FUZZ
 @given(changes=st.dictionaries(st.sampled_from(KEYS), st.sampled_from(VALUES), max_size=3))
 def test_damaged_metadata(
