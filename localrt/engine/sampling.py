@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 Logits = npt.NDArray[np.float32]
 # Different logits are never this close; dividing by a smaller number overflows.
 _GREEDY_BELOW = 1e-8
+_NEVER = -1e9  # a bias that JSON can say, too
 _MIDDLE_TOP_K, _MIDDLE_TOP_P, _MIDDLE_WEIGHT = 40, 0.99, 3
 # The best k of all logits are sought among those that reach the best of some groups of them.
 _GROUP, _GROUPS_PER_TOKEN = 64, 4
@@ -159,19 +160,26 @@ def check_integer(name: str, value: object, low: int, high: int, *, what: str = 
         )
 
 
-def sampling_defaults(generation_config: Mapping[str, object]) -> dict[str, object]:
+def sampling_defaults(
+    generation_config: Mapping[str, object], vocab_size: int = 1 << 31
+) -> dict[str, object]:
     """Return the sampling options of a model's ``generation_config.json``.
 
     A config that names any of them gets Hugging Face's neutral values for the rest; one that says
-    ``do_sample: false`` is greedy; one that says nothing keeps localrt's own defaults.
+    ``do_sample: false`` is greedy; one that says nothing keeps localrt's own defaults. Its
+    ``suppress_tokens`` are never drawn.
     """
     known = {f.name for f in fields(Sampling)} - {"seed", "logit_bias", "dry_sequence_breakers"}
     named = {k: v for k, v in generation_config.items() if k in known and v is not None}
+    never = generation_config.get("suppress_tokens")
+    never = never if isinstance(never, list) else []
+    ids = [each for each in never if type(each) is int and 0 <= each < vocab_size]
+    bias: dict[str, object] = {"logit_bias": dict.fromkeys(ids, _NEVER)} if ids else {}
     if generation_config.get("do_sample") is False:
-        return {"temperature": 0.0}
+        return {"temperature": 0.0, **bias}
     if not named:
-        return {}
-    return {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **named}
+        return bias
+    return {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **named, **bias}
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,7 +114,7 @@ def load_model(
             engine=engine,
             tokenizer=tokenizer,
             template=template,
-            defaults=sampling_defaults(checkpoint.generation_config),
+            defaults=sampling_defaults(checkpoint.generation_config, engine.info.vocab_size),
             eos_ids=_eos_ids(tokenizer, checkpoint.generation_config),
             ctx=ctx,
             notes=tuple(notes),

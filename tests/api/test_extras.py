@@ -1,4 +1,4 @@
-"""A model of Ollama's store keeps its template, system prompt, parameters and context."""
+"""Settings that come with a model: those of Ollama's store, and suppressed tokens."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,3 +67,18 @@ def test_system_prompt_of_store(model: localrt.Model) -> None:
 @pytest.mark.parametrize("model", [{"ctx": 128}], indirect=True)
 def test_given_context(model: localrt.Model) -> None:
     assert model.info.ctx == 128
+
+
+def test_tokens_that_a_model_suppresses(tiny_folder: Path, tmp_path: Path) -> None:
+    """The best token is not taken where the model's settings say that it is never to be."""
+    folder = shutil.copytree(tiny_folder, tmp_path / "model")
+    settings: dict[str, Any] = {"eos_token_id": 2, "do_sample": False}
+    taken: list[int] = []
+    for _ in range(3):
+        (folder / "generation_config.json").write_text(
+            json.dumps({**settings, "suppress_tokens": taken})
+        )
+        with localrt.load(folder) as model:
+            (token,) = model.generate(token_ids=[5, 6], max_tokens=1, ignore_eos=True).token_ids
+        assert token not in taken
+        taken.append(token)

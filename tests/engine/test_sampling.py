@@ -226,6 +226,17 @@ def test_defaults() -> None:
     assert named == {"temperature": 0.6, "top_k": 0, "top_p": 0.9, "min_p": 0.0}
 
 
+@pytest.mark.parametrize("more", [{}, {"do_sample": False}, {"temperature": 1.5}])
+def test_suppressed_tokens(more: dict[str, Any]) -> None:
+    """Of the ids in a model's config, those that it has are never drawn."""
+    own: dict[str, Any] = sampling_defaults({"suppress_tokens": [2, 9, "x", -1], **more}, 4)
+    sampling = Sampling(**{**NEUTRAL, **own})
+    logits = adjust_logits(logits_of(0.1, 0.2, 0.6, 0.1), [], [], sampling)
+    found = distribution(logits, sampling)
+    assert 2 not in found.tokens[found.probs > 0]
+    assert sampling_defaults({"suppress_tokens": "2", "eos_token_id": 2}) == {}
+
+
 def test_ties() -> None:
     assert kept(np.array([1, 3, 3, 3], np.float32), top_k=2) == [1, 2]
     assert kept(np.array([1, 5, 5, 0], np.float32), temperature=0) == [1]

@@ -120,6 +120,9 @@ def generation_config(metadata: GgufMetadata) -> Config:
             known.append(token)
     for name, known in config.items():
         config[name] = known if len(known) > 1 else known[0]
+    never = metadata.numbers("tokenizer.ggml.suppress_tokens")
+    if never is not None and never.dtype.kind in "iu":
+        config["suppress_tokens"] = never.tolist()
     for key, name in SAMPLING_KEYS.items():
         number = metadata.number(f"general.sampling.{key}")
         if number is not None:
