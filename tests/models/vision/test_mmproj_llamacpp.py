@@ -24,6 +24,7 @@ from tests.models.tiny import random_model, relative_error
 from tests.models.vision.oracles import picture
 from tests.models.vision.test_mmproj import MODELS
 
+KEPT: list[object] = []  # callbacks that the library may call until the process ends
 CHARACTERS = [chr(code) for code in range(33, 127)]
 
 
@@ -64,6 +65,7 @@ def _theirs(text: Path, projector: Path, shown: Picture) -> Floats:
     from llama_cpp import mtmd_cpp
 
     silent = llama_cpp.llama_log_callback(lambda *_: None)
+    KEPT.append(silent)
     llama_cpp.llama_log_set(silent, None)
     mtmd_cpp.mtmd_log_set(silent, None)
     llama_cpp.llama_backend_init()
