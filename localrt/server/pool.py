@@ -366,7 +366,7 @@ class ModelPool(Models):
         assert slot.served is not None, "it is loaded"
         now, model, use = time.monotonic(), slot.served.model, slot.gpu if gpu else None
         stats = slot.served.live.stats()
-        caches = stats.parked_bytes if gpu < slot.on_gpu else stats.kv_bytes
+        caches = stats.parked_bytes if slot.on_gpu and not gpu else stats.kv_bytes
         wanted, weights = slot.people.back_s(now), model.weights_in_ram
         weights, rest = (weights, 0) if model.info.streamed else (0, weights)
         if use is not None:
