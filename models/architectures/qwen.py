@@ -1,4 +1,4 @@
-"""Qwen2, Qwen2.5 and Qwen3, dense and with mixtures."""
+"""Qwen2, Qwen2.5 and Qwen3, dense and with mixtures; Mellum 2."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 from localrt.models.architectures import llama
 from localrt.models.architectures.family import Family
 from localrt.models.config import DecoderConfig
+from localrt.models.layers.rope import read_rope
 from localrt.models.raw_config import RawConfig, read_mixture, sparse_layers, with_mixture
 from localrt.quant.ops.attention import AttentionSpec
 
@@ -79,6 +80,29 @@ def read_qwen3_moe(raw: RawConfig) -> DecoderConfig:
     return with_mixture(config, spec, sparse_layers(raw, config.layers))
 
 
+def read_mellum(raw: RawConfig) -> DecoderConfig:
+    """Mellum 2 (JetBrains): Qwen3-MoE in which some layers have a window; these rotate with their
+    own base, which is not scaled.
+
+    Reads Qwen3-MoE's keys, ``layer_types`` and ``mlp_layer_types``.
+    """
+    config = llama.read_config(raw)
+    full = replace(config.attending[0], window=None)
+    base = raw.number("rope_local_base_freq", raw.number("rope_theta"))
+    local = read_rope(raw, full.head_dim, parameters={"rope_theta": base})
+    sliding = replace(full, window=raw.optional_integer("sliding_window"), rope=local)
+    windowed = raw.windowed([False] * config.layers)
+    kinds = {"dense": False, "sparse": True}
+    spec = read_mixture(raw, config, inner=raw.integer("moe_intermediate_size"))
+    config = replace(
+        config,
+        architecture="mellum",
+        attention=tuple(sliding if here else full for here in windowed),
+        qk_norm=True,
+    )
+    return with_mixture(config, spec, raw.layer_kinds("mlp_layer_types", config.layers, kinds))
+
+
 FAMILIES = (
     Family(
         name="qwen2",
@@ -100,4 +124,5 @@ FAMILIES = (
         folders="Qwen3MoeForCausalLM Qwen3VLMoeForConditionalGeneration",
         gguf="qwen3moe qwen3vlmoe",
     ),
+    Family(name="mellum", read=read_mellum, folders="MellumForCausalLM", gguf="mellum"),
 )

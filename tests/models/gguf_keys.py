@@ -71,7 +71,7 @@ _SCALING = {
 }
 _SILENT = {
     "expert_weights_norm": "llama qwen2moe qwen3moe olmoe granitemoe gpt-oss qwen35moe qwen3next "
-    "lfm2moe granitehybrid qwen4exp kimi-linear",
+    "lfm2moe granitehybrid qwen4exp kimi-linear mellum",
     "expert_group_count": "glm4moe kimi-linear",
     "expert_group_used_count": "glm4moe kimi-linear nemotron_h_moe",
 }
@@ -287,6 +287,9 @@ _CHANGES: Mapping[str, Any] = {
         "expert_feed_forward_length": config.intermediate_size
     },
     "gpt-oss": lambda config, rope, kinds: {"expert_feed_forward_length": config.intermediate_size},
+    "mellum": lambda config, rope, kinds: {
+        "rope.freq_base_swa": config.rope_parameters["sliding_attention"]["rope_theta"]
+    },
     "gemma3n": lambda config, rope, kinds: {
         "activation_sparsity_scale": [
             NormalDist().inv_cdf(share) if share else -math.inf

@@ -53,6 +53,7 @@ _NAMES = {
     "qwen2moe": "qwen2-moe",
     "qwen3moe": "qwen3-moe",
     "olmoe": "olmoe",
+    "mellum": "mellum",
     "granitemoe": "granite-moe granite-moe-shared",
     "gpt-oss": "gpt-oss",
     "gemma3n": "gemma3n-gguf",
@@ -69,6 +70,7 @@ _NEWER = {
     "granite_swa": ("granite", "granitemoe", "gpt-oss"),
     "qwen4exp": ("qwen35moe",),
     "gemma4-assistant": ("gemma4",),
+    "mellum": ("qwen3moe",),
 }
 """What gguf does not know, and where most of its tensors have the same names."""
 _PAIRED = ("granite", "granite_swa", "granitehybrid", "granitemoe", "llama", "mistral3", "smollm3")

@@ -70,6 +70,7 @@ MODELS = {
     "glm4-moe": "use_qk_norm partial_rotary_factor mlp_layer_types",
     "glm4-moe-lite": "first_k_dense_replace",
     "qwen3-vl-moe": "vision_config",
+    "mellum-dense-first": "rope_local_base_freq mlp_layer_types num_local_experts",
 }
 SCALINGS = "rope_type factor rope_theta original_max_position_embeddings beta_fast beta_slow mscale"
 SCALINGS += " mscale_all_dim attention_factor low_freq_factor high_freq_factor long_factor"

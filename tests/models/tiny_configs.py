@@ -155,6 +155,14 @@ _LATENT = {
 }
 
 
+def _two_bases(full: dict[str, Any], sliding: float) -> dict[str, Any]:
+    """The rotary parameters of layers without a window, and the base of those with one."""
+    return {
+        "full_attention": full,
+        "sliding_attention": {"rope_type": "default", "rope_theta": sliding},
+    }
+
+
 def with_text(config: Any, text: Any, **vision: Any) -> Any:
     """A multimodal config around a text model's; both say the same of the head."""
     found = config(text_config=text, vision_config=vision)
@@ -285,6 +293,25 @@ FAMILY_MIXTURES: dict[str, Callable[[], Any]] = {
         **_LOCAL_EXPERTS,
         shared_intermediate_size=64,
         sliding_window=WINDOW,
+    ),
+    "mellum": lambda: hf.MellumConfig(
+        **_WIDE,
+        **_EXPERTS,
+        head_dim=32,
+        sliding_window=WINDOW,
+        layer_types=_KINDS,
+        rope_parameters=_two_bases(_YARN, 10000.0),
+    ),
+    "mellum-dense-first": lambda: hf.MellumConfig(
+        **_WIDE,
+        **_EXPERTS,
+        head_dim=16,
+        sliding_window=WINDOW,
+        layer_types=_KINDS,
+        mlp_layer_types=["dense", "sparse", "sparse"],
+        norm_topk_prob=False,
+        rope_parameters=_two_bases({"rope_type": "default", "rope_theta": 5e4}, 300.0),
+        tie_word_embeddings=True,
     ),
     "qwen3-vl-moe": lambda: with_text(
         hf.Qwen3VLMoeConfig,

@@ -41,6 +41,7 @@ STREAMED = {
     "lfm3": "lfm3",
     "llama": "llama",
     "llava": "llava",
+    "mellum": "mellum-dense-first",
     "ministral3": "mistral3",
     "mixtral": "mixtral",
     "nemotron_h": "nemotron-h-groups",
