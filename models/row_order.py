@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.common.errors import CheckpointError
+from localrt.models.raw_config import positive_number, with_default_values
 from localrt.models.tensor_source import (
     DerivedRows,
     RangedFile,
@@ -201,24 +202,28 @@ _TURNED = ("self_attn.q_proj", "self_attn.k_proj")
 def rotary_rows(
     stored: Mapping[str, RowSource], config: Mapping[str, object], path: Path
 ) -> dict[str, RowSource]:
-    """All query and key tensors of a model at ``path``, with pairs reordered to halves.
+    """All query and key tensors of a model at ``path``, with pairs reordered to halves, as far as
+    heads are rotated.
 
     Raises:
         CheckpointError: a tensor's rows do not form heads of an even size.
     """
     queries = config.get("num_attention_heads")
     keys = config.get("num_key_value_heads", queries)
+    share = with_default_values(config, "").get("partial_rotary_factor", 1.0)
     found: dict[str, RowSource] = {}
     for name, tensor in stored.items():
         stem = name.rpartition(".")[0]
         if not stem.endswith(_TURNED):
             continue
-        found[name] = in_halves(tensor, queries if stem.endswith(_TURNED[0]) else keys, path)
+        heads = queries if stem.endswith(_TURNED[0]) else keys
+        found[name] = in_halves(tensor, heads, path, positive_number(share) or 1.0)
     return found
 
 
-def in_halves(tensor: RowSource, heads: object, path: Path) -> RowSource:
-    """A query or key tensor of ``heads``, with pairs reordered to halves.
+def in_halves(tensor: RowSource, heads: object, path: Path, share: float = 1.0) -> RowSource:
+    """A query or key tensor of ``heads``, with pairs reordered to halves in the first ``share`` of
+    each head.
 
     Raises:
         CheckpointError: its rows do not form heads of an even size.
@@ -231,14 +236,18 @@ def in_halves(tensor: RowSource, heads: object, path: Path) -> RowSource:
         )
     if len(info.shape) == 1 and info.format.block != 1:
         raise CheckpointError(f"{path}: {info.name!r} is a vector in {info.format.name}")
-    return _RotaryRows(info, tensor, heads)
+    turned = int(info.shape[0] // heads * min(share, 1.0) + 1e-6)
+    return _RotaryRows(info, tensor, heads, turned // 2)
 
 
 @dataclass(frozen=True, slots=True)
 class _RotaryRows(DerivedRows):
-    """The rows of ``whole``, a matrix or vector of ``heads``, with pairs reordered to halves."""
+    """The rows of ``whole``, a matrix or vector of ``heads``, with the first ``pairs`` of each head
+    reordered to halves.
+    """
 
     heads: int
+    pairs: int
 
     @property
     def rows_together(self) -> int:
@@ -249,11 +258,17 @@ class _RotaryRows(DerivedRows):
         size = self.info.shape[0] // self.heads
         if len(self.info.shape) == 1:
             data = self.whole.read(start, stop).data
-            return data.reshape(-1, size // 2, 2, self.info.format.block_bytes).swapaxes(1, 2)
+            return self._halves(data.reshape(-1, size, self.info.format.block_bytes))
         first = start // size * size
         data = self.whole.read(first, -(-stop // size) * size).data
-        halves = data.reshape(-1, size // 2, 2, self.row_bytes).swapaxes(1, 2)
-        return halves.reshape(-1, self.row_bytes)[start - first : stop - first]
+        rows = self._halves(data.reshape(-1, size, self.row_bytes)).reshape(-1, self.row_bytes)
+        return rows[start - first : stop - first]
+
+    def _halves(self, rows: Bytes) -> Bytes:
+        """The rows of whole heads (heads, size, bytes)."""
+        turned = 2 * self.pairs
+        parts = [rows[:, 0:turned:2], rows[:, 1:turned:2], rows[:, turned:]]
+        return np.concatenate(parts, axis=1)
 
 
 @dataclass(frozen=True, slots=True)

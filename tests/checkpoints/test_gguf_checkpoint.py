@@ -58,6 +58,17 @@ def rotary_model(tmp_path_factory):
     return open_model(tmp_path_factory.mktemp("rotary"), "llama", tensors)
 
 
+@pytest.fixture(scope="module")
+def partly_rotated(tmp_path_factory):
+    """Queries whose first half of each head is in pairs."""
+    heads = PACKED.reshape(HEADS, 2, HEAD_DIM // 2, -1)
+    turned = in_pairs(heads[:, 0].reshape(len(PACKED) // 2, -1), HEADS)
+    rows = np.stack([turned.reshape(heads[:, 0].shape), heads[:, 1]], axis=1)
+    tensors = {"blk.0.attn_q.weight": (rows.reshape(PACKED.shape), "q4_k")}
+    sizes = SIZES | {"rope.dimension_count": HEAD_DIM // 2, "attention.key_length": HEAD_DIM}
+    return open_model(tmp_path_factory.mktemp("partly"), "llama", tensors, sizes=sizes)
+
+
 @given(st.data())
 def test_rotary_rows(rotary_model, data):
     start = data.draw(st.integers(0, len(PACKED)))
@@ -73,6 +84,14 @@ def test_blocks_of_reordered_rows(rotary_model, rows):
     blocks = list(rotary_model.blocks(PREFIX + "q_proj.weight", max(1, rows * row)))
     assert np.array_equal(np.concatenate([block.data for block in blocks]), PACKED)
     assert all(block.nbytes <= max(rows, 1) * row for block in blocks)
+
+
+@given(st.data())
+def test_rows_of_partly_rotated_heads(partly_rotated, data):
+    start = data.draw(st.integers(0, len(PACKED)))
+    stop = data.draw(st.integers(start, len(PACKED)))
+    part = partly_rotated.read(PREFIX + "q_proj.weight", start, stop)
+    assert np.array_equal(part.data, PACKED[start:stop])
 
 
 def test_part_of_a_head(tmp_path):

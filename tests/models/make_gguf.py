@@ -38,6 +38,7 @@ _NAMES = {
     "qwen2vl": "qwen2.5-vl",
     "qwen3vl": "qwen3-vl",
     "qwen3vlmoe": "qwen3-vl-moe",
+    "glm4": "glm4 glm4-plain",
     "glm4moe": "glm4-moe glm4-moe-norms",
     "falcon-h1": "falcon-h1 falcon-h1-normed",
     "nemotron_h": "nemotron-h",

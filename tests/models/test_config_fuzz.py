@@ -67,6 +67,7 @@ MODELS = {
     "granite": "embedding_multiplier",
     "hunyuan": "alpha",
     "granite-swa": "layer_rope_theta num_local_experts",
+    "glm4": "partial_rotary_factor attention_bias",
     "glm4-moe": "use_qk_norm partial_rotary_factor mlp_layer_types",
     "glm4-moe-lite": "first_k_dense_replace",
     "qwen3-vl-moe": "vision_config",

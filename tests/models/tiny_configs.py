@@ -268,6 +268,12 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         },
         **_PIXTRAL,
     ),
+    "glm4": lambda: hf.Glm4Config(
+        **_WIDE, head_dim=48, rope_parameters={**_YARN, "partial_rotary_factor": 0.5}
+    ),
+    "glm4-plain": lambda: hf.Glm4Config(
+        **_WIDE, head_dim=32, attention_bias=False, tie_word_embeddings=True
+    ),
     "glm4-moe": lambda: hf.Glm4MoeConfig(**_WIDE, **_GLM, head_dim=32, attention_bias=True),
     "glm4-moe-groups": lambda: hf.Glm4MoeConfig(**_WIDE, **_GLM, n_group=2, topk_group=1),
     "glm4-moe-norms": lambda: hf.Glm4MoeConfig(

@@ -29,6 +29,7 @@ STREAMED = {
     "gemma3": "gemma3",
     "gemma3n": "gemma3n",
     "gemma4": "gemma4-moe",
+    "glm4": "glm4",
     "glm4_moe": "glm4-moe",
     "gpt_oss": "gpt-oss",
     "granite": "granite",
