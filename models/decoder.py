@@ -196,12 +196,16 @@ class FinalNorm:
     def __init__(self, decoder: Decoder) -> None:
         config = decoder.config
         self._eps = config.norm_eps
-        self._weights = np.empty(config.hidden_size, np.float32)
-        vector_to_host(decoder.weights.norm, self._weights)
+        self._weights = np.ones(config.hidden_size, np.float32)
+        self._normed = decoder.weights.norm is None  # by the last layer's unit
+        if decoder.weights.norm is not None:
+            vector_to_host(decoder.weights.norm, self._weights)
         self._weights /= np.float32(config.logit_scale)
 
     def __call__(self, rows: Logits) -> Logits:
         """Return the normed rows (n, D)."""
+        if self._normed:
+            return rows * self._weights
         scale = np.sqrt(np.square(rows).mean(1, keepdims=True) + np.float32(self._eps))
         normed: Logits = rows / scale * self._weights
         return normed

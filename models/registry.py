@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from localrt.common.errors import UnsupportedModelError
 from localrt.common.option_names import option
 from localrt.models.architectures import (
+    cohere,
     deepseek,
     draft_heads,
     ernie,
@@ -42,6 +43,7 @@ from localrt.quant.formats import FORMATS, GGML_FORMATS
 from localrt.quant.ops.protocol import Ops
 
 _MODULES = (
+    cohere,
     deepseek,
     draft_heads,
     ernie,

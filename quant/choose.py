@@ -222,6 +222,8 @@ def missing_on_gpu(memory: Sequence[LayerSpec]) -> str:
             return "they do not choose the tokens that attention sees"
         elif spec.value_norm:
             return "they do not norm values"
+        elif spec.beside_mlp:
+            return "they do not compute attention and an MLP in parallel"
     return ""
 
 

@@ -159,7 +159,7 @@ def _byte_level(metadata: Mapping[str, object], tokens: _Tokens, pre: PreType) -
         added=_added(tokens, vocabulary),
         normalizer=pre.normalizer(),
         pre_tokenizer=pre.pre_tokenizer(),
-        cut_long=True,
+        cut_long="\\b" not in "".join(pre.patterns),  # its words depend on those behind them
     )
 
 

@@ -133,6 +133,9 @@ _FAMILIES: dict[str, PreType] = {
     ),
     "tekken": PreType((_o200k("", r"\p{N}"),), whole_words=True, add_bos=True),
     "gpt-4o llama4 kanana2 minimax-m2": PreType((_o200k(f"{_CONTRACTION}?", r"\p{N}{1,3}"),)),
+    "tiny_aya cohere2moe": PreType(
+        (r"\d{1,3}(?=(?:\d{3})*\b)", _o200k(f"{_CONTRACTION}?", r"\p{N}{1,3}"))
+    ),
     "kimi-k2": PreType(
         (r"\p{Han}+|" + _o200k(f"{_CONTRACTION}?", r"\p{N}{1,3}", but=r"&&[^\p{Han}]", behind=""),),
         whole_words=True,

@@ -8,10 +8,12 @@ import numpy as np
 
 from localrt.quant.cpu.abi import (
     ACTIVATIONS,
+    VISION_STEPS,
     ConnectionArgs,
     InputArgs,
     NgramArgs,
     StreamArgs,
+    VisionArgs,
 )
 from localrt.quant.cpu.passes import NativePass
 from localrt.quant.cpu.weights import (
@@ -19,6 +21,7 @@ from localrt.quant.cpu.weights import (
     InputGateWeights,
     InputProjection,
     LowRankWeights,
+    NativeVector,
     NativeWeight,
     NgramWeights,
     StreamWeights,
@@ -73,6 +76,16 @@ class StreamSteps:
             eps=spec.eps,
         )
         self._api.lrt_gate_inputs(self._handle, args)
+        return out
+
+    def layer_norm(
+        self, x: Floats, weight: NativeVector, eps: float, *, centered: bool = True
+    ) -> Floats:
+        out = self._array(*x.shape)
+        args = VisionArgs(x=locate(x), out=locate(out), weight=weight.address, eps=eps, heads=1)
+        args.rows, args.size = x.shape
+        args.strides[0], args.rms = x.shape[1], not centered
+        self._api.lrt_vision(self._handle, VISION_STEPS["norm"], args)
         return out
 
     def low_rank(self, x: Floats, weights: LowRankWeights) -> Floats:

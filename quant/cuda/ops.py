@@ -65,7 +65,7 @@ from localrt.quant.ops.kv_formats import KvFormat
 from localrt.quant.ops.protocol import Batch, Forward, HostRows, LayerSpec, MlpSpec
 
 
-def _missing(self: object, *args: object) -> NoReturn:
+def _missing(self: object, *args: object, **more: object) -> NoReturn:
     """See ``Ops``."""
     raise NotImplementedError("models that take this step compute with torch on a GPU")
 
@@ -73,7 +73,7 @@ def _missing(self: object, *args: object) -> NoReturn:
 class StreamSteps:
     """A part of ``CudaOps``."""
 
-    project_inputs = gate_inputs = low_rank = _missing
+    project_inputs = gate_inputs = layer_norm = low_rank = _missing
     repeat_stream = read_streams = share_out = add_ngrams = choose_tokens = _missing
     split_streams = predict_streams = correct_streams = add_to_streams = join_streams = _missing
 

@@ -138,6 +138,8 @@ class AttentionSpec:
     gated: bool = False
     head_gates: bool = False
     norms_last: bool = False
+    # The layer's MLP reads the same normed rows. Saved caches stay valid: see ``Rope``.
+    beside_mlp: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.kv_heads < 1 or self.heads % self.kv_heads:

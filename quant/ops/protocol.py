@@ -518,6 +518,11 @@ class StreamOps(Protocol[HiddenT, ArrayT, WeightT, VectorT, _PassIn]):
     ) -> ArrayT:
         """Gate one layer's part of ``inputs`` and project it: (R, D)."""
 
+    def layer_norm(
+        self, x: HiddenT, weight: VectorT, eps: float, *, centered: bool = True
+    ) -> HiddenT:
+        """LayerNorm without a bias, or RMSNorm if not ``centered``: new rows, x (R, D) stays."""
+
     def low_rank(self, x: HiddenT, weights: LowRankWeights[WeightT, VectorT]) -> ArrayT:
         """``n + norm(right(left(n)))`` of the normed x: (R, D)."""
 

@@ -57,6 +57,11 @@ class StreamSteps:
         y = self.linear(open_ * inputs[:, first : first + spec.width], weights.out)
         return self._norm(y, weights.post_norm, spec.eps)
 
+    def layer_norm(self, x: Tensor, weight: Tensor, eps: float, *, centered: bool = True) -> Tensor:
+        if centered:
+            return F.layer_norm(x, weight.shape, weight, None, eps)
+        return F.rms_norm(x, weight.shape, weight, eps)
+
     def low_rank(self, x: Tensor, weights: LowRankWeights) -> Tensor:
         normed = self._norm(x, weights.norm, weights.eps)
         y = self.linear(self.linear(normed, weights.left), weights.right)

@@ -269,7 +269,33 @@ def _nemotron(config: Any, rope: Any, kinds: Any) -> Any:
     return {**own, **dict.fromkeys(key for key in _KEYS if key.startswith("expert_"))}
 
 
+def _cohere2(config: Any, rope: Any, kinds: Any) -> Any:
+    return {
+        "attention.layer_norm_epsilon": config.layer_norm_eps,
+        "logit_scale": config.logit_scale,
+        "rope.scaling.type": "none",
+    }
+
+
+def _cohere2_moe(config: Any, rope: Any, kinds: Any) -> Any:
+    inner = config.intermediate_size
+    return {
+        **_cohere2(config, rope, kinds),
+        "feed_forward_length": config.prefix_dense_intermediate_size or inner,
+        "expert_feed_forward_length": inner,
+        "expert_shared_count": config.num_shared_experts,
+        "expert_shared_feed_forward_length": inner * config.num_shared_experts,
+        "expert_gating_func": {"softmax": 1, "sigmoid": 2}[config.expert_selection_fn],
+        "leading_dense_block_count": config.mlp_layer_types.count("dense"),
+    }
+
+
 _CHANGES: Mapping[str, Any] = {
+    "cohere2": lambda config, rope, kinds: {
+        **_cohere2(config, rope, kinds),
+        "attention.sliding_window_pattern": None,  # every fourth layer has none
+    },
+    "cohere2moe": _cohere2_moe,
     "mistral3": lambda config, rope, kinds: {
         "attention.temperature_scale": rope.get("llama_4_scaling_beta")
     },

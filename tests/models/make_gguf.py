@@ -39,6 +39,8 @@ _NAMES = {
     "qwen3vl": "qwen3-vl",
     "qwen3vlmoe": "qwen3-vl-moe",
     "glm4": "glm4 glm4-plain",
+    "cohere2": "cohere2",
+    "cohere2moe": "cohere2-moe cohere2-moe-dense-first",
     "glm4moe": "glm4-moe glm4-moe-norms",
     "falcon-h1": "falcon-h1 falcon-h1-normed",
     "nemotron_h": "nemotron-h",
@@ -71,6 +73,7 @@ _NEWER = {
     "granite_swa": ("granite", "granitemoe", "gpt-oss"),
     "qwen4exp": ("qwen35moe",),
     "gemma4-assistant": ("gemma4",),
+    "cohere2moe": ("cohere2", "deepseek2"),
     "mellum": ("qwen3moe",),
 }
 """What gguf does not know, and where most of its tensors have the same names."""

@@ -9,11 +9,14 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 
 from localrt.common.errors import CancelledError, UnsupportedModelError
 from localrt.models.checkpoints import Checkpoint, open_checkpoint
-from localrt.models.decoder import Decoder
+from localrt.models.decoder import Decoder, FinalNorm
 from localrt.models.registry import ARCHITECTURES, read_config
+from localrt.quant.choose import missing_on_gpu
+from localrt.quant.ops.features import AFTER_LAST, Features
 from localrt.quant.ops.protocol import Batch, Span
 from localrt.quant.reference.ops import TorchOps
 from tests.models.make_gguf import write_tiny_gguf
@@ -81,7 +84,27 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     return load_ours(folder)
 
 
-@pytest.mark.parametrize("name", ["llama", "deepseek-v3-dense"])
+@pytest.mark.parametrize("name", ["llama", "cohere2"])
+def test_final_norm(name: str, tmp_path: Path) -> None:
+    """Of rows on the host, as embeddings need it."""
+    theirs, ids = save_tiny(name, tmp_path), tokens(LENGTH)
+    model = load_ours(tmp_path)
+    rows = np.empty((LENGTH, model.config.hidden_size), np.float32)
+    batch = Batch.extend([(model.cache(LENGTH), ids)])
+    model.forward(batch, rows=[], features=Features((AFTER_LAST,), rows))
+    with torch.no_grad():
+        expected = theirs.model(torch.tensor([ids])).last_hidden_state[0].numpy()
+    assert relative_error(FinalNorm(model)(rows), expected) < TOLERANCE
+
+
+def test_gpu_without_parallel_blocks(tmp_path: Path) -> None:
+    save_tiny("cohere2", tmp_path)
+    with closing(open_checkpoint(tmp_path)) as checkpoint:
+        memory = read_config(checkpoint).memory
+    assert missing_on_gpu(memory) == "they do not compute attention and an MLP in parallel"
+
+
+@pytest.mark.parametrize("name", ["llama", "cohere2", "deepseek-v3-dense"])
 def test_tree(name: str, tmp_path: Path) -> None:
     save_tiny(name, tmp_path)
     model = load_ours(tmp_path)

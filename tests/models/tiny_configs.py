@@ -146,6 +146,13 @@ _ERNIE: dict[str, Any] = {
     "moe_num_experts": 8,
     "moe_num_shared_experts": 2,
 }
+_COHERE: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "num_shared_experts": 2,
+    "sliding_window": WINDOW,
+    "logit_scale": 0.3,
+}
 _LATENT = {
     "kv_lora_rank": 32,
     "q_lora_rank": 48,
@@ -283,6 +290,30 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         **{**_WIDE, "num_key_value_heads": 6}, **_GLM, **_LATENT
     ),
     "ernie-moe": lambda: hf.Ernie4_5_MoeConfig(**_WIDE, **_ERNIE),
+    "cohere2": lambda: hf.Cohere2Config(
+        **{**_WIDE, "num_hidden_layers": 5},
+        sliding_window=WINDOW,
+        logit_scale=0.3,
+        tie_word_embeddings=True,
+    ),
+    "cohere2-bias": lambda: hf.Cohere2Config(
+        **_WIDE,
+        sliding_window=WINDOW,
+        layer_types=_KINDS,
+        attention_bias=True,
+        tie_word_embeddings=False,
+    ),
+    "cohere2-moe-dense-first": lambda: hf.Cohere2MoeConfig(
+        **_WIDE,
+        **_COHERE,
+        head_dim=32,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+        mlp_layer_types=["dense", "sparse", "sparse"],
+        prefix_dense_intermediate_size=128,
+        expert_selection_fn="sigmoid",
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+    ),
     "ernie-moe-some": lambda: hf.Ernie4_5_MoeConfig(
         **{**_WIDE, "num_hidden_layers": 5},
         **_ERNIE,
@@ -293,6 +324,17 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 
 # Whose routers choose by their scores alone
 FAMILY_MIXTURES: dict[str, Callable[[], Any]] = {
+    "cohere2-moe": lambda: hf.Cohere2MoeConfig(
+        **{**_WIDE, "num_hidden_layers": 5}, **_COHERE, head_dim=16, tie_word_embeddings=True
+    ),
+    "cohere2-moe-sum": lambda: hf.Cohere2MoeConfig(
+        **_WIDE,
+        **_COHERE,
+        head_dim=16,
+        sliding_window_pattern=2,
+        shared_expert_combination_strategy="sum",
+        attention_bias=True,
+    ),
     "granite-moe-swa": lambda: hf.GraniteMoeSWAConfig(
         **_WIDE,
         **_FACTORS,

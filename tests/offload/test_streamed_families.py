@@ -21,6 +21,8 @@ pytestmark = needs_kernels
 
 # A tiny model of each.
 STREAMED = {
+    "cohere2": "cohere2",
+    "cohere2_moe": "cohere2-moe-dense-first",
     "deepseek": "glm4-moe-lite",
     "ernie": "ernie-moe",
     "exaone4": "exaone4-window",
