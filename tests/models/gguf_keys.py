@@ -296,6 +296,10 @@ _CHANGES: Mapping[str, Any] = {
         "attention.sliding_window_pattern": None,  # every fourth layer has none
     },
     "cohere2moe": _cohere2_moe,
+    "minimax-m2": lambda config, rope, kinds: {
+        "expert_feed_forward_length": config.intermediate_size,
+        "expert_gating_func": 2,
+    },
     "mistral3": lambda config, rope, kinds: {
         "attention.temperature_scale": rope.get("llama_4_scaling_beta")
     },

@@ -314,6 +314,12 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         rms_norm_eps=1e-5,
         tie_word_embeddings=False,
     ),
+    "minimax-m2": lambda: hf.MiniMaxM2Config(
+        **_WIDE,
+        **_LOCAL_EXPERTS,
+        head_dim=32,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e4, "partial_rotary_factor": 0.5},
+    ),
     "ernie-moe-some": lambda: hf.Ernie4_5_MoeConfig(
         **{**_WIDE, "num_hidden_layers": 5},
         **_ERNIE,

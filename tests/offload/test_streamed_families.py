@@ -45,6 +45,7 @@ STREAMED = {
     "llama": "llama",
     "llava": "llava",
     "mellum": "mellum-dense-first",
+    "minimax_m2": "minimax-m2",
     "ministral3": "mistral3",
     "mixtral": "mixtral",
     "nemotron_h": "nemotron-h-groups",

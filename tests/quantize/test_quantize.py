@@ -355,6 +355,14 @@ def test_errors(folders: Mapping[str, Path], tmp_path: Path) -> None:
         run(folders["llama"], out)
 
 
+@pytest.mark.parametrize("name", ["gemma4", "cohere2"])
+def test_layers_that_calibration_does_not_know(name: str, tmp_path: Path) -> None:
+    save_tiny(name, tmp_path / "m")
+    run(tmp_path / "m", tmp_path / "plain", "int8-g32", method="rtn")
+    with pytest.raises(OptionError, match=r'do not know .*: use method="rtn"'):
+        run(tmp_path / "m", tmp_path / "s", method="gptq")
+
+
 def test_windows() -> None:
     text = list(range(10_000))
     windows, others = calibration_windows(text, length=100, count=5, seed=3)
