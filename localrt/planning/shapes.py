@@ -40,6 +40,7 @@ _KINDS = {
 _ALIASES = {
     "gemma": "gemma2",  # without some of Gemma 2's norms
     "hunyuanv1dense": "hunyuandensev1",
+    "hunyuanv1moe": "hunyuanmoev1",
 }
 
 _QKV_BIAS, _OUT_BIAS = (f"model.layers.0.self_attn.{name}_proj.bias" for name in "qo")

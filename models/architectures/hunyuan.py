@@ -1,4 +1,4 @@
-"""Hunyuan (Tencent), dense: norms on every query and key head, after their rotation.
+"""Hunyuan (Tencent), dense and with mixtures: queries and keys are normed after their rotation.
 
 A rotary scaling called "dynamic" scales the base by a fixed ``alpha``; GGUF files have the scaled
 base.
@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from localrt.common.errors import UnsupportedModelError
 from localrt.models.architectures import llama
 from localrt.models.architectures.family import Family
-from localrt.models.config import DecoderConfig, LayerNames
+from localrt.models.config import DecoderConfig, LayerNames, MixtureSpec
 from localrt.models.layers.rope import read_rope, scaling_number
-from localrt.models.raw_config import RawConfig
+from localrt.models.raw_config import RawConfig, expert_count_key, with_mixture
 from localrt.quant.ops.attention import Rope
+from localrt.quant.ops.experts import ExpertSpec, RouterSpec
 from localrt.quant.ops.mathematics import power
 
 _NAMES = LayerNames(q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm")
@@ -33,6 +35,26 @@ def read_config(raw: RawConfig) -> DecoderConfig:
     )
 
 
+def read_hunyuan_moe(raw: RawConfig) -> DecoderConfig:
+    """Hunyuan-A13B: a mixture and a shared MLP in every layer.
+
+    Reads Hunyuan's keys, ``num_experts`` and ``moe_topk``, which may be a list; an expert and the
+    shared MLP have the width ``intermediate_size``.
+    """
+    config = replace(read_config(raw), architecture="hunyuan_moe")
+    key, inner = "num_experts_per_tok" if raw.is_gguf else "moe_topk", config.intermediate_size
+    used, *others = set(raw.integers(key, config.layers))
+    if others:
+        raise UnsupportedModelError(f"{key} must be the same for all layers")
+    spec = MixtureSpec(
+        router=RouterSpec(count=raw.integer(expert_count_key(raw)), used=used, eps=config.norm_eps),
+        expert=ExpertSpec(activation=config.mlp.activation),
+        inner=inner,
+        shared=raw.optional_integer("shared_expert_intermediate_size") or inner,
+    )
+    return with_mixture(config, spec)
+
+
 def _rope(raw: RawConfig, head_dim: int) -> Rope:
     scaling = raw.mapping("rope_scaling")
     if not scaling.get("alpha"):
@@ -45,5 +67,18 @@ def _rope(raw: RawConfig, head_dim: int) -> Rope:
 FAMILIES = (
     Family(
         name="hunyuan", read=read_config, folders="HunYuanDenseV1ForCausalLM", gguf="hunyuan-dense"
+    ),
+    Family(
+        name="hunyuan_moe",
+        read=read_hunyuan_moe,
+        folders="HunYuanMoEV1ForCausalLM",
+        gguf="hunyuan-moe",
+        tensors={
+            "mlp.gate.wg.weight": "mlp.gate.weight",
+            **{
+                f"mlp.shared_mlp.{part}_proj.weight": f"mlp.shared_experts.{part}_proj.weight"
+                for part in ("gate", "up", "down")
+            },
+        },
     ),
 )

@@ -296,6 +296,12 @@ _CHANGES: Mapping[str, Any] = {
         "attention.sliding_window_pattern": None,  # every fourth layer has none
     },
     "cohere2moe": _cohere2_moe,
+    "hunyuan-moe": lambda config, rope, kinds: {
+        "expert_used_count": config.moe_topk,
+        "expert_shared_count": 1,
+        "expert_feed_forward_length": config.intermediate_size,
+        "expert_shared_feed_forward_length": config.intermediate_size,
+    },
     "minimax-m2": lambda config, rope, kinds: {
         "expert_feed_forward_length": config.intermediate_size,
         "expert_gating_func": 2,

@@ -42,6 +42,7 @@ _NAMES = {
     "cohere2": "cohere2",
     "cohere2moe": "cohere2-moe cohere2-moe-dense-first",
     "minimax-m2": "minimax-m2",
+    "hunyuan-moe": "hunyuan-moe",
     "glm4moe": "glm4-moe glm4-moe-norms",
     "falcon-h1": "falcon-h1 falcon-h1-normed",
     "nemotron_h": "nemotron-h",

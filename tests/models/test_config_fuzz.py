@@ -71,6 +71,7 @@ MODELS = {
     "glm4-moe": "use_qk_norm partial_rotary_factor mlp_layer_types",
     "glm4-moe-lite": "first_k_dense_replace",
     "qwen3-vl-moe": "vision_config",
+    "hunyuan-moe": "alpha num_experts_per_tok",
     "minimax-m2": "rotary_dim",
     "cohere2": "sliding_window_pattern layer_norm_eps logit_scale",
     "cohere2-moe-dense-first": "first_k_dense_replace prefix_dense_sliding_window_pattern"
@@ -153,6 +154,7 @@ def test_odd_model_type(folder: Path, value: Any) -> None:
         ("qwen3-moe", "mlp_only_layers", [0], "gate_proj.weight is missing"),
         ("qwen3-moe", "moe_intermediate_size", 48, "wrong shape"),
         ("olmoe", "clip_qkv", 8.0, "clip_qkv"),
+        ("hunyuan-moe", "moe_topk", [3, 3, 2], "moe_topk must be the same for all layers"),
         ("gpt-oss", "swiglu_alpha", 1.5, "swiglu_alpha"),
         ("gpt-oss", "num_local_experts", 6, "holds 8 experts, the config says 6"),
         ("granite-moe", "num_local_experts", 12, "holds 8 experts, the config says 12"),

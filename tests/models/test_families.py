@@ -22,6 +22,7 @@ from tests.checkpoints.make_gguf import write_gguf
 from tests.models.make_gguf import FILES, write_tiny_gguf
 from tests.models.tiny import (
     CONFIGS,
+    edited,
     load_ours,
     logits_of,
     oracle,
@@ -145,6 +146,14 @@ def test_kimis_config_as_published(tmp_path: Path) -> None:
         "short_conv_kernel_size": config.pop("linear_conv_kernel_dim"),
     }
     path.write_text(json.dumps(config))
+    ids = tokens(LENGTH)
+    assert relative_error(logits_of(tmp_path, ids), oracle(theirs, ids)) < 1e-4
+
+
+def test_minimaxs_config_as_published(tmp_path: Path) -> None:
+    """With the number of rotated dimensions instead of their share."""
+    theirs = save_tiny("minimax-m2", tmp_path)
+    edited(tmp_path, rope_parameters=None, rope_theta=5e4, rotary_dim=16)
     ids = tokens(LENGTH)
     assert relative_error(logits_of(tmp_path, ids), oracle(theirs, ids)) < 1e-4
 

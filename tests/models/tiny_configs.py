@@ -320,6 +320,21 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         head_dim=32,
         rope_parameters={"rope_type": "default", "rope_theta": 5e4, "partial_rotary_factor": 0.5},
     ),
+    "hunyuan-moe": lambda: hf.HunYuanMoEV1Config(
+        **_WIDE,
+        head_dim=32,
+        num_experts=8,
+        moe_topk=3,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 50.0},
+    ),
+    "hunyuan-moe-lists": lambda: hf.HunYuanMoEV1Config(
+        **_WIDE,
+        head_dim=16,
+        num_experts=8,
+        moe_topk=[2, 2, 2],
+        attention_bias=True,
+        tie_word_embeddings=True,
+    ),
     "ernie-moe-some": lambda: hf.Ernie4_5_MoeConfig(
         **{**_WIDE, "num_hidden_layers": 5},
         **_ERNIE,

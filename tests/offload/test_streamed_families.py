@@ -39,6 +39,7 @@ STREAMED = {
     "granite_moe": "granite-moe-shared",
     "granite_swa": "granite-moe-swa",
     "hunyuan": "hunyuan",
+    "hunyuan_moe": "hunyuan-moe-lists",
     "kimi_linear": "kimi-linear",
     "lfm2": "lfm2-moe",
     "lfm3": "lfm3",
