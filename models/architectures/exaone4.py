@@ -1,4 +1,5 @@
-"""EXAONE 4: norms on results instead of inputs, and on every query and key head.
+"""EXAONE 4 and 4.5: norms on results instead of inputs, and on every query and key head.
+EXAONE MoE: norms on inputs, and mixtures.
 
 In models with windows, layers without one have no rotary embedding.
 """
@@ -9,9 +10,10 @@ from dataclasses import replace
 
 from localrt.common.errors import UnsupportedModelError
 from localrt.models.architectures import llama
+from localrt.models.architectures.deepseek import add_choice, read_mixtures
 from localrt.models.architectures.family import SANDWICH_NORMS, Family
 from localrt.models.architectures.olmo import RESULT_NORMS
-from localrt.models.config import DecoderConfig
+from localrt.models.config import CHOICE_BIAS, DecoderConfig, LayerNames
 from localrt.models.raw_config import RawConfig
 
 
@@ -34,6 +36,21 @@ def read_config(raw: RawConfig) -> DecoderConfig:
     )
 
 
+def read_exaone_moe(raw: RawConfig) -> DecoderConfig:
+    """K-EXAONE: experts are chosen as in DeepSeek-V3, and the first layers are dense.
+
+    Reads EXAONE 4's and DeepSeek's mixture keys.
+    """
+    raw = raw.renamed({"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"})
+    config = read_config(raw)
+    return replace(
+        config,
+        architecture="exaone_moe",
+        names=LayerNames(),
+        mixtures=read_mixtures(raw, config.norm_eps, config.layers, config.mlp.activation),
+    )
+
+
 def _pattern(raw: RawConfig, layers: int) -> list[bool]:
     """Which layers have a window: "LLLG" is the same as 4, all but every fourth."""
     pattern = raw.text("sliding_window_pattern", "4")
@@ -49,8 +66,16 @@ FAMILIES = (
     Family(
         name="exaone4",
         read=read_config,
-        folders="Exaone4ForCausalLM",
+        folders="Exaone4ForCausalLM Exaone4_5_ForConditionalGeneration",
         gguf="exaone4",
         gguf_layer=SANDWICH_NORMS,
+    ),
+    Family(
+        name="exaone_moe",
+        read=read_exaone_moe,
+        folders="ExaoneMoeForCausalLM ExaoneMoEForCausalLM",
+        gguf="exaone-moe",
+        tensors={"mlp.e_score_correction_bias": CHOICE_BIAS},
+        gguf_config=add_choice,
     ),
 )

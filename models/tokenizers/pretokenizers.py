@@ -112,7 +112,7 @@ _BLOOM = " ?[^(\\s|.,!?…。，、।۔،)]+"
 
 _FAMILIES: dict[str, PreType] = {
     "default": PreType((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
-    "gpt-2 phi-2 gigachat mellum a.x-4.0 trillion granite-docling jais": PreType((_GPT2,)),
+    "gpt-2 phi-2 gigachat mellum a.x-4.0 trillion granite-docling jais exaone4": PreType((_GPT2,)),
     "mpt olmo": PreType((_GPT2,), nfc=True),
     "starcoder refact smollm codeshell exaone minerva-7b mellum2": PreType((r"\p{N}", _GPT2)),
     "command-r": PreType((r"\p{N}", _GPT2), nfc=True),
@@ -135,6 +135,12 @@ _FAMILIES: dict[str, PreType] = {
     "gpt-4o llama4 kanana2 minimax-m2": PreType((_o200k(f"{_CONTRACTION}?", r"\p{N}{1,3}"),)),
     "tiny_aya cohere2moe": PreType(
         (r"\d{1,3}(?=(?:\d{3})*\b)", _o200k(f"{_CONTRACTION}?", r"\p{N}{1,3}"))
+    ),
+    "exaone-moe": PreType(
+        (
+            rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+"
+            r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+",
+        )
     ),
     "kimi-k2": PreType(
         (r"\p{Han}+|" + _o200k(f"{_CONTRACTION}?", r"\p{N}{1,3}", but=r"&&[^\p{Han}]", behind=""),),

@@ -296,6 +296,13 @@ _CHANGES: Mapping[str, Any] = {
         "attention.sliding_window_pattern": None,  # every fourth layer has none
     },
     "cohere2moe": _cohere2_moe,
+    "exaone-moe": lambda config, rope, kinds: {
+        "expert_shared_count": config.num_shared_experts,
+        "expert_shared_feed_forward_length": config.num_shared_experts
+        * config.moe_intermediate_size,
+        "expert_gating_func": 2,
+        "rope.scaling.type": "none",
+    },
     "hunyuan-moe": lambda config, rope, kinds: {
         "expert_used_count": config.moe_topk,
         "expert_shared_count": 1,

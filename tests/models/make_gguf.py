@@ -29,6 +29,7 @@ _NAMES = {
     "mistral3": "ministral3 mistral3",
     "olmo2": "olmo2 olmo3 olmo3-yarn",
     "exaone4": "exaone4",
+    "exaone-moe": "exaone-moe",
     "seed_oss": "seed-oss",
     "granite": "granite",
     "granite_swa": "granite-swa granite-moe-swa",

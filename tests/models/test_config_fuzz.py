@@ -71,6 +71,7 @@ MODELS = {
     "glm4-moe": "use_qk_norm partial_rotary_factor mlp_layer_types",
     "glm4-moe-lite": "first_k_dense_replace",
     "qwen3-vl-moe": "vision_config",
+    "exaone-moe-groups": "scoring_func first_k_dense_replace",
     "hunyuan-moe": "alpha num_experts_per_tok",
     "minimax-m2": "rotary_dim",
     "cohere2": "sliding_window_pattern layer_norm_eps logit_scale",

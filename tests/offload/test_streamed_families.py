@@ -26,6 +26,7 @@ STREAMED = {
     "deepseek": "glm4-moe-lite",
     "ernie": "ernie-moe",
     "exaone4": "exaone4-window",
+    "exaone_moe": "exaone-moe-groups",
     "falcon_h1": "falcon-h1",
     "gemma2": "gemma2",
     "gemma3": "gemma3",
