@@ -102,7 +102,7 @@ def _told_by_weights(kind: str, config: Mapping[str, object]) -> tuple[str, ...]
     biased = bool(config.get("attention_bias"))
     if kind == "ernie4_5_moe":
         return (f"model.layers.0.{CHOICE_BIAS}",)
-    if kind == "qwen2_moe" or (kind in ("glm4", "glm4_moe") and biased):
+    if kind == "qwen2_moe" or (kind in ("glm4", "glm4_moe", "solar_open") and biased):
         return (_QKV_BIAS,)
     both = config.get("attention_out_bias") if kind == "seed_oss" else biased
     return (*((_QKV_BIAS,) if biased else ()), *((_OUT_BIAS,) if both else ()))

@@ -1,4 +1,4 @@
-"""DeepSeek and GLM: experts chosen by groups, and latent attention in most models.
+"""DeepSeek, GLM and Solar Open: experts chosen by groups, and latent attention in most models.
 
 The first layers are dense. V2 scores by a softmax and ranks groups by their best expert. V3 scores
 by sigmoids, with a bias that only affects the choice, and ranks groups by their best two. The
@@ -160,6 +160,18 @@ def read_glm4_moe(raw: RawConfig) -> DecoderConfig:
     )
 
 
+def read_solar_open(raw: RawConfig) -> DecoderConfig:
+    """Solar Open: Llama with experts as in GLM-4.5, in every layer. GGUF files call it ``glm4moe``.
+
+    Reads Llama's keys and DeepSeek's mixture keys.
+    """
+    if not raw.has("intermediate_size"):  # of dense layers
+        raw = raw.renamed({"moe_intermediate_size": "intermediate_size"})
+    config = llama.read_config(raw)
+    mixtures = read_mixtures(raw, config.norm_eps, config.layers, config.mlp.activation)
+    return replace(config, architecture="solar_open", mixtures=mixtures)
+
+
 GGUF_LATENT: Mapping[str, str] = {
     "attn_q_a": "self_attn.q_a_proj",
     "attn_q_a_norm": "self_attn.q_a_layernorm",
@@ -244,4 +256,5 @@ FAMILIES = (
         gguf_layer=MLP_NORM,
         gguf_config=add_choice,
     ),
+    Family(name="solar_open", read=read_solar_open, folders="SolarOpenForCausalLM"),
 )

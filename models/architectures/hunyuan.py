@@ -11,9 +11,9 @@ from dataclasses import replace
 from localrt.common.errors import UnsupportedModelError
 from localrt.models.architectures import llama
 from localrt.models.architectures.family import Family
-from localrt.models.config import DecoderConfig, LayerNames, MixtureSpec
+from localrt.models.config import CHOICE_BIAS, ROUTER, DecoderConfig, LayerNames, MixtureSpec
 from localrt.models.layers.rope import read_rope, scaling_number
-from localrt.models.raw_config import RawConfig, expert_count_key, with_mixture
+from localrt.models.raw_config import RawConfig, expert_count_key, read_mixture, with_mixture
 from localrt.quant.ops.attention import Rope
 from localrt.quant.ops.experts import ExpertSpec, RouterSpec
 from localrt.quant.ops.mathematics import power
@@ -55,6 +55,31 @@ def read_hunyuan_moe(raw: RawConfig) -> DecoderConfig:
     return with_mixture(config, spec)
 
 
+def read_hy_v3(raw: RawConfig) -> DecoderConfig:
+    """Hy3: norms on queries and keys before their rotation, and all but the first layer are
+    mixtures. Experts are scored by sigmoids; a bias only affects the choice.
+
+    Reads Llama's and mixture keys, ``router_scaling_factor`` and ``mlp_layer_types``.
+    """
+    config = replace(llama.read_config(raw), architecture="hy_v3", qk_norm=True)
+    kinds = {"dense": False, "sparse": True}
+    layers = range(config.layers)
+    sparse = raw.layer_kinds("mlp_layer_types", config.layers, kinds)
+    if raw.is_gguf:
+        sparse = [raw.has_tensor(f"model.layers.{layer}.{ROUTER}.weight") for layer in layers]
+    inner = raw.integer("moe_intermediate_size")
+    spec = read_mixture(raw, config, scoring="sigmoid", inner=inner)
+    shared = raw.optional_integer("shared_expert_intermediate_size")
+    scale = raw.number("routed_scaling_factor" if raw.is_gguf else "router_scaling_factor", 1.0)
+    spec = replace(
+        spec,
+        router=replace(spec.router, scale=scale),
+        shared=shared or inner * (raw.optional_integer("num_shared_experts") or 0),
+        choice_bias=True,
+    )
+    return with_mixture(config, spec, sparse or [layer > 0 for layer in layers])
+
+
 def _rope(raw: RawConfig, head_dim: int) -> Rope:
     scaling = raw.mapping("rope_scaling")
     if not scaling.get("alpha"):
@@ -64,6 +89,10 @@ def _rope(raw: RawConfig, head_dim: int) -> Rope:
     return read_rope(raw, head_dim, parameters={"rope_theta": raw.number("rope_theta") * stretch})
 
 
+_SHARED = {
+    f"mlp.shared_mlp.{part}_proj.weight": f"mlp.shared_experts.{part}_proj.weight"
+    for part in ("gate", "up", "down")
+}
 FAMILIES = (
     Family(
         name="hunyuan", read=read_config, folders="HunYuanDenseV1ForCausalLM", gguf="hunyuan-dense"
@@ -73,12 +102,18 @@ FAMILIES = (
         read=read_hunyuan_moe,
         folders="HunYuanMoEV1ForCausalLM",
         gguf="hunyuan-moe",
+        tensors={"mlp.gate.wg.weight": f"{ROUTER}.weight", **_SHARED},
+    ),
+    Family(
+        name="hy_v3",
+        read=read_hy_v3,
+        folders="HYV3ForCausalLM",
+        gguf="hy_v3",
         tensors={
-            "mlp.gate.wg.weight": "mlp.gate.weight",
-            **{
-                f"mlp.shared_mlp.{part}_proj.weight": f"mlp.shared_experts.{part}_proj.weight"
-                for part in ("gate", "up", "down")
-            },
+            "mlp.router.gate.weight": f"{ROUTER}.weight",
+            "mlp.expert_bias": CHOICE_BIAS,
+            "mlp.e_score_correction_bias": CHOICE_BIAS,
+            **_SHARED,
         },
     ),
 )

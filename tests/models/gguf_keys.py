@@ -303,6 +303,13 @@ _CHANGES: Mapping[str, Any] = {
         "expert_gating_func": 2,
         "rope.scaling.type": "none",
     },
+    "hy_v3": lambda config, rope, kinds: {
+        "expert_shared_feed_forward_length": config.num_shared_experts
+        * config.moe_intermediate_size,
+        "expert_weights_norm": True,
+        "expert_weights_scale": config.router_scaling_factor,
+        "expert_gating_func": 2,
+    },
     "hunyuan-moe": lambda config, rope, kinds: {
         "expert_used_count": config.moe_topk,
         "expert_shared_count": 1,

@@ -44,7 +44,8 @@ _NAMES = {
     "cohere2moe": "cohere2-moe cohere2-moe-dense-first",
     "minimax-m2": "minimax-m2",
     "hunyuan-moe": "hunyuan-moe",
-    "glm4moe": "glm4-moe glm4-moe-norms",
+    "glm4moe": "glm4-moe glm4-moe-norms solar-open",
+    "hy_v3": "hy-v3",
     "falcon-h1": "falcon-h1 falcon-h1-normed",
     "nemotron_h": "nemotron-h",
     "nemotron_h_moe": "nemotron-h-moe nemotron-h-latent",
@@ -78,6 +79,7 @@ _NEWER = {
     "gemma4-assistant": ("gemma4",),
     "cohere2moe": ("cohere2", "deepseek2"),
     "mellum": ("qwen3moe",),
+    "hy_v3": ("afmoe", "hunyuan-moe", "qwen3moe"),
 }
 """What gguf does not know, and where most of its tensors have the same names."""
 _PAIRED = ("granite", "granite_swa", "granitehybrid", "granitemoe", "llama", "mistral3", "smollm3")
@@ -312,6 +314,8 @@ class _Model:
         if layer is not None:
             if ".nextn." in key:
                 return f"blk.{layer}.{key.partition(f'.{layer}.')[2]}"
+            if self.architecture == "hy_v3" and key.endswith(".expert_bias"):
+                return f"blk.{layer}.exp_probs_b"
             for end, own in _STEMS.items():
                 if key.endswith(f".{end}"):
                     return f"blk.{layer}.{own}"

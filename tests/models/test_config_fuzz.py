@@ -71,6 +71,8 @@ MODELS = {
     "glm4-moe": "use_qk_norm partial_rotary_factor mlp_layer_types",
     "glm4-moe-lite": "first_k_dense_replace",
     "qwen3-vl-moe": "vision_config",
+    "solar-open": "intermediate_size first_k_dense_replace",
+    "hy-v3": "route_norm norm_topk_prob",
     "exaone-moe-groups": "scoring_func first_k_dense_replace",
     "hunyuan-moe": "alpha num_experts_per_tok",
     "minimax-m2": "rotary_dim",

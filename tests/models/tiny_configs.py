@@ -368,6 +368,26 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         topk_group=1,
         norm_topk_prob=False,
     ),
+    "solar-open": lambda: hf.SolarOpenConfig(**_WIDE, **_GLM, head_dim=32),
+    "solar-open-groups": lambda: hf.SolarOpenConfig(
+        **{key: value for key, value in _WIDE.items() if key != "intermediate_size"},
+        **_GLM,
+        head_dim=16,
+        n_group=2,
+        topk_group=1,
+        attention_bias=True,
+    ),
+    "hy-v3": lambda: hf.HYV3Config(
+        **_WIDE, **_EXPERTS, head_dim=32, num_shared_experts=2, router_scaling_factor=1.7
+    ),
+    "hy-v3-dense-last": lambda: hf.HYV3Config(
+        **_WIDE,
+        **_EXPERTS,
+        head_dim=16,
+        mlp_layer_types=["sparse", "sparse", "dense"],
+        attention_bias=True,
+        tie_word_embeddings=True,
+    ),
     "ernie-moe-some": lambda: hf.Ernie4_5_MoeConfig(
         **{**_WIDE, "num_hidden_layers": 5},
         **_ERNIE,

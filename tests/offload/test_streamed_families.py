@@ -41,6 +41,7 @@ STREAMED = {
     "granite_swa": "granite-moe-swa",
     "hunyuan": "hunyuan",
     "hunyuan_moe": "hunyuan-moe-lists",
+    "hy_v3": "hy-v3",
     "kimi_linear": "kimi-linear",
     "lfm2": "lfm2-moe",
     "lfm3": "lfm3",
@@ -62,6 +63,7 @@ STREAMED = {
     "qwen3_moe": "qwen3-vl-moe",
     "qwen4_exp": "qwen4-exp",
     "seed_oss": "seed-oss",
+    "solar_open": "solar-open",
     "smollm3": "smollm3",
 }
 

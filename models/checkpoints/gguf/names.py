@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 
 from localrt.models.architectures.family import Family
+from localrt.models.config import CHOICE_BIAS
 from localrt.models.row_order import Stack
 
 _TENSORS: Mapping[str, str] = {
@@ -41,6 +42,7 @@ _LAYER_TENSORS: Mapping[str, str] = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
+    "exp_probs_b": CHOICE_BIAS,  # Hy3's
     "ffn_latent_down": "mlp.latent_down",
     "ffn_latent_up": "mlp.latent_up",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
@@ -74,7 +76,7 @@ _WHOLE_NAMES: Mapping[str, str] = {
     "altup_correct_scale.weight": "altup.correct_output_scale",
 }
 
-_NO_KIND = ("ssm_a", "ssm_d", "ssm_dt")
+_NO_KIND = ("exp_probs_b", "ssm_a", "ssm_d", "ssm_dt")
 """Tensors without ``.weight`` or ``.bias`` in Hugging Face's names."""
 _WEIGHTS_OF_NO_KIND = ("ffn_norm",)
 """Tensors without ``.weight`` in files of Falcon-H1."""
