@@ -22,7 +22,7 @@ from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.config import DecoderConfig, MixtureSpec
 from localrt.models.tensor_source import Checkpoint
 from localrt.quant.formats import unpack
-from localrt.quant.ops.experts import ExpertSpec, RouterSpec, Scoring
+from localrt.quant.ops.experts import ExpertActivation, ExpertSpec, RouterSpec, Scoring
 
 _FILE = Path(__file__).with_name("architectures") / "defaults.json"
 _SAME = (
@@ -321,6 +321,17 @@ def expert_count_key(raw: RawConfig) -> str:
     return next((key for key in _COUNT_KEYS if raw.has(key)), _COUNT_KEYS[0])
 
 
+def expert_activation(config: DecoderConfig) -> ExpertActivation:
+    """The activation of a model's MLPs, for experts.
+
+    Raises:
+        ValueError: experts do not have it.
+    """
+    if config.mlp.activation == "xielu":
+        raise ValueError("experts whose activation is xielu are not supported")
+    return config.mlp.activation
+
+
 def read_mixture(
     raw: RawConfig,
     config: DecoderConfig,
@@ -345,7 +356,7 @@ def read_mixture(
         scoring=raw.choice("scoring_func", scoring, SCORING),
         normalize=raw.flag("norm_topk_prob", normalize),
     )
-    expert = ExpertSpec(activation=config.mlp.activation)
+    expert = ExpertSpec(activation=expert_activation(config))
     return MixtureSpec(router=router, expert=expert, inner=inner or config.intermediate_size)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from localrt.common.errors import UnsupportedModelError
 from localrt.common.option_names import option
 from localrt.models.architectures import (
+    apertus,
     cohere,
     deepseek,
     draft_heads,
@@ -44,6 +45,7 @@ from localrt.quant.formats import FORMATS, GGML_FORMATS
 from localrt.quant.ops.protocol import Ops
 
 _MODULES = (
+    apertus,
     cohere,
     deepseek,
     draft_heads,

@@ -51,7 +51,7 @@ class GgufFacts(Protocol):
         """Any value, or None."""
 
     def listed(self, key: str) -> list[Any] | None:
-        """An array with about one entry per layer, or None."""
+        """An array with about one entry per layer, or None; of a whole key, too."""
 
     def token(self, name: str) -> int | None:
         """The id of a token that the file's vocabulary names, or None."""

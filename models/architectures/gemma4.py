@@ -17,7 +17,7 @@ from localrt.models.architectures.family import SANDWICH_NORMS, Config, Family, 
 from localrt.models.config import DecoderConfig, MixtureSpec
 from localrt.models.layers.inputs import GatedInputs, LayerInputs
 from localrt.models.layers.rope import read_rope
-from localrt.models.raw_config import RawConfig
+from localrt.models.raw_config import RawConfig, expert_activation
 from localrt.quant.formats import unpack
 from localrt.quant.ops.attention import AttentionSpec
 from localrt.quant.ops.experts import ExpertSpec, RouterSpec
@@ -167,7 +167,7 @@ def _read_mixture(raw: RawConfig, config: DecoderConfig) -> MixtureSpec:
         router=RouterSpec(
             count=raw.integer("num_experts"), used=raw.integer("top_k_experts"), eps=config.norm_eps
         ),
-        expert=ExpertSpec(activation=config.mlp.activation),
+        expert=ExpertSpec(activation=expert_activation(config)),
         inner=raw.integer("moe_intermediate_size"),
         beside_dense=True,
     )

@@ -13,7 +13,13 @@ from localrt.models.architectures import llama
 from localrt.models.architectures.family import Family
 from localrt.models.config import CHOICE_BIAS, ROUTER, DecoderConfig, LayerNames, MixtureSpec
 from localrt.models.layers.rope import read_rope, scaling_number
-from localrt.models.raw_config import RawConfig, expert_count_key, read_mixture, with_mixture
+from localrt.models.raw_config import (
+    RawConfig,
+    expert_activation,
+    expert_count_key,
+    read_mixture,
+    with_mixture,
+)
 from localrt.quant.ops.attention import Rope
 from localrt.quant.ops.experts import ExpertSpec, RouterSpec
 from localrt.quant.ops.mathematics import power
@@ -48,7 +54,7 @@ def read_hunyuan_moe(raw: RawConfig) -> DecoderConfig:
         raise UnsupportedModelError(f"{key} must be the same for all layers")
     spec = MixtureSpec(
         router=RouterSpec(count=raw.integer(expert_count_key(raw)), used=used, eps=config.norm_eps),
-        expert=ExpertSpec(activation=config.mlp.activation),
+        expert=ExpertSpec(activation=expert_activation(config)),
         inner=inner,
         shared=raw.optional_integer("shared_expert_intermediate_size") or inner,
     )

@@ -5,6 +5,7 @@ models that differ little from it.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 from localrt.models.architectures.family import MLP_NORM, Config, Family, GgufFacts
@@ -23,7 +24,9 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 
 
-def read_config(raw: RawConfig) -> DecoderConfig:
+def read_config(
+    raw: RawConfig, activations: Mapping[str, Activation] = ACTIVATIONS
+) -> DecoderConfig:
     """Read Llama's ``config.json`` keys, and Mistral's sliding window of all layers."""
     heads = raw.integer("num_attention_heads")
     hidden = raw.integer("hidden_size")
@@ -46,7 +49,7 @@ def read_config(raw: RawConfig) -> DecoderConfig:
         context_length=raw.integer("max_position_embeddings"),
         norm_eps=eps,
         attention=(attention,) * raw.integer("num_hidden_layers"),
-        mlp=MlpSpec(activation=raw.choice("hidden_act", "silu", ACTIVATIONS), eps=eps),
+        mlp=MlpSpec(activation=raw.choice("hidden_act", "silu", activations), eps=eps),
         block=ResidualBlock(),
         qkv_bias=raw.has_tensor("model.layers.0.self_attn.q_proj.bias"),
         out_bias=raw.has_tensor("model.layers.0.self_attn.o_proj.bias"),

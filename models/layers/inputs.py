@@ -94,6 +94,7 @@ class InputGate:
         hidden = config.hidden_size
         prefix, activation = f"model.layers.{layer}.", config.mlp.activation
         assert activation != "relu2", "what lets inputs through is a gate"
+        assert activation != "xielu", "it has none either"
         self.spec = InputGateSpec(
             layer=layer, width=width, activation=activation, eps=config.norm_eps
         )

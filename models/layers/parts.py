@@ -8,7 +8,7 @@ A part runs on an ``Ops``, never looks inside an array, and has its weights in m
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import numpy as np
@@ -19,6 +19,7 @@ from localrt.models.weights import WeightLoader
 from localrt.quant.ops.arrays import Array, Hidden, Pass, Vector, Weight, copy_to_host, large_floats
 from localrt.quant.ops.attention import AttentionSpec, AttentionWeights
 from localrt.quant.ops.features import Features
+from localrt.quant.ops.mathematics import exp, log
 from localrt.quant.ops.protocol import Batch, Check, HostRows, MlpWeights, Ops, SplitOps, is_best
 
 Logits = npt.NDArray[np.float32]
@@ -250,6 +251,8 @@ class GatedMlp:
         gates, outputs = rows or (inner, hidden)
         prefix, post_norm = f"model.layers.{layer}.", post_norm or names.mlp_post_norm
         self.spec = config.mlp_of(layer)
+        if self.spec.activation == "xielu":
+            self.spec = replace(self.spec, curve=_load_curve(weights, prefix))
         self.weights = MlpWeights(
             norm=weights.vector(hidden, f"{prefix}{names.mlp_norm}.weight", offset=offset)
             if names.mlp_norm
@@ -270,6 +273,17 @@ class GatedMlp:
     def matrices(self) -> dict[str, Weight]:
         names = self._names
         return {names.gate_up[0]: self.weights.gate_up, names.down: self.weights.down}
+
+
+def _load_curve(weights: WeightLoader, prefix: str) -> tuple[float, float, float, float]:
+    """A layer's ``MlpSpec.curve``; both alphas are published as what their softplus is taken of."""
+    names = ("alpha_p", "alpha_n", "beta", "eps")
+    positive, negative, beta, eps = (weights.scalar(f"{prefix}mlp.act_fn.{n}") for n in names)
+
+    def softplus(value: float) -> float:
+        return float(log(1 + exp(value)))
+
+    return softplus(positive), beta + softplus(negative), beta, eps
 
 
 @dataclass(frozen=True, slots=True, eq=False)

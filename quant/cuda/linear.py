@@ -108,15 +108,15 @@ def gate_up(
     """activation(gate) * up of a stacked gate and up, (R, rows / 2) in bf16: in one kernel if each
     is whole tiles. Without a gate, the activation of all rows.
     """
-    activation, scale, limit = spec.activation, 1.0, 0.0
+    activation, scale, limit, curve = spec.activation, 1.0, 0.0, (0.0,) * 4
     if isinstance(spec, MlpSpec):
         assert spec.cutoff is None, "models that cut gates off compute with torch"
-        scale = spec.gate_scale
+        scale, curve = spec.gate_scale, spec.curve
     else:
         limit = spec.limit
     if bias is not None or scale != 1.0 or activation not in ("silu", "gelu_tanh"):
         both = linear(x, weight, bias, dtype=FLOAT32)
-        return gate(both, activation, scale=scale, limit=limit)
+        return gate(both, activation, scale=scale, limit=limit, curve=curve)
     part, inner, rows = weight.parts[0], weight.shape[0] // 2, _rows(x)
     if (
         len(weight.parts) > 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy.typing as npt
@@ -15,7 +16,7 @@ from localrt.quant.cuda.products import (
 )
 from localrt.quant.cuda.programs import Program
 from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32, INT64, Dtype, Tensor, empty
-from localrt.quant.ops.protocol import BEST, BEST_COUNT
+from localrt.quant.ops.protocol import BEST, BEST_COUNT, UNGATED
 
 _THREADS = 256
 # Largest Hadamard rotation: one thread block does it.
@@ -178,15 +179,16 @@ def gate(
     *,
     scale: float = 1.0,
     limit: float = 0.0,
+    curve: Sequence[float] = (0.0,) * 4,
 ) -> Tensor:
     """activation(scale * gate) * up of gate_up (R, 2F), bf16 or float32, gate first: (R, F) in
-    bf16. For ``relu2``, which has no gate, the activation of (R, F).
+    bf16. For ``relu2`` and ``xielu``, which have no gate, the activation of (R, F).
 
-    ``limit`` is ``swiglu_oai``'s.
+    ``limit`` is ``swiglu_oai``'s, ``curve`` that of ``MlpSpec``.
     """
-    count, width = gate_up.shape[0], gate_up.shape[1] // (1 if activation == "relu2" else 2)
+    count, width = gate_up.shape[0], gate_up.shape[1] // (1 if activation in UNGATED else 2)
     out = empty(count, width, dtype=BFLOAT16, device=gate_up.device)
-    args = _Gate(*pointers(gate_up, out), width, scale, limit)
+    args = _Gate(*pointers(gate_up, out), width, scale, limit, *curve)
     program = Program.of("gate", GATE=GATES[activation], IN=OUT[gate_up.dtype])
     launch(out.device, program, (-(-width // _THREADS), count, 1), _THREADS, args)
     return out

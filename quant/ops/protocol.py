@@ -63,7 +63,9 @@ from localrt.quant.ops.streams import (
     StreamWeights,
 )
 
-Activation = Literal["silu", "gelu_tanh", "relu2"]
+Activation = Literal["silu", "gelu_tanh", "relu2", "xielu"]
+UNGATED = ("relu2", "xielu")
+"""Activations of MLPs without a gate."""
 
 LayerSpec: TypeAlias = AttentionSpec | RecurrentSpec
 """What a layer remembers of a sequence: keys and values of each token, or a state."""
@@ -81,21 +83,26 @@ Forward: TypeAlias = Callable[..., npt.NDArray[np.float32]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlpSpec:
-    """Behaviour of an MLP: gated, except for ``relu2``, the squared ReLU.
+    """Behaviour of an MLP: gated, except for ``relu2``, the squared ReLU, and ``xielu``.
 
     Gates are multiplied by ``gate_scale``. With a ``cutoff``, a row's mean gate plus ``cutoff``
     standard deviations is subtracted, then a ReLU applied: a fixed share of gates stays (Gemma 3n).
+
+    ``xielu`` (Huang and Schlag, 2024) is ``alpha_p x² + beta x`` for positive numbers, and
+    ``alpha_n (exp(min(x, eps)) - 1 - x) + beta x`` for others; ``curve`` is alpha_p, alpha_n, beta
+    and eps, which each layer learns.
     """
 
     activation: Activation
     eps: float
     cutoff: float | None = None
     gate_scale: float = 1.0
+    curve: tuple[float, float, float, float] = (0.0,) * 4
 
     @property
     def gated(self) -> bool:
         """Whether there is a gate."""
-        return self.activation != "relu2"
+        return self.activation not in UNGATED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)

@@ -98,6 +98,10 @@ def cut_gates(gate_up: Tensor, cutoff: float) -> Tensor:
 
 def gated(gate_up: Tensor, spec: ExpertSpec | MlpSpec) -> Tensor:
     """The activation of stacked gate and up, (R, 2F) to (R, F); or of up alone, (R, F)."""
+    if isinstance(spec, MlpSpec) and spec.activation == "xielu":
+        positive, negative, beta, eps = spec.curve
+        low = (torch.expm1(gate_up.clamp(max=eps)) - gate_up) * negative
+        return torch.where(gate_up > 0, positive * gate_up.square(), low) + beta * gate_up
     if not spec.gated:
         return F.relu(gate_up).square()
     gate, up = gate_up.chunk(2, -1)

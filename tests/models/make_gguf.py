@@ -44,6 +44,7 @@ _NAMES = {
     "cohere2moe": "cohere2-moe cohere2-moe-dense-first",
     "minimax-m2": "minimax-m2",
     "hunyuan-moe": "hunyuan-moe",
+    "apertus": "apertus",
     "glm4moe": "glm4-moe glm4-moe-norms solar-open",
     "hy_v3": "hy-v3",
     "falcon-h1": "falcon-h1 falcon-h1-normed",
@@ -181,6 +182,8 @@ def write_tiny_gguf(
     if predicting:
         _add_prediction(tensors, metadata, config, predicting, model.tensors(block))
     whole = {f"{architecture}.{key}": value for key, value in metadata.items()}
+    if architecture == "apertus":
+        whole |= _curves(state, config.num_hidden_layers)
     always_f32 = ("_norm.weight", "ffn_gate_inp.weight", "exp_probs_b.bias")
     layers = tuple(f"blk.{layer}." for layer in range(count))
     typed = {
@@ -192,6 +195,15 @@ def write_tiny_gguf(
         typed[_ORDER] = order[0].astype(np.int32), "i32"
     whole["tokenizer.ggml.model"] = "no_vocab"
     return write_gguf(path, architecture, whole, typed)[0]
+
+
+def _curves(state: Mapping[str, Array], layers: int) -> dict[str, list[float]]:
+    """The numbers of Apertus's activation, by layer."""
+    prefixes = [f"model.layers.{layer}.mlp.act_fn." for layer in range(layers)]
+    return {
+        f"xielu.{name}": [float(state[prefix + name].item()) for prefix in prefixes]
+        for name in ("alpha_p", "alpha_n", "beta", "eps")
+    }
 
 
 def tiny_gguf(folder: Path, arch: str) -> Path:
@@ -243,7 +255,7 @@ class _Model:
                 stacks.setdefault(f"{name}.weight", {})[int(part[2])] = value
             elif (part := re.search(r"ngram_embedding\.shard_(\d+)\.weight", key)) is not None:
                 stacks.setdefault("per_layer_token_embd.weight", {})[int(part[1])] = value
-            elif ".ple_embedding." not in key:
+            elif ".ple_embedding." not in key and ".act_fn." not in key:
                 found |= self._tensor(key, value)
         for name, parts in stacks.items():
             ordered = [parts[number] for number in sorted(parts)]

@@ -71,6 +71,7 @@ MODELS = {
     "glm4-moe": "use_qk_norm partial_rotary_factor mlp_layer_types",
     "glm4-moe-lite": "first_k_dense_replace",
     "qwen3-vl-moe": "vision_config",
+    "apertus": "xielu_alpha_p",
     "solar-open": "intermediate_size first_k_dense_replace",
     "hy-v3": "route_norm norm_topk_prob",
     "exaone-moe-groups": "scoring_func first_k_dense_replace",

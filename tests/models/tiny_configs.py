@@ -388,6 +388,12 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         attention_bias=True,
         tie_word_embeddings=True,
     ),
+    "apertus": lambda: hf.ApertusConfig(
+        **_WIDE, rope_parameters={"rope_type": "default", "rope_theta": 1e5}
+    ),
+    "apertus-llama3": lambda: hf.ApertusConfig(
+        **_WIDE, rope_parameters=_LLAMA3, attention_bias=True, tie_word_embeddings=True
+    ),
     "ernie-moe-some": lambda: hf.Ernie4_5_MoeConfig(
         **{**_WIDE, "num_hidden_layers": 5},
         **_ERNIE,

@@ -21,6 +21,7 @@ pytestmark = needs_kernels
 
 # A tiny model of each.
 STREAMED = {
+    "apertus": "apertus",
     "cohere2": "cohere2",
     "cohere2_moe": "cohere2-moe-dense-first",
     "deepseek": "glm4-moe-lite",

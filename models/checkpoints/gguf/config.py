@@ -64,7 +64,7 @@ class _File:
         return self.metadata.integer(f"tokenizer.ggml.{name}_token_id")
 
     def listed(self, key: str) -> list[Any] | None:
-        key = f"{self.architecture}.{key}"
+        key = key if key in self.metadata else f"{self.architecture}.{key}"
         listed = key in self.metadata and self.metadata.is_array(key)
         short = listed and self.metadata.count(key) <= _MOST_LAYERS
         return list(self.metadata[key]) if short else None

@@ -163,8 +163,8 @@ struct RecurrentArgs {
     float eps, norm_eps, strength, least_step, most_step;  // norm_eps: for the norm of results
 };
 
-// RELU2 is the square of ReLU without a gate: `gate_up` is up alone.
-enum Activation : int32_t { SILU, GELU_TANH, SWIGLU_OAI, RELU2 };
+// RELU2, the square of ReLU, and XIELU have no gate: `gate_up` is up alone.
+enum Activation : int32_t { SILU, GELU_TANH, SWIGLU_OAI, RELU2, XIELU };
 
 struct MlpArgs {
     const float* x;
@@ -175,6 +175,7 @@ struct MlpArgs {
     int32_t rows, activation;
     int32_t cut;                    // gates are reduced by mean + `cutoff` standard deviations, but not below 0
     float eps, cutoff, gate_scale;
+    float curve[4];                 // of XIELU
 };
 
 // Per-layer inputs, and the matrices that add them to the residual stream.

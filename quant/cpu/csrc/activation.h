@@ -77,19 +77,35 @@ inline F16L activate_vision(F16L x, int activation) {
 }
 
 // Whether a stack's first half gates the second; if not, the activation applies to all columns.
-inline bool has_gate(int activation) { return activation != RELU2; }
+inline bool has_gate(int activation) { return activation != RELU2 && activation != XIELU; }
+
+// e^x - 1; near 0, where the difference loses digits, by its series.
+inline F16L expm1_16(F16L x) {
+    const F16L one = F16L::set1(1.f), size = x.max(negated(x));
+    F16L p = one;
+    for (int n = 7; n >= 2; n--) p = (p * x).fma(F16L::set1(1.f / (float)n), one);
+    return size.above(F16L::set1(0.35f), exp16(x) - one, p * x);
+}
+
+// `curve`: alpha of positive and of negative numbers, beta, and the largest argument of the exponential.
+inline F16L xielu(F16L x, const float* curve) {
+    const F16L low = (expm1_16(x.min(F16L::set1(curve[3]))) - x) * F16L::set1(curve[1]);
+    return x.fma(F16L::set1(curve[2]), x.above(F16L::zero(), x * x * F16L::set1(curve[0]), low));
+}
 
 // Activation of an MLP: joins gates and ups, or applies to ups if there are no gates.
 struct Gate {
     int activation;
     float limit;
-    float scale = 1.f;  // factor of gates
+    float scale = 1.f;             // factor of gates
+    const float* curve = nullptr;  // of XIELU
 
     F16L operator()(F16L gate, F16L up) const {
         if (activation == RELU2) {
             up = up.max(F16L::zero());
             return up * up;
         }
+        if (activation == XIELU) return xielu(up, curve);
         if (activation != SWIGLU_OAI) return activate(gate * F16L::set1(scale), activation) * up;
         const F16L most = F16L::set1(limit);
         gate = gate.min(most);

@@ -4,7 +4,7 @@
 //   IN     float or Bf16
 #include "gates.cuh"
 
-constexpr int PARTS = GATE == RELU2 ? 1 : 2;
+constexpr int PARTS = GATE == RELU2 || GATE == XIELU ? 1 : 2;
 
 struct Gate {
     const IN* x;  // (m, PARTS width)
@@ -12,6 +12,7 @@ struct Gate {
     int width;
     float scale;  // factor of gates
     float limit;  // see gates.cuh
+    float alpha_p, alpha_n, beta, eps;  // of XIELU
 };
 
 extern "C" __global__ void gate(Gate args) {
@@ -23,6 +24,9 @@ extern "C" __global__ void gate(Gate args) {
     float value;
     if constexpr (GATE == RELU2)
         value = first > 0 ? first * first : first == first ? 0 : first;
+    else if constexpr (GATE == XIELU)
+        value = (first > 0 ? args.alpha_p * first * first : args.alpha_n * (expm1f(first < args.eps ? first : args.eps) - first)) +
+                args.beta * first;
     else
         value = gated<GATE>(times(args.scale, first), value_of(x[args.width + i]), args.limit);
     store(args.y + row * args.width + i, value);

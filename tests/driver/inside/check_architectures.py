@@ -77,6 +77,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("phi3-longrope", 1, SHORT),
         ("ministral3", 1, LENGTH),  # queries that grow
         ("olmo2", 1, SHORT),  # no norms before products
+        ("apertus", 1, SHORT),  # MLPs without a gate, whose activation is learned
         ("hunyuan", 1, SHORT),  # norms behind the rotation
         ("qwen3.5", 2, 8),  # recurrent layers and gated attention, from here on
         ("lfm3", 2, 8),  # a gate for each head

@@ -30,6 +30,7 @@ float fmaf(float, float, float);
 float cosf(float);
 float expf(float);
 float erff(float);
+float expm1f(float);
 float log1pf(float);
 float sinf(float);
 float tanhf(float);

@@ -57,6 +57,13 @@ def test_scaled_gates() -> None:
     torch.testing.assert_close(gate(both, "silu", scale=0.7).float(), wanted, **CLOSE)
 
 
+def test_xielu() -> None:
+    up = random(3, 2 * 1100)
+    spec = MlpSpec(activation="xielu", eps=0.0, curve=(0.9, 1.3, 0.5, -1e-6))
+    got = gate(up, "xielu", curve=spec.curve)
+    torch.testing.assert_close(got.float(), gated(up, spec), **CLOSE)
+
+
 @pytest.mark.parametrize("size", [2, 16, 64, 128])
 def test_hadamard_is_the_quantizers(size: int) -> None:
     x = random(3, 384).bfloat16()
