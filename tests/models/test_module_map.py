@@ -38,7 +38,7 @@ IDS = tokens(11)
 FAMILIES = (
     *("gemma3n", "gemma4", "phi3", "deepseek-v3", "glm4-moe", "qwen3.5", "lfm2-moe", "lfm3"),
     *("granite-hybrid-moe", "falcon-h1", "nemotron-h-latent", "olmo-hybrid", "kimi-linear"),
-    *("gpt-oss", "gemma4-moe", "qwen4-exp"),
+    *("gpt-oss", "gemma4-moe", "qwen4-exp", "cohere2-moe-dense-first", "apertus"),
 )
 
 
@@ -75,6 +75,9 @@ def adapted(checkpoint: Checkpoint, ops: Ops, adapter: Adapter[LowRank]) -> np.n
     [
         ("ernie", {}),  # rows of queries and keys lie in pairs
         ("ernie", {"use_dora": True}),
+        ("glm4", {}),  # in half of each head
+        ("cohere2-bias", {}),  # attention and MLP in parallel
+        ("apertus", {}),  # no gate
         ("granite-hybrid", {}),  # gate and up are one matrix
         ("qwen3-next", {}),  # rows of a key head lie together
         ("qwen3-next", {"use_dora": True}),
@@ -167,7 +170,11 @@ def test_every_matrix(name: str, tmp_path: Path) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize(
-    "name", ["gemma3n", "gemma4", "qwen3.5", "lfm3", "granite-hybrid", "falcon-h1", "olmo-hybrid"]
+    "name",
+    [
+        *("gemma3n", "gemma4", "qwen3.5", "lfm3", "granite-hybrid", "falcon-h1", "olmo-hybrid"),
+        *("cohere2", "apertus"),
+    ],
 )
 def test_kernels(name: str, tmp_path: Path) -> None:
     error, change = by_merging(name, tmp_path, 0.15, lambda: NativeOps(threads=1))
