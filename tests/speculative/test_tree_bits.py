@@ -30,11 +30,11 @@ CAPACITY = 1024
 PARENTS = [ROOT, 0, 1, 2, 0, 4, ROOT, 6, 3, 8, *[5] * 9, 18, 19, 20]
 
 
-NAMES = ["llama", "qwen2", "gemma3", "gemma2", "gemma3n", "gemma4"]
+NAMES = ["llama", "qwen2", "gemma3", "gemma2", "gemma3n", "gemma4", "cohere2"]
 # Within a block of the cache, at its end, and behind; of windows too.
 HELD = [
     *((name, held) for name in ("llama", "gemma3") for held in (3, 239, 250, 255, 256, 505)),
-    *((name, held) for name in ("qwen2", "gemma2", "gemma3n", "gemma4") for held in (3, 250)),
+    *((name, held) for name in NAMES if name not in ("llama", "gemma3") for held in (3, 250)),
 ]
 
 
