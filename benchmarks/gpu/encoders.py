@@ -15,7 +15,8 @@ import numpy as np
 
 from benchmarks.common.random_store import RandomCheckpoint, tensor_info
 from benchmarks.gpu.timing import RUNS, Check, Values
-from localrt.models.vision.encoder import EncodedPicture, PreparedPicture, Units, VisionEncoder
+from localrt.models.encoders.block import Units
+from localrt.models.vision.encoder import EncodedPicture, PreparedPicture, VisionEncoder
 from localrt.models.vision.pixels import Patches
 from localrt.models.vision.registry import read_encoder
 from localrt.models.weights import WeightLoader

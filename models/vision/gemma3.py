@@ -7,14 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from localrt.models.vision.encoder import (
-    EncodedPicture,
-    Linear,
-    Norm,
-    PreparedPicture,
-    Units,
-    VisionEncoder,
-)
+from localrt.models.encoders.block import Linear, Norm, Units
+from localrt.models.vision.encoder import EncodedPicture, PreparedPicture, VisionEncoder
 from localrt.models.vision.picture import Picture
 from localrt.models.vision.pixels import BILINEAR, Scaling, cut, integer, resampling, resize
 from localrt.models.vision.siglip import (

@@ -11,13 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from localrt.models.vision.encoder import (
-    EncodedPicture,
-    Linear,
-    PreparedPicture,
-    Units,
-    VisionEncoder,
-)
+from localrt.models.encoders.block import Linear, Units
+from localrt.models.vision.encoder import EncodedPicture, PreparedPicture, VisionEncoder
 from localrt.models.vision.picture import Picture
 from localrt.models.vision.pixels import LANCZOS, Scaling, cut, integer, resampling, resize
 from localrt.models.vision.siglip import (

@@ -13,14 +13,8 @@ from typing import Any
 import numpy as np
 
 from localrt.common.errors import OptionError
-from localrt.models.vision.encoder import (
-    EncodedPicture,
-    Linear,
-    Norm,
-    PreparedPicture,
-    Units,
-    VisionEncoder,
-)
+from localrt.models.encoders.block import Linear, Norm, Units
+from localrt.models.vision.encoder import EncodedPicture, PreparedPicture, VisionEncoder
 from localrt.models.vision.picture import MOST_PIXELS, Picture, Pixels
 from localrt.models.vision.pixels import (
     BILINEAR,

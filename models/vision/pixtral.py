@@ -14,18 +14,9 @@ from typing import Any
 import numpy as np
 
 from localrt.common.errors import OptionError, UnsupportedModelError
+from localrt.models.encoders.block import BlockConfig, BlockNames, Linear, Norm, Units, run_blocks
 from localrt.models.raw_config import with_default_values
-from localrt.models.vision.encoder import (
-    BlockConfig,
-    BlockNames,
-    EncodedPicture,
-    Linear,
-    Norm,
-    PreparedPicture,
-    Units,
-    VisionEncoder,
-    run_blocks,
-)
+from localrt.models.vision.encoder import EncodedPicture, PreparedPicture, VisionEncoder
 from localrt.models.vision.picture import MOST_PIXELS, Picture
 from localrt.models.vision.pixels import (
     BICUBIC,

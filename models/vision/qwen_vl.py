@@ -20,17 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.common.errors import OptionError
-from localrt.models.vision.encoder import (
-    Block,
-    BlockConfig,
-    BlockNames,
-    EncodedPicture,
-    Linear,
-    Norm,
-    PreparedPicture,
-    Units,
-    VisionEncoder,
-)
+from localrt.models.encoders.block import Block, BlockConfig, BlockNames, Linear, Norm, Units
+from localrt.models.vision.encoder import EncodedPicture, PreparedPicture, VisionEncoder
 from localrt.models.vision.picture import MOST_PIXELS, Picture
 from localrt.models.vision.pixels import (
     BICUBIC,

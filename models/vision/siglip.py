@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from localrt.models.encoders.block import Block, BlockConfig, BlockNames, Linear, Norm, Units
 from localrt.models.raw_config import with_default_values
-from localrt.models.vision.encoder import Block, BlockConfig, BlockNames, Linear, Norm, Units
 from localrt.models.vision.pixels import Patches, activation, integer, number
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats.packed import Floats

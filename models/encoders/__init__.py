@@ -1,0 +1,1 @@
+"""Encoders of texts, and the blocks that they share with those of pictures."""

@@ -1,0 +1,252 @@
+"""The blocks of encoders, of pictures and of texts: norm, attention, residual; norm, MLP, residual.
+
+A family's file defines the layers before and after the blocks. Weights are read unit by unit, or
+kept. A block knows neither pictures nor texts: its input are rows, and the segments in which these
+attend to one another.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+from localrt.models.weights import WeightLoader
+from localrt.quant.formats.packed import Floats
+from localrt.quant.ops.arrays import Vector
+from localrt.quant.ops.protocol import Check
+from localrt.quant.ops.vision import Heads, PatchLayout, VisionActivation, VisionSteps
+
+_Unit = TypeVar("_Unit")
+
+
+class Units(ABC):
+    """Reads an encoder's weights unit by unit, on demand."""
+
+    @abstractmethod
+    def read(self, make: Callable[[WeightLoader], _Unit]) -> _Unit:
+        """The unit that ``make`` loads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockNames:
+    """Names of a block's tensors below its prefix. Tensors of several names are stacked."""
+
+    norm1: str
+    norm2: str
+    qkv: tuple[str, ...]
+    out: str
+    up: tuple[str, ...]
+    down: str
+    q_norm: str = ""
+    k_norm: str = ""
+    post_norm1: str = ""
+    post_norm2: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockConfig:
+    """Sizes of an encoder's blocks. Two names in ``up`` mean a gated MLP: gate, then up."""
+
+    hidden: int
+    inner: int
+    heads: int
+    eps: float
+    activation: VisionActivation
+    names: BlockNames
+    rms: bool = False  # RMSNorm, without biases, instead of LayerNorm
+    bias: bool = True  # whether the attention's matrices have biases
+    mlp_bias: bool = True
+    head_dim: int = 0  # 0: hidden / heads
+    scale: float | None = None  # scale of queries; None: head size ** -0.5
+    value_norm: bool = False  # RMSNorm of values, without a weight
+    axes: int = 1  # axes of rotary positions, see ``Heads``
+    clipped: bool = False  # see ``Clipped``
+
+    @property
+    def size(self) -> int:
+        """The head size."""
+        return self.head_dim or self.hidden // self.heads
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Norm:
+    """LayerNorm, or RMSNorm without a bias."""
+
+    weight: Vector
+    bias: Vector | None
+    eps: float
+    rms: bool
+
+    @classmethod
+    def load(
+        cls, weights: WeightLoader, name: str, size: int, eps: float, *, rms: bool = False
+    ) -> Norm:
+        """The norm ``name``."""
+        bias = weights.optional_vector(not rms, size, f"{name}.bias")
+        return cls(weights.vector(size, f"{name}.weight"), bias, eps, rms)
+
+    def __call__(self, x: Floats, steps: VisionSteps) -> Floats:
+        if self.rms:
+            return steps.rms_norm(x, self.weight, self.eps)
+        return steps.layer_norm(x, self.weight, self.bias, self.eps)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Linear:
+    """A matrix with its bias and activation."""
+
+    weight: Any
+    bias: Vector | None = None
+    activation: VisionActivation | None = None
+
+    @classmethod
+    def load(
+        cls,
+        weights: WeightLoader,
+        shape: tuple[int, int],
+        *names: str,
+        bias: bool = True,
+        activation: VisionActivation | None = None,
+    ) -> Linear:
+        """The matrices ``names``, stacked to (D, F)."""
+        matrix = weights.matrix(shape, *(f"{name}.weight" for name in names))
+        biases = weights.optional_vector(bias, shape[0], *(f"{name}.bias" for name in names))
+        return cls(matrix, biases, activation)
+
+    def __call__(self, x: Floats, steps: VisionSteps) -> Floats:
+        return steps.linear(x, self.weight, self.bias, self.activation)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Clipped:
+    """Matrices whose outputs are concatenated; inputs and outputs of each are clipped."""
+
+    parts: tuple[tuple[Linear, float, float, float, float], ...]
+
+    @classmethod
+    def load(cls, weights: WeightLoader, shape: tuple[int, int], *names: str) -> Clipped:
+        """The matrices ``names``, (D, F) in all, and their bounds; names end in ``.linear``."""
+        part = shape[0] // len(names), shape[1]
+
+        def load(name: str) -> tuple[Linear, float, float, float, float]:
+            input_, output = (name.removesuffix("linear") + end for end in ("input_", "output_"))
+            return (
+                Linear.load(weights, part, name, bias=False),
+                weights.scalar(f"{input_}min"),
+                weights.scalar(f"{input_}max"),
+                weights.scalar(f"{output}min"),
+                weights.scalar(f"{output}max"),
+            )
+
+        return cls(tuple(load(name) for name in names))
+
+    def __call__(self, x: Floats, steps: VisionSteps) -> Floats:
+        outputs = [
+            steps.clip(linear(steps.clip(x, least, most), steps), low, high)
+            for linear, least, most, low, high in self.parts
+        ]
+        return outputs[0] if len(outputs) == 1 else steps.joined(outputs)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """A transformer block: norm, attention, residual; norm, MLP, residual."""
+
+    config: BlockConfig
+    norm1: Norm
+    norm2: Norm
+    qkv: Linear | Clipped
+    out: Linear | Clipped
+    up: Linear | Clipped
+    down: Linear | Clipped
+    extra_norms: dict[str, Vector] = field(default_factory=dict)  # keys as in ``BlockNames``
+
+    @classmethod
+    def load(cls, config: BlockConfig, prefix: str, weights: WeightLoader) -> Block:
+        """The block whose tensor names begin with ``prefix``."""
+        hidden, inner, names = config.hidden, config.inner, config.names
+        wide = config.heads * config.size
+
+        def norm(name: str) -> Norm:
+            return Norm.load(weights, prefix + name, hidden, config.eps, rms=config.rms)
+
+        def linear(
+            shape: tuple[int, int], *suffixes: str, bias: bool, **options: Any
+        ) -> Linear | Clipped:
+            tensors = [prefix + suffix for suffix in suffixes]
+            if config.clipped:
+                return Clipped.load(weights, shape, *tensors)
+            return Linear.load(weights, shape, *tensors, bias=bias, **options)
+
+        gated = len(names.up) == 2
+        sizes = {
+            **dict.fromkeys((names.q_norm, names.k_norm), config.size),
+            **dict.fromkeys((names.post_norm1, names.post_norm2), hidden),
+        }
+        return cls(
+            config,
+            norm(names.norm1),
+            norm(names.norm2),
+            linear((3 * wide, hidden), *names.qkv, bias=config.bias),
+            linear((hidden, wide), names.out, bias=config.bias),
+            linear(
+                ((2 if gated else 1) * inner, hidden),
+                *names.up,
+                bias=config.mlp_bias,
+                activation=None if gated else config.activation,
+            ),
+            linear((hidden, inner), names.down, bias=config.mlp_bias),
+            {n: weights.vector(s, f"{prefix}{n}.weight") for n, s in sizes.items() if n},
+        )
+
+    def __call__(self, x: Floats, layout: PatchLayout, steps: VisionSteps) -> Floats:
+        """The block's output (R, D)."""
+        config, names = self.config, self.config.names
+        x = steps.add(x, self._normed(names.post_norm1, self._attention(x, layout, steps), steps))
+        inner = self.up(self.norm2(x, steps), steps)
+        if len(names.up) == 2:
+            inner = steps.gated(inner, config.activation)
+        return steps.add(x, self._normed(names.post_norm2, self.down(inner, steps), steps))
+
+    def _attention(self, x: Floats, layout: PatchLayout, steps: VisionSteps) -> Floats:
+        config, names = self.config, self.config.names
+        heads = Heads(
+            count=config.heads,
+            size=config.size,
+            scale=1 / math.sqrt(config.size) if config.scale is None else config.scale,
+            eps=config.eps,
+            q_norm=self.extra_norms.get(names.q_norm),
+            k_norm=self.extra_norms.get(names.k_norm),
+            value_norm=config.value_norm,
+            axes=config.axes,
+        )
+        qkv = self.qkv(self.norm1(x, steps), steps)
+        return self.out(steps.heads(qkv, heads, layout), steps)
+
+    def _normed(self, name: str, x: Floats, steps: VisionSteps) -> Floats:
+        return steps.rms_norm(x, self.extra_norms[name], self.config.eps) if name else x
+
+
+def run_blocks(
+    config: BlockConfig,
+    prefix: str,
+    count: int,
+    x: Floats,
+    layout: PatchLayout,
+    units: Units,
+    steps: VisionSteps,
+    check: Check | None,
+) -> Floats:
+    """Patches (N, D) after ``count`` blocks, whose tensors' names begin with ``prefix`` and a
+    number; ``check`` is called before each.
+    """
+    x = steps.put(x)
+    for layer in range(count):
+        if check is not None:
+            check()
+        x = units.read(partial(Block.load, config, f"{prefix}{layer}."))(x, layout, steps)
+    return steps.get(x)
