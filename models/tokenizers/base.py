@@ -75,7 +75,8 @@ class Tokenizer(ABC):
     decoding drops the space that encoding adds before a text. ``infill_ids`` are the
     fill-in-the-middle tokens, if the model's files declare them: ``pre``, ``suf``, ``mid``,
     ``pad``, ``rep`` and ``sep``, as in GGUF. ``chat_prefix`` begins every conversation, even if its
-    template does not write it.
+    template does not write it. ``around_pairs`` are the tokens before, between and after two texts
+    that a model reads as one.
     """
 
     vocab_size: int
@@ -85,6 +86,7 @@ class Tokenizer(ABC):
     strip_space: bool
     infill_ids: Mapping[str, int] = MappingProxyType({})
     chat_prefix: Sequence[int] = ()
+    around_pairs: tuple[Sequence[int], Sequence[int], Sequence[int]] = ((), (), ())
 
     @abstractmethod
     def encode(
@@ -111,6 +113,12 @@ class Tokenizer(ABC):
         start = self.encode("")
         sizes = range(len(start), 0, -1)
         return ids[next((n for n in sizes if ids[:n] == start[:n] == ids[n : 2 * n]), 0) :]
+
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Token ids of two texts that a model reads as one."""
+        before, between, after = self.around_pairs
+        ids, others = (self.encode(text, add_special=False) for text in (first, second))
+        return [*before, *ids, *between, *others, *after]
 
     def least_tokens(self, text: str) -> int:
         """A lower bound of ``text``'s token count, from the longest token; 0: not known."""
@@ -214,7 +222,7 @@ class Vocabulary:
     ``add_special`` adds ``prefix`` and ``suffix`` to a text; ``eos`` ends a generation;
     ``special`` are the control tokens; ``strip_space`` drops one leading space in decoding;
     ``infill`` are the ``Tokenizer.infill_ids``. ``begins_chats``: conversations begin with the
-    prefix too, if the template does not write it.
+    prefix too, if the template does not write it. ``between`` separates the texts of a pair.
     """
 
     pieces: Pieces
@@ -227,6 +235,7 @@ class Vocabulary:
     strip_space: bool = False
     infill: Mapping[str, int] = field(default_factory=dict)
     begins_chats: bool = False
+    between: tuple[int, ...] = ()
 
 
 class VocabularyTokenizer(Tokenizer):
@@ -241,6 +250,7 @@ class VocabularyTokenizer(Tokenizer):
         self.special_ids = vocabulary.special
         self.strip_space = vocabulary.strip_space
         self.infill_ids = vocabulary.infill
+        self.around_pairs = vocabulary.prefix, vocabulary.between, vocabulary.suffix
         self.chat_prefix = vocabulary.prefix if vocabulary.begins_chats else ()
 
     @abstractmethod

@@ -1,12 +1,14 @@
 """A tokenizer from the key-values of a GGUF file: ``tokenizer.ggml.*``.
 
 Reads the vocabulary, the type of each token and the special ids, and makes byte-level BPE
-(``gpt2``) or SentencePiece BPE (``llama``; ``gemma4`` with a list of merges). Some tokens that end
-a turn are known only by name, since files rarely mark them. Does not read files.
+(``gpt2``), SentencePiece BPE (``llama``; ``gemma4`` with a list of merges), or an encoder's
+WordPiece (``bert``) or Unigram (``t5``). Some tokens that end a turn are known only by name, since
+files rarely mark them. Does not read files.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -19,7 +21,7 @@ from localrt.common.errors import TokenizerError, UnsupportedModelError
 from localrt.common.option_names import option
 from localrt.models.checkpoints.gguf.metadata import GgufMetadata
 from localrt.models.checkpoints.packed_strings import PackedStrings
-from localrt.models.tokenizers.base import Tokenizer, Vocabulary
+from localrt.models.tokenizers.base import Tokenizer, Vocabulary, package_errors
 from localrt.models.tokenizers.bpe import (
     ByteLevelTokenizer,
     SentencePieceTokenizer,
@@ -35,7 +37,7 @@ from localrt.models.tokenizers.pretokenizers import (
 from localrt.models.tokenizers.tables import MergeTable, PieceTable
 
 _PREFIX = "tokenizer.ggml."
-_KNOWN_MODELS = ("gpt2", "llama", "gemma4")
+_KNOWN_MODELS = ("gpt2", "llama", "gemma4", "bert", "t5")
 
 # Names that always end a turn, and names that do only if marked as control tokens (Gemma's "</s>"
 # is HTML).
@@ -65,6 +67,7 @@ _END_CONTROL_NAMES = (
     "<turn|>",
     "<|tool_response>",  # Gemma 4: a tool's result comes next
 )
+_CAPITALS = re.compile("[A-Z]")
 _END_KEYS = ("eos", "eot", "eom")
 # Keys of ``Tokenizer.infill_ids``, those of older files first.
 _INFILL_KEYS = (
@@ -121,6 +124,8 @@ def gguf_tokenizer(
             f"{', '.join(_KNOWN_MODELS)}"
         )
     tokens = _read_tokens(metadata)
+    if model in ("bert", "t5"):
+        return _with_package(metadata, tokens, model)
     if model == "gpt2":
         return _byte_level(metadata, tokens, pre_type(pre or _pre_name(metadata, tokens, note)))
     return (_sentencepiece if model == "llama" else _gemma4)(metadata, tokens)
@@ -207,6 +212,55 @@ def _gemma4(metadata: Mapping[str, object], tokens: _Tokens) -> Tokenizer:
         space_prefix=False,
         lines_apart=True,
     )
+
+
+def _with_package(metadata: Mapping[str, object], tokens: _Tokens, model: object) -> Tokenizer:
+    """The package's WordPiece (``bert``) or Unigram (``t5``); pieces with capitals show that case
+    counts. A text begins with CLS or BOS and ends with SEP or EOS.
+    """
+    from tokenizers import Tokenizer as Backend  # needed by these alone
+    from tokenizers import models, normalizers, pre_tokenizers
+
+    from localrt.models.tokenizers.hf import BackendPieces, Decoder, HuggingFaceTokenizer
+
+    pieces = [tokens.table.text(token) for token in range(len(tokens.table))]
+    control = tokens.of_type(_Type.CONTROL, _Type.UNKNOWN)
+    vocabulary = _vocabulary(metadata, tokens, add_bos=False)
+    scores, characters = (_numbers(metadata, key) for key in ("scores", "precompiled_charsmap"))
+    with package_errors("the GGUF tokenizer cannot be read"):
+        if model == "bert":  # where words begin is marked, not where they go on
+            spelled = (one if one in control else f"##{one}".replace("##▁", "") for one in pieces)
+            plain = {piece: token for token, piece in enumerate(spelled)}
+            cased = any(_CAPITALS.search(piece) for piece in plain.keys() - control.keys())
+            backend = Backend(models.WordPiece(plain, unk_token="[UNK]"))
+            backend.normalizer = normalizers.BertNormalizer(lowercase=not cased)
+            backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        elif scores is None:
+            raise _missing("scores")
+        else:
+            scored = list(zip(pieces, scores.tolist(), strict=True))
+            backend = Backend(models.Unigram(scored, vocabulary.unknown, False))
+            if characters is not None:
+                backend.normalizer = normalizers.Precompiled(characters.astype(np.uint8).tobytes())
+            words = [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]
+            backend.pre_tokenizer = pre_tokenizers.Sequence(words)
+        backend.add_special_tokens(list(control))
+
+    def first_of(*keys: str) -> tuple[int, ...]:
+        found = (metadata.get(f"{_PREFIX}{key}_token_id", control.get(key)) for key in keys)
+        return next(((token,) for token in found if type(token) is int), ())
+
+    end = first_of("seperator", "eos", "[SEP]") if model == "bert" else first_of("eos")
+    vocabulary = replace(
+        vocabulary,
+        pieces=BackendPieces(backend),
+        prefix=first_of("bos", "cls", "[CLS]"),
+        suffix=end,
+        between=end if model == "bert" else 2 * end,
+        strip_space=True,
+    )
+    decoder = Decoder("word-pieces" if model == "bert" else "space")
+    return HuggingFaceTokenizer(backend, vocabulary, decoder)
 
 
 def _plain_words(tokens: _Tokens) -> PieceTable:

@@ -2,9 +2,8 @@
 
 Plain byte-level BPE is read into packed tables. The ``tokenizers`` package then only normalizes
 text and splits it into words, with a vocabulary of the 256 bytes and the added tokens. The package
-handles every other tokenizer whole, errors included.
-Decoding is done here, byte by byte, so that it can stream. Four optional files say which tokens are
-special and which end a generation. Does not know models.
+handles every other tokenizer whole, errors included. Decoding is done here, byte by byte, so that
+it can stream. Four optional files say which tokens are special and which end a generation.
 """
 
 from __future__ import annotations
@@ -191,14 +190,13 @@ def _packed_merges(merges: list[str] | list[list[str]]) -> PackedStrings:
 _BEGINNING = 1 << 14  # characters
 _USUAL = tuple(f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
-_KNOWN_DECODERS = "ByteLevel, Metaspace, Replace with ByteFallback"
 
 
 @dataclass(frozen=True, slots=True)
-class _Decoder:
+class Decoder:
     """How pieces spell bytes. ``space`` is the character that stands for a space."""
 
-    kind: Literal["byte-level", "space"]
+    kind: Literal["byte-level", "space", "word-pieces"]
     space: str = "▁"
     byte_fallback: bool = False
     strip_space: bool = False
@@ -207,7 +205,7 @@ class _Decoder:
 class HuggingFaceTokenizer(VocabularyTokenizer):
     """A tokenizer whose ``backend`` encodes; added tokens decode to their names."""
 
-    def __init__(self, backend: Backend, vocabulary: Vocabulary, decoder: _Decoder) -> None:
+    def __init__(self, backend: Backend, vocabulary: Vocabulary, decoder: Decoder) -> None:
         super().__init__(vocabulary)
         self._backend = backend
         self._lock = threading.Lock()  # the backend has a flag for parsing control tokens
@@ -247,6 +245,8 @@ class HuggingFaceTokenizer(VocabularyTokenizer):
         piece = self.token_text(token)
         if self._decoder.kind == "byte-level":
             return piece.encode() if token in self._added else piece_bytes(piece)
+        if self._decoder.kind == "word-pieces" and token not in self._added:
+            return piece[2:].encode() if piece.startswith("##") else f" {piece}".encode()
         may_be_byte = self._decoder.byte_fallback and token not in self._added
         if may_be_byte and (found := _BYTE.fullmatch(piece)):
             return bytes.fromhex(found[1])
@@ -406,7 +406,7 @@ def _vocabulary(
     }
     ends = eos | ({eos_id} if eos_id is not None else set())
     special |= {token for token in (bos, *ends) if token is not None}
-    prefix, suffix = _around(backend)
+    prefix, suffix, _ = _around(backend)
     return Vocabulary(
         pieces=pieces,
         bos=bos,
@@ -415,22 +415,24 @@ def _vocabulary(
         special=frozenset(special),
         prefix=prefix,
         suffix=suffix,
+        between=_around(backend, "a")[1],
         strip_space=strip_space,
     )
 
 
-def _around(backend: Backend) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The tokens that the post-processor adds before and after a text.
+def _around(backend: Backend, second: str | None = None) -> list[tuple[int, ...]]:
+    """The tokens that the post-processor adds before a text, after it, and after a second.
 
     As in transformers, ``add_bos_token`` and ``add_eos_token`` of tokenizer_config.json are ignored
     if there is a tokenizer.json.
     """
     with package_errors("the model's tokenizer cannot be used"):
-        encoded = backend.encode("a", add_special_tokens=True)
-    inside = [index for index, added in enumerate(encoded.special_tokens_mask) if not added]
-    if not inside:
-        return tuple(encoded.ids), ()
-    return tuple(encoded.ids[: inside[0]]), tuple(encoded.ids[inside[-1] + 1 :])
+        encoded = backend.encode("a", second, add_special_tokens=True)
+    runs, at = [tuple[int, ...]()] * 3, 0
+    for token, text in zip(encoded.ids, encoded.sequence_ids, strict=True):
+        at = at if text is None else text + 1
+        runs[at] += (token,) if text is None else ()
+    return runs
 
 
 def _id_list(value: object) -> frozenset[int]:
@@ -442,14 +444,16 @@ def _id_list(value: object) -> frozenset[int]:
     return frozenset()
 
 
-def _decoder(spec: Mapping[str, Any] | None) -> _Decoder:
+def _decoder(spec: Mapping[str, Any] | None) -> Decoder:
     """Read the ``decoder`` of a tokenizer.json; only decoders that can stream are supported."""
     steps = [spec] if spec else []
     if spec and spec.get("type") == "Sequence":
         steps = list(spec.get("decoders", ()))
     kinds = [step.get("type") for step in steps]
     if "ByteLevel" in kinds:
-        return _Decoder("byte-level")
+        return Decoder("byte-level")
+    if kinds == ["WordPiece"] and steps[0].get("prefix") == "##":
+        return Decoder("word-pieces", strip_space=True)
     space, strip = "", False
     for step in steps:
         match step:
@@ -468,9 +472,9 @@ def _decoder(spec: Mapping[str, Any] | None) -> _Decoder:
     if not space:
         raise UnsupportedModelError(
             f"the tokenizer.json's decoder {kinds or None} is not known; known are "
-            f"{_KNOWN_DECODERS}"
+            "ByteLevel, WordPiece, Metaspace, Replace with ByteFallback"
         )
-    return _Decoder("space", space, "ByteFallback" in kinds, strip)
+    return Decoder("space", space, "ByteFallback" in kinds, strip)
 
 
 def _keeps_characters(backend: Backend) -> bool:

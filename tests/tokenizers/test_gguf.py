@@ -281,7 +281,7 @@ def test_a_pre_tokenizer_that_is_missing_or_unknown(
     ("given", "error", "words"),
     [
         ({}, TokenizerError, "no tokenizer"),
-        ({"tokenizer.ggml.model": "t5"}, UnsupportedModelError, "known are gpt2, llama"),
+        ({"tokenizer.ggml.model": "rwkv"}, UnsupportedModelError, "known are gpt2, llama"),
         (metadata("gpt2", [("a", 1)], pre="new-one", merges=[]), UnsupportedModelError, "qwen2"),
         (metadata("gpt2", [("a", 1)]), TokenizerError, "merges is missing"),
         (metadata("gpt2", [("a", 1)], merges=["ab"]), TokenizerError, "two pieces"),

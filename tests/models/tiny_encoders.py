@@ -1,0 +1,190 @@
+"""Tiny random encoders of texts: transformers' models, their folders, and GGUF files of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+import transformers
+from safetensors.numpy import load_file
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from tests.checkpoints.make_gguf import write_gguf
+from tests.tokenizers.varied_text import varied_strings
+
+_SIZES = {
+    "vocab_size": 211,
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 72,
+    "max_position_embeddings": 90,
+}
+
+
+def _made(name: str, form: str = "Model", **changed: Any) -> Callable[[], Any]:
+    def make() -> Any:
+        config = getattr(transformers, f"{name}Config")(**{**_SIZES, **changed})
+        model = getattr(transformers, f"{name}{form}")
+        return model(config) if form != "Model" else model(config, add_pooling_layer=True)
+
+    return make
+
+
+ENCODERS: dict[str, Callable[[], Any]] = {
+    "bert": _made("Bert"),
+    "bert-odd": _made(
+        "Bert", hidden_size=66, num_attention_heads=3, intermediate_size=37, hidden_act="gelu_new"
+    ),
+    "bert-words": _made("Bert", "ForMaskedLM", layer_norm_eps=1e-5),
+    "roberta": _made("Roberta", type_vocab_size=1, pad_token_id=1),
+    "roberta-words": _made("Roberta", "ForMaskedLM", type_vocab_size=1, pad_token_id=1),
+    "xlm-roberta": _made("XLMRoberta", type_vocab_size=1),
+    "xlm-roberta-words": _made("XLMRoberta", "ForMaskedLM", type_vocab_size=1, pad_token_id=3),
+}
+RANKERS: dict[str, Callable[[], Any]] = {
+    "bert": _made("Bert", "ForSequenceClassification", num_labels=1),
+    "roberta": _made("Roberta", "ForSequenceClassification", type_vocab_size=1, num_labels=1),
+    "xlm-roberta": _made(
+        "XLMRoberta", "ForSequenceClassification", type_vocab_size=1, num_labels=1
+    ),
+}
+
+
+def save_encoder(make: Callable[[], Any], folder: Path, seed: int = 0) -> Any:
+    """Write a random encoder as a folder; returns transformers' model."""
+    torch.manual_seed(seed)
+    model = make()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.15))
+            if parameter.ndim == 1:
+                parameter.add_(0.5)
+    model = model.float().eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def states(model: Any, ids: Sequence[int]) -> np.ndarray:
+    """Transformers' last hidden states (n, D) of a text."""
+    with torch.no_grad():
+        found = model(torch.tensor([ids]), output_hidden_states=True)
+    return np.asarray(found.hidden_states[-1][0].numpy())
+
+
+def encoder_gguf(folder: Path, path: Path, kind: str = "f32", **more: Any) -> Path:
+    """The folder's encoder as llama.cpp's converter writes it, with matrices of the type ``kind``;
+    ``more`` are metadata.
+    """
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.BERT, config["num_hidden_layers"])
+    first = 0 if config["model_type"] == "bert" else config["pad_token_id"] + 1
+    tensors = {}
+    for key, value in load_file(folder / "model.safetensors").items():
+        key = key.removeprefix("bert.").removeprefix("roberta.")
+        key = re.sub(r"^classifier\.(weight|bias)", r"classifier.out_proj.\1", key)
+        if key.startswith(("pooler.", "cls.", "lm_head.")):
+            continue
+        if key == "embeddings.position_embeddings.weight":
+            value = value[first:]
+        name = names.get_name(key, try_suffixes=(".weight", ".bias"))
+        assert name is not None, key
+        always = value.ndim == 1 or name.startswith(("position_embd", "token_types"))
+        tensors[name] = value, "f32" if always else kind
+    metadata = {
+        "bert.context_length": config["max_position_embeddings"] - first,
+        "bert.embedding_length": config["hidden_size"],
+        "bert.feed_forward_length": config["intermediate_size"],
+        "bert.block_count": config["num_hidden_layers"],
+        "bert.attention.head_count": config["num_attention_heads"],
+        "bert.attention.layer_norm_epsilon": config["layer_norm_eps"],
+        "bert.attention.causal": False,
+        "tokenizer.ggml.model": "no_vocab",
+        **more,
+    }
+    return write_gguf(path, "bert", metadata, tensors)[0]
+
+
+def word_pieces(folder: Path, *, cased: bool = False, vocab_size: int = 211) -> Any:
+    """Write a WordPiece tokenizer trained on varied strings; returns transformers' own."""
+    backend = Backend(models.WordPiece(unk_token="[UNK]"))
+    backend.normalizer = normalizers.BertNormalizer(lowercase=not cased)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    texts = [word for word in varied_strings(400, seed=1) if cased or word]
+    backend.train_from_iterator(
+        texts,
+        trainers.WordPieceTrainer(
+            vocab_size=vocab_size,
+            special_tokens=special,
+            limit_alphabet=vocab_size // 3,
+            show_progress=False,
+        ),
+    )
+    backend.decoder = decoders.WordPiece()
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[(name, backend.token_to_id(name)) for name in ("[CLS]", "[SEP]")],
+    )
+    names = {f"{name[1:-1].lower()}_token": name for name in special}
+    own = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **names)
+    own.save_pretrained(folder)
+    return own
+
+
+def unigram(folder: Path, vocab_size: int = 211) -> Any:
+    """Write XLM-RoBERTa's kind of tokenizer; returns transformers' own."""
+    special = ["<s>", "<pad>", "</s>", "<unk>"]
+    backend = Backend(models.Unigram())
+    backend.normalizer = normalizers.NFKC()
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]
+    )
+    backend.train_from_iterator(
+        [text for text in varied_strings(2000, seed=1) if text.isascii()],
+        trainers.UnigramTrainer(
+            vocab_size=vocab_size, special_tokens=special, unk_token="<unk>", show_progress=False
+        ),
+    )
+    backend.decoder = decoders.Metaspace()
+    ends = [(name, backend.token_to_id(name)) for name in ("<s>", "</s>")]
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A </s> </s> $B </s>", special_tokens=ends
+    )
+    names = {"bos": "<s>", "cls": "<s>", "pad": "<pad>", "eos": "</s>", "sep": "</s>"}
+    names = {f"{key}_token": name for key, name in {**names, "unk": "<unk>"}.items()}
+    own = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **names)
+    own.save_pretrained(folder)
+    return own
+
+
+def vocabulary_keys(own: Any) -> dict[str, Any]:
+    """The keys of a GGUF file with the tokenizer, as llama.cpp's converter writes them."""
+    spec = json.loads(own.backend_tokenizer.to_str())["model"]
+    pieces = own.convert_ids_to_tokens(range(len(own)))
+    types = [3 if token in own.all_special_ids else 1 for token in range(len(own))]
+    if spec["type"] == "Unigram":
+        types[own.unk_token_id] = 2
+        ids = {"bos": own.bos_token_id, "eos": own.eos_token_id, "unknown": own.unk_token_id}
+        more: dict[str, Any] = {
+            "model": "t5",
+            "tokens": pieces,
+            "scores": [float(score) for _, score in spec["vocab"]],
+        }
+    else:
+        ids = {"unknown": own.unk_token_id, "seperator": own.sep_token_id}
+        phantom = [
+            piece if kind == 3 else piece[2:] if piece.startswith("##") else f"▁{piece}"
+            for piece, kind in zip(pieces, types, strict=True)
+        ]
+        more = {"model": "bert", "tokens": phantom}
+    more |= {"token_type": types, **{f"{key}_token_id": token for key, token in ids.items()}}
+    return {f"tokenizer.ggml.{key}": value for key, value in more.items()}
