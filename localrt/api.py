@@ -38,7 +38,7 @@ from localrt.service.arguments import (
 )
 from localrt.service.batching import Errors, Prompts, gathered, stream_batch
 from localrt.service.core import Core, open_core
-from localrt.service.embedding import embed
+from localrt.service.embedding import embed, rank
 from localrt.service.live import LiveModel
 from localrt.service.requests import whole_ids
 from localrt.service.status import ModelInfo, Status
@@ -452,9 +452,9 @@ class Model(Closing):
         """Return the meaning of each text (or its token ids) as a float32 vector: (texts, hidden
         size).
 
-        ``pooling`` joins the hidden states of a text's tokens: ``"mean"``, ``"last"``, or
-        ``"auto"``, which takes what an embedding model's files say, else the mean. With
-        ``normalize`` each vector has length 1, so that the dot product of two is their cosine.
+        ``pooling`` joins the hidden states of a text's tokens: ``"mean"``, ``"last"``, ``"cls"``
+        (the first), or ``"auto"``, which takes what an embedding model's files say, else the mean.
+        With ``normalize`` each vector has length 1, so that the dot product of two is their cosine.
         Texts share passes.
 
         Raises:
@@ -463,6 +463,19 @@ class Model(Closing):
             CancelledError: ``cancel`` was set.
         """
         return embed(self._core, texts, pooling=pooling, normalize=normalize, cancel=cancel)
+
+    def rank(
+        self, query: str, documents: Sequence[str], *, cancel: threading.Event | None = None
+    ) -> list[float]:
+        """Return for each document, from 0 to 1, how well it answers the query.
+
+        The model is a cross-encoder, which reads each document together with the query.
+
+        Raises:
+            OptionError: it is none.
+            ContextOverflowError: a document is too long.
+        """
+        return rank(self._core, query, documents, cancel=cancel)
 
     # -- adapters --------------------------------------------------------------------------------
 

@@ -6,11 +6,13 @@ Does not know engines: ``load_decoder`` takes any ``Ops``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from localrt.common.errors import UnsupportedModelError
 from localrt.common.option_names import option
 from localrt.models.architectures import (
     apertus,
+    bert,
     cohere,
     deepseek,
     draft_heads,
@@ -38,14 +40,17 @@ from localrt.models.architectures import (
 from localrt.models.architectures.family import PLAIN, Family
 from localrt.models.config import DecoderConfig
 from localrt.models.decoder import Decoder, load_resident
+from localrt.models.encoders.text import EncoderConfig
 from localrt.models.raw_config import RawConfig
 from localrt.models.tensor_source import Checkpoint
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats import FORMATS, GGML_FORMATS
 from localrt.quant.ops.protocol import Ops
 
+T = TypeVar("T")
 _MODULES = (
     apertus,
+    bert,
     cohere,
     deepseek,
     draft_heads,
@@ -77,7 +82,10 @@ _FAMILIES: Mapping[str, Family] = {
     for name in (*family.gguf.split(), *family.folders.split())
 }
 ARCHITECTURES = {name: family.name for name, family in _FAMILIES.items() if family.read}
-"""Families of models by the names that ``config.json`` and GGUF use."""
+"""Families of models that write, by the names that ``config.json`` and GGUF use."""
+ENCODERS = {name: family.name for name, family in _FAMILIES.items() if family.encoder}
+"""Families of models that embed or rank texts."""
+ONLY_EMBEDS = "an encoder embeds or ranks texts and writes none: choose a model that writes"
 
 
 def find_family(name: str) -> Family:
@@ -91,8 +99,10 @@ def find_architecture(name: str) -> Callable[[RawConfig], DecoderConfig]:
     Raises:
         UnsupportedModelError: an unknown architecture; lists the known ones.
     """
+    if name in ENCODERS:
+        raise UnsupportedModelError(ONLY_EMBEDS)
     if name not in ARCHITECTURES:
-        known = ", ".join(sorted(set(ARCHITECTURES.values())))
+        known = ", ".join(sorted({*ARCHITECTURES.values(), *ENCODERS.values()}))
         raise UnsupportedModelError(
             f"architecture {name!r:.60} is not known to the native engine (known: {known}); "
             f"a GGUF file may run with {option('engine', 'llamacpp')}"
@@ -107,7 +117,16 @@ def read_config(checkpoint: Checkpoint, *, context: int | None = None) -> Decode
     name = checkpoint.architecture
     if name == "llama" and checkpoint.config.get("num_local_experts"):
         name = "MixtralForCausalLM"  # GGUF has one name for both
-    read = find_architecture(name)
+    return _read(find_architecture(name), checkpoint, context)
+
+
+def read_encoder_config(checkpoint: Checkpoint) -> EncoderConfig | None:
+    """Read the config of an encoder of texts; None for other models."""
+    read = find_family(checkpoint.architecture).encoder
+    return None if read is None else _read(read, checkpoint, None)
+
+
+def _read(read: Callable[[RawConfig], T], checkpoint: Checkpoint, context: int | None) -> T:
     try:
         return read(RawConfig(checkpoint, context=context))
     except ValueError as error:

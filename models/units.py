@@ -13,7 +13,8 @@ neither files nor devices.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from localrt.common.errors import CheckpointError, UnsupportedModelError
@@ -28,6 +29,7 @@ from localrt.quant.formats.tiled import TILE_ROWS, padded_rows
 TABLES = ("embedding", "inputs", "ngrams")
 """Units of which passes take single rows."""
 
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _LARGEST_SLICE = 8 << 20
 
 
@@ -86,6 +88,18 @@ def list_units(
     ]
     _require_all(tensors, units, tied=config.tied_head)
     return tuple(units)
+
+
+def list_encoder_units(names: Iterable[str]) -> tuple[Unit, ...]:
+    """The units of an encoder of texts: a layer each, and the rest, which begins a pass."""
+    units: dict[int | None, list[str]] = {}
+    for name in names:
+        match = _LAYER.match(name)
+        units.setdefault(int(match[1]) if match else None, []).append(name)
+    return tuple(
+        Unit("embedding" if layer is None else f"layers.{layer}", tuple(own), layer)
+        for layer, own in units.items()
+    )
 
 
 def packed_nbytes(info: TensorInfo) -> int:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.tensor_source import TensorSource, WeightBlock
-from localrt.quant.formats import F32, pack, unpack
+from localrt.quant.formats import F32, PackedTensor, pack, unpack
 from localrt.quant.ops.arrays import Vector, Weight
 from localrt.quant.ops.protocol import Ops
 
@@ -122,6 +122,15 @@ class WeightLoader:
         self.check(shape, name)
         self._used.add(name)
         return self._values(name, first, end).reshape(-1, *shape[1:])
+
+    def packed(self, shape: tuple[int, int], name: str) -> PackedTensor:
+        """A matrix on the host, as its file has it."""
+        self.check(shape, name)
+        self._used.add(name)
+        found = self._checkpoint.read(name)
+        if self._on_bytes is not None:
+            self._on_bytes(found.nbytes)
+        return found
 
     def transposed(self, shape: tuple[int, int], name: str) -> Weight:
         """A matrix whose tensor is stored as (in, out), in float32."""

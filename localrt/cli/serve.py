@@ -238,7 +238,8 @@ def _pool(
 
 
 def _set_defaults(model: localrt.Model, defaults: dict[str, object]) -> None:
-    model.chat().set(**defaults)  # what it cannot do is refused here, not in each answer
+    if model.info.writes:
+        model.chat().set(**defaults)  # what it cannot do is refused here, not in each answer
     model.defaults.update(defaults)
 
 

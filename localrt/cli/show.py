@@ -32,6 +32,7 @@ from localrt.library import list_variants
 from localrt.loading.format_names import quantization_name
 from localrt.models.checkpoints import Checkpoint, open_checkpoint
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
+from localrt.models.registry import ENCODERS
 from localrt.models.vision.cost import SIDE, PictureCost, picture_cost
 from localrt.models.weight_files import files_nbytes
 from localrt.planning import chooser
@@ -257,6 +258,8 @@ def _vision(path: Path, extras: Extras) -> tuple[PictureCost | None, list[str]]:
 
 
 def _template(checkpoint: Checkpoint, extras: Extras) -> tuple[str, tuple[str, ...]]:
+    if checkpoint.architecture in ENCODERS:
+        return "none: the model embeds or ranks texts and writes none", ()
     try:
         own = load_template(checkpoint)
     except LocalrtError as error:

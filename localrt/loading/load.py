@@ -36,7 +36,15 @@ from localrt.loading.native import load_native
 from localrt.loading.options import LoadOptions
 from localrt.loading.vision import VisionLoader
 from localrt.models.checkpoints import Checkpoint, GgufCheckpoint, open_checkpoint
-from localrt.models.registry import ARCHITECTURES, find_architecture, require_readable
+from localrt.models.checkpoints.safetensors.folder import NO_HEAD
+from localrt.models.registry import (
+    ARCHITECTURES,
+    ENCODERS,
+    ONLY_EMBEDS,
+    find_architecture,
+    read_encoder_config,
+    require_readable,
+)
 from localrt.models.tokenizers import Tokenizer, load_tokenizer
 from localrt.offload.store.pack import fingerprint
 
@@ -47,7 +55,7 @@ class LoadedModel:
 
     ``vision_problem`` says why a model that takes pictures refuses them.
     ``fingerprint`` identifies the files as they were opened; empty if KV caches cannot be saved.
-    ``headless``: it only embeds, and writes no text.
+    ``mute`` says why it writes no text; empty if it does.
     """
 
     path: Path
@@ -64,7 +72,7 @@ class LoadedModel:
     fingerprint: str = ""
     quantization: str = ""
     vision_problem: str = ""
-    headless: bool = False
+    mute: str = ""
 
 
 def load_model(
@@ -105,9 +113,11 @@ def load_model(
         notes += vision.notes
         if problem:
             notes.append(problem)
+        mute = NO_HEAD if checkpoint.config.get("headless") else ""
+        mute = ONLY_EMBEDS if checkpoint.architecture in ENCODERS else mute
         if template is None:
             template = PlainTemplate()
-            if tokenizer is not None:
+            if tokenizer is not None and not mute:
                 notes.append("the model has no chat template: chatting in a plain format")
         return LoadedModel(
             path=checkpoint.path,
@@ -124,7 +134,7 @@ def load_model(
             fingerprint=checkpoint.stamp + fingerprint(checkpoint) if name == "native" else "",
             quantization=options.format or quantization_name(checkpoint),
             vision_problem=vision.problem,
-            headless=bool(checkpoint.config.get("headless")),
+            mute=mute,
         )
     finally:
         checkpoint.close()
@@ -150,7 +160,8 @@ def _choose_engine(checkpoint: Checkpoint, options: LoadOptions, notes: list[str
             )
         return "llamacpp"
     try:
-        find_architecture(checkpoint.architecture)
+        if checkpoint.architecture not in ENCODERS:
+            find_architecture(checkpoint.architecture)
         require_readable(checkpoint)
     except UnsupportedModelError as error:
         if options.engine == "native" or not is_gguf:
@@ -217,6 +228,8 @@ def _load_tokenizer(
 
 def _pooling(checkpoint: Checkpoint) -> str:
     """Return the pooling in an embedding model's files (sentence-transformers or GGUF names)."""
+    if (encoder := read_encoder_config(checkpoint)) is not None and encoder.ranks:
+        return "rank"
     if checkpoint.kind == "gguf":
         kinds = {1: "mean", 2: "cls", 3: "last", 4: "rank"}
         named = checkpoint.metadata.get(f"{checkpoint.architecture}.pooling_type")

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from math import prod
 
-from localrt.common.errors import MemoryBudgetError
+from localrt.common.errors import MemoryBudgetError, OptionError
 from localrt.common.formatting import format_bytes
 from localrt.common.giving_way import giving_way
+from localrt.common.option_names import option
 from localrt.common.settings import DEFAULT_CONTEXT
+from localrt.engine.encoder import EncoderEngine
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.native.meters import resident_forecast
 from localrt.engine.protocol import Engine, EngineInfo
@@ -21,10 +23,12 @@ from localrt.loading.kernels import compiling
 from localrt.loading.options import LoadOptions, pick_context
 from localrt.models.checkpoints import Checkpoint
 from localrt.models.config import DecoderConfig
-from localrt.models.registry import load_decoder, read_config
-from localrt.offload.account import check_fits, resident_account, weight_nbytes
+from localrt.models.encoders.text import EncoderConfig, TextEncoder
+from localrt.models.registry import load_decoder, read_config, read_encoder_config
+from localrt.models.weights import WeightLoader
+from localrt.offload.account import PREFILL_ROWS, check_fits, resident_account, weight_nbytes
 from localrt.offload.memory import current_rss, memory_state, ram_budget
-from localrt.quant.choose import make_ops, why_not_our_kernels
+from localrt.quant.choose import make_ops, vision_steps, why_not_our_kernels
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.ops.protocol import Ops
 from localrt.system import return_free_memory
@@ -53,22 +57,25 @@ def load_native(
 
 def _load(
     checkpoint: Checkpoint, options: LoadOptions, context: LoadContext
-) -> tuple[NativeEngine, int]:
-    config = read_config(checkpoint, context=options.ctx)
+) -> tuple[NativeEngine | EncoderEngine, int]:
+    config = read_encoder_config(checkpoint) or read_config(checkpoint, context=options.ctx)
+    encodes = isinstance(config, EncoderConfig)
+    if encodes and options.device.startswith("cuda"):
+        raise OptionError(f"an encoder computes on the CPU: use {option('device', 'cpu')}")
     ops = make_ops(
         config.memory,
-        device=options.device,
+        device="cpu" if encodes else options.device,
         compute_format=options.format,
         kv_format=options.kv_format,
         activations=options.activations,
         threads=options.threads,
     )
-    if options.format is None:
+    if options.format is None and not encodes:
         why = why_not_our_kernels(ops, config.memory, options.device)
         context.notes.extend([why] if why else [])
     infos = checkpoint.tensors.values()
 
-    def describe(config: DecoderConfig, streamed: bool) -> EngineInfo:
+    def describe(config: DecoderConfig | EncoderConfig, streamed: bool) -> EngineInfo:
         return EngineInfo(
             engine="native",
             architecture=config.architecture,
@@ -83,6 +90,16 @@ def _load(
             streamed=streamed,
         )
 
+    if isinstance(config, EncoderConfig):
+        ctx = options.ctx or config.context_length
+        if ctx > (most := config.context_length):
+            raise OptionError(f"{option('ctx', ctx)} is more than the model's {most} positions")
+        info = describe(config, streamed=False)
+        check_left(info.weight_bytes + config.scratch_nbytes(PREFILL_ROWS), ops, options)
+        weights = WeightLoader(checkpoint, ops, context.byte_counter(info.weight_bytes))
+        encoder = TextEncoder.load(config, weights)
+        weights.finish()
+        return EncoderEngine(encoder, vision_steps(ops), info), ctx
     if _must_stream(checkpoint, config, ops, options):
         # This imports the planner, which a resident model does not need.
         from localrt.loading.placing import load_placed
@@ -138,7 +155,7 @@ def _fit_context(
 
 
 def check_left(nbytes: int, ops: Ops, options: LoadOptions | Engine) -> None:
-    """Raise MemoryBudgetError if a draft's ``nbytes`` are not left of the budget."""
+    """Raise MemoryBudgetError if a model's ``nbytes`` are not left of the budget."""
     left, tier = memory_left(ops, options)
     if nbytes > left:
         raise MemoryBudgetError(

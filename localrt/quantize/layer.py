@@ -24,6 +24,7 @@ from localrt.models.config import (
     SHARED_GATE,
     SHARED_GATE_UP,
     DecoderConfig,
+    LayerNames,
 )
 from localrt.models.layers.attention import latent_groups
 from localrt.models.layers.recurrent import recurrent_groups
@@ -67,12 +68,15 @@ def common_names(names: Iterable[str]) -> tuple[str, ...]:
 
 
 class LayerQuantizer:
-    """Quantizes tensors of ``source`` to the formats of ``infos`` in pieces, by ``method``."""
+    """Quantizes tensors of ``source`` to the formats of ``infos`` in pieces, by ``method``.
+
+    Without a ``config``, as for an encoder, matrices are only rounded.
+    """
 
     def __init__(
         self,
         source: Checkpoint,
-        config: DecoderConfig,
+        config: DecoderConfig | None,
         infos: Mapping[str, TensorInfo],
         search: ScaleSearch,
         *,
@@ -80,17 +84,22 @@ class LayerQuantizer:
         folded: int = 0,
     ) -> None:
         self.source = source
-        self.config = config
-        self._names = names = config.names
+        self._attention = () if config is None else config.attention
+        self.layers = len(self._attention)
+        self._names = names = LayerNames() if config is None else config.names
         self.infos = infos
         self._method = method
         self._folded = folded
         self._tiler = fast_tiler()
         self._search = search
+        self._groups: tuple[tuple[str, ...], ...] = (names.qkv,)
+        self._expert_groups: tuple[tuple[str, ...], ...] = (EXPERT_GATE_UP, (EXPERT_DOWN,))
+        if config is None:
+            return
         first = next(iter(config.attending), None)
         states = config.recurrent
         attention: tuple[tuple[str, ...], ...] = (names.qkv, (names.out,))
-        self._groups: tuple[tuple[str, ...], ...] = (
+        self._groups = (
             *(latent_groups(first) if isinstance(first, LatentSpec) else attention),
             *(() if states is None else recurrent_groups(states)),
             names.gate_up,
@@ -98,7 +107,6 @@ class LayerQuantizer:
             SHARED_GATE_UP[0 if config.mlp.gated else 1 :],
             (SHARED_DOWN,),
         )
-        self._expert_groups: tuple[tuple[str, ...], ...] = (EXPERT_GATE_UP, (EXPERT_DOWN,))
 
     def rounded(self, name: str) -> Iterator[WeightBlock]:
         """Yield any tensor of the model, rounded to nearest, a few rows at a time.
@@ -248,6 +256,6 @@ class LayerQuantizer:
         return codec.tensor_scale(max(float(np.abs(values).max(initial=0)) for values in rows))
 
     def _value_rows(self, layer: int) -> int:
-        spec = self.config.attention[layer]
+        spec = self._attention[layer]
         assert isinstance(spec, AttentionSpec), "values are folded where every layer attends"
         return spec.kv_heads * spec.head_dim

@@ -77,7 +77,7 @@ def measure_losses(
     source = weights.source
     copies: list[list[Tensor]] = []  # hidden states, each after one rounded layer
     found: list[list[_Group]] = []
-    for layer in range(weights.config.layers):
+    for layer in range(weights.layers):
         hessians = states.observe(source, layer)
         before = states.copied()
         parts = states.load(source, layer)

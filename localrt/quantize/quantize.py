@@ -22,9 +22,10 @@ from localrt.drafts.heads.load import kept_format, read_head_config
 from localrt.models.checkpoints import Checkpoint, TensorInfo, open_checkpoint
 from localrt.models.checkpoints.store.manifest import PREDICTION, Quantization
 from localrt.models.config import DecoderConfig
-from localrt.models.registry import read_config, require_readable
+from localrt.models.encoders.text import POSITIONS, SCORE, TYPES
+from localrt.models.registry import read_config, read_encoder_config, require_readable
 from localrt.models.tensor_source import EMBEDDING, HEAD, WeightBlock
-from localrt.models.units import Unit, list_units
+from localrt.models.units import Unit, list_encoder_units, list_units
 from localrt.offload.store import StoreWriter
 from localrt.offload.store.pack import describe_source, main_format, stored_infos, text_files
 from localrt.offload.store.writer import FilePlan, plan_files
@@ -49,6 +50,8 @@ HEAD_BITS = 8.5
 """Embedding and head stay as published up to this many bits per weight, else they become int8."""
 _HEAD_FORMAT = CODECS["int8-g32"].format
 _TABLES = (EMBEDDING, HEAD)
+_KEPT = (*ROUTERS, POSITIONS, TYPES, SCORE)
+"""Matrices that stay as published."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,14 +160,16 @@ def quantize_model(
         if isinstance(source, Path):
             source = opened.enter_context(closing(open_checkpoint(source)))
         require_readable(source)
-        config = read_config(source)
+        config = None if read_encoder_config(source) else read_config(source)
 
         def show_layers(done: int) -> None:
-            if progress is not None:
+            if progress is not None and config is not None:
                 progress(Progress("losses", done, config.layers, "layers"))
 
         calibration = None
         if method != "rtn":
+            if config is None:
+                raise OptionError(f"an encoder is only rounded: use {option('method', 'rtn')}")
             calibration = Calibration(
                 source,
                 config,
@@ -183,8 +188,8 @@ def quantize_model(
             table = model_losses(calibration, trial, search, folder=losses, report=show_layers)
             formats = _mixed(source.tensors, table, recipe)
         infos = stored_infos(source.tensors, formats)
-        units = list_units(infos, config)
-        rotated = folded_rotation(config, infos) if method == "mr-gptq" else 0
+        units = list_encoder_units(infos) if config is None else list_units(infos, config)
+        rotated = folded_rotation(config, infos) if config and method == "mr-gptq" else 0
         manifest = describe_source(
             source,
             name=name,
@@ -204,7 +209,8 @@ def quantize_model(
         )
         weights = LayerQuantizer(source, config, infos, search, method=method, folded=rotated)
         own: dict[str, TensorInfo] = {}
-        if (block := _prediction_block(source, config, search)) is not None:
+        block = None if config is None else _prediction_block(source, config, search)
+        if block is not None:
             opened.callback(block.source.close)
             named = {f"{PREDICTION}.{info.name}": info for info in block.infos.values()}
             own = {name: replace(info, name=name) for name, info in named.items()}
@@ -240,12 +246,12 @@ def quantize_model(
             said = table.nats(table.choose(recipe.bits or 0))
             replace(table, scale=loss / said if said else 1.0).save(losses)
         matrices = [info for info in infos.values() if len(info.shape) == 2]
-        changed = [info for info in _of_layers(matrices) if not info.name.endswith(ROUTERS)]
+        changed = [info for info in _of_layers(matrices) if not info.name.endswith(_KEPT)]
         return QuantizeReport(
             path=path,
             format=_name(recipe),
             method=method,
-            head_format=infos[EMBEDDING if config.tied_head else HEAD].format.name,
+            head_format=infos[HEAD if config and not config.tied_head else EMBEDDING].format.name,
             nbytes=writer.nbytes,
             parameters=sum(info.shape[0] * info.shape[1] for info in matrices),
             bits_per_weight=_bits_per_weight(matrices),
@@ -381,13 +387,13 @@ def method_of(recipe: Recipe) -> str:
 def _formats(
     tensors: Mapping[str, TensorInfo], target: Format, head_format: str | None
 ) -> dict[str, Format]:
-    """The stored format of each matrix. Routers are small and sensitive: they are not quantized."""
+    """The stored format of each matrix. Those that are small and sensitive are not quantized."""
     head = quantized_format(head_format) if head_format is not None else None
     formats: dict[str, Format] = {}
     for name, info in tensors.items():
         if len(info.shape) != 2:
             continue
-        if name.endswith(ROUTERS):
+        if name.endswith(_KEPT):
             formats[name] = info.format
             continue
         wanted = target

@@ -23,6 +23,7 @@ from localrt.common.formatting import format_count
 from localrt.common.version import __version__
 from localrt.hub.files import quantization_label
 from localrt.models.checkpoints import open_checkpoint
+from localrt.models.registry import ENCODERS
 from localrt.models.vision.cost import PictureCost, picture_cost
 from localrt.models.weight_files import model_stamp
 from localrt.server import anthropic
@@ -110,7 +111,7 @@ def _facts_of(path: Path, _: str) -> ModelFacts:
         for tensor in tensors:
             formats[tensor.format.name] += tensor.nbytes
         main = formats.most_common(1)[0][0] if formats else "unknown"
-        capabilities = ["completion"]
+        capabilities = ["embedding" if checkpoint.architecture in ENCODERS else "completion"]
         if template is not None and template.takes_tools:
             capabilities.append("tools")
         if template is not None and find_syntax(template).tags is not None:

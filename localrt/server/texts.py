@@ -103,6 +103,9 @@ def scores_of(
         LocalrtError: a document is too long.
     """
     pooling = model.info.pooling
+    if pooling == "rank" and not model.info.writes:
+        pairs = [model.tokenizer.encode_pair(query, document) for document in documents]
+        return model.rank(query, documents, cancel=cancel), sum(map(len, pairs))
     if pooling == "rank" or "rerank" in f"{model.name} {model.info.path.name}".lower():
         judged = [
             _judged(model, query, document, instruction or _INSTRUCTION, cancel)

@@ -159,6 +159,7 @@ class Core:
             notes=parts.notes,
             pooling=parts.pooling,
             sees=parts.engine.vision is not None,
+            writes=not parts.mute,
             quantization=parts.quantization or parts.engine.info.format,
         )
         self.saver = CacheSaver(parts.engine, prompts)

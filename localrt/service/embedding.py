@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import closing
+from functools import partial
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -18,8 +20,8 @@ from localrt.service.core import Core
 from localrt.service.requests import whole_ids
 
 Rows: TypeAlias = npt.NDArray[np.float32]
-Pooling = Literal["mean", "last"]
-POOLINGS: tuple[Pooling, ...] = ("mean", "last")
+Pooling = Literal["mean", "last", "cls"]
+POOLINGS: tuple[Pooling, ...] = ("mean", "last", "cls")
 
 
 def embed(
@@ -37,12 +39,10 @@ def embed(
         raise OptionError(f"embed takes a list of texts, not {texts!r:.80}")
     core.requests.check_process()
     _ = core.engine.hidden_size  # an engine without hidden states raises before any other check
+    if core.parts.pooling == "rank" and core.parts.mute:
+        raise OptionError("the model scores pairs of texts and embeds none")
     chosen = _pooling(pooling, core.parts.pooling)
-
-    def check() -> None:
-        if cancel is not None and cancel.is_set():
-            raise CancelledError("the embedding was cancelled")
-
+    check = partial(_check, cancel)
     tokens = [_tokens(core, text, index, check) for index, text in enumerate(texts)]
     check()
     vectors = pooled_states(core.engine, tokens, chosen, check=check)
@@ -51,6 +51,23 @@ def embed(
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     unit: Rows = (vectors / np.maximum(lengths, 1e-12)).astype(np.float32)
     return unit
+
+
+def rank(
+    core: Core, query: str, documents: Sequence[str], *, cancel: threading.Event | None
+) -> list[float]:
+    """See ``Model.rank``."""
+    core.requests.check_process()
+    if isinstance(documents, str) or not all(isinstance(one, str) for one in (query, *documents)):
+        raise OptionError("rank takes a query and a list of documents, all of them strings")
+    if core.parts.pooling != "rank" or not core.parts.mute:
+        raise OptionError("the model scores no pairs: choose a cross-encoder")
+    encode = core.requests.tokenizer.encode_pair
+    pairs = [encode(query, document) for document in documents]
+    for index, pair in enumerate(pairs):
+        _check_length(core, len(pair), f"the query with document {index}")
+    scores = pooled_states(core.engine, pairs, "last", check=partial(_check, cancel))[:, 0]
+    return [1 / (1 + math.exp(-score)) for score in scores.tolist()]
 
 
 def pooled_states(
@@ -62,15 +79,32 @@ def pooled_states(
         UnsupportedModelError: the engine gives no hidden states.
     """
     sums = np.zeros((len(texts), engine.hidden_size), np.float64)
+    begun = set[int]()
     with closing(engine.hidden_states(texts, check=check)) as pieces:
         for index, rows in pieces:  # (n, D)
             if pooling == "mean":
                 sums[index] += rows.sum(axis=0, dtype=np.float64)
-            else:
-                sums[index] = rows[-1]
+            elif pooling == "last" or index not in begun:
+                sums[index] = rows[-1 if pooling == "last" else 0]
+            begun.add(index)
     if pooling == "mean":
         sums /= np.array([len(tokens) for tokens in texts]).reshape(-1, 1)
     return sums.astype(np.float32)
+
+
+def _check(cancel: threading.Event | None) -> None:
+    if cancel is not None and cancel.is_set():
+        raise CancelledError("the embedding was cancelled")
+
+
+def _check_length(core: Core, count: int, which: str, more: str = "") -> None:
+    if count > core.ctx:
+        raise ContextOverflowError(
+            f"{which} has {count} tokens{more} and the context holds {core.ctx}: split it, or "
+            f"raise {option('ctx')}",
+            tokens=count,
+            ctx=core.ctx,
+        )
 
 
 def _pooling(asked: str, made_for: str) -> Pooling:
@@ -84,7 +118,7 @@ def _pooling(asked: str, made_for: str) -> Pooling:
     for known in POOLINGS:
         if asked == known:
             return known
-    raise OptionError(f"pooling must be auto, {' or '.join(POOLINGS)}, is {asked!r}")
+    raise OptionError(f"pooling must be auto, mean, last or cls, is {asked!r}")
 
 
 def _tokens(core: Core, text: str | Sequence[int], index: int, check: Check) -> list[int]:
@@ -98,13 +132,7 @@ def _tokens(core: Core, text: str | Sequence[int], index: int, check: Check) -> 
 
     def watch(count: int) -> None:
         check()
-        if count > core.ctx:
-            raise ContextOverflowError(
-                f"{which} has {count} tokens or more and the context holds {core.ctx}: split it, "
-                f"or raise {option('ctx')}",
-                tokens=count,
-                ctx=core.ctx,
-            )
+        _check_length(core, count, which, " or more")
 
     if isinstance(text, str):
         tokenizer = core.requests.tokenizer
@@ -119,11 +147,5 @@ def _tokens(core: Core, text: str | Sequence[int], index: int, check: Check) -> 
             f"{which}: token ids must be from 0 to {core.info.vocab_size - 1}; send texts, unless "
             "the ids are those of this model's own tokenizer"
         )
-    if len(ids) > core.ctx:
-        raise ContextOverflowError(
-            f"{which} has {len(ids)} tokens and the context holds {core.ctx}: split it, or "
-            f"raise {option('ctx')}",
-            tokens=len(ids),
-            ctx=core.ctx,
-        )
+    _check_length(core, len(ids), which)
     return ids

@@ -30,7 +30,6 @@ from localrt.chat_format.templates.chat_template import Segment, encode_chat
 from localrt.chat_format.thinking import CLOSE
 from localrt.common.errors import (
     CancelledError,
-    CheckpointError,
     ContextOverflowError,
     LocalrtError,
     OptionError,
@@ -44,7 +43,6 @@ from localrt.engine.options import Options, read_options
 from localrt.engine.request import MakeConstraint, Request
 from localrt.engine.types import Message
 from localrt.loading.load import LoadedModel
-from localrt.models.checkpoints.safetensors.folder import NO_HEAD
 from localrt.models.tokenizers.base import Tokenizer, Watch, ignore_count
 from localrt.service.adapters import Adapters
 from localrt.service.arguments import (
@@ -135,8 +133,10 @@ class RequestBuilder:
 
         Raises:
             OptionError: an unknown name, an impossible value, a malformed grammar, or thinking of a
-                model that has none.
+                model that has none; or the model writes no text.
         """
+        if self._parts.mute:
+            raise OptionError(self._parts.mute)
         chosen = read_options(self._defaults, options)
         if self._adapters is not None:
             self._adapters.mix(chosen.adapter)
@@ -172,8 +172,8 @@ class RequestBuilder:
             LocalrtError: the prompt or an option cannot be used.
         """
         self.check_process()
-        if self._parts.headless:
-            raise CheckpointError(NO_HEAD)
+        if self._parts.mute:
+            raise OptionError(self._parts.mute)
         chosen = read_options(self._defaults, options)
         check_call(cancel=cancel, on_progress=on_progress)
         check_flag("raw", raw)

@@ -36,7 +36,7 @@ class ModelInfo(EngineInfo):
     """What was loaded and how it runs. ``ctx`` is the context in use, in tokens.
 
     ``notes`` are lines for the user: a plain chat format, a shortened context. ``sees``: messages
-    may have pictures.
+    may have pictures. ``writes``: it generates text; other models only embed or rank texts.
     """
 
     name: str
@@ -47,6 +47,7 @@ class ModelInfo(EngineInfo):
     pooling: str = ""
     quantization: str = ""
     sees: bool = False
+    writes: bool = True
 
 
 @dataclass(frozen=True, slots=True)

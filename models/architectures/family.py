@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from localrt.models.config import DecoderConfig
+from localrt.models.encoders.text import EncoderConfig
 from localrt.models.raw_config import RawConfig
 from localrt.models.row_order import Stack
 from localrt.models.tensor_source import RowSource
@@ -59,7 +60,8 @@ class GgufFacts(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """A family of models. ``read`` makes its config; None for heads that only draft.
+    """A family of models. ``read`` makes a decoder's config, ``encoder`` that of an encoder of
+    texts; heads that only draft have neither.
 
     ``folders`` are its names in ``config.json``, ``gguf`` those in GGUF files, separated by spaces.
     ``tensors`` maps a folder's names to localrt's, where ``{}`` is an expert's number; ``stacks``
@@ -76,6 +78,7 @@ class Family:
 
     name: str
     read: Callable[[RawConfig], DecoderConfig] | None = None
+    encoder: Callable[[RawConfig], EncoderConfig] | None = None
     folders: str = ""
     gguf: str = ""
     tensors: Mapping[str, str] = field(default_factory=dict)

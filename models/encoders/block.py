@@ -1,8 +1,7 @@
-"""The blocks of encoders, of pictures and of texts: norm, attention, residual; norm, MLP, residual.
+"""The blocks of encoders, of pictures and of texts.
 
-A family's file defines the layers before and after the blocks. Weights are read unit by unit, or
-kept. A block knows neither pictures nor texts: its input are rows, and the segments in which these
-attend to one another.
+A family's file defines the layers before and after the blocks. A block knows neither pictures nor
+texts: its input are rows, and the segments in which these attend to one another.
 """
 
 from __future__ import annotations
@@ -65,6 +64,9 @@ class BlockConfig:
     value_norm: bool = False  # RMSNorm of values, without a weight
     axes: int = 1  # axes of rotary positions, see ``Heads``
     clipped: bool = False  # see ``Clipped``
+    norms_sums: bool = (
+        False  # whether the norms are of sums with the residual (BERT), not of inputs
+    )
 
     @property
     def size(self) -> int:
@@ -154,7 +156,9 @@ class Clipped:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """A transformer block: norm, attention, residual; norm, MLP, residual."""
+    """A transformer block: norm, attention, residual; norm, MLP, residual. Or, if ``norms_sums``,
+    each norm after its residual.
+    """
 
     config: BlockConfig
     norm1: Norm
@@ -205,12 +209,20 @@ class Block:
 
     def __call__(self, x: Floats, layout: PatchLayout, steps: VisionSteps) -> Floats:
         """The block's output (R, D)."""
-        config, names = self.config, self.config.names
-        x = steps.add(x, self._normed(names.post_norm1, self._attention(x, layout, steps), steps))
-        inner = self.up(self.norm2(x, steps), steps)
-        if len(names.up) == 2:
-            inner = steps.gated(inner, config.activation)
-        return steps.add(x, self._normed(names.post_norm2, self.down(inner, steps), steps))
+        names = self.config.names
+        if self.config.norms_sums:
+            x = self.norm1(steps.add(x, self._attention(x, layout, steps)), steps)
+            return self.norm2(steps.add(x, self._mlp(x, steps)), steps)
+        attended = self._attention(self.norm1(x, steps), layout, steps)
+        x = steps.add(x, self._normed(names.post_norm1, attended, steps))
+        inner = self._mlp(self.norm2(x, steps), steps)
+        return steps.add(x, self._normed(names.post_norm2, inner, steps))
+
+    def _mlp(self, x: Floats, steps: VisionSteps) -> Floats:
+        inner = self.up(x, steps)
+        if len(self.config.names.up) == 2:
+            inner = steps.gated(inner, self.config.activation)
+        return self.down(inner, steps)
 
     def _attention(self, x: Floats, layout: PatchLayout, steps: VisionSteps) -> Floats:
         config, names = self.config, self.config.names
@@ -224,8 +236,7 @@ class Block:
             value_norm=config.value_norm,
             axes=config.axes,
         )
-        qkv = self.qkv(self.norm1(x, steps), steps)
-        return self.out(steps.heads(qkv, heads, layout), steps)
+        return self.out(steps.heads(self.qkv(x, steps), heads, layout), steps)
 
     def _normed(self, name: str, x: Floats, steps: VisionSteps) -> Floats:
         return steps.rms_norm(x, self.extra_norms[name], self.config.eps) if name else x

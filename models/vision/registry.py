@@ -32,7 +32,7 @@ _ENCODERS = {"llava": "pixtral"}
 
 def has_encoder(config: Mapping[str, object]) -> bool:
     """Whether a model with this published config has a vision encoder that localrt supports."""
-    kind, vision = config.get("model_type"), config.get("vision_config")
+    kind, vision = str(config.get("model_type")), config.get("vision_config")
     if kind not in _FILES or not isinstance(vision, dict):
         return False
     return vision.get("model_type") == _ENCODERS.get(kind, vision.get("model_type"))

@@ -38,6 +38,7 @@ _TEXT_FILES = (
     "chat_template.json",
     "chat_template.jinja",
     "chat_templates/*.jinja",
+    "1_Pooling/config.json",
 )
 
 

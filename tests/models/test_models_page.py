@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from localrt.models.registry import ARCHITECTURES
+from localrt.models.registry import ARCHITECTURES, ENCODERS
 from tests.models.make_gguf import FILES
 from tests.models.tiny import CONFIGS, MIXTURES
+from tests.models.tiny_encoders import ENCODERS as TINY
+from tests.models.tiny_encoders import RANKERS
 
 PAGE = Path(__file__).parents[2] / "docs/models.md"
 _CODE = re.compile(r"`([^`]+)`")
@@ -49,3 +51,16 @@ def test_a_row_says_what_is_tested(module: str) -> None:
     names = {name for name, own in ARCHITECTURES.items() if own == module}
     expected = [names & folders, names & files, names - folders - files]
     assert rows().get(module) == expected
+
+
+def test_encoders() -> None:
+    """A row of their table names each; ``test_encoders.py`` compares all of them."""
+    made = {type(make()).__name__ for make in (*TINY.values(), *RANKERS.values())}
+    found = {}
+    for line in PAGE.read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if len(cells) == 4 and (name := _CODE.fullmatch(cells[0])) and "Model`" in cells[2]:
+            folders, files = (set(_CODE.findall(cell)) for cell in cells[2:])
+            assert folders == made
+            found |= dict.fromkeys(folders | files, name[1])
+    assert found == ENCODERS

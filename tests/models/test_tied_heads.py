@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import localrt
-from localrt.common.errors import CheckpointError
+from localrt.common.errors import OptionError
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.checkpoints.safetensors.folder import NO_HEAD, TIED_OUTSIDE
 from localrt.quantize.quantize import Recipe, quantize_model
@@ -144,7 +144,7 @@ def test_text_without_a_head(tmp_path: Path) -> None:
     for path in (tmp_path, store):
         with localrt.load(path) as model:
             assert len(model.embed(["a b"])[0]) == 64
-            with pytest.raises(CheckpointError, match="tie_word_embeddings"):
+            with pytest.raises(OptionError, match="tie_word_embeddings"):
                 model.generate("a")
     edited(tmp_path, tie_word_embeddings=True)
     with localrt.load(str(tmp_path)) as model:

