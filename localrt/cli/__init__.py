@@ -27,6 +27,7 @@ __all__ = ["COMMANDS", "build_parser", "main"]
 COMMANDS = {
     "chat": "chat in the terminal",
     "run": "answer a prompt, or a file of prompts, on stdout",
+    "embed": "print the vectors of texts",
     "serve": "serve models to other programs, over HTTP",
     "ps": "list the models that servers have loaded",
     "pull": "download a model",
