@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from base64 import b64decode
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -140,11 +141,14 @@ def word_pieces(folder: Path, *, cased: bool = False, vocab_size: int = 211) -> 
     return own
 
 
-def unigram(folder: Path, vocab_size: int = 211) -> Any:
-    """Write XLM-RoBERTa's kind of tokenizer; returns transformers' own."""
+def unigram(folder: Path, vocab_size: int = 211, characters: bytes = b"") -> Any:
+    """Write XLM-RoBERTa's kind of tokenizer; returns transformers' own. ``characters`` is
+    SentencePiece's table for normalizing.
+    """
     special = ["<s>", "<pad>", "</s>", "<unk>"]
     backend = Backend(models.Unigram())
-    backend.normalizer = normalizers.NFKC()
+    if characters:
+        backend.normalizer = normalizers.Precompiled(characters)
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]
     )
@@ -154,6 +158,9 @@ def unigram(folder: Path, vocab_size: int = 211) -> Any:
             vocab_size=vocab_size, special_tokens=special, unk_token="<unk>", show_progress=False
         ),
     )
+    trained = json.loads(backend.to_str())["model"]
+    scored = [(piece, float(np.float32(score))) for piece, score in trained["vocab"]]
+    backend.model = models.Unigram(scored, trained["unk_id"], False)
     backend.decoder = decoders.Metaspace()
     ends = [(name, backend.token_to_id(name)) for name in ("<s>", "</s>")]
     backend.post_processor = processors.TemplateProcessing(
@@ -171,14 +178,18 @@ def vocabulary_keys(own: Any) -> dict[str, Any]:
     spec = json.loads(own.backend_tokenizer.to_str())["model"]
     pieces = own.convert_ids_to_tokens(range(len(own)))
     types = [3 if token in own.all_special_ids else 1 for token in range(len(own))]
+    more: dict[str, Any]
     if spec["type"] == "Unigram":
         types[own.unk_token_id] = 2
         ids = {"bos": own.bos_token_id, "eos": own.eos_token_id, "unknown": own.unk_token_id}
-        more: dict[str, Any] = {
+        more = {
             "model": "t5",
             "tokens": pieces,
             "scores": [float(score) for _, score in spec["vocab"]],
         }
+        if (normalizer := json.loads(own.backend_tokenizer.to_str())["normalizer"]) is not None:
+            table = b64decode(normalizer["precompiled_charsmap"])
+            more["precompiled_charsmap"] = np.frombuffer(table, np.uint8)
     else:
         ids = {"unknown": own.unk_token_id, "seperator": own.sep_token_id}
         phantom = [

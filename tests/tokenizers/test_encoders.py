@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
+from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +12,18 @@ from typing import Any
 import pytest
 
 from localrt.common.errors import TokenizerError
+from localrt.models.checkpoints import open_checkpoint
 from localrt.models.tokenizers import load_tokenizer
 from localrt.models.tokenizers.base import Tokenizer
-from tests.models.tiny_encoders import unigram, vocabulary_keys, word_pieces
-from tests.tokenizers.varied_text import varied_strings
+from tests.models.tiny_encoders import (
+    ENCODERS,
+    encoder_gguf,
+    save_encoder,
+    unigram,
+    vocabulary_keys,
+    word_pieces,
+)
+from tests.tokenizers.varied_text import WORDS, varied_strings
 
 KINDS: dict[str, Callable[[Path], Any]] = {
     "word-pieces": lambda folder: word_pieces(folder, vocab_size=600),
@@ -58,6 +68,28 @@ def test_text_of_word_pieces(kind: str, tmp_path: Path) -> None:
     ids = ours.encode("The quick  BROWN isn't")
     assert ours.decode(ids) == "the quick brown isn ' t"
     assert ours.decode(ids, skip_special=False) == "[CLS] the quick brown isn ' t[SEP]"
+
+
+def test_characters_that_a_gguf_file_normalizes(tmp_path: Path) -> None:
+    """By SentencePiece's own table, which llama.cpp's converter copies."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    protobuf = pytest.importorskip("sentencepiece.sentencepiece_model_pb2")
+    model = BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([text for text in WORDS if text.isascii()]),
+        model_writer=model,
+        vocab_size=100,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    table = protobuf.ModelProto.FromString(model.getvalue()).normalizer_spec.precompiled_charsmap
+    save_encoder(ENCODERS["xlm-roberta"], tmp_path)
+    own = unigram(tmp_path, characters=table)
+    path = encoder_gguf(tmp_path, tmp_path / "tiny.gguf", **vocabulary_keys(own))
+    with closing(open_checkpoint(path)) as checkpoint:
+        ours = load_tokenizer(checkpoint)
+    for text in ("ﬁ x² Ａ①", "a\tb\u3000c", *varied_strings(200, seed=4)):
+        assert ours.encode(text, parse_special=True) == own(text).input_ids, text
 
 
 def test_a_gguf_vocabulary_without_its_scores(tmp_path: Path) -> None:
