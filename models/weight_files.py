@@ -17,6 +17,7 @@ from pathlib import Path
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+POOLING_NAME = "1_Pooling/config.json"  # of sentence-transformers
 MANIFEST_NAME = "manifest.json"
 """What a store is, in its folder."""
 

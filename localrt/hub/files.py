@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from localrt.common.errors import ModelNotFoundError
 from localrt.models.weight_files import (
     INDEX_NAME,
+    POOLING_NAME,
     WEIGHTS_NAME,
     is_draft_file,
     projector_files,
@@ -200,7 +201,7 @@ def safetensors_model_files(
 ) -> list[str]:
     """The files of a Hugging Face model among ``paths``, weights last; empty if there is none.
 
-    Takes top-level files only (subfolders hold other tools' copies), and no pickles or ONNX.
+    Takes top-level files (subfolders hold other tools' copies) and the pooling, no pickles or ONNX.
     ``shards`` are the index's; without them, every file but a whole model may be a shard.
     """
     top = [path for path in paths if "/" not in path]
@@ -211,6 +212,7 @@ def safetensors_model_files(
     if not weights or "config.json" not in top:
         return []
     small = [path for path in top if path.endswith(".json") or _TOKENIZER_FILES.fullmatch(path)]
+    small += [path for path in paths if path == POOLING_NAME]
     return sorted(small) + sorted(weights)
 
 

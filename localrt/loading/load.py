@@ -46,6 +46,7 @@ from localrt.models.registry import (
     require_readable,
 )
 from localrt.models.tokenizers import Tokenizer, load_tokenizer
+from localrt.models.weight_files import POOLING_NAME
 from localrt.offload.store.pack import fingerprint
 
 
@@ -236,7 +237,7 @@ def _pooling(checkpoint: Checkpoint) -> str:
         return kinds.get(named, "") if isinstance(named, int) else ""
     from localrt.models.tokenizers.hf import read_json  # not needed for GGUF
 
-    config = read_json(checkpoint.path / "1_Pooling" / "config.json")
+    config = read_json(checkpoint.path / POOLING_NAME)
     modes = {"mean_tokens": "mean", "lasttoken": "last", "cls_token": "cls"}
     chosen = [kind for mode, kind in modes.items() if config.get(f"pooling_mode_{mode}") is True]
     return chosen[0] if len(chosen) == 1 else ""

@@ -25,6 +25,7 @@ from localrt.models.checkpoints.store.manifest import Manifest, Quantization, So
 from localrt.models.registry import read_config, require_readable
 from localrt.models.tensor_source import Checkpoint, RangedFile, TensorInfo, WeightBlock
 from localrt.models.units import Unit, list_units, packed_nbytes
+from localrt.models.weight_files import POOLING_NAME
 from localrt.offload.store.writer import ProgressFunction, StoreWriter, plan_files
 from localrt.quant.cpu.ops import fast_tiler
 from localrt.quant.formats import F32, Exactness, Format, PackedTensor, unpack
@@ -38,7 +39,7 @@ _TEXT_FILES = (
     "chat_template.json",
     "chat_template.jinja",
     "chat_templates/*.jinja",
-    "1_Pooling/config.json",
+    POOLING_NAME,
 )
 
 

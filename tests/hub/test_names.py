@@ -247,6 +247,8 @@ def test_split_files_are_one_variant_and_gaps_are_noticed() -> None:
 def test_a_single_file_is_preferred_to_other_copies() -> None:
     names = ["config.json", "model.safetensors", "model.fp16.safetensors", "a/model.safetensors"]
     assert safetensors_model_files(names) == ["config.json", "model.safetensors"]
+    pooled = [*names, "1_Pooling/config.json", "2_Normalize/config.json"]
+    assert set(safetensors_model_files(pooled)) - set(names) == {"1_Pooling/config.json"}
     assert safetensors_model_files(["config.json", "pytorch_model.bin"]) == []
 
 
