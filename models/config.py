@@ -71,7 +71,7 @@ class LayerNames:
     """A layer's tensors, below ``model.layers.N.``; the defaults are Llama's.
 
     Without ``attention_norm`` and ``mlp_norm``, inputs are not normed. A ``post_norm`` norms an
-    output before it is added. A fourth name in ``qkv`` is for per-head gates.
+    output before it is added. A fourth name in ``qkv`` is for gates whose rows are the last.
     """
 
     attention_norm: str = "input_layernorm"
@@ -231,6 +231,7 @@ class DecoderConfig:
     out_bias: bool = False
     qk_norm: bool = False
     norm_offset: float = 0.0  # added to every norm weight (Gemma publishes w - 1)
+    final_norm_offset: float | None = None  # of the norm before the head, if it differs
     embedding_scale: float = 1.0
     final_softcap: float | None = None
     tied_head: bool = False

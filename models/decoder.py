@@ -90,10 +90,11 @@ def load_norm(config: DecoderConfig, weights: WeightLoader) -> Vector | None:
     """Load the norm before the head, if there is one."""
     if not config.block.final_norm:
         return None
+    own = config.final_norm_offset
     return weights.vector(
         config.hidden_size,
         "model.norm.weight",
-        offset=config.norm_offset,
+        offset=config.norm_offset if own is None else own,
         scale=config.logit_scale,
     )
 

@@ -6,11 +6,14 @@ per-layer inputs are in ``altup.py``, ``hyper_connections.py`` and ``inputs.py``
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from localrt.models.config import Block, DecoderConfig, Layer, Part, Places
 from localrt.models.layers.attention import LatentAttention
-from localrt.models.layers.parts import Attention, Residual, SideBySide
+from localrt.models.layers.parts import Attention, Normed, Residual, SideBySide
 from localrt.models.layers.recurrent import Recurrent
 from localrt.models.weights import WeightLoader
 from localrt.quant.ops.attention import LatentSpec
@@ -33,11 +36,19 @@ class ResidualBlock(Block):
     """``x + scale * attention(x)``, then ``x + scale * mlp(x)``.
 
     ``beside`` is a recurrent layer in parallel with each layer's attention: both read the same
-    residual stream.
+    residual stream. ``norm_embeddings``: embeddings are normed, without weights.
     """
 
     scale: float = 1.0
     beside: RecurrentSpec | None = None
+    norm_embeddings: bool = False
+
+    def before(self, config: DecoderConfig, weights: WeightLoader) -> Sequence[Part]:
+        if not self.norm_embeddings:
+            return ()
+        size = config.hidden_size
+        ones = weights.constants(f"ones.{size}", np.ones(size, np.float32))
+        return (Normed(ones, config.norm_eps),)
 
     def attention(
         self, config: DecoderConfig, layer: int, weights: WeightLoader, at: Places

@@ -99,7 +99,14 @@ class SparseMlp:
         prefix = f"model.layers.{layer}."
         count, optional = spec.router.count, weights.optional_vector
         self._beside = _BesideDense(config, layer, weights) if spec.beside_dense else None
-        norm = _EXPERT_NORM if spec.beside_dense else config.names_of(layer).mlp_norm
+        names = config.names_of(layer)
+        norm = _EXPERT_NORM if spec.beside_dense else names.mlp_norm
+        post_norm = "" if spec.beside_dense else names.mlp_post_norm
+        self._post_norm = (
+            weights.vector(hidden, f"{prefix}{post_norm}.weight", offset=config.norm_offset)
+            if post_norm
+            else None
+        )
         self.router = RouterWeights(
             norm=weights.vector(hidden, f"{prefix}{norm}.weight", offset=config.norm_offset)
             if norm
@@ -139,6 +146,8 @@ class SparseMlp:
         finally:
             layer_pass.end()
         rows = self._combine(ops, slots, routed.routing, shared)
+        if self._post_norm is not None:
+            return ops.norm_result(rows, self._post_norm, self._mlp.result_eps)
         return rows if self._beside is None else self._beside.join(state, rows)
 
     def _route(self, state: PassState) -> Routed:

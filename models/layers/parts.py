@@ -142,6 +142,18 @@ class Embedding:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Normed:
+    """Norms the residual stream itself."""
+
+    weight: Vector
+    eps: float
+
+    def __call__(self, state: PassState) -> None:
+        """Replace ``state.x``."""
+        state.x = state.ops.norm(state.x, self.weight, self.eps)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class FromPictures:
     """Where a layer begins: a pass may have rows from pictures, in the place of embeddings or
     behind the first layers.
@@ -186,7 +198,7 @@ class Attention:
         rows, own = spec.projected_rows, spec.reads is None
         qkv = names.qkv
         if len(qkv) > 1:
-            qkv = (*qkv[: spec.projections], *(qkv[3:] if spec.head_gates else ()))
+            qkv = (*qkv[: spec.projections], *(qkv[3:] if spec.last_gates else ()))
         self._first, self._out = qkv[0], names.out
         joint, optional = spec.joint_norms, weights.optional_vector
         prefix = f"model.layers.{layer}."
@@ -195,6 +207,14 @@ class Attention:
             if not present:
                 return None
             return weights.vector(width, f"{prefix}{name}.weight", offset=offset, scale=scale)
+
+        def ones(present: bool) -> Vector | None:
+            return weights.constants(f"ones.{size}", np.ones(size, np.float32)) if present else None
+
+        def head_norm(name: str, heads: int, present: bool) -> Vector | None:
+            if spec.unit_norms:
+                return ones(present)
+            return norm(name, size * (heads if joint else 1), config.qk_norm and present)
 
         self.weights = AttentionWeights(
             norm=norm(
@@ -210,13 +230,9 @@ class Attention:
             out=weights.matrix((hidden, spec.heads * size), f"{prefix}{names.out}.weight"),
             qkv_bias=optional(config.qkv_bias, rows, *(f"{prefix}{n}.bias" for n in qkv)),
             out_bias=optional(config.out_bias, hidden, f"{prefix}{names.out}.bias"),
-            q_norm=norm(names.q_norm, size * (spec.heads if joint else 1), config.qk_norm),
-            k_norm=norm(
-                names.k_norm, size * (spec.kv_heads if joint else 1), config.qk_norm and own
-            ),
-            v_norm=weights.constants(f"ones.{size}", np.ones(size, np.float32))
-            if spec.value_norm and own
-            else None,
+            q_norm=head_norm(names.q_norm, spec.heads, True),
+            k_norm=head_norm(names.k_norm, spec.kv_heads, own),
+            v_norm=ones(spec.value_norm and own),
             post_norm=norm(names.attention_post_norm, hidden, bool(names.attention_post_norm)),
             sinks=optional(spec.sinks, spec.heads, f"{prefix}{names.sinks}"),
         )

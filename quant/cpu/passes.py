@@ -182,7 +182,7 @@ _ATTENTION_VECTORS = (
 )
 _ATTENTION_SIZES = (
     *("heads", "kv_heads", "head_dim", "joint_norms", "projections", "gated", "head_gates"),
-    *("norms_last", "eps", "scale"),
+    *("number_gates", "softplus", "norms_last", "eps", "scale"),
 )
 
 
@@ -195,6 +195,7 @@ def _attention_args(weights: AttentionWeights, spec: AttentionSpec) -> Attention
         rotary=2 * len(spec.rope.inv_freq) if spec.rope else 0,
         window=spec.window or 0,
         softcap=spec.softcap or 0.0,
+        post_eps=spec.result_eps,
     )
 
 
@@ -214,6 +215,7 @@ def mlp_args(weights: MlpWeights, spec: MlpSpec) -> MlpArgs:
         down=weights.down.stack,
         activation=ACTIVATIONS[spec.activation],
         eps=spec.eps,
+        post_eps=spec.result_eps,
         cut=spec.cutoff is not None,
         cutoff=spec.cutoff or 0.0,
         gate_scale=spec.gate_scale,

@@ -298,6 +298,7 @@ def route_args(weights: RouterWeights, spec: RouterSpec) -> RouteArgs:
         **{name: getattr(spec, name) for name in sizes},
         gate=weights.gate.stack,
         scoring=SCORINGS[spec.scoring],
+        softcap=spec.softcap or 0.0,
     )
 
 

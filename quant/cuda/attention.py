@@ -94,7 +94,7 @@ def rope_append(
     joint: bool = False,
     norms_last: bool = False,
     gates: Tensor | None = None,
-    head_gates: bool = False,
+    last_gates: int = 0,
     positions: Tensor | None = None,
     temperature: AttentionTemperature | None = None,
     axes: int = 1,
@@ -106,14 +106,15 @@ def rope_append(
 
     cos and sin (n, rotary / 2) are float32; None is no rotary. ``joint`` norms span all heads: the
     weights are (H * E,) and (G * E,). ``norms_last`` are applied after the rotation. ``gates`` (n,
-    H, E) receive the elements after each head's query in qkv; with ``head_gates``, the H gates at
-    the end of the row. ``temperature`` scales queries with ``positions`` (n,), int64. Each of
-    ``axes`` rotates an equal part of a head. With ``norm_values``, values are normed too, without
-    weights. A quantized cache holds bytes; queries for it get the Hadamard rotation.
+    H, E) receive the elements after each head's query in qkv; or the ``last_gates`` at the end of
+    the row, one for each head or for each of its elements. ``temperature`` scales queries with
+    ``positions`` (n,), int64. Each of ``axes`` rotates an equal part of a head. With
+    ``norm_values``, values are normed too, without weights. A quantized cache holds bytes; queries
+    for it get the Hadamard rotation.
     """
     n, heads, size = q.shape
     groups = place.heads
-    step = size if gates is None or head_gates else 2 * size
+    step = size if gates is None or last_gates else 2 * size
     growing = None if temperature is None else positions
     args = _RopeAppend(
         *pointers(qkv, q, gates, spans.numbers, cos, sin, q_norm, k_norm, growing),
@@ -128,6 +129,8 @@ def rope_append(
         joint,
         norms_last,
         spans.count,
+        (heads + 2 * groups) * size if last_gates else size,
+        last_gates // heads or step,
         1 if temperature is None else temperature.length,
         eps,
         0.0 if temperature is None else temperature.beta,
@@ -352,7 +355,7 @@ class AttentionSteps:
             joint=spec.joint_norms,
             norms_last=spec.norms_last,
             gates=gates,
-            head_gates=spec.head_gates,
+            last_gates=spec.last_gates,
             positions=step.positions,
             temperature=spec.temperature,
             kv_format=self.kv_format,
@@ -392,12 +395,13 @@ class AttentionSteps:
             records=attended,
         )
         if gates is not None:
-            seen = norm_gate(seen, gates.view(rows, -1), records=records)
+            kind = "softplus" if spec.softplus else "sigmoid"
+            seen = norm_gate(seen, gates.view(rows, -1), gate=kind, records=records)
             attended = records
         y = linear(attended or seen, weights.out, weights.out_bias, dtype=FLOAT32)
         if weights.post_norm is None:
             return y
-        return norm(y, weights.post_norm, spec.eps, out=FLOAT32)
+        return norm(y, weights.post_norm, spec.result_eps, out=FLOAT32)
 
 
 def cache_nbytes(layers: Sequence[LayerSpec], length: int, kv_format: KvFormat) -> int:

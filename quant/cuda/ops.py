@@ -38,7 +38,7 @@ from localrt.quant.cuda.products import MOST_ROWS, unpack_rows
 from localrt.quant.cuda.recurrent import RecurrentSteps
 from localrt.quant.cuda.routing import combined, on_gpu, put_rows
 from localrt.quant.cuda.split import Handover, split_mlp
-from localrt.quant.cuda.steps import converted, move_rows, norm, rotate_blocks
+from localrt.quant.cuda.steps import converted, move_rows, norm, norm_in_place, rotate_blocks
 from localrt.quant.cuda.stream import (
     CudaPass,
     Logits,
@@ -235,7 +235,9 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
         return Stream(x)
 
     def norm(self, x: Stream, weight: Tensor, eps: float) -> Stream:
-        return Stream(x.normed(weight, eps, FLOAT32))
+        pending, x.pending = x.pending, None
+        norm_in_place(x.values, weight, eps, pending)
+        return x
 
     def joined_norms(
         self, x: Stream, y: Stream, norms: tuple[Tensor | None, Tensor | None], eps: float
@@ -300,6 +302,9 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
     def combine_experts(self, slots: Tensor, routing: Routing, shared: Tensor | None) -> Tensor:
         """(R, D), float32, summed in order of k."""
         return combined(slots, on_gpu(routing, self._device).weights_on_gpu, shared)
+
+    def norm_result(self, rows: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return norm_in_place(rows, weight, eps)
 
     def latent_rows(self, normed: Tensor, weight: CudaWeight) -> Tensor:
         """(R, L), bf16."""
@@ -379,4 +384,4 @@ def _normed(x: Stream, weight: Tensor | None, eps: float) -> Tensor:
 def _post_normed(y: Tensor, weights: MlpWeights, spec: MlpSpec) -> Tensor:
     if weights.post_norm is None:
         return y
-    return norm(y, weights.post_norm, spec.eps, out=FLOAT32)
+    return norm(y, weights.post_norm, spec.result_eps, out=FLOAT32)

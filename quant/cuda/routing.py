@@ -151,6 +151,7 @@ def choose(
         spec.used_groups,
         min(spec.group_top, count // spec.groups),
         spec.scale,
+        spec.softcap or 0.0,
     )
     launch(logits.device, _CHOOSE, (rows, 1, 1), -(-count // 32) * 32, args)
     return results

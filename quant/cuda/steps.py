@@ -98,6 +98,12 @@ def norm(
     return y
 
 
+def norm_in_place(x: Tensor, weight: Tensor, eps: float, pending: Tensor | None = None) -> Tensor:
+    """As ``norm``, written to x (R, D), float32."""
+    _norm(x, weight, eps, pending, x, x.strides[0], OUT=OUT[FLOAT32], RECORDS=0)
+    return x
+
+
 def norm_records(
     x: Tensor,
     weight: Tensor,
@@ -161,7 +167,7 @@ def norm_gate(
         gate_stride=gates.strides[0],
         out_stride=records.stride if records else 0,
         gate_first=gate_first,
-        with_sigmoid=gate == "sigmoid",
+        kind=("silu", "sigmoid", "softplus").index(gate),
         eps=eps,
     )
     fine = int(records is not None and records.fine)

@@ -118,7 +118,10 @@ class AttentionSpec:
     are the projected keys, before their norm and rotation. In ``gated`` attention, each head's rows
     of the query projection are followed by as many gate rows, whose sigmoid scales the head's
     result. With ``head_gates``, each head has one gate; their rows are the last of all projections.
-    ``norms_last``: queries and keys are normed after their rotation.
+    With ``number_gates``, each number of a head's result has one, and their rows are the last.
+    ``softplus``: gates are softplus instead of sigmoid. ``norms_last``: queries and keys are normed
+    after their rotation. ``unit_norms``: these norms have no weights. ``post_eps`` is that of the
+    norm of the layer's result, if it differs.
     """
 
     heads: int
@@ -140,6 +143,11 @@ class AttentionSpec:
     norms_last: bool = False
     # The layer's MLP reads the same normed rows. Saved caches stay valid: see ``Rope``.
     beside_mlp: bool = field(default=False, repr=False)
+    # Not shown where older models have none: the names of saved caches are made of these.
+    number_gates: bool = field(default=False, repr=False)
+    softplus: bool = field(default=False, repr=False)
+    unit_norms: bool = field(default=False, repr=False)
+    post_eps: float | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.kv_heads < 1 or self.heads % self.kv_heads:
@@ -148,7 +156,7 @@ class AttentionSpec:
             )
         if self.window is not None and self.window < 1:
             raise ValueError(f"window must be at least 1, is {self.window}")
-        if self.gated and self.head_gates:
+        if self.gated + self.head_gates + self.number_gates > 1:
             raise ValueError("heads have a gate each, or one for every number: not both")
         if self.norms_last and self.joint_norms:
             raise ValueError("norms of all heads at once come before their rotation")
@@ -156,7 +164,17 @@ class AttentionSpec:
     @property
     def has_gates(self) -> bool:
         """Whether gates scale the heads' results."""
-        return self.gated or self.head_gates
+        return self.gated or self.head_gates or self.number_gates
+
+    @property
+    def result_eps(self) -> float:
+        """That of the norm of the layer's result."""
+        return self.eps if self.post_eps is None else self.post_eps
+
+    @property
+    def last_gates(self) -> int:
+        """Gate rows that follow those of queries, keys and values."""
+        return self.heads * (self.head_dim if self.number_gates else self.head_gates)
 
     @property
     def cached_heads(self) -> int:
@@ -175,7 +193,7 @@ class AttentionSpec:
         """Rows of these and of gates: (H + 2G) * E for an ordinary layer."""
         queries = 2 * self.heads if self.gated else self.heads
         rows = (queries + (self.projections - 1) * self.kv_heads) * self.head_dim
-        return rows + self.heads if self.head_gates else rows
+        return rows + self.last_gates
 
     @property
     def value_dim(self) -> int:

@@ -30,7 +30,7 @@ class RouterSpec:
     by score plus ``choice_bias``; with ``groups``, only those of the ``used_groups`` best groups
     (by the sum of a group's ``group_top`` largest). Chosen scores without the bias are the weights:
     made to sum to 1 where ``normalize`` is set, then times ``scale``. ``"softmax-chosen"`` makes
-    them the softmax of the chosen logits alone.
+    them the softmax of the chosen logits alone. With a ``softcap`` c, logits are c tanh(logit / c).
     """
 
     count: int
@@ -42,6 +42,7 @@ class RouterSpec:
     groups: int = 1
     used_groups: int = 1
     group_top: int = 1
+    softcap: float | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.used <= self.count:

@@ -87,6 +87,7 @@ class MlpSpec:
 
     Gates are multiplied by ``gate_scale``. With a ``cutoff``, a row's mean gate plus ``cutoff``
     standard deviations is subtracted, then a ReLU applied: a fixed share of gates stays (Gemma 3n).
+    ``post_eps`` is that of the norm of the result, if it differs.
 
     ``xielu`` (Huang and Schlag, 2024) is ``alpha_p x² + beta x`` for positive numbers, and
     ``alpha_n (exp(min(x, eps)) - 1 - x) + beta x`` for others; ``curve`` is alpha_p, alpha_n, beta
@@ -98,11 +99,17 @@ class MlpSpec:
     cutoff: float | None = None
     gate_scale: float = 1.0
     curve: tuple[float, float, float, float] = (0.0,) * 4
+    post_eps: float | None = None
 
     @property
     def gated(self) -> bool:
         """Whether there is a gate."""
         return self.activation not in UNGATED
+
+    @property
+    def result_eps(self) -> float:
+        """That of the norm of the result."""
+        return self.eps if self.post_eps is None else self.post_eps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
@@ -626,6 +633,9 @@ class ExpertOps(Protocol[_HiddenIn, ArrayT, WeightT, VectorT]):
 
         ``slots`` and ``shared`` are given up.
         """
+
+    def norm_result(self, rows: ArrayT, weight: VectorT, eps: float) -> ArrayT:
+        """RMSNorm of a layer's result (R, D), which may be overwritten."""
 
     def latent_rows(self, normed: ArrayT, weight: WeightT) -> ArrayT:
         """The experts' inputs if they are projected from normed rows: (R, L)."""

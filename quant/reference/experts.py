@@ -31,6 +31,9 @@ def route(
 
     A row whose logits are not all finite gets weights that are not.
     """
+    finite = logits.isfinite().all(-1, keepdim=True)
+    if spec.softcap is not None:
+        logits = torch.tanh(logits / spec.softcap) * spec.softcap
     scores = logits.sigmoid() if spec.scoring == "sigmoid" else logits.softmax(-1)
     # By the logits themselves, scores being equal where a softmax vanishes.
     rank = logits if spec.scoring == "softmax-chosen" else scores
@@ -52,7 +55,6 @@ def route(
     weights = weights * spec.scale
     if expert_scale is not None:
         weights = weights * expert_scale.float()[chosen]
-    finite = logits.isfinite().all(-1, keepdim=True)
     weights = weights.masked_fill(~finite, float("nan"))
     return Routing(
         order.to(torch.int32).cpu().numpy(),

@@ -211,8 +211,9 @@ class TorchOps(StreamSteps):
         heads, groups, size = spec.heads, spec.kv_heads, spec.head_dim
         qkv = self.linear(self._norm(x, weights.norm, spec.eps), weights.qkv, weights.qkv_bias)
         gates = None
-        if spec.head_gates:
-            qkv, gates = qkv[:, :-heads], qkv[:, -heads:, None].expand(-1, -1, size)
+        if spec.last_gates:
+            gates = qkv[:, -spec.last_gates :].reshape(len(qkv), heads, -1).expand(-1, -1, size)
+            qkv = qkv[:, : -spec.last_gates]
         qkv = qkv.reshape(len(qkv), -1, size)  # (R, heads, E)
         q = qkv[:, :heads]
         if spec.gated:
@@ -269,9 +270,10 @@ class TorchOps(StreamSteps):
             outputs.append(attend_rows(rows, cache, layer, mask, spec, weights.sinks))
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         if gates is not None:
-            joined = joined * gates.flatten(1).sigmoid()
+            gates = gates.flatten(1)
+            joined = joined * (F.softplus(gates) if spec.softplus else gates.sigmoid())
         y = self.linear(joined, weights.out, weights.out_bias)
-        return y if weights.post_norm is None else self._norm(y, weights.post_norm, spec.eps)
+        return y if weights.post_norm is None else self._norm(y, weights.post_norm, spec.result_eps)
 
     def norm_latent_append(
         self, x: Tensor, weights: LatentWeights, spec: LatentSpec, step: _Pass, layer: int
@@ -307,7 +309,7 @@ class TorchOps(StreamSteps):
 
     def norm_gated_mlp(self, x: Tensor, weights: MlpWeights, spec: MlpSpec) -> Tensor:
         y = self._gated_mlp(self._norm(x, weights.norm, spec.eps), weights, spec)
-        return y if weights.post_norm is None else self._norm(y, weights.post_norm, spec.eps)
+        return y if weights.post_norm is None else self._norm(y, weights.post_norm, spec.result_eps)
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._norm(x, weight, eps)
@@ -417,6 +419,9 @@ class TorchOps(StreamSteps):
 
     def combine_experts(self, slots: Tensor, routing: Routing, shared: Tensor | None) -> Tensor:
         return combined(slots, routing, shared)
+
+    def norm_result(self, rows: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self._norm(rows, weight, eps)
 
     def latent_rows(self, normed: Tensor, weight: Tensor) -> Tensor:
         return self.linear(normed, weight)

@@ -28,6 +28,8 @@ def normed_rows(x: np.ndarray, norm: np.ndarray, eps: float) -> np.ndarray:
 
 def choose(logits: np.ndarray, spec: RouterSpec, choice_bias: np.ndarray | None) -> Routing:
     """``RouterSpec``'s words in numpy, for float64 logits (R, E)."""
+    if spec.softcap is not None:
+        logits = spec.softcap * np.tanh(logits / spec.softcap)
     exps = np.exp(logits - logits.max(1, keepdims=True))
     scores = exps / exps.sum(1, keepdims=True)
     if spec.scoring == "sigmoid":
@@ -77,6 +79,7 @@ SPECS = [
     ),
     RouterSpec(count=24, used=3, eps=1e-6, groups=8, used_groups=1, group_top=9),
     RouterSpec(count=5, used=5, eps=1e-6, scoring="sigmoid", normalize=False),
+    RouterSpec(count=40, used=4, eps=1e-6, scoring="sigmoid", softcap=2.0),
     RouterSpec(count=1, used=1, eps=1e-6),
 ]
 

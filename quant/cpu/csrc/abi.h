@@ -105,9 +105,11 @@ struct AttentionArgs {
     int32_t projections;  // 3: q, k and v; 2: values are the projected keys; 1: the caches of an earlier layer are used
     int32_t gated;        // each head's rows of q are followed by those of its gate
     int32_t head_gates;   // one row per head's gate follows those of q, k and v
+    int32_t number_gates; // or one row per number of the heads' results
+    int32_t softplus;     // gates are softplus, not sigmoid
     int32_t norms_last;   // heads are normed after RoPE
     int32_t most_chosen;
-    float eps, scale, softcap;  // softcap 0: none
+    float eps, post_eps, scale, softcap;  // post_eps: for post_norm; softcap 0: none
     const float *place_cos, *place_sin;  // (R, rotary / 2), of rows' indices in their caches, or null if these are the positions
 };
 
@@ -174,7 +176,7 @@ struct MlpArgs {
     Stack row_gate;                 // (1, D), or no parts
     int32_t rows, activation;
     int32_t cut;                    // gates are reduced by mean + `cutoff` standard deviations, but not below 0
-    float eps, cutoff, gate_scale;
+    float eps, post_eps, cutoff, gate_scale;
     float curve[4];                 // of XIELU
 };
 
@@ -238,7 +240,7 @@ struct RouteArgs {
     const float *gate_norm, *expert_scale;        // (D) replaces `norm` for the gate, (E) scales the weights, or null
     Stack gate;                  // (E, D)
     int32_t rows, used, ranked, scoring, normalize, groups, used_groups, group_top;
-    float eps, scale;
+    float eps, scale, softcap;  // softcap 0: none
 };
 
 // An expert of a table; its stacks have no parts if it is not in memory.

@@ -52,11 +52,16 @@ struct Router {
         float *best = args.scores + (size_t)row * args.ranked, *weights = args.weights + (size_t)row * args.used;
         fill_floats(logits, padded, -INFINITY);
         for (int i = 0; i < count; i++) logits[i] = products[i] + (args.gate_bias ? args.gate_bias[i] : 0.f);
+        const bool finite = all_finite(logits, count);
+        for (int i = 0; i < count && args.softcap > 0; i += 16) {
+            const F16L cap = F16L::set1(args.softcap);
+            store_some(tanh16(load_some(logits + i, least(16, count - i)) / cap) * cap, least(16, count - i), logits + i);
+        }
         score(logits, scores);
         const float* ranks = args.scoring == SOFTMAX_CHOSEN ? logits : scores;  // scores tie if softmax underflows
         fill_floats(keys, padded, -INFINITY);
         for (int i = 0; i < count; i++) keys[i] = ranks[i] + (args.choice_bias ? args.choice_bias[i] : 0.f);
-        if (!all_finite(logits, count) || !all_finite(keys, count)) {
+        if (!finite || !all_finite(keys, count)) {
             for (int i = 0; i < args.ranked; i++) experts[i] = i, best[i] = NAN;
             return fill_floats(weights, args.used, NAN);
         }

@@ -123,6 +123,8 @@ void norm_qkv_rope_append(Context& context, const AttentionArgs& args) {
             if (args.head_gates)
                 for (int h = 0; h < heads; h++)
                     fill_floats(args.q + ((size_t)(args.rows + row) * heads + h) * size, size, line[width - heads + h]);
+            if (args.number_gates)
+                copy_floats(line + width - heads * size, heads * size, args.q + (size_t)(args.rows + row) * heads * size);
             int index = row, owner = 0;
             while (index >= args.spans[owner].rows) index -= args.spans[owner++].rows;
             const Span& span = args.spans[owner];
@@ -187,19 +189,20 @@ void attention_output(Context& context, const AttentionArgs& args) {
         attend(context, args, args.spans[s], row, joined + (size_t)row * width);
         row += args.spans[s].rows;
     }
-    if (args.gated || args.head_gates) {
+    if (args.gated || args.head_gates || args.number_gates) {
         const float* gates = args.q + (size_t)args.rows * width;
         parallel(context, args.rows, [&](int row) {
             float* line = joined + (size_t)row * width;
             for (int i = 0; i < width; i += 16) {
                 const int n = least(16, width - i);
-                store_some(load_some(line + i, n) * sigmoid16(load_some(gates + (size_t)row * width + i, n)), n, line + i);
+                const F16L gate = load_some(gates + (size_t)row * width + i, n);
+                store_some(load_some(line + i, n) * (args.softplus ? softplus16(gate) : sigmoid16(gate)), n, line + i);
             }
         });
     }
     const Acts acts = prepare(context, context.rows, joined, nullptr, args.rows, nullptr, 0, args.proj);
     matmul(context, args.proj, acts, args.out);
-    finish_rows(context, args.out, args.rows, args.proj.rows, args.out_bias, args.post_norm, args.eps);
+    finish_rows(context, args.out, args.rows, args.proj.rows, args.out_bias, args.post_norm, args.post_eps);
 }
 
 // Computes numbers [begin, end) of F gated ones in a row from its gates and ups.
@@ -291,7 +294,7 @@ void norm_gated_mlp(Context& context, const MlpArgs& args) {
         gated = prepare(context, context.inner, values, nullptr, args.rows, nullptr, 0, args.down);
     }
     matmul(context, args.down, gated, args.out);
-    finish_rows(context, args.out, args.rows, args.down.rows, nullptr, args.post_norm, args.eps);
+    finish_rows(context, args.out, args.rows, args.down.rows, nullptr, args.post_norm, args.post_eps);
     if (args.row_gate.count == 0) return;
     float* factors = scratch<float>(context.wide, args.rows);
     matmul(context, args.row_gate, prepare(context, context.rows, args.x, nullptr, args.rows, args.norm, args.eps, args.row_gate), factors);

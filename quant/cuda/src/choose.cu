@@ -16,7 +16,7 @@ struct Choose {
     float* weights;            // (m, used)
     int experts, used, ranked, scoring, normalize;
     int groups, used_groups, group_top;
-    float scale;
+    float scale, softcap;  // softcap 0: none
 };
 
 // A key that sorts by descending rank, then by ascending number.
@@ -57,6 +57,7 @@ extern "C" __global__ void choose(Choose args) {
         logit = args.logits[row * args.experts + expert];
         if (args.gate_bias) logit = plus(logit, args.gate_bias[expert]);
         if (logit - logit != 0) broken = 1;
+        if (args.softcap > 0) logit = times(tanhf(logit / args.softcap), args.softcap);
     }
     if (args.scoring == SIGMOID_EACH) {
         score = sigmoid(logit);

@@ -15,6 +15,7 @@ FN void store(Bf16* at, float value) {  // rounds ties to even
 }
 
 FN float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
+FN float softplus(float x) { return x > 20.f ? x : log1pf(expf(x)); }
 
 enum { SILU = 1, GELU_TANH, SWIGLU_OAI, RELU2, GELU, QUICK_GELU, CLIP, XIELU };  // from RELU2 on: without a gate
 

@@ -6,11 +6,13 @@
 #include "gates.cuh"
 #include "records.cuh"
 
+enum { SILU_GATE, SIGMOID_GATE, SOFTPLUS_GATE };
+
 struct NormGate {
     const IN *seen, *gates;  // (rows, width); gates' rows are `gate_stride` apart
     const float* norm;       // (norm_width,), repeated over parts; or null
     void* out;               // (rows, width), or records
-    int width, size, norm_width, gate_stride, out_stride, gate_first, with_sigmoid;  // `size`: elements of a part
+    int width, size, norm_width, gate_stride, out_stride, gate_first, kind;  // `size`: elements of a part
     float eps;
 };
 
@@ -22,7 +24,8 @@ extern "C" __global__ void norm_gate(NormGate args) {
     const float* norm = args.norm ? args.norm + first % args.norm_width : nullptr;
     auto gate = [&](int i) {
         const float value = value_of(gates[i]);
-        return args.with_sigmoid ? sigmoid(value) : times(value, sigmoid(value));
+        if (args.kind == SOFTPLUS_GATE) return softplus(value);
+        return args.kind == SIGMOID_GATE ? sigmoid(value) : times(value, sigmoid(value));
     };
     float scale = 1;
     if (norm) {

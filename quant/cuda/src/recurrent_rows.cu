@@ -11,8 +11,6 @@
 constexpr int PADDED = (KEY + 15) / 16 * 16, PIECES = (KEY + 31) / 32, BACK = TAPS - 1;
 constexpr float KEY_EPS = 1e-6f;  // added when keys and queries are normalized
 
-FN float softplus(float x) { return x > 20.f ? x : log1pf(expf(x)); }
-
 FN float sum_of_warp(float sum) {
 #pragma unroll
     for (int lanes = 16; lanes; lanes >>= 1) sum = plus(sum, shuffle_xor(sum, lanes));

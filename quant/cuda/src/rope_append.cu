@@ -15,6 +15,7 @@ struct RopeAppend {
     const i64* positions;  // (n): queries are scaled by 1 + beta log(1 + position / length); or null
     i64 k_at, v_at;
     int row_stride, step, keys_at, heads, groups, half, joint, last, count;  // last: norms are applied after the rotation
+    int gates_at, gate_step;  // of a head's gates in a row; with a step of 1, a head has one
     int length;
     float eps, beta;
 };
@@ -120,8 +121,6 @@ extern "C" __global__ void rope_append(RopeAppend args) {
     const i64 to = ((i64)row * args.heads + head) * SIZE;
     Bf16Numbers<SIZE>::write((u8*)(args.q + to), lane, x);
     if (!args.gates) return;
-    // One gate per element, after each head; or one per head, after all heads.
-    const bool each = args.step > SIZE;
-    const IN* gates = each ? from + SIZE : projected + args.keys_at + 2 * args.groups * SIZE + head;
-    for (int e = lane; e < SIZE; e += 32) store(args.gates + to + e, value_of(gates[each ? e : 0]));
+    const IN* gates = projected + args.gates_at + head * args.gate_step;
+    for (int e = lane; e < SIZE; e += 32) store(args.gates + to + e, value_of(gates[args.gate_step > 1 ? e : 0]));
 }

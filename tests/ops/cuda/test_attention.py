@@ -270,22 +270,26 @@ def test_rope_and_append(emulator: Emulator, size: int, half: int, norms: str) -
         assert not part[:, held + n :].any()
 
 
-@pytest.mark.parametrize("head_gates", [False, True])
-def test_gates_and_queries_that_grow(emulator: Emulator, head_gates: bool) -> None:
+@pytest.mark.parametrize("where", ["beside", "heads", "numbers"])
+def test_gates_and_queries_that_grow(emulator: Emulator, where: str) -> None:
     n, groups, size = 3, 2, 80
     queries, gates, rest = random(3, n, 4, size).bfloat16()  # keys and values are the rest
     plain = torch.cat([queries, rest], 1).flatten(1)
     gated = torch.cat([torch.stack([queries, gates], 2).flatten(1), rest.flatten(1)], 1)
-    if head_gates:
-        gates = gates[..., :1].expand(gates.shape)
-        gated = torch.cat([plain, gates[..., 0]], 1)
+    last = gates
+    if where == "heads":
+        last = gates[..., :1]
+        gates = last.expand(gates.shape)
+    if where != "beside":
+        gated = torch.cat([plain, last.flatten(1)], 1)
     options: dict[str, Any] = {
         **{"cos": None, "sin": None, "q_norm": None, "k_norm": None, "eps": 1e-6},
         "positions": torch.tensor([0, 8, 100]),
         "temperature": AttentionTemperature(beta=0.5, length=8),
     }
     there, results = torch.empty_like(queries), []
-    for qkv, own in ((plain, {}), (gated, {"gates": there, "head_gates": head_gates})):
+    count = 0 if where == "beside" else last[0].numel()
+    for qkv, own in ((plain, {}), (gated, {"gates": there, "last_gates": count})):
         cache = cache_of(*torch.zeros(2, groups, 256, size, dtype=torch.bfloat16))
         q, table = torch.empty_like(queries), one_span(cache.addresses, n, DEVICE)
         rope_append(qkv, q, table, cache.layers[0], **options, **own)

@@ -20,6 +20,7 @@ SPECS: list[dict[str, Any]] = [
     {"normalize": False, "scale": 2.5},
     {"scoring": "softmax-chosen"},
     {"scoring": "sigmoid", "scale": 1.5},
+    {"scoring": "sigmoid", "softcap": 3.0},
     {"groups": 5, "used_groups": 2, "scoring": "sigmoid", "group_top": 2},
     {"groups": 4, "used_groups": 3, "normalize": False},
     {"groups": 20, "used_groups": 6, "group_top": 3, "scoring": "softmax-chosen"},

@@ -25,6 +25,7 @@ CLOSE = {"rtol": 1e-2, "atol": 1e-2}
 converted, gate = by_torch(steps.converted), by_torch(steps.gate)
 move_rows, norm = by_torch(steps.move_rows), by_torch(steps.norm)
 norm_gate, norm_records = by_torch(steps.norm_gate), by_torch(steps.norm_records)
+norm_in_place = by_torch(steps.norm_in_place)
 rotate_blocks, quantize = by_torch(steps.rotate_blocks), by_torch(to_records)
 
 
@@ -40,6 +41,8 @@ def test_norm_keeps_the_sum(width: int) -> None:
     records = norm_records(x, weight, 1e-6)
     found, wanted = (back(each.data)[:, :3] for each in (records, quantize(exact)))
     assert torch.equal(found, wanted)
+    norm_in_place(x, weight, 1e-6)
+    assert torch.equal(x, exact)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -135,8 +138,9 @@ def test_rotary() -> None:
 @pytest.mark.parametrize("width", [40, 640])
 def test_rows_are_gated(width: int) -> None:
     x, gates = random(5, width).bfloat16(), random(5, 2 * width, seed=1).bfloat16()[:, width:]
-    wanted = x.float() * gates.float().sigmoid()
-    torch.testing.assert_close(norm_gate(x, gates).float(), wanted, **CLOSE)
+    for kind, function in (("softplus", F.softplus), ("silu", F.silu), ("sigmoid", F.sigmoid)):
+        wanted = x.float() * function(gates.float())
+        torch.testing.assert_close(norm_gate(x, gates, gate=kind).float(), wanted, **CLOSE)
     if width % 64 == 0:
         records = empty_records(1, 5, width, DEVICE)
         norm_gate(x, torch.zeros_like(x), records=records)  # whose sigmoids are exact
