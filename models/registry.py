@@ -11,6 +11,7 @@ from typing import TypeVar
 from localrt.common.errors import UnsupportedModelError
 from localrt.common.option_names import option
 from localrt.models.architectures import (
+    afmoe,
     apertus,
     bert,
     cohere,
@@ -30,6 +31,7 @@ from localrt.models.architectures import (
     llama,
     mamba,
     minimax,
+    muse_glimmer,
     olmo,
     phi3,
     qwen,
@@ -49,6 +51,7 @@ from localrt.quant.ops.protocol import Ops
 
 T = TypeVar("T")
 _MODULES = (
+    afmoe,
     apertus,
     bert,
     cohere,
@@ -68,6 +71,7 @@ _MODULES = (
     llama,
     mamba,
     minimax,
+    muse_glimmer,
     olmo,
     phi3,
     qwen,

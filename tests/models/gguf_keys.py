@@ -254,6 +254,22 @@ def _granite_hybrid(config: Any, rope: Any, kinds: Any) -> Any:
     return {**own, **none, "feed_forward_length": shared}
 
 
+def _laguna(config: Any, rope: Any, kinds: Any) -> Any:
+    sliding = config.rope_parameters["sliding_attention"]
+    own = {
+        "rope.dimension_count_swa": config.head_dim,
+        "rope.freq_base_swa": sliding["rope_theta"],
+        "leading_dense_block_count": config.mlp_layer_types.count("dense"),
+        "attention.head_count": config.num_attention_heads_per_layer,
+        "expert_weights_scale": config.moe_routed_scaling_factor,
+        "expert_weights_norm": True,
+        "expert_gating_func": 2,
+    }
+    whole = "sliding_attention" not in kinds
+    none = ("attention.sliding_window", "attention.sliding_window_pattern")
+    return {**own, **dict.fromkeys(none if whole else ())}
+
+
 def _nemotron(config: Any, rope: Any, kinds: Any) -> Any:
     kinds = config.layers_block_type
     width = config.moe_intermediate_size if "moe" in kinds else config.intermediate_size
@@ -336,6 +352,13 @@ _CHANGES: Mapping[str, Any] = {
     "granitemoe": lambda config, rope, kinds: {
         "expert_feed_forward_length": config.intermediate_size
     },
+    "muse-glimmer": lambda config, rope, kinds: {"logit_scale": config.output_multiplier},
+    "afmoe": lambda config, rope, kinds: {
+        "expert_shared_count": config.num_shared_experts,
+        "expert_weights_scale": config.route_scale,
+        "expert_weights_norm": True,
+    },
+    "laguna": _laguna,
     "gpt-oss": lambda config, rope, kinds: {"expert_feed_forward_length": config.intermediate_size},
     "mellum": lambda config, rope, kinds: {
         "rope.freq_base_swa": config.rope_parameters["sliding_attention"]["rope_theta"]

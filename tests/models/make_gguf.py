@@ -64,6 +64,9 @@ _NAMES = {
     "mellum": "mellum",
     "granitemoe": "granite-moe granite-moe-shared",
     "gpt-oss": "gpt-oss",
+    "muse-glimmer": "muse-glimmer",
+    "afmoe": "afmoe",
+    "laguna": "laguna laguna-numbers",
     "gemma3n": "gemma3n-gguf",
     "gemma4": "gemma4 gemma4-double-wide gemma4-keys-as-values gemma4-moe gemma4-unified "
     "gemma4-unified-whole",
@@ -81,14 +84,19 @@ _NEWER = {
     "cohere2moe": ("cohere2", "deepseek2"),
     "mellum": ("qwen3moe",),
     "hy_v3": ("afmoe", "hunyuan-moe", "qwen3moe"),
+    "muse-glimmer": ("afmoe",),
+    "laguna": ("qwen2moe", "qwen3"),
 }
 """What gguf does not know, and where most of its tensors have the same names."""
-_PAIRED = ("granite", "granite_swa", "granitehybrid", "granitemoe", "llama", "mistral3", "smollm3")
+_PAIRED = (
+    *("granite", "granite_swa", "granitehybrid", "granitemoe", "llama", "mistral3", "smollm3"),
+    "muse-glimmer",
+)
 _INCLUDES_ONE = ("gemma3", "qwen3next", "qwen35", "qwen35moe", "qwen4exp")  # in norms' weights
 
 _OTHERS = re.compile(
-    r"(model\.)?(visual|vision_tower|vision_embedder|embed_vision|embed_audio|multi_modal_projector"
-    r"|vision_model)\..*"
+    r"(model\.)?(visual|vision_(tower|adapter|embedder|projection|model)|embed_(vision|audio)"
+    r"|multi_modal_projector)\..*"
 )
 _EXPERT = re.compile(r"(.+\.)experts\.(\d+)\.(\w+)\.weight")
 _STACKED = re.compile(
@@ -114,6 +122,7 @@ _STEMS = {
     "e_score_correction_bias": "exp_probs_b.bias",
     "expert_bias": "exp_probs_b.bias",
     "router.scale": "ffn_gate_inp.scale",
+    **{f"self_attn.{gate}_proj.weight": "attn_gate.weight" for gate in ("g", "gate")},
     "router.per_expert_scale": "ffn_down_exps.scale",
     "block_sparse_moe.router.weight": "ffn_gate_inp.weight",
     **{f"block_sparse_moe.{kind}_proj.weight": f"ffn_{kind}.weight" for kind in _KINDS.values()},
@@ -266,6 +275,11 @@ class _Model:
             else:
                 stem = name.removesuffix("_exps.weight")
                 found |= {f"{stem}.{n}.weight": value for n, value in enumerate(ordered)}
+        if self.architecture == "muse-glimmer":
+            for layer in range(self.config.num_hidden_layers):
+                ones = np.ones(self.config.head_dim, np.float32)
+                found[f"blk.{layer}.attn_q_norm.weight"] = ones * self.config.qk_scale_factor
+                found[f"blk.{layer}.attn_k_norm.weight"] = ones
         if self.architecture.startswith("gemma4"):
             found["rope_freqs.weight"] = self._divisors()
         rope = vars(self.config).get("rope_parameters") or {}
@@ -357,6 +371,8 @@ class _Model:
             return rates if flat else rates[:, None]
         if module == "D":
             return value[:, None]
+        if architecture == "muse-glimmer" and key.endswith("layernorm.weight"):
+            return value + 1
         if module in ("shared_expert_gate", "e_score_correction_bias"):
             return value.reshape(-1)
         if "conv" in module and value.ndim == 3:

@@ -68,6 +68,10 @@ MODELS = {
     "hunyuan": "alpha",
     "granite-swa": "layer_rope_theta num_local_experts",
     "glm4": "partial_rotary_factor attention_bias",
+    "muse-glimmer-bases": "post_norm_eps qk_scale_factor output_multiplier hidden_activation",
+    "afmoe": "global_attn_every_n_layers mup_enabled num_dense_layers route_scale attention_bias",
+    "laguna": "gating num_attention_heads_per_layer moe_router_logit_softcapping mlp_layer_types"
+    " moe_apply_router_weight_on_input moe_routed_scaling_factor sliding_attention",
     "glm4-moe": "use_qk_norm partial_rotary_factor mlp_layer_types",
     "glm4-moe-lite": "first_k_dense_replace",
     "qwen3-vl-moe": "vision_config",

@@ -18,6 +18,8 @@ from localrt.quant.ops.protocol import Batch, Ops
 from localrt.quant.reference.ops import TorchOps
 from tests.models.tiny_configs import CONFIGS, MIXTURES, SIZES
 
+_LISTED = ("layer_types", "mlp_layer_types", "num_attention_heads_per_layer", "layer_rope_theta")
+
 
 def save_tiny(name: str, folder: Path, seed: int = 0, *, layers: int | None = None) -> Any:
     """Write a random model as a Hugging Face folder; returns transformers' own, in float32.
@@ -28,9 +30,9 @@ def save_tiny(name: str, folder: Path, seed: int = 0, *, layers: int | None = No
     text = config.get_text_config()
     if layers is not None:
         text.num_hidden_layers = layers
-        for kinds in ("layer_types", "mlp_layer_types"):
-            if getattr(text, kinds, None) is not None:
-                setattr(text, kinds, getattr(text, kinds)[:layers])
+        for listed in _LISTED:
+            if getattr(text, listed, None) is not None:
+                setattr(text, listed, getattr(text, listed)[:layers])
     model = random_model(config, seed)
     model.save_pretrained(folder)
     return model

@@ -133,6 +133,37 @@ _QWEN_VISION = {
     "deepstack_visual_indexes": [0],
 }
 _MROPE = {"rope_type": "default", "rope_theta": 50000.0, "mrope_section": [4, 2, 2]}
+_MUSE: dict[str, Any] = {
+    "model_type": "muse_glimmer_text",
+    **_WIDE,
+    "head_dim": 32,
+    "sliding_window": WINDOW,
+    "final_logit_softcapping": 3.0,
+    "output_multiplier": 0.4,
+}
+_MUSE_VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+    "pos_emb_height": 4,
+    "pos_emb_width": 4,
+}
+_AFMOE: dict[str, Any] = {
+    **_WIDE,
+    **_EXPERTS,
+    "num_hidden_layers": 5,
+    "head_dim": 32,
+    "sliding_window": WINDOW,
+    "route_scale": 1.7,
+}
+_LAGUNA: dict[str, Any] = {
+    **_WIDE,
+    **_EXPERTS,
+    "head_dim": 32,
+    "sliding_window": WINDOW,
+    "shared_expert_intermediate_size": 64,
+}
 _GLM: dict[str, Any] = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
@@ -281,6 +312,19 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "glm4-plain": lambda: hf.Glm4Config(
         **_WIDE, head_dim=32, attention_bias=False, tie_word_embeddings=True
     ),
+    "muse-glimmer": lambda: with_text(hf.MuseGlimmerConfig, _MUSE, **_MUSE_VISION),
+    "muse-glimmer-bases": lambda: with_text(
+        hf.MuseGlimmerConfig,
+        {
+            **_MUSE,
+            "head_dim": 48,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "layer_rope_theta": [10000.0, 0, 10000.0],
+            "qk_scale_factor": 0.7,
+            "post_norm_eps": 0.3,
+        },
+        **_MUSE_VISION,
+    ),
     "glm4-moe": lambda: hf.Glm4MoeConfig(**_WIDE, **_GLM, head_dim=32, attention_bias=True),
     "glm4-moe-groups": lambda: hf.Glm4MoeConfig(**_WIDE, **_GLM, n_group=2, topk_group=1),
     "glm4-moe-norms": lambda: hf.Glm4MoeConfig(
@@ -399,6 +443,34 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         **_ERNIE,
         moe_layer_end_index=3,
         moe_layer_interval=2,
+    ),
+}
+
+FAMILIES |= {
+    "afmoe": lambda: hf.AfmoeConfig(**_AFMOE, mup_enabled=True, num_dense_layers=1),
+    "afmoe-two": lambda: hf.AfmoeConfig(
+        **{**_AFMOE, "num_shared_experts": 1, "num_hidden_layers": 3, "head_dim": 48},
+        num_dense_layers=2,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+    ),
+    "laguna": lambda: hf.LagunaConfig(
+        **_LAGUNA,
+        num_attention_heads_per_layer=[6, 8, 4],
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+        rope_parameters={
+            "full_attention": {**_YARN, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    ),
+    "laguna-numbers": lambda: hf.LagunaConfig(
+        **{**_LAGUNA, "head_dim": 48},
+        gating="per-element",
+        moe_routed_scaling_factor=1.7,
+    ),
+    "laguna-softcap": lambda: hf.LagunaConfig(
+        **_LAGUNA,
+        mlp_layer_types=["sparse", "dense", "sparse"],
+        moe_router_logit_softcapping=0.8,
     ),
 }
 

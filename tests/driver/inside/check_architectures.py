@@ -81,6 +81,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("hunyuan", 1, SHORT),  # norms behind the rotation
         ("qwen3.5", 2, 8),  # recurrent layers and gated attention, from here on
         ("lfm3", 2, 8),  # a gate for each head
+        ("muse-glimmer", 3, SHORT),  # normed embeddings, a gate for each number
+        ("laguna", 2, SHORT),  # softplus gates
+        ("afmoe-two", 3, SHORT),  # norms on mixtures' results
         ("olmo-hybrid", 2, 8),  # strengths up to 2
         ("kimi-linear", 2, 8),  # gates and decays of low rank, and latents
         ("nemotron-h-latent", 3, 8),  # layers of one kind, experts without a gate that see less
