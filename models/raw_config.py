@@ -221,6 +221,10 @@ class RawConfig:
         found = {new: self._values[old] for old, new in names.items() if old in self._values}
         return self._with({**self._values, **found})
 
+    def without(self, key: str) -> RawConfig:
+        """This config without a key."""
+        return self._with({name: value for name, value in self._values.items() if name != key})
+
     def _with(self, values: Mapping[str, object]) -> RawConfig:
         other = RawConfig(self._checkpoint, context=self.context)
         other._values = values

@@ -121,6 +121,8 @@ def read_config(checkpoint: Checkpoint, *, context: int | None = None) -> Decode
     name = checkpoint.architecture
     if name == "llama" and checkpoint.config.get("num_local_experts"):
         name = "MixtralForCausalLM"  # GGUF has one name for both
+    if checkpoint.config.get("model_type") == "mistral4":
+        name = "Mistral4ForCausalLM"  # within ``Mistral3ForConditionalGeneration``
     return _read(find_architecture(name), checkpoint, context)
 
 

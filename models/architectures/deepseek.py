@@ -44,6 +44,27 @@ def read_config(raw: RawConfig) -> DecoderConfig:
     )
 
 
+def read_mistral4(raw: RawConfig) -> DecoderConfig:
+    """Mistral Small 4: DeepSeek's latents, and queries that grow at late positions.
+
+    Experts are chosen by a softmax, from groups that are ranked by their best two.
+    """
+    # A share of queries, all of what DeepSeek calls their rotary part
+    raw = raw.without("partial_rotary_factor")
+    config, temperature = read_config(raw), llama.read_temperature(raw)
+    mixtures = tuple(
+        spec
+        and replace(
+            spec,
+            choice_bias=False,
+            router=replace(spec.router, scoring="softmax", group_top=2),
+        )
+        for spec in config.mixtures
+    )
+    attention = tuple(replace(spec, temperature=temperature) for spec in config.attending)
+    return replace(config, architecture="mistral4", attention=attention, mixtures=mixtures)
+
+
 def _attention(raw: RawConfig, eps: float) -> LatentSpec:
     latent, rotary = raw.integer("kv_lora_rank", 512), raw.integer("qk_rope_head_dim", 64)
     nope = raw.integer("qk_nope_head_dim", 128)
@@ -234,6 +255,15 @@ def add_latents(config: Config, file: GgufFacts) -> None:
         scaling["mscale_all_dim"] = scaling["mscale"] = 10 * scaling["mscale_all_dim"]
 
 
+def _add_mistral4(config: Config, file: GgufFacts) -> None:
+    scaling = config.get("rope_scaling", {})
+    length = file.integer("attention.temperature_length")
+    if length is not None and isinstance(scaling, dict):
+        scaling.setdefault("original_max_position_embeddings", length)
+    llama.add_temperature(config, file)
+    _add_both(config, file)
+
+
 def _add_both(config: Config, file: GgufFacts) -> None:
     add_choice(config, file)
     add_latents(config, file)
@@ -247,6 +277,14 @@ FAMILIES = (
         gguf="deepseek2",
         gguf_layer=GGUF_LATENT,
         gguf_config=_add_both,
+    ),
+    Family(
+        name="mistral4",
+        read=read_mistral4,
+        folders="Mistral4ForCausalLM",
+        gguf="mistral4",
+        gguf_layer=GGUF_LATENT,
+        gguf_config=_add_mistral4,
     ),
     Family(
         name="glm4_moe",

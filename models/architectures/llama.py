@@ -97,25 +97,23 @@ def read_ministral3(raw: RawConfig) -> DecoderConfig:
     Reads Llama's keys, and ``llama_4_scaling_beta`` among the rotary parameters; Mistral Small 3.1
     has none.
     """
-    config = replace(read_config(raw), architecture="ministral3")
+    config, temperature = read_config(raw), read_temperature(raw)
+    attention = tuple(replace(spec, temperature=temperature) for spec in config.attending)
+    return replace(config, architecture="ministral3", attention=attention)
+
+
+def read_temperature(raw: RawConfig) -> AttentionTemperature | None:
+    """Read ``llama_4_scaling_beta`` and its length, if a config has them."""
     scaling = raw.mapping("rope_scaling")
     if not scaling.get("llama_4_scaling_beta"):
-        return config
-    temperature = AttentionTemperature(
-        beta=scaling_number(scaling, "llama_4_scaling_beta"),
-        length=int(
-            scaling_number(
-                scaling,
-                "original_max_position_embeddings",
-                raw.integer("max_position_embeddings"),
-            )
-        ),
-    )
-    attention = tuple(replace(spec, temperature=temperature) for spec in config.attending)
-    return replace(config, attention=attention)
+        return None
+    trained = raw.integer("max_position_embeddings")
+    length = scaling_number(scaling, "original_max_position_embeddings", trained)
+    beta = scaling_number(scaling, "llama_4_scaling_beta")
+    return AttentionTemperature(beta=beta, length=int(length))
 
 
-def _add_temperature(config: Config, file: GgufFacts) -> None:
+def add_temperature(config: Config, file: GgufFacts) -> None:
     """Add Mistral 3's RoPE scaling, which does not change the magnitude of queries and keys."""
     scaling = config.get("rope_scaling")
     if isinstance(scaling, dict):
@@ -144,7 +142,7 @@ FAMILIES = (
         folders="Ministral3ForCausalLM Mistral3ForConditionalGeneration",
         gguf="mistral3",
         gguf_in_pairs=True,
-        gguf_config=_add_temperature,
+        gguf_config=add_temperature,
     ),
     Family(name="mixtral", read=read_mixtral, folders="MixtralForCausalLM"),
     Family(

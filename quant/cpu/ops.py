@@ -276,14 +276,21 @@ class NativeOps(StreamSteps):
         """(R, H, E), already scaled; keys and values are written to the caches."""
         q = self._array(step.rows * (2 if spec.has_gates else 1), spec.heads * spec.head_dim)
         turns = self._turns_of(weights, spec)
-        if self._tape is not None and (turns is not None or spec.temperature is not None):
+        if self._tape is not None and turns is not None:
             self._tape.broken = True  # they depend on positions
         args = attention_args(weights, spec, step, layer, turns)
         args.x, args.q = self._locate(x), self._locate(q)
         self._api.lrt_norm_qkv_rope_append(self._handle, args)
-        if spec.temperature is not None:
-            q[: step.rows] *= spec.temperature.factors(step.batch.positions)[:, None]
+        self._grow(q[: step.rows], spec, step)
         return q
+
+    def _grow(self, q: Floats, spec: AttentionSpec, step: NativePass) -> None:
+        """Multiply q by the temperature's factors, which depend on positions, in place."""
+        if spec.temperature is None:
+            return
+        if self._tape is not None:
+            self._tape.broken = True
+        q *= spec.temperature.factors(step.batch.positions)[:, None]
 
     def choose_tokens(
         self,
@@ -332,6 +339,7 @@ class NativeOps(StreamSteps):
         args = latent_args(weights, spec, step, layer)
         args.x, args.q = self._locate(x), self._locate(q)
         self._api.lrt_norm_latent_append(self._handle, args)
+        self._grow(q, spec, step)
         return q
 
     def latent_output(

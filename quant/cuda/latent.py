@@ -19,7 +19,7 @@ from localrt.quant.cuda.steps import norm
 from localrt.quant.cuda.stream import CudaPass, Stream
 from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32, Dtype, Tensor, empty
 from localrt.quant.cuda.weight import LatentWeights
-from localrt.quant.ops.attention import LatentSpec
+from localrt.quant.ops.attention import AttentionTemperature, LatentSpec
 
 _RUN = 128  # keys per block; results' bits depend on it
 _THREADS = 128
@@ -47,6 +47,8 @@ def latent_append(
     norm: Tensor,
     eps: float,
     interleaved: bool,
+    positions: Tensor | None = None,
+    temperature: AttentionTemperature | None = None,
 ) -> None:
     """Apply RoPE to each head's last P columns of q (n, H, N + P); they become the first P columns
     of queries (n, H, P + L).
@@ -54,12 +56,13 @@ def latent_append(
     ``wide`` (n, L + P) are latents and rotary keys. Latents are normed, keys rotated, and both
     appended to the caches of ``spans``, keys first. ``place`` is the layer's place in their blocks.
     cos and sin are (n, P / 2), norm (L,), all float32; q and wide are bf16 or float32, the rest
-    bf16.
+    bf16. ``temperature`` scales queries with ``positions`` (n,), int64.
     """
     n, heads, width = q.shape
     half = cos.shape[1]
     args = _LatentAppend(
         *pointers(q, wide, queries, spans.numbers, cos, sin, norm),
+        *pointers(None if temperature is None else positions),
         place.keys_at,
         q.strides[0],
         wide.strides[0],
@@ -69,7 +72,9 @@ def latent_append(
         wide.shape[1] - 2 * half,
         interleaved,
         spans.count,
+        1 if temperature is None else temperature.length,
         eps,
+        0.0 if temperature is None else temperature.beta,
     )
     grid = (-(-(heads + 1) // (_THREADS // 32)), n, 1)
     launch(q.device, append_program(q.dtype, wide.dtype), grid, _THREADS, args)
@@ -172,6 +177,8 @@ class LatentSteps:
             norm=weights.latent_norm,
             eps=spec.latent_eps,
             interleaved=spec.interleaved,
+            positions=step.positions,
+            temperature=spec.temperature,
         )
         return queries
 

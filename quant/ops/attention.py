@@ -244,8 +244,6 @@ class LatentSpec(AttentionSpec):
             )
         if self.window is not None or self.softcap is not None or self.sinks:
             raise ValueError("latent attention has neither a window nor a softcap nor sinks")
-        if self.temperature is not None:
-            raise ValueError("latent attention has no temperature")
 
     @property
     def value_dim(self) -> int:

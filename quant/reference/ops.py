@@ -220,9 +220,7 @@ class TorchOps(StreamSteps):
             q, gates = qkv[:, 0 : 2 * heads : 2], qkv[:, 1 : 2 * heads : 2]
             qkv = qkv[:, heads:]
         q = self._norm_and_turn(q, weights.q_norm, spec, step)
-        if (temperature := spec.temperature) is not None:
-            factors = 1 + temperature.beta * torch.log1p(step.positions // temperature.length)
-            q = q * factors.to(q.dtype)[:, None, None]
+        q = _grown(q, spec, step)
         if spec.reads is not None:
             return q
         k, v = qkv[:, heads : heads + groups], qkv[:, -groups:]
@@ -282,7 +280,7 @@ class TorchOps(StreamSteps):
         assert spec.rope is not None, "latent attention rotates a part of its keys"
         q, rows = latent_queries(self, x, weights, spec, self._rope_tables(spec.rope, step))
         _append(rows, rows[..., :0], step, layer)
-        return q
+        return _grown(q, spec, step)
 
     def latent_output(
         self, q: Tensor, weights: LatentWeights, spec: LatentSpec, step: _Pass, layer: int
@@ -486,6 +484,14 @@ class TorchOps(StreamSteps):
             held = span.cache.length
             step.masks[key] = visible_keys(held, span, window, self._device)
         return step.masks[key]
+
+
+def _grown(q: Tensor, spec: AttentionSpec, step: _Pass) -> Tensor:
+    """q (R, H, E) times the temperature's factors, if there is one."""
+    if (temperature := spec.temperature) is None:
+        return q
+    factors = 1 + temperature.beta * torch.log1p(step.positions // temperature.length)
+    return q * factors.to(q.dtype)[:, None, None]
 
 
 def _append(k: Tensor, v: Tensor, step: _Pass, layer: int) -> None:

@@ -127,7 +127,7 @@ def gguf_keys(architecture: str, config: Any, *, absorbed: bool) -> dict[str, An
         found["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in kinds]
     if change := _CHANGES.get(architecture):
         found |= change(config, rope, kinds)
-    if absorbed and architecture == "deepseek2":
+    if absorbed and architecture in ("deepseek2", "mistral4"):
         found |= _absorbed(found, config)
     return {key: value for key, value in found.items() if value is not None}
 
@@ -375,6 +375,12 @@ _CHANGES: Mapping[str, Any] = {
         "nextn_predict_layers": config.num_hidden_layers,
     },
     "deepseek2": _deepseek,
+    "mistral4": lambda config, rope, kinds: {
+        **_deepseek(config, rope, kinds),
+        "expert_gating_func": 1,
+        "attention.temperature_scale": rope["llama_4_scaling_beta"],
+        "attention.temperature_length": rope["original_max_position_embeddings"],
+    },
     "qwen3next": _delta,
     "qwen35": _delta,
     "qwen35moe": _delta,

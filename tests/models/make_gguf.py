@@ -66,6 +66,7 @@ _NAMES = {
     "gpt-oss": "gpt-oss",
     "muse-glimmer": "muse-glimmer",
     "afmoe": "afmoe",
+    "mistral4": "mistral4",
     "laguna": "laguna laguna-numbers",
     "gemma3n": "gemma3n-gguf",
     "gemma4": "gemma4 gemma4-double-wide gemma4-keys-as-values gemma4-moe gemma4-unified "

@@ -73,6 +73,7 @@ MODELS = {
     "laguna": "gating num_attention_heads_per_layer moe_router_logit_softcapping mlp_layer_types"
     " moe_apply_router_weight_on_input moe_routed_scaling_factor sliding_attention",
     "glm4-moe": "use_qk_norm partial_rotary_factor mlp_layer_types",
+    "mistral4": "llama_4_scaling_beta topk_group",
     "glm4-moe-lite": "first_k_dense_replace",
     "qwen3-vl-moe": "vision_config",
     "apertus": "xielu_alpha_p",

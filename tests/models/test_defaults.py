@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from huggingface_hub.errors import StrictDataclassError
 
 from localrt.common.errors import LocalrtError
@@ -21,7 +20,7 @@ from localrt.models.config import DecoderConfig
 from localrt.models.raw_config import with_default_values
 from localrt.models.registry import read_config
 from tests.models.tiny import CONFIGS as DENSE
-from tests.models.tiny import MIXTURES, random_model
+from tests.models.tiny import MIXTURES, auto_class, random_model
 
 CONFIGS = DENSE | MIXTURES
 
@@ -42,11 +41,8 @@ class Described:
 
 
 def tensor_names(config: Any, published: dict[str, Any]) -> dict[str, Any]:
-    auto = transformers.AutoModelForCausalLM
-    if config.get_text_config() is not config:
-        auto = transformers.AutoModelForImageTextToText
     with torch.device("meta"):
-        model = auto.from_config(config)
+        model = auto_class(config).from_config(config)
     published["architectures"] = [type(model).__name__]
     names = (
         decoder_tensor(name, published, multimodal=is_multimodal(published))

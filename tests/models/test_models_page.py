@@ -7,11 +7,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from localrt.models.registry import ARCHITECTURES, ENCODERS
 from tests.models.make_gguf import FILES
-from tests.models.tiny import CONFIGS, MIXTURES
+from tests.models.tiny import CONFIGS, MIXTURES, auto_class
 from tests.models.tiny_encoders import ENCODERS as TINY
 from tests.models.tiny_encoders import RANKERS
 
@@ -25,9 +24,7 @@ def compared() -> tuple[set[str], set[str]]:
     folders = set()
     for make in (CONFIGS | MIXTURES).values():
         config = make()
-        text = config.get_text_config() is config
-        auto = AutoModelForCausalLM if text else AutoModelForImageTextToText
-        folders.add(auto._model_mapping[type(config)].__name__)
+        folders.add(auto_class(config)._model_mapping[type(config)].__name__)
     return folders, set(FILES.values())
 
 

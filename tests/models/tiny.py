@@ -38,14 +38,18 @@ def save_tiny(name: str, folder: Path, seed: int = 0, *, layers: int | None = No
     return model
 
 
+def auto_class(config: Any) -> Any:
+    """Transformers' class that makes the model of a config."""
+    auto = transformers.AutoModelForCausalLM
+    text = config.get_text_config() is config and type(config) in auto._model_mapping
+    return auto if text else transformers.AutoModelForImageTextToText
+
+
 def random_model(config: Any, seed: int = 0) -> Any:
     """Transformers' model of a config, in float32."""
     torch.manual_seed(seed)
     config._attn_implementation = "eager"
-    auto = transformers.AutoModelForCausalLM
-    if config.get_text_config() is not config:
-        auto = transformers.AutoModelForImageTextToText
-    model = auto.from_config(config)
+    model = auto_class(config).from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             # Random norms and biases too, so that none can be forgotten unseen.

@@ -462,6 +462,23 @@ FAMILIES |= {
             "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
         },
     ),
+    "mistral4": lambda: hf.Mistral4Config(
+        **{**_DEEPSEEK, "first_k_dense_replace": 0}, rope_parameters=dict(_MINISTRAL)
+    ),
+    "mistral4-text": lambda: with_text(
+        hf.Mistral3Config,
+        {
+            **_DEEPSEEK,
+            **_GROUPS,
+            "model_type": "mistral4",
+            "routed_scaling_factor": 1.6,
+            "rope_interleave": False,
+            "rope_parameters": dict(_MINISTRAL),
+            "tie_word_embeddings": False,
+        },
+        model_type="pixtral",
+        **_PIXTRAL,
+    ),
     "laguna-numbers": lambda: hf.LagunaConfig(
         **{**_LAGUNA, "head_dim": 48},
         gating="per-element",

@@ -53,6 +53,7 @@ STREAMED = {
     "mellum": "mellum-dense-first",
     "minimax_m2": "minimax-m2",
     "ministral3": "mistral3",
+    "mistral4": "mistral4-text",
     "mixtral": "mixtral",
     "muse_glimmer": "muse-glimmer",
     "nemotron_h": "nemotron-h-groups",

@@ -11,20 +11,21 @@ struct LatentAppend {
     const Span* spans;    // (count) sequences (kv.cuh); cached rows are as long as queries'
     const float *cos, *sin;  // (n, half)
     const float* norm;       // (latent,)
+    const i64* positions;    // (n): queries are scaled by 1 + beta log(1 + position / length); or null
     i64 cache_at, q_stride, wide_stride;
-    int heads, width, half, latent, interleaved, count;
-    float eps;
+    int heads, width, half, latent, interleaved, count, length;
+    float eps, beta;
 };
 
-// Rotates pairs; they become halves of `to`.
+// Rotates pairs, times `factor`; they become halves of `to`.
 template <class In>
-FN void turn(const LatentAppend& args, const In* from, Bf16* to, int row, int lane) {
+FN void turn(const LatentAppend& args, const In* from, Bf16* to, int row, int lane, float factor) {
     for (int i = lane; i < args.half; i += 32) {
         const float a = value_of(from[args.interleaved ? 2 * i : i]);
         const float b = value_of(from[args.interleaved ? 2 * i + 1 : i + args.half]);
         const float cos = args.cos[row * args.half + i], sin = args.sin[row * args.half + i];
-        store(to + i, fused(a, cos, -times(b, sin)));
-        store(to + args.half + i, fused(b, cos, times(a, sin)));
+        store(to + i, times(fused(a, cos, -times(b, sin)), factor));
+        store(to + args.half + i, times(fused(b, cos, times(a, sin)), factor));
     }
 }
 
@@ -34,14 +35,18 @@ extern "C" __global__ void latent_append(LatentAppend args) {
     if (head > args.heads) return;
     if (head < args.heads) {
         const Q_IN* q = args.q + row * args.q_stride + (head + 1) * args.width - rope;
-        turn(args, q, args.queries + ((i64)row * args.heads + head) * size, row, lane);
+        Bf16* to = args.queries + ((i64)row * args.heads + head) * size;
+        if (!args.positions) return turn(args, q, to, row, lane, 1.f);
+        const float factor = plus(1.f, times(args.beta, log1pf((float)(args.positions[row] / args.length))));
+        turn(args, q, to, row, lane, factor);
+        for (int i = rope + lane; i < size; i += 32) store(to + i, times(value_of(to[i]), factor));
         return;
     }
     const WIDE_IN* wide = args.wide + row * args.wide_stride;
     const Span& span = span_of(args.spans, args.count, row);
     const i64 slot = span.held + Span::token(span, row - (int)span.first);
     Bf16* to = (Bf16*)(Span::addresses(span)[slot / BLOCK] + args.cache_at) + slot % BLOCK * size;
-    turn(args, wide + args.latent, to, row, lane);
+    turn(args, wide + args.latent, to, row, lane, 1.f);
     float sum = 0;
     for (int i = lane; i < args.latent; i += 32) sum = fused(value_of(wide[i]), value_of(wide[i]), sum);
     for (int lanes = 16; lanes; lanes >>= 1) sum = plus(sum, shuffle_xor(sum, lanes));

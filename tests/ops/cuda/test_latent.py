@@ -8,6 +8,7 @@ import torch
 
 from localrt.quant.cuda import latent as latents
 from localrt.quant.cuda.kv import one_span
+from localrt.quant.ops.attention import AttentionTemperature
 from tests.ops.cuda.emulator import Emulator
 from tests.ops.cuda.target import DEVICE, by_torch, cache_of, kept, random
 
@@ -116,3 +117,14 @@ def test_rows_are_turned_and_normed(emulator: Emulator, interleaved: bool) -> No
     torch.testing.assert_close(cache[held : held + n].float(), wanted, **close)
     assert not cache[:held].any()
     assert not cache[held + n :].any()
+
+    grown, before = torch.ones_like(queries), queries.clone()
+    positions, temperature = torch.tensor([0, 8, 100]), AttentionTemperature(beta=0.5, length=8)
+    latent_append(
+        q, wide, grown, one_span(cached.addresses, n, DEVICE, held=held), cached.layers[0],
+        cos=angles.cos(), sin=angles.sin(), norm=weight, eps=1e-6, interleaved=interleaved,
+        positions=positions, temperature=temperature,
+    )  # fmt: skip
+    before[..., 2 * half :] = 1  # what was there
+    factors = torch.from_numpy(temperature.factors(positions.numpy()))[:, None, None]
+    torch.testing.assert_close(grown.float(), before.float() * factors, **close)
