@@ -114,7 +114,8 @@ class MixtureSpec:
     """A layer's mixture. ``inner`` is an expert's width, ``shared`` that of the shared experts.
 
     ``beside_dense``: a dense MLP runs in parallel, with separate norms. With ``latent``, rows are
-    projected to that width for the experts, and their output is projected back.
+    projected to that width for the experts, and their output is projected back. With
+    ``weigh_inputs``, the weight of a row's only expert is a factor of its input, not of its result.
     """
 
     router: RouterSpec
@@ -127,6 +128,11 @@ class MixtureSpec:
     expert_bias: bool = False
     beside_dense: bool = False
     latent: int = 0
+    weigh_inputs: bool = False
+
+    def __post_init__(self) -> None:
+        if self.weigh_inputs and self.router.used > 1:
+            raise ValueError("weights of several experts are no factors of their inputs here")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -159,6 +159,8 @@ class SparseMlp:
         ops, down = state.ops, self._latent_down
         normed, routing = ops.norm_route(state.x, self.router, self.spec.router)
         rows = normed if down is None else ops.latent_rows(normed, down)
+        if self.spec.weigh_inputs:
+            rows = ops.weigh_rows(rows, routing)
         routed = Routed(self.layer, self.place, self.spec.expert, normed, rows, routing)
         if self.experts.watch is not None or not routing.away:
             routed.read(self.experts.watch)
@@ -173,7 +175,8 @@ class SparseMlp:
     def _combine(self, ops: Ops, slots: Array, routing: Routing, shared: Array | None) -> Array:
         """Sum all slots and ``shared``: (R, D). Both may be overwritten."""
         if self._latent_up is None:
-            return ops.combine_experts(slots, routing, shared)
+            weighted = not self.spec.weigh_inputs
+            return ops.combine_experts(slots, routing, shared, weighted=weighted)
         rows = ops.combine_experts(slots, routing, None)
         return ops.widen_latents(rows, self._latent_up, shared)
 

@@ -488,8 +488,14 @@ class NativeOps(StreamSteps):
         slots[index] = rows
         return slots
 
-    def combine_experts(self, slots: Floats, routing: Routing, shared: Floats | None) -> Floats:
+    def weigh_rows(self, normed: Floats, routing: Routing) -> Floats:
+        return normed * routing.weights
+
+    def combine_experts(
+        self, slots: Floats, routing: Routing, shared: Floats | None, *, weighted: bool = True
+    ) -> Floats:
         weights = np.ascontiguousarray(routing.weights, np.float32)
+        weights = weights if weighted else np.ones_like(weights)
         (rows, used), hidden = weights.shape, slots.shape[1]
         out = self._array(rows, hidden) if shared is None else shared
         self._api.lrt_combine_experts(

@@ -182,7 +182,7 @@ _ATTENTION_VECTORS = (
 )
 _ATTENTION_SIZES = (
     *("heads", "kv_heads", "head_dim", "joint_norms", "projections", "gated", "head_gates"),
-    *("number_gates", "softplus", "norms_last", "eps", "scale"),
+    *("number_gates", "softplus", "chunked", "norms_last", "eps", "scale"),
 )
 
 

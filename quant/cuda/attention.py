@@ -132,6 +132,7 @@ def rope_append(
         (heads + 2 * groups) * size if last_gates else size,
         last_gates // heads or step,
         1 if temperature is None else temperature.length,
+        0 if temperature is None else temperature.offset,
         eps,
         0.0 if temperature is None else temperature.beta,
     )
@@ -150,6 +151,7 @@ def attend(
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None = None,
+    chunked: bool = False,
     kv_format: KvFormat = "bf16",
     out: Tensor | None = None,
     records: Records | None = None,
@@ -160,7 +162,7 @@ def attend(
     Few rows may go to ``records`` instead, if ``fits_records``; the returned tensor is then empty.
 
     New rows are at ``positions`` (n,), int64, the tokens before them at 0 and on. ``sinks`` (H,)
-    are float32.
+    are float32. ``chunked`` windows begin at multiples of their size.
     """
     n, heads, size = q.shape
     groups, value = place.heads, place.value if kv_format == "bf16" else size
@@ -189,6 +191,7 @@ def attend(
                 heads=heads,
                 per=per,
                 window=window or 0,
+                chunked=chunked,
                 runs=runs,
                 scale=scale,
                 softcap=softcap or 0.0,
@@ -388,6 +391,7 @@ class AttentionSteps:
             step.positions,
             scale=spec.scale,
             window=spec.window,
+            chunked=spec.chunked,
             softcap=spec.softcap,
             sinks=weights.sinks,
             kv_format=self.kv_format,

@@ -73,6 +73,7 @@ def latent_append(
         interleaved,
         spans.count,
         1 if temperature is None else temperature.length,
+        0 if temperature is None else temperature.offset,
         eps,
         0.0 if temperature is None else temperature.beta,
     )

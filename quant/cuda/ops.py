@@ -299,9 +299,16 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
         put_rows(converted(values, FLOAT32), index, slots)
         return slots
 
-    def combine_experts(self, slots: Tensor, routing: Routing, shared: Tensor | None) -> Tensor:
+    def weigh_rows(self, normed: Tensor, routing: Routing) -> Tensor:
+        rows = empty(*normed.shape, dtype=normed.dtype, device=self._device)
+        return move_rows(normed, rows, factors=on_gpu(routing, self._device).weights_on_gpu)
+
+    def combine_experts(
+        self, slots: Tensor, routing: Routing, shared: Tensor | None, *, weighted: bool = True
+    ) -> Tensor:
         """(R, D), float32, summed in order of k."""
-        return combined(slots, on_gpu(routing, self._device).weights_on_gpu, shared)
+        weights = on_gpu(routing, self._device).weights_on_gpu if weighted else None
+        return combined(slots, weights, shared, routing.used)
 
     def norm_result(self, rows: Tensor, weight: Tensor, eps: float) -> Tensor:
         return norm_in_place(rows, weight, eps)

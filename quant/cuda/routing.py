@@ -167,10 +167,11 @@ def put_rows(rows: Tensor, places: npt.NDArray[np.intp], out: Tensor) -> None:
         launch(out.device, _PUT, (-(-width // _THREADS), len(some), 1), _THREADS, args)
 
 
-def combined(slots: Tensor, weights: Tensor, shared: Tensor | None) -> Tensor:
-    """The sum over k of slots (R * K, D) times weights (R, K), in order, plus shared (R, D)."""
-    rows, used = weights.shape
-    width = slots.shape[1]
+def combined(slots: Tensor, weights: Tensor | None, shared: Tensor | None, used: int) -> Tensor:
+    """The sum over k of slots (R * K, D), in order, plus shared (R, D). Slots are multiplied by
+    ``weights`` (R, K) if they are given; K is ``used``.
+    """
+    rows, width = len(slots) // used, slots.shape[1]
     y = empty(rows, width, device=slots.device)
     args = _Combine(
         *pointers(slots, weights, shared, y),

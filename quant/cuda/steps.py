@@ -39,6 +39,7 @@ def move_rows(
     index: Tensor | None = None,
     scale: float = 1.0,
     gates: Tensor | None = None,
+    factors: Tensor | None = None,
     scales: Tensor | None = None,
     softcap: float | None = None,
     add: bool = False,
@@ -46,14 +47,14 @@ def move_rows(
     """Write x (R, D) times ``scale`` to y (R, D), or add it; returns y, which may be x. Each is
     bf16 or float32; columns are contiguous, rows may be strided. ``index`` (R,), int64 on the
     device, selects rows of x. Columns are multiplied by ``scales`` (D,), float32, and
-    rows by the sigmoid of their ``gates`` (R, 1), float32; ``softcap`` bounds the result by softcap
-    * tanh(x / softcap).
+    rows by their ``factors`` (R, 1) and the sigmoid of their ``gates`` (R, 1), float32; ``softcap``
+    bounds the result by softcap * tanh(x / softcap).
     """
     rows, width = y.shape
     if not y.size:  # a launch needs at least one block
         return y
     args = _MoveRows(
-        *pointers(x, y, index, gates, scales),
+        *pointers(x, y, index, gates, factors, scales),
         x.strides[0],
         y.strides[0],
         width,

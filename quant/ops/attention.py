@@ -95,10 +95,11 @@ def _turns_from(rope: Rope, first: int) -> tuple[npt.NDArray[np.float32], npt.ND
 
 @dataclass(frozen=True, slots=True)
 class AttentionTemperature:
-    """Queries are multiplied by 1 + beta * log(1 + position // length), as in Llama 4."""
+    """Queries are multiplied by 1 + beta * log(1 + (position + offset) // length)."""
 
     beta: float
     length: int
+    offset: int = field(default=0, repr=False)  # see ``AttentionSpec``
 
     def __post_init__(self) -> None:
         if self.length < 1:
@@ -106,12 +107,14 @@ class AttentionTemperature:
 
     def factors(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
         """The factors of queries at ``positions`` (R,)."""
-        return (1 + self.beta * log(1 + positions // self.length)).astype(np.float32)
+        steps = (positions + self.offset) // self.length
+        return (1 + self.beta * log(1 + steps)).astype(np.float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """Shape and behaviour of one attention layer. ``window`` counts the query's own position.
+    """Shape and behaviour of one attention layer. ``window`` counts the query's own position; if
+    ``chunked``, windows begin at multiples of their size.
 
     With ``joint_norms``, queries are normed over all heads at once, and so are keys. A layer that
     ``reads`` an earlier one's keys and values has none of its own. With ``keys_as_values``, values
@@ -147,6 +150,7 @@ class AttentionSpec:
     number_gates: bool = field(default=False, repr=False)
     softplus: bool = field(default=False, repr=False)
     unit_norms: bool = field(default=False, repr=False)
+    chunked: bool = field(default=False, repr=False)
     post_eps: float | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:

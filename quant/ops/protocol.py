@@ -628,10 +628,15 @@ class ExpertOps(Protocol[_HiddenIn, ArrayT, WeightT, VectorT]):
     ) -> ArrayT:
         """``slots`` with those of ``index`` (n,) replaced by ``rows`` (n, D); it is given up."""
 
-    def combine_experts(self, slots: ArrayT, routing: Routing, shared: ArrayT | None) -> ArrayT:
+    def weigh_rows(self, normed: ArrayT, routing: Routing) -> ArrayT:
+        """Rows (R, D) times the weight of their only expert; ``normed`` stays as it is."""
+
+    def combine_experts(
+        self, slots: ArrayT, routing: Routing, shared: ArrayT | None, *, weighted: bool = True
+    ) -> ArrayT:
         """Every row's slots times their weights, summed in the order of k, plus ``shared``: (R, D).
 
-        ``slots`` and ``shared`` are given up.
+        Weights are 1 if not ``weighted``. ``slots`` and ``shared`` are given up.
         """
 
     def norm_result(self, rows: ArrayT, weight: VectorT, eps: float) -> ArrayT:

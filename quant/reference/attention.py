@@ -6,7 +6,7 @@ layer's cache; norms, products and rotary tables are its caller's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from localrt.quant.ops.attention import AttentionSpec, IndexSpec, LatentSpec
-from localrt.quant.ops.protocol import Span
+from localrt.quant.ops.protocol import Span, ranges
 from localrt.quant.reference.kv import TorchKVCache, kv_of
 from localrt.quant.reference.weights import LatentWeights
 
@@ -23,12 +23,12 @@ from localrt.quant.reference.weights import LatentWeights
 _QUERY_BLOCK = 64
 
 
-def visible_keys(held: int, span: Span, window: int | None, device: torch.device) -> Tensor | None:
+def visible_keys(span: Span, spec: AttentionSpec, device: torch.device) -> Tensor | None:
     """Which keys each of a span's rows sees, (n, held + n) bool; None where it sees them all.
 
     A window ends with the last of them.
     """
-    rows = span.rows
+    held, rows, window = span.cache.length, span.rows, spec.window
     if rows == 1 and span.mask is None and (window is None or held < window):
         return None
     seen = torch.ones(rows, held + rows, dtype=torch.bool, device=device)
@@ -46,9 +46,36 @@ def visible_keys(held: int, span: Span, window: int | None, device: torch.device
         # What a row sees of a tree are its ancestors, one behind the other from ``base`` on.
         keys = torch.cat([keys[:, :base], base - 1 + mask.cumsum(1)], dim=1)
         last = keys[:, -1]
-    if window is not None:
+    if window is not None and spec.chunked:
+        seen &= keys >= last[:, None] // window * window
+    elif window is not None:
         seen &= last[:, None] - keys < window
     return seen
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate-half on the first 2 * cos.shape[-1] elements of x (R, heads, E)."""
+    half = cos.shape[-1]
+    a, b = x[..., :half], x[..., half : 2 * half]
+    rotated = (a * cos - b * sin, b * cos + a * sin)
+    if 2 * half == x.shape[-1]:
+        return torch.cat(rotated, dim=-1)
+    return torch.cat((*rotated, x[..., 2 * half :]), dim=-1)
+
+
+def grown(q: Tensor, spec: AttentionSpec, positions: Tensor) -> Tensor:
+    """q (R, H, E) times the temperature's factors, if there is one."""
+    if (temperature := spec.temperature) is None:
+        return q
+    steps = (positions + temperature.offset) // temperature.length
+    factors = 1 + temperature.beta * torch.log1p(steps)
+    return q * factors.to(q.dtype)[:, None, None]
+
+
+def append(k: Tensor, v: Tensor, spans: Sequence[Span], layer: int) -> None:
+    """Write new keys and values (R, G, E) to the caches of their sequences."""
+    for first, stop, span in ranges(spans):
+        kv_of(span).write(layer, k[first:stop], v[first:stop])
 
 
 def attend_rows(

@@ -79,9 +79,12 @@ def run_each(
         slots[index] = compute(expert, normed[index // routing.used])
 
 
-def combined(slots: Tensor, routing: Routing, shared: Tensor | None) -> Tensor:
+def combined(
+    slots: Tensor, routing: Routing, shared: Tensor | None, *, weighted: bool = True
+) -> Tensor:
     """(R, D): slots times their weights, summed in float32, one k after another."""
     weights = torch.from_numpy(routing.weights).to(slots.device)
+    weights = weights if weighted else torch.ones_like(weights)
     parts = slots.view(-1, routing.used, slots.shape[1])
     total = torch.zeros(parts.shape[0], slots.shape[1], device=slots.device)
     for k in range(routing.used):

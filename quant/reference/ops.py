@@ -36,11 +36,14 @@ from localrt.quant.ops.protocol import Batch, Forward, LayerSpec, MlpSpec, Span,
 from localrt.quant.ops.recurrent import RecurrentSpec
 from localrt.quant.ops.states import StateLayout, StatePass
 from localrt.quant.reference.attention import (
+    append,
     attend_latents,
     attend_rows,
     choose_rows,
+    grown,
     latent_queries,
     latent_values,
+    turned,
     visible_keys,
 )
 from localrt.quant.reference.experts import (
@@ -91,7 +94,7 @@ class _Pass:
     axes: npt.NDArray[np.int64] | None  # (3, R)
     spans: tuple[Span, ...]
     tables: dict[Rope, tuple[Tensor, Tensor]]
-    masks: dict[tuple[int, int | None], Tensor | None]
+    masks: dict[tuple[int, int | None, bool], Tensor | None]
     states: list[StatePass] = field(default_factory=list)
 
 
@@ -219,15 +222,14 @@ class TorchOps(StreamSteps):
         if spec.gated:
             q, gates = qkv[:, 0 : 2 * heads : 2], qkv[:, 1 : 2 * heads : 2]
             qkv = qkv[:, heads:]
-        q = self._norm_and_turn(q, weights.q_norm, spec, step)
-        q = _grown(q, spec, step)
+        q = grown(self._norm_and_turn(q, weights.q_norm, spec, step), spec, step.positions)
         if spec.reads is not None:
             return q
         k, v = qkv[:, heads : heads + groups], qkv[:, -groups:]
         k = self._norm_and_turn(k, weights.k_norm, spec, step)
         if weights.v_norm is not None:
             v = self._norm(v, weights.v_norm, spec.eps)
-        _append(k, v, step, layer)
+        append(k, v, step.spans, layer)
         return q if gates is None else torch.cat([q, gates])
 
     def choose_tokens(
@@ -242,7 +244,7 @@ class TorchOps(StreamSteps):
             if spec.rope is None:
                 return normed[0, 0]
             at = torch.tensor([[position]], device=self._device)
-            return _rotate(normed, *self._turns(spec.rope, at))[0, 0]
+            return turned(normed, *self._turns(spec.rope, at))[0, 0]
 
         chosen = []
         for first, stop, span in ranges(step.spans):
@@ -263,7 +265,7 @@ class TorchOps(StreamSteps):
         outputs = []
         q, gates = q.chunk(2) if spec.has_gates else (q, None)
         for index, (first, stop, span) in enumerate(ranges(step.spans)):
-            mask = self._mask(index, span, spec.window, step) if chosen is None else chosen[index]
+            mask = self._mask(index, span, spec, step) if chosen is None else chosen[index]
             rows, cache = q[first:stop], kv_of(span)
             outputs.append(attend_rows(rows, cache, layer, mask, spec, weights.sinks))
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -279,15 +281,15 @@ class TorchOps(StreamSteps):
         """(R, H, E); the latents are written to the caches."""
         assert spec.rope is not None, "latent attention rotates a part of its keys"
         q, rows = latent_queries(self, x, weights, spec, self._rope_tables(spec.rope, step))
-        _append(rows, rows[..., :0], step, layer)
-        return _grown(q, spec, step)
+        append(rows, rows[..., :0], step.spans, layer)
+        return grown(q, spec, step.positions)
 
     def latent_output(
         self, q: Tensor, weights: LatentWeights, spec: LatentSpec, step: _Pass, layer: int
     ) -> Tensor:
         seen = []
         for index, (first, stop, span) in enumerate(ranges(step.spans)):
-            mask = self._mask(index, span, None, step)
+            mask = self._mask(index, span, spec, step)
             latents = kv_of(span).view(layer, span.rows)[0][0]
             seen.append(attend_latents(q[first:stop], latents, mask, spec))
         return self.linear(latent_values(torch.cat(seen), weights, spec), weights.out)
@@ -415,8 +417,13 @@ class TorchOps(StreamSteps):
         slots[torch.from_numpy(index).to(self._device)] = values.to(slots.dtype)
         return slots
 
-    def combine_experts(self, slots: Tensor, routing: Routing, shared: Tensor | None) -> Tensor:
-        return combined(slots, routing, shared)
+    def weigh_rows(self, normed: Tensor, routing: Routing) -> Tensor:
+        return normed * torch.from_numpy(routing.weights).to(normed)
+
+    def combine_experts(
+        self, slots: Tensor, routing: Routing, shared: Tensor | None, *, weighted: bool = True
+    ) -> Tensor:
+        return combined(slots, routing, shared, weighted=weighted)
 
     def norm_result(self, rows: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._norm(rows, weight, eps)
@@ -449,7 +456,7 @@ class TorchOps(StreamSteps):
         if not spec.norms_last:
             x = self._norm_heads(x, weight, spec)
         if spec.rope is not None:
-            x = _rotate(x, *self._rope_tables(spec.rope, step))
+            x = turned(x, *self._rope_tables(spec.rope, step))
         return self._norm_heads(x, weight, spec) if spec.norms_last else x
 
     def _norm_heads(self, x: Tensor, weight: Tensor | None, spec: AttentionSpec) -> Tensor:
@@ -477,34 +484,9 @@ class TorchOps(StreamSteps):
         cos, sin = angles.cos() * rope.scale, angles.sin() * rope.scale
         return cos.to(self._dtype), sin.to(self._dtype)
 
-    def _mask(self, index: int, span: Span, window: int | None, step: _Pass) -> Tensor | None:
+    def _mask(self, index: int, span: Span, spec: AttentionSpec, step: _Pass) -> Tensor | None:
         """(rows, held + rows), True where seen; None when every key is seen."""
-        key = (index, window)
+        key = (index, spec.window, spec.chunked)
         if key not in step.masks:
-            held = span.cache.length
-            step.masks[key] = visible_keys(held, span, window, self._device)
+            step.masks[key] = visible_keys(span, spec, self._device)
         return step.masks[key]
-
-
-def _grown(q: Tensor, spec: AttentionSpec, step: _Pass) -> Tensor:
-    """q (R, H, E) times the temperature's factors, if there is one."""
-    if (temperature := spec.temperature) is None:
-        return q
-    factors = 1 + temperature.beta * torch.log1p(step.positions // temperature.length)
-    return q * factors.to(q.dtype)[:, None, None]
-
-
-def _append(k: Tensor, v: Tensor, step: _Pass, layer: int) -> None:
-    """Write new keys and values (R, G, E) to the caches of their sequences."""
-    for first, stop, span in ranges(step.spans):
-        kv_of(span).write(layer, k[first:stop], v[first:stop])
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate-half on the first 2 * cos.shape[-1] elements of x (R, heads, E)."""
-    half = cos.shape[-1]
-    a, b = x[..., :half], x[..., half : 2 * half]
-    rotated = (a * cos - b * sin, b * cos + a * sin)
-    if 2 * half == x.shape[-1]:
-        return torch.cat(rotated, dim=-1)
-    return torch.cat((*rotated, x[..., 2 * half :]), dim=-1)

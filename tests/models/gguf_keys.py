@@ -359,6 +359,11 @@ _CHANGES: Mapping[str, Any] = {
         "expert_weights_norm": True,
     },
     "laguna": _laguna,
+    "llama4": lambda config, rope, kinds: {
+        "feed_forward_length": config.intermediate_size_mlp,
+        "expert_feed_forward_length": config.intermediate_size,
+        "interleave_moe_layer_step": config.interleave_moe_layer_step,
+    },
     "gpt-oss": lambda config, rope, kinds: {"expert_feed_forward_length": config.intermediate_size},
     "mellum": lambda config, rope, kinds: {
         "rope.freq_base_swa": config.rope_parameters["sliding_attention"]["rope_theta"]

@@ -66,6 +66,7 @@ _NAMES = {
     "gpt-oss": "gpt-oss",
     "muse-glimmer": "muse-glimmer",
     "afmoe": "afmoe",
+    "llama4": "llama4-whole",
     "mistral4": "mistral4",
     "laguna": "laguna laguna-numbers",
     "gemma3n": "gemma3n-gguf",
@@ -325,7 +326,7 @@ class _Model:
         """Of all experts of a layer at once."""
         kind = "bias" if key.endswith("_bias") else "weight"
         odd = self.architecture == "gpt-oss"
-        if odd and kind == "weight":
+        if kind == "weight" and self.architecture in ("gpt-oss", "llama4"):
             value = value.swapaxes(1, 2)
         if "down_proj" in key:
             return {f"{prefix}ffn_down_exps.{kind}": value}

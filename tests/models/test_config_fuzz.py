@@ -72,6 +72,8 @@ MODELS = {
     "afmoe": "global_attn_every_n_layers mup_enabled num_dense_layers route_scale attention_bias",
     "laguna": "gating num_attention_heads_per_layer moe_router_logit_softcapping mlp_layer_types"
     " moe_apply_router_weight_on_input moe_routed_scaling_factor sliding_attention",
+    "llama4": "no_rope_layers moe_layers attention_chunk_size floor_scale attn_scale layer_types"
+    " num_experts_per_tok interleave_moe_layer_step intermediate_size_mlp",
     "glm4-moe": "use_qk_norm partial_rotary_factor mlp_layer_types",
     "mistral4": "llama_4_scaling_beta topk_group",
     "glm4-moe-lite": "first_k_dense_replace",

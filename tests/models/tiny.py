@@ -73,6 +73,8 @@ def load_ours(folder: Path, ops: Ops | None = None, *, context: int | None = Non
 
 def oracle(model: Any, ids: list[int]) -> np.ndarray:
     """The logits of transformers' model."""
+    if model.config.model_type == "llama4":  # whose class fails without pictures
+        model = model.language_model
     with torch.no_grad():
         logits = model(torch.tensor([ids])).logits[0]
     return np.asarray(logits.float().numpy())

@@ -157,6 +157,26 @@ _AFMOE: dict[str, Any] = {
     "sliding_window": WINDOW,
     "route_scale": 1.7,
 }
+_LLAMA4: dict[str, Any] = {
+    **_WIDE,
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "intermediate_size": 64,
+    "intermediate_size_mlp": 160,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 1,
+    "floor_scale": 8,  # so that queries grow within a short text
+    "attn_scale": 0.3,
+}
+_LLAMA4_VISION: dict[str, Any] = {
+    **_VISION,
+    "num_hidden_layers": 1,
+    "image_size": 16,
+    "patch_size": 8,
+    "vision_output_dim": 32,
+    "projector_input_dim": 32,
+    "projector_output_dim": 32,
+}
 _LAGUNA: dict[str, Any] = {
     **_WIDE,
     **_EXPERTS,
@@ -478,6 +498,26 @@ FAMILIES |= {
         },
         model_type="pixtral",
         **_PIXTRAL,
+    ),
+    "llama4": lambda: hf.Llama4TextConfig(
+        **_LLAMA4, attention_chunk_size=7, interleave_moe_layer_step=2, rope_parameters=_LLAMA3
+    ),
+    "llama4-text": lambda: with_text(
+        hf.Llama4Config,
+        {
+            **_LLAMA4,
+            "num_hidden_layers": 3,
+            "use_qk_norm": False,
+            "attention_chunk_size": 16,
+            "no_rope_layers": [0, 1, 0],
+            "layer_types": ["full_attention", "chunked_attention", "chunked_attention"],
+            "moe_layers": [1],
+            "tie_word_embeddings": False,
+        },
+        **_LLAMA4_VISION,
+    ),
+    "llama4-whole": lambda: hf.Llama4TextConfig(
+        **_LLAMA4, attention_chunk_size=8192, attn_temperature_tuning=False
     ),
     "laguna-numbers": lambda: hf.LagunaConfig(
         **{**_LAGUNA, "head_dim": 48},

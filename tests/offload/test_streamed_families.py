@@ -49,6 +49,7 @@ STREAMED = {
     "lfm2": "lfm2-moe",
     "lfm3": "lfm3",
     "llama": "llama",
+    "llama4": "llama4-text",
     "llava": "llava",
     "mellum": "mellum-dense-first",
     "minimax_m2": "minimax-m2",

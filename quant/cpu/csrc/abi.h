@@ -107,6 +107,7 @@ struct AttentionArgs {
     int32_t head_gates;   // one row per head's gate follows those of q, k and v
     int32_t number_gates; // or one row per number of the heads' results
     int32_t softplus;     // gates are softplus, not sigmoid
+    int32_t chunked;      // windows begin at multiples of their size
     int32_t norms_last;   // heads are normed after RoPE
     int32_t most_chosen;
     float eps, post_eps, scale, softcap;  // post_eps: for post_norm; softcap 0: none

@@ -364,7 +364,8 @@ inline void attend(Context& context, const AttentionArgs& args, const Span& span
         query.q = q + ((size_t)row * args.heads + head) * size;
         query.row = row;
         query.last = tree.last(row);
-        query.first = args.window ? most(0, query.last - tree.ahead(row) - args.window) : 0;
+        const int end = query.last - tree.ahead(row);
+        query.first = !args.window ? 0 : args.chunked ? (end - 1) / args.window * args.window : most(0, end - args.window);
         return query;
     };
     // Few queries over a long cache: divide its blocks among threads too. Results are the same either way.

@@ -24,9 +24,16 @@ struct Attention {
     u16* out;                // (rows of the pass, heads, value size), bf16; or records (attention_join.cu)
     float *partial, *stats;  // (runs, `rows`, heads, value size); top and weight, (2, runs, `rows`, heads)
     i64 k_at, v_at, run_stride;
-    int count, first, rows, heads, per, window, runs;  // `rows` rows from `first` on; `per` heads per group
+    int count, first, rows, heads, per, window, chunked, runs;  // `rows` rows from `first` on; `per` heads per group
     float scale, softcap;
     int out_stride;  // bytes of a row of records
+
+    // The first key that a row at `position` sees.
+    FN int since(const Attention& args, int position) {
+        if (!args.window) return 0;
+        const int first = args.chunked ? position / args.window * args.window : position - args.window + 1;
+        return first > 0 ? first : 0;
+    }
 
     // Converts a query row's index in its group to its index in this launch.
     FN int result(const Attention& args, int place, int group) {
@@ -115,8 +122,7 @@ struct Rows {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int row = (place + g + 8 * i) / args.all.per, there = row < own.rows ? row : own.rows - 1;
-            const int since = (int)args.all.positions[own.start + own.first + there] - args.all.window + 1;
-            rows.since[i] = args.all.window && since > 0 ? since : 0;
+            rows.since[i] = Attention::since(args.all, (int)args.all.positions[own.start + own.first + there]);
             rows.last[i] = seen(there);
             if (own.tree && !own.columns) rows.last[i] += Task::tree<int>(args)[rows.last[i] - own.held];
         }

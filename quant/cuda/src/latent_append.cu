@@ -11,9 +11,9 @@ struct LatentAppend {
     const Span* spans;    // (count) sequences (kv.cuh); cached rows are as long as queries'
     const float *cos, *sin;  // (n, half)
     const float* norm;       // (latent,)
-    const i64* positions;    // (n): queries are scaled by 1 + beta log(1 + position / length); or null
+    const i64* positions;    // (n): queries are scaled by 1 + beta log(1 + (position + offset) / length); or null
     i64 cache_at, q_stride, wide_stride;
-    int heads, width, half, latent, interleaved, count, length;
+    int heads, width, half, latent, interleaved, count, length, offset;
     float eps, beta;
 };
 
@@ -37,7 +37,7 @@ extern "C" __global__ void latent_append(LatentAppend args) {
         const Q_IN* q = args.q + row * args.q_stride + (head + 1) * args.width - rope;
         Bf16* to = args.queries + ((i64)row * args.heads + head) * size;
         if (!args.positions) return turn(args, q, to, row, lane, 1.f);
-        const float factor = plus(1.f, times(args.beta, log1pf((float)(args.positions[row] / args.length))));
+        const float factor = plus(1.f, times(args.beta, log1pf((float)((args.positions[row] + args.offset) / args.length))));
         turn(args, q, to, row, lane, factor);
         for (int i = rope + lane; i < size; i += 32) store(to + i, times(value_of(to[i]), factor));
         return;

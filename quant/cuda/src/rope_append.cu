@@ -12,11 +12,11 @@ struct RopeAppend {
     const Span* spans;  // (count) sequences (kv.cuh)
     const float *cos, *sin;        // (n, half)
     const float *q_norm, *k_norm;  // (size,) or null; over all heads if joint
-    const i64* positions;  // (n): queries are scaled by 1 + beta log(1 + position / length); or null
+    const i64* positions;  // (n): queries are scaled by 1 + beta log(1 + (position + offset) / length); or null
     i64 k_at, v_at;
     int row_stride, step, keys_at, heads, groups, half, joint, last, count;  // last: norms are applied after the rotation
     int gates_at, gate_step;  // of a head's gates in a row; with a step of 1, a head has one
-    int length;
+    int length, offset;
     float eps, beta;
 };
 
@@ -114,7 +114,7 @@ extern "C" __global__ void rope_append(RopeAppend args) {
         return;
     }
     if (args.positions) {
-        const float factor = plus(1.f, times(args.beta, log1pf((float)(args.positions[row] / args.length))));
+        const float factor = plus(1.f, times(args.beta, log1pf((float)((args.positions[row] + args.offset) / args.length))));
 #pragma unroll
         for (int i = 0; i < PIECES; i++) x[i] = times(x[i], factor);
     }

@@ -91,6 +91,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param("gpt-oss", 2, LENGTH, marks=SLOW),  # mixtures: sinks, joint norms, biases
         pytest.param("olmoe", 1, SHORT, marks=SLOW),
         pytest.param("qwen2-moe", 1, SHORT, marks=SLOW),
+        ("llama4-text", 3, LENGTH),  # chunks, and weights on experts' inputs
         ("mistral4-text", 2, 8),  # latents and queries that grow
         pytest.param("deepseek-v2-dense", 1, 7, marks=SLOW),
         pytest.param("deepseek-v2-lite-dense", 1, 7, marks=SLOW),

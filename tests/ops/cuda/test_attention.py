@@ -39,6 +39,7 @@ class Case:
     groups: int = 2
     size: int = 64
     window: int | None = None
+    chunked: bool = False
     softcap: float | None = None
     sinks: bool = False
     tree: tuple[int, ...] = ()
@@ -104,6 +105,7 @@ def run(
         positions,
         scale=case.size**-0.5,
         window=case.window,
+        chunked=case.chunked,
         softcap=case.softcap,
         sinks=sinks,
     ).view(len(q), case.heads, -1)
@@ -121,7 +123,10 @@ def expected(case: Case) -> Tensor:
     seen[:, case.held :] = case.mask()
     if case.window is not None:
         at = torch.cat([torch.arange(case.held), case.positions()])
-        seen &= case.positions()[:, None] - at < case.window
+        if case.chunked:
+            seen &= case.positions()[:, None] // case.window == at // case.window
+        else:
+            seen &= case.positions()[:, None] - at < case.window
     scores.masked_fill_(~seen[:, None], float("-inf"))
     if sinks is not None:
         own = sinks.double()[None, :, None].expand(case.n, case.heads, 1)
@@ -144,6 +149,7 @@ LARGER = (-1, 0, 0, 1, 2, 2, 5, 3, 6)
         Case(1, 600, heads=7, groups=1),
         Case(5, 254),  # new rows in two runs, two tiles of them
         Case(3, 590, window=300),
+        Case(3, 598, window=300, chunked=True),
         Case(2, 40, softcap=2.0),
         Case(6, 250, tree=TREE),
         Case(6, 250, tree=TREE, window=3, sinks=True),
@@ -179,6 +185,7 @@ def test_a_tree_in_rounds(emulator: Emulator, window: int | None) -> None:
         Case(9, 0, tree=LARGER, window=5, sinks=True),
         Case(9, 0, tree=LARGER, heads=20, groups=1, softcap=2.0),  # two tiles a row
         Case(9, 0, tree=LARGER, size=80, window=300),
+        Case(9, 0, tree=LARGER, window=5, chunked=True),
     ],
     ids=str,
 )
@@ -213,6 +220,7 @@ def test_batch_invariance(
         Case(70, 0),
         Case(65, 77, heads=3, groups=1),
         Case(80, 30, window=20, sinks=True),
+        Case(80, 30, window=20, chunked=True),
         Case(66, 10, softcap=2.0, size=80),
         Case(65, 40, size=256, heads=2),
     ],
@@ -284,8 +292,8 @@ def test_gates_and_queries_that_grow(emulator: Emulator, where: str) -> None:
         gated = torch.cat([plain, last.flatten(1)], 1)
     options: dict[str, Any] = {
         **{"cos": None, "sin": None, "q_norm": None, "k_norm": None, "eps": 1e-6},
-        "positions": torch.tensor([0, 8, 100]),
-        "temperature": AttentionTemperature(beta=0.5, length=8),
+        "positions": torch.tensor([0, 7, 100]),
+        "temperature": AttentionTemperature(beta=0.5, length=8, offset=1),
     }
     there, results = torch.empty_like(queries), []
     count = 0 if where == "beside" else last[0].numel()

@@ -242,6 +242,9 @@ def test_slots_are_summed_in_their_order(ops: CudaOps, shared: bool) -> None:
     plain = combined(slots, routing, extra)
     added = None if extra is None else there(extra)
     assert torch.equal(back(ops.combine_experts(there(slots), routing, added)), plain)
+    added = None if extra is None else there(extra)
+    unweighted = ops.combine_experts(there(slots), routing, added, weighted=False)
+    assert torch.equal(back(unweighted), combined(slots, routing, extra, weighted=False))
 
 
 @pytest.mark.parametrize("rows", [3, pytest.param(70, marks=pytest.mark.slow)])

@@ -119,7 +119,7 @@ def test_rows_are_turned_and_normed(emulator: Emulator, interleaved: bool) -> No
     assert not cache[held + n :].any()
 
     grown, before = torch.ones_like(queries), queries.clone()
-    positions, temperature = torch.tensor([0, 8, 100]), AttentionTemperature(beta=0.5, length=8)
+    positions, temperature = torch.tensor([0, 7, 100]), AttentionTemperature(0.5, 8, offset=1)
     latent_append(
         q, wide, grown, one_span(cached.addresses, n, DEVICE, held=held), cached.layers[0],
         cos=angles.cos(), sin=angles.sin(), norm=weight, eps=1e-6, interleaved=interleaved,

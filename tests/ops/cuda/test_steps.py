@@ -120,6 +120,7 @@ def test_scaled_columns() -> None:
 def test_rows_under_a_gate_or_a_cap() -> None:
     x, gates = random(3, 300), random(3, 1, seed=1)
     torch.testing.assert_close(move_rows(x, x.clone(), gates=gates), x * gates.sigmoid())
+    assert torch.equal(move_rows(x, x.clone(), factors=gates), x * gates)
     wanted = torch.tanh(x / 0.7) * 0.7
     assert move_rows(x, x, softcap=0.7) is x
     torch.testing.assert_close(x, wanted)
