@@ -191,18 +191,20 @@ def attend(
                 heads=heads,
                 per=per,
                 window=window or 0,
-                chunked=chunked,
                 runs=runs,
                 scale=scale,
                 softcap=softcap or 0.0,
                 out_stride=stride,
+                chunked=chunked,
             )
             tiles = most_tiles(rows * per, _TILE * (1 if split else warps), part.count)
-            program = attention_program(size, value, kv_format, split=split)
+            program = attention_program(size, value, kv_format, split=split, chunked=chunked)
             grid = (runs, groups, tiles) if split else (tiles, groups, 1)
             launch(q.device, program, grid, 32 * warps, args)
             if split and spans.columns:
-                program = attention_program(size, value, kv_format, split=True, tree=True)
+                program = attention_program(
+                    size, value, kv_format, split=True, tree=True, chunked=chunked
+                )
                 grid = (tree_runs(spans.columns, runs, RUN), groups, rows * -(-per // _TILE))
                 launch(q.device, program, grid, 32 * warps, args)
             if split:
@@ -239,7 +241,13 @@ def fits_records(heads: int, value: int) -> bool:
 
 @cache
 def attention_program(
-    size: int, value: int, kv_format: KvFormat = "bf16", *, split: bool, tree: bool = False
+    size: int,
+    value: int,
+    kv_format: KvFormat = "bf16",
+    *,
+    split: bool,
+    tree: bool = False,
+    chunked: bool = False,
 ) -> Program:
     """The variant for keys of ``size`` elements and values of ``value``."""
     return Program.of(
@@ -248,6 +256,7 @@ def attention_program(
         VALUES=numbers(kv_format, value)[1],
         SPLIT=int(split),
         TREE=int(tree),
+        IN_CHUNKS=int(chunked),
         WARPS=_warps(size, value, split=split),
         BLOCKS=_blocks(size, value, kv_format) if split and not tree else 2,  # per processor
     )

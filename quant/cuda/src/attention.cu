@@ -4,6 +4,7 @@
 //   SPLIT         1: few rows. A block takes one run of keys, a quarter for each warp, and leaves
 //                 sums that attention_join.cu joins; keys and values pass through registers only. 0: many
 //                 rows. Each warp takes all keys, which its block has copied to shared memory.
+//   IN_CHUNKS     1: windows begin at multiples of their size
 //   TREE          1: the runs of keys in which rows of a tree see different ones. A block takes one row, whose keys it
 //                 finds through the tree, in the places that they would have had in a chain.
 // Keys that a row does not see leave its sums unchanged to the bit, so a row's result depends neither on

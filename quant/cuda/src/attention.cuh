@@ -8,6 +8,9 @@
 #ifndef RUN_KEYS
 #define RUN_KEYS 256
 #endif
+#ifndef IN_CHUNKS
+#define IN_CHUNKS 0  // 1: windows begin at multiples of their size
+#endif
 constexpr int RUN = RUN_KEYS;  // keys per partial sum; results' bits depend on it
 constexpr float LOG2E = 1.44269504f;
 
@@ -24,15 +27,15 @@ struct Attention {
     u16* out;                // (rows of the pass, heads, value size), bf16; or records (attention_join.cu)
     float *partial, *stats;  // (runs, `rows`, heads, value size); top and weight, (2, runs, `rows`, heads)
     i64 k_at, v_at, run_stride;
-    int count, first, rows, heads, per, window, chunked, runs;  // `rows` rows from `first` on; `per` heads per group
+    int count, first, rows, heads, per, window, runs;  // `rows` rows from `first` on; `per` heads per group
     float scale, softcap;
     int out_stride;  // bytes of a row of records
+    int chunked;     // windows begin at multiples of their size
 
     // The first key that a row at `position` sees.
-    FN int since(const Attention& args, int position) {
-        if (!args.window) return 0;
-        const int first = args.chunked ? position / args.window * args.window : position - args.window + 1;
-        return first > 0 ? first : 0;
+    FN int since(const Attention& args, int position, bool chunked) {
+        const int first = chunked ? position - position % args.window : position - args.window + 1;
+        return args.window && first > 0 ? first : 0;
     }
 
     // Converts a query row's index in its group to its index in this launch.
@@ -122,7 +125,7 @@ struct Rows {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int row = (place + g + 8 * i) / args.all.per, there = row < own.rows ? row : own.rows - 1;
-            rows.since[i] = Attention::since(args.all, (int)args.all.positions[own.start + own.first + there]);
+            rows.since[i] = Attention::since(args.all, (int)args.all.positions[own.start + own.first + there], IN_CHUNKS);
             rows.last[i] = seen(there);
             if (own.tree && !own.columns) rows.last[i] += Task::tree<int>(args)[rows.last[i] - own.held];
         }

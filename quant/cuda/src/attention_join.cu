@@ -18,7 +18,7 @@ extern "C" __global__ void attention_join(Attention args) {
     const int own = Span::token(span, row - (int)span.first), position = (int)args.positions[row];
     const bool sees = span.tree && (span.columns >= 0 || args.window);
     const int used = ((int)(span.held + (sees ? span.fresh : own + 1)) + RUN - 1) / RUN;
-    const int begin = Attention::since(args, position) / RUN;
+    const int begin = Attention::since(args, position, args.chunked) / RUN;
     const float sink = args.sinks ? times(args.sinks[which % args.heads], LOG2E) : minus_infinity();
     const float *tops = args.stats + which, *weights = tops + args.runs * width;
     __shared__ float shares[THREADS], parts[THREADS];
