@@ -132,7 +132,10 @@ class MixtureSpec:
 
     def __post_init__(self) -> None:
         if self.weigh_inputs and self.router.used > 1:
-            raise ValueError("weights of several experts are no factors of their inputs here")
+            raise ValueError(
+                "num_experts_per_tok must be 1 where weights are factors of experts' inputs, is "
+                f"{self.router.used}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
