@@ -39,6 +39,7 @@ FAMILIES = (
     *("gemma3n", "gemma4", "phi3", "deepseek-v3", "glm4-moe", "qwen3.5", "lfm2-moe", "lfm3"),
     *("granite-hybrid-moe", "falcon-h1", "nemotron-h-latent", "olmo-hybrid", "kimi-linear"),
     *("gpt-oss", "gemma4-moe", "qwen4-exp", "cohere2-moe-dense-first", "apertus", "afmoe"),
+    "llama4",
 )
 
 
