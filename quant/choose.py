@@ -220,8 +220,8 @@ def missing_on_gpu(memory: Sequence[LayerSpec]) -> str:
                 return "they do not take hashed n-grams"
         elif isinstance(spec, IndexSpec):
             return "they do not choose the tokens that attention sees"
-        elif spec.value_norm:
-            return "they do not norm values"
+        elif spec.streams:
+            return "they do not keep several residual streams"
         elif spec.beside_mlp:
             return "they do not compute attention and an MLP in parallel"
     return ""

@@ -23,6 +23,7 @@ from localrt.loading.context import LoadContext
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
 from localrt.models.config import DecoderConfig, Part, memory_places
 from localrt.models.decoder import load_attention, load_mlp, load_norm, load_resident_mlp
+from localrt.models.layers.inputs import InputTable
 from localrt.models.layers.moe import ResidentExperts
 from localrt.models.layers.parts import Embedding, GatedMlp, Head, PassState, SplitMlp
 from localrt.models.tensor_source import EMBEDDING, HEAD, TensorInfo, TensorSource, WeightBlock
@@ -32,6 +33,7 @@ from localrt.offload.placement import Placement, host_piece
 from localrt.quant.formats import F32, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor
 from localrt.quant.ops.arrays import Hidden
+from localrt.quant.ops.attention import AttentionSpec
 from localrt.quant.ops.protocol import Batch, Ops, Span, implementation
 from localrt.system import return_free_memory
 
@@ -139,12 +141,15 @@ def rehearse(source: TensorSource, config: DecoderConfig, ops: RehearsedOps, sha
     outline = _Outline(source)
     weights = WeightLoader(outline, ops)
     layers = outline.kinds(config, share)
+    tables = [each for each in config.block.tables(config) if isinstance(each, InputTable)]
     attention = [layer for layer in layers if layer in share.attention]
     with ops.scope():
         always: list[Part] = []
         if share.embedding:
             table = weights.matrix((config.vocab_size, config.hidden_size), EMBEDDING)
             always.append(Embedding(table, config.embedding_scale))
+            parts = [(each, weights.matrix(each.shape, each.tensor)) for each in tables]
+            always += [each.part(matrix) for each, matrix in parts]
         places = memory_places(config.memory_of(layer) for layer in attention)
         for layer, at in zip(attention, places, strict=True):
             always.append(load_attention(config, layer, weights, at))
@@ -170,6 +175,11 @@ def rehearse(source: TensorSource, config: DecoderConfig, ops: RehearsedOps, sha
         for rows in ops.lengths:
             last = rows == max(ops.lengths)
             memory = [spec for layer in attention for spec in config.memory_of(layer)]
+            # Layers that read another's keys and values have places of their own here.
+            memory = [
+                replace(spec, reads=None) if isinstance(spec, AttentionSpec) else spec
+                for spec in memory
+            ]
             cache = ops.kv_cache(memory, rows)
             batch = Batch.extend([(cache, [0] * rows)])
             if rows > 1 and not last:  # trees take all kernels that chains do
@@ -177,6 +187,8 @@ def rehearse(source: TensorSource, config: DecoderConfig, ops: RehearsedOps, sha
             step = ops.begin(batch)
             wanted = np.arange(rows)[-1:] if last else np.arange(rows)
             state = PassState(ops, step, ops.stream(rows, config.hidden_size), wanted)
+            for each in tables:
+                state.inputs = ops.stream(rows, each.layers * each.shape[1])
             for part in (*always, *(long if last else ()), *head):
                 part(state)
 

@@ -81,6 +81,7 @@ def _read_full(raw: RawConfig) -> AttentionSpec:
         eps=raw.number("rms_norm_eps", 1e-6),
         rope=read_rope(raw, size, parameters=scaled),
         value_norm=True,
+        streams=True,
     )
 
 

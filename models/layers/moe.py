@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from localrt.models.config import (
 )
 from localrt.models.layers.parts import GatedMlp, PassState
 from localrt.models.weights import WeightLoader
-from localrt.quant.ops.arrays import Array, Hidden, Weight
+from localrt.quant.ops.arrays import Array, Weight
 from localrt.quant.ops.experts import (
     ExpertSpec,
     ExpertTable,
@@ -210,10 +210,8 @@ class _BesideDense:
     def join(self, state: PassState, rows: Array) -> Array:
         """Return the layer's output, given the experts' ``rows`` (R, D)."""
         ops = state.ops
-        # In the ``Ops`` that run these models, all activations have one type.
-        normed = ops.norm(cast(Hidden, rows), self._expert_norm, self._eps)
-        both = ops.add(cast(Hidden, self.dense(state)), cast(Array, normed))
-        return cast(Array, ops.norm(both, self._norm, self._eps))
+        normed = ops.norm_sum(rows, None, self._expert_norm, self._eps)
+        return ops.norm_sum(self.dense(state), normed, self._norm, self._eps)
 
 
 class Experts(Protocol):

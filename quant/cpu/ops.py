@@ -386,6 +386,9 @@ class NativeOps(StreamSteps):
         self._api.lrt_norm_rows(self._handle, locate(x), *x.shape, weight.address, eps)
         return x
 
+    def norm_sum(self, y: Floats, more: Floats | None, weight: NativeVector, eps: float) -> Floats:
+        return self.norm(y if more is None else self.add(y, more), weight, eps)
+
     # -- a draft head, which reads another model's features ----------------------------------------
 
     def given_rows(self, values: Floats) -> Floats:

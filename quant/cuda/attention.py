@@ -65,6 +65,7 @@ def rotation_block(kv_format: KvFormat, size: int) -> int:
 
 _THREADS = 128  # of the kernels before attention
 _TILE = 16  # query rows of a warp
+_WIDE = 256  # the most elements of a head that shared memory holds many queries of
 
 
 @declarations("attention.cuh").struct("Attention")
@@ -77,7 +78,7 @@ _RopeAppend = arguments("rope_append.cu", "RopeAppend")
 
 def takes_heads(size: int) -> bool:
     """Whether the kernels support heads of ``size`` elements."""
-    return size % 8 == 0 and size <= 256
+    return (size % 8 == 0 and size <= _WIDE) or size == 2 * _WIDE
 
 
 def rope_append(
@@ -99,6 +100,8 @@ def rope_append(
     temperature: AttentionTemperature | None = None,
     axes: int = 1,
     norm_values: bool = False,
+    keys_as_values: bool = False,
+    queries_only: bool = False,
     kv_format: KvFormat = "bf16",
 ) -> None:
     """Per-head norms and rotary on qkv (n, (H + 2G) * E), bf16 or float32; q goes to q (n, H, E), k
@@ -109,12 +112,14 @@ def rope_append(
     H, E) receive the elements after each head's query in qkv; or the ``last_gates`` at the end of
     the row, one for each head or for each of its elements. ``temperature`` scales queries with
     ``positions`` (n,), int64. Each of ``axes`` rotates an equal part of a head. With
-    ``norm_values``, values are normed too, without weights. A quantized cache holds bytes; queries
-    for it get the Hadamard rotation.
+    ``norm_values``, values are normed too, without weights. With ``keys_as_values``, qkv
+    (n, (H + G) * E) has none of their own; with ``queries_only``, it is (n, H * E), and nothing is
+    appended. A quantized cache holds bytes; queries for it get the Hadamard rotation.
     """
     n, heads, size = q.shape
-    groups = place.heads
+    groups = 0 if queries_only else place.heads
     step = size if gates is None or last_gates else 2 * size
+    values_at = heads * step + (0 if keys_as_values else groups * size)
     growing = None if temperature is None else positions
     args = _RopeAppend(
         *pointers(qkv, q, gates, spans.numbers, cos, sin, q_norm, k_norm, growing),
@@ -123,13 +128,14 @@ def rope_append(
         qkv.strides[0],
         step,
         heads * step,
+        values_at,
         heads,
         groups,
         0 if cos is None else cos.shape[1],
         joint,
         norms_last,
         spans.count,
-        (heads + 2 * groups) * size if last_gates else size,
+        values_at + groups * size if last_gates else size,
         last_gates // heads or step,
         1 if temperature is None else temperature.length,
         0 if temperature is None else temperature.offset,
@@ -172,7 +178,7 @@ def attend(
     target, stride = (records.data, records.stride) if records else (out, 0)
     fine = records is not None and records.fine
     for part in spans.parts:
-        split, stop = not part.long, part.first + part.rows
+        split, stop = not part.long or max(size, value) > _WIDE, part.first + part.rows
         runs, chunk, partial, stats = 1, part.rows, None, None
         if split:
             runs, most = -(-spans.longest // RUN), min(part.rows, MOST_ROWS)
@@ -199,13 +205,14 @@ def attend(
             )
             tiles = most_tiles(rows * per, _TILE * (1 if split else warps), part.count)
             program = attention_program(size, value, kv_format, split=split, chunked=chunked)
-            grid = (runs, groups, tiles) if split else (tiles, groups, 1)
+            blocks = groups * _shares(value, kv_format)
+            grid = (runs, blocks, tiles) if split else (tiles, groups, 1)
             launch(q.device, program, grid, 32 * warps, args)
             if split and spans.columns:
                 program = attention_program(
                     size, value, kv_format, split=True, tree=True, chunked=chunked
                 )
-                grid = (tree_runs(spans.columns, runs, RUN), groups, rows * -(-per // _TILE))
+                grid = (tree_runs(spans.columns, runs, RUN), blocks, rows * -(-per // _TILE))
                 launch(q.device, program, grid, 32 * warps, args)
             if split:
                 threads = -(-value // 32) * 32
@@ -265,6 +272,11 @@ def attention_program(
 def _blocks(size: int, value: int, kv_format: KvFormat) -> int:
     """Blocks per processor that the register file allows."""
     return 3 if max(size, value) <= (64 if kv_format == "int4" else 128) else 2
+
+
+def _shares(value: int, kv_format: KvFormat) -> int:
+    """Blocks that divide values among them: ``SHARES`` of attention.cuh."""
+    return 1 if value <= _WIDE else value // (_WIDE // 2 if kv_format == "int4" else _WIDE)
 
 
 def _warps(size: int, value: int, *, split: bool) -> int:
@@ -370,6 +382,9 @@ class AttentionSteps:
             last_gates=spec.last_gates,
             positions=step.positions,
             temperature=spec.temperature,
+            norm_values=weights.v_norm is not None,
+            keys_as_values=spec.keys_as_values,
+            queries_only=spec.reads is not None,
             kv_format=self.kv_format,
         )
         return q

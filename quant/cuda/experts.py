@@ -398,7 +398,7 @@ def route_rows(
             stop = first + len(part)
             router_logits(normed, part, logits[:, first:stop])
             first = stop
-    results = choose(logits, weights.gate_bias, weights.choice_bias, spec)
+    results = choose(logits, weights.gate_bias, weights.choice_bias, spec, weights.expert_scale)
     return CudaRouting(results, len(logits), spec.ranked, spec.used)
 
 

@@ -5,7 +5,7 @@ attention kernel, and data-center GPUs unpack matrices for cuBLAS. The residual 
 inputs of products are bf16. This module knows no architecture.
 
 Models with steps that have no kernel here compute with torch on a GPU. ``quant/choose.py``
-recognizes them by their attention, which norms values or selects tokens.
+recognizes them by their attention, which selects tokens or is beside several residual streams.
 """
 
 from __future__ import annotations
@@ -38,7 +38,15 @@ from localrt.quant.cuda.products import MOST_ROWS, unpack_rows
 from localrt.quant.cuda.recurrent import RecurrentSteps
 from localrt.quant.cuda.routing import combined, on_gpu, put_rows
 from localrt.quant.cuda.split import Handover, split_mlp
-from localrt.quant.cuda.steps import converted, move_rows, norm, norm_in_place, rotate_blocks
+from localrt.quant.cuda.steps import (
+    converted,
+    gate,
+    move_rows,
+    norm,
+    norm_in_place,
+    rotate_blocks,
+    token_rows,
+)
 from localrt.quant.cuda.stream import (
     CudaPass,
     Logits,
@@ -51,6 +59,8 @@ from localrt.quant.cuda.weight import (
     CudaWeight,
     ExpertTable,
     ExpertWeights,
+    InputGateWeights,
+    InputProjection,
     MlpWeights,
     RouterWeights,
     Tile,
@@ -63,6 +73,7 @@ from localrt.quant.ops.experts import ExpertSpec, RouterSpec, Routing
 from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.kv_formats import KvFormat
 from localrt.quant.ops.protocol import Batch, Forward, HostRows, LayerSpec, MlpSpec
+from localrt.quant.ops.streams import InputGateSpec
 
 
 def _missing(self: object, *args: object, **more: object) -> NoReturn:
@@ -73,7 +84,7 @@ def _missing(self: object, *args: object, **more: object) -> NoReturn:
 class StreamSteps:
     """A part of ``CudaOps``."""
 
-    project_inputs = gate_inputs = layer_norm = low_rank = _missing
+    layer_norm = low_rank = _missing
     repeat_stream = read_streams = share_out = add_ngrams = choose_tokens = _missing
     split_streams = predict_streams = correct_streams = add_to_streams = join_streams = _missing
 
@@ -189,9 +200,10 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
         tokens: npt.NDArray[np.int64] | None = None,
         each: int = 1,
     ) -> Stream:
-        assert each == 1, "models with rows for each layer compute with torch"
-        ids = step.tokens if tokens is None else upload(tokens, self._device)
         (part,) = table.parts
+        ids = step.tokens if tokens is None else upload(tokens, self._device)
+        if each > 1:
+            ids = token_rows(ids, each, table.shape[0])
         kind = BFLOAT16 if table.hadamard else FLOAT32
         values = empty(ids.shape[0], table.shape[1], dtype=kind, device=self._device)
         if isinstance(part, Tensor):
@@ -225,6 +237,23 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
         y = split_mlp(x, pieces, spec, host, self.recording, self._handovers)
         return _post_normed(y, pieces[0], spec)
 
+    # -- layers' own inputs ----------------------------------------------------------------------
+
+    def project_inputs(self, x: Stream, rows: Stream, weights: InputProjection) -> Stream:
+        projected = self.projected(x, weights.matrix).values
+        normed = norm(projected.view(-1, weights.width), weights.norm, weights.eps, out=FLOAT32)
+        inputs = rows.settle().view(*projected.shape)
+        return Stream(move_rows(normed.view(*projected.shape), inputs, add=True))
+
+    def gate_inputs(
+        self, x: Stream, inputs: Stream, weights: InputGateWeights, spec: InputGateSpec
+    ) -> Tensor:
+        first = spec.layer * spec.width
+        gates = self.projected(x, weights.gate).values
+        own = inputs.values[:, first : first + spec.width]
+        y = linear(gate(gates, spec.activation, up=own), weights.out, dtype=FLOAT32)
+        return norm(y, weights.post_norm, spec.eps, out=FLOAT32)
+
     # -- draft heads, which read another model's features ----------------------------------------
 
     def given_rows(self, values: Logits) -> Stream:
@@ -238,6 +267,9 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
         pending, x.pending = x.pending, None
         norm_in_place(x.values, weight, eps, pending)
         return x
+
+    def norm_sum(self, y: Tensor, more: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        return norm(y, weight, eps, pending=more, out=FLOAT32)
 
     def joined_norms(
         self, x: Stream, y: Stream, norms: tuple[Tensor | None, Tensor | None], eps: float
@@ -266,7 +298,10 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
         """The normed rows (R, D), bf16, and their experts; the router sees them in float32."""
         normed = _normed(x, weights.norm, spec.eps)
         rows = converted(normed, BFLOAT16)
-        return rows, route_rows(normed, rows, weights, spec)
+        if weights.gate_norm is None:
+            return rows, route_rows(normed, rows, weights, spec)
+        seen = _normed(x, weights.gate_norm, spec.eps)
+        return rows, route_rows(seen, converted(seen, BFLOAT16), weights, spec)
 
     def expert_slots(self, normed: Tensor, routing: Routing) -> Tensor:
         shape = (normed.shape[0] * routing.used, normed.shape[1])
@@ -334,8 +369,7 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
 
     def add(self, x: Stream, y: Tensor, scale: float = 1.0, total: float = 1.0) -> Stream:
         """Add to the residual stream the next time it is read."""
-        assert total == 1.0, "models that scale their layers compute with torch"
-        x.add(y, scale)
+        x.add(y, scale, total)
         return x
 
     def head(

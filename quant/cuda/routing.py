@@ -125,9 +125,14 @@ def router_logits(x: Tensor, gate: Tensor, out: Tensor) -> None:
 
 
 def choose(
-    logits: Tensor, gate_bias: Tensor | None, choice_bias: Tensor | None, spec: RouterSpec
+    logits: Tensor,
+    gate_bias: Tensor | None,
+    choice_bias: Tensor | None,
+    spec: RouterSpec,
+    factors: Tensor | None = None,
 ) -> Tensor:
-    """Choose each row's experts by its logits (R, E), float32, plus ``gate_bias`` (E,).
+    """Choose each row's experts by its logits (R, E), float32, plus ``gate_bias`` (E,). ``factors``
+    (E,) multiply the weights of the chosen.
 
     Returns int32: experts (R, W), then scores (R, W) and weights (R, K), both float32 bits.
     Non-finite logits give non-finite weights. There are at most ``MOST_EXPERTS`` experts.
@@ -138,7 +143,7 @@ def choose(
     results = empty(2 * plane + rows * spec.used, dtype=INT32, device=logits.device)
     address = results.address
     args = _Choose(
-        *pointers(logits, gate_bias, choice_bias),
+        *pointers(logits, gate_bias, choice_bias, factors),
         address,
         address + 4 * plane,
         address + 8 * plane,

@@ -28,6 +28,7 @@ _Rotate = arguments("rotate.cu", "Rotate")
 _Gate = arguments("gate.cu", "Gate")
 _MoveRows = arguments("move_rows.cu", "MoveRows")
 _Rotary = arguments("rotary.cu", "Rotary")
+_TokenRows = arguments("token_rows.cu", "TokenRows")
 _Best = arguments("best_logits.cu", "BestLogits")
 BEST_LOGITS = Program.of("best_logits")
 
@@ -43,12 +44,13 @@ def move_rows(
     scales: Tensor | None = None,
     softcap: float | None = None,
     add: bool = False,
+    total: float = 1.0,
 ) -> Tensor:
     """Write x (R, D) times ``scale`` to y (R, D), or add it; returns y, which may be x. Each is
     bf16 or float32; columns are contiguous, rows may be strided. ``index`` (R,), int64 on the
     device, selects rows of x. Columns are multiplied by ``scales`` (D,), float32, and
     rows by their ``factors`` (R, 1) and the sigmoid of their ``gates`` (R, 1), float32; ``softcap``
-    bounds the result by softcap * tanh(x / softcap).
+    bounds the result by softcap * tanh(x / softcap). ``total`` multiplies sums.
     """
     rows, width = y.shape
     if not y.size:  # a launch needs at least one block
@@ -61,6 +63,7 @@ def move_rows(
         add,
         scale,
         softcap or 0.0,
+        total,
     )
     program = Program.of("move_rows", IN=OUT[x.dtype], OUT=OUT[y.dtype])
     launch(y.device, program, (-(-width // _THREADS), rows, 1), _THREADS, args)
@@ -187,17 +190,30 @@ def gate(
     scale: float = 1.0,
     limit: float = 0.0,
     curve: Sequence[float] = (0.0,) * 4,
+    up: Tensor | None = None,
 ) -> Tensor:
     """activation(scale * gate) * up of gate_up (R, 2F), bf16 or float32, gate first: (R, F) in
-    bf16. For ``relu2`` and ``xielu``, which have no gate, the activation of (R, F).
+    bf16. For ``relu2`` and ``xielu``, which have no gate, the activation of (R, F). With ``up``
+    (R, F) of the same type, whose rows may be strided, gate_up has the gates alone.
 
     ``limit`` is ``swiglu_oai``'s, ``curve`` that of ``MlpSpec``.
     """
-    count, width = gate_up.shape[0], gate_up.shape[1] // (1 if activation in UNGATED else 2)
+    count, columns = gate_up.shape
+    width = columns if activation in UNGATED or up is not None else columns // 2
+    ups = gate_up[:, columns - width :] if up is None else up
     out = empty(count, width, dtype=BFLOAT16, device=gate_up.device)
-    args = _Gate(*pointers(gate_up, out), width, scale, limit, *curve)
+    args = _Gate(*pointers(gate_up, ups, out), columns, ups.strides[0], width, scale, limit, *curve)
     program = Program.of("gate", GATE=GATES[activation], IN=OUT[gate_up.dtype])
     launch(out.device, program, (-(-width // _THREADS), count, 1), _THREADS, args)
+    return out
+
+
+def token_rows(tokens: Tensor, each: int, rows: int) -> Tensor:
+    """See ``quant.ops.streams.rows_of_tokens``: (R * ``each``,) for tokens (R,), both int64."""
+    out = empty(len(tokens) * each, dtype=INT64, device=tokens.device)
+    args = _TokenRows(*pointers(tokens, out), len(out), each, rows // each)
+    grid = (-(-len(out) // _THREADS), 1, 1)
+    launch(out.device, Program.of("token_rows"), grid, _THREADS, args)
     return out
 
 

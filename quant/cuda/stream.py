@@ -38,13 +38,15 @@ class Stream:
     values: Tensor
     pending: Tensor | None = None
 
-    def add(self, y: Tensor, scale: float = 1.0) -> None:
-        """Add y (R, D), float32, times ``scale``: now or with the next norm."""
+    def add(self, y: Tensor, scale: float = 1.0, total: float = 1.0) -> None:
+        """Add y (R, D), float32, times ``scale``, and multiply the sum by ``total``: now, or with
+        the next norm if both are 1.
+        """
         self.settle()
-        if scale == 1.0:
+        if scale == total == 1.0:
             self.pending = y
         else:
-            move_rows(y, self.values, scale=scale, add=True)
+            move_rows(y, self.values, scale=scale, add=True, total=total)
 
     def settle(self) -> Tensor:
         """The sum, with nothing pending."""

@@ -35,7 +35,7 @@ from localrt.quant.formats.tiled import (
     whole_tiles,
 )
 from localrt.quant.methods.rotation import widened
-from localrt.quant.ops import attention, experts, protocol, recurrent
+from localrt.quant.ops import attention, experts, protocol, recurrent, streams
 
 
 def is_e4m3_groups(block: TiledTensor) -> bool:
@@ -264,4 +264,6 @@ RouterWeights = experts.RouterWeights[CudaWeight, Tensor]
 ExpertWeights = experts.ExpertWeights[CudaWeight, Tensor]
 RecurrentWeights = recurrent.RecurrentWeights[CudaWeight, Tensor]
 MlpWeights = protocol.MlpWeights[CudaWeight, Tensor]
+InputProjection = streams.InputProjection[CudaWeight, Tensor]
+InputGateWeights = streams.InputGateWeights[CudaWeight, Tensor]
 ExpertTable = experts.ExpertTable[CudaWeight, Tensor]

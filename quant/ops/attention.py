@@ -152,6 +152,7 @@ class AttentionSpec:
     unit_norms: bool = field(default=False, repr=False)
     chunked: bool = field(default=False, repr=False)
     post_eps: float | None = field(default=None, repr=False)
+    streams: bool = field(default=False, repr=False)  # it reads one of several residual streams
 
     def __post_init__(self) -> None:
         if self.kv_heads < 1 or self.heads % self.kv_heads:

@@ -473,6 +473,9 @@ class BaseOps(Protocol[HiddenT, ArrayT, WeightT, VectorT, PassT]):
     def norm(self, x: HiddenT, weight: VectorT, eps: float) -> HiddenT:
         """RMSNorm of a step's result (R, D), which may be overwritten."""
 
+    def norm_sum(self, y: ArrayT, more: ArrayT | None, weight: VectorT, eps: float) -> ArrayT:
+        """RMSNorm of a step's result y (R, D), plus ``more`` if given; y may be overwritten."""
+
     # -- a draft head, which reads another model's features ----------------------------------------
 
     def given_rows(self, values: npt.NDArray[np.float32]) -> HiddenT:

@@ -314,6 +314,9 @@ class TorchOps(StreamSteps):
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._norm(x, weight, eps)
 
+    def norm_sum(self, y: Tensor, more: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        return self._norm(y if more is None else self.add(y, more), weight, eps)
+
     def given_rows(self, values: npt.NDArray[np.float32]) -> Tensor:
         return torch.tensor(values, dtype=self._dtype, device=self._device)
 

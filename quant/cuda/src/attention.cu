@@ -34,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention(Atten
     constexpr int TILES = SPLIT ? 1 : WARPS;
     __shared__ uint4 queries[TILES][Sums::QUERY_STEPS][32];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int group = blockIdx.y;
+    const int group = blockIdx.y / Sums::SHARES;
     // Later rows see more keys, so they start first.
     const int number = SPLIT ? blockIdx.z : gridDim.x - 1 - blockIdx.x;
 #if TREE
@@ -124,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention(Atten
     place = first_place();
 
     if constexpr (SPLIT) {
-        __shared__ float4 meet[16][Sums::VALUE / 4 + 1];  // padded: rows begin in different banks
+        __shared__ float4 meet[16][Sums::WIDTH / 4 + 1];  // padded: rows begin in different banks
         __shared__ float tops[WARPS][16], weights[WARPS][16];
         if (t == 0)
 #pragma unroll
@@ -150,13 +150,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention(Atten
                         });
             __syncthreads();
         }
-        for (int at = threadIdx.x; at < 16 * Sums::VALUE; at += 32 * WARPS) {
-            const int r = at / Sums::VALUE, which = Attention::result(all, place + r, group);
+        for (int at = threadIdx.x; at < 16 * Sums::WIDTH; at += 32 * WARPS) {
+            const int r = at / Sums::WIDTH, e = at % Sums::WIDTH, which = Attention::result(all, place + r, group);
             if ((place + r) / all.per >= own.rows) break;
-            all.partial[number_of_run() * all.run_stride + Task::in_launch(args, which) * Sums::VALUE + at % Sums::VALUE] = ((const float*)meet[r])[at % Sums::VALUE];
+            all.partial[number_of_run() * all.run_stride + Task::in_launch(args, which) * Sums::VALUE + Sums::share() * Sums::WIDTH + e] = ((const float*)meet[r])[e];
         }
         const int r = threadIdx.x;
-        if (r < 16 && (place + r) / all.per < own.rows) {
+        if (Sums::share() == 0 && r < 16 && (place + r) / all.per < own.rows) {
             float top = tops[0][r], weight = 0;
             for (int w = 1; w < WARPS; w++) top = most(top, tops[w][r]);
             for (int w = 0; w < WARPS; w++) weight = fused(weights[w][r], power_of_two(plus(tops[w][r], -finite(top))), weight);

@@ -176,11 +176,16 @@ FN void load_queries(const Task& args, int group, int place, int tiles, uint4* t
 template <class Keys, class Values, int MOST = 32>
 struct AttentionSums {
     static constexpr int SIZE = Keys::SIZE, VALUE = Values::SIZE, W = Values::W;
-    static constexpr int CHUNKS = (SIZE + 31) / 32, QUERY_STEPS = 2 * CHUNKS, SPANS = (VALUE + 8 * W - 1) / (8 * W);
+    // Registers hold WIDTH elements of each value's sums: SHARES blocks of a launch divide wide values among them.
+    static constexpr int SHARES = VALUE > 256 ? VALUE / (Values::CHUNKED ? 128 : 256) : 1, WIDTH = VALUE / SHARES;
+    static constexpr int CHUNKS = (SIZE + 31) / 32, QUERY_STEPS = 2 * CHUNKS, SPANS = (WIDTH + 8 * W - 1) / (8 * W);
     static constexpr int STEP = SIZE <= 128 ? MOST : 16, EIGHTS = STEP / 8;  // keys at once
 
     float of[SPANS][W][4];
     float top[2], weight[2];  // running maximum; weight sum, per lane until `finish`
+
+    // Which elements of a value this block computes.
+    FN int share() { return SHARES == 1 ? 0 : blockIdx.y % SHARES; }
 
     FN void clear(AttentionSums& s) {
 #pragma unroll
@@ -321,14 +326,14 @@ struct AttentionSums {
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     const int at = token + i / 2 * 8 + i % 2;
-                    Values::value(v(at), c, g, at < total, values[i], SHARED ? value_turn(at) : 0);
+                    Values::value(v(at), share() * SPANS + c, g, at < total, values[i], SHARED ? value_turn(at) : 0);
                 }
                 if constexpr (Values::CHUNKED) {
                     float scale[4];
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
                         const int at = token + i / 2 * 8 + i % 2;
-                        scale[i] = at < total ? Values::scale(v(at), c) : 0;
+                        scale[i] = at < total ? Values::scale(v(at), share() * SPANS + c) : 0;
                     }
                     u32 scaled[4];
 #pragma unroll
@@ -369,7 +374,7 @@ struct AttentionSums {
                 for (int w = 0; w < W; w += 4) {
                     const int e = 8 * W * c + W * (2 * t + half) + w, at = 2 * i + half;
                     const float values[4] = {s.of[c][w][at], s.of[c][w + 1][at], s.of[c][w + 2][at], s.of[c][w + 3][at]};
-                    if (e < VALUE) take(e, values);
+                    if (e < WIDTH) take(e, values);
                 }
     }
 

@@ -11,6 +11,7 @@ struct Choose {
     const float* logits;       // (m, experts)
     const float* gate_bias;    // (experts) or null: added to logits
     const float* choice_bias;  // (experts) or null: for ranking only
+    const float* factors;      // (experts) or null: of the chosen experts' weights
     int* chosen;               // (m, ranked), best first
     float* scores;             // (m, ranked)
     float* weights;            // (m, used)
@@ -115,5 +116,6 @@ extern "C" __global__ void choose(Choose args) {
         for (int k = 1; k < args.used; k++) sum = plus(sum, parts[k]);
         weight = weight / (softmax ? sum : plus(sum, 1e-20f));
     }
+    if (args.factors) weight = times(weight, args.factors[args.chosen[row * args.ranked + expert]]);
     args.weights[row * args.used + expert] = broken ? as_float(0x7FC00000u) : times(weight, args.scale);
 }

@@ -12,7 +12,7 @@ struct MoveRows {
     const float* scales;  // (width) or null: factors of columns
     i64 x_stride, y_stride;
     int width, add;
-    float scale, softcap;  // 0 is no cap
+    float scale, softcap, total;  // softcap: 0 is none; total: factor of sums
 };
 
 extern "C" __global__ void move_rows(MoveRows args) {
@@ -26,5 +26,5 @@ extern "C" __global__ void move_rows(MoveRows args) {
     if (args.gates) value = times(value, sigmoid(args.gates[row]));
     if (args.softcap) value = times(tanhf(value / args.softcap), args.softcap);
     OUT* y = args.y + row * args.y_stride + i;
-    store(y, args.add ? plus(value_of(*y), value) : value);
+    store(y, args.add ? times(plus(value_of(*y), value), args.total) : value);
 }

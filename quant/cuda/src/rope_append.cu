@@ -7,14 +7,14 @@
 #include "kv.cuh"
 
 struct RopeAppend {
-    const IN* qkv;  // per row: query heads `step` apart; from `keys_at`, keys then values
+    const IN* qkv;  // per row: query heads `step` apart; keys from `keys_at`, values from `values_at` on, which may be the same
     Bf16 *q, *gates;  // (n, heads, size); gates may be null
     const Span* spans;  // (count) sequences (kv.cuh)
     const float *cos, *sin;        // (n, half)
     const float *q_norm, *k_norm;  // (size,) or null; over all heads if joint
     const i64* positions;  // (n): queries are scaled by 1 + beta log(1 + (position + offset) / length); or null
     i64 k_at, v_at;
-    int row_stride, step, keys_at, heads, groups, half, joint, last, count;  // last: norms are applied after the rotation
+    int row_stride, step, keys_at, values_at, heads, groups, half, joint, last, count;  // last: norms are applied after the rotation
     int gates_at, gate_step;  // of a head's gates in a row; with a step of 1, a head has one
     int length, offset;
     float eps, beta;
@@ -51,7 +51,8 @@ extern "C" __global__ void rope_append(RopeAppend args) {
     constexpr int SIZE = KEYS::SIZE, PIECES = KEYS::PIECES;
     const int head = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, row = blockIdx.y, lane = threadIdx.x % 32;
     if (head >= args.heads + 2 * args.groups) return;
-    const int at = head < args.heads ? head * args.step : args.keys_at + (head - args.heads) * SIZE;
+    const int cached = head - args.heads, in_values = cached - args.groups;
+    const int at = cached < 0 ? head * args.step : in_values < 0 ? args.keys_at + cached * SIZE : args.values_at + in_values * SIZE;
     const IN *projected = args.qkv + (i64)row * args.row_stride, *from = projected + at;
     float x[PIECES], other[PIECES];  // an element, and its rotation partner
 #pragma unroll
@@ -60,7 +61,7 @@ extern "C" __global__ void rope_append(RopeAppend args) {
         x[i] = e < SIZE ? value_of(from[e]) : 0;
         other[i] = e < SIZE ? value_of(from[Turn::make(e, args.half).other]) : 0;
     }
-    const bool query = head < args.heads, key = !query && head < args.heads + args.groups;
+    const bool query = cached < 0, key = !query && in_values < 0;
     const Span& span = span_of(args.spans, args.count, row);
     const i64 slot = span.held + Span::token(span, row - (int)span.first);
     u8* block = Span::addresses(span)[slot / BLOCK];
@@ -71,7 +72,7 @@ extern "C" __global__ void rope_append(RopeAppend args) {
             for (int i = 0; i < PIECES; i++) x[i] = times(x[i], scale);
         }
         if constexpr (VALUES::TURN > 1) rotate<VALUES::TURN>(x, lane);
-        VALUES::write(block + args.v_at + ((i64)(head - args.heads - args.groups) * BLOCK + slot % BLOCK) * VALUES::BYTES, lane, x);
+        VALUES::write(block + args.v_at + ((i64)in_values * BLOCK + slot % BLOCK) * VALUES::BYTES, lane, x);
         return;
     }
     const float* norm = query ? args.q_norm : args.k_norm;
@@ -83,7 +84,7 @@ extern "C" __global__ void rope_append(RopeAppend args) {
             float sum = 0;
             for (int e = lane; e < width; e += 32) sum = fused(value_of(all[e]), value_of(all[e]), sum);
             scale = 1.f / sqrtf(sum_of_warp(sum) / (float)width + args.eps);
-            norm += (query ? head : head - args.heads) * SIZE;
+            norm += (query ? head : cached) * SIZE;
         } else {
             scale = scale_of(x, SIZE, args.eps);
         }
@@ -110,7 +111,7 @@ extern "C" __global__ void rope_append(RopeAppend args) {
     }
     if constexpr (KEYS::TURN > 1) rotate<KEYS::TURN>(x, lane);
     if (key) {
-        KEYS::write(block + args.k_at + ((i64)(head - args.heads) * BLOCK + slot % BLOCK) * KEYS::BYTES, lane, x);
+        KEYS::write(block + args.k_at + ((i64)cached * BLOCK + slot % BLOCK) * KEYS::BYTES, lane, x);
         return;
     }
     if (args.positions) {

@@ -79,6 +79,11 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("olmo2", 1, SHORT),  # no norms before products
         ("apertus", 1, SHORT),  # MLPs without a gate, whose activation is learned
         ("hunyuan", 1, SHORT),  # norms behind the rotation
+        ("gemma4", None, LENGTH),  # normed values, shared keys and values, inputs of layers
+        ("gemma4-unified", None, LENGTH),  # keys as values
+        pytest.param("gemma4-double-wide", None, LENGTH, marks=SLOW),
+        pytest.param("gemma4-keys-as-values", None, LENGTH, marks=SLOW),
+        pytest.param("gemma4-moe", None, LENGTH, marks=SLOW),  # beside a dense MLP
         ("qwen3.5", 2, 8),  # recurrent layers and gated attention, from here on
         ("lfm3", 2, 8),  # a gate for each head
         ("muse-glimmer", 3, SHORT),  # normed embeddings, a gate for each number
@@ -127,12 +132,14 @@ def test_architectures(
     [
         ("lfm2", 2),
         ("llama", 1),
+        ("gemma4", None),
+        pytest.param("gemma4-unified", None, marks=SLOW),
         pytest.param("nemotron-h", 2, marks=SLOW),
         pytest.param("qwen3.5", 2, marks=SLOW),
         pytest.param("deepseek-v2-dense", 1, marks=SLOW),
     ],
 )
-def test_recorded_trees(name: str, layers: int, gpu: Kernels, tmp_path: Path) -> None:
+def test_recorded_trees(name: str, layers: int | None, gpu: Kernels, tmp_path: Path) -> None:
     """Single tokens, trees in two rounds and what is taken back, plainly and from recordings."""
     save_tiny(name, tmp_path, layers=layers)
     decoder = load(tmp_path)

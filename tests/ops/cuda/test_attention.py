@@ -157,6 +157,8 @@ LARGER = (-1, 0, 0, 1, 2, 2, 5, 3, 6)
         Case(1, 300, sinks=True),
         Case(2, 70, size=80),
         Case(2, 70, size=256),
+        Case(3, 300, size=512),  # values that two blocks divide
+        Case(20, 250, heads=4, groups=1, size=512, picture=(2, 18), window=30),
     ],
     ids=str,
 )
@@ -186,6 +188,7 @@ def test_a_tree_in_rounds(emulator: Emulator, window: int | None) -> None:
         Case(9, 0, tree=LARGER, heads=20, groups=1, softcap=2.0),  # two tiles a row
         Case(9, 0, tree=LARGER, size=80, window=300),
         Case(9, 0, tree=LARGER, window=5, chunked=True),
+        Case(9, 0, tree=LARGER, size=512, heads=2, groups=1),
     ],
     ids=str,
 )
@@ -229,6 +232,53 @@ def test_batch_invariance(
 def test_many_rows(emulator: Emulator, case: Case) -> None:
     torch.testing.assert_close(run(case).double(), expected(case), **CLOSE)
     assert [program.name for program in emulator.launches] == ["attention"]
+
+
+def test_wide_heads_of_prompts(emulator: Emulator) -> None:
+    """Their rows have the bits of few rows, also where a picture's see one another."""
+    for picture in (None, (20, 60)):
+        case = Case(70, 200, size=512, heads=2, groups=1, picture=picture)
+        whole = run(case)
+        torch.testing.assert_close(whole.double(), expected(case), **CLOSE)
+        if picture is None:
+            assert torch.equal(run(case, rows=slice(30, 35)), whole[30:35])
+
+
+@pytest.mark.parametrize("size", [48, 512])
+@pytest.mark.parametrize("kind", ["plain", "tied", "reads"])
+def test_values_normed_or_from_keys(emulator: Emulator, size: int, kind: str) -> None:
+    """Values are normed without weights, and may be projected keys; or a layer appends none."""
+    n, heads, groups, half = 3, 4, 0 if kind == "reads" else 2, size // 4
+    tied = kind == "tied"
+    qkv = random(n, (heads + (1 if tied else 2) * groups) * size).bfloat16()
+    cache = cache_of(*torch.zeros(2, 2, 256, size, dtype=torch.bfloat16))
+    q, angles = torch.empty(n, heads, size, dtype=torch.bfloat16), random(n, half)
+    weights = [random(size, seed=h) for h in (1, 2)]
+    rope_append(
+        qkv, q, one_span(cache.addresses, n, DEVICE), cache.layers[0],
+        cos=angles.cos(), sin=angles.sin(), q_norm=weights[0], k_norm=weights[1], eps=1e-6,
+        norm_values=True, keys_as_values=tied, queries_only=kind == "reads",
+    )  # fmt: skip
+
+    def normed(part: Tensor, weight: Tensor | float) -> Tensor:
+        return part * (part.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
+
+    def turned(part: Tensor) -> Tensor:
+        c, s = angles.cos()[:, None].double(), angles.sin()[:, None].double()
+        a, b, rest = torch.split(part, [half, half, size - 2 * half], -1)
+        return torch.cat([a * c - b * s, b * c + a * s, rest], -1)
+
+    apart = qkv.double().view(n, -1, size)
+    close = {"rtol": 2**-7, "atol": 1e-5}
+    torch.testing.assert_close(q.double(), turned(normed(apart[:, :heads], weights[0])), **close)
+    keys, values = (part.transpose(0, 1).double() for part in kept(cache, n))
+    if kind == "reads":
+        assert not keys.any()
+        assert not values.any()
+        return
+    k, v = apart[:, heads : heads + groups], apart[:, -groups:]
+    torch.testing.assert_close(keys, turned(normed(k, weights[1])), **close)
+    torch.testing.assert_close(values, normed(v, 1.0), **close)
 
 
 @pytest.mark.parametrize(
@@ -310,7 +360,9 @@ def test_gates_and_queries_that_grow(emulator: Emulator, where: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("n", "size", "groups"), [(5, 64, 2), (3, 80, 1), (66, 128, 1)], ids=["few", "odd", "prompt"]
+    ("n", "size", "groups"),
+    [(5, 64, 2), (3, 80, 1), (66, 128, 1), (66, 512, 1)],
+    ids=["few", "odd", "prompt", "wide"],
 )
 @pytest.mark.parametrize(("stored", "bound"), [("int8", 0.012), ("int4", 0.15)])
 def test_quantized_keys_and_values(
