@@ -25,6 +25,7 @@ from localrt.common.errors import (
 )
 from localrt.common.formatting import format_bytes
 from localrt.drafts.dflash_source import BlockSource
+from localrt.drafts.heads.assistant import AssistantBlock
 from localrt.drafts.heads.config import HeadConfig
 from localrt.drafts.heads.dflash import BlockDecoder
 from localrt.drafts.heads.files import open_head
@@ -213,6 +214,8 @@ class HeadDraft:
                 raise
         experts = self.decoder.weights.experts
         graphed = weights.ops.name == "cuda" and all(each.capturable for each in experts)
+        # The host computes a part of an assistant's steps.
+        graphed = graphed and not isinstance(self.config.decoder.block, AssistantBlock)
         plain: Forward = self.decoder.forward
         self.forward = weights.ops.graphed(plain) if graphed else plain
         self._target_norm = FinalNorm(engine.decoder) if self.config.normed else None

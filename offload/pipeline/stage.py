@@ -322,7 +322,9 @@ class Segment:
     def _is_recorded(self, state: StreamedState) -> bool:
         """Whether this pass records or replays the parts."""
         recorder = self._lane.recorder
-        if recorder is None or (state.features is not None and state.features.within):
+        if recorder is None or state.inputs is not None:
+            return False  # layers' own inputs have no fixed place
+        if state.features is not None and state.features.within:
             return False  # features are taken between parts, where a graph does not stop
         return recorder.takes(state.step, self, len(self._parts))
 

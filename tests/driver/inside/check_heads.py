@@ -28,6 +28,7 @@ from tests.driver.inside.gpus import StepByStep
 from tests.driver.standin import AT_ONCE
 from tests.engine.test_speculation import SAMPLINGS, fixed, ids, info_of, run
 from tests.models.tiny import save_tiny, tokens
+from tests.models.tiny_assistants import TinyAssistant
 from tests.models.tiny_heads import TinyBlock, TinyEagle3
 
 CAPACITY = 200
@@ -99,6 +100,21 @@ def check_same_bits(folder: Path, own: Path | None, gpu: Kernels) -> None:
 @once
 def test_eagle3(eagle3: tuple[Path, Path], gpu: Kernels) -> None:
     check_same_bits(*eagle3, gpu)
+
+
+@once
+def test_assistant(gpu: Kernels, tmp_path: Path) -> None:
+    """The host computes a part of its steps: they are not recorded, the target's passes are."""
+    folder, own = tmp_path / "target", tmp_path / "own"
+    TinyAssistant("gemma4-unified", folder, own)
+    with opened(folder, StepByStep(device=AT_ONCE)) as engine:
+        wanted, logits = answer(engine, head_of(engine, folder, own))
+    with opened(folder, CudaOps(device="cuda")) as engine:
+        seen, again = answer(engine, head_of(engine, folder, own))
+    assert seen == wanted
+    assert all(row.any() for row in logits)
+    assert all(map(np.array_equal, again, logits))
+    assert "replay" in gpu.launches
 
 
 @once

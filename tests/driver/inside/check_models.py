@@ -234,6 +234,27 @@ def test_states_on_both_sides(name: str, gpu: Kernels, tmp_path: Path) -> None:
 
 
 @once
+@pytest.mark.parametrize("name", ["gemma4", "gemma4-unified"])
+def test_shared_keys_on_both_sides(name: str, gpu: Kernels, tmp_path: Path) -> None:
+    """The last layers read keys of two before them, which are on the GPU as well; inputs of layers
+    are moved there.
+    """
+    with closing(Model(pack_tiny(name, tmp_path))) as model:
+        units = passing(model.store)
+        where = {n: Where.LINK if n.endswith("mlp") else Where.VRAM for n in units}
+        where |= {n: Where.RAM for n in units if n.startswith("layers.0.")}
+        seen = []
+        for device in (AT_ONCE, "cuda"):
+            with on_gpu(model, where, slack=(2, 2), make=made(device)) as decoder:
+                cache = decoder.cache(64)
+                parts = (tokens(20), [1], tokens(2, seed=3), [5], [6])
+                seen.append([extend(decoder, cache, part) for part in parts])
+        cache = model.resident.cache(64)
+        assert near(seen[0], [extend(model.resident, cache, part) for part in parts])
+    assert_same(*seen)
+
+
+@once
 @pytest.mark.parametrize("share", [0.2, 0.5])
 def test_long_passes(mixture: Model, gpu: Kernels, share: float) -> None:
     """Experts are copied ahead, each layer's while the one before it is computed."""

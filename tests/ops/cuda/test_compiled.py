@@ -87,6 +87,7 @@ SMALL: dict[str, dict[str, object]] = {
     "rotate": {},
     "router": {"GATE_IN": "Bf16"},
     "to_host": {},
+    "token_rows": {},
     "unpack": {**format_macros("iq1_m"), "OUT": "float", "INDEXED": 1},
     "unpack_e4m3": {},
 }
@@ -244,6 +245,18 @@ def test_attention(target: int, sizes: tuple[int, ...]) -> None:
             check(program, target, spilled=128)
     for program in programs:
         check(program, target)
+
+
+@pytest.mark.parametrize("target", [75, 89, 120])
+def test_wide_heads(target: int) -> None:
+    """Two blocks divide values of 512, four those in int4: sums stay in registers, on Ada all."""
+    for kv_format in KV_FORMATS:
+        program = attention_program(512, 512, kv_format, split=True)
+        check(program, target, spilled=0 if target == 89 else 128)
+        tree = attention_program(512, 512, kv_format, split=True, tree=True)
+        check(tree, target, spilled=128 if target == 89 else 512)
+        check(rope_program(512, kv_format, norm_values=True), target, registers=128)
+    check(join_program(512), target, registers=64)
 
 
 @pytest.mark.parametrize("target", [75, 89, 120])

@@ -15,6 +15,7 @@ from localrt.quant.cuda.products import quantize as to_records
 from localrt.quant.methods.rotation import block_hadamard
 from localrt.quant.ops.experts import ExpertActivation, ExpertSpec
 from localrt.quant.ops.protocol import MlpSpec
+from localrt.quant.ops.streams import rows_of_tokens
 from localrt.quant.reference.experts import gated
 from tests.ops.cuda.target import DEVICE, back, by_torch, random, there
 
@@ -52,6 +53,25 @@ def test_gate(activation: ExpertActivation, dtype: torch.dtype) -> None:
     wanted = gated(both.float(), ExpertSpec(activation=activation, limit=0.5))
     got = gate(both, activation, limit=0.5)
     torch.testing.assert_close(got.float(), wanted, **CLOSE)
+
+
+def test_gates_and_ups_apart() -> None:
+    gates, more = random(3, 40), random(3, 100, seed=1)
+    ups = more[:, 50:90]
+    wanted = gate(torch.cat([gates, ups], 1), "gelu_tanh")
+    assert torch.equal(gate(gates, "gelu_tanh", up=ups), wanted)
+
+
+def test_rows_of_tokens() -> None:
+    tokens = np.array([3, 0, 7, 9])  # the table has rows of seven
+    got = by_torch(steps.token_rows)(torch.from_numpy(tokens), 5, 35)
+    assert got.tolist() == rows_of_tokens(tokens, 5, 35).tolist()
+
+
+def test_factor_of_a_sum() -> None:
+    x, y = random(3, 40), random(3, 40, seed=1)
+    wanted = (x + y) * 0.3
+    torch.testing.assert_close(move_rows(x, y, add=True, total=0.3), wanted)
 
 
 def test_scaled_gates() -> None:
