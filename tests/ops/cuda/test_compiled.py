@@ -249,10 +249,10 @@ def test_attention(target: int, sizes: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("target", [75, 89, 120])
 def test_wide_heads(target: int) -> None:
-    """Two blocks divide values of 512, four those in int4: sums stay in registers, on Ada all."""
+    """Two blocks divide values of 512, four those in int4: on Ada all sums stay in registers."""
     for kv_format in KV_FORMATS:
         program = attention_program(512, 512, kv_format, split=True)
-        check(program, target, spilled=0 if target == 89 else 128)
+        check(program, target, spilled=0 if target == 89 else 320)
         tree = attention_program(512, 512, kv_format, split=True, tree=True)
         check(tree, target, spilled=128 if target == 89 else 512)
         check(rope_program(512, kv_format, norm_values=True), target, registers=128)
