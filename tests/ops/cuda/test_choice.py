@@ -62,7 +62,9 @@ def test_old_gpu(gpus: list[Gpu]) -> None:
     assert choose.make_ops([], device="cuda").name != "cuda"
 
 
-@pytest.mark.parametrize(("size", "name"), [(80, "cuda"), (36, "torch"), (512, "torch")])
+@pytest.mark.parametrize(
+    ("size", "name"), [(80, "cuda"), (36, "torch"), (384, "torch"), (512, "cuda")]
+)
 def test_heads_that_no_kernel_takes_are_torchs(
     monkeypatch: pytest.MonkeyPatch, size: int, name: str
 ) -> None:
