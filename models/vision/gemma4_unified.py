@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from localrt.models.encoders.block import Linear, Norm
+from localrt.models.encoders.block import Linear, Norm, Units
 from localrt.models.raw_config import with_default_values
-from localrt.models.vision.encoder import EncodedPicture, PreparedPicture, Units
+from localrt.models.vision.encoder import EncodedPicture, PreparedPicture
 from localrt.models.vision.gemma4_vision import Gemma4Pictures, read_pictures
 from localrt.models.vision.pixels import integer, number
 from localrt.models.weights import WeightLoader
