@@ -2,11 +2,12 @@
 
 A folder may mix schemes; a weight's scheme is recognized by the names and types of its tensors:
 
-    weight_packed int32           integers of 4 or 8 bits, ``weight_shape`` (rows, columns)
+    weight_packed int32           integers of 2, 3, 4 or 8 bits, ``weight_shape`` (rows, columns)
     weight_packed uint8           FP4: NVFP4 with ``weight_global_scale``, else MXFP4
     weight int8, FP8              a byte per weight
 
-Signed codes are stored plus half of their range. ``weight_zero_point`` is packed along rows.
+Signed codes are stored plus half of their range; 3-bit codes cross words. ``weight_zero_point`` is
+packed along rows.
 """
 
 from __future__ import annotations
@@ -31,9 +32,12 @@ from localrt.models.checkpoints.schemes.rows import (
     codes_in_rows,
     column_groups,
     group_of,
+    middle_codes,
+    stored_bits,
     symmetric_codec,
     symmetric_scales,
     weight_info,
+    word_span,
     zero_point_codec,
 )
 from localrt.models.checkpoints.schemes.weights import (
@@ -61,6 +65,7 @@ _FORMATS = (
 )
 _PACKED, _WEIGHT, _SCALE = ".weight_packed", ".weight", ".weight_scale"
 _FACTOR = ".weight_global_scale"
+_BITS = (2, 3, 4, 8)
 _SHAPE, _ZEROS, _GROUPS = ".weight_shape", ".weight_zero_point", ".weight_g_idx"
 
 
@@ -100,7 +105,7 @@ class CompressedTensors:
             if weights is None:
                 continue
             kind = weights.one_of("type", ("int", "float"), "int")
-            bits = weights.one_of("num_bits", (4, 8), 8)
+            bits = weights.one_of("num_bits", _BITS, 8)
             if (block := weights.pair("block_structure")) is not None:
                 blocks.append(block)
             formats.append(_typical(kind, bits, weights))
@@ -149,7 +154,8 @@ def _typical(kind: str, bits: int, weights: Keys) -> str:
         fp4 = NVFP4 if group == NVFP4.block else MXFP4
         return fp4.name if bits == 4 else "e4m3-g128"
     size = group_of(group) if type(group) is int and group > 0 else GROUPS[0]
-    return f"int{bits}-g{size}{'b' if weights.flag('symmetric', True) else 'z'}" if size else "f32"
+    kind = "b" if weights.flag("symmetric", True) else "z"
+    return f"int{stored_bits(bits)}-g{size}{kind}" if size else "f32"
 
 
 def _packed(parts: Parts, packed: StoredTensor) -> RowSource:
@@ -160,9 +166,9 @@ def _packed(parts: Parts, packed: StoredTensor) -> RowSource:
     each = shape.info.format.block_bytes
     rows, columns = shape.read().data.view(f"<i{each}").reshape(-1).tolist()
     words = packed.info.shape[1]
-    bits = next((bits for bits in (4, 8) if columns * bits == words * 32), None)
+    bits = next((bits for bits in _BITS if columns * bits == words * 32), None)
     if rows != packed.info.shape[0] or bits is None:
-        raise wrong(packed, f"does not hold {rows} rows of {columns} numbers of 4 or 8 bits")
+        raise wrong(packed, f"does not hold {rows} rows of {columns} numbers of 2 to 8 bits")
     return _whole_numbers(parts, packed, rows, columns, bits)
 
 
@@ -181,9 +187,9 @@ def _whole_numbers(
     order = column_groups(groups, columns, columns // grid.width, may_be_unset=True)
     group = group_of(grid.width, columns) if order is None else 0
     if zeros is None:
-        codec = symmetric_codec(bits, group, scales.info.format)
+        codec = symmetric_codec(stored_bits(bits), group, scales.info.format)
     else:
-        codec = zero_point_codec(bits, group)
+        codec = zero_point_codec(stored_bits(bits), group)
         count = columns // grid.width
         if zeros.info.format == INT8:
             require_shape(zeros, INT8, scales.info.shape[0], count)
@@ -205,7 +211,8 @@ class _WholeNumbers(CodedRows):
         data = self.codes.read(start, stop).data
         if self.codes.info.format == INT8:
             return data ^ np.uint8(128)
-        return codes_in_rows(data, self.bits)
+        codes = codes_in_rows(data, self.bits)
+        return middle_codes(codes, self.bits) if self.zeros is None else codes
 
     def _scales(self, start: int, stop: int) -> Floats:
         columns, block = self.info.shape[1], self.codec.format.block
@@ -213,7 +220,7 @@ class _WholeNumbers(CodedRows):
             block = self.grid.width
         found = self.grid.of_rows(start, stop, columns, block)
         if self.zeros is None:
-            scales = symmetric_scales(self.codec, found, self.bits)
+            scales = symmetric_scales(self.codec, found, stored_bits(self.bits))
         else:
             zeros = np.repeat(self._zeros(start, stop), self.grid.width // block, axis=1)
             scales = np.stack([found, zeros], axis=-1)
@@ -225,10 +232,9 @@ class _WholeNumbers(CodedRows):
         if self.zeros.info.format == INT8:
             zeros: Floats = (self.zeros.read(start, stop).data ^ np.uint8(128)).astype(np.float32)
             return zeros
-        each = 32 // self.bits
-        first = start // each
-        words = self.zeros.read(first, -(-stop // each)).data
-        words = words.reshape(len(words), -1, 4)  # (words, groups, bytes)
-        codes = codes_in_rows(words.reshape(-1, 4), self.bits).reshape(*words.shape[:2], each)
-        rows = codes.swapaxes(1, 2).reshape(-1, words.shape[1])
+        each, span = word_span(self.bits)
+        first, count = start // each, self.zeros.info.shape[0]
+        words = self.zeros.read(first * span, min(-(-stop // each) * span, count)).data
+        groups = words.reshape(len(words), -1, 4).swapaxes(0, 1)  # (groups, words, bytes)
+        rows = codes_in_rows(groups.reshape(len(groups), -1), self.bits).T
         return rows[start - first * each : stop - first * each].astype(np.float32)

@@ -30,6 +30,7 @@ from localrt.models.checkpoints.schemes.rows import (
     codes_in_rows,
     group_of,
     minimum_codec,
+    stored_bits,
     weight_info,
 )
 from localrt.models.checkpoints.schemes.weights import Keys, Parts, require_shape, wrong
@@ -85,7 +86,7 @@ class Mlx:
         if self.usual.mode != "affine":
             return "e4m3-g32" if self.usual.mode == "mxfp8" else self.usual.mode
         group = group_of(self.usual.group)
-        return f"int{4 if self.usual.bits <= 4 else 8}-g{group}b" if group else "f32"
+        return f"int{stored_bits(self.usual.bits)}-g{group}b" if group else "f32"
 
     def source(self, parts: Parts) -> RowSource | None:
         weight = parts.find(_WEIGHT)
@@ -108,7 +109,7 @@ class Mlx:
             scales, None, rows, columns // group, why=f"for groups of {group} (group_size)"
         )
         require_shape(minima, scales.info.format, rows, columns // group)
-        codec = minimum_codec(4 if bits <= 4 else 8, group_of(group), scales.info.format)
+        codec = minimum_codec(stored_bits(bits), group_of(group), scales.info.format)
         info = weight_info(parts.name, rows, columns, codec.format)
         grids = Grid(scales, 1, group), Grid(minima, 1, group)
         return _MlxRows(info, codec, weight, *grids, bits)

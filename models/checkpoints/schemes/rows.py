@@ -7,6 +7,7 @@ exactly.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any
@@ -194,13 +195,31 @@ def minimum_codec(bits: int, group: int, scales: Format) -> GroupCodec:
 Codes = npt.NDArray[Any]
 
 
+def stored_bits(bits: int) -> int:
+    """The bits of the smallest codec that holds codes of ``bits``."""
+    return 4 if bits <= 4 else 8
+
+
+def middle_codes(codes: Codes, bits: int) -> Codes:
+    """Codes of ``bits``, moved so that the middle of their range is that of ``stored_bits``."""
+    moved: Codes = codes + np.uint8((1 << stored_bits(bits) - 1) - (1 << bits - 1))
+    return moved
+
+
+def word_span(bits: int) -> tuple[int, int]:
+    """How many codes fill how many whole words of 32 bits: 3-bit codes cross words."""
+    common = math.gcd(bits, 32)
+    return 32 // common, bits // common
+
+
 def codes_in_rows(packed: Codes, bits: int) -> Codes:
-    """Codes (rows, 8 n / bits) of 2 to 8 bits, one after another in bytes (rows, n)."""
+    """Codes (rows, 8 n // bits) of 2 to 8 bits, one after another in bytes (rows, n)."""
     if bits == 8:
         return packed
     if bits == 4:
         return np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
-    stream = np.unpackbits(packed, axis=1, bitorder="little").reshape(len(packed), -1, bits)
+    stream = np.unpackbits(packed, axis=1, bitorder="little")
+    stream = stream[:, : stream.shape[1] // bits * bits].reshape(len(packed), -1, bits)
     weights = (1 << np.arange(bits)).astype(np.uint8)
     codes: Codes = (stream * weights).sum(axis=-1, dtype=np.uint8)
     return codes

@@ -22,9 +22,12 @@ from localrt.models.checkpoints.schemes.rows import (
     codes_in_rows,
     column_groups,
     group_of,
+    middle_codes,
+    stored_bits,
     symmetric_codec,
     symmetric_scales,
     weight_info,
+    word_span,
     zero_point_codec,
 )
 from localrt.models.checkpoints.schemes.weights import Keys, Parts, require_shape, wrong
@@ -88,7 +91,7 @@ class ColumnRows(CodedRows):
         scales = np.ascontiguousarray(unpack(flat).T)  # (rows, groups)
         zeros = self._zeros(start, stop)
         if zeros is None:
-            pairs = symmetric_scales(self.codec, scales, self.bits)
+            pairs = symmetric_scales(self.codec, scales, stored_bits(self.bits))
         else:
             pairs = np.stack([scales, zeros.T.astype(np.float32)], axis=-1)
         if self.order is not None:
@@ -193,8 +196,8 @@ def _rows_of(words: StoredTensor, start: int, stop: int) -> Bytes:
 
 
 _ORDER = ".g_idx"
-_LACKING = MappingProxyType({4: 0x11111111, 8: 0x01010101})
-_NOTHING = MappingProxyType({4: 0, 8: 0})
+_BITS = (2, 3, 4, 8)
+_LACKING = MappingProxyType({2: 0x55555555, 4: 0x11111111, 8: 0x01010101})
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,10 +205,11 @@ class Gptq:
     """AutoGPTQ's and GPTQModel's format: see ``Scheme``. ``group`` 0 is a whole row.
 
     ``qweight`` (columns * bits / 32, rows) packs adjacent columns, ``qzeros`` (groups, rows * bits
-    / 32) adjacent rows, both as int32. Version 1 of the format stores zero points minus 1,
-    subtracted from whole words (``lacking``), so that a 0 borrows from the next zero point; version
-    2 stores them unchanged. ``g_idx`` has each column's group: with activation order, a group's
-    columns are not consecutive, and none of localrt's group formats fits.
+    / 32) adjacent rows, both as int32; 3-bit codes cross words. Version 1 of the format
+    (``lacking``) stores zero points minus 1, subtracted from whole words, so that a 0 borrows from
+    the next zero point, but from each of 3 bits; version 2 stores them unchanged. ``g_idx`` has
+    each column's group: with activation order, a group's columns are not consecutive, and none of
+    localrt's group formats fits.
     """
 
     endings: ClassVar[Mapping[str, str]] = dict.fromkeys(
@@ -214,7 +218,7 @@ class Gptq:
     bits: int
     group: int
     symmetric: bool
-    lacking: Mapping[int, int]
+    lacking: bool
     modules: bool = False  # some modules have their own group sizes
     notes: tuple[str, ...] = ()
 
@@ -226,17 +230,17 @@ class Gptq:
             UnsupportedModelError: other bits, or another way of packing.
             CheckpointError: a key is malformed.
         """
-        bits = keys.one_of("bits", (4, 8), 4)
+        bits = keys.one_of("bits", _BITS, 4)
         version = keys.one_of("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
         symmetric = keys.flag("sym", True)
-        lacking = _LACKING if version == "gptq" else _NOTHING
         own = any(keys.value(key) for key in ("dynamic", "extra_config"))
-        return cls(bits, _group_size(keys), symmetric, lacking, own)
+        return cls(bits, _group_size(keys), symmetric, version == "gptq", own)
 
     @property
     def typical(self) -> str:
         group = group_of(self.group)
-        return f"int{self.bits}-g{group}{'' if self.symmetric else 'z'}" if group else "f32"
+        bits = stored_bits(self.bits)
+        return f"int{bits}-g{group}{'' if self.symmetric else 'z'}" if group else "f32"
 
     def source(self, parts: Parts) -> RowSource | None:
         words, scales, zeros = (parts.need(part) for part in (_WORDS, _SCALES, _ZEROS))
@@ -244,22 +248,22 @@ class Gptq:
         count, rows = words.info.shape
         groups, order = parts.find(_ORDER), None
         # Some modules may have other bits and groups.
-        bits = next((n for n in (4, 8) if zeros.info.shape[1:] == (rows * n // 32,)), self.bits)
+        bits = next((n for n in _BITS if zeros.info.shape[1:] == (rows * n // 32,)), self.bits)
         group = self.group or count * 32 // bits
         if (bits != self.bits or self.modules) and scales.info.shape[:1] > (0,):
             group = count * 32 // bits // scales.info.shape[0] or group
-        each = 32 // bits
-        columns = count * each
+        each, span = word_span(bits)
+        columns = count // span * each
         _require_groups(words, scales, rows, columns, group)
-        if rows % each:
-            raise wrong(words, f"has {rows} rows, whose zero points do not fill words of {each}")
-        require_shape(zeros, INT32, columns // group, rows // each)
+        if rows % each or count % span:
+            raise wrong(words, f"has {rows} rows of {columns} columns, not whole words of {each}")
+        require_shape(zeros, INT32, columns // group, rows // each * span)
         order = column_groups(groups, columns, columns // group)
         fitting = group_of(group) if order is None else 0
         if self.symmetric:
-            codec = symmetric_codec(bits, fitting, scales.info.format)
+            codec = symmetric_codec(stored_bits(bits), fitting, scales.info.format)
         else:
-            codec = zero_point_codec(bits, fitting)
+            codec = zero_point_codec(stored_bits(bits), fitting)
         info = weight_info(parts.name, rows, columns, codec.format)
         return _GptqRows(
             info,
@@ -271,7 +275,7 @@ class Gptq:
             order,
             zeros,
             self.symmetric,
-            self.lacking[bits],
+            self.lacking,
         )
 
 
@@ -279,20 +283,24 @@ class Gptq:
 class _GptqRows(ColumnRows):
     zeros: StoredTensor
     symmetric: bool
-    lacking: int
+    lacking: bool
 
     def _codes(self, start: int, stop: int) -> Bytes:
         words = read_columns(self.words, start, stop)  # (words, rows, 4)
         rows = np.ascontiguousarray(words.swapaxes(0, 1)).reshape(stop - start, -1)
-        return codes_in_rows(rows, self.bits)
+        codes = codes_in_rows(rows, self.bits)
+        return middle_codes(codes, self.bits) if self.symmetric else codes
 
     def _zeros(self, start: int, stop: int) -> Bytes | None:
-        each = 32 // self.bits
+        each, span = word_span(self.bits)
         first = start // each
-        words = read_columns(self.zeros, first, -(-stop // each)).view("<u4")
-        words = words + np.uint32(self.lacking)
+        words = read_columns(self.zeros, first * span, -(-stop // each) * span).view("<u4")
+        if self.lacking:
+            words = words + np.uint32(_LACKING.get(self.bits, 0))
         zeros = codes_in_rows(words.view(np.uint8).reshape(len(words), -1), self.bits)
         zeros = zeros[:, start - first * each : stop - first * each]
+        if self.lacking and self.bits == 3:
+            zeros = zeros + np.uint8(1) & np.uint8(7)
         if not self.symmetric:
             return zeros
         if (zeros != 1 << (self.bits - 1)).any():

@@ -43,6 +43,7 @@ class Published:
     write: Callable[[torch.Tensor], tuple[Tensors, Values]]
     note: str = ""
     rtol: float = 0.0
+    error: float = 0.2  # of the largest value
     files: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -52,10 +53,10 @@ def floats(tensor: torch.Tensor) -> Values:
 
 def packed_words(codes: np.ndarray, bits: int) -> torch.Tensor:
     """(rows, n) whole numbers as (rows, n * bits / 32) int32, the first in the lowest bits."""
-    each = 32 // bits
-    grouped = codes.astype(np.uint64).reshape(len(codes), -1, each)
-    words = (grouped << (np.arange(each, dtype=np.uint64) * bits)).sum(-1)
-    return torch.from_numpy(words.astype(np.uint32).view(np.int32))
+    rows = [sum(int(code) << i * bits for i, code in enumerate(row)) for row in codes]
+    size = codes.shape[1] * bits // 8
+    data = b"".join((row % (1 << 8 * size)).to_bytes(size, "little") for row in rows)
+    return torch.from_numpy(np.frombuffer(data, "<i4").reshape(len(codes), -1).copy())
 
 
 # -- compressed-tensors ----------------------------------------------------------------------------
@@ -163,9 +164,11 @@ def gptq(
         codes = codes[:, np.argsort(place)]
         values = (codes - zero[:, order]) * scale[:, order]
         stored = zero.T.astype(np.int64)  # (groups, rows)
+        if version == "gptq" and bits == 3:
+            stored = stored - 1 & 7
         zeros = packed_words(stored, bits).numpy().view(np.uint32)
-        if version == "gptq":
-            zeros = zeros - np.uint32(0x11111111 if bits == 4 else 0x01010101)
+        if version == "gptq" and bits != 3:
+            zeros = zeros - np.uint32({2: 0x55555555, 4: 0x11111111, 8: 0x01010101}[bits])
         return {
             "qweight": packed_words(codes, bits).T.contiguous(),
             "qzeros": torch.from_numpy(zeros.view(np.int32)).contiguous(),
@@ -380,6 +383,10 @@ def scheme(format_: str, made: Any, note: str = "", **more: Any) -> Published:
     return Published(config, format_, write, note, **more)
 
 
+def two_bits(format_: str, made: Any) -> Published:
+    return scheme(format_, made, error=0.6)
+
+
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 _PACK, _NAIVE, _FLOAT = "pack-quantized", "int-quantized", "float-quantized"
 _TWO_FACTORS = 2.0**-22
@@ -395,6 +402,13 @@ SCHEMES: Mapping[str, Published] = {
         "int4-g128b", compressed(_PACK, W4A16, BF16, strategy="channel", group_size=None)
     ),
     "W4A16 g16": scheme("f32", compressed(_PACK, W4A16, BF16, group_size=16), "take 32 bits each"),
+    "W3A16": scheme("int4-g128b", compressed(_PACK, W4A16, BF16, num_bits=3)),
+    "W3A16 f16": scheme("int4-g64", compressed(_PACK, W4A16, F16, num_bits=3, group_size=64)),
+    "W3A16 asymmetric": scheme("int4-g128z", compressed(_PACK, W4A16_ASYM, BF16, num_bits=3)),
+    "W2A16": two_bits("int4-g128b", compressed(_PACK, W4A16, BF16, num_bits=2)),
+    "W2A16 f32": two_bits("int4-g32z", compressed(_PACK, W4A16, F32, num_bits=2, group_size=32)),
+    "W2A16 g16": two_bits("f32", compressed(_PACK, W4A16, BF16, num_bits=2, group_size=16)),
+    "W2A16 asymmetric": two_bits("int4-g128z", compressed(_PACK, W4A16_ASYM, BF16, num_bits=2)),
     "W8A16": scheme("int8-g128b", compressed(_PACK, W4A16, BF16, num_bits=8)),
     "W8A16 asymmetric": scheme("int8-g128z", compressed(_PACK, W4A16_ASYM, BF16, num_bits=8)),
     "W8A8": scheme("int8-g128b", compressed(_NAIVE, INT8_W8A8, BF16), "(W8A8)"),
@@ -418,6 +432,13 @@ SCHEMES: Mapping[str, Published] = {
     "GPTQ asymmetric v2": scheme("int4-g64z", gptq(4, 64, symmetric=False, version="gptq_v2")),
     "GPTQ 8 bits": scheme("int8-g128", gptq(8, 128, symmetric=True)),
     "GPTQ 8 bits asymmetric": scheme("int8-g32z", gptq(8, 32, symmetric=False)),
+    "GPTQ 3 bits": scheme("int4-g128", gptq(3, 128, symmetric=True)),
+    "GPTQ 3 bits bf16": scheme("int4-g64b", gptq(3, 64, symmetric=True, scales=BF16)),
+    "GPTQ 3 bits asymmetric": scheme("int4-g128z", gptq(3, 128, symmetric=False)),
+    "GPTQ 2 bits": two_bits("int4-g64", gptq(2, 64, symmetric=True, version="gptq_v2")),
+    "GPTQ 2 bits f32": two_bits("int4-g128z", gptq(2, 128, symmetric=True, scales=F32)),
+    "GPTQ 2 bits asymmetric": two_bits("int4-g32z", gptq(2, 32, symmetric=False)),
+    "GPTQ 2 bits ordered": two_bits("f32", gptq(2, 64, symmetric=True, ordered=True)),
     "GPTQ ordered": scheme("f32", gptq(4, 128, symmetric=True, ordered=True), "take 32 bits each"),
     "GPTQ ordered asymmetric": scheme("f32", gptq(8, 64, symmetric=False, ordered=True)),
     "AWQ": scheme("int4-g128z", awq(128)),
@@ -446,6 +467,17 @@ SCHEMES: Mapping[str, Published] = {
     "AutoRound GPTQModel": scheme(
         "int4-g64z",
         auto_round(gptq(4, 64, symmetric=False, version="gptq_v2"), "auto_round:gptqmodel"),
+    ),
+    "AutoRound 3 bits": scheme(
+        "int4-g128z", auto_round(gptq(3, 128, symmetric=False), "auto_round:auto_gptq", sym=False)
+    ),
+    "AutoRound 2 bits": two_bits(
+        "int4-g64",
+        auto_round(gptq(2, 64, symmetric=True, version="gptq_v2"), "auto_round", sym=True),
+    ),
+    "AutoRound 2 bits compressed": two_bits(
+        "int4-g128b",
+        auto_round(compressed(_PACK, W4A16, BF16, num_bits=2), "auto_round:llm_compressor"),
     ),
     "AutoRound of other bits here": scheme(
         "int8-g32",
