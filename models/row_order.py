@@ -5,13 +5,14 @@ range of the file. Otherwise (gpt-oss interleaves gate and up, transposed) its b
 reordered. llama.cpp rotates adjacent pairs of a head's elements, Hugging Face its two halves: whole
 packed rows are moved, which changes no value. ggml's NVFP4 has the scales of four groups before
 their nibbles, localrt's each scale before its group. TQ1_0 packs five base-3 digits in a byte; it
-is converted to 2-bit codes, which are a fifth larger.
+is converted to 2-bit codes, a fifth larger; ``quant/formats/ik_quants.py`` converts other types.
 
 Works from names and shapes; other modules list what each architecture stacks.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ from localrt.models.tensor_source import (
     TensorInfo,
 )
 from localrt.quant.formats import GGML_UNREAD, NVFP4, TQ2_0, Format, PackedTensor
+from localrt.quant.formats.ik_quants import IK_CONVERSIONS
 from localrt.quant.formats.packed import Bytes
 
 _MATRIX = ".weight"
@@ -93,7 +95,7 @@ def split_ranges(
     for expert in range(experts):
         for name in stack.names:
             own = TensorInfo(prefix + name.format(expert), shape, info.format, nbytes)
-            yield StoredTensor(own, tensor.file, offset)
+            yield replace(tensor, info=own, offset=offset)
             offset += nbytes
 
 
@@ -317,14 +319,14 @@ def regrouped(source: RowSource) -> RowSource:
         return source
     format_, convert = found
     info = source.info
-    blocks = info.nbytes // info.format.block_bytes * (info.format.block // format_.block)
-    info = replace(info, format=format_, nbytes=blocks * format_.block_bytes)
+    nbytes = math.prod(info.shape[:-1]) * format_.row_bytes(info.shape[-1])
+    info = replace(info, format=format_, nbytes=nbytes)
     return _Regrouped(info, source, convert)
 
 
 @dataclass(frozen=True, slots=True)
 class _Regrouped(DerivedRows):
-    """Rows of ``whole``, converted block by block."""
+    """Rows of ``whole``, converted block by block; ``convert`` takes each after its row's head."""
 
     convert: Callable[[Bytes], Bytes]
 
@@ -333,8 +335,12 @@ class _Regrouped(DerivedRows):
         return self.whole.rows_together
 
     def _read(self, start: int, stop: int) -> Bytes:
-        data = self.whole.read(start, stop).data
-        return self.convert(data.reshape(-1, self.whole.info.format.block_bytes))
+        format_, columns = self.whole.info.format, self.whole.info.shape[-1]
+        data = self.whole.read(start, stop).data.reshape(-1, format_.row_bytes(columns))
+        blocks = data[:, format_.row_head :].reshape(len(data), -1, format_.block_bytes)
+        heads = data[:, None, : format_.row_head].repeat(blocks.shape[1], axis=1)
+        whole = np.concatenate([heads, blocks], axis=2) if format_.row_head else blocks
+        return self.convert(whole.reshape(-1, whole.shape[2]))
 
 
 def _nvfp4(blocks: Bytes) -> Bytes:
@@ -359,5 +365,5 @@ def _tq2_0(blocks: Bytes) -> Bytes:
 
 
 _FORMATS: Mapping[Format, tuple[Format, Callable[[Bytes], Bytes]]] = MappingProxyType(
-    {GGML_UNREAD[34]: (TQ2_0, _tq2_0), GGML_UNREAD[40]: (NVFP4, _nvfp4)}
+    {GGML_UNREAD[34]: (TQ2_0, _tq2_0), GGML_UNREAD[40]: (NVFP4, _nvfp4), **IK_CONVERSIONS}
 )

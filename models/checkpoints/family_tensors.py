@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from localrt.common.errors import CheckpointError
-from localrt.models.row_order import JoinedRows, StackedRows
+from localrt.models.row_order import JoinedRows, StackedRows, regrouped
 from localrt.models.tensor_source import DerivedRows, RowSource, StoredTensor, TensorInfo
 from localrt.quant.formats import (
     BF16,
@@ -293,6 +293,7 @@ def _split_heads(
 ) -> tuple[RowSource, RowSource]:
     """Split the published matrix into keys and values; ``stem`` begins their names."""
     heads, nope, value = _sizes(config, "num_attention_heads", "qk_nope_head_dim", "v_head_dim")
+    tensor = regrouped(tensor)
     info = tensor.info
     if len(info.shape) != 2 or info.shape[0] != heads * (nope + value):
         raise CheckpointError(

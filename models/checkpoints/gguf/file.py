@@ -9,6 +9,7 @@ size. ``checkpoint.py`` adds Hugging Face's names and row order.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from localrt.models.checkpoints.gguf.metadata import GgufCursor, GgufMetadata, r
 from localrt.models.tensor_source import RangedFile, StoredTensor, TensorInfo, describe_start
 from localrt.models.weight_files import split_part
 from localrt.quant.formats import GGML_FORMATS, GGML_UNREAD, Format
+from localrt.quant.formats.ik_quants import IK_FORMATS, IK_FOUR_ROWS, plain_rows
+from localrt.quant.formats.packed import Bytes
 
 _MAGIC = b"GGUF"
 
@@ -139,8 +142,26 @@ def _read_alignment(cursor: GgufCursor, metadata: GgufMetadata) -> int:
     return alignment
 
 
-def _read_tensor(cursor: GgufCursor) -> tuple[TensorInfo, int]:
-    """One entry of the tensor table, and its offset in the data section."""
+@dataclass(frozen=True, slots=True)
+class _FourRows(StoredTensor):
+    """Plain rows of a tensor, or a part of one, that interleaves four."""
+
+    def __post_init__(self) -> None:
+        name, shape = self.info.name, self.info.shape
+        if len(shape) < 2 or shape[-2] % 4:
+            message = f"{name!r} has the shape {shape}, but its rows are interleaved by fours"
+            raise CheckpointError(f"{self.file.path}: {message}")
+
+    def _read(self, start: int, stop: int) -> Bytes:
+        size = self.info.format.row_bytes(self.info.shape[-1])
+        start, stop = (at * self.row_bytes // size for at in (start, stop))
+        first, last = start // 4 * 4, -(-stop // 4) * 4
+        rows = self.file.read(self.offset + first * size, (last - first) * size)
+        return plain_rows(self.info.format, rows.reshape(-1, size))[start - first : stop - first]
+
+
+def _read_tensor(cursor: GgufCursor) -> StoredTensor:
+    """One entry of the tensor table; its offset is in the data section."""
     name = cursor.text(_LONGEST_NAME, "a tensor's name")
     what = f"tensor {name!r}"
     dims = cursor.u32(what)
@@ -148,7 +169,8 @@ def _read_tensor(cursor: GgufCursor) -> tuple[TensorInfo, int]:
         raise cursor.error(f"{what} has {dims} dimensions; 1 to 4 are possible")
     # ggml lists the fastest axis first
     shape = tuple(reversed([cursor.u64(what) for _ in range(dims)]))
-    format_ = _format(cursor, cursor.u32(what), what)
+    number = cursor.u32(what)
+    format_ = _format(cursor, number, what)
     offset = cursor.u64(what)
     if 0 in shape:
         raise cursor.error(f"{what} has no elements: its shape is {shape}")
@@ -157,15 +179,17 @@ def _read_tensor(cursor: GgufCursor) -> tuple[TensorInfo, int]:
             f"{what}: rows of {shape[-1]} do not divide into {format_.name} "
             f"blocks of {format_.block}"
         )
+    kind = _FourRows if number in IK_FOUR_ROWS else StoredTensor
     nbytes = format_.row_bytes(shape[-1])
     for axis in shape[:-1]:
         nbytes *= axis
-    return TensorInfo(name, shape, format_, nbytes), offset
+    return kind(TensorInfo(name, shape, format_, nbytes), cursor.file, offset)
 
 
 def _format(cursor: GgufCursor, number: int, what: str) -> Format:
     # A type that localrt cannot read; another engine may support it.
-    found = GGML_FORMATS.get(number) or GGML_UNREAD.get(number)
+    ik = IK_FORMATS.get(number) or IK_FOUR_ROWS.get(number)
+    found = GGML_FORMATS.get(number) or GGML_UNREAD.get(number) or ik
     if found is None:
         raise UnsupportedModelError(
             f"{cursor.file.path}: {what} is of ggml type {number}, which localrt does not know: "
@@ -175,12 +199,13 @@ def _format(cursor: GgufCursor, number: int, what: str) -> Format:
 
 
 def _place(
-    cursor: GgufCursor, entries: list[tuple[TensorInfo, int]], alignment: int
+    cursor: GgufCursor, entries: list[StoredTensor], alignment: int
 ) -> dict[str, StoredTensor]:
     """Check that tensors are after the header, aligned, within the file, and do not overlap."""
     data_start = -(-cursor.position // alignment) * alignment
     tensors: dict[str, StoredTensor] = {}
-    for info, offset in entries:
+    for entry in entries:
+        info, offset = entry.info, entry.offset
         what = f"tensor {info.name!r}"
         if info.name in tensors:
             raise cursor.error(f"{what} appears twice")
@@ -192,7 +217,7 @@ def _place(
                 f"truncated or damaged: {what} ends at byte {end}, the file has "
                 f"{cursor.file.size}; download it again"
             )
-        tensors[info.name] = StoredTensor(info, cursor.file, data_start + offset)
+        tensors[info.name] = replace(entry, offset=data_start + offset)
     in_order = sorted(tensors.values(), key=lambda tensor: tensor.offset)
     for before, after in pairwise(in_order):
         if before.offset + before.info.nbytes > after.offset:
