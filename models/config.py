@@ -248,6 +248,7 @@ class DecoderConfig:
     logit_scale: float = 1.0
     inner_sizes: tuple[int, ...] = ()  # of each layer's MLP, if they differ
     cutoffs: tuple[float | None, ...] = ()  # of each layer's MLP, see ``MlpSpec``
+    limits: tuple[float, ...] = ()  # of each layer's MLP or shared experts, see ``MlpSpec``
     names: LayerNames = LayerNames()
     recurrent: RecurrentNames | None = None
     multipliers: Multipliers = Multipliers()
@@ -302,8 +303,9 @@ class DecoderConfig:
         return self.inner_sizes[layer] if self.inner_sizes else self.intermediate_size
 
     def mlp_of(self, layer: int) -> MlpSpec:
-        """Behaviour of a layer's dense MLP."""
-        return replace(self.mlp, cutoff=self.cutoffs[layer]) if self.cutoffs else self.mlp
+        """Behaviour of a layer's dense MLP, or of its shared experts."""
+        mlp = replace(self.mlp, limit=self.limits[layer]) if self.limits else self.mlp
+        return replace(mlp, cutoff=self.cutoffs[layer]) if self.cutoffs else mlp
 
     def cache_of(self, layer: int) -> int:
         """The layer whose keys and values a layer uses: itself, or an earlier one."""

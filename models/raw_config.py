@@ -146,7 +146,8 @@ class RawConfig:
     def shares(self, key: str, layers: int) -> tuple[float, ...] | None:
         """A number from 0 on for each layer, or None: a list of them, or one for all."""
         values = self._values.get(key)
-        listed = [values] * layers if type(values) is float else self.layer_list(key, layers)
+        whole = type(values) in (int, float)
+        listed = [values] * layers if whole else self.layer_list(key, layers)
         for layer, value in enumerate(listed or []):
             if value != 0 and positive_number(value) is None:
                 raise self._error(
@@ -225,6 +226,10 @@ class RawConfig:
         """This config without a key."""
         return self._with({name: value for name, value in self._values.items() if name != key})
 
+    def changed(self, **values: object) -> RawConfig:
+        """This config with other values of some keys."""
+        return self._with({**self._values, **values})
+
     def _with(self, values: Mapping[str, object]) -> RawConfig:
         other = RawConfig(self._checkpoint, context=self.context)
         other._values = values
@@ -254,8 +259,10 @@ class RawConfig:
         return self.layer_kinds("layer_types", len(default), kinds) or default
 
     def layer_list(self, key: str, layers: int) -> list[Any] | None:
-        """A list of one entry for each layer, or None."""
-        values = self.sequence(key)
+        """A list of one entry for each layer, or None; those of prediction blocks are left out."""
+        values, extra = self.sequence(key), self._values.get("num_nextn_predict_layers")
+        if values is not None and type(extra) is int and len(values) == layers + extra:
+            values = values[:layers]
         if values is not None and len(values) != layers:
             raise self._error(f"config {key} has {len(values)} entries for {layers} layers")
         return values

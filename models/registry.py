@@ -39,6 +39,7 @@ from localrt.models.architectures import (
     qwen3_5,
     qwen4_exp,
     smollm3,
+    step,
 )
 from localrt.models.architectures.family import PLAIN, Family
 from localrt.models.config import DecoderConfig
@@ -80,6 +81,7 @@ _MODULES = (
     qwen3_5,
     qwen4_exp,
     smollm3,
+    step,
 )
 _FAMILIES: Mapping[str, Family] = {
     name: family

@@ -95,7 +95,7 @@ class SparseMlp:
         self.experts = experts
         self.layer = layer
         self.place = config.sparse_layers[layer]
-        self._mlp = config.mlp
+        self._mlp = config.mlp_of(layer)
         prefix = f"model.layers.{layer}."
         count, optional = spec.router.count, weights.optional_vector
         self._beside = _BesideDense(config, layer, weights) if spec.beside_dense else None

@@ -219,6 +219,7 @@ def mlp_args(weights: MlpWeights, spec: MlpSpec) -> MlpArgs:
         cut=spec.cutoff is not None,
         cutoff=spec.cutoff or 0.0,
         gate_scale=spec.gate_scale,
+        limit=spec.limit,
         curve=spec.curve,
     )
 

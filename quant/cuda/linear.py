@@ -108,12 +108,10 @@ def gate_up(
     """activation(gate) * up of a stacked gate and up, (R, rows / 2) in bf16: in one kernel if each
     is whole tiles. Without a gate, the activation of all rows.
     """
-    activation, scale, limit, curve = spec.activation, 1.0, 0.0, (0.0,) * 4
+    activation, limit, scale, curve = spec.activation, spec.limit, 1.0, (0.0,) * 4
     if isinstance(spec, MlpSpec):
         assert spec.cutoff is None, "models that cut gates off compute with torch"
         scale, curve = spec.gate_scale, spec.curve
-    else:
-        limit = spec.limit
     if bias is not None or scale != 1.0 or activation not in ("silu", "gelu_tanh"):
         both = linear(x, weight, bias, dtype=FLOAT32)
         return gate(both, activation, scale=scale, limit=limit, curve=curve)
@@ -124,15 +122,15 @@ def gate_up(
         or inner % 16
         or not _by_kernels(rows, part)
     ):
-        return gate(linear(x, weight), activation)
+        return gate(linear(x, weight), activation, limit=limit)
     change = None if weight.adapters is None else weight.adapters.of(x, weight.starts)
     if change is not None and not _applies_changes(weight, rows):
         # In float32: rows without adapters keep their bits.
-        return gate(linear(x, weight, dtype=FLOAT32), activation)
+        return gate(linear(x, weight, dtype=FLOAT32), activation, limit=limit)
     if isinstance(x, Tensor):
         x = quantize(_rotated(x, weight), fine=weight.fine)
     out = empty(rows, inner, dtype=BFLOAT16, device=_device(x))
-    product(x, part, out, gate=activation, change=change)
+    product(x, part, out, gate=activation, limit=limit, change=change)
     return out
 
 

@@ -10,6 +10,7 @@ the formats' reference bit for bit, except NF4's: its levels are multiples of 1/
 
 from __future__ import annotations
 
+import math
 from ctypes import Structure
 from dataclasses import dataclass
 from functools import cache
@@ -154,14 +155,14 @@ def product(
     *,
     bias: Tensor | None = None,
     gate: str | None = None,
-    limit: float = 0.0,
+    limit: float = math.inf,
     division: LaunchShape | None = None,
     change: AdaptedRows | None = None,
 ) -> None:
     """out (R, rows) = x (R, columns) @ weight.T.
 
     With ``gate``, the weight stacks F gate rows and F up rows, F a multiple of 16, and out (R, F)
-    is activation(gate) * up; ``limit`` is ``swiglu_oai``'s. With H heads the weight stacks H
+    is activation(gate) * up; ``limit`` is that of ``ExpertSpec``. With H heads the weight stacks H
     matrices of whole tiles, and out is (H, R, rows / H).
 
     ``change`` is for few rows, and applied before the gate. A matrix in several parts passes it to

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -188,7 +189,7 @@ def gate(
     activation: str,
     *,
     scale: float = 1.0,
-    limit: float = 0.0,
+    limit: float = math.inf,
     curve: Sequence[float] = (0.0,) * 4,
     up: Tensor | None = None,
 ) -> Tensor:
@@ -196,7 +197,7 @@ def gate(
     bf16. For ``relu2`` and ``xielu``, which have no gate, the activation of (R, F). With ``up``
     (R, F) of the same type, whose rows may be strided, gate_up has the gates alone.
 
-    ``limit`` is ``swiglu_oai``'s, ``curve`` that of ``MlpSpec``.
+    ``limit`` is that of ``ExpertSpec``, ``curve`` that of ``MlpSpec``.
     """
     count, columns = gate_up.shape
     width = columns if activation in UNGATED or up is not None else columns // 2

@@ -9,6 +9,7 @@ Shapes: R rows, D hidden size, E experts, K used experts, W ranked experts, F an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, NamedTuple, Protocol, Self
@@ -78,14 +79,15 @@ class RouterWeights(Generic[WeightT, VectorT]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertSpec:
-    """What an expert computes: ``down(activation(gate(x)) * up(x))``.
+    """What an expert computes: ``down(activation(gate(x)) * up(x))``, with ``activation(gate(x))``
+    at most ``limit`` and ``up(x)`` within ``limit``.
 
     ``swiglu_oai`` is gpt-oss's: gate at most ``limit``, up within ``limit``, ``gate * sigmoid(1.702
     gate) * (up + 1)``. ``relu2`` has no gate: it squares the ReLU of ``up(x)``.
     """
 
     activation: ExpertActivation = "silu"
-    limit: float = 7.0
+    limit: float = math.inf
 
     @property
     def gated(self) -> bool:

@@ -10,6 +10,7 @@ heads, G key/value heads, E head size, V vocabulary, K experts of a row.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -85,7 +86,7 @@ Forward: TypeAlias = Callable[..., npt.NDArray[np.float32]]
 class MlpSpec:
     """Behaviour of an MLP: gated, except for ``relu2``, the squared ReLU, and ``xielu``.
 
-    Gates are multiplied by ``gate_scale``. With a ``cutoff``, a row's mean gate plus ``cutoff``
+    Gates are multiplied by ``gate_scale``; ``limit`` is that of ``ExpertSpec``. With a ``cutoff``, a row's mean gate plus ``cutoff``
     standard deviations is subtracted, then a ReLU applied: a fixed share of gates stays (Gemma 3n).
     ``post_eps`` is that of the norm of the result, if it differs.
 
@@ -98,6 +99,7 @@ class MlpSpec:
     eps: float
     cutoff: float | None = None
     gate_scale: float = 1.0
+    limit: float = math.inf
     curve: tuple[float, float, float, float] = (0.0,) * 4
     post_eps: float | None = None
 

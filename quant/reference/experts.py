@@ -112,12 +112,13 @@ def gated(gate_up: Tensor, spec: ExpertSpec | MlpSpec) -> Tensor:
     gate, up = gate_up.chunk(2, -1)
     if isinstance(spec, MlpSpec) and spec.gate_scale != 1.0:
         gate = gate * spec.gate_scale
+    up = up.clamp(-spec.limit, spec.limit)
     if spec.activation == "silu":
-        return F.silu(gate) * up
+        return F.silu(gate).clamp(max=spec.limit) * up
     if spec.activation == "gelu_tanh":
-        return F.gelu(gate, approximate="tanh") * up
+        return F.gelu(gate, approximate="tanh").clamp(max=spec.limit) * up
     assert isinstance(spec, ExpertSpec), "a dense MLP has no other activation"
-    gate, up = gate.clamp(max=spec.limit), up.clamp(-spec.limit, spec.limit)
+    gate = gate.clamp(max=spec.limit)
     return gate * torch.sigmoid(gate * _GATE_SIGMOID) * (up + 1)
 
 

@@ -306,6 +306,27 @@ def _cohere2_moe(config: Any, rope: Any, kinds: Any) -> Any:
     }
 
 
+def _step(config: Any, rope: Any, kinds: Any) -> Any:
+    windowed = [kind == "sliding_attention" for kind in kinds]
+    heads = (config.num_attention_heads, config.num_sliding_attention_heads)
+    limits = {
+        f"swiglu_clamp_{own}": [float(limit or 0) for limit in getattr(config, name)]
+        for own, name in (("exp", "swiglu_limits"), ("shexp", "swiglu_limits_shared"))
+        if getattr(config, name)
+    }
+    return {
+        **limits,
+        "attention.head_count": [heads[here] for here in windowed],
+        "attention.sliding_window_pattern": windowed,
+        "rope.dimension_count": config.head_dim,  # of which half turns without a window
+        "rope.freq_base_swa": config.rope_parameters.get("sliding_attention", rope)["rope_theta"],
+        "expert_shared_feed_forward_length": config.share_expert_dim,
+        "expert_weights_scale": config.moe_router_scaling_factor,
+        "expert_weights_norm": True,
+        "expert_gating_func": 2,
+    }
+
+
 _CHANGES: Mapping[str, Any] = {
     "cohere2": lambda config, rope, kinds: {
         **_cohere2(config, rope, kinds),
@@ -326,6 +347,7 @@ _CHANGES: Mapping[str, Any] = {
         "expert_weights_scale": config.router_scaling_factor,
         "expert_gating_func": 2,
     },
+    "step35": _step,
     "hunyuan-moe": lambda config, rope, kinds: {
         "expert_used_count": config.moe_topk,
         "expert_shared_count": 1,

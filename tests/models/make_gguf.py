@@ -47,6 +47,7 @@ _NAMES = {
     "apertus": "apertus",
     "glm4moe": "glm4-moe glm4-moe-norms solar-open",
     "hy_v3": "hy-v3",
+    "step35": "step",
     "falcon-h1": "falcon-h1 falcon-h1-normed",
     "nemotron_h": "nemotron-h",
     "nemotron_h_moe": "nemotron-h-moe nemotron-h-latent",
@@ -94,11 +95,13 @@ _PAIRED = (
     *("granite", "granite_swa", "granitehybrid", "granitemoe", "llama", "mistral3", "smollm3"),
     "muse-glimmer",
 )
-_INCLUDES_ONE = ("gemma3", "qwen3next", "qwen35", "qwen35moe", "qwen4exp")  # in norms' weights
+_INCLUDES_ONE = (  # in norms' weights
+    *("gemma3", "qwen3next", "qwen35", "qwen35moe", "qwen4exp", "step35"),
+)
 
 _OTHERS = re.compile(
     r"(model\.)?(visual|vision_(tower|adapter|embedder|projection|model)|embed_(vision|audio)"
-    r"|multi_modal_projector)\..*"
+    r"|multi_modal_projector|vit_\w+)\..*"
 )
 _EXPERT = re.compile(r"(.+\.)experts\.(\d+)\.(\w+)\.weight")
 _STACKED = re.compile(
@@ -123,6 +126,7 @@ _STEMS = {
     "dt_bias": "ssm_dt.bias",
     "e_score_correction_bias": "exp_probs_b.bias",
     "expert_bias": "exp_probs_b.bias",
+    "moe.router_bias": "exp_probs_b.bias",
     "router.scale": "ffn_gate_inp.scale",
     **{f"self_attn.{gate}_proj.weight": "attn_gate.weight" for gate in ("g", "gate")},
     "router.per_expert_scale": "ffn_down_exps.scale",
@@ -284,6 +288,8 @@ class _Model:
                 found[f"blk.{layer}.attn_k_norm.weight"] = ones
         if self.architecture.startswith("gemma4"):
             found["rope_freqs.weight"] = self._divisors()
+        if self.architecture == "step35":
+            found["rope_freqs.weight"] = self._llama3_divisors()
         rope = vars(self.config).get("rope_parameters") or {}
         for length in ("long", "short"):
             if factors := rope.get(f"{length}_factor"):
@@ -438,6 +444,18 @@ class _Model:
             sizes = (inner, inner, keys, keys, config.mamba_n_heads)
             value *= np.repeat(np.float32(config.ssm_multipliers), sizes)[:, None]
         return value
+
+    def _llama3_divisors(self) -> Array:
+        """What those of Step's full layers are divided by, and ones."""
+        config, rope = self.config, self.config.rope_parameters["full_attention"]
+        size = int(config.head_dim * rope["partial_rotary_factor"])
+        lengths = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, size, 2) / size)
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        share = (rope["original_max_position_embeddings"] / lengths - low) / (high - low)
+        values = np.ones(config.head_dim // 2, np.float32)
+        share = np.clip(share, 0, 1)
+        values[: size // 2] = 1 / (share + (1 - share) / rope["factor"])
+        return values
 
     def _divisors(self) -> Array:
         """What the rotary frequencies of Gemma's full layers are divided by."""

@@ -80,6 +80,8 @@ MODELS = {
     "qwen3-vl-moe": "vision_config",
     "apertus": "xielu_alpha_p",
     "solar-open": "intermediate_size first_k_dense_replace",
+    "step": "rope_theta partial_rotary_factors attention_other_setting moe_layers_enum"
+    " num_nextn_predict_layers",
     "hy-v3": "route_norm norm_topk_prob",
     "exaone-moe-groups": "scoring_func first_k_dense_replace",
     "hunyuan-moe": "alpha num_experts_per_tok",

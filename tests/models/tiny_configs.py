@@ -213,6 +213,19 @@ _LATENT = {
 }
 
 
+_STEP: dict[str, Any] = {
+    **_WIDE,
+    "pad_token_id": 0,
+    "head_dim": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "share_expert_dim": 48,
+    "sliding_window": WINDOW,
+}
+_STEP_VISION: dict[str, Any] = {**_VISION, "num_hidden_layers": 1, "image_size": 56}
+
+
 def _two_bases(full: dict[str, Any], sliding: float) -> dict[str, Any]:
     """The rotary parameters of layers without a window, and the base of those with one."""
     return {
@@ -440,6 +453,27 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         n_group=2,
         topk_group=1,
         attention_bias=True,
+    ),
+    "step": lambda: with_text(
+        hf.Step3p7Config,
+        {
+            **_STEP,
+            "num_hidden_layers": 5,
+            "layer_types": ["full_attention", *["sliding_attention"] * 3, "full_attention"],
+            "num_sliding_attention_heads": 8,
+            "moe_router_scaling_factor": 1.7,
+            "swiglu_limits": [0.0, 0.0, 0.0, None, 0.02],
+            "swiglu_limits_shared": [0.0, 0.03, 0.0, 0.0, 0.04],
+            "rope_parameters": _two_bases(
+                {**_LLAMA3, "rope_theta": 50000.0, "partial_rotary_factor": 0.5}, 20000.0
+            ),
+        },
+        **_STEP_VISION,
+    ),
+    "step-plain": lambda: with_text(
+        hf.Step3p7Config,
+        {**_STEP, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+        **_STEP_VISION,
     ),
     "hy-v3": lambda: hf.HYV3Config(
         **_WIDE, **_EXPERTS, head_dim=32, num_shared_experts=2, router_scaling_factor=1.7

@@ -71,6 +71,7 @@ STREAMED = {
     "seed_oss": "seed-oss",
     "solar_open": "solar-open",
     "smollm3": "smollm3",
+    "step": "step",
 }
 
 

@@ -27,12 +27,13 @@ def gated(
     if isinstance(spec, ExpertSpec) and spec.activation == "swiglu_oai":
         gate, up = np.minimum(gate, spec.limit), np.clip(up, -spec.limit, spec.limit)
         return gate * sigmoid(1.702 * gate) * (up + 1)
+    up = np.clip(up, -spec.limit, spec.limit)
     if spec.activation == "gelu_tanh":
         inner = 0.7978845608028654 * (gate + 0.044715 * gate**3)
-        return 0.5 * gate * (1 + np.tanh(inner)) * up
+        return np.minimum(0.5 * gate * (1 + np.tanh(inner)), spec.limit) * up
     if isinstance(spec, MlpSpec):
         gate = gate * spec.gate_scale
-    return gate * sigmoid(gate) * up
+    return np.minimum(gate * sigmoid(gate), spec.limit) * up
 
 
 def read_in(layer: Any, x: npt.NDArray[np.float32], cuts: Iterable[int]) -> npt.NDArray[np.float32]:

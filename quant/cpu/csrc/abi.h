@@ -177,7 +177,7 @@ struct MlpArgs {
     Stack row_gate;                 // (1, D), or no parts
     int32_t rows, activation;
     int32_t cut;                    // gates are reduced by mean + `cutoff` standard deviations, but not below 0
-    float eps, post_eps, cutoff, gate_scale;
+    float eps, post_eps, cutoff, gate_scale, limit;
     float curve[4];                 // of XIELU
 };
 

@@ -106,8 +106,12 @@ struct Gate {
             return up * up;
         }
         if (activation == XIELU) return xielu(up, curve);
-        if (activation != SWIGLU_OAI) return activate(gate * F16L::set1(scale), activation) * up;
         const F16L most = F16L::set1(limit);
+        if (activation != SWIGLU_OAI) {
+            gate = activate(gate * F16L::set1(scale), activation);
+            if (limit == INFINITY) return gate * up;  // NaN stays NaN
+            return gate.min(most) * up.min(most).max(negated(most));
+        }
         gate = gate.min(most);
         up = up.min(most).max(negated(most));
         return gate * sigmoid16(gate * F16L::set1(1.702f)) * (up + F16L::set1(1.f));

@@ -269,7 +269,7 @@ void norm_gated_mlp(Context& context, const MlpArgs& args) {
     const bool gates = has_gate(args.activation);
     const int inner = args.gate_up.rows / (gates ? 2 : 1);
     const Acts acts = prepare(context, context.rows, args.x, nullptr, args.rows, args.norm, args.eps, args.gate_up);
-    const Gate gate = {args.activation, 0.f, args.gate_scale, args.curve};
+    const Gate gate = {args.activation, args.limit, args.gate_scale, args.curve};
     if (args.down.count == 0) {
         float* wide = scratch<float>(context.wide, (size_t)args.rows * args.gate_up.rows + 16);
         matmul(context, args.gate_up, acts, wide);

@@ -24,7 +24,7 @@ void gate_inputs(Context& context, const InputArgs& args) {
     float* gates = scratch<float>(context.wide, (size_t)args.rows * width);
     matmul(context, args.gate, prepare(context, context.rows, args.x, nullptr, args.rows, nullptr, 0, args.gate), gates);
     float* gated = scratch<float>(context.gated, (size_t)args.rows * width);
-    const Gate gate = {args.activation, 0.f};
+    const Gate gate = {args.activation, INFINITY};
     parallel(context, (args.rows + 15) / 16, [&](int task) {
         for (int row = task * 16; row < least(args.rows, task * 16 + 16); row++)
             gate_row(gates + (size_t)row * width, args.inputs + (size_t)row * args.stride + args.first, 0, width, gate, nullptr, nullptr,

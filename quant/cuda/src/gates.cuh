@@ -30,8 +30,9 @@ FN float activated(float x) {
 
 template <int KIND>
 FN float gated(float gate, float up, float limit) {
-    if constexpr (KIND != SWIGLU_OAI) return activated<KIND>(gate) * up;
+    if constexpr (KIND != SWIGLU_OAI) gate = activated<KIND>(gate);
     gate = gate > limit ? limit : gate;
     up = up > limit ? limit : up < -limit ? -limit : up;
+    if constexpr (KIND != SWIGLU_OAI) return gate * up;
     return gate * sigmoid(1.702f * gate) * (up + 1.f);
 }
