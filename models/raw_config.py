@@ -9,6 +9,7 @@ have all keys.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -155,6 +156,12 @@ class RawConfig:
                 )
         return None if listed is None else tuple(float(value) for value in listed)
 
+    def limits(self, key: str, layers: int) -> tuple[float, ...]:
+        """A limit for each layer; 0 or null is none."""
+        given = [limit or 0.0 for limit in self.layer_list(key, layers) or [None] * layers]
+        found = self.changed(**{key: given}).shares(key, layers) or ()
+        return tuple(limit or math.inf for limit in found)
+
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
         """``count`` positive numbers; ones if the key is missing."""
         values = self.sequence(key)
@@ -175,6 +182,14 @@ class RawConfig:
         if (number := positive_number(value)) is None:
             raise self._error(f"config {key} must be a positive number, is {value!r:.60}")
         return number
+
+    def negative_number(self, key: str) -> float:
+        """A finite number below 0."""
+        value = self._required(key, None)
+        number = positive_number(-value) if type(value) in (int, float) else None
+        if number is None:
+            raise self._error(f"config {key} must be a number below 0, is {value!r:.60}")
+        return -number
 
     def optional_number(self, key: str) -> float | None:
         """A positive number, or None when absent, null or zero."""

@@ -218,10 +218,14 @@ def missing_on_gpu(memory: Sequence[LayerSpec]) -> str:
         if isinstance(spec, RecurrentSpec):
             if spec.kind == "ngram":
                 return "they do not take hashed n-grams"
+            if spec.decay_floor:
+                return "they do not compute decays that have a floor"
         elif isinstance(spec, IndexSpec):
             return "they do not choose the tokens that attention sees"
         elif spec.streams:
             return "they do not keep several residual streams"
+        elif isinstance(spec, LatentSpec) and spec.head_gates:
+            return "they do not gate the heads of latent attention"
         elif spec.beside_mlp:
             return "they do not compute attention and an MLP in parallel"
     return ""

@@ -1,7 +1,8 @@
 """Kimi-Linear (Moonshot): Kimi Delta Attention, and some layers of unrotated latent attention.
 
 Its delta layers have a decay for each key channel and low-rank projections for decays and gates.
-Experts are DeepSeek-V3's.
+Experts are DeepSeek-V3's. Ling 3.0's latent attention is rotated, and has a gate for each head; its
+delta layers project decays and gates in one step.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import replace
 
 from localrt.models.architectures import deepseek
 from localrt.models.architectures.family import Config, Family, GgufFacts
-from localrt.models.config import DecoderConfig, RecurrentNames
+from localrt.models.config import CHOICE_BIAS, DecoderConfig, RecurrentNames
 from localrt.models.raw_config import RawConfig
 from localrt.quant.ops.attention import LatentSpec, Rope
 from localrt.quant.ops.recurrent import RecurrentSpec
@@ -90,6 +91,42 @@ def _names(raw: RawConfig) -> RecurrentNames:
     )
 
 
+def read_ling(raw: RawConfig) -> DecoderConfig:
+    """Ling 3.0: read Kimi-Linear's keys, or those of its publisher.
+
+    ``layer_types`` or ``layer_group_size`` says which layers attend: the last of each group. With
+    ``kda_safe_gate``, decays are not below ``kda_lower_bound``, a logarithm.
+    """
+    taps = raw.integer("linear_conv_kernel_dim", raw.integer("short_conv_kernel_size", 4))
+    raw = raw.changed(
+        linear_head_dim=raw.integer("linear_head_dim", raw.integer("head_dim", 128)),
+        linear_num_heads=raw.integer("linear_num_heads", raw.integer("num_attention_heads")),
+        linear_conv_kernel_dim=taps,
+    )
+    layers, names = raw.integer("num_hidden_layers"), _names(raw)
+    kinds = raw.layer_kinds("layer_types", layers, _KINDS)
+    if kinds is None:
+        group = raw.integer("layer_group_size")
+        kinds = [(layer + 1) % group == 0 for layer in range(layers)]
+    config = deepseek.read_config(raw.renamed(_KEYS))
+    floor = raw.negative_number("kda_lower_bound") if raw.flag("kda_safe_gate", True) else 0.0
+    linear = replace(_delta(raw, None, config), low_rank=0, decay_floor=floor)
+    attending = replace(config.attending[0], head_gates=True)
+    mix = tuple(f"self_attn.{part}_proj" for part in "qkvgbf")
+    limits = raw.limits("expert_swiglu_limit_list", layers)
+    return replace(
+        config,
+        architecture="ling",
+        attention=tuple(attending if attends else linear for attends in kinds),
+        recurrent=replace(names, mix=mix, gate_up="", decay_up=""),
+        limits=raw.limits("share_expert_swiglu_limit_list", layers),
+        mixtures=tuple(
+            spec and replace(spec, expert=replace(spec.expert, limit=limit))
+            for spec, limit in zip(config.mixtures, limits, strict=False)
+        ),
+    )
+
+
 _GGUF_LAYER: Mapping[str, str] = {
     **deepseek.GGUF_LATENT,
     "ssm_conv1d_q": "self_attn.q_conv1d",
@@ -116,7 +153,40 @@ def _add_delta(config: Config, file: GgufFacts) -> None:
     deepseek.add_latents(config, file)
 
 
+def _add_ling(config: Config, file: GgufFacts) -> None:
+    _add_delta(config, file)
+    config["kda_lower_bound"] = file.number("kda.gate_lower_bound")
+    for kind, name in (("exp", "expert"), ("shexp", "share_expert")):
+        limits = file.listed(f"swiglu_clamp_{kind}")
+        own = limits and limits[: config.get("num_hidden_layers")]
+        config[f"{name}_swiglu_limit_list"] = own
+
+
+_PUBLISHED = (
+    *("q_proj", "k_proj", "v_proj", "f_proj", "g_proj", "b_proj", "q_a_proj", "q_b_proj"),
+    *("kv_a_proj_with_mqa", "kv_b_proj", "q_conv1d", "k_conv1d", "v_conv1d"),
+    *("o_proj", "o_norm", "q_a_layernorm", "kv_a_layernorm"),
+)
 FAMILIES = (
+    Family(
+        name="ling",
+        read=read_ling,
+        folders="BailingHybridForCausalLM BailingMoeV3ForCausalLM",
+        gguf="bailingmoe3",
+        tensors={
+            **{f"attention.{name}.weight": f"self_attn.{name}.weight" for name in _PUBLISHED},
+            **{f"attention.{name}": f"self_attn.{name}" for name in ("A_log", "dt_bias")},
+            "attention.dense.weight": "self_attn.o_proj.weight",
+            "mlp.gate.expert_bias": CHOICE_BIAS,
+        },
+        gguf_layer={
+            **_GGUF_LAYER,
+            "ssm_f_a": "self_attn.f_proj",
+            "ssm_g_a": "self_attn.g_proj",
+            "attn_gate": "self_attn.g_proj",
+        },
+        gguf_config=_add_ling,
+    ),
     Family(
         name="kimi_linear",
         read=read_config,

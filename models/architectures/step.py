@@ -59,7 +59,7 @@ def read_config(raw: RawConfig) -> DecoderConfig:
         qk_norm=True,
         norm_offset=0.0 if raw.flag("norm_weights_include_one") else 1.0,
         names=replace(names, qkv=(*names.qkv, "self_attn.g_proj")),
-        limits=_limits(raw, "swiglu_limits_shared", layers),
+        limits=raw.limits("swiglu_limits_shared", layers),
         mixtures=_mixtures(raw, config),
     )
 
@@ -93,13 +93,6 @@ def _rope_parameters(raw: RawConfig, windowed: Sequence[bool]) -> list[Mapping[s
     return found
 
 
-def _limits(raw: RawConfig, key: str, layers: int) -> tuple[float, ...]:
-    """A limit for each layer; 0 or null is none."""
-    given = raw.layer_list(key, layers) or [0.0] * layers
-    raw = raw.changed(**{key: [limit or 0.0 for limit in given]})
-    return tuple(limit or math.inf for limit in raw.shares(key, layers) or ())
-
-
 def _mixtures(raw: RawConfig, config: DecoderConfig) -> tuple[MixtureSpec | None, ...]:
     """Read ``mlp_layer_types`` or ``moe_layers_enum``; without them, the first three layers are
     dense.
@@ -128,7 +121,7 @@ def _mixtures(raw: RawConfig, config: DecoderConfig) -> tuple[MixtureSpec | None
         choice_bias=not raw.is_gguf
         or any(raw.has_tensor(f"model.layers.{layer}.{CHOICE_BIAS}") for layer in range(layers)),
     )
-    limits = _limits(raw, "swiglu_limits", layers)
+    limits = raw.limits("swiglu_limits", layers)
     return tuple(
         replace(spec, expert=replace(spec.expert, limit=limit)) if here else None
         for here, limit in zip(sparse, limits, strict=True)

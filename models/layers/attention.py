@@ -25,6 +25,7 @@ _QUERY = "self_attn.q_proj"
 _QUERY_DOWN = "self_attn.q_a_proj"
 _QUERY_NORM = "self_attn.q_a_layernorm"
 _QUERY_UP = "self_attn.q_b_proj"
+_GATE = "self_attn.g_proj"
 _DOWN = "self_attn.kv_a_proj_with_mqa"
 _LATENT_NORM = "self_attn.kv_a_layernorm"
 _KEY_UP = "self_attn.k_b_proj"
@@ -37,7 +38,8 @@ def latent_groups(spec: LatentSpec) -> tuple[tuple[str, ...], ...]:
 
     Per-head matrices to keys and values are not included: each has its own inputs.
     """
-    first = (_QUERY_DOWN if spec.query_rank else _QUERY, _DOWN)
+    gates = (_GATE,) if spec.head_gates else ()
+    first = (_QUERY_DOWN if spec.query_rank else _QUERY, *gates, _DOWN)
     return (first, *(((_QUERY_UP,),) if spec.query_rank else ()), (_OUT,))
 
 
@@ -57,10 +59,10 @@ class LatentAttention:
             return f"model.layers.{layer}.{stem}.weight"
 
         rank = spec.query_rank
-        first = _QUERY_DOWN if rank else _QUERY
+        first = (name(stem) for stem in latent_groups(spec)[0])
         self.weights = LatentWeights(
             norm=weights.vector(hidden, name(_NORM)),
-            down=weights.matrix((spec.down_rows, hidden), name(first), name(_DOWN)),
+            down=weights.matrix((spec.down_rows, hidden), *first),
             latent_norm=weights.vector(spec.latent, name(_LATENT_NORM)),
             key_up=weights.matrix((spec.heads * spec.latent, spec.nope), name(_KEY_UP)),
             value_up=weights.matrix((spec.heads * spec.value, spec.latent), name(_VALUE_UP)),

@@ -54,7 +54,7 @@ class Recurrent:
 
         decay = None
         if stateful:
-            transform = None if names.decay_is_rate else _rate
+            transform = _negative if names.decay_is_rate else _rate
             decay = weights.vector(heads, f"{prefix}{names.decay}", transform=transform)
         self.weights = RecurrentWeights(
             norm=None
@@ -115,6 +115,11 @@ def _mix_scale(config: DecoderConfig, spec: RecurrentSpec, weights: WeightLoader
     sizes = (spec.inner, spec.inner, spec.keys, spec.keys, spec.heads)
     values = np.repeat(np.asarray(factors, np.float32), sizes)
     return weights.constants("multipliers", values)
+
+
+def _negative(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Return negative rates: some files have them without a sign."""
+    return -np.abs(values)
 
 
 def _rate(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

@@ -334,8 +334,11 @@ class NativeOps(StreamSteps):
     def norm_latent_append(
         self, x: Floats, weights: LatentWeights, spec: LatentSpec, step: NativePass, layer: int
     ) -> Floats:
-        """(R, H (N + P)): as projected, rotary parts turned; the latents are written to caches."""
-        q = self._array(step.rows, spec.query_rows)
+        """(R, H (N + P)): as projected, rotary parts turned; the latents are written to caches.
+
+        Gates (R, H) follow.
+        """
+        q = self._array(step.rows, spec.query_rows + spec.gate_rows)
         args = latent_args(weights, spec, step, layer)
         args.x, args.q = self._locate(x), self._locate(q)
         self._api.lrt_norm_latent_append(self._handle, args)

@@ -274,6 +274,7 @@ def latent_args(
         nope=spec.nope,
         value=spec.value,
         interleaved=spec.interleaved,
+        head_gates=spec.head_gates,
         eps=spec.eps,
         latent_eps=spec.latent_eps,
         scale=spec.scale,
@@ -300,7 +301,7 @@ _RECURRENT_VECTORS = (
 )
 _RECURRENT_SIZES = (
     *("heads", "key_heads", "key_size", "value_size", "taps", "dilation", "width", "tiled"),
-    *("channel_decay", "norm_size", "gate_first", "eps", "strength"),
+    *("channel_decay", "decay_floor", "norm_size", "gate_first", "eps", "strength"),
 )
 
 

@@ -267,22 +267,27 @@ class LatentSpec(AttentionSpec):
         return self.heads * (self.nope + self.rope_dim)
 
     @property
+    def gate_rows(self) -> int:
+        """Rows of heads' gates in the down projection: H, or 0."""
+        return self.heads if self.head_gates else 0
+
+    @property
     def row_nbytes(self) -> int:
         """Float32 bytes of a row's queries and of its heads' values: both are held at once."""
-        return 4 * (self.query_rows + self.heads * self.value)
+        return 4 * (self.query_rows + self.gate_rows + self.heads * self.value)
 
     @property
     def down_rows(self) -> int:
-        """Rows of the down projection: queries or their Q latents, then L + P."""
-        return (self.query_rank or self.query_rows) + self.head_dim
+        """Rows of the down projection: queries or their Q latents, heads' gates, then L + P."""
+        return (self.query_rank or self.query_rows) + self.gate_rows + self.head_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentWeights(Generic[WeightT, VectorT]):
     """One unit of latent attention.
 
-    ``down`` stacks the rows of the queries' (first) projection and of the latents with the rotary
-    keys: (Q or H (N + P), then L + P; D). ``key_up`` holds each head's matrix transposed, so that
+    ``down`` stacks the rows of the queries' (first) projection, of heads' gates if there are any,
+    and of the latents with the rotary keys: (Q or H (N + P), H, then L + P; D). ``key_up`` holds each head's matrix transposed, so that
     it turns a query into one against latents; ``value_up`` turns latents into values.
     """
 

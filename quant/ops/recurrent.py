@@ -25,7 +25,7 @@ Shapes: R rows, D hidden size, H heads, G key heads, K key size, V value size, T
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, Literal
 
 from localrt.quant.ops.arrays import VectorT, WeightT
@@ -40,7 +40,8 @@ class RecurrentSpec:
     """Shape and behaviour of one recurrent layer.
 
     ``heads`` share ``key_heads`` keys and queries: neighbouring heads, or with ``tiled`` every
-    ``key_heads``-th. ``channel_decay``: a decay for every key channel (KDA). The result is normed
+    ``key_heads``-th. ``channel_decay``: a decay for every key channel (KDA); with a ``decay_floor``
+    below 0, its logarithm is the floor times a sigmoid, instead of a rate times a softplus. The result is normed
     over ``norm_size`` numbers (0: it is not) and gated by ``gate`` of the gates, before the norm
     with ``gate_first``; ``norm_eps`` is that norm's epsilon if not ``eps``. Written values are
     multiplied by ``strength``. With a ``low_rank``, gates and decays are projected in two steps,
@@ -59,6 +60,8 @@ class RecurrentSpec:
     width: int = 0
     tiled: bool = False
     channel_decay: bool = False
+    # Saved caches of others stay valid: see ``Rope``
+    decay_floor: float = field(default=0.0, repr=False)
     conv_bias: bool = False
     norm_size: int = 0
     gate: Literal["silu", "sigmoid"] = "silu"
@@ -85,6 +88,8 @@ class RecurrentSpec:
             raise ValueError(f"dilation must be at least 1, is {self.dilation}")
         if not self.stateful and self.width < 1:
             raise ValueError(f"width must be at least 1, is {self.width}")
+        if self.decay_floor > 0 or (self.decay_floor and not self.channel_decay):
+            raise ValueError("a floor of decays is below 0, and of decays of every key channel")
         if self.low_rank and self.kind != "delta":
             raise ValueError(f"low_rank is of delta layers, not of {self.kind}")
 

@@ -200,20 +200,23 @@ class _Steps(Protocol):
 def latent_queries(
     ops: _Steps, x: Tensor, weights: LatentWeights, spec: LatentSpec, turns: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Queries against cached rows (R, H, P + L), and the new rows (R, 1, P + L).
+    """Queries against cached rows (R, H, P + L), each with its head's gate behind if there are any,
+    and the new rows (R, 1, P + L).
 
     ``turns`` are cos and sin of the pass, (R, 1, P / 2).
     """
     wide = ops.linear(ops._norm(x, weights.norm, spec.eps), weights.down)
-    sizes = [spec.down_rows - spec.head_dim, spec.latent, spec.rope_dim]
-    q, latent, key = torch.split(wide, sizes, dim=-1)
+    gates = spec.gate_rows
+    sizes = [spec.down_rows - spec.head_dim - gates, gates, spec.latent, spec.rope_dim]
+    q, opening, latent, key = torch.split(wide, sizes, dim=-1)
     if weights.query_up is not None:
         q = ops.linear(ops._norm(q, weights.query_norm, spec.latent_eps), weights.query_up)
     q = q.reshape(-1, spec.heads, spec.nope + spec.rope_dim)
     plain, turned = torch.split(q, [spec.nope, spec.rope_dim], dim=-1)
     key_up = weights.key_up.view(spec.heads, spec.latent, spec.nope)
     absorbed = torch.einsum("rhn,hln->rhl", plain, key_up)
-    queries = torch.cat((_rotate(turned, turns, spec), absorbed), dim=-1)
+    parts = [_rotate(turned, turns, spec), absorbed, *([opening[..., None]] if gates else ())]
+    queries = torch.cat(parts, dim=-1)
     latent = ops._norm(latent, weights.latent_norm, spec.latent_eps)
     rows = torch.cat((_rotate(key[:, None], turns, spec), latent[:, None]), dim=-1)
     return queries, rows

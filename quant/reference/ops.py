@@ -278,7 +278,7 @@ class TorchOps(StreamSteps):
     def norm_latent_append(
         self, x: Tensor, weights: LatentWeights, spec: LatentSpec, step: _Pass, layer: int
     ) -> Tensor:
-        """(R, H, E); the latents are written to the caches."""
+        """(R, H, E), with gates (R, H, E + 1); the latents are written to the caches."""
         assert spec.rope is not None, "latent attention rotates a part of its keys"
         q, rows = latent_queries(self, x, weights, spec, self._rope_tables(spec.rope, step))
         append(rows, rows[..., :0], step.spans, layer)
@@ -291,8 +291,13 @@ class TorchOps(StreamSteps):
         for index, (first, stop, span) in enumerate(ranges(step.spans)):
             mask = self._mask(index, span, spec, step)
             latents = kv_of(span).view(layer, span.rows)[0][0]
-            seen.append(attend_latents(q[first:stop], latents, mask, spec))
-        return self.linear(latent_values(torch.cat(seen), weights, spec), weights.out)
+            queries = q[first:stop, :, : spec.head_dim]
+            seen.append(attend_latents(queries, latents, mask, spec))
+        values = latent_values(torch.cat(seen), weights, spec)
+        if spec.head_gates:
+            gates = q[:, :, spec.head_dim :].sigmoid()
+            values = (values.view(len(q), spec.heads, -1) * gates).flatten(1)
+        return self.linear(values, weights.out)
 
     def norm_recurrent(
         self, x: Tensor, weights: RecurrentWeights, spec: RecurrentSpec, step: _Pass, layer: int

@@ -101,7 +101,9 @@ def _factors(mixed: Tensor, weights: RecurrentWeights, spec: RecurrentSpec) -> T
     assert weights.decay is not None, "it has a state"
     assert weights.decay_bias is not None, "it has a state"
     rates = weights.decay.float()
-    steps = F.softplus(decays + weights.decay_bias.float())
+    steps = decays + weights.decay_bias.float()
+    if not spec.decay_floor:
+        steps = F.softplus(steps)
     if spec.kind == "delta":
         strengths = spec.strength * strengths.sigmoid()
         return torch.cat([_decays(steps, rates, spec), strengths], dim=1)
@@ -110,7 +112,10 @@ def _factors(mixed: Tensor, weights: RecurrentWeights, spec: RecurrentSpec) -> T
 
 
 def _decays(steps: Tensor, rates: Tensor, spec: RecurrentSpec) -> Tensor:
-    return (steps.view(len(steps), spec.heads, -1) * rates[:, None]).exp().flatten(1)
+    logs = steps.view(len(steps), spec.heads, -1) * rates[:, None]
+    if spec.decay_floor:
+        logs = spec.decay_floor * torch.sigmoid(-logs)
+    return logs.exp().flatten(1)
 
 
 def _run(

@@ -52,6 +52,7 @@ _NAMES = {
     "nemotron_h": "nemotron-h",
     "nemotron_h_moe": "nemotron-h-moe nemotron-h-latent",
     "kimi-linear": "kimi-linear",
+    "bailingmoe3": "ling ling-ranked",
     "qwen3next": "qwen3-next",
     "qwen35": "qwen3.5",
     "qwen35moe": "qwen3.5-moe",
@@ -86,6 +87,7 @@ _NEWER = {
     "gemma4-assistant": ("gemma4",),
     "cohere2moe": ("cohere2", "deepseek2"),
     "mellum": ("qwen3moe",),
+    "bailingmoe3": ("kimi-linear", "bailingmoe2"),
     "hy_v3": ("afmoe", "hunyuan-moe", "qwen3moe"),
     "muse-glimmer": ("afmoe",),
     "laguna": ("qwen2moe", "qwen3"),
@@ -124,6 +126,7 @@ _WHOLE = {
 """An assistant's tensors that belong to no layer."""
 _STEMS = {
     "dt_bias": "ssm_dt.bias",
+    "f_proj.weight": "ssm_f_a.weight",
     "e_score_correction_bias": "exp_probs_b.bias",
     "expert_bias": "exp_probs_b.bias",
     "moe.router_bias": "exp_probs_b.bias",
@@ -234,7 +237,10 @@ def _loaded(file: Path) -> Iterator[tuple[str, Array]]:
     for key, value in load_file(file).items():
         if _OTHERS.fullmatch(key) is None:
             yield (
-                key.replace("model.language_model.", "model.").removeprefix("language_model."),
+                key.replace("model.language_model.", "model.")
+                .removeprefix("language_model.")
+                .replace(".attention.dense.", ".self_attn.o_proj.")
+                .replace(".attention.", ".self_attn."),  # Ling's
                 value,
             )
 
@@ -348,6 +354,9 @@ class _Model:
         if layer is not None:
             if ".nextn." in key:
                 return f"blk.{layer}.{key.partition(f'.{layer}.')[2]}"
+            if self.architecture == "bailingmoe3" and key.endswith(".g_proj.weight"):
+                attends = self.config.layer_types[int(layer)] == "full_attention"
+                return f"blk.{layer}.{'attn_gate' if attends else 'ssm_g_a'}.weight"
             if self.architecture == "hy_v3" and key.endswith(".expert_bias"):
                 return f"blk.{layer}.exp_probs_b"
             for end, own in _STEMS.items():
@@ -374,7 +383,7 @@ class _Model:
         if architecture.startswith(("qwen35", "qwen4exp")):
             value = self._value_heads_in_turns(key, value)
         if module == "A_log":
-            rates = -np.exp(value)
+            rates = np.exp(value) if architecture == "bailingmoe3" else -np.exp(value)
             flat = architecture in (*_INCLUDES_ONE, "kimi-linear")
             return rates if flat else rates[:, None]
         if module == "D":
@@ -384,7 +393,7 @@ class _Model:
         if module in ("shared_expert_gate", "e_score_correction_bias"):
             return value.reshape(-1)
         if "conv" in module and value.ndim == 3:
-            return value[None] if architecture == "kimi-linear" else value[:, 0]
+            return value[None] if architecture in ("kimi-linear", "bailingmoe3") else value[:, 0]
         if key.endswith(("mamba.norm.weight", "mixer.norm.weight")):
             groups = getattr(config, "mamba_n_groups", None) or config.n_groups
             return value.reshape(groups, -1)

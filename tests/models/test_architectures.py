@@ -97,11 +97,19 @@ def test_final_norm(name: str, tmp_path: Path) -> None:
     assert relative_error(FinalNorm(model)(rows), expected) < TOLERANCE
 
 
-def test_gpu_without_parallel_blocks(tmp_path: Path) -> None:
-    save_tiny("cohere2", tmp_path)
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [
+        ("cohere2", "they do not compute attention and an MLP in parallel"),
+        ("ling", "they do not compute decays that have a floor"),
+        ("ling-softplus", "they do not gate the heads of latent attention"),
+    ],
+)
+def test_gpu_without_what_a_model_needs(name: str, missing: str, tmp_path: Path) -> None:
+    save_tiny(name, tmp_path)
     with closing(open_checkpoint(tmp_path)) as checkpoint:
         memory = read_config(checkpoint).memory
-    assert missing_on_gpu(memory) == "they do not compute attention and an MLP in parallel"
+    assert missing_on_gpu(memory) == missing
 
 
 @pytest.mark.parametrize("name", ["llama", "cohere2", "deepseek-v3-dense"])

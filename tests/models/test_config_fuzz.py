@@ -42,6 +42,8 @@ MODELS = {
     "qwen3-next": "mlp_only_layers decoder_sparse_step linear_key_head_dim linear_value_head_dim",
     "lfm3": "use_attention_gate use_sandwich_norm sliding_window sliding_attention",
     "olmo-hybrid": "rope_theta linear_allow_neg_eigval linear_value_head_dim",
+    "ling": "linear_head_dim short_conv_kernel_size layer_types kda_lower_bound num_nextn_predict"
+    "_layers expert_swiglu_limit_list",
     "kimi-linear": "linear_attn_config full_attn_layers linear_head_dim moe_router_activation_func",
     "lfm2-moe": "conv_L_cache conv_bias block_auto_adjust_ff_dim full_attn_idxs num_dense_layers",
     "granite-hybrid-moe": "mamba_d_conv mamba_n_groups position_embedding_type shared_intermediate"

@@ -226,6 +226,24 @@ _STEP: dict[str, Any] = {
 _STEP_VISION: dict[str, Any] = {**_VISION, "num_hidden_layers": 1, "image_size": 56}
 
 
+_LING: dict[str, Any] = {
+    **_WIDE,
+    "num_key_value_heads": 6,
+    "pad_token_id": 0,
+    "head_dim": 24,
+    "layer_group_size": 3,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 48,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "num_mtp_layers": 0,
+}
+
+
 def _two_bases(full: dict[str, Any], sliding: float) -> dict[str, Any]:
     """The rotary parameters of layers without a window, and the base of those with one."""
     return {
@@ -788,6 +806,17 @@ HYBRIDS: dict[str, Callable[[], Any]] = {
         rope_parameters={"rope_type": "default", "rope_theta": 5e4},
     ),
     # Its router does not choose by its scores alone
+    "ling": lambda: hf.BailingHybridConfig(**_LING, n_group=4, topk_group=2),
+    "ling-ranked": lambda: hf.BailingHybridConfig(
+        **{**_LING, "kda_lower_bound": -2.5, "first_k_dense_replace": 0},
+        q_lora_rank=48,
+        n_group=1,
+        topk_group=1,
+        rope_parameters={"rope_type": "default", "rope_theta": 50000.0},
+    ),
+    "ling-softplus": lambda: hf.BailingHybridConfig(
+        **_LING, n_group=1, topk_group=1, kda_safe_gate=False
+    ),
     "kimi-linear": lambda: hf.KimiLinearConfig(
         **{**SIZES, "num_key_value_heads": 4},
         layer_types=["linear_attention", "full_attention", "linear_attention"],

@@ -48,6 +48,7 @@ STREAMED = {
     "laguna": "laguna",
     "lfm2": "lfm2-moe",
     "lfm3": "lfm3",
+    "ling": "ling",
     "llama": "llama",
     "llama4": "llama4-text",
     "llava": "llava",

@@ -167,6 +167,7 @@ _TOP = {
     "model.final_layernorm.weight": "model.norm.weight",  # Falcon-H1
     "model.embeddings.weight": "model.embed_tokens.weight",  # Nemotron-H
     "model.norm_f.weight": "model.norm.weight",
+    "model.word_embeddings.weight": "model.embed_tokens.weight",  # Ling
 }
 _QWEN3_VL = "Qwen3VLMoeForConditionalGeneration"
 _QWEN3_VL_STACKS: Mapping[str, Stack] = {

@@ -128,12 +128,13 @@ struct IndexArgs {
 };
 
 struct LatentArgs {
-    float *x, *q, *out;  // (R, D), (R, H, nope + rotary), (R, D)
+    float *x, *q, *out;  // (R, D), (R, H, nope + rotary) and perhaps gates (R, H) behind, (R, D)
     const float *norm, *query_norm, *latent_norm;
     const float *cos, *sin;  // (R, rotary / 2)
     const Span* spans;
     Stack down, query_up, key_up, value_up, proj;  // if query_up has no parts, `down` projects the queries
     int32_t rows, span_count, heads, rotary, latent, nope, value, interleaved;
+    int32_t head_gates;  // one row per head's gate follows those of queries in `down`
     float eps, latent_eps, scale;
 };
 
@@ -164,6 +165,7 @@ struct RecurrentArgs {
     int32_t norm_size, norm_width, gate_sigmoid, gate_first;  // norm_width: number of norm weights
     int32_t dilation;                                         // rows between taps
     float eps, norm_eps, strength, least_step, most_step;  // norm_eps: for the norm of results
+    float decay_floor;                                     // or 0
 };
 
 // RELU2, the square of ReLU, and XIELU have no gate: `gate_up` is up alone.

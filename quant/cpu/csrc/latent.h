@@ -108,6 +108,7 @@ void norm_latent_append(Context& context, const LatentArgs& args) {
             const float *cos = args.cos + (size_t)row * half, *sin = args.sin + (size_t)row * half;
             float *line = wide + (size_t)row * width, *q = args.q + (size_t)row * heads * each;
             if (!rank) copy_floats(line, heads * each, q);
+            if (args.head_gates) copy_floats(line + width - size - heads, heads, args.q + (size_t)args.rows * heads * each + (size_t)row * heads);
             for (int h = 0; h < heads; h++) {
                 float* pairs = q + (size_t)h * each + args.nope;
                 turn_pairs(pairs, cos, sin, half, args.interleaved, turned);
@@ -292,6 +293,11 @@ void latent_output(Context& context, const LatentArgs& args) {
                                                [&](int head, int row) { return seen + ((size_t)row * heads + head) * latent; });
             multiply_heads(context, args.value_up, heads, latents, joined + (first + begin) * width, args.value, width);
         }
+    }
+    const float* gates = args.q + (size_t)args.rows * heads * each;
+    for (size_t i = 0; args.head_gates && i < (size_t)args.rows * heads; i++) {
+        const float gate = sigmoid1(gates[i]);
+        for (int e = 0; e < args.value; e++) joined[i * args.value + e] *= gate;
     }
     const Acts acts = prepare(context, context.rows, joined, nullptr, args.rows, nullptr, 0, args.proj);
     matmul(context, args.proj, acts, args.out);

@@ -115,7 +115,14 @@ inline void make_factors(const RecurrentArgs& args, const RecurrentShape& shape,
     });
     for (int h = 0; args.channel_decay && h < heads; h++)
         by_sixteen(each, [&](int i, int n) {
-            store_some(decayed(F16L::set1(args.decay[h]) * step(shape.decays_at, h * each + i, n)), n, factors + h * each + i);
+            const int at = h * each + i;
+            const F16L rate = F16L::set1(args.decay[h]);
+            F16L log = F16L::set1(args.decay_floor);
+            if (args.decay_floor < 0)
+                log = log * sigmoid16(negated(rate) * (load_some(line + shape.decays_at + at, n) + load_some(args.decay_bias + at, n)));
+            else
+                log = rate * step(shape.decays_at, at, n);
+            store_some(decayed(log), n, factors + at);
         });
 }
 
