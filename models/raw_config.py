@@ -147,8 +147,8 @@ class RawConfig:
     def shares(self, key: str, layers: int) -> tuple[float, ...] | None:
         """A number from 0 on for each layer, or None: a list of them, or one for all."""
         values = self._values.get(key)
-        whole = type(values) in (int, float)
-        listed = [values] * layers if whole else self.layer_list(key, layers)
+        one = [values] * layers if isinstance(values, int | float) else None
+        listed = one or self.layer_list(key, layers)
         for layer, value in enumerate(listed or []):
             if value != 0 and positive_number(value) is None:
                 raise self._error(
@@ -186,7 +186,7 @@ class RawConfig:
     def negative_number(self, key: str) -> float:
         """A finite number below 0."""
         value = self._required(key, None)
-        number = positive_number(-value) if type(value) in (int, float) else None
+        number = positive_number(-value) if isinstance(value, int | float) else None
         if number is None:
             raise self._error(f"config {key} must be a number below 0, is {value!r:.60}")
         return -number

@@ -41,6 +41,7 @@ _ALIASES = {
     "gemma": "gemma2",  # without some of Gemma 2's norms
     "hunyuanv1dense": "hunyuandensev1",
     "hunyuanv1moe": "hunyuanmoev1",
+    "kimik2": "deepseekv3",
 }
 
 _QKV_BIAS, _OUT_BIAS = (f"model.layers.0.self_attn.{name}_proj.bias" for name in "qo")

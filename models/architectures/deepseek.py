@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from localrt.common.errors import CheckpointError, UnsupportedModelError
+from localrt.common.option_names import option
 from localrt.models.architectures import llama
 from localrt.models.architectures.family import MLP_NORM, Config, Family, GgufFacts
 from localrt.models.architectures.llama import ACTIVATIONS
@@ -19,6 +20,7 @@ from localrt.models.config import CHOICE_BIAS, DecoderConfig, MixtureSpec
 from localrt.models.layers.block import ResidualBlock
 from localrt.models.layers.rope import read_rope, scaling_number, yarn_mscale
 from localrt.models.raw_config import SCORING, RawConfig
+from localrt.models.tensor_source import RowSource
 from localrt.quant.ops.attention import LatentSpec
 from localrt.quant.ops.experts import ExpertSpec, RouterSpec
 from localrt.quant.ops.protocol import MlpSpec
@@ -193,6 +195,23 @@ def read_solar_open(raw: RawConfig) -> DecoderConfig:
     return replace(config, architecture="solar_open", mixtures=mixtures)
 
 
+def read_glm_dsa(raw: RawConfig) -> DecoderConfig:
+    """GLM-5 to 5.2: DeepSeek-V3 with an indexer that chooses ``index_topk`` tokens for attention.
+
+    The indexer is not computed: it chooses all tokens of a context that is not longer.
+
+    Raises:
+        UnsupportedModelError: the context is longer.
+    """
+    config, most = replace(read_config(raw), architecture="glm_dsa"), raw.integer("index_topk")
+    if raw.context is not None and raw.context > most:
+        raise UnsupportedModelError(
+            f"this model runs with up to {most} tokens, of which its indexer chooses all, and the "
+            f"context has {raw.context}: give {option('ctx', str(most))} or less"
+        )
+    return replace(config, context_length=min(config.context_length, most))
+
+
 GGUF_LATENT: Mapping[str, str] = {
     "attn_q_a": "self_attn.q_a_proj",
     "attn_q_a_norm": "self_attn.q_a_layernorm",
@@ -269,11 +288,36 @@ def _add_both(config: Config, file: GgufFacts) -> None:
     add_latents(config, file)
 
 
+def _add_indexed(config: Config, file: GgufFacts) -> None:
+    _add_both(config, file)
+    config["index_topk"] = file.integer("attention.indexer.top_k")
+
+
+def _without_indexers(
+    stored: Mapping[str, RowSource], config: Mapping[str, object]
+) -> dict[str, RowSource]:
+    return {name: rows for name, rows in stored.items() if ".self_attn.indexer." not in name}
+
+
+_INDEXER = ("proj", "attn_k", "attn_q_b", "k_norm")
 FAMILIES = (
+    Family(
+        name="glm_dsa",
+        read=read_glm_dsa,
+        folders="GlmMoeDsaForCausalLM",
+        gguf="glm-dsa",
+        convert=_without_indexers,
+        gguf_layer={
+            **GGUF_LATENT,
+            **{f"indexer.{part}": f"self_attn.indexer.{part}" for part in _INDEXER},
+        },
+        gguf_config=_add_indexed,
+    ),
     Family(
         name="deepseek",
         read=read_config,
-        folders="DeepseekV2ForCausalLM DeepseekV3ForCausalLM Glm4MoeLiteForCausalLM",
+        folders="DeepseekV2ForCausalLM DeepseekV3ForCausalLM Glm4MoeLiteForCausalLM "
+        "Kimi_K25ForConditionalGeneration KimiK25ForConditionalGeneration",
         gguf="deepseek2",
         gguf_layer=GGUF_LATENT,
         gguf_config=_add_both,

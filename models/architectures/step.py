@@ -100,7 +100,9 @@ def _mixtures(raw: RawConfig, config: DecoderConfig) -> tuple[MixtureSpec | None
     layers = config.layers
     sparse = raw.layer_kinds("mlp_layer_types", layers, {"dense": False, "sparse": True})
     if raw.is_gguf:
-        sparse = [raw.has_tensor(f"model.layers.{layer}.{ROUTER}.weight") for layer in range(layers)]
+        sparse = [
+            raw.has_tensor(f"model.layers.{layer}.{ROUTER}.weight") for layer in range(layers)
+        ]
     if sparse is None:
         listed = raw.has("moe_layers_enum")  # as text, or as a list
         numbers = re.findall(r"\d+", raw.text("moe_layers_enum", ""))

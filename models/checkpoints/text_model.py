@@ -19,6 +19,7 @@ _PREFIXES = (
     # prefixes of a multimodal model's decoder, and their replacements; the first match is used
     ("model.language_model.", "model."),
     ("model.text_model.", "model."),
+    ("language_model.model.blocks.", "model.layers."),  # Kimi K2.5's, as transformers saves it
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
     ("language_model.", "model."),

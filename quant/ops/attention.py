@@ -287,8 +287,9 @@ class LatentWeights(Generic[WeightT, VectorT]):
     """One unit of latent attention.
 
     ``down`` stacks the rows of the queries' (first) projection, of heads' gates if there are any,
-    and of the latents with the rotary keys: (Q or H (N + P), H, then L + P; D). ``key_up`` holds each head's matrix transposed, so that
-    it turns a query into one against latents; ``value_up`` turns latents into values.
+    and of the latents with the rotary keys: (Q or H (N + P), H, then L + P; D). ``key_up`` holds
+    each head's matrix transposed, so that it turns a query into one against latents; ``value_up``
+    turns latents into values.
     """
 
     norm: VectorT  # (D,)

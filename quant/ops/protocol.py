@@ -86,8 +86,9 @@ Forward: TypeAlias = Callable[..., npt.NDArray[np.float32]]
 class MlpSpec:
     """Behaviour of an MLP: gated, except for ``relu2``, the squared ReLU, and ``xielu``.
 
-    Gates are multiplied by ``gate_scale``; ``limit`` is that of ``ExpertSpec``. With a ``cutoff``, a row's mean gate plus ``cutoff``
-    standard deviations is subtracted, then a ReLU applied: a fixed share of gates stays (Gemma 3n).
+    Gates are multiplied by ``gate_scale``; ``limit`` is that of ``ExpertSpec``. With a ``cutoff``,
+    a row's mean gate plus ``cutoff`` standard deviations is subtracted, then a ReLU applied: a
+    fixed share of gates stays (Gemma 3n).
     ``post_eps`` is that of the norm of the result, if it differs.
 
     ``xielu`` (Huang and Schlag, 2024) is ``alpha_p x² + beta x`` for positive numbers, and

@@ -41,13 +41,13 @@ class RecurrentSpec:
 
     ``heads`` share ``key_heads`` keys and queries: neighbouring heads, or with ``tiled`` every
     ``key_heads``-th. ``channel_decay``: a decay for every key channel (KDA); with a ``decay_floor``
-    below 0, its logarithm is the floor times a sigmoid, instead of a rate times a softplus. The result is normed
-    over ``norm_size`` numbers (0: it is not) and gated by ``gate`` of the gates, before the norm
-    with ``gate_first``; ``norm_eps`` is that norm's epsilon if not ``eps``. Written values are
-    multiplied by ``strength``. With a ``low_rank``, gates and decays are projected in two steps,
-    through so many numbers each. For ``ssm``, time steps stay within ``time_steps``. For ``conv``
-    and ``ngram``, heads and sizes are 1, and ``width`` is the number of channels. A convolution's
-    taps are ``dilation`` rows apart.
+    below 0, its logarithm is the floor times a sigmoid, instead of a rate times a softplus. The
+    result is normed over ``norm_size`` numbers (0: it is not) and gated by ``gate`` of the gates,
+    before the norm with ``gate_first``; ``norm_eps`` is that norm's epsilon if not ``eps``. Written
+    values are multiplied by ``strength``. With a ``low_rank``, gates and decays are projected in
+    two steps, through so many numbers each. For ``ssm``, time steps stay within ``time_steps``. For
+    ``conv`` and ``ngram``, heads and sizes are 1, and ``width`` is the number of channels. A
+    convolution's taps are ``dilation`` rows apart.
     """
 
     kind: RecurrentKind

@@ -127,7 +127,7 @@ def gguf_keys(architecture: str, config: Any, *, absorbed: bool) -> dict[str, An
         found["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in kinds]
     if change := _CHANGES.get(architecture):
         found |= change(config, rope, kinds)
-    if absorbed and architecture in ("deepseek2", "mistral4"):
+    if absorbed and architecture in ("deepseek2", "glm-dsa", "mistral4"):
         found |= _absorbed(found, config)
     return {key: value for key, value in found.items() if value is not None}
 
@@ -407,6 +407,13 @@ _CHANGES: Mapping[str, Any] = {
         "expert_gating_func": 1,
         "attention.temperature_scale": rope["llama_4_scaling_beta"],
         "attention.temperature_length": rope["original_max_position_embeddings"],
+    },
+    "glm-dsa": lambda config, rope, kinds: {
+        **_deepseek(config, rope, kinds),
+        "attention.indexer.head_count": config.index_n_heads,
+        "attention.indexer.key_length": config.index_head_dim,
+        "attention.indexer.top_k": config.index_topk,
+        "attention.indexer.types": [kind == "full" for kind in config.indexer_types],
     },
     "qwen3next": _delta,
     "qwen35": _delta,

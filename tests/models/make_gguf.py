@@ -76,7 +76,8 @@ _NAMES = {
     "gemma4-unified-whole",
     "gemma4-assistant": "gemma4-assistant",
     "deepseek2": "deepseek-v2 deepseek-v2-lite deepseek-v2-dense deepseek-v3 deepseek-v3-plain "
-    "glm4-moe-lite",
+    "glm4-moe-lite kimi-k2.5",
+    "glm-dsa": "glm-dsa",
 }
 FILES = {name: file for file, names in _NAMES.items() for name in names.split()}
 """What each tiny config's file calls its architecture."""
@@ -103,7 +104,7 @@ _INCLUDES_ONE = (  # in norms' weights
 
 _OTHERS = re.compile(
     r"(model\.)?(visual|vision_(tower|adapter|embedder|projection|model)|embed_(vision|audio)"
-    r"|multi_modal_projector|vit_\w+)\..*"
+    r"|multi_modal_projector|vit_\w+|mm_projector)\..*"
 )
 _EXPERT = re.compile(r"(.+\.)experts\.(\d+)\.(\w+)\.weight")
 _STACKED = re.compile(
@@ -239,6 +240,7 @@ def _loaded(file: Path) -> Iterator[tuple[str, Array]]:
             yield (
                 key.replace("model.language_model.", "model.")
                 .removeprefix("language_model.")
+                .replace("model.blocks.", "model.layers.")  # Kimi K2.5's
                 .replace(".attention.dense.", ".self_attn.o_proj.")
                 .replace(".attention.", ".self_attn."),  # Ling's
                 value,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -110,6 +111,43 @@ def test_gpu_without_what_a_model_needs(name: str, missing: str, tmp_path: Path)
     with closing(open_checkpoint(tmp_path)) as checkpoint:
         memory = read_config(checkpoint).memory
     assert missing_on_gpu(memory) == missing
+
+
+def test_published_keys_of_step(tmp_path: Path) -> None:
+    """Lists also have an entry for a prediction block."""
+    save_tiny("step", tmp_path)
+    with closing(open_checkpoint(tmp_path)) as checkpoint:
+        saved = read_config(checkpoint)
+    path = tmp_path / "config.json"
+    whole = json.loads(path.read_text("utf-8"))
+    text = whole["text_config"]
+    for key, name in (
+        ("num_key_value_heads", "num_attention_groups"),
+        ("n_routed_experts", "moe_num_experts"),
+        ("num_experts_per_tok", "moe_top_k"),
+    ):
+        text[name] = text.pop(key)
+    ropes = text.pop("rope_parameters")
+    own = [ropes[kind] for kind in text["layer_types"]]
+    text["rope_theta"] = [rope["rope_theta"] for rope in own] + [1e4]
+    text["partial_rotary_factors"] = [rope.get("partial_rotary_factor", 1.0) for rope in own] + [1]
+    shared = ("rope_theta", "partial_rotary_factor")
+    scaling = {key: value for key, value in ropes["full_attention"].items() if key not in shared}
+    sparse = [n for n, kind in enumerate(text.pop("mlp_layer_types")) if kind == "sparse"]
+    text["attention_other_setting"] = {
+        "num_attention_heads": text.pop("num_sliding_attention_heads")
+    }
+    text |= {
+        "rope_scaling": scaling,
+        "moe_layers_enum": ",".join(map(str, sparse)),
+        "num_nextn_predict_layers": 1,
+        "layer_types": [*text["layer_types"], "sliding_attention"],
+        "swiglu_limits": [*text["swiglu_limits"], 0.0],
+        "swiglu_limits_shared": [*text["swiglu_limits_shared"], 0.0],
+    }
+    path.write_text(json.dumps(whole))
+    with closing(open_checkpoint(tmp_path)) as checkpoint:
+        assert read_config(checkpoint) == saved
 
 
 @pytest.mark.parametrize("name", ["llama", "cohere2", "deepseek-v3-dense"])

@@ -79,6 +79,7 @@ MODELS = {
     "glm4-moe": "use_qk_norm partial_rotary_factor mlp_layer_types",
     "mistral4": "llama_4_scaling_beta topk_group",
     "glm4-moe-lite": "first_k_dense_replace",
+    "glm-dsa": "index_topk",
     "qwen3-vl-moe": "vision_config",
     "apertus": "xielu_alpha_p",
     "solar-open": "intermediate_size first_k_dense_replace",

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints import open_checkpoint
@@ -29,10 +30,27 @@ from tests.models.tiny import (
 IDS = tokens(40)
 
 
+def test_published_names_of_kimi(tmp_path: Path) -> None:
+    model, path = save_tiny("kimi-k2.5", tmp_path), tmp_path / "model.safetensors"
+    saved = load_file(path)
+    assert any(".blocks." in name for name in saved)  # transformers' own
+    named = {name.replace("model.blocks.", "model.layers."): rows for name, rows in saved.items()}
+    save_file(named, path)
+    assert relative_error(logits_of(tmp_path, IDS), oracle(model, IDS)) < 1e-4
+
+
+def test_more_tokens_than_an_indexer_chooses(tmp_path: Path) -> None:
+    save_tiny("glm-dsa", tmp_path)
+    with closing(open_checkpoint(edited(tmp_path, index_topk=24))) as checkpoint:
+        assert read_config(checkpoint, context=24).context_length == 24
+        with pytest.raises(UnsupportedModelError, match=r"up to 24 tokens.*context has 25"):
+            read_config(checkpoint, context=25)
+
+
 @pytest.mark.llamacpp
 @pytest.mark.parametrize(("absorbed", "groups"), [(True, True), (False, False)])
 @pytest.mark.parametrize(
-    "name", ["deepseek-v2-lite", "deepseek-v2-dense", "deepseek-v3", "glm4-moe-lite"]
+    "name", ["deepseek-v2-lite", "deepseek-v2-dense", "deepseek-v3", "glm4-moe-lite", "kimi-k2.5"]
 )
 def test_llama_cpp(
     name: str, absorbed: bool, groups: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

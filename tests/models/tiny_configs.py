@@ -384,6 +384,26 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "glm4-moe-lite": lambda: hf.Glm4MoeLiteConfig(
         **{**_WIDE, "num_key_value_heads": 6}, **_GLM, **_LATENT
     ),
+    "glm-dsa": lambda: hf.GlmMoeDsaConfig(
+        **{**_WIDE, "num_key_value_heads": 6},
+        **_GLM,
+        **_LATENT,
+        first_k_dense_replace=1,
+        index_n_heads=4,
+        index_head_dim=64,
+        indexer_types=["full", "shared", "full"],
+    ),
+    "kimi-k2.5": lambda: with_text(
+        hf.Kimi_K25Config,
+        {
+            **_DEEPSEEK,
+            **_GROUPS,
+            "model_type": "deepseek_v3",
+            "rope_parameters": dict(_DEEPSEEK_YARN),
+        },
+        **_VISION,
+        num_hidden_layers=1,
+    ),
     "ernie-moe": lambda: hf.Ernie4_5_MoeConfig(**_WIDE, **_ERNIE),
     "cohere2": lambda: hf.Cohere2Config(
         **{**_WIDE, "num_hidden_layers": 5},

@@ -35,6 +35,7 @@ STREAMED = {
     "gemma3n": "gemma3n",
     "gemma4": "gemma4-moe",
     "glm4": "glm4",
+    "glm_dsa": "glm-dsa",
     "glm4_moe": "glm4-moe",
     "gpt_oss": "gpt-oss",
     "granite": "granite",
