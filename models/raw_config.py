@@ -158,8 +158,10 @@ class RawConfig:
 
     def limits(self, key: str, layers: int) -> tuple[float, ...]:
         """A limit for each layer; 0 or null is none."""
-        given = [limit or 0.0 for limit in self.layer_list(key, layers) or [None] * layers]
-        found = self.changed(**{key: given}).shares(key, layers) or ()
+        given = self._values.get(key)
+        if isinstance(given, list | tuple):
+            given = [limit or 0.0 for limit in given]
+        found = self.changed(**{key: given}).shares(key, layers) or (0.0,) * layers
         return tuple(limit or math.inf for limit in found)
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
@@ -401,3 +403,14 @@ def with_mixture(
     """``config`` with the mixture in the ``sparse`` layers; None means in all."""
     chosen = sparse if sparse is not None else [True] * config.layers
     return replace(config, mixtures=tuple(spec if here else None for here in chosen))
+
+
+def with_limits(config: DecoderConfig, raw: RawConfig) -> DecoderConfig:
+    """``config`` with the limits of each layer's experts, and of its MLP or shared experts."""
+    limits = raw.limits("swiglu_limits", config.layers)
+    mixtures = (
+        spec and replace(spec, expert=replace(spec.expert, limit=limit))
+        for spec, limit in zip(config.mixtures, limits, strict=False)
+    )
+    shared = raw.limits("swiglu_limits_shared", config.layers)
+    return replace(config, limits=shared, mixtures=tuple(mixtures))

@@ -13,7 +13,7 @@ from dataclasses import replace
 from localrt.models.architectures import deepseek
 from localrt.models.architectures.family import Config, Family, GgufFacts
 from localrt.models.config import CHOICE_BIAS, DecoderConfig, RecurrentNames
-from localrt.models.raw_config import RawConfig
+from localrt.models.raw_config import RawConfig, with_limits
 from localrt.quant.ops.attention import LatentSpec, Rope
 from localrt.quant.ops.recurrent import RecurrentSpec
 
@@ -25,6 +25,10 @@ _KEYS = {
     "num_experts": "n_routed_experts",
     "num_experts_per_token": "num_experts_per_tok",
     "num_shared_experts": "n_shared_experts",
+}
+_LING_KEYS = {
+    "expert_swiglu_limit_list": "swiglu_limits",
+    "share_expert_swiglu_limit_list": "swiglu_limits_shared",
 }
 
 
@@ -97,6 +101,7 @@ def read_ling(raw: RawConfig) -> DecoderConfig:
     ``layer_types`` or ``layer_group_size`` says which layers attend: the last of each group. With
     ``kda_safe_gate``, decays are not below ``kda_lower_bound``, a logarithm.
     """
+    raw = raw.renamed(_LING_KEYS)
     taps = raw.integer("linear_conv_kernel_dim", raw.integer("short_conv_kernel_size", 4))
     raw = raw.changed(
         linear_head_dim=raw.integer("linear_head_dim", raw.integer("head_dim", 128)),
@@ -113,18 +118,13 @@ def read_ling(raw: RawConfig) -> DecoderConfig:
     linear = replace(_delta(raw, None, config), low_rank=0, decay_floor=floor)
     attending = replace(config.attending[0], head_gates=True)
     mix = tuple(f"self_attn.{part}_proj" for part in "qkvgbf")
-    limits = raw.limits("expert_swiglu_limit_list", layers)
-    return replace(
+    config = replace(
         config,
         architecture="ling",
         attention=tuple(attending if attends else linear for attends in kinds),
         recurrent=replace(names, mix=mix, gate_up="", decay_up=""),
-        limits=raw.limits("share_expert_swiglu_limit_list", layers),
-        mixtures=tuple(
-            spec and replace(spec, expert=replace(spec.expert, limit=limit))
-            for spec, limit in zip(config.mixtures, limits, strict=False)
-        ),
     )
+    return with_limits(config, raw)
 
 
 _GGUF_LAYER: Mapping[str, str] = {
@@ -156,10 +156,6 @@ def _add_delta(config: Config, file: GgufFacts) -> None:
 def _add_ling(config: Config, file: GgufFacts) -> None:
     _add_delta(config, file)
     config["kda_lower_bound"] = file.number("kda.gate_lower_bound")
-    for kind, name in (("exp", "expert"), ("shexp", "share_expert")):
-        limits = file.listed(f"swiglu_clamp_{kind}")
-        own = limits and limits[: config.get("num_hidden_layers")]
-        config[f"{name}_swiglu_limit_list"] = own
 
 
 _PUBLISHED = (

@@ -13,9 +13,9 @@ from dataclasses import replace
 
 from localrt.models.architectures import llama
 from localrt.models.architectures.family import Config, Family, GgufFacts
-from localrt.models.config import CHOICE_BIAS, ROUTER, DecoderConfig, LayerNames, MixtureSpec
+from localrt.models.config import CHOICE_BIAS, ROUTER, DecoderConfig, LayerNames
 from localrt.models.layers.rope import read_rope
-from localrt.models.raw_config import RawConfig, read_mixture
+from localrt.models.raw_config import RawConfig, read_mixture, with_limits, with_mixture
 from localrt.models.row_order import Stack
 
 _KEYS = {
@@ -24,7 +24,6 @@ _KEYS = {
     "moe_num_experts": "num_experts",
     "moe_top_k": "num_experts_per_tok",
     "share_expert_dim": "shared_expert_intermediate_size",
-    "share_expert_dims": "shared_expert_intermediate_size",
     "moe_router_scaling_factor": "routed_scaling_factor",
 }
 _KINDS = {"full_attention": False, "sliding_attention": True}
@@ -45,30 +44,24 @@ def read_config(raw: RawConfig) -> DecoderConfig:
     size = config.attending[0].head_dim
     scale = 1 / math.sqrt(raw.number("query_pre_attn_scalar", size))
     plain = replace(config.attending[0], scale=scale, head_gates=True, window=None)
+    other = raw.nested("attention_other_setting") if raw.has("attention_other_setting") else raw
+    heads = raw.optional_integer("num_sliding_attention_heads")
     sliding = replace(
         plain,
-        heads=_sliding_heads(raw) or plain.heads,
+        heads=heads or other.integer("num_attention_heads", plain.heads),
         rope=read_rope(raw, size, parameters=ropes[1]),
         window=raw.integer("sliding_window") if any(windowed) else None,
     )
     names = LayerNames()
-    return replace(
+    config = replace(
         config,
         architecture="step",
         attention=tuple(sliding if here else plain for here in windowed),
         qk_norm=True,
         norm_offset=0.0 if raw.flag("norm_weights_include_one") else 1.0,
         names=replace(names, qkv=(*names.qkv, "self_attn.g_proj")),
-        limits=raw.limits("swiglu_limits_shared", layers),
-        mixtures=_mixtures(raw, config),
     )
-
-
-def _sliding_heads(raw: RawConfig) -> int | None:
-    heads = raw.optional_integer("num_sliding_attention_heads")
-    if heads is None and raw.mapping("attention_other_setting"):
-        return raw.nested("attention_other_setting").optional_integer("num_attention_heads")
-    return heads
+    return _with_mixtures(raw, config)
 
 
 def _rope_parameters(raw: RawConfig, windowed: Sequence[bool]) -> list[Mapping[str, object]]:
@@ -77,7 +70,7 @@ def _rope_parameters(raw: RawConfig, windowed: Sequence[bool]) -> list[Mapping[s
     As in transformers, ``rope_parameters`` that lack a kind of layer do not count.
     """
     layers, given = len(windowed), raw.mapping("rope_parameters")
-    kinds = {kind for kind, here in _KINDS.items() if here in windowed}
+    kinds = [kind for kind, here in _KINDS.items() if here in windowed]
     whole = all(isinstance(given.get(kind), Mapping) for kind in kinds)
     if given:
         raw = raw.changed(rope_theta=None, rope_scaling=None)
@@ -93,41 +86,29 @@ def _rope_parameters(raw: RawConfig, windowed: Sequence[bool]) -> list[Mapping[s
     return found
 
 
-def _mixtures(raw: RawConfig, config: DecoderConfig) -> tuple[MixtureSpec | None, ...]:
+def _with_mixtures(raw: RawConfig, config: DecoderConfig) -> DecoderConfig:
     """Read ``mlp_layer_types`` or ``moe_layers_enum``; without them, the first three layers are
     dense.
     """
-    layers = config.layers
-    sparse = raw.layer_kinds("mlp_layer_types", layers, {"dense": False, "sparse": True})
+    layers = range(config.layers)
+    sparse = raw.layer_kinds("mlp_layer_types", config.layers, {"dense": False, "sparse": True})
     if raw.is_gguf:
-        sparse = [
-            raw.has_tensor(f"model.layers.{layer}.{ROUTER}.weight") for layer in range(layers)
-        ]
+        sparse = [raw.has_tensor(f"model.layers.{n}.{ROUTER}.weight") for n in layers]
     if sparse is None:
         listed = raw.has("moe_layers_enum")  # as text, or as a list
         numbers = re.findall(r"\d+", raw.text("moe_layers_enum", ""))
-        sparse = [str(n) in numbers if listed else n > 2 for n in range(layers)]
+        sparse = [str(n) in numbers if listed else n > 2 for n in layers]
     if not any(sparse):
-        return ()
-    spec = read_mixture(
-        raw,
-        config,
-        scoring="sigmoid",
-        normalize=not raw.is_gguf,
-        inner=raw.integer("moe_intermediate_size"),
-    )
+        return with_limits(config, raw)
+    inner, normalize = raw.integer("moe_intermediate_size"), not raw.is_gguf
+    spec = read_mixture(raw, config, scoring="sigmoid", normalize=normalize, inner=inner)
     spec = replace(
         spec,
         router=replace(spec.router, scale=raw.number("routed_scaling_factor", 1.0)),
         shared=raw.integer("shared_expert_intermediate_size"),
-        choice_bias=not raw.is_gguf
-        or any(raw.has_tensor(f"model.layers.{layer}.{CHOICE_BIAS}") for layer in range(layers)),
+        choice_bias=True,
     )
-    limits = raw.limits("swiglu_limits", layers)
-    return tuple(
-        replace(spec, expert=replace(spec.expert, limit=limit)) if here else None
-        for here, limit in zip(sparse, limits, strict=True)
-    )
+    return with_limits(with_mixture(config, spec, sparse), raw)
 
 
 def _add_kinds(config: Config, file: GgufFacts) -> None:
@@ -142,25 +123,15 @@ def _add_kinds(config: Config, file: GgufFacts) -> None:
     base = config.pop("rope_theta", 1e4)
     config.pop("rope_dim", None)
     config["rope_parameters"] = {
-        "full_attention": {
-            "rope_theta": base,
-            "partial_rotary_factor": 0.5,
-            **config.get("rope_scaling", {}),
-        },
+        "full_attention": {"rope_theta": base, "partial_rotary_factor": 0.5},
         "sliding_attention": {
             "rope_type": "proportional",  # whose frequencies nothing divides
             "rope_theta": config.get("rope_local_base_freq", base),
         },
     }
-    for kind, name in (("exp", "swiglu_limits"), ("shexp", "swiglu_limits_shared")):
-        limits = file.listed(f"swiglu_clamp_{kind}")
-        config[name] = limits and limits[: config.get("num_hidden_layers")]
 
 
-_EXPERTS = {
-    f"moe.{part}_proj.weight": Stack((f"mlp.experts.{{}}.{part}_proj.weight",))
-    for part in ("gate", "up", "down")
-}
+_PARTS = [f"{part}_proj.weight" for part in ("gate", "up", "down")]
 FAMILIES = (
     Family(
         name="step",
@@ -170,12 +141,9 @@ FAMILIES = (
         tensors={
             "moe.gate.weight": f"{ROUTER}.weight",
             "moe.router_bias": CHOICE_BIAS,
-            **{
-                f"share_expert.{part}_proj.weight": f"mlp.shared_experts.{part}_proj.weight"
-                for part in ("gate", "up", "down")
-            },
+            **{f"share_expert.{part}": f"mlp.shared_experts.{part}" for part in _PARTS},
         },
-        stacks=_EXPERTS,
+        stacks={f"moe.{part}": Stack((f"mlp.experts.{{}}.{part}",)) for part in _PARTS},
         gguf_layer={"attn_gate": "self_attn.g_proj"},
         gguf_plus_one=True,
         gguf_config=_add_kinds,

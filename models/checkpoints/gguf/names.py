@@ -127,6 +127,8 @@ CONFIG_KEYS: Mapping[str, str] = {
     "rope.dimension_count": "rope_dim",
     "rope.freq_base": "rope_theta",
     "rope.freq_base_swa": "rope_local_base_freq",
+    "swiglu_clamp_exp": "swiglu_limits",
+    "swiglu_clamp_shexp": "swiglu_limits_shared",
     "vocab_size": "vocab_size",
 }
 
