@@ -237,8 +237,9 @@ class HybridExperts:
         return self.slots.evict(nbytes)
 
     def grow(self, nbytes: int) -> None:
-        """Take freed slots again, as far as ``nbytes`` go, and begin to copy experts to them."""
-        if count := self.slots.grow(nbytes):
+        """Take freed slots again, as far as ``nbytes`` go, and begin to fill them."""
+        count = self.slots.grow(nbytes)
+        if count and self.fills:
             for key in self.slots.cache.candidates(count):
                 if self.memory.pool(key[0]).holds(*key):
                     self.copies.bring(*key)
