@@ -98,9 +98,9 @@ def routed_as(division: str) -> Iterator[None]:
         return zeros(rows, count, device=device, pool=device.persistent)
 
     def routed(normed: Tensor, rows: Tensor, weights: Any, spec: Any) -> Any:
-        def chosen(logits: Tensor, gate_bias: Any, choice_bias: Any, spec: Any) -> Tensor:
+        def chosen(logits: Tensor, gate_bias: Any, *more: Any) -> Tensor:
             logits = nothing(*logits.shape, logits.device)
-            return choose(logits, routers.bias(weights, logits, spec.ranked), choice_bias, spec)
+            return choose(logits, routers.bias(weights, logits, spec.ranked), *more)
 
         with patch.object(experts, "choose", chosen):
             return route(normed, rows, weights, spec)

@@ -33,22 +33,20 @@ UNREAD: list[tuple[dict[str, Any], str]] = [
             },
             f"num_bits is {bits}",
         )
-        for bits in (2, 3)
+        for bits in (5, 6)
     ),
     (
         {"quant_method": "compressed-tensors", "transform_config": {"config_groups": {"R1": {}}}},
         "rotated inputs",
     ),
-    ({"quant_method": "gptq", "bits": 2}, "bits is 2"),
-    ({"quant_method": "gptq", "bits": 3}, "bits is 3"),
+    ({"quant_method": "gptq", "bits": 5}, "bits is 5"),
     ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version is 'gemv'"),
     ({"quant_method": "awq", "bits": 4, "version": "marlin"}, "version is 'marlin'"),
-    ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "LLM.int8"),
     (
-        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
-        "bnb_4bit_quant_type is 'fp4'",
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "int4"},
+        "bnb_4bit_quant_type is 'int4'",
     ),
-    ({"quant_method": "auto-round", "bits": 2}, "bits is 2"),
+    ({"quant_method": "auto-round", "bits": 5}, "bits is 5"),
     ({"quant_method": "hqq"}, "quantized with hqq"),
     ({"quant_method": "quip"}, "quantized with quip"),
     ({"quant_method": "new"}, "quantized with new"),

@@ -16,7 +16,9 @@ def test_pieces_are_forgotten() -> None:
     experts: Any = Mock()
     experts.records.return_value = False
     segment = Segment(lane, [("a", Mock(), None), ("b", Mock(), experts), ("c", Mock(), None)])
-    state: Any = SimpleNamespace(rows=1, features=None, step=None, check=None, enter=Mock())
+    state: Any = SimpleNamespace(
+        rows=1, features=None, inputs=None, step=None, check=None, enter=Mock()
+    )
     segment(state)
     recorded = [call.args[0] for call in lane.run.call_args_list]
     assert [piece.name for piece in recorded] == ["a", "c"]

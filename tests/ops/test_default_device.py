@@ -14,8 +14,8 @@ from localrt.quant.ops.attention import AttentionSpec
 
 torch = pytest.importorskip("torch")
 PLAIN = AttentionSpec(heads=1, kv_heads=1, head_dim=64, scale=1.0, eps=1e-6, rope=None)
-NORMED = AttentionSpec(
-    heads=1, kv_heads=1, head_dim=64, scale=1.0, eps=1e-6, rope=None, value_norm=True
+STREAMS = AttentionSpec(
+    heads=1, kv_heads=1, head_dim=64, scale=1.0, eps=1e-6, rope=None, streams=True
 )
 
 
@@ -23,14 +23,14 @@ def test_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("localrt.quant.cpu.ops")
     monkeypatch.setattr(choose, "_default_device", lambda: "cuda")
     monkeypatch.setattr(devices, "device_of", lambda name: SimpleNamespace(capability=(8, 9)))
-    ops = choose.make_ops([PLAIN, NORMED])
+    ops = choose.make_ops([PLAIN, STREAMS])
     assert (ops.name, ops.device) == ("native", "cpu")
-    why = spelled(choose.why_not_our_kernels(ops, [PLAIN, NORMED], "auto"), on_command_line)
+    why = spelled(choose.why_not_our_kernels(ops, [PLAIN, STREAMS], "auto"), on_command_line)
     assert why.startswith("the GPU is not used: this model needs localrt's own kernels")
     assert "--device cuda computes with torch" in why
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(devices, "count_gpus", lambda: 1)
-    assert choose.make_ops([NORMED], device="cuda", compute_format="bf16").name == "torch"
+    assert choose.make_ops([STREAMS], device="cuda", compute_format="bf16").name == "torch"
 
 
 def test_a_driver_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

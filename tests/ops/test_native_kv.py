@@ -30,6 +30,7 @@ Doubles = npt.NDArray[np.float64]
 HIDDEN = 64
 # With latent attention, which keeps nothing in 4 bits
 LATENT = {*DEEPSEEK_DENSE, *DEEPSEEK_SPARSE, "glm4-moe-lite", "kimi-linear"}
+LATENT |= {name for name in CONFIGS if name.startswith(("mistral4", "glm-dsa", "kimi-k2", "ling"))}
 # Largest error over the largest output, against exact keys and values. The reference that knows
 # the format is met much closer, but for numbers at a rounding's edge, one in a hundred at most.
 BOUNDS: dict[CacheFormat, float] = {"bf16": 0.01, "int8": 0.02, "int4": 0.15}

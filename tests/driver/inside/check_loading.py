@@ -247,9 +247,9 @@ def test_measured_by_bench(
     assert 1 << 20 <= result.metrics["peak_vram_bytes"] <= 1 << 30
     assert result.metrics["launches_per_token"] >= 1
     assert result.metrics["waits_per_token"] >= 1
-    assert {"gpu", "link"} & set(result.metrics["busy"]) == ({"gpu", "link"} if streamed else set())
+    assert set(result.metrics["busy"]) >= ({"gpu", "link"} if streamed else {"gpu"})
     text = to_table(outcome, options, name="m", machine=probe())
-    assert ("busy while decoding: not measured; " in text) != streamed
+    assert "busy while decoding: GPU " in text
     assert "peak VRAM" in text
     assert text.splitlines()[3].endswith(" not measured"), "energy"
     assert "llama-bench reads GGUF files only" in text
@@ -361,7 +361,7 @@ def test_measured_mixture(
             assert bool(gpu.launches) is not again
             assert len(model.generate("ab", max_tokens=4, ignore_eos=True).token_ids) == 4
     assert kept(tmp_path / "cache").keys() == {"key", "dense", "mixture"}
-    assert kept(tmp_path / "cache")["mixture"]["gpu"] == 1.0
+    assert kept(tmp_path / "cache")["mixture"]["visit"] == 1.0  # the GPU's part is what is left
 
 
 @once
