@@ -275,6 +275,10 @@ class RawConfig:
         kinds = {"full_attention": False, "sliding_attention": True}
         return self.layer_kinds("layer_types", len(default), kinds) or default
 
+    def sparse(self, layers: int) -> list[bool] | None:
+        """Whether each layer's MLP is a mixture, by ``mlp_layer_types``; None without it."""
+        return self.layer_kinds("mlp_layer_types", layers, {"dense": False, "sparse": True})
+
     def layer_list(self, key: str, layers: int) -> list[Any] | None:
         """A list of one entry for each layer, or None; those of prediction blocks are left out."""
         values, extra = self.sequence(key), self._values.get("num_nextn_predict_layers")
@@ -367,11 +371,14 @@ def read_mixture(
     scoring: Scoring = "softmax",
     normalize: bool = True,
     inner: int | None = None,
+    scale: float = 1.0,
+    shared: int = 0,
+    choice_bias: bool = False,
 ) -> MixtureSpec:
-    """Read the mixture of every sparse layer, without shared experts.
+    """Read the mixture of every sparse layer.
 
     ``scoring`` and ``normalize`` are defaults; ``inner`` is an expert's width if it is not the
-    config's ``intermediate_size``.
+    config's ``intermediate_size``. ``scale`` is the router's, for the others see ``MixtureSpec``.
 
     Raises:
         ValueError: more experts are used than there are.
@@ -383,9 +390,15 @@ def read_mixture(
         eps=config.norm_eps,
         scoring=raw.choice("scoring_func", scoring, SCORING),
         normalize=raw.flag("norm_topk_prob", normalize),
+        scale=scale,
     )
-    expert = ExpertSpec(activation=expert_activation(config))
-    return MixtureSpec(router=router, expert=expert, inner=inner or config.intermediate_size)
+    return MixtureSpec(
+        router=router,
+        expert=ExpertSpec(activation=expert_activation(config)),
+        inner=inner or config.intermediate_size,
+        shared=shared,
+        choice_bias=choice_bias,
+    )
 
 
 def sparse_layers(raw: RawConfig, layers: int) -> list[bool]:

@@ -6,41 +6,13 @@ Does not know engines: ``load_decoder`` takes any ``Ops``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import TypeVar
 
 from localrt.common.errors import UnsupportedModelError
 from localrt.common.option_names import option
-from localrt.models.architectures import (
-    afmoe,
-    apertus,
-    bert,
-    cohere,
-    deepseek,
-    draft_heads,
-    ernie,
-    exaone4,
-    gemma,
-    gemma3n,
-    gemma4,
-    glm4,
-    gpt_oss,
-    granite,
-    hunyuan,
-    kimi_linear,
-    lfm,
-    llama,
-    llama4,
-    mamba,
-    minimax,
-    muse_glimmer,
-    olmo,
-    phi3,
-    qwen,
-    qwen3_5,
-    qwen4_exp,
-    smollm3,
-    step,
-)
+from localrt.models import architectures
 from localrt.models.architectures.family import PLAIN, Family
 from localrt.models.config import DecoderConfig
 from localrt.models.decoder import Decoder, load_resident
@@ -52,41 +24,11 @@ from localrt.quant.formats import FORMATS, GGML_FORMATS
 from localrt.quant.ops.protocol import Ops
 
 T = TypeVar("T")
-_MODULES = (
-    afmoe,
-    apertus,
-    bert,
-    cohere,
-    deepseek,
-    draft_heads,
-    ernie,
-    exaone4,
-    gemma,
-    gemma3n,
-    gemma4,
-    glm4,
-    gpt_oss,
-    granite,
-    hunyuan,
-    kimi_linear,
-    lfm,
-    llama,
-    llama4,
-    mamba,
-    minimax,
-    muse_glimmer,
-    olmo,
-    phi3,
-    qwen,
-    qwen3_5,
-    qwen4_exp,
-    smollm3,
-    step,
-)
+# Every module with FAMILIES counts, so that a new file is all that a new family needs.
 _FAMILIES: Mapping[str, Family] = {
     name: family
-    for module in _MODULES
-    for family in module.FAMILIES
+    for module in iter_modules(architectures.__path__, f"{architectures.__name__}.")
+    for family in getattr(import_module(module.name), "FAMILIES", ())
     for name in (*family.gguf.split(), *family.folders.split())
 }
 ARCHITECTURES = {name: family.name for name, family in _FAMILIES.items() if family.read}

@@ -16,7 +16,7 @@ from localrt.common.errors import UnsupportedModelError
 from localrt.models.architectures import llama
 from localrt.models.architectures.family import Config, Family, GgufFacts
 from localrt.models.architectures.muse_glimmer import GATED_NAMES, GGUF_GATED
-from localrt.models.config import DecoderConfig, LayerNames
+from localrt.models.config import CHOICE_BIAS, ROUTER, DecoderConfig, LayerNames
 from localrt.models.layers.rope import read_rope
 from localrt.models.raw_config import RawConfig, read_mixture, with_mixture
 from localrt.quant.ops.attention import Rope
@@ -49,10 +49,11 @@ def _with_experts(
     if raw.flag("attention_bias"):
         raise UnsupportedModelError("attention_bias of layers with gates is not supported")
     inner = raw.integer("moe_intermediate_size")
-    spec = read_mixture(raw, config, scoring="sigmoid", inner=inner)
+    spec = read_mixture(
+        raw, config, scoring="sigmoid", inner=inner, scale=scale, shared=shared, choice_bias=True
+    )
     cap = raw.optional_number("moe_router_logit_softcapping")
-    router = replace(spec.router, scale=scale, softcap=cap)
-    spec = replace(spec, router=router, shared=shared, choice_bias=True)
+    spec = replace(spec, router=replace(spec.router, softcap=cap))
     return with_mixture(replace(config, qk_norm=True), spec, sparse)
 
 
@@ -92,8 +93,7 @@ def read_laguna(raw: RawConfig) -> DecoderConfig:
         names=_LAGUNA_NAMES,
     )
     dense = raw.index("first_k_dense_replace", 1)
-    kinds = {"dense": False, "sparse": True}
-    sparse = raw.layer_kinds("mlp_layer_types", layers, kinds)
+    sparse = raw.sparse(layers)
     return _with_experts(
         raw,
         config,
@@ -163,8 +163,8 @@ FAMILIES = (
         tensors={
             "pre_mlp_layernorm.weight": "pre_feedforward_layernorm.weight",
             "post_mlp_layernorm.weight": "post_feedforward_layernorm.weight",
-            "mlp.router.gate.weight": "mlp.gate.weight",
-            "mlp.expert_bias": "mlp.gate.e_score_correction_bias",
+            "mlp.router.gate.weight": f"{ROUTER}.weight",
+            "mlp.expert_bias": CHOICE_BIAS,
         },
         gguf_layer=GGUF_GATED,
         gguf_config=_add_mixture,
@@ -174,7 +174,7 @@ FAMILIES = (
         read=read_laguna,
         folders="LagunaForCausalLM",
         gguf="laguna",
-        tensors={"mlp.experts.e_score_correction_bias": "mlp.gate.e_score_correction_bias"},
+        tensors={"mlp.experts.e_score_correction_bias": CHOICE_BIAS},
         gguf_layer={"attn_gate": "self_attn.g_proj"},
         gguf_config=_add_kinds,
     ),

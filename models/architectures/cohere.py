@@ -59,8 +59,7 @@ def read_cohere2_moe(raw: RawConfig) -> DecoderConfig:
     Reads Cohere 2's and mixture keys; ``intermediate_size`` is an expert's width.
     """
     layers, dense = raw.integer("num_hidden_layers"), raw.index("first_k_dense_replace")
-    kinds = {"dense": False, "sparse": True}
-    sparse = raw.layer_kinds("mlp_layer_types", layers, kinds)
+    sparse = raw.sparse(layers)
     if sparse is None:
         sparse = [layer >= dense for layer in range(layers)]
     prefix = raw.integer("prefix_dense_sliding_window_pattern", 1)
@@ -78,10 +77,8 @@ def read_cohere2_moe(raw: RawConfig) -> DecoderConfig:
     config = _read(raw, windowed, rotated)
     inner = config.intermediate_size
     scoring = raw.choice("expert_selection_fn", "softmax", _SCORING)
-    spec = replace(
-        read_mixture(raw, config, scoring=scoring),
-        shared=inner * (raw.optional_integer("num_shared_experts") or 0),
-    )
+    shared = inner * (raw.optional_integer("num_shared_experts") or 0)
+    spec = read_mixture(raw, config, scoring=scoring, shared=shared)
     combined = {"average": True, "sum": False}
     averaged = raw.choice("shared_expert_combination_strategy", "average", combined)
     config = replace(

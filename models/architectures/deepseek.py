@@ -113,7 +113,7 @@ def read_mixtures(
     shared = inner * (raw.optional_integer("n_shared_experts") or 0)
     dense = raw.optional_integer("first_k_dense_replace") or 0
     frequency = raw.integer("moe_layer_freq", 1)
-    sparse = raw.layer_kinds("mlp_layer_types", layers, {"dense": False, "sparse": True})
+    sparse = raw.sparse(layers)
     if sparse is None:
         sparse = [layer >= dense and layer % frequency == 0 for layer in range(layers)]
     method = raw.text("topk_method", "noaux_tc" if _is_v3(raw) else "greedy")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
-from localrt.models.config import DecoderConfig
+from localrt.models.config import EXPERT_DOWN, EXPERT_GATE_UP, DecoderConfig
 from localrt.models.encoders.text import EncoderConfig
 from localrt.models.raw_config import RawConfig
 from localrt.models.row_order import Stack
@@ -18,6 +18,10 @@ from localrt.models.tensor_source import RowSource
 
 Config: TypeAlias = dict[str, Any]
 """What is in a ``config.json``."""
+
+GATE_UP = tuple(f"{name}.weight" for name in EXPERT_GATE_UP)
+DOWN = (f"{EXPERT_DOWN}.weight",)
+"""An expert's matrices, where ``{}`` is its number."""
 
 SANDWICH_NORMS: Mapping[str, str] = {
     "post_attention_norm": "post_attention_layernorm",

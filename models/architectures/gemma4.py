@@ -14,7 +14,7 @@ from dataclasses import replace
 from localrt.common.errors import UnsupportedModelError
 from localrt.models.architectures import gemma
 from localrt.models.architectures.family import SANDWICH_NORMS, Config, Family, GgufFacts
-from localrt.models.config import DecoderConfig, MixtureSpec
+from localrt.models.config import EXPERT_SCALE, ROUTER, ROUTER_NORM, DecoderConfig, MixtureSpec
 from localrt.models.layers.inputs import GatedInputs, LayerInputs
 from localrt.models.layers.rope import read_rope
 from localrt.models.raw_config import RawConfig, expert_activation
@@ -231,6 +231,11 @@ FAMILIES = (
         folders="Gemma4ForCausalLM Gemma4ForConditionalGeneration "
         "Gemma4UnifiedForCausalLM Gemma4UnifiedForConditionalGeneration",
         gguf="gemma4",
+        tensors={
+            "router.proj.weight": f"{ROUTER}.weight",
+            "router.scale": ROUTER_NORM,
+            "router.per_expert_scale": EXPERT_SCALE,
+        },
         gguf_layer={
             **LAYER_INPUTS,
             "pre_ffw_norm_2": "pre_feedforward_layernorm_2",

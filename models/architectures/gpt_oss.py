@@ -5,14 +5,16 @@ Experts use a clamped gate (``swiglu_oai``); YaRN's ramp is not rounded to whole
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from localrt.common.errors import UnsupportedModelError
 from localrt.models.architectures import llama
-from localrt.models.architectures.family import MLP_NORM, Family
-from localrt.models.config import DecoderConfig
+from localrt.models.architectures.family import DOWN, GATE_UP, MLP_NORM, Family
+from localrt.models.config import EXPERT_DOWN, EXPERT_GATE_UP, ROUTER, DecoderConfig
 from localrt.models.layers.rope import read_rope
 from localrt.models.raw_config import RawConfig, read_mixture, with_mixture
+from localrt.models.row_order import Stack
 from localrt.quant.ops.attention import AttentionSpec
 from localrt.quant.ops.experts import ExpertSpec
 
@@ -49,12 +51,32 @@ def _attention(raw: RawConfig, config: DecoderConfig) -> tuple[AttentionSpec, ..
     return tuple(sliding if here else full for here in windowed)
 
 
+_STACKS: Mapping[str, Stack] = {
+    "mlp.experts.gate_up_proj": Stack(GATE_UP, turns=True, transposed=True),
+    "mlp.experts.gate_up_proj_bias": Stack(
+        tuple(f"{name}.bias" for name in EXPERT_GATE_UP), turns=True
+    ),
+    "mlp.experts.down_proj": Stack(DOWN, transposed=True),
+    "mlp.experts.down_proj_bias": Stack((f"{EXPERT_DOWN}.bias",)),
+    # MLX
+    **{
+        f"mlp.experts.{kind}_proj.{part}": Stack((f"mlp.experts.{{}}.{kind}_proj.{part}",))
+        for kind in ("gate", "up", "down")
+        for part in ("weight", "bias")
+    },
+}
+
 FAMILIES = (
     Family(
         name="gpt_oss",
         read=read_config,
         folders="GptOssForCausalLM",
         gguf="gpt-oss",
+        tensors={
+            "mlp.router.weight": f"{ROUTER}.weight",
+            "mlp.router.bias": f"{ROUTER}.bias",
+        },
+        stacks=_STACKS,
         gguf_layer=MLP_NORM,
     ),
 )

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from localrt.models.architectures import llama
-from localrt.models.architectures.family import Config, Family, GgufFacts
+from localrt.models.architectures.family import DOWN, GATE_UP, Config, Family, GgufFacts
 from localrt.models.architectures.mamba import GGUF_MAMBA, mamba_names, read_mamba
-from localrt.models.config import SHARED_DOWN, SHARED_GATE_UP, DecoderConfig, LayerNames
+from localrt.models.config import ROUTER, SHARED_DOWN, SHARED_GATE_UP, DecoderConfig, LayerNames
 from localrt.models.layers.block import ResidualBlock
 from localrt.models.layers.rope import read_rope
 from localrt.models.raw_config import RawConfig, read_mixture, with_mixture
+from localrt.models.row_order import Stack
 from localrt.quant.ops.attention import AttentionSpec
 
 
@@ -123,6 +124,17 @@ def _add_bases(config: Config, file: GgufFacts) -> None:
         config["layer_rope_theta"] = [base if flag else 0 for flag in flags]
 
 
+_TENSORS = {
+    "block_sparse_moe.router.layer.weight": f"{ROUTER}.weight",
+    "block_sparse_moe.router.weight": f"{ROUTER}.weight",
+    "shared_mlp.output_linear.weight": f"{SHARED_DOWN}.weight",
+}
+_STACKS = {
+    "block_sparse_moe.input_linear.weight": Stack(GATE_UP),
+    "block_sparse_moe.output_linear.weight": Stack(DOWN),
+    "shared_mlp.input_linear.weight": Stack(tuple(f"{name}.weight" for name in SHARED_GATE_UP)),
+}
+
 FAMILIES = (
     Family(
         name="granite",
@@ -136,6 +148,8 @@ FAMILIES = (
         read=read_granite_swa,
         folders="GraniteSWAForCausalLM GraniteMoeSWAForCausalLM",
         gguf="granite_swa",
+        tensors=_TENSORS,
+        stacks=_STACKS,
         gguf_in_pairs=True,
         # shared experts: (rows of both, columns)
         gguf_stacks={
@@ -148,6 +162,8 @@ FAMILIES = (
         read=read_granite_moe,
         folders="GraniteMoeForCausalLM GraniteMoeSharedForCausalLM",
         gguf="granitemoe",
+        tensors=_TENSORS,
+        stacks=_STACKS,
         gguf_in_pairs=True,
     ),
     Family(
@@ -155,6 +171,8 @@ FAMILIES = (
         read=read_granite_hybrid,
         folders="GraniteMoeHybridForCausalLM",
         gguf="granitehybrid",
+        tensors=_TENSORS,
+        stacks=_STACKS,
         gguf_layer=GGUF_MAMBA,
         gguf_in_pairs=True,
     ),

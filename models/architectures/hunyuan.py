@@ -68,18 +68,19 @@ def read_hy_v3(raw: RawConfig) -> DecoderConfig:
     Reads Llama's and mixture keys, ``router_scaling_factor`` and ``mlp_layer_types``.
     """
     config = replace(llama.read_config(raw), architecture="hy_v3", qk_norm=True)
-    kinds = {"dense": False, "sparse": True}
     layers = range(config.layers)
-    sparse = raw.layer_kinds("mlp_layer_types", config.layers, kinds)
+    sparse = raw.sparse(config.layers)
     if raw.is_gguf:
         sparse = [raw.has_tensor(f"model.layers.{layer}.{ROUTER}.weight") for layer in layers]
     inner = raw.integer("moe_intermediate_size")
-    spec = read_mixture(raw, config, scoring="sigmoid", inner=inner)
     shared = raw.optional_integer("shared_expert_intermediate_size")
     scale = raw.number("routed_scaling_factor" if raw.is_gguf else "router_scaling_factor", 1.0)
-    spec = replace(
-        spec,
-        router=replace(spec.router, scale=scale),
+    spec = read_mixture(
+        raw,
+        config,
+        scoring="sigmoid",
+        inner=inner,
+        scale=scale,
         shared=shared or inner * (raw.optional_integer("num_shared_experts") or 0),
         choice_bias=True,
     )

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from localrt.models.architectures import llama
 from localrt.models.architectures.family import Config, Family, GgufFacts
-from localrt.models.config import DecoderConfig
+from localrt.models.config import ROUTER, DecoderConfig
 from localrt.models.raw_config import RawConfig, read_mixture, with_mixture
 from localrt.models.row_order import Stack
 from localrt.quant.ops.attention import AttentionSpec, AttentionTemperature
@@ -84,7 +84,7 @@ FAMILIES = (
         folders="Llama4ForConditionalGeneration Llama4ForCausalLM",
         gguf="llama4",
         tensors={
-            "feed_forward.router.weight": "mlp.gate.weight",
+            "feed_forward.router.weight": f"{ROUTER}.weight",
             **{
                 f"feed_forward.{theirs}{kind}_proj.weight": f"mlp.{ours}{kind}_proj.weight"
                 for theirs, ours in (

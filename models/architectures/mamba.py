@@ -8,8 +8,14 @@ from dataclasses import replace
 
 from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.architectures import llama
-from localrt.models.architectures.family import Config, Family, GgufFacts
+from localrt.models.architectures.family import DOWN, GATE_UP, Config, Family, GgufFacts
 from localrt.models.config import (
+    CHOICE_BIAS,
+    LATENT_DOWN,
+    LATENT_UP,
+    ROUTER,
+    SHARED_DOWN,
+    SHARED_GATE_UP,
     DecoderConfig,
     LayerNames,
     MixtureSpec,
@@ -18,6 +24,7 @@ from localrt.models.config import (
 )
 from localrt.models.layers.block import ResidualBlock
 from localrt.models.raw_config import RawConfig, positive_number
+from localrt.models.row_order import Stack
 from localrt.quant.ops.attention import AttentionSpec
 from localrt.quant.ops.experts import ExpertSpec, RouterSpec
 from localrt.quant.ops.protocol import LayerSpec, MlpSpec
@@ -262,6 +269,17 @@ def _add_kinds(config: Config, file: GgufFacts) -> None:
     config["moe_latent_size"] = file.integer("moe_latent_size")
 
 
+_NEMOTRON = {
+    "mixer.gate.weight": f"{ROUTER}.weight",
+    "mixer.gate.e_score_correction_bias": CHOICE_BIAS,
+    "mixer.experts.{}.up_proj.weight": GATE_UP[1],
+    "mixer.experts.{}.down_proj.weight": DOWN[0],
+    "mixer.fc1_latent_proj.weight": f"{LATENT_DOWN}.weight",
+    "mixer.fc2_latent_proj.weight": f"{LATENT_UP}.weight",
+    "mixer.shared_experts.up_proj.weight": f"{SHARED_GATE_UP[1]}.weight",
+    "mixer.shared_experts.down_proj.weight": f"{SHARED_DOWN}.weight",
+}
+
 FAMILIES = (
     Family(
         name="falcon_h1",
@@ -276,6 +294,11 @@ FAMILIES = (
         folders="NemotronHForCausalLM NemotronH_Omni_Reasoning_V3 NemotronH_Nano_Omni_Reasoning_V3 "
         "NemotronH_Nano_VL_V2",
         gguf="nemotron_h nemotron_h_moe",
+        tensors=_NEMOTRON,
+        stacks={
+            "mixer.experts.up_proj": Stack(GATE_UP[1:]),
+            "mixer.experts.down_proj": Stack(DOWN),
+        },
         gguf_layer=GGUF_MAMBA,
         gguf_config=_add_kinds,
     ),

@@ -26,7 +26,7 @@ def read_config(raw: RawConfig) -> DecoderConfig:
         parameters["partial_rotary_factor"] = size / plain.head_dim
     rope = read_rope(raw, plain.head_dim, parameters=parameters)
     attention = replace(plain, rope=rope, joint_norms=True, window=None)
-    spec = replace(read_mixture(raw, config, scoring="sigmoid"), choice_bias=True)
+    spec = read_mixture(raw, config, scoring="sigmoid", choice_bias=True)
     config = replace(
         config, architecture="minimax_m2", attention=(attention,) * config.layers, qk_norm=True
     )

@@ -92,7 +92,6 @@ def read_mellum(raw: RawConfig) -> DecoderConfig:
     local = read_rope(raw, full.head_dim, parameters={"rope_theta": base})
     sliding = replace(full, window=raw.optional_integer("sliding_window"), rope=local)
     windowed = raw.windowed([False] * config.layers)
-    kinds = {"dense": False, "sparse": True}
     spec = read_mixture(raw, config, inner=raw.integer("moe_intermediate_size"))
     config = replace(
         config,
@@ -100,7 +99,7 @@ def read_mellum(raw: RawConfig) -> DecoderConfig:
         attention=tuple(sliding if here else full for here in windowed),
         qk_norm=True,
     )
-    return with_mixture(config, spec, raw.layer_kinds("mlp_layer_types", config.layers, kinds))
+    return with_mixture(config, spec, raw.sparse(config.layers))
 
 
 FAMILIES = (

@@ -91,7 +91,7 @@ def _with_mixtures(raw: RawConfig, config: DecoderConfig) -> DecoderConfig:
     dense.
     """
     layers = range(config.layers)
-    sparse = raw.layer_kinds("mlp_layer_types", config.layers, {"dense": False, "sparse": True})
+    sparse = raw.sparse(config.layers)
     if raw.is_gguf:
         sparse = [raw.has_tensor(f"model.layers.{n}.{ROUTER}.weight") for n in layers]
     if sparse is None:
@@ -101,10 +101,13 @@ def _with_mixtures(raw: RawConfig, config: DecoderConfig) -> DecoderConfig:
     if not any(sparse):
         return with_limits(config, raw)
     inner, normalize = raw.integer("moe_intermediate_size"), not raw.is_gguf
-    spec = read_mixture(raw, config, scoring="sigmoid", normalize=normalize, inner=inner)
-    spec = replace(
-        spec,
-        router=replace(spec.router, scale=raw.number("routed_scaling_factor", 1.0)),
+    spec = read_mixture(
+        raw,
+        config,
+        scoring="sigmoid",
+        normalize=normalize,
+        inner=inner,
+        scale=raw.number("routed_scaling_factor", 1.0),
         shared=raw.integer("shared_expert_intermediate_size"),
         choice_bias=True,
     )

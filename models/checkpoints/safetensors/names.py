@@ -17,8 +17,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from localrt.common.errors import CheckpointError
-from localrt.models.architectures.family import Family
+from localrt.models.architectures.family import DOWN, GATE_UP, Family
 from localrt.models.checkpoints.schemes.floats import regrouped_nibbles
+from localrt.models.config import CHOICE_BIAS, ROUTER
 from localrt.models.row_order import (
     Stack,
     check_stack,
@@ -82,85 +83,42 @@ class _Mxfp4Rows(RowSource):
 
 
 _COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_GATE_UP = ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight")
-_GATE_UP_BIAS = ("mlp.experts.{}.gate_proj.bias", "mlp.experts.{}.up_proj.bias")
-_DOWN = ("mlp.experts.{}.down_proj.weight",)
-_DOWN_BIAS = ("mlp.experts.{}.down_proj.bias",)
-_CHOICE_BIAS = "mlp.gate.e_score_correction_bias"
-_SHARED_GATE_UP = ("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight")
+_KINDS = ("gate", "up", "down")
 _OURS: Mapping[str, str] = {
-    # other name to localrt's name; ``{}`` is the same number in both
+    # other name, of several families, to localrt's name; ``{}`` is the same number in both
     # Qwen, Kimi
     **{
         f"{shared}.{kind}_proj.weight": f"mlp.shared_experts.{kind}_proj.weight"
         for shared in ("mlp.shared_expert", "block_sparse_moe.shared_experts")
-        for kind in ("gate", "up", "down")
+        for kind in _KINDS
     },
     # Mixtral, LFM2-MoE
     **{
         f"{mlp}.experts.{{}}.{theirs}.weight": ours
         for mlp in ("block_sparse_moe", "mlp", "feed_forward")
-        for theirs, ours in zip(("w1", "w3", "w2"), (*_GATE_UP, *_DOWN), strict=True)
+        for theirs, ours in zip(("w1", "w3", "w2"), (*GATE_UP, *DOWN), strict=True)
     },
-    "block_sparse_moe.gate.weight": "mlp.gate.weight",
+    "block_sparse_moe.gate.weight": f"{ROUTER}.weight",
     # Kimi; also transformers' dense layers
-    **{
-        f"block_sparse_moe.{kind}_proj.weight": f"mlp.{kind}_proj.weight"
-        for kind in ("gate", "up", "down")
-    },
-    "block_sparse_moe.gate.e_score_correction_bias": _CHOICE_BIAS,
-    # Granite
-    "block_sparse_moe.router.layer.weight": "mlp.gate.weight",
-    "block_sparse_moe.router.weight": "mlp.gate.weight",
-    "shared_mlp.output_linear.weight": "mlp.shared_experts.down_proj.weight",
-    # Gemma 4
-    "router.proj.weight": "mlp.gate.weight",
-    "router.scale": "mlp.gate.norm.weight",
-    "router.per_expert_scale": "mlp.gate.expert_scale",
-    # gpt-oss
-    "mlp.router.weight": "mlp.gate.weight",
-    "mlp.router.bias": "mlp.gate.bias",
-    # LFM2-MoE
-    "feed_forward.gate.weight": "mlp.gate.weight",
-    "feed_forward.expert_bias": _CHOICE_BIAS,
-    # Nemotron-H
-    "mixer.gate.weight": "mlp.gate.weight",
-    "mixer.gate.e_score_correction_bias": _CHOICE_BIAS,
-    "mixer.experts.{}.up_proj.weight": _GATE_UP[1],
-    "mixer.experts.{}.down_proj.weight": _DOWN[0],
-    "mixer.fc1_latent_proj.weight": "mlp.latent_down.weight",
-    "mixer.fc2_latent_proj.weight": "mlp.latent_up.weight",
-    "mixer.shared_experts.up_proj.weight": _SHARED_GATE_UP[1],
-    "mixer.shared_experts.down_proj.weight": "mlp.shared_experts.down_proj.weight",
-    # ERNIE
-    "mlp.moe_statics.e_score_correction_bias": _CHOICE_BIAS,
-    "mlp.gate.moe_statics.e_score_correction_bias": _CHOICE_BIAS,
+    **{f"block_sparse_moe.{kind}_proj.weight": f"mlp.{kind}_proj.weight" for kind in _KINDS},
+    "block_sparse_moe.gate.e_score_correction_bias": CHOICE_BIAS,
+    # MLX
+    "self_attn.embed_q.weight": "self_attn.k_b_proj.weight",
+    "self_attn.unembed_out.weight": "self_attn.v_b_proj.weight",
 }
 _STACKS: Mapping[str, Stack] = {
     # transformers 5's form of experts in memory, sometimes published: stacked, gate before up
     **{
         f"{mlp}experts.{kind}_proj": Stack(names)
         for mlp in ("mlp.", "", "feed_forward.", "block_sparse_moe.")  # without ".mlp": Gemma 4
-        for kind, names in (("gate_up", _GATE_UP), ("down", _DOWN))
+        for kind, names in (("gate_up", GATE_UP), ("down", DOWN))
     },
-    # Granite
-    "block_sparse_moe.input_linear.weight": Stack(_GATE_UP),
-    "block_sparse_moe.output_linear.weight": Stack(_DOWN),
-    "shared_mlp.input_linear.weight": Stack(_SHARED_GATE_UP),
     # MLX
     **{
         f"{mlp}.switch_mlp.{kind}_proj.weight": Stack((f"mlp.experts.{{}}.{kind}_proj.weight",))
         for mlp in ("mlp", "block_sparse_moe")
-        for kind in ("gate", "up", "down")
+        for kind in _KINDS
     },
-    # Nemotron-H
-    "mixer.experts.up_proj": Stack(_GATE_UP[1:]),
-    "mixer.experts.down_proj": Stack(_DOWN),
-}
-_PUBLISHED = {
-    # MLX
-    "self_attn.embed_q.weight": "self_attn.k_b_proj.weight",
-    "self_attn.unembed_out.weight": "self_attn.v_b_proj.weight",
 }
 _TOP = {
     "model.embedding_norm.weight": "model.norm.weight",  # LFM2
@@ -172,26 +130,13 @@ _TOP = {
 _QWEN3_VL = "Qwen3VLMoeForConditionalGeneration"
 _QWEN3_VL_STACKS: Mapping[str, Stack] = {
     # as published; transformers saves stacks as in ``_STACKS``
-    "mlp.experts.gate_up_proj": Stack(_GATE_UP, transposed=True),
-    "mlp.experts.down_proj": Stack(_DOWN, transposed=True),
+    "mlp.experts.gate_up_proj": Stack(GATE_UP, transposed=True),
+    "mlp.experts.down_proj": Stack(DOWN, transposed=True),
 }
-_GPT_OSS = "GptOssForCausalLM"
-_GPT_OSS_STACKS: Mapping[str, Stack] = {
-    "mlp.experts.gate_up_proj": Stack(_GATE_UP, turns=True, transposed=True),
-    "mlp.experts.gate_up_proj_bias": Stack(_GATE_UP_BIAS, turns=True),
-    "mlp.experts.down_proj": Stack(_DOWN, transposed=True),
-    "mlp.experts.down_proj_bias": Stack(_DOWN_BIAS),
-    # MLX
-    **{
-        f"mlp.experts.{kind}_proj.{part}": Stack((f"mlp.experts.{{}}.{kind}_proj.{part}",))
-        for kind in ("gate", "up", "down")
-        for part in ("weight", "bias")
-    },
-}
-_GPT_OSS_PACKED: Mapping[str, Stack] = {
-    # as two tensors, ``..._blocks`` and ``..._scales``
-    "mlp.experts.gate_up_proj": Stack(_GATE_UP, turns=True),
-    "mlp.experts.down_proj": Stack(_DOWN),
+_MXFP4: Mapping[str, Stack] = {
+    # gpt-oss: as two tensors, ``..._blocks`` and ``..._scales``
+    "mlp.experts.gate_up_proj": Stack(GATE_UP, turns=True),
+    "mlp.experts.down_proj": Stack(DOWN),
 }
 _LAYER = re.compile(r"(?P<prefix>model\.layers\.\d{1,9}\.)(?P<stem>.+)", re.DOTALL)
 _NUMBER = re.compile(r"(?<=\.experts\.)\d{1,9}(?=\.)")
@@ -206,33 +151,41 @@ def plain_tensors(
     Raises:
         CheckpointError: two tensors have the same name, or a stack does not fit the config.
     """
-    named = (_named(tensor, family) for tensor in stored.values())
-    stored = {tensor.info.name: tensor for tensor in named}
+    named: dict[str, RowSource] = {}
+    for tensor in stored.values():
+        _add(named, _named(tensor, family), tensor.info.name)
     count = _expert_count(config)
     if count is None:
-        return dict(stored)
-    stacks = {**_stacks(architecture, config, stored), **family.stacks}
+        return named
+    stacks = {**_stacks(architecture, config, named), **family.stacks}
     plain: dict[str, RowSource] = {}
-    for name, tensor in stored.items():
-        for part in _parts(stacks, name, tensor, stored, count):
-            if part.info.name in plain:
-                raise CheckpointError(f"tensor {name!r} appears twice under names of one meaning")
-            plain[part.info.name] = part
+    for name, tensor in named.items():
+        for part in _parts(stacks, name, tensor, named, count):
+            _add(plain, part, name)
     return plain
 
 
+def _add(tensors: dict[str, RowSource], tensor: RowSource, published: str) -> None:
+    if tensors.setdefault(tensor.info.name, tensor) is not tensor:
+        raise CheckpointError(f"tensor {published!r} appears twice under names of one meaning")
+
+
 def _named(tensor: RowSource, family: Family) -> RowSource:
-    """Return the tensor under its localrt name, if that is the same however experts are stored."""
-    name = _TOP.get(tensor.info.name)
+    """Return the tensor under its localrt name, if it is not a stack."""
+    name, shape = _TOP.get(tensor.info.name), tensor.info.shape
     layer = _LAYER.fullmatch(tensor.info.name)
     if layer is not None:
         stem = layer["stem"]
         number = _NUMBER.search(stem)
         pattern = stem if number is None else _NUMBER.sub("{}", stem, count=1)
-        ours = family.tensors.get(pattern) or _PUBLISHED.get(pattern)
+        ours = family.tensors.get(pattern) or _OURS.get(pattern)
         if ours is not None:
             name = layer["prefix"] + (ours if number is None else ours.format(number[0]))
-    return tensor if name is None else replace(tensor, info=replace(tensor.info, name=name))
+            if ours == CHOICE_BIAS and len(shape) == 2 and shape[0] == 1:
+                shape = shape[1:]
+    if name is None:
+        return tensor
+    return replace(tensor, info=replace(tensor.info, name=name, shape=shape))
 
 
 def _expert_count(config: Mapping[str, object]) -> int | None:
@@ -245,8 +198,6 @@ def _stacks(
     architecture: str, config: Mapping[str, object], stored: Mapping[str, RowSource]
 ) -> Mapping[str, Stack]:
     """The stacks of a layer's experts, if they are stacked."""
-    if architecture == _GPT_OSS:
-        return _GPT_OSS_STACKS
     if architecture == _QWEN3_VL:
         for name, tensor in stored.items():
             if name.endswith("mlp.experts.gate_up_proj"):
@@ -277,7 +228,7 @@ def _parts(
     if (stack := stacks.get(stem)) is not None:
         return _split(tensor, stack, prefix, count)
     kind = stem[-len(_BLOCKS) :]
-    packed = _GPT_OSS_PACKED.get(stem.removesuffix(kind))
+    packed = _MXFP4.get(stem.removesuffix(kind))
     if packed is not None and kind in (_BLOCKS, _SCALES):
         other = name.removesuffix(kind) + (_SCALES if kind == _BLOCKS else _BLOCKS)
         if other not in stored:
@@ -287,13 +238,4 @@ def _parts(
         both = tensor, stored[other]
         if isinstance(both[0], StoredTensor) and isinstance(both[1], StoredTensor):
             return list(split_mxfp4(both[0], both[1], packed, prefix, count))
-    number = _NUMBER.search(stem)
-    pattern = stem if number is None else _NUMBER.sub("{}", stem, count=1)
-    ours = _OURS.get(pattern)
-    if ours is None:
-        return [tensor]
-    renamed = prefix + (ours if number is None else ours.format(number[0]))
-    shape = tensor.info.shape
-    if ours == _CHOICE_BIAS and len(shape) == 2 and shape[0] == 1:
-        shape = shape[1:]
-    return [replace(tensor, info=replace(tensor.info, name=renamed, shape=shape))]
+    return [tensor]
