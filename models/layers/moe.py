@@ -147,7 +147,7 @@ class SparseMlp:
             layer_pass.end()
         rows = self._combine(ops, slots, routed.routing, shared)
         if self._post_norm is not None:
-            return ops.norm_result(rows, self._post_norm, self._mlp.result_eps)
+            return ops.norm_sum(rows, None, self._post_norm, self._mlp.result_eps)
         return rows if self._beside is None else self._beside.join(state, rows)
 
     def _route(self, state: PassState) -> Routed:

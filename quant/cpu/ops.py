@@ -517,9 +517,6 @@ class NativeOps(StreamSteps):
         self._slots = slots
         return out
 
-    def norm_result(self, rows: Floats, weight: NativeVector, eps: float) -> Floats:
-        return self.norm(rows, weight, eps)
-
     def latent_rows(self, normed: Floats, weight: NativeWeight) -> Floats:
         return self.linear(normed, weight, self._array(len(normed), weight.stack.rows))
 

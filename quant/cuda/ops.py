@@ -269,7 +269,7 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
         return x
 
     def norm_sum(self, y: Tensor, more: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        return norm(y, weight, eps, pending=more, out=FLOAT32)
+        return norm_in_place(y, weight, eps, more)
 
     def joined_norms(
         self, x: Stream, y: Stream, norms: tuple[Tensor | None, Tensor | None], eps: float
@@ -344,9 +344,6 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
         """(R, D), float32, summed in order of k."""
         weights = on_gpu(routing, self._device).weights_on_gpu if weighted else None
         return combined(slots, weights, shared, routing.used)
-
-    def norm_result(self, rows: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return norm_in_place(rows, weight, eps)
 
     def latent_rows(self, normed: Tensor, weight: CudaWeight) -> Tensor:
         """(R, L), bf16."""

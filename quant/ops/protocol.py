@@ -645,9 +645,6 @@ class ExpertOps(Protocol[_HiddenIn, ArrayT, WeightT, VectorT]):
         Weights are 1 if not ``weighted``. ``slots`` and ``shared`` are given up.
         """
 
-    def norm_result(self, rows: ArrayT, weight: VectorT, eps: float) -> ArrayT:
-        """RMSNorm of a layer's result (R, D), which may be overwritten."""
-
     def latent_rows(self, normed: ArrayT, weight: WeightT) -> ArrayT:
         """The experts' inputs if they are projected from normed rows: (R, L)."""
 

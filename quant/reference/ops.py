@@ -433,9 +433,6 @@ class TorchOps(StreamSteps):
     ) -> Tensor:
         return combined(slots, routing, shared, weighted=weighted)
 
-    def norm_result(self, rows: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return self._norm(rows, weight, eps)
-
     def latent_rows(self, normed: Tensor, weight: Tensor) -> Tensor:
         return self.linear(normed, weight)
 
