@@ -20,10 +20,10 @@ from functools import partial
 from localrt.common.errors import CancelledError, LocalrtError
 from localrt.engine.batch.device_turns import PassTurns
 from localrt.engine.batch.latency_goals import goal_of
-from localrt.engine.batch.schedule import KEEP_STREAMED, MOST_SEQUENCES, Schedule, Terms
+from localrt.engine.batch.schedule import KEEP_STREAMED, MOST_SEQUENCES, Save, Schedule, Terms
 from localrt.engine.batch.sequence import BatchSequence, Chunks
 from localrt.engine.batch.waiting import FairQueue
-from localrt.engine.protocol import Engine, EngineSession
+from localrt.engine.protocol import Engine
 from localrt.engine.request import Request
 from localrt.engine.sampling import check_integer, check_number
 from localrt.engine.types import Chunk
@@ -190,8 +190,7 @@ class Live:
     """A batch that runs until it is closed. Thread-safe; close it before its engine.
 
     ``room`` returns how many more bytes the caches may take. ``save`` saves a cache before it is
-    freed, in the first of the named tiers that has room; None stands for those in RAM. Batches that
-    share ``turns`` of a device compute one at a time.
+    freed. Batches that share ``turns`` of a device compute one at a time.
     """
 
     def __init__(
@@ -201,7 +200,7 @@ class Live:
         limits: LiveLimits,
         *,
         room: Callable[[], int],
-        save: Callable[..., object] = lambda session, *tiers: None,
+        save: Save = lambda session, *tiers: None,
         turns: PassTurns | None = None,
     ) -> None:
         self._engine = engine
@@ -321,7 +320,7 @@ class Live:
             for seq in self._open_sequences():
                 self._end(seq)
             self._schedule.close()
-            self._park(lambda session: None)
+            self._park(lambda session, *tiers: None)
 
     def _ready(self) -> bool:
         """Wait until there is work; return False when closing."""
@@ -339,7 +338,7 @@ class Live:
             self._save(None, "disk")
         return not closing
 
-    def _park(self, save: Callable[[EngineSession], object]) -> None:
+    def _park(self, save: Save) -> None:
         """Save and free idle caches if ``park`` waits for it."""
         with self._changed:
             done, self._parked = self._parked, None

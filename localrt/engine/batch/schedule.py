@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Generic
+from typing import Generic, TypeAlias
 
 from localrt.common.errors import LateError, LocalrtError, MemoryBudgetError
 from localrt.engine.batch.latency_goals import PassTimes, UnreadPrompt, rows_of_pass
@@ -25,12 +25,16 @@ from localrt.engine.batch.speculation import BatchSpeculation, Prompt
 from localrt.engine.batch.waiting import FairQueue, SharedPrompts
 from localrt.engine.pool import IdleSessions
 from localrt.engine.protocol import Engine, EngineSession
+from localrt.engine.saved_caches import Tier
 from localrt.models.tokenizers.base import Tokenizer
 from localrt.quant.ops.kv import grown_capacity
 from localrt.quant.ops.protocol import Check
 from localrt.speculative.acceptance import TreePass
 
 _WORTH_SAVING_S = 1.0  # caches that take less time to compute are not saved
+
+Save: TypeAlias = Callable[[EngineSession | None, *tuple[Tier, ...]], object]
+"""Saves a cache in the first of the tiers that has room; None stands for the caches in RAM."""
 
 KEEP_STREAMED = 2
 """The most idle caches where weights are streamed, which need the room more."""
@@ -61,8 +65,7 @@ class Schedule(Generic[Owner]):
     """The running sequences, and what the next pass computes. Not thread-safe.
 
     ``waiting`` has sequences that have not started or must restart. ``room`` returns the bytes that
-    all caches may take, ``check`` raises to abandon a pass, ``save`` saves an evicted cache in the
-    first of the named tiers that has room.
+    all caches may take, ``check`` raises to abandon a pass, ``save`` saves an evicted cache.
     """
 
     def __init__(
@@ -74,7 +77,7 @@ class Schedule(Generic[Owner]):
         *,
         room: Callable[[], int],
         check: Check,
-        save: Callable[..., object] = lambda session, *tiers: None,
+        save: Save = lambda session, *tiers: None,
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
@@ -156,7 +159,7 @@ class Schedule(Generic[Owner]):
             session.close()
         self._idle = IdleSessions()
 
-    def park(self, save: Callable[[EngineSession], object]) -> int:
+    def park(self, save: Save) -> int:
         """Call ``save`` for every idle cache and free them; return their bytes."""
         nbytes = self._idle.nbytes
         for session in self._idle:
