@@ -47,8 +47,10 @@ class FakeNvml:
         return 3 if device.value else 0
 
     def nvmlDeviceGetMemoryInfo(self, device: Any, memory: Any) -> int:  # noqa: N802
+        if device.value:
+            return 3
         memory._obj.used = 100 + sum(self._taken().values())
-        return 3 if device.value else 0
+        return 0
 
     def nvmlDeviceGetComputeRunningProcesses_v3(  # noqa: N802
         self, device: Any, count: ctypes.c_uint, listed: Any
