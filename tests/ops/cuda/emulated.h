@@ -25,7 +25,7 @@ void emulated_pause();           // a kernel waits for the host
 unsigned long long emulated_nanoseconds();
 void emulated_block();           // wait for all threads of the block
 void emulated_warp();            // and of the warp
-uint32_t* emulated_words(int lane);  // of the warp: what its lanes show each other
+uint32_t (*emulated_words())[8];  // of the warp: what its lanes show each other, until they wait again
 float fmaf(float, float, float);
 float cosf(float);
 float expf(float);
@@ -104,11 +104,11 @@ FN uint4 load_streamed(const uint4* p) { return *p; }
 
 template <class T>
 FN T shuffle_xor(T value, int lanes) {
-    __builtin_memcpy(emulated_words(threadIdx.x % 32), &value, 4);
+    const auto words = emulated_words();
+    __builtin_memcpy(words[threadIdx.x % 32], &value, 4);
     emulated_warp();
     T found;
-    __builtin_memcpy(&found, emulated_words((threadIdx.x % 32) ^ lanes), 4);
-    emulated_warp();
+    __builtin_memcpy(&found, words[(threadIdx.x % 32) ^ lanes], 4);
     return found;
 }
 
@@ -116,19 +116,19 @@ template <bool SIGNED>
 FN void multiply(i32 (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const u32 mine[6] = {a0, a1, a2, a3, b0, b1};
-    __builtin_memcpy(emulated_words(lane), mine, sizeof mine);
+    const auto words = emulated_words();
+    __builtin_memcpy(words[lane], mine, sizeof mine);
     emulated_warp();
     for (int half = 0; half < 2; half++)
         for (int k = 0; k < 32; k++) {
             const int word = k / 16, owner = k % 16 / 4, byte = 8 * (k % 4);
-            const u32 code = emulated_words(g * 4 + owner)[2 * word + half] >> byte & 255;
+            const u32 code = words[g * 4 + owner][2 * word + half] >> byte & 255;
             const i32 a = SIGNED ? (i8)code : (i32)code;
             for (int n = 0; n < 2; n++) {
-                const i32 b = (i8)(emulated_words((2 * t + n) * 4 + owner)[4 + word] >> byte & 255);
+                const i32 b = (i8)(words[(2 * t + n) * 4 + owner][4 + word] >> byte & 255);
                 c[2 * half + n] += a * b;
             }
         }
-    emulated_warp();
 }
 
 template <bool SIGNED>
@@ -139,17 +139,17 @@ FN void multiply(i32 (&c)[4], u32 a0, u32 a1, u32 b0) {
 FN void multiply(float (&c)[4], const uint4& a, u32 b0, u32 b1) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const u32 mine[6] = {a.x, a.y, a.z, a.w, b0, b1};
-    __builtin_memcpy(emulated_words(lane), mine, sizeof mine);
+    const auto words = emulated_words();
+    __builtin_memcpy(words[lane], mine, sizeof mine);
     emulated_warp();
     for (int half = 0; half < 2; half++)
         for (int n = 0; n < 2; n++) {
             double sum = c[2 * half + n];
             for (int k = 0; k < 16; k++) {
                 const int word = k / 8, owner = k % 8 / 2;
-                const u32 x = emulated_words(g * 4 + owner)[2 * word + half], y = emulated_words((2 * t + n) * 4 + owner)[4 + word];
+                const u32 x = words[g * 4 + owner][2 * word + half], y = words[(2 * t + n) * 4 + owner][4 + word];
                 sum += (double)as_float(k % 2 ? x & 0xFFFF0000u : x << 16) * as_float(k % 2 ? y & 0xFFFF0000u : y << 16);
             }
             c[2 * half + n] = (float)sum;
         }
-    emulated_warp();
 }

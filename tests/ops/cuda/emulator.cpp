@@ -28,14 +28,13 @@ struct Barrier {
     unsigned arrived = 0, round = 0;
 };
 struct Warp {
-    uint32_t words[32][8];
+    uint32_t words[2][32][8];  // by turns: while some lanes read, others go on and write
     Barrier barrier;
 };
 struct Thread {
-    ucontext_t context;
     jmp_buf stopped;
     std::unique_ptr<char[]> stack{new char[STACK]};
-    bool begun, done;
+    bool begun = false, done;
     const Barrier* waits;  // for its next round, or for nothing
     unsigned round;
 };
@@ -65,6 +64,10 @@ unsigned long long emulated_nanoseconds() {
     return duration_cast<nanoseconds>(steady_clock::now().time_since_epoch()).count();
 }
 
+static void stop(Thread& own) {
+    if (!_setjmp(own.stopped)) _longjmp(scheduler, 1);
+}
+
 static void wait(Barrier& barrier, unsigned count) {
     const unsigned round = barrier.round;
     if (++barrier.arrived == count) {
@@ -73,7 +76,7 @@ static void wait(Barrier& barrier, unsigned count) {
     }
     Thread& own = threads[current];
     own.waits = &barrier, own.round = round;
-    if (!_setjmp(own.stopped)) _longjmp(scheduler, 1);
+    stop(own);
 }
 
 void emulated_block() { wait(block, emulated_place.threads.x); }
@@ -83,13 +86,18 @@ void emulated_warp() {
     wait(warps[warp].barrier, std::min(32u, count - warp * 32));
 }
 
-uint32_t* emulated_words(int lane) { return warps[emulated_place.thread.x / 32].words[lane]; }
+uint32_t (*emulated_words())[8] {
+    Warp& warp = warps[emulated_place.thread.x / 32];
+    return warp.words[warp.barrier.round % 2];
+}
 
 static void thread_main() {
-    kernel(arguments);
-    threads[current].done = true;
-    left--;
-    _longjmp(scheduler, 1);
+    for (;;) {  // to be used again: contexts ask the system
+        kernel(arguments);
+        Thread& own = threads[current];
+        own.done = true, left--;
+        stop(own);
+    }
 }
 
 // Until it waits or is done.
@@ -97,7 +105,14 @@ static void go_on(Thread& thread) {
     if (_setjmp(scheduler)) return;
     if (thread.begun) _longjmp(thread.stopped, 1);
     thread.begun = true;
-    setcontext(&thread.context);
+    ucontext_t context;
+    getcontext(&context);
+    // Stacks end at different lines of the cache: all are in use by turns.
+    const size_t apart = (&thread - threads.data()) % 64 * 320;
+    context.uc_stack.ss_sp = thread.stack.get(), context.uc_stack.ss_size = STACK - apart;
+    context.uc_link = nullptr;
+    makecontext(&context, thread_main, 0);
+    setcontext(&context);
 }
 
 static void run_block(unsigned count, std::minstd_rand& random) {
@@ -106,12 +121,7 @@ static void run_block(unsigned count, std::minstd_rand& random) {
     std::vector<unsigned> order(count);
     for (unsigned i = 0; i < count; i++) {
         order[i] = i;
-        Thread& thread = threads[i];
-        thread.begun = thread.done = false, thread.waits = nullptr;
-        getcontext(&thread.context);
-        thread.context.uc_stack.ss_sp = thread.stack.get(), thread.context.uc_stack.ss_size = STACK;
-        thread.context.uc_link = nullptr;
-        makecontext(&thread.context, thread_main, 0);
+        threads[i].done = false, threads[i].waits = nullptr;
     }
     std::shuffle(order.begin(), order.end(), random);
     while (left)
@@ -140,5 +150,8 @@ void emulate(void (*run)(const void*), const void* args, const unsigned* grid, u
 }
 
 // For who leaves a kernel by a jump.
-void emulated_fault() { running.unlock(); }
+void emulated_fault() {
+    for (Thread& thread : threads) thread.begun = false;
+    running.unlock();
+}
 }
