@@ -72,14 +72,14 @@ class NativeVision(VisionSteps[NativeWeight, NativeVector]):
         return self._run_by_head("rotate", x, VisionArgs(y=locate(cos), z=locate(sin)))
 
     def attention(
-        self, q: Floats, k: Floats, v: Floats, scale: float, ends: Sequence[int]
+        self, q: Floats, k: Floats, v: Floats, scale: float, ends: Sequence[int], window: int = 0
     ) -> Floats:
         if q.shape[-1] > _WIDEST_HEAD:
-            return super().attention(q, k, v, scale, ends)
+            return super().attention(q, k, v, scale, ends, window)
         q, k, v = (_with_heads(each) for each in (q, k, v))
         segments = np.array(ends, np.int32)
         args = VisionArgs(y=locate(k), z=locate(v), ends=locate(segments), scale=scale)
-        args.segments = len(segments)
+        args.segments, args.window = len(segments), window
         args.strides[1], args.strides[2] = k.strides[0] // 4, v.strides[0] // 4
         return self._run_by_head("attention", q, args).reshape(len(q), -1)
 

@@ -42,10 +42,12 @@ def activate(x: Floats, activation: VisionActivation) -> Floats:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PatchLayout:
     """Segments and positions of a picture's patches: the row at which each segment of attention
-    ends, and the rotary cosines and sines (R, E / 2), if the encoder has rotary positions.
+    ends, and the rotary cosines and sines (R, E / 2), if the encoder has rotary positions. Rows of
+    texts may see only rows of their segment at most ``window`` away; 0 means all.
     """
 
     ends: Sequence[int]
+    window: int = 0
     cos: Floats | None = None
     sin: Floats | None = None
 
@@ -54,7 +56,8 @@ class PatchLayout:
 class Heads(Generic[VectorT]):
     """``count`` heads of ``size`` numbers. Queries are multiplied by ``scale``. RMSNorm of queries
     and keys is optional, that of values has no weight. With several ``axes`` of rotary positions,
-    each rotates an equal part of a head, the part's first half against its second.
+    each rotates an equal part of a head, the part's first half against its second. ``kv_count``
+    heads of keys and values are shared by the queries' heads; 0 means as many.
     """
 
     count: int
@@ -65,6 +68,7 @@ class Heads(Generic[VectorT]):
     k_norm: VectorT | None = None
     value_norm: bool = False
     axes: int = 1
+    kv_count: int = 0
 
 
 Rows: TypeAlias = Any  # (R, ...) float32: numpy's array, or what ``put`` returns
@@ -157,12 +161,13 @@ class VisionSteps(Generic[WeightT, VectorT]):
         return np.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
 
     def heads(self, qkv: Floats, heads: Heads[VectorT], layout: PatchLayout) -> Floats:
-        """Attention of qkv (R, 3 * H * E), ordered queries, keys, values of all heads: (R, H * E).
+        """Attention of qkv (R, (H + 2 * KV) * E), ordered queries, keys, values: (R, H * E).
 
         See ``attention``, ``rotate`` and ``rms_norm``.
         """
-        parts = qkv.reshape(len(qkv), 3, heads.count, heads.size)
-        q, k, v = parts[:, 0], parts[:, 1], parts[:, 2]
+        shared = heads.kv_count or heads.count
+        parts = qkv.reshape(len(qkv), heads.count + 2 * shared, heads.size)
+        q, k, v = np.split(parts, (heads.count, heads.count + shared), axis=1)
         if heads.q_norm is not None:
             q = self.rms_norm(q, heads.q_norm, heads.eps)
         if heads.k_norm is not None:
@@ -173,20 +178,25 @@ class VisionSteps(Generic[WeightT, VectorT]):
             q, k = (
                 self.rotate(_halved(each, heads.axes), layout.cos, layout.sin) for each in (q, k)
             )
-        return self.attention(q, k, v, heads.scale, layout.ends)
+        if shared < heads.count:
+            k, v = (np.repeat(each, heads.count // shared, axis=1) for each in (k, v))
+        return self.attention(q, k, v, heads.scale, layout.ends, layout.window)
 
     def attention(
-        self, q: Floats, k: Floats, v: Floats, scale: float, ends: Sequence[int]
+        self, q: Floats, k: Floats, v: Floats, scale: float, ends: Sequence[int], window: int = 0
     ) -> Floats:
-        """Bidirectional attention within each segment; segments end before the rows ``ends``.
+        """Bidirectional attention within each segment; segments end before the rows ``ends``, and
+        rows see ``window`` rows to both sides, or all if it is 0.
 
         q, k, v are (R, H, E), and queries are multiplied by ``scale``; returns (R, H * E).
         """
         out, first = np.empty_like(q), 0
         for end in ends:
-            rows = slice(first, end)
+            rows, at = slice(first, end), np.arange(end - first)
+            far = np.abs(at[:, None] - at) > (window or end)
             for head in range(q.shape[1]):
                 scores = (q[rows, head] * np.float32(scale)) @ k[rows, head].T
+                scores[far] = -np.inf
                 scores = np.exp(scores - scores.max(-1, keepdims=True))
                 out[rows, head] = (scores / scores.sum(-1, keepdims=True)) @ v[rows, head]
             first = end

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from localrt.quant.choose import vision_steps
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cpu.vision import NativeVision
 from localrt.quant.formats import unpack
-from localrt.quant.ops.vision import VisionActivation, VisionSteps, activate
+from localrt.quant.ops.vision import Heads, PatchLayout, VisionActivation, VisionSteps, activate
 from tests.conftest import needs_kernels
 from tests.ops.packed import random_tensor
 from tests.ops.test_native_matmul import ISAS, quantized
@@ -128,6 +129,30 @@ def test_attention(size: int, isa: str) -> None:
         )
         found = steps.attention(q, k, v, 0.3, ends)
         assert error(found, expected) < (1e-2 if isa in IN_BF16 else 5e-6)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("window", [1, 7, 64, 200, 700])
+def test_attention_within_a_window(window: int, isa: str) -> None:
+    """Large scores show that keys outside the window count for nothing."""
+    steps = native(isa)
+    for ends in ((1,), (1, 18, 300), (590,)):
+        q, k, v = (floats(ends[-1], 3, 5, 40, seed=ends[-1])[:, i] for i in range(3))
+        exact = (each.astype(np.float64) for each in (q, k, v))
+        expected = VisionSteps.attention(steps, *exact, 3.0, ends, window)
+        found = steps.attention(q, k, v, 3.0, ends, window)
+        assert error(found, expected) < (0.1 if isa in IN_BF16 else 5e-6)
+
+
+def test_key_heads_are_shared() -> None:
+    steps, layout = native(ISAS[0]), PatchLayout(ends=(9, 33))
+    q, k, v = floats(33, 6, 16), floats(33, 2, 16, seed=1), floats(33, 2, 16, seed=2)
+    several = Heads(count=6, size=16, scale=0.3, eps=1e-6)
+    parts = q, k.repeat(3, axis=1), v.repeat(3, axis=1)
+    expected = steps.heads(np.concatenate(parts, 1).reshape(33, -1), several, layout)
+    qkv = np.concatenate((q, k, v), 1).reshape(33, -1)
+    found = steps.heads(qkv, replace(several, kv_count=2), layout)
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_a_segment_stays_for_itself() -> None:

@@ -309,7 +309,7 @@ struct VisionArgs {
     Stack matrix;
     int64_t strides[3];
     int32_t rows, heads, size;   // size: of a head
-    int32_t activation, rms, segments;
+    int32_t activation, rms, segments, window;  // window: how many rows away attention sees, or 0
     float eps, scale;
 };
 

@@ -18,7 +18,7 @@ struct Runtime {
     const char* isa;
 };
 
-LRT_API int lrt_abi_version() { return 30; }
+LRT_API int lrt_abi_version() { return 31; }
 
 // `isa` is such a name, or empty for the best compiled one; returns null if the processor or the library lacks it.
 LRT_API Runtime* lrt_create(int threads, const char* isa) {

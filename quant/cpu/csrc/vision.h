@@ -350,11 +350,16 @@ LRT_NOINLINE void attend_segment(const VisionArgs& args, const VisionTask& task,
     fill_floats(totals, rows * 16, 0.f);
     fill_floats(peaks, rows, -INFINITY);
     blocks.put_queries(args.x + task.row * args.strides[0] + head * args.size, args.strides[0], rows, args.scale);
-    for (int key = 0; key < count; key += KEYS) {
+    const int at = task.row - task.first, window = args.window ? args.window : count;  // keys beyond no row's window are skipped
+    const int begin = most(0, at - window) / KEYS * KEYS, end = least(count, at + rows + window);
+    for (int key = begin; key < end; key += KEYS) {
         const int some = least(KEYS, count - key), filled = (some + 31) / 32 * 32;
         blocks.score(rows, keys, task.place + key, some);
         for (int row = 0; row < rows; row++) {
             float* scores = blocks.scores + row * KEYS;
+            const int first = at + row - window - key, last = at + row + window - key;
+            for (int i = 0; i < least(some, first); i++) scores[i] = -1e30f;  // finite: a row may see nothing of a block
+            for (int i = most(0, last + 1); i < some; i++) scores[i] = -1e30f;
             for (int i = some; i < filled; i++) scores[i] = -INFINITY;
             F16L high = F16L::load(scores).max(F16L::load(scores + 16));
             for (int i = 32; i < filled; i += 32) high = high.max(F16L::load(scores + i).max(F16L::load(scores + i + 16)));
