@@ -34,7 +34,7 @@ class Units(ABC):
 class BlockNames:
     """Names of a block's tensors below its prefix. Tensors of several names are stacked."""
 
-    norm1: str
+    norm1: str  # empty: none
     norm2: str
     qkv: tuple[str, ...]
     out: str
@@ -48,7 +48,9 @@ class BlockNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockConfig:
-    """Sizes of an encoder's blocks. Two names in ``up`` mean a gated MLP: gate, then up."""
+    """Sizes of an encoder's blocks. An MLP with two names in ``up``, or a ``fused_gate`` in one, is
+    gated: gate, then up.
+    """
 
     hidden: int
     inner: int
@@ -56,7 +58,11 @@ class BlockConfig:
     eps: float
     activation: VisionActivation
     names: BlockNames
+    kv_heads: int = 0  # see ``Heads``
     rms: bool = False  # RMSNorm, without biases, instead of LayerNorm
+    norm_bias: bool = True  # of LayerNorm
+    norm_offset: float = 0.0  # what files leave out of norms' weights
+    fused_gate: bool = False
     bias: bool = True  # whether the attention's matrices have biases
     mlp_bias: bool = True
     head_dim: int = 0  # 0: hidden / heads
@@ -72,6 +78,11 @@ class BlockConfig:
     def size(self) -> int:
         """The head size."""
         return self.head_dim or self.hidden // self.heads
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP is."""
+        return self.fused_gate or len(self.names.up) == 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,6 +101,17 @@ class Norm:
         """The norm ``name``."""
         bias = weights.optional_vector(not rms, size, f"{name}.bias")
         return cls(weights.vector(size, f"{name}.weight"), bias, eps, rms)
+
+    @classmethod
+    def of_block(cls, config: BlockConfig, weights: WeightLoader, name: str) -> Norm:
+        """The norm ``name`` of rows, as a block has it."""
+        bias = config.norm_bias and not config.rms
+        return cls(
+            weights.vector(config.hidden, f"{name}.weight", offset=config.norm_offset),
+            weights.optional_vector(bias, config.hidden, f"{name}.bias"),
+            config.eps,
+            config.rms,
+        )
 
     def __call__(self, x: Floats, steps: VisionSteps) -> Floats:
         if self.rms:
@@ -161,7 +183,7 @@ class Block:
     """
 
     config: BlockConfig
-    norm1: Norm
+    norm1: Norm | None
     norm2: Norm
     qkv: Linear | Clipped
     out: Linear | Clipped
@@ -173,10 +195,7 @@ class Block:
     def load(cls, config: BlockConfig, prefix: str, weights: WeightLoader) -> Block:
         """The block whose tensor names begin with ``prefix``."""
         hidden, inner, names = config.hidden, config.inner, config.names
-        wide = config.heads * config.size
-
-        def norm(name: str) -> Norm:
-            return Norm.load(weights, prefix + name, hidden, config.eps, rms=config.rms)
+        wide, shared = config.heads * config.size, config.kv_heads or config.heads
 
         def linear(
             shape: tuple[int, int], *suffixes: str, bias: bool, **options: Any
@@ -186,41 +205,47 @@ class Block:
                 return Clipped.load(weights, shape, *tensors)
             return Linear.load(weights, shape, *tensors, bias=bias, **options)
 
-        gated = len(names.up) == 2
         sizes = {
             **dict.fromkeys((names.q_norm, names.k_norm), config.size),
             **dict.fromkeys((names.post_norm1, names.post_norm2), hidden),
         }
         return cls(
             config,
-            norm(names.norm1),
-            norm(names.norm2),
-            linear((3 * wide, hidden), *names.qkv, bias=config.bias),
+            Norm.of_block(config, weights, prefix + names.norm1) if names.norm1 else None,
+            Norm.of_block(config, weights, prefix + names.norm2),
+            linear((wide + 2 * shared * config.size, hidden), *names.qkv, bias=config.bias),
             linear((hidden, wide), names.out, bias=config.bias),
             linear(
-                ((2 if gated else 1) * inner, hidden),
+                ((2 if config.gated else 1) * inner, hidden),
                 *names.up,
                 bias=config.mlp_bias,
-                activation=None if gated else config.activation,
+                activation=None if config.gated else config.activation,
             ),
             linear((hidden, inner), names.down, bias=config.mlp_bias),
-            {n: weights.vector(s, f"{prefix}{n}.weight") for n, s in sizes.items() if n},
+            {
+                n: weights.vector(s, f"{prefix}{n}.weight", offset=config.norm_offset)
+                for n, s in sizes.items()
+                if n
+            },
         )
 
     def __call__(self, x: Floats, layout: PatchLayout, steps: VisionSteps) -> Floats:
         """The block's output (R, D)."""
         names = self.config.names
         if self.config.norms_sums:
-            x = self.norm1(steps.add(x, self._attention(x, layout, steps)), steps)
+            x = self._normed1(steps.add(x, self._attention(x, layout, steps)), steps)
             return self.norm2(steps.add(x, self._mlp(x, steps)), steps)
-        attended = self._attention(self.norm1(x, steps), layout, steps)
+        attended = self._attention(self._normed1(x, steps), layout, steps)
         x = steps.add(x, self._normed(names.post_norm1, attended, steps))
         inner = self._mlp(self.norm2(x, steps), steps)
         return steps.add(x, self._normed(names.post_norm2, inner, steps))
 
+    def _normed1(self, x: Floats, steps: VisionSteps) -> Floats:
+        return x if self.norm1 is None else self.norm1(x, steps)
+
     def _mlp(self, x: Floats, steps: VisionSteps) -> Floats:
         inner = self.up(x, steps)
-        if len(self.config.names.up) == 2:
+        if self.config.gated:
             inner = steps.gated(inner, self.config.activation)
         return self.down(inner, steps)
 
@@ -235,6 +260,7 @@ class Block:
             k_norm=self.extra_norms.get(names.k_norm),
             value_norm=config.value_norm,
             axes=config.axes,
+            kv_count=config.kv_heads,
         )
         return self.out(steps.heads(self.qkv(x, steps), heads, layout), steps)
 

@@ -1,4 +1,5 @@
-"""Encoders of texts: tokens to hidden states, in which every token attends to all of its text.
+"""Encoders of texts: tokens to hidden states, in which every token attends to all of its text, or
+in some layers to the tokens around it.
 
 A model that ranks reads a query and a document as one text and gives it a score. All weights stay
 in memory. Tensors are named as those of decoders where they are the same.
@@ -19,6 +20,7 @@ from localrt.models.tensor_source import EMBEDDING
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats import PackedTensor, unpack
 from localrt.quant.formats.packed import Floats
+from localrt.quant.ops.attention import Rope
 from localrt.quant.ops.protocol import Check, LayerSpec
 from localrt.quant.ops.vision import PatchLayout, VisionSteps
 
@@ -27,23 +29,43 @@ SCORE = "classifier.weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EncoderConfig:
-    """An encoder's config, independent of the file format.
+class EncoderLayer:
+    """A layer: its block, its rotary positions, and how many tokens away it sees; 0 means all."""
 
-    The first of ``positions`` that a text uses is ``first_position``. A model that ``ranks`` scores
-    pairs; their second texts have the second of several ``types``.
+    block: BlockConfig
+    rope: Rope | None = None
+    window: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderConfig:
+    """An encoder's config, independent of the file format. The layers' blocks are of one width.
+
+    Embeddings are multiplied by ``scale``, and get rows of a table of ``positions``, if there are
+    any: the first that a text uses is ``first_position``. A model that ``ranks`` scores pairs;
+    their second texts have the second of several ``types``.
     """
 
     memory: ClassVar[tuple[LayerSpec, ...]] = ()
     architecture: str
     vocab_size: int
     context_length: int
-    layers: int
-    block: BlockConfig
-    positions: int
-    first_position: int
-    types: int
-    ranks: bool
+    stack: tuple[EncoderLayer, ...]
+    positions: int = 0
+    first_position: int = 0
+    types: int = 0
+    scale: float = 1.0
+    ranks: bool = False
+
+    @property
+    def layers(self) -> int:
+        """How many there are."""
+        return len(self.stack)
+
+    @property
+    def block(self) -> BlockConfig:
+        """The first layer's."""
+        return self.stack[0].block
 
     def scratch_nbytes(self, rows: int) -> int:
         """Bytes of a pass of ``rows``, or of the longest text, beside the weights."""
@@ -56,8 +78,8 @@ class TextEncoder:
 
     config: EncoderConfig
     table: PackedTensor
-    positions: Floats
-    types: Floats
+    positions: Floats | None
+    types: Floats | None
     norm: Norm
     blocks: tuple[Block, ...]
     head: tuple[Linear, ...]
@@ -71,14 +93,14 @@ class TextEncoder:
         """
         block, width = config.block, config.block.hidden
         head = {"pooler": width, "classifier": 1} if config.ranks else {}
-        layers = (f"model.layers.{layer}." for layer in range(config.layers))
+        layers = ((each.block, f"model.layers.{at}.") for at, each in enumerate(config.stack))
         return cls(
             config,
             weights.packed((config.vocab_size, width), EMBEDDING),
-            weights.array((config.positions, width), POSITIONS),
-            weights.array((config.types, width), TYPES),
-            Norm.load(weights, "model.embed_norm", width, block.eps),
-            tuple(Block.load(block, layer, weights) for layer in layers),
+            weights.array((config.positions, width), POSITIONS) if config.positions else None,
+            weights.array((config.types, width), TYPES) if config.types else None,
+            Norm.of_block(block, weights, "model.embed_norm"),
+            tuple(Block.load(block, layer, weights) for block, layer in layers),
             tuple(Linear.load(weights, (rows, width), name) for name, rows in head.items()),
         )
 
@@ -89,15 +111,23 @@ class TextEncoder:
         (1, 1). ``check`` is called before each block.
         """
         lengths = [len(text) for text in texts]
-        ends, first = list(accumulate(lengths)), self.config.first_position
+        ends, places = list(accumulate(lengths)), np.concatenate([np.arange(n) for n in lengths])
         x = unpack(self.table.take_rows(np.concatenate(texts).astype(np.intp)))
-        x = x + self.positions[np.concatenate([first + np.arange(n) for n in lengths])]
-        x = self.norm(x + self.types[np.concatenate(list(map(self._types, texts)))], steps)
-        layout = PatchLayout(ends=ends)
-        for block in self.blocks:
+        if self.config.scale != 1:
+            x = x * np.float32(self.config.scale)
+        if self.positions is not None:
+            x = x + self.positions[self.config.first_position + places]
+        if self.types is not None:
+            x = x + self.types[np.concatenate(list(map(self._types, texts)))]
+        x = self.norm(x, steps)
+        layouts = dict[EncoderLayer, PatchLayout]()
+        for layer, block in zip(self.config.stack, self.blocks, strict=True):
             if check is not None:
                 check()
-            x = block(x, layout, steps)
+            if layer not in layouts:
+                cos, sin = layer.rope.turns(places) if layer.rope else (None, None)
+                layouts[layer] = PatchLayout(ends=ends, window=layer.window, cos=cos, sin=sin)
+            x = block(x, layouts[layer], steps)
         if not self.head:
             return np.split(x, ends[:-1])
         dense, out = self.head

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ from tests.real_models import real_model
 from tests.tokenizers.varied_text import varied_strings
 
 _RANDOM = np.random.default_rng(0)
+GGUF = ["bert", "roberta", "xlm-roberta", "nomic-bert"]
+"""Encoders that have GGUF files."""
 TEXTS = [[int(t) for t in _RANDOM.integers(5, 211, size)] for size in (3, 1, 61, 17, 86, 2)]
 
 
@@ -41,6 +44,13 @@ def found_states(path: Path, texts: list[list[int]], **options: Any) -> list[np.
     with localrt.load(path, **{"format": "f32", **options}) as model:
         found: dict[int, np.ndarray] = dict(engine_of(model).hidden_states(texts))
     return [found[index] for index in range(len(texts))]
+
+
+def wider(make: Callable[[], Any]) -> Any:
+    """The model with rows of whole blocks of 32."""
+    config = make().config
+    config.hidden_size, config.intermediate_size, config.head_dim = 64, 96, 16
+    return type(make())(config)
 
 
 def error(found: np.ndarray, wanted: np.ndarray) -> float:
@@ -55,7 +65,7 @@ def test_states_as_transformers(name: str, tmp_path: Path) -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", ["bert", "bert-odd", "xlm-roberta"])
+@pytest.mark.parametrize("name", ["bert", "bert-odd", "xlm-roberta", "nomic-bert-odd"])
 def test_kernels(name: str, tmp_path: Path) -> None:
     """The compiled kernels may attend in bf16; a text's bits do not depend on the others."""
     reference = save_encoder(ENCODERS[name], tmp_path)
@@ -66,21 +76,27 @@ def test_kernels(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["f32", "q8_0"])
-@pytest.mark.parametrize("name", ["bert", "roberta", "xlm-roberta"])
+@pytest.mark.parametrize("name", GGUF)
 def test_gguf_files(name: str, kind: str, tmp_path: Path) -> None:
     """The same states as the folder's; q8_0 rounds them."""
-    if kind == "q8_0":  # blocks of 32
-
-        def make(own: Any = ENCODERS[name]) -> Any:
-            config = own().config
-            config.hidden_size, config.intermediate_size = 64, 96
-            return type(own())(config)
-    else:
-        make = ENCODERS[name]
-    reference = save_encoder(make, tmp_path)
+    make = ENCODERS[name]
+    reference = save_encoder((lambda: wider(make)) if kind == "q8_0" else make, tmp_path)
     path = encoder_gguf(tmp_path, tmp_path / "tiny.gguf", kind)
     for ids, found in zip(TEXTS, found_states(path, TEXTS), strict=True):
         assert error(found, states(reference, ids)) < (0.05 if kind == "q8_0" else 1e-5)
+
+
+@pytest.mark.llamacpp
+@pytest.mark.parametrize("name", GGUF)
+def test_gguf_as_llamacpp(name: str, tmp_path: Path) -> None:
+    """llama.cpp keeps activations in 16 bits here and there, and approximates GELU."""
+    save_encoder(ENCODERS[name], tmp_path)
+    own = word_pieces(tmp_path)
+    keys = {**vocabulary_keys(own), "bert.pooling_type": 1}
+    path = encoder_gguf(tmp_path, tmp_path / "tiny.gguf", **keys)
+    theirs = found_states(path, TEXTS, engine="llamacpp", format=None)
+    for found, wanted in zip(found_states(path, TEXTS), theirs, strict=True):
+        assert error(found, wanted) < 0.01
 
 
 def test_passes_share_texts(tmp_path: Path) -> None:
@@ -121,15 +137,16 @@ def test_vectors_of_texts(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", RANKERS)
 def test_scores_as_transformers(name: str, tmp_path: Path) -> None:
     reference = save_encoder(RANKERS[name], tmp_path)
-    own = (word_pieces if name == "bert" else unigram)(tmp_path)
+    own = (unigram if "roberta" in name else word_pieces)(tmp_path)
     query, documents = "the quick fox", ["brown", "naïve café " * 5, "x"]
     wanted = []
     for document in documents:
-        inputs = own(query, document, return_tensors="pt", return_token_type_ids=name == "bert")
+        types = reference.config.type_vocab_size > 1
+        inputs = own(query, document, return_tensors="pt", return_token_type_ids=types)
         with torch.no_grad():
             wanted.append(float(torch.sigmoid(reference(**inputs).logits[0, 0])))
     paths = [tmp_path]
-    if name != "bert":  # a GGUF file of BERT has no pooler
+    if name in ("roberta", "xlm-roberta"):  # GGUF files of the others have no pooler
         keys = {**vocabulary_keys(own), "bert.pooling_type": 4}
         paths.append(encoder_gguf(tmp_path, tmp_path / "tiny.gguf", **keys))
     for path in paths:
@@ -152,16 +169,19 @@ def test_a_gguf_ranker_without_its_pooler(tmp_path: Path) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize(
-    ("made", "least"), [("int8-g32", 0.998), ("int4-g32", 0.97), ("nvfp4", 0.95)]
+    ("name", "made", "least"),
+    [
+        ("bert", "int8-g32", 0.998),
+        ("bert", "int4-g32", 0.97),
+        ("bert", "nvfp4", 0.95),
+        ("nomic-bert", "int8-g32", 0.998),
+    ],
 )
-def test_quantized(made: str, least: float, tmp_path: Path) -> None:
+def test_quantized(name: str, made: str, least: float, tmp_path: Path) -> None:
     """A store: near the source, pooled as it, small tables as published."""
-    make = ENCODERS["bert"]
 
     def wide() -> Any:
-        config = make().config
-        config.hidden_size, config.intermediate_size = 64, 96
-        return transformers.BertModel(config)
+        return wider(ENCODERS[name])
 
     folder = tmp_path / "model"
     save_encoder(wide, folder)
@@ -264,18 +284,19 @@ def test_odd_values(name: str, tmp_path: Path) -> None:
                 localrt.load(tmp_path).close()
 
 
-@pytest.mark.parametrize("name", ["bert", "roberta", "xlm-roberta"])
+@pytest.mark.parametrize("name", ["bert", "roberta", "xlm-roberta", "nomic-bert"])
 def test_keys_left_out(name: str, tmp_path: Path) -> None:
     """They have the defaults of transformers' classes."""
     reference = save_encoder(ENCODERS[name], tmp_path)
     published = json.loads((tmp_path / "config.json").read_text("utf-8"))
-    defaults = type(reference.config)().to_dict()
-    for key in published.keys() & defaults.keys() - {"architectures", "model_type"}:
+    for key in published.keys() - {"architectures", "model_type"}:
         config = {name: value for name, value in published.items() if name != key}
         (tmp_path / "config.json").write_text(json.dumps(config))
         found = open_checkpoint(tmp_path)
         less = read_encoder_config(found)
-        (tmp_path / "config.json").write_text(json.dumps({**config, key: defaults[key]}))
+        filled = type(reference.config).from_dict(dict(config)).to_dict()
+        filled["architectures"] = published["architectures"]
+        (tmp_path / "config.json").write_text(json.dumps(filled))
         assert less == read_encoder_config(open_checkpoint(tmp_path)), key
 
 

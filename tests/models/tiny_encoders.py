@@ -49,6 +49,17 @@ ENCODERS: dict[str, Callable[[], Any]] = {
     "roberta-words": _made("Roberta", "ForMaskedLM", type_vocab_size=1, pad_token_id=1),
     "xlm-roberta": _made("XLMRoberta", type_vocab_size=1),
     "xlm-roberta-words": _made("XLMRoberta", "ForMaskedLM", type_vocab_size=1, pad_token_id=3),
+    "nomic-bert": _made("NomicBert"),
+    "nomic-bert-odd": _made(
+        "NomicBert",
+        hidden_size=66,
+        num_attention_heads=3,
+        head_dim=10,
+        intermediate_size=37,
+        hidden_act="gelu",
+        rope_parameters={"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0},
+    ),
+    "nomic-bert-words": _made("NomicBert", "ForMaskedLM"),
 }
 RANKERS: dict[str, Callable[[], Any]] = {
     "bert": _made("Bert", "ForSequenceClassification", num_labels=1),
@@ -56,6 +67,7 @@ RANKERS: dict[str, Callable[[], Any]] = {
     "xlm-roberta": _made(
         "XLMRoberta", "ForSequenceClassification", type_vocab_size=1, num_labels=1
     ),
+    "nomic-bert": _made("NomicBert", "ForSequenceClassification", num_labels=1),
 }
 
 
@@ -80,16 +92,24 @@ def states(model: Any, ids: Sequence[int]) -> np.ndarray:
     return np.asarray(found.hidden_states[-1][0].numpy())
 
 
+_GGUF = {
+    "nomic_bert": gguf.MODEL_ARCH.NOMIC_BERT,
+}
+"""Architectures in GGUF by ``model_type``; others are BERT."""
+
+
 def encoder_gguf(folder: Path, path: Path, kind: str = "f32", **more: Any) -> Path:
     """The folder's encoder as llama.cpp's converter writes it, with matrices of the type ``kind``;
-    ``more`` are metadata.
+    ``more`` are metadata, in which ``bert.`` stands for any architecture.
     """
     config = json.loads((folder / "config.json").read_text("utf-8"))
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.BERT, config["num_hidden_layers"])
-    first = 0 if config["model_type"] == "bert" else config["pad_token_id"] + 1
+    family = _GGUF.get(config["model_type"], gguf.MODEL_ARCH.BERT)
+    arch = gguf.MODEL_ARCH_NAMES[family]
+    names = gguf.get_tensor_name_map(family, config["num_hidden_layers"])
+    first = config["pad_token_id"] + 1 if "roberta" in config["model_type"] else 0
     tensors = {}
     for key, value in load_file(folder / "model.safetensors").items():
-        key = key.removeprefix("bert.").removeprefix("roberta.")
+        key = re.sub(r"^(bert|roberta|nomic_bert)\.", "", key)
         key = re.sub(r"^classifier\.(weight|bias)", r"classifier.out_proj.\1", key)
         if key.startswith(("pooler.", "cls.", "lm_head.")):
             continue
@@ -107,10 +127,19 @@ def encoder_gguf(folder: Path, path: Path, kind: str = "f32", **more: Any) -> Pa
         "bert.attention.head_count": config["num_attention_heads"],
         "bert.attention.layer_norm_epsilon": config["layer_norm_eps"],
         "bert.attention.causal": False,
+        "tokenizer.ggml.token_type_count": config.get("type_vocab_size", 1),
+        **_rotary(config),
         "tokenizer.ggml.model": "no_vocab",
         **more,
     }
-    return write_gguf(path, "bert", metadata, tensors)[0]
+    own = {re.sub("^bert", arch, key): value for key, value in metadata.items()}
+    return write_gguf(path, arch, own, tensors)[0]
+
+
+def _rotary(config: dict[str, Any]) -> dict[str, Any]:
+    if (rope := config.get("rope_parameters")) is None:
+        return {}
+    return {"bert.rope.freq_base": rope["rope_theta"]}
 
 
 def word_pieces(folder: Path, *, cased: bool = False, vocab_size: int = 211) -> Any:
