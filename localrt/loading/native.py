@@ -82,7 +82,7 @@ def _load(
             device=ops.device,
             format=_format_name(checkpoint, ops),
             parameters=sum(prod(i.shape) for i in infos),
-            layers=config.layers,
+            layers=len(config.layers) if isinstance(config, EncoderConfig) else config.layers,
             vocab_size=config.vocab_size,
             weight_bytes=weight_nbytes(checkpoint, ops),
             context_length=config.context_length,

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.arrays import Vector
+from localrt.quant.ops.attention import Rope
 from localrt.quant.ops.protocol import Check
 from localrt.quant.ops.vision import Heads, PatchLayout, VisionActivation, VisionSteps
 
@@ -34,7 +35,7 @@ class Units(ABC):
 class BlockNames:
     """Names of a block's tensors below its prefix. Tensors of several names are stacked."""
 
-    norm1: str  # empty: none
+    norm1: str  # may be empty
     norm2: str
     qkv: tuple[str, ...]
     out: str
@@ -48,9 +49,7 @@ class BlockNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockConfig:
-    """Sizes of an encoder's blocks. An MLP with two names in ``up``, or a ``fused_gate`` in one, is
-    gated: gate, then up.
-    """
+    """Sizes of an encoder's blocks. Two names in ``up`` mean a gated MLP: gate, then up."""
 
     hidden: int
     inner: int
@@ -62,7 +61,7 @@ class BlockConfig:
     rms: bool = False  # RMSNorm, without biases, instead of LayerNorm
     norm_bias: bool = True  # of LayerNorm
     norm_offset: float = 0.0  # what files leave out of norms' weights
-    fused_gate: bool = False
+    fused_gate: bool = False  # whether one matrix has gate and up
     bias: bool = True  # whether the attention's matrices have biases
     mlp_bias: bool = True
     head_dim: int = 0  # 0: hidden / heads
@@ -73,16 +72,13 @@ class BlockConfig:
     norms_sums: bool = (
         False  # whether the norms are of sums with the residual (BERT), not of inputs
     )
+    rope: Rope | None = None  # of texts
+    window: int = 0  # how many tokens away a text's tokens see; 0: all
 
     @property
     def size(self) -> int:
         """The head size."""
         return self.head_dim or self.hidden // self.heads
-
-    @property
-    def gated(self) -> bool:
-        """Whether the MLP is."""
-        return self.fused_gate or len(self.names.up) == 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,13 +101,10 @@ class Norm:
     @classmethod
     def of_block(cls, config: BlockConfig, weights: WeightLoader, name: str) -> Norm:
         """The norm ``name`` of rows, as a block has it."""
-        bias = config.norm_bias and not config.rms
-        return cls(
-            weights.vector(config.hidden, f"{name}.weight", offset=config.norm_offset),
-            weights.optional_vector(bias, config.hidden, f"{name}.bias"),
-            config.eps,
-            config.rms,
-        )
+        size, has_bias = config.hidden, config.norm_bias and not config.rms
+        bias = weights.optional_vector(has_bias, size, f"{name}.bias")
+        weight = weights.vector(size, f"{name}.weight", offset=config.norm_offset)
+        return cls(weight, bias, config.eps, config.rms)
 
     def __call__(self, x: Floats, steps: VisionSteps) -> Floats:
         if self.rms:
@@ -205,6 +198,8 @@ class Block:
                 return Clipped.load(weights, shape, *tensors)
             return Linear.load(weights, shape, *tensors, bias=bias, **options)
 
+        gated = config.fused_gate or len(names.up) == 2
+        vector = partial(weights.vector, offset=config.norm_offset)
         sizes = {
             **dict.fromkeys((names.q_norm, names.k_norm), config.size),
             **dict.fromkeys((names.post_norm1, names.post_norm2), hidden),
@@ -216,36 +211,30 @@ class Block:
             linear((wide + 2 * shared * config.size, hidden), *names.qkv, bias=config.bias),
             linear((hidden, wide), names.out, bias=config.bias),
             linear(
-                ((2 if config.gated else 1) * inner, hidden),
+                ((2 if gated else 1) * inner, hidden),
                 *names.up,
                 bias=config.mlp_bias,
-                activation=None if config.gated else config.activation,
+                activation=None if gated else config.activation,
             ),
             linear((hidden, inner), names.down, bias=config.mlp_bias),
-            {
-                n: weights.vector(s, f"{prefix}{n}.weight", offset=config.norm_offset)
-                for n, s in sizes.items()
-                if n
-            },
+            {n: vector(s, f"{prefix}{n}.weight") for n, s in sizes.items() if n},
         )
 
     def __call__(self, x: Floats, layout: PatchLayout, steps: VisionSteps) -> Floats:
         """The block's output (R, D)."""
         names = self.config.names
-        if self.config.norms_sums:
-            x = self._normed1(steps.add(x, self._attention(x, layout, steps)), steps)
+        if self.norm1 and self.config.norms_sums:
+            x = self.norm1(steps.add(x, self._attention(x, layout, steps)), steps)
             return self.norm2(steps.add(x, self._mlp(x, steps)), steps)
-        attended = self._attention(self._normed1(x, steps), layout, steps)
+        normed = self.norm1(x, steps) if self.norm1 else x
+        attended = self._attention(normed, layout, steps)
         x = steps.add(x, self._normed(names.post_norm1, attended, steps))
         inner = self._mlp(self.norm2(x, steps), steps)
         return steps.add(x, self._normed(names.post_norm2, inner, steps))
 
-    def _normed1(self, x: Floats, steps: VisionSteps) -> Floats:
-        return x if self.norm1 is None else self.norm1(x, steps)
-
     def _mlp(self, x: Floats, steps: VisionSteps) -> Floats:
         inner = self.up(x, steps)
-        if self.config.gated:
+        if inner.shape[-1] > self.config.inner:
             inner = steps.gated(inner, self.config.activation)
         return self.down(inner, steps)
 

@@ -20,56 +20,39 @@ from localrt.models.tensor_source import EMBEDDING
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats import PackedTensor, unpack
 from localrt.quant.formats.packed import Floats
-from localrt.quant.ops.attention import Rope
 from localrt.quant.ops.protocol import Check, LayerSpec
-from localrt.quant.ops.vision import PatchLayout, VisionSteps
+from localrt.quant.ops.vision import PatchLayout, VisionSteps, activate
 
 POSITIONS, TYPES = "model.embed_positions.weight", "model.embed_types.weight"
 SCORE = "classifier.weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EncoderLayer:
-    """A layer: its block, its rotary positions, and how many tokens away it sees; 0 means all."""
-
-    block: BlockConfig
-    rope: Rope | None = None
-    window: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderConfig:
-    """An encoder's config, independent of the file format. The layers' blocks are of one width.
+    """An encoder's config, independent of the file format. All blocks have one width.
 
     Embeddings are multiplied by ``scale``, and get rows of a table of ``positions``, if there are
     any: the first that a text uses is ``first_position``. A model that ``ranks`` scores pairs;
-    their second texts have the second of several ``types``.
+    their second texts have the second of several ``types``. The first token's state, or with
+    ``mean_ranks`` the mean, is scored.
     """
 
     memory: ClassVar[tuple[LayerSpec, ...]] = ()
     architecture: str
     vocab_size: int
     context_length: int
-    stack: tuple[EncoderLayer, ...]
+    layers: tuple[BlockConfig, ...]
     positions: int = 0
     first_position: int = 0
     types: int = 0
     scale: float = 1.0
     ranks: bool = False
-
-    @property
-    def layers(self) -> int:
-        """How many there are."""
-        return len(self.stack)
-
-    @property
-    def block(self) -> BlockConfig:
-        """The first layer's."""
-        return self.stack[0].block
+    mean_ranks: bool = False
 
     def scratch_nbytes(self, rows: int) -> int:
         """Bytes of a pass of ``rows``, or of the longest text, beside the weights."""
-        return 8 * max(rows, self.context_length) * (4 * self.block.hidden + self.block.inner)
+        block = self.layers[0]
+        return 8 * max(rows, self.context_length) * (4 * block.hidden + block.inner)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,7 +65,9 @@ class TextEncoder:
     types: Floats | None
     norm: Norm
     blocks: tuple[Block, ...]
+    last_norm: Norm | None
     head: tuple[Linear, ...]
+    score_norm: Norm | None
 
     @classmethod
     def load(cls, config: EncoderConfig, weights: WeightLoader) -> TextEncoder:
@@ -91,17 +76,25 @@ class TextEncoder:
         Raises:
             CheckpointError: a tensor is missing, or has another shape than the config.
         """
-        block, width = config.block, config.block.hidden
-        head = {"pooler": width, "classifier": 1} if config.ranks else {}
-        layers = ((each.block, f"model.layers.{at}.") for at, each in enumerate(config.stack))
+        block, width = config.layers[0], config.layers[0].hidden
+        head, last = (
+            {"pooler": width, "classifier": 1} if config.ranks else {},
+            not block.norms_sums,
+        )
+        blocks = enumerate(config.layers)
         return cls(
             config,
             weights.packed((config.vocab_size, width), EMBEDDING),
             weights.array((config.positions, width), POSITIONS) if config.positions else None,
             weights.array((config.types, width), TYPES) if config.types else None,
             Norm.of_block(block, weights, "model.embed_norm"),
-            tuple(Block.load(block, layer, weights) for block, layer in layers),
-            tuple(Linear.load(weights, (rows, width), name) for name, rows in head.items()),
+            tuple(Block.load(each, f"model.layers.{at}.", weights) for at, each in blocks),
+            Norm.of_block(block, weights, "model.norm") if last else None,
+            tuple(
+                Linear.load(weights, (rows, width), name, bias=weights.has(f"{name}.bias"))
+                for name, rows in head.items()
+            ),
+            Norm.of_block(block, weights, "score_norm") if last and config.ranks else None,
         )
 
     def __call__(
@@ -113,26 +106,31 @@ class TextEncoder:
         lengths = [len(text) for text in texts]
         ends, places = list(accumulate(lengths)), np.concatenate([np.arange(n) for n in lengths])
         x = unpack(self.table.take_rows(np.concatenate(texts).astype(np.intp)))
-        if self.config.scale != 1:
-            x = x * np.float32(self.config.scale)
+        x = x * np.float32(self.config.scale)
         if self.positions is not None:
             x = x + self.positions[self.config.first_position + places]
         if self.types is not None:
             x = x + self.types[np.concatenate(list(map(self._types, texts)))]
         x = self.norm(x, steps)
-        layouts = dict[EncoderLayer, PatchLayout]()
-        for layer, block in zip(self.config.stack, self.blocks, strict=True):
+        layouts = dict[BlockConfig, PatchLayout]()
+        for block in self.blocks:
             if check is not None:
                 check()
-            if layer not in layouts:
-                cos, sin = layer.rope.turns(places) if layer.rope else (None, None)
-                layouts[layer] = PatchLayout(ends=ends, window=layer.window, cos=cos, sin=sin)
-            x = block(x, layouts[layer], steps)
+            if (own := block.config) not in layouts:
+                cos, sin = own.rope.turns(places) if own.rope else (None, None)
+                layouts[own] = PatchLayout(ends=ends, window=own.window, cos=cos, sin=sin)
+            x = block(x, layouts[own], steps)
+        x = self.last_norm(x, steps) if self.last_norm else x
         if not self.head:
             return np.split(x, ends[:-1])
-        dense, out = self.head
-        pooled = np.tanh(dense(x[np.array(ends) - lengths], steps))
-        return np.split(out(pooled, steps), len(texts))
+        begins, (dense, out) = np.array([0, *ends[:-1]], np.intp), self.head
+        pooled = x[begins]
+        if self.config.mean_ranks:
+            pooled = (np.add.reduceat(x, begins) / np.array(lengths)[:, None]).astype(np.float32)
+        pooled = dense(pooled, steps)
+        if self.score_norm is None:
+            return np.split(out(np.tanh(pooled), steps), len(texts))
+        return np.split(out(self.score_norm(activate(pooled, "gelu"), steps), steps), len(texts))
 
     def _types(self, text: Sequence[int]) -> npt.NDArray[np.intp]:
         """A pair's separator is its last token: the second text begins behind the first of it."""

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 
 import localrt
 from localrt.common.errors import CheckpointError, OptionError
@@ -35,7 +36,7 @@ from tests.real_models import real_model
 from tests.tokenizers.varied_text import varied_strings
 
 _RANDOM = np.random.default_rng(0)
-GGUF = ["bert", "roberta", "xlm-roberta", "nomic-bert"]
+GGUF = ["bert", "roberta", "xlm-roberta", "nomic-bert", "modernbert", "jina-v3"]
 """Encoders that have GGUF files."""
 TEXTS = [[int(t) for t in _RANDOM.integers(5, 211, size)] for size in (3, 1, 61, 17, 86, 2)]
 
@@ -65,7 +66,7 @@ def test_states_as_transformers(name: str, tmp_path: Path) -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", ["bert", "bert-odd", "xlm-roberta", "nomic-bert-odd"])
+@pytest.mark.parametrize("name", ["bert", "bert-odd", "nomic-bert-odd", "modernbert-odd"])
 def test_kernels(name: str, tmp_path: Path) -> None:
     """The compiled kernels may attend in bf16; a text's bits do not depend on the others."""
     reference = save_encoder(ENCODERS[name], tmp_path)
@@ -141,12 +142,12 @@ def test_scores_as_transformers(name: str, tmp_path: Path) -> None:
     query, documents = "the quick fox", ["brown", "naïve café " * 5, "x"]
     wanted = []
     for document in documents:
-        types = reference.config.type_vocab_size > 1
+        types = getattr(reference.config, "type_vocab_size", 1) > 1
         inputs = own(query, document, return_tensors="pt", return_token_type_ids=types)
         with torch.no_grad():
             wanted.append(float(torch.sigmoid(reference(**inputs).logits[0, 0])))
     paths = [tmp_path]
-    if name in ("roberta", "xlm-roberta"):  # GGUF files of the others have no pooler
+    if name in ("roberta", "xlm-roberta", "modernbert"):  # GGUF files of the others have no pooler
         keys = {**vocabulary_keys(own), "bert.pooling_type": 4}
         paths.append(encoder_gguf(tmp_path, tmp_path / "tiny.gguf", **keys))
     for path in paths:
@@ -175,6 +176,8 @@ def test_a_gguf_ranker_without_its_pooler(tmp_path: Path) -> None:
         ("bert", "int4-g32", 0.97),
         ("bert", "nvfp4", 0.95),
         ("nomic-bert", "int8-g32", 0.998),
+        ("modernbert", "int8-g32", 0.998),
+        ("jina-v3", "int8-g32", 0.998),
     ],
 )
 def test_quantized(name: str, made: str, least: float, tmp_path: Path) -> None:
@@ -284,20 +287,49 @@ def test_odd_values(name: str, tmp_path: Path) -> None:
                 localrt.load(tmp_path).close()
 
 
-@pytest.mark.parametrize("name", ["bert", "roberta", "xlm-roberta", "nomic-bert"])
+@pytest.mark.parametrize("name", [*GGUF, "modernbert-odd"])
 def test_keys_left_out(name: str, tmp_path: Path) -> None:
     """They have the defaults of transformers' classes."""
     reference = save_encoder(ENCODERS[name], tmp_path)
     published = json.loads((tmp_path / "config.json").read_text("utf-8"))
     for key in published.keys() - {"architectures", "model_type"}:
-        config = {name: value for name, value in published.items() if name != key}
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        found = open_checkpoint(tmp_path)
-        less = read_encoder_config(found)
-        filled = type(reference.config).from_dict(dict(config)).to_dict()
+        less = {name: value for name, value in published.items() if name != key}
+        try:
+            filled = type(reference.config).from_dict(dict(less)).to_dict()
+        except StrictDataclassError:  # what is left does not fit
+            continue
         filled["architectures"] = published["architectures"]
-        (tmp_path / "config.json").write_text(json.dumps(filled))
-        assert less == read_encoder_config(open_checkpoint(tmp_path)), key
+        assert read(less, tmp_path) == read(filled, tmp_path), key
+
+
+def read(config: dict[str, Any], folder: Path) -> Any:
+    """What the config is read as, or the error."""
+    (folder / "config.json").write_text(json.dumps(config))
+    try:
+        return read_encoder_config(open_checkpoint(folder))
+    except localrt.LocalrtError as error:
+        return str(error)
+
+
+def test_the_first_published_configs(tmp_path: Path) -> None:
+    """Keys of other programs that Nomic's and ModernBERT's configs have."""
+    save_encoder(ENCODERS["nomic-bert-odd"], tmp_path)
+    ours = json.loads((tmp_path / "config.json").read_text("utf-8"))
+    ours |= {"head_dim": None, "hidden_act": "silu", "rope_parameters": {"rope_theta": 700.0}}
+    first = {"architectures": ["NomicBertModel"], "model_type": "nomic_bert", "vocab_size": 211}
+    first |= {"n_embd": 66, "n_head": 3, "n_layer": 2, "n_inner": 37, "rotary_emb_base": 700}
+    first |= {"activation_function": "swiglu", "layer_norm_epsilon": 1e-12, "type_vocab_size": 2}
+    first |= {"n_positions": 8192, "max_trained_positions": 2048}  # transformers, too, says 2048
+    assert read(first, tmp_path) == read({**ours, "max_position_embeddings": 2048}, tmp_path)
+
+    reference = save_encoder(ENCODERS["modernbert"], tmp_path)
+    first = json.loads((tmp_path / "config.json").read_text("utf-8"))
+    del first["layer_types"], first["rope_parameters"]
+    first |= {"global_rope_theta": 5e4, "local_rope_theta": 300.0, "global_attn_every_n_layers": 2}
+    filled = type(reference.config).from_dict(dict(first)).to_dict()
+    found = read(first, tmp_path)
+    assert found == read({**filled, "architectures": first["architectures"]}, tmp_path)
+    assert [layer.window for layer in found.layers] == [0, 4, 0, 4, 0]
 
 
 @pytest.mark.real

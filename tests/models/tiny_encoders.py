@@ -30,11 +30,16 @@ _SIZES = {
 }
 
 
+_MODERN: dict[str, Any] = dict.fromkeys(("pad_token_id", "cls_token_id", "sep_token_id"), 0)
+_MODERN |= dict.fromkeys(("bos_token_id", "eos_token_id"), 0)
+
+
 def _made(name: str, form: str = "Model", **changed: Any) -> Callable[[], Any]:
     def make() -> Any:
         config = getattr(transformers, f"{name}Config")(**{**_SIZES, **changed})
         model = getattr(transformers, f"{name}{form}")
-        return model(config) if form != "Model" else model(config, add_pooling_layer=True)
+        pooled = form == "Model" and name != "ModernBert"
+        return model(config, add_pooling_layer=True) if pooled else model(config)
 
     return make
 
@@ -60,6 +65,28 @@ ENCODERS: dict[str, Callable[[], Any]] = {
         rope_parameters={"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0},
     ),
     "nomic-bert-words": _made("NomicBert", "ForMaskedLM"),
+    "modernbert": _made("ModernBert", num_hidden_layers=5, local_attention=9, **_MODERN),
+    "modernbert-odd": _made(
+        "ModernBert",
+        hidden_size=66,
+        num_attention_heads=3,
+        intermediate_size=37,
+        num_hidden_layers=3,
+        local_attention=20,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        hidden_activation="silu",
+        norm_bias=True,
+        attention_bias=True,
+        mlp_bias=True,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "rope_theta": 5e4, "factor": 3.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+        },
+        **_MODERN,
+    ),
+    "modernbert-words": _made("ModernBert", "ForMaskedLM", **_MODERN),
+    "jina-v3": _made("JinaEmbeddingsV3", type_vocab_size=1),
+    "jina-v3-words": _made("JinaEmbeddingsV3", "ForMaskedLM", hidden_act="gelu_new"),
 }
 RANKERS: dict[str, Callable[[], Any]] = {
     "bert": _made("Bert", "ForSequenceClassification", num_labels=1),
@@ -68,6 +95,17 @@ RANKERS: dict[str, Callable[[], Any]] = {
         "XLMRoberta", "ForSequenceClassification", type_vocab_size=1, num_labels=1
     ),
     "nomic-bert": _made("NomicBert", "ForSequenceClassification", num_labels=1),
+    "modernbert": _made("ModernBert", "ForSequenceClassification", num_labels=1, **_MODERN),
+    "modernbert-mean": _made(
+        "ModernBert",
+        "ForSequenceClassification",
+        num_labels=1,
+        norm_bias=True,
+        classifier_bias=True,
+        classifier_pooling="mean",
+        **_MODERN,
+    ),
+    "jina-v3": _made("JinaEmbeddingsV3", "ForSequenceClassification", num_labels=1),
 }
 
 
@@ -94,6 +132,8 @@ def states(model: Any, ids: Sequence[int]) -> np.ndarray:
 
 _GGUF = {
     "nomic_bert": gguf.MODEL_ARCH.NOMIC_BERT,
+    "modernbert": gguf.MODEL_ARCH.MODERN_BERT,
+    "jina_embeddings_v3": gguf.MODEL_ARCH.JINA_BERT_V3,
 }
 """Architectures in GGUF by ``model_type``; others are BERT."""
 
@@ -109,9 +149,9 @@ def encoder_gguf(folder: Path, path: Path, kind: str = "f32", **more: Any) -> Pa
     first = config["pad_token_id"] + 1 if "roberta" in config["model_type"] else 0
     tensors = {}
     for key, value in load_file(folder / "model.safetensors").items():
-        key = re.sub(r"^(bert|roberta|nomic_bert)\.", "", key)
+        key = re.sub(r"^(bert|roberta|nomic_bert|model)\.", "", key)
         key = re.sub(r"^classifier\.(weight|bias)", r"classifier.out_proj.\1", key)
-        if key.startswith(("pooler.", "cls.", "lm_head.")):
+        if key.startswith(("pooler.", "cls.", "lm_head.", "decoder.")):
             continue
         if key == "embeddings.position_embeddings.weight":
             value = value[first:]
@@ -125,7 +165,7 @@ def encoder_gguf(folder: Path, path: Path, kind: str = "f32", **more: Any) -> Pa
         "bert.feed_forward_length": config["intermediate_size"],
         "bert.block_count": config["num_hidden_layers"],
         "bert.attention.head_count": config["num_attention_heads"],
-        "bert.attention.layer_norm_epsilon": config["layer_norm_eps"],
+        "bert.attention.layer_norm_epsilon": config.get("layer_norm_eps", config.get("norm_eps")),
         "bert.attention.causal": False,
         "tokenizer.ggml.token_type_count": config.get("type_vocab_size", 1),
         **_rotary(config),
@@ -139,7 +179,14 @@ def encoder_gguf(folder: Path, path: Path, kind: str = "f32", **more: Any) -> Pa
 def _rotary(config: dict[str, Any]) -> dict[str, Any]:
     if (rope := config.get("rope_parameters")) is None:
         return {}
-    return {"bert.rope.freq_base": rope["rope_theta"]}
+    if "rope_theta" in rope:
+        return {"bert.rope.freq_base": rope["rope_theta"]}
+    return {
+        "bert.rope.freq_base": rope["full_attention"]["rope_theta"],
+        "bert.rope.freq_base_swa": rope["sliding_attention"]["rope_theta"],
+        "bert.attention.sliding_window": config["local_attention"],
+        "bert.attention.sliding_window_pattern": 3,
+    }
 
 
 def word_pieces(folder: Path, *, cased: bool = False, vocab_size: int = 211) -> Any:
