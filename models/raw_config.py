@@ -264,6 +264,11 @@ class RawConfig:
         """Whether the checkpoint holds a tensor."""
         return name in self._checkpoint.tensors
 
+    def dense(self) -> tuple[int, ...]:
+        """The rows of matrices that sentence-transformers multiplies an encoder's vectors by."""
+        found = (self._checkpoint.tensors.get(f"dense_{number}.weight") for number in (2, 3))
+        return tuple(info.shape[0] for info in found if info is not None)
+
     def vector(self, name: str) -> npt.NDArray[np.float32] | None:
         """A small tensor that is part of the configuration, such as rotary factors, or None."""
         if name not in self._checkpoint.tensors:

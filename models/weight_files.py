@@ -18,6 +18,7 @@ from pathlib import Path
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 POOLING_NAME = "1_Pooling/config.json"  # of sentence-transformers
+DENSE = {"2_Dense", "3_Dense"}  # folders of its matrices behind the pooling
 MANIFEST_NAME = "manifest.json"
 """What a store is, in its folder."""
 

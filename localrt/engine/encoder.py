@@ -50,7 +50,7 @@ class EncoderEngine(Engine):
     @property
     def hidden_size(self) -> int:
         config = self._loaded().config
-        return 1 if config.ranks else config.layers[0].hidden
+        return 1 if config.ranks else (config.layers[0].hidden, *config.dense)[-1]
 
     def hidden_states(
         self, texts: Sequence[Sequence[int]], *, check: Check | None = None

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from localrt.common.errors import ModelNotFoundError
 from localrt.models.weight_files import (
+    DENSE,
     INDEX_NAME,
     POOLING_NAME,
     WEIGHTS_NAME,
@@ -212,7 +213,8 @@ def safetensors_model_files(
     if not weights or "config.json" not in top:
         return []
     small = [path for path in top if path.endswith(".json") or _TOKENIZER_FILES.fullmatch(path)]
-    small += [path for path in paths if path == POOLING_NAME]
+    dense = {f"{folder}/{name}" for folder in DENSE for name in ("config.json", WEIGHTS_NAME)}
+    small += [path for path in paths if path == POOLING_NAME or path in dense]
     return sorted(small) + sorted(weights)
 
 

@@ -17,21 +17,11 @@ from localrt.models.layers.rope import read_rope
 from localrt.models.raw_config import RawConfig
 from localrt.models.tensor_source import RowSource
 
-_NAMES = BlockNames(
-    norm1="post_attention_norm",
-    norm2="post_mlp_norm",
-    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    out="self_attn.o_proj",
-    up=("mlp.up_proj",),
-    down="mlp.down_proj",
-)
+_NAMES = BlockNames(norm1="post_attention_norm", norm2="post_mlp_norm", up=("mlp.up_proj",))
 _FUSED = replace(_NAMES, qkv=("self_attn.qkv_proj",))
 _GATED = replace(_FUSED, up=("mlp.gate_proj", "mlp.up_proj"))
-_MODERN = replace(_FUSED, norm1="input_layernorm", norm2="post_attention_layernorm")
-_ACTIVATIONS = {
-    **{"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"},
-    **{"silu": "silu", "swiglu": "silu"},
-}
+_MODERN = BlockNames(qkv=_FUSED.qkv, up=_FUSED.up)
+_ACTS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "silu": "silu"}
 _NAME = re.compile(
     r"(?:(?:bert|roberta|nomic_bert|model)\.)?"
     r"((?:encoder\.)?layers?\.(\d+)\.)?(.+)\.(weight|bias|gamma|beta)"
@@ -63,20 +53,14 @@ _TENSORS = {name: own for own, names in _PUBLISHED.items() for name in names.spl
 _KINDS = {"gamma": "weight", "beta": "bias"}  # old names
 _LEFT_OUT = ("cls.predictions.", "cls.seq_relationship.", "lm_head.", "decoder.")
 """Heads that predict words, which training is done with."""
-_NOMICS = "n_embd n_head n_layer n_inner layer_norm_epsilon activation_function rotary_emb_base"
-_OURS = (
-    "hidden_size num_attention_heads num_hidden_layers intermediate_size layer_norm_eps hidden_act "
-    "rope_theta"
-)
-_NOMICS_KEYS = dict(zip(_NOMICS.split(), _OURS.split(), strict=True))
-"""Keys of Nomic's published configs, and those that transformers writes."""
 
 
 def read_config(raw: RawConfig) -> EncoderConfig:
     """Read the config of any of them."""
     kind = raw.architecture.lower()
     if kind.startswith("nomic"):
-        raw = raw.renamed(_NOMICS_KEYS)
+        # Of published keys, the tensors' shapes show all but these: others have their defaults.
+        raw = raw.renamed({"n_head": "num_attention_heads", "rotary_emb_base": "rope_theta"})
         block = _block(raw, _GATED, "silu", theta=1000.0)
         return _encoder(raw, replace(block, bias=False, mlp_bias=False))
     if kind.startswith("jina"):
@@ -115,10 +99,8 @@ def _read_modern(raw: RawConfig) -> EncoderConfig:
     return replace(config, layers=(first, *others), mean_ranks=mean)
 
 
-def _block(
-    raw: RawConfig, names: BlockNames, activation: str = "gelu", theta: float | None = None
-) -> BlockConfig:
-    """A layer's block; ``theta`` is the default base of rotary positions, or None without them."""
+def _block(raw: RawConfig, names: BlockNames, act: str = "gelu", theta: float = 0) -> BlockConfig:
+    """A layer's block. Defaults: its activation, and its rotary positions' base, 0 without them."""
     hidden, heads = raw.integer("hidden_size"), raw.integer("num_attention_heads")
     if hidden % heads and not raw.has("head_dim"):
         raise ValueError(f"hidden_size {hidden} is not a multiple of {heads} heads")
@@ -129,10 +111,10 @@ def _block(
         heads=heads,
         head_dim=size,
         eps=raw.number("layer_norm_eps"),
-        activation=raw.choice("hidden_act", activation, _ACTIVATIONS),
+        activation=raw.choice("hidden_act", act, _ACTS),
         names=names,
         norms_sums=True,
-        rope=None if theta is None else read_rope(raw, size, default_theta=theta),
+        rope=read_rope(raw, size, default_theta=theta) if theta else None,
     )
 
 
@@ -144,6 +126,7 @@ def _encoder(raw: RawConfig, block: BlockConfig) -> EncoderConfig:
         layers=(block,) * raw.integer("num_hidden_layers"),
         types=raw.integer("type_vocab_size") if raw.has("type_vocab_size") else 0,
         ranks=raw.has_tensor(SCORE),
+        dense=raw.dense(),
     )
 
 

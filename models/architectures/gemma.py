@@ -1,4 +1,4 @@
-"""Gemma 2 and 3 (text): sandwich norms, and sliding-window layers.
+"""Gemma 2 and 3 (text): sandwich norms, and sliding-window layers; EmbeddingGemma.
 
 Published norm weights are ``w - 1``.
 """
@@ -12,6 +12,8 @@ from dataclasses import replace
 from localrt.models.architectures.family import SANDWICH_NORMS, Config, Family, GgufFacts
 from localrt.models.architectures.llama import ACTIVATIONS
 from localrt.models.config import DecoderConfig, LayerNames
+from localrt.models.encoders.block import BlockConfig, BlockNames
+from localrt.models.encoders.text import EncoderConfig
 from localrt.models.layers.block import ResidualBlock
 from localrt.models.layers.rope import read_rope
 from localrt.models.raw_config import RawConfig
@@ -22,6 +24,13 @@ _NAMES = LayerNames(
     attention_post_norm="post_attention_layernorm",
     mlp_norm="pre_feedforward_layernorm",
     mlp_post_norm="post_feedforward_layernorm",
+)
+_BLOCK_NAMES = BlockNames(
+    norm2="pre_feedforward_layernorm",
+    q_norm="self_attn.q_norm",
+    k_norm="self_attn.k_norm",
+    post_norm1="post_attention_layernorm",
+    post_norm2="post_feedforward_layernorm",
 )
 
 _LAYERS_27B = 46
@@ -120,6 +129,41 @@ def read_gemma3(raw: RawConfig) -> DecoderConfig:
     return replace(config, qk_norm=True)
 
 
+def read_embedding(raw: RawConfig) -> EncoderConfig:
+    """EmbeddingGemma: Gemma 3 whose tokens see those after them, and half of a window each way."""
+    if not raw.flag("use_bidirectional_attention", default=raw.is_gguf):
+        raise ValueError("it is Gemma 3 without a head, which neither writes nor embeds")
+    config = read_gemma3(raw)
+    return EncoderConfig(
+        architecture="gemma_embedding",
+        vocab_size=config.vocab_size,
+        context_length=config.context_length,
+        layers=tuple(
+            BlockConfig(
+                hidden=config.hidden_size,
+                inner=config.intermediate_size,
+                heads=spec.heads,
+                kv_heads=spec.kv_heads,
+                head_dim=spec.head_dim,
+                scale=spec.scale,
+                eps=config.norm_eps,
+                activation=raw.choice("hidden_activation", "gelu_pytorch_tanh", ACTIVATIONS),
+                names=_BLOCK_NAMES,
+                rms=True,
+                norm_offset=config.norm_offset,
+                bias=False,
+                mlp_bias=False,
+                rope=spec.rope,
+                window=(spec.window or 0) // 2,
+            )
+            for spec in config.attention
+            if isinstance(spec, AttentionSpec)
+        ),
+        scale=config.embedding_scale,
+        dense=raw.dense(),
+    )
+
+
 def _add_query_scale(config: Config, file: GgufFacts) -> None:
     """Add Gemma 3's query scale: from the head size, or for the 27B model from hidden size /
     heads.
@@ -146,6 +190,15 @@ FAMILIES = (
         read=read_gemma3,
         folders="Gemma3ForCausalLM Gemma3ForConditionalGeneration",
         gguf="gemma3",
+        gguf_layer=SANDWICH_NORMS,
+        gguf_plus_one=True,
+        gguf_config=_add_query_scale,
+    ),
+    Family(
+        name="gemma_embedding",
+        encoder=read_embedding,
+        folders="Gemma3TextModel",
+        gguf="gemma-embedding",
         gguf_layer=SANDWICH_NORMS,
         gguf_plus_one=True,
         gguf_config=_add_query_scale,

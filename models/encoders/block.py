@@ -33,14 +33,16 @@ class Units(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockNames:
-    """Names of a block's tensors below its prefix. Tensors of several names are stacked."""
+    """Names of a block's tensors below its prefix; the defaults are decoders'. Tensors of several
+    names are stacked.
+    """
 
-    norm1: str  # may be empty
-    norm2: str
-    qkv: tuple[str, ...]
-    out: str
-    up: tuple[str, ...]
-    down: str
+    norm1: str = "input_layernorm"  # may be empty
+    norm2: str = "post_attention_layernorm"
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    out: str = "self_attn.o_proj"
+    up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
     q_norm: str = ""
     k_norm: str = ""
     post_norm1: str = ""

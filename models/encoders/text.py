@@ -7,10 +7,11 @@ in memory. Tensors are named as those of decoders where they are the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,7 @@ from localrt.quant.ops.vision import PatchLayout, VisionSteps, activate
 
 POSITIONS, TYPES = "model.embed_positions.weight", "model.embed_types.weight"
 SCORE = "classifier.weight"
+_Part: TypeAlias = Callable[[Floats, VisionSteps], Floats]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +36,7 @@ class EncoderConfig:
     Embeddings are multiplied by ``scale``, and get rows of a table of ``positions``, if there are
     any: the first that a text uses is ``first_position``. A model that ``ranks`` scores pairs;
     their second texts have the second of several ``types``. The first token's state, or with
-    ``mean_ranks`` the mean, is scored.
+    ``mean_ranks`` the mean, is scored. ``dense`` are the rows of matrices behind the last layer.
     """
 
     memory: ClassVar[tuple[LayerSpec, ...]] = ()
@@ -48,6 +50,7 @@ class EncoderConfig:
     scale: float = 1.0
     ranks: bool = False
     mean_ranks: bool = False
+    dense: tuple[int, ...] = ()
 
     def scratch_nbytes(self, rows: int) -> int:
         """Bytes of a pass of ``rows``, or of the longest text, beside the weights."""
@@ -63,11 +66,10 @@ class TextEncoder:
     table: PackedTensor
     positions: Floats | None
     types: Floats | None
-    norm: Norm
+    norm: Norm | None
     blocks: tuple[Block, ...]
-    last_norm: Norm | None
-    head: tuple[Linear, ...]
-    score_norm: Norm | None
+    after: tuple[_Part, ...]
+    head: tuple[_Part, ...]  # of a model that ranks
 
     @classmethod
     def load(cls, config: EncoderConfig, weights: WeightLoader) -> TextEncoder:
@@ -77,24 +79,28 @@ class TextEncoder:
             CheckpointError: a tensor is missing, or has another shape than the config.
         """
         block, width = config.layers[0], config.layers[0].hidden
-        head, last = (
-            {"pooler": width, "classifier": 1} if config.ranks else {},
-            not block.norms_sums,
-        )
-        blocks = enumerate(config.layers)
+        norm, blocks = partial(Norm.of_block, block, weights), enumerate(config.layers)
+
+        def linear(name: str, rows: int, columns: int = width) -> Linear:
+            return Linear.load(weights, (rows, columns), name, bias=weights.has(f"{name}.bias"))
+
+        after: list[_Part] = [] if block.norms_sums else [norm("model.norm")]
+        for number, shape in enumerate(zip(config.dense, (width, *config.dense), strict=False), 2):
+            after.append(linear(f"dense_{number}", *shape))
+        head: list[_Part] = []
+        if config.ranks:
+            head = [linear("pooler", width), lambda x, _: np.tanh(x), linear("classifier", 1)]
+            if not block.norms_sums:
+                head[1:2] = [lambda x, _: activate(x, "gelu"), norm("score_norm")]
         return cls(
             config,
             weights.packed((config.vocab_size, width), EMBEDDING),
             weights.array((config.positions, width), POSITIONS) if config.positions else None,
             weights.array((config.types, width), TYPES) if config.types else None,
-            Norm.of_block(block, weights, "model.embed_norm"),
+            None if block.rms else norm("model.embed_norm"),
             tuple(Block.load(each, f"model.layers.{at}.", weights) for at, each in blocks),
-            Norm.of_block(block, weights, "model.norm") if last else None,
-            tuple(
-                Linear.load(weights, (rows, width), name, bias=weights.has(f"{name}.bias"))
-                for name, rows in head.items()
-            ),
-            Norm.of_block(block, weights, "score_norm") if last and config.ranks else None,
+            tuple(after),
+            tuple(head),
         )
 
     def __call__(
@@ -111,7 +117,7 @@ class TextEncoder:
             x = x + self.positions[self.config.first_position + places]
         if self.types is not None:
             x = x + self.types[np.concatenate(list(map(self._types, texts)))]
-        x = self.norm(x, steps)
+        x = self.norm(x, steps) if self.norm else x
         layouts = dict[BlockConfig, PatchLayout]()
         for block in self.blocks:
             if check is not None:
@@ -120,17 +126,17 @@ class TextEncoder:
                 cos, sin = own.rope.turns(places) if own.rope else (None, None)
                 layouts[own] = PatchLayout(ends=ends, window=own.window, cos=cos, sin=sin)
             x = block(x, layouts[own], steps)
-        x = self.last_norm(x, steps) if self.last_norm else x
+        for part in self.after:  # behind the mean, matrices would give the same
+            x = part(x, steps)
         if not self.head:
             return np.split(x, ends[:-1])
-        begins, (dense, out) = np.array([0, *ends[:-1]], np.intp), self.head
+        begins = np.array([0, *ends[:-1]], np.intp)
         pooled = x[begins]
         if self.config.mean_ranks:
             pooled = (np.add.reduceat(x, begins) / np.array(lengths)[:, None]).astype(np.float32)
-        pooled = dense(pooled, steps)
-        if self.score_norm is None:
-            return np.split(out(np.tanh(pooled), steps), len(texts))
-        return np.split(out(self.score_norm(activate(pooled, "gelu"), steps), steps), len(texts))
+        for part in self.head:
+            pooled = part(pooled, steps)
+        return np.split(pooled, len(texts))
 
     def _types(self, text: Sequence[int]) -> npt.NDArray[np.intp]:
         """A pair's separator is its last token: the second text begins behind the first of it."""

@@ -59,6 +59,13 @@ def test_tensors(tmp_path):
     assert dict(model.metadata) == {}
 
 
+def test_a_model_without_a_head(tmp_path):
+    """Its tensors may lack the prefix, as Qwen3-Embedding's do."""
+    bare = {name.removeprefix("model."): array for name, array in TENSORS.items()}
+    model = SafetensorsCheckpoint(make_folder(tmp_path / "m", bare))
+    assert set(model.tensors) == set(TENSORS)
+
+
 def test_bf16_travels_as_its_bytes(tmp_path):
     folder = make_folder(tmp_path / "m")
     single = values(2, 3)

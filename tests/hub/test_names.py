@@ -249,6 +249,8 @@ def test_a_single_file_is_preferred_to_other_copies() -> None:
     assert safetensors_model_files(names) == ["config.json", "model.safetensors"]
     pooled = [*names, "1_Pooling/config.json", "2_Normalize/config.json"]
     assert set(safetensors_model_files(pooled)) - set(names) == {"1_Pooling/config.json"}
+    dense = {"2_Dense/config.json", "2_Dense/model.safetensors"}
+    assert dense < set(safetensors_model_files([*pooled, *dense, "2_Dense/pytorch_model.bin"]))
     assert safetensors_model_files(["config.json", "pytorch_model.bin"]) == []
 
 

@@ -13,7 +13,7 @@ import gguf
 import numpy as np
 import torch
 import transformers
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -33,12 +33,15 @@ _SIZES = {
 _MODERN: dict[str, Any] = dict.fromkeys(("pad_token_id", "cls_token_id", "sep_token_id"), 0)
 _MODERN |= dict.fromkeys(("bos_token_id", "eos_token_id"), 0)
 
+_GEMMA: dict[str, Any] = {"use_bidirectional_attention": True, "head_dim": 16}
+_GEMMA |= {"num_key_value_heads": 2, "pad_token_id": 0, "sliding_window": 10}
+
 
 def _made(name: str, form: str = "Model", **changed: Any) -> Callable[[], Any]:
     def make() -> Any:
         config = getattr(transformers, f"{name}Config")(**{**_SIZES, **changed})
         model = getattr(transformers, f"{name}{form}")
-        pooled = form == "Model" and name != "ModernBert"
+        pooled = form == "Model" and name not in ("ModernBert", "Gemma3Text")
         return model(config, add_pooling_layer=True) if pooled else model(config)
 
     return make
@@ -87,6 +90,17 @@ ENCODERS: dict[str, Callable[[], Any]] = {
     "modernbert-words": _made("ModernBert", "ForMaskedLM", **_MODERN),
     "jina-v3": _made("JinaEmbeddingsV3", type_vocab_size=1),
     "jina-v3-words": _made("JinaEmbeddingsV3", "ForMaskedLM", hidden_act="gelu_new"),
+    "embeddinggemma": _made("Gemma3Text", num_hidden_layers=7, query_pre_attn_scalar=16, **_GEMMA),
+    "embeddinggemma-odd": _made(
+        "Gemma3Text",
+        hidden_size=54,
+        num_attention_heads=6,
+        intermediate_size=37,
+        num_hidden_layers=3,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+        query_pre_attn_scalar=30,
+        **_GEMMA,
+    ),
 }
 RANKERS: dict[str, Callable[[], Any]] = {
     "bert": _made("Bert", "ForSequenceClassification", num_labels=1),
@@ -123,6 +137,19 @@ def save_encoder(make: Callable[[], Any], folder: Path, seed: int = 0) -> Any:
     return model
 
 
+def add_dense(folder: Path, *sizes: int) -> list[np.ndarray]:
+    """Write matrices of these sizes as sentence-transformers does, and return them."""
+    matrices = []
+    for number, shape in enumerate(zip(sizes[1:], sizes, strict=False), 2):
+        own = folder / f"{number}_Dense"
+        own.mkdir()
+        matrices.append(np.random.default_rng(number).standard_normal(shape, np.float32))
+        save_file({"linear.weight": matrices[-1]}, own / "model.safetensors")
+        kind = "torch.nn.modules.linear.Identity"
+        (own / "config.json").write_text(json.dumps({"activation_function": kind}))
+    return matrices
+
+
 def states(model: Any, ids: Sequence[int]) -> np.ndarray:
     """Transformers' last hidden states (n, D) of a text."""
     with torch.no_grad():
@@ -134,6 +161,7 @@ _GGUF = {
     "nomic_bert": gguf.MODEL_ARCH.NOMIC_BERT,
     "modernbert": gguf.MODEL_ARCH.MODERN_BERT,
     "jina_embeddings_v3": gguf.MODEL_ARCH.JINA_BERT_V3,
+    "gemma3_text": gguf.MODEL_ARCH.GEMMA_EMBEDDING,
 }
 """Architectures in GGUF by ``model_type``; others are BERT."""
 
@@ -155,17 +183,24 @@ def encoder_gguf(folder: Path, path: Path, kind: str = "f32", **more: Any) -> Pa
             continue
         if key == "embeddings.position_embeddings.weight":
             value = value[first:]
+        if config["model_type"] == "gemma3_text":
+            value, key = value + ("norm" in key), f"model.{key}"
         name = names.get_name(key, try_suffixes=(".weight", ".bias"))
         assert name is not None, key
         always = value.ndim == 1 or name.startswith(("position_embd", "token_types"))
         tensors[name] = value, "f32" if always else kind
+    for number in (2, 3):
+        if (dense := folder / f"{number}_Dense/model.safetensors").exists():
+            tensors[f"dense_{number}.weight"] = load_file(dense)["linear.weight"], kind
     metadata = {
         "bert.context_length": config["max_position_embeddings"] - first,
         "bert.embedding_length": config["hidden_size"],
         "bert.feed_forward_length": config["intermediate_size"],
         "bert.block_count": config["num_hidden_layers"],
         "bert.attention.head_count": config["num_attention_heads"],
-        "bert.attention.layer_norm_epsilon": config.get("layer_norm_eps", config.get("norm_eps")),
+        "bert.attention.layer_norm_epsilon": float(
+            config.get("layer_norm_eps", config.get("norm_eps", 0))
+        ),
         "bert.attention.causal": False,
         "tokenizer.ggml.token_type_count": config.get("type_vocab_size", 1),
         **_rotary(config),
@@ -181,6 +216,15 @@ def _rotary(config: dict[str, Any]) -> dict[str, Any]:
         return {}
     if "rope_theta" in rope:
         return {"bert.rope.freq_base": rope["rope_theta"]}
+    if "sliding_window" in config:
+        return {
+            "bert.rope.freq_base": rope["full_attention"]["rope_theta"],
+            "bert.attention.sliding_window": config["sliding_window"],
+            "bert.attention.head_count_kv": config["num_key_value_heads"],
+            "bert.attention.key_length": config["head_dim"],
+            "bert.attention.value_length": config["head_dim"],
+            "bert.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        }
     return {
         "bert.rope.freq_base": rope["full_attention"]["rope_theta"],
         "bert.rope.freq_base_swa": rope["sliding_attention"]["rope_theta"],

@@ -14,7 +14,7 @@ from pathlib import Path, PurePath
 
 import numpy as np
 
-from localrt.common.errors import CheckpointError
+from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints.family_tensors import (
     family_tensors,
     is_hash_constant,
@@ -51,7 +51,7 @@ from localrt.models.tensor_source import (
     SourcedCheckpoint,
     StoredTensor,
 )
-from localrt.models.weight_files import INDEX_NAME, WEIGHTS_NAME, model_stamp, weight_files
+from localrt.models.weight_files import DENSE, INDEX_NAME, WEIGHTS_NAME, model_stamp, weight_files
 
 NO_HEAD = (
     "the model has no head for text: lm_head.weight is not in its files. It embeds texts; if its "
@@ -206,6 +206,8 @@ class SafetensorsCheckpoint(SourcedCheckpoint):
         def decoders(name: str) -> str | None:
             if self._predicts:
                 return prediction_tensor(name, self._published)
+            if not self.only_predicts and name.startswith(("embed_tokens.", "layers.", "norm.")):
+                name = f"model.{name}"  # of a model without a head
             return decoder_tensor(name, self.config, multimodal=multimodal)
 
         for name, tensor, file_path in self._listed(decoders):
@@ -233,6 +235,12 @@ class SafetensorsCheckpoint(SourcedCheckpoint):
         index, the tensors of all files.
         """
         names = {entry.name for entry in self.path.iterdir()}
+        for folder in DENSE & names if find_family(self.architecture).encoder else ():
+            kind = read_json(self.path / folder / "config.json").get("activation_function")
+            if not str(kind).endswith(".Identity"):
+                raise UnsupportedModelError(f"{self.path / folder}: {kind!r:.60} is not supported")
+            for name, tensor in self._open(f"{folder}/{WEIGHTS_NAME}").items():
+                yield name.replace("linear", f"dense_{folder[0]}"), tensor, self.path / folder
         shards: dict[str, set[str]] = {}
         if INDEX_NAME in names:
             for name, shard in weight_map(self.path, whole=WEIGHTS_NAME in names).items():
