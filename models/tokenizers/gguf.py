@@ -342,7 +342,8 @@ def _vocabulary(
         special |= {bos_id}
     infill = {part: token for part, key in _INFILL_KEYS if (token := special_id(key)) is not None}
     prefix = metadata.get(f"{_PREFIX}add_bos_token", add_bos)
-    suffix = metadata.get(f"{_PREFIX}add_eos_token", False)
+    suffixed = metadata.get(f"{_PREFIX}add_eos_token", False)
+    suffix = (eos_id,) if suffixed and eos_id is not None else ()
     return Vocabulary(
         pieces=tokens.table,
         bos=bos_id,
@@ -350,7 +351,8 @@ def _vocabulary(
         eos=frozenset(ends),
         special=special,
         prefix=(bos_id,) if prefix and bos_id is not None else (),
-        suffix=(eos_id,) if suffix and eos_id is not None else (),
+        suffix=suffix,
+        between=suffix,  # of ModernBERT's pairs
         strip_space=strip_space,
         infill=infill,
         begins_chats=True,

@@ -113,7 +113,7 @@ _BLOOM = " ?[^(\\s|.,!?…。，、।۔،)]+"
 _FAMILIES: dict[str, PreType] = {
     "default": PreType((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
     "gpt-2 phi-2 gigachat mellum a.x-4.0 trillion granite-docling jais exaone4": PreType((_GPT2,)),
-    "mpt olmo": PreType((_GPT2,), nfc=True),
+    "mpt olmo modern-bert": PreType((_GPT2,), nfc=True),
     "starcoder refact smollm codeshell exaone minerva-7b mellum2": PreType((r"\p{N}", _GPT2)),
     "command-r": PreType((r"\p{N}", _GPT2), nfc=True),
     "falcon": PreType((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2), digits_of_bytes=True),

@@ -35,7 +35,6 @@ from localrt.quant.ops.vision import PatchLayout, VisionSteps
 
 _BEGIN, _ROW, _END = "<|image>", "<|image|>", "<image|>"
 _NAMES = BlockNames(
-    norm1="input_layernorm",
     norm2="pre_feedforward_layernorm",
     qkv=("self_attn.q_proj.linear", "self_attn.k_proj.linear", "self_attn.v_proj.linear"),
     out="self_attn.o_proj.linear",

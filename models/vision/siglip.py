@@ -34,7 +34,6 @@ _LARGEST_SIDE = 4096  # largest side of a picture in pixels
 _NAMES = BlockNames(
     norm1="layer_norm1",
     norm2="layer_norm2",
-    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     out="self_attn.out_proj",
     up=("mlp.fc1",),
     down="mlp.fc2",

@@ -293,6 +293,33 @@ def unigram(folder: Path, vocab_size: int = 211, characters: bytes = b"") -> Any
     return own
 
 
+def byte_level(folder: Path, vocab_size: int = 400) -> Any:
+    """Write ModernBERT's kind of tokenizer; returns transformers' own."""
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    backend = Backend(models.BPE())
+    backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.train_from_iterator(
+        varied_strings(400, seed=1),
+        trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=special,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B [SEP]",
+        special_tokens=[(name, backend.token_to_id(name)) for name in ("[CLS]", "[SEP]")],
+    )
+    names = {f"{name[1:-1].lower()}_token": name for name in special}
+    own = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **names)
+    own.save_pretrained(folder)
+    return own
+
+
 def vocabulary_keys(own: Any) -> dict[str, Any]:
     """The keys of a GGUF file with the tokenizer, as llama.cpp's converter writes them."""
     spec = json.loads(own.backend_tokenizer.to_str())["model"]
@@ -310,6 +337,11 @@ def vocabulary_keys(own: Any) -> dict[str, Any]:
         if (normalizer := json.loads(own.backend_tokenizer.to_str())["normalizer"]) is not None:
             table = b64decode(normalizer["precompiled_charsmap"])
             more["precompiled_charsmap"] = np.frombuffer(table, np.uint8)
+    elif spec["type"] == "BPE":
+        ids = {"bos": own.cls_token_id, "eos": own.sep_token_id}
+        more = {"model": "gpt2", "pre": "modern-bert", "tokens": pieces}
+        more |= {"merges": [" ".join(pair) for pair in spec["merges"]]}
+        more |= dict.fromkeys(("add_bos_token", "add_eos_token", "add_sep_token"), True)
     else:
         ids = {"unknown": own.unk_token_id, "seperator": own.sep_token_id}
         phantom = [

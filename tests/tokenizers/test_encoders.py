@@ -17,6 +17,7 @@ from localrt.models.tokenizers import load_tokenizer
 from localrt.models.tokenizers.base import Tokenizer
 from tests.models.tiny_encoders import (
     ENCODERS,
+    byte_level,
     encoder_gguf,
     save_encoder,
     unigram,
@@ -29,6 +30,7 @@ KINDS: dict[str, Callable[[Path], Any]] = {
     "word-pieces": lambda folder: word_pieces(folder, vocab_size=600),
     "cased": lambda folder: word_pieces(folder, cased=True, vocab_size=600),
     "unigram": lambda folder: unigram(folder, vocab_size=300),
+    "byte-level": byte_level,
 }
 
 
