@@ -95,6 +95,7 @@ def _read_modern(raw: RawConfig) -> EncoderConfig:
     windowed = raw.windowed([at % every > 0 for at in range(len(config.layers))])
     first, *others = (sliding if here else full for here in windowed)
     first = replace(first, names=replace(_MODERN, norm1=""))
+    raw.choice("classifier_activation", "gelu", {"gelu": True})
     mean = raw.choice("classifier_pooling", "cls", {"cls": False, "mean": True})
     return replace(config, layers=(first, *others), mean_ranks=mean)
 

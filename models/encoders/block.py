@@ -33,9 +33,7 @@ class Units(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockNames:
-    """Names of a block's tensors below its prefix; the defaults are decoders'. Tensors of several
-    names are stacked.
-    """
+    """Names of a block's tensors below its prefix, by default decoders'. Several are stacked."""
 
     norm1: str = "input_layernorm"  # may be empty
     norm2: str = "post_attention_layernorm"
@@ -76,6 +74,10 @@ class BlockConfig:
     )
     rope: Rope | None = None  # of texts
     window: int = 0  # how many tokens away a text's tokens see; 0: all
+
+    def __post_init__(self) -> None:
+        if self.rope is not None and 2 * len(self.rope.inv_freq) != self.size:
+            raise ValueError("rotary positions of a part of each head are not supported")
 
     @property
     def size(self) -> int:
@@ -228,8 +230,7 @@ class Block:
         if self.norm1 and self.config.norms_sums:
             x = self.norm1(steps.add(x, self._attention(x, layout, steps)), steps)
             return self.norm2(steps.add(x, self._mlp(x, steps)), steps)
-        normed = self.norm1(x, steps) if self.norm1 else x
-        attended = self._attention(normed, layout, steps)
+        attended = self._attention(self.norm1(x, steps) if self.norm1 else x, layout, steps)
         x = steps.add(x, self._normed(names.post_norm1, attended, steps))
         inner = self._mlp(self.norm2(x, steps), steps)
         return steps.add(x, self._normed(names.post_norm2, inner, steps))

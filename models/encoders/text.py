@@ -1,5 +1,4 @@
-"""Encoders of texts: tokens to hidden states, in which every token attends to all of its text, or
-in some layers to the tokens around it.
+"""Encoders of texts: tokens to hidden states. A token attends to all of its text, or around it.
 
 A model that ranks reads a query and a document as one text and gives it a score. All weights stay
 in memory. Tensors are named as those of decoders where they are the same.

@@ -42,8 +42,7 @@ def activate(x: Floats, activation: VisionActivation) -> Floats:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PatchLayout:
     """Segments and positions of a picture's patches: the row at which each segment of attention
-    ends, and the rotary cosines and sines (R, E / 2), if the encoder has rotary positions. Rows of
-    texts may see only rows of their segment at most ``window`` away; 0 means all.
+    ends, how many rows away a row sees (0: all), and rotary cosines and sines (R, E / 2), if any.
     """
 
     ends: Sequence[int]

@@ -238,7 +238,7 @@ class SafetensorsCheckpoint(SourcedCheckpoint):
         for folder in DENSE & names if find_family(self.architecture).encoder else ():
             kind = read_json(self.path / folder / "config.json").get("activation_function")
             if not str(kind).endswith(".Identity"):
-                raise UnsupportedModelError(f"{self.path / folder}: {kind!r:.60} is not supported")
+                raise UnsupportedModelError(f"{folder}: activation {kind!r:.60} is not supported")
             for name, tensor in self._open(f"{folder}/{WEIGHTS_NAME}").items():
                 yield name.replace("linear", f"dense_{folder[0]}"), tensor, self.path / folder
         shards: dict[str, set[str]] = {}
