@@ -173,8 +173,7 @@ def _gemma3(metadata: ClipMetadata, vision: Mapping[str, Any], shapes: Shapes) -
     del shapes
     side = vision["image_size"] // vision["patch_size"]
     merge = metadata.count("vision.projector.scale_factor", 4)
-    size = {"height": vision["image_size"], "width": vision["image_size"]}
-    return {"mm_tokens_per_image": (side // merge) ** 2, "processor": {"size": size}}
+    return {"mm_tokens_per_image": (side // merge) ** 2}
 
 
 def _gemma4(metadata: ClipMetadata, vision: Mapping[str, Any], shapes: Shapes) -> dict[str, object]:
@@ -191,10 +190,7 @@ def _gemma4(metadata: ClipMetadata, vision: Mapping[str, Any], shapes: Shapes) -
         "standardize": "v.std_bias" in shapes,
         "use_clipped_linears": any(name.endswith(".input_max") for name in shapes),
     }
-    found: dict[str, object] = {
-        "vision_config": own,
-        "processor": {"patch_size": vision["patch_size"], "pooling_kernel_size": merge},
-    }
+    found: dict[str, object] = {"vision_config": own}
     if not metadata.pairs.flag("clip.has_audio_encoder"):
         # In Gemma 4's models without audio, a picture's rows attend to one another.
         found["text_config"] = {"use_bidirectional_attention": "vision"}
@@ -229,12 +225,7 @@ def _qwen(metadata: ClipMetadata, vision: Mapping[str, Any], shapes: Shapes) -> 
         each = metadata.count("vision.n_wa_pattern", layers)
         own["fullatt_block_indexes"] = list(range(each - 1, layers, each))
         own["window_size"] = metadata.count("vision.window_size", 112)
-    processor = {
-        "patch_size": vision["patch_size"],
-        "merge_size": merge,
-        "temporal_patch_size": own["temporal_patch_size"],
-    }
-    return {"vision_config": own, "processor": processor}
+    return {"vision_config": own}
 
 
 def _qwen2(metadata: ClipMetadata, vision: Mapping[str, Any], shapes: Shapes) -> dict[str, object]:
@@ -250,16 +241,12 @@ def _qwen2(metadata: ClipMetadata, vision: Mapping[str, Any], shapes: Shapes) ->
 def _pixtral(
     metadata: ClipMetadata, vision: Mapping[str, object], shapes: Shapes
 ) -> dict[str, object]:
-    edge = {"longest_edge": vision["image_size"]}
-    own = {
+    return {
         "spatial_merge_size": metadata.count("vision.spatial_merge_size", 1),
-        "vision_feature_layer": -1,
-        "vision_feature_select_strategy": "full",
-        "projector_hidden_act": "gelu",
         "multimodal_projector_bias": "mm.1.bias" in shapes,
-        "processor": {"size": edge, "patch_size": vision["patch_size"]},
+        "processor": {"size": {"longest_edge": vision["image_size"]}},
+        "vision_config": {"model_type": "pixtral"},
     }
-    return {**own, "vision_config": {"model_type": "pixtral"}}
 
 
 def _idefics3(
@@ -269,20 +256,15 @@ def _idefics3(
     edge = vision["image_size"]
     longest = metadata.count("vision.preproc_image_size", 4 * edge)
     sizes = {"size": {"longest_edge": longest}, "max_image_size": {"longest_edge": edge}}
-    return {
-        "scale_factor": metadata.count("vision.projector.scale_factor", 2),
-        "processor": {**sizes, "do_image_splitting": True},
-    }
+    factor = metadata.count("vision.projector.scale_factor", 2)
+    return {"scale_factor": factor, "processor": sizes}
 
 
 def _lfm2(
     metadata: ClipMetadata, vision: Mapping[str, object], shapes: Shapes
 ) -> dict[str, object]:
-    factor = metadata.count("vision.projector.scale_factor", 2)
     return {
-        "downsample_factor": factor,
-        "vision_feature_layer": -1,
-        "projector_hidden_act": "gelu",
+        "downsample_factor": metadata.count("vision.projector.scale_factor", 2),
         "projector_hidden_size": max(shapes.get("mm.1.bias", (1,))),
         "projector_bias": "mm.1.bias" in shapes,
         "projector_use_layernorm": "mm.input_norm.weight" in shapes,
@@ -290,7 +272,6 @@ def _lfm2(
             "model_type": "siglip2_vision_model",
             "num_patches": _rows(shapes, "v.position_embd.weight"),
         },
-        "processor": {"downsample_factor": factor, "encoder_patch_size": vision["patch_size"]},
     }
 
 
