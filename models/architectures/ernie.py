@@ -1,7 +1,8 @@
-"""ERNIE 4.5: Llama, and a mixture of experts in most layers of the larger ones.
+"""ERNIE 4.5: Llama, and a mixture of experts in most layers of the larger ones; the text model of
+PaddleOCR-VL.
 
-A bias only affects the choice of experts. Published rows of queries and keys have rotary pairs side
-by side; checkpoints reorder them (``models/row_order.py``).
+A bias only affects the choice of experts. ERNIE's published rows of queries and keys have rotary
+pairs side by side; checkpoints reorder them (``models/row_order.py``).
 """
 
 from __future__ import annotations
@@ -46,5 +47,11 @@ FAMILIES = (
         },
         in_pairs=True,
         gguf_in_pairs=True,
+    ),
+    Family(
+        name="ernie",
+        read=read_config,
+        folders="PaddleOCRVLForConditionalGeneration",
+        gguf="paddleocr",
     ),
 )

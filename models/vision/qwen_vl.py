@@ -11,7 +11,7 @@ Shapes below: N patches, C colours, D columns; a picture of (h, w) patches.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -34,6 +34,7 @@ from localrt.models.vision.pixels import (
     number,
     resize,
 )
+from localrt.models.vision.positions import aligned, interpolated
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.mathematics import power, turns
@@ -41,6 +42,7 @@ from localrt.quant.ops.protocol import Check
 from localrt.quant.ops.vision import PatchLayout, VisionSteps
 
 Number = TypeVar("Number", bound=np.generic)
+Step = Callable[[Any, VisionSteps], Any]  # of rows
 _EPS = 1e-6  # for all norms; not in configs
 _COLOURS = 3
 _MOST_ASPECT = 200
@@ -112,7 +114,7 @@ def read_encoder(config: Mapping[str, Any], processor: Mapping[str, object]) -> 
         names = BlockNames(**_BLOCK, qkv=_QKV, up=("mlp.fc1",), down="mlp.fc2")
         blocks = _blocks(vision, hidden, inner, "quick_gelu", names)
         out = integer(vision, "hidden_size", 3584)
-        return _encoder(config, processor, blocks, out, depth=32, patch=14)
+        return qwen_encoder(config, processor, blocks, out, depth=32, patch=14)
     if kind == "qwen2_5_vl":
         hidden = integer(vision, "hidden_size", 3584)
         inner = integer(vision, "intermediate_size", 3420)
@@ -123,7 +125,7 @@ def read_encoder(config: Mapping[str, Any], processor: Mapping[str, object]) -> 
         full = frozenset(_indexes(vision, "fullatt_block_indexes", (7, 15, 23, 31)))
         square = integer(vision, "patch_size", 14) * integer(vision, "spatial_merge_size", 2)
         window = max(1, integer(vision, "window_size", 112) // square)
-        return _encoder(
+        return qwen_encoder(
             config, processor, blocks, out, depth=32, patch=14, window=window, full=full
         )
     hidden = integer(vision, "hidden_size", 1152)
@@ -138,7 +140,18 @@ def read_encoder(config: Mapping[str, Any], processor: Mapping[str, object]) -> 
     deep: tuple[int, ...] = ()
     if kind.startswith("qwen3_vl"):
         deep = _indexes(vision, "deepstack_visual_indexes", (8, 16, 24))
-    return _encoder(config, processor, blocks, out, depth=27, patch=16, side=side, deep=deep)
+    return qwen_encoder(
+        config,
+        processor,
+        blocks,
+        out,
+        depth=27,
+        patch=16,
+        pixels=(256**2, 4096**2),
+        scaling=Scaling.read(processor),
+        side=side,
+        deep=deep,
+    )
 
 
 def _blocks(
@@ -154,7 +167,7 @@ def _blocks(
     )
 
 
-def _encoder(
+def qwen_encoder(
     config: Mapping[str, Any],
     processor: Mapping[str, Any],
     blocks: BlockConfig,
@@ -162,9 +175,12 @@ def _encoder(
     *,
     depth: int,
     patch: int,
-    side: int = 0,
+    pixels: tuple[int, int] = (56**2, 1280 * 28**2),
+    scaling: Scaling | None = None,
+    kind: Callable[[QwenConfig], QwenEncoder] | None = None,
     **options: Any,
 ) -> QwenEncoder:
+    """The encoder of the class ``kind``; numbers are the publisher's defaults."""
     vision = config["vision_config"]
     columns = (config.get("text_config") or config).get("hidden_size", out)
     if out != columns:
@@ -173,32 +189,35 @@ def _encoder(
     if colours != _COLOURS:
         raise ValueError(f"a picture has {_COLOURS} colours, the vision tower has {colours!r:.60}")
     size = processor.get("size") or {}
-    least = size.get("shortest_edge", size.get("min_pixels", 256**2 if side else 56**2))
-    most = size.get("longest_edge", size.get("max_pixels", 4096**2 if side else 1280 * 28**2))
-    scaling = Scaling.read(processor) if side else Scaling.read(processor, CLIP_MEAN, CLIP_STD)
-    return QwenEncoder(
-        QwenConfig(
-            blocks=blocks,
-            depth=integer(vision, "depth", depth),
-            out=out,
-            patch=integer(vision, "patch_size", patch),
-            frames=integer(vision, "temporal_patch_size", 2),
-            merge=integer(vision, "spatial_merge_size", 2),
-            theta=number(vision.get("rope_parameters") or {}, "rope_theta", 10_000),
-            pixels=(
-                int(number(processor, "min_pixels", least)),
-                int(number(processor, "max_pixels", most)),
-            ),
-            scaling=scaling,
-            side=side,
-            **options,
-        )
+    least = size.get("shortest_edge", size.get("min_pixels", pixels[0]))
+    most = size.get("longest_edge", size.get("max_pixels", pixels[1]))
+    found = QwenConfig(
+        blocks=blocks,
+        depth=integer(vision, "depth", depth),
+        out=out,
+        patch=integer(vision, "patch_size", patch),
+        frames=integer(vision, "temporal_patch_size", 2),
+        merge=integer(vision, "spatial_merge_size", 2),
+        theta=number(vision.get("rope_parameters") or {}, "rope_theta", 10_000),
+        pixels=(
+            int(number(processor, "min_pixels", least)),
+            int(number(processor, "max_pixels", most)),
+        ),
+        scaling=scaling or Scaling.read(processor, CLIP_MEAN, CLIP_STD),
+        **options,
     )
+    return (kind or QwenEncoder)(found)
 
 
 class QwenEncoder(VisionEncoder):
-    """See ``VisionEncoder``. A picture's ``grid`` is (h, w)."""
+    """See ``VisionEncoder``. A picture's ``grid`` is (h, w). ``patches``, ``positions`` and
+    ``prefix`` are names of tensors and of blocks.
+    """
 
+    patches = "visual.patch_embed.proj"
+    positions = "visual.pos_embed"
+    prefix = "visual.blocks."
+    weights = staticmethod(aligned)  # of interpolated positions
     placeholder = "<|image_pad|>"
     picture_text = f"<|vision_start|>{placeholder}<|vision_end|>"
 
@@ -209,7 +228,7 @@ class QwenEncoder(VisionEncoder):
     def with_max_rows(self, rows: int) -> QwenEncoder:
         least, most = self.config.pixels
         most = min(most, max(rows, 1) * (self.config.patch * self.config.merge) ** 2)
-        return QwenEncoder(replace(self.config, pixels=(min(least, most), most)))
+        return type(self)(replace(self.config, pixels=(min(least, most), most)))
 
     def prepare(self, picture: Picture) -> PreparedPicture:
         """``patches`` (N, C * patch * patch) hold one frame."""
@@ -312,33 +331,32 @@ class QwenEncoder(VisionEncoder):
 
     def _positions(self, table: Floats, h: int, w: int) -> Floats:
         """The learned positions, interpolated to the picture's grid: (N, D)."""
-        rows = _stretched(table, h)
-        return np.asarray(self._in_squares(_stretched(rows.swapaxes(0, 1), w).swapaxes(0, 1)))
+        return self._in_squares(interpolated(table, h, w, self.weights))
 
     def _merged(self, name: str, x: Floats, units: Units, steps: VisionSteps) -> Floats:
         merger = units.read(partial(self._load_merger, name))
         return steps.get(merger(x, steps))
 
-    def _load_patches(self, weights: WeightLoader) -> Linear:
+    def _load_patches(self, weights: WeightLoader) -> Step:
         config = self.config
         shape = config.blocks.hidden, _COLOURS * config.frames * config.patch**2
-        return Linear.load(weights, shape, "visual.patch_embed.proj", bias=not config.plain)
+        return Linear.load(weights, shape, self.patches, bias=not config.plain)
 
     def _load_positions(self, weights: WeightLoader) -> Floats:
         side, hidden = self.config.side, self.config.blocks.hidden
-        return weights.array((side**2, hidden), "visual.pos_embed.weight").reshape(side, side, -1)
+        return weights.array((side**2, hidden), f"{self.positions}.weight").reshape(side, side, -1)
 
     def _load_block(self, n: int, weights: WeightLoader) -> Block:
-        return Block.load(self.config.blocks, f"visual.blocks.{n}.", weights)
+        return Block.load(self.config.blocks, f"{self.prefix}{n}.", weights)
 
-    def _load_merger(self, name: str, weights: WeightLoader) -> _Merger:
+    def _load_merger(self, name: str, weights: WeightLoader) -> Step:
         config, prefix, hidden = self.config, f"visual.{name}.", self.config.blocks.hidden
         wide = config.square * hidden
         norm, first, second = ("norm", "linear_fc1", "linear_fc2")
         if config.plain:
             norm, first, second = ("ln_q", "mlp.0", "mlp.2")
         joined = name != "merger"
-        return _Merger(
+        return Merger(
             Norm.load(
                 weights, prefix + norm, wide if joined else hidden, _EPS, rms=config.blocks.rms
             ),
@@ -350,7 +368,7 @@ class QwenEncoder(VisionEncoder):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Merger:
+class Merger:
     """Merges a square of patches into one row; the norm is over each patch, or if ``joined`` over
     all ``wide`` columns.
     """
@@ -364,15 +382,6 @@ class _Merger:
     def __call__(self, x: Floats, steps: VisionSteps) -> Floats:
         x = self.norm(x.reshape(-1, self.wide) if self.joined else x, steps)
         return self.second(self.first(x.reshape(-1, self.wide), steps), steps)
-
-
-def _stretched(table: Floats, size: int) -> Floats:
-    """Interpolate a table (n, ...) linearly to ``size`` rows."""
-    last = len(table) - 1
-    at = np.arange(size, dtype=np.float32) * np.float32(last) / np.float32(max(size - 1, 1))
-    low = np.minimum(at.astype(np.int64), last)
-    part = (at - low).reshape(-1, *[1] * (table.ndim - 1))
-    return np.asarray(table[low] * (1 - part) + table[np.minimum(low + 1, last)] * part)
 
 
 def _indexes(values: Mapping[str, object], key: str, default: tuple[int, ...]) -> tuple[int, ...]:

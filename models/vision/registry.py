@@ -23,6 +23,7 @@ _FILES = {
     "idefics3": "idefics3",
     "smolvlm": "idefics3",
     "lfm2_vl": "lfm2_vl",
+    "paddleocr_vl": "paddleocr_vl",
 }
 """The module for each ``model_type``. Each has a ``read_encoder`` function like the one below."""
 

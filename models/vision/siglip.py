@@ -17,10 +17,10 @@ import numpy as np
 from localrt.models.encoders.block import Block, BlockConfig, BlockNames, Linear, Norm, Units
 from localrt.models.raw_config import with_default_values
 from localrt.models.vision.pixels import Patches, activation, integer, number
+from localrt.models.vision.positions import antialiased, interpolated
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.arrays import large_floats
-from localrt.quant.ops.mathematics import product
 from localrt.quant.ops.protocol import Check
 from localrt.quant.ops.vision import PatchLayout, VisionSteps
 
@@ -108,24 +108,11 @@ class SiglipEncoder:
         """The positions of a grid, (rows * columns, D), from ``table`` (side, side, D)."""
         rows, columns = grid
         if self.stretched:
-            table = product(_stretch(self.side, rows), table)
-            across = product(_stretch(self.side, columns), table.swapaxes(0, 1))
-            table = np.ascontiguousarray(across.swapaxes(0, 1))
+            table = interpolated(table, rows, columns, antialiased)
         else:
             table = table[np.arange(rows) * self.side // rows]
             table = table[:, np.arange(columns) * self.side // columns]
         return table.reshape(rows * columns, -1)
-
-
-def _stretch(size: int, count: int) -> Floats:
-    """Weights (count, size) of linear interpolation from ``size`` values to ``count``, antialiased:
-    the half width of the triangle is one step, and at least one value.
-    """
-    step = size / count
-    width = max(step, 1.0)
-    centres = (np.arange(count)[:, None] + 0.5) * step - 0.5
-    weights = np.maximum(1 - np.abs(np.arange(size) - centres) / width, 0)
-    return np.asarray(weights / weights.sum(1, keepdims=True), np.float32)
 
 
 def merged(x: Floats, grid: Grid, factor: int) -> Floats:
@@ -145,6 +132,8 @@ def read_siglip(
     hidden: int = 768,
     heads: int = 12,
     patch: int = 16,
+    inner: int = 3072,
+    layers: int = 12,
     stretched: bool = False,
 ) -> SiglipEncoder:
     """The SigLIP model of a ``vision_config``; the arguments are the publisher's defaults.
@@ -164,13 +153,13 @@ def read_siglip(
         raise ValueError("num_channels must be 3")
     block = BlockConfig(
         hidden=hidden,
-        inner=integer(vision, "intermediate_size", 3072),
+        inner=integer(vision, "intermediate_size", inner),
         heads=heads,
         eps=number(vision, "layer_norm_eps", 1e-6),
         activation=activation(vision, "hidden_act", "gelu_pytorch_tanh"),
         names=_NAMES,
     )
-    layers = integer(vision, "num_hidden_layers", 12)
+    layers = integer(vision, "num_hidden_layers", layers)
     patch = pixels(vision, "patch_size", patch)
     return SiglipEncoder(
         block=block, layers=layers, patch=patch, side=side, stretched=stretched, prefixes=prefixes

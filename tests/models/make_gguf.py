@@ -36,6 +36,7 @@ _NAMES = {
     "hunyuan-dense": "hunyuan",
     "ernie4_5": "ernie",
     "ernie4_5-moe": "ernie-moe",
+    "paddleocr": "paddleocr-vl",
     "qwen2vl": "qwen2.5-vl",
     "qwen3vl": "qwen3-vl",
     "qwen3vlmoe": "qwen3-vl-moe",
@@ -104,7 +105,7 @@ _INCLUDES_ONE = (  # in norms' weights
 
 _OTHERS = re.compile(
     r"(model\.)?(visual|vision_(tower|adapter|embedder|projection|model)|embed_(vision|audio)"
-    r"|multi_modal_projector|vit_\w+|mm_projector)\..*"
+    r"|multi_modal_projector|mlp_AR|vit_\w+|mm_projector)\..*"
 )
 _EXPERT = re.compile(r"(.+\.)experts\.(\d+)\.(\w+)\.weight")
 _STACKED = re.compile(

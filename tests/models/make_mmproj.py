@@ -29,6 +29,7 @@ _PROJECTORS = {
     "lfm2_vl": "lfm2",
     "llava": "pixtral",
     "mistral3": "pixtral",
+    "paddleocr_vl": "paddleocr",
     "qwen2_vl": "qwen2vl_merger",
     "qwen2_5_vl": "qwen2.5vl_merger",
     "qwen3_vl": "qwen3vl_merger",
@@ -46,7 +47,7 @@ _UNIFIED = {
 }
 """What gguf does not know of Gemma 4 12B's."""
 _SUFFIXES = (".weight", ".bias")
-_OWN = ("vision_", "visual.", "multi_modal_projector.", "connector.", "embed_vision.")
+_OWN = ("vision_", "visual.", "multi_modal_projector.", "connector.", "embed_vision.", "mlp_AR.")
 _NAMES = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 64)
 _CLIPPED = re.compile(r"(.+)\.((?:in|out)put_(?:min|max))")
 
@@ -101,6 +102,8 @@ def _made(model: str, key: str, value: Array, config: Any) -> Iterator[tuple[str
     """The file's tensors made of one of the folder's."""
     vision = config["vision_config"]
     patch = vision.get("patch_size", 16)
+    if model == "paddleocr_vl":
+        key = key.replace("visual.", "model.")
     if key == "visual.patch_embed.proj.weight":
         yield "v.patch_embd.weight", value[:, :, 0]
         yield "v.patch_embd.weight.1", value[:, :, 1]
@@ -179,9 +182,12 @@ def _metadata(folder: Path, config: Any) -> dict[str, Any]:
         keys.IMAGE_MEAN: processor.get("image_mean", _MEAN),
         keys.IMAGE_STD: processor.get("image_std", [0.5] * 3),
     }
-    if model.startswith("qwen"):  # newer converters say this
+    if model.startswith(("qwen", "paddle")):  # newer converters say this
         found[keys.IMAGE_MIN_PIXELS] = processor["size"]["shortest_edge"]
         found[keys.IMAGE_MAX_PIXELS] = processor["size"]["longest_edge"]
+    if model == "paddleocr_vl":  # the converter has no other for the largest picture
+        found[keys.IMAGE_SIZE] = int(processor["size"]["longest_edge"] ** 0.5)
+        return {**found, keys.USE_GELU: True}
     merge = vision.get("spatial_merge_size", config.get("spatial_merge_size"))
     if merge:
         found[keys.SPATIAL_MERGE_SIZE] = merge

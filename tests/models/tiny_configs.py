@@ -346,6 +346,11 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         depth=1,
         out_hidden_size=96,
     ),
+    "paddleocr-vl": lambda: with_text(
+        hf.PaddleOCRVLConfig,
+        {**_WIDE, "head_dim": 16, "rope_parameters": _MROPE},
+        **{**_VISION, "num_hidden_layers": 1, "image_size": 28},
+    ),
     "gemma3-images": lambda: with_text(
         hf.Gemma3Config,
         {

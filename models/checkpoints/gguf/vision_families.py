@@ -238,6 +238,15 @@ def _qwen2(metadata: ClipMetadata, vision: Mapping[str, Any], shapes: Shapes) ->
     return found
 
 
+def _paddleocr(
+    metadata: ClipMetadata, vision: Mapping[str, Any], shapes: Shapes
+) -> dict[str, object]:
+    merge = metadata.count("vision.projector.scale_factor", 2)
+    side = math.isqrt(_rows(shapes, "v.position_embd.weight"))
+    sizes = {"spatial_merge_size": merge, "image_size": max(side, 1) * vision["patch_size"]}
+    return {"vision_config": sizes}
+
+
 def _pixtral(
     metadata: ClipMetadata, vision: Mapping[str, object], shapes: Shapes
 ) -> dict[str, object]:
@@ -399,6 +408,19 @@ FAMILIES: Mapping[str, Family] = {
         keys=_qwen,
         deep="visual.deepstack_merger_list.",
         joined=False,
+    ),
+    "paddleocr": Family(
+        kind="paddleocr_vl",
+        out="mm.2.weight",
+        decoders=("paddleocr",),
+        prefix="visual.vision_model.encoder.layers.",
+        block=_SIGLIP,
+        names={
+            **{ours: f"visual.vision_model.{name}" for ours, name in _SIGLIP_NAMES.items()},
+            "mm.input_norm": "mlp_AR.pre_norm",
+            **{f"mm.{n}": f"mlp_AR.linear_{n}" for n in (1, 2)},
+        },
+        keys=_paddleocr,
     ),
     "pixtral": Family(
         kind="llava",

@@ -58,7 +58,7 @@ NO_HEAD = (
     'embedding is its head, set "tie_word_embeddings": true in config.json'
 )
 _COMPARED = 1 << 20  # bytes compared at a time
-TIED_OUTSIDE = frozenset({"gemma3", "gemma4", "lfm2_vl", "mistral3"})
+TIED_OUTSIDE = frozenset({"gemma3", "gemma4", "lfm2_vl", "mistral3", "paddleocr_vl"})
 """``model_type`` of vision models whose outer config ties the head by default."""
 _KIMIS_LENGTH = "model_max_length"
 HEADS_LAYER = "transformer_layer_config"

@@ -230,6 +230,7 @@ def test_rows_on_a_gpu(kind: str, tiny: Callable[[str], Path]) -> None:
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
+        ("paddleocr_vl", "paddleocr-vl"),
         ("qwen2_5_vl", "qwen2.5-vl"),
         ("qwen3_vl", "qwen3-vl"),
         ("qwen3_5", "qwen3.5"),

@@ -117,6 +117,7 @@ def _theirs(text: Path, projector: Path, shown: Picture) -> Floats:
         ("llava", (32, 48)),
         ("lfm2_vl", (64, 64)),
         ("idefics3", (32, 32)),
+        ("paddleocr_vl", (64, 48)),
     ],
 )
 def test_rows(kind: str, size: tuple[int, int], tmp_path: Path) -> None:
@@ -127,7 +128,7 @@ def test_rows(kind: str, size: tuple[int, int], tmp_path: Path) -> None:
         config.vision_config.window_size = 112  # the only one that llama.cpp knows
     random_model(config).save_pretrained(folder)
     settings: dict[str, Any] = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
-    if kind.startswith("qwen"):
+    if kind.startswith(("qwen", "paddle")):
         settings["size"] = {"shortest_edge": 16 * 16, "longest_edge": 160 * 160}
     if kind == "idefics3":
         settings["size"] = {"longest_edge": 128}

@@ -10,6 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 import transformers as hf
+from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import (
+    PaddleOCRVLImageProcessorPil,
+)
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from localrt.models.vision.picture import Picture
@@ -88,6 +91,18 @@ TINY: dict[str, Callable[[], Any]] = {
         vision_config=LEARNED,
         **IDS,
     ),
+    "paddleocr_vl": lambda: hf.PaddleOCRVLConfig(
+        text_config={**TEXT, "head_dim": 16, "rope_parameters": CHUNKED},
+        vision_config={
+            "num_hidden_layers": 3,
+            "hidden_size": 32,
+            "num_attention_heads": 2,
+            "intermediate_size": 56,
+            "image_size": 28,
+            "patch_size": 4,
+        },
+        **IDS,
+    ),
 }
 PIXELS = {"shortest_edge": 16 * 16, "longest_edge": 64 * 64}
 
@@ -113,9 +128,11 @@ def save_tiny_vl(kind: str, folder: Path, seed: int = 0) -> Any:
 def processor_of(folder: Path) -> Any:
     """Transformers' image processor of a folder of ``save_tiny_vl``."""
     settings = json.loads((folder / "preprocessor_config.json").read_text("utf-8"))
-    if "qwen3" in json.loads((folder / "config.json").read_text("utf-8"))["model_type"]:
+    kind = json.loads((folder / "config.json").read_text("utf-8"))["model_type"]
+    if "qwen3" in kind:
         settings.setdefault("image_std", [0.5, 0.5, 0.5])
-    return Qwen2VLImageProcessorPil(**settings)
+    processors = {"paddleocr_vl": PaddleOCRVLImageProcessorPil}
+    return processors.get(kind, Qwen2VLImageProcessorPil)(**settings)
 
 
 def picture(width: int, height: int, seed: int = 0) -> Picture:

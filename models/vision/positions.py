@@ -1,0 +1,66 @@
+"""Learned positions of a square grid of patches, interpolated to the grid of a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from localrt.quant.formats.packed import Floats
+from localrt.quant.ops.mathematics import product
+
+
+def interpolated(
+    table: Floats, rows: int, columns: int, weights: Callable[[int, int], Floats]
+) -> Floats:
+    """A table (side, side, D) at (rows, columns, D), by ``weights`` of each axis (see below)."""
+    side = len(table)
+    down = product(weights(side, rows), table)
+    across = product(weights(side, columns), down.swapaxes(0, 1))
+    return np.ascontiguousarray(across.swapaxes(0, 1))
+
+
+def aligned(size: int, count: int) -> Floats:
+    """Weights (count, size) of linear interpolation between the first and the last value."""
+    at = np.arange(count, dtype=np.float32) * np.float32(size - 1) / np.float32(max(count - 1, 1))
+    distances = np.abs(np.arange(size, dtype=np.float32) - at[:, None])
+    return np.asarray(np.maximum(1 - distances, 0), np.float32)
+
+
+def antialiased(size: int, count: int) -> Floats:
+    """Weights (count, size) of linear interpolation from ``size`` values to ``count``, antialiased:
+    the half width of the triangle is one step, and at least one value.
+    """
+    step = size / count
+    width = max(step, 1.0)
+    centres = (np.arange(count)[:, None] + 0.5) * step - 0.5
+    weights = np.maximum(1 - np.abs(np.arange(size) - centres) / width, 0)
+    return np.asarray(weights / weights.sum(1, keepdims=True), np.float32)
+
+
+def linear(size: int, count: int) -> Floats:
+    """Weights (count, size) of the two nearest of ``size`` values; the outer ones continue."""
+    return _nearest(size, count, (0, 1), lambda distance: 1 - distance)
+
+
+def cubic(size: int, count: int) -> Floats:
+    """Weights (count, size) of the four nearest of ``size`` values; the outer ones continue."""
+
+    def kernel(x: Floats) -> Floats:  # Keys' with the parameter -0.75, as in torch
+        near, far = (1.25 * x - 2.25) * x * x + 1, -0.75 * (((x - 5) * x + 8) * x - 4)
+        return np.where(x <= 1, near, far)
+
+    return _nearest(size, count, (-1, 0, 1, 2), kernel)
+
+
+def _nearest(
+    size: int, count: int, taps: Sequence[int], kernel: Callable[[Floats], Floats]
+) -> Floats:
+    """Weights of the values ``taps`` after the one before each centre, by their distances."""
+    centres = (np.arange(count) + 0.5) * (size / count) - 0.5
+    first = np.floor(centres)
+    weights = np.zeros((count, size), np.float32)
+    for tap in taps:
+        index = np.clip(first + tap, 0, size - 1).astype(np.int64)
+        weights[np.arange(count), index] += kernel(np.abs(first + tap - centres))
+    return weights
