@@ -162,8 +162,8 @@ def _router(raw: RawConfig, eps: float, method: str) -> RouterSpec:
 
 
 def read_glm4_moe(raw: RawConfig) -> DecoderConfig:
-    """GLM-4.5, GLM-4.5-Air and GLM-4.6: half of each head is rotated, experts are chosen as in
-    DeepSeek-V3, and the first layers are dense.
+    """GLM-4.5, GLM-4.5-Air, GLM-4.6 and text of their V models: half of each head is rotated,
+    experts are chosen as in DeepSeek-V3, and the first layers are dense.
 
     GLM-4.7-Flash has latent attention too: ``read_config`` reads its config.
 
@@ -333,7 +333,7 @@ FAMILIES = (
     Family(
         name="glm4_moe",
         read=read_glm4_moe,
-        folders="Glm4MoeForCausalLM",
+        folders="Glm4MoeForCausalLM Glm4vMoeForConditionalGeneration",
         gguf="glm4moe",
         gguf_layer=MLP_NORM,
         gguf_config=add_choice,

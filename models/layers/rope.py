@@ -66,15 +66,14 @@ def read_rope(
 def _sections(raw: RawConfig, parameters: Mapping[str, object], pairs: int) -> tuple[int, ...]:
     """The axis of each of the ``pairs``, if they have any.
 
-    Qwen2-VL's and PaddleOCR-VL's are three parts; later Qwens' take turns as far as those of height
-    and width go.
+    They are three parts; in Qwen3-VL and later they take turns as far as height's and width's go.
     """
     counts = parameters.get("mrope_section")
     if counts is None:
         return ()
     if not isinstance(counts, list) or len(counts) != 3 or any(type(n) is not int for n in counts):
         raise CheckpointError(f"mrope_section must be three integers, is {counts!r:.60}")
-    if raw.architecture.lower().startswith(("qwen2", "paddleocr")):
+    if raw.architecture.lower().startswith(("qwen2", "paddleocr", "glm4")):
         if sum(counts) != pairs or min(counts) < 0:
             raise CheckpointError(f"mrope_section must add up to {pairs}, is {counts}")
         return tuple(axis for axis, count in enumerate(counts) for _ in range(count))

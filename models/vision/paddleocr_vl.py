@@ -9,7 +9,7 @@ from localrt.models.encoders.block import Linear, Norm
 from localrt.models.vision.encoder import VisionEncoder
 from localrt.models.vision.pixels import integer
 from localrt.models.vision.positions import linear
-from localrt.models.vision.qwen_vl import Merger, QwenEncoder, Step, qwen_encoder
+from localrt.models.vision.qwen_vl import Merger, QwenEncoder, Step, qwen_config
 from localrt.models.vision.siglip import read_siglip
 from localrt.models.weights import WeightLoader
 
@@ -24,7 +24,7 @@ def read_encoder(config: Mapping[str, Any], processor: Mapping[str, object]) -> 
         vision, side=side, prefixes=(), hidden=1152, heads=16, inner=4304, layers=27
     )
     text = {"hidden_size": 1024, **(config.get("text_config") or config)}
-    return qwen_encoder(
+    found = qwen_config(
         {"vision_config": {**vision, "depth": blocks.layers}},
         processor,
         blocks.block,
@@ -33,8 +33,8 @@ def read_encoder(config: Mapping[str, Any], processor: Mapping[str, object]) -> 
         patch=14,
         pixels=(384**2, 1536**2),
         side=side,
-        kind=PaddleOcrEncoder,
     )
+    return PaddleOcrEncoder(found)
 
 
 class PaddleOcrEncoder(QwenEncoder):

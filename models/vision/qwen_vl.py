@@ -49,6 +49,8 @@ _MOST_ASPECT = 200
 _MOST_FRAMES = 16
 _BLOCK = {"norm1": "norm1", "norm2": "norm2", "out": "attn.proj"}
 _QKV = ("attn.qkv",)
+_UP = ("mlp.gate_proj", "mlp.up_proj")
+GATED = BlockNames(**_BLOCK, qkv=_QKV, up=_UP, down="mlp.down_proj")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +74,7 @@ class QwenConfig:
     full: frozenset[int] = frozenset()
     side: int = 0
     deep: tuple[int, ...] = ()
+    inner: int = 0  # of a merger's gated MLP
 
     def __post_init__(self) -> None:
         blocks = self.blocks
@@ -105,33 +108,35 @@ class QwenConfig:
         return self.merge**2
 
 
-def read_encoder(config: Mapping[str, Any], processor: Mapping[str, object]) -> QwenEncoder:
-    """See ``registry.read_encoder``. Defaults are the publisher's."""
+def read_encoder(config: Mapping[str, Any], processor: Mapping[str, object]) -> VisionEncoder:
+    """See ``registry.read_encoder``."""
+    return QwenEncoder(_read_config(config, processor))
+
+
+def _read_config(config: Mapping[str, Any], processor: Mapping[str, object]) -> QwenConfig:
     vision, kind = config["vision_config"], config["model_type"]
     if kind == "qwen2_vl":
         hidden = integer(vision, "embed_dim", 1280)
         inner = int(number(vision, "mlp_ratio", 4) * hidden)
         names = BlockNames(**_BLOCK, qkv=_QKV, up=("mlp.fc1",), down="mlp.fc2")
-        blocks = _blocks(vision, hidden, inner, "quick_gelu", names)
+        blocks = qwen_blocks(vision, hidden, inner, "quick_gelu", names)
         out = integer(vision, "hidden_size", 3584)
-        return qwen_encoder(config, processor, blocks, out, depth=32, patch=14)
+        return qwen_config(config, processor, blocks, out, depth=32, patch=14)
     if kind == "qwen2_5_vl":
         hidden = integer(vision, "hidden_size", 3584)
         inner = integer(vision, "intermediate_size", 3420)
-        up = ("mlp.gate_proj", "mlp.up_proj")
-        names = BlockNames(**_BLOCK, qkv=_QKV, up=up, down="mlp.down_proj")
-        blocks = replace(_blocks(vision, hidden, inner, "silu", names), rms=True)
+        blocks = replace(qwen_blocks(vision, hidden, inner, "silu", GATED), rms=True)
         out = integer(vision, "out_hidden_size", 3584)
         full = frozenset(_indexes(vision, "fullatt_block_indexes", (7, 15, 23, 31)))
         square = integer(vision, "patch_size", 14) * integer(vision, "spatial_merge_size", 2)
         window = max(1, integer(vision, "window_size", 112) // square)
-        return qwen_encoder(
+        return qwen_config(
             config, processor, blocks, out, depth=32, patch=14, window=window, full=full
         )
     hidden = integer(vision, "hidden_size", 1152)
     inner = integer(vision, "intermediate_size", 4304)
     names = BlockNames(**_BLOCK, qkv=_QKV, up=("mlp.linear_fc1",), down="mlp.linear_fc2")
-    blocks = _blocks(vision, hidden, inner, "gelu_pytorch_tanh", names)
+    blocks = qwen_blocks(vision, hidden, inner, "gelu_pytorch_tanh", names)
     out = integer(vision, "out_hidden_size", 3584)
     positions = integer(vision, "num_position_embeddings", 2304)
     side = math.isqrt(positions)
@@ -140,7 +145,7 @@ def read_encoder(config: Mapping[str, Any], processor: Mapping[str, object]) -> 
     deep: tuple[int, ...] = ()
     if kind.startswith("qwen3_vl"):
         deep = _indexes(vision, "deepstack_visual_indexes", (8, 16, 24))
-    return qwen_encoder(
+    return qwen_config(
         config,
         processor,
         blocks,
@@ -154,9 +159,10 @@ def read_encoder(config: Mapping[str, Any], processor: Mapping[str, object]) -> 
     )
 
 
-def _blocks(
+def qwen_blocks(
     vision: Mapping[str, object], hidden: int, inner: int, default: str, names: BlockNames
 ) -> BlockConfig:
+    """The config of blocks with the activation ``default``."""
     return BlockConfig(
         hidden=hidden,
         inner=inner,
@@ -167,7 +173,7 @@ def _blocks(
     )
 
 
-def qwen_encoder(
+def qwen_config(
     config: Mapping[str, Any],
     processor: Mapping[str, Any],
     blocks: BlockConfig,
@@ -177,10 +183,9 @@ def qwen_encoder(
     patch: int,
     pixels: tuple[int, int] = (56**2, 1280 * 28**2),
     scaling: Scaling | None = None,
-    kind: Callable[[QwenConfig], QwenEncoder] | None = None,
     **options: Any,
-) -> QwenEncoder:
-    """The encoder of the class ``kind``; numbers are the publisher's defaults."""
+) -> QwenConfig:
+    """An encoder's config; numbers are the publisher's defaults."""
     vision = config["vision_config"]
     columns = (config.get("text_config") or config).get("hidden_size", out)
     if out != columns:
@@ -191,7 +196,7 @@ def qwen_encoder(
     size = processor.get("size") or {}
     least = size.get("shortest_edge", size.get("min_pixels", pixels[0]))
     most = size.get("longest_edge", size.get("max_pixels", pixels[1]))
-    found = QwenConfig(
+    return QwenConfig(
         blocks=blocks,
         depth=integer(vision, "depth", depth),
         out=out,
@@ -206,7 +211,6 @@ def qwen_encoder(
         scaling=scaling or Scaling.read(processor, CLIP_MEAN, CLIP_STD),
         **options,
     )
-    return (kind or QwenEncoder)(found)
 
 
 class QwenEncoder(VisionEncoder):

@@ -24,6 +24,9 @@ _FILES = {
     "smolvlm": "idefics3",
     "lfm2_vl": "lfm2_vl",
     "paddleocr_vl": "paddleocr_vl",
+    "glm4v": "glm4v",
+    "glm4v_moe": "glm4v",
+    "glm46v": "glm4v",
 }
 """The module for each ``model_type``. Each has a ``read_encoder`` function like the one below."""
 

@@ -40,13 +40,13 @@ _NAMES = {
     "qwen2vl": "qwen2.5-vl",
     "qwen3vl": "qwen3-vl",
     "qwen3vlmoe": "qwen3-vl-moe",
-    "glm4": "glm4 glm4-plain",
+    "glm4": "glm4 glm4-plain glm4v",
     "cohere2": "cohere2",
     "cohere2moe": "cohere2-moe cohere2-moe-dense-first",
     "minimax-m2": "minimax-m2",
     "hunyuan-moe": "hunyuan-moe",
     "apertus": "apertus",
-    "glm4moe": "glm4-moe glm4-moe-norms solar-open",
+    "glm4moe": "glm4-moe glm4-moe-norms glm4v-moe solar-open",
     "hy_v3": "hy-v3",
     "step35": "step",
     "falcon-h1": "falcon-h1 falcon-h1-normed",
@@ -377,12 +377,24 @@ class _Model:
         plain = name.endswith((".weight", ".bias", "ssm_a", "ssm_d"))
         return name if plain else f"{name}.weight"
 
+    def _halves(self, module: str, value: Array) -> Array:
+        """Queries and keys as llama.cpp's M-RoPE takes them: the rotated part is not in pairs."""
+        if module not in ("q_proj", "k_proj"):
+            return value
+        size = self.config.hidden_size // self.config.num_attention_heads
+        turned = int(size * self.config.rope_parameters["partial_rotary_factor"])
+        order = [*range(0, turned, 2), *range(1, turned, 2), *range(turned, size)]
+        heads = value.reshape(-1, size, *value.shape[1:])
+        return np.ascontiguousarray(heads[:, order]).reshape(value.shape)
+
     def _value(self, key: str, module: str, value: Array) -> Array:
         config, architecture = self.config, self.architecture
         if architecture in _PAIRED and module in ("q_proj", "k_proj"):
             queries = module == "q_proj"
             heads = config.num_attention_heads if queries else config.num_key_value_heads
             return in_pairs(value, heads)
+        if architecture == "glm4" and "mrope_section" in config.rope_parameters:
+            return self._halves(module, value)
         if architecture.startswith(("qwen35", "qwen4exp")):
             value = self._value_heads_in_turns(key, value)
         if module == "A_log":

@@ -24,6 +24,8 @@ _PROJECTORS = {
     "gemma3": "gemma3",
     "gemma4": "gemma4v",
     "gemma4_unified": "gemma4uv",
+    "glm4v": "glm4v",
+    "glm4v_moe": "glm4v",
     "idefics3": "idefics3",
     "smolvlm": "idefics3",
     "lfm2_vl": "lfm2",
@@ -185,6 +187,8 @@ def _metadata(folder: Path, config: Any) -> dict[str, Any]:
     if model.startswith(("qwen", "paddle")):  # newer converters say this
         found[keys.IMAGE_MIN_PIXELS] = processor["size"]["shortest_edge"]
         found[keys.IMAGE_MAX_PIXELS] = processor["size"]["longest_edge"]
+    if model.startswith("glm"):
+        found[attention.LAYERNORM_EPS] = vision["rms_norm_eps"]
     if model == "paddleocr_vl":  # the converter has no other for the largest picture
         found[keys.IMAGE_SIZE] = int(processor["size"]["longest_edge"] ** 0.5)
         return {**found, keys.USE_GELU: True}

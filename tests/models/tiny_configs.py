@@ -132,7 +132,9 @@ _QWEN_VISION = {
     "num_position_embeddings": 16,
     "deepstack_visual_indexes": [0],
 }
+_GLM_VISION = {**_QWEN_VISION, "image_size": 28}
 _MROPE = {"rope_type": "default", "rope_theta": 50000.0, "mrope_section": [4, 2, 2]}
+_HALF = {**_MROPE, "mrope_section": [1, 2, 1], "partial_rotary_factor": 0.5}
 _MUSE: dict[str, Any] = {
     "model_type": "muse_glimmer_text",
     **_WIDE,
@@ -368,6 +370,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "glm4-plain": lambda: hf.Glm4Config(
         **_WIDE, head_dim=32, attention_bias=False, tie_word_embeddings=True
     ),
+    "glm4v": lambda: with_text(hf.Glm4vConfig, {**_WIDE, "rope_parameters": _HALF}, **_GLM_VISION),
     "muse-glimmer": lambda: with_text(hf.MuseGlimmerConfig, _MUSE, **_MUSE_VISION),
     "muse-glimmer-bases": lambda: with_text(
         hf.MuseGlimmerConfig,
@@ -385,6 +388,9 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "glm4-moe-groups": lambda: hf.Glm4MoeConfig(**_WIDE, **_GLM, n_group=2, topk_group=1),
     "glm4-moe-norms": lambda: hf.Glm4MoeConfig(
         **_WIDE, **_GLM, use_qk_norm=True, norm_topk_prob=False, first_k_dense_replace=2
+    ),
+    "glm4v-moe": lambda: with_text(
+        hf.Glm4vMoeConfig, {**_WIDE, **_GLM, "rope_parameters": _HALF}, **_GLM_VISION
     ),
     "glm4-moe-lite": lambda: hf.Glm4MoeLiteConfig(
         **{**_WIDE, "num_key_value_heads": 6}, **_GLM, **_LATENT

@@ -85,7 +85,8 @@ class GgufCheckpoint(SourcedCheckpoint):
                 raise DraftHeadError(path, self.architecture)
             self.generation_config: Mapping[str, object] = generation_config(self.metadata)
             sources = self.family.convert(family_tensors(stored, self.config), self.config)
-            if self.family.gguf_in_pairs:
+            halves = f"{self.architecture}.rope.dimension_sections" in self.metadata  # M-RoPE's
+            if self.family.gguf_in_pairs and not halves:
                 sources |= rotary_rows(stored, self.config, self.path)
             super().__init__({name: regrouped(source) for name, source in sources.items()})
         except BaseException:

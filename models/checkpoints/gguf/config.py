@@ -216,7 +216,7 @@ def _add_rope_scaling(config: Config, file: _File) -> None:
             kind = "longrope"
             scaling[f"{length}_factor"] = unpack(factors.read()).reshape(-1).tolist()
     sections = file.listed("rope.dimension_sections")
-    if sections and architecture.startswith(("qwen", "paddleocr")):
+    if sections and architecture.startswith(("qwen", "paddleocr", "glm4")):
         scaling["mrope_section"] = sections[:3]  # a fourth is always 0
         kind = "default" if kind in (None, "none") else kind
     if kind in (None, "none"):

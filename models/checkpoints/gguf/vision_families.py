@@ -241,10 +241,16 @@ def _qwen2(metadata: ClipMetadata, vision: Mapping[str, Any], shapes: Shapes) ->
 def _paddleocr(
     metadata: ClipMetadata, vision: Mapping[str, Any], shapes: Shapes
 ) -> dict[str, object]:
-    merge = metadata.count("vision.projector.scale_factor", 2)
+    """The keys of PaddleOCR-VL and GLM-4V; the table of positions has the pictures' usual size."""
     side = math.isqrt(_rows(shapes, "v.position_embd.weight"))
-    sizes = {"spatial_merge_size": merge, "image_size": max(side, 1) * vision["patch_size"]}
-    return {"vision_config": sizes}
+    own = {
+        "depth": vision["num_hidden_layers"],
+        "num_heads": vision["num_attention_heads"],
+        "rms_norm_eps": vision["layer_norm_eps"],
+        "image_size": max(side, 1) * vision["patch_size"],
+        "spatial_merge_size": metadata.count("vision.spatial_merge_size", 2),
+    }
+    return {"vision_config": own}
 
 
 def _pixtral(
@@ -421,6 +427,25 @@ FAMILIES: Mapping[str, Family] = {
             **{f"mm.{n}": f"mlp_AR.linear_{n}" for n in (1, 2)},
         },
         keys=_paddleocr,
+    ),
+    "glm4v": replace(
+        _QWEN2,
+        kind="glm4v",
+        out="mm.down.weight",
+        decoders=("glm4", "glm4moe"),
+        block={**_QWEN, **_GATED},
+        names={
+            "v.patch_embd": "visual.patch_embed.proj",
+            "v.norm_embd": "visual.post_conv_layernorm",
+            "v.position_embd": "visual.embeddings.position_embedding",
+            "v.post_ln": "visual.post_layernorm",
+            "mm.patch_merger": "visual.downsample",
+            "mm.model.fc": "visual.merger.proj",
+            "mm.post_norm": "visual.merger.post_projection_norm",
+            **{f"mm.{part}": f"visual.merger.{part}_proj" for part in ("gate", "up", "down")},
+        },
+        keys=_paddleocr,
+        joined=False,
     ),
     "pixtral": Family(
         kind="llava",

@@ -118,6 +118,7 @@ def _theirs(text: Path, projector: Path, shown: Picture) -> Floats:
         ("lfm2_vl", (64, 64)),
         ("idefics3", (32, 32)),
         ("paddleocr_vl", (64, 48)),
+        ("glm4v", (160, 128)),
     ],
 )
 def test_rows(kind: str, size: tuple[int, int], tmp_path: Path) -> None:

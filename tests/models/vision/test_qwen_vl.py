@@ -93,7 +93,7 @@ def test_prepared(
 
 @pytest.mark.parametrize("kind", TINY)
 def test_published_defaults(kind: str) -> None:
-    text = {"hidden_size": 3584}
+    text = {"hidden_size": 4096 if kind.startswith("glm") else 3584}
     encoder = read_encoder({"model_type": kind, "vision_config": {}, "text_config": text}, {})
     theirs = type(TINY[kind]())().vision_config
     ours: Any = encoder.config  # type: ignore[attr-defined]
@@ -105,7 +105,7 @@ def test_published_defaults(kind: str) -> None:
 @pytest.mark.parametrize("kind", TINY)
 def test_attended(kind: str) -> None:
     """The products of attention, as the steps are asked for them."""
-    text = {"hidden_size": 3584}
+    text = {"hidden_size": 4096 if kind.startswith("glm") else 3584}
     encoder = read_encoder({"model_type": kind, "vision_config": {}, "text_config": text}, {})
     prepared = encoder.prepare(Picture(np.zeros((448, 672, 3), np.uint8)))
     config: Any = encoder.config  # type: ignore[attr-defined]

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers as hf
+from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
 from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import (
     PaddleOCRVLImageProcessorPil,
 )
@@ -30,6 +31,7 @@ TEXT = {
 }
 CHUNKED = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 2, 3]}
 MIXED = {**CHUNKED, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+HALF = {**CHUNKED, "mrope_section": [1, 2, 1], "partial_rotary_factor": 0.5}
 IDS = {"image_token_id": 110, "video_token_id": 111, "vision_start_token_id": 112}
 VISION = {"depth": 3, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 64}
 LEARNED = {**VISION, "intermediate_size": 56, "num_position_embeddings": 49, "patch_size": 4}
@@ -91,6 +93,22 @@ TINY: dict[str, Callable[[], Any]] = {
         vision_config=LEARNED,
         **IDS,
     ),
+    "glm4v": lambda: hf.Glm4vConfig(
+        text_config={**TEXT, "rope_parameters": HALF},
+        vision_config={**VISION, "intermediate_size": 56, "image_size": 28, "patch_size": 4},
+        **IDS,
+    ),
+    "glm4v_moe": lambda: hf.Glm4vMoeConfig(
+        text_config={
+            **TEXT,
+            "rope_parameters": HALF,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+        },
+        vision_config={**VISION, "intermediate_size": 56, "image_size": 28, "patch_size": 4},
+        **IDS,
+    ),
     "paddleocr_vl": lambda: hf.PaddleOCRVLConfig(
         text_config={**TEXT, "head_dim": 16, "rope_parameters": CHUNKED},
         vision_config={
@@ -131,7 +149,11 @@ def processor_of(folder: Path) -> Any:
     kind = json.loads((folder / "config.json").read_text("utf-8"))["model_type"]
     if "qwen3" in kind:
         settings.setdefault("image_std", [0.5, 0.5, 0.5])
-    processors = {"paddleocr_vl": PaddleOCRVLImageProcessorPil}
+    processors = {
+        "glm4v": Glm46VImageProcessorPil,
+        "glm4v_moe": Glm46VImageProcessorPil,
+        "paddleocr_vl": PaddleOCRVLImageProcessorPil,
+    }
     return processors.get(kind, Qwen2VLImageProcessorPil)(**settings)
 
 
