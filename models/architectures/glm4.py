@@ -1,5 +1,5 @@
-"""GLM-4-0414, GLM-Z1 and the text of GLM-4.1V: norms on inputs and on results, one matrix for gate
-and up, and half of each head rotated.
+"""GLM-4-0414, GLM-Z1 and the text of GLM-4.1V and GLM-OCR: norms on inputs and on results, one
+matrix for gate and up, and half of each head rotated.
 
 Rows of the rotated half have rotary pairs side by side; checkpoints reorder them
 (``models/row_order.py``).
@@ -30,7 +30,8 @@ FAMILIES = (
     Family(
         name="glm4",
         read=read_config,
-        folders="Glm4ForCausalLM Glm4vForConditionalGeneration Glm46VForConditionalGeneration",
+        folders="Glm4ForCausalLM Glm4vForConditionalGeneration Glm46VForConditionalGeneration "
+        "GlmOcrForConditionalGeneration",
         gguf="glm4",
         in_pairs=True,
         gguf_in_pairs=True,

@@ -73,7 +73,7 @@ def _sections(raw: RawConfig, parameters: Mapping[str, object], pairs: int) -> t
         return ()
     if not isinstance(counts, list) or len(counts) != 3 or any(type(n) is not int for n in counts):
         raise CheckpointError(f"mrope_section must be three integers, is {counts!r:.60}")
-    if raw.architecture.lower().startswith(("qwen2", "paddleocr", "glm4")):
+    if raw.architecture.lower().startswith(("qwen2", "paddleocr", "glm")):
         if sum(counts) != pairs or min(counts) < 0:
             raise CheckpointError(f"mrope_section must add up to {pairs}, is {counts}")
         return tuple(axis for axis, count in enumerate(counts) for _ in range(count))

@@ -1,5 +1,5 @@
 """The encoder of GLM-4.1V, GLM-4.5V and GLM-4.6V: Qwen's with interpolated positions, and patches
-merged by a convolution and a gated MLP.
+merged by a convolution and a gated MLP. GLM-OCR's has rotary positions only.
 """
 
 from __future__ import annotations
@@ -19,23 +19,27 @@ from localrt.models.weights import WeightLoader
 from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.vision import Rows, VisionSteps
 
+_NORMED = replace(GATED, q_norm="attn.q_norm", k_norm="attn.k_norm")
 _EPS = 1e-5  # of the merger's norm; not in configs
 
 
 def read_encoder(config: Mapping[str, Any], processor: Mapping[str, object]) -> VisionEncoder:
     """See ``registry.read_encoder``."""
-    vision = config["vision_config"]
-    if vision.get("attention_bias"):
-        raise ValueError("attention_bias of the vision tower is not supported")
-    out = integer(vision, "out_hidden_size", 4096)
+    vision, ocr = config["vision_config"], config["model_type"] == "glm_ocr"
+    if (biased := vision.get("attention_bias", ocr)) is not ocr:
+        raise ValueError(f"attention_bias of the vision tower must be {ocr}, is {biased!r:.60}")
+    hidden = integer(vision, "hidden_size", 1024 if ocr else 1536)
+    out = integer(vision, "out_hidden_size", 1536 if ocr else 4096)
+    inner = integer(vision, "intermediate_size", 4096 if ocr else 13696)
     blocks = replace(
-        qwen_blocks(vision, integer(vision, "hidden_size", 1536), out, "silu", GATED),
-        heads=integer(vision, "num_heads", 12),
+        qwen_blocks(vision, hidden, inner if ocr else out, "silu", _NORMED if ocr else GATED),
+        heads=integer(vision, "num_heads", 16 if ocr else 12),
         eps=number(vision, "rms_norm_eps", 1e-5),
         rms=True,
-        bias=False,
-        mlp_bias=False,
+        bias=ocr,
+        mlp_bias=ocr,
     )
+    side = integer(vision, "image_size", 336) // integer(vision, "patch_size", 14)
     found = qwen_config(
         config,
         processor,
@@ -44,8 +48,8 @@ def read_encoder(config: Mapping[str, Any], processor: Mapping[str, object]) -> 
         depth=24,
         patch=14,
         pixels=(112**2, 15000 * 28**2),
-        side=integer(vision, "image_size", 336) // integer(vision, "patch_size", 14),
-        inner=integer(vision, "intermediate_size", 13696),
+        side=0 if ocr else side,
+        inner=3 * out if ocr else inner,
     )
     least, most = (pixels // found.frames for pixels in found.pixels)  # those of all frames
     return Glm4vEncoder(replace(found, pixels=(least, most)))
@@ -68,6 +72,8 @@ class Glm4vEncoder(QwenEncoder):
 
     def _load_patches(self, weights: WeightLoader) -> Step:
         embed, blocks = super()._load_patches(weights), self.config.blocks
+        if not self.config.side:  # GLM-OCR
+            return embed
         norm = Norm.load(weights, "visual.post_conv_layernorm", blocks.hidden, blocks.eps, rms=True)
         return lambda x, steps: norm(embed(x, steps), steps)
 

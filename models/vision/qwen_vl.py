@@ -344,7 +344,8 @@ class QwenEncoder(VisionEncoder):
     def _load_patches(self, weights: WeightLoader) -> Step:
         config = self.config
         shape = config.blocks.hidden, _COLOURS * config.frames * config.patch**2
-        return Linear.load(weights, shape, self.patches, bias=not config.plain)
+        biased = weights.has(f"{self.patches}.bias")
+        return Linear.load(weights, shape, self.patches, bias=biased)
 
     def _load_positions(self, weights: WeightLoader) -> Floats:
         side, hidden = self.config.side, self.config.blocks.hidden

@@ -27,6 +27,7 @@ _FILES = {
     "glm4v": "glm4v",
     "glm4v_moe": "glm4v",
     "glm46v": "glm4v",
+    "glm_ocr": "glm4v",
 }
 """The module for each ``model_type``. Each has a ``read_encoder`` function like the one below."""
 

@@ -40,7 +40,7 @@ _NAMES = {
     "qwen2vl": "qwen2.5-vl",
     "qwen3vl": "qwen3-vl",
     "qwen3vlmoe": "qwen3-vl-moe",
-    "glm4": "glm4 glm4-plain glm4v",
+    "glm4": "glm4 glm4-plain glm4v glm-ocr",
     "cohere2": "cohere2",
     "cohere2moe": "cohere2-moe cohere2-moe-dense-first",
     "minimax-m2": "minimax-m2",
@@ -381,7 +381,8 @@ class _Model:
         """Queries and keys as llama.cpp's M-RoPE takes them: the rotated part is not in pairs."""
         if module not in ("q_proj", "k_proj"):
             return value
-        size = self.config.hidden_size // self.config.num_attention_heads
+        usual = self.config.hidden_size // self.config.num_attention_heads
+        size = getattr(self.config, "head_dim", usual)
         turned = int(size * self.config.rope_parameters["partial_rotary_factor"])
         order = [*range(0, turned, 2), *range(1, turned, 2), *range(turned, size)]
         heads = value.reshape(-1, size, *value.shape[1:])

@@ -26,6 +26,7 @@ _PROJECTORS = {
     "gemma4_unified": "gemma4uv",
     "glm4v": "glm4v",
     "glm4v_moe": "glm4v",
+    "glm_ocr": "glm4v",
     "idefics3": "idefics3",
     "smolvlm": "idefics3",
     "lfm2_vl": "lfm2",

@@ -135,6 +135,7 @@ _QWEN_VISION = {
 _GLM_VISION = {**_QWEN_VISION, "image_size": 28}
 _MROPE = {"rope_type": "default", "rope_theta": 50000.0, "mrope_section": [4, 2, 2]}
 _HALF = {**_MROPE, "mrope_section": [1, 2, 1], "partial_rotary_factor": 0.5}
+_OCR = {**_HALF, "mrope_section": [2, 3, 3]}
 _MUSE: dict[str, Any] = {
     "model_type": "muse_glimmer_text",
     **_WIDE,
@@ -371,6 +372,9 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         **_WIDE, head_dim=32, attention_bias=False, tie_word_embeddings=True
     ),
     "glm4v": lambda: with_text(hf.Glm4vConfig, {**_WIDE, "rope_parameters": _HALF}, **_GLM_VISION),
+    "glm-ocr": lambda: with_text(
+        hf.GlmOcrConfig, {**_WIDE, "head_dim": 32, "rope_parameters": _OCR}, **_GLM_VISION
+    ),
     "muse-glimmer": lambda: with_text(hf.MuseGlimmerConfig, _MUSE, **_MUSE_VISION),
     "muse-glimmer-bases": lambda: with_text(
         hf.MuseGlimmerConfig,

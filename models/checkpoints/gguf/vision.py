@@ -93,6 +93,8 @@ class VisionGguf(SourcedCheckpoint):
             )
         if name == "pixtral" and "mm.patch_merger.weight" in self._file.tensors:
             return replace(family, kind="mistral3")
+        if name == "glm4v" and "v.norm_embd.weight" not in self._file.tensors:
+            return replace(family, kind="glm_ocr")
         return family
 
     def _stored(self) -> dict[str, RowSource]:

@@ -433,7 +433,7 @@ FAMILIES: Mapping[str, Family] = {
         kind="glm4v",
         out="mm.down.weight",
         decoders=("glm4", "glm4moe"),
-        block={**_QWEN, **_GATED},
+        block={**_QWEN, **_GATED, **{f"attn_{n}_norm": f"attn.{n}_norm" for n in "qk"}},
         names={
             "v.patch_embd": "visual.patch_embed.proj",
             "v.norm_embd": "visual.post_conv_layernorm",

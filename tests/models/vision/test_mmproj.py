@@ -232,6 +232,7 @@ def test_rows_on_a_gpu(kind: str, tiny: Callable[[str], Path]) -> None:
     [
         ("glm4v", "glm4v"),
         ("glm4v_moe", "glm4v-moe"),
+        ("glm_ocr", "glm-ocr"),
         ("paddleocr_vl", "paddleocr-vl"),
         ("qwen2_5_vl", "qwen2.5-vl"),
         ("qwen3_vl", "qwen3-vl"),

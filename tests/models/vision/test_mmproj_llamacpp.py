@@ -119,6 +119,7 @@ def _theirs(text: Path, projector: Path, shown: Picture) -> Floats:
         ("idefics3", (32, 32)),
         ("paddleocr_vl", (64, 48)),
         ("glm4v", (160, 128)),
+        ("glm_ocr", (160, 128)),
     ],
 )
 def test_rows(kind: str, size: tuple[int, int], tmp_path: Path) -> None:

@@ -24,6 +24,9 @@ from tests.models.vision.tiny_qwen import TINY, picture, processor_of
 
 SIZES = [(40, 40), (13, 90), (131, 37), (8, 8), (23, 301)]
 
+WIDTHS = {"glm4v": 4096, "glm4v_moe": 4096, "glm_ocr": 1536, "paddleocr_vl": 1024}
+"""Of the decoder that a tower is made for, by default."""
+
 
 def encode(
     encoder: VisionEncoder, source: VisionFolder, *pictures: Picture
@@ -93,7 +96,7 @@ def test_prepared(
 
 @pytest.mark.parametrize("kind", TINY)
 def test_published_defaults(kind: str) -> None:
-    text = {"hidden_size": 4096 if kind.startswith("glm") else 3584}
+    text = {"hidden_size": WIDTHS.get(kind, 3584)}
     encoder = read_encoder({"model_type": kind, "vision_config": {}, "text_config": text}, {})
     theirs = type(TINY[kind]())().vision_config
     ours: Any = encoder.config  # type: ignore[attr-defined]
@@ -105,7 +108,7 @@ def test_published_defaults(kind: str) -> None:
 @pytest.mark.parametrize("kind", TINY)
 def test_attended(kind: str) -> None:
     """The products of attention, as the steps are asked for them."""
-    text = {"hidden_size": 4096 if kind.startswith("glm") else 3584}
+    text = {"hidden_size": WIDTHS.get(kind, 3584)}
     encoder = read_encoder({"model_type": kind, "vision_config": {}, "text_config": text}, {})
     prepared = encoder.prepare(Picture(np.zeros((448, 672, 3), np.uint8)))
     config: Any = encoder.config  # type: ignore[attr-defined]
@@ -154,6 +157,7 @@ def test_aspect() -> None:
         ("qwen2_5_vl", {"patch_size": 9000}, "a picture of 18000 x 18000 pixels and more"),
         ("qwen2_5_vl", {"temporal_patch_size": 99}, "temporal_patch_size must be at most 16"),
         ("qwen2_5_vl", {"rope_parameters": 3}, "the vision config makes no sense"),
+        ("glm_ocr", {"attention_bias": False}, "attention_bias of the vision tower must be True"),
         ("qwen3_vl", {"num_position_embeddings": 5}, "must be a square, is 5"),
         ("qwen3_vl", {"deepstack_visual_indexes": [8, 8]}, "deepstack_visual_indexes must ascend"),
         ("qwen3_vl", {"deepstack_visual_indexes": [27]}, r"ascend below depth \(27\)"),

@@ -109,6 +109,11 @@ TINY: dict[str, Callable[[], Any]] = {
         vision_config={**VISION, "intermediate_size": 56, "image_size": 28, "patch_size": 4},
         **IDS,
     ),
+    "glm_ocr": lambda: hf.GlmOcrConfig(
+        text_config={**TEXT, "rope_parameters": HALF},
+        vision_config={**VISION, "intermediate_size": 56, "patch_size": 4},
+        **IDS,
+    ),
     "paddleocr_vl": lambda: hf.PaddleOCRVLConfig(
         text_config={**TEXT, "head_dim": 16, "rope_parameters": CHUNKED},
         vision_config={
@@ -149,11 +154,8 @@ def processor_of(folder: Path) -> Any:
     kind = json.loads((folder / "config.json").read_text("utf-8"))["model_type"]
     if "qwen3" in kind:
         settings.setdefault("image_std", [0.5, 0.5, 0.5])
-    processors = {
-        "glm4v": Glm46VImageProcessorPil,
-        "glm4v_moe": Glm46VImageProcessorPil,
-        "paddleocr_vl": PaddleOCRVLImageProcessorPil,
-    }
+    processors = dict.fromkeys(("glm4v", "glm4v_moe", "glm_ocr"), Glm46VImageProcessorPil)
+    processors["paddleocr_vl"] = PaddleOCRVLImageProcessorPil
     return processors.get(kind, Qwen2VLImageProcessorPil)(**settings)
 
 
