@@ -36,7 +36,7 @@ def seen(decoder: Decoder, *, both_ways: bool) -> list[np.ndarray]:
     return [decoder.forward(batch), decoder.forward(Batch.extend([(cache, [7])]))]
 
 
-@pytest.mark.parametrize("name", ["qwen2.5-vl", "qwen3-vl", "gemma3"])
+@pytest.mark.parametrize("name", ["qwen2.5-vl", "qwen3-vl", "gemma3", "glm-ocr", "paddleocr-vl"])
 def test_streamed(name: str, tmp_path: Path) -> None:
     both_ways = name == "gemma3"
     with closing(Model(pack_tiny(name, tmp_path))) as model:

@@ -166,13 +166,14 @@ def test_rows(kind: str, tiny: Callable[[str], Path], tmp_path: Path) -> None:
                 assert relative_error(layer, deep) < 1e-6
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3", "gemma4", "gemma4_unified"])
+@pytest.mark.parametrize(
+    "kind", ["qwen3_vl", "gemma3", "gemma4", "gemma4_unified", "glm_ocr", "paddleocr_vl"]
+)
 def test_quantized(kind: str, tiny: Callable[[str], Path], tmp_path: Path) -> None:
     """A store sees as its model does, wherever that is then."""
     shown = picture(60, 60)
     folder = shutil.copytree(tiny(kind), tmp_path / "folder")
-    names = {"qwen3_vl": "qwen3-vl", "gemma4_unified": "gemma4-unified"}
-    file = write_tiny_gguf(folder, tmp_path / "m.gguf", names.get(kind, kind))
+    file = write_tiny_gguf(folder, tmp_path / "m.gguf", kind.replace("_", "-"))
     (tmp_path / "other").mkdir()
     mmproj = write_mmproj(folder, tmp_path / "other" / "sha256-2a")  # as Ollama names files
     others = {"mtp.layers.0.mlp.gate_proj.weight": np.zeros((9, 8), np.float32)}
