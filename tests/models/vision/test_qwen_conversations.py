@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -107,6 +109,23 @@ def test_logits(kind: str, count: int, tiny_vl: Callable[[str], tuple[Path, Any]
         for ends in ([len(ids)], range(2, len(ids), 9)):
             ours = said(engine, ids, list(ends))
             assert relative_error(ours, theirs[[end - 1 for end in ends]]) < 1e-4
+
+
+def test_text_config_outside(tmp_path: Path, tiny_vl: Callable[[str], tuple[Path, Any]]) -> None:
+    """PaddleOCR-VL's is published so, with older names of rotary parameters."""
+    folder, model = tiny_vl("paddleocr_vl")
+    path = shutil.copytree(folder, tmp_path / "folder") / "config.json"
+    config = json.loads(path.read_text("utf-8"))
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    del text["model_type"]
+    scaling = {"type": "default", "rope_type": "default", "mrope_section": rope["mrope_section"]}
+    own = {"rope_theta": rope["rope_theta"], "rope_scaling": scaling}
+    path.write_text(json.dumps({**text, **config, **own}))
+    with opened(path.parent, torch_ops()) as engine:
+        ids = prompt(engine, PICTURES)
+        theirs = wanted(folder, model, ids, PICTURES)
+        assert relative_error(said(engine, ids, [len(ids)]), theirs[-1:]) < 1e-4
 
 
 @needs_kernels
