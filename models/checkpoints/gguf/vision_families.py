@@ -238,10 +238,10 @@ def _qwen2(metadata: ClipMetadata, vision: Mapping[str, Any], shapes: Shapes) ->
     return found
 
 
-def _paddleocr(
+def _any_shape(
     metadata: ClipMetadata, vision: Mapping[str, Any], shapes: Shapes
 ) -> dict[str, object]:
-    """The keys of PaddleOCR-VL and GLM-4V; the table of positions has the pictures' usual size."""
+    """The keys of PaddleOCR-VL and GLM-4V; ``image_size`` is that of the table of positions."""
     side = math.isqrt(_rows(shapes, "v.position_embd.weight"))
     own = {
         "depth": vision["num_hidden_layers"],
@@ -426,7 +426,7 @@ FAMILIES: Mapping[str, Family] = {
             "mm.input_norm": "mlp_AR.pre_norm",
             **{f"mm.{n}": f"mlp_AR.linear_{n}" for n in (1, 2)},
         },
-        keys=_paddleocr,
+        keys=_any_shape,
     ),
     "glm4v": replace(
         _QWEN2,
@@ -444,7 +444,7 @@ FAMILIES: Mapping[str, Family] = {
             "mm.post_norm": "visual.merger.post_projection_norm",
             **{f"mm.{part}": f"visual.merger.{part}_proj" for part in ("gate", "up", "down")},
         },
-        keys=_paddleocr,
+        keys=_any_shape,
         joined=False,
     ),
     "pixtral": Family(

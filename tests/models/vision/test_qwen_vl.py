@@ -121,7 +121,13 @@ def test_attended(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "size", "most"),
-    [("qwen2_vl", 3584, 16384), ("qwen3_vl", 3584, 16384), ("mistral3", 64, 3025)],
+    [
+        ("qwen2_vl", 3584, 16384),
+        ("qwen3_vl", 3584, 16384),
+        ("mistral3", 64, 3025),
+        ("glm_ocr", 1536, 10699),  # half of the pixels
+        ("paddleocr_vl", 1024, 21399),
+    ],
 )
 def test_large_photo(kind: str, size: int, most: int) -> None:
     """Made smaller where a context has no room for all of its rows."""
