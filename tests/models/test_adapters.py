@@ -236,10 +236,10 @@ def test_removed(tiny: Tiny) -> None:
     run(decoder, cache(decoder), [5])
 
 
-@pytest.mark.parametrize("tiny", ["qwen2", "llama-tied-bias"], indirect=True)
+@pytest.mark.parametrize("tiny", ["qwen2", "llama-tied-bias", "glm-ocr"], indirect=True)
 def test_gguf(tiny: Tiny) -> None:
     adapter, _ = tiny.adapter("a")
-    architecture = {"qwen2": "qwen2", "llama-tied-bias": "llama"}[tiny.name]
+    architecture = {"qwen2": "qwen2", "llama-tied-bias": "llama", "glm-ocr": "glm4"}[tiny.name]
     stems = {
         "self_attn.q_proj": "attn_q",
         "self_attn.k_proj": "attn_k",

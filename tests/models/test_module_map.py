@@ -77,6 +77,7 @@ def adapted(checkpoint: Checkpoint, ops: Ops, adapter: Adapter[LowRank]) -> np.n
         ("ernie", {}),  # rows of queries and keys lie in pairs
         ("ernie", {"use_dora": True}),
         ("glm4", {}),  # in half of each head
+        ("glm4v", {}),
         ("cohere2-bias", {}),  # attention and MLP in parallel
         ("apertus", {}),  # no gate
         ("granite-hybrid", {}),  # gate and up are one matrix
@@ -102,6 +103,7 @@ def test_logits_are_those_of_peft(name: str, config: dict[str, Any], tmp_path: P
         ("lfm2", {}),
         ("granite-hybrid", {}),
         ("nemotron-h", {}),
+        ("glm4v", {}),  # rows of queries and keys lie in halves
     ],
 )
 def test_gguf_base(name: str, how: dict[str, bool], tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from localrt.models.checkpoints.safetensors_header import (
     read_json,
     unread_type_error,
 )
+from localrt.models.raw_config import RawConfig
 from localrt.models.registry import find_family
 from localrt.models.tensor_source import EMBEDDING, HEAD, Checkpoint, RangedFile, StoredTensor
 from localrt.quant.formats import unpack
@@ -298,7 +299,9 @@ def _read_gguf(path: Path, base: Checkpoint, *, merging: bool) -> Adapter[LowRan
         def scale(_: str, rank: int) -> float:
             return float(alpha) / rank
 
-        source = _Source(path, name_of, scale, pairs=family.gguf_in_pairs, converted=True)
+        axes = "mrope_section" in RawConfig(base).mapping("rope_scaling")  # rows are in halves then
+        pairs = family.gguf_in_pairs and not axes
+        source = _Source(path, name_of, scale, pairs=pairs, converted=True)
         if family.name in _REORDERED and base.kind != "gguf":
             raise UnsupportedModelError(
                 f"{path}: an adapter converted for GGUF files of {architecture} does not fit "
