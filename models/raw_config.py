@@ -78,6 +78,7 @@ _LIMITS = {
     "ngram_rows": 1 << 40,
     "ngram_vocab_size_base": 1 << 32,
     "n_routed_experts": 1 << 12,
+    "num_loops": 16,
 }
 _DEFAULT_LIMIT = 1 << 20
 _SMALLEST, _LARGEST = 1e-30, 1e30

@@ -1,9 +1,10 @@
-"""Trinity (Arcee's AFMoE) and Laguna (Poolside): mixtures with gates behind attention.
+"""Trinity (Arcee's AFMoE) and Laguna (Poolside): mixtures with gates behind attention; Spark-X2.5.
 
 Experts are chosen by the sigmoid of their logits plus a bias, and one or more are shared. Trinity's
 layers are those of Muse-Glimmer around its mixtures, and only layers with a window have positions.
 Laguna's layers have different numbers of heads, and rotate a share of a head that differs between
-layers with a window and others; its gates are softplus.
+layers with a window and others; its gates are softplus. Spark is dense, with gates of sigmoids and
+llama.cpp's GELU, by tanh.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ def _with_experts(
 
 _GATES = {"True": True, "per-head": True, "per-element": False}
 _LAGUNA_NAMES = LayerNames(qkv=(*LayerNames().qkv, "self_attn.g_proj"))
+_SPARK_NAMES = LayerNames(qkv=("self_attn.qkv_proj", "self_attn.g_proj"))
 _ROPE: Mapping[str, Mapping[str, object]] = {
     "full_attention": {"rope_theta": 5e5, "partial_rotary_factor": 0.5},
     "sliding_attention": {"rope_theta": 1e4},
@@ -71,36 +73,47 @@ def read_laguna(raw: RawConfig) -> DecoderConfig:
     """
     if raw.flag("moe_apply_router_weight_on_input"):
         raise UnsupportedModelError("moe_apply_router_weight_on_input is not supported")
-    config = llama.read_config(raw)
+    config = _with_kinds(raw, llama.read_config(raw), softplus=True)
+    dense = raw.index("first_k_dense_replace", 1)
+    sparse = raw.sparse(config.layers)
+    return _with_experts(
+        raw,
+        replace(config, architecture="laguna", names=_LAGUNA_NAMES),
+        sparse or [layer >= dense for layer in range(config.layers)],
+        raw.integer("shared_expert_intermediate_size"),
+        raw.number("moe_routed_scaling_factor", 1.0),
+    )
+
+
+def read_spark(raw: RawConfig) -> DecoderConfig:
+    """Spark-X2.5: Llama's keys, and ``rope_parameters`` for each kind of layer."""
+    raw.choice("gate_attn_act_mode", "sigmoid", {"sigmoid": None})
+    raw.choice("headwise_attn_output_gate", "True", {"True": None})
+    raw = raw.changed(hidden_act=raw.text("hidden_act", "gelu"))
+    config = _with_kinds(raw, llama.read_config(raw, {"gelu": "gelu_tanh"}), period=4)
+    return replace(config, architecture="spark", names=_SPARK_NAMES)
+
+
+def _with_kinds(
+    raw: RawConfig, config: DecoderConfig, *, softplus: bool = False, period: int = 1
+) -> DecoderConfig:
+    """``config`` with gates, and with heads, window and rotation of each layer; without
+    ``layer_types``, every layer of ``period`` has no window.
+    """
     layers, plain = config.layers, config.attending[0]
     each = raw.choice("gating", "True", _GATES)
     plain = replace(
-        plain, window=None, softplus=True, head_gates=each, number_gates=not each, rope=None
+        plain, window=None, softplus=softplus, head_gates=each, number_gates=not each, rope=None
     )
-    windowed = raw.windowed([False] * layers)
+    windowed = raw.windowed([(layer + 1) % period != 0 for layer in range(layers)])
     near = far = replace(plain, rope=_rope(raw, plain.head_dim, "full_attention"))
     if any(windowed):
         rope = _rope(raw, plain.head_dim, "sliding_attention")
         near = replace(plain, rope=rope, window=raw.integer("sliding_window"))
     heads = raw.integers("num_attention_heads_per_layer", layers, plain.heads)
-    config = replace(
-        config,
-        architecture="laguna",
-        attention=tuple(
-            replace(near if here else far, heads=count)
-            for here, count in zip(windowed, heads, strict=True)
-        ),
-        names=_LAGUNA_NAMES,
-    )
-    dense = raw.index("first_k_dense_replace", 1)
-    sparse = raw.sparse(layers)
-    return _with_experts(
-        raw,
-        config,
-        sparse or [layer >= dense for layer in range(layers)],
-        raw.integer("shared_expert_intermediate_size"),
-        raw.number("moe_routed_scaling_factor", 1.0),
-    )
+    kinds = (near if here else far for here in windowed)
+    specs = (replace(kind, heads=count) for kind, count in zip(kinds, heads, strict=True))
+    return replace(config, attention=tuple(specs))
 
 
 def _rope(raw: RawConfig, head_dim: int, kind: str) -> Rope:
@@ -125,10 +138,12 @@ def _add_mixture(config: Config, file: GgufFacts) -> None:
 
 
 def _add_kinds(config: Config, file: GgufFacts) -> None:
-    """Add Laguna's heads, and the rotation of each kind of layer. The gates' rows show how many
+    """Add heads, and the rotation of each kind of layer. The gates' rows show how many
     there are; YaRN is not for layers with a window.
     """
-    heads, size = config.get("num_attention_heads"), config.get("head_dim")
+    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+    usual = hidden // heads if type(heads) is type(hidden) is int and heads else None
+    size = config.get("head_dim", usual)
     if isinstance(heads, list):
         config["num_attention_heads_per_layer"] = heads
         config["num_attention_heads"] = heads[0]
@@ -145,7 +160,7 @@ def _add_kinds(config: Config, file: GgufFacts) -> None:
         "full_attention": {**full, **config.get("rope_scaling", {})},
         "sliding_attention": {
             "rope_theta": base,
-            "partial_rotary_factor": turned / size if turned and size else 1.0,
+            "partial_rotary_factor": turned / size if turned and size else share,
         },
     }
     if "layer_types" not in config and config.get("sliding_window"):
@@ -175,6 +190,18 @@ FAMILIES = (
         folders="LagunaForCausalLM",
         gguf="laguna",
         tensors={"mlp.experts.e_score_correction_bias": CHOICE_BIAS},
+        gguf_layer={"attn_gate": "self_attn.g_proj"},
+        gguf_config=_add_kinds,
+    ),
+    Family(
+        name="spark",
+        read=read_spark,
+        folders="Spark2_5ForCausalLM",
+        gguf="spark2_5",
+        tensors={
+            "self_attn.q_k_v_proj.weight": "self_attn.qkv_proj.weight",
+            "self_attn.out_proj.weight": "self_attn.o_proj.weight",
+        },
         gguf_layer={"attn_gate": "self_attn.g_proj"},
         gguf_config=_add_kinds,
     ),

@@ -72,6 +72,8 @@ _NAMES = {
     "llama4": "llama4-whole",
     "mistral4": "mistral4",
     "laguna": "laguna laguna-numbers",
+    "nanbeige": "nanbeige nanbeige-plain",
+    "spark2_5": "spark spark-full-first spark-narrow",
     "gemma3n": "gemma3n-gguf",
     "gemma4": "gemma4 gemma4-double-wide gemma4-keys-as-values gemma4-moe gemma4-unified "
     "gemma4-unified-whole",
@@ -93,11 +95,13 @@ _NEWER = {
     "hy_v3": ("afmoe", "hunyuan-moe", "qwen3moe"),
     "muse-glimmer": ("afmoe",),
     "laguna": ("qwen2moe", "qwen3"),
+    "nanbeige": ("llama",),
+    "spark2_5": ("phi3", "llama"),
 }
 """What gguf does not know, and where most of its tensors have the same names."""
 _PAIRED = (
     *("granite", "granite_swa", "granitehybrid", "granitemoe", "llama", "mistral3", "smollm3"),
-    "muse-glimmer",
+    *("muse-glimmer", "nanbeige"),
 )
 _INCLUDES_ONE = (  # in norms' weights
     *("gemma3", "qwen3next", "qwen35", "qwen35moe", "qwen4exp", "step35"),
@@ -134,6 +138,7 @@ _STEMS = {
     "moe.router_bias": "exp_probs_b.bias",
     "router.scale": "ffn_gate_inp.scale",
     **{f"self_attn.{gate}_proj.weight": "attn_gate.weight" for gate in ("g", "gate")},
+    "self_attn.q_k_v_proj.weight": "attn_qkv.weight",
     "router.per_expert_scale": "ffn_down_exps.scale",
     "block_sparse_moe.router.weight": "ffn_gate_inp.weight",
     **{f"block_sparse_moe.{kind}_proj.weight": f"ffn_{kind}.weight" for kind in _KINDS.values()},

@@ -68,14 +68,15 @@ def test_gguf(gguf: Any) -> None:
 def test_llama_cpp(
     gguf: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nearly: Gemma's GELU is of half precision there."""
+    """Nearly: the GELU of Gemma and Spark is of half precision there."""
     path, theirs = gguf
     ids, kind = tokens(LENGTH, seed=8), theirs.config.model_type
     name, how = FORMS[request.node.callspec.params["gguf"]]
     if FILES[name] == "deepseek2" or "stacked" in how:
         pytest.skip("V2 Lite is known by its layers: test_deepseek.py; experts have to be stacked")
     found = llama_cpp_logits(path, ids, monkeypatch)
-    assert relative_error(logits_of(path, ids), found) < (2e-3 if "gemma" in kind else 1e-3)
+    most = 2e-3 if kind.startswith(("gemma", "spark")) else 1e-3
+    assert relative_error(logits_of(path, ids), found) < most
 
 
 @pytest.mark.parametrize(
@@ -88,12 +89,7 @@ def test_llama_cpp(
     ],
 )
 def test_bad_recurrent_tensor(tmp_path: Path, name: str, tensor: str) -> None:
-    save_tiny(name, tmp_path)
-    path = write_tiny_gguf(tmp_path, tmp_path / "m.gguf", name)
-    reader = GGUFReader(path)
-    own = {key: field.contents() for key, field in reader.fields.items() if "GGUF." not in key}
-    architecture = own.pop("general.architecture")
-    tensors = {each.name: (np.array(each.data), "f32") for each in reader.tensors}
+    architecture, own, tensors = tiny_contents(tmp_path, name)
     array, kind = tensors.pop(tensor)
     for changed, told in (
         (tensors, "tensor model.layers.0.* is missing"),
@@ -102,6 +98,36 @@ def test_bad_recurrent_tensor(tmp_path: Path, name: str, tensor: str) -> None:
         write_gguf(tmp_path / "bad.gguf", architecture, own, changed)
         with pytest.raises(CheckpointError, match=rf"^bad\.gguf: {told}"):
             load_ours(tmp_path / "bad.gguf")
+
+
+def tiny_contents(folder: Path, name: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """A tiny model's file: its architecture, keys and tensors."""
+    save_tiny(name, folder)
+    reader = GGUFReader(write_tiny_gguf(folder, folder / "m.gguf", name))
+    own = {key: field.contents() for key, field in reader.fields.items() if "GGUF." not in key}
+    architecture = own.pop("general.architecture")
+    tensors = {each.name: (np.array(each.data), "f32") for each in reader.tensors}
+    return architecture, own, tensors
+
+
+LEFT_OUT = ("rope.dimension_count", "rope.freq_base", "attention.key_length")
+LEFT_OUT_OF = {
+    "nanbeige-plain": (*LEFT_OUT, "num_loops", "skip_loop_final_norm"),
+    "spark-narrow": (*LEFT_OUT, "rope.dimension_count_swa", "rope.freq_base_swa"),
+}
+
+
+@pytest.mark.llamacpp
+@pytest.mark.parametrize("name", LEFT_OUT_OF)
+def test_keys_that_are_left_out(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    architecture, own, tensors = tiny_contents(tmp_path, name)
+    ids = tokens(LENGTH, seed=3)
+    for key in LEFT_OUT_OF[name]:
+        less = {whole: value for whole, value in own.items() if whole != f"{architecture}.{key}"}
+        assert len(less) == len(own) - 1
+        path = write_gguf(tmp_path / "less.gguf", architecture, less, tensors)[0]
+        error = relative_error(logits_of(path, ids), llama_cpp_logits(path, ids, monkeypatch))
+        assert error < 2e-3, key
 
 
 @pytest.mark.llamacpp

@@ -84,10 +84,11 @@ class GgufCheckpoint(SourcedCheckpoint):
             elif self.only_predicts and not predicts:
                 raise DraftHeadError(path, self.architecture)
             self.generation_config: Mapping[str, object] = generation_config(self.metadata)
-            sources = self.family.convert(family_tensors(stored, self.config), self.config)
+            sources = family_tensors(stored, self.config)
             halves = f"{self.architecture}.rope.dimension_sections" in self.metadata  # M-RoPE's
             if self.family.gguf_in_pairs and not halves:
                 sources |= rotary_rows(stored, self.config, self.path)
+            sources = self.family.convert(sources, self.config)
             super().__init__({name: regrouped(source) for name, source in sources.items()})
         except BaseException:
             self.close()
