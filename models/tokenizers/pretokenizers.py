@@ -86,12 +86,11 @@ def _o200k(contraction: str, digits: str, *, but: str = "", behind: str = "/") -
 
 
 _ASCII_PUNCTUATION = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"
-_DEEPSEEK_V3 = (
-    r"\p{N}{1,3}",
-    "[一-龥\u3040-ゟ゠-ヿ]+",
+_WORDS = (
     rf"{_ASCII_PUNCTUATION}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+"
-    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}",
+    r"| ?[\p{P}\p{S}]+"
 )
+_DEEPSEEK_V3 = (r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+", rf"{_WORDS}[\r\n]*|{_SPACES}")
 # From the Unicode version that DeepSeek LLM used; escaped where NFC would change characters
 _CASED_LETTERS = (
     "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕ"
@@ -149,6 +148,8 @@ _FAMILIES: dict[str, PreType] = {
     "deepseek-llm": PreType(_DEEPSEEK_LLM),
     "deepseek-coder": PreType(_DEEPSEEK_CODER),
     "deepseek-v3 hunyuan-dense joyai-llm": PreType(_DEEPSEEK_V3),
+    "spark2_5": PreType((*_DEEPSEEK_V3[:2], rf"{_WORDS}|[\r\n]|\s+(?!\S)|\s+", r"\p{N}")),
+    "laguna": PreType((r"[^\n]+|\n+", _cl100k(r"\p{N}"))),
     "seed-coder": PreType(
         (
             rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}"

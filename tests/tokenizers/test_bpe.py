@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from localrt.models.tokenizers import bpe
 from localrt.models.tokenizers.base import Tokenizer
 from localrt.models.tokenizers.gguf import gguf_tokenizer
 from localrt.models.tokenizers.pretokenizers import KNOWN_PRE_TYPES, pre_type
+from tests.checkpoints.make_gguf import write_gguf
 from tests.real_models import real_model
 from tests.tokenizers.varied_text import varied_strings
 
@@ -152,3 +154,20 @@ def test_a_large_vocabulary_takes_little_memory(name: str) -> None:
     grown, peak = map(float, done.stdout.split())
     assert grown < 25
     assert peak < 60
+
+
+@pytest.mark.llamacpp
+@pytest.mark.parametrize("pre_name", ["spark2_5", "laguna", "deepseek-v3"])
+def test_agrees_with_llama_cpp(pre_name: str, tmp_path: Path) -> None:
+    llama_cpp = pytest.importorskip("llama_cpp")
+    named = {f"tokenizer.ggml.{key}": value for key, value in trained().items()}
+    named |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre_name}
+    (file,) = write_gguf(tmp_path / "m.gguf", "llama", named, {})
+    theirs = llama_cpp.Llama(str(file), vocab_only=True, verbose=False)
+    ours = gguf_tokenizer(named)
+    for text in (*varied_strings(600, seed=9), "a1234567 12 x\n\n\n y\r\n\r\n  -- 1234,\n"):
+        # Its tables of Unicode are older than the package's.
+        text = "".join(c for c in text if ord(c) < 1 << 16 and c not in "²½")
+        expected = theirs.tokenize(text.encode(), add_bos=False, special=False)
+        assert ours.encode(text, add_special=False) == expected, text
+    theirs.close()
