@@ -173,9 +173,10 @@ class TextParser:
         self._first = f"{OPEN}\n" if thinking else ""
         self._buffer = self._primed = syntax.primed if syntax is not None else ""
         answer = self._primed + frame.answer if frame.answer else ""
-        always = answer if self._primed or MARK.match(answer) else ""
+        always = answer if self._primed or MARK.search(answer) else ""
         self._dropped = tuple(filter(None, (always, frame.end)))
-        self._lead = "" if always else answer  # a word: a mark only at the answer's beginning
+        # What begins with a word, and space before it, is left out at the answer's beginning.
+        self._lead = "" if self._primed or MARK.match(answer) else answer
         self._open = False
         self._at_last = False  # the buffered text may be calls at the end of a thought
         self._sought = 0  # the buffered text was searched for a closing mark up to here

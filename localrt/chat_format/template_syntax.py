@@ -8,6 +8,7 @@ is searched for known marks of thinking only if probing finds none.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -269,6 +270,8 @@ def _opening(before: str, silent: str) -> str:
     shared = common_start(before, silent)
     cut = shared.rfind("<") if "<" in shared and ">" not in shared[shared.rfind("<") :] else None
     opening = before[len(shared[:cut]) :].strip()
+    if opening and not MARK.match(opening):  # it begins within a word, such as a recipient
+        opening = re.split(r"\s", shared[:cut])[-1] + opening
     if not opening:
         marks = list(MARK.finditer(before.rstrip()))
         opening = marks[-1][0] if marks and marks[-1].end() == len(before.rstrip()) else ""

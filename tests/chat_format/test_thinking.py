@@ -172,6 +172,14 @@ WAYS = {
         + begins("<seed:think></seed:think>", "", "thinking_budget | default(-1) == 0"),
         ("", "", "<seed:think></seed:think>"),
     ),
+    # Every part of an answer names its recipient.
+    "muse": (
+        "{% for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' %}"
+        "{% if m.reasoning_content %} to=self<|message|>{{ m.reasoning_content }}<|eom|>"
+        "<|start|>assistant{% endif %} to=user{% endif %}<|message|>{{ m.content }}<|eot|>"
+        "{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}",
+        ("", "", ""),
+    ),
     # It cannot be told.
     "always": (
         turns("<think>\n", "\n</think>\n") + begins("<think>\n", "", "true"),
@@ -187,8 +195,8 @@ def test_a_template_is_told_by_the_variables_that_it_reads(way: str) -> None:
     syntax = syntax_of(template)
     for thinking, end in zip((None, True, False), ends, strict=True):
         prompt = template.render(ASK, **syntax.variables(thinking, None))
-        assert prompt.rpartition("<|assistant|>")[2] == end
-    assert bool(syntax.off) == (way != "always")
+        assert prompt.replace("<|start|>assistant", "<|assistant|>").endswith(f"<|assistant|>{end}")
+    assert bool(syntax.off) == (way not in ("always", "muse"))
 
 
 @pytest.mark.parametrize(
@@ -202,6 +210,7 @@ def test_a_template_is_told_by_the_variables_that_it_reads(way: str) -> None:
         ("hunyuan", "<think:open></think:open>"),
         ("cohere", "<|START_THINKING|><|END_THINKING|><|START_TEXT|>"),
         ("seed", "<seed:think></seed:think>\n"),
+        ("muse", "to=self<|message|><|eom|><|start|>assistant to=user<|message|>"),
         ("always", "<think>\n\n</think>\n"),
     ],
 )
@@ -261,6 +270,13 @@ def test_a_model_that_never_thinks_says_so(template: MessageTemplate) -> None:
         ),
         ("seed", "<seed:think>Hm.</seed:think>Yes.", ("Hm.", "Yes."), False),
         ("hunyuan", "\n<think:open>Hm.</think:open>Yes.", ("Hm.", "Yes."), False),
+        (
+            "muse",
+            " to=self<|message|>Hm.<|eom|><|start|>assistant to=user<|message|>Yes.<|eot|>",
+            ("Hm.", "Yes."),
+            False,
+        ),
+        ("muse", " to=user<|message|>Yes.<|eot|>", ("", "Yes."), False),
         ("qwen3", "<think>\nHm.\n</think>\n\nYes.", ("Hm.", "Yes."), False),
         ("qwen3", "<think>Hm, </thin", ("Hm,", ""), True),
     ],
