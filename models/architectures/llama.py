@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from localrt.common.errors import UnsupportedModelError
+from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.architectures.family import MLP_NORM, Config, Family, GgufFacts
 from localrt.models.config import DecoderConfig
 from localrt.models.layers.block import ResidualBlock
@@ -148,7 +148,11 @@ def read_nanbeige(raw: RawConfig) -> DecoderConfig:
 def _repeated(
     stored: Mapping[str, RowSource], config: Mapping[str, object]
 ) -> dict[str, RowSource]:
-    """``stored`` with copies of the layers and of the last norm for later runs."""
+    """``stored`` with copies of the layers and of the last norm for later runs.
+
+    Raises:
+        CheckpointError: there are more layers than the config has.
+    """
     layers, loops, found = config.get("num_hidden_layers"), config.get("num_loops"), dict(stored)
     if type(layers) is not int or type(loops) is not int or loops > 16:
         return found  # the config is refused later
@@ -160,6 +164,8 @@ def _repeated(
                 copy = f"model.layers.{run * layers - 1}.loop_norm.weight"
             else:
                 continue
+            if copy in stored:
+                raise CheckpointError(f"tensor {copy} is of no layer: the config has {layers}")
             found[copy] = replace(rows, info=replace(rows.info, name=copy))
     return found
 

@@ -161,6 +161,7 @@ def test_odd_model_type(folder: Path, value: Any) -> None:
         ("laguna", "gating", False, "gating 'False' is not supported"),
         ("laguna", "moe_apply_router_weight_on_input", True, "weight_on_input is not supported"),
         ("laguna", "num_attention_heads_per_layer", [6, 6], "2 entries for 3 layers"),
+        ("nanbeige", "num_hidden_layers", 2, r"layers\.2\..* is of no layer: the config has 2"),
         ("nanbeige", "num_loops", 17, "num_loops must be an integer from 1 to 16, is 17"),
         ("nanbeige", "enable_double_loop_split", True, "enable_double_loop_split is not supported"),
         ("spark", "gate_attn_act_mode", "silu", "gate_attn_act_mode 'silu' is not supported"),
