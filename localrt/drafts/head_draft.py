@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing, suppress
 from copy import copy
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,7 @@ from localrt.common.errors import (
     UnsupportedModelError,
 )
 from localrt.common.formatting import format_bytes
+from localrt.common.option_names import option
 from localrt.drafts.dflash_source import BlockSource
 from localrt.drafts.heads.assistant import AssistantBlock
 from localrt.drafts.heads.config import HeadConfig
@@ -39,10 +41,16 @@ from localrt.loading.native import check_left
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import FinalNorm
 from localrt.offload.account import FIRST_CONTEXT, draft_growth_nbytes
+from localrt.offload.kv.cache import SsdKVCache
+from localrt.offload.pipeline.caches import SplitCache
+from localrt.quant.cpu.kv import NativeKVCache
+from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.features import AFTER_LAST, CARRIED, Features
-from localrt.quant.ops.kv import GrowingCache, KVCache
-from localrt.quant.ops.protocol import Batch, Forward, Span
+from localrt.quant.ops.kv import KVCache
+from localrt.quant.ops.kv_formats import BLOCK_TOKENS
+from localrt.quant.ops.protocol import Batch, Forward, Span, implementation
+from localrt.speculative.ngram import common_length
 from localrt.speculative.source import MOST_NODES, Check, Drafter, DraftSource, Rows, Step
 from localrt.speculative.tree_source import TreeSource
 
@@ -50,6 +58,49 @@ OUTPUT_ROWS = 1 << 16
 """Rows of the output matrix that a head keeps in memory if the model streams it. A vocabulary lists
 frequent tokens first: of Qwen's 151,936, these make up 98 % of English text and code.
 """
+
+
+class TargetKeys(NativeKVCache):
+    """The ``places`` of a target's ``cache`` in several memories, for an assistant. What is on a
+    GPU is copied to RAM, each token once.
+
+    Raises:
+        UnsupportedModelError: some cannot be read.
+    """
+
+    def __init__(
+        self, cache: SplitCache | SsdKVCache, engine: NativeEngine, places: Sequence[int]
+    ) -> None:
+        kv_format = implementation(engine.weights.ops, NativeOps).kv_format
+        self._cache, self._tokens = cache, list[int]()
+        self._parts: dict[int, tuple[Any, int]] = {place: cache.part(place) for place in places}
+        parts = self._parts.items()
+        self._copied = [n for n, (own, _) in parts if not isinstance(own, NativeKVCache)]
+        if any(own is None for _, (own, _) in parts) or (self._copied and kv_format == "int4"):
+            other = f"use a smaller {option('ctx')}, or {option('kv_format', 'int8')}"
+            raise UnsupportedModelError(f"it reads no keys of the SSD or of a GPU in int4: {other}")
+        specs = [engine.weights.config.attending[place] for place in self._copied]
+        shapes = [(spec.cached_heads, spec.head_dim) for spec in specs]
+        super().__init__(shapes, cache.capacity, kv_format)
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        """Hold ``tokens``, which the target's cache holds."""
+        known = self._tokens if self.mix == self._cache.mix else []
+        first = self.trim(common_length(known, tokens))
+        self.mix, self._tokens = self._cache.mix, list(tokens)
+        self.reserve(len(tokens))
+        starts = range(first - first % BLOCK_TOKENS, len(tokens), BLOCK_TOKENS)
+        for layer, (cache, at) in enumerate(map(self._parts.__getitem__, self._copied)):
+            for start, part in zip(starts, cache.parts(at, first // BLOCK_TOKENS), strict=False):
+                new = slice(max(0, first - start), len(tokens) - start)
+                self.put_rows(layer, start + new.start, *(own[:, new].bits() for own in part))
+        self.advance(len(tokens) - first)
+
+    def layer_ready(self, layer: int) -> tuple[int, int]:
+        if layer in self._copied:
+            return super().layer_ready(self._copied.index(layer))
+        cache, place = self._parts[layer]
+        return cast(NativeKVCache, cache).layer_ready(place)
 
 
 class HeadDrafter(Drafter):
@@ -67,6 +118,7 @@ class HeadDrafter(Drafter):
         self._head = head
         self._session = session
         self._features = session.record_features(head.config.layers)
+        self._target_cache = head.readable(session.cache)
         self._length = 0  # number of tokens before the last known one
         self._outputs: list[Floats] = []  # outputs of the last known token and of each draft token
 
@@ -90,29 +142,23 @@ class HeadDrafter(Drafter):
 
     def compute_together(self, steps: Sequence[Step], *, check: Check | None) -> list[Floats]:
         head, all_rows = self._head, [step.rows for step in steps]
-        drafters = [_head_drafter(step) for step in steps]
-        each = list(zip(drafters, all_rows, strict=True))
-        features = np.concatenate([drafter._features_of(rows) for drafter, rows in each])
-        places = [drafter._place(step) for drafter, step in zip(drafters, steps, strict=True)]
-        batch = Batch(
-            np.array([token for rows in all_rows for token in rows.tokens], np.int64),
-            np.concatenate([positions for positions, _ in places]),
-            tuple(span for _, spans in places for span in spans),
-        )
+        drafters = [cast(HeadDrafter, step.drafter) for step in steps]  # with the same weights
         ends = list(accumulate(len(rows.tokens) for rows in all_rows))
-        wanted = [
-            row
-            for rows, end in zip(all_rows, ends, strict=True)
-            for row in range(end - rows.wanted, end)
-        ]
+        each = list(zip(drafters, all_rows, ends, strict=True))
+        features = np.concatenate([drafter._features_of(rows) for drafter, rows, _ in each])
+        wanted = [row for _, rows, end in each for row in range(end - rows.wanted, end)]
         layer = CARRIED if head.config.places else AFTER_LAST
         own = Features((layer,), np.empty((ends[-1], head.engine.hidden_size), np.float32))
         with head.engine.alone():
+            places = [drafter._place(step) for drafter, step in zip(drafters, steps, strict=True)]
+            tokens = np.concatenate([np.array(rows.tokens, np.int64) for rows in all_rows])
+            positions, spans = (list(chain(*parts)) for parts in zip(*places, strict=True))
+            batch = Batch(tokens, np.array(positions, np.int64), tuple(spans))
             logits = head.forward(
                 batch, rows=wanted, check=check, features=own, target_features=features
             )
         outputs, results, first = head.normed_output(own.rows), list[Floats](), 0
-        for (drafter, rows), end in zip(each, ends, strict=True):
+        for drafter, rows, end in each:
             drafter._keep(rows, outputs[end - len(rows.tokens) : end])
             results.append(logits[first : first + rows.wanted])
             first += rows.wanted
@@ -145,10 +191,12 @@ class HeadDrafter(Drafter):
             return rows.positions, [Span(step.cache, count, rows.mask)]
         step.cache.reserve(step.cache.length + count)
         step.cache.advance(count)  # only counts rows
+        cache = self._target_cache
         if rows.above is None:
             self._length = int(rows.positions[-1])
-        spans, length, cache = [], self._length, self._session.cache
-        assert isinstance(cache, GrowingCache), "it was checked"
+            if isinstance(cache, TargetKeys):
+                cache.follow(self._session.tokens[: self._length])
+        spans, length = [], self._length
         for first in range(0, count, length):
             most = min(length, count - first)
             view = copy(cache)
@@ -156,11 +204,6 @@ class HeadDrafter(Drafter):
             view.trim(length - most)
             spans.append(Span(view, most, np.ones((most, most), np.bool_)))
         return np.full(count, length), spans
-
-
-def _head_drafter(step: Step) -> HeadDrafter:
-    assert isinstance(step.drafter, HeadDrafter), "they have the same weights"
-    return step.drafter
 
 
 class HeadDraft:
@@ -182,12 +225,11 @@ class HeadDraft:
         with ExitStack() as opened:
             checkpoint = opened.enter_context(closing(open_head(path or target.path)))
             try:
-                config = read_head_config(checkpoint, weights.config)
+                self.config: HeadConfig = read_head_config(checkpoint, weights.config)
+                keys = self.readable(weights.cache(1)) if self.config.places else None
             except UnsupportedModelError as error:
                 raise OptionError(f"draft {name} does not fit this model: {error}") from error
-            self.config: HeadConfig = config
-            if self.config.places and not _in_one_memory(weights.cache(1)):
-                raise OptionError(f"draft {name} reads keys and values that are not in one memory")
+            config = self.config
             self.nbytes = head_nbytes(checkpoint, weights.ops)
             output, load_output = weights.output_matrix, None
             if config.tokens is not None or config.output in checkpoint.tensors:
@@ -199,9 +241,10 @@ class HeadDraft:
                 self.nbytes += nbytes
                 decoder = replace(config.decoder, vocab_size=count)
                 self.config = replace(config, decoder=decoder, tokens=np.arange(count))
-            kv = draft_growth_nbytes(
-                weights.ops.kv_nbytes(self.config.decoder.memory, min(target.ctx, FIRST_CONTEXT))
-            )
+            length = min(target.ctx, FIRST_CONTEXT)
+            kv = draft_growth_nbytes(weights.ops.kv_nbytes(self.config.decoder.memory, length))
+            if isinstance(keys, TargetKeys):
+                kv += keys.block_bytes * -(-length // BLOCK_TOKENS)
             row = 4 * len(self.config.layers) * engine.hidden_size
             self._reserve(self.nbytes + kv + min(row * target.ctx, FEATURE_NBYTES))
             try:
@@ -257,6 +300,12 @@ class HeadDraft:
             temperature=temperature,
         )
 
+    def readable(self, cache: KVCache) -> KVCache:
+        """The target's ``cache``, as an assistant reads it."""
+        if not self.config.places or not isinstance(cache, SplitCache | SsdKVCache):
+            return cache
+        return TargetKeys(cache, self.engine, self.config.places)
+
     def normed_features(self, rows: Floats) -> Floats:
         """Return the target's features normalized as the head expects them."""
         return self._target_norm(rows) if self._target_norm else rows
@@ -271,8 +320,3 @@ class HeadDraft:
         self.decoder.close()
         with suppress(LocalrtError):  # the model may already be closed
             self.engine.take_ram(-self._reserved)
-
-
-def _in_one_memory(cache: KVCache) -> bool:
-    """Whether all layers of a cache are on the device that computes them."""
-    return isinstance(cache, GrowingCache) and bool(getattr(cache, "kv_layout", ""))

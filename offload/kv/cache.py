@@ -192,6 +192,10 @@ class SsdKVCache(NativeKVCache):
         """Empty: blocks on the SSD are not saved elsewhere."""
         return ""
 
+    def part(self, layer: int) -> tuple[NativeKVCache | None, int]:
+        """The cache with a layer's keys and values in RAM, if any, and its place in it."""
+        return self if layer in self._ram_index else None, layer
+
     @property
     def read_bytes(self) -> int:
         """Bytes read from the file."""

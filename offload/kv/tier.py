@@ -48,7 +48,7 @@ class KvTier:
             raise OptionError("keys and values that several layers attend to must be in RAM")
         if slots < 1:
             raise OptionError(f"keys and values on the SSD need a buffer at least, not {slots}")
-        self._places, self._folder = tuple(places), folder
+        self.specs, self._places, self._folder = list(specs), tuple(places), folder
         self.capacity = capacity
         largest = max(
             (

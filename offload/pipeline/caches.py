@@ -32,7 +32,7 @@ class SplitCache:
         on_gpu: frozenset[int],
         capacity: int,
     ) -> None:
-        self._host_ops = host
+        self._host_ops, self._on_gpu = host, on_gpu
         self._host_specs = _specs(memories, range(len(memories)), without=on_gpu)
         self._gpu_ops = gpu
         self._gpu_specs = _specs(memories, sorted(on_gpu))
@@ -44,6 +44,12 @@ class SplitCache:
     def on(self, ops: Ops) -> KVCache:
         """The cache of the device of ``ops``."""
         return self._caches[id(ops)]
+
+    def part(self, layer: int) -> tuple[KVCache, int]:
+        """A layer's cache, and its place in it, where all layers attend."""
+        there = layer in self._on_gpu
+        place = sum((other in self._on_gpu) is there for other in range(layer))
+        return self.on(self._gpu_ops if there else self._host_ops), place
 
     @property
     def length(self) -> int:

@@ -207,6 +207,22 @@ class NativeKVCache(GrowingCache):
         """See ``BlockCache``: in place."""
         read(first, self.take_blocks(first, count))
 
+    def put_rows(self, layer: int, first: int, *both: npt.NDArray[Any]) -> None:
+        """Write keys and values of tokens from ``first`` on: (heads, n, numbers) of a GPU's cache
+        in the same format, bf16 or int8.
+        """
+        (groups, width), at = self._shapes[layer], self._starts[layer] - self._starts[0]
+        codes, tokens = [part[..., :width] for part in both], first + np.arange(both[0].shape[1])
+        rows = [codes[0], codes[1].view(np.uint8)]
+        if self.kv_format == "int8":
+            scales = [np.ascontiguousarray(part[..., width:]).view(np.uint32) for part in both]
+            rows.append(np.stack(scales, -1))
+        data = self._memory[: self.nbytes].reshape(-1, 1, self._step)
+        planes = _planes(data[..., at : at + self._blocks[layer]], groups, width, self.kv_format)
+        for (plane, tiled), new in zip(planes, rows, strict=True):
+            place = _place(tokens, tiled)
+            plane[place] = np.moveaxis(new, 1, 0).reshape(plane[place].shape)
+
     def layer_ready(self, layer: int) -> tuple[int, int]:
         """The address of a layer's first block, and the bytes from one block to the next.
 
@@ -236,7 +252,9 @@ class NativeKVCache(GrowingCache):
 
 
 class KVMaker(Protocol):
-    """Makes caches that are not in RAM throughout: see ``NativeOps.kv_maker``."""
+    """Makes caches of ``specs`` that are not in RAM throughout: see ``NativeOps.kv_maker``."""
+
+    specs: list[AttentionSpec]
 
     def cache(
         self, layers: Sequence[AttentionSpec], capacity: int, kv_format: CacheFormat

@@ -117,7 +117,7 @@ class NativeOps(StreamSteps):
             raise MissingExtraError(
                 "the kernels were compiled for another processor: install localrt again"
             )
-        self._kv_format: CacheFormat = kv_format
+        self.kv_format: CacheFormat = kv_format
         self.kv_maker: KVMaker | None = None
         self._turns: dict[Rope, Turns] = {}
         self._spare: dict[tuple[int, ...], Floats] = {}
@@ -202,18 +202,18 @@ class NativeOps(StreamSteps):
 
     def kv_nbytes(self, layers: Sequence[LayerSpec], length: int) -> int:
         attending, states = split_layers(layers)
-        kv_format = cache_format(attending, self._kv_format)
+        kv_format = cache_format(attending, self.kv_format)
         in_states = StateLayout(states).sequence_nbytes(length)
-        if self.kv_maker is not None:
+        if self.kv_maker is not None and self.kv_maker.specs == attending:
             return in_states + self.kv_maker.cache_nbytes(attending, length, kv_format)
         shapes = [(spec.cached_heads, spec.head_dim) for spec in attending]
         return in_states + token_nbytes(shapes, kv_format) * grown_capacity(length)
 
     def kv_cache(self, layers: Sequence[LayerSpec], capacity: int) -> KVCache:
         attending, states = split_layers(layers)
-        kv_format = cache_format(attending, self._kv_format)
+        kv_format = cache_format(attending, self.kv_format)
         cache: NativeKVCache
-        if self.kv_maker is not None:
+        if self.kv_maker is not None and self.kv_maker.specs == attending:
             cache = self.kv_maker.cache(attending, capacity, kv_format)
         else:
             shapes = [(spec.cached_heads, spec.head_dim) for spec in attending]
@@ -611,7 +611,7 @@ class NativeOps(StreamSteps):
 
     def _turns_of(self, weights: AttentionWeights, spec: AttentionSpec) -> Turns | None:
         """The rotations for the keys' bias, if they have one and are kept without it."""
-        kept = self._kv_format == "bf16" or weights.k_norm is not None
+        kept = self.kv_format == "bf16" or weights.k_norm is not None
         if kept or weights.qkv_bias is None or spec.rope is None:
             return None
         if spec.rope not in self._turns:

@@ -103,10 +103,10 @@ class BlockedCache(GrowingCache):
         doubled = 1 << (len(self._blocks) - 1).bit_length()
         return min(max(doubled, _LEAST_BLOCKS), grown_capacity(self._capacity) // BLOCK_TOKENS)
 
-    def parts(self, layer: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """A layer's keys and values in each block, (heads, 256, key or value), in place."""
+    def parts(self, layer: int, first: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """A layer's keys and values in blocks from ``first`` on, (heads, 256, size), in place."""
         place = self.layers[layer]
-        for block in self._blocks:
+        for block in self._blocks[first:]:
             found = (
                 block[at : at + place.heads * BLOCK_TOKENS * size * self._dtype.itemsize]
                 .typed(self._dtype)

@@ -12,16 +12,24 @@ from typing import Any
 import numpy as np
 import pytest
 
+from localrt.common.errors import OptionError
 from localrt.drafts.head_draft import HeadDraft
 from localrt.drafts.selection import Drafts
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.options import Options
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.registry import load_decoder, read_config
+from localrt.offload.device.cuda import CudaGpu
+from localrt.offload.device.gpu import Clock
+from localrt.offload.placement import Placement, Where
+from localrt.offload.store import pack_store
+from localrt.quant.cuda.cuda_memory import CudaCopies
 from localrt.quant.cuda.driver import Cuda, device_of
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.products import MOST_ROWS
+from localrt.quant.formats.tiled import tile_tensor
 from localrt.speculative.source import TreeSize
+from localrt.speculative.tree import TokenTree
 from localrt.speculative.tree_source import TreeSource
 from tests.driver.inside.conftest import Kernels, once
 from tests.driver.inside.gpus import StepByStep
@@ -30,6 +38,8 @@ from tests.engine.test_speculation import SAMPLINGS, fixed, ids, info_of, run
 from tests.models.tiny import save_tiny, tokens
 from tests.models.tiny_assistants import TinyAssistant
 from tests.models.tiny_heads import TinyBlock, TinyEagle3
+from tests.offload.gpu.placed_on_gpu import on_gpu
+from tests.offload.placed import PLENTY, Model
 
 CAPACITY = 200
 LENGTH = 7  # tokens of an answer: some rounds come again, and are replayed
@@ -184,3 +194,89 @@ def test_a_step(eagle3: tuple[Path, Path], gpu: Kernels, monkeypatch: pytest.Mon
             assert left[-1] < held
             assert capture.nbytes == 0
     assert left[0] == left[1]
+
+
+THERE = {
+    "sliding": ({3}, "bf16"),
+    "full": ({0, 5}, "int8"),
+    "all": (set(range(6)), "bf16"),
+    "refused": ({3}, "int4"),
+}
+"""Layers on the GPU, and the format of keys and values. An assistant reads those of 3 and of 5."""
+
+
+@once
+@pytest.mark.parametrize("case", THERE)
+def test_assistant_of_a_split_target(case: str, gpu: Kernels, tmp_path: Path) -> None:
+    """It reads the keys and values that attention on the GPU reads, and drafts what an assistant of
+    a target in RAM drafts, up to what two processors' roundings change.
+    """
+    (there, kv_format), folder, own = THERE[case], tmp_path / "target", tmp_path / "own"
+    TinyAssistant("gemma4-keys-as-values", folder, own)
+    with closing(open_checkpoint(folder)) as source:
+        store = pack_store(source, tmp_path / "store", tiler=tile_tensor)
+    drafted: dict[str, list[TokenTree]] = {}
+    with closing(Model(store, kv_format=kv_format)) as model:
+        units = [unit.name for unit in model.store.manifest.units]
+        names = {f"layers.{n}.{part}" for n in there for part in ("attention", "mlp")}
+        plan = Placement(
+            where={name: Where.VRAM if name in names else Where.RAM for name in units},
+            kv=tuple("vram" if n in there else "ram" for n in range(6)),
+        )
+
+        def make(clock: Clock) -> CudaGpu:
+            ops = CudaOps(device="cuda", kv_format=kv_format)
+            return CudaGpu(clock, ops, CudaCopies(device="cuda"), capacity=PLENTY)
+
+        with on_gpu(model, {}, placement=plan, make=make) as decoder:
+            for place, each in (("RAM", model.resident), ("split", decoder)):
+                engine = NativeEngine(each, info_of("gemma4"))
+                if case == "refused" and place == "split":
+                    with pytest.raises(OptionError, match=r"a GPU in int4: use .*int8"):
+                        head_of(engine, folder, own)
+                    return
+                head = head_of(engine, folder, own)
+                session, prompt = engine.session(CAPACITY), tokens(12)
+                source, drafted[place] = head.source(session, Options()), []
+                for count in (9, 10, 12, 8, 11):  # goes on, goes back, goes on
+                    session.trim(min(count, len(session.tokens)))
+                    if count > len(session.tokens):
+                        session.extend(prompt[len(session.tokens) : count])
+                    drafted[place].append(source.propose([*prompt[:count], 5], TreeSize(20, 2)))
+                if place == "split":
+                    check_copies(session, head.readable(session.cache), there)
+                plain, drafts = ids(run(engine, None, max_tokens=LENGTH)), fixed(source, budget=6)
+                assert ids(run(engine, drafts, session=session, max_tokens=LENGTH)) == plain
+                head.close()
+    for one, two in zip(*drafted.values(), strict=True):
+        both = [dict(zip(map(tuple, paths(t)), t.scores, strict=True)) for t in (one, two)]
+        alike = both[0].keys() & both[1].keys()
+        assert len(alike) > 10
+        assert max(abs(both[0][path] - both[1][path]) for path in alike) < 0.1
+
+
+def paths(tree: TokenTree) -> list[list[int]]:
+    """The tokens from the root to each node."""
+    found: list[list[int]] = []
+    for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
+        found.append([*(found[parent] if parent >= 0 else []), token])
+    return found
+
+
+def check_copies(session: Any, keys: Any, there: set[int]) -> None:
+    """In bf16, to the bit: keys lie in tiles of 16 tokens on the host."""
+    count = len(session.tokens)
+    for length in (7, count):
+        keys.follow(session.tokens[:length])
+    copied = sorted(there & {3, 5})
+    assert keys._copied == copied
+    for layer, place in enumerate(copied if keys.kv_format == "bf16" else []):
+        cache, at = session.cache.part(place)
+        (parts,) = cache.parts(at)
+        heads, _, width = parts[0].shape
+        block = keys.take_blocks(0, 1)[0, sum(keys._blocks[:layer]) :][: keys._blocks[layer]]
+        ours, values = np.split(block.view(np.uint16).reshape(heads, -1), 2, 1)
+        tiles = ours.reshape(heads, 16, width, 16).swapaxes(2, 3).reshape(heads, 256, width)
+        for own, wanted in zip((tiles, values.reshape(heads, 256, width)), parts, strict=True):
+            assert np.array_equal(own[:, :count], wanted.bits()[:, :count])
+            assert own[:, :count].any()

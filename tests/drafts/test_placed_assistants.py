@@ -1,0 +1,139 @@
+"""Assistants of targets whose weights, keys and values are not all in one memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from localrt.common.errors import OptionError
+from localrt.drafts.head_draft import HeadDraft
+from localrt.engine.native.engine import NativeEngine
+from localrt.engine.options import Options
+from localrt.models.checkpoints import open_checkpoint
+from localrt.offload.kv.tier import KvTier
+from localrt.offload.store import pack_store
+from localrt.quant.cpu.kv import NativeKVCache
+from localrt.quant.cpu.ops import NativeOps
+from localrt.quant.formats.tiled import tile_tensor
+from localrt.quant.ops.kv_formats import CacheFormat
+from tests.conftest import needs_kernels
+from tests.engine.test_speculation import fixed, ids, info_of, run
+from tests.models.tiny import tokens
+from tests.models.tiny_assistants import TinyAssistant
+from tests.offload.placed import Model, passing
+
+pytestmark = needs_kernels
+
+CAPACITY = 300
+PROMPT = tokens(270)  # more than a block of a cache
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target of six layers in a store, and its assistant."""
+    folder = tmp_path_factory.mktemp("gemma4")
+    TinyAssistant("gemma4-keys-as-values", folder / "target", folder / "own")
+    with closing(open_checkpoint(folder / "target")) as source:
+        pack_store(source, folder / "store", tiler=tile_tensor)
+    return folder
+
+
+@pytest.fixture
+def model(folder: Path, request: Any) -> Iterator[Model]:
+    with closing(Model(folder / "store", kv_format=getattr(request, "param", "bf16"))) as model:
+        yield model
+
+
+def head_of(engine: NativeEngine, folder: Path) -> HeadDraft:
+    target: Any = SimpleNamespace(engine=engine, path=folder / "store", ctx=CAPACITY)
+    return HeadDraft(target, folder / "own")
+
+
+def answers(engine: NativeEngine, head: HeadDraft | None) -> list[int]:
+    """Two answers of one session, the second of which goes back to before a block's end."""
+    said, session = list[int](), engine.session(CAPACITY)
+    drafts = head and fixed(head.source(session, Options()), budget=9, depth=3)
+    for prompt in (PROMPT, [*PROMPT[:250], 7, 8]):
+        said += ids(run(engine, drafts, session=session, prompt=prompt, max_tokens=8))
+    return said
+
+
+def drafted(engine: NativeEngine, folder: Path) -> tuple[list[int], list[np.ndarray]]:
+    """Answers with drafts, and all logits of the assistant."""
+    seen = list[np.ndarray]()
+    with closing(head_of(engine, folder)) as head:
+        forward = head.forward
+
+        def noted(*args: Any, **options: Any) -> np.ndarray:
+            seen.append(forward(*args, **options))
+            return seen[-1]
+
+        head.forward = noted
+        return answers(engine, head), seen
+
+
+@pytest.mark.parametrize("on_ssd", [None, (0, 1, 2, 4)])
+def test_streamed(
+    on_ssd: tuple[int, ...] | None, folder: Path, model: Model, tmp_path: Path
+) -> None:
+    """The same logits as with a resident target, and with other layers' keys on the SSD."""
+    resident = NativeEngine(model.resident, info_of("gemma4"))
+    wanted, logits = drafted(resident, folder)
+    assert wanted == answers(resident, None)
+    with ExitStack() as opened:
+        options: dict[str, Any] = {}
+        if on_ssd is not None:
+            ops, specs = NativeOps(threads=1), model.config.attending
+            places: Any = ["ssd" if n in on_ssd else "ram" for n in range(len(specs))]
+            tier = KvTier(specs, places, tmp_path, capacity=CAPACITY, kv_format="bf16")
+            ops.kv_maker, model.ops, options = tier, ops, {"kv_tier": tier}
+        decoder = opened.enter_context(model.placed(passing(model.store), **options))
+        engine = NativeEngine(decoder, resident.info)
+        said, seen = drafted(engine, folder)
+        assert said == wanted == answers(engine, None)
+    assert len(seen) == len(logits)
+    assert all(map(np.array_equal, seen, logits))
+
+
+def test_keys_on_the_ssd(folder: Path, model: Model, tmp_path: Path) -> None:
+    specs, places = model.config.attending, ("ram",) * 5 + ("ssd",)
+    model.ops.kv_maker = KvTier(specs, places, tmp_path, capacity=CAPACITY, kv_format="bf16")  # type: ignore[arg-type]
+    with closing(model.ops.kv_maker):  # type: ignore[arg-type]
+        engine = NativeEngine(model.resident, info_of("gemma4"))
+        with pytest.raises(OptionError, match=r"no keys of the SSD .*: use a smaller ctx"):
+            head_of(engine, folder)
+
+
+@pytest.mark.parametrize("kv_format", ["bf16", "int8"])
+def test_rows_of_a_gpu(kv_format: CacheFormat) -> None:
+    """Put into a cache in pieces, they lie where the kernels' rows do."""
+    heads, width, count = 3, 16, 300
+    rng = np.random.default_rng(1)
+    cache, wanted = (NativeKVCache([(1, 8), (heads, width)], 600, kv_format) for _ in range(2))
+    number = np.uint16 if kv_format == "bf16" else np.uint8
+    numbers = width if kv_format == "bf16" else width + 4  # a float32 scale follows codes
+    keys, values = rng.integers(0, 200, (2, heads, count, numbers)).astype(number)
+    for each in (cache, wanted):
+        each.reserve(count)
+    size = number().itemsize
+    for block in range(2):
+        own = wanted.take_blocks(block, 1)[0, -wanted._blocks[1] :].reshape(heads, -1)
+        for head, token in np.ndindex(heads, min(256, count - 256 * block)):
+            key, value = keys[head, 256 * block + token], values[head, 256 * block + token]
+            half = 256 * width
+            tiles = own[head, : half * size].view(number).reshape(16, width, 16)
+            tiles[token // 16, :, token % 16] = key[:width]
+            kept = own[head, half * size : 2 * half * size].view(number).reshape(256, width)
+            kept[token] = value[:width]
+            if kv_format == "int8":
+                scales = own[head, 2 * half :].reshape(2, 256, 4)
+                scales[0, token], scales[1, token] = key[width:], value[width:]
+    for first, stop in ((0, 250), (250, 251), (251, 270), (270, count)):
+        cache.put_rows(1, first, keys[:, first:stop], values[:, first:stop])
+    assert np.array_equal(cache.take_blocks(0, 2), wanted.take_blocks(0, 2))
