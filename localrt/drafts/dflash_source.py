@@ -15,11 +15,12 @@ from localrt.drafts.heads.config import HeadConfig
 from localrt.drafts.heads.dflash import BlockDecoder
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.native.session import NativeSession
+from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.protocol import Batch, Span
-from localrt.speculative.best_first import Growth
+from localrt.speculative.best_first import Children, Growth
 from localrt.speculative.ngram import common_length
 from localrt.speculative.source import Check, DraftSource, TreeSize
-from localrt.speculative.tree import TokenTree
+from localrt.speculative.tree import ROOT, TokenTree
 from localrt.speculative.tree_source import children_of
 
 _PASS_ROWS = 512
@@ -73,23 +74,33 @@ class BlockSource(DraftSource):
         self, history: Sequence[int], size: TreeSize, *, check: Check | None = None
     ) -> TokenTree:
         config, cache, known = self._config, self._cache, len(history) - 1
-        budget, depth = size.budget, min(size.depth, config.block - 1)
+        first, pairs = config.first, self._decoder.pairs
+        budget, depth = size.budget, min(size.depth, config.block - first)
         if budget <= 0 or depth <= 0 or not self._readable(history):
             return TokenTree.empty()
         self.catch_up(history, check=check)
         tokens = np.array([history[-1], *[config.mask] * (config.block - 1)], np.int64)
-        span = Span(cache, config.block, np.ones((config.block, config.block), np.bool_))
+        seen = np.ones((config.block, config.block), np.bool_)
+        span = Span(cache, config.block, np.tril(seen) if config.causal else seen)
         batch, length = Batch(tokens, known + np.arange(config.block), (span,)), cache.length
-        with self._engine.alone():
-            logits = self._decoder.forward(batch, rows=range(1, 1 + depth), check=check)
-        cache.trim(length)
-        levels = [children_of(row, _LEAST, self._temperature, config.tokens) for row in logits]
-        growth = Growth(self.name)
-        return growth.grow(
-            lambda nodes, _: [levels[growth.level(node)] for node, _, _ in nodes],
-            budget=budget,
-            depth=depth,
-        )
+        growth, temperature = Growth(self.name), self._temperature
+
+        def likeliest(rows: Floats) -> list[Children]:
+            return [children_of(row, _LEAST, temperature, config.tokens) for row in rows]
+
+        with self._engine.alone() as ops, ops.scope():
+            logits = self._decoder.forward(batch, rows=range(first, first + depth), check=check)
+            cache.trim(length)
+            plain = likeliest(logits) if pairs is None else []
+
+            def expand(nodes: Sequence[tuple[int, int, int]], _: object) -> list[Children]:
+                levels = [growth.level(node) for node, *_ in nodes]
+                if pairs is None:
+                    return [plain[level] for level in levels]
+                before = [history[-1] if node == ROOT else token for node, token, _ in nodes]
+                return likeliest(pairs.add(ops, logits[levels], before))
+
+            return growth.grow(expand, budget=budget, depth=depth)
 
     def _readable(self, history: Sequence[int]) -> bool:
         """Whether the features of all tokens before the last are available."""

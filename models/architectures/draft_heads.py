@@ -26,6 +26,7 @@ def _add_dflash(config: Config, file: GgufFacts) -> None:
     layers = file.listed("target_layers") or ()
     config["use_sliding_window"] = config["sliding_window"] is not None
     config["is_causal"] = file.flag("attention.causal")
+    config["sample_from_anchor"] = file.flag("sample_from_anchor")
     if "embedding_multiplier" in config:
         config["input_embedding_scale"] = config["embedding_multiplier"]
     config["dflash_config"] = {
@@ -34,7 +35,6 @@ def _add_dflash(config: Config, file: GgufFacts) -> None:
         "target_layer_ids": [n - 1 if type(n) is int else n for n in layers],
         "selector_rank": file.integer("selector_rank"),
         "hyper_connection": file.integer("hyper_connection.count"),
-        "markov_head": any(name.startswith("markov_") for name in file.tensors),
     }
 
 

@@ -42,8 +42,11 @@ ASSISTANTS = (
 )
 """Architecture names of Gemma 4's assistants."""
 
-DFLASH = ("dflash", "DFlashDraftModel")
-"""Architecture names of DFlash drafts."""
+DFLASH = (
+    *("dflash", "DFlashDraftModel", "DSparkDraftModel", "DSparkSpeculator"),
+    *("Qwen3DSparkModel", "Lfm2DSparkDraftModel", "LingDSparkModel"),
+)
+"""Architecture names of DFlash and DSpark drafts."""
 
 HEADS = dict.fromkeys(EAGLE3, "an EAGLE-3 head")
 HEADS |= dict.fromkeys(ASSISTANTS, "an assistant") | dict.fromkeys(DFLASH, "a DFlash draft")

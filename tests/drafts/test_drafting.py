@@ -186,6 +186,8 @@ def test_draft_model() -> None:
         "assistant-unified",
         "dflash",
         "dflash-gguf",
+        "dspark",
+        "dspark-gguf",
     ],
 )
 def test_heads_draft_the_same_tokens(kind: str, tmp_path: Path) -> None:
@@ -207,8 +209,9 @@ def test_heads_draft_the_same_tokens(kind: str, tmp_path: Path) -> None:
     else:
         config, draft = save_tiny("llama", target).config, str(tmp_path)
         head = TinyEagle3 if kind == "eagle3" else TinyDFlash
-        tiny = head(tmp_path, config.hidden_size, config.vocab_size)
-        if kind == "dflash-gguf":
+        options: dict[str, Any] = {"rank": 24} if kind.startswith("dspark") else {}
+        tiny = head(tmp_path, config.hidden_size, config.vocab_size, **options)
+        if kind.endswith("-gguf"):
             draft = str(tiny.save_gguf(tmp_path / "d.gguf"))
     prompt: dict[str, Any] = {"token_ids": [5, 6, 7, 8, 9]}
     with localrt.load(target, draft=draft) as model:
@@ -255,10 +258,14 @@ def test_tree_of_an_assistant(held: int, tmp_path: Path) -> None:
             session.extend(ids[count : count + 1])
 
 
-def test_tree_of_a_block(tmp_path: Path) -> None:
-    """A node's probability is that of its token at its depth."""
-    model = save_tiny("llama", tmp_path)
-    tiny = TinyDFlash(tmp_path / "own", model.config.hidden_size, model.config.vocab_size)
+@pytest.mark.parametrize("kind", ["dflash", "dspark", "bonus anchor", "causal"])
+def test_tree_of_a_block(kind: str, tmp_path: Path) -> None:
+    """A node's probability is that of its token at its depth, in DSpark's behind its parent."""
+    model, first = save_tiny("llama", tmp_path), int(kind in ("dflash", "bonus anchor"))
+    options = {"sample_from_anchor": kind != "bonus anchor", "is_causal": kind == "causal"}
+    options |= {"rank": 24} if kind != "dflash" else {}
+    width, vocab = model.config.hidden_size, model.config.vocab_size
+    tiny = TinyDFlash(tmp_path / "own", width, vocab, **options)
     parts = load_model(tmp_path, LoadOptions(format="f32", device="cpu"))
     with closing(parts.engine), closing(HeadDraft(parts, tmp_path / "own")) as draft:
         assert isinstance(parts.engine, NativeEngine)
@@ -279,13 +286,17 @@ def test_tree_of_a_block(tmp_path: Path) -> None:
             with torch.no_grad():
                 embedded = model.get_input_embeddings()(block)
                 logits = tiny.expected(features, embedded, model.lm_head.weight)
-            logprobs = logits - np.log(np.exp(logits.astype(np.float64)).sum(1, keepdims=True))
             for token, parent, depth, score in zip(
                 tree.tokens, tree.parents, tree.depths, tree.scores, strict=True
             ):
                 above = 0.0 if parent == ROOT else tree.scores[parent]
-                assert abs(score - above - DECAY - logprobs[depth, token]) < 1e-4
-            assert tree.height <= BLOCK - 1
+                row = logits[depth - 1 + first][None].astype(np.float64)
+                if kind != "dflash":
+                    before = history[-1] if parent == ROOT else tree.tokens[parent]
+                    row = tiny.after(row, [int(before)])
+                expected = row[0, token] - np.log(np.exp(row).sum())
+                assert abs(score - above - DECAY - expected) < 1e-4
+            assert tree.height <= BLOCK - first
 
 
 @needs_kernels

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from localrt.common.errors import UnsupportedModelError
+from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.drafts.heads.dflash import BlockDecoder
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.checkpoints.opening import is_head
@@ -48,11 +48,67 @@ def test_dflash(window: int, form: str, tmp_path: Path) -> None:
     for start, stop in ((0, 5), (5, known)):
         batch = Batch.extend([(cache, IDS[start:stop])])
         head.context.forward(batch, rows=[], target_features=features.rows[start:stop])
+    assert head.pairs is None
     for _ in range(2):  # a block leaves nothing behind
         span = Span(cache, BLOCK, np.ones((BLOCK, BLOCK), np.bool_))
         ours = head.forward(Batch(block, np.arange(known, known + BLOCK), (span,)))
         assert relative_error(ours, theirs) < 1e-4
         cache.trim(known)
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "folder": {},
+    "in pairs": {"in_pairs": True},
+    "causal": {"is_causal": True, "window": 8},
+    "bonus anchor": {"sample_from_anchor": False},
+    "speculators": {"aux_hidden_state_layer_ids": [1, 2, 3], "target_layer_ids": None},
+    "gguf": {},
+    "gguf, causal": {"is_causal": True},
+    "gguf, bonus anchor": {"sample_from_anchor": False},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_dspark(form: str, tmp_path: Path) -> None:
+    """Logits of a block, and what they gain by the token before each."""
+    model = save_tiny("llama", tmp_path)
+    target, own, options = load_ours(tmp_path), tmp_path / "own", FORMS[form]
+    width, vocab, known = target.config.hidden_size, target.config.vocab_size, len(IDS) - 1
+    tiny = TinyDFlash(own, width, vocab, rank=24, **options)
+    if form.startswith("gguf"):
+        keys = {"attention.causal": tiny.causal} | (
+            {"sample_from_anchor": False} if "bonus" in form else {}
+        )
+        own = tiny.save_gguf(tmp_path / "dspark.gguf", **keys)
+    config, head = load_block(own, target)
+    assert isinstance(head, BlockDecoder)
+    assert (config.layers, config.causal) == ((1, 2, AFTER_LAST), "causal" in form)
+    assert config.first == (form == "speculators" or "bonus" in form)
+    features = np.random.default_rng(2).normal(size=(known, 3 * width)).astype(np.float32)
+    block = np.array([IDS[-1], *[MASK] * (BLOCK - 1)])
+    with torch.no_grad():
+        embedded = model.get_input_embeddings()(torch.tensor(block))
+        theirs = tiny.expected(torch.tensor(features), embedded, model.lm_head.weight)
+    cache, seen = head.cache(32), np.ones((BLOCK, BLOCK), np.bool_)
+    batch = Batch.extend([(cache, IDS[:-1])])
+    head.context.forward(batch, rows=[], target_features=features)
+    span = Span(cache, BLOCK, np.tril(seen) if config.causal else seen)
+    ours = head.forward(Batch(block, np.arange(known, known + BLOCK), (span,)))
+    assert relative_error(ours, theirs) < 1e-4
+    before = [IDS[-1], 0, vocab - 1, 9, 9, 7]
+    assert head.pairs is not None
+    with head.ops.scope():
+        changed = head.pairs.add(head.ops, ours, before)
+    assert relative_error(changed, tiny.after(theirs, before)) < 1e-4
+    assert relative_error(changed, theirs) > 0.1
+
+
+def test_markov_head_of_other_tokens(tmp_path: Path) -> None:
+    save_tiny("llama", tmp_path)
+    target = load_ours(tmp_path)
+    TinyDFlash(tmp_path / "own", target.config.hidden_size, target.config.vocab_size - 8, rank=24)
+    with pytest.raises(CheckpointError, match=r"wrong shape: model.markov_head.markov_w1.weight"):
+        load_block(tmp_path / "own", target)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +118,7 @@ def test_dflash(window: int, form: str, tmp_path: Path) -> None:
         ({"dflash_config": {"mask_token_id": 211, "target_layer_ids": [0]}}, "mask is token 211"),
         ({"dflash_config": {"mask_token_id": 7}}, "layers that it reads are None"),
         ({"dflash_config": {"selector_rank": 8}}, "with its selector_rank is not supported"),
-        ({"is_causal": True}, "is not supported"),
+        ({"markov_head_type": "gated"}, "with its markov_head_type is not supported"),
         ({"input_embedding_scale": 8.0}, "and embeddings times 8"),
     ],
 )
@@ -79,7 +135,6 @@ def test_other_drafts(changes: dict[str, Any], said: str, tmp_path: Path) -> Non
     [
         ({"target_layers": [0, 4]}, r"it reads layers \[-1, 3\], and the model has 3"),
         ({"target_layers": ["2"]}, r"the layers that it reads are \['2'\]"),
-        ({"attention.causal": True}, "with its is_causal"),
         ({"selector_rank": 8}, "with its selector_rank is not supported"),
         ({"hyper_connection.count": 4}, "with its hyper_connection is not supported"),
         ({"embedding_scale": 8.0}, "and embeddings times 8"),

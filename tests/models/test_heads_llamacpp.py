@@ -234,12 +234,15 @@ def test_assistant(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         given = made.rows
 
 
-def test_dflash(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["dflash", "dspark", "bonus anchor"])
+def test_dflash(kind: str, tmp_path: Path) -> None:
+    """DSpark's logits are those behind the likeliest tokens, which llama.cpp finds in the pass."""
     config = save_tiny("llama", tmp_path / "target").config
     path = write_tiny_gguf(tmp_path / "target", tmp_path / "m.gguf", "llama")
-    tiny = TinyDFlash(tmp_path / "own", config.hidden_size, config.vocab_size)
+    more: dict[str, Any] = {"rank": 0 if kind == "dflash" else 24}
+    tiny = TinyDFlash(tmp_path / "own", config.hidden_size, config.vocab_size, **more)
     own, layers = tmp_path / "dflash.gguf", (0, 1, 2)
-    tiny.save_gguf(own, layers)
+    tiny.save_gguf(own, layers, **({"sample_from_anchor": False} if "bonus" in kind else {}))
     width, known, block = config.hidden_size, len(IDS) - 1, [IDS[-1], *[MASK] * (BLOCK - 1)]
     with opened(path) as target, opened(own, other=target) as head:
         for layer in layers:
@@ -259,4 +262,10 @@ def test_dflash(tmp_path: Path) -> None:
     decoder.context.forward(Batch.extend([(cache, IDS[:-1])]), rows=[], target_features=given)
     span = Span(cache, BLOCK, np.ones((BLOCK, BLOCK), bool))
     batch = Batch(np.array(block), np.arange(known, known + BLOCK), (span,))
-    assert relative_error(decoder.forward(batch), theirs) < 1e-3
+    found, token = decoder.forward(batch), IDS[-1]
+    for row in range(read_config.first, BLOCK if decoder.pairs else 0):
+        assert decoder.pairs is not None
+        with decoder.ops.scope():
+            found[row] = decoder.pairs.add(decoder.ops, found[row : row + 1], [token])[0]
+        token = int(found[row].argmax())
+    assert relative_error(found, theirs) < 1e-3

@@ -1,4 +1,4 @@
-"""DFlash drafts of tiny random models, and what plain torch makes of them."""
+"""DFlash and DSpark drafts of tiny random models, and what plain torch makes of them."""
 
 from __future__ import annotations
 
@@ -29,19 +29,33 @@ _NAMES = {
     "mlp.down_proj": "ffn_down",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
+    "markov_head.markov_w1": "markov_w1",
+    "markov_head.markov_w2": "markov_w2",
+    "confidence_head.proj": "conf_proj",
 }
 """What a GGUF file calls a draft's tensors, behind ``blk.N.``."""
 
 
 class TinyDFlash:
-    """A DFlash draft of a model with ``hidden`` numbers, as a folder."""
+    """A DFlash draft of a model with ``hidden`` numbers, as a folder; with ``rank``, DSpark's.
+
+    ``in_pairs``: the folder's queries and keys rotate neighbours.
+    """
 
     LAYERS = (0, 1, 2)  # by their outputs
 
     def __init__(
-        self, folder: Path, hidden: int, vocab: int, *, window: int = 1 << 20, **changes: Any
+        self,
+        folder: Path,
+        hidden: int,
+        vocab: int,
+        *,
+        window: int = 1 << 20,
+        rank: int = 0,
+        in_pairs: bool = False,
+        **changes: Any,
     ) -> None:
-        self.window = window
+        self.window, self.causal = window, bool(changes.get("is_causal"))
         torch.manual_seed(3)
         self.hidden, self.heads, self.size, self.layers = hidden, 4, 16, 2
         q, kv, inner = self.heads * self.size, 2 * self.size, 96
@@ -64,11 +78,20 @@ class TinyDFlash:
                 w[f"layers.{layer}.{name}.weight"] = torch.randn(shape) * 0.15
             for name, width in norms.items():
                 w[f"layers.{layer}.{name}.weight"] = torch.rand(width) + 0.5
+        if rank:
+            for number in (1, 2):
+                w[f"markov_head.markov_w{number}.weight"] = torch.randn(vocab, rank) * 0.6
+            w["confidence_head.proj.weight"] = torch.randn(1, hidden + rank)
+            w["confidence_head.proj.bias"] = torch.randn(1)
         self.weights = w
         folder.mkdir(exist_ok=True)
-        save_file(w, folder / "model.safetensors")
+        save_file(
+            {n: _in_pairs(n, t, self.size) for n, t in w.items()} if in_pairs else w,
+            folder / "model.safetensors",
+        )
+        block = {"mask_token_id": MASK, "target_layer_ids": list(self.LAYERS)}
         config = {
-            "architectures": ["DFlashDraftModel"],
+            "architectures": ["Qwen3DSparkModel" if rank else "DFlashDraftModel"],
             "model_type": "qwen3",
             "hidden_size": hidden,
             "intermediate_size": inner,
@@ -81,7 +104,8 @@ class TinyDFlash:
             "rms_norm_eps": 1e-6,
             "rope_theta": 10000.0,
             "block_size": BLOCK,
-            "dflash_config": {"mask_token_id": MASK, "target_layer_ids": list(self.LAYERS)},
+            **(block if rank else {"dflash_config": block}),
+            "rope_is_neox_style": not in_pairs,
             "use_sliding_window": window < 1 << 20,
             "sliding_window": window,
             "layer_types": ["sliding_attention"] * self.layers,
@@ -114,11 +138,11 @@ class TinyDFlash:
             metadata["attention.sliding_window_pattern"] = [True] * self.layers
         tensors = {}
         for name, tensor in self.weights.items():
-            stem, prefix = name.removesuffix(".weight"), ""
+            (stem, _, kind), prefix = name.rpartition("."), ""
             if stem.startswith("layers."):
                 _, layer, stem = stem.split(".", 2)
                 prefix = f"blk.{layer}."
-            tensors[f"{prefix}{_NAMES[stem]}.weight"] = tensor.numpy(), "f32"
+            tensors[f"{prefix}{_NAMES[stem]}.{kind}"] = tensor.numpy(), "f32"
         whole = {f"dflash.{key}": value for key, value in metadata.items()}
         whole |= {"tokenizer.ggml.model": "no_vocab", "tokenizer.ggml.mask_token_id": MASK}
         return write_gguf(path, "dflash", whole, tensors)[0]
@@ -138,9 +162,13 @@ class TinyDFlash:
             k = self._heads(both, f"{stem}self_attn.k_proj", f"{stem}self_attn.k_norm")
             v = self._heads(both, f"{stem}self_attn.v_proj", "")
             q, k = self._turned(q, places[n:]), self._turned(k, places)
-            first = max(0, n + 1 - self.window)  # of the first row's, which all rows see
+            first = max(0, n + 1 - self.window)  # of the first row's, which all rows may see
             k, v = (each[:, first:].repeat_interleave(2, 0) for each in (k, v))
-            mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+            seen = places[None] <= places[n:, None] if self.causal else places[None] >= 0
+            if self.causal:  # each row has its own window
+                seen &= places[None] > places[n:, None] - self.window
+            mask = seen.expand(len(x), -1)[:, first:]
+            mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
             joined = mixed.transpose(0, 1).reshape(len(x), -1)
             x = x + self._linear(joined, f"{stem}self_attn.o_proj")
             y = self._norm(x, f"{stem}post_attention_layernorm")
@@ -149,6 +177,12 @@ class TinyDFlash:
                 gate * self._linear(y, f"{stem}mlp.up_proj"), f"{stem}mlp.down_proj"
             )
         return (self._norm(x, "norm") @ head.T).numpy()
+
+    def after(self, logits: np.ndarray, tokens: list[int]) -> np.ndarray:
+        """Logits (n, V) behind ``tokens``."""
+        w = [self.weights[f"markov_head.markov_w{n}.weight"].numpy() for n in (1, 2)]
+        changed: np.ndarray = logits + w[0][tokens] @ w[1].T
+        return changed
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return rms(x, self.weights[f"{name}.weight"], 1e-6)
@@ -165,3 +199,11 @@ class TinyDFlash:
         cos, sin = angle.cos(), angle.sin()
         a, b = x.chunk(2, -1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def _in_pairs(name: str, tensor: torch.Tensor, size: int) -> torch.Tensor:
+    """Rows of heads of queries and keys, whose halves rotate, in an order in which pairs do."""
+    if not any(part in name for part in ("q_proj", "k_proj", "q_norm", "k_norm")):
+        return tensor
+    halves = tensor.reshape(-1, 2, size // 2, *tensor.shape[1:])
+    return halves.transpose(1, 2).reshape(tensor.shape).contiguous()

@@ -31,8 +31,9 @@ class HeadConfig:
     rows have the position of the last known token and attend to the tokens before it.
 
     DFlash drafts a ``block`` of tokens at once: its input is the last known token, and ``mask`` for
-    each token to draft. Rows attend to each other, and to the keys and values that ``ContextKeys``
-    computes.
+    each token to draft, whose first row is ``first``. Rows attend to each other, if ``causal`` to
+    earlier ones, and to the keys and values that ``ContextKeys`` computes. ``pairs`` are the names
+    and shapes of ``Transitions``.
     """
 
     decoder: DecoderConfig
@@ -44,6 +45,9 @@ class HeadConfig:
     places: tuple[int, ...] = ()
     block: int = 0
     mask: int = 0
+    first: int = 1
+    causal: bool = False
+    pairs: tuple[tuple[str, tuple[int, int]], ...] = ()
 
 
 def input_layers(listed: object, first: int, layers: int) -> tuple[int, ...]:

@@ -15,13 +15,15 @@ from localrt.drafts.heads.config import Ints
 from localrt.models.checkpoints.gguf.checkpoint import GgufCheckpoint
 from localrt.models.checkpoints.safetensors.folder import SafetensorsCheckpoint
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
-from localrt.models.tensor_source import StoredTensor
+from localrt.models.row_order import in_halves, rotary_rows
+from localrt.models.tensor_source import RowSource, StoredTensor
 from localrt.models.weight_files import MANIFEST_NAME
 
 _TOKENS = "d2t"  # the target's token ids; in folders, minus the head's own ids
 # An assistant's tokens, ordered by cluster, in folders and in GGUF files
 _ORDER, _FILES_ORDER = "masked_embedding.token_ordering", "masked_embd_ordering"
 _UNUSED = "t2d"
+_HEAD_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
 _INTEGERS = {"i32": "<i4", "i64": "<i8"}
 
 
@@ -43,6 +45,14 @@ class HeadFolder(SafetensorsCheckpoint):
             name: replace(each, info=replace(each.info, name=name))
             for name, each in renamed.items()
         }
+
+    def _locate(self, *, multimodal: bool) -> dict[str, RowSource]:
+        tensors = super()._locate(multimodal=multimodal)
+        if self.config.get("rope_is_neox_style") is False:
+            tensors |= rotary_rows(tensors, self.config, self.path)
+            norms = {name: each for name, each in tensors.items() if name.endswith(_HEAD_NORMS)}
+            tensors |= {name: in_halves(each, 1, self.path) for name, each in norms.items()}
+        return tensors
 
     def _wanted(self, name: str) -> bool:
         return name != _UNUSED and super()._wanted(name)

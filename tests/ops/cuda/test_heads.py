@@ -48,10 +48,11 @@ def test_head(kind: str, tmp_path: Path, emulator: Emulator) -> None:
     assert relative_error(found[1], found[0]) < 0.03
 
 
-def test_dflash(tmp_path: Path, emulator: Emulator) -> None:
-    """A block behind the context, whose rows see each other."""
+@pytest.mark.parametrize("rank", [0, 32])
+def test_dflash(rank: int, tmp_path: Path, emulator: Emulator) -> None:
+    """A block behind the context, whose rows see each other, and what DSpark adds to its logits."""
     config = save_tiny("llama", tmp_path).config
-    TinyDFlash(tmp_path / "own", config.hidden_size, config.vocab_size)
+    TinyDFlash(tmp_path / "own", config.hidden_size, config.vocab_size, rank=rank)
     plain, ours = load_ours(tmp_path), load_ours(tmp_path, CudaOps(device=str(DEVICE)), context=256)
     given = np.random.default_rng(1).standard_normal((9, 3 * config.hidden_size), np.float32)
     found = []
@@ -63,4 +64,7 @@ def test_dflash(tmp_path: Path, emulator: Emulator) -> None:
         span = Span(cache, BLOCK, np.ones((BLOCK, BLOCK), np.bool_))
         batch = Batch(np.array(IDS[:BLOCK]), np.arange(9, 9 + BLOCK), (span,))
         found.append(head.forward(batch))
+        if head.pairs is not None:
+            with head.ops.scope():
+                found[-1] = head.pairs.add(head.ops, found[-1], IDS[:BLOCK])
     assert relative_error(found[1], found[0]) < 0.03
