@@ -30,6 +30,7 @@ are times, and what becomes of them.
 
 # Derived from the config, read elsewhere, or of another modality: not part of the text model.
 _IGNORED_PARTS = (
+    *("confidence_head.", "conf_proj."),  # DSpark's expected acceptance
     "rotary_emb.inv_freq",
     "rope_freqs.weight",
     "rope_factors_",

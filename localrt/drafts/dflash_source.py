@@ -16,6 +16,7 @@ from localrt.drafts.heads.dflash import BlockDecoder
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.native.session import NativeSession
 from localrt.quant.formats.packed import Floats
+from localrt.quant.ops.features import AFTER_LAST, Features
 from localrt.quant.ops.protocol import Batch, Span
 from localrt.speculative.best_first import Children, Growth
 from localrt.speculative.ngram import common_length
@@ -40,7 +41,6 @@ class BlockSource(DraftSource):
         config: HeadConfig,
         decoder: BlockDecoder,
         session: NativeSession,
-        *,
         capacity: int,
         temperature: float,
     ) -> None:
@@ -83,13 +83,15 @@ class BlockSource(DraftSource):
         seen = np.ones((config.block, config.block), np.bool_)
         span = Span(cache, config.block, np.tril(seen) if config.causal else seen)
         batch, length = Batch(tokens, known + np.arange(config.block), (span,)), cache.length
-        growth, temperature = Growth(self.name), self._temperature
+        growth, drafted = Growth(self.name), range(first, first + depth)
+        width, temperature = self._engine.hidden_size, self._temperature
+        own = Features((AFTER_LAST,), np.empty((config.block, width), np.float32))
 
         def likeliest(rows: Floats) -> list[Children]:
             return [children_of(row, _LEAST, temperature, config.tokens) for row in rows]
 
         with self._engine.alone() as ops, ops.scope():
-            logits = self._decoder.forward(batch, rows=range(first, first + depth), check=check)
+            logits = self._decoder.forward(batch, rows=drafted, check=check, features=own)
             cache.trim(length)
             plain = likeliest(logits) if pairs is None else []
 
@@ -98,7 +100,7 @@ class BlockSource(DraftSource):
                 if pairs is None:
                     return [plain[level] for level in levels]
                 before = [history[-1] if node == ROOT else token for node, token, _ in nodes]
-                return likeliest(pairs.add(ops, logits[levels], before))
+                return likeliest(pairs.add(ops, logits[levels], before, own.rows[first:][levels]))
 
             return growth.grow(expand, budget=budget, depth=depth)
 

@@ -28,7 +28,6 @@ from localrt.common.formatting import format_bytes
 from localrt.common.option_names import option
 from localrt.drafts.dflash_source import BlockSource
 from localrt.drafts.heads.assistant import AssistantBlock
-from localrt.drafts.heads.config import HeadConfig
 from localrt.drafts.heads.dflash import BlockDecoder
 from localrt.drafts.heads.files import open_head
 from localrt.drafts.heads.load import Shared, head_nbytes, load_head, output_rows, read_head_config
@@ -61,11 +60,8 @@ frequent tokens first: of Qwen's 151,936, these make up 98 % of English text and
 
 
 class TargetKeys(NativeKVCache):
-    """The ``places`` of a target's ``cache`` in several memories, for an assistant. What is on a
-    GPU is copied to RAM, each token once.
-
-    Raises:
-        UnsupportedModelError: some cannot be read.
+    """The ``places`` of a target's ``cache`` in several memories, for an assistant. Those on a GPU
+    are copied to RAM, each token once. ``UnsupportedModelError``: some cannot be read.
     """
 
     def __init__(
@@ -225,11 +221,10 @@ class HeadDraft:
         with ExitStack() as opened:
             checkpoint = opened.enter_context(closing(open_head(path or target.path)))
             try:
-                self.config: HeadConfig = read_head_config(checkpoint, weights.config)
+                config = self.config = read_head_config(checkpoint, weights.config)
                 keys = self.readable(weights.cache(1)) if self.config.places else None
             except UnsupportedModelError as error:
                 raise OptionError(f"draft {name} does not fit this model: {error}") from error
-            config = self.config
             self.nbytes = head_nbytes(checkpoint, weights.ops)
             output, load_output = weights.output_matrix, None
             if config.tokens is not None or config.output in checkpoint.tensors:
@@ -284,16 +279,9 @@ class HeadDraft:
         """Return the draft source for a session."""
         assert isinstance(session, NativeSession), "sessions belong to one engine"
         capacity, temperature = session.capacity, options.sampling.temperature
-        if block := self.config.block:
-            assert isinstance(self.decoder, BlockDecoder), "its config says so"
-            return BlockSource(
-                self.engine,
-                self.config,
-                self.decoder,
-                session,
-                capacity=capacity + block,
-                temperature=temperature,
-            )
+        if isinstance(decoder := self.decoder, BlockDecoder):
+            capacity += self.config.block
+            return BlockSource(self.engine, self.config, decoder, session, capacity, temperature)
         return TreeSource(
             HeadDrafter(self, session),
             capacity=capacity + (options.tree_budget or MOST_NODES),

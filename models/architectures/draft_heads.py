@@ -5,6 +5,8 @@ from __future__ import annotations
 from localrt.models.architectures.family import SANDWICH_NORMS, Config, Family, GgufFacts
 from localrt.models.architectures.gemma4 import add_full_layers
 
+_DFLASH_SIZES = ("block_size", "selector_top_k", "conv_kernel_size", "conv_group_size")
+
 
 def _add_eagle(config: Config, file: GgufFacts) -> None:
     for name in ("target_hidden_size", "norm_before_residual", "norm_before_fc"):
@@ -30,10 +32,9 @@ def _add_dflash(config: Config, file: GgufFacts) -> None:
     if "embedding_multiplier" in config:
         config["input_embedding_scale"] = config["embedding_multiplier"]
     config["dflash_config"] = {
-        "block_size": file.integer("block_size"),
+        **{key: file.integer(key) for key in _DFLASH_SIZES},
         "mask_token_id": file.token("mask"),
         "target_layer_ids": [n - 1 if type(n) is int else n for n in layers],
-        "selector_rank": file.integer("selector_rank"),
         "hyper_connection": file.integer("hyper_connection.count"),
     }
 
@@ -51,6 +52,12 @@ FAMILIES = (
         name="dflash",
         gguf="dflash",
         gguf_top={"fc": "model.fc", "enc.output_norm": "model.hidden_norm"},
+        gguf_layer={
+            "attn_conv_base": "attention_conv.base_kernel",
+            "attn_conv_proj": "attention_conv.kernel_projection",
+            "ffn_conv_base": "mlp_conv.base_kernel",
+            "ffn_conv_proj": "mlp_conv.kernel_projection",
+        },
         gguf_config=_add_dflash,
     ),
     Family(

@@ -43,7 +43,7 @@ ASSISTANTS = (
 """Architecture names of Gemma 4's assistants."""
 
 DFLASH = (
-    *("dflash", "DFlashDraftModel", "DSparkDraftModel", "DSparkSpeculator"),
+    *("dflash", "DFlashDraftModel", "DFlash2DraftModel", "DSparkDraftModel", "DSparkSpeculator"),
     *("Qwen3DSparkModel", "Lfm2DSparkDraftModel", "LingDSparkModel"),
 )
 """Architecture names of DFlash and DSpark drafts."""

@@ -51,8 +51,7 @@ which there are no objects: ``opaque`` says where the one becomes the other."""
 
 def copy_to_host(x: object, out: npt.NDArray[np.float32]) -> None:
     """Copy activations (R, D) into ``out``; ``x`` is unchanged."""
-    settle = getattr(x, "settle", None)
-    x = x if settle is None else settle()
+    x = getattr(x, "settle", lambda: x)()
     if hasattr(x, "copy_to") and out.flags.c_contiguous:
         x.copy_to(out)
     else:
@@ -61,6 +60,7 @@ def copy_to_host(x: object, out: npt.NDArray[np.float32]) -> None:
 
 def to_host(x: Any) -> npt.NDArray[np.float32]:
     """Numbers of numpy, of torch or in a GPU's memory, as float32 on the host."""
+    x = getattr(x, "settle", lambda: x)()
     if isinstance(x, np.ndarray):
         return x
     host: npt.NDArray[np.float32]

@@ -188,6 +188,7 @@ def test_draft_model() -> None:
         "dflash-gguf",
         "dspark",
         "dspark-gguf",
+        "dflash2",
     ],
 )
 def test_heads_draft_the_same_tokens(kind: str, tmp_path: Path) -> None:
@@ -210,6 +211,7 @@ def test_heads_draft_the_same_tokens(kind: str, tmp_path: Path) -> None:
         config, draft = save_tiny("llama", target).config, str(tmp_path)
         head = TinyEagle3 if kind == "eagle3" else TinyDFlash
         options: dict[str, Any] = {"rank": 24} if kind.startswith("dspark") else {}
+        options |= {"rank": 24, "choices": 9} if kind == "dflash2" else {}
         tiny = head(tmp_path, config.hidden_size, config.vocab_size, **options)
         if kind.endswith("-gguf"):
             draft = str(tiny.save_gguf(tmp_path / "d.gguf"))
@@ -258,11 +260,13 @@ def test_tree_of_an_assistant(held: int, tmp_path: Path) -> None:
             session.extend(ids[count : count + 1])
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dspark", "bonus anchor", "causal"])
+@pytest.mark.parametrize("kind", ["dflash", "dspark", "bonus anchor", "causal", "dflash2"])
 def test_tree_of_a_block(kind: str, tmp_path: Path) -> None:
     """A node's probability is that of its token at its depth, in DSpark's behind its parent."""
-    model, first = save_tiny("llama", tmp_path), int(kind in ("dflash", "bonus anchor"))
-    options = {"sample_from_anchor": kind != "bonus anchor", "is_causal": kind == "causal"}
+    plain = ("dflash", "bonus anchor", "dflash2")
+    model, first = save_tiny("llama", tmp_path), int(kind in plain)
+    options: dict[str, Any] = {"choices": 9} if kind == "dflash2" else {}
+    options |= {"sample_from_anchor": kind != "bonus anchor", "is_causal": kind == "causal"}
     options |= {"rank": 24} if kind != "dflash" else {}
     width, vocab = model.config.hidden_size, model.config.vocab_size
     tiny = TinyDFlash(tmp_path / "own", width, vocab, **options)
@@ -293,7 +297,8 @@ def test_tree_of_a_block(kind: str, tmp_path: Path) -> None:
                 row = logits[depth - 1 + first][None].astype(np.float64)
                 if kind != "dflash":
                     before = history[-1] if parent == ROOT else tree.tokens[parent]
-                    row = tiny.after(row, [int(before)])
+                    with torch.no_grad():
+                        row = tiny.after(row, [int(before)], [depth - 1 + first])
                 expected = row[0, token] - np.log(np.exp(row).sum())
                 assert abs(score - above - DECAY - expected) < 1e-4
             assert tree.height <= BLOCK - first

@@ -266,6 +266,44 @@ def test_dflash(kind: str, tmp_path: Path) -> None:
     for row in range(read_config.first, BLOCK if decoder.pairs else 0):
         assert decoder.pairs is not None
         with decoder.ops.scope():
-            found[row] = decoder.pairs.add(decoder.ops, found[row : row + 1], [token])[0]
+            found[row] = decoder.pairs.add(decoder.ops, found[row : row + 1], [token], found)[0]
         token = int(found[row].argmax())
     assert relative_error(found, theirs) < 1e-3
+
+
+def test_dflash_2(tmp_path: Path) -> None:
+    """llama.cpp packs a row's candidates, and their scores behind each one of the row before."""
+    config = save_tiny("llama", tmp_path / "target").config
+    path = write_tiny_gguf(tmp_path / "target", tmp_path / "m.gguf", "llama")
+    choices, width, known = 5, config.hidden_size, len(IDS) - 1
+    tiny = TinyDFlash(tmp_path / "own", width, config.vocab_size, rank=32, choices=choices)
+    own = tiny.save_gguf(tmp_path / "dflash.gguf", (0, 1, 2))
+    given = np.random.default_rng(3).normal(size=(known, 3 * width)).astype(np.float32)
+    block = [IDS[-1], *[MASK] * (BLOCK - 1)]
+    with opened(path) as target, opened(own, other=target) as head:
+        head.set_embeddings_nextn(head.handle, True, False)
+        head.process(_DECODE, None, given, 0)
+        head.api.llama_set_causal_attn(head.handle, False)
+        head.process(_DECODE, block, None, known)
+        packed = head.rows(head.get_embeddings_nextn(head.handle), BLOCK, width)
+    _, decoder = load_block(own, load_ours(path))
+    assert isinstance(decoder, BlockDecoder)
+    assert decoder.pairs is not None
+    cache = decoder.cache(32)
+    decoder.context.forward(Batch.extend([(cache, IDS[:-1])]), rows=[], target_features=given)
+    span, last = (
+        Span(cache, BLOCK, np.ones((BLOCK, BLOCK), bool)),
+        np.empty((BLOCK, width), np.float32),
+    )
+    batch = Batch(np.array(block), np.arange(known, known + BLOCK), (span,))
+    logits = decoder.forward(batch, features=Features((AFTER_LAST,), last))
+    before = [IDS[-1]] * choices
+    for row in range(1, BLOCK):
+        tokens = packed[row, :choices].astype(int)
+        scores = packed[row, choices : choices * (choices + 1)].reshape(choices, choices)
+        for token, theirs in zip(before, scores, strict=True):
+            with decoder.ops.scope():
+                found = decoder.pairs.add(decoder.ops, logits[[row]], [int(token)], last[[row]])[0]
+            assert set(np.flatnonzero(np.isfinite(found))) == set(tokens)
+            assert relative_error(found[tokens], theirs) < 1e-3
+        before = tokens.tolist()

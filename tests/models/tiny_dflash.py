@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from safetensors.torch import save_file
 from tests.checkpoints.make_gguf import write_gguf
 from tests.models.tiny_heads import rms
 
-BLOCK, MASK = 6, 7
+BLOCK, MASK, KERNEL = 6, 7, 2
 _NAMES = {
     "fc": "fc",
     "hidden_norm": "enc.output_norm",
@@ -32,12 +33,20 @@ _NAMES = {
     "markov_head.markov_w1": "markov_w1",
     "markov_head.markov_w2": "markov_w2",
     "confidence_head.proj": "conf_proj",
+    "candidate_selector.predecessor_codebook": "selector_predecessor",
+    "candidate_selector.successor_codebook": "selector_successor",
+    "candidate_selector.hidden_projection": "selector_hidden",
+    "attention_conv.base_kernel": "attn_conv_base",
+    "attention_conv.kernel_projection": "attn_conv_proj",
+    "mlp_conv.base_kernel": "ffn_conv_base",
+    "mlp_conv.kernel_projection": "ffn_conv_proj",
 }
 """What a GGUF file calls a draft's tensors, behind ``blk.N.``."""
 
 
 class TinyDFlash:
-    """A DFlash draft of a model with ``hidden`` numbers, as a folder; with ``rank``, DSpark's.
+    """A DFlash draft of a model with ``hidden`` numbers, as a folder; with ``rank``, DSpark's, or
+    DFlash 2's if it has ``choices``.
 
     ``in_pairs``: the folder's queries and keys rotate neighbours.
     """
@@ -52,6 +61,7 @@ class TinyDFlash:
         *,
         window: int = 1 << 20,
         rank: int = 0,
+        choices: int = 0,
         in_pairs: bool = False,
         **changes: Any,
     ) -> None:
@@ -78,7 +88,18 @@ class TinyDFlash:
                 w[f"layers.{layer}.{name}.weight"] = torch.randn(shape) * 0.15
             for name, width in norms.items():
                 w[f"layers.{layer}.{name}.weight"] = torch.rand(width) + 0.5
-        if rank:
+        self.choices, self.group, selects = choices, 8, rank if choices else 0
+        if selects:
+            for name in ("predecessor", "successor"):
+                w[f"candidate_selector.{name}_codebook"] = torch.randn(vocab, rank)
+            w["candidate_selector.hidden_projection.weight"] = torch.randn(rank, hidden) * 0.15
+            for name in [
+                f"layers.{n}.{part}_conv" for n in range(2) for part in ("attention", "mlp")
+            ]:
+                w[f"{name}.base_kernel"] = torch.randn(2, KERNEL, hidden) * 0.5
+                shape = (2 * KERNEL * hidden // self.group, hidden)
+                w[f"{name}.kernel_projection.weight"] = torch.randn(shape) * 0.1
+        elif rank:
             for number in (1, 2):
                 w[f"markov_head.markov_w{number}.weight"] = torch.randn(vocab, rank) * 0.6
             w["confidence_head.proj.weight"] = torch.randn(1, hidden + rank)
@@ -89,9 +110,20 @@ class TinyDFlash:
             {n: _in_pairs(n, t, self.size) for n, t in w.items()} if in_pairs else w,
             folder / "model.safetensors",
         )
-        block = {"mask_token_id": MASK, "target_layer_ids": list(self.LAYERS)}
+        block: dict[str, Any] = {"mask_token_id": MASK, "target_layer_ids": list(self.LAYERS)}
+        self.selector: dict[str, int] = (
+            {
+                "conv_kernel_size": KERNEL,
+                "conv_group_size": self.group,
+                "selector_rank": rank,
+                "selector_top_k": choices,
+            }
+            if selects
+            else {}
+        )
+        kind = "DFlash2DraftModel" if selects else "Qwen3DSparkModel"
         config = {
-            "architectures": ["Qwen3DSparkModel" if rank else "DFlashDraftModel"],
+            "architectures": [kind if rank else "DFlashDraftModel"],
             "model_type": "qwen3",
             "hidden_size": hidden,
             "intermediate_size": inner,
@@ -104,7 +136,7 @@ class TinyDFlash:
             "rms_norm_eps": 1e-6,
             "rope_theta": 10000.0,
             "block_size": BLOCK,
-            **(block if rank else {"dflash_config": block}),
+            **(block if rank and not selects else {"dflash_config": {**block, **self.selector}}),
             "rope_is_neox_style": not in_pairs,
             "use_sliding_window": window < 1 << 20,
             "sliding_window": window,
@@ -131,6 +163,7 @@ class TinyDFlash:
             "vocab_size": config["vocab_size"],
             "block_size": BLOCK,
             "target_layers": list(layers),
+            **self.selector,
             **keys,
         }
         if config["use_sliding_window"]:
@@ -138,11 +171,13 @@ class TinyDFlash:
             metadata["attention.sliding_window_pattern"] = [True] * self.layers
         tensors = {}
         for name, tensor in self.weights.items():
-            (stem, _, kind), prefix = name.rpartition("."), ""
+            stem, kind, prefix = name, "", ""
+            if name.endswith(("weight", "bias", "codebook")):
+                stem, _, kind = name.replace("codebook", "codebook.weight").rpartition(".")
             if stem.startswith("layers."):
                 _, layer, stem = stem.split(".", 2)
                 prefix = f"blk.{layer}."
-            tensors[f"{prefix}{_NAMES[stem]}.{kind}"] = tensor.numpy(), "f32"
+            tensors[f"{prefix}{_NAMES[stem]}.{kind}".rstrip(".")] = tensor.numpy(), "f32"
         whole = {f"dflash.{key}": value for key, value in metadata.items()}
         whole |= {"tokenizer.ggml.model": "no_vocab", "tokenizer.ggml.mask_token_id": MASK}
         return write_gguf(path, "dflash", whole, tensors)[0]
@@ -156,6 +191,7 @@ class TinyDFlash:
         for layer in range(self.layers):
             stem = f"layers.{layer}."
             normed = self._norm(x, f"{stem}input_layernorm")
+            normed, around = self._convolved(normed, f"{stem}attention_conv")
             both = torch.cat([context, normed])
             places = torch.arange(n + len(x))
             q = self._heads(normed, f"{stem}self_attn.q_proj", f"{stem}self_attn.q_norm")
@@ -170,16 +206,45 @@ class TinyDFlash:
             mask = seen.expand(len(x), -1)[:, first:]
             mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
             joined = mixed.transpose(0, 1).reshape(len(x), -1)
-            x = x + self._linear(joined, f"{stem}self_attn.o_proj")
+            x = x + around(self._linear(joined, f"{stem}self_attn.o_proj"))
             y = self._norm(x, f"{stem}post_attention_layernorm")
+            y, around = self._convolved(y, f"{stem}mlp_conv")
             gate = torch.nn.functional.silu(self._linear(y, f"{stem}mlp.gate_proj"))
-            x = x + self._linear(
-                gate * self._linear(y, f"{stem}mlp.up_proj"), f"{stem}mlp.down_proj"
-            )
-        return (self._norm(x, "norm") @ head.T).numpy()
+            gated = gate * self._linear(y, f"{stem}mlp.up_proj")
+            x = x + around(self._linear(gated, f"{stem}mlp.down_proj"))
+        self.last = self._norm(x, "norm")
+        return (self.last @ head.T).numpy()
 
-    def after(self, logits: np.ndarray, tokens: list[int]) -> np.ndarray:
-        """Logits (n, V) behind ``tokens``."""
+    def _convolved(self, x: torch.Tensor, name: str) -> tuple[torch.Tensor, Callable[..., Any]]:
+        """The rows (b, D) as DFlash 2's first convolution leaves them, and the second one."""
+        if f"{name}.base_kernel" not in self.weights:
+            return x, lambda rows: rows
+        base = self.weights[f"{name}.base_kernel"]
+        own = self._linear(x, f"{name}.kernel_projection").view(len(x), 2, KERNEL, -1)
+
+        def side(number: int, rows: torch.Tensor) -> torch.Tensor:
+            out = torch.zeros_like(rows)
+            for row, back, channel in np.ndindex(len(x), KERNEL, x.shape[1]):
+                if back <= row:
+                    kernel = (
+                        base[number, back, channel] + own[row, number, back, channel // self.group]
+                    )
+                    out[row, channel] += kernel * rows[row - back, channel]
+            return out
+
+        return side(0, x), lambda rows: side(1, rows)
+
+    def after(self, logits: np.ndarray, tokens: list[int], rows: Any = None) -> np.ndarray:
+        """Logits (n, V) behind ``tokens``; a selector's, of rows of the last block."""
+        if self.choices:
+            codes = [
+                self.weights[f"candidate_selector.{n}_codebook"]
+                for n in ("predecessor", "successor")
+            ]
+            gates = self._linear(self.last[rows], "candidate_selector.hidden_projection")
+            scores = logits + ((codes[0][tokens] * gates) @ codes[1].T).numpy()
+            best = np.sort(logits, 1)[:, -self.choices, None]
+            return np.where(logits >= best, scores, -np.inf)
         w = [self.weights[f"markov_head.markov_w{n}.weight"].numpy() for n in (1, 2)]
         changed: np.ndarray = logits + w[0][tokens] @ w[1].T
         return changed

@@ -33,7 +33,8 @@ class HeadConfig:
     DFlash drafts a ``block`` of tokens at once: its input is the last known token, and ``mask`` for
     each token to draft, whose first row is ``first``. Rows attend to each other, if ``causal`` to
     earlier ones, and to the keys and values that ``ContextKeys`` computes. ``pairs`` are the names
-    and shapes of ``Transitions``.
+    and shapes of ``Transitions``, which score the likeliest ``choices`` (0: all tokens). DFlash 2's
+    ``kernel`` has a number of rows, and of channels in a group.
     """
 
     decoder: DecoderConfig
@@ -48,6 +49,8 @@ class HeadConfig:
     first: int = 1
     causal: bool = False
     pairs: tuple[tuple[str, tuple[int, int]], ...] = ()
+    choices: int = 0
+    kernel: tuple[int, int] = (0, 0)
 
 
 def input_layers(listed: object, first: int, layers: int) -> tuple[int, ...]:

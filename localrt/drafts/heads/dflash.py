@@ -1,6 +1,4 @@
-"""DFlash (block diffusion): a head that drafts a block of tokens in one pass. DSpark's logits also
-depend on the token before.
-"""
+"""DFlash (block diffusion), DSpark and DFlash 2: heads that draft a block of tokens in one pass."""
 
 from __future__ import annotations
 
@@ -23,12 +21,15 @@ from localrt.models.raw_config import RawConfig
 from localrt.models.weight_store import ResidentWeights, WeightStore
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats.packed import Floats
-from localrt.quant.ops.arrays import Pass, Weight
+from localrt.quant.ops.arrays import Pass, Vector, Weight, to_host
 from localrt.quant.ops.protocol import Ops
 
 # Supported keys of ``dflash_config``
-_BLOCK_OPTIONS = {"mask_token_id", "target_layer_ids", "block_size", "causal"}
-_BLOCK_OPTIONS |= {"input_embedding_scale", "final_logit_softcapping"}
+_BLOCK_OPTIONS = {"mask_token_id", "target_layer_ids", "block_size", "causal", "num_target_layers"}
+_BLOCK_OPTIONS |= {"input_embedding_scale", "final_logit_softcapping", "conv_kernel_size"}
+_BLOCK_OPTIONS |= {"conv_group_size", "selector_rank", "selector_top_k", "markov_rank"}
+_BLOCK_OPTIONS |= {"markov_head_type", "projector_type", "attention_mode", "confidence_head_alpha"}
+_BLOCK_OPTIONS |= {"enable_confidence_head", "confidence_head_with_markov"}
 
 
 class ContextKeys:
@@ -52,29 +53,72 @@ class ContextKeys:
             state.ops.norm_qkv_rope_append(x, weights, layer.spec, state.step, layer.layer)
 
 
+class Convolved:
+    """A part of DFlash 2's layers between two convolutions, on the host, of the block's rows."""
+
+    def __init__(self, place: int, part: Any, head: HeadConfig, weights: WeightLoader) -> None:
+        (rows, self._group), hidden = head.kernel, head.decoder.hidden_size
+        norm, name = (("input", "attention"), ("post_attention", "mlp"))[place % 2]
+        prefix = f"model.layers.{place // 2}."
+        self._layer = getattr(part, "parts", (part,))[-1].layer  # not the residual sum
+        self._layer.weights = replace(self._layer.weights, norm=None)
+        self._norm = weights.array((hidden,), f"{prefix}{norm}_layernorm.weight")
+        shape, self._eps = (2 * rows * -(-hidden // self._group), hidden), head.decoder.norm_eps
+        self._kernels = weights.matrix(shape, f"{prefix}{name}_conv.kernel_projection.weight")
+        self._base = weights.array((2, rows, hidden), f"{prefix}{name}_conv.base_kernel")
+
+    def __call__(self, state: PassState) -> None:
+        """Add to ``state.x``."""
+        ops, x, (sides, count, hidden) = state.ops, to_host(state.x).copy(), self._base.shape
+        rows = x / np.sqrt(np.square(x).mean(1, keepdims=True) + self._eps) * self._norm
+        found = to_host(ops.projected(ops.given_rows(rows), self._kernels))
+        by_group = found.reshape(len(x), sides, count, -1)
+        kernels = np.repeat(by_group, self._group, 3)[..., :hidden] + self._base
+        state.x = ops.given_rows(_convolved(rows, kernels[:, 0]))
+        state.x = ops.given_rows(x + _convolved(to_host(self._layer(state)), kernels[:, 1]))
+
+
+def _convolved(rows: Floats, kernels: Floats) -> Floats:
+    """Each row (D,), and those before it, times its kernel (rows, D)."""
+    earlier = [np.pad(rows, ((n, 0), (0, 0)))[: len(rows)] for n in range(kernels.shape[1])]
+    summed: Floats = (np.stack(earlier, 1) * kernels).sum(1)
+    return summed
+
+
 class Transitions:
-    """What logits gain by the token before: DSpark's Markov head."""
+    """What logits gain by the token before: DSpark's Markov head, DFlash 2's selector."""
 
-    def __init__(self, head: HeadConfig, weights: WeightLoader) -> None:
-        self._before, self._behind = (weights.matrix(shape, name) for name, shape in head.pairs)
+    def __init__(self, head: HeadConfig, weights: WeightLoader, norm: Vector | None) -> None:
+        matrices = (weights.matrix(shape, name) for name, shape in head.pairs)
+        self._behind, self._before, *self._gate = matrices
+        self._norm, self._eps, self._choices = norm, head.decoder.norm_eps, head.choices
 
-    def add(self, ops: Ops, logits: Floats, tokens: Sequence[int]) -> Floats:
-        """Return ``logits`` (n, V) behind ``tokens`` (n,)."""
+    def add(self, ops: Ops, logits: Floats, tokens: Sequence[int], x: Floats) -> Floats:
+        """Return ``logits`` (n, V) behind ``tokens`` (n,); ``x`` (n, D) are their outputs."""
+        each = np.arange(len(tokens))
         rows = ops.embed(self._before, cast(Pass, None), tokens=np.array(tokens, np.int64))
-        gains = ops.head(rows, np.arange(len(tokens)), None, 0.0, self._behind)
-        return logits + gains[:, : logits.shape[1]]
+        for gate in self._gate:
+            gates = ops.head(ops.given_rows(x), each, self._norm, self._eps, gate)
+            rows = ops.given_rows(to_host(rows) * gates)
+        found = ops.head(rows, each, None, 0.0, self._behind)[:, : logits.shape[1]] + logits
+        if self._choices:
+            least = np.partition(logits, -self._choices)[:, -self._choices, None]
+            found[logits < least] = -np.inf
+        return found
 
 
 class BlockDecoder(Decoder):
     """DFlash's decoder. A pass of ``context`` appends the keys and values of known tokens."""
 
-    def __init__(
-        self, weights: WeightStore, context: ContextKeys, pairs: Transitions | None
-    ) -> None:
-        super().__init__(weights)
-        self.pairs = pairs
-        no_logits, ops = cast(Weight, None), weights.ops
-        end = Head(self.config, weights.norm, no_logits)
+    def __init__(self, store: WeightStore, head: HeadConfig, weights: WeightLoader) -> None:
+        super().__init__(store)
+        features, (first, *parts) = self.config.hidden_size * len(head.layers), store.body
+        context = ContextKeys(self.config, features, weights, parts[::2])
+        if head.kernel[0]:
+            convolved = (Convolved(n, part, head, weights) for n, part in enumerate(parts))
+            store.body = [first, *convolved]
+        self.pairs = Transitions(head, weights, store.norm) if head.pairs else None
+        end, ops = Head(self.config, store.norm, cast(Weight, None)), store.ops  # without logits
         self.context = Decoder(ResidentWeights(ops, self.config, [context], end, ResidentExperts()))
 
 
@@ -87,11 +131,12 @@ def read_dflash(checkpoint: OpenHead, target: DecoderConfig) -> HeadConfig:
         what = min(unknown, default="markov_head_type")
         raise UnsupportedModelError(f"a DFlash draft with its {what} is not supported")
     raw, tokens = RawConfig(checkpoint), checkpoint.tokens
-    names = next(((n, n.replace("w1", "w2")) for n in checkpoint.tensors if "markov_w1" in n), ())
+    names = sorted(n for n in checkpoint.tensors if "markov_w" in n or "selector" in n)[::-1]
+    selects = len(names) == 3  # the third one gates
     # Speculators list inputs, and the first row of their blocks drafts nothing
     inputs, causal = "aux_hidden_state_layer_ids", raw.flag("is_causal", raw.flag("causal"))
     listed = inputs if inputs in config else "target_layer_ids"
-    anchored = bool(names) and raw.flag("sample_from_anchor", listed != inputs)
+    anchored = len(names) == 2 and raw.flag("sample_from_anchor", listed != inputs)
     own, mask = qwen.read_qwen3(raw), raw.index("mask_token_id", None)
     block = raw.integer("block_size", 16)
     scale = raw.number("input_embedding_scale", target.embedding_scale)
@@ -104,6 +149,8 @@ def read_dflash(checkpoint: OpenHead, target: DecoderConfig) -> HeadConfig:
     )
     vocab = target.vocab_size if tokens is None else len(tokens)
     rank = checkpoint.tensors[names[0]].shape[-1] if names else 0
+    kernel = raw.integer("conv_kernel_size", 1), raw.integer("conv_group_size", 1)
+    shapes = ((vocab, rank), (target.vocab_size, rank), (rank, own.hidden_size))
     return HeadConfig(
         decoder=replace(
             own,
@@ -118,5 +165,7 @@ def read_dflash(checkpoint: OpenHead, target: DecoderConfig) -> HeadConfig:
         mask=mask,
         first=int(not anchored),
         causal=causal,
-        pairs=tuple(zip(names, ((target.vocab_size, rank), (vocab, rank)), strict=False)),
+        pairs=tuple(zip(names, shapes, strict=False)) if len(names) > 1 else (),
+        choices=min(raw.integer("selector_top_k", 16), vocab) if selects else 0,
+        kernel=kernel if selects else (0, 0),
     )

@@ -14,7 +14,7 @@ from itertools import pairwise
 from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.drafts.heads.assistant import AssistantBlock, AssistantHead, read_assistant
 from localrt.drafts.heads.config import HeadConfig, Ints
-from localrt.drafts.heads.dflash import BlockDecoder, ContextKeys, Transitions, read_dflash
+from localrt.drafts.heads.dflash import BlockDecoder, read_dflash
 from localrt.drafts.heads.eagle3 import read_eagle3
 from localrt.drafts.heads.files import OpenHead
 from localrt.drafts.heads.mtp import read_prediction
@@ -153,12 +153,6 @@ def load_head(checkpoint: Checkpoint, config: HeadConfig, ops: Ops, shared: Shar
             end = AssistantHead(end, decoder.block, decoder, weights)
         made = Decoder(ResidentWeights(ops, decoder, body, end, experts))
         if config.block:
-            features = decoder.hidden_size * len(config.layers)
-            context = ContextKeys(decoder, features, weights, body[1::2])
-            pairs = Transitions(config, weights) if config.pairs else None
-            made = BlockDecoder(made.weights, context, pairs)
-            for name in checkpoint.tensors:
-                if "conf" in name:  # DSpark's expected acceptance, which the tuner measures
-                    weights.skip(name)
+            made = BlockDecoder(made.weights, config, weights)
     weights.finish()
     return made

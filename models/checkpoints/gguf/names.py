@@ -76,7 +76,7 @@ _WHOLE_NAMES: Mapping[str, str] = {
     "altup_correct_scale.weight": "altup.correct_output_scale",
 }
 
-_NO_KIND = ("exp_probs_b", "ssm_a", "ssm_d", "ssm_dt")
+_NO_KIND = ("exp_probs_b", "ssm_a", "ssm_d", "ssm_dt", "attn_conv_base", "ffn_conv_base")
 """Tensors without ``.weight`` or ``.bias`` in Hugging Face's names."""
 _WEIGHTS_OF_NO_KIND = ("ffn_norm",)
 """Tensors without ``.weight`` in files of Falcon-H1."""
