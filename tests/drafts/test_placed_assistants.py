@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import localrt
 from localrt.common.errors import OptionError
 from localrt.drafts.head_draft import HeadDraft
 from localrt.engine.native.engine import NativeEngine
@@ -24,6 +25,7 @@ from localrt.quant.formats.tiled import tile_tensor
 from localrt.quant.ops.kv_formats import CacheFormat
 from tests.conftest import needs_kernels
 from tests.engine.test_speculation import fixed, ids, info_of, run
+from tests.inside import engine_of
 from tests.models.tiny import tokens
 from tests.models.tiny_assistants import TinyAssistant
 from tests.offload.placed import Model, passing
@@ -137,3 +139,18 @@ def test_rows_of_a_gpu(kv_format: CacheFormat) -> None:
     for first, stop in ((0, 250), (250, 251), (251, 270), (270, count)):
         cache.put_rows(1, first, keys[:, first:stop], values[:, first:stop])
     assert np.array_equal(cache.take_blocks(0, 2), wanted.take_blocks(0, 2))
+
+
+def test_budget(folder: Path) -> None:
+    """Through the API, before and after the target's weights are taken from RAM."""
+    options: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True, "temperature": 0.0}
+    own, prompt = str(folder / "own"), PROMPT[:40]
+    with localrt.load(folder / "target", draft=own, shrinkable=True, ctx=CAPACITY) as model:
+        plain = model.generate(token_ids=prompt, draft="off", **options)
+        for leave in (False, True):
+            if leave:
+                assert model.leave_ram(1 << 40) > 0
+            ours = model.generate(token_ids=prompt, draft=own, tree_budget=8, **options)
+            assert ours.token_ids == plain.token_ids
+            assert "head, 8 draft tokens" in str(ours.metrics.speculation)
+            assert (engine_of(model).counts().ssd_read_bytes > 0) is leave
