@@ -116,6 +116,7 @@ class MixtureSpec:
     ``beside_dense``: a dense MLP runs in parallel, with separate norms. With ``latent``, rows are
     projected to that width for the experts, and their output is projected back. With
     ``weigh_inputs``, the weight of a row's only expert is a factor of its input, not of its result.
+    ``hashed``: a table has each token's experts; the router only weighs them.
     """
 
     router: RouterSpec
@@ -129,6 +130,7 @@ class MixtureSpec:
     beside_dense: bool = False
     latent: int = 0
     weigh_inputs: bool = False
+    hashed: bool = False
 
     def __post_init__(self) -> None:
         if self.weigh_inputs and self.router.used > 1:

@@ -349,6 +349,7 @@ SCORING: Mapping[str, Scoring] = {
     "softmax": "softmax",
     "sigmoid": "sigmoid",
     "softmax-chosen": "softmax-chosen",
+    "sqrtsoftplus": "sqrt-softplus",
 }
 _COUNT_KEYS = ("num_experts", "num_local_experts", "moe_num_experts")
 _USED_KEYS = ("num_experts_per_tok", "moe_k")

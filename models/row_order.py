@@ -31,7 +31,7 @@ from localrt.models.tensor_source import (
     StoredTensor,
     TensorInfo,
 )
-from localrt.quant.formats import GGML_UNREAD, NVFP4, TQ2_0, Format, PackedTensor
+from localrt.quant.formats import F32, GGML_UNREAD, NVFP4, TQ2_0, Format, PackedTensor
 from localrt.quant.formats.ik_quants import IK_CONVERSIONS
 from localrt.quant.formats.packed import Bytes
 
@@ -366,4 +366,5 @@ def _tq2_0(blocks: Bytes) -> Bytes:
 
 _FORMATS: Mapping[Format, tuple[Format, Callable[[Bytes], Bytes]]] = MappingProxyType(
     {GGML_UNREAD[34]: (TQ2_0, _tq2_0), GGML_UNREAD[40]: (NVFP4, _nvfp4), **IK_CONVERSIONS}
+    | {Format("i64", 1, 8): (F32, lambda n: n.view("<i8").astype("<f4").view(np.uint8))}
 )

@@ -22,7 +22,7 @@ from localrt.offload.placement import PlacedUnit, UnitKind, Where, host_piece, l
 from localrt.quant.choose import missing_on_gpu
 from localrt.quant.cuda.formats import is_packed
 from localrt.quant.formats.tiled import TILE_ROWS
-from localrt.quant.ops.attention import IndexSpec, LatentSpec, scratch_nbytes
+from localrt.quant.ops.attention import CompressedSpec, IndexSpec, LatentSpec, scratch_nbytes
 from localrt.quant.ops.kv import grown_capacity
 from localrt.quant.ops.kv_formats import BLOCK_TOKENS, LATENT_FORMATS, KvFormat, block_nbytes
 from localrt.quant.ops.protocol import LayerSpec
@@ -34,8 +34,8 @@ from localrt.quant.ops.states import StateLayout
 class KvShape:
     """Keys and values of one layer: ``groups`` heads of ``width``, seen by ``heads`` query heads.
 
-    ``latent`` is DeepSeek's: one vector of ``width`` per token instead of keys and values, and
-    ``row_nbytes`` per row of a pass for its wide queries and results; ``macs`` are the
+    ``latent`` is DeepSeek's: one vector of ``width`` per token instead of keys and values, in bf16
+    if ``compressed``, and ``row_nbytes`` per row of a pass for its wide queries; ``macs`` are the
     multiply-accumulates of one query row with one token held. A layer that ``reads`` another one's
     keys and values has none of its own, and neither has a layer with only ``states``, whose size
     does not depend on the number of tokens. With an ``index``, attention sees only the tokens it
@@ -46,6 +46,7 @@ class KvShape:
     width: int = 0
     macs: int = 0
     latent: bool = False
+    compressed: bool = False
     row_nbytes: int = 0
     reads: int | None = None
     states: tuple[RecurrentSpec, ...] = ()
@@ -87,7 +88,7 @@ class KvShape:
         if not self.latent:
             return block_nbytes(self.groups, self.width, kv_format) // BLOCK_TOKENS
         # int8 is the fewest bits of a latent: ``make_plan`` does not take int4.
-        kept = LATENT_FORMATS["bf16" if kv_format == "bf16" else "int8"]
+        kept = LATENT_FORMATS["bf16" if kv_format == "bf16" or self.compressed else "int8"]
         return block_nbytes(self.groups, self.width, kept) // BLOCK_TOKENS
 
 
@@ -118,7 +119,7 @@ class PassSizes:
         """The sizes of a model with this config."""
         mixtures = [mixture for mixture in config.mixtures if mixture is not None]
         widest = max(mixtures, key=lambda each: each.router.used * each.inner, default=None)
-        latents = (spec.row_nbytes for spec in config.memory if isinstance(spec, LatentSpec))
+        latents = (getattr(spec, "row_nbytes", 0) for spec in config.memory)
         states = (spec for spec in config.memory if isinstance(spec, RecurrentSpec))
         return cls(
             hidden=config.hidden_size,
@@ -337,6 +338,10 @@ def _kv_shape(memory: Sequence[LayerSpec]) -> KvShape:
             macs, width = spec.heads * (spec.head_dim + spec.latent), spec.head_dim
             own = spec.row_nbytes
             shape = replace(shape, groups=1, width=width, macs=macs, latent=True, row_nbytes=own)
+        elif isinstance(spec, CompressedSpec):
+            macs, width = 2 * spec.heads * spec.size // (spec.block or 64), spec.head_dim
+            shape = replace(shape, groups=1, width=width, macs=macs, row_nbytes=spec.row_nbytes)
+            shape = replace(shape, latent=True, compressed=True)
         else:
             macs, width = 2 * spec.heads * spec.head_dim, spec.head_dim
             shape = replace(shape, groups=spec.kv_heads, width=width, macs=macs, reads=spec.reads)

@@ -55,7 +55,7 @@ def folded_rotation(config: DecoderConfig, infos: Mapping[str, TensorInfo]) -> i
     """Block size of the rotation that can be folded into v of every layer; 0: none can."""
     if len(config.attending) < config.layers or len(config.memory) > config.layers:
         return 0  # in recurrent layers a gate comes before the output projection
-    if any(isinstance(spec, LatentSpec) for spec in config.attending):
+    if not all(spec.value_dim for spec in config.attending):
         return 0  # a head's values are not rows of a matrix before the output projection
     out = infos[f"model.layers.0.{config.names.out}.weight"]
     size = rotation(out.format) if out.format.name in CODECS else 0

@@ -13,10 +13,11 @@ import numpy as np
 
 from localrt.models.config import Block, DecoderConfig, Layer, Part, Places
 from localrt.models.layers.attention import LatentAttention
+from localrt.models.layers.compressed import CompressedAttention
 from localrt.models.layers.parts import Attention, Normed, Residual, SideBySide
 from localrt.models.layers.recurrent import Recurrent
 from localrt.models.weights import WeightLoader
-from localrt.quant.ops.attention import LatentSpec
+from localrt.quant.ops.attention import CompressedSpec, LatentSpec
 from localrt.quant.ops.protocol import LayerSpec
 from localrt.quant.ops.recurrent import RecurrentSpec
 
@@ -27,6 +28,8 @@ def load_mixer(
     """Load attention of any kind, or a recurrent layer; ``place`` is its index in the cache."""
     if isinstance(spec, RecurrentSpec):
         return Recurrent(config, layer, weights, spec, place)
+    if isinstance(spec, CompressedSpec):
+        return CompressedAttention(config, layer, weights, place)
     kind = LatentAttention if isinstance(spec, LatentSpec) else Attention
     return kind(config, layer, weights, place)
 

@@ -1,24 +1,29 @@
 """Hyper-connections: a block over several residual streams; layers read a mixture of them.
 
 ``quant/ops/streams.py`` computes this. Before the first layer each stream is the embedding; after
-the last, ``ReadStreams`` makes the head's input from them. Attention sees the tokens that an
-indexer chooses, and before one layer hashed n-gram embeddings are added (Qwen3.8-Flash-Next).
+the last, the head's input is made from them. Attention sees the tokens that an indexer chooses, and
+before one layer hashed n-gram embeddings are added (Qwen3.8-Flash-Next).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
 
 from localrt.models.config import Block, DecoderConfig, Layer, Part, Places, Table
 from localrt.models.layers.attention import IndexedAttention
 from localrt.models.layers.block import load_mixer
+from localrt.models.layers.compressed import normed
 from localrt.models.layers.ngrams import AddNgrams, NgramLayer
 from localrt.models.layers.parts import Attention, PassState, joined
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats.tiled import TILE_ROWS
-from localrt.quant.ops.arrays import Weight
+from localrt.quant.ops.arrays import Array, Weight, to_host
 from localrt.quant.ops.attention import AttentionSpec, IndexSpec
+from localrt.quant.ops.mathematics import exp
 from localrt.quant.ops.protocol import LayerSpec
 from localrt.quant.ops.streams import ConnectionWeights
 
@@ -42,33 +47,22 @@ class RepeatStream:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Connected:
-    """A layer that reads a mixture of all streams and adds its weighted output to each."""
+    """A layer that reads a mixture of all streams and adds its output to each; None: the head."""
 
-    layer: Layer
+    layer: Layer | None
     weights: ConnectionWeights
 
     def __call__(self, state: PassState) -> None:
-        """Replace ``state.streams`` by the layer's output."""
+        """Replace ``state.streams`` by the layer's output, or fill ``state.x``."""
         assert state.streams is not None, "they are made before the first layer"
-        state.x, shares = state.ops.read_streams(state.streams, self.weights)
-        assert shares is not None, "only the last connection has none"
-        state.streams = state.ops.share_out(state.streams, self.layer(state), shares)
+        streams, state.streams = state.streams, None
+        state.x, shares = state.ops.read_streams(streams, self.weights)
+        if self.layer is not None:
+            assert shares is not None, "only the last connection has none"
+            state.streams = state.ops.share_out(streams, self.layer(state), shares)
 
     def matrices(self) -> dict[str, Weight]:
-        return self.layer.matrices()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ReadStreams:
-    """Makes the head's input from the streams."""
-
-    weights: ConnectionWeights
-
-    def __call__(self, state: PassState) -> None:
-        """Fill ``state.x``."""
-        assert state.streams is not None, "they are made before the first layer"
-        state.x, _ = state.ops.read_streams(state.streams, self.weights)
-        state.streams = None
+        return {} if self.layer is None else self.layer.matrices()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +77,7 @@ class HyperConnections(Block):
     final_norm = False
 
     count: int
-    rank: int
+    rank: int = 0
     ngrams: NgramLayer | None = None
     index: IndexSpec | None = None
     index_apart: bool = False
@@ -123,7 +117,7 @@ class HyperConnections(Block):
         return self._connected(config, layer, weights, mlp, _MLP)
 
     def after(self, config: DecoderConfig, weights: WeightLoader) -> Sequence[Part]:
-        return (ReadStreams(self._connection(config, weights, _MIXER, shares=False)),)
+        return (Connected(None, self._connection(config, weights, _MIXER, shares=False)),)
 
     def memory(self, config: DecoderConfig, layer: int) -> tuple[LayerSpec, ...]:
         """A layer's memory: the indexer before its attention, n-grams last."""
@@ -166,3 +160,57 @@ class HyperConnections(Block):
             share=weights.matrix((self.count, wide), prefix + _SHARE) if shares else None,
             eps=config.norm_eps,
         )
+
+
+class Mixed:
+    """As ``Connected``; a matrix with rows and columns of sum 1 mixes the streams (mHC, 2026)."""
+
+    def __init__(
+        self, config: DecoderConfig, weights: WeightLoader, prefix: str, layer: Layer | None
+    ) -> None:
+        self.block, self.layer, self.eps = cast(MixedStreams, config.block), layer, config.norm_eps
+        count = self.block.count
+        self._sizes = [count] if layer is None else [count, count, count * count]
+        rows = sum(self._sizes)
+        self._matrix = weights.array((rows * count * config.hidden_size,), f"{prefix}fn")
+        self._base = weights.array((rows,), f"{prefix}base")
+        self._scale = weights.array((len(self._sizes),), f"{prefix}scale")
+
+    def __call__(self, state: PassState) -> None:
+        """Replace ``state.streams`` by the layer's output, or fill ``state.x``."""
+        count, eps, flat = self.block.count, np.float32(self.block.eps), to_host(state.streams)
+        streams = flat.reshape(len(flat), count, -1)
+        matrix = self._matrix.reshape(len(self._base), -1)
+        numbers = np.stack([matrix @ row for row in normed(flat, self.eps)])
+        numbers = numbers * np.repeat(self._scale, self._sizes) + self._base
+        shares = (1 / (1 + exp(-numbers[:, : 2 * count, None]))).astype(np.float32)
+        state.x = state.ops.given_rows(((shares[:, :count] + eps) * streams).sum(1))
+        if self.layer is None:
+            return
+        mix = numbers[:, 2 * count :].reshape(-1, count, count)
+        mix = exp(mix - mix.max(-1, keepdims=True)).astype(np.float32)
+        mix = mix / mix.sum(-1, keepdims=True) + eps
+        for axis in [-2, *[-1, -2] * (self.block.rounds - 1)]:  # Sinkhorn and Knopp, 1967
+            mix = mix / (mix.sum(axis, keepdims=True) + eps)
+        out = 2 * shares[:, count:] * to_host(self.layer(state))[:, None]
+        out += mix.swapaxes(1, 2) @ streams
+        state.streams = cast(Array, state.ops.given_rows(out.reshape(flat.shape)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedStreams(HyperConnections):
+    """A block whose streams matrices mix (DeepSeek-V4), in ``rounds``; ``eps`` is added to sums."""
+
+    final_norm = True
+
+    eps: float
+    rounds: int
+
+    def after(self, config: DecoderConfig, weights: WeightLoader) -> Sequence[Part]:
+        return (Mixed(config, weights, "hc_head_", None),)
+
+    def _connected(
+        self, config: DecoderConfig, layer: int, weights: WeightLoader, own: Layer, name: str
+    ) -> Part:
+        site = "attn" if name == _ATTENTION else "ffn"
+        return Mixed(config, weights, f"model.layers.{layer}.hc_{site}_", own)

@@ -93,8 +93,7 @@ class InputGate:
     ) -> None:
         hidden = config.hidden_size
         prefix, activation = f"model.layers.{layer}.", config.mlp.activation
-        assert activation != "relu2", "what lets inputs through is a gate"
-        assert activation != "xielu", "it has none either"
+        assert activation == "silu" or activation == "gelu_tanh", "inputs pass a gate"
         self.spec = InputGateSpec(
             layer=layer, width=width, activation=activation, eps=config.norm_eps
         )

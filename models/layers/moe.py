@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -119,6 +119,10 @@ class SparseMlp:
             else None,
             expert_scale=optional(spec.beside_dense, count, prefix + EXPERT_SCALE),
         )
+        self._table, self._scored = None, spec.router
+        if spec.hashed:
+            self._scored, rows = replace(spec.router, used=count), config.vocab_size
+            self._table = weights.array((rows * spec.router.used,), f"{prefix}{ROUTER}.tid2eid")
         self.shared: MlpWeights | None = None
         self.shared_gate = None
         if spec.shared:
@@ -157,7 +161,11 @@ class SparseMlp:
             CheckpointError: the router gives NaN (noticed only if the host has the choice).
         """
         ops, down = state.ops, self._latent_down
-        normed, routing = ops.norm_route(state.x, self.router, self.spec.router)
+        normed, routing = ops.norm_route(state.x, self.router, self._scored)
+        if self._table is not None:
+            assert state.batch is not None, "it is not part of a captured graph"
+            table = self._table.reshape(-1, self.spec.router.used)
+            routing = self.spec.router.choose(routing, table[state.batch.tokens].astype(np.int32))
         rows = normed if down is None else ops.latent_rows(normed, down)
         if self.spec.weigh_inputs:
             rows = ops.weigh_rows(rows, routing)

@@ -37,12 +37,12 @@ _LAYOUTS = CPP.numbers(
     " iq4_nl iq4_xs tq2_0 iq3_xxs iq3_s iq2_xxs iq2_xs iq2_s iq1_s iq1_m"
     " int4b int8b int4z int8z nf4-f32 e4m3 fp4-f32 int8k",
 )
-ACTIVATIONS = CPP.numbers("Activation", "silu gelu_tanh swiglu_oai relu2 xielu")
+ACTIVATIONS = CPP.numbers("Activation", "silu gelu_tanh swiglu_oai relu2 xielu swiglu")
 CACHE_FORMATS = CPP.numbers("KvFormat", "bf16 int8 int4 latent-bf16 latent-int8")
 VISION_STEPS = CPP.numbers("VisionStep", "linear norm rotate gate add attention")
 VISION_ACTIVATIONS = CPP.numbers("VisionActivation", "none gelu gelu_tanh quick_gelu silu")
 RECURRENT_KINDS = CPP.numbers("RecurrentKind", "delta ssm conv ngram")
-SCORINGS = CPP.numbers("Scoring", "softmax sigmoid softmax-chosen")
+SCORINGS = CPP.numbers("Scoring", "softmax sigmoid softmax-chosen sqrt-softplus")
 # How codes and scales are spaced: affine formats with and without a minimum, others by name.
 FAMILIES = CPP.numbers("Family", "even even-with-minimum nf4 mxfp4 nvfp4 q3_k q2_k iq4_nl")
 STEP_KINDS = CPP.numbers(

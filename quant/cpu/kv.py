@@ -9,6 +9,7 @@ tokens.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
@@ -21,7 +22,7 @@ from localrt import system
 from localrt.common.errors import MemoryBudgetError, OptionError
 from localrt.quant.formats.packed import Bytes
 from localrt.quant.ops.attention import AttentionSpec, LatentSpec
-from localrt.quant.ops.kv import GrowingCache, ReadBlocks, grown_capacity
+from localrt.quant.ops.kv import GrowingCache, ReadBlocks, TokenRows, grown_capacity
 from localrt.quant.ops.kv_formats import (
     BLOCK_TOKENS,
     KV_CHUNK,
@@ -116,10 +117,10 @@ def cache_format(layers: Sequence[AttentionSpec], kv_format: CacheFormat) -> Cac
     Raises:
         OptionError: latents are not kept in so few bits.
     """
-    if not any(isinstance(spec, LatentSpec) for spec in layers):
+    if all(spec.value_dim for spec in layers) or kv_format in LATENT_FORMATS.values():
         return kv_format
-    if kv_format in LATENT_FORMATS.values():
-        return kv_format
+    if kv_format != "bf16" and not any(isinstance(spec, LatentSpec) for spec in layers):
+        raise OptionError(f"kv_format {kv_format} is not for compressed tokens: use bf16")
     if kv_format not in LATENT_FORMATS:
         raise OptionError(
             f"kv_format {kv_format} is not for latent attention, whose cache is small as it is: "
@@ -232,6 +233,13 @@ class NativeKVCache(GrowingCache):
 
     def layer_done(self, layer: int, rows: int) -> None:
         """Note that a pass has written ``rows`` new tokens, and is done with the layer."""
+
+    def token_rows(self, layer: int, width: int) -> TokenRows:
+        """A layer's rows of ``width``, whose keys are values, until ``layer_done``."""
+        start, stride = self.layer_ready(layer)
+        first = np.ctypeslib.as_array((ctypes.c_uint16 * width).from_address(start))
+        shape = self.allocated // BLOCK_TOKENS, BLOCK_TOKENS, width
+        return TokenRows(np.lib.stride_tricks.as_strided(first, shape, (stride, 2 * width, 2)))
 
     def _grow(self, size: int) -> None:
         nbytes = size // BLOCK_TOKENS * self._step

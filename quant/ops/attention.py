@@ -303,6 +303,37 @@ class LatentWeights(Generic[WeightT, VectorT]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CompressedSpec(AttentionSpec):
+    """A layer that sees the last ``nearest`` tokens, of ``size`` numbers, and an entry for each
+    ``block`` of tokens (0: none), or the ``chosen`` best of an indexer: ``layers/compressed.py``.
+
+    A token's row in the cache has a key, and for each size of ``entries`` an entry, and values and
+    gates of each series. Results of heads are projected in ``groups``, each to ``group_rank``.
+    """
+
+    size: int
+    nearest: int
+    query_rank: int
+    groups: int
+    group_rank: int
+    block: int = 0
+    series: int = 1
+    entries: tuple[int, ...] = ()  # attention's, and the indexer's
+    index_heads: int = 0
+    chosen: int = 0
+
+    @property
+    def value_dim(self) -> int:
+        """Keys are values: none are cached."""
+        return 0
+
+    @property
+    def row_nbytes(self) -> int:
+        """Float32 bytes of a row of a pass, about."""
+        return 8 * (self.head_dim + self.query_rank + 2 * self.heads * self.size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class IndexSpec(AttentionSpec):
     """An indexer, as a layer of the cache. ``budget`` tokens are chosen, in blocks of ``block``."""
 

@@ -19,19 +19,20 @@ import numpy.typing as npt
 
 from localrt.quant.ops.arrays import ArrayT, VectorT, WeightT
 
-ExpertActivation = Literal["silu", "gelu_tanh", "swiglu_oai", "relu2"]
-Scoring = Literal["softmax", "sigmoid", "softmax-chosen"]
+ExpertActivation = Literal["silu", "gelu_tanh", "swiglu_oai", "relu2", "swiglu"]
+Scoring = Literal["softmax", "sigmoid", "softmax-chosen", "sqrt-softplus"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSpec:
     """How experts are chosen. The defaults are Mixtral's, except for the counts.
 
-    The logits become scores by a softmax over all experts, or by a sigmoid each. Experts are ranked
-    by score plus ``choice_bias``; with ``groups``, only those of the ``used_groups`` best groups
-    (by the sum of a group's ``group_top`` largest). Chosen scores without the bias are the weights:
-    made to sum to 1 where ``normalize`` is set, then times ``scale``. ``"softmax-chosen"`` makes
-    them the softmax of the chosen logits alone. With a ``softcap`` c, logits are c tanh(logit / c).
+    The logits become scores by a softmax over all experts, by a sigmoid each, or by the root of a
+    softplus. Experts are ranked by score plus ``choice_bias``; with ``groups``, only those of the
+    ``used_groups`` best groups (by the sum of a group's ``group_top`` largest). Chosen scores
+    without the bias are the weights: made to sum to 1 where ``normalize`` is set, then times
+    ``scale``. ``"softmax-chosen"`` makes them the softmax of the chosen logits alone. With a
+    ``softcap`` c, logits are c tanh(logit / c).
     """
 
     count: int
@@ -64,6 +65,13 @@ class RouterSpec:
         """Experts that are reported for each row, best first: W = min(2 K, E)."""
         return min(2 * self.used, self.count)
 
+    def choose(self, scored: Routing, chosen: npt.NDArray[np.int32]) -> Routing:
+        """The weights of ``chosen`` (R, K), by the scores of a choice of all experts."""
+        places = np.take_along_axis(np.argsort(scored.experts, axis=1), chosen, 1)
+        scores = np.take_along_axis(scored.scores, places, 1)
+        sums = np.maximum(scores.sum(1, keepdims=True), 1e-20) if self.normalize else 1
+        return Routing(chosen, scores, (scores / sums * self.scale).astype(np.float32))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
 class RouterWeights(Generic[WeightT, VectorT]):
@@ -83,7 +91,8 @@ class ExpertSpec:
     at most ``limit`` and ``up(x)`` within ``limit``.
 
     ``swiglu_oai`` is gpt-oss's: gate at most ``limit``, up within ``limit``, ``gate * sigmoid(1.702
-    gate) * (up + 1)``. ``relu2`` has no gate: it squares the ReLU of ``up(x)``.
+    gate) * (up + 1)``; ``swiglu``: ``silu(gate) * up`` of these. ``relu2`` has no gate: it squares
+    the ReLU of ``up(x)``.
     """
 
     activation: ExpertActivation = "silu"

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import (
     TYPE_CHECKING,
+    Any,
     ClassVar,
     Protocol,
     TypeAlias,
@@ -24,8 +26,10 @@ from typing import (
 )
 
 import numpy as np
+import numpy.typing as npt
 
-from localrt.quant.formats.packed import Bytes
+from localrt.quant.formats.convert import bf16_bits, bf16_values
+from localrt.quant.formats.packed import Bytes, Floats
 from localrt.quant.ops.adapters import Mix
 from localrt.quant.ops.kv_formats import BLOCK_TOKENS
 
@@ -139,6 +143,23 @@ def held_blocks(blocks: Bytes, first: int = 0) -> ReadBlocks:
 def grown_capacity(length: int) -> int:
     """Tokens allocated to hold ``length``: whole steps, so that growth is rare and waste small."""
     return -(-length // BLOCK_TOKENS) * BLOCK_TOKENS
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenRows:
+    """A layer's ``rows`` (blocks, 256, numbers), one a token; in bf16 as uint16."""
+
+    rows: npt.NDArray[Any]
+
+    def put(self, tokens: npt.NDArray[np.int64], columns: slice, values: Floats) -> None:
+        """Set columns of some tokens' rows, (n, columns)."""
+        at = tokens // BLOCK_TOKENS, tokens % BLOCK_TOKENS, columns
+        self.rows[at] = bf16_bits(values) if self.rows.dtype == np.uint16 else values
+
+    def get(self, tokens: npt.NDArray[np.int64], columns: slice) -> Floats:
+        """Columns of some tokens' rows, (n, columns)."""
+        found = self.rows[tokens // BLOCK_TOKENS, tokens % BLOCK_TOKENS, columns]
+        return bf16_values(found) if found.dtype == np.uint16 else found
 
 
 class GrowingCache(ABC):

@@ -64,7 +64,7 @@ from localrt.quant.ops.streams import (
     StreamWeights,
 )
 
-Activation = Literal["silu", "gelu_tanh", "relu2", "xielu"]
+Activation = Literal["silu", "gelu_tanh", "relu2", "xielu", "swiglu"]
 UNGATED = ("relu2", "xielu")
 """Activations of MLPs without a gate."""
 
@@ -161,6 +161,14 @@ class Span:
     mask: npt.NDArray[np.bool_] | None = None
     ahead: npt.NDArray[np.int32] | None = None
     windows_only: bool = False
+
+    def paths(self) -> list[npt.NDArray[np.int64]]:
+        """Of each row the places in the cache of the tokens that it sees, itself last."""
+        held, whole = self.cache.length, np.arange(self.cache.length + self.rows)
+        if self.mask is None:
+            return [whole[: held + row + 1] for row in range(self.rows)]
+        base = len(whole) - self.mask.shape[1]
+        return [np.concatenate([whole[:base], base + np.flatnonzero(row)]) for row in self.mask]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

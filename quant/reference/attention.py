@@ -162,8 +162,7 @@ def choose_rows(
     cache.write(layer, keys[:, None], torch.zeros_like(keys)[:, None])
     own, blocks = (part[0] for part in cache.view(layer, span.rows))
     chosen = torch.zeros(span.rows, held + span.rows, dtype=torch.bool, device=q.device)
-    for row in range(span.rows):
-        path = _path(span, held, row)
+    for row, path in enumerate(span.paths()):
         whole = len(path) // spec.block
         if len(path) % spec.block == 0:
             mean = own[path[-spec.block :]].float().mean(0).to(own.dtype)
@@ -176,14 +175,6 @@ def choose_rows(
             path = np.concatenate([kept.reshape(-1), path[whole * spec.block :]])
         chosen[row, path] = True
     return chosen
-
-
-def _path(span: Span, held: int, row: int) -> np.ndarray:
-    """Indices of the tokens that a row sees, itself last."""
-    if span.mask is None:
-        return np.arange(held + row + 1)
-    base = held + span.rows - span.mask.shape[1]
-    return np.concatenate([np.arange(base), base + np.flatnonzero(span.mask[row])])
 
 
 _SCORES = 1 << 24  # numbers held at once: query rows are taken a few at a time

@@ -35,6 +35,8 @@ def route(
     if spec.softcap is not None:
         logits = torch.tanh(logits / spec.softcap) * spec.softcap
     scores = logits.sigmoid() if spec.scoring == "sigmoid" else logits.softmax(-1)
+    if spec.scoring == "sqrt-softplus":
+        scores = F.softplus(logits).sqrt()
     # By the logits themselves, scores being equal where a softmax vanishes.
     rank = logits if spec.scoring == "softmax-chosen" else scores
     if choice_bias is not None:
@@ -113,6 +115,8 @@ def gated(gate_up: Tensor, spec: ExpertSpec | MlpSpec) -> Tensor:
     if isinstance(spec, MlpSpec) and spec.gate_scale != 1.0:
         gate = gate * spec.gate_scale
     up = up.clamp(-spec.limit, spec.limit)
+    if spec.activation == "swiglu":
+        return F.silu(gate.clamp(max=spec.limit)) * up
     if spec.activation == "silu":
         return F.silu(gate).clamp(max=spec.limit) * up
     if spec.activation == "gelu_tanh":

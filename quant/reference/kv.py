@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from localrt.quant.ops.hybrid_cache import HybridCache
-from localrt.quant.ops.kv import GrowingCache, KVCache, ReadBlocks, read_pieces
+from localrt.quant.ops.kv import GrowingCache, KVCache, ReadBlocks, TokenRows, read_pieces
 from localrt.quant.ops.kv_formats import BLOCK_TOKENS
 from localrt.quant.ops.protocol import Span
 from localrt.quant.ops.recurrent import RecurrentSpec
@@ -110,6 +110,15 @@ class TorchKVCache(GrowingCache):
         start, stop = self._length, self._length + k.shape[0]
         self._k[layer][:, start:stop] = k.transpose(0, 1)
         self._v[layer][:, start:stop] = v.transpose(0, 1)
+
+    def layer_done(self, layer: int, rows: int) -> None:
+        """Nothing to do."""
+
+    def token_rows(self, layer: int, width: int) -> TokenRows:
+        """A layer's rows of ``width``, whose keys are values: on a CPU."""
+        rows = self._k[layer][0]
+        rows = rows.view(torch.uint16) if rows.dtype == torch.bfloat16 else rows
+        return TokenRows(rows.numpy().reshape(-1, BLOCK_TOKENS, width))
 
     def view(self, layer: int, extra: int, *, rounded: bool = False) -> tuple[Tensor, Tensor]:
         """Keys and values (G, length + extra, E), with ``extra`` rows just written.

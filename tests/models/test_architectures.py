@@ -102,6 +102,7 @@ def test_final_norm(name: str, tmp_path: Path) -> None:
     ("name", "missing"),
     [
         ("cohere2", "they do not compute attention and an MLP in parallel"),
+        ("deepseek-v4", "they do not keep several residual streams"),
         ("ling", "they do not compute decays that have a floor"),
         ("ling-softplus", "they do not gate the heads of latent attention"),
     ],

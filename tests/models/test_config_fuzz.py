@@ -54,6 +54,8 @@ MODELS = {
     "phi3-longrope": "original_max_position_embeddings",
     "smollm3-nope": "no_rope_layer_interval",
     "deepseek-v3": "moe_layer_freq scoring_func num_nextn_predict_layers",
+    "deepseek-v4": "compress_ratios compress_rates layer_types mlp_layer_types num_hash_layers"
+    " qk_rope_head_dim compress_rope_theta o_groups",
     "mixtral": "norm_topk_prob",
     "qwen2-moe": "mlp_only_layers decoder_sparse_step",
     "qwen3-moe": "num_local_experts",

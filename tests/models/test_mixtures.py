@@ -52,7 +52,7 @@ def test_routing(name: str, tmp_path: Path) -> None:
         first = first.log() if type(module).__name__.startswith("Gemma4") else first
         expected.append(tuple(part.numpy() for part in (first, *rest)))
 
-    names = ("TopKRouter", "TopkRouter", "Gemma4TextRouter")
+    names = ("TopKRouter", "TopkRouter", "HashRouter", "Gemma4TextRouter")
     routers = [m for m in theirs.modules() if type(m).__name__.endswith(names)]
     handles = [router.register_forward_hook(listen) for router in routers]
     ours.forward(Batch.extend([(ours.cache(LENGTH), ids)]), rows=[])

@@ -50,7 +50,7 @@ def change_head(folder: Path, kind: str) -> None:
     (path,) = folder.glob("*.safetensors")
     tensors = load_file(path)
     (embedding,) = (tensors[name] for name in tensors if EMBEDDING.search(name))
-    at = next((name for name in tensors if name.endswith(HEAD)), HEAD)
+    at = next((name for name in tensors if name.endswith(HEAD) or name == "head.weight"), HEAD)
     tensors.pop(at, None)
     if kind != "none":
         tensors[at] = embedding.clone()

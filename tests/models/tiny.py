@@ -59,6 +59,9 @@ def random_model(config: Any, seed: int = 0) -> Any:
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.copy_(torch.rand_like(buffer) + 0.5)
+            if name.endswith("tid2eid"):
+                order = torch.rand(len(buffer), config.n_routed_experts).argsort(1)
+                buffer.copy_(order[:, : buffer.shape[1]])
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(torch.randn_like(buffer) * 0.2)
     return model.float().eval()

@@ -1095,6 +1095,55 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 }
 
 
+# Of more tokens than a window, several blocks, and more entries than the indexer chooses.
+_V4: dict[str, Any] = {
+    **SIZES,
+    "intermediate_size": 32,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "partial_rotary_factor": 0.5,
+    "q_lora_rank": 48,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "sliding_window": WINDOW,
+    "o_lora_rank": 24,
+    "index_n_heads": 8,
+    "index_head_dim": 16,
+    "index_topk": 5,
+}
+_V4_SPARSE, _V4_HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
+DEEPSEEK_V4: dict[str, Callable[[], Any]] = {
+    "deepseek-v4": lambda: hf.DeepseekV4Config(
+        **{**_V4, "num_hidden_layers": 4},
+        layer_types=["sliding_attention", _V4_SPARSE, _V4_HEAVY, _V4_SPARSE],
+        compress_rates={_V4_SPARSE: 4, _V4_HEAVY: 8},
+        num_hash_layers=1,
+        o_groups=2,
+        hc_mult=3,
+        swiglu_limit=0.5,
+        rope_parameters={**_YARN, "beta_fast": 32, "beta_slow": 1},
+    ),
+    "deepseek-v4-file": lambda: hf.DeepseekV4Config(
+        **{**_V4, "num_hidden_layers": 4, "head_dim": 64, "index_head_dim": 64},
+        layer_types=["sliding_attention", _V4_SPARSE, _V4_HEAVY, _V4_SPARSE],
+        num_hash_layers=2,
+        o_groups=2,
+        rope_parameters={**_YARN, "beta_fast": 32, "beta_slow": 1},
+    ),
+    "deepseek-v4-plain": lambda: hf.DeepseekV4Config(
+        **_V4,
+        layer_types=[_V4_HEAVY, _V4_SPARSE, _V4_SPARSE],
+        compress_rates={_V4_SPARSE: 3, _V4_HEAVY: 5},
+        num_hash_layers=0,
+        o_groups=4,
+        hc_mult=2,
+        hc_sinkhorn_iters=3,
+        scoring_func="sigmoid",
+    ),
+}
+
+
 _GRANITE: dict[str, Any] = {**_LOCAL_EXPERTS, **_FACTORS}
 _GPT_OSS: dict[str, Any] = {**_LOCAL_EXPERTS, "head_dim": 32, "sliding_window": WINDOW}
 
@@ -1152,4 +1201,5 @@ MIXTURES: dict[str, Callable[[], Any]] = {
     ),
     **FAMILY_MIXTURES,
     **HYBRID_MIXTURES,
+    **DEEPSEEK_V4,
 }

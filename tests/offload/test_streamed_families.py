@@ -26,6 +26,7 @@ STREAMED = {
     "cohere2_moe": "cohere2-moe-dense-first",
     "afmoe": "afmoe",
     "deepseek": "glm4-moe-lite",
+    "deepseek_v4": "deepseek-v4",
     "ernie": "ernie-moe",
     "exaone4": "exaone4-window",
     "exaone_moe": "exaone-moe-groups",

@@ -34,6 +34,8 @@ def choose(logits: np.ndarray, spec: RouterSpec, choice_bias: np.ndarray | None)
     scores = exps / exps.sum(1, keepdims=True)
     if spec.scoring == "sigmoid":
         scores = 1 / (1 + np.exp(-logits))
+    if spec.scoring == "sqrt-softplus":
+        scores = np.sqrt(np.log1p(np.exp(logits)))
     keys = logits if spec.scoring == "softmax-chosen" else scores
     keys = keys + (0 if choice_bias is None else choice_bias)
     rows, size = len(logits), spec.count // spec.groups
@@ -81,6 +83,7 @@ SPECS = [
     RouterSpec(count=5, used=5, eps=1e-6, scoring="sigmoid", normalize=False),
     RouterSpec(count=40, used=4, eps=1e-6, scoring="sigmoid", softcap=2.0),
     RouterSpec(count=1, used=1, eps=1e-6),
+    RouterSpec(count=48, used=5, eps=1e-6, scoring="sqrt-softplus", scale=1.5),
 ]
 
 

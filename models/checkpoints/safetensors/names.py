@@ -95,7 +95,7 @@ _OURS: Mapping[str, str] = {
     # Mixtral, LFM2-MoE
     **{
         f"{mlp}.experts.{{}}.{theirs}.weight": ours
-        for mlp in ("block_sparse_moe", "mlp", "feed_forward")
+        for mlp in ("block_sparse_moe", "mlp", "feed_forward", "ffn")
         for theirs, ours in zip(("w1", "w3", "w2"), (*GATE_UP, *DOWN), strict=True)
     },
     "block_sparse_moe.gate.weight": f"{ROUTER}.weight",
@@ -173,7 +173,7 @@ def _add(tensors: dict[str, RowSource], tensor: RowSource, published: str) -> No
 
 def _named(tensor: RowSource, family: Family) -> RowSource:
     """Return the tensor under its localrt name, if it is not a stack."""
-    name, shape = _TOP.get(tensor.info.name), tensor.info.shape
+    name, shape = {**_TOP, **family.tensors}.get(tensor.info.name), tensor.info.shape
     layer = _LAYER.fullmatch(tensor.info.name)
     if layer is not None:
         stem = layer["stem"]

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
 
-from localrt.models.checkpoints.safetensors_header import E5M2, RAW_BYTES
+from localrt.models.checkpoints.safetensors_header import E5M2, EXPONENTS, INT8, RAW_BYTES
 from localrt.models.checkpoints.schemes.rows import (
     FLOATS,
     CodedRows,
@@ -183,14 +183,15 @@ _SCALES = ("_scale_inv", "_scale")
 class Fp8:
     """transformers' ``fp8`` (DeepSeek, Qwen, Mistral) and ``fbgemm_fp8``: see ``Scheme``.
 
-    A weight's scale is ``weight_scale_inv`` or ``weight_scale``. A layer's experts may be one
-    tensor, without ``.weight`` in its name. ``block`` is (rows, columns) that share a scale; None:
-    a scale per row or tensor.
+    A weight's scale is ``weight_scale_inv``, ``weight_scale`` or ``scale`` (DeepSeek-V4, whose
+    experts are MXFP4). A layer's experts may be one tensor, without ``.weight`` in its name.
+    ``block`` is (rows, columns) that share a scale; None: a scale per row or tensor.
     """
 
     endings: ClassVar[Mapping[str, str]] = {
         **{".weight" + scale: ".weight" for scale in _SCALES},
         **{"_proj" + scale: "_proj" for scale in _SCALES},
+        ".scale": ".weight",
         **{".weight": ".weight", "_proj": "_proj"},
     }
     block: tuple[int, int] | None
@@ -215,7 +216,10 @@ class Fp8:
     def source(self, parts: Parts) -> RowSource | None:
         kind = _WEIGHT if parts.name.endswith(_WEIGHT) else _STACK
         scales = next((parts.find(kind + end) for end in _SCALES if parts.find(kind + end)), None)
-        codes = parts.need(kind)
+        scales, codes = scales or parts.find(".scale"), parts.need(kind)
+        if scales is not None and (codes.info.format, scales.info.format) == (INT8, EXPONENTS):
+            both = (replace(n, info=replace(n.info, format=RAW_BYTES)) for n in (codes, scales))
+            return mxfp4_rows(parts.name, *both)
         if scales is None:
             if codes.info.format not in (F8_E4M3, E5M2):
                 return None

@@ -169,7 +169,7 @@ struct RecurrentArgs {
 };
 
 // RELU2, the square of ReLU, and XIELU have no gate: `gate_up` is up alone.
-enum Activation : int32_t { SILU, GELU_TANH, SWIGLU_OAI, RELU2, XIELU };
+enum Activation : int32_t { SILU, GELU_TANH, SWIGLU_OAI, RELU2, XIELU, SWIGLU };
 
 struct MlpArgs {
     const float* x;
@@ -231,7 +231,7 @@ struct NgramArgs {
     float eps;
 };
 
-enum Scoring : int32_t { SOFTMAX, SIGMOID, SOFTMAX_CHOSEN };
+enum Scoring : int32_t { SOFTMAX, SIGMOID, SOFTMAX_CHOSEN, SQRT_SOFTPLUS };
 
 // A router: see RouterSpec in quant/ops/experts.py.
 struct RouteArgs {

@@ -38,7 +38,7 @@ inline F16L tanh16(F16L x) {
 // SiLU, or GELU by its tanh approximation.
 inline F16L activate(F16L g, int activation) {
     const F16L one = F16L::set1(1.f);
-    if (activation == SILU) return g / (one + exp16(F16L::zero() - g));
+    if (activation == SILU || activation == SWIGLU) return g / (one + exp16(F16L::zero() - g));
     const F16L inner = (g * g * g).fma(F16L::set1(0.044715f), g) * F16L::set1(0.7978845608f);
     return F16L::set1(0.5f) * g * (one + tanh16(inner));
 }
@@ -107,6 +107,7 @@ struct Gate {
         }
         if (activation == XIELU) return xielu(up, curve);
         const F16L most = F16L::set1(limit);
+        if (activation == SWIGLU) gate = gate.min(most);
         if (activation != SWIGLU_OAI) {
             gate = activate(gate * F16L::set1(scale), activation);
             if (limit == INFINITY) return gate * up;  // NaN stays NaN

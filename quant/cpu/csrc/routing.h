@@ -89,6 +89,11 @@ struct Router {
             for (int i = 0; i < padded; i += 16) sigmoid16(F16L::load(logits + i)).store(scores + i);
             return;
         }
+        if (args.scoring == SQRT_SOFTPLUS) {
+            for (int i = 0; i < padded; i += 16) softplus16(F16L::load(logits + i)).store(scores + i);
+            for (int i = 0; i < padded; i++) scores[i] = std::sqrt(scores[i]);
+            return;
+        }
         F16L peak = F16L::load(logits), total = F16L::zero();
         for (int i = 16; i < padded; i += 16) peak = peak.max(F16L::load(logits + i));
         const F16L top = F16L::set1(peak.highest());

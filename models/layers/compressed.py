@@ -1,0 +1,145 @@
+"""Attention to a window and to compressed tokens (DeepSeek-V4), on the host between products.
+
+A token's one row of E numbers is key and value for all heads. A row sees the last tokens, and an
+entry for each whole block: the mean of its values, weighted number by number by a softmax of their
+gates and of a bias for each place, normed, and rotated at the block's first token. Where an indexer
+chooses entries, they are made of two series: of the block before, and of the block. A head's sink
+joins the softmax, and its result is rotated back. A token's row in the cache has all that later
+ones need, and the entry of the block that it ends: all depends on earlier tokens alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+
+from localrt.models.config import DecoderConfig
+from localrt.models.layers.parts import PassState
+from localrt.models.weights import WeightLoader
+from localrt.quant.formats.packed import Floats
+from localrt.quant.ops.arrays import Array, Weight, to_host
+from localrt.quant.ops.attention import CompressedSpec
+from localrt.quant.ops.kv import TokenRows
+from localrt.quant.ops.mathematics import exp
+from localrt.quant.ops.protocol import ranges
+
+
+def normed(x: Floats, eps: float, weight: Floats | float = 1.0) -> Floats:
+    """RMSNorm over the last axis."""
+    scale = np.sqrt(np.square(x).mean(-1, keepdims=True) + np.float32(eps))
+    return np.asarray(x / scale * weight, np.float32)
+
+
+class CompressedAttention:
+    """From the input to the output projection; ``at`` is the layer's number in the cache."""
+
+    def __init__(self, config: DecoderConfig, layer: int, weights: WeightLoader, at: int) -> None:
+        spec, prefix = config.attention[layer], f"model.layers.{layer}.attn"
+        assert isinstance(spec, CompressedSpec), "the layer's attention is of another kind"
+        self.spec, self.layer, series = spec, at, spec.series
+        self._sizes = [spec.query_rank, spec.size, *(2 * series * size for size in spec.entries)]
+        stems = ("compressor.", "indexer.compressor.")[: len(spec.entries)]
+        down = ["wq_a", "wkv", *(stem + part for stem in stems for part in ("wkv", "wgate"))]
+        up, hidden, wide = ["wq_b"], config.hidden_size, spec.heads * spec.size
+        if spec.index_heads:
+            down, up = [*down, "indexer.weights_proj"], [*up, "indexer.wq_b"]
+        asked = spec.index_heads * spec.entries[-1] if spec.index_heads else 0
+
+        def matrix(rows: int, columns: int, *names: str) -> Weight:
+            return weights.matrix((rows, columns), *(f"{prefix}.{name}.weight" for name in names))
+
+        def vector(size: int, name: str) -> Floats:
+            return weights.array((size,), prefix + name)
+
+        rank, groups = spec.group_rank, range(spec.groups)
+        self._down = matrix(sum(self._sizes) + spec.index_heads, hidden, *down)
+        self._up = matrix(wide + asked, spec.query_rank, *up)
+        self._groups = [matrix(rank, wide // spec.groups, f"wo_a.{group}") for group in groups]
+        self._out = matrix(hidden, spec.groups * rank, "wo_b")
+        self._norm = vector(hidden, "_norm.weight")
+        self._query_norm = vector(spec.query_rank, ".q_norm.weight")
+        self._key_norm = vector(spec.size, ".norm.weight")
+        self._sinks = vector(spec.heads, ".attn_sink")
+        sized = list(zip(stems, spec.entries, strict=True))
+        self._biases = [vector(spec.block * series * size, f".{stem}ape") for stem, size in sized]
+        self._norms = [vector(size, f".{stem}norm.weight") for stem, size in sized]
+
+    def __call__(self, state: PassState) -> Array:
+        spec, batch, ops = self.spec, state.batch, state.ops
+        assert batch is not None, "it is not part of a captured graph"
+
+        def times(x: Floats, weight: Weight) -> Floats:
+            return to_host(ops.projected(ops.given_rows(x), weight))
+
+        paths = [path for span in batch.spans for path in span.paths()]
+        places = np.array([len(path) - 1 for path in paths])
+        wide = times(normed(to_host(state.x), spec.eps, self._norm), self._down)
+        low, key, *parts, scales = np.split(wide, np.cumsum(self._sizes), axis=1)
+        up = times(normed(low, spec.eps, self._query_norm), self._up)
+        queries, index = np.split(up, [spec.heads * spec.size], axis=1)
+        queries = normed(queries.reshape(len(up), spec.heads, -1), spec.eps)
+        seen, queries = np.empty_like(queries), self._turned(queries, places)
+        if spec.index_heads:
+            first = spec.head_dim - 5 * spec.entries[1]
+            asked = slice(first, first + spec.entries[1])
+            index = self._turned(index.reshape(len(up), spec.index_heads, -1), places)
+        cached = [self._turned(normed(key, spec.eps, self._key_norm), places)]
+        for part, size in zip(parts, spec.entries, strict=True):
+            cached += [part[:, :size], part]  # room for an entry before it
+        rows, own = np.concatenate(cached, axis=1), slice(0, spec.size)
+        entry = slice(spec.size, 2 * spec.size) if spec.block else own
+        for first, stop, span in ranges(batch.spans):
+            cache = cast(Any, span.cache)
+            kept = cache.token_rows(self.layer, spec.head_dim)
+            kept.put(np.arange(span.rows) + cache.length, slice(None), rows[first:stop])
+            for path in paths[first:stop]:
+                if spec.block and len(path) % spec.block == 0:
+                    self._put_entries(path, kept)
+            for row, path in enumerate(paths[first:stop], first):
+                ends = path[spec.block - 1 :: spec.block] if spec.block else path[:0]
+                if spec.index_heads and len(ends) > spec.chosen:
+                    ranks = np.maximum(index[row] @ kept.get(ends, asked).T, 0)
+                    ranks = np.argsort(-(ranks * scales[row, :, None]).sum(0), kind="stable")
+                    ends = ends[np.sort(ranks[: spec.chosen])]
+                both = np.concatenate([kept.get(path[-spec.nearest :], own), kept.get(ends, entry)])
+                scores = queries[row] @ both.T * np.float32(spec.scale)
+                scores = np.hstack([scores, self._sinks[:, None]])
+                powers = exp(scores - scores.max(1, keepdims=True))
+                shares = (powers / powers.sum(1, keepdims=True))[:, :-1]
+                seen[row] = shares.astype(np.float32) @ both
+            cache.layer_done(self.layer, span.rows)
+        seen = self._turned(seen, places, back=True).reshape(len(up), -1)
+        groups = zip(np.split(seen, spec.groups, axis=1), self._groups, strict=True)
+        joined = np.concatenate([times(part, weight) for part, weight in groups], axis=1)
+        return cast(Array, ops.projected(ops.given_rows(joined), self._out))
+
+    def _put_entries(self, path: Any, cache: TokenRows) -> None:
+        """Write the entries of the block that ends ``path`` to its last token's row."""
+        spec, first = self.spec, self.spec.size
+        for size, bias, norm in zip(spec.entries, self._biases, self._norms, strict=True):
+            stop = first + (1 + 2 * spec.series) * size
+            parts = cache.get(path[-spec.series * spec.block :], slice(first + size, stop))
+            parts = parts.reshape(-1, spec.block, 2, spec.series, size)
+            parts[:, :, 1] += bias.reshape(spec.block, spec.series, size)
+            # The block itself has the last series, the one before it that before
+            own = np.concatenate([parts[n, :, :, n] for n in range(-len(parts), 0)])
+            powers = exp(own[:, 1] - own[:, 1].max(0)).astype(np.float32)
+            entry = normed((powers / powers.sum(0) * own[:, 0]).sum(0), spec.eps, norm)
+            at = np.array([len(path) - spec.block])
+            cache.put(path[-1:], slice(first, first + size), self._turned(entry[None], at))
+            first = stop
+
+    def _turned(self, x: Floats, positions: Any, *, back: bool = False) -> Floats:
+        """x (R, ..., E), the pairs at the end rotated; or ``back``."""
+        assert self.spec.rope is not None, "keys are rotated"
+        shape = len(x), *[1] * (x.ndim - 2), -1
+        cos, sin = (part.reshape(shape) for part in self.spec.rope.turns(positions))
+        sin, first = -sin if back else sin, x.shape[-1] - 2 * cos.shape[-1]
+        out = np.array(x, np.float32)
+        a, b = x[..., first::2], x[..., first + 1 :: 2]
+        out[..., first::2], out[..., first + 1 :: 2] = a * cos - b * sin, b * cos + a * sin
+        return out
+
+    def matrices(self) -> dict[str, Weight]:
+        return {}  # they are rounded without calibration
