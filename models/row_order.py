@@ -367,4 +367,5 @@ def _tq2_0(blocks: Bytes) -> Bytes:
 _FORMATS: Mapping[Format, tuple[Format, Callable[[Bytes], Bytes]]] = MappingProxyType(
     {GGML_UNREAD[34]: (TQ2_0, _tq2_0), GGML_UNREAD[40]: (NVFP4, _nvfp4), **IK_CONVERSIONS}
     | {Format("i64", 1, 8): (F32, lambda n: n.view("<i8").astype("<f4").view(np.uint8))}
+    | {Format("i32", 1, 4): (F32, lambda n: n.view("<i4").astype("<f4").view(np.uint8))}
 )

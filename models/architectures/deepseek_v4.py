@@ -6,12 +6,13 @@ Layers see a window, and an entry for every 4 tokens, of which an indexer choose
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 
 from localrt.models.architectures import llama
 from localrt.models.architectures.deepseek import read_mixtures
-from localrt.models.architectures.family import Family
+from localrt.models.architectures.family import Config, Family, GgufFacts
 from localrt.models.config import CHOICE_BIAS, ROUTER, DecoderConfig, LayerNames
 from localrt.models.layers.hyper_connections import MixedStreams
 from localrt.models.layers.rope import read_rope
@@ -107,7 +108,9 @@ def _decoders(
     found: dict[str, RowSource] = {}
     groups = config.get("o_groups")
     for name, tensor in stored.items():
-        info = tensor.info
+        name = re.sub(r"(\.ape|_fn|_base|_scale|tid2eid)\.weight$", r"\1", name)
+        name = name.replace(".self_attn.sinks", ".attn.attn_sink")  # GGUF's, as is ".weight"
+        info = replace(tensor.info, name=name)
         if name.endswith(".wo_a.weight"):
             parts = range(groups if type(groups) is int and groups > 0 else 8)
             names = tuple(name.replace("wo_a.", f"wo_a.{part}.") for part in parts)
@@ -119,6 +122,49 @@ def _decoders(
     return found
 
 
+_GGUF_KEYS = {
+    "hash_layer_count": "num_hash_layers",
+    "attention.q_lora_rank": "q_lora_rank",
+    "attention.output_group_count": "o_groups",
+    "attention.output_lora_rank": "o_lora_rank",
+    "attention.compress_rope_freq_base": "compress_rope_theta",
+    "attention.indexer.head_count": "index_n_heads",
+    "attention.indexer.key_length": "index_head_dim",
+    "attention.indexer.top_k": "index_topk",
+    "hyper_connection.count": "hc_mult",
+    "hyper_connection.epsilon": "hc_eps",
+    "hyper_connection.sinkhorn_iterations": "hc_sinkhorn_iters",
+}
+
+
+def _add_keys(config: Config, file: GgufFacts) -> None:
+    config |= {name: file.value(key) for key, name in _GGUF_KEYS.items()}
+    ratios = file.listed("attention.compress_ratios") or []
+    config["compress_ratios"] = ratios[: config.get("num_hidden_layers")]
+    config["n_routed_experts"] = config.pop("num_local_experts", None)
+    config["swiglu_limit"] = config.pop("swiglu_limits", None)
+
+
+_GGUF_LAYER = {
+    "attn_q_a": "attn.wq_a",
+    "attn_q_b": "attn.wq_b",
+    "attn_q_a_norm": "attn.q_norm",
+    "attn_kv": "attn.wkv",
+    "attn_kv_a_norm": "attn.norm",
+    "attn_output_a": "attn.wo_a",
+    "attn_output_b": "attn.wo_b",
+    "indexer.proj": "attn.indexer.weights_proj",
+    "indexer.attn_q_b": "attn.indexer.wq_b",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate_tid2eid": f"{ROUTER}.tid2eid",
+    "attn_norm": "attn_norm",
+    **{
+        f"{stem}_compressor_{theirs}": f"attn.{own}compressor.{ours}"
+        for stem, own in (("attn", ""), ("indexer", "indexer."))
+        for theirs, ours in {"kv": "wkv", "gate": "wgate", "ape": "ape", "norm": "norm"}.items()
+    },
+    **{f"hc_{n}_{p}": f"hc_{n}_{p}" for n in ("attn", "ffn") for p in ("fn", "base", "scale")},
+}
 FAMILIES = (
     Family(
         name="deepseek_v4",
@@ -136,5 +182,9 @@ FAMILIES = (
             },
         },
         convert=_decoders,
+        gguf="deepseek4",
+        gguf_top={f"output_hc_{part}": f"hc_head_{part}" for part in ("fn", "base", "scale")},
+        gguf_layer=_GGUF_LAYER,
+        gguf_config=_add_keys,
     ),
 )

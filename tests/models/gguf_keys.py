@@ -170,6 +170,35 @@ def _deepseek(config: Any, rope: Any, kinds: Any) -> Any:
     return own
 
 
+def _deepseek_v4(config: Any, rope: Any, kinds: Any) -> Any:
+    ratios = {"sliding": 0, "compressed": 4, "heavily": 128}
+    scaling, limits = rope["compress"], [config.swiglu_limit] * len(kinds)
+    return {
+        "attention.sliding_window_pattern": None,
+        "attention.compress_ratios": [ratios[kind.partition("_")[0]] for kind in kinds],
+        "attention.compress_rope_freq_base": scaling["rope_theta"],
+        "attention.indexer.head_count": config.index_n_heads,
+        "attention.indexer.key_length": config.index_head_dim,
+        "attention.indexer.top_k": config.index_topk,
+        "attention.output_group_count": config.o_groups,
+        "attention.output_lora_rank": config.o_lora_rank,
+        "hyper_connection.count": config.hc_mult,
+        "hyper_connection.sinkhorn_iterations": config.hc_sinkhorn_iters,
+        "hyper_connection.epsilon": config.hc_eps,
+        "hash_layer_count": config.mlp_layer_types.count("hash_moe"),
+        "expert_gating_func": 4,
+        "swiglu_clamp_exp": limits,
+        "swiglu_clamp_shexp": limits,
+        "rope.dimension_count": config.qk_rope_head_dim,
+        "rope.freq_base": config.rope_theta,
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": scaling["factor"],
+        "rope.scaling.original_context_length": scaling["original_max_position_embeddings"],
+        "rope.scaling.yarn_beta_fast": float(scaling["beta_fast"]),
+        "rope.scaling.yarn_beta_slow": float(scaling["beta_slow"]),
+    }
+
+
 def _absorbed(found: Any, config: Any) -> Any:
     """DeepSeek's keys where attention is over latents."""
     return {
@@ -423,6 +452,7 @@ _CHANGES: Mapping[str, Any] = {
         "attention.indexer.top_k": config.index_topk,
         "attention.indexer.types": [kind == "full" for kind in config.indexer_types],
     },
+    "deepseek4": _deepseek_v4,
     "qwen3next": _delta,
     "qwen35": _delta,
     "qwen35moe": _delta,

@@ -81,6 +81,7 @@ _NAMES = {
     "deepseek2": "deepseek-v2 deepseek-v2-lite deepseek-v2-dense deepseek-v3 deepseek-v3-plain "
     "glm4-moe-lite kimi-k2.5",
     "glm-dsa": "glm-dsa",
+    "deepseek4": "deepseek-v4-file",
 }
 FILES = {name: file for file, names in _NAMES.items() for name in names.split()}
 """What each tiny config's file calls its architecture."""
@@ -97,6 +98,7 @@ _NEWER = {
     "laguna": ("qwen2moe", "qwen3"),
     "nanbeige": ("llama",),
     "spark2_5": ("phi3", "llama"),
+    "deepseek4": ("deepseek2", "gpt-oss"),
 }
 """What gguf does not know, and where most of its tensors have the same names."""
 _PAIRED = (
@@ -124,12 +126,14 @@ _CONNECTION = {
 }
 _ORDER = "masked_embd_ordering"
 _WHOLE = {
+    "head.weight": "output.weight",  # DeepSeek-V4's, as in a folder
+    **{f"model.hc_head.hc_{part}": f"output_hc_{part}.weight" for part in ("fn", "base", "scale")},
     "pre_projection.weight": "nextn.pre_projection.weight",
     "post_projection.weight": "nextn.post_projection.weight",
     "masked_embedding.centroids.weight": "masked_embd_centroids.weight",
     "masked_embedding.token_ordering": _ORDER,
 }
-"""An assistant's tensors that belong to no layer."""
+"""Tensors that belong to no layer: most are an assistant's."""
 _STEMS = {
     "dt_bias": "ssm_dt.bias",
     "f_proj.weight": "ssm_f_a.weight",
@@ -153,6 +157,27 @@ _STEMS = {
     "ple.conv1d.weight": "ple_conv1d.weight",
 }
 """Behind ``blk.N.``, by how a tensor's name ends."""
+_V4_NAMES = (
+    # of what a name has behind the layer's number, and how it is called in the file
+    (r"attn\.attn_sink", "attn_sinks.weight"),
+    (r"attn\.indexer\.compressor\.", "indexer_compressor_"),
+    (r"attn\.compressor\.", "attn_compressor_"),
+    (r"attn\.indexer\.weights_", "indexer."),
+    (r"attn\.indexer\.wq_b", "indexer.attn_q_b"),
+    (r"attn\.(?:kv_)?norm\.", "attn_kv_a_norm."),
+    (r"attn\.w([qo])_([ab])\.", r"attn_\1_\2."),
+    (r"attn\.wkv", "attn_kv"),
+    (r"attn\.q_norm", "attn_q_a_norm"),
+    (r"ffn\.gate\.bias", "exp_probs_b.bias"),
+    (r"ffn\.gate\.tid2eid", "ffn_gate_tid2eid.weight"),
+    (r"ffn\.gate\.", "ffn_gate_inp."),
+    (r"ffn\.shared_experts\.w1", "ffn_gate_shexp"),
+    (r"ffn\.shared_experts\.w2", "ffn_down_shexp"),
+    (r"ffn\.shared_experts\.w3", "ffn_up_shexp"),
+    (r"_compressor_w", "_compressor_"),
+    (r"attn_o_", "attn_output_"),
+    (r"(_ape|hc_\w+)$", r"\1.weight"),
+)
 _NEXTN = {
     "fc": "eh_proj",
     "eh_proj": "eh_proj",
@@ -216,8 +241,9 @@ def write_tiny_gguf(
         for name, array in tensors.items()
         if not (only_block and name.startswith(layers)) and not name.endswith(without or "\0")
     }
-    if (order := typed.get(_ORDER)) is not None:
-        typed[_ORDER] = order[0].astype(np.int32), "i32"
+    for name, (order, _) in typed.items():
+        if name == _ORDER or "tid2eid" in name:
+            typed[name] = order.astype(np.int32), "i32"
     whole["tokenizer.ggml.model"] = "no_vocab"
     return write_gguf(path, architecture, whole, typed)[0]
 
@@ -359,6 +385,11 @@ class _Model:
         layer = _layer(key)
         if key in _WHOLE:
             return _WHOLE[key]
+        if self.architecture == "deepseek4" and layer is not None:
+            rest = key.partition(f".{layer}.")[2]
+            for pattern, own in _V4_NAMES:
+                rest = re.sub(pattern, own, rest)
+            return f"blk.{layer}.{rest}"
         if layer is not None:
             if ".nextn." in key:
                 return f"blk.{layer}.{key.partition(f'.{layer}.')[2]}"

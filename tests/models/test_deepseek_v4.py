@@ -26,6 +26,8 @@ from localrt.quant.formats.fp4 import E2M1
 from localrt.quant.ops.kv import BlockCache, held_blocks
 from localrt.quant.ops.protocol import Batch, Span
 from tests.conftest import needs_kernels
+from tests.models.make_gguf import write_tiny_gguf
+from tests.models.test_families import llama_cpp_logits
 from tests.models.tiny import load_ours, logits_of, oracle, relative_error, save_tiny, tokens
 
 COUNT = 90
@@ -170,6 +172,16 @@ def test_as_published(tmp_path: Path) -> None:
         formats = {info.format.name for info in checkpoint.tensors.values()}
     assert {"mxfp4", "e4m3-g32", "f32"} <= formats
     assert relative_error(logits_of(tmp_path, ids), expected) < 1e-4
+
+
+@pytest.mark.llamacpp
+def test_llama_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind an entry of 128 tokens."""
+    theirs, ids = save_tiny("deepseek-v4-file", tmp_path), tokens(150)
+    path = write_tiny_gguf(tmp_path, tmp_path / "m.gguf", "deepseek-v4-file")
+    ours = logits_of(path, ids)
+    assert relative_error(ours, oracle(theirs, ids)) < 1e-4
+    assert relative_error(ours, llama_cpp_logits(path, ids, monkeypatch)) < 1e-3
 
 
 def test_on_a_gpu(folder: Path) -> None:

@@ -132,7 +132,9 @@ CONFIG_KEYS: Mapping[str, str] = {
     "vocab_size": "vocab_size",
 }
 
-SCORING: Mapping[int, str] = {1: "softmax", 2: "sigmoid", 3: "softmax-chosen"}
+SCORING: Mapping[int, str] = dict(
+    enumerate(("softmax", "sigmoid", "softmax-chosen", "sqrtsoftplus"), 1)
+)
 """The values of ``<architecture>.expert_gating_func`` as ``scoring_func``."""
 
 ROPE_SCALING_KEYS: Mapping[str, str] = {
