@@ -248,6 +248,12 @@ def write_tiny_gguf(
     return write_gguf(path, architecture, whole, typed)[0]
 
 
+def gguf_tensors(architecture: str, config: Any, state: Mapping[str, Array]) -> dict[str, Array]:
+    """A model's tensors by their names in a file, and in its form."""
+    model = _Model(architecture, config, together=False, stacked=True, absorbed=True)
+    return model.tensors({key.replace("language_model.", ""): state[key] for key in state})
+
+
 def _curves(state: Mapping[str, Array], layers: int) -> dict[str, list[float]]:
     """The numbers of Apertus's activation, by layer."""
     prefixes = [f"model.layers.{layer}.mlp.act_fn." for layer in range(layers)]

@@ -27,15 +27,19 @@ def save_tiny(name: str, folder: Path, seed: int = 0, *, layers: int | None = No
     ``layers`` are the first that it keeps.
     """
     config = (CONFIGS | MIXTURES)[name]()
-    text = config.get_text_config()
     if layers is not None:
-        text.num_hidden_layers = layers
-        for listed in _LISTED:
-            if getattr(text, listed, None) is not None:
-                setattr(text, listed, getattr(text, listed)[:layers])
+        keep_layers(config.get_text_config(), layers)
     model = random_model(config, seed)
     model.save_pretrained(folder)
     return model
+
+
+def keep_layers(text: Any, layers: int) -> None:
+    """Leave a text model's first ``layers`` in its config."""
+    text.num_hidden_layers = layers
+    for listed in _LISTED:
+        if getattr(text, listed, None) is not None:
+            setattr(text, listed, getattr(text, listed)[:layers])
 
 
 def auto_class(config: Any) -> Any:
