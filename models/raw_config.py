@@ -79,6 +79,8 @@ _LIMITS = {
     "ngram_vocab_size_base": 1 << 32,
     "n_routed_experts": 1 << 12,
     "num_loops": 16,
+    "hc_sinkhorn_iters": 1 << 10,
+    "o_groups": 1 << 12,
 }
 _DEFAULT_LIMIT = 1 << 20
 _SMALLEST, _LARGEST = 1e-30, 1e30
@@ -268,7 +270,7 @@ class RawConfig:
     def dense(self) -> tuple[int, ...]:
         """The rows of matrices that sentence-transformers multiplies an encoder's vectors by."""
         found = (self._checkpoint.tensors.get(f"dense_{number}.weight") for number in (2, 3))
-        return tuple(info.shape[0] for info in found if info is not None)
+        return tuple(info.shape[0] for info in found if info is not None and info.shape)
 
     def vector(self, name: str) -> npt.NDArray[np.float32] | None:
         """A small tensor that is part of the configuration, such as rotary factors, or None."""

@@ -312,10 +312,13 @@ class OrderedColumns(RowSource):
         return np.ascontiguousarray(np.concatenate(values, axis=1)[:, self.order])
 
 
-def regrouped(source: RowSource) -> RowSource:
-    """``source``, converted exactly if localrt does not compute in its format."""
-    found = _FORMATS.get(source.info.format)
-    if found is None:
+def regrouped(source: RowSource, *, integers: bool = False) -> RowSource:
+    """``source``, converted exactly if localrt does not compute in its format; ``integers``: they
+    are below 2**24, and become float32.
+    """
+    known = {**_FORMATS, **_INTEGERS} if integers else _FORMATS
+    found = known.get(source.info.format)
+    if found is None or not source.info.shape:
         return source
     format_, convert = found
     info = source.info
@@ -366,6 +369,8 @@ def _tq2_0(blocks: Bytes) -> Bytes:
 
 _FORMATS: Mapping[Format, tuple[Format, Callable[[Bytes], Bytes]]] = MappingProxyType(
     {GGML_UNREAD[34]: (TQ2_0, _tq2_0), GGML_UNREAD[40]: (NVFP4, _nvfp4), **IK_CONVERSIONS}
-    | {Format("i64", 1, 8): (F32, lambda n: n.view("<i8").astype("<f4").view(np.uint8))}
-    | {Format("i32", 1, 4): (F32, lambda n: n.view("<i4").astype("<f4").view(np.uint8))}
 )
+_INTEGERS: Mapping[Format, tuple[Format, Callable[[Bytes], Bytes]]] = {
+    Format("i64", 1, 8): (F32, lambda n: n.view("<i8").astype("<f4").view(np.uint8)),
+    Format("i32", 1, 4): (F32, lambda n: n.view("<i4").astype("<f4").view(np.uint8)),
+}

@@ -102,7 +102,9 @@ class BlockSource(DraftSource):
                 before = [history[-1] if node == ROOT else token for node, token, _ in nodes]
                 return likeliest(pairs.add(ops, logits[levels], before, own.rows[first:][levels]))
 
-            return growth.grow(expand, budget=budget, depth=depth)
+            # A node's logits are computed for it alone where they depend on the token before
+            some = {} if pairs is None else {"round_nodes": 16}
+            return growth.grow(expand, budget=budget, depth=depth, **some)
 
     def _readable(self, history: Sequence[int]) -> bool:
         """Whether the features of all tokens before the last are available."""

@@ -83,7 +83,7 @@ class TargetKeys(NativeKVCache):
         """Hold ``tokens``, which the target's cache holds."""
         known = self._tokens if self.mix == self._cache.mix else []
         first = self.trim(common_length(known, tokens))
-        self.mix, self._tokens = self._cache.mix, list(tokens)
+        self.mix, self._tokens = self._cache.mix, list(tokens[:first])
         self.reserve(len(tokens))
         starts = range(first - first % BLOCK_TOKENS, len(tokens), BLOCK_TOKENS)
         for layer, (cache, at) in enumerate(map(self._parts.__getitem__, self._copied)):
@@ -91,6 +91,7 @@ class TargetKeys(NativeKVCache):
                 new = slice(max(0, first - start), len(tokens) - start)
                 self.put_rows(layer, start + new.start, *(own[:, new].bits() for own in part))
         self.advance(len(tokens) - first)
+        self._tokens = list(tokens)
 
     def layer_ready(self, layer: int) -> tuple[int, int]:
         if layer in self._copied:

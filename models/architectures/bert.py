@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
+from localrt.common.errors import UnsupportedModelError
 from localrt.models.architectures.family import Config, Family, GgufFacts
 from localrt.models.encoders.block import BlockConfig, BlockNames
 from localrt.models.encoders.text import SCORE, TYPES, EncoderConfig
@@ -21,7 +22,10 @@ _NAMES = BlockNames(norm1="post_attention_norm", norm2="post_mlp_norm", up=("mlp
 _FUSED = replace(_NAMES, qkv=("self_attn.qkv_proj",))
 _GATED = replace(_FUSED, up=("mlp.gate_proj", "mlp.up_proj"))
 _MODERN = BlockNames(qkv=_FUSED.qkv, up=_FUSED.up)
-_ACTS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "silu": "silu"}
+_ACTIVATIONS = {
+    **{"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"},
+    **{"silu": "silu", "swiglu": "silu"},
+}
 _NAME = re.compile(
     r"(?:(?:bert|roberta|nomic_bert|model)\.)?"
     r"((?:encoder\.)?layers?\.(\d+)\.)?(.+)\.(weight|bias|gamma|beta)"
@@ -53,14 +57,27 @@ _TENSORS = {name: own for own, names in _PUBLISHED.items() for name in names.spl
 _KINDS = {"gamma": "weight", "beta": "bias"}  # old names
 _LEFT_OUT = ("cls.predictions.", "cls.seq_relationship.", "lm_head.", "decoder.")
 """Heads that predict words, which training is done with."""
+_NOMICS_KEYS = {
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_layer": "num_hidden_layers",
+    "n_inner": "intermediate_size",
+    "layer_norm_epsilon": "layer_norm_eps",
+    "activation_function": "hidden_act",
+    "rotary_emb_base": "rope_theta",
+    "rotary_emb_fraction": "partial_rotary_factor",
+}
+"""Keys of Nomic's first published configs."""
+_NOMICS_OTHERS = ("prenorm", "use_rms_norm", "rotary_emb_interleaved")
 
 
 def read_config(raw: RawConfig) -> EncoderConfig:
     """Read the config of any of them."""
     kind = raw.architecture.lower()
     if kind.startswith("nomic"):
-        # Of published keys, the tensors' shapes show all but these: others have their defaults.
-        raw = raw.renamed({"n_head": "num_attention_heads", "rotary_emb_base": "rope_theta"})
+        raw = raw.renamed(_NOMICS_KEYS)
+        if key := next(filter(raw.flag, _NOMICS_OTHERS), ""):
+            raise UnsupportedModelError(f"{key} is not supported")
         block = _block(raw, _GATED, "silu", theta=1000.0)
         return _encoder(raw, replace(block, bias=False, mlp_bias=False))
     if kind.startswith("jina"):
@@ -112,7 +129,7 @@ def _block(raw: RawConfig, names: BlockNames, act: str = "gelu", theta: float = 
         heads=heads,
         head_dim=size,
         eps=raw.number("layer_norm_eps"),
-        activation=raw.choice("hidden_act", act, _ACTS),
+        activation=raw.choice("hidden_act", act, _ACTIVATIONS),
         names=names,
         norms_sums=True,
         rope=read_rope(raw, size, default_theta=theta) if theta else None,

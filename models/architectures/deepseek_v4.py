@@ -30,7 +30,9 @@ def read_config(raw: RawConfig) -> DecoderConfig:
     """Read Llama's keys and DeepSeek's: as published, as transformers saves them, and of GGUF."""
     config = llama.read_config(raw.renamed({"moe_intermediate_size": "intermediate_size"}))
     eps, limit = config.norm_eps, raw.number("swiglu_limit")
-    (mixture,) = read_mixtures(raw.without("mlp_layer_types"), eps, 1, "silu")
+    raw.integer("n_routed_experts")
+    all_sparse = raw.without("mlp_layer_types").without("first_k_dense_replace")
+    (mixture,) = read_mixtures(all_sparse, eps, 1, "silu")
     assert mixture is not None, "all layers have experts"
     expert = replace(mixture.expert, activation="swiglu", limit=limit)
     mixture = replace(mixture, expert=expert, choice_bias=True)
@@ -69,11 +71,11 @@ def _attention(raw: RawConfig, config: DecoderConfig) -> tuple[CompressedSpec, .
     )
     rates, index_size = raw.nested("compress_rates"), raw.integer("index_head_dim")
     entries = replace(plain, rope=ropes[1], window=None, entries=(size,))
-    heavy = replace(entries, block=rates.integer(_HEAVY, 128), head_dim=4 * size)
+    heavy = replace(entries, block=rates.integer(_HEAVY, 128), head_dim=size + 3 * size)
     indexed = replace(
         entries,
         block=rates.integer(_SPARSE, 4),
-        head_dim=6 * size + 5 * index_size,
+        head_dim=size + 5 * (size + index_size),
         series=2,
         entries=(size, index_size),
         index_heads=raw.integer("index_n_heads"),
@@ -112,13 +114,13 @@ def _decoders(
         name = name.replace(".self_attn.sinks", ".attn.attn_sink")  # GGUF's, as is ".weight"
         info = replace(tensor.info, name=name)
         if name.endswith(".wo_a.weight"):
-            parts = range(groups if type(groups) is int and groups > 0 else 8)
+            parts = range(groups if type(groups) is int and 0 < groups <= 4096 else 8)
             names = tuple(name.replace("wo_a.", f"wo_a.{part}.") for part in parts)
             found |= {own.info.name: own for own in split_rows(tensor, Stack(names), "", None)}
             continue
         flat = name.endswith((".ape", "_fn", ".tid2eid"))
         shape = (math.prod(info.shape),) if flat else info.shape
-        found[name] = regrouped(replace(tensor, info=replace(info, shape=shape)))
+        found[name] = regrouped(replace(tensor, info=replace(info, shape=shape)), integers=flat)
     return found
 
 
@@ -181,6 +183,7 @@ FAMILIES = (
                 for theirs, ours in (("w1", "gate"), ("w2", "down"), ("w3", "up"))
             },
         },
+        predicts=False,
         convert=_decoders,
         gguf="deepseek4",
         gguf_top={f"output_hc_{part}": f"hc_head_{part}" for part in ("fn", "base", "scale")},

@@ -71,7 +71,7 @@ class Family:
     ``tensors`` maps a folder's names to localrt's, where ``{}`` is an expert's number; ``stacks``
     are tensors of all experts of a layer. ``in_pairs``, ``gguf_in_pairs``: query and key rows are
     stored in pairs (x0, y0, x1, y1, ...). ``convert`` returns a model's tensors in the decoder's
-    form; it gets the config, too.
+    form; it gets the config, too. ``predicts``: its MTP blocks can draft.
 
     ``gguf_top`` and ``gguf_layer`` map GGUF's names, without ``blk.N.`` and ``.weight``, to Hugging
     Face's; ``gguf_stacks`` those of two matrices in one. ``gguf_plus_one``: norm weights include
@@ -88,6 +88,7 @@ class Family:
     tensors: Mapping[str, str] = field(default_factory=dict)
     stacks: Mapping[str, Stack] = field(default_factory=dict)
     in_pairs: bool = False
+    predicts: bool = True
     convert: Callable[[Mapping[str, RowSource], Mapping[str, object]], dict[str, RowSource]] = (
         lambda stored, config: dict(stored)
     )

@@ -56,7 +56,7 @@ TEXT_KEYS = ("llm_config", "text_config")
 """Keys of a multimodal config's text model, whose values take precedence."""
 
 _MODALITIES = (*TEXT_KEYS, "vision_config", "audio_config")
-_BACKBONE = re.compile(r"^(?:(?:model\.)?backbone\.|(?=layers\.))")  # Nemotron-H, DeepSeek-V4
+_BACKBONE = re.compile(r"^(model\.)?backbone\.")  # Nemotron-H
 _PREDICTION = re.compile(r"(model\.)?mtp[._]")
 _MOST_PREDICTION_LAYERS = 64
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")

@@ -81,14 +81,13 @@ class CompressedAttention:
         queries = normed(queries.reshape(len(up), spec.heads, -1), spec.eps)
         seen, queries = np.empty_like(queries), self._turned(queries, places)
         if spec.index_heads:
-            first = spec.head_dim - 5 * spec.entries[1]
-            asked = slice(first, first + spec.entries[1])
             index = self._turned(index.reshape(len(up), spec.index_heads, -1), places)
         cached = [self._turned(normed(key, spec.eps, self._key_norm), places)]
         for part, size in zip(parts, spec.entries, strict=True):
             cached += [part[:, :size], part]  # room for an entry before it
         rows, own = np.concatenate(cached, axis=1), slice(0, spec.size)
-        entry = slice(spec.size, 2 * spec.size) if spec.block else own
+        columns = spec.columns or [own]
+        entry, asked = columns[0], columns[-1]
         for first, stop, span in ranges(batch.spans):
             cache = cast(Any, span.cache)
             kept = cache.token_rows(self.layer, spec.head_dim)
@@ -116,10 +115,11 @@ class CompressedAttention:
 
     def _put_entries(self, path: Any, cache: TokenRows) -> None:
         """Write the entries of the block that ends ``path`` to its last token's row."""
-        spec, first = self.spec, self.spec.size
-        for size, bias, norm in zip(spec.entries, self._biases, self._norms, strict=True):
-            stop = first + (1 + 2 * spec.series) * size
-            parts = cache.get(path[-spec.series * spec.block :], slice(first + size, stop))
+        spec = self.spec
+        for columns, bias, norm in zip(spec.columns, self._biases, self._norms, strict=True):
+            size = columns.stop - columns.start
+            behind = slice(columns.stop, columns.stop + 2 * spec.series * size)
+            parts = cache.get(path[-spec.series * spec.block :], behind)
             parts = parts.reshape(-1, spec.block, 2, spec.series, size)
             parts[:, :, 1] += bias.reshape(spec.block, spec.series, size)
             # The block itself has the last series, the one before it that before
@@ -127,8 +127,7 @@ class CompressedAttention:
             powers = exp(own[:, 1] - own[:, 1].max(0)).astype(np.float32)
             entry = normed((powers / powers.sum(0) * own[:, 0]).sum(0), spec.eps, norm)
             at = np.array([len(path) - spec.block])
-            cache.put(path[-1:], slice(first, first + size), self._turned(entry[None], at))
-            first = stop
+            cache.put(path[-1:], columns, self._turned(entry[None], at))
 
     def _turned(self, x: Floats, positions: Any, *, back: bool = False) -> Floats:
         """x (R, ..., E), the pairs at the end rotated; or ``back``."""

@@ -199,7 +199,9 @@ class Mixed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedStreams(HyperConnections):
-    """A block whose streams matrices mix (DeepSeek-V4), in ``rounds``; ``eps`` is added to sums."""
+    """A block that mixes its streams by matrices (DeepSeek-V4), balanced in ``rounds``; ``eps`` is
+    added to sums.
+    """
 
     final_norm = True
 

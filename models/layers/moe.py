@@ -122,7 +122,10 @@ class SparseMlp:
         self._table, self._scored = None, spec.router
         if spec.hashed:
             self._scored, rows = replace(spec.router, used=count), config.vocab_size
-            self._table = weights.array((rows * spec.router.used,), f"{prefix}{ROUTER}.tid2eid")
+            table = weights.array((rows * spec.router.used,), f"{prefix}{ROUTER}.tid2eid")
+            if not np.isin(table, np.arange(count)).all():
+                raise CheckpointError(f"{prefix}{ROUTER}.tid2eid has experts that are not there")
+            self._table = table.astype(np.int32).reshape(rows, -1)
         self.shared: MlpWeights | None = None
         self.shared_gate = None
         if spec.shared:
@@ -164,8 +167,7 @@ class SparseMlp:
         normed, routing = ops.norm_route(state.x, self.router, self._scored)
         if self._table is not None:
             assert state.batch is not None, "it is not part of a captured graph"
-            table = self._table.reshape(-1, self.spec.router.used)
-            routing = self.spec.router.choose(routing, table[state.batch.tokens].astype(np.int32))
+            routing = self.spec.router.choose(routing, self._table[state.batch.tokens])
         rows = normed if down is None else ops.latent_rows(normed, down)
         if self.spec.weigh_inputs:
             rows = ops.weigh_rows(rows, routing)

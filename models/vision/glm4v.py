@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from localrt.models.encoders.block import Linear, Norm
 from localrt.models.vision.encoder import VisionEncoder
 from localrt.models.vision.pixels import integer, number
@@ -17,7 +15,7 @@ from localrt.models.vision.positions import cubic
 from localrt.models.vision.qwen_vl import GATED, QwenEncoder, Step, qwen_blocks, qwen_config
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats.packed import Floats
-from localrt.quant.ops.vision import Rows, VisionSteps
+from localrt.quant.ops.vision import Rows, VisionSteps, activate
 
 _NORMED = replace(GATED, q_norm="attn.q_norm", k_norm="attn.k_norm")
 _EPS = 1e-5  # of the merger's norm; not in configs
@@ -94,7 +92,7 @@ class Glm4vEncoder(QwenEncoder):
         def merged(x: Rows, steps: VisionSteps) -> Floats:
             x = steps.get(last(x, steps)).reshape(-1, config.square, hidden).swapaxes(1, 2)
             x = norm(project(merge(x.reshape(-1, wide), steps), steps), steps)
-            x = steps.gated(np.concatenate([x, np.ones_like(x)], -1), "gelu")
+            x = activate(steps.get(x), "gelu")
             return down(steps.gated(up(x, steps), config.blocks.activation), steps)
 
         return merged

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import accumulate
 from typing import Generic
 
 import numpy as np
@@ -321,6 +322,21 @@ class CompressedSpec(AttentionSpec):
     entries: tuple[int, ...] = ()  # attention's, and the indexer's
     index_heads: int = 0
     chosen: int = 0
+
+    def __post_init__(self) -> None:
+        AttentionSpec.__post_init__(self)  # super() does not know a class with slots
+        if self.heads * self.size % self.groups:
+            raise ValueError(f"{self.groups} groups do not divide {self.heads} heads")
+        rotary = 2 * len(self.rope.inv_freq) if self.rope else 0
+        if min((self.size, *self.entries)) < rotary:
+            raise ValueError(f"a head or the indexer's has fewer than {rotary} rotary numbers")
+
+    @property
+    def columns(self) -> list[slice]:
+        """Where a token's row has the entry of each size; values and gates are behind it."""
+        widths = [(1 + 2 * self.series) * size for size in self.entries]
+        firsts = accumulate(widths[:-1], initial=self.size)
+        return [slice(n, n + size) for n, size in zip(firsts, self.entries, strict=False)]
 
     @property
     def value_dim(self) -> int:

@@ -5,6 +5,7 @@ and as it is published.
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from localrt.common.errors import OptionError
+from localrt.common.errors import LocalrtError, OptionError
+from localrt.drafts.heads.files import prediction_notes
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder
 from localrt.models.registry import read_config
@@ -172,6 +174,7 @@ def test_as_published(tmp_path: Path) -> None:
         formats = {info.format.name for info in checkpoint.tensors.values()}
     assert {"mxfp4", "e4m3-g32", "f32"} <= formats
     assert relative_error(logits_of(tmp_path, ids), expected) < 1e-4
+    assert prediction_notes(tmp_path) == ()
 
 
 @pytest.mark.llamacpp
@@ -182,6 +185,43 @@ def test_llama_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = logits_of(path, ids)
     assert relative_error(ours, oracle(theirs, ids)) < 1e-4
     assert relative_error(ours, llama_cpp_logits(path, ids, monkeypatch)) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("n_routed_experts", 0, "n_routed_experts"),
+        ("first_k_dense_replace", 1, None),  # all layers have experts
+        ("o_groups", 10**9, "o_groups"),
+        ("o_groups", 3, "groups"),
+        ("index_head_dim", 2, "indexer's"),
+        ("hc_sinkhorn_iters", 10**6, "hc_sinkhorn_iters"),
+    ],
+)
+def test_odd_configs(
+    key: str, value: int, message: str | None, folder: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text("utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))
+    if message is None:
+        load_ours(tmp_path)
+        return
+    with pytest.raises(LocalrtError, match=message) as raised:
+        load_ours(tmp_path)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("expert", [-1, 99])
+def test_experts_that_are_not_there(expert: int, folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    (file,) = tmp_path.glob("*.safetensors")
+    tensors = load_file(file)
+    name = next(each for each in tensors if each.endswith("tid2eid"))
+    tensors[name][7, 0] = expert
+    save_file(tensors, file)
+    with pytest.raises(LocalrtError, match="tid2eid has experts that are not there"):
+        load_ours(tmp_path)
 
 
 def test_on_a_gpu(folder: Path) -> None:

@@ -95,6 +95,7 @@ def test_gguf_files(name: str, kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", GGUF)
 def test_gguf_as_llamacpp(name: str, tmp_path: Path) -> None:
     """llama.cpp keeps activations in 16 bits here and there, and approximates GELU."""
+    pytest.importorskip("llama_cpp", reason="needs the llamacpp extra")
     save_encoder(ENCODERS[name], tmp_path)
     own = word_pieces(tmp_path)
     keys = {**vocabulary_keys(own), "bert.pooling_type": 1}
@@ -313,6 +314,9 @@ def test_loading(options: dict[str, Any], message: str, tmp_path: Path) -> None:
         ("modernbert.classifier_activation", "relu", "known: gelu"),
         ("modernbert.rope_parameters", {"full_attention": {"rope_theta": 0}}, "rope_theta"),
         ("nomic-bert.partial_rotary_factor", 0.5, "a part of each head"),
+        ("nomic-bert.rotary_emb_fraction", 0.5, "a part of each head"),
+        ("nomic-bert.rotary_emb_interleaved", True, "rotary_emb_interleaved is not supported"),
+        ("nomic-bert.prenorm", True, "prenorm is not supported"),
         ("nomic-bert.head_dim", 13, "rotary size must be even"),
         ("embeddinggemma.num_key_value_heads", 3, "kv_heads|multiple"),
         ("embeddinggemma.partial_rotary_factor", 0.5, "a part of each head"),
@@ -369,8 +373,9 @@ def test_the_first_published_configs(tmp_path: Path) -> None:
     save_encoder(ENCODERS["nomic-bert"], tmp_path)
     first = {"architectures": ["NomicBertModel"], "model_type": "nomic_bert", "vocab_size": 211}
     ours = {**first, "num_attention_heads": 6, "rope_parameters": {"rope_theta": 700.0}}
-    first |= {"n_embd": 768, "n_head": 6, "n_layer": 12, "n_inner": 3072, "rotary_emb_base": 700}
-    first |= {"activation_function": "swiglu", "layer_norm_epsilon": 1e-12, "type_vocab_size": 2}
+    ours |= {"num_hidden_layers": 11, "layer_norm_eps": 1e-3, "hidden_act": "gelu"}
+    first |= {"n_embd": 768, "n_head": 6, "n_layer": 11, "n_inner": 3072, "rotary_emb_base": 700}
+    first |= {"activation_function": "gelu", "layer_norm_epsilon": 1e-3, "type_vocab_size": 2}
     first |= {"n_positions": 8192, "max_trained_positions": 2048}  # transformers, too, says 2048
     assert read(first, tmp_path) == read(ours, tmp_path)
 

@@ -131,8 +131,9 @@ def read_dflash(checkpoint: OpenHead, target: DecoderConfig) -> HeadConfig:
         what = min(unknown, default="markov_head_type")
         raise UnsupportedModelError(f"a DFlash draft with its {what} is not supported")
     raw, tokens = RawConfig(checkpoint), checkpoint.tokens
+    # In order: for the token behind (w2, successor), for that before (w1, predecessor), the gate
     names = sorted(n for n in checkpoint.tensors if "markov_w" in n or "selector" in n)[::-1]
-    selects = len(names) == 3  # the third one gates
+    selects = len(names) == 3
     # Speculators list inputs, and the first row of their blocks drafts nothing
     inputs, causal = "aux_hidden_state_layer_ids", raw.flag("is_causal", raw.flag("causal"))
     listed = inputs if inputs in config else "target_layer_ids"
@@ -148,7 +149,7 @@ def read_dflash(checkpoint: OpenHead, target: DecoderConfig) -> HeadConfig:
         for spec in own.attending
     )
     vocab = target.vocab_size if tokens is None else len(tokens)
-    rank = checkpoint.tensors[names[0]].shape[-1] if names else 0
+    rank = (0, *checkpoint.tensors[names[0]].shape)[-1] if names else 0
     kernel = raw.integer("conv_kernel_size", 1), raw.integer("conv_group_size", 1)
     shapes = ((vocab, rank), (target.vocab_size, rank), (rank, own.hidden_size))
     return HeadConfig(

@@ -76,7 +76,7 @@ class GgufCheckpoint(SourcedCheckpoint):
                 bool(predicting) and not any(map(_IN_LAYER.match, stored))
             )
             if predicts and not head:
-                if not predicting:
+                if not (predicting and self.family.predicts):
                     raise CheckpointError(f"{path} has no MTP block")
                 norm = {name: own for name, own in stored.items() if name == _NORM}
                 stored = norm | self._rename(predicting, of_block=min(predicting))

@@ -133,6 +133,8 @@ class SafetensorsCheckpoint(SourcedCheckpoint):
             raise DraftHeadError(path, self.architecture)
         self._predicts = predicts and not self.only_predicts
         if self._predicts:
+            if not find_family(self.architecture).predicts:
+                raise CheckpointError(f"{path} holds no MTP block that can draft")
             self.config = prediction_config(self._published)
         self._method, self._scheme = read_scheme(self.config, path)
         self.notes: tuple[str, ...] = ()
@@ -207,7 +209,7 @@ class SafetensorsCheckpoint(SourcedCheckpoint):
             if self._predicts:
                 return prediction_tensor(name, self._published)
             if not self.only_predicts and name.startswith(("embed_tokens.", "layers.", "norm.")):
-                name = f"model.{name}"  # of a model without a head
+                name = f"model.{name}"  # as without a head, and DeepSeek-V4's
             return decoder_tensor(name, self.config, multimodal=multimodal)
 
         for name, tensor, file_path in self._listed(decoders):

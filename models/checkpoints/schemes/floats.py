@@ -177,6 +177,7 @@ class _E5m2:
 
 _WEIGHT, _STACK = ".weight", "_proj"
 _SCALES = ("_scale_inv", "_scale")
+_PLAIN_SCALE = ".scale"
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +192,7 @@ class Fp8:
     endings: ClassVar[Mapping[str, str]] = {
         **{".weight" + scale: ".weight" for scale in _SCALES},
         **{"_proj" + scale: "_proj" for scale in _SCALES},
-        ".scale": ".weight",
+        _PLAIN_SCALE: ".weight",
         **{".weight": ".weight", "_proj": "_proj"},
     }
     block: tuple[int, int] | None
@@ -216,10 +217,14 @@ class Fp8:
     def source(self, parts: Parts) -> RowSource | None:
         kind = _WEIGHT if parts.name.endswith(_WEIGHT) else _STACK
         scales = next((parts.find(kind + end) for end in _SCALES if parts.find(kind + end)), None)
-        scales, codes = scales or parts.find(".scale"), parts.need(kind)
-        if scales is not None and (codes.info.format, scales.info.format) == (INT8, EXPONENTS):
-            both = (replace(n, info=replace(n.info, format=RAW_BYTES)) for n in (codes, scales))
-            return mxfp4_rows(parts.name, *both)
+        plain, codes = parts.find(_PLAIN_SCALE), parts.find(kind)
+        if plain is not None:
+            if codes is None or codes.info.format not in (INT8, F8_E4M3, E5M2):
+                return None  # a scale of another kind, as of Gemma 4's routers
+            if (codes.info.format, plain.info.format) == (INT8, EXPONENTS):
+                both = (replace(n, info=replace(n.info, format=RAW_BYTES)) for n in (codes, plain))
+                return mxfp4_rows(parts.name, *both)
+        codes, scales = parts.need(kind), scales or plain
         if scales is None:
             if codes.info.format not in (F8_E4M3, E5M2):
                 return None

@@ -250,6 +250,14 @@ def test_older_block_structure(tmp_path: Path) -> None:
     assert opened(tmp_path, config, tensors).tensors[f"{NAME}.weight"].format.name == "e4m3-g128"
 
 
+def test_scales_of_routers(tmp_path: Path) -> None:
+    """Gemma 4's are no weight's, in an FP8 folder as elsewhere."""
+    scheme = SCHEMES["FP8 blocks of 64"]
+    tensors, _ = scheme.write(WEIGHT)
+    model = opened(tmp_path, scheme.config, {**tensors, "router.scale": torch.ones(4)})
+    assert model.tensors[f"{NAME}.router.scale"].shape == (4,)
+
+
 def test_cache_scales(tmp_path: Path) -> None:
     scheme = SCHEMES["FP8 rows"]
     tensors, _ = scheme.write(WEIGHT)
