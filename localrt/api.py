@@ -465,17 +465,29 @@ class Model(Closing):
         return embed(self._core, texts, pooling=pooling, normalize=normalize, cancel=cancel)
 
     def rank(
-        self, query: str, documents: Sequence[str], *, cancel: threading.Event | None = None
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        instruction: str | None = None,
+        cancel: threading.Event | None = None,
     ) -> list[float]:
         """Return for each document, from 0 to 1, how well it answers the query.
 
-        The model is a cross-encoder, which reads each document together with the query.
+        A cross-encoder reads each document together with the query. A reranker that writes, such as
+        Qwen3-Reranker, reads an ``instruction``, too; the score is the probability that it answers
+        "yes" and not "no".
 
         Raises:
-            OptionError: it is none.
+            OptionError: the model is no reranker.
             ContextOverflowError: a document is too long.
+            CancelledError: ``cancel`` was set.
         """
-        return rank(self._core, query, documents, cancel=cancel)
+        return self.rank_counted(query, documents, instruction=instruction, cancel=cancel)[0]
+
+    def rank_counted(self, *asked: Any, **options: Any) -> tuple[list[float], int]:
+        """Return what ``rank`` does, and the number of tokens read."""
+        return rank(self._core, *asked, **options)
 
     # -- adapters --------------------------------------------------------------------------------
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import math
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,15 +13,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localrt.api import Model
-from localrt.common.errors import CancelledError, OptionError
 from localrt.engine.protocol import Logits
-from localrt.engine.types import Message
 from localrt.server.about import known_facts
 from localrt.server.dialect import JSON, Endpoint, prompts_of
 from localrt.server.errors import ApiError, JsonResponse, invalid
 from localrt.server.generating import computed, rendered
 from localrt.server.openai.calls import chat_call
 from localrt.server.service import ModelRequest, read_request, service_of
+from localrt.service.embedding import is_reranker
 
 
 class Embedded(NamedTuple):
@@ -76,67 +74,6 @@ async def embedded(
             vectors = np.ascontiguousarray(vectors[:, :dimensions])
             vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
     return Embedded(model_request.model.name, vectors, count)
-
-
-# -- reranking -------------------------------------------------------------------------------------
-
-
-_SYSTEM = (
-    "Judge whether the Document meets the requirements based on the Query and the Instruct "
-    'provided. Note that the answer can only be "yes" or "no".'
-)
-_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
-
-
-def scores_of(
-    model: Model,
-    query: str,
-    documents: Sequence[str],
-    *,
-    instruction: str | None,
-    cancel: threading.Event,
-) -> tuple[list[float], int]:
-    """Return a score per document, higher is better, and the number of tokens read.
-
-    Raises:
-        OptionError: the model is neither a reranker nor made for embeddings.
-        LocalrtError: a document is too long.
-    """
-    pooling = model.info.pooling
-    if pooling == "rank" and not model.info.writes:
-        pairs = [model.tokenizer.encode_pair(query, document) for document in documents]
-        return model.rank(query, documents, cancel=cancel), sum(map(len, pairs))
-    if pooling == "rank" or "rerank" in f"{model.name} {model.info.path.name}".lower():
-        judged = [
-            _judged(model, query, document, instruction or _INSTRUCTION, cancel)
-            for document in documents
-        ]
-        return [score for score, _ in judged], sum(tokens for _, tokens in judged)
-    if pooling:
-        ids = [model.tokenizer.encode_raw(text) for text in (query, *documents)]
-        asked, *found = model.embed(ids, cancel=cancel)
-        return [float(asked @ vector) for vector in found], sum(map(len, ids))
-    raise OptionError(
-        f"{model.name} is no reranker (its name says nothing of one) and no embedding model: "
-        "serve one, such as Qwen3-Reranker"
-    )
-
-
-def _judged(
-    model: Model, query: str, document: str, instruction: str, cancel: threading.Event
-) -> tuple[float, int]:
-    """Return the probability of "yes", and the number of prompt tokens."""
-    if cancel.is_set():
-        raise CancelledError("the request was cancelled")
-    asked = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
-    messages: list[Message] = [
-        {"role": "system", "content": _SYSTEM},
-        {"role": "user", "content": asked},
-    ]
-    ids = model.tokenize(messages, thinking=False)
-    (logits,) = next(model.logits(ids, first=len(ids) - 1))
-    yes, no = (float(logits[model.tokenize(word, add_special=False)[0]]) for word in ("yes", "no"))
-    return 1 / (1 + math.exp(min(no - yes, 700))), len(ids)
 
 
 # -- endpoints -------------------------------------------------------------------------------------
@@ -235,8 +172,14 @@ async def rerank(request: Request) -> Response:
     texts = [one if isinstance(one, str) else one["text"] for one in fields["documents"]]
 
     def work(model: Model, cancel: threading.Event) -> tuple[list[float], int]:
-        instruction = fields.get("instruction")
-        return scores_of(model, fields["query"], texts, instruction=instruction, cancel=cancel)
+        if not model.info.pooling or is_reranker(model.info):
+            instruction = fields.get("instruction")
+            return model.rank_counted(
+                fields["query"], texts, instruction=instruction, cancel=cancel
+            )
+        ids = [model.tokenizer.encode_raw(text) for text in (fields["query"], *texts)]
+        asked, *found = model.embed(ids, cancel=cancel)
+        return [float(asked @ vector) for vector in found], sum(map(len, ids))
 
     scores, read = await computed(asked, work)
     order = sorted(range(len(texts)), key=lambda index: -scores[index])

@@ -14,14 +14,22 @@ import numpy.typing as npt
 
 from localrt.common.errors import CancelledError, ContextOverflowError, OptionError
 from localrt.common.option_names import option
+from localrt.engine.options import read_options
 from localrt.engine.protocol import Engine
+from localrt.engine.types import Message
 from localrt.quant.ops.protocol import Check
 from localrt.service.core import Core
 from localrt.service.requests import whole_ids
+from localrt.service.status import ModelInfo
 
 Rows: TypeAlias = npt.NDArray[np.float32]
 Pooling = Literal["mean", "last", "cls"]
 POOLINGS: tuple[Pooling, ...] = ("mean", "last", "cls")
+_SYSTEM = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".'
+)
+_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 
 
 def embed(
@@ -53,21 +61,56 @@ def embed(
     return unit
 
 
+def is_reranker(info: ModelInfo) -> bool:
+    """Whether a model scores documents, by its files or its name."""
+    named = "rerank" in f"{info.name} {info.path.name}".lower()
+    return info.pooling == "rank" or (named and info.writes)
+
+
 def rank(
-    core: Core, query: str, documents: Sequence[str], *, cancel: threading.Event | None
-) -> list[float]:
-    """See ``Model.rank``."""
+    core: Core,
+    query: str,
+    documents: Sequence[str],
+    *,
+    instruction: str | None,
+    cancel: threading.Event | None,
+) -> tuple[list[float], int]:
+    """See ``Model.rank_counted``."""
     core.requests.check_process()
-    if isinstance(documents, str) or not all(isinstance(one, str) for one in (query, *documents)):
+    given = (query, *documents, instruction or "")
+    if isinstance(documents, str) or not all(isinstance(one, str) for one in given):
         raise OptionError("rank takes a query and a list of documents, all of them strings")
-    if core.parts.pooling != "rank" or not core.parts.mute:
-        raise OptionError("the model scores no pairs: choose a cross-encoder")
-    encode = core.requests.tokenizer.encode_pair
-    pairs = [encode(query, document) for document in documents]
-    for index, pair in enumerate(pairs):
-        _check_length(core, len(pair), f"the query with document {index}")
-    scores = pooled_states(core.engine, pairs, "last", check=partial(_check, cancel))[:, 0]
-    return [1 / (1 + math.exp(-score)) for score in scores.tolist()]
+    if not is_reranker(core.info):
+        raise OptionError("the model is no reranker by its files or name: choose a cross-encoder")
+    prompts = [_ranking(core, query, one, instruction or _INSTRUCTION) for one in documents]
+    for index, ids in enumerate(prompts):
+        _check_length(core, len(ids), f"the query with document {index}")
+    check = partial(_check, cancel)
+    if core.info.writes:
+        likelier = [_likelier(core, ids, check) for ids in prompts]
+    else:
+        likelier = pooled_states(core.engine, prompts, "last", check=check)[:, 0].tolist()
+    scores = [1 / (1 + math.exp(min(-one, 700))) for one in likelier]
+    return scores, sum(map(len, prompts))
+
+
+def _ranking(core: Core, query: str, document: str, instruction: str) -> list[int]:
+    """Return what a reranker reads about a document; one that writes is asked for yes or no."""
+    if not core.info.writes:
+        return core.requests.tokenizer.encode_pair(query, document)
+    asked = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
+    told: list[Message] = [{"role": "system", "content": _SYSTEM}]
+    options = read_options(core.defaults, {"thinking": False})
+    return core.requests.render([*told, {"role": "user", "content": asked}], options=options)
+
+
+def _likelier(core: Core, ids: list[int], check: Check) -> float:
+    """Return the logit of "yes" less that of "no" as an answer."""
+    mix = core.adapters.mix(core.defaults.get("adapter"))
+    *_, rows = core.engine.logits(ids, first=len(ids) - 1, mix=mix, check=check)
+    encode = partial(core.requests.tokenizer.encode, add_special=False)
+    yes, no = (float(rows[-1][encode(word)[0]]) for word in ("yes", "no"))
+    return yes - no
 
 
 def pooled_states(
@@ -94,7 +137,7 @@ def pooled_states(
 
 def _check(cancel: threading.Event | None) -> None:
     if cancel is not None and cancel.is_set():
-        raise CancelledError("the embedding was cancelled")
+        raise CancelledError("the request was cancelled")
 
 
 def _check_length(core: Core, count: int, which: str, more: str = "") -> None:

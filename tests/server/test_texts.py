@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from threading import Event
 from typing import Any
 
 import pytest
 
 import localrt
+from tests.inside import core_of
 from tests.server.conftest import Running, serving
 from tests.server.dialects import BODIES, COLOUR, HI, PAINT
 
@@ -140,25 +142,32 @@ def test_detokenize(server: Running) -> None:
 # -- documents -------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["reranker", "embedder"])
+@pytest.fixture(params=["reranker", "named", "embedder"])
 def ranking(request: pytest.FixtureRequest, model: localrt.Model) -> Iterator[Running]:
-    """A server for a model that takes itself for a reranker, or for an embedding model."""
-    pooling = {"reranker": "rank", "embedder": "mean"}[request.param]
-    info, model.info = model.info, replace(model.info, pooling=pooling)
+    """A server for a model that its files or its name call a reranker, or an embedding model."""
+    more = {
+        "reranker": {"pooling": "rank"},
+        "named": {"name": "Qwen3-Reranker-0.6B"},
+        "embedder": {"pooling": "mean"},
+    }
+    info = model.info
+    core_of(model).info = model.info = replace(info, **more[request.param])
     try:
         with serving(model, name="ranker") as running:
             yield running
     finally:
-        model.info = info
+        core_of(model).info = model.info = info
 
 
-def expected_scores(model: localrt.Model) -> list[float]:
+HEAD = "Given a web search query, retrieve relevant passages that answer the query"
+
+
+def expected_scores(model: localrt.Model, head: str = HEAD) -> list[float]:
     if model.info.pooling == "mean":
         asked, *found = model.embed([QUERY, *DOCUMENTS])
         return [float(asked @ vector) for vector in found]
     scores = []
     for document in DOCUMENTS:
-        head = "Given a web search query, retrieve relevant passages that answer the query"
         text = f"<Instruct>: {head}\n<Query>: {QUERY}\n<Document>: {document}"
         system = (
             "Judge whether the Document meets the requirements based on the Query and the "
@@ -177,15 +186,37 @@ def expected_scores(model: localrt.Model) -> list[float]:
         ("/v1/rerank", {"documents": DOCUMENTS}),
         ("/rerank", {"documents": [{"text": text} for text in DOCUMENTS]}),
         ("/v1/rerank/", {"documents": DOCUMENTS, "top_n": 2}),
+        ("/v1/rerank", {"documents": DOCUMENTS, "instruction": "Find jokes"}),
     ],
 )
 def test_rerank(ranking: Running, path: str, fields: dict[str, Any]) -> None:
     body = {"model": "any", "query": QUERY, "return_documents": True, **fields}
     status, got, _ = ranking.request("POST", path, body)
     assert (status, got["model"]) == (200, "any")
-    expected = expected_scores(ranking.model)
+    expected = expected_scores(ranking.model, fields.get("instruction", HEAD))
     order = sorted(range(3), key=lambda index: -expected[index])
     assert [one["index"] for one in got["results"]] == order[: fields.get("top_n", 3)]
     for one in got["results"]:
         assert one["relevance_score"] == pytest.approx(expected[one["index"]], abs=1e-4)
         assert one["document"]["text"] == DOCUMENTS[one["index"]]
+
+
+def test_rank(ranking: Running) -> None:
+    """As the server ranks, but an embedding model does not."""
+    model = ranking.model
+    if model.info.pooling == "mean":
+        with pytest.raises(localrt.OptionError, match="no reranker"):
+            model.rank(QUERY, DOCUMENTS)
+        return
+    for given in ({}, {"instruction": "Find jokes"}):
+        expected = expected_scores(model, *given.values())
+        assert model.rank(QUERY, DOCUMENTS, **given) == pytest.approx(expected, abs=1e-4)
+    assert model.rank(QUERY, []) == []
+    with pytest.raises(localrt.ContextOverflowError, match="with document 1"):
+        model.rank(QUERY, ["x", "brown " * 1000])
+    with pytest.raises(localrt.OptionError, match="strings"):
+        model.rank(QUERY, DOCUMENTS, instruction=5)  # type: ignore[arg-type]
+    cancel = Event()
+    cancel.set()
+    with pytest.raises(localrt.CancelledError):
+        model.rank(QUERY, DOCUMENTS, cancel=cancel)
