@@ -33,6 +33,8 @@ from localrt.quant.cpu.abi import find_library
 from localrt.quant.ops.protocol import Ops
 from localrt.system import return_free_memory
 
+_USUAL_CONTEXT = 8192  # of an encoder, whose memory is reserved for its longest text
+
 
 def load_native(
     checkpoint: Checkpoint, options: LoadOptions, context: LoadContext
@@ -91,11 +93,11 @@ def _load(
         )
 
     if isinstance(config, EncoderConfig):
-        ctx = options.ctx or config.context_length
+        ctx = options.ctx or min(config.context_length, _USUAL_CONTEXT)
         if ctx > (most := config.context_length):
             raise OptionError(f"{option('ctx', ctx)} is more than the model's {most} positions")
         info = describe(config, streamed=False)
-        check_left(info.weight_bytes + config.scratch_nbytes(PREFILL_ROWS), ops, options)
+        check_left(info.weight_bytes + config.scratch_nbytes(max(PREFILL_ROWS, ctx)), ops, options)
         weights = WeightLoader(checkpoint, ops, context.byte_counter(info.weight_bytes))
         encoder = TextEncoder.load(config, weights)
         weights.finish()

@@ -133,7 +133,12 @@ def read_embedding(raw: RawConfig) -> EncoderConfig:
     """EmbeddingGemma: Gemma 3 whose tokens see those after them, and half of a window each way."""
     if not raw.flag("use_bidirectional_attention", default=raw.is_gguf):
         raise ValueError("it is Gemma 3 without a head, which neither writes nor embeds")
-    config = read_gemma3(raw)
+    each_way = raw.integer("sliding_window", 4096) // 2
+    return encoder_config(raw, read_gemma3(raw.changed(sliding_window=each_way)))
+
+
+def encoder_config(raw: RawConfig, config: DecoderConfig) -> EncoderConfig:
+    """The encoder with a decoder's layers, whose windows reach as far back as ahead."""
     return EncoderConfig(
         architecture="gemma_embedding",
         vocab_size=config.vocab_size,
@@ -154,7 +159,8 @@ def read_embedding(raw: RawConfig) -> EncoderConfig:
                 bias=False,
                 mlp_bias=False,
                 rope=spec.rope,
-                window=(spec.window or 0) // 2,
+                window=spec.window or 0,
+                value_norm=spec.value_norm,
             )
             for spec in config.attention
             if isinstance(spec, AttentionSpec)

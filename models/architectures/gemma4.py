@@ -15,7 +15,8 @@ from localrt.common.errors import UnsupportedModelError
 from localrt.models.architectures import gemma
 from localrt.models.architectures.family import SANDWICH_NORMS, Config, Family, GgufFacts
 from localrt.models.config import EXPERT_SCALE, ROUTER, ROUTER_NORM, DecoderConfig, MixtureSpec
-from localrt.models.layers.inputs import GatedInputs, LayerInputs
+from localrt.models.encoders.text import EncoderConfig
+from localrt.models.layers.inputs import PROJECTION, GatedInputs, LayerInputs
 from localrt.models.layers.rope import read_rope
 from localrt.models.raw_config import RawConfig, expert_activation
 from localrt.quant.formats import unpack
@@ -52,6 +53,20 @@ def read_config(raw: RawConfig) -> DecoderConfig:
         intermediate_size=max(sizes),
         block=GatedInputs(inputs=read_layer_inputs(raw, config.vocab_size)),
         mixtures=(_read_mixture(raw, config),) * layers if raw.flag("enable_moe_block") else (),
+    )
+
+
+def read_embedding(raw: RawConfig) -> EncoderConfig:
+    """EmbeddingGemma 2: Gemma 4 whose tokens see those after them, as far as a window each way.
+
+    A layer's own inputs have no table. A matrix behind the last norm makes the vectors.
+    """
+    own_heads = raw.changed(attention_k_eq_v=True)  # full layers have their own number, as there
+    return replace(
+        gemma.encoder_config(raw, read_config(own_heads)),
+        architecture="gemma_embedding2",
+        inputs=raw.integer("hidden_size_per_layer_input"),
+        dense=(raw.integer("embedding_dim"),),
     )
 
 
@@ -243,5 +258,18 @@ FAMILIES = (
             "post_ffw_norm_2": "post_feedforward_layernorm_2",
         },
         gguf_config=add_full_layers,
+    ),
+    Family(
+        name="gemma_embedding2",
+        encoder=read_embedding,
+        folders="EmbeddingGemma2Model EmbeddingGemma2TextModel",
+        tensors={
+            "ple_block.per_layer_input_gate.weight": "per_layer_input_gate.weight",
+            "ple_block.per_layer_projection.weight": "per_layer_projection.weight",
+            "ple_block.post_per_layer_input_norm.weight": "post_per_layer_input_norm.weight",
+            "model.ple.per_layer_model_projection.weight": f"{PROJECTION}.weight",
+            "model.ple.per_layer_projection_norm.weight": "model.per_layer_projection_norm.weight",
+            "model.embedding_projection.weight": "dense_2.weight",
+        },
     ),
 )

@@ -24,7 +24,7 @@ _PREFIXES = (
     ("language_model.lm_head.", "lm_head."),
     ("language_model.", "model."),
 )
-_BARE = ("model.embed_tokens.", "model.layers.", "model.norm.", "lm_head.")
+_BARE = ("model.embed_tokens.", "model.layers.", "model.norm.", "lm_head.", "dense_")
 
 EAGLE3 = (
     "eagle3",

@@ -7,7 +7,7 @@ in memory. Tensors are named as those of decoders where they are the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import ClassVar, TypeAlias
@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.models.encoders.block import Block, BlockConfig, Linear, Norm
+from localrt.models.layers.inputs import GATE, OUT, POST_NORM, PROJECTION, PROJECTION_NORM
 from localrt.models.tensor_source import EMBEDDING
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats import PackedTensor, unpack
@@ -35,7 +36,8 @@ class EncoderConfig:
     Embeddings are multiplied by ``scale``, and get rows of a table of ``positions``, if there are
     any: the first that a text uses is ``first_position``. A model that ``ranks`` scores pairs;
     their second texts have the second of several ``types``. The first token's state, or with
-    ``mean_ranks`` the mean, is scored. ``dense`` are the rows of matrices behind the last layer.
+    ``mean_ranks`` the mean, is scored. ``dense`` are the rows of matrices behind the last layer,
+    ``inputs`` the width of inputs that every layer has of its own, if there are any.
     """
 
     memory: ClassVar[tuple[LayerSpec, ...]] = ()
@@ -50,11 +52,27 @@ class EncoderConfig:
     ranks: bool = False
     mean_ranks: bool = False
     dense: tuple[int, ...] = ()
+    inputs: int = 0
 
     def scratch_nbytes(self, rows: int) -> int:
-        """Bytes of a pass of ``rows``, or of the longest text, beside the weights."""
+        """Bytes of a pass of ``rows`` beside the weights."""
         block = self.layers[0]
-        return 8 * max(rows, self.context_length) * (4 * block.hidden + block.inner)
+        return 8 * rows * (4 * block.hidden + block.inner + len(self.layers) * self.inputs)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InputGate:
+    """Adds a layer's own inputs to x: ``(x + norm(out(gate(x) * inputs))) * total``."""
+
+    gate: Linear
+    out: Linear
+    norm: Norm
+    total: float
+
+    def __call__(self, x: Floats, inputs: Floats, steps: VisionSteps) -> Floats:
+        """The sum (R, D), for inputs (R, E)."""
+        added = self.norm(self.out(self.gate(x, steps) * inputs, steps), steps)
+        return (x + added) * np.float32(self.total)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,6 +85,8 @@ class TextEncoder:
     types: Floats | None
     norm: Norm | None
     blocks: tuple[Block, ...]
+    projection: tuple[_Part, ...]  # of embeddings to each layer's own inputs
+    gates: tuple[InputGate, ...]
     after: tuple[_Part, ...]
     head: tuple[_Part, ...]  # of a model that ranks
 
@@ -78,11 +98,25 @@ class TextEncoder:
             CheckpointError: a tensor is missing, or has another shape than the config.
         """
         block, width = config.layers[0], config.layers[0].hidden
-        norm, blocks = partial(Norm.of_block, block, weights), enumerate(config.layers)
+        norm = partial(Norm.of_block, block, weights)
+        blocks = [(each, f"model.layers.{at}.") for at, each in enumerate(config.layers)]
 
         def linear(name: str, rows: int, columns: int = width) -> Linear:
             return Linear.load(weights, (rows, columns), name, bias=weights.has(f"{name}.bias"))
 
+        projection: list[_Part] = []
+        if size := config.inputs:  # the norm cancels the published scale of 1 / sqrt(D)
+            projection = [linear(PROJECTION, len(blocks) * size), lambda x, _: x.reshape(-1, size)]
+            projection += [Norm.load(weights, PROJECTION_NORM, size, block.eps * width, rms=True)]
+        gates = (
+            InputGate(
+                replace(linear(prefix + GATE, size), activation=block.activation),
+                linear(prefix + OUT, width, size),
+                norm(prefix + POST_NORM),
+                weights.scalar(f"{prefix}layer_scalar"),
+            )
+            for _, prefix in (blocks if size else ())
+        )
         after: list[_Part] = [] if block.norms_sums else [norm("model.norm")]
         for number, shape in enumerate(zip(config.dense, (width, *config.dense), strict=False), 2):
             after.append(linear(f"dense_{number}", *shape))
@@ -97,7 +131,9 @@ class TextEncoder:
             weights.array((config.positions, width), POSITIONS) if config.positions else None,
             weights.array((config.types, width), TYPES) if config.types else None,
             None if block.rms else norm("model.embed_norm"),
-            tuple(Block.load(each, f"model.layers.{at}.", weights) for at, each in blocks),
+            tuple(Block.load(*each, weights) for each in blocks),
+            tuple(projection),
+            tuple(gates),
             tuple(after),
             tuple(head),
         )
@@ -117,14 +153,18 @@ class TextEncoder:
         if self.types is not None:
             x = x + self.types[np.concatenate(list(map(self._types, texts)))]
         x = self.norm(x, steps) if self.norm else x
+        inputs = x
+        for part in self.projection:
+            inputs = part(inputs, steps)
         layouts = dict[BlockConfig, PatchLayout]()
-        for block in self.blocks:
+        for at, block in enumerate(self.blocks):
             if check is not None:
                 check()
             if (own := block.config) not in layouts:
                 cos, sin = own.rope.turns(places) if own.rope else (None, None)
                 layouts[own] = PatchLayout(ends=ends, window=own.window, cos=cos, sin=sin)
             x = block(x, layouts[own], steps)
+            x = self.gates[at](x, inputs[at :: len(self.blocks)], steps) if self.gates else x
         for part in self.after:  # behind the mean, matrices would give the same
             x = part(x, steps)
         if not self.head:

@@ -23,11 +23,11 @@ from localrt.quant.ops.arrays import Array, Hidden, Weight
 from localrt.quant.ops.streams import InputGateSpec, InputGateWeights, InputProjection
 
 LAYER_EMBEDDING = "model.embed_tokens_per_layer.weight"
-_PROJECTION = "model.per_layer_model_projection.weight"
-_PROJECTION_NORM = "model.per_layer_projection_norm.weight"
-_GATE = "per_layer_input_gate"
-_OUT = "per_layer_projection"
-_POST_NORM = "post_per_layer_input_norm"
+PROJECTION = "model.per_layer_model_projection"
+PROJECTION_NORM = "model.per_layer_projection_norm"
+GATE = "per_layer_input_gate"
+OUT = "per_layer_projection"
+POST_NORM = "post_per_layer_input_norm"
 _HALF = math.sqrt(0.5)  # the sum of rows and projections keeps its variance
 
 
@@ -98,9 +98,9 @@ class InputGate:
             layer=layer, width=width, activation=activation, eps=config.norm_eps
         )
         self.weights = InputGateWeights(
-            gate=weights.matrix((width, hidden), f"{prefix}{_GATE}.weight"),
-            out=weights.matrix((hidden, width), f"{prefix}{_OUT}.weight"),
-            post_norm=weights.vector(hidden, f"{prefix}{_POST_NORM}.weight"),
+            gate=weights.matrix((width, hidden), f"{prefix}{GATE}.weight"),
+            out=weights.matrix((hidden, width), f"{prefix}{OUT}.weight"),
+            post_norm=weights.vector(hidden, f"{prefix}{POST_NORM}.weight"),
         )
 
     def __call__(self, state: PassState) -> Array:
@@ -112,7 +112,7 @@ class InputGate:
         return state.ops.gate_inputs(x, state.inputs, self.weights, self.spec)
 
     def matrices(self) -> dict[str, Weight]:
-        return {_GATE: self.weights.gate, _OUT: self.weights.out}
+        return {GATE: self.weights.gate, OUT: self.weights.out}
 
 
 def load_input_projection(
@@ -123,8 +123,8 @@ def load_input_projection(
     # The published scale of 1 / sqrt(D) is omitted: the norm after it cancels it.
     return ProjectInputs(
         InputProjection(
-            matrix=weights.matrix((config.layers * width, hidden), _PROJECTION),
-            norm=weights.vector(width, _PROJECTION_NORM, scale=_HALF),
+            matrix=weights.matrix((config.layers * width, hidden), f"{PROJECTION}.weight"),
+            norm=weights.vector(width, f"{PROJECTION_NORM}.weight", scale=_HALF),
             width=width,
             eps=config.norm_eps * hidden,
         )

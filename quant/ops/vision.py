@@ -21,6 +21,7 @@ from localrt.quant.ops.arrays import VectorT, WeightT, copy_to_host, vector_to_h
 from localrt.quant.ops.protocol import Ops
 
 VisionActivation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu"]
+_ROWS = 512  # whose scores numpy computes at a time
 
 
 def activate(x: Floats, activation: VisionActivation) -> Floats:
@@ -191,13 +192,15 @@ class VisionSteps(Generic[WeightT, VectorT]):
         """
         out, first = np.empty_like(q), 0
         for end in ends:
-            rows, at = slice(first, end), np.arange(end - first)
-            far = np.abs(at[:, None] - at) > (window or end)
-            for head in range(q.shape[1]):
-                scores = (q[rows, head] * np.float32(scale)) @ k[rows, head].T
-                scores[far] = -np.inf
-                scores = np.exp(scores - scores.max(-1, keepdims=True))
-                out[rows, head] = (scores / scores.sum(-1, keepdims=True)) @ v[rows, head]
+            seen, places = slice(first, end), np.arange(first, end)
+            for begin in range(first, end, _ROWS):
+                rows = slice(begin, min(begin + _ROWS, end))
+                far = np.abs(np.arange(begin, rows.stop)[:, None] - places) > (window or end)
+                for head in range(q.shape[1]):
+                    scores = (q[rows, head] * np.float32(scale)) @ k[seen, head].T
+                    scores[far] = -np.inf
+                    scores = np.exp(scores - scores.max(-1, keepdims=True))
+                    out[rows, head] = (scores / scores.sum(-1, keepdims=True)) @ v[seen, head]
             first = end
         return out.reshape(len(q), -1)
 

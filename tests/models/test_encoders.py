@@ -52,6 +52,7 @@ def wider(make: Callable[[], Any]) -> Any:
     """The model with rows of whole blocks of 32."""
     config = make().config
     config.hidden_size, config.intermediate_size, config.head_dim = 64, 96, 16
+    config.hidden_size_per_layer_input = 32
     return type(make())(config)
 
 
@@ -68,7 +69,11 @@ def test_states_as_transformers(name: str, tmp_path: Path) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize(
-    "name", ["bert", "bert-odd", "nomic-bert-odd", "modernbert-odd", "embeddinggemma-odd"]
+    "name",
+    [
+        *("bert", "bert-odd", "nomic-bert-odd", "modernbert-odd", "embeddinggemma-odd"),
+        *("embeddinggemma2", "embeddinggemma2-odd"),
+    ],
 )
 def test_kernels(name: str, tmp_path: Path) -> None:
     """The compiled kernels may attend in bf16; a text's bits do not depend on the others."""
@@ -132,6 +137,37 @@ def test_matrices_behind_the_pooling(tmp_path: Path) -> None:
     config.write_text(json.dumps({"activation_function": "torch.nn.modules.activation.Tanh"}))
     with pytest.raises(localrt.LocalrtError, match=r"3_Dense: activation '.*Tanh' is not"):
         localrt.load(folder)
+
+
+def test_a_matrix_beside_the_last_norms(tmp_path: Path) -> None:
+    """EmbeddingGemma 2 has its matrix among its weights; one more is refused."""
+    for name in ("embeddinggemma2", "embeddinggemma2-odd"):
+        save_encoder(ENCODERS[name], tmp_path / name)
+        add_dense(tmp_path / name, 30, 20)
+        with pytest.raises(CheckpointError, match="appears twice"):
+            localrt.load(tmp_path / name)
+
+
+def test_only_its_texts(tmp_path: Path) -> None:
+    """Of a model with a vision encoder; a long context has to be asked for."""
+    save_encoder(ENCODERS["embeddinggemma2-odd"], tmp_path)
+    word_pieces(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text("utf-8"))
+    config["text_config"]["max_position_embeddings"] = 262144
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with localrt.load(tmp_path) as model:
+        assert model.embed(["x"]).shape == (1, 30)
+        assert not model.info.sees
+        assert (model.info.ctx, model.info.context_length) == (8192, 262144)
+    with localrt.load(tmp_path, ctx=9000) as model:
+        assert model.info.ctx == 9000
+
+
+def test_attention_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localrt.quant.ops.vision._ROWS", 7)
+    reference = save_encoder(ENCODERS["modernbert"], tmp_path)
+    for ids, found in zip(TEXTS, found_states(tmp_path, TEXTS), strict=True):
+        assert error(found, states(reference, ids)) < 1e-5
 
 
 def test_gemma_without_a_head_or_both_ways(tmp_path: Path) -> None:
@@ -221,6 +257,7 @@ def test_a_gguf_ranker_without_its_pooler(tmp_path: Path) -> None:
         ("nomic-bert", "int8-g32", 0.998),
         ("modernbert", "int8-g32", 0.998),
         ("jina-v3", "int8-g32", 0.998),
+        ("embeddinggemma2", "int8-g32", 0.99),
     ],
 )
 def test_quantized(name: str, made: str, least: float, tmp_path: Path) -> None:
@@ -320,6 +357,9 @@ def test_loading(options: dict[str, Any], message: str, tmp_path: Path) -> None:
         ("nomic-bert.head_dim", 13, "rotary size must be even"),
         ("embeddinggemma.num_key_value_heads", 3, "kv_heads|multiple"),
         ("embeddinggemma.partial_rotary_factor", 0.5, "a part of each head"),
+        ("embeddinggemma2.hidden_size_per_layer_input", 15, "wrong shape"),
+        ("embeddinggemma2.embedding_dim", 31, "wrong shape"),
+        ("embeddinggemma2.hidden_size_per_layer_input", 0, "hidden_size_per_layer_input"),
     ],
 )
 def test_configs_that_make_no_sense(key: str, value: object, message: str, tmp_path: Path) -> None:
@@ -332,7 +372,9 @@ def test_configs_that_make_no_sense(key: str, value: object, message: str, tmp_p
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("name", ["bert", "xlm-roberta", "modernbert", "embeddinggemma"])
+@pytest.mark.parametrize(
+    "name", ["bert", "xlm-roberta", "modernbert", "embeddinggemma", "embeddinggemma2"]
+)
 def test_odd_values(name: str, tmp_path: Path) -> None:
     """Any value of any key loads, or is refused."""
     save_encoder(ENCODERS[name], tmp_path)
@@ -344,7 +386,7 @@ def test_odd_values(name: str, tmp_path: Path) -> None:
                 localrt.load(tmp_path).close()
 
 
-@pytest.mark.parametrize("name", [*GGUF, "modernbert-odd"])
+@pytest.mark.parametrize("name", [*GGUF, "modernbert-odd", "embeddinggemma2"])
 def test_keys_left_out(name: str, tmp_path: Path) -> None:
     """They have the defaults of transformers' classes."""
     reference = save_encoder(ENCODERS[name], tmp_path)

@@ -35,13 +35,17 @@ _MODERN |= dict.fromkeys(("bos_token_id", "eos_token_id"), 0)
 
 _GEMMA: dict[str, Any] = {"use_bidirectional_attention": True, "head_dim": 16}
 _GEMMA |= {"num_key_value_heads": 2, "pad_token_id": 0, "sliding_window": 10}
+_GEMMA2: dict[str, Any] = {"num_key_value_heads": 2, "pad_token_id": 0, "sliding_window": 5}
+_GEMMA2 |= {"head_dim": 12, "global_head_dim": 16, "num_global_key_value_heads": 1}
+_GEMMA2 |= {"hidden_size_per_layer_input": 14, "embedding_dim": 30, "num_hidden_layers": 7}
 
 
 def _made(name: str, form: str = "Model", **changed: Any) -> Callable[[], Any]:
     def make() -> Any:
-        config = getattr(transformers, f"{name}Config")(**{**_SIZES, **changed})
+        sizes = {} if "text_config" in changed else _SIZES
+        config = getattr(transformers, f"{name}Config")(**{**sizes, **changed})
         model = getattr(transformers, f"{name}{form}")
-        pooled = form == "Model" and name not in ("ModernBert", "Gemma3Text")
+        pooled = form == "Model" and name != "ModernBert" and "Gemma" not in name
         return model(config, add_pooling_layer=True) if pooled else model(config)
 
     return make
@@ -101,6 +105,38 @@ ENCODERS: dict[str, Callable[[], Any]] = {
         query_pre_attn_scalar=30,
         **_GEMMA,
     ),
+    "embeddinggemma2": _made("EmbeddingGemma2Text", **_GEMMA2),
+    "embeddinggemma2-odd": _made(
+        "EmbeddingGemma2",
+        text_config={
+            **_SIZES,
+            **_GEMMA2,
+            "hidden_size": 54,
+            "num_attention_heads": 6,
+            "intermediate_size": 37,
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "num_global_key_value_heads": 3,
+            "rms_norm_eps": 0.01,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "rope_theta": 5e4,
+                    "partial_rotary_factor": 0.5,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            },
+        },
+        vision_config={
+            "model_type": "gemma4_vision",
+            "hidden_size": 24,
+            "intermediate_size": 20,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 12,
+        },
+    ),
 }
 RANKERS: dict[str, Callable[[], Any]] = {
     "bert": _made("Bert", "ForSequenceClassification", num_labels=1),
@@ -154,7 +190,8 @@ def states(model: Any, ids: Sequence[int]) -> np.ndarray:
     """Transformers' last hidden states (n, D) of a text."""
     with torch.no_grad():
         found = model(torch.tensor([ids]), output_hidden_states=True)
-    return np.asarray(found.hidden_states[-1][0].numpy())
+    last = found.get("last_hidden_state", found.hidden_states[-1])
+    return np.asarray(last[0].numpy())
 
 
 _GGUF = {

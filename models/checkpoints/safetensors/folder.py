@@ -60,6 +60,7 @@ NO_HEAD = (
 _COMPARED = 1 << 20  # bytes compared at a time
 TIED_OUTSIDE = frozenset({"gemma3", "gemma4", "lfm2_vl", "mistral3", "paddleocr_vl"})
 """``model_type`` of vision models whose outer config ties the head by default."""
+_WITHOUT_HEAD = ("embed_tokens.", "layers.", "norm.", "ple.", "embedding_projection.")
 _KIMIS_LENGTH = "model_max_length"
 HEADS_LAYER = "transformer_layer_config"
 
@@ -208,7 +209,7 @@ class SafetensorsCheckpoint(SourcedCheckpoint):
         def decoders(name: str) -> str | None:
             if self._predicts:
                 return prediction_tensor(name, self._published)
-            if not self.only_predicts and name.startswith(("embed_tokens.", "layers.", "norm.")):
+            if not self.only_predicts and name.startswith(_WITHOUT_HEAD):
                 name = f"model.{name}"  # as without a head, and DeepSeek-V4's
             return decoder_tensor(name, self.config, multimodal=multimodal)
 
