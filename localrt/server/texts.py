@@ -173,10 +173,8 @@ async def rerank(request: Request) -> Response:
 
     def work(model: Model, cancel: threading.Event) -> tuple[list[float], int]:
         if not model.info.pooling or is_reranker(model.info):
-            instruction = fields.get("instruction")
-            return model.rank_counted(
-                fields["query"], texts, instruction=instruction, cancel=cancel
-            )
+            more = {"instruction": fields.get("instruction"), "cancel": cancel}
+            return model.rank_counted(fields["query"], texts, **more)
         ids = [model.tokenizer.encode_raw(text) for text in (fields["query"], *texts)]
         asked, *found = model.embed(ids, cancel=cancel)
         return [float(asked @ vector) for vector in found], sum(map(len, ids))

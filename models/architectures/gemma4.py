@@ -61,6 +61,7 @@ def read_embedding(raw: RawConfig) -> EncoderConfig:
 
     A layer's own inputs have no table. A matrix behind the last norm makes the vectors.
     """
+    raw = raw if raw.has("rope_scaling") else raw.changed(partial_rotary_factor=1.0)
     own_heads = raw.changed(attention_k_eq_v=True)  # full layers have their own number, as there
     return replace(
         gemma.encoder_config(raw, read_config(own_heads)),

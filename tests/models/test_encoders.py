@@ -148,6 +148,17 @@ def test_a_matrix_beside_the_last_norms(tmp_path: Path) -> None:
             localrt.load(tmp_path / name)
 
 
+def test_a_share_of_heads_rotates_where_the_type_says_so(tmp_path: Path) -> None:
+    """As in transformers, which does not read it of the type ``default``."""
+    save_encoder(ENCODERS["embeddinggemma2"], tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text("utf-8"))
+    wanted, full = read(config, tmp_path), config["rope_parameters"]["full_attention"]
+    full["partial_rotary_factor"] = 0.5
+    assert read(config, tmp_path) == wanted
+    full["rope_type"] = "proportional"
+    assert read(config, tmp_path) != wanted
+
+
 def test_only_its_texts(tmp_path: Path) -> None:
     """Of a model with a vision encoder; a long context has to be asked for."""
     save_encoder(ENCODERS["embeddinggemma2-odd"], tmp_path)
