@@ -181,6 +181,7 @@ class Checkpoint(TensorSource, Protocol):
 
 
 _VECTORS = (
+    "embeddings.cls_token",
     "conv1d.weight",
     ".conv.conv.weight",
     ".mamba.norm.weight",

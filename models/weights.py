@@ -138,6 +138,14 @@ class WeightLoader:
         values = np.ascontiguousarray(self.array(shape[::-1], name).T)
         return self._ops.weight(shape, [pack(values, F32, name=name)])
 
+    def scaled(self, shape: tuple[int, int], name: str, factors: str) -> tuple[Weight, Vector]:
+        """A matrix and its bias, whose rows are multiplied by a vector, in float32."""
+        scale = self.array(shape[:1], factors)
+        with np.errstate(all="ignore"):  # a damaged file may overflow
+            rows = self.array(shape, f"{name}.weight") * scale[:, None]
+            bias = self.array(shape[:1], f"{name}.bias") * scale
+        return self._ops.weight(shape, [pack(rows, F32, name=name)]), self._ops.vector(bias)
+
     def has(self, name: str) -> bool:
         """Whether there is such a tensor."""
         return name in self._checkpoint.tensors

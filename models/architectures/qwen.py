@@ -1,4 +1,4 @@
-"""Qwen2, Qwen2.5 and Qwen3, dense and with mixtures; Mellum 2."""
+"""Qwen2, Qwen2.5 and Qwen3, dense and with mixtures; Mellum 2; the text of InternVL."""
 
 from __future__ import annotations
 
@@ -102,6 +102,14 @@ def read_mellum(raw: RawConfig) -> DecoderConfig:
     return with_mixture(config, spec, raw.sparse(config.layers))
 
 
+def read_internvl(raw: RawConfig) -> DecoderConfig:
+    """InternVL around Qwen2, Qwen3 or Llama, which the text model's ``model_type`` says."""
+    known = {"internvl": read_qwen2, "qwen2": read_qwen2, "qwen3": read_qwen3}
+    known |= {"qwen3_moe": read_qwen3_moe, "llama": llama.read_config}
+    config: DecoderConfig = raw.choice("model_type", "internvl", known)(raw)
+    return replace(config, architecture="internvl")
+
+
 FAMILIES = (
     Family(
         name="qwen2",
@@ -124,4 +132,5 @@ FAMILIES = (
         gguf="qwen3moe qwen3vlmoe",
     ),
     Family(name="mellum", read=read_mellum, folders="MellumForCausalLM", gguf="mellum"),
+    Family(name="internvl", read=read_internvl, folders="InternVLForConditionalGeneration"),
 )

@@ -45,6 +45,8 @@ class BlockNames:
     k_norm: str = ""
     post_norm1: str = ""
     post_norm2: str = ""
+    scale1: str = ""  # factors of the columns of the attention's output, with their ending
+    scale2: str = ""  # of the MLP's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,8 +134,11 @@ class Linear:
         *names: str,
         bias: bool = True,
         activation: VisionActivation | None = None,
+        scale: str = "",
     ) -> Linear:
-        """The matrices ``names``, stacked to (D, F)."""
+        """The matrices ``names``, stacked to (D, F); or one with a bias, both times ``scale``."""
+        if scale:
+            return cls(*weights.scaled(shape, names[0], scale), activation)
         matrix = weights.matrix(shape, *(f"{name}.weight" for name in names))
         biases = weights.optional_vector(bias, shape[0], *(f"{name}.bias" for name in names))
         return cls(matrix, biases, activation)
@@ -203,6 +208,7 @@ class Block:
             return Linear.load(weights, shape, *tensors, bias=bias, **options)
 
         gated = config.fused_gate or len(names.up) == 2
+        scales = [name and prefix + name for name in (names.scale1, names.scale2)]
         vector = partial(weights.vector, offset=config.norm_offset)
         sizes = {
             **dict.fromkeys((names.q_norm, names.k_norm), config.size),
@@ -213,14 +219,14 @@ class Block:
             Norm.of_block(config, weights, prefix + names.norm1) if names.norm1 else None,
             Norm.of_block(config, weights, prefix + names.norm2),
             linear((wide + 2 * shared * config.size, hidden), *names.qkv, bias=config.bias),
-            linear((hidden, wide), names.out, bias=config.bias),
+            linear((hidden, wide), names.out, bias=config.bias, scale=scales[0]),
             linear(
                 ((2 if gated else 1) * inner, hidden),
                 *names.up,
                 bias=config.mlp_bias,
                 activation=None if gated else config.activation,
             ),
-            linear((hidden, inner), names.down, bias=config.mlp_bias),
+            linear((hidden, inner), names.down, bias=config.mlp_bias, scale=scales[1]),
             {n: vector(s, f"{prefix}{n}.weight") for n, s in sizes.items() if n},
         )
 

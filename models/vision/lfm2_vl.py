@@ -4,7 +4,6 @@ one. A square of encoded patches becomes one row of the decoder.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from localrt.models.vision.pixels import (
     resampling,
     resize,
 )
+from localrt.models.vision.positions import antialiased
 from localrt.models.vision.siglip import (
     TENSOR_PREFIXES,
     SiglipEncoder,
@@ -48,7 +48,7 @@ def read_encoder(config: Mapping[str, Any], processor: Mapping[str, object]) -> 
     side = math.isqrt(patches)
     if side**2 != patches:
         raise ValueError(f"num_patches must be a square, is {patches}")
-    siglip = read_siglip(vision, side=side, prefixes=TENSOR_PREFIXES, stretched=True)
+    siglip = read_siglip(vision, side=side, prefixes=TENSOR_PREFIXES, weights=antialiased)
     for key, own in (("encoder_patch_size", siglip.patch), ("downsample_factor", factor)):
         if integer(processor, key, own) != own:
             raise ValueError(f"the image processor's {key} must be {own}, is {processor[key]}")
@@ -109,33 +109,69 @@ class Projector:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lfm2VlEncoder(VisionEncoder):
-    """See above. ``rows`` and ``tiles`` are (least, most) of a picture. One with more than
-    ``tolerance`` times the pixels of the most rows becomes tiles of ``tile`` pixels square, plus
-    a thumbnail if ``whole``. If ``marked``, special tokens surround the picture and name each tile.
-    """
+class TiledEncoder(VisionEncoder):
+    """SigLIP on tiles of ``tile`` pixels square; ``tiles`` are (least, most) of a picture."""
 
     siglip: SiglipEncoder
     factor: int  # patches per row of the decoder, in each direction
     tile: int
     tiles: tuple[int, int]
-    whole: bool
-    rows: tuple[int, int]
-    tolerance: float
-    marked: bool
     projector: Projector
     resample: int
     scaling: Scaling
 
+    def layout(self, height: int, width: int) -> tuple[int, int]:
+        """The grid (rows, columns) of tiles whose shape is nearest to the picture's; of the same
+        shape, the largest that the picture's pixels fill by more than half.
+        """
+        few, many = self.tiles
+        every = ((c, r) for c in range(1, many + 1) for r in range(1, many // c + 1))
+        grids = sorted((c * r, c, r) for c, r in every if few <= c * r)
+        differences = [abs(width / height - c / r) for _, c, r in grids]
+        least = min(differences)
+        nearest = [g for g, d in zip(grids, differences, strict=True) if d == least]
+        filled = [g for g in nearest[1:] if height * width > 0.5 * self.tile**2 * g[0]]
+        _, columns, lines = (filled or nearest[:1])[-1]
+        return lines, columns
+
+    def cut(self, picture: Picture, lines: int, columns: int) -> Pixels:
+        """Tiles (lines, columns, tile, tile, 3) of the resized picture."""
+        large = resize(picture, lines * self.tile, columns * self.tile, self.resample)
+        return large.reshape(lines, self.tile, columns, self.tile, 3).swapaxes(1, 2)
+
+    def encode(
+        self, picture: PreparedPicture, units: Units, steps: VisionSteps, check: Check | None = None
+    ) -> EncodedPicture:
+        encoded = self.siglip(picture.patches, picture.grid, units, steps, check)
+        projector, rows = units.read(self.projector.load), []
+        for x, grid in zip(encoded, picture.grid, strict=True):
+            x = merged(x, grid, self.factor)
+            for step in projector:
+                x = step(x, steps)
+            rows.append(x)
+        return EncodedPicture(np.concatenate(rows))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lfm2VlEncoder(TiledEncoder):
+    """See above. ``rows`` are (least, most) of a picture. One with more than ``tolerance`` times
+    the pixels of the most rows becomes tiles, plus a thumbnail if ``whole``. If ``marked``,
+    special tokens surround the picture and name each tile.
+    """
+
+    whole: bool
+    rows: tuple[int, int]
+    tolerance: float
+    marked: bool
+
     placeholder = "<image>"
 
     def prepare(self, picture: Picture) -> PreparedPicture:
-        tile, patch, height, width = self.tile, self.siglip.patch, picture.height, picture.width
+        patch, height, width = self.siglip.patch, picture.height, picture.width
         parts: list[tuple[str, Pixels]] = []
-        lines, columns = self._layout(height, width)
+        lines, columns = (1, 1) if self._is_small(height, width) else self.layout(height, width)
         if lines * columns > 1:
-            large = resize(picture, lines * tile, columns * tile, self.resample)
-            squares = large.reshape(lines, tile, columns, tile, 3).swapaxes(1, 2)
+            squares = self.cut(picture, lines, columns)
             for line, column in np.ndindex(lines, columns):
                 name = f"<|img_row_{line + 1}_col_{column + 1}|>"
                 parts.append((name, squares[line, column]))
@@ -163,26 +199,11 @@ class Lfm2VlEncoder(VisionEncoder):
         patches = cut(pixels, self.siglip.patch)
         return patches.reshape(len(patches), 3, -1).swapaxes(1, 2).reshape(len(patches), -1)
 
-    @property
-    def _square(self) -> int:
-        """Side in pixels of the square that becomes one row of the decoder."""
-        return self.siglip.patch * self.factor
-
-    def _layout(self, height: int, width: int) -> tuple[int, int]:
-        """The grid (rows, columns) of tiles whose shape is nearest to the picture's; of the same
-        shape, the largest that the picture's pixels fill by more than half.
-        """
-        least, square = self.siglip.patch, self._square
+    def _is_small(self, height: int, width: int) -> bool:
+        """Whether the picture needs no tiles."""
+        least, square = self.siglip.patch, self.siglip.patch * self.factor
         area = math.prod(max(least, round(x / square) * square) for x in (height, width))
-        if area <= self.rows[1] * square**2 * self.tolerance:
-            return 1, 1
-        few, many = self.tiles
-        every = itertools.product(range(1, many + 1), repeat=2)
-        grids = sorted((c * r, r, c) for r, c in every if few <= c * r <= many)
-        differences = [abs(width / height - c / r) for _, r, c in grids]
-        nearest = [g for g, d in zip(grids, differences, strict=True) if d == min(differences)]
-        filled = [g for g in nearest[1:] if height * width > 0.5 * self.tile**2 * g[0]]
-        return (filled or nearest[:1])[-1][1:]
+        return area <= self.rows[1] * square**2 * self.tolerance
 
     def _fitting(self, height: int, width: int) -> tuple[int, int]:
         """The nearest size in whole rows of the decoder, within ``rows``.
@@ -190,7 +211,7 @@ class Lfm2VlEncoder(VisionEncoder):
         Raises:
             OptionError: the picture is too narrow.
         """
-        square = self._square
+        square = self.siglip.patch * self.factor
         least, most = (count * square**2 for count in self.rows)
         h, w = (max(1, round(x / square)) * square for x in (height, width))
         if h * w > most:
@@ -202,15 +223,3 @@ class Lfm2VlEncoder(VisionEncoder):
         if h * w > most:
             raise OptionError(f"a picture of {width} x {height} pixels is too narrow for the model")
         return h, w
-
-    def encode(
-        self, picture: PreparedPicture, units: Units, steps: VisionSteps, check: Check | None = None
-    ) -> EncodedPicture:
-        encoded = self.siglip(picture.patches, picture.grid, units, steps, check)
-        projector, rows = units.read(self.projector.load), []
-        for x, grid in zip(encoded, picture.grid, strict=True):
-            x = merged(x, grid, self.factor)
-            for step in projector:
-                x = step(x, steps)
-            rows.append(x)
-        return EncodedPicture(np.concatenate(rows))

@@ -23,6 +23,7 @@ _FILES = {
     "idefics3": "idefics3",
     "smolvlm": "idefics3",
     "lfm2_vl": "lfm2_vl",
+    "internvl": "internvl",
     "paddleocr_vl": "paddleocr_vl",
     "glm4v": "glm4v",
     "glm4v_moe": "glm4v",

@@ -6,10 +6,11 @@ columns) of patches of a picture or a tile, within which patches attend to one a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy as np
 from localrt.models.encoders.block import Block, BlockConfig, BlockNames, Linear, Norm, Units
 from localrt.models.raw_config import with_default_values
 from localrt.models.vision.pixels import Patches, activation, integer, number
-from localrt.models.vision.positions import antialiased, interpolated
+from localrt.models.vision.positions import interpolated
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.arrays import large_floats
@@ -45,14 +46,16 @@ class SiglipEncoder:
     """A SigLIP model whose tensor names begin with one of ``prefixes``.
 
     ``patch`` is the side of a patch in pixels. Positions are learned for ``side`` by ``side``
-    patches; other grids interpolate them if ``stretched``, else use the nearest.
+    patches; other grids interpolate them by ``weights`` of each axis, or use the nearest. With
+    ``token``, it is InternViT: a class token before the patches, layer scale, no norm at the end.
     """
 
     block: BlockConfig
     layers: int
     patch: int
     side: int
-    stretched: bool
+    weights: Callable[[int, int], Floats] | None
+    token: bool
     prefixes: tuple[str, ...]
 
     def __call__(
@@ -66,13 +69,15 @@ class SiglipEncoder:
         """The encoded patches (n, D) of each grid."""
         # One grid at a time, because a step's intermediate results are large; results share one
         # array.
-        ends = list(accumulate(rows * columns for rows, columns in grids))
+        token, end = int(self.token), 0
+        ends = list(accumulate(token + rows * columns for rows, columns in grids))
         x = large_floats((ends[-1], self.block.hidden))
         encoded = [x[first:end] for first, end in pairwise([0, *ends])]
-        embed, table = units.read(self._embeddings)
-        for rows, end, grid in zip(encoded, ends, grids, strict=True):
-            embedded = embed(patches[end - len(rows) : end], steps)
-            rows[:] = steps.add(embedded, self._positions(table, grid))
+        embed, first, table = units.read(self._embeddings)
+        for rows, grid in zip(encoded, grids, strict=True):
+            start, end = end, end + prod(grid)
+            embedded = embed(patches[start:end], steps)
+            rows[:token], rows[token:] = first, steps.add(embedded, self._positions(table, grid))
         on_device = [steps.put(rows) for rows in encoded]
         for layer in range(self.layers):
             block = units.read(partial(self._block, layer))
@@ -81,16 +86,19 @@ class SiglipEncoder:
                     check()
                 rows[:] = block(rows, PatchLayout(ends=(len(rows),)), steps)
             del block  # free it before the next one is read
-        norm = units.read(self._norm)
+        norm = None if token else units.read(self._norm)
         for rows, x in zip(encoded, on_device, strict=True):
-            rows[:] = steps.get(norm(x, steps))
-        return encoded
+            rows[:] = steps.get(norm(x, steps) if norm else x)
+        return [rows[token:] for rows in encoded]
 
-    def _embeddings(self, weights: WeightLoader) -> tuple[Linear, Floats]:
+    def _embeddings(self, weights: WeightLoader) -> tuple[Linear, Floats, Floats]:
+        """The patches' matrix, the rows before patches (0 or 1, D), the positions of patches."""
         prefix, hidden = f"{self._prefix(weights)}embeddings.", self.block.hidden
         embed = Linear.load(weights, (hidden, 3 * self.patch**2), f"{prefix}patch_embedding")
-        table = weights.array((self.side**2, hidden), f"{prefix}position_embedding.weight")
-        return embed, table.reshape(self.side, self.side, hidden)
+        side, token = self.side, int(self.token)
+        table = weights.array((token + side**2, hidden), f"{prefix}position_embedding.weight")
+        first = table[:token] + (weights.array((hidden,), f"{prefix}cls_token") if token else 0)
+        return embed, first, table[token:].reshape(side, side, hidden)
 
     def _block(self, layer: int, weights: WeightLoader) -> Block:
         prefix = f"{self._prefix(weights)}encoder.layers.{layer}."
@@ -101,14 +109,14 @@ class SiglipEncoder:
         return Norm.load(weights, name, self.block.hidden, self.block.eps)
 
     def _prefix(self, weights: WeightLoader) -> str:
-        present = (p for p in self.prefixes if weights.has(f"{p}post_layernorm.weight"))
+        present = (p for p in self.prefixes if weights.has(f"{p}embeddings.patch_embedding.bias"))
         return next(present, self.prefixes[0])
 
     def _positions(self, table: Floats, grid: Grid) -> Floats:
         """The positions of a grid, (rows * columns, D), from ``table`` (side, side, D)."""
         rows, columns = grid
-        if self.stretched:
-            table = interpolated(table, rows, columns, antialiased)
+        if self.weights is not None:
+            table = interpolated(table, rows, columns, self.weights)
         else:
             table = table[np.arange(rows) * self.side // rows]
             table = table[:, np.arange(columns) * self.side // columns]
@@ -128,13 +136,14 @@ def read_siglip(
     vision: Mapping[str, object],
     *,
     side: int,
-    prefixes: tuple[str, ...],
+    prefixes: tuple[str, ...] = TENSOR_PREFIXES,
     hidden: int = 768,
     heads: int = 12,
     patch: int = 16,
     inner: int = 3072,
     layers: int = 12,
-    stretched: bool = False,
+    weights: Callable[[int, int], Floats] | None = None,
+    token: bool = False,
 ) -> SiglipEncoder:
     """The SigLIP model of a ``vision_config``; the arguments are the publisher's defaults.
 
@@ -157,12 +166,16 @@ def read_siglip(
         heads=heads,
         eps=number(vision, "layer_norm_eps", 1e-6),
         activation=activation(vision, "hidden_act", "gelu_pytorch_tanh"),
-        names=_NAMES,
+        names=replace(_NAMES, scale1="scale1.weight", scale2="scale2.weight") if token else _NAMES,
     )
-    layers = integer(vision, "num_hidden_layers", layers)
-    patch = pixels(vision, "patch_size", patch)
     return SiglipEncoder(
-        block=block, layers=layers, patch=patch, side=side, stretched=stretched, prefixes=prefixes
+        block=block,
+        layers=integer(vision, "num_hidden_layers", layers),
+        patch=pixels(vision, "patch_size", patch),
+        side=side,
+        weights=weights,
+        token=token,
+        prefixes=prefixes,
     )
 
 

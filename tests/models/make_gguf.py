@@ -20,9 +20,9 @@ from tests.checkpoints.make_gguf import Array, in_pairs, write_gguf
 from tests.models.gguf_keys import falcon_inner, full_layer, gguf_keys
 
 _NAMES = {
-    "llama": "llama llama-tied-bias mixtral",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
+    "llama": "llama llama-tied-bias mixtral internvl-llama",
+    "qwen2": "qwen2 internvl",
+    "qwen3": "qwen3 internvl-qwen3",
     "gemma3": "gemma3",
     "phi3": "phi3 phi3-longrope",
     "smollm3": "smollm3",

@@ -30,6 +30,7 @@ _PROJECTORS = {
     "idefics3": "idefics3",
     "smolvlm": "idefics3",
     "lfm2_vl": "lfm2",
+    "internvl": "internvl",
     "llava": "pixtral",
     "mistral3": "pixtral",
     "paddleocr_vl": "paddleocr",
@@ -107,6 +108,12 @@ def _made(model: str, key: str, value: Array, config: Any) -> Iterator[tuple[str
     patch = vision.get("patch_size", 16)
     if model == "paddleocr_vl":
         key = key.replace("visual.", "model.")
+    if model == "internvl":
+        parts = {"layer_norm": "0", "linear_1": "1", "linear_2": "3"}
+        _, stem, *_ = key.split(".")
+        key = key.replace(f"multi_modal_projector.{stem}", f"mlp1.{parts.get(stem)}")
+        key += ".weight" if "lambda_" in key or "position" in key else ""
+        value = value.reshape(value.shape[-2:] if value.ndim == 3 else value.shape).squeeze()
     if key == "visual.patch_embed.proj.weight":
         yield "v.patch_embd.weight", value[:, :, 0]
         yield "v.patch_embd.weight.1", value[:, :, 1]
@@ -127,7 +134,7 @@ def _made(model: str, key: str, value: Array, config: Any) -> Iterator[tuple[str
         value = np.ascontiguousarray(value.swapaxes(0, 1))
     if key.endswith("soft_emb_norm.weight"):
         value = value + 1
-    if re.search(r"attention\.[qk]_proj", key):
+    if re.search(r"attention\.[qk]_proj", key) and model != "internvl":
         value = in_pairs(value, vision["num_attention_heads"])
     yield _named(key, vision), value.reshape(1) if value.ndim == 0 else value
 
@@ -209,6 +216,10 @@ def _metadata(folder: Path, config: Any) -> dict[str, Any]:
         found[keys.Projector.SCALE_FACTOR] = config["scale_factor"]
         if "size" in processor:
             found[keys.PREPROC_IMAGE_SIZE] = processor["size"]["longest_edge"]
+    if model == "internvl":
+        sides = {keys.IMAGE_SIZE: "image_size", keys.PATCH_SIZE: "patch_size"}
+        found |= {key: vision[name][0] for key, name in sides.items()}
+        found[keys.Projector.SCALE_FACTOR] = round(1 / config["downsample_ratio"])
     if model == "lfm2_vl":
         found[keys.Projector.SCALE_FACTOR] = config["downsample_factor"]
     if model == "qwen2_5_vl":

@@ -63,6 +63,7 @@ MODELS = {
     "granite-moe-shared": "shared_expert_intermediate_size",
     "gpt-oss": "swiglu_alpha swiglu_limit quantization_config",
     "ministral3": "sliding_window",
+    "internvl-qwen3": "text_config model_type use_sliding_window",
     "llava": "text_config model_type head_dim",
     "olmo3-yarn": "rope_local_base_freq",
     "exaone4-window": "sliding_window_pattern",

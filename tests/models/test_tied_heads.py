@@ -124,6 +124,7 @@ def test_outer_defaults() -> None:
         "gemma3",
         "gemma4",
         "idefics3",
+        "internvl",
         "lfm2_vl",
         "llava",
         "mistral3",

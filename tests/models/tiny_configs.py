@@ -249,6 +249,9 @@ _LING: dict[str, Any] = {
 }
 
 
+_INTERNVL: dict[str, Any] = {**_VISION, "num_hidden_layers": 1, "image_size": 28}
+
+
 def _two_bases(full: dict[str, Any], sliding: float) -> dict[str, Any]:
     """The rotary parameters of layers without a window, and the base of those with one."""
     return {
@@ -834,6 +837,21 @@ HYBRIDS: dict[str, Callable[[], Any]] = {
         **_VISION_CONFIG,
         model_type="siglip2_vision_model",
         num_patches=16,
+    ),
+    "internvl": lambda: with_text(
+        hf.InternVLConfig,
+        {**_WIDE, "model_type": "qwen2", "tie_word_embeddings": False},
+        **_INTERNVL,
+    ),
+    "internvl-qwen3": lambda: with_text(
+        hf.InternVLConfig,
+        {**_WIDE, "model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True},
+        **_INTERNVL,
+    ),
+    "internvl-llama": lambda: with_text(
+        hf.InternVLConfig,
+        {**_WIDE, "model_type": "llama", "tie_word_embeddings": False},
+        **_INTERNVL,
     ),
     "lfm3-vl": lambda: with_text(
         hf.Lfm3VlConfig,

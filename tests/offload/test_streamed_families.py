@@ -46,6 +46,7 @@ STREAMED = {
     "hunyuan": "hunyuan",
     "hunyuan_moe": "hunyuan-moe-lists",
     "hy_v3": "hy-v3",
+    "internvl": "internvl",
     "kimi_linear": "kimi-linear",
     "laguna": "laguna",
     "lfm2": "lfm2-moe",

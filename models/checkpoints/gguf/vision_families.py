@@ -11,19 +11,18 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from localrt.common.errors import CheckpointError
-from localrt.models.checkpoints.gguf.metadata import GgufMetadata
+from localrt.models.checkpoints.gguf.clip_metadata import ClipMetadata
 
 BLOCK = re.compile(r"v\.(?:blk\.(?P<block>\d{1,5})|deepstack\.(?P<deep>\d{1,5}))\.")
 SECOND_KERNEL = "v.patch_embd.weight.1"
 """The kernel for the second frame of a patch."""
 
-_COLOURS = 3
-_LARGEST = 1 << 20
 _MOST_PIXELS = 1 << 28
 
+Vision = Mapping[str, Any]
+Keys = dict[str, Any]
+"""The keys of ``vision_config`` that all families have, and those of one family."""
 Shapes = Mapping[str, tuple[int, ...]]
 """Shapes of a file's tensors by name."""
 
@@ -59,62 +58,7 @@ class Family:
     whole: Mapping[str, str] = field(default_factory=dict)  # names with their endings
 
 
-@dataclass(frozen=True, slots=True)
-class ClipMetadata:
-    """Checked metadata values under ``clip.``."""
-
-    pairs: GgufMetadata
-
-    def count(
-        self, key: str, default: int | None = None, *, least: int = 1, most: int = _LARGEST
-    ) -> int:
-        """An integer."""
-        value = self.pairs.integer(f"clip.{key}")
-        value = default if value is None else value
-        if value is None or not least <= value <= most:
-            raise self.error(key, f"is {value}, not from {least} to {most}")
-        return value
-
-    def number(self, key: str, default: float) -> float:
-        """A number above 0, in its shortest decimal form."""
-        value = self.pairs.number(f"clip.{key}")
-        value = default if value is None else value
-        if not 0 < value < 1e9:
-            raise self.error(key, f"is {value}, not a number above 0")
-        return _decimal(value)
-
-    def colours(self, key: str) -> list[float]:
-        """One number per colour."""
-        values = self.pairs.numbers(f"clip.{key}")
-        numbers = [] if values is None else [_decimal(value) for value in values[: 2 * _COLOURS]]
-        if len(numbers) != _COLOURS or not all(map(math.isfinite, numbers)):
-            raise self.error(key, f"is {numbers}, not {_COLOURS} numbers")
-        return numbers
-
-    def flags(self, key: str) -> list[int]:
-        """The indices of true values in an array of booleans."""
-        values = self.pairs.numbers(f"clip.{key}")
-        return [] if values is None else np.flatnonzero(values).tolist()
-
-    def error(self, key: str, reason: str) -> CheckpointError:
-        """An error about a value."""
-        return CheckpointError(f"{self.pairs.path}: metadata key 'clip.{key}' {reason}")
-
-    def activation(self) -> str:
-        """transformers' name of the blocks' activation."""
-        if self.pairs.flag("clip.use_silu"):
-            return "silu"
-        return "gelu_pytorch_tanh" if self.pairs.flag("clip.use_gelu") else "quick_gelu"
-
-
-def _decimal(value: float) -> float:
-    """The shortest decimal of a float32, which is the published value."""
-    return float(str(np.float32(value)))
-
-
-def vision_config(
-    family: Family, metadata: ClipMetadata, shapes: Shapes
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def vision_config(family: Family, metadata: ClipMetadata, shapes: Shapes) -> tuple[Keys, Keys]:
     """The keys of ``config.json``, and of an image processor."""
     size = metadata.count("vision.embedding_length")
     inner = metadata.count("vision.feed_forward_length", 0, least=0)
@@ -131,10 +75,7 @@ def vision_config(
         "hidden_act": metadata.activation(),
         "out_hidden_size": _columns(family, metadata, shapes),
     }
-    text: dict[str, object] = {
-        "hidden_size": vision["out_hidden_size"],
-        "rms_norm_eps": eps,
-    }
+    text: Keys = {"hidden_size": vision["out_hidden_size"], "rms_norm_eps": eps}
     config = {"model_type": family.kind, "vision_config": vision, "text_config": text}
     processor: dict[str, object] = {
         "image_mean": metadata.colours("vision.image_mean"),
@@ -197,9 +138,7 @@ def _gemma4(metadata: ClipMetadata, vision: Mapping[str, Any], shapes: Shapes) -
     return found
 
 
-def _gemma4_unified(
-    metadata: ClipMetadata, vision: Mapping[str, Any], shapes: Shapes
-) -> dict[str, object]:
+def _gemma4_unified(metadata: ClipMetadata, vision: Vision, shapes: Shapes) -> Keys:
     own = {
         "mm_embed_dim": vision["hidden_size"],
         "mm_posemb_size": _rows(shapes, "v.position_embd.weight"),
@@ -238,9 +177,7 @@ def _qwen2(metadata: ClipMetadata, vision: Mapping[str, Any], shapes: Shapes) ->
     return found
 
 
-def _any_shape(
-    metadata: ClipMetadata, vision: Mapping[str, Any], shapes: Shapes
-) -> dict[str, object]:
+def _any_shape(metadata: ClipMetadata, vision: Vision, shapes: Shapes) -> Keys:
     """The keys of PaddleOCR-VL and GLM-4V; ``image_size`` is that of the table of positions."""
     side = math.isqrt(_rows(shapes, "v.position_embd.weight"))
     own = {
@@ -253,9 +190,7 @@ def _any_shape(
     return {"vision_config": own}
 
 
-def _pixtral(
-    metadata: ClipMetadata, vision: Mapping[str, object], shapes: Shapes
-) -> dict[str, object]:
+def _pixtral(metadata: ClipMetadata, vision: Vision, shapes: Shapes) -> Keys:
     return {
         "spatial_merge_size": metadata.count("vision.spatial_merge_size", 1),
         "multimodal_projector_bias": "mm.1.bias" in shapes,
@@ -264,9 +199,7 @@ def _pixtral(
     }
 
 
-def _idefics3(
-    metadata: ClipMetadata, vision: Mapping[str, Any], shapes: Shapes
-) -> dict[str, object]:
+def _idefics3(metadata: ClipMetadata, vision: Vision, shapes: Shapes) -> Keys:
     del shapes
     edge = vision["image_size"]
     longest = metadata.count("vision.preproc_image_size", 4 * edge)
@@ -275,9 +208,7 @@ def _idefics3(
     return {"scale_factor": factor, "processor": sizes}
 
 
-def _lfm2(
-    metadata: ClipMetadata, vision: Mapping[str, object], shapes: Shapes
-) -> dict[str, object]:
+def _lfm2(metadata: ClipMetadata, vision: Vision, shapes: Shapes) -> Keys:
     return {
         "downsample_factor": metadata.count("vision.projector.scale_factor", 2),
         "projector_hidden_size": max(shapes.get("mm.1.bias", (1,))),
@@ -288,6 +219,15 @@ def _lfm2(
             "num_patches": _rows(shapes, "v.position_embd.weight"),
         },
     }
+
+
+def _internvl(metadata: ClipMetadata, vision: Vision, shapes: Shapes) -> Keys:
+    tiles = {"min_patches": metadata.count("vision.preproc_min_tiles", 1)}
+    tiles["max_patches"] = metadata.count("vision.preproc_max_tiles", 12)
+    act = vision["hidden_act"].removesuffix("_pytorch_tanh")  # the exact one, as published
+    own = {"hidden_act": act, "use_qk_norm": "v.blk.0.attn_q_norm.weight" in shapes}
+    ratio = 1 / metadata.count("vision.projector.scale_factor", 2)
+    return {"downsample_ratio": ratio, "vision_config": own, "processor": tiles}
 
 
 _ATTENTION = {f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"}
@@ -343,9 +283,7 @@ FAMILIES: Mapping[str, Family] = {
             **{ours: f"vision_tower.vision_model.{name}" for ours, name in _SIGLIP_NAMES.items()},
             "mm.soft_emb_norm": "multi_modal_projector.mm_soft_emb_norm",
         },
-        whole={
-            "mm.input_projection.weight": "multi_modal_projector.mm_input_projection_weight",
-        },
+        whole={"mm.input_projection.weight": "multi_modal_projector.mm_input_projection_weight"},
         keys=_gemma3,
     ),
     "gemma4v": Family(
@@ -494,5 +432,20 @@ FAMILIES: Mapping[str, Family] = {
         },
         keys=_lfm2,
         colours_last=True,
+    ),
+    "internvl": Family(
+        kind="internvl",
+        out="mm.model.mlp.3.weight",
+        decoders=("qwen2", "qwen3", "qwen3moe", "llama"),
+        prefix="vision_tower.encoder.layers.",
+        block={**_SIGLIP, "ls1": "scale1", "ls2": "scale2"},
+        names={
+            **{ours: f"vision_tower.{name}" for ours, name in _SIGLIP_NAMES.items()},
+            "v.class_embd": "vision_tower.embeddings.cls_token",
+            "mm.model.mlp.0": "multi_modal_projector.layer_norm",
+            "mm.model.mlp.1": "multi_modal_projector.linear_1",
+            "mm.model.mlp.3": "multi_modal_projector.linear_2",
+        },
+        keys=_internvl,
     ),
 }

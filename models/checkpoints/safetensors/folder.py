@@ -58,7 +58,7 @@ NO_HEAD = (
     'embedding is its head, set "tie_word_embeddings": true in config.json'
 )
 _COMPARED = 1 << 20  # bytes compared at a time
-TIED_OUTSIDE = frozenset({"gemma3", "gemma4", "lfm2_vl", "mistral3", "paddleocr_vl"})
+TIED_OUTSIDE = frozenset({"gemma3", "gemma4", "internvl", "lfm2_vl", "mistral3", "paddleocr_vl"})
 """``model_type`` of vision models whose outer config ties the head by default."""
 _WITHOUT_HEAD = ("embed_tokens.", "layers.", "norm.", "ple.", "embedding_projection.")
 _KIMIS_LENGTH = "model_max_length"

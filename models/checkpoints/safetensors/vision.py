@@ -1,7 +1,7 @@
 """The vision encoder in a Hugging Face folder: the tensors that are not the decoder's.
 
 They keep the publisher's names, without a leading ``model.``, and have two axes at most (see
-``matrix_shape``).
+``matrix_shape``). InternVL's get SigLIP's names.
 """
 
 from __future__ import annotations
@@ -24,6 +24,17 @@ from localrt.models.weight_files import INDEX_NAME, WEIGHTS_NAME, weight_files
 
 _OTHERS = ("mtp.", "mtp_", "audio_tower.", "embed_audio.", "audio_model.")
 """Prefixes of tensors that belong to neither the decoder nor a vision encoder."""
+_INTERNVL = {
+    "patch_embeddings.projection": "patch_embedding",
+    "position_embeddings": "position_embedding.weight",
+    "encoder.layer.": "encoder.layers.",
+    "attention.projection_layer": "self_attn.out_proj",
+    ".attention.": ".self_attn.",
+    "layernorm_before": "layer_norm1",
+    "layernorm_after": "layer_norm2",
+    **{f".lambda_{n}": f".scale{n}.weight" for n in (1, 2)},
+}
+"""Parts of InternVL's names, and SigLIP's for the same."""
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 
 
@@ -70,6 +81,9 @@ class VisionFolder(SourcedCheckpoint):
                 if isinstance(tensor, str) or is_raw(tensor.info.format):
                     kind = tensor if isinstance(tensor, str) else tensor.info.format.name.upper()
                     raise unread_type_error(file.path, name, kind)
+                if self.architecture == "internvl":
+                    for theirs, ours in _INTERNVL.items():
+                        plain = plain.replace(theirs, ours)
                 shape = matrix_shape(tensor.info.shape or (1,))
                 info = replace(tensor.info, name=plain, shape=shape)
                 located[plain] = replace(tensor, info=info)

@@ -119,12 +119,15 @@ def test_chats(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("given_rates")
-@pytest.mark.parametrize("name", ["mistral3", "gemma4", "gemma4_unified"])
+@pytest.mark.parametrize("name", ["mistral3", "gemma4", "gemma4_unified", "internvl"])
 def test_tokens_around_rows(name: str, tmp_path: Path) -> None:
     tiny: Any
     if name == "mistral3":
         own = tokenizer("[IMG]", "[IMG]", "[IMG_BREAK]", "[IMG_END]")
         tiny = pixtral.Tiny(name, tmp_path, vocab_size=310)
+    elif name == "internvl":  # its template ends the line behind a picture
+        own = tokenizer("<IMG_CONTEXT>", "<IMG_CONTEXT>\n", "<img>", "</img>")
+        tiny = FAMILIES[name](tmp_path)
     else:
         names = ("<|image>", "<image|>", "<|start|>")
         own = tokenizer("<|image|>", "<|image|>", *names, first="<pad>")

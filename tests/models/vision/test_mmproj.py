@@ -64,6 +64,15 @@ OTHERS: dict[str, Callable[[], Any]] = {
         vision_config={**SIGLIP, "num_patches": 64},
         projector_hidden_size=96,
     ),
+    "internvl": lambda: hf.InternVLConfig(
+        text_config={**TEXT, "model_type": "qwen2"},
+        vision_config={
+            **SIGLIP,
+            "image_size": [32, 32],
+            "patch_size": [4, 4],
+            "attention_bias": True,
+        },
+    ),
     "llava": PIXTRAL["llava"],
     "mistral3": PIXTRAL["mistral3"],
     "gemma4": lambda: hf.Gemma4Config(
@@ -122,7 +131,7 @@ def test_tensors(kind: str, tiny: Callable[[str], Path], tmp_path: Path) -> None
     folder = tiny(kind)
     path = write_mmproj(folder, tmp_path / "mmproj-f32.gguf")
     with closing(VisionFolder(folder)) as theirs, closing(VisionGguf(path)) as ours:
-        hub = str if "gemma4" in kind else _hub_name
+        hub = str if "gemma4" in kind or kind == "internvl" else _hub_name
         names = {hub(name): name for name in theirs.tensors if ".head." not in name}
         assert set(ours.tensors) == set(names)
         for name, info in ours.tensors.items():
@@ -167,7 +176,8 @@ def test_rows(kind: str, tiny: Callable[[str], Path], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["qwen3_vl", "gemma3", "gemma4", "gemma4_unified", "glm_ocr", "paddleocr_vl"]
+    "kind",
+    ["qwen3_vl", "gemma3", "gemma4", "gemma4_unified", "glm_ocr", "paddleocr_vl", "internvl"],
 )
 def test_quantized(kind: str, tiny: Callable[[str], Path], tmp_path: Path) -> None:
     """A store sees as its model does, wherever that is then."""
@@ -243,6 +253,7 @@ def test_rows_on_a_gpu(kind: str, tiny: Callable[[str], Path]) -> None:
         ("gemma4_unified", "gemma4-unified"),
         ("mistral3", "mistral3"),
         ("lfm2_vl", "lfm2"),
+        ("internvl", "qwen2"),
     ],
 )
 def test_logits(kind: str, text: str, tiny: Callable[[str], Path], tmp_path: Path) -> None:

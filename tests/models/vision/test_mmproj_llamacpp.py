@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from localrt.models.checkpoints.gguf.vision import VisionGguf
 from localrt.models.vision.encoder_cache import UnitReader
@@ -103,6 +104,17 @@ def _theirs(text: Path, projector: Path, shown: Picture) -> Floats:
     return np.concatenate(rows)
 
 
+def _class_token_last(folder: Path) -> None:
+    """Move the class token's position behind the patches', where llama.cpp has the token: it adds
+    published positions to the wrong rows.
+    """
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    (name,) = (name for name in tensors if name.endswith("position_embeddings"))
+    tensors[name] = np.roll(tensors[name], -1, axis=1)
+    save_file(tensors, file, {"format": "pt"})
+
+
 @pytest.mark.llamacpp
 @pytest.mark.parametrize(
     ("kind", "size"),  # sizes that nobody resizes
@@ -116,6 +128,7 @@ def _theirs(text: Path, projector: Path, shown: Picture) -> Floats:
         ("mistral3", (32, 48)),
         ("llava", (32, 48)),
         ("lfm2_vl", (64, 64)),
+        ("internvl", (32, 32)),
         ("idefics3", (32, 32)),
         ("paddleocr_vl", (64, 48)),
         ("glm4v", (160, 128)),
@@ -149,6 +162,9 @@ def test_rows(kind: str, size: tuple[int, int], tmp_path: Path) -> None:
         units = UnitReader(source, steps)
         prepared = encoder.prepare(shown)
         ours = encoder.encode(prepared, units, steps).rows
+        if kind == "internvl":
+            _class_token_last(folder)
+            path = write_mmproj(folder, tmp_path / "mmproj-last-F32.gguf")
         theirs = _theirs(_text_model(tmp_path / "text.gguf", source.columns), path, shown)
     if kind in ("mistral3", "llava"):  # a row ends each line but the last; our prompts have tokens
         width = prepared.pieces[0]

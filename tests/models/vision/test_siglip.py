@@ -1,4 +1,6 @@
-"""SigLIP in Gemma 3, Idefics3, SmolVLM, LFM2-VL against transformers: pixels, pieces, rows."""
+"""SigLIP in Gemma 3, Idefics3, SmolVLM and LFM2-VL, and InternVL's encoder, against transformers:
+pixels, pieces, rows.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,10 @@ import torch
 import transformers as hf
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
@@ -193,6 +197,35 @@ class Lfm2Vl(Family):
         return Theirs(self.inputs(picture), patches.numpy(), text)
 
 
+class InternVl(Family):
+    """Its processor makes tiles, whatever the image processor's settings say."""
+
+    taken = ("pixel_values",)
+
+    def __init__(
+        self, folder: Path, text: str = "qwen2", image_size: int = 24, **processor: Any
+    ) -> None:
+        vision = {**_VISION, "attention_bias": True, "image_size": image_size}
+        config = with_text(hf.InternVLConfig, {**_TEXT, "model_type": text}, **vision)
+        config.image_token_id = IMAGE
+        own = GotOcr2ImageProcessorPil(size={"height": 24, "width": 24}, **processor)
+        super().__init__(folder, config, own)
+
+    def _processed(self, *pictures: Picture) -> Any:
+        images = [each.image() for each in pictures]
+        return self.processor(images, return_tensors="pt", **InternVLProcessor.images_kwargs)
+
+    def inputs(self, *pictures: Picture) -> dict[str, Any]:
+        return {"pixel_values": self._processed(*pictures)["pixel_values"]}
+
+    def prepared(self, picture: Picture) -> Theirs:
+        found, own = self._processed(picture), _without(InternVLProcessor)
+        own.start_image_token, own.end_image_token = "<img>", "</img>"
+        own.image_token, own.image_seq_length = "<IMG_CONTEXT>", 9
+        text = own.replace_image_token(found, 0).replace("<IMG_CONTEXT>", "<image>")
+        return Theirs(self.inputs(picture), _cut(found["pixel_values"]), text)
+
+
 @cache
 def lfm2_vl_processor() -> Any:
     """LFM2-VL's image processor, which lets torchvision resize and normalize: here torch does."""
@@ -238,6 +271,11 @@ FAMILIES = {
     "smolvlm": SmolVlm,
     "lfm2-vl": Lfm2Vl,
     "lfm2-vl-tiles": partial(Lfm2Vl, use_thumbnail=False, projector_use_layernorm=False),
+    "internvl": InternVl,
+    "internvl-few": partial(InternVl, text="qwen3", min_patches=2, max_patches=6, resample=2),
+    "internvl-positions": partial(
+        InternVl, text="llama", image_size=36, image_mean=[0.4, 0.5, 0.6]
+    ),
     "lfm2-vl-whole": partial(Lfm2Vl, do_image_splitting=False, image_mean=[0.4, 0.5, 0.6]),
 }
 
@@ -259,6 +297,9 @@ def test_rows(name: str, tmp_path: Path) -> None:
         assert relative_error(seen.rows, rows) < 1e-4
 
 
+INTERN = ("internvl", "internvl-few", "internvl-positions")
+
+
 class Ids(dict[str, int]):
     """An id for any text of a picture's pieces."""
 
@@ -271,7 +312,7 @@ PICTURES = picture(32, 24), picture(48, 72, seed=1)  # which LFM2-VL need not re
 
 @pytest.mark.usefixtures("given_rates")
 @pytest.mark.parametrize("rows", [512, 7])
-@pytest.mark.parametrize("name", ["gemma3", "idefics3", "smolvlm", "lfm2-vl-tiles"])
+@pytest.mark.parametrize("name", ["gemma3", "idefics3", "smolvlm", "lfm2-vl-tiles", *INTERN])
 def test_logits(name: str, rows: int, tmp_path: Path) -> None:
     family = FAMILIES[name](tmp_path)
 
@@ -282,13 +323,14 @@ def test_logits(name: str, rows: int, tmp_path: Path) -> None:
     check_logits(tmp_path, family.model, PICTURES, inputs, IMAGE, Ids(), rows=rows)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "smolvlm", "lfm2-vl"])
+@pytest.mark.parametrize("name", ["gemma3", "smolvlm", "lfm2-vl", "internvl"])
 def test_names_of_the_hub(name: str, tmp_path: Path) -> None:
     family = FAMILIES[name](tmp_path)
 
     def published(tensor: str) -> str:
-        tensor = tensor.replace("vision_tower.", "vision_tower.vision_model.")
-        return tensor.removeprefix("model.") if name == "gemma3" else tensor
+        if name != "internvl":
+            tensor = tensor.replace("vision_tower.", "vision_tower.vision_model.")
+        return tensor.removeprefix("model.") if name in ("gemma3", "internvl") else tensor
 
     own = picture(70, 31)
     (before,) = look(tmp_path, own).seen
@@ -297,7 +339,7 @@ def test_names_of_the_hub(name: str, tmp_path: Path) -> None:
     assert len(ours.rows) == len(family.rows(family.prepared(own)))
 
 
-@pytest.mark.parametrize("name", ["idefics3", "smolvlm", "lfm2-vl", "lfm2-vl-tiles"])
+@pytest.mark.parametrize("name", ["idefics3", "smolvlm", "lfm2-vl", "lfm2-vl-tiles", *INTERN])
 def test_pieces_of_many_shapes(name: str, tmp_path: Path) -> None:
     family = FAMILIES[name](tmp_path)
     random = np.random.default_rng(0)
@@ -337,6 +379,7 @@ def test_publishers_defaults(tmp_path: Path) -> None:
     assert pieces("gemma3", image_size=896, patch_size=14)[1] == 256
     found = pieces("smolvlm", image_size=384, patch_size=16)  # 4 x 3 tiles and the whole
     assert [p for p in found if isinstance(p, int)] == [144] * 13
+    assert pieces("internvl") == ("<img>", 7 * 256, "</img>")  # 3 x 2 tiles and the whole
     assert pieces("lfm2_vl") == ("<|image_start|>", 70, "<|image_end|>")
 
 
@@ -395,6 +438,13 @@ def test_too_narrow(tmp_path: Path) -> None:
         ("idefics3", {"patch_size": 28}, {"size": {"height": 9}}, "longest_edge must be an integ"),
         ("smolvlm", {"patch_size": 28}, {"size": 9}, "makes no sense"),
         ("smolvlm", {}, {"max_image_size": {"longest_edge": 16}}, "0 patches a side"),
+        ("internvl", {"use_qk_norm": True}, {}, "use_qk_norm must be False, is True"),
+        ("internvl", {"norm_type": "rms_norm"}, {}, "norm_type must be 'layer_norm', is 'rms_"),
+        ("internvl", {"image_size": [448, 224]}, {}, "image_size must be an integer"),
+        ("internvl", {"patch_size": [28, 28]}, {"size": {"height": 84}}, "a multiple of 2 patches"),
+        ("internvl", {}, {"size": {"height": 448, "width": 224}}, "size must be a square"),
+        ("internvl", {}, {"min_patches": 13}, "min_patches 13 and max_patches 12 make no sense"),
+        ("internvl", {}, {"max_patches": 400}, "min_patches 1 and max_patches 400 make no sense"),
         ("lfm2_vl", {"num_patches": 200}, {}, "num_patches must be a square, is 200"),
         ("lfm2_vl", {}, {"encoder_patch_size": 14}, "encoder_patch_size must be 16, is 14"),
         ("lfm2_vl", {}, {"downsample_factor": 4}, "downsample_factor must be 2, is 4"),
