@@ -107,7 +107,9 @@ def _read_modern(raw: RawConfig) -> EncoderConfig:
     )
     theta = raw.number("rope_local_base_freq", raw.number("local_rope_theta", 10_000.0))
     rope = read_rope(raw, full.size, parameters={"rope_theta": theta})
-    sliding = replace(full, rope=rope, window=raw.integer("local_attention", 128) // 2)
+    if (each_way := raw.integer("local_attention", 128) // 2) == 0:
+        raise ValueError("local_attention must be at least 2, is 1")
+    sliding = replace(full, rope=rope, window=each_way)
     every, config = raw.integer("global_attn_every_n_layers", 3), _encoder(raw, full)
     windowed = raw.windowed([at % every > 0 for at in range(len(config.layers))])
     first, *others = (sliding if here else full for here in windowed)

@@ -123,7 +123,7 @@ class CudaVision(VisionSteps[CudaWeight, Tensor]):
     def heads(self, qkv: Rows, heads: Heads[Tensor], layout: PatchLayout) -> Rows:
         if not isinstance(qkv, Tensor):
             return super().heads(qkv, heads, layout)
-        if not takes_heads(heads.size):
+        if not takes_heads(heads.size) or layout.window or heads.kv_count:
             return self.put(super().heads(self.get(qkv), heads, layout))
         count, size = heads.count, heads.size
         cos, sin = self._rotation(layout)

@@ -358,6 +358,7 @@ def test_loading(options: dict[str, Any], message: str, tmp_path: Path) -> None:
         ("modernbert.hidden_activation", "relu", "hidden_act"),
         ("modernbert.layer_types", ["full_attention"], "1 entries for 5 layers"),
         ("modernbert.local_attention", -1, "local_attention"),
+        ("modernbert.local_attention", 1, "at least 2"),
         ("modernbert.classifier_pooling", "max", "known: cls, mean"),
         ("modernbert.classifier_activation", "relu", "known: gelu"),
         ("modernbert.rope_parameters", {"full_attention": {"rope_theta": 0}}, "rope_theta"),
