@@ -276,8 +276,9 @@ class RequestBuilder:
         prompt_pictures = [vision.prompt_picture(picture) for picture in pictures]
         row = encoder.row_token or encoder.placeholder
         texts = [
-            "".join(piece if isinstance(piece, str) else piece * row for piece in each.pieces)
-            for each in (picture.prepared for picture in prompt_pictures)
+            encoder.number.format(number)
+            + "".join(p if isinstance(p, str) else p * row for p in picture.prepared.pieces)
+            for number, picture in enumerate(prompt_pictures)
         ]
         shown: list[Segment] | None = None
         if self._shows_pictures:

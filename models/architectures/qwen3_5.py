@@ -92,7 +92,7 @@ FAMILIES = (
         name="qwen3_5",
         read=read_config,
         folders="Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration Qwen3_5MoeForCausalLM "
-        "Qwen3_5MoeForConditionalGeneration",
+        "Qwen3_5MoeForConditionalGeneration MiniCPMV4_6ForConditionalGeneration",
         gguf="qwen35 qwen35moe",
         gguf_layer=GGUF_DELTA,
         gguf_plus_one=True,

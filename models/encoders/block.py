@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -76,6 +76,7 @@ class BlockConfig:
     )
     rope: Rope | None = None  # of texts
     window: int = 0  # how many tokens away a text's tokens see; 0: all
+    merge: int = 1  # how many rows in succession the MLP makes one of, added to their mean
 
     def __post_init__(self) -> None:
         if self.rope is not None and 2 * len(self.rope.inv_freq) != self.size:
@@ -196,7 +197,7 @@ class Block:
     @classmethod
     def load(cls, config: BlockConfig, prefix: str, weights: WeightLoader) -> Block:
         """The block whose tensor names begin with ``prefix``."""
-        hidden, inner, names = config.hidden, config.inner, config.names
+        hidden, inner, names = config.hidden, config.merge * config.inner, config.names
         wide, shared = config.heads * config.size, config.kv_heads or config.heads
 
         def linear(
@@ -207,6 +208,7 @@ class Block:
                 return Clipped.load(weights, shape, *tensors)
             return Linear.load(weights, shape, *tensors, bias=bias, **options)
 
+        joined = config.merge * hidden
         gated = config.fused_gate or len(names.up) == 2
         scales = [name and prefix + name for name in (names.scale1, names.scale2)]
         vector = partial(weights.vector, offset=config.norm_offset)
@@ -217,11 +219,11 @@ class Block:
         return cls(
             config,
             Norm.of_block(config, weights, prefix + names.norm1) if names.norm1 else None,
-            Norm.of_block(config, weights, prefix + names.norm2),
+            Norm.of_block(replace(config, hidden=joined), weights, prefix + names.norm2),
             linear((wide + 2 * shared * config.size, hidden), *names.qkv, bias=config.bias),
             linear((hidden, wide), names.out, bias=config.bias, scale=scales[0]),
             linear(
-                ((2 if gated else 1) * inner, hidden),
+                ((2 if gated else 1) * inner, joined),
                 *names.up,
                 bias=config.mlp_bias,
                 activation=None if gated else config.activation,
@@ -238,12 +240,18 @@ class Block:
             return self.norm2(steps.add(x, self._mlp(x, steps)), steps)
         attended = self._attention(self.norm1(x, steps) if self.norm1 else x, layout, steps)
         x = steps.add(x, self._normed(names.post_norm1, attended, steps))
+        if self.config.merge > 1:
+            rows = steps.get(x).reshape(-1, self.config.merge, self.config.hidden)
+            wide = steps.put(rows.reshape(len(rows), -1))
+            inner = steps.get(self._mlp(self.norm2(wide, steps), steps))
+            merged: Floats = steps.put(inner + rows.mean(1))
+            return merged
         inner = self._mlp(self.norm2(x, steps), steps)
         return steps.add(x, self._normed(names.post_norm2, inner, steps))
 
     def _mlp(self, x: Floats, steps: VisionSteps) -> Floats:
         inner = self.up(x, steps)
-        if inner.shape[-1] > self.config.inner:
+        if inner.shape[-1] > self.config.merge * self.config.inner:
             inner = steps.gated(inner, self.config.activation)
         return self.down(inner, steps)
 

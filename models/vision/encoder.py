@@ -70,7 +70,8 @@ class VisionEncoder(ABC):
     around it (both default to the placeholder). ``bidirectional``: a picture's rows attend to one
     another in the decoder too, and must be in one pass; with ``full_layers_causal`` they do so only
     in layers with a window. ``deep_layers`` is the length of ``EncodedPicture.deep``. ``note`` is
-    shown when the model is loaded.
+    shown when the model is loaded. ``number`` is the text before a conversation's pictures, where
+    ``{}`` is a picture's number from 0.
     """
 
     placeholder: str
@@ -80,6 +81,7 @@ class VisionEncoder(ABC):
     full_layers_causal: bool = False
     deep_layers: int = 0
     note: str = ""
+    number: str = ""
 
     @abstractmethod
     def prepare(self, picture: Picture) -> PreparedPicture:

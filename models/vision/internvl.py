@@ -49,7 +49,7 @@ def read_encoder(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Vis
         factor=factor,
         tile=tile,
         tiles=(few, many),
-        projector=lfm2_vl.Projector(wide, out, out, act, bias=True, normed=True),
+        projector=lfm2_vl.Projector(wide, out, out, act),
         resample=pixels.resampling(processor, pixels.BICUBIC),
         scaling=pixels.Scaling.read(processor, pixels.CLIP_MEAN, pixels.CLIP_STD),
     )

@@ -38,8 +38,6 @@ from localrt.models.weights import WeightLoader
 from localrt.quant.ops.protocol import Check
 from localrt.quant.ops.vision import VisionActivation, VisionSteps
 
-_EPS = 1e-5  # for the projector's norm; not in configs
-
 
 def read_encoder(config: Mapping[str, Any], processor: Mapping[str, object]) -> VisionEncoder:
     """See ``registry.read_encoder``."""
@@ -92,19 +90,22 @@ class Projector:
     inner: int
     out: int
     activation: VisionActivation
-    bias: bool
-    normed: bool
+    bias: bool = True
+    normed: bool = True
+    prefix: str = "multi_modal_projector."
+    norm: str = "layer_norm"
+    eps: float = 1e-5  # not in configs
 
     def load(self, weights: WeightLoader) -> list[Norm | Linear]:
         """The projector's layers in order."""
-        prefix, inner, bias = "multi_modal_projector.", self.inner, self.bias
+        prefix, inner, bias = self.prefix, self.inner, self.bias
         first, second = (inner, self.size), (self.out, inner)
         steps: list[Norm | Linear] = [
             Linear.load(weights, first, f"{prefix}linear_1", bias=bias, activation=self.activation),
             Linear.load(weights, second, f"{prefix}linear_2", bias=bias),
         ]
         if self.normed:
-            steps.insert(0, Norm.load(weights, f"{prefix}layer_norm", self.size, _EPS))
+            steps.insert(0, Norm.load(weights, prefix + self.norm, self.size, self.eps))
         return steps
 
 
@@ -119,6 +120,7 @@ class TiledEncoder(VisionEncoder):
     projector: Projector
     resample: int
     scaling: Scaling
+    window: int = 1  # side in patches of the squares that SigLIP itself merges
 
     def layout(self, height: int, width: int) -> tuple[int, int]:
         """The grid (rows, columns) of tiles whose shape is nearest to the picture's; of the same
@@ -134,18 +136,19 @@ class TiledEncoder(VisionEncoder):
         _, columns, lines = (filled or nearest[:1])[-1]
         return lines, columns
 
-    def cut(self, picture: Picture, lines: int, columns: int) -> Pixels:
-        """Tiles (lines, columns, tile, tile, 3) of the resized picture."""
-        large = resize(picture, lines * self.tile, columns * self.tile, self.resample)
-        return large.reshape(lines, self.tile, columns, self.tile, 3).swapaxes(1, 2)
+    def cut(self, picture: Picture, lines: int, columns: int, h: int = 0, w: int = 0) -> Pixels:
+        """Tiles (lines, columns, h, w, 3) of the resized picture, by default square."""
+        h, w = h or self.tile, w or self.tile
+        large = resize(picture, lines * h, columns * w, self.resample)
+        return large.reshape(lines, h, columns, w, 3).swapaxes(1, 2)
 
     def encode(
         self, picture: PreparedPicture, units: Units, steps: VisionSteps, check: Check | None = None
     ) -> EncodedPicture:
         encoded = self.siglip(picture.patches, picture.grid, units, steps, check)
         projector, rows = units.read(self.projector.load), []
-        for x, grid in zip(encoded, picture.grid, strict=True):
-            x = merged(x, grid, self.factor)
+        for x, (height, width) in zip(encoded, picture.grid, strict=True):
+            x = merged(x, (height // self.window, width // self.window), self.factor)
             for step in projector:
                 x = step(x, steps)
             rows.append(x)

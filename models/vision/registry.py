@@ -24,6 +24,7 @@ _FILES = {
     "smolvlm": "idefics3",
     "lfm2_vl": "lfm2_vl",
     "internvl": "internvl",
+    "minicpmv4_6": "minicpmv",
     "paddleocr_vl": "paddleocr_vl",
     "glm4v": "glm4v",
     "glm4v_moe": "glm4v",

@@ -57,6 +57,7 @@ class SiglipEncoder:
     weights: Callable[[int, int], Floats] | None
     token: bool
     prefixes: tuple[str, ...]
+    merger: tuple[int, BlockConfig] | None = None  # of squares, behind the block of this number
 
     def __call__(
         self,
@@ -86,10 +87,18 @@ class SiglipEncoder:
                     check()
                 rows[:] = block(rows, PatchLayout(ends=(len(rows),)), steps)
             del block  # free it before the next one is read
+            if self.merger is not None and layer == self.merger[0]:
+                prefix = f"{self.prefixes[-1]}vit_merger."
+                merge = units.read(partial(Block.load, self.merger[1], prefix))
+                for n, grid in enumerate(grids):
+                    x = merged(steps.get(on_device[n]), grid, 2).reshape(-1, self.block.hidden)
+                    squares = PatchLayout(ends=list(range(4, len(x) + 1, 4)))
+                    on_device[n] = merge(steps.put(x), squares, steps)
         norm = None if token else units.read(self._norm)
-        for rows, x in zip(encoded, on_device, strict=True):
-            rows[:] = steps.get(norm(x, steps) if norm else x)
-        return [rows[token:] for rows in encoded]
+        for n, (rows, x) in enumerate(zip(encoded, on_device, strict=True)):
+            x = steps.get(norm(x, steps) if norm else x)
+            rows[: len(x)], encoded[n] = x, rows[token : len(x)]
+        return encoded
 
     def _embeddings(self, weights: WeightLoader) -> tuple[Linear, Floats, Floats]:
         """The patches' matrix, the rows before patches (0 or 1, D), the positions of patches."""

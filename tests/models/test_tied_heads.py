@@ -131,7 +131,15 @@ def test_outer_defaults() -> None:
         "qwen2_5_vl",
         "qwen2_vl",
     )
-    more = ("paddleocr_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm")
+    more = (
+        "minicpmv4_6",
+        "paddleocr_vl",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen3_vl",
+        "qwen3_vl_moe",
+        "smolvlm",
+    )
     tied = {kind for kind in (*seen, *more) if kinds[kind]().tie_word_embeddings}
     assert tied == TIED_OUTSIDE
 

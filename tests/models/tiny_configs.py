@@ -784,6 +784,11 @@ _NEMOTRON: dict[str, Any] = {
 
 HYBRIDS: dict[str, Callable[[], Any]] = {
     "qwen3.5": lambda: hf.Qwen3_5TextConfig(**SIZES, **_DELTA),
+    "minicpm-v": lambda: with_text(
+        hf.MiniCPMV4_6Config,
+        {**SIZES, **_DELTA, "model_type": "qwen3_5_text", "tie_word_embeddings": True},
+        **{**_VISION, "num_hidden_layers": 1, "image_size": 28},
+    ),
     "lfm2": lambda: hf.Lfm2Config(
         **SIZES, layer_types=_SHORT, block_multiple_of=32, tie_word_embeddings=True
     ),

@@ -22,7 +22,8 @@ from tests.models.vision import test_gemma4_unified as gemma4_unified
 from tests.models.vision import test_gemma4_vision as gemma4
 from tests.models.vision import test_pixtral as pixtral
 from tests.models.vision.oracles import expanded, plain
-from tests.models.vision.test_siglip import FAMILIES, IMAGE, PICTURES
+from tests.models.vision.siglip_families import FAMILIES, IMAGE, minicpm_processor
+from tests.models.vision.test_siglip import PICTURES
 
 _TEMPLATE = """{%- for message in messages -%}
 {{- '<|start|>' + message.role + '\n' -}}
@@ -119,7 +120,7 @@ def test_chats(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("given_rates")
-@pytest.mark.parametrize("name", ["mistral3", "gemma4", "gemma4_unified", "internvl"])
+@pytest.mark.parametrize("name", ["mistral3", "gemma4", "gemma4_unified", "internvl", "minicpm-v"])
 def test_tokens_around_rows(name: str, tmp_path: Path) -> None:
     tiny: Any
     if name == "mistral3":
@@ -127,6 +128,10 @@ def test_tokens_around_rows(name: str, tmp_path: Path) -> None:
         tiny = pixtral.Tiny(name, tmp_path, vocab_size=310)
     elif name == "internvl":  # its template ends the line behind a picture
         own = tokenizer("<IMG_CONTEXT>", "<IMG_CONTEXT>\n", "<img>", "</img>")
+        tiny = FAMILIES[name](tmp_path)
+    elif name == "minicpm-v":
+        tags = [f"<{end}{tag}>" for tag in ("image", "slice", "image_id") for end in ("", "/")]
+        own = tokenizer("<|image_pad|>", "<|image_pad|>", *tags)
         tiny = FAMILIES[name](tmp_path)
     else:
         names = ("<|image>", "<image|>", "<|start|>")
@@ -143,8 +148,11 @@ def test_tokens_around_rows(name: str, tmp_path: Path) -> None:
             text = own.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
             pictures = pictures_of(chat)
             begin, *parts = text.split(encoder.placeholder)
-            for picture, part in zip(pictures, parts, strict=True):
-                begin += expanded(encoder.prepare(picture), encoder.placeholder) + part
+            shown = [expanded(encoder.prepare(each), encoder.placeholder) for each in pictures]
+            if name == "minicpm-v":  # a picture's number stands before it
+                theirs = minicpm_processor()
+                shown = theirs._prepend_local_ids([text], shown, encoder.placeholder)
+            begin += "".join(map("".join, zip(shown, parts, strict=True)))
             ids = own.encode(begin, add_special_tokens=False)
             assert plain(core_of(model).requests.render(chat), IMAGE) == ids
             inputs = tiny.inputs(*pictures) if pictures else {}

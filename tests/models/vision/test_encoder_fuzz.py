@@ -20,27 +20,28 @@ from localrt.models.vision.registry import read_encoder
 from localrt.quant.ops.vision import VisionSteps
 from localrt.quant.reference.ops import TorchOps
 from tests.models.vision import (
+    siglip_families,
     test_gemma4_unified,
     test_gemma4_vision,
     test_pixtral,
-    test_siglip,
     tiny_qwen,
 )
 from tests.models.vision.oracles import picture
 from tests.mutations import FUZZ, changed, changes_of, is_line, paths, refusal
 
-_SIGLIP = ("gemma3", "idefics3", "smolvlm", "lfm2-vl", "internvl")
+_SIGLIP = ("gemma3", "idefics3", "smolvlm", "lfm2-vl", "internvl", "minicpm-v")
 FOLDERS: dict[str, Callable[[Path], object]] = {
     "llava": partial(test_pixtral.Tiny, "llava"),
     "mistral3": partial(test_pixtral.Tiny, "mistral3"),
     "gemma4": test_gemma4_vision.Tiny,
     "gemma4_unified": test_gemma4_unified.Tiny,
     **{kind: partial(tiny_qwen.save_tiny_vl, kind) for kind in tiny_qwen.TINY},
-    **{name: test_siglip.FAMILIES[name] for name in _SIGLIP},
+    **{name: siglip_families.FAMILIES[name] for name in _SIGLIP},
 }
 MORE = "do_rescale do_normalize image_mean image_std rescale_factor resample size max_image_size"
 MORE += " min_pixels max_pixels do_image_splitting use_thumbnail min_tiles max_tiles tile_size"
 MORE += " max_image_tokens max_soft_tokens min_patches max_patches"
+MORE += " max_slice_nums scale_resolution slice_mode use_image_id"
 
 
 @pytest.fixture(scope="module")

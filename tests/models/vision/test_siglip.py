@@ -1,283 +1,38 @@
-"""SigLIP in Gemma 3, Idefics3, SmolVLM and LFM2-VL, and InternVL's encoder, against transformers:
-pixels, pieces, rows.
+"""SigLIP in Gemma 3, Idefics3, SmolVLM, LFM2-VL and MiniCPM-V, and InternVL's encoder, against
+transformers: pixels, pieces, rows.
 """
 
 from __future__ import annotations
 
-import sys
-from abc import ABC, abstractmethod
 from contextlib import closing
-from dataclasses import dataclass, replace
-from functools import cache, partial
-from importlib import import_module
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import transformers as hf
-from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
-from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
-from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
-from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
-from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
-from transformers.models.internvl.processing_internvl import InternVLProcessor
-from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
-from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 from localrt.common.errors import MemoryBudgetError, OptionError, UnsupportedModelError
 from localrt.models.checkpoints.safetensors.vision import VisionFolder
 from localrt.models.vision.encoder_cache import UnitReader
 from localrt.models.vision.picture import Picture
-from localrt.models.vision.pixels import cut
 from localrt.models.vision.registry import read_encoder
+from localrt.quant.choose import vision_steps
+from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.ops.vision import VisionSteps
 from localrt.quant.reference.ops import TorchOps
-from tests.models.tiny import random_model, relative_error
-from tests.models.tiny_configs import with_text
+from tests.models.tiny import relative_error
 from tests.models.vision.oracles import check_logits, expanded, look, picture, renamed, settings
-
-PATCH = 4
-IMAGE = 2  # a token that ``tokens`` does not give
-STEP = 2.01 / 255  # of a byte, once pixels are normalized
-_VISION: dict[str, Any] = {
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_attention_heads": 3,
-    "num_hidden_layers": 2,
-    "patch_size": PATCH,
-}
-_TEXT: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 320,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": True,
-}
-SHAPES = [(32, 32), (61, 17), (9, 33), (250, 131), (40, 300), (5, 17), (129, 130)]
-
-
-def _without(processor: type) -> Any:
-    """A processor that is not made: there is no tokenizer."""
-    return object.__new__(processor)
-
-
-@dataclass
-class Theirs:
-    """What transformers prepares of a picture: pixels, cut and flat, and text."""
-
-    inputs: dict[str, Any]
-    patches: np.ndarray
-    text: str
-
-
-class Family(ABC):
-    """A tiny model of a family, in a folder, and transformers' processor of it, of whose results
-    the model takes those in ``taken``.
-    """
-
-    taken: tuple[str, ...]
-
-    def __init__(self, folder: Path, config: Any, processor: Any) -> None:
-        self.folder, self.config, self.processor = folder, config, processor
-        self.model = random_model(config)
-        self.model.save_pretrained(folder)
-        processor.save_pretrained(folder)
-
-    def inputs(self, *pictures: Picture) -> dict[str, Any]:
-        """What the model takes of a prompt's pictures."""
-        found = self.processor([[each.image() for each in pictures]], return_tensors="pt")
-        return {name: found[name] for name in self.taken}
-
-    @abstractmethod
-    def prepared(self, picture: Picture) -> Theirs:
-        """What is prepared of one picture."""
-
-    def rows(self, theirs: Theirs) -> np.ndarray:
-        """The decoder's rows."""
-        with torch.no_grad():
-            found = self.model.get_image_features(**theirs.inputs).pooler_output
-        return np.concatenate([each.numpy() for each in found])
-
-
-class Gemma3(Family):
-    taken = ("pixel_values",)
-
-    def __init__(self, folder: Path, **processor: Any) -> None:
-        # two pixels more than whole patches, which the encoder leaves out
-        vision = {**_VISION, "model_type": "siglip_vision_model", "image_size": 34}
-        text = {**_TEXT, "head_dim": 16, "sliding_window": 8}
-        config = with_text(hf.Gemma3Config, text, **vision)
-        config.mm_tokens_per_image = 16
-        config.image_token_index = IMAGE
-        own = Gemma3ImageProcessorPil(size={"height": 34, "width": 34}, **processor)
-        super().__init__(folder, config, own)
-
-    def prepared(self, picture: Picture) -> Theirs:
-        found = self.processor([picture.image()], return_tensors="pt")
-        own = _without(Gemma3Processor)
-        row, start, end = "<image_soft_token>", "<start_of_image>", "<end_of_image>"
-        own.full_image_sequence = f"\n\n{start}{row * 16}{end}\n\n"
-        text = own.replace_image_token(found, 0).replace(row, "<image>")
-        return Theirs(self.inputs(picture), _cut(found["pixel_values"]), text)
-
-
-class Idefics3(Family):
-    taken = ("pixel_values", "pixel_attention_mask")
-
-    def __init__(self, folder: Path, **processor: Any) -> None:
-        config = with_text(
-            hf.Idefics3Config, {**_TEXT, "model_type": "llama"}, **_VISION, image_size=24
-        )
-        config.image_token_id = IMAGE
-        own = Idefics3ImageProcessorPil(
-            size={"longest_edge": 96}, max_image_size={"longest_edge": 24}, **processor
-        )
-        super().__init__(folder, config, own)
-
-    def prepared(self, picture: Picture) -> Theirs:
-        found = self.processor([picture.image()], return_tensors="pt", return_row_col_info=True)
-        own = _without(Idefics3Processor)
-        own.fake_image_token, own.global_image_tag = "<fake_token_around_image>", "<global-img>"
-        own.image_token, own.image_seq_len = "<image>", self.seq_len
-        text = own.replace_image_token(found, 0)
-        return Theirs(self.inputs(picture), _cut(found["pixel_values"][0]), text)
-
-    @property
-    def seq_len(self) -> int:
-        return (24 // 4) ** 2 // self.config.scale_factor**2
-
-
-class SmolVlm(Idefics3):
-    """A tile has more patches than positions, and some pixels too many."""
-
-    def __init__(self, folder: Path, **processor: Any) -> None:
-        config = with_text(
-            hf.SmolVLMConfig, {**_TEXT, "model_type": "llama"}, **_VISION, image_size=24
-        )
-        config.scale_factor = 3
-        config.image_token_id = IMAGE
-        own = SmolVLMImageProcessorPil(
-            size={"longest_edge": 152}, max_image_size={"longest_edge": 38}, **processor
-        )
-        Family.__init__(self, folder, config, own)
-
-    @property
-    def seq_len(self) -> int:
-        return 9
-
-
-class Lfm2Vl(Family):
-    taken = ("pixel_values", "spatial_shapes", "pixel_attention_mask")
-
-    def __init__(self, folder: Path, **processor: Any) -> None:
-        vision = {**_VISION, "model_type": "siglip2_vision_model", "num_patches": 25}
-        text = {**_TEXT, "model_type": "lfm2", "layer_types": ["conv", "full_attention"]}
-        config = with_text(hf.Lfm2VlConfig, text, **vision)
-        config.projector_hidden_size = 40
-        config.image_token_id = IMAGE
-        config.projector_use_layernorm = processor.pop("projector_use_layernorm", True)
-        sizes = {"min_image_tokens": 4, "max_image_tokens": 16, "max_tiles": 6, "tile_size": 24}
-        own = lfm2_vl_processor()(encoder_patch_size=4, **{**sizes, **processor})
-        super().__init__(folder, config, own)
-
-    def prepared(self, picture: Picture) -> Theirs:
-        found = self.processor([picture.image()], return_tensors="pt", return_row_col_info=True)
-        own = _without(Lfm2VlProcessor)
-        own.image_processor, own.image_token = self.processor, "<image>"
-        own.image_start_token, own.image_end_token = "<|image_start|>", "<|image_end|>"
-        own.image_thumbnail_token = "<|img_thumbnail|>"
-        text = own.replace_image_token(found, 0, use_image_special_tokens=True)
-        patches = found["pixel_values"][found["pixel_attention_mask"].bool()]
-        return Theirs(self.inputs(picture), patches.numpy(), text)
-
-
-class InternVl(Family):
-    """Its processor makes tiles, whatever the image processor's settings say."""
-
-    taken = ("pixel_values",)
-
-    def __init__(
-        self, folder: Path, text: str = "qwen2", image_size: int = 24, **processor: Any
-    ) -> None:
-        vision = {**_VISION, "attention_bias": True, "image_size": image_size}
-        config = with_text(hf.InternVLConfig, {**_TEXT, "model_type": text}, **vision)
-        config.image_token_id = IMAGE
-        own = GotOcr2ImageProcessorPil(size={"height": 24, "width": 24}, **processor)
-        super().__init__(folder, config, own)
-
-    def _processed(self, *pictures: Picture) -> Any:
-        images = [each.image() for each in pictures]
-        return self.processor(images, return_tensors="pt", **InternVLProcessor.images_kwargs)
-
-    def inputs(self, *pictures: Picture) -> dict[str, Any]:
-        return {"pixel_values": self._processed(*pictures)["pixel_values"]}
-
-    def prepared(self, picture: Picture) -> Theirs:
-        found, own = self._processed(picture), _without(InternVLProcessor)
-        own.start_image_token, own.end_image_token = "<img>", "</img>"
-        own.image_token, own.image_seq_length = "<IMG_CONTEXT>", 9
-        text = own.replace_image_token(found, 0).replace("<IMG_CONTEXT>", "<image>")
-        return Theirs(self.inputs(picture), _cut(found["pixel_values"]), text)
-
-
-@cache
-def lfm2_vl_processor() -> Any:
-    """LFM2-VL's image processor, which lets torchvision resize and normalize: here torch does."""
-    names = ["torchvision"]
-    for part in ("transforms", "v2", "functional"):
-        names.append(f"{names[-1]}.{part}")
-    sys.modules.update({name: ModuleType(name) for name in names})
-    vars(sys.modules[names[-2]])["functional"] = None
-    try:
-        module = import_module("transformers.models.lfm2_vl.image_processing_lfm2_vl")
-    finally:
-        for name in names:
-            del sys.modules[name]
-
-    class Backend(module.TorchvisionBackend):  # type: ignore[name-defined,misc]
-        def resize(self, image: Any, size: Any, **_of_filters: Any) -> Any:
-            made = torch.nn.functional.interpolate(
-                image.float(), (size.height, size.width), mode="bilinear", antialias=True
-            )
-            return made.round().clamp(0, 255).to(torch.uint8)
-
-        def rescale_and_normalize(self, images: Any, *values: Any) -> Any:
-            factor, mean, std = values[1], *map(torch.tensor, values[3:])
-            return (images * factor - mean[:, None, None]) / std[:, None, None]
-
-    class Processor(module.Lfm2VlImageProcessor, Backend):  # type: ignore[name-defined,misc]
-        pass
-
-    return Processor
-
-
-def _cut(pixels: torch.Tensor) -> np.ndarray:
-    """Patches of tiles (T, 3, height, width)."""
-    tiles = pixels.numpy().transpose(0, 2, 3, 1)
-    used = tiles.shape[1] // PATCH * PATCH
-    return np.concatenate([cut(tile[:used, :used], PATCH) for tile in tiles])
-
-
-FAMILIES = {
-    "gemma3": Gemma3,
-    "idefics3": Idefics3,
-    "idefics3-whole": partial(Idefics3, do_image_splitting=False),
-    "smolvlm": SmolVlm,
-    "lfm2-vl": Lfm2Vl,
-    "lfm2-vl-tiles": partial(Lfm2Vl, use_thumbnail=False, projector_use_layernorm=False),
-    "internvl": InternVl,
-    "internvl-few": partial(InternVl, text="qwen3", min_patches=2, max_patches=6, resample=2),
-    "internvl-positions": partial(
-        InternVl, text="llama", image_size=36, image_mean=[0.4, 0.5, 0.6]
-    ),
-    "lfm2-vl-whole": partial(Lfm2Vl, do_image_splitting=False, image_mean=[0.4, 0.5, 0.6]),
-}
+from tests.models.vision.siglip_families import (
+    FAMILIES,
+    IMAGE,
+    SHAPES,
+    STEP,
+    Lfm2Vl,
+    SmolVlm,
+)
+from tests.ops.cuda.target import DEVICE
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -298,6 +53,7 @@ def test_rows(name: str, tmp_path: Path) -> None:
 
 
 INTERN = ("internvl", "internvl-few", "internvl-positions")
+MINICPM = ("minicpm-v", "minicpm-v-many", "minicpm-v-whole")
 
 
 class Ids(dict[str, int]):
@@ -312,7 +68,9 @@ PICTURES = picture(32, 24), picture(48, 72, seed=1)  # which LFM2-VL need not re
 
 @pytest.mark.usefixtures("given_rates")
 @pytest.mark.parametrize("rows", [512, 7])
-@pytest.mark.parametrize("name", ["gemma3", "idefics3", "smolvlm", "lfm2-vl-tiles", *INTERN])
+@pytest.mark.parametrize(
+    "name", ["gemma3", "idefics3", "smolvlm", "lfm2-vl-tiles", *INTERN, "minicpm-v"]
+)
 def test_logits(name: str, rows: int, tmp_path: Path) -> None:
     family = FAMILIES[name](tmp_path)
 
@@ -321,6 +79,18 @@ def test_logits(name: str, rows: int, tmp_path: Path) -> None:
         return own | (family.inputs(*pictures) if pictures else {})
 
     check_logits(tmp_path, family.model, PICTURES, inputs, IMAGE, Ids(), rows=rows)
+
+
+def test_rows_on_a_gpu(tmp_path: Path) -> None:
+    """MiniCPM-V's; ``test_mmproj.py`` has those of others."""
+    FAMILIES["minicpm-v"](tmp_path)
+    own = picture(60, 50)
+    (wanted,) = look(tmp_path, own).seen
+    with closing(VisionFolder(tmp_path)) as source:
+        encoder = read_encoder(source.config, source.processor)
+        steps = vision_steps(CudaOps(device=str(DEVICE)))
+        found = encoder.encode(encoder.prepare(own), UnitReader(source, steps), steps)
+    assert 0 < relative_error(found.rows, wanted.rows) < 0.03
 
 
 @pytest.mark.parametrize("name", ["gemma3", "smolvlm", "lfm2-vl", "internvl"])
@@ -339,7 +109,9 @@ def test_names_of_the_hub(name: str, tmp_path: Path) -> None:
     assert len(ours.rows) == len(family.rows(family.prepared(own)))
 
 
-@pytest.mark.parametrize("name", ["idefics3", "smolvlm", "lfm2-vl", "lfm2-vl-tiles", *INTERN])
+@pytest.mark.parametrize(
+    "name", ["idefics3", "smolvlm", "lfm2-vl", "lfm2-vl-tiles", *INTERN, *MINICPM]
+)
 def test_pieces_of_many_shapes(name: str, tmp_path: Path) -> None:
     family = FAMILIES[name](tmp_path)
     random = np.random.default_rng(0)
@@ -379,6 +151,8 @@ def test_publishers_defaults(tmp_path: Path) -> None:
     assert pieces("gemma3", image_size=896, patch_size=14)[1] == 256
     found = pieces("smolvlm", image_size=384, patch_size=16)  # 4 x 3 tiles and the whole
     assert [p for p in found if isinstance(p, int)] == [144] * 13
+    found = pieces("minicpmv4_6", num_hidden_layers=7)
+    assert found == ("<image>", 54, "</image>")  # enlarged to 576 x 384 pixels
     assert pieces("internvl") == ("<img>", 7 * 256, "</img>")  # 3 x 2 tiles and the whole
     assert pieces("lfm2_vl") == ("<|image_start|>", 70, "<|image_end|>")
 
@@ -445,6 +219,10 @@ def test_too_narrow(tmp_path: Path) -> None:
         ("internvl", {}, {"size": {"height": 448, "width": 224}}, "size must be a square"),
         ("internvl", {}, {"min_patches": 13}, "min_patches 13 and max_patches 12 make no sense"),
         ("internvl", {}, {"max_patches": 400}, "min_patches 1 and max_patches 400 make no sense"),
+        ("minicpmv4_6", {"window_kernel_size": [4, 4]}, {}, r"size must be .2, 2., is .4, 4."),
+        ("minicpmv4_6", {}, {"downsample_mode": "4x"}, "downsample_mode must be 16x, is '4x'"),
+        ("minicpmv4_6", {}, {"patch_size": 14}, "patch_size must be 16, is 14"),
+        ("minicpmv4_6", {"num_hidden_layers": 6}, {}, "insert_layer_id must be one of 6 blocks"),
         ("lfm2_vl", {"num_patches": 200}, {}, "num_patches must be a square, is 200"),
         ("lfm2_vl", {}, {"encoder_patch_size": 14}, "encoder_patch_size must be 16, is 14"),
         ("lfm2_vl", {}, {"downsample_factor": 4}, "downsample_factor must be 2, is 4"),
