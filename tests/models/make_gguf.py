@@ -62,7 +62,7 @@ _NAMES = {
     "lfm2moe": "lfm2-moe",
     "granitehybrid": "granite-hybrid granite-hybrid-moe",
     "qwen2moe": "qwen2-moe",
-    "qwen3moe": "qwen3-moe",
+    "qwen3moe": "qwen3-moe internvl-moe",
     "olmoe": "olmoe",
     "mellum": "mellum",
     "granitemoe": "granite-moe granite-moe-shared",

@@ -681,6 +681,18 @@ FAMILY_MIXTURES: dict[str, Callable[[], Any]] = {
         rope_parameters=_two_bases({"rope_type": "default", "rope_theta": 5e4}, 300.0),
         tie_word_embeddings=True,
     ),
+    "internvl-moe": lambda: with_text(
+        hf.InternVLConfig,
+        {
+            **_WIDE,
+            "model_type": "qwen3_moe",
+            "head_dim": 16,
+            **_EXPERTS,
+            "norm_topk_prob": True,
+            "tie_word_embeddings": False,
+        },
+        **_INTERNVL,
+    ),
     "qwen3-vl-moe": lambda: with_text(
         hf.Qwen3VLMoeConfig,
         {
