@@ -26,11 +26,19 @@ from localrt.quant.choose import make_ops
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.formats.fp4 import E2M1
 from localrt.quant.ops.kv import BlockCache, held_blocks
-from localrt.quant.ops.protocol import Batch, Span
+from localrt.quant.ops.protocol import Batch
 from tests.conftest import needs_kernels
 from tests.models.make_gguf import write_tiny_gguf
 from tests.models.test_families import llama_cpp_logits
-from tests.models.tiny import load_ours, logits_of, oracle, relative_error, save_tiny, tokens
+from tests.models.tiny import (
+    check_tree,
+    load_ours,
+    logits_of,
+    oracle,
+    relative_error,
+    save_tiny,
+    tokens,
+)
 
 COUNT = 90
 
@@ -85,20 +93,7 @@ def test_bits_depend_on_no_cut(native: Decoder, whole: np.ndarray) -> None:
 @needs_kernels
 def test_tree(native: Decoder, whole: np.ndarray) -> None:
     """Blocks end within its branches."""
-    ids, held, cache = tokens(COUNT), 41, native.cache(256)
-    native.forward(Batch.extend([(cache, ids[:held])]))
-    branch = [ids[held], 9, ids[held + 1], 11, ids[held + 2], ids[held + 3]]
-    parents, path = [-1, -1, 0, 1, 2, 4], [0, 2, 4, 5]
-    mask = np.eye(6, dtype=bool)
-    for row, parent in enumerate(parents):
-        if parent >= 0:
-            mask[row] |= mask[parent]
-    places = held + mask.sum(1).astype(np.int64) - 1
-    logits = native.forward(Batch(np.array(branch), places, (Span(cache, 6, mask),)))
-    np.testing.assert_array_equal(logits[path], whole[held : held + 4])
-    cache.select(held, path)
-    behind = native.forward(Batch.extend([(cache, ids[held + 4 :])]))
-    np.testing.assert_array_equal(behind, whole[held + 4 :])
+    check_tree(native, whole)
 
 
 @needs_kernels

@@ -14,7 +14,7 @@ import transformers
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
-from localrt.quant.ops.protocol import Batch, Ops
+from localrt.quant.ops.protocol import Batch, Ops, Span
 from localrt.quant.reference.ops import TorchOps
 from tests.models.tiny_configs import CONFIGS, MIXTURES, SIZES
 
@@ -103,6 +103,24 @@ def edited(folder: Path, **changes: Any) -> Path:
 def tokens(count: int, seed: int = 0) -> list[int]:
     """Random token ids."""
     return [int(t) for t in np.random.default_rng(seed).integers(3, SIZES["vocab_size"], count)]
+
+
+def check_tree(decoder: Decoder, whole: np.ndarray) -> None:
+    """A tree's path, and what follows it, have the bits of ``whole``, the logits of ``tokens``."""
+    ids, held, cache = tokens(len(whole)), 41, decoder.cache(256)
+    decoder.forward(Batch.extend([(cache, ids[:held])]))
+    branch = [ids[held], 9, ids[held + 1], 11, ids[held + 2], ids[held + 3]]
+    parents, path = [-1, -1, 0, 1, 2, 4], [0, 2, 4, 5]
+    mask = np.eye(6, dtype=bool)
+    for row, parent in enumerate(parents):
+        if parent >= 0:
+            mask[row] |= mask[parent]
+    places = held + mask.sum(1).astype(np.int64) - 1
+    logits = decoder.forward(Batch(np.array(branch), places, (Span(cache, 6, mask),)))
+    np.testing.assert_array_equal(logits[path], whole[held : held + 4])
+    cache.select(held, path)
+    behind = decoder.forward(Batch.extend([(cache, ids[held + 4 :])]))
+    np.testing.assert_array_equal(behind, whole[held + 4 :])
 
 
 def relative_error(ours: np.ndarray, theirs: np.ndarray) -> float:
