@@ -31,6 +31,7 @@ GATES = {
     **{"silu": 1, "gelu_tanh": 2, "swiglu_oai": 3, "relu2": 4},
     **{"gelu": 5, "quick_gelu": 6, "clip": 7},  # vision encoders only
     "xielu": 8,  # see ``MlpSpec``
+    "swiglu": 9,
 }
 _MOST_CHAINS = declarations("results.cuh").constants["MOST_CHAINS"]
 _SUMS_OF_A_PAIR = 32 * 8  # results of a pair of tiles: weight rows x activation rows

@@ -17,7 +17,7 @@ FN void store(Bf16* at, float value) {  // rounds ties to even
 FN float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
 FN float softplus(float x) { return x > 20.f ? x : log1pf(expf(x)); }
 
-enum { SILU = 1, GELU_TANH, SWIGLU_OAI, RELU2, GELU, QUICK_GELU, CLIP, XIELU };  // from RELU2 on: without a gate
+enum { SILU = 1, GELU_TANH, SWIGLU_OAI, RELU2, GELU, QUICK_GELU, CLIP, XIELU, SWIGLU };  // from RELU2 to XIELU: without a gate
 
 template <int KIND>
 FN float activated(float x) {
@@ -30,9 +30,10 @@ FN float activated(float x) {
 
 template <int KIND>
 FN float gated(float gate, float up, float limit) {
-    if constexpr (KIND != SWIGLU_OAI) gate = activated<KIND>(gate);
+    if constexpr (KIND != SWIGLU_OAI && KIND != SWIGLU) gate = activated<KIND>(gate);
     gate = gate > limit ? limit : gate;
     up = up > limit ? limit : up < -limit ? -limit : up;
+    if constexpr (KIND == SWIGLU) return activated<SILU>(gate) * up;
     if constexpr (KIND != SWIGLU_OAI) return gate * up;
     return gate * sigmoid(1.702f * gate) * (up + 1.f);
 }
