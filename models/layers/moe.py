@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from localrt.common.errors import CheckpointError
 from localrt.models.config import (
@@ -123,9 +124,7 @@ class SparseMlp:
         if spec.hashed:
             self._scored, rows = replace(spec.router, used=count), config.vocab_size
             table = weights.array((rows * spec.router.used,), f"{prefix}{ROUTER}.tid2eid")
-            if not np.isin(table, np.arange(count)).all():
-                raise CheckpointError(f"{prefix}{ROUTER}.tid2eid has experts that are not there")
-            self._table = table.astype(np.int32).reshape(rows, -1)
+            self._table = _experts_of_tokens(table, rows, count, f"{prefix}{ROUTER}.tid2eid")
         self.shared: MlpWeights | None = None
         self.shared_gate = None
         if spec.shared:
@@ -201,6 +200,17 @@ class SparseMlp:
             return {}
         first = SHARED_GATE_UP[0 if self._mlp.gated else 1]
         return {first: self.shared.gate_up, SHARED_DOWN: self.shared.down}
+
+
+def _experts_of_tokens(
+    table: npt.NDArray[np.float32] | None, rows: int, count: int, name: str
+) -> npt.NDArray[np.int32] | None:
+    """A table's experts (tokens, K); None where only shapes are asked for."""
+    if table is None:
+        return None
+    if not np.isin(table, np.arange(count)).all():
+        raise CheckpointError(f"{name} has experts that are not there")
+    return table.astype(np.int32).reshape(rows, -1)
 
 
 class _BesideDense:
