@@ -44,6 +44,8 @@ _ALIASES = {
     "kimik2": "deepseekv3",
 }
 
+_BIASED = ("glm4", "glm4_moe", "glm4v_moe", "solar_open")
+"""Whose ``attention_bias`` is not the output projection's."""
 _QKV_BIAS, _OUT_BIAS = (f"model.layers.0.self_attn.{name}_proj.bias" for name in "qo")
 
 _MOST_EXPERTS = 1 << 17  # limit for all layers, since each takes time
@@ -70,14 +72,14 @@ def shape_from_config(
     """
     for text in filter(None, map(config.get, TEXT_KEYS)):
         if isinstance(text, Mapping):
-            config = {**config, **text}
+            own = ("tie_word_embeddings",)  # that of the whole model counts
+            config = {**config, **text, **{key: config[key] for key in own if key in config}}
     kind = str(config.get("model_type", ""))
     plain = kind.removesuffix("_text").replace("_", "")
     architecture = _KINDS.get(_ALIASES.get(plain, plain))
     if architecture is None:
         raise UnsupportedModelError(
-            f"{name}: model_type {kind!r:.60} cannot be planned from its config (known: "
-            f"{', '.join(_KINDS)}); give the weights"
+            f"{name}: model_type {kind!r:.60} cannot be planned from its config: give the weights"
         )
     notes: list[str] = []
     expert_format, rest = (
@@ -100,10 +102,10 @@ def shape_from_config(
 
 def _told_by_weights(kind: str, config: Mapping[str, object]) -> tuple[str, ...]:
     """Return the small tensors whose presence changes the meaning of the config."""
-    biased = bool(config.get("attention_bias"))
+    biased, kind = bool(config.get("attention_bias")), kind.removesuffix("_text")
     if kind == "ernie4_5_moe":
         return (f"model.layers.0.{CHOICE_BIAS}",)
-    if kind == "qwen2_moe" or (kind in ("glm4", "glm4_moe", "solar_open") and biased):
+    if kind in ("qwen2_moe", "glm4v") or (kind in _BIASED and biased):
         return (_QKV_BIAS,)
     both = config.get("attention_out_bias") if kind == "seed_oss" else biased
     return (*((_QKV_BIAS,) if biased else ()), *((_OUT_BIAS,) if both else ()))
