@@ -44,6 +44,7 @@ _ALIASES = {
     "kimik2": "deepseekv3",
 }
 
+_TIED = "tie_word_embeddings"
 _BIASED = ("glm4", "glm4_moe", "glm4v_moe", "solar_open")
 """Whose ``attention_bias`` is not the output projection's."""
 _QKV_BIAS, _OUT_BIAS = (f"model.layers.0.self_attn.{name}_proj.bias" for name in "qo")
@@ -72,8 +73,8 @@ def shape_from_config(
     """
     for text in filter(None, map(config.get, TEXT_KEYS)):
         if isinstance(text, Mapping):
-            own = ("tie_word_embeddings",)  # that of the whole model counts
-            config = {**config, **text, **{key: config[key] for key in own if key in config}}
+            whole = {_TIED: config[_TIED]} if _TIED in config else {}  # it counts, not the text's
+            config = {**config, **text, **whole}
     kind = str(config.get("model_type", ""))
     plain = kind.removesuffix("_text").replace("_", "")
     architecture = _KINDS.get(_ALIASES.get(plain, plain))

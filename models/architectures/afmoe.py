@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from localrt.common.errors import UnsupportedModelError
 from localrt.models.architectures import llama
-from localrt.models.architectures.family import Config, Family, GgufFacts
+from localrt.models.architectures.family import Config, Family, GgufFacts, head_size
 from localrt.models.architectures.muse_glimmer import GATED_NAMES, GGUF_GATED
 from localrt.models.config import CHOICE_BIAS, ROUTER, DecoderConfig, LayerNames
 from localrt.models.layers.rope import read_rope
@@ -141,9 +141,7 @@ def _add_kinds(config: Config, file: GgufFacts) -> None:
     """Add heads, and the rotation of each kind of layer. The gates' rows show how many
     there are; YaRN is not for layers with a window.
     """
-    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
-    usual = hidden // heads if type(heads) is type(hidden) is int and heads else None
-    size = config.get("head_dim", usual)
+    heads, size = config.get("num_attention_heads"), config.get("head_dim", head_size(config))
     if isinstance(heads, list):
         config["num_attention_heads_per_layer"] = heads
         config["num_attention_heads"] = heads[0]

@@ -101,5 +101,13 @@ class Family:
     gguf_config: Callable[[Config, GgufFacts], None] | None = None
 
 
+def head_size(config: Mapping[str, object]) -> int | None:
+    """Hidden size divided by heads, if both are known."""
+    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+    if isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
+        return hidden // heads
+    return None
+
+
 PLAIN = Family(name="")
 """Files of an unknown family: Llama's names."""

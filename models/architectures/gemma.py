@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from localrt.models.architectures.family import SANDWICH_NORMS, Config, Family, GgufFacts
+from localrt.models.architectures.family import SANDWICH_NORMS, Config, Family, GgufFacts, head_size
 from localrt.models.architectures.llama import ACTIVATIONS
 from localrt.models.config import DecoderConfig, LayerNames
 from localrt.models.encoders.block import BlockConfig, BlockNames
@@ -176,9 +176,7 @@ def _add_query_scale(config: Config, file: GgufFacts) -> None:
     """
     scale = config.get("head_dim")
     if config.get("num_hidden_layers") == 62:
-        heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
-        if isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
-            scale = hidden // heads
+        scale = head_size(config) or scale
     config["query_pre_attn_scalar"] = scale
 
 

@@ -15,6 +15,7 @@ from localrt.drafts.heads.files import OpenHead
 from localrt.models.architectures import qwen
 from localrt.models.config import DecoderConfig
 from localrt.models.decoder import Decoder
+from localrt.models.layers.compressed import normed
 from localrt.models.layers.moe import ResidentExperts
 from localrt.models.layers.parts import Head, PassState
 from localrt.models.raw_config import RawConfig
@@ -70,7 +71,7 @@ class Convolved:
     def __call__(self, state: PassState) -> None:
         """Add to ``state.x``."""
         ops, x, (sides, count, hidden) = state.ops, to_host(state.x).copy(), self._base.shape
-        rows = x / np.sqrt(np.square(x).mean(1, keepdims=True) + self._eps) * self._norm
+        rows = normed(x, self._eps, self._norm)
         found = to_host(ops.projected(ops.given_rows(rows), self._kernels))
         by_group = found.reshape(len(x), sides, count, -1)
         kernels = np.repeat(by_group, self._group, 3)[..., :hidden] + self._base

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from localrt.common.errors import CheckpointError
-from localrt.models.architectures.family import Config
+from localrt.models.architectures.family import Config, head_size
 from localrt.models.checkpoints.gguf.metadata import GgufMetadata
 from localrt.models.checkpoints.gguf.names import (
     CONFIG_KEYS,
@@ -176,14 +176,6 @@ def _add_routing(config: Config, file: _File) -> None:
         config["scoring_func"] = SCORING.get(function, str(function))
 
 
-def _head_size(config: Mapping[str, object]) -> int | None:
-    """Hidden size divided by heads, if both are known."""
-    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
-    if isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
-        return hidden // heads
-    return None
-
-
 def _add_vocabulary(config: Config, file: _File) -> None:
     """Add the vocabulary size, from the embedding's rows if the key is missing."""
     if "vocab_size" in config:
@@ -196,7 +188,7 @@ def _add_vocabulary(config: Config, file: _File) -> None:
 
 def _add_partial_rotary(config: Config) -> None:
     """Add partial RoPE in Hugging Face's form: a fraction of each head."""
-    head_dim, rope_dim = config.get("head_dim", _head_size(config)), config.get("rope_dim")
+    head_dim, rope_dim = config.get("head_dim", head_size(config)), config.get("rope_dim")
     if isinstance(head_dim, int) and isinstance(rope_dim, int) and 0 < rope_dim < head_dim:
         config["partial_rotary_factor"] = rope_dim / head_dim
 

@@ -173,8 +173,8 @@ def _add(tensors: dict[str, RowSource], tensor: RowSource, published: str) -> No
 
 def _named(tensor: RowSource, family: Family) -> RowSource:
     """Return the tensor under its localrt name, if it is not a stack."""
-    name, shape = {**_TOP, **family.tensors}.get(tensor.info.name), tensor.info.shape
-    layer = _LAYER.fullmatch(tensor.info.name)
+    theirs, shape = tensor.info.name, tensor.info.shape
+    name, layer = family.tensors.get(theirs) or _TOP.get(theirs), _LAYER.fullmatch(theirs)
     if layer is not None:
         stem = layer["stem"]
         number = _NUMBER.search(stem)
