@@ -54,7 +54,8 @@ class ServedModel:
         self._samples: deque[tuple[float, int]] = deque(maxlen=_WINDOW_S + 1)
 
     def close(self) -> None:
-        """Free the batch's caches; blocks until the running pass has ended."""
+        """Save and free the batch's caches; blocks until the running pass has ended."""
+        self.live.park()
         self.live.close()
 
     @property

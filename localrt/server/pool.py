@@ -413,7 +413,6 @@ class ModelPool(Models):
         served, slot.served = slot.served, None
         if served is None:
             return False
-        served.live.park()
         served.close()
         served.model.unload()
         slot.left, slot.awake, slot.keep_s = 0, False, None

@@ -24,9 +24,9 @@ from localrt.server.models import OneModel
 from localrt.server.options import ServeOptions
 from localrt.server.service import Service
 from localrt.service.live import LiveModel
-from tests.conftest import needs_signals
+from tests.conftest import needs_signals, write_tiny_model
 from tests.inside import engine_of
-from tests.server.conftest import Running, command, connected, serving, status_of
+from tests.server.conftest import WITH_TOOLS, Running, command, connected, serving, status_of
 from tests.server.dialects import BODIES, HI, SIGNS
 from tests.waits import wait_for
 
@@ -335,3 +335,17 @@ def test_notes_once(model: localrt.Model) -> None:
     for number in range(1000):
         service.note_once(f"kind {number}", "many")
     assert len(notes) < 300
+
+
+def test_restart_reads_nothing_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCALRT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("LOCALRT_KV_DISK")
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    write_tiny_model(folder, template=WITH_TOOLS)
+    cached = []
+    for _ in range(2):
+        with localrt.load(folder, draft="off") as model, serving(model) as running:
+            usage = running.chat("Which way is it? " * 24, max_tokens=4)[1]["usage"]
+            cached.append(usage["prompt_tokens_details"]["cached_tokens"])
+    assert cached == [0, usage["prompt_tokens"] - 1]
