@@ -86,7 +86,7 @@ class Request:
 
     prompt: Sequence[int]
     sampling: Sampling
-    repeated: int = 0  # a pass ends after as many tokens: the next turn's prompt repeats these
+    repeated: tuple[int, ...] = ()  # passes end after as many tokens: later prompts begin with them
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     eos_ids: frozenset[int] = frozenset()

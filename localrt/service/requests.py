@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from operator import index
@@ -61,6 +61,8 @@ _TOLD = 8192
 
 # So many ids tell where an answer's opening begins, among so many last ones of a prompt.
 _OPENING_IDS, _LONGEST_OPENING = 3, 256
+
+_MARKS = "AAaa", "BBbb"  # stand for messages of which a chat template's text is found
 
 
 def _with_system(messages: Sequence[Message], system: str | None) -> Sequence[Message]:
@@ -202,7 +204,7 @@ class RequestBuilder:
         constraint, left_out = self._constraint(chosen, offer if chat else NO_TOOLS)
         return Request(
             prompt=ids,
-            repeated=self._before_answer(ids) if chat and self._engine.recurrent else 0,
+            repeated=self._repeated(ids) if chat and self._engine.recurrent else (),
             sampling=chosen.sampling,
             max_tokens=_answer_tokens(chosen, len(ids)),
             stop=stops,
@@ -319,13 +321,30 @@ class RequestBuilder:
         added = opened.removeprefix(asked)
         return self.tokenizer.encode(added, add_special=False, parse_special=True)[:_OPENING_IDS]
 
-    def _before_answer(self, ids: Sequence[int]) -> int:
-        """Return how many of a conversation's ids come before its answer's opening, all or 0 if
-        that is not known.
+    @cached_property
+    def _question_opening(self) -> list[int]:
+        """The ids that the chat template writes between a system message and a user's."""
+        turns: list[Message] = [
+            {"role": "system", "content": _MARKS[0]},
+            {"role": "user", "content": _MARKS[1]},
+        ]
+        try:
+            text = self._template.render(turns, add_generation_prompt=False)
+        except TemplateError:
+            return []
+        between = text.partition(_MARKS[0])[2].partition(_MARKS[1])[0]
+        return self.tokenizer.encode(between, add_special=False, parse_special=True)
+
+    def _repeated(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """Return how many of a conversation's ids come before its first question and before its
+        answer's opening, as far as that is known: other prompts begin with as many.
         """
-        opening, last = self._opening, len(ids) - len(self._opening)
-        places = range(last, max(last - _LONGEST_OPENING, 0), -1)
-        return next((i for i in places if ids[i : i + len(opening)] == opening), 0)
+        question, answer = self._question_opening, self._opening
+        last = len(ids) - len(answer)
+        asked = _find(question, ids, range(last - len(question)))
+        answered = _find(answer, ids, range(last, max(last - _LONGEST_OPENING, 0), -1))
+        ends = asked and asked + len(question), answered
+        return tuple(end for end in ends if end)
 
     @cached_property
     def _syntax(self) -> TemplateSyntax:
@@ -530,6 +549,11 @@ class RequestBuilder:
                     ctx=ctx,
                 )
             shown = [*messages[:head], *messages[start:]]
+
+
+def _find(part: Sequence[int], ids: Sequence[int], places: Iterable[int]) -> int:
+    """Return the first of ``places`` where ``part`` is in ``ids``; 0 if it is empty or nowhere."""
+    return next((i for i in places if part and ids[i : i + len(part)] == part), 0)
 
 
 def _answer_tokens(options: Options, prompt: int) -> int | None:

@@ -132,3 +132,19 @@ def test_turns_read_what_is_new(tmp_path: Path, name: str, thinking: bool, share
     found, plain = read(name), read("llama")
     assert found[0] == plain[0]
     assert sum(found) <= 1.15 * sum(plain), (found, plain)
+
+
+@pytest.mark.parametrize("length", [300, 700])
+def test_instructions_are_read_once(tmp_path: Path, length: int) -> None:
+    """Another conversation with the same instructions reads its question alone."""
+    config = CONFIGS["qwen3.5"]()
+    config.vocab_size = write_byte_tokenizer(tmp_path, TEMPLATE)
+    random_model(config).save_pretrained(tmp_path)
+    with localrt.load(tmp_path, ctx=2000, draft="off") as model:
+        read = []
+        for question in ("Why is that so, and since when?", "How else could it be?"):
+            turns = [{"role": "system", "content": "b" * length}]
+            metrics = model.generate([*turns, {"role": "user", "content": question}]).metrics
+            read.append(metrics.prompt_tokens - metrics.cached_tokens)
+    assert read[0] > length
+    assert read[1] < 120

@@ -117,6 +117,6 @@ def test_progress() -> None:
     session.computed.clear()
     # The next turn's prompt repeats six tokens: a pass ends there, and three are in the cache.
     longer = [*PROMPT, 9, 9, 9, 9]
-    run(session, prompt=longer, repeated=6, max_tokens=1, on_progress=steps.append)
+    run(session, prompt=longer, repeated=(6,), max_tokens=1, on_progress=steps.append)
     assert session.computed == [[9, 9, 9], [9]]
     assert [(p.done, p.total) for p in steps] == [(3, 4), (4, 4)]

@@ -77,8 +77,9 @@ class BatchSequence(Generic[Owner]):
     @property
     def uncut(self) -> int:
         """The most pending tokens that a pass may take."""
-        left = self.request.repeated - (self.length - len(self.pending))
-        return left if left > 0 else len(self.pending)
+        done = self.length - len(self.pending)
+        ends = (end - done for end in self.request.repeated if end > done)
+        return min(ends, default=len(self.pending))
 
     @property
     def left(self) -> int:
