@@ -18,7 +18,7 @@ from localrt.chat_format.argument_notations import (
     TaggedArguments,
 )
 from localrt.chat_format.argument_types import BOUNDS, accepted, bounds, parameters_of, resolved
-from localrt.chat_format.notations import ID, NUMBERED, Spelling
+from localrt.chat_format.notations import ID, NAMED, NUMBERED, Spelling
 
 Terminal = Callable[[str], str]
 """Converts text to terminals: some of its marks are control tokens."""
@@ -111,7 +111,8 @@ class _Rules:
     def _call(self, before: str, middle: str, name: str, arguments: str) -> str:
         if not arguments and self._spelling.after[:1].isspace():
             middle = middle.rstrip()
-        return self._rule(f"{self._literal(before + name + middle)} {arguments}")
+        opening = f"{before}{name}{middle}".replace(NAMED, name)
+        return self._rule(f"{self._literal(opening)} {arguments}")
 
     def _rule(self, body: str) -> str:
         name = f"r{len(self.lines)}"

@@ -18,7 +18,7 @@ from localrt.chat_format.argument_notations import (
     Mid,
     TaggedArguments,
 )
-from localrt.chat_format.notations import Framed, JsonCalls, PythonCalls, Spelling
+from localrt.chat_format.notations import NAMED, Framed, JsonCalls, PythonCalls, Spelling
 from localrt.chat_format.parser import CallSyntax
 
 TURN_ENDS = ("<|call|>", "<|return|>", "<|eom_id|>", "<|calls|>")
@@ -89,8 +89,23 @@ _LFM = CallSyntax("<|tool_call_start|>", "<|tool_call_end|>", (_PYTHON, JsonCall
 _LLAMA = CallSyntax("<|python_tag|>", "", (JsonCalls(), PythonCalls()), bare=True)
 _GRANITE = CallSyntax("<|tool_call|>", "<|/tool_call|>", (JsonCalls(),))
 _GEMMA = CallSyntax("```tool_code", "```", (PythonCalls(),))
+_ATEM_PAIRS = TaggedArguments(
+    '<atem:parameter name="', (Mid('">', "</atem:parameter>"),), "</atem:invoke>", gap="\n"
+)
+_ATEM_TO, _ATEM_NEXT = " to={}<|message|>", "<|eom|><|start|>assistant"
+_ATEM_OPENING = f'{_ATEM_TO.format(NAMED)}<atem:function_calls>\n<atem:invoke name="'
+_ATEM_CLOSING = "\n</atem:invoke>\n</atem:function_calls>"
+_ATEM_JOINT = _ATEM_CLOSING + _ATEM_NEXT + _ATEM_OPENING
+_ATEM = CallSyntax(  # Muse
+    "<atem:function_calls>",
+    "</atem:function_calls>",
+    (Framed('<atem:invoke name="', '">', "</atem:invoke>", _ATEM_PAIRS),),
+    recipients=(_ATEM_NEXT + _ATEM_TO, _ATEM_TO),
+    spelling=Spelling(_ATEM_OPENING, '">\n', _ATEM_CLOSING, _ATEM_PAIRS, _ATEM_JOINT, '">\n'),
+)
 # Texts to look for in a template, in this order, and the syntaxes that they stand for.
 _BY_MARK = (
+    ("<atem:function_calls>", _ATEM),
     ("[TOOL_CALLS]", _MISTRAL),
     ("<|tool_calls_section_begin|>", _KIMI),
     ("<|tool_call_start|>", _LFM),

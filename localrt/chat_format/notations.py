@@ -63,6 +63,8 @@ ID = "zidzid"
 """The placeholder of a call's id in a literal."""
 NUMBERED = "znznzn"
 """The placeholder of a call's number in a literal."""
+NAMED = "znmznm"
+"""The placeholder of a call's name where it is written twice, in a ``Spelling`` before calls."""
 _NAME = r"""[^\s<>{}()\[\]"',=]+"""
 
 

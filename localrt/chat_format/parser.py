@@ -90,6 +90,7 @@ class CallSyntax:
     primed: str = ""
     as_text: bool = False
     spelling: Spelling | None = None
+    recipients: tuple[str, ...] = ()  # texts before calls, with {} for a tool's name
 
     def parse(self, text: str, tools: Signatures) -> list[Call] | None:
         """Parse the text between opening and closing; None if it is not calls."""
@@ -174,7 +175,9 @@ class TextParser:
         self._buffer = self._primed = syntax.primed if syntax is not None else ""
         answer = self._primed + frame.answer if frame.answer else ""
         always = answer if self._primed or MARK.search(answer) else ""
-        self._dropped = tuple(filter(None, (always, frame.end)))
+        heads = syntax.recipients if syntax is not None else ()
+        self._heads = tuple(head.format(name) for head in heads for name in self._tools)
+        self._dropped = tuple(filter(None, (always, frame.end, *self._heads)))
         # What begins with a word, and space before it, is left out at the answer's beginning.
         self._lead = "" if self._primed or MARK.match(answer) else answer
         self._open = False
@@ -330,7 +333,7 @@ class TextParser:
     def _without_half_call(self, syntax: CallSyntax, buffer: str) -> str:
         """Return ``buffer`` without the beginning of a call at its end."""
         if not self._bare:
-            half = overlap(buffer, syntax.opening)
+            half = max(overlap(buffer, mark) for mark in (syntax.opening, *self._heads))
             least = 1 if self._forced and not self._closing else 2  # one character may be text
             return buffer[: len(buffer) - half].rstrip() if half >= least else buffer
         before, middle = '{"name":"', '"'

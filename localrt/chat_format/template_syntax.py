@@ -329,7 +329,7 @@ class TemplateSyntax:
             probes = Probes.of(render)
         except (TemplateError, UnreadableError):
             return known
-        calls = probe_calls(probes)
+        calls = None if known.calls.recipients else probe_calls(probes)  # found by its marks alone
         found = known.calls if calls is None else known_with(calls, source)
         try:
             return cls(found, probe_frame(probes))

@@ -196,6 +196,24 @@ TEMPLATES: dict[str, str] = {
             after="</calls>",
         )
     ),
+    "Muse-Glimmer": chat(
+        each(
+            ' to={{ f.name }}<|message|><atem:function_calls>\n<atem:invoke name="{{ f.name }}">\n'
+            + _pairs(f'<atem:parameter name="{{{{ k }}}}">{_JSON_TEXT}</atem:parameter>\n')
+            + "</atem:invoke>\n</atem:function_calls>",
+            between="<|eom|><|start|>assistant",
+        ),
+        think=(
+            "{% if m.reasoning_content %} to=self<|message|>{{ m.reasoning_content }}"
+            "<|eom|><|start|>assistant{% endif %}"
+        ),
+        text=(
+            "{% if m.content %} to=user<|message|>{{ m.content }}"
+            "{% if m.tool_calls %}<|eom|><|start|>assistant{% endif %}{% endif %}"
+        ),
+        begin="<|start|>{}",
+        end="<|eot|>",
+    ),
     "DeepSeek V3.2": chat(_dsml("function_calls")),
     "DeepSeek V4": chat(_dsml("tool_calls")),
     "DeepSeek V3, R1": chat(
@@ -367,6 +385,9 @@ ALONE = frozenset(["GigaChat", "Llama", "gpt-oss"])
 
 WORDLESS = frozenset(["Llama", "gpt-oss"])
 """Those that write no text beside calls."""
+
+LEADS = {"Muse-Glimmer": " "}
+"""Space before calls that belongs to them."""
 
 UNWRITABLE = {"Gemma 4": r'<\|"\|>', "LFM 2.5": r"'\s*[,)]", "MiniCPM": r"\]\]>"}
 """What no string may have: its end could not be told."""

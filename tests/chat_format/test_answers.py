@@ -11,10 +11,18 @@ import pytest
 
 import localrt
 from localrt.chat_format.harmony import HARMONY_CALL
-from localrt.chat_format.notations import ID, NUMBERED
+from localrt.chat_format.notations import ID, NAMED, NUMBERED
 from localrt.chat_format.templates.chat_template import ChatTemplate
 from localrt.service.requests import RequestBuilder
-from tests.chat_format.call_templates import TEMPLATES, calling, chat, each, ids_of, tool
+from tests.chat_format.call_templates import (
+    LEADS,
+    TEMPLATES,
+    calling,
+    chat,
+    each,
+    ids_of,
+    tool,
+)
 from tests.chat_format.test_call_syntax import answer_of
 from tests.scripted import answer_to, with_template
 
@@ -175,6 +183,7 @@ def test_a_call_that_must_be_made_may_be_several(builder: Any, name: str) -> Non
         pytest.skip("the template writes one call only")
     texts = ("before", "middle", "after", "joint", "later")
     known = {each: getattr(spelling, each).replace(ID, "abcdefgh0") for each in texts}
+    known = {each: text.replace(NAMED, "weather") for each, text in known.items()}
     spelling = replace(spelling, **known)
     wish = call_in(requests, name)
     given = wish[len(spelling.before + "weather" + spelling.middle) : -len(spelling.after) or None]
@@ -198,7 +207,8 @@ def call_in(requests: RequestBuilder, name: str, *, forced: bool = True) -> str:
     if name == "gpt-oss" and forced:
         return f"{HARMONY_CALL.before}weather{HARMONY_CALL.middle}{OSLO[1]}"
     message = calling(OSLO, ids=ids_of(name))
-    return answer_of(ChatTemplate(TEMPLATES[name]), requests._syntax, message, [WEATHER])[0].strip()
+    answer, _ = answer_of(ChatTemplate(TEMPLATES[name]), requests._syntax, message, [WEATHER])
+    return LEADS.get(name, "") + answer.strip()
 
 
 SWITCHED = (

@@ -18,7 +18,15 @@ from localrt.chat_format.harmony import HARMONY_CALL, is_harmony
 from localrt.chat_format.structured import SPACES
 from localrt.chat_format.template_syntax import TemplateSyntax
 from localrt.chat_format.templates.chat_template import ChatTemplate
-from tests.chat_format.call_templates import TEMPLATES, calling, chat, each, ids_of, tool
+from tests.chat_format.call_templates import (
+    LEADS,
+    TEMPLATES,
+    calling,
+    chat,
+    each,
+    ids_of,
+    tool,
+)
 from tests.chat_format.test_call_syntax import answer_of, fed, parser_of
 from tests.chat_format.test_gbnf import byte_tokenizer
 from tests.conftest import write_tiny_model
@@ -78,8 +86,9 @@ def test_what_a_template_writes_is_allowed(name: str, call: tuple[str, dict[str,
     message = calling(call, ids=ids_of(name))
     answer, _ = answer_of(template, syntax, message, TOOLS)
     matcher = matcher.deep_copy()
-    for number, byte in enumerate(answer.strip().encode()):
-        assert matcher.consume_token(byte), answer.strip().encode()[: number + 1].decode()
+    answer = LEADS.get(name, "") + answer.strip()
+    for number, byte in enumerate(answer.encode()):
+        assert matcher.consume_token(byte), answer.encode()[: number + 1].decode()
     assert matcher.is_accepting()
 
 

@@ -32,7 +32,8 @@ from tests.chat_format.call_templates import (
 )
 
 _USER = {"role": "user", "content": "Hello?"}
-_ENDS = ("<|im_end|>\n", "<|message_sep|>\n\n", "[e~[\n", "<turn|>\n", "<|return|>", "<|end|>")
+_ENDS = ("<|im_end|>\n", "<|message_sep|>\n\n", "[e~[\n", "<turn|>\n")
+_ENDS += ("<|return|>", "<|end|>", "<|eot|>")
 
 _strings = st.text(
     st.sampled_from("\"'\\\n\t<>{}[]()|,:=&%é日🎈ab1 /"), max_size=12
