@@ -91,6 +91,10 @@ _WORDS = (
     r"| ?[\p{P}\p{S}]+"
 )
 _DEEPSEEK_V3 = (r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+", rf"{_WORDS}[\r\n]*|{_SPACES}")
+_ASIAN = (
+    "[一-鿿㐀-䶿\uf900-\ufaff\u3040-ゟ゠-ヿ･-ﾟ⼀-\u2fdf\u0e40-\u0e7f\u0e80-\u0effក-\u17ffက-႟"
+    "ꩠ-ꩿꧠ-\ua9ff가-\ud7afᄀ-ᇿ]+"
+)
 # From the Unicode version that DeepSeek LLM used; escaped where NFC would change characters
 _CASED_LETTERS = (
     "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕ"
@@ -148,6 +152,7 @@ _FAMILIES: dict[str, PreType] = {
     "deepseek-llm": PreType(_DEEPSEEK_LLM),
     "deepseek-coder": PreType(_DEEPSEEK_CODER),
     "deepseek-v3 hunyuan-dense joyai-llm": PreType(_DEEPSEEK_V3),
+    "afmoe": PreType((r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))", _ASIAN, _DEEPSEEK_V3[2])),
     "spark2_5": PreType((*_DEEPSEEK_V3[:2], rf"{_WORDS}|[\r\n]|\s+(?!\S)|\s+", r"\p{N}")),
     "laguna": PreType((r"[^\n]+|\n+", _cl100k(r"\p{N}"))),
     "seed-coder": PreType(
