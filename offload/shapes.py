@@ -303,7 +303,7 @@ def shape_from_checkpoint(checkpoint: Checkpoint, experts: int | None = None) ->
     if isinstance(checkpoint, StoreCheckpoint):
         stored = {unit.name: unit.nbytes for unit in checkpoint.manifest.units}
     kv = tuple(map(_kv_shape, config.memories))
-    ignored = HEAD if config.tied_head else ""
+    ignored, infos = HEAD if config.tied_head else "", checkpoint.tensors.values()
     sizes, mixture = PassSizes.of_config(config), None
     routers = [spec.router for spec in config.mixtures if spec is not None]
     if routers:
@@ -318,9 +318,7 @@ def shape_from_checkpoint(checkpoint: Checkpoint, experts: int | None = None) ->
         inner=config.intermediate_size,
         context_length=config.context_length,
         kv=kv,
-        parameters=sum(
-            math.prod(info.shape) for info in checkpoint.tensors.values() if info.name != ignored
-        ),
+        parameters=sum(math.prod(i.shape) for i in infos if i.name != ignored and not i.copies),
         experts=mixture,
         beside=config.block.numbers_beside(config),
         off_gpu=missing_on_gpu(config.memory),

@@ -75,7 +75,7 @@ def _load(
     if options.format is None and not encodes:
         why = why_not_our_kernels(ops, config.memory, options.device)
         context.notes.extend([why] if why else [])
-    infos = checkpoint.tensors.values()
+    infos = [info for info in checkpoint.tensors.values() if not info.copies]
 
     def describe(config: DecoderConfig | EncoderConfig, streamed: bool) -> EngineInfo:
         return EngineInfo(

@@ -166,7 +166,7 @@ def _repeated(
                 continue
             if copy in stored:
                 raise CheckpointError(f"tensor {copy} is of no layer: the config has {layers}")
-            found[copy] = replace(rows, info=replace(rows.info, name=copy))
+            found[copy] = replace(rows, info=replace(rows.info, name=copy, copies=name))
     return found
 
 

@@ -39,7 +39,7 @@ class UnitMemory:
     """A unit's tensors in ``data``, the bytes of the whole unit. See ``TensorSource``.
 
     ``vectors`` has the unit's vectors if the CPU cannot read ``data``. A piece of a tensor, whose
-    name ends in brackets, has the tensor's name here.
+    name ends in brackets, has the tensor's name and its own rows here.
     """
 
     def __init__(
@@ -52,16 +52,12 @@ class UnitMemory:
     ) -> None:
         self.path, self.architecture = path, architecture
         self._tensors = {tensor.name.partition("[")[0]: tensor for tensor in unit.tensors}
-        self._data = data
-        self._vectors = vectors or {}
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        """The unit's tensors; a slice of a matrix has the slice's rows."""
-        return {
+        self.tensors: Mapping[str, TensorInfo] = {
             name: TensorInfo(name, tensor.shape, tensor.format, tensor.nbytes)
             for name, tensor in self._tensors.items()
         }
+        self._data = data
+        self._vectors = vectors or {}
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> PackedTensor:
         """A whole vector."""
