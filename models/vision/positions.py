@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
@@ -38,29 +38,32 @@ def antialiased(size: int, count: int) -> Floats:
     return np.asarray(weights / weights.sum(1, keepdims=True), np.float32)
 
 
+def framed(size: int, count: int) -> Floats:
+    """Weights (count, size) of the two nearest of ``size`` values, with zeros around these."""
+    return _hats(size, _centres(size, count))
+
+
 def linear(size: int, count: int) -> Floats:
     """Weights (count, size) of the two nearest of ``size`` values; the outer ones continue."""
-    return _nearest(size, count, (0, 1), lambda distance: 1 - distance)
+    return _hats(size, np.clip(_centres(size, count), 0, size - 1))
 
 
 def cubic(size: int, count: int) -> Floats:
     """Weights (count, size) of the four nearest of ``size`` values; the outer ones continue."""
-
-    def kernel(x: Floats) -> Floats:  # Keys' with the parameter -0.75, as in torch
+    centres, weights = _centres(size, count), np.zeros((count, size), np.float32)
+    for tap in (-1, 0, 1, 2):
+        place = np.floor(centres) + tap
+        x = np.abs(place - centres)  # Keys' kernel with the parameter -0.75, as in torch
         near, far = (1.25 * x - 2.25) * x * x + 1, -0.75 * (((x - 5) * x + 8) * x - 4)
-        return np.where(x <= 1, near, far)
-
-    return _nearest(size, count, (-1, 0, 1, 2), kernel)
-
-
-def _nearest(
-    size: int, count: int, taps: Sequence[int], kernel: Callable[[Floats], Floats]
-) -> Floats:
-    """Weights of the values ``taps`` after the one before each centre, by their distances."""
-    centres = (np.arange(count) + 0.5) * (size / count) - 0.5
-    first = np.floor(centres)
-    weights = np.zeros((count, size), np.float32)
-    for tap in taps:
-        index = np.clip(first + tap, 0, size - 1).astype(np.int64)
-        weights[np.arange(count), index] += kernel(np.abs(first + tap - centres))
+        index = np.clip(place, 0, size - 1).astype(np.int64)
+        weights[np.arange(count), index] += np.where(x <= 1, near, far)
     return weights
+
+
+def _centres(size: int, count: int) -> Floats:
+    return (np.arange(count) + 0.5) * (size / count) - 0.5
+
+
+def _hats(size: int, centres: Floats) -> Floats:
+    distances = np.abs(np.arange(size) - centres[:, None])
+    return np.asarray(np.maximum(1 - distances, 0), np.float32)

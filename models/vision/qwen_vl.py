@@ -51,6 +51,7 @@ _BLOCK = {"norm1": "norm1", "norm2": "norm2", "out": "attn.proj"}
 _QKV = ("attn.qkv",)
 _UP = ("mlp.gate_proj", "mlp.up_proj")
 GATED = BlockNames(**_BLOCK, qkv=_QKV, up=_UP, down="mlp.down_proj")
+PLAIN = BlockNames(**_BLOCK, qkv=_QKV, up=("mlp.fc1",), down="mlp.fc2")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +75,7 @@ class QwenConfig:
     full: frozenset[int] = frozenset()
     side: int = 0
     deep: tuple[int, ...] = ()
-    inner: int = 0  # of a merger's gated MLP
+    inner: int = 0  # of a merger's MLP
 
     def __post_init__(self) -> None:
         blocks = self.blocks
@@ -118,8 +119,7 @@ def _read_config(config: Mapping[str, Any], processor: Mapping[str, object]) -> 
     if kind == "qwen2_vl":
         hidden = integer(vision, "embed_dim", 1280)
         inner = int(number(vision, "mlp_ratio", 4) * hidden)
-        names = BlockNames(**_BLOCK, qkv=_QKV, up=("mlp.fc1",), down="mlp.fc2")
-        blocks = qwen_blocks(vision, hidden, inner, "quick_gelu", names)
+        blocks = qwen_blocks(vision, hidden, inner, "quick_gelu", PLAIN)
         out = integer(vision, "hidden_size", 3584)
         return qwen_config(config, processor, blocks, out, depth=32, patch=14)
     if kind == "qwen2_5_vl":
@@ -222,6 +222,7 @@ class QwenEncoder(VisionEncoder):
     positions = "visual.pos_embed"
     prefix = "visual.blocks."
     weights = staticmethod(aligned)  # of interpolated positions
+    resample = BICUBIC
     placeholder = "<|image_pad|>"
     picture_text = f"<|vision_start|>{placeholder}<|vision_end|>"
 
@@ -238,7 +239,7 @@ class QwenEncoder(VisionEncoder):
         """``patches`` (N, C * patch * patch) hold one frame."""
         config, patch, merge = self.config, self.config.patch, self.config.merge
         height, width = self._size(picture.height, picture.width)
-        pixels = resize(picture, height, width, BICUBIC)
+        pixels = resize(picture, height, width, self.resample)
         h, w = height // patch, width // patch
         patches = config.scaling(self._in_squares(cut(pixels, patch).reshape(h, w, -1)))
         rows, columns = h // merge, w // merge
@@ -287,6 +288,7 @@ class QwenEncoder(VisionEncoder):
         x = units.read(self._load_patches)(self._frames(picture.patches[rows]), steps)
         if config.side:
             x += self._positions(units.read(self._load_positions), h, w)[rows]
+        x = self._normed(x, units, steps)
         windows = PatchLayout(ends=ends, cos=cos, sin=sin)
         whole = PatchLayout(ends=[len(x)], cos=cos, sin=sin)
         x, deep = steps.put(x), []
@@ -301,6 +303,10 @@ class QwenEncoder(VisionEncoder):
         merged = np.empty((len(order), config.out), np.float32)
         merged[order] = self._merged("merger", x, units, steps)
         return EncodedPicture(merged, tuple(deep))
+
+    def _normed(self, x: Floats, units: Units, steps: VisionSteps) -> Floats:
+        """Patches (N, D) as the first block gets them."""
+        return x
 
     def _in_squares(self, values: npt.NDArray[Number]) -> npt.NDArray[Number]:
         """(h, w, ...) as (N, ...), square by square."""

@@ -30,6 +30,7 @@ _FILES = {
     "glm4v_moe": "glm4v",
     "glm46v": "glm4v",
     "glm_ocr": "glm4v",
+    "muse_glimmer": "muse_glimmer",
 }
 """The module for each ``model_type``. Each has a ``read_encoder`` function like the one below."""
 

@@ -33,6 +33,7 @@ _PROJECTORS = {
     "internvl": "internvl",
     "llava": "pixtral",
     "mistral3": "pixtral",
+    "muse_glimmer": "muse-glimmer",
     "paddleocr_vl": "paddleocr",
     "qwen2_vl": "qwen2vl_merger",
     "qwen2_5_vl": "qwen2.5vl_merger",
@@ -50,6 +51,22 @@ _UNIFIED = {
     "pos_embedding": "v.position_embd.weight",
 }
 """What gguf does not know of Gemma 4 12B's."""
+_MUSE = {
+    "vision_tower.patch_embedder.patch_embedding": "v.patch_embd",
+    "vision_tower.patch_embedder.position_embedding_table": "v.position_embd",
+    "vision_tower.ln_pre": "v.pre_ln",
+    "vision_tower.ln_post": "v.post_ln",
+    "vision_adapter.fc1": "mm.0",
+    "vision_adapter.fc2": "mm.1",
+    "vision_projection": "mm.2",
+    "norm1": "ln1",
+    "norm2": "ln2",
+    **{f"attn.{part}_proj": f"attn_{part}" for part in "qkv"},
+    "attn.proj": "attn_out",
+    "mlp.fc1": "ffn_up",
+    "mlp.fc2": "ffn_down",
+}
+"""What gguf does not know of Muse-Glimmer's; those of blocks without their prefix."""
 _SUFFIXES = (".weight", ".bias")
 _OWN = ("vision_", "visual.", "multi_modal_projector.", "connector.", "embed_vision.", "mlp_AR.")
 _NAMES = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 64)
@@ -125,6 +142,7 @@ def _made(model: str, key: str, value: Array, config: Any) -> Iterator[tuple[str
     if (
         key.endswith(("patch_embedder.input_proj.weight", "patch_embedding.weight"))
         and value.ndim == 2
+        and model != "muse_glimmer"
     ):
         value = value.reshape(len(value), patch, patch, 3).transpose(0, 3, 1, 2)
     if ".patch_ln1." in key or key.endswith(".patch_dense.weight"):  # colour by colour
@@ -134,13 +152,20 @@ def _made(model: str, key: str, value: Array, config: Any) -> Iterator[tuple[str
         value = np.ascontiguousarray(value.swapaxes(0, 1))
     if key.endswith("soft_emb_norm.weight"):
         value = value + 1
-    if re.search(r"attention\.[qk]_proj", key) and model != "internvl":
+    if model == "muse_glimmer" and value.ndim == 2 and "patch_embedding" in key:  # of all frames
+        value = value.reshape(len(value), vision["patch_temporal"], 3, patch, patch).sum(1)
+    if re.search(r"(attention|\.attn)\.[qk]_proj", key) and model != "internvl":
         value = in_pairs(value, vision["num_attention_heads"])
     yield _named(key, vision), value.reshape(1) if value.ndim == 0 else value
 
 
 def _named(key: str, vision: Any) -> str:
     """The file's name of a tensor of the folder."""
+    stem, _, suffix = key.rpartition(".")
+    if (match := re.fullmatch(r"vision_tower\.layers\.(\d+)\.(.+)", stem)) and match[2] in _MUSE:
+        return f"v.blk.{match[1]}.{_MUSE[match[2]]}.{suffix}"
+    if stem in _MUSE:
+        return f"{_MUSE[stem]}.{suffix}"
     if key.startswith("vision_embedder."):
         _, stem, *suffixes = key.split(".")
         return ".".join([_UNIFIED[stem], *suffixes])
@@ -174,6 +199,8 @@ def _metadata(folder: Path, config: Any) -> dict[str, Any]:
             processor |= {**read, **read.get("image_processor", {})}
     hidden = vision.get("embed_dim") if model == "qwen2_vl" else vision.get("hidden_size")
     size = vision.get("image_size", 560)
+    if model == "muse_glimmer":
+        size = vision["pos_emb_height"] * vision["patch_size"] * vision["merge_size"]
     if unified := model == "gemma4_unified":  # which has no blocks
         hidden = vision["mm_embed_dim"]
         vision |= dict.fromkeys(("depth", "num_heads", "mlp_ratio"), 0)
@@ -201,6 +228,7 @@ def _metadata(folder: Path, config: Any) -> dict[str, Any]:
         found[keys.IMAGE_SIZE] = int(processor["size"]["longest_edge"] ** 0.5)
         return {**found, keys.USE_GELU: True}
     merge = vision.get("spatial_merge_size", config.get("spatial_merge_size"))
+    merge = vision.get("merge_size", merge)
     if merge:
         found[keys.SPATIAL_MERGE_SIZE] = merge
     if model in ("llava", "mistral3"):

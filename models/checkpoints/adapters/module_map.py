@@ -39,7 +39,7 @@ Numbers = npt.NDArray[np.intp]
 # Modules of encoders for images and sounds, as transformers calls them.
 _ENCODERS = re.compile(
     r"(.+\.)?(visual|vision_tower|vision_model|vision_embed_tokens|audio_tower|audio_model"
-    r"|multi_modal_projector|embed_vision|embed_audio)(\..+)?",
+    r"|multi_modal_projector|embed_vision|vision_adapter|vision_projection|embed_audio)(\..+)?",
     re.DOTALL,
 )
 _ONLY_MERGED = (

@@ -230,6 +230,13 @@ def _internvl(metadata: ClipMetadata, vision: Vision, shapes: Shapes) -> Keys:
     return {"downsample_ratio": ratio, "vision_config": own, "processor": tiles}
 
 
+def _muse(metadata: ClipMetadata, vision: Vision, shapes: Shapes) -> Keys:
+    side, inner = math.isqrt(_rows(shapes, "v.position_embd.weight")), _rows(shapes, "mm.0.weight")
+    merge, frames = metadata.count("vision.spatial_merge_size", 2), 1  # whose weights are summed
+    own = {"pos_emb_height": side, "merge_size": merge, "patch_temporal": frames}
+    return {"vision_config": {**own, "hidden_act": "gelu"}, "projector_hidden_size": inner}
+
+
 _ATTENTION = {f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"}
 _SIGLIP = {
     **_ATTENTION,
@@ -384,6 +391,23 @@ FAMILIES: Mapping[str, Family] = {
         },
         keys=_any_shape,
         joined=False,
+    ),
+    "muse-glimmer": replace(
+        _QWEN2,
+        kind="muse_glimmer",
+        decoders=("muse-glimmer",),
+        prefix="vision_tower.layers.",
+        block={**_QWEN, **{f"attn_{part}": f"attn.{part}_proj" for part in "qkv"}},
+        names={
+            "v.patch_embd": "vision_tower.patch_embedder.patch_embedding",
+            "v.position_embd": "vision_tower.patch_embedder.position_embedding_table",
+            **{f"v.{at}_ln": f"vision_tower.ln_{at}" for at in ("pre", "post")},
+            **{f"mm.{n}": f"vision_adapter.fc{n + 1}" for n in (0, 1)},
+            "mm.2": "vision_projection",
+        },
+        keys=_muse,
+        joined=False,
+        paired=True,
     ),
     "pixtral": Family(
         kind="llava",
