@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 
 from localrt.models.weights import WeightLoader
 from localrt.quant.ops.arrays import Array, Weight
-from localrt.quant.ops.attention import AttentionSpec
+from localrt.quant.ops.attention import AttentionSpec, LatentSpec
 from localrt.quant.ops.experts import ExpertSpec, RouterSpec
 from localrt.quant.ops.protocol import LayerSpec, MlpSpec
 
@@ -22,6 +22,7 @@ ROUTER = "mlp.gate"
 CHOICE_BIAS = "mlp.gate.e_score_correction_bias"
 ROUTER_NORM = "mlp.gate.norm.weight"
 EXPERT_SCALE = "mlp.gate.expert_scale"
+FIRST_INDEXER = "model.layers.0.self_attn.indexer.wk.weight"
 EXPERT_GATE_UP = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
 EXPERT_DOWN = "mlp.experts.{}.down_proj"
 SHARED_GATE_UP = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
@@ -266,8 +267,10 @@ class DecoderConfig:
         return tuple(spec for spec in self.attention if isinstance(spec, AttentionSpec))
 
     def memory_of(self, layer: int) -> tuple[LayerSpec, ...]:
-        """A layer's memory of a sequence, in the block's order."""
-        return self.block.memory(self, layer)
+        """A layer's memory of a sequence, in the block's order; that of latents' indexer first."""
+        own, spec = self.block.memory(self, layer), self.attention[layer]
+        index = spec.index if isinstance(spec, LatentSpec) and spec.sparse else None
+        return own if index is None else (index, *own)
 
     @property
     def memories(self) -> tuple[tuple[LayerSpec, ...], ...]:

@@ -179,6 +179,10 @@ class WeightLoader:
         """Count a tensor as used without reading it."""
         self._used.add(name)
 
+    def leave(self, shape: tuple[int, ...], *names: str) -> None:
+        """Count tensors as used without reading them."""
+        self._used.update(names)
+
     def finish(self) -> None:
         """Raise if the checkpoint has a tensor that nothing asked for."""
         for name in self._checkpoint.tensors:
@@ -253,7 +257,20 @@ class AskedTensors(WeightLoader):
     ) -> Any:
         self.ask(shape, name)
 
+    def leave(self, shape: tuple[int, ...], *names: str) -> None:
+        self.ask(shape, *names)
+
     def transposed(self, shape: tuple[int, int], name: str) -> Any:
         self.ask(shape[::-1], name)
 
     def constants(self, name: str, values: npt.NDArray[np.float32]) -> Any: ...
+
+
+class UnreadTensors(AskedTensors):
+    """For a part that is not used: ``own`` counts its tensors, and reads none."""
+
+    def __init__(self, own: WeightLoader) -> None:
+        self._own = own
+
+    def ask(self, shape: tuple[int, ...], *names: str) -> None:
+        self._own.leave(shape, *names)

@@ -79,7 +79,8 @@ class KvShape:
     def _index_nbytes(self, kv_format: KvFormat) -> int:
         if self.index is None:
             return 0
-        return block_nbytes(1, self.index.head_dim, kv_format) // BLOCK_TOKENS
+        kept = LATENT_FORMATS["bf16"] if self.latent else kv_format
+        return block_nbytes(1, self.index.head_dim, kept) // BLOCK_TOKENS
 
     def seen_nbytes(self, kv_format: KvFormat) -> int:
         """Bytes that attention reads of one token."""
@@ -290,14 +291,17 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // PAGE) * PAGE
 
 
-def shape_from_checkpoint(checkpoint: Checkpoint, experts: int | None = None) -> ModelShape:
+def shape_from_checkpoint(
+    checkpoint: Checkpoint, experts: int | None = None, *, context: int | None = None
+) -> ModelShape:
     """The exact shape of an opened model, with only the first ``experts`` of each layer if given.
+    What layers remember may depend on ``context``, in tokens.
 
     Raises:
         UnsupportedModelError: the architecture is not known.
         CheckpointError: a tensor is missing.
     """
-    config = read_config(checkpoint)
+    config = read_config(checkpoint, context=context)
     units = list_units(checkpoint.tensors, config, experts)
     stored: Mapping[str, int] = {}
     if isinstance(checkpoint, StoreCheckpoint):
@@ -336,6 +340,7 @@ def _kv_shape(memory: Sequence[LayerSpec]) -> KvShape:
             macs, width = spec.heads * (spec.head_dim + spec.latent), spec.head_dim
             own = spec.row_nbytes
             shape = replace(shape, groups=1, width=width, macs=macs, latent=True, row_nbytes=own)
+            shape = replace(shape, compressed=spec.sparse)
         elif isinstance(spec, CompressedSpec):
             macs, width = 2 * spec.heads * spec.size // (spec.block or 64), spec.head_dim
             shape = replace(shape, groups=1, width=width, macs=macs, row_nbytes=spec.row_nbytes)

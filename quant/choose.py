@@ -11,7 +11,7 @@ from localrt.common.errors import MissingExtraError, OptionError
 from localrt.common.extras import install
 from localrt.common.option_names import option
 from localrt.quant.cpu.abi import find_library
-from localrt.quant.ops.attention import CompressedSpec, IndexSpec, LatentSpec
+from localrt.quant.ops.attention import HOST_SPECS, IndexSpec, LatentSpec
 from localrt.quant.ops.hybrid_cache import split_layers
 from localrt.quant.ops.kv_formats import parse_kv_format
 from localrt.quant.ops.protocol import LayerSpec, Ops, implementation, opaque
@@ -43,13 +43,14 @@ def make_ops(
     """
     latent = any(isinstance(spec, LatentSpec) for spec in attention)
     ours = latent or any(isinstance(spec, IndexSpec) for spec in attention)
-    compressed = any(isinstance(spec, CompressedSpec) for spec in attention)
+    on_host = any(isinstance(spec, HOST_SPECS) for spec in attention)
     if device == "auto":
-        device = "cpu" if compressed else _default_device()
+        device = "cpu" if on_host else _default_device()
         if device != "cpu" and not _worth_it(attention, compute_format, needs_ours=ours):
             device = "cpu"
-    if compressed and device != "cpu":
-        raise OptionError(f"this model runs on the CPU alone: use {option('device', 'cpu')}")
+    if on_host and device != "cpu":
+        how = f"use {option('device', 'cpu')}"
+        raise OptionError(f"this model, in this context, runs on the CPU alone: {how}")
     kept = parse_kv_format(kv_format)
     if device == "cpu" and compute_format is None and _kernels_fit(attention):
         from localrt.quant.cpu.kv import cache_format
@@ -184,7 +185,7 @@ def why_not_our_kernels(ops: Ops, attention: Sequence[LayerSpec], device: str) -
         return ""
     if ops.device == "cpu":
         other = ""
-        if not any(isinstance(spec, LatentSpec | IndexSpec | CompressedSpec) for spec in attention):
+        if not any(isinstance(spec, (LatentSpec, IndexSpec, *HOST_SPECS)) for spec in attention):
             other = f"; {option('device', 'cuda')} computes with torch, on weights in bf16 or NF4"
         return f"the GPU is not used: this model needs localrt's own kernels, and {limit}{other}"
     return f"the GPU computes without localrt's kernels, on weights in bf16 or NF4: {limit}"
@@ -244,7 +245,7 @@ def _kernels_fit(attention: Sequence[LayerSpec]) -> bool:
     return find_library() is not None and all(
         _take_latents(spec) if isinstance(spec, LatentSpec) else kernels_take_heads(spec.head_dim)
         for spec in attending
-        if not isinstance(spec, CompressedSpec)
+        if not isinstance(spec, HOST_SPECS)
     )
 
 

@@ -148,7 +148,7 @@ def load_placed(
         StorageError: there is no room on disk for the packed form.
     """
     settings, notes = context.settings, context.notes
-    shape = shape_from_checkpoint(checkpoint)
+    shape = shape_from_checkpoint(checkpoint, context=options.ctx)
     if ops.free_memory() is not None and (line := damage(settings.cache_dir)):
         notes.append(line)
     opened = open_gpu(
@@ -184,7 +184,7 @@ def load_placed(
     request = choose_context(request, options.ctx, notes)
     config = read_config(checkpoint, context=request.ctx)
     store = _packed(checkpoint, shape, options, context)
-    shape = replace(shape_from_checkpoint(store), name=shape.name)
+    shape = replace(shape_from_checkpoint(store, context=request.ctx), name=shape.name)
     # The measuring process runs beside this one, within the same budget.
     room = ram_budget(options.ram) - current_rss()
     formats = {unit.format for unit in shape.units}

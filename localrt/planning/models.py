@@ -86,8 +86,9 @@ def known_model_of(path: Path, settings: Settings) -> KnownModel | None:
     return next((each for each in KNOWN_MODELS if _folder_of(each) == path.parent.name), None)
 
 
-def shape_of(path: Path, format: str | None = None) -> ModelShape:
-    """Return the shape of the model or config at ``path``, packed in ``format`` if given.
+def shape_of(path: Path, format: str | None = None, ctx: int | None = None) -> ModelShape:
+    """Return the shape of the model or config at ``path``, packed in ``format`` if given, in
+    contexts of ``ctx`` tokens.
 
     Raises:
         OptionError: the format does not exist.
@@ -98,15 +99,15 @@ def shape_of(path: Path, format: str | None = None) -> ModelShape:
         raise OptionError(f"{option('format')} must be one of {', '.join(FORMATS)}, is {format!r}")
     config = path if path.name == _CONFIG else path / _CONFIG
     if config.is_file() and not has_weights(config.parent):
-        return _shape_of_config(config, format)
+        return _shape_of_config(config, format, ctx)
     try:
         checkpoint = open_checkpoint(path)
     except UnsupportedModelError as error:
         if format is None or not config.is_file() or isinstance(error, DraftHeadError):
             raise  # an unreadable model may still be planned in another format
-        return _shape_of_config(config, format)
+        return _shape_of_config(config, format, ctx)
     try:
-        shape = shape_from_checkpoint(checkpoint)
+        shape = shape_from_checkpoint(checkpoint, context=ctx)
         notes = (*shape.notes, *checkpoint.notes)
         shape = replace(shape, notes=notes)
     finally:
@@ -155,7 +156,7 @@ def has_weights(path: Path) -> bool:
     return any(entry.suffix in _WEIGHTS for entry in path.iterdir())
 
 
-def _shape_of_config(config: Path, format: str | None) -> ModelShape:
+def _shape_of_config(config: Path, format: str | None, ctx: int | None) -> ModelShape:
     """Read the shape; its name is the folder's, or the repository's in the hub's cache."""
     try:
         values = json.loads(config.read_text(encoding="utf-8"))
@@ -167,4 +168,4 @@ def _shape_of_config(config: Path, format: str | None) -> ModelShape:
     name = folder.name
     if len(above) > 1 and above[0].name == "snapshots":
         name = above[1].name.removeprefix("models--").replace("--", "/")
-    return shape_from_config(values, name=name, format=format, folder=config.parent)
+    return shape_from_config(values, name=name, format=format, folder=config.parent, context=ctx)

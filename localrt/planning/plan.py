@@ -111,7 +111,7 @@ def plan_model(
     settings = Settings.from_environment()
     path = find_model(name, settings, revision=revision, offline=offline, any_file=True)
     ref, weights = hub_ref(name, settings), has_weights(path)
-    shape = shape_of(path, format)
+    shape = shape_of(path, format, ctx)
     machine, budgets, note = planned_hardware(
         hardware, settings, path=path, formats=_formats(shape), remeasure=remeasure
     )

@@ -16,7 +16,7 @@ from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.common.option_names import option
 from localrt.models.checkpoints.schemes import read_scheme
 from localrt.models.checkpoints.text_model import TEXT_KEYS
-from localrt.models.config import CHOICE_BIAS
+from localrt.models.config import CHOICE_BIAS, FIRST_INDEXER
 from localrt.models.decoder import load_attention, load_mlp, load_norm
 from localrt.models.layers.moe import ResidentExperts, load_expert
 from localrt.models.layers.ngrams import NGRAM_TABLE
@@ -61,6 +61,7 @@ def shape_from_config(
     format: str | None = None,
     folder: Path | None = None,
     experts: int | None = None,
+    context: int | None = None,
 ) -> ModelShape:
     """Return the shape of the model that a Hugging Face ``config`` (of ``folder``) describes.
 
@@ -97,7 +98,7 @@ def shape_from_config(
     checkpoint = cast(Checkpoint, model)  # no tensor of it is read
     asked = _Asked(FORMATS[expert_format], FORMATS[rest])
     model.tensors = asked.tensors_of(checkpoint, experts)
-    shape = shape_from_checkpoint(checkpoint, experts)
+    shape = shape_from_checkpoint(checkpoint, experts, context=context)
     return replace(shape, name=name, architecture=kind, notes=tuple(notes))
 
 
@@ -106,6 +107,8 @@ def _told_by_weights(kind: str, config: Mapping[str, object]) -> tuple[str, ...]
     biased, kind = bool(config.get("attention_bias")), kind.removesuffix("_text")
     if kind == "ernie4_5_moe":
         return (f"model.layers.0.{CHOICE_BIAS}",)
+    if kind == "glm_moe_dsa":
+        return (FIRST_INDEXER,)
     if kind in ("qwen2_moe", "glm4v") or (kind in _BIASED and biased):
         return (_QKV_BIAS,)
     both = config.get("attention_out_bias") if kind == "seed_oss" else biased

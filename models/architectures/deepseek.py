@@ -8,6 +8,7 @@ attention scale is multiplied by YaRN's ``mscale_all_dim`` squared.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -16,12 +17,14 @@ from localrt.common.option_names import option
 from localrt.models.architectures import llama
 from localrt.models.architectures.family import MLP_NORM, Config, Family, GgufFacts
 from localrt.models.architectures.llama import ACTIVATIONS
-from localrt.models.config import CHOICE_BIAS, DecoderConfig, MixtureSpec
+from localrt.models.config import CHOICE_BIAS, FIRST_INDEXER, DecoderConfig, MixtureSpec
 from localrt.models.layers.block import ResidualBlock
+from localrt.models.layers.hyper_connections import MixedStreams
 from localrt.models.layers.rope import read_rope, scaling_number, yarn_mscale
 from localrt.models.raw_config import SCORING, RawConfig
+from localrt.models.row_order import regrouped
 from localrt.models.tensor_source import RowSource
-from localrt.quant.ops.attention import LatentSpec
+from localrt.quant.ops.attention import LatentIndexSpec, LatentSpec, Rope
 from localrt.quant.ops.experts import ExpertSpec, RouterSpec
 from localrt.quant.ops.protocol import MlpSpec
 
@@ -68,9 +71,9 @@ def read_mistral4(raw: RawConfig) -> DecoderConfig:
 
 
 def _attention(raw: RawConfig, eps: float) -> LatentSpec:
-    latent, rotary = raw.integer("kv_lora_rank", 512), raw.integer("qk_rope_head_dim", 64)
+    latent, rotary = raw.integer("kv_lora_rank", 512), raw.index("qk_rope_head_dim", 64)
     nope = raw.integer("qk_nope_head_dim", 128)
-    rope = read_rope(raw, rotary)
+    rope = read_rope(raw, rotary) if rotary else Rope(())
     if 2 * len(rope.inv_freq) != rotary:
         raise CheckpointError(f"qk_rope_head_dim is {rotary}, {2 * len(rope.inv_freq)} are turned")
     mscale = _mscale(raw)
@@ -198,18 +201,86 @@ def read_solar_open(raw: RawConfig) -> DecoderConfig:
 def read_glm_dsa(raw: RawConfig) -> DecoderConfig:
     """GLM-5 to 5.2: DeepSeek-V3 with an indexer that chooses ``index_topk`` tokens for attention.
 
-    The indexer is not computed: it chooses all tokens of a context that is not longer.
+    It is computed only where a longer context is asked for: it chooses all tokens of others.
 
     Raises:
-        UnsupportedModelError: the context is longer.
+        UnsupportedModelError: the context is longer, and the model was packed without indexers.
     """
     config, most = replace(read_config(raw), architecture="glm_dsa"), raw.integer("index_topk")
-    if raw.context is not None and raw.context > most:
+    sparse, there = raw.context is not None and raw.context > most, raw.has_tensor(FIRST_INDEXER)
+    if sparse and not there:
         raise UnsupportedModelError(
-            f"this model runs with up to {most} tokens, of which its indexer chooses all, and the "
-            f"context has {raw.context}: give {option('ctx', str(most))} or less"
+            f"this model was packed without its indexers, and runs with up to {most} tokens: give "
+            f"{option('ctx', str(most))} or less, or pack it again"
         )
-    return replace(config, context_length=min(config.context_length, most))
+    config = with_indexers(config, raw, sparse=sparse) if there else config
+    return config if sparse else replace(config, context_length=min(config.context_length, most))
+
+
+_OWN = {"full": True, "shared": False, "F": True, "S": False}
+
+
+def with_indexers(
+    config: DecoderConfig, raw: RawConfig, *, sparse: bool = True, block: int = 0
+) -> DecoderConfig:
+    """``config`` with indexers of blocks (0: of tokens); layers may share that of one before.
+
+    Raises:
+        UnsupportedModelError: there is none before.
+    """
+    rank, size, layers = raw.integer("q_lora_rank"), raw.integer("index_head_dim"), config.layers
+    kinds = raw.layer_kinds("indexer_types", layers, _OWN)
+    kinds = kinds or raw.layer_kinds("index_topk_pattern", layers, _OWN)
+    if not kinds:
+        every, first = raw.index("index_topk_freq", 1) or 1, raw.index("index_skip_topk_offset", 2)
+        kinds = [max(layer - first + 1, 0) % every == 0 for layer in range(layers)]
+    attention, index = list(config.attention), None
+    for layer, spec in enumerate(attention):
+        if not isinstance(spec, LatentSpec):
+            continue
+        index = index or LatentIndexSpec(
+            heads=raw.integer("index_n_heads"),
+            kv_heads=1,
+            head_dim=3 * size if block else size,
+            scale=1.0,
+            eps=spec.eps,
+            rope=spec.rope,
+            block=block or 1,
+            budget=raw.integer("index_topk"),
+            size=size,
+            longest=raw.context or config.context_length,
+        )
+        if not any(kinds[: layer + 1]):
+            raise UnsupportedModelError(f"no layer before layer {layer} has an indexer to share")
+        own = index if kinds[layer] else None
+        attention[layer] = replace(spec, query_rank=rank, index=own, sparse=sparse)
+    return replace(config, attention=tuple(attention))
+
+
+def with_streams(config: DecoderConfig, raw: RawConfig, *, mean: bool = False) -> DecoderConfig:
+    """``config`` with DeepSeek-V4's streams and limits; ``mean``: the head reads their mean."""
+    count, rounds = raw.integer("hc_mult"), raw.integer("hc_sinkhorn_iters")
+    limit, mixtures = raw.number("swiglu_limit"), list(config.mixtures)
+    for layer, own in enumerate(mixtures):
+        if own is not None:
+            expert = replace(own.expert, activation="swiglu", limit=limit)
+            mixtures[layer] = replace(own, expert=expert)
+    return replace(
+        config,
+        mlp=MlpSpec(activation="swiglu", eps=config.norm_eps, limit=limit),
+        block=MixedStreams(count=count, eps=raw.number("hc_eps"), rounds=rounds, mean=mean),
+        mixtures=tuple(mixtures),
+    )
+
+
+def flat_vector(tensor: RowSource) -> RowSource:
+    """``tensor``, as a vector if it is never quantized; GGUF's names end in ``.weight``."""
+    name = re.sub(r"(\.ape|_fn|_base|_scale|tid2eid)\.weight$", r"\1", tensor.info.name)
+    name = name.replace(".self_attn.sinks", ".attn.attn_sink")  # GGUF's, too
+    flat = name.endswith((".ape", "_fn", ".tid2eid"))
+    shape = (math.prod(tensor.info.shape),) if flat else tensor.info.shape
+    info = replace(tensor.info, name=name, shape=shape)
+    return regrouped(replace(tensor, info=info), integers=flat)
 
 
 GGUF_LATENT: Mapping[str, str] = {
@@ -288,30 +359,41 @@ def _add_both(config: Config, file: GgufFacts) -> None:
     add_latents(config, file)
 
 
-def _add_indexed(config: Config, file: GgufFacts) -> None:
+def add_indexers(config: Config, file: GgufFacts) -> None:
+    """Add the keys of DeepSeek's indexer. Early files of GLM-5.2 do not say which layers have one:
+    their tensors do.
+    """
     _add_both(config, file)
-    config["index_topk"] = file.integer("attention.indexer.top_k")
+    config |= {name: file.value(key) for key, name in GGUF_HOST_KEYS.items()}
+    own, layers = file.listed("attention.indexer.types"), config.get("num_hidden_layers")
+    if own is None and type(layers) is int:
+        numbers = range(min(layers, len(file.tensors)))
+        own = [FIRST_INDEXER.replace("0", str(n)) in file.tensors for n in numbers]
+    config["indexer_types"] = ["full" if each else "shared" for each in (own or [])[:layers]]
 
 
-def _without_indexers(
-    stored: Mapping[str, RowSource], config: Mapping[str, object]
-) -> dict[str, RowSource]:
-    return {name: rows for name, rows in stored.items() if ".self_attn.indexer." not in name}
-
-
-_INDEXER = ("proj", "attn_k", "attn_q_b", "k_norm")
+GGUF_HOST_KEYS = {
+    "attention.indexer.head_count": "index_n_heads",
+    "attention.indexer.key_length": "index_head_dim",
+    "attention.indexer.top_k": "index_topk",
+    "hyper_connection.count": "hc_mult",
+    "hyper_connection.epsilon": "hc_eps",
+    "hyper_connection.sinkhorn_iterations": "hc_sinkhorn_iters",
+}
+"""GGUF's keys of indexers and of streams that matrices mix."""
+_MIX = [f"hc_{site}_{part}" for site in ("attn", "ffn") for part in ("fn", "base", "scale")]
+GGUF_MIX = dict(zip(_MIX, _MIX, strict=True))
+_INDEXER = {"proj": "weights_proj", "attn_k": "wk", "attn_q_b": "wq_b", "k_norm": "k_norm"}
+GGUF_INDEXER = {f"indexer.{key}": f"self_attn.indexer.{own}" for key, own in _INDEXER.items()}
+"""GGUF's names of what mixes streams, and of indexers."""
 FAMILIES = (
     Family(
         name="glm_dsa",
         read=read_glm_dsa,
         folders="GlmMoeDsaForCausalLM",
         gguf="glm-dsa",
-        convert=_without_indexers,
-        gguf_layer={
-            **GGUF_LATENT,
-            **{f"indexer.{part}": f"self_attn.indexer.{part}" for part in _INDEXER},
-        },
-        gguf_config=_add_indexed,
+        gguf_layer={**GGUF_LATENT, **GGUF_INDEXER},
+        gguf_config=add_indexers,
     ),
     Family(
         name="deepseek",

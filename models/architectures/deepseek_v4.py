@@ -6,21 +6,17 @@ Layers see a window, and an entry for every 4 tokens, of which an indexer choose
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from localrt.models.architectures import llama
-from localrt.models.architectures.deepseek import read_mixtures
+from localrt.models.architectures import deepseek, llama
 from localrt.models.architectures.family import Config, Family, GgufFacts
 from localrt.models.config import CHOICE_BIAS, ROUTER, DecoderConfig, LayerNames
-from localrt.models.layers.hyper_connections import MixedStreams
 from localrt.models.layers.rope import read_rope
 from localrt.models.raw_config import RawConfig
-from localrt.models.row_order import Stack, regrouped, split_rows
+from localrt.models.row_order import Stack, split_rows
 from localrt.models.tensor_source import EMBEDDING, HEAD, RowSource
 from localrt.quant.ops.attention import CompressedSpec, Rope
-from localrt.quant.ops.protocol import MlpSpec
 
 _SPARSE, _HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
 _RATIOS = {"0": "sliding_attention", "4": _SPARSE, "128": _HEAVY}
@@ -29,26 +25,22 @@ _RATIOS = {"0": "sliding_attention", "4": _SPARSE, "128": _HEAVY}
 def read_config(raw: RawConfig) -> DecoderConfig:
     """Read Llama's keys and DeepSeek's: as published, as transformers saves them, and of GGUF."""
     config = llama.read_config(raw.renamed({"moe_intermediate_size": "intermediate_size"}))
-    eps, limit = config.norm_eps, raw.number("swiglu_limit")
     raw.integer("n_routed_experts")
     all_sparse = raw.without("mlp_layer_types").without("first_k_dense_replace")
-    (mixture,) = read_mixtures(all_sparse, eps, 1, "silu")
+    (mixture,) = deepseek.read_mixtures(all_sparse, config.norm_eps, 1, "silu")
     assert mixture is not None, "all layers have experts"
-    expert = replace(mixture.expert, activation="swiglu", limit=limit)
-    mixture = replace(mixture, expert=expert, choice_bias=True)
+    mixture = replace(mixture, choice_bias=True)
     hashed = replace(mixture, choice_bias=False, hashed=True)
     kinds, first = {"hash_moe": hashed, "moe": mixture}, raw.index("num_hash_layers")
     default = [hashed if layer < first else mixture for layer in range(config.layers)]
-    count, rounds = raw.integer("hc_mult"), raw.integer("hc_sinkhorn_iters")
-    return replace(
+    config = replace(
         config,
         architecture="deepseek_v4",
         attention=_attention(raw, config),
         names=LayerNames(mlp_norm="ffn_norm"),
-        mlp=MlpSpec(activation="swiglu", eps=eps, limit=limit),
-        block=MixedStreams(count=count, eps=raw.number("hc_eps"), rounds=rounds),
         mixtures=tuple(raw.layer_kinds("mlp_layer_types", config.layers, kinds) or default),
     )
+    return deepseek.with_streams(config, raw)
 
 
 def _attention(raw: RawConfig, config: DecoderConfig) -> tuple[CompressedSpec, ...]:
@@ -110,17 +102,13 @@ def _decoders(
     found: dict[str, RowSource] = {}
     groups = config.get("o_groups")
     for name, tensor in stored.items():
-        name = re.sub(r"(\.ape|_fn|_base|_scale|tid2eid)\.weight$", r"\1", name)
-        name = name.replace(".self_attn.sinks", ".attn.attn_sink")  # GGUF's, as is ".weight"
-        info = replace(tensor.info, name=name)
         if name.endswith(".wo_a.weight"):
             parts = range(groups if type(groups) is int and 0 < groups <= 4096 else 8)
             names = tuple(name.replace("wo_a.", f"wo_a.{part}.") for part in parts)
             found |= {own.info.name: own for own in split_rows(tensor, Stack(names), "", None)}
-            continue
-        flat = name.endswith((".ape", "_fn", ".tid2eid"))
-        shape = (math.prod(info.shape),) if flat else info.shape
-        found[name] = regrouped(replace(tensor, info=replace(info, shape=shape)), integers=flat)
+        else:
+            tensor = deepseek.flat_vector(tensor)
+            found[tensor.info.name] = tensor
     return found
 
 
@@ -130,12 +118,7 @@ _GGUF_KEYS = {
     "attention.output_group_count": "o_groups",
     "attention.output_lora_rank": "o_lora_rank",
     "attention.compress_rope_freq_base": "compress_rope_theta",
-    "attention.indexer.head_count": "index_n_heads",
-    "attention.indexer.key_length": "index_head_dim",
-    "attention.indexer.top_k": "index_topk",
-    "hyper_connection.count": "hc_mult",
-    "hyper_connection.epsilon": "hc_eps",
-    "hyper_connection.sinkhorn_iterations": "hc_sinkhorn_iters",
+    **deepseek.GGUF_HOST_KEYS,
 }
 
 
@@ -165,7 +148,7 @@ _GGUF_LAYER = {
         for stem, own in (("attn", ""), ("indexer", "indexer."))
         for theirs, ours in {"kv": "wkv", "gate": "wgate", "ape": "ape", "norm": "norm"}.items()
     },
-    **{f"hc_{n}_{p}": f"hc_{n}_{p}" for n in ("attn", "ffn") for p in ("fn", "base", "scale")},
+    **deepseek.GGUF_MIX,
 }
 FAMILIES = (
     Family(

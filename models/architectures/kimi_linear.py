@@ -44,12 +44,12 @@ def read_config(raw: RawConfig) -> DecoderConfig:
     if kinds is None:
         numbers = (nested or raw).sequence("full_attn_layers") or []
         kinds = [layer + 1 in numbers for layer in range(config.layers)]
-    attending, linear = _standing_still(config.attending[0]), _delta(raw, nested, config)
+    attending, linear = _standing_still(config.attending[0]), read_delta(raw, nested, config)
     return replace(
         config,
         architecture="kimi_linear",
         attention=tuple(attending if attends else linear for attends in kinds),
-        recurrent=_names(raw),
+        recurrent=read_names(raw),
     )
 
 
@@ -59,7 +59,9 @@ def _standing_still(spec: object) -> LatentSpec:
     return replace(spec, rope=Rope((0.0,) * (spec.rope_dim // 2)), interleaved=False)
 
 
-def _delta(raw: RawConfig, nested: RawConfig | None, config: DecoderConfig) -> RecurrentSpec:
+def read_delta(raw: RawConfig, nested: RawConfig | None, config: DecoderConfig) -> RecurrentSpec:
+    """Read the sizes of delta layers; ``nested`` has Kimi-Linear's published keys."""
+
     def number(key: str, nested_key: str) -> int:
         return raw.integer(key) if nested is None else nested.integer(nested_key)
 
@@ -80,7 +82,8 @@ def _delta(raw: RawConfig, nested: RawConfig | None, config: DecoderConfig) -> R
     )
 
 
-def _names(raw: RawConfig) -> RecurrentNames:
+def read_names(raw: RawConfig) -> RecurrentNames:
+    """The names of delta layers' tensors."""
     prefix = "self_attn."
     return RecurrentNames(
         mix=tuple(f"{prefix}{part}_proj" for part in ("q", "k", "v", "g_a", "b", "f_a")),
@@ -108,14 +111,14 @@ def read_ling(raw: RawConfig) -> DecoderConfig:
         linear_num_heads=raw.integer("linear_num_heads", raw.integer("num_attention_heads")),
         linear_conv_kernel_dim=taps,
     )
-    layers, names = raw.integer("num_hidden_layers"), _names(raw)
+    layers, names = raw.integer("num_hidden_layers"), read_names(raw)
     kinds = raw.layer_kinds("layer_types", layers, _KINDS)
     if kinds is None:
         group = raw.integer("layer_group_size")
         kinds = [(layer + 1) % group == 0 for layer in range(layers)]
     config = deepseek.read_config(raw.renamed(_KEYS))
     floor = raw.negative_number("kda_lower_bound") if raw.flag("kda_safe_gate", True) else 0.0
-    linear = replace(_delta(raw, None, config), low_rank=0, decay_floor=floor)
+    linear = replace(read_delta(raw, None, config), low_rank=0, decay_floor=floor)
     attending = replace(config.attending[0], head_gates=True)
     mix = tuple(f"self_attn.{part}_proj" for part in "qkvgbf")
     config = replace(
@@ -127,7 +130,7 @@ def read_ling(raw: RawConfig) -> DecoderConfig:
     return with_limits(config, raw)
 
 
-_GGUF_LAYER: Mapping[str, str] = {
+GGUF_DELTA: Mapping[str, str] = {
     **deepseek.GGUF_LATENT,
     "ssm_conv1d_q": "self_attn.q_conv1d",
     "ssm_conv1d_k": "self_attn.k_conv1d",
@@ -141,6 +144,7 @@ _GGUF_LAYER: Mapping[str, str] = {
     "ssm_dt": "self_attn.dt_bias",
     "ssm_norm": "self_attn.o_norm",
 }
+"""GGUF's names of latent attention and of delta layers."""
 
 
 def _add_delta(config: Config, file: GgufFacts) -> None:
@@ -176,7 +180,7 @@ FAMILIES = (
             "mlp.gate.expert_bias": CHOICE_BIAS,
         },
         gguf_layer={
-            **_GGUF_LAYER,
+            **GGUF_DELTA,
             "ssm_f_a": "self_attn.f_proj",
             "ssm_g_a": "self_attn.g_proj",
             "attn_gate": "self_attn.g_proj",
@@ -188,7 +192,7 @@ FAMILIES = (
         read=read_config,
         folders="KimiLinearForCausalLM",
         gguf="kimi-linear",
-        gguf_layer=_GGUF_LAYER,
+        gguf_layer=GGUF_DELTA,
         gguf_config=_add_delta,
     ),
 )

@@ -149,6 +149,7 @@ def prediction_config(config: Mapping[str, object]) -> dict[str, object]:
         key: value
         for key, value in config.items()
         if not (isinstance(value, list) and type(layers) is int and len(value) >= layers > 1)
+        and key != "index_topk_pattern"
     }
     return {
         **own,

@@ -15,8 +15,9 @@ RAM; the keys and values that are read do not grow with the context.
 from __future__ import annotations
 
 from localrt.models.config import DecoderConfig
+from localrt.models.layers.compressed import TokenIndex
 from localrt.models.layers.parts import Attention, PassState
-from localrt.models.weights import WeightLoader
+from localrt.models.weights import UnreadTensors, WeightLoader
 from localrt.quant.ops.arrays import Array, Weight
 from localrt.quant.ops.attention import IndexSpec, IndexWeights, LatentSpec, LatentWeights
 
@@ -46,7 +47,7 @@ def latent_groups(spec: LatentSpec) -> tuple[tuple[str, ...], ...]:
 class LatentAttention:
     """Norm, projections down, rotary, cache, attention over latents, projections up.
 
-    ``at`` is the layer's number in the cache.
+    ``at`` is the layer's number in the cache; its indexer's, if there is one, is that before.
     """
 
     def __init__(self, config: DecoderConfig, layer: int, weights: WeightLoader, at: int) -> None:
@@ -70,9 +71,17 @@ class LatentAttention:
             query_norm=weights.vector(rank, name(_QUERY_NORM)) if rank else None,
             query_up=weights.matrix((spec.query_rows, rank), name(_QUERY_UP)) if rank else None,
         )
+        self._index = None
+        if spec.index is not None:
+            loader = weights if spec.sparse else UnreadTensors(weights)
+            self._index = TokenIndex(config, layer, loader, self.weights.down, at - 1)
 
     def __call__(self, state: PassState) -> Array:
         ops, step = state.ops, state.step
+        if self.spec.sparse:
+            if self._index is not None:
+                state.chosen = self._index(state)
+            step = step if state.chosen is None else state.chosen
         q = ops.norm_latent_append(state.x, self.weights, self.spec, step, self.layer)
         return ops.latent_output(q, self.weights, self.spec, step, self.layer)
 

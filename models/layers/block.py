@@ -17,7 +17,7 @@ from localrt.models.layers.compressed import CompressedAttention
 from localrt.models.layers.parts import Attention, Normed, Residual, SideBySide
 from localrt.models.layers.recurrent import Recurrent
 from localrt.models.weights import WeightLoader
-from localrt.quant.ops.attention import CompressedSpec, LatentSpec
+from localrt.quant.ops.attention import CompressedSpec, LatentIndexSpec, LatentSpec
 from localrt.quant.ops.protocol import LayerSpec
 from localrt.quant.ops.recurrent import RecurrentSpec
 
@@ -58,7 +58,8 @@ class ResidualBlock(Block):
     def attention(
         self, config: DecoderConfig, layer: int, weights: WeightLoader, at: Places
     ) -> Part:
-        mixers = [load_mixer(config, layer, weights, spec, place) for spec, place in at]
+        own = [each for each in at if not isinstance(each[0], LatentIndexSpec)]
+        mixers = [load_mixer(config, layer, weights, spec, place) for spec, place in own]
         parts = tuple(Residual(mixer, self._scale_of(config, mixer)) for mixer in mixers)
         return parts[0] if len(parts) == 1 else SideBySide(parts)
 

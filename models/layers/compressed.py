@@ -6,10 +6,16 @@ gates and of a bias for each place, normed, and rotated at the block's first tok
 chooses entries, they are made of two series: of the block before, and of the block. A head's sink
 joins the softmax, and its result is rotated back. A token's row in the cache has all that later
 ones need, and the entry of the block that it ends: all depends on earlier tokens alone.
+
+An indexer alone (GLM-5, GLM-5.3-Flash) chooses what latent attention sees, as a tree's row sees its
+ancestors. Its key of a block is such a mean of its tokens' keys. A score is the sum over heads of
+the ReLU of the key's product with the head's query, times the head's factor. A row sees the best
+blocks, or tokens, and those after its last whole block.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -18,17 +24,38 @@ from localrt.models.config import DecoderConfig
 from localrt.models.layers.parts import PassState
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats.packed import Floats
-from localrt.quant.ops.arrays import Array, Weight, to_host
-from localrt.quant.ops.attention import CompressedSpec
+from localrt.quant.ops.arrays import Array, Pass, Weight, to_host
+from localrt.quant.ops.attention import CompressedSpec, LatentIndexSpec, LatentSpec, Rope
+from localrt.quant.ops.hybrid_cache import HybridCache
 from localrt.quant.ops.kv import TokenRows
 from localrt.quant.ops.mathematics import exp
-from localrt.quant.ops.protocol import ranges
+from localrt.quant.ops.protocol import Span, ranges
 
 
 def normed(x: Floats, eps: float, weight: Floats | float = 1.0) -> Floats:
     """RMSNorm over the last axis."""
     scale = np.sqrt(np.square(x).mean(-1, keepdims=True) + np.float32(eps))
     return np.asarray(x / scale * weight, np.float32)
+
+
+def weighted_mean(values: Floats, gates: Floats) -> Floats:
+    """The mean over the first axis, weighted number by number by a softmax of ``gates``."""
+    powers = exp(gates - gates.max(0)).astype(np.float32)
+    return np.asarray((powers / powers.sum(0) * values).sum(0), np.float32)
+
+
+def turned(
+    rope: Rope | None, x: Floats, positions: Any, *, first: int | None = None, back: bool = False
+) -> Floats:
+    """x (R, ..., E), the pairs at the end rotated, or those from ``first`` on; or ``back``."""
+    assert rope is not None, "keys are rotated"
+    shape = len(x), *[1] * (x.ndim - 2), -1
+    cos, sin = (part.reshape(shape) for part in rope.turns(positions))
+    sin, count, out = -sin if back else sin, 2 * cos.shape[-1], np.array(x, np.float32)
+    pairs = out[..., (x.shape[-1] - count if first is None else first) :][..., :count]
+    a, b = pairs[..., ::2].copy(), pairs[..., 1::2].copy()
+    pairs[..., ::2], pairs[..., 1::2] = a * cos - b * sin, b * cos + a * sin
+    return out
 
 
 class CompressedAttention:
@@ -79,10 +106,10 @@ class CompressedAttention:
         up = times(normed(low, spec.eps, self._query_norm), self._up)
         queries, index = np.split(up, [spec.heads * spec.size], axis=1)
         queries = normed(queries.reshape(len(up), spec.heads, -1), spec.eps)
-        seen, queries = np.empty_like(queries), self._turned(queries, places)
+        seen, queries = np.empty_like(queries), turned(spec.rope, queries, places)
         if spec.index_heads:
-            index = self._turned(index.reshape(len(up), spec.index_heads, -1), places)
-        cached = [self._turned(normed(key, spec.eps, self._key_norm), places)]
+            index = turned(spec.rope, index.reshape(len(up), spec.index_heads, -1), places)
+        cached = [turned(spec.rope, normed(key, spec.eps, self._key_norm), places)]
         for part, size in zip(parts, spec.entries, strict=True):
             cached += [part[:, :size], part]  # room for an entry before it
         rows, own = np.concatenate(cached, axis=1), slice(0, spec.size)
@@ -108,7 +135,7 @@ class CompressedAttention:
                 shares = (powers / powers.sum(1, keepdims=True))[:, :-1]
                 seen[row] = shares.astype(np.float32) @ both
             cache.layer_done(self.layer, span.rows)
-        seen = self._turned(seen, places, back=True).reshape(len(up), -1)
+        seen = turned(spec.rope, seen, places, back=True).reshape(len(up), -1)
         groups = zip(np.split(seen, spec.groups, axis=1), self._groups, strict=True)
         joined = np.concatenate([times(part, weight) for part, weight in groups], axis=1)
         return cast(Array, ops.projected(ops.given_rows(joined), self._out))
@@ -124,21 +151,80 @@ class CompressedAttention:
             parts[:, :, 1] += bias.reshape(spec.block, spec.series, size)
             # The block itself has the last series, the one before it that before
             own = np.concatenate([parts[n, :, :, n] for n in range(-len(parts), 0)])
-            powers = exp(own[:, 1] - own[:, 1].max(0)).astype(np.float32)
-            entry = normed((powers / powers.sum(0) * own[:, 0]).sum(0), spec.eps, norm)
+            entry = normed(weighted_mean(own[:, 0], own[:, 1]), spec.eps, norm)
             at = np.array([len(path) - spec.block])
-            cache.put(path[-1:], columns, self._turned(entry[None], at))
-
-    def _turned(self, x: Floats, positions: Any, *, back: bool = False) -> Floats:
-        """x (R, ..., E), the pairs at the end rotated; or ``back``."""
-        assert self.spec.rope is not None, "keys are rotated"
-        shape = len(x), *[1] * (x.ndim - 2), -1
-        cos, sin = (part.reshape(shape) for part in self.spec.rope.turns(positions))
-        sin, first = -sin if back else sin, x.shape[-1] - 2 * cos.shape[-1]
-        out = np.array(x, np.float32)
-        a, b = x[..., first::2], x[..., first + 1 :: 2]
-        out[..., first::2], out[..., first + 1 :: 2] = a * cos - b * sin, b * cos + a * sin
-        return out
+            cache.put(path[-1:], columns, turned(spec.rope, entry[None], at))
 
     def matrices(self) -> dict[str, Weight]:
         return {}  # they are rounded without calibration
+
+
+class TokenIndex:
+    """A layer's indexer, at place ``at`` in the cache; ``down`` is attention's first projection."""
+
+    def __init__(
+        self, config: DecoderConfig, layer: int, weights: WeightLoader, down: Weight, at: int
+    ) -> None:
+        spec = cast(LatentSpec, config.attention[layer])
+        self.spec, self.index, self.layer = spec, cast(LatentIndexSpec, spec.index), at
+        index, prefix, rank = self.index, f"model.layers.{layer}.", cast(int, spec.query_rank)
+        own, size, pooled = f"{prefix}self_attn.indexer.", index.size, index.head_dim > index.size
+        names = [f"{own}{name}.weight" for name in ("wk", "weights_proj", *["gate"] * pooled)]
+        mixed = (1 + pooled) * size + index.heads
+        self._down, self._mix = down, weights.matrix((mixed, config.hidden_size), *names)
+        self._up = weights.matrix((index.heads * size, rank), f"{own}wq_b.weight")
+        self._key_norm = weights.array((size,), f"{own}k_norm.weight")
+        self._key_bias = weights.array((size,), f"{own}k_norm.bias")
+        self._norm = weights.array((config.hidden_size,), f"{prefix}input_layernorm.weight")
+        self._query_norm = weights.array((rank,), f"{prefix}self_attn.q_a_layernorm.weight")
+        self._bias = weights.array((index.block * size,), f"{own}ape") if pooled else None
+
+    def __call__(self, state: PassState) -> Pass | None:
+        """The pass, of which rows see what is chosen; None: they see everything."""
+        index, spec, batch, ops = self.index, self.spec, state.batch, state.ops
+        assert batch is not None, "it is not part of a captured graph"
+
+        def times(x: Floats, weight: Weight) -> Floats:
+            return to_host(ops.projected(ops.given_rows(x), weight))
+
+        places = np.array([len(path) - 1 for span in batch.spans for path in span.paths()])
+        x = normed(to_host(state.x), spec.eps, self._norm)
+        low = normed(times(x, self._down)[:, : spec.query_rank], spec.latent_eps, self._query_norm)
+        queries = times(low, self._up).reshape(len(x), index.heads, index.size)
+        queries, end = turned(spec.rope, queries, places, first=0), index.size + index.heads
+        keys, factors, gates = np.split(times(x, self._mix), [index.size, end], axis=1)
+        keys = normed(keys - keys.mean(-1, keepdims=True), 1e-6, self._key_norm) + self._key_bias
+        rows = np.zeros((len(x), index.head_dim), np.float32)  # with room for a block's key
+        rows[:, : index.size] = turned(spec.rope, keys, places, first=0)
+        rows[:, index.size : 2 * index.size] = gates
+        spans = list[Span]()
+        for first, stop, span in ranges(batch.spans):
+            cache = span.cache.kv if isinstance(span.cache, HybridCache) else span.cache
+            kept: TokenRows = cast(Any, cache).token_rows(self.layer, index.head_dim)
+            kept.put(np.arange(span.rows) + cache.length, slice(None), rows[first:stop])
+            for path in span.paths():
+                if self._bias is not None and len(path) % index.block == 0:
+                    both = kept.get(path[-index.block :], slice(0, 2 * index.size))
+                    means, gates = np.split(both, 2, axis=1)
+                    key = weighted_mean(means, gates + self._bias.reshape(gates.shape))
+                    kept.put(path[-1:], slice(2 * index.size, None), key[None])
+            mask = np.zeros((span.rows, cache.length + span.rows), np.bool_)
+            for row, path in enumerate(span.paths()):
+                mask[row, self._best(queries[first + row], factors[first + row], path, kept)] = True
+            cast(Any, cache).layer_done(self.layer, span.rows)
+            spans.append(replace(span, mask=mask, ahead=None))
+        if (places.max() + 1) // index.block <= index.most_blocks:
+            return None
+        return ops.begin(replace(batch, spans=tuple(spans)))
+
+    def _best(self, queries: Floats, factors: Floats, path: Any, cache: TokenRows) -> Any:
+        """Of ``path`` what a row sees."""
+        block, most, last = self.index.block, self.index.most_blocks, self.index.head_dim
+        whole = len(path) // block
+        if whole <= most:
+            return path
+        keys = cache.get(path[block - 1 :: block], slice(last - self.index.size, last))
+        scores = (np.maximum(queries @ keys.T, 0) * factors[:, None]).sum(0)
+        best = np.argsort(-scores, kind="stable")[:most]
+        blocks = path[: whole * block].reshape(whole, block)[best]
+        return np.concatenate([blocks.reshape(-1), path[whole * block :]])

@@ -97,7 +97,7 @@ class HyperConnections(Block):
             _, place = places.pop()
             parts.append(AddNgrams(config, self.ngrams, weights, place, self.count))
         (spec, place), *attending = places
-        if attending:
+        if attending and self.index is not None:
             assert isinstance(spec, IndexSpec), "it comes before what it chooses for"
             mixer: Layer = IndexedAttention(
                 Attention(config, layer, weights, attending[0][1]),
@@ -109,7 +109,7 @@ class HyperConnections(Block):
                 apart=self.index_apart,
             )
         else:
-            mixer = load_mixer(config, layer, weights, spec, place)
+            mixer = load_mixer(config, layer, weights, *places[-1])
         parts.append(self._connected(config, layer, weights, mixer, _ATTENTION))
         return joined(parts)
 
@@ -171,7 +171,9 @@ class Mixed:
         self.block, self.layer, self.eps = cast(MixedStreams, config.block), layer, config.norm_eps
         count = self.block.count
         self._sizes = [count] if layer is None else [count, count, count * count]
-        rows = sum(self._sizes)
+        rows, self._mean = sum(self._sizes), layer is None and self.block.mean
+        if self._mean:
+            return
         self._matrix = weights.array((rows * count * config.hidden_size,), f"{prefix}fn")
         self._base = weights.array((rows,), f"{prefix}base")
         self._scale = weights.array((len(self._sizes),), f"{prefix}scale")
@@ -180,6 +182,9 @@ class Mixed:
         """Replace ``state.streams`` by the layer's output, or fill ``state.x``."""
         count, eps, flat = self.block.count, np.float32(self.block.eps), to_host(state.streams)
         streams = flat.reshape(len(flat), count, -1)
+        if self._mean:
+            state.x = state.ops.given_rows(streams.mean(1))
+            return
         matrix = self._matrix.reshape(len(self._base), -1)
         numbers = np.stack([matrix @ row for row in normed(flat, self.eps)])
         numbers = numbers * np.repeat(self._scale, self._sizes) + self._base
@@ -200,13 +205,14 @@ class Mixed:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedStreams(HyperConnections):
     """A block that mixes its streams by matrices (DeepSeek-V4), balanced in ``rounds``; ``eps`` is
-    added to sums.
+    added to sums. The head reads the ``mean`` of the streams, or a mixture of them.
     """
 
     final_norm = True
 
     eps: float
     rounds: int
+    mean: bool = False
 
     def after(self, config: DecoderConfig, weights: WeightLoader) -> Sequence[Part]:
         return (Mixed(config, weights, "hc_head_", None),)

@@ -39,7 +39,8 @@ class PassState:
     is then the active one, or a layer's mixture of them. ``ngrams`` returns the rows of hashed
     n-grams and may wait for them. The head fills ``logits`` (logit rows, V) for ``logit_rows`` of
     ``x``. ``check`` is called while a part waits, and may raise. ``features`` are to be filled; a
-    draft head reads ``target_features`` (R, F) of its target.
+    draft head reads ``target_features`` (R, F) of its target. Of ``chosen``, a step, rows see what
+    an indexer chose.
     """
 
     ops: Ops
@@ -54,6 +55,7 @@ class PassState:
     check: Check | None = None
     features: Features | None = None
     target_features: Logits | None = None
+    chosen: Pass | None = None
 
     def tap(self, layer: int) -> None:
         """Copy ``x`` to the features of ``layer``, if they are wanted."""

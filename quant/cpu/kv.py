@@ -21,7 +21,7 @@ import numpy.typing as npt
 from localrt import system
 from localrt.common.errors import MemoryBudgetError, OptionError
 from localrt.quant.formats.packed import Bytes
-from localrt.quant.ops.attention import AttentionSpec, LatentSpec
+from localrt.quant.ops.attention import HOST_SPECS, AttentionSpec
 from localrt.quant.ops.kv import GrowingCache, ReadBlocks, TokenRows, grown_capacity
 from localrt.quant.ops.kv_formats import (
     BLOCK_TOKENS,
@@ -119,8 +119,8 @@ def cache_format(layers: Sequence[AttentionSpec], kv_format: CacheFormat) -> Cac
     """
     if all(spec.value_dim for spec in layers) or kv_format in LATENT_FORMATS.values():
         return kv_format
-    if kv_format != "bf16" and not any(isinstance(spec, LatentSpec) for spec in layers):
-        raise OptionError(f"kv_format {kv_format} is not for compressed tokens: use bf16")
+    if kv_format != "bf16" and any(isinstance(spec, HOST_SPECS) for spec in layers):
+        raise OptionError(f"kv_format {kv_format} is not for chosen or compressed tokens: use bf16")
     if kv_format not in LATENT_FORMATS:
         raise OptionError(
             f"kv_format {kv_format} is not for latent attention, whose cache is small as it is: "

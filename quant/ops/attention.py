@@ -21,6 +21,7 @@ index queries. A row sees the tokens of the blocks with the best scores, within 
 after its last whole block. So the cache grows, but the keys and values read do not. The indexer's
 memory is one more layer of the cache: a token's key is its own index key as projected, its value
 the key of the block that it ends, or zeros. Both depend on earlier tokens, as keys and values do.
+DeepSeek's indexer (DSA; GLM-5) chooses single tokens for latent attention, or blocks of them.
 """
 
 from __future__ import annotations
@@ -229,7 +230,8 @@ class LatentSpec(AttentionSpec):
 
     A cached row, and a query against it, is the rotary part first, then the latent. ``interleaved``
     says that the projections give rotary pairs side by side (x0, y0, x1, y1, ...); rotated, they
-    are kept as halves. ``latent_eps`` is that of the norms of the latents.
+    are kept as halves. ``latent_eps`` is that of the norms of the latents. ``index`` is the layer's
+    indexer; only ``sparse`` attention uses it, or that of a layer before.
     """
 
     latent: int
@@ -238,11 +240,16 @@ class LatentSpec(AttentionSpec):
     query_rank: int | None = None
     interleaved: bool = True
     latent_eps: float = 1e-6
+    # The indexer is a layer of the cache: it is in the name of saved caches already
+    index: LatentIndexSpec | None = field(default=None, repr=False)
+    sparse: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
         AttentionSpec.__post_init__(self)  # super() does not know a class with slots
         if self.rope is None or self.kv_heads != 1:
             raise ValueError("latent attention has rotary keys, and one of them for all heads")
+        if self.index is not None and self.index.size < self.rope_dim:
+            raise ValueError(f"index_head_dim is {self.index.size}, {self.rope_dim} are turned")
         if self.head_dim != self.rope_dim + self.latent:
             raise ValueError(
                 f"a latent row is {self.rope_dim} rotary and {self.latent} other numbers, "
@@ -275,7 +282,8 @@ class LatentSpec(AttentionSpec):
     @property
     def row_nbytes(self) -> int:
         """Float32 bytes of a row's queries and of its heads' values: both are held at once."""
-        return 4 * (self.query_rows + self.gate_rows + self.heads * self.value)
+        index = self.index.row_nbytes if self.sparse and self.index else 0
+        return 4 * (self.query_rows + self.gate_rows + self.heads * self.value) + index
 
     @property
     def down_rows(self) -> int:
@@ -362,7 +370,7 @@ class IndexSpec(AttentionSpec):
             raise ValueError(f"indexer_kv_heads must be 1, is {self.kv_heads}")
         if self.block < 1 or self.budget < self.block or self.budget % self.block:
             raise ValueError(
-                f"indexer_budget must be a multiple of indexer_compress_ratio ({self.block}), is "
+                f"an indexer's budget must be a multiple of its blocks of {self.block} tokens, is "
                 f"{self.budget}"
             )
 
@@ -380,6 +388,32 @@ class IndexSpec(AttentionSpec):
     def projected_rows(self) -> int:
         """Rows of ``IndexWeights.qk``."""
         return (self.heads + 1) * self.head_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentIndexSpec(IndexSpec):
+    """The indexer of latent attention, with keys of ``size`` numbers: ``layers/compressed.py``.
+
+    A token's row in the cache is its key; where it chooses blocks, a gate for each number and the
+    key of the block that the token ends follow. ``longest`` is the context, in tokens.
+    """
+
+    size: int
+    longest: int = field(repr=False)
+
+    @property
+    def value_dim(self) -> int:
+        """None are cached."""
+        return 0
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of a row of a pass, about: what it sees is marked, and listed by the kernels."""
+        return 6 * self.longest + 4 * self.projected_rows
+
+
+HOST_SPECS = (CompressedSpec, LatentIndexSpec)
+"""What is computed on the host, whose rows in the cache are bf16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -199,6 +199,35 @@ def _deepseek_v4(config: Any, rope: Any, kinds: Any) -> Any:
     }
 
 
+def _glm5(config: Any, rope: Any, kinds: Any) -> Any:
+    limits = [config.swiglu_limit] * len(kinds)
+    return {
+        "attention.head_count_kv": [int(kind == "full_attention") for kind in kinds],
+        "attention.key_length": config.kv_lora_rank,
+        "attention.value_length": config.kv_lora_rank,
+        "attention.key_length_mla": config.qk_nope_head_dim,
+        "attention.value_length_mla": config.v_head_dim,
+        "attention.layer_norm_epsilon": 1e-6,
+        "rope.dimension_count": 0,
+        "ssm.conv_kernel": config.linear_conv_kernel_dim,
+        "kda.head_dim": config.linear_head_dim,
+        "kda.gate_lower_bound": config.linear_lower_bound,
+        "attention.indexer.head_count": config.index_n_heads,
+        "attention.indexer.key_length": config.index_head_dim,
+        "attention.indexer.top_k": config.index_topk,
+        "attention.indexer.kpool": config.index_kpool,
+        "attention.indexer.kpool_select_tail": True,
+        "attention.indexer.types": [kind == "full" for kind in config.indexer_types],
+        "hyper_connection.count": config.hc_mult,
+        "hyper_connection.sinkhorn_iterations": config.hc_sinkhorn_iters,
+        "hyper_connection.epsilon": config.hc_eps,
+        "leading_dense_block_count": config.mlp_layer_types.count("dense"),
+        "expert_gating_func": 2,
+        "swiglu_clamp_exp": limits,
+        "swiglu_clamp_shexp": limits,
+    }
+
+
 def _absorbed(found: Any, config: Any) -> Any:
     """DeepSeek's keys where attention is over latents."""
     return {
@@ -453,6 +482,7 @@ _CHANGES: Mapping[str, Any] = {
         "attention.indexer.types": [kind == "full" for kind in config.indexer_types],
     },
     "deepseek4": _deepseek_v4,
+    "glm5-next": _glm5,
     "qwen3next": _delta,
     "qwen35": _delta,
     "qwen35moe": _delta,

@@ -82,6 +82,7 @@ _NAMES = {
     "glm4-moe-lite kimi-k2.5",
     "glm-dsa": "glm-dsa",
     "deepseek4": "deepseek-v4-file",
+    "glm5-next": "glm5-next-file",
 }
 FILES = {name: file for file, names in _NAMES.items() for name in names.split()}
 """What each tiny config's file calls its architecture."""
@@ -99,6 +100,7 @@ _NEWER = {
     "nanbeige": ("llama",),
     "spark2_5": ("phi3", "llama"),
     "deepseek4": ("deepseek2", "gpt-oss"),
+    "glm5-next": ("kimi-linear", "glm-dsa"),
 }
 """What gguf does not know, and where most of its tensors have the same names."""
 _PAIRED = (
@@ -124,6 +126,8 @@ _CONNECTION = {
     "input_mix_weight_up": "up",
     "block_inject_weight": "inject",
 }
+_POOL = ("gate", "ape")
+_MIX = [f"hc_{site}_{part}" for site in ("attn", "ffn") for part in ("fn", "base", "scale")]
 _ORDER = "masked_embd_ordering"
 _WHOLE = {
     "head.weight": "output.weight",  # DeepSeek-V4's, as in a folder
@@ -155,6 +159,8 @@ _STEMS = {
     **{f"ple.{part}_proj.weight": f"ple_{part}.weight" for part in ("key", "value")},
     **{f"ple.norm_{part}.weight": f"ple_norm_{part}.weight" for part in ("key", "query", "conv")},
     "ple.conv1d.weight": "ple_conv1d.weight",
+    **{f"indexer.index_kpool_compress_{p}": f"indexer_compressor_{p}.weight" for p in _POOL},
+    **{mix: f"{mix}.weight" for mix in _MIX},
 }
 """Behind ``blk.N.``, by how a tensor's name ends."""
 _V4_NAMES = (
@@ -442,7 +448,7 @@ class _Model:
             value = self._value_heads_in_turns(key, value)
         if module == "A_log":
             rates = np.exp(value) if architecture == "bailingmoe3" else -np.exp(value)
-            flat = architecture in (*_INCLUDES_ONE, "kimi-linear")
+            flat = architecture in (*_INCLUDES_ONE, "kimi-linear", "glm5-next")
             return rates if flat else rates[:, None]
         if module == "D":
             return value[:, None]
@@ -451,7 +457,8 @@ class _Model:
         if module in ("shared_expert_gate", "e_score_correction_bias"):
             return value.reshape(-1)
         if "conv" in module and value.ndim == 3:
-            return value[None] if architecture in ("kimi-linear", "bailingmoe3") else value[:, 0]
+            own = ("kimi-linear", "bailingmoe3", "glm5-next")
+            return value[None] if architecture in own else value[:, 0]
         if key.endswith(("mamba.norm.weight", "mixer.norm.weight")):
             groups = getattr(config, "mamba_n_groups", None) or config.n_groups
             return value.reshape(groups, -1)

@@ -84,7 +84,10 @@ MODELS = {
     "glm4-moe": "use_qk_norm partial_rotary_factor mlp_layer_types",
     "mistral4": "llama_4_scaling_beta topk_group",
     "glm4-moe-lite": "first_k_dense_replace",
-    "glm-dsa": "index_topk",
+    "glm-dsa": "index_topk index_n_heads index_head_dim indexer_types index_topk_pattern"
+    " index_topk_freq",
+    "glm5-next": "index_topk index_kpool index_n_heads indexer_types linear_attn_config layer_types"
+    " linear_lower_bound hc_mult swiglu_limit qk_rope_head_dim",
     "qwen3-vl-moe": "vision_config",
     "apertus": "xielu_alpha_p",
     "solar-open": "intermediate_size first_k_dense_replace",

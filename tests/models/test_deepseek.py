@@ -39,14 +39,6 @@ def test_published_names_of_kimi(tmp_path: Path) -> None:
     assert relative_error(logits_of(tmp_path, IDS), oracle(model, IDS)) < 1e-4
 
 
-def test_more_tokens_than_an_indexer_chooses(tmp_path: Path) -> None:
-    save_tiny("glm-dsa", tmp_path)
-    with closing(open_checkpoint(edited(tmp_path, index_topk=24))) as checkpoint:
-        assert read_config(checkpoint, context=24).context_length == 24
-        with pytest.raises(UnsupportedModelError, match=r"up to 24 tokens.*context has 25"):
-            read_config(checkpoint, context=25)
-
-
 @pytest.mark.llamacpp
 @pytest.mark.parametrize(("absorbed", "groups"), [(True, True), (False, False)])
 @pytest.mark.parametrize(

@@ -1179,6 +1179,51 @@ DEEPSEEK_V4: dict[str, Callable[[], Any]] = {
 }
 
 
+# Of more tokens than the indexer chooses, in several blocks.
+_GLM5: dict[str, Any] = {
+    **{**SIZES, "num_key_value_heads": 4, "num_hidden_layers": 4},
+    **{**_GLM, **_LATENT, "qk_rope_head_dim": 0},
+    "layer_types": ["linear_attention", *["indexed_attention"] * 2, "linear_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
+    "linear_head_dim": 24,
+    "linear_num_heads": 4,
+    "index_n_heads": 16,  # so that no scores are equal: 0
+    "index_head_dim": 16,
+    "index_kpool": 4,
+    "index_topk": 12,
+    "swiglu_limit": 0.5,
+}
+_GLM5_VISION = {**_GLM_VISION, "num_heads": 2, "out_hidden_size": 64}
+GLM5_NEXT: dict[str, Callable[[], Any]] = {
+    "glm5-next": lambda: with_text(
+        hf.Glm5NextConfig,
+        {
+            **_GLM5,
+            "indexer_types": ["full", "full", "shared", "full"],
+            "n_group": 2,
+            "hc_mult": 3,
+            "linear_lower_bound": -2.5,
+            "linear_conv_kernel_dim": 3,
+        },
+        **_GLM5_VISION,
+    ),
+    "glm5-next-file": lambda: with_text(
+        hf.Glm5NextConfig, {**_GLM5, "mlp_layer_types": ["dense", *["sparse"] * 3]}, **_GLM5_VISION
+    ),
+    "glm5-next-tokens": lambda: with_text(
+        hf.Glm5NextConfig,
+        {
+            **_GLM5,
+            "index_kpool": 1,
+            "hc_mult": 2,
+            "linear_lower_bound": None,
+            "n_shared_experts": 2,
+        },
+        **_GLM5_VISION,
+    ),
+}
+
+
 _GRANITE: dict[str, Any] = {**_LOCAL_EXPERTS, **_FACTORS}
 _GPT_OSS: dict[str, Any] = {**_LOCAL_EXPERTS, "head_dim": 32, "sliding_window": WINDOW}
 
@@ -1237,4 +1282,5 @@ MIXTURES: dict[str, Callable[[], Any]] = {
     **FAMILY_MIXTURES,
     **HYBRID_MIXTURES,
     **DEEPSEEK_V4,
+    **GLM5_NEXT,
 }

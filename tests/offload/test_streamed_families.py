@@ -36,6 +36,7 @@ STREAMED = {
     "gemma3n": "gemma3n",
     "gemma4": "gemma4-moe",
     "glm4": "glm4",
+    "glm5_next": "glm5-next",
     "glm_dsa": "glm-dsa",
     "glm4_moe": "glm4-moe",
     "gpt_oss": "gpt-oss",

@@ -211,8 +211,8 @@ def test_a_sequence_may_go_back(make: Any) -> None:
     ("change", "words"),
     [
         ({"kv_heads": 2}, "indexer_kv_heads must be 1, is 2"),
-        ({"budget": 10}, r"indexer_budget must be a multiple of indexer_compress_ratio \(4\)"),
-        ({"block": 0}, "indexer_budget must be a multiple"),
+        ({"budget": 10}, "must be a multiple of its blocks of 4 tokens, is 10"),
+        ({"block": 0}, "must be a multiple of its blocks"),
     ],
 )
 def test_sizes_that_do_not_fit_are_named(change: dict[str, int], words: str) -> None:

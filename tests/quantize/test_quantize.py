@@ -355,7 +355,7 @@ def test_errors(folders: Mapping[str, Path], tmp_path: Path) -> None:
         run(folders["llama"], out)
 
 
-@pytest.mark.parametrize("name", ["gemma4", "cohere2", "deepseek-v4"])
+@pytest.mark.parametrize("name", ["gemma4", "cohere2", "deepseek-v4", "glm5-next"])
 def test_layers_that_calibration_does_not_know(name: str, tmp_path: Path) -> None:
     save_tiny(name, tmp_path / "m")
     run(tmp_path / "m", tmp_path / "plain", "int8-g32", method="rtn")
