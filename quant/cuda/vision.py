@@ -123,17 +123,17 @@ class CudaVision(VisionSteps[CudaWeight, Tensor]):
     def heads(self, qkv: Rows, heads: Heads[Tensor], layout: PatchLayout) -> Rows:
         if not isinstance(qkv, Tensor):
             return super().heads(qkv, heads, layout)
-        if not takes_heads(heads.size) or layout.window or heads.kv_count:
+        if not takes_heads(heads.size) or layout.window > 0:
             return self.put(super().heads(self.get(qkv), heads, layout))
-        count, size = heads.count, heads.size
+        count, size, shared = heads.count, heads.size, heads.kv_count or heads.count
         cos, sin = self._rotation(layout)
         longest = max(np.diff(layout.ends, prepend=0).tolist())
         # Segments are computed one after another, so they share one cache.
-        key_nbytes = 2 * count * size  # per token
+        key_nbytes = 2 * shared * size  # per token
         nbytes = 2 * key_nbytes * BLOCK_TOKENS
         room = empty(-(-longest // BLOCK_TOKENS), nbytes, dtype=UINT8, device=self._device)
         addresses = room.address + nbytes * np.arange(len(room), dtype=np.int64)
-        place = LayerPlace(0, key_nbytes * BLOCK_TOKENS, count, size, size)
+        place = LayerPlace(0, key_nbytes * BLOCK_TOKENS, shared, size, size)
         positions = upload(np.arange(longest, dtype=np.int64), self._device)
         q = empty(longest, count, size, dtype=BFLOAT16, device=self._device)
         out = empty(len(qkv), count * size, dtype=BFLOAT16, device=self._device)
@@ -141,7 +141,8 @@ class CudaVision(VisionSteps[CudaWeight, Tensor]):
         for end in layout.ends:
             n = end - first
             if n not in tables:
-                ahead = np.arange(n, dtype=np.int32)[::-1]
+                last = n // 2 if layout.window < 0 else n  # see ``HALF_CAUSAL``
+                ahead = np.maximum(last - 1 - np.arange(n, dtype=np.int32), 0)
                 tables[n] = one_span(addresses, n, self._device, ahead=ahead)
             rope_append(
                 qkv[first:end],
