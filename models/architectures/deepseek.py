@@ -134,7 +134,7 @@ def read_mixtures(
 
 def _is_v3(raw: RawConfig) -> bool:
     """Whether missing keys have V3's defaults; GGUF has all keys."""
-    return raw.architecture != "DeepseekV2ForCausalLM"
+    return not raw.architecture.startswith(("DeepseekV2", "DeepseekOcr"))
 
 
 def _router(raw: RawConfig, eps: float, method: str) -> RouterSpec:
@@ -188,6 +188,7 @@ def read_glm4_moe(raw: RawConfig) -> DecoderConfig:
 
 def read_solar_open(raw: RawConfig) -> DecoderConfig:
     """Solar Open: Llama with experts as in GLM-4.5, in every layer. GGUF files call it ``glm4moe``.
+    Text of DeepSeek-OCR 2: with experts as in DeepSeek-V2.
 
     Reads Llama's keys and DeepSeek's mixture keys.
     """
@@ -420,5 +421,11 @@ FAMILIES = (
         gguf_layer=MLP_NORM,
         gguf_config=add_choice,
     ),
-    Family(name="solar_open", read=read_solar_open, folders="SolarOpenForCausalLM"),
+    Family(
+        name="solar_open",
+        read=read_solar_open,
+        folders="SolarOpenForCausalLM DeepseekOcr2ForConditionalGeneration",
+        gguf="deepseek2-ocr",
+        gguf_config=add_choice,
+    ),
 )

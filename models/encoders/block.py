@@ -65,6 +65,7 @@ class BlockConfig:
     norm_offset: float = 0.0  # what files leave out of norms' weights
     fused_gate: bool = False  # whether one matrix has gate and up
     bias: bool = True  # whether the attention's matrices have biases
+    out_bias: bool = True  # whether its output's has one then
     mlp_bias: bool = True
     head_dim: int = 0  # 0: hidden / heads
     scale: float | None = None  # scale of queries; None: head size ** -0.5
@@ -192,7 +193,7 @@ class Block:
     out: Linear | Clipped
     up: Linear | Clipped
     down: Linear | Clipped
-    extra_norms: dict[str, Vector] = field(default_factory=dict)  # keys as in ``BlockNames``
+    extra_norms: dict[str, Any] = field(default_factory=dict)  # keys as in ``BlockNames``
 
     @classmethod
     def load(cls, config: BlockConfig, prefix: str, weights: WeightLoader) -> Block:
@@ -208,7 +209,7 @@ class Block:
                 return Clipped.load(weights, shape, *tensors)
             return Linear.load(weights, shape, *tensors, bias=bias, **options)
 
-        joined = config.merge * hidden
+        joined, out_bias = config.merge * hidden, config.bias and config.out_bias
         gated = config.fused_gate or len(names.up) == 2
         scales = [name and prefix + name for name in (names.scale1, names.scale2)]
         vector = partial(weights.vector, offset=config.norm_offset)
@@ -221,7 +222,7 @@ class Block:
             Norm.of_block(config, weights, prefix + names.norm1) if names.norm1 else None,
             Norm.of_block(replace(config, hidden=joined), weights, prefix + names.norm2),
             linear((wide + 2 * shared * config.size, hidden), *names.qkv, bias=config.bias),
-            linear((hidden, wide), names.out, bias=config.bias, scale=scales[0]),
+            linear((hidden, wide), names.out, bias=out_bias, scale=scales[0]),
             linear(
                 ((2 if gated else 1) * inner, joined),
                 *names.up,

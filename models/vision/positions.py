@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from localrt.quant.formats.packed import Floats
-from localrt.quant.ops.mathematics import product
+from localrt.quant.ops.mathematics import Doubles, product
 
 
 def interpolated(
@@ -27,14 +27,14 @@ def aligned(size: int, count: int) -> Floats:
     return np.asarray(np.maximum(1 - distances, 0), np.float32)
 
 
-def antialiased(size: int, count: int) -> Floats:
-    """Weights (count, size) of linear interpolation from ``size`` values to ``count``, antialiased:
-    the half width of the triangle is one step, and at least one value.
+def antialiased(size: int, count: int, *, by_cubes: bool = False) -> Floats:
+    """Weights (count, size) of linear or cubic interpolation from ``size`` values to ``count``,
+    antialiased: the kernel's unit is one step, and at least one value.
     """
     step = size / count
-    width = max(step, 1.0)
     centres = (np.arange(count)[:, None] + 0.5) * step - 0.5
-    weights = np.maximum(1 - np.abs(np.arange(size) - centres) / width, 0)
+    away = np.abs(np.arange(size) - centres) / max(step, 1.0)
+    weights = _cubic(away, -0.5) if by_cubes else np.maximum(1 - away, 0)
     return np.asarray(weights / weights.sum(1, keepdims=True), np.float32)
 
 
@@ -53,11 +53,15 @@ def cubic(size: int, count: int) -> Floats:
     centres, weights = _centres(size, count), np.zeros((count, size), np.float32)
     for tap in (-1, 0, 1, 2):
         place = np.floor(centres) + tap
-        x = np.abs(place - centres)  # Keys' kernel with the parameter -0.75, as in torch
-        near, far = (1.25 * x - 2.25) * x * x + 1, -0.75 * (((x - 5) * x + 8) * x - 4)
         index = np.clip(place, 0, size - 1).astype(np.int64)
-        weights[np.arange(count), index] += np.where(x <= 1, near, far)
+        weights[np.arange(count), index] += _cubic(np.abs(place - centres), -0.75)
     return weights
+
+
+def _cubic(x: Floats | Doubles, a: float) -> Floats:
+    """Keys' kernel with the parameter ``a``: torch's is -0.75, antialiased -0.5."""
+    near, far = ((a + 2) * x - (a + 3)) * x * x + 1, a * (((x - 5) * x + 8) * x - 4)
+    return np.where(x <= 1, near, np.where(x < 2, far, 0))
 
 
 def _centres(size: int, count: int) -> Floats:

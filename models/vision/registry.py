@@ -25,6 +25,7 @@ _FILES = {
     "lfm2_vl": "lfm2_vl",
     "internvl": "internvl",
     "minicpmv4_6": "minicpmv",
+    "deepseek_ocr2": "deepseek_ocr2",
     "paddleocr_vl": "paddleocr_vl",
     "glm4v": "glm4v",
     "glm4v_moe": "glm4v",

@@ -74,7 +74,9 @@ class VisionFolder(SourcedCheckpoint):
             self._files.append(file)
             for name, tensor in read_header(file).items():
                 plain = name.removeprefix("model.")
-                if decoder_tensor(name, {}, multimodal=True) is not None or "." not in plain:
+                if decoder_tensor(name, {}, multimodal=True) is not None:
+                    continue
+                if "." not in plain and plain != "view_seperator":  # DeepSeek-OCR 2's
                     continue
                 if plain.startswith(_OTHERS):
                     continue
