@@ -1,5 +1,5 @@
 """The encoder of MiniCPM-V 4.6: SigLIP on a whole picture, and on slices of a large one. Squares of
-patches are merged behind one of the blocks, and squares of the result by the projector.
+patches are merged behind one of the blocks (not with ``4x``), and of the result by the projector.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from localrt.models.vision.encoder import PreparedPicture, VisionEncoder
 from localrt.models.vision.lfm2_vl import Projector, TiledEncoder
 from localrt.models.vision.picture import MOST_PIXELS, Picture
 
-_ONLY: dict[str, Any] = {"downsample_mode": "16x", "merger_times": 1}
+_ONLY: dict[str, Any] = {"merger_times": 1}
 _ONLY |= {key: [2, 2] for key in ("merge_kernel_size", "window_kernel_size")}
 
 
@@ -25,7 +25,8 @@ def read_encoder(config: Mapping[str, Any], processor: Mapping[str, object]) -> 
     """See ``registry.read_encoder``."""
     vision, out = config["vision_config"], siglip.text_size(config)
     patch, layer = siglip.pixels(vision, "patch_size", 16), config.get("insert_layer_id", 6)
-    for key, only in {**_ONLY, "patch_size": patch}.items():
+    mode = "4x" if config.get("downsample_mode") == "4x" else "16x"
+    for key, only in {**_ONLY, "patch_size": patch, "downsample_mode": mode}.items():
         if (own := {**config, **vision, **processor}.get(key, only)) != only:
             raise ValueError(f"{key} must be {only}, is {own!r:.60}")
     tower = siglip.read_siglip(vision, side=siglip.pixels(vision, "image_size", 224) // patch)
@@ -36,9 +37,9 @@ def read_encoder(config: Mapping[str, Any], processor: Mapping[str, object]) -> 
     merger = replace(tower.block, merge=4, activation="gelu_tanh", names=names)
     most = pixels.integer(processor, "max_slice_nums", 9)
     return MiniCpmEncoder(
-        siglip=replace(tower, merger=(layer, merger)),
+        siglip=replace(tower, merger=(layer, merger) if mode == "16x" else None),
         factor=2,
-        window=2,
+        window=2 if mode == "16x" else 1,
         tile=siglip.pixels(processor, "scale_resolution", 448),
         tiles=(1, most if processor.get("slice_mode") is not False else 1),
         projector=Projector(wide, wide, out, "gelu", True, True, "merger.mlp.0.", "pre_norm", 1e-6),
@@ -70,7 +71,7 @@ class MiniCpmEncoder(TiledEncoder):
         for number, (h, w) in enumerate(grids):
             name = "slice" if number else "image"
             begin = "\n" if number > 1 and number % columns == 1 % columns else ""
-            pieces += [f"{begin}<{name}>", h * w // 16, f"</{name}>"]
+            pieces += [f"{begin}<{name}>", h * w // (2 * self.window) ** 2, f"</{name}>"]
         return PreparedPicture(
             patches=self.scaling(np.concatenate([pixels.cut(part, patch) for part in parts])),
             chunk_patches=max(map(math.prod, grids)),
@@ -90,7 +91,7 @@ class MiniCpmEncoder(TiledEncoder):
 
     def _fitting(self, height: float, width: float, *, grow: bool) -> tuple[int, int]:
         """The nearest size in whole rows of the decoder, of about a tile's pixels."""
-        shape, square = width / height, 4 * self.siglip.patch
+        shape, square = width / height, 2 * self.window * self.siglip.patch
         if grow or height * width > self.tile**2:
             height = int(self.tile / math.sqrt(shape))
             width = int(height * shape)

@@ -231,6 +231,7 @@ class MiniCpm(Family):
         vision = {**_VISION, "num_hidden_layers": 3, "image_size": 28}
         config = with_text(hf.MiniCPMV4_6Config, text, **vision)
         config.insert_layer_id = config.vision_config.insert_layer_id = layer
+        config.downsample_mode = processor.get("downsample_mode", "16x")
         config.image_token_id = IMAGE
         sizes = {"patch_size": PATCH, "scale_resolution": 48, "max_slice_nums": 7}
         super().__init__(folder, config, MiniCPMV4_6ImageProcessorPil(**{**sizes, **processor}))
@@ -238,7 +239,8 @@ class MiniCpm(Family):
     def prepared(self, picture: Picture) -> Theirs:
         found, own = self.processor([picture.image()], return_tensors="pt"), minicpm_processor()
         own.slice_mode = self.processor.slice_mode
-        text = own.replace_image_token(found, 0, image_token_divisor=16)
+        divisor = 4 if self.config.downsample_mode == "4x" else 16
+        text = own.replace_image_token(found, 0, image_token_divisor=divisor)
         pixels = found["pixel_values"][0].numpy()
         patches = pixels.reshape(3, PATCH, -1, PATCH).transpose(2, 0, 1, 3)
         patches = patches.reshape(len(patches), -1)
@@ -337,6 +339,7 @@ FAMILIES = {
     "minicpm-v": MiniCpm,
     "minicpm-v-many": partial(MiniCpm, layer=0, max_slice_nums=20, image_mean=[0.4, 0.5, 0.6]),
     "minicpm-v-whole": partial(MiniCpm, layer=2, slice_mode=False),
+    "minicpm-v-4x": partial(MiniCpm, downsample_mode="4x"),
     "deepseek-ocr": DeepseekOcr,
     "deepseek-ocr-scaled": partial(DeepseekOcr, full=0, image_mean=[0.4, 0.5, 0.6], resample=2),
     "lfm2-vl-whole": partial(Lfm2Vl, do_image_splitting=False, image_mean=[0.4, 0.5, 0.6]),

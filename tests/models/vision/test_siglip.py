@@ -54,7 +54,7 @@ def test_rows(name: str, tmp_path: Path) -> None:
 
 
 INTERN = ("internvl", "internvl-few", "internvl-positions")
-MINICPM = ("minicpm-v", "minicpm-v-many", "minicpm-v-whole")
+MINICPM = ("minicpm-v", "minicpm-v-many", "minicpm-v-whole", "minicpm-v-4x")
 
 
 class Ids(dict[str, int]):
@@ -223,6 +223,7 @@ def test_too_narrow(tmp_path: Path) -> None:
         ("internvl", {}, {"max_patches": 400}, "min_patches 1 and max_patches 400 make no sense"),
         ("minicpmv4_6", {"window_kernel_size": [4, 4]}, {}, r"size must be .2, 2., is .4, 4."),
         ("minicpmv4_6", {}, {"downsample_mode": "4x"}, "downsample_mode must be 16x, is '4x'"),
+        ("minicpmv4_6", {"downsample_mode": "8x"}, {}, "downsample_mode must be 16x, is '8x'"),
         ("minicpmv4_6", {}, {"patch_size": 14}, "patch_size must be 16, is 14"),
         ("minicpmv4_6", {"num_hidden_layers": 6}, {}, "insert_layer_id must be one of 6 blocks"),
         (
