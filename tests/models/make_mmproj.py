@@ -21,6 +21,7 @@ from tests.checkpoints.make_gguf import Array, in_pairs, write_gguf
 
 _MEAN = [0.48145466, 0.4578275, 0.40821073]
 _PROJECTORS = {
+    "deepseek_ocr2": "deepseekocr2",
     "gemma3": "gemma3",
     "gemma4": "gemma4v",
     "gemma4_unified": "gemma4uv",
@@ -31,6 +32,7 @@ _PROJECTORS = {
     "smolvlm": "idefics3",
     "lfm2_vl": "lfm2",
     "internvl": "internvl",
+    "minicpmv4_6": "minicpmv4_6",
     "llava": "pixtral",
     "mistral3": "pixtral",
     "muse_glimmer": "muse-glimmer",
@@ -67,8 +69,33 @@ _MUSE = {
     "mlp.fc2": "ffn_down",
 }
 """What gguf does not know of Muse-Glimmer's; those of blocks without their prefix."""
+_MERGER = {f"self_attn.{part}_proj": f"attn_{part}" for part in ("q", "k", "v", "out")}
+_MERGER |= {"layer_norm1": "ln1", "pre_norm": "ds_ln"}
+_MERGER |= {"linear_1": "ds_ffn_up", "linear_2": "ds_ffn_down"}
+"""What MiniCPM-V's merger within the encoder has; gguf does not know it."""
+_OCR = {
+    "patch_embed.proj.": "sam.patch_embd.",
+    "pos_embed": "sam.pos_embd.weight",
+    "blocks.": "sam.blk.",
+    ".norm1.": ".pre_ln.",
+    ".norm2.": ".post_ln.",
+    ".attn.proj.": ".attn.out.",
+    **{f".rel_pos_{axis}": f".pos_{axis}.weight" for axis in "hw"},
+    "neck.": "sam.neck.",
+    "net_": "sam.net_",
+    "layers.": "blk.",
+    **{f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"},
+    "self_attn.o_proj": "attn_out",
+    "input_layernorm": "ln1",
+    "post_attention_layernorm": "ln2",
+    **{f".mlp.{part}_proj": f".ffn_{part}" for part in ("gate", "up", "down")},
+    "norm.": "post_ln.",
+    "query_": "resample_query_",
+}
+"""Parts of DeepSeek-OCR 2's names, and the file's for the same."""
 _SUFFIXES = (".weight", ".bias")
 _OWN = ("vision_", "visual.", "multi_modal_projector.", "connector.", "embed_vision.", "mlp_AR.")
+_OWN += ("sam_model.", "qwen2_model.", "projector.", "view_seperator", "merger.")
 _NAMES = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 64)
 _CLIPPED = re.compile(r"(.+)\.((?:in|out)put_(?:min|max))")
 
@@ -123,6 +150,9 @@ def _made(model: str, key: str, value: Array, config: Any) -> Iterator[tuple[str
     """The file's tensors made of one of the folder's."""
     vision = config["vision_config"]
     patch = vision.get("patch_size", 16)
+    if model == "deepseek_ocr2":
+        yield _of_ocr(key), value[None] if key == "view_seperator" else value
+        return
     if model == "paddleocr_vl":
         key = key.replace("visual.", "model.")
     if model == "internvl":
@@ -159,6 +189,16 @@ def _made(model: str, key: str, value: Array, config: Any) -> Iterator[tuple[str
     yield _named(key, vision), value.reshape(1) if value.ndim == 0 else value
 
 
+def _of_ocr(key: str) -> str:
+    if key.startswith("projector.layers."):
+        return key.replace("projector.layers", "mm.model.fc")
+    for prefix in ("sam_model.", "qwen2_model.", "model.model."):
+        key = key.removeprefix(prefix)
+    for theirs, own in _OCR.items():
+        key = re.sub(rf"(?<![a-z]){re.escape(theirs)}" if theirs[0] != "." else theirs, own, key)
+    return f"v.{key}"
+
+
 def _named(key: str, vision: Any) -> str:
     """The file's name of a tensor of the folder."""
     stem, _, suffix = key.rpartition(".")
@@ -166,6 +206,12 @@ def _named(key: str, vision: Any) -> str:
         return f"v.blk.{match[1]}.{_MUSE[match[2]]}.{suffix}"
     if stem in _MUSE:
         return f"{_MUSE[stem]}.{suffix}"
+    if (merger := re.fullmatch(r"vision_tower\.vit_merger\.(.+)\.(\w+)", key)) is not None:
+        return f"v.vit_merger.{_MERGER[merger[1]]}.{merger[2]}"
+    if key.startswith("merger.mlp.0."):
+        _, _, _, stem, suffix = key.split(".")
+        parts = {"pre_norm": "input_norm", "linear_1": "up", "linear_2": "down"}
+        return f"mm.{parts[stem]}.{suffix}"
     if key.startswith("vision_embedder."):
         _, stem, *suffixes = key.split(".")
         return ".".join([_UNIFIED[stem], *suffixes])
@@ -190,6 +236,9 @@ def _named(key: str, vision: Any) -> str:
 
 def _metadata(folder: Path, config: Any) -> dict[str, Any]:
     vision, text = config["vision_config"], config.get("text_config", {})
+    vision = {**vision, **vision.get("encoder_config", {})}
+    sam = vision.get("sam_config", {})
+    vision |= {key: sam.get(key, 16) for key in ("patch_size",) if sam}
     model = config["model_type"]
     keys, attention = gguf.Keys.ClipVision, gguf.Keys.ClipVision.Attention
     processor: dict[str, Any] = {}
@@ -248,6 +297,18 @@ def _metadata(folder: Path, config: Any) -> dict[str, Any]:
         sides = {keys.IMAGE_SIZE: "image_size", keys.PATCH_SIZE: "patch_size"}
         found |= {key: vision[name][0] for key, name in sides.items()}
         found[keys.Projector.SCALE_FACTOR] = round(1 / config["downsample_ratio"])
+    if model == "minicpmv4_6":
+        found[keys.IMAGE_SIZE] = processor["scale_resolution"]
+        found[keys.Projector.SCALE_FACTOR] = 4
+        found["clip.vision.wa_layer_indexes"] = [config["insert_layer_id"]]
+    if model == "deepseek_ocr2":
+        found[keys.IMAGE_SIZE] = sam.get("image_size", 1024)
+        found["clip.vision.attention.head_count_kv"] = vision["num_key_value_heads"]
+        found[keys.WINDOW_SIZE] = sam.get("window_size", 14)
+        found["clip.vision.sam.block_count"] = sam["num_hidden_layers"]
+        found["clip.vision.sam.embedding_length"] = sam["hidden_size"]
+        found["clip.vision.sam.head_count"] = sam["num_attention_heads"]
+        return {**found, keys.USE_GELU: True}
     if model == "lfm2_vl":
         found[keys.Projector.SCALE_FACTOR] = config["downsample_factor"]
     if model == "qwen2_5_vl":

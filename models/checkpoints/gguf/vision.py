@@ -26,9 +26,9 @@ from localrt.models.checkpoints.gguf.vision_families import (
     FAMILIES,
     SECOND_KERNEL,
     Family,
+    Keys,
     Shapes,
     deep_blocks,
-    vision_config,
 )
 from localrt.models.checkpoints.safetensors_header import is_raw, unread_type_error
 from localrt.models.row_order import JoinedRows, OrderedColumns, in_halves, regrouped
@@ -40,6 +40,7 @@ ARCHITECTURE = "clip"
 """The architecture name of ``mmproj`` files."""
 
 _COLOURS = 3
+_MOST_PIXELS = 1 << 28
 _KINDS = re.compile(r"(?P<stem>.+?)(?P<kind>\.(?:weight|bias|(?:in|out)put_(?:min|max)))?")
 _LEFT_OUT = ("a.", "mm.a.", "v.token_embd.")  # audio encoders; a row of the decoder's embeddings
 _QKV = ("attn_q", "attn_k", "attn_v")
@@ -67,7 +68,7 @@ class VisionGguf(SourcedCheckpoint):
             self.architecture = family.kind
             self.config: Mapping[str, object]
             self.processor: Mapping[str, object]
-            self.config, self.processor = vision_config(family, metadata, shapes)
+            self.config, self.processor = _vision_config(family, metadata, shapes)
             self.columns: int = self.config["text_config"]["hidden_size"]
             heads = self.config["vision_config"]["num_attention_heads"]
             super().__init__(_Reading(family, path, heads, stored).sources())
@@ -111,6 +112,52 @@ class VisionGguf(SourcedCheckpoint):
         return found
 
 
+def _vision_config(family: Family, metadata: ClipMetadata, shapes: Shapes) -> tuple[Keys, Keys]:
+    """The keys of ``config.json``, and of an image processor."""
+    size = metadata.count("vision.embedding_length")
+    inner = metadata.count("vision.feed_forward_length", 0, least=0)
+    least = min(1, len(family.block))  # of blocks, and heads
+    eps = metadata.number("vision.attention.layer_norm_epsilon", 1e-6)
+    vision = {
+        "hidden_size": size,
+        "intermediate_size": inner or _inner(shapes, size),
+        "num_attention_heads": metadata.count("vision.attention.head_count", least=least),
+        "num_hidden_layers": metadata.count("vision.block_count", least=least),
+        "image_size": metadata.count("vision.image_size"),
+        "patch_size": metadata.count("vision.patch_size"),
+        "layer_norm_eps": eps,
+        "hidden_act": metadata.activation(),
+        "out_hidden_size": _columns(family, metadata, shapes),
+    }
+    text: Keys = {"hidden_size": vision["out_hidden_size"], "rms_norm_eps": eps}
+    config = {"model_type": family.kind, "vision_config": vision, "text_config": text}
+    processor: dict[str, object] = {
+        "image_mean": metadata.colours("vision.image_mean"),
+        "image_std": metadata.colours("vision.image_std"),
+    }
+    for key in ("min_pixels", "max_pixels"):
+        if f"clip.vision.image_{key}" in metadata.pairs:
+            processor[key] = metadata.count(f"vision.image_{key}", most=_MOST_PIXELS)
+    own = family.keys(metadata, vision, shapes)
+    vision |= own.pop("vision_config", {})
+    text |= own.pop("text_config", {})
+    processor |= own.pop("processor", {})
+    return {**config, **own}, processor
+
+
+def _columns(family: Family, metadata: ClipMetadata, shapes: Shapes) -> int:
+    """The decoder's hidden size; some early files have a wrong ``projection_dim``."""
+    if len(shape := shapes.get(family.out, ())) != 2:
+        raise CheckpointError(f"{metadata.pairs.path} has no matrix {family.out!r}")
+    return shape[1 if family.kind == "gemma3" else 0]  # Gemma 3's is transposed
+
+
+def _inner(shapes: Shapes, size: int) -> int:
+    """The MLP's inner size, which early files of Qwen2-VL do not state."""
+    found = [each for name in ("up", "down") for each in shapes.get(f"v.blk.0.ffn_{name}.bias", ())]
+    return max(found, default=size)
+
+
 @dataclass(frozen=True, slots=True)
 class _Reading:
     """Converts the file's tensors to the publisher's."""
@@ -141,6 +188,10 @@ class _Reading:
         family = self.family
         if name in family.whole:
             return family.whole[name]
+        if name.startswith(tuple(family.parts)[:1]):
+            for part, theirs in family.parts.items():
+                name = name.replace(part, theirs)
+            return name
         split = _KINDS.fullmatch(name)
         stem, kind = (split["stem"], split["kind"] or "") if split else (name, "")
         block = BLOCK.match(name)
@@ -185,6 +236,8 @@ class _Reading:
         if name == "v.position_embd.weight" and family.kind == "gemma4_unified":
             info = replace(tensor.info, shape=matrix_shape(tensor.info.shape))
             return _InTurns(info, replace(tensor, info=info))
+        if name == "v.view_seperator":
+            return replace(tensor, info=replace(tensor.info, shape=tensor.info.shape[-1:]))
         if name == "mm.soft_emb_norm.weight":
             info = tensor.info
             count = math.prod(info.shape)

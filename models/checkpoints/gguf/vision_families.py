@@ -11,14 +11,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from localrt.common.errors import CheckpointError
 from localrt.models.checkpoints.gguf.clip_metadata import ClipMetadata
 
 BLOCK = re.compile(r"v\.(?:blk\.(?P<block>\d{1,5})|deepstack\.(?P<deep>\d{1,5}))\.")
 SECOND_KERNEL = "v.patch_embd.weight.1"
 """The kernel for the second frame of a patch."""
-
-_MOST_PIXELS = 1 << 28
 
 Vision = Mapping[str, Any]
 Keys = dict[str, Any]
@@ -55,53 +52,8 @@ class Family:
     joined: bool = False  # queries, keys and values are one matrix
     paired: bool = False  # rotary rows are in pairs
     colours_last: bool = False  # order of patches' columns
+    parts: Mapping[str, str] = field(default_factory=dict)  # of names that begin with the first
     whole: Mapping[str, str] = field(default_factory=dict)  # names with their endings
-
-
-def vision_config(family: Family, metadata: ClipMetadata, shapes: Shapes) -> tuple[Keys, Keys]:
-    """The keys of ``config.json``, and of an image processor."""
-    size = metadata.count("vision.embedding_length")
-    inner = metadata.count("vision.feed_forward_length", 0, least=0)
-    least = min(1, len(family.block))  # of blocks, and heads
-    eps = metadata.number("vision.attention.layer_norm_epsilon", 1e-6)
-    vision = {
-        "hidden_size": size,
-        "intermediate_size": inner or _inner(shapes, size),
-        "num_attention_heads": metadata.count("vision.attention.head_count", least=least),
-        "num_hidden_layers": metadata.count("vision.block_count", least=least),
-        "image_size": metadata.count("vision.image_size"),
-        "patch_size": metadata.count("vision.patch_size"),
-        "layer_norm_eps": eps,
-        "hidden_act": metadata.activation(),
-        "out_hidden_size": _columns(family, metadata, shapes),
-    }
-    text: Keys = {"hidden_size": vision["out_hidden_size"], "rms_norm_eps": eps}
-    config = {"model_type": family.kind, "vision_config": vision, "text_config": text}
-    processor: dict[str, object] = {
-        "image_mean": metadata.colours("vision.image_mean"),
-        "image_std": metadata.colours("vision.image_std"),
-    }
-    for key in ("min_pixels", "max_pixels"):
-        if f"clip.vision.image_{key}" in metadata.pairs:
-            processor[key] = metadata.count(f"vision.image_{key}", most=_MOST_PIXELS)
-    own = family.keys(metadata, vision, shapes)
-    vision |= own.pop("vision_config", {})
-    text |= own.pop("text_config", {})
-    processor |= own.pop("processor", {})
-    return {**config, **own}, processor
-
-
-def _columns(family: Family, metadata: ClipMetadata, shapes: Shapes) -> int:
-    """The decoder's hidden size; some early files have a wrong ``projection_dim``."""
-    if len(shape := shapes.get(family.out, ())) != 2:
-        raise CheckpointError(f"{metadata.pairs.path} has no matrix {family.out!r}")
-    return shape[1 if family.kind == "gemma3" else 0]  # Gemma 3's is transposed
-
-
-def _inner(shapes: Shapes, size: int) -> int:
-    """The MLP's inner size, which early files of Qwen2-VL do not state."""
-    found = [each for name in ("up", "down") for each in shapes.get(f"v.blk.0.ffn_{name}.bias", ())]
-    return max(found, default=size)
 
 
 def _rows(shapes: Shapes, name: str) -> int:
@@ -237,6 +189,41 @@ def _muse(metadata: ClipMetadata, vision: Vision, shapes: Shapes) -> Keys:
     return {"vision_config": {**own, "hidden_act": "gelu"}, "projector_hidden_size": inner}
 
 
+def _minicpm(metadata: ClipMetadata, vision: Vision, shapes: Shapes) -> Keys:
+    """``image_size`` is a slice's there."""
+    side = math.isqrt(_rows(shapes, "v.position_embd.weight"))
+    layers = metadata.pairs.numbers("clip.vision.wa_layer_indexes")
+    return {
+        "insert_layer_id": 6 if layers is None or not len(layers) else int(layers[0]),
+        "downsample_mode": f"{metadata.count('vision.projector.scale_factor', 4) ** 2}x",
+        "vision_config": {"image_size": side * vision["patch_size"]},
+        "processor": {"scale_resolution": vision["image_size"]},
+    }
+
+
+def _deepseek_ocr(metadata: ClipMetadata, vision: Vision, shapes: Shapes) -> Keys:
+    """What all families have is the text model's here; llama.cpp has its base of positions, too."""
+    size = vision["hidden_size"] // vision["num_attention_heads"]
+    text = {
+        "num_key_value_heads": _rows(shapes, "v.blk.0.attn_k.weight") // max(size, 1),
+        "rms_norm_eps": vision["layer_norm_eps"],
+        "hidden_act": "silu",
+        "rope_parameters": {"rope_theta": 1e6},
+    }
+    sam = {
+        "hidden_size": metadata.count("vision.sam.embedding_length"),
+        "num_attention_heads": metadata.count("vision.sam.head_count"),
+        "num_hidden_layers": metadata.count("vision.sam.block_count"),
+        "window_size": metadata.count("vision.window_size"),
+        "patch_size": vision["patch_size"],
+        "mlp_dim": _rows(shapes, "v.sam.blk.0.mlp.lin1.weight"),
+    }
+    names = ("neck.0", "net_2", "net_3")
+    sam["output_channels"], *channels = (shapes.get(f"v.sam.{n}.weight", (0,))[0] for n in names)
+    sam["downsample_channels"] = channels
+    return {"vision_config": {"sam_config": sam, "encoder_config": {**vision, **text}}}
+
+
 _ATTENTION = {f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"}
 _SIGLIP = {
     **_ATTENTION,
@@ -253,6 +240,13 @@ _SIGLIP_NAMES = {
 }
 _PROJECTOR = {f"mm.{n}": f"multi_modal_projector.linear_{n}" for n in (1, 2)}
 _GATED = {f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")}
+_DECODER = {**_ATTENTION, **_GATED, "attn_out": "self_attn.o_proj"}
+_DECODER |= {"ln1": "input_layernorm", "ln2": "post_attention_layernorm"}
+_MERGER = {**_ATTENTION, "attn_out": "self_attn.out_proj", "ln1": "layer_norm1"}
+_MERGER |= {"ds_ln": "pre_norm", "ds_ffn_up": "linear_1", "ds_ffn_down": "linear_2"}
+_SAM = {"v.sam.": "sam_model.", ".blk.": ".blocks.", ".pre_ln.": ".norm1.", ".post_ln.": ".norm2."}
+_SAM |= {"patch_embd": "patch_embed.proj", "pos_embd.weight": "pos_embed", "attn.out": "attn.proj"}
+_SAM |= {f"attn.pos_{axis}.weight": f"attn.rel_pos_{axis}" for axis in "hw"}
 _QWEN = {
     "attn_qkv": "attn.qkv",
     "attn_out": "attn.proj",
@@ -456,6 +450,39 @@ FAMILIES: Mapping[str, Family] = {
         },
         keys=_lfm2,
         colours_last=True,
+    ),
+    "minicpmv4_6": Family(
+        kind="minicpmv4_6",
+        out="mm.down.weight",
+        decoders=("qwen35", "qwen35moe"),
+        prefix="vision_tower.encoder.layers.",
+        block=_SIGLIP,
+        names={
+            **{ours: f"vision_tower.{name}" for ours, name in _SIGLIP_NAMES.items()},
+            **{
+                f"v.vit_merger.{ours}": f"vision_tower.vit_merger.{n}"
+                for ours, n in _MERGER.items()
+            },
+            "mm.input_norm": "merger.mlp.0.pre_norm",
+            "mm.up": "merger.mlp.0.linear_1",
+            "mm.down": "merger.mlp.0.linear_2",
+        },
+        keys=_minicpm,
+    ),
+    "deepseekocr2": Family(
+        kind="deepseek_ocr2",
+        out="mm.model.fc.weight",
+        decoders=("deepseek2-ocr",),
+        prefix="qwen2_model.model.model.layers.",
+        block=_DECODER,
+        names={
+            "v.view_seperator": "view_seperator",
+            "v.post_ln": "qwen2_model.model.model.norm",
+            "mm.model.fc": "projector.layers",
+            **{f"v.resample_query_{size}": f"qwen2_model.query_{size}" for size in (768, 1024)},
+        },
+        keys=_deepseek_ocr,
+        parts=_SAM,
     ),
     "internvl": Family(
         kind="internvl",

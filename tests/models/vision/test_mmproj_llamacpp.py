@@ -143,6 +143,8 @@ def _no_positions(folder: Path) -> None:
         ("glm_ocr", (160, 128)),
         ("muse_glimmer", (24, 24)),  # as large as the table of positions, whose edges differ else
         ("muse_glimmer", (40, 56)),  # without positions: several windows
+        ("minicpmv4_6", (48, 48)),
+        ("deepseek_ocr2", (1024, 700)),
     ],
 )
 def test_rows(kind: str, size: tuple[int, int], tmp_path: Path) -> None:
@@ -157,6 +159,8 @@ def test_rows(kind: str, size: tuple[int, int], tmp_path: Path) -> None:
         settings["size"] = {"shortest_edge": 16 * 16, "longest_edge": 160 * 160}
     if kind == "idefics3":
         settings["size"] = {"longest_edge": 128}
+    if kind == "minicpmv4_6":
+        settings |= {"scale_resolution": 48, "patch_size": 4}
     if kind.startswith("gemma4"):
         settings = {"image_mean": [0.0] * 3, "image_std": [1.0] * 3}
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
