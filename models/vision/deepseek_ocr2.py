@@ -50,7 +50,7 @@ def read_encoder(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Vis
     for key, only in {**_ONLY, **sizes}.items():
         if (own := given.get(key, only)) != only:
             raise ValueError(f"{key} must be {only!r}, is {own!r:.60}")
-    sam = {"hidden_act": "gelu", "intermediate_size": sam.get("mlp_dim", 3072), **sam}
+    sam = {"hidden_act": "gelu", **sam, "intermediate_size": sam.get("mlp_dim", 3072)}
     text = {"hidden_act": "silu", **text, "layer_norm_eps": text.get("rms_norm_eps")}
     cubic = partial(positions.antialiased, by_cubes=True)
     first = siglip.read_siglip(sam, side=64, weights=cubic)
