@@ -2,14 +2,15 @@
 
 Knows key lookup and bounds, and common keys of mixtures; architectures know what a key means.
 Defaults of missing keys are in ``architectures/defaults.json``: a line for each ``model_type`` of a
-text model, with the values of transformers' config classes, which exporters rely on. GGUF files
-have all keys.
+text model, with the values of transformers' config classes, which exporters rely on, and a line for
+each other name whose models have the defaults of one of these. GGUF files have all keys.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -43,11 +44,8 @@ _SAME = (
 def with_default_values(config: Mapping[str, object], architecture: str) -> dict[str, object]:
     """``config`` with its family's defaults for missing keys; null is a value."""
     table = _table()
-    family = str(config.get("model_type"))
-    if not isinstance(table.get(family), Mapping):
-        family = str(table.get(architecture))
-    found = table.get(family)
-    defaults = dict(found) if isinstance(found, Mapping) else {}
+    found = table.get(_plain(str(config.get("model_type")))) or table.get(_plain(architecture))
+    defaults = dict(found or {})
     for names in _SAME:
         if any(config.get(name) is not None for name in names):
             for name in names:
@@ -55,10 +53,21 @@ def with_default_values(config: Mapping[str, object], architecture: str) -> dict
     return {**defaults, **config}
 
 
+_ENDING = re.compile(r"For[A-Z]\w+$|Model$|_text$")
+
+
+def _plain(name: str) -> str:
+    """What a ``model_type`` and the name of its architecture have in common."""
+    return re.sub("[_-]", "", _ENDING.sub("", name)).lower()
+
+
 @cache
-def _table() -> Mapping[str, object]:
-    found: Mapping[str, object] = json.loads(_FILE.read_text(encoding="utf-8"))
-    return found
+def _table() -> Mapping[str, Mapping[str, object]]:
+    """Each family's defaults, by its plain names."""
+    lines: Mapping[str, Any] = json.loads(_FILE.read_text(encoding="utf-8"))
+    return {
+        _plain(name): lines[line] if isinstance(line, str) else line for name, line in lines.items()
+    }
 
 
 T = TypeVar("T")
