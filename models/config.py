@@ -230,7 +230,7 @@ class DecoderConfig:
     layer without a mixture and with an inner size of 0 has no MLP.
     """
 
-    architecture: str
+    architecture: str = ""  # the family's name, which ``registry.py`` adds
     vocab_size: int
     hidden_size: int
     intermediate_size: int

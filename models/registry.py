@@ -6,6 +6,7 @@ Does not know engines: ``load_decoder`` takes any ``Ops``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import TypeVar
@@ -23,7 +24,7 @@ from localrt.models.weights import WeightLoader
 from localrt.quant.formats import FORMATS, GGML_FORMATS
 from localrt.quant.ops.protocol import Ops
 
-T = TypeVar("T")
+T = TypeVar("T", DecoderConfig, EncoderConfig)
 # Every module with FAMILIES counts, so that a new file is all that a new family needs.
 _FAMILIES: Mapping[str, Family] = {
     name: family
@@ -69,18 +70,20 @@ def read_config(checkpoint: Checkpoint, *, context: int | None = None) -> Decode
         name = "MixtralForCausalLM"  # GGUF has one name for both
     if checkpoint.config.get("model_type") == "mistral4":
         name = "Mistral4ForCausalLM"  # within ``Mistral3ForConditionalGeneration``
-    return _read(find_architecture(name), checkpoint, context)
+    return _read(find_architecture(name), ARCHITECTURES[name], checkpoint, context)
 
 
 def read_encoder_config(checkpoint: Checkpoint) -> EncoderConfig | None:
     """Read the config of an encoder of texts; None for other models."""
-    read = find_family(checkpoint.architecture).encoder
-    return None if read is None else _read(read, checkpoint, None)
+    family = find_family(checkpoint.architecture)
+    return None if family.encoder is None else _read(family.encoder, family.name, checkpoint, None)
 
 
-def _read(read: Callable[[RawConfig], T], checkpoint: Checkpoint, context: int | None) -> T:
+def _read(
+    read: Callable[[RawConfig], T], family: str, checkpoint: Checkpoint, context: int | None
+) -> T:
     try:
-        return read(RawConfig(checkpoint, context=context))
+        return replace(read(RawConfig(checkpoint, context=context)), architecture=family)
     except ValueError as error:
         raise UnsupportedModelError(f"{checkpoint.path.name}: {error}") from error
 

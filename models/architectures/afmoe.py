@@ -32,7 +32,6 @@ def read_config(raw: RawConfig) -> DecoderConfig:
     far = replace(near, rope=None, window=None)
     config = replace(
         config,
-        architecture="afmoe",
         attention=tuple(near if here else far for here in windowed),
         embedding_scale=math.sqrt(config.hidden_size) if raw.flag("mup_enabled") else 1.0,
         names=GATED_NAMES,
@@ -78,7 +77,7 @@ def read_laguna(raw: RawConfig) -> DecoderConfig:
     sparse = raw.sparse(config.layers)
     return _with_experts(
         raw,
-        replace(config, architecture="laguna", names=_LAGUNA_NAMES),
+        replace(config, names=_LAGUNA_NAMES),
         sparse or [layer >= dense for layer in range(config.layers)],
         raw.integer("shared_expert_intermediate_size"),
         raw.number("moe_routed_scaling_factor", 1.0),
@@ -91,7 +90,7 @@ def read_spark(raw: RawConfig) -> DecoderConfig:
     raw.choice("headwise_attn_output_gate", "True", {"True": None})
     raw = raw.changed(hidden_act=raw.text("hidden_act", "gelu"))
     config = _with_kinds(raw, llama.read_config(raw, {"gelu": "gelu_tanh"}), period=4)
-    return replace(config, architecture="spark", names=_SPARK_NAMES)
+    return replace(config, names=_SPARK_NAMES)
 
 
 def _with_kinds(

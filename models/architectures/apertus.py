@@ -28,7 +28,6 @@ def read_config(raw: RawConfig) -> DecoderConfig:
     """Read Llama's keys."""
     return replace(
         llama.read_config(raw, {"xielu": "xielu"}),
-        architecture="apertus",
         qk_norm=True,
         names=LayerNames(gate_up=("mlp.up_proj",)),
     )

@@ -140,7 +140,6 @@ def _block(raw: RawConfig, names: BlockNames, act: str = "gelu", theta: float = 
 
 def _encoder(raw: RawConfig, block: BlockConfig) -> EncoderConfig:
     return EncoderConfig(
-        architecture="bert",
         vocab_size=raw.integer("vocab_size"),
         context_length=raw.integer("max_position_embeddings"),
         layers=(block,) * raw.integer("num_hidden_layers"),

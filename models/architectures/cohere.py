@@ -26,7 +26,7 @@ def read_cohere2(raw: RawConfig) -> DecoderConfig:
     """
     pattern, layers = raw.integer("sliding_window_pattern", 4), raw.integer("num_hidden_layers")
     windowed = raw.windowed([(layer + 1) % pattern != 0 for layer in range(layers)])
-    return replace(_read(raw, windowed, windowed), architecture="cohere2")
+    return _read(raw, windowed, windowed)
 
 
 def _read(raw: RawConfig, windowed: Sequence[bool], rotated: Sequence[bool]) -> DecoderConfig:
@@ -83,7 +83,6 @@ def read_cohere2_moe(raw: RawConfig) -> DecoderConfig:
     averaged = raw.choice("shared_expert_combination_strategy", "average", combined)
     config = replace(
         config,
-        architecture="cohere2_moe",
         block=ParallelBlock(centered=not raw.has("rms_norm_eps"), averaged=averaged),
         intermediate_size=raw.optional_integer("prefix_dense_intermediate_size") or inner,
     )

@@ -17,7 +17,7 @@ from localrt.models.raw_config import RawConfig, expert_count_key, read_mixture,
 
 def read_config(raw: RawConfig) -> DecoderConfig:
     """Read Llama's keys and the mixture's; GGUF names some differently."""
-    config = replace(llama.read_config(raw), architecture="ernie")
+    config = llama.read_config(raw)
     if not raw.has(expert_count_key(raw)):
         return config
     gguf, layers = raw.is_gguf, range(config.layers)

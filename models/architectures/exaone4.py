@@ -29,7 +29,6 @@ def read_config(raw: RawConfig) -> DecoderConfig:
         )
     return replace(
         config,
-        architecture="exaone4",
         attention=attention,
         qk_norm=True,
         names=RESULT_NORMS,
@@ -45,7 +44,6 @@ def read_exaone_moe(raw: RawConfig) -> DecoderConfig:
     config = read_config(raw)
     return replace(
         config,
-        architecture="exaone_moe",
         names=LayerNames(),
         mixtures=read_mixtures(raw, config.norm_eps, config.layers, config.mlp.activation),
     )

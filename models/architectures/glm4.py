@@ -23,7 +23,7 @@ _NAMES = LayerNames(
 
 def read_config(raw: RawConfig) -> DecoderConfig:
     """Read Llama's keys; the tensors show whether there are biases."""
-    return replace(llama.read_config(raw), architecture="glm4", names=_NAMES)
+    return replace(llama.read_config(raw), names=_NAMES)
 
 
 FAMILIES = (

@@ -32,7 +32,7 @@ def read_config(raw: RawConfig) -> DecoderConfig:
         gate_bias=True,
         expert_bias=True,
     )
-    config = replace(config, architecture="gpt_oss", attention=_attention(raw, config))
+    config = replace(config, attention=_attention(raw, config))
     return with_mixture(config, spec)
 
 

@@ -16,15 +16,11 @@ from localrt.quant.ops.attention import AttentionSpec
 
 
 def read_config(raw: RawConfig) -> DecoderConfig:
-    """Llama's keys and the factors."""
-    return with_factors(raw, replace(llama.read_config(raw), architecture="granite"))
-
-
-def with_factors(raw: RawConfig, config: DecoderConfig) -> DecoderConfig:
-    """``config`` with factors of embedding, attention scores, layer outputs and logits.
+    """Llama's keys, and factors of embedding, attention scores, layer outputs and logits.
 
     Logits are divided by their factor.
     """
+    config = llama.read_config(raw)
     gguf_default = config.attending[0].scale if raw.is_gguf else 1.0
     scale = raw.number("attention_multiplier", gguf_default)
     return replace(
@@ -41,8 +37,7 @@ def read_granite_moe(raw: RawConfig) -> DecoderConfig:
 
     Reads Granite's keys; ``intermediate_size`` is an expert's width.
     """
-    config = replace(llama.read_config(raw), architecture="granite_moe")
-    return with_experts(raw, with_factors(raw, config))
+    return with_experts(raw, read_config(raw))
 
 
 def with_experts(raw: RawConfig, config: DecoderConfig) -> DecoderConfig:
@@ -61,8 +56,7 @@ def read_granite_swa(raw: RawConfig) -> DecoderConfig:
 
     Granite's keys, ``layer_types`` and ``layer_rope_theta``.
     """
-    config = replace(llama.read_config(raw), architecture="granite_swa")
-    config = with_factors(raw, config)
+    config = read_config(raw)
     config = replace(config, attention=_attention(raw, config))
     return with_experts(raw, config) if raw.has("num_local_experts") else config
 
@@ -93,8 +87,7 @@ def read_granite_hybrid(raw: RawConfig) -> DecoderConfig:
 
     Granite's keys, Mamba's, and ``layer_types``.
     """
-    config = replace(llama.read_config(raw), architecture="granite_hybrid")
-    config = with_factors(raw, config)
+    config = read_config(raw)
     rotates = raw.text("position_embedding_type", "rope" if raw.is_gguf else "") == "rope"
     attending = config.attending[0]
     attending = attending if rotates else replace(attending, rope=None)

@@ -34,7 +34,6 @@ def read_config(raw: RawConfig) -> DecoderConfig:
     attention = replace(plain, rope=_rope(raw, plain.head_dim), window=None, norms_last=True)
     return replace(
         config,
-        architecture="hunyuan",
         attention=(attention,) * config.layers,
         qk_norm=True,
         names=LayerNames() if raw.is_gguf else _NAMES,
@@ -47,7 +46,7 @@ def read_hunyuan_moe(raw: RawConfig) -> DecoderConfig:
     Reads Hunyuan's keys, ``num_experts`` and ``moe_topk``, which may be a list; an expert and the
     shared MLP have the width ``intermediate_size``.
     """
-    config = replace(read_config(raw), architecture="hunyuan_moe")
+    config = read_config(raw)
     key, inner = "num_experts_per_tok" if raw.is_gguf else "moe_topk", config.intermediate_size
     used, *others = set(raw.integers(key, config.layers))
     if others:
@@ -67,7 +66,7 @@ def read_hy_v3(raw: RawConfig) -> DecoderConfig:
 
     Reads Llama's and mixture keys, ``router_scaling_factor`` and ``mlp_layer_types``.
     """
-    config = replace(llama.read_config(raw), architecture="hy_v3", qk_norm=True)
+    config = replace(llama.read_config(raw), qk_norm=True)
     layers = range(config.layers)
     sparse = raw.sparse(config.layers)
     if raw.is_gguf:

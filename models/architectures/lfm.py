@@ -44,7 +44,6 @@ def read_lfm2(raw: RawConfig) -> DecoderConfig:
         kinds = [chosen is None or layer in chosen for layer in range(config.layers)]
     config = replace(
         config,
-        architecture="lfm2",
         intermediate_size=_width(raw, config.intermediate_size),
         attention=tuple(attending if attends else short for attends in kinds),
         qk_norm=True,
@@ -134,7 +133,6 @@ def read_lfm3(raw: RawConfig) -> DecoderConfig:
         kinds = [_usual_kind(layer) for layer in range(config.layers)]
     return replace(
         config,
-        architecture="lfm3",
         attention=tuple(specs[kind] for kind in kinds),
         qk_norm=True,
         names=_names(gated, normed=raw.flag("use_sandwich_norm", default=True)),

@@ -30,7 +30,10 @@ ACTIVATIONS: dict[str, Activation] = {
 def read_config(
     raw: RawConfig, activations: Mapping[str, Activation] = ACTIVATIONS
 ) -> DecoderConfig:
-    """Read Llama's ``config.json`` keys, and Mistral's sliding window of all layers."""
+    """Read Llama's ``config.json`` keys, and Mistral's sliding window of all layers.
+
+    The tensors show which biases there are: Seed-OSS has some.
+    """
     heads = raw.integer("num_attention_heads")
     hidden = raw.integer("hidden_size")
     head_dim = raw.integer("head_dim", hidden // heads)
@@ -45,7 +48,6 @@ def read_config(
         window=raw.optional_integer("sliding_window"),
     )
     return DecoderConfig(
-        architecture="llama",
         vocab_size=raw.integer("vocab_size"),
         hidden_size=hidden,
         intermediate_size=raw.integer("intermediate_size"),
@@ -60,14 +62,6 @@ def read_config(
     )
 
 
-def read_seed_oss(raw: RawConfig) -> DecoderConfig:
-    """Seed-OSS: Llama with biases on queries, keys and values.
-
-    Reads Llama's keys; the tensors show which biases there are.
-    """
-    return replace(read_config(raw), architecture="seed_oss")
-
-
 _TEXT_MODELS = {  # the others: no type given
     name: name for name in ("llama", "mistral", "llava", "idefics3", "smolvlm")
 }
@@ -80,7 +74,7 @@ def read_llava(raw: RawConfig) -> DecoderConfig:
     Reads Llama's keys; the text model's ``model_type`` selects the defaults.
     """
     raw.choice("model_type", "llama", _TEXT_MODELS)
-    return replace(read_config(raw), architecture="llava")
+    return read_config(raw)
 
 
 def read_mixtral(raw: RawConfig) -> DecoderConfig:
@@ -91,7 +85,7 @@ def read_mixtral(raw: RawConfig) -> DecoderConfig:
     Reads Llama's keys; ``intermediate_size`` is an expert's width. The chosen weights sum to 1.
     """
     config = read_config(raw)
-    return with_mixture(replace(config, architecture="mixtral"), read_mixture(raw, config))
+    return with_mixture(config, read_mixture(raw, config))
 
 
 def read_ministral3(raw: RawConfig) -> DecoderConfig:
@@ -102,7 +96,7 @@ def read_ministral3(raw: RawConfig) -> DecoderConfig:
     """
     config, temperature = read_config(raw), read_temperature(raw)
     attention = tuple(replace(spec, temperature=temperature) for spec in config.attending)
-    return replace(config, architecture="ministral3", attention=attention)
+    return replace(config, attention=attention)
 
 
 def read_temperature(raw: RawConfig) -> AttentionTemperature | None:
@@ -139,7 +133,6 @@ def read_nanbeige(raw: RawConfig) -> DecoderConfig:
     config, loops = read_config(raw), raw.integer("num_loops", 1)
     return replace(
         config,
-        architecture="nanbeige",
         attention=config.attention * loops,
         block=ResidualBlock(loop=0 if raw.flag("skip_loop_final_norm") else config.layers),
     )
@@ -207,7 +200,7 @@ FAMILIES = (
     ),
     Family(
         name="seed_oss",
-        read=read_seed_oss,
+        read=read_config,
         folders="SeedOssForCausalLM",
         gguf="seed_oss",
         gguf_layer=MLP_NORM,

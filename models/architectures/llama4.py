@@ -32,7 +32,7 @@ def read_config(raw: RawConfig) -> DecoderConfig:
         shared=inner,
         weigh_inputs=True,
     )
-    config = replace(config, architecture="llama4", attention=_attention(raw, config))
+    config = replace(config, attention=_attention(raw, config))
     return with_mixture(config, mixture, [layer in sparse for layer in range(config.layers)])
 
 

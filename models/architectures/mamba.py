@@ -107,7 +107,6 @@ def read_falcon_h1(raw: RawConfig) -> DecoderConfig:
     gates, values, keys, queries, steps = raw.numbers("ssm_multipliers", 5)
     return replace(
         config,
-        architecture="falcon_h1",
         attention=(attending,) * config.layers,
         block=ResidualBlock(beside=mamba),
         mlp=replace(config.mlp, gate_scale=gate),
@@ -173,7 +172,6 @@ def read_nemotron_h(raw: RawConfig) -> DecoderConfig:
     if raw.flag("mlp_bias"):
         raise UnsupportedModelError("mlp_bias of Nemotron-H is not supported")
     return DecoderConfig(
-        architecture="nemotron_h",
         vocab_size=raw.integer("vocab_size"),
         hidden_size=hidden,
         intermediate_size=max(dense, 0 if mixture is None else mixture.shared),

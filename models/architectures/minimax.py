@@ -27,9 +27,7 @@ def read_config(raw: RawConfig) -> DecoderConfig:
     rope = read_rope(raw, plain.head_dim, parameters=parameters)
     attention = replace(plain, rope=rope, joint_norms=True, window=None)
     spec = read_mixture(raw, config, scoring="sigmoid", choice_bias=True)
-    config = replace(
-        config, architecture="minimax_m2", attention=(attention,) * config.layers, qk_norm=True
-    )
+    config = replace(config, attention=(attention,) * config.layers, qk_norm=True)
     return with_mixture(config, spec)
 
 

@@ -41,7 +41,6 @@ def read_olmo2(raw: RawConfig) -> DecoderConfig:
         attention = tuple(sliding if here else full for here in windowed)
     return replace(
         config,
-        architecture="olmo2",
         attention=attention,
         qk_norm=True,
         names=RESULT_NORMS,
@@ -57,7 +56,7 @@ def read_olmoe(raw: RawConfig) -> DecoderConfig:
         raise UnsupportedModelError("clip_qkv (clipped queries, keys and values) is not supported")
     config = llama.read_config(raw)
     attention = tuple(replace(layer, joint_norms=True) for layer in config.attending)
-    config = replace(config, architecture="olmoe", attention=attention, qk_norm=True)
+    config = replace(config, attention=attention, qk_norm=True)
     return with_mixture(config, read_mixture(raw, config, normalize=False))
 
 
@@ -95,7 +94,6 @@ def read_olmo_hybrid(raw: RawConfig) -> DecoderConfig:
     linear = _delta(raw, config)
     return replace(
         config,
-        architecture="olmo_hybrid",
         attention=tuple(attending if attends else linear for attends in kinds),
         qk_norm=True,
         names=RESULT_NORMS,

@@ -23,7 +23,6 @@ def read_config(raw: RawConfig) -> DecoderConfig:
     rope = read_rope(raw, config.attending[0].head_dim, parameters=parameters)
     return replace(
         config,
-        architecture="phi3",
         attention=tuple(replace(spec, rope=rope) for spec in config.attending),
         names=_NAMES,
     )

@@ -19,9 +19,7 @@ def read_qwen2(raw: RawConfig) -> DecoderConfig:
     Reads Llama's keys; q, k and v always have a bias.
     """
     config = llama.read_config(raw)
-    return replace(
-        config, architecture="qwen2", attention=windowed_layers(raw, config), qkv_bias=True
-    )
+    return replace(config, attention=windowed_layers(raw, config), qkv_bias=True)
 
 
 def windowed_layers(raw: RawConfig, config: DecoderConfig) -> tuple[AttentionSpec, ...]:
@@ -42,9 +40,7 @@ def read_qwen3(raw: RawConfig) -> DecoderConfig:
     Reads Llama's keys; ``head_dim`` is given, not hidden size divided by heads.
     """
     config = llama.read_config(raw)
-    return replace(
-        config, architecture="qwen3", attention=windowed_layers(raw, config), qk_norm=True
-    )
+    return replace(config, attention=windowed_layers(raw, config), qk_norm=True)
 
 
 def read_qwen2_moe(raw: RawConfig) -> DecoderConfig:
@@ -59,7 +55,7 @@ def read_qwen2_moe(raw: RawConfig) -> DecoderConfig:
         shared_gate=True,
     )
     biased = raw.has_tensor("model.layers.0.self_attn.q_proj.bias")
-    config = replace(config, architecture="qwen2_moe", qkv_bias=biased)
+    config = replace(config, qkv_bias=biased)
     return with_mixture(config, spec, sparse_layers(raw, config.layers))
 
 
@@ -76,7 +72,7 @@ def read_qwen3_moe(raw: RawConfig) -> DecoderConfig:
     attention = config.attending
     if not raw.flag("use_sliding_window"):
         attention = tuple(replace(layer, window=None) for layer in attention)
-    config = replace(config, architecture="qwen3_moe", attention=attention, qk_norm=True)
+    config = replace(config, attention=attention, qk_norm=True)
     return with_mixture(config, spec, sparse_layers(raw, config.layers))
 
 
@@ -95,7 +91,6 @@ def read_mellum(raw: RawConfig) -> DecoderConfig:
     spec = read_mixture(raw, config, inner=raw.integer("moe_intermediate_size"))
     config = replace(
         config,
-        architecture="mellum",
         attention=tuple(sliding if here else full for here in windowed),
         qk_norm=True,
     )
@@ -107,7 +102,7 @@ def read_internvl(raw: RawConfig) -> DecoderConfig:
     known = {"internvl": read_qwen2, "qwen2": read_qwen2, "qwen3": read_qwen3}
     known |= {"qwen3_moe": read_qwen3_moe, "llama": llama.read_config}
     config: DecoderConfig = raw.choice("model_type", "internvl", known)(raw)
-    return replace(config, architecture="internvl")
+    return config
 
 
 FAMILIES = (

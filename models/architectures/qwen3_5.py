@@ -43,7 +43,6 @@ def read_config(raw: RawConfig) -> DecoderConfig:
     kinds = kinds or [(n + 1) % every == 0 for n in range(config.layers)]
     config = replace(
         config,
-        architecture="qwen3_5",
         attention=tuple(attending if attends else linear for attends in kinds),
         qk_norm=True,
         norm_offset=0.0 if raw.flag("norm_weights_include_one") else 1.0,

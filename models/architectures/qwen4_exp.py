@@ -29,7 +29,6 @@ def read_config(raw: RawConfig) -> DecoderConfig:
     streams = raw.integer("hc_count", 4)
     return replace(
         config,
-        architecture="qwen4_exp",
         attention=tuple(
             replace(spec, gate=gate) if isinstance(spec, RecurrentSpec) else spec
             for spec in config.attention

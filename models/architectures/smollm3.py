@@ -25,7 +25,6 @@ def read_config(raw: RawConfig) -> DecoderConfig:
     windowed = raw.flag("use_sliding_window")
     return replace(
         config,
-        architecture="smollm3",
         attention=tuple(
             replace(spec, window=None)
             if rotary[layer]

@@ -55,7 +55,6 @@ def read_config(raw: RawConfig) -> DecoderConfig:
     names = LayerNames()
     config = replace(
         config,
-        architecture="step",
         attention=tuple(sliding if here else plain for here in windowed),
         qk_norm=True,
         norm_offset=0.0 if raw.flag("norm_weights_include_one") else 1.0,

@@ -41,7 +41,7 @@ class EncoderConfig:
     """
 
     memory: ClassVar[tuple[LayerSpec, ...]] = ()
-    architecture: str
+    architecture: str = ""  # as in ``DecoderConfig``
     vocab_size: int
     context_length: int
     layers: tuple[BlockConfig, ...]

@@ -82,7 +82,7 @@ def read_assistant(checkpoint: OpenHead, target: DecoderConfig) -> HeadConfig:
     for spec in own.attending:
         layer = last.get(spec.window is None, 0)
         sizes = {(each.kv_heads, each.head_dim) for each in (spec, target.attending[layer])}
-        if len(sizes) > 1 or target.architecture != own.architecture:
+        if len(sizes) > 1 or target.architecture != "gemma4":
             raise UnsupportedModelError("its layers do not fit the model's keys and values")
         places += target.cache_places[layer]
         # The row's position is after all tokens that it sees, so the window is one longer
