@@ -44,24 +44,24 @@ def read_gemma2(raw: RawConfig) -> DecoderConfig:
     Gemma 2's ``config.json`` keys.
     """
     full = replace(
-        read_attention(raw, read_rope(raw, raw.integer("head_dim", 256))),
+        read_attention(raw, read_rope(raw, raw.integer("head_dim"))),
         softcap=raw.optional_number("attn_logit_softcapping"),
     )
     sliding = replace(full, window=raw.integer("sliding_window", 4096))
-    layers = raw.integer("num_hidden_layers", 26)
+    layers = raw.integer("num_hidden_layers")
     windowed = raw.windowed([layer % 2 == 0 for layer in range(layers)])
-    return sandwich_config(raw, "gemma2", full, sliding, windowed)
+    return sandwich_config(raw, full, sliding, windowed)
 
 
 def read_attention(raw: RawConfig, rope: Rope) -> AttentionSpec:
     """Read a full-attention layer. GGUF files of Gemma 2 do not have the query scale."""
-    heads, head_dim = raw.integer("num_attention_heads", 8), raw.integer("head_dim", 256)
+    heads, head_dim = raw.integer("num_attention_heads"), raw.integer("head_dim")
     # The 27B scales queries by hidden size divided by heads, the others by head size.
-    largest = raw.is_gguf and raw.integer("num_hidden_layers", 26) == _LAYERS_27B
-    share = raw.integer("hidden_size", 2304) // heads if largest else head_dim
+    largest = raw.is_gguf and raw.integer("num_hidden_layers") == _LAYERS_27B
+    share = raw.integer("hidden_size") // heads if largest else head_dim
     return AttentionSpec(
         heads=heads,
-        kv_heads=raw.integer("num_key_value_heads", 4),
+        kv_heads=raw.integer("num_key_value_heads"),
         head_dim=head_dim,
         scale=1 / math.sqrt(raw.number("query_pre_attn_scalar", float(share))),
         eps=raw.number("rms_norm_eps", 1e-6),
@@ -70,27 +70,16 @@ def read_attention(raw: RawConfig, rope: Rope) -> AttentionSpec:
 
 
 def sandwich_config(
-    raw: RawConfig,
-    architecture: str,
-    full: AttentionSpec,
-    sliding: AttentionSpec,
-    windowed: Sequence[bool],
-    *,
-    vocab_size: int = 256_000,
-    context_length: int = 8192,
+    raw: RawConfig, full: AttentionSpec, sliding: AttentionSpec, windowed: Sequence[bool]
 ) -> DecoderConfig:
-    """The decoder around Gemma's layers; ``windowed`` says which are ``sliding``.
-
-    Defaults are those of transformers' config class, which published configs leave out.
-    """
-    hidden = raw.integer("hidden_size", 2304)
+    """The decoder around Gemma's layers; ``windowed`` says which are ``sliding``."""
+    hidden = raw.integer("hidden_size")
     activation = raw.choice("hidden_activation", "gelu_pytorch_tanh", ACTIVATIONS)
     return DecoderConfig(
-        architecture=architecture,
-        vocab_size=raw.integer("vocab_size", vocab_size),
+        vocab_size=raw.integer("vocab_size"),
         hidden_size=hidden,
-        intermediate_size=max(raw.integers("intermediate_size", len(windowed), 9216)),
-        context_length=raw.integer("max_position_embeddings", context_length),
+        intermediate_size=max(raw.integers("intermediate_size", len(windowed))),
+        context_length=raw.integer("max_position_embeddings"),
         norm_eps=full.eps,
         attention=tuple(sliding if here else full for here in windowed),
         mlp=MlpSpec(activation=activation, eps=full.eps),
@@ -112,7 +101,7 @@ def read_gemma3(raw: RawConfig) -> DecoderConfig:
 
     Gemma 3's ``text_config`` keys.
     """
-    head_dim = raw.integer("head_dim", 256)
+    head_dim = raw.integer("head_dim")
     scaled = {"rope_theta": raw.number("rope_theta", 1e6), **raw.mapping("rope_scaling")}
     local = {"rope_theta": raw.number("rope_local_base_freq", 1e4)}
     full = read_attention(raw, read_rope(raw, head_dim, parameters=scaled))
@@ -121,12 +110,9 @@ def read_gemma3(raw: RawConfig) -> DecoderConfig:
         rope=read_rope(raw, head_dim, parameters=local),
         window=raw.integer("sliding_window", 4096),
     )
-    layers, pattern = raw.integer("num_hidden_layers", 26), raw.integer("sliding_window_pattern", 6)
+    layers, pattern = raw.integer("num_hidden_layers"), raw.integer("sliding_window_pattern", 6)
     windowed = raw.windowed([(layer + 1) % pattern != 0 for layer in range(layers)])
-    config = sandwich_config(
-        raw, "gemma3", full, sliding, windowed, vocab_size=262_208, context_length=131_072
-    )
-    return replace(config, qk_norm=True)
+    return replace(sandwich_config(raw, full, sliding, windowed), qk_norm=True)
 
 
 def read_embedding(raw: RawConfig) -> EncoderConfig:
@@ -140,7 +126,6 @@ def read_embedding(raw: RawConfig) -> EncoderConfig:
 def encoder_config(raw: RawConfig, config: DecoderConfig) -> EncoderConfig:
     """The encoder with a decoder's layers, whose windows reach as far back as ahead."""
     return EncoderConfig(
-        architecture="gemma_embedding",
         vocab_size=config.vocab_size,
         context_length=config.context_length,
         layers=tuple(

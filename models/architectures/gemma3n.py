@@ -24,13 +24,13 @@ from localrt.models.raw_config import RawConfig, positive_number
 from localrt.quant.ops.attention import AttentionSpec
 from localrt.quant.ops.streams import StreamSpec
 
-_LAYERS, _SHARED = 35, 15
+_SHARED = 15
 _SPARSE_LAYERS, _SPARSITY = 10, 0.95  # defaults
 
 
 def read_config(raw: RawConfig) -> DecoderConfig:
     """Gemma 3n's ``text_config`` keys."""
-    layers = raw.integer("num_hidden_layers", _LAYERS)
+    layers = raw.integer("num_hidden_layers")
     windowed = raw.windowed([(layer + 1) % 5 != 0 for layer in range(layers)])
     full = _read_full(raw)
     local = {"rope_theta": raw.number("rope_local_base_freq", 1e4), "partial_rotary_factor": 1.0}
@@ -39,16 +39,14 @@ def read_config(raw: RawConfig) -> DecoderConfig:
         rope=read_rope(raw, full.head_dim, parameters=local),
         window=raw.integer("sliding_window", 512),
     )
-    config = gemma.sandwich_config(
-        raw, "gemma3n", full, sliding, windowed, vocab_size=262_400, context_length=32_768
-    )
+    config = gemma.sandwich_config(raw, full, sliding, windowed)
     sources = read_sources(raw, windowed, _SHARED)
     streams = StreamSpec(
         count=raw.integer("altup_num_inputs", 4),
         active=raw.index("altup_active_idx", 0),
         eps=config.norm_eps,
     )
-    inputs = read_layer_inputs(raw, 262_144, 256)
+    inputs = read_layer_inputs(raw, config.vocab_size)
     if inputs is None:
         raise ValueError("hidden_size_per_layer_input must be at least 1, is 0")
     return replace(
@@ -59,7 +57,7 @@ def read_config(raw: RawConfig) -> DecoderConfig:
         ),
         qk_norm=True,
         norm_offset=0.0,
-        inner_sizes=raw.integers("intermediate_size", layers, 16_384),
+        inner_sizes=raw.integers("intermediate_size", layers),
         cutoffs=_read_cutoffs(raw, layers),
         block=AltUp(
             streams=streams,
@@ -71,11 +69,11 @@ def read_config(raw: RawConfig) -> DecoderConfig:
 
 
 def _read_full(raw: RawConfig) -> AttentionSpec:
-    size = raw.integer("head_dim", 256)
+    size = raw.integer("head_dim")
     scaled = {"rope_theta": raw.number("rope_theta", 1e6), **raw.mapping("rope_scaling")}
     return AttentionSpec(
-        heads=raw.integer("num_attention_heads", 8),
-        kv_heads=raw.integer("num_key_value_heads", 2),
+        heads=raw.integer("num_attention_heads"),
+        kv_heads=raw.integer("num_key_value_heads"),
         head_dim=size,
         scale=1.0,
         eps=raw.number("rms_norm_eps", 1e-6),

@@ -28,13 +28,11 @@ _SOFTCAP = 30.0
 
 def read_config(raw: RawConfig) -> DecoderConfig:
     """Gemma 4's ``text_config`` keys."""
-    layers = raw.integer("num_hidden_layers", 30)
+    layers = raw.integer("num_hidden_layers")
     windowed = raw.windowed([(layer + 1) % 6 != 0 for layer in range(layers)])
     windowed[-1] = False  # fixed, as in transformers
     sliding, full = _read_kinds(raw, windowed)
-    config = gemma.sandwich_config(
-        raw, "gemma4", full, sliding, windowed, vocab_size=262_144, context_length=131_072
-    )
+    config = gemma.sandwich_config(raw, full, sliding, windowed)
     sources = read_sources(raw, windowed)
     sizes = _inner_sizes(raw, sources)
     if raw.text("use_bidirectional_attention", "") == "all":
@@ -65,23 +63,15 @@ def read_embedding(raw: RawConfig) -> EncoderConfig:
     own_heads = raw.changed(attention_k_eq_v=True)  # full layers have their own number, as there
     return replace(
         gemma.encoder_config(raw, read_config(own_heads)),
-        architecture="gemma_embedding2",
         inputs=raw.integer("hidden_size_per_layer_input"),
         dense=(raw.integer("embedding_dim"),),
     )
 
 
-def read_layer_inputs(
-    raw: RawConfig, vocab_size: int, default: int | None = None
-) -> LayerInputs | None:
-    """The per-layer embeddings, where a model has them.
-
-    ``vocab_size`` and the width ``default`` are used where the config has none.
-    """
-    width = raw.optional_integer("hidden_size_per_layer_input")
-    if width is None and (default is None or raw.has("hidden_size_per_layer_input")):
+def read_layer_inputs(raw: RawConfig, vocab_size: int) -> LayerInputs | None:
+    """The per-layer embeddings, where a model has them; ``vocab_size`` is the default of theirs."""
+    if (width := raw.optional_integer("hidden_size_per_layer_input")) is None:
         return None
-    width = width or raw.integer("hidden_size_per_layer_input", default)
     rows = raw.integer("vocab_size_per_layer_input", vocab_size)
     return LayerInputs(width=width, vocab_size=rows)
 
@@ -112,10 +102,10 @@ def read_sources(raw: RawConfig, windowed: Sequence[bool], default: int = 0) -> 
 
 def _read_kinds(raw: RawConfig, windowed: Sequence[bool]) -> tuple[AttentionSpec, AttentionSpec]:
     """Read a sliding and a full layer."""
-    heads, size = raw.integer("num_attention_heads", 8), raw.integer("head_dim", 256)
+    heads, size = raw.integer("num_attention_heads"), raw.integer("head_dim")
     sliding = AttentionSpec(
         heads=heads,
-        kv_heads=raw.integer("num_key_value_heads", 4),
+        kv_heads=raw.integer("num_key_value_heads"),
         head_dim=size,
         scale=1.0,
         eps=raw.number("rms_norm_eps", 1e-6),
@@ -160,9 +150,9 @@ def _full_heads(raw: RawConfig, windowed: Sequence[bool], *, tied: bool) -> tupl
     first = str(windowed.index(False))
     if raw.has("per_layer_config"):
         if first not in raw.mapping("per_layer_config"):
-            return raw.integer("head_dim", 256), None
+            return raw.integer("head_dim"), None
         special = raw.nested("per_layer_config", first)
-        size = special.integer("head_dim", raw.integer("head_dim", 256))
+        size = special.integer("head_dim", raw.integer("head_dim"))
         return size, special.optional_integer("num_key_value_heads")
     groups = raw.optional_integer("num_global_key_value_heads") if tied else None
     return raw.integer("global_head_dim", 512), groups
@@ -170,7 +160,7 @@ def _full_heads(raw: RawConfig, windowed: Sequence[bool], *, tied: bool) -> tupl
 
 def _inner_sizes(raw: RawConfig, sources: Sequence[int | None]) -> tuple[int, ...]:
     """Layers without keys and values of their own may have MLPs of twice the width."""
-    sizes = raw.integers("intermediate_size", len(sources), 9216)
+    sizes = raw.integers("intermediate_size", len(sources))
     if not raw.flag("use_double_wide_mlp"):
         return sizes
     return tuple(
