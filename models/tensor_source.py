@@ -304,16 +304,9 @@ class SourcedCheckpoint:
         }
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> PackedTensor:
-        """Rows ``start`` to ``stop`` of a tensor.
-
-        Raises:
-            CheckpointError: no such tensor, or the files are closed.
-            ValueError: the tensor has no such rows.
-        """
         return self._source(name).read(start, stop)
 
     def blocks(self, name: str, max_bytes: int = 2 << 20) -> Iterator[PackedTensor]:
-        """A tensor's rows in order, in pieces of at most ``max_bytes`` (and at least one row)."""
         yield from self._source(name).blocks(max_bytes)
 
     def _source(self, name: str) -> RowSource:

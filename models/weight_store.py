@@ -242,7 +242,6 @@ class ResidentWeights(WeightStore):
     def begin(
         self, batch: Batch, logit_rows: npt.NDArray[np.intp], check: Check | None
     ) -> PassState:
-        """See ``WeightStore``; nothing to wait for."""
         return PassState(self.ops, self.ops.begin(batch), logit_rows=logit_rows, batch=batch)
 
     def head(self, state: PassState) -> Sequence[Part]:

@@ -128,7 +128,6 @@ class Requests:
         return dict(self._loaded.info)
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of ``text``."""
         return self._engine.encode(text)
 
     def generate(self, prompt: list[int], tokens: int) -> dict[str, object]:

@@ -39,7 +39,6 @@ class HuggingFaceEngine:
         }
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of ``text``, without special tokens."""
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def generate(self, prompt: list[int], tokens: int, on_first: Callable[[], None]) -> Metrics:

@@ -72,7 +72,6 @@ class HarmonyParser:
         self.calls: tuple[ToolCall, ...] = ()
 
     def push(self, piece: str) -> str:
-        """Add ``piece`` and return the text to show."""
         self._buffer += piece
         shown, self._first = self._first, ""
         while match := _MARK.search(self._buffer):

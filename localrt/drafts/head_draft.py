@@ -277,7 +277,6 @@ class HeadDraft:
             ) from error
 
     def source(self, session: EngineSession, options: Options) -> DraftSource:
-        """Return the draft source for a session."""
         assert isinstance(session, NativeSession), "sessions belong to one engine"
         capacity, temperature = session.capacity, options.sampling.temperature
         if isinstance(decoder := self.decoder, BlockDecoder):

@@ -152,7 +152,6 @@ class ModelDraft:
         self.level_share = min(1.0, share)
 
     def source(self, session: EngineSession, options: Options) -> DraftSource:
-        """Return the draft source for a session."""
         info = self._target.engine.info
         round_nodes = _ROUND_NODES
         if info.streamed:  # little memory
@@ -166,7 +165,6 @@ class ModelDraft:
         )
 
     def close(self) -> None:
-        """Free the model."""
         self._parts.engine.close()
 
 

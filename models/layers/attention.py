@@ -86,7 +86,6 @@ class LatentAttention:
         return ops.latent_output(q, self.weights, self.spec, step, self.layer)
 
     def matrices(self) -> dict[str, Weight]:
-        """The weights of ``latent_groups``, by the first name of each group."""
         own = self.weights
         whole = [weight for weight in (own.down, own.query_up, own.out) if weight is not None]
         groups = latent_groups(self.spec)

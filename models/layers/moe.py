@@ -270,7 +270,6 @@ class ResidentExperts:
         return self.watch is None and all(table.capturable for table in self.tables.values())
 
     def begin(self, routed: Routed, state: PassState) -> ExpertPass:
-        """Nothing to load."""
         return _ResidentPass(state.ops, self.tables[routed.place], routed)
 
 
@@ -281,7 +280,6 @@ class _ResidentPass:
     routed: Routed
 
     def slots(self) -> Array:
-        """See ``ExpertPass``; computes all experts at once."""
         routed = self.routed
         slots = self.ops.expert_slots(routed.rows, routed.routing)
         self.ops.run_experts(routed.rows, routed.routing, self.table, routed.spec, slots)

@@ -288,7 +288,6 @@ class VocabularyTokenizer(Tokenizer):
         return self._vocabulary.pieces.text(token)
 
     def token_id(self, text: str) -> int | None:
-        """Id of the token that the vocabulary spells ``text``, if there is one."""
         return self._vocabulary.pieces.find(text)
 
     def _encode_bytes(self, data: bytes) -> list[int]:

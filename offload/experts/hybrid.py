@@ -154,14 +154,12 @@ class HybridExperts:
         return RecordedLayers(self, layers, None if make is None else make(parts))
 
     def begin_recorded(self, first: int) -> Sequence[ExpertTable]:
-        """See ``HostExperts``."""
         if not self._served or self._served[-1].routed.place >= first:  # another pass
             self.learn()
         self.copies.settle()
         return self.slots.cache.tables
 
     def compute_absent(self, layer_pass: RecordedPass) -> None:
-        """See ``HostExperts``."""
         absent, place = layer_pass.absent(), layer_pass.routed.place
         if not absent:
             return
@@ -173,7 +171,6 @@ class HybridExperts:
             pool.done(place)
 
     def served(self, layers: Sequence[RecordedPass], busy_s: float) -> None:
-        """See ``HostExperts``."""
         if busy_s:
             first, last = layers[0].label, layers[-1].label
             name = first if first == last else f"{first.removesuffix('.experts')} to {last}"

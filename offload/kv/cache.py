@@ -254,7 +254,6 @@ class SsdKVCache(NativeKVCache):
                 task.result()
 
     def advance(self, count: int) -> None:
-        """Count written rows as tokens."""
         super().advance(count)
         for stored in self._stored.values():
             if stored.next_saved is not None:

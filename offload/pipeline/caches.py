@@ -53,12 +53,10 @@ class SplitCache:
 
     @property
     def length(self) -> int:
-        """The number of tokens."""
         return self.on(self._host_ops).length
 
     @property
     def capacity(self) -> int:
-        """The most tokens that it can hold."""
         return self.on(self._host_ops).capacity
 
     @property

@@ -273,7 +273,6 @@ class NativeOps(StreamSteps):
         step: NativePass,
         layer: int,
     ) -> Floats:
-        """(R, H, E), already scaled; keys and values are written to the caches."""
         q = self._array(step.rows * (2 if spec.has_gates else 1), spec.heads * spec.head_dim)
         turns = self._turns_of(weights, spec)
         if self._tape is not None and turns is not None:
@@ -377,7 +376,6 @@ class NativeOps(StreamSteps):
         return self._gated_mlp(x, weights, spec, None)
 
     def norm_gate_rows(self, x: Floats, weights: MlpWeights, spec: MlpSpec) -> Floats:
-        """What an MLP's down multiplies: (R, rows of gate)."""
         rows = weights.gate_up.stack.rows // (2 if spec.gated else 1)
         out = np.empty((len(x), rows), np.float32)
         args = kept_args(weights.gate_up, weights, spec, gate_args)
@@ -422,7 +420,6 @@ class NativeOps(StreamSteps):
     def norm_route(
         self, x: Floats, weights: RouterWeights, spec: RouterSpec
     ) -> tuple[Floats, Routing]:
-        """(R, D), and the choices."""
         rows, hidden = x.shape
         args = kept_args(weights.gate, weights, spec, route_args)
         ranked, used = args.ranked, args.used

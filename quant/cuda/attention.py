@@ -358,7 +358,6 @@ class AttentionSteps:
         step: CudaPass,
         layer: int,
     ) -> Tensor:
-        """(R, H, E); keys and values are written to the caches."""
         h = normed_for(x, weights.norm, spec.eps, weights.qkv)
         qkv = linear(h, weights.qkv, weights.qkv_bias)
         rows = len(qkv)

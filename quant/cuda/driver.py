@@ -43,19 +43,15 @@ class Event:
         weakref.finalize(self, spare.append, handle)
 
     def record(self, stream: Handle | None = None) -> None:
-        """Record the event after all work of the stream so far."""
         self._gpu.call("cuEventRecord", self.handle, stream or self._gpu.stream)
 
     def synchronize(self) -> None:
-        """Wait until it has happened."""
         self._gpu.call("cuEventSynchronize", self.handle)
 
     def query(self) -> bool:
-        """Whether it has happened."""
         return bool(self._gpu.call("cuEventQuery", self.handle, among=(0, _NOT_READY)) == 0)
 
     def ms_until(self, later: Event) -> float:
-        """Milliseconds between two timed events that have happened."""
         return float(self._gpu.call("cuEventElapsedTime", self.handle, later.handle))
 
 

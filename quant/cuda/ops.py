@@ -124,7 +124,6 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
 
     @cached_property
     def capture(self) -> Capture:
-        """The capture of the GPU."""
         return Capture(self._device)
 
     def free_memory(self) -> int | None:

@@ -119,7 +119,6 @@ class KQuantCodec(BlockCodec):
 
     @property
     def group(self) -> int:
-        """Columns that share a scale."""
         return _BLOCK // _GROUPS
 
     @property

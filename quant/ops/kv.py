@@ -175,12 +175,10 @@ class GrowingCache(ABC):
 
     @property
     def length(self) -> int:
-        """Tokens held."""
         return self._length
 
     @property
     def capacity(self) -> int:
-        """The most tokens it may hold."""
         return self._capacity
 
     @property
@@ -209,7 +207,6 @@ class GrowingCache(ABC):
         self.allocated = size
 
     def advance(self, count: int) -> None:
-        """Count written rows as held."""
         assert self._length + count <= self.allocated, "rows must be written before they count"
         self._length += count
 

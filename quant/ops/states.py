@@ -317,7 +317,6 @@ class StateCache:
         self._pass.target.positions[layer] = self._pass.fold
 
     def advance(self, count: int) -> None:
-        """Count the finished pass's rows as held."""
         done = self._pass
         assert done is not None, "rows must be computed before they count"
         self._pass = None

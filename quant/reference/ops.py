@@ -210,7 +210,6 @@ class TorchOps(StreamSteps):
     def norm_qkv_rope_append(
         self, x: Tensor, weights: AttentionWeights, spec: AttentionSpec, step: _Pass, layer: int
     ) -> Tensor:
-        """(R, H, E); keys and values are written to the caches."""
         heads, groups, size = spec.heads, spec.kv_heads, spec.head_dim
         qkv = self.linear(self._norm(x, weights.norm, spec.eps), weights.qkv, weights.qkv_bias)
         gates = None
@@ -388,7 +387,6 @@ class TorchOps(StreamSteps):
     def norm_route(
         self, x: Tensor, weights: RouterWeights, spec: RouterSpec
     ) -> tuple[Tensor, Routing]:
-        """The normed rows (R, D), and their experts."""
         normed = self._norm(x, weights.norm, spec.eps)
         bias = None if weights.gate_bias is None else weights.gate_bias.float()
         seen = normed

@@ -102,7 +102,6 @@ class NativeEngine(Engine):
         self._thread = thread
 
     def session(self, capacity: int) -> NativeSession:
-        """A new, empty session."""
         return NativeSession(
             self,
             self.cache(capacity),
@@ -170,7 +169,6 @@ class NativeEngine(Engine):
 
     @property
     def exact_rows(self) -> int:
-        """The most rows of a pass that have the bits of plain decoding; 1: it is not promised."""
         self._loaded()
         return self.weights.exact_rows
 

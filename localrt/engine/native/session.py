@@ -160,12 +160,10 @@ class NativeSession(EngineSession):
 
     @property
     def tokens(self) -> Sequence[int]:
-        """The tokens in the cache."""
         return self._tokens
 
     @property
     def nbytes(self) -> int:
-        """The bytes that the cache takes now."""
         cache = self._cache
         return 0 if cache is None else cache.nbytes + getattr(cache, "gpu_nbytes", 0)
 
@@ -299,7 +297,6 @@ class NativeSession(EngineSession):
         return self.put_tokens(other.tokens[:length], read, states)
 
     def close(self) -> None:
-        """Free the cache."""
         self._cache = self._features = None
         self._tokens, self.shift = [], 0
 

@@ -95,7 +95,6 @@ class GgufCheckpoint(SourcedCheckpoint):
             raise
 
     def close(self) -> None:
-        """Close the files."""
         for part in self._parts:
             part.close()
 

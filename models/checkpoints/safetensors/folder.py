@@ -149,7 +149,6 @@ class SafetensorsCheckpoint(SourcedCheckpoint):
             self.config = {**self.config, **self._head(config)}
 
     def close(self) -> None:
-        """Close the files."""
         for file in self._files.values():
             file.close()
 

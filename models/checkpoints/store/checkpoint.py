@@ -227,7 +227,6 @@ class StoreCheckpoint:
         return self._held[1]
 
     def close(self) -> None:
-        """Close the files."""
         self._held = None
         for file in self._files.values():
             file.close()
