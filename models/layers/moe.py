@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,7 +29,7 @@ from localrt.models.config import (
     DecoderConfig,
     expert_matrices,
 )
-from localrt.models.layers.parts import GatedMlp, PassState
+from localrt.models.layers.parts import GatedMlp, PassState, norm_of_layer
 from localrt.models.weights import WeightLoader
 from localrt.quant.ops.arrays import Array, Weight
 from localrt.quant.ops.experts import (
@@ -100,18 +101,10 @@ class SparseMlp:
         prefix = f"model.layers.{layer}."
         count, optional = spec.router.count, weights.optional_vector
         self._beside = _BesideDense(config, layer, weights) if spec.beside_dense else None
-        names = config.names_of(layer)
-        norm = _EXPERT_NORM if spec.beside_dense else names.mlp_norm
-        post_norm = "" if spec.beside_dense else names.mlp_post_norm
-        self._post_norm = (
-            weights.vector(hidden, f"{prefix}{post_norm}.weight", offset=config.norm_offset)
-            if post_norm
-            else None
-        )
+        names, norm = config.names_of(layer), partial(norm_of_layer, config, layer, weights)
+        self._post_norm = norm("" if spec.beside_dense else names.mlp_post_norm)
         self.router = RouterWeights(
-            norm=weights.vector(hidden, f"{prefix}{norm}.weight", offset=config.norm_offset)
-            if norm
-            else None,
+            norm=norm(_EXPERT_NORM if spec.beside_dense else names.mlp_norm),
             gate=weights.matrix((count, hidden), f"{prefix}{ROUTER}.weight"),
             gate_bias=optional(spec.gate_bias, count, f"{prefix}{ROUTER}.bias"),
             choice_bias=optional(spec.choice_bias, count, prefix + CHOICE_BIAS),
@@ -219,12 +212,11 @@ class _BesideDense:
     """
 
     def __init__(self, config: DecoderConfig, layer: int, weights: WeightLoader) -> None:
-        prefix, hidden = f"model.layers.{layer}.", config.hidden_size
         self.dense = GatedMlp(config, layer, weights, _DENSE_POST_NORM)
-        self._expert_norm = weights.vector(hidden, f"{prefix}{_EXPERT_POST_NORM}.weight")
-        self._norm = weights.vector(
-            hidden, f"{prefix}{config.names_of(layer).mlp_post_norm}.weight"
-        )
+        prefix, names = f"model.layers.{layer}.", config.names_of(layer)
+        norm = partial(weights.vector, config.hidden_size)
+        self._expert_norm = norm(f"{prefix}{_EXPERT_POST_NORM}.weight")
+        self._norm = norm(f"{prefix}{names.mlp_post_norm}.weight")
         self._eps = config.norm_eps
 
     def join(self, state: PassState, rows: Array) -> Array:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -182,6 +183,18 @@ class FromPictures:
         state.x = state.ops.given_rows(x)
 
 
+def norm_of_layer(
+    config: DecoderConfig, layer: int, weights: WeightLoader, name: str, scale: float = 1.0
+) -> Vector | None:
+    """A layer's norm of the residual stream or of a result, times ``scale``; without a ``name``,
+    None.
+    """
+    if not name:
+        return None
+    whole, offset = f"model.layers.{layer}.{name}.weight", config.norm_offset
+    return weights.vector(config.hidden_size, whole, offset=offset, scale=scale)
+
+
 class Attention:
     """Norm, projections, rotary, cache, attention, output projection.
 
@@ -200,19 +213,14 @@ class Attention:
         spec = config.attention[layer]
         assert isinstance(spec, AttentionSpec), "the layer is of another kind"
         self.spec = spec
-        hidden, size, offset = config.hidden_size, spec.head_dim, config.norm_offset
+        hidden, size = config.hidden_size, spec.head_dim
         rows, own = spec.projected_rows, spec.reads is None
         qkv = names.qkv
         if len(qkv) > 1:
             qkv = (*qkv[: spec.projections], *(qkv[3:] if spec.last_gates else ()))
         self._first, self._out = qkv[0], names.out
-        joint, optional = spec.joint_norms, weights.optional_vector
+        norm, optional = partial(norm_of_layer, config, layer, weights), weights.optional_vector
         prefix = f"model.layers.{layer}."
-
-        def norm(name: str, width: int, present: bool = True, scale: float = 1.0) -> Vector | None:
-            if not present:
-                return None
-            return weights.vector(width, f"{prefix}{name}.weight", offset=offset, scale=scale)
 
         def ones(present: bool) -> Vector | None:
             return weights.constants(f"ones.{size}", np.ones(size, np.float32)) if present else None
@@ -220,15 +228,13 @@ class Attention:
         def head_norm(name: str, heads: int, present: bool) -> Vector | None:
             if spec.unit_norms:
                 return ones(present)
-            return norm(name, size * (heads if joint else 1), config.qk_norm and present)
+            if not (config.qk_norm and present):
+                return None
+            width = size * (heads if spec.joint_norms else 1)
+            return weights.vector(width, f"{prefix}{name}.weight", offset=config.norm_offset)
 
         self.weights = AttentionWeights(
-            norm=norm(
-                names.attention_norm,
-                hidden,
-                bool(names.attention_norm),
-                config.multipliers.attention_in,
-            ),
+            norm=norm(names.attention_norm, config.multipliers.attention_in),
             qkv=weights.matrix(
                 (rows, config.block.attention_width(config)),
                 *(f"{prefix}{n}.weight" for n in qkv),
@@ -239,7 +245,7 @@ class Attention:
             q_norm=head_norm(names.q_norm, spec.heads, True),
             k_norm=head_norm(names.k_norm, spec.kv_heads, own),
             v_norm=ones(spec.value_norm and own),
-            post_norm=norm(names.attention_post_norm, hidden, bool(names.attention_post_norm)),
+            post_norm=norm(names.attention_post_norm),
             sinks=optional(spec.sinks, spec.heads, f"{prefix}{names.sinks}"),
         )
 
@@ -269,24 +275,20 @@ class GatedMlp:
         rows: tuple[int, int] | None = None,
     ) -> None:
         self._names = names = config.names_of(layer)
-        hidden, inner, offset = config.hidden_size, config.inner_size(layer), config.norm_offset
+        hidden, inner = config.hidden_size, config.inner_size(layer)
+        prefix, norm = f"model.layers.{layer}.", partial(norm_of_layer, config, layer, weights)
         gates, outputs = rows or (inner, hidden)
-        prefix, post_norm = f"model.layers.{layer}.", post_norm or names.mlp_post_norm
         self.spec = config.mlp_of(layer)
         if self.spec.activation == "xielu":
             self.spec = replace(self.spec, curve=_load_curve(weights, prefix))
         self.weights = MlpWeights(
-            norm=weights.vector(hidden, f"{prefix}{names.mlp_norm}.weight", offset=offset)
-            if names.mlp_norm
-            else None,
+            norm=norm(names.mlp_norm),
             gate_up=weights.matrix(
                 ((2 if self.spec.gated else 1) * gates, hidden),
                 *(f"{prefix}{n}.weight" for n in names.gate_up),
             ),
             down=weights.matrix((outputs, inner), f"{prefix}{names.down}.weight"),
-            post_norm=weights.vector(hidden, f"{prefix}{post_norm}.weight", offset=offset)
-            if post_norm
-            else None,
+            post_norm=norm(post_norm or names.mlp_post_norm),
         )
 
     def __call__(self, state: PassState) -> Array:

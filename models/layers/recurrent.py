@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import numpy.typing as npt
 
 from localrt.models.config import DecoderConfig, RecurrentNames
-from localrt.models.layers.parts import PassState
+from localrt.models.layers.parts import PassState, norm_of_layer
 from localrt.models.weights import TapsFirst, WeightLoader
 from localrt.quant.ops.arrays import Array, Vector, Weight
 from localrt.quant.ops.mathematics import exp
@@ -40,7 +42,7 @@ class Recurrent:
         around = config.names_of(layer)
         assert names is not None, "an architecture with recurrent layers names their tensors"
         self.layer, self.spec, self._names = at, spec, names
-        prefix = f"model.layers.{layer}."
+        prefix, norm = f"model.layers.{layer}.", partial(norm_of_layer, config, layer, weights)
         optional, heads, rank = weights.optional_vector, spec.heads, spec.low_rank
         stateful, inner = spec.stateful, spec.inner
         rates = spec.factors - heads if stateful else 0
@@ -57,14 +59,7 @@ class Recurrent:
             transform = _negative if names.decay_is_rate else _rate
             decay = weights.vector(heads, f"{prefix}{names.decay}", transform=transform)
         self.weights = RecurrentWeights(
-            norm=None
-            if not around.attention_norm
-            else weights.vector(
-                hidden,
-                f"{prefix}{around.attention_norm}.weight",
-                offset=config.norm_offset,
-                scale=config.multipliers.recurrent_in,
-            ),
+            norm=norm(around.attention_norm, config.multipliers.recurrent_in),
             mix=weights.matrix(
                 (spec.mix_rows, hidden), *(f"{prefix}{name}.weight" for name in names.mix)
             ),
@@ -86,13 +81,7 @@ class Recurrent:
             ),
             out_bias=vector(names.biased, hidden, f"{names.out}.bias"),
             mix_scale=_mix_scale(config, spec, weights),
-            post_norm=None
-            if not around.attention_post_norm
-            else weights.vector(
-                hidden,
-                f"{prefix}{around.attention_post_norm}.weight",
-                offset=config.norm_offset,
-            ),
+            post_norm=norm(around.attention_post_norm),
             gate_up=widening(inner, names.gate_up),
             decay_up=widening(rates, names.decay_up),
         )
