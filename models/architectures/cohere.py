@@ -56,7 +56,6 @@ def read_cohere2_moe(raw: RawConfig) -> DecoderConfig:
     """Command A+ and North: Cohere 2 with mixtures; the first layers may be dense.
 
     A dense layer without a window has rotary embedding where dense layers have a pattern of 1.
-    Reads Cohere 2's and mixture keys; ``intermediate_size`` is an expert's width.
     """
     layers, dense = raw.integer("num_hidden_layers"), raw.index("first_k_dense_replace")
     sparse = raw.sparse(layers)

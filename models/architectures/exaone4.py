@@ -36,10 +36,7 @@ def read_config(raw: RawConfig) -> DecoderConfig:
 
 
 def read_exaone_moe(raw: RawConfig) -> DecoderConfig:
-    """K-EXAONE: experts are chosen as in DeepSeek-V3, and the first layers are dense.
-
-    Reads EXAONE 4's and DeepSeek's mixture keys.
-    """
+    """K-EXAONE: experts are chosen as in DeepSeek-V3, and the first layers are dense."""
     raw = raw.renamed({"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"})
     config = read_config(raw)
     return replace(

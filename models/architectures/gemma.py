@@ -37,12 +37,7 @@ _LAYERS_27B = 46
 
 
 def read_gemma2(raw: RawConfig) -> DecoderConfig:
-    """Gemma 2: sandwich norms, soft-capped scores and logits, a window in every other layer.
-
-    Gemma 3 shares all but the scores' cap.
-
-    Gemma 2's ``config.json`` keys.
-    """
+    """Gemma 2: sandwich norms, soft-capped scores and logits, a window in every other layer."""
     full = replace(
         read_attention(raw, read_rope(raw, raw.integer("head_dim"))),
         softcap=raw.optional_number("attn_logit_softcapping"),
@@ -93,13 +88,9 @@ def sandwich_config(
 
 
 def read_gemma3(raw: RawConfig) -> DecoderConfig:
-    """Gemma 3 (text): Gemma 2 with query and key norms, and five sliding-window layers to one
-    full.
+    """Gemma 3 (text): Gemma 2 with query and key norms, and five sliding-window layers to one full.
 
-    Sliding layers rotate with their own base frequency, which is not scaled; scores have no
-    cap.
-
-    Gemma 3's ``text_config`` keys.
+    Sliding layers rotate with their own base frequency, which is not scaled; scores have no cap.
     """
     head_dim = raw.integer("head_dim")
     scaled = {"rope_theta": raw.number("rope_theta", 1e6), **raw.mapping("rope_scaling")}

@@ -33,10 +33,7 @@ def read_config(raw: RawConfig) -> DecoderConfig:
 
 
 def read_granite_moe(raw: RawConfig) -> DecoderConfig:
-    """Granite-MoE (IBM Granite 3): Granite with mixtures; GraniteMoeShared adds a shared MLP.
-
-    Reads Granite's keys; ``intermediate_size`` is an expert's width.
-    """
+    """Granite-MoE (IBM Granite 3): Granite with mixtures; GraniteMoeShared adds a shared MLP."""
     return with_experts(raw, read_config(raw))
 
 
@@ -53,8 +50,6 @@ def read_granite_swa(raw: RawConfig) -> DecoderConfig:
     """Granite with windows, dense or with mixtures: sinks, and a rotary base for each layer.
 
     Every fourth layer has no window; a layer with base 0 has no rotary embedding.
-
-    Granite's keys, ``layer_types`` and ``layer_rope_theta``.
     """
     config = read_config(raw)
     config = replace(config, attention=_attention(raw, config))
@@ -83,10 +78,7 @@ _KINDS = {"linear_attention": False, "mamba": False, "full_attention": True, "at
 
 
 def read_granite_hybrid(raw: RawConfig) -> DecoderConfig:
-    """Granite 4 (IBM): Mamba-2, and attention without rotary embedding; dense or mixtures.
-
-    Granite's keys, Mamba's, and ``layer_types``.
-    """
+    """Granite 4 (IBM): Mamba-2, and attention without rotary embedding; dense or mixtures."""
     config = read_config(raw)
     rotates = raw.text("position_embedding_type", "rope" if raw.is_gguf else "") == "rope"
     attending = config.attending[0]

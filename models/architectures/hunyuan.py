@@ -63,8 +63,6 @@ def read_hunyuan_moe(raw: RawConfig) -> DecoderConfig:
 def read_hy_v3(raw: RawConfig) -> DecoderConfig:
     """Hy3: norms on queries and keys before their rotation, and all but the first layer are
     mixtures. Experts are scored by sigmoids; a bias only affects the choice.
-
-    Reads Llama's and mixture keys, ``router_scaling_factor`` and ``mlp_layer_types``.
     """
     config = replace(llama.read_config(raw), qk_norm=True)
     layers = range(config.layers)

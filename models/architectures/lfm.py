@@ -109,9 +109,7 @@ def read_lfm3(raw: RawConfig) -> DecoderConfig:
     """LFM3 (Liquid AI): short convolutions, norms on inputs and results, and a gate for each head.
 
     Some attention layers have a window and rotate the whole head; the others see all tokens and
-    rotate a share of its pairs.
-
-    Reads LFM2's keys; ``rope_parameters`` has an entry for each kind of attention.
+    rotate a share of its pairs: ``rope_parameters`` has an entry for each kind.
     """
     config = llama.read_config(raw)
     gated = raw.flag("use_attention_gate", default=True)

@@ -70,30 +70,19 @@ _TEXT_MODELS = {  # the others: no type given
 def read_llava(raw: RawConfig) -> DecoderConfig:
     """LLaVA around a Llama or a Mistral: Pixtral, Apriel 1.5 and 1.6; Idefics3 and SmolVLM, whose
     text model is a Llama.
-
-    Reads Llama's keys; the text model's ``model_type`` selects the defaults.
     """
     raw.choice("model_type", "llama", _TEXT_MODELS)
     return read_config(raw)
 
 
 def read_mixtral(raw: RawConfig) -> DecoderConfig:
-    """Mixtral: Mistral with a mixture of experts in every layer.
-
-    Its GGUF files have the architecture ``llama`` (see ``registry.py``).
-
-    Reads Llama's keys; ``intermediate_size`` is an expert's width. The chosen weights sum to 1.
-    """
+    """Mixtral: Mistral with mixtures, whose GGUF files have the architecture ``llama``."""
     config = read_config(raw)
     return with_mixture(config, read_mixture(raw, config))
 
 
 def read_ministral3(raw: RawConfig) -> DecoderConfig:
-    """Ministral 3 and Mistral 3: Mistral with YaRN, and queries scaled up at late positions.
-
-    Reads Llama's keys, and ``llama_4_scaling_beta`` among the rotary parameters; Mistral Small 3.1
-    has none.
-    """
+    """Ministral 3 and Mistral 3: Mistral with YaRN, and queries scaled up at late positions."""
     config, temperature = read_config(raw), read_temperature(raw)
     attention = tuple(replace(spec, temperature=temperature) for spec in config.attending)
     return replace(config, attention=attention)

@@ -78,11 +78,8 @@ _FALCON_H1_NAMES = LayerNames(
 
 
 def read_falcon_h1(raw: RawConfig) -> DecoderConfig:
-    """Falcon-H1 (TII): attention and Mamba-2 in parallel in every layer, and many factors.
-
-    GGUF files have the factors folded into the weights.
-
-    Reads Llama's keys, Mamba's, and ``*_multiplier``.
+    """Falcon-H1 (TII): attention and Mamba-2 in parallel in every layer, and many factors, which
+    GGUF files have folded into the weights.
     """
     config = llama.read_config(raw)
     (plain,) = set(config.attending)

@@ -23,13 +23,7 @@ RESULT_NORMS = LayerNames(
 
 
 def read_olmo2(raw: RawConfig) -> DecoderConfig:
-    """OLMo 2 and OLMo 3: norms on results instead of inputs, and over all heads of queries and of
-    keys.
-
-    In OLMo 3 three of four layers have a window; only the others scale their rotary embedding.
-
-    Reads Llama's keys; OLMo 3 has a ``sliding_window`` in the layers that ``layer_types`` names.
-    """
+    """In OLMo 3 three of four layers have a window; only the others scale their rotary embedding."""
     config = llama.read_config(raw)
     full = replace(config.attending[0], joint_norms=True, window=None)
     attention = (full,) * config.layers
@@ -48,10 +42,7 @@ def read_olmo2(raw: RawConfig) -> DecoderConfig:
 
 
 def read_olmoe(raw: RawConfig) -> DecoderConfig:
-    """OLMoE: Llama with many small experts, and norms over all heads of queries and of keys.
-
-    Reads Llama's keys; ``intermediate_size`` is an expert's width.
-    """
+    """OLMoE: Llama with many small experts, and norms over all heads of queries and of keys."""
     if raw.optional_number("clip_qkv") is not None:
         raise UnsupportedModelError("clip_qkv (clipped queries, keys and values) is not supported")
     config = llama.read_config(raw)

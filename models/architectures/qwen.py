@@ -13,11 +13,7 @@ from localrt.quant.ops.attention import AttentionSpec
 
 
 def read_qwen2(raw: RawConfig) -> DecoderConfig:
-    """Qwen2 and Qwen2.5: Llama with biases on q, k and v, and a sliding window on upper layers
-    only.
-
-    Reads Llama's keys; q, k and v always have a bias.
-    """
+    """Qwen2 and Qwen2.5: Llama with biases on q, k and v, and a window on upper layers only."""
     config = llama.read_config(raw)
     return replace(config, attention=windowed_layers(raw, config), qkv_bias=True)
 
@@ -35,19 +31,13 @@ def windowed_layers(raw: RawConfig, config: DecoderConfig) -> tuple[AttentionSpe
 
 
 def read_qwen3(raw: RawConfig) -> DecoderConfig:
-    """Qwen3: Qwen2 without biases, with a norm on every query and key head.
-
-    Reads Llama's keys; ``head_dim`` is given, not hidden size divided by heads.
-    """
+    """Qwen3: Qwen2 without biases, with a norm on every query and key head."""
     config = llama.read_config(raw)
     return replace(config, attention=windowed_layers(raw, config), qk_norm=True)
 
 
 def read_qwen2_moe(raw: RawConfig) -> DecoderConfig:
-    """Qwen2-MoE and Qwen1.5-MoE: Qwen2 with mixtures, and a shared expert with its own gate.
-
-    Reads Qwen2's and mixture keys; chosen weights sum to 1 only if the config says so.
-    """
+    """Qwen2-MoE and Qwen1.5-MoE: Qwen2 with mixtures, and a shared expert with its own gate."""
     config = read_qwen2(raw)
     spec = replace(
         read_mixture(raw, config, normalize=False, inner=raw.integer("moe_intermediate_size")),
@@ -60,9 +50,8 @@ def read_qwen2_moe(raw: RawConfig) -> DecoderConfig:
 
 
 def read_qwen3_moe(raw: RawConfig) -> DecoderConfig:
-    """Qwen3-MoE: Qwen3 with mixtures; no shared expert.
+    """Qwen3-MoE: Qwen3 with mixtures. A window, if switched on, holds in every layer.
 
-    Reads Qwen3's and mixture keys. A window, if switched on, holds in every layer.
     ``norm_topk_prob`` defaults to true: GGUF and Qwen3-VL leave it out.
     """
     config = llama.read_config(raw)
@@ -79,8 +68,6 @@ def read_qwen3_moe(raw: RawConfig) -> DecoderConfig:
 def read_mellum(raw: RawConfig) -> DecoderConfig:
     """Mellum 2 (JetBrains): Qwen3-MoE in which some layers have a window; these rotate with their
     own base, which is not scaled.
-
-    Reads Qwen3-MoE's keys, ``layer_types`` and ``mlp_layer_types``.
     """
     config = llama.read_config(raw)
     full = replace(config.attending[0], window=None)
