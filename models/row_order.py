@@ -31,7 +31,7 @@ from localrt.models.tensor_source import (
     StoredTensor,
     TensorInfo,
 )
-from localrt.quant.formats import F32, GGML_UNREAD, NVFP4, TQ2_0, Format, PackedTensor
+from localrt.quant.formats import F32, GGML_UNREAD, NVFP4, TQ2_0, Format, PackedTensor, unpack
 from localrt.quant.formats.ik_quants import IK_CONVERSIONS
 from localrt.quant.formats.packed import Bytes
 
@@ -310,6 +310,20 @@ class OrderedColumns(RowSource):
         shape = stop - start, -1, self.info.format.block_bytes
         values = [part.read(start, stop).data.reshape(shape) for part in self.parts]
         return np.ascontiguousarray(np.concatenate(values, axis=1)[:, self.order])
+
+
+def without_one(source: RowSource) -> RowSource:
+    """A norm's weights minus 1, in float32."""
+    info = source.info
+    return _WithoutOne(replace(info, format=F32, nbytes=4 * math.prod(info.shape)), source)
+
+
+@dataclass(frozen=True, slots=True)
+class _WithoutOne(DerivedRows):
+    """The values of ``whole`` minus 1."""
+
+    def _read(self, start: int, stop: int) -> Bytes:
+        return (unpack(self.whole.read(start, stop)) - np.float32(1)).view(np.uint8)
 
 
 def regrouped(source: RowSource, *, integers: bool = False) -> RowSource:

@@ -31,9 +31,8 @@ from localrt.models.checkpoints.gguf.vision_families import (
     deep_blocks,
 )
 from localrt.models.checkpoints.safetensors_header import is_raw, unread_type_error
-from localrt.models.row_order import JoinedRows, OrderedColumns, in_halves, regrouped
+from localrt.models.row_order import JoinedRows, OrderedColumns, in_halves, regrouped, without_one
 from localrt.models.tensor_source import DerivedRows, RowSource, SourcedCheckpoint, matrix_shape
-from localrt.quant.formats import F32, unpack
 from localrt.quant.formats.packed import Bytes
 
 ARCHITECTURE = "clip"
@@ -239,9 +238,7 @@ class _Reading:
         if name == "v.view_seperator":
             return replace(tensor, info=replace(tensor.info, shape=tensor.info.shape[-1:]))
         if name == "mm.soft_emb_norm.weight":
-            info = tensor.info
-            count = math.prod(info.shape)
-            return _WithoutOne(replace(info, format=F32, nbytes=4 * count), tensor)
+            return without_one(tensor)
         return tensor
 
     def _joined(self, names: Sequence[str]) -> RowSource:
@@ -286,14 +283,6 @@ class _Reading:
         if name not in self.stored:
             raise CheckpointError(f"{self.path} has no tensor {name!r}")
         return self.stored[name]
-
-
-@dataclass(frozen=True, slots=True)
-class _WithoutOne(DerivedRows):
-    """The values of ``whole`` minus 1."""
-
-    def _read(self, start: int, stop: int) -> Bytes:
-        return (unpack(self.whole.read(start, stop)) - np.float32(1)).view(np.uint8)
 
 
 @dataclass(frozen=True, slots=True)

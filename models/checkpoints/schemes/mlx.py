@@ -35,8 +35,9 @@ from localrt.models.checkpoints.schemes.rows import (
 )
 from localrt.models.checkpoints.schemes.weights import Keys, Parts, require_shape, wrong
 from localrt.models.checkpoints.text_model import decoder_tensor
+from localrt.models.row_order import without_one
 from localrt.models.tensor_source import RowSource, StoredTensor
-from localrt.quant.formats import F8_E4M3, F32, unpack
+from localrt.quant.formats import F8_E4M3
 from localrt.quant.formats.packed import Bytes, Floats
 
 _WEIGHT, _SCALES, _MINIMA = ".weight", ".scales", ".biases"
@@ -193,9 +194,7 @@ def unconverted(
     if architecture.startswith(_NORMS_FROM_ZERO):
         for name, tensor in tensors.items():
             if name.endswith(_NORMS) and len(tensor.info.shape) == 1:
-                size = tensor.info.shape[0]
-                info = replace(tensor.info, format=F32, nbytes=4 * size)
-                found[name] = _LessOne(info, tensor)
+                found[name] = without_one(tensor)
     return found
 
 
@@ -203,14 +202,3 @@ def _is_moved(tensor: RowSource) -> bool:
     """Whether a convolution's taps are on the second axis of three."""
     shape = tensor.info.shape
     return len(shape) == 3 and shape[2] == 1 and shape[1] > 1
-
-
-@dataclass(frozen=True, slots=True)
-class _LessOne(RowSource):
-    """A vector minus 1."""
-
-    source: RowSource
-
-    def _read(self, start: int, stop: int) -> Bytes:
-        values = unpack(self.source.read(start, stop)) - np.float32(1)
-        return np.ascontiguousarray(values, "<f4").view(np.uint8)
