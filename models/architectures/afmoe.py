@@ -18,9 +18,8 @@ from localrt.models.architectures import llama
 from localrt.models.architectures.family import Config, Family, GgufFacts, head_size
 from localrt.models.architectures.muse_glimmer import GATED_NAMES, GGUF_GATED
 from localrt.models.config import CHOICE_BIAS, ROUTER, DecoderConfig, LayerNames
-from localrt.models.layers.rope import read_rope
+from localrt.models.layers.rope import read_kind
 from localrt.models.raw_config import RawConfig, read_mixture, with_mixture
-from localrt.quant.ops.attention import Rope
 
 
 def read_config(raw: RawConfig) -> DecoderConfig:
@@ -105,20 +104,14 @@ def _with_kinds(
         plain, window=None, softplus=softplus, head_gates=each, number_gates=not each, rope=None
     )
     windowed = raw.windowed([(layer + 1) % period != 0 for layer in range(layers)])
-    near = far = replace(plain, rope=_rope(raw, plain.head_dim, "full_attention"))
+    near = far = replace(plain, rope=read_kind(raw, plain.head_dim, "full_attention", _ROPE))
     if any(windowed):
-        rope = _rope(raw, plain.head_dim, "sliding_attention")
+        rope = read_kind(raw, plain.head_dim, "sliding_attention", _ROPE)
         near = replace(plain, rope=rope, window=raw.integer("sliding_window"))
     heads = raw.integers("num_attention_heads_per_layer", layers, plain.heads)
     kinds = (near if here else far for here in windowed)
     specs = (replace(kind, heads=count) for kind, count in zip(kinds, heads, strict=True))
     return replace(config, attention=tuple(specs))
-
-
-def _rope(raw: RawConfig, head_dim: int, kind: str) -> Rope:
-    given = raw.mapping("rope_parameters").get(kind)
-    parameters = given if isinstance(given, Mapping) else _ROPE[kind]
-    return read_rope(raw, head_dim, parameters={"partial_rotary_factor": 1.0, **parameters})
 
 
 _GGUF_KEYS = {

@@ -8,9 +8,8 @@ from dataclasses import replace
 from localrt.models.architectures import llama
 from localrt.models.architectures.family import Config, Family, GgufFacts
 from localrt.models.config import CHOICE_BIAS, ROUTER, DecoderConfig, LayerNames, RecurrentNames
-from localrt.models.layers.rope import read_rope
+from localrt.models.layers.rope import read_kind
 from localrt.models.raw_config import RawConfig, read_mixture, with_mixture
-from localrt.quant.ops.attention import Rope
 from localrt.quant.ops.protocol import LayerSpec
 from localrt.quant.ops.recurrent import RecurrentSpec
 
@@ -65,10 +64,6 @@ def short_convolution(raw: RawConfig, config: DecoderConfig, *, taps: int) -> Re
     """A short convolution layer; ``taps`` is the default where the config has none."""
     return RecurrentSpec(
         kind="conv",
-        heads=1,
-        key_heads=1,
-        key_size=1,
-        value_size=1,
         taps=raw.integer("conv_L_cache", taps),
         eps=config.norm_eps,
         width=config.hidden_size,
@@ -93,7 +88,6 @@ def _width(raw: RawConfig, width: int) -> int:
     return -(-scaled // multiple) * multiple
 
 
-_LFM3_KINDS = {name: name for name in ("conv", "full_attention", "sliding_attention")}
 _FOUR = ("conv", "conv", "full_attention", "conv")
 _ROPE: Mapping[str, Mapping[str, object]] = {
     "full_attention": {
@@ -114,24 +108,19 @@ def read_lfm3(raw: RawConfig) -> DecoderConfig:
     config = llama.read_config(raw)
     gated = raw.flag("use_attention_gate", default=True)
     plain = replace(config.attending[0], head_gates=gated, window=None)
-    full = replace(plain, rope=_rope(raw, plain.head_dim, "full_attention"))
-    sliding = replace(
-        plain,
-        rope=_rope(raw, plain.head_dim, "sliding_attention"),
-        window=raw.integer("sliding_window", 256),
+    full, sliding = (
+        replace(plain, rope=read_kind(raw, plain.head_dim, kind, _ROPE)) for kind in _ROPE
     )
     short = short_convolution(raw, config, taps=7)
     specs: dict[str, LayerSpec] = {
         "conv": short,
         "full_attention": full,
-        "sliding_attention": sliding,
+        "sliding_attention": replace(sliding, window=raw.integer("sliding_window", 256)),
     }
-    kinds = raw.layer_kinds("layer_types", config.layers, _LFM3_KINDS)
-    if kinds is None:
-        kinds = [_usual_kind(layer) for layer in range(config.layers)]
+    usual = [specs[_usual_kind(layer)] for layer in range(config.layers)]
     return replace(
         config,
-        attention=tuple(specs[kind] for kind in kinds),
+        attention=tuple(raw.layer_kinds("layer_types", config.layers, specs) or usual),
         qk_norm=True,
         names=_names(gated, normed=raw.flag("use_sandwich_norm", default=True)),
         recurrent=convolution_names(short),
@@ -140,12 +129,6 @@ def read_lfm3(raw: RawConfig) -> DecoderConfig:
 
 def _usual_kind(layer: int) -> str:
     return "sliding_attention" if layer and layer % 4 == 0 else _FOUR[layer % 4]
-
-
-def _rope(raw: RawConfig, head_dim: int, kind: str) -> Rope:
-    given = raw.mapping("rope_parameters").get(kind)
-    parameters = given if isinstance(given, Mapping) else _ROPE[kind]
-    return read_rope(raw, head_dim, parameters={"partial_rotary_factor": 1.0, **parameters})
 
 
 def _names(gated: bool, *, normed: bool) -> LayerNames:

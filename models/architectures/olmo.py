@@ -23,7 +23,7 @@ RESULT_NORMS = LayerNames(
 
 
 def read_olmo2(raw: RawConfig) -> DecoderConfig:
-    """In OLMo 3 three of four layers have a window; only the others scale their rotary embedding."""
+    """OLMo 3 has a window in three of four layers; only the others scale their rotary embedding."""
     config = llama.read_config(raw)
     full = replace(config.attending[0], joint_norms=True, window=None)
     attention = (full,) * config.layers
@@ -80,8 +80,7 @@ def read_olmo_hybrid(raw: RawConfig) -> DecoderConfig:
     if not raw.has("rope_theta"):
         attending = replace(attending, rope=None)
     kinds = raw.layer_kinds("layer_types", layers, _KINDS)
-    if kinds is None:
-        kinds = [layer % 4 == 3 or (layers < 4 and layer == layers - 1) for layer in range(layers)]
+    kinds = kinds or [n % 4 == 3 or (layers < 4 and n == layers - 1) for n in range(layers)]
     linear = _delta(raw, config)
     return replace(
         config,

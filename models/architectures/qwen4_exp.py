@@ -91,10 +91,6 @@ def _ngrams(raw: RawConfig, config: DecoderConfig, streams: int) -> NgramLayer |
     )
     memory = RecurrentSpec(
         kind="ngram",
-        heads=1,
-        key_heads=1,
-        key_size=1,
-        value_size=1,
         taps=raw.integer("ple_conv_kernel_size", 4),
         dilation=spec.orders,
         eps=config.norm_eps,

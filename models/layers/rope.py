@@ -63,6 +63,15 @@ def read_rope(
     return Rope(tuple(float(f) for f in rounded), scale, sections)
 
 
+def read_kind(
+    raw: RawConfig, head_dim: int, kind: str, defaults: Mapping[str, Mapping[str, object]]
+) -> Rope:
+    """Read the rotary embedding of one kind of layers, which ``rope_parameters`` name."""
+    given = raw.mapping("rope_parameters").get(kind)
+    parameters = given if isinstance(given, Mapping) else defaults[kind]
+    return read_rope(raw, head_dim, parameters={"partial_rotary_factor": 1.0, **parameters})
+
+
 def _sections(raw: RawConfig, parameters: Mapping[str, object], pairs: int) -> tuple[int, ...]:
     """The axis of each of the ``pairs``, if they have any.
 

@@ -51,10 +51,10 @@ class RecurrentSpec:
     """
 
     kind: RecurrentKind
-    heads: int
-    key_heads: int
-    key_size: int
-    value_size: int
+    heads: int = 1
+    key_heads: int = 1
+    key_size: int = 1
+    value_size: int = 1
     taps: int
     eps: float
     width: int = 0
