@@ -11,17 +11,10 @@ from dataclasses import replace
 from localrt.common.errors import UnsupportedModelError
 from localrt.models.architectures import llama
 from localrt.models.architectures.family import Family
-from localrt.models.config import CHOICE_BIAS, ROUTER, DecoderConfig, LayerNames, MixtureSpec
+from localrt.models.config import CHOICE_BIAS, ROUTER, DecoderConfig, LayerNames
 from localrt.models.layers.rope import read_rope, scaling_number
-from localrt.models.raw_config import (
-    RawConfig,
-    expert_activation,
-    expert_count_key,
-    read_mixture,
-    with_mixture,
-)
+from localrt.models.raw_config import RawConfig, read_mixture, with_mixture
 from localrt.quant.ops.attention import Rope
-from localrt.quant.ops.experts import ExpertSpec, RouterSpec
 from localrt.quant.ops.mathematics import power
 
 _NAMES = LayerNames(q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm")
@@ -51,13 +44,9 @@ def read_hunyuan_moe(raw: RawConfig) -> DecoderConfig:
     used, *others = set(raw.integers(key, config.layers))
     if others:
         raise UnsupportedModelError(f"{key} must be the same for all layers")
-    spec = MixtureSpec(
-        router=RouterSpec(count=raw.integer(expert_count_key(raw)), used=used, eps=config.norm_eps),
-        expert=ExpertSpec(activation=expert_activation(config)),
-        inner=inner,
-        shared=raw.optional_integer("shared_expert_intermediate_size") or inner,
-    )
-    return with_mixture(config, spec)
+    raw = raw.without("scoring_func").changed(num_experts_per_tok=used, norm_topk_prob=True)
+    shared = raw.optional_integer("shared_expert_intermediate_size") or inner
+    return with_mixture(config, read_mixture(raw, config, shared=shared))
 
 
 def read_hy_v3(raw: RawConfig) -> DecoderConfig:
