@@ -284,11 +284,16 @@ struct Words {
     FN u32 of(const Words& w, int row) { return ROWS == 1 ? w.one : word(w.four, row); }
 };
 
-template <int ROWS>
-struct HalfScale {  // a float16 for a span
-    static constexpr bool MINIMUM = false, TWO_LEVEL = false, HALVES = false;
-    static constexpr int HEAD = 32;
+// HEAD: the bytes of a span's scales. TWO_LEVEL: integers times the span's scale. HALVES: two for each step.
+template <int HEAD_, bool MINIMUM_ = false, bool TWO_LEVEL_ = false, bool HALVES_ = false>
+struct Scale {
+    static constexpr bool MINIMUM = MINIMUM_, TWO_LEVEL = TWO_LEVEL_, HALVES = HALVES_;
+    static constexpr int HEAD = HEAD_;
     static constexpr float UNIT = 1;
+};
+
+template <int ROWS>
+struct HalfScale : Scale<32> {  // a float16 for a span
     Halves<ROWS> scales;
 
     FN void load(HalfScale& s, const u8* head, const Lane& lane) { s.scales.load(s.scales, head, lane); }
@@ -297,10 +302,7 @@ struct HalfScale {  // a float16 for a span
 };
 
 template <int ROWS>
-struct HalfScaleAndMinimum {
-    static constexpr bool MINIMUM = true, TWO_LEVEL = false, HALVES = false;
-    static constexpr int HEAD = 64;
-    static constexpr float UNIT = 1;
+struct HalfScaleAndMinimum : Scale<64, true> {
     Halves<ROWS> scales, minima;
 
     FN void load(HalfScaleAndMinimum& s, const u8* head, const Lane& lane) {
@@ -313,16 +315,7 @@ struct HalfScaleAndMinimum {
 };
 
 template <int ROWS>
-struct BrainScaleAndMinimum {  // the same in bfloat16, the upper half of a float
-    static constexpr bool MINIMUM = true, TWO_LEVEL = false, HALVES = false;
-    static constexpr int HEAD = 64;
-    static constexpr float UNIT = 1;
-    Halves<ROWS> scales, minima;
-
-    FN void load(BrainScaleAndMinimum& s, const u8* head, const Lane& lane) {
-        s.scales.load(s.scales, head, lane);
-        s.minima.load(s.minima, head + 32, lane);
-    }
+struct BrainScaleAndMinimum : HalfScaleAndMinimum<ROWS> {  // the same in bfloat16, the upper half of a float
     FN float brain(const Halves<ROWS>& h, int row) {
         if constexpr (ROWS == 1) return as_float((u32)h.one << 16);
         const u32 two = row < 2 ? h.four.x : h.four.y;
@@ -334,10 +327,7 @@ struct BrainScaleAndMinimum {  // the same in bfloat16, the upper half of a floa
 };
 
 template <int ROWS>
-struct FloatScale {  // a float for a span
-    static constexpr bool MINIMUM = false, TWO_LEVEL = false, HALVES = false;
-    static constexpr int HEAD = 64;
-    static constexpr float UNIT = 1;
+struct FloatScale : Scale<64> {  // a float for a span
     Words<ROWS> scales;
 
     FN void load(FloatScale& s, const u8* head, const Lane& lane) { s.scales.load(s.scales, head, lane); }
@@ -346,10 +336,7 @@ struct FloatScale {  // a float for a span
 };
 
 template <int ROWS>
-struct FloatScaleAndZero {  // a float scale, and a zero point in a byte
-    static constexpr bool MINIMUM = true, TWO_LEVEL = false, HALVES = false;
-    static constexpr int HEAD = 80;
-    static constexpr float UNIT = 1;
+struct FloatScaleAndZero : Scale<80, true> {  // a float scale, and a zero point in a byte
     FloatScale<ROWS> scales;
     Bytes<ROWS> zeros;
 
@@ -365,10 +352,7 @@ struct FloatScaleAndZero {  // a float scale, and a zero point in a byte
 };
 
 template <int ROWS>
-struct E8m0Scale {  // a power of two
-    static constexpr bool MINIMUM = false, TWO_LEVEL = false, HALVES = false;
-    static constexpr int HEAD = 16;
-    static constexpr float UNIT = 1;
+struct E8m0Scale : Scale<16> {  // a power of two
     Bytes<ROWS> bytes;
 
     FN void load(E8m0Scale& s, const u8* head, const Lane& lane) { s.bytes.load(s.bytes, head, lane); }
@@ -381,9 +365,7 @@ struct E8m0Scale {  // a power of two
 };
 
 template <int ROWS>
-struct E4m3Scale {  // one per 16 columns, never negative
-    static constexpr bool MINIMUM = false, TWO_LEVEL = false, HALVES = true;
-    static constexpr int HEAD = 32;
+struct E4m3Scale : Scale<32, false, false, true> {  // one per 16 columns, never negative
     static constexpr float UNIT = E4M3_UNIT;
     Bytes<ROWS> bytes[2];
 
@@ -406,10 +388,7 @@ FN i32 six_bits(const Words<ROWS> (&w)[3], int row, int i) {
 
 // Q4_K and Q5_K: a 6-bit scale and minimum per step, times the span's two float16.
 template <int ROWS>
-struct SixBitScales {
-    static constexpr bool MINIMUM = true, TWO_LEVEL = true, HALVES = false;
-    static constexpr int HEAD = 256;
-    static constexpr float UNIT = 1;
+struct SixBitScales : Scale<256, true, true> {
     Halves<ROWS> d, dmin;
     Words<ROWS> words[3];
 
@@ -426,10 +405,7 @@ struct SixBitScales {
 
 // Q3_K: a 6-bit scale, offset by 32, per 16 columns, times the span's float16.
 template <int ROWS>
-struct SixBitHalves {
-    static constexpr bool MINIMUM = false, TWO_LEVEL = true, HALVES = true;
-    static constexpr int HEAD = 224;
-    static constexpr float UNIT = 1;
+struct SixBitHalves : Scale<224, false, true, true> {
     Halves<ROWS> d;
     Words<ROWS> words[3];
 
@@ -443,10 +419,7 @@ struct SixBitHalves {
 
 // IQ4_XS: the same per step; five in a word, two in bytes, and the last one in the top bits of those.
 template <int ROWS>
-struct SixBitSteps {
-    static constexpr bool MINIMUM = false, TWO_LEVEL = true, HALVES = false;
-    static constexpr int HEAD = 128;
-    static constexpr float UNIT = 1;
+struct SixBitSteps : Scale<128, false, true> {
     Halves<ROWS> d;
     Words<ROWS> first;
     Bytes<ROWS> bytes[2];
@@ -467,10 +440,7 @@ struct SixBitSteps {
 
 // Q6_K: a signed byte per 16 columns, times the span's float16.
 template <int ROWS>
-struct ByteScales {
-    static constexpr bool MINIMUM = false, TWO_LEVEL = true, HALVES = true;
-    static constexpr int HEAD = 288;
-    static constexpr float UNIT = 1;
+struct ByteScales : Scale<288, false, true, true> {
     Halves<ROWS> d;
     Bytes<ROWS> bytes[16];
 
@@ -488,10 +458,7 @@ struct ByteScales {
 // Q2_K: a byte's nibbles are a scale and a minimum per 16 columns, times the span's two float16. Minima are
 // operands of a separate product, so they are loaded for all rows, whatever row the lane's result has.
 template <int ROWS>
-struct NibbleHalves {
-    static constexpr bool MINIMUM = true, TWO_LEVEL = true, HALVES = true;
-    static constexpr int HEAD = 320;
-    static constexpr float UNIT = 1;
+struct NibbleHalves : Scale<320, true, true, true> {
     Halves<ROWS> d, dmin;
     Bytes<4> bytes[16];
     int first;
@@ -518,10 +485,7 @@ struct NibbleHalves {
 
 // Codebooks' scales: 2 n + 1 times the span's float16.
 template <int ROWS, bool HALVES_, int HEAD_>
-struct OddScales {
-    static constexpr bool MINIMUM = false, TWO_LEVEL = true, HALVES = HALVES_;
-    static constexpr int HEAD = HEAD_;
-    static constexpr float UNIT = 1;
+struct OddScales : Scale<HEAD_, false, true, HALVES_> {
     Halves<ROWS> d;
     FN float outer(const OddScales& s, int row) { return s.d.of(s.d, row); }
 };
