@@ -38,7 +38,7 @@ from localrt.quant.cpu.weights import (
 )
 from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.attention import AttentionSpec, IndexSpec, LatentSpec, Rope
-from localrt.quant.ops.hybrid_cache import HybridCache, begin_states
+from localrt.quant.ops.hybrid_cache import begin_states, kv_of
 from localrt.quant.ops.kv_formats import BLOCK_TOKENS
 from localrt.quant.ops.mathematics import turns
 from localrt.quant.ops.protocol import Batch, MlpSpec, Span
@@ -86,7 +86,7 @@ class NativePass:
         It is valid until the next call.
         """
         if not self.spans:
-            caches = list(map(native_cache, self.batch.spans))
+            caches = [kv_of(span, NativeKVCache) for span in self.batch.spans]
             spans = map(_span_args, self.batch.spans, caches, self.masks)
             self.spans = list(zip((SpanArgs * len(caches))(*spans), caches, strict=True))
         for span, cache in self.spans:
@@ -345,15 +345,6 @@ def _places_in_cache(span: Span) -> npt.NDArray[np.int64]:
     if span.mask is None:
         return np.arange(held, held + span.rows)
     return np.asarray(held + span.rows - span.mask.shape[1] + span.mask.sum(1) - 1)
-
-
-def native_cache(span: Span) -> NativeKVCache:
-    """A sequence's cache of keys and values."""
-    cache = span.cache
-    if isinstance(cache, HybridCache):
-        cache = cache.kv
-    assert isinstance(cache, NativeKVCache), "caches belong to one implementation"
-    return cache
 
 
 def _address(array: npt.NDArray[np.generic] | None) -> int | None:

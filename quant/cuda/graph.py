@@ -21,7 +21,7 @@ import numpy as np
 from localrt.quant.cuda.capture import Capture, Replay, record
 from localrt.quant.cuda.driver import device_of
 from localrt.quant.cuda.hybrid_exchange import HybridExchange
-from localrt.quant.cuda.kv import BlockedCache, SpanNumbers, blocks_of, widest_mask
+from localrt.quant.cuda.kv import BlockedCache, SpanNumbers, widest_mask
 from localrt.quant.cuda.products import MOST_ROWS
 from localrt.quant.cuda.recurrent import SequenceTable
 from localrt.quant.cuda.routing import CudaRouting
@@ -39,7 +39,7 @@ from localrt.quant.cuda.tensor import INT64, UINT8, Tensor, empty, zeros
 from localrt.quant.cuda.weight import ExpertTable
 from localrt.quant.ops.experts import Routing
 from localrt.quant.ops.features import Features
-from localrt.quant.ops.hybrid_cache import HybridCache, begin_states, states_of
+from localrt.quant.ops.hybrid_cache import HybridCache, begin_states, kv_of, states_of
 from localrt.quant.ops.kv_formats import BLOCK_TOKENS
 from localrt.quant.ops.protocol import RECORDED_PARTS, Batch, Check, Forward, Span
 
@@ -238,7 +238,7 @@ class Recordings:
         layers = () if features is None else features.layers
         return _Shape(
             places,
-            max(blocks_of(span).room for span in spans),
+            max(kv_of(span, BlockedCache).room for span in spans),
             rows,
             each,
             0 if logit_rows is None or every else len(logit_rows),

@@ -22,7 +22,7 @@ from localrt.quant.cuda.products import MOST_ROWS
 from localrt.quant.cuda.programs import Program
 from localrt.quant.cuda.tensor import UINT8, Dtype, Tensor, upload, zeros
 from localrt.quant.formats.packed import Bytes
-from localrt.quant.ops.hybrid_cache import HybridCache
+from localrt.quant.ops.hybrid_cache import kv_of
 from localrt.quant.ops.kv import GrowingCache, ReadBlocks, grown_capacity, read_pieces
 from localrt.quant.ops.kv_formats import BLOCK_TOKENS
 from localrt.quant.ops.protocol import Span
@@ -157,15 +157,6 @@ class BlockedCache(GrowingCache):
         launch(self._device, Program.of("move_tokens"), grid, _THREADS, args)
 
 
-def blocks_of(span: Span) -> BlockedCache:
-    """A sequence's keys and values."""
-    cache = span.cache
-    if isinstance(cache, HybridCache):
-        cache = cache.kv
-    assert isinstance(cache, BlockedCache), "caches and steps belong to one implementation"
-    return cache
-
-
 @declarations("kv.cuh").struct("Span")
 class _Record(Structure):
     """A sequence of a pass."""
@@ -227,8 +218,8 @@ class SpanNumbers:
         """
         first = 0
         for at, span in enumerate(spans):
-            more = span.mask, span.ahead, span.windows_only
-            self.put(at, blocks_of(span).addresses, span.cache.length, first, span.rows, *more)
+            more, own = (span.mask, span.ahead, span.windows_only), kv_of(span, BlockedCache)
+            self.put(at, own.addresses, own.length, first, span.rows, *more)
             first += span.rows
         last = self._records[len(spans) - 1]
         for place in range(len(spans), self.count):

@@ -31,7 +31,7 @@ from localrt.quant.cuda.driver import device_of
 from localrt.quant.cuda.experts import CudaExpertTable, route_rows, run_kinds
 from localrt.quant.cuda.formats import is_packed
 from localrt.quant.cuda.graph import GraphedForward, Recordings
-from localrt.quant.cuda.kv import SpanNumbers, blocks_of, widest_mask
+from localrt.quant.cuda.kv import BlockedCache, SpanNumbers, widest_mask
 from localrt.quant.cuda.latent import LatentSteps
 from localrt.quant.cuda.linear import gate_up, linear, normed_for
 from localrt.quant.cuda.products import MOST_ROWS, unpack_rows
@@ -70,6 +70,7 @@ from localrt.quant.formats.packed import Format, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor, padded_rows
 from localrt.quant.ops.adapters import AdapterTable, head_deltas
 from localrt.quant.ops.experts import ExpertSpec, RouterSpec, Routing
+from localrt.quant.ops.hybrid_cache import kv_of
 from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.kv_formats import KvFormat
 from localrt.quant.ops.protocol import Batch, Forward, HostRows, LayerSpec, MlpSpec
@@ -178,7 +179,7 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
         for span in batch.spans:
             span.cache.reserve(span.cache.length + span.rows)
         spans, longest = batch.spans, max(each.cache.length + each.rows for each in batch.spans)
-        room = max(len(blocks_of(span).addresses) for span in spans)
+        room = max(len(kv_of(span, BlockedCache).addresses) for span in spans)
         ahead = any(span.ahead is not None for span in spans)
         count, rows, columns = len(spans), len(batch.tokens), widest_mask(spans)
         numbers = Numbers(SpanNumbers(count, rows, room, columns, ahead=ahead))

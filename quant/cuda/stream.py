@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from localrt.quant.cuda.kv import LayerPlace, SpanNumbers, SpanTable, blocks_of
+from localrt.quant.cuda.kv import BlockedCache, LayerPlace, SpanNumbers, SpanTable
 from localrt.quant.cuda.products import Records
 from localrt.quant.cuda.steps import BestLogits, move_rows, norm, norm_records
 from localrt.quant.cuda.tensor import BFLOAT16, Dtype, Tensor
 from localrt.quant.ops.attention import Rope
 from localrt.quant.ops.experts import MakeHostWork
-from localrt.quant.ops.hybrid_cache import states_of
+from localrt.quant.ops.hybrid_cache import kv_of, states_of
 from localrt.quant.ops.protocol import Span
 
 Logits = npt.NDArray[np.float32]
@@ -136,7 +136,7 @@ class CudaPass:
 
     def place(self, layer: int) -> LayerPlace:
         """A layer's place in the blocks of the caches."""
-        return blocks_of(self.spans[0]).layers[layer]
+        return kv_of(self.spans[0], BlockedCache).layers[layer]
 
     def layer_done(self, layer: int) -> None:
         """Note that a recurrent layer has been computed."""

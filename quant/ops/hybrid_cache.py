@@ -82,6 +82,15 @@ class HybridCache(Generic[Kv]):
         self.states.select(first, rows)
 
 
+def kv_of(span: Span, kind: type[Kv]) -> Kv:
+    """A sequence's cache of keys and values, which is of the implementation's ``kind``."""
+    cache: object = span.cache
+    if isinstance(cache, HybridCache):
+        cache = cache.kv
+    assert isinstance(cache, kind), "caches and steps belong to one implementation"
+    return cache
+
+
 def split_layers(
     layers: Sequence[AttentionSpec | RecurrentSpec],
 ) -> tuple[list[AttentionSpec], list[RecurrentSpec]]:

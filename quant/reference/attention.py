@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from localrt.quant.ops.attention import AttentionSpec, IndexSpec, LatentSpec
+from localrt.quant.ops.hybrid_cache import kv_of
 from localrt.quant.ops.protocol import Span, ranges
-from localrt.quant.reference.kv import TorchKVCache, kv_of
+from localrt.quant.reference.kv import TorchKVCache
 from localrt.quant.reference.weights import LatentWeights
 
 # Query rows whose scores over the whole context are held at once on the textbook path.
@@ -75,7 +76,7 @@ def grown(q: Tensor, spec: AttentionSpec, positions: Tensor) -> Tensor:
 def append(k: Tensor, v: Tensor, spans: Sequence[Span], layer: int) -> None:
     """Write new keys and values (R, G, E) to the caches of their sequences."""
     for first, stop, span in ranges(spans):
-        kv_of(span).write(layer, k[first:stop], v[first:stop])
+        kv_of(span, TorchKVCache).write(layer, k[first:stop], v[first:stop])
 
 
 def attend_rows(
@@ -158,7 +159,7 @@ def choose_rows(
 
     ``q`` (rows, H, E) are normed and rotated, ``keys`` (rows, E) as projected.
     """
-    cache, held = kv_of(span), span.cache.length
+    cache, held = kv_of(span, TorchKVCache), span.cache.length
     cache.write(layer, keys[:, None], torch.zeros_like(keys)[:, None])
     own, blocks = (part[0] for part in cache.view(layer, span.rows))
     chosen = torch.zeros(span.rows, held + span.rows, dtype=torch.bool, device=q.device)

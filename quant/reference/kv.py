@@ -16,7 +16,6 @@ from torch import Tensor
 from localrt.quant.ops.hybrid_cache import HybridCache
 from localrt.quant.ops.kv import GrowingCache, KVCache, ReadBlocks, TokenRows, read_pieces
 from localrt.quant.ops.kv_formats import BLOCK_TOKENS
-from localrt.quant.ops.protocol import Span
 from localrt.quant.ops.recurrent import RecurrentSpec
 from localrt.quant.ops.states import StateCache
 
@@ -139,12 +138,3 @@ def with_states(kv: GrowingCache, states: Sequence[RecurrentSpec], device: torch
             return torch.zeros(count, dtype=torch.float32, device=device)
 
     return HybridCache(kv, StateCache(states, kv.capacity, zeros)) if states else kv
-
-
-def kv_of(span: Span) -> TorchKVCache:
-    """A sequence's keys and values."""
-    cache = span.cache
-    if isinstance(cache, HybridCache):
-        cache = cache.kv
-    assert isinstance(cache, TorchKVCache), "caches and steps belong to one implementation"
-    return cache

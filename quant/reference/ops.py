@@ -30,7 +30,7 @@ from localrt.quant.ops.adapters import (
 )
 from localrt.quant.ops.attention import AttentionSpec, IndexSpec, LatentSpec, Rope
 from localrt.quant.ops.experts import ExpertSpec, PlainExpertTable, RouterSpec, Routing
-from localrt.quant.ops.hybrid_cache import begin_states, split_layers
+from localrt.quant.ops.hybrid_cache import begin_states, kv_of, split_layers
 from localrt.quant.ops.kv import KVCache, grown_capacity
 from localrt.quant.ops.protocol import Batch, Forward, LayerSpec, MlpSpec, Span, ranges
 from localrt.quant.ops.recurrent import RecurrentSpec
@@ -53,7 +53,7 @@ from localrt.quant.reference.experts import (
     route,
     run_each,
 )
-from localrt.quant.reference.kv import TorchKVCache, kv_of, with_states
+from localrt.quant.reference.kv import TorchKVCache, with_states
 from localrt.quant.reference.recurrent import mix_rows, widen
 from localrt.quant.reference.streams import StreamSteps, rows_of_tokens
 from localrt.quant.reference.weights import (
@@ -265,7 +265,7 @@ class TorchOps(StreamSteps):
         q, gates = q.chunk(2) if spec.has_gates else (q, None)
         for index, (first, stop, span) in enumerate(ranges(step.spans)):
             mask = self._mask(index, span, spec, step) if chosen is None else chosen[index]
-            rows, cache = q[first:stop], kv_of(span)
+            rows, cache = q[first:stop], kv_of(span, TorchKVCache)
             outputs.append(attend_rows(rows, cache, layer, mask, spec, weights.sinks))
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         if gates is not None:
@@ -289,7 +289,7 @@ class TorchOps(StreamSteps):
         seen = []
         for index, (first, stop, span) in enumerate(ranges(step.spans)):
             mask = self._mask(index, span, spec, step)
-            latents = kv_of(span).view(layer, span.rows)[0][0]
+            latents = kv_of(span, TorchKVCache).view(layer, span.rows)[0][0]
             queries = q[first:stop, :, : spec.head_dim]
             seen.append(attend_latents(queries, latents, mask, spec))
         values = latent_values(torch.cat(seen), weights, spec)
