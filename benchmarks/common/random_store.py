@@ -19,12 +19,7 @@ import numpy as np
 
 from localrt import system
 from localrt.common.files import PAGE
-from localrt.models.checkpoints.store.manifest import (
-    Manifest,
-    Source,
-    StoredUnit,
-    UnitTensor,
-)
+from localrt.models.checkpoints.store.manifest import Manifest, Source, StoredUnit, UnitTensor
 from localrt.models.registry import read_config
 from localrt.models.tensor_source import TensorInfo
 from localrt.models.units import list_units

@@ -8,16 +8,7 @@ from __future__ import annotations
 import torch
 
 from localrt.quant.cuda.device import Device
-from localrt.quant.cuda.tensor import (
-    BFLOAT16,
-    FLOAT32,
-    INT16,
-    INT32,
-    INT64,
-    UINT8,
-    Tensor,
-    upload,
-)
+from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32, INT16, INT32, INT64, UINT8, Tensor, upload
 
 DTYPES = {
     torch.float32: FLOAT32,

@@ -35,12 +35,7 @@ from localrt.quant.cuda.device import Device
 from localrt.quant.cuda.driver import device_of
 from localrt.quant.cuda.formats import TYPES
 from localrt.quant.cuda.launch_shape import LaunchShape, best_shape
-from localrt.quant.cuda.products import (
-    TiledMatrix,
-    linear_program,
-    quantize,
-    unpack_rows,
-)
+from localrt.quant.cuda.products import TiledMatrix, linear_program, quantize, unpack_rows
 from localrt.quant.cuda.programs import machine_code
 from localrt.quant.cuda.tensor import BFLOAT16, UINT8, Tensor, empty, upload
 from localrt.quant.formats import PackedTensor, unpack

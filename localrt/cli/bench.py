@@ -24,13 +24,7 @@ from localrt.bench.mix.servers import make_servers
 from localrt.bench.report import facts, to_json, to_table, write_trace
 from localrt.bench.runner import run_bench
 from localrt.bench.workload import LONG_ANSWER, BenchOptions, Outcome, Workload
-from localrt.cli.bench_reports import (
-    add_report_arguments,
-    notify,
-    resolved,
-    run_report,
-    write_page,
-)
+from localrt.cli.bench_reports import add_report_arguments, notify, resolved, run_report, write_page
 from localrt.cli.help import Examples
 from localrt.cli.options import (
     DEVICE_HELP,

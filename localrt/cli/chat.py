@@ -15,12 +15,7 @@ import localrt
 from localrt import History
 from localrt.chat import ChatModel
 from localrt.cli.help import Examples
-from localrt.cli.loading import (
-    choose_model,
-    connect_endpoint,
-    endpoint_models,
-    model_title,
-)
+from localrt.cli.loading import choose_model, connect_endpoint, endpoint_models, model_title
 from localrt.cli.options import (
     add_endpoint_arguments,
     add_load_arguments,

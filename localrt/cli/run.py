@@ -30,13 +30,7 @@ from localrt.cli.options import (
 from localrt.cli.run_batch import read_stdin, run_batch
 from localrt.common.errors import LocalrtError, ModelNotFoundError, OptionError, reason_of
 from localrt.common.files import keep_private, private_folder, read_stream, write_text
-from localrt.common.formatting import (
-    format_bytes,
-    format_rate,
-    format_seconds,
-    one_line,
-    printable,
-)
+from localrt.common.formatting import format_bytes, format_rate, format_seconds, one_line, printable
 from localrt.common.settings import Settings
 from localrt.engine.types import Chunk, Metrics
 from localrt.hub import DEMO_NAME

@@ -31,12 +31,7 @@ from localrt.offload import hardware
 from localrt.offload.account import MEASURING_NBYTES
 from localrt.offload.memory import memory_state
 from localrt.offload.reading.disk_speed import DiskProfile, measure_disk
-from localrt.planning.machine import (
-    Corrections,
-    KernelRate,
-    MachineProfile,
-    typical_machine,
-)
+from localrt.planning.machine import Corrections, KernelRate, MachineProfile, typical_machine
 from localrt.quant.cpu.abi import find_library, layout_of
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cuda.gpu_cache import GpuCache, entry_of

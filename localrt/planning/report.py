@@ -11,13 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from math import expm1
 
-from localrt.common.formatting import (
-    format_bytes,
-    format_count,
-    format_rate,
-    format_seconds,
-    table,
-)
+from localrt.common.formatting import format_bytes, format_count, format_rate, format_seconds, table
 from localrt.offload.account import Budgets, Tier
 from localrt.offload.placement import PlacedUnit, Where
 from localrt.offload.shapes import ModelShape
@@ -31,13 +25,7 @@ from localrt.planning.forecast import (
 from localrt.planning.machine import Corrections, MachineProfile
 from localrt.planning.predict import EVEN_EXPERTS
 from localrt.planning.simulate import Resource
-from localrt.planning.verdict import (
-    PROMPT_TOKENS,
-    READING_TOK_S,
-    meanings,
-    part_of,
-    speed,
-)
+from localrt.planning.verdict import PROMPT_TOKENS, READING_TOK_S, meanings, part_of, speed
 
 _PLACES = {
     Where.VRAM: "in GPU memory, computed there",

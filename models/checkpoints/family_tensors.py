@@ -32,16 +32,7 @@ import numpy as np
 from localrt.common.errors import CheckpointError
 from localrt.models.row_order import JoinedRows, StackedRows, regrouped
 from localrt.models.tensor_source import DerivedRows, RowSource, StoredTensor, TensorInfo
-from localrt.quant.formats import (
-    BF16,
-    F16,
-    F32,
-    GROUP_CODECS,
-    Format,
-    PackedTensor,
-    pack,
-    unpack,
-)
+from localrt.quant.formats import BF16, F16, F32, GROUP_CODECS, Format, PackedTensor, pack, unpack
 from localrt.quant.formats.packed import Bytes
 
 

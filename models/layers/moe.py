@@ -32,13 +32,7 @@ from localrt.models.config import (
 from localrt.models.layers.parts import GatedMlp, PassState, norm_of_layer
 from localrt.models.weights import WeightLoader
 from localrt.quant.ops.arrays import Array, Weight
-from localrt.quant.ops.experts import (
-    ExpertSpec,
-    ExpertTable,
-    ExpertWeights,
-    RouterWeights,
-    Routing,
-)
+from localrt.quant.ops.experts import ExpertSpec, ExpertTable, ExpertWeights, RouterWeights, Routing
 from localrt.quant.ops.protocol import MlpWeights, Ops
 
 _EXPERT_NORM = "pre_feedforward_layernorm_2"

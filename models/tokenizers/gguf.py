@@ -28,12 +28,7 @@ from localrt.models.tokenizers.bpe import (
     join_by_merges,
     join_by_scores,
 )
-from localrt.models.tokenizers.pretokenizers import (
-    KNOWN_PRE_TYPES,
-    PreType,
-    family_pre,
-    pre_type,
-)
+from localrt.models.tokenizers.pretokenizers import KNOWN_PRE_TYPES, PreType, family_pre, pre_type
 from localrt.models.tokenizers.tables import MergeTable, PieceTable
 
 _PREFIX = "tokenizer.ggml."

@@ -31,13 +31,7 @@ from localrt.quant.cpu.abi import (
 from localrt.quant.formats.catalog import FORMATS
 from localrt.quant.formats.codebook import CODEBOOKS
 from localrt.quant.formats.packed import Bytes, Format, PackedTensor
-from localrt.quant.formats.tiled import (
-    TiledTensor,
-    padded_rows,
-    tile,
-    tile_span,
-    whole_tiles,
-)
+from localrt.quant.formats.tiled import TiledTensor, padded_rows, tile, tile_span, whole_tiles
 from localrt.quant.methods.rotation import widened
 from localrt.quant.ops import attention, experts, protocol, recurrent, streams
 from localrt.quant.ops.arrays import Regions

@@ -23,13 +23,7 @@ from localrt.quant.cuda.products import MOST_ROWS, OUT, AdaptedRows, Records
 from localrt.quant.cuda.programs import Program
 from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32, INT32, Tensor, empty, upload
 from localrt.quant.formats.convert import bf16_bits
-from localrt.quant.ops.adapters import (
-    Adapter,
-    AdapterTable,
-    LowRank,
-    adapted_rows,
-    joined,
-)
+from localrt.quant.ops.adapters import Adapter, AdapterTable, LowRank, adapted_rows, joined
 from localrt.quant.ops.protocol import Batch
 
 _THREADS = 256

@@ -25,14 +25,7 @@ from localrt.quant.cuda.device import Device
 from localrt.quant.cuda.formats import HEAVY, format_macros
 from localrt.quant.cuda.launch import arguments, declarations, launch, pointers
 from localrt.quant.cuda.linear import linear
-from localrt.quant.cuda.products import (
-    GATES,
-    OUT,
-    Records,
-    TiledMatrix,
-    chains_of,
-    quantize,
-)
+from localrt.quant.cuda.products import GATES, OUT, Records, TiledMatrix, chains_of, quantize
 from localrt.quant.cuda.programs import Program
 from localrt.quant.cuda.routing import (
     MOST_EXPERTS,

@@ -17,12 +17,7 @@ from localrt.quant.formats.affine import AFFINE, AffineCodec
 from localrt.quant.formats.catalog import FORMATS
 from localrt.quant.formats.codebook import CODEBOOKS
 from localrt.quant.formats.packed import Format, GroupCodec
-from localrt.quant.formats.published import (
-    PUBLISHED,
-    BrainCodec,
-    LevelFloatCodec,
-    ZeroPointCodec,
-)
+from localrt.quant.formats.published import PUBLISHED, BrainCodec, LevelFloatCodec, ZeroPointCodec
 from localrt.quant.formats.tiled import tile_span
 
 

@@ -22,19 +22,8 @@ from localrt.quant.cuda.cuda_memory import CudaCopies
 from localrt.quant.cuda.device import Device
 from localrt.quant.cuda.driver import Cuda, device_of
 from localrt.quant.cuda.formats import TYPES
-from localrt.quant.cuda.gpu_cache import (
-    FINE_RATES,
-    RATES,
-    ROWS,
-    GpuCache,
-    GpuRates,
-)
-from localrt.quant.cuda.launch import (
-    CudaStopwatch,
-    Stopwatch,
-    gpu_file,
-    noting,
-)
+from localrt.quant.cuda.gpu_cache import FINE_RATES, RATES, ROWS, GpuCache, GpuRates
+from localrt.quant.cuda.launch import CudaStopwatch, Stopwatch, gpu_file, noting
 from localrt.quant.cuda.linear import linear
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.products import TiledMatrix, quantize

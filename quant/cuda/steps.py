@@ -9,12 +9,7 @@ from typing import Any
 import numpy.typing as npt
 
 from localrt.quant.cuda.launch import arguments, declarations, launch, pointers
-from localrt.quant.cuda.products import (
-    GATES,
-    OUT,
-    Records,
-    empty_records,
-)
+from localrt.quant.cuda.products import GATES, OUT, Records, empty_records
 from localrt.quant.cuda.programs import Program
 from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32, INT64, Dtype, Tensor, empty
 from localrt.quant.ops.protocol import BEST, BEST_COUNT, UNGATED

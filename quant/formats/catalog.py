@@ -17,13 +17,7 @@ import numpy.typing as npt
 from localrt.quant.formats.affine import AFFINE
 from localrt.quant.formats.fp4 import F8_E4M3, MXFP4_CODEC, NF4_CODEC, NVFP4_CODEC
 from localrt.quant.formats.ggml import GGML_FORMATS, GGUF_CODECS, INT8_G16K
-from localrt.quant.formats.packed import (
-    Codec,
-    Format,
-    GroupCodec,
-    join_nibbles,
-    split_nibbles,
-)
+from localrt.quant.formats.packed import Codec, Format, GroupCodec, join_nibbles, split_nibbles
 from localrt.quant.formats.published import PUBLISHED
 
 CODECS: Mapping[str, Codec] = MappingProxyType(

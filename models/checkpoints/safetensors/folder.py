@@ -15,10 +15,7 @@ from pathlib import Path, PurePath
 import numpy as np
 
 from localrt.common.errors import CheckpointError, UnsupportedModelError
-from localrt.models.checkpoints.family_tensors import (
-    family_tensors,
-    is_hash_constant,
-)
+from localrt.models.checkpoints.family_tensors import family_tensors, is_hash_constant
 from localrt.models.checkpoints.safetensors.names import plain_tensors
 from localrt.models.checkpoints.safetensors_header import (
     is_raw,

@@ -20,12 +20,7 @@ from localrt.common.errors import CheckpointError
 from localrt.models.architectures.family import DOWN, GATE_UP, Family
 from localrt.models.checkpoints.schemes.floats import regrouped_nibbles
 from localrt.models.config import CHOICE_BIAS, ROUTER
-from localrt.models.row_order import (
-    Stack,
-    check_stack,
-    split_rows,
-    split_stack,
-)
+from localrt.models.row_order import Stack, check_stack, split_rows, split_stack
 from localrt.models.tensor_source import RowSource, StoredTensor, TensorInfo
 from localrt.quant.formats import MXFP4
 from localrt.quant.formats.packed import Bytes

@@ -18,13 +18,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from localrt.models.checkpoints.safetensors_header import (
-    E5M2,
-    INT8,
-    INT32,
-    INT64,
-    RAW_BYTES,
-)
+from localrt.models.checkpoints.safetensors_header import E5M2, INT8, INT32, INT64, RAW_BYTES
 from localrt.models.checkpoints.schemes.floats import fp8_rows, mxfp4_rows, nvfp4_rows
 from localrt.models.checkpoints.schemes.rows import (
     CodedRows,
