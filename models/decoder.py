@@ -34,10 +34,7 @@ from localrt.quant.ops.protocol import Batch, Check, Ops, PassLostError
 
 
 def load_attention(
-    config: DecoderConfig,
-    layer: int,
-    weights: WeightLoader,
-    at: Sequence[int] | None = None,
+    config: DecoderConfig, layer: int, weights: WeightLoader, at: Sequence[int] | None = None
 ) -> Part:
     """Build a layer's attention or recurrence; ``at`` are its places in a partial cache.
 

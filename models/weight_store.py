@@ -222,12 +222,7 @@ class ResidentWeights(WeightStore):
     """Weights that stay in memory: parts are always ready."""
 
     def __init__(
-        self,
-        ops: Ops,
-        config: DecoderConfig,
-        body: Sequence[Part],
-        head: Head,
-        experts: Experts,
+        self, ops: Ops, config: DecoderConfig, body: Sequence[Part], head: Head, experts: Experts
     ) -> None:
         self.ops, self.config = ops, config
         self.body = body

@@ -164,12 +164,7 @@ class Ring(Generic[MemoryT]):
 
 
 def place(
-    nbytes: int,
-    ring: int,
-    *,
-    at: int,
-    newest: Callable[[int, int], int],
-    fixed: int | None = None,
+    nbytes: int, ring: int, *, at: int, newest: Callable[[int, int], int], fixed: int | None = None
 ) -> tuple[int, int]:
     """Choose a unit's place in a ring of ``ring`` bytes whose free bytes begin ``at``, unless it is
     ``fixed``.

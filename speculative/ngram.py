@@ -83,12 +83,7 @@ def continuations(
 
 
 def _counted(
-    tokens: Sequence[int],
-    places: Sequence[int],
-    trust: float,
-    budget: int,
-    depth: int,
-    source: str,
+    tokens: Sequence[int], places: Sequence[int], trust: float, budget: int, depth: int, source: str
 ) -> TokenTree:
     """Build the best-first tree of the continuations at ``places``, with each child's share of
     counts.

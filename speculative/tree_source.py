@@ -184,11 +184,7 @@ class TreeSource(DraftSource):
     # -- the cache -------------------------------------------------------------------------------
 
     def _follow(
-        self,
-        history: Sequence[int],
-        *,
-        rows: int = _PREFILL_ROWS,
-        outcome: Outcome = lambda: None,
+        self, history: Sequence[int], *, rows: int = _PREFILL_ROWS, outcome: Outcome = lambda: None
     ) -> Generator[Step, Floats, bool]:
         """Update cache and tree to ``history``, and keep what they share with it.
 

@@ -86,12 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--tokens", int, "N", "length of the answer (default: 128)"),
         ("--runs", int, "N", "runs of each; medians are shown (default: 5, with --mix 1)"),
         ("--long-prompt", int, "N", _LONG_HELP),
-        (
-            "--threads",
-            int,
-            "N",
-            "CPU threads of every engine (default: the performance cores)",
-        ),
+        ("--threads", int, "N", "CPU threads of every engine (default: the performance cores)"),
         ("--ctx", int, "TOKENS", "context length for every engine (default: what the run needs)"),
     ]
     engines = ("native", "llamacpp")

@@ -158,10 +158,7 @@ def _use_running_server(args: argparse.Namespace) -> None:
 
 
 def connect_endpoint(
-    args: argparse.Namespace,
-    progress: ProgressCallback | None = None,
-    *,
-    name: str | None = None,
+    args: argparse.Namespace, progress: ProgressCallback | None = None, *, name: str | None = None
 ) -> ChatModel:
     """Connect to the server's model of this name, or else of the arguments."""
     from localrt.client.model import connect

@@ -80,10 +80,7 @@ _MACHINE: tuple[Flag, ...] = (
     ("--ram-speed", str, "SPEED", "of the RAM, like DDR5-5600 or 60GB/s (default: measured)"),
     ("--cores", int, "N", "cores of the processor (default: this machine's)"),
 )
-_HARDWARE: tuple[Flag, ...] = (
-    *_MACHINE,
-    ("--remeasure", bool, None, "measure this machine again"),
-)
+_HARDWARE: tuple[Flag, ...] = (*_MACHINE, ("--remeasure", bool, None, "measure this machine again"))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

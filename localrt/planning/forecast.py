@@ -181,11 +181,7 @@ class PlanRequest:
         return replace(self.without_gpu(), gpu_unused=True)
 
     def costs(
-        self,
-        *,
-        rows: int | None = None,
-        held: int | None = None,
-        expert_hits: float | None = None,
+        self, *, rows: int | None = None, held: int | None = None, expert_hits: float | None = None
     ) -> Costs:
         """Return the costs of a pass; by default with the request's rows and held tokens."""
         return Costs(

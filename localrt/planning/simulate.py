@@ -158,11 +158,7 @@ class _Sums:
 
 
 def simulate(
-    costs: Costs,
-    placement: Placement,
-    *,
-    passes: int | None = None,
-    warm_up: int = 3,
+    costs: Costs, placement: Placement, *, passes: int | None = None, warm_up: int = 3
 ) -> Simulation:
     """Replay ``warm_up`` + ``passes`` passes; results are means over the latter.
 

@@ -27,12 +27,7 @@ def read_config(raw: RawConfig) -> DecoderConfig:
             spec if here else replace(spec, window=None, rope=None)
             for spec, here in zip(attention, windowed, strict=True)
         )
-    return replace(
-        config,
-        attention=attention,
-        qk_norm=True,
-        names=RESULT_NORMS,
-    )
+    return replace(config, attention=attention, qk_norm=True, names=RESULT_NORMS)
 
 
 def read_exaone_moe(raw: RawConfig) -> DecoderConfig:

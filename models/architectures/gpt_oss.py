@@ -72,10 +72,7 @@ FAMILIES = (
         read=read_config,
         folders="GptOssForCausalLM",
         gguf="gpt-oss",
-        tensors={
-            "mlp.router.weight": f"{ROUTER}.weight",
-            "mlp.router.bias": f"{ROUTER}.bias",
-        },
+        tensors={"mlp.router.weight": f"{ROUTER}.weight", "mlp.router.bias": f"{ROUTER}.bias"},
         stacks=_STACKS,
         gguf_layer=MLP_NORM,
     ),

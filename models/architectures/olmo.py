@@ -33,12 +33,7 @@ def read_olmo2(raw: RawConfig) -> DecoderConfig:
         sliding = replace(full, window=window, rope=local)
         windowed = raw.windowed([(layer + 1) % 4 != 0 for layer in range(config.layers)])
         attention = tuple(sliding if here else full for here in windowed)
-    return replace(
-        config,
-        attention=attention,
-        qk_norm=True,
-        names=RESULT_NORMS,
-    )
+    return replace(config, attention=attention, qk_norm=True, names=RESULT_NORMS)
 
 
 def read_olmoe(raw: RawConfig) -> DecoderConfig:

@@ -22,9 +22,7 @@ def read_config(raw: RawConfig) -> DecoderConfig:
         parameters["rope_type"] = "longrope"
     rope = read_rope(raw, config.attending[0].head_dim, parameters=parameters)
     return replace(
-        config,
-        attention=tuple(replace(spec, rope=rope) for spec in config.attending),
-        names=_NAMES,
+        config, attention=tuple(replace(spec, rope=rope) for spec in config.attending), names=_NAMES
     )
 
 

@@ -77,9 +77,7 @@ def read_mellum(raw: RawConfig) -> DecoderConfig:
     windowed = raw.windowed([False] * config.layers)
     spec = read_mixture(raw, config, inner=raw.integer("moe_intermediate_size"))
     config = replace(
-        config,
-        attention=tuple(sliding if here else full for here in windowed),
-        qk_norm=True,
+        config, attention=tuple(sliding if here else full for here in windowed), qk_norm=True
     )
     return with_mixture(config, spec, raw.sparse(config.layers))
 

@@ -268,12 +268,7 @@ class AddNgrams:
     """Adds a layer's n-gram embeddings to all ``count`` streams."""
 
     def __init__(
-        self,
-        config: DecoderConfig,
-        own: NgramLayer,
-        weights: WeightLoader,
-        place: int,
-        count: int,
+        self, config: DecoderConfig, own: NgramLayer, weights: WeightLoader, place: int, count: int
     ) -> None:
         hidden, width = config.hidden_size, own.width
         wide, prefix = count * hidden, f"model.layers.{own.layer}.ple."

@@ -201,13 +201,7 @@ class Attention:
     ``at`` is the index of its keys and values in a cache that does not have all layers.
     """
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        layer: int,
-        weights: WeightLoader,
-        at: int,
-    ) -> None:
+    def __init__(self, config: DecoderConfig, layer: int, weights: WeightLoader, at: int) -> None:
         names = config.names_of(layer)
         self.layer = at
         spec = config.attention[layer]
@@ -236,8 +230,7 @@ class Attention:
         self.weights = AttentionWeights(
             norm=norm(names.attention_norm, config.multipliers.attention_in),
             qkv=weights.matrix(
-                (rows, config.block.attention_width(config)),
-                *(f"{prefix}{n}.weight" for n in qkv),
+                (rows, config.block.attention_width(config)), *(f"{prefix}{n}.weight" for n in qkv)
             ),
             out=weights.matrix((hidden, spec.heads * size), f"{prefix}{names.out}.weight"),
             qkv_bias=optional(config.qkv_bias, rows, *(f"{prefix}{n}.bias" for n in qkv)),

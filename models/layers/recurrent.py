@@ -31,12 +31,7 @@ class Recurrent:
     """
 
     def __init__(
-        self,
-        config: DecoderConfig,
-        layer: int,
-        weights: WeightLoader,
-        spec: RecurrentSpec,
-        at: int,
+        self, config: DecoderConfig, layer: int, weights: WeightLoader, spec: RecurrentSpec, at: int
     ) -> None:
         hidden, names = config.hidden_size, config.recurrent
         around = config.names_of(layer)

@@ -146,12 +146,7 @@ class ExpertCache(Generic[MemoryT]):
     # -- one layer of one pass -----------------------------------------------------------------
 
     def touch(
-        self,
-        layer: int,
-        experts: Ids,
-        scores: Scores,
-        *,
-        only: Sequence[int] | None = None,
+        self, layer: int, experts: Ids, scores: Scores, *, only: Sequence[int] | None = None
     ) -> Demand:
         """Record a router's choice: (rows, ranks) each, best first; the first ``used`` are chosen.
 

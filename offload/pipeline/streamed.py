@@ -236,11 +236,6 @@ def _take_inputs(table: RowTable, cpu: Lane, inputs: InputTable, state: Streamed
     state.enter(cpu)
     with cpu.ops.scope():
         take = table.begin_read(
-            cpu.ops,
-            state.step,
-            state.tokens,
-            state.check,
-            scale=inputs.scale,
-            each=inputs.layers,
+            cpu.ops, state.step, state.tokens, state.check, scale=inputs.scale, each=inputs.layers
         )
         state.inputs = take()

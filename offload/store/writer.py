@@ -293,12 +293,7 @@ class StoreWriter(Closing):
     # -- one file --------------------------------------------------------------------------------
 
     def _write_unit(
-        self,
-        stream: BinaryIO,
-        file: str,
-        unit: UnitPlan,
-        tiles: dict[str, _Tiles],
-        pieces: Pieces,
+        self, stream: BinaryIO, file: str, unit: UnitPlan, tiles: dict[str, _Tiles], pieces: Pieces
     ) -> StoredUnit:
         digest = hashlib.sha256()
         position = 0

@@ -129,10 +129,7 @@ class Recording:
         self._base, _ = _cache(batch).layer_ready(0)
 
     def run(
-        self,
-        batch: Batch,
-        check: Check | None = None,
-        features: Features | None = None,
+        self, batch: Batch, check: Check | None = None, features: Features | None = None
     ) -> Floats:
         """The logits (1, V); the cache counts nothing."""
         cache = _cache(batch)

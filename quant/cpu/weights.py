@@ -84,10 +84,7 @@ _Args = TypeVar("_Args")
 
 
 def kept_args(
-    weight: NativeWeight,
-    weights: _Weights,
-    spec: _Spec,
-    make: Callable[[_Weights, _Spec], _Args],
+    weight: NativeWeight, weights: _Weights, spec: _Spec, make: Callable[[_Weights, _Spec], _Args]
 ) -> _Args:
     """The arguments that ``make`` gives for ``weights`` and ``spec``, made once.
 

@@ -373,12 +373,7 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.address
 
 
-def route_rows(
-    normed: Tensor,
-    rows: Tensor,
-    weights: RouterWeights,
-    spec: RouterSpec,
-) -> Routing:
+def route_rows(normed: Tensor, rows: Tensor, weights: RouterWeights, spec: RouterSpec) -> Routing:
     """The experts of normed rows (R, D), float32; ``rows`` are the same in bf16."""
     gate: Any = weights.gate
     if gate.hadamard or not all(isinstance(part, Tensor) for part in gate.parts):

@@ -54,11 +54,7 @@ class BlockedCache(GrowingCache):
     grows_in_place = True
 
     def __init__(
-        self,
-        shapes: Sequence[tuple[int, int, int]],
-        capacity: int,
-        dtype: Dtype,
-        device: Device,
+        self, shapes: Sequence[tuple[int, int, int]], capacity: int, dtype: Dtype, device: Device
     ) -> None:
         super().__init__(capacity)
         self._dtype, self._device = dtype, device

@@ -100,10 +100,7 @@ def normed_for(
 
 
 def gate_up(
-    x: Tensor | Records,
-    weight: CudaWeight,
-    spec: MlpSpec | ExpertSpec,
-    bias: Tensor | None = None,
+    x: Tensor | Records, weight: CudaWeight, spec: MlpSpec | ExpertSpec, bias: Tensor | None = None
 ) -> Tensor:
     """activation(gate) * up of a stacked gate and up, (R, rows / 2) in bf16: in one kernel if each
     is whole tiles. Without a gate, the activation of all rows.

@@ -118,10 +118,7 @@ def _programs(
     if kind == "conv":
         return (Program.of("recurrent_conv", TAPS=taps, **forms),)
     shape = {"KIND": kind.upper(), "KEY": key, "EACH": int(each)}
-    return (
-        Program.of("recurrent_rows", TAPS=taps, **shape),
-        Program.of("recurrent_scan", **shape),
-    )
+    return (Program.of("recurrent_rows", TAPS=taps, **shape), Program.of("recurrent_scan", **shape))
 
 
 def fits_records(spec: RecurrentSpec) -> bool:
@@ -257,12 +254,7 @@ class RecurrentSteps:
     """A part of ``CudaOps``."""
 
     def norm_recurrent(
-        self,
-        x: Stream,
-        weights: RecurrentWeights,
-        spec: RecurrentSpec,
-        step: CudaPass,
-        layer: int,
+        self, x: Stream, weights: RecurrentWeights, spec: RecurrentSpec, step: CudaPass, layer: int
     ) -> Tensor:
         h = normed_for(x, weights.norm, spec.eps, weights.mix)
         y = mix_and_project(h, weights, spec, step, layer)
@@ -272,11 +264,7 @@ class RecurrentSteps:
 
 
 def mix_and_project(
-    h: Tensor | Records,
-    weights: RecurrentWeights,
-    spec: RecurrentSpec,
-    step: CudaPass,
-    layer: int,
+    h: Tensor | Records, weights: RecurrentWeights, spec: RecurrentSpec, step: CudaPass, layer: int
 ) -> Tensor:
     """(R, D), float32, from normed rows; the states are in the caches."""
     rows = h.rows if isinstance(h, Records) else len(h)

@@ -178,11 +178,7 @@ def combined(slots: Tensor, weights: Tensor | None, shared: Tensor | None, used:
     """
     rows, width = len(slots) // used, slots.shape[1]
     y = empty(rows, width, device=slots.device)
-    args = _Combine(
-        *pointers(slots, weights, shared, y),
-        used,
-        width,
-    )
+    args = _Combine(*pointers(slots, weights, shared, y), used, width)
     launch(y.device, _COMBINE, (-(-width // _THREADS), rows, 1), _THREADS, args)
     return y
 

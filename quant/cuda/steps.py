@@ -105,12 +105,7 @@ def norm_in_place(x: Tensor, weight: Tensor, eps: float, pending: Tensor | None 
 
 
 def norm_records(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    *,
-    pending: Tensor | None = None,
-    fine: bool = False,
+    x: Tensor, weight: Tensor, eps: float, *, pending: Tensor | None = None, fine: bool = False
 ) -> Records:
     """As ``norm``, in the form that products of packed weights read."""
     records = empty_records(1, x.shape[0], x.shape[1], x.device, fine=fine)
@@ -129,13 +124,7 @@ def _norm(
     **macros: object,
 ) -> None:
     assert pending is None or pending.is_contiguous, "rows of a sum follow one another"
-    args = _Norm(
-        *pointers(x, pending, weight, y),
-        x.shape[1],
-        x.strides[0],
-        stride,
-        eps,
-    )
+    args = _Norm(*pointers(x, pending, weight, y), x.shape[1], x.strides[0], stride, eps)
     launch(x.device, Program.of("rms_norm", **macros), (x.shape[0], 1, 1), _THREADS, args)
 
 

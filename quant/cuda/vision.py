@@ -180,13 +180,7 @@ class CudaVision(VisionSteps[CudaWeight, Tensor]):
 
 
 def _activate(
-    x: Tensor,
-    kind: str,
-    out: Tensor,
-    *,
-    gated: bool = False,
-    low: float = 0.0,
-    high: float = 0.0,
+    x: Tensor, kind: str, out: Tensor, *, gated: bool = False, low: float = 0.0, high: float = 0.0
 ) -> Tensor:
     """Apply ``kind`` to x (R, F), or gated (R, 2F), in float32; returns out (R, F)."""
     rows, width = out.shape

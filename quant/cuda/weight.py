@@ -178,11 +178,7 @@ class _TiledPart:
     """Tiles of one format, in memory allocated for all rows that may follow."""
 
     def __init__(
-        self,
-        first: PackedTensor | TiledTensor,
-        most_rows: int,
-        device: Device,
-        tile: Tile,
+        self, first: PackedTensor | TiledTensor, most_rows: int, device: Device, tile: Tile
     ) -> None:
         self._tile = tile
         self._format = first.format

@@ -117,11 +117,7 @@ def gptq_codes(
 
 
 def _round_columns(
-    work: Floats,
-    scales: Floats,
-    group_of: npt.NDArray[np.intp],
-    codec: Codec,
-    factor: Floats,
+    work: Floats, scales: Floats, group_of: npt.NDArray[np.intp], codec: Codec, factor: Floats
 ) -> Bytes:
     """Codes (columns, rows) of ``work`` (columns, rows), which is used up."""
     columns, rows = work.shape

@@ -99,9 +99,7 @@ def widened_format(format_: Format) -> Format:
     return BF16 if format_ == F8_E4M3 else format_
 
 
-def widened(
-    blocks: Iterable[PackedTensor | TiledTensor],
-) -> Iterator[PackedTensor | TiledTensor]:
+def widened(blocks: Iterable[PackedTensor | TiledTensor]) -> Iterator[PackedTensor | TiledTensor]:
     """E4M3 as bf16, which holds each of its values; other blocks as they are."""
     for block in blocks:
         if block.format != F8_E4M3:

@@ -22,10 +22,7 @@ _LEAST_SUM = 1e-20  # scores that all vanish are not divided by nothing
 
 
 def route(
-    logits: Tensor,
-    choice_bias: Tensor | None,
-    spec: RouterSpec,
-    expert_scale: Tensor | None = None,
+    logits: Tensor, choice_bias: Tensor | None, spec: RouterSpec, expert_scale: Tensor | None = None
 ) -> Routing:
     """Experts of rows by their logits (R, E), float32.
 

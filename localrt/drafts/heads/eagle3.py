@@ -100,10 +100,7 @@ def read_eagle3(checkpoint: OpenHead, target: DecoderConfig) -> HeadConfig:
     names = replace(own.names, attention_norm="")
     decoder = replace(own, block=block, vocab_size=size, names=names, tied_head=False)
     return HeadConfig(
-        decoder=decoder,
-        layers=layers,
-        own_normed=raw.flag("norm_output"),
-        tokens=tokens,
+        decoder=decoder, layers=layers, own_normed=raw.flag("norm_output"), tokens=tokens
     )
 
 

@@ -266,16 +266,7 @@ class Gptq:
             codec = zero_point_codec(stored_bits(bits), fitting)
         info = weight_info(parts.name, rows, columns, codec.format)
         return _GptqRows(
-            info,
-            codec,
-            words,
-            scales,
-            bits,
-            group,
-            order,
-            zeros,
-            self.symmetric,
-            self.lacking,
+            info, codec, words, scales, bits, group, order, zeros, self.symmetric, self.lacking
         )
 
 
