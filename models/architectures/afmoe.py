@@ -17,7 +17,7 @@ from localrt.common.errors import UnsupportedModelError
 from localrt.models.architectures import llama
 from localrt.models.architectures.family import Config, Family, GgufFacts, head_size
 from localrt.models.architectures.muse_glimmer import GATED_NAMES, GGUF_GATED
-from localrt.models.config import CHOICE_BIAS, ROUTER, DecoderConfig, LayerNames
+from localrt.models.config import DecoderConfig, LayerNames
 from localrt.models.layers.rope import read_kind
 from localrt.models.raw_config import RawConfig, read_mixture, with_mixture
 
@@ -168,8 +168,6 @@ FAMILIES = (
         tensors={
             "pre_mlp_layernorm.weight": "pre_feedforward_layernorm.weight",
             "post_mlp_layernorm.weight": "post_feedforward_layernorm.weight",
-            "mlp.router.gate.weight": f"{ROUTER}.weight",
-            "mlp.expert_bias": CHOICE_BIAS,
         },
         gguf_layer=GGUF_GATED,
         gguf_config=_add_mixture,
@@ -179,7 +177,6 @@ FAMILIES = (
         read=read_laguna,
         folders="LagunaForCausalLM",
         gguf="laguna",
-        tensors={"mlp.experts.e_score_correction_bias": CHOICE_BIAS},
         gguf_layer={"attn_gate": "self_attn.g_proj"},
         gguf_config=_add_kinds,
     ),

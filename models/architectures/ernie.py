@@ -41,10 +41,6 @@ FAMILIES = (
         read=read_config,
         folders="Ernie4_5ForCausalLM Ernie4_5_MoeForCausalLM",
         gguf="ernie4_5 ernie4_5-moe",
-        tensors={
-            "mlp.moe_statics.e_score_correction_bias": CHOICE_BIAS,
-            "mlp.gate.moe_statics.e_score_correction_bias": CHOICE_BIAS,
-        },
         in_pairs=True,
         gguf_in_pairs=True,
     ),

@@ -13,7 +13,7 @@ from localrt.models.architectures import llama
 from localrt.models.architectures.deepseek import add_choice, read_mixtures
 from localrt.models.architectures.family import SANDWICH_NORMS, Family
 from localrt.models.architectures.olmo import RESULT_NORMS
-from localrt.models.config import CHOICE_BIAS, DecoderConfig, LayerNames
+from localrt.models.config import DecoderConfig, LayerNames
 from localrt.models.raw_config import RawConfig
 
 
@@ -65,7 +65,6 @@ FAMILIES = (
         read=read_exaone_moe,
         folders="ExaoneMoeForCausalLM ExaoneMoEForCausalLM",
         gguf="exaone-moe",
-        tensors={"mlp.e_score_correction_bias": CHOICE_BIAS},
         gguf_config=add_choice,
     ),
 )

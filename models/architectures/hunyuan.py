@@ -11,7 +11,7 @@ from dataclasses import replace
 from localrt.common.errors import UnsupportedModelError
 from localrt.models.architectures import llama
 from localrt.models.architectures.family import Family
-from localrt.models.config import CHOICE_BIAS, ROUTER, DecoderConfig, LayerNames
+from localrt.models.config import ROUTER, DecoderConfig, LayerNames
 from localrt.models.layers.rope import read_rope, scaling_number
 from localrt.models.raw_config import RawConfig, read_mixture, with_mixture
 from localrt.quant.ops.attention import Rope
@@ -82,10 +82,6 @@ def _rope(raw: RawConfig, head_dim: int) -> Rope:
     return read_rope(raw, head_dim, parameters={"rope_theta": raw.number("rope_theta") * stretch})
 
 
-_SHARED = {
-    f"mlp.shared_mlp.{part}_proj.weight": f"mlp.shared_experts.{part}_proj.weight"
-    for part in ("gate", "up", "down")
-}
 FAMILIES = (
     Family(
         name="hunyuan", read=read_config, folders="HunYuanDenseV1ForCausalLM", gguf="hunyuan-dense"
@@ -95,18 +91,7 @@ FAMILIES = (
         read=read_hunyuan_moe,
         folders="HunYuanMoEV1ForCausalLM",
         gguf="hunyuan-moe",
-        tensors={"mlp.gate.wg.weight": f"{ROUTER}.weight", **_SHARED},
+        tensors={"mlp.gate.wg.weight": f"{ROUTER}.weight"},
     ),
-    Family(
-        name="hy_v3",
-        read=read_hy_v3,
-        folders="HYV3ForCausalLM",
-        gguf="hy_v3",
-        tensors={
-            "mlp.router.gate.weight": f"{ROUTER}.weight",
-            "mlp.expert_bias": CHOICE_BIAS,
-            "mlp.e_score_correction_bias": CHOICE_BIAS,
-            **_SHARED,
-        },
-    ),
+    Family(name="hy_v3", read=read_hy_v3, folders="HYV3ForCausalLM", gguf="hy_v3"),
 )

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from localrt.models.architectures import llama
 from localrt.models.architectures.family import Config, Family, GgufFacts
-from localrt.models.config import CHOICE_BIAS, ROUTER, DecoderConfig, LayerNames, RecurrentNames
+from localrt.models.config import ROUTER, DecoderConfig, LayerNames, RecurrentNames
 from localrt.models.layers.rope import read_kind
 from localrt.models.raw_config import RawConfig, read_mixture, with_mixture
 from localrt.quant.ops.protocol import LayerSpec
@@ -156,10 +156,7 @@ FAMILIES = (
         read=read_lfm2,
         folders="Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm2VlForConditionalGeneration",
         gguf="lfm2 lfm2moe",
-        tensors={
-            "feed_forward.gate.weight": f"{ROUTER}.weight",
-            "feed_forward.expert_bias": CHOICE_BIAS,
-        },
+        tensors={"feed_forward.gate.weight": f"{ROUTER}.weight"},
         gguf_layer={
             "shortconv.in_proj": "conv.in_proj",
             "shortconv.conv": "conv.conv",

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from localrt.models.architectures import llama
-from localrt.models.architectures.family import Config, Family, GgufFacts
+from localrt.models.architectures.family import DOWN, GATE_UP, Config, Family, GgufFacts
 from localrt.models.config import ROUTER, DecoderConfig
 from localrt.models.raw_config import RawConfig, read_mixture, with_mixture
 from localrt.models.row_order import Stack
@@ -74,9 +74,6 @@ def _add_chunks(config: Config, file: GgufFacts) -> None:
         config["attention_chunk_size"] = _CHUNK
 
 
-_KIND_NAMES = ("gate", "up", "down")
-_EXPERT = "mlp.experts.{{}}.{}_proj.weight"
-
 FAMILIES = (
     Family(
         name="llama4",
@@ -92,14 +89,12 @@ FAMILIES = (
                     ("shared_expert.", "shared_experts."),
                     ("experts.{}.", "experts.{}."),
                 )
-                for kind in _KIND_NAMES
+                for kind in ("gate", "up", "down")
             },
         },
         stacks={
-            "feed_forward.experts.gate_up_proj": Stack(
-                (_EXPERT.format("gate"), _EXPERT.format("up")), transposed=True
-            ),
-            "feed_forward.experts.down_proj": Stack((_EXPERT.format("down"),), transposed=True),
+            "feed_forward.experts.gate_up_proj": Stack(GATE_UP, transposed=True),
+            "feed_forward.experts.down_proj": Stack(DOWN, transposed=True),
         },
         in_pairs=True,
         gguf_in_pairs=True,

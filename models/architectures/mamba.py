@@ -10,7 +10,6 @@ from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.architectures import llama
 from localrt.models.architectures.family import DOWN, GATE_UP, Config, Family, GgufFacts
 from localrt.models.config import (
-    CHOICE_BIAS,
     LATENT_DOWN,
     LATENT_UP,
     ROUTER,
@@ -266,7 +265,6 @@ def _add_kinds(config: Config, file: GgufFacts) -> None:
 
 _NEMOTRON = {
     "mixer.gate.weight": f"{ROUTER}.weight",
-    "mixer.gate.e_score_correction_bias": CHOICE_BIAS,
     "mixer.experts.{}.up_proj.weight": GATE_UP[1],
     "mixer.experts.{}.down_proj.weight": DOWN[0],
     "mixer.fc1_latent_proj.weight": f"{LATENT_DOWN}.weight",

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from localrt.models.architectures import llama
 from localrt.models.architectures.family import Family
-from localrt.models.config import CHOICE_BIAS, DecoderConfig
+from localrt.models.config import DecoderConfig
 from localrt.models.layers.rope import read_rope
 from localrt.models.raw_config import RawConfig, read_mixture, with_mixture
 
@@ -32,14 +32,5 @@ def read_config(raw: RawConfig) -> DecoderConfig:
 
 
 FAMILIES = (
-    Family(
-        name="minimax_m2",
-        read=read_config,
-        folders="MiniMaxM2ForCausalLM",
-        gguf="minimax-m2",
-        tensors={
-            f"{mixture}.e_score_correction_bias": CHOICE_BIAS
-            for mixture in ("block_sparse_moe", "mlp")
-        },
-    ),
+    Family(name="minimax_m2", read=read_config, folders="MiniMaxM2ForCausalLM", gguf="minimax-m2"),
 )

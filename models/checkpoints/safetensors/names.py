@@ -81,10 +81,10 @@ _COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_
 _KINDS = ("gate", "up", "down")
 _OURS: Mapping[str, str] = {
     # other name, of several families, to localrt's name; ``{}`` is the same number in both
-    # Qwen, Kimi
+    # Qwen, Hunyuan, Kimi
     **{
         f"{shared}.{kind}_proj.weight": f"mlp.shared_experts.{kind}_proj.weight"
-        for shared in ("mlp.shared_expert", "block_sparse_moe.shared_experts")
+        for shared in ("mlp.shared_expert", "mlp.shared_mlp", "block_sparse_moe.shared_experts")
         for kind in _KINDS
     },
     # Mixtral, LFM2-MoE
@@ -94,9 +94,9 @@ _OURS: Mapping[str, str] = {
         for theirs, ours in zip(("w1", "w3", "w2"), (*GATE_UP, *DOWN), strict=True)
     },
     "block_sparse_moe.gate.weight": f"{ROUTER}.weight",
+    "mlp.router.gate.weight": f"{ROUTER}.weight",  # Trinity, Hy3
     # Kimi; also transformers' dense layers
     **{f"block_sparse_moe.{kind}_proj.weight": f"mlp.{kind}_proj.weight" for kind in _KINDS},
-    "block_sparse_moe.gate.e_score_correction_bias": CHOICE_BIAS,
     # MLX
     "self_attn.embed_q.weight": "self_attn.k_b_proj.weight",
     "self_attn.unembed_out.weight": "self_attn.v_b_proj.weight",
@@ -135,6 +135,7 @@ _MXFP4: Mapping[str, Stack] = {
     "mlp.experts.down_proj": Stack(DOWN),
 }
 _LAYER = re.compile(r"(?P<prefix>model\.layers\.\d{1,9}\.)(?P<stem>.+)", re.DOTALL)
+_CHOICE_BIASES = (".e_score_correction_bias", ".expert_bias")  # the ends of all its names
 _NUMBER = re.compile(r"(?<=\.experts\.)\d{1,9}(?=\.)")
 _BLOCKS, _SCALES = "_blocks", "_scales"
 
@@ -175,6 +176,8 @@ def _named(tensor: RowSource, family: Family) -> RowSource:
         number = _NUMBER.search(stem)
         pattern = stem if number is None else _NUMBER.sub("{}", stem, count=1)
         ours = family.tensors.get(pattern) or _OURS.get(pattern)
+        if stem.endswith(_CHOICE_BIASES):
+            ours = CHOICE_BIAS
         if ours is not None:
             name = layer["prefix"] + (ours if number is None else ours.format(number[0]))
             if ours == CHOICE_BIAS and len(shape) == 2 and shape[0] == 1:
