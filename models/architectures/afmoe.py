@@ -177,7 +177,6 @@ FAMILIES = (
         read=read_laguna,
         folders="LagunaForCausalLM",
         gguf="laguna",
-        gguf_layer={"attn_gate": "self_attn.g_proj"},
         gguf_config=_add_kinds,
     ),
     Family(
@@ -189,7 +188,6 @@ FAMILIES = (
             "self_attn.q_k_v_proj.weight": "self_attn.qkv_proj.weight",
             "self_attn.out_proj.weight": "self_attn.o_proj.weight",
         },
-        gguf_layer={"attn_gate": "self_attn.g_proj"},
         gguf_config=_add_kinds,
     ),
 )

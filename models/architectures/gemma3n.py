@@ -10,13 +10,8 @@ from dataclasses import replace
 from statistics import NormalDist
 
 from localrt.models.architectures import gemma
-from localrt.models.architectures.family import Family
-from localrt.models.architectures.gemma4 import (
-    LAYER_INPUTS,
-    add_streams,
-    read_layer_inputs,
-    read_sources,
-)
+from localrt.models.architectures.family import SANDWICH_NORMS, Family
+from localrt.models.architectures.gemma4 import add_streams, read_layer_inputs, read_sources
 from localrt.models.config import DecoderConfig
 from localrt.models.layers.altup import AltUp
 from localrt.models.layers.rope import read_rope
@@ -107,7 +102,7 @@ FAMILIES = (
         folders="Gemma3nForCausalLM Gemma3nForConditionalGeneration",
         gguf="gemma3n",
         gguf_layer={
-            **LAYER_INPUTS,
+            **SANDWICH_NORMS,
             "altup_correct_coef": "altup.correction_coefs",
             "altup_predict_coef": "altup.prediction_coefs",
             "altup_router": "altup.modality_router",

@@ -8,7 +8,7 @@ dense MLP.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from localrt.common.errors import UnsupportedModelError
@@ -179,14 +179,6 @@ def _read_mixture(raw: RawConfig, config: DecoderConfig) -> MixtureSpec:
     )
 
 
-LAYER_INPUTS: Mapping[str, str] = {
-    **SANDWICH_NORMS,
-    "inp_gate": "per_layer_input_gate",
-    "proj": "per_layer_projection",
-    "post_norm": "post_per_layer_input_norm",
-}
-"""GGUF's names of a layer with inputs of its own."""
-
 _LONGEST_ROPE = 1 << 16
 _STANDS_STILL = 1e9  # a rotary divisor that makes a frequency zero
 
@@ -243,7 +235,7 @@ FAMILIES = (
             "router.per_expert_scale": EXPERT_SCALE,
         },
         gguf_layer={
-            **LAYER_INPUTS,
+            **SANDWICH_NORMS,
             "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
             "post_ffw_norm_1": "post_feedforward_layernorm_1",
             "post_ffw_norm_2": "post_feedforward_layernorm_2",

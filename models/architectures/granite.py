@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from localrt.models.architectures import llama
 from localrt.models.architectures.family import DOWN, GATE_UP, Config, Family, GgufFacts
-from localrt.models.architectures.mamba import GGUF_MAMBA, mamba_names, read_mamba
+from localrt.models.architectures.mamba import mamba_names, read_mamba
 from localrt.models.config import ROUTER, SHARED_DOWN, SHARED_GATE_UP, DecoderConfig, LayerNames
 from localrt.models.layers.block import ResidualBlock
 from localrt.models.layers.rope import read_rope
@@ -158,7 +158,6 @@ FAMILIES = (
         gguf="granitehybrid",
         tensors=_TENSORS,
         stacks=_STACKS,
-        gguf_layer=GGUF_MAMBA,
         gguf_in_pairs=True,
     ),
 )

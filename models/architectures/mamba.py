@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 
 from localrt.common.errors import CheckpointError, UnsupportedModelError
@@ -227,16 +226,6 @@ def _read_mixture(raw: RawConfig, eps: float) -> MixtureSpec:
     )
 
 
-GGUF_MAMBA: Mapping[str, str] = {
-    "ssm_in": "mamba.in_proj",
-    "ssm_conv1d": "mamba.conv1d",
-    "ssm_a": "mamba.A",
-    "ssm_d": "mamba.D",
-    "ssm_dt": "mamba.dt_bias",
-    "ssm_norm": "mamba.norm",
-    "ssm_out": "mamba.out_proj",
-}
-"""GGUF's names of Mamba 2."""
 _MOST_LAYERS = 1 << 16
 
 
@@ -279,7 +268,6 @@ FAMILIES = (
         read=read_falcon_h1,
         folders="FalconH1ForCausalLM",
         gguf="falcon-h1",
-        gguf_layer=GGUF_MAMBA,
     ),
     Family(
         name="nemotron_h",
@@ -292,7 +280,6 @@ FAMILIES = (
             "mixer.experts.up_proj": Stack(GATE_UP[1:]),
             "mixer.experts.down_proj": Stack(DOWN),
         },
-        gguf_layer=GGUF_MAMBA,
         gguf_config=_add_kinds,
     ),
 )

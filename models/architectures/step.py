@@ -146,7 +146,6 @@ FAMILIES = (
             **{f"share_expert.{part}": f"mlp.shared_experts.{part}" for part in _PARTS},
         },
         stacks={f"moe.{part}": Stack((f"mlp.experts.{{}}.{part}",)) for part in _PARTS},
-        gguf_layer={"attn_gate": "self_attn.g_proj"},
         gguf_plus_one=True,
         gguf_config=_add_kinds,
     ),

@@ -37,6 +37,7 @@ _LAYER_TENSORS: Mapping[str, str] = {
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
+    "attn_gate": "self_attn.g_proj",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
@@ -49,6 +50,18 @@ _LAYER_TENSORS: Mapping[str, str] = {
     "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    # inputs that each layer has of its own
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    # Mamba 2
+    "ssm_in": "mamba.in_proj",
+    "ssm_conv1d": "mamba.conv1d",
+    "ssm_a": "mamba.A",
+    "ssm_d": "mamba.D",
+    "ssm_dt": "mamba.dt_bias",
+    "ssm_norm": "mamba.norm",
+    "ssm_out": "mamba.out_proj",
 }
 
 _EXPERT_TENSORS: Mapping[str, str] = {
