@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.models.config import DecoderConfig, Part
-from localrt.models.layers.moe import Experts, RoutingWatch
+from localrt.models.layers.moe import Experts
 from localrt.models.layers.parts import Head, PassState
 from localrt.quant.ops.arrays import Vector, Weight
 from localrt.quant.ops.kv import KVCache
@@ -208,11 +208,6 @@ class WeightStore:
     def tasks(self, keep: int | None = None) -> list[Task]:
         """The recorded tasks; ``keep`` sets how many to record from now on."""
         return []
-
-    def watch_routing(self, watch: RoutingWatch) -> None:
-        """Tell ``watch`` of every choice of experts."""
-        for experts in self.experts:
-            experts.watch = watch
 
     def close(self) -> None:
         """Free everything."""

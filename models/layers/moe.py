@@ -7,7 +7,6 @@ all are in memory, otherwise one that loads them during the pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -39,9 +38,6 @@ _EXPERT_NORM = "pre_feedforward_layernorm_2"
 _DENSE_POST_NORM = "post_feedforward_layernorm_1"
 _EXPERT_POST_NORM = "post_feedforward_layernorm_2"
 
-RoutingWatch = Callable[[int, Routing], None]
-"""Told of every choice of experts, with the layer's number among the sparse ones."""
-
 
 @dataclass(frozen=True, slots=True)
 class Routed:
@@ -57,8 +53,8 @@ class Routed:
     rows: Array
     routing: Routing
 
-    def read(self, watch: RoutingWatch | None, routing: Routing | None = None) -> None:
-        """Copy the router's choice to the host, waiting for it, and pass it to ``watch``.
+    def read(self, routing: Routing | None = None) -> None:
+        """Copy the router's choice to the host, waiting for it.
 
         With ``routing`` it is there already.
 
@@ -72,8 +68,6 @@ class Routed:
                 "are damaged, or the layers before it overflow; download or quantize the model "
                 "again"
             )
-        if watch is not None:
-            watch(self.place, routing)
 
 
 class SparseMlp:
@@ -158,8 +152,8 @@ class SparseMlp:
         if self.spec.weigh_inputs:
             rows = ops.weigh_rows(rows, routing)
         routed = Routed(self.layer, self.place, self.spec.expert, normed, rows, routing)
-        if self.experts.watch is not None or not routing.away:
-            routed.read(self.experts.watch)
+        if not routing.away:
+            routed.read()
         return routed
 
     def _shared_rows(self, ops: Ops, routed: Routed) -> Array | None:
@@ -221,9 +215,7 @@ class _BesideDense:
 
 
 class Experts(Protocol):
-    """Computes the experts of sparse layers. ``watch`` gets every choice."""
-
-    watch: RoutingWatch | None
+    """Computes the experts of sparse layers."""
 
     @property
     def capturable(self) -> bool:
@@ -248,12 +240,11 @@ class ResidentExperts:
 
     def __init__(self) -> None:
         self.tables: dict[int, ExpertTable] = {}
-        self.watch: RoutingWatch | None = None
 
     @property
     def capturable(self) -> bool:
         """Whether all layers' experts can be captured; see ``Experts``."""
-        return self.watch is None and all(table.capturable for table in self.tables.values())
+        return all(table.capturable for table in self.tables.values())
 
     def begin(self, routed: Routed, state: PassState) -> ExpertPass:
         return _ResidentPass(state.ops, self.tables[routed.place], routed)

@@ -25,7 +25,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from localrt.models.layers.moe import ExpertPass, Routed, RoutingWatch
+from localrt.models.layers.moe import ExpertPass, Routed
 from localrt.models.layers.parts import PassState
 from localrt.offload.device.gpu import Clock
 from localrt.offload.experts.cache import Demand
@@ -64,7 +64,6 @@ class HybridExperts:
         gpu_rows: int = 0,
         recorder: Recorder | None = None,
     ) -> None:
-        self.watch: RoutingWatch | None = None
         self.slots, self.memory = slots, memory
         self.gpu = slots.gpu
         self.host = host
@@ -100,7 +99,7 @@ class HybridExperts:
         """Whether sparse layers can be recorded in a pass of ``rows``; None until each layer has
         had an expert on the GPU.
         """
-        if self.watch is not None or 0 < self._gpu_rows <= rows:
+        if 0 < self._gpu_rows <= rows:
             return False
         sharable = {table.sharable for table in self.slots.cache.tables}
         return False if False in sharable else None if None in sharable else True
@@ -135,7 +134,7 @@ class HybridExperts:
             if self._all_on_gpu(layer_pass):
                 return layer_pass.slots_array
         if layer_pass.unread:
-            routed.read(self.watch)
+            routed.read()
         demand = cache.touch(place, routing.experts, routing.scores)
         if crossing:
             self._run_crossing(layer_pass, demand)
@@ -188,7 +187,7 @@ class HybridExperts:
             return
         if not np.isfinite(np.stack([layer.routing.weights for layer in layers]).sum()):
             for layer in layers:
-                layer.routed.read(None, layer.routing)  # raises
+                layer.routed.read(layer.routing)  # raises
         cache = self.slots.cache
         misses_before = self.uses - self.hits
         if layers[0].routing.rows == 1:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.models.config import DecoderConfig
-from localrt.models.layers.moe import Routed, RoutingWatch, load_expert
+from localrt.models.layers.moe import Routed, load_expert
 from localrt.models.layers.parts import PassState
 from localrt.models.weights import WeightLoader
 from localrt.offload.device.gpu import SLABS, Clock, Gpu
@@ -312,7 +312,6 @@ class CpuExperts:
     capturable = False
 
     def __init__(self, memory: ExpertMemory, ops: Ops, clock: Clock) -> None:
-        self.watch: RoutingWatch | None = None
         self.hits = self.uses = 0
         self.memory = memory
         self.ops = ops

@@ -16,6 +16,7 @@ import localrt
 from localrt.common.errors import CheckpointError
 from localrt.evaluate import evaluate
 from localrt.models.checkpoints import open_checkpoint
+from localrt.models.layers.moe import Routed
 from localrt.models.registry import load_decoder, read_config
 from localrt.offload.store import pack_store
 from localrt.quant.formats.tiled import tile_tensor
@@ -40,11 +41,11 @@ LENGTH = 40
 
 
 @pytest.mark.parametrize("name", sorted(MIXTURES | DEEPSEEK_SPARSE))
-def test_routing(name: str, tmp_path: Path) -> None:
+def test_routing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = save_tiny(name, tmp_path)
     ours, ids = load_ours(tmp_path, context=LENGTH), tokens(LENGTH, seed=5)
     found: list[Routing] = []
-    ours.weights.watch_routing(lambda place, routing: found.append(routing))
+    monkeypatch.setattr(Routed, "read", lambda routed: found.append(routed.routing))
     expected: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
 
     def listen(module: Any, _inputs: Any, output: Any) -> None:
