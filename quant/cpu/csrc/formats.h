@@ -219,14 +219,10 @@ inline LookedUp e2m1_codes(const uint8_t* p) {
     return {p, numbers};
 }
 
-struct Mxfp4 {  // E8M0 scales
-    static constexpr int MOST = 24, HALVES = 1, SPAN = 32, ZERO = 12;
-    static constexpr bool SYMMETRIC = true;
-    static constexpr int HEADER = 16, STEP = step_bytes(4);
-    struct Head { F16L scale; };
+struct Mxfp4 : OneScale<24, 32, 12, step_bytes(4)> {  // E8M0 scales
+    static constexpr int HEADER = 16;
     static Head open(const uint8_t* p) { return {F16L::bits(I16::load_u8(p).shl(23)) * F16L::set1(0.5f)}; }
     static LookedUp codes(const uint8_t* p) { return e2m1_codes(p); }
-    static F16L scale(const Head& head, const uint8_t*, int, int) { return head.scale; }
 };
 
 struct Nvfp4 {  // E4M3 scales, one for every 16 columns
@@ -241,11 +237,9 @@ struct Nvfp4 {  // E4M3 scales, one for every 16 columns
     static F16L scale(const Head& head, const uint8_t*, int, int half) { return head.scale[half]; }
 };
 
-template <bool FLOATS> struct Nf4 {  // levels rounded to 1/127: errors up to 0.4 % of the group's largest magnitude
-    static constexpr int MOST = 255, HALVES = 1, SPAN = 64, ZERO = 128;
-    static constexpr bool SYMMETRIC = true;
-    static constexpr int HEADER = FLOATS ? 64 : 32, STEP = step_bytes(4);
-    struct Head { F16L scale; };
+// Levels rounded to 1/127: errors up to 0.4 % of the group's largest magnitude.
+template <bool FLOATS> struct Nf4 : OneScale<255, 64, 128, step_bytes(4)> {
+    static constexpr int HEADER = FLOATS ? 64 : 32;
     static Head open(const uint8_t* p) {
         return {(FLOATS ? F16L::load((const float*)p) : F16L::load_f16(p)) * F16L::set1(1.f / 127)};
     }
@@ -254,7 +248,6 @@ template <bool FLOATS> struct Nf4 {  // levels rounded to 1/127: errors up to 0.
                                                         138, 148, 159, 171, 184, 199, 220, 255};
         return {p, numbers};
     }
-    static F16L scale(const Head& head, const uint8_t*, int, int) { return head.scale; }
 };
 
 struct Fp4 : Nf4<true> {  // bitsandbytes' levels in units of 1/120: exact but for the smallest, 0.625 of one
@@ -353,37 +346,29 @@ template <int HALVES_, int ZERO_, int HEADER_, int STEP_, int EIGHTHS> struct Si
     static const uint8_t* at(const uint8_t* tile, int step) { return tile + HEADER + step * STEP; }
     // The n-th nibble of words in the head.
     static I16 nibble(const uint8_t* tile, int n) { return I16::load(tile + 32 + 64 * (n / 8)).shr(4 * (n % 8)) & I16::set1(15); }
+    template <int LAYOUT, int WIDTH, int INDEX_BITS, bool SEVEN>
+    static LRT_INLINE Filled signed_entries(const uint8_t* indices, const uint8_t* high, const uint8_t* signs) {
+        Filled codes;
+        entries<LAYOUT, WIDTH, INDEX_BITS>(indices, high, codes.q);
+        negate<SEVEN, MOST>(signs, codes.q);
+        return codes;
+    }
 };
 
 struct Iq3Xxs : Signed<1, 62, 32, 192, 2> {
-    static Filled codes(const uint8_t* p) {
-        Filled codes;
-        entries<IQ3_XXS, 4, 8>(p, nullptr, codes.q);
-        negate<true, 2 * ZERO>(p + 128, codes.q);
-        return codes;
-    }
+    static Filled codes(const uint8_t* p) { return signed_entries<IQ3_XXS, 4, 8, true>(p, nullptr, p + 128); }
     static F16L scale(const Head& head, const uint8_t* tile, int step, int) {
         return odd_times(head.d, I16::nibbles(spare_bits(at(tile, step) + 128)));
     }
 };
 
 struct Iq3S : Signed<1, 15, 96, 208, 8> {
-    static Filled codes(const uint8_t* p) {
-        Filled codes;
-        entries<IQ3_S, 4, 9>(p, p + 192, codes.q);
-        negate<false, 2 * ZERO>(p + 128, codes.q);
-        return codes;
-    }
+    static Filled codes(const uint8_t* p) { return signed_entries<IQ3_S, 4, 9, false>(p, p + 192, p + 128); }
     static F16L scale(const Head& head, const uint8_t* tile, int step, int) { return odd_times(head.d, nibble(tile, step)); }
 };
 
 struct Iq2Xxs : Signed<1, 43, 32, 128, 1> {
-    static Filled codes(const uint8_t* p) {
-        Filled codes;
-        entries<IQ2_XXS, 8, 8>(p, nullptr, codes.q);
-        negate<true, 2 * ZERO>(p + 64, codes.q);
-        return codes;
-    }
+    static Filled codes(const uint8_t* p) { return signed_entries<IQ2_XXS, 8, 8, true>(p, nullptr, p + 64); }
     static F16L scale(const Head& head, const uint8_t* tile, int step, int) {
         return odd_times(head.d, I16::nibbles(spare_bits(at(tile, step) + 64)));
     }
@@ -391,22 +376,14 @@ struct Iq2Xxs : Signed<1, 43, 32, 128, 1> {
 
 struct Iq2Xs : Signed<2, 43, 160, 128, 1> {
     static Filled codes(const uint8_t* p) {
-        Filled codes;
         const uint64_t high = spare_bits(p + 64);
-        entries<IQ2_XS, 8, 9>(p, reinterpret_cast<const uint8_t*>(&high), codes.q);
-        negate<true, 2 * ZERO>(p + 64, codes.q);
-        return codes;
+        return signed_entries<IQ2_XS, 8, 9, true>(p, reinterpret_cast<const uint8_t*>(&high), p + 64);
     }
     static F16L scale(const Head& head, const uint8_t* tile, int step, int half) { return odd_times(head.d, nibble(tile, 2 * step + half)); }
 };
 
 struct Iq2S : Signed<2, 43, 160, 144, 1> {
-    static Filled codes(const uint8_t* p) {
-        Filled codes;
-        entries<IQ2_S, 8, 10>(p, p + 128, codes.q);
-        negate<false, 2 * ZERO>(p + 64, codes.q);
-        return codes;
-    }
+    static Filled codes(const uint8_t* p) { return signed_entries<IQ2_S, 8, 10, false>(p, p + 128, p + 64); }
     static F16L scale(const Head& head, const uint8_t* tile, int step, int half) { return odd_times(head.d, nibble(tile, 2 * step + half)); }
 };
 
