@@ -1,9 +1,9 @@
 """Random weights of real shapes as a GGUF file, for llama.cpp and localrt side by side.
 
-    python -m tests.models.real_shapes gemma-4-12b 24 gemma.gguf tokenizer.gguf
+    python -m tests.models.real_shapes gemma-4-12b 24 gemma.gguf tokenizer.gguf [template.jinja]
 
 writes the first 24 layers of a shape in ``localrt/hub/known_configs.json``, packed about as Q4_K_M
-is; tokens are another file's, and unused ones.
+is; tokens are another file's, and unused ones. The chat template is the file's at the end, if any.
 """
 
 from __future__ import annotations
@@ -28,10 +28,13 @@ from tests.models.tiny import keep_layers
 
 _KNOWN = Path(searching.__file__).with_name("known_configs.json")
 _SIX_BITS = ("token_embd.weight", "output.weight")
-_NAMES = {"gemma4_unified_text": "gemma4-unified"}
+_NAMES = {"gemma4_unified_text": "gemma4-unified", "qwen3_5_text": "qwen3.5"}
+_SECTIONS = {"qwen35": [11, 11, 10, 0]}  # of M-RoPE, which the shapes leave out
 
 
-def write_random(shape: str, layers: int, path: Path, tokenizer: Path) -> int:
+def write_random(
+    shape: str, layers: int, path: Path, tokenizer: Path, template: Path | None = None
+) -> int:
     """Write the file, and return its bytes."""
     known = json.loads(_KNOWN.read_text("utf-8"))
     config = transformers.AutoConfig.for_model(**known[shape])
@@ -45,7 +48,11 @@ def write_random(shape: str, layers: int, path: Path, tokenizer: Path) -> int:
     plain = SimpleNamespace(**json.loads(config.to_json_string(use_diff=False)))
     keys = gguf_keys(architecture, plain, absorbed=True)
     metadata: dict[str, Any] = {f"{architecture}.{key}": value for key, value in keys.items()}
+    if architecture in _SECTIONS:
+        metadata[f"{architecture}.rope.dimension_sections"] = _SECTIONS[architecture]
     metadata |= _tokenizer(tokenizer, config.vocab_size)
+    if template:
+        metadata["tokenizer.chat_template"] = template.read_text("utf-8")
     tensors = gguf_tensors(architecture, plain, state)
     typed = {name: _packed(name, array) for name, array in tensors.items()}
     return sum(part.stat().st_size for part in write_gguf(path, architecture, metadata, typed))
@@ -78,5 +85,5 @@ def _tokenizer(path: Path, size: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    shape, layers, path, tokenizer = sys.argv[1:]
-    print(write_random(shape, int(layers), Path(path), Path(tokenizer)), "bytes")
+    shape, layers, path, tokenizer, *template = sys.argv[1:]
+    print(write_random(shape, int(layers), *map(Path, [path, tokenizer, *template])), "bytes")
