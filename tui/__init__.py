@@ -19,7 +19,7 @@ Its threads only fill plain objects. The screen reads them on a timer, at most 2
 with at most 1 % of the processor, so that decoding never waits for drawing.
 
 ``terminal.py`` restores the terminal however the app ends; ``crash.py`` saves the unsent message
-and a report. ``browser.py`` serves the app to browser tabs, with one process per tab.
+and a report.
 
 A conversation is one scrolling widget that lays out only what is visible, so its length costs
 nothing. Bindings, palette, menu and help are made from the tables in ``tui/keys.py`` and

@@ -468,7 +468,7 @@ class ChatApp(App[None]):
 
     def get_driver_class(self) -> type[Driver]:
         driver = super().get_driver_class()
-        if driver.__name__ != "LinuxDriver":  # but one of tests, of Windows or of the browser
+        if driver.__name__ != "LinuxDriver":  # but one of tests or of Windows
             return driver
         from localrt.tui.terminal import RestoringDriver
 

@@ -27,7 +27,6 @@ from localrt.cli.options import (
 from localrt.cli.run import answer, prompt_of
 from localrt.common.errors import LocalrtError, OptionError
 from localrt.common.formatting import format_bytes
-from localrt.common.helpers import localrt_command
 from localrt.common.progress import ProgressCallback
 from localrt.common.settings import Settings
 from localrt.engine.options import read_options
@@ -54,8 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-c", "--continue", dest="resume", action="store_true", help=resume)
     add("--load", metavar="PATH", type=Path, help="continue a saved chat (default: a new one)")
     add("--plain", action="store_true", help=plain)
-    browser = "open the app in a tab of the browser on this machine"
-    add("--browser", action="store_true", help=browser)
     parser.set_defaults(json=False, stats=False)
     add_endpoint_arguments(parser)
     add_load_arguments(parser)
@@ -69,14 +66,7 @@ def run(args: argparse.Namespace) -> int:
     choose_model(args)
     if args.resume and args.load is not None:
         raise OptionError("give either --continue or --load, not both")
-    in_tab = args.browser and "TEXTUAL_DRIVER" in os.environ  # set by textual-serve
-    if args.browser and (args.plain or args.prompt is not None):
-        raise OptionError("--browser is for the app: leave out --plain and --prompt")
-    if args.browser and not in_tab:
-        from localrt.tui.browser import serve_browser
-
-        return serve_browser(localrt_command(*sys.argv[1:]))
-    if args.prompt is not None or not (args.plain or in_tab or sys.stdin.isatty()):
+    if args.prompt is not None or not (args.plain or sys.stdin.isatty()):
         if args.resume:
             raise OptionError(
                 "--continue is for the app: for a single answer use localrt run --continue"
@@ -104,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     is_remote = args.endpoint is not None and not args.note
     more: dict[str, object] = {}
     terminal = sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
-    if args.plain or not (terminal or in_tab):
+    if args.plain or not terminal:
         from localrt.tui.plain import run_plain as chat  # neither imports the other's toolkit
     else:
         from localrt.tui import run_chat as chat

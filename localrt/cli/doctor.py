@@ -45,7 +45,6 @@ _PACKAGES = (
     ("llama-cpp-python", "llamacpp", "the llamacpp engine: more architectures, bench's baseline"),
     ("torch", "quantize", "quantizing with calibration"),
     ("transformers", "bench", "an engine to compare with in bench"),
-    ("textual-serve", "browser", "the app in a tab of a browser"),
 )
 
 

@@ -86,6 +86,10 @@ _STRICT_HELP = (
 _FETCH_HELP = (
     "fetch pictures that requests name by URL, from public addresses only (default: refuse them)"
 )
+_CONVERSATIONS_HELP = (
+    "with a key, let other machines read and write your conversations, on the page and by HTTP "
+    "(default: on this machine's own address alone)"
+)
 _LEAST_RUNNING = 4  # whatever passes gain: a chat does not wait for another's end
 _UNSET = ServeOptions()
 # Flags for a single model.
@@ -105,6 +109,7 @@ _FLAGS: tuple[Flag, ...] = (
     ("--strict-models", bool, None, _STRICT_HELP),
     ("--allow-pull", bool, None, "let clients download models of the hub (Ollama's /api/pull)"),
     ("--fetch-pictures", bool, None, _FETCH_HELP),
+    ("--conversations", bool, None, _CONVERSATIONS_HELP),
     ("--drain", float, "S", "when stopping, seconds for answers to finish (default: 20)"),
     ("--json", bool, None, "log to stdout as JSON"),
     ("--quiet", bool, None, "do not log requests"),
@@ -175,7 +180,8 @@ def _serve(
             else:
                 count = f"{len(names)} model{'s' * (len(names) != 1)} of this machine"
                 shown = names[0] if paths else count
-                print(f"{shown} at {url}/v1 (Ctrl+C stops)", file=sys.stderr, flush=True)
+                line = f"{shown} at {url}/v1, the chat page at {url}/ (Ctrl+C stops)"
+                print(line, file=sys.stderr, flush=True)
 
         log = None if args.quiet else _log_json if args.json else _log
         note = partial(_say, args)
@@ -272,6 +278,7 @@ def _options(args: argparse.Namespace) -> ServeOptions:
         strict_models=args.strict_models,
         allow_pull=args.allow_pull,
         fetch_pictures=args.fetch_pictures,
+        conversations=args.conversations,
     )
 
 

@@ -85,6 +85,16 @@ class Conversation:
         return str(self._row()["model"])
 
     @property
+    def created(self) -> float:
+        """When it began, in seconds since the epoch."""
+        return float(self._row()["created"])
+
+    @property
+    def updated(self) -> float:
+        """When a turn last began or ended, in seconds since the epoch."""
+        return float(self._row()["updated"])
+
+    @property
     def system(self) -> str | None:
         """The system prompt."""
         text = self._row()["system"]

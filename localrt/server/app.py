@@ -20,7 +20,9 @@ from starlette.routing import Route
 
 from localrt.api import Model
 from localrt.common.errors import LocalrtError
-from localrt.server import about, anthropic, infill, texts
+from localrt.history import History
+from localrt.server import about, anthropic, conversations, infill, page, texts
+from localrt.server.answers import Answers
 from localrt.server.bodies import prepare_checks
 from localrt.server.dialect import JSON, Endpoint, Handler
 from localrt.server.errors import ApiError, JsonResponse, failure
@@ -61,6 +63,7 @@ async def openapi(request: Request) -> Response:
 
 
 ROUTES = (
+    *page.ROUTES,
     Endpoint("/health", "GET", health, JSON),
     Endpoint("/metrics", "GET", metrics, "text/plain"),
     Endpoint("/openapi.json", "GET", openapi),
@@ -68,6 +71,7 @@ ROUTES = (
     *texts.ROUTES,
     *about.ROUTES,
     *responses.ROUTES,
+    *conversations.ROUTES,
     *infill.ROUTES,
     *anthropic.ROUTES,
     *ollama.ROUTES,
@@ -83,10 +87,12 @@ def create_app(
     *,
     log: Callable[[LogLine], None] | None = None,
     note: Callable[[str], None] | None = None,
+    open_history: Callable[[], History] = History,
 ) -> Starlette:
     """Return the application that serves ``model``, which the caller closes, or several models.
 
-    ``log`` is called after every request, ``note`` with one-time log lines. Batches run from the
+    ``log`` is called after every request, ``note`` with one-time log lines; ``open_history`` gives
+    the conversations, by default the user's. Batches run from the
     application's startup to its shutdown; ``app.state.service`` can be told to ``stop``.
     """
     options = options or ServeOptions()
@@ -108,6 +114,7 @@ def create_app(
             with suppress(asyncio.CancelledError):
                 await sampling
             service.stop()
+            await app.state.answers.close()
             await asyncio.to_thread(models.close)
 
     paths = [one.path for one in ROUTES]
@@ -119,6 +126,7 @@ def create_app(
         lifespan=lifespan,
     )
     app.state.service = service
+    app.state.answers = Answers(open_history)
     return app
 
 

@@ -24,7 +24,7 @@ _ERRORS = {
     "503": "out of memory, overloaded or stopping",
 }
 _PARAMETER = re.compile(r"{(\w+)[^}]*}")
-OPEN = ("/health", "/openapi.json")
+OPEN = ("/", "/health", "/openapi.json")
 """Paths that need no key."""
 
 

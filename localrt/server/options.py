@@ -23,8 +23,9 @@ class ServeOptions:
     not read for ``write_timeout_s`` is disconnected. With several models, one that is unused for
     ``keep_alive_s`` frees its memory (negative: never; None: 300 s, or longer if it is expected to
     be used again soon). ``strict_models`` refuses requests for unknown models, ``allow_pull`` lets
-    clients download models, ``fetch_pictures`` fetches pictures from URLs in requests. Answers get
-    ``drain_s`` to finish when the server stops.
+    clients download models, ``fetch_pictures`` fetches pictures from URLs in requests. With
+    ``conversations``, who has ``api_key`` reads and writes the user's conversations from other
+    machines too. Answers get ``drain_s`` to finish when the server stops.
     """
 
     host: str = "127.0.0.1"
@@ -46,6 +47,7 @@ class ServeOptions:
     strict_models: bool = False
     allow_pull: bool = False
     fetch_pictures: bool = False
+    conversations: bool = False
 
     def __post_init__(self) -> None:
         for name, low, high in (
@@ -75,6 +77,8 @@ class ServeOptions:
                 )
         if not self.host:
             raise OptionError("host must not be empty: 127.0.0.1 is this machine, 0.0.0.0 all")
+        if self.conversations and self.api_key is None and not is_loopback(self.host):
+            raise OptionError(f"{option('conversations')} on {self.host} needs a key: set one")
 
 
 def is_loopback(host: str) -> bool:

@@ -169,7 +169,10 @@ class Server(uvicorn.Server):
         if service.open_requests:
             service.note_once("draining", "answers are finishing: Ctrl+C again ends them")
         try:
-            while service.open_requests and not (self.force_exit or service.stopping):
+            # A conversation's answer goes on without a request.
+            while (service.open_requests or service.open_answers) and not (
+                self.force_exit or service.stopping
+            ):
                 await asyncio.sleep(_DRAIN_STEP_S)
             await super().shutdown(sockets)
         finally:

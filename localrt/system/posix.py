@@ -336,8 +336,6 @@ IS_WINDOWS = False
 """For figures of a described PC, which is like this one unless its description says so."""
 NVML = "libnvidia-ml.so.1"
 """The name of NVIDIA's library for the state of GPUs."""
-REPLACE_SHELL = "exec "
-"""Put before a command line, it makes the command replace its shell."""
 LOGOUT_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals that end an app in a terminal, of those that asyncio can handle."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -290,7 +290,6 @@ if sys.platform == "win32":
     UNIFIED_MEMORY = False
     IS_WINDOWS = True
     NVML = "nvml.dll"
-    REPLACE_SHELL = ""
     LOGOUT_SIGNALS = ()
     STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGBREAK)
     OWN_GROUP: dict[str, Any] = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}

@@ -135,13 +135,21 @@ def command(
 
 
 @contextmanager
-def serving(model: localrt.Model | Models, **options: Any) -> Iterator[Running]:
-    """A server for ``model`` as long as the block runs."""
+def serving(
+    model: localrt.Model | Models, *, history: Path | str | None = None, **options: Any
+) -> Iterator[Running]:
+    """A server for ``model`` as long as the block runs, with the conversations of ``history``."""
     checked = ServeOptions(port=0, **{"drain_s": 1.0, **options})
     bound = open_socket(checked)
     lines: list[LogLine] = []
     notes: list[str] = []
-    app = create_app(model, checked, log=lines.append, note=notes.append)
+    app = create_app(
+        model,
+        checked,
+        log=lines.append,
+        note=notes.append,
+        open_history=lambda: localrt.History(history),
+    )
     server = Server(app, checked)
     running = Running(model, server, bound.getsockname()[1], app.state.service)
     running.log, running.notes = lines, notes

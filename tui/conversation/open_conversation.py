@@ -1,8 +1,7 @@
 """The open conversation, kept in the history as long as the disk allows.
 
 If its file cannot be written, it continues in a history in memory and tells the user in one line;
-new turns are written back, branches included, as soon as that works again. Messages have the form
-that models need: every tool call has a result. Knows no widget.
+new turns are written back, branches included, as soon as that works again. Knows no widget.
 """
 
 from __future__ import annotations
@@ -13,14 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from localrt.common.errors import StorageError
 from localrt.history.history import copy_to_memory, end_answer, merge
-from localrt.history.pictures import joined_text
+from localrt.history.messages import is_nothing, messages_for_model
 
 if TYPE_CHECKING:
     from localrt import AnswerWriter, Conversation, History, Message, Turn
-
-_CUT = "The app ended before this call did."
-_NO_ANSWER = "(No answer.)"
-
 
 _Result = TypeVar("_Result")
 _FACTS = ("id", "title", "model", "system", "options")
@@ -144,17 +139,7 @@ class OpenConversation:
 
     def messages(self, before: int | None = None) -> list[Message]:
         """The messages for the model up to turn ``before``: system prompt, questions, answers."""
-        messages: list[Message] = []
-        if self.system:
-            messages.append({"role": "system", "content": self.system})
-        turns = self.turns
-        for turn, following in zip(turns, (*turns[1:], None), strict=True):
-            if before is not None and turn.id == before:
-                break
-            if turn.role != "tool" and (unanswered(turn, following) or _is_nothing(turn)):
-                continue
-            messages.append(turn.message if self.sees else _without_pictures(turn))
-        return with_answers(with_results(messages))
+        return messages_for_model(self.turns, self.system, before=before, sees=self.sees)
 
     @property
     def end(self) -> int:
@@ -163,7 +148,7 @@ class OpenConversation:
         An unanswered message is skipped: the new one takes its place.
         """
         for turn in reversed(self.turns):
-            if turn.role != "user" and not _is_nothing(turn):
+            if turn.role != "user" and not is_nothing(turn):
                 return turn.id
         return 0
 
@@ -281,60 +266,6 @@ class OpenConversation:
         self._on_problem(f"Not saved to disk for now: {error}; /export PATH saves a copy")
         copy = copy_to_memory(self._memory(), self.id, self.turns, self._facts)
         self._stored, self._file = copy, self._stored
-
-
-def with_results(messages: Sequence[Message]) -> list[Message]:
-    """``messages`` with a result for every call; for an interrupted call, a note."""
-    whole: list[Message] = []
-    missing: list[str] = []  # ids of calls whose results have not come yet
-    for message in messages:
-        if message["role"] == "tool":
-            message = {**message, "content": message["content"] or _CUT}
-            if message.get("tool_call_id") in missing:
-                missing.remove(message["tool_call_id"])
-        else:
-            whole += map(_cut, missing)
-            missing = [call.get("id", "") for call in message.get("tool_calls") or ()]
-        whole.append(message)
-    return [*whole, *map(_cut, missing)]
-
-
-def with_answers(messages: Sequence[Message]) -> list[Message]:
-    """``messages`` with a non-empty answer before every user message but the first.
-
-    Some templates (Mistral's) refuse an empty answer, or a user message right after a call's
-    result.
-    """
-    whole: list[Message] = []
-    for message in messages:
-        if message["role"] == "user" and whole and whole[-1]["role"] == "tool":
-            whole.append({"role": "assistant", "content": _NO_ANSWER})
-        if message["role"] == "assistant" and not (message["content"] or message.get("tool_calls")):
-            message = {**message, "content": _NO_ANSWER}
-        whole.append(message)
-    return whole
-
-
-def _without_pictures(turn: Turn) -> Message:
-    if not turn.pictures:
-        return turn.message
-    text = joined_text(turn.content, turn.pictures, lambda picture: f"[{picture.name}]")
-    return {"role": turn.role, "content": text}
-
-
-def _cut(id: str) -> Message:
-    return {"role": "tool", "tool_call_id": id, "content": _CUT}
-
-
-def unanswered(turn: Turn, following: Turn | None) -> bool:
-    """Whether a user's turn got no answer: no turn follows, or one that failed without any text."""
-    no_answer = following is None or following.role == "user" or _is_nothing(following)
-    return turn.role == "user" and no_answer
-
-
-def _is_nothing(turn: Turn) -> bool:
-    """Whether a turn failed without any text."""
-    return turn.state == "failed" and not turn.content
 
 
 def answer_note(state: str, finish_reason: str | None = None, *, full: bool = False) -> str:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 
 from localrt.common.progress import NOTE, Progress
 from localrt.common.settings import Settings
@@ -33,11 +33,6 @@ from localrt.server.service import Service, service_of
 
 _PROTOCOL = "0.12.0"  # Ollama's version: clients refuse older ones
 _FOR_EVER = timedelta(days=36500)
-
-
-async def running(_: Request) -> Response:
-    """By which clients see whether somebody is there."""
-    return PlainTextResponse("localrt is running")
 
 
 async def version(_: Request) -> Response:
@@ -222,7 +217,6 @@ class _Download:
 
 
 ROUTES = (
-    Endpoint("/", "GET", running),
     Endpoint("/api/version", "GET", version, "OLLAMA_VERSION"),
     Endpoint("/api/tags", "GET", tags, "OLLAMA_TAGS"),
     Endpoint("/api/ps", "GET", ps, "OLLAMA_PS"),

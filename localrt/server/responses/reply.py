@@ -25,6 +25,7 @@ from localrt.server.dialect import (
     Reply,
     TokenBytes,
     event,
+    listed,
 )
 from localrt.server.errors import ApiError, JsonResponse, in_words, invalid
 from localrt.server.generating import answer, prompt_tokens
@@ -246,8 +247,6 @@ def _usage(metrics: Metrics) -> Payload:
 
 # -- endpoints -------------------------------------------------------------------------------------
 
-_MOST_ITEMS = 100  # items per page
-
 
 async def create(request: Request) -> Response:
     """Answer items, or follow on an earlier response."""
@@ -282,18 +281,9 @@ async def delete(request: Request) -> Response:
 
 async def input_items(request: Request) -> Response:
     """The items that a response answers."""
-    items, query = list(_found(request).items), request.query_params
-    if query.get("order") != "asc":
-        items.reverse()
-    limit = query.get("limit", "20")
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:4]) <= _MOST_ITEMS):
-        raise invalid(f"limit must be from 1 to {_MOST_ITEMS}, is {limit[:20]!r}", "limit")
-    ids = [item["id"] for item in items]
-    start = ids.index(query["after"]) + 1 if query.get("after") in ids else 0
-    end = start + int(limit)
-    ends = ids[start:end] or [None]
-    more = {"first_id": ends[0], "last_id": ends[-1], "has_more": end < len(items)}
-    return JsonResponse({"object": "list", "data": items[start:end], **more})
+    items = _found(request).items
+    shown, more = listed([str(item["id"]) for item in items], request.query_params)
+    return JsonResponse({**more, "data": [items[place] for place in shown]})
 
 
 async def input_tokens(request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""The fields of OpenAI's Responses, as JSON Schema. Fields that are not listed are ignored."""
+"""The fields of OpenAI's Responses and Conversations, as JSON Schema; others are ignored."""
 
 from __future__ import annotations
 
@@ -51,7 +51,22 @@ _PROMPT: dict[str, Schema] = {
     "truncation": {"enum": ["auto", "disabled", None]},
 }
 
+_FOLD = list_of({}, minItems=3, maxItems=3)  # start, end, label
+_MESSAGE = object_of(
+    "content", type=TEXT, role=TEXT, content=CONTENT, folds=nullable(list_of(_FOLD))
+)
+_MESSAGES = list_of(_MESSAGE, maxItems=20)
+
 REQUESTS: dict[str, Schema] = {
+    "CONVERSATION": object_of(
+        metadata=nullable(OBJECT),
+        items=nullable(_MESSAGES),
+        instructions=TEXT,
+        options=nullable(OBJECT),
+        shown=TEXT,
+    ),
+    "CONVERSATION_ITEMS": object_of("items", items=_MESSAGES, after=TEXT),
+    "CONVERSATION_ANSWER": object_of(model=TEXT, after=TEXT),
     "INPUT_TOKENS": object_of(**_PROMPT),
     "RESPONSES": object_of(
         **_PROMPT,

@@ -1,0 +1,274 @@
+"""The user's conversations over HTTP, in the form of OpenAI's Conversations.
+
+They are those of the terminal app: every turn is an item. Beyond OpenAI's, conversations are listed
+and searched, have branches, instructions and options, and a model can be asked for an answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from localrt.chat_format.thinking import parted
+from localrt.common.errors import StorageError
+from localrt.engine.options import read_options
+from localrt.history import AnswerWriter, Conversation, ConversationInfo, History, Turn
+from localrt.history.pictures import joined_content
+from localrt.server.answers import Answers
+from localrt.server.bodies import read_fields
+from localrt.server.dialect import EVENT_STREAM, JSON, Endpoint, Payload, listed
+from localrt.server.errors import ApiError, JsonResponse, invalid
+from localrt.server.options import is_loopback
+from localrt.server.page import to_html
+from localrt.server.service import ModelRequest, sent_key, service_of
+
+Work = Callable[[History, Request, dict[str, Any]], Payload]
+
+_STATUS = {"done": "completed", "writing": "in_progress"}
+_HTML, _PICTURES = "html", "message.input_image.image_url"  # values of ``include``
+_SHOWN = ("tokens", "tok_s", "context", "finish_reason", "error", "ending", "title", "arguments")
+_MOST_FOUND = 100
+
+
+def _owned(request: Request) -> Answers:
+    """Return the conversations, if the request is surely their owner's.
+
+    Raises:
+        ApiError: 403, it need not be.
+    """
+    options, headers = service_of(request).options, request.headers
+    if not (is_loopback(options.host) or options.conversations):
+        raise ApiError(403, "conversations are off: they need localrt serve --conversations")
+    page = headers.get("origin")
+    if options.api_key is not None:
+        if not hmac.compare_digest(sent_key(headers).encode(), options.api_key.strip().encode()):
+            raise ApiError(403, "conversations need the server's own key, not that of a class")
+    elif page is not None and urlsplit(page).netloc.lower() != headers.get("host", "").lower():
+        raise ApiError(403, "without a key, conversations are for the server's own page alone")
+    found = request.app.state.answers
+    assert isinstance(found, Answers), "the app was made by create_app"
+    return found
+
+
+def _open(history: History, request: Request) -> Conversation:
+    name = request.path_params["id"]
+    try:
+        return history.open(name.removeprefix("conv_"))
+    except StorageError as error:
+        raise ApiError(404, f"there is no conversation {name[:80]!r}") from error
+
+
+def _turn(conversation: Conversation, name: str) -> Turn:
+    try:
+        return conversation.turn(_number(name))
+    except StorageError as error:
+        raise ApiError(404, f"the conversation has no item {name[:80]!r}") from error
+
+
+def _number(name: str) -> int:
+    digits = name.removeprefix("msg_")
+    return int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 16 else -1
+
+
+# -- conversations ---------------------------------------------------------------------------------
+
+
+def _described(found: Conversation | ConversationInfo) -> Payload:
+    return {
+        "id": f"conv_{found.id}",
+        "object": "conversation",
+        "created_at": int(found.created),
+        "updated_at": found.updated,
+        "metadata": {"title": found.title, "model": found.model},
+    }
+
+
+def conversations(history: History, request: Request, fields: Payload) -> Payload:
+    """The conversations, latest use first, or those with the words of ``search``."""
+    found = history.list(request.query_params.get("search", ""), limit=_MOST_FOUND)
+    data = [{**_described(one), "snippet": one.snippet} for one in found]
+    return {"object": "list", "data": data}
+
+
+def conversation(history: History, request: Request, fields: Payload) -> Payload:
+    """A conversation, new or with the body's changes: title, model, instructions, options, shown
+    branch.
+    """
+    told = fields.get("metadata") or {}
+    changes = {name: told[name] for name in ("title", "model") if isinstance(told.get(name), str)}
+    if "instructions" in fields:
+        changes["system"] = fields["instructions"] or None
+    if (options := fields.get("options")) is not None:
+        read_options(options)
+        changes["options"] = {name: each for name, each in options.items() if each is not None}
+    new = "id" not in request.path_params
+    found = history.new(model="") if new else _open(history, request)
+    found.set(**changes)
+    if new:
+        _add(found, fields.get("items") or ())
+    if fields.get("shown"):
+        found.show(_turn(found, fields["shown"]).id)
+    return {**_described(found), "instructions": found.system, "options": found.options}
+
+
+def delete(history: History, request: Request, fields: Payload) -> Payload:
+    """Delete a conversation, with all its branches."""
+    found = _open(history, request)
+    history.delete(found.id)
+    return {"id": f"conv_{found.id}", "object": "conversation.deleted", "deleted": True}
+
+
+# -- items -----------------------------------------------------------------------------------------
+
+
+def _item(found: Conversation, turn: Turn, include: list[str]) -> Payload:
+    """Return a turn as a message, or as the result of a call."""
+    own = {} if turn.branches == 1 else {"alternatives": found.siblings(turn.id)}
+    about: Payload = {
+        "id": f"msg_{turn.id}",
+        "status": _STATUS.get(turn.state, "incomplete"),
+        "created_at": int(turn.created),
+        "state": turn.state,
+        "info": {name: turn.info[name] for name in _SHOWN if turn.info.get(name) is not None},
+        **{name: [f"msg_{number}" for number in numbers] for name, numbers in own.items()},
+    }
+    if turn.role == "tool":
+        result = {"call_id": str(turn.info.get("tool_call_id", "")), "output": turn.content}
+        return {**about, "type": "function_call_output", **result}
+    if turn.role == "assistant":
+        thinking, text = parted(turn.content)
+        html = {"html": to_html(text)} if _HTML in include else {}
+        thought = [{"type": "reasoning_text", "text": thinking}] if thinking else []
+        content = [*thought, {"type": "output_text", "text": text, "annotations": [], **html}]
+        calls = {"tool_calls": turn.info.get("tool_calls") or []}
+        return {**about, **calls, "type": "message", "role": turn.role, "content": content}
+
+    def picture(one: Any) -> Payload:
+        data = {"image_url": one.data_uri} if _PICTURES in include else {}
+        return {"type": "input_image", "detail": "auto", "name": one.name, **data}
+
+    given = joined_content(turn.content, turn.pictures, picture)
+    content = [{"type": "text", "text": given}] if isinstance(given, str) else given
+    files = {"folds": turn.info["folds"]} if turn.info.get("folds") else {}
+    return {**about, **files, "type": "message", "role": turn.role, "content": content}
+
+
+def _read(item: Mapping[str, Any]) -> tuple[str, list[Payload]]:
+    """Return the role and the content of a message for the history."""
+    role, content, parts = item.get("role"), item["content"], []
+    if item.get("type", "message") != "message" or role not in ("user", "assistant"):
+        raise invalid("items must be messages of the user or the assistant", "items")
+    for part in content if isinstance(content, list) else [content]:
+        given = part if isinstance(part, Mapping) else {"text": part}
+        url, text = given.get("image_url"), given.get("text")
+        if isinstance(url, str) and url.startswith("data:"):
+            parts.append({"type": "image", "image": url, "name": str(given.get("name") or "")})
+        elif isinstance(text, str):
+            parts.append({"type": "text", "text": text})
+        else:
+            raise invalid("the parts of a message must be texts, or pictures as data URIs", "items")
+    return role, parts
+
+
+def items(history: History, request: Request, fields: Payload) -> Payload:
+    """The items of the branch that is shown, or of the one through ``branch``; or one item."""
+    found, query = _open(history, request), request.query_params
+    include = query.getlist("include[]") + query.getlist("include")
+    if "item" in request.path_params:
+        return _item(found, _turn(found, request.path_params["item"]), include)
+    turns = found.branch(_turn(found, query["branch"]).id) if "branch" in query else found.turns
+    shown, more = listed([f"msg_{turn.id}" for turn in turns], query)
+    return {**more, "data": [_item(found, turns[place], include) for place in shown]}
+
+
+def add_items(history: History, request: Request, fields: Payload) -> Payload:
+    """Add messages at the end, or as a branch after the item ``after``, "" for the beginning."""
+    found, after = _open(history, request), fields.get("after")
+    number = 0 if after == "" else None if after is None else _turn(found, after).id
+    added = _add(found, fields["items"], number)
+    return {"object": "list", "data": [_item(found, turn, [_HTML]) for turn in added]}
+
+
+def _add(found: Conversation, items: Sequence[Any], after: int | None = None) -> list[Turn]:
+    added: list[Turn] = []
+    for role, content, folds in [(*_read(one), one.get("folds")) for one in items]:
+        info = {"folds": folds} if folds else {}
+        added.append(found.add(role, content, after=after, info=info))
+        after = added[-1].id
+    return added
+
+
+# -- answers ---------------------------------------------------------------------------------------
+
+
+async def begin(request: Request) -> Response:
+    """Let a model answer the last message, or the message ``after``."""
+    answers, service = _owned(request), service_of(request)
+    fields = await read_fields(request, "CONVERSATION_ANSWER", service.options, service.bodies)
+    model = service.models.find(fields.get("model"))
+
+    def prepare() -> tuple[Conversation, AnswerWriter, Payload]:
+        found = _open(answers.history, request)
+        last = found.turns[-1:]
+        asked = _turn(found, fields["after"]) if fields.get("after") else last[0] if last else None
+        if asked is None or asked.role == "assistant" or asked.state == "writing":
+            raise invalid("there is no message to answer: add one", "after")
+        found.set(model=model.name)
+        writer = found.answer(after=asked.id)
+        return found, writer, _item(found, found.turn(writer.turn), [_HTML])
+
+    found, writer, made = await asyncio.to_thread(prepare)
+    answers.begin(ModelRequest(request, service, fields, model), found, writer)
+    return JsonResponse(made)
+
+
+async def follow(request: Request) -> Response:
+    """An answer while it is written, as events with HTML."""
+    found = _owned(request).running.get(_number(request.path_params["item"]))
+    if found is None:
+        raise ApiError(404, "no answer with this id is being written by this server")
+    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    return StreamingResponse(found.follow(), headers=headers, media_type=EVENT_STREAM)
+
+
+async def stop(request: Request) -> Response:
+    """Stop an answer; its text so far is kept."""
+    found = _owned(request).running.get(_number(request.path_params["item"]))
+    if found is not None:
+        found.stop()
+    return JsonResponse({"id": request.path_params["item"], "stopped": found is not None})
+
+
+def _endpoint(path: str, method: str, work: Work, body: str = "") -> Endpoint:
+    """Return an endpoint whose ``work`` runs in a thread, since the history is on the disk."""
+
+    async def handle(request: Request) -> Response:
+        answers, service, fields = _owned(request), service_of(request), {}
+        if body:
+            fields = await read_fields(request, body, service.options, service.bodies)
+        return JsonResponse(await asyncio.to_thread(lambda: work(answers.history, request, fields)))
+
+    handle.__doc__ = work.__doc__
+    return Endpoint(path, method, handle, JSON, body)
+
+
+_ALL, _ONE = "/v1/conversations", "/v1/conversations/{id}"
+ROUTES = (
+    _endpoint(_ALL, "GET", conversations),
+    _endpoint(_ALL, "POST", conversation, "CONVERSATION"),
+    _endpoint(_ONE, "GET", conversation),
+    _endpoint(_ONE, "POST", conversation, "CONVERSATION"),
+    _endpoint(_ONE, "DELETE", delete),
+    _endpoint(f"{_ONE}/items", "GET", items),
+    _endpoint(f"{_ONE}/items", "POST", add_items, "CONVERSATION_ITEMS"),
+    _endpoint(f"{_ONE}/items/{{item}}", "GET", items),
+    Endpoint(f"{_ONE}/answers", "POST", begin, JSON, "CONVERSATION_ANSWER"),
+    Endpoint(f"{_ONE}/answers/{{item}}", "GET", follow, EVENT_STREAM),
+    Endpoint(f"{_ONE}/answers/{{item}}/cancel", "POST", stop, JSON),
+)

@@ -1,0 +1,68 @@
+"""The chat page at ``/``: one HTML file, which asks nobody but this server.
+
+Its parts are in ``web``. The policy that is sent with it allows no other script or style than
+these, by their hashes. Markdown becomes HTML here: whatever a model writes, it is only shown. HTML
+in it is text, links lead to the web or to a mail address alone, and a picture is a link.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from functools import cache
+from importlib.resources import files
+
+from markdown_it import MarkdownIt
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
+
+from localrt.server.dialect import Endpoint
+
+_PARTS = {"style": ("chat.css",), "script": ("view.js", "chat.js", "message.js", "events.js")}
+_LINKS = ("http://", "https://", "mailto:")
+
+
+def to_html(text: str) -> str:
+    """Return Markdown as HTML that can be put into a page."""
+    return str(_parser().render(text))
+
+
+@cache
+def _parser() -> MarkdownIt:
+    parser = MarkdownIt("commonmark", {"html": False, "breaks": True})
+    parser.enable(["strikethrough", "table"]).disable("image")
+    parser.validateLink = lambda url: url.lower().startswith(_LINKS)  # type: ignore[method-assign]
+    return parser
+
+
+async def page(request: Request) -> Response:
+    """The chat page for browsers; Ollama's clients look for a line of text here."""
+    if "text/html" not in request.headers.get("accept", ""):
+        return PlainTextResponse("localrt is running", headers={"Vary": "Accept"})
+    html, policy = _page()
+    headers = {
+        "Content-Security-Policy": policy,
+        "Cache-Control": "no-cache",
+        "Referrer-Policy": "no-referrer",
+        "X-Content-Type-Options": "nosniff",
+        "Vary": "Accept",
+    }
+    return HTMLResponse(html, headers=headers)
+
+
+@cache
+def _page() -> tuple[str, str]:
+    """Return the page and its policy."""
+    folder = files("localrt.server") / "web"
+    html = (folder / "chat.html").read_text("utf-8")
+    policy = "default-src 'none'; img-src data: blob:; connect-src 'self'; base-uri 'none'; "
+    policy += "form-action 'none'; frame-ancestors 'none'"
+    for tag, names in _PARTS.items():
+        text = "".join((folder / name).read_text("utf-8") for name in names)
+        html = html.replace(f"<{tag}></{tag}>", f"<{tag}>{text}</{tag}>")
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        policy += f"; {tag}-src 'sha256-{digest}'"
+    return html, policy
+
+
+ROUTES = (Endpoint("/", "GET", page),)

@@ -1,0 +1,309 @@
+// What the page does: one conversation at a time, kept by the server.
+
+const PART = 30; // items that are fetched and shown at a time
+const PICTURES = "message.input_image.image_url";
+const stored = (name) => { try { return localStorage.getItem(`localrt.${name}`); } catch { return null; } };
+const store = (name, value) => { try { localStorage.setItem(`localrt.${name}`, value); } catch { /* private mode */ } };
+
+const chat = {
+  id: "", // of the open conversation; "" for a new one
+  about: null, // the conversation without its items
+  items: [], // those shown, oldest first
+  more: false, // whether there are earlier ones
+  models: [],
+  files: [], // attached to the message
+  editing: null, // the id of the item before the edited message
+  answering: "", // the id of the answer that is followed
+  draft: JSON.parse(stored("options") || "{}"), // options of a new conversation
+  visit: 0, // goes up with every conversation that is opened
+};
+
+// -- the server
+
+class Refused extends Error {
+  constructor(message, status) { super(message); this.status = status; }
+}
+
+async function send(path, { method = "GET", body, signal } = {}) {
+  const headers = body === undefined ? {} : { "Content-Type": "application/json" };
+  const key = stored("key");
+  if (key) headers.Authorization = `Bearer ${key}`;
+  let answer;
+  try {
+    answer = await fetch(path, { method, headers, signal, body: body === undefined ? undefined : JSON.stringify(body) });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Refused("The server does not answer: is it still running?", 0);
+  }
+  if (answer.ok) return answer;
+  const told = await answer.json().catch(() => ({}));
+  if (answer.status === 401) askForKey();
+  throw new Refused(told.error?.message || `The server refused this (${answer.status})`, answer.status);
+}
+
+const api = async (path, given) => (await send(path, given)).json();
+const post = (path, body) => api(path, { method: "POST", body });
+const here = (rest = "") => `/v1/conversations/${encodeURIComponent(chat.id)}${rest}`;
+
+function askForKey() {
+  if (!$("asking").open) $("asking").showModal();
+}
+
+$("asking").addEventListener("close", () => {
+  store("key", $("asking").querySelector("input").value.trim());
+  start();
+});
+
+function say(text) { $("status").textContent = text; }
+
+function warn(error) {
+  if (error?.name === "AbortError") return;
+  const text = error ? String(error.message || error) : "";
+  $("notice").hidden = !text;
+  $("notice").textContent = text;
+}
+
+// Runs `work` of a button, and shows its error.
+const doing = (work) => async (...given) => {
+  try {
+    warn(null);
+    await work(...given);
+  } catch (error) { warn(error); }
+};
+
+// -- the list of conversations
+
+const DAYS = [[1, "Today"], [2, "Yesterday"], [7, "This week"], [31, "This month"], [Infinity, "Earlier"]];
+
+async function list() {
+  const search = $("search").value.trim();
+  const found = await api(`/v1/conversations?search=${encodeURIComponent(search)}`);
+  const midnight = new Date().setHours(24, 0, 0, 0);
+  const groups = new Map();
+  for (const one of found.data) {
+    const days = (midnight - one.updated_at * 1000) / 86400000;
+    const name = search ? "Found" : DAYS.find(([most]) => days <= most)[1];
+    groups.set(name, [...(groups.get(name) || []), one]);
+  }
+  const shown = [...groups].flatMap(([name, ones]) => [
+    h("li", {}, h("h2", {}, name), h("ul", {}, ...ones.map((one) => h("li", {}, h("a", {
+      href: `#${one.id}`, "aria-current": one.id === chat.id ? "page" : null, title: one.metadata.title,
+    }, one.metadata.title || "Without a title", one.snippet ? h("small", {}, one.snippet) : null)))))]);
+  $("list").replaceChildren(...shown);
+  if (!found.data.length) $("list").append(h("li", {}, h("p", {}, search ? "Nothing found." : "No conversations yet.")));
+}
+
+// -- one conversation
+
+const acts = {
+  edit: doing(edit),
+  again: doing(again),
+  show: doing(async (id) => {
+    await post(here(), { shown: id });
+    await load({ branch: id });
+  }),
+  pictures: async (item) => {
+    const whole = await api(here(`/items/${item.id}?include=${PICTURES}`));
+    return whole.content.filter((part) => part.type === "input_image").map((part) => part.image_url);
+  },
+};
+
+async function open(id) {
+  chat.visit++;
+  chat.id = id;
+  chat.about = null;
+  chat.items = [];
+  chat.more = false;
+  follower?.abort();
+  chat.answering = "";
+  setBusy(false);
+  finishEditing();
+  warn(null);
+  draw();
+  document.body.classList.remove("listing");
+  for (const link of $("list").querySelectorAll("a")) {
+    if (link.hash === `#${id}`) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+  if (id) await load({ end: true });
+  if (matchMedia("(pointer: fine)").matches) $("message").focus();
+}
+
+// Reads the last part of the conversation; `branch` is an item of the branch to be shown.
+async function load({ branch, end = false } = {}) {
+  const visit = chat.visit;
+  const at = branch ? `&branch=${branch}` : "";
+  const count = Math.min(100, Math.max(PART, chat.items.length));
+  const [about, page] = await Promise.all([api(here()), api(here(`/items?limit=${count}&include=html${at}`))]);
+  if (visit !== chat.visit) return;
+  chat.about = about;
+  chat.items = page.data.reverse();
+  chat.more = page.has_more;
+  if (end) choose(about.metadata.model);
+  draw(end);
+  const last = chat.items.at(-1);
+  if (last?.state === "writing") follow(last);
+}
+
+function choose(name) {
+  if (chat.models.some((one) => one.id === name)) $("model").value = name;
+}
+
+async function earlier() {
+  const first = chat.items[0];
+  const visit = chat.visit;
+  if (!first || !chat.more) return;
+  const branch = chat.items.at(-1).id;
+  const page = await api(here(`/items?limit=${PART}&include=html&after=${first.id}&branch=${branch}`));
+  if (visit !== chat.visit || chat.items[0] !== first) return;
+  chat.items = [...page.data.reverse(), ...chat.items];
+  chat.more = page.has_more;
+  const before = $("scroller").scrollHeight - $("scroller").scrollTop;
+  draw();
+  $("scroller").scrollTop = $("scroller").scrollHeight - before;
+}
+
+// Shows `chat.items`: an item that has not changed keeps its element.
+const shownAs = new WeakMap();
+function draw(end = false) {
+  const wasAtEnd = atEnd();
+  const old = new Map([...$("log").children].map((made) => [made.dataset.id, made]));
+  let place = $("log").firstChild;
+  for (const item of chat.items) {
+    const text = JSON.stringify(item);
+    let made = old.get(item.id);
+    const growingNow = item.id === chat.answering && made?.getAttribute("aria-busy");
+    if (!growingNow && (!made || shownAs.get(made) !== text)) {
+      const fresh = drawn(item, acts);
+      shownAs.set(fresh, text);
+      if (made) {
+        if (place === made) place = fresh;
+        made.replaceWith(fresh);
+      }
+      made = fresh;
+    }
+    old.delete(item.id);
+    if (place === made) place = made.nextSibling;
+    else $("log").insertBefore(made, place);
+  }
+  for (const made of old.values()) made.remove();
+  const title = chat.about?.metadata.title || "New chat";
+  $("title").textContent = title;
+  document.title = `${title} · localrt`;
+  $("earlier").hidden = !chat.more;
+  $("welcome").hidden = Boolean(chat.id);
+  $("delete").hidden = !chat.id;
+  showUsed();
+  if (end || wasAtEnd) toEnd();
+}
+
+function showUsed(tokens) {
+  const last = chat.items.findLast?.((item) => item.info?.context);
+  const used = tokens ?? last?.info.context[0];
+  const model = chat.models.find((one) => one.id === $("model").value);
+  const most = model?.max_model_len || model?.meta?.n_ctx_train;
+  const share = most ? ` of ${most.toLocaleString("en")}` : "";
+  $("used").textContent = used ? `${used.toLocaleString("en")}${share} tokens used` : "";
+}
+
+function atEnd() {
+  const box = $("scroller");
+  return box.scrollHeight - box.scrollTop - box.clientHeight < 80;
+}
+
+function toEnd() {
+  $("scroller").scrollTop = $("scroller").scrollHeight;
+}
+
+// -- answers
+
+let follower = null; // ends the following of an answer
+
+async function answerTo(id) {
+  const item = await post(here("/answers"), { after: id, model: $("model").value || null });
+  chat.items.push(item);
+  follow(item);
+  list().catch(() => {});
+}
+
+async function follow(item) {
+  if (chat.answering === item.id) return;
+  follower?.abort();
+  const ending = follower = new AbortController();
+  const visit = chat.visit;
+  const mine = () => visit === chat.visit && !ending.signal.aborted;
+  chat.answering = item.id;
+  const { made, update } = growing(item);
+  const old = $("log").querySelector(`[data-id="${item.id}"]`);
+  if (old) old.replaceWith(made);
+  else $("log").append(made);
+  setBusy(true);
+  toEnd();
+  say("The model answers.");
+  try {
+    let whole = item;
+    while (mine() && whole.state === "writing") {
+      try {
+        for await (const told of events(here(`/answers/${item.id}`), ending.signal)) {
+          if (!mine()) return;
+          const stay = atEnd();
+          update(told);
+          if (told.context) showUsed(told.context);
+          if (stay) toEnd();
+        }
+        warn(null);
+      } catch (error) { // another program writes it, or it has just ended, or the server is gone
+        if (error.name === "AbortError") return;
+        if (error.status !== 404) warn(error);
+        await new Promise((done) => setTimeout(done, 700));
+      }
+      whole = await api(here(`/items/${item.id}?include=html`)).catch(() => whole);
+      if (whole.state === "writing" && mine()) update({ thinking: thoughtOf(whole), html: whole.content.at(-1).html });
+    }
+    if (!mine()) return;
+    chat.items = chat.items.map((one) => (one.id === whole.id ? whole : one));
+    made.removeAttribute("aria-busy");
+    chat.answering = "";
+    draw();
+    say(noteOf(whole)[0] || `Answer: ${textOf(whole).slice(0, 2000)}`);
+    chat.about = await api(here()).catch(() => chat.about);
+    await list().catch(() => {});
+    draw();
+  } finally {
+    if (follower === ending) {
+      chat.answering = "";
+      setBusy(false);
+    }
+  }
+}
+
+// Yields the events of a stream, which are lines of JSON.
+async function* events(path, signal) {
+  const answer = await send(path, { signal });
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  let text = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    text += value;
+    const parts = text.split("\n\n");
+    text = parts.pop();
+    for (const part of parts) yield JSON.parse(part.replace(/^data: /, ""));
+  }
+}
+
+function setBusy(busy) {
+  const focused = document.activeElement === (busy ? $("send") : $("stop"));
+  $("send").hidden = busy;
+  $("stop").hidden = !busy;
+  if (focused) $(busy ? "stop" : "message").focus();
+}
+
+async function again(item) {
+  if (chat.items[0] === item) await earlier();
+  const at = chat.items.findIndex((one) => one.id === item.id);
+  if (at < 1) return;
+  chat.items = chat.items.slice(0, at);
+  draw();
+  await answerTo(chat.items[at - 1].id);
+}

@@ -1,0 +1,186 @@
+// The message that is written, with its attachments, and the options of its chat.
+
+const FILE_BYTES = 512000;
+
+// -- the message
+
+async function submit() {
+  const text = wellFormed($("message").value.trim());
+  const { files } = chat;
+  if (chat.answering || (!text && !files.length)) return;
+  $("send").disabled = true;
+  try {
+    if (!chat.id) {
+      const metadata = { model: $("model").value };
+      chat.about = await post("/v1/conversations", { metadata, ...chat.draft });
+      chat.id = chat.about.id;
+      history.replaceState(null, "", `#${chat.id}`);
+    }
+    const before = chat.editing ?? chat.items.at(-1)?.id ?? "";
+    const added = await post(here("/items"), { items: [messageOf(text, files)], after: before });
+    const at = chat.items.findIndex((item) => item.id === before);
+    chat.items = [...(before ? chat.items.slice(0, at + 1) : []), ...added.data];
+    finishEditing();
+    $("message").value = "";
+    chat.files = [];
+    drawFiles();
+    draw(true);
+    await answerTo(added.data.at(-1).id);
+  } finally { $("send").disabled = false; }
+}
+
+const wellFormed = (text) => (text.toWellFormed ? text.toWellFormed() : text);
+
+// Pictures come first, files last; a file's text is folded to its label.
+function messageOf(text, files) {
+  const content = [];
+  const folds = [];
+  let length = 0;
+  const add = (piece) => {
+    content.push({ type: "input_text", text: piece });
+    length += [...piece].length;
+  };
+  for (const file of files) {
+    if (file.url) content.push({ type: "input_image", image_url: file.url, name: file.name });
+  }
+  if (text) add(text);
+  for (const file of files.filter((one) => !one.url)) {
+    if (length) add("\n\n");
+    const start = length;
+    add(file.text);
+    folds.push([start, length, file.name]);
+  }
+  return { type: "message", role: "user", content, folds };
+}
+
+async function attach(given) {
+  for (const file of given) {
+    if (/^image\/(png|jpeg|webp|gif)$/.test(file.type)) {
+      const url = await new Promise((done, failed) => {
+        const reader = new FileReader();
+        reader.onload = () => done(reader.result);
+        reader.onerror = () => failed(reader.error);
+        reader.readAsDataURL(file);
+      });
+      chat.files.push({ name: file.name, url });
+      const model = chat.models.find((one) => one.id === $("model").value);
+      if (model && !(model.capabilities || []).includes("vision")) {
+        warn(`${model.id} may not see pictures: a model that does not is told their names.`);
+      }
+      continue;
+    }
+    if (file.size > FILE_BYTES) throw new Error(`${file.name} is larger than 512 kB: attach the part that matters`);
+    let text;
+    try {
+      text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer()).replaceAll("\r\n", "\n");
+    } catch { text = "\0"; }
+    if (text.includes("\0")) throw new Error(`${file.name} is not text in UTF-8, nor a PNG, JPEG, WebP or GIF picture`);
+    const body = text.endsWith("\n") ? text : `${text}\n`;
+    const fence = "`".repeat(Math.max(2, ...(text.match(/`{3,}/g) || []).map((run) => run.length)) + 1);
+    const end = (file.name.match(/\.(\w+)$/) || ["", ""])[1];
+    const lines = body.split("\n").length - 1;
+    chat.files.push({
+      name: `${file.name}, ${lines > 1 ? `${lines} lines` : `${file.size} B`}`,
+      text: `${file.name}:\n${fence}${end}\n${body}${fence}\n`,
+    });
+  }
+}
+
+const attaching = doing(async (given) => {
+  try { await attach([...given]); } finally { drawFiles(); }
+  $("message").focus();
+});
+
+function drawFiles() {
+  $("chips").hidden = !chat.files.length;
+  $("chips").replaceChildren(...chat.files.map((file) => {
+    const drop = () => {
+      chat.files = chat.files.filter((one) => one !== file);
+      drawFiles();
+      $("message").focus();
+    };
+    return h("li", {}, file.url ? h("img", { src: file.url, alt: "" }) : null, h("span", {}, file.name),
+      button("close", `Remove ${file.name}`, drop));
+  }));
+  fit();
+}
+
+async function edit(item) {
+  if (chat.items[0] === item) await earlier();
+  const at = chat.items.findIndex((one) => one.id === item.id);
+  const pictures = item.content.filter((part) => part.type === "input_image");
+  const urls = pictures.length ? await acts.pictures(item) : [];
+  const pieces = piecesOf(item);
+  finishEditing();
+  chat.editing = at > 0 ? chat.items[at - 1].id : "";
+  chat.files = [...urls.map((url, place) => ({ name: pictures[place].name, url })),
+    ...pieces.filter((piece) => piece.label).map((piece) => ({ name: piece.label, text: piece.text }))];
+  $("message").value = pieces.filter((piece) => !piece.label).map((piece) => piece.text).join("").trim();
+  $("editing").hidden = false;
+  for (const one of chat.items.slice(at)) $("log").querySelector(`[data-id="${one.id}"]`)?.classList.add("off");
+  drawFiles();
+  $("message").focus();
+}
+
+function finishEditing() {
+  if (chat.editing === null) return;
+  chat.editing = null;
+  chat.files = [];
+  $("message").value = "";
+  $("editing").hidden = true;
+  for (const made of $("log").querySelectorAll(".off")) made.classList.remove("off");
+  drawFiles();
+}
+
+function fit() {
+  const box = $("message");
+  box.style.height = "auto";
+  box.style.height = `${box.scrollHeight}px`;
+}
+
+// -- options
+
+function openOptions() {
+  const form = $("options").querySelector("form");
+  const { options = {}, instructions = "" } = chat.about || chat.draft;
+  form.elements.title.value = chat.about?.metadata.title || "";
+  form.elements.title.disabled = !chat.id;
+  form.instructions.value = instructions || "";
+  form.temperature.value = options.temperature ?? "";
+  form.max_tokens.value = options.max_tokens ?? "";
+  form.thinking.value = options.thinking == null ? "" : String(options.thinking);
+  $("options-error").textContent = "";
+  $("delete").textContent = "Delete this chat";
+  $("options").showModal();
+}
+
+async function saveOptions() {
+  const form = $("options").querySelector("form");
+  const number = (field) => (field.value === "" ? null : Number(field.value));
+  const thinking = { "": null, true: true, false: false }[form.thinking.value];
+  const own = {
+    temperature: number(form.temperature),
+    max_tokens: number(form.max_tokens),
+    thinking: thinking === undefined ? form.thinking.value : thinking,
+  };
+  const changes = { instructions: form.instructions.value, options: { ...chat.about?.options, ...own } };
+  if (chat.id) {
+    chat.about = await post(here(), { ...changes, metadata: { title: form.elements.title.value.trim() } });
+    await list();
+  } else {
+    chat.draft = changes;
+    store("options", JSON.stringify(changes));
+  }
+  draw();
+}
+
+async function remove() {
+  if ($("delete").textContent === "Delete this chat") {
+    $("delete").textContent = "Delete it for good?";
+    return;
+  }
+  await api(here(), { method: "DELETE" });
+  $("options").close();
+  location.hash = "";
+  await list();
+}

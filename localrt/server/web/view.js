@@ -1,0 +1,202 @@
+"use strict";
+// How a conversation looks. HTML comes from the server alone, made of Markdown; all else is text.
+
+const $ = (id) => document.getElementById(id);
+
+function h(tag, given = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(given)) {
+    if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
+    else if (value === true) made.setAttribute(name, "");
+    else if (value !== false && value != null) made.setAttribute(name, value);
+  }
+  made.append(...children.filter((child) => child != null && child !== false));
+  return made;
+}
+
+function icon(name) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  const use = document.createElementNS("http://www.w3.org/2000/svg", "use");
+  use.setAttribute("href", `#i-${name}`);
+  made.append(use);
+  made.setAttribute("aria-hidden", "true");
+  return made;
+}
+
+function button(name, label, act) {
+  return h("button", { class: "icon", type: "button", "aria-label": label, title: label, onclick: act }, icon(name));
+}
+
+async function copy(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch { // pages of other machines, without TLS, may not use it
+    const area = h("textarea", { class: "hidden", "aria-hidden": "true" });
+    area.value = text;
+    document.body.append(area);
+    area.select();
+    document.execCommand("copy");
+    area.remove();
+  }
+}
+
+// -- what a model writes
+
+// The blocks of `html` that differ from those shown; the others stay, with selections in them.
+const sources = new WeakMap();
+function patch(box, html) {
+  const parsed = h("template");
+  parsed.innerHTML = html;
+  const fresh = [...parsed.content.children].map((block) => [block, block.outerHTML]);
+  const shown = [...box.children];
+  let same = 0;
+  while (same < fresh.length && same < shown.length && sources.get(shown[same]) === fresh[same][1]) same++;
+  for (const block of shown.slice(same)) block.remove();
+  for (const [block, source] of fresh.slice(same)) {
+    const whole = h("div", {}, block);
+    for (const link of whole.querySelectorAll("a")) {
+      link.target = "_blank";
+      link.rel = "noopener noreferrer nofollow";
+    }
+    for (const inner of whole.querySelectorAll("pre, table")) {
+      const place = document.createComment("");
+      inner.replaceWith(place);
+      place.replaceWith(inner.tagName === "PRE" ? framed(inner) : h("div", { class: "table", tabindex: "0" }, inner));
+    }
+    const made = whole.firstChild;
+    sources.set(made, source);
+    box.append(made);
+  }
+}
+
+function framed(pre) {
+  const code = pre.querySelector("code");
+  const language = (code?.className.match(/language-(\S+)/) || [])[1] || "code";
+  pre.setAttribute("tabindex", "0");
+  const said = h("span", {}, "Copy");
+  const act = async () => {
+    await copy(pre.textContent);
+    said.textContent = "Copied";
+    setTimeout(() => { said.textContent = "Copy"; }, 1500);
+  };
+  const top = h("div", { class: "top" }, h("span", {}, language),
+    h("button", { type: "button", onclick: act, "aria-label": `Copy ${language}` }, icon("copy"), said));
+  return h("div", { class: "code" }, top, pre);
+}
+
+function thinkingBlock(text, open) {
+  return h("details", { class: "thinking" }, h("summary", {}, open ? "Thinking…" : "Thoughts"), h("div", {}, text));
+}
+
+// -- messages
+
+const NOTES = { cut: "cut off: the app ended here", cancelled: "stopped", failed: "failed" };
+
+function noteOf(item) {
+  if (item.state === "failed" && item.info.error) return [item.info.error, true];
+  if (NOTES[item.state]) return [NOTES[item.state], item.state !== "cancelled"];
+  if (item.info.finish_reason === "length") return ["cut off at the limit of tokens", false];
+  return ["", false];
+}
+
+const textOf = (item) => (item.content || []).map((part) => (part.type === "reasoning_text" ? "" : part.text || "")).join("");
+const thoughtOf = (item) => (item.content || []).filter((part) => part.type === "reasoning_text").map((part) => part.text).join("\n\n");
+
+// A user's text with its files as labels: folds count characters, and not halves of them.
+function piecesOf(item) {
+  const characters = [...textOf(item)];
+  const pieces = [];
+  let last = 0;
+  for (const [start, end, label] of (item.folds || []).filter(Array.isArray)) {
+    pieces.push({ text: characters.slice(last, start).join("") });
+    pieces.push({ text: characters.slice(start, end).join(""), label: String(label) });
+    last = end;
+  }
+  return [...pieces, { text: characters.slice(last).join("") }].filter((piece) => piece.text);
+}
+
+// `acts` has what the buttons do: edit, again, show (a branch), picture.
+function drawn(item, acts) {
+  if (item.type !== "message") return drawnCall(item);
+  const mine = item.role === "user";
+  const made = h("article", { class: item.role, "data-id": item.id, "aria-label": mine ? "You" : "Answer" });
+  const bar = h("div", { class: "bar" });
+  if (mine) {
+    const pictures = item.content.filter((part) => part.type === "input_image");
+    if (pictures.length) made.append(picturesOf(item, pictures, acts));
+    const pieces = piecesOf(item);
+    if (pieces.length) {
+      made.append(h("div", { class: "body" }, ...pieces.map((piece) =>
+        piece.label ? h("span", { class: "file", title: piece.text.slice(0, 2000) }, piece.label) : piece.text)));
+    }
+  } else {
+    const thought = thoughtOf(item);
+    if (thought) made.append(thinkingBlock(thought, false));
+    const body = h("div", { class: "body md" });
+    patch(body, item.content.find((part) => part.html !== undefined)?.html || "");
+    made.append(body);
+  }
+  const others = item.alternatives || [];
+  if (others.length > 1) {
+    const at = others.indexOf(item.id);
+    const turn = (step) => () => acts.show(others[(at + step + others.length) % others.length]);
+    bar.append(button("left", "Show the branch before", turn(-1)),
+      h("span", {}, `${at + 1}/${others.length}`), button("right", "Show the next branch", turn(1)));
+  }
+  bar.append(button("copy", mine ? "Copy the message" : "Copy the answer", () => copy(textOf(item))));
+  if (mine) bar.append(button("edit", "Edit the message", () => acts.edit(item)));
+  bar.append(mine ? "" : button("again", "Answer again", () => acts.again(item)));
+  const [note, bad] = noteOf(item);
+  const speed = item.info.tok_s ? `${item.info.tok_s.toFixed(1)} tokens/s` : "";
+  if (note) bar.append(h("span", { class: bad ? "note bad" : "note" }, note));
+  if (speed) bar.append(h("span", { class: "note", title: `${item.info.tokens} tokens` }, speed));
+  made.append(bar);
+  return made;
+}
+
+function picturesOf(item, pictures, acts) {
+  const row = h("div", { class: "pictures" });
+  for (const part of pictures) {
+    const image = h("img", { alt: part.name || "A picture" });
+    if (part.image_url) image.src = part.image_url;
+    row.append(image);
+  }
+  if (pictures.some((part) => !part.image_url)) {
+    acts.pictures(item).then((urls) => urls.forEach((url, at) => { if (row.children[at]) row.children[at].src = url; }), () => {});
+  }
+  return row;
+}
+
+function drawnCall(item) {
+  const notes = { refused: "not allowed", stopped: "stopped", failed: "failed" };
+  const note = notes[item.info.ending] || (item.state === "writing" ? "runs" : NOTES[item.state] || "");
+  const line = `${item.info.title || "tool"} ${item.info.arguments || ""}`.trim();
+  return h("article", { "data-id": item.id, "aria-label": "Call of a tool" },
+    h("details", { class: "call" }, h("summary", {}, note ? `${line} (${note})` : line), h("div", {}, item.output || "")));
+}
+
+// An answer while it is written: `update` shows an event, `made` is its element.
+function growing(item) {
+  const made = h("article", { class: "assistant", "data-id": item.id, "aria-label": "Answer", "aria-busy": "true" });
+  const wait = h("div", { class: "wait" }, h("i"), h("i"), h("i"));
+  const body = h("div", { class: "body md" });
+  const rate = h("span", { class: "note" });
+  let thoughts = null;
+  made.append(wait, body, h("div", { class: "bar" }, rate));
+  const update = (told) => {
+    if (told.thinking && !thoughts) {
+      thoughts = thinkingBlock("", true);
+      wait.before(thoughts);
+    }
+    if (told.thinking) {
+      const text = thoughts.lastElementChild.firstChild || thoughts.lastElementChild.appendChild(document.createTextNode(""));
+      if (told.thinking.startsWith(text.data)) text.appendData(told.thinking.slice(text.data.length));
+      else text.data = told.thinking;
+      thoughts.firstElementChild.textContent = told.html ? "Thoughts" : "Thinking…";
+    }
+    wait.hidden = Boolean(told.html);
+    patch(body, told.html);
+    rate.textContent = told.tok_s ? `${told.tok_s.toFixed(1)} tokens/s` : "";
+  };
+  return { made, update };
+}

@@ -1,0 +1,330 @@
+"""Conversations over HTTP: those of the terminal app, for their owner alone."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from PIL import Image
+
+import localrt
+from localrt import History, OptionError
+from localrt.server.options import ServeOptions
+from localrt.server.page import to_html
+from tests.server.conftest import Running, needs_kernels, serving
+from tests.server.scripted import Script, file, script, talker, talking
+from tests.waits import wait_for
+
+pytestmark = needs_kernels
+__all__ = ["file", "script", "talker", "talking"]  # fixtures
+
+
+def picture() -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (3, 2), "red").save(file, "PNG")
+    return file.getvalue()
+
+
+def ok(answer: tuple[int, Any, Any]) -> Any:
+    assert answer[0] == 200, answer[1]
+    return answer[1]
+
+
+def begun(running: Running, text: str = "Hi", **fields: Any) -> tuple[str, str]:
+    """A conversation with one message: the paths of both."""
+    made = ok(running.request("POST", "/v1/conversations", {"metadata": {}, **fields}))
+    path = f"/v1/conversations/{made['id']}"
+    items = {"items": [{"role": "user", "content": text}]}
+    return path, ok(running.request("POST", f"{path}/items", items))["data"][0]["id"]
+
+
+def answered(running: Running, path: str, **fields: Any) -> Any:
+    """The answer to the last message, once it has ended."""
+    item = ok(running.request("POST", f"{path}/answers", fields))
+    assert item["status"] == "in_progress"
+    running.request("GET", f"{path}/answers/{item['id']}")  # ends with the answer
+    found = ok(running.request("GET", f"{path}/items/{item['id']}?include=html"))
+    assert found["status"] != "in_progress"
+    return found
+
+
+def test_openai_client(talking: Running, file: Path) -> None:
+    client = openai.OpenAI(base_url=f"{talking.url}/v1", api_key="any")
+    first: Any = {"type": "message", "role": "user", "content": "Hello"}
+    made = client.conversations.create(items=[first])
+    assert len(client.conversations.items.list(made.id).data) == 1
+    assert client.conversations.delete(made.id).deleted
+    made = client.conversations.create(metadata={"title": "Rivers"})
+    assert client.conversations.retrieve(made.id).metadata == {"title": "Rivers", "model": ""}
+    client.conversations.update(made.id, metadata={"title": "Lakes"})
+    message: Any = {"type": "message", "role": "user", "content": "Name one."}
+    other: Any = {**message, "role": "assistant", "content": "<think>Hm.</think>The Elbe."}
+    items = client.conversations.items.create(made.id, items=[message, other]).data
+    assert [item.id for item in client.conversations.items.list(made.id, limit=1)] == [
+        items[1].id,
+        items[0].id,
+    ]
+    found: Any = client.conversations.items.retrieve(items[1].id, conversation_id=made.id)
+    assert [part.text for part in found.content] == ["Hm.", "The Elbe."]
+    with History(file) as history:
+        (info,) = history.list()
+        assert (info.title, info.turns, f"conv_{info.id}") == ("Lakes", 2, made.id)
+    assert client.conversations.delete(made.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.conversations.retrieve(made.id)
+
+
+def test_answer(talking: Running, script: Script, file: Path) -> None:
+    script.say("<think>Easy.</think>It is **blue**.")
+    path, _ = begun(talking, "Which colour?", instructions="Be brief.")
+    found = answered(talking, path)
+    *_, text = found["content"]
+    assert (found["status"], text["text"]) == ("completed", "It is **blue**.")
+    assert text["html"] == "<p>It is <strong>blue</strong>.</p>\n"
+    assert found["info"]["tokens"] > 10
+    ok(talking.request("POST", f"{path}/items", {"items": [{"role": "user", "content": "Sure?"}]}))
+    again = answered(talking, path)
+    # The second prompt has the first answer, and the system prompt, in it.
+    assert again["info"]["context"][0] > found["info"]["context"][0] + 20
+    with History(file) as history:  # as the terminal app reads it
+        conversation = history.open(path.rpartition("conv_")[2])
+        assert [(turn.role, turn.content, turn.state) for turn in conversation.turns] == [
+            ("user", "Which colour?", "done"),
+            ("assistant", "<think>Easy.</think>It is **blue**.", "done"),
+            ("user", "Sure?", "done"),
+            ("assistant", "<think>Easy.</think>It is **blue**.", "done"),
+        ]
+        assert (conversation.system, conversation.model) == ("Be brief.", "tiny")
+
+
+def test_answer_goes_on_without_its_reader_and_stops(talking: Running, script: Script) -> None:
+    script.say("One. Two. Three.")
+    script.hold(5)
+    path, _ = begun(talking)
+    item = ok(talking.request("POST", f"{path}/answers", {}))
+    place = f"{path}/items/{item['id']}"
+    wait_for(lambda: ok(talking.request("GET", place))["content"][0]["text"] == "One. ")
+    script.release()  # nobody follows
+    wait_for(lambda: ok(talking.request("GET", place))["status"] == "completed")
+    assert ok(talking.request("GET", place))["content"][0]["text"] == "One. Two. Three."
+    assert talking.request("GET", f"{path}/answers/{item['id']}")[0] == 404
+
+
+def test_stop(talking: Running, script: Script) -> None:
+    script.say("On and on. ", ends=False)
+    script.hold(30)
+    path, _ = begun(talking)
+    item = ok(talking.request("POST", f"{path}/answers", {}))
+    place = f"{path}/items/{item['id']}"
+    wait_for(lambda: "On" in ok(talking.request("GET", place))["content"][0]["text"])
+    assert ok(talking.request("POST", f"{path}/answers/{item['id']}/cancel"))["stopped"]
+    script.release()
+    wait_for(lambda: ok(talking.request("GET", place))["status"] == "incomplete")
+    found = ok(talking.request("GET", place))
+    assert found["state"] == "cancelled"
+    assert found["content"][0]["text"].startswith("On and on.")
+    wait_for(talking.idle)
+
+
+def test_the_app_s_conversation(talking: Running, file: Path) -> None:
+    """Branches, pictures, files and calls, as the terminal app has written them."""
+    with History(file) as history:
+        kept = history.new(model="other", options={"temperature": 0.5})
+        first = kept.add("user", [{"type": "image", "image": picture(), "name": "a.png"}])
+        call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        kept.add("assistant", "Let me see.", info={"tool_calls": [call]})
+        kept.add("tool", "seen", info={"tool_call_id": "c1", "title": "s.f", "arguments": "{}"})
+        kept.add("assistant", "Red.")
+        text = "Read it: notes"
+        kept.add("user", text, after=0, info={"folds": [[9, 14, "notes.txt, 3 lines"]]})
+        path = f"/v1/conversations/conv_{kept.id}"
+    (item,) = ok(talking.request("GET", f"{path}/items"))["data"]
+    assert item["folds"] == [[9, 14, "notes.txt, 3 lines"]]
+    assert item["alternatives"] == [f"msg_{first.id}", item["id"]]
+    assert ok(talking.request("GET", path))["options"] == {"temperature": 0.5}
+    ok(talking.request("POST", path, {"shown": f"msg_{first.id}"}))
+    found = ok(talking.request("GET", f"{path}/items?order=asc"))["data"]
+    assert [one["type"] for one in found] == [
+        *("message", "message", "function_call_output", "message")
+    ]
+    assert found[2]["output"] == "seen"
+    assert found[1]["tool_calls"] == [call]
+    assert "image_url" not in found[0]["content"][0]
+    query = "include[]=message.input_image.image_url"
+    whole = ok(talking.request("GET", f"{path}/items/msg_{first.id}?{query}"))
+    data = whole["content"][0]["image_url"].partition("base64,")[2]
+    assert base64.b64decode(data) == picture()
+
+
+def test_branch(talking: Running, script: Script, file: Path) -> None:
+    path, asked = begun(talking, "One")
+    script.say("A.")
+    first = answered(talking, path)
+    script.say("B.")
+    second = answered(talking, path, after=asked)
+    assert second["alternatives"] == [first["id"], second["id"]]
+    data = base64.b64encode(picture()).decode()
+    content = [
+        {"type": "input_image", "image_url": f"data:image/png;base64,{data}", "name": "p.png"},
+        {"type": "input_text", "text": "Two: x"},
+    ]
+    item = {"role": "user", "content": content, "folds": [[5, 6, "x, 1 B"]]}
+    (edited,) = ok(talking.request("POST", f"{path}/items", {"items": [item], "after": ""}))["data"]
+    assert len(edited["alternatives"]) == 2
+    with History(file) as history:
+        (turn,) = history.open(path.rpartition("conv_")[2]).turns
+        assert (turn.content, turn.pictures[0].name) == ("Two: x", "p.png")
+        assert turn.info["folds"] == [[5, 6, "x, 1 B"]]
+    shown = ok(talking.request("GET", f"{path}/items?branch={first['id']}"))["data"]
+    assert [one["id"] for one in shown] == [first["id"], asked]
+
+
+def test_options_are_the_conversation_s(talking: Running, script: Script) -> None:
+    path, _ = begun(talking, options={"max_tokens": 4})
+    found = answered(talking, path)
+    assert found["content"][0]["text"] == "Hell"
+    assert found["info"]["finish_reason"] == "length"
+
+
+def test_failed_answer_says_why(talking: Running) -> None:
+    path, _ = begun(talking, "x" * 5000)
+    found = answered(talking, path)
+    assert (found["status"], found["state"]) == ("incomplete", "failed")
+    assert "maximum context length" in found["info"]["error"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "said"),
+    [
+        ("GET", "/v1/conversations/conv_none", None, 404, "no conversation 'conv_none'"),
+        ("GET", "{path}/items/msg_99", None, 404, "no item 'msg_99'"),
+        ("GET", "{path}/items/%C2%B2", None, 404, "no item"),
+        ("GET", "{path}/items?limit=0", None, 400, "limit must be"),
+        ("GET", "{path}/items?branch=msg_99", None, 404, "no item"),
+        ("POST", "{path}", {"options": {"temprature": 1}}, 400, "temperature"),
+        ("POST", "{path}", {"options": {"temperature": -1}}, 400, "temperature"),
+        ("POST", "{path}", {"shown": "msg_99"}, 404, "no item"),
+        ("POST", "{path}/items", {"items": [{"role": "system", "content": "x"}]}, 400, "messages"),
+        ("POST", "{path}/items", {"items": [{"role": "user", "content": [{}]}]}, 400, "parts"),
+        ("POST", "{path}/items", {"items": [], "after": "msg_99"}, 404, "no item"),
+        ("POST", "{path}/answers", {"after": "msg_99"}, 404, "no item"),
+        ("GET", "{path}/answers/msg_1", None, 404, "no answer"),
+    ],
+)
+def test_refused(
+    talking: Running, method: str, path: str, body: Any, status: int, said: str
+) -> None:
+    there, _ = begun(talking)
+    found = talking.request(method, path.format(path=there), body)
+    assert (found[0], said in json.dumps(found[1])) == (status, True), found
+
+
+@pytest.mark.parametrize("url", ["/etc/passwd", "file:///etc/passwd", "http://127.0.0.1/x.png"])
+def test_pictures_come_as_data_alone(talking: Running, url: str) -> None:
+    path, _ = begun(talking)
+    content = [{"type": "input_image", "image_url": url}]
+    body = {"items": [{"role": "user", "content": content}]}
+    assert talking.request("POST", f"{path}/items", body)[0] == 400
+
+
+def test_an_answer_is_no_question(talking: Running) -> None:
+    path, _ = begun(talking)
+    found = answered(talking, path)
+    assert talking.request("POST", f"{path}/answers", {"after": found["id"]})[0] == 400
+    assert talking.request("POST", f"{path}/answers", {})[0] == 400
+
+
+# -- who may -------------------------------------------------------------------------------------
+
+
+KEYED = {"api_key": "own", "class_keys": {"other": "background"}}
+
+
+@pytest.mark.parametrize(
+    ("options", "headers", "status"),
+    [
+        ({}, {}, 200),
+        ({}, {"Authorization": "Bearer any"}, 200),
+        ({}, {"Origin": "http://127.0.0.1:{port}"}, 200),
+        ({}, {"Origin": "https://elsewhere.example"}, 403),
+        ({"origins": ("*",)}, {"Origin": "https://elsewhere.example"}, 403),
+        (KEYED, {}, 401),
+        (KEYED, {"Authorization": "Bearer own"}, 200),
+        (KEYED, {"x-api-key": "own"}, 200),
+        (KEYED, {"Authorization": "Bearer other"}, 403),
+        ({"host": "0.0.0.0"}, {}, 403),
+        ({"host": "0.0.0.0", **KEYED}, {"Authorization": "Bearer own"}, 403),
+        ({"host": "0.0.0.0", **KEYED, "conversations": True}, {"x-api-key": "own"}, 200),
+        ({"host": "0.0.0.0", **KEYED, "conversations": True}, {"x-api-key": "other"}, 403),
+    ],
+)
+def test_who_may(talker: localrt.Model, options: Any, headers: dict[str, str], status: int) -> None:
+    with serving(talker, history=":memory:", **options) as running:
+        sent = {name: value.format(port=running.port) for name, value in headers.items()}
+        assert running.request("GET", "/v1/conversations", headers=sent)[0] == status
+        assert running.request("GET", "/", headers={"Accept": "text/html"})[0] == 200
+
+
+def test_open_to_all_is_refused() -> None:
+    with pytest.raises(OptionError, match="needs a key"):
+        ServeOptions(host="0.0.0.0", conversations=True)
+
+
+# -- the page --------------------------------------------------------------------------------------
+
+
+def test_page_and_what_others_find_there(talking: Running) -> None:
+    status, text, headers = talking.request("GET", "/", headers={"Accept": "text/html,*/*"})
+    assert (status, headers["content-type"]) == (200, "text/html; charset=utf-8")
+    policy = headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert text.count("<script>") == text.count("<style>") == 1
+    assert not re.search(r"<[^>]*\s(style|on\w+)=", text.partition("<script>")[0])
+    assert talking.request("GET", "/")[1] == "localrt is running"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<script>alert(1)</script>",
+        "<img src=x onerror=alert(1)>",
+        "<svg/onload=alert(1)>",
+        "<svg><script>alert(1)</script></svg>",
+        "[a](javascript:alert(1))",
+        "[a](JaVaScRiPt&colon;alert(1))",
+        "[a](&#106;avascript:alert(1))",
+        "[a](data:text/html;base64,PHNjcmlwdD4=)",
+        "[a](//elsewhere.example)",
+        "[a](/v1/conversations)",
+        "![a](x onerror=alert(1))",
+        "![a](javascript:alert(1))",
+        "<javascript:alert(1)>",
+        '```"><script>alert(1)</script>\nx\n```',
+        "[a]\n\n[a]: javascript:alert(1)",
+        "| a |\n| - |\n| <b onmouseover=alert(1)>x |",
+    ],
+)
+def test_markup_is_text(text: str) -> None:
+    class Reader(HTMLParser):
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            tags.append(tag)
+            names.extend(name for name, _ in attrs)
+
+    tags: list[str] = []
+    names: list[str] = []
+    Reader().feed(to_html(text))
+    assert set(tags) <= {"p", "pre", "code", "table", "thead", "tbody", "tr", "th", "td"}
+    assert set(names) <= {"class"}
+
+
+def test_links_and_pictures_ask_nobody() -> None:
+    assert to_html("[a](https://x.y)") == '<p><a href="https://x.y">a</a></p>\n'
+    assert to_html("![a <b>](https://x.y)") == '<p>!<a href="https://x.y">a &lt;b&gt;</a></p>\n'
