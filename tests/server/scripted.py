@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import localrt
+from localrt.history.database import insert
 from tests.conftest import write_tiny_model
 from tests.inside import engine_of
 from tests.server.conftest import Running, serving
@@ -76,6 +77,31 @@ def scripted(model: localrt.Model) -> Iterator[Script]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "extend_batch", said, raising=False)
         yield script
+
+
+def write_long(file: Path, texts: Sequence[str]) -> str:
+    """Save a conversation of ``texts``, questions and answers by turns, at once; its id."""
+    with localrt.History(file) as history:
+        kept = history.new(model="tiny")
+        with history._database.transaction() as connection:
+            last = 0
+            for number, text in enumerate(texts):
+                role = "assistant" if number % 2 else "user"
+                turn = insert(
+                    connection,
+                    "turn",
+                    conversation=kept.id,
+                    parent=last or None,
+                    role=role,
+                    content=text,
+                    state="done",
+                    info="{}",
+                    created=1e9,
+                )
+                connection.execute("UPDATE turn SET next = ? WHERE id = ?", (turn, last))
+                last = turn
+            kept._show(connection, last)
+        return kept.id
 
 
 @pytest.fixture(scope="module")

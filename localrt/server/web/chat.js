@@ -9,6 +9,7 @@ const chat = {
   id: "", // of the open conversation; "" for a new one
   about: null, // the conversation without its items
   items: [], // those shown, oldest first
+  seen: 0, // when the items that are shown were changed last
   more: false, // whether there are earlier ones
   models: [],
   files: [], // attached to the message
@@ -134,9 +135,11 @@ async function load({ branch, end = false } = {}) {
   const visit = chat.visit;
   const at = branch ? `&branch=${branch}` : "";
   const count = Math.min(100, Math.max(PART, chat.items.length));
-  const [about, page] = await Promise.all([api(here()), api(here(`/items?limit=${count}&include=html${at}`))]);
+  const about = await api(here()); // first: what is written after it shows as a change
+  const page = await api(here(`/items?limit=${count}&include=html${at}`));
   if (visit !== chat.visit) return;
   chat.about = about;
+  chat.seen = about.updated_at;
   chat.items = page.data.reverse();
   chat.more = page.has_more;
   if (end) choose(about.metadata.model);

@@ -43,6 +43,10 @@ for (const name of ["dragover", "dragleave", "drop"]) {
     if (name === "drop") attaching(event.dataTransfer.files);
   });
 }
+document.querySelector(".skip").addEventListener("click", (event) => {
+  event.preventDefault(); // the address names the conversation
+  $("message").focus();
+});
 $("options-open").addEventListener("click", openOptions);
 $("options-save").addEventListener("click", async (event) => {
   event.preventDefault();
@@ -89,7 +93,7 @@ const POLL_MS = 2500;
 setInterval(async () => {
   if (document.hidden || chat.answering || !chat.about || chat.editing !== null) return;
   const about = await api(here()).catch(() => null);
-  if (!about || about.id !== chat.id || chat.answering || about.updated_at === chat.about.updated_at) return;
+  if (!about || about.id !== chat.id || chat.answering || about.updated_at === chat.seen) return;
   await load({ branch: chat.items.at(-1)?.id }).catch(() => {});
   await list().catch(() => {});
 }, POLL_MS);

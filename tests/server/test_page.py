@@ -1,0 +1,429 @@
+"""The chat page in a browser without a window, and everything that it asks for."""
+
+from __future__ import annotations
+
+import base64
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import localrt
+from localrt import History
+from tests.server.conftest import Running, needs_kernels, serving
+from tests.server.scripted import Script, file, script, talker, talking, write_long
+from tests.server.test_conversations import picture
+
+playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+
+pytestmark = [needs_kernels, pytest.mark.timeout(300)]
+__all__ = ["file", "script", "talker", "talking"]  # fixtures
+
+PHONE, PLAIN = {"width": 390, "height": 800}, {"width": 1100, "height": 800}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as driver:
+        path = shutil.which("chromium") or shutil.which("google-chrome")
+        try:
+            found = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        except playwright.Error:
+            pytest.skip("needs Chromium")
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def visit(browser: Any, talking: Running) -> Iterator[Callable[..., Any]]:
+    """Opens a page; in the end none has asked anybody else, or met an error."""
+    asked: list[str] = []
+    said: list[str] = []
+    contexts = []
+
+    def visit(path: str = "/", *, running: Running = talking, **options: Any) -> Any:
+        contexts.append(browser.new_context(**{"viewport": PLAIN, **options}))
+        page = contexts[-1].new_page()
+        page.set_default_timeout(60_000)
+        page.on("request", lambda request: asked.append(request.url))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("console", lambda line: line.type == "error" and said.append(line.text))
+        page.on("dialog", lambda dialog: said.append(dialog.message) or dialog.dismiss())
+        page.goto(running.url + path)
+        return page
+
+    yield visit
+    for context in contexts:
+        context.close()
+    allowed = r"(http://127\.0\.0\.1:\d+/($|v1/(models$|conversations)))|data:|blob:"
+    assert [url for url in asked if not re.match(allowed, url)] == []
+    expected = ("401", "404", "403")  # of answers that have ended, and of keys
+    assert [line for line in said if not any(status in line for status in expected)] == []
+
+
+def send(page: Any, text: str) -> None:
+    page.get_by_label("Message", exact=True).last.fill(text)
+    page.keyboard.press("Enter")
+
+
+def answer(page: Any) -> Any:
+    return page.locator("article.assistant").last
+
+
+def ended(page: Any) -> Any:
+    """The last answer, once it has ended."""
+    page.locator("article.assistant:not([aria-busy]) .bar button").last.wait_for()
+    return answer(page)
+
+
+def expect(found: Any) -> Any:
+    playwright.expect.set_options(timeout=60_000)
+    return playwright.expect(found)
+
+
+def conversation(file: Path, *turns: str, **facts: Any) -> str:
+    """A saved conversation, questions and answers by turns; returns its path."""
+    with History(file) as history:
+        kept = history.new(model="tiny", **facts)
+        for number, text in enumerate(turns):
+            kept.add("assistant" if number % 2 else "user", text)
+        return f"/#conv_{kept.id}"
+
+
+def turns_in(file: Path) -> list[str]:
+    with History(file) as history:
+        return [turn.content for turn in history.open(history.list()[0].id).turns]
+
+
+def test_message(visit: Any, script: Script, file: Path) -> None:
+    code = "def f(x):\n    return x < 1\n"
+    said = f"# Head\n\nSo:\n\n```python\n{code}```\n\n- one\n- two\n"
+    script.say(said)
+    page = visit()
+    expect(page.get_by_text("What shall we talk about?")).to_be_visible()
+    send(page, "Show <b>code</b>")
+    expect(page.locator("article.user .body")).to_have_text("Show <b>code</b>")
+    found = ended(page)
+    expect(found.locator("h1")).to_have_text("Head")
+    expect(found.locator("li")).to_have_text(["one", "two"])
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    found.get_by_role("button", name="Copy python").click()
+    expect(found.get_by_text("Copied")).to_be_visible()
+    assert page.evaluate("navigator.clipboard.readText()") == code
+    expect(found.locator(".bar")).to_contain_text("tokens/s")
+    expect(page.locator("#used")).to_contain_text("of 4,096 tokens used")
+    expect(page.get_by_role("link", name="Show <b>code</b>")).to_be_visible()
+    expect(page.get_by_role("status")).to_contain_text("Answer: # Head")
+    assert turns_in(file) == ["Show <b>code</b>", said]
+    page.reload()
+    expect(answer(page).locator("h1")).to_have_text("Head")
+
+
+def test_stop(visit: Any, script: Script, file: Path) -> None:
+    script.say("On and on. ", ends=False)
+    script.hold(25)
+    page = visit()
+    send(page, "Go")
+    expect(answer(page)).to_contain_text("On and on. On and on.")
+    expect(page.get_by_role("button", name="Send")).to_be_hidden()
+    page.keyboard.press("Escape")
+    script.release()
+    expect(ended(page).locator(".bar")).to_contain_text("stopped")
+    expect(page.get_by_role("button", name="Send")).to_be_visible()
+    assert turns_in(file)[1].startswith("On and on. On and on.")
+
+
+def test_reload_in_the_middle(visit: Any, script: Script) -> None:
+    script.say("Before. After.")
+    script.hold(8)
+    page = visit()
+    send(page, "Go")
+    expect(answer(page).locator(".body")).to_have_text("Before.")
+    page.reload()
+    expect(answer(page).locator(".body")).to_have_text("Before.")
+    script.release()
+    expect(ended(page).locator(".body")).to_have_text("Before. After.")
+
+
+def test_two_tabs_and_the_terminal(visit: Any, script: Script, file: Path) -> None:
+    script.say("Before. After.")
+    path = conversation(file, "Hi", "Hello.")
+    one, other = visit(path), visit(path)
+    expect(answer(other)).to_contain_text("Hello.")
+    script.hold(8)
+    send(one, "Go")
+    expect(answer(other).locator(".body")).to_have_text("Before.")
+    expect(other.get_by_role("button", name="Stop")).to_be_visible()
+    script.release()
+    for page in (one, other):
+        expect(ended(page).locator(".body")).to_have_text("Before. After.")
+    with History(file) as history:  # as the terminal app writes
+        kept = history.open(path.rpartition("conv_")[2])
+        kept.add("user", "From elsewhere")
+        with kept.answer() as writer:
+            writer.write("Half. ")
+            expect(answer(one)).to_contain_text("Half.")
+            writer.write("Whole.")
+    expect(ended(other).locator(".body")).to_have_text("Half. Whole.")
+
+
+def test_long_conversation_shows_its_last_part(visit: Any, file: Path) -> None:
+    id = write_long(file, [f"turn {number}" for number in range(2000)])
+    page = visit(f"/#conv_{id}")
+    expect(answer(page).locator(".body")).to_have_text("turn 1999")
+    assert page.locator("article").count() == 30
+    expect(answer(page)).to_be_in_viewport()
+    page.locator("#scroller").evaluate("(box) => box.scrollTo(0, 0)")
+    expect(page.locator("article")).to_have_count(60)
+    expect(page.locator("article").nth(30)).to_contain_text("turn 1970")
+
+
+def test_markup_does_not_run(visit: Any, script: Script, file: Path) -> None:
+    hostile = (
+        "<script>alert(1)</script>\n\n<img src=x onerror=alert(1)>\n\n<svg onload=alert(1)>\n\n"
+        "[a](javascript:alert(1)) ![b](http://elsewhere.example/x.png)\n\n"
+        '```"><img src=x onerror=alert(1)>\nx\n```\n\n<iframe srcdoc="<script>alert(1)</script>">'
+    )
+    path = conversation(file, hostile, f"<think>{hostile}</think>{hostile}", system=hostile)
+    with History(file) as history:
+        history.open(path.rpartition("conv_")[2]).set(title=hostile)
+    script.say(hostile)
+    page = visit(path)
+    for _ in range(2):
+        found = ended(page)
+        expect(found.locator("a")).to_have_attribute("href", "http://elsewhere.example/x.png")
+        assert page.locator("#log :is(script, img, iframe, svg[onload])").count() == 0
+        assert page.locator("#log a[href^=javascript]").count() == 0
+        expect(found).to_contain_text("<img src=x onerror=alert(1)>")
+        send(page, hostile)
+        page.locator("article.assistant").nth(1).wait_for()
+
+
+def test_emoji_cut_in_half(visit: Any, script: Script, file: Path) -> None:
+    script.say("So 👍🏽 it is")
+    script.hold(5)  # in the middle of the hand
+    page = visit()
+    page.evaluate("document.getElementById('message').value = 'half: \\ud83d'")
+    page.get_by_label("Message", exact=True).last.press("Enter")
+    expect(answer(page).locator(".body")).to_have_text("So")
+    script.release()
+    expect(ended(page).locator(".body")).to_have_text("So 👍🏽 it is")
+    assert turns_in(file) == ["half: �", "So 👍🏽 it is"]
+
+
+def test_forty_pixels(visit: Any, script: Script) -> None:
+    script.say("A `very_long_name_without_any_space` here\n\n```\n" + "x" * 200 + "\n```\n")
+    page = visit(viewport={"width": 40, "height": 300})
+    send(page, "Averylongwordwithoutanyspaceinit")
+    ended(page)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 40
+    assert page.locator("#chat").evaluate("(box) => box.scrollWidth") <= 40
+    for name in ("Send", "Options", "Show conversations"):
+        box = page.get_by_role("button", name=name).bounding_box()
+        assert box["x"] >= 0
+        assert box["x"] + box["width"] <= 40
+
+
+def test_edit_again_and_branches(visit: Any, script: Script, file: Path) -> None:
+    page = visit(conversation(file, "One", "First."))
+    script.say("Second.")
+    answer(page).hover()
+    answer(page).get_by_role("button", name="Answer again").click()
+    expect(ended(page).locator(".body")).to_have_text("Second.")
+    expect(answer(page)).to_contain_text("2/2")
+    answer(page).get_by_role("button", name="Show the branch before").click()
+    expect(answer(page).locator(".body")).to_have_text("First.")
+    page.locator("article.user").hover()
+    page.get_by_role("button", name="Edit the message").click()
+    box = page.get_by_label("Message", exact=True).last
+    expect(box).to_have_value("One")
+    expect(box).to_be_focused()
+    page.keyboard.press("Escape")
+    expect(box).to_have_value("")
+    page.get_by_role("button", name="Edit the message").click()
+    script.say("Third.")
+    send(page, "Two")
+    expect(ended(page).locator(".body")).to_have_text("Third.")
+    expect(page.locator("article.user")).to_contain_text("2/2")
+    assert turns_in(file) == ["Two", "Third."]
+    page.locator("article.user").get_by_role("button", name="Show the next branch").click()
+    expect(answer(page).locator(".body")).to_have_text("First.")
+    assert turns_in(file) == ["One", "First."]
+
+
+def test_pictures_and_files(visit: Any, file: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(picture())
+    (tmp_path / "b.py").write_text("x = '👍'\ny = 2\n", "utf-8")
+    (tmp_path / "c.bin").write_bytes(b"\0\xff\xfe")
+    page = visit()
+    page.locator("#files").set_input_files([tmp_path / "a.png", tmp_path / "b.py"])
+    expect(page.locator("#chips li")).to_have_count(2)
+    page.locator("#files").set_input_files([tmp_path / "c.bin"])
+    expect(page.get_by_role("alert").first).to_contain_text("c.bin is not text")
+    # As a picture that is pasted, and one that is dropped.
+    for event, field in (("paste", "clipboardData"), ("drop", "dataTransfer")):
+        page.evaluate(
+            """([event, field, data]) => {
+                const bytes = Uint8Array.from(atob(data), (one) => one.charCodeAt(0));
+                const given = new DataTransfer();
+                given.items.add(new File([bytes], `${event}.png`, { type: "image/png" }));
+                const made = new Event(event, { bubbles: true, cancelable: true });
+                Object.defineProperty(made, field, { value: given });
+                document.getElementById("message").dispatchEvent(made);
+            }""",
+            [event, field, base64.b64encode(picture()).decode()],
+        )
+    expect(page.locator("#chips li")).to_have_count(4)
+    page.get_by_role("button", name="Remove drop.png").click()
+    send(page, "Look 👍")
+    expect(page.locator("article.user img")).to_have_count(2)
+    expect(page.locator("article.user .file")).to_have_text("b.py, 2 lines")
+    ended(page)
+    page.reload()
+    expect(page.locator("article.user img").first).to_have_js_property("naturalWidth", 3)
+    with History(file) as history:
+        turn = history.open(history.list()[0].id).turns[0]
+    assert [each.name for each in turn.pictures] == ["a.png", "paste.png"]
+    ((start, end, label),) = turn.info["folds"]
+    assert (label, turn.content[start:end]) == (
+        "b.py, 2 lines",
+        "b.py:\n```py\nx = '👍'\ny = 2\n```\n",
+    )
+    page.locator("article.user").hover()
+    page.get_by_role("button", name="Edit the message").click()
+    expect(page.locator("#chips li")).to_have_count(3)
+    expect(page.get_by_label("Message", exact=True).last).to_have_value("Look 👍")
+
+
+def test_options(visit: Any, script: Script, file: Path) -> None:
+    page = visit()
+    page.get_by_role("button", name="Options").click()
+    page.get_by_label("System prompt").fill("Be brief.")
+    page.get_by_label("Most tokens of an answer").fill("4")
+    page.get_by_label("Thinking").select_option("off")
+    page.get_by_role("button", name="Save").click()
+    send(page, "Hi")
+    expect(ended(page).locator(".body")).to_have_text("Hell")
+    expect(answer(page).locator(".bar")).to_contain_text("limit of tokens")
+    page.get_by_role("button", name="Options").click()
+    page.get_by_label("Title").fill("Short ones")
+    page.get_by_label("Temperature").fill("0.5")
+    page.get_by_label("Most tokens of an answer").fill("")
+    page.get_by_role("button", name="Save").click()
+    expect(page.get_by_role("heading", name="Short ones")).to_be_visible()
+    with History(file) as history:
+        kept = history.open(history.list()[0].id)
+        assert (kept.title, kept.system) == ("Short ones", "Be brief.")
+        assert kept.options == {"temperature": 0.5, "thinking": False}
+    page.get_by_role("button", name="Options").click()
+    page.get_by_role("button", name="Delete this chat").click()
+    page.get_by_role("button", name="Delete it for good?").click()
+    expect(page.get_by_text("No conversations yet.")).to_be_visible()
+    with History(file) as history:
+        assert history.list() == []
+
+
+def test_thinking_and_calls_are_folded(visit: Any, script: Script, file: Path) -> None:
+    with History(file) as history:
+        kept = history.new(model="tiny")
+        kept.add("user", "Read a")
+        call = {"id": "c", "type": "function", "function": {"name": "read", "arguments": "{}"}}
+        kept.add("assistant", "", info={"tool_calls": [call]})
+        info = {"tool_call_id": "c", "title": "files.read", "arguments": '{"path": "a"}'}
+        kept.add("tool", "secret words", info=info)
+        kept.add("assistant", "<think>Aha.</think>Done.")
+        path = f"/#conv_{kept.id}"
+    page = visit(path)
+    expect(page.get_by_text('files.read {"path": "a"}')).to_be_visible()
+    expect(page.get_by_text("secret words")).to_be_hidden()
+    expect(page.get_by_text("Aha.")).to_be_hidden()
+    page.get_by_text("Thoughts").click()
+    expect(page.get_by_text("Aha.")).to_be_visible()
+    script.say("<think>Wait a moment.</think>Now.")
+    script.hold(16)
+    send(page, "And?")
+    expect(answer(page).get_by_text("Thinking…")).to_be_visible()
+    script.release()
+    expect(ended(page).locator(".body")).to_have_text("Now.")
+
+
+def test_search(visit: Any, file: Path) -> None:
+    conversation(file, "The Elbe", "A river.")
+    conversation(file, "The Alps", "Mountains.")
+    page = visit()
+    expect(page.locator("nav a")).to_have_count(2)
+    page.get_by_label("Search conversations").fill("river")
+    expect(page.locator("nav a")).to_have_count(1)
+    page.get_by_role("link", name="The Elbe").click()
+    expect(answer(page)).to_contain_text("A river.")
+
+
+def test_key_is_asked_for(visit: Any, talker: localrt.Model) -> None:
+    with serving(talker, history=":memory:", api_key="secret") as running:
+        page = visit(running=running)
+        page.get_by_label("API key").fill("wrong")
+        page.keyboard.press("Enter")
+        expect(page.get_by_label("API key")).to_be_visible()
+        page.get_by_label("API key").fill("secret")
+        page.keyboard.press("Enter")
+        expect(page.get_by_label("Model")).to_contain_text("talker")
+        expect(page.get_by_role("alert").first).to_be_hidden()
+
+
+def test_conversations_that_are_off(visit: Any, talker: localrt.Model) -> None:
+    with serving(talker, host="0.0.0.0", history=":memory:") as running:
+        page = visit(running=running)
+        expect(page.get_by_role("alert").first).to_contain_text("localrt serve --conversations")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", [PLAIN, PHONE], ids=["wide", "phone"])
+def test_axe_finds_nothing(visit: Any, script: Script, file: Path, scheme: str, size: Any) -> None:
+    """Labels, roles, contrast and focus, as axe-core checks them."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe-core")
+    text = "# A\n\n[b](https://c.example) `d`\n\n```py\ne\n```\n\n> f\n\n| g |\n| - |\n| h |\n"
+    with History(file) as history:
+        kept = history.new(model="tiny")
+        kept.add("user", [{"type": "image", "image": picture()}, {"type": "text", "text": "i"}])
+        kept.add("assistant", f"<think>j</think>{text}", info={"tok_s": 20.0, "tokens": 3})
+        kept.add("tool", "k", info={"title": "l", "arguments": "{}"})
+        kept.add("assistant", "m", info={"error": "n"})
+    page = visit(f"/#conv_{kept.id}", viewport=size, color_scheme=scheme)
+    expect(page.locator("article")).to_have_count(4)
+
+    def check() -> None:
+        page.wait_for_timeout(250)  # colours and the list move
+        found = axe.Axe().run(page).response["violations"]
+        assert [(one["id"], [node["html"] for node in one["nodes"]]) for one in found] == []
+
+    check()
+    if size is PHONE:
+        page.get_by_role("button", name="Show conversations").click()
+        check()
+        page.keyboard.press("Escape")
+    page.get_by_role("button", name="Options").click()
+    check()
+
+
+def test_keyboard_alone(visit: Any, script: Script, file: Path) -> None:
+    page = visit(conversation(file, "One", "First."))
+    expect(page.get_by_label("Message", exact=True).last).to_be_focused()
+    skip = page.get_by_role("link", name="Skip to the message")
+    skip.focus()
+    expect(skip).to_be_in_viewport()
+    page.keyboard.press("Enter")
+    expect(page.get_by_label("Message", exact=True).last).to_be_focused()
+    page.keyboard.type("Two")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("lines")
+    page.keyboard.press("Enter")
+    expect(page.locator("article.user").last).to_contain_text("Two\nlines")
+    ended(page)
+    page.get_by_role("button", name="Options").focus()
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("dialog")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("button", name="Options")).to_be_focused()
