@@ -356,7 +356,6 @@ def test_the_scripts_are_valid_shell() -> None:
         ("chat --plain -c --load x.json", 2, "either --continue or --load"),
         ("chat -p Hi -c", 2, "for a single answer use localrt run"),
         ("chat -p Hi --load /dev/zero", 2, "--load is for the app"),
-        ("chat --browser", 2, "--browser"),
         ("serve --name x --port 0", 2, "--name is for one model: give MODEL"),
         ("serve --keep-alive soon --port 0", 2, "must be a time, is 'soon': write it like 30s"),
         ("serve --gpu-memory lots --port 0", 2, "--gpu-memory must be a size, is 'lots'"),
