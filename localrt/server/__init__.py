@@ -12,6 +12,9 @@ and refuses nothing. ``generating.answer`` runs a call on the requested model an
 If the model or prompt is not ready after 15 s, a stream begins without them, so a ``Reply`` may use
 its tokenizer only once chunks come. An echoed prompt is a ``Chunk`` before those of its answer.
 
+The chat page (``page.py``, its parts in ``web``) uses ``conversations.py``, whose ``answers.py``
+lets models write to the history without a request that waits.
+
 A ``Service`` is a running server: its access rules and its counts. ``Models`` lists the models and
 lends one as a ``ServedModel``, which stays loaded until its response has been sent. ``OneModel``
 serves a model that is already loaded; ``ModelPool`` loads this machine's models on request.

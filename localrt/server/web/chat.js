@@ -79,6 +79,9 @@ const DAYS = [[1, "Today"], [2, "Yesterday"], [7, "This week"], [31, "This month
 async function list() {
   const search = $("search").value.trim();
   const found = await api(`/v1/conversations?search=${encodeURIComponent(search)}`);
+  const mine = found.data.find((one) => one.id === chat.id);
+  if (mine && chat.about) Object.assign(chat.about.metadata, { title: mine.metadata.title });
+  showTitle();
   const midnight = new Date().setHours(24, 0, 0, 0);
   const groups = new Map();
   for (const one of found.data) {
@@ -190,14 +193,18 @@ function draw(end = false) {
     else $("log").insertBefore(made, place);
   }
   for (const made of old.values()) made.remove();
-  const title = chat.about?.metadata.title || "New chat";
-  $("title").textContent = title;
-  document.title = `${title} · localrt`;
+  showTitle();
   $("earlier").hidden = !chat.more;
   $("welcome").hidden = Boolean(chat.id);
   $("delete").hidden = !chat.id;
   showUsed();
   if (end || wasAtEnd) toEnd();
+}
+
+function showTitle() {
+  const title = chat.about?.metadata.title || "New chat";
+  $("title").textContent = title;
+  document.title = `${title} · localrt`;
 }
 
 function showUsed(tokens) {
@@ -269,9 +276,7 @@ async function follow(item) {
     chat.answering = "";
     draw();
     say(noteOf(whole)[0] || `Answer: ${textOf(whole).slice(0, 2000)}`);
-    chat.about = await api(here()).catch(() => chat.about);
     await list().catch(() => {});
-    draw();
   } finally {
     if (follower === ending) {
       chat.answering = "";

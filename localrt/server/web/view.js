@@ -127,7 +127,7 @@ function drawn(item, acts) {
     const pieces = piecesOf(item);
     if (pieces.length) {
       made.append(h("div", { class: "body" }, ...pieces.map((piece) =>
-        piece.label ? h("span", { class: "file", title: piece.text.slice(0, 2000) }, piece.label) : piece.text)));
+        piece.label ? h("span", { class: "file", title: piece.text.slice(0, 2000) }, piece.label) : piece.text.replace(/\n\n$/, "\n"))));
     }
   } else {
     const thought = thoughtOf(item);
