@@ -283,6 +283,8 @@ def _options(args: argparse.Namespace) -> ServeOptions:
 
 
 def _log(line: LogLine) -> None:
+    if (line.method, line.status) == ("GET", 200) and line.path.startswith("/v1/conversations/"):
+        return  # a page looks for news every few seconds
     now = time.strftime("%H:%M:%S")
     text = f"{now} {line.client} {line.method} {line.path} {line.status} {line.seconds:.2f} s"
     print(text, file=sys.stderr, flush=True)

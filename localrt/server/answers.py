@@ -109,7 +109,7 @@ class Answer:
 
     async def _work(self) -> None:
         request, service, writer = self._request, self._request.service, self._writer
-        client = sent_key(request.http.headers), writer.turn
+        client = sent_key(request.http.headers)
         with service.admitted():
             async with request.using() as served:
                 given = await asyncio.to_thread(self._given, bool(served.sees))

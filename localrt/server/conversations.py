@@ -154,9 +154,9 @@ def _item(found: Conversation, turn: Turn, include: list[str]) -> Payload:
         return {"type": "input_image", "detail": "auto", "name": one.name, **data}
 
     given = joined_content(turn.content, turn.pictures, picture)
-    content = [{"type": "text", "text": given}] if isinstance(given, str) else given
+    parts = [{"type": "text", "text": given}] if isinstance(given, str) else given
     files = {"folds": turn.info["folds"]} if turn.info.get("folds") else {}
-    return {**about, **files, "type": "message", "role": turn.role, "content": content}
+    return {**about, **files, "type": "message", "role": turn.role, "content": parts}
 
 
 def _read(item: Mapping[str, Any]) -> tuple[str, list[Payload]]:
