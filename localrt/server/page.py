@@ -11,12 +11,15 @@ import base64
 import hashlib
 from functools import cache
 from importlib.resources import files
+from typing import TYPE_CHECKING
 
-from markdown_it import MarkdownIt
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from localrt.server.dialect import Endpoint
+
+if TYPE_CHECKING:
+    from markdown_it import MarkdownIt
 
 _PARTS = {"style": ("chat.css",), "script": ("view.js", "chat.js", "message.js", "events.js")}
 _LINKS = ("http://", "https://", "mailto:")
@@ -29,6 +32,8 @@ def to_html(text: str) -> str:
 
 @cache
 def _parser() -> MarkdownIt:
+    from markdown_it import MarkdownIt  # takes a megabyte, and not every server shows answers
+
     parser = MarkdownIt("commonmark", {"html": False, "breaks": True})
     parser.enable(["strikethrough", "table"]).disable("image")
     parser.validateLink = lambda url: url.lower().startswith(_LINKS)  # type: ignore[method-assign]
