@@ -194,6 +194,8 @@ def read_solar_open(raw: RawConfig) -> DecoderConfig:
     """
     if not raw.has("intermediate_size"):  # of dense layers
         raw = raw.renamed({"moe_intermediate_size": "intermediate_size"})
+    if raw.architecture == "DeepseekOcr2ForConditionalGeneration":
+        raw = raw.without("head_dim")  # its class does not read it
     config = llama.read_config(raw)
     mixtures = read_mixtures(raw, config.norm_eps, config.layers, config.mlp.activation)
     return replace(config, architecture="solar_open", mixtures=mixtures)
