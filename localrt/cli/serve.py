@@ -1,7 +1,8 @@
 """``localrt serve [MODEL]``: serves one model, or all on this machine, over HTTP until Ctrl+C.
 
 The port is opened before the model is loaded, so that a port in use is reported at once. The log
-goes to stderr, one line for each request; with ``--json`` lines are JSON, on stdout.
+goes to stderr, one line for each request; with ``--json`` lines are JSON, on stdout. A program that
+starts a server of its own gives ``--parent``, and reads one line of JSON or ``--ready-file``.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -34,8 +36,10 @@ from localrt.cli.options import (
 )
 from localrt.client.servers import LocalServer, announced
 from localrt.common.errors import OptionError
+from localrt.common.files import write_text
 from localrt.common.formatting import parse_duration, parse_size
 from localrt.common.option_names import on_command_line, option, spelled
+from localrt.common.processes import is_alive, process_name
 from localrt.common.progress import NOTE, Progress
 from localrt.common.settings import SERVE_KEY, Settings
 from localrt.engine.options import read_options
@@ -90,13 +94,14 @@ _CONVERSATIONS_HELP = (
     "with a key, let other machines read and write your conversations, on the page and by HTTP "
     "(default: on this machine's own address alone)"
 )
+_PARENT_HELP = "end with this process; a line of JSON on stdout says where (default: none)"
 _LEAST_RUNNING = 4  # whatever passes gain: a chat does not wait for another's end
 _UNSET = ServeOptions()
 # Flags for a single model.
 _ALONE = ("name", "adapter", "chat_template", "pre_tokenizer", "revision")
 _FLAGS: tuple[Flag, ...] = (
     ("--host", str, None, _HOST_HELP),
-    ("--port", int, None, "port (default: 8080); 0 takes a free one"),
+    ("--port", int, None, "port (default: 8080); 0: a free one, told as a line of JSON on stdout"),
     ("--name", str, None, "what requests call MODEL (default: its own name)"),
     ("--keep-alive", str, "TIME", _KEEP_HELP),
     ("--api-key", str, "KEY", _KEY_HELP),
@@ -111,6 +116,8 @@ _FLAGS: tuple[Flag, ...] = (
     ("--fetch-pictures", bool, None, _FETCH_HELP),
     ("--conversations", bool, None, _CONVERSATIONS_HELP),
     ("--drain", float, "S", "when stopping, seconds for answers to finish (default: 20)"),
+    ("--parent", int, "PID", _PARENT_HELP),
+    ("--ready-file", str, "FILE", "write that line to FILE, removed at the end (default: none)"),
     ("--json", bool, None, "log to stdout as JSON"),
     ("--quiet", bool, None, "do not log requests"),
 )
@@ -138,6 +145,7 @@ def run(args: argparse.Namespace) -> int:
     read_options(defaults)
     if args.model is None:
         _check_all(args)
+    _prepare_companion(args)
     with closing(open_socket(options)) as bound:
         if not is_loopback(options.host) and options.api_key is None:
             print(
@@ -175,9 +183,18 @@ def _serve(
             server = LocalServer(f"{url}/v1", os.getpid(), options.api_key, paths)
             stack.enter_context(announced(server, Settings.from_environment()))
             names = [model.name for model in models.offered()]
-            if args.json:
-                _print_json(event="ready", models=names, url=f"{url}/v1")
-            else:
+            host, port = bound.getsockname()[:2]
+            told = {
+                **{"event": "ready", "url": f"{url}/v1", "host": host, "port": port},
+                **{"pid": os.getpid(), "model": names[0] if paths else None, "models": names},
+            }
+            if args.ready_file is not None:
+                file = Path(args.ready_file)
+                stack.callback(file.unlink, missing_ok=True)
+                write_text(file, json.dumps(told))
+            if args.json or args.parent is not None or not args.port:
+                _print_json(**told)
+            if not args.json and args.parent is None:
                 count = f"{len(names)} model{'s' * (len(names) != 1)} of this machine"
                 shown = names[0] if paths else count
                 line = f"{shown} at {url}/v1, the chat page at {url}/ (Ctrl+C stops)"
@@ -186,6 +203,30 @@ def _serve(
         log = None if args.quiet else _log_json if args.json else _log
         note = partial(_say, args)
         serve(models, options, bound=bound, log=log, note=note, on_ready=ready)
+
+
+def _prepare_companion(args: argparse.Namespace) -> None:
+    """Watch ``--parent``, and remove a ``--ready-file`` that a crash left.
+
+    Raises:
+        OptionError: there is no folder for the file, or no such process.
+    """
+    if args.ready_file is not None:
+        file = Path(args.ready_file)
+        if not file.parent.is_dir():
+            raise OptionError(f"{option('ready_file')} must be in a folder that exists, is {file}")
+        file.unlink(missing_ok=True)
+    if args.parent is not None:
+        name = process_name(args.parent)
+        if name is None:
+            raise OptionError(f"{option('parent')} must be a process's id: none has {args.parent}")
+        threading.Thread(target=_end_with, args=(name,), daemon=True).start()
+
+
+def _end_with(parent: str) -> None:
+    while is_alive(parent):
+        time.sleep(0.5)
+    signal.raise_signal(signal.SIGTERM)  # handled as if it came from outside
 
 
 def _running(model: Path) -> int:

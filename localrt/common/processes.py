@@ -1,19 +1,28 @@
-"""Processes by names that are never used again, as their ids are."""
+"""Processes by names that are never used again, as their ids are, and by their port."""
 
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 
 
-def own_name() -> str:
-    """This process's id and start time."""
+def process_name(number: int) -> str | None:
+    """The id and start time of a process; None if there is none with this id."""
     import psutil  # takes ten milliseconds
 
-    return f"{os.getpid()}@{psutil.Process().create_time():.2f}"
+    try:
+        return f"{number}@{psutil.Process(number).create_time():.2f}"
+    except (psutil.Error, ValueError, OverflowError):
+        return None
+
+
+def own_name() -> str | None:
+    """This process's id and start time."""
+    return process_name(os.getpid())
 
 
 def is_alive(name: str | None) -> bool:
-    """Whether the process with this ``own_name`` still runs."""
+    """Whether the process with this ``process_name`` still runs."""
     import psutil  # as above
 
     try:
@@ -23,3 +32,14 @@ def is_alive(name: str | None) -> bool:
         return same and process.status() != psutil.STATUS_ZOMBIE
     except (ValueError, psutil.Error):
         return False
+
+
+def port_holder(port: int) -> str:
+    """Name and id of the process that listens on a TCP port; empty if the system does not say."""
+    import psutil  # as above
+
+    with suppress(psutil.Error, OSError):  # macOS tells only root
+        for each in psutil.net_connections("tcp"):
+            if each.status == psutil.CONN_LISTEN and each.laddr.port == port and each.pid:
+                return f"{psutil.Process(each.pid).name()} (process {each.pid})"
+    return ""

@@ -25,6 +25,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from localrt import system
 from localrt.api import Model
 from localrt.common.errors import LocalrtError, reason_of
+from localrt.common.processes import port_holder
 from localrt.server.app import create_app
 from localrt.server.guard import LogLine
 from localrt.server.models import Models
@@ -61,10 +62,7 @@ class _StrictConnection(h11.Connection):
 _BACKLOG = 1024
 _OPEN_FILES = 1 << 16  # no more, since some programs iterate over all possible descriptors
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_REASONS = {
-    errno.EADDRINUSE: "the port is in use: choose another with --port",
-    errno.EADDRNOTAVAIL: "this machine does not have this address",
-}
+_REASONS = {errno.EADDRNOTAVAIL: "this machine does not have this address"}
 _SEND_BUFFER = 256 << 10
 _KEEP_ALIVE_S = 30
 _DRAIN_STEP_S = 0.05
@@ -89,6 +87,10 @@ def open_socket(options: ServeOptions) -> socket.socket:
         raise LocalrtError(f"cannot listen on {host}: {reason_of(error)}") from error
     except OSError as error:
         reason = _REASONS.get(error.errno or 0) or os.strerror(error.errno or 0)
+        if error.errno == errno.EADDRINUSE:
+            holder = port_holder(port)
+            by = f" by {holder}" if holder else ""
+            reason = f"the port is in use{by}: choose another with --port"
         raise LocalrtError(f"cannot listen on {host}:{port}: {reason}") from error
     # Connections inherit these options, which limit the data buffered for a client that does not
     # read and the time until such a connection is dropped, and detect dead clients.
