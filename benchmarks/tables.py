@@ -4,8 +4,8 @@
 
 A table is between ``<!-- table: NAME -->`` and ``<!-- end -->``, in README.md or any page of docs/.
 NAME is a results file (``offload``, or ``bench-smollm2``, a JSON of ``localrt bench``);
-``headline`` is made from several files. ``--check`` changes nothing and fails if a table does not
-match its results.
+``headline`` is made from several files, and ``launch-PROGRAM`` from the row of ``localrt launch``.
+``--check`` changes nothing and fails if a table does not match its results.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from benchmarks.published import published_table
 from benchmarks.quality.__main__ import quality_table
 from benchmarks.resume import resume_table
 from benchmarks.routing import routing_table
+from localrt.client.programs import find_program, recipe
 from localrt.common.formatting import format_bytes, format_rate, format_seconds
 
 _TABLE = re.compile(r"(<!-- table: ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -134,8 +135,10 @@ def filled(text: str) -> str:
     """``text`` with every table regenerated."""
 
     def fill(match: re.Match[str]) -> str:
-        name = match[2]
-        made = headline_table() if name == "headline" else _TABLES[name.split("-")[0]](read(name))
+        name, (kind, _, rest) = match[2], match[2].partition("-")
+        if kind == "launch":
+            return f"{match[1]}\n{recipe(find_program(rest))}\n\n{match[3]}"
+        made = headline_table() if name == "headline" else _TABLES[kind](read(name))
         return f"{match[1]}{made}\n{match[3]}"
 
     return _TABLE.sub(fill, text)

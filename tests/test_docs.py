@@ -130,7 +130,11 @@ def named_commands(text: str) -> Iterator[list[str]]:
     """The words of each ``localrt COMMAND ...`` in a code span or an indented block."""
     spans = re.findall(r"`localrt ([^`\n]+)`", text)
     lines = re.findall(r"^ {4}localrt (.+?)(?:\s+#.*)?$", text, re.MULTILINE)
-    yield from (shlex.split(line) for line in (*spans, *lines) if line[0].islower())
+    for line in (*spans, *lines):
+        if line[0].islower():
+            words = shlex.split(line)
+            # What comes after -- are another program's.
+            yield words[: words.index("--")] if "--" in words else words
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

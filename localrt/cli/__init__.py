@@ -29,6 +29,7 @@ COMMANDS = {
     "run": "answer a prompt, or a file of prompts, on stdout",
     "embed": "print the vectors of texts",
     "serve": "serve models to other programs, over HTTP",
+    "launch": "start a coding agent, an editor or a chat front end with a model of this machine",
     "ps": "list the models that servers have loaded",
     "pull": "download a model",
     "list": "list the models on this machine",

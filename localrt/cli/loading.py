@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import localrt
 from localrt.chat import ChatModel
@@ -23,6 +24,10 @@ from localrt.common.settings import Settings
 from localrt.hub import DEMO_NAME, ResolvedModel, list_models, resolve
 from localrt.hub.listing import client_names
 from localrt.planning import chooser
+
+if TYPE_CHECKING:  # imported when a server is asked
+    from localrt.client.answer import ListedModel
+    from localrt.client.servers import LocalServer
 
 
 def load(name: str, options: dict[str, Any]) -> localrt.Model:
@@ -121,40 +126,48 @@ def _is_plain(args: argparse.Namespace) -> bool:
 
 
 def _use_running_server(args: argparse.Namespace) -> None:
-    """If one of this user's servers has MODEL, use it, and say so in ``args.note``.
+    """If one of this user's servers has MODEL, use it, and say so in ``args.note``."""
+    settings = Settings.from_environment()
+    found = served_model(args.model, settings)
+    if found is not None:
+        server, listed = found
+        args.endpoint, args.model, args.api_key = server.url, listed.name, server.key or ""
+        where = f"{listed.name} of the server at {server.url}"
+        args.note = f"using {where} (--no-server loads it here)"
+
+
+def served_model(
+    name: str, settings: Settings, servers: Sequence[LocalServer] | None = None
+) -> tuple[LocalServer, ListedModel] | None:
+    """Return a model of this name if one of ``servers``, by default this user's, has it.
 
     Skips servers that do not answer or do not list the model: they may have ended, or use other
     folders.
     """
     from localrt.client.servers import local_servers
 
-    settings = Settings.from_environment()
-    servers = local_servers(settings)
+    servers = local_servers(settings) if servers is None else servers
     if not servers:
-        return
+        return None
     from localrt.client.model import models_of  # slow to import
 
     try:
-        found = resolve(args.model, settings=settings, download=False)
-        path: Path | None = found.path.resolve()
+        path: Path | None = resolve(name, settings=settings, download=False).path.resolve()
     except LocalrtError:
         path = None  # it may be a name that only the server knows
     for server in servers:
         try:
-            listed = {each.name for each in models_of(server)}
+            listed = {each.name: each for each in models_of(server)}
         except LocalrtError:
             continue
         paths = server.models
         if paths is None:
             named = client_names(list_models(settings))
-            paths = {name: str(model.path) for name, model in named.items()}
-        here = {name: at for name, at in paths.items() if name in listed}
-        same = (n for n, at in here.items() if Path(at).resolve() == path or n == args.model)
-        name = next(same, None)
-        if name is not None:
-            args.endpoint, args.model, args.api_key = server.url, name, server.key or ""
-            args.note = f"using {name} of the server at {server.url} (--no-server loads it here)"
-            return
+            paths = {each: str(model.path) for each, model in named.items()}
+        for each, at in paths.items():
+            if each in listed and (Path(at).resolve() == path or each == name):
+                return server, listed[each]
+    return None
 
 
 def connect_endpoint(

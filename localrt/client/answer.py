@@ -211,7 +211,8 @@ class ListedModel:
     """A model of a server, and its context in tokens; 0 if the server does not say.
 
     ``state``, ``ram`` in bytes, ``unload_s`` and ``sees`` come from localrt's own server: see
-    ``localrt.server.models.Offered``. Other servers refuse pictures themselves.
+    ``localrt.server.models.Offered``. Other servers refuse pictures themselves. ``tools``: the
+    model's chat template shows it tools.
     """
 
     name: str
@@ -220,6 +221,7 @@ class ListedModel:
     ram: int = 0
     unload_s: float | None = None
     sees: bool = True
+    tools: bool = True
 
 
 def listed_models(body: bytes, address: Address) -> list[ListedModel]:
@@ -246,6 +248,7 @@ def _listed(entry: Mapping[str, object]) -> ListedModel:
         _count(status.get("ram"), 0),
         float(unload_s) if isinstance(unload_s, int | float) else None,
         "vision" in told if isinstance(told, list) else True,
+        "tools" in told if isinstance(told, list) else True,
     )
 
 

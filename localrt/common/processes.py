@@ -40,6 +40,7 @@ def port_holder(port: int) -> str:
 
     with suppress(psutil.Error, OSError):  # macOS tells only root
         for each in psutil.net_connections("tcp"):
-            if each.status == psutil.CONN_LISTEN and each.laddr.port == port and each.pid:
+            listens = each.laddr and each.laddr.port == port and each.status == psutil.CONN_LISTEN
+            if listens and each.pid:
                 return f"{psutil.Process(each.pid).name()} (process {each.pid})"
     return ""

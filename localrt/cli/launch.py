@@ -1,0 +1,229 @@
+"""``localrt launch [PROGRAM] [-- ARGUMENTS]``: starts a coding agent, an editor or a chat front end
+with a model of this machine.
+
+It uses a running server, or starts one that ends with the program. No settings file of the user's
+is changed. What each program reads is in ``localrt.client.programs``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import TypeAlias
+
+from localrt import system
+from localrt.cli.help import Examples
+from localrt.cli.loading import served_model
+from localrt.cli.options import BARE_MODEL_HELP, Flag, add_flags
+from localrt.client.answer import ListedModel
+from localrt.client.model import models_of
+from localrt.client.programs import PROGRAMS, Program, Start, find_program, start_of
+from localrt.client.servers import LocalServer, local_servers
+from localrt.common.errors import LocalrtError, ModelNotFoundError
+from localrt.common.files import write_text
+from localrt.common.formatting import table
+from localrt.common.helpers import localrt_command
+from localrt.common.settings import Settings
+from localrt.hub import list_models
+from localrt.hub.names import client_name
+
+EXAMPLES: Examples = (
+    ("localrt launch", "the programs, and which are installed"),
+    ("localrt launch claude", "Claude Code with a model of this machine"),
+    ("localrt launch codex --model qwen2.5-coder:7b", "with this model"),
+    ('localrt launch opencode -- run "What is this?"', "arguments of the program"),
+    ("localrt launch aider --print", "what it would do, as lines for a shell"),
+)
+_CTX_HELP = "context of a server that is started (default: the model's, or what memory holds)"
+_FLAGS: tuple[Flag, ...] = (
+    ("--model", str, "MODEL", f"{BARE_MODEL_HELP} (default: the best one here)"),
+    ("--ctx", int, "TOKENS", _CTX_HELP),
+    ("--print", bool, None, "print the settings and the command, and start nothing"),
+    ("--json", bool, None, "print the list of programs as JSON"),
+)
+_ROOM = 4096  # tokens for a first turn, besides what the program sends by itself
+
+# A running server or None, the model there or to be loaded, and why it was chosen.
+_Choice: TypeAlias = tuple[LocalServer | None, ListedModel, str]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    names = ", ".join(each.name for each in PROGRAMS)
+    parser.add_argument("program", nargs="?", metavar="PROGRAM", help=f"{names} (default: a list)")
+    parser.add_argument("arguments", nargs="*", metavar="ARGUMENT", help="its own, after --")
+    add_flags(parser, _FLAGS)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Start the program; return its exit status."""
+    if args.program is None:
+        return _list(args.json)
+    program = find_program(args.program)
+    path = shutil.which(program.command)
+    if path is None and not args.print:
+        raise LocalrtError(f"{program.title} is not installed: {program.install}")
+    settings = Settings.from_environment()
+    server, model, why = _choose(args, program, settings)
+    serve = ["serve", model.name, *([] if args.ctx is None else ["--ctx", str(args.ctx)])]
+
+    def start(server: LocalServer, folder: str, key: str | None) -> Start:
+        ctx = model.ctx or args.ctx or 32768  # not known before it is loaded
+        made = start_of(program, server.url, model.name, ctx=ctx, key=key, folder=Path(folder))
+        made.command.extend(args.arguments)
+        return made
+
+    if args.print:
+        print(f"# {model.name}: {why}")
+        if server is None:
+            port = program.port or 8080
+            print(system.join(["localrt", *serve, "--port", str(port)]), "&")
+            server = LocalServer(f"http://127.0.0.1:{port}/v1", 0, settings.serve_key)
+            model = replace(model, name=client_name(model.name))
+        folder = f"{tempfile.gettempdir()}/localrt-{program.name}"
+        print(start(server, folder, server.key and "KEY").shell())
+        return 0
+    _say(f"{model.name}: {why}")
+    with ExitStack() as stack:
+        if server is None:
+            server = stack.enter_context(_started(serve, program.port, settings))
+            model = models_of(server)[0]
+        least = program.tokens + _ROOM
+        if 0 < model.ctx < least:
+            has = f"{model.name} has a context of {model.ctx} tokens"
+            _say(f"{has}, {program.title} needs {least}: give --ctx {least}, or another --model")
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="localrt-"))
+        made = start(server, folder, server.key)
+        if made.file is not None:
+            write_text(made.file, made.settings, private=True)
+        return _run_in_foreground([path or "", *made.command[1:]], made)
+
+
+def _list(as_json: bool) -> int:
+    rows = [(each, shutil.which(each.command)) for each in PROGRAMS]
+    if as_json:
+        names = ("name", "title", "install")
+        found = [{n: getattr(each, n) for n in names} | {"path": path} for each, path in rows]
+        print(json.dumps({"programs": found}))
+    else:
+        shown = [(p.name, p.title, path or f"not installed: {p.install}") for p, path in rows]
+        print(table(shown, ("NAME", "PROGRAM", "WHERE"), ""))
+    return 0
+
+
+def _say(text: str) -> None:
+    print(f"localrt: {text}", file=sys.stderr, flush=True)
+
+
+# -- which model -----------------------------------------------------------------------------------
+
+
+def _choose(args: argparse.Namespace, program: Program, settings: Settings) -> _Choice:
+    """Return the model that is given, or one that a server has loaded, or the best one here.
+
+    Raises:
+        ModelNotFoundError: none is given, and none here suits the program.
+    """
+    least = args.ctx or program.tokens + _ROOM
+    port = f":{program.port or ''}"
+    servers = [each for each in local_servers(settings) if port in each.url]
+    chosen: _Choice = (None, ListedModel(args.model or "", 0), "the model that you gave")
+    if args.model is None:
+        for server in servers:
+            with suppress(LocalrtError):
+                for each in models_of(server):
+                    suits = (each.tools or not program.tools) and each.ctx >= least
+                    if each.state == "loaded" and suits:
+                        return server, each, f"loaded by the server at {server.url}"
+        chosen = _best(program, settings, least)
+    served = served_model(chosen[1].name, settings, servers)
+    if served is None or 0 < served[1].ctx < (args.ctx or 0):
+        return chosen
+    server, each = served  # its context is not known before it is loaded
+    each = replace(each, ctx=each.ctx or chosen[1].ctx)
+    return server, each, f"{chosen[2]}, of the server at {server.url}"
+
+
+def _best(program: Program, settings: Settings, least: int) -> _Choice:
+    """Return the largest model here that suits and is fast enough, else the fastest that suits."""
+    from localrt.planning.preview import preview  # slow to import
+    from localrt.planning.verdict import READING_TOK_S
+    from localrt.server.about import facts_of
+
+    calls = "calls tools, " if program.tools else ""
+    needs = {"completion", "tools"} if calls else {"completion"}
+    slower: list[tuple[tuple[bool, float], _Choice]] = []
+    for model in sorted(list_models(settings), key=lambda each: -each.bytes):
+        with suppress(LocalrtError, OSError):
+            facts = facts_of(model.path)
+            if not needs <= set(facts.capabilities) or (facts.ctx or least) < least:
+                continue
+            seen = preview(model.path, ctx=least, settings=settings)
+            why = f"{calls}has room for the {least:,} tokens that {program.title} needs, {seen}"
+            rank = seen.fits, seen.tok_s or 0.0
+            if not seen.problem:
+                slower.append((rank, (None, ListedModel(model.name, facts.ctx or 0), why)))
+            if seen.fits and rank[1] >= READING_TOK_S:
+                return slower[-1][1]
+    if slower:
+        return max(slower, key=lambda each: each[0])[1]
+    raise ModelNotFoundError(
+        f"no model here {calls}has room for the {least:,} tokens that {program.title} needs: give "
+        "--model NAME, which is downloaded once (`localrt plan` says what runs well here)"
+    )
+
+
+# -- the server, and the program -------------------------------------------------------------------
+
+
+@contextmanager
+def _started(serve: list[str], port: int, settings: Settings) -> Iterator[LocalServer]:
+    """A server until the block ends, or this process does.
+
+    Raises:
+        LocalrtError: it did not start, and has said why.
+    """
+    own = ["--port", str(port), "--parent", str(os.getpid()), "--quiet", "--drain", "1"]
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, **system.OWN_GROUP}
+    with subprocess.Popen(localrt_command(*serve, *own), text=True, **pipes) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            if not line:
+                raise LocalrtError("the server did not start: see the line above")
+            yield LocalServer(json.loads(line)["url"], process.pid, settings.serve_key)
+        finally:
+            process.send_signal(system.STOP_SIGNAL)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+            process.kill()
+
+
+def _run_in_foreground(command: list[str], start: Start) -> int:
+    """Run the program, and leave the terminal and Ctrl+C to it; return its status as shells do."""
+    process: subprocess.Popen[bytes] | None = None
+
+    def pass_on(number: int, _: FrameType | None) -> None:
+        # The terminal sends Ctrl+C to the program too, which may go on.
+        if number == signal.SIGTERM and process is not None:
+            process.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in system.STOP_SIGNALS}
+    try:
+        process = subprocess.Popen(command, env={**os.environ, **start.variables})
+        status = process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return 128 - status if status < 0 else status
