@@ -57,6 +57,8 @@ if TYPE_CHECKING:
     from localrt.common.errors import UnsupportedModelError as UnsupportedModelError
     from localrt.common.progress import Progress as Progress
     from localrt.common.settings import Settings as Settings
+    from localrt.documents.index import DocumentIndex as DocumentIndex
+    from localrt.documents.reading import read_document as read_document
     from localrt.drafts.discovery import DraftOffer as DraftOffer
     from localrt.engine.batch.live import LiveAnswer as LiveAnswer
     from localrt.engine.options import Options as Options
@@ -118,6 +120,8 @@ _NAMES = {
     "localrt.history": "AnswerWriter Conversation ConversationInfo History KeptPicture Turn",
     "localrt.hub": "LocalModel ResolvedModel",
     "localrt.hub.searching": "FoundModel Variant",
+    "localrt.documents.index": "DocumentIndex",
+    "localrt.documents.reading": "read_document",
     "localrt.drafts.discovery": "DraftOffer",
     "localrt.library": (
         "find_draft list_models list_variants plan pull remove_model search_models uses"

@@ -12,6 +12,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from localrt.chat_format.histories import text_of
 from localrt.common.closing import Closing
 from localrt.common.errors import LocalrtError, OptionError, StorageError
 from localrt.common.files import read_text, write_text
@@ -66,6 +67,8 @@ class ChatCache(Protocol):
 class ChatHost(Protocol):
     """What a conversation needs of a model, local or behind a server."""
 
+    info: ModelInfo
+
     @property
     def name(self) -> str:
         """The model's name."""
@@ -77,6 +80,9 @@ class ChatHost(Protocol):
     @property
     def takes_tools(self) -> bool:
         """Whether it accepts tools, as far as is known."""
+
+    def count(self, text: str) -> int:
+        """Count the tokens of a text, or estimate them."""
 
     def check(self, options: Mapping[str, object]) -> None:
         """Raise ``OptionError`` if a conversation cannot have these options."""
@@ -147,6 +153,7 @@ class ChatSession:
         self._cancel = threading.Event()
         self._busy = threading.Lock()
         self.messages: list[Message] = []
+        self.file_notes: list[str] = []  # lines for the user about the last ``files``
         self.tools = tools
         self.options: dict[str, Any] = {}
         self.set(**options)
@@ -238,13 +245,16 @@ class ChatSession:
         text: str | None = None,
         *,
         images: Sequence[Any] = (),
+        files: Sequence[str | Path] = (),
         tools: Sequence[Mapping[str, Any]] | None = None,
         on_progress: ProgressCallback | None = None,
         **options: Any,
     ) -> Iterator[Chunk]:
         """Send a user turn and stream the answer; without a text, answer the messages so far.
 
-        ``images`` are pictures for the turn: paths, bytes or PIL images.
+        ``images`` are pictures for the turn: paths, bytes or PIL images. ``files`` are documents,
+        text files and folders to read. Of those that do not fit the context it is the pieces that
+        go best with the text; ``file_notes`` then says so.
 
         ``tools`` are functions in OpenAI's form, by default the chat's own ``tools``. Where the
         answer calls some, the last chunk's ``finish_reason`` is ``"tool_calls"``.
@@ -260,8 +270,14 @@ class ChatSession:
             raise OptionError(f"a message must be a string, is {text!r:.80}")
         if text is not None and not text:
             raise OptionError("the message is empty: write something to answer")
-        if images and text is None:
-            raise OptionError("pictures need a text: say what to do with them")
+        if (images or files) and text is None:
+            raise OptionError("pictures and files need a text: say what to do with them")
+        if files and text is not None:
+            from localrt.documents.fitting import with_files
+
+            found = with_files(text, files, self._host.info.sees, self._free, self._host.count)
+            text, pages, self.file_notes = found
+            images = [*images, *pages]
         content: str | list[dict[str, Any]] | None = text
         if images and text is not None:
             from localrt.chat_format.pictures import with_pictures  # brings numpy
@@ -274,6 +290,11 @@ class ChatSession:
             raise _already_answering()
         self._cancel = cancel = threading.Event()
         return self._answer(content, chosen, tools or self.tools, cancel, on_progress)
+
+    def _free(self) -> int:
+        """The tokens of the context that messages leave; 0: unknown."""
+        used = sum(self._host.count(text_of(message)) for message in self.messages)
+        return max(self.capacity - used, 2) if self.capacity else 0
 
     def _answer(
         self,

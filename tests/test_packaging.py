@@ -99,8 +99,8 @@ annotated-types anyio attrs certifi cffi charset-normalizer click cryptography f
 filelock fsspec gguf h11 hf-xet httpcore2 httpx2 huggingface-hub idna jinja2 jsonschema
 jsonschema-specifications linkify-it-py llguidance markdown-it-py markupsafe mcp mcp-types
 mdit-py-plugins mdurl numpy opentelemetry-api packaging pillow platformdirs psutil pycparser
-pydantic pydantic-core pygments pyjwt python-multipart pyyaml referencing requests rich rpds-py
-shtab sse-starlette starlette textual textual-image tokenizers tomlkit tqdm truststore
+pydantic pydantic-core pygments pyjwt pypdfium2 python-multipart pyyaml referencing requests rich
+rpds-py shtab sse-starlette starlette textual textual-image tokenizers tomlkit tqdm truststore
 typing-extensions typing-inspection urllib3 uvicorn
 """
 

@@ -49,6 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("-s", "--system", metavar="TEXT", help="system prompt (default: none)")
     add("-p", "--prompt", metavar="TEXT", help=prompt)
+    file = "a document, text file or folder to read for --prompt, again for more (default: none)"
+    add("--file", action="append", default=[], metavar="PATH", help=file)
     resume = "continue the last conversation"
     add("-c", "--continue", dest="resume", action="store_true", help=resume)
     add("--load", metavar="PATH", type=Path, help="continue a saved chat (default: a new one)")
@@ -74,6 +76,8 @@ def run(args: argparse.Namespace) -> int:
         if args.load is not None:
             raise OptionError("--load is for the app: leave it out for a single answer")
         return answer(args, prompt_of(args, "chat"), None)
+    if args.file:
+        raise OptionError("--file is for a single answer (--prompt): in the app write @PATH")
     options = sampling_options(args)
     read_options(options)
 

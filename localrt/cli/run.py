@@ -81,6 +81,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-s", "--system", metavar="TEXT", help="system prompt (default: none)")
     add("-c", "--continue", dest="resume", action="store_true", help="continue the last run")
     add_flags(parser, _FLAGS)
+    file = "a document, text file or folder to read, again for more (default: none)"
+    add("--file", action="append", default=[], metavar="PATH", help=file)
     image = "a picture to look at, again for more; -: from stdin (default: none)"
     add("--image", action="append", default=[], metavar="FILE", help=image)
     add_endpoint_arguments(parser)
@@ -104,8 +106,9 @@ def run(args: argparse.Namespace) -> int:
         raise OptionError(
             f"{completes} and --batch need a model on this machine: leave out --endpoint"
         )
-    if args.image and (args.raw or args.batch is not None):
-        raise OptionError("--image goes with one prompt: leave out --raw, --suffix and --batch")
+    if (args.image or args.file) and (args.raw or args.batch is not None):
+        option = "--image" if args.image else "--file"
+        raise OptionError(f"{option} goes with one prompt: leave out --raw, --suffix and --batch")
     if args.batch is not None:
         if args.suffix is not None:
             raise OptionError("--suffix fills in one text: leave out --batch")
@@ -161,7 +164,10 @@ def answer(
             chat.system = args.system
         try:
             images = getattr(args, "image", ())
-            return _print(args, chatting.name, chat.stream(prompt, images=images, **options))
+            stream = chat.stream(prompt, images=images, files=args.file, **options)
+            for note in chat.file_notes:
+                print(f"localrt: {note}", file=sys.stderr)
+            return _print(args, chatting.name, stream)
         finally:
             if remember is not None and chat.messages:
                 _remember(chat, remember, given)

@@ -202,6 +202,10 @@ class Core:
         """Always: without support in the template, tools are listed in the system prompt."""
         return True
 
+    def count(self, text: str) -> int:
+        """Return the number of tokens of a text."""
+        return len(self.requests.tokenizer.encode(text, add_special=False))
+
     def open_chat(self) -> KvChatCache:
         """Return the cache that a new conversation keeps between answers."""
         chat = KvChatCache(self)

@@ -11,6 +11,7 @@ import pytest
 
 import localrt
 from localrt.common.progress import Progress
+from tests.documents.samples import pdf
 
 GREEDY = {"temperature": 0.0, "max_tokens": 6}
 
@@ -158,3 +159,21 @@ async def test_async_chat(tiny: localrt.Model) -> None:
     async with aclosing(stream) as chunks:  # type: ignore[type-var]
         await anext(chunks)
     assert len(chat.messages) == 4
+
+
+def test_files(tiny: localrt.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    (tmp_path / "a.pdf").write_bytes(pdf("One", ""))
+    pages = [f"Page about topic{n}." for n in range(40)]
+    (tmp_path / "long.pdf").write_bytes(pdf(*pages))
+    chat = tiny.chat(**GREEDY)
+    chat.send("About which topic7?", files=[tmp_path / "a.pdf", tmp_path / "long.pdf"])
+    sent = chat.messages[0]["content"]
+    assert sent.startswith("a.pdf:\n```\n[page 1]\nOne\n\n[page 2]\n[no text]\n```\n\nlong.pdf (")
+    assert "[long.pdf, page 8]\nPage about topic7." in sent
+    assert sent.endswith("```\n\nAbout which topic7?")
+    missing, searched = chat.file_notes
+    assert missing == "a.pdf: 1 of 2 pages have no text, and are not shown."
+    assert searched.startswith("long.pdf does not fit the context: the model gets ")
+    with pytest.raises(localrt.StorageError, match=r"cannot read .*nowhere\.pdf"):
+        chat.send("About which topic7?", files=[tmp_path / "nowhere.pdf"])

@@ -1,0 +1,1 @@
+"""Documents for models: files and folders as text, and a search in those that are too long."""

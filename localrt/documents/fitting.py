@@ -1,0 +1,96 @@
+"""What of documents goes into a prompt: all, or the pieces that go best with its question."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from localrt.common.errors import ContextOverflowError, OptionError
+from localrt.common.settings import Settings
+from localrt.documents.index import DocumentIndex, Piece
+from localrt.documents.reading import Document, fenced, read_document
+
+_SHARE = 0.75  # of the free context: the rest is for the answer
+_MOST_QUOTED = 4096  # tokens of pieces: more confuses small models, and makes every answer later
+_CHARACTERS = 12  # of a token; no text has more on average
+_PIECES = 24
+Count = Callable[[str], int]
+
+
+def with_files(
+    text: str, files: Sequence[str | Path], sees: bool, free: Callable[[], int], count: Count
+) -> tuple[str, list[bytes], list[str]]:
+    """Return a message below its files, pictures of their pages, and notes for the user."""
+    read = [read_document(file, pictures=sees) for file in files]
+    shown = fitted(read, text, free=free, count=count)
+    notes = dict.fromkeys(each.note for each in (*read, *shown) if each.note)
+    pictures = [page.picture for each in shown for page in each.pictures]
+    return "\n".join([*(each.text for each in shown), text]), pictures, list(notes)
+
+
+def fitted(
+    documents: Sequence[Document], question: str, *, free: Callable[[], int], count: Count
+) -> list[Document]:
+    """Return the documents as they fit into a context with ``free()`` tokens (0: unknown).
+
+    If not all do, those that fit half of it are whole. Of the others it is the pieces that go best
+    with the question, by the index in the user's data folder; their ``note`` says so.
+
+    Raises:
+        ContextOverflowError: they do not fit, and no search can help.
+        StorageError: the index cannot be used.
+    """
+    room = (free() * _SHARE if documents else 0) or math.inf
+    lengths = [
+        count(each.text) if each.whole and len(each.text) <= room * _CHARACTERS else math.inf
+        for each in documents
+    ]
+    if math.inf not in lengths and sum(lengths) <= room:
+        return list(documents)
+    kept, searched = list(documents), list[int]()
+    for place in sorted(range(len(kept)), key=lengths.__getitem__):
+        if lengths[place] < math.inf and lengths[place] <= room / 2:
+            room -= lengths[place]
+        else:
+            searched.append(place)
+    share = int(min(room, _MOST_QUOTED)) // len(searched)
+    with DocumentIndex(Settings.from_environment().data_dir / "documents.db") as index:
+        for place in searched:
+            kept[place] = _quoted(documents[place], question, share, count, index)
+    return kept
+
+
+def _quoted(
+    document: Document, question: str, room: int, count: Count, index: DocumentIndex
+) -> Document:
+    name, path = document.name, document.path and document.path.absolute()
+    overflow = ContextOverflowError(f"{name} does not fit the context: attach the part you need")
+    if path is None:
+        raise overflow
+    if why := index.update([path]).get(path):
+        raise OptionError(why)
+
+    def quote(piece: Piece) -> str:
+        inner = "" if path == piece.path else piece.path.relative_to(path).as_posix()
+        page = f", page {piece.page}" if piece.page else ""
+        return f"[{name}{inner}{page}]\n{piece.text}\n\n"
+
+    room -= count(fenced(name, document.size))
+    best, found = index.search(question, _PIECES, within=path), list[Piece]()
+    for piece in best or index.first(_PIECES, within=path):
+        room -= count(quote(piece))
+        if room < 0:
+            break
+        found.append(piece)
+    if not found:
+        raise overflow
+    found.sort(key=lambda piece: (piece.path, piece.page))
+    number = f"{len(found)} piece{'s' * (len(found) != 1)}"
+    some = f"{number} found by the message" if best else f"its first {number}: a search found none"
+    title = f"{name} ({document.size}) is too long to show. These are {some}:"
+    text = fenced(title, "".join(map(quote, found)).rstrip())
+    note = f"{name} does not fit the context: the model gets {some}."
+    size = f"{number} of {document.size}"
+    return replace(document, text=text, size=size, note=note, pictures=(), whole=True)

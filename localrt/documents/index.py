@@ -1,0 +1,248 @@
+"""A search index of documents in one SQLite file: full text, and vectors where a model embeds.
+
+A file is read again when its size or time and its hash have changed. Pieces of at most a page are
+ranked by words (BM25) and by meaning; reciprocal rank fusion (Cormack and others, 2009) joins both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import sqlite3
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from localrt.common.closing import Closing
+from localrt.common.errors import ContextOverflowError, OptionError, StorageError, reason_of
+from localrt.common.files import private_file, private_folder
+from localrt.documents.reading import files_below, pages_of
+
+_PIECE = 1200  # characters: some 300 tokens
+_RRF = 60  # of the paper: how little the first ranks count more than the next
+_CANDIDATES = 50  # of each ranking
+_BATCH = 64  # texts embedded at a time
+_ROWS = 4096  # vectors compared at a time
+_BUSY_SECONDS = 30.0  # the longest wait for another process
+_SCHEMA = """
+    PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL; PRAGMA foreign_keys = ON;
+    CREATE TABLE IF NOT EXISTS file (
+        id INTEGER PRIMARY KEY, path TEXT UNIQUE, size INTEGER, time INTEGER, digest TEXT
+    );
+    CREATE TABLE IF NOT EXISTS piece (
+        id INTEGER PRIMARY KEY, file INTEGER REFERENCES file (id) ON DELETE CASCADE,
+        page INTEGER, text TEXT, model TEXT NOT NULL DEFAULT '', vector BLOB
+    );
+    CREATE INDEX IF NOT EXISTS piece_file ON piece (file);
+    CREATE VIRTUAL TABLE IF NOT EXISTS words USING fts5 (
+        text, content='', tokenize='porter unicode61 remove_diacritics 2'
+    );
+    CREATE TRIGGER IF NOT EXISTS piece_added AFTER INSERT ON piece BEGIN
+        INSERT INTO words (rowid, text) VALUES (new.id, spaced(new.text)); END;
+    CREATE TRIGGER IF NOT EXISTS piece_gone AFTER DELETE ON piece BEGIN
+        INSERT INTO words (words, rowid, text) VALUES ('delete', old.id, spaced(old.text)); END;
+"""
+_INSIDE = "(path = ?1 OR substr(path, 1, length(?2)) = ?2)"
+_BY_WORDS = f"""
+    SELECT piece.id FROM words JOIN piece ON piece.id = words.rowid WHERE words MATCH ?3
+        AND piece.file IN (SELECT id FROM file WHERE {_INSIDE}) ORDER BY rank LIMIT {_CANDIDATES}
+"""
+_VECTORS = f"""
+    SELECT id, vector FROM piece WHERE model = ?3 AND id > ?4
+        AND file IN (SELECT id FROM file WHERE {_INSIDE}) ORDER BY id LIMIT {_ROWS}
+"""
+# Scripts without spaces between words: each character is a word.
+_WORDLESS = re.compile("([\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af])")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of the file ``path``, on ``page`` from 1 (0: it has no pages). Higher is better."""
+
+    path: Path
+    page: int
+    text: str
+    score: float
+
+
+class DocumentIndex(Closing):
+    """Pieces of files, in the SQLite file ``path``. Thread-safe; several processes may share it.
+
+    With an ``embedder``, they are found by meaning too: a ``localrt.Model`` or what else has a
+    ``name`` and ``embed``, which gives float32 vectors of length 1.
+
+    Raises:
+        StorageError: the file cannot be used.
+    """
+
+    def __init__(self, path: str | Path, embedder: Any = None) -> None:
+        self._path, self._embedder = Path(path).expanduser(), embedder
+        self._lock = threading.RLock()
+        with self._in_words():
+            private_folder(self._path.parent)
+            private_file(self._path)
+            self._connection = sqlite3.connect(
+                self._path, timeout=_BUSY_SECONDS, check_same_thread=False
+            )
+            weakref.finalize(self, self._connection.close)
+            self._connection.create_function("spaced", 1, _spaced, deterministic=True)
+            self._connection.executescript(_SCHEMA)
+
+    def close(self) -> None:
+        with self._lock:
+            self._connection.close()
+
+    @contextmanager
+    def _in_words(self) -> Iterator[None]:
+        try:
+            with self._lock:
+                yield
+        except (sqlite3.Error, OSError) as error:
+            why = f"{reason_of(error)}; it is made again if you delete it"
+            raise StorageError(f"cannot use {self._path}: {why}") from error
+
+    def update(self, paths: Iterable[str | Path]) -> dict[Path, str]:
+        """Index files, and the files of folders, where they have changed; forget those that are
+        gone. Return why files were left out. Raises ``StorageError``.
+        """
+        left_out: dict[Path, str] = {}
+        for path in (Path(path).expanduser().absolute() for path in paths):
+            files = list(files_below(path)) if path.is_dir() else [path]
+            for file in files:
+                try:
+                    self._update(file)
+                except (OptionError, FileNotFoundError, PermissionError) as error:
+                    left_out[file] = reason_of(error)
+            known = self._rows(f"SELECT path FROM file WHERE {_INSIDE}", _inside(path))
+            gone = set(known) - {(str(file),) for file in files if file.is_file()}
+            with self._in_words(), self._connection:
+                self._connection.executemany("DELETE FROM file WHERE path = ?", gone)
+        if self._embedder is not None:
+            self._embed(self._embedder)
+        return left_out
+
+    def _update(self, path: Path) -> None:
+        status, key = path.stat(), (str(path),)
+        row = self._rows("SELECT size, time, digest FROM file WHERE path = ?", key)
+        if row and row[0][:2] == (status.st_size, status.st_mtime_ns):
+            return
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        with self._in_words(), self._connection as connection:
+            if row and row[0][2] == digest:
+                touched = "UPDATE file SET time = ? WHERE path = ?"
+                connection.execute(touched, (status.st_mtime_ns, *key))
+                return
+            connection.execute("DELETE FROM file WHERE path = ?", key)
+            values = (*key, status.st_size, status.st_mtime_ns, digest)
+            added = connection.execute("INSERT INTO file VALUES (NULL, ?, ?, ?, ?)", values)
+            for page in pages_of(path, path.name):
+                rows = ((added.lastrowid, page.number, text) for text in pieces(page.text))
+                insert = "INSERT INTO piece (file, page, text) VALUES (?, ?, ?)"
+                connection.executemany(insert, rows)
+
+    def _embed(self, embedder: Any) -> None:
+        """Embed the pieces that have no vector of this model yet."""
+        missing = "SELECT id, text FROM piece WHERE model != ? AND id > ? LIMIT ?"
+        stored = "UPDATE piece SET model = ?, vector = ? WHERE id = ?"
+        last = -1
+        while rows := self._rows(missing, (embedder.name, last, _BATCH)):
+            vectors = _vectors(embedder, [text for _, text in rows]).astype("float16")
+            last, data = rows[-1][0], [vector.tobytes() for vector in vectors]
+            named = [
+                (embedder.name, *each) for each in zip(data, (n for n, _ in rows), strict=True)
+            ]
+            with self._in_words(), self._connection:
+                self._connection.executemany(stored, named)
+
+    def search(
+        self, query: str, limit: int = 8, *, within: str | Path | None = None
+    ) -> list[Piece]:
+        """Return the pieces that go best with a question, the best first; those of the file or
+        folder ``within``, or of all. Raises ``StorageError``.
+        """
+        inside = ("", "") if within is None else _inside(within)
+        scores: defaultdict[int, float] = defaultdict(float)
+        for ranking in (self._by_words(query, inside), self._by_meaning(query, inside)):
+            for rank, number in enumerate(ranking, 1):
+                scores[number] += 1 / (_RRF + rank)
+        best = sorted(scores, key=lambda number: (-scores[number], number))[:limit]
+        found = "SELECT path, page, text FROM piece JOIN file ON file.id = file WHERE piece.id = ?"
+        rows = [(scores[number], row) for number in best for row in self._rows(found, (number,))]
+        return [Piece(Path(path), page, text, score) for score, (path, page, text) in rows]
+
+    def first(self, limit: int, *, within: str | Path) -> list[Piece]:
+        """Return the first pieces of a file or folder."""
+        found = f"SELECT path, page, text FROM piece JOIN file ON file.id = file WHERE {_INSIDE}"
+        rows = self._rows(f"{found} ORDER BY path, piece.id LIMIT ?3", (*_inside(within), limit))
+        return [Piece(Path(path), page, text, 0.0) for path, page, text in rows]
+
+    def _by_words(self, query: str, inside: tuple[str, str]) -> list[int]:
+        words = list(dict.fromkeys(re.findall(r"\w+", _spaced(query.lower()))))[:64]
+        match = " OR ".join(f'"{word}"' for word in words)
+        return [row[0] for row in self._rows(_BY_WORDS, (*inside, match))] if words else []
+
+    def _by_meaning(self, query: str, inside: tuple[str, str]) -> list[int]:
+        if self._embedder is None or not query.strip():
+            return []
+        import numpy as np
+
+        wanted = _vectors(self._embedder, [query])[0].astype("float32")
+        best: list[tuple[float, int]] = []
+        last = -1
+        while rows := self._rows(_VECTORS, (*inside, self._embedder.name, last)):
+            last = rows[-1][0]
+            data = np.frombuffer(b"".join(row[1] for row in rows), np.float16)
+            near = data.reshape(len(rows), -1).astype("float32") @ wanted
+            best += zip((-near).tolist(), (row[0] for row in rows), strict=True)
+            best = sorted(best)[:_CANDIDATES]
+        return [number for _, number in best]
+
+    def _rows(self, query: str, values: Sequence[object]) -> list[Any]:
+        with self._in_words():
+            return self._connection.execute(query, values).fetchall()
+
+
+def _inside(path: str | Path) -> tuple[str, str]:
+    whole = str(Path(path).expanduser().absolute())
+    return whole, whole.rstrip(os.sep) + os.sep
+
+
+def _spaced(text: str) -> str:
+    return _WORDLESS.sub(r" \1 ", text)
+
+
+def pieces(text: str, most: int = _PIECE) -> Iterator[str]:
+    """Cut a text at paragraphs, or else lines, sentences or words, into pieces of ``most``
+    characters at most; of a third where most characters are words.
+    """
+    start = 0
+    while start < len(text):
+        window = text[start : start + most]
+        if len(_WORDLESS.findall(window)) > most // 4:
+            window = window[: most // 3]
+        cut = len(window)
+        if start + cut < len(text):
+            ends = (window.rfind(mark, cut // 2) for mark in ("\n\n", "\n", ". ", "。", " "))
+            cut = next((place + 1 for place in ends if place > 0), cut)
+        if piece := window[:cut].strip():
+            yield piece
+        start += cut
+
+
+def _vectors(embedder: Any, texts: Sequence[str]) -> Any:
+    """Embed texts; of one that is longer than the model's context, its beginning."""
+    import numpy as np
+
+    try:
+        return embedder.embed(texts)
+    except ContextOverflowError:
+        if len(texts) == 1:
+            return _vectors(embedder, [texts[0][: len(texts[0]) // 2]])
+        return np.concatenate([_vectors(embedder, [text]) for text in texts])

@@ -1,0 +1,160 @@
+"""Files and folders as a model reads them: text in a fence under its name, pages marked."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from localrt.common.errors import OptionError, StorageError, reason_of
+from localrt.common.files import read_bytes
+from localrt.common.formatting import format_bytes, one_line
+from localrt.documents.kinds import MOST_READ, decoded, kind_of, read_as
+from localrt.documents.pdf import Page, pdf_pages
+
+_MOST_TEXT = 4_000_000  # characters; what has more is not kept as one text, but can be searched
+_PICTURES = 20  # pages of a document shown as pictures
+_MOST_LISTED = 500
+_LEFT_OUT = ("node_modules", "__pycache__")  # besides hidden folders
+_GIT = ("-c", "core.fsmonitor=false", "ls-files", "-z", "-co", "--exclude-standard")
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A file or folder: what models get as ``text``, and ``pictures`` of pages without text.
+
+    ``size`` is such as ``"300 pages"``, ``note`` for the user, ``path`` None for no file. ``whole``
+    is false, and ``text`` empty, if it is too long to keep.
+    """
+
+    name: str
+    text: str
+    size: str
+    note: str = ""
+    pictures: tuple[Page, ...] = ()
+    path: Path | None = None
+    whole: bool = True
+
+
+def read_document(
+    source: str | Path | bytes, *, name: str = "", media_type: str = "", pictures: bool = False
+) -> Document:
+    """Read a file or folder, or the bytes of a file. ``pictures``: pages without text become
+    pictures, for a model that sees. ``media_type`` tells the kind if the ``name`` does not.
+
+    Raises:
+        OptionError: it is broken, locked, too large, no regular file, or no text.
+        StorageError: it is missing, or cannot be read.
+    """
+    if isinstance(source, bytes):
+        return _file(source, name or "the file", media_type, pictures)
+    path = Path(source).expanduser()
+    name = name or path.name or str(path)
+    try:
+        if path.is_dir():
+            return _folder(path, name.rstrip("/") + "/")
+        if path.exists() and not path.is_file():
+            raise OptionError(f"{path} is not a regular file")
+        path.stat()
+        return _file(path, name, media_type, pictures)
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {reason_of(error)}") from error
+
+
+def pages_of(
+    source: Path | bytes, name: str, *, media_type: str = "", pictures: int = 0
+) -> Iterator[Page]:
+    """Yield the pages of a file; all but PDF is one without a number. Raises ``OptionError``."""
+    kind = kind_of(name, media_type)
+    if kind == ".pdf":
+        yield from pdf_pages(source, name, pictures)
+        return
+    data = read_bytes(source, MOST_READ) if isinstance(source, Path) else source
+    if len(data) > MOST_READ:
+        raise OptionError(f"{name} is too large: the most is {MOST_READ // 1_000_000} MB")
+    text, encoding = (read_as(kind, data, name), "") if kind else decoded(data, name)
+    yield Page(text, encoding=encoding)
+
+
+def _file(source: Path | bytes, name: str, media_type: str, pictures: bool) -> Document:
+    path = source if isinstance(source, Path) else None
+    parts, shown, empty, length = list[str](), list[Page](), 0, 0
+    pages = pages_of(source, name, media_type=media_type, pictures=_PICTURES * pictures)
+    for count, page in enumerate(pages, 1):
+        text = page.text
+        if page.picture:
+            shown.append(page)
+            text = "[no text: see its picture]"
+        elif not text and page.number:
+            empty += 1
+            text = "[no text]"
+        parts.append(f"[page {page.number}]\n{text}" if page.number else text)
+        length += len(text)
+        if length > _MOST_TEXT:
+            if path is None:
+                raise OptionError(f"{name} has too much text: at most {_MOST_TEXT:,} characters")
+            size = f"more than {count} pages" if page.number else format_bytes(length)
+            return Document(name, "", size, path=path, whole=False)
+    body = "\n\n".join(parts)
+    note = f"{name}: {empty} of {count} pages have no text, and are not shown." if empty else ""
+    if page.encoding:
+        note = f"{name} is not UTF-8: it was read as {page.encoding}."
+    lines = body.count("\n") + (not body.endswith("\n"))
+    size = f"{lines} lines" if lines > 1 else format_bytes(path.stat().st_size if path else length)
+    size = f"{count} page{'s' * (count != 1)}" if page.number else size
+    kind = "" if kind_of(name, media_type) else Path(name).suffix[1:]
+    return Document(name, fenced(f"{name}:", body, kind), size, note, tuple(shown), path)
+
+
+def fenced(title: str, body: str, kind: str = "") -> str:
+    """A text below a title, in a fence longer than any in it."""
+    longest = max((len(run) for run in re.findall(r"`{3,}", body)), default=2)
+    fence = "`" * (longest + 1)
+    return f"{title}\n{fence}{kind}\n{body}{'' if body.endswith(chr(10)) else chr(10)}{fence}\n"
+
+
+def _folder(folder: Path, name: str) -> Document:
+    """The list of a folder's files, then those that are text."""
+    lines, texts, length, left_out = list[str](), list[str](), 0, 0
+    for path in files_below(folder):
+        inner, why = one_line(path.relative_to(folder).as_posix(), 500), ""
+        try:
+            if length <= _MOST_TEXT:
+                texts.append(_file(path, name + inner, "", pictures=False).text)
+                length += len(texts[-1])
+        except (OptionError, OSError):
+            left_out, why = left_out + 1, ", left out"
+        lines.append(f"{inner} ({format_bytes(path.stat().st_size)}{why})")
+    size = f"{len(lines)} files" if len(lines) != 1 else "1 file"
+    note = f"{name}: {left_out} of {size} cannot be read as text: left out." if left_out else ""
+    if length > _MOST_TEXT:
+        return Document(name, "", size, note, path=folder, whole=False)
+    lines[_MOST_LISTED:] = ["..."] if len(lines) > _MOST_LISTED else []
+    listed = fenced(f"Files in {name}:", "\n".join(lines) or "no files")
+    return Document(name, "\n".join([listed, *texts]), size, note, path=folder)
+
+
+def files_below(folder: Path) -> Iterator[Path]:
+    """Yield a folder's files at any depth, without hidden ones and those that git ignores."""
+    for inner in _known_to_git(folder) or _walked(folder):
+        hidden = any(part.startswith(".") or part in _LEFT_OUT for part in Path(inner).parts)
+        if not hidden and (folder / inner).is_file():
+            yield folder / inner
+
+
+def _known_to_git(folder: Path) -> list[str]:
+    command = ["git", "-C", str(folder), *_GIT]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=10.0, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return sorted(os.fsdecode(done.stdout).split("\0")[:-1]) if done.returncode == 0 else []
+
+
+def _walked(folder: Path) -> Iterator[str]:
+    for above, folders, names in os.walk(folder):
+        folders[:] = sorted(f for f in folders if not f.startswith(".") and f not in _LEFT_OUT)
+        yield from (os.path.relpath(Path(above, name), folder) for name in sorted(names))

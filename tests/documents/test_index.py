@@ -1,0 +1,183 @@
+"""The search index: what is found, what is read again, what is forgotten."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from localrt import ContextOverflowError, DocumentIndex, StorageError
+from localrt.documents import index as indexes
+from localrt.documents.index import pieces
+from tests.documents.samples import pdf
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Iterator[DocumentIndex]:
+    with DocumentIndex(tmp_path / "data" / "documents.db") as index:
+        yield index
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the files that are read."""
+    names: list[str] = []
+    pages = indexes.pages_of
+    monkeypatch.setattr(
+        indexes, "pages_of", lambda path, name: (names.append(name), *pages(path, name))[1:]
+    )
+    return names
+
+
+@pytest.fixture
+def notes(tmp_path: Path) -> Path:
+    folder = tmp_path / "notes"
+    folder.mkdir()
+    (folder / "a.pdf").write_bytes(pdf("The cat sat.", "Dogs are barking loudly."))
+    (folder / "b.txt").write_text("A cat and a dog met a mouse.\n")
+    (folder / "c.txt").write_text("東京は日本の首都です。\n")
+    (folder / "d.bin").write_bytes(b"\0\1")
+    return folder
+
+
+def found(index: DocumentIndex, query: str, **options: object) -> list[tuple[str, int]]:
+    return [(each.path.name, each.page) for each in index.search(query, **options)]  # type: ignore[arg-type]
+
+
+def test_search(index: DocumentIndex, notes: Path) -> None:
+    left_out = index.update([notes])
+    assert list(left_out) == [notes / "d.bin"]
+    assert "not a text file" in left_out[notes / "d.bin"]
+    assert found(index, "Who barks?") == [("a.pdf", 2)]
+    assert found(index, "a mouse") == [("b.txt", 0)]
+    assert sorted(found(index, "cats")) == [("a.pdf", 1), ("b.txt", 0)]
+    assert found(index, "首都はどこ") == [("c.txt", 0)]
+    assert found(index, "cat", within=notes / "b.txt") == [("b.txt", 0)]
+    assert len(found(index, "cat", within=notes)) == 2
+    assert found(index, "cat", within=notes.parent / "note") == [], "a name that begins alike"
+    assert len(found(index, "cat dog", limit=1)) == 1
+    for query in ("", "?!", "zebra", 'NOT "(', "_", "*"):
+        assert found(index, query) == []
+    (best, *_) = index.search("cat mouse")
+    assert (best.text, best.path) == ("A cat and a dog met a mouse.", notes / "b.txt")
+
+
+def test_only_changes_are_read(index: DocumentIndex, notes: Path, read: list[str]) -> None:
+    index.update([notes])
+    assert read == ["a.pdf", "b.txt", "c.txt", "d.bin"]
+    read.clear()
+    index.update([notes / "a.pdf", notes / "b.txt"])
+    assert read == []
+    os.utime(notes / "b.txt", (1, 1))
+    index.update([notes / "b.txt"])
+    assert read == [], "the same bytes"
+    (notes / "b.txt").write_text("Now a zebra.\n")
+    index.update([notes / "b.txt"])
+    assert read == ["b.txt"]
+    assert found(index, "mouse") == []
+    assert found(index, "zebra") == [("b.txt", 0)]
+
+
+def test_gone_files_are_forgotten(index: DocumentIndex, notes: Path) -> None:
+    index.update([notes])
+    (notes / "b.txt").unlink()
+    (notes / "a.pdf").write_bytes(b"%PDF- broken")
+    assert set(index.update([notes])) == {notes / "a.pdf", notes / "d.bin"}
+    assert found(index, "cat mouse zebra") == [("a.pdf", 1)], "it was read before it broke"
+    assert list(index.update([notes / "b.txt"])) == [notes / "b.txt"]
+
+
+def test_index_stays(index: DocumentIndex, notes: Path, tmp_path: Path, read: list[str]) -> None:
+    index.update([notes])
+    index.close()
+    read.clear()
+    with DocumentIndex(tmp_path / "data" / "documents.db") as again:
+        assert found(again, "mouse") == [("b.txt", 0)]
+        again.update([notes / "a.pdf"])
+    assert read == []
+
+
+def test_files_are_private(index: DocumentIndex, notes: Path, tmp_path: Path) -> None:
+    index.update([notes])
+    if os.name == "posix":
+        assert [oct(path.stat().st_mode & 0o077) for path in (tmp_path / "data").iterdir()] == [
+            "0o0"
+        ] * len(list((tmp_path / "data").iterdir()))
+
+
+def test_damaged_index(tmp_path: Path) -> None:
+    path = tmp_path / "documents.db"
+    path.write_bytes(b"no database" * 1000)
+    with pytest.raises(StorageError, match=r"documents\.db.*made again if you delete it"):
+        DocumentIndex(path)
+
+
+def test_threads(index: DocumentIndex, notes: Path) -> None:
+    threads = [threading.Thread(target=index.update, args=([notes],)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found(index, "mouse") == [("b.txt", 0)]
+
+
+class Meanings:
+    """An embedding model that knows a few words, and counts what it embeds."""
+
+    def __init__(self, name: str, most: int = 1000) -> None:
+        self.name = name
+        self.most = most
+        self.embedded = 0
+
+    def embed(self, texts: Sequence[str]) -> np.ndarray:
+        if any(len(text) > self.most for text in texts):
+            raise ContextOverflowError("too long")
+        self.embedded += len(texts)
+        rows = [[float("cat" in text or "feline" in text), 0.1, 0.0] for text in texts]
+        found = np.array(rows, np.float32)
+        found /= np.linalg.norm(found, axis=1, keepdims=True)
+        return found
+
+
+def test_search_by_meaning(tmp_path: Path, notes: Path) -> None:
+    path, model = tmp_path / "documents.db", Meanings("m")
+    with DocumentIndex(path, model) as index:
+        index.update([notes / "a.pdf", notes / "b.txt"])
+        assert model.embedded == 3
+        best = index.search("feline", 2)
+        assert {(each.path.name, each.page) for each in best} == {("a.pdf", 1), ("b.txt", 0)}
+        # Both rankings count: this page is first in one and among the others in the other.
+        assert found(index, "feline mouse")[0] == ("b.txt", 0)
+        index.update([notes])
+        assert model.embedded == 3 + 2 + 1, "questions, and the new file"
+    with DocumentIndex(path, other := Meanings("n")) as index:
+        index.update([notes / "a.pdf"])
+        assert other.embedded == 4
+        assert len(index.search("feline", 9, within=notes / "a.pdf")) == 2
+
+
+def test_texts_longer_than_the_model_reads(tmp_path: Path, notes: Path) -> None:
+    with DocumentIndex(tmp_path / "documents.db", Meanings("m", most=10)) as index:
+        index.update([notes])
+        assert ("a.pdf", 1) in found(index, "feline animals")
+
+
+@given(st.text(alphabet=" \n.ab東京", max_size=400), st.integers(4, 40))
+def test_pieces_hold_all_words(text: str, most: int) -> None:
+    cut = list(pieces(text, most))
+    assert "".join("".join(cut).split()) == "".join(text.split())
+    assert all(0 < len(each) <= most for each in cut)
+
+
+def test_pieces_end_at_sentences() -> None:
+    text = "First of all. " * 8 + "\n\n" + "Second part. " * 8
+    assert list(pieces(text, 150)) == [
+        ("First of all. " * 8).strip(),
+        ("Second part. " * 8).strip(),
+    ]

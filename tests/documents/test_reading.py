@@ -1,0 +1,161 @@
+"""Documents as text: every kind, bad files, folders."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import subprocess
+import zipfile
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from localrt import OptionError, StorageError, read_document
+from localrt.documents import kinds
+from localrt.documents import pdf as pdfs
+from tests.documents.samples import NOTEBOOK, RED, WORD, docx, pdf
+
+DATA = Path(__file__).parent.parent / "data"
+WORD_TYPE = "application/vnd.openxmlformats-officedocument.wordprocessingml.document"
+PAGE = b"""<!DOCTYPE html><html><head><title>T</title><style>p { color: red }</style></head>
+<body><!-- <p>note --><h2>Head</h2><p>One &amp;
+ two</p><ul><li>item</ul><script>if (1 < 2) "<b>no</b>"</script>
+<table><tr><td>x</td><td>y</td></tr></table><pre>a
+  b</pre><svg><text>drawn</text></svg><p>end</body></html>"""
+
+
+@pytest.mark.parametrize(
+    ("name", "media_type", "data", "text"),
+    [
+        ("a.pdf", "", pdf("One", "Two (2)\nlines"), "[page 1]\nOne\n\n[page 2]\nTwo (2)\nlines"),
+        ("report", "application/pdf", pdf("One"), "[page 1]\nOne"),
+        ("a.docx", "", WORD, "## Plan\nFish & chips\n- one\na\tb\nx | y |\nBox"),
+        ("a", f"{WORD_TYPE}; x=1", WORD, "## Plan\nFish & chips\n- one\na\tb\nx | y |\nBox"),
+        ("a.html", "", PAGE, "T\n\n## Head\n\nOne & two\n\n- item\n\n| x | y\n\na\n  b\n\nend"),
+        (
+            "a.ipynb",
+            "",
+            NOTEBOOK,
+            "# Title\nWords\n\n```julia\n1 + 1\n```\n\nOutput:\n2\n\nOutput:\nprinted",
+        ),
+        ("a.csv", "text/csv", b"x,y\r\n1,2\r\n", "x,y\n1,2"),
+    ],
+)
+def test_kinds(name: str, media_type: str, data: bytes, text: str) -> None:
+    read = read_document(data, name=name, media_type=media_type)
+    fence = "````" if "```" in text else "```"
+    kind = "csv" if name == "a.csv" else ""
+    assert read.text == f"{name}:\n{fence}{kind}\n{text}\n{fence}\n"
+    assert read.note == ""
+
+
+def test_pages_without_text() -> None:
+    data = pdf("One", RED, "")
+    read = read_document(data, name="a.pdf")
+    assert read.size == "3 pages"
+    assert "[page 2]\n[no text]\n\n[page 3]\n[no text]\n" in read.text
+    assert read.note == "a.pdf: 2 of 3 pages have no text, and are not shown."
+    assert read.pictures == ()
+    read = read_document(data, name="a.pdf", pictures=True)
+    assert "[page 2]\n[no text: see its picture]" in read.text
+    assert read.note == "a.pdf: 1 of 3 pages have no text, and are not shown.", "a blank page"
+    (page,) = read.pictures
+    with Image.open(io.BytesIO(page.picture)) as picture:
+        assert (page.number, picture.size) == (2, (1536, 768))
+        red, green, blue = picture.getpixel((700, 300))  # type: ignore[misc]
+    assert red > 240 > 20 > max(green, blue)
+
+
+def test_most_pictures() -> None:
+    read = read_document(pdf(*[RED] * 22), name="a.pdf", pictures=True)
+    assert len(read.pictures) == 20
+    assert "2 of 22 pages" in read.note
+
+
+def bomb() -> bytes:
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("word/document.xml", b"<w:t>" + b" " * (kinds.MOST_READ + 1))
+    return made.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "why"),
+    [
+        ("a.pdf", b"%PDF-1.7 and no more", "a.pdf is not a PDF file that can be read"),
+        ("a.pdf", b"", "not a PDF"),
+        ("a.pdf", (DATA / "locked.pdf").read_bytes(), "a.pdf is locked by a password"),
+        ("a.docx", b"\xd0\xcf\x11\xe0 an encrypted one", "a.docx cannot be read"),
+        ("a.docx", docx("")[:60], "damaged"),
+        ("a.docx", bomb(), "too large"),
+        ("a.ipynb", b"{}", "no notebook"),
+        ("a.ipynb", b'{"cells": 3}', "no notebook"),
+        ("a.ipynb", b"[" * 100_000, "no notebook"),
+        ("a.html", b"\0\1", "not a text file"),
+        ("a", b"\x7fELF\0\1", "a is not a text file"),
+        ("a.txt", b"x" * (kinds.MOST_READ + 1), "too large"),
+        ("a.txt", b"x" * 4_000_001, "too much text"),
+    ],
+)
+def test_bad_files(name: str, data: bytes, why: str) -> None:
+    with pytest.raises(OptionError, match=why) as raised:
+        read_document(data, name=name)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "data", [b"<" * 200_000, b"<a" * 100_000, b"<!--" * 50_000, b"<svg>" * 40_000]
+)
+def test_markup_that_never_ends(data: bytes) -> None:
+    """In time that grows with the size, not with its square: a test's time limit tells."""
+    read_document(data * 10, name="a.html")
+    read_document(docx((data * 10).decode()), name="a.docx")
+
+
+def test_too_many_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pdfs, "_MOST_PAGES", 1)
+    with pytest.raises(OptionError, match="has 2 pages: the most is 1"):
+        read_document(pdf("a", "b"), name="a.pdf")
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="No such file"):
+        read_document(tmp_path / "a.pdf")
+
+
+def test_long_file(tmp_path: Path) -> None:
+    path = tmp_path / "long.txt"
+    path.write_text("word " * 1_000_000)
+    read = read_document(path)
+    assert (read.text, read.whole, read.path) == ("", False, path)
+
+
+def test_folder(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / "node_modules").mkdir()
+    files = {"b.txt": b"bee", "a.pdf": pdf("One"), "sub/c.bin": b"\0\1", ".hidden/d.txt": b"d"}
+    for name, data in {**files, "node_modules/e.js": b"e"}.items():
+        (tmp_path / name).write_bytes(data)
+    read = read_document(tmp_path, name="notes")
+    listed, *texts = read.text.split("\n\n", 1)
+    size = len(files["a.pdf"])
+    assert (
+        listed
+        == f"Files in notes/:\n```\na.pdf ({size} B)\nb.txt (3 B)\nsub/c.bin (2 B, left out)\n```"
+    )
+    assert texts == ["notes/a.pdf:\n```\n[page 1]\nOne\n```\n\nnotes/b.txt:\n```txt\nbee\n```\n"]
+    assert (read.size, read.path) == ("3 files", tmp_path)
+    assert read.note == "notes/: 1 of 3 files cannot be read as text: left out."
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_folder_of_a_repository(tmp_path: Path) -> None:
+    subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
+    (tmp_path / ".gitignore").write_text("build/\n*.log\n")
+    (tmp_path / "build").mkdir()
+    for name in ("a.py", "b.log", "build/c.py"):
+        (tmp_path / name).write_text("x\n")
+    assert read_document(tmp_path).size == "1 file"
+    assert read_document(tmp_path / "build").size == "1 file", "it was named"
