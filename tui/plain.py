@@ -182,11 +182,13 @@ class PlainChat:
 
     def _draft(self, text: str) -> Draft:
         """A message with its attachments and the files that it names."""
-        read = read_mentioned(text)
-        for line in filter(None, (file.note for _, file in read)):
-            self.say(line)
+        session = self.state.loaded
+        read = read_mentioned(text, sees=session.sees)
         text = self._attachments.labelled(text, read)
         text = " ".join([*self._attached, text]).strip()
+        text, notes = session.fitted(self._attachments, text)
+        for line in filter(None, [*(file.note for _, file in read), *notes]):
+            self.say(line)
         draft = self._attachments.expanded(text)
         draft = self._measured(draft, text)
         self._attached.clear()
@@ -337,8 +339,8 @@ class PlainChat:
         self._say_turns(conversation.turns)
 
     def _do_attach(self, argument: str) -> None:
-        file = read_attachment(argument)
-        if file.picture is not None:
+        file = read_attachment(argument, sees=self.state.loaded.sees)
+        if file.pictures:
             self.state.loaded.check_sees()
         self._attached.append(self._attachments.add_file(file))
         self.say(

@@ -21,7 +21,7 @@ def messages_for_model(
     their places.
     """
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
-    for turn, following in zip(turns, (*turns[1:], None), strict=True):
+    for turn, following in zip(turns, (*turns[1:], None), strict=False):
         if before is not None and turn.id == before:
             break
         if turn.role == "tool" or not (_unanswered(turn, following) or is_nothing(turn)):

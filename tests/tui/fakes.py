@@ -214,8 +214,8 @@ class FakeModel:
     def unload(self) -> None:
         self.unloaded = self.closed = True
 
-    def count(self, messages: Sequence[dict[str, str]]) -> int:
-        return sum(map(_words, messages))
+    def count(self, prompt: str | Sequence[dict[str, str]]) -> int:
+        return len(prompt.split()) if isinstance(prompt, str) else sum(map(_words, prompt))
 
     def close(self) -> None:
         self.closed = True

@@ -373,9 +373,9 @@ async def test_attach_clipboard(seeing: FakeModel, monkeypatch: pytest.MonkeyPat
 
 def test_clipboard(photo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hold(monkeypatch, [str(photo)])
-    copied = read_attachment("").picture
-    assert copied is not None
-    assert (copied.name, copied.data) == (photo.name, photo.read_bytes())
+    copied = read_attachment("")
+    (page,) = copied.pictures
+    assert (copied.name, page.picture) == (photo.name, photo.read_bytes())
     for held, message in (
         (None, "no picture in the clipboard"),
         ([], "no picture in the clipboard"),

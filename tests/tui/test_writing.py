@@ -17,7 +17,6 @@ from localrt.tui import ChatApp
 from localrt.tui.chat.composer import edited
 from localrt.tui.commands import completion, suggestions
 from localrt.tui.conversation.attachments import (
-    LARGEST_FILE,
     Attachments,
     Draft,
     Fold,
@@ -109,8 +108,7 @@ async def test_long_pastes(model: FakeModel, tmp_path: Path) -> None:
 def test_cannot_attach(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\x7fELF\x00\x01")
     (tmp_path / "picture").write_bytes(b"\x89PNG\r\n\x1a\n\x01\x02\x03")
-    (tmp_path / "large").write_bytes(b"a" * (LARGEST_FILE + 1))
-    for name in ("binary", "picture", "large"):
+    for name in ("binary", "picture"):
         with pytest.raises(OptionError):
             read_attachment(str(tmp_path / name))
     with pytest.raises(OptionError):
@@ -174,7 +172,9 @@ def test_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, labe
     file = read_attachment(path.format(root=tmp_path))
     assert Attachments().add_file(file) == label
     if path.startswith("pkg") and "one" not in path:
-        assert file.text == "Files in pkg/:\n```\none.py (4 B)\nsub/two.py (2 B)\n```\n"
+        listed = "Files in pkg/:\n```\none.py (4 B)\nsub/two.py (2 B)\n```\n"
+        texts = "\npkg/one.py:\n```py\na\nb\n```\n\npkg/sub/two.py:\n```py\na\n```\n"
+        assert file.text == listed + texts
 
 
 def test_same_label() -> None:
@@ -317,7 +317,8 @@ async def test_mentioned_file(model: FakeModel) -> None:
         assert composer.text == "List @novel/"
         await asked(pilot, "")
         sent = model.last_chat.messages[2]["content"]
-        assert sent == "List Files in novel/:\n```\none.md (13 B)\n```\n"
+        listed = "Files in novel/:\n```\none.md (13 B)\n```\n"
+        assert sent == f"List {listed}\nnovel/one.md:\n```md\nIt was dark.\n```\n"
         Path("old.txt").write_bytes("é".encode("latin-1"))
         await asked(pilot, "Read @old.txt")
         assert "old.txt is not UTF-8: it was read as cp1252." in screen.notices(app)

@@ -211,13 +211,18 @@ class ChatScreen(Screen[None]):
         self._show_hint()
 
     async def _send(self, text: str) -> None:
+        session, attachments = self.state.session, self.composer.attachments
+        notes: list[str] = []
         if "@" in text:
-            read = await asyncio.to_thread(read_mentioned, text)
-            text = self.composer.attachments.labelled(text, read)
-            for line in filter(None, (file.note for _, file in read)):
-                self.say(line)
-        draft = self.composer.attachments.expanded(text)
-        session = self.state.session
+            sees = session is None or session.sees
+            read = await asyncio.to_thread(read_mentioned, text, sees=sees)
+            text = attachments.labelled(text, read)
+            notes = [file.note for _, file in read]
+        fit = attachments.fitted if session is None else partial(session.fitted, attachments)
+        text, more = await asyncio.to_thread(fit, text)
+        for line in filter(None, notes + more):
+            self.say(line)
+        draft = attachments.expanded(text)
         if draft.pictures and session is not None:
             draft = await asyncio.to_thread(session.measured, draft)
         editing, self._editing = self._editing, None
@@ -515,11 +520,12 @@ class ChatScreen(Screen[None]):
         ask(self, Confirm(question, "delete"), delete)
 
     async def action_attach(self, path: str) -> None:
-        file = await asyncio.to_thread(read_attachment, path)
+        sees = self.state.session is None or self.state.session.sees
+        file = await asyncio.to_thread(read_attachment, path, sees=sees)
         self.composer.attach(self.composer.attachments.add_file(file))
         if file.note:
             self.say(file.note)
-        more = "" if file.picture else "; Tab after its label inserts its text"
+        more = "" if file.pictures else "; Tab after its label inserts its text"
         self.hint.flash(f"{file.name} is attached{more}")
 
     def action_load(self, path: str) -> None:

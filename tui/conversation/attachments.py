@@ -4,30 +4,27 @@ While a message is written, its attachments are labels in brackets; when it is s
 replaced by its text or picture, and its place is kept, so that the conversation shows the label
 too.
 
-The model gets a text file in a fence under its name, a folder as the list of its files, and a
-picture as it is.
-
-Text is UTF-8, or the encoding of its byte order mark, or else that of this system or Windows, named
-in a ``note``. Users see a picture's caption and a thumbnail. Knows files, no widget.
+The model gets text in a fence under the file's name, and a picture as it is. Users see a picture's
+caption and a thumbnail. Knows no widget.
 """
 
 from __future__ import annotations
 
-import codecs
 import io
-import locale
-import os
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localrt.common.errors import LocalrtError, OptionError, StorageError, reason_of
+from localrt.common.errors import LocalrtError, OptionError, StorageError
+from localrt.common.files import read_bytes
 from localrt.common.formatting import format_bytes
+from localrt.documents.fitting import fitted
+from localrt.documents.pdf import Page
+from localrt.documents.reading import Document, read_document
 from localrt.history.pictures import LARGEST_PICTURE, joined_content, new_picture
 from localrt.tui.mentions import PICTURES, Mention, mentions
 from localrt.tui.text import clean
@@ -88,6 +85,7 @@ class Attachments:
     def __init__(self) -> None:
         self._texts: dict[str, str] = {}
         self._pictures: dict[str, KeptPicture] = {}
+        self._files: dict[str, Document] = {}
 
     @staticmethod
     def is_long(text: str) -> bool:
@@ -115,10 +113,29 @@ class Attachments:
         self._pictures[label] = picture
         return label
 
-    def add_file(self, file: AttachedFile) -> str:
-        if file.picture is not None:
-            return self.add_picture(file.picture)
-        return self.add(file.name, file.text, file.size)
+    def add_file(self, file: Document) -> str:
+        """The label of a file, and those of its pages that are pictures."""
+        labels = []
+        if file.size:
+            labels = [self.add(file.name, file.text, file.size)]
+            self._files[labels[0]] = file
+        for page in file.pictures:
+            name = f"{file.name} page {page.number}" if page.number else file.name
+            labels.append(self.add_picture(new_picture(page.picture, name=name)))
+        return " ".join(labels)
+
+    def fitted(
+        self, text: str, free: Callable[[], int] = lambda: 0, count: Callable[[str], int] = len
+    ) -> tuple[str, list[str]]:
+        """The message with pieces of files that do not fit (``documents.fitting``), and notes."""
+        found = list(self._labels_in(text))
+        question = _replaced(text, [(*each.span(), "") for each in found])
+        read = {label: self._files[label] for each in found if (label := each[0]) in self._files}
+        shown = fitted(list(read.values()), question, free=free, count=count)
+        changed = [(*each, new) for each, new in zip(read.items(), shown, strict=True)]
+        for label, file, new in changed:
+            text = text.replace(label, self.add_file(new)) if new is not file else text
+        return text, [new.note for _, file, new in changed if new is not file]
 
     def text_of(self, label: str) -> str:
         """The text with which Tab replaces a label; for a picture, the label itself."""
@@ -154,7 +171,7 @@ class Attachments:
         labels = self._labels_in(text)
         return _replaced(text, [(*each.span(), self.text_of(each.group())) for each in labels])
 
-    def labelled(self, text: str, files: Iterable[tuple[Mention, AttachedFile]]) -> str:
+    def labelled(self, text: str, files: Iterable[tuple[Mention, Document]]) -> str:
         """The message with each file name (``read_mentioned``) replaced by a label."""
         labels = [(mention.start, mention.end, self.add_file(file)) for mention, file in files]
         return _replaced(text, labels)
@@ -206,75 +223,27 @@ def read_folds(value: object, length: int) -> tuple[Fold, ...]:
     return tuple(folds)
 
 
-LARGEST_FILE = 512_000  # bytes; more than that fills the context of most models
-_MOST_LISTED = 500
-_NO_PATH = "/attach PATH takes a text file, picture or folder"
-_LEFT_OUT = ("node_modules", "__pycache__")  # besides hidden folders
-_MARKS = (  # longer ones first: UTF-32's begins with UTF-16's
-    (codecs.BOM_UTF32_LE, "utf-32"),
-    (codecs.BOM_UTF32_BE, "utf-32"),
-    (codecs.BOM_UTF16_LE, "utf-16"),
-    (codecs.BOM_UTF16_BE, "utf-16"),
-)
-_NO_TEXT = re.compile(r"[\0-\x08\x0e-\x1a\x1c-\x1f]")
+_NO_PATH = "/attach PATH takes a document, text file, picture or folder"
 
 
-@dataclass(frozen=True, slots=True)
-class AttachedFile:
-    """The model gets ``text`` or ``picture``; ``size`` describes the file, such as ``"120
-    lines"``.
-    """
-
-    name: str
-    text: str
-    size: str
-    note: str = ""
-    picture: KeptPicture | None = None
-
-
-def read_attachment(argument: str) -> AttachedFile:
+def read_attachment(argument: str, *, sees: bool = False) -> Document:
     """A file or folder to attach; without a path, the clipboard's picture. Its name is the path as
-    written, or the end of an absolute one.
+    written, or the end of an absolute one. ``sees``: pages without text are pictures.
 
     Raises:
-        OptionError: there is no file, or it is too large or not text.
+        OptionError: there is no file, or it is too large or cannot be read as text.
         StorageError: it cannot be read.
     """
     if not argument:
         return _in_clipboard()
     path = Path(argument.strip("'\"")).expanduser()
     name = clean(path.name if path.is_absolute() else path.as_posix()).replace("\n", " ")
-    try:
-        if path.is_dir():
-            return _folder(path, name)
-        if path.exists() and not path.is_file():
-            raise OptionError(f"{path} is not a regular file")
-        if path.suffix.lower() in PICTURES:
-            return _picture(path)
-        size = path.stat().st_size
-        if size > LARGEST_FILE:
-            raise OptionError(
-                f"{path} has {format_bytes(size)}: attach at most {format_bytes(LARGEST_FILE)}, "
-                "or the part that matters"
-            )
-        data = path.read_bytes()
-    except OSError as error:
-        raise StorageError(f"cannot read {path}: {reason_of(error)}") from error
-    text, encoding = _decoded(data, path)
-    text = text.replace("\r\n", "\n")
-    longest = max((len(run) for run in re.findall(r"`{3,}", text)), default=2)
-    fence = "`" * (longest + 1)
-    body = text if text.endswith("\n") else text + "\n"
-    lines = body.count("\n")
-    return AttachedFile(
-        name,
-        f"{name}:\n{fence}{path.suffix[1:]}\n{body}{fence}\n",
-        f"{lines} lines" if lines > 1 else format_bytes(size),
-        f"{name} is not UTF-8: it was read as {encoding}." if encoding else "",
-    )
+    if path.suffix.lower() in PICTURES:
+        return _picture(path)
+    return read_document(path, name=name, pictures=sees)
 
 
-def read_mentioned(text: str) -> list[tuple[Mention, AttachedFile]]:
+def read_mentioned(text: str, *, sees: bool = False) -> list[tuple[Mention, Document]]:
     """The files and folders that a message names.
 
     Raises:
@@ -283,41 +252,21 @@ def read_mentioned(text: str) -> list[tuple[Mention, AttachedFile]]:
     files = []
     for mention in mentions(text):
         try:
-            files.append((mention, read_attachment(mention.path)))
+            files.append((mention, read_attachment(mention.path, sees=sees)))
         except LocalrtError as error:
             name = text[mention.start : mention.end]
             raise StorageError(f"{error}; `{name}` in backticks is sent as text") from error
     return files
 
 
-def _decoded(data: bytes, path: Path) -> tuple[str, str]:
-    """The text, and its encoding if that is not UTF-8."""
-    marked = next((name for mark, name in _MARKS if data.startswith(mark)), None)
-    # UTF-16 without a mark: in Latin text, every other byte is 0.
-    halves = {"utf-16-be": data[::2], "utf-16-le": data[1::2]}
-    wide = [name for name, half in halves.items() if half.count(0) > len(data) / 8]
-    tried = [marked] if marked else ["utf-8-sig", *wide]
-    if not (marked or b"\0" in data):
-        tried += [locale.getpreferredencoding(False), "cp1252"]
-    for encoding in tried:
-        try:
-            text = data.decode(encoding)
-        except (UnicodeDecodeError, LookupError):
-            continue
-        if not _NO_TEXT.search(text):
-            return text, "" if encoding == "utf-8-sig" else encoding
-    raise OptionError(f"{path} is not a text file: only text and pictures can be attached")
-
-
-def _picture(path: Path) -> AttachedFile:
-    with path.open("rb") as file:
-        data = file.read(LARGEST_PICTURE + 1)
+def _picture(path: Path) -> Document:
+    data = read_bytes(path, LARGEST_PICTURE)
     picture = new_picture(data, name=clean(path.name).replace("\n", " "))
     small_image(picture, 1, 1)  # reports a damaged picture before it is sent
-    return AttachedFile(picture.name, "", "", picture=picture)
+    return Document(picture.name, "", "", pictures=(Page("", 0, data),))
 
 
-def _in_clipboard() -> AttachedFile:
+def _in_clipboard() -> Document:
     """The picture, or the copied file, in the clipboard of this machine."""
     from PIL import ImageGrab, UnidentifiedImageError
 
@@ -334,30 +283,7 @@ def _in_clipboard() -> AttachedFile:
     stream = io.BytesIO()
     image.save(stream, "PNG")
     name = f"clipboard-{datetime.now():%H%M%S}.png"
-    return AttachedFile(name, "", "", picture=new_picture(stream.getvalue(), name=name))
-
-
-def _folder(folder: Path, name: str) -> AttachedFile:
-    """A folder as the list of its files, the first 500 of them."""
-    files = list(islice(_files(folder), _MOST_LISTED + 1))
-    lines = [f"{path.relative_to(folder).as_posix()} ({size})" for path, size in files]
-    count = f"{len(files)} files" if len(files) != 1 else "1 file"
-    if len(files) > _MOST_LISTED:
-        lines[-1] = "..."
-        count = f"more than {_MOST_LISTED} files"
-    body = "\n".join(map(clean, lines)) or "no files"
-    name = name.rstrip("/") + "/"
-    return AttachedFile(name, f"Files in {name}:\n```\n{body}\n```\n", count)
-
-
-def _files(folder: Path) -> Iterator[tuple[Path, str]]:
-    """The files below a folder and their sizes, without hidden ones."""
-    for above, folders, names in os.walk(folder):
-        folders[:] = sorted(f for f in folders if not f.startswith(".") and f not in _LEFT_OUT)
-        for name in sorted(names):
-            path = Path(above, name)
-            if not name.startswith(".") and path.is_file():
-                yield path, format_bytes(path.stat().st_size)
+    return Document(name, "", "", pictures=(Page("", 0, stream.getvalue()),))
 
 
 def caption(picture: KeptPicture, tokens: int = 0) -> str:

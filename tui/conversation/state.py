@@ -20,7 +20,7 @@ from localrt.common.errors import LocalrtError, OptionError, StorageError
 from localrt.common.option_names import did_you_mean
 from localrt.mcp.servers import ToolServers
 from localrt.mcp.toolbox import Toolbox
-from localrt.tui.conversation.attachments import Draft
+from localrt.tui.conversation.attachments import Attachments, Draft
 from localrt.tui.conversation.export import Exporter
 from localrt.tui.conversation.open_conversation import OpenConversation
 from localrt.tui.options import OPTIONS
@@ -88,6 +88,12 @@ class Session:
             content = [picture.part, {"type": "text", "text": "a"}]
             tokens.append(self.model.count([{"role": "user", "content": content}]) - text)
         return replace(draft, tokens=tuple(tokens))
+
+    def fitted(self, attachments: Attachments, text: str) -> tuple[str, list[str]]:
+        """The message with its files as they fit the context, and notes; may take a while."""
+        ctx = self.chat.capacity
+        free = lambda: max(ctx - self.tokens(), 2) if ctx else 0  # noqa: E731
+        return attachments.fitted(text, free, self.model.count)
 
     def describe(self) -> str:
         info = self.model.info
