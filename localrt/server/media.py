@@ -1,20 +1,24 @@
 """Pictures in requests, from base64 or URLs, for vision models; text placeholders for other models.
+Documents are read as text, and their pages without text as pictures.
 
-The media type that clients state is ignored: the library inspects the bytes.
+The media type that clients state for a picture is ignored: the library inspects the bytes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import binascii
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from localrt.common.errors import OptionError
+from localrt.documents.reading import read_document
 from localrt.models.vision.picture import MOST_BYTES
 from localrt.server.errors import invalid
-from localrt.server.messages import Media, Mixed
+from localrt.server.messages import DOCUMENT, Media, Mixed, Pieces
 from localrt.server.service import Service
 
 Prompt = Mapping[str, Any]
@@ -34,11 +38,22 @@ async def with_pictures(
     which count as taken until the block ends. A model without vision gets text placeholders.
 
     Raises:
-        ApiError: 400, a picture cannot be read or may not be fetched; 503, there is no room.
+        ApiError: 400, one cannot be read or may not be fetched; 503, there is no room.
     """
-    media = [piece for one in _mixed(prompts) for piece in one.pieces if isinstance(piece, Media)]
+    documents = [each for each in _media(prompts) if each.kind == DOCUMENT]
+    if documents:
+        async with service.seeing:
+            read = await asyncio.to_thread(lambda: [_read(each, sees=sees) for each in documents])
+        texts = dict(zip(map(id, documents), read, strict=True))
+
+        def with_texts(content: Mixed) -> Mixed:
+            pieces = [texts.get(id(piece), [piece]) for piece in content.pieces]
+            return Mixed([each for one in pieces for each in one], content.between)
+
+        prompts = [_shown(prompt, with_texts) for prompt in prompts]
+    media = _media(prompts)
     if not media:
-        yield prompts
+        yield list(map(in_words, prompts))
         return
     if not sees:
         for kind in {one.kind for one in media}:
@@ -70,12 +85,26 @@ def in_words(prompt: Prompt) -> Prompt:
     return _shown(prompt, Mixed.in_words)
 
 
-def _mixed(prompts: Sequence[Prompt]) -> Iterator[Mixed]:
-    """Yield the contents that have media."""
+def _media(prompts: Sequence[Prompt]) -> list[Media]:
+    found: list[Media] = []
     for prompt in prompts:
         given = prompt.get("prompt")
         contents = [each["content"] for each in given] if isinstance(given, list) else [given]
-        yield from (content for content in contents if isinstance(content, Mixed))
+        mixed = (content for content in contents if isinstance(content, Mixed))
+        found += [piece for one in mixed for piece in one.pieces if isinstance(piece, Media)]
+    return found
+
+
+def _read(document: Media, *, sees: bool) -> Pieces:
+    """Return the text of a document and its pages without text as pictures, or what is wrong."""
+    name, media_type, data = (document.part[key] for key in ("name", "media_type", "data"))
+    data = _Source(name, data, 0).decoded()
+    try:
+        read = read_document(data, name=name, media_type=media_type, pictures=sees)
+    except OptionError as error:
+        return [f"[document left out: {error}]"]
+    pictures = (base64.b64encode(page.picture).decode("ascii") for page in read.pictures)
+    return [read.text, *(Media("image", {"data": each}, "") for each in pictures)]
 
 
 def _shown(prompt: Prompt, show: Callable[[Mixed], object]) -> Prompt:

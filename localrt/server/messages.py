@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from localrt.chat_format.messages import kind_in_words
 from localrt.chat_format.thinking import THOUGHT_FIELDS
+from localrt.documents.kinds import kind_of
 from localrt.server.errors import invalid
 
 Fields = Mapping[str, Any]
@@ -40,11 +41,12 @@ _IN_THOUGHTS = (*_THOUGHTS, "content", "summary", "text")
 _RESULTS = ("content", "output", "result")
 _FUNCTIONS = "functions"  # the namespace of tools without one
 _MEDIA = ("image", "screenshot", "audio", "video")
+DOCUMENT = "document"  # a kind of ``Media``; its part has ``name``, ``media_type`` and ``data``
 
 
 @dataclass(frozen=True, slots=True)
 class Media:
-    """A picture, sound or video as its client sent it: the ``part`` of a content.
+    """A picture, sound, video or document as its client sent it: the ``part`` of a content.
 
     ``words`` replace it for a text-only model.
     """
@@ -226,11 +228,15 @@ def _words(part: Fields, note: Note) -> str | Media:
     inner = part.get(kind)
     found = inner if isinstance(inner, Mapping) else part
     name = next((found[key] for key in ("title", "filename", "name") if found.get(key)), None)
+    known = None if kind.endswith("_call") else kind_in_words(kind)
+    shown = f"[{known} left out{f': {name}' if isinstance(name, str) else ''}]"
+    media_type, data = _encoded(found)
+    if known and data and kind_of(str(name), media_type):
+        name = name if isinstance(name, str) else "the document"
+        return Media(DOCUMENT, {"name": name, "media_type": media_type, "data": data}, shown)
     words = _document(found, note)
     if words:
         return f"{name}\n{words}" if isinstance(name, str) else words
-    known = None if kind.endswith("_call") else kind_in_words(kind)
-    shown = f"[{known} left out{f': {name}' if isinstance(name, str) else ''}]"
     if known in _MEDIA:
         return Media(known, part, shown)
     if kind:
@@ -252,14 +258,20 @@ def _document(part: Fields, note: Note) -> str:
             return str(source.get("data") or "")
         if source.get("type") == "content":
             return text_of(source.get("content"), note)
-        return _decoded(str(source.get("media_type")), source.get("data"))
-    file = part.get("file_data")
-    if isinstance(file, str) and file.startswith("data:"):
-        head, _, data = file.removeprefix("data:").partition(",")
-        return _decoded(head, data)
+    if words := _decoded(*_encoded(part)):
+        return words
     if isinstance(part.get("transcript"), str):
         return str(part["transcript"])
     return text_of(part.get("content"), note)
+
+
+def _encoded(part: Fields) -> tuple[str, str]:
+    """Return the media type of a file and its bytes in base64; "" if it is not sent so."""
+    source = part.get("source")
+    if isinstance(source, Mapping) and source.get("type") not in ("text", "content"):
+        return str(source.get("media_type")), str(source.get("data") or "")
+    head, comma, data = str(part.get("file_data") or "").partition(",")
+    return (head.removeprefix("data:"), data) if comma else ("", head)
 
 
 def _decoded(media_type: str, data: object) -> str:

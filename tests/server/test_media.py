@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import json
 import textwrap
 import tracemalloc
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,11 +18,14 @@ from PIL import Image
 
 import localrt
 from localrt.common.formatting import format_bytes
+from localrt.documents.reading import read_document
 from localrt.server import media
 from localrt.server.openai.calls import chat_call
 from localrt.server.options import ServeOptions
 from localrt.server.pictures import Fetcher
 from localrt.server.pool import LocalFile, ModelPool
+from tests.documents.samples import NOTEBOOK, WORD, pdf
+from tests.documents.samples import RED as RED_PAGE
 from tests.models.vision.tiny import qwen_folder
 from tests.server.conftest import Running, serving
 from tests.server.dialects import BODIES, DIALECTS, Question, data_uri
@@ -35,6 +40,7 @@ def png(colour: str = "red") -> bytes:
     return made.getvalue()
 
 
+LOCKED = (Path(__file__).parent.parent / "data" / "locked.pdf").read_bytes()
 RED, BLUE = png("red"), png("blue")
 RED64, BLUE64 = (base64.b64encode(each).decode() for each in (RED, BLUE))
 
@@ -81,6 +87,19 @@ def test_model_that_reads_text_only(server: Running, dialect: str) -> None:
     assert answer.text == server.model.generate(words, temperature=0, max_tokens=4).text
     why = "the model reads text only, and is shown words in its place"
     assert f"messages hold image: {why}" in server.notes
+
+
+@pytest.mark.parametrize("name", ["chat", "responses", "messages"])
+def test_document(server: Running, name: str) -> None:
+    data = base64.b64encode(pdf("One", "")).decode()
+    most = "max_output_tokens" if name == "responses" else "max_tokens"
+    status, got, _ = ask(server, SENT[name](data), temperature=0, stream=False, **{most: 4})
+    assert status == 200, got
+    words = read_document(pdf("One", ""), name="r.pdf").text + f"{JOINTS[name]}a"
+    expected = server.model.generate(
+        [{"role": "user", "content": words}], temperature=0, max_tokens=4
+    )
+    assert json.dumps(expected.text) in json.dumps(got)
 
 
 # -- a model that sees ----------------------------------------------------------------------------
@@ -250,6 +269,28 @@ def image_url(data: str) -> dict[str, Any]:
 
 
 TEXT = {"type": "text", "text": "a"}
+
+
+def document(data: str, media_type: str = "application/pdf", **fields: Any) -> dict[str, Any]:
+    given = {"type": "base64", "media_type": media_type, "data": data}
+    return {"type": "document", "title": "r.pdf", "source": given, **fields}
+
+
+def file(data: str, name: str = "r.pdf") -> dict[str, Any]:
+    return {"type": "file", "file": {"filename": name, "file_data": data}}
+
+
+def input_file(data: str) -> dict[str, Any]:
+    return {"type": "input_file", "filename": "r.pdf", "file_data": data}
+
+
+SENT: dict[str, Any] = {
+    "chat": lambda data: in_chat(file(f"data:application/pdf;base64,{data}"), TEXT),
+    "responses": lambda data: in_responses(input_file(data), {"type": "input_text", "text": "a"}),
+    "messages": lambda data: in_messages(document(data), TEXT),
+}
+JOINTS = {"chat": "\n", "responses": "\n", "messages": "\n\n"}
+PDF64 = base64.b64encode(pdf("One", RED_PAGE)).decode()
 CALL = [
     {"role": "user", "content": "hi"},
     {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "look"}]},
@@ -337,6 +378,42 @@ def test_forms(seeing: Any, asked: tuple[str, Any], expected: Any) -> None:
     assert given(prompts) == expected
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        *(make(PDF64) for make in SENT.values()),
+        ("/v1/messages", {"messages": [*CALL, looked(document(PDF64), TEXT)]}),
+    ],
+)
+def test_pages_without_text(seeing: Any, asked: tuple[str, Any]) -> None:
+    server, prompts = seeing
+    status, got, _ = ask(server, asked)
+    assert status == 200, got
+    (kind, text), (picture, data), after = given(prompts)
+    assert (kind, picture, after) == ("text", "image", ("text", "a"))
+    assert text == read_document(pdf("One", RED_PAGE), name="r.pdf", pictures=True).text
+    assert Image.open(io.BytesIO(data)).size == (1536, 768)
+
+
+@pytest.mark.parametrize(
+    ("part", "text"),
+    [
+        (file(base64.b64encode(WORD).decode(), "a.docx"), "a.docx:\n```\n## Plan\nFish & chips"),
+        (file(base64.b64encode(NOTEBOOK).decode(), "a.ipynb"), "# Title\nWords"),
+        (file(base64.b64encode(b"<p>a</p>b").decode(), "a.html"), "a.html:\n```\na\nb\n```"),
+        (document(PDF64, title=None), "the document:\n```\n[page 1]\nOne"),
+        (file("data:application/pdf;base64,JVBE"), "[document left out: r.pdf is not a PDF file"),
+        (document(base64.b64encode(LOCKED).decode()), "left out: r.pdf is locked by a password"),
+        (file(base64.b64encode(b"PK").decode(), "a.docx"), "left out: a.docx cannot be read"),
+    ],
+)
+def test_kinds_of_documents(seeing: Any, part: Any, text: str) -> None:
+    server, prompts = seeing
+    status, got, _ = ask(server, in_chat(part))
+    assert status == 200, got
+    assert text in str(prompts[0][0]["content"]).replace("\\n", "\n")
+
+
 def test_pictures_of_several_turns(seeing: Any) -> None:
     server, prompts = seeing
     turns = [
@@ -417,6 +494,7 @@ REFUSED: list[tuple[tuple[str, Any], str]] = [
     (in_ollama("@@"), "picture 1 is not valid base64"),
     (in_ollama(""), "picture 1 is empty"),
     (in_ollama("https://example.org/a.png"), "not valid base64"),
+    (in_responses(input_file("@@")), "r.pdf is not valid base64"),
     (in_generate(RED64, raw=True), "leave out raw and suffix"),
     (in_generate(RED64, suffix="b"), "leave out raw and suffix"),
 ]
