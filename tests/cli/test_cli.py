@@ -22,6 +22,7 @@ from localrt import system
 from localrt.cli import main
 from localrt.cli.chat import last_model
 from tests.conftest import needs_signals, write_tiny_model
+from tests.documents.samples import pdf
 from tests.real_models import real_model
 
 LOCALRT = [sys.executable, "-m", "localrt"]
@@ -217,6 +218,20 @@ def test_results_and_folders_that_cannot_be_read(
     assert_one_line(localrt("bench", tiny_folder, "--mix", file, env=home), 1 + (kind == "large"))
     words = ("quantize", tiny_folder, "--format", "int4-g32", "--calibration", file)
     assert_one_line(localrt(*words, env=home), 2, UNREADABLE[kind])
+
+
+def test_documents(tiny_folder: Path, tmp_path: Path, home: dict[str, str]) -> None:
+    (tmp_path / "a.pdf").write_bytes(pdf("One", ""))
+    words = ("run", tiny_folder, "hi", "--max-tokens", 2, "--file", tmp_path / "a.pdf")
+    result = localrt(*words, env=home)
+    assert result.returncode == 0, result.stderr
+    assert b"localrt: a.pdf: 1 of 2 pages have no text, and are not shown." in result.stderr
+    words = ("chat", tiny_folder, "-p", "hi", "--file", tmp_path / "b.pdf")
+    assert_one_line(localrt(*words, env=home), 1, "cannot read")
+    (tmp_path / "b.pdf").write_bytes(b"%PDF-")
+    assert_one_line(localrt(*words, env=home), 2, "b.pdf is not a PDF file")
+    words = ("run", tiny_folder, "hi", "--raw", "--file", tmp_path / "b.pdf")
+    assert_one_line(localrt(*words, env=home), 2, "--file goes with one prompt")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no such devices")
