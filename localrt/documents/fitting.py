@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from localrt.common.errors import ContextOverflowError, OptionError
+from localrt.common.formatting import one_line
 from localrt.common.settings import Settings
 from localrt.documents.index import DocumentIndex, Piece
 from localrt.documents.reading import Document, fenced, read_document
@@ -73,7 +74,7 @@ def _quoted(
         raise OptionError(why)
 
     def quote(piece: Piece) -> str:
-        inner = "" if path == piece.path else piece.path.relative_to(path).as_posix()
+        inner = "" if path == piece.path else one_line(piece.path.relative_to(path).as_posix())
         page = f", page {piece.page}" if piece.page else ""
         return f"[{name}{inner}{page}]\n{piece.text}\n\n"
 

@@ -104,8 +104,11 @@ class DocumentIndex(Closing):
             with self._lock:
                 yield
         except (sqlite3.Error, OSError) as error:
-            why = f"{reason_of(error)}; it is made again if you delete it"
-            raise StorageError(f"cannot use {self._path}: {why}") from error
+            usable = isinstance(
+                error, sqlite3.OperationalError | OSError
+            )  # locked, full, read-only
+            hint = "" if usable else "; it is made again if you delete it"
+            raise StorageError(f"cannot use {self._path}: {reason_of(error)}{hint}") from error
 
     def update(self, paths: Iterable[str | Path]) -> dict[Path, str]:
         """Index files, and the files of folders, where they have changed; forget those that are
@@ -117,8 +120,12 @@ class DocumentIndex(Closing):
             for file in files:
                 try:
                     self._update(file)
-                except (OptionError, FileNotFoundError, PermissionError) as error:
-                    left_out[file] = reason_of(error)
+                except OptionError as error:
+                    left_out[file] = str(error)
+                except (FileNotFoundError, PermissionError) as error:
+                    left_out[file] = f"cannot read {file}: {reason_of(error)}"
+            if path in left_out:
+                continue
             known = self._rows(f"SELECT path FROM file WHERE {_INSIDE}", _inside(path))
             gone = set(known) - {(str(file),) for file in files if file.is_file()}
             with self._in_words(), self._connection:
@@ -128,24 +135,26 @@ class DocumentIndex(Closing):
         return left_out
 
     def _update(self, path: Path) -> None:
-        status, key = path.stat(), (str(path),)
+        key, status = (_text(path),), path.stat()
         row = self._rows("SELECT size, time, digest FROM file WHERE path = ?", key)
         if row and row[0][:2] == (status.st_size, status.st_mtime_ns):
             return
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
+        same = bool(row) and row[0][2] == digest
+        # Before the transaction, which other processes wait for.
+        pages = () if same else pages_of(path, path.name)
+        found = [(page.number, text) for page in pages for text in pieces(page.text)]
         with self._in_words(), self._connection as connection:
-            if row and row[0][2] == digest:
+            if same:
                 touched = "UPDATE file SET time = ? WHERE path = ?"
                 connection.execute(touched, (status.st_mtime_ns, *key))
                 return
             connection.execute("DELETE FROM file WHERE path = ?", key)
             values = (*key, status.st_size, status.st_mtime_ns, digest)
             added = connection.execute("INSERT INTO file VALUES (NULL, ?, ?, ?, ?)", values)
-            for page in pages_of(path, path.name):
-                rows = ((added.lastrowid, page.number, text) for text in pieces(page.text))
-                insert = "INSERT INTO piece (file, page, text) VALUES (?, ?, ?)"
-                connection.executemany(insert, rows)
+            insert = "INSERT INTO piece (file, page, text) VALUES (?, ?, ?)"
+            connection.executemany(insert, ((added.lastrowid, *piece) for piece in found))
 
     def _embed(self, embedder: Any) -> None:
         """Embed the pieces that have no vector of this model yet."""
@@ -210,8 +219,15 @@ class DocumentIndex(Closing):
 
 
 def _inside(path: str | Path) -> tuple[str, str]:
-    whole = str(Path(path).expanduser().absolute())
+    whole = _text(Path(path).expanduser().absolute())
     return whole, whole.rstrip(os.sep) + os.sep
+
+
+def _text(path: Path) -> str:
+    try:
+        return str(path).encode().decode()
+    except UnicodeEncodeError:
+        raise OptionError(f"the name of {str(path)!a} is not UTF-8: rename it") from None
 
 
 def _spaced(text: str) -> str:

@@ -51,8 +51,10 @@ def read_document(
     """
     if isinstance(source, bytes):
         return _file(source, name or "the file", media_type, pictures)
+    if not str(source) or "\0" in str(source):
+        raise OptionError(f"{str(source)!r} is no name of a file or folder")
     path = Path(source).expanduser()
-    name = name or path.name or str(path)
+    name = one_line(name or path.name or str(path))
     try:
         if path.is_dir():
             return _folder(path, name.rstrip("/") + "/")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import sqlite3
+import sys
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localrt import ContextOverflowError, DocumentIndex, StorageError
+from localrt import ContextOverflowError, DocumentIndex, OptionError, StorageError
 from localrt.documents import index as indexes
 from localrt.documents.index import pieces
+from localrt.documents.pdf import Page
 from tests.documents.samples import pdf
 
 
@@ -181,3 +185,42 @@ def test_pieces_end_at_sentences() -> None:
         ("First of all. " * 8).strip(),
         ("Second part. " * 8).strip(),
     ]
+
+
+def test_others_write_while_a_file_is_read(
+    index: DocumentIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is locked while a long document is read."""
+    pages = indexes.pages_of
+
+    def reading(path: Path, name: str) -> Iterator[Page]:
+        if name == "long.txt":
+            with DocumentIndex(tmp_path / "data" / "documents.db") as other:
+                other.update([tmp_path / "short.txt"])
+        yield from pages(path, name)
+
+    (tmp_path / "short.txt").write_text("the short one")
+    (tmp_path / "long.txt").write_text("the long one")
+    monkeypatch.setattr(indexes, "pages_of", reading)
+    monkeypatch.setattr(indexes, "_BUSY_SECONDS", 0.1)
+    assert index.update([tmp_path / "long.txt"]) == {}
+    assert {piece.text for piece in index.search("one")} == {"the long one", "the short one"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names are bytes on Linux")
+def test_names_that_are_no_text(index: DocumentIndex, tmp_path: Path) -> None:
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/b\xff.txt"))
+    path.write_text("words", encoding="utf-8")
+    assert "not UTF-8" in index.update([path])[path]
+    with pytest.raises(OptionError, match="not UTF-8"):
+        index.search("words", within=path)
+
+
+def test_locked_index(index: DocumentIndex, notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(indexes, "_BUSY_SECONDS", 0.1)
+    path = notes.parent / "data" / "documents.db"
+    with closing(sqlite3.connect(path)) as other, DocumentIndex(path) as ours:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(StorageError, match="locked") as caught:
+            ours.update([notes])
+    assert "delete" not in str(caught.value)

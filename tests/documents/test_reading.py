@@ -113,6 +113,12 @@ def test_markup_that_never_ends(data: bytes) -> None:
     read_document(docx((data * 10).decode()), name="a.docx")
 
 
+@pytest.mark.parametrize("name", ["", "a\0b"])
+def test_names_of_no_file(name: str) -> None:
+    with pytest.raises(OptionError, match="no name of a file"):
+        read_document(name)
+
+
 def test_too_many_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pdfs, "_MOST_PAGES", 1)
     with pytest.raises(OptionError, match="has 2 pages: the most is 1"):
