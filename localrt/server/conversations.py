@@ -7,6 +7,7 @@ and searched, have branches, instructions and options, and a model can be asked 
 from __future__ import annotations
 
 import asyncio
+import base64
 import hmac
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from starlette.responses import Response, StreamingResponse
 
 from localrt.chat_format.thinking import parted
 from localrt.common.errors import StorageError
+from localrt.documents.reading import read_document
 from localrt.engine.options import read_options
 from localrt.history import AnswerWriter, Conversation, ConversationInfo, History, Turn
 from localrt.history.pictures import joined_content
@@ -204,6 +206,19 @@ def _add(found: Conversation, items: Sequence[Any], after: int | None = None) ->
     return added
 
 
+def document(history: History, request: Request, fields: Payload) -> Payload:
+    """The text of a file, as a message can have it, and pictures of its pages without text."""
+    head, comma, data = fields["file_data"].partition(",")
+    try:
+        content = base64.b64decode(data if comma else head, validate=True)
+        found = read_document(content, name=fields["filename"], pictures=True)
+    except ValueError as error:  # of base64, or an OptionError
+        raise invalid(str(error), "file_data") from error
+    pictures = [base64.b64encode(page.picture).decode("ascii") for page in found.pictures]
+    shown = {"filename": found.name, "text": found.text, "size": found.size, "note": found.note}
+    return {"object": "document", **shown, "pictures": pictures}
+
+
 # -- answers ---------------------------------------------------------------------------------------
 
 
@@ -268,6 +283,7 @@ ROUTES = (
     _endpoint(f"{_ONE}/items", "GET", items),
     _endpoint(f"{_ONE}/items", "POST", add_items, "CONVERSATION_ITEMS"),
     _endpoint(f"{_ONE}/items/{{item}}", "GET", items),
+    _endpoint("/v1/documents", "POST", document, "DOCUMENT"),
     Endpoint(f"{_ONE}/answers", "POST", begin, JSON, "CONVERSATION_ANSWER"),
     Endpoint(f"{_ONE}/answers/{{item}}", "GET", follow, EVENT_STREAM),
     Endpoint(f"{_ONE}/answers/{{item}}/cancel", "POST", stop, JSON),

@@ -203,6 +203,8 @@ def test_failed_answer_says_why(talking: Running) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "body", "status", "said"),
     [
+        ("POST", "/v1/documents", {"filename": "a.pdf", "file_data": "AAAA"}, 400, "not a PDF"),
+        ("POST", "/v1/documents", {"filename": "a.pdf", "file_data": "?"}, 400, "base64"),
         ("GET", "/v1/conversations/conv_none", None, 404, "no conversation 'conv_none'"),
         ("GET", "{path}/items/msg_99", None, 404, "no item 'msg_99'"),
         ("GET", "{path}/items/%C2%B2", None, 404, "no item"),

@@ -13,6 +13,7 @@ import pytest
 
 import localrt
 from localrt import History
+from tests.documents.samples import pdf
 from tests.server.conftest import Running, needs_kernels, serving
 from tests.server.scripted import Script, file, script, talker, talking, write_long
 from tests.server.test_conversations import picture
@@ -58,9 +59,9 @@ def visit(browser: Any, talking: Running) -> Iterator[Callable[..., Any]]:
     yield visit
     for context in contexts:
         context.close()
-    allowed = r"(http://127\.0\.0\.1:\d+/($|v1/(models$|conversations)))|data:|blob:"
+    allowed = r"(http://127\.0\.0\.1:\d+/($|v1/(models$|documents$|conversations)))|data:|blob:"
     assert [url for url in asked if not re.match(allowed, url)] == []
-    expected = ("401", "404", "403")  # of answers that have ended, and of keys
+    expected = ("400", "401", "403", "404")  # no documents, keys, answers that have ended
     assert [line for line in said if not any(status in line for status in expected)] == []
 
 
@@ -254,6 +255,18 @@ def test_edit_again_and_branches(visit: Any, script: Script, file: Path) -> None
     assert turns_in(file) == ["One", "First."]
 
 
+def test_documents(visit: Any, tmp_path: Path) -> None:
+    (tmp_path / "plan.pdf").write_bytes(pdf("Fish on Friday.", "Rice."))
+    page = visit()
+    page.locator("#files").set_input_files([tmp_path / "plan.pdf"])
+    expect(page.locator("#chips li")).to_contain_text("plan.pdf, 2 pages")
+    send(page, "What is there to eat?")
+    file = page.locator("article.user .file")
+    expect(file).to_have_text("plan.pdf, 2 pages")
+    assert "[page 1]\nFish on Friday." in file.get_attribute("title")
+    ended(page)
+
+
 def test_pictures_and_files(visit: Any, file: Path, tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(picture())
     (tmp_path / "b.py").write_text("x = '👍'\ny = 2\n", "utf-8")
@@ -262,7 +275,7 @@ def test_pictures_and_files(visit: Any, file: Path, tmp_path: Path) -> None:
     page.locator("#files").set_input_files([tmp_path / "a.png", tmp_path / "b.py"])
     expect(page.locator("#chips li")).to_have_count(2)
     page.locator("#files").set_input_files([tmp_path / "c.bin"])
-    expect(page.get_by_role("alert").first).to_contain_text("c.bin is not text")
+    expect(page.get_by_role("alert").first).to_contain_text("c.bin is not a text")
     # As a picture that is pasted, and one that is dropped.
     for event, field in (("paste", "clipboardData"), ("drop", "dataTransfer")):
         page.evaluate(

@@ -66,6 +66,7 @@ REQUESTS: dict[str, Schema] = {
         shown=TEXT,
     ),
     "CONVERSATION_ITEMS": object_of("items", items=_MESSAGES, after=TEXT),
+    "DOCUMENT": object_of("filename", "file_data", filename=STRING, file_data=STRING),
     "CONVERSATION_ANSWER": object_of(model=TEXT, after=TEXT),
     "INPUT_TOKENS": object_of(**_PROMPT),
     "RESPONSES": object_of(

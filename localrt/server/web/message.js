@@ -1,7 +1,5 @@
 // The message that is written, with its attachments, and the options of its chat.
 
-const FILE_BYTES = 512000;
-
 // -- the message
 
 async function submit() {
@@ -53,36 +51,36 @@ function messageOf(text, files) {
   return { type: "message", role: "user", content, folds };
 }
 
+const dataUrl = (file) => new Promise((done, failed) => {
+  const reader = new FileReader();
+  reader.onload = () => done(reader.result);
+  reader.onerror = () => failed(reader.error);
+  reader.readAsDataURL(file);
+});
+
 async function attach(given) {
   for (const file of given) {
+    const url = await dataUrl(file);
     if (/^image\/(png|jpeg|webp|gif)$/.test(file.type)) {
-      const url = await new Promise((done, failed) => {
-        const reader = new FileReader();
-        reader.onload = () => done(reader.result);
-        reader.onerror = () => failed(reader.error);
-        reader.readAsDataURL(file);
-      });
       chat.files.push({ name: file.name, url });
-      const model = chat.models.find((one) => one.id === $("model").value);
-      if (model && !(model.capabilities || []).includes("vision")) {
-        warn(`${model.id} may not see pictures: a model that does not is told their names.`);
-      }
+      pictureWarning();
       continue;
     }
-    if (file.size > FILE_BYTES) throw new Error(`${file.name} is larger than 512 kB: attach the part that matters`);
-    let text;
-    try {
-      text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer()).replaceAll("\r\n", "\n");
-    } catch { text = "\0"; }
-    if (text.includes("\0")) throw new Error(`${file.name} is not text in UTF-8, nor a PNG, JPEG, WebP or GIF picture`);
-    const body = text.endsWith("\n") ? text : `${text}\n`;
-    const fence = "`".repeat(Math.max(2, ...(text.match(/`{3,}/g) || []).map((run) => run.length)) + 1);
-    const end = (file.name.match(/\.(\w+)$/) || ["", ""])[1];
-    const lines = body.split("\n").length - 1;
-    chat.files.push({
-      name: `${file.name}, ${lines > 1 ? `${lines} lines` : `${file.size} B`}`,
-      text: `${file.name}:\n${fence}${end}\n${body}${fence}\n`,
-    });
+    if (!file.size) throw new Error(`${file.name} is empty`);
+    const read = await post("/v1/documents", { filename: file.name, file_data: url });
+    chat.files.push({ name: `${read.filename}, ${read.size}`, text: read.text });
+    for (const picture of read.pictures) {
+      chat.files.push({ name: read.filename, url: `data:image/jpeg;base64,${picture}` });
+    }
+    if (read.note) warn(read.note);
+    if (read.pictures.length) pictureWarning();
+  }
+}
+
+function pictureWarning() {
+  const model = chat.models.find((one) => one.id === $("model").value);
+  if (model && !(model.capabilities || []).includes("vision")) {
+    warn(`${model.id} may not see pictures: a model that does not is told their names.`);
   }
 }
 
