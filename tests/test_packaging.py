@@ -190,8 +190,9 @@ def test_the_wheel_holds_localrt_and_nothing_else(tmp_path: Path) -> None:
     expected = {"localrt/py.typed", *(f"localrt/quant/cpu/csrc/{name}" for name in interface)}
     for room in ROOMS:
         for path in (ROOT / room).rglob("*"):
-            if path.suffix in (".py", ".json", ".tcss", ".cu", ".cuh") or (
-                path.is_file() and "data" in path.relative_to(ROOT).parts
+            folders = path.relative_to(ROOT).parts
+            if path.suffix in (".py", ".json", ".toml", ".tcss", ".cu", ".cuh") or (
+                path.is_file() and ("data" in folders or "web" in folders)
             ):
                 inside = path.relative_to(ROOT)
                 expected.add(str(inside if room == "localrt" else Path("localrt") / inside))
