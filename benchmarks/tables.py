@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.claims import claims_table
 from benchmarks.common.command import RESULTS, ROOT
 from benchmarks.common.record import Record, captioned, machine_of, markdown_table, versions_of
 from benchmarks.cpu.__main__ import cpu_table, times
@@ -125,6 +126,7 @@ _TABLES: dict[str, Callable[[Record], str]] = {
     "offload": offload_table,
     "published": published_table,
     "quality": quality_table,
+    "claims": claims_table,
     "resume": resume_table,
     "routing": routing_table,
 }

@@ -64,9 +64,14 @@ class MemoryLimit:
             " (run as root on Linux, or under systemd-run --user --scope -p MemoryMax=SIZE)"
         )
 
+    @property
+    def processes(self) -> Path:
+        """The file that a process writes its id to, to be under the limit."""
+        return self._folder / "cgroup.procs"
+
     def add(self, pid: int) -> None:
         """Put a process under the limit, with everything that it will allocate."""
-        (self._folder / "cgroup.procs").write_text(str(pid))
+        self.processes.write_text(str(pid))
 
     def peak(self) -> int | None:
         """Peak bytes of the group, page cache included; None if unknown."""
