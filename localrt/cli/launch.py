@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TypeAlias
+from urllib.parse import urlsplit
 
 from localrt import system
 from localrt.cli.help import Examples
@@ -136,8 +137,8 @@ def _choose(args: argparse.Namespace, program: Program, settings: Settings) -> _
         ModelNotFoundError: none is given, and none here suits the program.
     """
     least = args.ctx or program.tokens + _ROOM
-    port = f":{program.port or ''}"
-    servers = [each for each in local_servers(settings) if port in each.url]
+    found = local_servers(settings)
+    servers = [s for s in found if not program.port or urlsplit(s.url).port == program.port]
     chosen: _Choice = (None, ListedModel(args.model or "", 0), "the model that you gave")
     if args.model is None:
         for server in servers:

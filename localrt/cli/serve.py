@@ -94,7 +94,7 @@ _CONVERSATIONS_HELP = (
     "with a key, let other machines read and write your conversations, on the page and by HTTP "
     "(default: on this machine's own address alone)"
 )
-_PARENT_HELP = "end with this process; a line of JSON on stdout says where (default: none)"
+_PARENT_HELP = "end with this process, and print the address as JSON (default: none)"
 _LEAST_RUNNING = 4  # whatever passes gain: a chat does not wait for another's end
 _UNSET = ServeOptions()
 # Flags for a single model.
@@ -145,8 +145,8 @@ def run(args: argparse.Namespace) -> int:
     read_options(defaults)
     if args.model is None:
         _check_all(args)
-    _prepare_companion(args)
     with closing(open_socket(options)) as bound:
+        _prepare_companion(args)
         if not is_loopback(options.host) and options.api_key is None:
             print(
                 f"localrt: anyone who can reach {options.host} may use the models: "
@@ -190,7 +190,7 @@ def _serve(
             }
             if args.ready_file is not None:
                 file = Path(args.ready_file)
-                stack.callback(file.unlink, missing_ok=True)
+                stack.callback(_remove_ready_file, file, os.getpid())
                 write_text(file, json.dumps(told))
             if args.json or args.parent is not None or not args.port:
                 _print_json(**told)
@@ -209,18 +209,31 @@ def _prepare_companion(args: argparse.Namespace) -> None:
     """Watch ``--parent``, and remove a ``--ready-file`` that a crash left.
 
     Raises:
-        OptionError: there is no folder for the file, or no such process.
+        OptionError: there is no folder for the file, the file is another, or no such process.
     """
     if args.ready_file is not None:
         file = Path(args.ready_file)
         if not file.parent.is_dir():
             raise OptionError(f"{option('ready_file')} must be in a folder that exists, is {file}")
-        file.unlink(missing_ok=True)
+        if os.path.lexists(file) and not _remove_ready_file(file):
+            raise OptionError(f"{option('ready_file')}: {file} is another file: give another name")
     if args.parent is not None:
         name = process_name(args.parent)
         if name is None:
             raise OptionError(f"{option('parent')} must be a process's id: none has {args.parent}")
         threading.Thread(target=_end_with, args=(name,), daemon=True).start()
+
+
+def _remove_ready_file(file: Path, pid: int | None = None) -> bool:
+    """Remove a ready file, of the process ``pid`` if given; return whether it was one."""
+    try:
+        told = json.loads(file.read_text("utf-8"))
+        found = told["event"] == "ready" and pid in (None, told["pid"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+    if found:
+        file.unlink(missing_ok=True)
+    return found
 
 
 def _end_with(parent: str) -> None:

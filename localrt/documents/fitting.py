@@ -1,4 +1,4 @@
-"""What of documents goes into a prompt: all, or the pieces that go best with its question."""
+"""Chooses what goes into a prompt: whole documents, or the pieces that fit its question best."""
 
 from __future__ import annotations
 

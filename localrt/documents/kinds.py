@@ -57,7 +57,11 @@ _WORD_MARKS = {"w:tab/": "\t", "w:numPr": "- ", "/w:tc>": " | "}
 
 def _word(data: bytes, name: str) -> str:
     try:
-        with zipfile.ZipFile(io.BytesIO(data)).open("word/document.xml") as file:
+        archive = zipfile.ZipFile(io.BytesIO(data))
+        packed = archive.getinfo("word/document.xml")
+        if packed.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise zipfile.BadZipFile  # .docx has no others
+        with archive.open(packed) as file:
             xml = file.read(MOST_READ + 1)
     except _BAD_ZIP as error:
         raise OptionError(f"{name} cannot be read: it is damaged, encrypted or no .docx") from error

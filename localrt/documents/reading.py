@@ -140,11 +140,15 @@ def _folder(folder: Path, name: str) -> Document:
 
 
 def files_below(folder: Path) -> Iterator[Path]:
-    """Yield a folder's files at any depth, without hidden ones and those that git ignores."""
+    """Yield a folder's files at any depth, without hidden ones, those that git ignores, and links
+    that lead out of it.
+    """
+    top = folder.resolve()
     for inner in _known_to_git(folder) or _walked(folder):
         hidden = any(part.startswith(".") or part in _LEFT_OUT for part in Path(inner).parts)
-        if not hidden and (folder / inner).is_file():
-            yield folder / inner
+        path = folder / inner
+        if not hidden and path.is_file() and path.resolve().is_relative_to(top):
+            yield path
 
 
 def _known_to_git(folder: Path) -> list[str]:

@@ -51,6 +51,12 @@ class Answers:
         self.running[writer.turn] = one = Answer(request, found, writer)
         one.task.add_done_callback(lambda _: self.running.pop(writer.turn))
 
+    def stop(self, conversation: str) -> None:
+        """Stop the answers in a conversation."""
+        for one in self.running.values():
+            if one.conversation == conversation:
+                one.stop()
+
     async def close(self) -> None:
         """Wait until answers are saved, and close the file; the service must have stopped."""
         if tasks := [one.task for one in self.running.values()]:
@@ -64,6 +70,7 @@ class Answer:
 
     def __init__(self, request: ModelRequest, found: Conversation, writer: AnswerWriter) -> None:
         self._request, self._found, self._writer = request, found, writer
+        self.conversation = found.id
         self._changed = asyncio.Event()
         self._chunk: Chunk | None = None
         self._pieces: list[str] = []
@@ -103,9 +110,11 @@ class Answer:
         stopping = self._stopped or self._request.service.stopping
         if stopping or info.get("finish_reason") == "cancelled":
             state = info["finish_reason"] = "cancelled"
-        await self._save(state, info)
-        self._done = True
-        self._notify()
+        try:
+            await self._save(state, info)
+        finally:
+            self._done = True
+            self._notify()
 
     async def _work(self) -> None:
         request, service, writer = self._request, self._request.service, self._writer

@@ -31,6 +31,7 @@ from localrt.server.page import to_html
 from localrt.server.service import ModelRequest, sent_key, service_of
 
 Work = Callable[[History, Request, dict[str, Any]], Payload]
+_Given = tuple[str, list[Payload], Payload]  # role, content, facts
 
 _STATUS = {"done": "completed", "writing": "in_progress"}
 _HTML, _PICTURES = "html", "message.input_image.image_url"  # values of ``include``
@@ -109,21 +110,31 @@ def conversation(history: History, request: Request, fields: Payload) -> Payload
     if (options := fields.get("options")) is not None:
         read_options(options)
         changes["options"] = {name: each for name, each in options.items() if each is not None}
-    new = "id" not in request.path_params
-    found = history.new(model="") if new else _open(history, request)
+    if "id" in request.path_params:
+        found = _open(history, request)
+        shown = _turn(found, fields["shown"]).id if fields.get("shown") else None
+    else:
+        shown, added = None, [_read(one) for one in fields.get("items") or ()]
+        found = history.new(model="")
+        _add(found, added)
     found.set(**changes)
-    if new:
-        _add(found, fields.get("items") or ())
-    if fields.get("shown"):
-        found.show(_turn(found, fields["shown"]).id)
+    if shown is not None:
+        found.show(shown)
     return {**_described(found), "instructions": found.system, "options": found.options}
 
 
-def delete(history: History, request: Request, fields: Payload) -> Payload:
-    """Delete a conversation, with all its branches."""
-    found = _open(history, request)
-    history.delete(found.id)
-    return {"id": f"conv_{found.id}", "object": "conversation.deleted", "deleted": True}
+async def delete(request: Request) -> Response:
+    """Delete a conversation, with all its branches; an answer that is being written ends."""
+    answers = _owned(request)
+
+    def work() -> str:
+        id = _open(answers.history, request).id
+        answers.history.delete(id)
+        return id
+
+    id = await asyncio.to_thread(work)
+    answers.stop(id)
+    return JsonResponse({"id": f"conv_{id}", "object": "conversation.deleted", "deleted": True})
 
 
 # -- items -----------------------------------------------------------------------------------------
@@ -161,8 +172,8 @@ def _item(found: Conversation, turn: Turn, include: list[str]) -> Payload:
     return {**about, **files, "type": "message", "role": turn.role, "content": parts}
 
 
-def _read(item: Mapping[str, Any]) -> tuple[str, list[Payload]]:
-    """Return the role and the content of a message for the history."""
+def _read(item: Mapping[str, Any]) -> _Given:
+    """Return the role, the content and the facts of a message for the history."""
     role, content, parts = item.get("role"), item["content"], []
     if item.get("type", "message") != "message" or role not in ("user", "assistant"):
         raise invalid("items must be messages of the user or the assistant", "items")
@@ -175,7 +186,7 @@ def _read(item: Mapping[str, Any]) -> tuple[str, list[Payload]]:
             parts.append({"type": "text", "text": text})
         else:
             raise invalid("the parts of a message must be texts, or pictures as data URIs", "items")
-    return role, parts
+    return role, parts, {"folds": item["folds"]} if item.get("folds") else {}
 
 
 def items(history: History, request: Request, fields: Payload) -> Payload:
@@ -193,21 +204,28 @@ def add_items(history: History, request: Request, fields: Payload) -> Payload:
     """Add messages at the end, or as a branch after the item ``after``, "" for the beginning."""
     found, after = _open(history, request), fields.get("after")
     number = 0 if after == "" else None if after is None else _turn(found, after).id
-    added = _add(found, fields["items"], number)
+    added = _add(found, [_read(one) for one in fields["items"]], number)
     return {"object": "list", "data": [_item(found, turn, [_HTML]) for turn in added]}
 
 
-def _add(found: Conversation, items: Sequence[Any], after: int | None = None) -> list[Turn]:
+def _add(found: Conversation, items: Sequence[_Given], after: int | None = None) -> list[Turn]:
     added: list[Turn] = []
-    for role, content, folds in [(*_read(one), one.get("folds")) for one in items]:
-        info = {"folds": folds} if folds else {}
+    for role, content, info in items:
         added.append(found.add(role, content, after=after, info=info))
         after = added[-1].id
     return added
 
 
-def document(history: History, request: Request, fields: Payload) -> Payload:
+async def document(request: Request) -> Response:
     """The text of a file, as a message can have it, and pictures of its pages without text."""
+    _owned(request)
+    service = service_of(request)
+    fields = await read_fields(request, "DOCUMENT", service.options, service.bodies)
+    async with service.seeing:  # pages that are pictures take much memory
+        return JsonResponse(await asyncio.to_thread(_document, fields))
+
+
+def _document(fields: Payload) -> Payload:
     head, comma, data = fields["file_data"].partition(",")
     try:
         content = base64.b64decode(data if comma else head, validate=True)
@@ -279,11 +297,11 @@ ROUTES = (
     _endpoint(_ALL, "POST", conversation, "CONVERSATION"),
     _endpoint(_ONE, "GET", conversation),
     _endpoint(_ONE, "POST", conversation, "CONVERSATION"),
-    _endpoint(_ONE, "DELETE", delete),
+    Endpoint(_ONE, "DELETE", delete, JSON),
     _endpoint(f"{_ONE}/items", "GET", items),
     _endpoint(f"{_ONE}/items", "POST", add_items, "CONVERSATION_ITEMS"),
     _endpoint(f"{_ONE}/items/{{item}}", "GET", items),
-    _endpoint("/v1/documents", "POST", document, "DOCUMENT"),
+    Endpoint("/v1/documents", "POST", document, JSON, "DOCUMENT"),
     Endpoint(f"{_ONE}/answers", "POST", begin, JSON, "CONVERSATION_ANSWER"),
     Endpoint(f"{_ONE}/answers/{{item}}", "GET", follow, EVENT_STREAM),
     Endpoint(f"{_ONE}/answers/{{item}}/cancel", "POST", stop, JSON),

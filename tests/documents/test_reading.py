@@ -89,6 +89,7 @@ def bomb() -> bytes:
         ("a.docx", b"\xd0\xcf\x11\xe0 an encrypted one", "a.docx cannot be read"),
         ("a.docx", docx("")[:60], "damaged"),
         ("a.docx", bomb(), "too large"),
+        ("a.docx", docx("").replace(b"\x08\0", b"\x0e\0"), "damaged"),  # as if packed by LZMA
         ("a.ipynb", b"{}", "no notebook"),
         ("a.ipynb", b'{"cells": 3}', "no notebook"),
         ("a.ipynb", b"[" * 100_000, "no notebook"),
@@ -157,6 +158,21 @@ def test_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_links_out_of_a_folder_are_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("secret")
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "a.txt").write_text("a")
+    try:
+        (folder / "inside.txt").symlink_to("a.txt")
+        (folder / "notes.txt").symlink_to(tmp_path / "key")
+    except OSError:
+        pytest.skip("this system makes no links")
+    text = read_document(folder).text
+    assert "inside.txt" in text
+    assert "secret" not in text
+
+
 def test_folder_of_a_repository(tmp_path: Path) -> None:
     subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
     (tmp_path / ".gitignore").write_text("build/\n*.log\n")

@@ -42,7 +42,7 @@ def companion(*args: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 @needs_signals
 def test_it_says_where_it_is(tiny_folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "ready.json"
-    file.write_text("left by a crash")
+    file.write_text('{"event": "ready", "pid": 1}')  # left by a crash
     args = (str(tiny_folder), "--name", "me", "--port", "0", "--ready-file", str(file), "--quiet")
     with companion(*args) as (process, line):
         told = json.loads(line)
@@ -105,6 +105,14 @@ def test_what_cannot_be(tiny_folder: Path, args: tuple[str, ...], words: str) ->
     assert (result.returncode, result.stdout) == (2, "")
     assert words in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_another_file_is_kept(tiny_folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "notes.txt"
+    file.write_text("mine")
+    result = failed(str(tiny_folder), "--port", "0", "--ready-file", str(file))
+    assert (result.returncode, file.read_text()) == (2, "mine")
+    assert "is another file: give another name" in result.stderr
 
 
 def test_the_holder_of_a_port_is_named(tiny_folder: Path) -> None:

@@ -133,6 +133,26 @@ def test_stop(talking: Running, script: Script) -> None:
     wait_for(talking.idle)
 
 
+def test_deleting_stops_the_answer(talking: Running, script: Script) -> None:
+    script.say("On and on. ", ends=False)
+    script.hold(30)
+    path, _ = begun(talking)
+    item = ok(talking.request("POST", f"{path}/answers", {}))
+    place = f"{path}/items/{item['id']}"
+    wait_for(lambda: "On" in ok(talking.request("GET", place))["content"][0]["text"])
+    assert ok(talking.request("DELETE", path))["deleted"]
+    script.release()
+    wait_for(talking.idle)
+    assert talking.request("GET", place)[0] == 404
+
+
+def test_a_refused_conversation_is_not_made(talking: Running) -> None:
+    before = ok(talking.request("GET", "/v1/conversations"))["data"]
+    items = [{"role": "user", "content": "Hi"}, {"role": "system", "content": "No"}]
+    assert talking.request("POST", "/v1/conversations", {"items": items})[0] == 400
+    assert ok(talking.request("GET", "/v1/conversations"))["data"] == before
+
+
 def test_the_app_s_conversation(talking: Running, file: Path) -> None:
     """Branches, pictures, files and calls, as the terminal app has written them."""
     with History(file) as history:

@@ -15,9 +15,11 @@ const chat = {
   files: [], // attached to the message
   editing: null, // the id of the item before the edited message
   answering: "", // the id of the answer that is followed
-  draft: JSON.parse(stored("options") || "{}"), // options of a new conversation
+  draft: {}, // options of a new conversation
   visit: 0, // goes up with every conversation that is opened
 };
+
+try { chat.draft = JSON.parse(stored("options") || "{}"); } catch { /* as if there were none */ }
 
 // -- the server
 
@@ -44,7 +46,7 @@ async function send(path, { method = "GET", body, signal } = {}) {
 
 const api = async (path, given) => (await send(path, given)).json();
 const post = (path, body) => api(path, { method: "POST", body });
-const here = (rest = "") => `/v1/conversations/${encodeURIComponent(chat.id)}${rest}`;
+const here = (rest = "", id = chat.id) => `/v1/conversations/${encodeURIComponent(id)}${rest}`;
 
 function askForKey() {
   if (!$("asking").open) $("asking").showModal();
@@ -103,8 +105,9 @@ const acts = {
   edit: doing(edit),
   again: doing(again),
   show: doing(async (id) => {
+    const { visit } = chat;
     await post(here(), { shown: id });
-    await load({ branch: id });
+    if (visit === chat.visit) await load({ branch: id });
   }),
   pictures: async (item) => {
     const whole = await api(here(`/items/${item.id}?include=${PICTURES}`));
@@ -161,12 +164,20 @@ async function earlier() {
   if (!first || !chat.more) return;
   const branch = chat.items.at(-1).id;
   const page = await api(here(`/items?limit=${PART}&include=html&after=${first.id}&branch=${branch}`));
-  if (visit !== chat.visit || chat.items[0] !== first) return;
+  if (visit !== chat.visit || chat.items[0]?.id !== first.id) return;
   chat.items = [...page.data.reverse(), ...chat.items];
   chat.more = page.has_more;
   const before = $("scroller").scrollHeight - $("scroller").scrollTop;
   draw();
   $("scroller").scrollTop = $("scroller").scrollHeight - before;
+}
+
+// Where an item is now, with the one before it loaded.
+async function placeOf(item) {
+  if (chat.items[0]?.id === item.id) await earlier();
+  const at = chat.items.findIndex((one) => one.id === item.id);
+  if (at < 0 || (at === 0 && chat.more)) throw new Error("The conversation has changed: try again.");
+  return at;
 }
 
 // Shows `chat.items`: an item that has not changed keeps its element.
@@ -267,7 +278,9 @@ async function follow(item) {
         if (error.status !== 404) warn(error);
         await new Promise((done) => setTimeout(done, 700));
       }
-      whole = await api(here(`/items/${item.id}?include=html`)).catch(() => whole);
+      const before = whole;
+      whole = await api(here(`/items/${item.id}?include=html`)).catch((error) => (error.status === 404 ? null : before));
+      if (!whole) return mine() && warn("The conversation was deleted.");
       if (whole.state === "writing" && mine()) update({ thinking: thoughtOf(whole), html: whole.content.at(-1).html });
     }
     if (!mine()) return;
@@ -308,8 +321,7 @@ function setBusy(busy) {
 }
 
 async function again(item) {
-  if (chat.items[0] === item) await earlier();
-  const at = chat.items.findIndex((one) => one.id === item.id);
+  const at = await placeOf(item);
   if (at < 1) return;
   chat.items = chat.items.slice(0, at);
   draw();

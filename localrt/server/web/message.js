@@ -3,27 +3,37 @@
 // -- the message
 
 async function submit() {
-  const text = wellFormed($("message").value.trim());
-  const { files } = chat;
+  const written = $("message").value;
+  const text = wellFormed(written.trim());
+  const { files, visit } = chat;
   if (chat.answering || (!text && !files.length)) return;
+  const model = $("model").value;
+  const before = chat.editing ?? chat.items.at(-1)?.id ?? "";
   $("send").disabled = true;
   try {
-    if (!chat.id) {
-      const metadata = { model: $("model").value };
-      chat.about = await post("/v1/conversations", { metadata, ...chat.draft });
-      chat.id = chat.about.id;
-      history.replaceState(null, "", `#${chat.id}`);
+    let { id } = chat;
+    if (!id) {
+      const about = await post("/v1/conversations", { metadata: { model }, ...chat.draft });
+      id = about.id;
+      if (visit === chat.visit) {
+        Object.assign(chat, { id, about });
+        history.replaceState(null, "", `#${id}`);
+      }
     }
-    const before = chat.editing ?? chat.items.at(-1)?.id ?? "";
-    const added = await post(here("/items"), { items: [messageOf(text, files)], after: before });
+    const added = await post(here("/items", id), { items: [messageOf(text, files)], after: before });
+    const asked = added.data.at(-1).id;
+    if (visit !== chat.visit) { // another conversation was opened meanwhile
+      await post(here("/answers", id), { after: asked, model: model || null });
+      return;
+    }
     const at = chat.items.findIndex((item) => item.id === before);
     chat.items = [...(before ? chat.items.slice(0, at + 1) : []), ...added.data];
     finishEditing();
-    $("message").value = "";
+    if ($("message").value === written) $("message").value = "";
     chat.files = [];
     drawFiles();
     draw(true);
-    await answerTo(added.data.at(-1).id);
+    await answerTo(asked);
   } finally { $("send").disabled = false; }
 }
 
@@ -104,8 +114,7 @@ function drawFiles() {
 }
 
 async function edit(item) {
-  if (chat.items[0] === item) await earlier();
-  const at = chat.items.findIndex((one) => one.id === item.id);
+  const at = await placeOf(item);
   const pictures = item.content.filter((part) => part.type === "input_image");
   const urls = pictures.length ? await acts.pictures(item) : [];
   const pieces = piecesOf(item);
