@@ -218,9 +218,11 @@ class ChatScreen(Screen[None]):
             read = await asyncio.to_thread(read_mentioned, text, sees=sees)
             text = attachments.labelled(text, read)
             notes = [file.note for _, file in read]
-        fit = attachments.fitted if session is None else partial(session.fitted, attachments)
-        text, more = await asyncio.to_thread(fit, text)
-        for line in filter(None, notes + more):
+        if attachments.holds_files(text):
+            fit = attachments.fitted if session is None else partial(session.fitted, attachments)
+            text, more = await asyncio.to_thread(fit, text)
+            notes += more
+        for line in filter(None, notes):
             self.say(line)
         draft = attachments.expanded(text)
         if draft.pictures and session is not None:

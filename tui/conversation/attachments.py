@@ -124,6 +124,10 @@ class Attachments:
             labels.append(self.add_picture(new_picture(page.picture, name=name)))
         return " ".join(labels)
 
+    def holds_files(self, text: str) -> bool:
+        """Whether the message has files that may not fit."""
+        return any(each[0] in self._files for each in self._labels_in(text))
+
     def fitted(
         self, text: str, free: Callable[[], int] = lambda: 0, count: Callable[[str], int] = len
     ) -> tuple[str, list[str]]:

@@ -16,6 +16,8 @@ const chat = {
   editing: null, // the id of the item before the edited message
   answering: "", // the id of the answer that is followed
   draft: {}, // options of a new conversation
+  loads: 0, // goes up with every load: what an earlier one brings comes too late
+  loading: 0, // how many loads there are now
   visit: 0, // goes up with every conversation that is opened
 };
 
@@ -106,8 +108,11 @@ const acts = {
   again: doing(again),
   show: doing(async (id) => {
     const { visit } = chat;
-    await post(here(), { shown: id });
-    if (visit === chat.visit) await load({ branch: id });
+    chat.loading++; // so that no other begins, which would bring the branch before
+    try {
+      await post(here(), { shown: id });
+      if (visit === chat.visit) await load({ branch: id });
+    } finally { chat.loading--; }
   }),
   pictures: async (item) => {
     const whole = await api(here(`/items/${item.id}?include=${PICTURES}`));
@@ -139,11 +144,12 @@ async function open(id) {
 // Reads the last part of the conversation; `branch` is an item of the branch to be shown.
 async function load({ branch, end = false } = {}) {
   const visit = chat.visit;
+  const mine = ++chat.loads;
   const at = branch ? `&branch=${branch}` : "";
   const count = Math.min(100, Math.max(PART, chat.items.length));
   const about = await api(here()); // first: what is written after it shows as a change
   const page = await api(here(`/items?limit=${count}&include=html${at}`));
-  if (visit !== chat.visit) return;
+  if (visit !== chat.visit || mine !== chat.loads) return;
   chat.about = about;
   chat.seen = about.updated_at;
   chat.items = page.data.reverse();

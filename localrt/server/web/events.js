@@ -91,9 +91,9 @@ window.addEventListener("hashchange", () => {
 const POLL_MS = 2500;
 // Shows what other windows, and the terminal app, have written.
 setInterval(async () => {
-  if (document.hidden || chat.answering || !chat.about || chat.editing !== null) return;
+  if (document.hidden || chat.answering || chat.loading || !chat.about || chat.editing !== null) return;
   const about = await api(here()).catch(() => null);
-  if (!about || about.id !== chat.id || chat.answering || about.updated_at === chat.seen) return;
+  if (!about || about.id !== chat.id || chat.answering || chat.loading || about.updated_at === chat.seen) return;
   await load({ branch: chat.items.at(-1)?.id }).catch(() => {});
   await list().catch(() => {});
 }, POLL_MS);
