@@ -132,15 +132,14 @@ import sys
 from pathlib import Path
 import numpy
 import localrt
+from localrt.models.checkpoints import open_checkpoint
+from localrt.models.tokenizers import load_tokenizer
 
 def mib(key):
     lines = Path("/proc/self/status").read_text("utf-8").splitlines()
     return int(next(line for line in lines if line.startswith(key)).split()[1]) / 1024
 
 before = mib("VmRSS")
-from localrt.models.checkpoints import open_checkpoint
-from localrt.models.tokenizers import load_tokenizer
-
 tokenizer = load_tokenizer(open_checkpoint(Path(sys.argv[1])))
 ids = tokenizer.encode("def main(): return 'hello, world'")
 print(mib("VmRSS") - before, mib("VmHWM") - before)
