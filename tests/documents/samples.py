@@ -44,9 +44,9 @@ def docx(body: str) -> bytes:
     made = io.BytesIO()
     names = 'xmlns:w="http://schemas.openxmlformats.org/wordprocessingml/2006/main"'
     with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr(
-            "word/document.xml", f"<w:document {names}><w:body>{body}</w:body></w:document>"
-        )
+        text = f"<w:document {names}><w:body>{body}</w:body></w:document>"
+        part = zipfile.ZipInfo("word/document.xml")  # of the same time always: bytes are tests' ids
+        archive.writestr(part, text, zipfile.ZIP_DEFLATED)
     return made.getvalue()
 
 
