@@ -365,8 +365,8 @@ def _shown_rate(got: Record) -> str:
 
 
 _TITLES: dict[str, Callable[[Record], str]] = {
-    "agent": lambda row: "an agent's 11 later requests to a model with recurrent layers",
-    "restarts": lambda row: "the next turn after each of two restarts, about 2,500 tokens of text",
+    "agent": lambda row: "an agent's 17 later requests to a model with recurrent layers",
+    "restarts": lambda row: "the next turn after each of two restarts, about 2,750 tokens",
     "draft": lambda row: f"1.5B with a draft of 0.5B, within {_limit(row)}",
     "models": lambda row: f"1.5B, 0.5B and 135M in turn, within {_limit(row)}",
     "answers": lambda row: "1.5B with a draft of 0.5B, against 1.5B alone",
