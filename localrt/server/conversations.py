@@ -7,7 +7,6 @@ and searched, have branches, instructions and options, and a model can be asked 
 from __future__ import annotations
 
 import asyncio
-import base64
 import hmac
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,8 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from localrt.chat_format.thinking import parted
-from localrt.common.errors import StorageError
-from localrt.documents.reading import read_document
+from localrt.common.errors import OptionError, StorageError
 from localrt.engine.options import read_options
 from localrt.history import AnswerWriter, Conversation, ConversationInfo, History, Turn
 from localrt.history.pictures import joined_content
@@ -26,6 +24,8 @@ from localrt.server.answers import Answers
 from localrt.server.bodies import read_fields
 from localrt.server.dialect import EVENT_STREAM, JSON, Endpoint, Payload, listed
 from localrt.server.errors import ApiError, JsonResponse, invalid
+from localrt.server.media import document_of
+from localrt.server.messages import encoded
 from localrt.server.options import is_loopback
 from localrt.server.page import to_html
 from localrt.server.service import ModelRequest, sent_key, service_of
@@ -226,13 +226,13 @@ async def document(request: Request) -> Response:
 
 
 def _document(fields: Payload) -> Payload:
-    head, comma, data = fields["file_data"].partition(",")
+    media_type, data = encoded(fields)
     try:
-        content = base64.b64decode(data if comma else head, validate=True)
-        found = read_document(content, name=fields["filename"], pictures=True)
-    except ValueError as error:  # of base64, or an OptionError
+        found, pictures = document_of(
+            data, name=fields["filename"], media_type=media_type, pictures=True
+        )
+    except OptionError as error:
         raise invalid(str(error), "file_data") from error
-    pictures = [base64.b64encode(page.picture).decode("ascii") for page in found.pictures]
     shown = {"filename": found.name, "text": found.text, "size": found.size, "note": found.note}
     return {"object": "document", **shown, "pictures": pictures}
 

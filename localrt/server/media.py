@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from localrt.common.errors import OptionError
-from localrt.documents.reading import read_document
+from localrt.documents.reading import Document, read_document
 from localrt.models.vision.picture import MOST_BYTES
 from localrt.server.errors import invalid
 from localrt.server.messages import DOCUMENT, Media, Mixed, Pieces
@@ -95,15 +95,26 @@ def _media(prompts: Sequence[Prompt]) -> list[Media]:
     return found
 
 
+def document_of(
+    data: str, *, name: str, media_type: str, pictures: bool
+) -> tuple[Document, list[str]]:
+    """Return a file that is sent in base64 as text, and its pages without text in base64.
+
+    Raises:
+        ApiError: 400, it is not base64.
+        OptionError: it cannot be read.
+    """
+    content = _Source(name, data, 0).decoded()
+    read = read_document(content, name=name, media_type=media_type, pictures=pictures)
+    return read, [base64.b64encode(page.picture).decode("ascii") for page in read.pictures]
+
+
 def _read(document: Media, *, sees: bool) -> Pieces:
     """Return the text of a document and its pages without text as pictures, or what is wrong."""
-    name, media_type, data = (document.part[key] for key in ("name", "media_type", "data"))
-    data = _Source(name, data, 0).decoded()
     try:
-        read = read_document(data, name=name, media_type=media_type, pictures=sees)
+        read, pictures = document_of(**document.part, pictures=sees)
     except OptionError as error:
         return [f"[document left out: {error}]"]
-    pictures = (base64.b64encode(page.picture).decode("ascii") for page in read.pictures)
     return [read.text, *(Media("image", {"data": each}, "") for each in pictures)]
 
 

@@ -230,7 +230,7 @@ def _words(part: Fields, note: Note) -> str | Media:
     name = next((found[key] for key in ("title", "filename", "name") if found.get(key)), None)
     known = None if kind.endswith("_call") else kind_in_words(kind)
     shown = f"[{known} left out{f': {name}' if isinstance(name, str) else ''}]"
-    media_type, data = _encoded(found)
+    media_type, data = encoded(found)
     if known and data and kind_of(str(name), media_type):
         name = name if isinstance(name, str) else "the document"
         return Media(DOCUMENT, {"name": name, "media_type": media_type, "data": data}, shown)
@@ -258,14 +258,14 @@ def _document(part: Fields, note: Note) -> str:
             return str(source.get("data") or "")
         if source.get("type") == "content":
             return text_of(source.get("content"), note)
-    if words := _decoded(*_encoded(part)):
+    if words := _decoded(*encoded(part)):
         return words
     if isinstance(part.get("transcript"), str):
         return str(part["transcript"])
     return text_of(part.get("content"), note)
 
 
-def _encoded(part: Fields) -> tuple[str, str]:
+def encoded(part: Fields) -> tuple[str, str]:
     """Return the media type of a file and its bytes in base64; "" if it is not sent so."""
     source = part.get("source")
     if isinstance(source, Mapping) and source.get("type") not in ("text", "content"):

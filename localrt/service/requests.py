@@ -553,7 +553,10 @@ class RequestBuilder:
 
 def _find(part: Sequence[int], ids: Sequence[int], places: Iterable[int]) -> int:
     """Return the first of ``places`` where ``part`` is in ``ids``; 0 if it is empty or nowhere."""
-    return next((i for i in places if part and ids[i : i + len(part)] == part), 0)
+    if not part:
+        return 0
+    begins = (place for place in places if ids[place] == part[0])  # few are, of many
+    return next((i for i in begins if ids[i : i + len(part)] == part), 0)
 
 
 def _answer_tokens(options: Options, prompt: int) -> int | None:

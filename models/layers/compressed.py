@@ -197,6 +197,7 @@ class TokenIndex:
         rows = np.zeros((len(x), index.head_dim), np.float32)  # with room for a block's key
         rows[:, : index.size] = turned(spec.rope, keys, places, first=0)
         rows[:, index.size : 2 * index.size] = gates
+        sparse = (places.max() + 1) // index.block > index.most_blocks  # else all is chosen
         spans = list[Span]()
         for first, stop, span in ranges(batch.spans):
             cache = span.cache.kv if isinstance(span.cache, HybridCache) else span.cache
@@ -208,14 +209,14 @@ class TokenIndex:
                     means, gates = np.split(both, 2, axis=1)
                     key = weighted_mean(means, gates + self._bias.reshape(gates.shape))
                     kept.put(path[-1:], slice(2 * index.size, None), key[None])
-            mask = np.zeros((span.rows, cache.length + span.rows), np.bool_)
-            for row, path in enumerate(span.paths()):
-                mask[row, self._best(queries[first + row], factors[first + row], path, kept)] = True
+            if sparse:
+                mask = np.zeros((span.rows, cache.length + span.rows), np.bool_)
+                for row, path in enumerate(span.paths()):
+                    chosen = self._best(queries[first + row], factors[first + row], path, kept)
+                    mask[row, chosen] = True
+                spans.append(replace(span, mask=mask, ahead=None))
             cast(Any, cache).layer_done(self.layer, span.rows)
-            spans.append(replace(span, mask=mask, ahead=None))
-        if (places.max() + 1) // index.block <= index.most_blocks:
-            return None
-        return ops.begin(replace(batch, spans=tuple(spans)))
+        return ops.begin(replace(batch, spans=tuple(spans))) if sparse else None
 
     def _best(self, queries: Floats, factors: Floats, path: Any, cache: TokenRows) -> Any:
         """Of ``path`` what a row sees."""

@@ -117,14 +117,19 @@ def test_answer_goes_on_without_its_reader_and_stops(talking: Running, script: S
     assert talking.request("GET", f"{path}/answers/{item['id']}")[0] == 404
 
 
-def test_stop(talking: Running, script: Script) -> None:
+def endless(talking: Running, script: Script) -> tuple[str, str]:
+    """The paths of a conversation and of an answer in it that has begun, and does not end."""
     script.say("On and on. ", ends=False)
     script.hold(30)
     path, _ = begun(talking)
-    item = ok(talking.request("POST", f"{path}/answers", {}))
-    place = f"{path}/items/{item['id']}"
+    place = f"{path}/items/{ok(talking.request('POST', f'{path}/answers', {}))['id']}"
     wait_for(lambda: "On" in ok(talking.request("GET", place))["content"][0]["text"])
-    assert ok(talking.request("POST", f"{path}/answers/{item['id']}/cancel"))["stopped"]
+    return path, place
+
+
+def test_stop(talking: Running, script: Script) -> None:
+    _, place = endless(talking, script)
+    assert ok(talking.request("POST", f"{place.replace('/items/', '/answers/')}/cancel"))["stopped"]
     script.release()
     wait_for(lambda: ok(talking.request("GET", place))["status"] == "incomplete")
     found = ok(talking.request("GET", place))
@@ -134,12 +139,7 @@ def test_stop(talking: Running, script: Script) -> None:
 
 
 def test_deleting_stops_the_answer(talking: Running, script: Script) -> None:
-    script.say("On and on. ", ends=False)
-    script.hold(30)
-    path, _ = begun(talking)
-    item = ok(talking.request("POST", f"{path}/answers", {}))
-    place = f"{path}/items/{item['id']}"
-    wait_for(lambda: "On" in ok(talking.request("GET", place))["content"][0]["text"])
+    path, place = endless(talking, script)
     assert ok(talking.request("DELETE", path))["deleted"]
     script.release()
     wait_for(talking.idle)
