@@ -116,6 +116,16 @@ def mix_table(record: Record) -> str:
     return captioned(record, markdown_table(headers, rows), about)
 
 
+def reliability_table(record: Record) -> str:
+    """The cases of a campaign: how often each was tried, how often it failed, what was measured."""
+    rows = [[name, f"{row['count']:,}", str(row["found"])] for name, row in record["cases"].items()]
+    table = markdown_table(["case", "tries", "failed"], rows)
+    if figures := record["figures"]:
+        named = [[name, str(value)] for name, value in figures.items()]
+        table += "\n\n" + markdown_table(["measured", ""], named)
+    return captioned(record, table, f"{record['seconds'] / 3600:.1f} hours,")
+
+
 _TABLES: dict[str, Callable[[Record], str]] = {
     "bench": bench_table,
     "cpu": cpu_table,
@@ -126,6 +136,7 @@ _TABLES: dict[str, Callable[[Record], str]] = {
     "offload": offload_table,
     "published": published_table,
     "quality": quality_table,
+    "reliability": reliability_table,
     "claims": claims_table,
     "resume": resume_table,
     "routing": routing_table,
