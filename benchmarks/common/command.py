@@ -91,13 +91,14 @@ def isa_name(text: str) -> str:
 
 
 def cited_command(name: str, arguments: Sequence[str] | None = None) -> str:
-    """``python -m benchmarks.NAME`` with its arguments, without --json and without files'
-    folders.
+    """``python -m benchmarks.NAME`` with its arguments, without --json and files' folders, and
+    without --only and --again: the command that measures all rows.
     """
-    words, skip = [], False
+    words, option = [], ""
     for word in sys.argv[1:] if arguments is None else arguments:
-        if skip or word == "--json":
-            skip = word == "--json"
+        option = word if word.startswith("--") else option
+        if option in ("--json", "--only", "--again"):
+            option = "" if option == "--json" != word else option
         elif "/" in word and not word.endswith("/s"):  # "/s": a rate such as 12GB/s
             words.append(Path(word).name)
         else:
