@@ -102,8 +102,8 @@ def run(args: argparse.Namespace) -> int:
             model = models_of(server)[0]
         least = program.tokens + _ROOM
         if 0 < model.ctx < least:
-            has = f"{model.name} has a context of {model.ctx} tokens"
-            _say(f"{has}, {program.title} needs {least}: give --ctx {least}, or another --model")
+            has = f"{model.name} has a context of {model.ctx:,} tokens"
+            _say(f"{has}, {program.title} needs {least:,}: give --ctx {least}, or another --model")
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="localrt-"))
         made = start(server, folder, server.key)
         if made.file is not None:

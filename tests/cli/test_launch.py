@@ -64,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model that knows tools, with a context that every program fits into."""
     made = tmp_path_factory.mktemp("launched") / "caller"
     made.mkdir()
-    return write_tiny_model(made, template=WITH_TOOLS, context=16384)
+    return write_tiny_model(made, template=WITH_TOOLS, context=32768)
 
 
 @pytest.fixture
@@ -253,7 +253,7 @@ def test_the_best_model_here_is_chosen(
     """The plain one is larger and knows no tools, the short one has too little room."""
     monkeypatch.setattr("localrt.hub.listing.demo_in_package", lambda: None)
     for other, template, context, spare in (
-        ("plain", "{{ messages[0].content }}", 16384, 64),
+        ("plain", "{{ messages[0].content }}", 32768, 64),
         ("short", WITH_TOOLS, 512, 128),
     ):
         (tmp_path / other).mkdir()
@@ -275,10 +275,10 @@ def test_a_server_with_too_little_room_is_not_used(
     short = write_tiny_model(tmp_path / "short", template=WITH_TOOLS, context=512)
     with a_server(short, programs):
         nothing = localrt("launch", "claude", env=programs)
-        assert_one_line(nothing, 1, "13,543 tokens", "--model")
+        assert_one_line(nothing, 1, "22,845 tokens", "--model")
         result = localrt("launch", "claude", "--model", "tiny", env=programs)
         assert result.returncode == 0
-        assert b"tiny has a context of 512 tokens, Claude Code needs 13543" in result.stderr
+        assert b"tiny has a context of 512 tokens, Claude Code needs 22,845" in result.stderr
 
 
 def test_a_program_that_looks_at_one_port(folder: Path, programs: dict[str, str]) -> None:
