@@ -256,6 +256,9 @@ class ChatSession:
         text files and folders to read. Of those that do not fit the context it is the pieces that
         go best with the text; ``file_notes`` then says so.
 
+        ``on_progress`` is called with ``Progress`` while files are read and the prompt is computed.
+        Until this returns it may raise an error of its own to cancel.
+
         ``tools`` are functions in OpenAI's form, by default the chat's own ``tools``. Where the
         answer calls some, the last chunk's ``finish_reason`` is ``"tool_calls"``.
 
@@ -273,10 +276,7 @@ class ChatSession:
         if (images or files) and text is None:
             raise OptionError("pictures and files need a text: say what to do with them")
         if files and text is not None:
-            from localrt.documents.fitting import with_files
-
-            found = with_files(text, files, self._host.info.sees, self._free, self._host.count)
-            text, pages, self.file_notes = found
+            text, pages = self._with_files(text, files, on_progress)
             images = [*images, *pages]
         content: str | list[dict[str, Any]] | None = text
         if images and text is not None:
@@ -290,6 +290,20 @@ class ChatSession:
             raise _already_answering()
         self._cancel = cancel = threading.Event()
         return self._answer(content, chosen, tools or self.tools, cancel, on_progress)
+
+    def _with_files(
+        self, text: str, files: Sequence[str | Path], progress: ProgressCallback | None
+    ) -> tuple[str, list[bytes]]:
+        """Return the text below its files, and pictures of their pages."""
+        from localrt.documents.fitting import fitted
+        from localrt.documents.reading import read_document
+
+        host = self._host
+        read = [read_document(each, pictures=host.info.sees, progress=progress) for each in files]
+        shown = fitted(read, text, free=self._free, count=host.count, progress=progress)
+        self.file_notes = list(dict.fromkeys(each.note for each in (*read, *shown) if each.note))
+        pictures = [page.picture for each in shown for page in each.pictures]
+        return "\n".join([*(each.text for each in shown), text]), pictures
 
     def _free(self) -> int:
         """The tokens of the context that messages leave; 0: unknown."""

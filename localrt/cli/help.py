@@ -149,6 +149,8 @@ _VERBS = {
     "pack": "packing",
     "load": "loading",
     "compile": "compiling",
+    "read": "reading",
+    "index": "indexing",
     "losses": "measuring what formats cost",
     "write": "writing text",
     "train": "training",

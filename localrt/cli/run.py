@@ -14,7 +14,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from localrt.chat import ChatSession
-from localrt.cli.help import Examples
+from localrt.cli.help import Examples, ProgressLine
 from localrt.cli.loading import choose_model, load_chat_model, load_model
 from localrt.cli.options import (
     Flag,
@@ -31,6 +31,7 @@ from localrt.cli.run_batch import read_stdin, run_batch
 from localrt.common.errors import LocalrtError, ModelNotFoundError, OptionError, reason_of
 from localrt.common.files import keep_private, private_folder, read_stream, write_text
 from localrt.common.formatting import format_bytes, format_rate, format_seconds, one_line, printable
+from localrt.common.progress import NOTE, Progress
 from localrt.common.settings import Settings
 from localrt.engine.types import Chunk, Metrics
 from localrt.hub import DEMO_NAME
@@ -164,7 +165,19 @@ def answer(
             chat.system = args.system
         try:
             images = getattr(args, "image", ())
-            stream = chat.stream(prompt, images=images, files=args.file, **options)
+            with ProgressLine() as line:
+
+                def show(step: Progress) -> None:
+                    if step.stage != "prefill":
+                        line(step)
+
+                try:
+                    stream = chat.stream(
+                        prompt, images=images, files=args.file, on_progress=show, **options
+                    )
+                except KeyboardInterrupt:
+                    line(Progress(NOTE, 0, None, "", "stopped while files were read"))
+                    raise
             for note in chat.file_notes:
                 print(f"localrt: {note}", file=sys.stderr)
             return _print(args, chatting.name, stream)

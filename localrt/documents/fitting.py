@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from localrt.common.errors import ContextOverflowError, OptionError
 from localrt.common.formatting import one_line
+from localrt.common.progress import ProgressCallback
 from localrt.common.settings import Settings
 from localrt.documents.index import DocumentIndex, Piece
-from localrt.documents.reading import Document, fenced, read_document
+from localrt.documents.reading import Document, fenced
 
 _SHARE = 0.75  # of the free context: the rest is for the answer
 _MOST_QUOTED = 4096  # tokens of pieces: more confuses small models, and makes every answer later
@@ -20,19 +20,13 @@ _PIECES = 24
 Count = Callable[[str], int]
 
 
-def with_files(
-    text: str, files: Sequence[str | Path], sees: bool, free: Callable[[], int], count: Count
-) -> tuple[str, list[bytes], list[str]]:
-    """Return a message below its files, pictures of their pages, and notes for the user."""
-    read = [read_document(file, pictures=sees) for file in files]
-    shown = fitted(read, text, free=free, count=count)
-    notes = dict.fromkeys(each.note for each in (*read, *shown) if each.note)
-    pictures = [page.picture for each in shown for page in each.pictures]
-    return "\n".join([*(each.text for each in shown), text]), pictures, list(notes)
-
-
 def fitted(
-    documents: Sequence[Document], question: str, *, free: Callable[[], int], count: Count
+    documents: Sequence[Document],
+    question: str,
+    *,
+    free: Callable[[], int],
+    count: Count,
+    progress: ProgressCallback | None = None,
 ) -> list[Document]:
     """Return the documents as they fit into a context with ``free()`` tokens (0: unknown).
 
@@ -58,6 +52,10 @@ def fitted(
             searched.append(place)
     share = int(min(room, _MOST_QUOTED)) // len(searched)
     with DocumentIndex(Settings.from_environment().data_dir / "documents.db") as index:
+        paths = [path.absolute() for place in searched if (path := documents[place].path)]
+        left_out = index.update(paths, progress=progress)
+        if why := next(filter(None, map(left_out.get, paths)), ""):
+            raise OptionError(why)
         for place in searched:
             kept[place] = _quoted(documents[place], question, share, count, index)
     return kept
@@ -70,8 +68,6 @@ def _quoted(
     overflow = ContextOverflowError(f"{name} does not fit the context: attach the part you need")
     if path is None:
         raise overflow
-    if why := index.update([path]).get(path):
-        raise OptionError(why)
 
     def quote(piece: Piece) -> str:
         inner = "" if path == piece.path else one_line(piece.path.relative_to(path).as_posix())

@@ -22,12 +22,13 @@ from typing import Any
 from localrt.common.closing import Closing
 from localrt.common.errors import ContextOverflowError, OptionError, StorageError, reason_of
 from localrt.common.files import private_file, private_folder
-from localrt.documents.reading import files_below, pages_of
+from localrt.common.progress import ProgressCallback
+from localrt.documents.reading import Step, files_below, pages_of, step_in
 
 _PIECE = 1200  # characters: some 300 tokens
 _RRF = 60  # of the paper: how little the first ranks count more than the next
 _CANDIDATES = 50  # of each ranking
-_BATCH = 64  # texts embedded at a time
+_BATCH = 64  # texts embedded or stored at a time
 _ROWS = 4096  # vectors compared at a time
 _BUSY_SECONDS = 30.0  # the longest wait for another process
 _SCHEMA = """
@@ -104,22 +105,27 @@ class DocumentIndex(Closing):
             with self._lock:
                 yield
         except (sqlite3.Error, OSError) as error:
-            usable = isinstance(
-                error, sqlite3.OperationalError | OSError
-            )  # locked, full, read-only
+            if "user-defined function" in str(error):  # SQLite hides what its functions raise,
+                raise KeyboardInterrupt from error  # and _spaced raises nothing but this
+            usable = isinstance(error, sqlite3.OperationalError | OSError)  # locked, say, or full
             hint = "" if usable else "; it is made again if you delete it"
             raise StorageError(f"cannot use {self._path}: {reason_of(error)}{hint}") from error
 
-    def update(self, paths: Iterable[str | Path]) -> dict[Path, str]:
+    def update(
+        self, paths: Iterable[str | Path], *, progress: ProgressCallback | None = None
+    ) -> dict[Path, str]:
         """Index files, and the files of folders, where they have changed; forget those that are
         gone. Return why files were left out. Raises ``StorageError``.
+
+        ``progress`` is called for pages, pieces or files, and may raise an error of its own to
+        cancel. Of a file it is all or nothing that is indexed then; the next update goes on.
         """
         left_out: dict[Path, str] = {}
         for path in (Path(path).expanduser().absolute() for path in paths):
             files = list(files_below(path)) if path.is_dir() else [path]
-            for file in files:
+            for place, file in enumerate(files, 1):
                 try:
-                    self._update(file)
+                    self._update(file, step_in(progress, "index", file.name, place, len(files)))
                 except OptionError as error:
                     left_out[file] = str(error)
                 except (FileNotFoundError, PermissionError) as error:
@@ -131,10 +137,10 @@ class DocumentIndex(Closing):
             with self._in_words(), self._connection:
                 self._connection.executemany("DELETE FROM file WHERE path = ?", gone)
         if self._embedder is not None:
-            self._embed(self._embedder)
+            self._embed(self._embedder, step_in(progress, "embed", self._path.name))
         return left_out
 
-    def _update(self, path: Path) -> None:
+    def _update(self, path: Path, step: Step) -> None:
         key, status = (_text(path),), path.stat()
         row = self._rows("SELECT size, time, digest FROM file WHERE path = ?", key)
         if row and row[0][:2] == (status.st_size, status.st_mtime_ns):
@@ -143,8 +149,10 @@ class DocumentIndex(Closing):
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         same = bool(row) and row[0][2] == digest
         # Before the transaction, which other processes wait for.
-        pages = () if same else pages_of(path, path.name)
-        found = [(page.number, text) for page in pages for text in pieces(page.text)]
+        found = list[tuple[int, str]]()
+        for page in () if same else pages_of(path, path.name):
+            step(page.number, page.of, "pages")
+            found += ((page.number, text) for text in pieces(page.text))
         with self._in_words(), self._connection as connection:
             if same:
                 touched = "UPDATE file SET time = ? WHERE path = ?"
@@ -154,14 +162,20 @@ class DocumentIndex(Closing):
             values = (*key, status.st_size, status.st_mtime_ns, digest)
             added = connection.execute("INSERT INTO file VALUES (NULL, ?, ?, ?, ?)", values)
             insert = "INSERT INTO piece (file, page, text) VALUES (?, ?, ?)"
-            connection.executemany(insert, ((added.lastrowid, *piece) for piece in found))
+            for place in range(0, len(found), _BATCH):
+                step(place, len(found), "pieces")
+                some = found[place : place + _BATCH]
+                connection.executemany(insert, ((added.lastrowid, *piece) for piece in some))
 
-    def _embed(self, embedder: Any) -> None:
+    def _embed(self, embedder: Any, step: Step) -> None:
         """Embed the pieces that have no vector of this model yet."""
         missing = "SELECT id, text FROM piece WHERE model != ? AND id > ? LIMIT ?"
         stored = "UPDATE piece SET model = ?, vector = ? WHERE id = ?"
-        last = -1
+        total = self._rows("SELECT count(*) FROM piece WHERE model != ?", (embedder.name,))[0][0]
+        last, done = -1, 0
         while rows := self._rows(missing, (embedder.name, last, _BATCH)):
+            step(done, total, "pieces")
+            done += len(rows)
             vectors = _vectors(embedder, [text for _, text in rows]).astype("float16")
             last, data = rows[-1][0], [vector.tobytes() for vector in vectors]
             named = [

@@ -6,7 +6,7 @@ import io
 import re
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ class Page:
     number: int = 0
     picture: bytes = b""
     encoding: str = ""  # of a text file that is not UTF-8
+    of: int = 0  # pages that the file has
 
 
 def pdf_pages(source: Path | bytes, name: str, pictures: int) -> Iterator[Page]:
@@ -57,7 +58,7 @@ def pdf_pages(source: Path | bytes, name: str, pictures: int) -> Iterator[Page]:
                 except pypdfium2.PdfiumError:  # this page is broken: others may not be
                     page = Page("", number)
             pictures -= bool(page.picture)
-            yield page
+            yield replace(page, of=count)
     finally:
         with _LOCK:
             pdf.close()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from localrt.common.errors import OptionError, StorageError, reason_of
 from localrt.common.files import read_bytes
 from localrt.common.formatting import format_bytes, one_line
+from localrt.common.progress import Progress, ProgressCallback
 from localrt.documents.kinds import MOST_READ, decoded, kind_of, read_as
 from localrt.documents.pdf import Page, pdf_pages
 
@@ -20,6 +21,7 @@ _PICTURES = 20  # pages of a document shown as pictures
 _MOST_LISTED = 500
 _LEFT_OUT = ("node_modules", "__pycache__")  # besides hidden folders
 _GIT = ("-c", "core.fsmonitor=false", "ls-files", "-z", "-co", "--exclude-standard")
+Step = Callable[[int, int, str], None]  # how many of how many, and of what
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,28 +42,35 @@ class Document:
 
 
 def read_document(
-    source: str | Path | bytes, *, name: str = "", media_type: str = "", pictures: bool = False
+    source: str | Path | bytes,
+    *,
+    name: str = "",
+    media_type: str = "",
+    pictures: bool = False,
+    progress: ProgressCallback | None = None,
 ) -> Document:
     """Read a file or folder, or the bytes of a file. ``pictures``: pages without text become
     pictures, for a model that sees. ``media_type`` tells the kind if the ``name`` does not.
+    ``progress`` is called for each page or file, and may raise an error of its own to cancel.
 
     Raises:
         OptionError: it is broken, locked, too large, no regular file, or no text.
         StorageError: it is missing, or cannot be read.
     """
     if isinstance(source, bytes):
-        return _file(source, name or "the file", media_type, pictures)
+        name = name or "the file"
+        return _file(source, name, media_type, pictures, step_in(progress, "read", name))
     if not str(source) or "\0" in str(source):
         raise OptionError(f"{str(source)!r} is no name of a file or folder")
     path = Path(source).expanduser()
     name = one_line(name or path.name or str(path))
     try:
         if path.is_dir():
-            return _folder(path, name.rstrip("/") + "/")
+            return _folder(path, name.rstrip("/") + "/", progress)
         if path.exists() and not path.is_file():
             raise OptionError(f"{path} is not a regular file")
         path.stat()
-        return _file(path, name, media_type, pictures)
+        return _file(path, name, media_type, pictures, step_in(progress, "read", name))
     except OSError as error:
         raise StorageError(f"cannot read {path}: {reason_of(error)}") from error
 
@@ -81,11 +90,26 @@ def pages_of(
     yield Page(text, encoding=encoding)
 
 
-def _file(source: Path | bytes, name: str, media_type: str, pictures: bool) -> Document:
+def step_in(
+    progress: ProgressCallback | None, stage: str, name: str, place: int = 1, files: int = 1
+) -> Step:
+    """A function that reports steps in a file: pages, say, or the files if it is one of several."""
+
+    def step(done: int, total: int, unit: str) -> None:
+        if files > 1 or not total:
+            done, total, unit = place, files, "files"
+        if progress is not None:
+            progress(Progress(stage, done, total, unit, one_line(name)))
+
+    return step
+
+
+def _file(source: Path | bytes, name: str, media_type: str, pictures: bool, step: Step) -> Document:
     path = source if isinstance(source, Path) else None
     parts, shown, empty, length = list[str](), list[Page](), 0, 0
     pages = pages_of(source, name, media_type=media_type, pictures=_PICTURES * pictures)
     for count, page in enumerate(pages, 1):
+        step(page.number, page.of, "pages")
         text = page.text
         if page.picture:
             shown.append(page)
@@ -118,14 +142,16 @@ def fenced(title: str, body: str, kind: str = "") -> str:
     return f"{title}\n{fence}{kind}\n{body}{'' if body.endswith(chr(10)) else chr(10)}{fence}\n"
 
 
-def _folder(folder: Path, name: str) -> Document:
+def _folder(folder: Path, name: str, progress: ProgressCallback | None) -> Document:
     """The list of a folder's files, then those that are text."""
     lines, texts, length, left_out = list[str](), list[str](), 0, 0
-    for path in files_below(folder):
+    paths = list(files_below(folder))
+    for place, path in enumerate(paths, 1):
+        step = step_in(progress, "read", path.name, place, len(paths))
         inner, why = one_line(path.relative_to(folder).as_posix(), 500), ""
         try:
             if length <= _MOST_TEXT:
-                texts.append(_file(path, name + inner, "", pictures=False).text)
+                texts.append(_file(path, name + inner, "", False, step).text)
                 length += len(texts[-1])
         except (OptionError, OSError):
             left_out, why = left_out + 1, ", left out"

@@ -15,7 +15,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localrt import ContextOverflowError, DocumentIndex, OptionError, StorageError
+from localrt import (
+    CancelledError,
+    ContextOverflowError,
+    DocumentIndex,
+    OptionError,
+    Progress,
+    StorageError,
+)
 from localrt.documents import index as indexes
 from localrt.documents.index import pieces
 from localrt.documents.pdf import Page
@@ -224,3 +231,106 @@ def test_locked_index(index: DocumentIndex, notes: Path, monkeypatch: pytest.Mon
         with pytest.raises(StorageError, match="locked") as caught:
             ours.update([notes])
     assert "delete" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("names", "steps"),
+    [
+        (
+            ["a.pdf"],
+            [("a.pdf", 1, 2, "pages"), ("a.pdf", 2, 2, "pages"), ("a.pdf", 0, 2, "pieces")],
+        ),
+        (["b.txt"], [("b.txt", 1, 1, "files"), ("b.txt", 0, 1, "pieces")]),
+        (
+            ["."],
+            [
+                *[("a.pdf", 1, 4, "files")] * 3,
+                *[("b.txt", 2, 4, "files")] * 2,
+                *[("c.txt", 3, 4, "files")] * 2,
+            ],
+        ),
+    ],
+)
+def test_progress(
+    index: DocumentIndex, notes: Path, names: list[str], steps: list[tuple[str, int, int, str]]
+) -> None:
+    told: list[Progress] = []
+    index.update([notes / name for name in names], progress=told.append)
+    assert [(each.detail, each.done, each.total, each.unit) for each in told] == steps
+    assert {each.stage for each in told} == {"index"}
+    told.clear()
+    index.update([notes / name for name in names], progress=told.append)
+    assert told == [], "nothing has changed"
+
+
+@pytest.mark.parametrize("steps", [0, 5, 39, 40, 41, 42, 43, 44])
+def test_cancelled_update(
+    tmp_path: Path, notes: Path, read: list[str], steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each step: a file is as it was, or whole; the next update does the rest."""
+    monkeypatch.setattr(indexes, "_BATCH", 16)
+    path = tmp_path / "documents.db"
+    before = [("a.pdf", 1), ("b.txt", 0)]
+    with DocumentIndex(path) as index:
+        index.update([notes])
+        for name in ("a.pdf", "b.txt"):
+            (notes / name).unlink()
+        (notes / "a.pdf").write_bytes(pdf(*[f"The zebra {n}." for n in range(40)]))
+        (notes / "b.txt").write_text("A zebra.")
+        left = steps
+
+        def progress(progress: Progress) -> None:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise CancelledError("stopped")
+
+        with pytest.raises(CancelledError, match="stopped"):
+            index.update([notes], progress=progress)
+        assert sorted(found(index, "cat")) in (before, [("b.txt", 0)])
+    with DocumentIndex(path) as index:  # as another process would find it
+        whole = not found(index, "cat", within=notes / "a.pdf")
+        assert len(found(index, "zebra", limit=99)) == 40 * whole
+        read.clear()
+        index.update([notes])
+        assert read == ([] if whole else ["a.pdf"]) + ["b.txt", "d.bin"]
+        assert len(found(index, "zebra", limit=99)) == 41
+        assert found(index, "cat") == []
+
+
+def test_interrupted_update(tmp_path: Path, notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl+C in the function that SQLite calls is no fault of the index."""
+    spaced, stops = indexes._spaced, [False]
+
+    def interrupted(text: str) -> str:
+        if stops[0] and "Dogs" in text:
+            raise KeyboardInterrupt
+        return spaced(text)
+
+    monkeypatch.setattr(indexes, "_spaced", interrupted)
+    with DocumentIndex(tmp_path / "documents.db") as index:
+        for stops[0] in (True, False):
+            if stops[0]:
+                with pytest.raises(KeyboardInterrupt):
+                    index.update([notes])
+                assert found(index, "cat") == []
+            else:
+                index.update([notes])
+                assert sorted(found(index, "cat")) == [("a.pdf", 1), ("b.txt", 0)]
+
+
+def test_cancelled_embedding(tmp_path: Path, notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(indexes, "_BATCH", 1)
+
+    def stop(progress: Progress) -> None:
+        if progress.stage == "embed":
+            assert (progress.total, progress.unit) == (4, "pieces")
+            if progress.done == 2:
+                raise CancelledError("stopped")
+
+    with DocumentIndex(tmp_path / "documents.db", model := Meanings("m")) as index:
+        with pytest.raises(CancelledError):
+            index.update([notes], progress=stop)
+        assert model.embedded == 2
+        index.update([notes])
+        assert model.embedded == 4

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from localrt import OptionError, StorageError, read_document
+from localrt import CancelledError, OptionError, Progress, StorageError, read_document
 from localrt.documents import kinds
 from localrt.documents import pdf as pdfs
 from tests.documents.samples import NOTEBOOK, RED, WORD, docx, pdf
@@ -182,3 +182,30 @@ def test_folder_of_a_repository(tmp_path: Path) -> None:
         (tmp_path / name).write_text("x\n")
     assert read_document(tmp_path).size == "1 file"
     assert read_document(tmp_path / "build").size == "1 file", "it was named"
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        ("a.pdf", [("a.pdf", 1, 2, "pages"), ("a.pdf", 2, 2, "pages")]),
+        ("b.txt", [("b.txt", 1, 1, "files")]),
+        ("", [*[("a.pdf", 1, 2, "files")] * 2, ("b.txt", 2, 2, "files")]),
+    ],
+)
+def test_progress(tmp_path: Path, name: str, steps: list[tuple[str, int, int, str]]) -> None:
+    (tmp_path / "a.pdf").write_bytes(pdf("One", "Two"))
+    (tmp_path / "b.txt").write_text("words")
+    told: list[Progress] = []
+    read = read_document(tmp_path / name, progress=told.append)
+    assert [(each.detail, each.done, each.total, each.unit) for each in told] == steps
+    assert {each.stage for each in told} == {"read"}
+
+    def stop(progress: Progress) -> None:
+        if len(told) == len(steps) - 1:
+            raise CancelledError("stopped")
+        told.append(progress)
+
+    told.clear()
+    with pytest.raises(CancelledError, match="stopped"):
+        read_document(tmp_path / name, progress=stop)
+    assert read == read_document(tmp_path / name)
