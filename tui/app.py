@@ -505,6 +505,7 @@ class ChatApp(App[None]):
         await asyncio.to_thread(self._end_work)
 
     def _end_work(self) -> None:
+        self.chat.reader.stop(_GOODBYE_SECONDS)
         ended = self.chat.queue.join(_GOODBYE_SECONDS)
         loaded = self._loading.join(_GOODBYE_SECONDS)
         self.chat.queue.close()

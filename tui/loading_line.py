@@ -1,29 +1,36 @@
-"""The line that shows the progress of loading a model: stage, bar, bytes.
+"""The line that shows the progress of loading a model or reading files: stage, bar, amounts.
 
 Knows the library's ``Progress`` and a width.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from textual.content import Content
 from textual.reactive import reactive
 from textual.widget import Widget
 
+from localrt.common.errors import CancelledError
 from localrt.common.formatting import format_bytes
+from localrt.tui.conversation.generation import Task
 from localrt.tui.text import clean, human_count
 from localrt.tui.themes import FAINT
 
 if TYPE_CHECKING:
-    from localrt.common.progress import Progress
+    from localrt.common.progress import Progress, ProgressCallback
 
+_Result = TypeVar("_Result")
 _STAGES = {
     "download": "Downloading",
     "measure": "Measuring the GPU",
     "load": "Loading",
     "pack": "Packing",
     "compile": "Compiling",
+    "read": "Reading",
+    "index": "Indexing",
     "prefill": "Reading",
 }
 
@@ -35,6 +42,36 @@ class LoadingLine(Widget):
 
     def render(self) -> Content:
         return loading_line(self.progress, self.size.width)
+
+
+class WorkLine(LoadingLine):
+    """Shows the progress of work in a thread while it runs."""
+
+    _work: Task[Any] | None = None
+
+    async def run(self, work: Callable[[ProgressCallback], _Result]) -> _Result:
+        """Raises ``CancelledError`` if ``stop`` was called; the thread ends at its next step."""
+        self._work = task = Task(lambda task: work(task.step), name="localrt-work")
+        task.start()
+        try:
+            while not (task.cancelled.is_set() or await asyncio.to_thread(task.join, 0.05)):
+                self.progress, self.display = task.progress, task.progress is not None
+            stopped = CancelledError("stopped: nothing was sent")
+            if task.cancelled.is_set() or task.result is None:
+                raise stopped if task.cancelled.is_set() else task.error or stopped
+            return task.result
+        finally:
+            task.cancel()
+            self.display = False
+
+    def stop(self, seconds: float = 0.0) -> bool:
+        """Stop the work, and wait so long for its thread; returns whether there was any."""
+        if (task := self._work) is None:
+            return False
+        running = not task.cancelled.is_set()
+        task.cancel()
+        task.join(seconds)
+        return running
 
 
 def loading_line(progress: Progress | None, width: int) -> Content:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -86,6 +87,7 @@ class PlainChat:
         self._attachments = Attachments()
         self._attached: list[str] = []  # labels of the next message's attachments
         self._last_list: Sequence[ConversationInfo] = ()  # shown by the last /list
+        self._told: tuple[object, ...] = ()  # the last step of reading that was printed
         self._to_delete = ""  # id of the conversation that repeating the command deletes
         if hasattr(out, "reconfigure"):
             out.reconfigure(errors="replace")
@@ -126,6 +128,14 @@ class PlainChat:
     def _say_note(self, progress: Progress) -> None:
         if progress.stage == NOTE:
             self.say(progress.detail)
+
+    def _say_step(self, step: Progress) -> None:
+        """On a terminal, a line for each quarter of 200 pages or more."""
+        what = "files" if step.unit == "files" else step.detail
+        told = (step.stage, what, step.unit, 4 * step.done // (step.total or 1))
+        if (step.total or 0) >= 200 and told != self._told and sys.stderr.isatty():
+            self._told = told
+            print(clean(f"{step.stage.capitalize()}ing {what}: {25 * told[-1]} %"), file=sys.stderr)
 
     def _begin(self, model: ChatModel, chat_path: Path | None, resume: bool) -> None:
         session = self.state.take_model(model)
@@ -183,10 +193,11 @@ class PlainChat:
     def _draft(self, text: str) -> Draft:
         """A message with its attachments and the files that it names."""
         session = self.state.loaded
-        read = read_mentioned(text, sees=session.sees)
-        text = self._attachments.labelled(text, read)
-        text = " ".join([*self._attached, text]).strip()
-        text, notes = session.fitted(self._attachments, text)
+        with _stopping("the message was not sent"):
+            read = read_mentioned(text, self._say_step, sees=session.sees)
+            text = self._attachments.labelled(text, read)
+            text = " ".join([*self._attached, text]).strip()
+            text, notes = session.fitted(self._attachments, text, self._say_step)
         for line in filter(None, [*(file.note for _, file in read), *notes]):
             self.say(line)
         draft = self._attachments.expanded(text)
@@ -280,12 +291,10 @@ class PlainChat:
         conversation.refresh()
         if conversation.written_elsewhere:
             self.say("Waiting for the answer in another window; Ctrl+C takes the message back.")
-        try:
+        with _stopping("the message was not sent"):
             while conversation.written_elsewhere:
                 time.sleep(_OTHERS_SECONDS)
                 conversation.refresh()
-        except KeyboardInterrupt:
-            raise CancelledError("the message was not sent") from None
         new = [turn for turn in conversation.turns if turn.id not in numbers]
         if new:
             self.say("Written in another window:")
@@ -339,10 +348,20 @@ class PlainChat:
         self._say_turns(conversation.turns)
 
     def _do_attach(self, argument: str) -> None:
-        file = read_attachment(argument, sees=self.state.loaded.sees)
+        with _stopping("nothing was attached"):
+            file = read_attachment(argument, self._say_step, sees=self.state.loaded.sees)
         if file.pictures:
             self.state.loaded.check_sees()
         self._attached.append(self._attachments.add_file(file))
         self.say(
             " ".join(filter(None, (file.note, f"{file.name} is attached to the next message.")))
         )
+
+
+@contextmanager
+def _stopping(left: str) -> Iterator[None]:
+    """Ctrl+C ends this work, with a line about what was ``left`` undone."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise CancelledError(left) from None

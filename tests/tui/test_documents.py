@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+from localrt.documents import index, reading
+from localrt.documents.pdf import Page
+from localrt.tui import ChatApp
+from localrt.tui.loading_line import WorkLine
 from tests.documents.samples import RED, pdf
 from tests.tui import screen
 from tests.tui.conftest import asked, plain_chat, running, until
@@ -82,3 +90,117 @@ def test_plain_chat(files: Path) -> None:
     assert short.startswith("short.pdf:\n```\n[page 1]\nOne")
     assert "[long.pdf, page 18]\nPage about topic17." in long
     assert "long.pdf does not fit the context: the model gets" in text
+
+
+QUESTION = "More about topic17? @long.pdf"
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch, where: ModuleType) -> Iterator[threading.Event]:
+    """After its second page, a document is read on when this is set."""
+    pages_of, event = where.pages_of, threading.Event()
+
+    def pages(*arguments: object, **options: object) -> Iterator[Page]:
+        for page in pages_of(*arguments, **options):
+            yield page
+            if page.number == 2:
+                event.wait()
+
+    monkeypatch.setattr(where, "pages_of", pages)
+    yield event
+    event.set()
+
+
+def progress(app: ChatApp) -> str:
+    """The line of the work that runs."""
+    line = app.query_one(WorkLine)
+    return str(line.render()) if line.display else ""
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize(
+    ("where", "key"),
+    [(reading, "escape"), (index, "escape"), (index, "ctrl+n")],
+    ids=["reading", "indexing", "another conversation"],
+)
+async def test_reading_is_shown_and_stopped(held: threading.Event, key: str) -> None:
+    model = FakeModel(ctx=1000)
+    async with running(model) as (app, pilot):
+        composer = screen.composer(app)
+        await screen.say(pilot, QUESTION)
+        await until(pilot, lambda: "5%  2 of 40 pages" in progress(app))
+        assert "Esc" in screen.hint(app)
+        await pilot.press(*"next")
+        assert composer.text == "next", "the app takes keys meanwhile"
+        await pilot.press("enter")
+        await until(pilot, lambda: "Not yet" in screen.hint(app))
+        assert composer.text == "next", "messages keep their order"
+        await pilot.press(key)
+        await until(pilot, lambda: composer.text == f"{QUESTION}\n\nnext")
+        assert screen.notices(app, "error") == ["stopped: nothing was sent"]
+        assert not progress(app)
+        assert not model.seen
+        held.set()
+        await asked(pilot, "")
+        assert "[long.pdf, page 18]\nPage about topic17." in model.given("user")[0]
+        assert model.given("user")[0].endswith("\n\nnext")
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize("where", [index])
+async def test_the_app_goes_on_while_files_are_read(held: threading.Event) -> None:
+    model = FakeModel(ctx=1000)
+    async with running(model) as (app, pilot):
+        model.hold()
+        await screen.say(pilot, "First")
+        await screen.say(pilot, QUESTION)
+        await until(pilot, lambda: progress(app))
+        model.release()
+        await until(pilot, lambda: screen.answers(app) == ["Hello there."] and screen.idle(app))
+        await screen.say(pilot, "/retry")
+        await until(pilot, lambda: screen.notices(app, "error"))
+        assert "/retry has to wait" in screen.notices(app, "error")[-1]
+        assert screen.composer(app).text == "/retry"
+        held.set()
+        await until(pilot, lambda: len(screen.answers(app)) == 2 and screen.idle(app))
+        assert "topic17" in model.given("user")[-1]
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize("where", [reading])
+async def test_attaching_is_stopped(model: FakeModel, held: threading.Event) -> None:
+    async with running(model) as (app, pilot):
+        composer = screen.composer(app)
+        await screen.say(pilot, "/attach long.pdf")
+        await until(pilot, lambda: progress(app))
+        await pilot.press("ctrl+c")
+        await until(pilot, lambda: composer.text == "/attach long.pdf")
+        held.set()
+        await pilot.press("enter")
+        await until(pilot, lambda: composer.text == "[long.pdf, 40 pages] ")
+
+
+def test_plain_chat_shows_and_stops(
+    files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pages_of = reading.pages_of
+
+    def pages(source: Path, name: str, **options: object) -> Iterator[Page]:
+        for page in pages_of(source, name, **options):  # type: ignore[arg-type]
+            yield page
+            if page.number == 100 and name == "stopped.pdf":
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(reading, "pages_of", pages)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    for name in ("whole", "stopped"):
+        (files / f"{name}.pdf").write_bytes(pdf(*["Words"] * 200))
+    model = FakeModel()
+    lines = ["Read @stopped.pdf", "/attach stopped.pdf", "Read @whole.pdf"]
+    text = plain_chat(FakeLoader(model), files, lines)
+    assert "Error: the message was not sent\n" in text
+    assert "Error: nothing was attached\n" in text
+    assert len(model.seen) == 1
+    told = capsys.readouterr().err.splitlines()
+    assert told[-5:] == [f"Reading whole.pdf: {percent} %" for percent in (0, 25, 50, 75, 100)]
+    assert told[:3] == [f"Reading stopped.pdf: {percent} %" for percent in (0, 25, 50)]

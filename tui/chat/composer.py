@@ -109,12 +109,17 @@ class Composer(TextArea):
     def put_draft(self, draft: Draft) -> None:
         self.put(as_typed(self.attachments.folded(draft)))
 
+    def put_before(self, text: str) -> None:
+        """Put what was typed back before text written since."""
+        if text:
+            self.put("\n\n".join(filter(str.strip, (text, self.text))))
+
     def put_back(self, drafts: Iterable[Draft], *, select: bool = False) -> None:
         """Put unsent messages back before text written since; with ``select`` the next key replaces
         them.
         """
         back = "\n\n".join(as_typed(self.attachments.folded(draft)) for draft in drafts)
-        self.put(f"{back}\n\n{self.text}" if self.text.strip() else back)
+        self.put_before(back)
         if select:
             end = (back.count("\n"), len(back.rpartition("\n")[2]))
             self.selection = Selection((0, 0), end)

@@ -7,7 +7,7 @@ windows of the app.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
@@ -42,7 +42,7 @@ from localrt.tui.conversation.generation import Decision
 from localrt.tui.conversation.state import ChatState, Session
 from localrt.tui.inputs import TextArea
 from localrt.tui.keys import bindings
-from localrt.tui.loading_line import LoadingLine
+from localrt.tui.loading_line import LoadingLine, WorkLine
 from localrt.tui.screens.conversations import NEW, ConversationsScreen
 from localrt.tui.screens.dialogs import Ask, AskCall, Choose, Confirm, ask
 from localrt.tui.text import one_line
@@ -79,7 +79,8 @@ class ChatScreen(Screen[None]):
         self.queue = MessageQueue(
             self.view, state.conversation, state.toolbox, self._ask_about_call
         )
-        self.loading_line = LoadingLine()
+        self.loading_line, self.reader = LoadingLine(), WorkLine()
+        self.reader.display = False
         self.menu = CommandMenu()
         self.composer = Composer(self.menu)
         self.composer.placeholder = _WAITS_FOR_MODEL
@@ -92,13 +93,14 @@ class ChatScreen(Screen[None]):
         self._editing: int | None = None  # the user's turn being edited in the composer
         self._ticker: Timer | None = None  # while an answer is generated
         self._next: Callable[[], None] | None = None  # runs when the answer has ended
+        self._reading: str | None = None  # what was typed, while its files are read
         self._parking: set[asyncio.Task[None]] = set()
         self._for_later: list[Command] = []  # commands that wait for the model
 
     def compose(self) -> ComposeResult:
         """From top to bottom; on a wide terminal the panel is on the right."""
-        yield from (self.panel, self.view, self.loading_line, self.menu)
-        yield from (self.find, self.hint, self.composer, self.footer)
+        yield from (self.panel, self.view, self.loading_line, self.reader)
+        yield from (self.menu, self.find, self.hint, self.composer, self.footer)
 
     def on_mount(self) -> None:
         self.set_focus(self.composer)
@@ -129,6 +131,7 @@ class ChatScreen(Screen[None]):
 
     def model_leaves(self, name: str) -> None:
         """Called when the model is being unloaded and the model ``name`` loaded."""
+        self.reader.stop()
         self.panel.take(None)
         self.loading_line.progress, self.loading_line.display = None, True
         self.footer.status = Status(model=name)
@@ -136,7 +139,7 @@ class ChatScreen(Screen[None]):
 
     def idle(self, what: str) -> bool:
         """Whether nothing is being answered or loaded; if not, tell the user."""
-        if self.queue.answering:
+        if self.queue.answering or self._reading is not None:
             reason = "is answering; Esc stops it"
         elif self.state.session is None:
             reason = "is still loading"
@@ -194,20 +197,37 @@ class ChatScreen(Screen[None]):
 
     async def on_composer_submitted(self, event: Composer.Submitted) -> None:
         """Run a command now, or queue a message until the model is free."""
-        line = read_line(event.line)
+        line, attachments = read_line(event.line), self.composer.attachments
         if isinstance(line, Command):
             await self._run(line)
         elif self.failed:
             self.composer.put(event.line)
             self.hint.flash("Not sent: no model is loaded. F4 loads another, Ctrl+Q quits")
-        elif self._editing is None or self.idle("edit"):
-            try:
-                await self._send(line)
-            except LocalrtError as error:
-                self.composer.put(event.line)
-                self.say(one_line(error), "error")
-        else:
+        elif self._editing is not None and not self.idle("edit"):
             self.composer.put(event.line)
+        elif self._reading is not None or "@" in line or attachments.holds_files(line):
+            self._read_for(event.line, partial(self._send, line))
+        else:
+            await self._try(event.line, partial(self._send, line))
+        self._show_hint()
+
+    def _read_for(self, typed: str, work: Callable[[], Awaitable[None]]) -> None:
+        """Do what reads files, without waiting for it."""
+        if self._reading is None:
+            self._reading = typed
+            _: Worker[None] = self.run_worker(partial(self._try, typed, work))
+        else:
+            self.composer.put_before(typed)
+            self.hint.flash("Not yet: files are being read. Esc stops that")
+
+    async def _try(self, typed: str, work: Callable[[], Awaitable[None]]) -> None:
+        """Do what was ``typed``; if it fails or is stopped, it is back in the composer."""
+        try:
+            await work()
+        except LocalrtError as error:
+            self.composer.put_before(typed)
+            self.say(one_line(error), "error")
+        self._reading = None
         self._show_hint()
 
     async def _send(self, text: str) -> None:
@@ -215,12 +235,12 @@ class ChatScreen(Screen[None]):
         notes: list[str] = []
         if "@" in text:
             sees = session is None or session.sees
-            read = await asyncio.to_thread(read_mentioned, text, sees=sees)
+            read = await self.reader.run(partial(read_mentioned, text, sees=sees))
             text = attachments.labelled(text, read)
             notes = [file.note for _, file in read]
         if attachments.holds_files(text):
             fit = attachments.fitted if session is None else partial(session.fitted, attachments)
-            text, more = await asyncio.to_thread(fit, text)
+            text, more = await self.reader.run(partial(fit, text))
             notes += more
         for line in filter(None, notes):
             self.say(line)
@@ -293,10 +313,10 @@ class ChatScreen(Screen[None]):
             self._show_hint()
 
     def action_stop(self) -> None:
-        """Esc does the first that applies: close the search, take back waiting messages, stop
-        loading another model, stop the answer, unmark, stop editing.
+        """Esc does the first that applies: close the search, stop reading files, take back waiting
+        messages, stop loading another model, stop the answer, unmark, stop editing.
         """
-        if self.find.close():
+        if self.find.close() or self.reader.stop():
             return
         if waiting := self.queue.take_back():
             self.composer.put_back(waiting)
@@ -323,7 +343,8 @@ class ChatScreen(Screen[None]):
             self.composer.clear()
             self.hint.flash("Cleared: Alt+Z brings it back")
         else:
-            self.queue.cancel()
+            if not self.reader.stop():
+                self.queue.cancel()
             self.hint.confirm("Ctrl+C again quits")
 
     # -- conversations ---------------------------------------------------------------------------
@@ -340,6 +361,7 @@ class ChatScreen(Screen[None]):
             self.say(one_line(error), "error")
             return
         if self.state.conversation is not self.queue.conversation:
+            self.reader.stop()
             self._editing = None
             waiting = self.queue.take_back()
             self._show_conversation()
@@ -360,8 +382,8 @@ class ChatScreen(Screen[None]):
     def unsent(self) -> str:
         """The waiting messages and the one being written, as text."""
         waiting = (as_typed(draft.text) for draft in self.queue.drafts)
-        written = self.composer.attachments.unfolded(self.composer.text)
-        return "\n\n".join(text for text in (*waiting, written) if text)
+        written = map(self.composer.attachments.unfolded, (self._reading or "", self.composer.text))
+        return "\n\n".join(filter(None, (*waiting, *written)))
 
     async def wait_for_parking(self) -> None:
         if self._parking:
@@ -521,9 +543,12 @@ class ChatScreen(Screen[None]):
 
         ask(self, Confirm(question, "delete"), delete)
 
-    async def action_attach(self, path: str) -> None:
+    def action_attach(self, path: str) -> None:
+        self._read_for(f"/attach {path}" if path else "", partial(self._attach_file, path))
+
+    async def _attach_file(self, path: str) -> None:
         sees = self.state.session is None or self.state.session.sees
-        file = await asyncio.to_thread(read_attachment, path, sees=sees)
+        file = await self.reader.run(partial(read_attachment, path, sees=sees))
         self.composer.attach(self.composer.attachments.add_file(file))
         if file.note:
             self.say(file.note)
@@ -587,7 +612,9 @@ class ChatScreen(Screen[None]):
 
     def _show_hint(self) -> None:
         hint = ""
-        if self._editing is not None:
+        if self._reading is not None:
+            hint = "Reading files: Esc stops that"
+        elif self._editing is not None:
             hint = "Editing: Enter sends it as a new branch, Esc cancels"
         elif self.queue.waiting:
             elsewhere = self.state.conversation.written_elsewhere

@@ -19,7 +19,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localrt.common.errors import LocalrtError, OptionError, StorageError
+from localrt.common.errors import OptionError, StorageError
 from localrt.common.files import read_bytes
 from localrt.common.formatting import format_bytes
 from localrt.documents.fitting import fitted
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
     from localrt import KeptPicture, Turn
+    from localrt.common.progress import ProgressCallback
 
 _LONG_LINES = 10
 _LONG_CHARACTERS = 1000
@@ -129,13 +130,18 @@ class Attachments:
         return any(each[0] in self._files for each in self._labels_in(text))
 
     def fitted(
-        self, text: str, free: Callable[[], int] = lambda: 0, count: Callable[[str], int] = len
+        self,
+        text: str,
+        progress: ProgressCallback,
+        free: Callable[[], int] = lambda: 0,
+        count: Callable[[str], int] = len,
     ) -> tuple[str, list[str]]:
         """The message with pieces of files that do not fit (``documents.fitting``), and notes."""
         found = list(self._labels_in(text))
         question = _replaced(text, [(*each.span(), "") for each in found])
         read = {label: self._files[label] for each in found if (label := each[0]) in self._files}
-        shown = fitted(list(read.values()), question, free=free, count=count)
+        files = list(read.values())
+        shown = fitted(files, question, free=free, count=count, progress=progress)
         changed = [(*each, new) for each, new in zip(read.items(), shown, strict=True)]
         for label, file, new in changed:
             text = text.replace(label, self.add_file(new)) if new is not file else text
@@ -230,7 +236,9 @@ def read_folds(value: object, length: int) -> tuple[Fold, ...]:
 _NO_PATH = "/attach PATH takes a document, text file, picture or folder"
 
 
-def read_attachment(argument: str, *, sees: bool = False) -> Document:
+def read_attachment(
+    argument: str, progress: ProgressCallback | None = None, *, sees: bool = False
+) -> Document:
     """A file or folder to attach; without a path, the clipboard's picture. Its name is the path as
     written, or the end of an absolute one. ``sees``: pages without text are pictures.
 
@@ -244,10 +252,12 @@ def read_attachment(argument: str, *, sees: bool = False) -> Document:
     name = clean(path.name if path.is_absolute() else path.as_posix()).replace("\n", " ")
     if path.suffix.lower() in PICTURES:
         return _picture(path)
-    return read_document(path, name=name, pictures=sees)
+    return read_document(path, name=name, pictures=sees, progress=progress)
 
 
-def read_mentioned(text: str, *, sees: bool = False) -> list[tuple[Mention, Document]]:
+def read_mentioned(
+    text: str, progress: ProgressCallback, *, sees: bool = False
+) -> list[tuple[Mention, Document]]:
     """The files and folders that a message names.
 
     Raises:
@@ -256,8 +266,8 @@ def read_mentioned(text: str, *, sees: bool = False) -> list[tuple[Mention, Docu
     files = []
     for mention in mentions(text):
         try:
-            files.append((mention, read_attachment(mention.path, sees=sees)))
-        except LocalrtError as error:
+            files.append((mention, read_attachment(mention.path, progress, sees=sees)))
+        except (OptionError, StorageError) as error:
             name = text[mention.start : mention.end]
             raise StorageError(f"{error}; `{name}` in backticks is sent as text") from error
     return files

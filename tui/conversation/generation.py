@@ -75,6 +75,12 @@ class Task(Generic[_Result]):
         else:
             self.progress = progress
 
+    def step(self, progress: Progress) -> None:
+        """Like ``show``, but end the work once it is cancelled."""
+        if self.cancelled.is_set():
+            raise CancelledError("it was stopped")
+        self.show(progress)
+
     def take_notes(self) -> list[str]:
         """Return new lines for the user, each once."""
         taken, self._notes = self._notes, []
@@ -91,12 +97,7 @@ def loading(load: Callable[[ProgressCallback], ChatModel]) -> Task[ChatModel]:
     """A task that loads a model; if it is cancelled too late, it closes the model again."""
 
     def work(task: Task[ChatModel]) -> ChatModel:
-        def show(progress: Progress) -> None:
-            if task.cancelled.is_set():
-                raise CancelledError("loading was cancelled")
-            task.show(progress)
-
-        model = load(show)
+        model = load(task.step)
         if task.cancelled.is_set():
             model.close()
             raise CancelledError("loading was cancelled")

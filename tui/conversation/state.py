@@ -29,6 +29,7 @@ from localrt.tui.text import human_count, short_name
 
 if TYPE_CHECKING:
     from localrt import ChatModel, ChatSession, Conversation, ConversationInfo, Message
+    from localrt.common.progress import ProgressCallback
 
 _NONE = ("none", "default")
 
@@ -89,11 +90,13 @@ class Session:
             tokens.append(self.model.count([{"role": "user", "content": content}]) - text)
         return replace(draft, tokens=tuple(tokens))
 
-    def fitted(self, attachments: Attachments, text: str) -> tuple[str, list[str]]:
+    def fitted(
+        self, attachments: Attachments, text: str, progress: ProgressCallback
+    ) -> tuple[str, list[str]]:
         """The message with its files as they fit the context, and notes; may take a while."""
         ctx = self.chat.capacity
         free = lambda: max(ctx - self.tokens(), 2) if ctx else 0  # noqa: E731
-        return attachments.fitted(text, free, self.model.count)
+        return attachments.fitted(text, progress, free, self.model.count)
 
     def describe(self) -> str:
         info = self.model.info
