@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +42,11 @@ class Document:
     path: Path | None = None
     whole: bool = True
 
+    @property
+    def nbytes(self) -> int:
+        """Memory that the text and the pictures take."""
+        return sys.getsizeof(self.text) + sum(len(page.picture) for page in self.pictures)
+
 
 def read_document(
     source: str | Path | bytes,
@@ -73,6 +80,25 @@ def read_document(
         return _file(path, name, media_type, pictures, step_in(progress, "read", name))
     except OSError as error:
         raise StorageError(f"cannot read {path}: {reason_of(error)}") from error
+
+
+class DocumentCache:
+    """Documents by their bytes, the last used in ``most_bytes``; for one thread at a time."""
+
+    def __init__(self, most_bytes: int = 16 << 20) -> None:
+        self._most_bytes = most_bytes
+        self._kept: dict[tuple[object, ...], Document] = {}  # the last used is the last
+
+    def read(self, source: bytes, *, name: str, media_type: str, pictures: bool) -> Document:
+        """Return and raise what ``read_document`` does."""
+        key = (hashlib.sha256(source).digest(), name, media_type, pictures)
+        found = self._kept.pop(key, None)
+        if found is None:
+            found = read_document(source, name=name, media_type=media_type, pictures=pictures)
+        self._kept[key] = found
+        while sum(each.nbytes for each in self._kept.values()) > self._most_bytes:
+            del self._kept[next(iter(self._kept))]
+        return found
 
 
 def pages_of(

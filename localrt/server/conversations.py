@@ -17,6 +17,7 @@ from starlette.responses import Response, StreamingResponse
 
 from localrt.chat_format.thinking import parted
 from localrt.common.errors import OptionError, StorageError
+from localrt.documents.reading import DocumentCache
 from localrt.engine.options import read_options
 from localrt.history import AnswerWriter, Conversation, ConversationInfo, History, Turn
 from localrt.history.pictures import joined_content
@@ -222,14 +223,14 @@ async def document(request: Request) -> Response:
     service = service_of(request)
     fields = await read_fields(request, "DOCUMENT", service.options, service.bodies)
     async with service.seeing:  # pages that are pictures take much memory
-        return JsonResponse(await asyncio.to_thread(_document, fields))
+        return JsonResponse(await asyncio.to_thread(_document, fields, service.documents))
 
 
-def _document(fields: Payload) -> Payload:
+def _document(fields: Payload, cache: DocumentCache) -> Payload:
     media_type, data = encoded(fields)
     try:
         found, pictures = document_of(
-            data, name=fields["filename"], media_type=media_type, pictures=True
+            data, cache, name=fields["filename"], media_type=media_type, pictures=True
         )
     except OptionError as error:
         raise invalid(str(error), "file_data") from error

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from localrt.common.errors import OptionError
-from localrt.documents.reading import Document, read_document
+from localrt.documents.reading import Document, DocumentCache
 from localrt.models.vision.picture import MOST_BYTES
 from localrt.server.errors import invalid
 from localrt.server.messages import DOCUMENT, Media, Mixed, Pieces
@@ -43,7 +43,8 @@ async def with_pictures(
     documents = [each for each in _media(prompts) if each.kind == DOCUMENT]
     if documents:
         async with service.seeing:
-            read = await asyncio.to_thread(lambda: [_read(each, sees=sees) for each in documents])
+            kept = service.documents
+            read = await asyncio.to_thread(lambda: [_read(one, kept, sees) for one in documents])
         texts = dict(zip(map(id, documents), read, strict=True))
 
         def with_texts(content: Mixed) -> Mixed:
@@ -96,7 +97,7 @@ def _media(prompts: Sequence[Prompt]) -> list[Media]:
 
 
 def document_of(
-    data: str, *, name: str, media_type: str, pictures: bool
+    data: str, cache: DocumentCache, *, name: str, media_type: str, pictures: bool
 ) -> tuple[Document, list[str]]:
     """Return a file that is sent in base64 as text, and its pages without text in base64.
 
@@ -105,14 +106,14 @@ def document_of(
         OptionError: it cannot be read.
     """
     content = _Source(name, data, 0).decoded()
-    read = read_document(content, name=name, media_type=media_type, pictures=pictures)
+    read = cache.read(content, name=name, media_type=media_type, pictures=pictures)
     return read, [base64.b64encode(page.picture).decode("ascii") for page in read.pictures]
 
 
-def _read(document: Media, *, sees: bool) -> Pieces:
+def _read(document: Media, cache: DocumentCache, sees: bool) -> Pieces:
     """Return the text of a document and its pages without text as pictures, or what is wrong."""
     try:
-        read, pictures = document_of(**document.part, pictures=sees)
+        read, pictures = document_of(**document.part, cache=cache, pictures=sees)
     except OptionError as error:
         return [f"[document left out: {error}]"]
     return [read.text, *(Media("image", {"data": each}, "") for each in pictures)]

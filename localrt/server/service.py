@@ -19,6 +19,7 @@ from typing import Any, cast
 
 from starlette.requests import Request
 
+from localrt.documents.reading import DocumentCache
 from localrt.offload.memory import current_rss
 from localrt.server.bodies import BodyRoom, read_fields
 from localrt.server.errors import ApiError, to_json
@@ -203,6 +204,7 @@ class Service:
         self.bodies = BodyRoom(_BODIES * options.max_body)
         self.fetcher = Fetcher() if options.fetch_pictures else None
         self.seeing = asyncio.Lock()  # one at a time: a decoded picture takes hundreds of megabytes
+        self.documents = DocumentCache()  # for who holds ``seeing``
         self.responses = ResponseStore()
         self.downloads = asyncio.Lock()  # one at a time: each occupies one of a few threads
         self.open_requests = 0

@@ -7,12 +7,13 @@ import shutil
 import subprocess
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
 
 from localrt import CancelledError, OptionError, Progress, StorageError, read_document
-from localrt.documents import kinds
+from localrt.documents import kinds, reading
 from localrt.documents import pdf as pdfs
 from tests.documents.samples import NOTEBOOK, RED, WORD, docx, pdf
 
@@ -125,6 +126,32 @@ def test_too_many_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pdfs, "_MOST_PAGES", 1)
     with pytest.raises(OptionError, match="has 2 pages: the most is 1"):
         read_document(pdf("a", "b"), name="a.pdf")
+
+
+def test_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file is read again if another name or use shows it otherwise, or others took its room."""
+    asked: list[bytes] = []
+
+    def counted(source: bytes, **how: Any) -> reading.Document:
+        asked.append(source)
+        return read_document(source, **how)
+
+    monkeypatch.setattr(reading, "read_document", counted)
+    one, two, long = b"one", b"two", b"x" * 5000
+    cache = reading.DocumentCache(most_bytes=4000)
+    same = {"name": "a.txt", "media_type": "text/plain", "pictures": False}
+    assert cache.read(one, **same) is cache.read(one, **same)
+    assert "two" in cache.read(two, **same).text
+    assert "b.txt" in cache.read(one, **{**same, "name": "b.txt"}).text
+    cache.read(one, **{**same, "pictures": True})
+    assert asked == [one, two, one, one]
+    for _ in range(2):
+        assert cache.read(long, **same).text == read_document(long, name="a.txt").text
+    cache.read(one, **same)
+    assert asked[4:] == [long, long, one]
+    for _ in range(2):
+        with pytest.raises(OptionError):
+            cache.read(one, **{**same, "name": "a.pdf"})
 
 
 def test_missing_file(tmp_path: Path) -> None:
