@@ -18,6 +18,7 @@ from localrt import History, Settings, split_thinking
 from localrt.common.errors import CancelledError, LocalrtError, OptionError
 from localrt.common.option_names import spelled
 from localrt.common.progress import NOTE, Progress
+from localrt.history.calls import call_line
 from localrt.mcp.toolbox import Toolbox
 from localrt.tui.commands import PLAIN_COMMANDS, Command, read_line
 from localrt.tui.conversation.attachments import (
@@ -27,7 +28,6 @@ from localrt.tui.conversation.attachments import (
     read_attachment,
     read_mentioned,
 )
-from localrt.tui.conversation.generation import call_line
 from localrt.tui.conversation.open_conversation import answer_note
 from localrt.tui.conversation.state import ChatState
 from localrt.tui.mentions import with_mentions

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, TextIO
 
 from localrt import split_thinking
 from localrt.common.formatting import format_seconds
+from localrt.history.calls import CallTurn, Decision
 from localrt.mcp.toolbox import Toolbox
-from localrt.tui.conversation.generation import ROUNDS_OVER, CallTurn, Decision, Reply
+from localrt.tui.conversation.generation import ROUNDS_OVER, Reply
 from localrt.tui.conversation.open_conversation import OpenConversation, answer_note
 from localrt.tui.text import clean, explained
 

@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from localrt.history.calls import call_line
 from localrt.mcp.toolbox import Toolbox
 from localrt.tui.chat.blocks import Answer, Block, UserTurn
 from localrt.tui.chat.tool_calls import AnswerCalls, AskAboutCall, CallBlock, ended_call
 from localrt.tui.chat.view import ConversationView
 from localrt.tui.conversation.attachments import Draft, draft_of
-from localrt.tui.conversation.generation import ROUNDS_OVER, AnswerUpdate, Reply, call_line
+from localrt.tui.conversation.generation import ROUNDS_OVER, AnswerUpdate, Reply
 from localrt.tui.conversation.open_conversation import OpenConversation, answer_note
 from localrt.tui.text import explained
 

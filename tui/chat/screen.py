@@ -19,6 +19,7 @@ from textual.timer import Timer
 from textual.worker import Worker
 
 from localrt.common.errors import LocalrtError, OptionError
+from localrt.history.calls import Decision
 from localrt.mcp.toolbox import PendingCall
 from localrt.tui.chat.bars import (
     FindBar,
@@ -38,7 +39,6 @@ from localrt.tui.chat.thumbnails import Graphics
 from localrt.tui.chat.view import ConversationView
 from localrt.tui.commands import Command, Entry, as_typed, read_line
 from localrt.tui.conversation.attachments import draft_of, read_attachment, read_mentioned
-from localrt.tui.conversation.generation import Decision
 from localrt.tui.conversation.state import ChatState, Session
 from localrt.tui.inputs import TextArea
 from localrt.tui.keys import bindings

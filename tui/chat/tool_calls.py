@@ -12,10 +12,10 @@ from rich.style import Style
 from rich.text import Text
 from textual.strip import Strip
 
+from localrt.history.calls import CallTurn, Decision
 from localrt.mcp.toolbox import PendingCall
 from localrt.tui.chat.blocks import Block, Styles, estimated, wrapped
 from localrt.tui.chat.view import ConversationView
-from localrt.tui.conversation.generation import CallTurn, Decision
 from localrt.tui.text import clean
 
 _SHOWN = 3  # lines of a folded result

@@ -2,23 +2,21 @@
 
 The threads only fill these objects; the app reads them when it draws. So the model never waits for
 the screen, the screen never waits for the model, and quitting waits for neither: the threads are
-daemons that are told to stop and given a moment. A call's turn is saved before the call runs, so an
-app that is killed loses only its result. Knows no widget.
+daemons that are told to stop and given a moment. Knows no widget.
 """
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from localrt.common.errors import CancelledError, LocalrtError
 from localrt.common.progress import NOTE, Progress
-from localrt.mcp.config import ToolResult
-from localrt.mcp.toolbox import REFUSED, ROUNDS, STOPPED, Toolbox
+from localrt.history.calls import CallTurn
+from localrt.mcp.toolbox import ROUNDS, Toolbox
 from localrt.tui.conversation.open_conversation import OpenConversation
 from localrt.tui.text import one_line
 
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
     from localrt import AnswerWriter, ChatModel, ChatSession, Chunk, Metrics, ToolCall
     from localrt.common.progress import ProgressCallback
 
-Decision = Literal["once", "always", "refuse"]
 NO_TOOLS = "This model does not support tools: it answers without the MCP servers"
 SERVERS = "servers"  # the stage of progress in which MCP servers start
 ROUNDS_OVER = "Too many tool calls for one message: the model has to answer now"
@@ -241,7 +238,9 @@ class Reply:
         self._keep(update, update.state, thought_s)
         after = self.writer.turn
         for call in self._calls_of(update):
-            self.calls.append(CallTurn(self._toolbox, self._conversation, call, after))
+            kept = self._conversation
+            begin = partial(kept.answer, after=after, role="tool")
+            self.calls.append(CallTurn(self._toolbox, kept.id, call, begin, kept.finish))
             after = self.calls[-1].turn
 
     def close(self, thought_s: float | None) -> None:
@@ -287,74 +286,3 @@ class Reply:
             return ""
         told.add(model)
         return NO_TOOLS
-
-
-class CallTurn:
-    """A call to be confirmed (``asks``) and run. ``result`` is set when it has ended."""
-
-    def __init__(
-        self, toolbox: Toolbox, conversation: OpenConversation, call: ToolCall, after: int
-    ) -> None:
-        self._toolbox, self._conversation, self._tool_call = toolbox, conversation, call
-        self._running: Future[ToolResult] | None = None
-        self.call = toolbox.read(call, conversation.id)
-        self._info = {
-            "tool_call_id": call.id,
-            "title": self.call.title,
-            "arguments": call.arguments,
-        }
-        self.line = call_line(self._info)
-        self._writer = conversation.answer(after=after, role="tool", info=self._info)
-        self.result: ToolResult | None = None
-
-    @property
-    def turn(self) -> int:
-        return self._writer.turn
-
-    @property
-    def started(self) -> bool:
-        return self._running is not None or self.result is not None
-
-    def asks(self) -> bool:
-        """Whether the user has to decide; an earlier decision may have allowed the tool since."""
-        self.call = self._toolbox.read(self._tool_call, self._conversation.id)
-        return self.call.asks
-
-    def decide(self, decision: Decision, ctx: int) -> None:
-        """Run it or refuse it; ``ctx`` is the model's context length in tokens."""
-        if decision == "refuse":
-            self._end(REFUSED)
-            return
-        if decision == "always" and self.call.tool is not None:
-            self._toolbox.allow(self.call.tool, self._conversation.id)
-        self._running = self._toolbox.run(self.call, ctx=ctx)
-
-    def has_ended(self) -> bool:
-        """Whether there is a result; a new one is saved."""
-        running = self._running
-        if self.result is None and running is not None and running.done():
-            self._end(running.result())
-        return self.result is not None
-
-    def stop(self) -> None:
-        if not self.has_ended():
-            if self._running is not None:
-                self._running.cancel()
-            self._end(STOPPED)
-
-    def _end(self, result: ToolResult) -> None:
-        self.result = result
-        self._writer.write(result.text)
-        self._conversation.finish(self._writer, "done", {**self._info, "ending": result.ending})
-
-
-def call_line(info: Mapping[str, object]) -> str:
-    """``files.read_file {"path": "a"}``, from a call turn's ``info``, in which another program may
-    have left something out, and where arguments may not be JSON.
-    """
-    arguments = str(info.get("arguments", ""))
-    try:
-        arguments = json.dumps(json.loads(arguments), ensure_ascii=False)
-    except ValueError:
-        arguments = " ".join(arguments.split())
-    return f"{info.get('title') or info.get('name') or 'tool'} {arguments}".rstrip()

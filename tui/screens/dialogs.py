@@ -25,9 +25,9 @@ from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
 from localrt.common.errors import LocalrtError
+from localrt.history.calls import Decision
 from localrt.mcp.toolbox import PendingCall
 from localrt.tui.commands import COMMANDS
-from localrt.tui.conversation.generation import Decision
 from localrt.tui.inputs import Input, TextArea
 from localrt.tui.keys import KEYS, OTHER_KEYS, Key
 from localrt.tui.text import clean, one_line
