@@ -6,6 +6,7 @@ import ast
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -122,6 +123,37 @@ def test_a_helper_takes_no_more_memory_than_it_may() -> None:
         assert system.limit_helper(helper, 1 << 28)
         shown, _ = helper.communicate(b"\n", timeout=60)
     assert (shown, helper.returncode) == (b"", 1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says whose a connection is")
+@pytest.mark.parametrize(
+    ("host", "to", "family"),
+    [
+        ("127.0.0.1", "127.0.0.1", socket.AF_INET),
+        ("127.0.0.1", "::ffff:127.0.0.1", socket.AF_INET6),
+        ("::1", "::1", socket.AF_INET6),
+    ],
+)
+def test_own_client(host: str, to: str, family: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that has gone is none, though Linux lists its connection as root's for a while."""
+    try:
+        kind = socket.AF_INET6 if ":" in host else socket.AF_INET
+        server = socket.create_server((host, 0), family=kind)
+    except OSError as error:
+        pytest.skip(f"this machine has no {host}: {error}")
+    with server, socket.socket(family) as client:
+        client.connect((to, server.getsockname()[1]))
+        there, address = server.accept()
+        with there:
+            ends = address[:2], there.getsockname()[:2]
+            assert system.is_own_client(*ends)
+            assert not system.is_own_client((host, 1), ends[1])
+            assert not system.is_own_client(None, ends[1])
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "geteuid", lambda: 12345)
+                assert system.is_own_client(*ends) == (os.getuid() == 0)
+            client.close()
+            assert system.is_own_client(*ends) is False
 
 
 ROOMS = ("localrt", "models", "offload", "quant", "speculative", "tui")

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from localrt import system
 from localrt.chat_format.thinking import parted
 from localrt.common.errors import OptionError, StorageError
 from localrt.documents.reading import DocumentCache
@@ -55,6 +56,9 @@ def _owned(request: Request) -> Answers:
             raise ApiError(403, "conversations need the server's own key, not that of a class")
     elif page is not None and urlsplit(page).netloc.lower() != headers.get("host", "").lower():
         raise ApiError(403, "without a key, conversations are for the server's own page alone")
+    elif system.is_own_client(request.scope["client"], request.scope["server"]) is False:
+        why = "without a key, conversations are for the user who runs the server"
+        raise ApiError(403, f"{why}: start it with --api-key, and send the key")
     found = request.app.state.answers
     assert isinstance(found, Answers), "the app was made by create_app"
     return found

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import ipaddress
 import mmap
 import os
 import shlex
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -314,6 +316,26 @@ def bare_python() -> str:
 def owns(status: os.stat_result) -> bool:
     """Whether a file of this status belongs to this user, who may then change its mode."""
     return status.st_uid == os.geteuid()
+
+
+def is_own_client(client: tuple[str, int] | None, server: tuple[str, int]) -> bool | None:
+    """Whether this user, or root, has the TCP socket at ``client`` that is connected to ``server``,
+    an address of this machine. None where the system does not say; only Linux does.
+    """
+    texts = [path.read_text(encoding="ascii") for path in Path("/proc/net").glob("tcp*")]
+    rows = [line.split() for text in texts for line in text.splitlines()]
+    near, far = _as_listed(*(client or server)), _as_listed(*server)
+    # A socket that its process has closed is listed as root's, without an inode.
+    users = {int(row[7]) for row in rows if row[1] in near and row[2] in far and row[9] != "0"}
+    return bool(users) and users <= {0, os.geteuid()} if texts else None
+
+
+def _as_listed(host: str, port: int) -> set[str]:
+    """An address as Linux lists it, by numbers of four bytes; one of IPv4 as one of IPv6 too."""
+    packed = ipaddress.ip_address(host).packed
+    forms = {packed, packed.rjust(6, b"\xff").rjust(16, b"\0")}
+    numbers = (struct.unpack(f"={len(form) // 4}I", form) for form in forms)
+    return {"".join(map("{:08X}".format, each)) + f":{port:04X}" for each in numbers}
 
 
 def home_folder() -> Path:

@@ -278,6 +278,9 @@ if sys.platform == "win32":
     def owns(status: os.stat_result) -> bool:
         return False  # access is inherited from the user's folder
 
+    def is_own_client(client: tuple[str, int] | None, server: tuple[str, int]) -> bool | None:
+        return None
+
     def home_folder() -> Path:
         return Path.home()
 

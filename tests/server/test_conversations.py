@@ -5,7 +5,10 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 import re
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -266,6 +269,7 @@ def test_an_answer_is_no_question(talking: Running) -> None:
 # -- who may -------------------------------------------------------------------------------------
 
 
+CALL = "/v1/conversations/conv_1/answers/msg_1"
 KEYED = {"api_key": "own", "class_keys": {"other": "background"}}
 
 
@@ -292,6 +296,49 @@ def test_who_may(talker: localrt.Model, options: Any, headers: dict[str, str], s
         sent = {name: value.format(port=running.port) for name, value in headers.items()}
         assert running.request("GET", "/v1/conversations", headers=sent)[0] == status
         assert running.request("GET", "/", headers={"Accept": "text/html"})[0] == 200
+
+
+OTHER_USER = 65534
+ASK = f"""
+import encodings.idna, http.client, json, os, sys
+port, method, path, key = sys.argv[1:]
+os.setgroups([])
+os.setgid({OTHER_USER})
+os.setuid({OTHER_USER})  # once all is read that this user may not read
+connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=60)
+connection.request(method, path, b"{{}}", {{"x-api-key": key}} if key else {{}})
+answer = connection.getresponse()
+print(json.dumps([answer.status, json.loads(answer.read())]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says whose a connection is")
+@pytest.mark.parametrize(
+    ("path", "method", "options", "status"),
+    [
+        ("/v1/conversations", "GET", {}, 403),
+        ("/v1/conversations", "POST", {}, 403),
+        ("/v1/conversations", "GET", KEYED, 200),
+        (CALL, "GET", {}, 403),
+        (f"{CALL}/cancel", "POST", {}, 403),
+        ("/v1/documents", "POST", {}, 403),
+        ("/v1/models", "GET", {}, 200),
+    ],
+)
+def test_other_users(
+    talker: localrt.Model, path: str, method: str, options: Any, status: int
+) -> None:
+    """Without a key, other users of this machine have no part in its owner's conversations."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    with serving(talker, history=":memory:", **options) as running:
+        asked = [str(running.port), method, path, options.get("api_key", "")]
+        command = [sys.executable, "-I", "-S", "-c", ASK, *asked]
+        child = subprocess.run(command, capture_output=True, timeout=120, check=True)
+    found, body = json.loads(child.stdout)
+    assert found == status
+    said = "without a key, conversations are for the user who runs the server"
+    assert (said in json.dumps(body)) == (status == 403)
 
 
 def test_open_to_all_is_refused() -> None:
