@@ -1,41 +1,51 @@
 """Answers that are written to conversations of the history, whoever reads along.
 
 An answer belongs to its conversation and not to a request: it goes on while its page is reloaded,
-every page that shows the conversation can follow it, and it ends early only if it is stopped.
+every page that shows the conversation can follow it, and it ends early only if it is stopped. So
+do the calls of tools in it, which run once the user has allowed them, and the answer after them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import nullcontext
-from functools import cached_property
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 from localrt.chat_format.thinking import parted
 from localrt.common.errors import StorageError
-from localrt.engine.types import Chunk
+from localrt.common.formatting import printable
+from localrt.common.settings import Settings
+from localrt.engine.types import Chunk, ToolCall
 from localrt.history import AnswerWriter, Conversation, History
+from localrt.history.calls import CallTurn, Decision
 from localrt.history.messages import messages_for_model
+from localrt.mcp.servers import ToolServers
+from localrt.mcp.toolbox import Toolbox
 from localrt.server.dialect import event
 from localrt.server.errors import failure, in_words
 from localrt.server.page import to_html
-from localrt.server.service import ModelRequest, sent_key
+from localrt.server.service import ModelRequest, Service, sent_key
 from localrt.service.live import AsyncAnswer
 
 _FRAME_S = 0.05  # the least time between two events
 _PATIENCE = 10  # and how many times as long as a text takes to become HTML
 _RETRY_S = 2.0  # while the disk is full
+_LOOK_S = 0.1  # between looks at a call
 _CLOSE_S = 5.0
 
 
 class Answers:
-    """The user's history, opened when it is first needed, and the answers being written to it."""
+    """The user's history and tools, opened when first needed, and what is being written to it."""
 
-    def __init__(self, open_history: Callable[[], History]) -> None:
-        self.running: dict[int, Answer] = {}  # by turn
-        self._open = open_history
+    def __init__(self, open_history: Callable[[], History], config_dir: Path | None) -> None:
+        self.running: dict[int, Answer | Call] = {}  # by turn
+        self._tasks = set[asyncio.Task[None]]()
+        self._open, self._config_dir = open_history, config_dir
 
     @cached_property
     def history(self) -> History:
@@ -46,31 +56,100 @@ class Answers:
         """
         return self._open()
 
-    def begin(self, request: ModelRequest, found: Conversation, writer: AnswerWriter) -> None:
-        """Let the requested model write the answer."""
-        self.running[writer.turn] = one = Answer(request, found, writer)
+    @cached_property
+    def toolbox(self) -> Toolbox:
+        """The tools of the user's MCP servers, which start; for the event loop alone."""
+        return Toolbox.open(self._config_dir or Settings.from_environment().config_dir)
+
+    def begin(
+        self, request: ModelRequest, found: Conversation, writer: AnswerWriter, rounds: int = 0
+    ) -> None:
+        """Let the requested model write the answer, with tools for at most ``rounds`` of calls."""
+        toolbox = self.toolbox if rounds else Toolbox(ToolServers(()))
+        one = Answer(request, found, writer, toolbox)
+        self.running[writer.turn] = one
         one.task.add_done_callback(lambda _: self.running.pop(writer.turn))
+        self._tasks.add(task := asyncio.ensure_future(self._go_on(one, rounds)))
+        task.add_done_callback(self._tasks.discard)
+
+    async def _go_on(self, answer: Answer, rounds: int) -> None:
+        """Run the calls in an answer, and have the model answer again with their results."""
+        found, service, stopped = answer.found, answer.request.service, False
+        try:
+            turns = await answer.task
+            for turn in turns:
+                self.running[turn.turn] = call = Call(turn, found.id, stopped)
+                await call.run(service, answer.ctx)
+                del self.running[turn.turn]
+                stopped = call.stopped
+            if turns and not stopped and not service.draining:
+                writer = await asyncio.to_thread(found.answer, after=turns[-1].turn)
+                self.begin(answer.request, found, writer, rounds - 1)
+        except StorageError as error:
+            service.note_once("history", f"an answer does not go on: {error}")
 
     def stop(self, conversation: str) -> None:
-        """Stop the answers in a conversation."""
+        """Stop the answers and calls in a conversation."""
         for one in self.running.values():
             if one.conversation == conversation:
                 one.stop()
 
     async def close(self) -> None:
-        """Wait until answers are saved, and close the file; the service must have stopped."""
-        if tasks := [one.task for one in self.running.values()]:
-            await asyncio.wait(tasks, timeout=_CLOSE_S)
+        """Wait until all is saved, and close all; the service must have stopped."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_CLOSE_S)
+        if "toolbox" in self.__dict__:
+            await asyncio.to_thread(self.toolbox.close)
         if "history" in self.__dict__:
             self.history.close()
 
 
-class Answer:
-    """One answer while it is written, by ``task``."""
+class Call:
+    """An open call of a tool. If it ``asks``, it waits for a ``decision`` that ends that."""
 
-    def __init__(self, request: ModelRequest, found: Conversation, writer: AnswerWriter) -> None:
-        self._request, self._found, self._writer = request, found, writer
-        self.conversation = found.id
+    def __init__(self, turn: CallTurn, conversation: str, stopped: bool) -> None:
+        self.turn, self.conversation, self.stopped = turn, conversation, stopped
+        self.asks = False
+        self.decision: Decision = "once"
+
+    def stop(self) -> None:
+        """End it, also if it has not begun."""
+        self.stopped = True
+
+    def shown(self) -> dict[str, Any]:
+        """Return what the user decides about, with control characters spelled out."""
+        arguments = json.dumps(dict(self.turn.call.arguments), ensure_ascii=False, indent=2)
+        shown = {"title": printable(self.turn.call.title), "arguments": printable(arguments)}
+        return {**shown, "asks": self.asks}
+
+    async def run(self, service: Service, ctx: int) -> None:
+        """Wait for the decision, and follow it; return when the call has ended and is saved."""
+        self.asks, done = await asyncio.to_thread(self.turn.asks), False
+        while not done:
+            self.stopped |= service.stopping or (self.asks and service.draining)
+            if self.stopped or not self.asks:
+                try:
+                    done = await asyncio.to_thread(self._advance, ctx)
+                except StorageError as error:
+                    service.note_once("history", f"a call is not saved yet: {error}")
+            await asyncio.sleep(0 if done else _LOOK_S)
+
+    def _advance(self, ctx: int) -> bool:
+        if self.stopped:
+            self.turn.stop()
+        elif not self.turn.started:
+            self.turn.decide(self.decision, ctx)
+        return self.turn.has_ended()
+
+
+class Answer:
+    """One answer while it is written, by ``task``, whose result are the calls in it."""
+
+    def __init__(
+        self, request: ModelRequest, found: Conversation, writer: AnswerWriter, toolbox: Toolbox
+    ) -> None:
+        self.request, self.found, self._writer, self._toolbox = request, found, writer, toolbox
+        self.conversation, self.ctx = found.id, 0
         self._changed = asyncio.Event()
         self._chunk: Chunk | None = None
         self._pieces: list[str] = []
@@ -96,8 +175,8 @@ class Answer:
             await changed.wait()
             await asyncio.sleep(max(_FRAME_S, _PATIENCE * took))
 
-    async def _run(self) -> None:
-        state, info = "done", dict[str, Any]()
+    async def _run(self) -> list[CallTurn]:
+        state, info, calls = "done", dict[str, Any](), tuple[ToolCall, ...]()
         try:
             await self._working
         except asyncio.CancelledError:
@@ -106,22 +185,41 @@ class Answer:
             state, info["error"] = "failed", in_words(failure(error))
         if (chunk := self._chunk) is not None:
             info |= {**self._counts(chunk), "finish_reason": chunk.finish_reason}
-            info["context"] = [info["context"], self._request.model.name]
-        stopping = self._stopped or self._request.service.stopping
+            info["context"] = [info["context"], self.request.model.name]
+        stopping = self._stopped or self.request.service.stopping
         if stopping or info.get("finish_reason") == "cancelled":
             state = info["finish_reason"] = "cancelled"
+        elif chunk is not None and chunk.tool_calls:
+            calls = chunk.tool_calls
+            info["tool_calls"] = [call.to_dict() for call in calls]
         try:
             await self._save(state, info)
+            return await asyncio.to_thread(self._begun, calls)
         finally:
             self._done = True
             self._notify()
 
+    def _begun(self, calls: Sequence[ToolCall]) -> list[CallTurn]:
+        turns, after, id = list[CallTurn](), self._writer.turn, self.conversation
+        for call in calls:
+            begin = partial(self.found.answer, after=after, role="tool")
+            turns.append(
+                CallTurn(self._toolbox, id, call, begin, lambda w, s, info: w.finish(s, info=info))
+            )
+            after = turns[-1].turn
+        return turns
+
     async def _work(self) -> None:
-        request, service, writer = self._request, self._request.service, self._writer
-        client = sent_key(request.http.headers)
+        request, service, writer = self.request, self.request.service, self._writer
+        client, toolbox = sent_key(request.http.headers), self._toolbox
+        while toolbox.starting and not service.draining:
+            await asyncio.sleep(_LOOK_S)
         with service.admitted():
             async with request.using() as served:
                 given = await asyncio.to_thread(self._given, bool(served.sees))
+                self.ctx = served.model.info.ctx
+                if tools := toolbox.definitions():
+                    given["tools"] = tools
                 if served.model.adapters:
                     given["adapter"] = request.model.adapter or "none"
                 pictures = any(isinstance(one["content"], list) for one in given["prompt"])
@@ -137,7 +235,7 @@ class Answer:
 
     def _given(self, sees: bool) -> dict[str, Any]:
         """Return the prompt and the options of the conversation; reads the disk."""
-        found, turn = self._found, self._writer.turn
+        found, turn = self.found, self._writer.turn
         options = {name: value for name, value in found.options.items() if name != "adapter"}
         prompt = messages_for_model(found.branch(turn), found.system, before=turn, sees=sees)
         return {**options, "prompt": prompt}
@@ -161,5 +259,5 @@ class Answer:
             try:
                 return await asyncio.to_thread(self._writer.finish, state, info=info)
             except StorageError as error:
-                self._request.service.note_once("history", f"an answer is not saved yet: {error}")
+                self.request.service.note_once("history", f"an answer is not saved yet: {error}")
             await asyncio.sleep(_RETRY_S)

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -88,12 +89,13 @@ def create_app(
     log: Callable[[LogLine], None] | None = None,
     note: Callable[[str], None] | None = None,
     open_history: Callable[[], History] = History,
+    config_dir: Path | None = None,
 ) -> Starlette:
     """Return the application that serves ``model``, which the caller closes, or several models.
 
     ``log`` is called after every request, ``note`` with one-time log lines; ``open_history`` gives
-    the conversations, by default the user's. Batches run from the
-    application's startup to its shutdown; ``app.state.service`` can be told to ``stop``.
+    the conversations, and ``config_dir`` names MCP servers, by default the user's. Batches run from
+    the application's startup to its shutdown; ``app.state.service`` can be told to ``stop``.
     """
     options = options or ServeOptions()
     models = model if isinstance(model, Models) else OneModel(model, options)
@@ -126,7 +128,7 @@ def create_app(
         lifespan=lifespan,
     )
     app.state.service = service
-    app.state.answers = Answers(open_history)
+    app.state.answers = Answers(open_history, config_dir)
     return app
 
 

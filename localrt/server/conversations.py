@@ -1,7 +1,7 @@
 """The user's conversations over HTTP, in the form of OpenAI's Conversations.
 
 They are those of the terminal app: every turn is an item. Beyond OpenAI's, conversations are listed
-and searched, have branches, instructions and options, and a model can be asked for an answer.
+and searched, have branches, instructions and options; models answer, with tools of MCP servers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from localrt.documents.reading import DocumentCache
 from localrt.engine.options import read_options
 from localrt.history import AnswerWriter, Conversation, ConversationInfo, History, Turn
 from localrt.history.pictures import joined_content
-from localrt.server.answers import Answers
+from localrt.mcp.toolbox import ROUNDS
+from localrt.server.answers import Answer, Answers, Call
 from localrt.server.bodies import read_fields
 from localrt.server.dialect import EVENT_STREAM, JSON, Endpoint, Payload, listed
 from localrt.server.errors import ApiError, JsonResponse, invalid
@@ -41,8 +42,9 @@ _SHOWN = ("tokens", "tok_s", "context", "finish_reason", "error", "ending", "tit
 _MOST_FOUND = 100
 
 
-def _owned(request: Request) -> Answers:
-    """Return the conversations, if the request is surely their owner's.
+def _owned(request: Request, *, tools: bool = False) -> Answers:
+    """Return the conversations, if the request is surely their owner's. ``tools`` run with the
+    owner's rights: they need a key where the system does not say which user sends a request.
 
     Raises:
         ApiError: 403, it need not be.
@@ -56,9 +58,11 @@ def _owned(request: Request) -> Answers:
             raise ApiError(403, "conversations need the server's own key, not that of a class")
     elif page is not None and urlsplit(page).netloc.lower() != headers.get("host", "").lower():
         raise ApiError(403, "without a key, conversations are for the server's own page alone")
-    elif system.is_own_client(request.scope["client"], request.scope["server"]) is False:
+    elif (own := system.is_own_client(request.scope["client"], request.scope["server"])) is False:
         why = "without a key, conversations are for the user who runs the server"
         raise ApiError(403, f"{why}: start it with --api-key, and send the key")
+    elif own is None and tools:
+        raise ApiError(403, "tools need localrt serve --api-key on this system")
     found = request.app.state.answers
     assert isinstance(found, Answers), "the app was made by create_app"
     return found
@@ -199,7 +203,9 @@ def items(history: History, request: Request, fields: Payload) -> Payload:
     found, query = _open(history, request), request.query_params
     include = query.getlist("include[]") + query.getlist("include")
     if "item" in request.path_params:
-        return _item(found, _turn(found, request.path_params["item"]), include)
+        turn = _turn(found, request.path_params["item"])
+        item, call = _item(found, turn, include), request.app.state.answers.running.get(turn.id)
+        return {**item, "open": call.shown()} if isinstance(call, Call) else item
     turns = found.branch(_turn(found, query["branch"]).id) if "branch" in query else found.turns
     shown, more = listed([f"msg_{turn.id}" for turn in turns], query)
     return {**more, "data": [_item(found, turns[place], include) for place in shown]}
@@ -249,6 +255,7 @@ async def begin(request: Request) -> Response:
     """Let a model answer the last message, or the message ``after``."""
     answers, service = _owned(request), service_of(request)
     fields = await read_fields(request, "CONVERSATION_ANSWER", service.options, service.bodies)
+    _owned(request, tools=bool(fields.get("tools")))
     model = service.models.find(fields.get("model"))
 
     def prepare() -> tuple[Conversation, AnswerWriter, Payload]:
@@ -262,25 +269,46 @@ async def begin(request: Request) -> Response:
         return found, writer, _item(found, found.turn(writer.turn), [_HTML])
 
     found, writer, made = await asyncio.to_thread(prepare)
-    answers.begin(ModelRequest(request, service, fields, model), found, writer)
+    asked = ModelRequest(request, service, fields, model)
+    answers.begin(asked, found, writer, ROUNDS if fields.get("tools") else 0)
     return JsonResponse(made)
 
 
 async def follow(request: Request) -> Response:
     """An answer while it is written, as events with HTML."""
     found = _owned(request).running.get(_number(request.path_params["item"]))
-    if found is None:
+    if not isinstance(found, Answer):
         raise ApiError(404, "no answer with this id is being written by this server")
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     return StreamingResponse(found.follow(), headers=headers, media_type=EVENT_STREAM)
 
 
 async def stop(request: Request) -> Response:
-    """Stop an answer; its text so far is kept."""
+    """Stop an answer, whose text so far is kept, or a call and what would follow."""
     found = _owned(request).running.get(_number(request.path_params["item"]))
     if found is not None:
         found.stop()
     return JsonResponse({"id": request.path_params["item"], "stopped": found is not None})
+
+
+async def decide(request: Request) -> Response:
+    """Allow a call that waits, once or always in its conversation, or refuse it."""
+    answers, service = _owned(request, tools=True), service_of(request)
+    fields = await read_fields(request, "CALL_DECISION", service.options, service.bodies)
+    call = answers.running.get(_number(request.path_params["item"]))
+    if decided := isinstance(call, Call) and call.asks:
+        call.asks, call.decision = False, fields["decision"]
+    return JsonResponse({"id": request.path_params["item"], "decided": decided})
+
+
+async def tools(request: Request) -> Response:
+    """Start the user's MCP servers if they do not run, and list their tools."""
+    toolbox = _owned(request, tools=True).toolbox
+    for line in toolbox.take_news():
+        service_of(request).note_once(line, line)
+    id = request.query_params.get("conversation", "").removeprefix("conv_")
+    text = toolbox.command("", id) if toolbox.servers.configs else ""
+    return JsonResponse({"text": text, "starting": toolbox.starting})
 
 
 def _endpoint(path: str, method: str, work: Work, body: str = "") -> Endpoint:
@@ -310,4 +338,6 @@ ROUTES = (
     Endpoint(f"{_ONE}/answers", "POST", begin, JSON, "CONVERSATION_ANSWER"),
     Endpoint(f"{_ONE}/answers/{{item}}", "GET", follow, EVENT_STREAM),
     Endpoint(f"{_ONE}/answers/{{item}}/cancel", "POST", stop, JSON),
+    Endpoint(f"{_ONE}/answers/{{item}}/decision", "POST", decide, JSON, "CALL_DECISION"),
+    Endpoint("/v1/tools", "POST", tools, JSON),
 )

@@ -42,6 +42,8 @@ WITH_TOOLS = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
+NO_SETTINGS = Path(os.environ["XDG_DATA_HOME"])  # a folder of the tests, without such a file
+
 needs_kernels = pytest.mark.skipif(find_library() is None, reason="the kernels are not compiled")
 
 
@@ -136,9 +138,15 @@ def command(
 
 @contextmanager
 def serving(
-    model: localrt.Model | Models, *, history: Path | str | None = None, **options: Any
+    model: localrt.Model | Models,
+    *,
+    history: Path | str | None = None,
+    config_dir: Path = NO_SETTINGS,
+    **options: Any,
 ) -> Iterator[Running]:
-    """A server for ``model`` as long as the block runs, with the conversations of ``history``."""
+    """A server for ``model`` as long as the block runs, with the conversations of ``history`` and
+    the tools of ``config_dir``.
+    """
     checked = ServeOptions(port=0, **{"drain_s": 1.0, **options})
     bound = open_socket(checked)
     lines: list[LogLine] = []
@@ -149,6 +157,7 @@ def serving(
         log=lines.append,
         note=notes.append,
         open_history=lambda: localrt.History(history),
+        config_dir=config_dir,
     )
     server = Server(app, checked)
     running = Running(model, server, bound.getsockname()[1], app.state.service)

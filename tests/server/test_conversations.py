@@ -296,6 +296,9 @@ def test_who_may(talker: localrt.Model, options: Any, headers: dict[str, str], s
         sent = {name: value.format(port=running.port) for name, value in headers.items()}
         assert running.request("GET", "/v1/conversations", headers=sent)[0] == status
         assert running.request("GET", "/", headers={"Accept": "text/html"})[0] == 200
+        for path, body in (("/v1/tools", None), (f"{CALL}/decision", {"decision": "once"})):
+            allowed = status if "api_key" in options or sys.platform == "linux" else 403
+            assert running.request("POST", path, body, sent)[0] == allowed
 
 
 OTHER_USER = 65534
@@ -321,7 +324,9 @@ print(json.dumps([answer.status, json.loads(answer.read())]))
         ("/v1/conversations", "GET", KEYED, 200),
         (CALL, "GET", {}, 403),
         (f"{CALL}/cancel", "POST", {}, 403),
+        (f"{CALL}/decision", "POST", {}, 403),
         ("/v1/documents", "POST", {}, 403),
+        ("/v1/tools", "POST", {}, 403),
         ("/v1/models", "GET", {}, 200),
     ],
 )

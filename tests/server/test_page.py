@@ -59,7 +59,8 @@ def visit(browser: Any, talking: Running) -> Iterator[Callable[..., Any]]:
     yield visit
     for context in contexts:
         context.close()
-    allowed = r"(http://127\.0\.0\.1:\d+/($|v1/(models$|documents$|conversations)))|data:|blob:"
+    paths = r"$|v1/(models$|documents$|conversations|tools\?)"
+    allowed = rf"(http://127\.0\.0\.1:\d+/({paths}))|data:|blob:"
     assert [url for url in asked if not re.match(allowed, url)] == []
     expected = ("400", "401", "403", "404")  # no documents, keys, answers that have ended
     assert [line for line in said if not any(status in line for status in expected)] == []

@@ -67,7 +67,8 @@ REQUESTS: dict[str, Schema] = {
     ),
     "CONVERSATION_ITEMS": object_of("items", items=_MESSAGES, after=TEXT),
     "DOCUMENT": object_of("filename", "file_data", filename=STRING, file_data=STRING),
-    "CONVERSATION_ANSWER": object_of(model=TEXT, after=TEXT),
+    "CONVERSATION_ANSWER": object_of(model=TEXT, after=TEXT, tools=FLAG),
+    "CALL_DECISION": object_of("decision", decision={"enum": ["once", "always", "refuse"]}),
     "INPUT_TOKENS": object_of(**_PROMPT),
     "RESPONSES": object_of(
         **_PROMPT,

@@ -156,8 +156,8 @@ async function load({ branch, end = false } = {}) {
   chat.more = page.has_more;
   if (end) choose(about.metadata.model);
   draw(end);
-  const last = chat.items.at(-1);
-  if (last?.state === "writing") follow(last);
+  const open = chat.items.find((item) => item.state === "writing");
+  if (open) follow(open).catch(warn);
 }
 
 function choose(name) {
@@ -195,7 +195,7 @@ function draw(end = false) {
   for (const item of chat.items) {
     const text = JSON.stringify(item);
     let made = old.get(item.id);
-    const growingNow = item.id === chat.answering && made?.getAttribute("aria-busy");
+    const growingNow = item.id === chat.answering && made?.matches("[aria-busy], .asked");
     if (!growingNow && (!made || shownAs.get(made) !== text)) {
       const fresh = drawn(item, acts);
       shownAs.set(fresh, text);
@@ -247,11 +247,13 @@ function toEnd() {
 let follower = null; // ends the following of an answer
 
 async function answerTo(id) {
-  const item = await post(here("/answers"), { after: id, model: $("model").value || null });
+  const item = await post(here("/answers"), askedOf($("model").value, id));
   chat.items.push(item);
-  follow(item);
+  follow(item).catch(warn);
   list().catch(() => {});
 }
+
+const askedOf = (model, after) => ({ after, model: model || null, tools: !$("tools").hidden });
 
 async function follow(item) {
   if (chat.answering === item.id) return;
@@ -260,18 +262,21 @@ async function follow(item) {
   const visit = chat.visit;
   const mine = () => visit === chat.visit && !ending.signal.aborted;
   chat.answering = item.id;
-  const { made, update } = growing(item);
+  const decide = doing((decision) => post(here(`/answers/${item.id}/decision`), { decision }));
+  const isCall = item.type !== "message";
+  const { made, update } = isCall ? openCall(item, decide) : growing(item);
   const old = $("log").querySelector(`[data-id="${item.id}"]`);
   if (old) old.replaceWith(made);
   else $("log").append(made);
   setBusy(true);
   toEnd();
-  say("The model answers.");
+  if (!isCall) say("The model answers.");
   try {
     let whole = item;
     while (mine() && whole.state === "writing") {
       try {
-        for await (const told of events(here(`/answers/${item.id}`), ending.signal)) {
+        if (isCall) await new Promise((done) => setTimeout(done, 300));
+        else for await (const told of events(here(`/answers/${item.id}`), ending.signal)) {
           if (!mine()) return;
           const stay = atEnd();
           update(told);
@@ -287,13 +292,17 @@ async function follow(item) {
       const before = whole;
       whole = await api(here(`/items/${item.id}?include=html`)).catch((error) => (error.status === 404 ? null : before));
       if (!whole) return mine() && warn("The conversation was deleted.");
-      if (whole.state === "writing" && mine()) update({ thinking: thoughtOf(whole), html: whole.content.at(-1).html });
+      if (whole.state !== "writing" || !mine()) continue;
+      update(isCall ? whole : { thinking: thoughtOf(whole), html: whole.content.at(-1).html });
     }
     if (!mine()) return;
     chat.items = chat.items.map((one) => (one.id === whole.id ? whole : one));
     made.removeAttribute("aria-busy");
-    chat.answering = "";
+    made.classList.remove("asked");
+    const more = isCall || whole.tool_calls.length > 0; // calls, and what follows them
+    chat.answering = more ? item.id : "";
     draw();
+    if (more) return await load({ branch: whole.id });
     say(noteOf(whole)[0] || `Answer: ${textOf(whole).slice(0, 2000)}`);
     await list().catch(() => {});
   } finally {
@@ -302,6 +311,14 @@ async function follow(item) {
       setBusy(false);
     }
   }
+}
+
+// Shows which tools there are; servers may still be starting.
+async function loadTools() {
+  const found = await api(`/v1/tools?conversation=${chat.id}`, { method: "POST" }).catch(() => ({}));
+  $("tools-list").textContent = found.text;
+  $("tools").hidden = !found.text;
+  if (found.starting) setTimeout(loadTools, 700);
 }
 
 // Yields the events of a stream, which are lines of JSON.

@@ -105,5 +105,6 @@ const start = doing(async () => {
   choose(stored("model"));
   choose(chat.about?.metadata.model);
   showUsed();
+  await loadTools();
 });
 start();

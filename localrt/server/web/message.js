@@ -23,7 +23,7 @@ async function submit() {
     const added = await post(here("/items", id), { items: [messageOf(text, files)], after: before });
     const asked = added.data.at(-1).id;
     if (visit !== chat.visit) { // another conversation was opened meanwhile
-      await post(here("/answers", id), { after: asked, model: model || null });
+      await post(here("/answers", id), askedOf(model, asked));
       return;
     }
     const at = chat.items.findIndex((item) => item.id === before);
@@ -159,6 +159,7 @@ function openOptions() {
   $("options-error").textContent = "";
   $("delete").textContent = "Delete this chat";
   $("options").showModal();
+  loadTools();
 }
 
 async function saveOptions() {

@@ -169,10 +169,30 @@ function picturesOf(item, pictures, acts) {
 
 function drawnCall(item) {
   const notes = { refused: "not allowed", stopped: "stopped", failed: "failed" };
-  const note = notes[item.info.ending] || (item.state === "writing" ? "runs" : NOTES[item.state] || "");
+  const states = { ...NOTES, writing: "waits", cut: "the app ended before this call did" };
+  const note = notes[item.info.ending] || states[item.state] || "";
   const line = `${item.info.title || "tool"} ${item.info.arguments || ""}`.trim();
   return h("article", { "data-id": item.id, "aria-label": "Call of a tool" },
     h("details", { class: "call" }, h("summary", {}, note ? `${line} (${note})` : line), h("div", {}, item.output || "")));
+}
+
+// A call that waits for the user or runs: `update` shows its item, all of it as text.
+function openCall(item, decide) {
+  const made = h("article", { class: "asked", "data-id": item.id, "aria-label": "Call of a tool" });
+  let shown = "";
+  const update = ({ info, open }) => {
+    const focused = made.contains(document.activeElement);
+    const { title = "tool", arguments: given = "", asks } = open || info;
+    const line = asks ? `The model wants to run ${title}` : `${title} ${asks === false ? "runs" : "waits"}`;
+    if (line === shown) return;
+    say(shown = line);
+    const choices = asks ? [["once", "Allow once"], ["always", "Always in this chat"], ["refuse", "Deny"]] : [];
+    made.replaceChildren(h("p", {}, line), h("pre", { tabindex: "0" }, given), ...choices.map(([decision, text]) =>
+      h("button", { type: "button", "aria-label": `${text}: ${title}`, onclick: () => decide(decision) }, text)));
+    if (focused && !asks) $("stop").focus();
+  };
+  update(item);
+  return { made, update };
 }
 
 // An answer while it is written: `update` shows an event, `made` is its element.
