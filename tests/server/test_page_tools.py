@@ -131,7 +131,7 @@ def test_always_in_this_chat(visit: Any, script: Script, made: Any) -> None:
     expect(ended(page).locator(".body")).to_have_text("So it is.")
     assert made == [{"a": 1, "b": 1}, {"a": 2, "b": 2}]
     page.get_by_role("button", name="Options").click()
-    page.get_by_text("Tools that the model is offered").click()
+    page.get_by_text("Tools of your MCP servers").click()
     expect(page.get_by_text("add (allowed in this conversation)")).to_be_visible()
     page.keyboard.press("Escape")
     page.get_by_role("button", name="New chat").click()
@@ -189,10 +189,11 @@ def test_markup_is_shown_as_text(visit: Any, script: Script, made: Any) -> None:
 def test_axe_finds_nothing(visit: Any, script: Script, scheme: str) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe-core")
     page = visit(color_scheme=scheme)
-    ask(page, script, call_of("add", a="1\n" * 200, b=1), call_of("add", a=1, b=1))
+    question = ask(page, script, call_of("add", a="1\n" * 200, b=1), call_of("add", a=1, b=1))
+    expect(question.get_by_role("button", name="Deny")).to_be_in_viewport()
     found = [axe.Axe().run(page)]
     page.get_by_role("button", name="Options").click()
-    page.get_by_text("Tools that the model is offered").click()
+    page.get_by_text("Tools of your MCP servers").click()
     found.append(axe.Axe().run(page))
     assert [
         (one["id"], one["nodes"]) for each in found for one in each.response["violations"]

@@ -179,17 +179,17 @@ function drawnCall(item) {
 // A call that waits for the user or runs: `update` shows its item, all of it as text.
 function openCall(item, decide) {
   const made = h("article", { class: "asked", "data-id": item.id, "aria-label": "Call of a tool" });
-  let shown = "";
   const update = ({ info, open }) => {
-    const focused = made.contains(document.activeElement);
+    const [focused, stay] = [made.contains(document.activeElement), atEnd()];
     const { title = "tool", arguments: given = "", asks } = open || info;
     const line = asks ? `The model wants to run ${title}` : `${title} ${asks === false ? "runs" : "waits"}`;
-    if (line === shown) return;
-    say(shown = line);
+    if (made.firstChild?.textContent === line) return;
+    say(line);
     const choices = asks ? [["once", "Allow once"], ["always", "Always in this chat"], ["refuse", "Deny"]] : [];
     made.replaceChildren(h("p", {}, line), h("pre", { tabindex: "0" }, given), ...choices.map(([decision, text]) =>
       h("button", { type: "button", "aria-label": `${text}: ${title}`, onclick: () => decide(decision) }, text)));
     if (focused && !asks) $("stop").focus();
+    if (stay) made.scrollIntoView({ block: "end" });
   };
   update(item);
   return { made, update };
