@@ -18,6 +18,7 @@ from PIL import Image
 
 import localrt
 from localrt.common.formatting import format_bytes
+from localrt.documents import reading
 from localrt.documents.reading import read_document
 from localrt.server import media
 from localrt.server.openai.calls import chat_call
@@ -412,6 +413,25 @@ def test_kinds_of_documents(seeing: Any, part: Any, text: str) -> None:
     status, got, _ = ask(server, in_chat(part))
     assert status == 200, got
     assert text in str(prompts[0][0]["content"]).replace("\\n", "\n")
+
+
+def test_a_document_that_comes_again_is_not_read_again(
+    seeing: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, prompts = seeing
+    asked: list[bytes] = []
+
+    def counted(source: bytes, **how: Any) -> Any:
+        asked.append(source)
+        return read_document(source, **how)
+
+    monkeypatch.setattr(reading, "read_document", counted)
+    data = pdf("Read once")
+    for _ in range(3):
+        part = file(base64.b64encode(data).decode(), "once.pdf")
+        assert ask(server, in_chat(part))[0] == 200
+    assert asked == [data]
+    assert all("[page 1]\nRead once" in str(each).replace("\\n", "\n") for each in prompts)
 
 
 def test_pictures_of_several_turns(seeing: Any) -> None:
