@@ -48,7 +48,8 @@ class RestoringDriver(LinuxDriver):
                 early = os.read(self.fileno, 1 << 16) if typed else b""
             # The terminal has turned Enter into a line feed.
             text = early.decode(errors="replace").replace("\n", "\r")
-            for event in PasteParser().feed(text) if text else ():
+            parser = PasteParser()
+            for event in (*parser.feed(text), *parser.typed()) if text else ():
                 self.process_message(event)
         super().start_application_mode()  # type: ignore[no-untyped-call]
 

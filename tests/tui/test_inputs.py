@@ -34,7 +34,9 @@ START, END = "\x1b[200~", "\x1b[201~"
 
 
 def messages(parser: PasteParser, *reads: str) -> list[tuple[str, str | None]]:
-    return described(event for read in reads if read for event in parser.feed(read))
+    """Of reads without a pause, and of one after them."""
+    found = [event for read in reads if read for event in parser.feed(read)]
+    return described([*found, *parser.typed()])
 
 
 def described(found: Iterable[Message]) -> list[tuple[str, str | None]]:
@@ -67,11 +69,28 @@ async def in_one_read(app: ChatApp, pilot: Pilot[None], text: str) -> None:
     ],
 )
 def test_paste_is_whole_wherever_reads_end(text: str) -> None:
-    data = f"a{START}{text}{END}b\x1b[A{START}2{END}"
-    expected = [("Key", "a"), ("Paste", text), ("Key", "b"), ("Key", "up"), ("Paste", "2")]
+    data = f"a{START}{text}{END}b\x1b[A"
+    expected = [("Key", "a"), ("Paste", text), ("Key", "b"), ("Key", "up")]
     for place in range(len(data) + 1):
         assert messages(PasteParser(), data[:place], data[place:]) == expected
     assert messages(PasteParser(), *data) == expected
+
+
+@pytest.mark.parametrize(
+    ("rest", "text"),
+    [
+        ("ls\r", "ls\r"),
+        (f"\r{START}two", "\rtwo"),
+        (f"\x1b[13u{END}{START}{END}\x03", "\x1b[13u\x03"),
+    ],
+)
+def test_an_end_mark_within_a_paste(rest: str, text: str) -> None:
+    """What follows it is not obeyed, wherever reads end."""
+    data = f"{START}one{END}{rest}{END}"
+    for place in range(len(data) + 1):
+        found = messages(PasteParser(), data[:place], data[place:])
+        assert {kind for kind, _ in found} == {"Paste"}
+        assert "".join(pasted or "" for _, pasted in found) == f"one{text}"
 
 
 def test_pause_within_a_mark(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,8 +194,8 @@ def test_paste_in_a_terminal(pieces: int, tmp_path: Path) -> None:
     assert not any(each in written for each in (b"\x1b]2;PWNED", b"\x07", "\x9d".encode()))
 
 
-EARLY = f"ab{DEL}c{START}one\rtwo{END}{LEFT}x\x1b[O{START}.{END}"
-EARLY_TEXT = "acone\ntwx.!o"
+EARLY = f"ab{DEL}c{START}one\rtwo{END}{LEFT}x\x1b[O"
+EARLY_TEXT = "acone\ntwx!o"
 SLOW = """
 import time
 from localrt.tui.chat.screen import ChatScreen

@@ -1,0 +1,119 @@
+"""Signals at any moment, and bytes as real terminals send them, to the app in a pseudo-terminal."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import tempfile
+import termios
+import time
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+from localrt import History
+from tests.campaigns.campaign import Run, campaign
+from tests.tui.test_ending import DATA, MODES, SEQUENCE, Shell, kept_answer
+from tests.waits import wait_for
+
+SENTENCE, DRAFT = "A whole sentence.", "a draft"
+ENDING = (
+    *(signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGABRT),
+    *(signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGKILL),
+)
+# What opens and closes dialogs, moves, and changes the layout: nothing that sends or quits.
+KEYS = ("\x0f", "\x1bOP", "\x1bOQ", "\x1bOR", "\x1bOS", "\x1b[15~", "\x06", "\x10", "\x1b", "x")
+KEYS += ("\x1b[A", "\x1b[B", "\x1b[6~", "\x1b[<64;10;10M", "\x1b[I", "\x1b[O")
+START, END = "\x1b[200~", "\x1b[201~"
+PASTED = (
+    *("\r", "\n", "\t", "\x1b", "\x03", "\x04", "\x11", "\x1a", "\x7f", "\x00", "\x9b", "/quit\r"),
+    *("\x1b[13u", "\x1b[106;5u", "\x1b[27;5;106~", "\x1b[99;5u", "\x1bOM", "\x1b[<0;3;4M"),
+    *("\x1b]2;title\x07", "\x1b]52;c;eA==\x1b\\", "\x1b[2J", "\x1b[?1049l", "\x1bP+q\x1b\\"),
+    *("\x1b[I", "\x1b[201", "\x1b[20", f"{END}/quit\r", f"{END}\x11", f"{END}\r{START}", "é", "😀"),
+)
+
+
+def restored(shell: Shell) -> bool:
+    """Whether the terminal is as it was before the app."""
+    return not shell.modes & MODES and termios.tcgetattr(shell.slave) == shell.before
+
+
+def ended(shell: Shell) -> bool:
+    """Whether the app has ended; what it writes is read, as a terminal does."""
+    shell.read()
+    return not Path(f"/proc/{shell.app}").exists()
+
+
+def signal_at_any_moment(number: signal.Signals, chance: random.Random, folder: Path) -> str:
+    """Send a signal to the app while it starts, answers, or shows a dialog; what is wrong then."""
+    with ExitStack() as stack:
+        shell = Shell(folder, stack)
+        if answering := chance.random() < 0.8:
+            shell.answer(DRAFT)
+            for _ in range(chance.randrange(6)):
+                shell.type(chance.choice(KEYS))
+        time.sleep(chance.random() * 0.5)
+        os.kill(shell.app, number)
+        if number == signal.SIGTSTP:
+            wait_for(lambda: restored(shell) or not answering)
+            os.kill(shell.app, signal.SIGCONT)
+            wait_for(lambda: shell.modes >= MODES)
+            os.kill(shell.app, signal.SIGTERM)
+        wait_for(lambda: ended(shell))
+        status = shell.status
+        wait_for(lambda: restored(shell))
+        rest = SEQUENCE.sub("", shell.read().decode(errors="replace").rpartition("\x1b[?1004l")[2])
+        if "Traceback" in rest:
+            return f"ended with {status} and a traceback"
+    if answering and kept_answer(folder) != SENTENCE:
+        return f"kept {kept_answer(folder)!r} of the answer"
+    return ""
+
+
+def paste(chance: random.Random, folder: Path) -> str:
+    """Paste words with control characters between them, split anywhere; what is wrong then."""
+    words = [f"w{number}" for number in range(chance.randint(2, 8))]
+    text = "".join(chance.choice(PASTED) + word for word in words)
+    data = f"{START}{text}{END}".encode()
+    with ExitStack() as stack:
+        shell = Shell(folder, stack)
+        wait_for(lambda: "2004" in shell.modes)
+        wait_for(lambda: shell.shows("ready"))
+        places = sorted(chance.randrange(len(data)) for _ in range(chance.randrange(4)))
+        for begin, end in zip((0, *places), (*places, len(data)), strict=True):
+            os.write(shell.master, data[begin:end])
+        wait_for(lambda: shell.shows(words[-1]) or shell.leader.poll() is not None)
+        os.kill(shell.app, signal.SIGTERM)
+        wait_for(lambda: ended(shell))
+        draft = (folder / DATA / "draft.txt").read_text("utf-8")
+    with History(folder / DATA / "history.db") as history:
+        if any(history.open(entry.id).turns for entry in history.list()):
+            return f"{text!r} was sent"
+    if [word for word in words if word in draft] != words:
+        return f"{text!r} became {draft!r}"
+    return ""
+
+
+CASES = {
+    **{number.name: partial(signal_at_any_moment, number) for number in (*ENDING, signal.SIGTSTP)},
+    "pastes": paste,
+}
+
+
+def terminal(run: Run) -> None:
+    """The terminal is as it was, what was said is kept, and what is pasted is text."""
+    for case, attempt in CASES.items():
+        while run.goes_on(case):
+            with tempfile.TemporaryDirectory() as folder:
+                try:
+                    wrong = attempt(run.random(case), Path(folder))
+                except AssertionError as error:  # something did not come in time
+                    wrong = f"waited in vain: {error}"
+            run.tried(case)
+            if wrong:
+                run.found(case, wrong)
+
+
+if __name__ == "__main__":
+    campaign("terminal", terminal, count=50)
