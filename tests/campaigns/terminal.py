@@ -103,6 +103,8 @@ CASES = {
 
 def terminal(run: Run) -> None:
     """The terminal is as it was, what was said is kept, and what is pasted is text."""
+    for number in (signal.SIGINT, signal.SIGQUIT):  # which shells ignore in the background
+        signal.signal(number, signal.SIG_DFL)
     for case, attempt in CASES.items():
         while run.goes_on(case):
             with tempfile.TemporaryDirectory() as folder:
