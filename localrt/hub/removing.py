@@ -15,6 +15,7 @@ from pathlib import Path
 
 from localrt import system
 from localrt.common.errors import ModelNotFoundError, OptionError, StorageError, reason_of
+from localrt.common.files import remove_folder
 from localrt.common.formatting import format_bytes, one_line
 from localrt.common.settings import Settings
 from localrt.hub.cache import CachedRepo, forget_use
@@ -28,6 +29,7 @@ from localrt.hub.listing import (
     own_store,
 )
 from localrt.hub.names import DEMO_HUB, DEMO_NAME, HubRef, close_to, demo_cache_file, parse_hub_ref
+from localrt.models.weight_files import MANIFEST_NAME, PARTIAL_NAME
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +159,7 @@ def _refuse_what_is_not_ours(name: str, full: str, models: Sequence[LocalModel])
 
 def _remove_folder(folder: Path) -> int:
     freed = _own_bytes(folder.rglob("*"))
-    shutil.rmtree(folder)
+    remove_folder(folder, last=(MANIFEST_NAME, PARTIAL_NAME))
     return freed
 
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from localrt import system
 from localrt.common.cores import default_threads
-from localrt.common.files import read_cached, write_cached
+from localrt.common.files import read_cached, remove_stale, write_cached
 from localrt.common.helpers import has_helpers, helper_command
 from localrt.common.settings import Settings
 from localrt.offload import hardware
@@ -395,6 +395,7 @@ def _measurable(name: str) -> bool:
 
 def _measure_sample(folder: Path) -> DiskProfile:
     """Measure the disk with a new file, and delete it."""
+    remove_stale(folder, ".localrt-speed-*")
     descriptor, name = tempfile.mkstemp(dir=folder, prefix=".localrt-speed-")
     try:
         with os.fdopen(descriptor, "wb") as file:

@@ -22,8 +22,8 @@ from typing import Any
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _F_NOCACHE = 48  # of macOS
-# Errors of file systems that cannot allocate ahead.
-_NO_ALLOCATION = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV}
+# Errors of file systems that cannot allocate ahead, or sync folders.
+_UNSUPPORTED = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV}
 _LARGE_PAGE = 1 << 21
 _MACOS_UTILITY = 0x11
 _MACOS_FEATURES = ["hw.optional.AdvSIMD", "hw.optional.arm.FEAT_DotProd"]
@@ -93,7 +93,7 @@ def allocate(descriptor: int, offset: int, nbytes: int) -> None:
     try:
         os.posix_fallocate(descriptor, offset, nbytes)
     except OSError as error:
-        if error.errno not in _NO_ALLOCATION:
+        if error.errno not in _UNSUPPORTED:
             raise
 
 
@@ -108,10 +108,20 @@ def drop_cached(
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames in ``folder`` durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    """Make new, renamed and removed files in ``folder`` durable, where the file system can.
+
+    Raises:
+        OSError: the disk fails.
+    """
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except PermissionError:
+        return  # a folder that may be written to, but not read
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
     finally:
         os.close(descriptor)
 

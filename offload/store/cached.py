@@ -12,7 +12,6 @@ from __future__ import annotations
 import gc
 import os
 import re
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -30,7 +29,7 @@ from localrt.common.errors import (
     UnsupportedModelError,
     reason_of,
 )
-from localrt.common.files import private_folder, write_text
+from localrt.common.files import make_folder, private_folder, remove_folder, write_text
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
 from localrt.models.checkpoints.store.manifest import StoredUnit, read_manifest
@@ -74,7 +73,7 @@ def cached_store(
     folder = store_folder(source, stores)
     try:
         private_folder(stores.parent)  # conversations lie beside the stores
-        stores.mkdir(exist_ok=True)
+        make_folder(stores)
     except OSError as error:
         raise StorageError(f"{stores} cannot be made: {reason_of(error)}") from error
     with _alone(folder.with_name(folder.name + ".lock"), cancel):
@@ -84,7 +83,8 @@ def cached_store(
         if store is None:
             announce()
             for old in (folder, *_superseded(source, folder)):
-                shutil.rmtree(old, ignore_errors=True)
+                with suppress(OSError):
+                    remove_folder(old, last=(MANIFEST_NAME, PARTIAL_NAME))
             pack_store(source, folder, tiler=tiler, progress=progress, cancel=cancel)
             store = StoreCheckpoint(folder, verify=False)  # the sums were just made
             gc.collect()  # packing's garbage

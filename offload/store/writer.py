@@ -24,7 +24,7 @@ from typing import BinaryIO, TypeAlias
 from localrt import system
 from localrt.common.closing import Closing
 from localrt.common.errors import CancelledError, LocalrtError, OptionError, StorageError, reason_of
-from localrt.common.files import PAGE, atomic_write
+from localrt.common.files import PAGE, atomic_write, make_folder
 from localrt.common.formatting import format_bytes
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
 from localrt.models.checkpoints.store.manifest import (
@@ -191,7 +191,7 @@ class StoreWriter(Closing):
             raise OptionError(f"{out} exists already: remove it, or choose another folder")
         try:
             with _storage_errors(self.folder):
-                self.folder.mkdir(parents=True, exist_ok=True)
+                make_folder(self.folder)
                 self._stack.enter_context(_locked(self.folder, out))
                 self._manifest = self._resumed(manifest)
                 self._require_room(beside)
@@ -389,11 +389,10 @@ class StoreWriter(Closing):
     def _aside(self, name: str) -> Iterator[BinaryIO]:
         """Yield a temporary path for the file ``name``; it is renamed when complete."""
         aside = self.folder / (name + _ASIDE)
-        aside.parent.mkdir(exist_ok=True)
+        make_folder(aside.parent)
         # All processes use one name, so leftovers of a killed one are overwritten.
         with atomic_write(self.folder / name, aside=aside) as stream:
             yield stream
-        system.sync_folder(aside.parent)
 
 
 class _Tiles:
