@@ -1,6 +1,7 @@
 """The SQLite database behind the history: schema versions, damage, and answers as they grow.
 
-Write-ahead logging lets several apps use one file. Committed data survives a killed process. An
+Write-ahead logging lets several apps use one file. What is committed survives a killed process and,
+but for the sentences of an unfinished answer, a power cut. An
 unusable file is never overwritten: a damaged one is renamed, a newer one stays and another file is
 begun next to it. Without a file the same tables are in memory.
 
@@ -142,8 +143,10 @@ class Database:
             self._connection = _opened_or_fail(path)
 
     @contextmanager
-    def transaction(self) -> Iterator[sqlite3.Connection]:
+    def transaction(self, *, sync: bool = True) -> Iterator[sqlite3.Connection]:
         """Commit all changes in the block at its end, or none. May be nested.
+
+        Without ``sync`` nobody waits for the disk, and a power cut may undo it.
 
         Raises:
             StorageError: the disk is full, the file damaged, or another app keeps it locked.
@@ -152,6 +155,7 @@ class Database:
             if self._depth:
                 yield self._connection
                 return
+            self._connection.execute(f"PRAGMA synchronous = {'FULL' if sync else 'NORMAL'}")
             self._connection.execute("BEGIN IMMEDIATE")
             self._depth += 1
             try:
@@ -231,7 +235,6 @@ def _opened(path: Path) -> sqlite3.Connection:
             connection.execute("PRAGMA journal_mode = WAL")
         except sqlite3.OperationalError:  # as on some network drives, which share no memory
             connection.execute("PRAGMA journal_mode = DELETE")
-        connection.execute("PRAGMA synchronous = NORMAL")
         if path.stat().st_size <= _CHECKED_WHOLE:
             (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
             if found != "ok":
@@ -342,7 +345,7 @@ class AnswerWriter:
     def _save(self) -> None:
         self._saved_at = time.monotonic()
         try:
-            with self._database.transaction() as connection:
+            with self._database.transaction(sync=False) as connection:
                 insert(connection, "piece", turn=self.turn, text=self._open)
         except StorageError as error:
             self.problem = str(error)

@@ -159,6 +159,22 @@ with talk.answer() as writer:
 """
 
 
+def test_what_waits_for_the_disk(history: History) -> None:
+    """A power cut undoes no message and no ended answer; sentences are saved too often to wait."""
+
+    def waits() -> bool:
+        return bool(history._database.rows("PRAGMA synchronous")[0][0] == 2)
+
+    conversation = history.new(model="m")
+    conversation.add("user", "Hello")
+    assert waits()
+    with conversation.answer() as writer:
+        assert waits()
+        writer.write("One sentence. ")
+        assert not waits()
+    assert waits()
+
+
 def test_killed_writer(tmp_path: Path) -> None:
     path = tmp_path / "h.db"
     history = History(path)
