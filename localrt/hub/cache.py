@@ -25,7 +25,7 @@ from urllib.parse import quote, unquote
 
 from localrt import system
 from localrt.common.errors import ModelNotFoundError
-from localrt.common.files import private_folder, write_text
+from localrt.common.files import make_folder, private_folder, write_text
 from localrt.common.settings import Settings
 from localrt.hub.files import choose_variant, gguf_variants, has_safetensors, variant_name
 from localrt.hub.names import HubRef
@@ -124,7 +124,7 @@ class CachedRepo:
         with suppress(OSError):
             if pointer.samefile(blob):
                 return  # others may be reading it
-        pointer.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(pointer.parent)
         pointer.unlink(missing_ok=True)
         try:
             pointer.symlink_to(target)
@@ -133,6 +133,7 @@ class CachedRepo:
                 pointer.hardlink_to(blob)
             except OSError:  # a file system without links, as of a memory card
                 system.replace(blob, pointer)
+        system.sync_folder(pointer.parent)
 
     def write_ref(self, revision: str, commit: str) -> None:
         """Record that ``revision`` is at ``commit``; a commit needs no such record."""

@@ -46,6 +46,7 @@ from localrt.common.errors import (
     StorageError,
     reason_of,
 )
+from localrt.common.files import make_folder
 from localrt.common.formatting import format_bytes, one_line
 from localrt.common.network import network_problem
 from localrt.common.progress import Progress, ProgressCallback
@@ -257,7 +258,8 @@ def download(
         missing = [file for file in wanted if not cached.blob(file.etag).exists()]
         needed = sum(file.size - _size(cached.partial(file.etag)) for file in missing)
         check_space(settings.hub_cache, needed)
-        cached.blob("").mkdir(parents=True, exist_ok=True)
+        begun = {file.etag for file in missing if cached.partial(file.etag).exists()}
+        make_folder(cached.blob(""))
         total = sum(file.size for file in missing)
         meter = Meter("download", total, progress)
         for file in missing:
@@ -269,12 +271,20 @@ def download(
         meter = Meter("verify", total, progress)
         for file in wanted:
             with _locked(cached.lock(file.etag), cancel):
-                if not cached.blob(file.etag).exists():
-                    _publish(file, cached.partial(file.etag), cached.blob(file.etag), meter, cancel)
+                partial, blob = cached.partial(file.etag), cached.blob(file.etag)
+                try:
+                    if not blob.exists():
+                        _publish(file, partial, blob, meter, cancel)
+                except HubError:
+                    if file.etag not in begun:
+                        raise
+                    # A power cut damaged what an earlier run had downloaded.
+                    _Transfer(remote, file, partial, settings, meter, cancel).run()
+                    _publish(file, partial, blob, meter, cancel)
                 cached.link(remote.commit, file.name, file.etag)
                 if file in missing:  # also if another process finished first
                     meter.set(file.name, file.size)
-        cached.snapshot(remote.commit).mkdir(parents=True, exist_ok=True)
+        make_folder(cached.snapshot(remote.commit))
         cached.write_ref(revision or "main", remote.commit)
     return cached
 
@@ -311,6 +321,7 @@ def _publish(
             f"{file.name} arrived damaged (wrong checksum) and was removed: download it again"
         )
     system.replace(partial, blob)
+    system.sync_folder(blob.parent)
 
 
 @dataclass(frozen=True, slots=True)

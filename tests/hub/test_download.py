@@ -28,12 +28,13 @@ from localrt.common.files import write_text
 from localrt.common.progress import Progress
 from localrt.common.settings import Settings
 from localrt.hub import resolve
+from localrt.hub.cache import CachedRepo
 from localrt.hub.download import download, list_repo
 from localrt.hub.searching import search_models
 from tests.conftest import needs_links
 from tests.fake_endpoint import nobody
 from tests.hub.conftest import NEWER, QUANTS, TINY, WEIGHTS
-from tests.hub.server import COMMIT, OLD_COMMIT, FakeHub
+from tests.hub.server import COMMIT, OLD_COMMIT, FakeHub, etag_of
 
 SHARD = "model-00001-of-00002.safetensors"
 NEEDED = {
@@ -189,6 +190,16 @@ def test_a_damaged_file_is_refused_removed_and_fetched_again(
 
     hub.damaged.clear()
     assert (resolve("org/tiny", settings=settings).path / name).read_bytes() == TINY[name]
+
+
+@pytest.mark.parametrize("size", [len(TINY[SHARD]), len(TINY[SHARD]) // 2])
+def test_a_part_that_a_power_cut_damaged_is_fetched_again(
+    size: int, hub: FakeHub, settings: Settings
+) -> None:
+    part = CachedRepo(settings.hub_cache, "org/tiny").partial(etag_of(TINY[SHARD]))
+    part.parent.mkdir(parents=True)
+    part.write_bytes(bytes(size))
+    assert (resolve("org/tiny", settings=settings).path / SHARD).read_bytes() == TINY[SHARD]
 
 
 def test_the_token_is_sent_and_never_shown(hub: FakeHub, settings: Settings) -> None:
