@@ -86,7 +86,7 @@ def machine_code(program: Program, capability: int, folder: Path) -> bytes:
         code = compile_program(program, capability).code
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_bytes(path, code, sync=False)
+        write_bytes(path, code)  # nothing checks it when it is read
     except OSError:
         pass  # it is compiled again next time
     return code
