@@ -196,7 +196,8 @@ class BlockFile:
             if old is None:
                 path = self.folder / _STATE.format(state.length)
                 private_file(path)
-                state.data.tofile(path)
+                with path.open("wb", buffering=0) as file:
+                    _write_all(file, state.data)
                 sum_ = zlib.crc32(state.data.data)
                 old = _StateFile(state.position, state.length, state.data.nbytes, sum_)
             written.append(old)
