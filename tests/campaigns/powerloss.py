@@ -1,0 +1,233 @@
+"""Kills and power cuts while localrt writes: the next start works and finds what was saved.
+
+Each workload runs once under a recorder (``powerloss.cpp``). From its log, the folder is made as an
+end at any moment may leave it. A kill leaves every call until then. A power cut leaves what POSIX
+promises and no more: a file's bytes last once it was synced, a name once its folder was. Of later
+changes any part is lost, in sectors of 512 bytes; a rename is one change (ALICE, Pillai and others,
+2014). Then the workload runs again, and has to leave what it leaves in an empty folder.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks.common.command import ROOT
+from tests.campaigns.campaign import Run, campaign
+from tests.campaigns.workloads import WORKLOADS, say
+from tests.store.test_writer import contents
+
+_SECTOR = 512
+_SECONDS = 120  # the longest that a start may take
+_MADE_AGAIN = {"saving kv caches", "indexing documents"}  # so a power cut may lose them
+_FORK = multiprocessing.get_context("fork")
+# Files with other bytes each time, and the name of a branch, without which a snapshot is found too.
+_VARIES = re.compile(r"said|.*\.(db|lock)|kv/.*|.*/refs/main")
+_MAY_STAY = re.compile(r".*\.lock|.*/manifest\.partial\.json|kv/.*")  # one a file, or limited
+
+
+@dataclass(slots=True)
+class Change:
+    """What a call changed: names ``of`` folders, by path, or bytes of a file, by its number."""
+
+    of: set[str | int]
+    names: dict[str, int | None]
+    at: int = 0
+    data: bytes | None = None  # None: ``at`` is the new length
+    lasts: float = inf  # from this call on
+
+
+class Log:
+    """The calls of one run below ``root``, as ``powerloss.cpp`` records them."""
+
+    def __init__(self, file: Path, root: Path) -> None:
+        self.changes: list[Change] = []  # by the number of the call
+        self.said: list[tuple[int, Any]] = []
+        self._root, self._made = root, dict[int, tuple[bytes, bytes]]()
+        data, at, names = file.read_bytes(), 0, dict[str, int | None]()
+        while at < len(data):
+            end = data.index(b"\n", at)
+            kind, *numbers = data[at:end].split()
+            number, first, second = map(int, numbers)
+            at = end + 1 + first + second
+            path, text = data[end + 1 : at - second].decode(), data[at - second : at]
+            if path == f"{root}/said":
+                self.said += [(len(self.changes), json.loads(text))] if kind == b"w" else []
+            elif not path.endswith(" (deleted)"):
+                self.changes.append(self._change(kind, number, path, text, names))
+                names.update(self.changes[-1].names)
+
+    def _change(
+        self, kind: bytes, number: int, path: str, text: bytes, names: dict[str, int | None]
+    ) -> Change:
+        file, now = names.get(path), len(self.changes)
+        if kind == b"s":
+            for change in self.changes:
+                if change.of & {path, file}:
+                    change.lasts = min(change.lasts, now)
+            return Change(set(), {})
+        if file is not None and kind in (b"o", b"w", b"t"):
+            if kind == b"o":
+                return Change({file} if number else set(), {})  # emptied, or only opened
+            return Change({file}, {}, number, text if kind == b"w" else None)
+        moved: dict[str, int | None] = {path: None if kind == b"u" else now}
+        of: set[str | int] = {str(Path(path).parent)}
+        if kind == b"r":
+            old = text.decode()
+            of.add(str(Path(old).parent))
+            inside = [each for each in names if each == old or each.startswith(f"{old}/")]
+            moved = dict.fromkeys(inside)
+            moved |= {path + each[len(old) :]: names[each] for each in inside}
+        self._made[now] = kind, text
+        # The folder of the run is older.
+        return Change(of, moved, lasts=now if str(self._root) in of else inf)
+
+    def write(self, folder: Path, moment: int, chance: random.Random | None = None) -> None:
+        """Make ``folder`` as it is after ``moment`` calls: killed or, by ``chance``, cut."""
+        names: dict[str, int | None] = {}
+        files: defaultdict[str | int, bytearray] = defaultdict(bytearray)
+        rules: dict[frozenset[str | int], tuple[int, float]] = {}
+
+        def lasts(number: int, change: Change) -> bool:
+            if chance is None or change.lasts < moment:
+                return True
+            until = chance.choice((0, moment, chance.randrange(moment)))  # all until here, and then
+            rule = rules.setdefault(frozenset(change.of), (until, chance.choice((0, 0.5, 0.9))))
+            return number < rule[0] or chance.random() < rule[1]
+
+        for number, change in enumerate(self.changes[:moment]):
+            if change.names:
+                names.update(change.names if lasts(number, change) else {})
+                continue
+            for file in change.of:
+                at, data = change.at, change.data or b""
+                if change.data is None and lasts(number, change):
+                    files[file] = files[file][:at].ljust(at, b"\0")
+                for begin in range(-(at % _SECTOR), len(data), _SECTOR):
+                    start, stop = max(begin, 0), begin + _SECTOR
+                    if lasts(number, change):
+                        files[file] = files[file].ljust(at + start, b"\0")
+                        files[file][at + start : at + min(stop, len(data))] = data[start:stop]
+        for name, made in sorted(names.items()):
+            path = folder / Path(name).relative_to(self._root)
+            if made is None or not path.parent.is_dir():  # lost with its folder
+                continue
+            kind, text = self._made[made]
+            if kind == b"m":
+                path.mkdir()
+            elif kind == b"l":
+                path.symlink_to(text.decode())
+            else:
+                path.write_bytes(files[made])
+
+
+def record(name: str, folder: Path) -> Log:
+    """Run a workload in ``folder`` under the recorder; the log has to give the same folder."""
+    library, log, again = (folder.with_name(each) for each in ("recorder.so", "log", "again"))
+    source = Path(__file__).with_suffix(".cpp")
+    subprocess.run(["g++", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    log.write_bytes(b"")
+    folder.mkdir()
+    given = {"LD_PRELOAD": library, "POWERLOSS_FOLDER": folder, "POWERLOSS_LOG": log}
+    command = [sys.executable, "-m", "tests.campaigns.powerloss", "record", name, folder]
+    subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, **given})
+    recorded = Log(log, folder)
+    again.mkdir()
+    recorded.write(again, len(recorded.changes))
+    made = contents(again) | {"said": (folder / "said").read_bytes()}
+    assert made == contents(folder), "the recorder missed calls"
+    shutil.rmtree(again)
+    return recorded
+
+
+def start(name: str, folder: Path, said: Sequence[Any] = (), seconds: float = _SECONDS) -> str:
+    """Run a workload in a process of its own, at most so long; return its problem, if any."""
+    problem = folder.with_name("problem")
+    problem.write_text("it took too long")
+
+    def report() -> None:
+        os.setpgid(0, 0)
+        try:
+            say(folder, WORKLOADS[name](folder, said))
+            problem.write_text("")
+        except BaseException:  # noqa: BLE001 - whatever it is
+            problem.write_text(traceback.format_exc())
+
+    process = _FORK.Process(target=report)
+    process.start()
+    process.join(seconds)
+    if process.is_alive():
+        with suppress(ProcessLookupError):  # it has no group yet
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+        process.join()
+    return problem.read_text()
+
+
+def difference(now: Mapping[str, bytes], wanted: Mapping[str, bytes]) -> str:
+    """What a second start has left that it should not, or made otherwise."""
+    left = [name for name in now.keys() - wanted if not _MAY_STAY.fullmatch(name)]
+    fixed = [name for name in wanted if not _VARIES.fullmatch(name)]
+    other = [name for name in fixed if now.get(name) != wanted[name]]
+    return f"left {sorted(left)}, other {sorted(other)}" if left or other else ""
+
+
+def body(run: Run, names: Iterable[str] = tuple(WORKLOADS)) -> None:
+    """Kill localrt and cut its power while it writes, and start it again."""
+    with TemporaryDirectory(prefix="localrt-powerloss-") as scratch:
+        folder = Path(scratch).resolve() / "home"
+        for name in names:
+            log = record(name, folder)
+            shutil.rmtree(folder)
+            folder.mkdir()
+            began = time.monotonic()
+            problems = [start(name, folder)]
+            seconds = time.monotonic() - began
+            problems += [start(name, folder)]
+            assert problems == ["", ""], problems
+            wanted = contents(folder)
+            for kind, share in (("power cut", 1.0), ("kill", 1.0), ("real kill", 0.2)):
+                while run.goes_on(case := f"{name}: {kind}", share):
+                    chance, cut = run.random(case), kind == "power cut"
+                    shutil.rmtree(folder)
+                    folder.mkdir()
+                    moment = chance.randint(1, len(log.changes))
+                    said = [what for at, what in log.said if at <= moment]
+                    if kind == "real kill":
+                        start(name, folder, seconds=chance.uniform(0, seconds))
+                        lines = (folder / "said").read_text() if (folder / "said").exists() else ""
+                        said = [json.loads(line) for line in lines.splitlines()]
+                    else:
+                        log.write(folder, moment, chance if cut else None)
+                    for path in folder.rglob("*"):  # as if that was days ago
+                        os.utime(path, (0, 0), follow_symlinks=False)
+                    said = [] if cut and name in _MADE_AGAIN else said
+                    problem = start(name, folder, said) or difference(contents(folder), wanted)
+                    if problem:
+                        run.found(case, f"after {moment} calls: {problem}")
+                    run.tried(case)
+            shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["record"]:
+        say(Path(sys.argv[3]), WORKLOADS[sys.argv[2]](Path(sys.argv[3]), ()))
+    else:
+        campaign("powerloss", body, count=100)
