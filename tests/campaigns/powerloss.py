@@ -37,7 +37,6 @@ from tests.store.test_writer import contents
 _SECTOR = 512
 _SECONDS = 120  # the longest that a start may take
 _MADE_AGAIN = {"saving kv caches", "indexing documents"}  # so a power cut may lose them
-_FORK = multiprocessing.get_context("fork")
 # Files with other bytes each time, and the name of a branch, without which a snapshot is found too.
 _VARIES = re.compile(r"said|.*\.(db|lock)|kv/.*|.*/refs/main")
 _MAY_STAY = re.compile(r".*\.lock|.*/manifest\.partial\.json|kv/.*")  # one a file, or limited
@@ -170,7 +169,7 @@ def start(name: str, folder: Path, said: Sequence[Any] = (), seconds: float = _S
         except BaseException:  # noqa: BLE001 - whatever it is
             problem.write_text(traceback.format_exc())
 
-    process = _FORK.Process(target=report)
+    process = multiprocessing.get_context("fork").Process(target=report)
     process.start()
     process.join(seconds)
     if process.is_alive():
