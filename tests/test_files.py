@@ -218,13 +218,13 @@ def test_file_systems_that_cannot_sync_folders(
 
 
 def test_files_of_killed_writers_are_removed(tmp_path: Path) -> None:
-    old, new, other = (tmp_path / f".{name}.tmp" for name in ("x.1-2", "x.3-4", "y.1-2"))
-    for path in (old, new, other):
+    new, *others = (tmp_path / f".{name}.tmp" for name in ("x.3-4", "x.1-2", "y.1-2", "x.mine"))
+    new.touch()
+    for path in others:
         path.touch()
-    for path in (old, other):
         os.utime(path, (0, 0))
     write_bytes(tmp_path / "x", b"")
-    assert sorted(tmp_path.iterdir()) == sorted([new, other, tmp_path / "x"])
+    assert sorted(tmp_path.iterdir()) == sorted([new, *others[1:], tmp_path / "x"])
 
 
 def test_folders_are_recognized_until_they_are_gone(

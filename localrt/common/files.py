@@ -55,7 +55,8 @@ def atomic_write(
     if aside is None:
         writer = f"{os.getpid()}-{threading.get_ident()}"
         aside = path.with_name(f".{path.name[:_NAME_CHARACTERS]}.{writer}.tmp")
-        remove_stale(path.parent, f".{glob.escape(path.name[:_NAME_CHARACTERS])}.*.tmp")
+        begins = glob.escape(f".{path.name[:_NAME_CHARACTERS]}.")
+        remove_stale(path.parent, f"{begins}[0-9]*-[0-9]*.tmp")
     aside.unlink(missing_ok=True)
     mode = _PRIVATE_FILE if private else _MODE
     try:
