@@ -229,4 +229,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["record"]:
         say(Path(sys.argv[3]), WORKLOADS[sys.argv[2]](Path(sys.argv[3]), ()))
     else:
-        campaign("powerloss", body, count=100)
+        campaign("powerloss", body, count=110)
