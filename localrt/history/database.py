@@ -96,6 +96,7 @@ _SCHEMA = f"""
     COMMIT;
 """
 _BUSY_SECONDS = 5.0  # the longest wait for another app's transaction
+_PIECE = 1 << 20
 _CHECKED_WHOLE = 32 << 20  # bytes; larger files are not checked at opening
 
 
@@ -127,7 +128,7 @@ class Database:
                 f"cannot keep conversations in {path.parent}: {reason_of(error)}"
             ) from error
         try:
-            self._connection = _opened(path)
+            self._connection = _opened_twice(path)
         except _NewerError as newer:
             self.path = path.with_name(f"{path.stem}.v{_VERSION}{path.suffix}")
             self.notes = (
@@ -136,7 +137,7 @@ class Database:
             )
             self._connection = _opened_or_fail(self.path)
         except (OSError, sqlite3.OperationalError) as error:
-            raise StorageError(f"cannot open {path}: {error}") from error
+            raise StorageError(f"cannot open {path}: {reason_of(error)}") from error
         except sqlite3.DatabaseError as error:
             aside = _put_aside(path)
             self.notes = (f"{path} is damaged ({error}): kept as {aside.name}, a new one is begun",)
@@ -247,6 +248,21 @@ def _opened(path: Path) -> sqlite3.Connection:
     return connection
 
 
+def _opened_twice(path: Path) -> sqlite3.Connection:
+    """Open a file; if SQLite calls it damaged, read it and open it again: SQLite also says so of a
+    disk that fails, which raises OSError.
+    """
+    try:
+        return _opened(path)
+    except sqlite3.OperationalError:
+        raise
+    except sqlite3.DatabaseError:
+        with path.open("rb") as file:
+            while file.read(_PIECE):
+                pass
+    return _opened(path)
+
+
 def _opened_or_fail(path: Path) -> sqlite3.Connection:
     try:
         return _opened(path)
@@ -269,7 +285,7 @@ def _reason(error: sqlite3.Error) -> str:
     if "full" in text:
         return "the disk is full; free some space and try again"
     if "malformed" in text or "not a database" in text:
-        return "it is damaged; it will be put aside at the next start"
+        return "it is damaged, or the disk fails; the next start checks it"
     return text
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sqlite3
@@ -22,6 +23,7 @@ from PIL import Image
 
 from localrt import CancelledError, Conversation, History, OptionError, StorageError
 from localrt.common.processes import is_alive, own_name
+from localrt.history import database
 from localrt.history.history import copy_to_memory, end_answer, merge
 
 posix = pytest.mark.skipif(os.name == "nt", reason="permissions are POSIX's")
@@ -207,6 +209,34 @@ def test_damaged_file(tmp_path: Path) -> None:
     with History(path) as history:
         assert history.notes == ()
         assert len(history.list()) == 1
+
+
+def test_a_failing_disk_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file stays in its place, for when the disk is well again."""
+    with History(tmp_path / "h.db") as history:
+        history.new(model="m").add("user", "kept")
+
+    opened, times = database._opened, list[int]()
+
+    def failing(path: Path) -> sqlite3.Connection:
+        """As SQLite makes of a read that fails, once."""
+        times.append(1)
+        if len(times) == 1:
+            raise sqlite3.DatabaseError("database disk image is malformed")
+        return opened(path)
+
+    def unreadable(self: Path, mode: str) -> io.BytesIO:
+        raise OSError(errno.EIO, "Input/output error", str(self))
+
+    monkeypatch.setattr(database, "_opened", failing)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", unreadable)
+        with pytest.raises(StorageError, match=r"cannot open .*h\.db: Input/output error$"):
+            History(tmp_path / "h.db")
+    times.clear()
+    with History(tmp_path / "h.db") as history:
+        assert history.notes == ()
+        assert said(history.open(history.list()[0].id)) == ["kept"]
 
 
 def test_damaged_pages(tmp_path: Path) -> None:
