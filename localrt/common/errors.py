@@ -26,7 +26,8 @@ import errno
 import functools
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
 from localrt.common.option_names import Spelling, did_you_mean, python_option, spelled
@@ -139,6 +140,17 @@ class LateError(LocalrtError):
 
 class CancelledError(LocalrtError):
     """The caller cancelled the work."""
+
+
+@contextmanager
+def disk_errors(place: object) -> Iterator[None]:
+    """Raise the system's errors in the block as ``StorageError``, with the file, or ``place``."""
+    try:
+        yield
+    except LocalrtError:
+        raise
+    except OSError as error:
+        raise StorageError(f"{error.filename or place}: {reason_of(error)}") from error
 
 
 def reason_of(error: BaseException) -> str:

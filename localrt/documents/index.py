@@ -20,7 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from localrt.common.closing import Closing
-from localrt.common.errors import ContextOverflowError, OptionError, StorageError, reason_of
+from localrt.common.errors import (
+    ContextOverflowError,
+    OptionError,
+    StorageError,
+    disk_errors,
+    reason_of,
+)
 from localrt.common.files import private_file, private_folder
 from localrt.common.progress import ProgressCallback
 from localrt.documents.reading import Step, files_below, pages_of, step_in
@@ -122,18 +128,22 @@ class DocumentIndex(Closing):
         """
         left_out: dict[Path, str] = {}
         for path in (Path(path).expanduser().absolute() for path in paths):
-            files = list(files_below(path)) if path.is_dir() else [path]
+            with disk_errors(path):
+                files = list(files_below(path)) if path.is_dir() else [path]
             for place, file in enumerate(files, 1):
                 try:
                     self._update(file, step_in(progress, "index", file.name, place, len(files)))
                 except OptionError as error:
                     left_out[file] = str(error)
-                except (FileNotFoundError, PermissionError) as error:
+                except OSError as error:
+                    if isinstance(error.__cause__, sqlite3.Error):
+                        raise
                     left_out[file] = f"cannot read {file}: {reason_of(error)}"
             if path in left_out:
                 continue
             known = self._rows(f"SELECT path FROM file WHERE {_INSIDE}", _inside(path))
-            gone = set(known) - {(str(file),) for file in files if file.is_file()}
+            with disk_errors(path):
+                gone = set(known) - {(str(file),) for file in files if file.is_file()}
             with self._in_words(), self._connection:
                 self._connection.executemany("DELETE FROM file WHERE path = ?", gone)
         if self._embedder is not None:

@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-from localrt.common.errors import LocalrtError, MemoryBudgetError, OptionError
+from localrt.common.errors import LocalrtError, MemoryBudgetError, OptionError, disk_errors
 from localrt.common.files import keep_private
 from localrt.common.formatting import parse_size
 from localrt.common.progress import ProgressCallback, note_to
@@ -59,6 +59,7 @@ _AHEAD = 512  # tokens of an answer for which there is room when it begins
 _PATIENCE_S = 2.0  # for an answer that is no longer read
 
 
+@disk_errors("the model")
 def open_core(
     model: str,
     options: LoadOptions,

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from localrt.common.errors import CheckpointError, LocalrtError, UnsupportedModelError, reason_of
+from localrt.common.errors import (
+    CheckpointError,
+    LocalrtError,
+    UnsupportedModelError,
+    disk_errors,
+    reason_of,
+)
 from localrt.models.checkpoints.gguf.checkpoint import GgufCheckpoint
 from localrt.models.checkpoints.safetensors.folder import SafetensorsCheckpoint
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
@@ -33,7 +39,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
     Raises:
         CheckpointError: no file, not a model, several models, truncated or malformed.
         UnsupportedModelError: pickled weights, or an unsupported type or quantization.
+        StorageError: the disk fails.
     """
+    with disk_errors(path):
+        return _open(path)
+
+
+def _open(path: Path) -> Checkpoint:
     if path.is_dir():
         return _open_folder(path)
     if not path.exists():
@@ -55,7 +67,8 @@ def _open_folder(path: Path) -> Checkpoint:
     has_config = "config.json" in names
     if has_config and (WEIGHTS_NAME in names or INDEX_NAME in names):
         return SafetensorsCheckpoint(path)
-    if PARTIAL_NAME in names:
+    # A folder with its final name lacks nothing: the other manifest is a leftover.
+    if PARTIAL_NAME in names and (path.name.endswith(".partial") or MANIFEST_NAME not in names):
         raise CheckpointError(
             f"{path} is a store that is not finished: run the same `localrt quantize` again, which "
             "goes on from there"

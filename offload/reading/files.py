@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from localrt import system
-from localrt.common.errors import CheckpointError, reason_of
+from localrt.common.errors import CheckpointError, disk_errors, reason_of
 from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.offload.device.gpu import Clock, Event
 from localrt.quant.formats.packed import Bytes
@@ -82,9 +82,13 @@ class StoreFiles:
             system.drop_cached(self._descriptors[name][0], offset, len(view))
 
     def check_unchanged(self) -> None:
-        """Raise CheckpointError if a file's size or modification time has changed."""
+        """Raise CheckpointError if a file's size or modification time has changed; StorageError if
+        the disk does not say.
+        """
         for name, stamp in self._stamps.items():
-            if self._stamp(name) != stamp:
+            with disk_errors(self._folder / name):
+                now = self._stamp(name)
+            if now != stamp:
                 raise CheckpointError(
                     f"{self._folder / name} was changed while it was in use: load the model again"
                 )

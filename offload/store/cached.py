@@ -27,6 +27,7 @@ from localrt.common.errors import (
     LocalrtError,
     StorageError,
     UnsupportedModelError,
+    disk_errors,
     reason_of,
 )
 from localrt.common.files import make_folder, private_folder, remove_folder, write_text
@@ -51,6 +52,7 @@ def store_folder(source: Checkpoint, stores: Path) -> Path:
     return stores / f"{slug}-{fingerprint(source)[:12]}"
 
 
+@disk_errors("the packed copy")
 def cached_store(
     source: Checkpoint,
     stores: Path,
@@ -184,8 +186,8 @@ def mend_unit(model: Path, store: Path, unit: StoredUnit, data: Bytes) -> None:
         with suppress(OSError):
             discard_store(store)
         raise CheckpointError(
-            f"{damaged}, and cannot be made again from {model} ({error}): load the model again, "
-            "which packs it anew"
+            f"{damaged}, and cannot be made again from {model} ({reason_of(error)}): load the "
+            "model again, which packs it anew"
         ) from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sqlite3
 import sys
@@ -59,6 +60,23 @@ def notes(tmp_path: Path) -> Path:
 
 def found(index: DocumentIndex, query: str, **options: object) -> list[tuple[str, int]]:
     return [(each.path.name, each.page) for each in index.search(query, **options)]  # type: ignore[arg-type]
+
+
+def test_a_failing_disk_leaves_out(
+    index: DocumentIndex, notes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One file that cannot be read does not keep the others out."""
+    pages = indexes.pages_of
+
+    def failing(path: Path, name: str) -> object:
+        if name == "b.txt":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return pages(path, name)
+
+    monkeypatch.setattr(indexes, "pages_of", failing)
+    left_out = index.update([notes])
+    assert left_out[notes / "b.txt"] == f"cannot read {notes / 'b.txt'}: Input/output error"
+    assert found(index, "barking") == [("a.pdf", 2)]
 
 
 def test_search(index: DocumentIndex, notes: Path) -> None:
