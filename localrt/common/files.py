@@ -15,6 +15,7 @@ import shutil
 import stat
 import threading
 import time
+import zlib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -119,6 +120,11 @@ def write_cached(path: Path, values: Mapping[str, object]) -> None:
     with suppress(OSError):
         text = json.dumps(values, indent=1)
         write_text(path, text, private=True, sync=False, folder=True)
+
+
+def json_sum(values: Mapping[str, object]) -> int:
+    """The CRC-32 of values as JSON, which is the same after they were written and read."""
+    return zlib.crc32(json.dumps(values).encode())
 
 
 def read_bytes(path: str | Path, most: int = MOST_BYTES) -> bytes:

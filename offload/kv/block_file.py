@@ -1,9 +1,9 @@
 """One sequence's keys and values in a folder: the tokens, and the blocks that they make.
 
-``blocks.bin`` holds blocks of 256 tokens one after another, ``tokens.json`` their tokens and each
-block's CRC-32. Continuing a sequence rewrites only blocks that changed. The description is replaced
-last, as a whole: a crash before that leaves blocks with wrong sums, and reading ends before the
-first of them. States of recurrent layers are in one file for each number of tokens,
+``blocks.bin`` holds blocks of 256 tokens one after another, ``tokens.json`` their tokens, each
+block's CRC-32 and its own. Continuing a sequence rewrites only blocks that changed. The description
+is replaced last, as a whole: a crash before that leaves blocks with wrong sums, and reading ends
+before the first of them. States of recurrent layers are in one file for each number of tokens,
 ``state-N.bin``. This module knows bytes, not their meaning.
 """
 
@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from localrt.common.errors import StorageError, reason_of
-from localrt.common.files import private_file, private_folder, write_text
+from localrt.common.files import json_sum, private_file, private_folder, write_text
 from localrt.models.prefix import Tokens, common_prefix
 from localrt.quant.formats.packed import Bytes
 from localrt.quant.ops.arrays import aligned_buffer
@@ -37,6 +37,7 @@ _VERSION = 2
 _PIECE, _CHECKED = 16 << 20, 4 << 20  # bytes written, and read and checked, at once
 _READERS = 2  # states per read: fresh memory costs more than reading
 _DATA, _ABOUT, _STATE = "blocks.bin", "tokens.json", "state-{}.bin"
+_SUM = "crc32"
 _NO_TOKENS: Tokens = np.empty(0, np.int64)
 
 
@@ -227,7 +228,7 @@ class BlockFile:
         sums: list[int],
         states: list[_StateFile],
     ) -> None:
-        about = {
+        about: dict[str, Any] = {
             "version": _VERSION,
             "layout": layout,
             "block_bytes": block_bytes,
@@ -236,6 +237,7 @@ class BlockFile:
             "states": [list(astuple(state)) for state in states],
             "marks": sorted(self.marks),
         }
+        about[_SUM] = json_sum(about)
         write_text(self.folder / _ABOUT, json.dumps(about), private=True, sync=False)
         self.tokens, self.layout, self._block_bytes, self._sums = tokens, layout, block_bytes, sums
         self._states = states
@@ -245,8 +247,10 @@ def _read_about(path: Path) -> dict[str, Any] | None:
     """The description, or None if there is no usable one."""
     try:
         about = json.loads(path.read_text(encoding="utf-8"))
+        sum_ = about.pop(_SUM, None)  # earlier versions wrote none
         whole = (
-            about["version"] == _VERSION
+            sum_ in (None, json_sum(about))
+            and about["version"] == _VERSION
             and isinstance(about["layout"], str)
             and len(about["sums"]) == -(-len(about["tokens"]) // BLOCK_TOKENS)
             and all(isinstance(n, int) for n in (about["block_bytes"], *about["tokens"]))
@@ -254,7 +258,7 @@ def _read_about(path: Path) -> dict[str, Any] | None:
         about["states"] = [_StateFile(*map(int, state)) for state in about["states"]]
         if whole:
             about["tokens"] = np.array(about["tokens"], np.int64)
-    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return None
     return about if whole else None
 

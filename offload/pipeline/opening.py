@@ -478,7 +478,13 @@ class _Opening:
         # N-grams rarely repeat soon.
         cache = 0 if name == NGRAM_TABLE else CACHE_BYTES
         table = RowTable(
-            setup.store, name, self.files, resident, cache_bytes=cache, stall_s=setup.stall_s
+            setup.store,
+            name,
+            self.files,
+            resident,
+            self.verify.repair,
+            cache_bytes=cache,
+            stall_s=setup.stall_s,
         )
         self.resources.callback(table.close)
         return table

@@ -8,6 +8,7 @@ cached, since words recur in a text.
 from __future__ import annotations
 
 import time
+import zlib
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -43,7 +44,8 @@ _Pages = tuple[str, int, int]
 class RowTable:
     """Matrix ``name`` of ``store``, in one unit or in slices.
 
-    ``resident`` gives the bytes of a unit in RAM, or None; other units are read from ``files``.
+    ``resident`` gives the bytes of a unit in RAM, or None; other units are read from ``files``. If
+    a tile is damaged, its whole unit is read, and ``repair`` makes it again or raises.
     ``cache_bytes`` is the size of the tile cache. ``stall_s`` is how many seconds a disk may take
     to answer.
     """
@@ -54,6 +56,7 @@ class RowTable:
         name: str,
         files: StoreFiles,
         resident: Callable[[str], Bytes | None],
+        repair: Callable[[StoredUnit, Bytes], None],
         *,
         cache_bytes: int = CACHE_BYTES,
         stall_s: float = 60.0,
@@ -71,6 +74,11 @@ class RowTable:
         self._tile = TILE_ROWS * tensor.format.row_bytes(self._columns)
         self._files = files
         self._resident = resident
+        self._repair = repair
+        self._sums = {
+            unit.name: np.frombuffer(bytes.fromhex(unit.tile_sums), ">u4")
+            for unit, _ in self._slices
+        }
         self._stall_s = stall_s
         self._table: tuple[Bytes, Weight] | None = None  # the whole table, if resident
         self._cache: OrderedDict[int, Bytes] = OrderedDict()  # the most recent last
@@ -108,9 +116,9 @@ class RowTable:
         tiles, where = np.unique(rows // TILE_ROWS, return_inverse=True)
         data = np.empty((len(tiles), self._tile), np.uint8)
         missing = [n for n, tile in enumerate(tiles.tolist()) if not self._copy(tile, data[n])]
-        tiles_by_pages: dict[_Pages, list[tuple[Bytes, int]]] = {}
+        tiles_by_pages: dict[_Pages, list[tuple[Bytes, int, int]]] = {}
         for n, (pages, at) in zip(missing, self._pages(tiles[missing].tolist()), strict=True):
-            tiles_by_pages.setdefault(pages, []).append((data[n], at))
+            tiles_by_pages.setdefault(pages, []).append((data[n], at, int(tiles[n])))
         reads_by_pages = list(tiles_by_pages.items())
         shares = min(_READS_AT_ONCE, -(-len(reads_by_pages) // _READS_PER_THREAD))
         edges = [n * len(reads_by_pages) // shares for n in range(shares + 1)] if shares else []
@@ -152,6 +160,20 @@ class RowTable:
         unit, tensor = self._slices[bisect_right(self._slices, row, key=_first_row) - 1]
         return unit, tensor.offset + (row - tensor.row) // TILE_ROWS * self._tile
 
+    def _check(self, tile: int, out: Bytes) -> None:
+        """Compare a tile that was read with its sum, if the store has sums, and repair it."""
+        unit, start = self._locate(tile)
+        sums = self._sums[unit.name]
+        if (
+            sums.size
+            and zlib.crc32(out.data) != sums[(start - unit.tensors[0].offset) // self._tile]
+        ):
+            whole = aligned_buffer(unit.nbytes)
+            self._files.read_into(unit.file, unit.offset, whole)
+            if not unit.is_whole(whole):
+                self._repair(unit, whole)
+            out[:] = whole[start : start + self._tile]
+
     def _copy(self, tile: int, out: Bytes) -> bool:
         """Copy a tile if it is in memory; returns whether it was."""
         if (tile_bytes := self._cache.get(tile)) is not None:
@@ -172,12 +194,13 @@ class RowTable:
             first = start // PAGE * PAGE
             yield (unit.file, first, -(-(start + self._tile) // PAGE) * PAGE), start - first
 
-    def _read(self, reads: Sequence[tuple[_Pages, list[tuple[Bytes, int]]]]) -> None:
+    def _read(self, reads: Sequence[tuple[_Pages, list[tuple[Bytes, int, int]]]]) -> None:
         buffer = aligned_buffer(max(last - first for (_, first, last), _ in reads))
         for (file, first, last), tiles in reads:
             self._files.read_into(file, first, buffer[: last - first])
-            for out, at in tiles:
+            for out, at, tile in tiles:
                 out[:] = buffer[at : at + self._tile]
+                self._check(tile, out)
             with self._counting:
                 self.bytes_read += last - first
 

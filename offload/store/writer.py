@@ -15,8 +15,9 @@ import hashlib
 import json
 import shutil
 import threading
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, TypeAlias
@@ -39,7 +40,7 @@ from localrt.models.tensor_source import EMBEDDING, TensorInfo, WeightBlock
 from localrt.models.units import Unit
 from localrt.models.weight_files import MANIFEST_NAME, PARTIAL_NAME
 from localrt.quant.formats import F32
-from localrt.quant.formats.tiled import TiledTensor
+from localrt.quant.formats.tiled import TILE_ROWS, TiledTensor
 
 _TENSOR_ALIGNMENT = 64  # alignment within a unit: a cache line, the widest vector
 
@@ -147,6 +148,7 @@ ProgressFunction: TypeAlias = Callable[[int, int, str], None]
 """Called with bytes written, all bytes, and the file at hand."""
 _ASIDE = ".writing"
 _HASH_BLOCK = 8 << 20
+_SUMMED = ("embedding", "inputs")  # tables whose tiles have sums; n-grams have millions of tiles
 
 
 def partial_folder(out: Path) -> Path:
@@ -183,6 +185,7 @@ class StoreWriter(Closing):
         self._files = files
         self._total = sum(file.nbytes for file in files)
         self._done = 0
+        self._texts: dict[str, str] = {}
         self._progress = progress
         self._note = note
         self._cancel = cancel
@@ -228,6 +231,7 @@ class StoreWriter(Closing):
     def write_bytes(self, name: str, data: bytes) -> None:
         """A small file of the store, such as its tokenizer."""
         self.write_pieces(name, [data])
+        self._texts[name] = hashlib.sha256(data).hexdigest()
 
     def write_pieces(self, name: str, pieces: Iterable[bytes]) -> None:
         """Write a file of the store that is not in ``pending``."""
@@ -281,7 +285,8 @@ class StoreWriter(Closing):
             self._manifest = replace(self._manifest, units=tuple(units), quantization=quantization)
             if (source := self._manifest.source).path is None:  # no copy that follows its source
                 self._manifest = replace(self._manifest, source=replace(source, stamp=None))
-            self.write_bytes(MANIFEST_NAME, self._manifest.to_json().encode())
+            self._manifest = replace(self._manifest, texts=self._texts)
+            self.write_pieces(MANIFEST_NAME, [self._manifest.to_json().encode()])
             system.sync_folder(self.folder)
             system.replace(self.folder, self.out)
             # Last: until then it has the stamp by which a killed run is continued.
@@ -307,18 +312,26 @@ class StoreWriter(Closing):
             self.report(file)
 
         tensors: list[UnitTensor] = []
+        names = [tensor.name for tensor in unit.tensors]
+        by_row = len(names) == 1 and (unit.name in _SUMMED or names[0] == EMBEDDING)
+        sums = bytearray()
         for tensor in unit.tensors:
             put(bytes(tensor.offset - position))
             if tensor.name not in tiles:
                 tiles[tensor.name] = _Tiles(tensor, pieces(tensor.name))
             source = tiles[tensor.name]
-            for data in source.take(tensor.nbytes):
-                put(data)
+            tile = TILE_ROWS * tensor.format.row_bytes(tensor.shape[-1])
+            step = tile if by_row else tensor.nbytes
+            for _ in range(0, tensor.nbytes, step):
+                sum_ = 0
+                for data in source.take(step):
+                    put(data)
+                    sum_ = zlib.crc32(data, sum_) if by_row else 0
+                sums += sum_.to_bytes(4, "big")
             tensors.append(replace(tensor, scale=source.scale, hadamard=source.hadamard))
         put(bytes(unit.nbytes - position))
-        return StoredUnit(
-            unit.name, file, unit.offset, unit.nbytes, digest.hexdigest(), tuple(tensors)
-        )
+        digests = digest.hexdigest(), tuple(tensors), sums.hex() if by_row else ""
+        return StoredUnit(unit.name, file, unit.offset, unit.nbytes, *digests)
 
     def _resumed(self, manifest: Manifest) -> Manifest:
         """``manifest`` with the units of files that are finished already."""
@@ -382,7 +395,7 @@ class StoreWriter(Closing):
             )
 
     def _save(self, manifest: Manifest) -> None:
-        self.write_bytes(PARTIAL_NAME, manifest.to_json().encode())
+        self.write_pieces(PARTIAL_NAME, [manifest.to_json().encode()])
         self._manifest = manifest
 
     @contextmanager
@@ -476,4 +489,5 @@ def _locked(folder: Path, out: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
-        path.unlink(missing_ok=True)
+        with suppress(OSError):
+            path.unlink()

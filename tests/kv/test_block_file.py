@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import tracemalloc
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,6 +19,7 @@ from localrt.quant.cpu.kv import NativeKVCache
 from localrt.quant.formats.packed import Bytes
 from localrt.quant.ops.kv import ReadBlocks
 from localrt.quant.ops.kv_formats import BLOCK_TOKENS
+from localrt.quant.ops.states import SavedState
 
 SIZE = 100  # bytes of a block
 
@@ -99,6 +101,39 @@ def test_damage(tmp_path: Path, damage: str) -> None:
     else:
         data.unlink()
         assert read(file, 1000)[0] == 0
+
+
+@pytest.mark.parametrize("name", ["tokens.json", "blocks.bin", "state-256.bin"])
+def test_flipped_bits(tmp_path: Path, name: str) -> None:
+    """No other token, block or state is made of what was saved."""
+    file, tokens = BlockFile(tmp_path / "one"), list(range(300))
+    state = SavedState(256, 256, np.arange(40, dtype=np.uint8))
+    blocks = blocks_of(tokens)
+    file.write(tokens, "a", SIZE, lambda first, count: blocks[first : first + count], [state])
+    whole = (tmp_path / "one" / name).read_bytes()
+    for bit in range(0, 8 * len(whole), 7):
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        (tmp_path / "one" / name).write_bytes(damaged)
+        again = BlockFile(tmp_path / "one")
+        if not len(again.tokens):
+            continue
+        assert (again.tokens.tolist(), again.layout) == (tokens, "a")
+        length, got = read(again, len(tokens))
+        assert np.array_equal(got[: length // BLOCK_TOKENS], blocks[: length // BLOCK_TOKENS])
+        for found in again.states(len(tokens)):
+            assert (found.position, found.length) == (256, 256)
+            assert np.array_equal(found.data, state.data)
+
+
+def test_earlier_descriptions(tmp_path: Path) -> None:
+    """They have no sum of their own."""
+    save(BlockFile(tmp_path / "one"), list(range(300)))
+    path = tmp_path / "one" / "tokens.json"
+    about = json.loads(path.read_text())
+    del about["crc32"]
+    path.write_text(json.dumps(about))
+    assert BlockFile(tmp_path / "one").tokens.tolist() == list(range(300))
 
 
 _HUGE = (

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from localrt.common.errors import CheckpointError
 from localrt.common.files import PAGE
+from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.offload.pipeline.tables import CACHE_BYTES, RowTable
 from localrt.offload.reading.files import StoreFiles
 from localrt.quant.ops.protocol import Batch
@@ -50,7 +51,11 @@ def open_table(
     store, names = model.store, [unit.file for unit in model.store.manifest.units]
     files = CountingFiles(store.path, names, direct=direct)
     files.reads = []
-    return RowTable(store, NAME, files, lambda name: None, **options), files
+    return RowTable(store, NAME, files, lambda name: None, refuse, **options), files
+
+
+def refuse(unit: StoredUnit, data: np.ndarray) -> None:
+    raise CheckpointError(f"{unit.name} is damaged")
 
 
 def rows(model: Model, table: RowTable, ids: list[int]) -> np.ndarray:
@@ -89,6 +94,29 @@ def test_reads(model: Model, keep: int, passes: list[list[int]], reads: list[int
             whole = {token: found[at] for at, token in enumerate(ids)}
             assert all(np.array_equal(found[at], whole[n]) for at, n in enumerate(ids))
         assert table.bytes_read >= PAGE * len(files.reads)
+
+
+def test_damaged_tile(tmp_path: Path) -> None:
+    """Nothing is made of it; other tiles are read as before."""
+    with closing(Model(pack_synthetic(tmp_path, vocab=VOCAB, layers=1, hidden=64))) as model:
+        table, files = open_table(model, cache_bytes=0)
+        with closing(table):
+            before = rows(model, table, [5, 700])
+            unit = next(u for u in model.store.manifest.units if u.name == "embedding")
+            path = model.store.path / unit.file
+            data = bytearray(path.read_bytes())
+            data[unit.offset + 700 // 16 * TILE + 3] ^= 1
+            path.write_bytes(data)
+            assert np.array_equal(rows(model, table, [5]), before[:1])
+            with pytest.raises(CheckpointError, match="embedding is damaged"):
+                rows(model, table, [5, 700])
+
+            def mend(unit: StoredUnit, whole: np.ndarray) -> None:
+                whole[700 // 16 * TILE + 3] ^= 1
+
+            mended = RowTable(model.store, NAME, files, lambda name: None, mend)
+            with closing(mended):
+                assert np.array_equal(rows(model, mended, [5, 700]), before)
 
 
 def test_files_cut_short(tmp_path: Path) -> None:

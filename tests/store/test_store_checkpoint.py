@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import errno
+import hashlib
 import json
+import os
 import shutil
 from contextlib import closing, suppress
 from pathlib import Path
@@ -16,6 +19,7 @@ from hypothesis import strategies as st
 
 from localrt.common.errors import CheckpointError, LocalrtError, UnsupportedModelError
 from localrt.models.checkpoints import StoreCheckpoint, open_checkpoint
+from localrt.models.weight_files import MANIFEST_NAME, PARTIAL_NAME
 from localrt.offload.store import pack_store
 from localrt.quant.formats.tiled import TiledTensor, tile_tensor
 from tests.store.synthetic import SyntheticCheckpoint
@@ -58,6 +62,50 @@ def test_flipped_bit(packed: Path, store: Path) -> None:
             read_everything(store, verify=False)
         path.write_bytes(sound)
     read_everything(store)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "tokenizer.json"])
+def test_flipped_text(packed: Path, store: Path, name: str) -> None:
+    """A manifest with a flipped bit is refused, or says the same."""
+    if name != "manifest.json":
+        (store / name).write_bytes(b'{"model": 1}')
+        sums = {name: hashlib.sha256(b'{"model": 1}').hexdigest()}
+        edit_manifest(store, texts=sums, crc32=None)
+    with closing(StoreCheckpoint(packed)) as checkpoint:
+        wanted = checkpoint.manifest
+    read_everything(store)
+    whole = (store / name).read_bytes()
+    for bit in range(0, 8 * len(whole), 8 * len(whole) // 90 | 1):
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        (store / name).write_bytes(damaged)
+        with suppress(LocalrtError), closing(StoreCheckpoint(store)) as checkpoint:
+            assert name == "manifest.json"
+            assert checkpoint.manifest == wanted
+
+
+def test_leftover_of_writing(store: Path) -> None:
+    """A finished store opens; one without its final name does not."""
+    shutil.copy(store / MANIFEST_NAME, store / PARTIAL_NAME)
+    open_checkpoint(store).close()
+    unfinished = store.rename(store.with_name("store.partial"))
+    with pytest.raises(CheckpointError, match="not finished"):
+        open_checkpoint(unfinished)
+
+
+def test_failing_disk(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the system refuses, the file is named."""
+    path = store / "layer-0001.safetensors"
+    stat = Path.stat
+
+    def failing(self: Path, **how: Any) -> os.stat_result:
+        if self == path:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return stat(self, **how)
+
+    monkeypatch.setattr(Path, "stat", failing)
+    with pytest.raises(LocalrtError, match=rf"{path.name}: Stale file handle$"):
+        open_checkpoint(store)
 
 
 def test_truncated_or_missing_files(store: Path) -> None:
@@ -116,6 +164,7 @@ JUNK = st.one_of(
 def test_damaged_manifest(packed: Path, store: Path, data: st.DataObject) -> None:
     manifest = json.loads((packed / "manifest.json").read_text("utf-8"))
     manifest = copy.deepcopy(manifest)
+    del manifest["crc32"]  # as of an earlier version: the damage itself is looked at
     place: Any = manifest
     while True:
         key = data.draw(

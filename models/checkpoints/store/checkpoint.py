@@ -7,7 +7,9 @@ memory, which must not change while they are in use. Does not know how a store i
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -110,13 +112,17 @@ class Verifier:
         if not self._enabled or unit.name in self._seen:
             return
         if not unit.is_whole(data):
-            if self._mend is None:
-                raise CheckpointError(
-                    f"{self._path}: unit {unit.name} in {unit.file} is damaged (its SHA-256 is not "
-                    "that of the manifest): copy or quantize the model again"
-                )
-            self._mend(unit, data)
+            self.repair(unit, data)
         self._seen.add(unit.name)
+
+    def repair(self, unit: StoredUnit, data: Bytes) -> None:
+        """Repair a damaged unit; raises CheckpointError if that is not possible."""
+        if self._mend is None:
+            raise CheckpointError(
+                f"{self._path}: unit {unit.name} in {unit.file} is damaged (its sum is not that of "
+                "the manifest): copy or quantize the model again"
+            )
+        self._mend(unit, data)
 
 
 GGUF_TEXT_NAME = "metadata.gguf"
@@ -156,6 +162,12 @@ class StoreCheckpoint:
         self.architecture = self.manifest.architecture
         self.generation_config: Mapping[str, object] = self.manifest.generation_config
         self._verify = Verifier(path, enabled=verify)
+        for name, digest in self.manifest.texts.items() if verify else ():
+            with closing(RangedFile(path / name)) as file:
+                if hashlib.sha256(file.read(0, file.size).data).hexdigest() != digest:
+                    raise CheckpointError(
+                        f"{file.path} is damaged: copy or quantize the model again"
+                    )
         self._held: tuple[StoredUnit, UnitMemory] | None = None
         self._files: dict[str, RangedFile] = {}
         self._text: GgufFile | None = None

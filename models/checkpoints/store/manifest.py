@@ -19,10 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.common.errors import CheckpointError, UnsupportedModelError
-from localrt.common.files import PAGE
+from localrt.common.files import PAGE, json_sum
 from localrt.models.checkpoints.safetensors_header import read_json
 from localrt.quant.formats import F32, FORMATS, Exactness, Format
-from localrt.quant.formats.tiled import padded_rows, tile_span
+from localrt.quant.formats.tiled import TILE_ROWS, padded_rows, tile_span
 
 STORE_VERSION = 1
 LAYOUT = "tiles-16"
@@ -31,7 +31,7 @@ LAYOUT = "tiles-16"
 PREDICTION = "mtp"
 """A model's MTP block: its unit's name, the prefix of its tensors, and its file's name."""
 
-_VERSION_KEY = "localrt_store"
+_VERSION_KEY, _SUM_KEY = "localrt_store", "crc32"
 _LARGEST = 1 << 62
 _ROTATIONS = (0, 16, 32, 64, 128)  # block sizes of the activations' rotation; 0 is none
 
@@ -62,7 +62,11 @@ class UnitTensor:
 
 @dataclass(frozen=True, slots=True)
 class StoredUnit:
-    """``nbytes`` at ``offset`` of ``file``, both multiples of 4 KiB, with their ``sha256``."""
+    """``nbytes`` at ``offset`` of ``file``, both multiples of 4 KiB, with their ``sha256``.
+
+    ``tile_sums`` has the CRC-32 of each tile of a table that is read by row, as hexadecimal digits;
+    other units have none.
+    """
 
     name: str
     file: str
@@ -70,6 +74,7 @@ class StoredUnit:
     nbytes: int
     sha256: str
     tensors: tuple[UnitTensor, ...]
+    tile_sums: str = ""
 
     def is_whole(self, data: npt.NDArray[np.uint8]) -> bool:
         """Whether ``data`` matches the unit's SHA-256."""
@@ -114,7 +119,9 @@ class Quantization:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """A store's description. ``format`` is the format of most weights."""
+    """A store's description. ``format`` is the format of most weights; ``texts`` has the SHA-256 of
+    small files by name.
+    """
 
     kind: Literal["gguf", "safetensors"]
     architecture: str
@@ -125,6 +132,7 @@ class Manifest:
     source: Source
     quantization: Quantization | None = None
     units: tuple[StoredUnit, ...] = ()
+    texts: Mapping[str, str] = field(default_factory=dict)
     layout: str = LAYOUT
     version: int = field(default=STORE_VERSION)
 
@@ -135,7 +143,7 @@ class Manifest:
     def _packing(self) -> str:
         quantization = self.quantization and replace(self.quantization, loss=None)
         source = replace(self.source, path=None)
-        return replace(self, units=(), source=source, quantization=quantization).to_json()
+        return replace(self, units=(), texts={}, source=source, quantization=quantization).to_json()
 
     def to_json(self) -> str:
         """The text of the file."""
@@ -144,6 +152,7 @@ class Manifest:
             for tensor, described in zip(unit.tensors, entry["tensors"], strict=True):
                 described["format"] = tensor.format.name
         whole = {_VERSION_KEY: fields.pop("version"), **fields}
+        whole[_SUM_KEY] = json_sum(whole)
         return json.dumps(whole, indent=1, ensure_ascii=False) + "\n"
 
 
@@ -162,9 +171,13 @@ def read_manifest(path: Path) -> Manifest:
             f"localrt reads version {STORE_VERSION} ({LAYOUT}): update localrt, or quantize again"
         )
     try:
-        return _manifest(fields)
+        manifest = _manifest(fields)
     except (TypeError, ValueError) as error:
         raise fields.error(str(error)) from None
+    values = dict(fields.values)
+    if values.pop(_SUM_KEY, None) not in (None, json_sum(values)):  # earlier versions wrote none
+        raise CheckpointError(f"{path} is damaged: copy or quantize the model again")
+    return manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +231,16 @@ def _manifest(fields: _Fields) -> Manifest:
         source=Source(**fields.of("source", dict)),
         quantization=None if quantization is None else Quantization(**quantization),
         units=tuple(_unit(entry) for entry in fields.objects("units")),
+        texts=_texts(fields),
     )
+
+
+def _texts(fields: _Fields) -> Mapping[str, str]:
+    texts: dict[str, str] = fields.of("texts", dict) if "texts" in fields.values else {}
+    for name in texts:
+        if PurePath(name).is_absolute() or ".." in PurePath(name).parts or "\\" in name:
+            raise fields.error(f"{name!r:.60} lies outside of this folder")
+    return texts
 
 
 def _unit(fields: _Fields) -> StoredUnit:
@@ -234,7 +256,11 @@ def _unit(fields: _Fields) -> StoredUnit:
         if tensor.offset < end or tensor.offset + tensor.nbytes > nbytes:
             raise fields.error(f"tensor {tensor.name!r:.80} does not lie in its unit")
         end = tensor.offset + tensor.nbytes
-    return StoredUnit(name, file, offset, nbytes, fields.text("sha256"), tensors)
+    sums = fields.text("tile_sums") if "tile_sums" in fields.values else ""
+    tiles = -(-tensors[0].shape[0] // TILE_ROWS) if tensors else 0
+    if sums and len(bytes.fromhex(sums)) != 4 * tiles:
+        raise fields.error(f"unit {name!r:.60} has another number of tiles")
+    return StoredUnit(name, file, offset, nbytes, fields.text("sha256"), tensors, sums)
 
 
 def _tensor(fields: _Fields) -> UnitTensor:
