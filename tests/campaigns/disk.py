@@ -1,8 +1,8 @@
 """Disks that fail at one call, from one call on, or slowly; and flipped bits in what is kept.
 
-A try is a process that works on a fresh folder (``tests/workloads.py``) while call number N on its
-files misbehaves (``tests/faulty_disk.py``), and then once more on what that left. N goes through
-all calls, or through random ones of many.
+A try is a process that works on a fresh folder (``disk_works.py``) while call number N on its files
+misbehaves (``faulty_disk.py``), and then once more on what that left. N goes through all calls, or
+through random ones of many.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from localrt.offload.kv.block_file import BlockFile
 from localrt.quant.ops.states import SavedState
 from tests import workloads
 from tests.campaigns.campaign import Run, campaign
-from tests.faulty_disk import (
+from tests.campaigns.faulty_disk import (
     CHANGE,
     LOOK,
     OPEN,

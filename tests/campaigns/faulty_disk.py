@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from localrt import LocalrtError
-from tests.workloads import Work, prepare
+from tests.campaigns.disk_works import Work, prepare
 
 READ, WRITE, OPEN, CHANGE, SYNC, LOOK = (1 << n for n in range(6))
 """Kinds of calls."""
