@@ -17,7 +17,7 @@ import numpy as np
 from localrt.common.errors import LocalrtError
 from localrt.offload.kv.block_file import BlockFile
 from localrt.quant.ops.states import SavedState
-from tests import workloads
+from tests.campaigns import disk_works
 from tests.campaigns.campaign import Run, campaign
 from tests.campaigns.faulty_disk import (
     CHANGE,
@@ -51,7 +51,7 @@ FAULTS = {  # which calls misbehave, how, how many of them, and the share of tri
 
 def faults(run: Run, disk: FaultyDisk) -> None:
     """Try every workload with every fault."""
-    for work in workloads.WORKLOADS:
+    for work in disk_works.WORKLOADS:
         disk.renew()
         wanted = disk.attempt(work)[1]
         for name, (kinds, effect, most, share) in FAULTS.items():
@@ -96,8 +96,8 @@ def _flips(run: Run, case: str, folder: Path, check: Callable[[], bool]) -> None
 def flips(run: Run, folder: Path) -> None:
     """Flip bits of a packed model, and of a saved KV cache."""
     store, cache = folder / "store", folder / "cache"
-    wanted = workloads.answer_of(store)
-    _flips(run, "bits of a store", store, lambda: workloads.answer_of(store) == wanted)
+    wanted = disk_works.answer_of(store)
+    _flips(run, "bits of a store", store, lambda: disk_works.answer_of(store) == wanted)
 
     random = np.random.default_rng(1)
     tokens, blocks = random.integers(0, 50_000, 1000), random.integers(0, 256, (4, 512), np.uint8)
@@ -122,7 +122,7 @@ def flips(run: Run, folder: Path) -> None:
 def disk(run: Run) -> None:
     """Make disks fail at every kind of call, and flip bits of what is kept."""
     faulty = FaultyDisk()
-    workloads.end_faults = faulty.recover
+    disk_works.end_faults = faulty.recover
     try:
         faults(run, faulty)
         flips(run, faulty.root)
