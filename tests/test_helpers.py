@@ -93,6 +93,17 @@ def test_a_helper_with_folders_imports_from_nowhere_else(tmp_path: Path) -> None
     assert done.stdout == "['a b'] None None\n"
 
 
+@pytest.mark.parametrize("folders", [None, []])
+def test_a_helper_imports_nothing_from_the_current_folder(
+    folders: list[Path] | None, tmp_path: Path
+) -> None:
+    """It may be that of a model, with files of strangers."""
+    (tmp_path / "json.py").write_text("print('a stranger')")
+    command = helper_command("localrt.bench.mix.guard", sys.executable, "-c", "", folders=folders)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert "stranger" not in done.stdout
+
+
 @pytest.mark.parametrize("arguments", [["--version"], ["run", "--nonsense"], ["--internal"]])
 def test_a_packaged_program_is_the_command(packaged: str, arguments: list[str]) -> None:
     there, here = (

@@ -51,7 +51,7 @@ def helper_command(
         return [sys.executable, _INTERNAL, module, *arguments]
     python = sys.executable if folders is None else system.bare_python()
     root = str(Path(__file__).resolve().parents[2])
-    flags, place = ([], "[:0]") if folders is None else (["-I", "-S"], "[len(sys.path):]")
+    flags, place = (["-P"], "[:0]") if folders is None else (["-I", "-S"], "[len(sys.path):]")
     path = json.dumps([root, *map(str, folders or ())])
     return [python, *flags, "-c", _START.format(place), path, module, *arguments]
 
