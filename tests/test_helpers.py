@@ -15,9 +15,11 @@ from localrt.common.helpers import helper_command, localrt_command
 
 ROOT = Path(__file__).parent.parent
 ROOMS = ("localrt", "models", "offload", "quant", "speculative", "tui")
-# Files that name the interpreter: helpers, which one each system has, and two that ask its pip.
+# Files that name the interpreter: helpers, which one each system has, what a confined process may
+# read, and two that ask its pip.
 NAMING = {
     "localrt/common/helpers.py",
+    "localrt/system/confined.py",
     "localrt/system/posix.py",
     "localrt/system/windows.py",
     "localrt/common/extras.py",

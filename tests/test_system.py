@@ -163,7 +163,6 @@ ASK |= {"system.IS_WINDOWS"}
 WORDS = re.compile("|".join(map(re.escape, SOME_HAVE | ASK | {"platform", "/proc/", "/sys/"})))
 ALLOWED = {
     "localrt/planning/describe_pc.py",  # other PCs, which are like this one unless it is said
-    "localrt/chat_format/templates/jinja_sandbox.py",  # runs by itself, with nothing of localrt
 }
 
 

@@ -10,7 +10,6 @@ import os
 import shlex
 import signal
 import struct
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -18,7 +17,10 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from select import select
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import subprocess
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _F_NOCACHE = 48  # of macOS
@@ -246,6 +248,8 @@ def describe_processor() -> tuple[str, set[str]]:
 @cache
 def _describe_mac() -> tuple[str, set[str]]:
     keys = ["machdep.cpu.brand_string", "machdep.cpu.features", "machdep.cpu.leaf7_features"]
+    import subprocess  # half a megabyte
+
     # Unknown keys are errors to sysctl, and the known ones are printed all the same.
     try:
         output = subprocess.run(

@@ -2,7 +2,8 @@
 
 Chat templates are code from the internet, so they run in a separate process, which is killed when a
 template takes too long or too much memory (``localrt.chat_format.templates.sandbox`` starts it). It
-reads one request per line and answers each with a line. This file imports nothing of localrt.
+reads one request per line and answers each with a line. On Linux it has no
+network, starts no program and no thread, and opens no files but Python's.
 """
 
 from __future__ import annotations
@@ -11,11 +12,9 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from datetime import datetime
 from functools import lru_cache
-from pathlib import Path
 from typing import NoReturn
 
 from jinja2 import Template, TemplateSyntaxError
@@ -25,7 +24,9 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-_SECONDS = 1.0  # CPU time of a request; the next is added for each of its bytes
+from localrt.system.confined import confine, limiter
+
+_SECONDS = 1.0  # CPU time of a request, so that a busy machine refuses nothing; then by its bytes
 _SECONDS_PER_BYTE = 2e-6
 _NBYTES = 128 << 20  # memory, likewise
 _NBYTES_PER_BYTE = 40
@@ -130,39 +131,19 @@ def _one_line(text: object) -> str:
 # -- the process -----------------------------------------------------------------------------------
 
 
-def _limits() -> Callable[[int], None]:
-    """Return a function that sets the limits of the next request, variables its size in bytes.
-
-    Exceeding a limit ends this process. CPU time is limited, so a busy machine refuses nothing.
-    """
-    try:
-        import resource
-    except ImportError:  # the parent process limits this one
-        return lambda size: None
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-
-    def limit(size: int) -> None:
-        signal.setitimer(signal.ITIMER_PROF, _SECONDS + _SECONDS_PER_BYTE * size)
-        with suppress(OSError):  # not Linux
-            pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[0]
-            taken = int(pages) * resource.getpagesize()
-            most = taken + _NBYTES + _NBYTES_PER_BYTE * size
-            resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
-
-    return limit
-
-
 def main() -> None:
     """Answer requests on stdin until it closes."""
     _environment()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C is for the parent process
-    limit = _limits()
+    limit = limiter()
+    datetime.now().astimezone()  # reads the time zone, which it cannot later
+    confine(sys.path)
     for line in sys.stdin.buffer:
-        limit(len(line))
+        size = len(line)
+        limit(_NBYTES + _NBYTES_PER_BYTE * size, _SECONDS + _SECONDS_PER_BYTE * size)
         try:
             request = json.loads(line)
-            variables = answer(request["source"], request["variables"], len(line))
+            variables = answer(request["source"], request["variables"], size)
             found = json.dumps(variables, ensure_ascii=False).encode("utf-8", "surrogatepass")
         except MemoryError:
             os._exit(1)
