@@ -52,17 +52,20 @@ def model_stamp(path: Path) -> str:
     """A digest of the sizes, times and identities of the files of the model at ``path``, which
     changes whenever a file does: unlike a modification time, a change time cannot be set back.
     """
-    split = split_part(path)
-    if path.is_dir():
-        files = sorted(path.rglob("*"))
-    else:
-        files = sorted(path.parent.glob(f"{escape(split[0])}-*.gguf")) if split else [path]
     about = []
-    for file in filter(Path.is_file, files):
+    for file in filter(Path.is_file, model_files(path)):
         with suppress(OSError):
             now = file.stat()
             about.append((file.name, now.st_size, now.st_mtime_ns, now.st_ctime_ns, now.st_ino))
     return hashlib.sha256(repr(about).encode()).hexdigest()
+
+
+def model_files(path: Path) -> list[Path]:
+    """What is in the folder of a model, or the parts of its file."""
+    if path.is_dir():
+        return sorted(path.rglob("*"))
+    split = split_part(path)
+    return sorted(path.parent.glob(f"{escape(split[0])}-*.gguf")) if split else [path]
 
 
 def weight_files(names: Collection[str], shards: Collection[str] | None) -> list[str]:

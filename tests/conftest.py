@@ -38,12 +38,17 @@ import pytest
 
 import localrt
 from localrt.engine import answer
+from localrt.models import first_opening
 from localrt.quant.cpu import ops as native_ops
 from localrt.quant.cpu.abi import find_library
 
 # Processes beside each other share the cores: one for each, where a test asks for none.
 if "PYTEST_XDIST_WORKER" in os.environ:
     native_ops.default_threads = lambda: 1
+
+# Hundreds of tests open a model for the first time; tests/models/test_first_opening.py starts the
+# process that parses it.
+first_opening.has_helpers = lambda: False
 
 # Examples of `quick` and `full` (asked for by `.ci/run`) are the same in each run, so that a change
 # passes or fails by itself; `search` draws new ones. How long one takes depends on the machine.

@@ -55,6 +55,7 @@ class ModelDescription:
     ``draft`` is the draft that ``auto`` uses if the weights are in memory; empty if there is none.
     ``vision_bytes`` is the size of the vision encoder, 0 without one; ``picture_tokens`` are about
     those of a picture of 896 x 896 pixels, ``picture_bytes`` the memory while it is read.
+    ``checked`` says what a confined process checked at the first opening, when and under what.
     """
 
     name: str
@@ -80,6 +81,7 @@ class ModelDescription:
     vision_bytes: int = 0
     picture_tokens: int = 0
     picture_bytes: int = 0
+    checked: str = ""
 
     def to_dict(self) -> dict[str, object]:
         """The fields, as JSON has them."""
@@ -147,6 +149,7 @@ def _lines(model: ModelDescription) -> list[tuple[str, str]]:
         ("pictures", _pictures(model)),
         ("system", one_line(model.system or "", _SYSTEM)),
         ("parameters", parameters),
+        ("checked", model.checked),
         ("adapters", ", ".join(shown_path(path) for path in model.adapters)),
         ("licence", one_line(model.license, 100)),
         (
@@ -246,6 +249,7 @@ def describe_model(
             vision_bytes=0 if picture is None else picture.encoder_bytes,
             picture_tokens=0 if picture is None else picture.tokens,
             picture_bytes=0 if picture is None else picture.room_bytes,
+            checked=found.checked,
         )
 
 
@@ -262,6 +266,8 @@ def _template(checkpoint: Checkpoint, extras: Extras) -> tuple[str, tuple[str, .
         return "none: the model embeds or ranks texts and writes none", ()
     try:
         own = load_template(checkpoint)
+        if own is not None:
+            own.render([{"role": "user", "content": "Hello"}])
     except LocalrtError as error:
         return f"its own cannot be used: {error}", ()
     if own is not None:

@@ -50,6 +50,7 @@ from localrt.hub.names import (
     shown_path,
 )
 from localrt.hub.other_programs import Extras, OtherModel
+from localrt.models.first_opening import check_first
 from localrt.models.weight_files import INDEX_NAME, index_shards
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ class ResolvedModel:
     cache, the demo model's package (or its copy in localrt's cache), or another program's store.
     ``extras`` are the settings that the other program keeps for the model. ``head`` is the name of
     a head in the same repository that drafts for it, if the hub was asked and lists one.
+    ``checked`` says what ``models/first_opening.py`` checked of its files.
     """
 
     name: str
@@ -92,6 +94,7 @@ class ResolvedModel:
     source: Literal["local", "hub", "package", "ollama", "lmstudio", "llamacpp"]
     extras: Extras | None = field(default=None, repr=False)
     head: str = ""
+    checked: str = field(default="", repr=False, compare=False)
 
     @property
     def listed_name(self) -> str:
@@ -130,6 +133,7 @@ def resolve(
         GatedModelError, OfflineError, HubError: the download failed.
         StorageError: the cache cannot be written.
         CancelledError: ``cancel`` was set; the next call continues the download.
+        CheckpointError: a confined process that parsed the model's files first did not survive it.
     """
     if not model.strip() or "\0" in model:
         raise OptionError("the model's name is empty: give smollm2, org/name, a folder or a .gguf")
@@ -147,18 +151,19 @@ def resolve(
     model = expand_alias(model, settings)
     if model == DEMO_NAME:
         _refuse_revision(model, revision)
-        return fetch.demo()
+        return fetch.checked(fetch.demo())
     path = Path(os.path.expanduser(model))  # noqa: PTH111  Path's own fails on "~nobody"
     if os.path.exists(path):  # noqa: PTH110  False for a name too long for the file system
         _refuse_revision(model, revision)
-        return ResolvedModel(model, path, None, "local")
+        return fetch.checked(ResolvedModel(model, path, None, "local"))
     if (quantized := find_quantized(model, settings)) is not None:
         _refuse_revision(model, revision)
-        return ResolvedModel(model, quantized, None, "local")
+        return fetch.checked(ResolvedModel(model, quantized, None, "local"))
     found = place_of(model, settings)
     if isinstance(found, OtherModel):
         _refuse_revision(model, revision)
-        return ResolvedModel(found.name, found.path, None, found.program, found.extras())
+        own, more = found.path, found.extras()
+        return fetch.checked(ResolvedModel(found.name, own, None, found.program, more))
     ref = None if found is None and looks_like_path(model) else found or parse_hub_ref(model)
     if ref is None:
         raise ModelNotFoundError(_not_found(model, path, settings))
@@ -168,7 +173,7 @@ def resolve(
         if ref.revision is not None and ref.revision != revision:
             raise OptionError(f"two revisions for {ref.repo}: {ref.revision!r} and {revision!r}")
         ref = replace(ref, revision=revision)
-    return fetch.hub(ref, refresh=refresh and online)
+    return fetch.checked(fetch.hub(ref, refresh=refresh and online))
 
 
 def offer_of(repo: str, settings: Settings) -> Offer:
@@ -197,12 +202,13 @@ def resolve_adapter(
     Raises:
         OptionError: an empty name.
         ModelNotFoundError: nothing has that name, or the repository is not an adapter.
-        OfflineError, HubError, StorageError, CancelledError: see ``resolve``.
+        OfflineError, HubError, StorageError, CancelledError, CheckpointError: see ``resolve``.
     """
     if not adapter.strip() or "\0" in adapter:
         raise OptionError("the adapter's name is empty: give org/name, a folder or a .gguf")
     path = Path(os.path.expanduser(adapter))  # noqa: PTH111  as above
     if os.path.exists(path):  # noqa: PTH110
+        check_first(path, settings.cache_dir)
         return path
     ref = None if looks_like_path(adapter) else parse_hub_ref(adapter)
     if ref is None:
@@ -214,6 +220,7 @@ def resolve_adapter(
         online = not (settings.offline if offline is None else offline)
         fetch = _Fetch(settings, online, progress=progress, cancel=cancel)
         commit = fetch.files(ref, *ADAPTER_FILES)
+    check_first(repo.snapshot(commit), settings.cache_dir)
     return repo.snapshot(commit)
 
 
@@ -229,6 +236,11 @@ class _Fetch:
     cancel: Event | None = None
     name: str = ""  # as the user wrote it
     vision: bool = True
+
+    def checked(self, found: ResolvedModel) -> ResolvedModel:
+        """``found``, after its files were parsed by a confined process, once."""
+        projectors = () if found.extras is None else found.extras.projectors
+        return replace(found, checked=check_first(found.path, self.settings.cache_dir, projectors))
 
     def hub(self, ref: HubRef, *, refresh: bool) -> ResolvedModel:
         found = self._cached(ref)
