@@ -81,7 +81,7 @@ def main() -> None:
     limits = [*confine([path, *files, *sys.path]), *limit(_NBYTES, _SECONDS)]
     print("with", ", ".join(limits) or "no limits, which this system lacks", flush=True)
     parsed = []
-    with suppress(LocalrtError, OSError):
+    with suppress(LocalrtError, OSError, ImportError):  # of libraries that cannot be read now
         for each in path.glob("adapter*.safetensors"):
             parsed.append(f"adapter of {len(read_header(RangedFile(each)))} tensors")
         checkpoint = open_checkpoint(path)
