@@ -79,8 +79,9 @@ class TomlFile:
             return "", {}
         except OSError as error:
             raise StorageError(f"{self.path} cannot be read: {reason_of(error)}") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            reason = str(error).splitlines()[0]
+        except (ValueError, RecursionError) as error:
+            deep = isinstance(error, RecursionError)
+            reason = "it is nested too deeply" if deep else str(error).splitlines()[0]
             raise StorageError(f"{self.path} is not TOML: {reason}") from error
 
     def _write(self, text: str) -> None:

@@ -47,7 +47,7 @@ def decoded(data: bytes, name: str) -> tuple[str, str]:
     raise OptionError(f"{name} is not a text file: text, pictures, PDF and Word can be attached")
 
 
-_BAD_ZIP = (zipfile.BadZipFile, zlib.error, KeyError, RuntimeError, EOFError, OSError)
+_BAD_ZIP = (zipfile.BadZipFile, zlib.error, KeyError, RuntimeError, ValueError, EOFError, OSError)
 _WORD = re.compile(
     r'<w:t(?: [^<>]*+)?+>([^<]*+)|<w:pStyle w:val="[Hh]eading ?([1-6])"'
     r"|<(w:tab/|w:br|w:cr|w:numPr|/w:p>|/w:tc>|/w:tr>)"

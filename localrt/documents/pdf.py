@@ -40,6 +40,8 @@ def pdf_pages(source: Path | bytes, name: str, pictures: int) -> Iterator[Page]:
     if isinstance(source, Path) and source.stat().st_size > MOST_BYTES:
         raise OptionError(f"{name} is too large: the most is {MOST_BYTES // 1_000_000} MB")
     with _LOCK:
+        # Sets PDFium's last error, which stays that of an earlier file if this one has no pages.
+        pypdfium2.raw.FPDF_LoadMemDocument64(b"", 0, None)
         try:
             pdf = pypdfium2.PdfDocument(source)
         except pypdfium2.PdfiumError as error:

@@ -80,3 +80,11 @@ NOTEBOOK = json.dumps(
         ],
     }
 ).encode()
+SEEDS: dict[str, bytes | str] = {
+    ".pdf": pdf("Text (a)", RED, ""),
+    ".docx": WORD,
+    ".html": "<h1>A</h1><pre>b</pre><li>c<script>d</script><!-- e --><td>f &amp; g",
+    ".ipynb": NOTEBOOK,
+    ".txt": "caf\u00e9".encode("utf-16"),
+}
+"""A small document of each kind."""

@@ -82,6 +82,23 @@ def bomb() -> bytes:
     return made.getvalue()
 
 
+def test_no_pages() -> None:
+    """It is not said to be locked because another file was."""
+    with pytest.raises(OptionError, match="locked"):
+        read_document(DATA / "locked.pdf")
+    with pytest.raises(OptionError, match="damaged"):
+        read_document(pdf(), name="a.pdf")
+
+
+def no_name() -> bytes:
+    """A Word document whose part has a name that is said to be UTF-8, and is not."""
+    data = bytearray(docx(""))
+    at = data.rindex(b"PK\1\2")
+    data[at + 9] |= 8
+    data[data.index(b"word", at)] = 0xFF
+    return bytes(data)
+
+
 @pytest.mark.parametrize(
     ("name", "data", "why"),
     [
@@ -91,6 +108,8 @@ def bomb() -> bytes:
         ("a.docx", b"\xd0\xcf\x11\xe0 an encrypted one", "a.docx cannot be read"),
         ("a.docx", docx("")[:60], "damaged"),
         ("a.docx", bomb(), "too large"),
+        ("a.docx", no_name(), "damaged"),
+        ("a.docx", docx("")[:-10] + b"\xff\xff\0\0" + docx("")[-6:], "damaged"),
         ("a.docx", docx("").replace(b"\x08\0", b"\x0e\0"), "damaged"),  # as if packed by LZMA
         ("a.ipynb", b"{}", "no notebook"),
         ("a.ipynb", b'{"cells": 3}', "no notebook"),

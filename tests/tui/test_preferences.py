@@ -10,8 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localrt.common.errors import OptionError, StorageError
+from localrt.common.settings import Settings
+from localrt.hub.names import expand_alias, write_alias
+from localrt.mcp.config import read_servers
 from localrt.tui.keys import chosen_keys, read_key
 from localrt.tui.preferences import PreferencesFile, Preset, PresetsFile
+from tests.mcp.test_config import GOOD as SERVERS
+from tests.mutations import is_line
 
 DEFAULTS = {"new": "ctrl+n", "conversations": "ctrl+o", "mark": "alt+up,ctrl+up"}
 SWAPPED = {"new": "ctrl+o", "conversations": "ctrl+n"}
@@ -20,6 +25,35 @@ SWAPPED = {"new": "ctrl+o", "conversations": "ctrl+n"}
 def config(folder: Path, text: str) -> PreferencesFile:
     (folder / "config.toml").write_text(text, encoding="utf-8")
     return PreferencesFile(folder)
+
+
+def write_all(folder: Path) -> None:
+    """A config with everything, and presets."""
+    more = '[generation]\ntemperature = 0.2\n[keys]\nnew = "ctrl+l"\n[models]\nfast = "a:1b"\n'
+    own = settings_of(folder).config_dir
+    own.mkdir()
+    (own / "config.toml").write_text(f'system = "Be\\nbrief."\npanel = true{SERVERS}{more}')
+    (own / "presets.toml").write_text('["Code review"]\nsystem = "Review."\ntemperature = 0.2\n')
+
+
+def settings_of(folder: Path) -> Settings:
+    return Settings.from_environment({"XDG_CONFIG_HOME": str(folder), "HOME": str(folder)})
+
+
+def read_all(folder: Path) -> None:
+    """Everything that reads those files, and changes them."""
+    about = settings_of(folder)
+    own, presets = PreferencesFile(about.config_dir), PresetsFile(about.config_dir)
+    found = own.load()
+    _, notes = read_servers(about.config_dir, {"MY_TOKEN": "s3cret"})
+    _, more = chosen_keys(found.keys, DEFAULTS)
+    listed = presets.list()
+    assert all(map(is_line, (*notes, *more, *own.notes)))
+    expand_alias("fast", about)
+    for preset in listed:
+        presets.save(presets.find(preset.name))
+    write_alias("new", "fast", about)
+    own.remember_options(found.options)
 
 
 # -- preferences -----------------------------------------------------------------------------------
@@ -39,7 +73,11 @@ def test_bad_values(tmp_path: Path) -> None:
     assert any("top_p" in note for note in file.notes)
 
 
-@pytest.mark.parametrize("text", ["theme = ", "\x00", "a = 1\na = 2"])
+@pytest.mark.parametrize(
+    "text",
+    ["theme = ", "\x00", "a = 1\na = 2", f"a = {'9' * 5000}", "a = " + "[" * 9999],
+    ids=["no value", "a byte", "twice", "many digits", "deep"],
+)
 def test_bad_file(tmp_path: Path, text: str) -> None:
     file = config(tmp_path, text)
     assert file.load().theme is None
