@@ -10,7 +10,7 @@ from localrt.common.errors import OptionError
 _UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
 _BINARY_UNITS = {"KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
 _TERMINAL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-_SIZE = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*([KMGT]I?)?B?", re.IGNORECASE)
+_SIZE = re.compile(r"(\d{1,30}(?:\.\d+)?|\.\d+)\s*([KMGT]I?)?B?", re.IGNORECASE)
 
 
 def parse_size(size: str | int, of: str = "") -> int:
@@ -44,7 +44,7 @@ def parse_duration(text: str, of: str = "") -> float:
     Raises:
         OptionError: not a duration.
     """
-    match = re.fullmatch(r"(-?\d+(?:\.\d+)?)\s*([smhd]?)", text.strip().lower())
+    match = re.fullmatch(r"(-?\d{1,30}(?:\.\d+)?)\s*([smhd]?)", text.strip().lower())
     if match is None:
         said = f"{of} must be a time, is {text!r:.80}" if of else f"{text!r:.80} is not a duration"
         raise OptionError(f"{said}: write it like 30s, 5m or 2h")

@@ -55,7 +55,7 @@ PRESETS: Mapping[str, str] = MappingProxyType(
 _MEMORY_REACHED = 0.8
 _TRANSFER_BYTES = 8  # per channel
 _USUAL_TRANSFERS = {"3": 1600, "4": 3200, "5": 5600}  # millions per second
-_MEMORY = re.compile(r"(?:LP)?DDR(?P<kind>[345])X?(?:[- ]?(?P<rate>\d{4,5}))?", re.IGNORECASE)
+_MEMORY = re.compile(r"(?:LP)?DDR(?P<kind>[345])X?(?:[- ]?(?P<rate>[1-9]\d{3,4}))?", re.IGNORECASE)
 _RATE = re.compile(r"\d+(?:\.\d+)?\s*[MG]B/s", re.IGNORECASE)
 _SIZE = r"\d+(?:\.\d+)?\s*GI?B(?!/s)"
 _COUNTS = {"single": 1, "dual": 2, "quad": 4, "hexa": 6, "octa": 8}
@@ -63,8 +63,8 @@ _DISK_WORDS = r"(?:(?:PCIe\s*)?gen\s*[345]|PCIe\s*[345](?:\.0)?|NVMe|M\.2|SATA|S
 # Patterns of the parts of a description.
 _PARTS = {
     "no_gpu": r"(?:no|without)(?:\s+an?)?\s+(?:card|gpu|graphics\s+card)",
-    "cores": r"(?:(?P<count>\d+)\s*-?|(?P<word>dual|quad|hexa|octa)[-\s]?)\s*cores?",
-    "channels": r"(?:(?P<number>\d)|(?P<channel_word>single|dual|quad))[-\s]channels?",
+    "cores": r"(?:(?P<count>\d{1,4})\s*-?|(?P<word>dual|quad|hexa|octa)[-\s]?)\s*cores?",
+    "channels": r"(?:(?P<number>[1-9])|(?P<channel_word>single|dual|quad))[-\s]channels?",
     "memory": _MEMORY.pattern + r"(?:\s*(?:MHz|MT/s))?",
     "disk": rf"""(?:(?:\d{{3,4}}\s*GB|\d+(?:\.\d+)?\s*TB|{_RATE.pattern})\s+)?{_DISK_WORDS}
         (?:[-\s]*(?:{_DISK_WORDS}|disks?|drives?|{_RATE.pattern}))*""",
@@ -80,11 +80,11 @@ _PARTS = {
     "other": rf"""(?:(?:nvidia|geforce|amd|intel)\s+)*(?:{OTHERS})\w*
         (?:\s+(?:RX|XTX?|GRE|Ti|Pro|Plus|Xe|Graphics|[AB]?\d{{3,4}}[MSX]?)(?!\w))*
         (?:\s+(?:[1-9]|1\d|2[04])\s*GB(?=\s*(?:,|$)))?""",
-    "gpu": rf"""(?:(?P<gpus>\d+)\s*x\s*)?(?:(?:nvidia|geforce)\s+)*
+    "gpu": rf"""(?:(?P<gpus>\d{{1,4}})\s*x\s*)?(?:(?:nvidia|geforce)\s+)*
         (?:virtual:[\w\s]+|(?:[RG]TX\s*|titan\s+)\w+|T4|MX\s*\d{{3}}|[2-5]0[5-9]0|16[356]0)M?
         (?:\s*(?:Ti|Super|D|laptop|mobile|max-q|notebook|GPU)(?!\w))*
         (?P<vram>\s*{_SIZE}(?!\s*(?:(?:of\s+)?(?:LP|DDR|RAM|memory))))?""",
-    "ram": rf"(?:(?P<modules>\d)\s*x\s*)?(?P<size>{_SIZE})",
+    "ram": rf"(?:(?P<modules>[1-9])\s*x\s*)?(?P<size>{_SIZE})",
 }
 _FILLER = "with|and|of|an?|ram|memory|cpu|processor|gpu|card|intel|amd|nvidia|geforce"
 _PART = re.compile(
@@ -205,7 +205,7 @@ def parse_memory_speed(text: str) -> float:
         return parse_bandwidth(text)
     except OptionError as error:
         raise OptionError(
-            f"{text!r} is not a speed of RAM: write it like DDR5-5600 or 60GB/s"
+            f"{text!r:.80} is not a speed of RAM: write it like DDR5-5600 or 60GB/s"
         ) from error
 
 
@@ -218,7 +218,7 @@ def _parts(text: str) -> dict[str, re.Match[str]]:
         if part is None:
             word = re.sub(r"^([^\s,]+).*", r"\1", text[at:], flags=re.DOTALL)
             raise OptionError(
-                f"{word!r} is no part of a PC that is known: write it like "
+                f"{word!r:.80} is no part of a PC that is known: write it like "
                 f'"RTX 4060, 32GB DDR5-5600, 8 cores, NVMe", or begin with one of '
                 f"{', '.join(PRESETS)}"
             )
@@ -226,7 +226,7 @@ def _parts(text: str) -> dict[str, re.Match[str]]:
             part = _PART.match(text, at, part.start("vram")) or part
         kind, at = part.lastgroup or "", part.end()
         if int(part["gpus"] or 1) > 1:
-            raise OptionError(f"{part[0]!r}: localrt uses one GPU, so name one")
+            raise OptionError(f"{part[0]!r:.80}: localrt uses one GPU, so name one")
         kind = "gpu" if kind in ("no_gpu", "apple") else kind
         if kind in found and kind != "filler":
             raise OptionError(f"{part[0]!r} is a second {_NAMES.get(kind, kind)}: name one")

@@ -21,7 +21,7 @@ from localrt.planning.machine import GpuProfile, KernelRate, OtherGpu
 from localrt.quant.cuda.gpu_cache import ROWS, GpuRates
 
 _VIRTUAL = re.compile(r"virtual:(?P<size>[^@]+)@(?P<link>[^,]+),(?P<memory>[^,]+),(?P<flops>[^,]+)")
-_FLOPS = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*([GTP])(?:FLOPS?|OPS?)", re.IGNORECASE)
+_FLOPS = re.compile(r"(\d{1,30}(?:\.\d+)?|\.\d+)\s*([GTP])(?:FLOPS?|OPS?)", re.IGNORECASE)
 _SCALE = {"G": 1e9, "T": 1e12, "P": 1e15}
 # The share of a GPU's memory bandwidth that kernels reach.
 _REACHED = 0.85
@@ -271,7 +271,7 @@ def parse_gpu(text: str) -> GpuModel:
         match = _VIRTUAL.fullmatch(text)
         if match is None:
             raise OptionError(
-                f"{text!r} is not a GPU: write it like virtual:8GB@12GB/s,256GB/s,20TFLOPS"
+                f"{text!r:.80} is not a GPU: write it like virtual:8GB@12GB/s,256GB/s,20TFLOPS"
             )
         return GpuModel(
             text,
@@ -286,8 +286,8 @@ def parse_gpu(text: str) -> GpuModel:
         close = difflib.get_close_matches(text.upper(), GPUS, n=3, cutoff=0.7)
         meant = f"did you mean {' or '.join(close)}? " if close else ""
         raise OptionError(
-            f'no GPU {text!r} in the table: {meant}write it like "RTX 4060", "RTX 4060 Ti 16GB" '
-            'or "RTX 4060 Laptop" (from GTX 1630 to RTX 5090), '
+            f'no GPU {text!r:.80} in the table: {meant}write it like "RTX 4060", '
+            '"RTX 4060 Ti 16GB" or "RTX 4060 Laptop" (from GTX 1630 to RTX 5090), '
             "or make one up: virtual:8GB@12GB/s,256GB/s,20TFLOPS"
         )
     return gpu
@@ -301,19 +301,19 @@ def parse_bandwidth(text: str) -> float:
     """
     size, slash, second = text.strip().rpartition("/")
     if not slash or second.strip().lower() not in ("s", "sec"):
-        raise OptionError(f"{text!r} is not a bandwidth: write it like 12GB/s or 900MB/s")
+        raise OptionError(f"{text!r:.80} is not a bandwidth: write it like 12GB/s or 900MB/s")
     try:
         return float(parse_size(size))
     except OptionError as error:
         raise OptionError(
-            f"{text!r} is not a bandwidth: write it like 12GB/s or 900MB/s"
+            f"{text!r:.80} is not a bandwidth: write it like 12GB/s or 900MB/s"
         ) from error
 
 
 def _parse_flops(text: str) -> float:
     match = _FLOPS.fullmatch(text.strip())
     if match is None or float(match[1]) <= 0:
-        raise OptionError(f"{text!r} is not a rate of arithmetic: write it like 20TFLOPS")
+        raise OptionError(f"{text!r:.80} is not a rate of arithmetic: write it like 20TFLOPS")
     return float(match[1]) * _SCALE[match[2].upper()]
 
 

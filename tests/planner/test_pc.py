@@ -14,6 +14,7 @@ from localrt.common.settings import Settings
 from localrt.offload import hardware
 from localrt.offload.account import Budgets
 from localrt.offload.hardware import Gpu
+from localrt.planning.advice import make_forecast
 from localrt.planning.describe_pc import (
     PRESETS,
     Hardware,
@@ -21,13 +22,35 @@ from localrt.planning.describe_pc import (
     beside_desktop,
     parse_memory_speed,
     parse_pc,
+    planned_hardware,
 )
 from localrt.planning.forecast import PlanRequest
 from localrt.planning.gpus import GPUS, other_gpu, parse_gpu
 from localrt.planning.machine import OtherGpu
 from localrt.planning.report import other_gpu_line
 from localrt.planning.what_runs import what_runs
+from tests.mutations import is_line
 from tests.planner.models import machine, published
+
+SEEDS = [
+    ("pc", "RTX 4060 Ti 16GB, 2x16GB DDR5-5600 dual channel, Ryzen 7 5800X, NVMe Gen4"),
+    ("pc", "Apple M4 Pro, 32GB"),
+    ("pc", "office-laptop, no GPU, 8 cores, SATA SSD 500MB/s"),
+    ("ram", "1.5 GiB"),
+    ("gpu", "virtual:8GB@12GB/s,256GB/s,20TFLOPS"),
+    ("gpu_memory", "8G"),
+    ("link", "12GB/s"),
+    ("ssd", "900 MB/s"),
+    ("ram_speed", "DDR4-3200"),
+]
+_SHAPE = published("llama-3.2-1b")
+
+
+def planned(**given: str) -> None:
+    """Plan a small model for a described PC, with this changed."""
+    wanted = Hardware(**{"pc": "gaming-pc", **given})
+    found, budgets, _ = planned_hardware(wanted, Settings.from_environment({}))
+    make_forecast(PlanRequest(shape=_SHAPE, machine=found, budgets=budgets, ctx=1024))
 
 
 def test_parts_in_any_order() -> None:
@@ -105,11 +128,18 @@ def test_desktop_memory() -> None:
         ("16GB, 32GB", "'32GB' is a second size of RAM"),
         ("RTX 4060 8GB VRAM", "'VRAM' is no part"),
         ("32GB 102GB/s", "'102GB/s' is no part"),
+        ("DDR4-0000", "'-0000' is no part"),
+        ("DDR4 0-channel", "'0-channel' is no part"),
+        ("0x16GB", "'0x16GB' is no part"),
+        ("9" * 5000 + " cores", "'999.* is no part"),
+        ("9" * 5000 + "x RTX 4060", "'999.* is no part"),
+        ("9" * 400 + "GB", "'999.* is not a size"),
     ],
 )
 def test_unknown_parts(text: str, words: str) -> None:
-    with pytest.raises(OptionError, match=words):
+    with pytest.raises(OptionError, match=words) as caught:
         parse_pc(text)
+    assert is_line(str(caught.value))
 
 
 @st.composite
