@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from localrt.cli import main
-from localrt.common.formatting import printable
+from localrt.common.errors import OptionError
+from localrt.common.files import parse_json
+from localrt.common.formatting import parse_duration, parse_size, printable
 
 
 @pytest.mark.parametrize(
@@ -21,6 +25,17 @@ from localrt.common.formatting import printable
 )
 def test_text_for_a_terminal_moves_nothing(text: str, shown: str) -> None:
     assert printable(text) == shown
+
+
+@pytest.mark.parametrize("parse", [parse_size, parse_duration])
+def test_more_digits_than_any_size(parse: Callable[[str], object]) -> None:
+    with pytest.raises(OptionError, match=r"^'999"):
+        parse("9" * 400)
+
+
+def test_json_nested_too_deeply() -> None:
+    with pytest.raises(ValueError, match="nested too deeply"):
+        parse_json("[" * 100_000)
 
 
 def test_errors_of_commands_move_no_cursor(capsys: pytest.CaptureFixture[str]) -> None:

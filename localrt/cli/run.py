@@ -29,7 +29,7 @@ from localrt.cli.options import (
 )
 from localrt.cli.run_batch import read_stdin, run_batch
 from localrt.common.errors import LocalrtError, ModelNotFoundError, OptionError, reason_of
-from localrt.common.files import keep_private, private_folder, read_stream, write_text
+from localrt.common.files import keep_private, parse_json, private_folder, read_stream, write_text
 from localrt.common.formatting import format_bytes, format_rate, format_seconds, one_line, printable
 from localrt.common.progress import NOTE, Progress
 from localrt.common.settings import Settings
@@ -142,7 +142,7 @@ def _continue_with_its_model(args: argparse.Namespace) -> None:
         args.model, args.prompt = None, args.model
     if args.model is None:
         with suppress(OSError, ValueError, LookupError, TypeError):
-            args.model = str(json.loads(last_run_path().read_text(encoding="utf-8"))["run"])
+            args.model = str(parse_json(last_run_path().read_text(encoding="utf-8"))["run"])
 
 
 def answer(
@@ -298,7 +298,7 @@ def _remember(chat: ChatSession, path: Path, model: str | None) -> None:
         chat.save(path)
         if model is not None:
             file = Path(model).expanduser()
-            record = json.loads(path.read_text(encoding="utf-8"))
+            record = parse_json(path.read_text(encoding="utf-8"))
             record["run"] = str(file.absolute()) if file.exists() else model
             write_text(path, json.dumps(record, ensure_ascii=False), private=True)
     except OSError as error:  # StorageError is one

@@ -22,7 +22,7 @@ from localrt.cli.help import StatusLine
 from localrt.cli.loading import load_model
 from localrt.cli.options import constraint_options, sampling_options
 from localrt.common.errors import OptionError
-from localrt.common.files import decoded, read_stream, read_text, text_lines
+from localrt.common.files import decoded, parse_json, read_stream, read_text, text_lines
 from localrt.common.formatting import format_rate, format_seconds
 from localrt.common.option_names import did_you_mean, on_command_line
 from localrt.engine.types import Chunk
@@ -85,14 +85,14 @@ def _object(line: str) -> dict[str, object] | None:
     """Parse a line as a JSON object, without checking its keys; None if it is text."""
     if line.lstrip().startswith("{"):
         with suppress(ValueError, RecursionError):
-            value = json.loads(line)
+            value = parse_json(line)
             return value if isinstance(value, dict) else None
     return None
 
 
 def _parse_json(line: str, number: int, where: str) -> BatchPrompt:
     try:
-        value = json.loads(line)
+        value = parse_json(line)
     except ValueError as error:
         raise OptionError(f"{where} is not JSON: {error}") from error
     if isinstance(value, dict) and (unknown := [key for key in value if key not in _KEYS]):

@@ -36,7 +36,7 @@ from localrt.cli.options import (
 )
 from localrt.client.servers import LocalServer, announced
 from localrt.common.errors import OptionError
-from localrt.common.files import write_text
+from localrt.common.files import parse_json, write_text
 from localrt.common.formatting import parse_duration, parse_size
 from localrt.common.option_names import on_command_line, option, spelled
 from localrt.common.processes import is_alive, process_name
@@ -227,7 +227,7 @@ def _prepare_companion(args: argparse.Namespace) -> None:
 def _remove_ready_file(file: Path, pid: int | None = None) -> bool:
     """Remove a ready file, of the process ``pid`` if given; return whether it was one."""
     try:
-        told = json.loads(file.read_text("utf-8"))
+        told = parse_json(file.read_text("utf-8"))
         found = told["event"] == "ready" and pid in (None, told["pid"])
     except (OSError, ValueError, LookupError, TypeError):
         return False

@@ -17,7 +17,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from localrt.common.errors import OptionError
-from localrt.common.files import private_folder, write_text
+from localrt.common.files import parse_json, private_folder, write_text
 from localrt.common.formatting import one_line
 from localrt.common.processes import is_alive, own_name
 from localrt.common.settings import Settings
@@ -155,7 +155,7 @@ def local_servers(settings: Settings) -> list[LocalServer]:
     with suppress(OSError):
         for file in sorted(_folder(settings).glob("*.json")):
             with suppress(OSError, ValueError, TypeError):
-                server = LocalServer(**json.loads(file.read_text(encoding="utf-8")))
+                server = LocalServer(**parse_json(file.read_text(encoding="utf-8")))
                 there = pid_exists(server.pid)
                 if there and (server.process is None or is_alive(server.process)):
                     found.append(server)

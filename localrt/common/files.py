@@ -106,10 +106,18 @@ def write_text(
     write_bytes(path, data, private=private, sync=sync, folder=folder)
 
 
+def parse_json(text: str | bytes) -> Any:
+    """``json.loads``, whose ``ValueError`` also says that a value is nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
 def read_cached(path: Path) -> dict[str, Any]:
     """The JSON object of a file that may be missing or damaged: empty then."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return values if isinstance(values, dict) else {}

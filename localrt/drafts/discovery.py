@@ -6,7 +6,6 @@ same hash. Nothing is downloaded or loaded; the hub is only asked whether a name
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localrt.common.errors import LocalrtError
+from localrt.common.files import parse_json
 from localrt.common.settings import Settings
 from localrt.drafts.heads.files import prediction_notes
 from localrt.hub import ResolvedModel
@@ -190,7 +190,7 @@ def _vocabulary(model: Path) -> tuple[str, bytes] | None:
             with closing(GgufFile(text)) as file:
                 pairs = file.metadata
                 return pairs["general.architecture"], pairs.digest("tokenizer.ggml.tokens")
-        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        config = parse_json((model / "config.json").read_text(encoding="utf-8"))
         digest = sha256((model / "tokenizer.json").read_bytes()).digest()
         return str(config["architectures"][0]), digest
     except (LocalrtError, OSError, ValueError, LookupError, TypeError):

@@ -92,6 +92,6 @@ def call_line(info: Mapping[str, object]) -> str:
     arguments = str(info.get("arguments", ""))
     try:
         arguments = json.dumps(json.loads(arguments), ensure_ascii=False)
-    except ValueError:
+    except (ValueError, RecursionError):
         arguments = " ".join(arguments.split())
     return f"{info.get('title') or info.get('name') or 'tool'} {arguments}".rstrip()

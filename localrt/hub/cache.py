@@ -13,7 +13,6 @@ again when missing; a quantized model is named after its folder.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import tempfile
@@ -25,7 +24,7 @@ from urllib.parse import quote, unquote
 
 from localrt import system
 from localrt.common.errors import ModelNotFoundError
-from localrt.common.files import make_folder, private_folder, write_text
+from localrt.common.files import make_folder, parse_json, private_folder, write_text
 from localrt.common.settings import Settings
 from localrt.hub.files import choose_variant, gguf_variants, has_safetensors, variant_name
 from localrt.hub.names import HubRef
@@ -213,7 +212,7 @@ def read_store(path: Path) -> OwnStore | None:
 
 def _read(path: Path, manifest: str) -> OwnStore | None:
     try:
-        values = json.loads((path / manifest).read_text(encoding="utf-8"))
+        values = parse_json((path / manifest).read_text(encoding="utf-8"))
         source, origin = values["source"], values["source"].get("path")
         return OwnStore(
             path,

@@ -7,7 +7,6 @@ localrt never writes or deletes their files. Ollama's names also work without th
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from localrt.common.errors import CheckpointError
+from localrt.common.files import parse_json
 from localrt.common.settings import Settings
 from localrt.hub.files import (
     GgufVariant,
@@ -120,7 +120,7 @@ class OtherModel:
         if not self.layers:
             return None
         try:
-            values = json.loads("".join(self._texts("params")[:1]) or "{}")
+            values = parse_json("".join(self._texts("params")[:1]) or "{}")
         except ValueError:
             values = None
         if not isinstance(values, dict):
@@ -196,7 +196,7 @@ def _shown(parts: Path) -> str:
 def _read_model(name: str, manifest: Path, blobs: Path) -> OtherModel | None:
     """Read a manifest. None if it is damaged or has no GGUF file, as for a cloud model."""
     try:
-        values = json.loads(_read(manifest, name))
+        values = parse_json(_read(manifest, name))
         layers = [*values["layers"], {**values["config"], "mediaType": f"{_TYPE}config"}]
         by_kind: dict[str, list[Path]] = {}
         size = 0
@@ -213,7 +213,7 @@ def _read_model(name: str, manifest: Path, blobs: Path) -> OtherModel | None:
         return None
     quantization = None
     with suppress(CheckpointError, LookupError, ValueError, AttributeError):
-        quantization = json.loads(_read(by_kind["config"][0], name)).get("file_type") or None
+        quantization = parse_json(_read(by_kind["config"][0], name)).get("file_type") or None
     files = tuple(path for paths in by_kind.values() for path in paths)
     shown = f"ollama:{name}"
     return OtherModel(shown, "ollama", weights[0], files, size, "gguf", quantization, by_kind)
@@ -290,7 +290,7 @@ def _noted(folder: Path, names: Sequence[str]) -> dict[str, str]:
             continue
         try:
             _, org, model, tag = name.removesuffix(".json").split("=")
-            values = json.loads((folder / name).read_text(encoding="utf-8"))
+            values = parse_json((folder / name).read_text(encoding="utf-8"))
             inside = str(values["ggufFile"]["rfilename"]).replace("/", "_")
         except (OSError, ValueError, LookupError, TypeError):
             continue

@@ -16,6 +16,7 @@ from threading import Event
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from localrt.common.errors import HubError, ModelNotFoundError, OfflineError, OptionError
+from localrt.common.files import parse_json
 from localrt.common.formatting import one_line
 from localrt.common.option_names import option
 from localrt.common.progress import ProgressCallback
@@ -331,7 +332,7 @@ class _Fetch:
         commit = self.files(ref, ["config.json"])
         path = CachedRepo(self.settings.hub_cache, ref.repo).snapshot(commit) / "config.json"
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = parse_json(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
         return values if isinstance(values, dict) else None

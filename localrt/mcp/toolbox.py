@@ -7,7 +7,6 @@ question.
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 from collections import Counter
@@ -17,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from localrt.common.errors import OptionError
+from localrt.common.files import parse_json
 from localrt.engine.types import ToolCall
 from localrt.mcp.config import ServerStatus, Tool, ToolResult, read_servers
 from localrt.mcp.servers import ToolServers
@@ -120,7 +120,7 @@ class Toolbox:
             there = f"There are: {', '.join(offered)}." if offered else "There are none."
             return PendingCall(call.id, call.name, problem=f"There is no such tool. {there}")
         try:
-            arguments = json.loads(call.arguments or "{}")
+            arguments = parse_json(call.arguments or "{}")
         except ValueError:
             arguments = None
         if not isinstance(arguments, dict):

@@ -15,7 +15,7 @@ from math import isfinite
 from pathlib import Path
 
 from localrt.common.errors import LocalrtError, OptionError
-from localrt.common.files import write_text
+from localrt.common.files import parse_json, write_text
 from localrt.quant.formats import FORMATS
 
 MIX_FORMATS = ("q2_k", "q3_k", "iq4_nl", "int6-g32")
@@ -114,7 +114,7 @@ class LossTable:
             LocalrtError: the text is not a valid table.
         """
         try:
-            fields = json.loads(written)
+            fields = parse_json(written)
             groups = tuple(
                 GroupLoss(
                     tuple(map(str, group["tensors"])),

@@ -15,7 +15,7 @@ from localrt.common.errors import (
     OptionError,
     UnsupportedModelError,
 )
-from localrt.common.files import write_text
+from localrt.common.files import parse_json, write_text
 from localrt.common.option_names import option
 from localrt.common.settings import Settings
 from localrt.hub import resolve
@@ -159,7 +159,7 @@ def has_weights(path: Path) -> bool:
 def _shape_of_config(config: Path, format: str | None, ctx: int | None) -> ModelShape:
     """Read the shape; its name is the folder's, or the repository's in the hub's cache."""
     try:
-        values = json.loads(config.read_text(encoding="utf-8"))
+        values = parse_json(config.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{config} cannot be read as JSON: {error}") from error
     if not isinstance(values, dict):

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from localrt.chat_format.messages import kind_in_words
 from localrt.chat_format.thinking import THOUGHT_FIELDS
+from localrt.common.files import parse_json
 from localrt.documents.kinds import kind_of
 from localrt.server.errors import invalid
 
@@ -415,7 +416,7 @@ def chosen(tool_choice: str | Fields | None, tools: Offered) -> tuple[str, list[
 def text_argument(arguments: str) -> str:
     """Return the text argument of a call of a tool that takes a text."""
     try:
-        value = json.loads(arguments)
+        value = parse_json(arguments)
     except ValueError:
         return arguments
     text = value.get(_TEXT) if isinstance(value, dict) else None

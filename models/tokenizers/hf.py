@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from localrt.common.errors import TokenizerError, UnsupportedModelError
+from localrt.common.files import parse_json
 from localrt.models.checkpoints.packed_strings import PackedStrings
 from localrt.models.tokenizers.base import (
     Pieces,
@@ -313,7 +314,7 @@ def read_json(path: Path) -> dict[str, object]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
         raise TokenizerError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
     if not isinstance(found, dict):

@@ -108,7 +108,11 @@ def test_parameters_that_are_not_json_are_said(here: Settings, tmp_path: Path) -
         resolve("odd", settings=here, download=False)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"layers": 3}', '{"layers": [{}], "config": {}}'])
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[]", '{"layers": 3}', '{"layers": [{}], "config": {}}', "[" * 99_999],
+    ids=["no JSON", "a list", "a number", "nothing", "deep"],
+)
 def test_a_damaged_manifest_is_no_model(text: str, here: Settings, tmp_path: Path) -> None:
     add_ollama_model(tmp_path / "ollama", f"{LIBRARY}/good/latest")
     manifest = tmp_path / "ollama" / "manifests" / LIBRARY / "bad" / "latest"

@@ -75,7 +75,7 @@ def test_bad_calls(servers: FakeServers) -> None:
     toolbox = Toolbox(servers)
     denied = toolbox.read(ToolCall("1", "write", "{}"), "here")
     assert denied.problem == ("There is no such tool. There are: files_read, web_read, get_it.")
-    for arguments in ("[1]", "{"):
+    for arguments in ("[1]", "{", "[" * 100_000):
         call = toolbox.read(ToolCall("1", "get_it", arguments), "here")
         assert call.problem == "The arguments must be a JSON object."
         assert not call.asks

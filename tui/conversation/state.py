@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import localrt
 from localrt import History
 from localrt.common.errors import LocalrtError, OptionError, StorageError
+from localrt.common.files import parse_json
 from localrt.common.option_names import did_you_mean
 from localrt.mcp.servers import ToolServers
 from localrt.mcp.toolbox import Toolbox
@@ -226,7 +227,7 @@ def _value(name: str, text: str) -> Any:
     if text.lower() in _NONE:
         return None
     try:
-        value = json.loads(text)
+        value = parse_json(text)
     except ValueError:
         return text
     # A stop string may look like a number.

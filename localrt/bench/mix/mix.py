@@ -6,7 +6,6 @@ nothing.
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +16,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from localrt.common.errors import LocalrtError, OptionError
-from localrt.common.files import read_text, text_lines
+from localrt.common.files import parse_json, read_text, text_lines
 from localrt.common.formatting import one_line, parse_size
 from localrt.common.option_names import did_you_mean, option
 from localrt.engine.batch.latency_goals import GOALS
@@ -278,7 +277,7 @@ class _Reader:
         if not all(line.lstrip().startswith("{") for line in lines):
             return tuple(lines)
         try:
-            texts = tuple(json.loads(line)["prompt"] for line in lines)
+            texts = tuple(parse_json(line)["prompt"] for line in lines)
         except (ValueError, KeyError):
             texts = (None,)
         if not all(isinstance(text, str) and text for text in texts):

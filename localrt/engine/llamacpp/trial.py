@@ -20,7 +20,7 @@ import numpy as np
 
 from localrt import system
 from localrt.common.errors import MissingExtraError
-from localrt.common.files import write_text
+from localrt.common.files import parse_json, write_text
 from localrt.common.helpers import has_helpers, helper_command
 from localrt.common.option_names import option
 from localrt.offload.hardware import identity
@@ -109,7 +109,7 @@ def _try() -> str | None:
 def _known(path: Path, known_by: list[str]) -> str | None:
     """Return the stored result, if it is for this build and machine."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(path.read_text(encoding="utf-8"))
         verdict = values["dies_of"] if values["identity"] == known_by else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
