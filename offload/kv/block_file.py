@@ -25,7 +25,13 @@ from typing import Any
 import numpy as np
 
 from localrt.common.errors import StorageError, reason_of
-from localrt.common.files import json_sum, private_file, private_folder, write_text
+from localrt.common.files import (
+    json_sum,
+    parse_json,
+    private_file,
+    private_folder,
+    write_text,
+)
 from localrt.models.prefix import Tokens, common_prefix
 from localrt.quant.formats.packed import Bytes
 from localrt.quant.ops.arrays import aligned_buffer
@@ -68,7 +74,7 @@ class BlockFile:
         if about is not None:
             self.tokens, self._sums = about["tokens"], about["sums"]
             self.layout, self._block_bytes = about["layout"], about["block_bytes"]
-            self._states, self.marks = about["states"], frozenset(about.get("marks", ()))
+            self._states, self.marks = about["states"], about["marks"]
 
     @property
     def nbytes(self) -> int:
@@ -176,9 +182,11 @@ class BlockFile:
 
     def _read_state(self, state: _StateFile) -> SavedState | None:
         """Read a state; None if it is damaged or gone."""
-        data = aligned_buffer(state.nbytes)
         try:
             with (self.folder / _STATE.format(state.length)).open("rb", buffering=0) as file:
+                if os.fstat(file.fileno()).st_size < state.nbytes:
+                    return None
+                data = aligned_buffer(state.nbytes)
                 whole = _read_into(file, data.data)
         except OSError:
             return None
@@ -246,16 +254,20 @@ class BlockFile:
 def _read_about(path: Path) -> dict[str, Any] | None:
     """The description, or None if there is no usable one."""
     try:
-        about = json.loads(path.read_text(encoding="utf-8"))
+        about = parse_json(path.read_text(encoding="utf-8"))
         sum_ = about.pop(_SUM, None)  # earlier versions wrote none
         whole = (
             sum_ in (None, json_sum(about))
             and about["version"] == _VERSION
             and isinstance(about["layout"], str)
+            and all(isinstance(about[name], list) for name in ("tokens", "sums"))
             and len(about["sums"]) == -(-len(about["tokens"]) // BLOCK_TOKENS)
             and all(isinstance(n, int) for n in (about["block_bytes"], *about["tokens"]))
+            and about["block_bytes"] > 0
+            and all(min(state) >= 0 for state in about["states"])
         )
         about["states"] = [_StateFile(*map(int, state)) for state in about["states"]]
+        about["marks"] = frozenset(map(str, about.get("marks", ())))
         if whole:
             about["tokens"] = np.array(about["tokens"], np.int64)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):

@@ -7,6 +7,7 @@ import json
 import tracemalloc
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from localrt.quant.ops.kv_formats import BLOCK_TOKENS
 from localrt.quant.ops.states import SavedState
 
 SIZE = 100  # bytes of a block
+TOKENS = list(range(300))
 
 
 def blocks_of(tokens: list[int]) -> Bytes:
@@ -43,6 +45,24 @@ def save(file: BlockFile, tokens: list[int], layout: str = "a") -> list[int]:
 
     file.write(tokens, layout, SIZE, take)
     return taken
+
+
+def save_with_state(folder: Path) -> None:
+    file, blocks = BlockFile(folder), blocks_of(TOKENS)
+    state = SavedState(256, 300, np.arange(64, dtype=np.uint8))
+    file.write(TOKENS, "a", SIZE, lambda first, count: blocks[first : first + count], [state])
+
+
+def use_all(folder: Path) -> None:
+    """Read what is saved there: as much of it as is whole, and nothing else."""
+    file = BlockFile(folder)
+    for state in file.states(file.reach(len(file.tokens))):
+        assert state.data.nbytes < 1 << 20
+    length, got = read(file, min(len(file.tokens), 600))
+    if file.tokens[:length].tolist() == TOKENS[:length]:
+        whole = -(-length // BLOCK_TOKENS)
+        assert np.array_equal(got[:whole], blocks_of(TOKENS)[:whole])
+    file.touch(frozenset({"mark"}))
 
 
 def read(file: BlockFile, length: int) -> tuple[int, Bytes]:
@@ -142,13 +162,39 @@ _HUGE = (
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"version": 2}', '{"version": 1, "layout": "a", "tokens": [1]}', _HUGE]
+    "text",
+    [
+        *("", "{", "[]", '{"version": 2}', '{"version": 1, "layout": "a", "tokens": [1]}', _HUGE),
+        "[" * 100_000,
+    ],
 )
 def test_unusable_description(tmp_path: Path, text: str) -> None:
     file = BlockFile(tmp_path / "one")
     save(file, list(range(10)))
     (tmp_path / "one" / "tokens.json").write_text(text)
     assert len(BlockFile(tmp_path / "one").tokens) == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "length"),
+    [
+        ({"marks": [[]]}, 300),
+        ({"states": [[256, 300, 1 << 60, 0]]}, 300),
+        ({"marks": 3}, 0),
+        ({"states": [[0, 0, -1, 0]]}, 0),
+        ({"block_bytes": 0, "sums": [0, 0]}, 0),
+        ({"block_bytes": -1}, 0),
+        ({"sums": "ab"}, 0),
+        ({"tokens": {"1": 1}, "sums": [1]}, 0),
+    ],
+)
+def test_wrong_values(tmp_path: Path, changes: dict[str, Any], length: int) -> None:
+    """None of them is believed, or fails whoever reads."""
+    save_with_state(tmp_path / "one")
+    about = tmp_path / "one" / "tokens.json"
+    about.write_text(json.dumps({**json.loads(about.read_text("utf-8")), **changes}))
+    use_all(tmp_path / "one")
+    assert len(BlockFile(tmp_path / "one").tokens) == length
 
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
