@@ -128,12 +128,26 @@ def test_newer_versions(store: Path) -> None:
         open_checkpoint(store)
 
 
-@pytest.mark.parametrize("name", ["../up.safetensors", "/etc/passwd", "manifest.json"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("../up.safetensors", "/etc/passwd", "manifest.json"),
+        *("a\0.safetensors", "\ud800.safetensors"),
+    ],
+)
 def test_files_outside(store: Path, name: str) -> None:
     units = json.loads((store / "manifest.json").read_text("utf-8"))["units"]
     units[0]["file"] = name
     edit_manifest(store, units=units)
     with pytest.raises(CheckpointError, match="lies in no file of this folder"):
+        open_checkpoint(store)
+
+
+def test_unmeasurable_scale(store: Path) -> None:
+    units = json.loads((store / "manifest.json").read_text("utf-8"))["units"]
+    units[0]["tensors"][0]["scale"] = 10**400
+    edit_manifest(store, units=units)
+    with pytest.raises(CheckpointError, match="is malformed"):
         open_checkpoint(store)
 
 

@@ -172,7 +172,7 @@ def read_manifest(path: Path) -> Manifest:
         )
     try:
         manifest = _manifest(fields)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise fields.error(str(error)) from None
     values = dict(fields.values)
     if values.pop(_SUM_KEY, None) not in (None, json_sum(values)):  # earlier versions wrote none
@@ -238,14 +238,16 @@ def _manifest(fields: _Fields) -> Manifest:
 def _texts(fields: _Fields) -> Mapping[str, str]:
     texts: dict[str, str] = fields.of("texts", dict) if "texts" in fields.values else {}
     for name in texts:
-        if PurePath(name).is_absolute() or ".." in PurePath(name).parts or "\\" in name:
+        beyond = PurePath(name).is_absolute() or ".." in PurePath(name).parts or "\\" in name
+        if beyond or not name.isprintable():
             raise fields.error(f"{name!r:.60} lies outside of this folder")
     return texts
 
 
 def _unit(fields: _Fields) -> StoredUnit:
     name, file = fields.text("name"), fields.text("file")
-    if PurePath(file).name != file or "\\" in file or not file.endswith(".safetensors"):
+    inside = PurePath(file).name == file and "\\" not in file and file.isprintable()
+    if not inside or not file.endswith(".safetensors"):
         raise fields.error(f"unit {name!r:.60} lies in no file of this folder")
     offset, nbytes = fields.whole("offset"), fields.whole("nbytes")
     if offset % PAGE or nbytes % PAGE:
