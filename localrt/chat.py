@@ -15,10 +15,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 from localrt.chat_format.histories import text_of
 from localrt.common.closing import Closing
 from localrt.common.errors import LocalrtError, OptionError, StorageError
-from localrt.common.files import read_text, write_text
+from localrt.common.files import parse_json, read_text, write_text
 from localrt.common.progress import ProgressCallback
 from localrt.engine.types import Chunk, Message, ToolCall
-from localrt.service.arguments import check_path, check_text, check_tools, in_thread, joined
+from localrt.service.arguments import (
+    check_messages,
+    check_path,
+    check_text,
+    check_tools,
+    in_thread,
+    joined,
+)
 
 if TYPE_CHECKING:  # they bring models and the planner, which a command starts without
     from localrt.engine.saved_caches import Tier
@@ -425,7 +432,7 @@ class ChatSession:
         """
         source = Path(path).expanduser()
         try:
-            record = json.loads(read_text(source))
+            record = parse_json(read_text(source))
         except OptionError as error:
             raise StorageError(error.marked) from error
         except ValueError as error:
@@ -435,7 +442,9 @@ class ChatSession:
         messages, options = record.get("messages"), record.get("options")
         if not isinstance(messages, list) or not all(map(_is_message, messages)):
             raise StorageError(f"{source} is not a saved chat: its messages are malformed")
-        chat = cls(host, **(options if isinstance(options, dict) else {}))
+        options = options if isinstance(options, dict) else {}
+        host.check(options)
+        chat = cls(host, **options)
         chat.messages = messages
         return chat
 
@@ -454,8 +463,18 @@ def _json(value: object) -> str:
         raise OptionError(f"a tool's result must be text or JSON: {error}") from error
 
 
-def _is_message(value: object) -> bool:
-    return isinstance(value, dict) and value.get("role") in _ROLES and "content" in value
+def _is_message(value: Any) -> bool:
+    try:
+        check_messages([value])
+    except OptionError:
+        return False
+    parts = value["content"] if isinstance(value.get("content"), list) else []
+    return (
+        value["role"] in _ROLES
+        and isinstance(value.get("content", 0), str | list | None)
+        and all(isinstance(part, dict) for part in parts)
+        and isinstance(value.get("tool_call_id", ""), str)
+    )
 
 
 def _already_answering() -> LocalrtError:

@@ -84,7 +84,7 @@ def check_messages(prompt: object, template: str = "") -> None:
 def _is_call(call: object) -> bool:
     function = call.get("function") if isinstance(call, Mapping) else None
     named = isinstance(function, Mapping) and isinstance(function.get("name"), str)
-    return named or isinstance(call, ToolCall)
+    return (named and isinstance(call.get("id"), str | int | None)) or isinstance(call, ToolCall)
 
 
 def check_tools(tools: Any) -> None:
