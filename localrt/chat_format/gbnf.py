@@ -189,7 +189,7 @@ class _Translation:
             self._match(_SPACE_AND_LINES)
         for name, place in self._used.items():
             if name not in self._rules:
-                raise ValueError(f"{place}: there is no rule {name!r}")
+                raise ValueError(f"{place}: there is no rule {name!r:.80}")
         if "root" not in self._rules:
             raise ValueError("there is no rule 'root', which every grammar begins with")
         return "\n".join(["%llguidance {}", *_Rules(self._rules).lines("root")])
@@ -343,7 +343,7 @@ class _Translation:
             raise self._error("a token must be <[ID]> or <TEXT>")
         token = int(found[2]) if found[2] else self._token_id(f"<{found[3]}>")
         if token is None:
-            raise self._error(f"the model has no token <{found[3]}>")
+            raise self._error(f"the model has no token <{found[3]:.60}>")
         return f"<[^{token}]>" if found[1] else f"<[{token}]>"
 
     # -- the text --------------------------------------------------------------------------------
@@ -356,7 +356,7 @@ class _Translation:
 
     def _place(self) -> str:
         line = self._text.count("\n", 0, self._at) + 1
-        return f"line {line}" + (f", rule {self._rule!r}" if self._rule else "")
+        return f"line {line}" + (f", rule {self._rule!r:.80}" if self._rule else "")
 
     def _error(self, what: str) -> ValueError:
         return ValueError(f"{self._place()}: {what}")

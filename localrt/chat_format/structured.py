@@ -443,17 +443,17 @@ def _refused(name: str, reason: str) -> OptionError:
     lines = [line.strip() for line in reason.splitlines() if line.strip()]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     return OptionError(
-        f"{option(name)} cannot be used: {(errors or lines or ['it is malformed'])[0]}"
+        f"{option(name)} cannot be used: {(errors or lines or ['it is malformed'])[0]:.500}"
     )
 
 
 def _failed(name: str, matcher: LLMatcher) -> LocalrtError:
     reason = " ".join(matcher.get_error().partition("<state>")[0].split())
     if "satisfy the grammar" in reason:  # a token that was not allowed
-        return LocalrtError(f"the answer cannot be kept within its grammar: {reason}")
+        return LocalrtError(f"the answer cannot be kept within its grammar: {reason:.500}")
     if name == "grammar" and re.search("too many items|current row has", reason, re.IGNORECASE):
         return OptionError(
             f"{option('grammar')} can be read in too many ways: repeat a rule in one place, not "
             "both within it and around it"
         )
-    return OptionError(f"{option(name)} is too complex: {reason}")
+    return OptionError(f"{option(name)} is too complex: {reason:.500}")

@@ -170,7 +170,7 @@ def read_options(*layers: Mapping[str, Any]) -> Options:
             if name not in OPTION_NAMES:
                 hint = did_you_mean(name, (*OPTION_NAMES, *sorted(_OF_LOADING)))
                 raise OptionError(
-                    f"unknown option {name!r}: {hint or 'known: ' + ', '.join(OPTION_NAMES)}"
+                    f"unknown option {name!r:.80}: {hint or 'known: ' + ', '.join(OPTION_NAMES)}"
                 )
             if value is not None:
                 merged[name] = value
@@ -189,7 +189,7 @@ def _stop_strings(value: object) -> tuple[str, ...]:
     stops = (value,) if isinstance(value, str) else value
     if not isinstance(stops, Sequence) or not all(isinstance(s, str) and s for s in stops):
         raise OptionError(
-            f"{option('stop')} must be a non-empty string or several of them, is {value!r}"
+            f"{option('stop')} must be a non-empty string or several of them, is {value!r:.80}"
         )
     return tuple(stops)
 

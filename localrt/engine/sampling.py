@@ -95,7 +95,7 @@ class Sampling:
         object.__setattr__(self, "dry_sequence_breakers", _breakers(self.dry_sequence_breakers))
         if not isinstance(self.logit_bias, Mapping):
             raise OptionError(
-                f"{option('logit_bias')} must map token ids to numbers, is {self.logit_bias!r}"
+                f"{option('logit_bias')} must map token ids to numbers, is {self.logit_bias!r:.80}"
             )
         for token, bias in self.logit_bias.items():
             check_integer("logit_bias", token, 0, 1 << 31, what=" token")
@@ -103,7 +103,7 @@ class Sampling:
             if not is_number or math.isnan(bias) or bias == math.inf:
                 raise OptionError(
                     f"{option('logit_bias')} of token {token} must be a finite number, or -inf, "
-                    f"is {bias!r}"
+                    f"is {bias!r:.80}"
                 )
 
     @property
@@ -149,14 +149,16 @@ def _breakers(given: object) -> tuple[str, ...]:
 def check_number(name: str, value: object, low: float, high: float) -> None:
     """Raise ``OptionError`` unless ``value`` is a number within these bounds."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise OptionError(f"{option(name)} must be a number from {low:g} to {high:g}, is {value!r}")
+        raise OptionError(
+            f"{option(name)} must be a number from {low:g} to {high:g}, is {value!r:.80}"
+        )
 
 
 def check_integer(name: str, value: object, low: int, high: int, *, what: str = "") -> None:
     """Raise ``OptionError`` unless a value, or ``what`` in it, is an integer within the bounds."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise OptionError(
-            f"{option(name)}{what} must be an integer from {low} to {high}, is {value!r}"
+            f"{option(name)}{what} must be an integer from {low} to {high}, is {value!r:.80}"
         )
 
 

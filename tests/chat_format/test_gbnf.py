@@ -160,6 +160,7 @@ def test_what_could_be_read_in_many_ways_is_read_in_one(grammar: str) -> None:
         ('root ::= "a" b', "line 1, rule 'root': there is no rule 'b'"),
         ('item ::= "a"', "there is no rule 'root'"),
         ("", "there is no rule 'root'"),
+        pytest.param(f"root ::= {'r' * 1000}", "there is no rule 'rrr", id="long name"),
         ('root ::= "a"\nb := "c"', "line 2, rule 'b': '::=' must follow"),
         ('root ::= "a"\n\nb ::= (\n"c"', "line 3, rule 'b': the parenthesis is not closed"),
         ('root ::= "a', "line 1, rule 'root': what begins here is not closed"),

@@ -9,6 +9,7 @@ import pytest
 from localrt.chat_format.templates.chat_template import ChatTemplate
 from localrt.chat_format.templates.go_template import to_jinja
 from localrt.common.errors import TemplateError
+from tests.mutations import is_line
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 HI = {"role": "user", "content": "Hi"}
@@ -120,8 +121,12 @@ def test_thinking_is_known_by_our_name(given: dict[str, bool], written: str) -> 
         ("{{ ? }}", "not understood"),
         ('{{ printf "%5.2f" .System }}', "printf"),
         ("{{ if .System }}" * 80, "too deeply"),
+        pytest.param(f"{{{{ {'9' * 5000} }}}}", "too much", id="digits"),
+        pytest.param(f"{{{{ .{'N' * 1000} }}}}", "NNN is not known", id="long name"),
+        pytest.param(f"{{{{ {'f' * 1000} }}}}", "fff is not known", id="long function"),
     ],
 )
 def test_what_is_not_known_is_said(source: str, reason: str) -> None:
-    with pytest.raises(TemplateError, match=reason):
+    with pytest.raises(TemplateError, match=reason) as caught:
         to_jinja(source)
+    assert is_line(str(caught.value))

@@ -27,7 +27,7 @@ _ACTION = re.compile(
 _TOKEN = re.compile(
     r"""\s*(?:
         (?P<string>"(?:[^"\\]|\\.)*"|`[^`]*`)
-      | (?P<number>-?\d+)
+      | (?P<number>-?\d{1,18})
       | (?P<set>:=|=)
       | (?P<mark>[|(),])
       | (?P<path>(?:\$\w*)?(?:\.\w+)+|\$\w*|\.)
@@ -187,7 +187,7 @@ class _Translation:
         elif word in ("break", "continue"):
             self._write(f"{{%- {word} -%}}")
         elif word in ("define", "template", "block"):
-            raise TemplateError(f"{word} is not known here")
+            raise TemplateError(f"{word:.40} is not known here")
         elif len(tokens) > 1 and tokens[0][1].startswith("$") and tokens[1][0] == "set":
             self._set(tokens[0][1], self._pipeline(tokens[2:]))
         elif tokens:
@@ -200,7 +200,7 @@ class _Translation:
 
     def _open(self, word: str, tokens: list[_Token], *, chained: bool = False) -> None:
         if word not in ("if", "with", "range"):
-            raise TemplateError(f"else {word} is not known here")
+            raise TemplateError(f"else {word:.40} is not known here")
         block = _Block(word, word != "if", chained, self._silent)
         if word == "range":
             self._range(tokens)
@@ -317,7 +317,7 @@ class _Translation:
             if not names:
                 raise TemplateError("the whole of the data cannot be shown")
             if names[0] not in _ROOT:
-                raise TemplateError(f".{names[0]} is not known here")
+                raise TemplateError(f".{names[0]:.40} is not known here")
             found, names = _ROOT[names[0]], names[1:]
         else:
             found = _variable(root) if root else self._dots[-1]
@@ -377,7 +377,7 @@ def _call(name: str, values: Sequence[str], first: Sequence[_Token]) -> str:
             return _printf(first, rest)
         case "currentDate", _:
             return 'strftime_now("%Y-%m-%d")'
-    raise TemplateError(f"the function {name} is not known here")
+    raise TemplateError(f"the function {name:.40} is not known here")
 
 
 def _printf(layout: Sequence[_Token], values: Sequence[str]) -> str:
