@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import json
+import random
+import struct
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from hypothesis import HealthCheck, settings
@@ -78,3 +82,28 @@ def changes_of(places: Sequence[Path]) -> st.SearchStrategy[list[tuple[Path, Any
     """One or two changes."""
     change = st.tuples(st.sampled_from(places), st.sampled_from(VALUES))
     return st.lists(change, min_size=1, max_size=2)
+
+
+_NUMBERS = [0, 1, 0x7F, 0xFF, 1 << 31, (1 << 32) - 1, 1 << 62, (1 << 64) - 1]
+
+
+def mutated(data: bytes, draw: random.Random, others: Sequence[bytes]) -> bytes:
+    """``data`` with values of its JSON changed, or bytes cut, replaced and inserted, some of them
+    of ``others``. Its first line, which names what the rest is, stays.
+    """
+    head, _, body = data.partition(b"\n")
+    with suppress(ValueError, RecursionError):
+        document = json.loads(body) if draw.random() < 0.8 else None
+        if places := list(paths(document)):
+            count = draw.randint(1, 2)
+            changes = [(draw.choice(places), draw.choice(VALUES)) for _ in range(count)]
+            return head + b"\n" + json.dumps(changed(document, changes)).encode()
+    for _ in range(draw.randint(1, 4)):
+        at, other = draw.randrange(len(body) + 1), draw.choice(others).partition(b"\n")[2]
+        start = draw.randrange(len(other) + 1)
+        number = struct.pack("<Q", draw.choice(_NUMBERS))[: draw.choice((1, 2, 4, 8))]
+        many = draw.choice((b"[", b"(", b'{"a":', b"9")) * draw.choice((9, 5000))
+        pieces = draw.randbytes(draw.randint(0, 8)), number, other[start : start + 64], many
+        piece = draw.choices(pieces, (4, 4, 4, 1))[0]
+        body = body[:at] + piece + body[at + draw.choice((0, len(piece), draw.randint(0, 16))) :]
+    return head + b"\n" + (body if draw.random() < 0.9 else body[: draw.randrange(len(body) + 1)])

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -16,8 +17,10 @@ import localrt
 from localrt.chat_format.parser import PLAIN_CALLS
 from localrt.chat_format.structured import Grammars
 from localrt.cli import main
+from localrt.engine.options import read_options
 from localrt.engine.sampling import Sampling, constrained
-from tests.conftest import CHATML, write_tiny_model
+from localrt.models.tokenizers.hf import hf_tokenizer
+from tests.conftest import CHATML, write_byte_tokenizer, write_tiny_model
 from tests.inside import core_of
 
 pytest.importorskip("llguidance")
@@ -32,6 +35,30 @@ PERSON: dict[str, Any] = {
     "required": ["name", "age", "tags"],
     "additionalProperties": False,
 }
+
+
+SEEDS = {
+    "grammar": 'root ::= ("a" | [b-c]{1,3} x)* "\\n"\nx ::= . <[5]>?',
+    "regex": "(a|b)+[0-9]{2}",
+    "json_schema": json.dumps(PERSON),
+}
+
+
+def byte_grammars(folder: Path) -> Grammars:
+    write_byte_tokenizer(folder)
+    return Grammars(hf_tokenizer(folder))
+
+
+def follow(grammars: Grammars, name: str, data: bytes) -> None:
+    """Write eight tokens that follow the text of an option."""
+    made = grammars.constraint(read_options({name: data.decode("utf-8", "replace")}))
+    if made is None or (constraint := made()) is None:
+        return
+    for _ in range(8):
+        allowed = np.flatnonzero(constraint.allowed())
+        if constraint.done or not len(allowed):
+            break
+        constraint.accept(int(allowed[-1]))
 
 
 def follows(text: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,9 @@ from tests.models.tiny import save_tiny
 from tests.mutations import FUZZ, VALUES, changed, paths
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Checkpoint]]:
-    """A folder with an adapter of both kinds, and its base."""
-    folder = tmp_path_factory.mktemp("adapter")
+@contextmanager
+def make_files(folder: Path) -> Iterator[Checkpoint]:
+    """Write an adapter of both kinds; yields its base."""
     base = save_tiny("qwen2", folder / "base", layers=1)
     make_adapter(base, folder / "a", use_dora=True, target_modules=["q_proj", "down_proj"])
     with closing(open_checkpoint(folder / "base")) as checkpoint:
@@ -39,7 +38,15 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Chec
         write_gguf(folder / "a.gguf", "qwen2", keys, tensors)
         assert read_adapter(folder / "a", checkpoint).matrices
         assert read_adapter(folder / "a.gguf", checkpoint).matrices
-        yield folder, checkpoint
+        yield checkpoint
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Checkpoint]]:
+    """A folder with an adapter of both kinds, and its base."""
+    folder = tmp_path_factory.mktemp("adapter")
+    with make_files(folder) as base:
+        yield folder, base
 
 
 def exercise(path: Path, base: Checkpoint) -> None:

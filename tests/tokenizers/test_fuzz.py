@@ -94,6 +94,26 @@ def write(folder: Path, files: dict[str, Any]) -> None:
         (folder / name).write_text(json.dumps(value))
 
 
+def write_all(folder: Path) -> None:
+    """The files of a folder, and GGUF files with a vocabulary of either kind."""
+    files = {"tokenizer.json": WITH_SPACES, "tokenizer_config.json": CONFIG}
+    write(folder, {**files, "special_tokens_map.json": {"eos_token": "</s>"}})
+    tensors = {"token_embd.weight": (np.zeros((5, 32), np.float32), "f32")}
+    for kind in ("gpt2", "llama"):
+        keys = {**METADATA, "tokenizer.ggml.model": kind}
+        keys.pop("general.architecture")
+        write_gguf(folder / f"{kind}.gguf", "llama", keys, tensors)
+
+
+def use_file(path: Path) -> None:
+    """Read a GGUF file, or the tokenizer and the template of the folder around another file."""
+    if path.suffix == ".gguf":
+        use_checkpoint(path)
+        return
+    use(hf_tokenizer(path.parent, eos=[2, -1]))
+    load_template(cast(Checkpoint, SimpleNamespace(kind="safetensors", path=path.parent)))
+
+
 def use(tokenizer: Tokenizer) -> None:
     for token in (-1, 0, 1, 300, 1 << 40):
         refusal(lambda token=token: tokenizer.token_bytes(token))

@@ -1,0 +1,253 @@
+"""Everything that reads what strangers made: valid inputs of each reader, and how it reads one."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import socket
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from localrt.common.errors import LocalrtError
+
+Use = Callable[[str, bytes], object]
+"""Reads an input of a kind; raises what reading raises."""
+Prepared = tuple[Iterable[tuple[str, bytes | str]], Use]
+
+
+@dataclass
+class Reader:
+    """``prepare`` makes valid inputs in a folder of its own; ``modules`` are patterns of the files
+    that read them. ``share`` is of a campaign's tries, ``seconds`` of processor time the most for
+    one input.
+    """
+
+    prepare: Callable[[Path, ExitStack], Prepared]
+    modules: str
+    share: float
+    seconds: float
+
+
+READERS: dict[str, Reader] = {}
+_REFUSED = rb'HTTP/1.1 4.*"(?:error|message)": ?("(?:[^"\\]|\\.)*")'
+
+
+def _reader(share: float, modules: str, seconds: float = 2.0) -> Callable[[Any], None]:
+    def added(prepare: Callable[[Path, ExitStack], Prepared]) -> None:
+        READERS[prepare.__name__] = Reader(prepare, modules, share, seconds)
+
+    return added
+
+
+def _files(folder: Path, use: Callable[[str], object], names: Iterable[str] = ()) -> Prepared:
+    """Inputs that replace one file of ``folder``, whose name ``use`` is told."""
+    found = {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
+    kinds = list(names or found)
+
+    def changed(name: str, data: bytes) -> None:
+        (folder / name).write_bytes(data)
+        try:
+            use(name)
+        finally:
+            left = {path.name for path in folder.iterdir() if path.is_file()} - set(found)
+            (folder / name).write_bytes(found[name])
+            assert not left, f"files are left: {left}"
+
+    return ((name, found[name]) for name in kinds), changed
+
+
+@_reader(0.16, "models/checkpoints/gguf/f*.py models/checkpoints/safetensors/f*.py models/*er.py")
+def checkpoints(folder: Path, stack: ExitStack) -> Prepared:
+    from tests.checkpoints import test_fuzz as valid
+
+    shards = dict.fromkeys(("model.norm.weight", "lm_head.weight"), "model.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    (folder / "config.json").write_text('{"architectures": ["A"], "rope_parameters": {"x": 1}}')
+    (folder / "model.safetensors").write_bytes(valid.VALID_SAFETENSORS)
+    (folder / "a.gguf").write_bytes(valid.VALID_GGUF)
+    return _files(folder, lambda name: valid.exercise(folder / name if "gguf" in name else folder))
+
+
+@_reader(0.01, "models/architectures/*.py models/raw_config.py localrt/planning/shapes.py")
+def configs(folder: Path, stack: ExitStack) -> Prepared:
+    from localrt.planning.shapes import shape_from_config
+    from tests.models.test_config_fuzz import MODELS
+    from tests.models.tiny_configs import CONFIGS, MIXTURES
+
+    def use(kind: str, data: bytes) -> None:
+        with suppress(ValueError, RecursionError):
+            shape_from_config(dict(json.loads(data)), name=kind)
+
+    made = {name: (CONFIGS | MIXTURES)[name]().to_json_string(use_diff=False) for name in MODELS}
+    return made.items(), use
+
+
+@_reader(0.08, "models/tokenizers/*.py localrt/chat_format/templates/chat_template.py")
+def tokenizers(folder: Path, stack: ExitStack) -> Prepared:
+    from tests.tokenizers.test_fuzz import use_file, write_all
+
+    write_all(folder)
+    return _files(folder, lambda name: use_file(folder / name))
+
+
+@_reader(0.05, "localrt/chat_format/templates/*.py", 8.0)
+def templates(folder: Path, stack: ExitStack) -> Prepared:
+    from localrt.chat_format.templates.chat_template import ChatTemplate
+    from localrt.chat_format.templates.go_template import to_jinja
+    from tests.chat_format import test_go_template as go
+    from tests.server.conftest import WITH_TOOLS
+
+    def use(kind: str, data: bytes) -> None:
+        source = data.decode("utf-8", "replace")
+        template = ChatTemplate(to_jinja(source) if kind == "go" else source)
+        template.render_segments([{"role": "user", "content": "hi"}], add_generation_prompt=True)
+
+    return [("jinja", WITH_TOOLS), *(("go", each) for each in (go.LAST, go.KEPT, go.OLD))], use
+
+
+@_reader(0.06, "models/checkpoints/store/*.py")
+def stores(folder: Path, stack: ExitStack) -> Prepared:
+    from localrt.offload.store import pack_store
+    from localrt.quant.formats.tiled import tile_tensor
+    from tests.store.synthetic import SyntheticCheckpoint
+    from tests.store.test_store_checkpoint import read_everything
+
+    source = SyntheticCheckpoint(Path("model"), vocab=16, hidden=32, inner=32, layers=1)
+    store = pack_store(source, folder / "store", tiler=tile_tensor)
+    return _files(store, lambda name: read_everything(store, verify=False), ["manifest.json"])
+
+
+@_reader(0.06, "offload/kv/block_file.py")
+def caches(folder: Path, stack: ExitStack) -> Prepared:
+    from tests.kv.test_block_file import save_with_state, use_all
+
+    save_with_state(folder)
+    return _files(folder, lambda name: use_all(folder))
+
+
+@_reader(0.02, "models/checkpoints/adapters/*.py")
+def adapters(folder: Path, stack: ExitStack) -> Prepared:
+    from tests.models.test_adapter_fuzz import exercise, make_files
+
+    base = stack.enter_context(make_files(folder))
+    (folder / "a.gguf").rename(folder / "a" / "a.gguf")
+    a = folder / "a"
+    return _files(a, lambda name: exercise(a / name if "gguf" in name else a, base))
+
+
+@_reader(0.02, "models/checkpoints/gguf/vision*.py models/checkpoints/gguf/clip*.py")
+def projectors(folder: Path, stack: ExitStack) -> Prepared:
+    from tests.models.make_mmproj import write_mmproj
+    from tests.models.vision.test_mmproj import use_file
+    from tests.models.vision.tiny_qwen import save_tiny_vl
+
+    save_tiny_vl("qwen3_vl", folder / "model")
+    write_mmproj(folder / "model", folder / "a.gguf")
+    return _files(folder, lambda name: use_file(folder / name))
+
+
+@_reader(0.15, "models/vision/picture.py localrt/history/pictures.py", 10.0)
+def pictures(folder: Path, stack: ExitStack) -> Prepared:
+    from PIL import Image
+
+    from localrt.history.pictures import new_picture
+    from localrt.models.vision.picture import open_picture
+
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned
+    seeds = []
+    for pair in ("RGBA PNG", "P PNG", "RGB JPEG", "RGB WEBP", "P GIF"):
+        mode, kind = pair.split()
+        image = Image.linear_gradient("L").resize((9, 7)).convert(mode)
+        image.save(file := io.BytesIO(), kind, exif=exif)
+        seeds.append((kind, file.getvalue()))
+    return seeds, lambda kind, data: (new_picture(data), open_picture(data))
+
+
+@_reader(0.15, "localrt/documents/kinds.py localrt/documents/pdf.py", 5.0)
+def documents(folder: Path, stack: ExitStack) -> Prepared:
+    from localrt.documents.reading import read_document
+    from tests.documents.samples import SEEDS
+
+    return SEEDS.items(), lambda kind, data: read_document(data, name=f"a{kind}", pictures=True)
+
+
+@_reader(0.01, "localrt/common/toml_file.py localrt/mcp/config.py tui/preferences.py")
+def settings(folder: Path, stack: ExitStack) -> Prepared:
+    from tests.tui.test_preferences import read_all, write_all
+
+    write_all(folder)
+    return _files(folder / "localrt", lambda name: read_all(folder))
+
+
+@_reader(0.02, "localrt/chat.py tui/conversation/state.py")
+def exports(folder: Path, stack: ExitStack) -> Prepared:
+    from tests.tui.test_loaded_chats import SAVED, loaded
+
+    (folder / "a.json").write_text(json.dumps(SAVED))
+    return _files(folder, lambda name: loaded(folder / name))
+
+
+@_reader(0.02, "localrt/planning/describe_pc.py localrt/planning/gpus.py")
+def machines(folder: Path, stack: ExitStack) -> Prepared:
+    from tests.planner.test_pc import SEEDS, planned
+
+    return SEEDS, lambda kind, data: planned(**{kind: data.decode("utf-8", "replace")})
+
+
+@_reader(0.03, "localrt/chat_format/gbnf.py localrt/chat_format/structured.py", 5.0)
+def grammars(folder: Path, stack: ExitStack) -> Prepared:
+    from tests.chat_format.test_structured import SEEDS, byte_grammars, follow
+
+    grammars = byte_grammars(folder)
+    return SEEDS.items(), lambda kind, data: follow(grammars, kind, data)
+
+
+@_reader(0.01, "localrt/mcp/connection.py localrt/mcp/toolbox.py", 5.0)
+def tools(folder: Path, stack: ExitStack) -> Prepared:
+    from tests.mcp.in_memory import ANSWERS, answered
+
+    return [("stdio", ANSWERS)], lambda kind, data: answered(data)
+
+
+@_reader(0.15, "localrt/server/*.py localrt/server/*/*.py", 20.0)
+def requests(folder: Path, stack: ExitStack) -> Prepared:
+    import localrt
+    from tests.conftest import write_tiny_model
+    from tests.server import conftest as server
+    from tests.server.test_bad_input import BODIES, WRONG
+
+    model = stack.enter_context(localrt.load(write_tiny_model(folder), draft="off"))
+    model.defaults["max_tokens"] = 2
+    running = stack.enter_context(server.serving(model, history=":memory:"))
+    one, pair = "/v1/conversations/ID", {"items": [{"role": "user", "content": "Hi"}]}
+    page = {"filename": "a.html", "file_data": "data:text/html;base64,YQ=="}
+    bodies: list[tuple[str, Any]] = [
+        *((path, {**BODIES.get(path, {}), **dict(more)}) for path, more, *_ in WRONG),
+        *((one, {"metadata": {"title": "x"}, "shown": "msg_1"}), (f"{one}/items", pair)),
+        *(("/v1/conversations", pair), ("/v1/documents", page)),
+    ]
+    chunks = "Host: x\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
+    raw = f"GET /v1/models?a=%20 HTTP/1.1\r\nHost: x\r\n\r\nPOST /tokenize HTTP/1.1\r\n{chunks}"
+
+    def use(kind: str, data: bytes) -> None:
+        if kind.startswith("/"):
+            if "/ID" in kind:
+                made = running.request("POST", "/v1/conversations", pair)[1]
+                kind = kind.replace("ID", made["id"])
+            head = f"POST {kind} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+            data = f"{head}Content-Length: {len(data)}\r\n\r\n".encode("latin-1") + data
+        answer = b""
+        with suppress(ConnectionError), server.connected(running.port, data) as given:
+            if not kind.startswith("/"):
+                given.shutdown(socket.SHUT_WR)
+            answer = given.makefile("rb").read()
+        assert not re.match(rb"HTTP/1.1 50[02]", answer), answer[-99:]
+        if told := re.search(_REFUSED, answer, re.DOTALL):
+            raise LocalrtError(json.loads(told[1]))
+
+    return [("raw", raw), *((path, json.dumps(body)) for path, body in bodies)], use
