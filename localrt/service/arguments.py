@@ -82,9 +82,11 @@ def check_messages(prompt: object, template: str = "") -> None:
 
 
 def _is_call(call: object) -> bool:
-    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping):
+        return isinstance(call, ToolCall)
+    function = call.get("function")
     named = isinstance(function, Mapping) and isinstance(function.get("name"), str)
-    return (named and isinstance(call.get("id"), str | int | None)) or isinstance(call, ToolCall)
+    return named and isinstance(call.get("id"), str | int | None)
 
 
 def check_tools(tools: Any) -> None:
