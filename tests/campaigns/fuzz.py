@@ -169,15 +169,13 @@ def work(name: str, folder: Path, tries: int, seed: int, seconds: int) -> None:
 
 def fuzz(run: Run) -> None:
     """Give changed files and requests to everything that reads them; ``--count`` is of all."""
-    found: dict[str, list[str]] = run.record["figures"].setdefault("problems", {})
     while going := [name for name in READERS if run.goes_on(name, READERS[name].share)]:
         for name in going:
             tries = max(1, int(run.count * READERS[name].share) - run.done(name))
             seconds = int(min(_MOST_S, max(1, run.seconds - run.elapsed)))
             count, problems = _started(run, name, tries, seconds)
             for problem, data in problems:
-                if problem not in found.setdefault(name, []):
-                    found[name].append(problem)
+                if f"{name}: {problem}" not in run.failures:
                     run.found(name, problem, data)
             run.tried(name, count)
     if find_spec("coverage") is not None:
@@ -188,7 +186,7 @@ def fuzz(run: Run) -> None:
             _started(run, name, 0, 0, [*tool, "run", data_file, *files])
             command = [*tool, "report", data_file, "--format=total"]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
-            run.figure(f"reached {name}", done.stdout.strip())
+            run.figure(f"lines reached of {name}", f"{done.stdout.strip()} %")
 
 
 def _started(
