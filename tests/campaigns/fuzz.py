@@ -12,6 +12,7 @@ import mmap
 import os
 import random
 import resource
+import shutil
 import signal
 import struct
 import subprocess
@@ -75,7 +76,7 @@ class Attempts:
             signal.setitimer(signal.ITIMER_PROF, 0)
         for left in self._empty.iterdir():
             problem = problem or f"left a file in {left.parent.name}"
-            left.unlink()
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
         return problem
 
     def smallest(self, data: bytes, problem: str) -> bytes:
