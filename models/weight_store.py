@@ -154,13 +154,13 @@ class WeightStore:
 
     @property
     def implementations(self) -> tuple[Ops, ...]:
-        """All ``Ops`` that compute passes."""
-        return (self.ops,)
+        """All ``Ops`` that compute passes; none once the model is closed."""
+        return (self.ops,) if hasattr(self, "ops") else ()
 
     @property
     def exact_rows(self) -> int:
         """See ``Ops``: what all processors together promise."""
-        return min(ops.exact_rows for ops in self.implementations)
+        return min((ops.exact_rows for ops in self.implementations), default=1)
 
     # -- a pass ----------------------------------------------------------------------------------
 

@@ -347,6 +347,19 @@ def test_leave_ram_of_whole_model(tiny: localrt.Model) -> None:
     assert tiny.spare_ram == tiny.leave_ram(1 << 20) == 0
 
 
+@pytest.mark.parametrize(
+    ("way", "asked"), [("stream", "Hi"), ("stream_batch", ["Hi", "Ho"]), ("chat", "Hi")]
+)
+def test_closed_amid_answers(way: str, asked: Any, tiny_folder: Path) -> None:
+    with localrt.load(tiny_folder) as model:
+        ask = model.chat().stream if way == "chat" else getattr(model, way)
+        answers = ask(asked, max_tokens=50, ignore_eos=True)
+        next(answers)
+        model.close()
+        with pytest.raises(localrt.LocalrtError, match="the model is closed"):
+            list(answers)
+
+
 # -- forks ---------------------------------------------------------------------------------------
 
 ASKED_IN_CHILD = {
