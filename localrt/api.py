@@ -15,6 +15,7 @@ from localrt.chat import ChatSession
 from localrt.chat_format.pictures import with_pictures
 from localrt.common.closing import Closing
 from localrt.common.errors import ContextOverflowError, LocalrtError, OptionError, known_arguments
+from localrt.common.forks import Answering, of_one_process
 from localrt.common.formatting import format_bytes, parse_size
 from localrt.common.option_names import option
 from localrt.common.progress import ProgressCallback
@@ -152,6 +153,7 @@ def load(
     )
 
 
+@of_one_process("a model", "load")
 class Model(Closing):
     """A loaded model. Use ``localrt.load``; close it, or use it as a context manager.
 
@@ -236,7 +238,7 @@ class Model(Closing):
             on_progress=on_progress,
             **options,
         )
-        return self._core.stream(request)
+        return Answering(self._core.stream(request))
 
     def generate(self, prompt: str | Sequence[Message] | None = None, **options: Any) -> Chunk:
         """Like ``stream``, but return one chunk with the whole text."""
@@ -302,7 +304,7 @@ class Model(Closing):
         that stops all raises in either case. ``cancel`` ends every prompt with finish reason
         ``"cancelled"``; ``on_progress`` counts finished prompts after each pass.
         """
-        return stream_batch(
+        stream = stream_batch(
             self._core,
             prompts,
             options,
@@ -314,6 +316,7 @@ class Model(Closing):
             cancel=cancel,
             on_progress=on_progress,
         )
+        return Answering(stream)
 
     def generate_batch(self, prompts: Prompts | None = None, **options: Any) -> list[Chunk]:
         """Like ``stream_batch``, but return one chunk with the whole text per prompt, in order."""
@@ -430,7 +433,6 @@ class Model(Closing):
             OptionError: an id outside the vocabulary.
         """
         core, ids = self._core, whole_ids(token_ids, "token_ids")
-        core.requests.check_process()
         if len(ids) > core.ctx:
             raise ContextOverflowError(
                 f"{len(ids)} tokens do not fit a context of {core.ctx}",
@@ -439,7 +441,7 @@ class Model(Closing):
             )
         check_ids(ids, self.info.vocab_size)
         chosen = adapter if adapter is not None else self.defaults.get("adapter")
-        return core.engine.logits(ids, first=first, mix=core.adapters.mix(chosen))
+        return Answering(core.engine.logits(ids, first=first, mix=core.adapters.mix(chosen)))
 
     def embed(
         self,

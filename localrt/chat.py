@@ -16,6 +16,7 @@ from localrt.chat_format.histories import text_of
 from localrt.common.closing import Closing
 from localrt.common.errors import LocalrtError, OptionError, StorageError
 from localrt.common.files import parse_json, read_text, write_text
+from localrt.common.forks import Answering, of_one_process
 from localrt.common.progress import ProgressCallback
 from localrt.engine.types import Chunk, Message, ToolCall
 from localrt.service.arguments import (
@@ -140,6 +141,7 @@ class ChatModel(Protocol):
         """End its answers, and free its memory."""
 
 
+@of_one_process("a model", "load")
 class ChatSession:
     """Created by ``Model.chat``. One generation at a time; ``cancel`` works from any thread."""
 
@@ -296,7 +298,8 @@ class ChatSession:
         if self._busy.locked():
             raise _already_answering()
         self._cancel = cancel = threading.Event()
-        return self._answer(content, chosen, tools or self.tools, cancel, on_progress)
+        answer = self._answer(content, chosen, tools or self.tools, cancel, on_progress)
+        return Answering(answer)
 
     def _with_files(
         self, text: str, files: Sequence[str | Path], progress: ProgressCallback | None

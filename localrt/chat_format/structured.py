@@ -24,6 +24,7 @@ from localrt.chat_format.call_grammar import call_grammar
 from localrt.chat_format.gbnf import gbnf_to_lark
 from localrt.chat_format.parser import MARK, CallSyntax
 from localrt.common.errors import LocalrtError, MissingExtraError, OptionError
+from localrt.common.forks import free_in_child
 from localrt.common.option_names import option
 from localrt.engine.options import Options
 from localrt.engine.request import MakeConstraint
@@ -144,7 +145,9 @@ _LONGEST = 128 << 10  # characters; reading takes time quadratic in a schema's p
 # A long grammar may have thousands of rules, each leading to the next. llguidance follows them by
 # recursion, and a stack overflow would end the process.
 _STACK_NBYTES = 128 << 20  # address space: only the pages in use take memory
-_STACK = threading.Lock()  # the stack size of new threads is a setting of the whole process
+_STACK = free_in_child(
+    threading.Lock()
+)  # the stack size of new threads is a setting of the whole process
 # One space, or a new line and its indentation: a model must not write spaces for ever.
 SPACES = r"(\n[ \t]{0,24}|[ ])?"
 

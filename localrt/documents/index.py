@@ -11,7 +11,6 @@ import os
 import re
 import sqlite3
 import threading
-import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from localrt.common.errors import (
     reason_of,
 )
 from localrt.common.files import private_file, private_folder
+from localrt.common.forks import finalize, of_one_process
 from localrt.common.progress import ProgressCallback
 from localrt.documents.reading import Step, files_below, pages_of, step_in
 
@@ -78,6 +78,7 @@ class Piece:
     score: float
 
 
+@of_one_process("an index of documents")
 class DocumentIndex(Closing):
     """Pieces of files, in the SQLite file ``path``. Thread-safe; several processes may share it.
 
@@ -97,7 +98,7 @@ class DocumentIndex(Closing):
             self._connection = sqlite3.connect(
                 self._path, timeout=_BUSY_SECONDS, check_same_thread=False
             )
-            weakref.finalize(self, self._connection.close)
+            finalize(self, self._connection.close)
             self._connection.create_function("spaced", 1, _spaced, deterministic=True)
             self._connection.executescript(_SCHEMA)
 

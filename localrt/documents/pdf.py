@@ -12,10 +12,11 @@ from typing import Any
 
 from localrt.common.errors import OptionError
 from localrt.common.files import MOST_BYTES
+from localrt.common.forks import free_in_child
 
 _MOST_PAGES = 20_000
 _PIXELS = 1536  # of a picture's longer side: small print stays readable
-_LOCK = threading.RLock()  # PDFium is not thread-safe
+_LOCK = free_in_child(threading.RLock())  # PDFium is not thread-safe
 _HYPHEN = re.compile("[\x02\ufffe]\n?")  # a word divided at a line's end
 _CONTROL = re.compile(r"[\0-\x08\x0b-\x1f]")
 

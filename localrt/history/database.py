@@ -18,7 +18,6 @@ import re
 import sqlite3
 import threading
 import time
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -28,6 +27,7 @@ from typing import Any
 
 from localrt.common.errors import CancelledError, OptionError, StorageError, reason_of
 from localrt.common.files import keep_private, private_file, private_folder
+from localrt.common.forks import finalize, of_one_process
 
 MEMORY_FIRST = 1 << 40  # first turn number of a database in memory: no file has such numbers
 _VERSION = 2  # 2 added pictures
@@ -100,6 +100,7 @@ _PIECE = 1 << 20
 _CHECKED_WHOLE = 32 << 20  # bytes; larger files are not checked at opening
 
 
+@of_one_process("a history")
 class Database:
     """One connection, for any thread; ``path`` None keeps all in memory.
 
@@ -118,7 +119,7 @@ class Database:
             self._connection = _in_memory()
         else:
             self._open(path)
-        weakref.finalize(self, self._connection.close)  # for callers who do not
+        finalize(self, self._connection.close)  # for callers who do not
 
     def _open(self, path: Path) -> None:
         try:

@@ -9,7 +9,6 @@ import re
 from collections.abc import (
     AsyncIterator,
     Callable,
-    Generator,
     Iterable,
     Iterator,
     Mapping,
@@ -151,9 +150,8 @@ async def in_thread(
 
 
 def _closed(stream: Iterator[object]) -> bool:
-    if isinstance(stream, Generator):
-        try:
-            stream.close()
-        except ValueError:
-            return False
+    try:
+        getattr(stream, "close", lambda: None)()
+    except ValueError:
+        return False
     return True

@@ -383,7 +383,6 @@ class KvChatCache:
         """Answer the last turn of ``messages``."""
         core, saver = self._core, self._core.saver
         tool = PERSON  # what the conversation will wait for
-        core.requests.check_process()
         self._lock.acquire()
         self._cancel = cancel
         saver.keeper.returns(self)

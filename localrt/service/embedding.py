@@ -45,7 +45,6 @@ def embed(
         raise OptionError("embed takes a list of texts: [text] for a single one")
     if not isinstance(texts, Iterable):
         raise OptionError(f"embed takes a list of texts, not {texts!r:.80}")
-    core.requests.check_process()
     _ = core.engine.hidden_size  # an engine without hidden states raises before any other check
     if core.parts.pooling == "rank" and core.parts.mute:
         raise OptionError("the model scores pairs of texts and embeds none")
@@ -76,7 +75,6 @@ def rank(
     cancel: threading.Event | None,
 ) -> tuple[list[float], int]:
     """See ``Model.rank_counted``."""
-    core.requests.check_process()
     given = (query, *documents, instruction or "")
     if isinstance(documents, str) or not all(isinstance(one, str) for one in given):
         raise OptionError("rank takes a query and a list of documents, all of them strings")

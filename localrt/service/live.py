@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from localrt.common.closing import Closing
 from localrt.common.errors import LocalrtError, OptionError
+from localrt.common.forks import of_one_process
 from localrt.engine.batch.device_turns import PassTurns
 from localrt.engine.batch.live import Live, LiveAnswer, LiveLimits, LiveStats
 from localrt.engine.pool import kv_room
@@ -45,6 +46,7 @@ _LONG_PROMPT = 1 << 15  # characters, tools included
 _SWITCH_S = 1e-4
 
 
+@of_one_process("a model", "load")
 class LiveModel(Closing):
     """A batch made by ``Model.live``. Thread-safe; close it, or use it as a context manager."""
 
@@ -124,7 +126,6 @@ class LiveModel(Closing):
         """Like ``submit``, for asyncio: a thread tokenizes the prompt, waiting needs no thread."""
         import asyncio  # imported late: it takes six megabytes
 
-        self._core.requests.check_process()
         loop, ready = asyncio.get_running_loop(), asyncio.Event()
         cancel = options.pop("cancel", None) or threading.Event()
 

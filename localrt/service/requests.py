@@ -5,7 +5,6 @@ One prompt, a batch and a server all use it. It knows the model's parts, and no 
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -31,7 +30,6 @@ from localrt.chat_format.thinking import CLOSE
 from localrt.common.errors import (
     CancelledError,
     ContextOverflowError,
-    LocalrtError,
     OptionError,
     TemplateError,
     TokenizerError,
@@ -101,7 +99,6 @@ class RequestBuilder:
         adapters: Adapters | None = None,
     ) -> None:
         self._parts = parts
-        self._process = os.getpid()
         self._adapters = adapters
         self._defaults = defaults
         self._drafts = drafts
@@ -120,15 +117,6 @@ class RequestBuilder:
         if self._tokenizer is None:
             raise TokenizerError(self._parts.tokenizer_problem)
         return self._tokenizer
-
-    def check_process(self) -> None:
-        """Raise an error in a forked child, which has none of the threads that a model waits for.
-
-        Raises:
-            LocalrtError: another process loaded the model.
-        """
-        if os.getpid() != self._process:
-            raise LocalrtError("a model does not survive a fork: load it in the child process")
 
     def check(self, options: Mapping[str, object]) -> None:
         """Raise an error unless a conversation can have these options.
@@ -173,7 +161,6 @@ class RequestBuilder:
         Raises:
             LocalrtError: the prompt or an option cannot be used.
         """
-        self.check_process()
         if self._parts.mute:
             raise OptionError(self._parts.mute)
         chosen = read_options(self._defaults, options)

@@ -10,7 +10,6 @@ written count from ``advance`` on; a failed pass leaves the held tokens as they 
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from localrt.common.errors import MemoryBudgetError, StorageError
 from localrt.common.files import PAGE
+from localrt.common.forks import finalize
 from localrt.offload.kv.file import IoTask, IoThread, KvFile
 from localrt.offload.placement import KvPlace
 from localrt.quant.cpu.kv import NativeKVCache, cache_format, map_zeros, move_rows
@@ -180,7 +180,7 @@ class SsdKVCache(NativeKVCache):
             self._stored[layer] = _Stored(offset, stride, spec.window, shape, first, second)
             offset, at = offset + blocks * stride, at + 2 * stride
         self._file = KvFile(folder)
-        weakref.finalize(self, _release, io, slots, self._file, self._key)
+        finalize(self, _release, io, slots, self._file, self._key)
 
     @property
     def nbytes(self) -> int:

@@ -7,7 +7,6 @@ module does not choose the placement.
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,6 +14,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import cast
 
+from localrt.common.forks import finalize
 from localrt.models.checkpoints.store.checkpoint import Verifier
 from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.models.config import memory_places
@@ -73,7 +73,7 @@ def open_pipeline(setup: Setup) -> StreamedWeights:
     try:
         weights = _Opening(setup, resources).open()
         # Otherwise the threads would keep a decoder alive that nobody closes.
-        weakref.finalize(weights, resources.close)
+        finalize(weights, resources.close)
         return weights
     except BaseException:
         resources.close()

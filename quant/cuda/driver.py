@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from localrt.common.errors import LocalrtError, MemoryBudgetError, MissingExtraError
 from localrt.common.extras import install
+from localrt.common.forks import free_in_child
 from localrt.common.option_names import option
 from localrt.common.settings import Settings
 from localrt.quant.cuda.device import Device, Grid, Handle, Ram, Values
@@ -444,7 +445,7 @@ def count_gpus() -> int:
     return int(count) if int(status) == 0 else 0
 
 
-_opening = threading.Lock()
+_opening = free_in_child(threading.Lock())
 
 
 def device_of(name: str) -> Any:

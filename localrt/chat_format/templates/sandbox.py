@@ -20,6 +20,7 @@ from typing import Any
 
 from localrt import system
 from localrt.common.errors import TemplateError
+from localrt.common.forks import free_in_child
 from localrt.common.helpers import has_helpers, helper_command
 from localrt.offload.memory import HELPERS
 
@@ -66,7 +67,7 @@ class _Renderer:
     """The rendering process, started by the first request. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = free_in_child(threading.Lock())
         self._process: subprocess.Popen[bytes] | None = None
         self._watched = False
         self._owner = 0  # the process that started it: a fork inherits its parent's pipes

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import time
-import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from functools import cached_property
@@ -18,6 +17,7 @@ from types import ModuleType
 import numpy as np
 
 from localrt.common.errors import LocalrtError, OptionError, TokenizerError
+from localrt.common.forks import finalize
 from localrt.engine.llamacpp.gpus import CHUNK
 from localrt.engine.llamacpp.model import LlamaCppModel
 from localrt.engine.protocol import Engine, EngineSession, Logits
@@ -167,7 +167,7 @@ class LlamaCppSession(EngineSession):
             self._api.llama_state_seq_get_data(self._context, state, count, 0)
         self.close()
         self._context = self._model.new_context(size, user=self, outputs=self._outputs)
-        self._free = weakref.finalize(self, self._api.llama_free, self._context)
+        self._free = finalize(self, self._api.llama_free, self._context)
         self._size = size
         if state is not None:
             if not self._api.llama_state_seq_set_data(self._context, state, len(state), 0):

@@ -32,6 +32,7 @@ from localrt.common.errors import (
     UnsupportedModelError,
 )
 from localrt.common.extras import install
+from localrt.common.forks import finalize
 from localrt.common.option_names import option
 from localrt.common.progress import Progress, ProgressCallback
 from localrt.common.settings import DEFAULT_CONTEXT
@@ -137,7 +138,7 @@ class LlamaCppModel:
         self._settings = settings
         self._closed = False
         self._users: weakref.WeakSet[object] = weakref.WeakSet()  # the users of contexts
-        self._free = weakref.finalize(self, self.api.llama_model_free, handle)
+        self._free = finalize(self, self.api.llama_model_free, handle)
 
     @classmethod
     def load(
