@@ -161,19 +161,24 @@ def write_byte_tokenizer(folder: Path, template: str | None = CHATML) -> int:
 
 
 def write_tiny_model(
-    folder: Path, *, template: str | None = CHATML, context: int = 512, spare: int = 0
+    folder: Path,
+    *,
+    template: str | None = CHATML,
+    context: int = 512,
+    spare: int = 0,
+    wide: int = 64,
 ) -> Path:
-    """A random Llama of 60,000 parameters as a Hugging Face folder. ``spare`` rows of its matrices
-    are no tokens.
+    """A random Llama of 60,000 parameters as a Hugging Face folder, of more if it is ``wide``.
+    ``spare`` rows of its matrices are no tokens.
     """
     vocab = write_byte_tokenizer(folder, template)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2}))
     shape: dict[str, Any] = {
-        **{"vocab_size": vocab + spare, "hidden_size": 64, "intermediate_size": 96},
+        **{"vocab_size": vocab + spare, "hidden_size": wide, "intermediate_size": 3 * wide // 2},
         **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
         **{"max_position_embeddings": context, "bos_token_id": 0, "eos_token_id": 2},
     }
-    if find_spec("transformers") is None:
+    if find_spec("transformers") is None or wide != 64:
         return _write_tiny_by_hand(folder, shape)
     import torch
     import transformers
@@ -194,7 +199,7 @@ def _write_tiny_by_hand(folder: Path, shape: dict[str, Any]) -> Path:
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float32"}
     text = json.dumps({**config, **shape, "rms_norm_eps": 1e-6, "tie_word_embeddings": False})
     (folder / "config.json").write_text(text)
-    wide, inner, rows = 64, 96, shape["vocab_size"]
+    wide, inner, rows = shape["hidden_size"], shape["intermediate_size"], shape["vocab_size"]
     layer = {"input_layernorm": (wide,), "post_attention_layernorm": (wide,)}
     layer |= {f"mlp.{name}_proj": (inner, wide) for name in ("gate", "up")}
     layer |= {f"self_attn.{name}_proj": (wide, wide) for name in "qo"}
