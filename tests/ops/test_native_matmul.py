@@ -160,6 +160,17 @@ def test_activations_of_any_size_stay_close(seed: int, kind: str) -> None:
     assert np.abs(got - expected).max() <= 1e-5 * max(np.abs(expected).max(), 1e-30)
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("size", [1e-33, 1e-38, 1e-45])
+def test_tiny_activations_are_zeros(size: float, isa: str) -> None:
+    """The inverse of their scale would be infinite."""
+    ops = NativeOps(threads=1, isa=isa)
+    weight = ops.weight((16, 64), [random_tensor("q8_0", 16, 64)])
+    x = np.full((2, 64), size, np.float32)
+    x[0, ::3] = 0
+    assert not ops.linear(x, weight).any()
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_tiles(name: str) -> None:
     rows = 37

@@ -97,8 +97,10 @@ inline void block_hadamard(float* x, int cols, int n) {
     }
 }
 
+constexpr float LEAST_PEAK = 1e-33f;  // groups up to it are quantized to zeros: the inverse of a smaller scale is infinite
+
 // Quantizes columns [column, column + count) of the row `x` with a scale per 32 columns, rounding to nearest, ties to
-// even. A null `x` is a row of zeros.
+// even. A null `x` is a row of zeros. Codes stay in range whatever `x` holds.
 template <bool PRECISE = false>
 inline void quantize_row(const Acts& acts, const Runs& runs, int row, const float* x, int column, int count) {
     constexpr float MOST = PRECISE ? 32767.f : 127.f;
@@ -110,8 +112,8 @@ inline void quantize_row(const Acts& acts, const Runs& runs, int row, const floa
         const size_t index = (size_t)run.start * groups + (size_t)g * n + at;
         const float peak = a.max(negated(a)).max(b.max(negated(b))).highest();
         const float scale = peak / MOST;
-        const F16L inverse = F16L::set1(peak > 0 ? MOST / peak : 0.f);
-        const I16 first = (a * inverse).rounded(), second = (b * inverse).rounded();
+        const F16L inverse = F16L::set1(peak > LEAST_PEAK ? MOST / peak : 0.f), top = F16L::set1(MOST), bottom = F16L::set1(-MOST);
+        const I16 first = (a * inverse).max(bottom).min(top).rounded(), second = (b * inverse).max(bottom).min(top).rounded();
         if (PRECISE) {
             alignas(64) uint32_t codes[32];
             first.as_bytes().store(codes);

@@ -135,8 +135,8 @@ inline void append_int8(const float* from, int size, float* scale, int8_t* to, i
     float peak = 0;
     for (int e = 0; e < size; e++) peak = most(peak, std::fabs(from[e]));
     *scale = peak / 127.f;
-    const float inverse = peak > 0 ? 127.f / peak : 0.f;
-    for (int e = 0; e < size; e++) to[(size_t)e * step] = (int8_t)std::nearbyintf(from[e] * inverse);
+    const float inverse = peak > LEAST_PEAK ? 127.f / peak : 0.f;
+    for (int e = 0; e < size; e++) to[(size_t)e * step] = (int8_t)std::nearbyintf(least(127.f, most(-127.f, from[e] * inverse)));
 }
 
 // Quantizes with the scale after its rounding, so that only the codes are inexact. Codes are up to 2 * `zero`; chunks

@@ -112,7 +112,10 @@ struct F16L {
         std::memcpy(r.v, v, sizeof v);
         return r;
     }
-    I16 rounded() const { return I16::each([&](int i) { return (int32_t)std::nearbyintf(v[i]); }); }
+    // What has no integer is the lowest one, as on x86.
+    I16 rounded() const {
+        return I16::each([&](int i) { return std::fabs(v[i]) < 2147483648.f ? (int32_t)std::nearbyintf(v[i]) : INT32_MIN; });
+    }
     void store(float* p) const { std::memcpy(p, v, sizeof v); }
     F16L operator+(F16L o) const { return each([&](int i) { return v[i] + o.v[i]; }); }
     F16L operator-(F16L o) const { return each([&](int i) { return v[i] - o.v[i]; }); }
