@@ -35,13 +35,37 @@ from localrt.server.options import ServeOptions
 
 
 class StrictHttp(H11Protocol):
-    """A connection that accepts only strict HTTP/1.1 heads and trailers."""
+    """A connection that accepts only strict HTTP/1.1 heads and trailers. It is closed if no request
+    has begun ``timeout_keep_alive`` seconds after the connection was made, or the last answer sent.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.conn: h11.Connection = _StrictConnection(
             h11.SERVER, self.config.h11_max_incomplete_event_size or 16 << 10
         )
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """See asyncio."""
+        super().connection_made(transport)
+        self.timeout_keep_alive_task = self.loop.call_later(
+            self.timeout_keep_alive, self.timeout_keep_alive_handler
+        )
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio. uvicorn's own ends the timer at the first byte of a head."""
+        timer, self.timeout_keep_alive_task = self.timeout_keep_alive_task, None
+        before = self.cycle
+        super().data_received(data)
+        if timer is not None and self.cycle is before:
+            self.timeout_keep_alive_task = timer
+        elif timer is not None:
+            timer.cancel()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio. uvicorn's own keeps the timer, and thereby itself, if there was an error."""
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
 
 
 class _StrictConnection(h11.Connection):

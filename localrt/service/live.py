@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from localrt.common.closing import Closing
-from localrt.common.errors import LocalrtError, OptionError
+from localrt.common.errors import CancelledError, LocalrtError, OptionError
 from localrt.common.forks import of_one_process
 from localrt.engine.batch.device_turns import PassTurns
 from localrt.engine.batch.live import Live, LiveAnswer, LiveLimits, LiveStats
@@ -137,12 +137,12 @@ class LiveModel(Closing):
 
         try:
             if _characters(prompt, *map(options.get, _READ)) > _LONG_PROMPT:
-                answer = await loop.run_in_executor(self._long_prompts, _giving_way, submit)
+                answer = await in_thread(partial(_giving_way, submit), self._long_prompts)
             else:
-                answer = await asyncio.to_thread(submit)
+                answer = await in_thread(submit)
             return AsyncAnswer(answer, ready)
         except asyncio.CancelledError:
-            cancel.set()  # the thread may be about to queue it
+            cancel.set()  # the thread has queued it
             raise
 
     async def astream(
@@ -227,6 +227,28 @@ class AsyncAnswer(AsyncIterator[Chunk]):
     def cancel(self) -> None:
         """Stop; the last chunk has finish reason ``"cancelled"``."""
         self._answer.cancel()
+
+
+async def in_thread(work: Callable[[], T], threads: ThreadPoolExecutor | None = None) -> T:
+    """Return the result of ``work``, computed in a thread. If that is cancelled, it ends once the
+    thread has: until then, the memory that ``work`` takes is in use.
+    """
+    import asyncio
+
+    gone = threading.Event()
+
+    def unless_gone() -> T:
+        if gone.is_set():  # it was cancelled before its turn
+            raise CancelledError("the request was cancelled")
+        return work()
+
+    running = asyncio.get_running_loop().run_in_executor(threads, unless_gone)
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        gone.set()
+        await asyncio.wait([running])
+        raise
 
 
 def _giving_way(work: Callable[[], T]) -> T:

@@ -179,6 +179,28 @@ def test_limits_of_options(model: Any) -> None:
         wait_for(running.idle)
 
 
+@pytest.mark.parametrize("sent", [b"", HALF_A_HEAD, HALF_A_HEAD + b"localhost\r\n"])
+def test_heads_that_do_not_come(model: Any, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+    """Their connections are closed, also if they go on sending a little."""
+    monkeypatch.setattr("localrt.server.running._KEEP_ALIVE_S", 0.2)
+    with serving(model) as served, connected(served.port, sent) as raw:
+        raw.settimeout(0.05)
+        with suppress(ConnectionError):
+            while True:
+                with suppress(TimeoutError):
+                    assert raw.recv(100) == b""
+                    break
+                raw.sendall(sent[:1] and b"x")
+        assert served.request("GET", "/health")[0] == 200
+
+
+def test_time_of_a_head_ends_with_it(model: Any) -> None:
+    """A body, or an answer, may take longer."""
+    with serving(model) as served, connected(served.port, UNFINISHED):
+        connections = served.server.server_state.connections
+        wait_for(lambda: [one.timeout_keep_alive_task for one in tuple(connections)] == [None])
+
+
 # -- bodies that nobody reads ----------------------------------------------------------------------
 
 

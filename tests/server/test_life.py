@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import http.client
 import json
 import os
@@ -19,12 +20,13 @@ from typing import Any
 import pytest
 
 import localrt
-from localrt.server import generating
+from localrt.server import generating, media
 from localrt.server.models import OneModel
 from localrt.server.options import ServeOptions
 from localrt.server.service import Service
 from localrt.service.live import LiveModel
 from tests.conftest import needs_signals, write_tiny_model
+from tests.documents.samples import pdf
 from tests.inside import engine_of
 from tests.server.conftest import WITH_TOOLS, Running, command, connected, serving, status_of
 from tests.server.dialects import BODIES, HI, SIGNS
@@ -126,6 +128,39 @@ def test_disconnect_in_queue(slow: None, model: Any) -> None:
         assert running.live.stats().running == 1
         first.close()
         wait_for(running.idle)
+
+
+PAPER = f"data:application/pdf;base64,{base64.b64encode(pdf('One')).decode()}"
+
+
+def test_reading_outlives_client(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A document whose client has left is still being read: no other one begins beside it."""
+    begun, go_on, read = list[bytes](), threading.Event(), media.read_document
+
+    def slowly(content: bytes, **about: Any) -> Any:
+        begun.append(content)
+        assert go_on.wait(60)
+        return read(content, **about)
+
+    monkeypatch.setattr(media, "read_document", slowly)
+    content = [{"type": "file", "file": {"filename": "a.pdf", "file_data": PAPER}}]
+    fields = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
+    for _ in range(3):
+        raw = send(server, fields)
+        wait_for(lambda: server.service.open_answers > 0)
+        wait_for(lambda: len(begun) == 1)
+        raw.close()
+    with ThreadPoolExecutor(1) as threads:
+        last = threads.submit(server.chat, **fields)
+        try:
+            wait_for(lambda: server.service.open_requests == 2)
+            assert server.request("POST", "/tokenize", {"prompt": "hi"})[0] == 200
+            assert len(begun) == 1
+        finally:
+            go_on.set()
+        assert last.result()[0] == 200
+    wait_for(server.idle)
+    assert len(begun) == 2
 
 
 def test_client_that_never_reads(model: Any) -> None:
