@@ -6,8 +6,9 @@ keeps some room. The memory of helper processes counts as this one's.
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,30 +17,39 @@ from localrt.common.control_groups import group_folders
 
 # cgroup v1 writes "no limit" as the largest page-aligned 64-bit number.
 _UNLIMITED = 1 << 60
+_LEAST_OTHERS = 4 << 20  # fewer bytes of others may be the kernel's counting in batches
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryState:
-    """RAM in bytes as this process sees it; ``limit`` is the tightest cgroup limit, if any."""
+    """RAM in bytes as this process sees it; ``limit`` is the tightest cgroup limit, if any.
+
+    ``shared``: other processes take of what is ``available``, too.
+    """
 
     total: int
     available: int
     limit: int | None = None
+    shared: bool = True
 
 
-def memory_state(root: Path = system.ROOT) -> MemoryState:
+def memory_state(root: Path = system.ROOT, own: int | None = None) -> MemoryState:
     """Read total RAM and what this process can still take, within cgroup v1 and v2 limits.
 
-    ``root`` is where ``proc`` and ``sys`` lie; tests pass a folder of their own.
+    ``root`` is where ``proc`` and ``sys`` lie, ``own`` the unshared memory of this process and its
+    helpers; tests pass their own.
     """
     total, available = _machine(root)
-    limit: int | None = None
-    for group_limit, used in _cgroup_levels(root):
+    limit, shared = None, True
+    for group_limit, used, unshared in _cgroup_levels(root):
+        if own is None:
+            own = system.unshared_nbytes(os.getpid()) + helpers_nbytes()
         limit = group_limit if limit is None else min(limit, group_limit)
-        available = min(available, max(0, group_limit - used))
+        if (room := max(0, group_limit - used)) <= available:
+            available, shared = room, unshared > own + _LEAST_OTHERS
     if limit is not None and limit >= total:
         limit = None
-    return MemoryState(total if limit is None else limit, available, limit)
+    return MemoryState(total if limit is None else limit, available, limit, shared)
 
 
 def _machine(root: Path) -> tuple[int, int]:
@@ -57,8 +67,10 @@ def _machine(root: Path) -> tuple[int, int]:
         return machine.total, machine.available
 
 
-def _cgroup_levels(root: Path) -> Iterator[tuple[int, int]]:
-    """(limit, bytes in use that cannot be reclaimed) of every limited cgroup this process is in."""
+def _cgroup_levels(root: Path) -> Iterator[tuple[int, int, int]]:
+    """(limit, bytes in use that cannot be reclaimed, unshared memory of all processes) of every
+    limited cgroup this process is in.
+    """
     limit_files: tuple[str, ...]
     for version, folder in group_folders(root, "memory"):
         if version == 2:
@@ -70,8 +82,9 @@ def _cgroup_levels(root: Path) -> Iterator[tuple[int, int]]:
         limits = [_read_number(folder / name) for name in limit_files]
         limit = min((each for each in limits if each is not None), default=_UNLIMITED)
         if limit < _UNLIMITED:
-            used = _read_number(folder / usage_file) or 0
-            yield limit, max(0, used - _reclaimable(folder / "memory.stat", prefix))
+            used, stat = _read_number(folder / usage_file) or 0, _read_stat(folder / "memory.stat")
+            unshared = stat.get("anon", stat.get("total_rss", 0))
+            yield limit, max(0, used - _reclaimable(stat, prefix)), unshared
 
 
 def _read_number(path: Path) -> int | None:
@@ -81,16 +94,19 @@ def _read_number(path: Path) -> int | None:
         return None
 
 
-def _reclaimable(stat: Path, prefix: str) -> int:
+def _read_stat(path: Path) -> dict[str, int]:
+    try:
+        lines = (line.split() for line in path.read_text(encoding="utf-8").splitlines())
+        return {name: int(value) for name, value in lines}
+    except (OSError, ValueError):
+        return {}
+
+
+def _reclaimable(values: Mapping[str, int], prefix: str) -> int:
     """Bytes of page cache, which the kernel gives back before it refuses memory.
 
     Mapped pages do not count: running programs would read them again.
     """
-    try:
-        lines = (line.split() for line in stat.read_text(encoding="utf-8").splitlines())
-        values = {name: int(value) for name, value in lines}
-    except (OSError, ValueError):
-        return 0
     cached = sum(values.get(f"{prefix}{name}", 0) for name in ("active_file", "inactive_file"))
     # Shared memory is mapped, and counted with files, but on no list of file pages.
     shared = values.get(f"{prefix}shmem", 0)
@@ -145,7 +161,8 @@ def pinnable_nbytes() -> int | None:
 _INTERVAL_S = 0.5
 # Below this the system begins to swap, and to drop the pages of programs at work.
 _LEAST_FREE = 256 << 20
-_LEAST_FREE_LIMITED = 2 << 20  # within a cgroup, whose limit applies to us alone
+_LEAST_FREE_ALONE = 2 << 20  # within a cgroup whose limit applies to us alone
+_SHARED_PART = 8  # within one with others, which grow between two looks: this part of the limit
 _STEP = 8 << 20  # so as not to evict again for every megabyte
 _LEAST_FREE_VRAM = 150 << 20
 
@@ -164,7 +181,9 @@ class MemoryPressure:
             return 0, 0
         self._asked = now
         state = memory_state()
-        least = _LEAST_FREE if state.limit is None else _LEAST_FREE_LIMITED
+        least = _LEAST_FREE
+        if state.limit is not None:
+            least = min(least, state.limit // _SHARED_PART) if state.shared else _LEAST_FREE_ALONE
         free = self._free_vram()
         vram = 0 if free is None else _needed(free, _LEAST_FREE_VRAM)
         return _needed(state.available, least), vram

@@ -247,6 +247,7 @@ async def in_thread(work: Callable[[], T], threads: ThreadPoolExecutor | None = 
         return await asyncio.shield(running)
     except asyncio.CancelledError:
         gone.set()
+        running.add_done_callback(lambda one: one.exception())  # that nobody asks for any more
         await asyncio.wait([running])
         raise
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from localrt.offload import memory
 from localrt.offload.memory import MemoryState, current_rss, memory_state, peak_rss, ram_budget
 
 GB = 10**9
@@ -171,3 +172,44 @@ def test_cgroups(
     assert state.limit == limit
     if limit is not None:
         assert (state.total, state.available) == (limit, available)
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "stat"),
+    [
+        ("0::/app/worker\n", {f"{V2}/app/memory.stat": "anon 60000000\n"}),
+        ("4:memory:/app/worker\n", {f"{V1}/app/memory.stat": "rss 5\ntotal_rss 60000000\n"}),
+    ],
+)
+@pytest.mark.parametrize(("own", "shared"), [(60_000_000, False), (20_000_000, True)])
+def test_others_in_a_group(
+    tmp_path: Path, cgroup: str, stat: dict[str, str], own: int, shared: bool
+) -> None:
+    """Processes in a parent's other groups share its limit with this one."""
+    limits = {f"{V2}/app/memory.high": "400000000", f"{V1}/app/memory.limit_in_bytes": "400000000"}
+    root = machine(tmp_path, cgroup, {**limits, **stat})
+    assert memory_state(root, own).shared is shared
+
+
+@pytest.mark.parametrize(
+    ("limit", "shared", "available", "needed"),
+    [
+        (None, True, 250, 8),
+        (400, False, 3, 0),
+        (400, True, 3, 48),  # of 50
+        (400, True, 51, 0),
+        (64_000, True, 250, 8),
+        (400, True, 150, -21),
+        (200, True, 3, 24),  # the limit has been lowered
+    ],
+)
+def test_pressure(
+    monkeypatch: pytest.MonkeyPatch, limit: int | None, shared: bool, available: int, needed: int
+) -> None:
+    """In MiB: what is to be freed so that others do not end this process before the next look."""
+    monkeypatch.setattr(memory, "_INTERVAL_S", 0.0)
+    size = None if limit is None else limit << 20
+    state = MemoryState(64 << 30, available << 20, size, shared)
+    monkeypatch.setattr(memory, "memory_state", lambda: state)
+    ram, vram = memory.MemoryPressure(lambda: None)()
+    assert (round(ram / (1 << 20)), vram) == (needed, 0)

@@ -133,7 +133,9 @@ def test_disconnect_in_queue(slow: None, model: Any) -> None:
 PAPER = f"data:application/pdf;base64,{base64.b64encode(pdf('One')).decode()}"
 
 
-def test_reading_outlives_client(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_outlives_client(
+    server: Running, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """A document whose client has left is still being read: no other one begins beside it."""
     begun, go_on, read = list[bytes](), threading.Event(), media.read_document
 
@@ -161,6 +163,7 @@ def test_reading_outlives_client(server: Running, monkeypatch: pytest.MonkeyPatc
         assert last.result()[0] == 200
     wait_for(server.idle)
     assert len(begun) == 2
+    assert "never retrieved" not in capfd.readouterr().err
 
 
 def test_client_that_never_reads(model: Any) -> None:
