@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,7 @@ from localrt.common.errors import ContextOverflowError, LocalrtError, ModelNotFo
 from localrt.common.progress import Progress
 from localrt.tui.chat.bars import Phase
 from localrt.tui.loading_line import LoadingLine
+from localrt.tui.screens.dialogs import Ask, Choose, Confirm, HelpScreen
 from tests.tui import screen
 from tests.tui.conftest import asked, cleared, running, until
 from tests.tui.fakes import FakeLoader, FakeModel
@@ -283,3 +285,28 @@ async def test_ctrl_c(model: FakeModel) -> None:
         assert app.is_running
         await pilot.press("ctrl+c")
         await until(pilot, lambda: not app.is_running)
+
+
+@pytest.mark.parametrize(
+    ("dialog", "answer"),
+    [
+        (lambda: Choose("Which?", [("a", "A"), ("b", "B")]), "a"),
+        (lambda: Confirm("Sure?", "go on"), True),
+        (lambda: Ask("Name", "x"), "x"),
+    ],
+    ids=["choose", "confirm", "ask"],
+)
+async def test_two_keys_close_a_window_once(dialog: Any, answer: Any) -> None:
+    """The second one came before the first had closed it: the window below stays."""
+    async with running(FakeModel()) as (app, pilot):
+        found: list[Any] = []
+        below, above = HelpScreen(), dialog()
+        app.push_screen(below)
+        app.push_screen(above, found.append)
+        await until(pilot, lambda: app.screen is above)
+        for _ in range(3):
+            above.dismiss(answer)
+        await until(pilot, lambda: app.screen is below)
+        await pilot.pause()
+        assert found == [answer]
+        assert app.screen is below

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from rich.cells import cell_len
 from textual.app import ComposeResult
+from textual.await_complete import AwaitComplete
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical, VerticalScroll
 from textual.content import Content
@@ -81,6 +82,12 @@ class Dialog(ModalScreen[_Answer | None]):
 
     def compose(self) -> ComposeResult:
         yield Vertical(*self._parts, classes="window tall" if self._tall else "window")
+
+    def dismiss(self, result: _Answer | None = None) -> AwaitComplete:
+        """Close, once: a second key may be on its way when the first one closes the window."""
+        if self not in self.app.screen_stack:
+            return AwaitComplete()
+        return super().dismiss(result)
 
     def action_leave(self) -> None:
         """Close without an answer."""
