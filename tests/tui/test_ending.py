@@ -49,7 +49,7 @@ class Shell:
     """The app in a pseudo-terminal, under a process that stays when it ends."""
 
     def __init__(
-        self, folder: Path, stack: ExitStack, broken: str = "", term: str = "xterm"
+        self, folder: Path, stack: ExitStack, broken: str = "", term: str = "xterm", app: str = APP
     ) -> None:
         self.folder = folder
         self.master, self.slave = pty.openpty()
@@ -62,7 +62,7 @@ class Shell:
         environment = {**os.environ, "XDG_DATA_HOME": str(folder / "data"), "TERM": term}
         environment |= {"XDG_CONFIG_HOME": str(folder), "PYTHONPATH": str(ROOT)}
         self.leader = subprocess.Popen(
-            [sys.executable, "-c", LEADER, APP.replace("{broken}", broken)],
+            [sys.executable, "-c", LEADER, app.replace("{broken}", broken)],
             stdin=self.slave,
             stderr=self.slave,
             stdout=subprocess.PIPE,
