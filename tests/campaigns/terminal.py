@@ -8,9 +8,11 @@ import signal
 import tempfile
 import termios
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
+
+import psutil
 
 from localrt import History
 from tests.campaigns.campaign import Run, campaign
@@ -45,6 +47,14 @@ def ended(shell: Shell) -> bool:
     return not Path(f"/proc/{shell.app}").exists()
 
 
+def resumed(shell: Shell) -> bool:
+    """Whether the app runs in its terminal; if it is stopped, it is told to go on."""
+    with suppress(psutil.NoSuchProcess):
+        if psutil.Process(shell.app).status() == psutil.STATUS_STOPPED:
+            os.kill(shell.app, signal.SIGCONT)
+    return shell.modes >= MODES
+
+
 def signal_at_any_moment(number: signal.Signals, chance: random.Random, folder: Path) -> str:
     """Send a signal to the app while it starts, answers, or shows a dialog; what is wrong then."""
     with ExitStack() as stack:
@@ -57,8 +67,8 @@ def signal_at_any_moment(number: signal.Signals, chance: random.Random, folder: 
         os.kill(shell.app, number)
         if number == signal.SIGTSTP:
             wait_for(lambda: restored(shell) or not answering)
-            os.kill(shell.app, signal.SIGCONT)
-            wait_for(lambda: shell.modes >= MODES)
+            time.sleep(0.2)  # until it has stopped, at its start too
+            wait_for(lambda: resumed(shell))
             os.kill(shell.app, signal.SIGTERM)
         wait_for(lambda: ended(shell))
         status = shell.status
