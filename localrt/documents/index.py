@@ -32,7 +32,7 @@ from localrt.common.progress import ProgressCallback
 from localrt.documents.reading import Step, files_below, pages_of, step_in
 
 _PIECE = 1200  # characters: some 300 tokens
-_RRF = 60  # of the paper: how little the first ranks count more than the next
+_RRF = 5  # with the paper's 60, what one ranking has first comes after all that is in both
 _CANDIDATES = 50  # of each ranking
 _BATCH = 64  # texts embedded or stored at a time
 _ROWS = 4096  # vectors compared at a time
@@ -63,6 +63,9 @@ _BY_WORDS = f"""
 _VECTORS = f"""
     SELECT id, vector FROM piece WHERE model = ?3 AND id > ?4
         AND file IN (SELECT id FROM file WHERE {_INSIDE}) ORDER BY id LIMIT {_ROWS}
+"""
+_MISSING = f"""
+    FROM piece WHERE model != ?3 AND id > ?4 AND file IN (SELECT id FROM file WHERE {_INSIDE})
 """
 # Scripts without spaces between words: each character is a word.
 _WORDLESS = re.compile("([\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af])")
@@ -147,8 +150,8 @@ class DocumentIndex(Closing):
                 gone = set(known) - {(str(file),) for file in files if file.is_file()}
             with self._in_words(), self._connection:
                 self._connection.executemany("DELETE FROM file WHERE path = ?", gone)
-        if self._embedder is not None:
-            self._embed(self._embedder, step_in(progress, "embed", self._path.name))
+            if self._embedder is not None:
+                self._embed(self._embedder, path, step_in(progress, "embed", path.name))
         return left_out
 
     def _update(self, path: Path, step: Step) -> None:
@@ -178,20 +181,18 @@ class DocumentIndex(Closing):
                 some = found[place : place + _BATCH]
                 connection.executemany(insert, ((added.lastrowid, *piece) for piece in some))
 
-    def _embed(self, embedder: Any, step: Step) -> None:
-        """Embed the pieces that have no vector of this model yet."""
-        missing = "SELECT id, text FROM piece WHERE model != ? AND id > ? LIMIT ?"
+    def _embed(self, embedder: Any, path: Path, step: Step) -> None:
+        """Embed the pieces of a file or folder that have no vector of this model yet."""
         stored = "UPDATE piece SET model = ?, vector = ? WHERE id = ?"
-        total = self._rows("SELECT count(*) FROM piece WHERE model != ?", (embedder.name,))[0][0]
-        last, done = -1, 0
-        while rows := self._rows(missing, (embedder.name, last, _BATCH)):
+        which, done = (*_inside(path), embedder.name), 0
+        total = self._rows(f"SELECT count(*) {_MISSING}", (*which, -1))[0][0]
+        missing, last = f"SELECT id, text {_MISSING} ORDER BY id LIMIT {_BATCH}", -1
+        while rows := self._rows(missing, (*which, last)):
             step(done, total, "pieces")
-            done += len(rows)
-            vectors = _vectors(embedder, [text for _, text in rows]).astype("float16")
-            last, data = rows[-1][0], [vector.tobytes() for vector in vectors]
-            named = [
-                (embedder.name, *each) for each in zip(data, (n for n, _ in rows), strict=True)
-            ]
+            done, last = done + len(rows), rows[-1][0]
+            numbers, texts = zip(*rows, strict=True)
+            data = [vector.tobytes() for vector in _vectors(embedder, texts).astype("float16")]
+            named = [(embedder.name, *each) for each in zip(data, numbers, strict=True)]
             with self._in_words(), self._connection:
                 self._connection.executemany(stored, named)
 
