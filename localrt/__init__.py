@@ -32,6 +32,7 @@ from localrt.common.version import __version__
 
 if TYPE_CHECKING:
     from localrt.api import Model as Model
+    from localrt.api import embedder as embedder
     from localrt.api import load as load
     from localrt.background import Loading as Loading
     from localrt.background import load_in_background as load_in_background
@@ -105,7 +106,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "localrt.service.status": "Flow LaneUse MemoryUse ModelInfo PassTrace Status",
-    "localrt.api": "Model load",
+    "localrt.api": "Model embedder load",
     "localrt.background": "Loading load_in_background",
     "localrt.chat": "ChatModel ChatSession",
     "localrt.engine.batch.live": "LiveAnswer",

@@ -7,7 +7,8 @@ the same on every engine; ``localrt.service.core`` does the work.
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from localrt.engine.options import read_options
 from localrt.engine.protocol import Logits, check_ids
 from localrt.engine.types import Chunk, Message
 from localrt.loading.context import LoadContext
+from localrt.loading.load import check_embeds
 from localrt.loading.options import LoadOptions
 from localrt.models.tokenizers.base import Tokenizer
 from localrt.models.weight_store import GpuUse
@@ -47,7 +49,7 @@ from localrt.service.status import ModelInfo, Status
 if TYPE_CHECKING:  # it loads the planner
     from localrt.planning.preview import Outlook
 
-__all__ = ["Model", "ModelInfo", "load"]
+__all__ = ["Model", "ModelInfo", "embedder", "load"]
 
 
 @known_arguments
@@ -151,6 +153,24 @@ def load(
             revision=revision,
         )
     )
+
+
+def embedder(
+    model: str | Path, *, progress: ProgressCallback | None = None, **options: Any
+) -> Callable[[], Model]:
+    """Find an embedding model, and return what opens it on the CPU when a chat has to search files:
+    ``chat(embedder=localrt.embedder("BAAI/bge-m3"))``. ``options`` are ``ram`` and ``offline`` of
+    ``load``.
+
+    Raises:
+        OptionError: it is no embedding model.
+        HubError: there is no model of this name, or it cannot be downloaded.
+    """
+    check_model(model, None)
+    context = LoadContext(offline=options.get("offline"), progress=progress)
+    path = context.resolve(str(model)).path.absolute()  # vectors are kept by it
+    check_embeds(path)
+    return partial(load, path, device="cpu", draft="off", **options)
 
 
 @of_one_process("a model", "load")
@@ -266,7 +286,8 @@ class Model(Closing):
     ) -> ChatSession:
         """Start a conversation that keeps its history, and its KV cache from turn to turn.
 
-        ``tools`` are functions that the model may call, in OpenAI's form.
+        ``tools`` are functions that the model may call, in OpenAI's form. With ``embedder``
+        (``localrt.embedder``), long files are searched by meaning too.
         """
         self._check_open()
         return ChatSession(self._core, system=system, tools=tools, **options)

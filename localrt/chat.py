@@ -151,6 +151,7 @@ class ChatSession:
         *,
         system: str | None = None,
         tools: Sequence[Mapping[str, object]] | None = None,
+        embedder: Callable[[], Any] | None = None,
         **options: object,
     ) -> None:
         if system is not None:
@@ -163,6 +164,7 @@ class ChatSession:
         self._busy = threading.Lock()
         self.messages: list[Message] = []
         self.file_notes: list[str] = []  # lines for the user about the last ``files``
+        self.embedder = embedder  # opens a model to search ``files`` with: ``localrt.embedder``
         self.tools = tools
         self.options: dict[str, Any] = {}
         self.set(**options)
@@ -310,7 +312,8 @@ class ChatSession:
 
         host = self._host
         read = [read_document(each, pictures=host.info.sees, progress=progress) for each in files]
-        shown = fitted(read, text, free=self._free, count=host.count, progress=progress)
+        how: dict[str, Any] = {"progress": progress, "embedder": self.embedder}
+        shown = fitted(read, text, free=self._free, count=host.count, **how)
         self.file_notes = list(dict.fromkeys(each.note for each in (*read, *shown) if each.note))
         pictures = [page.picture for each in shown for page in each.pictures]
         return "\n".join([*(each.text for each in shown), text]), pictures

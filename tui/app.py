@@ -26,6 +26,7 @@ from textual.timer import Timer
 from textual.widget import AwaitMount
 from textual.worker import Worker
 
+import localrt
 from localrt import History, Settings, system
 from localrt.common.errors import CancelledError, LocalrtError
 from localrt.mcp.toolbox import Toolbox
@@ -111,6 +112,7 @@ class ChatApp(App[None]):
         data: the folder for unsent messages and crash reports; None keeps nothing.
         toolbox: the tools of MCP servers that a model is offered.
         graphics: how the terminal draws pictures.
+        embedder: opens a model to search files with; None: that of the preferences.
         welcome: called in a thread, for a line that newcomers see once the model is there.
     """
 
@@ -136,6 +138,7 @@ class ChatApp(App[None]):
         data: Path | None = None,
         toolbox: Toolbox | None = None,
         graphics: Graphics = "",
+        embedder: Callable[[], Any] | None = None,
         welcome: Callable[[], str] | None = None,
     ) -> None:
         super().__init__()
@@ -177,6 +180,10 @@ class ChatApp(App[None]):
             model=short_name(model_name),
             graphics=graphics,
         )
+        if embedder is None and (name := self._preferred.embedding_model):
+            how: dict[str, Any] = {"ram": self._load_options.get("ram"), "offline": True}
+            embedder = lambda: localrt.embedder(name, **how)()  # noqa: E731
+        self.chat.composer.attachments.embedder = embedder
 
     def get_default_screen(self) -> ChatScreen:
         return self.chat

@@ -31,6 +31,7 @@ _STAGES = {
     "compile": "Compiling",
     "read": "Reading",
     "index": "Indexing",
+    "embed": "Embedding",
     "prefill": "Reading",
 }
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from localrt import ChatModel, ConversationInfo, Turn
     from localrt.common.progress import ProgressCallback
 
+_STAGES = {"read": "Reading", "index": "Indexing", "embed": "Embedding"}
 _OTHERS_SECONDS = 0.2  # seconds between checks for other windows' messages
 
 
@@ -71,6 +72,7 @@ class PlainChat:
         options: dict[str, object],
         history: Callable[[], History] | None = None,
         toolbox: Toolbox | None = None,
+        embedder: Callable[[], Any] | None = None,
     ) -> None:
         self._source, self._out = source, out
         self._asking = source.isatty()
@@ -84,7 +86,7 @@ class PlainChat:
         )
         self._answers = PlainAnswers(source, out, self.state.toolbox, self.say)
         self._leaving = False
-        self._attachments = Attachments()
+        self._attachments = Attachments(embedder)
         self._attached: list[str] = []  # labels of the next message's attachments
         self._last_list: Sequence[ConversationInfo] = ()  # shown by the last /list
         self._told: tuple[object, ...] = ()  # the last step of reading that was printed
@@ -135,7 +137,7 @@ class PlainChat:
         told = (step.stage, what, step.unit, 4 * step.done // (step.total or 1))
         if (step.total or 0) >= 200 and told != self._told and sys.stderr.isatty():
             self._told = told
-            print(clean(f"{step.stage.capitalize()}ing {what}: {25 * told[-1]} %"), file=sys.stderr)
+            print(clean(f"{_STAGES[step.stage]} {what}: {25 * told[-1]} %"), file=sys.stderr)
 
     def _begin(self, model: ChatModel, chat_path: Path | None, resume: bool) -> None:
         session = self.state.take_model(model)

@@ -5,6 +5,7 @@
     theme = "localrt-dark"
     panel = true
     system = "Answer briefly."
+    embedding_model = "BAAI/bge-m3"
 
     [generation]
     temperature = 0.2
@@ -40,7 +41,7 @@ from localrt.common.toml_file import TomlFile
 from localrt.tui.text import one_line
 
 # models is read by hub/aliases.py, mcp by localrt/mcp.
-_NAMES = ("generation", "keys", "mcp", "models", "panel", "system", "theme")
+_NAMES = ("embedding_model", "generation", "keys", "mcp", "models", "panel", "system", "theme")
 _FILE = "config.toml"
 _PRESETS_FILE = "presets.toml"
 _LONGEST_NAME = 60
@@ -53,6 +54,7 @@ class Preferences:
     theme: str | None = None
     panel: bool = False
     system: str | None = None
+    embedding_model: str | None = None
     options: Mapping[str, object] = field(default_factory=dict)
     keys: Mapping[str, object] = field(default_factory=dict)
 
@@ -82,6 +84,7 @@ class PreferencesFile(TomlFile):
             theme=self._typed(values, "theme", str, None),
             panel=self._typed(values, "panel", bool, False),
             system=self._typed(values, "system", str, None),
+            embedding_model=self._typed(values, "embedding_model", str, None),
             options=self._options(self._typed(values, "generation", dict, {})),
             keys=self._typed(values, "keys", dict, {}),
         )

@@ -17,6 +17,7 @@ from localrt.chat import ChatModel
 from localrt.cli.help import Examples
 from localrt.cli.loading import choose_model, connect_endpoint, endpoint_models, model_title
 from localrt.cli.options import (
+    EMBEDDING_HELP,
     add_endpoint_arguments,
     add_load_arguments,
     add_model_argument,
@@ -51,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-p", "--prompt", metavar="TEXT", help=prompt)
     file = "a document, text file or folder to read for --prompt, again for more (default: none)"
     add("--file", action="append", default=[], metavar="PATH", help=file)
+    add("--embedding-model", metavar="MODEL", help=EMBEDDING_HELP)
     resume = "continue the last conversation"
     add("-c", "--continue", dest="resume", action="store_true", help=resume)
     add("--load", metavar="PATH", type=Path, help="continue a saved chat (default: a new one)")
@@ -114,6 +116,7 @@ def run(args: argparse.Namespace) -> int:
         options=options,
         chat_path=args.load,
         resume=args.resume,
+        embedder=args.embedder,
         **more,
     )
 

@@ -151,6 +151,7 @@ _VERBS = {
     "compile": "compiling",
     "read": "reading",
     "index": "indexing",
+    "embed": "embedding",
     "losses": "measuring what formats cost",
     "write": "writing text",
     "train": "training",

@@ -89,12 +89,16 @@ def resolve_model(
 
 def choose_model(args: argparse.Namespace) -> None:
     """Check ``--endpoint`` against the other flags. Without it, give MODEL its default, and use one
-    of this user's servers if it has the model.
+    of this user's servers if it has the model. Find ``--embedding-model``, too.
 
     Raises:
         OptionError: the flags cannot be combined.
     """
-    args.note = ""
+    args.note, args.embedder = "", None
+    if args.embedding_model is not None:
+        how = {"ram": args.ram, "offline": args.offline}
+        with ProgressLine() as line:
+            args.embedder = localrt.embedder(args.embedding_model, progress=line, **how)
     if args.endpoint is None:
         if args.api_key is not None:
             raise OptionError("--api-key needs --endpoint URL")

@@ -25,6 +25,7 @@ from localrt.quant.ops.kv_formats import KV_FORMATS
 Flag: TypeAlias = tuple[str, Any, str | None, str]
 
 BARE_MODEL_HELP = "a name like llama3.2:3b, org/name of the hub, a folder or a .gguf file"
+EMBEDDING_HELP = "embedding model to search long files with, beside words (default: words alone)"
 
 HUB_FLAGS: tuple[Flag, ...] = (
     ("--revision", str, "NAME", "branch, tag or commit of a hub model (default: main)"),

@@ -17,6 +17,7 @@ from localrt.chat import ChatSession
 from localrt.cli.help import Examples, ProgressLine
 from localrt.cli.loading import choose_model, load_chat_model, load_model
 from localrt.cli.options import (
+    EMBEDDING_HELP,
     Flag,
     add_constraint_arguments,
     add_endpoint_arguments,
@@ -84,6 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, _FLAGS)
     file = "a document, text file or folder to read, again for more (default: none)"
     add("--file", action="append", default=[], metavar="PATH", help=file)
+    add("--embedding-model", metavar="MODEL", help=EMBEDDING_HELP)
     image = "a picture to look at, again for more; -: from stdin (default: none)"
     add("--image", action="append", default=[], metavar="FILE", help=image)
     add_endpoint_arguments(parser)
@@ -152,6 +154,8 @@ def answer(
     if that is not None.
     """
     options = {**sampling_options(args), **constraint_options(args)}
+    if args.embedder is not None and not args.file:
+        raise OptionError("--embedding-model searches files: give --file PATH, too")
     if getattr(args, "raw", False):
         with load_model(args) as model:
             stream = model.stream(prompt, raw=True, suffix=args.suffix, **options)
@@ -161,6 +165,7 @@ def answer(
         if resume and (remember is None or not remember.is_file()):
             raise OptionError("there is no earlier run to continue: leave out --continue")
         chat = chatting.load_chat(remember) if resume and remember else chatting.chat()
+        chat.embedder = args.embedder
         if args.system is not None:
             chat.system = args.system
         try:

@@ -14,8 +14,8 @@ class Progress:
     """One step of long work: ``done`` of ``total`` (None when unknown) in ``unit``.
 
     ``stage`` names the work (``"download"``, ``"verify"``, ``"measure"``, ``"pack"``, ``"load"``,
-    ``"compile"``, ``"read"``, ``"index"``, ``"prefill"``), ``unit`` what is counted (``"bytes"``,
-    ``"tokens"``), ``detail`` the file. A ``NOTE`` is no step: ``detail`` is a line for the user.
+    ``"compile"``, ``"read"``, ``"index"``, ``"embed"``, ``"prefill"``), ``unit`` what is counted
+    (``"bytes"``, ``"tokens"``), ``detail`` the file. Of a ``NOTE`` it is a line for the user.
     """
 
     stage: str

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
-from localrt.common.errors import ContextOverflowError, OptionError
+from localrt.common.errors import ContextOverflowError, MemoryBudgetError, OptionError
 from localrt.common.formatting import one_line
 from localrt.common.progress import ProgressCallback
 from localrt.common.settings import Settings
@@ -27,11 +29,13 @@ def fitted(
     free: Callable[[], int],
     count: Count,
     progress: ProgressCallback | None = None,
+    embedder: Callable[[], Any] | None = None,
 ) -> list[Document]:
     """Return the documents as they fit into a context with ``free()`` tokens (0: unknown).
 
     If not all do, those that fit half of it are whole. Of the others it is the pieces that go best
-    with the question, by the index in the user's data folder; their ``note`` says so.
+    with the question, by the index in the user's data folder; their ``note`` says so. For this
+    ``embedder`` opens a model, which is closed again; without memory for it, words alone count.
 
     Raises:
         ContextOverflowError: they do not fit, and no search can help.
@@ -51,13 +55,19 @@ def fitted(
         else:
             searched.append(place)
     share = int(min(room, _MOST_QUOTED)) // len(searched)
-    with DocumentIndex(Settings.from_environment().data_dir / "documents.db") as index:
+    model, why, file = None, "", Settings.from_environment().data_dir / "documents.db"
+    try:
+        model = embedder and embedder()
+    except MemoryBudgetError as error:
+        why = f" It was searched by words alone, without the embedding model: {error}."
+    with model or nullcontext(), DocumentIndex(file, model) as index:
         paths = [path.absolute() for place in searched if (path := documents[place].path)]
         left_out = index.update(paths, progress=progress)
-        if why := next(filter(None, map(left_out.get, paths)), ""):
-            raise OptionError(why)
+        if bad := next(filter(None, map(left_out.get, paths)), ""):
+            raise OptionError(bad)
         for place in searched:
-            kept[place] = _quoted(documents[place], question, share, count, index)
+            quoted = _quoted(documents[place], question, share, count, index)
+            kept[place], why = replace(quoted, note=quoted.note + why), ""
     return kept
 
 

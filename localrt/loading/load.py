@@ -7,6 +7,7 @@ prompts or sessions.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -225,6 +226,14 @@ def _load_tokenizer(
         return load_tokenizer(checkpoint, pre=options.pre_tokenizer, note=notes.append), ""
     except (TokenizerError, UnsupportedModelError) as error:
         return None, str(error)
+
+
+def check_embeds(path: Path) -> None:
+    """Raise ``OptionError`` unless the model at ``path`` was made to embed texts."""
+    with closing(open_checkpoint(path)) as checkpoint:
+        pooling = _pooling(checkpoint)
+        if pooling == "rank" or not (pooling or checkpoint.architecture in ENCODERS):
+            raise OptionError(f"{path} is no embedding model: choose one, such as BAAI/bge-m3")
 
 
 def _pooling(checkpoint: Checkpoint) -> str:

@@ -12,6 +12,7 @@ import pytest
 import localrt
 from localrt.common.progress import Progress
 from tests.documents.samples import pdf
+from tests.models.tiny_encoders import ENCODERS, RANKERS, save_encoder, word_pieces
 
 GREEDY = {"temperature": 0.0, "max_tokens": 6}
 
@@ -177,3 +178,65 @@ def test_files(tiny: localrt.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert searched.startswith("long.pdf does not fit the context: the model gets ")
     with pytest.raises(localrt.StorageError, match=r"cannot read .*nowhere\.pdf"):
         chat.send("About which topic7?", files=[tmp_path / "nowhere.pdf"])
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("encoder")
+    save_encoder(ENCODERS["bert"], folder)
+    word_pieces(folder)
+    return folder
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_files_are_searched_by_meaning(
+    fits: bool,
+    encoder: Path,
+    tiny: localrt.Model,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The embedding model is opened for a search, within the budget, and closed after it."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    (tmp_path / "short.txt").write_text("One")
+    (tmp_path / "long.pdf").write_bytes(pdf(*(f"Page about topic{n}." for n in range(40))))
+    open_embedder = localrt.embedder(encoder, ram=None if fits else 1000)
+    opened: list[localrt.Model] = []
+
+    def opening() -> localrt.Model:
+        opened.append(open_embedder())
+        return opened[-1]
+
+    chat = tiny.chat(embedder=opening, **GREEDY)
+    chat.send("Zebra?", files=[tmp_path / "short.txt"])
+    assert not opened
+    stages: list[str] = []
+    files, told = [tmp_path / "long.pdf"], lambda step: stages.append(step.stage)
+    chat.send("Zebra?", files=files, on_progress=told)
+    (note,) = chat.file_notes
+    assert ("embed" in stages) == fits
+    if fits:
+        assert "pieces found by the message" in note
+        assert [repr(each).endswith(": closed>") for each in opened] == [True]
+    else:
+        assert "pieces: a search found none" in note
+        assert "It was searched by words alone, without the embedding model: it needs " in note
+        assert note.endswith("of RAM are left.")
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "words"),
+    [
+        ("nowhere/at/all", localrt.ModelNotFoundError, "nowhere/at/all"),
+        ("writes", localrt.OptionError, "is no embedding model"),
+        ("ranks", localrt.OptionError, "is no embedding model"),
+        ("", localrt.OptionError, "the model's name is empty"),
+    ],
+)
+def test_models_that_cannot_be_embedders(
+    name: str, error: type[Exception], words: str, tiny_folder: Path, tmp_path: Path
+) -> None:
+    save_encoder(RANKERS["bert"], tmp_path)
+    found = {"writes": tiny_folder, "ranks": tmp_path}.get(name, name)
+    with pytest.raises(error, match=words):
+        localrt.embedder(found, offline=True)

@@ -24,6 +24,7 @@ from localrt.cli.chat import last_model
 from localrt.documents import index as indexes
 from tests.conftest import needs_signals, write_tiny_model
 from tests.documents.samples import pdf
+from tests.models.tiny_encoders import ENCODERS, save_encoder, word_pieces
 from tests.real_models import real_model
 
 LOCALRT = [sys.executable, "-m", "localrt"]
@@ -233,6 +234,25 @@ def test_documents(tiny_folder: Path, tmp_path: Path, home: dict[str, str]) -> N
     assert_one_line(localrt(*words, env=home), 2, "b.pdf is not a PDF file")
     words = ("run", tiny_folder, "hi", "--raw", "--file", tmp_path / "b.pdf")
     assert_one_line(localrt(*words, env=home), 2, "--file goes with one prompt")
+
+
+def test_embedding_model(tiny_folder: Path, tmp_path: Path, home: dict[str, str]) -> None:
+    save_encoder(ENCODERS["bert"], tmp_path)
+    word_pieces(tmp_path)
+    long = tmp_path / "long.pdf"
+    long.write_bytes(pdf(*(f"Page {n}. " + "words " * 99 for n in range(40))))
+    words = ("run", tiny_folder, "Zebra?", "--ctx", 2000, "--max-tokens", 2, "--file", long)
+    told = localrt(*words, env=home).stderr.decode()
+    assert "pieces: a search found none" in told
+    told = localrt(*words, "--embedding-model", tmp_path, env=home).stderr.decode()
+    assert "pieces found by the message" in told
+    alone = (*words[:-2], "--embedding-model", tmp_path)
+    assert_one_line(localrt(*alone, env=home), 2, "--embedding-model searches files")
+    for command in (words, ("chat", *words[1:2], "--plain")):
+        result = localrt(*command, "--embedding-model", tiny_folder, env=home)
+        assert_one_line(result, 2, "is no embedding model")
+        result = localrt(*command, "--embedding-model", tmp_path / "nowhere", env=home)
+        assert_one_line(result, 1, "no such file or folder")
 
 
 class Terminal(io.TextIOWrapper):

@@ -141,6 +141,7 @@ def plain_chat(
     *,
     toolbox: Toolbox | None = None,
     source: type[io.StringIO] = io.StringIO,
+    embedder: Callable[[], Any] | None = None,
     **arguments: Any,
 ) -> str:
     """What a plain chat prints over lines of input; its conversations are kept in ``folder``."""
@@ -153,6 +154,7 @@ def plain_chat(
         options={},
         history=lambda: History(folder / "history.db"),
         toolbox=toolbox,
+        embedder=embedder,
     )
     assert plain.run(load, **arguments) == 0
     return out.getvalue()

@@ -15,6 +15,8 @@ from localrt.documents.pdf import Page
 from localrt.tui import ChatApp
 from localrt.tui.loading_line import WorkLine
 from tests.documents.samples import RED, pdf
+from tests.documents.test_index import Meanings
+from tests.models.tiny_encoders import ENCODERS, save_encoder, word_pieces
 from tests.tui import screen
 from tests.tui.conftest import asked, plain_chat, running, until
 from tests.tui.fakes import FakeLoader, FakeModel
@@ -90,6 +92,58 @@ def test_plain_chat(files: Path) -> None:
     assert short.startswith("short.pdf:\n```\n[page 1]\nOne")
     assert "[long.pdf, page 18]\nPage about topic17." in long
     assert "long.pdf does not fit the context: the model gets" in text
+
+
+class Opened(Meanings):
+    """Opens itself, and counts how often it is closed."""
+
+    closed = 0
+
+    def __call__(self) -> Opened:
+        return self
+
+    def __enter__(self) -> Opened:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.closed += 1
+
+
+@pytest.mark.usefixtures("files")
+async def test_search_by_meaning() -> None:
+    model, embedder = FakeModel(ctx=1000), Opened("m")
+    async with running(model, embedder=embedder) as (app, pilot):
+        await asked(pilot, "Zebra? @short.pdf")
+        assert not embedder.embedded
+        await asked(pilot, "Zebra? @long.pdf")
+        assert any("pieces found by the message" in line for line in screen.notices(app))
+        assert (embedder.embedded, embedder.closed) == (40 + 1, 1)
+
+
+def test_plain_search_by_meaning(files: Path) -> None:
+    embedder, load = Opened("m"), FakeLoader(FakeModel(ctx=1000))
+    text = plain_chat(load, files, ["Zebra? @long.pdf"], embedder=embedder)
+    assert "pieces found by the message" in text
+    assert (embedder.embedded, embedder.closed) == (40 + 1, 1)
+
+
+@pytest.mark.parametrize("there", [True, False])
+async def test_embedding_model_of_the_settings(files: Path, there: bool) -> None:
+    (files / "config.toml").write_text('embedding_model = "./encoder"\n')
+    if there:
+        save_encoder(ENCODERS["bert"], files / "encoder")
+        word_pieces(files / "encoder")
+    async with running(FakeModel(ctx=1000), config=files) as (app, pilot):
+        await asked(pilot, "Zebra? @short.pdf")
+        assert not screen.notices(app, "error")
+        await screen.say(pilot, "Zebra? @long.pdf")
+        if there:
+            await until(pilot, lambda: len(screen.answers(app)) == 2 and screen.idle(app))
+            assert any("pieces found by the message" in line for line in screen.notices(app))
+        else:
+            await until(pilot, lambda: screen.notices(app, "error"))
+            assert "no such file or folder: ./encoder" in screen.notices(app, "error")[-1]
+            assert screen.composer(app).text == "Zebra? @long.pdf"
 
 
 QUESTION = "More about topic17? @long.pdf"

@@ -83,7 +83,8 @@ class Draft:
 class Attachments:
     """A composer's labels, such as ``[notes.txt, 120 lines]``, each with its text or picture."""
 
-    def __init__(self) -> None:
+    def __init__(self, embedder: Callable[[], Any] | None = None) -> None:
+        self.embedder = embedder  # opens a model to search files with
         self._texts: dict[str, str] = {}
         self._pictures: dict[str, KeptPicture] = {}
         self._files: dict[str, Document] = {}
@@ -141,7 +142,8 @@ class Attachments:
         question = _replaced(text, [(*each.span(), "") for each in found])
         read = {label: self._files[label] for each in found if (label := each[0]) in self._files}
         files = list(read.values())
-        shown = fitted(files, question, free=free, count=count, progress=progress)
+        how: dict[str, Any] = {"progress": progress, "embedder": self.embedder}
+        shown = fitted(files, question, free=free, count=count, **how)
         changed = [(*each, new) for each, new in zip(read.items(), shown, strict=True)]
         for label, file, new in changed:
             text = text.replace(label, self.add_file(new)) if new is not file else text
