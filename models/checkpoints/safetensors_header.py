@@ -65,7 +65,8 @@ def read_header(file: RangedFile) -> dict[str, StoredTensor | str]:
         info = TensorInfo(name, shape, _FORMATS[kind], end - begin)
         if math.prod(shape) * info.format.block_bytes != info.nbytes:
             raise CheckpointError(
-                f"{file.path}: tensor {name!r} is {shape} in {kind}, but has {info.nbytes} bytes"
+                f"{file.path}: tensor {name!r:.80} is {shape} in {kind}, "
+                f"but has {info.nbytes} bytes"
             )
         tensors[name] = StoredTensor(info, file, data_start + begin)
     _check_ranges(file, ranges, file.size - data_start)

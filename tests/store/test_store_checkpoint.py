@@ -143,9 +143,12 @@ def test_files_outside(store: Path, name: str) -> None:
         open_checkpoint(store)
 
 
-def test_unmeasurable_scale(store: Path) -> None:
+@pytest.mark.parametrize(
+    "changes", [{"scale": 10**400}, {"name": "norm[0:16]"}], ids=["scale", "piece"]
+)
+def test_unusable_tensors(store: Path, changes: dict[str, Any]) -> None:
     units = json.loads((store / "manifest.json").read_text("utf-8"))["units"]
-    units[0]["tensors"][0]["scale"] = 10**400
+    units[0]["tensors"][0] |= changes
     edit_manifest(store, units=units)
     with pytest.raises(CheckpointError, match="is malformed"):
         open_checkpoint(store)

@@ -398,7 +398,7 @@ def _literal(text: str) -> str:
     try:
         found: str = text[1:-1] if text[0] == "`" else json.loads(text, strict=False)
     except ValueError:
-        raise TemplateError(f"the text {text:.40} is not understood") from None
+        raise TemplateError(f"the text {text!r:.60} is not understood") from None
     return found
 
 

@@ -124,7 +124,7 @@ class GgufCheckpoint(SourcedCheckpoint):
                 here = name if of_block is None else as_first_block(name)
                 for own in self._scaled(self._plain(here, tensor, experts), factors, name):
                     if own.info.name in stored:
-                        raise CheckpointError(f"{part.path}: tensor {name!r} appears twice")
+                        raise CheckpointError(f"{part.path}: tensor {name!r:.80} appears twice")
                     stored[own.info.name] = own
         return stored
 
@@ -142,10 +142,10 @@ class GgufCheckpoint(SourcedCheckpoint):
                 if own is None or (self.architecture == _OWN_SCALE[0] and _OWN_SCALE[1] in name):
                     continue
                 if own.info.format != F32:
-                    raise CheckpointError(f"tensor {name!r} is {own.info.format.name}, not f32")
+                    raise CheckpointError(f"tensor {name!r:.80} is {own.info.format.name}, not f32")
                 found[name] = own.read().data.view("<f4").reshape(-1).tolist()
                 if not all(isfinite(factor) for factor in found[name]):
-                    raise CheckpointError(f"tensor {name!r} holds no finite numbers")
+                    raise CheckpointError(f"tensor {name!r:.80} holds no finite numbers")
             for name in (f"{stem}.input_scale", f"{weight}.input_scale"):
                 if name in tensors:
                     found[name] = []
@@ -161,7 +161,9 @@ class GgufCheckpoint(SourcedCheckpoint):
             return plain
         each = len(factors[own])
         if each not in (1, len(plain)) and (not each or len(plain) % each):
-            raise CheckpointError(f"tensor {own!r} has {each} scales, {name!r} {len(plain)} parts")
+            raise CheckpointError(
+                f"tensor {own!r:.80} has {each} scales, {name!r:.80} {len(plain)} parts"
+            )
         return [
             replace(part, factor=factors[own][number * each // len(plain)])
             for number, part in enumerate(plain)

@@ -149,7 +149,7 @@ class _FourRows(StoredTensor):
     def __post_init__(self) -> None:
         name, shape = self.info.name, self.info.shape
         if len(shape) < 2 or shape[-2] % 4:
-            message = f"{name!r} has the shape {shape}, but its rows are interleaved by fours"
+            message = f"{name!r:.80} has the shape {shape}, but its rows are interleaved by fours"
             raise CheckpointError(f"{self.file.path}: {message}")
 
     def _read(self, start: int, stop: int) -> Bytes:
@@ -163,7 +163,7 @@ class _FourRows(StoredTensor):
 def _read_tensor(cursor: GgufCursor) -> StoredTensor:
     """One entry of the tensor table; its offset is in the data section."""
     name = cursor.text(_LONGEST_NAME, "a tensor's name")
-    what = f"tensor {name!r}"
+    what = f"tensor {name!r:.80}"
     dims = cursor.u32(what)
     if not 1 <= dims <= 4:
         raise cursor.error(f"{what} has {dims} dimensions; 1 to 4 are possible")
@@ -206,7 +206,7 @@ def _place(
     tensors: dict[str, StoredTensor] = {}
     for entry in entries:
         info, offset = entry.info, entry.offset
-        what = f"tensor {info.name!r}"
+        what = f"tensor {info.name!r:.80}"
         if info.name in tensors:
             raise cursor.error(f"{what} appears twice")
         if offset % alignment:
@@ -222,6 +222,6 @@ def _place(
     for before, after in pairwise(in_order):
         if before.offset + before.info.nbytes > after.offset:
             raise cursor.error(
-                f"tensors {before.info.name!r} and {after.info.name!r} overlap in the file"
+                f"tensors {before.info.name!r:.80} and {after.info.name!r:.80} overlap in the file"
             )
     return tensors

@@ -88,7 +88,7 @@ class VisionGguf(SourcedCheckpoint):
         name = metadata.text("clip.vision.projector_type") or metadata.text("clip.projector_type")
         if (family := FAMILIES.get(name or "")) is None:
             raise UnsupportedModelError(
-                f"{path}: pictures of the projector type {name!r} are not known "
+                f"{path}: pictures of the projector type {name!r:.80} are not known "
                 f"(known: {', '.join(FAMILIES)})"
             )
         if name == "pixtral" and "mm.patch_merger.weight" in self._file.tensors:
@@ -175,7 +175,7 @@ class _Reading:
                 continue
             new, made = self._named(name, deep), self._made(name, tensor)
             if new in found:
-                raise CheckpointError(f"{self.path}: tensor {name!r} appears twice")
+                raise CheckpointError(f"{self.path}: tensor {name!r:.80} appears twice")
             shape = matrix_shape(made.info.shape)
             found[new] = replace(made, info=replace(made.info, name=new, shape=shape))
         return found
@@ -281,7 +281,7 @@ class _Reading:
 
     def _tensor(self, name: str) -> RowSource:
         if name not in self.stored:
-            raise CheckpointError(f"{self.path} has no tensor {name!r}")
+            raise CheckpointError(f"{self.path} has no tensor {name!r:.80}")
         return self.stored[name]
 
 

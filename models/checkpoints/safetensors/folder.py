@@ -216,7 +216,7 @@ class SafetensorsCheckpoint(SourcedCheckpoint):
             if isinstance(tensor, str):
                 raise unread_type_error(file_path, name, tensor)
             if plain in located:
-                raise CheckpointError(f"{file_path}: tensor {name!r} appears twice")
+                raise CheckpointError(f"{file_path}: tensor {name!r:.80} appears twice")
             located[plain] = replace(tensor, info=replace(tensor.info, name=plain))
         if not located:
             what = "MTP block" if self._predicts else "weights of a text model"

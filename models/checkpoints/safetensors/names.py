@@ -41,7 +41,7 @@ def split_mxfp4(
     parts = len(stack.names)
     if width != _HALF or rows % parts or scales.info.shape != blocks.info.shape[:3]:
         raise CheckpointError(
-            f"tensors {blocks.info.name!r} {blocks.info.shape} and {scales.info.name!r} "
+            f"tensors {blocks.info.name!r:.80} {blocks.info.shape} and {scales.info.name!r:.80} "
             f"{scales.info.shape} are not MXFP4 weights in groups of {MXFP4.block}"
         )
     shape = (rows // parts, groups * MXFP4.block)
@@ -164,7 +164,7 @@ def plain_tensors(
 
 def _add(tensors: dict[str, RowSource], tensor: RowSource, published: str) -> None:
     if tensors.setdefault(tensor.info.name, tensor) is not tensor:
-        raise CheckpointError(f"tensor {published!r} appears twice under names of one meaning")
+        raise CheckpointError(f"tensor {published!r:.80} appears twice under names of one meaning")
 
 
 def _named(tensor: RowSource, family: Family) -> RowSource:
@@ -231,7 +231,7 @@ def _parts(
     if packed is not None and kind in (_BLOCKS, _SCALES):
         other = name.removesuffix(kind) + (_SCALES if kind == _BLOCKS else _BLOCKS)
         if other not in stored:
-            raise CheckpointError(f"tensor {other!r} of {name!r} is missing")
+            raise CheckpointError(f"tensor {other!r:.80} of {name!r:.80} is missing")
         if kind == _SCALES:
             return []
         both = tensor, stored[other]

@@ -156,7 +156,7 @@ class Parts:
         if found is None:
             other = next(iter(self.tensors.values()))
             raise CheckpointError(
-                f"{other.file.path}: tensor {self.stem + ending!r} of {other.info.name!r} is "
+                f"{other.file.path}: tensor {self.stem + ending!r} of {other.info.name!r:.80} is "
                 "missing: download the model again"
             )
         return found

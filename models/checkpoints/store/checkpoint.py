@@ -65,7 +65,7 @@ class UnitMemory:
         """A whole vector."""
         tensor = self._tensors[name]
         if len(tensor.shape) != 1 or start or stop not in (None, 1):
-            raise ValueError(f"{name!r} is no vector: its rows are in tiles")
+            raise ValueError(f"{name!r:.80} is no vector: its rows are in tiles")
         if name in self._vectors:
             return self._vectors[name]
         return PackedTensor(name, tensor.format, tensor.shape, self._bytes(tensor).reshape(1, -1))
@@ -199,11 +199,13 @@ class StoreCheckpoint:
         rows = info.shape[0] if len(info.shape) == 2 else 1
         stop = rows if stop is None else stop
         if not 0 <= start <= stop <= rows:
-            raise ValueError(f"{name!r} has {rows} rows: {start} to {stop} cannot be read")
+            raise ValueError(f"{name!r:.80} has {rows} rows: {start} to {stop} cannot be read")
         if len(info.shape) == 1:
             return self._unit(unit).read(name)
         if tensor.hadamard:
-            raise ValueError(f"{name!r} is stored rotated: its blocks can be had, its rows cannot")
+            raise ValueError(
+                f"{name!r:.80} is stored rotated: its blocks can be had, its rows cannot"
+            )
         row_bytes = info.format.row_bytes(info.shape[1])
         first = start // TILE_ROWS * TILE_ROWS
         last = min(-(-stop // TILE_ROWS) * TILE_ROWS, rows)
@@ -247,7 +249,7 @@ class StoreCheckpoint:
 
     def _find(self, name: str) -> tuple[_Slice, ...]:
         if name not in self._slices:
-            raise CheckpointError(f"{self.path} has no tensor {name!r}")
+            raise CheckpointError(f"{self.path} has no tensor {name!r:.80}")
         return self._slices[name]
 
     def _read_slices(self, units: list[StoredUnit]) -> Bytes:
@@ -281,7 +283,7 @@ class StoreCheckpoint:
                 found.setdefault(tensor.name, []).append((unit, tensor))
         for name, slices in found.items():
             if slices[0][1].row or not all(_follows(a, b) for a, b in pairwise(slices)):
-                raise CheckpointError(f"{self.path}: the parts of tensor {name!r} do not fit")
+                raise CheckpointError(f"{self.path}: the parts of tensor {name!r:.80} do not fit")
         return {name: tuple(slices) for name, slices in found.items()}
 
 

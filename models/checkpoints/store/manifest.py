@@ -267,6 +267,8 @@ def _unit(fields: _Fields) -> StoredUnit:
 
 def _tensor(fields: _Fields) -> UnitTensor:
     name = fields.text("name")
+    if "[" in name:  # as names of pieces have in memory
+        raise fields.error(f"tensor {name!r:.80} has a bracket in its name")
     format_ = FORMATS.get(fields.text("format"))
     if format_ is None:
         raise fields.error(f"tensor {name!r:.80} has the unknown format {fields.text('format')!r}")
