@@ -47,6 +47,12 @@ def ended(shell: Shell) -> bool:
     return not Path(f"/proc/{shell.app}").exists()
 
 
+def end(process: int) -> None:
+    """Kill an app that has not ended."""
+    with suppress(ProcessLookupError):
+        os.kill(process, signal.SIGKILL)
+
+
 def resumed(shell: Shell) -> bool:
     """Whether the app runs in its terminal; if it is stopped, it is told to go on."""
     with suppress(psutil.NoSuchProcess):
@@ -59,6 +65,7 @@ def signal_at_any_moment(number: signal.Signals, chance: random.Random, folder: 
     """Send a signal to the app while it starts, answers, or shows a dialog; what is wrong then."""
     with ExitStack() as stack:
         shell = Shell(folder, stack)
+        stack.callback(end, shell.app)
         if answering := chance.random() < 0.8:
             shell.answer(DRAFT)
             for _ in range(chance.randrange(6)):
