@@ -16,6 +16,7 @@ from textual.document._document import EditResult, Location
 from textual.document._edit import Edit
 from textual.events import Key
 from textual.geometry import Offset
+from textual.strip import Strip
 
 from localrt.tui.text import clean
 
@@ -106,6 +107,10 @@ class TextArea(_Typed, widgets.TextArea):
         if self.cursor_location[0] >= self.document.line_count:
             return Offset()
         return super().scroll_cursor_visible(*arguments, **options)
+
+    def render_line(self, y: int) -> Strip:
+        """Textual fails to wrap a placeholder in no columns, which a side panel may leave."""
+        return super().render_line(y) if self.content_size.width else Strip.blank(0)
 
     def get_cursor_left_location(self) -> Location:
         return self._beside(super().get_cursor_left_location(), -1)

@@ -287,7 +287,7 @@ async def test_ctrl_c(model: FakeModel) -> None:
         await until(pilot, lambda: not app.is_running)
 
 
-@pytest.mark.parametrize(
+DIALOGS = pytest.mark.parametrize(
     ("dialog", "answer"),
     [
         (lambda: Choose("Which?", [("a", "A"), ("b", "B")]), "a"),
@@ -296,6 +296,9 @@ async def test_ctrl_c(model: FakeModel) -> None:
     ],
     ids=["choose", "confirm", "ask"],
 )
+
+
+@DIALOGS
 async def test_two_keys_close_a_window_once(dialog: Any, answer: Any) -> None:
     """The second one came before the first had closed it: the window below stays."""
     async with running(FakeModel()) as (app, pilot):
@@ -310,3 +313,23 @@ async def test_two_keys_close_a_window_once(dialog: Any, answer: Any) -> None:
         await pilot.pause()
         assert found == [answer]
         assert app.screen is below
+
+
+@DIALOGS
+async def test_a_covered_window_stays(dialog: Any, answer: Any) -> None:
+    """Its key came before the one that opened the window above: that window is not closed."""
+    async with running(FakeModel()) as (app, pilot):
+        found: list[Any] = []
+        below, above = dialog(), HelpScreen()
+        app.push_screen(below, found.append)
+        app.push_screen(above)
+        await until(pilot, lambda: app.screen is above)
+        below.dismiss(answer)
+        await pilot.pause()
+        assert app.screen is above
+        assert found == []
+        above.dismiss()
+        await until(pilot, lambda: app.screen is below)
+        below.dismiss(answer)
+        await until(pilot, lambda: app.screen is app.chat)
+        assert found == [answer]

@@ -177,3 +177,14 @@ async def test_mouse_selection() -> None:
         await pilot.press("ctrl+c")
         assert app.clipboard == "bold words\n\n雨 ra"
         assert screen.composer(app).has_focus
+
+
+@pytest.mark.parametrize("width", [4, 2])
+async def test_no_columns(model: FakeModel, width: int) -> None:
+    """A panel beside it may leave the composer as wide as its border, or less."""
+    async with running(model) as (app, pilot):
+        composer = screen.composer(app)
+        assert composer.placeholder
+        composer.styles.width = width
+        await until(pilot, lambda: composer.size.width == 0)
+        assert composer.render_line(0).text == ""

@@ -12,6 +12,7 @@ from time import monotonic
 from typing import Any, ClassVar, Generic, TypeVar
 
 from rich.cells import cell_len
+from textual._styles_cache import StylesCache
 from textual.app import ComposeResult
 from textual.await_complete import AwaitComplete
 from textual.binding import Binding, BindingType
@@ -84,10 +85,14 @@ class Dialog(ModalScreen[_Answer | None]):
         yield Vertical(*self._parts, classes="window tall" if self._tall else "window")
 
     def dismiss(self, result: _Answer | None = None) -> AwaitComplete:
-        """Close, once: a second key may be on its way when the first one closes the window."""
-        if self not in self.app.screen_stack:
+        """Close, once, and only on top: keys may be on their way when one changes the windows."""
+        if self.app.screen is not self:
             return AwaitComplete()
         return super().dismiss(result)
+
+    def on_unmount(self) -> None:
+        """Free what was drawn: a cache of colours in Textual keeps closed windows' lines."""
+        StylesCache.get_inner_outer.cache_clear()
 
     def action_leave(self) -> None:
         """Close without an answer."""
