@@ -20,6 +20,7 @@ import psutil
 from localrt.bench.mix.apps import Request
 from localrt.bench.mix.client import Client, Place, Reply
 from localrt.client.servers import read_address
+from localrt.common.settings import CRASH_REPORT
 from tests.campaigns.campaign import Run, campaign
 from tests.models.vision.tiny import qwen_folder
 from tests.server.conftest import command
@@ -121,8 +122,8 @@ def one_shots(run: Run, pid: int, port: int, folder: Path) -> None:
 
 _APP = """import os, sys
 from localrt.cli import main
-os.environ["LOCALRT_CACHE"] = {!r}
-sys.exit(main(["chat", {!r}, "--max-tokens", "40", "--ctx", "2048"]))
+os.environ.update(LOCALRT_CACHE={0!r}, HOME={0!r}, LOCALRT_OFFLINE="1")
+sys.exit(main(["chat", {1!r}, "--max-tokens", "40", "--ctx", "2048"]))
 """
 _KEYS = [*"\r\r\r\x1b\x1b\x1b\x0e\x0f\x06\x12\t\x7f", "the sea ", "wind ", "\x1be", "\x1b[A"]
 _KEYS += ["\x1b[B", "\x1b[5~", "\x1bOP", "\x1bOR", "\x1bOS", "\x1b[15~"]
@@ -131,40 +132,50 @@ _KEYS += ["\x1b[B", "\x1b[5~", "\x1bOP", "\x1bOR", "\x1bOS", "\x1b[15~"]
 def app(run: Run, model: Path, folder: Path) -> None:
     """Keys in the app, seeded: text, messages, Esc, dialogs, searches, other conversations."""
     write_long(folder / DATA / "history.db", [f"turn{number}of2000" for number in range(1, 2001)])
-    rng, samples, seconds = random.Random(run.seed), list[dict[str, int]](), min(run.seconds, _HOUR)
     with ExitStack() as stack:
         shell = Shell(folder, stack, app=_APP.format(str(folder / "cache"), str(model)))
+        try:
+            type_keys(run, shell)
+        except (FileNotFoundError, ProcessLookupError, psutil.NoSuchProcess):  # no key ends it
+            report = folder / DATA / CRASH_REPORT
+            told = report.read_text("utf-8") if report.exists() else "no report"
+            run.found("app", f"it ended with {shell.status}: {told}")
 
-        def shown(keys: str, text: str) -> float:
-            shell.written, began = b"", time.perf_counter()
-            shell.type(keys)
-            wait_for(lambda: shell.shows(text), 120)
-            return time.perf_counter() - began
 
-        shown("", "ready")
-        shown("\x0f", "2000 turns")
-        took = shown("\r", "turn2000of2000")
-        run.figure("app: seconds to open a conversation of 2,000 turns", round(took, 2))
-        if took > 0.5:
-            run.found("app: opening", f"a conversation of 2,000 turns opens in {took:.2f} s")
-        process, until = psutil.Process(shell.app), time.monotonic() + seconds
-        while time.monotonic() < until:
-            shell.type(rng.choice(_KEYS))
-            time.sleep(0.05)
-            if not run.done("app: keys") % 50:
-                samples.append(sample(shell.app, folder))
-                termios.tcsetwinsize(shell.slave, (rng.randint(4, 60), rng.randint(20, 200)))
-                shell.read()
-                shell.written = b""
-            run.tried("app: keys")
-        judge(run, "app", samples)
-        shell.type("\x1b" * 8)
-        time.sleep(min(10.0, seconds / 4))
-        process.cpu_percent()
-        time.sleep(min(60.0, seconds))
-        run.figure("app: percent of a core when idle", idle := process.cpu_percent())
-        if idle >= 1:
-            run.found("app: idle", f"{idle} % of a core with no keys")
+def type_keys(run: Run, shell: Shell) -> None:
+    """Type in the app, and note what is wrong as long as it runs."""
+    rng, samples, seconds = random.Random(run.seed), list[dict[str, int]](), min(run.seconds, _HOUR)
+
+    def shown(keys: str, text: str) -> float:
+        shell.written, began = b"", time.perf_counter()
+        shell.type(keys)
+        wait_for(lambda: shell.shows(text), 120)
+        return time.perf_counter() - began
+
+    shown("", "ready")
+    shown("\x0f", "2000 turns")
+    took = shown("\r", "turn2000of2000")
+    run.figure("app: seconds to open a conversation of 2,000 turns", round(took, 2))
+    if took > 0.5:
+        run.found("app: opening", f"a conversation of 2,000 turns opens in {took:.2f} s")
+    process, until = psutil.Process(shell.app), time.monotonic() + seconds
+    while time.monotonic() < until:
+        shell.type(rng.choice(_KEYS))
+        time.sleep(0.05)
+        if not run.done("app: keys") % 50:
+            samples.append(sample(shell.app, shell.folder))
+            termios.tcsetwinsize(shell.slave, (rng.randint(4, 60), rng.randint(20, 200)))
+            shell.read()
+            shell.written = b""
+        run.tried("app: keys")
+    judge(run, "app", samples)
+    shell.type("\x1b" * 8)
+    time.sleep(min(10.0, seconds / 4))
+    process.cpu_percent()
+    time.sleep(min(60.0, seconds))
+    run.figure("app: percent of a core when idle", idle := process.cpu_percent())
+    if idle >= 1:
+        run.found("app: idle", f"{idle} % of a core with no keys")
 
 
 def body(run: Run) -> None:

@@ -9,6 +9,7 @@ import pytest
 from tests.campaigns import soak
 from tests.campaigns.campaign import Run
 from tests.conftest import needs_signals
+from tests.models.vision.tiny import qwen_folder
 
 FLAT = {"memory": 100 << 20, "threads": 9, "descriptors": 30, "cache": 0}
 
@@ -44,3 +45,12 @@ def test_soak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Memory still grows at the beginning, and a busy machine is slow.
     timely = ("clients:", "one-shot: memory", "app", "polite")
     assert [what for what in run.failures if not what.startswith(timely)] == []
+
+
+@needs_signals
+@pytest.mark.timeout(300)
+def test_an_app_that_ends_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soak, "_KEYS", ["\x11"])  # Ctrl+Q, which no run types
+    run = Run("soak", tmp_path, seed=1, seconds=120, count=0)
+    soak.app(run, qwen_folder(tmp_path / "model"), tmp_path)
+    assert "app: it ended with 0: no report" in run.failures
