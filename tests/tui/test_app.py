@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -333,3 +335,20 @@ async def test_a_covered_window_stays(dialog: Any, answer: Any) -> None:
         below.dismiss(answer)
         await until(pilot, lambda: app.screen is app.chat)
         assert found == [answer]
+
+
+async def test_a_closed_window_is_freed() -> None:
+    """With its lines, although a cache of Textual's knows it."""
+    async with running(FakeModel()) as (app, pilot):
+
+        async def opened() -> weakref.ref[Any]:
+            window = HelpScreen()
+            app.push_screen(window)
+            await until(pilot, lambda: app.screen is window and window.key_line.size.width)
+            window.key_line.render_lines(window.key_line.size.region)
+            window.dismiss()
+            return weakref.ref(window.key_line._styles_cache)
+
+        lines = await opened()
+        await until(pilot, lambda: app.screen is app.chat)
+        await until(pilot, lambda: gc.collect() >= 0 and lines() is None)
