@@ -11,6 +11,7 @@ import subprocess
 from contextlib import suppress
 
 from textual.drivers import linux_driver
+from textual.drivers._writer_thread import WriterThread
 from textual.drivers.linux_driver import LinuxDriver
 
 from localrt import system
@@ -26,7 +27,21 @@ printf '\033[<u\033[?1049l\033[?25h\033[?1004l'
 case $(stty -a <&3) in *-isig*) stty "$1" <&3 ;; esac
 """
 
+
+class Writer(WriterThread):
+    """Once the terminal is gone, it drops what is written: nobody waits in a full queue."""
+
+    def run(self) -> None:
+        """See Textual's, which fails then."""
+        with suppress(OSError, ValueError):
+            super().run()
+            return
+        while self._queue.get() is not None:
+            pass
+
+
 setattr(linux_driver, "XTermParser", PasteParser)  # noqa: B010 - what the driver makes
+setattr(linux_driver, "WriterThread", Writer)  # noqa: B010
 
 
 class RestoringDriver(LinuxDriver):
@@ -53,18 +68,8 @@ class RestoringDriver(LinuxDriver):
                 self.process_message(event)
         super().start_application_mode()  # type: ignore[no-untyped-call]
 
-    @property
-    def _writes(self) -> bool:
-        """False once the terminal is gone: nothing empties the queue, so it would fill up."""
-        return self._writer_thread is not None and self._writer_thread.is_alive()
-
-    def write(self, data: str) -> None:
-        if self._writes:
-            super().write(data)
-
     def close(self) -> None:
-        if self._writes:
-            super().close()
+        super().close()
         watcher, self._watcher = self._watcher, None
         if watcher is not None:
             watcher.communicate(b"done\n")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import pty
 import re
@@ -14,9 +16,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from textual.drivers._writer_thread import MAX_QUEUED_WRITES
 
 from localrt import History
 from localrt.tui.crash import keep_draft
+from localrt.tui.terminal import Writer
 from tests.waits import wait_for
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -168,6 +172,22 @@ def test_closed_terminal(tmp_path: Path) -> None:
         shell.close()
         assert shell.status == 129
     assert (tmp_path / DATA / "draft.txt").read_text("utf-8") == "a draft"
+
+
+def test_a_lost_terminal_holds_nobody_up() -> None:
+    """However much is still to be written."""
+    writer = Writer(Gone())
+    for _ in range(MAX_QUEUED_WRITES):
+        writer.write("x")
+    writer.start()
+    for _ in range(2 * MAX_QUEUED_WRITES):
+        writer.write("x")
+    writer.stop()
+
+
+class Gone(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(errno.EIO, "Input/output error")
 
 
 BREAKS = """
