@@ -214,15 +214,20 @@ def _started(serve: list[str], port: int, settings: Settings) -> Iterator[LocalS
 def _run_in_foreground(command: list[str], start: Start) -> int:
     """Run the program, and leave the terminal and Ctrl+C to it; return its status as shells do."""
     process: subprocess.Popen[bytes] | None = None
+    ends = False
 
     def pass_on(number: int, _: FrameType | None) -> None:
+        nonlocal ends
         # The terminal sends Ctrl+C to the program too, which may go on.
-        if number == signal.SIGTERM and process is not None:
-            process.send_signal(number)
+        ends |= number == signal.SIGTERM
+        if ends and process is not None:
+            process.terminate()
 
     before = {number: signal.signal(number, pass_on) for number in system.STOP_SIGNALS}
     try:
         process = subprocess.Popen(command, env={**os.environ, **start.variables})
+        if ends:  # the signal came while it was started
+            process.terminate()
         status = process.wait()
     finally:
         for number, handler in before.items():

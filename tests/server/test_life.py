@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 
 import localrt
-from localrt.server import generating, media
+from localrt.documents import reading
+from localrt.server import generating
 from localrt.server.models import OneModel
 from localrt.server.options import ServeOptions
 from localrt.server.service import Service
@@ -130,30 +131,32 @@ def test_disconnect_in_queue(slow: None, model: Any) -> None:
         wait_for(running.idle)
 
 
-PAPER = f"data:application/pdf;base64,{base64.b64encode(pdf('One')).decode()}"
+def asked_about(text: str) -> dict[str, Any]:
+    """The fields of a request with a PDF of this text."""
+    data = f"data:application/pdf;base64,{base64.b64encode(pdf(text)).decode()}"
+    content = [{"type": "file", "file": {"filename": "a.pdf", "file_data": data}}]
+    return {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
 
 
 def test_reading_outlives_client(
     server: Running, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A document whose client has left is still being read: no other one begins beside it."""
-    begun, go_on, read = list[bytes](), threading.Event(), media.read_document
+    begun, go_on, read = list[bytes](), threading.Event(), reading.read_document
 
     def slowly(content: bytes, **about: Any) -> Any:
         begun.append(content)
         assert go_on.wait(60)
         return read(content, **about)
 
-    monkeypatch.setattr(media, "read_document", slowly)
-    content = [{"type": "file", "file": {"filename": "a.pdf", "file_data": PAPER}}]
-    fields = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
+    monkeypatch.setattr(reading, "read_document", slowly)
     for _ in range(3):
-        raw = send(server, fields)
+        raw = send(server, asked_about("One"))
         wait_for(lambda: server.service.open_answers > 0)
         wait_for(lambda: len(begun) == 1)
         raw.close()
     with ThreadPoolExecutor(1) as threads:
-        last = threads.submit(server.chat, **fields)
+        last = threads.submit(server.chat, **asked_about("Two"))
         try:
             wait_for(lambda: server.service.open_requests == 2)
             assert server.request("POST", "/tokenize", {"prompt": "hi"})[0] == 200
