@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import nullcontext
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from localrt.chat_format.thinking import parted
 from localrt.common.errors import StorageError
@@ -22,15 +22,16 @@ from localrt.common.formatting import printable
 from localrt.common.settings import Settings
 from localrt.engine.types import Chunk, ToolCall
 from localrt.history import AnswerWriter, Conversation, History
-from localrt.history.calls import CallTurn, Decision
 from localrt.history.messages import messages_for_model
-from localrt.mcp.servers import ToolServers
-from localrt.mcp.toolbox import Toolbox
 from localrt.server.dialect import event
 from localrt.server.errors import failure, in_words
 from localrt.server.page import to_html
 from localrt.server.service import ModelRequest, Service, sent_key
 from localrt.service.live import AsyncAnswer
+
+if TYPE_CHECKING:  # they take a megabyte, and few servers' clients use tools of MCP servers
+    from localrt.history.calls import CallTurn, Decision
+    from localrt.mcp.toolbox import Toolbox
 
 _FRAME_S = 0.05  # the least time between two events
 _PATIENCE = 10  # and how many times as long as a text takes to become HTML
@@ -59,14 +60,15 @@ class Answers:
     @cached_property
     def toolbox(self) -> Toolbox:
         """The tools of the user's MCP servers, which start; for the event loop alone."""
+        from localrt.mcp.toolbox import Toolbox
+
         return Toolbox.open(self._config_dir or Settings.from_environment().config_dir)
 
     def begin(
         self, request: ModelRequest, found: Conversation, writer: AnswerWriter, rounds: int = 0
     ) -> None:
         """Let the requested model write the answer, with tools for at most ``rounds`` of calls."""
-        toolbox = self.toolbox if rounds else Toolbox(ToolServers(()))
-        one = Answer(request, found, writer, toolbox)
+        one = Answer(request, found, writer, self.toolbox if rounds else None)
         self.running[writer.turn] = one
         one.task.add_done_callback(lambda _: self.running.pop(writer.turn))
         self._tasks.add(task := asyncio.ensure_future(self._go_on(one, rounds)))
@@ -146,7 +148,11 @@ class Answer:
     """One answer while it is written, by ``task``, whose result are the calls in it."""
 
     def __init__(
-        self, request: ModelRequest, found: Conversation, writer: AnswerWriter, toolbox: Toolbox
+        self,
+        request: ModelRequest,
+        found: Conversation,
+        writer: AnswerWriter,
+        toolbox: Toolbox | None,
     ) -> None:
         self.request, self.found, self._writer, self._toolbox = request, found, writer, toolbox
         self.conversation, self.ctx = found.id, 0
@@ -200,11 +206,18 @@ class Answer:
             self._notify()
 
     def _begun(self, calls: Sequence[ToolCall]) -> list[CallTurn]:
-        turns, after, id = list[CallTurn](), self._writer.turn, self.conversation
+        turns, after, id = list["CallTurn"](), self._writer.turn, self.conversation
+        if not calls:
+            return turns
+        from localrt.history.calls import CallTurn
+        from localrt.mcp.servers import ToolServers
+        from localrt.mcp.toolbox import Toolbox
+
+        toolbox = Toolbox(ToolServers(())) if self._toolbox is None else self._toolbox
         for call in calls:
             begin = partial(self.found.answer, after=after, role="tool")
             turns.append(
-                CallTurn(self._toolbox, id, call, begin, lambda w, s, info: w.finish(s, info=info))
+                CallTurn(toolbox, id, call, begin, lambda w, s, info: w.finish(s, info=info))
             )
             after = turns[-1].turn
         return turns
@@ -212,13 +225,13 @@ class Answer:
     async def _work(self) -> None:
         request, service, writer = self.request, self.request.service, self._writer
         client, toolbox = sent_key(request.http.headers), self._toolbox
-        while toolbox.starting and not service.draining:
+        while toolbox is not None and toolbox.starting and not service.draining:
             await asyncio.sleep(_LOOK_S)
         with service.admitted():
             async with request.using() as served:
                 given = await asyncio.to_thread(self._given, bool(served.sees))
                 self.ctx = served.model.info.ctx
-                if tools := toolbox.definitions():
+                if toolbox is not None and (tools := toolbox.definitions()):
                     given["tools"] = tools
                 if served.model.adapters:
                     given["adapter"] = request.model.adapter or "none"

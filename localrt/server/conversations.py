@@ -22,7 +22,6 @@ from localrt.documents.reading import DocumentCache
 from localrt.engine.options import read_options
 from localrt.history import AnswerWriter, Conversation, ConversationInfo, History, Turn
 from localrt.history.pictures import joined_content
-from localrt.mcp.toolbox import ROUNDS
 from localrt.server.answers import Answer, Answers, Call
 from localrt.server.bodies import read_fields
 from localrt.server.dialect import EVENT_STREAM, JSON, Endpoint, Payload, listed
@@ -269,8 +268,10 @@ async def begin(request: Request) -> Response:
         return found, writer, _item(found, found.turn(writer.turn), [_HTML])
 
     found, writer, made = await asyncio.to_thread(prepare)
-    asked = ModelRequest(request, service, fields, model)
-    answers.begin(asked, found, writer, ROUNDS if fields.get("tools") else 0)
+    asked, rounds = ModelRequest(request, service, fields, model), 0
+    if fields.get("tools"):
+        from localrt.mcp.toolbox import ROUNDS as rounds  # noqa: N811 - takes memory
+    answers.begin(asked, found, writer, rounds)
     return JsonResponse(made)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import hashlib
 from functools import cache
-from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from starlette.requests import Request
@@ -58,6 +57,8 @@ async def page(request: Request) -> Response:
 @cache
 def _page() -> tuple[str, str]:
     """Return the page and its policy."""
+    from importlib.resources import files  # another one
+
     folder = files("localrt.server") / "web"
     html = (folder / "chat.html").read_text("utf-8")
     policy = "default-src 'none'; img-src data: blob:; connect-src 'self'; base-uri 'none'; "

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -163,10 +162,10 @@ class StoreCheckpoint:
         self.generation_config: Mapping[str, object] = self.manifest.generation_config
         self._verify = Verifier(path, enabled=verify)
         for name, digest in self.manifest.texts.items() if verify else ():
-            with closing(RangedFile(path / name)) as file:
-                if hashlib.sha256(file.read(0, file.size).data).hexdigest() != digest:
+            with (path / name).open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != digest:
                     raise CheckpointError(
-                        f"{file.path} is damaged: copy or quantize the model again"
+                        f"{path / name} is damaged: copy or quantize the model again"
                     )
         self._held: tuple[StoredUnit, UnitMemory] | None = None
         self._files: dict[str, RangedFile] = {}
