@@ -47,7 +47,7 @@ def test_a_first_run_answers_under_a_limit_of_exactly_the_budget(
         found = re.search(r"give it at least \d+ MB of RAM \(--ram (\d+)MB\)", refused.stderr)
         assert found, refused.stderr
         megabytes = int(found[1])
-        assert megabytes <= 115
+        assert megabytes <= 117  # of which the confined process of templates takes 12
     try:
         limit = MemoryLimit.create(int(megabytes) * 1_000_000)
     except LocalrtError as error:
