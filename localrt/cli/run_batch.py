@@ -84,7 +84,7 @@ def parse_prompts(text: str, name: str) -> list[BatchPrompt]:
 def _object(line: str) -> dict[str, object] | None:
     """Parse a line as a JSON object, without checking its keys; None if it is text."""
     if line.lstrip().startswith("{"):
-        with suppress(ValueError, RecursionError):
+        with suppress(ValueError):
             value = parse_json(line)
             return value if isinstance(value, dict) else None
     return None

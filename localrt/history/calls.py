@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, Literal
 
+from localrt.common.files import parse_json
 from localrt.engine.types import ToolCall
 from localrt.history.database import AnswerWriter
 from localrt.mcp.config import ToolResult
@@ -91,7 +92,7 @@ def call_line(info: Mapping[str, object]) -> str:
     """
     arguments = str(info.get("arguments", ""))
     try:
-        arguments = json.dumps(json.loads(arguments), ensure_ascii=False)
-    except (ValueError, RecursionError):
+        arguments = json.dumps(parse_json(arguments), ensure_ascii=False)
+    except ValueError:
         arguments = " ".join(arguments.split())
     return f"{info.get('title') or info.get('name') or 'tool'} {arguments}".rstrip()

@@ -41,7 +41,7 @@ from localrt.server.media import with_pictures
 from localrt.server.models import ServedModel
 from localrt.server.service import ModelRequest, sent_key
 from localrt.service.arguments import joined
-from localrt.service.live import AsyncAnswer, in_thread
+from localrt.service.live import AsyncAnswer, run_to_end
 
 T = TypeVar("T")
 
@@ -134,7 +134,7 @@ async def rendered(
             model_request.using() as served,
             with_pictures(call.prompts, model_request.service, sees=served.sees) as (given,),
         ):
-            return await in_thread(lambda: work(served.model, given))
+            return await run_to_end(lambda: work(served.model, given))
 
     with model_request.service.admitted():
         return await until_gone(model_request.http, run())

@@ -20,7 +20,7 @@ from localrt.models.vision.picture import MOST_BYTES
 from localrt.server.errors import invalid
 from localrt.server.messages import DOCUMENT, Media, Mixed, Pieces
 from localrt.server.service import Service
-from localrt.service.live import in_thread
+from localrt.service.live import run_to_end
 
 Prompt = Mapping[str, Any]
 
@@ -45,7 +45,7 @@ async def with_pictures(
     if documents:
         async with service.seeing:
             kept = service.documents
-            read = await in_thread(lambda: [_read(one, kept, sees) for one in documents])
+            read = await run_to_end(lambda: [_read(one, kept, sees) for one in documents])
         texts = dict(zip(map(id, documents), read, strict=True))
 
         def with_texts(content: Mixed) -> Mixed:
@@ -75,7 +75,7 @@ async def with_pictures(
         fetched = await _fetched(sources, service, take)
         async with service.seeing:
             decoded: list[bytes] = []  # not the task's result: its reference cycle would live on
-            await in_thread(lambda: decoded.extend(_decoded(sources, fetched)))
+            await run_to_end(lambda: decoded.extend(_decoded(sources, fetched)))
             pictures = iter(decoded)
             yield [_shown(prompt, lambda one: _parts(one, pictures)) for prompt in prompts]
     finally:

@@ -137,9 +137,9 @@ class LiveModel(Closing):
 
         try:
             if _characters(prompt, *map(options.get, _READ)) > _LONG_PROMPT:
-                answer = await in_thread(partial(_giving_way, submit), self._long_prompts)
+                answer = await run_to_end(partial(_giving_way, submit), self._long_prompts)
             else:
-                answer = await in_thread(submit)
+                answer = await run_to_end(submit)
             return AsyncAnswer(answer, ready)
         except asyncio.CancelledError:
             cancel.set()  # the thread has queued it
@@ -229,7 +229,7 @@ class AsyncAnswer(AsyncIterator[Chunk]):
         self._answer.cancel()
 
 
-async def in_thread(work: Callable[[], T], threads: ThreadPoolExecutor | None = None) -> T:
+async def run_to_end(work: Callable[[], T], threads: ThreadPoolExecutor | None = None) -> T:
     """Return the result of ``work``, computed in a thread. If that is cancelled, it ends once the
     thread has: until then, the memory that ``work`` takes is in use.
     """
