@@ -10,8 +10,10 @@ import tempfile
 import termios
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 
@@ -53,8 +55,21 @@ def judge(run: Run, case: str, samples: list[dict[str, int]]) -> None:
             run.found(case, f"{name} has grown from {before:,.0f} to {after:,.0f}")
 
 
+def polite(place: Place, until: float, pause: float) -> list[Reply]:
+    """Ask for short answers until then."""
+    replies: list[Reply] = []
+    while time.monotonic() < until:
+        said = [{"role": "user", "content": f"{len(replies)}: what is this?"}]
+        body = {"messages": said, "max_tokens": 8, "ignore_eos": True, "stream": True}
+        replies.append(Client().send(place, Request("/chat/completions", body), "interactive"))
+        time.sleep(pause)
+    return replies
+
+
 def clients(run: Run, pid: int, port: int, folder: Path) -> None:
-    """Clients misbehave beside a polite one, which was alone for a tenth of the time."""
+    """Clients misbehave beside a polite one, which was alone for a tenth of the time. That one is a
+    process of its own, so that it does not wait for the others' threads.
+    """
     seconds, over, lock = min(run.seconds, _HOUR), threading.Event(), threading.Lock()
     place = Place(read_address(f"http://127.0.0.1:{port}"), "model")
 
@@ -63,15 +78,6 @@ def clients(run: Run, pid: int, port: int, folder: Path) -> None:
             run.tried(f"client: {who}")
             if bad and not over.is_set():
                 run.found(f"client: {who}", bad)
-
-    def polite(until: float) -> list[Reply]:
-        replies: list[Reply] = []
-        while time.monotonic() < until and not over.wait(min(1.0, seconds / 100)):
-            said = [{"role": "user", "content": f"{len(replies)}: what is this?"}]
-            body = {"messages": said, "max_tokens": 8, "ignore_eos": True, "stream": True}
-            replies.append(Client().send(place, Request("/chat/completions", body), "interactive"))
-            note("polite", replies[-1].error or "")
-        return replies
 
     def misbehave(number: int) -> None:
         rng, most = random.Random(f"{run.seed} client {number}"), min(40.0, seconds / 4)
@@ -85,10 +91,12 @@ def clients(run: Run, pid: int, port: int, folder: Path) -> None:
 
     page(random.Random(), port)  # opens the conversations
     began, samples = time.monotonic(), [sample(pid, folder)]
-    alone = polite(began + seconds / 10)
-    with ThreadPoolExecutor(_CLIENTS + 1) as pool:
+    own = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+    with own as process, ThreadPoolExecutor(_CLIENTS) as pool:
+        asks = partial(process.submit, polite, place, pause=min(1.0, seconds / 100))
+        alone = asks(until=began + seconds / 10).result()
         try:
-            beside = pool.submit(polite, began + seconds)
+            beside = asks(until=began + seconds)
             others = [pool.submit(misbehave, number) for number in range(_CLIENTS)]
             while not beside.done():
                 samples.append(sample(pid, folder))
@@ -96,6 +104,10 @@ def clients(run: Run, pid: int, port: int, folder: Path) -> None:
         finally:
             over.set()
     assert not any(each.exception() for each in others)
+    for reply in (*alone, *beside.result()):
+        run.tried("client: polite")
+        if reply.error:
+            run.found("client: polite", reply.error)
     judge(run, "clients", samples)
     for name in ("ttft_s", "end_s"):
         both = [[getattr(one, name) or 0.0 for one in each] for each in (alone, beside.result())]
