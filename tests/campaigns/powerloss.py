@@ -38,7 +38,7 @@ _SECTOR = 512
 _SECONDS = 120  # the longest that a start may take
 _MADE_AGAIN = {"saving kv caches", "indexing documents"}  # so a power cut may lose them
 # Files with other bytes each time, and the name of a branch, without which a snapshot is found too.
-_VARIES = re.compile(r"said|.*\.(db|lock)|kv/.*|.*/refs/main")
+_VARIES = re.compile(r"said|.*\.(db|lock)|kv/.*|cache/checked\.json|.*/refs/main")
 _MAY_STAY = re.compile(r".*\.lock|.*/manifest\.partial\.json|kv/.*")  # one a file, or limited
 
 
