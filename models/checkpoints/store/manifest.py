@@ -167,7 +167,7 @@ def read_manifest(path: Path) -> Manifest:
     version = fields.whole(_VERSION_KEY)
     if version != STORE_VERSION or fields.text("layout") != LAYOUT:
         raise UnsupportedModelError(
-            f"{path.parent} is a store of version {version} ({fields.text('layout')}); this "
+            f"{path.parent} is a store of version {version} ({fields.text('layout'):.60}); this "
             f"localrt reads version {STORE_VERSION} ({LAYOUT}): update localrt, or quantize again"
         )
     try:
@@ -271,7 +271,9 @@ def _tensor(fields: _Fields) -> UnitTensor:
         raise fields.error(f"tensor {name!r:.80} has a bracket in its name")
     format_ = FORMATS.get(fields.text("format"))
     if format_ is None:
-        raise fields.error(f"tensor {name!r:.80} has the unknown format {fields.text('format')!r}")
+        raise fields.error(
+            f"tensor {name!r:.80} has the unknown format {fields.text('format')!r:.60}"
+        )
     shape = fields.of("shape", list)
     if not all(type(axis) is int and 0 < axis < _LARGEST for axis in shape):
         raise fields.error(f"tensor {name!r:.80} has the shape {shape!r:.60}")
