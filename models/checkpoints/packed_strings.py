@@ -7,7 +7,6 @@ Knows UTF-8 and offsets, not what the strings mean.
 from __future__ import annotations
 
 import struct
-from array import array
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
 
@@ -16,6 +15,34 @@ import numpy.typing as npt
 
 _U64 = struct.Struct("<Q")
 _AT_ONCE = 1 << 14  # strings at a time, to bound numpy's temporary arrays
+_WINDOW = 1 << 16  # bytes at a time
+_FAR = 1 << 60  # bytes, more than a file can have
+
+
+def prefixed_offsets(data: npt.NDArray[np.uint8], count: int) -> npt.NDArray[np.uint64]:
+    """Return where each of ``count`` strings in ``data`` begins, which its length in eight bytes
+    precedes, and the end of the last, which may be outside; fewer if ``data`` ends before.
+    """
+    parts, at, left, length_at = [np.zeros(1, np.uint64)], 0, count, _U64.unpack_from
+    while left and at + 8 <= len(data):
+        window = data[at : at + _WINDOW]
+        # Most lengths are less than 256, and seven zero bytes are seldom elsewhere. If each place
+        # like this is where the one before says, they are the lengths, and all of them.
+        zeros = np.flatnonzero(window == 0)
+        begins = zeros[:-6][zeros[6:] - zeros[:-6] == 6][:left] - 1
+        ends = begins + window[begins] + 8
+        if not len(begins) or begins[0] != 0 or np.any(begins[1:] != ends[:-1]):
+            here, found = 0, list[int]()
+            while len(found) < left and here + 8 <= len(window):
+                here += 8 + min(length_at(window, here)[0], _FAR)
+                found.append(here)
+            ends = np.array(found, np.uint64)
+        if not len(ends):
+            break
+        parts.append(ends.astype(np.uint64) + np.uint64(at))
+        left -= len(ends)
+        at += int(ends[-1])
+    return np.concatenate(parts)
 
 
 class PackedStrings:
@@ -41,12 +68,7 @@ class PackedStrings:
     @classmethod
     def from_prefixed(cls, data: npt.NDArray[np.uint8], count: int) -> PackedStrings:
         """Pack ``count`` strings that fill ``data``, each preceded by its length in eight bytes."""
-        ends = array("Q", [0])
-        at, view, length_at = 0, data.data, _U64.unpack_from
-        for _ in range(count):
-            at += 8 + length_at(view, at)[0]
-            ends.append(at)
-        offsets = np.frombuffer(ends, np.uint64)
+        offsets = prefixed_offsets(data, count)
         parts = []
         for start in range(0, count, _AT_ONCE):
             stop = min(start + _AT_ONCE, count)

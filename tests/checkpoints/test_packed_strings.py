@@ -7,6 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from localrt.models.checkpoints import packed_strings
 from localrt.models.checkpoints.packed_strings import PackedStrings
 
 any_text = st.text(max_size=6)
@@ -32,6 +33,23 @@ def test_prefixed_strings(strings: list[bytes]) -> None:
     data = b"".join(struct.pack("<Q", len(text)) + text for text in strings)
     packed = PackedStrings.from_prefixed(np.frombuffer(data, np.uint8), len(strings))
     assert list(packed) == [text.decode(errors="replace") for text in strings]
+
+
+@given(
+    st.lists(st.text("\0\1a", max_size=9).map(str.encode) | st.just(b"a" * 300), max_size=40),
+    st.integers(8, 400),
+    st.integers(0, 3000),
+)
+def test_offsets_are_those_of_each_length(strings: list[bytes], window: int, cut: int) -> None:
+    """Also of lengths and zeros that look like another, and of data that ends too soon."""
+    data = b"".join(struct.pack("<Q", len(text)) + text for text in strings)[:cut]
+    offsets, count = [0], len(strings)
+    while len(offsets) <= count and offsets[-1] + 8 <= len(data):
+        offsets.append(offsets[-1] + 8 + len(strings[len(offsets) - 1]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed_strings, "_WINDOW", window)
+        found = packed_strings.prefixed_offsets(np.frombuffer(data, np.uint8), count)
+    assert found.tolist() == offsets
 
 
 def test_many_strings() -> None:

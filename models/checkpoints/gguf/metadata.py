@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.common.errors import CheckpointError
-from localrt.models.checkpoints.packed_strings import PackedStrings
+from localrt.models.checkpoints.packed_strings import PackedStrings, prefixed_offsets
 from localrt.models.tensor_source import RangedFile
 
 _U64 = struct.Struct("<Q")
@@ -73,21 +73,12 @@ class GgufCursor:
         self.position += count
 
     def skip_strings(self, count: int, what: str) -> None:
-        """Skip ``count`` length-prefixed strings; a vocabulary takes tens of milliseconds."""
-        length_at = _U64.unpack_from
+        """Skip ``count`` length-prefixed strings."""
         while count:
             at = self._reach(8, what)
-            window = self._window
-            done = 0
-            try:
-                for done in range(count):  # noqa: B007 - read after the loop
-                    at += 8 + length_at(window, at)[0]
-                done = count
-            except (struct.error, OverflowError):
-                pass  # the next length is outside the buffer, or outside the file
-            count -= done
-            self.position = self._window_start
-            self.skip(at, what)
+            ends = prefixed_offsets(np.frombuffer(self._window, np.uint8)[at:], count)
+            count -= len(ends) - 1
+            self.skip(int(ends[-1]), what)
 
     def check_count(self, count: int, smallest: int, most: int, what: str) -> None:
         """Raise if the file cannot hold ``count`` items of at least ``smallest`` bytes."""
