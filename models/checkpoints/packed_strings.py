@@ -34,7 +34,7 @@ def prefixed_offsets(data: npt.NDArray[np.uint8], count: int) -> npt.NDArray[np.
         if not len(begins) or begins[0] != 0 or np.any(begins[1:] != ends[:-1]):
             here, found = 0, list[int]()
             while len(found) < left and here + 8 <= len(window):
-                here += 8 + min(length_at(window, here)[0], _FAR)
+                here += 8 + min(length_at(window.data, here)[0], _FAR)
                 found.append(here)
             ends = np.array(found, np.uint64)
         if not len(ends):
