@@ -115,6 +115,8 @@ def run(args: argparse.Namespace) -> int:
     if args.batch is not None:
         if args.suffix is not None:
             raise OptionError("--suffix fills in one text: leave out --batch")
+        if args.embedder is not None:
+            raise OptionError("--embedding-model searches files: leave out --batch")
         return run_batch(args)
     if args.batch_size is not None:
         raise OptionError("--batch-size needs --batch FILE")

@@ -246,8 +246,9 @@ def test_embedding_model(tiny_folder: Path, tmp_path: Path, home: dict[str, str]
     assert "pieces: a search found none" in told
     told = localrt(*words, "--embedding-model", tmp_path, env=home).stderr.decode()
     assert "pieces found by the message" in told
-    alone = (*words[:-2], "--embedding-model", tmp_path)
-    assert_one_line(localrt(*alone, env=home), 2, "--embedding-model searches files")
+    for more in ((), ("--batch", long)):
+        alone = (*words[:-2], "--embedding-model", tmp_path, *more)
+        assert_one_line(localrt(*alone, env=home), 2, "--embedding-model searches files")
     for command in (words, ("chat", *words[1:2], "--plain")):
         result = localrt(*command, "--embedding-model", tiny_folder, env=home)
         assert_one_line(result, 2, "is no embedding model")
