@@ -205,9 +205,29 @@ class _NewerError(Exception):
     """The file's schema has a later version number."""
 
 
+class _Connection(sqlite3.Connection):
+    """SQLite refuses unpaired surrogates, which JSON may hold: each is U+FFFD here."""
+
+    def execute(self, query: str, values: Any = ()) -> sqlite3.Cursor:
+        try:
+            return super().execute(query, values)
+        except UnicodeEncodeError:
+            return super().execute(query, [_paired(value) for value in values])
+
+
+def _paired(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def _connected(path: Path | str) -> sqlite3.Connection:
     connection = sqlite3.connect(
-        path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
+        path,
+        timeout=_BUSY_SECONDS,
+        isolation_level=None,
+        check_same_thread=False,
+        factory=_Connection,
     )
     connection.row_factory = sqlite3.Row
     connection.execute("PRAGMA foreign_keys = ON")

@@ -116,6 +116,18 @@ def test_search(history: History) -> None:
     assert len(found.snippet) < 100
 
 
+def test_half_characters(history: History) -> None:
+    """JSON may hold them, UTF-8 cannot: nothing is lost but they."""
+    chat = history.new(model="m\ud800")
+    chat.add("user", "cut \ud83d off", info={"note": "\ud800"})
+    with chat.answer() as writer:
+        writer.write("so \udfff it is")
+    chat.set(title="\ud83d\ude00 \ud83d")
+    assert [turn.content for turn in chat.turns] == ["cut \ufffd off", "so \ufffd it is"]
+    assert chat.title == "\U0001f600 \ufffd"
+    assert history.list("off \ud800")
+
+
 def test_empty_conversation(history: History) -> None:
     talk = history.new(model="m")
     assert history.list() == []
