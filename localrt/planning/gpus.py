@@ -223,7 +223,7 @@ def other_gpu(text: str, memory_bytes: int | None = None) -> OtherGpu | None:
     if re.search(OTHERS, text, re.IGNORECASE) is None or find_gpu(text) is not None:
         return None
     words = _words(re.sub(r"mac(?:book)?\s*(?:air|pro)\b", "", text, flags=re.IGNORECASE))
-    sizes = [int(word.removesuffix("gb")) for word in words if re.fullmatch(r"\d+gb", word)]
+    sizes = [int(word.removesuffix("gb")) for word in words if re.fullmatch(r"\d{1,6}gb", word)]
     gib = sizes[0] if sizes else memory_bytes and round(memory_bytes / (1 << 30))
     found: list[tuple[int, int, int, int]] = []
     for row in _OTHER_ROWS.split(","):
