@@ -117,8 +117,14 @@ def mix_table(record: Record) -> str:
 
 
 def reliability_table(record: Record) -> str:
-    """The cases of a campaign: how often each was tried, how often it failed, what was measured."""
-    rows = [[name, f"{row['count']:,}", str(row["found"])] for name, row in record["cases"].items()]
+    """The cases of a campaign: how often each was tried, how often it failed, what was measured.
+    Those that are alike before a comma are one row.
+    """
+    sums: dict[str, list[int]] = {}
+    for name, row in record["cases"].items():
+        total = sums.setdefault(name.partition(", ")[0], [0, 0])
+        total[:] = total[0] + row["count"], total[1] + row["found"]
+    rows = [[name, f"{count:,}", str(found)] for name, (count, found) in sums.items()]
     table = markdown_table(["case", "tries", "failed"], rows)
     if figures := record["figures"]:
         named = [[name, str(value)] for name, value in figures.items()]
