@@ -388,13 +388,20 @@ test_an_interrupt_keeps_the_text_and_exits_130 = pytest.mark.real(
 )
 
 
-@pytest.mark.parametrize("command", ["--help", "list", "doctor --quick"])
-def test_cheap_commands_import_nothing_heavy(command: str, home: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("command", "used"),
+    [("--help", set()), ("list", set()), ("doctor --quick", set()), ("run MODEL hi", {"numpy"})],
+)
+def test_commands_import_nothing_heavy(
+    command: str, used: set[str], tiny_folder: Path, home: dict[str, str]
+) -> None:
+    """No command waits for what another needs."""
+    words = command.replace("MODEL", str(tiny_folder)).split()
+    heavy = {"torch", "numpy", "transformers", "llama_cpp", "huggingface_hub", "textual", "httpx2"}
     code = (
         "import sys\nfrom localrt.cli import main\n"
-        f"try: main({command.split()!r})\nexcept SystemExit: pass\n"
-        "heavy = {'torch', 'numpy', 'transformers', 'llama_cpp', 'huggingface_hub', 'textual'}\n"
-        "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
+        f"try: main({words!r})\nexcept SystemExit: pass\n"
+        f"assert not {heavy - used!r} & {{*sys.modules}}, {heavy!r} & {{*sys.modules}}"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env=home, capture_output=True)
 
