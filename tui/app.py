@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -204,9 +203,6 @@ class ChatApp(App[None]):
             self.chat.composer.put(draft)
         for number in () if self.is_headless else system.LOGOUT_SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, self._end, number)
-        if self.is_web:  # the server may be killed
-            server = os.getppid()
-            self.set_interval(1.0, lambda: None if os.getppid() == server else self.exit())
 
     def _resume(self) -> None:
         try:
