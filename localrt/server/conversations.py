@@ -257,21 +257,21 @@ async def begin(request: Request) -> Response:
     _owned(request, tools=bool(fields.get("tools")))
     model = service.models.find(fields.get("model"))
 
-    def prepare() -> tuple[Conversation, AnswerWriter, Payload]:
+    def prepare() -> tuple[Conversation, AnswerWriter, Payload, int]:
         found = _open(answers.history, request)
         last = found.turns[-1:]
         asked = _turn(found, fields["after"]) if fields.get("after") else last[0] if last else None
         if asked is None or asked.role == "assistant" or asked.state == "writing":
             raise invalid("there is no message to answer: add one", "after")
         found.set(model=model.name)
+        rounds = 0
+        if fields.get("tools") and found.options.get("tool_choice") != "none":
+            from localrt.mcp.toolbox import ROUNDS as rounds  # noqa: N811 - takes memory
         writer = found.answer(after=asked.id)
-        return found, writer, _item(found, found.turn(writer.turn), [_HTML])
+        return found, writer, _item(found, found.turn(writer.turn), [_HTML]), rounds
 
-    found, writer, made = await asyncio.to_thread(prepare)
-    asked, rounds = ModelRequest(request, service, fields, model), 0
-    if fields.get("tools"):
-        from localrt.mcp.toolbox import ROUNDS as rounds  # noqa: N811 - takes memory
-    answers.begin(asked, found, writer, rounds)
+    found, writer, made, rounds = await asyncio.to_thread(prepare)
+    answers.begin(ModelRequest(request, service, fields, model), found, writer, rounds)
     return JsonResponse(made)
 
 

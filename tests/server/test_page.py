@@ -315,6 +315,7 @@ def test_pictures_and_files(visit: Any, file: Path, tmp_path: Path) -> None:
 def test_options(visit: Any, script: Script, file: Path) -> None:
     page = visit()
     page.get_by_role("button", name="Options").click()
+    expect(page.get_by_role("checkbox", name="tools")).to_be_hidden()  # there are none
     page.get_by_label("System prompt").fill("Be brief.")
     page.get_by_label("Most tokens of an answer").fill("4")
     page.get_by_label("Thinking").select_option("off")

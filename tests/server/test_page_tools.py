@@ -141,6 +141,42 @@ def test_always_in_this_chat(visit: Any, script: Script, made: Any) -> None:
     assert len(made) == 2
 
 
+@pytest.mark.parametrize("before", [True, False], ids=["new", "begun"])
+def test_tools_can_be_switched_off(
+    visit: Any, script: Script, file: Path, made: Any, before: bool
+) -> None:
+    """For a chat, before it begins or later, and on again."""
+    page = visit()
+    if not before:
+        script.say("Hello.")
+        send(page, "Hi")
+        expect(ended(page).locator(".body")).to_have_text("Hello.")
+    expect(page.locator("#tools-list")).to_contain_text("tests: ready")
+    switch = page.get_by_role("checkbox", name="Use tools")
+
+    def set_switch(checked: bool) -> None:
+        page.get_by_role("button", name="Options").click()
+        expect(switch).to_be_checked(checked=not checked)
+        switch.focus()
+        page.keyboard.press("Space")
+        page.keyboard.press("Enter")
+        expect(switch).to_be_hidden()
+
+    set_switch(False)
+    call = call_of("add", a=2, b=3)
+    script.say(call)
+    send(page, "Go")
+    expect(ended(page).locator(".body")).to_contain_text('"name": "add"')
+    *_, last = turns(file)
+    assert (last.content, last.info.get("tool_calls"), made) == (call, None, [])
+    page.reload()
+    set_switch(True)
+    ask(page, script, call).get_by_role("button", name="Allow once").click()
+    expect(answer(page).locator(".body")).to_have_text("So it is.")
+    ended(page)
+    assert made == [{"a": 2, "b": 3}]
+
+
 @pytest.mark.parametrize("allowed", [False, True], ids=["question", "run"])
 def test_stop_ends_it(visit: Any, script: Script, file: Path, made: Any, allowed: bool) -> None:
     page = visit()

@@ -214,6 +214,7 @@ function draw(end = false) {
   $("earlier").hidden = !chat.more;
   $("welcome").hidden = Boolean(chat.id);
   $("delete").hidden = !chat.id;
+  $("options-open").disabled = Boolean(chat.id && !chat.about); // not known yet
   showUsed();
   if (end || wasAtEnd) toEnd();
 }

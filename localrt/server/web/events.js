@@ -48,6 +48,7 @@ document.querySelector(".skip").addEventListener("click", (event) => {
   $("message").focus();
 });
 $("options-open").addEventListener("click", openOptions);
+$("options-cancel").addEventListener("click", () => $("options").close());
 $("options-save").addEventListener("click", async (event) => {
   event.preventDefault();
   if (!$("options").querySelector("form").reportValidity()) return;

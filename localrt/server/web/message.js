@@ -156,6 +156,7 @@ function openOptions() {
   form.temperature.value = options.temperature ?? "";
   form.max_tokens.value = options.max_tokens ?? "";
   form.thinking.value = options.thinking == null ? "" : String(options.thinking);
+  form.tools.checked = options.tool_choice !== "none";
   $("options-error").textContent = "";
   $("delete").textContent = "Delete this chat";
   $("options").showModal();
@@ -171,7 +172,10 @@ async function saveOptions() {
     max_tokens: number(form.max_tokens),
     thinking: thinking === undefined ? form.thinking.value : thinking,
   };
-  const changes = { instructions: form.instructions.value, options: { ...chat.about?.options, ...own } };
+  const options = { ...chat.about?.options, ...own };
+  if (!form.tools.checked) options.tool_choice = "none";
+  else if (options.tool_choice === "none") options.tool_choice = null;
+  const changes = { instructions: form.instructions.value, options };
   if (chat.id) {
     chat.about = await post(here(), { ...changes, metadata: { title: form.elements.title.value.trim() } });
     await list();
