@@ -11,23 +11,24 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import httpx2
+from typing import Any, NamedTuple
 
 from benchmarks.common.command import cited_command, find_model, make_parser
 from benchmarks.common.memory_limit import MemoryLimit, drop_from_cache
 from benchmarks.common.record import Record, Results, captioned, markdown_table
+from localrt.bench.mix.apps import Request
+from localrt.bench.mix.client import Client, Place, Reply
+from localrt.bench.mix.servers import Running, start
+from localrt.client.model import list_remote
+from localrt.client.servers import Address
+from localrt.common.errors import LocalrtError
 from localrt.common.formatting import format_bytes
 from localrt.common.helpers import localrt_command
 from localrt.common.settings import Settings
@@ -69,7 +70,7 @@ _TOOLS = [
         "find_text": "Find lines with a text.",
     }.items()
 ]
-_START_S, _ANSWER_S = 300, 900
+_ANSWER_S = 900
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,104 +82,52 @@ class Setting:
     folder: Path
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """An answer, the seconds to its first and last token, and the prompt tokens it had to read."""
-
-    text: str
-    first_s: float
-    seconds: float
-    read: int
-    tokens: int
-
-    @property
-    def tok_s(self) -> float:
-        """Tokens per second after the first."""
-        return (self.tokens - 1) / max(self.seconds - self.first_s, 1e-9)
-
-
-class Server:
-    """A running server."""
-
-    def __init__(self, origin: str, process: subprocess.Popen[bytes]) -> None:
-        # A connection for each request: llama-server may end a kept one at any time.
-        limits = httpx2.Limits(max_keepalive_connections=0)
-        self._client = httpx2.Client(
-            base_url=origin, timeout=_ANSWER_S, trust_env=False, limits=limits
-        )
-        self._process = process
-
-    def names(self) -> list[str]:
-        """The models that it lists."""
-        return [model["id"] for model in self._client.get("/v1/models").json()["data"]]
-
-    def ask(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> Answer:
-        """Greedy answer, streamed."""
-        body = {"messages": messages, "temperature": 0, "stream": True, **fields}
-        body = {"model": "model", "stream_options": {"include_usage": True}, **body}
-        start, first, text = time.perf_counter(), None, ""
-        usage: dict[str, Any] = {}
-        with self._client.stream("POST", "/v1/chat/completions", json=body) as response:
-            if response.status_code != 200:
-                raise httpx2.HTTPError(f"{response.status_code}: {response.read()[:200]!r}")
-            for line in response.iter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                event = json.loads(line[6:])
-                usage = event.get("usage") or usage
-                for choice in event.get("choices", ()):
-                    delta = choice["delta"]
-                    new = (delta.get("reasoning_content") or "") + (delta.get("content") or "")
-                    if new and first is None:
-                        first = time.perf_counter() - start
-                    text += new
-        seconds = time.perf_counter() - start
-        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-        read = usage["prompt_tokens"] - cached
-        return Answer(text, first or seconds, seconds, read, usage["completion_tokens"])
-
-    def wait(self) -> None:
-        """Wait until it is ready."""
-        until = time.monotonic() + _START_S
-        while time.monotonic() < until and self._process.poll() is None:
-            with suppress(httpx2.HTTPError):
-                if self._client.get("/health", timeout=2).status_code == 200:
-                    return
-            time.sleep(0.1)
-        raise httpx2.HTTPError("it did not start")
-
-    def close(self) -> None:
-        """End it as Ctrl+C does."""
-        self._client.close()
-        self._process.terminate()
-        try:
-            self._process.wait(60)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-
 @contextmanager
-def serving(peer: str, words: Sequence[str], setting: Setting, limit: int = 0) -> Iterator[Server]:
+def serving(peer: str, words: Sequence[str], setting: Setting, limit: int = 0) -> Iterator[Address]:
     """``peer`` with the options ``words``, within ``limit`` bytes of memory if not 0."""
-    with socket.create_server(("127.0.0.1", 0)) as bound:
-        port = str(bound.getsockname()[1])
+    command = [str(setting.program), *words]
     if peer == "localrt":
-        command = localrt_command("serve", *words, "--quiet", "--port", port)
-    else:
-        command = [str(setting.program), *words, "--port", port]
+        command = localrt_command("serve", *words, "--quiet")
     with ExitStack() as stack:
-        group = MemoryLimit.create(limit) if limit else None
-        log = stack.enter_context((setting.folder / f"{peer}.log").open("ab"))
-        if group is not None:
+        if limit:
+            try:
+                group = MemoryLimit.create(limit)
+            except LocalrtError as error:  # which says nothing about the peer
+                raise SystemExit(f"localrt: {error}") from None
             stack.callback(group.remove)
             join = f'echo $$ > "{group.processes}"; exec "$@"'
             command = ["sh", "-c", join, "sh", *command]
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-        server = Server(f"http://127.0.0.1:{port}", process)
-        stack.callback(server.close)
-        server.wait()
-        yield server
+        yield start(stack, Running(), peer, command)
+
+
+def ask(
+    server: Address,
+    asked: str | Sequence[Mapping[str, Any]],
+    *,
+    model: str = "model",
+    **fields: Any,
+) -> Reply:
+    """Greedy answer to a question or to messages, streamed.
+
+    Raises:
+        LocalrtError: there is none.
+    """
+    messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+    body = {"messages": messages, "temperature": 0, "stream": True, **fields}
+    body["stream_options"] = {"include_usage": True}
+    request = Request("/chat/completions", body, give_up_s=_ANSWER_S)
+    reply = Client().send(Place(server, model), request, "interactive")
+    if reply.error or reply.cancelled:
+        raise LocalrtError(reply.error or f"no answer within {_ANSWER_S} s")
+    return reply
+
+
+def _reading(replies: Sequence[Reply]) -> Record:
+    """The prompt tokens that had to be read, and the seconds to the first token."""
+    return {
+        "read": sum((reply.prompt_tokens or 0) - reply.cached_tokens for reply in replies),
+        "first_s": statistics.median(reply.ttft_s or reply.end_s for reply in replies),
+    }
 
 
 # -- the claims ------------------------------------------------------------------------------------
@@ -204,18 +153,13 @@ def agents_day(peer: str, setting: Setting) -> Record:
                     *messages[11:],
                 ]
             messages.append({"role": "user", "content": f"{turn}: {question}"})
-            title = [{"role": "user", "content": f"Give a title of three words to: {question}"}]
-            server.ask(title, max_tokens=1)
+            ask(server, f"Give a title of three words to: {question}", max_tokens=1)
             for step in range(3):
-                answers.append(server.ask(messages, tools=_TOOLS, max_tokens=1))
+                answers.append(ask(server, messages, tools=_TOOLS, max_tokens=1))
                 if step < 2:
                     messages += _tool_call(f"call{turn}{step}", f"a{step}.py")
             messages.append({"role": "assistant", "content": f"Done with {turn}."})
-    later = answers[1:]
-    return {
-        "read": sum(answer.read for answer in later),
-        "first_s": statistics.median(answer.first_s for answer in later),
-    }
+    return _reading(answers[1:])
 
 
 def _tool_call(name: str, path: str) -> list[dict[str, Any]]:
@@ -237,13 +181,10 @@ def restarts(peer: str, setting: Setting) -> Record:
     answers = []
     for turn in range(3):
         with serving(peer, words[peer], setting) as server:
-            answers.append(server.ask(messages, max_tokens=8))
+            answers.append(ask(server, messages, max_tokens=8))
         messages.append({"role": "assistant", "content": answers[-1].text})
         messages.append({"role": "user", "content": QUESTIONS[turn]})
-    return {
-        "read": sum(answer.read for answer in answers[1:]),
-        "first_s": statistics.median(answer.first_s for answer in answers[1:]),
-    }
+    return _reading(answers[1:])
 
 
 def draft_fits(peer: str, setting: Setting, limit: int = 1_300_000_000) -> Record:
@@ -270,13 +211,10 @@ def _rate(peer: str, words: Sequence[str], setting: Setting, limit: int) -> Reco
     drop_from_cache([find_model("qwen1.5b"), find_model("qwen0.5b")])
     try:
         with serving(peer, words, setting, limit) as server:
-            rates = []
-            for question in QUESTIONS[:6]:
-                answer = server.ask([{"role": "user", "content": question}], max_tokens=24)
-                rates.append(answer.tok_s)
-    except httpx2.HTTPError as error:
+            replies = [ask(server, question, max_tokens=24) for question in QUESTIONS[:6]]
+    except LocalrtError as error:
         return {"failed": str(error)[:200]}
-    return {"tok_s": statistics.median(rates[1:])}
+    return {"tok_s": statistics.median(1 / (reply.tpot_s or 1e9) for reply in replies[1:])}
 
 
 def three_models(peer: str, setting: Setting, limit: int = 1_500_000_000) -> Record:
@@ -295,15 +233,13 @@ def three_models(peer: str, setting: Setting, limit: int = 1_500_000_000) -> Rec
     failed = ""
     try:
         with serving(peer, words, setting, limit) as server:
-            known = server.names()
+            known = [model.name for model in list_remote(server)]
             stems = ["1.5b", "0.5b", "smollm2"]
             names = [next(name for name in known if stem in name.lower()) for stem in stems]
             for question in QUESTIONS[:4]:
                 for name in names:
-                    messages = [{"role": "user", "content": question}]
-                    answer = server.ask(messages, model=name, max_tokens=16)
-                    seconds.append(answer.seconds)
-    except httpx2.HTTPError as error:
+                    seconds.append(ask(server, question, model=name, max_tokens=16).end_s)
+    except LocalrtError as error:
         failed = str(error)[:200]
     facts = {"limit": limit, "asked": 12, "answered": len(seconds), "failed": failed}
     return {**facts, "answer_s": statistics.median(seconds[3:]) if seconds[3:] else None}
@@ -323,36 +259,10 @@ def same_answers(peer: str, setting: Setting) -> Record:
     texts = []
     for words in (without, with_draft):
         with serving(peer, words, setting) as server:
-            server.ask([{"role": "user", "content": "Hello."}], max_tokens=8)
-            asked = [
-                server.ask([{"role": "user", "content": question}], max_tokens=64)
-                for question in QUESTIONS
-            ]
-        texts.append([answer.text for answer in asked])
+            ask(server, "Hello.", max_tokens=8)
+            texts.append([ask(server, question, max_tokens=64).text for question in QUESTIONS])
     changed = sum(a != b for a, b in zip(*texts, strict=True))
     return {"asked": len(QUESTIONS), "changed": changed}
-
-
-CLAIMS = {
-    "agent": agents_day,
-    "restarts": restarts,
-    "draft": draft_fits,
-    "models": three_models,
-    "answers": same_answers,
-    "larger": larger_than_memory,
-}
-
-
-def claims_table(record: Mapping[str, Any]) -> str:
-    """One row a claim."""
-    rows = [[_TITLES[row["name"]](row), *(_SHOWN[row["name"]](row[peer]) for peer in PEERS)]
-            for row in record["rows"]]  # fmt: skip
-    about = "medians of the requests, each server alone"
-    return captioned(record, markdown_table(["", *PEERS], rows), about)
-
-
-def _limit(row: Record) -> str:
-    return format_bytes(row["localrt"]["limit"])
 
 
 def _shown_read(got: Record) -> str:
@@ -363,25 +273,45 @@ def _shown_rate(got: Record) -> str:
     return f"{got['tok_s']:.1f} tok/s" if "tok_s" in got else f"no answer: {got['failed']}"
 
 
-_TITLES: dict[str, Callable[[Record], str]] = {
-    "agent": lambda row: "an agent's 17 later requests to a model with recurrent layers",
-    "restarts": lambda row: "the next turn after each of two restarts, about 2,750 tokens",
-    "draft": lambda row: f"1.5B with a draft of 0.5B, within {_limit(row)}",
-    "models": lambda row: f"1.5B, 0.5B and 135M in turn, within {_limit(row)}",
-    "answers": lambda row: "1.5B with a draft of 0.5B, against 1.5B alone",
-    "larger": lambda row: f"1.5B within {_limit(row)}",
-}
-_SHOWN: dict[str, Callable[[Record], str]] = {
-    "agent": _shown_read,
-    "restarts": _shown_read,
-    "draft": _shown_rate,
-    "models": lambda got: (
-        f"{got['answered']} of {got['asked']} answered"
-        + (f", {got['answer_s']:.1f} s each" if got["answer_s"] else "")
+def _shown_models(got: Record) -> str:
+    each = f", {got['answer_s']:.1f} s each" if got["answer_s"] else ""
+    return f"{got['answered']} of {got['asked']} answered{each}"
+
+
+def _shown_changes(got: Record) -> str:
+    return f"{got['changed']} of {got['asked']} answers changed"
+
+
+class Claim(NamedTuple):
+    """How a peer is measured, and what the table says of it."""
+
+    measure: Callable[[str, Setting], Record]
+    title: str
+    shown: Callable[[Record], str]
+
+
+CLAIMS = {
+    "agent": Claim(
+        agents_day, "an agent's 17 later requests to a model with recurrent layers", _shown_read
     ),
-    "answers": lambda got: f"{got['changed']} of {got['asked']} answers changed",
-    "larger": _shown_rate,
+    "restarts": Claim(
+        restarts, "the next turn after each of two restarts, about 2,750 tokens", _shown_read
+    ),
+    "draft": Claim(draft_fits, "1.5B with a draft of 0.5B, within {limit}", _shown_rate),
+    "models": Claim(three_models, "1.5B, 0.5B and 135M in turn, within {limit}", _shown_models),
+    "answers": Claim(same_answers, "1.5B with a draft of 0.5B, against 1.5B alone", _shown_changes),
+    "larger": Claim(larger_than_memory, "1.5B within {limit}", _shown_rate),
 }
+
+
+def claims_table(record: Mapping[str, Any]) -> str:
+    """One row a claim."""
+    rows = []
+    for row in record["rows"]:
+        claim, limit = CLAIMS[row["name"]], format_bytes(row["localrt"].get("limit", 0))
+        rows.append([claim.title.format(limit=limit), *(claim.shown(row[peer]) for peer in PEERS)])
+    about = "medians of the requests, each server alone"
+    return captioned(record, markdown_table(["", *PEERS], rows), about)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -396,7 +326,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for peer in PEERS:
             with tempfile.TemporaryDirectory(dir=Path.home()) as folder:
                 os.environ["LOCALRT_CACHE"] = folder
-                row[peer] = CLAIMS[name](peer, Setting(args.server, args.hybrid, Path(folder)))
+                setting = Setting(args.server, args.hybrid, Path(folder))
+                row[peer] = CLAIMS[name].measure(peer, setting)
             print(name, peer, row[peer], flush=True)
         results.put(row, CLAIMS)
     print(claims_table(results.record))

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from benchmarks.claims import CLAIMS, claims_table
+import pytest
+
+from benchmarks.claims import CLAIMS, Setting, ask, claims_table, serving
+from localrt import LocalrtError
+from tests.conftest import write_tiny_model
+from tests.server.conftest import needs_kernels
 
 READ = {"read": 1200, "first_s": 0.5}
 FOUND: dict[str, dict[str, Any]] = {
@@ -28,3 +34,17 @@ def test_claims_table() -> None:
         "no answer: it did not start",
     ):
         assert words in table
+
+
+@needs_kernels
+def test_a_server_is_started_and_asked(tmp_path: Path) -> None:
+    (tmp_path / "tiny").mkdir()
+    folder = write_tiny_model(tmp_path / "tiny", context=512)
+    setting = Setting(Path("llama-server"), folder, tmp_path)
+    with serving("localrt", [str(folder), "--draft", "off"], setting) as server:
+        first, again = (ask(server, "Hello. " * 10, max_tokens=4) for _ in range(2))
+        assert (first.cached_tokens, first.tokens) == (0, 4)
+        assert again.prompt_tokens == first.prompt_tokens == again.cached_tokens + 1
+        assert again.text == first.text
+        with pytest.raises(LocalrtError, match="max_tokens"):
+            ask(server, "Hello.", max_tokens="many")

@@ -44,6 +44,7 @@ class Reply:
     end_s: float = 0.0
     tokens: int = 0
     prompt_tokens: int | None = None
+    cached_tokens: int = 0  # of the prompt's: they were not read again
     cancelled: bool = False
     error: str | None = None
 
@@ -140,4 +141,6 @@ def _take(event: Mapping[str, Any], reply: Reply, started: float) -> None:
             reply.tokens = max(reply.tokens, len(reply.at))
     if usage := event.get("usage"):
         reply.prompt_tokens = usage.get("prompt_tokens")
+        cached = usage.get("prompt_tokens_details") or {}
+        reply.cached_tokens = cached.get("cached_tokens") or 0
         reply.tokens = usage.get("completion_tokens") or reply.tokens

@@ -102,7 +102,7 @@ class Localrt(Server):
         }
         with ExitStack() as stack:
             command = localrt_command("serve", *words, "--quiet")
-            address = _start(stack, running, self.name, command)
+            address = start(stack, running, self.name, command)
             for app in mix.apps:
                 name = adapters[app.adapter] if app.adapter else names[app.model]
                 running.places[app.name] = Place(address, name)
@@ -142,7 +142,7 @@ class LlamaServer(Server):
                     words += ["--embeddings", "--pooling", "mean", "-ub", "2048"] if use[2] else []
                     words += self._arguments
                     command, owner = [str(self._binary), *words], f"{self.name} ({app.name})"
-                    addresses[use] = _start(stack, running, owner, command)
+                    addresses[use] = start(stack, running, owner, command)
                     running.commands.append(_shown([self._binary.name, *words]))
                 running.places[app.name] = Place(addresses[use], app.model)
             yield running
@@ -218,7 +218,7 @@ def make_servers(
 # -- processes -------------------------------------------------------------------------------------
 
 
-def _start(stack: ExitStack, running: Running, owner: str, command: Sequence[str]) -> Address:
+def start(stack: ExitStack, running: Running, owner: str, command: Sequence[str]) -> Address:
     """Start a server on a free port and wait until it is ready; it ends with ``stack``."""
     with socket.create_server(("127.0.0.1", 0)) as bound:
         port = str(bound.getsockname()[1])

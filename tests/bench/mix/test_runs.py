@@ -342,11 +342,11 @@ def test_a_server_that_does_not_start_is_skipped(tmp_path: Path) -> None:
 PARENT = """
 import sys
 from contextlib import ExitStack
-from localrt.bench.mix.servers import Running, _start
+from localrt.bench.mix.servers import Running, start
 from tests.conftest import needs_scripts
 running = Running()
 with ExitStack() as stack:
-    _start(stack, running, "x", [sys.argv[1]])
+    start(stack, running, "x", [sys.argv[1]])
     print(*running.owners.values(), flush=True)
     sys.stdin.read()
 """
