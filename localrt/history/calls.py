@@ -23,8 +23,9 @@ Decision = Literal["once", "always", "refuse"]
 class CallTurn:
     """A call to be confirmed (``asks``) and run. ``result`` is set when it has ended.
 
-    ``conversation`` is the id of the one that it is in, ``begin`` begins a turn there with an
-    ``info``, and ``finish`` ends one. If that fails, so does the method that ended the call.
+    ``conversation`` is the id of the one that it is in, ``begin`` begins a turn there, here that
+    ``after`` another, and ``finish`` ends one. If that fails, so does the method that ended the
+    call.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class CallTurn:
         call: ToolCall,
         begin: Callable[..., AnswerWriter],
         finish: Callable[[AnswerWriter, str, Mapping[str, Any]], None],
+        after: int,
     ) -> None:
         self._toolbox, self._conversation, self._tool_call = toolbox, conversation, call
         self._running: Future[ToolResult] | None = None
@@ -41,7 +43,8 @@ class CallTurn:
         self._info = {"tool_call_id": call.id, "arguments": call.arguments}
         self._info["title"] = self.call.title
         self.line = call_line(self._info)
-        self._writer, self._finish = begin(info=self._info), finish
+        self._finish = finish
+        self._writer = begin(after=after, role="tool", info=self._info)
         self.result: ToolResult | None = None
 
     @property

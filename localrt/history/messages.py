@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from localrt.engine.types import Message
+from localrt.engine.types import Message, Metrics
 from localrt.history.conversation import Turn
 from localrt.history.pictures import joined_text
 
@@ -27,6 +28,12 @@ def messages_for_model(
         if turn.role == "tool" or not (_unanswered(turn, following) or is_nothing(turn)):
             messages.append(turn.message if sees else _without_pictures(turn))
     return _with_answers(_with_results(messages))
+
+
+def answer_counts(metrics: Metrics, model: str) -> dict[str, Any]:
+    """The counts of an answer by ``model`` for its turn's ``info``."""
+    tokens, tok_s = metrics.completion_tokens, metrics.decode_tok_s
+    return {"tokens": tokens, "tok_s": tok_s, "context": [metrics.prompt_tokens + tokens, model]}
 
 
 def is_nothing(turn: Turn) -> bool:

@@ -21,7 +21,6 @@ from localrt.engine.types import ToolCall
 from localrt.mcp.config import ServerStatus, Tool, ToolResult, read_servers
 from localrt.mcp.servers import ToolServers
 
-ROUNDS = 20  # of calls per message; then the model must answer without calls
 REFUSED = ToolResult("The user did not allow this call.", "refused")
 STOPPED = ToolResult("The user stopped this call.", "stopped")
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,8 @@ from localrt.common.formatting import printable
 from localrt.common.settings import Settings
 from localrt.engine.types import Chunk, ToolCall
 from localrt.history import AnswerWriter, Conversation, History
-from localrt.history.messages import messages_for_model
+from localrt.history.messages import answer_counts, messages_for_model
+from localrt.mcp import ROUNDS
 from localrt.server.dialect import event
 from localrt.server.errors import failure, in_words
 from localrt.server.page import to_html
@@ -67,8 +68,9 @@ class Answers:
     def begin(
         self, request: ModelRequest, found: Conversation, writer: AnswerWriter, rounds: int = 0
     ) -> None:
-        """Let the requested model write the answer, with tools for at most ``rounds`` of calls."""
-        one = Answer(request, found, writer, self.toolbox if rounds else None)
+        """Let the requested model write an answer, after ``rounds`` of calls of tools."""
+        tools = request.fields.get("tools") and rounds < ROUNDS
+        one = Answer(request, found, writer, self.toolbox if tools else None)
         self.running[writer.turn] = one
         one.task.add_done_callback(lambda _: self.running.pop(writer.turn))
         self._tasks.add(task := asyncio.ensure_future(self._go_on(one, rounds)))
@@ -86,7 +88,7 @@ class Answers:
                 stopped = call.stopped
             if turns and not stopped and not service.draining:
                 writer = await asyncio.to_thread(found.answer, after=turns[-1].turn)
-                self.begin(answer.request, found, writer, rounds - 1)
+                self.begin(answer.request, found, writer, rounds + 1)
         except StorageError as error:
             service.note_once("history", f"an answer does not go on: {error}")
 
@@ -190,8 +192,7 @@ class Answer:
         except Exception as error:  # noqa: BLE001 - the page shows any error
             state, info["error"] = "failed", in_words(failure(error))
         if (chunk := self._chunk) is not None:
-            info |= {**self._counts(chunk), "finish_reason": chunk.finish_reason}
-            info["context"] = [info["context"], self.request.model.name]
+            info |= self._counts(chunk) | {"finish_reason": chunk.finish_reason}
         stopping = self._stopped or self.request.service.stopping
         if stopping or info.get("finish_reason") == "cancelled":
             state = info["finish_reason"] = "cancelled"
@@ -206,19 +207,14 @@ class Answer:
             self._notify()
 
     def _begun(self, calls: Sequence[ToolCall]) -> list[CallTurn]:
-        turns, after, id = list["CallTurn"](), self._writer.turn, self.conversation
-        if not calls:
-            return turns
-        from localrt.history.calls import CallTurn
-        from localrt.mcp.servers import ToolServers
-        from localrt.mcp.toolbox import Toolbox
-
-        toolbox = Toolbox(ToolServers(())) if self._toolbox is None else self._toolbox
+        turns, kept, after = list["CallTurn"](), self.found, self._writer.turn
         for call in calls:
-            begin = partial(self.found.answer, after=after, role="tool")
-            turns.append(
-                CallTurn(toolbox, id, call, begin, lambda w, s, info: w.finish(s, info=info))
-            )
+            from localrt.history.calls import CallTurn
+            from localrt.mcp.servers import ToolServers
+            from localrt.mcp.toolbox import Toolbox
+
+            toolbox = self._toolbox or Toolbox(ToolServers(()))
+            turns.append(CallTurn(toolbox, kept.id, call, kept.answer, _finish, after))
             after = turns[-1].turn
         return turns
 
@@ -259,9 +255,7 @@ class Answer:
         return {"thinking": thinking, "html": to_html(text), **counts}
 
     def _counts(self, chunk: Chunk) -> dict[str, Any]:
-        counts = chunk.metrics
-        used = counts.prompt_tokens + counts.completion_tokens
-        return {"tokens": counts.completion_tokens, "tok_s": counts.decode_tok_s, "context": used}
+        return answer_counts(chunk.metrics, self.request.model.name)
 
     def _notify(self) -> None:
         self._changed.set()
@@ -274,3 +268,7 @@ class Answer:
             except StorageError as error:
                 self.request.service.note_once("history", f"an answer is not saved yet: {error}")
             await asyncio.sleep(_RETRY_S)
+
+
+def _finish(writer: AnswerWriter, state: str, info: Mapping[str, Any]) -> None:
+    writer.finish(state, info=info)

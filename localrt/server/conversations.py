@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections.abc import Callable, Mapping, Sequence
+from inspect import iscoroutinefunction
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,9 +19,8 @@ from starlette.responses import Response, StreamingResponse
 from localrt import system
 from localrt.chat_format.thinking import parted
 from localrt.common.errors import OptionError, StorageError
-from localrt.documents.reading import DocumentCache
 from localrt.engine.options import read_options
-from localrt.history import AnswerWriter, Conversation, ConversationInfo, History, Turn
+from localrt.history import AnswerWriter, Conversation, ConversationInfo, Turn
 from localrt.history.pictures import joined_content
 from localrt.server.answers import Answer, Answers, Call
 from localrt.server.bodies import read_fields
@@ -32,7 +32,7 @@ from localrt.server.options import is_loopback
 from localrt.server.page import to_html
 from localrt.server.service import ModelRequest, sent_key, service_of
 
-Work = Callable[[History, Request, dict[str, Any]], Payload]
+Work = Callable[[Answers, Request, Payload], Any]
 _Given = tuple[str, list[Payload], Payload]  # role, content, facts
 
 _STATUS = {"done": "completed", "writing": "in_progress"}
@@ -41,12 +41,12 @@ _SHOWN = ("tokens", "tok_s", "context", "finish_reason", "error", "ending", "tit
 _MOST_FOUND = 100
 
 
-def _owned(request: Request, *, tools: bool = False) -> Answers:
-    """Return the conversations, if the request is surely their owner's. ``tools`` run with the
-    owner's rights: they need a key where the system does not say which user sends a request.
+def _check_owner(request: Request) -> bool:
+    """Whether the request is surely from the conversations' owner, with whose rights tools run:
+    without a key, only some systems say which user sends a request.
 
     Raises:
-        ApiError: 403, it need not be.
+        ApiError: 403, it is from somebody else.
     """
     options, headers = service_of(request).options, request.headers
     if not (is_loopback(options.host) or options.conversations):
@@ -55,22 +55,20 @@ def _owned(request: Request, *, tools: bool = False) -> Answers:
     if options.api_key is not None:
         if not hmac.compare_digest(sent_key(headers).encode(), options.api_key.strip().encode()):
             raise ApiError(403, "conversations need the server's own key, not that of a class")
-    elif page is not None and urlsplit(page).netloc.lower() != headers.get("host", "").lower():
+        return True
+    if page is not None and urlsplit(page).netloc.lower() != headers.get("host", "").lower():
         raise ApiError(403, "without a key, conversations are for the server's own page alone")
-    elif (own := system.is_own_client(request.scope["client"], request.scope["server"])) is False:
+    own = system.is_own_client(request.scope["client"], request.scope["server"])
+    if own is False:
         why = "without a key, conversations are for the user who runs the server"
         raise ApiError(403, f"{why}: start it with --api-key, and send the key")
-    elif own is None and tools:
-        raise ApiError(403, "tools need localrt serve --api-key on this system")
-    found = request.app.state.answers
-    assert isinstance(found, Answers), "the app was made by create_app"
-    return found
+    return own is not None
 
 
-def _open(history: History, request: Request) -> Conversation:
+def _open(answers: Answers, request: Request) -> Conversation:
     name = request.path_params["id"]
     try:
-        return history.open(name.removeprefix("conv_"))
+        return answers.history.open(name.removeprefix("conv_"))
     except StorageError as error:
         raise ApiError(404, f"there is no conversation {name[:80]!r}") from error
 
@@ -100,14 +98,14 @@ def _described(found: Conversation | ConversationInfo) -> Payload:
     }
 
 
-def conversations(history: History, request: Request, fields: Payload) -> Payload:
+def conversations(answers: Answers, request: Request, fields: Payload) -> Payload:
     """The conversations, latest use first, or those with the words of ``search``."""
-    found = history.list(request.query_params.get("search", ""), limit=_MOST_FOUND)
+    found = answers.history.list(request.query_params.get("search", ""), limit=_MOST_FOUND)
     data = [{**_described(one), "snippet": one.snippet} for one in found]
     return {"object": "list", "data": data}
 
 
-def conversation(history: History, request: Request, fields: Payload) -> Payload:
+def conversation(answers: Answers, request: Request, fields: Payload) -> Payload:
     """A conversation, new or with the body's changes: title, model, instructions, options, shown
     branch.
     """
@@ -119,11 +117,11 @@ def conversation(history: History, request: Request, fields: Payload) -> Payload
         read_options(options)
         changes["options"] = {name: each for name, each in options.items() if each is not None}
     if "id" in request.path_params:
-        found = _open(history, request)
+        found = _open(answers, request)
         shown = _turn(found, fields["shown"]).id if fields.get("shown") else None
     else:
         shown, added = None, [_read(one) for one in fields.get("items") or ()]
-        found = history.new(model="")
+        found = answers.history.new(model="")
         _add(found, added)
     found.set(**changes)
     if shown is not None:
@@ -131,18 +129,12 @@ def conversation(history: History, request: Request, fields: Payload) -> Payload
     return {**_described(found), "instructions": found.system, "options": found.options}
 
 
-async def delete(request: Request) -> Response:
+async def delete(answers: Answers, request: Request, fields: Payload) -> Payload:
     """Delete a conversation, with all its branches; an answer that is being written ends."""
-    answers = _owned(request)
-
-    def work() -> str:
-        id = _open(answers.history, request).id
-        answers.history.delete(id)
-        return id
-
-    id = await asyncio.to_thread(work)
+    id = (await asyncio.to_thread(_open, answers, request)).id
+    await asyncio.to_thread(answers.history.delete, id)
     answers.stop(id)
-    return JsonResponse({"id": f"conv_{id}", "object": "conversation.deleted", "deleted": True})
+    return {"id": f"conv_{id}", "object": "conversation.deleted", "deleted": True}
 
 
 # -- items -----------------------------------------------------------------------------------------
@@ -197,22 +189,22 @@ def _read(item: Mapping[str, Any]) -> _Given:
     return role, parts, {"folds": item["folds"]} if item.get("folds") else {}
 
 
-def items(history: History, request: Request, fields: Payload) -> Payload:
+def items(answers: Answers, request: Request, fields: Payload) -> Payload:
     """The items of the branch that is shown, or of the one through ``branch``; or one item."""
-    found, query = _open(history, request), request.query_params
+    found, query = _open(answers, request), request.query_params
     include = query.getlist("include[]") + query.getlist("include")
     if "item" in request.path_params:
         turn = _turn(found, request.path_params["item"])
-        item, call = _item(found, turn, include), request.app.state.answers.running.get(turn.id)
+        item, call = _item(found, turn, include), answers.running.get(turn.id)
         return {**item, "open": call.shown()} if isinstance(call, Call) else item
     turns = found.branch(_turn(found, query["branch"]).id) if "branch" in query else found.turns
     shown, more = listed([f"msg_{turn.id}" for turn in turns], query)
     return {**more, "data": [_item(found, turns[place], include) for place in shown]}
 
 
-def add_items(history: History, request: Request, fields: Payload) -> Payload:
+def add_items(answers: Answers, request: Request, fields: Payload) -> Payload:
     """Add messages at the end, or as a branch after the item ``after``, "" for the beginning."""
-    found, after = _open(history, request), fields.get("after")
+    found, after = _open(answers, request), fields.get("after")
     number = 0 if after == "" else None if after is None else _turn(found, after).id
     added = _add(found, [_read(one) for one in fields["items"]], number)
     return {"object": "list", "data": [_item(found, turn, [_HTML]) for turn in added]}
@@ -226,21 +218,13 @@ def _add(found: Conversation, items: Sequence[_Given], after: int | None = None)
     return added
 
 
-async def document(request: Request) -> Response:
+async def document(answers: Answers, request: Request, fields: Payload) -> Payload:
     """The text of a file, as a message can have it, and pictures of its pages without text."""
-    _owned(request)
-    service = service_of(request)
-    fields = await read_fields(request, "DOCUMENT", service.options, service.bodies)
-    async with service.seeing:  # pages that are pictures take much memory
-        return JsonResponse(await asyncio.to_thread(_document, fields, service.documents))
-
-
-def _document(fields: Payload, cache: DocumentCache) -> Payload:
-    media_type, data = encoded(fields)
+    service, (media_type, data) = service_of(request), encoded(fields)
+    how = {"name": fields["filename"], "media_type": media_type, "pictures": True}
     try:
-        found, pictures = document_of(
-            data, cache, name=fields["filename"], media_type=media_type, pictures=True
-        )
+        async with service.seeing:  # pages that are pictures take much memory
+            found, pictures = await asyncio.to_thread(document_of, data, service.documents, **how)
     except OptionError as error:
         raise invalid(str(error), "file_data") from error
     shown = {"filename": found.name, "text": found.text, "size": found.size, "note": found.note}
@@ -250,95 +234,100 @@ def _document(fields: Payload, cache: DocumentCache) -> Payload:
 # -- answers ---------------------------------------------------------------------------------------
 
 
-async def begin(request: Request) -> Response:
+async def begin(answers: Answers, request: Request, fields: Payload) -> Payload:
     """Let a model answer the last message, or the message ``after``."""
-    answers, service = _owned(request), service_of(request)
-    fields = await read_fields(request, "CONVERSATION_ANSWER", service.options, service.bodies)
-    _owned(request, tools=bool(fields.get("tools")))
+    service = service_of(request)
     model = service.models.find(fields.get("model"))
 
-    def prepare() -> tuple[Conversation, AnswerWriter, Payload, int]:
-        found = _open(answers.history, request)
+    def prepare() -> tuple[Conversation, AnswerWriter, Payload]:
+        found = _open(answers, request)
         last = found.turns[-1:]
         asked = _turn(found, fields["after"]) if fields.get("after") else last[0] if last else None
         if asked is None or asked.role == "assistant" or asked.state == "writing":
             raise invalid("there is no message to answer: add one", "after")
         found.set(model=model.name)
-        rounds = 0
-        if fields.get("tools") and found.options.get("tool_choice") != "none":
-            from localrt.mcp.toolbox import ROUNDS as rounds  # noqa: N811 - takes memory
+        if found.options.get("tool_choice") == "none":
+            fields["tools"] = False
         writer = found.answer(after=asked.id)
-        return found, writer, _item(found, found.turn(writer.turn), [_HTML]), rounds
+        return found, writer, _item(found, found.turn(writer.turn), [_HTML])
 
-    found, writer, made, rounds = await asyncio.to_thread(prepare)
-    answers.begin(ModelRequest(request, service, fields, model), found, writer, rounds)
-    return JsonResponse(made)
+    found, writer, made = await asyncio.to_thread(prepare)
+    answers.begin(ModelRequest(request, service, fields, model), found, writer)
+    return made
 
 
-async def follow(request: Request) -> Response:
+async def follow(answers: Answers, request: Request, fields: Payload) -> Response:
     """An answer while it is written, as events with HTML."""
-    found = _owned(request).running.get(_number(request.path_params["item"]))
+    found = answers.running.get(_number(request.path_params["item"]))
     if not isinstance(found, Answer):
         raise ApiError(404, "no answer with this id is being written by this server")
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     return StreamingResponse(found.follow(), headers=headers, media_type=EVENT_STREAM)
 
 
-async def stop(request: Request) -> Response:
+async def stop(answers: Answers, request: Request, fields: Payload) -> Payload:
     """Stop an answer, whose text so far is kept, or a call and what would follow."""
-    found = _owned(request).running.get(_number(request.path_params["item"]))
+    found = answers.running.get(_number(request.path_params["item"]))
     if found is not None:
         found.stop()
-    return JsonResponse({"id": request.path_params["item"], "stopped": found is not None})
+    return {"id": request.path_params["item"], "stopped": found is not None}
 
 
-async def decide(request: Request) -> Response:
+async def decide(answers: Answers, request: Request, fields: Payload) -> Payload:
     """Allow a call that waits, once or always in its conversation, or refuse it."""
-    answers, service = _owned(request, tools=True), service_of(request)
-    fields = await read_fields(request, "CALL_DECISION", service.options, service.bodies)
     call = answers.running.get(_number(request.path_params["item"]))
     if decided := isinstance(call, Call) and call.asks:
         call.asks, call.decision = False, fields["decision"]
-    return JsonResponse({"id": request.path_params["item"], "decided": decided})
+    return {"id": request.path_params["item"], "decided": decided}
 
 
-async def tools(request: Request) -> Response:
+async def tools(answers: Answers, request: Request, fields: Payload) -> Payload:
     """Start the user's MCP servers if they do not run, and list their tools."""
-    toolbox = _owned(request, tools=True).toolbox
+    toolbox = answers.toolbox
     for line in toolbox.take_news():
         service_of(request).note_once(line, line)
     id = request.query_params.get("conversation", "").removeprefix("conv_")
     text = toolbox.command("", id) if toolbox.servers.configs else ""
-    return JsonResponse({"text": text, "starting": toolbox.starting})
+    return {"text": text, "starting": toolbox.starting}
 
 
-def _endpoint(path: str, method: str, work: Work, body: str = "") -> Endpoint:
-    """Return an endpoint whose ``work`` runs in a thread, since the history is on the disk."""
+def _endpoint(
+    path: str, method: str, work: Work, body: str = "", answer: str = JSON, *, tools: bool = False
+) -> Endpoint:
+    """Return an endpoint for the owner alone. Work on the history, which is on the disk, runs in a
+    thread unless it is a coroutine. ``tools``: they may run, also if the body has this field.
+    """
 
     async def handle(request: Request) -> Response:
-        answers, service, fields = _owned(request), service_of(request), {}
+        sure, service, fields = _check_owner(request), service_of(request), {}
         if body:
             fields = await read_fields(request, body, service.options, service.bodies)
-        return JsonResponse(await asyncio.to_thread(lambda: work(answers.history, request, fields)))
+        if not sure and (tools or fields.get("tools")):
+            raise ApiError(403, "tools need localrt serve --api-key on this system")
+        given = request.app.state.answers, request, fields
+        in_loop = iscoroutinefunction(work)
+        found = await (work(*given) if in_loop else asyncio.to_thread(work, *given))
+        return found if isinstance(found, Response) else JsonResponse(found)
 
     handle.__doc__ = work.__doc__
-    return Endpoint(path, method, handle, JSON, body)
+    return Endpoint(path, method, handle, answer, body)
 
 
 _ALL, _ONE = "/v1/conversations", "/v1/conversations/{id}"
+_ANSWER = f"{_ONE}/answers/{{item}}"
 ROUTES = (
     _endpoint(_ALL, "GET", conversations),
     _endpoint(_ALL, "POST", conversation, "CONVERSATION"),
     _endpoint(_ONE, "GET", conversation),
     _endpoint(_ONE, "POST", conversation, "CONVERSATION"),
-    Endpoint(_ONE, "DELETE", delete, JSON),
+    _endpoint(_ONE, "DELETE", delete),
     _endpoint(f"{_ONE}/items", "GET", items),
     _endpoint(f"{_ONE}/items", "POST", add_items, "CONVERSATION_ITEMS"),
     _endpoint(f"{_ONE}/items/{{item}}", "GET", items),
-    Endpoint("/v1/documents", "POST", document, JSON, "DOCUMENT"),
-    Endpoint(f"{_ONE}/answers", "POST", begin, JSON, "CONVERSATION_ANSWER"),
-    Endpoint(f"{_ONE}/answers/{{item}}", "GET", follow, EVENT_STREAM),
-    Endpoint(f"{_ONE}/answers/{{item}}/cancel", "POST", stop, JSON),
-    Endpoint(f"{_ONE}/answers/{{item}}/decision", "POST", decide, JSON, "CALL_DECISION"),
-    Endpoint("/v1/tools", "POST", tools, JSON),
+    _endpoint("/v1/documents", "POST", document, "DOCUMENT"),
+    _endpoint(f"{_ONE}/answers", "POST", begin, "CONVERSATION_ANSWER"),
+    _endpoint(_ANSWER, "GET", follow, "", EVENT_STREAM),
+    _endpoint(f"{_ANSWER}/cancel", "POST", stop),
+    _endpoint(f"{_ANSWER}/decision", "POST", decide, "CALL_DECISION", tools=True),
+    _endpoint("/v1/tools", "POST", tools, tools=True),
 )

@@ -11,7 +11,7 @@ import pytest
 from textual.pilot import Pilot
 
 from localrt.common.errors import LocalrtError
-from localrt.mcp.toolbox import ROUNDS
+from localrt.mcp import ROUNDS
 from localrt.tui import ChatApp
 from localrt.tui.chat.bars import Phase
 from localrt.tui.conversation.generation import NO_TOOLS, ROUNDS_OVER

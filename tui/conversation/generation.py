@@ -10,13 +10,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from localrt.common.errors import CancelledError, LocalrtError
 from localrt.common.progress import NOTE, Progress
 from localrt.history.calls import CallTurn
-from localrt.mcp.toolbox import ROUNDS, Toolbox
+from localrt.history.messages import answer_counts
+from localrt.mcp import ROUNDS
+from localrt.mcp.toolbox import Toolbox
 from localrt.tui.conversation.open_conversation import OpenConversation
 from localrt.tui.text import one_line
 
@@ -236,12 +237,11 @@ class Reply:
     def end(self, update: AnswerUpdate, thought_s: float | None) -> None:
         """End an answer with ``update``, after ``thought_s`` seconds of thinking."""
         self._keep(update, update.state, thought_s)
-        after = self.writer.turn
+        kept, after = self._conversation, self.writer.turn
         for call in self._calls_of(update):
-            kept = self._conversation
-            begin = partial(kept.answer, after=after, role="tool")
-            self.calls.append(CallTurn(self._toolbox, kept.id, call, begin, kept.finish))
-            after = self.calls[-1].turn
+            turn = CallTurn(self._toolbox, kept.id, call, kept.answer, kept.finish, after)
+            self.calls.append(turn)
+            after = turn.turn
 
     def close(self, thought_s: float | None) -> None:
         """Called when the app ends: the text so far is the answer, and calls stop."""
@@ -256,10 +256,7 @@ class Reply:
     def _keep(self, update: AnswerUpdate, state: str, thought_s: float | None) -> None:
         info: dict[str, object] = {"finish_reason": update.finish_reason}
         if update.metrics is not None:
-            info["tokens"] = update.metrics.completion_tokens
-            info["tok_s"] = update.metrics.decode_tok_s
-            used = update.metrics.prompt_tokens + update.metrics.completion_tokens
-            info["context"] = [used, self._conversation.model]
+            info |= answer_counts(update.metrics, self._conversation.model)
         if thought_s is not None:
             info["thinking_s"] = thought_s
         if update.error is not None:

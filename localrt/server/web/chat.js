@@ -281,7 +281,7 @@ async function follow(item) {
           if (!mine()) return;
           const stay = atEnd();
           update(told);
-          if (told.context) showUsed(told.context);
+          if (told.context) showUsed(told.context[0]);
           if (stay) toEnd();
         }
         warn(null);
