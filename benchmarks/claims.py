@@ -130,6 +130,14 @@ def _reading(replies: Sequence[Reply]) -> Record:
     }
 
 
+def _words(peer: str, model: Path, ctx: int, *more: str, draft: str | Path = "auto") -> list[str]:
+    """The options of both: a model, its context and a draft; ``more`` are llama.cpp's alone."""
+    if peer == "localrt":
+        return [str(model), "--ctx", str(ctx), "--draft", str(draft)]
+    draft_words = ["-md", str(draft)] if isinstance(draft, Path) else []
+    return ["-m", str(model), "-c", str(ctx), *draft_words, *more]
+
+
 # -- the claims ------------------------------------------------------------------------------------
 
 
@@ -137,10 +145,7 @@ def agents_day(peer: str, setting: Setting) -> Record:
     """Requests of a coding agent: the user's, each with two calls of tools and a title beside it;
     then the older half of the history is summed up, and it goes on.
     """
-    words = {
-        "localrt": [str(setting.hybrid), "--ctx", "8192"],
-        "llama-server": ["-m", str(setting.hybrid), "-c", "8192", "--jinja"],
-    }[peer]
+    words = _words(peer, setting.hybrid, 8192, "--jinja")
     system = {"role": "system", "content": TEXT * 20}
     messages: list[dict[str, Any]] = [system]
     answers = []
@@ -175,36 +180,27 @@ def _tool_call(name: str, path: str) -> list[dict[str, Any]]:
 
 def restarts(peer: str, setting: Setting) -> Record:
     """The next question of a long conversation, after the server was ended and started twice."""
-    model = str(find_model("qwen0.5b"))
-    words = {"localrt": [model, "--ctx", "4096"], "llama-server": ["-m", model, "-c", "4096"]}
+    words = _words(peer, find_model("qwen0.5b"), 4096)
     messages = [{"role": "user", "content": TEXT * 150}]
     answers = []
     for turn in range(3):
-        with serving(peer, words[peer], setting) as server:
+        with serving(peer, words, setting) as server:
             answers.append(ask(server, messages, max_tokens=8))
         messages.append({"role": "assistant", "content": answers[-1].text})
         messages.append({"role": "user", "content": QUESTIONS[turn]})
     return _reading(answers[1:])
 
 
-def draft_fits(peer: str, setting: Setting, limit: int = 1_300_000_000) -> Record:
+def draft_fits(peer: str, setting: Setting) -> Record:
     """A model with its draft, in less memory than both take, with no word about memory."""
-    model, draft = str(find_model("qwen1.5b")), str(find_model("qwen0.5b"))
-    words = {
-        "localrt": [model, "--draft", draft, "--ctx", "2048"],
-        "llama-server": ["-m", model, "-md", draft, "-c", "2048"],
-    }[peer]
-    return {"limit": limit, **_rate(peer, words, setting, limit)}
+    words = _words(peer, find_model("qwen1.5b"), 2048, draft=find_model("qwen0.5b"))
+    return _rate(peer, words, setting, 1_300_000_000)
 
 
-def larger_than_memory(peer: str, setting: Setting, limit: int = 850_000_000) -> Record:
+def larger_than_memory(peer: str, setting: Setting) -> Record:
     """A model in less memory than it takes."""
-    model = str(find_model("qwen1.5b"))
-    words = {
-        "localrt": [model, "--ctx", "2048", "--draft", "off"],
-        "llama-server": ["-m", model, "-c", "2048", "-np", "1"],
-    }[peer]
-    return {"limit": limit, **_rate(peer, words, setting, limit)}
+    words = _words(peer, find_model("qwen1.5b"), 2048, "-np", "1", draft="off")
+    return _rate(peer, words, setting, 850_000_000)
 
 
 def _rate(peer: str, words: Sequence[str], setting: Setting, limit: int) -> Record:
@@ -213,12 +209,14 @@ def _rate(peer: str, words: Sequence[str], setting: Setting, limit: int) -> Reco
         with serving(peer, words, setting, limit) as server:
             replies = [ask(server, question, max_tokens=24) for question in QUESTIONS[:6]]
     except LocalrtError as error:
-        return {"failed": str(error)[:200]}
-    return {"tok_s": statistics.median(1 / (reply.tpot_s or 1e9) for reply in replies[1:])}
+        return {"limit": limit, "failed": str(error)[:200]}
+    rates = [1 / (reply.tpot_s or 1e9) for reply in replies[1:]]
+    return {"limit": limit, "tok_s": statistics.median(rates)}
 
 
-def three_models(peer: str, setting: Setting, limit: int = 1_500_000_000) -> Record:
+def three_models(peer: str, setting: Setting) -> Record:
     """Three models in turn, four rounds, in memory for about two of them."""
+    limit = 1_500_000_000
     paths = [find_model(name) for name in ("qwen1.5b", "qwen0.5b", "smollm2")]
     drop_from_cache(paths)
     folder = setting.folder / "models"
@@ -227,8 +225,8 @@ def three_models(peer: str, setting: Setting, limit: int = 1_500_000_000) -> Rec
         note_use(str(path.absolute()), Settings.from_environment())
         with suppress(FileExistsError):
             (folder / path.name).symlink_to(path)
-    words = {"localrt": ["--ctx", "2048"], "llama-server": ["--models-dir", str(folder)]}[peer]
-    words += ["-c", "2048"] if peer == "llama-server" else []
+    router = ["--models-dir", str(folder), "-c", "2048"]
+    words = ["--ctx", "2048"] if peer == "localrt" else router
     seconds: list[float] = []
     failed = ""
     try:
@@ -247,17 +245,10 @@ def three_models(peer: str, setting: Setting, limit: int = 1_500_000_000) -> Rec
 
 def same_answers(peer: str, setting: Setting) -> Record:
     """Greedy answers with a draft model and without."""
-    model, draft = str(find_model("qwen1.5b")), str(find_model("qwen0.5b"))
-    with_draft = {
-        "localrt": [model, "--draft", draft, "--ctx", "2048"],
-        "llama-server": ["-m", model, "-md", draft, "-c", "2048", "-np", "1"],
-    }[peer]
-    without = {
-        "localrt": [model, "--draft", "off", "--ctx", "2048"],
-        "llama-server": ["-m", model, "-c", "2048", "-np", "1"],
-    }[peer]
+    model, drafts = find_model("qwen1.5b"), ("off", find_model("qwen0.5b"))
     texts = []
-    for words in (without, with_draft):
+    for draft in drafts:
+        words = _words(peer, model, 2048, "-np", "1", draft=draft)
         with serving(peer, words, setting) as server:
             ask(server, "Hello.", max_tokens=8)
             texts.append([ask(server, question, max_tokens=64).text for question in QUESTIONS])
