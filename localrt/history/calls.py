@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any, Literal
+from typing import Literal
 
 from localrt.common.files import parse_json
 from localrt.engine.types import ToolCall
@@ -34,7 +34,7 @@ class CallTurn:
         conversation: str,
         call: ToolCall,
         begin: Callable[..., AnswerWriter],
-        finish: Callable[[AnswerWriter, str, Mapping[str, Any]], None],
+        finish: Callable[..., None],
         after: int,
     ) -> None:
         self._toolbox, self._conversation, self._tool_call = toolbox, conversation, call
@@ -85,7 +85,7 @@ class CallTurn:
     def _end(self, result: ToolResult) -> None:
         if not self._writer.text:
             self._writer.write(result.text)
-        self._finish(self._writer, "done", {**self._info, "ending": result.ending})
+        self._finish(self._writer, "done", info={**self._info, "ending": result.ending})
         self.result = result
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -192,7 +192,8 @@ class Answer:
         except Exception as error:  # noqa: BLE001 - the page shows any error
             state, info["error"] = "failed", in_words(failure(error))
         if (chunk := self._chunk) is not None:
-            info |= self._counts(chunk) | {"finish_reason": chunk.finish_reason}
+            info |= answer_counts(chunk.metrics, self.request.model.name)
+            info["finish_reason"] = chunk.finish_reason
         stopping = self._stopped or self.request.service.stopping
         if stopping or info.get("finish_reason") == "cancelled":
             state = info["finish_reason"] = "cancelled"
@@ -210,11 +211,10 @@ class Answer:
         turns, kept, after = list["CallTurn"](), self.found, self._writer.turn
         for call in calls:
             from localrt.history.calls import CallTurn
-            from localrt.mcp.servers import ToolServers
-            from localrt.mcp.toolbox import Toolbox
 
-            toolbox = self._toolbox or Toolbox(ToolServers(()))
-            turns.append(CallTurn(toolbox, kept.id, call, kept.answer, _finish, after))
+            assert self._toolbox is not None, "without it, no tools are offered"
+            begin, finish = kept.answer, AnswerWriter.finish
+            turns.append(CallTurn(self._toolbox, kept.id, call, begin, finish, after))
             after = turns[-1].turn
         return turns
 
@@ -251,11 +251,9 @@ class Answer:
 
     def _told(self) -> dict[str, Any]:
         thinking, text = parted("".join(self._pieces))
-        counts = {} if self._chunk is None else self._counts(self._chunk)
+        model, chunk = self.request.model.name, self._chunk
+        counts = {} if chunk is None else answer_counts(chunk.metrics, model)
         return {"thinking": thinking, "html": to_html(text), **counts}
-
-    def _counts(self, chunk: Chunk) -> dict[str, Any]:
-        return answer_counts(chunk.metrics, self.request.model.name)
 
     def _notify(self) -> None:
         self._changed.set()
@@ -268,7 +266,3 @@ class Answer:
             except StorageError as error:
                 self.request.service.note_once("history", f"an answer is not saved yet: {error}")
             await asyncio.sleep(_RETRY_S)
-
-
-def _finish(writer: AnswerWriter, state: str, info: Mapping[str, Any]) -> None:
-    writer.finish(state, info=info)

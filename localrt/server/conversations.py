@@ -241,8 +241,8 @@ async def begin(answers: Answers, request: Request, fields: Payload) -> Payload:
 
     def prepare() -> tuple[Conversation, AnswerWriter, Payload]:
         found = _open(answers, request)
-        last = found.turns[-1:]
-        asked = _turn(found, fields["after"]) if fields.get("after") else last[0] if last else None
+        after = fields.get("after")
+        asked = _turn(found, after) if after else next(reversed(found.turns), None)
         if asked is None or asked.role == "assistant" or asked.state == "writing":
             raise invalid("there is no message to answer: add one", "after")
         found.set(model=model.name)
