@@ -84,7 +84,7 @@ async function list() {
   const search = $("search").value.trim();
   const found = await api(`/v1/conversations?search=${encodeURIComponent(search)}`);
   const mine = found.data.find((one) => one.id === chat.id);
-  if (mine && chat.about) Object.assign(chat.about.metadata, { title: mine.metadata.title });
+  if (mine && chat.about) chat.about.metadata.title = mine.metadata.title;
   showTitle();
   const midnight = new Date().setHours(24, 0, 0, 0);
   const groups = new Map();
@@ -122,21 +122,14 @@ const acts = {
 
 async function open(id) {
   chat.visit++;
-  chat.id = id;
-  chat.about = null;
-  chat.items = [];
-  chat.more = false;
+  Object.assign(chat, { id, about: null, items: [], more: false, answering: "" });
   follower?.abort();
-  chat.answering = "";
   setBusy(false);
   finishEditing();
   warn(null);
   draw();
   document.body.classList.remove("listing");
-  for (const link of $("list").querySelectorAll("a")) {
-    if (link.hash === `#${id}`) link.setAttribute("aria-current", "page");
-    else link.removeAttribute("aria-current");
-  }
+  for (const link of $("list").querySelectorAll("a")) link.ariaCurrent = link.hash === `#${id}` ? "page" : null;
   if (id) await load({ end: true });
   if (matchMedia("(pointer: fine)").matches) $("message").focus();
 }
@@ -150,10 +143,7 @@ async function load({ branch, end = false } = {}) {
   const about = await api(here()); // first: what is written after it shows as a change
   const page = await api(here(`/items?limit=${count}&include=html${at}`));
   if (visit !== chat.visit || mine !== chat.loads) return;
-  chat.about = about;
-  chat.seen = about.updated_at;
-  chat.items = page.data.reverse();
-  chat.more = page.has_more;
+  Object.assign(chat, { about, seen: about.updated_at, items: page.data.reverse(), more: page.has_more });
   if (end) choose(about.metadata.model);
   draw(end);
   const open = chat.items.find((item) => item.state === "writing");
@@ -294,7 +284,7 @@ async function follow(item) {
       whole = await api(here(`/items/${item.id}?include=html`)).catch((error) => (error.status === 404 ? null : before));
       if (!whole) return mine() && warn("The conversation was deleted.");
       if (whole.state !== "writing" || !mine()) continue;
-      update(isCall ? whole : { thinking: thoughtOf(whole), html: whole.content.at(-1).html });
+      update(isCall ? whole : shownOf(whole));
     }
     if (!mine()) return;
     chat.items = chat.items.map((one) => (one.id === whole.id ? whole : one));

@@ -4,7 +4,7 @@
 
 async function submit() {
   const written = $("message").value;
-  const text = wellFormed(written.trim());
+  const text = written.trim();
   const { files, visit } = chat;
   if (chat.answering || (!text && !files.length)) return;
   const model = $("model").value;
@@ -36,8 +36,6 @@ async function submit() {
     await answerTo(asked);
   } finally { $("send").disabled = false; }
 }
-
-const wellFormed = (text) => (text.toWellFormed ? text.toWellFormed() : text);
 
 // Pictures come first, files last; a file's text is folded to its label.
 function messageOf(text, files) {
@@ -155,7 +153,7 @@ function openOptions() {
   form.instructions.value = instructions || "";
   form.temperature.value = options.temperature ?? "";
   form.max_tokens.value = options.max_tokens ?? "";
-  form.thinking.value = options.thinking == null ? "" : String(options.thinking);
+  form.thinking.value = options.thinking ?? "";
   form.tools.checked = options.tool_choice !== "none";
   $("options-error").textContent = "";
   $("delete").textContent = "Delete this chat";
@@ -166,13 +164,13 @@ function openOptions() {
 async function saveOptions() {
   const form = $("options").querySelector("form");
   const number = (field) => (field.value === "" ? null : Number(field.value));
-  const thinking = { "": null, true: true, false: false }[form.thinking.value];
-  const own = {
+  const options = {
+    ...chat.about?.options,
     temperature: number(form.temperature),
     max_tokens: number(form.max_tokens),
-    thinking: thinking === undefined ? form.thinking.value : thinking,
+    thinking: { "": null, true: true, false: false }[form.thinking.value],
   };
-  const options = { ...chat.about?.options, ...own };
+  if (options.thinking === undefined) options.thinking = form.thinking.value;
   if (!form.tools.checked) options.tool_choice = "none";
   else if (options.tool_choice === "none") options.tool_choice = null;
   const changes = { instructions: form.instructions.value, options };

@@ -84,8 +84,19 @@ function framed(pre) {
   return h("div", { class: "code" }, top, pre);
 }
 
-function thinkingBlock(text, open) {
-  return h("details", { class: "thinking" }, h("summary", {}, open ? "Thinking…" : "Thoughts"), h("div", {}, text));
+// The parts of an answer in `made`; the function returned shows more of it. Text that is selected stays selected.
+function partsOf(made, writing) {
+  const thoughts = h("details", { class: "thinking" }, h("summary"), h("div", {}, ""));
+  const body = h("div", { class: "body md" });
+  made.append(body);
+  return ({ thinking, html }) => {
+    const text = thoughts.lastChild.firstChild;
+    if (thinking.startsWith(text.data)) text.appendData(thinking.slice(text.data.length));
+    else text.data = thinking;
+    if (thinking && !thoughts.parentNode) body.before(thoughts);
+    thoughts.firstChild.textContent = writing && !html ? "Thinking…" : "Thoughts";
+    patch(body, html);
+  };
 }
 
 // -- messages
@@ -100,7 +111,8 @@ function noteOf(item) {
 }
 
 const textOf = (item) => (item.content || []).map((part) => (part.type === "reasoning_text" ? "" : part.text || "")).join("");
-const thoughtOf = (item) => (item.content || []).filter((part) => part.type === "reasoning_text").map((part) => part.text).join("\n\n");
+// A saved answer as the events of one that is written.
+const shownOf = ({ content }) => ({ thinking: content.length > 1 ? content[0].text : "", html: content.at(-1).html || "" });
 
 // A user's text with its files as labels: folds count characters, and not halves of them.
 function piecesOf(item) {
@@ -130,11 +142,7 @@ function drawn(item, acts) {
         piece.label ? h("span", { class: "file", title: piece.text.slice(0, 2000) }, piece.label) : piece.text.replace(/\n\n$/, "\n"))));
     }
   } else {
-    const thought = thoughtOf(item);
-    if (thought) made.append(thinkingBlock(thought, false));
-    const body = h("div", { class: "body md" });
-    patch(body, item.content.find((part) => part.html !== undefined)?.html || "");
-    made.append(body);
+    partsOf(made, false)(shownOf(item));
   }
   const others = item.alternatives || [];
   if (others.length > 1) {
@@ -199,23 +207,12 @@ function openCall(item, decide) {
 function growing(item) {
   const made = h("article", { class: "assistant", "data-id": item.id, "aria-label": "Answer", "aria-busy": "true" });
   const wait = h("div", { class: "wait" }, h("i"), h("i"), h("i"));
-  const body = h("div", { class: "body md" });
   const rate = h("span", { class: "note" });
-  let thoughts = null;
-  made.append(wait, body, h("div", { class: "bar" }, rate));
+  const show = partsOf(made, true);
+  made.append(wait, h("div", { class: "bar" }, rate));
   const update = (told) => {
-    if (told.thinking && !thoughts) {
-      thoughts = thinkingBlock("", true);
-      wait.before(thoughts);
-    }
-    if (told.thinking) {
-      const text = thoughts.lastElementChild.firstChild || thoughts.lastElementChild.appendChild(document.createTextNode(""));
-      if (told.thinking.startsWith(text.data)) text.appendData(told.thinking.slice(text.data.length));
-      else text.data = told.thinking;
-      thoughts.firstElementChild.textContent = told.html ? "Thoughts" : "Thinking…";
-    }
+    show(told);
     wait.hidden = Boolean(told.html);
-    patch(body, told.html);
     rate.textContent = told.tok_s ? `${told.tok_s.toFixed(1)} tokens/s` : "";
   };
   return { made, update };
