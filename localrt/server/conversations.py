@@ -142,14 +142,14 @@ async def delete(answers: Answers, request: Request, fields: Payload) -> Payload
 
 def _item(found: Conversation, turn: Turn, include: list[str]) -> Payload:
     """Return a turn as a message, or as the result of a call."""
-    own = {} if turn.branches == 1 else {"alternatives": found.siblings(turn.id)}
+    branches = found.siblings(turn.id) if turn.branches > 1 else (turn.id,)
     about: Payload = {
         "id": f"msg_{turn.id}",
         "status": _STATUS.get(turn.state, "incomplete"),
         "created_at": int(turn.created),
         "state": turn.state,
         "info": {name: turn.info[name] for name in _SHOWN if turn.info.get(name) is not None},
-        **{name: [f"msg_{number}" for number in numbers] for name, numbers in own.items()},
+        "alternatives": [f"msg_{number}" for number in branches],
     }
     if turn.role == "tool":
         result = {"call_id": str(turn.info.get("tool_call_id", "")), "output": turn.content}
@@ -159,8 +159,8 @@ def _item(found: Conversation, turn: Turn, include: list[str]) -> Payload:
         html = {"html": to_html(text)} if _HTML in include else {}
         thought = [{"type": "reasoning_text", "text": thinking}] if thinking else []
         content = [*thought, {"type": "output_text", "text": text, "annotations": [], **html}]
-        calls = {"tool_calls": turn.info.get("tool_calls") or []}
-        return {**about, **calls, "type": "message", "role": turn.role, "content": content}
+        message = {"type": "message", "role": turn.role, "content": content}
+        return {**about, **message, "tool_calls": turn.info.get("tool_calls") or []}
 
     def picture(one: Any) -> Payload:
         data = {"image_url": one.data_uri} if _PICTURES in include else {}

@@ -25,9 +25,7 @@ try { chat.draft = JSON.parse(stored("options") || "{}"); } catch { /* as if the
 
 // -- the server
 
-class Refused extends Error {
-  constructor(message, status) { super(message); this.status = status; }
-}
+const refused = (message, status) => Object.assign(new Error(message), { status });
 
 async function send(path, { method = "GET", body, signal } = {}) {
   const headers = body === undefined ? {} : { "Content-Type": "application/json" };
@@ -38,21 +36,17 @@ async function send(path, { method = "GET", body, signal } = {}) {
     answer = await fetch(path, { method, headers, signal, body: body === undefined ? undefined : JSON.stringify(body) });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Refused("The server does not answer: is it still running?", 0);
+    throw refused("The server does not answer: is it still running?", 0);
   }
   if (answer.ok) return answer;
   const told = await answer.json().catch(() => ({}));
-  if (answer.status === 401) askForKey();
-  throw new Refused(told.error?.message || `The server refused this (${answer.status})`, answer.status);
+  if (answer.status === 401 && !$("asking").open) $("asking").showModal();
+  throw refused(told.error?.message || `The server refused this (${answer.status})`, answer.status);
 }
 
 const api = async (path, given) => (await send(path, given)).json();
 const post = (path, body) => api(path, { method: "POST", body });
 const here = (rest = "", id = chat.id) => `/v1/conversations/${encodeURIComponent(id)}${rest}`;
-
-function askForKey() {
-  if (!$("asking").open) $("asking").showModal();
-}
 
 $("asking").addEventListener("close", () => {
   store("key", $("asking").querySelector("input").value.trim());

@@ -71,7 +71,6 @@ async function attach(given) {
     const url = await dataUrl(file);
     if (/^image\/(png|jpeg|webp|gif)$/.test(file.type)) {
       chat.files.push({ name: file.name, url });
-      pictureWarning();
       continue;
     }
     if (!file.size) throw new Error(`${file.name} is empty`);
@@ -81,13 +80,9 @@ async function attach(given) {
       chat.files.push({ name: read.filename, url: `data:image/jpeg;base64,${picture}` });
     }
     if (read.note) warn(read.note);
-    if (read.pictures.length) pictureWarning();
   }
-}
-
-function pictureWarning() {
   const model = chat.models.find((one) => one.id === $("model").value);
-  if (model && !(model.capabilities || []).includes("vision")) {
+  if (chat.files.some((one) => one.url) && model && !model.capabilities.includes("vision")) {
     warn(`${model.id} may not see pictures: a model that does not is told their names.`);
   }
 }

@@ -144,7 +144,7 @@ function drawn(item, acts) {
   } else {
     partsOf(made, false)(shownOf(item));
   }
-  const others = item.alternatives || [];
+  const others = item.alternatives;
   if (others.length > 1) {
     const at = others.indexOf(item.id);
     const turn = (step) => () => acts.show(others[(at + step + others.length) % others.length]);
