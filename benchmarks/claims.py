@@ -100,14 +100,8 @@ def serving(peer: str, words: Sequence[str], setting: Setting, limit: int = 0) -
         yield start(stack, Running(), peer, command)
 
 
-def ask(
-    server: Address,
-    asked: str | Sequence[Mapping[str, Any]],
-    *,
-    model: str = "model",
-    **fields: Any,
-) -> Reply:
-    """Greedy answer to a question or to messages, streamed.
+def ask(server: Address, asked: str | Sequence[Mapping[str, Any]], **fields: Any) -> Reply:
+    """Greedy answer to a question or to messages, streamed; ``fields`` are the body's.
 
     Raises:
         LocalrtError: there is none.
@@ -116,7 +110,7 @@ def ask(
     body = {"messages": messages, "temperature": 0, "stream": True, **fields}
     body["stream_options"] = {"include_usage": True}
     request = Request("/chat/completions", body, give_up_s=_ANSWER_S)
-    reply = Client().send(Place(server, model), request, "interactive")
+    reply = Client().send(Place(server, "model"), request, "interactive")
     if reply.error or reply.cancelled:
         raise LocalrtError(reply.error or f"no answer within {_ANSWER_S} s")
     return reply
@@ -152,11 +146,8 @@ def agents_day(peer: str, setting: Setting) -> Record:
     with serving(peer, words, setting) as server:
         for turn, question in enumerate(QUESTIONS[:6]):
             if turn == 4:
-                messages = [
-                    system,
-                    {"role": "user", "content": f"So far: {TEXT * 4}"},
-                    *messages[11:],
-                ]
+                summed_up = {"role": "user", "content": f"So far: {TEXT * 4}"}
+                messages = [system, summed_up, *messages[11:]]
             messages.append({"role": "user", "content": f"{turn}: {question}"})
             ask(server, f"Give a title of three words to: {question}", max_tokens=1)
             for step in range(3):
