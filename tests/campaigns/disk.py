@@ -33,6 +33,7 @@ from tests.campaigns.faulty_disk import (
 )
 
 ALL, ALWAYS = READ | WRITE | OPEN | CHANGE | SYNC | LOOK, 1 << 62
+_FLIPS = 100.0  # tries for each of a fault
 FAULTS = {  # which calls misbehave, how, how many of them, and the share of tries
     "read fails": (READ, errno.EIO, 1, 1.0),
     "short read": (READ, SHORT, 1, 1.0),
@@ -79,7 +80,7 @@ def faults(run: Run, disk: FaultyDisk) -> None:
 def _flips(run: Run, case: str, folder: Path, check: Callable[[], bool]) -> None:
     """Flip bits of the files in ``folder``, one at a time: each is noticed, or changes nothing."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    while run.goes_on(case):
+    while run.goes_on(case, _FLIPS):
         choice = run.random(case)
         (path,) = choice.choices(files, [path.stat().st_size for path in files])
         data = bytearray(path.read_bytes())
@@ -132,4 +133,4 @@ def disk(run: Run) -> None:
 
 if __name__ == "__main__":
     preload()
-    campaign("disk", disk, count=10_000)
+    campaign("disk", disk, count=100)
