@@ -108,10 +108,11 @@ def _place(error: BaseException) -> str:
 # -- a process for one reader ----------------------------------------------------------------------
 
 
-def work(name: str, folder: Path, tries: int, seed: int, seconds: int) -> None:
-    """Try inputs: the valid ones, and those in ``folder``, which grows. Problems become lines of
+def child(name: str, place: str, *numbers: str) -> None:
+    """Try inputs: the valid ones, and those in a folder, which grows. Problems become lines of
     ``found``; ``state`` has the number of inputs and the last one, also after a crash.
     """
+    folder, (tries, seed, seconds) = Path(place), map(int, numbers)
     state = mmap.mmap(os.open(folder / "state", os.O_RDWR), 16 + _LONGEST)
     known, count, reader = set[str](), 0, READERS[name]
     traced, stack = tries > 0 and find_spec("atheris") is not None, ExitStack()
@@ -198,13 +199,11 @@ def _started(
     (folder / "corpus").mkdir(parents=True, exist_ok=True)
     (folder / "found").write_text("")
     (folder / "state").write_bytes(bytes(16 + _LONGEST))
-    numbers = tries, run.random(name).getrandbits(31), seconds
-    command = [*(tool or [sys.executable]), "-m", "tests.campaigns.fuzz", "work", name, str(folder)]
+    command = [*(tool or [sys.executable]), "-m", "tests.campaigns.fuzz", "child", name, folder]
+    numbers = (f"{number}" for number in (tries, run.random(name).getrandbits(31), seconds))
     environ = {**os.environ, "MALLOC_ARENA_MAX": "2", "LOCALRT_OFFLINE": "1"}
     with (folder / "log").open("wb") as log:
-        done = subprocess.run(
-            [*command, *map(str, numbers)], stdout=log, stderr=log, env=environ, check=False
-        )
+        done = subprocess.run([*command, *numbers], stdout=log, stderr=log, env=environ)
     problems = [json.loads(line) for line in (folder / "found").read_text("utf-8").splitlines()]
     state = (folder / "state").read_bytes()
     count, length = struct.unpack("<QQ", state[:16])
@@ -215,7 +214,4 @@ def _started(
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["work"]:
-        work(sys.argv[2], Path(sys.argv[3]), *map(int, sys.argv[4:]))
-    else:
-        campaign("fuzz", fuzz, count=1_000_000)
+    campaign("fuzz", fuzz, count=1_000_000, child=child)

@@ -12,8 +12,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.common.command import ROOT
-from tests.campaigns.campaign import Run, campaign
-from tests.campaigns.children import in_children, try_here
+from tests.campaigns.campaign import Run, campaign, in_children, try_here
 
 _POOL = ROOT / "build" / "campaigns" / "pool"
 _BUILD = "g++ -std=c++17 -O1 -g -fsanitize=thread -pthread -Iquant/cpu/csrc -o"
@@ -27,8 +26,7 @@ def body(run: Run) -> None:
 
     _POOL.parent.mkdir(parents=True, exist_ok=True)
     subprocess.run([*_BUILD.split(), _POOL, *_SOURCES], cwd=ROOT, check=True)
-    for case in ("kernels' threads", *CASES):
-        in_children(run, case, at_once=20)
+    in_children(run, ("kernels' threads", *CASES), at_once=20)
 
 
 def kernels_threads(draw: random.Random) -> None:
@@ -83,19 +81,17 @@ def delay_threads(seed: int) -> None:
     sys.setswitchinterval(1e-5)
 
 
-def _child(arguments: list[str]) -> None:
+def child(case: str, seed: str, first: str, count: str) -> None:
+    """Make tries of ``case``; threads of a model are delayed."""
     from tests.campaigns import test_interleavings
 
-    if arguments[0] in test_interleavings.CASES:
-        kind = "mixture" if "mixture" in arguments[0] else "dense"
+    attempt = test_interleavings.CASES.get(case, kernels_threads)
+    if attempt is not kernels_threads:
+        kind = "mixture" if "mixture" in case else "dense"
         test_interleavings.expected_answers(kind)  # before threads are delayed
-        delay_threads(int(arguments[1]) + int(arguments[2]))
-    cases = {"kernels' threads": kernels_threads, **test_interleavings.CASES}
-    try_here(cases, arguments, patience_s=240)
+        delay_threads(int(seed) + int(first))
+    try_here(attempt, 240, case, seed, first, count)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["child"]:
-        _child(sys.argv[2:])
-    else:
-        campaign("interleavings", body, count=500)
+    campaign("interleavings", body, count=500, child=child)

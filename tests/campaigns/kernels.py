@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import subprocess
-import sys
 import weakref
 from typing import Any
 
@@ -15,8 +14,7 @@ from benchmarks.common.command import ROOT
 from localrt import system
 from localrt.quant.cpu import abi
 from localrt.quant.ops import arrays
-from tests.campaigns.campaign import Run, campaign
-from tests.campaigns.children import in_children, try_here
+from tests.campaigns.campaign import Run, campaign, in_children, try_here
 
 
 def body(run: Run) -> None:
@@ -26,8 +24,7 @@ def body(run: Run) -> None:
     build = ["scripts/sanitize", "--build"]
     preload = subprocess.run(build, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
     options = {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
-    for case in CASES:
-        in_children(run, case, at_once=100, LD_PRELOAD=preload.strip(), **options)
+    in_children(run, CASES, at_once=100, LD_PRELOAD=preload.strip(), **options)
 
 
 def _exact_buffer(nbytes: int, **_options: Any) -> Any:
@@ -40,18 +37,16 @@ def _exact_buffer(nbytes: int, **_options: Any) -> Any:
     return np.frombuffer(buffer, np.uint8)
 
 
-def _child(arguments: list[str]) -> None:
+def child(case: str, *numbers: str) -> None:
+    """Make tries of ``case``, with sanitizers if they are preloaded."""
     if "asan" in os.environ.get("LD_PRELOAD", ""):
         abi._FOLDER = ROOT / "build" / "sanitized"
         arrays.aligned_buffer = system.map_zeros = system.reserve_zeros = _exact_buffer
         arrays._LARGEST_REGION = 0  # one for each weight
     from tests.campaigns.test_kernels import CASES  # it asks the library what it can
 
-    try_here(CASES, arguments, patience_s=300)
+    try_here(CASES[case], 300, case, *numbers)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["child"]:
-        _child(sys.argv[2:])
-    else:
-        campaign("kernels", body, count=5000)
+    campaign("kernels", body, count=5000, child=child)
