@@ -1,39 +1,38 @@
 """Disks that fail at one call, from one call on, or slowly; and flipped bits in what is kept.
 
-A try is a process that works on a fresh folder (``disk_works.py``) while call number N on its files
-misbehaves (``faulty_disk.py``), and then once more on what that left. N goes through all calls, or
+A try is a process that works on a fresh folder (``works.py``) while call number N on its files
+misbehaves (``faulty_disk.cpp``), and then once more on what that left. N goes through all calls, or
 through random ones of many.
 """
 
 from __future__ import annotations
 
 import errno
+import mmap
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from localrt.common.errors import LocalrtError
 from localrt.offload.kv.block_file import BlockFile
 from localrt.quant.ops.states import SavedState
-from tests.campaigns import disk_works
+from tests.campaigns import works
 from tests.campaigns.campaign import Run, campaign
-from tests.campaigns.faulty_disk import (
-    CHANGE,
-    LOOK,
-    OPEN,
-    READ,
-    SHORT,
-    SLOW,
-    SYNC,
-    WRITE,
-    FaultyDisk,
-    preload,
-)
+from tests.campaigns.works import Work, answer_of, attempt, prepare
 
-ALL, ALWAYS = READ | WRITE | OPEN | CHANGE | SYNC | LOOK, 1 << 62
-_FLIPS = 100.0  # tries for each of a fault
+READ, WRITE, OPEN, CHANGE, SYNC, LOOK, ALL = *(1 << n for n in range(6)), (1 << 6) - 1
+SHORT, SLOW = -1, -2  # effects on a call, beside errors by their numbers
+ALWAYS, _SLOW_US, _FLIPS = 1 << 62, 10_000_000, 100.0  # flips for each try of a fault
+_OTHER_WORDS = ("full", "disk I/O error", "unable to open database file", "readonly", "malformed")
 FAULTS = {  # which calls misbehave, how, how many of them, and the share of tries
     "read fails": (READ, errno.EIO, 1, 1.0),
     "short read": (READ, SHORT, 1, 1.0),
@@ -50,13 +49,82 @@ FAULTS = {  # which calls misbehave, how, how many of them, and the share of tri
 }
 
 
+def preload() -> None:
+    """Begin this process again with the library, which is compiled first."""
+    if "LOCALRT_FAULT_FOLDER" in os.environ:
+        return
+    root = Path(tempfile.mkdtemp(prefix="localrt-disk-"))
+    source, library = Path(__file__).with_name("faulty_disk.cpp"), root / "faults.so"
+    flags = ("-std=c++17", "-O2", "-Wall", "-shared", "-fPIC")
+    subprocess.run(["g++", *flags, source, "-o", library, "-ldl"], check=True)
+    (root / "control").write_bytes(bytes(48))
+    faults = {f"LOCALRT_FAULT_{name.upper()}": str(root / name) for name in ("folder", "control")}
+    own = {**faults, "LD_PRELOAD": str(library)}
+    os.execve(sys.executable, sys.orig_argv, {**os.environ, **own})
+
+
+class FaultyDisk:
+    """A folder whose files misbehave, for processes that this one forks."""
+
+    def __init__(self) -> None:
+        self.folder = Path(os.environ["LOCALRT_FAULT_FOLDER"])
+        self.root = self.folder.parent
+        for name in ("DATA", "CONFIG"):
+            os.environ[f"XDG_{name}_HOME"] = str(self.folder / name.lower())
+        os.environ["LOCALRT_CACHE"] = str(self.folder / "cache")
+        with (self.root / "control").open("r+b") as file:
+            self._control = mmap.mmap(file.fileno(), 48)
+        # In a process of its own, since this one forks.
+        made = attempt(lambda _at, _said: prepare(self.root), self.folder)
+        if made.status != 0:
+            raise RuntimeError(made.err)
+
+    def fault(self, kinds: int = 0, effect: int = 0, first: int = 0, last: int = 0) -> None:
+        """Calls ``first`` to ``last`` from now on misbehave; none by default."""
+        self._control[:] = struct.pack("6q", 0, first, last, kinds, effect, _SLOW_US)
+
+    def recover(self) -> None:
+        """Let no more calls misbehave; those of the kinds are counted on."""
+        self._control[8:24] = bytes(16)
+
+    @property
+    def calls(self) -> int:
+        """Calls of the kinds since ``fault``."""
+        return int(struct.unpack("6q", self._control)[0])
+
+    def renew(self) -> None:
+        """Have the folder as it was prepared."""
+        self.fault()
+        self._said = list[Any]()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        for name in ("model", "store", "texts"):
+            shutil.copytree(self.root / name, self.folder / name)
+        (self.folder / "kv").mkdir()
+
+    def close(self) -> None:
+        """Remove it."""
+        shutil.rmtree(self.root, ignore_errors=True)
+
+    def wrong(self, work: Work, wanted: str, effect: int = 0) -> str:
+        """What is wrong with an attempt, on what the one before left; "" if nothing is."""
+        status, out, err, self._said = attempt(work, self.folder, self._said)
+        last = err.strip().rpartition("\n")[2]
+        words = (os.strerror(effect), *_OTHER_WORDS) if effect > 0 else ()
+        if status not in (0, 1) or "Traceback" in err:
+            return f"status {status}: {err[-3000:]}"
+        if status == 0 and out != wanted and "left out" not in out:
+            return f"another answer: {out[-500:]} {err[-500:]}"
+        clear = str(self.folder) in last and any(word in last for word in words)
+        return f"unclear: {last or out}" if status == 1 and not clear else ""
+
+
 def faults(run: Run, disk: FaultyDisk) -> None:
     """Try every workload with every fault."""
-    for work in disk_works.WORKLOADS:
+    for name, work in works.READING.items():
         disk.renew()
-        wanted = disk.attempt(work)[1]
-        for name, (kinds, effect, most, share) in FAULTS.items():
-            case = f"{work.__name__}, {name}"
+        wanted = works.attempt(work, disk.folder).out
+        for fault, (kinds, effect, most, share) in FAULTS.items():
+            case = f"{name}, {fault}"
             if not run.goes_on(case, share):
                 continue
             disk.renew()
@@ -97,8 +165,8 @@ def _flips(run: Run, case: str, folder: Path, check: Callable[[], bool]) -> None
 def flips(run: Run, folder: Path) -> None:
     """Flip bits of a packed model, and of a saved KV cache."""
     store, cache = folder / "store", folder / "cache"
-    wanted = disk_works.answer_of(store)
-    _flips(run, "bits of a store", store, lambda: disk_works.answer_of(store) == wanted)
+    wanted = answer_of(store)
+    _flips(run, "bits of a store", store, lambda: answer_of(store) == wanted)
 
     random = np.random.default_rng(1)
     tokens, blocks = random.integers(0, 50_000, 1000), random.integers(0, 256, (4, 512), np.uint8)
@@ -123,7 +191,7 @@ def flips(run: Run, folder: Path) -> None:
 def disk(run: Run) -> None:
     """Make disks fail at every kind of call, and flip bits of what is kept."""
     faulty = FaultyDisk()
-    disk_works.end_faults = faulty.recover
+    works.end_faults = faulty.recover
     try:
         faults(run, faulty)
         flips(run, faulty.root)

@@ -10,19 +10,15 @@ changes any part is lost, in sectors of 512 bytes; a rename is one change (ALICE
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
-import traceback
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -31,14 +27,13 @@ from typing import Any
 
 from benchmarks.common.command import ROOT
 from tests.campaigns.campaign import Run, campaign
-from tests.campaigns.workloads import WORKLOADS, say
+from tests.campaigns.works import SAVING, attempt, note
 from tests.store.test_writer import contents
 
 _SECTOR = 512
-_SECONDS = 120  # the longest that a start may take
 _MADE_AGAIN = {"saving kv caches", "indexing documents"}  # so a power cut may lose them
 # Files with other bytes each time, and the name of a branch, without which a snapshot is found too.
-_VARIES = re.compile(r"said|.*\.(db|lock)|kv/.*|cache/checked\.json|.*/refs/main")
+_VARIES = re.compile(r".*\.(db|lock)|kv/.*|cache/checked\.json|.*/refs/main")
 _MAY_STAY = re.compile(r".*\.lock|.*/manifest\.partial\.json|kv/.*")  # one a file, or limited
 
 
@@ -67,9 +62,9 @@ class Log:
             number, first, second = map(int, numbers)
             at = end + 1 + first + second
             path, text = data[end + 1 : at - second].decode(), data[at - second : at]
-            if path == f"{root}/said":
+            if path == f"{root.parent}/said":
                 self.said += [(len(self.changes), json.loads(text))] if kind == b"w" else []
-            elif not path.endswith(" (deleted)"):
+            elif path.startswith(f"{root}/") and not path.endswith(" (deleted)"):
                 self.changes.append(self._change(kind, number, path, text, names))
                 names.update(self.changes[-1].names)
 
@@ -144,40 +139,21 @@ def record(name: str, folder: Path) -> Log:
     subprocess.run(["g++", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
     log.write_bytes(b"")
     folder.mkdir()
-    given = {"LD_PRELOAD": library, "POWERLOSS_FOLDER": folder, "POWERLOSS_LOG": log}
-    command = [sys.executable, "-m", "tests.campaigns.powerloss", "record", name, folder]
+    given = {"LD_PRELOAD": library, "POWERLOSS_FOLDER": folder.parent, "POWERLOSS_LOG": log}
+    command = [sys.executable, "-m", "tests.campaigns.powerloss", "child", name, folder]
     subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, **given})
     recorded = Log(log, folder)
     again.mkdir()
     recorded.write(again, len(recorded.changes))
-    made = contents(again) | {"said": (folder / "said").read_bytes()}
-    assert made == contents(folder), "the recorder missed calls"
+    assert contents(again) == contents(folder), "the recorder missed calls"
     shutil.rmtree(again)
     return recorded
 
 
-def start(name: str, folder: Path, said: Sequence[Any] = (), seconds: float = _SECONDS) -> str:
-    """Run a workload in a process of its own, at most so long; return its problem, if any."""
-    problem = folder.with_name("problem")
-    problem.write_text("it took too long")
-
-    def report() -> None:
-        os.setpgid(0, 0)
-        try:
-            say(folder, WORKLOADS[name](folder, said))
-            problem.write_text("")
-        except BaseException:  # noqa: BLE001 - whatever it is
-            problem.write_text(traceback.format_exc())
-
-    process = multiprocessing.get_context("fork").Process(target=report)
-    process.start()
-    process.join(seconds)
-    if process.is_alive():
-        with suppress(ProcessLookupError):  # it has no group yet
-            os.killpg(process.pid, signal.SIGKILL)
-        process.kill()
-        process.join()
-    return problem.read_text()
+def start(name: str, folder: Path, said: Sequence[Any] = ()) -> str:
+    """Run a work in a process of its own; return its problem, if any."""
+    status, out, err, _ = attempt(SAVING[name], folder, said)
+    return f"status {status}: {out}{err}" if status or status is None or "left out" in out else ""
 
 
 def difference(now: Mapping[str, bytes], wanted: Mapping[str, bytes]) -> str:
@@ -188,7 +164,7 @@ def difference(now: Mapping[str, bytes], wanted: Mapping[str, bytes]) -> str:
     return f"left {sorted(left)}, other {sorted(other)}" if left or other else ""
 
 
-def body(run: Run, names: Iterable[str] = tuple(WORKLOADS)) -> None:
+def body(run: Run, names: Iterable[str] = tuple(SAVING)) -> None:
     """Kill localrt and cut its power while it writes, and start it again."""
     with TemporaryDirectory(prefix="localrt-powerloss-") as scratch:
         folder = Path(scratch).resolve() / "home"
@@ -210,9 +186,7 @@ def body(run: Run, names: Iterable[str] = tuple(WORKLOADS)) -> None:
                     moment = chance.randint(1, len(log.changes))
                     said = [what for at, what in log.said if at <= moment]
                     if kind == "real kill":
-                        start(name, folder, seconds=chance.uniform(0, seconds))
-                        lines = (folder / "said").read_text() if (folder / "said").exists() else ""
-                        said = [json.loads(line) for line in lines.splitlines()]
+                        said = attempt(SAVING[name], folder, (), chance.uniform(0, seconds)).said
                     else:
                         log.write(folder, moment, chance if cut else None)
                     for path in folder.rglob("*"):  # as if that was days ago
@@ -225,8 +199,10 @@ def body(run: Run, names: Iterable[str] = tuple(WORKLOADS)) -> None:
             shutil.rmtree(folder)
 
 
+def child(name: str, folder: str) -> None:
+    """Work, under the recorder."""
+    note(Path(folder), SAVING[name](Path(folder), ()) or ())
+
+
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["record"]:
-        say(Path(sys.argv[3]), WORKLOADS[sys.argv[2]](Path(sys.argv[3]), ()))
-    else:
-        campaign("powerloss", body, count=110)
+    campaign("powerloss", body, count=110, child=child)
