@@ -1,7 +1,7 @@
 """Disks that fail at one call, from one call on, or slowly; and flipped bits in what is kept.
 
 A try is a process that works on a fresh folder (``works.py``) while call number N on its files
-misbehaves (``faulty_disk.cpp``), and then once more on what that left. N goes through all calls, or
+misbehaves (``file_calls.cpp``), and then once more on what that left. N goes through all calls, or
 through random ones of many.
 """
 
@@ -12,7 +12,6 @@ import mmap
 import os
 import shutil
 import struct
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from localrt.offload.kv.block_file import BlockFile
 from localrt.quant.ops.states import SavedState
 from tests.campaigns import works
 from tests.campaigns.campaign import Run, campaign
-from tests.campaigns.works import Work, answer_of, attempt, prepare
+from tests.campaigns.works import Work, answer_of, attempt, preloaded, prepare
 
 READ, WRITE, OPEN, CHANGE, SYNC, LOOK, ALL = *(1 << n for n in range(6)), (1 << 6) - 1
 SHORT, SLOW = -1, -2  # effects on a call, beside errors by their numbers
@@ -51,23 +50,19 @@ FAULTS = {  # which calls misbehave, how, how many of them, and the share of tri
 
 def preload() -> None:
     """Begin this process again with the library, which is compiled first."""
-    if "LOCALRT_FAULT_FOLDER" in os.environ:
-        return
-    root = Path(tempfile.mkdtemp(prefix="localrt-disk-"))
-    source, library = Path(__file__).with_name("faulty_disk.cpp"), root / "faults.so"
-    flags = ("-std=c++17", "-O2", "-Wall", "-shared", "-fPIC")
-    subprocess.run(["g++", *flags, source, "-o", library, "-ldl"], check=True)
-    (root / "control").write_bytes(bytes(48))
-    faults = {f"LOCALRT_FAULT_{name.upper()}": str(root / name) for name in ("folder", "control")}
-    own = {**faults, "LD_PRELOAD": str(library)}
-    os.execve(sys.executable, sys.orig_argv, {**os.environ, **own})
+    if "LOCALRT_FILES" not in os.environ:
+        root = Path(tempfile.mkdtemp(prefix="localrt-disk-"))
+        control = root / "control"
+        control.write_bytes(bytes(48))
+        environ = preloaded(root / "folder", root / "file_calls.so", control=control)
+        os.execve(sys.executable, sys.orig_argv, environ)
 
 
 class FaultyDisk:
     """A folder whose files misbehave, for processes that this one forks."""
 
     def __init__(self) -> None:
-        self.folder = Path(os.environ["LOCALRT_FAULT_FOLDER"])
+        self.folder = Path(os.environ["LOCALRT_FILES"])
         self.root = self.folder.parent
         for name in ("DATA", "CONFIG"):
             os.environ[f"XDG_{name}_HOME"] = str(self.folder / name.lower())

@@ -1,6 +1,6 @@
 """Kills and power cuts while localrt writes: the next start works and finds what was saved.
 
-Each workload runs once under a recorder (``powerloss.cpp``). From its log, the folder is made as an
+Each work runs once under a recorder (``file_calls.cpp``). From its log, the folder is made as an
 end at any moment may leave it. A kill leaves every call until then. A power cut leaves what POSIX
 promises and no more: a file's bytes last once it was synced, a name once its folder was. Of later
 changes any part is lost, in sectors of 512 bytes; a rename is one change (ALICE, Pillai and others,
@@ -27,7 +27,7 @@ from typing import Any
 
 from benchmarks.common.command import ROOT
 from tests.campaigns.campaign import Run, campaign
-from tests.campaigns.works import SAVING, attempt, note
+from tests.campaigns.works import SAVING, attempt, note, preloaded
 from tests.store.test_writer import contents
 
 _SECTOR = 512
@@ -49,7 +49,7 @@ class Change:
 
 
 class Log:
-    """The calls of one run below ``root``, as ``powerloss.cpp`` records them."""
+    """The calls of one run below ``root``, as ``file_calls.cpp`` records them."""
 
     def __init__(self, file: Path, root: Path) -> None:
         self.changes: list[Change] = []  # by the number of the call
@@ -134,14 +134,12 @@ class Log:
 
 def record(name: str, folder: Path) -> Log:
     """Run a workload in ``folder`` under the recorder; the log has to give the same folder."""
-    library, log, again = (folder.with_name(each) for each in ("recorder.so", "log", "again"))
-    source = Path(__file__).with_suffix(".cpp")
-    subprocess.run(["g++", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    library, log, again = (folder.with_name(each) for each in ("file_calls.so", "log", "again"))
     log.write_bytes(b"")
     folder.mkdir()
-    given = {"LD_PRELOAD": library, "POWERLOSS_FOLDER": folder.parent, "POWERLOSS_LOG": log}
     command = [sys.executable, "-m", "tests.campaigns.powerloss", "child", name, folder]
-    subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, **given})
+    given = preloaded(folder.parent, library, log=log)
+    subprocess.run(command, check=True, cwd=ROOT, env=given)
     recorded = Log(log, folder)
     again.mkdir()
     recorded.write(again, len(recorded.changes))

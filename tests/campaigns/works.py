@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import select
 import signal
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,10 +28,12 @@ import localrt
 from benchmarks.common.command import ROOT
 from localrt.cli import main
 from localrt.common.files import read_bytes
+from localrt.common.helpers import has_helpers
 from localrt.documents.index import DocumentIndex
 from localrt.engine.saved_caches import PromptCache
 from localrt.history import History
 from localrt.hub.resolving import resolve, resolve_adapter
+from localrt.models import first_opening
 from localrt.models.checkpoints import open_checkpoint
 from localrt.offload.kv.block_file import BlockFile
 from localrt.offload.kv.tier import KvTier
@@ -193,6 +196,7 @@ def quantizing(at: Path, said: Said) -> Iterator[Any]:
 
 
 def pulling_models(at: Path, said: Said) -> Iterator[Any]:
+    first_opening.has_helpers = has_helpers  # in this process: the tests' conftest has none
     hub = FakeHub()
     server = start(hub)
     for number, name in enumerate([*said, *_HUB]):
@@ -290,6 +294,17 @@ READING: dict[str, Work] = {
 """Works in a folder that was prepared, beside a sound one."""
 
 # -- a process that works --------------------------------------------------------------------------
+
+
+def preloaded(folder: Path, library: Path, **files: Path) -> dict[str, str]:
+    """The environment of a process whose calls below ``folder`` pass through ``file_calls.cpp``,
+    with its ``control`` or its ``log``.
+    """
+    source = Path(__file__).with_name("file_calls.cpp")
+    flags = ("-std=c++17", "-O2", "-Wall", "-shared", "-fPIC")
+    subprocess.run(["g++", *flags, source, "-o", library, "-ldl"], check=True)
+    given = {f"LOCALRT_FILES_{name.upper()}": f"{path}" for name, path in files.items()}
+    return {**os.environ, **given, "LD_PRELOAD": f"{library}", "LOCALRT_FILES": f"{folder}"}
 
 
 class Attempt(NamedTuple):
