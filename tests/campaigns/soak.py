@@ -56,9 +56,9 @@ def judge(run: Run, case: str, samples: list[dict[str, int]]) -> None:
 
 
 def polite(place: Place, until: float, pause: float) -> list[Reply]:
-    """Ask for short answers until then."""
+    """Ask for short answers until then, at least for one."""
     replies: list[Reply] = []
-    while time.monotonic() < until:
+    while not replies or time.monotonic() < until:
         said = [{"role": "user", "content": f"{len(replies)}: what is this?"}]
         body = {"messages": said, "max_tokens": 8, "ignore_eos": True, "stream": True}
         replies.append(Client().send(place, Request("/chat/completions", body), "interactive"))
@@ -90,9 +90,11 @@ def clients(run: Run, pid: int, port: int, folder: Path) -> None:
             note(way, bad)
 
     page(random.Random(), port)  # opens the conversations
-    began, samples = time.monotonic(), [sample(pid, folder)]
+    samples = [sample(pid, folder)]
     own = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
     with own as process, ThreadPoolExecutor(_CLIENTS) as pool:
+        process.submit(polite, place, 0.0, 0.0).result()  # it has started
+        began = time.monotonic()
         asks = partial(process.submit, polite, place, pause=min(1.0, seconds / 100))
         alone = asks(until=began + seconds / 10).result()
         try:

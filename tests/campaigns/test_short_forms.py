@@ -1,17 +1,63 @@
-"""A few seconds of the soak: what clients and the app meet, whatever the time that it takes."""
+"""Campaigns in short that are no tables of calls: disk, memory, soak and terminal."""
 
 from __future__ import annotations
 
+import os
+import random
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.campaigns import soak
+from benchmarks.common.command import ROOT
+from localrt.common.errors import LocalrtError
+from tests.campaigns import memory, soak, terminal
 from tests.campaigns.campaign import Run
-from tests.conftest import needs_signals
 from tests.models.vision.tiny import qwen_folder
 
+DISK = """
+from pathlib import Path
+from tests.campaigns import disk
+from tests.campaigns.campaign import Run
+disk.preload()
+disk.FAULTS = {{"vanished": disk.FAULTS["vanished"]}}
+run = Run("disk", Path({folder!r}), seed=1, seconds=60.0, count=1)
+disk.disk(run)
+assert not run.failures, run.failures
+assert run.record["cases"], "something was tried"
+"""
 FLAT = {"memory": 100 << 20, "threads": 9, "descriptors": 30, "cache": 0}
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or shutil.which("g++") is None, reason="needs Linux and a compiler"
+)
+def test_disk(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", DISK.format(folder=str(tmp_path))],
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+@pytest.mark.timeout(300)
+def test_memory(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        memory.MemoryLimit.create(1 << 30).remove()
+    except LocalrtError as error:
+        pytest.skip(str(error))
+    monkeypatch.setattr(memory, "find_model", lambda name: tiny_folder)
+    monkeypatch.setattr(memory, "_TURNS", 1)
+    run = Run("memory", tmp_path, seed=1, seconds=60, count=1)
+    memory.body(run)
+    assert run.done("wave") == 1
+    assert run.failures == []
 
 
 @pytest.mark.parametrize(
@@ -34,7 +80,6 @@ def test_what_is_not_flat(tmp_path: Path, grows: dict[str, int], found: list[str
     assert [what.split()[1] for what in run.failures] == found
 
 
-@needs_signals
 @pytest.mark.timeout(300)
 def test_soak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soak, "_CLIENTS", 12)
@@ -47,10 +92,14 @@ def test_soak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [what for what in run.failures if not what.startswith(timely)] == []
 
 
-@needs_signals
 @pytest.mark.timeout(300)
 def test_an_app_that_ends_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soak, "_KEYS", ["\x11"])  # Ctrl+Q, which no run types
     run = Run("soak", tmp_path, seed=1, seconds=120, count=0)
     soak.app(run, qwen_folder(tmp_path / "model"), tmp_path)
     assert "app: it ended with 0: no report" in run.failures
+
+
+@pytest.mark.parametrize("case", ["SIGTSTP", "SIGTERM", "pastes"])
+def test_terminal(case: str, tmp_path: Path) -> None:
+    assert terminal.CASES[case](random.Random(1), tmp_path) == ""
