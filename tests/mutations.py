@@ -43,25 +43,24 @@ def paths(document: Any, prefix: Path = ()) -> Iterator[Path]:
 def changed(document: Any, changes: Sequence[tuple[Path, Any]]) -> Any:
     """A copy with other values at these places; objects are made where a place is in none."""
     result = copy.deepcopy(document)
-    for path, given in changes:
-        at, value = result, given if given is MISSING else copy.deepcopy(given)
-        for key in path[:-1]:
-            if isinstance(at, dict) and not isinstance(at.get(key), dict | list):
-                at[key] = {}
-            if not isinstance(at, dict) and not (
-                isinstance(at, list) and isinstance(key, int) and key < len(at)
-            ):
-                break  # another change made it something else
-            at = at[key]
-        else:
-            last = path[-1]
-            if isinstance(at, dict):
-                at[last] = value
-                if value is MISSING:
-                    del at[last]
-            elif isinstance(at, list) and isinstance(last, int) and last < len(at):
-                at[last] = None if value is MISSING else value
+    for path, value in changes:
+        _change(result, path, value if value is MISSING else copy.deepcopy(value))
     return result
+
+
+def _change(at: Any, path: Path, value: Any) -> None:
+    key, *rest = path
+    if isinstance(at, dict):
+        if rest and not isinstance(at.get(key), dict | list):
+            at[key] = {}
+    elif not (isinstance(at, list) and isinstance(key, int) and key < len(at)):
+        return  # another change made it something else
+    if rest:
+        _change(at[key], tuple(rest), value)
+    elif value is MISSING and isinstance(at, dict):
+        at.pop(key, None)
+    else:
+        at[key] = None if value is MISSING else value
 
 
 def refusal(use: Callable[[], object]) -> str:
