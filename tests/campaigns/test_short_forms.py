@@ -1,4 +1,4 @@
-"""Campaigns in short that are no tables of calls: disk, memory, soak and terminal."""
+"""The campaigns disk, interleavings, memory, soak and terminal in short."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from benchmarks.common.command import ROOT
 from localrt.common.errors import LocalrtError
 from tests.campaigns import memory, soak, terminal
 from tests.campaigns.campaign import Run
+from tests.conftest import needs_kernels
 from tests.models.vision.tiny import qwen_folder
 
 DISK = """
@@ -44,6 +45,14 @@ def test_disk(tmp_path: Path) -> None:
         timeout=300,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+@needs_kernels
+@pytest.mark.parametrize("case", ["users", "unloading", "forks"])
+def test_interleavings(case: str) -> None:
+    command = [sys.executable, "-m", "tests.campaigns.interleavings", "child", case, "1", "0", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "tried\n"), done.stderr[-3000:]
 
 
 @pytest.mark.timeout(300)
