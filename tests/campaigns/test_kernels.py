@@ -55,7 +55,7 @@ def inputs(draw: Draw, *shape: int) -> tuple[Array, bool]:
         return x.astype(np.float32), kind == "plain"
 
 
-def tensor_of(draw: Draw, name: str, rows: int, cols: int, name_it: str = "") -> PackedTensor:
+def tensor_of(draw: Draw, name: str, rows: int, cols: int) -> PackedTensor:
     """A sane tensor, or one of any bytes."""
     tensor = random_tensor(name, rows, cols, draw.getrandbits(16))
     if draw.random() < 0.4:
@@ -102,24 +102,19 @@ def products(draw: Draw) -> None:
 
 
 def expert_of(draw: Draw, hidden: int, inner: int, gated: bool) -> Expert:
-    names = [
-        [name for name in NAMES if cols % tile_span(FORMATS[name]) == 0] for cols in (hidden, inner)
-    ]
-    gate, up, down = (draw.choice(names[n]) for n in (0, 0, 1))
+    def name(cols: int) -> str:
+        return draw.choice([name for name in NAMES if not cols % tile_span(FORMATS[name])])
+
+    def rotation(cols: int) -> int:
+        return draw.choice([0, *(size for size in (16, 32, 64, 128) if not cols % size)])
+
+    gate, up, down = name(hidden), name(hidden), name(inner)
     fused = gated and draw.random() < 0.3
     up = gate if draw.random() < 0.6 else up
-    rotations = [
-        draw.choice([0, *(n for n in (16, 32, 64, 128) if not cols % n)])
-        for cols in (hidden, inner)
-    ]
-    expert = Expert(
-        (gate, up, down) if gated else (up, down),
-        draw.getrandbits(16),
-        shape=(hidden, inner),
-        rotations=(rotations[0], rotations[1]),
-        fused=fused,
-        biased=draw.random() < 0.3,
-    )
+    rotations = rotation(hidden), rotation(inner)
+    names = (gate, up, down) if gated else (up, down)
+    more: dict[str, Any] = {"rotations": rotations, "fused": fused, "shape": (hidden, inner)}
+    expert = Expert(names, draw.getrandbits(16), biased=draw.random() < 0.3, **more)
     if draw.random() < 0.3:
         expert.down = tensor_of(draw, down, hidden, inner)
     return expert

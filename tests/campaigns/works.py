@@ -101,14 +101,6 @@ def answer_of(store: Path) -> str:
     return digest.hexdigest()
 
 
-def resident(at: Path, said: Said) -> None:
-    _run(at / "model")
-
-
-def streamed(at: Path, said: Said) -> None:
-    print(answer_of(at / "store"))
-
-
 def packed(at: Path, said: Said) -> None:
     with closing(open_checkpoint(at / "model")) as source:
         folder = cached_store(source, at / "data" / "stores").path
@@ -281,19 +273,32 @@ def indexing_documents(
 ) -> Iterator[Any]:
     with DocumentIndex(at / "data" / "documents.db") as index:
         assert all(index.search("localrt", within=path) for path in said), "an index is lost"
-        for path in (at / name for name in names):
-            print("left out" if index.update([path]) else "")
-            yield str(path)
+        for name in names:
+            print("left out" if index.update([at / name]) else "")
+            yield str(at / name)
         print(sorted(piece.path.name for piece in index.search("localrt")))
 
 
-_FIRST = packing_models, quantizing, pulling_models, chatting
-_REST = two_windows, changing_settings, saving_kv_caches, indexing_documents
-SAVING: dict[str, Work] = {work.__name__.replace("_", " "): work for work in (*_FIRST, *_REST)}
+SAVING: dict[str, Work] = {
+    "packing models": packing_models,
+    "quantizing": quantizing,
+    "pulling models": pulling_models,
+    "chatting": chatting,
+    "two windows": two_windows,
+    "changing settings": changing_settings,
+    "saving kv caches": saving_kv_caches,
+    "indexing documents": indexing_documents,
+}
 """Works in an empty folder."""
-_READING = resident, streamed, packed, quantized, kept_caches, caches_on_disk, pulled, served
 READING: dict[str, Work] = {
-    **{work.__name__.replace("_", " "): work for work in _READING},
+    "resident": lambda at, said: _run(at / "model"),
+    "streamed": lambda at, said: print(answer_of(at / "store")),
+    "packed": packed,
+    "quantized": quantized,
+    "kept caches": kept_caches,
+    "caches on disk": caches_on_disk,
+    "pulled": pulled,
+    "served": served,
     "chatting": partial(chatting, sentences=True),
     "changing settings": changing_settings,
     "indexing documents": lambda at, said: indexing_documents(at, (), ["texts"]),
