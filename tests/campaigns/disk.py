@@ -1,6 +1,6 @@
 """Disks that fail at one call, from one call on, or slowly; and flipped bits in what is kept.
 
-A try is a process that works on a fresh folder (``works.py``) while call number N on its files
+A try is a process that works on a fresh folder (``workloads.py``) while call number N on its files
 misbehaves (``file_calls.cpp``), and then once more on what that left. N goes through all calls, or
 through random ones of many.
 """
@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from localrt.common.errors import LocalrtError
-from tests.campaigns import works
+from tests.campaigns import workloads
 from tests.campaigns.campaign import Run, campaign
-from tests.campaigns.works import Work, answer_of, attempt, preloaded, prepare
+from tests.campaigns.workloads import Workload, answer_of, attempt, preloaded, prepare
 
 READ, WRITE, OPEN, CHANGE, SYNC, LOOK, ALL = *(1 << n for n in range(6)), (1 << 6) - 1
 SHORT, SLOW = -1, -2  # effects on a call, beside errors by their numbers
@@ -96,9 +96,9 @@ class FaultyDisk:
         """Remove it."""
         shutil.rmtree(self.root, ignore_errors=True)
 
-    def wrong(self, work: Work, wanted: str, effect: int = 0) -> str:
+    def wrong(self, workload: Workload, wanted: str, effect: int = 0) -> str:
         """What is wrong with an attempt, on what the one before left; "" if nothing is."""
-        status, out, err, self._said = attempt(work, self.folder, self._said)
+        status, out, err, self._said = attempt(workload, self.folder, self._said)
         last = err.strip().rpartition("\n")[2]
         words = (os.strerror(effect), *_OTHER_WORDS) if effect > 0 else ()
         if status not in (0, 1) or "Traceback" in err:
@@ -111,16 +111,16 @@ class FaultyDisk:
 
 def faults(run: Run, disk: FaultyDisk) -> None:
     """Try every workload with every fault."""
-    for name, work in works.READING.items():
+    for name, workload in workloads.DISK.items():
         disk.renew()
-        wanted = works.attempt(work, disk.folder).out
+        wanted = attempt(workload, disk.folder).out
         for fault, (kinds, effect, most, share) in FAULTS.items():
             case = f"{name}, {fault}"
             if not run.goes_on(case, share):
                 continue
             disk.renew()
             disk.fault(kinds)
-            if problem := disk.wrong(work, wanted):
+            if problem := disk.wrong(workload, wanted):
                 run.found(case, f"without a fault: {problem}")
             calls = disk.calls
             while run.goes_on(case, share) and run.done(case) < calls:
@@ -128,10 +128,10 @@ def faults(run: Run, disk: FaultyDisk) -> None:
                 first = run.done(case) + 1 if every else run.random(case).randint(1, calls)
                 disk.renew()
                 disk.fault(kinds, effect, first, first + most - 1)
-                if problem := disk.wrong(work, wanted, effect):
+                if problem := disk.wrong(workload, wanted, effect):
                     run.found(case, f"call {first} of {calls}: {problem}")
                 disk.fault()
-                if problem := disk.wrong(work, wanted):
+                if problem := disk.wrong(workload, wanted):
                     run.found(case, f"after call {first} of {calls}: {problem}")
                 run.tried(case)
 
@@ -164,14 +164,14 @@ def flips(run: Run, folder: Path) -> None:
         assert answer_of(store) == wanted
 
     _flips(run, "bits of a store", store, check_store)
-    list(works.saving_kv_caches(cache, ()))
-    _flips(run, "bits of a KV cache", cache, lambda: works.check_kv_cache(cache))
+    list(workloads.saving_kv_caches(cache, ()))
+    _flips(run, "bits of a KV cache", cache, lambda: workloads.check_kv_cache(cache))
 
 
 def disk(run: Run) -> None:
     """Make disks fail at every kind of call, and flip bits of what is kept."""
     faulty = FaultyDisk()
-    works.end_faults = faulty.recover
+    workloads.end_faults = faulty.recover
     try:
         faults(run, faulty)
         flips(run, faulty.root)

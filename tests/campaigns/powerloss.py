@@ -1,10 +1,10 @@
 """Kills and power cuts while localrt writes: the next start works and finds what was saved.
 
-Each work runs once under a recorder (``file_calls.cpp``). From its log, the folder is made as an
-end at any moment may leave it. A kill leaves every call until then. A power cut leaves what POSIX
-promises and no more: a file's bytes last once it was synced, a name once its folder was. Of later
-changes any part is lost, in sectors of 512 bytes; a rename is one change (ALICE, Pillai and others,
-2014). Then the workload runs again, and has to leave what it leaves in an empty folder.
+Each workload runs once under a recorder (``file_calls.cpp``). From its log, the folder is made as
+an end at any moment may leave it. A kill leaves every call until then. A power cut leaves what
+POSIX promises and no more: a file's bytes last once it was synced, a name once its folder was. Of
+later changes any part is lost, in sectors of 512 bytes; a rename is one change (ALICE, Pillai and
+others, 2014). Then the workload runs again, and has to leave what it leaves in an empty folder.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 
 from benchmarks.common.command import ROOT
 from tests.campaigns.campaign import Run, campaign
-from tests.campaigns.works import SAVING, attempt, note, preloaded
+from tests.campaigns.workloads import POWERLOSS, attempt, note, preloaded
 from tests.store.test_writer import contents
 
 _SECTOR = 512
@@ -149,8 +149,8 @@ def record(name: str, folder: Path) -> Log:
 
 
 def start(name: str, folder: Path, said: Sequence[Any] = ()) -> str:
-    """Run a work in a process of its own; return its problem, if any."""
-    status, out, err, _ = attempt(SAVING[name], folder, said)
+    """Run a workload in a process of its own; return its problem, if any."""
+    status, out, err, _ = attempt(POWERLOSS[name], folder, said)
     return f"status {status}: {out}{err}" if status or status is None or "left out" in out else ""
 
 
@@ -162,7 +162,7 @@ def difference(now: Mapping[str, bytes], wanted: Mapping[str, bytes]) -> str:
     return f"left {sorted(left)}, other {sorted(other)}" if left or other else ""
 
 
-def body(run: Run, names: Iterable[str] = tuple(SAVING)) -> None:
+def body(run: Run, names: Iterable[str] = tuple(POWERLOSS)) -> None:
     """Kill localrt and cut its power while it writes, and start it again."""
     with TemporaryDirectory(prefix="localrt-powerloss-") as scratch:
         folder = Path(scratch).resolve() / "home"
@@ -184,7 +184,7 @@ def body(run: Run, names: Iterable[str] = tuple(SAVING)) -> None:
                     moment = chance.randint(1, len(log.changes))
                     said = [what for at, what in log.said if at <= moment]
                     if kind == "real kill":
-                        said = attempt(SAVING[name], folder, (), chance.uniform(0, seconds)).said
+                        said = attempt(POWERLOSS[name], folder, (), chance.uniform(0, seconds)).said
                     else:
                         log.write(folder, moment, chance if cut else None)
                     for path in folder.rglob("*"):  # as if that was days ago
@@ -198,8 +198,8 @@ def body(run: Run, names: Iterable[str] = tuple(SAVING)) -> None:
 
 
 def child(name: str, folder: str) -> None:
-    """Work, under the recorder."""
-    note(Path(folder), SAVING[name](Path(folder), ()) or ())
+    """Workload, under the recorder."""
+    note(Path(folder), POWERLOSS[name](Path(folder), ()) or ())
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What localrt does with files: works for the campaigns ``disk`` and ``powerloss``.
+"""What localrt does with files: two tables of workloads, for ``disk`` and ``powerloss``.
 
-A work reads and writes in one folder. It prints what it found, and yields what it has saved. Run
-again on what an earlier run left, it first asserts that what that one has ``said`` is there.
+A workload reads and writes in one folder. It prints what it found, and yields what it has saved.
+Run again on what an earlier run left, it first asserts that what that one has ``said`` is there.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from tests.server.conftest import serving
 from tests.store.synthetic import SyntheticCheckpoint
 
 Said: TypeAlias = Sequence[Any]
-Work: TypeAlias = Callable[[Path, Said], "Iterator[Any] | None"]
+Workload: TypeAlias = Callable[[Path, Said], "Iterator[Any] | None"]
 _MODELS = ["other", 0], ["model", 1], ["model", 2]  # the last replaces the one before
 _ADAPTER = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"lora" * 5000}
 _HUB = {"org/tiny": {name: TINY[name][:40_000] for name in TINY}, "org/adapter": _ADAPTER}
@@ -63,7 +63,7 @@ _TEXT = "one two three. " * 300  # more than a page of SQLite
 _DOCUMENTS = [ROOT / "docs" / name for name in ("glossary.md", "design.md", "planner.md")]
 _TOKENS = [*range(3, 250), *range(3, 200)]
 
-# -- works on what lies in the folder, or beside it ------------------------------------------------
+# -- workloads on what lies in the folder, or beside it --------------------------------------------
 
 
 def prepare(at: Path) -> None:
@@ -77,7 +77,7 @@ def prepare(at: Path) -> None:
 
 
 def end_faults() -> None:
-    """Called by a work that goes on once its disk is well again; a campaign puts its own here."""
+    """Called by a workload that goes on once its disk is well; a campaign puts its own here."""
 
 
 def _command(*words: object) -> None:
@@ -166,7 +166,7 @@ def served(at: Path, said: Said) -> None:
         print(body["choices"][0]["message"])
 
 
-# -- works that save -------------------------------------------------------------------------------
+# -- workloads that save ---------------------------------------------------------------------------
 
 
 def packing_models(at: Path, said: Said) -> Iterator[Any]:
@@ -279,7 +279,7 @@ def indexing_documents(
         print(sorted(piece.path.name for piece in index.search("localrt")))
 
 
-SAVING: dict[str, Work] = {
+POWERLOSS: dict[str, Workload] = {
     "packing models": packing_models,
     "quantizing": quantizing,
     "pulling models": pulling_models,
@@ -289,8 +289,8 @@ SAVING: dict[str, Work] = {
     "saving kv caches": saving_kv_caches,
     "indexing documents": indexing_documents,
 }
-"""Works in an empty folder."""
-READING: dict[str, Work] = {
+"""In an empty folder."""
+DISK: dict[str, Workload] = {
     "resident": lambda at, said: _run(at / "model"),
     "streamed": lambda at, said: print(answer_of(at / "store")),
     "packed": packed,
@@ -303,9 +303,9 @@ READING: dict[str, Work] = {
     "changing settings": changing_settings,
     "indexing documents": lambda at, said: indexing_documents(at, (), ["texts"]),
 }
-"""Works in a folder that was prepared, beside a sound one."""
+"""In a folder that was prepared, beside a sound one."""
 
-# -- a process that works --------------------------------------------------------------------------
+# -- a process of a workload -----------------------------------------------------------------------
 
 
 def preloaded(folder: Path, library: Path, **files: Path) -> dict[str, str]:
@@ -320,7 +320,7 @@ def preloaded(folder: Path, library: Path, **files: Path) -> dict[str, str]:
 
 
 class Attempt(NamedTuple):
-    """How a work ended: an exit status, None if it took too long; what it printed and saved."""
+    """How a workload ended: an exit status, None if it took too long; what it printed and saved."""
 
     status: int | None
     out: str
@@ -328,8 +328,8 @@ class Attempt(NamedTuple):
     said: list[Any]
 
 
-def attempt(work: Work, at: Path, said: Said = (), seconds: float = 120) -> Attempt:
-    """Run a work in a process of its own, at most so long."""
+def attempt(workload: Workload, at: Path, said: Said = (), seconds: float = 120) -> Attempt:
+    """Run a workload in a process of its own, at most so long."""
     out, err, saved = (at.with_name(name) for name in ("out", "err", "said"))
     saved.write_bytes(b"")
     sys.stdout.flush()
@@ -337,7 +337,7 @@ def attempt(work: Work, at: Path, said: Said = (), seconds: float = 120) -> Atte
         os.setsid()
         for number, path in ((1, out), (2, err)):
             os.dup2(os.open(path, os.O_CREAT | os.O_TRUNC | os.O_RDWR), number)
-        os._exit(_status(work, at, said))
+        os._exit(_status(workload, at, said))
     ends = os.pidfd_open(process)
     ended = bool(select.select([ends], [], [], seconds)[0])
     os.close(ends)
@@ -350,10 +350,10 @@ def attempt(work: Work, at: Path, said: Said = (), seconds: float = 120) -> Atte
     return Attempt(status if ended else None, *texts, [json.loads(line) for line in lines])
 
 
-def _status(work: Work, at: Path, said: Said) -> int:
-    """Work, and return an exit status, as a command does."""
+def _status(workload: Workload, at: Path, said: Said) -> int:
+    """Run it, and return an exit status, as a command does."""
     try:
-        note(at, work(at, said) or ())
+        note(at, workload(at, said) or ())
         status = 0
     except SystemExit as error:
         status = int(error.code or 0)
@@ -369,7 +369,7 @@ def _status(work: Work, at: Path, said: Said) -> int:
 
 
 def note(at: Path, saved: Iterable[Any]) -> None:
-    """Have a work save what it yields, and note that in the file ``said`` beside the folder."""
+    """Have a workload save what it yields, and note that in the file ``said`` beside the folder."""
     for each in saved:
         with at.with_name("said").open("a", encoding="utf-8") as file:
             file.write(json.dumps(each) + "\n")
