@@ -139,7 +139,7 @@ def record(name: str, folder: Path) -> Log:
     folder.mkdir()
     command = [sys.executable, "-m", "tests.campaigns.powerloss", "child", name, folder]
     given = preloaded(folder.parent, library, log=log)
-    subprocess.run(command, check=True, cwd=ROOT, env=given)
+    subprocess.run(command, check=True, cwd=ROOT, env=given, stdout=subprocess.DEVNULL)
     recorded = Log(log, folder)
     again.mkdir()
     recorded.write(again, len(recorded.changes))
