@@ -53,8 +53,7 @@ def folder(kind: str) -> Path:
         return write_tiny_model(path, wide=512)  # half of it has room for caches
     from tests.models.tiny import save_tiny
 
-    save_tiny("qwen3-moe", path)
-    write_byte_tokenizer(path)
+    save_tiny("qwen3-moe", path, vocab=write_byte_tokenizer(path))
     return path
 
 

@@ -21,12 +21,16 @@ from tests.models.tiny_configs import CONFIGS, MIXTURES, SIZES
 _LISTED = ("layer_types", "mlp_layer_types", "num_attention_heads_per_layer", "layer_rope_theta")
 
 
-def save_tiny(name: str, folder: Path, seed: int = 0, *, layers: int | None = None) -> Any:
+def save_tiny(
+    name: str, folder: Path, seed: int = 0, *, layers: int | None = None, vocab: int | None = None
+) -> Any:
     """Write a random model as a Hugging Face folder; returns transformers' own, in float32.
 
-    ``layers`` are the first that it keeps.
+    ``layers`` are the first that it keeps; ``vocab`` is another number of tokens.
     """
     config = (CONFIGS | MIXTURES)[name]()
+    if vocab is not None:
+        config.get_text_config().vocab_size = vocab
     if layers is not None:
         keep_layers(config.get_text_config(), layers)
     model = random_model(config, seed)
