@@ -1,8 +1,8 @@
 """``localrt launch [PROGRAM] [-- ARGUMENTS]``: starts a coding agent, an editor or a chat front end
 with a model of this machine.
 
-It uses a running server, or starts one that ends with the program. No settings file of the user's
-is changed. What each program reads is in ``localrt.client.programs``.
+It uses a running server, or starts one that ends with the program. The user's settings files stay
+as they are. ``localrt.client.programs`` has the settings of each program.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from localrt.hub import list_models
 from localrt.hub.names import client_name
 
 EXAMPLES: Examples = (
-    ("localrt launch", "the programs, and which are installed"),
+    ("localrt launch", "the programs, and which of them are installed"),
     ("localrt launch claude", "Claude Code with a model of this machine"),
     ("localrt launch codex --model qwen2.5-coder:7b", "with this model"),
     ('localrt launch opencode -- run "What is this?"', "arguments of the program"),
-    ("localrt launch aider --print", "what it would do, as lines for a shell"),
+    ("localrt launch aider --print", "start nothing, print lines for a shell"),
 )
 _CTX_HELP = "context of a server that is started (default: the model's, or what memory holds)"
 _FLAGS: tuple[Flag, ...] = (
@@ -55,7 +55,7 @@ _FLAGS: tuple[Flag, ...] = (
 )
 _ROOM = 4096  # tokens for a first turn, besides what the program sends by itself
 
-# A running server or None, the model there or to be loaded, and why it was chosen.
+# A running server (None: one is started), its model or the one to load, and why it was chosen.
 _Choice: TypeAlias = tuple[LocalServer | None, ListedModel, str]
 
 
@@ -131,10 +131,10 @@ def _say(text: str) -> None:
 
 
 def _choose(args: argparse.Namespace, program: Program, settings: Settings) -> _Choice:
-    """Return the model that is given, or one that a server has loaded, or the best one here.
+    """Return the model of ``--model``, else one that a server has loaded, else the best one here.
 
     Raises:
-        ModelNotFoundError: none is given, and none here suits the program.
+        ModelNotFoundError: there is no ``--model``, and no model here suits the program.
     """
     least = args.ctx or program.tokens + _ROOM
     found = local_servers(settings)
@@ -162,7 +162,7 @@ def _best(program: Program, settings: Settings, least: int) -> _Choice:
     from localrt.planning.verdict import READING_TOK_S
     from localrt.server.about import facts_of
 
-    calls = "calls tools, " if program.tools else ""
+    calls = "calls tools and " if program.tools else ""
     needs = {"completion", "tools"} if calls else {"completion"}
     slower: list[tuple[tuple[bool, float], _Choice]] = []
     for model in sorted(list_models(settings), key=lambda each: -each.bytes):
@@ -190,10 +190,10 @@ def _best(program: Program, settings: Settings, least: int) -> _Choice:
 
 @contextmanager
 def _started(serve: list[str], port: int, settings: Settings) -> Iterator[LocalServer]:
-    """A server until the block ends, or this process does.
+    """A server that runs until the block ends, or this process does.
 
     Raises:
-        LocalrtError: it did not start, and has said why.
+        LocalrtError: it did not start; it has printed why.
     """
     own = ["--port", str(port), "--parent", str(os.getpid()), "--quiet", "--drain", "1"]
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, **system.OWN_GROUP}
@@ -212,18 +212,20 @@ def _started(serve: list[str], port: int, settings: Settings) -> Iterator[LocalS
 
 
 def _run_in_foreground(command: list[str], start: Start) -> int:
-    """Run the program, and leave the terminal and Ctrl+C to it; return its status as shells do."""
+    """Run the program, which has the terminal and gets Ctrl+C; return its status as shells do."""
     process: subprocess.Popen[bytes] | None = None
     ends = False
 
     def pass_on(number: int, _: FrameType | None) -> None:
         nonlocal ends
         # The terminal sends Ctrl+C to the program too, which may go on.
-        ends |= number == signal.SIGTERM
+        ends |= number in (signal.SIGTERM, *system.LOGOUT_SIGNALS)
         if ends and process is not None:
             process.terminate()
 
-    before = {number: signal.signal(number, pass_on) for number in system.STOP_SIGNALS}
+    numbers = {*system.STOP_SIGNALS, *system.LOGOUT_SIGNALS}
+    heard = [each for each in numbers if signal.getsignal(each) != signal.SIG_IGN]  # as of nohup
+    before = {number: signal.signal(number, pass_on) for number in heard}
     try:
         process = subprocess.Popen(command, env={**os.environ, **start.variables})
         if ends:  # the signal came while it was started

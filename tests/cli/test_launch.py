@@ -233,10 +233,14 @@ def test_the_server_ends_even_if_launch_is_killed(folder: Path, programs: dict[s
         wait_for(lambda: not psutil.pid_exists(server))
 
 
-def test_a_termination_is_passed_on(folder: Path, programs: dict[str, str]) -> None:
-    with a_server(folder, programs), launched(programs, "claude") as process:
-        process.terminate()
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_termination_is_passed_on(folder: Path, programs: dict[str, str], name: str) -> None:
+    """Closing the terminal too; the settings, which may hold a key, do not stay behind."""
+    with a_server(folder, programs), launched(programs, "continue") as process:
+        (settings,) = recorded(programs)["texts"]
+        process.send_signal(getattr(signal, name))
         assert process.wait(120) == 143
+    assert not Path(settings).parent.exists()
 
 
 @pytest.mark.parametrize(
