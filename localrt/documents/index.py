@@ -143,7 +143,7 @@ class DocumentIndex(Closing):
                     if isinstance(error.__cause__, sqlite3.Error):
                         raise
                     left_out[file] = f"cannot read {file}: {reason_of(error)}"
-            if path in left_out:
+            if path in left_out and os.path.exists(path):  # noqa: PTH110 - Path's may raise
                 continue
             known = self._rows(f"SELECT path FROM file WHERE {_INSIDE}", _inside(path))
             with disk_errors(path):

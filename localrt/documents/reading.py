@@ -174,14 +174,15 @@ def _folder(folder: Path, name: str, progress: ProgressCallback | None) -> Docum
     paths = list(files_below(folder))
     for place, path in enumerate(paths, 1):
         step = step_in(progress, "read", path.name, place, len(paths))
-        inner, why = one_line(path.relative_to(folder).as_posix(), 500), ""
+        inner, about = one_line(path.relative_to(folder).as_posix(), 500), list[str]()
         try:
+            about.append(format_bytes(path.stat().st_size))
             if length <= _MOST_TEXT:
                 texts.append(_file(path, name + inner, "", False, step).text)
                 length += len(texts[-1])
-        except (OptionError, OSError):
-            left_out, why = left_out + 1, ", left out"
-        lines.append(f"{inner} ({format_bytes(path.stat().st_size)}{why})")
+        except (OptionError, OSError):  # it may have been deleted
+            left_out, about = left_out + 1, [*about, "left out"]
+        lines.append(f"{inner} ({', '.join(about)})")
     size = f"{len(lines)} files" if len(lines) != 1 else "1 file"
     note = f"{name}: {left_out} of {size} cannot be read as text: left out." if left_out else ""
     if length > _MOST_TEXT:

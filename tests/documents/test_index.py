@@ -119,7 +119,10 @@ def test_gone_files_are_forgotten(index: DocumentIndex, notes: Path) -> None:
     (notes / "a.pdf").write_bytes(b"%PDF- broken")
     assert set(index.update([notes])) == {notes / "a.pdf", notes / "d.bin"}
     assert found(index, "cat mouse zebra") == [("a.pdf", 1)], "it was read before it broke"
-    assert list(index.update([notes / "b.txt"])) == [notes / "b.txt"]
+    assert found(index, "東京") == [("c.txt", 0)]
+    (notes / "c.txt").unlink()
+    assert list(index.update([notes / "c.txt"])) == [notes / "c.txt"]
+    assert found(index, "東京") == [], "a file that is named too"
 
 
 def test_index_stays(index: DocumentIndex, notes: Path, tmp_path: Path, read: list[str]) -> None:

@@ -203,7 +203,6 @@ def test_folder(tmp_path: Path) -> None:
     assert read.note == "notes/: 1 of 3 files cannot be read as text: left out."
 
 
-@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 def test_links_out_of_a_folder_are_not_followed(tmp_path: Path) -> None:
     (tmp_path / "key").write_text("secret")
     folder = tmp_path / "project"
@@ -219,6 +218,15 @@ def test_links_out_of_a_folder_are_not_followed(tmp_path: Path) -> None:
     assert "secret" not in text
 
 
+def test_files_that_are_deleted_while_their_folder_is_read(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("word")
+    gone = tmp_path / "b.txt"
+    read = read_document(tmp_path, progress=lambda _: gone.unlink(missing_ok=True))
+    assert "a.txt (4 B)\nb.txt (left out)\n" in read.text
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 def test_folder_of_a_repository(tmp_path: Path) -> None:
     subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
     (tmp_path / ".gitignore").write_text("build/\n*.log\n")
