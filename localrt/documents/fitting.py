@@ -1,4 +1,4 @@
-"""Chooses what goes into a prompt: whole documents, or the pieces that fit its question best."""
+"""Chooses what goes into a prompt: whole documents, or the pieces that match its question best."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def fitted(
     progress: ProgressCallback | None = None,
     embedder: Callable[[], Any] | None = None,
 ) -> list[Document]:
-    """Return the documents as they fit into a context with ``free()`` tokens (0: unknown).
+    """Return the documents, shortened to fit a context with ``free()`` tokens (0: unknown).
 
-    If not all do, those that fit half of it are whole. Of the others it is the pieces that go best
-    with the question, by the index in the user's data folder; their ``note`` says so. For this
-    ``embedder`` opens a model, which is closed again; without memory for it, words alone count.
+    If not all fit, those that fit half of the room stay whole. Others become the pieces that match
+    the question best, by the index in the user's data folder; their ``note`` says so. ``embedder``
+    opens a model for the search, which is closed again; without memory for it, words alone count.
 
     Raises:
-        ContextOverflowError: they do not fit, and no search can help.
+        ContextOverflowError: a document does not fit, and cannot be searched.
         StorageError: the index cannot be used.
     """
     room = (free() * _SHARE if documents else 0) or math.inf
@@ -95,7 +95,9 @@ def _quoted(
         raise overflow
     found.sort(key=lambda piece: (piece.path, piece.page))
     number = f"{len(found)} piece{'s' * (len(found) != 1)}"
-    some = f"{number} found by the message" if best else f"its first {number}: a search found none"
+    some = f"{number} matching the message"
+    if not best:
+        some = f"its first {number}, since none matches the message"
     title = f"{name} ({document.size}) is too long to show. These are {some}:"
     text = fenced(title, "".join(map(quote, found)).rstrip())
     note = f"{name} does not fit the context: the model gets {some}."

@@ -216,10 +216,10 @@ def test_files_are_searched_by_meaning(
     (note,) = chat.file_notes
     assert ("embed" in stages) == fits
     if fits:
-        assert "pieces found by the message" in note
+        assert "pieces matching the message" in note
         assert [repr(each).endswith(": closed>") for each in opened] == [True]
     else:
-        assert "pieces: a search found none" in note
+        assert "pieces, since none matches the message" in note
         assert "It was searched by words alone, without the embedding model: it needs " in note
         assert note.endswith("of RAM are left.")
 

@@ -243,9 +243,9 @@ def test_embedding_model(tiny_folder: Path, tmp_path: Path, home: dict[str, str]
     long.write_bytes(pdf(*(f"Page {n}. " + "words " * 99 for n in range(40))))
     words = ("run", tiny_folder, "Zebra?", "--ctx", 2000, "--max-tokens", 2, "--file", long)
     told = localrt(*words, env=home).stderr.decode()
-    assert "pieces: a search found none" in told
+    assert "pieces, since none matches the message" in told
     told = localrt(*words, "--embedding-model", tmp_path, env=home).stderr.decode()
-    assert "pieces found by the message" in told
+    assert "pieces matching the message" in told
     for more in ((), ("--batch", long)):
         alone = (*words[:-2], "--embedding-model", tmp_path, *more)
         assert_one_line(localrt(*alone, env=home), 2, "--embedding-model searches files")

@@ -39,7 +39,7 @@ def test_whole_or_searched(report: Path, tmp_path: Path) -> None:
     assert shown.text.startswith("report.pdf (40 pages) is too long to show.")
     number = int(re.match(r"(\d+) pieces of 40 pages", shown.size)[1])  # type: ignore[index]
     assert shown.text.count("[report.pdf, page ") == number > 3
-    assert f"the model gets {number} pieces found by the message" in shown.note
+    assert f"the model gets {number} pieces matching the message" in shown.note
     assert (tmp_path / "data" / "localrt" / "documents.db").is_file()
 
 
@@ -63,7 +63,7 @@ def test_folder(report: Path, tmp_path: Path) -> None:
 def test_nothing_found(report: Path) -> None:
     (shown,) = fitted([read_document(report)], "zebra", free=lambda: 1000, count=words)
     assert "[report.pdf, page 1]\nPage about topic0." in shown.text
-    assert re.search(r"the model gets its first \d+ pieces: a search found none", shown.note)
+    assert re.search(r"gets its first \d+ pieces, since none matches the message", shown.note)
 
 
 def test_does_not_fit(report: Path) -> None:

@@ -116,14 +116,14 @@ async def test_search_by_meaning() -> None:
         await asked(pilot, "Zebra? @short.pdf")
         assert not embedder.embedded
         await asked(pilot, "Zebra? @long.pdf")
-        assert any("pieces found by the message" in line for line in screen.notices(app))
+        assert any("pieces matching the message" in line for line in screen.notices(app))
         assert (embedder.embedded, embedder.closed) == (40 + 1, 1)
 
 
 def test_plain_search_by_meaning(files: Path) -> None:
     embedder, load = Opened("m"), FakeLoader(FakeModel(ctx=1000))
     text = plain_chat(load, files, ["Zebra? @long.pdf"], embedder=embedder)
-    assert "pieces found by the message" in text
+    assert "pieces matching the message" in text
     assert (embedder.embedded, embedder.closed) == (40 + 1, 1)
 
 
@@ -139,7 +139,7 @@ async def test_embedding_model_of_the_settings(files: Path, there: bool) -> None
         await screen.say(pilot, "Zebra? @long.pdf")
         if there:
             await until(pilot, lambda: len(screen.answers(app)) == 2 and screen.idle(app))
-            assert any("pieces found by the message" in line for line in screen.notices(app))
+            assert any("pieces matching the message" in line for line in screen.notices(app))
         else:
             await until(pilot, lambda: screen.notices(app, "error"))
             assert "no such file or folder: ./encoder" in screen.notices(app, "error")[-1]
