@@ -1,6 +1,7 @@
 """The first opening of a model's files: a confined process parses them before this one does.
 
-Files that end it are refused; malformed ones are opened here for the error. Only a line comes back.
+If that process fails, the model is refused; if the files are malformed, this process opens them for
+its error message. Nothing but lines of text comes back.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import dropwhile
 from pathlib import Path
 
 from localrt.common.errors import CheckpointError, LocalrtError
@@ -24,20 +26,20 @@ from localrt.models.weight_files import MANIFEST_NAME, model_files, model_stamp,
 _RECORD, _MOST_RECORDS = "checked.json", 500
 _NBYTES, _SECONDS, _LONGEST_ANSWER = 1 << 30, 60, 1 << 16
 _PIPES = (-1, None, subprocess.DEVNULL, subprocess.PIPE, subprocess.STDOUT)
-_NAMED = ("config.json", "adapter_config.json", MANIFEST_NAME)  # in a folder that is one model
+_NAMED = ("config.json", "adapter_config.json", MANIFEST_NAME)  # a folder with one is one model
 
 
 def check_first(path: Path, cache: Path, projectors: Sequence[Path] = ()) -> str:
     """Have a confined process parse the model or adapter at ``path``, unless one has done so.
 
-    ``cache`` is localrt's own folder, ``projectors`` are vision encoders elsewhere. Returns a line:
-    what was checked, when and under what, or why nothing was.
+    ``cache`` is localrt's cache folder, ``projectors`` are vision encoders in other folders. Return
+    a line that says what was checked, when and with which restrictions, or why nothing was.
 
     Raises:
         CheckpointError: that process failed, or exceeded its limits.
     """
     if not has_helpers():
-        return "no: this program cannot start a process for it"
+        return "no: this program cannot start the process that checks it"
     path = path.absolute()
     one = path.is_file() or any((path / name).exists() for name in _NAMED)
     models = [path, *projectors, *projectors_beside(path)] if one else sorted(path.glob("*.gguf"))
@@ -50,13 +52,14 @@ def check_first(path: Path, cache: Path, projectors: Sequence[Path] = ()) -> str
     with suppress(OSError), subprocess.Popen(command, *_PIPES) as process:
         assert process.stdout is not None, "it is a pipe"
         answer = process.stdout.read(_LONGEST_ANSWER).decode(errors="replace")
-    limits, *said = [one_line(line) for line in answer.splitlines()] or [""]
-    if not limits.startswith("with "):
-        return "no: the process that would parse it first does not run"
+    told = dropwhile(lambda line: not line.startswith("with "), answer.splitlines())  # warnings
+    limits, *said = [one_line(line) for line in told] or [""]
+    if not limits:
+        return "no: the process that checks it does not start"
     if (status := process.returncode) or not said:
         how = (said or [str(signal.strsignal(-status) if status < 0 else status)])[-1]
         raise CheckpointError(
-            f"{path} is refused: the process that parses it first, {limits}, ended ({how}): "
+            f"{path} is refused: the process that checks it, {limits}, failed ({how}): "
             "get it again, from a place you trust"
         )
     line = f"at first opening, on {time.strftime('%Y-%m-%d')}, {limits}: {said[-1]}"
@@ -68,7 +71,7 @@ def check_first(path: Path, cache: Path, projectors: Sequence[Path] = ()) -> str
 def main() -> None:
     """Parse the model at the first argument, whose files the others name; print what was parsed."""
     os.environ |= {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    import tokenizers  # noqa: F401 - whose libraries cannot be read later
+    import tokenizers  # noqa: F401 - its libraries cannot be read after ``confine``
 
     from localrt.models.checkpoints import open_checkpoint
     from localrt.models.checkpoints.safetensors_header import read_header
@@ -82,7 +85,7 @@ def main() -> None:
     limits = [*confine([path, *files, *sys.path]), *limit(_NBYTES, _SECONDS)]
     print("with", ", ".join(limits) or "no limits, which this system lacks", flush=True)
     parsed = []
-    with suppress(LocalrtError, OSError, ImportError):  # of libraries that cannot be read now
+    with suppress(LocalrtError, OSError, ImportError):  # the last of libraries not imported above
         for each in path.glob("adapter*.safetensors"):
             parsed.append(f"adapter of {len(read_header(RangedFile(each)))} tensors")
         checkpoint = open_checkpoint(path)

@@ -1,6 +1,6 @@
 """Confines a process that reads strangers' files: limits, and on Linux seccomp and Landlock.
 
-What a system or a container lacks is left out, and not named as in force.
+What the system or a container does not offer is skipped; the functions return what is in force.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pathlib import Path
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # of BPF
 _ALLOW, _DENY = (_RETURN, 0, 0, 0x7FFF0000), (_RETURN, 0, 0, 0x50001)  # EPERM
 _WRITE, _OTHER, _TYPE = (_ANY_BIT, 0o3103), (_ANY_BIT, 0xFFFFFFFF), (_EQUAL, 0x5412)
-# Of a processor: its number; calls with a number of an argument, which is denied to open files for
-# more than reading, to limit another process, or to type into the terminal; calls that are denied.
-# These are for sockets and shared memory, threads, processes and signals, mounts, keys, files'
-# names, sizes and rights, io_uring, bpf and the like.
+# Of each processor: its audit number; calls that are denied with some values of an argument, by the
+# argument's index (opening files for more than reading, limits of another process, typing into the
+# terminal); calls that are always denied (sockets and shared memory, threads, processes and
+# signals, mounts, keys, files' names, sizes and rights, io_uring, bpf and the like).
 _CALLS = {
     "x86_64": (
         *(0xC000003E, {2: (1, *_WRITE), 257: (2, *_WRITE), 302: (0, *_OTHER), 16: (1, *_TYPE)}),
@@ -37,8 +37,8 @@ _CALLS = {
 
 
 def limiter() -> Callable[[int, float], list[str]]:
-    """Return a function that gives this process so many more bytes of memory, and seconds of
-    processor time, and returns which of both are in force. Exceeding one ends the process.
+    """Return a function that limits this process to so many further bytes of memory and seconds of
+    processor time, and returns the limits in force. Exceeding the time ends the process.
     """
     try:
         import resource
@@ -62,27 +62,27 @@ def limiter() -> Callable[[int, float], list[str]]:
 
 
 def confine(readable: Iterable[str | Path]) -> list[str]:
-    """Take from this process, for good, what a parser does not need; return what is in force.
+    """Forbid this process, for good, what a parser does not need; return the bans in force.
 
-    That is the network, threads and programs, writing files, and reading others than ``readable``,
-    what is below them, and Python. Call it before there are threads.
+    Forbidden are the network, threads, programs, writing files, and reading files other than the
+    interpreter and those in or below ``readable``. Call it before there are threads.
     """
     if sys.platform != "linux":
         return []
     libc, found = ctypes.CDLL(None), []
     libc.prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
-    libc.prctl(38, 1, 0, 0, 0)  # no new privileges, which both need
+    libc.prctl(38, 1, 0, 0, 0)  # no new privileges: Landlock and seccomp need it
     version = libc.syscall(444, None, ctypes.c_size_t(0), 1)  # of Landlock
     rights = struct.pack("=Q", (1 << min(12 + version, 15)) - 1 if version > 0 else 0)
     rules = libc.syscall(444, rights, ctypes.c_size_t(8), 0)
     for path in map(Path, [sys.executable, *readable] if rules >= 0 else ()):
-        with suppress(OSError):  # Python looks for modules where there is nothing, too
+        with suppress(OSError):  # some of Python's folders for modules do not exist
             place = os.open(path, os.O_PATH | os.O_CLOEXEC)
             own = 12 if path.is_dir() else 4  # to read files, and to list folders
             libc.syscall(445, rules, 1, struct.pack("=Qi", own, place), 0)
             os.close(place)
     if rules >= 0 and libc.syscall(446, rules, 0) == 0:
-        found.append("no files but these (Landlock)")
+        found.append("no other files (Landlock)")
     if (processor := os.uname().machine) in _CALLS and sys.maxsize > 1 << 32:
         number, calls, denied = _CALLS[processor]
         # The call's number is at 0, the processor's at 4, and arguments are from 16 on.

@@ -145,8 +145,17 @@ def test_a_process_that_is_not_ours_checks_nothing(
     """As where the interpreter is another program: models are used, and nothing is recorded."""
     runs_instead(code, monkeypatch)
     line = check_first(tiny_folder, tmp_path / "cache")
-    assert line == "no: the process that would parse it first does not run"
+    assert line == "no: the process that checks it does not start"
     assert not (tmp_path / "cache").exists()
+
+
+def test_warnings_before_the_check(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the system's own, of a library to be preloaded that is not there."""
+    main = "from localrt.models import first_opening as own; own.main()"
+    runs_instead(f"print('ERROR: ld.so: ignored.'); {main}", monkeypatch)
+    assert check_first(tiny_folder, tmp_path).endswith("tensors, config, tokenizer")
 
 
 def test_no_process_can_be_started(
