@@ -25,10 +25,10 @@ from localrt import system
 from localrt.common.errors import OptionError, StorageError, reason_of
 
 MOST_BYTES = 256 << 20
-"""The most that is read whole of a file that a user names, or of stdin."""
+"""The largest size of a file that a user names, and of stdin."""
 
 PAGE = 4096
-"""Direct reads need multiples of it, in bytes, for offsets, sizes and addresses."""
+"""Offsets, sizes and addresses of direct reads are multiples of this many bytes."""
 
 _MODE = 0o666  # the default mode of ``open``, before the umask
 _PRIVATE_FILE, _PRIVATE_FOLDER = 0o600, 0o700
@@ -115,7 +115,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_cached(path: Path) -> dict[str, Any]:
-    """The JSON object of a file that may be missing or damaged: empty then."""
+    """The JSON object in a file; empty if the file is missing or damaged."""
     try:
         values = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -124,14 +124,14 @@ def read_cached(path: Path) -> dict[str, Any]:
 
 
 def write_cached(path: Path, values: Mapping[str, object]) -> None:
-    """Write such a file if that is possible; without it the values are found again."""
+    """Write a file for ``read_cached``; if that fails, the values are computed again next time."""
     with suppress(OSError):
         text = json.dumps(values, indent=1)
         write_text(path, text, private=True, sync=False, folder=True)
 
 
 def json_sum(values: Mapping[str, object]) -> int:
-    """The CRC-32 of values as JSON, which is the same after they were written and read."""
+    """The CRC-32 of values as JSON; writing and reading them does not change it."""
     return zlib.crc32(json.dumps(values).encode())
 
 
@@ -174,7 +174,7 @@ def read_text(path: str | Path) -> str:
 
 
 def text_lines(text: str) -> list[str]:
-    """The lines of a text; unlike ``splitlines``, they may hold the other line ends of Unicode."""
+    """The lines of a text, which end at LF or CRLF alone, unlike those of ``splitlines``."""
     return [line.removesuffix("\r") for line in text.split("\n")]
 
 
@@ -222,8 +222,8 @@ def make_folder(path: Path, mode: int = 0o777) -> None:
 
 
 def remove_folder(path: Path, last: Collection[str]) -> None:
-    """Remove a folder, and the files named ``last`` after all others: what is left if the process
-    or the power ends before that can be recognized by them.
+    """Remove a folder, and its files named ``last`` after all others: if the process or the power
+    ends before that, they show what the rest is.
 
     Raises:
         OSError: a file cannot be removed.

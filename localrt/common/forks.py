@@ -1,7 +1,7 @@
-"""A forked child leaves alone what its parent has opened: if it does not, one line says so.
+"""Keeps a forked child from using what its parent has opened: methods raise an error there.
 
-It has none of its parent's threads, but locks as they were, and shares files. To use, close or free
-an object would wait for a thread or a lock, or change what the parent works with.
+A child has none of its parent's threads, locks that may be held for ever, and the same open files.
+Using, closing or freeing an object could hang there, or change what the parent works with.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def of_one_process(what: str, do: str = "open") -> Callable[[Kind], Kind]:
-    """Class decorator: in a forked child, public methods raise an error, and those that end the
-    object do nothing.
+    """Class decorator: in a forked child, methods that end the object do nothing, and other public
+    ones raise an error, which names ``what`` and says to ``do`` it again.
     """
     error = f"{what} does not survive a fork: {do} it in the child process"
 
@@ -70,7 +70,7 @@ def _guarded(method: Callable[..., Any], error: str, *, ends: bool) -> Callable[
 
 @of_one_process("a model", "load")
 class Answering(Iterator[T]):
-    """What a model computes, by a generator; a forked child neither continues nor ends it."""
+    """An answer that a generator computes; a forked child neither continues nor ends it."""
 
     def __init__(self, items: Any) -> None:
         self._items = items
@@ -80,7 +80,7 @@ class Answering(Iterator[T]):
         return item
 
     def close(self) -> None:
-        """End it, as cancelled."""
+        """Cancel the answer."""
         self._items.close()
 
 
@@ -95,7 +95,7 @@ def _unless_forked(process: int, do: Callable[..., object], *args: object) -> No
 
 
 def free_in_child(lock: T) -> T:
-    """``lock``, of a whole module, which a forked child finds free."""
+    """Return ``lock``, the lock of a module, which is free in a forked child."""
     _locks.add(lock)
     return lock
 

@@ -1,6 +1,6 @@
 """A search index of documents in one SQLite file: full text, and vectors where a model embeds.
 
-A file is read again when its size or time and its hash have changed. Pieces of at most a page are
+A file is read again if its size or time, and its hash, have changed. Pieces of at most a page are
 ranked by words (BM25) and by meaning; reciprocal rank fusion (Cormack and others, 2009) joins both.
 """
 
@@ -32,7 +32,7 @@ from localrt.common.progress import ProgressCallback
 from localrt.documents.reading import Step, files_below, pages_of, step_in
 
 _PIECE = 1200  # characters: some 300 tokens
-_RRF = 5  # with the paper's 60, what one ranking has first comes after all that is in both
+_RRF = 5  # with the paper's 60, the best of one ranking comes after all that are in both
 _CANDIDATES = 50  # of each ranking
 _BATCH = 64  # texts embedded or stored at a time
 _ROWS = 4096  # vectors compared at a time
@@ -73,7 +73,7 @@ _WORDLESS = re.compile("([\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af])
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of the file ``path``, on ``page`` from 1 (0: it has no pages). Higher is better."""
+    """A part of the file ``path``, on ``page`` from 1 (0: no pages). A high ``score`` is better."""
 
     path: Path
     page: int
@@ -85,8 +85,8 @@ class Piece:
 class DocumentIndex(Closing):
     """Pieces of files, in the SQLite file ``path``. Thread-safe; several processes may share it.
 
-    With an ``embedder``, they are found by meaning too: a ``localrt.Model`` or what else has a
-    ``name`` and ``embed``, which gives float32 vectors of length 1.
+    An ``embedder`` adds a search by meaning: a ``localrt.Model``, or another object with ``name``
+    and ``embed``, which returns float32 vectors of length 1.
 
     Raises:
         StorageError: the file cannot be used.
@@ -124,11 +124,11 @@ class DocumentIndex(Closing):
     def update(
         self, paths: Iterable[str | Path], *, progress: ProgressCallback | None = None
     ) -> dict[Path, str]:
-        """Index files, and the files of folders, where they have changed; forget those that are
-        gone. Return why files were left out. Raises ``StorageError``.
+        """Index files and folders that have changed, and forget deleted files. Return the files
+        that were left out, and why. Raises ``StorageError``.
 
         ``progress`` is called for pages, pieces or files, and may raise an error of its own to
-        cancel. Of a file it is all or nothing that is indexed then; the next update goes on.
+        cancel. Each file is indexed whole or not at all; the next update goes on.
         """
         left_out: dict[Path, str] = {}
         for path in (Path(path).expanduser().absolute() for path in paths):
@@ -162,7 +162,7 @@ class DocumentIndex(Closing):
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         same = bool(row) and row[0][2] == digest
-        # Before the transaction, which other processes wait for.
+        # Not in the transaction, since other processes wait for it.
         found = list[tuple[int, str]]()
         for page in () if same else pages_of(path, path.name):
             step(page.number, page.of, "pages")
@@ -199,8 +199,8 @@ class DocumentIndex(Closing):
     def search(
         self, query: str, limit: int = 8, *, within: str | Path | None = None
     ) -> list[Piece]:
-        """Return the pieces that go best with a question, the best first; those of the file or
-        folder ``within``, or of all. Raises ``StorageError``.
+        """Return the pieces that match a question best, the best first, of the file or folder
+        ``within`` or of all. Raises ``StorageError``.
         """
         inside = ("", "") if within is None else _inside(within)
         scores: defaultdict[int, float] = defaultdict(float)
@@ -261,8 +261,8 @@ def _spaced(text: str) -> str:
 
 
 def pieces(text: str, most: int = _PIECE) -> Iterator[str]:
-    """Cut a text at paragraphs, or else lines, sentences or words, into pieces of ``most``
-    characters at most; of a third where most characters are words.
+    """Cut a text into pieces of at most ``most`` characters, at paragraphs, or else lines,
+    sentences or words. In scripts without spaces, pieces have a third of that.
     """
     start = 0
     while start < len(text):
@@ -279,7 +279,7 @@ def pieces(text: str, most: int = _PIECE) -> Iterator[str]:
 
 
 def _vectors(embedder: Any, texts: Sequence[str]) -> Any:
-    """Embed texts; of one that is longer than the model's context, its beginning."""
+    """Embed texts; of a text that exceeds the model's context, only the beginning."""
     import numpy as np
 
     try:

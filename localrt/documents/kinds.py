@@ -1,4 +1,4 @@
-"""Bytes as text: the kinds of documents beside PDF as one table, and text files of any encoding.
+"""Reads bytes as text: all kinds of documents but PDF, and text files of any encoding.
 
 Headings and lists are as in Markdown. Scripts, styles, deleted text and pictures are left out.
 """
@@ -67,7 +67,7 @@ def _word(data: bytes, name: str) -> str:
         raise OptionError(f"{name} cannot be read: it is damaged, encrypted or no .docx") from error
     if len(xml) > MOST_READ:
         raise OptionError(f"{name} is too large: its text has over {MOST_READ >> 20} MiB")
-    # What is written a second time, for old programs, is left out.
+    # A fallback repeats a text for old programs.
     first, *others = xml.decode(errors="replace").split("<mc:Fallback>")
     text = first + "".join(each.rpartition("</mc:Fallback>")[2] for each in others)
     parts = []

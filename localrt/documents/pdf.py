@@ -33,7 +33,7 @@ class Page:
 
 
 def pdf_pages(source: Path | bytes, name: str, pictures: int) -> Iterator[Page]:
-    """Yield the pages; at most ``pictures`` of those without text as pictures. Raises
+    """Yield the pages; the first ``pictures`` pages without text have a picture. Raises
     ``OptionError``.
     """
     import pypdfium2
@@ -75,7 +75,7 @@ def _read(pdf: Any, number: int, picture: bool) -> Page:
         shows = picture and not text and next(page.get_objects(max_depth=1), None) is not None
         return Page(text, number, _picture(page) if shows else b"")
     finally:
-        page.close()  # with what was taken of it
+        page.close()  # and what was opened of it
 
 
 def _picture(page: Any) -> bytes:

@@ -18,7 +18,7 @@ from localrt.common.progress import Progress, ProgressCallback
 from localrt.documents.kinds import MOST_READ, decoded, kind_of, read_as
 from localrt.documents.pdf import Page, pdf_pages
 
-_MOST_TEXT = 4_000_000  # characters; what has more is not kept as one text, but can be searched
+_MOST_TEXT = 4_000_000  # characters; a longer document can only be searched
 _PICTURES = 20  # pages of a document shown as pictures
 _MOST_LISTED = 500
 _LEFT_OUT = ("node_modules", "__pycache__")  # besides hidden folders
@@ -30,8 +30,8 @@ Step = Callable[[int, int, str], None]  # how many of how many, and of what
 class Document:
     """A file or folder: what models get as ``text``, and ``pictures`` of pages without text.
 
-    ``size`` is such as ``"300 pages"``, ``note`` for the user, ``path`` None for no file. ``whole``
-    is false, and ``text`` empty, if it is too long to keep.
+    ``size`` is a text such as ``"300 pages"``, ``note`` is for the user. ``path`` is None if it was
+    bytes. A document that is too long has no ``text`` and is not ``whole``.
     """
 
     name: str
@@ -83,7 +83,7 @@ def read_document(
 
 
 class DocumentCache:
-    """Documents by their bytes, the last used in ``most_bytes``; for one thread at a time."""
+    """The documents used last, by their bytes, within ``most_bytes``; for one thread at a time."""
 
     def __init__(self, most_bytes: int = 16 << 20) -> None:
         self._most_bytes = most_bytes
@@ -104,7 +104,7 @@ class DocumentCache:
 def pages_of(
     source: Path | bytes, name: str, *, media_type: str = "", pictures: int = 0
 ) -> Iterator[Page]:
-    """Yield the pages of a file; all but PDF is one without a number. Raises ``OptionError``."""
+    """Yield the pages of a PDF, or another file as one unnumbered page. Raises ``OptionError``."""
     kind = kind_of(name, media_type)
     if kind == ".pdf":
         yield from pdf_pages(source, name, pictures)
@@ -119,7 +119,7 @@ def pages_of(
 def step_in(
     progress: ProgressCallback | None, stage: str, name: str, place: int = 1, files: int = 1
 ) -> Step:
-    """A function that reports steps in a file: pages, say, or the files if it is one of several."""
+    """A function that reports progress in a file: its pages, or the files if there are several."""
 
     def step(done: int, total: int, unit: str) -> None:
         if files > 1 or not total:

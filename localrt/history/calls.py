@@ -1,7 +1,7 @@
-"""A model's tool call as a turn of a conversation: begun, decided on, run, saved with its result.
+"""A model's tool call as a turn of a conversation: allowed or refused, run, saved with its result.
 
 The turn is saved before the call runs, so that a program that is killed loses only the result.
-Nothing here blocks for a call, and nobody is asked here.
+Nothing here waits for a call, or asks the user.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Decision = Literal["once", "always", "refuse"]
 class CallTurn:
     """A call to be confirmed (``asks``) and run. ``result`` is set when it has ended.
 
-    ``conversation`` is the id of the one that it is in, ``begin`` begins a turn there, here that
-    ``after`` another, and ``finish`` ends one. If that fails, so does the method that ended the
-    call.
+    ``conversation`` is the id of its conversation, ``begin`` begins a turn there, with an ``info``
+    and ``after`` another, and ``finish`` ends it. ``decide``, ``has_ended`` and ``stop`` raise what
+    ``finish`` does.
     """
 
     def __init__(
@@ -90,8 +90,8 @@ class CallTurn:
 
 
 def call_line(info: Mapping[str, object]) -> str:
-    """``files.read_file {"path": "a"}``, from a call turn's ``info``, in which another program may
-    have left something out, and where arguments may not be JSON.
+    """A line such as ``files.read_file {"path": "a"}``, from a call turn's ``info``. If another
+    program wrote that, items may be missing, and arguments may not be JSON.
     """
     arguments = str(info.get("arguments", ""))
     try:

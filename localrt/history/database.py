@@ -1,13 +1,12 @@
 """The SQLite database behind the history: schema versions, damage, and answers as they grow.
 
-Write-ahead logging lets several apps use one file. What is committed survives a killed process and,
-but for the sentences of an unfinished answer, a power cut. An
-unusable file is never overwritten: a damaged one is renamed, a newer one stays and another file is
-begun next to it. Without a file the same tables are in memory.
+Write-ahead logging lets several apps use one file. What is committed survives a killed process and
+a power cut; sentences of an unfinished answer survive only the former. An unusable file is never
+overwritten: a damaged one is renamed, and beside one of a newer version another file is begun.
+Without a file the same tables are in memory.
 
 An answer is saved sentence by sentence, one row each until it ends, so that a killed app loses at
-most a sentence. Its turn names the writing process, so others can tell a running answer from a cut
-one.
+most a sentence. Its turn names the writing process, which tells a running answer from a cut one.
 """
 
 from __future__ import annotations
@@ -270,8 +269,8 @@ def _opened(path: Path) -> sqlite3.Connection:
 
 
 def _opened_twice(path: Path) -> sqlite3.Connection:
-    """Open a file; if SQLite calls it damaged, read it and open it again: SQLite also says so of a
-    disk that fails, which raises OSError.
+    """Open a file. If SQLite calls it damaged, read it, which raises OSError if it is the disk that
+    fails, and open it again.
     """
     try:
         return _opened(path)
@@ -328,7 +327,7 @@ class AnswerWriter:
         self._conversation = conversation
         self.turn = turn
         self.problem: str | None = None
-        self._saved = ""  # the file only needs the length; the text is for readers
+        self._saved = ""
         self._open = ""
         self._saved_at = time.monotonic()
         self._finished = False

@@ -16,10 +16,9 @@ _NO_ANSWER = "(No answer.)"
 def messages_for_model(
     turns: Sequence[Turn], system: str | None, *, before: int | None = None, sees: bool = True
 ) -> list[Message]:
-    """The messages of ``turns`` up to turn ``before``, system prompt first.
+    """The messages of ``turns`` before turn ``before``, system prompt first.
 
-    Messages that nobody answered are left out. A model that does not see gets pictures' names in
-    their places.
+    Unanswered messages are left out. A model that does not see gets the names of pictures.
     """
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     for turn, following in zip(turns, (*turns[1:], None), strict=False):

@@ -73,7 +73,7 @@ class KeptPicture:
 
 
 def new_picture(data: bytes, *, name: str = "", place: int = 0) -> KeptPicture:
-    """A picture that no history holds yet.
+    """A picture from the bytes of its file.
 
     Raises:
         OptionError: it is no picture, or too large.
@@ -91,7 +91,7 @@ def new_picture(data: bytes, *, name: str = "", place: int = 0) -> KeptPicture:
         try:
             with Image.open(io.BytesIO(data), formats=tuple(MEDIA_TYPES)) as image:
                 (width, height), kind = image.size, str(image.format)
-                # That of PNG decodes the whole picture to look for more.
+                # PNG's own getexif decodes the whole picture.
                 if Image.Image.getexif(image).get(_ORIENTATION) in _TURNED:
                     width, height = height, width
         except Image.DecompressionBombError as error:
@@ -165,7 +165,7 @@ def joined_content(
 
 
 def stored_info(info: Mapping[str, object], pictures: Iterable[KeptPicture]) -> str:
-    """What a turn's row has in ``info``: JSON of its info, and of all but its pictures' files."""
+    """The JSON of a turn's ``info``, with what describes its pictures."""
     records = [
         [each.place, each.name, each.width, each.height, each.media_type, each.digest]
         for each in pictures
@@ -215,7 +215,7 @@ def split_info(
 def keep_pictures(
     connection: sqlite3.Connection, turn: int, pictures: Iterable[KeptPicture]
 ) -> None:
-    """Write a turn's pictures, each file once; those that cannot be read any more stay out."""
+    """Write a turn's pictures, each file once, but not those that cannot be read any more."""
     for picture in pictures:
         known = "SELECT 1 FROM picture WHERE digest = ?"
         if connection.execute(known, (picture.digest,)).fetchone() is None:

@@ -241,7 +241,7 @@ def _sysctl(name: str) -> int:
 
 
 def describe_processor() -> tuple[str, set[str]]:
-    """The processor's name, and features as Linux or macOS spell them, where no file has them."""
+    """The processor's name and features (spelled as by Linux or macOS), if no file has them."""
     return _describe_mac() if sys.platform == "darwin" else ("", set())
 
 
@@ -338,7 +338,7 @@ def is_own_client(client: tuple[str, int] | None, server: tuple[str, int]) -> bo
     """
     if users := _users_of(client or server, server):
         return users <= {0, os.geteuid()}
-    # The kernel may lack what answers that; its list of all sockets takes long where many are open.
+    # This kernel may lack sock_diag: its list of all sockets takes long if there are many.
     texts = [path.read_text(encoding="ascii") for path in Path("/proc/net").glob("tcp*")]
     rows = [line.split() for text in texts for line in text.splitlines()]
     near, far = _as_listed(*(client or server)), _as_listed(*server)
@@ -348,7 +348,7 @@ def is_own_client(client: tuple[str, int] | None, server: tuple[str, int]) -> bo
 
 
 def _users_of(near: tuple[str, int], far: tuple[str, int]) -> set[int]:
-    """Ask Linux for the user of one TCP socket (sock_diag(7)); none if it has none."""
+    """Ask Linux which user has a TCP socket (sock_diag(7)); empty if there is no answer."""
     import socket
 
     if sys.platform != "linux":
@@ -363,7 +363,7 @@ def _users_of(near: tuple[str, int], far: tuple[str, int]) -> set[int]:
     ):
         kernel.send(head + ends + struct.pack("=III", 0, 0xFFFFFFFF, 0xFFFFFFFF))
         answer = kernel.recv(1 << 12)
-        # For an unknown socket it answers an error, or with one that listens at that address.
+        # For an unknown socket it answers with an error, or a socket that listens there.
         if struct.unpack_from("=4xH", answer) == (20,) and answer[20:24] == ends[:4]:
             user, inode = struct.unpack_from("=II", answer, 80)
             return {user} if inode else set()
@@ -371,7 +371,7 @@ def _users_of(near: tuple[str, int], far: tuple[str, int]) -> set[int]:
 
 
 def _as_listed(host: str, port: int) -> set[str]:
-    """An address as Linux lists it, by numbers of four bytes; one of IPv4 as one of IPv6 too."""
+    """An address as /proc/net/tcp has it, in numbers of four bytes; IPv4 also as IPv6."""
     packed = ipaddress.ip_address(host).packed
     forms = {packed, packed.rjust(6, b"\xff").rjust(16, b"\0")}
     numbers = (struct.unpack(f"={len(form) // 4}I", form) for form in forms)
@@ -395,11 +395,11 @@ def own_folders(home: Path) -> tuple[Path, Path, Path]:
 
 UNIFIED_MEMORY = sys.platform == "darwin"  # of CPU and GPU
 IS_WINDOWS = False
-"""For figures of a described PC, which is like this one unless its description says so."""
+"""Whether forecasts for a described PC assume Windows, unless its description says otherwise."""
 NVML = "libnvidia-ml.so.1"
 """The name of NVIDIA's library for the state of GPUs."""
 LOGOUT_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-"""Signals that end an app in a terminal, of those that asyncio can handle."""
+"""Signals that end an app in a terminal, as far as asyncio can handle them."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """Signals that ask a server to shut down gracefully."""
 OWN_GROUP: dict[str, Any] = {"start_new_session": True}
