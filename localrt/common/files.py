@@ -97,12 +97,12 @@ def write_bytes(
 def write_text(
     path: Path, text: str, *, private: bool = False, sync: bool = True, folder: bool = False
 ) -> None:
-    """``write_bytes`` in UTF-8. Lone surrogates, which a model's text may hold, are kept.
+    """``write_bytes`` in UTF-8. A lone surrogate becomes ``\\udcff``, say, which JSON reads back.
 
     Raises:
         StorageError: the file cannot be written; what was there stays.
     """
-    data = text.encode("utf-8", "surrogatepass")
+    data = text.encode("utf-8", "backslashreplace")
     write_bytes(path, data, private=private, sync=sync, folder=folder)
 
 

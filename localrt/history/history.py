@@ -103,6 +103,7 @@ class History(Closing):
         """Conversations, latest use first. ``search`` selects those with all its words in one turn,
         or with its text in the title. The last word may be a prefix.
         """
+        search = search.replace("\0", " ")  # which would end a full-text query
         if not search.strip():
             rows = self._database.rows(_LIST, (limit, offset))
         else:

@@ -102,7 +102,8 @@ def test_run_streams_to_a_pipe_and_joins_prompt_and_stdin(
 def test_run_continues_the_last_conversation(tiny_folder: Path, home: dict[str, str]) -> None:
     nothing = localrt("run", tiny_folder, "-c", "more", *FAST, env=home)
     assert_one_line(nothing, 2, "no earlier run")
-    first = localrt("run", tiny_folder, "hello", *FAST, "--json", env=home)
+    other_encoding = "hello \udcff"
+    first = localrt("run", tiny_folder, other_encoding, *FAST, "--json", env=home)
     second = localrt("run", tiny_folder, "-c", "more", *FAST, "--json", env=home)
     one, two = (json.loads(r.stdout)["metrics"]["prompt_tokens"] for r in (first, second))
     assert two > one + 10

@@ -511,6 +511,23 @@ def test_pictures_go_on_in_memory(history: History) -> None:
     assert len(files(history)) == 2
 
 
+def test_texts_that_are_no_unicode(history: History) -> None:
+    """Lone surrogates, as of arguments in another encoding and of JSON; a pair in two pieces."""
+    talk = history.new(model="m", system="\ud800")
+    talk.add("user", "one \udcff")
+    with talk.answer() as writer:
+        writer.write("first \ud83d")
+        writer.write("\ude00. \udcff\n")
+    assert said(talk) == ["one \ufffd", "first 😀. \ufffd\n"]
+    assert (talk.title, talk.system) == ("one \ufffd", "\ufffd")
+    talk.set(title="\udcff title")
+    assert [info.title for info in history.list("tit")] == ["\ufffd title"]
+    assert history.list("\udcff\0") == history.list("tit")
+    assert history.list("no\0where") == []
+    with pytest.raises(StorageError, match="no conversation"):
+        history.open("\ud800")
+
+
 def test_lost_picture(history: History) -> None:
     talk = history.new(model="m")
     turn = talk.add("user", asking("What is ", picture()))
