@@ -237,22 +237,12 @@ class Conversation:
             return self.turn(row["id"])
         content = row["content"]
         if row["state"] == "writing":
-            pieces = self._database.rows(
-                "SELECT text FROM piece WHERE turn = ? ORDER BY id", (row["id"],)
-            )
-            content = "".join(piece["text"] for piece in pieces)
+            saved = "SELECT text FROM piece WHERE turn = ? ORDER BY id"
+            content = "".join(piece["text"] for piece in self._database.rows(saved, (row["id"],)))
         info, pictures = split_info(row["info"], len(content), self._picture)
-        return Turn(
-            row["id"],
-            row["role"],
-            content,
-            row["created"],
-            row["state"],
-            1 + siblings.index(row["id"]),
-            len(siblings),
-            info,
-            pictures,
-        )
+        branch, branches = 1 + siblings.index(row["id"]), len(siblings)
+        facts = row["id"], row["role"], content, row["created"], row["state"], branch, branches
+        return Turn(*facts, info, pictures)
 
     def _picture(self, digest: str) -> bytes:
         rows = self._database.rows("SELECT data FROM picture WHERE digest = ?", (digest,))

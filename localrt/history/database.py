@@ -21,7 +21,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from localrt.common.errors import CancelledError, OptionError, StorageError, reason_of
@@ -377,12 +376,7 @@ class AnswerWriter:
     def __enter__(self) -> AnswerWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, (CancelledError, GeneratorExit)):
             self.finish("cancelled")
         else:

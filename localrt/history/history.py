@@ -128,9 +128,7 @@ class History(Closing):
         try:
             return Conversation(self._database, id)
         except StorageError as error:
-            raise StorageError(
-                f"there is no conversation {id}: it may have been deleted"
-            ) from error
+            raise StorageError(f"no conversation {id}: it may have been deleted") from error
 
     def delete(self, id: str) -> None:
         """Remove a conversation with all its branches, from the search index and the saved KV
