@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from localrt.chat_format.histories import text_of
 from localrt.common.closing import Closing
 from localrt.common.errors import LocalrtError, OptionError, StorageError
-from localrt.common.files import parse_json, read_text, write_text
+from localrt.common.files import parse_json, read_text, user_path, write_text
 from localrt.common.forks import Answering, of_one_process
 from localrt.common.progress import ProgressCallback
 from localrt.engine.types import Chunk, Message, ToolCall
@@ -427,7 +427,7 @@ class ChatSession:
             "messages": self.messages,
         }
         text = json.dumps(record, ensure_ascii=False, indent=2, default=_as_text) + "\n"
-        write_text(Path(path).expanduser(), text, private=True)
+        write_text(user_path(path), text, private=True)
 
     @classmethod
     def load(cls, host: ChatHost, path: str | Path) -> ChatSession:
@@ -436,7 +436,7 @@ class ChatSession:
         Raises:
             StorageError: the file cannot be read, or is not a saved chat.
         """
-        source = Path(path).expanduser()
+        source = user_path(path)
         try:
             record = parse_json(read_text(source))
         except OptionError as error:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
+from localrt.common.files import user_path
 from localrt.tui.conversation.state import ChatState
 from localrt.tui.mentions import as_mention, open_mention
 from localrt.tui.options import OPTIONS
@@ -210,7 +210,7 @@ def _mentioned(text: str, name: str) -> list[Suggestion]:
     """
     before = text[: text.rindex("@", 0, len(text) - len(name))]
     items = [as_mention(path) + ("" if path.endswith("/") else " ") for path in _files(name)]
-    if name.endswith("/") and Path(name).expanduser().is_dir():
+    if name.endswith("/") and user_path(name).is_dir():
         whole = as_mention(name)
         items.insert(0, whole + ('" ' if whole.startswith('@"') else " "))
     if [before + each.rstrip() for each in items] == [text]:
@@ -222,7 +222,7 @@ def _files(start: str) -> Iterator[str]:
     """Names of files and folders that begin with the text; folders end with a slash."""
     folder, slash, name = start.rpartition("/")
     try:
-        with os.scandir(Path(folder + slash or ".").expanduser()) as entries:
+        with os.scandir(user_path(folder + slash or ".")) as entries:
             names = sorted(
                 entry.name + ("/" if entry.is_dir() else "")
                 for entry in entries

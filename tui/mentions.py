@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from localrt import system
+from localrt.common.files import user_path
 
 _CODE = re.compile(r"```.*?(?:```|\Z)|(`+)(?!`).*?(?<!`)\1(?!`)", re.DOTALL)
 _NAME = r"""[^\s"'`@(){}\[\]<>]"""
@@ -119,6 +120,6 @@ def _in_code(text: str, place: int) -> bool:
 
 def _exists(path: str) -> bool:
     try:
-        return Path(path).expanduser().exists()
-    except (OSError, RuntimeError, ValueError):  # too long, or an unknown user's home
+        return user_path(path).exists()
+    except (OSError, ValueError):  # too long, say
         return False

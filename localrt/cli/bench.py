@@ -38,7 +38,7 @@ from localrt.cli.options import (
     number,
 )
 from localrt.common.errors import LocalrtError, OptionError
-from localrt.common.files import write_text
+from localrt.common.files import user_path, write_text
 from localrt.common.formatting import parse_size
 from localrt.common.option_names import option
 from localrt.common.settings import Settings
@@ -232,7 +232,7 @@ def _peers(texts: Sequence[str]) -> dict[str, Path]:
         name, _, program = text.partition("=")
         if not name or not program or name in (*ENGINES, *found):
             raise OptionError(f"--peer {text!r:.80}: without --mix, give llama-bench=PROGRAM")
-        found[name] = Path(shutil.which(program) or program).expanduser().absolute()
+        found[name] = user_path(shutil.which(program) or program).absolute()
     return found
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
-from pathlib import Path
 
 from localrt.cli.help import Examples
 from localrt.common.errors import ModelNotFoundError
+from localrt.common.files import user_path
 from localrt.common.formatting import format_bytes, table
 from localrt.common.settings import Settings
 from localrt.hub import DEMO_NAME, LocalModel, list_models
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the models; returns the exit status."""
     settings = Settings.from_environment()
     if args.forget is not None:
-        path = Path(args.forget).expanduser().absolute()
+        path = user_path(args.forget).absolute()
         names = dict.fromkeys((args.forget, str(path), shown_path(path)))
         forgotten = [forget_use(name, settings) for name in names]
         if not any(forgotten):

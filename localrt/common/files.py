@@ -135,13 +135,18 @@ def json_sum(values: Mapping[str, object]) -> int:
     return zlib.crc32(json.dumps(values).encode())
 
 
+def user_path(path: str | Path) -> Path:
+    """A path with the home folder for ``~``, which stays where there is no such user."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111  Path's own fails on "~nobody"
+
+
 def read_bytes(path: str | Path, most: int = MOST_BYTES) -> bytes:
     """The bytes of a file that a user names. Devices and pipes are refused: they may never end.
 
     Raises:
         OptionError: it is missing, no regular file, larger than ``most``, or cannot be read.
     """
-    path = Path(os.path.expanduser(path))  # noqa: PTH111  Path's own fails on "~nobody"
+    path = user_path(path)
     try:
         if not path.is_file():
             kind = "is not a regular file" if path.exists() else "does not exist"

@@ -26,7 +26,7 @@ from localrt.common.errors import (
     disk_errors,
     reason_of,
 )
-from localrt.common.files import private_file, private_folder
+from localrt.common.files import private_file, private_folder, user_path
 from localrt.common.forks import finalize, of_one_process
 from localrt.common.progress import ProgressCallback
 from localrt.documents.reading import Step, files_below, pages_of, step_in
@@ -93,7 +93,7 @@ class DocumentIndex(Closing):
     """
 
     def __init__(self, path: str | Path, embedder: Any = None) -> None:
-        self._path, self._embedder = Path(path).expanduser(), embedder
+        self._path, self._embedder = user_path(path), embedder
         self._lock = threading.RLock()
         with self._in_words():
             private_folder(self._path.parent)
@@ -131,7 +131,7 @@ class DocumentIndex(Closing):
         cancel. Each file is indexed whole or not at all; the next update goes on.
         """
         left_out: dict[Path, str] = {}
-        for path in (Path(path).expanduser().absolute() for path in paths):
+        for path in (user_path(path).absolute() for path in paths):
             with disk_errors(path):
                 files = list(files_below(path)) if path.is_dir() else [path]
             for place, file in enumerate(files, 1):
@@ -245,7 +245,7 @@ class DocumentIndex(Closing):
 
 
 def _inside(path: str | Path) -> tuple[str, str]:
-    whole = _text(Path(path).expanduser().absolute())
+    whole = _text(user_path(path).absolute())
     return whole, whole.rstrip(os.sep) + os.sep
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from localrt.common.errors import OptionError, StorageError, reason_of
-from localrt.common.files import read_bytes
+from localrt.common.files import read_bytes, user_path
 from localrt.common.formatting import format_bytes, one_line
 from localrt.common.progress import Progress, ProgressCallback
 from localrt.documents.kinds import MOST_READ, decoded, kind_of, read_as
@@ -69,7 +69,7 @@ def read_document(
         return _file(source, name, media_type, pictures, step_in(progress, "read", name))
     if not str(source) or "\0" in str(source):
         raise OptionError(f"{str(source)!r} is no name of a file or folder")
-    path = Path(source).expanduser()
+    path = user_path(source)
     name = one_line(name or path.name or str(path))
     try:
         if path.is_dir():

@@ -270,18 +270,10 @@ class Conversation:
         elif parent is not None and parent not in rows:
             raise StorageError(f"the conversation has no turn {parent}")
         now = time.time()
-        number = insert(
-            connection,
-            "turn",
-            conversation=self.id,
-            parent=parent,
-            role=role,
-            content=content,
-            state=state,
-            writer=own_name() if state == "writing" else None,
-            info=stored_info(info, pictures),
-            created=now,
-        )
+        place = {"conversation": self.id, "parent": parent, "created": now}
+        writer = own_name() if state == "writing" else None
+        values = {"state": state, "writer": writer, "info": stored_info(info, pictures)}
+        number = insert(connection, "turn", **place, role=role, content=content, **values)
         keep_pictures(connection, number, pictures)
         self._show(connection, number)
         title = row["title"] or title_of(content) or "".join(each.name for each in pictures[:1])

@@ -17,7 +17,7 @@ from typing import Any
 
 from localrt.common.closing import Closing
 from localrt.common.errors import OptionError, StorageError
-from localrt.common.files import keep_private
+from localrt.common.files import keep_private, user_path
 from localrt.common.processes import own_name
 from localrt.common.settings import Settings
 from localrt.history.conversation import Conversation, Turn
@@ -83,7 +83,7 @@ class History(Closing):
             folder = Settings.from_environment().data_dir
             keep_private(folder)
             path = folder / _FILE
-        self._database = Database(None if path == _MEMORY else Path(path).expanduser())
+        self._database = Database(None if path == _MEMORY else user_path(path))
         with self._database.transaction() as connection:
             connection.execute(_DELETE_EMPTY, (time.time() - _EMPTY_KEPT,))
 
@@ -173,7 +173,8 @@ def _snippet(text: str, search: str) -> str:
     return ("…" if start else "") + cut + ("…" if start + _SNIPPET < len(line) else "")
 
 
-_TURN = ("role", "content", "state", "info", "created")
+_SAME = ("role", "content", "state", "created")
+_TURN = (*_SAME, "info")
 _FACTS = ("title", "model", "system", "options", "updated")
 
 
@@ -192,19 +193,11 @@ def copy_to_memory(
         insert(connection, "conversation", id=id, **kept, options=options, created=now, updated=now)
         copy = Conversation(memory._database, id)
         for turn in turns:
-            parent = insert(
-                connection,
-                "turn",
-                id=turn.id,
-                conversation=id,
-                parent=parent,
-                role=turn.role,
-                content=turn.content,
-                state=turn.state,
-                writer=own_name() if turn.state == "writing" else None,
-                info=stored_info(turn.info, turn.pictures),
-                created=turn.created,
-            )
+            same = {name: getattr(turn, name) for name in ("id", *_SAME)}
+            writer = own_name() if turn.state == "writing" else None
+            info = stored_info(turn.info, turn.pictures)
+            place = {"conversation": id, "parent": parent}
+            parent = insert(connection, "turn", **place, **same, writer=writer, info=info)
             keep_pictures(connection, parent, turn.pictures)
         if parent is not None:
             copy._show(connection, parent)

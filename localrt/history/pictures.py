@@ -136,6 +136,8 @@ def split_content(
         return content, ()
     text, pictures = "", []
     for part in content:
+        if not isinstance(part, Mapping):
+            raise OptionError(f"a message's part is a mapping, not {part!r:.80}")
         if isinstance(part.get("text"), str):
             text += part["text"]
         elif "image" in part:

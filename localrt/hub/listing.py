@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from localrt.common.errors import LocalrtError
+from localrt.common.files import user_path
 from localrt.common.settings import Settings
 from localrt.hub.cache import (
     CachedRepo,
@@ -185,7 +186,7 @@ def _used_files(
     used = last_used(settings)
     packed = [shown_path(store.origin) for store in copies if store.origin is not None]
     for name in (*sorted(used, key=lambda each: -used[each]), *packed):
-        path = Path(name).expanduser()
+        path = user_path(name)
         with suppress(OSError, ValueError):
             identity = _identity(path)
             if not path.is_absolute() or identity in known:
@@ -258,7 +259,7 @@ def _identity(path: Path) -> object:
 
 
 def _expanded(name: str) -> Path:
-    return Path(os.path.expanduser(name)).absolute()  # noqa: PTH111  Path's own fails on "~nobody"
+    return user_path(name).absolute()
 
 
 def _revision_suffix(refs: dict[str, str], commit: str) -> str:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localrt.common.errors import ModelNotFoundError, OptionError
+from localrt.common.files import user_path
 from localrt.common.formatting import one_line
 from localrt.common.settings import Settings
 
@@ -240,7 +241,7 @@ def remove_alias(name: str, settings: Settings) -> None:
 
 
 def _from_everywhere(model: str) -> str:
-    path = Path(os.path.expanduser(model))  # noqa: PTH111  Path's own fails on "~nobody"
+    path = user_path(model)
     is_path = looks_like_path(model) or os.path.exists(path)  # noqa: PTH110  as in resolving
     return shown_path(path.absolute()) if is_path else model
 

@@ -16,7 +16,7 @@ from threading import Event
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from localrt.common.errors import HubError, ModelNotFoundError, OfflineError, OptionError
-from localrt.common.files import parse_json
+from localrt.common.files import parse_json, user_path
 from localrt.common.formatting import one_line
 from localrt.common.option_names import option
 from localrt.common.progress import ProgressCallback
@@ -153,7 +153,7 @@ def resolve(
     if model == DEMO_NAME:
         _refuse_revision(model, revision)
         return fetch.checked(fetch.demo())
-    path = Path(os.path.expanduser(model))  # noqa: PTH111  Path's own fails on "~nobody"
+    path = user_path(model)
     if os.path.exists(path):  # noqa: PTH110  False for a name too long for the file system
         _refuse_revision(model, revision)
         return fetch.checked(ResolvedModel(model, path, None, "local"))
@@ -207,7 +207,7 @@ def resolve_adapter(
     """
     if not adapter.strip() or "\0" in adapter:
         raise OptionError("the adapter's name is empty: give org/name, a folder or a .gguf")
-    path = Path(os.path.expanduser(adapter))  # noqa: PTH111  as above
+    path = user_path(adapter)
     if os.path.exists(path):  # noqa: PTH110
         check_first(path, settings.cache_dir)
         return path

@@ -28,6 +28,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from localrt.common.errors import OptionError, StorageError
+from localrt.common.files import user_path
 from localrt.common.formatting import one_line
 from localrt.common.option_names import did_you_mean
 from localrt.common.toml_file import TomlFile
@@ -170,7 +171,7 @@ def _value(key: str, value: object, environ: Mapping[str, str]) -> Any:
     if key in ("command", "url"):
         if not isinstance(value, str) or not value:
             raise OptionError(f"{key} must be a text, is {value!r}")
-        return str(Path(value).expanduser()) if value.startswith("~") else value
+        return str(user_path(value)) if value.startswith("~") else value
     if key in ("env", "headers"):
         if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
             raise OptionError(f"{key} must be a table of texts")

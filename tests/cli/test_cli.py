@@ -464,6 +464,7 @@ def test_the_scripts_are_valid_shell() -> None:
         ("alias smollm2 notes.txt", 2, "smollm2 is the demo model's own name"),
         ("alias x nosuch", 1, "nosuch is no model"),
         ("list --forget nosuch", 1, "nosuch is no path that was used"),
+        ("list --forget ~nobody9/x", 1, "is no path that was used"),
     ],
 )
 def test_what_cannot_be_done(

@@ -172,9 +172,10 @@ def test_cache(monkeypatch: pytest.MonkeyPatch) -> None:
             cache.read(one, **{**same, "name": "a.pdf"})
 
 
-def test_missing_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("path", ["no/such.pdf", "~nobody9/a.pdf"])
+def test_missing_file(path: str) -> None:
     with pytest.raises(StorageError, match="No such file"):
-        read_document(tmp_path / "a.pdf")
+        read_document(path)
 
 
 def test_long_file(tmp_path: Path) -> None:

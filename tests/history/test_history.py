@@ -476,6 +476,8 @@ def test_bad_pictures(history: History, monkeypatch: pytest.MonkeyPatch) -> None
         talk.add("user", [{"type": "image", "image": "nowhere.png"}])
     with pytest.raises(OptionError, match="parts are texts and images"):
         talk.add("user", [{"type": "audio"}])
+    with pytest.raises(OptionError, match="part is a mapping, not 'text'"):
+        talk.add("user", ["text"])  # type: ignore[list-item]
     monkeypatch.setattr("localrt.history.pictures.LARGEST_PICTURE", 50)
     with pytest.raises(OptionError, match="at most"):
         talk.add("user", asking(picture()))

@@ -57,7 +57,8 @@ def test_suggestions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "notes.txt").touch()
     (tmp_path / "novel").mkdir()
     assert labels("/attach no") == ["notes.txt", "novel/"]
-    assert labels("/attach nowhere/x") == ["/attach [PATH]"]
+    for path in ("nowhere/x", "~nobody9/x"):
+        assert labels(f"/attach {path}") == ["/attach [PATH]"]
 
 
 def test_completion() -> None:

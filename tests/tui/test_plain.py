@@ -58,6 +58,7 @@ def test_commands(model: FakeModel, chat: Callable[..., str], tmp_path: Path) ->
         "/retry",
         "/edit Two",
         "/branch prev",
+        "/attach ~nobody9/notes.txt",
         f"/attach {tmp_path / 'notes.txt'}",
         "What is it?",
         "/set seed 4",
@@ -77,6 +78,7 @@ def test_commands(model: FakeModel, chat: Callable[..., str], tmp_path: Path) ->
     assert "Error: there is no message yet" in text
     assert "You (1 of 2): One" in text
     assert "1. My talk (now" in text
+    assert re.search("Error: .*~nobody9/notes.txt: No such file", text)
     assert "Error: give a number" in text
     assert "Deleted." in text
     assert "Error: no command /nonsense" in text

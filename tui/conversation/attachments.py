@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localrt.common.errors import OptionError, StorageError
-from localrt.common.files import read_bytes
+from localrt.common.files import read_bytes, user_path
 from localrt.common.formatting import format_bytes
 from localrt.documents.fitting import fitted
 from localrt.documents.pdf import Page
@@ -250,7 +250,7 @@ def read_attachment(
     """
     if not argument:
         return _in_clipboard()
-    path = Path(argument.strip("'\"")).expanduser()
+    path = user_path(argument.strip("'\""))
     name = clean(path.name if path.is_absolute() else path.as_posix()).replace("\n", " ")
     if path.suffix.lower() in PICTURES:
         return _picture(path)

@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 from localrt import split_thinking
 from localrt.common.errors import OptionError, StorageError
-from localrt.common.files import write_bytes, write_text
+from localrt.common.files import user_path, write_bytes, write_text
 from localrt.history.calls import call_line
 from localrt.history.pictures import joined_content, joined_text
 from localrt.tui.conversation.open_conversation import OpenConversation
@@ -42,7 +42,7 @@ class Exporter:
         """
         if not conversation.turns:
             raise OptionError("there is nothing to export yet")
-        path = Path(argument).expanduser() if argument else _default_path(conversation.title)
+        path = user_path(argument) if argument else _default_path(conversation.title)
         if path.is_dir():
             path = path / _default_path(conversation.title)
         if path.exists() and path != self._to_confirm and path not in self._own_files:

@@ -336,7 +336,7 @@ class ChatState:
             raise StorageError("the model is still loading")
         if not path:
             raise OptionError("/load needs the path of a saved conversation (.json)")
-        chat = self._model.load_chat(Path(path).expanduser())
+        chat = self._model.load_chat(path)
         messages, options = list(chat.messages), dict(chat.options)
         chat.close()
         conversation = self._new()

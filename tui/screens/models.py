@@ -25,6 +25,7 @@ from textual.worker import Worker, WorkType
 import localrt
 from localrt import FoundModel, LocalModel
 from localrt.common.errors import CancelledError, LocalrtError
+from localrt.common.files import user_path
 from localrt.common.formatting import format_bytes
 from localrt.tui.conversation.generation import Task
 from localrt.tui.loading_line import LoadingLine
@@ -57,7 +58,7 @@ def paths_of(text: str) -> list[Path]:
     """Folders and GGUF files whose path begins with the text."""
     if not is_path(text):
         return []
-    start = Path(os.path.expanduser(text)).absolute()  # noqa: PTH111  Path's own fails on "~nobody"
+    start = user_path(text).absolute()
     inside = text.endswith(("/", os.sep)) or text in ("~", ".", "..")
     folder, first = (start, "") if inside else (start.parent, start.name)
     try:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from localrt.common.errors import LocalrtError, OptionError
-from localrt.common.files import parse_json, read_text, text_lines
+from localrt.common.files import parse_json, read_text, text_lines, user_path
 from localrt.common.formatting import one_line, parse_size
 from localrt.common.option_names import did_you_mean, option
 from localrt.engine.batch.latency_goals import GOALS
@@ -268,7 +268,7 @@ class _Reader:
 
     def _prompts(self, name: str, where: str) -> tuple[str, ...]:
         """Read a text per line; if all are JSON objects, their ``prompt``."""
-        file = self._folder / Path(name).expanduser()
+        file = self._folder / user_path(name)
         if not file.is_file():
             self._refuse(where, "prompts", f"no file {name!r:.80}")
         lines = [line for line in text_lines(read_text(file)) if line.strip()]

@@ -25,6 +25,7 @@ from localrt.bench.mix.mix import Mix
 from localrt.client.answer import listed_models
 from localrt.client.servers import Address, read_address
 from localrt.common.errors import LocalrtError, OptionError
+from localrt.common.files import user_path
 from localrt.common.formatting import one_line
 from localrt.common.helpers import helper_command, localrt_command
 from localrt.common.settings import Settings
@@ -205,7 +206,7 @@ def make_servers(
         if peer.startswith(("http://", "https://")):
             servers.append(Endpoint(peer, key))
         elif name and binary:
-            servers.append(LlamaServer(name, Path(binary).expanduser(), paths, arguments))
+            servers.append(LlamaServer(name, user_path(binary), paths, arguments))
         else:
             raise OptionError(f"--peer {peer!r:.80}: give a URL, or llama-server=PROGRAM")
     for server in servers:
