@@ -88,5 +88,5 @@ class TomlFile:
         if self.path is None:
             self._text = text
         else:
-            write_text(self.path, text, private=True, folder=True)
+            write_text(self.path.resolve(), text, private=True, folder=True)  # a link stays one
             keep_private(self.path.parent)

@@ -15,6 +15,7 @@ from localrt.hub.names import expand_alias, write_alias
 from localrt.mcp.config import read_servers
 from localrt.tui.keys import chosen_keys, read_key
 from localrt.tui.preferences import PreferencesFile, Preset, PresetsFile
+from tests.conftest import needs_links
 from tests.mcp.test_config import GOOD as SERVERS
 from tests.mutations import is_line
 
@@ -102,6 +103,17 @@ def test_changes_keep_comments(tmp_path: Path) -> None:
     assert dict(file.load().options) == {}
     assert "generation" not in file.path.read_text("utf-8")
     assert list(tmp_path.iterdir()) == [file.path]  # nothing half-written beside it
+
+
+@needs_links
+def test_settings_that_are_a_link(tmp_path: Path) -> None:
+    """As of people who keep their settings in a repository."""
+    (tmp_path / "mine").mkdir()
+    mine = config(tmp_path / "mine", 'theme = "nord"\n').path
+    (tmp_path / "config.toml").symlink_to(mine)
+    PreferencesFile(tmp_path).change({"panel": True})
+    assert (tmp_path / "config.toml").is_symlink()
+    assert mine.read_text("utf-8") == 'theme = "nord"\npanel = true\n'
 
 
 # -- presets ---------------------------------------------------------------------------------------
