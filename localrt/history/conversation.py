@@ -17,7 +17,7 @@ from typing import Any
 from localrt.common.errors import OptionError, StorageError
 from localrt.common.processes import is_alive, own_name
 from localrt.engine.types import Message
-from localrt.history.database import AnswerWriter, Database, insert, settle, storable
+from localrt.history.database import AnswerWriter, Database, insert, settle
 from localrt.history.pictures import (
     KeptPicture,
     joined_content,
@@ -119,7 +119,7 @@ class Conversation:
         with self._database.transaction() as connection:
             connection.execute(
                 f"UPDATE conversation SET {names} WHERE id = ?",  # names are those above
-                storable((*changes.values(), self.id)),
+                (*changes.values(), self.id),
             )
 
     # -- turns -----------------------------------------------------------------------------------
@@ -279,7 +279,7 @@ class Conversation:
         title = row["title"] or title_of(content) or "".join(each.name for each in pictures[:1])
         connection.execute(
             "UPDATE conversation SET updated = ?, title = ? WHERE id = ?",
-            storable((now, title, self.id)),
+            (now, title, self.id),
         )
         return number
 

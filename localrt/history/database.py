@@ -17,7 +17,7 @@ import re
 import sqlite3
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -168,10 +168,10 @@ class Database:
             finally:
                 self._depth -= 1
 
-    def rows(self, query: str, values: Iterable[object] = ()) -> list[sqlite3.Row]:
+    def rows(self, query: str, values: Sequence[object] = ()) -> list[sqlite3.Row]:
         """The result of ``query``. Raises as ``transaction``."""
         with self._lock, self._in_words():
-            return self._connection.execute(query, storable(values)).fetchall()
+            return self._connection.execute(query, values).fetchall()
 
     def close(self) -> None:
         """Close the file; safe to repeat."""
@@ -194,19 +194,9 @@ def insert(connection: sqlite3.Connection, table: str, **values: object) -> int:
     """Add a row with these columns; returns its number."""
     names, places = ", ".join(values), ", ".join("?" * len(values))
     query = f"INSERT INTO {table} ({names}) VALUES ({places})"  # names come from code
-    number = connection.execute(query, storable(values.values())).lastrowid
+    number = connection.execute(query, [*values.values()]).lastrowid
     assert number is not None, "an insert has a row"
     return number
-
-
-def storable(values: Iterable[object]) -> list[object]:
-    """Values for a query; SQLite takes no lone surrogates in texts: these become U+FFFD."""
-    return [
-        each.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        if isinstance(each, str)
-        else each
-        for each in values
-    ]
 
 
 class _NewerError(Exception):
@@ -214,7 +204,7 @@ class _NewerError(Exception):
 
 
 class _Connection(sqlite3.Connection):
-    """SQLite refuses unpaired surrogates, which JSON may hold: each is U+FFFD here."""
+    """SQLite refuses lone surrogates, which JSON may hold: each is U+FFFD here."""
 
     def execute(self, query: str, values: Any = ()) -> sqlite3.Cursor:
         try:
@@ -407,7 +397,7 @@ def settle(
     connection.execute("DELETE FROM piece WHERE turn = ?", (turn,))
     connection.execute(
         "UPDATE turn SET content = ?, state = ?, writer = NULL WHERE id = ? AND state = 'writing'",
-        storable((text, state, turn)),
+        (text, state, turn),
     )
     if info is not None:
         connection.execute("UPDATE turn SET info = ? WHERE id = ?", (json.dumps(dict(info)), turn))
