@@ -214,7 +214,8 @@ def body(run: Run) -> None:
         with command(model, *words, LOCALRT_KV_DISK="32MB", **kept) as (server, port):
             if not run.done("client: polite"):
                 clients(run, server.pid, port, folder)
-            one_shots(run, server.pid, port, folder)
+            if run.done("one-shot") < run.count:
+                one_shots(run, server.pid, port, folder)
             server.terminate()
             _, told = server.communicate(timeout=120)
             if server.returncode or told:
