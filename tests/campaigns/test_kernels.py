@@ -396,8 +396,11 @@ CASES = {
 }
 
 
+FOUND = {"latent": (69,)}  # tries that once failed, where a machine has AVX-512
+
+
 @needs_kernels
 @pytest.mark.parametrize("case", CASES)
 def test_random_calls(case: str) -> None:
-    for number in range(6):
+    for number in (*range(6), *FOUND.get(case, ())):
         CASES[case](random.Random(f"1 {case} {number}"))

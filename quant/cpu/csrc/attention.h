@@ -262,7 +262,9 @@ inline BlockResult weigh_scores(const Query& query, int start, int tiles, float 
                 if (!visible) at[i] = -INFINITY;
             }
         }
-        peak = peak.max(F16L::load(at));
+        // How many tiles there are depends on other queries: those that this one does not see must not count, even if
+        // its scores are not numbers, of which a maximum with a number would keep nothing.
+        if (seen[tile]) peak = peak.max(F16L::load(at));
     }
     const float top = peak.highest();
     if (top == -INFINITY) {
