@@ -234,11 +234,16 @@ def test_the_server_ends_even_if_launch_is_killed(folder: Path, programs: dict[s
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
-def test_a_termination_is_passed_on(folder: Path, programs: dict[str, str], name: str) -> None:
+def test_a_termination_is_passed_on(
+    folder: Path, programs: dict[str, str], name: str, request: pytest.FixtureRequest
+) -> None:
     """Closing the terminal too; the settings, which may hold a key, do not stay behind."""
+    number = getattr(signal, name)
+    before = signal.signal(number, signal.SIG_DFL)  # under nohup, programs start with it ignored
+    request.addfinalizer(lambda: signal.signal(number, before))
     with a_server(folder, programs), launched(programs, "continue") as process:
         (settings,) = recorded(programs)["texts"]
-        process.send_signal(getattr(signal, name))
+        process.send_signal(number)
         assert process.wait(120) == 143
     assert not Path(settings).parent.exists()
 
