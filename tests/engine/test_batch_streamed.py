@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from tests.conftest import needs_kernels
 from tests.engine.test_speculation import info_of
 from tests.models.tiny import tokens
 from tests.offload.placed import Model, pack_synthetic
+from tests.waits import wait_for
 
 pytestmark = needs_kernels
 
@@ -31,10 +33,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
 
 
 @contextmanager
-def streaming(model: Model, streamed: Sequence[str], budget: int) -> Iterator[NativeEngine]:
+def streaming(
+    model: Model, streamed: Sequence[str], budget: int, **options: Any
+) -> Iterator[NativeEngine]:
     largest = 2 * max(unit.nbytes for unit in model.store.manifest.units)
-    with model.placed(streamed, budget=budget, largest=largest) as decoder:
-        info = replace(info_of("llama"), vocab_size=VOCAB)
+    with model.placed(streamed, budget=budget, largest=largest, **options) as decoder:
+        info = replace(info_of("llama"), vocab_size=VOCAB, streamed=True)
         yield NativeEngine(decoder, info, pass_rows=64)
 
 
@@ -93,3 +97,22 @@ def test_caches_evict_weights(model: Model) -> None:
             said = [[t for chunk in answer for t in chunk.token_ids] for answer in answers]
         assert said == expected
         assert engine.weights.memory.reclaimable < weights
+
+
+def test_an_idle_model_gives_way(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other programs get the memory of its weights without waiting for its next pass."""
+    monkeypatch.setattr("localrt.engine.batch.live._LOOK_S", 0.02)
+    needed, work = [0], requests(1)
+
+    def shortage() -> tuple[int, int]:
+        ram, needed[0] = needed[0], 0
+        return ram, 0
+
+    with streaming(model, ["layers.0.mlp"], 1 << 30, shortage=shortage) as engine:
+        expected = alone(engine, work)
+        with closing(Live(engine, None, LiveLimits(ctx=CTX), room=lambda: 1 << 30)) as live:
+            assert [t for chunk in live.submit(work[0]) for t in chunk.token_ids] == expected[0]
+            held = engine.weights.memory.ram_nbytes
+            needed[0] = held // 2
+            wait_for(lambda: engine.weights.memory.ram_nbytes <= held - held // 2)
+            assert [t for chunk in live.submit(work[0]) for t in chunk.token_ids] == expected[0]
