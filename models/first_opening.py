@@ -19,7 +19,7 @@ from pathlib import Path
 from localrt.common.errors import CheckpointError, LocalrtError
 from localrt.common.files import read_cached, write_cached
 from localrt.common.formatting import one_line
-from localrt.common.helpers import has_helpers, helper_command, package_folders
+from localrt.common.helpers import has_helpers, helper_command
 from localrt.common.version import __version__
 from localrt.models.weight_files import MANIFEST_NAME, model_files, model_stamp, projectors_beside
 
@@ -47,8 +47,7 @@ def check_first(path: Path, cache: Path, projectors: Sequence[Path] = ()) -> str
     known = (records := read_cached(cache / _RECORD)).pop(str(path), None)
     if isinstance(known, dict) and known.get("stamp") == stamp:
         return str(known.get("line"))
-    folders = package_folders("numpy", "tokenizers", "typing_extensions") or None
-    command, answer = helper_command(__name__, *map(str, [path, *models]), folders=folders), ""
+    command, answer = helper_command(__name__, *map(str, [path, *models])), ""
     with suppress(OSError), subprocess.Popen(command, *_PIPES) as process:
         assert process.stdout is not None, "it is a pipe"
         answer = process.stdout.read(_LONGEST_ANSWER).decode(errors="replace")

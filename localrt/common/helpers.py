@@ -11,7 +11,6 @@ import json
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 
 from localrt import system
@@ -55,13 +54,6 @@ def helper_command(
     flags, place = (["-P"], "[:0]") if folders is None else (["-I", "-S"], "[len(sys.path):]")
     path = json.dumps([root, *map(str, folders or ())])
     return [python, *flags, "-c", _START.format(place), path, module, *arguments]
-
-
-def package_folders(*packages: str) -> list[Path]:
-    """The folders to import ``packages`` from, for ``helper_command``; empty if one is missing."""
-    found = [spec for spec in map(find_spec, packages) if spec and spec.origin]
-    parents = (Path(spec.origin or "").parents[bool(spec.parent)] for spec in found)
-    return list(dict.fromkeys(parents)) if len(found) == len(packages) else []
 
 
 def run_helper() -> bool:

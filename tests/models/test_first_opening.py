@@ -48,7 +48,7 @@ def runs_instead(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         first_opening,
         "helper_command",
-        lambda *arguments, **_: [sys.executable, "-c", code, *own(*arguments)[-len(arguments) :]],
+        lambda *arguments: [sys.executable, "-c", code, *own(*arguments)[-len(arguments) :]],
     )
 
 
@@ -161,9 +161,7 @@ def test_warnings_before_the_check(
 def test_no_process_can_be_started(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        first_opening, "helper_command", lambda *_, **__: [str(tmp_path / "nothing")]
-    )
+    monkeypatch.setattr(first_opening, "helper_command", lambda *_: [str(tmp_path / "nothing")])
     assert check_first(tiny_folder, tmp_path).startswith("no: the process")
     monkeypatch.setattr(first_opening, "has_helpers", lambda: False)
     assert check_first(tiny_folder, tmp_path).startswith("no: this program")

@@ -14,12 +14,14 @@ import subprocess
 import threading
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from localrt import system
 from localrt.common.errors import TemplateError
 from localrt.common.forks import free_in_child
-from localrt.common.helpers import has_helpers, helper_command, package_folders
+from localrt.common.helpers import has_helpers, helper_command
 from localrt.offload.memory import HELPERS
 
 _MAX_SOURCE = 250_000  # characters
@@ -159,9 +161,11 @@ _HELLO = b'{"source": "", "variables": null}\n'
 
 def _command() -> list[str]:
     """The command of the process, which has only Jinja2; empty if none can be started."""
-    folders = package_folders("jinja2", "markupsafe")
-    if not has_helpers() or not folders:
+    found = [find_spec(name) for name in ("jinja2", "markupsafe")]
+    origins = [spec.origin for spec in found if spec is not None and spec.origin is not None]
+    if not has_helpers() or len(origins) < len(found):
         return []
+    folders = list(dict.fromkeys(Path(origin).parents[1] for origin in origins))
     return helper_command("localrt.chat_format.templates.jinja_sandbox", folders=folders)
 
 
