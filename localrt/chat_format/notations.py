@@ -17,6 +17,7 @@ from typing import Protocol, TypeAlias
 
 from localrt.chat_format.argument_notations import Arguments, end_of, ends_in_string
 from localrt.chat_format.argument_types import DECODER, Types, accepted, parameters_of
+from localrt.common.formatting import paired
 
 Signatures: TypeAlias = Mapping[str, Types]
 """What each parameter of a function may be, by the function's name."""
@@ -31,17 +32,9 @@ class Call:
     id: str | None = None
 
 
-_SURROGATES = re.compile("[\ud800-\udfff]")
-
-
-def _paired(text: str) -> str:
-    """Return ``text`` with U+FFFD for lone surrogates, which strict parsers refuse."""
-    return _SURROGATES.sub("\ufffd", text)
-
-
 def as_json(arguments: Mapping[str, object]) -> str:
     """Return arguments as JSON text."""
-    return _paired(json.dumps(arguments, ensure_ascii=False))
+    return paired(json.dumps(arguments, ensure_ascii=False))
 
 
 def signatures(tools: Sequence[Mapping[str, object]]) -> dict[str, Types]:
@@ -111,8 +104,8 @@ def call_of(name: object, arguments: object, call_id: object = None) -> Call | N
         arguments = {}
     if not isinstance(name, str) or not name or not isinstance(arguments, Mapping):
         return None
-    call_id = _paired(call_id) if isinstance(call_id, str) and call_id else None
-    return Call(_paired(name), as_json(arguments), call_id)
+    call_id = paired(call_id) if isinstance(call_id, str) and call_id else None
+    return Call(paired(name), as_json(arguments), call_id)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,14 @@ from localrt.cli.options import (
 )
 from localrt.cli.run_batch import read_stdin, run_batch
 from localrt.common.errors import LocalrtError, ModelNotFoundError, OptionError, reason_of
-from localrt.common.files import keep_private, parse_json, private_folder, read_stream, write_text
+from localrt.common.files import (
+    keep_private,
+    parse_json,
+    private_folder,
+    read_stream,
+    user_path,
+    write_text,
+)
 from localrt.common.formatting import format_bytes, format_rate, format_seconds, one_line, printable
 from localrt.common.progress import NOTE, Progress
 from localrt.common.settings import Settings
@@ -304,7 +311,7 @@ def _remember(chat: ChatSession, path: Path, model: str | None) -> None:
         keep_private(path.parent)
         chat.save(path)
         if model is not None:
-            file = Path(model).expanduser()
+            file = user_path(model)
             record = parse_json(path.read_text(encoding="utf-8"))
             record["run"] = str(file.absolute()) if file.exists() else model
             write_text(path, json.dumps(record, ensure_ascii=False), private=True)

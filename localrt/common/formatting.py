@@ -13,6 +13,11 @@ _TERMINAL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 _SIZE = re.compile(r"(\d{1,30}(?:\.\d+)?|\.\d+)\s*([KMGT]I?)?B?", re.IGNORECASE)
 
 
+def paired(text: str) -> str:
+    """``text`` with U+FFFD for lone surrogates, which JSON may hold, and UTF-8 cannot."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def parse_size(size: str | int, of: str = "") -> int:
     """Bytes of ``"8GB"`` (decimal), ``"512MiB"`` (binary), ``"1.5 G"``, ``"4096"`` or ``4096``.
 

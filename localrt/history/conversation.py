@@ -278,8 +278,7 @@ class Conversation:
         self._show(connection, number)
         title = row["title"] or title_of(content) or "".join(each.name for each in pictures[:1])
         connection.execute(
-            "UPDATE conversation SET updated = ?, title = ? WHERE id = ?",
-            (now, title, self.id),
+            "UPDATE conversation SET updated = ?, title = ? WHERE id = ?", (now, title, self.id)
         )
         return number
 

@@ -26,6 +26,7 @@ from typing import Any
 from localrt.common.errors import CancelledError, OptionError, StorageError, reason_of
 from localrt.common.files import keep_private, private_file, private_folder
 from localrt.common.forks import finalize, of_one_process
+from localrt.common.formatting import paired
 
 MEMORY_FIRST = 1 << 40  # first turn number of a database in memory: no file has such numbers
 _VERSION = 2  # 2 added pictures
@@ -210,13 +211,7 @@ class _Connection(sqlite3.Connection):
         try:
             return super().execute(query, values)
         except UnicodeEncodeError:
-            return super().execute(query, [_paired(value) for value in values])
-
-
-def _paired(value: object) -> object:
-    if not isinstance(value, str):
-        return value
-    return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            return super().execute(query, [paired(v) if isinstance(v, str) else v for v in values])
 
 
 def _connected(path: Path | str) -> sqlite3.Connection:

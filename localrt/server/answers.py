@@ -208,11 +208,13 @@ class Answer:
             self._notify()
 
     def _begun(self, calls: Sequence[ToolCall]) -> list[CallTurn]:
-        turns, kept, after = list["CallTurn"](), self.found, self._writer.turn
-        for call in calls:
-            from localrt.history.calls import CallTurn
+        if not calls:
+            return []
+        from localrt.history.calls import CallTurn
 
-            assert self._toolbox is not None, "without it, no tools are offered"
+        assert self._toolbox is not None, "without it, no tools are offered"
+        turns, kept, after = list[CallTurn](), self.found, self._writer.turn
+        for call in calls:
             begin, finish = kept.answer, AnswerWriter.finish
             turns.append(CallTurn(self._toolbox, kept.id, call, begin, finish, after))
             after = turns[-1].turn

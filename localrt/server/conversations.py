@@ -297,6 +297,7 @@ def _endpoint(
     """Return an endpoint for the owner alone. Work on the history, which is on the disk, runs in a
     thread unless it is a coroutine. ``tools``: they may run, also if the body has this field.
     """
+    in_loop = iscoroutinefunction(work)
 
     async def handle(request: Request) -> Response:
         sure, service, fields = _check_owner(request), service_of(request), {}
@@ -305,7 +306,6 @@ def _endpoint(
         if not sure and (tools or fields.get("tools")):
             raise ApiError(403, "tools need localrt serve --api-key on this system")
         given = request.app.state.answers, request, fields
-        in_loop = iscoroutinefunction(work)
         found = await (work(*given) if in_loop else asyncio.to_thread(work, *given))
         return found if isinstance(found, Response) else JsonResponse(found)
 

@@ -329,22 +329,22 @@ class Live:
 
     def _ready(self) -> bool:
         """Wait until there is work; return False when closing."""
-        idle_s = 0.0
+        streamed = self._engine.info.streamed
+        waited_s = 0.0
         with self._changed:
             if not self._schedule.sequences and not self._woken and self._waiting.first() is None:
                 self._schedule.rest()
                 self._turns.leave(self)
-                streamed = self._engine.info.streamed
                 patience = min(_LOOK_S, _IDLE_TIMEOUT_S) if streamed else _IDLE_TIMEOUT_S
                 woken = self._changed.wait(_POLL_S if self._paused else patience)
-                idle_s = 0.0 if woken or self._paused else self._idle_s + patience
+                waited_s = 0.0 if woken or self._paused else patience
             self._woken = False
             closing = self._closing
-        self._idle_s = idle_s
-        if idle_s > 0 and self._engine.info.streamed and not closing:
+        self._idle_s = self._idle_s + waited_s if waited_s else 0.0
+        if waited_s and streamed:
             with suppress(LocalrtError):  # the next pass reports it
                 self._engine.take_ram(0)  # other programs may need what it holds
-        if idle_s >= _IDLE_TIMEOUT_S:  # others may submit while caches are saved
+        if self._idle_s >= _IDLE_TIMEOUT_S:  # others may submit while caches are saved
             self._idle_s = 0.0
             self._schedule.park(self._save)
             self._save(None, "disk")

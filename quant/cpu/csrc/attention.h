@@ -262,8 +262,7 @@ inline BlockResult weigh_scores(const Query& query, int start, int tiles, float 
                 if (!visible) at[i] = -INFINITY;
             }
         }
-        // How many tiles there are depends on other queries: those that this one does not see must not count, even if
-        // its scores are not numbers, of which a maximum with a number would keep nothing.
+        // Not the tiles that only other queries see: their -INFINITY would replace a NaN.
         if (seen[tile]) peak = peak.max(F16L::load(at));
     }
     const float top = peak.highest();
