@@ -8,6 +8,7 @@ texts are private from the first byte, whatever the umask.
 
 from __future__ import annotations
 
+import errno
 import glob
 import json
 import os
@@ -30,6 +31,7 @@ MOST_BYTES = 256 << 20
 PAGE = 4096
 """Offsets, sizes and addresses of direct reads are multiples of this many bytes."""
 
+_NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL)
 _MODE = 0o666  # the default mode of ``open``, before the umask
 _PRIVATE_FILE, _PRIVATE_FOLDER = 0o600, 0o700
 _OTHERS = 0o077  # the rights of group and others
@@ -138,6 +140,24 @@ def json_sum(values: Mapping[str, object]) -> int:
 def user_path(path: str | Path) -> Path:
     """A path with the home folder for ``~``, which stays where there is no such user."""
     return Path(os.path.expanduser(path))  # noqa: PTH111  Path's own fails on "~nobody"
+
+
+def is_there(path: str | Path) -> bool:
+    """Whether a path that a user may have meant (see ``user_path``) leads to a file or folder.
+    False for a text that cannot be a path.
+
+    Raises:
+        StorageError: the system cannot tell, as on a failing disk or in a closed folder.
+    """
+    try:
+        user_path(path).stat()
+    except ValueError:  # a null byte
+        return False
+    except OSError as error:
+        if error.errno in _NOT_THERE:
+            return False
+        raise StorageError(f"cannot open {path}: {reason_of(error)}") from error
+    return True
 
 
 def read_bytes(path: str | Path, most: int = MOST_BYTES) -> bytes:

@@ -24,7 +24,7 @@ from urllib.parse import quote, unquote
 
 from localrt import system
 from localrt.common.errors import ModelNotFoundError
-from localrt.common.files import make_folder, parse_json, private_folder, write_text
+from localrt.common.files import is_there, make_folder, parse_json, private_folder, write_text
 from localrt.common.settings import Settings
 from localrt.hub.files import choose_variant, gguf_variants, has_safetensors, variant_name
 from localrt.hub.names import HubRef
@@ -230,8 +230,7 @@ def find_quantized(name: str, settings: Settings) -> Path | None:
     """The quantized model whose folder has this name."""
     folder = settings.data_dir / "stores" / name
     inside = "/" not in name and "\\" not in name and name not in ("", ".", "..")
-    # os.path.isdir is False for a name too long for the file system
-    return folder if inside and os.path.isfile(folder / MANIFEST_NAME) else None  # noqa: PTH113
+    return folder if inside and is_there(folder / MANIFEST_NAME) else None
 
 
 def is_own_store(path: Path, settings: Settings) -> bool:

@@ -6,14 +6,13 @@ and sizes, and opens only the manifests of stores.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from localrt.common.errors import LocalrtError
-from localrt.common.files import user_path
+from localrt.common.files import is_there, user_path
 from localrt.common.settings import Settings
 from localrt.hub.cache import (
     CachedRepo,
@@ -287,7 +286,7 @@ def expand_name(model: str, settings: Settings) -> str:
         OptionError, StorageError: the user's own names cannot be read.
     """
     model = expand_alias(model, settings)
-    if model == DEMO_NAME or os.path.exists(os.path.expanduser(model)):  # noqa: PTH110, PTH111
+    if model == DEMO_NAME or is_there(model):
         return model
     found = place_of(model, settings)
     return found.name if isinstance(found, OtherModel) else str(found or model)
@@ -298,12 +297,7 @@ def may_be_a_name(model: str, settings: Settings) -> bool:
     name = expand_name(model, settings)
     if name == DEMO_NAME or looks_like_path(name) or parse_hub_ref(name) is not None:
         return True
-    path = os.path.expanduser(name)  # noqa: PTH111
-    return (
-        name != model
-        or os.path.exists(path)  # noqa: PTH110
-        or find_quantized(name, settings) is not None
-    )
+    return name != model or is_there(name) or find_quantized(name, settings) is not None
 
 
 def place_of(model: str, settings: Settings) -> OtherModel | HubRef | None:

@@ -14,7 +14,6 @@ never imported), on the hub and in localrt's cache; and reads and writes the use
 from __future__ import annotations
 
 import difflib
-import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localrt.common.errors import ModelNotFoundError, OptionError
-from localrt.common.files import user_path
+from localrt.common.files import is_there, user_path
 from localrt.common.formatting import one_line
 from localrt.common.settings import Settings
 
@@ -241,9 +240,8 @@ def remove_alias(name: str, settings: Settings) -> None:
 
 
 def _from_everywhere(model: str) -> str:
-    path = user_path(model)
-    is_path = looks_like_path(model) or os.path.exists(path)  # noqa: PTH110  as in resolving
-    return shown_path(path.absolute()) if is_path else model
+    is_path = looks_like_path(model) or is_there(model)
+    return shown_path(user_path(model).absolute()) if is_path else model
 
 
 def _file(settings: Settings) -> TomlFile:

@@ -6,7 +6,6 @@ other programs or of the user: the error says what to do instead.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -15,7 +14,7 @@ from pathlib import Path
 
 from localrt import system
 from localrt.common.errors import ModelNotFoundError, OptionError, StorageError, reason_of
-from localrt.common.files import remove_folder
+from localrt.common.files import is_there, remove_folder
 from localrt.common.formatting import format_bytes, one_line
 from localrt.common.settings import Settings
 from localrt.hub.cache import CachedRepo, forget_use
@@ -61,7 +60,7 @@ def plan_removal(name: str, settings: Settings, *, packed_only: bool = False) ->
     if not packed_only:
         _refuse_what_is_not_ours(name, full, models)
     if not models and (packed_only or not _is_begun(full, settings)):
-        if not os.path.exists(os.path.expanduser(full)):  # noqa: PTH110, PTH111
+        if not is_there(full):
             raise _not_here(name, listed)
         if not packed_only:
             raise OptionError(f"{full} belongs to you: delete it yourself")

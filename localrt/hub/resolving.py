@@ -7,7 +7,6 @@ without a network request, unless the caller asks for the newest commit.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from errno import ELOOP
@@ -16,7 +15,7 @@ from threading import Event
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from localrt.common.errors import HubError, ModelNotFoundError, OfflineError, OptionError
-from localrt.common.files import parse_json, user_path
+from localrt.common.files import is_there, parse_json, user_path
 from localrt.common.formatting import one_line
 from localrt.common.option_names import option
 from localrt.common.progress import ProgressCallback
@@ -154,7 +153,7 @@ def resolve(
         _refuse_revision(model, revision)
         return fetch.checked(fetch.demo())
     path = user_path(model)
-    if os.path.exists(path):  # noqa: PTH110  False for a name too long for the file system
+    if is_there(path):
         _refuse_revision(model, revision)
         return fetch.checked(ResolvedModel(model, path, None, "local"))
     if (quantized := find_quantized(model, settings)) is not None:
@@ -208,7 +207,7 @@ def resolve_adapter(
     if not adapter.strip() or "\0" in adapter:
         raise OptionError("the adapter's name is empty: give org/name, a folder or a .gguf")
     path = user_path(adapter)
-    if os.path.exists(path):  # noqa: PTH110
+    if is_there(path):
         check_first(path, settings.cache_dir)
         return path
     ref = None if looks_like_path(adapter) else parse_hub_ref(adapter)

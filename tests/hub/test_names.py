@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localrt.common.errors import LocalrtError, ModelNotFoundError, OptionError
+from localrt.common.errors import LocalrtError, ModelNotFoundError, OptionError, StorageError
 from localrt.common.settings import Settings
 from localrt.hub import HubRef, resolve
 from localrt.hub.files import (
@@ -20,6 +21,7 @@ from localrt.hub.files import (
     variant_name,
 )
 from localrt.hub.names import client_name, parse_hub_ref
+from localrt.hub.resolving import resolve_adapter
 from tests.conftest import needs_links
 from tests.hub.conftest import settings_at
 
@@ -137,6 +139,18 @@ def test_no_name_at_all(text: str, settings: Settings) -> None:
 def test_a_name_too_long_for_the_disk(settings: Settings) -> None:
     with pytest.raises(ModelNotFoundError):
         resolve("x" * 5000, settings=settings)
+
+
+def test_a_disk_that_fails_is_no_wrong_name(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(path: Path, **_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Path, "stat", fails)
+    for find in (resolve, resolve_adapter):
+        with pytest.raises(StorageError, match=r"cannot open .*model: Input/output"):
+            find(f"{tmp_path}/model", settings=settings)
 
 
 def test_a_revision_needs_a_hub_model(tmp_path: Path, settings: Settings) -> None:
