@@ -6,6 +6,7 @@ its error message. Nothing but lines of text comes back.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -68,7 +69,11 @@ def check_first(path: Path, cache: Path, projectors: Sequence[Path] = ()) -> str
 
 
 def main() -> None:
-    """Parse the model at the first argument, whose files the others name; print what was parsed."""
+    """Parse the model at the first argument, whose files the others name; print what was parsed.
+
+    Frees nothing, which would take a tenth of its time.
+    """
+    gc.disable()
     os.environ |= {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     import tokenizers  # noqa: F401 - its libraries cannot be read after ``confine``
 
@@ -92,4 +97,5 @@ def main() -> None:
         with suppress(LocalrtError):
             parsed += ["tokenizer"] * bool(load_tokenizer(checkpoint))
         parsed += ["vision encoder"] * bool(vision_source(path, models[1:]))
-    print(", ".join(parsed) or "nothing that can be used")
+    print(", ".join(parsed) or "nothing that can be used", flush=True)
+    os._exit(0)
