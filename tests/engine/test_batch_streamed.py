@@ -101,7 +101,7 @@ def test_caches_evict_weights(model: Model) -> None:
 
 def test_an_idle_model_gives_way(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other programs get the memory of its weights without waiting for its next pass."""
-    monkeypatch.setattr("localrt.engine.batch.live._LOOK_S", 0.02)
+    monkeypatch.setattr("localrt.engine.native.engine._LOOK_S", 0.02)
     needed, work = [0], requests(1)
 
     def shortage() -> tuple[int, int]:
@@ -110,9 +110,7 @@ def test_an_idle_model_gives_way(model: Model, monkeypatch: pytest.MonkeyPatch) 
 
     with streaming(model, ["layers.0.mlp"], 1 << 30, shortage=shortage) as engine:
         expected = alone(engine, work)
-        with closing(Live(engine, None, LiveLimits(ctx=CTX), room=lambda: 1 << 30)) as live:
-            assert [t for chunk in live.submit(work[0]) for t in chunk.token_ids] == expected[0]
-            held = engine.weights.memory.ram_nbytes
-            needed[0] = held // 2
-            wait_for(lambda: engine.weights.memory.ram_nbytes <= held - held // 2)
-            assert [t for chunk in live.submit(work[0]) for t in chunk.token_ids] == expected[0]
+        held = engine.weights.memory.ram_nbytes
+        needed[0] = held // 2
+        wait_for(lambda: engine.weights.memory.ram_nbytes <= held - held // 2)
+        assert alone(engine, work) == expected

@@ -14,7 +14,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -146,7 +145,6 @@ _PROMPT_ROWS = 128
 _KEEP = 32  # the most idle caches, for continued conversations
 _ROOM_AGE_S = 0.5  # seconds until free memory is read again, since other programs use it too
 _POLL_S = 0.25  # seconds between checks of paused answers while nothing runs
-_LOOK_S = 1.0  # seconds between looks at other programs' memory while weights are streamed
 _IDLE_TIMEOUT_S = 600.0  # seconds until unused caches are freed
 
 
@@ -222,7 +220,6 @@ class Live:
         self._prompt_tokens = self._cached_tokens = self._completion_tokens = 0
         self._changed = threading.Condition()
         self._woken = self._closing = False
-        self._idle_s = 0.0  # how long there was no work
         # All submitted sequences: running, waiting and paused.
         self._submitted: weakref.WeakSet[BatchSequence[LiveAnswer]] = weakref.WeakSet()
         self._thread = threading.Thread(target=self._run, name="localrt-live", daemon=True)
@@ -329,23 +326,16 @@ class Live:
 
     def _ready(self) -> bool:
         """Wait until there is work; return False when closing."""
-        streamed = self._engine.info.streamed
-        waited_s = 0.0
+        idle = False
         with self._changed:
             if not self._schedule.sequences and not self._woken and self._waiting.first() is None:
                 self._schedule.rest()
                 self._turns.leave(self)
-                patience = min(_LOOK_S, _IDLE_TIMEOUT_S) if streamed else _IDLE_TIMEOUT_S
-                woken = self._changed.wait(_POLL_S if self._paused else patience)
-                waited_s = 0.0 if woken or self._paused else patience
+                woken = self._changed.wait(_POLL_S if self._paused else _IDLE_TIMEOUT_S)
+                idle = not woken and not self._paused
             self._woken = False
             closing = self._closing
-        self._idle_s = self._idle_s + waited_s if waited_s else 0.0
-        if waited_s and streamed:
-            with suppress(LocalrtError):  # the next pass reports it
-                self._engine.take_ram(0)  # other programs may need what it holds
-        if self._idle_s >= _IDLE_TIMEOUT_S:  # others may submit while caches are saved
-            self._idle_s = 0.0
+        if idle:  # others may submit while caches are saved
             self._schedule.park(self._save)
             self._save(None, "disk")
         return not closing

@@ -11,12 +11,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import ReferenceType, WeakSet, ref
 
 import numpy as np
 
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 # Rows of logits computed at once if all are wanted: 39 MB at a vocabulary of 151,936.
 _LOGIT_ROWS = 64
 _ROWS_BESIDE = 64
+_LOOK_S = 1.0  # seconds between looks at other programs' memory while weights are streamed
 _VISION_NBYTES = 16 << 20  # for decoding pictures, the encoder's steps and some cached rows
 
 
@@ -93,6 +94,10 @@ class NativeEngine(Engine):
         self._turn = threading.Lock()
         self._thread: Executor | None = None
         self._caches: WeakSet[KVCache] = WeakSet()
+        self._closed = threading.Event()
+        if weights.memory.streams:
+            name, args = "localrt-memory", (ref(self), self._closed)
+            threading.Thread(target=_give_way, name=name, args=args, daemon=True).start()
 
     def pass_on(self, thread: Executor) -> None:
         """Run all passes on ``thread``, which is shut down when the engine closes."""
@@ -142,8 +147,18 @@ class NativeEngine(Engine):
             left = format_bytes(max(use.limit - use.used, 0))
             raise MemoryBudgetError(f"the GPU has {left} left")
 
+    def give_way(self) -> None:
+        """Give other programs the memory that they need, unless a pass runs, which does so too."""
+        if self._turn.acquire(blocking=False):
+            try:
+                with suppress(LocalrtError):  # the next pass reports it
+                    self._take_within(0)
+            finally:
+                self._turn.release()
+
     def close(self) -> None:
         """Free the weights once the pass in flight has ended."""
+        self._closed.set()
         with self._turn:
             if self.vision is not None:
                 self.vision.close()
@@ -467,3 +482,10 @@ def _own(sessions: Iterable[EngineSession]) -> list[NativeSession]:
         assert isinstance(session, NativeSession), "sessions belong to one engine"
         found.append(session)
     return found
+
+
+def _give_way(engine: ReferenceType[NativeEngine], closed: threading.Event) -> None:
+    """Look once a second whether other programs need memory, as long as there is the engine."""
+    while not closed.wait(_LOOK_S) and (found := engine()) is not None:
+        found.give_way()
+        del found
