@@ -27,7 +27,7 @@ import numpy as np
 import localrt
 from benchmarks.common.command import ROOT
 from localrt.cli import main
-from localrt.common.files import read_bytes
+from localrt.common.files import is_there, read_bytes
 from localrt.common.helpers import has_helpers
 from localrt.documents.index import DocumentIndex
 from localrt.engine.saved_caches import PromptCache
@@ -108,7 +108,7 @@ def packed(at: Path, said: Said) -> None:
 
 
 def quantized(at: Path, said: Said) -> None:
-    if not (made := at / "small").exists():
+    if not is_there(made := at / "small"):
         with redirect_stdout(io.StringIO()):
             _command("quantize", at / "model", "--format", "int8-g32", "--out", made)
     print(answer_of(made))
