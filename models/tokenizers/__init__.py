@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
+from localrt.common.errors import disk_errors
 from localrt.models.tokenizers.base import Detokenizer, Tokenizer
 from localrt.system import return_free_memory
 
@@ -39,6 +40,7 @@ def load_tokenizer(
     Raises:
         TokenizerError: none (then only ``token_ids`` can be used), or a broken one.
         UnsupportedModelError: an unknown type of tokenizer.
+        StorageError: the disk fails.
     """
     # Imported here: only one of the two is needed, and importers of the protocol need neither
     try:
@@ -49,6 +51,7 @@ def load_tokenizer(
         from localrt.models.tokenizers.hf import hf_tokenizer
 
         eos = checkpoint.generation_config.get("eos_token_id")
-        return hf_tokenizer(checkpoint.path, eos=cast("int | list[int] | None", eos))
+        with disk_errors(checkpoint.path):
+            return hf_tokenizer(checkpoint.path, eos=cast("int | list[int] | None", eos))
     finally:
         return_free_memory()

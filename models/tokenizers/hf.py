@@ -79,6 +79,8 @@ def read_packed(
         whole_words = bool(model.get("ignore_merges"))
         del model, vocab
         backend = Backend.from_str(json.dumps(spec))
+    except OSError:
+        raise
     except BaseException as error:
         if not is_package_error(error):
             raise
@@ -310,12 +312,13 @@ def read_json(path: Path) -> dict[str, object]:
 
     Raises:
         TokenizerError: not JSON, or not an object.
+        OSError: the disk fails.
     """
     if not path.is_file():
         return {}
     try:
         found = parse_json(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         raise TokenizerError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
     if not isinstance(found, dict):
         raise TokenizerError(f"{path} does not hold a JSON object")
@@ -343,8 +346,9 @@ def _read_whole(path: Path, config: Mapping[str, object], special: Iterable[str]
     from tokenizers import AddedToken  # needed by tokenizer.json alone
     from tokenizers import Tokenizer as Backend
 
+    data = path.read_bytes()
     with package_errors(f"{path} cannot be read as a tokenizer"):
-        backend: Backend = Backend.from_file(str(path))
+        backend: Backend = Backend.from_buffer(data)
     backend.no_truncation()
     backend.no_padding()
     present = backend.get_added_tokens_decoder()

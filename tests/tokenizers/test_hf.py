@@ -1,5 +1,6 @@
 """Hugging Face folders: as transformers reads them, on tokenizers trained here."""
 
+import errno
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from tokenizers import (
 )
 from tokenizers import Tokenizer as Backend
 
-from localrt.common.errors import TokenizerError, UnsupportedModelError
+from localrt.common.errors import StorageError, TokenizerError, UnsupportedModelError
 from localrt.models.tokenizers import bpe, hf, load_tokenizer
 from localrt.models.tokenizers.base import Tokenizer, Vocabulary
 from localrt.models.tokenizers.hf import hf_tokenizer, read_packed
@@ -290,6 +291,22 @@ def test_a_broken_file(tmp_path: Path, name: str, content: str, message: str) ->
     with pytest.raises(TokenizerError, match=message) as caught:
         load(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_disk_that_fails(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no broken tokenizer, with which a model would be loaded all the same."""
+    save(tmp_path, byte_level())
+    opens = Path.open
+
+    def fails(path: Path, *args: Any, **options: Any) -> Any:
+        if path.name == name:
+            raise OSError(errno.EIO, "Input/output error", f"{path}")
+        return opens(path, *args, **options)
+
+    monkeypatch.setattr(Path, "open", fails)
+    with pytest.raises(StorageError, match=f"{name}: Input/output error"):
+        load(tmp_path)
 
 
 def test_a_decoder_that_cannot_stream_is_refused(tmp_path: Path) -> None:
