@@ -31,7 +31,7 @@ from localrt.client.answer import ListedModel
 from localrt.client.model import models_of
 from localrt.client.programs import PROGRAMS, Program, Start, find_program, start_of
 from localrt.client.servers import LocalServer, local_servers
-from localrt.common.errors import LocalrtError, ModelNotFoundError
+from localrt.common.errors import LocalrtError, ModelNotFoundError, OptionError
 from localrt.common.files import write_text
 from localrt.common.formatting import table
 from localrt.common.helpers import localrt_command
@@ -70,7 +70,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Start the program; return its exit status."""
     if args.program is None:
+        if args.model or args.ctx or args.print:
+            raise OptionError(
+                "--model, --ctx and --print need a PROGRAM (`localrt launch` lists them)"
+            )
         return _list(args.json)
+    if args.json:
+        raise OptionError("--json prints the list of programs: leave out either it or PROGRAM")
     program = find_program(args.program)
     path = shutil.which(program.command)
     if path is None and not args.print:

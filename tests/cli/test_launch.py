@@ -301,6 +301,8 @@ def test_programs_that_are_not_installed(home: dict[str, str], tmp_path: Path) -
     env = {**home, "PATH": str(tmp_path)}
     assert_one_line(localrt("launch", "claude", env=env), 1, "npm install -g @anthropic-ai/claude")
     assert_one_line(localrt("launch", "emacs", env=env), 2, "'emacs'", "claude, codex")
+    assert_one_line(localrt("launch", "claude", "--json", env=env), 2, "leave out")
+    assert_one_line(localrt("launch", "--print", env=env), 2, "need a PROGRAM")
     listed = localrt("launch", env=env).stdout.decode()
     assert len(listed.splitlines()) == len(PROGRAMS) + 1
     assert "not installed: npm install -g @openai/codex" in listed
