@@ -66,7 +66,11 @@ def snapped(text: str, at: int) -> int:
     return text.find(">", at) + 1 if inside_mark(text, at) and ">" in text[at:] else at
 
 
-_BARE = ("{", "[", "```json")  # the possible beginnings of an answer that is only JSON
+_BARE = ("{", "[")  # the possible beginnings of an answer that is only JSON
+_FENCE = "```json"
+_KEYS = tuple(f'{{"{key}"' for key in ("name", "arguments", "parameters", "function", "id", "type"))
+_UNMARKED = {_FENCE: "```", "<function=": "</function>"}
+"""Beginnings of calls that models write without the mark around them, and their ends."""
 _STARTS = ("{", "[", "<", "```", "call:")  # the beginnings of calls, besides a tool's name
 
 
@@ -75,10 +79,11 @@ class CallSyntax:
     """How an answer contains calls: ``opening`` begins them, ``closing`` (or the end) ends them.
 
     ``notations`` are tried in order on the text between. ``marks`` are further marks within
-    calls. ``call_start`` is the part of the opening that belongs to the call. With ``bare``, an
-    answer that is only JSON, fenced or not, may also be a call of one of the tools. ``primed`` is
-    the part of the opening that the prompt already has. ``as_text``: the template wants arguments
-    as JSON text. ``spelling`` says how to write a call, if known.
+    calls. ``call_start`` is the part of the opening that belongs to the call. With ``bare``, calls
+    of the tools may also come without the opening: as an answer that is only JSON, in a fence, or
+    as ``<function=...>``. ``primed`` is the part of the opening that the prompt already has.
+    ``as_text``: the template wants arguments as JSON text. ``spelling`` says how to write a call,
+    if known.
     """
 
     opening: str
@@ -180,6 +185,8 @@ class TextParser:
         self._dropped = tuple(filter(None, (always, frame.end, *self._heads)))
         # What begins with a word, and space before it, is left out at the answer's beginning.
         self._lead = "" if self._primed or MARK.match(answer) else answer
+        self._unmarked = tuple(_UNMARKED) if syntax is not None and syntax.bare else ()
+        self._may_be = ""  # the buffered text begins with this one of them
         self._open = False
         self._at_last = False  # the buffered text may be calls at the end of a thought
         self._sought = 0  # the buffered text was searched for a closing mark up to here
@@ -220,11 +227,10 @@ class TextParser:
         buffer, self._buffer = self._buffer, ""
         if syntax is not None and self._at_last:
             return shown if cut else shown + self._calls_at_last(syntax, buffer)
-        if self._bare and syntax is not None:
-            calls = syntax.parse(_unfenced(buffer), self._tools) or []
-            if calls and all(call.name in self._tools for call in calls):
-                self.calls += tuple(make_call(call, self._names) for call in calls)
+        if (self._bare or self._may_be) and syntax is not None:
+            if self._take_unmarked(syntax, buffer) or (cut and self._may_be):
                 return shown
+            buffer = self._space + buffer
         if cut and syntax is not None:
             buffer = self._without_half_call(syntax, buffer)
         if self._primed and self._primed.startswith(buffer):
@@ -238,6 +244,8 @@ class TextParser:
             return self._within(syntax)
         if self._at_last and syntax is not None:
             return self._within_thought(syntax)
+        if self._may_be and syntax is not None:
+            return self._within_unmarked(syntax)
         if not self._has_text and not self._closing and not self._begins(syntax):
             return None
         buffer = self._buffer
@@ -263,6 +271,10 @@ class TextParser:
             return buffer[:at]
         assert syntax is not None, "no other mark is looked for"
         shown = buffer[:at].rstrip()
+        if mark in self._unmarked:
+            self._may_be, self._sought = mark, len(mark)
+            self._space, self._buffer = buffer[len(shown) : at], buffer[at:]
+            return shown
         self._open, self._has_text, self._sought = True, False, 0
         self._space = buffer[len(shown) : at]
         self._buffer = syntax.call_start + self._buffer
@@ -290,7 +302,7 @@ class TextParser:
         calls = (syntax.opening,) if syntax is not None and syntax.opening else ()
         if self._closing:
             return (self._closing, *calls)
-        return (*calls, *self._closings, *self._dropped)
+        return (*calls, *self._unmarked, *self._closings, *self._dropped)
 
     def _certain(self, buffer: str, marks: Sequence[str]) -> str | None:
         """The part of ``buffer``, which has no mark, that cannot begin one."""
@@ -356,6 +368,43 @@ class TextParser:
         self._sought = max(self._sought, len(buffer) - len(closing) + 1)
         return None
 
+    def _within_unmarked(self, syntax: CallSyntax) -> str | None:
+        """The text that looked like calls without their mark, once it is complete and none."""
+        buffer, end = self._buffer, _UNMARKED[self._may_be]
+        text, calls = self._may_be, False
+        if self._begins_call(buffer.removeprefix(text)):
+            at = buffer.find(end, self._sought)
+            while at >= 0 and syntax.is_open(_unfenced(buffer[:at])):
+                at = buffer.find(end, at + 1)
+            if at < 0:
+                return None
+            text = buffer[: at + len(end)]
+            calls = self._take_unmarked(syntax, text)
+        self._buffer, self._may_be = buffer[len(text) :], ""
+        space, self._space = self._space, ""
+        self._has_text = not calls
+        if calls and syntax.closing:
+            self._dropped += (syntax.closing,)  # some models leave out the opening alone
+        return "" if calls else space + text
+
+    def _begins_call(self, text: str) -> bool:
+        """Whether the text after a beginning of ``_UNMARKED`` may become calls of the tools."""
+        if self._may_be == _FENCE:
+            start = "".join(text.split()).removeprefix("[")
+            return any(key.startswith(start[: len(key)]) for key in _KEYS)
+        name, closed, _ = text.partition(">")
+        return name.strip() in self._tools or (
+            not closed and any(tool.startswith(name) for tool in self._tools)
+        )
+
+    def _take_unmarked(self, syntax: CallSyntax, text: str) -> bool:
+        """Take calls from ``text``, JSON or not; False if it is anything but calls of the tools."""
+        calls = syntax.parse(_unfenced(text), self._tools) or []
+        found = bool(calls) and all(call.name in self._tools for call in calls)
+        if found:
+            self.calls += tuple(make_call(call, self._names) for call in calls)
+        return found
+
     def _ended(self, syntax: CallSyntax, body: str, closing: str) -> str:
         """Parse the complete text of calls; return it for showing if it is not calls."""
         calls = syntax.parse(body, self._tools)
@@ -391,4 +440,4 @@ def _markers(syntax: CallSyntax | None, frame: AnswerFrame) -> tuple[str, ...]:
 
 def _unfenced(text: str) -> str:
     """Remove the fence ```json ... ``` around ``text``, if there is one."""
-    return text.strip().removeprefix("```json").removesuffix("```")
+    return text.strip().removeprefix(_FENCE).removesuffix(_UNMARKED[_FENCE])

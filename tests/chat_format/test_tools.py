@@ -69,7 +69,12 @@ SPELLINGS: dict[str, tuple[str, str, str]] = {
     "glm": ("<tool_call>", f"<tool_call>{_GLM}</tool_call>", ""),
     "not closed": ("<tool_call>", f"<tool_call>\n{_JSON}", ""),
     "qwen, fenced": ("<tool_call>", f"```json\n{_JSON}\n```", ""),
+    "qwen, fenced after words": ("<tool_call>", f"I look:\n\n```json\n{_JSON}\n```", "I look:"),
+    "qwen, fenced before words": ("<tool_call>", f"```json\n[{_JSON}]\n```\nI look.", "I look."),
+    "qwen-coder, no opening": ("<tool_call>", f"I look.\n{_CODER}\n</tool_call>", "I look."),
+    "qwen-coder, no marks": ("<tool_call>", f"I look.\n{_CODER}\n", "I look."),
     "llama": ("<|python_tag|>", _LLAMA, ""),
+    "llama, fenced after words": ("<|python_tag|>", f"So:\n```json\n{_LLAMA}\n```", "So:"),
     "llama, space first": ("<|python_tag|>", f"\n\n{_LLAMA}", ""),
     "llama, marked": ("<|python_tag|>", f"<|python_tag|>{_LLAMA}", ""),
     "llama, built in": ("<|python_tag|>", '<|python_tag|>weather.call(city="Paris", days=2)', ""),
@@ -135,6 +140,16 @@ def test_several_calls(template: str, text: str) -> None:
     assert len({call.id for call in reader.calls}) == 2
 
 
+def test_a_fence_within_a_fenced_call() -> None:
+    call = json.dumps({"name": "weather", "arguments": {"city": "```json\n{}\n```"}})
+    for cuts in range(1, 9):
+        text = f"So:\n```json\n{call}\n``` See."
+        parts = (text[at : at + cuts] for at in range(0, len(text), cuts))
+        shown, calls = read(TextParser(known_syntax("<tool_call>"), [WEATHER]), parts)
+        assert calls == [("weather", {"city": "```json\n{}\n```"})]
+        assert "".join(shown.split()) == "So:See."
+
+
 @pytest.mark.parametrize(
     ("template", "text"),
     [
@@ -144,6 +159,11 @@ def test_several_calls(template: str, text: str) -> None:
         ("<tool_call>", "a < b, <tool and <tool_"),
         ("<tool_call>", "<tool_call>nonsense</tool_call>"),
         ("<tool_call>", "<tool_call><function=weather>\n<parameter=city>\nPar"),
+        ("<tool_call>", 'So:\n```json\n{"name": "unknown", "arguments": {}}\n``` is a call.'),
+        ("<tool_call>", 'So:\n```json\n{"name": "weather", "argum'),
+        ("<tool_call>", 'So:\n```json\n{"name": "x"}\n```\n\n```python\n1\n```\n'),
+        ("<tool_call>", "So:\n```json\n[1]\n``` and <function=other>\n</function>."),
+        ("<tool_call>", "So: <function=weather>\n<parameter=city>\nPar"),
         ("<|python_tag|>", '{"answer": 42}'),
         ("<|python_tag|>", '{"name": "unknown", "parameters": {}}'),
         ("<|python_tag|>", '{"name": "weather", '),
@@ -163,7 +183,10 @@ def test_what_is_malformed_stays_text(template: str, text: str) -> None:
     assert shown == text
 
 
-@given(text=st.text(st.sampled_from('<>|[]{}":,tol_caTHfuns`\n ')), cuts=st.lists(st.integers(0)))
+_PARTS = (*'<>|[]{}":,tol_caTHfuns`\n ', "```json", '{"name":"', "<function=", "weather")
+
+
+@given(text=st.lists(st.sampled_from(_PARTS)).map("".join), cuts=st.lists(st.integers(0)))
 def test_any_text_survives(text: str, cuts: list[int]) -> None:
     for template in ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "tool_code"):
         shown, calls = read(TextParser(syntax_of(template), [WEATHER]), pieces(text, cuts))
