@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from localrt.common.errors import TokenizerError, UnsupportedModelError
+from localrt.common.errors import StorageError, TokenizerError, UnsupportedModelError, disk_errors
 from localrt.common.files import parse_json
 from localrt.models.checkpoints.packed_strings import PackedStrings
 from localrt.models.tokenizers.base import (
@@ -62,7 +62,7 @@ def read_packed(
     from tokenizers import Tokenizer as Backend  # needed by tokenizer.json alone
 
     try:
-        spec = json.loads(path.read_bytes())
+        spec = json.loads(_read(path))
         model, added = spec["model"], spec["added_tokens"]
         vocab = model["vocab"]
         if not (_is_plain(spec) and _are_ids(vocab) and _is_numbered(added, vocab)):
@@ -79,7 +79,7 @@ def read_packed(
         whole_words = bool(model.get("ignore_merges"))
         del model, vocab
         backend = Backend.from_str(json.dumps(spec))
-    except OSError:
+    except StorageError:
         raise
     except BaseException as error:
         if not is_package_error(error):
@@ -312,17 +312,22 @@ def read_json(path: Path) -> dict[str, object]:
 
     Raises:
         TokenizerError: not JSON, or not an object.
-        OSError: the disk fails.
+        StorageError: the disk fails.
     """
     if not path.is_file():
         return {}
     try:
-        found = parse_json(path.read_text(encoding="utf-8"))
+        found = parse_json(_read(path))
     except ValueError as error:
         raise TokenizerError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
     if not isinstance(found, dict):
         raise TokenizerError(f"{path} does not hold a JSON object")
     return found
+
+
+def _read(path: Path) -> bytes:
+    with disk_errors(path):
+        return path.read_bytes()
 
 
 def token_name(entry: object) -> str | None:
@@ -346,7 +351,7 @@ def _read_whole(path: Path, config: Mapping[str, object], special: Iterable[str]
     from tokenizers import AddedToken  # needed by tokenizer.json alone
     from tokenizers import Tokenizer as Backend
 
-    data = path.read_bytes()
+    data = _read(path)
     with package_errors(f"{path} cannot be read as a tokenizer"):
         backend: Backend = Backend.from_buffer(data)
     backend.no_truncation()
