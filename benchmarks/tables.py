@@ -30,6 +30,7 @@ from benchmarks.published import published_table
 from benchmarks.quality.__main__ import quality_table
 from benchmarks.resume import resume_table
 from benchmarks.routing import routing_table
+from benchmarks.waits import waits_table
 from localrt.client.programs import find_program, recipe
 from localrt.common.formatting import format_bytes, format_rate, format_seconds
 
@@ -146,6 +147,7 @@ _TABLES: dict[str, Callable[[Record], str]] = {
     "claims": claims_table,
     "resume": resume_table,
     "routing": routing_table,
+    "waits": waits_table,
 }
 """Table functions by the prefix of the results file's name."""
 

@@ -1,0 +1,131 @@
+"""How long users wait: for a file's first opening, a launched program, and documents.
+
+    python -m benchmarks.waits [--runs 5] [--json FILE]
+
+A launched program is a script that ends at once, beside a server with the model smollm2: what is
+timed is localrt's part. Documents are PDFs whose pages have text.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.command import cited_command, find_model, make_parser
+from benchmarks.common.record import Results, captioned, markdown_table
+from localrt import DocumentIndex
+from localrt.common.helpers import localrt_command
+from localrt.documents.reading import read_document
+from localrt.models.first_opening import check_first
+
+_LINE = "The store keeps what was packed and brings it back in the order in which it came: {}."
+_LINES, _PAGES, _MOST_PAGES = 50, 300, 10_000
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, and save."""
+    args = make_parser(__doc__, runs=5, results="waits", rows=True).parse_args(arguments)
+    results = Results(args.json, cited_command("waits", arguments))
+    for name in results.pending(WAITS, args.only, args.again):
+        with tempfile.TemporaryDirectory() as folder, WAITS[name](Path(folder)) as once:
+            once()
+            seconds = [_timed(once) for _ in range(args.runs)]
+        results.put({"name": name, "seconds": seconds}, WAITS)
+    print(waits_table(results.record))
+    return 0
+
+
+def waits_table(record: Mapping[str, Any]) -> str:
+    """The table of waits."""
+    rows = [[row["name"], f"{statistics.median(row['seconds']):.2g} s"] for row in record["rows"]]
+    return captioned(record, markdown_table(["wait for", "median"], rows))
+
+
+def _timed(once: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    once()
+    return time.perf_counter() - began
+
+
+@contextmanager
+def _first_opening(model: str, folder: Path) -> Iterator[Callable[[], object]]:
+    path, caches = find_model(model), count()
+    yield lambda: check_first(path, folder / f"{next(caches)}")
+
+
+@contextmanager
+def _launch(folder: Path) -> Iterator[Callable[[], object]]:
+    program = folder / "aider"
+    program.write_text("#!/bin/sh\n", encoding="utf-8")
+    program.chmod(0o755)
+    env = {**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+    env |= {"LOCALRT_CACHE": f"{folder}/cache", "XDG_DATA_HOME": f"{folder}/data"}
+    serve = localrt_command("serve", str(find_model("smollm2")), "--port", "0")
+    with subprocess.Popen(serve, env=env, stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None, "it is a pipe"
+        server.stdout.readline()  # it is ready
+        launch = partial(subprocess.run, localrt_command("launch", "aider"), env=env, check=True)
+        yield partial(launch, stderr=subprocess.DEVNULL)
+        server.terminate()
+
+
+@contextmanager
+def _reading(folder: Path) -> Iterator[Callable[[], object]]:
+    file = pdf(folder / "report.pdf", _PAGES)
+    yield lambda: read_document(file)
+
+
+@contextmanager
+def _asking(pages: int, known: bool, folder: Path) -> Iterator[Callable[[], object]]:
+    """Ask for what a PDF says, with a new index each time, or with one that has it."""
+    file, names = pdf(folder / "report.pdf", pages), count()
+
+    def once() -> None:
+        with closing(DocumentIndex(folder / f"{0 if known else next(names)}.db")) as index:
+            index.update([file])
+            assert index.search(f"in the order {pages}", within=file), "all pages have the words"
+
+    yield once
+
+
+def pdf(file: Path, pages: int) -> Path:
+    """Write a PDF. Readers find its objects without a table of their places."""
+    font = "<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>"
+    objects = ["<< /Type /Catalog /Pages 2 0 R >>", "", font]
+    for page in range(pages):
+        lines = (f"({_LINE.format(page * _LINES + line)}) ' " for line in range(_LINES))
+        text = f"BT /F1 9 Tf 14 TL 40 800 Td {''.join(lines)}ET"
+        objects += [
+            f"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 600 850] /Contents {5 + 2 * page} 0 R "
+            "/Resources << /Font << /F1 3 0 R >> >> >>",
+            f"<< /Length {len(text)} >>\nstream\n{text}\nendstream",
+        ]
+    kids = " ".join(f"{4 + 2 * page} 0 R" for page in range(pages))
+    objects[1] = f"<< /Type /Pages /Kids [{kids}] /Count {pages} >>"
+    body = "".join(f"{number} 0 obj\n{each}\nendobj\n" for number, each in enumerate(objects, 1))
+    file.write_text(f"%PDF-1.4\n{body}trailer << /Root 1 0 R >>\n%%EOF\n", encoding="utf-8")
+    return file
+
+
+WAITS: dict[str, Callable[[Path], AbstractContextManager[Callable[[], object]]]] = {
+    "first opening of SmolLM2-135M (98 MB, 49,152 tokens)": partial(_first_opening, "smollm2"),
+    "first opening of Qwen2.5-0.5B (491 MB, 151,936 tokens)": partial(_first_opening, "qwen0.5b"),
+    "`localrt launch`, to the program's start": _launch,
+    "a PDF of 300 pages, read": _reading,
+    "300 pages, indexed and asked": partial(_asking, _PAGES, False),
+    "10,000 pages, indexed and asked": partial(_asking, _MOST_PAGES, False),
+    "10,000 pages, asked again": partial(_asking, _MOST_PAGES, True),
+}
+
+if __name__ == "__main__":
+    sys.exit(main())
