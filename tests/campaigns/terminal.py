@@ -116,7 +116,8 @@ CASES = {
 
 def terminal(run: Run) -> None:
     """The terminal is as it was, what was said is kept, and what is pasted is text."""
-    for number in (signal.SIGINT, signal.SIGQUIT):  # which shells ignore in the background
+    # Shells in the background and nohup ignore these, and so would the app before it is ready.
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     for case, attempt in CASES.items():
         while run.goes_on(case):
