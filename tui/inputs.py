@@ -1,14 +1,15 @@
-"""The app's text fields: Textual's line and text area with fixes.
+"""The app's text fields, and its lists: Textual's with fixes.
 
 Keys act in the order in which they were pressed, every character can be typed, Backspace and the
 arrows act on a whole letter or emoji, and control characters in the text are shown, never obeyed.
+In a list that is not drawn yet, keys that move by a page do nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import takewhile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 from unicodedata import category
 
 from textual import widgets
@@ -17,6 +18,7 @@ from textual.document._edit import Edit
 from textual.events import Key
 from textual.geometry import Offset
 from textual.strip import Strip
+from textual.widgets import OptionList
 
 from localrt.tui.text import clean
 
@@ -152,3 +154,14 @@ class Input(_Typed, widgets.Input):
 
     def action_delete_right(self) -> None:
         self._repeat(1, super().action_delete_right)
+
+
+_move_page = OptionList._move_page
+
+
+def _moved_page(options: OptionList, direction: Literal[-1, 1]) -> None:
+    if options.scrollable_content_region:  # else Textual's does not know the options' lines
+        _move_page(options, direction)
+
+
+setattr(OptionList, "_move_page", _moved_page)  # noqa: B010 - in the command palette, too

@@ -26,7 +26,8 @@ ENDING = (
 )
 # What opens and closes dialogs, moves, and changes the layout: nothing that sends or quits.
 KEYS = ("\x0f", "\x1bOP", "\x1bOQ", "\x1bOR", "\x1bOS", "\x1b[15~", "\x06", "\x10", "\x1b", "x")
-KEYS += ("\x1b[A", "\x1b[B", "\x1b[6~", "\x1b[<64;10;10M", "\x1b[I", "\x1b[O")
+KEYS += ("\x1b[A", "\x1b[B", "\x1b[5~", "\x1b[6~", "\x1b[H", "\x1b[F", "\t", "\x1b[Z")
+KEYS += ("\x1b[<64;10;10M", "\x1b[I", "\x1b[O")
 START, END = "\x1b[200~", "\x1b[201~"
 PASTED = (
     *("\r", "\n", "\t", "\x1b", "\x03", "\x04", "\x11", "\x1a", "\x7f", "\x00", "\x9b", "/quit\r"),
@@ -124,7 +125,7 @@ def terminal(run: Run) -> None:
             with tempfile.TemporaryDirectory() as folder:
                 try:
                     attempt(run.random(case), Path(folder))
-                except AssertionError as error:
+                except (AssertionError, ProcessLookupError) as error:  # it has ended by itself
                     run.found(case, f"{error}")
             run.tried(case)
 

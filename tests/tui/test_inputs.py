@@ -13,6 +13,7 @@ import pytest
 from textual.events import Paste
 from textual.message import Message
 from textual.pilot import Pilot
+from textual.widgets import OptionList
 
 from localrt import History
 from localrt.tui.app import ChatApp
@@ -254,6 +255,18 @@ async def test_undo_of_a_long_paste(model: FakeModel) -> None:
         assert composer.text == "before "
         await pilot.press("!")
         assert composer.text == "before !"
+
+
+async def test_a_page_in_a_list_that_is_not_drawn_yet(model: FakeModel) -> None:
+    """The command palette fills such a list, and keys may come sooner than its place."""
+    async with running(model) as (app, _):
+        options = OptionList("one", "two")
+        options.display = False
+        await app.screen.mount(options)
+        options.highlighted = 0
+        options.action_page_down()
+        options.action_page_up()
+        assert options.highlighted == 0
 
 
 # -- control characters ----------------------------------------------------------------------------
