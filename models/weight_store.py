@@ -102,6 +102,11 @@ class WeightMemory:
         """Bytes of RAM that weights could give back."""
         return 0
 
+    @property
+    def lends(self) -> bool:
+        """Whether other programs have memory of the budget."""
+        return False
+
     def take(self, nbytes: int) -> None:
         """Reserve ``nbytes`` of the budget for other data; a negative number releases them.
 

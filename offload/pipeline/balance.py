@@ -119,6 +119,10 @@ class Balance(WeightMemory):
             return experts
         return experts + sum(s.ram_nbytes for s in self._stages if not s.fixed)
 
+    @property
+    def lends(self) -> bool:
+        return self._lent > 0
+
     # -- the budget ------------------------------------------------------------------------------
 
     def set_budget(self, nbytes: int, note: str) -> None:

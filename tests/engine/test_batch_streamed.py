@@ -110,7 +110,11 @@ def test_an_idle_model_gives_way(model: Model, monkeypatch: pytest.MonkeyPatch) 
 
     with streaming(model, ["layers.0.mlp"], 1 << 30, shortage=shortage) as engine:
         expected = alone(engine, work)
+        with closing(engine.session(CTX)) as session:
+            assert session.tree_rows is None
         held = engine.weights.memory.ram_nbytes
         needed[0] = held // 2
         wait_for(lambda: engine.weights.memory.ram_nbytes <= held - held // 2)
         assert alone(engine, work) == expected
+        with closing(engine.session(CTX)) as session:
+            assert session.tree_rows is not None, "logits take memory that others need"

@@ -15,6 +15,7 @@ from localrt.common.errors import LocalrtError
 from localrt.engine.native.meters import RamMeter
 from localrt.engine.protocol import Engine, EngineSession, Logits, Speeds
 from localrt.models.weight_store import PipelineCounts
+from localrt.offload.account import pass_logits_nbytes
 from localrt.quant.formats.packed import Bytes
 from localrt.quant.ops.adapters import Mix
 from localrt.quant.ops.features import AFTER_LAST, Features
@@ -26,6 +27,7 @@ from localrt.speculative.tree import TokenTree
 
 Rows = npt.NDArray[np.float32]
 
+_LENDING_NBYTES = 16 << 20  # of logits of a pass, while other programs need memory
 FEATURE_NBYTES = 64 << 20
 """The most bytes of a sequence's features."""
 
@@ -152,7 +154,11 @@ class NativeSession(EngineSession):
 
     @property
     def tree_rows(self) -> int | None:
-        return self._ram.logit_rows
+        rows = self._ram.logit_rows
+        if not self._engine.weights.memory.lends:
+            return rows
+        few = _LENDING_NBYTES // pass_logits_nbytes(self._engine.info.vocab_size, 2)
+        return few if rows is None else min(few, rows)
 
     @property
     def fresh_passes(self) -> int:  # type: ignore[override]
