@@ -40,7 +40,7 @@ from localrt.tui.conversation.state import ChatState, Defaults
 from localrt.tui.crash import keep_draft, take_draft, write_report
 from localrt.tui.keys import KEYS, Key, bindings, chosen_keys, rebound
 from localrt.tui.preferences import PreferencesFile, PresetsFile
-from localrt.tui.screens.dialogs import SMALLEST, Confirm, HelpScreen, TooSmall, ask
+from localrt.tui.screens.dialogs import SMALLEST, Confirm, HelpScreen, Palette, TooSmall, ask
 from localrt.tui.text import clean, explained, one_line, pasted, short_name
 from localrt.tui.themes import WithoutColor, WithoutControls, offered, register
 
@@ -433,6 +433,11 @@ class ChatApp(App[None]):
             self.push_screen(TooSmall())
         elif shown and not small:
             self.pop_screen()
+
+    def action_command_palette(self) -> None:
+        """Open the palette."""
+        if not Palette.is_open(self):
+            self.push_screen(Palette(id="--command-palette"))
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         """The entries of the palette: the keys' actions, the theme, a screenshot, Quit."""

@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from textual.events import Paste
+from textual.command import CommandList
+from textual.events import Key, Paste
 from textual.message import Message
 from textual.pilot import Pilot
 from textual.widgets import OptionList
@@ -19,12 +20,12 @@ from localrt import History
 from localrt.tui.app import ChatApp
 from localrt.tui.inputs import Input, letter_size
 from localrt.tui.pastes import PasteParser
-from localrt.tui.screens.dialogs import Choose
+from localrt.tui.screens.dialogs import Choose, Palette
 from tests.tui import screen
 from tests.tui.conftest import running
 from tests.tui.fakes import FakeModel
 from tests.tui.test_models_screen import PREVIEWS, FakeLibrary
-from tests.waits import wait_for
+from tests.waits import wait_for, wait_in_loop
 
 if os.name != "nt":
     from tests.tui.test_ending import Shell
@@ -267,6 +268,19 @@ async def test_a_page_in_a_list_that_is_not_drawn_yet(model: FakeModel) -> None:
         options.action_page_down()
         options.action_page_up()
         assert options.highlighted == 0
+
+
+@pytest.mark.parametrize("keys", ["enter enter enter", "escape escape", "enter escape"])
+async def test_keys_that_close_the_palette_twice(model: FakeModel, keys: str) -> None:
+    async with running(model) as (app, pilot):
+        await screen.say(pilot, "first")
+        await pilot.press("ctrl+p", *"help")
+        await wait_in_loop(lambda: app.screen.query_one(CommandList).option_count, pilot.pause)
+        for key in keys.split():
+            app.post_message(Key(key, None))
+        await wait_in_loop(lambda: not Palette.is_open(app), pilot.pause)
+        await pilot.press("escape")
+        assert app.screen is app.chat
 
 
 # -- control characters ----------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from textual._styles_cache import StylesCache
 from textual.app import ComposeResult
 from textual.await_complete import AwaitComplete
 from textual.binding import Binding, BindingType
+from textual.command import CommandPalette
 from textual.containers import Vertical, VerticalScroll
 from textual.content import Content
 from textual.events import Key as KeyPressed
@@ -68,6 +69,18 @@ def hanging(content: Content, width: int, indent: int = 2) -> Content:
             line = rest.pad_left(indent)
         lines.append(line)
     return Content("\n").join(lines)
+
+
+class Palette(CommandPalette):
+    """Textual's, which a second Enter or Esc would close again, and the window below with it."""
+
+    def dismiss(self, result: None = None) -> AwaitComplete:
+        """Close, once."""
+        return super().dismiss(result) if self.app.screen is self else AwaitComplete()
+
+    def _select_or_command(self, event: Any = None) -> None:
+        if self.app.screen is self:
+            super()._select_or_command(event)
 
 
 class Dialog(ModalScreen[_Answer | None]):
