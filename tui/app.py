@@ -436,7 +436,7 @@ class ChatApp(App[None]):
 
     def action_command_palette(self) -> None:
         """Open the palette."""
-        if not Palette.is_open(self):
+        if not isinstance(self.screen, Palette):
             self.push_screen(Palette(id="--command-palette"))
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:

@@ -278,7 +278,7 @@ async def test_keys_that_close_the_palette_twice(model: FakeModel, keys: str) ->
         await wait_in_loop(lambda: app.screen.query_one(CommandList).option_count, pilot.pause)
         for key in keys.split():
             app.post_message(Key(key, None))
-        await wait_in_loop(lambda: not Palette.is_open(app), pilot.pause)
+        await wait_in_loop(lambda: not isinstance(app.screen, Palette), pilot.pause)
         await pilot.press("escape")
         assert app.screen is app.chat
 
