@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from localrt import History
+from localrt.common.settings import CRASH_REPORT
 from tests.campaigns.campaign import Run, campaign
 from tests.tui.test_ending import DATA, MODES, SEQUENCE, Shell, kept_answer
 from tests.waits import wait_for
@@ -28,6 +29,16 @@ ENDING = (
 KEYS = ("\x0f", "\x1bOP", "\x1bOQ", "\x1bOR", "\x1bOS", "\x1b[15~", "\x06", "\x10", "\x1b", "x")
 KEYS += ("\x1b[A", "\x1b[B", "\x1b[5~", "\x1b[6~", "\x1b[H", "\x1b[F", "\t", "\x1b[Z")
 KEYS += ("\x1b[<64;10;10M", "\x1b[I", "\x1b[O")
+# And what also edits, marks, sends and commands.
+ALL_KEYS = (
+    *KEYS,
+    *"\r\r\n\x7f\x01\x05\x0b\x0c\x0e\x12\x13\x14\x15\x17\x19",
+    *("\x18\x05", "\x1bc", "\x1be", "\x1by", "\x1bz", "\x1b[3~", "\x1b[C", "\x1b[D"),
+    *("\x1b[1;2A", "\x1b[1;2D", "\x1b[1;3A", "\x1b[1;3B", "\x1b[1;3C", "\x1b[1;3D"),
+    *("\x1b[1;5A", "\x1b[1;5C", "\x1b[1;5H", "\x1b[1;5F", "\x1b[200~a\nb\x1b[201~"),
+    *("the sea ", "é😀", "/", "@", "/model\r", "/set temperature 2\r", "/help\r", "/fold\r"),
+    *("/delete\r", "/attach x\r"),
+)
 START, END = "\x1b[200~", "\x1b[201~"
 PASTED = (
     *("\r", "\n", "\t", "\x1b", "\x03", "\x04", "\x11", "\x1a", "\x7f", "\x00", "\x9b", "/quit\r"),
@@ -109,9 +120,33 @@ def paste(chance: random.Random, folder: Path) -> None:
     assert [word for word in words if word in draft] == words, f"{text!r} became {draft!r}"
 
 
+def keys(chance: random.Random, folder: Path) -> None:
+    """Type and click, partly faster than the app: it goes on, unless it is told to quit."""
+    with ExitStack() as stack:
+        shell = Shell(folder, stack)
+        stack.callback(end, shell.app)
+        wait_for(lambda: "2004" in shell.modes)
+        for _ in range(chance.randrange(20, 200)):
+            if ended(shell):
+                break
+            x, y, button = (
+                chance.randint(1, 80),
+                chance.randint(1, 24),
+                chance.choice((0, 2, 32, 64)),
+            )
+            click = f"\x1b[<{button};{x};{y}{chance.choice('Mm')}"
+            with suppress(BlockingIOError):  # a terminal, too, drops what nobody reads
+                shell.type(click if chance.random() < 0.1 else chance.choice(ALL_KEYS))
+            time.sleep(chance.choice((0, chance.random() * 0.1)))
+        time.sleep(0.5)
+    report = folder / DATA / CRASH_REPORT
+    assert not report.exists(), report.read_text("utf-8")[-1000:]
+
+
 CASES = {
     **{number.name: partial(signal_at_any_moment, number) for number in (*ENDING, signal.SIGTSTP)},
     "pastes": paste,
+    "keys": keys,
 }
 
 

@@ -109,6 +109,6 @@ def test_an_app_that_ends_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "app: it ended with 0: no report" in run.failures
 
 
-@pytest.mark.parametrize("case", ["SIGTSTP", "SIGTERM", "pastes"])
+@pytest.mark.parametrize("case", ["SIGTSTP", "SIGTERM", "pastes", "keys"])
 def test_terminal(case: str, tmp_path: Path) -> None:
     terminal.CASES[case](random.Random(1), tmp_path)
