@@ -435,9 +435,9 @@ class ChatApp(App[None]):
             self.pop_screen()
 
     def action_command_palette(self) -> None:
-        """Open the palette."""
-        if not isinstance(self.screen, Palette):
-            self.push_screen(Palette(id="--command-palette"))
+        """Open the palette, unless it is open, perhaps under the help."""
+        if not any(isinstance(each, Palette) for each in self.screen_stack):
+            self.push_screen(Palette())
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         """The entries of the palette: the keys' actions, the theme, a screenshot, Quit."""

@@ -283,6 +283,15 @@ async def test_keys_that_close_the_palette_twice(model: FakeModel, keys: str) ->
         assert app.screen is app.chat
 
 
+async def test_one_palette_is_open(model: FakeModel) -> None:
+    async with running(model) as (app, pilot):
+        for key in ("ctrl+p", "f1", "ctrl+p", "escape", "escape", "ctrl+p", "escape"):
+            app.post_message(Key(key, None))
+        await wait_in_loop(lambda: app.screen is app.chat, pilot.pause)
+        await pilot.press("ctrl+p", "f1", "ctrl+p")
+        assert sum(isinstance(each, Palette) for each in app.screen_stack) == 1
+
+
 # -- control characters ----------------------------------------------------------------------------
 
 CONTROLS = ["\x1b]2;title\x07", "\x9d52;c;eA==\x9c", "\x7f", "\x85", "\u202eabc"]
