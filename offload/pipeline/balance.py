@@ -356,7 +356,9 @@ class Balance(WeightMemory):
                 self._gpu_reason = _OWN
             elif not self._budget_note:
                 self._gpu_reason = _OTHERS
-            if self.evict_gpu(missing) < missing:
+            if self.evict_gpu(missing) < missing:  # others' wishes come after a pass's needs
+                gpu.capacity = min(self._max_gpu_capacity, gpu.used + needed)
+            if gpu.used + needed > gpu.capacity:
                 raise MemoryBudgetError(
                     f"{gpu.name}: keys, values and what kernels need take {format_bytes(needed)}, "
                     f"weights that cannot be streamed {format_bytes(gpu.used)}, and "

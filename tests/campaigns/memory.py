@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,15 @@ import psutil
 
 from benchmarks.common.command import find_model
 from benchmarks.common.memory_limit import MemoryLimit
+from localrt.common.errors import LocalrtError
 from tests.campaigns.campaign import Run, campaign
+from tests.offload.gpu.test_pools import MIB, OTHERS, Shared
+from tests.offload.placed import Model, pack_synthetic
 from tests.server.conftest import Running, command
 from tests.waits import wait_for
 
 _LIMIT, _LESS, _BUDGET, _MOST, _CHATS, _TURNS = 560 << 20, 20 << 20, 320 << 20, 200, 8, 3
+_MOST_VRAM, _LONGEST = 800 * MIB, 500
 _OTHER = """import mmap, os, sys, time
 open(sys.argv[1], "w").write(str(os.getpid()))
 held = []
@@ -97,5 +101,29 @@ def body(run: Run) -> None:
             run.tried("wave")
 
 
+def gpu_waves(run: Run) -> None:
+    """Other programs take a modelled GPU's memory between passes, and give it back."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        store = pack_synthetic(folder, vocab=1500, layers=3, hidden=128)
+        shared = Shared(stack.enter_context(closing(Model(store))), stack)
+        shared.sequence(_LONGEST, 5)  # what passes need is reserved, as at loading
+        while run.goes_on("GPU wave"):
+            rng = run.random("GPU wave")
+            room = shared.memory.others + shared.memory.memory()[0]  # they get what is free
+            shared.memory.others = min(room, OTHERS + rng.randrange(_MOST_VRAM))
+            try:
+                shared.sequence(length := rng.randrange(20, _LONGEST), rng.randint(1, length // 10))
+            except (AssertionError, LocalrtError) as error:
+                run.found("GPU wave", f"{type(error).__name__}: {error}")
+            run.tried("GPU wave")
+
+
+def memory(run: Run) -> None:
+    """Waves of other programs' memory: see ``docs/reliability.md``."""
+    gpu_waves(run)
+    body(run)
+
+
 if __name__ == "__main__":
-    campaign("memory", body, count=50)
+    campaign("memory", memory, count=50)

@@ -134,7 +134,8 @@ def test_cache_evicts_weights(model: Model) -> None:
 def test_nothing_to_evict(model: Model) -> None:
     where = dict.fromkeys(passing(model.store), Where.VRAM)
     with on_gpu(model, where) as decoder:
-        gpu_of(decoder).capacity = 1000
+        memory = decoder.weights.memory
+        memory._max_gpu_capacity = gpu_of(decoder).capacity = 1000  # type: ignore[attr-defined]
         with pytest.raises(MemoryBudgetError, match=r"fake GPU: keys, values .* shorter ctx"):
             extend(decoder, decoder.cache(10), [3])
 
@@ -204,6 +205,21 @@ def test_memory_that_comes_back(model: Model) -> None:
                 assert gpu.capacity == gpu.used + gpu.reserved < 1 << 29
             else:
                 assert gpu.capacity == min(before + capacity, 1 << 30)
+
+
+def test_passes_come_before_other_programs(model: Model) -> None:
+    """Once nothing more can leave for them, a context may still grow to what was allowed."""
+    where, needed = dict.fromkeys(passing(model.store), Where.VRAM), [0]
+    with on_gpu(model, where, shortage=lambda: (0, needed[0]), capacity=1 << 30) as one:
+        caches = [decoder.cache(2000) for decoder in (one, model.resident)]
+        for number, need in enumerate((0, 1 << 30, 1 << 30, 0)):
+            needed[0] = need
+            text = tokens(400, seed=number)
+            ours, theirs = (
+                extend(decoder, cache, text, [399])
+                for decoder, cache in zip((one, model.resident), caches, strict=True)
+            )
+            assert_same([ours], [theirs])
 
 
 def test_slabs_come_back(model: Model) -> None:
