@@ -74,9 +74,11 @@ def _launch(folder: Path) -> Iterator[Callable[[], object]]:
     with subprocess.Popen(serve, env=env, stdout=subprocess.PIPE) as server:
         assert server.stdout is not None, "it is a pipe"
         server.stdout.readline()  # it is ready
-        launch = partial(subprocess.run, localrt_command("launch", "aider"), env=env, check=True)
-        yield partial(launch, stderr=subprocess.DEVNULL)
-        server.terminate()
+        command, none = localrt_command("launch", "aider"), subprocess.DEVNULL
+        try:
+            yield lambda: subprocess.run(command, env=env, check=True, stderr=none)
+        finally:
+            server.terminate()
 
 
 @contextmanager

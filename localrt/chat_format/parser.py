@@ -375,8 +375,10 @@ class TextParser:
         if self._begins_call(buffer.removeprefix(text)):
             at = buffer.find(end, self._sought)
             while at >= 0 and syntax.is_open(_unfenced(buffer[:at])):
-                at = buffer.find(end, at + 1)
+                self._sought = at + 1
+                at = buffer.find(end, self._sought)
             if at < 0:
+                self._sought = max(self._sought, len(buffer) - len(end) + 1)
                 return None
             text = buffer[: at + len(end)]
             calls = self._take_unmarked(syntax, text)
@@ -390,7 +392,7 @@ class TextParser:
     def _begins_call(self, text: str) -> bool:
         """Whether the text after a beginning of ``_UNMARKED`` may become calls of the tools."""
         if self._may_be == _FENCE:
-            start = "".join(text.split()).removeprefix("[")
+            start = "".join(text[:_LONGEST_MARK].split()).removeprefix("[")
             return any(key.startswith(start[: len(key)]) for key in _KEYS)
         name, closed, _ = text.partition(">")
         return name.strip() in self._tools or (
