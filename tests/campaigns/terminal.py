@@ -129,12 +129,8 @@ def keys(chance: random.Random, folder: Path) -> None:
         for _ in range(chance.randrange(20, 200)):
             if ended(shell):
                 break
-            x, y, button = (
-                chance.randint(1, 80),
-                chance.randint(1, 24),
-                chance.choice((0, 2, 32, 64)),
-            )
-            click = f"\x1b[<{button};{x};{y}{chance.choice('Mm')}"
+            place = f"{chance.randint(1, 80)};{chance.randint(1, 24)}"
+            click = f"\x1b[<{chance.choice((0, 2, 32, 64))};{place}{chance.choice('Mm')}"
             with suppress(BlockingIOError):  # a terminal, too, drops what nobody reads
                 shell.type(click if chance.random() < 0.1 else chance.choice(ALL_KEYS))
             time.sleep(chance.choice((0, chance.random() * 0.1)))
