@@ -1,4 +1,4 @@
-"""Files that are replaced whole or not at all."""
+"""Files that are replaced whole or not at all, and paths that are none."""
 
 from __future__ import annotations
 
@@ -8,23 +8,28 @@ import stat
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
 
-from localrt import system
-from localrt.common.errors import StorageError
+from localrt import DocumentIndex, History, system
+from localrt.common.errors import OptionError, StorageError
 from localrt.common.files import (
     atomic_write,
+    is_there,
     keep_private,
     private_file,
     private_folder,
+    read_bytes,
     remove_folder,
+    user_path,
     write_bytes,
     write_text,
 )
 from localrt.common.speeds import keep_speed, known_speed
+from localrt.documents.reading import read_document
 
 _DIES = """
 import os, sys
@@ -258,3 +263,20 @@ def test_speeds_where_nothing_can_be_written(tmp_path: Path) -> None:
     folder.write_text("")
     keep_speed(folder, "model", 3.0)
     assert known_speed(folder, "model") is None
+
+
+def test_no_path_has_a_null_character(tmp_path: Path) -> None:
+    with DocumentIndex(tmp_path / "index.db") as index:
+        asked: list[Callable[[str], object]] = [
+            user_path,
+            read_bytes,
+            History,
+            DocumentIndex,
+            read_document,
+            lambda path: index.update([path]),
+            lambda path: index.search("word", within=path),
+        ]
+        for ask in asked:
+            with pytest.raises(OptionError, match="is no name of a file or folder"):
+                ask(f"{tmp_path}/a\0b")
+    assert not is_there(f"{tmp_path}/a\0b")

@@ -138,7 +138,13 @@ def json_sum(values: Mapping[str, object]) -> int:
 
 
 def user_path(path: str | Path) -> Path:
-    """A path with the home folder for ``~``, which stays where there is no such user."""
+    """A path with the home folder for ``~``, which stays where there is no such user.
+
+    Raises:
+        OptionError: it has a null character.
+    """
+    if "\0" in str(path):
+        raise OptionError(f"{str(path)!r:.80} is no name of a file or folder")
     return Path(os.path.expanduser(path))  # noqa: PTH111  Path's own fails on "~nobody"
 
 
@@ -151,7 +157,7 @@ def is_there(path: str | Path) -> bool:
     """
     try:
         user_path(path).stat()
-    except ValueError:  # a null byte
+    except OptionError:
         return False
     except OSError as error:
         if error.errno in _NOT_THERE:

@@ -67,7 +67,7 @@ def read_document(
     if isinstance(source, bytes):
         name = name or "the file"
         return _file(source, name, media_type, pictures, step_in(progress, "read", name))
-    if not str(source) or "\0" in str(source):
+    if not str(source):
         raise OptionError(f"{str(source)!r} is no name of a file or folder")
     path = user_path(source)
     name = one_line(name or path.name or str(path))
