@@ -359,26 +359,26 @@ class TextParser:
     def _within(self, syntax: CallSyntax) -> str | None:
         """End the open calls if their closing mark has come; None if not."""
         buffer, closing = self._buffer, syntax.closing
-        while closing and (at := buffer.find(closing, self._sought)) >= 0:
-            if syntax.is_open(buffer[:at]):
-                self._sought = at + 1
-                continue
-            self._buffer, self._open = buffer[at + len(closing) :], False
-            return self._ended(syntax, buffer[:at], closing)
-        self._sought = max(self._sought, len(buffer) - len(closing) + 1)
-        return None
+        if not closing or (at := self._find_end(syntax, closing)) < 0:
+            return None
+        self._buffer, self._open = buffer[at + len(closing) :], False
+        return self._ended(syntax, buffer[:at], closing)
+
+    def _find_end(self, syntax: CallSyntax, closing: str) -> int:
+        """Where the buffered calls are closed, outside of strings; -1 if they are not yet."""
+        while (at := self._buffer.find(closing, self._sought)) >= 0:
+            if not syntax.is_open(_unfenced(self._buffer[:at])):
+                return at
+            self._sought = at + 1
+        self._sought = max(self._sought, len(self._buffer) - len(closing) + 1)
+        return -1
 
     def _within_unmarked(self, syntax: CallSyntax) -> str | None:
         """The text that looked like calls without their mark, once it is complete and none."""
         buffer, end = self._buffer, _UNMARKED[self._may_be]
         text, calls = self._may_be, False
         if self._begins_call(buffer.removeprefix(text)):
-            at = buffer.find(end, self._sought)
-            while at >= 0 and syntax.is_open(_unfenced(buffer[:at])):
-                self._sought = at + 1
-                at = buffer.find(end, self._sought)
-            if at < 0:
-                self._sought = max(self._sought, len(buffer) - len(end) + 1)
+            if (at := self._find_end(syntax, end)) < 0:
                 return None
             text = buffer[: at + len(end)]
             calls = self._take_unmarked(syntax, text)

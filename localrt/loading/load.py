@@ -244,7 +244,7 @@ def _pooling(checkpoint: Checkpoint) -> str:
         kinds = {1: "mean", 2: "cls", 3: "last", 4: "rank"}
         named = checkpoint.metadata.get(f"{checkpoint.architecture}.pooling_type")
         return kinds.get(named, "") if isinstance(named, int) else ""
-    from localrt.models.tokenizers.hf import read_json  # not needed for GGUF
+    from localrt.models.tokenizers.base import read_json  # not needed for GGUF
 
     config = read_json(checkpoint.path / POOLING_NAME)
     modes = {"mean_tokens": "mean", "lasttoken": "last", "cls_token": "cls"}

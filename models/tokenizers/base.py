@@ -14,10 +14,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol, TypeAlias
 
-from localrt.common.errors import TokenizerError
+from localrt.common.errors import TokenizerError, disk_errors
+from localrt.common.files import parse_json
 
 Watch: TypeAlias = Callable[[int], None]
 """Hears now and then how many tokens a text has become so far; raises to end that."""
@@ -345,3 +347,38 @@ def package_errors(what: str) -> Iterator[None]:
             raise
         reason = " ".join(str(error).split())[:200]
         raise TokenizerError(f"{what}: {reason}") from None
+
+
+def read_json(path: Path) -> dict[str, object]:
+    """Read a JSON object; empty if the file does not exist.
+
+    Raises:
+        TokenizerError: not JSON, or not an object.
+        StorageError: the disk fails.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        found = parse_json(read_file(path))
+    except ValueError as error:
+        raise TokenizerError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+    if not isinstance(found, dict):
+        raise TokenizerError(f"{path} does not hold a JSON object")
+    return found
+
+
+def read_file(path: Path) -> bytes:
+    """The bytes of a tokenizer's file.
+
+    Raises:
+        StorageError: the disk fails.
+    """
+    with disk_errors(path):
+        return path.read_bytes()
+
+
+def token_name(entry: object) -> str | None:
+    """The text of a token in a config: a string, or an object with ``content``."""
+    if isinstance(entry, Mapping):
+        entry = entry.get("content")
+    return entry if isinstance(entry, str) else None

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from localrt.common.errors import StorageError, TokenizerError, UnsupportedModelError, disk_errors
-from localrt.common.files import parse_json
+from localrt.common.errors import StorageError, TokenizerError, UnsupportedModelError
 from localrt.models.checkpoints.packed_strings import PackedStrings
 from localrt.models.tokenizers.base import (
     Pieces,
@@ -28,6 +27,9 @@ from localrt.models.tokenizers.base import (
     Watch,
     is_package_error,
     package_errors,
+    read_file,
+    read_json,
+    token_name,
 )
 from localrt.models.tokenizers.bpe import BYTE_TO_CHAR, ByteLevelTokenizer, piece_bytes
 from localrt.models.tokenizers.tables import MergeTable, PieceTable
@@ -62,7 +64,7 @@ def read_packed(
     from tokenizers import Tokenizer as Backend  # needed by tokenizer.json alone
 
     try:
-        spec = json.loads(_read(path))
+        spec = json.loads(read_file(path))
         model, added = spec["model"], spec["added_tokens"]
         vocab = model["vocab"]
         if not (_is_plain(spec) and _are_ids(vocab) and _is_numbered(added, vocab)):
@@ -307,36 +309,6 @@ def hf_tokenizer(folder: Path, *, eos: int | Iterable[int] | None = None) -> Voc
     return HuggingFaceTokenizer(backend, vocabulary, decoder)
 
 
-def read_json(path: Path) -> dict[str, object]:
-    """Read a JSON object; empty if the file does not exist.
-
-    Raises:
-        TokenizerError: not JSON, or not an object.
-        StorageError: the disk fails.
-    """
-    if not path.is_file():
-        return {}
-    try:
-        found = parse_json(_read(path))
-    except ValueError as error:
-        raise TokenizerError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
-    if not isinstance(found, dict):
-        raise TokenizerError(f"{path} does not hold a JSON object")
-    return found
-
-
-def _read(path: Path) -> bytes:
-    with disk_errors(path):
-        return path.read_bytes()
-
-
-def token_name(entry: object) -> str | None:
-    """The text of a token in a config: a string, or an object with ``content``."""
-    if isinstance(entry, Mapping):
-        entry = entry.get("content")
-    return entry if isinstance(entry, str) else None
-
-
 def _what_is_there(folder: Path) -> str:
     if (folder / "tokenizer.model").is_file():
         return (
@@ -351,7 +323,7 @@ def _read_whole(path: Path, config: Mapping[str, object], special: Iterable[str]
     from tokenizers import AddedToken  # needed by tokenizer.json alone
     from tokenizers import Tokenizer as Backend
 
-    data = _read(path)
+    data = read_file(path)
     with package_errors(f"{path} cannot be read as a tokenizer"):
         backend: Backend = Backend.from_buffer(data)
     backend.no_truncation()

@@ -21,8 +21,14 @@ from typing import TYPE_CHECKING, Any
 from localrt.common.errors import OptionError, TemplateError
 from localrt.common.files import read_text
 from localrt.models.checkpoints.packed_strings import PackedStrings
-from localrt.models.tokenizers.base import TokenMatcher, Watch, behind, ignore_count
-from localrt.models.tokenizers.hf import read_json, token_name
+from localrt.models.tokenizers.base import (
+    TokenMatcher,
+    Watch,
+    behind,
+    ignore_count,
+    read_json,
+    token_name,
+)
 
 if TYPE_CHECKING:
     from localrt.models.tensor_source import Checkpoint

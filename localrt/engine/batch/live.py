@@ -326,16 +326,16 @@ class Live:
 
     def _ready(self) -> bool:
         """Wait until there is work; return False when closing."""
-        idle = False
+        timed_out = False
         with self._changed:
             if not self._schedule.sequences and not self._woken and self._waiting.first() is None:
                 self._schedule.rest()
                 self._turns.leave(self)
                 woken = self._changed.wait(_POLL_S if self._paused else _IDLE_TIMEOUT_S)
-                idle = not woken and not self._paused
+                timed_out = not woken and not self._paused
             self._woken = False
             closing = self._closing
-        if idle:  # others may submit while caches are saved
+        if timed_out:  # others may submit while caches are saved
             self._schedule.park(self._save)
             self._save(None, "disk")
         return not closing
