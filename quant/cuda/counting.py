@@ -35,7 +35,8 @@ class GpuUse:
 
     ``waits`` are calls in which the launching thread waited for the GPU, ``reader_waits`` those of
     other threads. Of ``seconds``, kernels ran for ``busy_s`` (without a profiler: graphs), and
-    copies to the GPU for ``link_s``. What only a profiler sees is None without one.
+    copies to the GPU for ``link_s``. The longest times between two kernels and between two copies
+    are ``idle_s`` and ``link_idle_s``. What only a profiler sees is None without one.
     """
 
     seconds: float
@@ -45,6 +46,8 @@ class GpuUse:
     reader_waits: int
     busy_s: float | None
     link_s: float | None
+    idle_s: float | None = None
+    link_idle_s: float | None = None
 
 
 def count_gpu_use(work: Callable[[], object]) -> GpuUse | None:
@@ -126,6 +129,7 @@ def use_of(events: Iterable[Mapping[str, Any]], seconds: float) -> GpuUse | None
     if not spans["kernel"] and not launches.total():
         return None
     profiled = bool(spans["kernel"])
+    (busy, idle), (link, link_idle) = map(_covered, spans.values())
     thread, _ = launches.most_common(1)[0] if launches else (None, 0)
     return GpuUse(
         seconds=seconds,
@@ -133,15 +137,19 @@ def use_of(events: Iterable[Mapping[str, Any]], seconds: float) -> GpuUse | None
         launches=launches.total(),
         waits=waits[thread],
         reader_waits=waits.total() - waits[thread],
-        busy_s=_covered(spans["kernel"]) / 1e6 if profiled else None,
-        link_s=_covered(spans["gpu_memcpy"]) / 1e6 if profiled else None,
+        busy_s=busy if profiled else None,
+        link_s=link if profiled else None,
+        idle_s=idle if profiled else None,
+        link_idle_s=link_idle if profiled else None,
     )
 
 
-def _covered(spans: Iterable[tuple[float, float]]) -> float:
-    """The time that the union of ``spans`` covers."""
-    total, end = 0.0, float("-inf")
+def _covered(spans: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    """The seconds that the union of ``spans``, in microseconds, covers, and its longest gap."""
+    total, gap, end = 0.0, 0.0, None
     for first, last in sorted(spans):
+        end = first if end is None else end
+        gap = max(gap, first - end)
         total += max(0.0, last - max(first, end))
         end = max(end, last)
-    return total
+    return total / 1e6, gap / 1e6

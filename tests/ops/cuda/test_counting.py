@@ -39,6 +39,7 @@ def test_counts() -> None:
     assert (use.kernels, use.launches, use.waits, use.reader_waits) == (3, 3, 1, 1)
     assert use.busy_s == pytest.approx(40e-6)
     assert use.link_s == pytest.approx(30e-6)
+    assert (use.idle_s, use.link_idle_s) == pytest.approx((20e-6, 0.0))
 
 
 def test_a_trace_without_kernels_says_nothing() -> None:
