@@ -3,9 +3,9 @@ and NVIDIA's bindings and compiler.
 
     scripts/gpu_check [--list] [--only NAME,...] [--out FOLDER]
 
-Checks are grouped in calls of less than ten minutes each, for machines with a time limit: those of
-``--only``, or all in turn. A call makes its own weights, prints one line per result, and saves its
-own JSON after each result. The exit status is 1 if a check fails or there is no GPU; speeds never
+Checks are grouped in calls, for machines with a time limit: those of ``--only``, or all in turn. A
+call makes its own weights, prints one line per result, saves its own JSON after each result, and
+ends after ``--minutes``. The exit status is 1 if a check fails or there is no GPU; speeds never
 fail. ``scripts/gpu_check --device cpu`` is a rehearsal with tiny models on the tests' stand-in
 driver: kernels are compiled for the CPU.
 """
@@ -19,43 +19,27 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from importlib import import_module
 from pathlib import Path
 
 import torch
 
 from benchmarks.common.record import Record, save, setting
-from benchmarks.gpu.timing import Check, Result, Values, results_of
+from benchmarks.gpu.phases import found_apart, module_of
+from benchmarks.gpu.timing import Result, Values, result_of
 from localrt.quant.cpu.abi import find_library
+from localrt.quant.cuda.programs import NO_COMPILER, has_compiler
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results"
 
-# Module and function, imported when needed. Phases of a model, such as dense-14B, use check_model.
-PHASES = {
-    "copy": ("kernels", "check_copy"),
-    "facts": ("facts", "check_facts"),
-    "disk": ("disk", "check_disk"),
-    "products": ("kernels", "check_products"),
-    "batches": ("kernels", "check_batches"),
-    "attention": ("attention", "check_attention"),
-    "mixture-attention": ("attention", "check_mixture_attention"),
-    "experts": ("grouped", "check_grouped"),
-    "recurrent": ("recurrent", "check_recurrent"),
-    "pictures": ("pictures", "check_pictures"),
-    "towers": ("encoders", "check_encoders"),
-    "logits": ("models", "check_logits"),
-    "packed": ("models", "check_packed"),
-    "adapters": ("adapters", "check_adapters"),
-    "heads": ("heads", "check_heads"),
-}
-# Phases that also compute on the CPU.
+# Modules that also compute on the CPU.
 _BESIDE = frozenset({"facts", "loaded", "heads", "encoders"})
-# Phases that can run on the stand-in driver.
+# Modules that can run on the stand-in driver.
 _ON_DRIVER = frozenset({"facts", "loaded"})
 _BUILD_S = 240
 
@@ -71,16 +55,17 @@ class Call:
 
 
 CALLS = {
-    "facts": Call("copies, waits, launches, the disk", 3, 2, "copy facts disk"),
-    "dense": Call("14B within 8 GB: speed over two links, right tokens", 5, 11, "dense-14B"),
-    "large": Call("32B within 8 GB: the same", 7, 24, "dense-32B"),
-    "forecasts": Call("12 forecasts beside speeds", 6, 24, "forecasts-14B forecasts-32B"),
-    "mixtures": Call("30B-A3B within 8 GB: speed over two links", 4, 23, "mixture-30B-A3B"),
+    "overlap": Call("14B within 8 GB: work at once, right tokens", 5, 11, "facts dense-14B"),
+    "forecasts": Call(
+        "forecasts of a 14B, 30B-A3B within 8 GB", 5, 23, "forecasts-14B mixture-30B-A3B"
+    ),
+    "large": Call("32B within 8 GB", 7, 24, "dense-32B"),
     "routing": Call("30B-A3B, choosing as a trained mixture", 4, 23, "routed-30B-A3B"),
     "prompts": Call("first tokens", 5, 24, "prompts-14B prompts-32B prompts-30B-A3B"),
+    "budgets": Call("forecasts of a 32B", 3, 24, "forecasts-32B"),
     "kernels": Call("all formats beside float64 and cuBLAS", 3, 0, "products batches"),
-    "layers": Call("layers", 2, 0, "attention mixture-attention experts recurrent pictures towers"),
-    "resident": Call("models on the GPU alone", 3, 0, "logits packed adapters heads"),
+    "layers": Call("layers", 2, 0, "attention experts recurrent pictures towers"),
+    "resident": Call("models on the GPU alone", 4, 0, "logits packed adapters heads"),
 }
 """All calls, most important first."""
 
@@ -97,20 +82,6 @@ def build_kernels() -> Values:
         words = (done.stderr or done.stdout).strip().splitlines()[-3:]
         raise RuntimeError(f"{' '.join(command[1:])} made none: {' '.join(words)}")
     return {"built": True}
-
-
-def found_by(name: str, device: str, kernels: Future[Values] | None) -> Iterator[Result]:
-    """Yield a phase's results, after waiting for the CPU's ``kernels`` if it needs them."""
-    kind, _, model = name.partition("-")
-    module, function, *more = PHASES.get(name) or ("loaded", "check_model", model, kind)
-
-    def checks() -> Iterator[Check]:
-        if module in _BESIDE and kernels is not None:
-            yield "CPU kernels", kernels.result
-        torch.manual_seed(0)
-        yield from getattr(import_module(f"benchmarks.gpu.{module}"), function)(device, *more)
-
-    yield from results_of(name, checks)
 
 
 @dataclass
@@ -153,8 +124,8 @@ def main(rehearse: Callable[[], bool] | None = None) -> int:
     text = "for the calls' JSON (default: $OUT, else benchmarks/results)"
     parser.add_argument("--out", type=Path, metavar="FOLDER", default=default, help=text)
     parser.add_argument("--device", default="cuda", help="(default: cuda; cpu: a rehearsal)")
-    text = "start nothing after so many minutes of a call on a GPU (default: 7)"
-    parser.add_argument("--minutes", type=float, default=7, help=text)
+    text = "end a call on a GPU after so many minutes (default: 8)"
+    parser.add_argument("--minutes", type=float, default=8, help=text)
     text = "calls or phases, see --list (default: all)"
     parser.add_argument("--only", metavar="NAME,...", default=",".join(CALLS), help=text)
     parser.add_argument("--list", action="store_true", help="list calls, in order, and phases")
@@ -169,15 +140,16 @@ def main(rehearse: Callable[[], bool] | None = None) -> int:
     if unknown := [name for name in names if name not in known]:
         parser.error(f"no call or phase is called {unknown[0]}: see --list")
     cuda = args.device.startswith("cuda")
-    if cuda and not torch.cuda.is_available():
-        print("gpu_check: torch finds no CUDA GPU", file=sys.stderr)
+    if cuda and not (torch.cuda.is_available() and has_compiler()):
+        missing = NO_COMPILER if torch.cuda.is_available() else "torch finds no CUDA GPU"
+        print(f"gpu_check: {missing}", file=sys.stderr)
         return 1
     if not cuda and rehearse is None:
         parser.error("a rehearsal is started by scripts/gpu_check --device cpu")
     driver = not cuda and rehearse is not None and rehearse()
-    torch.backends.cuda.matmul.allow_tf32 = False
-    # Compiled during the first phases: it takes a minute.
-    kernels: Future[Values] | None = ThreadPoolExecutor(1).submit(build_kernels)
+    pool = ThreadPoolExecutor(1)  # meanwhile, since it takes a minute
+    kernels: Future[Values] | None = pool.submit(build_kernels)
+    pool.shutdown(wait=False)
     end_s = 60 * args.minutes if cuda else float("inf")
     late = {"not run": f"{args.minutes:g} minutes were up"}
     results: list[Result] = []
@@ -189,15 +161,17 @@ def main(rehearse: Callable[[], bool] | None = None) -> int:
         run = Run(args.out, name, described(f"scripts/gpu_check --only {only}", cuda=cuda))
         print(f"{name}: {call.tells}, {call.minutes} minutes; {run.out}", flush=True)
         for phase in phases:
-            module = PHASES.get(phase, ("loaded",))[0]
+            module = module_of(phase)
+            if kernels is not None and module in _BESIDE:
+                run.keep(result_of("CPU kernels", kernels.result))
+                kernels = None
+            on = "cuda" if driver and module in _ON_DRIVER else args.device
             if run.seconds < end_s:
-                on = "cuda" if driver and module in _ON_DRIVER else args.device
-                for result in found_by(phase, on, kernels):
-                    run.keep(result)
-                    if run.seconds > end_s:
-                        break
-                kernels = None if module in _BESIDE else kernels
-            if run.seconds > end_s:
+                start = "spawn" if cuda else "fork"
+                with closing(found_apart(phase, on, end_s - run.seconds, start=start)) as found:
+                    for result in found:
+                        run.keep(result)
+            if run.seconds >= end_s:
                 run.keep(Result(f"{phase}, or the rest of it", True, values=late))
         results += run.results
     failed = [result.name for result in results if not result.ok]
@@ -208,13 +182,16 @@ def main(rehearse: Callable[[], bool] | None = None) -> int:
 def described(command: str, *, cuda: bool) -> Record:
     """The date, the machine with its GPU, and the versions of driver and libraries."""
     about = setting(command, "torch", "cuda-bindings")
-    smi = ("nvidia-smi", "--format=csv,noheader")
-    shown = "pcie.link.gen.max,pcie.link.width.max,clocks.max.sm,power.limit"
+
+    def smi(field: str) -> str | None:  # one by one: an unknown field is an error
+        return first_line("nvidia-smi", "--format=csv,noheader", f"--query-gpu={field}")
+
+    shown = ("pcie.link.gen.max", "pcie.link.width.max", "clocks.max.sm", "power.limit")
     about["machine"] |= {
         "device": torch.cuda.get_device_name() if cuda else platform.processor() or "cpu",
         "cuda": torch.version.cuda,
-        "driver": first_line(*smi, "--query-gpu=driver_version") if cuda else None,
-        "gpu": first_line(*smi, f"--query-gpu={shown}") if cuda else None,
+        "driver": smi("driver_version") if cuda else None,
+        "gpu": {field: smi(field) for field in shown} if cuda else None,
         "commit": first_line("git", "-C", str(ROOT), "rev-parse", "HEAD"),
     }
     return {"date": datetime.now(UTC).date().isoformat(), **about}

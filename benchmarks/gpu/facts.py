@@ -1,5 +1,5 @@
 """Measures what schedules depend on: the rate of queued copies of several sizes, how soon a thread
-resumes after a wait, the cost of a launch, and how CPU and copies slow each other down.
+resumes after a wait, and the cost of a launch.
 """
 
 from __future__ import annotations
@@ -7,18 +7,15 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu.timing import Check, Values
+from benchmarks.gpu.timing import Check, Values, copy_bandwidth
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cuda.cuda_memory import CudaCopies
 from localrt.quant.cuda.driver import device_of
-from localrt.quant.cuda.measuring import measure_gpu
-from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.tensor import upload
 
 _COPIED = 160 << 20
@@ -34,7 +31,8 @@ def check_facts(device: str) -> Iterator[Check]:
     if not device.startswith("cuda"):
         yield "facts", lambda: {"not run": "it needs a GPU"}
         return
-    for name, measure in {"copies": _copies, "waits": _waits, "rates": _rates}.items():
+    yield "facts, on the GPU", lambda: {"copied_gb_s": copy_bandwidth(device) / 1e9}
+    for name, measure in {"copies": _copies, "waits": _waits}.items():
         yield f"facts, {name}", partial(measure, device)
 
 
@@ -110,12 +108,6 @@ def _waits(device: str) -> Values:
     found["launch, host"] = _median(lambda: launches(lambda host_s, gpu_s: host_s))
     found["launch, GPU"] = _median(lambda: launches(lambda host_s, gpu_s: gpu_s))
     return {f"{name}, us": 1e6 * seconds for name, seconds in found.items()}
-
-
-def _rates(device: str) -> Values:
-    """The rates that the planner uses."""
-    rates = measure_gpu(CudaOps(device=device), ("int4-g32",), host=NativeOps())
-    return asdict(rates)
 
 
 def _median(measure: Callable[[], float]) -> float:

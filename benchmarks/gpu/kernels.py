@@ -59,11 +59,6 @@ def put(tensor: PackedTensor, device: str, times: int = 1) -> TiledMatrix:
     return TiledMatrix(tensor.format.name, (rows, columns), data, factor)
 
 
-def check_copy(device: str) -> Iterator[Check]:
-    """The ceiling: the bandwidth of a device copy, reads plus writes."""
-    yield "copy bandwidth", lambda: {"gb_s": copy_bandwidth(device) / 1e9}
-
-
 def formats(device: str) -> Sequence[str]:
     """One format of each testable kind; codebook formats need the gguf package."""
     if not device.startswith("cuda"):

@@ -30,6 +30,7 @@ from benchmarks.gpu.configs import known_config
 from benchmarks.gpu.disk import MEMORY, find_disk, find_memory
 from benchmarks.gpu.routed import DIVISIONS
 from benchmarks.gpu.timing import Check, Values, free_memory
+from localrt.common.files import read_cached
 from localrt.common.formatting import parse_size
 from localrt.offload.placement import Where
 
@@ -37,11 +38,12 @@ FORMAT = "int4-g32"
 SLOW_LINK = 12e9  # PCIe 4.0 with eight lanes, or 3.0 with sixteen
 UNCOMPILED, COMPILED, RESIDENT = "kernels uncompiled", "compiled", "resident"
 AT_SLOW_LINK, FROM_SSD = "at 12 GB/s", "from the SSD"
-_TIMEOUT_S = 140
+_TIMEOUT_S = 110
 _ROOM = 1.3  # a folder or a GPU must have this times a store's bytes free
 _UNMOVED = "no weight moved"
 _FEW = 6  # fewer tokens are not timed, since graphs are still being recorded
 _PLAIN = {"logits": None, "count": False}
+_MEASURED = ("machine.json", "disks.json", "cards.json")  # of localrt's cache: what plans rest on
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Size:
     bits differ.
 
     With the budget ``little``, most of the other weights are read for each token. Forecasts are
-    compared within ``budgets``.
+    compared within ``budgets``, and within that of ``load`` by other kinds of results.
     """
 
     architecture: str
@@ -76,13 +78,13 @@ _32B = {"intermediate_size": 25_600, "num_hidden_layers": 64, "num_attention_hea
 LARGE = {
     # Nearly equal router scores may choose another expert.
     "30B-A3B": Size("Qwen3MoeForCausalLM", {**_30B_A3B, "norm_topk_prob": True}, bound=0.3),
-    "14B": Size("Qwen3ForCausalLM", _14B, bound=0.1, budgets=("4GB", "6GB", "8GB")),
+    "14B": Size("Qwen3ForCausalLM", _14B, bound=0.1, budgets=("4GB", "6GB")),
     "32B": Size(
         "Qwen3ForCausalLM",
         {**_14B, **_32B},
         bound=0.1,
         little={"gpu_memory": "8GB", "ram": "6GB"},
-        budgets=("8GB", "12GB", "16GB"),
+        budgets=("12GB", "16GB"),
         tokens_from_ssd=6,
     ),
 }
@@ -113,6 +115,7 @@ def check_model(device: str, name: str, kind: str) -> Iterator[Check]:
 
         yield f"store {name}", write
         yield from getattr(Loaded(name, size, files, cache, nbytes, held), kind)()
+        yield f"rates {name}", lambda: {file: read_cached(cache / file) for file in _MEASURED}
 
 
 @dataclass
@@ -130,16 +133,22 @@ class Loaded:
     # -- kinds of results --------------------------------------------------------------------------
 
     def dense(self) -> Iterator[Check]:
-        """Speeds from RAM and from a disk, over two links, and whether tokens agree."""
+        """Speeds from RAM and from a disk, over two links; then whether their tokens are those of
+        weights that do not move.
+        """
         ways = self.ways()
-        if self.name == "32B":
-            del ways[RESIDENT]  # it would exceed ten minutes
+        resident = ways.pop(RESIDENT)
         ways[f"{FROM_SSD}, {AT_SLOW_LINK}"] = {**ways[FROM_SSD], "link_bytes_s": SLOW_LINK}
         for way, job in ways.items():
             yield from self.go(way, job)
-            if way != UNCOMPILED and self.found.get(way, {}).get("placement"):
+        yield from self.compared((UNCOMPILED, COMPILED))
+        del ways[UNCOMPILED]
+        for way, job in ways.items():
+            if self.found.get(way, {}).get("placement"):
                 yield from self.checked(way, job)
-        yield from self.compared((UNCOMPILED, COMPILED), (COMPILED, RESIDENT))
+        if self.name != "32B":  # it would exceed ten minutes
+            yield from self.go(RESIDENT, resident)
+            yield from self.compared((COMPILED, RESIDENT))
 
     def mixture(self) -> Iterator[Check]:
         """All ways. Which device computes an expert depends on timing, so logits are only nearly
@@ -175,7 +184,7 @@ class Loaded:
         short = {"load": size.load, "prompts": size.prompts[:1]}
         disk = {"load": size.little, "tokens": size.tokens_from_ssd, "on_disk": True}
         return {
-            UNCOMPILED: {**short, "tokens": 8, "logits": None},
+            UNCOMPILED: {**short, **_PLAIN, "tokens": 8},
             COMPILED: short,
             AT_SLOW_LINK: {**short, "link_bytes_s": SLOW_LINK},
             FROM_SSD: {**short, **disk, "count": False},  # counting takes more tokens
@@ -223,9 +232,12 @@ class Loaded:
         job = {"logits": str(self.logits(way)), **job, "free_before": free_memory()}
         values = asked(model, self.cache, self.size, job)
         # Too long for the JSON, and needed only for comparisons.
-        self.found[way] = {name: values.pop(name) for name in ("token_ids", "placement")}
+        ids, placement = values.pop("token_ids", None), values.pop("placement", None)
+        if "error" in values:  # it died; what it had measured is kept
+            return {"ok": False, **values}
+        self.found[way] = {"token_ids": ids, "placement": placement}
         self.found[way]["computed_by_cpu"] = values["computed_by_cpu"]
-        self.found[way]["sides"] = _sides(self.found[way]["placement"] or {"where": {}})
+        self.found[way]["sides"] = _sides(placement or {"where": {}})
         budget = job["load"].get("gpu_memory")
         ok = budget is None or values["peak_vram_bytes"] <= parse_size(budget)
         if job["logits"] is not None:
@@ -296,25 +308,34 @@ def _sides(placement: Mapping[str, Any]) -> Values:
 
 
 def asked(model: Path, cache: Path, size: Size, job: Values) -> Values:
-    """The results of a job, run in a separate process."""
+    """The results of a job, run in a separate process; with an ``error`` if that fails or takes too
+    long, after what it measured before.
+    """
     ctx = max(size.prompts) + 4 * size.tokens
     common = {"model": str(model), "ctx": ctx, "prompts": size.prompts, "tokens": size.tokens}
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu.loaded_child"],
-        input=json.dumps({**common, **job}),
-        env={
-            **os.environ,
-            "LOCALRT_CACHE": str(cache),
-            "LOCALRT_OFFLINE": "1",
-            "XDG_DATA_HOME": str(cache),  # records which models were used
-        },
-        capture_output=True,
-        text=True,
-        timeout=_TIMEOUT_S,
-        check=False,
-    )
-    if done.returncode:
-        words = done.stderr.strip().splitlines() or ["it died"]
-        raise RuntimeError(words[-1])
-    values: Values = json.loads(done.stdout.splitlines()[-1])
-    return values
+    environment = {
+        **os.environ,
+        "LOCALRT_CACHE": str(cache),
+        "LOCALRT_OFFLINE": "1",
+        "XDG_DATA_HOME": str(cache),  # records which models were used
+    }
+    command = [sys.executable, "-m", "benchmarks.gpu.loaded_child"]
+    given = json.dumps({**common, "seconds": _TIMEOUT_S, **job}).encode()
+    error = None
+    try:
+        done = subprocess.run(
+            command,
+            input=given,
+            env=environment,
+            capture_output=True,
+            timeout=_TIMEOUT_S,
+            check=False,
+        )
+        out, said = done.stdout, done.stderr.decode(errors="replace")
+        if done.returncode:
+            error = (said.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+    except subprocess.TimeoutExpired as late:
+        out, said = late.stdout or b"", (late.stderr or b"").decode(errors="replace")
+        error = f"it took more than {_TIMEOUT_S} seconds"
+    values: Values = json.loads((out.splitlines() or [b"{}"])[-1])
+    return values if error is None else {**values, "error": error, "traceback": said[-4000:]}

@@ -6,13 +6,14 @@ kernels compiled or loaded by another.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -30,25 +31,30 @@ from localrt.quant.cuda.driver import device_of
 
 _THROTTLE_SAMPLE = 64 << 20
 _LOGIT_ROWS = 72
+_BESIDE = ("cpu", "ssd")  # whose busy shares the pipeline measures; the GPU's are the profiler's
 _COUNTED = 8  # timed tokens, after as many warm-up tokens
 
 
 def main() -> None:
     """Run a job: options of ``localrt.load``, prompt lengths, and how many tokens to decode."""
-    print(json.dumps(found(json.load(sys.stdin))))
+    job = json.load(sys.stdin)
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(0.9 * job["seconds"])  # if it hangs: where
+    for found in results(job):
+        print(json.dumps(found), flush=True)
 
 
-def found(job: Mapping[str, Any]) -> dict[str, Any]:
-    """The results of a job."""
+def results(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The results of a job, several times: those so far, and more of them each time."""
     changes: Any = {"link_bytes_s": throttled, "placement": placed_as, "routed": routed_as}
     with ExitStack() as changed:
         for name, change in changes.items():
             if job.get(name):
                 changed.enter_context(change(job[name]))
-        return answered(job)
+        yield from answered(job)
 
 
-def answered(job: Mapping[str, Any]) -> dict[str, Any]:
+def answered(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Results of a model loaded for the job."""
     started = time.perf_counter()
     peak = watch(device_of("cuda"), job["free_before"]) if "free_before" in job else None
@@ -56,14 +62,16 @@ def answered(job: Mapping[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = {"load_s": time.perf_counter() - started}
         found["notes"] = [note for note in model.info.notes if "tokenizer" not in note]
         found |= placed(model)
+        yield found
         if job["logits"] is not None:  # first, since other caches will take GPU memory
             save_logits(model, job["logits"])
         found |= answers(model, job)
+        yield found
         if job.get("count", True):
             found |= counted(model)
         if peak is not None:
             found["peak_vram_bytes"] = peak()
-    return found
+        yield found
 
 
 def placed(model: Model) -> dict[str, Any]:
@@ -89,9 +97,7 @@ def placed(model: Model) -> dict[str, Any]:
             "crossing": sorted(plan.placement.crossing),
         },
         "predicted_tok_s": plan.tok_s,
-        "ceiling_tok_s": plan.ceiling_tok_s,
         "predicted_prefill_tok_s": plan.prefill_tok_s,
-        "bottleneck": plan.bottleneck,
     }
 
 
@@ -116,11 +122,10 @@ def answers(model: Model, job: Mapping[str, Any]) -> dict[str, Any]:
     found |= {
         f"first_token_{first}_s": metrics.ttft_s,
         "decode_tok_s": metrics.decode_tok_s,
-        "simulated": metrics.simulated,
         "link_bytes_per_token": metrics.link_bytes and metrics.link_bytes // (tokens + 1),
+        "ssd_bytes_per_token": metrics.ssd_read_bytes and metrics.ssd_read_bytes // (tokens + 1),
         "expert_hit_rate": metrics.expert_hit_rate,
-        "busy": dict(flow.busy),
-        "why": flow.why,
+        **{f"{device}_busy": share for device, share in flow.busy.items() if device in _BESIDE},
         "token_ids": list(last.token_ids),
     }
     return found
@@ -148,13 +153,14 @@ def counted(model: Model) -> dict[str, Any]:
         return {"not counted": str(error)[:200]}
     if use is None or use.busy_s is None or use.link_s is None:
         return {"not counted": "the profiler sees no kernels here"}
-    per_token = {
-        name: value / _COUNTED
-        for name, value in asdict(use).items()
-        if name in ("kernels", "launches", "waits", "reader_waits")
+    return {
+        "launches_per_token": use.launches / _COUNTED,
+        "waits_per_token": use.waits / _COUNTED,
+        "gpu_idle": 1 - use.busy_s / use.seconds,
+        "link_busy": use.link_s / use.seconds,
+        "longest_gap_ms": use.idle_s and 1e3 * use.idle_s,
+        "longest_link_gap_ms": use.link_idle_s and 1e3 * use.link_idle_s,
     }
-    shares = {"gpu_idle": 1 - use.busy_s / use.seconds, "link_busy": use.link_s / use.seconds}
-    return {f"{name}_per_token": value for name, value in per_token.items()} | shares
 
 
 @contextmanager

@@ -66,6 +66,11 @@ _TABLES: tuple[tuple[str, str, Mapping[str, tuple[str, str]]], ...] = (
             "launches a token": ("launches_per_token", "{:.0f}"),
             "waits": ("waits_per_token", "{:.1f}"),
             "GPU idle": ("gpu_idle", "{:.0%}"),
+            "link busy": ("link_busy", "{:.0%}"),
+            "longest gap of kernels, ms": ("longest_gap_ms", "{:.1f}"),
+            "of copies, ms": ("longest_link_gap_ms", "{:.1f}"),
+            "CPU busy": ("cpu_busy", "{:.0%}"),
+            "disk busy": ("ssd_busy", "{:.0%}"),
             "loading, s": ("load_s", "{:.0f}"),
         },
     ),
@@ -91,7 +96,7 @@ def gpu_tables(record: Record) -> str:
     facts = [
         [f"{name}, {key}", _number(value)]
         for name, values in found.items()
-        if name.startswith(("facts", "disk"))
+        if name.startswith("facts")
         for key, value in values.items()
         if isinstance(value, float)
     ]

@@ -44,6 +44,7 @@ class Result:
         numbers = "  ".join(
             f"{k} {v:.4g}" if isinstance(v, float | int) and not isinstance(v, bool) else f"{k} {v}"
             for k, v in self.values.items()
+            if k != "traceback"
         )
         return f"{'ok  ' if self.ok else 'FAIL'} {self.name}: {numbers}"
 
@@ -52,18 +53,24 @@ def results_of(phase: str, checks: Callable[[], Iterable[Check]]) -> Iterator[Re
     """Run the checks of a phase one by one. One that raises has failed; others still run."""
     try:
         for name, check in checks():
-            try:
-                values = check()
-                yield Result(name, bool(values.pop("ok", True)), values=values)
-            except Exception as error:  # noqa: BLE001  any error is a result
-                yield _failed(name, error)
-    except Exception as error:  # noqa: BLE001
+            yield result_of(name, check)
+    except Exception as error:  # noqa: BLE001  any error is a result
         yield _failed(phase, error)
+
+
+def result_of(name: str, check: Callable[[], Values]) -> Result:
+    """The result of one check."""
+    try:
+        values = check()
+        return Result(name, bool(values.pop("ok", True)), values=values)
+    except Exception as error:  # noqa: BLE001
+        return _failed(name, error)
 
 
 def _failed(name: str, error: Exception) -> Result:
     traceback.print_exc()
-    return Result(name, False, values={"error": f"{type(error).__name__}: {error}"[:500]})
+    values = {"error": f"{type(error).__name__}: {error}"[:500]}
+    return Result(name, False, values={**values, "traceback": traceback.format_exc()[-4000:]})
 
 
 # -- time ------------------------------------------------------------------------------------------

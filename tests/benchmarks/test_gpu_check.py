@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 
 from benchmarks import tables
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import loaded
+from benchmarks.gpu import loaded, phases
 from benchmarks.gpu.encoders import check_encoders
 from benchmarks.gpu.loaded import LARGE
 from benchmarks.gpu.tables import gpu_tables
@@ -48,10 +49,10 @@ def test_list(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sys, "argv", ["gpu_check", "--list"])
     assert command.main() == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("facts: 3 minutes, 2 GB of a disk. ")
+    assert lines[0].startswith("overlap: 5 minutes, 11 GB of a disk. ")
     assert len(lines) == len(command.CALLS)
-    phases = " ".join(call.phases for call in command.CALLS.values()).split()
-    assert sorted({*phases, *command.PHASES}) == sorted(phases)
+    found = " ".join(call.phases for call in command.CALLS.values()).split()
+    assert sorted({*found, *phases.PHASES}) == sorted(found)
     assert all(call.minutes < 8 for call in command.CALLS.values())
     page = (ROOT / "docs/gpu.md").read_text(encoding="utf-8").splitlines()
     rows = [line.split("|")[1:4] for line in page if line.startswith("| `")]
@@ -109,16 +110,16 @@ def test_check_on_cpu(tmp_path: Path) -> None:
         for way in DENSE:
             (same,) = (
                 result["values"]
-                for name, result in found["dense"].items()
+                for name, result in found["overlap"].items()
                 if name.startswith(f"loaded 14B, {way} as ") and name.endswith("no weight moved")
             )
             assert same["bitwise_equal"]
             assert same["units_on_cpu"]
         assert "forecast_error" in found["forecasts"]["loaded 14B, within 4GB"]["values"]
-        assert "| facts, copies, gb_s_8_mb |" in pages["facts"]
+        assert "| facts, copies, gb_s_8_mb |" in pages["overlap"]
         assert "| off by |" in pages["forecasts"]
     else:
-        assert "- loaded 14B, dense: it needs a GPU" in pages["dense"]
+        assert "- loaded 14B, dense: it needs a GPU" in pages["overlap"]
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -134,17 +135,17 @@ def test_files_are_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """By phases of the same call, either. What was found is there before the next result."""
     seen = list[list[str]]()
 
-    def found_by(phase: str, *_: object) -> Iterator[Result]:
+    def found_apart(phase: str, *_: object, **__: object) -> Iterator[Result]:
         yield Result(phase, True)
         seen.append([result["name"] for result in read(latest())["results"]])
-        yield Result("the last", phase != "copy")
+        yield Result("the last", phase != "attention")
 
     def latest() -> Path:
         return max(tmp_path.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
 
-    monkeypatch.setattr(command, "found_by", found_by)
+    monkeypatch.setattr(command, "found_apart", found_apart)
     on_a_gpu(monkeypatch)
-    for only, failed in (("kernels", 0), ("batches,copy", 1), ("kernels,copy", 1)):
+    for only, failed in (("kernels", 0), ("batches,attention", 1), ("kernels,attention", 1)):
         monkeypatch.setattr(sys, "argv", ["gpu_check", "--out", str(tmp_path), "--only", only])
         assert command.main() == failed
     assert seen[0] == ["products"]
@@ -153,8 +154,8 @@ def test_files_are_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "gpu_check-kernels.json": "scripts/gpu_check --only kernels",
         "gpu_check-kernels-2.json": "scripts/gpu_check --only batches",
         "gpu_check-kernels-3.json": "scripts/gpu_check --only kernels",
-        "gpu_check-facts.json": "scripts/gpu_check --only copy",
-        "gpu_check-facts-2.json": "scripts/gpu_check --only copy",
+        "gpu_check-layers.json": "scripts/gpu_check --only attention",
+        "gpu_check-layers-2.json": "scripts/gpu_check --only attention",
     }
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     page = tables.filled("<!-- table: gpu_check-kernels-2 -->\n<!-- end -->")
@@ -164,6 +165,7 @@ def test_files_are_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """That torch finds; the CPU's kernels exist."""
     monkeypatch.setattr(command, "build_kernels", lambda: {"built": False})
+    monkeypatch.setattr(command, "has_compiler", lambda: True)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
 
@@ -179,12 +181,92 @@ def test_encoders(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_minutes_are_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = iter([Result("copy", True), Result("copy again", True), Result("logits", True)])
-    monkeypatch.setattr(command, "found_by", lambda *_: found)
     on_a_gpu(monkeypatch)
-    arguments = ["--out", str(tmp_path), "--minutes", "0", "--only", "copy,disk"]
+    arguments = ["--out", str(tmp_path), "--minutes", "0", "--only", "facts,dense-14B"]
     monkeypatch.setattr(sys, "argv", ["gpu_check", *arguments])
     assert command.main() == 0
-    record = read(tmp_path / "gpu_check-facts.json")
-    assert list(named(record)) == ["copy, or the rest of it", "disk, or the rest of it"]
-    assert "copy, or the rest of it: 0 minutes were up" in gpu_tables(record)
+    record = read(tmp_path / "gpu_check-overlap.json")
+    assert list(named(record)) == [
+        "CPU kernels",
+        "facts, or the rest of it",
+        "dense-14B, or the rest of it",
+    ]
+    assert "facts, or the rest of it: 0 minutes were up" in gpu_tables(record)
+
+
+@pytest.mark.parametrize(
+    ("torch_finds", "compiler", "message"),
+    [
+        (False, True, "gpu_check: torch finds no CUDA GPU\n"),
+        (True, False, f"gpu_check: {command.NO_COMPILER}\n"),
+    ],
+)
+def test_what_a_gpu_needs(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    torch_finds: bool,
+    compiler: bool,
+    message: str,
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: torch_finds)
+    monkeypatch.setattr(command, "has_compiler", lambda: compiler)
+    monkeypatch.setattr(sys, "argv", ["gpu_check"])
+    assert command.main() == 1
+    assert capsys.readouterr().err == message
+
+
+# -- phases that go wrong --------------------------------------------------------------------------
+
+
+def died() -> None:
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def hung() -> None:
+    with subprocess.Popen(["sleep", "1000"]):  # which is ended too
+        pass
+
+
+def left() -> None:
+    os._exit(3)
+
+
+@pytest.mark.parametrize(
+    ("end", "seconds", "quiet_s", "error"),
+    [
+        (died, 60, 60, "its process died: Segmentation fault"),
+        (left, 60, 60, "its process died: exit status 3"),
+        (hung, 60, 4, "nothing came of it for 4 seconds"),
+        (hung, 4, 60, None),
+    ],
+    ids=["died", "left", "hung", "the minutes are up"],
+)
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_phase_that_ends_early(
+    monkeypatch: pytest.MonkeyPatch,
+    end: Callable[[], None],
+    seconds: float,
+    quiet_s: float,
+    error: str | None,
+) -> None:
+    """What it found before counts, and the next one runs."""
+
+    def found_by(phase: str, device: str) -> Iterator[Result]:
+        yield Result("first", True)
+        if phase == "copies":
+            end()
+
+    monkeypatch.setattr(phases, "found_by", found_by)
+    monkeypatch.setattr(phases, "_GRACE_S", 1)
+    options: dict[str, Any] = {"start": "fork", "quiet_s": quiet_s}
+    first, *failed = phases.found_apart("copies", "cpu", seconds, **options)
+    assert first.name == "first"
+    assert [each.values["error"] for each in failed] == ([error] if error else [])
+    (only,) = phases.found_apart("waits", "cpu", 60, **options)
+    assert only.ok
+
+
+def test_phase_in_a_fresh_process() -> None:
+    """As on a GPU."""
+    (result,) = phases.found_apart("facts", "cpu", 60)
+    assert result.values == {"not run": "it needs a GPU"}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from subprocess import CompletedProcess
 from types import SimpleNamespace
 from typing import Any
 
@@ -123,8 +126,36 @@ def test_room_on_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a model's own process died of is said."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    monkeypatch.setattr(loaded, "subprocess", SimpleNamespace(run=rehearsal.run_apart))
+    monkeypatch.setattr(loaded.subprocess, "run", partial(rehearsal.run_apart, run=subprocess.run))
     size = rehearsal.tiny(loaded.LARGE["14B"])
     job = {"load": size.load, "logits": None, "count": False}
-    with pytest.raises(RuntimeError, match="no such file or folder"):
-        loaded.asked(tmp_path / "model", tmp_path / "cache", size, job)
+    values = loaded.asked(tmp_path / "model", tmp_path / "cache", size, job)
+    assert values.keys() == {"error", "traceback"}
+    assert "no such file or folder" in values["error"]
+    assert "loaded_child" in values["traceback"]
+
+
+@pytest.mark.parametrize(
+    ("late", "error"), [(False, "out of memory"), (True, "it took more than 110 seconds")]
+)
+def test_process_that_ends_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool, error: str
+) -> None:
+    """What it measured before is kept; other ways still run."""
+
+    def run(command: list[str], *, timeout: float, **_: Any) -> CompletedProcess[bytes]:
+        out, said = b'{"load_s": 2}\n{"load_s": 3}\n', b"Traceback\nout of memory\n"
+        if late:
+            raise subprocess.TimeoutExpired(command, timeout, out, said)
+        return CompletedProcess(command, 1, out, said)
+
+    monkeypatch.setattr(loaded.subprocess, "run", run)
+    monkeypatch.setattr(loaded, "free_memory", lambda: 0)
+    size = Size("Qwen3ForCausalLM", TINY, bound=0.1)
+    with ExitStack() as held:
+        model = Loaded("14B", size, tmp_path, tmp_path, 8_300_000_000, held)
+        (result,) = results_of("dense", lambda: model.go("compiled", {"load": size.load}))
+    assert not result.ok
+    assert (result.values["load_s"], result.values["error"]) == (3, error)
+    assert result.values["traceback"].startswith("Traceback")
+    assert not model.found

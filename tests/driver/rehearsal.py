@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -23,7 +24,7 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.gpu import disk, encoders, facts, loaded, loaded_child, pictures
+from benchmarks.gpu import encoders, facts, loaded, loaded_child, pictures, timing
 from benchmarks.gpu.__main__ import interruptible, main
 from localrt import system
 from localrt.loading import gpu as opening
@@ -58,7 +59,6 @@ def begin() -> bool:
     """Use the CPU for kernels, and, where it can be built, the driver; whether it can."""
     emulate(Emulator())
     torch.set_num_threads(1)  # small work, for which threads of busy cores wait
-    _set(disk, _SAMPLE=4 * MIB, _PART=MIB)
     _set(pictures, _SIDE=2, _TEXT=24)
     _set(encoders, _ENCODERS={})  # seconds each, and tested without a rehearsal
     if not has_driver():
@@ -75,14 +75,16 @@ def begin() -> bool:
     _set(cuda_memory, _SAMPLE=MIB)
     _set(choose, _default_device=lambda: "cuda")
     _set(opening, _rates=lambda *_, **__: None)
-    _set(facts, _COPIED=8 * MIB, _PIECES=(2 * MIB, 8 * MIB), _LAUNCHES=2, _RUNS=2, _rates=_no_rates)
+    _set(facts, _COPIED=8 * MIB, _PIECES=(2 * MIB, 8 * MIB), _LAUNCHES=2, _RUNS=2)
+    _set(timing, _COPIED=MIB)
     _set(loaded_child, _THROTTLE_SAMPLE=1000, _LOGIT_ROWS=14, _COUNTED=1)
     _set(
         loaded,
         _FEW=2,
         LARGE={name: tiny(size) for name, size in loaded.LARGE.items()},
     )
-    _set(loaded, subprocess=SimpleNamespace(run=run_here))
+    here = SimpleNamespace(run=run_here, TimeoutExpired=subprocess.TimeoutExpired)
+    _set(loaded, subprocess=here)
     rates = DiskProfile(ReadMode(direct=False, threads=2, block=MIB), 1e9, 0.0), machine()
     _set(placing, machine_profile=lambda *_, **__: rates, first_plan=_by_turns)
     gc.collect()
@@ -97,23 +99,22 @@ def _set(module: Any, **values: Any) -> None:
         setattr(module, name, value)
 
 
-def _no_rates(device: str) -> dict[str, Any]:
-    return {}
-
-
 def run_here(
-    command: list[str], *, input: str, env: dict[str, str], **_: Any
-) -> CompletedProcess[str]:
+    command: list[str], *, input: bytes, env: dict[str, str], **_: Any
+) -> CompletedProcess[bytes]:
     """In this process: another one takes seconds to begin."""
     with patch.dict(os.environ, env):
-        found = loaded_child.found(json.loads(input))
-    return CompletedProcess(command, 0, json.dumps(found), "")
+        *_, found = loaded_child.results(json.loads(input))
+    return CompletedProcess(command, 0, json.dumps(found).encode(), b"")
 
 
-def run_apart(command: list[str], **options: Any) -> CompletedProcess[str]:
-    """In a process of its own, which begins as this one did."""
+def run_apart(
+    command: list[str], *, run: Callable[..., Any], **options: Any
+) -> CompletedProcess[bytes]:
+    """``run`` a process of its own, which begins as this one did."""
     assert command[1:] == ["-m", loaded_child.__name__]
-    return subprocess.run([command[0], "-m", "tests.driver.rehearsal", "child"], **options)
+    done: CompletedProcess[bytes] = run([command[0], "-m", __name__, "child"], **options)
+    return done
 
 
 def _by_turns(request: PlanRequest, rows: int) -> Forecast:
