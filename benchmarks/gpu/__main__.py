@@ -65,7 +65,7 @@ CALLS = {
     "budgets": Call("forecasts of a 32B", 3, 24, "forecasts-32B"),
     "kernels": Call("all formats beside float64 and cuBLAS", 3, 0, "products batches"),
     "layers": Call("layers", 2, 0, "attention experts recurrent pictures towers"),
-    "resident": Call("models on the GPU alone", 4, 0, "logits packed adapters heads"),
+    "resident": Call("models on the GPU alone", 4, 0, "models adapters heads"),
 }
 """All calls, most important first."""
 

@@ -1,26 +1,25 @@
-"""Checks and speeds of attention: with a window and a soft cap, with sinks, and latent.
+"""Checks of attention: with a window and a soft cap, with sinks, and latent.
 
-Compares each with float64 torch on the CPU for a tree, checks that a row has the same bits alone
-and in a batch, and times one row over a long cache relative to a copy.
+Compares each with float64 torch on the CPU for a tree, and checks that a row has the same bits
+alone and in a batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
 
 from benchmarks.gpu.exchange import back, there
-from benchmarks.gpu.timing import Check, Values, copies_beyond_cache, copy_bandwidth, launch_seconds
+from benchmarks.gpu.timing import Check, Values
 from localrt.quant.cuda.attention import attend
 from localrt.quant.cuda.device import Device
 from localrt.quant.cuda.driver import device_of
 from localrt.quant.cuda.kv import BlockedCache, SpanTable, one_span
 from localrt.quant.cuda.latent import attend_latent_rows
-from localrt.quant.cuda.tensor import BFLOAT16, Tensor, empty
+from localrt.quant.cuda.tensor import BFLOAT16, empty
 
 BOUND = 0.02
 ROPE, LATENT = 64, 512  # DeepSeek's sizes
@@ -29,32 +28,13 @@ Attend = Callable[[torch.Tensor, int, torch.Tensor | None], torch.Tensor]
 
 
 def check_attention(device: str) -> Iterator[Check]:
-    """Compare with float64 on a short cache; time one row and a tree of 16 over long ones."""
-    yield "attention", partial(windowed, device)
-    ceiling = copy_bandwidth(device)
-    cuda = device.startswith("cuda")
-    shapes = ((12, 2, 128), (32, 8, 128)) if cuda else ((4, 2, 32),)
-    for shape, length in product(shapes, (1024, 8192, 32768) if cuda else (130,)):
-        heads, groups, size = shape
-        name = f"attention {heads}/{groups}x{size} over {length}"
-        yield name, partial(speeds, shape, length, ceiling, device)
-
-
-def check_mixture_attention(device: str) -> Iterator[Check]:
-    """Check gpt-oss's heads, with sinks and a window, and DeepSeek's latent attention."""
-    yield "attention with sinks", partial(sinks, device)
+    """Check Gemma's heads, with a window and a soft cap; gpt-oss's, with a window and sinks; and
+    DeepSeek's latent attention.
+    """
+    sinks = torch.linspace(-3, 6, 16)
+    yield "attention", partial(heads_against_float64, device, 4, 100, softcap=20.0)
+    yield "attention with sinks", partial(heads_against_float64, device, 16, 128, sinks=sinks)
     yield "latent attention", partial(latents, device)
-
-
-def speeds(shape: tuple[int, int, int], length: int, ceiling: float, device: str) -> Values:
-    """Microseconds, and the rate relative to a copy's."""
-    values: Values = {}
-    for n in (1, 16) if device.startswith("cuda") else (1,):
-        run, nbytes = attention_launches(n, *shape, length, device)
-        seconds = launch_seconds(run, device)
-        values[f"us_{n}"] = seconds * 1e6
-        values[f"share_of_copy_{n}"] = nbytes / seconds / ceiling
-    return values
 
 
 def tree_of(n: int) -> torch.Tensor:
@@ -65,23 +45,8 @@ def tree_of(n: int) -> torch.Tensor:
     return tree
 
 
-def windowed(device: str) -> Values:
-    """Gemma's heads: a window and a soft cap."""
-    return heads_against_float64(device, heads=4, window=100, softcap=20.0)
-
-
-def sinks(device: str) -> Values:
-    """gpt-oss's heads: a window and sinks."""
-    return heads_against_float64(device, heads=16, window=128, sinks=torch.linspace(-3, 6, 16))
-
-
 def heads_against_float64(
-    device: str,
-    *,
-    heads: int,
-    window: int,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    device: str, heads: int, window: int, softcap: float | None = None, sinks: Any = None
 ) -> Values:
     """Compare a tree over 300 keys of two groups with float64."""
     size = 64
@@ -167,21 +132,13 @@ def compared(
     return values
 
 
-def random_cache(
-    groups: int, length: int, sizes: tuple[int, int], device: str, *, alike: bool = False
-) -> BlockedCache:
-    """A bf16 cache of one layer. With ``alike``, all blocks have the same contents, for speed
-    tests.
-    """
+def random_cache(groups: int, length: int, sizes: tuple[int, int], device: str) -> BlockedCache:
+    """A bf16 cache of one layer."""
     gpu = device_of(device)
     cache = BlockedCache([(groups, *sizes)], length, BFLOAT16, gpu)
     cache.reserve(length)
-    drawn = list[Tensor]()
-    for parts in cache.parts(0):
-        if not (drawn and alike):
-            drawn = [there(torch.randn(part.shape).bfloat16(), gpu) for part in parts]
-        for part, numbers in zip(parts, drawn, strict=True):
-            part.put(numbers)
+    for part in (part for parts in cache.parts(0) for part in parts):
+        part.put(there(torch.randn(part.shape).bfloat16(), gpu))
     return cache
 
 
@@ -197,24 +154,3 @@ def table_of(
     """The table of ``rows`` new rows behind ``held`` tokens of a cache."""
     tree = None if mask is None else mask.numpy()
     return one_span(cache.addresses, rows, gpu, held=held, mask=tree, longest=longest)
-
-
-def attention_launches(
-    n: int, heads: int, groups: int, size: int, length: int, device: str
-) -> tuple[list[Callable[[], Any]], int]:
-    """Launches, and the bytes of keys and values that one reads."""
-    nbytes = 2 * groups * length * size * 2
-    count = copies_beyond_cache(nbytes, device)
-    caches = [random_cache(groups, length, (size, size), device, alike=True) for _ in range(count)]
-    gpu = device_of(device)
-    queries = there(torch.randn(n, heads, size).bfloat16(), gpu)
-    tables = [table_of(cache, n, length - n, gpu, longest=length) for cache in caches]
-    positions = there(torch.arange(length - n, length), gpu)
-
-    def run(cache: BlockedCache, table: SpanTable) -> Any:
-        return attend(
-            queries, table, cache.layers[0], positions,
-            scale=size**-0.5, window=None, softcap=None,
-        )  # fmt: skip
-
-    return [partial(run, *each) for each in zip(caches, tables, strict=True)], nbytes

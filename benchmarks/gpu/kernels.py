@@ -1,14 +1,13 @@
 """Each kernel's accuracy, batch invariance and speed.
 
-Speeds are compared with the ceiling (a device copy, reads plus writes) and with cuBLAS in bf16.
-Weights are random bytes with scales of moderate size.
+Speeds are compared with cuBLAS in bf16. Weights are random bytes with scales of moderate size.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -20,14 +19,13 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.common.random_store import random_packed
+from benchmarks.gpu.configs import largest_error
 from benchmarks.gpu.exchange import there
 from benchmarks.gpu.timing import (
     Check,
     Values,
     copies_beyond_cache,
-    copy_bandwidth,
     launch_seconds,
-    torch_seconds,
 )
 from localrt.common.settings import Settings
 from localrt.quant.cuda import products
@@ -94,12 +92,12 @@ def product(name: str, device: str) -> Values:
     wanted = records.values()[0] @ values.T.astype(np.float64)
     out = undefined(most, rows, x.device)
     products.product(records, weight, out)
-    error = float(np.abs(out.to_host() - wanted).max() / np.abs(wanted).max())
+    error = largest_error(out.to_host(), wanted)
     cuts: list[dict[str, Any]] = [{}, {"cut": PARTS}, {"gate": "silu"}] if cuda else []
     same = all(rows_are_equal(x, weight, **division) for division in cuts)
     dense = empty(rows, columns, device=x.device)
     unpack_rows(weight, dense)
-    unpacked = float(np.abs(dense.to_host() - values).max() / np.abs(values).max())
+    unpacked = largest_error(dense.to_host(), values)
     # NF4's levels are multiples of 1/127; otherwise only float32 sums are rounded.
     rounded = name in ("nf4", "nf4-f32", "fp4-f32")
     bound = 8e-3 if rounded else 1e-5
@@ -139,11 +137,11 @@ def rows_are_equal(x: Tensor, weight: TiledMatrix, **how: Any) -> bool:
 
 
 def check_batches(device: str) -> Iterator[Check]:
-    """Time 1 to 64 rows of each format, also relative to cuBLAS and a copy."""
+    """Time 1 to 64 rows of each format, also relative to cuBLAS."""
     cuda = device.startswith("cuda")
     shape = SHAPE if cuda else (32, 256)
     counts = BATCHES if cuda else BATCHES[:1]
-    ceiling, names = copy_bandwidth(device), formats(device)
+    names = formats(device)
     yield from _missing()
     if cuda:
         yield "compiling", partial(compiled, names, shape)
@@ -151,18 +149,18 @@ def check_batches(device: str) -> Iterator[Check]:
 
     def batches(name: str) -> Values:
         values: Values = {}
+        copies = rotating(name, *shape, device)
         for rows in counts:
-            launches, nbytes = product_launches(name, rows, shape, device)
+            y = empty(rows, shape[0], dtype=BFLOAT16, device=device_of(device))
+            records = quantize(random_rows(rows, shape[1], device))
+            launches = [partial(products.product, records, each, y) for each in copies]
             seconds = launch_seconds(launches, device)
             values[f"us_{rows}"] = seconds * 1e6
             values[f"against_cublas_{rows}"] = plain[rows] / seconds
-            values[f"share_of_copy_{rows}"] = nbytes / seconds / ceiling
         return values
 
     for name in names:
         yield f"batches {name} {shape[0]}x{shape[1]}", partial(batches, name)
-    _kept.clear()  # other checks need the memory
-    device_of(device).trim()
 
 
 def compiled(names: Sequence[str], shape: tuple[int, int]) -> Values:
@@ -196,30 +194,10 @@ def _copied(data: Tensor) -> Tensor:
     return empty(*data.shape, dtype=UINT8, device=data.device).put(data)
 
 
-_kept: dict[tuple[str, int, int], list[TiledMatrix]] = {}
-
-
-def product_launches(
-    name: str, rows: int, shape: tuple[int, int], device: str
-) -> tuple[list[Callable[[], Any]], int]:
-    """Launches of ``rows``-row products, one per copy of the matrix; and a copy's bytes."""
-    key = (name, *shape)
-    if key not in _kept:
-        _kept.clear()
-        _kept[key] = rotating(*key, device)
-    copies = _kept[key]
-    y = empty(rows, shape[0], dtype=BFLOAT16, device=device_of(device))
-    # Quantized once for all copies.
-    records = quantize(random_rows(rows, shape[1], device))
-    launches: list[Callable[[], Any]] = [
-        partial(products.product, records, each, y) for each in copies
-    ]
-    return launches, copies[0].data.nbytes
-
-
 def cublas_seconds(rows: int, shape: tuple[int, int], device: str) -> float:
     """Time of bf16 ``F.linear`` with uncached weights."""
     count = copies_beyond_cache(2 * shape[0] * shape[1], device)
     weights = [torch.randn(shape, device=device).bfloat16() for _ in range(count)]
     x = torch.randn(rows, shape[1], device=device).bfloat16()
-    return torch_seconds([partial(F.linear, x, each) for each in weights], device)
+    launches = [partial(F.linear, x, each) for each in weights]
+    return launch_seconds(launches, device, by_torch=True)

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.random_store import stored_units, write_store
-from benchmarks.gpu.configs import known_config
+from benchmarks.gpu.configs import known_config, largest_error
 from benchmarks.gpu.disk import MEMORY, find_disk, find_memory
 from benchmarks.gpu.routed import DIVISIONS
 from benchmarks.gpu.timing import Check, Values, free_memory
@@ -35,6 +35,8 @@ from localrt.common.formatting import parse_size
 from localrt.offload.placement import Where
 
 FORMAT = "int4-g32"
+BUDGET: Mapping[str, Any] = {"gpu_memory": "8GB"}
+WHOLE: Mapping[str, Any] = {"device": "cuda"}  # all weights on the GPU
 SLOW_LINK = 12e9  # PCIe 4.0 with eight lanes, or 3.0 with sixteen
 UNCOMPILED, COMPILED, RESIDENT = "kernels uncompiled", "compiled", "resident"
 AT_SLOW_LINK, FROM_SSD = "at 12 GB/s", "from the SSD"
@@ -48,23 +50,20 @@ _MEASURED = ("machine.json", "disks.json", "cards.json")  # of localrt's cache: 
 
 @dataclass(frozen=True)
 class Size:
-    """A model, its GPU budget, and a test's parameters. ``bound`` is the largest error of logits if
-    bits differ.
+    """A model and a test's parameters. ``bound`` is the largest error of logits if bits differ.
 
     With the budget ``little``, most of the other weights are read for each token. Forecasts are
-    compared within ``budgets``, and within that of ``load`` by other kinds of results.
+    compared within ``budgets``, besides ``BUDGET``.
     """
 
     architecture: str
     config: Mapping[str, Any]
     bound: float
-    load: Mapping[str, Any] = field(default_factory=lambda: {"gpu_memory": "8GB"})
     little: Mapping[str, Any] = field(default_factory=lambda: {"gpu_memory": "4GB", "ram": "3GB"})
-    resident: Mapping[str, Any] = field(default_factory=lambda: {"device": "cuda"})
     budgets: tuple[str, ...] = ()
     prompts: tuple[int, ...] = (512, 2048)
     tokens: int = 32
-    tokens_from_ssd: int = 12
+    tokens_from_ssd: int = 8
 
     @property
     def nbytes(self) -> int:
@@ -161,18 +160,18 @@ class Loaded:
     def routed(self) -> Iterator[Check]:
         """A mixture's speed if its routers choose as trained ones, by ways to divide experts."""
         few = {**_PLAIN, "prompts": self.size.prompts[:1], "tokens": 4 * self.size.tokens}
-        yield from self.go(UNCOMPILED, {**few, "load": self.size.load, "tokens": 2})
+        yield from self.go(UNCOMPILED, {**few, "load": BUDGET, "tokens": 2})
         for division in DIVISIONS:
             way = f"trained routing, {division}"
-            yield from self.go(way, {**few, "load": self.size.load, "routed": division})
+            yield from self.go(way, {**few, "load": BUDGET, "routed": division})
 
     def prompts(self) -> Iterator[Check]:
         """Time to first token for all prompt lengths, and the plan's prefill rate."""
-        job = {"load": self.size.load, "prompts": self.size.prompts, "tokens": 2}
+        job = {"load": BUDGET, "prompts": self.size.prompts, "tokens": 2}
         yield from self.over_both_links({"prompts": job})
 
     def forecasts(self) -> Iterator[Check]:
-        """Planned and measured tokens per second for three budgets and two links."""
+        """Planned and measured tokens per second for other budgets and two links."""
         jobs = {f"within {each}": {"load": {"gpu_memory": each}} for each in self.size.budgets}
         yield from self.over_both_links(jobs)
 
@@ -181,20 +180,20 @@ class Loaded:
     def ways(self) -> dict[str, Values]:
         """The job of each of the usual ways."""
         size = self.size
-        short = {"load": size.load, "prompts": size.prompts[:1]}
+        short = {"load": BUDGET, "prompts": size.prompts[:1]}
         disk = {"load": size.little, "tokens": size.tokens_from_ssd, "on_disk": True}
         return {
             UNCOMPILED: {**short, **_PLAIN, "tokens": 8},
             COMPILED: short,
             AT_SLOW_LINK: {**short, "link_bytes_s": SLOW_LINK},
             FROM_SSD: {**short, **disk, "count": False},  # counting takes more tokens
-            RESIDENT: {**short, "load": size.resident},
+            RESIDENT: {**short, "load": WHOLE},
         }
 
     def over_both_links(self, jobs: Mapping[str, Mapping[str, Any]]) -> Iterator[Check]:
         """Run each job with half its tokens over both links, once kernels are compiled."""
         few = {**_PLAIN, "prompts": self.size.prompts[:1], "tokens": self.size.tokens // 2}
-        yield from self.go(UNCOMPILED, {**few, "load": self.size.load, "tokens": 2})
+        yield from self.go(UNCOMPILED, {**few, "load": BUDGET, "tokens": 2})
         for way, job in jobs.items():
             yield from self.go(way, {**few, **job})
             yield from self.go(f"{way}, {AT_SLOW_LINK}", {**few, **job, "link_bytes_s": SLOW_LINK})
@@ -203,7 +202,7 @@ class Loaded:
         """Load the model one way, if there is room."""
         name = f"loaded {self.name}, {way}"
         try:
-            if job["load"] == self.size.resident and not self.has_room():
+            if job["load"] == WHOLE and not self.has_room():
                 raise OSError("the GPU has no room for all weights at once")
             model = self.on_disk if job.get("on_disk") else self.folder / "model"
         except OSError as error:
@@ -267,7 +266,7 @@ class Loaded:
             to = "vram" if there else "ram-to-gpu"
             moved = {"ssd": "ram", "ssd-to-gpu": to, "ram-to-gpu": to}
             where = {name: moved.get(place, place) for name, place in placement["where"].items()}
-            load = self.size.resident if there else {"gpu_memory": job["load"]["gpu_memory"]}
+            load = WHOLE if there else {"gpu_memory": job["load"]["gpu_memory"]}
             changed = {"link_bytes_s": None, "on_disk": False, "count": False, "load": load}
             placed = {**placement, "where": where}
             yield from self.go(other, {**job, **changed, "placement": placed})
@@ -290,7 +289,7 @@ class Loaded:
         files = [self.logits(each) for each in (way, other)]
         if all(file.exists() for file in files):
             a, b = (np.load(file) for file in files)
-            error = float(np.abs(a - b).max() / np.abs(b).max())
+            error = largest_error(a, b)
             equal, close = bool(equal and np.array_equal(a, b)), error < self.size.bound
             values |= {"relative_error": error, "bound": self.size.bound}
         values |= {"bitwise_equal": equal, "units_on_cpu": by_cpu}
@@ -321,21 +320,16 @@ def asked(model: Path, cache: Path, size: Size, job: Values) -> Values:
     }
     command = [sys.executable, "-m", "benchmarks.gpu.loaded_child"]
     given = json.dumps({**common, "seconds": _TIMEOUT_S, **job}).encode()
+    options: dict[str, Any] = {"input": given, "env": environment, "timeout": _TIMEOUT_S}
     error = None
     try:
-        done = subprocess.run(
-            command,
-            input=given,
-            env=environment,
-            capture_output=True,
-            timeout=_TIMEOUT_S,
-            check=False,
-        )
+        done = subprocess.run(command, capture_output=True, check=False, **options)
         out, said = done.stdout, done.stderr.decode(errors="replace")
         if done.returncode:
             error = (said.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
     except subprocess.TimeoutExpired as late:
         out, said = late.stdout or b"", (late.stderr or b"").decode(errors="replace")
         error = f"it took more than {_TIMEOUT_S} seconds"
-    values: Values = json.loads((out.splitlines() or [b"{}"])[-1])
+    *lines, _ = out.split(b"\n")  # the last is not whole
+    values: Values = json.loads((lines or [b"{}"])[-1])
     return values if error is None else {**values, "error": error, "traceback": said[-4000:]}

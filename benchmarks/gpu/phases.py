@@ -28,8 +28,7 @@ PHASES = {
     "recurrent": ("recurrent", "check_recurrent"),
     "pictures": ("pictures", "check_pictures"),
     "towers": ("encoders", "check_encoders"),
-    "logits": ("models", "check_logits"),
-    "packed": ("models", "check_packed"),
+    "models": ("models", "check_models"),
     "adapters": ("adapters", "check_adapters"),
     "heads": ("heads", "check_heads"),
 }

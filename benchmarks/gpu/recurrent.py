@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.attention import tree_of
+from benchmarks.gpu.configs import largest_error
 from benchmarks.gpu.exchange import there
 from benchmarks.gpu.timing import Check, Values
 from localrt.quant.cuda.device import Device
@@ -136,7 +137,7 @@ def _compared(spec: RecurrentSpec, device: str) -> Values:
         theirs.reserve(stop)
         wanted = textbook(rows, plain, spec, spans, begin_states(spans), 0).numpy()
         theirs.advance(len(rows))
-        worst = max(worst, float(np.abs(found - wanted).max() / np.abs(wanted).max()))
+        worst = max(worst, largest_error(found, wanted))
         if mask is not None:
             continue
         for row in range(len(rows)):

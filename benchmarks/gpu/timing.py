@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from localrt.quant.cuda.capture import Capture, record
-from localrt.quant.cuda.driver import Cuda, Event, device_of
+from localrt.quant.cuda.driver import Cuda, device_of
 from localrt.quant.cuda.stream import Cut
 from localrt.quant.cuda.tensor import UINT8, zeros
 
@@ -93,63 +93,47 @@ def median_seconds(work: Callable[[], Any], device: str) -> float:
     return statistics.median(timed(work) for _ in range(runs))
 
 
-def launch_seconds(launches: Sequence[Callable[[], Any]], device: str) -> float:
-    """Median seconds of one of our ``launches``, run one after another."""
+def launch_seconds(
+    launches: Sequence[Callable[[], Any]], device: str, *, by_torch: bool = False
+) -> float:
+    """Median seconds of one of our or torch's ``launches``, run one after another in a graph."""
     gpu = device_of(device)
     if not gpu.is_gpu:
         return timed(launches[0])
+
+    def body(*_: Cut) -> None:
+        for launch in launches:
+            launch()
+
     for launch in launches[:2]:  # compiles
         launch()
-    gpu.synchronize()
-
-    def body(cut: Cut) -> None:
-        for launch in launches:
-            launch()
-
-    return replay_seconds(record(body, _capture(gpu)), device) / len(launches)
-
-
-def replay_seconds(replay: Callable[[], Any], device: str) -> float:
-    """Median seconds that the GPU takes for a recording."""
-    gpu = device_of(device)
-    return _median(replay, lambda: gpu.event(timed=True), Event.ms_until)
-
-
-def torch_seconds(launches: Sequence[Callable[[], Any]], device: str) -> float:
-    """Like ``launch_seconds``, for launches by torch."""
-    if not device.startswith("cuda"):
-        return timed(launches[0])
-    for launch in launches[:2]:
-        launch()
-    torch.cuda.synchronize()
-    graph: Any = torch.cuda.CUDAGraph()
-    kind: Any = torch.cuda.Event
-    with torch.cuda.graph(graph):
-        for launch in launches:
-            launch()
-    seconds = _median(graph.replay, lambda: kind(enable_timing=True), kind.elapsed_time)
-    return seconds / len(launches)
+    new_event: Callable[[], Any] = partial(gpu.event, timed=True)
+    replay: Callable[[], Any]
+    if by_torch:
+        torch.cuda.synchronize()
+        kind: Any = torch.cuda
+        graph, new_event = kind.CUDAGraph(), partial(kind.Event, enable_timing=True)
+        with kind.graph(graph):
+            body()
+        replay = graph.replay
+    else:
+        gpu.synchronize()
+        replay = record(body, _capture(gpu))
+    samples: list[float] = []
+    for _ in range(RUNS + 2):
+        first, last = new_event(), new_event()
+        first.record()
+        replay()
+        last.record()
+        last.synchronize()
+        samples.append(first.elapsed_time(last) if by_torch else first.ms_until(last))
+    return statistics.median(samples[2:]) / 1e3 / len(launches)
 
 
 @cache
 def _capture(gpu: Cuda) -> Capture:
     """The capture of a GPU, shared by all checks, since a stream is never freed."""
     return Capture(gpu)
-
-
-def _median(
-    replay: Callable[[], Any], event: Callable[[], Any], elapsed_ms: Callable[[Any, Any], float]
-) -> float:
-    """Seconds of a replay between two events."""
-    samples = []
-    for _ in range(RUNS + 2):
-        first, last = event(), event()
-        first.record()
-        replay()
-        last.record()
-        last.synchronize()
-        samples.append(elapsed_ms(first, last) / 1e3)
-    return statistics.median(samples[2:])
 
 
 def copies_beyond_cache(nbytes: int, device: str) -> int:

@@ -100,7 +100,7 @@ def test_check_on_cpu(tmp_path: Path) -> None:
     pages = {call: gpu_tables(record) for call, record in records.items()}
     found = {call: named(record) for call, record in records.items()}
     assert all(result["ok"] for call in found.values() for result in call.values())
-    assert {"logits LlamaForCausalLM f32", "resident int4-g32"} <= found["resident"].keys()
+    assert {"logits LlamaForCausalLM", "resident int4-g32"} <= found["resident"].keys()
     assert {"product nvfp4", "product q2_k"} <= found["kernels"].keys()
     assert "attention" in found["layers"]
     assert found["resident"]["adapters, model"]["values"]["others_keep_their_bits"]

@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.gpu import disk, loaded
 from benchmarks.gpu.configs import TINY
-from benchmarks.gpu.loaded import Loaded, Size
+from benchmarks.gpu.loaded import BUDGET, WHOLE, Loaded, Size
 from benchmarks.gpu.timing import Result, results_of
 from tests.driver import rehearsal
 
@@ -38,7 +38,7 @@ def checked(
     """
 
     def asked(model: Path, cache: Path, size: Size, job: dict[str, Any]) -> dict[str, Any]:
-        resident, again = job["load"] == size.resident, "placement" in job
+        resident, again = job["load"] == WHOLE, "placement" in job
         alone = resident and not again
         if job["logits"] is not None:
             np.save(job["logits"], ROWS + np.float32(off if alone else 0))
@@ -128,7 +128,7 @@ def test_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     monkeypatch.setattr(loaded.subprocess, "run", partial(rehearsal.run_apart, run=subprocess.run))
     size = rehearsal.tiny(loaded.LARGE["14B"])
-    job = {"load": size.load, "logits": None, "count": False}
+    job = {"load": BUDGET, "logits": None, "count": False}
     values = loaded.asked(tmp_path / "model", tmp_path / "cache", size, job)
     assert values.keys() == {"error", "traceback"}
     assert "no such file or folder" in values["error"]
@@ -144,7 +144,7 @@ def test_process_that_ends_early(
     """What it measured before is kept; other ways still run."""
 
     def run(command: list[str], *, timeout: float, **_: Any) -> CompletedProcess[bytes]:
-        out, said = b'{"load_s": 2}\n{"load_s": 3}\n', b"Traceback\nout of memory\n"
+        out, said = b'{"load_s": 2}\n{"load_s": 3}\n{"load', b"Traceback\nout of memory\n"
         if late:
             raise subprocess.TimeoutExpired(command, timeout, out, said)
         return CompletedProcess(command, 1, out, said)
@@ -154,7 +154,7 @@ def test_process_that_ends_early(
     size = Size("Qwen3ForCausalLM", TINY, bound=0.1)
     with ExitStack() as held:
         model = Loaded("14B", size, tmp_path, tmp_path, 8_300_000_000, held)
-        (result,) = results_of("dense", lambda: model.go("compiled", {"load": size.load}))
+        (result,) = results_of("dense", lambda: model.go("compiled", {"load": BUDGET}))
     assert not result.ok
     assert (result.values["load_s"], result.values["error"]) == (3, error)
     assert result.values["traceback"].startswith("Traceback")

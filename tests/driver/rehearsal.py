@@ -105,7 +105,7 @@ def run_here(
     """In this process: another one takes seconds to begin."""
     with patch.dict(os.environ, env):
         *_, found = loaded_child.results(json.loads(input))
-    return CompletedProcess(command, 0, json.dumps(found).encode(), b"")
+    return CompletedProcess(command, 0, json.dumps(found).encode() + b"\n", b"")
 
 
 def run_apart(

@@ -18,7 +18,6 @@ from localrt.quant.cuda.tensor import UINT8, empty
 from tests.driver.inside.conftest import Kernels
 
 MIB = 1 << 20
-_HEADS = (attention.windowed, attention.sinks, attention.latents)
 
 
 @pytest.fixture
@@ -43,7 +42,7 @@ def test_kernels_pass_as_on_a_gpu(device: Cuda, kind: str) -> None:
     """With a row's bits alone and among others, which only a GPU has to keep."""
     torch.manual_seed(0)  # as gpu_check does
     checks = {
-        "attention": lambda: (("", lambda c=c: c("cuda")) for c in _HEADS),
+        "attention": lambda: attention.check_attention("cuda"),
         "experts": lambda: [
             ("", lambda: grouped.checked(grouped.SMALL["small mxfp4"], (1, 4), "cuda"))
         ],
