@@ -192,7 +192,8 @@ def described(command: str, *, cuda: bool) -> Record:
         "cuda": torch.version.cuda,
         "driver": smi("driver_version") if cuda else None,
         "gpu": {field: smi(field) for field in shown} if cuda else None,
-        "commit": first_line("git", "-C", str(ROOT), "rev-parse", "HEAD"),
+        "commit": os.environ.get("COMMIT")
+        or first_line("git", "-C", str(ROOT), "rev-parse", "HEAD"),
     }
     return {"date": datetime.now(UTC).date().isoformat(), **about}
 

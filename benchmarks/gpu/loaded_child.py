@@ -24,7 +24,9 @@ from benchmarks.gpu.configs import random_ids
 from benchmarks.gpu.routed import routed_as
 from benchmarks.gpu.timing import watch
 from localrt.api import Model
+from localrt.common.formatting import parse_size
 from localrt.engine.types import Chunk
+from localrt.offload.memory import current_rss
 from localrt.offload.placement import Placement, Where
 from localrt.planning.forecast import Forecast, PlanRequest, placed_shape
 from localrt.quant.cuda.driver import device_of
@@ -58,7 +60,10 @@ def answered(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Results of a model loaded for the job."""
     started = time.perf_counter()
     peak = watch(device_of("cuda"), job["free_before"]) if "free_before" in job else None
-    with localrt.load(job["model"], draft="off", ctx=job["ctx"], **job["load"]) as model:
+    load = {**job["load"]}
+    if "ram" in load:  # besides what torch and CUDA take of this process
+        load["ram"] = parse_size(load["ram"]) + current_rss()
+    with localrt.load(job["model"], draft="off", ctx=job["ctx"], **load) as model:
         found: dict[str, Any] = {"load_s": time.perf_counter() - started}
         found["notes"] = [note for note in model.info.notes if "tokenizer" not in note]
         found |= placed(model)

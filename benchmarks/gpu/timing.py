@@ -42,7 +42,7 @@ class Result:
     def line(self) -> str:
         """A line of text for people."""
         numbers = "  ".join(
-            f"{k} {v:.4g}" if isinstance(v, float | int) and not isinstance(v, bool) else f"{k} {v}"
+            f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}"[:200]
             for k, v in self.values.items()
             if k != "traceback"
         )
