@@ -35,7 +35,7 @@ def check_adapters(device: str) -> Iterator[Check]:
     yield "adapters, decode", partial(_decode, device)
 
 
-def low_rank(rows: int, columns: int, seed: int, *, dora: bool = False) -> LowRank:
+def low_rank(rows: int, columns: int, seed: int, dora: bool) -> LowRank:
     """A random adapter whose output is about a tenth of the matrix's, in exact bf16 values."""
     rng = np.random.default_rng([seed, rows, columns])
 
@@ -55,29 +55,18 @@ def add(ops: CudaOps | TorchOps, adapters: Sequence[Adapter[LowRank]]) -> None:
         table.add(table.packed(adapter))
 
 
-def mixes(adapters: Sequence[Adapter[LowRank]], count: int) -> list[Mix]:
-    """Mixes for ``count`` sequences, cycling; the last is empty."""
-    chosen: list[Mix] = [*(((each.key, 1.0),) for each in adapters), ()]
-    return [chosen[n % len(chosen)] for n in range(count)]
-
-
 def adapters_of(checkpoint: RandomCheckpoint, count: int) -> list[Adapter[LowRank]]:
     """Random adapters of all linear modules."""
-    shapes = {
-        name: info.shape
-        for name, info in checkpoint.tensors.items()
-        if name.endswith("_proj.weight")
-    }
-    return [
-        Adapter(
-            f"a{seed}",
-            {
-                name: low_rank(rows, columns, seed * len(shapes) + at, dora=seed % 2 == 1)
-                for at, (name, (rows, columns)) in enumerate(shapes.items())
-            },
-        )
-        for seed in range(count)
-    ]
+    infos = [each for name, each in checkpoint.tensors.items() if name.endswith("_proj.weight")]
+
+    def adapter(seed: int) -> Adapter[LowRank]:
+        first, dora = seed * len(infos), seed % 2 == 1
+        return Adapter(f"a{seed}", {
+            each.name: low_rank(each.shape[0], each.shape[1], first + at, dora)
+            for at, each in enumerate(infos)
+        })  # fmt: skip
+
+    return [adapter(seed) for seed in range(count)]
 
 
 def sequences(model: Decoder, mixes: Sequence[Mix], room: int) -> list[KVCache]:
@@ -97,7 +86,8 @@ def _model(device: str) -> Values:
     checkpoint = RandomCheckpoint("Qwen2ForCausalLM", config)
     adapters = adapters_of(checkpoint, 2)
     prompt = random_ids(config, 12 if cuda else 2)  # together, more rows than our kernels take
-    chosen = mixes(adapters, 6 if cuda else 3)
+    mixes: list[Mix] = [*(((each.key, 1.0),) for each in adapters), ()]
+    chosen = mixes * (2 if cuda else 1)
 
     def run(ops: CudaOps | TorchOps, chosen: Sequence[Mix]) -> np.ndarray:
         model = load_decoder(checkpoint, cast(Ops, ops), read_config(checkpoint))

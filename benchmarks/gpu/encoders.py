@@ -55,22 +55,16 @@ _ENCODERS: Mapping[str, Mapping[str, Any]] = {
         },
     },
 }
-_TILE = (32, 32)
-_GRIDS: Mapping[str, Any] = {
-    "qwen3.5-4b": (56, 56),
-    "gemma-4-e4b": (48, 48),
-    "smolvlm-500m": (_TILE,) * 17,
+# Patch grids of an 896 x 896 picture and of a tiny one; SmolVLM's are tiles.
+_GRIDS: Mapping[str, tuple[Any, Any]] = {
+    "qwen3.5-4b": ((56, 56), (4, 6)),
+    "gemma-4-e4b": ((48, 48), (6, 3)),
+    "smolvlm-500m": (((32, 32),) * 17, ((4, 4),) * 2),
 }
-"""Patch grids of an 896 x 896 picture; SmolVLM's is in tiles."""
 _SMALL = {  # for the CPU interpreter; tiny pictures
     **{"depth": 2, "num_hidden_layers": 2, "hidden_size": 48, "intermediate_size": 96},
     **dict.fromkeys(("num_heads", "num_attention_heads", "num_key_value_heads"), 2),
     **{"head_dim": 24, "out_hidden_size": 64},
-}
-_SMALL_GRIDS: Mapping[str, Any] = {
-    "qwen3.5-4b": (4, 6),
-    "gemma-4-e4b": (6, 3),
-    "smolvlm-500m": ((4, 4),) * 2,
 }
 _Unit = TypeVar("_Unit")
 
@@ -123,7 +117,7 @@ def _check_encoder(name: str, device: str) -> Values:
         config["text_config"] = {**_TEXT, "hidden_size": 64}
         config["vision_config"] = {**config["vision_config"], **_SMALL}
     encoder = read_encoder(config, {})
-    prepared = _prepared(encoder, (_GRIDS if on_gpu else _SMALL_GRIDS)[name])
+    prepared = _prepared(encoder, _GRIDS[name][not on_gpu])
     tensors = _RandomTensors()
 
     def encode(steps: VisionSteps) -> tuple[EncodedPicture, float]:

@@ -20,7 +20,6 @@ from localrt.quant.cuda.driver import device_of
 from localrt.quant.cuda.experts import CudaExpertTable
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.tensor import Tensor, upload
-from localrt.quant.cuda.weight import ExpertWeights
 from localrt.quant.formats import unpack
 from localrt.quant.formats.tiled import tile_tensor
 from localrt.quant.ops import experts
@@ -86,7 +85,6 @@ class Layer:
         self.shape, self.gpu = shape, device_of(device)
         self.ops = CudaOps(device=device)
         self.values: list[list[np.ndarray]] = []
-        self.weights: list[ExpertWeights] = []
         self.table = CudaExpertTable(shape.count)
         distinct = [self._tiles(seed) for seed in range(min(DISTINCT, shape.count))]
         rng = np.random.default_rng(9)
@@ -96,14 +94,12 @@ class Layer:
         for number in range(shape.count):
             gate, up, down = distinct[number % len(distinct)]
             both = (2 * shape.inner, shape.hidden)
-            weights = experts.ExpertWeights(
+            self.table.put(number, experts.ExpertWeights(
                 gate_up=self.ops.weight(both, map(self._elsewhere, (gate, up))),
                 down=self.ops.weight((shape.hidden, shape.inner), [self._elsewhere(down)]),
                 gate_up_bias=self.ops.vector(biases[0]) if shape.biased else None,
                 down_bias=self.ops.vector(biases[1]) if shape.biased else None,
-            )
-            self.table.put(number, weights)
-            self.weights.append(weights)
+            ))  # fmt: skip
 
     def _tiles(self, seed: int) -> list[Any]:
         shape = self.shape
