@@ -98,5 +98,6 @@ def _send(phase: str, device: str, to: Connection) -> None:
     faulthandler.enable()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     faulthandler.register(signal.SIGTERM, chain=True)  # says where it hangs
-    for result in found_by(phase, device):
-        to.send(result)
+    with to:  # this process may hang as it ends
+        for result in found_by(phase, device):
+            to.send(result)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -231,6 +232,10 @@ def left() -> None:
     os._exit(3)
 
 
+def hung_as_it_ended() -> None:
+    threading.Thread(target=hung).start()
+
+
 @pytest.mark.parametrize(
     ("end", "seconds", "quiet_s", "error"),
     [
@@ -238,8 +243,9 @@ def left() -> None:
         (left, 60, 60, "its process died: exit status 3"),
         (hung, 60, 4, "nothing came of it for 4 seconds"),
         (hung, 4, 60, None),
+        (hung_as_it_ended, 60, 60, None),
     ],
-    ids=["died", "left", "hung", "the minutes are up"],
+    ids=["died", "left", "hung", "the minutes are up", "hung as it ended"],
 )
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_phase_that_ends_early(
