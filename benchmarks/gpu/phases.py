@@ -70,22 +70,19 @@ def found_apart(
     theirs.close()
     end = time.monotonic() + seconds
     try:
-        while ours.poll(max(0.0, min(quiet_s, end - time.monotonic()))):
-            try:
-                yield ours.recv()
-            except EOFError:
-                process.join(_GRACE_S)
-                break
-        else:
-            if time.monotonic() < end:
-                why = f"nothing came of it for {quiet_s:g} seconds"
-                yield Result(phase, False, values={"error": why})
-            return
+        while ours.poll(min(quiet_s, left := max(0.0, end - time.monotonic()))):
+            yield ours.recv()
+        if quiet_s < left:
+            why = f"nothing came of it for {quiet_s:g} seconds"
+            yield Result(phase, False, values={"error": why})
+    except EOFError:
+        process.join(_GRACE_S)
         if process.exitcode:
             code = process.exitcode
             how = signal.strsignal(-code) if code < 0 else f"exit status {code}"
             yield Result(phase, False, values={"error": f"its process died: {how}"})
     finally:
+        ours.close()
         process.terminate()  # it deletes its files
         process.join(_GRACE_S)
         with suppress(OSError):  # none are left
