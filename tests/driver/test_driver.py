@@ -23,17 +23,15 @@ pytestmark = [
 ]
 
 INSIDE = Path(__file__).with_name("inside")
-PARTS = 8
 
 
-@pytest.mark.parametrize("part", range(PARTS))
-def test_inside(part: int, request: pytest.FixtureRequest) -> None:
-    """Few processes for all of them: each takes seconds to begin. They run what this run does."""
-    checks = sorted(map(str, INSIDE.glob("check_*.py")))[part::PARTS]
-    options = ["-q", "-n0", "-p", "no:cacheprovider", "-o", "timeout=300"]  # less than ours
-    options += ["-m", request.config.option.markexpr]
+@pytest.mark.timeout(0)  # each of its tests has a limit
+@pytest.mark.parametrize("name", sorted(path.stem for path in INSIDE.glob("check_*.py")))
+def test_inside(name: str, request: pytest.FixtureRequest) -> None:
+    """They run what this run does."""
+    options = ["-q", "-n0", "-p", "no:cacheprovider", "-m", request.config.option.markexpr]
     options += ["--hypothesis-profile", hypothesis.settings.get_current_profile_name()]
-    command = [sys.executable, "-m", "pytest", *options, *checks]
+    command = [sys.executable, "-m", "pytest", *options, f"{INSIDE / name}.py"]
     done = subprocess.run(command, cwd=INSIDE.parents[2], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 
