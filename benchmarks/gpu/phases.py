@@ -91,7 +91,7 @@ def found_apart(
 
 
 def _send(phase: str, device: str, to: Connection) -> None:
-    os.setpgrp()  # with its children; of this session, which who lends the machine may end
+    os.setpgrp()  # so that its children end with it; a session of its own could outlive the call
     faulthandler.enable()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     faulthandler.register(signal.SIGTERM, chain=True)  # says where it hangs
