@@ -392,12 +392,10 @@ class _Fetch:
         if not self.download:
             raise ModelNotFoundError(f"{missing}: get it with `localrt pull {name}`")
         if not self.online:
-            off = "switch it off (LOCALRT_OFFLINE, HF_HUB_OFFLINE)"
-            if not self.settings.offline:
-                off = f"leave {option('offline')} out"
-            raise OfflineError(
-                f"{missing} and offline mode is on: {off}, or get it with `localrt pull {name}`"
-            )
+            off = f"leave {option('offline')} out, or get it with `localrt pull {name}`"
+            if self.settings.offline:  # in which ``localrt pull`` fails too
+                off = "switch it off (LOCALRT_OFFLINE, HF_HUB_OFFLINE)"
+            raise OfflineError(f"{missing} and offline mode is on: {off}")
 
 
 def _refuse_revision(model: str, revision: str | None) -> None:

@@ -330,7 +330,7 @@ def test_offline_asks_nobody(hub: FakeHub, settings: Settings) -> None:
     hub.requests.clear()
     assert resolve("org/tiny", settings=settings, offline=True, refresh=True) == found
     with pytest.raises(OfflineError, match="localrt pull org/quants") as caught:
-        resolve("org/quants", settings=replace(settings, offline=True))
+        resolve("org/quants", settings=settings, offline=True)
     one_line_error(caught.value)
     with pytest.raises(ModelNotFoundError, match="localrt pull org/quants"):
         resolve("org/quants", settings=settings, download=False)
