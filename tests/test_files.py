@@ -23,6 +23,7 @@ from localrt.common.files import (
     private_file,
     private_folder,
     read_bytes,
+    read_text,
     remove_folder,
     user_path,
     write_bytes,
@@ -30,6 +31,7 @@ from localrt.common.files import (
 )
 from localrt.common.speeds import keep_speed, known_speed
 from localrt.documents.reading import read_document
+from localrt.models.vision.picture import read_picture
 
 _DIES = """
 import os, sys
@@ -270,6 +272,7 @@ def test_no_path_has_a_null_character(tmp_path: Path) -> None:
         asked: list[Callable[[str], object]] = [
             user_path,
             read_bytes,
+            read_text,
             History,
             DocumentIndex,
             read_document,
@@ -280,3 +283,21 @@ def test_no_path_has_a_null_character(tmp_path: Path) -> None:
             with pytest.raises(OptionError, match="is no name of a file or folder"):
                 ask(f"{tmp_path}/a\0b")
     assert not is_there(f"{tmp_path}/a\0b")
+
+
+@pytest.mark.parametrize("read", [read_bytes, read_text, read_document, read_picture])
+def test_a_failing_disk_is_no_wrong_option(
+    read: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So commands end with status 1, as for other files."""
+
+    def failing(_path: Path, _mode: str) -> object:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Path, "open", failing)
+    (tmp_path / "a.png").touch()
+    with pytest.raises(StorageError, match=r"^\S*a\.png cannot be read: Input"):
+        read(tmp_path / "a.png")
+    for wrong in ("none.png", "a.png/b", "x" * 300):
+        with pytest.raises(OptionError, match="does not exist"):
+            read_bytes(tmp_path / wrong)

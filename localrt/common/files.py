@@ -170,17 +170,19 @@ def read_bytes(path: str | Path, most: int = MOST_BYTES) -> bytes:
     """The bytes of a file that a user names. Devices and pipes are refused: they may never end.
 
     Raises:
-        OptionError: it is missing, no regular file, larger than ``most``, or cannot be read.
+        OptionError: it is missing, no regular file, or larger than ``most``.
+        StorageError: it cannot be read, as on a failing disk.
     """
     path = user_path(path)
+    if not is_there(path):
+        raise OptionError(f"{path} does not exist")
     try:
         if not path.is_file():
-            kind = "is not a regular file" if path.exists() else "does not exist"
-            raise OptionError(f"{path} {kind}")
+            raise OptionError(f"{path} is not a regular file")
         with path.open("rb") as file:
             return read_stream(file, str(path), most)
     except OSError as error:
-        raise OptionError(f"{path} cannot be read: {reason_of(error)}") from error
+        raise StorageError(f"{path} cannot be read: {reason_of(error)}") from error
 
 
 def read_stream(stream: BinaryIO, name: str, most: int = MOST_BYTES) -> bytes:
@@ -199,7 +201,7 @@ def read_text(path: str | Path) -> str:
     """``read_bytes`` of a UTF-8 text.
 
     Raises:
-        OptionError: as ``read_bytes``, or it is not UTF-8.
+        OptionError, StorageError: as ``read_bytes``; or it is not UTF-8.
     """
     return decoded(read_bytes(path), str(path))
 

@@ -136,13 +136,12 @@ class DocumentIndex(Closing):
                 files = list(files_below(path)) if path.is_dir() else [path]
             for place, file in enumerate(files, 1):
                 try:
-                    self._update(file, step_in(progress, "index", file.name, place, len(files)))
-                except OptionError as error:
-                    left_out[file] = str(error)
-                except OSError as error:
+                    with disk_errors(file):
+                        self._update(file, step_in(progress, "index", file.name, place, len(files)))
+                except (OptionError, StorageError) as error:
                     if isinstance(error.__cause__, sqlite3.Error):
                         raise
-                    left_out[file] = f"cannot read {file}: {reason_of(error)}"
+                    left_out[file] = str(error)
             if path in left_out and os.path.exists(path):  # noqa: PTH110 - Path's may raise
                 continue
             known = self._rows(f"SELECT path FROM file WHERE {_INSIDE}", _inside(path))

@@ -78,6 +78,8 @@ def read_document(
             raise OptionError(f"{path} is not a regular file")
         path.stat()
         return _file(path, name, media_type, pictures, step_in(progress, "read", name))
+    except StorageError:
+        raise
     except OSError as error:
         raise StorageError(f"cannot read {path}: {reason_of(error)}") from error
 
@@ -104,7 +106,10 @@ class DocumentCache:
 def pages_of(
     source: Path | bytes, name: str, *, media_type: str = "", pictures: int = 0
 ) -> Iterator[Page]:
-    """Yield the pages of a PDF, or another file as one unnumbered page. Raises ``OptionError``."""
+    """Yield the pages of a PDF, or another file as one unnumbered page.
+
+    Raises ``OptionError`` or, if the disk fails, ``StorageError``.
+    """
     kind = kind_of(name, media_type)
     if kind == ".pdf":
         yield from pdf_pages(source, name, pictures)

@@ -147,7 +147,8 @@ def read_picture(source: str | Path) -> bytes:
     """The bytes of a picture's file, or those in a ``data:`` URI.
 
     Raises:
-        OptionError: ``source`` cannot be read.
+        OptionError: ``source`` is no file, or too large.
+        StorageError: it cannot be read.
     """
     if isinstance(source, str) and source.startswith("data:"):
         _, comma, text = source.partition(";base64,")

@@ -75,7 +75,7 @@ def test_a_failing_disk_leaves_out(
 
     monkeypatch.setattr(indexes, "pages_of", failing)
     left_out = index.update([notes])
-    assert left_out[notes / "b.txt"] == f"cannot read {notes / 'b.txt'}: Input/output error"
+    assert left_out[notes / "b.txt"] == f"{notes / 'b.txt'}: Input/output error"
     assert found(index, "barking") == [("a.pdf", 2)]
 
 
