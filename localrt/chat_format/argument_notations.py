@@ -23,7 +23,7 @@ class Arguments(Protocol):
             ValueError: there are none of this kind.
         """
 
-    def is_open(self, text: str) -> bool: ...
+    def is_open(self, text: str, *, inside: bool = False) -> bool: ...
 
 
 def pattern(literal: str) -> str:
@@ -50,9 +50,9 @@ def _space(text: str, at: int) -> int:
 _STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*(?P<end>"?)', re.DOTALL)
 
 
-def ends_in_string(text: str) -> bool:
-    """Whether the JSON ``text`` ends within a string."""
-    found = list(_STRING.finditer(text))
+def ends_in_string(text: str, *, inside: bool = False) -> bool:
+    """Whether the JSON ``text`` ends within a string. ``inside``: it also begins within one."""
+    found = list(_STRING.finditer('"' * inside + text))
     return bool(found) and not found[-1]["end"]
 
 
@@ -69,8 +69,8 @@ class JsonArguments:
             raise ValueError("no object")
         return value, end
 
-    def is_open(self, text: str) -> bool:
-        return ends_in_string(text)
+    def is_open(self, text: str, *, inside: bool = False) -> bool:
+        return ends_in_string(text, inside=inside)
 
 
 # -- pairs in tags ---------------------------------------------------------------------------------
@@ -115,7 +115,8 @@ class TaggedArguments:
             found[key] = self._typed(value, mid.string, types.get(key, Accepted()))
         return {key: value for key, value in found.items() if value is not ABSENT}, at
 
-    def is_open(self, text: str) -> bool:
+    def is_open(self, text: str, *, inside: bool = False) -> bool:
+        text = self.opening * inside + text
         last = text.rfind(self.opening.strip())
         return last >= 0 and not any(mid.after.strip() in text[last:] for mid in self.mids)
 
@@ -180,7 +181,7 @@ class KeywordArguments:
             at = end + 1 if text[end : end + 1] == "," else end
         return found, at
 
-    def is_open(self, text: str) -> bool:
+    def is_open(self, text: str, *, inside: bool = False) -> bool:
         return not text.rstrip().endswith(("]", ")"))
 
     def _value(self, text: str) -> Any:
@@ -234,8 +235,8 @@ class QuotedArguments:
             raise ValueError("no object")
         return value, at
 
-    def is_open(self, text: str) -> bool:
-        return text.count(self.quote) % 2 == 1
+    def is_open(self, text: str, *, inside: bool = False) -> bool:
+        return (text.count(self.quote) + inside) % 2 == 1
 
     def _value(self, text: str, at: int) -> tuple[Any, int]:
         at = _space(text, at)

@@ -67,8 +67,11 @@ class Notation(Protocol):
     def parse(self, text: str, tools: Signatures) -> list[Call] | None:
         """The calls that ``text`` consists of; None if it is anything else."""
 
-    def is_open(self, text: str) -> bool:
-        """Whether ``text`` ends within a string: a closing mark after it is part of the string."""
+    def is_open(self, text: str, *, inside: bool = False) -> bool:
+        """Whether ``text`` ends within a string: a closing mark after it is part of the string.
+
+        ``inside``: ``text`` is not the beginning of calls, but what follows such an end.
+        """
 
 
 # -- JSON ----------------------------------------------------------------------------------------
@@ -129,9 +132,11 @@ class JsonCalls:
         known = [call for call in calls if call is not None]
         return known if known and len(known) == len(calls) else None
 
-    def is_open(self, text: str) -> bool:
-        inside = text.strip().removeprefix(self.lead).lstrip()
-        return inside[:1] in ("{", "[") and ends_in_string(inside)
+    def is_open(self, text: str, *, inside: bool = False) -> bool:
+        if inside:
+            return ends_in_string(text, inside=True)
+        text = text.strip().removeprefix(self.lead).lstrip()
+        return text[:1] in ("{", "[") and ends_in_string(text)
 
     def _call(self, value: object) -> Call | None:
         for key in self.path:
@@ -166,7 +171,7 @@ class PythonCalls:
             return None
         return calls or None
 
-    def is_open(self, text: str) -> bool:
+    def is_open(self, text: str, *, inside: bool = False) -> bool:
         return False
 
     def _call(self, node: ast.expr, tools: Signatures) -> Call:
@@ -215,7 +220,9 @@ class Framed:
         except (ValueError, RecursionError, IndexError):
             return None
 
-    def is_open(self, text: str) -> bool:
+    def is_open(self, text: str, *, inside: bool = False) -> bool:
+        if inside:
+            return self.arguments.is_open(text, inside=True)
         begins = re.match(rf"\s*(?:{self.section})?\s*{self.opening}", self.mark + text)
         return begins is not None and self.arguments.is_open(self.mark + text)
 

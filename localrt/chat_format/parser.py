@@ -190,6 +190,8 @@ class TextParser:
         self._open = False
         self._at_last = False  # the buffered text may be calls at the end of a thought
         self._sought = 0  # the buffered text was searched for a closing mark up to here
+        self._in_string = 0  # up to here it ends in a string, if not 0, by ``_notations``
+        self._notations: tuple[Notation, ...] = ()
         self._space = ""  # the space before the open calls
         self._has_text = False  # whether anything but space and thinking has come
         self._bare = False  # the answer began like JSON, and is held back until its end
@@ -272,10 +274,10 @@ class TextParser:
         assert syntax is not None, "no other mark is looked for"
         shown = buffer[:at].rstrip()
         if mark in self._unmarked:
-            self._may_be, self._sought = mark, len(mark)
+            self._may_be, self._sought, self._in_string = mark, len(mark), 0
             self._space, self._buffer = buffer[len(shown) : at], buffer[at:]
             return shown
-        self._open, self._has_text, self._sought = True, False, 0
+        self._open, self._has_text, self._sought, self._in_string = True, False, 0, 0
         self._space = buffer[len(shown) : at]
         self._buffer = syntax.call_start + self._buffer
         return shown
@@ -367,9 +369,14 @@ class TextParser:
     def _find_end(self, syntax: CallSyntax, closing: str) -> int:
         """Where the buffered calls are closed, outside of strings; -1 if they are not yet."""
         while (at := self._buffer.find(closing, self._sought)) >= 0:
-            if not syntax.is_open(_unfenced(self._buffer[:at])):
+            # Only what is new, for the time to be linear in the text, however many ends it has.
+            text, inside = self._buffer[self._in_string : at], self._in_string > 0
+            if not inside:
+                text, self._notations = _unfenced(text), syntax.notations
+            self._notations = tuple(n for n in self._notations if n.is_open(text, inside=inside))
+            if not self._notations:
                 return at
-            self._sought = at + 1
+            self._in_string, self._sought = at, at + 1
         self._sought = max(self._sought, len(self._buffer) - len(closing) + 1)
         return -1
 

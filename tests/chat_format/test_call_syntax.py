@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -16,6 +17,7 @@ from localrt import split_thinking
 from localrt.chat_format.harmony import HarmonyParser, is_harmony
 from localrt.chat_format.known_syntaxes import known_syntax
 from localrt.chat_format.messages import for_template
+from localrt.chat_format.notations import Notation
 from localrt.chat_format.parser import TextParser
 from localrt.chat_format.template_syntax import TemplateSyntax
 from localrt.chat_format.templates.chat_template import ChatTemplate
@@ -128,9 +130,7 @@ def test_what_a_template_writes_is_read_back(
 ) -> None:
     template, syntax = known(name)
     calls = calls[:1] if name in ALONE else calls
-    unwritable = UNWRITABLE.get(name)
-    if unwritable:
-        assume(not any(re.search(unwritable, each) for each in strings([a for _, a in calls])))
+    assume(not unwritable(name, calls))
     text = "" if name in WORDLESS else text
     thought = "" if "reasoning_content" not in TEMPLATES[name] else thought
     message = calling(*calls, text=text, ids=ids_of(name), reasoning_content=thought)
@@ -144,6 +144,51 @@ def test_what_a_template_writes_is_read_back(
     assert (parts.thinking, parts.answer.strip()) == (thought, text)
     if name == "Kimi K2" or "CALL_ID" in answer:  # ids that are shown stay
         assert [call.id for call in parser.calls] == [c["id"] for c in message["tool_calls"]]
+
+
+class _Looked:
+    """A notation that counts the characters among which it looks for strings."""
+
+    characters = 0
+
+    def __init__(self, notation: Notation) -> None:
+        self.parse, self._is_open = notation.parse, notation.is_open
+
+    def is_open(self, text: str, *, inside: bool = False) -> bool:
+        self.characters += len(text)
+        return self._is_open(text, inside=inside)
+
+
+_FENCED = "in a fence"
+
+
+@pytest.mark.parametrize("name", [_FENCED, *TEMPLATES])
+def test_ends_of_calls_within_strings_take_linear_time(name: str) -> None:
+    """Each character is looked at once, however many ends there are."""
+    template, syntax = known("Hermes, Qwen" if name == _FENCED else name)
+    notations = [_Looked(notation) for notation in syntax.calls.notations]
+    syntax = replace(syntax, calls=replace(syntax.calls, notations=tuple(notations)))
+    end = "```" if name == _FENCED else syntax.calls.closing.strip()
+    calls = [("weather", {"city": f'"{end}" \\' * 200 + end * 3})]
+    if not end or is_harmony(template.source) or unwritable(name, calls):
+        pytest.skip("calls have no end, or none that strings may have")
+    tools, message = tools_of(calls), calling(*calls, ids=ids_of(name))
+    answer, prompt = answer_of(template, syntax, message, tools)
+    if name == _FENCED:
+        answer = "See:\n" + answer.replace("<tool_call>", "```json").replace("</tool_call>", end)
+    for cuts in ([len(answer)], [1, 2, 3]):
+        parser = parser_of(template, syntax, tools, prompt)
+        fed(parser, answer, cuts)
+        assert [(call.name, json.loads(call.arguments)) for call in parser.calls] == calls
+        assert all(notation.characters <= len(answer) for notation in notations)
+        for notation in notations:
+            notation.characters = 0
+
+
+def unwritable(name: str, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> bool:
+    """Whether the template of this name cannot write calls with these strings."""
+    found = UNWRITABLE.get(name)
+    return bool(found) and any(re.search(found, each) for each in strings([a for _, a in calls]))
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
