@@ -19,6 +19,7 @@ import time
 import zlib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -58,8 +59,7 @@ def atomic_write(
     if aside is None:
         writer = f"{os.getpid()}-{threading.get_ident()}"
         aside = path.with_name(f".{path.name[:_NAME_CHARACTERS]}.{writer}.tmp")
-        begins = glob.escape(f".{path.name[:_NAME_CHARACTERS]}.")
-        remove_stale(path.parent, f"{begins}[0-9]*-[0-9]*.tmp")
+        _clean_once(path)
     aside.unlink(missing_ok=True)
     mode = _PRIVATE_FILE if private else _MODE
     try:
@@ -276,6 +276,15 @@ def remove_stale(folder: Path, pattern: str) -> None:
         with suppress(OSError):
             if path.stat().st_mtime < time.time() - _STALE_S:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+@lru_cache(maxsize=1024)
+def _clean_once(path: Path) -> None:
+    """``remove_stale`` for what killed writers of a file left, once a process: it lists a folder,
+    which may be large.
+    """
+    begins = glob.escape(f".{path.name[:_NAME_CHARACTERS]}.")
+    remove_stale(path.parent, f"{begins}[0-9]*-[0-9]*.tmp")
 
 
 def private_file(path: Path) -> None:
