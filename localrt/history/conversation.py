@@ -17,7 +17,7 @@ from typing import Any
 from localrt.common.errors import OptionError, StorageError
 from localrt.common.processes import is_alive, own_name
 from localrt.engine.types import Message
-from localrt.history.database import AnswerWriter, Database, insert, settle
+from localrt.history.database import AnswerWriter, Database, insert, settle_cut
 from localrt.history.pictures import (
     KeptPicture,
     joined_content,
@@ -195,15 +195,20 @@ class Conversation:
 
     def turn(self, number: int) -> Turn:
         """One turn, shown or not."""
-        rows, siblings = self._tree()
-        if number not in rows:
+        query = "SELECT * FROM turn WHERE conversation = ? AND id = ?"
+        rows = self._database.rows(query, (self.id, number))
+        if not rows:
             raise StorageError(f"the conversation has no turn {number}")
-        return self._turn(rows[number], siblings[rows[number]["parent"]])
+        return self._turn(rows[0], self.siblings(number))
 
     def siblings(self, number: int) -> tuple[int, ...]:
         """The alternatives to turn ``number``, including itself, oldest first."""
-        rows, siblings = self._tree("id, parent")
-        return tuple(siblings[rows[number]["parent"]]) if number in rows else ()
+        query = """
+            SELECT each.id FROM turn JOIN turn each
+            ON each.conversation = turn.conversation AND each.parent IS turn.parent
+            WHERE turn.conversation = ? AND turn.id = ? ORDER BY each.id
+        """
+        return tuple(row["id"] for row in self._database.rows(query, (self.id, number)))
 
     def show(self, number: int) -> None:
         """Show the branch through turn ``number``, continued by the turns shown last."""
@@ -230,18 +235,15 @@ class Conversation:
             siblings.setdefault(row["parent"], []).append(row["id"])
         return {row["id"]: row for row in rows}, siblings
 
-    def _turn(self, row: sqlite3.Row, siblings: list[int]) -> Turn:
-        if row["state"] == "writing" and not is_alive(row["writer"]):
-            with self._database.transaction() as connection:
-                settle(connection, row["id"], "cut", None)
-            return self.turn(row["id"])
-        content = row["content"]
-        if row["state"] == "writing":
+    def _turn(self, row: sqlite3.Row, siblings: Sequence[int]) -> Turn:
+        content, state = row["content"], row["state"]
+        if state == "writing":
+            state = "writing" if is_alive(row["writer"]) else "cut"
             saved = "SELECT text FROM piece WHERE turn = ? ORDER BY id"
             content = "".join(piece["text"] for piece in self._database.rows(saved, (row["id"],)))
         info, pictures = split_info(row["info"], len(content), self._picture)
         branch, branches = 1 + siblings.index(row["id"]), len(siblings)
-        facts = row["id"], row["role"], content, row["created"], row["state"], branch, branches
+        facts = row["id"], row["role"], content, row["created"], state, branch, branches
         return Turn(*facts, info, pictures)
 
     def _picture(self, digest: str) -> bytes:
@@ -262,6 +264,7 @@ class Conversation:
     ) -> int:
         if role not in _ROLES:
             raise OptionError(f"a turn is of {', '.join(_ROLES)}, not {role!r}")
+        settle_cut(connection)
         row = self._row()
         rows, _ = self._tree("id, parent, next")
         parent: int | None = after or None
@@ -275,19 +278,26 @@ class Conversation:
         values = {"state": state, "writer": writer, "info": stored_info(info, pictures)}
         number = insert(connection, "turn", **place, role=role, content=content, **values)
         keep_pictures(connection, number, pictures)
-        self._show(connection, number)
+        parents = {each["id"]: each["parent"] for each in rows.values()}
+        self._show(connection, number, parents | {number: parent})
         title = row["title"] or title_of(content) or "".join(each.name for each in pictures[:1])
         connection.execute(
             "UPDATE conversation SET updated = ?, title = ? WHERE id = ?", (now, title, self.id)
         )
         return number
 
-    def _show(self, connection: sqlite3.Connection, number: int) -> None:
-        """Make every ancestor of turn ``number`` point towards it."""
-        rows, _ = self._tree("id, parent")
-        if number not in rows:
+    def _show(
+        self,
+        connection: sqlite3.Connection,
+        number: int,
+        parents: Mapping[int, int | None] | None = None,
+    ) -> None:
+        """Make every ancestor of turn ``number`` point towards it. ``parents``: of all turns."""
+        if parents is None:
+            parents = {row["id"]: row["parent"] for row in self._tree("id, parent")[0].values()}
+        if number not in parents:
             raise StorageError(f"the conversation has no turn {number}")
-        while (parent := rows[number]["parent"]) is not None:
+        while (parent := parents[number]) is not None:
             connection.execute("UPDATE turn SET next = ? WHERE id = ?", (number, parent))
             number = parent
         connection.execute("UPDATE conversation SET first = ? WHERE id = ?", (number, self.id))

@@ -27,6 +27,7 @@ from localrt.common.errors import CancelledError, OptionError, StorageError, rea
 from localrt.common.files import keep_private, private_file, private_folder
 from localrt.common.forks import finalize, of_one_process
 from localrt.common.formatting import paired
+from localrt.common.processes import is_alive
 
 MEMORY_FIRST = 1 << 40  # first turn number of a database in memory: no file has such numbers
 _VERSION = 2  # 2 added pictures
@@ -376,6 +377,14 @@ class AnswerWriter:
             self.problem = str(error)
         else:
             self._saved, self._open, self.problem = self._saved + self._open, "", None
+
+
+def settle_cut(connection: sqlite3.Connection) -> None:
+    """End the answers whose writers have ended. Reading also tells so, but writes nothing."""
+    writing = connection.execute("SELECT id, writer FROM turn WHERE state = 'writing'").fetchall()
+    for row in writing:
+        if not is_alive(row["writer"]):
+            settle(connection, row["id"], "cut", None)
 
 
 def settle(

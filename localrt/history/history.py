@@ -11,6 +11,7 @@ import re
 import time
 import uuid
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from localrt.common.files import keep_private, user_path
 from localrt.common.processes import own_name
 from localrt.common.settings import Settings
 from localrt.history.conversation import Conversation, Turn
-from localrt.history.database import MEMORY_FIRST, Database, insert, settle
+from localrt.history.database import MEMORY_FIRST, Database, insert, settle, settle_cut
 from localrt.history.pictures import keep_pictures, split_info, stored_info
 
 _FILE = "history.db"
@@ -86,6 +87,8 @@ class History(Closing):
         self._database = Database(None if path == _MEMORY else user_path(path))
         with self._database.transaction() as connection:
             connection.execute(_DELETE_EMPTY, (time.time() - _EMPTY_KEPT,))
+        with suppress(StorageError), self._database.transaction() as connection:
+            settle_cut(connection)  # for the search; who has no room can read
 
     @property
     def path(self) -> Path | None:

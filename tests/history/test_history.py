@@ -189,7 +189,31 @@ def test_what_waits_for_the_disk(history: History) -> None:
     assert waits()
 
 
-def test_killed_writer(tmp_path: Path) -> None:
+def test_adding_reads_the_tree_once(history: History, monkeypatch: pytest.MonkeyPatch) -> None:
+    talk = history.new(model="m")
+    first = talk.add("user", "q")
+    talk.add("assistant", "long " * 1000)
+    reads: list[str] = []
+    tree = Conversation._tree
+
+    def counted(self: Conversation, columns: str = "*") -> Any:
+        reads.append(columns)
+        return tree(self, columns)
+
+    monkeypatch.setattr(Conversation, "_tree", counted)
+    added = [
+        talk.add("assistant", "a", after=first.id),
+        talk.add("user", "b"),
+        talk.add("user", "c"),
+    ]
+    assert reads == ["id, parent, next"] * 3, "without their texts"
+    assert [(turn.branch, turn.branches) for turn in added] == [(2, 2), (1, 1), (1, 1)]
+    assert talk.siblings(added[0].id) == (2, 3)
+    assert talk.siblings(99) == ()
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_killed_writer(tmp_path: Path, again: bool) -> None:
     path = tmp_path / "h.db"
     history = History(path)
     talk = history.new(model="m")
@@ -203,10 +227,17 @@ def test_killed_writer(tmp_path: Path) -> None:
         assert answer.state == "writing"
         assert answer.content.startswith("One sentence is whole. Another is too.")
         app.kill()
-    answer = talk.turns[-1]
-    assert answer.state == "cut"
-    assert answer.content.startswith("One sentence is whole. Another is too.")
+    before = path.with_name("h.db-wal").read_bytes()
+    for answer in (talk.turns[-1], talk.turn(talk.turns[-1].id)):
+        assert answer.state == "cut"
+        assert answer.content.startswith("One sentence is whole. Another is too.")
+    assert path.with_name("h.db-wal").read_bytes() == before, "reading writes nothing"
+    if again:
+        history = History(path)
+    else:
+        talk.add("user", "next")
     assert history.list("whole")
+    assert talk.turns[1] == answer
 
 
 def test_damaged_file(tmp_path: Path) -> None:
