@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -203,6 +204,8 @@ class ChatApp(App[None]):
             self.chat.composer.put(draft)
         for number in () if self.is_headless else system.LOGOUT_SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, self._end, number)
+            # At once, even while the loop waits for a terminal that does not read.
+            signal.signal(number, self._hurry)
 
     def _resume(self) -> None:
         try:
@@ -481,6 +484,10 @@ class ChatApp(App[None]):
         from localrt.tui.terminal import RestoringDriver
 
         return RestoringDriver
+
+    def _hurry(self, _number: int, _frame: object) -> None:
+        if (hurry := getattr(self._driver, "hurry", None)) is not None:
+            hurry()
 
     def _end(self, number: int) -> None:
         """End on a signal, such as that of a logout."""

@@ -6,9 +6,13 @@ script resets the terminal.
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
+import time
 from contextlib import suppress
+from queue import Full
+from typing import TextIO, cast
 
 from textual.drivers import linux_driver
 from textual.drivers._writer_thread import WriterThread
@@ -28,13 +32,38 @@ case $(stty -a <&3) in *-isig*) stty "$1" <&3 ;; esac
 """
 
 
+_MOMENT, _LOOK = 1.0, 0.1  # seconds; how often a waiting thread looks whether it must hurry
+
+
 class Writer(WriterThread):
-    """Once the terminal is gone, it drops what is written: nobody waits in a full queue."""
+    """Once the terminal is gone, it drops what is written: nobody waits in a full queue. So too if
+    the terminal does not read, from a moment after ``hurry``.
+    """
+
+    _until = math.inf
+
+    def hurry(self) -> None:
+        """The app has to end: wait only a moment longer for the terminal."""
+        self._until = time.monotonic() + _MOMENT
+
+    def write(self, text: str | None) -> None:
+        while (left := self._until - time.monotonic()) > 0:
+            with suppress(Full):
+                return self._queue.put(text, timeout=min(left, _LOOK))
+        return None
+
+    def stop(self) -> None:
+        self.write(None)
+        left = self._until - time.monotonic()
+        self.join(None if math.isinf(left) else max(left, 0.0))
 
     def run(self) -> None:
-        """See Textual's, which fails then."""
+        """Without the stream: Python cannot end while a thread is in it."""
         with suppress(OSError, ValueError):
-            super().run()
+            while (text := self._queue.get()) is not None:
+                data = text.encode(cast("TextIO", self._file).encoding, "backslashreplace")
+                while data:
+                    data = data[os.write(self._file.fileno(), data) :]
             return
         while self._queue.get() is not None:
             pass
@@ -70,6 +99,13 @@ class RestoringDriver(LinuxDriver):
 
     def close(self) -> None:
         super().close()
+        if self._writer_thread is not None and self._writer_thread.is_alive():
+            return  # the watcher restores the terminal once it reads again
         watcher, self._watcher = self._watcher, None
         if watcher is not None:
             watcher.communicate(b"done\n")
+
+    def hurry(self) -> None:
+        """Wait only a moment longer for the terminal, whose writer runs."""
+        if isinstance(self._writer_thread, Writer):
+            self._writer_thread.hurry()

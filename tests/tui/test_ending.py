@@ -46,6 +46,7 @@ sys.exit(run_chat(FakeLoader(model), model_name="tiny-model", system=None, optio
 """
 SEQUENCE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 MODES = {"1000", "1003", "1006", "2004", "1004", "1049"}
+F3 = "\x1bOR"
 DATA = Path("data") / "localrt"
 
 
@@ -186,8 +187,37 @@ def test_a_lost_terminal_holds_nobody_up() -> None:
 
 
 class Gone(io.StringIO):
-    def write(self, text: str) -> int:
+    encoding = "utf-8"
+
+    def fileno(self) -> int:
         raise OSError(errno.EIO, "Input/output error")
+
+
+FLOOD = """
+from pathlib import Path
+from localrt.tui.chat.screen import ChatScreen
+def flood(self):
+    Path("{mark}").touch()
+    for _ in range(1000):
+        self.app._driver.write("x" * 4096)
+ChatScreen.action_panel = flood
+"""
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_terminal_that_does_not_read(number: int, status: int, tmp_path: Path) -> None:
+    """Nobody waits for it; it is restored once it reads again."""
+    with ExitStack() as stack:
+        shell = Shell(tmp_path, stack, FLOOD.format(mark=tmp_path / "mark"))
+        shell.answer("a draft")
+        shell.type(F3)
+        wait_for((tmp_path / "mark").exists)
+        os.kill(shell.app, number)
+        assert shell.status == status
+        wait_for(lambda: not shell.modes & MODES)
+        wait_for(lambda: termios.tcgetattr(shell.slave) == shell.before)
+    assert kept_answer(tmp_path) == "A whole sentence."
+    assert (tmp_path / DATA / "draft.txt").read_text("utf-8") == "a draft"
 
 
 BREAKS = """
@@ -199,7 +229,6 @@ def fail(self):
 async def work(screen):
     fail(screen)
 """
-F3 = "\x1bOR"
 
 
 @pytest.mark.parametrize(
