@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -49,19 +49,22 @@ def picture_cost(path: Path, projectors: Sequence[Path] = ()) -> PictureCost | N
     with closing(source):
         encoder = read_encoder(source.config, source.processor)
         prepared = encoder.prepare(Picture(np.zeros((SIDE, SIDE, 3), np.uint8)))
-        sizes, products = EncoderSizes.of(source), 0
-        for info in source.tensors.values():
-            if info.name.endswith("weight") and len(info.shape) > 1 and not _is_table(info.name):
-                in_block = _UNIT.match(info.name) is not None
-                rows = len(prepared.patches) if in_block else prepared.rows
-                products += rows * prod(info.shape)
-        attended = encoder.attended_patches(prepared)
+        blocks, products = defaultdict[str, list[tuple[str, tuple[int, ...]]]](list), 0.0
+        for name, info in source.tensors.items():
+            if name.endswith("weight") and len(info.shape) > 1 and not _is_table(name):
+                unit = _UNIT.match(name)
+                blocks[unit[0] if unit else ""].append((name, info.shape))
+        for block, weights in blocks.items():
+            rows, attention = prepared.rows, 0.0
+            if block and any("att" in name for name, _ in weights):
+                width = min(side for _, shape in weights for side in shape[:2])
+                rows, attention = encoder.block_work(block, width, prepared)
+            products += rows * (sum(prod(shape) for _, shape in weights) + attention)
         return PictureCost(
             tokens=prepared.rows,
             encoder_bytes=sum(info.nbytes for info in source.tensors.values()),
-            room_bytes=sizes.room(prepared),
-            products=products
-            + round(2 * sizes.blocks * sizes.narrow * len(prepared.patches) * attended),
+            room_bytes=EncoderSizes.of(source).room(prepared),
+            products=round(products),
         )
 
 

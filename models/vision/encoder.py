@@ -95,9 +95,12 @@ class VisionEncoder(ABC):
         """The encoder that shrinks pictures to ``rows`` rows; itself if their number is fixed."""
         return self
 
-    def attended_patches(self, picture: PreparedPicture) -> float:
-        """How many patches a patch attends to, on average over the blocks."""
-        return picture.chunk_patches or len(picture.patches)
+    def block_work(self, block: str, width: int, picture: PreparedPicture) -> tuple[int, float]:
+        """How many rows go through a block, and how many multiplications its attention adds to each
+        row. ``block`` begins the names of its tensors, ``width`` is the width of its rows.
+        """
+        rows = len(picture.patches)
+        return rows, 2.0 * width * (picture.chunk_patches or rows)
 
     @abstractmethod
     def encode(

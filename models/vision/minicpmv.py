@@ -5,6 +5,7 @@ patches are merged behind one of the blocks (not with ``4x``), and of the result
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +18,7 @@ from localrt.models.vision.encoder import PreparedPicture, VisionEncoder
 from localrt.models.vision.lfm2_vl import Projector, TiledEncoder
 from localrt.models.vision.picture import MOST_PIXELS, Picture
 
+_NUMBER = re.compile(r"\.(\d+)\.$")  # of a block
 _ONLY: dict[str, Any] = {"merger_times": 1}
 _ONLY |= {key: [2, 2] for key in ("merge_kernel_size", "window_kernel_size")}
 
@@ -78,6 +80,12 @@ class MiniCpmEncoder(TiledEncoder):
             grid=grids,
             pieces=tuple(pieces),
         )
+
+    def block_work(self, block: str, width: int, picture: PreparedPicture) -> tuple[int, float]:
+        rows, attention = VisionEncoder.block_work(self, block, width, picture)
+        merger, number = self.siglip.merger, _NUMBER.search(block)
+        behind = merger is not None and number is not None and int(number[1]) > merger[0]
+        return (rows // 4, attention / 4) if behind else (rows, attention)
 
     def layout(self, height: int, width: int) -> tuple[int, int]:
         """The grid (rows, columns) of slices whose shape is nearest to the picture's."""

@@ -271,12 +271,13 @@ class QwenEncoder(VisionEncoder):
             sides = [math.ceil(each * grow / side) * side for each in (height, width)]
         return sides[0], sides[1]
 
-    def attended_patches(self, picture: PreparedPicture) -> float:
+    def block_work(self, block: str, width: int, picture: PreparedPicture) -> tuple[int, float]:
         config, patches = self.config, len(picture.patches)
         if not config.window:
-            return patches
+            return patches, 2.0 * width * patches
         full, inside = len(config.full), min(patches, config.square * config.window**2)
-        return (full * patches + (config.depth - full) * inside) / config.depth
+        attended = (full * patches + (config.depth - full) * inside) / config.depth
+        return patches, 2.0 * width * attended
 
     def encode(
         self, picture: PreparedPicture, units: Units, steps: VisionSteps, check: Check | None = None

@@ -116,7 +116,9 @@ def test_attended(kind: str) -> None:
     sizes, patches = np.diff([0, *ends]), len(prepared.patches)
     windowed = config.depth - len(config.full) if config.window else 0
     pairs = windowed * (sizes**2).sum() + (config.depth - windowed) * patches**2
-    assert encoder.attended_patches(prepared) * patches * config.depth == pytest.approx(pairs)
+    assert encoder.block_work("blocks.0.", 3, prepared) == pytest.approx(
+        (patches, 2 * 3 * pairs / patches / config.depth)
+    )
 
 
 @pytest.mark.parametrize(
