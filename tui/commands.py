@@ -95,9 +95,9 @@ _TABLE = (
         idle=True,
     ),
     Entry(
-        *("tools", "[retry]", "list MCP servers and their tools; restart failed ones"),
-        lambda chat, argument: chat.toolbox.command(argument, chat.conversation.id),
-        plain="list MCP servers and tools; restart failed ones",
+        *("tools", "[on|off|retry]", "list MCP servers and tools; switch tools; restart servers"),
+        lambda chat, argument: chat.tools(argument),
+        plain="list MCP servers and tools; switch tools; restart failed servers",
     ),
     Entry("config", "", "options, presets, theme, keys", action="app.settings"),
     Entry("models", "[WORDS]", "list, search, download and load models", action="app.models"),

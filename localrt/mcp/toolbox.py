@@ -160,7 +160,8 @@ class Toolbox:
             return "Starting the servers that failed; /tools lists them"
         if argument:
             raise OptionError(
-                "/tools lists MCP servers and tools, /tools retry starts those that failed"
+                "/tools lists MCP servers and tools, /tools on and /tools off switch tools, "
+                "/tools retry starts servers that failed"
             )
         if not self.servers.configs:
             return (

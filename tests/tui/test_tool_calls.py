@@ -72,6 +72,19 @@ async def test_allowed_call(model: FakeModel) -> None:
     }
 
 
+async def test_tools_are_switched(model: FakeModel) -> None:
+    tools, _ = toolbox()
+    async with running(model, toolbox=tools) as (app, pilot):
+        for number, (switch, choice) in enumerate([("off", "none"), ("on", None)]):
+            await screen.say(pilot, f"/tools {switch}")
+            await until(pilot, lambda s=switch: f"Tools are {s} in" in screen.shown(app))
+            await screen.say(pilot, "/tools")
+            await until(pilot, lambda n=number: screen.shown(app).count("read_file") > n)
+            assert screen.shown(app).count("Tools are off in this conversation, /tools on") == 1
+            for options in (app.state.loaded.chat.options, app.state.conversation.options):
+                assert options.get("tool_choice") == choice
+
+
 @pytest.mark.parametrize("key", ["n", "escape", "ctrl+c"])
 async def test_refused_call(model: FakeModel, key: str) -> None:
     tools, servers = toolbox()

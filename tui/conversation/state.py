@@ -161,6 +161,11 @@ class Session:
             f"{name} = {_as_text(value)}" if value is not None else f"{name} is back to its default"
         )
 
+    def offer_tools(self, offered: bool) -> None:
+        """Switch tools on or off in this conversation, as the chat page does."""
+        self.chat.set(tool_choice=None if offered else "none")
+        self.conversation.set(options=dict(self.chat.options))
+
     def use(self, preset: Preset) -> None:
         """Switch to exactly the preset's options, and to its system prompt if it has one.
 
@@ -306,6 +311,23 @@ class ChatState:
         """The session; only for use after the model is loaded."""
         assert self.session is not None, "this waits for the model"
         return self.session
+
+    def tools(self, argument: str) -> str:
+        """``/tools``: list servers and tools, start servers again, or switch this conversation's
+        tools ``on`` or ``off``.
+
+        Raises:
+            OptionError: another argument, or the model is still loading.
+        """
+        if argument in ("on", "off"):
+            if self.session is None:
+                raise OptionError(f"/tools {argument} has to wait: the model is still loading")
+            self.session.offer_tools(argument == "on")
+            return f"Tools are {argument} in this conversation"
+        listed = self.toolbox.command(argument, self.conversation.id)
+        if argument or self.conversation.options.get("tool_choice") != "none":
+            return listed
+        return f"Tools are off in this conversation, /tools on offers them\n{listed}"
 
     def list(self, search: str = "") -> list[ConversationInfo]:
         return self.history.list(search, limit=500)
