@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from heapq import heapify, heappop, heappush
 from math import isqrt
+from operator import mul
 from typing import TypeVar
 
 import numpy as np
@@ -23,6 +24,10 @@ from localrt.models.checkpoints.packed_strings import PackedStrings
 from localrt.models.tokenizers.base import Watch, ignore_count
 
 _HASHED = 32  # bytes; longer pieces are mostly runs of one character, which differ in length
+_FACTORS = tuple(0x9E3779B97F4A7C15**power % (1 << 64) for power in range(1, 6))  # odd
+_WORD = 8  # bytes that are hashed and compared at a time
+_MASKS = np.array([(1 << 8 * count) - 1 for count in range(_WORD + 1)], np.uint64)
+_ID = np.uint64((1 << 24) - 1)  # the bits of an id; GGUF arrays have fewer strings
 _AT_ONCE = 1 << 14
 Integers = npt.NDArray[np.int64]
 
@@ -33,16 +38,24 @@ class PieceTable:
     def __init__(self, pieces: PackedStrings) -> None:
         self.pieces = pieces
         count = len(pieces)
-        self._buckets = bucket_count(count)
-        self._data = np.frombuffer(pieces.data, np.uint8)
+        self._buckets = 2 * count + 1
+        self._data = _padded(np.frombuffer(pieces.data, np.uint8))
         self._longest = 0
-        hashes = np.empty(count, np.uint32)
+        hashes = np.empty(count, np.uint64)
         for start, stop in chunks(count):
             offsets = pieces.offsets[start : stop + 1].astype(np.int64)
             lengths = np.diff(offsets)
             self._longest = max(self._longest, int(lengths.max()))
             hashes[start:stop] = self._hash(self._data, offsets[:-1], lengths)
-        ids, begins = bucket_order(hashes, self._buckets)
+        begins = np.zeros(self._buckets + 1, np.uint32)
+        np.cumsum(np.bincount(self._bucket_of(hashes), minlength=self._buckets), out=begins[1:])
+        # By bucket; of equal pieces, which have equal hashes, the last comes first.
+        hashes |= _ID
+        hashes -= np.arange(count, dtype=np.uint64)
+        hashes.sort()
+        ids = (_ID - (hashes & _ID)).astype(np.uint32)
+        hashes |= _ID
+        self._distinct = not np.any(hashes[1:] == hashes[:-1])  # certainly
         self._ids, self._begins = ids.data, begins.data
         self._members: memoryview | None = None
 
@@ -89,53 +102,70 @@ class PieceTable:
         """The ids in the bucket of ``piece``."""
         if len(piece) > self._longest:
             return self._ids[:0]
-        bucket = (int.from_bytes(piece[:_HASHED], "big") + len(piece)) % self._buckets
+        words = (piece[at : at + _WORD] for at in range(0, min(len(piece), _HASHED), _WORD))
+        numbers = (int.from_bytes(word, "little") for word in words)
+        total = sum(map(mul, numbers, _FACTORS), len(piece) * _FACTORS[-1])
+        bucket = (total % (1 << 64) >> 32) * self._buckets >> 32
         return self._ids[self._begins[bucket] : self._begins[bucket + 1]]
 
     def find_many(
-        self, data: npt.NDArray[np.uint8], starts: Integers, lengths: Integers
+        self,
+        data: npt.NDArray[np.uint8],
+        starts: Integers,
+        lengths: Integers,
+        likely: Integers | None = None,
     ) -> Integers:
         """Return the ids of the pieces of UTF-8 ``data`` that begin at ``starts``; -1 if unknown.
+        Those that are as ``likely`` are not searched.
 
         Takes some 200 bytes of memory per piece: pass the ranges of ``chunks``.
         """
         offsets, begins, ids = self.pieces.offsets, np.asarray(self._begins), np.asarray(self._ids)
+        members = None if self._members is None else np.asarray(self._members)
         found = np.full(len(starts), -1, np.int64)
-        open_ = np.flatnonzero(lengths <= self._longest)
-        buckets = self._hash(data, starts[open_], lengths[open_])
-        at, stop = begins[buckets].astype(np.int64), begins[buckets + 1].astype(np.int64)
+        data, open_ = _padded(data), np.flatnonzero(lengths <= self._longest)
+        if likely is not None and self._distinct and members is None:
+            likely = np.minimum(likely, len(self) - 1)
+            begin = offsets[likely].astype(np.int64)
+            same = np.flatnonzero(offsets[likely + 1] == begin + lengths)
+            same = same[_equal(data, starts[same], self._data, begin[same], lengths[same])]
+            found[same] = likely[same]
+            open_ = np.flatnonzero((found < 0) & (lengths <= self._longest))
+        starts, lengths = starts[open_], lengths[open_]
+        buckets = self._bucket_of(self._hash(data, starts, lengths))
+        at, stop = (begins[buckets + end].astype(np.int64) for end in (0, 1))
         while True:
-            left = at < stop
-            open_, at, stop = open_[left], at[left], stop[left]
-            if not len(open_):
+            left = np.flatnonzero(at < stop)
+            if not len(left):
                 return found
-            tokens = ids[at].astype(np.int64)
-            begin, end = offsets[tokens].astype(np.int64), offsets[tokens + 1].astype(np.int64)
-            fits = end - begin == lengths[open_]
-            if self._members is not None:
-                fits &= np.asarray(self._members)[tokens] != 0
-            same = np.flatnonzero(fits)
-            fits[same] = _equal(
-                data, starts[open_[same]], self._data, begin[same], (end - begin)[same]
+            open_, starts, lengths, at, stop = (
+                each[left] for each in (open_, starts, lengths, at, stop)
             )
-            found[open_[fits]] = tokens[fits]
-            open_, at, stop = open_[~fits], at[~fits] + 1, stop[~fits]
+            tokens = ids[at].astype(np.int64)
+            begin = offsets[tokens].astype(np.int64)
+            fits = offsets[tokens + 1] == begin + lengths
+            if members is not None:
+                fits &= members[tokens] != 0
+            same = np.flatnonzero(fits)
+            same = same[_equal(data, starts[same], self._data, begin[same], lengths[same])]
+            found[open_[same]] = tokens[same]
+            at += 1
+            at[same] = stop[same]
+
+    def _bucket_of(self, hashes: npt.NDArray[np.uint64]) -> Integers:
+        """A larger hash has no smaller bucket."""
+        return ((hashes >> 32) * np.uint64(self._buckets) >> 32).astype(np.int64)
 
     def _hash(
         self, data: npt.NDArray[np.uint8], starts: Integers, lengths: Integers
     ) -> npt.NDArray[np.uint64]:
-        """The buckets of pieces: first bytes as a number plus length, modulo a prime."""
-        prime = np.uint64(self._buckets)
-        hashes = np.zeros(len(starts), np.uint64)
-        longer = np.arange(len(starts))
-        for index in range(_HASHED):
-            longer = longer[lengths[longer] > index]
-            if not len(longer):
-                break
-            byte = data[starts[longer] + index]
-            hashes[longer] = (hashes[longer] * np.uint64(256) + byte) % prime
-        result: npt.NDArray[np.uint64] = (hashes + lengths.astype(np.uint64)) % prime
-        return result
+        """Hashes of pieces, of their first bytes and their length."""
+        hashes, longer = lengths.astype(np.uint64) * np.uint64(_FACTORS[-1]), np.arange(len(starts))
+        for at, factor in zip(range(0, _HASHED, _WORD), _FACTORS, strict=False):
+            longer = longer[lengths[longer] > at]
+            words = _words(data, starts[longer] + at, lengths[longer] - at)
+            hashes[longer] += words * np.uint64(factor)
+        return hashes
 
 
 def bucket_count(count: int) -> int:
@@ -156,13 +186,28 @@ def bucket_order(
     """
     begins = np.zeros(count + 1, np.uint32)
     np.cumsum(np.bincount(buckets, minlength=count), out=begins[1:])
-    order = np.argsort(buckets[::-1], kind="stable")
-    return np.subtract(len(buckets) - 1, order, out=order).astype(np.uint32), begins
+    order = buckets.astype(np.uint64) << 32 | ~np.arange(len(buckets), dtype=np.uint32)
+    order.sort()  # faster than a stable argsort
+    return ~order.astype(np.uint32), begins
 
 
 def chunks(count: int) -> Iterator[tuple[int, int]]:
     """``range(count)`` in chunks that bound numpy's temporary arrays."""
     return ((start, min(start + _AT_ONCE, count)) for start in range(0, count, _AT_ONCE))
+
+
+def _padded(data: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    """``data`` for ``_words``, which reads behind its end."""
+    return np.append(data, np.zeros(_WORD, np.uint8))
+
+
+def _words(
+    data: npt.NDArray[np.uint8], starts: Integers, lengths: Integers
+) -> npt.NDArray[np.uint64]:
+    """The first bytes of segments of padded ``data``, up to eight of each, as numbers."""
+    words = np.ndarray(len(data) - _WORD + 1, "<u8", data, strides=(1,))
+    result: npt.NDArray[np.uint64] = words[starts] & _MASKS[np.minimum(lengths, _WORD)]
+    return result
 
 
 def _equal(
@@ -172,14 +217,16 @@ def _equal(
     begins: Integers,
     lengths: Integers,
 ) -> npt.NDArray[np.bool_]:
-    """Whether each segment of ``ours`` equals the segment of ``theirs``."""
+    """Whether each segment of ``ours`` equals the segment of ``theirs``, both padded."""
+    equal: npt.NDArray[np.bool_] = _words(ours, starts, lengths) == _words(theirs, begins, lengths)
+    longer = np.flatnonzero(equal & (lengths > _WORD))
+    starts, begins, lengths = starts[longer], begins[longer], lengths[longer]
     ends = np.cumsum(lengths)
     within = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - lengths, lengths)
     differ = (
         ours[np.repeat(starts, lengths) + within] != theirs[np.repeat(begins, lengths) + within]
     )
-    equal = np.ones(len(starts), np.bool_)
-    equal[np.searchsorted(ends, np.flatnonzero(differ), "right")] = False
+    equal[longer[np.searchsorted(ends, np.flatnonzero(differ), "right")]] = False
     return equal
 
 
@@ -290,7 +337,9 @@ class MergeTable:
             rights = words.find_many(text, space + 1, ends - space - 1)
             spaces_before = np.arange(stop - start)
             whole = np.delete(text, space)
-            both = words.find_many(whole, begins - spaces_before, ends - begins - 1)
+            # Most vocabularies list merged pieces in the order of their merges.
+            likely = joined[start - 1] + np.arange(1, stop - start + 1) if start else None
+            both = words.find_many(whole, begins - spaces_before, ends - begins - 1, likely)
             if len(missing := np.flatnonzero((lefts < 0) | (rights < 0) | (both < 0))):
                 left, right = merges[start + int(missing[0])].split(" ", 1)
                 raise TokenizerError(

@@ -55,8 +55,11 @@ def check_finds(table: PieceTable, among: dict[str, int], asked: list[str]) -> N
     strings = PackedStrings.of(asked)
     offsets = strings.offsets.astype(np.int64)
     data = np.frombuffer(strings.data, np.uint8)
-    found = table.find_many(data, offsets[:-1], np.diff(offsets)).tolist()
-    assert found == [among.get(text, -1) for text in asked]
+    wanted = np.array([among.get(text, -1) for text in asked], np.int64)
+    for likely in (None, wanted, wanted + 1, np.arange(len(asked)) % max(len(table), 1)):
+        likely = None if likely is None or not len(table) else np.maximum(likely, 0)
+        found = table.find_many(data, offsets[:-1], np.diff(offsets), likely)
+        assert found.tolist() == wanted.tolist(), "whatever is likely"
 
 
 @given(st.lists(any_text, max_size=30), st.lists(any_text, max_size=10), st.randoms())
@@ -78,6 +81,12 @@ def test_many_long_pieces_that_begin_alike() -> None:
     pieces += ["Ġ" * length for length in range(1, 200)] + ["=" * 200 + end for end in "abc"]
     among = {piece: token for token, piece in enumerate(pieces)}
     check_finds(packed(pieces), among, [*among, "Ġ" * 300, "=" * 200, "=" * 200 + "d"])
+
+
+def test_pieces_around_eight_bytes() -> None:
+    """Which are compared at a time."""
+    pieces = [end * length + other for length in range(36) for end in "aĠ" for other in "ab"]
+    check_finds(packed(pieces), {piece: token for token, piece in enumerate(pieces)}, pieces)
 
 
 # -- merges ----------------------------------------------------------------------------------------
@@ -112,6 +121,30 @@ def test_merges(rng: random.Random, count: int, open_: int) -> None:
             patch.setattr(tables, "_BLOCK", rng.choice([1, 2, 5, 30]))
             patch.setattr(tables, "_OPEN", open_)
             assert ours.merge(ids) == [token.id for token in expected]
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_pieces_in_the_order_of_merges_are_not_searched(
+    twice: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless a piece is there twice: then the last counts."""
+    whole = [first + second for first in LETTERS for second in LETTERS]
+    words = packed([*LETTERS, *whole, *whole[5:6] * twice])
+    searched: list[int] = []
+    look = PieceTable._hash
+
+    def counted(self: PieceTable, data: Any, starts: Any, lengths: Any) -> Any:
+        searched.append(len(starts))
+        return look(self, data, starts, lengths)
+
+    monkeypatch.setattr(PieceTable, "_hash", counted)
+    monkeypatch.setattr(tables, "_AT_ONCE", 2)
+    merges = MergeTable(words, PackedStrings.of([f"{a} {b}" for a in LETTERS for b in LETTERS]))
+    count = len(whole)
+    assert sum(searched) == 2 * count + (count if twice else 2)
+    ids = [words.find(first + second) for first in LETTERS for second in LETTERS]
+    pairs = [[a, b] for a in range(len(LETTERS)) for b in range(len(LETTERS))]
+    assert [merges.merge(pair) for pair in pairs] == [[token] for token in ids]
 
 
 @pytest.mark.parametrize("letters", ["a", "ab", LETTERS])
