@@ -422,15 +422,11 @@ class _EagerPass:
 
     def host_slots(self, rows: Array) -> Array:
         """The array for the host's results."""
-        if self._experts.host is self._experts.gpu.ops:
-            return self.slots_array
         return self._experts.host.expert_slots(rows, self.routing)
 
     def deliver(self, slots: Array, filled: Mask) -> None:
         """Copy the host's ``filled`` slots to the GPU."""
         gpu = self._experts.gpu
-        if slots is self.slots_array:
-            return
         index = filled.nonzero()[0]
         rows = gpu.to_gpu(cast(Array, cast(Floats, slots)[index]))
         with gpu.ops.scope():

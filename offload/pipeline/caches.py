@@ -1,6 +1,6 @@
 """KV caches of a pipeline: each layer's is on the device that computes its attention.
 
-With a GPU that has its own memory and ``Ops``, a sequence's keys and values are on two devices.
+With layers on a GPU, a sequence's keys and values are on two devices.
 """
 
 from __future__ import annotations
@@ -68,12 +68,6 @@ class SplitCache:
     def gpu_nbytes(self) -> int:
         """Bytes on the GPU."""
         return self.on(self._gpu_ops).nbytes
-
-    def grown_nbytes(self, rows: int, *, on_gpu: bool) -> int:
-        """The most bytes in RAM, or on the GPU, after ``rows`` more rows."""
-        ops = self._gpu_ops if on_gpu else self._host_ops
-        specs = self._gpu_specs if on_gpu else self._host_specs
-        return ops.kv_nbytes(specs, _grown_length(self.on(ops), rows))
 
     @property
     def mix(self) -> Mix:
@@ -166,7 +160,9 @@ class SplitCache:
 
 
 class Caches:
-    """All caches in use; ``memories`` and ``on_gpu`` are as for ``SplitCache``."""
+    """All caches in use; ``memories`` and ``on_gpu`` are as for ``SplitCache``. ``gpu`` may be None
+    if no layer's cache is on one.
+    """
 
     def __init__(
         self,
@@ -175,17 +171,17 @@ class Caches:
         gpu: Ops | None,
         on_gpu: frozenset[int],
     ) -> None:
-        self._memories = memories
-        self._specs = _specs(memories, range(len(memories)))
-        self._host, self._gpu, self._on_gpu = host, gpu, on_gpu
+        self._memories, self._on_gpu = memories, on_gpu
+        self._host, self._gpu = host, gpu if on_gpu else None
         self._host_specs = _specs(memories, range(len(memories)), without=on_gpu)
+        self._gpu_specs = _specs(memories, sorted(on_gpu))
         self._live: WeakSet[KVCache] = WeakSet()
 
     def make(self, capacity: int) -> KVCache:
         """An empty cache for one sequence."""
         cache: KVCache
-        if self._gpu is None or self._gpu is self._host or not self._on_gpu:
-            cache = self._host.kv_cache(self._specs, capacity)
+        if self._gpu is None:
+            cache = self._host.kv_cache(self._host_specs, capacity)
         else:
             cache = SplitCache(self._host, self._gpu, self._memories, self._on_gpu, capacity)
         self._live.add(cache)
@@ -194,64 +190,25 @@ class Caches:
     @property
     def nbytes(self) -> int:
         """Bytes of RAM that all caches take now."""
-        return sum(map(self._in_ram, self._live))
+        return sum(cache.nbytes for cache in self._live)
 
     @property
     def gpu_nbytes(self) -> int:
         """Bytes of GPU memory that all caches take now."""
-        return sum(map(self._on_the_gpu, self._live))
+        return sum(cache.gpu_nbytes for cache in self._live if isinstance(cache, SplitCache))
 
     @property
     def gpu_step(self) -> int:
         """The approximate bytes of GPU memory by which a sequence's cache grows at a time."""
-        if not self._on_gpu:
-            return 0
-        if self._gpu is None or self._gpu is self._host:
-            return self._host.kv_nbytes(self._specs, 1) - self._host.kv_nbytes(self._host_specs, 1)
-        return self._gpu.kv_nbytes(_specs(self._memories, sorted(self._on_gpu)), 1)
+        return 0 if self._gpu is None else self._gpu.kv_nbytes(self._gpu_specs, 1)
 
     def gpu_growth(self, batch: Batch) -> int:
         """The most bytes of GPU memory that a pass may add."""
-        return sum(
-            max(0, self._grown_on_gpu(span.cache, span.rows) - self._on_the_gpu(span.cache))
-            for span in batch.spans
-        )
+        return 0 if self._gpu is None else _growth(batch, self._gpu, self._gpu_specs)
 
     def growth(self, batch: Batch) -> int:
         """The most bytes of RAM that a pass may add."""
-        return sum(
-            max(0, self._grown(span.cache, span.rows) - self._in_ram(span.cache))
-            for span in batch.spans
-        )
-
-    def _grown(self, cache: KVCache, rows: int) -> int:
-        if isinstance(cache, SplitCache):
-            return cache.grown_nbytes(rows, on_gpu=False)
-        if self._host.kv_nbytes(self._host_specs, cache.length + rows) <= self._in_ram(cache):
-            return 0  # there is enough room
-        return self._host.kv_nbytes(self._host_specs, _grown_length(cache, rows))
-
-    def _grown_on_gpu(self, cache: KVCache, rows: int) -> int:
-        if isinstance(cache, SplitCache):
-            return cache.grown_nbytes(rows, on_gpu=True)
-        if not self._on_gpu or cache.length + rows <= 0:
-            return 0
-        length = _grown_length(cache, rows)
-        total, in_ram = (self._host.kv_nbytes(s, length) for s in (self._specs, self._host_specs))
-        return total - in_ram
-
-    def _on_the_gpu(self, cache: KVCache) -> int:
-        """Bytes of a cache on the GPU; without ``Ops`` there, those that attention reads."""
-        if isinstance(cache, SplitCache):
-            return cache.gpu_nbytes
-        return cache.nbytes - self._in_ram(cache)
-
-    def _in_ram(self, cache: KVCache) -> int:
-        """Bytes of a cache in RAM, without layers whose attention the GPU computes."""
-        if isinstance(cache, SplitCache) or len(self._host_specs) == len(self._specs):
-            return cache.nbytes
-        in_ram, all_layers = (self._host.kv_nbytes(s, 1) for s in (self._host_specs, self._specs))
-        return cache.nbytes * in_ram // all_layers
+        return _growth(batch, self._host, self._host_specs)
 
 
 def _specs(
@@ -263,11 +220,16 @@ def _specs(
     return [spec for layer in layers if layer not in without for spec in memories[layer]]
 
 
-def _grown_length(cache: KVCache, rows: int) -> int:
-    """The most tokens that a cache has room for after a pass of ``rows``."""
-    if getattr(cache, "grows_in_place", False):
-        return cache.length + rows
-    return min(cache.capacity, (cache.length + rows) * 3 // 2)
+def _growth(batch: Batch, ops: Ops, specs: Sequence[LayerSpec]) -> int:
+    """The most bytes that a pass may add to the caches of ``ops``, which keep ``specs``."""
+    grown = 0
+    for span in split_batch(batch, ops).spans:
+        cache, length = span.cache, span.cache.length + span.rows
+        if ops.kv_nbytes(specs, length) > cache.nbytes:
+            if not getattr(cache, "grows_in_place", False):
+                length = min(cache.capacity, length * 3 // 2)
+            grown += max(0, ops.kv_nbytes(specs, length) - cache.nbytes)
+    return grown
 
 
 def split_batch(batch: Batch, ops: Ops) -> Batch:

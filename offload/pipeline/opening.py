@@ -291,7 +291,7 @@ class _Opening:
         """A stage for every unit of the layers, in order."""
         setup, config, placement = self.setup, self.setup.config, self.setup.placement
         attention, mlps = setup.layers("attention"), setup.layers("mlp")
-        places = self._cache_places(cpu, gpu)
+        places = self._cache_places()
         for layer in range(config.layers):
             if (unit := attention.get(layer)) is not None:
                 source, lane = config.cache_of(layer), self._lane(unit, cpu, gpu)
@@ -355,15 +355,13 @@ class _Opening:
         assert gpu is not None, "a placement on a GPU needs one"
         return gpu
 
-    def _cache_places(self, cpu: Lane, gpu: Lane | None) -> dict[int, tuple[int, ...]]:
-        """Each layer's indices in its lane's cache; lanes share a cache or have one each."""
-        config, all_layers = self.setup.config, frozenset(range(self.setup.config.layers))
-        split = gpu is not None and gpu.ops is not cpu.ops
-        places: dict[int, tuple[int, ...]] = {}
-        for group in (self.on_gpu, all_layers - self.on_gpu) if split else (all_layers,):
-            layers = sorted(group)
-            numbers = memory_places(config.memory_of(layer) for layer in layers)
-            places |= zip(layers, numbers, strict=True)
+    def _cache_places(self) -> dict[int, tuple[int, ...]]:
+        """Each layer's indices in the cache of its lane."""
+        config, places = self.setup.config, dict[int, tuple[int, ...]]()
+        for layers in (self.on_gpu, frozenset(range(config.layers)) - self.on_gpu):
+            ordered = sorted(layers)
+            numbers = memory_places(config.memory_of(layer) for layer in ordered)
+            places |= zip(ordered, numbers, strict=True)
         return places
 
     # -- weights ---------------------------------------------------------------------------------

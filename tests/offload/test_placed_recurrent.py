@@ -13,6 +13,7 @@ from localrt.common.errors import CancelledError
 from localrt.offload.experts.policy import ExpertCosts
 from localrt.offload.kv.tier import KvTier
 from localrt.offload.placement import Where
+from localrt.offload.shapes import shape_from_checkpoint
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.hybrid_cache import split_layers
 from localrt.quant.ops.protocol import Batch
@@ -57,6 +58,7 @@ def test_cancelled_pass(model: Model) -> None:
     np.testing.assert_array_equal(extend(model.resident, cache, tokens(3, seed=1)), want)
 
 
+@pytest.mark.parametrize("model", [n for n in NAMES if n != "qwen4-exp"], indirect=True)
 def test_on_gpu(model: Model) -> None:
     """With the first layer's state in RAM, the others on the GPU."""
     names = [unit.name for unit in model.store.manifest.units]
@@ -68,6 +70,12 @@ def test_on_gpu(model: Model) -> None:
         for part in (tokens(20), [1], tokens(2, seed=3), [5]):
             want = extend(model.resident, here, part)
             np.testing.assert_array_equal(extend(placed, there, part), want)
+
+
+@pytest.mark.parametrize("model", ["qwen4-exp"], indirect=True)
+def test_not_on_gpu(model: Model) -> None:
+    """Our kernels there lack its index and n-grams: it is planned for the CPU alone."""
+    assert shape_from_checkpoint(model.store).off_gpu
 
 
 def test_kv_on_ssd(model: Model, tmp_path: Path) -> None:

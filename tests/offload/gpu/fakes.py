@@ -9,9 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 from localrt.offload.device.gpu import Clock, Event, Gpu
+from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.formats.packed import Bytes
 from localrt.quant.ops.arrays import Array, aligned_buffer
 from localrt.quant.ops.protocol import Ops
+
+
+def same_kernels(ops: NativeOps) -> NativeOps:
+    """The kernels of ``ops`` once more: a GPU keeps caches of its own."""
+    return NativeOps(threads=1, kv_format=ops.kv_format)
 
 
 class FakeGpu(Gpu):

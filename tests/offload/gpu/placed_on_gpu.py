@@ -18,7 +18,7 @@ from localrt.offload.device.gpu import Clock, Gpu
 from localrt.offload.experts.hybrid import HybridExperts
 from localrt.offload.experts.policy import ExpertCosts
 from localrt.offload.placement import Placement, Where
-from tests.offload.gpu.fakes import FakeGpu
+from tests.offload.gpu.fakes import FakeGpu, same_kernels
 from tests.offload.placed import MODE, PLENTY, Model, open_decoder, passing
 
 COSTS = ExpertCosts(cpu=4e-5, gpu=1.1e-5, fetch=5e-5)
@@ -89,7 +89,9 @@ def on_gpu(
     there, default one with the CPU's kernels.
     """
     clock = Clock(keep=100_000)
-    gpu = FakeGpu(clock, model.ops, capacity=capacity) if make is None else make(clock)
+    gpu = (
+        FakeGpu(clock, same_kernels(model.ops), capacity=capacity) if make is None else make(clock)
+    )
     settings: dict[str, Any] = {"mode": MODE, "budget": PLENTY, "stall_s": 30.0, **options}
     decoder = open_decoder(
         model.store,

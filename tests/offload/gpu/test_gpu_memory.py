@@ -23,7 +23,7 @@ from localrt.offload.placement import Where
 from localrt.offload.shapes import PassSizes
 from localrt.quant.cpu.ops import NativeOps
 from tests.models.tiny import tokens
-from tests.offload.gpu.fakes import FakeGpu
+from tests.offload.gpu.fakes import FakeGpu, same_kernels
 from tests.offload.gpu.placed_on_gpu import (
     COSTS,
     all_in_ram,
@@ -159,7 +159,7 @@ def test_placement_beyond_capacity(model: Model) -> None:
     before = pipeline_threads()
     for capacity, fits in ((size + placement.vram_ring, True), (size, False), (1, False)):
         clock = Clock()
-        gpu = FakeGpu(clock, model.ops, capacity=capacity)
+        gpu = FakeGpu(clock, same_kernels(model.ops), capacity=capacity)
         options = {"mode": MODE, "budget": PLENTY, "gpu": gpu, "clock": clock}
         if fits:
             decoder = open_decoder(model.store, model.ops, model.config, placement, **options)
@@ -343,7 +343,7 @@ def test_retry_without_memory(model: Model, times: int, monkeypatch: pytest.Monk
         gpu = gpu_of(decoder)
         cache, twin = decoder.cache(40), model.resident.cache(40)
         expected = extend(model.resident, twin, [1, 2])
-        scope, left, used = model.ops.scope, 3, gpu.used
+        scope, left, used = gpu.ops.scope, 3, gpu.used
 
         def full() -> Any:
             nonlocal left
@@ -353,7 +353,7 @@ def test_retry_without_memory(model: Model, times: int, monkeypatch: pytest.Monk
                 raise MemoryBudgetError("the GPU has no memory left")
             return scope()
 
-        monkeypatch.setattr(model.ops, "scope", full)
+        monkeypatch.setattr(gpu.ops, "scope", full)
         if times == 2:
             with pytest.raises(MemoryBudgetError, match="no memory left"):
                 extend(decoder, cache, [1, 2])

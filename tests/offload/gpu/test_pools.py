@@ -14,7 +14,7 @@ from localrt.offload.placement import Where
 from localrt.quant.cuda.device import Ram
 from localrt.quant.cuda.memory import Block
 from tests.models.tiny import tokens
-from tests.offload.gpu.fakes import FakeGpu
+from tests.offload.gpu.fakes import FakeGpu, same_kernels
 from tests.offload.gpu.placed_on_gpu import gpu_of, on_gpu, place_on_gpu
 from tests.offload.gpu.test_gpu_memory import beside_weights
 from tests.offload.placed import Model, assert_same, extend, needs_kernels, passing
@@ -93,7 +93,7 @@ class Shared:
         pressure = MemoryPressure(lambda: self.memory.free_nbytes)
 
         def make(clock: Clock) -> Gpu:
-            return ScaledGpu(clock, model.ops, self.memory, capacity=self.capacity)
+            return ScaledGpu(clock, same_kernels(model.ops), self.memory, capacity=self.capacity)
 
         options: dict[str, Any] = {"make": make, "shortage": lambda: (0, pressure()[1] // SCALE)}
         self.decoder = stack.enter_context(on_gpu(model, where, placement=placement, **options))
