@@ -20,6 +20,7 @@ from localrt.offload.experts.memory import ExpertMemory
 from localrt.offload.pipeline.caches import Caches
 from localrt.offload.pipeline.eviction import choose_slabs, choose_units
 from localrt.offload.pipeline.lane import Lane, host_ring
+from localrt.offload.pipeline.setup import Setup
 from localrt.offload.pipeline.stage import Stage
 from localrt.offload.placement import Where
 from localrt.offload.ring import Ring
@@ -32,29 +33,23 @@ _STREAMED = {Where.RAM: Where.SSD, Where.LINK: Where.SSD_LINK, Where.VRAM: Where
 
 
 class Balance(WeightMemory):
-    """Keeps weights and ``caches`` within ``budget`` bytes of RAM. ``stages`` are in pass order.
+    """Keeps weights and ``caches`` within the budget of ``setup``. ``stages`` are in pass order.
 
-    ``ram_ring`` and ``vram_ring`` are the sizes of the rings, 0 for none: larger units cannot pass
-    through. The RAM ring, in chunks of ``chunk`` bytes, is enlarged if only larger units are left
-    to evict. ``fixed`` is the size of weights in RAM that are never evicted. ``shortage`` returns
-    the bytes of RAM and of GPU memory that other programs lack (negative: that they have freed).
+    Units that are larger than a ring cannot pass through it. The RAM ring is enlarged if only
+    larger units are left to evict. ``fixed`` is the size of weights in RAM that are never evicted.
     ``experts`` are the expert slots in RAM, ``gpu_experts`` those on the GPU. ``gpu_scratch``
     returns the bytes of GPU memory that kernels need besides weights and caches.
     """
 
     def __init__(
         self,
+        setup: Setup,
         stages: Sequence[Stage],
         cpu: Lane,
         gpu: Lane | None,
         caches: Caches,
         *,
-        budget: int,
-        ram_ring: int,
-        vram_ring: int,
-        chunk: int,
         fixed: int,
-        shortage: Callable[[], tuple[int, int]],
         experts: ExpertMemory | None,
         gpu_experts: HybridExperts | None,
         gpu_scratch: Callable[[], int],
@@ -62,11 +57,13 @@ class Balance(WeightMemory):
         self.streams = True
         self._stages = stages
         self._cpu, self._gpu_lane = cpu, gpu
-        self._ram_ring, self._vram_ring, self._chunk = ram_ring, vram_ring, chunk
-        self._budget = budget
+        self._ram_ring, self._vram_ring = setup.rings()
+        self._chunk = setup.mode.block
+        # The bytes of the ring that is used for expert slots are theirs.
+        self._budget = setup.budget + setup.placement.ram_ring - self._ram_ring
         self._caches = caches
         self._fixed = fixed
-        self._shortage = shortage
+        self._shortage = setup.shortage
         self._experts = experts
         self._gpu = None if gpu is None else gpu.gpu
         self._max_gpu_capacity = 0 if self._gpu is None else self._gpu.capacity

@@ -17,7 +17,7 @@ from typing import cast
 from localrt.common.forks import finalize
 from localrt.models.checkpoints.store.checkpoint import Verifier
 from localrt.models.checkpoints.store.manifest import StoredUnit
-from localrt.models.config import memory_places
+from localrt.models.config import Part, memory_places
 from localrt.models.decoder import load_attention, load_mlp, load_norm
 from localrt.models.layers.ngrams import NGRAM_TABLE
 from localrt.models.tensor_source import EMBEDDING
@@ -47,7 +47,7 @@ from localrt.offload.pipeline.stage import (
 )
 from localrt.offload.pipeline.streamed import StreamedWeights
 from localrt.offload.pipeline.tables import CACHE_BYTES, RowTable
-from localrt.offload.placement import Where, link_piece
+from localrt.offload.placement import Where
 from localrt.offload.reading.files import DiskSource, StoreFiles
 from localrt.offload.reading.queued import QueuedCopies
 from localrt.offload.reading.reader import UnitReader
@@ -98,51 +98,47 @@ class _Opening:
         resources.callback(self.stages.clear)  # cleared last, to break reference cycles
         self.tables: dict[str, Bytes] = {}
         self.on_gpu = setup.attention_on_gpu()
+        self.cpu = self._cpu_lane()
+        self.experts = self._experts()
+        self.gpu = self._gpu_lane()
+        self.runners = self._runners()
+        self.segments = JoinedParts(join_segments)
 
     def open(self) -> StreamedWeights:
         """Build the whole pipeline."""
-        setup, resources, config = self.setup, self.resources, self.setup.config
-        cpu = self._cpu_lane()
-        experts = self._experts(cpu)
-        gpu = self._gpu_lane(cpu)
-        runners = self._runners(gpu, experts)
+        setup, config, cpu, gpu = self.setup, self.setup.config, self.cpu, self.gpu
         if gpu is not None:
-            resources.callback(gpu.stop_copies)
-        segments, joined_head = JoinedParts(join_segments), JoinedParts(partial(join_head, config))
-        self._make_layers(cpu, gpu, segments, runners)
-        head = self._make_head(cpu, gpu, joined_head)
+            self.resources.callback(gpu.stop_copies)
+        joined_head = JoinedParts(partial(join_head, config))
+        self._make_layers()
+        head = self._make_head(joined_head)
         stages = list(self.stages.values())
-        self._load(gpu)
-        if experts is not None:
-            experts.fill()
-        ram_ring, vram_ring = setup.rings()
-        slots = setup.placement.ram_ring - ram_ring  # bytes of the ring used for expert slots
-        caches = Caches(config.memories, setup.ops, None if gpu is None else gpu.ops, self.on_gpu)
+        self._load()
+        if self.experts is not None:
+            self.experts.fill()
+        caches = Caches(config.memories, cpu.ops, None if gpu is None else gpu.ops, self.on_gpu)
         balance = Balance(
+            setup,
             stages,
             cpu,
             gpu,
             caches,
-            budget=setup.budget + slots,
-            ram_ring=ram_ring,
-            vram_ring=vram_ring,
-            chunk=setup.mode.block,
             fixed=sum(data.nbytes for data in self.tables.values()),
-            shortage=setup.shortage,
-            experts=experts,
-            gpu_experts=next((r for r in runners.values() if isinstance(r, HybridExperts)), None),
-            gpu_scratch=self._gpu_scratch(gpu),
+            experts=self.experts,
+            gpu_experts=next(
+                (r for r in self.runners.values() if isinstance(r, HybridExperts)), None
+            ),
+            gpu_scratch=self._gpu_scratch(),
         )
         balance.schedule()  # last, since it would slow the resident units' reads
         on_cpu = {stage.name: stage for stage in head if stage.lane is cpu}
         return StreamedWeights(
-            config,
-            placement=setup.placement,
+            setup,
             cpu=cpu,
             gpu=gpu,
             layers=[s for s in stages[: len(stages) - len(head)] if not isinstance(s, PieceStage)],
             head=head,
-            segments=segments,
+            segments=self.segments,
             joined_head=joined_head,
             caches=caches,
             embedding=self._table(EMBEDDING, on_cpu),
@@ -150,12 +146,10 @@ class _Opening:
                 (table, self._table(table.tensor, on_cpu)) for table in config.block.tables(config)
             ],
             memory=balance,
-            clock=setup.clock,
             before_pass=self.files.check_unchanged,
-            kv_tier=setup.kv_tier,
-            expert_memory=experts,
-            sparse=runners,
-            close=resources.close,
+            expert_memory=self.experts,
+            sparse=self.runners,
+            close=self.resources.close,
         )
 
     # -- lanes -----------------------------------------------------------------------------------
@@ -175,8 +169,8 @@ class _Opening:
         lane = Lane(setup.store, setup.ops, setup.clock, reader=reader)
         return self._with_norm(lane)
 
-    def _gpu_lane(self, cpu: Lane) -> Lane | None:
-        setup, gpu = self.setup, self.setup.gpu
+    def _gpu_lane(self) -> Lane | None:
+        setup, gpu, reader = self.setup, self.setup.gpu, self.cpu.reader
         if gpu is None:
             return None
         self.resources.callback(gpu.close)
@@ -191,8 +185,8 @@ class _Opening:
                 stage = stages.get(name)
                 return cast(Bytes, stage.memory) if stage and stage.ram_nbytes else None
 
-            assert cpu.reader is None or isinstance(cpu.reader, UnitReader), "it reads from the SSD"
-            copier = QueuedCopies(gpu, Ring(nbytes, COPY_BLOCK, memory), in_ram, cpu.reader)
+            assert reader is None or isinstance(reader, UnitReader), "it reads from the SSD"
+            copier = QueuedCopies(gpu, Ring(nbytes, COPY_BLOCK, memory), in_ram, reader)
         attends = bool(self.on_gpu)
         lane = Lane(setup.store, gpu.ops, setup.clock, reader=copier, gpu=gpu, attends=attends)
         return self._with_norm(lane)
@@ -224,7 +218,7 @@ class _Opening:
 
     # -- experts ---------------------------------------------------------------------------------
 
-    def _experts(self, cpu: Lane) -> ExpertMemory | None:
+    def _experts(self) -> ExpertMemory | None:
         """The experts' slots in RAM; None for a dense model."""
         setup, gpu = self.setup, self.setup.gpu
         if not setup.config.sparse:
@@ -232,7 +226,7 @@ class _Opening:
         in_ram = (u.nbytes for u in setup.dense() if setup.where(u) in (Where.RAM, Where.LINK))
         experts = open_experts(
             Mixture(setup.config, setup.units, setup.placement.where),
-            cpu,
+            self.cpu,
             DiskSource(self.files, setup.clock),
             setup.mode,
             self.verify,
@@ -247,10 +241,9 @@ class _Opening:
         self.resources.callback(experts.close)
         return experts
 
-    def _runners(
-        self, gpu: Lane | None, experts: ExpertMemory | None
-    ) -> dict[str, CpuExperts | HybridExperts]:
+    def _runners(self) -> dict[str, CpuExperts | HybridExperts]:
         """Make the runner of a mixture's layers for each lane."""
+        gpu, experts = self.gpu, self.experts
         if experts is None:
             return {}
         setup, placement = self.setup, self.setup.placement
@@ -281,79 +274,74 @@ class _Opening:
 
     # -- stages ----------------------------------------------------------------------------------
 
-    def _make_layers(
-        self,
-        cpu: Lane,
-        gpu: Lane | None,
-        segments: JoinedParts,
-        runners: Mapping[str, CpuExperts | HybridExperts],
-    ) -> None:
+    def _make_layers(self) -> None:
         """A stage for every unit of the layers, in order."""
         setup, config, placement = self.setup, self.setup.config, self.setup.placement
         attention, mlps = setup.layers("attention"), setup.layers("mlp")
         places = self._cache_places()
         for layer in range(config.layers):
             if (unit := attention.get(layer)) is not None:
-                source, lane = config.cache_of(layer), self._lane(unit, cpu, gpu)
+                source, lane = config.cache_of(layer), self._lane(unit)
                 shared = (source in self.on_gpu) is (layer in self.on_gpu)
                 assert shared, "layers with one cache attend on one processor"
                 load = partial(load_attention, config, layer, at=places[source])
-                moved = _layer_moved(lane, segments)
-                self.stages[unit.name] = Stage(unit, setup.where(unit), lane, load, moved)
+                self._add_stage(unit, lane, load)
             if (unit := mlps.get(layer)) is None:
                 continue
             if unit.name in placement.split:
-                assert gpu is not None, "it has a piece"
-                self._make_split(layer, unit, cpu, gpu, segments)
+                self._make_split(layer, unit)
                 continue
-            sparse, lane = config.mixture(layer) is not None, self._lane(unit, cpu, gpu)
-            experts = runners[lane.resource] if sparse else None
+            sparse, lane = config.mixture(layer) is not None, self._lane(unit)
+            experts = self.runners[lane.resource] if sparse else None
             load = partial(load_mlp, config, layer, experts=experts)
             if unit.name in placement.crossing:
-                assert gpu is not None, "what crosses goes to one"
+                assert self.gpu is not None, "what crosses goes to one"
                 assert not sparse, "of a mixture experts cross"
                 self.stages[unit.name] = CrossingStage(
-                    unit, setup.where(unit), lane, load, gpu=gpu, rows=placement.gpu_rows
+                    unit, setup.where(unit), lane, load, gpu=self.gpu, rows=placement.gpu_rows
                 )
             else:
-                moved = _layer_moved(lane, segments)
-                stage = Stage(unit, setup.where(unit), lane, load, moved, experts=experts)
-                self.stages[unit.name] = stage
+                self._add_stage(unit, lane, load, experts)
 
-    def _make_split(
-        self, layer: int, unit: StoredUnit, cpu: Lane, gpu: Lane, segments: JoinedParts
+    def _add_stage(
+        self,
+        unit: StoredUnit,
+        lane: Lane,
+        load: Callable[..., Part],
+        experts: CpuExperts | HybridExperts | None = None,
     ) -> None:
+        where, moved = self.setup.where(unit), self._layer_moved(lane)
+        self.stages[unit.name] = Stage(unit, where, lane, load, moved, experts=experts)
+
+    def _layer_moved(self, lane: Lane) -> Callable[[], None]:
+        """The callback for when a layer's unit moves; nothing is to do if nothing is recorded."""
+        return (lambda: None) if lane.recorder is None else self.segments.stage_moved
+
+    def _make_split(self, layer: int, unit: StoredUnit) -> None:
         """Stages for the pieces of an MLP; one of them computes the whole MLP."""
-        config, placement = self.setup.config, self.setup.placement
+        config, placement, gpu = self.setup.config, self.setup.placement, self.gpu
+        assert gpu is not None, "it has a piece"
         pieces = split_unit(config, layer, unit, placement.split[unit.name])
-        host = HostPiece(pieces[-1], cpu, gpu, config, layer, self.setup.clock)
+        host = HostPiece(pieces[-1], self.cpu, gpu, config, layer, self.setup.clock)
         rows = placement.gpu_rows if host.name in placement.crossing else 0
-        resident = placement.where.get(link_piece(unit.name)) is Where.VRAM
-        moved = _layer_moved(gpu, segments)
-        stage = SplitStage(pieces, gpu, host, rows, moved, resident=resident)
+        stage = SplitStage(pieces, gpu, host, rows, self._layer_moved(gpu))
         self.stages |= {each.name: each for each in stage.stages}
 
-    def _make_head(self, cpu: Lane, gpu: Lane | None, joined: JoinedParts) -> list[Stage]:
+    def _make_head(self, joined: JoinedParts) -> list[Stage]:
         """A stage for every slice of the head."""
-        setup = self.setup
+        config, where, moved = self.setup.config, self.setup.where, joined.stage_moved
         head = [
-            head_stage(
-                setup.config,
-                unit,
-                setup.where(unit),
-                self._lane(unit, cpu, gpu),
-                joined.stage_moved,
-            )
-            for unit in setup.head()
+            head_stage(config, unit, where(unit), self._lane(unit), moved)
+            for unit in self.setup.head()
         ]
         self.stages |= {stage.name: stage for stage in head}
         return head
 
-    def _lane(self, unit: StoredUnit, cpu: Lane, gpu: Lane | None) -> Lane:
+    def _lane(self, unit: StoredUnit) -> Lane:
         if not self.setup.where(unit).on_gpu:
-            return cpu
-        assert gpu is not None, "a placement on a GPU needs one"
-        return gpu
+            return self.cpu
+        assert self.gpu is not None, "a placement on a GPU needs one"
+        return self.gpu
 
     def _cache_places(self) -> dict[int, tuple[int, ...]]:
         """Each layer's indices in the cache of its lane."""
@@ -366,9 +354,9 @@ class _Opening:
 
     # -- weights ---------------------------------------------------------------------------------
 
-    def _load(self, gpu: Lane | None) -> None:
+    def _load(self) -> None:
         """Read every resident unit to its place."""
-        setup, stages = self.setup, list(self.stages.values())
+        setup = self.setup
         slabs = {} if setup.gpu is None else self._slabs(setup.gpu)
 
         def put(stage: Stage, data: Bytes) -> None:
@@ -403,7 +391,7 @@ class _Opening:
             ThreadPoolExecutor(setup.mode.threads, thread_name_prefix="localrt-load") as pool,
             ThreadPoolExecutor(_VERIFIED, thread_name_prefix="localrt-verify") as verifiers,
         ):
-            for stage in stages:
+            for stage in self.stages.values():
                 if isinstance(stage, PieceStage):
                     continue  # loaded with its ``SplitStage``
                 if not stage.where.read:
@@ -455,9 +443,9 @@ class _Opening:
             slabs |= dict.fromkeys(names, slab)
         return slabs
 
-    def _gpu_scratch(self, gpu: Lane | None) -> Callable[[], int]:
+    def _gpu_scratch(self) -> Callable[[], int]:
         """Return a function that returns the bytes of GPU memory that kernels need."""
-        placement = self.setup.placement
+        placement, gpu = self.setup.placement, self.gpu
         if not (placement.gpu_rows or placement.uses_gpu):
             return lambda: 0
         recorder = None if gpu is None else gpu.recorder
@@ -486,8 +474,3 @@ class _Opening:
         )
         self.resources.callback(table.close)
         return table
-
-
-def _layer_moved(lane: Lane, segments: JoinedParts) -> Callable[[], None]:
-    """The callback for when a layer's unit moves; it does nothing if ``lane`` records nothing."""
-    return (lambda: None) if lane.recorder is None else segments.stage_moved

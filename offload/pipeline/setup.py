@@ -26,12 +26,12 @@ class Setup:
 
     ``ops`` computes on the CPU, ``gpu`` computes units placed on it; ``clock`` times both.
     ``expert_costs`` are needed where a GPU computes a mixture. ``budget`` bounds the RAM of
-    resident units and KV caches together, in bytes; before each pass ``shortage`` returns bytes of
-    RAM and of GPU memory to free. ``kv_tier`` has the cache layers that are on the SSD. ``mode``
-    says how to read the store, ``files`` replaces the store's files, ``stall_s`` is how many
-    seconds a disk may take to answer. With ``verify`` each unit's SHA-256 is checked once; see
-    ``Verifier`` for ``mend``. ``on_bytes`` is called with the size of each piece read at loading,
-    and may raise.
+    resident units and KV caches together, in bytes; before each pass ``shortage`` returns the bytes
+    of RAM and of GPU memory that other programs lack (negative: that they have freed). ``kv_tier``
+    has the cache layers that are on the SSD. ``mode`` says how to read the store, ``files``
+    replaces the store's files, ``stall_s`` is how many seconds a disk may take to answer. With
+    ``verify`` each unit's SHA-256 is checked once; see ``Verifier`` for ``mend``. ``on_bytes`` is
+    called with the size of each piece read at loading, and may raise.
     """
 
     store: StoreCheckpoint

@@ -206,7 +206,7 @@ class HostPiece(PieceStage):
 
 class SplitStage(Stage):
     """Computes the whole MLP with all pieces. Its unit is the link piece, copied in each pass
-    unless ``resident`` on the GPU, or the GPU's piece if there is no link piece.
+    or the GPU's piece if there is no link piece.
 
     In passes of ``crossing`` rows or more (0: in none) the CPU's piece is copied to the GPU too.
     """
@@ -220,8 +220,6 @@ class SplitStage(Stage):
         host: HostPiece,
         crossing: int,
         moved: Callable[[], None],
-        *,
-        resident: bool = False,
     ) -> None:
         gpu_piece, link, _ = pieces
         has_link = link.rows[0] > 0
@@ -232,7 +230,7 @@ class SplitStage(Stage):
         gpu_stage = PieceStage(gpu_piece, Where.VRAM, gpu, host.config, host.layer)
         self.gpu_pieces = [gpu_stage] if has_link else []
         self._mlp = partial(GatedMlp, host.config, host.layer, rows=self.piece.rows)
-        where = Where.LINK if has_link and not resident else Where.VRAM
+        where = Where.LINK if has_link else Where.VRAM
         super().__init__(self.piece.unit, where, gpu, self._part, moved)
         self._passing = PassingParts()
         host.copied = self.unit if where.copied else None

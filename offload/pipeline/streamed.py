@@ -15,22 +15,21 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from localrt.models.config import DecoderConfig, Part, Table
+from localrt.models.config import Part, Table
 from localrt.models.layers.inputs import InputTable
 from localrt.models.layers.ngrams import HashedTable
 from localrt.models.layers.parts import PassState
 from localrt.models.weight_store import PipelineCounts, Task, WeightStore
 from localrt.offload.account import pass_logits_nbytes
-from localrt.offload.device.gpu import Clock
 from localrt.offload.experts.hybrid import HybridExperts
 from localrt.offload.experts.memory import CpuExperts, ExpertMemory
-from localrt.offload.kv.tier import KvTier
 from localrt.offload.pipeline.balance import Balance
 from localrt.offload.pipeline.caches import Caches
 from localrt.offload.pipeline.lane import Lane, StreamedState
+from localrt.offload.pipeline.setup import Setup
 from localrt.offload.pipeline.stage import JoinedParts, Stage
 from localrt.offload.pipeline.tables import RowTable
-from localrt.offload.placement import Placement, Where
+from localrt.offload.placement import Where
 from localrt.offload.reading.reader import UnitReader
 from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.protocol import Batch, Check, Ops
@@ -40,15 +39,14 @@ class StreamedWeights(WeightStore):
     """See ``WeightStore``; created by ``opening.py``. Units are evicted as caches outgrow the
     budget.
 
-    ``placement`` is the one at loading. ``sparse`` holds the runners of sparse layers, by lane.
+    ``sparse`` holds the runners of sparse layers, by lane.
     ``before_pass`` raises if a file has changed, ``close`` frees everything.
     """
 
     def __init__(
         self,
-        config: DecoderConfig,
+        setup: Setup,
         *,
-        placement: Placement,
         cpu: Lane,
         gpu: Lane | None,
         layers: Sequence[Stage],
@@ -59,27 +57,25 @@ class StreamedWeights(WeightStore):
         embedding: RowTable,
         tables: Sequence[tuple[Table, RowTable]],
         memory: Balance,
-        clock: Clock,
         before_pass: Callable[[], None],
-        kv_tier: KvTier | None,
         expert_memory: ExpertMemory | None,
         sparse: Mapping[str, CpuExperts | HybridExperts],
         close: Callable[[], None],
     ) -> None:
-        self.config = config
+        self.config = config = setup.config
         self.ops, self.norm = cpu.ops, cpu.norm
         self.cpu, self.gpu, self.embedding = cpu, gpu, embedding
         self.memory: Balance = memory
         self.stages = [*layers, *head]
         self.sparse, self.experts = sparse, list(sparse.values())
-        self._placement, self._caches, self._clock = placement, caches, clock
+        self._placement, self._clock, self._kv_tier = setup.placement, setup.clock, setup.kv_tier
+        self._caches = caches
         self._layers, self._head = layers, head
         self._segments, self._joined_head = segments, joined_head
         self._before_pass, self._close = before_pass, close
         grams = next((rows for table, rows in tables if isinstance(table, HashedTable)), None)
         reader = cpu.reader if isinstance(cpu.reader, UnitReader) else None
         self._reading = [source for source in (reader, expert_memory, grams) if source is not None]
-        self._kv_tier = kv_tier
         self._embed: list[Part] = [partial(_embed, embedding, cpu, config.embedding_scale)]
         for table, rows in tables:
             if isinstance(table, InputTable):
