@@ -33,19 +33,23 @@ class Chunk:
 
 
 @dataclass(slots=True)
-class Lease:
-    """A unit's place in the ring: ``nbytes`` at ``offset``. ``waiting`` are the chunks not begun
-    yet.
-    """
+class Place:
+    """``nbytes`` at ``offset`` of a ring."""
 
     offset: int
     nbytes: int
-    waiting: deque[Chunk] = field(default_factory=deque)
-    released: bool = False
 
     def overlaps(self, start: int, stop: int) -> bool:
         """Whether it covers any byte from ``start`` to ``stop``."""
         return self.offset < stop and start < self.offset + self.nbytes
+
+
+@dataclass(slots=True)
+class Lease(Place):
+    """A unit's place in the ring. ``waiting`` are the chunks not begun yet."""
+
+    waiting: deque[Chunk] = field(default_factory=deque)
+    released: bool = False
 
 
 class Ring(Generic[MemoryT]):
@@ -91,7 +95,8 @@ class Ring(Generic[MemoryT]):
             raise ValueError(f"a unit of {nbytes} bytes does not fit a ring of {self.nbytes}")
         if not self._live:
             self._next = 0
-        offset, first = place(nbytes, self.nbytes, at=self._next, newest=self._newest, fixed=at)
+        units = [unit for unit in self._live if not unit.released]
+        offset, first = place(nbytes, self.nbytes, units, at=self._next, fixed=at)
         lease = Lease(offset, nbytes, deque(chunks(nbytes, self._chunk, first=first)))
         if not lease.waiting or not self._is_free(lease, lease.waiting[0]):
             return None
@@ -141,17 +146,6 @@ class Ring(Generic[MemoryT]):
                 events.append((max(low, stop), high, before))
         self._events = [*events, (start, stop, event)]
 
-    def _newest(self, start: int, stop: int) -> int:
-        """The rank by age of the newest lease that covers bytes from ``start`` to ``stop``."""
-        return max(
-            (
-                count
-                for count, lease in enumerate(self._live, 1)
-                if not lease.released and lease.overlaps(start, stop)
-            ),
-            default=0,
-        )
-
     def _is_free(self, lease: Lease, chunk: Chunk) -> bool:
         """Whether no older lease covers the bytes of ``chunk``."""
         start = lease.offset + chunk.start
@@ -163,14 +157,23 @@ class Ring(Generic[MemoryT]):
         return True
 
 
-def place(
-    nbytes: int, ring: int, *, at: int, newest: Callable[[int, int], int], fixed: int | None = None
-) -> tuple[int, int]:
-    """Choose a unit's place in a ring of ``ring`` bytes whose free bytes begin ``at``, unless it is
-    ``fixed``.
+def newest(units: Sequence[Place], start: int, stop: int) -> int:
+    """How many of ``units``, oldest first, there are up to the newest that covers any byte from
+    ``start`` to ``stop``; 0 if none does.
+    """
+    for count in range(len(units), 0, -1):
+        if units[count - 1].overlaps(start, stop):
+            return count
+    return 0
 
-    Returns its offset, and which of its bytes to read first. ``newest`` (start, stop) is the rank,
-    oldest first, of the newest unit that covers these bytes.
+
+def place(
+    nbytes: int, ring: int, units: Sequence[Place], *, at: int, fixed: int | None = None
+) -> tuple[int, int]:
+    """Choose a unit's place in a ring of ``ring`` bytes that holds ``units``, oldest first, and
+    whose free bytes begin ``at``, unless it is ``fixed``.
+
+    Returns its offset, and which of its bytes to read first.
     """
     if fixed is not None:
         return fixed, at - fixed if fixed < at < fixed + nbytes else 0
@@ -179,7 +182,7 @@ def place(
         return at, 0
     # It does not fit there. Choose what is free sooner: the beginning, if its units are older,
     # or the end, where the bytes that are free already are filled at once.
-    if newest(0, nbytes) < newest(end, ring):
+    if newest(units, 0, nbytes) < newest(units, end, ring):
         return 0, 0
     return end, at - end
 
@@ -188,21 +191,13 @@ def fixed_places(sizes: Sequence[int], ring: int) -> list[int]:
     """The offsets of units in a ring of ``ring`` bytes that each round begins at 0, placed one
     after another as if none were released meanwhile.
     """
-    places: list[int] = []
+    units: list[Place] = []
     at = 0
-
-    def newest(start: int, stop: int) -> int:
-        """The rank of the latest unit that covers these bytes."""
-        for rank in range(len(places), 0, -1):
-            if places[rank - 1] < stop and start < places[rank - 1] + sizes[rank - 1]:
-                return rank
-        return 0
-
     for nbytes in sizes:
-        offset, _ = place(nbytes, ring, at=at, newest=newest)
-        places.append(offset)
+        offset, _ = place(nbytes, ring, units, at=at)
+        units.append(Place(offset, nbytes))
         at = offset + nbytes if offset + nbytes < ring else 0
-    return places
+    return [unit.offset for unit in units]
 
 
 def chunks(nbytes: int, size: int, *, first: int) -> list[Chunk]:

@@ -17,23 +17,17 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from localrt.offload.placement import PlacedUnit, Placement, Where
-from localrt.offload.ring import COPY_BLOCK, Chunk, chunks, fixed_places, place
+from localrt.offload.ring import COPY_BLOCK, Chunk, Place, chunks, fixed_places, newest, place
 from localrt.planning.costs import Costs
 
 
 @dataclass(slots=True)
-class Slot:
+class Slot(Place):
     """A unit's slot in a ring; ``release`` is the time when it is freed, known once the unit has
     been used.
     """
 
-    offset: int
-    nbytes: int
     release: float = float("inf")
-
-    def overlaps(self, start: int, stop: int) -> bool:
-        """Whether the slot has any byte from ``start`` to ``stop``."""
-        return self.offset < stop and start < self.offset + self.nbytes
 
 
 class RingModel:
@@ -86,20 +80,13 @@ class RingModel:
             raise ValueError(f"a unit of {nbytes} bytes does not fit a ring of {self.nbytes}")
         if not self._live:
             self._next = 0
-        offset, first = place(nbytes, self.nbytes, at=self._next, newest=self._newest, fixed=at)
+        offset, first = place(nbytes, self.nbytes, self._live, at=self._next, fixed=at)
         slot = Slot(offset, nbytes)
-        if not self._newest(offset, offset + nbytes):
+        if not newest(self._live, offset, offset + nbytes):
             return slot, [Chunk(0, nbytes)]
         if (nbytes, first) not in self._cut:
             self._cut[nbytes, first] = chunks(nbytes, self._chunk, first=first)
         return slot, self._cut[nbytes, first]
-
-    def _newest(self, start: int, stop: int) -> int:
-        """Count the slots up to the newest one that overlaps ``start`` to ``stop``."""
-        for count in range(len(self._live), 0, -1):
-            if self._live[count - 1].overlaps(start, stop):
-                return count
-        return 0
 
     def _ready(self, slot: Slot, chunk: Chunk) -> float:
         """Return the time when the bytes of a chunk are free."""

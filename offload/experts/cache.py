@@ -251,15 +251,7 @@ class ExpertCache(Generic[MemoryT]):
         """
         value = np.where(self._resident[layer], -np.inf, self.policy.value[layer])
         best = int(value.argmax())
-        worth = float(value[best])
-        if worth == -np.inf:
-            return None
-        if len(self._slots) < self.capacity:
-            return best
-        if worth <= gain:  # checked first, since finding the victim takes longer
-            return None
-        least = max(0.0, self.least)
-        return best if worth > max(_MARGIN * least, least + gain) else None
+        return best if self._pays(float(value[best]), gain) else None
 
     def candidates(self, most: int, gain: float = 0.0) -> Iterator[Key]:
         """Up to ``most`` absent experts of all layers, by value, as ``candidate`` would give them.
@@ -270,14 +262,18 @@ class ExpertCache(Generic[MemoryT]):
         most = min(most, value.size)
         best = np.argpartition(value, value.size - most)[value.size - most :]
         for key in best[np.argsort(-value[best], kind="stable")].tolist():
-            worth = float(value[key])
-            full = len(self._slots) >= self.capacity
-            if worth == -np.inf or (full and worth <= gain):
-                return
-            least = max(0.0, self.least) if full else 0.0
-            if full and worth <= max(_MARGIN * least, least + gain):
+            if not self._pays(float(value[key]), gain):
                 return
             yield divmod(key, self.count)
+
+    def _pays(self, worth: float, gain: float) -> bool:
+        """Whether an absent expert is worth a slot; minus infinity is the worth of others."""
+        if len(self._slots) < self.capacity:
+            return worth > -np.inf
+        if worth <= gain:  # checked first, since finding the victim takes longer
+            return False
+        least = max(0.0, self.least)
+        return worth > max(_MARGIN * least, least + gain)
 
     @property
     def least(self) -> float:
