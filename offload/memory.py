@@ -191,10 +191,6 @@ class MemoryPressure:
 
 def _needed(free: int, least: int) -> int:
     if free < least:
-        return _rounded(least - free)
+        return -(-(least - free) // _STEP) * _STEP
     # Half of what is free beyond a good reserve may be taken again.
     return min(0, 2 * least + _STEP - free) // 2
-
-
-def _rounded(nbytes: int) -> int:
-    return 0 if nbytes <= 0 else -(-nbytes // _STEP) * _STEP

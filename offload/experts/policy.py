@@ -91,11 +91,8 @@ class Learned:
         each = np.arange(len(layers))[:, None]
         new = np.zeros((len(layers), 2, features.shape[2]))  # chosen, shares of the scores
         new[each, 0, experts[:, :used]] = 1.0
-        best = scores[:, : self._top].astype(np.float64)
-        total = best.sum(axis=1, keepdims=True)
-        with np.errstate(invalid="ignore", divide="ignore"):
-            shares = np.where(total > 0, best / total, 1.0 / best.shape[1])
-        new[each, 1, experts[:, : self._top]] = self._used * shares
+        top = self._top
+        new[each, 1, experts[:, :top]] = self._used * _shares_of(scores[:, :top])
         flat = features.transpose(1, 0, 2).reshape(5, -1)
         self._moments += flat @ flat.T
         self._target += flat @ new[:, 0].reshape(-1)
@@ -134,18 +131,16 @@ class ExpertCosts:
 
 
 def _shares_of(scores: Scores) -> Values:
-    """One row's scores as shares of their sum; equal shares if the sum is 0."""
-    shares: Values = scores.astype(np.float64)
-    total = float(shares.sum())
-    return shares / total if total > 0 else np.full(len(shares), 1.0 / len(shares))
+    """Scores (..., n) as shares of a row's sum; equal shares if the sum is 0."""
+    values: Values = scores.astype(np.float64)
+    total = values.sum(axis=-1, keepdims=True)
+    equal = np.full_like(values, 1.0 / values.shape[-1])
+    shares: Values = np.divide(values, total, out=equal, where=total > 0)
+    return shares
 
 
 def _mean_shares(experts: Ids, scores: Scores, top: int, count: int) -> Values:
     """(count,): each expert's share of the top scores, averaged over the rows."""
-    best = scores[:, :top].astype(np.float64)
-    total = best.sum(axis=1, keepdims=True)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        shares = np.where(total > 0, best / total, 1.0 / best.shape[1])
-    flat = experts[:, :top].ravel()
+    shares, flat = _shares_of(scores[:, :top]), experts[:, :top].ravel()
     summed = np.bincount(flat, weights=shares.ravel(), minlength=count)
     return np.asarray(summed / len(experts), np.float64)
