@@ -353,9 +353,9 @@ def placed_account(
     on_ssd = placement.kv.count("ssd")
     caches["ram"] += sequences * kv_tail_nbytes(shape, kv_format, on_ssd)
     buffer = kv_buffer_nbytes(shape, kv_format, ctx) if on_ssd else 0
-    activations = activation_nbytes(shape.pass_sizes, rows)
+    activations = activation_nbytes(shape.sizes, rows)
     parts: list[tuple[Tier, str, int]] = [
-        ("ram", "process", budgets.process_bytes(shape.vocab)),
+        ("ram", "process", budgets.process_bytes(shape.sizes.vocab)),
         ("ram", "kernels' scratch", budgets.scratch),
         ("ram", "activations", activations),
         ("ram", "weights", weights[Where.RAM] + weights[Where.LINK]),
@@ -368,7 +368,7 @@ def placed_account(
     if placement.uses_gpu:
         parts += [
             ("vram", "driver's context", budgets.context_bytes()),
-            ("vram", "activations", gpu_scratch_nbytes(shape.pass_sizes, rows)),
+            ("vram", "activations", gpu_scratch_nbytes(shape.sizes, rows)),
             ("vram", "weights", weights[Where.VRAM]),
             ("vram", "keys and values", caches["vram"]),
             ("vram", "ring for copies", placement.vram_ring),
@@ -414,7 +414,7 @@ def unstreamable_gpu_nbytes(shape: ModelShape, placement: Placement) -> int:
 def draft_nbytes(shape: ModelShape, ctx: int, kv_format: KvFormat = "bf16") -> int:
     """Bytes of a resident draft model, its KV cache of ``ctx`` tokens, and its activations."""
     kv = sum(shape.kv_nbytes(kv_format, ctx))
-    return shape.nbytes + kv + activation_nbytes(shape.pass_sizes, PREFILL_ROWS)
+    return shape.nbytes + kv + activation_nbytes(shape.sizes, PREFILL_ROWS)
 
 
 def draft_growth_nbytes(kv: int) -> int:

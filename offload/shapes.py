@@ -35,11 +35,10 @@ class KvShape:
     """Keys and values of one layer: ``groups`` heads of ``width``, seen by ``heads`` query heads.
 
     ``latent`` is DeepSeek's: one vector of ``width`` per token instead of keys and values, in bf16
-    if ``compressed``, and ``row_nbytes`` per row of a pass for its wide queries; ``macs`` are the
-    multiply-accumulates of one query row with one token held. A layer that ``reads`` another one's
-    keys and values has none of its own, and neither has a layer with only ``states``, whose size
-    does not depend on the number of tokens. With an ``index``, attention sees only the tokens it
-    chooses, and its keys are cached too.
+    if ``compressed``; ``macs`` are the multiply-accumulates of one query row with one token held. A
+    layer that ``reads`` another one's keys and values has none of its own, and neither has a layer
+    with only ``states``, whose size does not depend on the number of tokens. With an ``index``,
+    attention sees only the tokens it chooses, and its keys are cached too.
     """
 
     groups: int = 0
@@ -47,7 +46,6 @@ class KvShape:
     macs: int = 0
     latent: bool = False
     compressed: bool = False
-    row_nbytes: int = 0
     reads: int | None = None
     states: tuple[RecurrentSpec, ...] = ()
     index: IndexSpec | None = None
@@ -151,23 +149,19 @@ class Experts:
 class ModelShape:
     """Units in the order of a pass, and the few numbers that memory and time depend on.
 
-    ``inner`` is the widest MLP, ``parameters`` counts every weight once. ``notes`` state
-    assumptions. ``beside`` is as in ``PassSizes``. ``off_gpu`` says what our GPU kernels lack for
-    this model, if anything. ``routed`` describes the experts; ``steps`` are what a pass computes
-    one after another: a unit, or a layer's experts.
+    ``parameters`` counts every weight once. ``notes`` state assumptions. ``off_gpu`` says what our
+    GPU kernels lack for this model, if anything. ``routed`` describes the experts; ``steps`` are
+    what a pass computes one after another: a unit, or a layer's experts.
     """
 
     name: str
     architecture: str
     units: tuple[PlacedUnit, ...]
-    hidden: int
-    vocab: int
-    inner: int
+    sizes: PassSizes
     context_length: int
     kv: tuple[KvShape, ...]
     parameters: int
     experts: Experts | None = None
-    beside: int = 0
     notes: tuple[str, ...] = ()
     off_gpu: str = ""
     routed: tuple[PlacedUnit, ...] = field(init=False, repr=False, compare=False)
@@ -191,7 +185,7 @@ class ModelShape:
                 continue
             gpu, link = shares[unit.name]
             # Rows are whole tiles, and the CPU gets what is left over of two.
-            tiles = 2 * TILE_ROWS / self.inner
+            tiles = 2 * TILE_ROWS / self.sizes.inner
             pieces = (
                 (link_piece(unit.name), link, Where.LINK),
                 (unit.name, gpu, Where.VRAM),
@@ -229,24 +223,6 @@ class ModelShape:
     def active_parameters(self) -> int:
         """Weights that one row uses, without its embedding row."""
         return round(sum(unit.macs * unit.use for unit in self.units))
-
-    @property
-    def pass_sizes(self) -> PassSizes:
-        """The sizes that determine the memory of a pass."""
-        return PassSizes(
-            hidden=self.hidden,
-            inner=self.inner,
-            vocab=self.vocab,
-            parts=2 * self.layers + 1,
-            query_nbytes=max((layer.row_nbytes for layer in self.kv if layer.latent), default=0),
-            mixed_nbytes=max(
-                (state.pass_nbytes for layer in self.kv for state in layer.states), default=0
-            ),
-            experts_used=0 if self.experts is None else self.experts.used,
-            expert_inner=0 if self.experts is None else self.experts.inner,
-            split_nbytes=_split_nbytes(self.kv, self.context_length),
-            beside=self.beside,
-        )
 
     @property
     def shares_caches(self) -> bool:
@@ -317,14 +293,11 @@ def shape_from_checkpoint(
         name=checkpoint.path.name,
         architecture=config.architecture,
         units=tuple(_placed(unit, checkpoint.tensors, stored, mixture) for unit in units),
-        hidden=config.hidden_size,
-        vocab=config.vocab_size,
-        inner=config.intermediate_size,
+        sizes=sizes,
         context_length=config.context_length,
         kv=kv,
         parameters=sum(math.prod(i.shape) for i in infos if i.name != ignored and not i.copies),
         experts=mixture,
-        beside=config.block.numbers_beside(config),
         off_gpu=missing_on_gpu(config.memory),
     )
 
@@ -338,13 +311,11 @@ def _kv_shape(memory: Sequence[LayerSpec]) -> KvShape:
             shape = replace(shape, index=spec)
         elif isinstance(spec, LatentSpec):
             macs, width = spec.heads * (spec.head_dim + spec.latent), spec.head_dim
-            own = spec.row_nbytes
-            shape = replace(shape, groups=1, width=width, macs=macs, latent=True, row_nbytes=own)
+            shape = replace(shape, groups=1, width=width, macs=macs, latent=True)
             shape = replace(shape, compressed=spec.sparse)
         elif isinstance(spec, CompressedSpec):
             macs, width = 2 * spec.heads * spec.size // (spec.block or 64), spec.head_dim
-            shape = replace(shape, groups=1, width=width, macs=macs, row_nbytes=spec.row_nbytes)
-            shape = replace(shape, latent=True, compressed=True)
+            shape = replace(shape, groups=1, width=width, macs=macs, latent=True, compressed=True)
         else:
             macs, width = 2 * spec.heads * spec.head_dim, spec.head_dim
             shape = replace(shape, groups=spec.kv_heads, width=width, macs=macs, reads=spec.reads)

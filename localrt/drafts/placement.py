@@ -237,7 +237,7 @@ def _level_s(draft: ModelShape, target: PlanRequest, ctx: int, rows: int, *, on_
 
     For a draft on a GPU, only token ids and logits cross the link.
     """
-    machine, logits = target.machine, draft.vocab * rows
+    machine, logits = target.machine, draft.sizes.vocab * rows
     costs = Costs(draft, machine, rows=rows, held=min(target.held_tokens, ctx))
     seconds = sum(costs.compute(unit, on_gpu=on_gpu) for unit in draft.units)
     if on_gpu:

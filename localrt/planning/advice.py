@@ -64,9 +64,9 @@ def _refusal(request: PlanRequest) -> MemoryBudgetError:
     kv = request.sequences * sum(shape.kv_nbytes(request.kv_format, request.ctx))
     largest = max(unit.nbytes for unit in shape.units if unit.use)
     parts = (
-        f"process {format_bytes(budgets.process_bytes(shape.vocab))}",
+        f"process {format_bytes(budgets.process_bytes(shape.sizes.vocab))}",
         f"keys and values of {request.ctx} tokens {format_bytes(kv)}",
-        f"activations {format_bytes(activation_nbytes(shape.pass_sizes, 32))}",
+        f"activations {format_bytes(activation_nbytes(shape.sizes, 32))}",
         f"a ring for the largest unit {format_bytes(largest)}",
     )
     ways = "; or ".join(islice(_options(request), _MOST_OPTIONS)) or "use a smaller model"
@@ -86,7 +86,7 @@ def least_ram(request: PlanRequest) -> int | None:
     high = 2 * (
         request.shape.nbytes
         + request.sequences * sum(request.shape.kv_nbytes(request.kv_format, request.ctx))
-        + request.budgets.process_bytes(request.shape.vocab)
+        + request.budgets.process_bytes(request.shape.sizes.vocab)
         + (1 << 30)
     )
     if not fits(_with_ram(request, high)):
@@ -224,7 +224,7 @@ def in_format(shape: ModelShape, format: str, *, always: bool = False) -> ModelS
     target = FORMATS[format]
     units = []
     for unit in shape.units:
-        elements = shape.vocab * shape.hidden if unit.kind == "embedding" else unit.macs
+        elements = shape.sizes.vocab * shape.sizes.hidden if unit.kind == "embedding" else unit.macs
         size = aligned(round(elements * target.bits_per_weight / 8))
         changes = elements and (always or size < unit.nbytes)
         units.append(replace(unit, nbytes=size, format=format) if changes else unit)
@@ -242,7 +242,7 @@ def in_bits(shape: ModelShape, bits: float, format: str) -> ModelShape:
         if unit.kind not in _LAYERS:
             width, name = _TABLE.bits_per_weight, _TABLE.name
         if unit.name == "embedding":
-            elements = shape.vocab * shape.hidden
+            elements = shape.sizes.vocab * shape.sizes.hidden
         size = aligned(round(elements * width / 8))
         changed = elements and size < unit.nbytes
         units.append(replace(unit, nbytes=size, format=name) if changed else unit)

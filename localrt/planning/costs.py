@@ -82,14 +82,14 @@ class Costs:
         """
         if self.machine.link_bytes_s is None:
             return 0.0
-        width = self.shape.hidden if width is None else width
+        width = self.shape.sizes.hidden if width is None else width
         return self.machine.link_latency_s + self.copy(4.0 * self.rows * width)
 
     def splitting(self) -> float:
         """Return the overhead of an MLP that is split between GPU and CPU: the host's time, and
         moving input, inner values and output.
         """
-        return self.sharing() + self.crossing(2 * self.shape.hidden + self.shape.inner)
+        return self.sharing() + self.crossing(2 * self.shape.sizes.hidden + self.shape.sizes.inner)
 
     def of_host(self, seconds: float) -> float:
         """Return ``seconds`` of the host's work for a GPU; 0 without a GPU or with an ideal one."""
@@ -138,32 +138,15 @@ class Costs:
 
     def cpu(self, unit: PlacedUnit, rows: int | None = None) -> float:
         """Return a unit's seconds on the CPU; ``rows`` if an expert has fewer than the pass."""
-        return self._seconds(unit, self.rows if rows is None else rows, on_gpu=False)
+        return self.compute(unit, on_gpu=False, rows=rows)
 
     def gpu(self, unit: PlacedUnit, rows: int | None = None) -> float:
         """Return a unit's seconds on the GPU."""
-        return self._seconds(unit, self.rows if rows is None else rows, on_gpu=True)
+        return self.compute(unit, on_gpu=True, rows=rows)
 
     def compute(self, unit: PlacedUnit, *, on_gpu: bool, rows: int | None = None) -> float:
         """Return a unit's seconds on the GPU or the CPU."""
-        return self.gpu(unit, rows) if on_gpu else self.cpu(unit, rows)
-
-    def per_pass(self) -> float:
-        """Return the CPU's seconds outside units: the embedding's row, sampling, the loop."""
-        own = 1e-4 + self.machine.ssd_latency_s + self.machine.token_s * self.shape.vocab
-        return (own + self.of_host(_GPU_PASS_S)) * self.corrections.token
-
-    def kv_held(self, layer: int) -> int:
-        """Return the bytes that attention reads of the KV cache, or of a recurrent state."""
-        kept = self.shape.kv[layer]
-        return self.sequences * kept.held_nbytes(self.kv_format, self.held)
-
-    def touched(self, use: float) -> tuple[float, int]:
-        """Return the share of passes that use an expert of this ``use``, and its rows in those."""
-        share = 1 - (1 - use) ** self.rows
-        return share, max(1, round(self.rows * use / share)) if share else 1
-
-    def _seconds(self, unit: PlacedUnit, rows: int, *, on_gpu: bool) -> float:
+        rows = self.rows if rows is None else rows
         if unit.kind == "head" and rows > PACKED_ROWS:
             rows = 1  # in prefill, only one row needs the head
         # Units of one class take the same time; there may be thousands.
@@ -178,6 +161,21 @@ class Costs:
                 seconds *= self.corrections.gpu
             self._cached[key] = seconds
         return seconds
+
+    def per_pass(self) -> float:
+        """Return the CPU's seconds outside units: the embedding's row, sampling, the loop."""
+        own = 1e-4 + self.machine.ssd_latency_s + self.machine.token_s * self.shape.sizes.vocab
+        return (own + self.of_host(_GPU_PASS_S)) * self.corrections.token
+
+    def kv_held(self, layer: int) -> int:
+        """Return the bytes that attention reads of the KV cache, or of a recurrent state."""
+        kept = self.shape.kv[layer]
+        return self.sequences * kept.held_nbytes(self.kv_format, self.held)
+
+    def touched(self, use: float) -> tuple[float, int]:
+        """Return the share of passes that use an expert of this ``use``, and its rows in those."""
+        share = 1 - (1 - use) ** self.rows
+        return share, max(1, round(self.rows * use / share)) if share else 1
 
     def _cpu(self, unit: PlacedUnit, rows: int) -> float:
         if unit.macs == 0:

@@ -15,7 +15,6 @@ from localrt.common.formatting import format_bytes
 from localrt.offload.account import PREFILL_ROWS, placed_account
 from localrt.offload.placement import Placement, Where
 from localrt.offload.shapes import ModelShape
-from localrt.planning.costs import Costs
 from localrt.planning.forecast import Forecast, PlanRequest, Prediction
 from localrt.planning.machine import MachineProfile
 from localrt.planning.search import (
@@ -39,10 +38,9 @@ EVEN_EXPERTS = "experts are taken to be chosen evenly: a cache that follows the 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Estimate(Times):
-    """An estimated solution, with the ``costs`` of a token's pass and the rows of a prompt's."""
+    """An estimated solution, with the rows of a prompt's pass."""
 
     request: PlanRequest
-    costs: Costs
     rooms: Rooms
     rows: int
     solution: Solution
@@ -63,20 +61,17 @@ def _estimated(request: PlanRequest) -> _Estimate | None:
     for most in rows_choices(request):
         placed, rooms, rows = prepare(request, most)
         costs = placed.costs()
-        whole = (
-            (costs, each) for each in quick_solutions(costs, rooms, _expert_times(placed.shape))
-        )
+        whole = quick_solutions(costs, rooms, _expert_times(placed.shape))
         tried = (
             _Estimate(
                 request=placed,
-                costs=own,
                 rooms=rooms,
                 rows=rows,
                 solution=each,
                 pass_s=_seconds(each.problem, each.counts),
-                prompt_s=_prompt_seconds(own, each, rows) / rows if placed.uses_gpu else 0.0,
+                prompt_s=_prompt_seconds(each, rows) / rows if placed.uses_gpu else 0.0,
             )
-            for own, each in chain(whole, split_solutions(costs, rooms) if request.splits else ())
+            for each in chain(whole, split_solutions(costs, rooms) if request.splits else ())
         )
         if (best := min(tried, key=lambda each: each.seconds, default=None)) is not None:
             found[most] = best
@@ -92,7 +87,7 @@ def _expected(estimate: _Estimate) -> Expected:
     ]
     return Expected(
         tok_s=request.sequences / estimate.pass_s,
-        prefill_tok_s=PREFILL_ROWS / _prompt_seconds(estimate.costs, solution, PREFILL_ROWS),
+        prefill_tok_s=PREFILL_ROWS / _prompt_seconds(solution, PREFILL_ROWS),
         nbytes=sum(nbytes for _, nbytes, _ in placed),
         needed=round(sum(nbytes * use for _, nbytes, use in placed)),
         read=round(sum(nbytes * use for where, nbytes, use in placed if where.read)),
@@ -139,9 +134,10 @@ def _expert_times(shape: ModelShape) -> int:
     return round(shape.experts.count / listed)
 
 
-def _prompt_seconds(costs: Costs, solution: Solution, rows: int) -> float:
+def _prompt_seconds(solution: Solution, rows: int) -> float:
     """Return the seconds of a prompt's pass: the CPU computes its units, or the GPU if faster."""
-    many, problem = costs.of_rows(rows), solution.problem
+    costs, problem = solution.costs, solution.problem
+    many = costs.of_rows(rows)
     units = {unit.name: unit for unit in costs.shape.units}
     read = copied = by_cpu = crossing = by_gpu = stays = 0.0
     for group, places in zip(problem.classes, solution.counts, strict=True):
@@ -176,7 +172,7 @@ def find_forecast(request: PlanRequest) -> Forecast | None:
     """Return the best plan, or None if nothing fits."""
     notes = tuple(filter(None, (request.note, *request.shape.notes)))
     if request.quantization and (found := _estimated(request)) is not None:
-        placement = found.solution.placement(found.costs, found.rooms, found.rows)
+        placement = found.solution.placement(found.rooms, found.rows)
         return _planned(found.request, placement, notes, _expected(found))
     placed, best, more = best_placement(request)
     if best is not None:

@@ -92,16 +92,18 @@ class Ring:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """Counts that fit along with these rings."""
+    """Counts that fit along with these rings. ``costs`` are those of the units as split."""
 
+    costs: Costs
     problem: Problem
     counts: Counts
     ram: Ring
     vram: Ring
     split: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
-    def placement(self, costs: Costs, rooms: Rooms, prefill_rows: int) -> Placement:
+    def placement(self, rooms: Rooms, prefill_rows: int) -> Placement:
         """Arrange the counts in the order of a pass."""
+        costs = self.costs
         where = arrange(costs.shape.units, self.problem.classes, self.counts)
         moved = any(where[unit.name].read for unit in costs.shape.units if unit.macs)
         copied = any(place.copied for place in where.values())
@@ -137,17 +139,17 @@ def quick_solutions(costs: Costs, rooms: Rooms, expert_times: int = 1) -> Iterat
 
 def split_solutions(
     costs: Costs, rooms: Rooms, parts: Sequence[float] = (1.0,)
-) -> Iterator[tuple[Costs, Solution]]:
-    """Yield placements in which GPU and CPU share all MLPs of a dense model, with the costs of the
-    pieces: nothing is copied, or ``parts`` of what the link has time for.
+) -> Iterator[Solution]:
+    """Yield placements in which GPU and CPU share all MLPs of a dense model: nothing is copied, or
+    ``parts`` of what the link has time for.
 
     Everything else is on the GPU, and the rest of its memory is for the GPU's share. The ring has
     room for the pieces of one or two layers that long passes copy.
     """
     shape, machine = costs.shape, costs.machine
     mlps = [unit for unit in shape.units if unit.kind == "mlp"]
-    able = not (shape.hidden % TILE_ROWS or shape.inner % TILE_ROWS) and not rooms.kv_ssd
-    if machine.gpu is None or machine.link_bytes_s is None or shape.experts or not (mlps and able):
+    tiled = not (shape.sizes.hidden % TILE_ROWS or shape.sizes.inner % TILE_ROWS)
+    if machine.gpu is None or machine.link_bytes_s is None or shape.experts or not (mlps and tiled):
         return
     whole, largest = sum(unit.nbytes for unit in mlps), max(unit.nbytes for unit in mlps)
     others = [unit for unit in shape.units if unit.kind in ("attention", "head")]
@@ -158,7 +160,7 @@ def split_solutions(
     fixed = costs.per_pass() + sum(costs.gpu(unit) for unit in others)
     fixed += len(mlps) * costs.splitting()
     by_cpu, copying = sum(costs.cpu(unit) for unit in mlps), costs.copy(whole)
-    edges = 3 * PAGE + 3 * TILE_ROWS / shape.inner * largest  # rounding of a layer's pieces
+    edges = 3 * PAGE + 3 * TILE_ROWS / shape.sizes.inner * largest  # rounding of a layer's pieces
     for layers in (1, 2):
         if whole <= layers * largest:
             return
@@ -176,7 +178,7 @@ def split_solutions(
 
 def _split(
     costs: Costs, rooms: Rooms, shares: Mapping[str, tuple[float, float]], ring: int
-) -> tuple[Costs, Solution] | None:
+) -> Solution | None:
     """Return the placement with these pieces, if they fit."""
     costs = replace(costs, shape=costs.shape.split(shares))
     size = ring // PAGE * PAGE
@@ -188,7 +190,7 @@ def _split(
     ]
     if not is_feasible(problem, counts):
         return None
-    return costs, Solution(problem, counts, Ring(0, 0), Ring(size, size), shares)
+    return Solution(costs, problem, counts, Ring(0, 0), Ring(size, size), shares)
 
 
 class _Search:
@@ -244,7 +246,7 @@ class _Search:
         for way in ways:
             counts = solve_greedily(tried := replace(problem, attention=way))
             if counts is not None:
-                yield Solution(tried, counts, ram, vram)
+                yield Solution(self._costs, tried, counts, ram, vram)
                 if way == "gpu":
                     return
 
@@ -274,29 +276,24 @@ class _Search:
             shared = any(group.shared for group in each.problem.classes)
             if not shared and bound(each.problem, each.counts) >= fastest:
                 continue  # a replay is never faster than the bound
-            found = self.replay(each)
+            found = _replay(each, self._rooms, self._prefill_rows)
             if (ram, vram) not in self.tried or found.seconds < fastest:
                 self.tried[ram, vram] = found
         return self.tried.get((ram, vram))
 
-    def replay(self, solution: Solution) -> Candidate:
-        """Return the solution's placement with its times."""
-        costs = self._costs
-        placement = solution.placement(costs, self._rooms, self._prefill_rows)
-        passes = 2 if costs.shape.experts else 3
-        return Candidate(
-            placement=placement,
-            pass_s=simulate(costs, placement, passes=passes, warm_up=2).seconds,
-            prompt_s=self._prompt_s(placement),
-        )
 
-    def _prompt_s(self, placement: Placement) -> float:
-        """Return the seconds per prompt token; 0 without a GPU."""
-        if not self._gpu:
-            return 0.0
-        rows = placement.prefill_rows
-        costs = self._costs.of_rows(rows)
-        return simulate(costs, placement, passes=2, warm_up=1).seconds / rows
+def _replay(solution: Solution, rooms: Rooms, prefill_rows: int) -> Candidate:
+    """Return the solution's placement with its times."""
+    costs, placement = solution.costs, solution.placement(rooms, prefill_rows)
+    passes, prompt_s = 2 if costs.shape.experts else 3, 0.0
+    if costs.machine.gpu is not None and rooms.vram > 0:
+        many = costs.of_rows(placement.prefill_rows)
+        prompt_s = simulate(many, placement, passes=2, warm_up=1).seconds / many.rows
+    return Candidate(
+        placement=placement,
+        pass_s=simulate(costs, placement, passes=passes, warm_up=2).seconds,
+        prompt_s=prompt_s,
+    )
 
 
 def _vram_rings(slots: Sequence[int], rooms: Rooms, *, few: bool) -> Iterator[Ring]:
@@ -391,7 +388,7 @@ def rows_choices(request: PlanRequest) -> tuple[int, ...]:
     """Return the most rows that a prompt's pass may have with a GPU."""
     if not request.uses_gpu:
         return (PREFILL_ROWS,)
-    sizes, most = request.shape.pass_sizes, request.most_prefill_rows
+    sizes, most = request.shape.sizes, request.most_prefill_rows
     return (*gpu_rows_choices(sizes, request.budgets, most), PREFILL_ROWS)
 
 
@@ -434,9 +431,9 @@ def best_of(request: PlanRequest, rooms: Rooms, prefill_rows: int) -> Candidate 
         return None
     found = [best]
     if request.splits:
-        for own, each in split_solutions(costs, rooms, _LINK_PARTS):
+        for each in split_solutions(costs, rooms, _LINK_PARTS):
             if bound(each.problem, each.counts) < best.seconds:
-                found.append(_Search(own, rooms, prefill_rows).replay(each))
+                found.append(_replay(each, rooms, prefill_rows))
     return min(found, key=lambda each: each.seconds)
 
 
@@ -464,14 +461,15 @@ def prepare(request: PlanRequest, longest: int = PREFILL_ROWS) -> tuple[PlanRequ
     most = max(min(request.most_prefill_rows, longest), request.rows)
     prefill_rows = most
     if most <= PREFILL_ROWS or not request.uses_gpu:
-        prefill_rows = fitting_rows(shape.pass_sizes, budgets.ram, most)
+        prefill_rows = fitting_rows(shape.sizes, budgets.ram, most)
     rows = max(prefill_rows, request.rows, request.sequences)
-    activations = activation_nbytes(shape.pass_sizes, rows)
+    activations = activation_nbytes(shape.sizes, rows)
     small = sum(unit.nbytes for unit in shape.units if unit.kind == "norm")
-    ram = budgets.ram - budgets.process_bytes(shape.vocab) - budgets.scratch - activations - small
+    process = budgets.process_bytes(shape.sizes.vocab)
+    ram = budgets.ram - process - budgets.scratch - activations - small
     vram = 0
     if request.uses_gpu:
-        scratch = gpu_scratch_nbytes(shape.pass_sizes, rows)
+        scratch = gpu_scratch_nbytes(shape.sizes, rows)
         vram = budgets.vram - budgets.context_bytes() - scratch - small
     # KV caches of all sequences at the full context.
     sizes = shape.kv_nbytes(request.kv_format, request.ctx)

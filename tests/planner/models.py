@@ -8,12 +8,13 @@ from typing import Any
 from localrt.hub.known_models import find_known
 from localrt.offload.account import Budgets
 from localrt.offload.placement import PlacedUnit
-from localrt.offload.shapes import Experts, KvShape, ModelShape
+from localrt.offload.shapes import Experts, KvShape, ModelShape, PassSizes
 from localrt.planning.advice import make_forecast
 from localrt.planning.forecast import Forecast, PlanRequest
 from localrt.planning.machine import GpuProfile, KernelRate, MachineProfile
 from localrt.planning.shapes import shape_from_config
 from localrt.quant.cuda.gpu_cache import GpuRates
+from localrt.quant.ops.attention import scratch_nbytes
 
 _KNOWN = {
     "llama-3-70b": "llama3.3:70b",
@@ -221,19 +222,24 @@ def shape(
         ]
     units.append(unit("norm", "norm", 4096))
     units += [unit(f"head.{n}", "head", 4096 * 700) for n in range(head)]
+    inner = mlp // 2 * 16 // 9 // 1536
     return ModelShape(
         name="test model",
         architecture="llama",
         units=tuple(units),
-        hidden=512,
-        vocab=4000,
-        inner=1024,
+        sizes=PassSizes(
+            hidden=512,
+            inner=1024,
+            vocab=4000,
+            parts=2 * layers + 1,
+            experts_used=used if experts else 0,
+            expert_inner=inner if experts else 0,
+            split_nbytes=scratch_nbytes(2, kv, 4096),
+        ),
         context_length=4096,
         kv=(KvShape(groups=2, width=kv, macs=4 * kv),) * layers,
         parameters=sum(unit.macs for unit in units),
-        experts=Experts(count=experts, used=used, inner=mlp // 2 * 16 // 9 // 1536)
-        if experts
-        else None,
+        experts=Experts(count=experts, used=used, inner=inner) if experts else None,
     )
 
 

@@ -109,7 +109,7 @@ def placed_forecast(memory: Account, shape: ModelShape, budget: int) -> RamForec
     return RamForecast(
         process=fixed - MARGIN_NBYTES,
         weights=memory.nbytes("weights"),
-        sizes=shape.pass_sizes,
+        sizes=shape.sizes,
         room=budget - fixed - memory.nbytes("activations"),
     )
 
