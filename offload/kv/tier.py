@@ -1,8 +1,8 @@
 """Makes the KV caches of a placement, with some layers in RAM and some on the SSD.
 
 As ``NativeOps.kv_maker`` it replaces caches that are entirely in RAM. Its buffers are made once and
-never grow: two, for the computing layer and the next one's load, and two more for each further
-sequence of a batch. With one per sequence, layers would wait for their loads.
+never grow: two, for the computing layer and the next one's load. So two sequences share a pass at
+most, and their layers then wait for their loads; the schedule postpones others.
 """
 
 from __future__ import annotations

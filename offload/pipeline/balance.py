@@ -65,7 +65,7 @@ class Balance(WeightMemory):
         self._fixed = fixed
         self._shortage = setup.shortage
         self._experts = experts
-        self._gpu = None if gpu is None else gpu.gpu
+        self._gpu = setup.gpu
         self._max_gpu_capacity = 0 if self._gpu is None else self._gpu.capacity
         self._gpu_limit = self._max_gpu_capacity  # at load: a larger budget has no effect
         self._gpu_experts = gpu_experts

@@ -251,11 +251,11 @@ class _Opening:
             "cpu": CpuExperts(experts, setup.ops, setup.clock)
         }
         mlps = [setup.where(setup.layers("mlp")[layer]) for layer in setup.config.sparse_layers]
-        if gpu is not None and gpu.gpu is not None and any(where.on_gpu for where in mlps):
+        if gpu is not None and setup.gpu is not None and any(where.on_gpu for where in mlps):
             slots = open_gpu_slots(
                 Mixture(setup.config, setup.units, placement.where),
                 gpu,
-                gpu.gpu,
+                setup.gpu,
                 ring=placement.vram_ring - setup.rings()[1],
             )
             self.resources.callback(slots.close)

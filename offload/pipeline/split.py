@@ -131,9 +131,15 @@ class PieceStage(Stage):
     mlp: GatedMlp
 
     def __init__(
-        self, piece: Piece, where: Where, lane: Lane, config: DecoderConfig, layer: int
+        self,
+        piece: Piece,
+        where: Where,
+        lane: Lane,
+        config: DecoderConfig,
+        layer: int,
+        gpu: Lane | None = None,
     ) -> None:
-        super().__init__(piece.unit, where, lane, _no_part)
+        super().__init__(piece.unit, where, lane, _no_part, gpu=gpu)
         self.piece, self.config, self.layer = piece, config, layer
         piece.adapt(lane.ops)
         self._mlp = partial(GatedMlp, config, layer, rows=piece.rows)
@@ -160,30 +166,20 @@ class HostPiece(PieceStage):
     def __init__(
         self, piece: Piece, lane: Lane, gpu: Lane, config: DecoderConfig, layer: int, clock: Clock
     ) -> None:
-        super().__init__(piece, Where.RAM, lane, config, layer)
-        assert gpu.gpu is not None, "the lane must be the GPU's"
-        self._gpu, self._gpu_lane, self._clock = gpu.gpu, gpu, clock
+        super().__init__(piece, Where.RAM, lane, config, layer, gpu)
+        self._gpu_lane, self._clock = gpu, clock
         self._ops = cast(HostOps, lane.ops)
         piece.adapt(gpu.ops)
         self._gpu_vectors: dict[VectorKey, Vector] = {}
         self.copied: StoredUnit | None = None
-
-    def place(self, *, crossing: bool) -> Where:
-        return Where.LINK if crossing else Where.RAM
-
-    def host_buffer(self) -> Bytes:
-        return self._gpu.host_buffer(self.unit.nbytes)
-
-    def remember_vectors(self, data: Bytes) -> None:
-        self._gpu_lane.remember_vectors(self.unit, data)
 
     def on_gpu(self, memory: Memory) -> GatedMlp:
         """The piece's rows in the GPU's ring."""
         return self._mlp(self._gpu_lane.weights(self.unit, memory, self._gpu_vectors))
 
     def free(self) -> None:
-        if self.memory is not None:
-            self._gpu.free_host(cast(Bytes, self.memory))
+        if self.memory is not None and self.gpu is not None:
+            self.gpu.free_host(cast(Bytes, self.memory))
         super().free()
         self._gpu_vectors.clear()
 

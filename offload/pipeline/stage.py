@@ -85,7 +85,8 @@ class Stage:
     they are used in place. With ``keep``, the unit is copied from the ring to ``copy``, its
     resident memory after the pass, in RAM or in ``restore_slab``. A ``fixed`` unit never moves.
     ``ram_copy`` are the bytes in RAM of a unit that is on the GPU and has been in RAM before.
-    ``experts`` runs the experts of a sparse layer, and times the layer on a GPU.
+    ``experts`` runs the experts of a sparse layer, and times the layer on a GPU. ``gpu`` is the
+    lane that computes a unit of the CPU in passes in which it crosses.
     """
 
     fixed = False
@@ -99,11 +100,13 @@ class Stage:
         on_move: Callable[[], None] = lambda: None,
         *,
         experts: CpuExperts | HybridExperts | None = None,
+        gpu: Lane | None = None,
     ) -> None:
         self.unit, self.name, self.experts = unit, unit.name, experts
         self.timed = experts is None or lane.gpu is None
         self.where = where
         self.lane = lane
+        self.gpu_lane = lane if gpu is None and lane.gpu is not None else gpu
         self.memory: Memory | None = None
         self.slab: Slab | None = None  # the slab that holds ``memory``, on a GPU
         self.part: Part | None = None
@@ -123,18 +126,23 @@ class Stage:
 
     def place(self, *, crossing: bool) -> Where:
         """Where the weights are in a pass; if ``crossing``, the GPU computes crossing units."""
-        return self.where
+        return self.where.crossed if crossing and self.gpu_lane is not None else self.where
+
+    @property
+    def gpu(self) -> Gpu | None:
+        """The GPU that computes the unit, if only in passes in which it crosses."""
+        return None if self.gpu_lane is None else self.gpu_lane.gpu
 
     def host_buffer(self) -> Bytes:
         """Allocate RAM for the unit: pinned if copies read from it."""
-        gpu = self.lane.gpu
+        gpu = self.gpu
         nbytes = self.unit.nbytes
         return aligned_buffer(nbytes) if gpu is None else gpu.host_buffer(nbytes)
 
     def remember_vectors(self, data: Bytes) -> None:
         """Copy the unit's norms and biases from ``data`` in RAM before its bytes go to a GPU."""
-        if self.lane.gpu is not None:
-            self.lane.remember_vectors(self.unit, data)
+        if self.gpu_lane is not None:
+            self.gpu_lane.remember_vectors(self.unit, data)
 
     def put(self, memory: Memory, slab: Slab | None = None) -> None:
         """Make the unit resident in ``memory``, which is part of ``slab`` on a GPU."""
@@ -158,10 +166,10 @@ class Stage:
         self._on_move()
         if memory is None:
             return 0
-        nbytes, gpu = int(memory.nbytes), self.lane.gpu
+        gpu = self.gpu
         if gpu is None:
-            return nbytes
-        if source is Where.LINK:
+            return int(memory.nbytes)
+        if source is not Where.VRAM:
             return gpu.free_host(cast(Bytes, memory))
         assert self.slab is not None, "resident units on a GPU are in slabs"
         slab, self.slab = self.slab, None
@@ -169,8 +177,8 @@ class Stage:
 
     def copy_to_ram(self) -> int:
         """Copy the unit from the GPU to RAM as well; returns its bytes."""
-        assert self.lane.gpu is not None, "it is on one"
-        data = self.lane.gpu.to_host(cast(Hidden, self.memory))
+        assert self.gpu is not None, "it is on one"
+        data = self.gpu.to_host(cast(Hidden, self.memory))
         self.ram_copy = self.host_buffer()
         self.ram_copy[:] = cast(Bytes, data)
         return self.unit.nbytes
@@ -187,8 +195,7 @@ class Stage:
     def drop_copy(self) -> int:
         """Free the copy in RAM; returns its bytes."""
         copy, self.ram_copy = self.ram_copy, None
-        gpu = self.lane.gpu
-        return 0 if copy is None or gpu is None else gpu.free_host(copy)
+        return 0 if copy is None or self.gpu is None else self.gpu.free_host(copy)
 
     def clear_ring_parts(self) -> None:
         """Drop the parts on the ring: it has been replaced."""
@@ -253,24 +260,9 @@ class CrossingStage(Stage):
         gpu: Lane,
         rows: int,
     ) -> None:
-        super().__init__(unit, where, lane, load)
-        assert gpu.gpu is not None, "the CPU's lane is the other one"
-        self._gpu, self._rows = gpu.gpu, rows
+        super().__init__(unit, where, lane, load, gpu=gpu)
+        self._rows = rows
         self._gpu_stage = Stage(unit, where.crossed, gpu, load)  # never resident
-
-    def place(self, *, crossing: bool) -> Where:
-        return self.where.crossed if crossing else self.where
-
-    def host_buffer(self) -> Bytes:
-        return self._gpu_stage.host_buffer()
-
-    def remember_vectors(self, data: Bytes) -> None:
-        self._gpu_stage.remember_vectors(data)
-
-    def move(self, where: Where) -> int:
-        memory = self.memory
-        freed = super().move(where)
-        return freed if memory is None else self._gpu.free_host(cast(Bytes, memory))
 
     def free(self) -> None:
         super().free()

@@ -69,7 +69,7 @@ class StreamedWeights(WeightStore):
         self.stages = [*layers, *head]
         self.sparse, self.experts = sparse, list(sparse.values())
         self._placement, self._clock, self._kv_tier = setup.placement, setup.clock, setup.kv_tier
-        self._caches = caches
+        self._device, self._caches = setup.gpu, caches
         self._layers, self._head = layers, head
         self._segments, self._joined_head = segments, joined_head
         self._before_pass, self._close = before_pass, close
@@ -110,8 +110,8 @@ class StreamedWeights(WeightStore):
         self._before_pass()
         if any(lane.failed for lane in self._lanes):
             self.abandon()  # the failure may be old, and the disk may work again
-        if self.gpu is not None and self.gpu.gpu is not None:
-            self.gpu.gpu.begin_pass(len(batch.tokens))
+        if self._device is not None:
+            self._device.begin_pass(len(batch.tokens))
         self.memory.follow(crossing=self._placement.crosses(len(batch.tokens)))
         logits = pass_logits_nbytes(self.config.vocab_size, len(logit_rows))
         caches = self._caches
@@ -133,8 +133,8 @@ class StreamedWeights(WeightStore):
             self._decode_passes += 1
             self._decode_cpu_s += self._clock.busy().get("cpu", 0.0) - self._cpu_before
         self.memory.settle()
-        if self.gpu is not None and self.gpu.gpu is not None:
-            self.gpu.gpu.count_times()
+        if self._device is not None:
+            self._device.count_times()
 
     def abandon(self) -> None:
         """See ``WeightStore``: drops pending reads and copies."""
@@ -178,11 +178,10 @@ class StreamedWeights(WeightStore):
         return self._clock.tasks()
 
     def counts(self) -> PipelineCounts:
-        gpu = None if self.gpu is None else self.gpu.gpu
         read = sum(source.bytes_read for source in self._reading)
         totals = PipelineCounts(
             ssd_read_bytes=read + (0 if self._kv_tier is None else self._kv_tier.read_bytes),
-            link_bytes=0 if gpu is None else gpu.link_bytes,
+            link_bytes=0 if self._device is None else self._device.link_bytes,
             busy_s=self._clock.busy(),
             passes=self._passes,
             clock_s=time.perf_counter(),

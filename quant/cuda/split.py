@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -28,9 +27,12 @@ _Key = tuple[int, int, int]  # rows, D, F
 
 
 class Handover:
-    """Pinned RAM for rows of the residual stream (R, D), of down's inputs (R, F), and of the result
-    (R, D): arrays for the host, tensors for kernels.
+    """The host's work for a layer, between the GPU's launches, in pinned RAM: rows of the residual
+    stream (R, D), of down's inputs (R, F), and of the result (R, D). They are arrays for ``host``,
+    tensors for kernels.
     """
+
+    host: HostRows
 
     def __init__(self, device: Device, rows: int, hidden: int, inner: int) -> None:
         self._device = device
@@ -38,9 +40,10 @@ class Handover:
         self.x, self.inner, self.y = (device.pinned(shape, np.float32) for shape in shapes)
         self._events = device.event(), device.event()
 
-    def first(self, rows: int) -> Handover:
-        """A view of the first rows."""
+    def first(self, rows: int, host: HostRows) -> Handover:
+        """A view of the first rows, for ``host``."""
         other = copy(self)
+        other.host = host
         other.x, other.inner, other.y = (each[:rows] for each in (self.x, self.inner, self.y))
         return other
 
@@ -49,15 +52,33 @@ class Handover:
         strides = values.shape[1], 1
         return Tensor(self._device, None, values.ctypes.data, values.shape, strides, FLOAT32)
 
-    def sent(self, number: int) -> None:
-        """Note that the GPU's kernels that write the rows (0), or its values (1), have been
-        launched.
+    def begin(self, check: Check | None) -> None:
+        """Note that the GPU's kernels that write the rows have been launched."""
+        self._sent(0)
+        self.host.begin(check)
+
+    def gate(self, first: int, check: Check | None) -> None:
+        """Compute the host's rows of gate and up, from row ``first`` on, while the GPU computes its
+        own.
         """
+        self._sent(1)
+        if check is not None:
+            check()
+        self._receive(0)
+        self.inner[:, first:] = self.host.gate(self.x)
+        self._receive(1)
+
+    def down(self, first: int, check: Check | None) -> None:
+        """Compute the host's rows of down."""
+        self.y[:, first:] = self.host.down(self.inner)
+
+    def _sent(self, number: int) -> None:
+        """Note that the kernels that write the rows (0), or the GPU's values (1), are launched."""
         event = self._events[number]
         if event is not None:
             event.record()
 
-    def receive(self, number: int) -> None:
+    def _receive(self, number: int) -> None:
         """Wait until the rows (0) or the GPU's values (1) have been written."""
         event = self._events[number]
         if event is not None:
@@ -88,9 +109,12 @@ def split_mlp(
 
     turn = None
     if host is not None:
-        turn = _HostWork(host, _handover(handovers, device, rows, hidden, inner))
-        hand = turn.hand
-        given, seen, made = map(hand.tensor, (hand.x, hand.inner, hand.y))
+        # Of few sizes; the GPU may still be reading an earlier pass's.
+        key = 1 << (rows - 1).bit_length(), hidden, inner
+        if key not in handovers:
+            handovers[key] = Handover(device, *key)
+        turn = handovers[key].first(rows, host)
+        given, seen, made = map(turn.tensor, (turn.x, turn.inner, turn.y))
         move_rows(x.values, given)
         cut(turn.begin)
     at = 0
@@ -112,44 +136,3 @@ def split_mlp(
         cut(partial(turn.down, at))
         move_rows(made[:, at:], y[:, at:])
     return y
-
-
-def _handover(
-    handovers: dict[_Key, Handover], device: Device, rows: int, hidden: int, inner: int
-) -> Handover:
-    """The handover for ``rows``, rounded up to few sizes; the GPU may still be reading an earlier
-    pass's.
-    """
-    key = 1 << (rows - 1).bit_length(), hidden, inner
-    if key not in handovers:
-        handovers[key] = Handover(device, *key)
-    return handovers[key].first(rows)
-
-
-@dataclass(frozen=True, slots=True)
-class _HostWork:
-    """The host's work for a layer, between the GPU's launches."""
-
-    host: HostRows
-    hand: Handover
-
-    def begin(self, check: Check | None) -> None:
-        """Note that the GPU's kernels that write the rows have been launched."""
-        self.hand.sent(0)
-        self.host.begin(check)
-
-    def gate(self, first: int, check: Check | None) -> None:
-        """Compute the host's rows of gate and up, from row ``first`` on, while the GPU computes its
-        own.
-        """
-        hand = self.hand
-        hand.sent(1)
-        if check is not None:
-            check()
-        hand.receive(0)
-        hand.inner[:, first:] = self.host.gate(hand.x)
-        hand.receive(1)
-
-    def down(self, first: int, check: Check | None) -> None:
-        """Compute the host's rows of down."""
-        self.hand.y[:, first:] = self.host.down(self.hand.inner)
