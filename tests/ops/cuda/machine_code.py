@@ -10,6 +10,7 @@ import re
 import subprocess
 import tempfile
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.resources import files
 
 from localrt.quant.cuda.experts import grouped_program
@@ -40,8 +41,9 @@ class Build:
     code: bytes = field(repr=False)
 
 
+@cache
 def build(program: Program, target: int) -> Build:
-    """Compile it."""
+    """Compile it: that takes seconds, and some tests ask for the same."""
     compiled = compile_program(program, target)
     return Build(
         program,
