@@ -95,7 +95,7 @@ _TABLE = (
         idle=True,
     ),
     Entry(
-        *("tools", "[on|off|retry]", "list MCP servers and tools; switch tools; restart servers"),
+        *("tools", "[on|off]", "list MCP servers and tools; switch them; retry starts failed ones"),
         lambda chat, argument: chat.tools(argument),
         plain="list MCP servers and tools; switch tools; restart failed servers",
     ),
