@@ -6,7 +6,7 @@ One prompt, a batch and a server all use it. It knows the model's parts, and no 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from operator import index
@@ -16,6 +16,7 @@ from localrt.chat_format.histories import HistoryRenderer, rules_first
 from localrt.chat_format.infill import Infill
 from localrt.chat_format.known_syntaxes import TURN_ENDS
 from localrt.chat_format.messages import NO_TOOLS, Offer, Offers, check_text_only, functions_to_call
+from localrt.chat_format.openings import Openings
 from localrt.chat_format.pictures import (
     new_mark,
     pictures_of,
@@ -56,11 +57,6 @@ from localrt.service.thinking import ThinkingControl
 _ANSWER_SHARE = 4
 # Reading stops this many tokens beyond the context: up to there the message has the exact length.
 _TOLD = 8192
-
-# So many ids tell where an answer's opening begins, among so many last ones of a prompt.
-_OPENING_IDS, _LONGEST_OPENING = 3, 256
-
-_MARKS = "AAaa", "BBbb"  # stand for messages of which a chat template's text is found
 
 
 def _with_system(messages: Sequence[Message], system: str | None) -> Sequence[Message]:
@@ -191,7 +187,7 @@ class RequestBuilder:
         constraint, left_out = self._constraint(chosen, offer if chat else NO_TOOLS)
         return Request(
             prompt=ids,
-            repeated=self._repeated(ids) if chat and self._engine.recurrent else (),
+            repeated=self._openings.shared(ids) if chat and self._engine.recurrent else (),
             sampling=chosen.sampling,
             max_tokens=_answer_tokens(chosen, len(ids)),
             stop=stops,
@@ -297,41 +293,8 @@ class RequestBuilder:
     # -- parts -----------------------------------------------------------------------------------
 
     @cached_property
-    def _opening(self) -> list[int]:
-        """The first ids of what the chat template writes before an answer."""
-        turn: list[Message] = [{"role": "user", "content": "."}]
-        try:
-            asked = self._template.render(turn, add_generation_prompt=False)
-            opened = self._template.render(turn)
-        except TemplateError:
-            return []
-        added = opened.removeprefix(asked)
-        return self.tokenizer.encode(added, add_special=False, parse_special=True)[:_OPENING_IDS]
-
-    @cached_property
-    def _question_opening(self) -> list[int]:
-        """The ids that the chat template writes between a system message and a user's."""
-        turns: list[Message] = [
-            {"role": "system", "content": _MARKS[0]},
-            {"role": "user", "content": _MARKS[1]},
-        ]
-        try:
-            text = self._template.render(turns, add_generation_prompt=False)
-        except TemplateError:
-            return []
-        between = text.partition(_MARKS[0])[2].partition(_MARKS[1])[0]
-        return self.tokenizer.encode(between, add_special=False, parse_special=True)
-
-    def _repeated(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """Return how many of a conversation's ids come before its first question and before its
-        answer's opening, as far as that is known: other prompts begin with as many.
-        """
-        question, answer = self._question_opening, self._opening
-        last = len(ids) - len(answer)
-        asked = _find(question, ids, range(last - len(question)))
-        answered = _find(answer, ids, range(last, max(last - _LONGEST_OPENING, 0), -1))
-        ends = asked and asked + len(question), answered
-        return tuple(end for end in ends if end)
+    def _openings(self) -> Openings:
+        return Openings(self._template, self.tokenizer)
 
     @cached_property
     def _syntax(self) -> TemplateSyntax:
@@ -536,14 +499,6 @@ class RequestBuilder:
                     ctx=ctx,
                 )
             shown = [*messages[:head], *messages[start:]]
-
-
-def _find(part: Sequence[int], ids: Sequence[int], places: Iterable[int]) -> int:
-    """Return the first of ``places`` where ``part`` is in ``ids``; 0 if it is empty or nowhere."""
-    if not part:
-        return 0
-    begins = (place for place in places if ids[place] == part[0])  # few are, of many
-    return next((i for i in begins if ids[i : i + len(part)] == part), 0)
 
 
 def _answer_tokens(options: Options, prompt: int) -> int | None:
