@@ -27,7 +27,7 @@ _HASHED = 32  # bytes; longer pieces are mostly runs of one character, which dif
 _FACTORS = tuple(0x9E3779B97F4A7C15**power % (1 << 64) for power in range(1, 6))  # odd
 _WORD = 8  # bytes that are hashed and compared at a time
 _MASKS = np.array([(1 << 8 * count) - 1 for count in range(_WORD + 1)], np.uint64)
-_ID = np.uint64((1 << 24) - 1)  # the bits of an id; GGUF arrays have fewer strings
+_ID = np.uint64((1 << 24) - 1)  # the bits of an id; no GGUF array has more strings
 _AT_ONCE = 1 << 14
 Integers = npt.NDArray[np.int64]
 
@@ -47,8 +47,7 @@ class PieceTable:
             lengths = np.diff(offsets)
             self._longest = max(self._longest, int(lengths.max()))
             hashes[start:stop] = self._hash(self._data, offsets[:-1], lengths)
-        begins = np.zeros(self._buckets + 1, np.uint32)
-        np.cumsum(np.bincount(self._bucket_of(hashes), minlength=self._buckets), out=begins[1:])
+        begins = bucket_begins(self._bucket_of(hashes), self._buckets)
         # By bucket; of equal pieces, which have equal hashes, the last comes first.
         hashes |= _ID
         hashes -= np.arange(count, dtype=np.uint64)
@@ -176,19 +175,23 @@ def bucket_count(count: int) -> int:
     return number
 
 
+def bucket_begins(buckets: npt.NDArray[np.uint32] | Integers, count: int) -> npt.NDArray[np.uint32]:
+    """Where each of ``count`` buckets begins among entries sorted by theirs; and the last's end."""
+    begins = np.zeros(count + 1, np.uint32)
+    np.cumsum(np.bincount(buckets, minlength=count), out=begins[1:])
+    return begins
+
+
 def bucket_order(
     buckets: npt.NDArray[np.uint32], count: int
 ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
-    """Entries sorted by their bucket, and where each of ``count`` buckets begins.
+    """Entries sorted by their bucket, and ``bucket_begins``.
 
     Within a bucket entries are in descending order, so that the last of equal entries is met first.
-    The second array also has the last bucket's end.
     """
-    begins = np.zeros(count + 1, np.uint32)
-    np.cumsum(np.bincount(buckets, minlength=count), out=begins[1:])
     order = buckets.astype(np.uint64) << 32 | ~np.arange(len(buckets), dtype=np.uint32)
     order.sort()  # faster than a stable argsort
-    return ~order.astype(np.uint32), begins
+    return ~order.astype(np.uint32), bucket_begins(buckets, count)
 
 
 def chunks(count: int) -> Iterator[tuple[int, int]]:
