@@ -225,10 +225,10 @@ def _growth(batch: Batch, ops: Ops, specs: Sequence[LayerSpec]) -> int:
     grown = 0
     for span in split_batch(batch, ops).spans:
         cache, length = span.cache, span.cache.length + span.rows
-        if ops.kv_nbytes(specs, length) > cache.nbytes:
-            if not getattr(cache, "grows_in_place", False):
-                length = min(cache.capacity, length * 3 // 2)
-            grown += max(0, ops.kv_nbytes(specs, length) - cache.nbytes)
+        needed = ops.kv_nbytes(specs, length)
+        if needed > cache.nbytes and not getattr(cache, "grows_in_place", False):
+            needed = ops.kv_nbytes(specs, min(cache.capacity, length * 3 // 2))
+        grown += max(0, needed - cache.nbytes)
     return grown
 
 
