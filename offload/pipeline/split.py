@@ -201,8 +201,8 @@ class HostPiece(PieceStage):
 
 
 class SplitStage(Stage):
-    """Computes the whole MLP with all pieces. Its unit is the link piece, copied in each pass
-    or the GPU's piece if there is no link piece.
+    """Computes the whole MLP with all pieces. Its unit is the link piece, which is copied in
+    each pass, or the GPU's piece if there is none.
 
     In passes of ``crossing`` rows or more (0: in none) the CPU's piece is copied to the GPU too.
     """
