@@ -37,6 +37,7 @@ import numpy as np
 import pytest
 
 import localrt
+from localrt.documents import confined
 from localrt.engine import answer
 from localrt.models import first_opening
 from localrt.quant.cpu import ops as native_ops
@@ -49,6 +50,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # Hundreds of tests open a model for the first time; tests/models/test_first_opening.py starts the
 # process that parses it.
 first_opening.has_helpers = lambda: False
+confined.has_helpers = lambda: False  # likewise tests/documents/test_confined.py
 
 # Examples of `quick` and `full` (asked for by `.ci/run`) are the same in each run, so that a change
 # passes or fails by itself; `search` draws new ones. How long one takes depends on the machine.

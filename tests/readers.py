@@ -177,7 +177,7 @@ def pictures(folder: Path, stack: ExitStack) -> Prepared:
     return seeds, lambda kind, data: (new_picture(data), open_picture(data))
 
 
-@_reader(0.15, "localrt/documents/kinds.py localrt/documents/pdf.py", 5.0)
+@_reader(0.15, "localrt/documents/web.py localrt/documents/pdf.py localrt/documents/sheets.py", 5.0)
 def documents(folder: Path, stack: ExitStack) -> Prepared:
     from localrt.documents.reading import read_document
     from tests.documents.samples import SEEDS

@@ -95,13 +95,14 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None
 
 
 PLAIN_INSTALL = """
-annotated-types anyio attrs certifi cffi charset-normalizer click cryptography fastjsonschema
-filelock fsspec gguf h11 hf-xet httpcore2 httpx2 huggingface-hub idna jinja2 jsonschema
-jsonschema-specifications linkify-it-py llguidance markdown-it-py markupsafe mcp mcp-types
-mdit-py-plugins mdurl numpy opentelemetry-api packaging pillow platformdirs psutil pycparser
-pydantic pydantic-core pygments pyjwt pypdfium2 python-multipart pyyaml referencing requests rich
-rpds-py shtab sse-starlette starlette textual textual-image tokenizers tomlkit tqdm truststore
-typing-extensions typing-inspection urllib3 uvicorn
+all2md annotated-types anyio attrs certifi cffi charset-normalizer click cryptography defusedxml
+fastjsonschema filelock fsspec gguf h11 hf-xet httpcore2 httpx2 huggingface-hub idna jinja2
+jsonschema jsonschema-specifications linkify-it-py llguidance lxml markdown-it-py markupsafe mcp
+mcp-types mdit-py-plugins mdurl mistune numpy opentelemetry-api packaging pillow platformdirs
+psutil pycparser pydantic pydantic-core pygments pyjwt pylatexenc pypdfium2 python-calamine
+python-docx python-multipart python-pptx pyyaml referencing requests rich rpds-py shtab
+sse-starlette starlette striprtf textual textual-image tokenizers tomli-w tomlkit tqdm
+truststore turbohtml typing-extensions typing-inspection urllib3 uvicorn xlsxwriter
 """
 
 

@@ -29,6 +29,7 @@ from localrt.common.errors import (
 from localrt.common.files import private_file, private_folder, user_path
 from localrt.common.forks import finalize, of_one_process
 from localrt.common.progress import ProgressCallback
+from localrt.documents.confined import DocumentReader
 from localrt.documents.reading import Step, files_below, pages_of, step_in
 
 _PIECE = 1200  # characters: some 300 tokens
@@ -134,14 +135,16 @@ class DocumentIndex(Closing):
         for path in (user_path(path).absolute() for path in paths):
             with disk_errors(path):
                 files = list(files_below(path)) if path.is_dir() else [path]
-            for place, file in enumerate(files, 1):
-                try:
-                    with disk_errors(file):
-                        self._update(file, step_in(progress, "index", file.name, place, len(files)))
-                except (OptionError, StorageError) as error:
-                    if isinstance(error.__cause__, sqlite3.Error):
-                        raise
-                    left_out[file] = str(error)
+            with DocumentReader(path) as reader:
+                for place, file in enumerate(files, 1):
+                    step = step_in(progress, "index", file.name, place, len(files))
+                    try:
+                        with disk_errors(file):
+                            self._update(file, reader, step)
+                    except (OptionError, StorageError) as error:
+                        if isinstance(error.__cause__, sqlite3.Error):
+                            raise
+                        left_out[file] = str(error)
             if path in left_out and os.path.exists(path):  # noqa: PTH110 - Path's may raise
                 continue
             known = self._rows(f"SELECT path FROM file WHERE {_INSIDE}", _inside(path))
@@ -153,7 +156,7 @@ class DocumentIndex(Closing):
                 self._embed(self._embedder, path, step_in(progress, "embed", path.name))
         return left_out
 
-    def _update(self, path: Path, step: Step) -> None:
+    def _update(self, path: Path, reader: DocumentReader, step: Step) -> None:
         key, status = (_text(path),), path.stat()
         row = self._rows("SELECT size, time, digest FROM file WHERE path = ?", key)
         if row and row[0][:2] == (status.st_size, status.st_mtime_ns):
@@ -163,7 +166,7 @@ class DocumentIndex(Closing):
         same = bool(row) and row[0][2] == digest
         # Not in the transaction, since other processes wait for it.
         found = list[tuple[int, str]]()
-        for page in () if same else pages_of(path, path.name):
+        for page in () if same else pages_of(path, path.name, reader):
             step(page.number, page.of, "pages")
             found += ((page.number, text) for text in pieces(page.text))
         with self._in_words(), self._connection as connection:

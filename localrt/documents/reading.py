@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,9 @@ from localrt.common.errors import OptionError, StorageError, reason_of
 from localrt.common.files import read_bytes, user_path
 from localrt.common.formatting import format_bytes, one_line
 from localrt.common.progress import Progress, ProgressCallback
-from localrt.documents.kinds import MOST_READ, decoded, kind_of, read_as
-from localrt.documents.pdf import Page, pdf_pages
+from localrt.documents.confined import DocumentReader
+from localrt.documents.kinds import MOST_READ, kind_of, read_plain
+from localrt.documents.page import Page, utf8
 
 _MOST_TEXT = 4_000_000  # characters; a longer document can only be searched
 _PICTURES = 20  # pages of a document shown as pictures
@@ -66,18 +68,22 @@ def read_document(
     """
     if isinstance(source, bytes):
         name = name or "the file"
-        return _file(source, name, media_type, pictures, step_in(progress, "read", name))
+        with DocumentReader() as reader:
+            step = step_in(progress, "read", name)
+            return _file(source, name, reader, media_type, pictures, step)
     if not str(source):
         raise OptionError(f"{str(source)!r} is no name of a file or folder")
     path = user_path(source)
     name = one_line(name or path.name or str(path))
     try:
-        if path.is_dir():
-            return _folder(path, name.rstrip("/") + "/", progress)
-        if path.exists() and not path.is_file():
-            raise OptionError(f"{path} is not a regular file")
-        path.stat()
-        return _file(path, name, media_type, pictures, step_in(progress, "read", name))
+        with DocumentReader(path) as reader:
+            if path.is_dir():
+                return _folder(path, name.rstrip("/") + "/", reader, progress)
+            if path.exists() and not path.is_file():
+                raise OptionError(f"{path} is not a regular file")
+            path.stat()
+            step = step_in(progress, "read", name)
+            return _file(path, name, reader, media_type, pictures, step)
     except StorageError:
         raise
     except OSError as error:
@@ -104,21 +110,26 @@ class DocumentCache:
 
 
 def pages_of(
-    source: Path | bytes, name: str, *, media_type: str = "", pictures: int = 0
+    source: Path | bytes,
+    name: str,
+    reader: DocumentReader,
+    *,
+    media_type: str = "",
+    pictures: int = 0,
 ) -> Iterator[Page]:
     """Yield the pages of a PDF, or another file as one unnumbered page.
 
     Raises ``OptionError`` or, if the disk fails, ``StorageError``.
     """
     kind = kind_of(name, media_type)
-    if kind == ".pdf":
-        yield from pdf_pages(source, name, pictures)
-        return
-    data = read_bytes(source, MOST_READ) if isinstance(source, Path) else source
-    if len(data) > MOST_READ:
+    if isinstance(source, Path) and kind != ".pdf":
+        source = read_bytes(source, MOST_READ)
+    if isinstance(source, bytes) and len(source) > MOST_READ and kind != ".pdf":
         raise OptionError(f"{name} is too large: the most is {MOST_READ // 1_000_000} MB")
-    text, encoding = (read_as(kind, data, name), "") if kind else decoded(data, name)
-    yield Page(text, encoding=encoding)
+    if not kind and isinstance(source, bytes) and (b"\0" in source or utf8(source) is not None):
+        yield read_plain(source, name)  # the usual cases, which need no library
+        return
+    yield from reader.pages(kind, source, name, pictures)
 
 
 def step_in(
@@ -135,19 +146,28 @@ def step_in(
     return step
 
 
-def _file(source: Path | bytes, name: str, media_type: str, pictures: bool, step: Step) -> Document:
+def _file(
+    source: Path | bytes,
+    name: str,
+    reader: DocumentReader,
+    media_type: str,
+    pictures: bool,
+    step: Step,
+) -> Document:
     path = source if isinstance(source, Path) else None
-    parts, shown, empty, length = list[str](), list[Page](), 0, 0
-    pages = pages_of(source, name, media_type=media_type, pictures=_PICTURES * pictures)
+    parts, shown, unseen, length, left_out = list[str](), list[Page](), 0, 0, Counter[str]()
+    most = _PICTURES * pictures
+    pages = pages_of(source, name, reader, media_type=media_type, pictures=most)
     for count, page in enumerate(pages, 1):
         step(page.number, page.of, "pages")
         text = page.text
+        left_out += page.left_out
         if page.picture:
             shown.append(page)
-            text = "[no text: see its picture]"
-        elif not text and page.number:
-            empty += 1
-            text = "[no text]"
+            text = f"{text}\n[see its picture]" if text else "[no text: see its picture]"
+        elif page.number and (not text or page.left_out["scan"]):
+            unseen += 1
+            text = text or "[no text]"
         parts.append(f"[page {page.number}]\n{text}" if page.number else text)
         length += len(text)
         if length > _MOST_TEXT:
@@ -156,14 +176,23 @@ def _file(source: Path | bytes, name: str, media_type: str, pictures: bool, step
             size = f"more than {count} pages" if page.number else format_bytes(length)
             return Document(name, "", size, path=path, whole=False)
     body = "\n\n".join(parts)
-    note = f"{name}: {empty} of {count} pages have no text, and are not shown." if empty else ""
-    if page.encoding:
-        note = f"{name} is not UTF-8: it was read as {page.encoding}."
+    notes = [f"it is not UTF-8, and was read as {page.encoding}"] if page.encoding else []
+    if unseen:
+        notes.append(f"{unseen} of {count} pages have little or no text, and are not shown")
+    del left_out["scan"]
+    if left_out:
+        notes.append(f"left out: {', '.join(counted(*each) for each in left_out.items())}")
+    note = f"{name}: {'; '.join(notes)}." if notes else ""
     lines = body.count("\n") + (not body.endswith("\n"))
     size = f"{lines} lines" if lines > 1 else format_bytes(path.stat().st_size if path else length)
-    size = f"{count} page{'s' * (count != 1)}" if page.number else size
+    size = counted("page", count) if page.number else size
     kind = "" if kind_of(name, media_type) else Path(name).suffix[1:]
     return Document(name, fenced(f"{name}:", body, kind), size, note, tuple(shown), path)
+
+
+def counted(name: str, count: int) -> str:
+    """Return ``"1 page"``, or ``"2 pages"``."""
+    return f"{count} {name}{'s' * (count != 1)}"
 
 
 def fenced(title: str, body: str, kind: str = "") -> str:
@@ -173,7 +202,9 @@ def fenced(title: str, body: str, kind: str = "") -> str:
     return f"{title}\n{fence}{kind}\n{body}{'' if body.endswith(chr(10)) else chr(10)}{fence}\n"
 
 
-def _folder(folder: Path, name: str, progress: ProgressCallback | None) -> Document:
+def _folder(
+    folder: Path, name: str, reader: DocumentReader, progress: ProgressCallback | None
+) -> Document:
     """The list of a folder's files, then those that are text."""
     lines, texts, length, left_out = list[str](), list[str](), 0, 0
     paths = list(files_below(folder))
@@ -183,7 +214,7 @@ def _folder(folder: Path, name: str, progress: ProgressCallback | None) -> Docum
         try:
             about.append(format_bytes(path.stat().st_size))
             if length <= _MOST_TEXT:
-                texts.append(_file(path, name + inner, "", False, step).text)
+                texts.append(_file(path, name + inner, reader, "", False, step).text)
                 length += len(texts[-1])
         except (OptionError, OSError):  # it may have been deleted
             left_out, about = left_out + 1, [*about, "left out"]

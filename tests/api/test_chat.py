@@ -174,7 +174,7 @@ def test_files(tiny: localrt.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "[long.pdf, page 8]\nPage about topic7." in sent
     assert sent.endswith("```\n\nAbout which topic7?")
     missing, searched = chat.file_notes
-    assert missing == "a.pdf: 1 of 2 pages have no text, and are not shown."
+    assert missing == "a.pdf: 1 of 2 pages have little or no text, and are not shown."
     assert searched.startswith("long.pdf does not fit the context: the model gets ")
     with pytest.raises(localrt.StorageError, match=r"cannot read .*nowhere\.pdf"):
         chat.send("About which topic7?", files=[tmp_path / "nowhere.pdf"])

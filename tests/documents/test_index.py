@@ -25,8 +25,9 @@ from localrt import (
     StorageError,
 )
 from localrt.documents import index as indexes
+from localrt.documents.confined import DocumentReader
 from localrt.documents.index import pieces
-from localrt.documents.pdf import Page
+from localrt.documents.page import Page
 from tests.documents.samples import pdf
 
 
@@ -42,7 +43,9 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     pages = indexes.pages_of
     monkeypatch.setattr(
-        indexes, "pages_of", lambda path, name: (names.append(name), *pages(path, name))[1:]
+        indexes,
+        "pages_of",
+        lambda path, name, reader: (names.append(name), *pages(path, name, reader))[1:],
     )
     return names
 
@@ -68,10 +71,10 @@ def test_a_failing_disk_leaves_out(
     """One file that cannot be read does not keep the others out."""
     pages = indexes.pages_of
 
-    def failing(path: Path, name: str) -> object:
+    def failing(path: Path, name: str, reader: DocumentReader) -> object:
         if name == "b.txt":
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return pages(path, name)
+        return pages(path, name, reader)
 
     monkeypatch.setattr(indexes, "pages_of", failing)
     left_out = index.update([notes])
@@ -229,11 +232,11 @@ def test_others_write_while_a_file_is_read(
     """Nothing is locked while a long document is read."""
     pages = indexes.pages_of
 
-    def reading(path: Path, name: str) -> Iterator[Page]:
+    def reading(path: Path, name: str, reader: DocumentReader) -> Iterator[Page]:
         if name == "long.txt":
             with DocumentIndex(tmp_path / "data" / "documents.db") as other:
                 other.update([tmp_path / "short.txt"])
-        yield from pages(path, name)
+        yield from pages(path, name, reader)
 
     (tmp_path / "short.txt").write_text("the short one")
     (tmp_path / "long.txt").write_text("the long one")

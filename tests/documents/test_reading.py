@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import shutil
 import subprocess
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,12 @@ from PIL import Image
 from localrt import CancelledError, OptionError, Progress, StorageError, read_document
 from localrt.documents import kinds, reading
 from localrt.documents import pdf as pdfs
-from tests.documents.samples import NOTEBOOK, RED, WORD, docx, pdf
+from tests.documents.samples import NOTEBOOK, RED, WORD, docx, form, pdf, scan, turned
 
 DATA = Path(__file__).parent.parent / "data"
 WORD_TYPE = "application/vnd.openxmlformats-officedocument.wordprocessingml.document"
+PLAN = "## Plan\n\nFish & chips\n\n* one\n\na\tb\n\n| x | y |\n|---|---|\n\nend"
+SHOWN = "T\n\n## Head\n\nOne & two\n\n- item\n\n| x | y |\n| --- | --- |\n\n```\na\n  b\n```\n\nend"
 PAGE = b"""<!DOCTYPE html><html><head><title>T</title><style>p { color: red }</style></head>
 <body><!-- <p>note --><h2>Head</h2><p>One &amp;
  two</p><ul><li>item</ul><script>if (1 < 2) "<b>no</b>"</script>
@@ -31,9 +32,9 @@ PAGE = b"""<!DOCTYPE html><html><head><title>T</title><style>p { color: red }</s
     [
         ("a.pdf", "", pdf("One", "Two (2)\nlines"), "[page 1]\nOne\n\n[page 2]\nTwo (2)\nlines"),
         ("report", "application/pdf", pdf("One"), "[page 1]\nOne"),
-        ("a.docx", "", WORD, "## Plan\nFish & chips\n- one\na\tb\nx | y |\nBox"),
-        ("a", f"{WORD_TYPE}; x=1", WORD, "## Plan\nFish & chips\n- one\na\tb\nx | y |\nBox"),
-        ("a.html", "", PAGE, "T\n\n## Head\n\nOne & two\n\n- item\n\n| x | y\n\na\n  b\n\nend"),
+        ("a.docx", "", WORD, PLAN),
+        ("a", f"{WORD_TYPE}; x=1", WORD, PLAN),
+        ("a.html", "", PAGE, SHOWN),
         (
             "a.ipynb",
             "",
@@ -56,11 +57,13 @@ def test_pages_without_text() -> None:
     read = read_document(data, name="a.pdf")
     assert read.size == "3 pages"
     assert "[page 2]\n[no text]\n\n[page 3]\n[no text]\n" in read.text
-    assert read.note == "a.pdf: 2 of 3 pages have no text, and are not shown."
+    assert read.note == "a.pdf: 2 of 3 pages have little or no text, and are not shown."
     assert read.pictures == ()
     read = read_document(data, name="a.pdf", pictures=True)
     assert "[page 2]\n[no text: see its picture]" in read.text
-    assert read.note == "a.pdf: 1 of 3 pages have no text, and are not shown.", "a blank page"
+    assert read.note == "a.pdf: 1 of 3 pages have little or no text, and are not shown.", (
+        "a blank page"
+    )
     (page,) = read.pictures
     with Image.open(io.BytesIO(page.picture)) as picture:
         assert (page.number, picture.size) == (2, (1536, 768))
@@ -68,18 +71,53 @@ def test_pages_without_text() -> None:
     assert red > 240 > 20 > max(green, blue)
 
 
+VALUES = "Name: Ada Lovelace\nCountry: Norway\nAgree: \u2714\nTyped note\n[note: Is this right?]"
+
+
+@pytest.mark.parametrize("options", [{}, {"appearances": False}, {"renewed": True}])
+def test_values_of_forms_stand_beside_their_labels(options: dict[str, bool]) -> None:
+    read = read_document(form(**options), name="a.pdf")
+    shown = read.text.split("\n", 3)[3].replace(" \n", "\n")
+    assert shown == f"{VALUES}\n```\n"
+    assert read.note == ""
+
+
+def test_a_form_alone_is_text_and_is_in_its_picture() -> None:
+    text = read_document(form(labels=False), name="a.pdf", pictures=True).text
+    assert "Ada Lovelace" in text
+    assert "Norway" in text
+    pages = pdfs.pdf_pages(form(labels=False), "a.pdf", 1)
+    assert [page.picture for page in pages] == [b""]
+
+
+@pytest.mark.parametrize(
+    ("data", "shown", "pictures"),
+    [
+        (scan(), "[no text: see its picture]", 1),
+        (scan("Page 1 of 9"), "Page 1 of 9\n[see its picture]", 1),
+        (scan("Words " * 40), "Words " * 40, 0),  # it has been recognized
+        (scan("A letter", "100 0 0 100 50 50"), "A letter", 0),  # with a logo
+    ],
+)
+def test_scans(data: bytes, shown: str, pictures: int) -> None:
+    read = read_document(data, name="a.pdf", pictures=True)
+    assert read.text.split("\n", 3)[3] == f"{shown.strip()}\n```\n"
+    assert (len(read.pictures), read.note) == (pictures, "")
+    unseen = "a.pdf: 1 of 1 pages have little or no text, and are not shown."
+    assert read_document(data, name="a.pdf").note == (unseen if pictures else "")
+
+
+@pytest.mark.parametrize("rotate", [0, 90, 180, 270])
+@pytest.mark.parametrize("matrix", ["1 0 0 1", "0 1 -1 0", "-1 0 0 -1", "0 -1 1 0"])
+def test_turned_text_keeps_its_lines(matrix: str, rotate: int) -> None:
+    text = read_document(turned(matrix, rotate), name="a.pdf").text
+    assert set(text.split("\n")) >= {"First line of it", "Second line of it", "Third line of it"}
+
+
 def test_most_pictures() -> None:
     read = read_document(pdf(*[RED] * 22), name="a.pdf", pictures=True)
     assert len(read.pictures) == 20
     assert "2 of 22 pages" in read.note
-
-
-def bomb() -> bytes:
-    made = io.BytesIO()
-    with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as archive:
-        part, text = zipfile.ZipInfo("word/document.xml"), b"<w:t>" + b" " * (kinds.MOST_READ + 1)
-        archive.writestr(part, text, zipfile.ZIP_DEFLATED)
-    return made.getvalue()
 
 
 def test_no_pages() -> None:
@@ -90,15 +128,6 @@ def test_no_pages() -> None:
         read_document(pdf(), name="a.pdf")
 
 
-def no_name() -> bytes:
-    """A Word document whose part has a name that is said to be UTF-8, and is not."""
-    data = bytearray(docx(""))
-    at = data.rindex(b"PK\1\2")
-    data[at + 9] |= 8
-    data[data.index(b"word", at)] = 0xFF
-    return bytes(data)
-
-
 @pytest.mark.parametrize(
     ("name", "data", "why"),
     [
@@ -107,13 +136,9 @@ def no_name() -> bytes:
         ("a.pdf", (DATA / "locked.pdf").read_bytes(), "a.pdf is locked by a password"),
         ("a.docx", b"\xd0\xcf\x11\xe0 an encrypted one", "a.docx cannot be read"),
         ("a.docx", docx("")[:60], "damaged"),
-        ("a.docx", bomb(), "too large"),
-        ("a.docx", no_name(), "damaged"),
-        ("a.docx", docx("").replace(b"\x08\0", b"\x0e\0"), "damaged"),  # as if packed by LZMA
-        ("a.ipynb", b"{}", "no notebook"),
-        ("a.ipynb", b'{"cells": 3}', "no notebook"),
-        ("a.ipynb", b"[" * 100_000, "no notebook"),
-        ("a.html", b"\0\1", "not a text file"),
+        ("a.ipynb", b"{}", "no .ipynb file"),
+        ("a.ipynb", b'{"cells": 3}', "no .ipynb file"),
+        ("a.ipynb", b"[" * 100_000, "no .ipynb file"),
         ("a", b"\x7fELF\0\1", "a is not a text file"),
         ("a.txt", b"x" * (kinds.MOST_READ + 1), "too large"),
         ("a.txt", b"x" * 4_000_001, "too much text"),
@@ -125,13 +150,10 @@ def test_bad_files(name: str, data: bytes, why: str) -> None:
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    "data", [b"<" * 200_000, b"<a" * 100_000, b"<!--" * 50_000, b"<svg>" * 40_000]
-)
+@pytest.mark.parametrize("data", [b"<" * 200_000, b"<a" * 100_000, b"<!--" * 50_000])
 def test_markup_that_never_ends(data: bytes) -> None:
     """In time that grows with the size, not with its square: a test's time limit tells."""
     read_document(data * 10, name="a.html")
-    read_document(docx((data * 10).decode()), name="a.docx")
 
 
 @pytest.mark.parametrize("name", ["", "a\0b"])

@@ -399,7 +399,7 @@ def test_pages_without_text(seeing: Any, asked: tuple[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("part", "text"),
     [
-        (file(base64.b64encode(WORD).decode(), "a.docx"), "a.docx:\n```\n## Plan\nFish & chips"),
+        (file(base64.b64encode(WORD).decode(), "a.docx"), "a.docx:\n```\n## Plan\n\nFish & chips"),
         (file(base64.b64encode(NOTEBOOK).decode(), "a.ipynb"), "# Title\nWords"),
         (file(base64.b64encode(b"<p>a</p>b").decode(), "a.html"), "a.html:\n```\na\nb\n```"),
         (document(PDF64, title=None), "the document:\n```\n[page 1]\nOne"),

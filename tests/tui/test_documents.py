@@ -41,7 +41,7 @@ async def test_document(model: FakeModel) -> None:
         assert model.given("user") == [f"Read {text}"]
         assert "▸ short.pdf, 2 pages" in screen.shown(app)
         (told,) = (line for line in screen.notices(app) if "short.pdf" in line)
-        assert told == "short.pdf: 1 of 2 pages have no text, and are not shown."
+        assert told == "short.pdf: 1 of 2 pages have little or no text, and are not shown."
 
 
 @pytest.mark.usefixtures("files")

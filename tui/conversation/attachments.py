@@ -23,7 +23,7 @@ from localrt.common.errors import OptionError, StorageError
 from localrt.common.files import read_bytes, user_path
 from localrt.common.formatting import format_bytes
 from localrt.documents.fitting import fitted
-from localrt.documents.pdf import Page
+from localrt.documents.page import Page
 from localrt.documents.reading import Document, read_document
 from localrt.history.pictures import LARGEST_PICTURE, joined_content, new_picture
 from localrt.tui.mentions import PICTURES, Mention, mentions

@@ -1,0 +1,70 @@
+"""Word documents and slides as Markdown, by all2md and python-docx."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from typing import Any
+
+import all2md
+import docx
+import pptx
+from all2md.ast import Image, extract_nodes
+from all2md.options import MarkdownRendererOptions
+from all2md.parsers.docx import DocxToAstConverter
+from all2md.parsers.pptx import PptxToAstConverter
+from docx.oxml import OxmlElement
+from docx.oxml.ns import qn
+
+from localrt.documents.page import Page
+
+# The characters of the font Symbol from 0x20 on, where Word has no others for them.
+_SYMBOL = (
+    " !∀#∃%&∋()∗+,−./0123456789:;<=>?"
+    "≅ΑΒΧΔΕΦΓΗΙϑΚΛΜΝΟΠΘΡΣΤΥςΩΞΨΖ[∴]⊥_"
+    "‾αβχδεφγηιϕκλμνοπθρστυϖωξψζ{|}∼ "
+    "                                "
+    "€ϒ′≤⁄∞ƒ♣♦♥♠↔←↑→↓°±″≥×∝∂•÷≠≡≈…⏐⎯↵"
+    "ℵℑℜ℘⊗⊕∅∩∪⊃⊇⊄⊂⊆∈∉∠∇®©™∏√⋅¬∧∨⇔⇐⇑⇒⇓"
+    "◊⟨®©™∑"
+)
+_WINGDINGS = {0x6C: "●", 0x6E: "■", 0x6F: "☐", 0xA7: "▪", 0xA8: "☐", 0xD8: "➢", 0xE0: "→"} | {
+    **{0xFB: "✗", 0xFC: "✓", 0xFD: "☒", 0xFE: "☒", 0x4A: "☺", 0x28: "☎", 0x2A: "✉"},
+}
+
+
+def _symbol(font: str, code: int) -> str:
+    low = code & 0xFF if 0xF000 <= code < 0xF100 else code
+    if font == "Symbol":
+        return _SYMBOL[low - 0x20 : low - 0x1F]
+    return _WINGDINGS.get(low, "•") if font.startswith("Wingdings") else chr(low)
+
+
+def read_word(data: bytes) -> Page:
+    """A Word document: equations as LaTeX, numbers of lists as Word shows them, tables, notes, and
+    tracked changes as if accepted.
+    """
+    document = docx.Document(io.BytesIO(data))
+    # all2md leaves out symbols, and words with readings.
+    for each in [*document.element.iter(qn("w:sym"), qn("w:ruby"))]:
+        text: Any = OxmlElement("w:t")
+        if each.tag == qn("w:sym"):
+            code = int(each.get(qn("w:char"), "0"), 16)
+            text.text = _symbol(each.get(qn("w:font"), ""), code)
+        else:
+            base = each.find(qn("w:rubyBase"))
+            text.text = "".join(each.text or "" for each in base.iter(qn("w:t")))
+        each.getparent().replace(each, text)
+    left_out = Counter({"comment": len(document.comments)})
+    return _page(DocxToAstConverter().parse(document), left_out)
+
+
+def read_slides(data: bytes) -> Page:
+    """The slides of a presentation in order, with their notes."""
+    return _page(PptxToAstConverter().parse(pptx.Presentation(io.BytesIO(data))), Counter())
+
+
+def _page(tree: Any, left_out: Counter[str]) -> Page:
+    left_out["picture"] = len(extract_nodes(tree, Image))
+    options = MarkdownRendererOptions(escape_special=False)
+    return Page(str(all2md.from_ast(tree, "markdown", renderer_options=options)), left_out=left_out)

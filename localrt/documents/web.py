@@ -1,0 +1,259 @@
+"""HTML as Markdown, by turbohtml, which parses as browsers do; and what holds HTML or the like:
+books (EPUB), OpenDocument texts, rich text, e-mails and notebooks.
+"""
+
+from __future__ import annotations
+
+import email
+import email.policy
+import io
+import json
+import re
+import zipfile
+from collections import Counter
+from pathlib import PurePosixPath
+from typing import Any
+from urllib.parse import unquote
+
+import turbohtml
+from striprtf.striprtf import rtf_to_text
+from turbohtml import Element, Markdown
+
+from localrt.documents.page import Page, decoded
+
+# What browsers do not show, or what is no text.
+_HIDDEN = (
+    "script, style, template, noscript, iframe, svg, [hidden], [style*='display:none'], "
+    "[style*='display: none']"
+)
+_BLOCKS = "table, h1, h2, h3, h4, h5, h6, ul, ol, pre, blockquote"
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def _math(element: Element, inner: str) -> str:
+    tex = element.select_one("annotation[encoding='application/x-tex']")
+    return f"${tex.text.strip()}$" if tex else element.text
+
+
+_STYLE = Markdown(
+    escaping=Markdown.Escaping(mode="none", asterisks=False, underscores=False),
+    images=Markdown.Images(mode="ignore"),
+    links=Markdown.Links(ignore=True),
+    tables=Markdown.Tables(cell_blocks="text"),
+    converters={
+        "math": _math,
+        "input": lambda element, inner: str(element.attrs.get("value") or ""),
+        "option": lambda element, inner: f"{inner}\n",
+    },
+)
+
+
+def markdown(tree: Any, left_out: Counter[str]) -> str:
+    """The text of a parsed page, whose pictures are counted in ``left_out``. Changes the tree."""
+    for each in tree.select(_HIDDEN):
+        each.decompose()
+    left_out["picture"] += len(tree.select("img, canvas, video, object"))
+    if (head := tree.find("head")) and (title := head.find("title")):
+        head.tag, title.tag = "div", "p"
+    for each in tree.select("input[type=hidden], input[type=password]"):
+        each.decompose()
+    for each in tree.select("input[type=checkbox], input[type=radio]"):
+        each.attrs["value"] = "[x] " if "checked" in each.attrs else "[ ] "
+    for table in tree.select("table"):
+        _set_table(table)
+    return str(tree.to_markdown(_STYLE))
+
+
+def _set_table(table: Element) -> None:
+    """Give each row of a table all cells; make blocks of one that arranges a page."""
+    if caption := table.find("caption"):
+        caption.tag = "p"
+        table.insert_before(caption)
+    parts = [
+        each
+        for each in table.select("thead, tbody, tfoot, tr, td, th")
+        if each.closest("table") == table
+    ]
+    cells = [each for each in parts if each.tag in ("td", "th")]
+    if len(cells) == 1 or any(cell.select_one(_BLOCKS) for cell in cells):
+        for each in [table, *parts]:
+            each.tag = "div"
+        return
+    below: dict[int, int] = {}  # by column: in how many of the next rows a cell goes on
+    for row in table.select("tr"):
+        column = 0
+        for cell in row.select("td, th"):
+            while below.get(column):
+                below[column] -= 1
+                cell.insert_before(Element("td"))
+                column += 1
+            wide, high = (_count(cell.attrs.pop(f"{side}span", "")) for side in ("col", "row"))
+            for _ in range(wide - 1):
+                cell.insert_after(Element("td"))
+            below |= dict.fromkeys(range(column, column + wide), high - 1)
+            column += wide
+
+
+def _count(text: Any) -> int:
+    return min(int(text), 100) if str(text).isdecimal() and int(text) else 1
+
+
+def read_web(data: bytes) -> Page:
+    """A web page, in the encoding that it names."""
+    left_out = Counter[str]()
+    tree = turbohtml.parse(data, detect_encoding=True, scripting=True)
+    return Page(markdown(tree, left_out), left_out=left_out)
+
+
+def _part(archive: zipfile.ZipFile, name: str) -> Any:
+    return turbohtml.parse_xml(archive.read(name).decode("utf-8-sig"))
+
+
+def read_book(data: bytes) -> Page:
+    """The chapters of an EPUB, in reading order."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        names = archive.namelist()
+        if "META-INF/rights.xml" in names:
+            raise ValueError("it is locked by DRM")
+        place = _part(archive, "META-INF/container.xml").find("rootfile").attrs["full-path"]
+        book = _part(archive, place)
+        files = {_local(each, "id"): _local(each, "href") for each in _all(book, "item")}
+        parts, left_out = list[str](), Counter[str]()
+        for each in _all(book, "itemref"):
+            name = str(PurePosixPath(place).parent / unquote(files[_local(each, "idref")]))
+            tree = turbohtml.parse(archive.read(name), detect_encoding=True, scripting=True)
+            for title in tree.select("head"):
+                title.decompose()
+            parts.append(markdown(tree, left_out))
+    return Page("\n\n".join(parts), left_out=left_out)
+
+
+# What OpenDocument's elements are in HTML.
+_TEXT_TAGS = {
+    **{"p": "p", "list-item": "li", "list-header": "li", "line-break": "br"},
+    **{"table": "table", "table-header-rows": "thead", "table-row": "tr"},
+    **{"table-cell": "td", "covered-table-cell": "td", "section": "div"},
+}
+
+
+def read_text(data: bytes) -> Page:
+    """An OpenDocument text, with notes where their numbers were."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        content = _part(archive, "content.xml")
+    numbered = {
+        _local(style, "name")
+        for style in _all(content, "list-style")
+        if (levels := [_name(each) for each in style.children]) and "number" in levels[0]
+    }
+    left_out = Counter({"comment": len(_all(content, "annotation"))})
+    left_out["picture"] = len(_all(content, "image"))
+    for each in [*_all(content, "tracked-changes"), *_all(content, "annotation")]:
+        each.decompose()
+    for each in _all(content, "note"):
+        told = " ".join(body.text for body in _all(each, "note-body"))
+        each.replace_with(turbohtml.Text(f" [note: {told}]"))
+    for each in _all(content, "list"):  # one in a list has its style
+        outer = each.parent.parent
+        ordered = _local(each, "style-name") in numbered or getattr(outer, "tag", "") == "ol"
+        each.tag = "ol" if ordered else "ul"
+    for each in [*content.descendants]:
+        name = _name(each)
+        if name in ("tab", "s"):
+            each.replace_with(turbohtml.Text(" "))
+        elif name == "h":
+            each.tag = f"h{min(_count(_local(each, 'outline-level')), 6)}"
+        elif name in _TEXT_TAGS:
+            each.tag = _TEXT_TAGS[name]
+    body = _all(content, "text")[0].inner_html.replace("</br>", "")
+    return Page(markdown(turbohtml.parse(body), Counter()), left_out=left_out)
+
+
+def _all(tree: Any, name: str) -> list[Any]:
+    """The elements of an XML tree with this name, whatever the prefix of its namespace."""
+    return [each for each in tree.descendants if _name(each) == name]
+
+
+def _name(element: Any) -> str:
+    return str(getattr(element, "tag", "")).rpartition(":")[2]
+
+
+def _local(element: Any, name: str) -> str:
+    found = (value for key, value in element.attrs.items() if key.rpartition(":")[2] == name)
+    return str(next(found, ""))
+
+
+def read_mail(data: bytes) -> Page:
+    """An e-mail's main headers and text; of attachments the names."""
+    mail = email.message_from_bytes(data, policy=email.policy.default)
+    names = ("From", "To", "Cc", "Date", "Subject")
+    lines = [f"{name}: {mail[name]}" for name in names if mail[name]]
+    if not lines:
+        raise ValueError("it has no headers")
+    left_out = Counter[str]()
+    body = mail.get_body(("plain", "html"))
+    raw = body.get_payload(decode=True) if body else b""
+    raw = raw if isinstance(raw, bytes) else b""
+    charset = body.get_content_charset() if body else None
+    try:
+        text = raw.decode(charset or "utf-8")
+    except (LookupError, UnicodeDecodeError):
+        text = decoded(raw, "its text")[0]
+    if body and body.get_content_subtype() == "html":
+        text = markdown(turbohtml.parse(text, scripting=True), left_out)
+    lines += [f"Attachment: {each.get_filename() or 'no name'}" for each in mail.iter_attachments()]
+    left_out["attachment"] = sum(1 for _ in mail.iter_attachments())
+    return Page("\n".join([*lines, "", text]), left_out=left_out)
+
+
+# Forms of a result, the one that says most first. Old notebooks (format 3) have short names for
+# them, and no dictionary around them.
+_FORMS = {
+    **{"text/markdown": "markdown", "text/latex": "latex", "text/plain": "text"},
+    **{"text/html": "html", "application/json": "json"},
+}
+
+
+def read_notebook(data: bytes) -> Page:
+    """A notebook's cells in order, what they printed and returned, and their errors."""
+    notebook, left_out, parts = json.loads(decoded(data, "")[0]), Counter[str](), list[str]()
+    language = notebook.get("metadata", {}).get("language_info", {}).get("name", "python")
+    sheets = notebook.get("worksheets", [notebook])
+    for cell in (cell for sheet in sheets for cell in sheet["cells"]):
+        code = cell["cell_type"] == "code"
+        source = _joined(cell["input"] if "input" in cell else cell["source"]).strip()
+        parts.append(f"```{language}\n{source}\n```" if code else source)
+        for output in cell.get("outputs", ()):
+            text = _output(output, left_out).strip()
+            parts.append(text and f"Output:\n{text}")
+    return Page("\n\n".join(filter(None, parts)), left_out=left_out)
+
+
+def _joined(lines: Any) -> str:
+    return lines if isinstance(lines, str) else "".join(lines)
+
+
+def _output(output: dict[str, Any], left_out: Counter[str]) -> str:
+    if "ename" in output:
+        trace = "\n".join(output.get("traceback") or [f"{output['ename']}: {output['evalue']}"])
+        return _COLOURS.sub("", trace)
+    told = output.get("data", output)
+    found = {new: told[old] for new, old in _FORMS.items() if old in told}
+    found |= {name: told[name] for name in _FORMS if name in told}
+    left_out["picture"] += not found and any(name.startswith(("image/", "png")) for name in told)
+    plain = _joined(found.get("text/plain", ""))
+    if plain.startswith("<") and plain.endswith(">") and len(found) > 1:
+        del found["text/plain"]  # the name of an object
+    for name in filter(found.__contains__, _FORMS):
+        if name == "application/json":
+            return json.dumps(found[name], ensure_ascii=False)
+        text = _joined(found[name])
+        return markdown(turbohtml.parse(text), left_out) if name == "text/html" else text
+    return ""
+
+
+def read_rich_text(data: bytes) -> Page:
+    """The text of an RTF file."""
+    if not data.lstrip().startswith(b"{\\rtf"):
+        raise ValueError("it has no RTF header")
+    pictures = Counter({"picture": data.count(b"\\pict")})
+    return Page(rtf_to_text(data.decode("latin-1"), errors="ignore"), left_out=pictures)
