@@ -38,6 +38,7 @@ from localrt.models.checkpoints.safetensors_header import (
 from localrt.models.raw_config import RawConfig
 from localrt.models.registry import find_family
 from localrt.models.tensor_source import EMBEDDING, HEAD, Checkpoint, RangedFile, StoredTensor
+from localrt.models.weight_files import ADAPTER_NAME
 from localrt.quant.formats import unpack
 from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.adapters import Adapter, LowRank
@@ -180,7 +181,6 @@ def mlx_scale(config: Mapping[str, Any], path: Path) -> Callable[[str, int], flo
     return lambda module, rank: float(config["lora_parameters"]["scale"])
 
 
-CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 _MLX_NAME = "adapters.safetensors"
 _HASHED = 1 << 18  # bytes hashed at a time, so that they stay in the CPU cache
@@ -242,15 +242,15 @@ def read_adapter(path: Path, base: Checkpoint, *, merging: bool = False) -> Adap
     if path.suffix == ".gguf" or is_gguf(path):  # some programs store GGUF without a suffix
         return _read_gguf(path, base, merging=merging)
     raise CheckpointError(
-        f"{path} is no adapter: give a folder of PEFT or mlx-lm ({CONFIG_NAME}, {WEIGHTS_NAME} or "
+        f"{path} is no adapter: give a folder of PEFT or mlx-lm ({ADAPTER_NAME}, {WEIGHTS_NAME} or "
         f"{_MLX_NAME}), or a .gguf file"
     )
 
 
 def _read_folder(path: Path, base: Checkpoint, *, merging: bool) -> Adapter[LowRank]:
-    config_path = path / CONFIG_NAME
+    config_path = path / ADAPTER_NAME
     if not config_path.exists():
-        raise CheckpointError(f"{path} is no adapter: it has no {CONFIG_NAME}")
+        raise CheckpointError(f"{path} is no adapter: it has no {ADAPTER_NAME}")
     config = read_json(config_path)
     mlx = "peft_type" not in config and (path / _MLX_NAME).exists()
     (check_mlx_config if mlx else check_peft_config)(config, config_path)
@@ -291,7 +291,7 @@ def _read_folder(path: Path, base: Checkpoint, *, merging: bool) -> Adapter[LowR
             plain := next((name for name, parts in modules.items() if not parts.magnitude), None)
         ):
             raise CheckpointError(
-                f"{weights}: module {plain!r:.100} has no magnitudes, though {CONFIG_NAME} says "
+                f"{weights}: module {plain!r:.100} has no magnitudes, though {ADAPTER_NAME} says "
                 "that it is a DoRA"
             )
         source = _Source(
