@@ -22,12 +22,18 @@ from localrt.common.files import read_cached, write_cached
 from localrt.common.formatting import one_line
 from localrt.common.helpers import has_helpers, helper_command
 from localrt.common.version import __version__
-from localrt.models.weight_files import MANIFEST_NAME, model_files, model_stamp, projectors_beside
+from localrt.models.weight_files import (
+    ADAPTER_NAME,
+    MANIFEST_NAME,
+    model_files,
+    model_stamp,
+    projectors_beside,
+)
 
 _RECORD, _MOST_RECORDS = "checked.json", 500
 _NBYTES, _SECONDS, _LONGEST_ANSWER = 1 << 30, 60, 1 << 16
 _PIPES = (-1, None, subprocess.DEVNULL, subprocess.PIPE, subprocess.STDOUT)
-_NAMED = ("config.json", "adapter_config.json", MANIFEST_NAME)  # a folder with one is one model
+_NAMED = ("config.json", ADAPTER_NAME, MANIFEST_NAME)  # a folder with one is one model
 
 
 def check_first(path: Path, cache: Path, projectors: Sequence[Path] = ()) -> str:

@@ -165,6 +165,7 @@ def pictures(folder: Path, stack: ExitStack) -> Prepared:
 
     from localrt.history.pictures import new_picture
     from localrt.models.vision.picture import open_picture
+    from tests.picture_files import READ
 
     exif = Image.Exif()
     exif[0x0112] = 6  # turned
@@ -174,6 +175,7 @@ def pictures(folder: Path, stack: ExitStack) -> Prepared:
         image = Image.linear_gradient("L").resize((9, 7)).convert(mode)
         image.save(file := io.BytesIO(), kind, exif=exif)
         seeds.append((kind, file.getvalue()))
+    seeds.append(("MPO", READ["camera"][0]))
     return seeds, lambda kind, data: (new_picture(data), open_picture(data))
 
 

@@ -71,7 +71,10 @@ def as_mention(path: str) -> str:
     return f'@"{path}' if path.endswith("/") else f'@"{path}"'
 
 
-PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".gif")
+PICTURES = (
+    *(".png", ".apng", ".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".webp", ".gif"),
+    *(".avif", ".bmp", ".heic", ".heif", ".tif", ".tiff"),  # refused as pictures, not as texts
+)
 """Suffixes of picture files."""
 
 _ABSOLUTE = re.compile(

@@ -30,7 +30,7 @@ from localrt.chat_format.templates.chat_template import MessageTemplate
 from localrt.chat_format.thinking import CLOSE, OPEN, THOUGHT_FIELDS
 from localrt.common.errors import OptionError, TemplateError
 from localrt.common.option_names import option
-from localrt.models.tokenizers.base import Tokenizer
+from localrt.models.tokenizers.base import Tokenizer, end_ids
 
 _ASK = [{"role": "user", "content": "zq ask"}]
 _THOUGHT, _SAID = "Zthought zq¶", "Zsaid zq"
@@ -158,6 +158,17 @@ def find_syntax(template: MessageTemplate, frame: AnswerFrame = USUAL_FRAME) -> 
     if budget and not off:
         off["thinking_budget"] = 0
     return ThinkingSyntax(tags, on, off, efforts, budget)
+
+
+def turn_ends(template: MessageTemplate, tokenizer: Tokenizer) -> set[int]:
+    """The special tokens known as ends that ``template`` writes after an assistant's answer."""
+    try:
+        text = template.render([*_ASK, _ANSWER], add_generation_prompt=False)
+    except TemplateError:
+        return set()
+    special, (_, found, behind) = tokenizer.special_ids, text.rpartition(_SAID)
+    known = end_ids(tokenizer.token_id, special.__contains__) & special if found else ()
+    return {token for token in known if behind.lstrip().startswith(tokenizer.token_text(token))}
 
 
 def _prompt(template: MessageTemplate, **variables: Any) -> str | None:

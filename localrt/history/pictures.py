@@ -1,14 +1,13 @@
 """The pictures of a conversation: files as they were given, kept once by their contents.
 
 A turn's text and pictures come and go as content parts, ``{"type": "image", "image": ...}``
-between ``{"type": "text", "text": ...}``. Decodes no more than a picture's header.
+between ``{"type": "text", "text": ...}``. Keeping one decodes no more than its header.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import io
 import json
 import sqlite3
 import warnings
@@ -16,15 +15,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from localrt.common.errors import OptionError, StorageError
 from localrt.common.formatting import format_bytes
 
+if TYPE_CHECKING:
+    from PIL import Image
+
 LARGEST_PICTURE = 32_000_000
 """Bytes: the largest file of a picture that a conversation keeps."""
 
-MEDIA_TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif"}
 _PICTURES = "pictures"  # in a turn's stored ``info``
 _TURNED = (5, 6, 7, 8)  # EXIF orientations on the side
 _ORIENTATION = 0x0112
@@ -80,30 +81,27 @@ def new_picture(data: bytes, *, name: str = "", place: int = 0) -> KeptPicture:
     """
     from PIL import Image
 
+    from localrt.models.vision.picture import media_type, open_header  # brings numpy
+
     shown = name or "the picture"
     if len(data) > LARGEST_PICTURE:
         raise OptionError(
             f"{shown} has {format_bytes(len(data))}: a picture has at most "
             f"{format_bytes(LARGEST_PICTURE)}"
         )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about bombs: nothing is decoded here
+    with open_header(data, shown) as image, warnings.catch_warnings(action="ignore"):
+        (width, height), kind = image.size, media_type(image)
         try:
-            with Image.open(io.BytesIO(data), formats=tuple(MEDIA_TYPES)) as image:
-                (width, height), kind = image.size, str(image.format)
-                # PNG's own getexif decodes the whole picture.
-                if Image.Image.getexif(image).get(_ORIENTATION) in _TURNED:
-                    width, height = height, width
-        except Image.DecompressionBombError as error:
-            raise OptionError(f"{shown} has too many pixels") from error
+            # PNG's own getexif decodes the whole picture.
+            turned = Image.Image.getexif(image).get(_ORIENTATION) in _TURNED
         except Exception as error:  # Pillow's decoders raise anything
-            raise OptionError(f"{shown} is not a PNG, JPEG, WebP or GIF picture") from error
+            raise OptionError(f"{shown} is damaged: {error}") from error
     return KeptPicture(
-        name=name or f"picture.{kind.lower()}",
-        width=width,
-        height=height,
+        name=name or f"picture.{kind.removeprefix('image/')}",
+        width=height if turned else width,
+        height=width if turned else height,
         place=place,
-        media_type=MEDIA_TYPES[kind],
+        media_type=kind,
         digest=hashlib.sha256(data).hexdigest(),
         read=lambda: data,
     )
@@ -122,6 +120,19 @@ def read_picture(given: object, *, name: str = "", place: int = 0) -> KeptPictur
     if isinstance(given, str | Path) and not str(given).startswith("data:"):
         name = name or Path(given).name
     return new_picture(picture_bytes(given), name=name, place=place)
+
+
+def small_image(picture: KeptPicture, width: int, height: int) -> Image.Image:
+    """The picture, upright and in RGB, in exactly this size.
+
+    Raises:
+        OptionError: it is damaged or has too many pixels.
+        StorageError: the history cannot be read.
+    """
+    from localrt.models.vision.picture import open_picture  # brings numpy
+
+    opened = open_picture(picture.data, picture.name, side=2 * max(width, height))
+    return opened.image().resize((width, height))
 
 
 def split_content(

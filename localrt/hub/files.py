@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from localrt.common.errors import ModelNotFoundError
 from localrt.models.weight_files import (
+    ADAPTER_NAME,
     DENSE,
     INDEX_NAME,
     POOLING_NAME,
@@ -39,8 +40,8 @@ _NOT_A_MODEL = re.compile(
 _TOKENIZER_FILES = re.compile(r"tokenizer.*\.model|.*\.jinja|merges\.txt|vocab\.txt|spiece\.model")
 
 ADAPTER_FILES = (
-    ("adapter_config.json", "adapter_model.safetensors"),
-    ("adapter_config.json", "adapters.safetensors"),  # of mlx-lm
+    (ADAPTER_NAME, "adapter_model.safetensors"),
+    (ADAPTER_NAME, "adapters.safetensors"),  # of mlx-lm
 )
 """What an adapter's repository has to hold: one of these."""
 

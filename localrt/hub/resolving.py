@@ -51,7 +51,7 @@ from localrt.hub.names import (
 )
 from localrt.hub.other_programs import Extras, OtherModel
 from localrt.models.first_opening import check_first
-from localrt.models.weight_files import INDEX_NAME, index_shards
+from localrt.models.weight_files import ADAPTER_NAME, INDEX_NAME, index_shards
 
 if TYPE_CHECKING:
     from localrt.hub.download import RemoteRepo
@@ -259,6 +259,10 @@ class _Fetch:
         if not names:
             variants = gguf_variants(remote.files)
             if not variants:
+                if ADAPTER_NAME in remote.files:
+                    from localrt.models.checkpoints.text_model import require_model  # brings numpy
+
+                    require_model(ref.repo, "adapter")
                 raise ModelNotFoundError(
                     f"{ref.repo} holds no GGUF file, nor safetensors with a config.json: "
                     "localrt reads no other kind"

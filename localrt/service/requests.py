@@ -25,7 +25,7 @@ from localrt.chat_format.pictures import (
     without_pictures,
 )
 from localrt.chat_format.structured import Grammars
-from localrt.chat_format.template_syntax import TemplateSyntax
+from localrt.chat_format.template_syntax import TemplateSyntax, turn_ends
 from localrt.chat_format.templates.chat_template import Segment, encode_chat
 from localrt.chat_format.thinking import CLOSE
 from localrt.common.errors import (
@@ -349,11 +349,12 @@ class RequestBuilder:
 
     @cached_property
     def _chat_ends(self) -> frozenset[int]:
-        """The ids that end a turn; those that end it for a tool call are not always declared."""
+        """The ids that end a turn, of which a model's files do not always declare all."""
         tokenizer = self._tokenizer
         if tokenizer is None or not self._template.tool_source:
             return self._parts.eos_ids
         found = {tokenizer.token_id(name) for name in TURN_ENDS}
+        found |= turn_ends(self._template, tokenizer)
         return self._parts.eos_ids | (tokenizer.special_ids & found)
 
     @cached_property

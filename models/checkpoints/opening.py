@@ -14,9 +14,10 @@ from localrt.common.errors import (
 from localrt.models.checkpoints.gguf.checkpoint import GgufCheckpoint
 from localrt.models.checkpoints.safetensors.folder import SafetensorsCheckpoint
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
-from localrt.models.checkpoints.text_model import DraftHeadError
+from localrt.models.checkpoints.text_model import DraftHeadError, require_model
 from localrt.models.tensor_source import Checkpoint
 from localrt.models.weight_files import (
+    ADAPTER_NAME,
     INDEX_NAME,
     MANIFEST_NAME,
     PARTIAL_NAME,
@@ -54,6 +55,8 @@ def _open(path: Path) -> Checkpoint:
         raise _pickle_error(path)
     if path.suffix == ".safetensors" and (path.parent / "config.json").exists():
         raise CheckpointError(f"{path} is a part of a model: give its folder, {path.parent}")
+    if path.suffix == ".safetensors" and (path.parent / ADAPTER_NAME).exists():
+        require_model(path.parent, "adapter")
     return GgufCheckpoint(path)
 
 
@@ -81,6 +84,8 @@ def _open_folder(path: Path) -> Checkpoint:
                 f"{path} holds {len(ggufs)} models, give one of: {', '.join(ggufs[:20])}"
             )
         return GgufCheckpoint(path / ggufs[0])
+    if ADAPTER_NAME in names:
+        require_model(path, "adapter")
     if has_config and weight_files(names, None):
         return SafetensorsCheckpoint(path)
     for name in names:
@@ -95,14 +100,14 @@ def _open_folder(path: Path) -> Checkpoint:
 
 def _gguf_models(names: list[str]) -> list[str]:
     """One file name per GGUF model; vision encoders (``mmproj``) and draft heads next to a model
-    are not models.
+    are not models, unless there is nothing else.
     """
     models: dict[tuple[str, int], str] = {}
     for name in names:
         if name.endswith(".gguf") and not is_projector_file(name):
             split = split_part(Path(name))
             models.setdefault((split[0], split[2]) if split else (name, 0), name)
-    found = list(models.values())
+    found = list(models.values()) or [name for name in names if name.endswith(".gguf")][:1]
     return [name for name in found if not is_draft_file(name)] or found
 
 

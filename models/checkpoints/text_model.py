@@ -1,5 +1,5 @@
 """Finds the tensors of a published model's decoder and their names without prefixes, and recognizes
-files that hold only a draft head.
+files that hold only a draft head, or no language model at all.
 
 Multimodal models keep the decoder below a prefix, next to vision and audio encoders. Multi-token
 prediction (MTP) blocks have a prefix, or are numbered as layers after the last one: each is a model
@@ -52,6 +52,25 @@ HEADS = dict.fromkeys(EAGLE3, "an EAGLE-3 head")
 HEADS |= dict.fromkeys(ASSISTANTS, "an assistant") | dict.fromkeys(DFLASH, "a DFlash draft")
 """Architectures that only draft for a model, and their descriptions."""
 
+_NOT_MODELS = {
+    # by GGUF's general.type or general.architecture
+    "adapter": "an adapter: open the model that it was made for, and give this with "
+    + option("adapters"),
+    **dict.fromkeys(
+        ("mmproj", "clip"),
+        "an encoder of pictures or sounds (mmproj): put it beside its model, and open that",
+    ),
+    "imatrix": "an importance matrix, for quantizing in other programs: open the model itself",
+    "controlvector": "a control vector, which localrt does not apply: open the model itself",
+    **dict.fromkeys(
+        (
+            *("aura", "cosmos", "flux", "hidream", "hyvid", "ltxv", "lumina2", "qwen_image"),
+            *("sd1", "sd3", "sdxl", "wan", "wavtokenizer-dec", "whisper"),
+        ),
+        "a model for pictures, videos or speech: localrt runs language models",
+    ),
+}
+
 TEXT_KEYS = ("llm_config", "text_config")
 """Keys of a multimodal config's text model, whose values take precedence."""
 
@@ -86,6 +105,13 @@ class DraftHeadError(UnsupportedModelError):
             f"{path} holds {what} of a model, which drafts for it: run that model, with "
             f"{option('draft', path.name)}"
         )
+
+
+def require_model(path: Path | str, *kinds: str | None) -> None:
+    """Raise ``UnsupportedModelError`` if one of the ``kinds`` that a file names is no model."""
+    for kind in kinds:
+        if kind in _NOT_MODELS:
+            raise UnsupportedModelError(f"{path} is {_NOT_MODELS[kind]}")
 
 
 def is_multimodal(config: Mapping[str, object]) -> bool:

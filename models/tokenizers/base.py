@@ -24,6 +24,43 @@ from localrt.common.files import parse_json
 Watch: TypeAlias = Callable[[int], None]
 """Hears now and then how many tokens a text has become so far; raises to end that."""
 _UTF8 = codecs.getincrementaldecoder("utf-8")
+# Names of tokens that end a turn, and those that do only as control tokens: Gemma's "</s>" is HTML.
+_END_NAMES = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end|>",
+    "<|return|>",
+    "<|call|>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|end_of_turn|>",
+    "<end_of_turn>",
+    "<end_of_utterance>",
+    "<｜end▁of▁sentence｜>",
+)
+_END_CONTROL_NAMES = (
+    "</s>",
+    "<eos>",
+    "<EOT>",
+    "[EOT]",
+    "[EOS]",
+    "<|fim_pad|>",
+    "<|file_sep|>",
+    "<|repo_name|>",
+    "<turn|>",
+    "<|tool_response>",  # Gemma 4: a tool's result comes next
+)
+
+
+def end_ids(find: Callable[[str], int | None], is_control: Callable[[int], bool]) -> set[int]:
+    """Tokens whose name shows that they end a turn; ``find`` gives the id of a name."""
+    ends = {token for name in _END_NAMES if (token := find(name)) is not None}
+    named = map(find, _END_CONTROL_NAMES)
+    ends |= {token for token in named if token is not None and is_control(token)}
+    if find("<|return|>") is not None and find("<|call|>") is not None:
+        ends -= {find("<|end|>")}  # gpt-oss: ends a message, not the turn
+    return ends
 
 
 def ignore_count(count: int) -> None:

@@ -21,7 +21,7 @@ from localrt.common.errors import TokenizerError, UnsupportedModelError
 from localrt.common.option_names import option
 from localrt.models.checkpoints.gguf.metadata import GgufMetadata
 from localrt.models.checkpoints.packed_strings import PackedStrings
-from localrt.models.tokenizers.base import Tokenizer, Vocabulary, package_errors
+from localrt.models.tokenizers.base import Tokenizer, Vocabulary, end_ids, package_errors
 from localrt.models.tokenizers.bpe import (
     ByteLevelTokenizer,
     SentencePieceTokenizer,
@@ -34,34 +34,6 @@ from localrt.models.tokenizers.tables import MergeTable, PieceTable
 _PREFIX = "tokenizer.ggml."
 _KNOWN_MODELS = ("gpt2", "llama", "gemma4", "bert", "t5")
 
-# Names that always end a turn, and names that do only if marked as control tokens (Gemma's "</s>"
-# is HTML).
-_END_NAMES = (
-    "<|im_end|>",
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<|end|>",
-    "<|return|>",
-    "<|call|>",
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "<|end_of_turn|>",
-    "<end_of_turn>",
-    "<end_of_utterance>",
-    "<｜end▁of▁sentence｜>",
-)
-_END_CONTROL_NAMES = (
-    "</s>",
-    "<eos>",
-    "<EOT>",
-    "[EOT]",
-    "[EOS]",
-    "<|fim_pad|>",
-    "<|file_sep|>",
-    "<|repo_name|>",
-    "<turn|>",
-    "<|tool_response>",  # Gemma 4: a tool's result comes next
-)
 _CAPITALS = re.compile("[A-Z]")
 _END_KEYS = ("eos", "eot", "eom")
 # Keys of ``Tokenizer.infill_ids``, those of older files first.
@@ -329,7 +301,9 @@ def _vocabulary(
         return found if found is not None and 0 <= found < len(tokens.table) else None
 
     bos_id, eos_id = special_id("bos", bos), special_id("eos", eos)
-    ends = _end_ids(tokens) | {token for key in _END_KEYS if (token := special_id(key)) is not None}
+    control = tokens.types == _Type.CONTROL
+    ends = end_ids(tokens.table.find, lambda token: bool(control[token]))
+    ends |= {token for key in _END_KEYS if (token := special_id(key)) is not None}
     if eos_id is not None:
         ends |= {eos_id}
     special = frozenset(tokens.of_type(_Type.CONTROL, _Type.UNKNOWN).values()) | ends
@@ -352,20 +326,6 @@ def _vocabulary(
         infill=infill,
         begins_chats=True,
     )
-
-
-def _end_ids(tokens: _Tokens) -> set[int]:
-    """Tokens whose name shows that they end a turn."""
-    find = tokens.table.find
-    ends = {token for name in _END_NAMES if (token := find(name)) is not None}
-    ends |= {
-        token
-        for name in _END_CONTROL_NAMES
-        if (token := find(name)) is not None and tokens.types[token] == _Type.CONTROL
-    }
-    if find("<|return|>") is not None and find("<|call|>") is not None:
-        ends.discard(find("<|end|>"))  # gpt-oss: ends a message, not the turn
-    return ends
 
 
 def _byte_ids(tokens: _Tokens) -> dict[int, int]:

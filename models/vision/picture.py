@@ -32,7 +32,7 @@ MOST_BYTES = 64 << 20
 MOST_PIXELS = 64_000_000
 """The most pixels of a picture: more would be a decompression bomb."""
 
-_KINDS = ("PNG", "JPEG", "WEBP", "GIF")
+_MEDIA_TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,8 +65,10 @@ class Picture:
         return Image.fromarray(self.pixels)
 
 
-def open_picture(source: Any, name: str = "the picture") -> Picture:
+def open_picture(source: Any, name: str = "the picture", *, side: int = 0) -> Picture:
     """Decode a picture: a file's path, bytes, a ``data:`` URI or a PIL image.
+
+    ``side`` allows a smaller size with at least so many pixels to a side; it is faster for JPEG.
 
     Raises:
         OptionError: there is no such file, or it is no picture, damaged or too large.
@@ -79,11 +81,15 @@ def open_picture(source: Any, name: str = "the picture") -> Picture:
         return Picture(_upright(source, name))
     if isinstance(source, str | Path):
         source, name = read_picture(source), _display_name(source)
-    return Picture(_upright(_open(source, name), name))
+    return Picture(_upright(open_header(source, name), name, side))
 
 
-def _open(data: object, name: str) -> Image.Image:
-    """Read the picture's header and check its size; Pillow decodes the pixels later."""
+def open_header(data: object, name: str) -> Image.Image:
+    """Read the header in a picture's file and check its size; Pillow decodes the pixels later.
+
+    Raises:
+        OptionError: it is no picture, or too large.
+    """
     from PIL import Image
 
     if not isinstance(data, bytes | bytearray | memoryview):
@@ -92,10 +98,9 @@ def _open(data: object, name: str) -> Image.Image:
         raise OptionError(
             f"{name} has {format_bytes(len(data))}: the most is {format_bytes(MOST_BYTES)}"
         )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of decompression bombs: our own bound is checked below
+    with warnings.catch_warnings(action="ignore"):  # of bombs: our own bound is checked below
         try:
-            image = Image.open(io.BytesIO(data), formats=_KINDS)
+            image = Image.open(io.BytesIO(data), formats=tuple(_MEDIA_TYPES))
         except Image.DecompressionBombError as error:
             raise OptionError(
                 f"{name} has too many pixels: the most is {MOST_PIXELS // 1_000_000} million"
@@ -110,6 +115,12 @@ def _open(data: object, name: str) -> Image.Image:
             f"{name} has {width} x {height} pixels: the most is {MOST_PIXELS // 1_000_000} million"
         )
     return image
+
+
+def media_type(image: Image.Image) -> str:
+    """The media type of an opened picture's file."""
+    # Pillow calls a camera's JPEG with further pictures in the file MPO.
+    return _MEDIA_TYPES.get(str(image.format), "image/jpeg")
 
 
 def _display_name(source: str | Path) -> str:
@@ -128,7 +139,7 @@ def picture_bytes(source: object) -> bytes:
         data, name = bytes(source), "the picture"
     else:
         return _png(open_picture(source))
-    _open(data, name)
+    open_header(data, name)
     return data
 
 
@@ -159,18 +170,21 @@ def read_picture(source: str | Path) -> bytes:
     return read_bytes(source, MOST_BYTES)
 
 
-def _upright(image: Image.Image, name: str) -> Pixels:
+def _upright(image: Image.Image, name: str, side: int = 0) -> Pixels:
     """RGB pixels of the first frame, rotated by its EXIF data, on white."""
     from PIL import Image, ImageOps
 
     try:
-        image = ImageOps.exif_transpose(image)
-        if image.mode.startswith("I"):  # 16 bits
-            image = image.convert("I").point(lambda value: value / 257).convert("L")
-        if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-            image = image.convert("RGBA")
-            ground = Image.new("RGBA", image.size, "white")
-            image = Image.alpha_composite(ground, image)
-        return np.asarray(image.convert("RGB"))
+        with warnings.catch_warnings(action="ignore"):  # of odd metadata
+            if side:
+                image.draft("RGB", (side, side))
+            image = ImageOps.exif_transpose(image)
+            if image.mode.startswith("I"):  # 16 bits
+                image = image.convert("I").point(lambda value: value / 257).convert("L")
+            if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+                image = image.convert("RGBA")
+                ground = Image.new("RGBA", image.size, "white")
+                image = Image.alpha_composite(ground, image)
+            return np.asarray(image.convert("RGB"))
     except Exception as error:  # Pillow's decoders raise exceptions of any type
         raise OptionError(f"{name} is damaged: {error}") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,8 @@ from tests.chat_format.call_templates import (
     tool,
 )
 from tests.chat_format.test_call_syntax import answer_of
+from tests.conftest import CHATML, write_tiny_model
+from tests.inside import core_of
 from tests.scripted import answer_to, with_template
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -334,3 +337,52 @@ def test_words_thoughts_and_calls_in_a_history_of_channels(
     assert ("I look." in written) == bool(content)
     assert "to=functions.weather" in written
     assert "Dry." in written
+
+
+# Names for the third token, how the template writes it, and whether it ends an answer.
+ENDS = {
+    "<|im_end|>": (CHATML, True),
+    "<end_of_turn>": (CHATML, True),
+    "<|eot_id|>": (CHATML.replace("'\n'", "'\n\n'"), True),
+    "</s>": (CHATML, True),
+    "<turn|>": (CHATML, True),
+    "<|end|>": (CHATML, True),
+    "<|user|>": (CHATML, False),  # no known end
+    "<|end_of_turn|>": ("{{ messages[0].content }}<|end_of_turn|>", False),  # before an answer
+    "<|end_of_text|>": (CHATML + "{{ raise_exception() if messages[1] }}", False),
+    "<EOT>": (None, False),  # a base model
+}
+
+
+def with_ends(folder: Path, names: dict[str, str], template: str | None, special: bool) -> Path:
+    """A model whose files declare the first token alone as an end, with other names for tokens."""
+    write_tiny_model(folder, template=template)
+    config, spec = (folder / f"tokenizer{name}.json" for name in ("_config", ""))
+    config.write_text(json.dumps({"eos_token": "<|endoftext|>", "chat_template": template}))
+    tokens = json.loads(spec.read_text("utf-8"))
+    tokens["added_tokens"][2]["special"] = special
+    spec.write_text(json.dumps(tokens))
+    for path in folder.glob("*.json"):
+        text = path.read_text("utf-8").replace('"eos_token_id": 2', '"eos_token_id": 0')
+        for old, new in names.items():
+            text = text.replace(old, new)
+        path.write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("name", ENDS)
+@pytest.mark.parametrize("special", [True, False])
+def test_ends_that_the_files_do_not_declare(tmp_path: Path, name: str, special: bool) -> None:
+    template, ends = ENDS[name]
+    folder = with_ends(tmp_path, {"<|im_end|>": name}, template, special)
+    with localrt.load(folder, draft="off") as model:
+        requests = core_of(model).requests
+        text, _, _ = answer_to(requests, f"Paris.{name}And", max_tokens=50)
+        assert text == "Paris." if ends and special else text.endswith("And")
+        assert requests.make("Paris", raw=True).eos_ids == {0}
+
+
+def test_message_ends_of_gpt_oss(tmp_path: Path) -> None:
+    names = {"<|endoftext|>": "<|return|>", "<|im_start|>": "<|call|>", "<|im_end|>": "<|end|>"}
+    with localrt.load(with_ends(tmp_path, names, CHATML, True), draft="off") as model:
+        assert core_of(model).requests.make("Paris").eos_ids == {0, 1}

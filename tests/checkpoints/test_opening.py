@@ -1,5 +1,6 @@
 import json
 import os
+import re
 
 import numpy as np
 import pytest
@@ -65,6 +66,42 @@ def test_several_ggufs(tmp_path):
         CheckpointError, match=r"holds 2 models, give one of: a.gguf, b-00001-of-00002.gguf"
     ):
         open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind", "words"),
+    [
+        ("llama", "adapter", "is an adapter: .* and give this with `adapters`"),
+        ("qwen2", "mmproj", "is an encoder of pictures or sounds .*: put it beside its model"),
+        ("clip", "", "is an encoder of pictures or sounds .*: put it beside its model"),
+        ("imatrix", "", "is an importance matrix"),
+        ("llama", "imatrix", "is an importance matrix"),
+        ("controlvector", "", "is a control vector"),
+        ("flux", "model", "is a model for pictures, .*: localrt runs language models"),
+        ("whisper", "", "is a model for .*: localrt runs language models"),
+    ],
+)
+@pytest.mark.parametrize("name", ["m.gguf", "mmproj-m.gguf"])
+def test_gguf_that_is_no_model(tmp_path, architecture, kind, words, name):
+    metadata = {"general.type": kind} if kind else {}
+    write_gguf(tmp_path / name, architecture, metadata, {"v.weight": (TENSOR, "f32")})
+    for path in (tmp_path, tmp_path / name):
+        with pytest.raises(UnsupportedModelError) as caught:
+            open_checkpoint(path)
+        assert re.search(rf"{name} {words}", caught.value.marked)
+
+
+@pytest.mark.parametrize("weights", ["adapter_model.safetensors", "adapters.safetensors"])
+def test_adapter_folder_is_no_model(tmp_path, weights):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.bin").write_bytes(b"\x80\x02")
+    save_file({"lora_A": TENSOR}, tmp_path / weights)
+    for path in (tmp_path, tmp_path / weights):
+        with pytest.raises(UnsupportedModelError, match="is an adapter: open the model"):
+            open_checkpoint(path)
+    add_config(tmp_path)  # a merged model beside its adapter
+    save_file({"model.norm.weight": TENSOR}, tmp_path / "model.safetensors")
+    assert open_checkpoint(tmp_path).kind == "safetensors"
 
 
 def test_missing_path(tmp_path):

@@ -16,6 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,6 +26,9 @@ from localrt import CancelledError, Conversation, History, OptionError, StorageE
 from localrt.common.processes import is_alive, own_name
 from localrt.history import database
 from localrt.history.history import copy_to_memory, end_answer, merge
+from localrt.history.pictures import new_picture, small_image
+from localrt.models.vision.picture import open_picture
+from tests.picture_files import READ, REFUSED
 
 posix = pytest.mark.skipif(os.name == "nt", reason="permissions are POSIX's")
 
@@ -513,6 +517,27 @@ def test_bad_pictures(history: History, monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(OptionError, match="at most"):
         talk.add("user", asking(picture()))
     assert talk.turns == ()
+
+
+@pytest.mark.parametrize("kind", READ)
+def test_pictures_of_many_kinds(history: History, kind: str) -> None:
+    data, media_type, size = READ[kind]
+    (picture,) = history.new(model="m").add("user", asking(data)).pictures
+    assert (picture.media_type, (picture.width, picture.height)) == (media_type, size)
+    assert picture.name == f"picture.{media_type.removeprefix('image/')}"
+    opened = open_picture(data)
+    assert (opened.width, opened.height) == size
+    small = np.asarray(small_image(picture, 4, 3), np.float32)
+    assert abs(small.mean() - opened.pixels.mean()) < 25  # what the model sees
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_files_that_are_no_pictures(kind: str) -> None:
+    data, words = REFUSED[kind]
+    with pytest.raises(OptionError, match=words):
+        open_picture(data)
+    with pytest.raises(OptionError, match=words):
+        small_image(new_picture(data), 4, 3)
 
 
 def test_file_from_before_pictures(tmp_path: Path) -> None:

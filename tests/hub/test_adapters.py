@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from localrt.common.errors import ModelNotFoundError, OfflineError
+from localrt.common.errors import ModelNotFoundError, OfflineError, UnsupportedModelError
 from localrt.common.settings import Settings
-from localrt.hub import resolve_adapter
+from localrt.hub import resolve, resolve_adapter
 from tests.hub.server import FakeHub
 
 FILES = {
@@ -49,3 +49,9 @@ def test_an_adapter_is_downloaded_once(
 def test_a_model_is_no_adapter(settings: Settings) -> None:
     with pytest.raises(ModelNotFoundError, match=r"org/tiny is no adapter: it has no adapter_conf"):
         resolve_adapter("org/tiny", settings=settings)
+
+
+def test_an_adapter_is_no_model(hub: FakeHub, settings: Settings) -> None:
+    hub.add("org/lora", FILES)
+    with pytest.raises(UnsupportedModelError, match="org/lora is an adapter: open the model"):
+        resolve("org/lora", settings=settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -291,6 +292,146 @@ def test_bad_configs(tiny: Tiny, old: str, new: str, says: str) -> None:
     with pytest.raises((CheckpointError, UnsupportedModelError), match=says) as caught:
         read_adapter(tiny.folder / "a", tiny.checkpoint)
     assert "\n" not in str(caught.value)
+
+
+# Every key of PEFT's LoRA config, with a value that turns it on, and whether it is refused then.
+PEFT_KEYS: dict[str, tuple[Any, bool]] = {
+    "alora_invocation_tokens": ([5, 6], True),
+    "alpha_pattern": ({"q_proj": 16}, False),
+    "arrow_config": ({"top_k": 3}, True),
+    "auto_mapping": ({"base_model_class": "Qwen2ForCausalLM"}, False),
+    "base_model_name_or_path": ("someone/model", False),
+    "bias": ("lora_only", True),
+    "corda_config": ({"corda_method": "ipm"}, False),
+    "ensure_weight_tying": (True, False),
+    "eva_config": ({"rho": 2.0}, False),
+    "exclude_modules": (["o_proj"], False),
+    "fan_in_fan_out": (True, True),
+    "inference_mode": (True, False),
+    "init_lora_weights": ("gaussian", False),
+    "kasa_config": ({"beta": 1e-4}, True),
+    "layer_replication": ([[0, 2], [1, 3]], True),
+    "layers_pattern": ("layers", False),
+    "layers_to_transform": ([0], False),
+    "loftq_config": ({"loftq_bits": 4}, False),
+    "lora_alpha": (16, False),
+    "lora_bias": (True, True),
+    "lora_dropout": (0.1, False),
+    "lora_ga_config": ({"direction": "ArB2r"}, False),
+    "megatron_config": ({"layers": 2}, True),
+    "megatron_core": ("megatron.core", False),
+    "modules_to_save": (["score"], False),
+    "monteclora_config": ({"num_samples": 2}, True),
+    "peft_type": ("LORA", False),
+    "peft_version": ("9.0", False),
+    "qalora_group_size": (16, False),
+    "r": (8, False),
+    "rank_pattern": ({"q_proj": 8}, False),
+    "revision": ("main", False),
+    "target_modules": (["q_proj"], False),
+    "target_parameters": (["q_proj.weight"], False),
+    "task_type": ("CAUSAL_LM", False),
+    "trainable_token_indices": ([5], True),
+    "use_bdlora": ({"nblocks": 2}, True),
+    "use_dora": (False, False),  # true: ``KINDS``
+    "use_qalora": (True, True),
+    "use_rslora": (True, False),
+    "velora_config": ({"num_groups": 4}, True),
+}
+
+
+def test_every_key_of_peft(tiny: Tiny) -> None:
+    theirs = peft.LoraConfig().to_dict()
+    assert PEFT_KEYS.keys() == theirs.keys()
+    make_adapter(tiny.base, tiny.folder / "a", target_modules=["q_proj"])
+    path = tiny.folder / "a" / "adapter_config.json"
+    config = json.loads(path.read_text("utf-8"))
+    more: dict[str, tuple[Any, bool]] = {
+        **{"merge_weights": (True, False), "enable_lora": (None, False)},  # of the oldest PEFT
+        **{"invocation_string": ("<r>", True), "use_mora": (True, True), "mora_type": ([], False)},
+    }
+    for key, (value, refused) in (PEFT_KEYS | more).items():
+        path.write_text(json.dumps({**config, key: value}))
+        if not refused:
+            assert read_adapter(path.parent, tiny.checkpoint).matrices
+            continue
+        with pytest.raises(UnsupportedModelError, match=key):
+            read_adapter(path.parent, tiny.checkpoint, merging=True)
+
+
+# Values of init_lora_weights: whether PEFT leaves the model's own matrices as they are.
+STARTS: dict[object, bool] = {
+    **dict.fromkeys((None, True, False, "gaussian", "Gaussian", "eva", "orthogonal"), True),
+    **dict.fromkeys(("mica", "lora_ga"), True),
+    **dict.fromkeys(("pissa", "pissa_niter_16", "olora", "OLoRA", "corda", "loftq"), False),
+    **dict.fromkeys(("another", ("pissa",)), False),
+}
+
+
+def test_every_start_of_peft_is_known() -> None:
+    named = re.findall(r"'(\w+?)(_\[.+?\])?'", peft.LoraConfig.__annotations__["init_lora_weights"])
+    assert named
+    for value, argument in named:
+        assert value + ("_16" if argument else "") in STARTS
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # that a start has no config of its own
+@pytest.mark.parametrize("start", STARTS, ids=str)
+def test_start(tiny: Tiny, start: object) -> None:
+    make_adapter(tiny.base, tiny.folder / "a", target_modules=["q_proj", "down_proj"])
+    path = tiny.folder / "a" / "adapter_config.json"
+    config = json.loads(path.read_text("utf-8"))
+    path.write_text(json.dumps({**config, "init_lora_weights": start}))
+    if not STARTS[start]:
+        with pytest.raises(UnsupportedModelError, match=r"init_lora_weights is .*merge_and_unload"):
+            read_adapter(path.parent, tiny.checkpoint, merging=True)
+        return
+    adapter = read_adapter(path.parent, tiny.checkpoint)
+    theirs = peft.PeftModel.from_pretrained(save_tiny("qwen2", tiny.folder / "new"), path.parent)
+    decoder, ids = tiny.decoder(TorchOps(compute_format="f32"), adapter), tokens(7)
+    found = run(decoder, cache(decoder, adapter), ids)
+    assert relative_error(found, peft_logits(theirs.eval(), ids)) < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["dora", "tokens"])
+def test_names_of_a_whole_state(tiny: Tiny, kind: str) -> None:
+    adapter, _ = tiny.adapter("a", **KINDS[kind])
+    path = tiny.folder / "a" / "adapter_model.safetensors"
+    named = {
+        re.sub(r"(lora_\w+)", r"\1.default", name): values
+        for name, values in load_file(path).items()
+    }
+    save_file(named, path)
+    again = read_adapter(path.parent, tiny.checkpoint)
+    assert again.matrices.keys() == adapter.matrices.keys()
+    assert (again.embedding is None) == (adapter.embedding is None)
+    for name, part in adapter.matrices.items():
+        np.testing.assert_array_equal(again.matrices[name].b, part.b)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "refused"),
+    [
+        ("adapter.alora.invocation_tokens", [5, 6], True),
+        ("adapter.lora.another", 1, True),
+        ("adapter.lora.task_name", "retrieval", False),
+        ("adapter.lora.prompt_prefix", "Query: ", False),
+        ("general.name", "a", False),
+    ],
+)
+def test_keys_of_gguf(tiny: Tiny, key: str, value: Any, refused: bool) -> None:
+    rows, columns = tiny.checkpoint.tensors["model.layers.0.mlp.down_proj.weight"].shape
+    tensors: dict[str, Any] = {
+        "blk.0.ffn_down.weight.lora_a": (np.ones((2, columns), np.float32), "f32"),
+        "blk.0.ffn_down.weight.lora_b": (np.ones((rows, 2), np.float32), "f32"),
+    }
+    keys = {"general.type": "adapter", "adapter.type": "lora", "adapter.lora.alpha": 4.0}
+    write_gguf(tiny.folder / "a.gguf", "qwen2", {**keys, key: value}, tensors)
+    if not refused:
+        assert read_adapter(tiny.folder / "a.gguf", tiny.checkpoint).matrices
+        return
+    with pytest.raises(UnsupportedModelError, match=f"{key}: only plain LoRA"):
+        read_adapter(tiny.folder / "a.gguf", tiny.checkpoint, merging=True)
 
 
 def test_numbers_that_are_none(tiny: Tiny) -> None:

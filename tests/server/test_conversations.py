@@ -21,6 +21,7 @@ import localrt
 from localrt import History, OptionError
 from localrt.server.options import ServeOptions
 from localrt.server.page import to_html
+from tests.picture_files import READ, REFUSED
 from tests.server.conftest import Running, needs_kernels, serving
 from tests.server.scripted import Script, file, script, talker, talking
 from tests.waits import wait_for
@@ -249,6 +250,22 @@ def test_refused(
     there, _ = begun(talking)
     found = talking.request(method, path.format(path=there), body)
     assert (found[0], said in json.dumps(found[1])) == (status, True), found
+
+
+@pytest.mark.parametrize("kind", [*READ, *REFUSED])
+def test_files_of_pictures(talking: Running, kind: str) -> None:
+    data, words, *_ = (READ | REFUSED)[kind]
+    path, _ = begun(talking)
+    url = f"data:application/octet-stream;base64,{base64.b64encode(data).decode()}"
+    items = {"items": [{"role": "user", "content": [{"type": "input_image", "image_url": url}]}]}
+    status, got, _ = talking.request("POST", f"{path}/items", items)
+    if kind in REFUSED and words != "damaged":
+        assert (status, words in json.dumps(got)) == (400, True), got
+        return
+    found = f"{path}/items/{ok((status, got, None))['data'][0]['id']}"
+    if kind in READ:
+        whole = ok(talking.request("GET", f"{found}?include[]=message.input_image.image_url"))
+        assert whole["content"][0]["image_url"].startswith(f"data:{words};base64,")
 
 
 @pytest.mark.parametrize("url", ["/etc/passwd", "file:///etc/passwd", "http://127.0.0.1/x.png"])

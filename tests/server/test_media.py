@@ -28,6 +28,7 @@ from localrt.server.pool import LocalFile, ModelPool
 from tests.documents.samples import NOTEBOOK, WORD, pdf
 from tests.documents.samples import RED as RED_PAGE
 from tests.models.vision.tiny import qwen_folder
+from tests.picture_files import READ, REFUSED
 from tests.server.conftest import Running, serving
 from tests.server.dialects import BODIES, DIALECTS, Question, data_uri
 from tests.server.test_pictures import Web, web
@@ -175,6 +176,7 @@ def test_tokens_of_pictures(seer: Running, asked: tuple[str, Any], field: str) -
         (b"GIF of nothing", "not a PNG, JPEG, WebP or GIF"),
         (noise(6)[:2000], "damaged"),
         (b"", "picture 1 is empty"),
+        *(REFUSED[kind] for kind in ("HEIC", "bomb", "bad pixels")),
     ],
 )
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -182,6 +184,12 @@ def test_bytes_that_are_no_picture(seer: Running, dialect: str, picture: bytes, 
     with pytest.raises(Exception, match=why) as caught:
         DIALECTS[dialect](seer.url, seer.name, Question(pictures=(picture,)))
     assert getattr(caught.value, "status_code", 400) == 400
+
+
+@pytest.mark.parametrize("kind", READ)
+def test_files_of_pictures(seer: Running, kind: str) -> None:
+    status, got, _ = ask(seer, in_chat(source_of(READ[kind][0])))
+    assert status == 200, got
 
 
 def test_what_is_told_of_a_model(seer: Running, server: Running) -> None:

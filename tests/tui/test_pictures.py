@@ -14,7 +14,7 @@ from PIL import Image, UnidentifiedImageError
 from textual.events import Paste
 
 from localrt import History, KeptPicture, OptionError, system
-from localrt.history.pictures import new_picture
+from localrt.history.pictures import new_picture, small_image
 from localrt.tui.chat.blocks import GUTTER
 from localrt.tui.chat.thumbnails import Thumbnail, cells, find_graphics
 from localrt.tui.chat.view import ConversationView
@@ -22,10 +22,10 @@ from localrt.tui.conversation.attachments import (
     Attachments,
     draft_of,
     read_attachment,
-    small_image,
 )
 from localrt.tui.conversation.export import Exporter
 from localrt.tui.mentions import dropped, mentions, with_mentions
+from tests.picture_files import READ, REFUSED
 from tests.tui import screen
 from tests.tui.conftest import Opening, asked, plain_chat, running, until
 from tests.tui.fakes import FakeLoader, FakeModel
@@ -101,6 +101,30 @@ async def test_damaged_picture(seeing: FakeModel, tmp_path: Path) -> None:
         await until(pilot, lambda: screen.notices(app, "error"))
         assert "half.png is damaged" in screen.notices(app, "error")[0]
         assert screen.composer(app).text == f"See @{path}"
+
+
+@pytest.mark.parametrize("kind", READ)
+async def test_files_of_pictures(seeing: FakeModel, tmp_path: Path, kind: str) -> None:
+    data, media_type, (width, height) = READ[kind]
+    path = tmp_path / f"a.{'mpo' if 'camera' in kind else media_type.removeprefix('image/')}"
+    path.write_bytes(data)
+    async with running(seeing) as (app, pilot):
+        await asked(pilot, f"Look at @{path}")
+        assert seeing.seen[0].messages[0]["content"] == parts("Look at ", data)
+        assert f"{path.name}, {width} x {height}" in screen.shown(app)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+async def test_files_that_are_no_pictures(seeing: FakeModel, tmp_path: Path, kind: str) -> None:
+    data, words = REFUSED[kind]
+    path = tmp_path / f"a.{kind.lower() if kind.isupper() and kind != 'SVG' else 'png'}"
+    path.write_bytes(data)
+    async with running(seeing) as (app, pilot):
+        await screen.say(pilot, f"Look at @{path}")
+        await until(pilot, lambda: screen.notices(app, "error"))
+        if path.suffix not in (".ppm", ".ico"):  # no text either
+            assert words in screen.notices(app, "error")[0]
+        assert screen.composer(app).text == f"Look at @{path}"
 
 
 async def test_model_cannot_see(model: FakeModel, photo: Path) -> None:

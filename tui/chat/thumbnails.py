@@ -16,7 +16,7 @@ from rich.style import Style
 from textual.strip import Strip
 
 from localrt.common.errors import LocalrtError
-from localrt.tui.conversation.attachments import small_image
+from localrt.history.pictures import small_image
 
 if TYPE_CHECKING:
     from localrt import KeptPicture

@@ -10,9 +10,7 @@ caption and a thumbnail. Knows no widget.
 
 from __future__ import annotations
 
-import io
 import re
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -25,19 +23,22 @@ from localrt.common.formatting import format_bytes
 from localrt.documents.fitting import fitted
 from localrt.documents.page import Page
 from localrt.documents.reading import Document, read_document
-from localrt.history.pictures import LARGEST_PICTURE, joined_content, new_picture
+from localrt.history.pictures import (
+    LARGEST_PICTURE,
+    joined_content,
+    new_picture,
+    read_picture,
+    small_image,
+)
 from localrt.tui.mentions import PICTURES, Mention, mentions
 from localrt.tui.text import clean
 
 if TYPE_CHECKING:
-    from PIL import Image
-
     from localrt import KeptPicture, Turn
     from localrt.common.progress import ProgressCallback
 
 _LONG_LINES = 10
 _LONG_CHARACTERS = 1000
-_MOST_PIXELS = 64_000_000  # the limit for models too
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,48 +291,17 @@ def _in_clipboard() -> Document:
         image = ImageGrab.grabclipboard()
     except UnidentifiedImageError:  # some tools return copied text
         image = None
-    except (NotImplementedError, OSError) as error:  # a tool is missing, or there is no display
+    except Exception as error:  # no tool, no display, or what Pillow's decoders raise
         raise OptionError(f"the clipboard cannot be read ({error}): {_NO_PATH}") from error
     if isinstance(image, list) and image:
         return read_attachment(str(image[0]))
     if image is None or isinstance(image, list):
         raise OptionError(f"there is no picture in the clipboard: {_NO_PATH}")
-    stream = io.BytesIO()
-    image.save(stream, "PNG")
     name = f"clipboard-{datetime.now():%H%M%S}.png"
-    return Document(name, "", "", pictures=(Page("", 0, stream.getvalue()),))
+    return Document(name, "", "", pictures=(Page("", 0, read_picture(image).data),))
 
 
 def caption(picture: KeptPicture, tokens: int = 0) -> str:
     """``photo.png, 640 x 480, 256 tokens``; 0 means unknown."""
     size = f"{clean(picture.name)}, {picture.width:,} x {picture.height:,}"
     return f"{size}, {tokens:,} tokens" if tokens else size
-
-
-def small_image(picture: KeptPicture, width: int, height: int) -> Image.Image:
-    """The picture, upright and in RGB, in exactly this size.
-
-    Raises:
-        OptionError: it is damaged or has too many pixels.
-        StorageError: the history cannot be read.
-    """
-    from PIL import Image, ImageOps
-
-    data = picture.data
-    if picture.width * picture.height > _MOST_PIXELS:
-        raise OptionError(
-            f"{picture.name} has {picture.width} x {picture.height} pixels: the most is "
-            f"{_MOST_PIXELS // 1_000_000} million"
-        )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            with Image.open(io.BytesIO(data)) as image:
-                side = 2 * max(width, height)
-                image.draft("RGB", (side, side))  # decodes JPEG at a smaller size, which is faster
-                upright = ImageOps.exif_transpose(image).convert("RGBA")
-                upright = upright.resize((width, height))
-        except Exception as error:  # Pillow's decoders may raise any error
-            raise OptionError(f"{picture.name} is damaged: {error}") from error
-    ground = Image.new("RGBA", upright.size, "white")
-    return Image.alpha_composite(ground, upright).convert("RGB")

@@ -38,19 +38,39 @@ from localrt.models.checkpoints.safetensors_header import (
 from localrt.models.raw_config import RawConfig
 from localrt.models.registry import find_family
 from localrt.models.tensor_source import EMBEDDING, HEAD, Checkpoint, RangedFile, StoredTensor
+from localrt.models.weight_files import ADAPTER_NAME
 from localrt.quant.formats import unpack
 from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.adapters import Adapter, LowRank
 
-# Options that change more than matrices by a low rank.
+# Keys of PEFT that are applied, that tensors say too, or that matter to training and bookkeeping.
+_KNOWN = (
+    *("alpha_pattern", "init_lora_weights", "lora_alpha", "peft_type", "r", "rank_pattern"),
+    *("use_dora", "use_rslora"),
+    *("ensure_weight_tying", "exclude_modules", "layers_pattern", "layers_to_transform"),
+    *("modules_to_save", "target_modules", "target_parameters"),
+    *("corda_config", "eva_config", "loftq_config", "lora_ga_config", "lora_dropout"),
+    *("inference_mode", "megatron_core", "merge_weights", "qalora_group_size", "runtime_config"),
+    *("auto_mapping", "base_model_name_or_path", "peft_version", "revision", "task_type"),
+)
+# Keys that change more than matrices by a low rank.
 _REFUSED = {
-    "fan_in_fan_out": "whose matrices are transposed",
-    "layer_replication": "that repeats layers",
-    "megatron_config": "split for Megatron",
-    "trainable_token_indices": "with rows of the embedding of its own",
+    "alora_invocation_tokens": "that starts at its invocation tokens (aLoRA)",
     "arrow_config": "with routing among adapters",
-    "corda_config": "in the form of CorDA",
+    "bias": "with biases of its own",
+    "fan_in_fan_out": "whose matrices are transposed",
+    "kasa_config": "that also truncates the model's matrices (KaSA)",
+    "layer_replication": "that repeats layers",
+    "lora_bias": "with biases of its own",
+    "megatron_config": "split for Megatron",
+    "monteclora_config": "with samples of its own (MonteCLoRA)",
+    "trainable_token_indices": "with rows of the embedding of its own",
+    "use_bdlora": "of diagonal blocks (BD-LoRA)",
+    "use_qalora": "of grouped inputs (QA-LoRA)",
+    "velora_config": "with projections of its own (VeLoRA)",
 }
+# Values of init_lora_weights for which PEFT leaves the model's own matrices as they are.
+_PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
 _MOST_REPEATS, _MOST_CHOICES = 3, 100  # limits of a pattern of module names
 
 
@@ -66,11 +86,22 @@ def check_peft_config(config: Mapping[str, Any], path: Path) -> None:
         raise UnsupportedModelError(
             f"{path}: adapters of type {kind!r:.40} are not read: LoRA, rsLoRA and DoRA are"
         )
-    for name, what in _REFUSED.items():
-        if config.get(name):
-            raise UnsupportedModelError(f"{path}: {name}: an adapter {what} is not read")
-    if config.get("bias", "none") != "none":
-        raise UnsupportedModelError(f"{path}: bias: an adapter with biases of its own is not read")
+    for name, value in config.items():
+        if name in _KNOWN or not value or value == "none":
+            continue
+        if name in _REFUSED:
+            raise UnsupportedModelError(f"{path}: {name}: an adapter {_REFUSED[name]} is not read")
+        raise UnsupportedModelError(
+            f"{path}: the key {name!r:.60} is not known, and may change how the adapter is "
+            "computed: remove it if it does not"
+        )
+    start = config.get("init_lora_weights")
+    if start not in (None, True, False) and str(start).lower() not in _PLAIN_STARTS:
+        raise UnsupportedModelError(
+            f"{path}: init_lora_weights is {start!r:.40}: PEFT may then change the model's own "
+            "matrices too: save the adapter with path_initial_model_for_weight_conversion, or "
+            "merge it with PEFT (merge_and_unload)"
+        )
     for name in ("r", "lora_alpha"):
         value = config.get(name)
         if not _is_size(value):
@@ -150,20 +181,24 @@ def mlx_scale(config: Mapping[str, Any], path: Path) -> Callable[[str, int], flo
     return lambda module, rank: float(config["lora_parameters"]["scale"])
 
 
-CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 _MLX_NAME = "adapters.safetensors"
 _HASHED = 1 << 18  # bytes hashed at a time, so that they stay in the CPU cache
 _WRAPPER = "base_model.model."
 # PEFT's names of a module's parts: A, B, and DoRA's magnitudes.
 _PEFT = re.compile(
-    r"(?P<module>.+)\.lora_(?P<part>A|B|embedding_A|embedding_B|magnitude_vector)(\.weight)?"
+    r"(?P<module>.+)\.lora_(?P<part>A|B|embedding_A|embedding_B|magnitude_vector)"
+    r"(\.default)?(\.weight)?"  # a model's whole state has the adapter's name too
 )
 # mlx-lm's names: A and B are transposed, m are DoRA's magnitudes.
 _MLX = re.compile(r"(?P<module>.+)\.(lora_(?P<part>a|b)|(?P<m>m))")
 _MERGE = "merge it with 'localrt quantize MODEL --adapter PATH'"
 _COPIES = ("embed_tokens.base_layer.weight", "lm_head.base_layer.weight")
 _GGUF = re.compile(r"(?P<module>.+)\.lora_(?P<part>[ab])")
+_GGUF_KEYS = (
+    "adapter.type",
+    *(f"adapter.lora.{key}" for key in ("alpha", "task_name", "prompt_prefix")),
+)
 # Families whose rows GGUF's converter reorders by head.
 _REORDERED = frozenset({"qwen3_5", "qwen4_exp"})
 # GGUF architectures whose converter multiplies matrices by the config's factors.
@@ -207,15 +242,15 @@ def read_adapter(path: Path, base: Checkpoint, *, merging: bool = False) -> Adap
     if path.suffix == ".gguf" or is_gguf(path):  # some programs store GGUF without a suffix
         return _read_gguf(path, base, merging=merging)
     raise CheckpointError(
-        f"{path} is no adapter: give a folder of PEFT or mlx-lm ({CONFIG_NAME}, {WEIGHTS_NAME} or "
+        f"{path} is no adapter: give a folder of PEFT or mlx-lm ({ADAPTER_NAME}, {WEIGHTS_NAME} or "
         f"{_MLX_NAME}), or a .gguf file"
     )
 
 
 def _read_folder(path: Path, base: Checkpoint, *, merging: bool) -> Adapter[LowRank]:
-    config_path = path / CONFIG_NAME
+    config_path = path / ADAPTER_NAME
     if not config_path.exists():
-        raise CheckpointError(f"{path} is no adapter: it has no {CONFIG_NAME}")
+        raise CheckpointError(f"{path} is no adapter: it has no {ADAPTER_NAME}")
     config = read_json(config_path)
     mlx = "peft_type" not in config and (path / _MLX_NAME).exists()
     (check_mlx_config if mlx else check_peft_config)(config, config_path)
@@ -256,7 +291,7 @@ def _read_folder(path: Path, base: Checkpoint, *, merging: bool) -> Adapter[LowR
             plain := next((name for name, parts in modules.items() if not parts.magnitude), None)
         ):
             raise CheckpointError(
-                f"{weights}: module {plain!r:.100} has no magnitudes, though {CONFIG_NAME} says "
+                f"{weights}: module {plain!r:.100} has no magnitudes, though {ADAPTER_NAME} says "
                 "that it is a DoRA"
             )
         source = _Source(
@@ -277,6 +312,11 @@ def _read_gguf(path: Path, base: Checkpoint, *, merging: bool) -> Adapter[LowRan
         kind = (metadata.text("general.type"), metadata.text("adapter.type"))
         if kind != ("adapter", "lora"):
             raise CheckpointError(f"{path} is no LoRA adapter: its type is {kind[0]} {kind[1]}")
+        for name in metadata:
+            if name.startswith("adapter.") and name not in _GGUF_KEYS:
+                raise UnsupportedModelError(
+                    f"{path}: {name:.60}: only plain LoRA adapters are read from GGUF files"
+                )
         alpha = metadata.number("adapter.lora.alpha")
         if alpha is None or not alpha > 0:
             raise CheckpointError(f"{path}: adapter.lora.alpha must be above 0, is {alpha}")

@@ -23,6 +23,7 @@ from localrt.models.checkpoints.text_model import (
     is_beside_decoder,
     prediction_blocks,
     prediction_config,
+    require_model,
 )
 from localrt.models.registry import find_family
 from localrt.models.row_order import regrouped, rotary_rows, split_ranges
@@ -48,7 +49,7 @@ class GgufCheckpoint(SourcedCheckpoint):
     Raises:
         CheckpointError: not a GGUF file, truncated or malformed, a part is missing, or there is no
         MTP block.
-        UnsupportedModelError: an unsupported version or tensor type.
+        UnsupportedModelError: an unsupported version or tensor type, or no language model.
     """
 
     kind = "gguf"
@@ -61,6 +62,7 @@ class GgufCheckpoint(SourcedCheckpoint):
             self.path = self._parts[0].path
             self.metadata: GgufMetadata = self._parts[0].metadata
             self.architecture = self.metadata.text("general.architecture") or ""
+            require_model(path, self.metadata.text("general.type"), self.architecture)
             if not self.architecture:
                 raise CheckpointError(f"{path} does not name its architecture")
             self.family = find_family(self.architecture)
