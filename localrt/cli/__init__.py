@@ -42,7 +42,6 @@ COMMANDS = {
     "eval": "measure how well a model predicts a text",
     "doctor": "show this machine, what is installed and what is missing",
     "completion": "print a shell script that completes localrt's commands",
-    "man": "print the manual page",
 }
 
 _EXAMPLES: Examples = (

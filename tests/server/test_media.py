@@ -409,7 +409,7 @@ def test_pages_without_text(seeing: Any, asked: tuple[str, Any]) -> None:
     [
         (file(base64.b64encode(WORD).decode(), "a.docx"), "a.docx:\n```\n## Plan\n\nFish & chips"),
         (file(base64.b64encode(NOTEBOOK).decode(), "a.ipynb"), "# Title\nWords"),
-        (file(base64.b64encode(b"<p>a</p>b").decode(), "a.html"), "a.html:\n```\na\nb\n```"),
+        (file(base64.b64encode(b"<p>a</p>b").decode(), "a.html"), "a.html:\n```\na\n\nb\n```"),
         (document(PDF64, title=None), "the document:\n```\n[page 1]\nOne"),
         (file("data:application/pdf;base64,JVBE"), "[document left out: r.pdf is not a PDF file"),
         (document(base64.b64encode(LOCKED).decode()), "left out: r.pdf is locked by a password"),

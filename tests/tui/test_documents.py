@@ -7,11 +7,12 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 from localrt.documents import index, reading
-from localrt.documents.pdf import Page
+from localrt.documents.page import Page
 from localrt.tui import ChatApp
 from localrt.tui.loading_line import WorkLine
 from tests.documents.samples import RED, pdf
@@ -239,8 +240,8 @@ def test_plain_chat_shows_and_stops(
 ) -> None:
     pages_of = reading.pages_of
 
-    def pages(source: Path, name: str, **options: object) -> Iterator[Page]:
-        for page in pages_of(source, name, **options):  # type: ignore[arg-type]
+    def pages(source: Path, name: str, *options: Any, **more: Any) -> Iterator[Page]:
+        for page in pages_of(source, name, *options, **more):
             yield page
             if page.number == 100 and name == "stopped.pdf":
                 raise KeyboardInterrupt
