@@ -13,13 +13,11 @@ from localrt.common.errors import LocalrtError, MemoryBudgetError
 from localrt.common.formatting import format_bytes
 from localrt.common.option_names import option
 from localrt.common.progress import Progress, ProgressCallback
-from localrt.common.settings import Settings
 from localrt.offload.account import CUDA_CONTEXT_NBYTES, ROUNDED_VRAM_NBYTES, SPARE_VRAM_NBYTES
 from localrt.offload.device.gpu import Clock, Gpu
 from localrt.offload.memory import pinnable_nbytes
 from localrt.planning.gpus import measured_profile
 from localrt.planning.machine import GpuProfile, MachineProfile
-from localrt.planning.measure import with_corrections
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cuda.gpu_cache import GpuRates
 from localrt.quant.ops.kv_formats import parse_kv_format
@@ -55,15 +53,14 @@ class OpenGpu:
         return None if free is None else max(0, free - self.unused)
 
     def on(self, machine: MachineProfile) -> MachineProfile:
-        """Return ``machine`` with this GPU added, corrected by passes if some were measured."""
-        both = replace(
+        """Return ``machine`` with this GPU added."""
+        return replace(
             machine,
             gpu=self.profile,
             link_bytes_s=self.link_bytes_s,
             link_latency_s=self.link_latency_s or machine.link_latency_s,
             sources={**machine.sources, **self.sources},
         )
-        return with_corrections(both, Settings.from_environment().cache_dir)
 
 
 def open_gpu(

@@ -27,7 +27,6 @@ from localrt.loading.context import LoadContext
 from localrt.loading.gpu import open_gpu
 from localrt.loading.kernels import compiling, share_of_gpu
 from localrt.loading.options import LoadOptions, pick_context
-from localrt.loading.passes import measured
 from localrt.models.checkpoints import Checkpoint
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
 from localrt.models.checkpoints.store.manifest import StoredUnit
@@ -233,8 +232,6 @@ def load_placed(
             f"the system does not let {format_bytes(opened.gpu.unpinned)} of RAM be pinned: "
             f"copies of it to the GPU take about twice as long; a smaller {option('ram')} may help"
         )
-    if options.threads is None and not options.gentle:
-        plan = measured(plan, streamed, context)
     engine = NativeEngine(
         Decoder(streamed),
         describe(config, True),

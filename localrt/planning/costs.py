@@ -20,7 +20,7 @@ from localrt.offload.account import PACKED_ROWS
 from localrt.offload.experts.policy import ExpertCosts
 from localrt.offload.placement import LEAST_GPU_ROWS, PlacedUnit, Placement, UnitKind, Where
 from localrt.offload.shapes import ModelShape
-from localrt.planning.machine import Corrections, GpuProfile, MachineProfile
+from localrt.planning.machine import GpuProfile, MachineProfile
 from localrt.quant.cuda.formats import PRODUCT_MACS, TYPES, product_instructions
 from localrt.quant.ops.kv_formats import KvFormat
 
@@ -30,7 +30,6 @@ _COPY_LAYERS = 2
 # host's time between two tokens, and a visit to the CPU between units of the GPU.
 _GPU_PASS_S = 1e-3
 _VISIT_S = 6e-4
-_EXACT = Corrections()  # if no pass was measured
 # The seconds of a unit depend on: format, macs, bytes, kind, layer (attention only), rows, on_gpu.
 _Key: TypeAlias = tuple[str, int, int, UnitKind, int | None, int, bool]
 
@@ -53,14 +52,9 @@ class Costs:
     _cached: dict[_Key, float] = field(default_factory=dict, init=False, repr=False)
 
     @property
-    def corrections(self) -> Corrections:
-        """Measured times of passes as multiples of the times from single rates."""
-        return self.machine.corrections[self.shape.experts is not None] or _EXACT
-
-    @property
     def link_bytes_s(self) -> float:
         """The rate of copies of units over the link; 0 without a GPU."""
-        return (self.machine.link_bytes_s or 0.0) / self.corrections.link
+        return self.machine.link_bytes_s or 0.0
 
     def copy(self, nbytes: float) -> float:
         """Return the seconds of copying ``nbytes`` over the link."""
@@ -98,7 +92,7 @@ class Costs:
 
     def sharing(self) -> float:
         """Return the host's seconds for a layer that CPU and GPU share, if the host starts both."""
-        return self.of_host(self.machine.shared_s * self.corrections.visit)
+        return self.of_host(self.machine.shared_s)
 
     def sharing_experts(self, unit: PlacedUnit) -> float:
         """Return the host's seconds for a layer of experts like ``unit`` that CPU and GPU share.
@@ -106,7 +100,7 @@ class Costs:
         """
         if self.rows > PACKED_ROWS or unit.unpacked:
             return self.sharing()
-        return self.of_host(self.machine.recorded_s * self.corrections.visit)
+        return self.of_host(self.machine.recorded_s)
 
     def streaming(self, unit: PlacedUnit) -> float:
         """Return the host's seconds for a dense unit streamed to the GPU: a layer's two units take
@@ -118,7 +112,7 @@ class Costs:
 
     def visit(self) -> float:
         """Return the host's seconds for units that the CPU computes between the GPU's."""
-        return self.of_host(_VISIT_S * self.corrections.visit)
+        return self.of_host(_VISIT_S)
 
     def beside(self) -> tuple[float, float]:
         """Return the shares of their rates that copies and the CPU reach while both read RAM.
@@ -155,17 +149,13 @@ class Costs:
         seconds = self._cached.get(key)
         if seconds is None:
             seconds = self._gpu(unit, rows) if on_gpu else self._cpu(unit, rows)
-            if not on_gpu:
-                seconds *= self.corrections.cpu
-            elif rows <= PACKED_ROWS:  # longer passes use other kernels
-                seconds *= self.corrections.gpu
             self._cached[key] = seconds
         return seconds
 
     def per_pass(self) -> float:
         """Return the CPU's seconds outside units: the embedding's row, sampling, the loop."""
         own = 1e-4 + self.machine.ssd_latency_s + self.machine.token_s * self.shape.sizes.vocab
-        return (own + self.of_host(_GPU_PASS_S)) * self.corrections.token
+        return own + self.of_host(_GPU_PASS_S)
 
     def kv_held(self, layer: int) -> int:
         """Return the bytes that attention reads of the KV cache, or of a recurrent state."""

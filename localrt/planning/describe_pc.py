@@ -36,7 +36,7 @@ from localrt.planning.gpus import (
     parse_gpu,
 )
 from localrt.planning.machine import MachineProfile, OtherGpu, typical_machine
-from localrt.planning.measure import known_machine, machine_profile, with_corrections
+from localrt.planning.measure import known_machine, machine_profile
 from localrt.quant.cpu.abi import best_isa
 from localrt.quant.cuda.gpu_cache import known_rates
 
@@ -506,8 +506,6 @@ def with_gpu(
         profile = measured_profile(gpu.name, gpu.vram_bytes, rates)
         rate, latency, source = rates.to_gpu_bytes_s, rates.crossing_s, "measured"
     machine = replace(machine, gpu=profile, link_bytes_s=link or rate, link_latency_s=latency)
-    if rates is not None and cache is not None:
-        machine = with_corrections(machine, cache)
     return _with_source(machine, gpu=source, link_bytes_s="given" if link else source), vram
 
 

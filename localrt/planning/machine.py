@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from localrt.quant.formats import FORMATS
 
@@ -103,29 +103,6 @@ class OtherGpu:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Corrections:
-    """Measured times of a placed model's passes, as multiples of the times from single rates.
-
-    ``link``: copies of units; ``cpu`` and ``gpu``: computing; ``visit``: the host's work for a
-    visit to the CPU, or for a layer that CPU and GPU share; ``token``: its work per token. They are
-    limited to between a quarter and four: values outside are taken for measurement errors.
-    """
-
-    link: float = 1.0
-    cpu: float = 1.0
-    gpu: float = 1.0
-    visit: float = 1.0
-    token: float = 1.0
-
-    def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if not math.isfinite(value):
-                raise ValueError(f"{each.name} must be a number, is {value}")
-            object.__setattr__(self, each.name, min(4.0, max(0.25, value)))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MachineProfile:
     """A machine's rates in bytes and operations per second, and times in seconds.
 
@@ -135,8 +112,7 @@ class MachineProfile:
     both, or for a dense layer that is streamed to the GPU; ``recorded_s``: for a mixture's layer
     that they share in a recorded pass. ``token_s``: a pass's overhead besides its units, per entry
     of the vocabulary. ``sources`` tells for each figure whether it was measured, given,
-    or typical (like a GPU's published figures). ``corrections`` are those of dense models and of
-    mixtures with a GPU, if passes were measured.
+    or typical (like a GPU's published figures).
     """
 
     name: str
@@ -156,7 +132,6 @@ class MachineProfile:
     gpu: GpuProfile | None = None
     other_gpu: OtherGpu | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
-    corrections: tuple[Corrections | None, Corrections | None] = (None, None)
 
     def __post_init__(self) -> None:
         for name in ("ssd_bytes_s", "ram_bytes_s"):
@@ -198,7 +173,7 @@ class MachineProfile:
 
     def without_gpu(self) -> MachineProfile:
         """Return the machine without its GPU."""
-        return replace(self, gpu=None, link_bytes_s=None, corrections=(None, None))
+        return replace(self, gpu=None, link_bytes_s=None)
 
     def to_dict(self) -> dict[str, object]:
         """Plain values, for JSON."""

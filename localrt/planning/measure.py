@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +28,10 @@ from localrt.common.helpers import has_helpers, helper_command
 from localrt.common.settings import Settings
 from localrt.offload import hardware
 from localrt.offload.account import MEASURING_NBYTES
-from localrt.offload.memory import memory_state
 from localrt.offload.reading.disk_speed import DiskProfile, measure_disk
-from localrt.planning.machine import Corrections, KernelRate, MachineProfile, typical_machine
+from localrt.planning.machine import KernelRate, MachineProfile, typical_machine
 from localrt.quant.cpu.abi import find_library, layout_of
 from localrt.quant.cpu.ops import NativeOps
-from localrt.quant.cuda.gpu_cache import GpuCache, entry_of
 from localrt.quant.formats import FORMATS
 from localrt.quant.formats.tiled import TiledTensor, tile_span
 from localrt.quant.ops.arrays import aligned_buffer
@@ -112,44 +109,6 @@ def known_machine(cache: Path, folder: Path | None = None) -> MachineProfile | N
         return _profile(known, name, disk, default_threads())
     except (OSError, ValueError, LookupError, TypeError, StopIteration):
         return None
-
-
-_PASSES, _KINDS = "passes", ("dense", "mixture")  # keys of a GPU's entry in cards.json
-
-
-def with_corrections(machine: MachineProfile, cache: Path) -> MachineProfile:
-    """Return ``machine`` with the corrections measured on passes with its GPU, if there are any and
-    the rates have not changed since then.
-    """
-    if machine.gpu is None:
-        return machine
-    kept = entry_of(cache, machine.gpu.name).get(_PASSES)
-    try:
-        if kept is None or kept["key"] != _pass_key(machine):
-            return machine
-        dense, mixture = (Corrections(**kept[k]) if k in kept else None for k in _KINDS)
-    except (KeyError, TypeError, ValueError):  # damaged: they are measured again
-        return machine
-    return replace(machine, corrections=(dense, mixture))
-
-
-def keep_corrections(
-    machine: MachineProfile, corrections: Corrections, mixture: bool, cache: Path
-) -> MachineProfile:
-    """Return ``machine`` with ``corrections`` for dense models or mixtures, and save them."""
-    assert machine.gpu is not None, "they are of passes beside a GPU"
-    both = [*machine.corrections]
-    both[mixture] = corrections
-    kept = {name: asdict(each) for name, each in zip(_KINDS, both, strict=True) if each}
-    file = GpuCache(cache, machine.gpu.name, entry_of(cache, machine.gpu.name).get("key", []))
-    file.write(_PASSES, {"key": _pass_key(machine), **kept})
-    return replace(machine, corrections=(both[0], both[1]))
-
-
-def _pass_key(machine: MachineProfile) -> list[Any]:
-    assert machine.gpu is not None, "see with_corrections"
-    rates = machine.ram_bytes_s, machine.call_s, machine.link_bytes_s, machine.gpu.bytes_s
-    return [*hardware.identity(), f"{memory_state().total >> 30} GiB", *rates]
 
 
 def measure(

@@ -16,7 +16,6 @@ from localrt.offload.account import PREFILL_ROWS, placed_account
 from localrt.offload.placement import Placement, Where
 from localrt.offload.shapes import ModelShape
 from localrt.planning.forecast import Forecast, PlanRequest, Prediction
-from localrt.planning.machine import MachineProfile
 from localrt.planning.search import (
     Rooms,
     Solution,
@@ -214,12 +213,6 @@ def _planned(
         notes=notes,
         estimated=estimated,
     )
-
-
-def on_machine(plan: Forecast, machine: MachineProfile) -> Forecast:
-    """Return the same placement with the forecast for other rates."""
-    request = replace(plan.request, machine=machine)
-    return replace(plan, request=request, prediction=_predicted(request, plan.placement, None))
 
 
 def _predicted(

@@ -22,7 +22,7 @@ from localrt.planning.forecast import (
     PlanRequest,
     placed_shape,
 )
-from localrt.planning.machine import Corrections, MachineProfile
+from localrt.planning.machine import MachineProfile
 from localrt.planning.predict import EVEN_EXPERTS
 from localrt.planning.simulate import Resource
 from localrt.planning.verdict import PROMPT_TOKENS, READING_TOK_S, meanings, part_of, speed
@@ -227,12 +227,6 @@ def _prediction(plan: Forecast) -> Iterator[str]:
     yield one_line(plan)
     if plan.measured_tok_s is not None:
         yield f"{speed(plan.measured_tok_s)} measured, when it last ran on this machine"
-    if (by := plan.request.costs().corrections) != Corrections():
-        yield (
-            f"from passes that were measured on this GPU: of what single rates say, copies take "
-            f"{by.link:.0%}, the CPU {by.cpu:.0%}, the GPU {by.gpu:.0%}, the host beside them "
-            f"{by.visit:.0%}, and between tokens {by.token:.0%}"
-        ).replace("%", " %")
     shares = {name: plan.busy_share(name) for name in prediction.busy}
     busy = ", ".join(
         f"{_RESOURCES[name]} {share:.0%}" for name, share in shares.items() if share > 0.0005

@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 
-from localrt.loading import passes
 from localrt.offload.device import cuda, gpu
 from localrt.offload.experts import copies, hybrid
 from localrt.offload.pipeline.lane import Lane
@@ -454,6 +453,6 @@ def virtual_time(machine: Machine, weights: Callable[[str], int]) -> Iterator[Vi
         for module in (reader, queued):
             patch.setattr(module, "threading", time.threading())
         clock = SimpleNamespace(perf_counter=lambda: time.now)
-        for module in (cuda, gpu, passes, copies, hybrid):
+        for module in (cuda, gpu, copies, hybrid):
             patch.setattr(module, "time", clock)
         yield time

@@ -16,7 +16,7 @@ from localrt.planning.gpus import (
     parse_bandwidth,
     parse_gpu,
 )
-from localrt.planning.machine import Corrections, KernelRate, typical_machine
+from localrt.planning.machine import KernelRate, typical_machine
 from localrt.quant.cuda.formats import product_instructions
 from tests.planner.models import RATE, machine, shape
 
@@ -167,43 +167,3 @@ def test_experts_of_a_layer_share_a_call() -> None:
     assert prompt.cpu(expert, 128) == pytest.approx(1 / 8, rel=0.05)
     dense = replace(expert, kind="mlp")
     assert slow.cpu(dense) == pytest.approx(1, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("kind", "experts", "name", "more"),
-    [
-        ("mlp", 0, "cpu", 1.5),
-        ("mlp", 0, "gpu", 1.5),
-        ("mlp", 0, "link", 1.5),
-        ("expert", 8, "cpu", 1.5),
-        ("expert", 8, "link", 0.5),
-        ("mlp", 0, "visit", 3.0),
-        ("mlp", 0, "token", 4.0),
-        ("mlp", 0, "link", 9.0),
-        ("mlp", 0, "link", 0.0),
-    ],
-)
-def test_corrections(kind: str, experts: int, name: str, more: float) -> None:
-    """Each corrects its own seconds, of one kind of models, within bounds."""
-    model = shape(layers=1, experts=experts)
-    unit = next(unit for unit in model.units if unit.kind == kind)
-    here = replace(machine(gpu=True), gpu=GPUS["RTX 4060 8GB"].profile)
-    found = Corrections(**{name: more})
-    both = (None, found) if experts else (found, None)
-
-    def seconds(corrections: tuple[Corrections | None, Corrections | None]) -> dict[str, float]:
-        costs = Costs(shape=model, machine=replace(here, corrections=corrections))
-        return {
-            "cpu": costs.cpu(unit),
-            "gpu": costs.gpu(unit),
-            "link": costs.copy(unit.nbytes),
-            "visit": costs.visit(),
-            "token": costs.per_pass(),
-            "long": replace(costs, rows=512).gpu(unit),
-        }
-
-    assert replace(here, corrections=both).without_gpu() == here.without_gpu()
-    plain, corrected = seconds((None, None)), seconds(both)
-    assert seconds(both[::-1]) == plain
-    times = {each: corrected[each] / plain[each] for each in plain}
-    assert times == pytest.approx(dict.fromkeys(plain, 1.0) | {name: min(4, max(0.25, more))})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -21,7 +21,7 @@ from localrt.bench.runner import run_bench
 from localrt.bench.workload import BenchOptions, Workload
 from localrt.common.errors import MemoryBudgetError
 from localrt.loading import gpu as opening
-from localrt.loading import native, passes, placing
+from localrt.loading import native, placing
 from localrt.models.checkpoints import StoreCheckpoint, open_checkpoint
 from localrt.offload.experts.cache import ExpertCache
 from localrt.offload.experts.hybrid import HybridExperts
@@ -29,7 +29,6 @@ from localrt.offload.hardware import probe
 from localrt.offload.pipeline.lane import Lane
 from localrt.offload.placement import Where
 from localrt.planning.forecast import Forecast, PlanRequest
-from localrt.planning.machine import Corrections
 from localrt.quant import choose
 from localrt.quant.cuda import cuda_memory
 from localrt.quantize.quantize import Recipe, quantize_model
@@ -289,109 +288,10 @@ def test_hybrid(
 def mixed(
     gpu: Kernels, place: Place, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[], localrt.Model]:
-    """Loads a model whose units are in all places on a measured GPU of an idle machine."""
+    """Loads a model whose units are in all places on a measured GPU ."""
     monkeypatch.setattr(opening, "_rates", lambda *_, **__: RATE)
-    monkeypatch.setattr(passes, "is_busy", lambda: False)
-    monkeypatch.setattr(passes, "_LONG_S", 10.0)
     place(store, by_turns(Where.VRAM, Where.LINK, Where.VRAM, Where.RAM))
     return lambda: localrt.load(store, device="cuda", draft="off", ctx=64)
-
-
-def kept(cache: Path) -> dict[str, Any]:
-    """What the file of GPUs has of passes."""
-    values: dict[str, Any] = json.loads((cache / "cards.json").read_text(encoding="utf-8"))
-    found: dict[str, Any] = values["Stand-in GPU"].get("passes", {})
-    return found
-
-
-@once
-def test_passes_measured_once(
-    mixed: Callable[[], localrt.Model], gpu: Kernels, tmp_path: Path, store: Path
-) -> None:
-    """Kept for the next load, which launches nothing; no count and no answer knows of it."""
-    with mixed() as model:
-        found, launches = kept(tmp_path / "cache"), len(gpu.launches)
-        assert launches > 20
-        counts = engine_of(model).counts()
-        assert (counts.passes, counts.link_bytes, counts.decode_passes) == (0, 0, 0)
-        assert sum(counts.busy_s.values()) < 1e-3
-        assert engine_of(model).weights.tasks() == []
-        machine = engine_of(model).plan.request.machine
-        assert machine.corrections == (Corrections(**found["dense"]), None)
-        assert model.status().predicted_tok_s == engine_of(model).plan.tok_s
-        first = model.generate("ab", max_tokens=8, ignore_eos=True, temperature=0.0)
-    gpu.launches.clear()
-    with mixed() as model:
-        assert gpu.launches == []
-        assert engine_of(model).plan.request.machine.corrections == machine.corrections
-        again = model.generate("ab", max_tokens=8, ignore_eos=True, temperature=0.0)
-    assert again.token_ids == first.token_ids
-
-
-@once
-def test_places_of_the_next_load(
-    mixed: Callable[[], localrt.Model], place: Place, store: Path
-) -> None:
-    """Units that went over the link are the CPU's, and the tokens are the same."""
-    answers = list[Sequence[int]]()
-    for _ in range(2):
-        with mixed() as model:
-            found = model.generate("ab", max_tokens=12, ignore_eos=True, temperature=0.0)
-            answers.append(found.token_ids)
-        place(store, by_turns(Where.VRAM, Where.RAM, Where.VRAM, Where.RAM))
-    assert answers[0] == answers[1]
-
-
-@once
-def test_measured_mixture(
-    mixed: Callable[[], localrt.Model],
-    place: Place,
-    mixture: Path,
-    gpu: Kernels,
-    tmp_path: Path,
-) -> None:
-    """Kept apart from dense models."""
-    mixed().close()
-    place(mixture, experts_on_gpu(0.0))
-    for again in (False, True):
-        gpu.launches.clear()
-        with localrt.load(mixture, device="cuda", draft="off", ctx=64) as model:
-            assert not [note for note in model.info.notes if "could not" in note]
-            assert engine_of(model).counts().expert_uses == 0
-            assert bool(gpu.launches) is not again
-            assert len(model.generate("ab", max_tokens=4, ignore_eos=True).token_ids) == 4
-    assert kept(tmp_path / "cache").keys() == {"key", "dense", "mixture"}
-    assert kept(tmp_path / "cache")["mixture"]["visit"] == 1.0  # the GPU's part is what is left
-
-
-@once
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda kept: kept["key"].__setitem__(0, "another processor"),
-        lambda kept: kept["key"].__setitem__(-1, 1.0),
-        lambda kept: kept["dense"].__setitem__("link", "fast"),
-        lambda kept: kept["dense"].__setitem__("link", float("nan")),
-        lambda kept: kept.pop("dense"),
-    ],
-    ids=["processor", "rates", "no number", "not a number", "mixtures only"],
-)
-def test_passes_measured_again(
-    mixed: Callable[[], localrt.Model],
-    gpu: Kernels,
-    tmp_path: Path,
-    change: Callable[[dict[str, Any]], Any],
-) -> None:
-    """Where they would not hold, or are damaged."""
-    mixed().close()
-    path = tmp_path / "cache" / "cards.json"
-    values = json.loads(path.read_text(encoding="utf-8"))
-    change(values["Stand-in GPU"]["passes"])
-    path.write_text(json.dumps(values), encoding="utf-8")
-    gpu.launches.clear()
-    mixed().close()
-    assert gpu.launches
-    assert all(isinstance(value, float) for value in kept(tmp_path / "cache")["dense"].values())
 
 
 @once
@@ -402,59 +302,24 @@ def test_damaged_file_of_gpus(mixed: Callable[[], localrt.Model], tmp_path: Path
     with mixed() as model:
         lines = [note for note in model.info.notes if "cards.json" in note]
         assert lines == [f"{path} is damaged and is ignored: the GPU is measured again"]
-    assert kept(tmp_path / "cache")["dense"]
-
-
-@once
-@pytest.mark.parametrize("wrong", ["run_passes", "corrections_of", "keep_corrections", "is_busy"])
-def test_loads_where_measuring_fails(
-    mixed: Callable[[], localrt.Model], monkeypatch: pytest.MonkeyPatch, wrong: str
-) -> None:
-    def fails(*_: Any) -> Any:
-        raise RuntimeError("the GPU is tired")
-
-    monkeypatch.setattr(passes, wrong, fails)
-    with mixed() as model:
-        assert "its passes could not be measured: the GPU is tired" in model.info.notes
-        assert len(model.generate("ab", max_tokens=4, ignore_eos=True).token_ids) == 4
 
 
 @once
 def test_failed_pass(mixed: Callable[[], localrt.Model], monkeypatch: pytest.MonkeyPatch) -> None:
     """It is abandoned, and the next begins with the first unit."""
-    compute, left = Lane.compute, [25]
+    compute, left = Lane.compute, [-1]
 
-    def once(lane: Lane, *args: Any, **options: Any) -> None:
+    def fails_once(lane: Lane, *args: Any, **options: Any) -> None:
         left[0] -= 1
         if left[0] == 0:
             raise MemoryError("no room")
         compute(lane, *args, **options)
 
+    monkeypatch.setattr(Lane, "compute", fails_once)
     with mixed() as model:
-        expected = model.generate("ab", max_tokens=4, ignore_eos=True, temperature=0.0)
-    (Path(os.environ["LOCALRT_CACHE"]) / "cards.json").unlink()
-    monkeypatch.setattr(Lane, "compute", once)
-    with mixed() as model:
-        assert "its passes could not be measured: no room" in model.info.notes
-        found = model.generate("ab", max_tokens=4, ignore_eos=True, temperature=0.0)
-        assert found.token_ids == expected.token_ids
-        assert engine_of(model).counts().passes < 10
-
-
-@once
-@pytest.mark.parametrize("others", ["busy", "long", "threads"])
-def test_nothing_measured(
-    mixed: Callable[[], localrt.Model],
-    gpu: Kernels,
-    store: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    others: str,
-) -> None:
-    """While others compute, where a pass takes too long, or with other threads than usual."""
-    monkeypatch.setattr(passes, "is_busy", lambda: others == "busy")
-    if others == "long":
-        monkeypatch.setattr(passes, "_LONG_S", 0.0)
-    threads = 1 if others == "threads" else None
-    with localrt.load(store, device="cuda", draft="off", ctx=64, threads=threads) as model:
-        assert gpu.launches == []
-        assert not [note for note in model.info.notes if "measured" in note]
+        asked = partial(model.generate, "ab", max_tokens=4, ignore_eos=True, temperature=0.0)
+        expected = asked()
+        left[0] = 3
+        with pytest.raises(MemoryError, match="no room"):
+            model.generate("cd", max_tokens=4, ignore_eos=True)
+        assert asked().token_ids == expected.token_ids

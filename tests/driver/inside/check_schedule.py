@@ -19,15 +19,13 @@ from typing import Any
 import pytest
 
 from localrt.common.files import PAGE
-from localrt.loading import passes
-from localrt.loading.passes import corrections_of, run_passes
 from localrt.models.decoder import Decoder
 from localrt.offload.account import Budgets
 from localrt.offload.placement import Placement, Where
 from localrt.offload.shapes import shape_from_checkpoint
 from localrt.planning.costs import Costs
 from localrt.planning.forecast import PlanRequest
-from localrt.planning.machine import Corrections, GpuProfile, KernelRate, MachineProfile
+from localrt.planning.machine import GpuProfile, KernelRate, MachineProfile
 from localrt.planning.search import Candidate, Rooms, best_of
 from localrt.planning.simulate import simulate
 from tests.driver.inside.conftest import Kernels, once
@@ -264,66 +262,6 @@ def test_forecasts(
     assert found.seconds == pytest.approx(token.seconds, rel=0.1)
 
 
-def measured(
-    model: Model, driver: Driver, machine: Machine, costs: Costs, placement: Placement
-) -> Corrections:
-    """What loading finds on ``machine``."""
-    choose = passes.distribution
-    with (
-        opened(model, driver, machine, placement) as (time, decoder),
-        pytest.MonkeyPatch.context() as patch,
-    ):
-
-        def chosen(*args: Any) -> Any:
-            time.spend(BETWEEN)
-            return choose(*args)
-
-        patch.setattr(passes, "distribution", chosen)
-        weights: Any = decoder.weights
-        begun = time.now
-        found = corrections_of(run_passes(weights, 40), costs, placement)
-        assert time.now - begun < 1.0
-        return found
-
-
-GEFORCE = Machine(link=12.5e9, gpu=231e9, cpu=50e9, scale=1020)
-"""An RTX 4060 beside DDR5-5600."""
-
-
-@once
-@pytest.mark.parametrize(
-    ("believed", "sequence", "times"),
-    [
-        pytest.param(card(49e9), FAST, {"link": 0.6}, marks=CI),
-        pytest.param(card(49e9), FAST, {"cpu": 0.6}, marks=CI),
-        (card(49e9), FAST, {"link": 0.6, "crossing": 2.0}),
-        pytest.param(card(12e9), SLOW, {"crossing": 3.0}, marks=CI),
-        pytest.param(card(12e9), SLOW, {"cpu": 0.5, "link": 1.5}, marks=CI),
-        pytest.param(card(49e9), SLOW, {"cpu": 0.7, "gpu": 0.6, "crossing": 2.0}, marks=CI),
-        (card(49e9), LITTLE, {"link": 0.6, "cpu": 0.7, "gpu": 0.7, "crossing": 2.0}),
-        pytest.param(card(12e9), LITTLE, {"link": 1.5, "cpu": 0.5}, marks=CI),
-        (GEFORCE, SLOW, {"cpu": 0.6}),
-        pytest.param(GEFORCE, LITTLE, {"link": 0.6, "crossing": 1.5}, marks=CI),
-    ],
-)
-def test_measured_passes(
-    model: Model,
-    driver: Driver,
-    gpu: Kernels,
-    believed: Machine,
-    sequence: str,
-    times: dict[str, float],
-) -> None:
-    """Of a machine that is not what its rates say, passes are forecast by what some have taken."""
-    real = replace(believed, **{name: by * getattr(believed, name) for name, by in times.items()})
-    costs, placement = profile(model, believed), whole(model, sequence, 1.5)
-    found = measured(model, driver, real, costs, placement)
-    took = decode(model, driver, real, placement).seconds
-    corrected = replace(costs, machine=replace(costs.machine, corrections=(found, None)))
-    assert abs(simulate(costs, placement).seconds / took - 1) > 0.2
-    assert simulate(corrected, placement).seconds == pytest.approx(took, rel=0.1)
-
-
 # -- MLPs that GPU and CPU share -------------------------------------------------------------------
 
 
@@ -409,28 +347,3 @@ def test_shared(
     whole, split = took
     assert 1 / split > cell.tok_s
     assert whole / split > cell.gain
-
-
-@once
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "times", [{"cpu": 0.6}, {"link": 0.6}, {"cpu": 0.6, "turn": 4.0}, {"cpu": 1.6, "link": 0.7}]
-)
-@pytest.mark.parametrize("believed", [card(49e9), rtx_4060(50e9)], ids=["H100", "4060"])
-def test_measured_shares(
-    shapes: dict[str, Model],
-    driver: Driver,
-    gpu: Kernels,
-    believed: Machine,
-    times: dict[str, float],
-) -> None:
-    """The same as of whole layers."""
-    wide = shapes["14B"]
-    believed = scaled(wide, believed, 148e6)
-    real = replace(believed, **{name: by * getattr(believed, name) for name, by in times.items()})
-    costs = profile(wide, believed)
-    placement = planned(wide, costs, 0.65).placement
-    found = measured(wide, driver, real, costs, placement)
-    took = decode(wide, driver, real, placement).seconds
-    corrected = replace(costs, machine=replace(costs.machine, corrections=(found, None)))
-    assert simulate(corrected, placement).seconds == pytest.approx(took, rel=0.1)
