@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers as hf
 from huggingface_hub.errors import StrictDataclassError
 
 from localrt.common.errors import LocalrtError
@@ -29,6 +31,7 @@ from localrt.offload.store.pack import pack_store
 from tests.models.tiny import CONFIGS as DENSE
 from tests.models.tiny import (
     MIXTURES,
+    SIZES,
     auto_class,
     edited,
     logits_of,
@@ -38,7 +41,19 @@ from tests.models.tiny import (
     tokens,
 )
 
-CONFIGS = DENSE | MIXTURES
+_LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 48, "qk_rope_head_dim": 16, "v_head_dim": 32}
+OTHERS: dict[str, Any] = {  # types whose models have the class of another type
+    **{
+        kind: partial(hf.AutoConfig.for_model, kind, **SIZES, head_dim=16)
+        for kind in ("internlm3", "iquestcoder")
+    },
+    "sarvam_mla": partial(
+        hf.AutoConfig.for_model,
+        "sarvam_mla",
+        **{**SIZES, **_LATENT, "num_key_value_heads": 4, "moe_intermediate_size": 32},
+    ),
+}
+CONFIGS = DENSE | MIXTURES | OTHERS
 
 
 @dataclass
@@ -161,7 +176,7 @@ def test_rotary_share_that_is_left_out(family: str) -> None:
         assert sizes <= found, less
 
 
-SIZES = (
+SIZES_ALONE = (
     *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("moe_intermediate_size", "pad_token_id"),
 )
@@ -200,7 +215,10 @@ KEPT: dict[str, tuple[str, ...]] = {  # what else has to fit a tiny model
 }
 PAIRED = ("ernie4_5", "ernie4_5_moe", "glm4", "cohere2", "cohere2_moe", "llama4_text")
 """Whose rows of queries and keys are reordered by heads."""
-QUICK = (*PAIRED, "gemma3n_text", "mistral4", "granitemoe", "gpt_oss", "qwen3_vl_moe_text")
+QUICK = (
+    *PAIRED,
+    *("internlm3", "gemma3n_text", "mistral4", "granitemoe", "gpt_oss", "qwen3_vl_moe_text"),
+)
 
 
 def check_sizes_alone(family: str, folder: Path, **more: Any) -> None:
@@ -208,7 +226,7 @@ def check_sizes_alone(family: str, folder: Path, **more: Any) -> None:
     config = CONFIGS[FAMILIES[family]]()
     published, usual = config.to_dict(), type(config.get_text_config())().to_dict()
     text = published.get("text_config", published)
-    own = {key: text[key] for key in (*SIZES, *KEPT.get(family, ())) if key in text} | more
+    own = {key: text[key] for key in (*SIZES_ALONE, *KEPT.get(family, ())) if key in text} | more
     listed = own.get("layer_types") or own.get("mlp_layer_types")
     own["num_hidden_layers"] = len(listed or range(4))
     heads, size = usual["num_attention_heads"], usual.get("head_dim")
