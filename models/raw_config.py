@@ -42,7 +42,10 @@ _SAME = (
 
 
 def with_default_values(config: Mapping[str, object], architecture: str) -> dict[str, object]:
-    """``config`` with its family's defaults for missing keys; null is a value."""
+    """``config`` with its family's defaults for missing keys; null is a value.
+
+    Checkpoints call this when they open, so that no reader of their ``config`` has to.
+    """
     table = _table()
     found = table.get(_plain(str(config.get("model_type")))) or table.get(_plain(architecture))
     defaults = dict(found or {})
@@ -50,7 +53,8 @@ def with_default_values(config: Mapping[str, object], architecture: str) -> dict
         if any(config.get(name) is not None for name in names):
             for name in names:
                 defaults.pop(name, None)
-    return {**defaults, **config}
+    missing = {key: value for key, value in defaults.items() if key not in config}
+    return {**config, **missing}
 
 
 _ENDING = re.compile(r"For[A-Z]\w+$|Model$|_text$")
@@ -104,8 +108,6 @@ class RawConfig:
     def __init__(self, checkpoint: Checkpoint, *, context: int | None = None) -> None:
         self._checkpoint = checkpoint
         self._values = checkpoint.config
-        if checkpoint.kind != "gguf":
-            self._values = with_default_values(checkpoint.config, checkpoint.architecture)
         self.context = context
 
     @property

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.common.errors import CheckpointError
-from localrt.models.raw_config import positive_number, with_default_values
+from localrt.models.raw_config import positive_number
 from localrt.models.tensor_source import (
     DerivedRows,
     RangedFile,
@@ -211,15 +211,15 @@ def rotary_rows(
         CheckpointError: a tensor's rows do not form heads of an even size.
     """
     queries = config.get("num_attention_heads")
-    keys = config.get("num_key_value_heads", queries)
-    share = with_default_values(config, "").get("partial_rotary_factor", 1.0)
+    keys = config.get("num_key_value_heads") or queries
+    share = positive_number(config.get("partial_rotary_factor")) or 1.0
     found: dict[str, RowSource] = {}
     for name, tensor in stored.items():
         stem = name.rpartition(".")[0]
         if not stem.endswith(_TURNED):
             continue
         heads = queries if stem.endswith(_TURNED[0]) else keys
-        found[name] = in_halves(tensor, heads, path, positive_number(share) or 1.0)
+        found[name] = in_halves(tensor, heads, path, share)
     return found
 
 

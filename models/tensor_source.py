@@ -163,7 +163,9 @@ class Checkpoint(TensorSource, Protocol):
 
     @property
     def config(self) -> Mapping[str, object]:
-        """The architecture's parameters under the keys of a Hugging Face ``config.json``."""
+        """The architecture's parameters under the keys of a Hugging Face ``config.json``, with the
+        defaults of its class.
+        """
 
     @property
     def generation_config(self) -> Mapping[str, object]:

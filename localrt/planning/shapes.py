@@ -15,8 +15,8 @@ from typing import cast
 
 from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.common.option_names import option
+from localrt.models.checkpoints.safetensors.folder import flatten_config
 from localrt.models.checkpoints.schemes import read_scheme
-from localrt.models.checkpoints.text_model import TEXT_KEYS
 from localrt.models.config import CHOICE_BIAS, FIRST_INDEXER
 from localrt.models.decoder import load_attention, load_mlp, load_norm
 from localrt.models.layers.moe import ResidentExperts, load_expert
@@ -73,10 +73,8 @@ def shape_from_config(
         UnsupportedModelError: an unknown ``model_type`` or format, or an unsupported quantization.
         CheckpointError: a key is missing or malformed.
     """
-    for text in filter(None, map(config.get, TEXT_KEYS)):
-        if isinstance(text, Mapping):
-            whole = {_TIED: config[_TIED]} if _TIED in config else {}  # it counts, not the text's
-            config = {**config, **text, **whole}
+    whole = {_TIED: config[_TIED]} if _TIED in config else {}  # it counts, not the text's
+    config = {**flatten_config(config, Path(name)), **whole}
     kind = str(config.get("model_type", ""))
     plain = kind.removesuffix("_text").replace("_", "")
     architecture = _KINDS.get(_ALIASES.get(plain, plain))
@@ -92,8 +90,6 @@ def shape_from_config(
         raise UnsupportedModelError(
             f"format {format!r:.60} is not known: one of {', '.join(FORMATS)}"
         )
-    if config.get("model_max_length"):
-        config = {"max_position_embeddings": config["model_max_length"], **config}
     model = _Described(architecture, with_default_values(config, architecture), Path(name))
     model.add(*_told_by_weights(kind, model.config))
     checkpoint = cast(Checkpoint, model)  # no tensor of it is read

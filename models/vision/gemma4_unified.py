@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from localrt.models.encoders.block import Linear, Norm, Units
-from localrt.models.raw_config import with_default_values
 from localrt.models.vision.encoder import EncodedPicture, PreparedPicture
 from localrt.models.vision.gemma4_vision import Gemma4Pictures, read_pictures
 from localrt.models.vision.pixels import integer, number
@@ -26,8 +25,7 @@ _LAYER_NORM_EPS = 1e-5  # torch's default
 
 def read_encoder(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Gemma4Unified:
     """See ``registry.read_encoder``."""
-    vision = config["vision_config"]
-    text = with_default_values(config["text_config"], "Gemma4UnifiedForConditionalGeneration")
+    vision, text = config["vision_config"], config["text_config"]
     encoder = Gemma4Unified(
         hidden=integer(vision, "mm_embed_dim", 3840),
         positions=integer(vision, "mm_posemb_size", 1120),

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from localrt.models.encoders.block import BlockConfig, BlockNames, Linear, Units, run_blocks
-from localrt.models.raw_config import with_default_values
 from localrt.models.vision.encoder import EncodedPicture, PreparedPicture, VisionEncoder
 from localrt.models.vision.picture import MOST_PIXELS, Picture
 from localrt.models.vision.pixels import (
@@ -49,8 +48,7 @@ _NAMES = BlockNames(
 
 def read_encoder(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Gemma4Encoder:
     """See ``registry.read_encoder``."""
-    vision = config["vision_config"]
-    text = with_default_values(config["text_config"], "Gemma4ForConditionalGeneration")
+    vision, text = config["vision_config"], config["text_config"]
     rope = vision.get("rope_parameters") or {}
     if (kind := rope.get("rope_type", "axial")) not in ("axial", "default"):
         raise ValueError(f"rope_type must be 'axial', is {kind!r:.60}")

@@ -48,7 +48,7 @@ def read_encoder(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Vis
         {**config, "vision_config": own},
         {"max_pixels": most * integer(own, "patch_size", 14) ** 2},
         replace(qwen_blocks(own, *sizes, "gelu", _NAMES), eps=number(own, "layer_norm_eps", 1e-5)),
-        integer(config["text_config"], "hidden_size", 6656),
+        integer(config["text_config"], "hidden_size"),
         depth=depth,
         patch=14,
         pixels=(1, 1),

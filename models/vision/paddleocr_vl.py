@@ -23,12 +23,11 @@ def read_encoder(config: Mapping[str, Any], processor: Mapping[str, object]) -> 
     blocks = read_siglip(
         vision, side=side, prefixes=(), hidden=1152, heads=16, inner=4304, layers=27
     )
-    text = {"hidden_size": 1024, **(config.get("text_config") or config)}
     found = qwen_config(
-        {"vision_config": {**vision, "depth": blocks.layers}},
+        {**config, "vision_config": {**vision, "depth": blocks.layers}},
         processor,
         blocks.block,
-        integer(text, "hidden_size"),
+        integer(config["text_config"], "hidden_size"),
         depth=blocks.layers,
         patch=14,
         pixels=(384**2, 1536**2),

@@ -15,7 +15,6 @@ import numpy as np
 
 from localrt.common.errors import OptionError, UnsupportedModelError
 from localrt.models.encoders.block import BlockConfig, BlockNames, Linear, Norm, Units, run_blocks
-from localrt.models.raw_config import with_default_values
 from localrt.models.vision.encoder import EncodedPicture, PreparedPicture, VisionEncoder
 from localrt.models.vision.picture import MOST_PIXELS, Picture
 from localrt.models.vision.pixels import (
@@ -37,10 +36,6 @@ from localrt.quant.ops.vision import PatchLayout, VisionActivation, VisionSteps
 
 _EPS = 1e-5  # independent of the config, as in transformers
 _PROJECTOR = "multi_modal_projector."
-_ARCHITECTURES = {
-    "llava": "LlavaForConditionalGeneration",
-    "mistral3": "Mistral3ForConditionalGeneration",
-}
 _NAMES = BlockNames(
     norm1="attention_norm",
     norm2="ffn_norm",
@@ -53,9 +48,8 @@ _NAMES = BlockNames(
 
 def read_encoder(config: Mapping[str, Any], processor: Mapping[str, Any]) -> PixtralEncoder:
     """See ``registry.read_encoder``."""
-    family = str(config["model_type"])
-    vision, merging = config["vision_config"], family == "mistral3"
-    text = with_default_values(config["text_config"], _ARCHITECTURES[family])
+    vision, text = config["vision_config"], config["text_config"]
+    merging = config["model_type"] == "mistral3"
     if vision.get("model_type", "pixtral") != "pixtral":
         raise UnsupportedModelError(f"the vision tower {vision['model_type']!r:.60} is not known")
     if (layer := config.get("vision_feature_layer", -1)) not in (-1, [-1]):

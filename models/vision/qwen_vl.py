@@ -187,7 +187,7 @@ def qwen_config(
 ) -> QwenConfig:
     """An encoder's config; numbers are the publisher's defaults."""
     vision = config["vision_config"]
-    columns = (config.get("text_config") or config).get("hidden_size", out)
+    columns = config["text_config"]["hidden_size"]
     if out != columns:
         raise ValueError(f"the tower's rows have {out} columns, the decoder's {columns}")
     colours = vision.get("in_channels", vision.get("in_chans", _COLOURS))

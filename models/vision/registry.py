@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib import import_module
+from typing import Any
 
 from localrt.common.errors import UnsupportedModelError
+from localrt.models.raw_config import with_default_values
 from localrt.models.vision.encoder import VisionEncoder
 
 _FILES = {
@@ -58,8 +60,10 @@ def read_encoder(config: Mapping[str, object], processor: Mapping[str, object]) 
         known = ", ".join(_FILES)
         raise UnsupportedModelError(f"the pictures of {kind!r} are not known (known: {known})")
     module = import_module(f"localrt.models.vision.{_FILES[str(kind)]}")
+    own: Any = config.get("text_config") or config
     try:
-        encoder: VisionEncoder = module.read_encoder(config, processor)
+        text = with_default_values(own, str(kind))
+        encoder: VisionEncoder = module.read_encoder({**config, "text_config": text}, processor)
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         reason = error if isinstance(error, ValueError) else repr(error)
         raise UnsupportedModelError(f"the vision config makes no sense: {reason}") from error

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from localrt.models.encoders.block import Block, BlockConfig, BlockNames, Linear, Norm, Units
-from localrt.models.raw_config import with_default_values
 from localrt.models.vision.pixels import Patches, activation, integer, number
 from localrt.models.vision.positions import interpolated
 from localrt.models.weights import WeightLoader
@@ -206,4 +205,4 @@ def text_size(config: Mapping[str, Any]) -> int:
     Raises:
         ValueError: the config does not have it.
     """
-    return integer(with_default_values(config["text_config"], ""), "hidden_size")
+    return integer(config["text_config"], "hidden_size")

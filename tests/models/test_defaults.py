@@ -4,25 +4,56 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import transformers as hf
 from huggingface_hub.errors import StrictDataclassError
 
 from localrt.common.errors import LocalrtError
+from localrt.models.checkpoints import open_checkpoint
 from localrt.models.checkpoints.safetensors.folder import flatten_config
+from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
+from localrt.models.checkpoints.store.manifest import read_manifest
 from localrt.models.checkpoints.text_model import decoder_tensor, is_multimodal
 from localrt.models.config import DecoderConfig
 from localrt.models.raw_config import with_default_values
 from localrt.models.registry import read_config
+from localrt.models.weight_files import MANIFEST_NAME
+from localrt.offload.store.pack import pack_store
 from tests.models.tiny import CONFIGS as DENSE
-from tests.models.tiny import MIXTURES, auto_class, random_model
+from tests.models.tiny import (
+    MIXTURES,
+    SIZES,
+    auto_class,
+    edited,
+    logits_of,
+    oracle,
+    random_model,
+    save_tiny,
+    tokens,
+)
 
-CONFIGS = DENSE | MIXTURES
+_LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 48, "qk_rope_head_dim": 16, "v_head_dim": 32}
+OTHERS: dict[str, Any] = {  # types whose models have the class of another type
+    **{
+        kind: partial(hf.AutoConfig.for_model, kind, **SIZES, head_dim=16)
+        for kind in ("internlm3", "iquestcoder")
+    },
+    "sarvam_mla": partial(
+        hf.AutoConfig.for_model,
+        "sarvam_mla",
+        **{**SIZES, **_LATENT, "num_key_value_heads": 4, "moe_intermediate_size": 32},
+    ),
+}
+CONFIGS = DENSE | MIXTURES | OTHERS
 
 
 @dataclass
@@ -56,6 +87,7 @@ def read(published: dict[str, Any], tensors: dict[str, Any]) -> DecoderConfig | 
     flat = flatten_config(json.loads(json.dumps(published)), Path("config.json"))
     if flat.get("tie_word_embeddings") is None:
         flat["tie_word_embeddings"] = "lm_head.weight" not in tensors
+    flat = with_default_values(flat, published["architectures"][0])
     try:
         return read_config(Described(flat, tensors))  # type: ignore[arg-type]
     except LocalrtError as error:
@@ -144,6 +176,97 @@ def test_rotary_share_that_is_left_out(family: str) -> None:
         assert sizes <= found, less
 
 
+SIZES_ALONE = (
+    *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("moe_intermediate_size", "pad_token_id"),
+)
+KEPT: dict[str, tuple[str, ...]] = {  # what else has to fit a tiny model
+    "gemma3n_text": (
+        *("layer_types", "activation_sparsity_pattern", "num_kv_shared_layers"),
+        "vocab_size_per_layer_input",
+    ),
+    "gemma4_text": ("vocab_size_per_layer_input",),
+    "gemma4_unified_text": ("vocab_size_per_layer_input",),
+    "deepseek_v2": ("num_experts_per_tok", "n_routed_experts"),
+    "deepseek_v3": ("num_attention_heads", "num_key_value_heads"),
+    "deepseek_v4": ("num_attention_heads", "n_routed_experts", "q_lora_rank", "o_lora_rank"),
+    "deepseek_ocr2_text": ("mlp_layer_types", "num_experts_per_tok"),
+    "hunyuan_v1_dense": ("head_dim",),
+    "hunyuan_v1_moe": ("head_dim",),
+    "qwen2_5_vl_text": ("num_attention_heads", "num_key_value_heads", "rope_parameters"),
+    "glm4v_text": ("num_attention_heads", "rope_parameters"),
+    "glm4v_moe_text": ("num_attention_heads", "num_key_value_heads", "rope_parameters"),
+    "glm_ocr_text": ("rope_parameters", "head_dim"),
+    "glm_moe_dsa": ("num_attention_heads", "num_key_value_heads"),
+    "cohere2_moe": ("head_dim",),
+    "step3p5": ("sliding_window",),
+    "granitemoehybrid": ("layer_types",),
+    "kimi_linear": ("layer_types",),
+    "lfm2_moe": ("layer_types",),
+    "bailing_hybrid": ("layer_group_size",),
+    "qwen4_exp_text": (
+        *("indexer_n_heads", "indexer_kv_heads", "indexer_head_dim", "indexer_budget"),
+        *("indexer_compress_ratio", "head_dim", "rope_parameters"),
+    ),
+    "glm5_next_text": (
+        *("num_attention_heads", "num_key_value_heads", "linear_num_heads"),
+        "n_routed_experts",
+    ),
+}
+PAIRED = ("ernie4_5", "ernie4_5_moe", "glm4", "cohere2", "cohere2_moe", "llama4_text")
+"""Whose rows of queries and keys are reordered by heads."""
+QUICK = (
+    *PAIRED,
+    *("internlm3", "gemma3n_text", "mistral4", "granitemoe", "gpt_oss", "qwen3_vl_moe_text"),
+)
+
+
+def check_sizes_alone(family: str, folder: Path, **more: Any) -> None:
+    """Compare logits of a model whose file has a few sizes, and ``more``, with transformers'."""
+    config = CONFIGS[FAMILIES[family]]()
+    published, usual = config.to_dict(), type(config.get_text_config())().to_dict()
+    text = published.get("text_config", published)
+    own = {key: text[key] for key in (*SIZES_ALONE, *KEPT.get(family, ())) if key in text} | more
+    listed = own.get("layer_types") or own.get("mlp_layer_types")
+    own["num_hidden_layers"] = len(listed or range(4))
+    heads, size = usual["num_attention_heads"], usual.get("head_dim")
+    if "num_attention_heads" not in own and size in (None, usual["hidden_size"] // heads):
+        own["hidden_size"] = 8 * heads
+    if text is not published:
+        parts = ("model_type", "vision_config", "sam_config", "encoder_config")
+        own = {"text_config": own} | {key: published[key] for key in parts if key in published}
+    model = random_model(type(config).from_dict(json.loads(json.dumps(own))))
+    model.save_pretrained(folder)
+    file, ids = folder / "config.json", tokens(24)
+    own["architectures"] = json.loads(file.read_text("utf-8"))["architectures"]
+    file.write_text(json.dumps(own))
+    ours, theirs = logits_of(folder, ids), oracle(model, ids)
+    assert np.abs(ours - theirs).max() < 1e-4 * np.abs(theirs).max()
+
+
+@pytest.mark.parametrize(
+    "family",
+    [each if each in QUICK else pytest.param(each, marks=pytest.mark.slow) for each in FAMILIES],
+)
+def test_sizes_alone(family: str, tmp_path: Path) -> None:
+    """The class's defaults also say which rows of a file are whose."""
+    check_sizes_alone(family, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        *((family, {}) for family in PAIRED),
+        ("ernie4_5", {"num_key_value_heads": None}),
+        ("cohere2", {"num_key_value_heads": None}),
+    ],
+)
+def test_heads_of_keys(family: str, more: dict[str, Any], tmp_path: Path) -> None:
+    """Where queries have another number of heads than by default; null means as many."""
+    sizes = {"num_attention_heads": 24, "head_dim": 16, "hidden_size": 192}
+    check_sizes_alone(family, tmp_path, **sizes, **more)
+
+
 @pytest.mark.parametrize(
     ("family", "keys", "values"),
     [
@@ -157,6 +280,19 @@ def test_rotary_share_that_is_left_out(family: str) -> None:
 def test_default_values(family: str, keys: dict[str, Any], values: dict[str, Any]) -> None:
     found = with_default_values({"model_type": family, **keys}, "")
     assert {key: found.get(key) for key in values} == values
+
+
+def test_store_without_a_key(tmp_path: Path) -> None:
+    """As stores of older versions are."""
+    save_tiny("ernie", tmp_path / "model")
+    with closing(open_checkpoint(edited(tmp_path / "model", rms_norm_eps=1e-5))) as folder:
+        pack_store(folder, tmp_path / "store")
+        whole = read_config(folder)
+    manifest = read_manifest(tmp_path / "store" / MANIFEST_NAME)
+    config = {key: value for key, value in manifest.config.items() if key != "rms_norm_eps"}
+    manifest = replace(manifest, config=config)
+    with closing(StoreCheckpoint(tmp_path / "store", manifest=manifest)) as store:
+        assert read_config(store) == whole
 
 
 def test_unknown_type() -> None:

@@ -38,6 +38,7 @@ from localrt.models.checkpoints.text_model import (
     prediction_config,
     prediction_tensor,
 )
+from localrt.models.raw_config import with_default_values
 from localrt.models.registry import find_family
 from localrt.models.row_order import rotary_rows
 from localrt.models.tensor_source import (
@@ -123,9 +124,10 @@ class SafetensorsCheckpoint(SourcedCheckpoint):
         self.metadata: Mapping[str, object] = {}
         self._files: dict[str, RangedFile] = {}
         config = read_json(path / "config.json")
-        self._published = flatten_config(config, path / "config.json")
+        flat = flatten_config(config, path / "config.json")
+        self.architecture = _architecture(flat, path / "config.json")
+        self._published = with_default_values(flat, self.architecture)
         self.config: Mapping[str, object] = self._published
-        self.architecture = _architecture(self.config, path / "config.json")
         self.only_predicts = self.architecture in HEADS
         if self.only_predicts and not predicts:
             raise DraftHeadError(path, self.architecture)

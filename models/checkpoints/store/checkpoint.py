@@ -26,6 +26,7 @@ from localrt.models.checkpoints.store.manifest import (
     read_manifest,
 )
 from localrt.models.checkpoints.text_model import prediction_config
+from localrt.models.raw_config import with_default_values
 from localrt.models.tensor_source import RangedFile, TensorInfo, WeightBlock
 from localrt.models.weight_files import MANIFEST_NAME, model_stamp
 from localrt.quant.formats import PackedTensor
@@ -154,8 +155,10 @@ class StoreCheckpoint:
         manifest = manifest or read_manifest(path / MANIFEST_NAME)
         units = [unit for unit in manifest.units if (unit.name == PREDICTION) is predicts]
         self.config: Mapping[str, object] = manifest.config
+        if manifest.kind != "gguf":
+            self.config = with_default_values(manifest.config, manifest.architecture)
         if predicts:
-            self.config, units = prediction_config(manifest.config), list(map(_plain, units))
+            self.config, units = prediction_config(self.config), list(map(_plain, units))
         self.manifest = replace(manifest, units=tuple(units))
         self.kind: str = self.manifest.kind
         self.architecture = self.manifest.architecture

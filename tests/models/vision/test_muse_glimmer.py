@@ -179,7 +179,7 @@ def test_published_defaults() -> None:
         ({"layer_types": 5}, {}, "makes no sense"),
         ({"num_attention_heads": 3}, {}, "a multiple of 4 times its heads"),
         ({}, {"projector_hidden_act": "silu"}, "projector_hidden_act must be 'gelu', is 'silu'"),
-        ({}, {"text_config": None}, "makes no sense"),
+        ({}, {"text_config": 5}, "makes no sense"),
     ],
 )
 def test_bad_configs(vision: dict[str, Any], own: dict[str, Any], message: str) -> None:
