@@ -362,6 +362,7 @@ def test_page_and_what_others_find_there(talking: Running) -> None:
     assert "unsafe" not in policy
     assert text.count("<script>") == text.count("<style>") == 1
     assert not re.search(r"<[^>]*\s(style|on\w+)=", text.partition("<script>")[0])
+    assert not re.search(r"""["'`(]/v1|(src|href|action)=["']?/""", text), "not relative"
     assert talking.request("GET", "/")[1] == "localrt is running"
 
 

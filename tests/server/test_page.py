@@ -60,7 +60,7 @@ def visit(browser: Any, talking: Running) -> Iterator[Callable[..., Any]]:
     for context in contexts:
         context.close()
     paths = r"$|v1/(models$|documents$|conversations|tools\?)"
-    allowed = rf"(http://127\.0\.0\.1:\d+/({paths}))|data:|blob:"
+    allowed = rf"(http://127\.0\.0\.1:\d+/((llm|a/b)(/|$))?({paths}))|data:|blob:"
     assert [url for url in asked if not re.match(allowed, url)] == []
     expected = ("400", "401", "403", "404")  # no documents, keys, answers that have ended
     assert [line for line in said if not any(status in line for status in expected)] == []
@@ -386,6 +386,28 @@ def test_key_is_asked_for(visit: Any, talker: localrt.Model) -> None:
         page.keyboard.press("Enter")
         expect(page.get_by_label("Model")).to_contain_text("talker")
         expect(page.get_by_role("alert").first).to_be_hidden()
+
+
+@pytest.mark.parametrize("path", ["/llm/", "/llm", "/a/b/"])
+def test_behind_a_reverse_proxy(
+    visit: Any, talker: localrt.Model, script: Script, tmp_path: Path, path: str
+) -> None:
+    script.say("A river.")
+    note = tmp_path / "note.html"
+    note.write_text("<p>Of the Elbe</p>")
+    below = path.rstrip("/")
+    with serving(talker, history=":memory:", api_key="secret", below=below) as running:
+        page = visit(path, running=running)
+        page.get_by_label("API key").fill("secret")
+        page.keyboard.press("Enter")
+        expect(page.get_by_label("Model")).to_contain_text("talker")
+        page.locator("#files").set_input_files([note])
+        expect(page.locator("#chips li")).to_contain_text("note.html")
+        send(page, "What is the Elbe?")
+        expect(ended(page)).to_contain_text("A river.")
+        page.reload()
+        expect(answer(page)).to_contain_text("A river.")
+        assert page.evaluate("Object.keys(localStorage)")[0].startswith(f"localrt{below}.")
 
 
 def test_conversations_that_are_off(visit: Any, talker: localrt.Model) -> None:

@@ -13,7 +13,7 @@ async function submit() {
   try {
     let { id } = chat;
     if (!id) {
-      const about = await post("/v1/conversations", { metadata: { model }, ...chat.draft });
+      const about = await post("v1/conversations", { metadata: { model }, ...chat.draft });
       id = about.id;
       if (visit === chat.visit) {
         Object.assign(chat, { id, about });
@@ -74,7 +74,7 @@ async function attach(given) {
       continue;
     }
     if (!file.size) throw new Error(`${file.name} is empty`);
-    const read = await post("/v1/documents", { filename: file.name, file_data: url });
+    const read = await post("v1/documents", { filename: file.name, file_data: url });
     chat.files.push({ name: `${read.filename}, ${read.size}`, text: read.text });
     for (const picture of read.pictures) {
       chat.files.push({ name: read.filename, url: `data:image/jpeg;base64,${picture}` });
