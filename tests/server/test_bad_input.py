@@ -83,7 +83,11 @@ WRONG: list[tuple[str, Any, str | None, str]] = [
     (CHAT, {"grammar": "root ::= a"}, "grammar", "line 1, rule 'root': there is no rule 'a'"),
     (CHAT, {"response_format": BAD_SCHEMA}, "response_format", "colour"),
     (CHAT, {"response_format": {"type": "x"}}, "response_format.type", '"text" or "json_object"'),
-    (CHAT, {"response_format": {"type": "json_schema"}}, "response_format", "json_schema"),
+    *[
+        (CHAT, {"response_format": {"type": "json_schema", **form}}, "response_format", "schema")
+        for form in ({}, {"json_schema": {}}, {"json_schema": None}, {"schema": None})
+    ],
+    (RESPONSES, {"input": "a", "text": {"format": {"type": "json_schema"}}}, "text.format", "sche"),
     *[
         (path, {"prompt": "a", **fields}, param, words)
         for path in (CHAT, COMPLETION)
