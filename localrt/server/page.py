@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -18,9 +19,20 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from localrt.server.dialect import Endpoint
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from markdown_it import MarkdownIt
+    from markdown_it.renderer import RendererHTML
+    from markdown_it.rules_inline import StateInline
+    from markdown_it.token import Token
+    from markdown_it.utils import EnvType, OptionsDict
 
 _PARTS = {"style": ("chat.css",), "script": ("view.js", "chat.js", "message.js", "events.js")}
+_INSIDE = r"(?:[^\\]|\\[^()[\]])+"
+_FORMULA = re.compile(
+    rf"\\\({_INSIDE}\\\)|\\\[{_INSIDE}\\\]|\$\$[^$]+\$\$"
+    r"|\$(?=[^\s$])[^$\n`]+(?<=\S)\$(?!\d)"  # but no prices
+)
 _LINKS = ("http://", "https://", "mailto:")
 
 
@@ -35,8 +47,30 @@ def _parser() -> MarkdownIt:
 
     parser = MarkdownIt("commonmark", {"html": False, "breaks": True})
     parser.enable(["strikethrough", "table"]).disable("image")
+    parser.inline.ruler.before("escape", "formula", _formula)
+    for cell in ("th_open", "td_open"):
+        parser.add_render_rule(cell, _cell)
     parser.validateLink = lambda url: url.lower().startswith(_LINKS)  # type: ignore[method-assign]
     return parser
+
+
+def _formula(state: StateInline, silent: bool) -> bool:
+    """Keep a formula as it is written, without Markdown in it."""
+    if (found := _FORMULA.match(state.src, state.pos)) is None:
+        return False
+    if not silent:
+        state.push("text", "", 0).content = found[0]
+    state.pos = found.end()
+    return True
+
+
+def _cell(
+    renderer: RendererHTML, tokens: Sequence[Token], place: int, options: OptionsDict, env: EnvType
+) -> str:
+    """Align a table's cell by a class, since the page's policy allows no style."""
+    if style := tokens[place].attrs.pop("style", ""):
+        tokens[place].attrJoin("class", str(style).replace("text-align:", "align-"))
+    return renderer.renderToken(tokens, place, options, env)
 
 
 async def page(request: Request) -> Response:

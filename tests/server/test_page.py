@@ -273,6 +273,8 @@ def test_pictures_and_files(visit: Any, file: Path, tmp_path: Path) -> None:
     (tmp_path / "b.py").write_text("x = '👍'\ny = 2\n", "utf-8")
     (tmp_path / "c.bin").write_bytes(b"\0\xff\xfe")
     page = visit()
+    expect(page.get_by_label("Model")).to_contain_text("tiny")
+    page.evaluate("chat.models[0].capabilities.push('vision')")
     page.locator("#files").set_input_files([tmp_path / "a.png", tmp_path / "b.py"])
     expect(page.locator("#chips li")).to_have_count(2)
     page.locator("#files").set_input_files([tmp_path / "c.bin"])
@@ -310,6 +312,37 @@ def test_pictures_and_files(visit: Any, file: Path, tmp_path: Path) -> None:
     page.get_by_role("button", name="Edit the message").click()
     expect(page.locator("#chips li")).to_have_count(3)
     expect(page.get_by_label("Message", exact=True).last).to_have_value("Look 👍")
+
+
+def test_a_model_that_cannot_see(visit: Any, file: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(picture())
+    page = visit()
+    expect(page.get_by_label("Model")).to_contain_text("tiny")
+    page.locator("#files").set_input_files([tmp_path / "a.png"])
+    expect(page.get_by_role("alert").first).to_contain_text("tiny cannot see pictures")
+    send(page, "What is this?")
+    expect(page.get_by_role("alert").first).to_contain_text("tiny cannot see pictures")
+    assert page.locator("article").count() == 0
+    with History(file) as history:
+        assert not history.list()
+    page.get_by_role("button", name="Remove a.png").click()
+    page.keyboard.press("Enter")
+    expect(ended(page)).to_contain_text("Hello there.")
+
+
+@pytest.mark.parametrize("size", [PLAIN, PHONE], ids=["wide", "phone"])
+def test_tables(visit: Any, script: Script, size: Any) -> None:
+    row = "| Electroencephalography | a device for measuring | 1,234,567.89 | 12 |\n"
+    script.say("| Word | Meaning | Price | Count |\n|:--|:-:|--:|---|\n" + row * 2)
+    page = visit(viewport=size)
+    send(page, "Make a table")
+    cells = ended(page).locator("tbody tr").first.locator("td")
+    expect(cells).to_have_count(4)
+    aligned = [cells.nth(n).evaluate("(one) => getComputedStyle(one).textAlign") for n in range(4)]
+    assert aligned == ["left", "center", "right", "left"]
+    lines = "(one) => { const text = document.createRange(); text.selectNodeContents(one); "
+    lines += "return new Set([...text.getClientRects()].map((line) => line.top)).size; }"
+    assert [cells.nth(n).evaluate(lines) for n in (0, 2, 3)] == [1, 1, 1]
 
 
 def test_options(visit: Any, script: Script, file: Path) -> None:

@@ -7,6 +7,7 @@ async function submit() {
   const text = written.trim();
   const { files, visit } = chat;
   if (chat.answering || (!text && !files.length)) return;
+  checkPictures();
   const model = $("model").value;
   const before = chat.editing ?? chat.items.at(-1)?.id ?? "";
   $("send").disabled = true;
@@ -81,9 +82,13 @@ async function attach(given) {
     }
     if (read.note) warn(read.note);
   }
+  checkPictures();
+}
+
+function checkPictures() {
   const model = chat.models.find((one) => one.id === $("model").value);
   if (chat.files.some((one) => one.url) && model && !model.capabilities.includes("vision")) {
-    warn(`${model.id} may not see pictures: a model that does not is told their names.`);
+    throw new Error(`${model.id} cannot see pictures: choose another model, or remove them.`);
   }
 }
 
