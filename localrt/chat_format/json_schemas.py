@@ -136,35 +136,31 @@ def _least(schema: Any, key: str) -> float:
 
 def can_end(schema: object) -> bool:
     """Whether a value of ``schema`` can end. It cannot if it has to contain another one."""
-    ends = set[int]()
-    with suppress(RecursionError):
-        for _ in range(_PASSES):
-            before = len(ends)
-            if _ends(schema, schema, ends, set()):
-                return True
-            if len(ends) == before:
-                return False
+    parts, ends = [*_parts(schema, schema, within=True)], set[int]()
+
+    def ended(part: object) -> bool:
+        return not isinstance(part, Mapping) or id(part) in ends
+
+    for _ in range(_PASSES):
+        before = len(ends)
+        for part in reversed(parts):
+            ways = [ways for key in ("anyOf", "oneOf") if (ways := list_of(part.get(key)))]
+            every = all(map(ended, _needed(part, schema)))
+            if every and all(any(map(ended, each)) for each in ways):
+                ends.add(id(part))
+        if len(ends) == before:
+            return ended(schema)
     return True
 
 
-def _ends(part: Any, root: object, ends: set[int], seen: set[int]) -> bool:
-    """Whether a value of ``part`` can end; the ids of parts with such values are added to ``ends``.
-    ``seen`` are those of this pass: within itself a part does not count.
-    """
-    if not isinstance(part, Mapping) or id(part) in ends or "const" in part or "enum" in part:
-        return True
-    if id(part) in seen:
-        return False
-    seen.add(id(part))
-    every = [*list_of(part.get("allOf")), target(part.get("$ref"), root)]
-    if part.get("type") == "object":
-        every += map(_map(part.get("properties")).get, strings_of(part.get("required")))
-    if part.get("type") == "array":
-        items = [*list_of(part.get("prefixItems")), part.get("items")]
-        every += [each for place, each in enumerate(items) if place < _least(part, "minItems")]
-    ways = [ways for key in ("anyOf", "oneOf") if (ways := list_of(part.get(key)))]
-    if all(_ends(each, root, ends, seen) for each in every) and all(
-        any(_ends(way, root, ends, seen) for way in each) for each in ways
-    ):
-        ends.add(id(part))
-    return id(part) in ends
+def _needed(schema: Any, root: object) -> list[Any]:
+    """The schemas that each value fits, or contains a value of."""
+    if "const" in schema or "enum" in schema:
+        return []
+    found = [*list_of(schema.get("allOf")), target(schema.get("$ref"), root)]
+    if schema.get("type") == "object":
+        found += map(_map(schema.get("properties")).get, strings_of(schema.get("required")))
+    if schema.get("type") == "array":
+        items = [*list_of(schema.get("prefixItems")), schema.get("items")]
+        found += [each for place, each in enumerate(items) if place < _least(schema, "minItems")]
+    return found
