@@ -85,7 +85,7 @@ def parameters_of(schema: object, root: object = None) -> tuple[dict[str, object
         own = part.get("properties")
         own = own if isinstance(own, Mapping) else {}
         properties |= {name: value for name, value in own.items() if name not in properties}
-        required += _strings(part.get("required")) if binding else ()
+        required += strings_of(part.get("required")) if binding else ()
     return properties, frozenset(required) & properties.keys()
 
 
@@ -128,25 +128,30 @@ def _parts(schema: object, root: object) -> Iterator[tuple[Mapping[str, object],
         seen.add(id(part))
         if isinstance(part := resolved(part, root), Mapping):
             yield part, binding
-            inner = [(each, key) for key in _LISTS for each in _list(part.get(key))]
+            inner = [(each, key) for key in _LISTS for each in list_of(part.get(key))]
             left += [(each, binding and key == "allOf") for each, key in reversed(inner)]
 
 
 def resolved(schema: Any, root: object) -> object:
     """Return ``schema``, with a reference replaced by the schema that it refers to."""
     for _ in range(_DEEPEST):
-        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
-        if not isinstance(reference, str):
-            return schema
-        found = root
-        for part in unquote(reference.removeprefix("#")).split("/")[1:]:
-            key = part.replace("~1", "/").replace("~0", "~")
-            found = found.get(key) if isinstance(found, Mapping) else None
+        found = target(schema.get("$ref"), root) if isinstance(schema, Mapping) else None
         if not isinstance(found, Mapping):
             return schema
         others = {key: value for key, value in schema.items() if key != "$ref"}
         schema = {**found, **others}
     return {}
+
+
+def target(reference: object, root: object) -> object:
+    """Return the part of ``root`` that ``reference`` (``#/$defs/NAME``) leads to, or None."""
+    if not isinstance(reference, str) or not f"{reference}/".startswith("#/"):
+        return None
+    found = root
+    for part in unquote(reference).split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found
 
 
 def _accepted(
@@ -165,7 +170,7 @@ def _read(
     if not isinstance(schema, Mapping) or depth > _DEEPEST:
         return None, None
     every, *choices = (
-        [_accepted(each, root, seen, depth + 1) for each in _list(schema.get(key))]
+        [_accepted(each, root, seen, depth + 1) for each in list_of(schema.get(key))]
         for key in _LISTS
     )
     const = [schema["const"]] if "const" in schema else None
@@ -173,7 +178,7 @@ def _read(
     said: list[_Kinds] = []
     kind = schema.get("type")
     if isinstance(kind, str | list):
-        said.append(frozenset([kind] if isinstance(kind, str) else _strings(kind)))
+        said.append(frozenset([kind] if isinstance(kind, str) else strings_of(kind)))
     for values in (schema.get("enum"), const):
         if isinstance(values, list):
             said.append(frozenset(map(kind_of, values)))
@@ -191,7 +196,7 @@ def _read(
     if found and schema.get("nullable") is True:
         found |= {"null"}
     if isinstance(listed, list):
-        return found, list(_strings(listed))
+        return found, list(strings_of(listed))
     parts = next(filter(None, choices), None)
     words = next((words for _, words in every if words is not None), None)
     if words is None and parts:
@@ -208,12 +213,14 @@ def _both(one: frozenset[str], other: frozenset[str]) -> frozenset[str]:
     return (one & other) | (whole if not {"number"} <= one & other else frozenset())
 
 
-def _list(value: object) -> list[object]:
+def list_of(value: object) -> list[object]:
+    """Return ``value`` if it is a list, else an empty one."""
     return value if isinstance(value, list) else []
 
 
-def _strings(value: object) -> tuple[str, ...]:
-    return tuple(each for each in _list(value) if isinstance(each, str))
+def strings_of(value: object) -> tuple[str, ...]:
+    """Return the strings in ``value``, if it is a list."""
+    return tuple(each for each in list_of(value) if isinstance(each, str))
 
 
 def kind_of(value: object) -> str:

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from localrt.chat_format.argument_types import parameters_of
 from localrt.chat_format.call_grammar import call_grammar
 from localrt.chat_format.gbnf import gbnf_to_lark
+from localrt.chat_format.json_schemas import can_end, closed
 from localrt.chat_format.parser import MARK, CallSyntax
 from localrt.common.errors import LocalrtError, MissingExtraError, OptionError
 from localrt.common.forks import free_in_child
@@ -180,22 +181,24 @@ class Grammars:
         return None if options.bound_by is None else self._made(*options.bound_by)
 
     def _followed(self, schema: str) -> tuple[str, tuple[str, ...]]:
-        """Return the schema reduced to what answers can follow, and the keywords left out.
+        """Return the closed schema reduced to what answers can follow, and the keywords left out.
 
         Raises:
             OptionError, MissingExtraError, MemoryBudgetError: as ``constraint``.
         """
-        try:
-            self._made("json_schema", schema)
-            self._whole(json.loads(schema))
-        except OptionError:
-            if len(schema) > _LONGEST:
-                raise
-            loose, left_out = loosened(json.loads(schema), self._fits)
-            found = json.dumps(loose, ensure_ascii=False)
-            self._made("json_schema", found)
-            return found, left_out
-        return schema, ()
+        _check_length("json_schema", schema)
+        whole = json.loads(schema)
+        _check_end("json_schema", whole)
+        for given in (closed(whole), whole):  # closed, it may be too long, or its parts entangled
+            for loosen in (self._whole, lambda given: loosened(given, self._fits)):
+                try:
+                    found, left_out = loosen(given)
+                    text = json.dumps(found, ensure_ascii=False)
+                    self._made("json_schema", text)
+                    return text, left_out
+                except OptionError as error:
+                    reason = error
+        raise reason
 
     def call(
         self,
@@ -216,13 +219,15 @@ class Grammars:
         """
         spelling = syntax.spelling
         assert spelling is not None, "no other call can be forced"
+        schemas = [closed(each.get("parameters")) for each in functions]
         other = None if answer is None else (answer[0], json.loads(_readable(answer[1])))
 
         def made(reduce: Callable[[Any], Reduced]) -> tuple[MakeConstraint, tuple[str, ...]]:
             left_out: set[str] = set()
             given = []
-            for each in functions:
-                parameters, lost = reduce(each.get("parameters"))
+            for each, schema in zip(functions, schemas, strict=True):
+                parameters, lost = reduce(schema)
+                _check_end("tools", parameters)
                 given.append({"name": each["name"], "parameters": parameters})
                 left_out.update(lost)
             lark, unbound = call_grammar(
@@ -279,10 +284,7 @@ class Grammars:
         return " ".join(part for pair in pairs for part in pair if part not in ("", '""'))
 
     def _made(self, name: str, text: str) -> MakeConstraint:
-        if len(text) > _LONGEST:
-            raise OptionError(
-                f"{option(name)} is too large: {len(text)} characters, {_LONGEST} at most"
-            )
+        _check_length(name, text)
         with self._lock:
             matcher = self._matcher(name, text)
         vocab = self._tokenizer.vocab_size
@@ -433,6 +435,20 @@ def _names_alone(schema: object) -> Reduced:
     properties, required = parameters_of(schema)
     free: dict[str, object] = {key: {} for key in properties}
     return {"type": "object", "properties": free, "required": [*required]}, outline(schema)[1]
+
+
+def _check_length(name: str, text: str) -> None:
+    if len(text) > _LONGEST:
+        raise OptionError(
+            f"{option(name)} is too large: {len(text)} characters, {_LONGEST} at most"
+        )
+
+
+def _check_end(name: str, schema: object) -> None:
+    if not can_end(schema):
+        raise OptionError(
+            f"{option(name)} allows no answer that ends: each value has to contain another one"
+        )
 
 
 def _readable(schema: str) -> str:

@@ -226,7 +226,9 @@ class _Text:
     def flush(self, *, cut: bool = False) -> str:
         if self._detokenizer is None:
             return ""
-        rest = self._detokenizer.flush()
+        rest = (
+            "" if cut else self._detokenizer.flush()
+        )  # the rest of a cut answer is half a character
         if self._parser is None:
             rest = self._matcher.push(rest)
         else:

@@ -59,8 +59,8 @@ def messages_call(fields: Fields, note: Note = unnoted) -> Generation:
     told = (each.get("output_config") or {} for each in reversed(systems))  # the last one counts
     efforts = (each["effort"] for each in (*told, output) if each.get("effort"))
     options |= _thinking(fields.get("thinking") or {}, next(efforts, None))
-    if output.get("format"):
-        options["json_schema"] = output["format"]["schema"]
+    if form := output.get("format") or fields.get("output_format"):
+        options["json_schema"] = form["schema"]
     tools = offered(fields.get("tools"), note)
     given = fields.get("tool_choice") or {}
     choice, functions = chosen(given or None, tools)

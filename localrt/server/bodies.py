@@ -208,11 +208,14 @@ def parse_json(data: bytes) -> object:
     if _words(data, data.count) > _MOST_WORDS and _words(data, _outside(data)) > _MOST_WORDS:
         raise invalid("the body has too many values: send fewer in one request")
     try:
-        value = json.loads(data.decode("utf-8"), parse_constant=_no_constant, parse_float=_finite)
+        value = json.loads(
+            data.decode("utf-8-sig"), parse_constant=_no_constant, parse_float=_finite
+        )
         # An unpaired surrogate such as \ud83d: no tokenizer accepts it.
         return _whole_characters(value) if b"\\u" in data else value
     except UnicodeDecodeError as error:
-        raise invalid(f"the body is not UTF-8: byte 0x{data[error.start]:02x}") from error
+        wrong = f"byte 0x{error.object[error.start]:02x}"
+        raise invalid(f"the body is not UTF-8: {wrong}. Send JSON in UTF-8") from error
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise invalid(f"the body is not JSON: {error.msg} at {where}") from error

@@ -57,7 +57,8 @@ def _check_owner(request: Request) -> bool:
             raise ApiError(403, "conversations need the server's own key, not that of a class")
         return True
     if page is not None and urlsplit(page).netloc.lower() != headers.get("host", "").lower():
-        raise ApiError(403, "without a key, conversations are for the server's own page alone")
+        why = "without a key, conversations are for the server's own page alone"
+        raise ApiError(403, f"{why}: start it with --api-key, and send the key")
     own = system.is_own_client(request.scope["client"], request.scope["server"])
     if own is False:
         why = "without a key, conversations are for the user who runs the server"

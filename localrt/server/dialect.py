@@ -156,6 +156,20 @@ def effort(name: str) -> bool | str:
     return _EFFORTS.get(name, "high")
 
 
+def schema_of(form: Fields, field: str) -> object:
+    """Return the schema that ``FORMAT``'s ``form``, the value of ``field``, asks for, or None.
+
+    Raises:
+        ApiError: 400, it has none.
+    """
+    schema = (form.get("json_schema") or form).get("schema")
+    if form.get("type") == "json_object":
+        return schema or {"type": "object"}
+    if form.get("type") == "json_schema" and schema is None:
+        raise invalid(f"{field} must have json_schema with a schema, or schema", field)
+    return schema if form.get("type") == "json_schema" else None
+
+
 def prompts_of(prompt: Any) -> list[str | list[int]]:
     """Return the prompts, each as one text or its ids."""
     if isinstance(prompt, str) or not prompt:

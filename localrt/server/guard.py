@@ -265,7 +265,11 @@ def _check_page(headers: Mapping[str, str], options: ServeOptions) -> None:
     host = headers.get("host", "")
     name = _split(f"//{host}").hostname if "@" not in host else ""
     if host and is_loopback(options.host) and not is_loopback(name or ""):
-        raise ApiError(403, f"Host {host[:200]!r} refused: this server accepts localhost only")
+        raise ApiError(
+            403,
+            f"Host {host[:200]!r} refused: without a key this server accepts localhost only. "
+            "Behind a reverse proxy, start it with --api-key",
+        )
     origin = headers.get("origin")
     if origin is None or "*" in options.origins or origin in options.origins:
         return

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -19,14 +20,21 @@ from localrt.server.dialect import Endpoint
 
 if TYPE_CHECKING:
     from markdown_it import MarkdownIt
+    from markdown_it.rules_inline import StateInline
 
 _PARTS = {"style": ("chat.css",), "script": ("view.js", "chat.js", "message.js", "events.js")}
+_INSIDE = r"(?:[^\\]|\\[^()[\]])+"
+_FORMULA = re.compile(
+    rf"\\\({_INSIDE}\\\)|\\\[{_INSIDE}\\\]|\$\$[^$]+\$\$"
+    r"|\$(?=[^\s$])[^$\n`]+(?<=\S)\$(?!\d)"  # but no prices
+)
 _LINKS = ("http://", "https://", "mailto:")
 
 
 def to_html(text: str) -> str:
     """Return Markdown as HTML that can be put into a page."""
-    return str(_parser().render(text))
+    html = str(_parser().render(text))  # with `"` in text as an entity
+    return html.replace(' style="text-align:', ' class="align-')  # the policy allows no style
 
 
 @cache
@@ -35,8 +43,19 @@ def _parser() -> MarkdownIt:
 
     parser = MarkdownIt("commonmark", {"html": False, "breaks": True})
     parser.enable(["strikethrough", "table"]).disable("image")
+    parser.inline.ruler.before("escape", "formula", _formula)
     parser.validateLink = lambda url: url.lower().startswith(_LINKS)  # type: ignore[method-assign]
     return parser
+
+
+def _formula(state: StateInline, silent: bool) -> bool:
+    """Keep a formula as it is written, without Markdown in it."""
+    if (found := _FORMULA.match(state.src, state.pos)) is None:
+        return False
+    if not silent:
+        state.push("text", "", 0).content = found[0]
+    state.pos = found.end()
+    return True
 
 
 async def page(request: Request) -> Response:

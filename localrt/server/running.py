@@ -10,6 +10,7 @@ import contextlib
 import errno
 import logging
 import os
+import re
 import signal
 import socket
 import threading
@@ -77,7 +78,20 @@ class _StrictConnection(h11.Connection):
             read = before[: len(before) - len(self.trailing_data[0])]
             if read.count(b"\n") != read.count(b"\r\n"):
                 raise h11.RemoteProtocolError("a line must end with a carriage return")
-        return event
+        return _by_path(event) if isinstance(event, h11.Request) else event
+
+
+def _by_path(request: h11.Request) -> h11.Request:
+    """Return a request by path and Host, also if its line has a URL (RFC 9112, 3.2.2)."""
+    if (url := re.fullmatch(rb"(?i:https?)://([^/?]+)(.*)", request.target)) is None:
+        return request
+    headers = [each for each in request.headers if each[0] != b"host"]
+    return h11.Request(
+        method=request.method,
+        headers=[*headers, (b"host", url[1])],
+        target=b"/" + url[2].removeprefix(b"/"),
+        http_version=request.http_version,
+    )
 
 
 # -- the process -----------------------------------------------------------------------------------

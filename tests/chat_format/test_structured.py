@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,18 @@ def test_batches_and_chats(tiny: localrt.Model) -> None:
     [
         ({"json_schema": {"type": "strng"}}, "json_schema cannot be used: Invalid type"),
         ({"json_schema": {"$ref": "#/nowhere"}}, "json_schema cannot be used"),
+        *[
+            ({"json_schema": schema}, "json_schema allows no answer that ends")
+            for schema in [
+                {"$ref": "#"},
+                {"$ref": "#/$defs/A", "$defs": {"A": {"$ref": "#/$defs/A"}}},
+                {"allOf": [{"$ref": "#"}]},
+                {"anyOf": [{"$ref": "#"}, {"allOf": [{"type": "integer"}, {"$ref": "#"}]}]},
+                {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+                {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
+                {"type": "array", "prefixItems": [{}, {"$ref": "#"}], "minItems": 2},
+            ]
+        ],
         ({"json_schema": '{"type":'}, "json_schema is not JSON"),
         ({"json_schema": {"type": object}}, "json_schema is not JSON"),
         ({"json_schema": False}, "json_schema must be a JSON object"),
@@ -203,6 +216,7 @@ LOOSE: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"oneOf": [field(type="string"), field(minLength=1)]}, ("oneOf",)),
     ({"$ref": "https://example.org/schema.json"}, ("$ref",)),
     ({"$ref": "#/$defs/x", "$defs": {"x": field(**{"not": {}})}}, ("not",)),
+    ({**field(**{"$ref": "#/$defs/x"}), "$defs": {"x": field(**{"not": {}})}}, ("not",)),
     (field(default=1, examples=[2], title="T", deprecated=True, **{"x-own": 3}), ()),
 ]
 
@@ -231,6 +245,7 @@ def test_what_cannot_be_followed_is_left_out_and_told(
         ),
         ({"type": "object", "additionalProperties": None}, ()),
         ({"properties": {"a": {"enum": []}}}, ()),
+        (field(**{"$ref": "#"}), ()),
     ],
     ids=json.dumps,
 )
@@ -246,6 +261,122 @@ def test_no_schema_of_a_tool_is_an_error(
         assert made.left_out == (left_out if bound else ())
         if made.constraint is not None:
             made.constraint().allowed()
+
+
+def object_of(*required: str, **properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": [*required]}
+
+
+INT = {"type": "integer"}
+A, B = object_of("a", a=INT), object_of("b", b=INT)
+DEFS = {"$defs": {"A": A, "B": B}}
+TO_A, TO_B = {"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}
+LINKED = object_of("v", "next", v=INT, next={"anyOf": [{"$ref": "#/$defs/N"}, {"type": "null"}]})
+TREE = object_of("kids", kids={"type": "array", "items": {"$ref": "#"}})
+LIST_A, LIST_B = ({"type": "array", "items": each} for each in (A, B))
+CAT, DOG = (object_of("kind", kind={"const": name}, **{name: INT}) for name in ("cat", "dog"))
+TUPLE = {"type": "array", "prefixItems": [INT, INT]}
+A1, AB, AX, AP = {"a": 1}, {"a": 1, "b": 2}, {"a": 1, "x": 1}, {"p": A}
+
+
+# Schemas, values that fit them, and values that do not.
+MEMBERS: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
+    (A, [A1], [AX, {}]),
+    ({"properties": {"a": INT}}, [A1, {}, 7], [AX]),
+    ({"type": "object", "properties": {"a": INT}, "required": ["a", "b"]}, [AB], [{**AB, "c": 1}]),
+    (object_of(p=object_of(q=A)), [{"p": {"q": A1}}], [{"p": {"q": AX}}, {"p": {"x": 1}}]),
+    ({"type": "array", "items": A}, [[A1, A1]], [[A1, AX]]),
+    # What allows others, or names none.
+    (object_of(p={"type": "object"}), [{"p": {}}, {"p": AX}], [AX]),
+    (object_of(p={"type": "object", "properties": {}}), [{"p": AX}], [AX]),
+    ({**A, "additionalProperties": True}, [A1, AX], []),
+    ({**A, "additionalProperties": {}}, [A1, AX], []),
+    ({**A, "additionalProperties": INT}, [AX], [{"a": 1, "x": "s"}]),
+    ({**A, "additionalProperties": B}, [{"a": 1, "x": {"b": 2}}], [{"a": 1, "x": AB}]),
+    ({**A, "patternProperties": {"^x": INT}}, [AX], []),
+    ({**A, "propertyNames": {"pattern": "^.$"}}, [AX], []),
+    ({**A, "unevaluatedProperties": {}}, [AX], []),
+    ({**A, "unevaluatedProperties": False}, [A1], [AX]),
+    ({**A, "additionalProperties": False}, [A1], [AX]),
+    ({**A, "minProperties": 2}, [AX], []),
+    ({"additionalProperties": A, "type": "object"}, [{"k": A1}], [{"k": AX}]),
+    # Several schemas of one object.
+    ({"allOf": [A, B]}, [AB], [{**AB, "c": 1}, A1]),
+    ({"allOf": [TO_A, TO_B], **DEFS}, [AB], [{**AB, "c": 1}, A1]),
+    ({"allOf": [TO_A], "description": "d", **DEFS}, [A1], [AX]),
+    ({"allOf": [TO_A, {"description": "d"}], **DEFS}, [A1], [AX]),
+    ({**TO_A, **DEFS}, [A1], [AX]),
+    ({**TO_A, "title": "t", **DEFS}, [A1], [AX]),
+    ({**TO_A, "properties": {"b": INT}, **DEFS}, [A1, AB], [AX]),
+    ({**TO_A, "required": ["b"], **DEFS}, [{"a": 1, "b": {}}], [A1]),
+    ({"allOf": [A, {**B, "additionalProperties": True}]}, [{"a": 1, "b": 2, "c": 3}], []),
+    ({"allOf": [TO_A, {"anyOf": [B, CAT]}], **DEFS}, [AB, {"a": 1, "kind": "cat"}], [AX]),
+    ({"allOf": [object_of(p=A), object_of(p=B)]}, [{"p": AB}], [{"x": 1}]),
+    ({"allOf": [object_of(p=TO_A), object_of(p=TO_B)], **DEFS}, [{"p": AB}], [{"x": 1}]),
+    ({"allOf": [object_of(l=LIST_A), object_of(l=LIST_B)]}, [{"l": [AB]}], [{"x": 1}]),
+    ({**object_of(xp=A), "patternProperties": {"^x": B}}, [{"xp": AB}], []),
+    ({**object_of(p=A), "anyOf": [object_of(p=B), A]}, [{"p": AB}, {"p": A1, "a": 1}], [{"x": 1}]),
+    ({"anyOf": [object_of(p=A), object_of(p=B)]}, [{"p": A1}], [{"p": AX}, {"p": AB}]),
+    ({"anyOf": [A, B]}, [A1, {"b": 2}], [AX, AB]),
+    ({"anyOf": [A, B], "additionalProperties": {}}, [AX], []),
+    ({"anyOf": [TO_A, {"type": "null"}], **DEFS}, [A1, None], [AX]),
+    ({"anyOf": [{"required": ["a"]}, {"required": ["b"]}], "properties": {"a": INT, "b": INT}},
+     [A1, {"b": 2}, AB], [{"a": 1, "c": 1}]),
+    ({"oneOf": [CAT, DOG]}, [{"kind": "dog", "dog": 1}], [{"kind": "dog", "cat": 1}]),
+    ({**object_of(n=INT), "oneOf": [CAT, DOG]},
+     [{"n": 1, "kind": "dog", "dog": 1}, {"kind": "cat"}], [{"kind": "cat", "x": 1}]),
+    ({**B, "anyOf": [TO_A, {"$ref": "#/$defs/C"}], "$defs": {"A": A, "C": CAT}},
+     [{"b": 2, "a": 1}, {"b": 2, "kind": "cat"}], [{"b": 2, "x": 1}]),
+    ({**A, "if": {"properties": {"a": {"const": 1}}}, "then": {"required": ["b"]}}, [AB], [AX]),
+    ({**A, "not": {"required": ["b"]}}, [A1], [AX]),
+    # Schemas that contain themselves, and names of definitions.
+    ({"$ref": "#/$defs/N", "$defs": {"N": LINKED}},
+     [{"v": 1, "next": {"v": 2, "next": None}}], [{"v": 1, "next": None, "x": 1}]),
+    (TREE, [{"kids": [{"kids": []}]}], [{"kids": [{"kids": [], "x": 1}]}]),
+    (
+        {**object_of(p={"$ref": "#/definitions/A"}), "definitions": {"A": A}},
+        [{"p": A1}], [{"p": AX}],
+    ),
+    (object_of(p=A, q={"$ref": "#/properties/p"}), [{"p": A1, "q": A1}], [{"q": AX}]),
+    (object_of(p={"$ref": "#a"}) | {"$defs": {"A": {**A, "$anchor": "a"}}}, [{"p": A1}], []),
+    # Names that are keywords elsewhere, and values that look like schemas.
+    (object_of(properties=INT, type=A), [{"properties": 1, "type": A1}], [{"x": 1}]),
+    (object_of(p={"const": {"properties": {"a": 1}}}), [{"p": {"properties": {"a": 1}}}], []),
+    # Tuples.
+    (TUPLE, [[], [1], [1, 2]], [[1, 2, 3]]),
+    ({**TUPLE, "items": INT}, [[1, 2, 3]], [[1, 2, "s"]]),
+    ({**TUPLE, "minItems": 3}, [[1, 2, 3]], []),
+    ({"type": "array", "items": [INT, A]}, [[1, A1]], [[1, A1, 3], [1, AX]]),
+]  # fmt: skip
+
+
+def fits(bound: Any, tokens: Sequence[int]) -> bool:
+    for token in tokens:
+        if bound.done or not bound.allowed()[token]:
+            return False
+        bound.accept(token)
+    return bool(bound.may_end)
+
+
+@pytest.mark.parametrize(("schema", "right", "wrong"), MEMBERS, ids=json.dumps)
+@pytest.mark.parametrize("face", ["answer", "call"])
+def test_members_that_nobody_asked_for(
+    tiny: localrt.Model, face: str, schema: dict[str, Any], right: list[Any], wrong: list[Any]
+) -> None:
+    before, after = "", ""
+    if face == "call":
+        if not all(isinstance(value, dict) for value in (*right, *wrong)):
+            pytest.skip("no parameters of a tool")
+        before, after = '{"name": "look", "arguments": ', "}"
+        functions = [{"name": "look", "parameters": schema}]
+        make, _ = Grammars(tiny.tokenizer).call(PLAIN_CALLS, functions)
+    else:
+        make = core_of(tiny).requests.make("hi", json_schema=schema).constraint  # type: ignore[assignment]
+    for values, fit in ((right, True), (wrong, False)):
+        for value in values:
+            text = before + json.dumps(value) + after
+            tokens = tiny.tokenizer.encode(text, add_special=False)
+            assert fits(make(), tokens) == fit, value
 
 
 @pytest.mark.parametrize("pattern", ["^a{60000}$", "^(?!b)a$"])

@@ -136,10 +136,27 @@ def command(
         process.communicate()
 
 
+class Below:
+    """An application as a reverse proxy shows it, below a path, at its own address."""
+
+    def __init__(self, app: Any, path: str) -> None:
+        self._app, self._path, self.state = app, path, app.state
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            assert scope["path"].startswith(self._path), "this is not asked of the server"
+            path = scope["path"].removeprefix(self._path)
+            kept = [each for each in scope["headers"] if each[0] != b"host"]
+            headers = [*kept, (b"host", b"127.0.0.1:8080")]
+            scope = {**scope, "path": path, "raw_path": path.encode(), "headers": headers}
+        await self._app(scope, receive, send)
+
+
 @contextmanager
 def serving(
     model: localrt.Model | Models,
     *,
+    below: str = "",
     history: Path | str | None = None,
     config_dir: Path = NO_SETTINGS,
     **options: Any,
@@ -159,7 +176,7 @@ def serving(
         open_history=lambda: localrt.History(history),
         config_dir=config_dir,
     )
-    server = Server(app, checked)
+    server = Server(Below(app, below) if below else app, checked)  # type: ignore[arg-type]
     running = Running(model, server, bound.getsockname()[1], app.state.service)
     running.log, running.notes = lines, notes
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})

@@ -83,7 +83,11 @@ WRONG: list[tuple[str, Any, str | None, str]] = [
     (CHAT, {"grammar": "root ::= a"}, "grammar", "line 1, rule 'root': there is no rule 'a'"),
     (CHAT, {"response_format": BAD_SCHEMA}, "response_format", "colour"),
     (CHAT, {"response_format": {"type": "x"}}, "response_format.type", '"text" or "json_object"'),
-    (CHAT, {"response_format": {"type": "json_schema"}}, "response_format", "json_schema"),
+    *[
+        (CHAT, {"response_format": {"type": "json_schema", **form}}, "response_format", "schema")
+        for form in ({}, {"json_schema": {}}, {"json_schema": None}, {"schema": None})
+    ],
+    (RESPONSES, {"input": "a", "text": {"format": {"type": "json_schema"}}}, "text.format", "sche"),
     *[
         (path, {"prompt": "a", **fields}, param, words)
         for path in (CHAT, COMPLETION)
@@ -210,12 +214,21 @@ def test_error_spelling() -> None:
     assert str(api_error(error)) == "raise --ctx 512, or lower max_tokens"
 
 
+@pytest.mark.parametrize("path", BODIES)
+def test_byte_order_mark(server: Running, path: str) -> None:
+    """Editors of Windows, and PowerShell, write one at the beginning of a file."""
+    body = b"\xef\xbb\xbf" + json.dumps({**BODIES[path], "stream": False}).encode()
+    assert server.request("POST", path, body)[0] == 200
+
+
 def test_what_is_no_json(server: Running) -> None:
     path = "/v1/chat/completions"
     for body, word in (
         (b"", "empty"),
         (b"{", "line 1"),
         (b"\xff\xfe", "UTF-8"),
+        (b"\xef\xbb\xbf{\xff}", "byte 0xff"),
+        *[('{"messages": []}'.encode(form), "Send JSON in UTF-8") for form in ("utf-16", "utf-32")],
         (b'{"messages": NaN}', "NaN"),
         (b"[" * 200_000, "nested"),
         (b'{"seed": ' + b"9" * 9999 + b"}", "digit"),

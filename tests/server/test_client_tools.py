@@ -210,7 +210,31 @@ def told(**variables: Any) -> dict[str, Any]:
             {"logit_bias": {70: 9}, "presence_penalty": 2},
         ),
         ("CHAT", {"repeat_penalty": 1.1}, {"repetition_penalty": 1.1}),
-        ("CHAT", {"response_format": {"type": "json_object", "schema": AT}}, {"json_schema": AT}),
+        *[
+            (kind, fields, {**more, "json_schema": schema})
+            for form, schema in [
+                ({"type": "json_schema", "json_schema": {"name": "at", "schema": AT}}, AT),
+                ({"type": "json_schema", "schema": AT}, AT),  # llama.cpp's
+                ({"type": "json_schema", "schema": AT, "json_schema": None}, AT),
+                ({"type": "json_schema", "json_schema": {"schema": {}}}, {}),
+                ({"type": "json_object", "schema": AT}, AT),
+                ({"type": "json_object", "schema": None}, {"type": "object"}),
+                ({"type": "json_object"}, {"type": "object"}),
+            ]
+            for kind, fields, more in [
+                ("CHAT", {"response_format": form}, {}),
+                ("RESPONSES", {"text": {"format": form}}, {}),
+            ]
+        ],
+        *[
+            (
+                "MESSAGES",
+                {**fields, "messages": [HI]},
+                {"max_tokens": 9, "thinking": False, "json_schema": AT},
+            )
+            for form in [{"type": "json_schema", "schema": AT}]
+            for fields in ({"output_config": {"format": form}}, {"output_format": form})
+        ],
         ("MESSAGES", {"stop_sequences": [""]}, {"max_tokens": 9, "thinking": False}),
         (
             "MESSAGES",

@@ -159,6 +159,35 @@ def test_request_smuggling(server: Running, sent: bytes) -> None:
     assert received.count(b"HTTP/1.1") == received.lower().count(b"connection: close") == 1
 
 
+@pytest.mark.parametrize(
+    ("line", "status"),
+    [
+        (b"GET http://localhost/v1/models HTTP/1.1\r\nHost: localhost", 200),
+        (b"GET HTTP://127.0.0.1:8080/v1/models?a=b HTTP/1.1\r\nHost: x.example", 200),
+        (b"GET https://localhost/v1/models HTTP/1.0", 200),
+        (b"GET http://localhost HTTP/1.1\r\nHost: localhost", 200),
+        (b"GET http://localhost?a HTTP/1.1\r\nHost: localhost", 200),
+        (b"HEAD http://localhost/health HTTP/1.1\r\nHost: localhost", 200),
+        (b"HEAD /health HTTP/1.1\r\nHost: localhost", 200),
+        (b"GET http://localhost/nothing HTTP/1.1\r\nHost: localhost", 404),
+        (b"GET http://x.example/v1/models HTTP/1.1\r\nHost: localhost", 403),  # the URL counts
+        (b"GET http://localhost@x.example/health HTTP/1.1\r\nHost: localhost", 403),
+        (b"GET http:///health HTTP/1.1\r\nHost: localhost", 404),
+        (b"OPTIONS * HTTP/1.1\r\nHost: localhost", 404),
+    ],
+)
+def test_forms_of_a_request_line(server: Running, line: bytes, status: int) -> None:
+    received = answered(server.port, line + b"\r\nConnection: close\r\n\r\n")
+    assert received.startswith(b"HTTP/1.1 %d " % status)
+
+
+def test_a_body_after_a_url(server: Running) -> None:
+    body = b'{"prompt": "a", "max_tokens": 1}'
+    head = b"POST http://localhost/v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close"
+    sent = head + b"\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    assert answered(server.port, sent).startswith(b"HTTP/1.1 200 ")
+
+
 def test_chunk_extensions_and_trailers(server: Running) -> None:
     sent = CHUNKED + b'2;a="b"\r\n{}\r\n0;c\r\nX: y\r\n\r\n'
     received = answered(server.port, sent.replace(b"\r\n", b"\r\nConnection: close\r\n", 1))

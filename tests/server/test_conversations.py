@@ -379,7 +379,33 @@ def test_page_and_what_others_find_there(talking: Running) -> None:
     assert "unsafe" not in policy
     assert text.count("<script>") == text.count("<style>") == 1
     assert not re.search(r"<[^>]*\s(style|on\w+)=", text.partition("<script>")[0])
+    assert not re.search(r"""["'`(]/v1|(src|href|action)=["']?/""", text), "not relative"
     assert talking.request("GET", "/")[1] == "localrt is running"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (r"\(a^2 \, b_1*c*\)", r"\(a^2 \, b_1*c*\)"),
+        (r"\[ \left[ x \\ y \right] \]", r"\[ \left[ x \\ y \right] \]"),
+        ("\\[\nx \\\\\n<b>_1_\n\\]", "\\[\nx \\\\\n&lt;b&gt;_1_\n\\]"),
+        (r"$$ \frac{a}{b} \\ *c* $$", r"$$ \frac{a}{b} \\ *c* $$"),
+        (r"$a_1*b*$ and $x$-axis", "$a_1*b*$ and $x$-axis"),
+        (r"**\(a*b\)**", r"<strong>\(a*b\)</strong>"),
+        (r"`\(x\)` \\(*a*\\)", r"<code>\(x\)</code> \(<em>a</em>\)"),
+        ("from $5 to *$6* or \\$7-$8*x*", "from $5 to <em>$6</em> or $7-$8<em>x</em>"),
+        (r"\(*a* and \*b\*", "(<em>a</em> and *b*"),
+    ],
+)
+def test_formulas_stay_as_they_are_written(text: str, shown: str) -> None:
+    assert to_html(text) == f"<p>{shown}</p>\n"
+
+
+def test_tables_are_aligned_without_styles() -> None:
+    html = to_html("| a | b | c | d |\n|:--|:-:|--:|---|\n| 1 | 2 | 3 | 4 |\n")
+    assert "style" not in html
+    for cell in ('td class="align-left">1', 'td class="align-center">2', "td>4"):
+        assert f"<{cell}<" in html
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,9 @@ import pytest
 
 from tests.server.conftest import Running, needs_kernels
 from tests.server.dialects import BODIES, COLOUR, DIALECTS, LACKS, PAINT, Answer, Question
+from tests.server.scripted import Script, file, script, talker, talking
+
+__all__ = ["file", "script", "talker", "talking"]  # fixtures
 
 
 @pytest.fixture(params=DIALECTS)
@@ -109,6 +112,38 @@ def test_a_lone_surrogate_reaches_no_strict_reader(
     calls = [strict(one) if isinstance(one, str) else one for one in calls_in(found)]
     assert calls
     assert all(one == {"a\ufffd": ["x\ufffd y \U0001f600"]} for one in calls)
+
+
+@pytest.mark.parametrize("stop", [None, "x"])
+@pytest.mark.parametrize(
+    ("data", "most", "text"),
+    [
+        ("aé日b".encode(), 4, "aé"),
+        ("aé日b".encode(), 5, "aé"),
+        ("aé日b".encode(), 6, "aé日"),
+        ("🦜".encode(), 3, ""),
+        (b"a\xe6", 9, "a\ufffd"),  # it is the model that ends here
+        (b"a\xe6b", 9, "a\ufffdb"),
+    ],
+)
+def test_a_cut_answer_ends_with_a_whole_character(
+    talking: Running,
+    script: Script,
+    dialect: str,
+    data: bytes,
+    most: int,
+    text: str,
+    stop: str | None,
+) -> None:
+    script.say(data)
+    assert ask(talking, dialect, most=most, stop=stop).text == text
+    answer = talking.model.generate("hi", max_tokens=most, logprobs=0, stop=stop)
+    assert answer.text == text
+    spelled = map(talking.model.tokenizer.token_bytes, answer.token_ids)
+    assert b"".join(spelled) == data[:most]
+    _, got, _ = talking.chat(max_tokens=most, logprobs=True)
+    found = [one["bytes"] for one in got["choices"][0]["logprobs"]["content"]]
+    assert bytes(byte for part in found for byte in part) == data[:most]
 
 
 def test_schema(server: Running, dialect: str) -> None:

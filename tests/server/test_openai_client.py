@@ -151,7 +151,8 @@ SAID, CHOSEN = r'"ab"|"b"', "ab|b[.]"
 FORMS: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": ENUM}}}, SAID),
     ({"response_format": {"type": "json_object", "schema": ENUM}}, SAID),
-    ({"json_schema": ENUM}, SAID),  # llama.cpp
+    ({"response_format": {"type": "json_schema", "schema": ENUM}}, SAID),  # llama.cpp
+    ({"json_schema": ENUM}, SAID),
     ({"grammar": 'root ::= "ab" | "b."'}, CHOSEN),
     ({"guided_json": ENUM}, SAID),  # vLLM
     ({"guided_json": json.dumps(ENUM)}, SAID),

@@ -60,7 +60,7 @@ def visit(browser: Any, talking: Running) -> Iterator[Callable[..., Any]]:
     for context in contexts:
         context.close()
     paths = r"$|v1/(models$|documents$|conversations|tools\?)"
-    allowed = rf"(http://127\.0\.0\.1:\d+/({paths}))|data:|blob:"
+    allowed = rf"(http://127\.0\.0\.1:\d+/((llm|a/b)(/|$))?({paths}))|data:|blob:"
     assert [url for url in asked if not re.match(allowed, url)] == []
     expected = ("400", "401", "403", "404")  # no documents, keys, answers that have ended
     assert [line for line in said if not any(status in line for status in expected)] == []
@@ -273,6 +273,8 @@ def test_pictures_and_files(visit: Any, file: Path, tmp_path: Path) -> None:
     (tmp_path / "b.py").write_text("x = '👍'\ny = 2\n", "utf-8")
     (tmp_path / "c.bin").write_bytes(b"\0\xff\xfe")
     page = visit()
+    expect(page.get_by_label("Model")).to_contain_text("tiny")
+    page.evaluate("chat.models[0].capabilities.push('vision')")
     page.locator("#files").set_input_files([tmp_path / "a.png", tmp_path / "b.py"])
     expect(page.locator("#chips li")).to_have_count(2)
     page.locator("#files").set_input_files([tmp_path / "c.bin"])
@@ -310,6 +312,37 @@ def test_pictures_and_files(visit: Any, file: Path, tmp_path: Path) -> None:
     page.get_by_role("button", name="Edit the message").click()
     expect(page.locator("#chips li")).to_have_count(3)
     expect(page.get_by_label("Message", exact=True).last).to_have_value("Look 👍")
+
+
+def test_a_model_that_cannot_see(visit: Any, file: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(picture())
+    page = visit()
+    expect(page.get_by_label("Model")).to_contain_text("tiny")
+    page.locator("#files").set_input_files([tmp_path / "a.png"])
+    expect(page.get_by_role("alert").first).to_contain_text("tiny cannot see pictures")
+    send(page, "What is this?")
+    expect(page.get_by_role("alert").first).to_contain_text("tiny cannot see pictures")
+    assert page.locator("article").count() == 0
+    with History(file) as history:
+        assert not history.list()
+    page.get_by_role("button", name="Remove a.png").click()
+    page.keyboard.press("Enter")
+    expect(ended(page)).to_contain_text("Hello there.")
+
+
+@pytest.mark.parametrize("size", [PLAIN, PHONE], ids=["wide", "phone"])
+def test_tables(visit: Any, script: Script, size: Any) -> None:
+    row = "| Electroencephalography | a device for measuring | 1,234,567.89 | 12 |\n"
+    script.say("| Word | Meaning | Price | Count |\n|:--|:-:|--:|---|\n" + row * 2)
+    page = visit(viewport=size)
+    send(page, "Make a table")
+    cells = ended(page).locator("tbody tr").first.locator("td")
+    expect(cells).to_have_count(4)
+    aligned = [cells.nth(n).evaluate("(one) => getComputedStyle(one).textAlign") for n in range(4)]
+    assert aligned == ["left", "center", "right", "left"]
+    lines = "(one) => { const text = document.createRange(); text.selectNodeContents(one); "
+    lines += "return new Set([...text.getClientRects()].map((line) => line.top)).size; }"
+    assert [cells.nth(n).evaluate(lines) for n in (0, 2, 3)] == [1, 1, 1]
 
 
 def test_options(visit: Any, script: Script, file: Path) -> None:
@@ -386,6 +419,28 @@ def test_key_is_asked_for(visit: Any, talker: localrt.Model) -> None:
         page.keyboard.press("Enter")
         expect(page.get_by_label("Model")).to_contain_text("talker")
         expect(page.get_by_role("alert").first).to_be_hidden()
+
+
+@pytest.mark.parametrize("path", ["/llm/", "/llm", "/a/b/"])
+def test_behind_a_reverse_proxy(
+    visit: Any, talker: localrt.Model, script: Script, tmp_path: Path, path: str
+) -> None:
+    script.say("A river.")
+    note = tmp_path / "note.html"
+    note.write_text("<p>Of the Elbe</p>")
+    below = path.rstrip("/")
+    with serving(talker, history=":memory:", api_key="secret", below=below) as running:
+        page = visit(path, running=running)
+        page.get_by_label("API key").fill("secret")
+        page.keyboard.press("Enter")
+        expect(page.get_by_label("Model")).to_contain_text("talker")
+        page.locator("#files").set_input_files([note])
+        expect(page.locator("#chips li")).to_contain_text("note.html")
+        send(page, "What is the Elbe?")
+        expect(ended(page)).to_contain_text("A river.")
+        page.reload()
+        expect(answer(page)).to_contain_text("A river.")
+        assert page.evaluate("Object.keys(localStorage)")[0].startswith(f"localrt{below}.")
 
 
 def test_conversations_that_are_off(visit: Any, talker: localrt.Model) -> None:

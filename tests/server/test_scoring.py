@@ -41,7 +41,7 @@ def test_echo_with_log_probabilities(server: Running, form: str, max_tokens: int
         assert found["token_logprobs"][1 : len(tokens)] == pytest.approx(expected, abs=1e-4)
         assert all(len(top) == 1 for top in found["top_logprobs"][1:])
         for token, offset in zip(found["tokens"], found["text_offset"], strict=True):
-            assert choice["text"][offset:].startswith(token) or not max_tokens
+            assert choice["text"][offset:].startswith(token.rstrip("\ufffd")) or not max_tokens
     assert got["usage"]["prompt_tokens"] == sum(map(len, ids))
     assert got["usage"]["completion_tokens"] in (0, max_tokens * len(texts))
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from localrt.server.dialect import Generation, effort, prompts_of, sampling, tier_of
+from localrt.server.dialect import Generation, effort, prompts_of, sampling, schema_of, tier_of
 from localrt.server.errors import invalid
 from localrt.server.messages import (
     Fields,
@@ -154,11 +154,9 @@ def _form(fields: Fields) -> dict[str, object]:
         for name in names
         if given.get(name) not in (None, "")  # llama.cpp treats "" as none
     }
-    wanted = fields.get("response_format") or {}
-    if wanted.get("type") == "json_object":  # llama.cpp allows a schema here, too
-        found["response_format"] = "json_schema", wanted.get("schema") or some_object
-    elif wanted.get("type") == "json_schema":
-        found["response_format"] = "json_schema", wanted["json_schema"]["schema"]
+    schema = schema_of(fields.get("response_format") or {}, "response_format")
+    if schema is not None:
+        found["response_format"] = "json_schema", schema
     if given.get("guided_json_object"):
         found["guided_json_object"] = "json_schema", some_object
     if wanted := fields.get("format"):

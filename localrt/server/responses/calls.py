@@ -10,7 +10,7 @@ from typing import Any
 from uuid import uuid4
 
 from localrt.chat_format.thinking import THOUGHT_FIELDS
-from localrt.server.dialect import Generation, effort, sampling, tier_of
+from localrt.server.dialect import Generation, effort, sampling, schema_of, tier_of
 from localrt.server.errors import invalid
 from localrt.server.messages import (
     Fields,
@@ -52,10 +52,8 @@ def responses_call(fields: Fields, items: Sequence[Fields], note: Note = unnoted
     if (wanted := (fields.get("reasoning") or {}).get("effort")) is not None:
         options["thinking"] = effort(wanted)
     form = (fields.get("text") or {}).get("format") or {}
-    if form.get("type") == "json_object":
-        options["json_schema"] = {"type": "object"}
-    elif form.get("type") == "json_schema":
-        options["json_schema"] = form["schema"]
+    if (schema := schema_of(form, "text.format")) is not None:
+        options["json_schema"] = schema
     if fields.get("truncation") == "auto":
         options["overflow"] = "drop_oldest"
     tools = offered([*(fields.get("tools") or ()), *tools_in(items)], note)

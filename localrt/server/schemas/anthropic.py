@@ -22,6 +22,8 @@ from localrt.server.schemas.parts import (
     whole,
 )
 
+_FORMAT = nullable(whole(type={"enum": ["json_schema"]}, schema=OBJECT))
+
 _PROMPT: dict[str, Schema] = {
     **fields("tools"),
     "model": FILLED,
@@ -43,11 +45,8 @@ _PROMPT: dict[str, Schema] = {
         **nullable(object_of("type", type=STRING, budget_tokens=integer(0, MOST_ID))),
         **where("type", "enabled", {"required": ["budget_tokens"]}),
     },
-    "output_config": nullable(
-        object_of(
-            effort=TEXT, format=nullable(whole(type={"enum": ["json_schema"]}, schema=OBJECT))
-        )
-    ),
+    "output_config": nullable(object_of(effort=TEXT, format=_FORMAT)),
+    "output_format": _FORMAT,  # its name in the beta
 }
 
 REQUESTS: dict[str, Schema] = {

@@ -10,6 +10,7 @@ from localrt.server.schemas.parts import (
     COUNT,
     FILLED,
     FLAG,
+    FORMAT,
     IDS,
     MOST_ID,
     OBJECT,
@@ -23,7 +24,6 @@ from localrt.server.schemas.parts import (
     nullable,
     number,
     object_of,
-    where,
     whole,
 )
 
@@ -36,19 +36,6 @@ _BIAS: Schema = {"type": "number", "minimum": -100, "maximum": 100}
 
 # -- requests --------------------------------------------------------------------------------------
 
-_RESPONSE_FORMAT: Schema = {
-    **nullable(
-        object_of(
-            "type",
-            type={"enum": ["text", "json_object", "json_schema"]},
-            schema=OBJECT,
-            json_schema=object_of(
-                "schema", name=TEXT, description=TEXT, schema=OBJECT, strict=FLAG
-            ),
-        )
-    ),
-    **where("type", "json_schema", {"required": ["json_schema"]}),
-}
 _SCHEMA: Schema = {"type": ["object", "string", "null"]}  # an object, or its JSON text
 _CHOICE = nullable(list_of(STRING, minItems=1))
 
@@ -75,7 +62,7 @@ _SAMPLING: dict[str, Schema] = {
     "xtc_threshold": number(0, 1),
     "repetition_penalty": number(0.01, 100),
     "ignore_eos": FLAG,
-    "response_format": _RESPONSE_FORMAT,
+    "response_format": FORMAT,
     # Other servers' names of this, see ``calls``.
     **fields("format"),
     **dict.fromkeys(("json_schema", "guided_json"), _SCHEMA),

@@ -69,6 +69,16 @@ CONTENT: Schema = {
         },
     },
 }
+# OpenAI's Chat has ``json_schema``, its Responses and llama.cpp ``schema``.
+_FORM = object_of(name=TEXT, description=TEXT, schema=nullable(OBJECT), strict=FLAG)
+FORMAT = nullable(
+    object_of(
+        "type",
+        type={"enum": ["text", "json_object", "json_schema"]},
+        schema=nullable(OBJECT),
+        json_schema=nullable(_FORM),
+    )
+)
 ARGUMENTS: Schema = {"type": ["string", "object", "null"]}
 TOOLS = nullable(list_of(OBJECT))
 TOOL_CHOICE: Schema = {

@@ -6,6 +6,7 @@ from localrt.server.schemas.parts import (
     CONTENT,
     COUNT,
     FLAG,
+    FORMAT,
     MOST_ID,
     OBJECT,
     STRING,
@@ -17,18 +18,8 @@ from localrt.server.schemas.parts import (
     list_of,
     nullable,
     object_of,
-    where,
     whole,
 )
-
-_FORMAT: Schema = {
-    **nullable(
-        object_of(
-            "type", type={"enum": ["text", "json_object", "json_schema"]}, name=TEXT, schema=OBJECT
-        )
-    ),
-    **where("type", "json_schema", {"required": ["schema"]}),
-}
 
 _PROMPT: dict[str, Schema] = {
     **fields("tools"),
@@ -47,7 +38,7 @@ _PROMPT: dict[str, Schema] = {
     "tool_choice": TOOL_CHOICE,
     "parallel_tool_calls": FLAG,
     "reasoning": nullable(object_of(effort=TEXT)),
-    "text": nullable(object_of(format=_FORMAT)),
+    "text": nullable(object_of(format=FORMAT)),
     "truncation": {"enum": ["auto", "disabled", None]},
 }
 

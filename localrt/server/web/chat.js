@@ -2,8 +2,10 @@
 
 const PART = 30; // items that are fetched and shown at a time
 const PICTURES = "message.input_image.image_url";
-const stored = (name) => { try { return localStorage.getItem(`localrt.${name}`); } catch { return null; } };
-const store = (name, value) => { try { localStorage.setItem(`localrt.${name}`, value); } catch { /* private mode */ } };
+// A reverse proxy may serve the page below a path, and another server's page beside it.
+const BASE = location.pathname.replace(/\/+$/, "");
+const stored = (name) => { try { return localStorage.getItem(`localrt${BASE}.${name}`); } catch { return null; } };
+const store = (name, value) => { try { localStorage.setItem(`localrt${BASE}.${name}`, value); } catch { /* private mode */ } };
 
 const chat = {
   id: "", // of the open conversation; "" for a new one
@@ -32,8 +34,9 @@ async function send(path, { method = "GET", body, signal } = {}) {
   const key = stored("key");
   if (key) headers.Authorization = `Bearer ${key}`;
   let answer;
+  const url = `${location.origin}${BASE}/${path}`;
   try {
-    answer = await fetch(path, { method, headers, signal, body: body === undefined ? undefined : JSON.stringify(body) });
+    answer = await fetch(url, { method, headers, signal, body: body === undefined ? undefined : JSON.stringify(body) });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw refused("The server does not answer: is it still running?", 0);
@@ -46,7 +49,7 @@ async function send(path, { method = "GET", body, signal } = {}) {
 
 const api = async (path, given) => (await send(path, given)).json();
 const post = (path, body) => api(path, { method: "POST", body });
-const here = (rest = "", id = chat.id) => `/v1/conversations/${encodeURIComponent(id)}${rest}`;
+const here = (rest = "", id = chat.id) => `v1/conversations/${encodeURIComponent(id)}${rest}`;
 
 $("asking").addEventListener("close", () => {
   store("key", $("asking").querySelector("input").value.trim());
@@ -76,7 +79,7 @@ const DAYS = [[1, "Today"], [2, "Yesterday"], [7, "This week"], [31, "This month
 
 async function list() {
   const search = $("search").value.trim();
-  const found = await api(`/v1/conversations?search=${encodeURIComponent(search)}`);
+  const found = await api(`v1/conversations?search=${encodeURIComponent(search)}`);
   const mine = found.data.find((one) => one.id === chat.id);
   if (mine && chat.about) chat.about.metadata.title = mine.metadata.title;
   showTitle();
@@ -300,7 +303,7 @@ async function follow(item) {
 
 // Shows which tools there are; servers may still be starting.
 async function loadTools() {
-  const found = await api(`/v1/tools?conversation=${chat.id}`, { method: "POST" }).catch(() => ({}));
+  const found = await api(`v1/tools?conversation=${chat.id}`, { method: "POST" }).catch(() => ({}));
   $("tools-list").textContent = found.text;
   $("tools").hidden = !found.text;
   if (found.starting) setTimeout(loadTools, 700);

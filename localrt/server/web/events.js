@@ -100,7 +100,7 @@ setInterval(async () => {
 }, POLL_MS);
 
 const start = doing(async () => {
-  const [models] = await Promise.all([api("/v1/models"), list(), open(location.hash.slice(1))]);
+  const [models] = await Promise.all([api("v1/models"), list(), open(location.hash.slice(1))]);
   chat.models = models.data.filter((one) => (one.capabilities || []).includes("completion"));
   $("model").replaceChildren(...chat.models.map((one) => h("option", { value: one.id }, one.id)));
   choose(stored("model"));

@@ -7,13 +7,14 @@ async function submit() {
   const text = written.trim();
   const { files, visit } = chat;
   if (chat.answering || (!text && !files.length)) return;
+  checkPictures();
   const model = $("model").value;
   const before = chat.editing ?? chat.items.at(-1)?.id ?? "";
   $("send").disabled = true;
   try {
     let { id } = chat;
     if (!id) {
-      const about = await post("/v1/conversations", { metadata: { model }, ...chat.draft });
+      const about = await post("v1/conversations", { metadata: { model }, ...chat.draft });
       id = about.id;
       if (visit === chat.visit) {
         Object.assign(chat, { id, about });
@@ -74,16 +75,20 @@ async function attach(given) {
       continue;
     }
     if (!file.size) throw new Error(`${file.name} is empty`);
-    const read = await post("/v1/documents", { filename: file.name, file_data: url });
+    const read = await post("v1/documents", { filename: file.name, file_data: url });
     chat.files.push({ name: `${read.filename}, ${read.size}`, text: read.text });
     for (const picture of read.pictures) {
       chat.files.push({ name: read.filename, url: `data:image/jpeg;base64,${picture}` });
     }
     if (read.note) warn(read.note);
   }
+  checkPictures();
+}
+
+function checkPictures() {
   const model = chat.models.find((one) => one.id === $("model").value);
   if (chat.files.some((one) => one.url) && model && !model.capabilities.includes("vision")) {
-    warn(`${model.id} may not see pictures: a model that does not is told their names.`);
+    throw new Error(`${model.id} cannot see pictures: choose another model, or remove them.`);
   }
 }
 
