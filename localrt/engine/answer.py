@@ -226,9 +226,8 @@ class _Text:
     def flush(self, *, cut: bool = False) -> str:
         if self._detokenizer is None:
             return ""
-        rest = (
-            "" if cut else self._detokenizer.flush()
-        )  # the rest of a cut answer is half a character
+        # What is left of an answer that was cut is half a character.
+        rest = "" if cut else self._detokenizer.flush()
         if self._parser is None:
             rest = self._matcher.push(rest)
         else:
