@@ -97,16 +97,14 @@ def tokenizers(folder: Path, stack: ExitStack) -> Prepared:
 @_reader(0.05, "localrt/chat_format/templates/*.py", 8.0)
 def templates(folder: Path, stack: ExitStack) -> Prepared:
     from localrt.chat_format.templates.chat_template import ChatTemplate
-    from localrt.chat_format.templates.go_template import to_jinja
-    from tests.chat_format import test_go_template as go
     from tests.server.conftest import WITH_TOOLS
 
     def use(kind: str, data: bytes) -> None:
         source = data.decode("utf-8", "replace")
-        template = ChatTemplate(to_jinja(source) if kind == "go" else source)
+        template = ChatTemplate(source)
         template.render_segments([{"role": "user", "content": "hi"}], add_generation_prompt=True)
 
-    return [("jinja", WITH_TOOLS), *(("go", each) for each in (go.LAST, go.KEPT, go.OLD))], use
+    return [("jinja", WITH_TOOLS)], use
 
 
 def _without_sum(path: Path) -> None:

@@ -14,9 +14,8 @@ from math import prod
 from pathlib import Path
 
 from localrt.chat_format.templates.chat_template import load_template
-from localrt.chat_format.templates.go_template import to_jinja
 from localrt.cli.help import Examples, ProgressLine
-from localrt.common.errors import LocalrtError, ModelNotFoundError, TemplateError
+from localrt.common.errors import LocalrtError, ModelNotFoundError
 from localrt.common.formatting import format_bytes, format_count, one_line
 from localrt.common.progress import note_to
 from localrt.common.settings import Settings
@@ -272,19 +271,13 @@ def _template(checkpoint: Checkpoint, extras: Extras) -> tuple[str, tuple[str, .
         return f"its own cannot be used: {error}", ()
     if own is not None:
         return "its own", _abilities(own.tool_source)
-    if extras.go_template is None:
-        return "none: chats are in a plain format", ()
-    try:
-        to_jinja(extras.go_template)
-    except TemplateError as error:
-        return f"Ollama's cannot be used ({error}): chats are in a plain format", ()
-    return "Ollama's", _abilities(extras.go_template)
+    where = "; Ollama's is in Go's language, give one in Jinja2" if extras.go_template else ""
+    return f"none: chats are in a plain format{where}", ()
 
 
 def _abilities(source: str) -> tuple[str, ...]:
-    tools = "tools" in source or ".Tools" in source
-    thinking = any(each in source for each in _THINKING) or ".Think" in source
-    return ("tools",) * tools + ("thinking",) * thinking
+    thinking = any(each in source for each in _THINKING)
+    return ("tools",) * ("tools" in source) + ("thinking",) * thinking
 
 
 def _license(checkpoint: Checkpoint, extras: Extras) -> str:

@@ -45,11 +45,11 @@ _OPTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """Settings that Ollama keeps for a model. ``go_template``: a chat template in Go's syntax;
-    ``projectors``: its vision encoders.
+    """Settings that Ollama keeps for a model. ``go_template``: it has a chat template, in Go's
+    syntax; ``projectors`` are its vision encoders.
     """
 
-    go_template: str | None = None
+    go_template: bool = False
     system: str | None = None
     params: Mapping[str, object] = field(default_factory=dict)
     adapters: tuple[Path, ...] = ()
@@ -127,7 +127,7 @@ class OtherModel:
             name = self.name.removeprefix("ollama:")
             raise CheckpointError(f"the parameters of {name} in Ollama's store are not JSON")
         return Extras(
-            go_template="".join(self._texts("template") or self._texts("prompt")) or None,
+            go_template=bool(self.layers.get("template") or self.layers.get("prompt")),
             system="\n".join(self._texts("system")) or None,
             params=values,
             adapters=tuple(self.layers.get("adapter", ())),

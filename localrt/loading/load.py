@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import cast
 
 from localrt.chat_format.templates.chat_template import (
-    ChatTemplate,
     MessageTemplate,
     PlainTemplate,
     load_template,
@@ -22,7 +21,6 @@ from localrt.chat_format.templates.chat_template import (
 from localrt.common.errors import (
     MissingExtraError,
     OptionError,
-    TemplateError,
     TokenizerError,
     UnsupportedModelError,
 )
@@ -82,14 +80,14 @@ def load_model(
     options: LoadOptions,
     context: LoadContext | None = None,
     *,
-    go_template: str | None = None,
+    go_template: bool = False,
     system: str | None = None,
     projectors: Sequence[Path] = (),
 ) -> LoadedModel:
     """Open, check, and load the model at ``path``.
 
-    ``go_template``, in Ollama's language, is used if the model has no template of its own;
-    ``system``, in conversations without a system prompt. ``projectors`` are vision encoders that do
+    ``go_template``: Ollama has a chat template for it, in a language that is not read. ``system``
+    is used in conversations without a system prompt. ``projectors`` are vision encoders that do
     not lie beside it.
     """
     checkpoint = open_checkpoint(path)
@@ -102,8 +100,6 @@ def load_model(
         # memory check counts what the template engine takes.
         tokenizer, problem = _load_tokenizer(checkpoint, options, notes)
         template: MessageTemplate | None = load_template(checkpoint, options.chat_template)
-        if template is None and go_template is not None:
-            template = _translated(go_template, notes)
         if name == "native":
             engine, ctx = load_native(checkpoint, options, context)
         else:
@@ -120,7 +116,7 @@ def load_model(
         if template is None:
             template = PlainTemplate()
             if tokenizer is not None and not mute:
-                notes.append("the model has no chat template: chatting in a plain format")
+                notes.append(_no_template(go_template))
         return LoadedModel(
             path=checkpoint.path,
             engine=engine,
@@ -142,15 +138,11 @@ def load_model(
         checkpoint.close()
 
 
-def _translated(go_template: str, notes: list[str]) -> MessageTemplate | None:
-    """Translate Ollama's chat template of the model; None if it cannot be translated."""
-    from localrt.chat_format.templates.go_template import to_jinja  # rarely needed
-
-    try:
-        return ChatTemplate(to_jinja(go_template), name="Ollama's chat template")
-    except TemplateError as error:
-        notes.append(f"Ollama's chat template of the model cannot be used: {error}")
-        return None
+def _no_template(go_template: bool) -> str:
+    lacking = "the model has no chat template: chatting in a plain format"
+    if not go_template:
+        return lacking
+    return f"{lacking}, as Ollama's is in Go's language; {option('chat_template')} takes Jinja2"
 
 
 def _choose_engine(checkpoint: Checkpoint, options: LoadOptions, notes: list[str]) -> str:

@@ -15,8 +15,12 @@ from localrt.hub.other_programs import Extras
 from localrt.hub.resolving import ResolvedModel
 from tests.inside import core_of
 
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
 EXTRAS = Extras(
-    go_template="{{ range .Messages }}[{{ .Role }}] {{ .Content }}{{ end }}[assistant]",
+    go_template=True,
     system="You are a pirate.",
     params={"temperature": 0, "top_k": 3, "stop": ["zz"], "num_ctx": 64, "min_p": "odd"},
 )
@@ -29,11 +33,11 @@ def model(
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> Iterator[localrt.Model]:
-    """Of a folder without a chat template, as Ollama would have it."""
+    """Of a folder with a chat template of its own, as Ollama would have it."""
     folder = tmp_path / "model"
     shutil.copytree(tiny_folder, folder)
     config = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
-    config.pop("chat_template", None)
+    config["chat_template"] = TEMPLATE
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     found = ResolvedModel("ollama:pirate:latest", folder, None, "ollama", EXTRAS)
     monkeypatch.setattr("localrt.loading.context.resolve", lambda *_, **__: found)
@@ -82,3 +86,19 @@ def test_tokens_that_a_model_suppresses(tiny_folder: Path, tmp_path: Path) -> No
             (token,) = model.generate(token_ids=[5, 6], max_tokens=1, ignore_eos=True).token_ids
         assert token not in taken
         taken.append(token)
+
+
+def test_a_template_in_another_language_is_named(tiny_folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_folder, tmp_path / "model")
+    config = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
+    config.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.MonkeyPatch.context() as patch:
+        found = ResolvedModel("ollama:pirate:latest", folder, None, "ollama", EXTRAS)
+        patch.setattr("localrt.loading.context.resolve", lambda *_, **__: found)
+        with localrt.load("pirate") as model:
+            notes = [note for note in model.info.notes if "no chat template" in note]
+    assert notes == [
+        "the model has no chat template: chatting in a plain format, as Ollama's is in Go's "
+        "language; `chat_template` takes Jinja2"
+    ]

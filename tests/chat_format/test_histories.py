@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from localrt.chat_format.histories import HistoryRenderer
 from localrt.chat_format.template_syntax import TemplateSyntax
 from localrt.chat_format.templates.chat_template import ChatTemplate, MessageTemplate, PlainTemplate
-from localrt.chat_format.templates.go_template import to_jinja
 from localrt.common.errors import TemplateError
 from tests.chat_format.histories import (
     HISTORIES,
@@ -110,9 +109,6 @@ KINDS: dict[str, MessageTemplate] = {
         )
     ),
     "quoted": ChatTemplate(turns(tool="[t {{ m.content | tojson }}]")),
-    "exchanges": ChatTemplate(
-        to_jinja("{{ if .System }}[s {{ .System }}]{{ end }}[u {{ .Prompt }}][a {{ .Response }}]")
-    ),
     "plain": PlainTemplate(),
 }
 
@@ -238,13 +234,6 @@ RIGHT = {
     """,
     "quoted": """
         call -> [s S1] [u Q1] [a <weather_now Oslo1>] [t "R1"] [a
-    """,
-    "exchanges": """
-        users in a row -> [s S1] [u Q1+Q2] [a A1] [u Q3+Q4] [a
-        system late -> [s S1] [u Q1] [a A1] [s S2] [u Q2] [a
-        assistants in a row -> [u Q1] [a A1+A2] [u Q2] [a
-        empty answer -> [u Q1] [a (No answer.)] [u Q2] [a
-        user behind a result -> [u Q1] [a CALL(weather_now Oslo1)] [u RESULT(R1)+Q2] [a
     """,
     "plain": """
         developer late -> System: S1 User: Q1 Assistant: A1 System: S2 User: Q2 Assistant:

@@ -80,7 +80,7 @@ def test_what_is_kept_beside_the_weights_comes_along(here: Settings, tmp_path: P
     )
     extras = resolve("pirate", settings=here, download=False).extras
     assert extras is not None
-    assert (extras.go_template, extras.system) == ("{{ .Prompt }}", "You are a pirate.")
+    assert (extras.go_template, extras.system) == (True, "You are a pirate.")
     assert extras.options == {"temperature": 0.2, "repetition_penalty": 1.1, "stop": ["<end>"]}
     assert (extras.ctx, extras.license) == (2048, "Apache")
     assert [path.parent for path in extras.adapters] == [blob.parent]

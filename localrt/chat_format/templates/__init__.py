@@ -11,5 +11,4 @@ minutes to compare, show and add nested lists. A packaged program that has no he
 
 Text in a message that spells a control token is disguised while it goes through the template
 (``chat_template.py``) and becomes ordinary tokens. A pasted ``<|im_end|>`` cannot end a turn.
-``go_template.py`` translates Ollama's templates to Jinja2.
 """
