@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import zipfile
 
 RED = "1 0 0 rg 0 0 2000 1000 re f"
@@ -158,6 +159,16 @@ def package(
         where = f"{folder}/_rels/{file}.rels" if folder else f"_rels/{file}.rels"
         made[where] = f'<Relationships xmlns="{PACKAGE}/relationships">{rows}</Relationships>'
     return zipped(made | parts)
+
+
+def strict(data: bytes) -> bytes:
+    """An Office file as "Strict Open XML", whose names for XML differ."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        parts = {name: archive.read(name).decode() for name in archive.namelist()}
+    usual = re.compile(r"http://schemas.openxmlformats.org/((?!package)\w+)/2006/")
+    return zipped(
+        {name: usual.sub(r"http://purl.oclc.org/ooxml/\1/", text) for name, text in parts.items()}
+    )
 
 
 def docx(body: str, main: str = "word/document.xml", **parts: str) -> bytes:

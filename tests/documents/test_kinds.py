@@ -16,6 +16,7 @@ from tests.documents.samples import (
     paragraph,
     pptx,
     shape,
+    strict,
     xlsx,
     zipped,
 )
@@ -115,6 +116,14 @@ def box(text: str) -> str:
         f"<a:graphicData><wps:wsp><wps:txbx>{new}</wps:txbx></wps:wsp></a:graphicData></a:graphic>"
         "</wp:inline></w:drawing></mc:Choice><mc:Fallback><w:pict><v:shape><v:textbox>"
         f"{old}</v:textbox></v:shape></w:pict></mc:Fallback></mc:AlternateContent></w:r>"
+    )
+
+
+def drawn(kind: str) -> str:
+    names = "http://schemas.openxmlformats.org/drawingml/2006"
+    return (
+        f"<w:r><w:drawing><wp:inline><a:graphic><a:graphicData uri='{names}/{kind}'/></a:graphic>"
+        "</wp:inline></w:drawing></w:r>"
     )
 
 
@@ -460,6 +469,13 @@ OTHERS: dict[str, tuple[bytes, list[str], list[str]]] = {
         ["## First\n\nOpening", "Say thanks", "## Second\n\nAlpha\n\nBeta", "X", "Y"],
         ["AlphaBeta", "XY"],
     ),
+    "strict.docx": (
+        strict(docx(para("Strict", named("berschrift2")) + para("words"), styles=STYLES)),
+        ["## Strict\n\nwords"],
+        [],
+    ),
+    "strict.pptx": (strict(pptx(shape("First", "title") + TABLE)), ["## First", "X", "Y"], []),
+    "strict.xlsx": (strict(xlsx(("A", "visible", SHEET))), ["| 2025-12-09 | 42.5 |"], []),
     "a.epub": (
         book("<h1>One</h1><p>It was dark.", "<h1>Two</h1><p>Light."),
         ["# One\n\nIt was dark.\n\n# Two\n\nLight."],
@@ -508,6 +524,11 @@ def test_what_models_get(name: str) -> None:
             "a.docx",
             docx(para("x"), comments=f'<w:comment w:id="0">{para("c")}</w:comment>'),
             "1 comment",
+        ),
+        (
+            "a.docx",
+            docx(para(f"{drawn('chart')}{drawn('diagram')}<w:r><w:object/></w:r>")),
+            "1 chart, 1 diagram, 1 embedded object",
         ),
         ("a.ipynb", notebook({"data": {"image/png": "", "text/plain": "<F>"}}), ""),
         ("a.ipynb", notebook({"data": {"image/png": ""}}), "left out: 1 picture"),
