@@ -493,6 +493,7 @@ OTHERS: dict[str, tuple[bytes, list[str], list[str]]] = {
         ["World", "JVBERg"],
     ),
     "sjis.txt": ("四半期の報告です。".encode("shift_jis"), ["四半期の報告です。"], []),
+    "signs.csv": ("①りんご,10\n②蜜柑,5㈱\n".encode("cp932"), ["①りんご", "5㈱"], []),
     "cp1251.txt": (f"{RUSSIAN} за этот год".encode("cp1251"), [RUSSIAN], []),
 }
 ROWS = {
