@@ -346,10 +346,12 @@ WEB: dict[str, tuple[bytes, list[str], list[str]]] = {
     ),
     "hidden": (
         b'<p hidden>no</p><p style="display:none">no</p><noscript>no</noscript>'
-        b"<template>no</template><p>yes",
+        b"<template>no</template><p style='DISPLAY:NONE !important'>no</p>"
+        b"<p style='max-height:0;overflow:hidden'>no</p><p>yes",
         ["yes"],
         ["no"],
     ),
+    "powers": (b"10<sup>6</sup> m<sup>2</sup> of H<sub>2</sub>O", ["10^6 m^2 of H2O"], []),
     "mathematics": (
         rb"<p>So <math><mi>a</mi><annotation encoding=application/x-tex>\frac{a}{b}</annotation>"
         rb"</math> holds",
@@ -410,6 +412,11 @@ NOTEBOOKS: dict[str, tuple[bytes, list[str], list[str]]] = {
     "latex": (notebook(result(text_latex="$x^2$", text_plain="x**2")), ["$x^2$"], ["x**2"]),
     "json": (notebook({"data": {"application/json": {"k": 41}}}), ['{"k": 41}'], []),
     "printed": (notebook({"output_type": "stream", "text": ["print", "ed"]}), ["printed"], []),
+    "progress": (
+        notebook({"text": "\r 0%|   |\r100%|###|\n"}, {"text": "a\r\n\x1b[1mb\x1b[0m"}),
+        ["Output:\n100%|###|\n", "Output:\na\nb"],
+        [" 0%", "\r", "\x1b"],
+    ),
     "old": (json.dumps(OLD).encode(), ["old words", "print 1", "Output:\n1"], ["<b>"]),
 }
 SHEET = (
@@ -477,7 +484,7 @@ OTHERS: dict[str, tuple[bytes, list[str], list[str]]] = {
     "strict.pptx": (strict(pptx(shape("First", "title") + TABLE)), ["## First", "X", "Y"], []),
     "strict.xlsx": (strict(xlsx(("A", "visible", SHEET))), ["| 2025-12-09 | 42.5 |"], []),
     "a.epub": (
-        book("<h1>One</h1><p>It was dark.", "<h1>Two</h1><p>Light."),
+        book("<script src='a'/><h1>One</h1><a id='p'/><p>It was dark.", "<h1>Two</h1><p>Light."),
         ["# One\n\nIt was dark.\n\n# Two\n\nLight."],
         ["T\n"],
     ),
@@ -531,8 +538,13 @@ def test_what_models_get(name: str) -> None:
             docx(para(f"{drawn('chart')}{drawn('diagram')}<w:r><w:object/></w:r>")),
             "1 chart, 1 diagram, 1 embedded object",
         ),
-        ("a.ipynb", notebook({"data": {"image/png": "", "text/plain": "<F>"}}), ""),
+        (
+            "a.ipynb",
+            notebook({"data": {"image/png": "", "text/plain": "<F>"}}),
+            "left out: 1 picture",
+        ),
         ("a.ipynb", notebook({"data": {"image/png": ""}}), "left out: 1 picture"),
+        ("a.rtf", RICH, "left out: 1 picture."),
         ("a.txt", "naïve café".encode("cp1252"), "it is not UTF-8, and was read as windows-1252"),
     ],
 )
