@@ -440,15 +440,29 @@ ODT = opened(
     "<text:tracked-changes><text:changed-region><text:deletion><text:p>gone</text:p></text:deletion>"
     '</text:changed-region></text:tracked-changes><text:h text:outline-level="2">Head</text:h>'
     '<text:p>a<text:tab/>b<text:s text:c="3"/>c<text:line-break/>d<text:note><text:note-citation>1'
-    "</text:note-citation><text:note-body><text:p>foot</text:p></text:note-body></text:note></text:p>"
+    "</text:note-citation><text:note-body><text:p>foot</text:p><text:p>note</text:p></text:note-body></text:note></text:p>"
     '<text:list text:style-name="N"><text:list-item><text:p>one</text:p><text:list><text:list-item>'
     "<text:p>inner</text:p></text:list-item></text:list></text:list-item></text:list>"
     '<text:list text:style-name="B"><text:list-item><text:p>dot</text:p></text:list-item>'
     "</text:list>"
-    "<table:table><table:table-row><table:table-cell><text:p>t1</text:p></table:table-cell>"
+    '<text:list text:style-name="N"><text:list-item><text:p>new</text:p></text:list-item>'
+    "</text:list><text:p>between</text:p>"
+    '<text:list text:style-name="N" text:continue-numbering="true"><text:list-item><text:list>'
+    "<text:list-item><text:p>inside</text:p></text:list-item></text:list></text:list-item>"
+    "<text:list-item><text:p>next</text:p></text:list-item></text:list><text:p>then</text:p>"
+    '<text:list text:style-name="M"><text:list-item><text:p>first</text:p><text:list>'
+    "<text:list-item><text:p>mark</text:p></text:list-item></text:list></text:list-item></text:list>"
+    '<text:p>10<text:span text:style-name="S">6</text:span> is <draw:frame><draw:object><math>'
+    '<annotation encoding="StarMath 5.0">a over b</annotation></math></draw:object></draw:frame>.'
+    "</text:p><table:table><table:table-row><table:table-cell><text:p>t1</text:p></table:table-cell>"
     "<table:table-cell><text:p>t2</text:p></table:table-cell></table:table-row></table:table>",
-    '<text:list-style style:name="N"><text:list-level-style-number/></text:list-style>'
-    '<text:list-style style:name="B"><text:list-level-style-bullet/></text:list-style>',
+    '<text:list-style style:name="N"><text:list-level-style-number text:level="1"/>'
+    '<text:list-level-style-number text:level="2"/></text:list-style>'
+    '<text:list-style style:name="M"><text:list-level-style-number text:level="1"/>'
+    '<text:list-level-style-bullet text:level="2"/></text:list-style>'
+    '<text:list-style style:name="B"><text:list-level-style-bullet/></text:list-style>'
+    '<style:style style:name="S"><style:text-properties style:text-position="super 58%"/>'
+    "</style:style>",
 )
 ODS = opened(
     "spreadsheet",
@@ -490,7 +504,11 @@ OTHERS: dict[str, tuple[bytes, list[str], list[str]]] = {
     ),
     "a.odt": (
         ODT,
-        ["## Head", "a b c\nd", "[note: foot]", "1. one", "1. inner", "- dot", "| t1 | t2 |"],
+        [
+            *["## Head", "a b c\nd", "[note: foot note]", "- dot", "| t1 | t2 |"],
+            *["1. one\n   1. inner", "1. new\n\nbetween\n\n", "1. inside\n2. next"],
+            *["1. first\n   - mark", "10^6 is a over b."],
+        ],
         ["gone"],
     ),
     "a.rtf": (RICH, ["Café\nКвар\nBold text\nC1|C2"], ["Foo", "0089", "Arial"]),
