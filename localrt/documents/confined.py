@@ -122,12 +122,11 @@ def main() -> None:
         told: dict[str, Any] = {}
         try:
             for page in read(source, asked["name"], asked["pictures"]):
-                told = {key: getattr(page, key) for key in Page.__slots__}
-                told["picture"] = base64.b64encode(page.picture).decode()
-                print(json.dumps(told), file=answers, flush=True)
+                parts = {key: getattr(page, key) for key in Page.__slots__}
+                parts["picture"] = base64.b64encode(page.picture).decode()
+                print(json.dumps(parts), file=answers, flush=True)
                 if hasattr(signal, "setitimer"):
                     signal.setitimer(signal.ITIMER_PROF, _SECONDS)
-            told = {}
         except (OptionError, OSError, LocalrtError) as error:
             told = {"refused" if isinstance(error, OptionError) else "storage": str(error)}
         print(json.dumps(told), file=answers, flush=True)

@@ -45,9 +45,8 @@ def kind_of(name: str, media_type: str = "") -> str:
     """Return a document's suffix, by a file's name or else its media type; "" for text."""
     suffix = Path(name).suffix.lower()
     suffix = _ALSO.get(suffix, suffix)
-    return (
-        suffix if suffix in _KINDS else _TYPES.get(media_type.partition(";")[0].strip().lower(), "")
-    )
+    media_type = media_type.partition(";")[0].strip().lower()
+    return suffix if suffix in _KINDS else _TYPES.get(media_type, "")
 
 
 def read_plain(data: bytes, name: str) -> Page:
@@ -81,8 +80,6 @@ def reader_of(kind: str) -> Callable[[Path | bytes, str, int], Iterator[Page]]:
             return
         try:
             page = read(data)
-        except OptionError:
-            raise
         except MemoryError:
             raise OptionError(f"{name} is too large: reading it takes too much memory") from None
         except Exception as error:  # libraries raise many

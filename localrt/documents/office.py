@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import re
+import zipfile
 from collections import Counter
 from typing import Any
 
@@ -14,7 +16,7 @@ from all2md.options import MarkdownRendererOptions
 from all2md.parsers.docx import DocxToAstConverter
 from all2md.parsers.pptx import PptxToAstConverter
 from docx.oxml import OxmlElement
-from docx.oxml.ns import qn
+from docx.oxml.ns import nsmap, qn
 
 from localrt.documents.page import Page
 
@@ -28,9 +30,10 @@ _SYMBOL = (
     "ℵℑℜ℘⊗⊕∅∩∪⊃⊇⊄⊂⊆∈∉∠∇®©™∏√⋅¬∧∨⇔⇐⇑⇒⇓"
     "◊⟨®©™∑"
 )
-_WINGDINGS = {0x6C: "●", 0x6E: "■", 0x6F: "☐", 0xA7: "▪", 0xA8: "☐", 0xD8: "➢", 0xE0: "→"} | {
-    **{0xFB: "✗", 0xFC: "✓", 0xFD: "☒", 0xFE: "☒", 0x4A: "☺", 0x28: "☎", 0x2A: "✉"},
-}
+_WINGDINGS = {0x6C: "●", 0x6E: "■", 0x6F: "☐", 0xA7: "▪", 0xA8: "☐", 0xD8: "➢", 0xE0: "→"}
+_WINGDINGS |= {0xFB: "✗", 0xFC: "✓", 0xFD: "☒", 0xFE: "☒", 0x4A: "☺", 0x28: "☎", 0x2A: "✉"}
+# Namespaces of "Strict Open XML".
+_STRICT = re.compile(rb"http://purl\.oclc\.org/ooxml/(\w+)/")
 
 
 def _symbol(font: str, code: int) -> str:
@@ -40,11 +43,24 @@ def _symbol(font: str, code: int) -> str:
     return _WINGDINGS.get(low, "•") if font.startswith("Wingdings") else chr(low)
 
 
+def _usual(data: bytes) -> io.BytesIO:
+    """An Office file with the usual namespaces, which are all that its libraries know."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as given:
+        if b"purl.oclc.org/ooxml" not in given.read("_rels/.rels"):
+            return io.BytesIO(data)
+        with zipfile.ZipFile(made, "w") as usual:
+            for name in given.namelist():
+                names = rb"http://schemas.openxmlformats.org/\1/2006/"
+                usual.writestr(name, _STRICT.sub(names, given.read(name)))
+    return made
+
+
 def read_word(data: bytes) -> Page:
     """A Word document: equations as LaTeX, numbers of lists as Word shows them, tables, notes, and
     tracked changes as if accepted.
     """
-    document = docx.Document(io.BytesIO(data))
+    document = docx.Document(_usual(data))
     # all2md leaves out symbols, and words with readings.
     for each in [*document.element.iter(qn("w:sym"), qn("w:ruby"))]:
         text: Any = OxmlElement("w:t")
@@ -55,13 +71,16 @@ def read_word(data: bytes) -> Page:
             base = each.find(qn("w:rubyBase"))
             text.text = "".join(each.text or "" for each in base.iter(qn("w:t")))
         each.getparent().replace(each, text)
-    left_out = Counter({"comment": len(document.comments)})
+    kinds = Counter(each.get("uri") for each in document.element.iter(qn("a:graphicData")))
+    left_out = Counter({"comment": len(document.comments), "chart": kinds[nsmap["c"]]})
+    left_out["diagram"] = kinds[nsmap["dgm"]]
+    left_out["embedded object"] = len([*document.element.iter(qn("w:object"))])
     return _page(DocxToAstConverter().parse(document), left_out)
 
 
 def read_slides(data: bytes) -> Page:
     """The slides of a presentation in order, with their notes."""
-    return _page(PptxToAstConverter().parse(pptx.Presentation(io.BytesIO(data))), Counter())
+    return _page(PptxToAstConverter().parse(pptx.Presentation(_usual(data))), Counter())
 
 
 def _page(tree: Any, left_out: Counter[str]) -> Page:

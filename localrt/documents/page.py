@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from localrt.common.errors import OptionError
 
 _MARKS = (  # longer ones first: UTF-32's begins with UTF-16's
-    (codecs.BOM_UTF32_LE, "utf-32"),
-    (codecs.BOM_UTF32_BE, "utf-32"),
-    (codecs.BOM_UTF16_LE, "utf-16"),
-    (codecs.BOM_UTF16_BE, "utf-16"),
+    ((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE), "utf-32"),
+    ((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE), "utf-16"),
 )
+# What programs write under the names of older encodings.
+_WIDER = {"Shift_JIS": "cp932", "GBK": "gb18030", "EUC-KR": "cp949", "Big5": "big5hkscs"}
 _NO_TEXT = re.compile(r"[\0-\x08\x0e-\x1a\x1c-\x1f]")
 
 
@@ -45,7 +45,7 @@ def decoded(data: bytes, name: str) -> tuple[str, str]:
     """
     if (text := utf8(data)) is not None:
         return text, ""
-    marked = next((name for mark, name in _MARKS if data.startswith(mark)), None)
+    marked = next((name for marks, name in _MARKS if data.startswith(marks)), None)
     # UTF-16 without a mark: in Latin text, every other byte is 0.
     halves = {"utf-16-be": data[::2], "utf-16-le": data[1::2]}
     tried = [name for name, half in halves.items() if half.count(0) > len(data) / 8]
@@ -54,7 +54,8 @@ def decoded(data: bytes, name: str) -> tuple[str, str]:
     elif b"\0" not in data:
         from turbohtml.detect import detect
 
-        tried += [detect(data).encoding or "cp1252", "cp1252"]
+        found = detect(data).encoding or "cp1252"
+        tried += [_WIDER.get(found, found), "cp1252"]
     for encoding in tried:
         try:
             text = data.decode(encoding)

@@ -69,7 +69,8 @@ def _read(pdf: Any, number: int, picture: bool) -> Page:
     try:
         notes, values = _annotations(pdf, page)
         if notes or values:
-            page.flatten()  # what a form and notes show becomes a part of the page
+            # What a form and notes show becomes a part of the page.
+            raw.FPDFPage_Flatten(page, raw.FLAT_NORMALDISPLAY)
             page.close()
             page = pdf[number - 1]
         found = page.get_textpage()
@@ -129,10 +130,8 @@ def _annotations(pdf: Any, page: Any) -> tuple[list[str], list[tuple[_Box, str]]
 
 def _lines(found: Any, values: list[tuple[_Box, str]]) -> str:
     """The text of a page with a form, line by line, so that values stand beside their labels."""
-    boxes: list[tuple[_Box, str]] = []
-    for place in range(found.count_rects()):
-        box = found.get_rect(place)
-        boxes.append((box, found.get_text_bounded(*box)))
+    rects = map(found.get_rect, range(found.count_rects()))
+    boxes: list[tuple[_Box, str]] = [(each, found.get_text_bounded(*each)) for each in rects]
     # Some appearances, of check boxes say, are up to the viewer.
     boxes += (each for each in values if not found.get_text_bounded(*each[0]).strip())
     boxes.sort(key=lambda each: -each[0][1] - each[0][3])

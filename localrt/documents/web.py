@@ -4,14 +4,14 @@ books (EPUB), OpenDocument texts, rich text, e-mails and notebooks.
 
 from __future__ import annotations
 
-import email
 import email.policy
 import io
 import json
 import re
 import zipfile
-from collections import Counter
-from pathlib import PurePosixPath
+from collections import Counter, defaultdict
+from email.message import EmailMessage
+from posixpath import dirname, join, normpath
 from typing import Any
 from urllib.parse import unquote
 
@@ -23,11 +23,18 @@ from localrt.documents.page import Page, decoded
 
 # What browsers do not show, or what is no text.
 _HIDDEN = (
-    "script, style, template, noscript, iframe, svg, [hidden], [style*='display:none'], "
-    "[style*='display: none']"
+    "script, style, template, noscript, iframe, svg, [hidden], [style*='display:none' i], "
+    "[style*='display: none' i], [style*='max-height:0;' i], [style*='max-height:0px' i], "
+    "input[type=hidden], input[type=password]"
 )
+_PARTS = "thead, tbody, tfoot, tr, td, th"  # of a table
 _BLOCKS = "table, h1, h2, h3, h4, h5, h6, ul, ol, pre, blockquote"
+# Elements that XML may close at once, unlike HTML.
+_EMPTY = re.compile(
+    rb"<(script|style|title|iframe|[abipqsu]|h[1-6]|div|span|em|strong|li|td)(\s[^<>]*)?/>"
+)
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_OVERWRITTEN = re.compile(r"(?m)^.*\r(?=[^\r\n])")  # by a progress bar, say
 
 
 def _math(element: Element, inner: str) -> str:
@@ -42,6 +49,7 @@ _STYLE = Markdown(
     tables=Markdown.Tables(cell_blocks="text"),
     converters={
         "math": _math,
+        "sup": lambda element, inner: f"^{inner}",
         "input": lambda element, inner: str(element.attrs.get("value") or ""),
         "option": lambda element, inner: f"{inner}\n",
     },
@@ -55,8 +63,6 @@ def markdown(tree: Any, left_out: Counter[str]) -> str:
     left_out["picture"] += len(tree.select("img, canvas, video, object"))
     if (head := tree.find("head")) and (title := head.find("title")):
         head.tag, title.tag = "div", "p"
-    for each in tree.select("input[type=hidden], input[type=password]"):
-        each.decompose()
     for each in tree.select("input[type=checkbox], input[type=radio]"):
         each.attrs["value"] = "[x] " if "checked" in each.attrs else "[ ] "
     for table in tree.select("table"):
@@ -69,11 +75,7 @@ def _set_table(table: Element) -> None:
     if caption := table.find("caption"):
         caption.tag = "p"
         table.insert_before(caption)
-    parts = [
-        each
-        for each in table.select("thead, tbody, tfoot, tr, td, th")
-        if each.closest("table") == table
-    ]
+    parts = [each for each in table.select(_PARTS) if each.closest("table") == table]
     cells = [each for each in parts if each.tag in ("td", "th")]
     if len(cells) == 1 or any(cell.select_one(_BLOCKS) for cell in cells):
         for each in [table, *parts]:
@@ -112,19 +114,17 @@ def _part(archive: zipfile.ZipFile, name: str) -> Any:
 def read_book(data: bytes) -> Page:
     """The chapters of an EPUB, in reading order."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        names = archive.namelist()
-        if "META-INF/rights.xml" in names:
+        if "META-INF/rights.xml" in archive.namelist():
             raise ValueError("it is locked by DRM")
         place = _part(archive, "META-INF/container.xml").find("rootfile").attrs["full-path"]
         book = _part(archive, place)
         files = {_local(each, "id"): _local(each, "href") for each in _all(book, "item")}
         parts, left_out = list[str](), Counter[str]()
         for each in _all(book, "itemref"):
-            name = str(PurePosixPath(place).parent / unquote(files[_local(each, "idref")]))
-            tree = turbohtml.parse(archive.read(name), detect_encoding=True, scripting=True)
-            for title in tree.select("head"):
-                title.decompose()
-            parts.append(markdown(tree, left_out))
+            name = normpath(join(dirname(place), unquote(files[_local(each, "idref")])))
+            page = _EMPTY.sub(rb"<\1\2></\1>", archive.read(name))
+            tree = turbohtml.parse(page, detect_encoding=True, scripting=True)
+            parts.append(markdown(tree.find("body") or tree, left_out))  # no titles
     return Page("\n\n".join(parts), left_out=left_out)
 
 
@@ -139,33 +139,66 @@ _TEXT_TAGS = {
 def read_text(data: bytes) -> Page:
     """An OpenDocument text, with notes where their numbers were."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        content = _part(archive, "content.xml")
-    numbered = {
-        _local(style, "name")
-        for style in _all(content, "list-style")
-        if (levels := [_name(each) for each in style.children]) and "number" in levels[0]
-    }
-    left_out = Counter({"comment": len(_all(content, "annotation"))})
+        names = [each for each in archive.namelist() if re.search("(content|styles).xml$", each)]
+        trees = {name: _part(archive, name) for name in names}
+    content, left_out = trees["content.xml"], Counter[str]()
+    for each in _all(content, "object"):
+        held = trees.get(normpath(f"{_local(each, 'href')}/content.xml"), each)
+        told = " ".join(formula.text for formula in _all(held, "annotation"))
+        left_out["embedded object"] += not told
+        each.parent.replace_with(turbohtml.Text(told))
     left_out["picture"] = len(_all(content, "image"))
+    left_out["comment"] = len(_all(content, "annotation"))
     for each in [*_all(content, "tracked-changes"), *_all(content, "annotation")]:
         each.decompose()
     for each in _all(content, "note"):
-        told = " ".join(body.text for body in _all(each, "note-body"))
+        told = " ".join(line.text for line in _all(each, "p"))
         each.replace_with(turbohtml.Text(f" [note: {told}]"))
-    for each in _all(content, "list"):  # one in a list has its style
-        outer = each.parent.parent
-        ordered = _local(each, "style-name") in numbered or getattr(outer, "tag", "") == "ol"
-        each.tag = "ol" if ordered else "ul"
+    _set_lists(content, [*trees.values()])
+    raised = {
+        _local(style, "name") for style in _all(content, "style") if '="super' in style.inner_html
+    }
     for each in [*content.descendants]:
         name = _name(each)
         if name in ("tab", "s"):
             each.replace_with(turbohtml.Text(" "))
         elif name == "h":
             each.tag = f"h{min(_count(_local(each, 'outline-level')), 6)}"
+        elif name == "span" and _local(each, "style-name") in raised:
+            each.tag = "sup"
         elif name in _TEXT_TAGS:
             each.tag = _TEXT_TAGS[name]
     body = _all(content, "text")[0].inner_html.replace("</br>", "")
     return Page(markdown(turbohtml.parse(body), Counter()), left_out=left_out)
+
+
+def _set_lists(content: Any, trees: list[Any]) -> None:
+    """Make lists those of HTML, whose styles ``trees`` have."""
+    numbered = {
+        (_local(style, "name"), _count(_local(level, "level")))
+        for tree in trees
+        for style in _all(tree, "list-style")
+        for level in _all(style, "list-level-style-number")
+    }
+    last = defaultdict[str, list[int]](lambda: [0] * 11)  # numbers of a style's levels
+    for each in _all(content, "list"):  # one in a list has its style
+        outer = [up for up in each.ancestors if _name(up) in ("ol", "ul")]
+        style = _local(each, "style-name") or (_local(outer[0], "style-name") if outer else "")
+        level = min(len(outer) + 1, 10)
+        each.tag = "ol" if (style, level) in numbered else "ul"
+        goes_on = _local(each, "continue-numbering") == "true" or _local(each, "continue-list")
+        if _has_text(each.parent) if outer else not goes_on:
+            last[style][level:] = [0] * (11 - level)
+        each.attrs.update({"style-name": style, "start": str(last[style][level] + 1)})
+        for item in filter(_name, each.children):
+            if _has_text(item):
+                last[style][level] += 1
+            else:
+                item.tag = "div"  # it only holds a list that goes on
+
+
+def _has_text(item: Element) -> bool:
+    return any(_name(each) in ("p", "h") for each in item.children)
 
 
 def _all(tree: Any, name: str) -> list[Any]:
@@ -190,18 +223,17 @@ def read_mail(data: bytes) -> Page:
     if not lines:
         raise ValueError("it has no headers")
     left_out = Counter[str]()
-    body = mail.get_body(("plain", "html"))
-    raw = body.get_payload(decode=True) if body else b""
-    raw = raw if isinstance(raw, bytes) else b""
-    charset = body.get_content_charset() if body else None
+    body = mail.get_body(("plain", "html")) or EmailMessage()
+    raw: Any = body.get_payload(decode=True) or b""
     try:
-        text = raw.decode(charset or "utf-8")
+        text = raw.decode(body.get_content_charset() or "utf-8")
     except (LookupError, UnicodeDecodeError):
         text = decoded(raw, "its text")[0]
-    if body and body.get_content_subtype() == "html":
+    if body.get_content_subtype() == "html":
         text = markdown(turbohtml.parse(text, scripting=True), left_out)
-    lines += [f"Attachment: {each.get_filename() or 'no name'}" for each in mail.iter_attachments()]
-    left_out["attachment"] = sum(1 for _ in mail.iter_attachments())
+    attached = [each.get_filename() or "no name" for each in mail.iter_attachments()]
+    lines += [f"Attachment: {name}" for name in attached]
+    left_out["attachment"] = len(attached)
     return Page("\n".join([*lines, "", text]), left_out=left_out)
 
 
@@ -223,7 +255,7 @@ def read_notebook(data: bytes) -> Page:
         source = _joined(cell["input"] if "input" in cell else cell["source"]).strip()
         parts.append(f"```{language}\n{source}\n```" if code else source)
         for output in cell.get("outputs", ()):
-            text = _output(output, left_out).strip()
+            text = _OVERWRITTEN.sub("", _COLOURS.sub("", _output(output, left_out))).strip()
             parts.append(text and f"Output:\n{text}")
     return Page("\n\n".join(filter(None, parts)), left_out=left_out)
 
@@ -234,12 +266,11 @@ def _joined(lines: Any) -> str:
 
 def _output(output: dict[str, Any], left_out: Counter[str]) -> str:
     if "ename" in output:
-        trace = "\n".join(output.get("traceback") or [f"{output['ename']}: {output['evalue']}"])
-        return _COLOURS.sub("", trace)
+        return "\n".join(output.get("traceback") or [f"{output['ename']}: {output['evalue']}"])
     told = output.get("data", output)
     found = {new: told[old] for new, old in _FORMS.items() if old in told}
     found |= {name: told[name] for name in _FORMS if name in told}
-    left_out["picture"] += not found and any(name.startswith(("image/", "png")) for name in told)
+    left_out["picture"] += any(name.startswith(("image/", "png")) for name in told)
     plain = _joined(found.get("text/plain", ""))
     if plain.startswith("<") and plain.endswith(">") and len(found) > 1:
         del found["text/plain"]  # the name of an object
@@ -255,5 +286,6 @@ def read_rich_text(data: bytes) -> Page:
     """The text of an RTF file."""
     if not data.lstrip().startswith(b"{\\rtf"):
         raise ValueError("it has no RTF header")
-    pictures = Counter({"picture": data.count(b"\\pict")})
+    copies = data.count(b"\\nonshppict")  # for old programs
+    pictures = Counter({"picture": data.count(b"\\pict") - copies})
     return Page(rtf_to_text(data.decode("latin-1"), errors="ignore"), left_out=pictures)

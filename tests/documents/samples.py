@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import zipfile
 
 RED = "1 0 0 rg 0 0 2000 1000 re f"
@@ -160,6 +161,16 @@ def package(
     return zipped(made | parts)
 
 
+def strict(data: bytes) -> bytes:
+    """An Office file as "Strict Open XML", whose names for XML differ."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        parts = {name: archive.read(name).decode() for name in archive.namelist()}
+    usual = re.compile(r"http://schemas.openxmlformats.org/((?!package)\w+)/2006/")
+    return zipped(
+        {name: usual.sub(r"http://purl.oclc.org/ooxml/\1/", text) for name, text in parts.items()}
+    )
+
+
 def docx(body: str, main: str = "word/document.xml", **parts: str) -> bytes:
     """A Word document with this body, and ``numbering``, ``styles``, ``footnotes`` and others."""
     types = {main: f"{_WORD}document.main"} | {f"word/{kind}.xml": _WORD + kind for kind in parts}
@@ -208,7 +219,7 @@ NOTEBOOK = json.dumps(
 ).encode()
 OPEN = "urn:oasis:names:tc:opendocument:xmlns:"
 _OPEN_NAMES = " ".join(
-    f'xmlns:{each}="{OPEN}{each}:1.0"' for each in ("office", "text", "table", "style")
+    f'xmlns:{each}="{OPEN}{each}:1.0"' for each in ("office", "text", "table", "style", "draw")
 )
 
 
@@ -235,7 +246,7 @@ def opened(kind: str, body: str, styles: str = "") -> bytes:
 def book(*chapters: str) -> bytes:
     """An EPUB, whose files are named in another order than its chapters have."""
     names = [f"c{len(chapters) - place}.xhtml" for place in range(len(chapters))]
-    items = "".join(f'<item id="{name}" href="text/{name}"/>' for name in sorted(names))
+    items = "".join(f'<item id="{name}" href="../OEBPS/text/{name}"/>' for name in sorted(names))
     spine = "".join(f'<itemref idref="{name}"/>' for name in names)
     page = '<html xmlns="http://www.w3.org/1999/xhtml"><head><title>T</title></head><body>'
     return zipped(
@@ -332,7 +343,8 @@ MAIL = (
 ).encode("ascii")
 RICH = (
     rb"{\rtf1\ansi\ansicpg1251{\fonttbl{\f0\fcharset204 Arial;}}\f0 Caf\u233?\par "
-    rb"\'ca\'e2\'e0\'f0\par\b Bold\b0  text\par{\*\generator Foo;}{\pict\pngblip 0089}"
+    rb"\'ca\'e2\'e0\'f0\par\b Bold\b0  text\par{\*\generator Foo;}{\*\shppict{\pict\pngblip 0089}}"
+    rb"{\nonshppict{\pict\wmetafile8 0089}}"
     rb"\trowd\cellx1000\cellx2000\intbl C1\cell C2\cell\row}"
 )
 SEEDS: dict[str, bytes | str] = {

@@ -16,6 +16,7 @@ from tests.documents.samples import (
     paragraph,
     pptx,
     shape,
+    strict,
     xlsx,
     zipped,
 )
@@ -115,6 +116,14 @@ def box(text: str) -> str:
         f"<a:graphicData><wps:wsp><wps:txbx>{new}</wps:txbx></wps:wsp></a:graphicData></a:graphic>"
         "</wp:inline></w:drawing></mc:Choice><mc:Fallback><w:pict><v:shape><v:textbox>"
         f"{old}</v:textbox></v:shape></w:pict></mc:Fallback></mc:AlternateContent></w:r>"
+    )
+
+
+def drawn(kind: str) -> str:
+    names = "http://schemas.openxmlformats.org/drawingml/2006"
+    return (
+        f"<w:r><w:drawing><wp:inline><a:graphic><a:graphicData uri='{names}/{kind}'/></a:graphic>"
+        "</wp:inline></w:drawing></w:r>"
     )
 
 
@@ -337,10 +346,12 @@ WEB: dict[str, tuple[bytes, list[str], list[str]]] = {
     ),
     "hidden": (
         b'<p hidden>no</p><p style="display:none">no</p><noscript>no</noscript>'
-        b"<template>no</template><p>yes",
+        b"<template>no</template><p style='DISPLAY:NONE !important'>no</p>"
+        b"<p style='max-height:0;overflow:hidden'>no</p><p>yes",
         ["yes"],
         ["no"],
     ),
+    "powers": (b"10<sup>6</sup> m<sup>2</sup> of H<sub>2</sub>O", ["10^6 m^2 of H2O"], []),
     "mathematics": (
         rb"<p>So <math><mi>a</mi><annotation encoding=application/x-tex>\frac{a}{b}</annotation>"
         rb"</math> holds",
@@ -401,6 +412,11 @@ NOTEBOOKS: dict[str, tuple[bytes, list[str], list[str]]] = {
     "latex": (notebook(result(text_latex="$x^2$", text_plain="x**2")), ["$x^2$"], ["x**2"]),
     "json": (notebook({"data": {"application/json": {"k": 41}}}), ['{"k": 41}'], []),
     "printed": (notebook({"output_type": "stream", "text": ["print", "ed"]}), ["printed"], []),
+    "progress": (
+        notebook({"text": "\r 0%|   |\r100%|###|\n"}, {"text": "a\r\n\x1b[1mb\x1b[0m"}),
+        ["Output:\n100%|###|\n", "Output:\na\nb"],
+        [" 0%", "\r", "\x1b"],
+    ),
     "old": (json.dumps(OLD).encode(), ["old words", "print 1", "Output:\n1"], ["<b>"]),
 }
 SHEET = (
@@ -424,15 +440,29 @@ ODT = opened(
     "<text:tracked-changes><text:changed-region><text:deletion><text:p>gone</text:p></text:deletion>"
     '</text:changed-region></text:tracked-changes><text:h text:outline-level="2">Head</text:h>'
     '<text:p>a<text:tab/>b<text:s text:c="3"/>c<text:line-break/>d<text:note><text:note-citation>1'
-    "</text:note-citation><text:note-body><text:p>foot</text:p></text:note-body></text:note></text:p>"
+    "</text:note-citation><text:note-body><text:p>foot</text:p><text:p>note</text:p></text:note-body></text:note></text:p>"
     '<text:list text:style-name="N"><text:list-item><text:p>one</text:p><text:list><text:list-item>'
     "<text:p>inner</text:p></text:list-item></text:list></text:list-item></text:list>"
     '<text:list text:style-name="B"><text:list-item><text:p>dot</text:p></text:list-item>'
     "</text:list>"
-    "<table:table><table:table-row><table:table-cell><text:p>t1</text:p></table:table-cell>"
+    '<text:list text:style-name="N"><text:list-item><text:p>new</text:p></text:list-item>'
+    "</text:list><text:p>between</text:p>"
+    '<text:list text:style-name="N" text:continue-numbering="true"><text:list-item><text:list>'
+    "<text:list-item><text:p>inside</text:p></text:list-item></text:list></text:list-item>"
+    "<text:list-item><text:p>next</text:p></text:list-item></text:list><text:p>then</text:p>"
+    '<text:list text:style-name="M"><text:list-item><text:p>first</text:p><text:list>'
+    "<text:list-item><text:p>mark</text:p></text:list-item></text:list></text:list-item></text:list>"
+    '<text:p>10<text:span text:style-name="S">6</text:span> is <draw:frame><draw:object><math>'
+    '<annotation encoding="StarMath 5.0">a over b</annotation></math></draw:object></draw:frame>.'
+    "</text:p><table:table><table:table-row><table:table-cell><text:p>t1</text:p></table:table-cell>"
     "<table:table-cell><text:p>t2</text:p></table:table-cell></table:table-row></table:table>",
-    '<text:list-style style:name="N"><text:list-level-style-number/></text:list-style>'
-    '<text:list-style style:name="B"><text:list-level-style-bullet/></text:list-style>',
+    '<text:list-style style:name="N"><text:list-level-style-number text:level="1"/>'
+    '<text:list-level-style-number text:level="2"/></text:list-style>'
+    '<text:list-style style:name="M"><text:list-level-style-number text:level="1"/>'
+    '<text:list-level-style-bullet text:level="2"/></text:list-style>'
+    '<text:list-style style:name="B"><text:list-level-style-bullet/></text:list-style>'
+    '<style:style style:name="S"><style:text-properties style:text-position="super 58%"/>'
+    "</style:style>",
 )
 ODS = opened(
     "spreadsheet",
@@ -460,14 +490,25 @@ OTHERS: dict[str, tuple[bytes, list[str], list[str]]] = {
         ["## First\n\nOpening", "Say thanks", "## Second\n\nAlpha\n\nBeta", "X", "Y"],
         ["AlphaBeta", "XY"],
     ),
+    "strict.docx": (
+        strict(docx(para("Strict", named("berschrift2")) + para("words"), styles=STYLES)),
+        ["## Strict\n\nwords"],
+        [],
+    ),
+    "strict.pptx": (strict(pptx(shape("First", "title") + TABLE)), ["## First", "X", "Y"], []),
+    "strict.xlsx": (strict(xlsx(("A", "visible", SHEET))), ["| 2025-12-09 | 42.5 |"], []),
     "a.epub": (
-        book("<h1>One</h1><p>It was dark.", "<h1>Two</h1><p>Light."),
+        book("<script src='a'/><h1>One</h1><a id='p'/><p>It was dark.", "<h1>Two</h1><p>Light."),
         ["# One\n\nIt was dark.\n\n# Two\n\nLight."],
         ["T\n"],
     ),
     "a.odt": (
         ODT,
-        ["## Head", "a b c\nd", "[note: foot]", "1. one", "1. inner", "- dot", "| t1 | t2 |"],
+        [
+            *["## Head", "a b c\nd", "[note: foot note]", "- dot", "| t1 | t2 |"],
+            *["1. one\n   1. inner", "1. new\n\nbetween\n\n", "1. inside\n2. next"],
+            *["1. first\n   - mark", "10^6 is a over b."],
+        ],
         ["gone"],
     ),
     "a.rtf": (RICH, ["Café\nКвар\nBold text\nC1|C2"], ["Foo", "0089", "Arial"]),
@@ -477,6 +518,7 @@ OTHERS: dict[str, tuple[bytes, list[str], list[str]]] = {
         ["World", "JVBERg"],
     ),
     "sjis.txt": ("四半期の報告です。".encode("shift_jis"), ["四半期の報告です。"], []),
+    "signs.csv": ("①りんご,10\n②蜜柑,5㈱\n".encode("cp932"), ["①りんご", "5㈱"], []),
     "cp1251.txt": (f"{RUSSIAN} за этот год".encode("cp1251"), [RUSSIAN], []),
 }
 ROWS = {
@@ -509,8 +551,18 @@ def test_what_models_get(name: str) -> None:
             docx(para("x"), comments=f'<w:comment w:id="0">{para("c")}</w:comment>'),
             "1 comment",
         ),
-        ("a.ipynb", notebook({"data": {"image/png": "", "text/plain": "<F>"}}), ""),
+        (
+            "a.docx",
+            docx(para(f"{drawn('chart')}{drawn('diagram')}<w:r><w:object/></w:r>")),
+            "1 chart, 1 diagram, 1 embedded object",
+        ),
+        (
+            "a.ipynb",
+            notebook({"data": {"image/png": "", "text/plain": "<F>"}}),
+            "left out: 1 picture",
+        ),
         ("a.ipynb", notebook({"data": {"image/png": ""}}), "left out: 1 picture"),
+        ("a.rtf", RICH, "left out: 1 picture."),
         ("a.txt", "naïve café".encode("cp1252"), "it is not UTF-8, and was read as windows-1252"),
     ],
 )

@@ -14,7 +14,7 @@ from PIL import Image
 from localrt import CancelledError, OptionError, Progress, StorageError, read_document
 from localrt.documents import kinds, reading
 from localrt.documents import pdf as pdfs
-from tests.documents.samples import NOTEBOOK, RED, WORD, docx, form, pdf, scan, turned
+from tests.documents.samples import NOTEBOOK, RED, WORD, docx, form, one_page, pdf, scan, turned
 
 DATA = Path(__file__).parent.parent / "data"
 WORD_TYPE = "application/vnd.openxmlformats-officedocument.wordprocessingml.document"
@@ -80,6 +80,15 @@ def test_values_of_forms_stand_beside_their_labels(options: dict[str, bool]) -> 
     shown = read.text.split("\n", 3)[3].replace(" \n", "\n")
     assert shown == f"{VALUES}\n```\n"
     assert read.note == ""
+
+
+@pytest.mark.parametrize("kind", ["Text", "Highlight", "FreeText"])
+def test_notes_need_no_form(kind: str) -> None:
+    note = f"<< /Type /Annot /Subtype /{kind} /Rect [300 100 500 120] /Contents (Right?) /F 4 >>"
+    made = one_page("BT /F1 10 Tf 50 700 Td (Printed) Tj ET", note, entries="/Annots [6 0 R]")
+    text = read_document(made, name="a.pdf").text
+    assert "Printed" in text
+    assert "Right?" in text
 
 
 def test_a_form_alone_is_text_and_is_in_its_picture() -> None:
