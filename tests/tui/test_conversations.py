@@ -114,6 +114,24 @@ async def test_list_search_open_new(
         assert model.given("user") == ["About whales", "More"]
 
 
+@pytest.mark.parametrize("given", [{}, {"temperature": 0.9}], ids=["plain", "command line"])
+async def test_new_keeps_settings(model: FakeModel, given: dict[str, Any]) -> None:
+    async with running(model, options=given) as (app, pilot):
+        await asked(pilot, "Hi")
+        for line in ("/system Be brief.", "/set temperature 0.1", "/new"):
+            await screen.say(pilot, line)
+        await until(pilot, lambda: not screen.users(app))
+        await asked(pilot, "You?")
+        assert model.given() == ["Be brief.", "You?"]
+        assert model.last_chat.options == {"temperature": 0.1}
+        for line in ("/system none", "/set temperature none", "/new"):
+            await screen.say(pilot, line)
+        await until(pilot, lambda: not screen.users(app))
+        await asked(pilot, "And now?")
+        assert model.given() == ["And now?"]
+        assert model.last_chat.options == {}
+
+
 async def test_rename_and_delete(model: FakeModel, opening: Opening) -> None:
     async with running(model, history=opening) as (app, pilot):
         await asked(pilot, "First")

@@ -129,6 +129,12 @@ class HintLine(Static):
         self._question = question
         self._show_for("_question", _CONFIRM_SECONDS)
 
+    def withdraw(self) -> None:
+        """Take the question back: another key was pressed."""
+        if self._question:
+            self._question = ""
+            self.show(self._hint)
+
     def flash(self, text: str) -> None:
         self._flash = text
         self._show_for("_flash", _FLASH_SECONDS)
