@@ -259,13 +259,25 @@ async def test_escape_before_first_word(model: FakeModel) -> None:
         await until(pilot, lambda: screen.answers(app) == ["Hello there."] and idle(app))
         assert model.given() == ["Ho"]
 
+        assert screen.marks(app) == [], "what was taken back is no branch"
+
         # A second answer that is stopped so leaves the first one there.
         model.hold()
         await pilot.press("ctrl+r", "escape")
         await until(pilot, lambda: screen.idle(app))
         assert screen.answers(app) == ["Hello there."]
         assert screen.composer(app).text == ""
+        assert screen.marks(app) == []
+
+        # An edited message that is taken back and sent again is a branch beside the first alone.
+        await pilot.press("alt+e", "!", "enter", "escape")
+        await until(pilot, lambda: screen.idle(app))
+        assert screen.composer(app).selected_text == "Ho!"
         model.release()
+        await pilot.press("end", "?", "enter")
+        await until(pilot, lambda: screen.answers(app) == ["Hello there."] and idle(app))
+        assert screen.users(app) == ["Ho!?"]
+        assert screen.marks(app) == ["2/2"]
 
 
 async def test_full_disk(model: FakeModel, opening: Opening) -> None:
