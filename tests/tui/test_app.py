@@ -8,7 +8,6 @@ import weakref
 from typing import Any
 
 import pytest
-
 from textual.events import Paste
 
 from localrt.common.errors import ContextOverflowError, LocalrtError, ModelNotFoundError
@@ -115,8 +114,8 @@ async def test_answers(model: FakeModel) -> None:
 
 
 WELCOME = (
-    "smollm2 is small, for a first try. qwen3:30b (18 GB) runs well on this PC: F4 finds it. "
-    "F1 lists the keys."
+    "smollm2 is small, for a first try. qwen3:30b (18 GB) runs well on this PC: F4 and its "
+    "name get it. F1 lists the keys."
 )
 
 

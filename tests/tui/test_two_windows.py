@@ -167,7 +167,7 @@ async def test_calls_elsewhere(opening: Opening) -> None:
 async def test_message_taken_back_elsewhere(opening: Opening) -> None:
     """The other window, which showed it, goes on where both were."""
     one, two = FakeModel(["One."]), FakeModel(["Two."])
-    async with two_windows(one, two, opening) as (first, left, second, right):
+    async with two_windows(one, two, opening) as (first, left, _, right):
         two.hold()
         await screen.say(right, "Second")
         await until(left, lambda: screen.users(first) == ["First", "Second"])

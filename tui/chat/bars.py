@@ -112,9 +112,7 @@ _FLASH_SECONDS = 3.0
 
 
 class HintLine(Static):
-    """Shows the hint, or for a moment a question or a flash instead, or why the text in the composer
-    was refused.
-    """
+    """Shows the hint, or for a moment a question or a flash, or why a message was refused."""
 
     def __init__(self) -> None:
         super().__init__(id="hint", markup=False)

@@ -128,8 +128,8 @@ class OpenConversation:
         return False
 
     def _read(self, through: int | None = None) -> None:
-        """Read the branch that contains turn ``through``, by default the shown one, or what a window
-        that took its end back has left of it.
+        """Read the branch that contains turn ``through``, by default the shown one: another window
+        may have taken its end back.
         """
         wanted = [turn.id for turn in reversed(self._turns)] if through is None else [through]
         with suppress(StorageError):
@@ -216,8 +216,8 @@ class OpenConversation:
         self._read(number)
 
     def leave(self, number: int) -> None:
-        """Remove a turn and what follows it, such as a message that was refused. Its alternatives are
-        hidden: the next message comes in its place.
+        """Remove a turn and what follows it, such as a message that was refused. Its alternatives
+        are hidden: the next message comes in its place.
         """
         self._hidden.update(self.siblings(number))
         self._change(lambda: withdraw(self._stored, number))

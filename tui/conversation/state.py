@@ -403,9 +403,7 @@ class ChatState:
         self.history.close()
         self._memory.close()
 
-    def _open(
-        self, conversation: OpenConversation, options: dict[str, Any] | None = None
-    ) -> None:
+    def _open(self, conversation: OpenConversation, options: dict[str, Any] | None = None) -> None:
         """``options`` override the conversation's; None: those of the command line."""
         self.conversation.save()
         left, self.conversation = self.session, conversation
