@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import shutil
 import sys
 import time
@@ -152,10 +153,14 @@ _VERBS = {
     "read": "reading",
     "index": "indexing",
     "embed": "embedding",
+    "quantize": "quantizing",
     "losses": "measuring what formats cost",
     "write": "writing text",
     "train": "training",
 }
+
+
+_PRINT_SECONDS = 30.0
 
 
 class StatusLine(Closing):
@@ -163,7 +168,8 @@ class StatusLine(Closing):
 
     def __init__(self, stream: TextIO | None = None, *, live: bool | None = None) -> None:
         self.stream = stream or sys.stderr
-        self.live = self.stream.isatty() if live is None else live
+        simple = os.environ.get("TERM") in ("dumb", "unknown")
+        self.live = not simple and (self.stream.isatty() if live is None else live)
 
     def show(self, text: str) -> None:
         """Replace the line."""
@@ -179,7 +185,7 @@ class StatusLine(Closing):
 class ProgressLine(StatusLine):
     """Shows each ``Progress`` that it is called with.
 
-    Without a terminal it says at the end what was downloaded.
+    Without a terminal it prints a line every half a minute, and at the end what was downloaded.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -189,6 +195,7 @@ class ProgressLine(StatusLine):
         self._first = 0
         self._download_s = 0.0
         self.downloaded = 0
+        self._printed = time.monotonic()
 
     def __call__(self, progress: Progress) -> None:
         """Show one step. The rate does not count bytes from an earlier run."""
@@ -203,7 +210,11 @@ class ProgressLine(StatusLine):
         elapsed = now - self._started
         if progress.stage == "download":
             self.downloaded, self._download_s = progress.done, elapsed
-        self.show(describe(progress, self._first, elapsed))
+        text = describe(progress, self._first, elapsed)
+        self.show(text)
+        if not self.live and now - self._printed >= _PRINT_SECONDS:
+            self._printed = now
+            print(f"localrt: {text}", file=self.stream, flush=True)
 
     def close(self) -> None:
         """Leave a clean line; without a terminal, say what was downloaded."""
