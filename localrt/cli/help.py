@@ -14,7 +14,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 from localrt.common.closing import Closing
 from localrt.common.formatting import format_bytes, format_count, format_seconds
@@ -25,6 +25,7 @@ Examples = Sequence[tuple[str, str]]
 _ADVANCED = "advanced"
 _WIDEST = 100  # columns
 _COLUMN = 30  # at which the help of an option begins
+_PRINT_SECONDS = 30.0  # between lines of progress without a terminal
 
 
 def advanced(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
@@ -63,6 +64,9 @@ class HelpfulParser(argparse.ArgumentParser):
         if meant and flag.startswith("-"):
             return f"{said} (did you mean {flags[meant]}?)"
         return f"{said} (`{self.prog} --help` lists the options)"
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        print(message, end="", file=file or sys.stderr)  # argparse's hides that the disk is full
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
         if action.choices is None or value in action.choices:
@@ -158,9 +162,6 @@ _VERBS = {
     "write": "writing text",
     "train": "training",
 }
-
-
-_PRINT_SECONDS = 30.0
 
 
 class StatusLine(Closing):
