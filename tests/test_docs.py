@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import inspect
 import re
 import shlex
@@ -10,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -184,3 +186,20 @@ def test_recommended_models_are_the_first_of_plans(row: list[str]) -> None:
     names = [each.model.name for each in best]
     code = [name for name in names if "cod" in name or "devstral" in name]
     assert models == [*[name for name in names if name not in code][:2], code[0]]
+
+
+def test_messages_name_no_page_of_docs() -> None:
+    """Who installed the program has no folder of docs."""
+    named = []
+    for folder in ("localrt", "tui", "models", "quant", "offload", "speculative"):
+        for file in (ROOT / folder).rglob("*.py"):
+            tree = ast.parse(file.read_text(encoding="utf-8"))
+            shown = (node for node in ast.walk(tree) if isinstance(node, ast.Call | ast.Return))
+            shown = chain(shown, (node for node in ast.walk(tree) if isinstance(node, ast.Yield)))
+            texts = (each for node in shown for each in ast.walk(node))
+            named += [
+                (file, each.lineno)
+                for each in texts
+                if isinstance(each, ast.Constant) and re.search(r"docs/\w+\.md", str(each.value))
+            ]
+    assert named == []
