@@ -156,10 +156,9 @@ def _rank(each: Runnable, memory: int) -> tuple[int, bool, bool, float]:
     """
     size, found = each.model.parameters, each.expected
     size *= 1 if each.model.family.startswith(_WELL_KNOWN) else _LESS_KNOWN
-    if found is None:
-        return _ORDER[each.level], True, True, -size
-    spare = found.has_room(memory) and found.tok_s >= _MARGIN * found.enough_tok_s
-    return _ORDER[each.level], not spare, found.read > 0, -size
+    quick = found is not None and found.tok_s >= _MARGIN * found.enough_tok_s
+    spare = quick and found is not None and found.has_room(memory)
+    return _ORDER[each.level], not spare, found is None or found.read > 0, -size
 
 
 def _row(each: Runnable) -> Iterable[str]:

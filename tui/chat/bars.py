@@ -131,9 +131,8 @@ class HintLine(Static):
 
     def withdraw(self) -> None:
         """Take the question back: another key was pressed."""
-        if self._question:
-            self._question = ""
-            self.show(self._hint)
+        self._question = ""
+        self.show(self._hint)
 
     def refuse(self, reason: str) -> None:
         """Say why something was refused, until it is empty."""
