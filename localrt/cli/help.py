@@ -196,7 +196,7 @@ class ProgressLine(StatusLine):
         self._first = 0
         self._download_s = 0.0
         self.downloaded = 0
-        self._printed = time.monotonic()
+        self._printed = 0.0
 
     def __call__(self, progress: Progress) -> None:
         """Show one step. The rate does not count bytes from an earlier run."""
@@ -212,6 +212,7 @@ class ProgressLine(StatusLine):
         if progress.stage == "download":
             self.downloaded, self._download_s = progress.done, elapsed
         text = describe(progress, self._first, elapsed)
+        self._printed = self._printed or now
         self.show(text)
         if not self.live and now - self._printed >= _PRINT_SECONDS:
             self._printed = now
