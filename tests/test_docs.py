@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import inspect
-import json
 import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
+from itertools import chain
 from pathlib import Path
 
 import pytest
 
 import localrt
-from localrt.cli import build_parser, main
+from localrt.cli import build_parser
+from localrt.common.settings import Settings
 from localrt.engine.options import OPTION_NAMES
 from localrt.engine.sampling import Sampling
 from localrt.mcp.config import ServerConfig
+from localrt.planning.describe_pc import Hardware
+from localrt.planning.what_runs import what_runs
 from localrt.tui.keys import KEYS
 from localrt.tui.preferences import _NAMES as CONFIG_NAMES
 
@@ -175,12 +179,27 @@ def test_the_page_of_files_has_every_key(name: str, known: Iterable[str]) -> Non
 
 
 @pytest.mark.parametrize("row", rows(marked("faq.md", "recommended")), ids=lambda row: row[0][:16])
-def test_models_that_are_recommended_run_well(
-    row: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_recommended_models_are_the_first_of_plans(row: list[str]) -> None:
     pc, *models = re.findall(r"`([^`]+)`", " ".join(row))
-    assert main(["plan", "--pc", pc, "--json"]) == 0
-    found = {
-        each["name"]: each["verdict"] for each in json.loads(capsys.readouterr().out)["models"]
-    }
-    assert {name: found[name] for name in models} == dict.fromkeys(models, "good")
+    best = what_runs(Hardware(pc=pc), Settings.from_environment()).best
+    assert {each.level for each in best if each.model.name in models} == {"good"}
+    names = [each.model.name for each in best]
+    code = [name for name in names if "cod" in name or "devstral" in name]
+    assert models == [*[name for name in names if name not in code][:2], code[0]]
+
+
+def test_messages_name_no_page_of_docs() -> None:
+    """Who installed the program has no folder of docs."""
+    named = []
+    for folder in ("localrt", "tui", "models", "quant", "offload", "speculative"):
+        for file in (ROOT / folder).rglob("*.py"):
+            tree = ast.parse(file.read_text(encoding="utf-8"))
+            shown = (node for node in ast.walk(tree) if isinstance(node, ast.Call | ast.Return))
+            shown = chain(shown, (node for node in ast.walk(tree) if isinstance(node, ast.Yield)))
+            texts = (each for node in shown for each in ast.walk(node))
+            named += [
+                (file, each.lineno)
+                for each in texts
+                if isinstance(each, ast.Constant) and re.search(r"docs/\w+\.md", str(each.value))
+            ]
+    assert named == []

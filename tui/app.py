@@ -20,6 +20,7 @@ from textual.app import App, SystemCommand
 from textual.binding import BindingType
 from textual.driver import Driver
 from textual.events import Event, Paste, Resize
+from textual.events import Key as KeyPressed
 from textual.filter import LineFilter
 from textual.screen import Screen
 from textual.timer import Timer
@@ -215,7 +216,13 @@ class ChatApp(App[None]):
             self.state.notes += (one_line(error),)
 
     async def on_event(self, event: Event) -> None:
-        """Every paste, whatever widget gets it, has plain line ends and no control characters."""
+        """Every paste, whatever widget gets it, has plain line ends and no control characters. Any
+        other key than Ctrl+C's takes back the question whether to quit.
+        """
+        if isinstance(event, KeyPressed | Paste):
+            again = next(key.keys for key in self.keys if key.id == "interrupt").split(",")
+            if getattr(event, "key", "") not in again:
+                self.chat.hint.withdraw()
         if isinstance(event, Paste) and not event.is_forwarded:
             event.text = clean(pasted(event.text))
             self.app_focus = True  # as for a key: the terminal may not have reported its focus

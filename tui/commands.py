@@ -50,7 +50,7 @@ class Entry:
 
 _TABLE = (
     Entry("help", "", "commands and keys", action="app.help", plain=True),
-    Entry("new", "", "new conversation, same settings", plain="new conversation"),
+    Entry("new", "", "new conversation, same settings", plain=True),
     Entry("list", "[WORDS]", "", plain="list or search conversations, with numbers"),
     Entry("open", "NUMBER", "", plain="open a conversation of the list"),
     Entry("delete", "NUMBER", "", plain="delete one of the list; enter it twice to confirm"),

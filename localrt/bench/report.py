@@ -71,8 +71,12 @@ def to_json(outcome: Outcome, options: BenchOptions) -> dict[str, object]:
     }
 
 
-def to_table(outcome: Outcome, options: BenchOptions, *, name: str, machine: Machine) -> str:
-    """Return the run as a table for people."""
+def to_table(
+    outcome: Outcome, options: BenchOptions, *, name: str, machine: Machine, busy: bool = False
+) -> str:
+    """Return the run as a table for people. ``busy``: other programs used the CPU, which slows
+    engines unequally, so nothing is compared.
+    """
     best = _best(outcome.results)
     work = options.workload
     measured = any(result.samples for result in outcome.results)
@@ -87,7 +91,8 @@ def to_table(outcome: Outcome, options: BenchOptions, *, name: str, machine: Mac
     heading = ", ".join([heading, *(gpu_line(asdict(gpu)) for gpu in machine.gpus)])
     devices = {_device(result) for result in outcome.results}
     peers = {_device(result) for result in outcome.results if _is_baseline(result)}
-    compare = any(not _is_baseline(r) and _device(r) in peers for r in outcome.results)
+    both = any(not _is_baseline(r) and _device(r) in peers for r in outcome.results)
+    compare = both and not busy
     several = {r.engine for r in outcome.results if best[r.engine] is not r}
 
     def engine(result: Result) -> str:

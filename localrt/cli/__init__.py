@@ -129,20 +129,25 @@ def _run(argv: Sequence[str] | None) -> int:
         print(_NO_COMMAND, file=sys.stderr)
         return _USAGE
     try:
-        args = build_parser().parse_args(argv)
-        status: int = _command(args.command).run(args)
-        sys.stdout.flush()
+        try:
+            args = build_parser().parse_args(argv)
+            status: int = _command(args.command).run(args)
+        finally:
+            sys.stdout.flush()
     except LocalrtError as error:
         print(printable(f"localrt: {error.told(on_command_line)}"), file=sys.stderr)
         return _USAGE if isinstance(error, OptionError) else 1
     except KeyboardInterrupt:
         return _INTERRUPTED
     except OSError as error:
-        if system.is_broken_pipe(error):
+        place = f"{error.filename}: " if error.filename else ""
+        try:
+            sys.stdout.flush()
+        except OSError:
             # Keeps the interpreter from failing again when it flushes stdout at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        if system.is_broken_pipe(error):
             return _BROKEN_PIPE
-        place = f"{error.filename}: " if error.filename else ""
         print(printable(f"localrt: {place}{reason_of(error)}"), file=sys.stderr)
         return 1
     return status

@@ -161,9 +161,12 @@ def run(args: argparse.Namespace) -> int:
         of = {**facts(machine), "model": name}
         print(json.dumps({**of, **to_json(outcome, options), "busy": busy}))
     else:
-        print(to_table(outcome, options, name=name, machine=machine))
+        print(to_table(outcome, options, name=name, machine=machine, busy=busy))
         if busy:
-            print("\nMeasured while busy: other programs use the CPU, so these rates are too low.")
+            print(
+                "\nMeasured while busy: other programs use the CPU, so these rates are too low, "
+                "some by more than others: engines are not compared."
+            )
     if outcome.interrupted:
         raise KeyboardInterrupt
     if not outcome.results:

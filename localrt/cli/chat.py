@@ -143,5 +143,5 @@ def welcome() -> str:
     line = f"{DEMO_NAME} is small, for a first try. "
     if better is not None and better.expected is not None:
         size = format_bytes(better.expected.nbytes)
-        line += f"{better.model.name} ({size}) runs well on this PC: F4 finds it. "
+        line += f"{better.model.name} ({size}) runs well on this PC: F4 and its name get it. "
     return line + "F1 lists the keys."

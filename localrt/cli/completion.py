@@ -6,11 +6,18 @@ It is generated from the argument parser, so that it is always up to date.
 from __future__ import annotations
 
 import argparse
+from contextlib import suppress
 
 import shtab
 
 from localrt.cli import build_parser
-from localrt.cli.help import Examples
+from localrt.cli.help import Examples, HelpfulParser
+from localrt.client.programs import PROGRAMS
+from localrt.common.errors import LocalrtError
+from localrt.common.settings import Settings
+from localrt.hub import DEMO_NAME, list_models
+from localrt.hub.known_models import KNOWN_MODELS
+from localrt.quant.formats import CODECS
 
 EXAMPLES: Examples = (("source <(localrt completion bash)", "for this shell only"),)
 
@@ -32,5 +39,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the script for ``args.shell``."""
-    print(shtab.complete(build_parser(complete=True), args.shell))
+    parser = build_parser(complete=True)
+    _add_names(parser)
+    print(shtab.complete(parser, args.shell))
     return 0
+
+
+def _add_names(parser: HelpfulParser) -> None:
+    """Let arguments complete the models known or here today, the programs and the formats."""
+    here: list[str] = []
+    with suppress(LocalrtError):
+        here = [model.name for model in list_models(Settings.from_environment())]
+    models = [*dict.fromkeys((DEMO_NAME, *(known.name for known in KNOWN_MODELS), *here))]
+    names = {
+        "MODEL": models,
+        "PROGRAM": [each.name for each in PROGRAMS],
+        "F": [*CODECS, "bf16", "f16"],
+    }
+    (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    for command in commands.choices.values():
+        for action in command._actions:
+            if action.choices is None and isinstance(action.metavar, str):
+                action.choices = names.get(action.metavar)

@@ -195,7 +195,7 @@ def _other_gpu_advice(name: str) -> Iterator[str]:
     if found and any(f"ggml-{each}" in path.name for path in folder.glob("*") for each in backends):
         yield f"on {name}: llama.cpp, by --engine llamacpp with GGUF files"
     else:
-        yield f"on {name}: llama.cpp, once it is built for it (docs/gpu.md): {install_for_gpu()}"
+        yield f"on {name}: llama.cpp, once it is built for it: {install_for_gpu()}"
 
 
 def _lines(report: dict[str, Any]) -> Iterator[str]:

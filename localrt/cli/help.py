@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import shutil
 import sys
 import time
 from collections.abc import Sequence
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 from localrt.common.closing import Closing
 from localrt.common.formatting import format_bytes, format_count, format_seconds
@@ -24,6 +25,7 @@ Examples = Sequence[tuple[str, str]]
 _ADVANCED = "advanced"
 _WIDEST = 100  # columns
 _COLUMN = 30  # at which the help of an option begins
+_PRINT_SECONDS = 30.0  # between lines of progress without a terminal
 
 
 def advanced(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
@@ -62,6 +64,9 @@ class HelpfulParser(argparse.ArgumentParser):
         if meant and flag.startswith("-"):
             return f"{said} (did you mean {flags[meant]}?)"
         return f"{said} (`{self.prog} --help` lists the options)"
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        print(message, end="", file=file or sys.stderr)  # argparse's hides that the disk is full
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
         if action.choices is None or value in action.choices:
@@ -152,6 +157,7 @@ _VERBS = {
     "read": "reading",
     "index": "indexing",
     "embed": "embedding",
+    "quantize": "quantizing",
     "losses": "measuring what formats cost",
     "write": "writing text",
     "train": "training",
@@ -163,7 +169,8 @@ class StatusLine(Closing):
 
     def __init__(self, stream: TextIO | None = None, *, live: bool | None = None) -> None:
         self.stream = stream or sys.stderr
-        self.live = self.stream.isatty() if live is None else live
+        simple = os.environ.get("TERM") in ("dumb", "unknown")
+        self.live = not simple and (self.stream.isatty() if live is None else live)
 
     def show(self, text: str) -> None:
         """Replace the line."""
@@ -179,7 +186,7 @@ class StatusLine(Closing):
 class ProgressLine(StatusLine):
     """Shows each ``Progress`` that it is called with.
 
-    Without a terminal it says at the end what was downloaded.
+    Without a terminal it prints a line every half a minute, and at the end what was downloaded.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -189,6 +196,7 @@ class ProgressLine(StatusLine):
         self._first = 0
         self._download_s = 0.0
         self.downloaded = 0
+        self._printed = 0.0
 
     def __call__(self, progress: Progress) -> None:
         """Show one step. The rate does not count bytes from an earlier run."""
@@ -203,7 +211,12 @@ class ProgressLine(StatusLine):
         elapsed = now - self._started
         if progress.stage == "download":
             self.downloaded, self._download_s = progress.done, elapsed
-        self.show(describe(progress, self._first, elapsed))
+        text = describe(progress, self._first, elapsed)
+        self._printed = self._printed or now
+        self.show(text)
+        if not self.live and now - self._printed >= _PRINT_SECONDS:
+            self._printed = now
+            print(f"localrt: {text}", file=self.stream, flush=True)
 
     def close(self) -> None:
         """Leave a clean line; without a terminal, say what was downloaded."""

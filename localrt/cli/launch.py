@@ -36,7 +36,7 @@ from localrt.common.files import write_text
 from localrt.common.formatting import table
 from localrt.common.helpers import localrt_command
 from localrt.common.settings import Settings
-from localrt.hub import list_models
+from localrt.hub import list_models, resolve
 from localrt.hub.names import client_name
 
 EXAMPLES: Examples = (
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     serve = ["serve", model.name, *([] if args.ctx is None else ["--ctx", str(args.ctx)])]
 
     def start(server: LocalServer, folder: str, key: str | None) -> Start:
-        ctx = model.ctx or args.ctx or 32768  # not known before it is loaded
+        ctx = args.ctx or model.ctx or 32768  # of a server's, not known before it is loaded
         made = start_of(program, server.url, model.name, ctx=ctx, key=key, folder=Path(folder))
         made.command.extend(args.arguments)
         return made
@@ -154,6 +154,12 @@ def _choose(args: argparse.Namespace, program: Program, settings: Settings) -> _
                     if each.state == "loaded" and suits:
                         return server, each, f"loaded by the server at {server.url}"
         chosen = _best(program, settings, least)
+    else:
+        from localrt.server.about import facts_of  # slow to import
+
+        with suppress(LocalrtError, OSError):  # it may not be here yet
+            path = resolve(args.model, settings=settings, download=False).path
+            chosen = (None, replace(chosen[1], ctx=facts_of(path).ctx or 0), chosen[2])
     served = served_model(chosen[1].name, settings, servers)
     if served is None or 0 < served[1].ctx < (args.ctx or 0):
         return chosen

@@ -98,7 +98,8 @@ _DEFAULTS = Sampling()
 _SAMPLING: tuple[Flag, ...] = (  # {:g} is the sampler's default
     (
         *("--max-tokens", int, "N"),
-        "longest answer, in tokens (default: what the context has room for)",
+        "longest answer, in tokens (default: what the context has room for; for a model without a "
+        "chat template, `run` takes 512)",
     ),
     (
         *("--temperature", float, "T"),

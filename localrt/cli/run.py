@@ -12,8 +12,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
-from localrt.chat import ChatSession
+from localrt.chat import ChatModel, ChatSession
 from localrt.cli.help import Examples, ProgressLine
 from localrt.cli.loading import choose_model, load_chat_model, load_model
 from localrt.cli.options import (
@@ -64,6 +65,7 @@ _BATCH_HELP = (
 _SUFFIX_HELP = (
     "fill in what comes between the prompt and TEXT, with a model that can (default: none)"
 )
+_MOST_BASE_TOKENS = 512
 _FLAGS: tuple[Flag, ...] = (
     ("--batch", str, "FILE", _BATCH_HELP),
     ("--batch-size", int, "N", "prompts at a time (default: as many as memory holds)"),
@@ -167,9 +169,11 @@ def answer(
         raise OptionError("--embedding-model searches files: give --file PATH, too")
     if getattr(args, "raw", False):
         with load_model(args) as model:
+            _limit(model, options)
             stream = model.stream(prompt, raw=True, suffix=args.suffix, **options)
             return _print(args, model.name, stream)
     with closing(load_chat_model(args)) as chatting:
+        _limit(chatting, options)
         resume = getattr(args, "resume", False)
         if resume and (remember is None or not remember.is_file()):
             raise OptionError("there is no earlier run to continue: leave out --continue")
@@ -203,6 +207,12 @@ def answer(
                         chat.park()
 
 
+def _limit(model: ChatModel, options: dict[str, Any]) -> None:
+    """Set a limit for a model without a chat template: a base model seldom ends by itself."""
+    if not model.info.has_chat_template and {**model.defaults, **options}.get("max_tokens") is None:
+        options["max_tokens"] = _MOST_BASE_TOKENS
+
+
 def _print(args: argparse.Namespace, name: str, stream: Iterator[Chunk]) -> int:
     out = sys.stdout
     if hasattr(out, "reconfigure"):
@@ -232,6 +242,10 @@ def _print(args: argparse.Namespace, name: str, stream: Iterator[Chunk]) -> int:
             "metrics": last.metrics.to_dict(),
         }
         print(json.dumps(record, ensure_ascii=False))
+    tokens = last.metrics.completion_tokens if last.finish_reason == "length" else 0
+    if args.max_tokens is None and tokens == _MOST_BASE_TOKENS:
+        why = "a model without a chat template seldom ends by itself; --max-tokens N changes it"
+        print(f"localrt: cut off after {tokens} tokens: {why}", file=sys.stderr)
     if args.stats:
         print(_stats(last.metrics), file=sys.stderr)
     return 0

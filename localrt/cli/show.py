@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
         name = expand_name(args.model, settings)
         known = next((each for each in KNOWN_MODELS if each.repo == name), None)
         if known is not None:
-            return _print(args, _known_record(known), _known_lines(known))
+            return _print(args, _known_record(known), _known_lines(known, settings.offline))
         if parse_hub_ref(name) != HubRef(name) or looks_like_path(name) or settings.offline:
             raise
         variants = list_variants(name)
@@ -178,11 +178,13 @@ def _known_record(known: KnownModel) -> dict[str, object]:
     return {**here, "parameters": known.parameters, "config": dict(known.config())}
 
 
-def _known_lines(known: KnownModel) -> list[tuple[str, str]]:
+def _known_lines(known: KnownModel, offline: bool) -> list[tuple[str, str]]:
+    pull = f"`localrt pull {known.name}` downloads {known.repo}"  # which fails offline
+    how = f"{known.repo} has it, and offline mode is on" if offline else pull
     return [
         ("name", known.name),
         ("family", f"{known.config()['model_type']}, {known.parameters:g} B parameters"),
-        ("where", f"not on this machine: `localrt pull {known.name}` downloads {known.repo}"),
+        ("where", f"not on this machine: {how}"),
         ("context", f"{known.config()['max_position_embeddings']} tokens"),
         ("source", known.page),
     ]

@@ -21,7 +21,7 @@ from localrt.common.errors import OptionError, StorageError
 from localrt.common.files import keep_private, user_path
 from localrt.common.processes import own_name
 from localrt.common.settings import Settings
-from localrt.history.conversation import Conversation, Turn
+from localrt.history.conversation import Conversation, Turn, title_of
 from localrt.history.database import MEMORY_FIRST, Database, insert, settle, settle_cut
 from localrt.history.pictures import keep_pictures, split_info, stored_info
 
@@ -213,6 +213,20 @@ def end_answer(
     """End an answer in the copy whose writer began it in the file."""
     with copy._database.transaction() as connection:
         settle(connection, number, state, content, info)
+
+
+def withdraw(conversation: Conversation, number: int) -> None:
+    """Remove a turn and what follows it; the latest of its alternatives is shown instead."""
+    turn = conversation.turn(number)
+    others = [each for each in conversation.siblings(number) if each != number]
+    latest = others[-1] if others else None
+    with conversation._database.transaction() as connection:
+        for table, column in (("turn", "next"), ("conversation", "first")):
+            change = f"UPDATE {table} SET {column} = ? WHERE {column} = ?"
+            connection.execute(change, (latest, number))
+        connection.execute("DELETE FROM turn WHERE id = ?", (number,))
+        if conversation._row()["first"] is None and conversation.title == title_of(turn.content):
+            conversation.set(title="")
 
 
 def merge(file: Conversation, copy: Conversation) -> dict[int, int]:

@@ -45,8 +45,8 @@ class KnownModel:
 
     @property
     def page(self) -> str:
-        """The page that shows that the repository is this model's."""
-        return self.source or f"https://huggingface.co/{self.repo}"
+        """The repository's page on the hub."""
+        return f"https://huggingface.co/{self.repo}"
 
     def config(self) -> Mapping[str, object]:
         """The part of the published ``config.json`` that describes the text model's shape."""

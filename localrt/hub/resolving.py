@@ -393,13 +393,14 @@ class _Fetch:
             repo = CachedRepo(self.settings.hub_cache, ref.repo)
             here = [each.name for each in models_of_repo(repo)]
             missing += f" (these are, give one of them: {', '.join(here)})" if here else ""
-        if not self.download:
+        if not self.download and not self.settings.offline:
             raise ModelNotFoundError(f"{missing}: get it with `localrt pull {name}`")
         if not self.online:
             off = f"leave {option('offline')} out, or get it with `localrt pull {name}`"
             if self.settings.offline:  # in which ``localrt pull`` fails too
                 off = "switch it off (LOCALRT_OFFLINE, HF_HUB_OFFLINE)"
-            raise OfflineError(f"{missing} and offline mode is on: {off}")
+            kind = OfflineError if self.download else ModelNotFoundError
+            raise kind(f"{missing} and offline mode is on: {off}")
 
 
 def _refuse_revision(model: str, revision: str | None) -> None:

@@ -165,8 +165,8 @@ class Toolbox:
             )
         if not self.servers.configs:
             return (
-                "No tools: [mcp.servers.NAME] tables in config.toml name MCP servers; "
-                "docs/usage.md shows how"
+                "No tools: config.toml names MCP servers. A program needs [mcp.servers.NAME] with "
+                'command = "PROGRAM" and args = ["ARGUMENT"], a web server url = "https://..."'
             )
         return "\n".join(
             line for status in self.servers.statuses for line in self._lines(status, conversation)

@@ -418,10 +418,11 @@ def machine_here(
 def machine_on_device(
     path: Path, settings: Settings, device: str, gpu_memory: str | int | None
 ) -> tuple[MachineProfile, int]:
-    """Return this machine's saved rates, else a typical desktop's, with the GPU of ``device``, and
-    that GPU's memory budget.
+    """Return this machine's saved rates, else a typical desktop's with as many cores, with the GPU
+    of ``device``, and that GPU's memory budget.
     """
-    machine = known_machine(settings.cache_dir, path) or typical_machine()
+    machine = known_machine(settings.cache_dir, path)
+    machine = machine or typical_machine().with_cores(default_threads())
     if device == "cpu" or gpu_here() is None:
         return machine, 0
     return with_gpu(machine, Hardware(gpu_memory=gpu_memory), settings.cache_dir)

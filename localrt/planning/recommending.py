@@ -112,7 +112,7 @@ def recommend_on(
         rates = {name: found.tok_s for name, found in expected.items()}
         nbytes = whole_nbytes(shape)
         bits = {name: _PLANNED_BITS * offer.sizes[name] / nbytes for name in names}
-        best = _best(expected, bits)
+        best = _best(expected, bits, budgets)
     name = best or next((each for each in reversed(names) if (_bits(each) or 0) >= 4), names[-1])
     if best is None and DEFAULT_LABEL in names and _bits(name) == 4:
         name = DEFAULT_LABEL
@@ -130,7 +130,9 @@ def recommend_on(
     return Recommendation(name, rates[name], why, found)
 
 
-def _best(expected: Mapping[str, Expected], bits: Mapping[str, float]) -> str | None:
+def _best(
+    expected: Mapping[str, Expected], bits: Mapping[str, float], budgets: Budgets
+) -> str | None:
     """Return the best of files sorted from the largest; None if none reaches reading speed."""
     good = [name for name in expected if (_bits(name) or _GOOD_BITS) >= _GOOD_BITS]
     whole = (name for name in good if expected[name].whole_on_gpu and expected[name].is_quick)
@@ -151,11 +153,13 @@ def _best(expected: Mapping[str, Expected], bits: Mapping[str, float]) -> str | 
             width = min(width, named + _BESIDE)
         return found.tok_s / (found.tok_s + found.enough_tok_s) * math.exp(-_WORTH * _loss(width))
 
-    def rank(name: str) -> tuple[bool, float]:
-        """Return the sort key: files of at least four bits that are good for chat come first, then
-        order is by value.
+    def rank(name: str) -> tuple[bool, bool, float]:
+        """Return the sort key: files of at least four bits that are good for chat come first, of
+        them those that leave room, then order is by value.
         """
-        return name in good and expected[name].level == "good", value(name)
+        is_good = name in good and expected[name].level == "good"
+        roomy = is_good and expected[name].has_room(budgets.ram + budgets.vram)
+        return is_good, roomy, value(name)
 
     return max(worth, key=rank) if quick and worth else None
 

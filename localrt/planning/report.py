@@ -173,7 +173,7 @@ def other_gpu_line(machine: MachineProfile, request: PlanRequest | None = None) 
         text += f"{',' if text else ':'} at most about {speed(rate)} {known}"
     return (
         f"{gpu.name}: llama.cpp can use it{text}. localrt's own kernels need an NVIDIA GPU, from "
-        "GTX 16 or RTX 20 on; docs/gpu.md has the two commands"
+        "GTX 16 or RTX 20 on; `localrt doctor` has the command that builds it"
     )
 
 

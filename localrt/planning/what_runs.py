@@ -22,6 +22,9 @@ from localrt.planning.verdict import Expected, Level, meanings, speed
 
 _ORDER: dict[Level, int] = {"good": 0, "usable": 1, "slow": 2}
 _WORDS: dict[Level, str] = {"good": "good", "usable": "usable", "slow": "too slow"}
+_WELL_KNOWN = ("llama", "qwen", "gemma", "gpt-oss", "mistral", "ministral", "devstral", "phi")
+_LESS_KNOWN = 1 / 3  # a model of another family counts as one of this part of its size
+_MARGIN = 1.25  # forecasts err: only what is faster than enough by this is surely so
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +94,7 @@ class WhatRuns:
             yield f"None of the known models runs well on {where}. The smallest is smollm2:"
             yield "  localrt chat smollm2"
             return
-        yield f"What {where} runs well: of each family the largest, for 4,096 tokens of context"
+        yield f"What {where} runs well, the best first: of each family one, with 4,096 tokens"
         yield ""
         rows = [(*_row(each),) for each in best]
         headers = ("MODEL", "FILE", "SIZE", "TOK/S", "FIRST TOKEN", "WEIGHTS IN", "FOR CHAT")
@@ -128,10 +131,11 @@ def what_runs(wanted: Hardware, settings: Settings) -> WhatRuns:
 
 
 def best_here(settings: Settings) -> Runnable | None:
-    """The first of ``what_runs`` on this PC, by saved rates: nothing is measured."""
+    """The first of ``what_runs`` on this PC if it is good, by saved rates: nothing is measured."""
     machine, vram = machine_on_device(settings.hub_cache, settings, "auto", None)
     budgets = budgets_of(machine, ram_budget(None), vram)
-    return next(iter(WhatRuns(machine, budgets, _ranked(machine, budgets)).best), None)
+    best = next(iter(WhatRuns(machine, budgets, _ranked(machine, budgets)).best), None)
+    return best if best is not None and best.level == "good" else None
 
 
 def _ranked(machine: MachineProfile, budgets: Budgets) -> tuple[Runnable, ...]:
@@ -143,13 +147,18 @@ def _ranked(machine: MachineProfile, budgets: Budgets) -> tuple[Runnable, ...]:
             found[key] = recommend_on(usual_offer(model), machine, budgets)
         best = found[key]
         models.append(Runnable(model, best.name if best.expected else None, best.expected))
-    return tuple(sorted(models, key=_rank))
+    return tuple(sorted(models, key=lambda each: _rank(each, budgets.ram + budgets.vram)))
 
 
-def _rank(each: Runnable) -> tuple[int, bool, float]:
-    """Sort key: the better level first, then models in memory, then the larger ones."""
-    streamed = each.expected is None or each.expected.read > 0
-    return _ORDER[each.level], streamed, -each.model.parameters
+def _rank(each: Runnable, memory: int) -> tuple[int, bool, bool, float]:
+    """Sort key: the better level first, then models with room in ``memory`` and time to spare, then
+    those in memory, then the larger ones, of which those of well-known families count more.
+    """
+    size, found = each.model.parameters, each.expected
+    size *= 1 if each.model.family.startswith(_WELL_KNOWN) else _LESS_KNOWN
+    quick = found is not None and found.tok_s >= _MARGIN * found.enough_tok_s
+    spare = quick and found is not None and found.has_room(memory)
+    return _ORDER[each.level], not spare, found is None or found.read > 0, -size
 
 
 def _row(each: Runnable) -> Iterable[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -135,8 +135,9 @@ def quantize_model(
         threads: CPU threads of the calibration passes and of the search for scales.
         losses: folder of saved loss tables, for mixes of other sizes and for plans.
         projectors: the model's vision encoders in other folders.
-        progress: called with ``Progress`` of the stage ``"quantize"``, in bytes; for a mix, first
-            of the stage ``"losses"``, in layers.
+        progress: called with ``Progress`` of the stage ``"quantize"``, in bytes, or if it is
+            calibrated, in steps of about equal time; for a mix, first of the stage ``"losses"``, in
+            layers.
         cancel: set it from another thread to stop with ``CancelledError``.
 
     Raises:
@@ -152,9 +153,18 @@ def quantize_model(
     method = method_of(recipe)
     search = fast_search(threads)
 
+    steps = 0  # the finished layers; the last step measures what was lost
+
     def show(done: int, total: int, detail: str) -> None:
+        unit = "bytes"
+        if calibration is not None:
+            done, total, unit = steps, calibration.config.layers + 1, "steps"
         if progress is not None:
-            progress(Progress("quantize", done, total, "bytes", detail))
+            progress(Progress("quantize", done, total, unit, detail))
+
+    def finish_step() -> None:
+        nonlocal steps
+        steps += 1
 
     with ExitStack() as opened:
         if isinstance(source, Path):
@@ -166,7 +176,7 @@ def quantize_model(
             if progress is not None and config is not None:
                 progress(Progress("losses", done, config.layers, "layers"))
 
-        calibration = None
+        calibration: Calibration | None = None
         if method != "rtn":
             if config is None:
                 raise OptionError(f"an encoder is only rounded: use {option('method', 'rtn')}")
@@ -236,7 +246,8 @@ def quantize_model(
                 writer.write_bytes(text_name, data)
             encoder.write(writer)
             if calibration is not None:
-                _write_calibrated_layers(writer, files, weights, calibration)
+                _write_calibrated_layers(writer, files, weights, calibration, finish_step)
+                steps = calibration.config.layers
             for file in writer.pending:
                 writer.write(file, rounded)
             if calibration is not None:
@@ -304,6 +315,7 @@ def _write_calibrated_layers(
     files: Sequence[FilePlan],
     weights: LayerQuantizer,
     calibration: Calibration,
+    finish_step: Callable[[], None],
 ) -> None:
     """Write the unfinished layers; finished ones only compute the text's hidden states."""
     pending = [file for file in writer.pending if file.layer is not None]
@@ -321,6 +333,7 @@ def _write_calibrated_layers(
         step = f"layer {layer}: computing outputs"
         with closing(writer.reader(file)) as finished:
             states.advance(finished, layer)
+        finish_step()
 
 
 def _loss(writer: StoreWriter, calibration: Calibration) -> float:

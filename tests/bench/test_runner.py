@@ -112,6 +112,10 @@ def test_to_table(tmp_path: Path) -> None:
     assert native.count("2.00x") == 2
     assert text.count(" *") == 1
     assert "median of 3" in text
+    # What else runs slows one engine more than the other.
+    text = to_table(_run(options), options, name="m", machine=probe(), busy=True)
+    assert "native" in text
+    assert "2.00x" not in text
 
 
 def test_no_ratio_across_devices(tmp_path: Path) -> None:

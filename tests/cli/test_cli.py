@@ -22,7 +22,7 @@ from localrt import system
 from localrt.cli import main
 from localrt.cli.chat import last_model
 from localrt.documents import index as indexes
-from tests.conftest import needs_signals, write_tiny_model
+from tests.conftest import CHATML, needs_signals, write_tiny_model
 from tests.documents.samples import pdf
 from tests.models.tiny_encoders import ENCODERS, save_encoder, word_pieces
 from tests.real_models import real_model
@@ -491,3 +491,49 @@ def test_what_cannot_be_done(
         parts = shlex.split(command)
         arguments = [str(tiny_folder) if part == "MODEL" else part for part in parts]
         assert_one_line(localrt(*arguments, env=home), status, words)
+
+
+@pytest.mark.parametrize(
+    ("template", "flags", "cut"),
+    [
+        (None, (), True),
+        (None, ("--raw",), True),
+        (None, ("--max-tokens", "20"), False),
+        (CHATML, ("--max-tokens", "20"), False),
+    ],
+)
+def test_a_base_model_ends(
+    home: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    template: str | None,
+    flags: tuple[str, ...],
+    cut: bool,
+) -> None:
+    """One without a chat template, which goes on and on, is cut off with a line about it."""
+    monkeypatch.setattr("localrt.cli.run._MOST_BASE_TOKENS", 20)
+    (tmp_path / "base").mkdir()
+    folder = write_tiny_model(tmp_path / "base", template=template)
+    result = localrt("run", folder, "Once", *flags, "--temperature", "0", "--json", env=home)
+    assert result.returncode == 0, result.stderr
+    told = json.loads(result.stdout)
+    assert (told["finish_reason"], told["metrics"]["completion_tokens"]) == ("length", 20)
+    assert ("cut off after 20 tokens" in result.stderr.decode()) == cut
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no full disk to write to")
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("--help", "--version", "run --help", "list", "list --json", "man", "completion bash"),
+        *("plan --pc office-laptop", "show llama3.2:3b", "ps", "launch", "doctor --quick"),
+    ],
+)
+def test_full_disk(home: dict[str, str], command: str) -> None:
+    """Output that cannot be written is one line and status 1."""
+    with Path("/dev/full").open("w", encoding="utf-8") as full:
+        program = [sys.executable, "-m", "localrt", *command.split()]
+        done = subprocess.run(program, stdout=full, stderr=subprocess.PIPE, env=home, check=False)
+    assert done.returncode == 1, done.stderr
+    (line,) = done.stderr.decode().splitlines()
+    assert line.endswith("No space left on device")

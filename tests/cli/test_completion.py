@@ -12,6 +12,17 @@ def _script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
+_NAMES = (  # of models, programs and formats
+    ("run sm", "smollm2"),
+    ("chat gemma3", "gemma3:4b"),
+    ("show qwen", "qwen3:8b"),
+    ("launch codex --model sm", "smollm2"),
+    ("launch cl", "claude"),
+    ("quantize --format int", "int4-g32"),
+    ("quantize smollm2 --format q3", "q3_k"),
+)
+
+
 @pytest.mark.parametrize("shell", completion.SHELLS)
 def test_scripts(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     """They complete every command, and the shell itself accepts them."""
@@ -36,3 +47,7 @@ def test_bash_completes_commands_and_options(capsys: pytest.CaptureFixture[str])
 
     assert complete("localrt", "do") == {"doctor"}
     assert "--quick" in complete("localrt", "doctor", "--")
+    for words, wanted in _NAMES:
+        found = complete("localrt", *words.split())
+        assert wanted in found
+        assert all(each.startswith(words.split()[-1]) for each in found)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import io
 import re
 import shlex
 
 import pytest
 
 from localrt.cli import COMMANDS, build_parser
-from localrt.cli.help import HelpfulParser
+from localrt.cli.help import HelpfulParser, ProgressLine
+from localrt.common.progress import Progress
 
 
 def _commands() -> dict[str, HelpfulParser]:
@@ -82,3 +84,27 @@ def test_bad_usage_is_said_in_plain_words(
     assert usage.startswith("usage: localrt ")
     assert said.startswith("localrt: ")
     assert said.endswith(says)
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("term", "stream", "lives"),
+    [("xterm", _Terminal, True), ("dumb", _Terminal, False), ("xterm", io.StringIO, False)],
+)
+def test_progress_without_a_terminal_that_rewrites_lines(
+    term: str, stream: type[io.StringIO], lives: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole lines now and then, and no control characters."""
+    monkeypatch.setenv("TERM", term)
+    monkeypatch.setattr("localrt.cli.help._PRINT_SECONDS", 0.0)
+    written = stream()
+    with ProgressLine(written) as line:
+        line(Progress("quantize", 3, 31, "steps", "layer 3: measuring inputs"))
+    text = written.getvalue()
+    assert ("\x1b" in text) == lives
+    plain = "localrt: quantizing  9 %  3 of 31 steps  layer 3: measuring inputs\n"
+    assert (text == plain) == (not lives)

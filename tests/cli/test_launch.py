@@ -315,3 +315,13 @@ def test_a_model_that_is_not_there(programs: dict[str, str], tmp_path: Path) -> 
         missing = str(tmp_path / "none.gguf")
         assert localrt("launch", "claude", "--model", missing, env=programs).returncode == 1
     assert not Path(programs["RECORD"]).exists()
+
+
+@pytest.mark.parametrize(("flags", "window"), [((), 8192), (("--ctx", "4096"), 4096)])
+def test_print_has_the_context_of_the_given_model(
+    programs: dict[str, str], tmp_path: Path, flags: tuple[str, ...], window: int
+) -> None:
+    (tmp_path / "short").mkdir()
+    model = write_tiny_model(tmp_path / "short", template=WITH_TOOLS, context=8192)
+    result = localrt("launch", "codex", "--print", "--model", str(model), *flags, env=programs)
+    assert f"model_context_window = {window}" in result.stdout.decode()

@@ -116,3 +116,28 @@ def test_heads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     gpu = "virtual:1GB@12GB/s,256GB/s,20TFLOPS"
     assert main(["plan", str(model), "--gpu", gpu, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["draft"] == str(head)  # all weights are on the GPU
+
+
+@pytest.mark.parametrize("offline", ["0", "1"])
+@pytest.mark.parametrize(
+    ("name", "status", "says"),
+    [
+        ("llama3.2:3b", 0, "source   https://huggingface.co/unsloth/Llama-3.2-3B-Instruct-GGUF"),
+        ("org/nothing:Q4_K_M", 1, "org/nothing:Q4_K_M is not on this machine"),
+    ],
+)
+def test_not_on_this_machine(
+    offline: str,
+    name: str,
+    status: int,
+    says: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Offline, nobody is sent to ``pull``, which then fails."""
+    monkeypatch.setenv("LOCALRT_OFFLINE", offline)
+    assert main(["show", name]) == status
+    told = "".join(capsys.readouterr())
+    assert says in told
+    assert ("localrt pull" in told) == (offline == "0")
+    assert ("offline mode is on" in told) == (offline == "1")

@@ -25,7 +25,7 @@ from PIL import Image
 from localrt import CancelledError, Conversation, History, OptionError, StorageError
 from localrt.common.processes import is_alive, own_name
 from localrt.history import database
-from localrt.history.history import copy_to_memory, end_answer, merge
+from localrt.history.history import copy_to_memory, end_answer, merge, withdraw
 from localrt.history.pictures import new_picture, small_image
 from localrt.models.vision.picture import open_picture
 from tests.picture_files import READ, REFUSED
@@ -620,3 +620,24 @@ def test_names_of_processes(named: str | None) -> None:
     """Another process may have got the id since."""
     assert is_alive(own_name())
     assert not is_alive(named)
+
+
+def test_withdraw(history: History) -> None:
+    """The turn and what follows it are gone; what was shown before it is shown again."""
+    conversation = history.new(model="m")
+    first = conversation.add("user", "First words")
+    withdraw(conversation, first.id)
+    assert (conversation.turns, conversation.title, history.list()) == ((), "", [])
+    question = conversation.add("user", "Hi")
+    with conversation.answer() as writer:
+        writer.write("Hello.")
+    again = conversation.add("user", "Hi!", after=0)
+    with conversation.answer() as writer:
+        writer.write("unheard")
+    withdraw(conversation, again.id)
+    assert [(turn.content, turn.branches) for turn in conversation.turns] == [
+        ("Hi", 1),
+        ("Hello.", 1),
+    ]
+    assert conversation.siblings(question.id) == (question.id,)
+    assert (conversation.title, history.list("unheard")) == ("Hi", [])

@@ -53,7 +53,9 @@ def test_of_a_repository_that_is_not_here_show_recommends_a_file(
     assert json.loads(capsys.readouterr().out)["here"] is False
 
     monkeypatch.setenv("LOCALRT_OFFLINE", "1")
-    with pytest.raises(ModelNotFoundError, match="get it with `localrt pull org/quants`"):
+    with pytest.raises(
+        ModelNotFoundError, match="org/quants is not on this machine and offline mode is on"
+    ):
         call(show_command, "org/quants")
 
 

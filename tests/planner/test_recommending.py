@@ -72,7 +72,7 @@ def offer(name: str, *, config: bool = True) -> Offer:
         ("llama3.2:3b", "16GB DDR4", "Q5_K_M"),
         ("llama3.1:8b", "32GB DDR5, no GPU", "Q5_K_M"),
         ("llama3.1:8b", "16GB DDR4, 4 cores", "Q4_K_M"),
-        ("qwen3:30b", "32GB DDR5", "Q5_K_M"),
+        ("qwen3:30b", "32GB DDR5", "Q4_K_M"),
         ("llama3.1:8b", "office-laptop", "Q4_K_M"),
         ("llama3.3:70b", "16GB", "Q4_K_M"),
     ],

@@ -51,6 +51,27 @@ def test_same_rates_as_plans() -> None:
     assert "What this PC runs well" in found.report() or found.hypothetical
 
 
+@pytest.mark.parametrize("pc", ["office-laptop", "32GB, RTX 4060", "8GB", "23GB, 2 cores"])
+def test_best_first(pc: str) -> None:
+    """With room and speed to spare, then the largest, then what hardly fits."""
+    found = what_runs(Hardware(pc=pc), Settings.from_environment())
+    memory = found.budgets.ram + found.budgets.vram
+    first = found.best[0].expected
+    assert first is not None
+    assert first.level == "good"
+    assert first.nbytes <= 0.75 * memory
+    assert first.tok_s >= 1.25 * first.enough_tok_s
+    spare = [
+        each.expected is not None
+        and each.expected.has_room(memory)
+        and each.expected.tok_s >= 1.25 * each.expected.enough_tok_s
+        for each in found.best
+        if each.level == "good"
+    ]
+    assert spare == sorted(spare, reverse=True)
+    assert not found.best[0].model.family.startswith(("laguna", "mellum", "ornith", "apertus"))
+
+
 def test_nothing_runs() -> None:
     found = what_runs(Hardware(pc="1GB, HDD, 2 cores, DDR3"), Settings.from_environment())
     if not found.best:

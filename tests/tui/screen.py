@@ -7,7 +7,7 @@ from textual.strip import Strip
 from textual.widgets import Static
 
 from localrt.tui import ChatApp
-from localrt.tui.chat.bars import Footer, Phase
+from localrt.tui.chat.bars import Footer, HintLine, Phase
 from localrt.tui.chat.blocks import GUTTER, Answer, Block, Notice, UserTurn
 from localrt.tui.chat.composer import CommandMenu, Composer
 from localrt.tui.chat.tool_calls import CallBlock
@@ -91,6 +91,14 @@ def idle(app: ChatApp) -> bool:
 
 def hint(app: ChatApp) -> str:
     return str(app.query_one("#hint", Static).render())
+
+
+def refused(app: ChatApp) -> list[str]:
+    """Why what is in the composer was refused, in the line above it; empty if nothing was."""
+    widget = app.query_one("#hint", HintLine)
+    reason = widget.refusal
+    assert not reason or " ".join(hint(app).split()) == reason
+    return [reason] if reason else []
 
 
 async def say(pilot: Pilot[None], text: str) -> None:

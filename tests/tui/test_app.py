@@ -8,6 +8,7 @@ import weakref
 from typing import Any
 
 import pytest
+from textual.events import Paste
 
 from localrt.common.errors import ContextOverflowError, LocalrtError, ModelNotFoundError
 from localrt.common.progress import Progress
@@ -113,8 +114,8 @@ async def test_answers(model: FakeModel) -> None:
 
 
 WELCOME = (
-    "smollm2 is small, for a first try. qwen3:30b (18 GB) runs well on this PC: F4 finds it. "
-    "F1 lists the keys."
+    "smollm2 is small, for a first try. qwen3:30b (18 GB) runs well on this PC: F4 and its "
+    "name get it. F1 lists the keys."
 )
 
 
@@ -286,6 +287,25 @@ async def test_ctrl_c(model: FakeModel) -> None:
         await until(pilot, lambda: idle(app))
         assert app.is_running
         await pilot.press("ctrl+c")
+        await until(pilot, lambda: not app.is_running)
+
+
+@pytest.mark.parametrize("typed", ["a", "backspace", "left", "paste"])
+async def test_typing_disarms_ctrl_c(model: FakeModel, typed: str) -> None:
+    """Only a second Ctrl+C in a row quits."""
+    async with running(model) as (app, pilot):
+        await pilot.press("ctrl+c")
+        assert "again quits" in screen.hint(app)
+        if typed == "paste":
+            app.post_message(Paste("some text"))
+            await pilot.pause()
+        else:
+            await pilot.press(typed)
+        assert "again quits" not in screen.hint(app)
+        await pilot.press("ctrl+c")
+        assert app.is_running
+        screen.composer(app).clear()
+        await pilot.press("ctrl+c", "ctrl+c")
         await until(pilot, lambda: not app.is_running)
 
 

@@ -114,6 +114,24 @@ async def test_list_search_open_new(
         assert model.given("user") == ["About whales", "More"]
 
 
+@pytest.mark.parametrize("given", [{}, {"temperature": 0.9}], ids=["plain", "command line"])
+async def test_new_keeps_settings(model: FakeModel, given: dict[str, Any]) -> None:
+    async with running(model, options=given) as (app, pilot):
+        await asked(pilot, "Hi")
+        for line in ("/system Be brief.", "/set temperature 0.1", "/new"):
+            await screen.say(pilot, line)
+        await until(pilot, lambda: not screen.users(app))
+        await asked(pilot, "You?")
+        assert model.given() == ["Be brief.", "You?"]
+        assert model.last_chat.options == {"temperature": 0.1}
+        for line in ("/system none", "/set temperature none", "/new"):
+            await screen.say(pilot, line)
+        await until(pilot, lambda: not screen.users(app))
+        await asked(pilot, "And now?")
+        assert model.given() == ["And now?"]
+        assert model.last_chat.options == {}
+
+
 async def test_rename_and_delete(model: FakeModel, opening: Opening) -> None:
     async with running(model, history=opening) as (app, pilot):
         await asked(pilot, "First")
@@ -241,13 +259,25 @@ async def test_escape_before_first_word(model: FakeModel) -> None:
         await until(pilot, lambda: screen.answers(app) == ["Hello there."] and idle(app))
         assert model.given() == ["Ho"]
 
+        assert screen.marks(app) == [], "what was taken back is no branch"
+
         # A second answer that is stopped so leaves the first one there.
         model.hold()
         await pilot.press("ctrl+r", "escape")
         await until(pilot, lambda: screen.idle(app))
         assert screen.answers(app) == ["Hello there."]
         assert screen.composer(app).text == ""
+        assert screen.marks(app) == []
+
+        # An edited message that is taken back and sent again is a branch beside the first alone.
+        await pilot.press("alt+e", "!", "enter", "escape")
+        await until(pilot, lambda: screen.idle(app))
+        assert screen.composer(app).selected_text == "Ho!"
         model.release()
+        await pilot.press("end", "?", "enter")
+        await until(pilot, lambda: screen.answers(app) == ["Hello there."] and idle(app))
+        assert screen.users(app) == ["Ho!?"]
+        assert screen.marks(app) == ["2/2"]
 
 
 async def test_full_disk(model: FakeModel, opening: Opening) -> None:

@@ -80,8 +80,8 @@ async def test_bad_document(model: FakeModel, files: Path) -> None:
     (files / "bad.pdf").write_bytes(b"%PDF-1.7")
     async with running(model) as (app, pilot):
         await screen.say(pilot, "Read @bad.pdf")
-        await until(pilot, lambda: screen.notices(app, "error"))
-        assert "bad.pdf is not a PDF file that can be read" in screen.notices(app, "error")[0]
+        await until(pilot, lambda: screen.refused(app))
+        assert "bad.pdf is not a PDF file that can be read" in screen.refused(app)[0]
         assert screen.composer(app).text == "Read @bad.pdf"
 
 
@@ -136,14 +136,14 @@ async def test_embedding_model_of_the_settings(files: Path, there: bool) -> None
         word_pieces(files / "encoder")
     async with running(FakeModel(ctx=1000), config=files) as (app, pilot):
         await asked(pilot, "Zebra? @short.pdf")
-        assert not screen.notices(app, "error")
+        assert not screen.refused(app)
         await screen.say(pilot, "Zebra? @long.pdf")
         if there:
             await until(pilot, lambda: len(screen.answers(app)) == 2 and screen.idle(app))
             assert any("pieces matching the message" in line for line in screen.notices(app))
         else:
-            await until(pilot, lambda: screen.notices(app, "error"))
-            assert "no such file or folder: ./encoder" in screen.notices(app, "error")[-1]
+            await until(pilot, lambda: screen.refused(app))
+            assert "no such file or folder: ./encoder" in screen.refused(app)[-1]
             assert screen.composer(app).text == "Zebra? @long.pdf"
 
 
@@ -192,7 +192,7 @@ async def test_reading_is_shown_and_stopped(held: threading.Event, key: str) -> 
         assert composer.text == "next", "messages keep their order"
         await pilot.press(key)
         await until(pilot, lambda: composer.text == f"{QUESTION}\n\nnext")
-        assert screen.notices(app, "error") == ["stopped: nothing was sent"]
+        assert screen.refused(app) == ["stopped: nothing was sent"]
         assert not progress(app)
         assert not model.seen
         held.set()

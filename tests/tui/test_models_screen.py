@@ -26,6 +26,7 @@ from localrt.common.errors import (
     StorageError,
 )
 from localrt.common.progress import Progress, ProgressCallback
+from localrt.hub.known_models import find_known
 from localrt.tui.loading_line import LoadingLine
 from localrt.tui.screens.dialogs import Choose, Confirm
 from localrt.tui.screens.models import ModelsScreen
@@ -248,6 +249,20 @@ async def test_search(library: FakeLibrary) -> None:
         library.error = OfflineError("offline mode is on: switch it off")
         await pilot.press("escape", *"new", "enter")
         await until(pilot, lambda: "offline mode is on" in about(app))
+
+
+@pytest.mark.parametrize("name", ["gemma4:e2b", "qwen3:8b", "smollm2:1.7b"])
+async def test_short_name(library: FakeLibrary, name: str) -> None:
+    """As the first screen names a model: without a search, its files are offered."""
+    async with opened(library) as (app, pilot):
+        app.models.line.value = name
+        await until(pilot, lambda: rows(app) and rows(app)[0].startswith(f"↓ {name}\n"))
+        assert library.asked == []
+        await pilot.press("enter")
+        await until(pilot, lambda: isinstance(app.screen, Choose))
+        known = find_known(name)
+        assert known is not None
+        assert library.asked == [f"variants {known.repo} for 4GB"]
 
 
 async def found(pilot: Pilot[None], app: Bare) -> None:

@@ -98,9 +98,12 @@ async def test_damaged_picture(seeing: FakeModel, tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:600])
     async with running(seeing) as (app, pilot):
         await screen.say(pilot, f"See @{path}")
-        await until(pilot, lambda: screen.notices(app, "error"))
-        assert "half.png is damaged" in screen.notices(app, "error")[0]
+        await until(pilot, lambda: screen.refused(app))
+        assert "half.png is damaged" in screen.refused(app)[0]
         assert screen.composer(app).text == f"See @{path}"
+        screen.composer(app).put("")
+        await asked(pilot, "Hi")
+        assert screen.refused(app) == []
 
 
 @pytest.mark.parametrize("kind", READ)
@@ -131,9 +134,9 @@ async def test_model_cannot_see(model: FakeModel, photo: Path) -> None:
     async with running(model) as (app, pilot):
         text = f'What is in @"{photo}"?'
         await screen.say(pilot, text)
-        await until(pilot, lambda: screen.notices(app, "error"))
+        await until(pilot, lambda: screen.refused(app))
         said = "tiny-model cannot see pictures: the message was not sent"
-        assert screen.notices(app, "error") == [said]
+        assert screen.refused(app) == [said]
         assert screen.composer(app).text == text
         assert (model.seen, app.state.conversation.turns) == ([], ())
 
@@ -144,7 +147,7 @@ async def test_model_that_loads_cannot_see(model: FakeModel, photo: Path) -> Non
         await screen.say(pilot, f'What is in @"{photo}"?')
         await until(pilot, lambda: screen.waiting(app))
         loader.gate.set()
-        await until(pilot, lambda: screen.notices(app, "error"))
+        await until(pilot, lambda: screen.refused(app))
         assert screen.composer(app).text == "What is in [my photo.png, 8 x 4]?"
         assert (screen.users(app), model.seen) == ([], [])
 
@@ -157,8 +160,8 @@ async def test_earlier_picture_for_model_that_cannot_see(
     async with running(model, history=opening, resume=True) as (app, pilot):
         assert "of earlier pictures it gets the names" in screen.shown(app)
         await pilot.press("ctrl+r")
-        await until(pilot, lambda: screen.notices(app, "error"))
-        assert "cannot see pictures" in screen.notices(app, "error")[0]
+        await until(pilot, lambda: screen.refused(app))
+        assert "cannot see pictures" in screen.refused(app)[0]
         await asked(pilot, "Really?")
         assert model.seen[0].messages[0]["content"] == "What is in [my photo.png]?"
     async with running(seeing, history=opening, resume=True) as (app, pilot):

@@ -162,3 +162,19 @@ async def test_calls_elsewhere(opening: Opening) -> None:
             writer.write("a.txt")
             writer.finish("done", info={**info, "ending": "ok"})
             await until(pilot, lambda: screen.calls(app) == [("files.list {}", "a.txt", "")])
+
+
+async def test_message_taken_back_elsewhere(opening: Opening) -> None:
+    """The other window, which showed it, goes on where both were."""
+    one, two = FakeModel(["One."]), FakeModel(["Two."])
+    async with two_windows(one, two, opening) as (first, left, _, right):
+        two.hold()
+        await screen.say(right, "Second")
+        await until(left, lambda: screen.users(first) == ["First", "Second"])
+        await right.press("escape")
+        await until(left, lambda: screen.users(first) == ["First"])
+        await asked(left, "Third")
+        assert one.given() == ["First", "One.", "Third"]
+        assert screen.marks(first) == []
+        assert not first.state.conversation.unsaved
+        two.release()

@@ -330,9 +330,9 @@ async def test_missing_file(model: FakeModel) -> None:
         for _ in range(2):
             await screen.say(pilot, "" if screen.composer(app).text else "Read @nowhere.txt now")
             await until(pilot, lambda: screen.composer(app).text == "Read @nowhere.txt now")
-            await until(pilot, lambda: screen.notices(app, "error"))
+            await until(pilot, lambda: screen.refused(app))
         assert screen.users(app) == []
-        (problem,) = screen.notices(app, "error")
+        (problem,) = screen.refused(app)
         assert problem.startswith("cannot read nowhere.txt: No such file")
         assert "`@nowhere.txt` in backticks is sent as text" in problem
         screen.composer(app).put("")

@@ -112,11 +112,11 @@ _FLASH_SECONDS = 3.0
 
 
 class HintLine(Static):
-    """Shows the hint, or for a moment a question or a flash instead."""
+    """Shows the hint, or for a moment a question or a flash, or why a message was refused."""
 
     def __init__(self) -> None:
         super().__init__(id="hint", markup=False)
-        self._hint = self._question = self._flash = self._text = ""
+        self._hint = self._question = self._flash = self._text = self.refusal = ""
         self._ends: dict[str, Timer] = {}
 
     @property
@@ -129,6 +129,16 @@ class HintLine(Static):
         self._question = question
         self._show_for("_question", _CONFIRM_SECONDS)
 
+    def withdraw(self) -> None:
+        """Take the question back: another key was pressed."""
+        self._question = ""
+        self.show(self._hint)
+
+    def refuse(self, reason: str) -> None:
+        """Say why something was refused, until it is empty."""
+        self.refusal, self._flash = reason, ""
+        self.show(self._hint)
+
     def flash(self, text: str) -> None:
         self._flash = text
         self._show_for("_flash", _FLASH_SECONDS)
@@ -136,7 +146,9 @@ class HintLine(Static):
     def show(self, hint: str) -> None:
         """Show a hint from now on; empty for none."""
         self._hint = hint
-        text = clean(self._question or self._flash or hint)
+        moment = self._question or self._flash
+        self.set_class(bool(self.refusal and not moment), "-refusal")
+        text = clean(moment or self.refusal or hint)
         if text != self._text:  # an update would lay out the whole screen again
             self._text = text
             self.update(text)

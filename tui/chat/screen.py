@@ -198,6 +198,7 @@ class ChatScreen(Screen[None]):
     async def on_composer_submitted(self, event: Composer.Submitted) -> None:
         """Run a command now, or queue a message until the model is free."""
         line, attachments = read_line(event.line), self.composer.attachments
+        self.hint.refuse("")
         if isinstance(line, Command):
             await self._run(line)
         elif self.failed:
@@ -226,7 +227,7 @@ class ChatScreen(Screen[None]):
             await work()
         except LocalrtError as error:
             self.composer.put_before(typed)
-            self.say(one_line(error), "error")
+            self.hint.refuse(one_line(error))
         self._reading = None
         self._show_hint()
 
@@ -267,7 +268,7 @@ class ChatScreen(Screen[None]):
             try:
                 self.state.session.check_sees()
             except OptionError as error:
-                self.say(one_line(error), "error")
+                self.hint.refuse(one_line(error))
                 return False
         return True
 
@@ -316,6 +317,7 @@ class ChatScreen(Screen[None]):
         """Esc does the first that applies: close the search, stop reading files, take back waiting
         messages, stop loading another model, stop the answer, unmark, stop editing.
         """
+        self.hint.refuse("")
         if self.find.close() or self.reader.stop():
             return
         if waiting := self.queue.take_back():
@@ -390,6 +392,7 @@ class ChatScreen(Screen[None]):
             await asyncio.wait(self._parking)
 
     def _show_conversation(self) -> None:
+        self.hint.refuse("")
         self.queue.show(self.state.conversation)
         turns = self.state.conversation.turns
         self.composer.remember(draft_of(turn) for turn in turns if turn.role == "user")

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from localrt.common.errors import StorageError
-from localrt.history.history import copy_to_memory, end_answer, merge
+from localrt.history.history import copy_to_memory, end_answer, merge, withdraw
 from localrt.history.messages import is_nothing, messages_for_model
 
 if TYPE_CHECKING:
@@ -128,12 +128,14 @@ class OpenConversation:
         return False
 
     def _read(self, through: int | None = None) -> None:
-        """Read the branch that contains turn ``through``, by default the shown one."""
-        if through is None and self._turns:
-            through = self._turns[-1].id
+        """Read the branch that contains turn ``through``, by default the shown one: another window
+        may have taken its end back.
+        """
+        wanted = [turn.id for turn in reversed(self._turns)] if through is None else [through]
         with suppress(StorageError):
             stored = self._stored
-            turns = stored.turns if through is None else stored.branch(through)
+            there = next(filter(stored.siblings, wanted), None)
+            turns = stored.turns if there is None else stored.branch(there)
             ends = (place for place, turn in enumerate(turns) if turn.id in self._hidden)
             self._turns = turns[: next(ends, None)]
 
@@ -214,8 +216,11 @@ class OpenConversation:
         self._read(number)
 
     def leave(self, number: int) -> None:
-        """Hide a turn and what follows it, such as a message that was refused."""
-        self._hidden.add(number)
+        """Remove a turn and what follows it, such as a message that was refused. Its alternatives
+        are hidden: the next message comes in its place.
+        """
+        self._hidden.update(self.siblings(number))
+        self._change(lambda: withdraw(self._stored, number))
         self._read()
 
     def show_sibling(self, number: int, step: int) -> int:

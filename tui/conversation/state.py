@@ -291,6 +291,7 @@ class ChatState:
         self._model: ChatModel | None = None
         self._on_problem: Callable[[str], None] = self._note
         self._on_moved, self._on_left = on_moved, on_left
+        self._defaults_then = self.defaults  # when the open conversation was opened
         self.history = self._memory
         if open_history is not None:
             try:
@@ -345,8 +346,11 @@ class ChatState:
         return left
 
     def new(self) -> None:
-        """Open an empty conversation."""
-        self._open(self._new())
+        """Open an empty conversation with the settings of the open one, unless other defaults were
+        chosen meanwhile.
+        """
+        same = self.conversation if self.defaults is self._defaults_then else None
+        self._open(self._new(same), {} if same else self.options)
 
     def open(self, id: str) -> None:
         """Open a conversation of the history."""
@@ -399,17 +403,23 @@ class ChatState:
         self.history.close()
         self._memory.close()
 
-    def _open(self, conversation: OpenConversation) -> None:
+    def _open(self, conversation: OpenConversation, options: dict[str, Any] | None = None) -> None:
+        """``options`` override the conversation's; None: those of the command line."""
         self.conversation.save()
         left, self.conversation = self.session, conversation
+        self._defaults_then = self.defaults
         if self._model is not None:
-            self.session = Session(self._model, conversation, self.options)
+            options = self.options if options is None else options
+            self.session = Session(self._model, conversation, options)
         if left is not None:
             self._on_left(left)
 
-    def _new(self) -> OpenConversation:
+    def _new(self, same: OpenConversation | None = None) -> OpenConversation:
+        """An empty conversation, with the settings of ``same`` or the defaults."""
         system = self.defaults.system if self.system is None else self.system
         options = {**self.defaults.options, **self.options}
+        if same is not None:
+            system, options = same.system, same.options
         values: dict[str, Any] = {"model": self.model_name, "system": system, "options": options}
         try:
             return self._as_open(self.history.new(**values))

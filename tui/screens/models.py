@@ -13,6 +13,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeGuard, TypeVar
 
@@ -27,6 +28,7 @@ from localrt import FoundModel, LocalModel
 from localrt.common.errors import CancelledError, LocalrtError
 from localrt.common.files import user_path
 from localrt.common.formatting import format_bytes
+from localrt.hub.known_models import KNOWN_MODELS, KnownModel
 from localrt.tui.conversation.generation import Task
 from localrt.tui.loading_line import LoadingLine
 from localrt.tui.screens.dialogs import Choose, Confirm, SearchDialog, ask
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
     from localrt import DraftOffer, Preview, Variant
 
 _Answer = TypeVar("_Answer")
-_Row = LocalModel | FoundModel | Path | Literal["search"]
+_Row = LocalModel | KnownModel | FoundModel | Path | Literal["search"]
 _Pulled = tuple[str, "DraftOffer | None"]  # a model's name, and a draft model for it
 _PREVIEWED = ("ram", "gpu_memory", "ctx", "kv_format", "device", "engine")
 _PAUSE = 0.2  # seconds that a row is highlighted before its plan is computed
@@ -46,7 +48,7 @@ _KEYS = "Enter load · Ctrl+D delete · Ctrl+S search the hub · Esc back"
 _PULLING = "Esc stops the download; the downloaded part is kept"
 _NOT_FOUND = "No model with that name on the hub"
 _NO_FILE = "No folder or .gguf file with that name"
-_MOST_PATHS = 50
+_MOST_PATHS, _MOST_NAMES = 50, 5
 
 
 def is_path(text: str) -> bool:
@@ -150,11 +152,13 @@ class ModelsScreen(SearchDialog[_Row]):
         listed = {model.path for model in here}
         rows: list[_Row] = [*here]
         rows += [path for path in paths_of(self.search_text.strip()) if path not in listed]
+        names = {model.name.partition(":")[0] for model in here}
         if self._hub_query == self.search_text.strip() and self._hub_query:
-            names = {model.name.partition(":")[0] for model in here}
             rows += [each for each in self._hub_models if each.name not in names]
         elif words and not is_path(self.search_text.strip()):
-            rows.append("search")
+            known = (model for model in KNOWN_MODELS if model.repo not in names)
+            fitting = (model for model in known if all(word in model.name for word in words))
+            rows += [*islice(fitting, _MOST_NAMES), "search"]
         name = keep or (self._current if not words else None)
         preview = [_name(row) if isinstance(row, LocalModel | Path) else None for row in rows]
         place = preview.index(name) if name is not None and name in preview else place
@@ -167,6 +171,8 @@ class ModelsScreen(SearchDialog[_Row]):
         if item == "search":
             words = clean(self.search_text.strip())
             return _drawn("? ", f"Search the hub for “{words}”", "Uses the network")
+        if isinstance(item, KnownModel):
+            return _drawn("↓ ", item.name, item.repo)
         if isinstance(item, FoundModel):
             facts = [f"{human_count(item.downloads)} downloads", *item.kinds]
             facts += ["licence must be accepted"] if item.gated else []
@@ -197,7 +203,8 @@ class ModelsScreen(SearchDialog[_Row]):
         if self._asking or self._pull is not None:
             return
         if not isinstance(row, LocalModel | Path) or is_mere_folder(row):
-            self._say("Enter lists its files" if isinstance(row, FoundModel) else "")
+            on_hub = isinstance(row, KnownModel | FoundModel)
+            self._say("Enter lists its files" if on_hub else "")
             return
         preview = self._previews.get(_name(row))
         self._say(f"{_title(row)}: {'…' if preview is None else _expected(preview)}")
@@ -240,8 +247,9 @@ class ModelsScreen(SearchDialog[_Row]):
             self.line.cursor_position = len(self.line.value)
         elif isinstance(item, LocalModel | Path):
             self._load(item)
-        elif isinstance(item, FoundModel):
-            self._later(partial(self._offer, item.name), "hub")
+        elif isinstance(item, KnownModel | FoundModel):
+            repo = item.name if isinstance(item, FoundModel) else item.repo
+            self._later(partial(self._offer, repo), "hub")
         else:
             self.action_search()
 

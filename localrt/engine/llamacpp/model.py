@@ -31,7 +31,7 @@ from localrt.common.errors import (
     OptionError,
     UnsupportedModelError,
 )
-from localrt.common.extras import install
+from localrt.common.extras import install, install_for_gpu
 from localrt.common.forks import finalize
 from localrt.common.option_names import option
 from localrt.common.progress import Progress, ProgressCallback
@@ -317,7 +317,7 @@ def _gpus(api: ModuleType, device: str) -> list[Device]:
     if device == "cuda" and not found:
         raise OptionError(
             "this build of llama-cpp-python has no GPU to use: leave "
-            f"{option('device', 'cuda')} out, or build it for your GPU (docs/gpu.md says how)"
+            f"{option('device', 'cuda')} out, or build it for your GPU: {install_for_gpu()}"
         )
     return found
 
