@@ -112,7 +112,12 @@ def main() -> None:
     kind, *readable = sys.argv[1:]
     answers = os.fdopen(os.dup(1), "w", encoding="ascii")
     os.dup2(2, 1)  # libraries may print
-    limit, read = limiter(), reader_of(kind)
+    limit = limiter()
+    try:
+        read = reader_of(kind)
+    except OptionError as error:
+        print(json.dumps({"refused": str(error)}), file=answers)
+        return
     confine([*readable, *sys.path])
     for line in sys.stdin.buffer:
         asked = json.loads(line)

@@ -7,11 +7,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from typing import Any, TypeAlias, cast
 
 from localrt.common.errors import OptionError
 from localrt.documents.page import Page, decoded, utf8
 
 MOST_READ = 32 << 20  # bytes: the most that is read of a file without pages
+
+Reader: TypeAlias = Callable[[Path | bytes, str, int], Iterator[Page]]
 
 # By suffix: the module and function that read it, and its media types.
 _OFFICE, _OPEN = (
@@ -58,24 +61,23 @@ def read_plain(data: bytes, name: str) -> Page:
     return Page(text, encoding=encoding)
 
 
-def reader_of(kind: str) -> Callable[[Path | bytes, str, int], Iterator[Page]]:
+def reader_of(kind: str) -> Reader:
     """Return a function that yields the pages of a document of a ``kind``, which ``kind_of`` gives.
 
     It takes a path or bytes, a name for errors, and how many pages may have pictures, and raises
     ``OptionError``. What it needs is imported now.
     """
+    module, function, *_ = _KINDS.get(kind, ("kinds", "read_plain"))
+    try:
+        read: Any = getattr(import_module(f"localrt.documents.{module}"), function)
+    except ImportError as error:
+        raise OptionError(f"{kind} files cannot be read, install localrt again: {error}") from error
     if kind == ".pdf":
-        from localrt.documents.pdf import pdf_pages
-
-        return pdf_pages
-    read: Callable[[bytes], Page] | None = None
-    if kind:
-        module, function, *_ = _KINDS[kind]
-        read = getattr(import_module(f"localrt.documents.{module}"), function)
+        return cast(Reader, read)
 
     def pages(source: Path | bytes, name: str, pictures: int) -> Iterator[Page]:
         data = source.read_bytes() if isinstance(source, Path) else source
-        if read is None:
+        if not kind:
             yield read_plain(data, name)
             return
         try:

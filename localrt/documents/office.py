@@ -15,6 +15,7 @@ from all2md.ast import Image, extract_nodes
 from all2md.options import MarkdownRendererOptions
 from all2md.parsers.docx import DocxToAstConverter
 from all2md.parsers.pptx import PptxToAstConverter
+from all2md.transforms import RemoveImagesTransform
 from docx.oxml import OxmlElement
 from docx.oxml.ns import nsmap, qn
 
@@ -85,5 +86,7 @@ def read_slides(data: bytes) -> Page:
 
 def _page(tree: Any, left_out: Counter[str]) -> Page:
     left_out["picture"] = len(extract_nodes(tree, Image))
+    shown = RemoveImagesTransform().transform(tree)
     options = MarkdownRendererOptions(escape_special=False)
-    return Page(str(all2md.from_ast(tree, "markdown", renderer_options=options)), left_out=left_out)
+    text = all2md.from_ast(shown, "markdown", renderer_options=options)
+    return Page(str(text), left_out=left_out)

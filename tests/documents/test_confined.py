@@ -147,3 +147,17 @@ def test_pictures_come_back() -> None:
     read = read_document(pdf(RED), name="a.pdf", pictures=True)
     assert read.pictures[0].picture.startswith(b"\xff\xd8")
     assert "Ada" in read_document(form(), name="a.pdf").text
+
+
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = "import sys; sys.modules['turbohtml'] = None; "
+    own = confined.helper_command
+
+    def command(*given: str) -> list[str]:
+        words = own(*given)
+        at = words.index("-c") + 1
+        return [*words[:at], before + words[at], *words[at + 1 :]]
+
+    monkeypatch.setattr(confined, "helper_command", command)
+    with pytest.raises(OptionError, match=r"\.html files cannot be read, install localrt again"):
+        read_document(b"<p>", name="a.html")
