@@ -152,7 +152,6 @@ _VERBS = {
     "read": "reading",
     "index": "indexing",
     "embed": "embedding",
-    "losses": "measuring what formats cost",
     "write": "writing text",
     "train": "training",
 }
