@@ -89,7 +89,6 @@ if TYPE_CHECKING:
     from localrt.library import uses as uses
     from localrt.planning.forecast import Change as Change
     from localrt.planning.forecast import PlannedContext as PlannedContext
-    from localrt.planning.forecast import PlannedSize as PlannedSize
     from localrt.planning.plan import Plan as Plan
     from localrt.planning.preview import Outlook as Outlook
     from localrt.planning.preview import Preview as Preview
@@ -128,7 +127,7 @@ _NAMES = {
         "find_draft list_models list_variants plan pull remove_model search_models uses"
     ),
     "localrt.service.live": "LiveModel",
-    "localrt.planning.forecast": "Change PlannedContext PlannedSize",
+    "localrt.planning.forecast": "Change PlannedContext",
     "localrt.planning.verdict": "Verdict",
     "localrt.planning.plan": "Plan",
     "localrt.planning.preview": "Outlook Preview preview preview_size",

@@ -1,7 +1,7 @@
 """The quality table: formats and methods, against float32 and against other libraries.
 
     python -m benchmarks.quality --text prose.txt [--models smollm2,./model.gguf]
-        [--formats mxfp4,nvfp4] [--methods rtn,gptq,mr-gptq] [--mixes 3.5] [--llamacpp]
+        [--formats mxfp4,nvfp4] [--methods rtn,gptq,mr-gptq] [--llamacpp]
         [--tokens 8192] [--again WORD ...]
 
 The reference is the model's published weights, unpacked to float32. Rows are saved as they are done
@@ -40,7 +40,6 @@ from benchmarks.quality.rows import (
     python_source,
 )
 from localrt.common.errors import LocalrtError, OptionError
-from localrt.planning.mix import MIX_METHOD
 from localrt.quant.formats import CODECS
 from localrt.quant.methods import METHODS, default_method
 from localrt.quantize.quantize import CALIBRATION_TOKENS, Recipe, quantize_model
@@ -53,23 +52,16 @@ _MOST_CALIBRATED_BITS = 5.1  # with more bits, rounding to nearest loses next to
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A row to make: a format by a method, a mix of ``bits``, or the published weights on an
-    engine.
-    """
+    """A row to make: a format by a method, or the published weights on an engine."""
 
     weights: str
     format: str | None = None
-    bits: float | None = None
     method: str | None = None
     engine: str = "native"
 
 
 def jobs(
-    formats: Sequence[str],
-    methods: Sequence[str],
-    mixes: Sequence[float] = (),
-    *,
-    llamacpp: bool = False,
+    formats: Sequence[str], methods: Sequence[str], *, llamacpp: bool = False
 ) -> Iterator[Job]:
     """All rows of a model. Formats wider than four bits are only rounded to nearest."""
     yield Job("published")
@@ -80,8 +72,6 @@ def jobs(
         for method in methods:
             if method == "rtn" or format_.bits_per_weight <= _MOST_CALIBRATED_BITS:
                 yield Job(f"{name} {method}", format=name, method=method)
-    for bits in mixes:
-        yield Job(f"mix of {bits:g} bits", bits=bits, method=MIX_METHOD)
 
 
 class Bench:
@@ -108,7 +98,7 @@ class Bench:
         row |= {"weights": job.weights, "format": job.format, "method": job.method}
         row |= {"bits_per_weight": None, "quantize_s": None, "scores": []}
         try:
-            if job.method is None:
+            if job.format is None:
                 self._run(row, self.source, job.engine)
             else:
                 # The data folder that loading a model writes to is temporary, too.
@@ -118,7 +108,7 @@ class Bench:
                 ):
                     store = Path(folder) / "store"
                     start = time.perf_counter()
-                    row |= self._quantize(job, store)
+                    row |= self._quantize(job.format, job.method, store)
                     row["quantize_s"] = time.perf_counter() - start
                     self._run(row, store, "native")
         except LocalrtError as error:
@@ -138,21 +128,17 @@ class Bench:
         if engine == "native":
             row["scores"] += float_scores(source, references, ctx)
 
-    def _quantize(self, job: Job, store: Path) -> Record:
+    def _quantize(self, format_: str, method: str | None, store: Path) -> Record:
         """Write the store; returns facts about it."""
         recipe = Recipe(
-            job.format,
-            method=job.method,
-            calibration=None if job.method == "rtn" else self._calibration_ids,
+            format_,
+            method=method,
+            calibration=None if method == "rtn" else self._calibration_ids,
             calibration_tokens=self._options.calibration_tokens,
-            bits=job.bits,
         )
-        # The first mix measures each format's loss.
-        losses = self._options.cache / "losses"
-        report = quantize_model(self.source, store, recipe, losses=losses)
-        calibrated = job.format and default_method(CODECS[job.format].format, calibrated=True)
+        report = quantize_model(self.source, store, recipe)
         return {
-            "default": job.method == (calibrated or MIX_METHOD),
+            "default": method == default_method(CODECS[format_].format, calibrated=True),
             "calibration_tokens": report.calibration_tokens,
             "head_format": report.head_format,
             "fallbacks": dict(Counter(report.fallbacks.values())),
@@ -196,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _rows(options: argparse.Namespace, bench: Bench, results: Results) -> None:
     """Make a model's missing rows."""
-    todo = jobs(options.formats, options.methods, options.mixes, llamacpp=options.llamacpp)
+    todo = jobs(options.formats, options.methods, llamacpp=options.llamacpp)
     named = {f"{bench.name}, {job.weights}": job for job in todo}
     for name in results.pending(named, again=options.again):
         plain = {each.corpus.name: each.perplexity for each in bench.references}
@@ -237,19 +223,13 @@ def quality_table(record: Mapping[str, Any]) -> str:
 
 
 def _is_shown(row: Mapping[str, Any]) -> bool:
-    if row["format"] is None:
-        return row["method"] is not None  # a mix
     few = row["format"] in ("q3_k", "q2_k")  # too few bits for rounding to nearest
     return row["format"] in _SHOWN and (row["default"] or (row["method"] == "rtn" and not few))
 
 
 def _order(weights: str) -> tuple[int, bool]:
     format_, _, method = weights.partition(" ")
-    return (_SHOWN.index(format_) if format_ in _SHOWN else len(_SHOWN)), method != "rtn"
-
-
-def _bits(text: str) -> list[float]:
-    return [float(each) for each in text.split(",")]
+    return _SHOWN.index(format_), method != "rtn"
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -258,7 +238,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", type=listed(), default=list(MODELS))
     parser.add_argument("--formats", type=listed(CODECS), default=list(FORMATS))
     parser.add_argument("--methods", type=listed(METHODS), default=list(METHODS))
-    parser.add_argument("--mixes", type=_bits, default=[], help="bits per weight, like 3.44,4")
     parser.add_argument("--llamacpp", action="store_true", help="a row of its engine, too")
     parser.add_argument("--text", type=Path, required=True, help="passages between blank lines")
     parser.add_argument("--python-source", action=argparse.BooleanOptionalAction, default=True)

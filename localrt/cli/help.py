@@ -158,7 +158,6 @@ _VERBS = {
     "index": "indexing",
     "embed": "embedding",
     "quantize": "quantizing",
-    "losses": "measuring what formats cost",
     "write": "writing text",
     "train": "training",
 }

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from localrt.cli.help import Examples, ProgressLine
 from localrt.cli.loading import resolve_model
-from localrt.cli.options import BARE_MODEL_HELP, Flag, add_flags, add_hub_arguments, number
+from localrt.cli.options import BARE_MODEL_HELP, Flag, add_flags, add_hub_arguments
 from localrt.common.errors import OptionError, TokenizerError
 from localrt.common.formatting import format_bytes, format_seconds
 from localrt.common.settings import Settings
@@ -26,7 +26,6 @@ from localrt.models.checkpoints import Checkpoint, open_checkpoint
 from localrt.models.checkpoints.adapters.file import read_adapter
 from localrt.models.checkpoints.adapters.module_map import MergedCheckpoint
 from localrt.models.tokenizers import load_tokenizer
-from localrt.planning.mix import MIX_METHOD
 from localrt.quant.methods import default_method, quantized_format
 from localrt.quantize.calibration import BUILTIN, builtin_text, read_text
 from localrt.quantize.quantize import (
@@ -39,14 +38,12 @@ from localrt.quantize.quantize import (
 
 EXAMPLES: Examples = (
     ("localrt quantize org/name --format int4-g32", "4 bits and a scale for 32 weights"),
-    ("localrt quantize org/name --bits 3.5", "each matrix in the format that loses least"),
     ("localrt quantize org/name --adapter ./lora --format int4-g64", "with an adapter merged"),
 )
 
 _EPILOG = """\
 formats  int4 or int8 in groups of g32, g64 or g128, like int4-g32 (g32m: with minima);
          int5-g32, int6-g32, nf4, mxfp4, nvfp4; GGUF's q2_k, q3_k and iq4_nl; bf16 and f16
-bits     2.625 to 6.5, of q2_k, q3_k, iq4_nl and int6-g32, each where it loses least
 methods  rtn rounds to nearest; gptq and mr-gptq reduce the error with the help of a calibration
          text (they need torch and scipy)
 
@@ -59,7 +56,6 @@ _CALIBRATION_HELP = (
     "a UTF-8 text, or a folder of texts, that resembles what the model will read "
     "(default: Python's language reference)"
 )
-_BITS_HELP = "bits per weight of the layers, like 3.5: each matrix gets the format that loses least"
 _FLAGS: tuple[Flag, ...] = (
     ("--method", str, "M", "rtn, gptq or mr-gptq (default: the best for the format)"),
     ("--calibration", Path, "PATH", _CALIBRATION_HELP),
@@ -81,11 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.epilog = _EPILOG
     parser.add_argument("model", metavar="MODEL", help=BARE_MODEL_HELP)
-    size = parser.add_mutually_exclusive_group(required=True)
-    size.add_argument(
-        "--format", metavar="F", help="format of the layers, like int4-g32; see below"
-    )
-    size.add_argument("--bits", type=number, metavar="B", help=_BITS_HELP)
+    format_help = "format of the layers, like int4-g32; see below"
+    parser.add_argument("--format", required=True, metavar="F", help=format_help)
     add_flags(parser, _FLAGS, seed=0, calibration_tokens=CALIBRATION_TOKENS)
     add_hub_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -119,12 +112,10 @@ def run(args: argparse.Namespace) -> int:
                     calibration_tokens=args.calibration_tokens,
                     seed=args.seed,
                     head_format=args.head_format,
-                    bits=args.bits,
                 ),
                 name=name,
                 revision=model.revision,
                 threads=args.threads,
-                losses=settings.data_dir / "losses",
                 projectors=() if model.extras is None else model.extras.projectors,
                 progress=line,
             )
@@ -144,10 +135,6 @@ def run(args: argparse.Namespace) -> int:
     )
     if report.vision_bytes:
         print(f"vision tower: {format_bytes(report.vision_bytes)}, as published")
-    if args.bits is not None:
-        print(
-            "matrices: " + ", ".join(f"{n} in {name}" for name, n in sorted(report.formats.items()))
-        )
     if report.loss is not None:
         print(
             f"next tokens diverge from {model.name}'s by {report.loss:.3f} nats "
@@ -158,15 +145,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """Refuse invalid options before anything is downloaded."""
-    method_of(
-        Recipe(
-            args.format,
-            method=args.method,
-            calibration=(),
-            head_format=args.head_format,
-            bits=args.bits,
-        )
-    )
+    method_of(Recipe(args.format, method=args.method, calibration=(), head_format=args.head_format))
     if args.method == "rtn" and args.calibration is not None:
         raise OptionError(
             "method rtn uses no text: leave out --calibration, or choose gptq or mr-gptq"
@@ -182,13 +161,12 @@ def _find_adapter(args: argparse.Namespace, settings: Settings, line: ProgressLi
 
 def _store_name(model: ResolvedModel, merged: str, args: argparse.Namespace) -> str:
     """``org/name:Q8_0`` in int4-g32 is ``name-Q8_0-int4-g32``; ``merged`` names its adapter."""
-    format_ = args.format or f"{args.bits:g}bit"
     if model.source == "local":
         path = model.path.resolve()
         base = path.stem if path.is_file() else path.name
     else:
         base = model.name.rpartition("/")[2]
-    return f"{base.replace(':', '-').replace('@', '-')}{merged}-{format_}"
+    return f"{base.replace(':', '-').replace('@', '-')}{merged}-{args.format}"
 
 
 def _calibration(
@@ -198,11 +176,7 @@ def _calibration(
 
     ``text`` is the user's calibration text, if any.
     """
-    method = args.method or (
-        MIX_METHOD
-        if args.format is None
-        else default_method(quantized_format(args.format), calibrated=True)
-    )
+    method = args.method or default_method(quantized_format(args.format), calibrated=True)
     if method == "rtn":
         if args.calibration is not None:
             notes.append(f"{args.format} is rounded to nearest: {args.calibration} is not used")
@@ -212,7 +186,7 @@ def _calibration(
             raise TokenizerError("this Python came without its language reference")
         tokens = load_tokenizer(checkpoint).encode(text, add_special=False)
     except TokenizerError as error:
-        if args.format is None or args.method is not None or args.calibration is not None:
+        if args.method is not None or args.calibration is not None:
             raise OptionError(f"method {method} needs calibration text: {error}") from error
         notes.append(f"method rtn is used, because there is no calibration text: {error}")
         return None

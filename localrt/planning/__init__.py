@@ -11,9 +11,8 @@ files. ``machine.py`` holds a machine's rates, ``costs.py`` turns them into seco
 measures rates, or ``describe_pc.py`` and ``gpus.py`` read them from a description. ``search.py``
 tries ring sizes, ``solve.py`` places units for each, ``simulate.py`` replays the schedule as
 ``offload/ring.py`` runs it. ``predict.py`` forecasts speed with or without a replay, ``verdict.py``
-judges it for chat, ``advice.py`` finds helpful changes, ``mix.py`` has the loss of fewer bits, and
-``report.py`` prints everything. ``preview.py`` and ``what_runs.py`` have one-line plans, for lists
-of models.
+judges it for chat, ``advice.py`` finds helpful changes, and ``report.py`` prints everything.
+``preview.py`` and ``what_runs.py`` have one-line plans, for lists of models.
 """
 
 from __future__ import annotations

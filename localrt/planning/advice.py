@@ -26,8 +26,6 @@ LEAST_GAIN = 1.05
 """The smallest speedup that is reported."""
 
 _MOST_LINES = 5
-_LAYERS = ("attention", "mlp", "expert")
-_TABLE = FORMATS["int8-g32"]
 _SMALLEST_FORMAT = "int4-g128"
 _AS_FAST = 0.9  # share of the plan's speed, if that is below reading speed
 _MEGABYTE = 1_000_000
@@ -229,27 +227,3 @@ def in_format(shape: ModelShape, format: str, *, always: bool = False) -> ModelS
         changes = elements and (always or size < unit.nbytes)
         units.append(replace(unit, nbytes=size, format=format) if changes else unit)
     return replace(shape, units=tuple(units))
-
-
-def in_bits(shape: ModelShape, bits: float, format: str) -> ModelShape:
-    """Estimate the shape with ``bits`` per weight of its layers, labelled as ``format``.
-
-    Embedding and head take eight bits if they have more, as after quantizing.
-    """
-    units = []
-    for unit in shape.units:
-        elements, width, name = unit.macs, bits, format
-        if unit.kind not in _LAYERS:
-            width, name = _TABLE.bits_per_weight, _TABLE.name
-        if unit.name == "embedding":
-            elements = shape.sizes.vocab * shape.sizes.hidden
-        size = aligned(round(elements * width / 8))
-        changed = elements and size < unit.nbytes
-        units.append(replace(unit, nbytes=size, format=name) if changed else unit)
-    return replace(shape, units=tuple(units))
-
-
-def layer_bits(shape: ModelShape) -> float:
-    """Return the mean bits per weight of the layers."""
-    units = [unit for unit in shape.units if unit.kind in _LAYERS]
-    return 8 * sum(unit.nbytes for unit in units) / sum(unit.macs for unit in units)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from localrt.common.errors import OptionError
 from localrt.common.formatting import format_bytes
@@ -16,8 +16,6 @@ from localrt.planning.machine import MachineProfile
 from localrt.planning.simulate import Resource
 from localrt.planning.verdict import PROMPT_TOKENS, Expected, Verdict, judge
 from localrt.quant.ops.kv_formats import KvFormat
-
-PlannedPlace = Literal["streamed", "memory", "gpu"]
 
 # Tokens in the cache in the first minutes of a conversation, as for most answers.
 _USUAL_HELD = 512
@@ -76,24 +74,6 @@ class PlannedPicture:
     seconds: float
     nbytes: int
     on_gpu: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedSize:
-    """The model with ``bits`` per weight of its layers: total bytes, tokens per second, and the
-    ``place`` of the weights that a token needs: ``"streamed"`` (some are read or copied for each
-    token), ``"memory"`` (all stay in memory) or ``"gpu"`` (all stay in the GPU's memory).
-
-    ``loss``: divergence of the next token's distribution from that of the current weights, in nats;
-    None if not measured. ``command`` is what to type.
-    """
-
-    bits: float
-    nbytes: int
-    tok_s: float
-    place: PlannedPlace
-    loss: float | None
-    command: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,10 +197,9 @@ class Forecast:
     Sizes are in bytes, rates in tokens per second. ``estimated`` is the forecast for a model that
     is not on this machine, as in tables of many models; ``measured_tok_s`` is the rate when the
     model last ran here. The other fields are added by ``localrt.plan``: ``changes`` that would
-    help, best first; ``sizes``, the current weights and then smaller ones; ``contexts``, the
-    largest that fits and, if that is slow, the largest that is not slow. ``command`` runs the
-    model; it is empty if there is nothing to run. ``draft`` is the default draft, ``picture`` the
-    cost of a picture for a vision model.
+    help, best first; ``contexts``, the largest that fits and, if that is slow, the largest that is
+    not slow. ``command`` runs the model; it is empty if there is nothing to run. ``draft`` is the
+    default draft, ``picture`` the cost of a picture for a vision model.
     """
 
     request: PlanRequest
@@ -229,7 +208,6 @@ class Forecast:
     memory: Account
     notes: tuple[str, ...] = ()
     changes: tuple[Change, ...] = ()
-    sizes: tuple[PlannedSize, ...] = ()
     contexts: tuple[PlannedContext, ...] = ()
     command: str = ""
     draft: str = ""
@@ -403,7 +381,6 @@ class Forecast:
             "measured_tok_s": self.measured_tok_s,
             "memory": [asdict(part) for part in self.memory.parts],
             "changes": [asdict(change) for change in self.changes],
-            "sizes": [asdict(size) for size in self.sizes],
             "contexts": [asdict(context) for context in self.contexts],
             "notes": list(self.notes),
             "draft": self.draft,

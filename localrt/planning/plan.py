@@ -1,15 +1,13 @@
 """The result of ``localrt.plan``: a forecast, helpful changes, and the commands to type.
 
 It reads a model's shape, not its weights. A model that is not on this machine is planned for the
-file that would be downloaded. Other sizes of the weights are compared too: their speeds are
-estimated, their losses were measured by ``localrt quantize --bits``.
+file that would be downloaded.
 """
 
 from __future__ import annotations
 
 import timeit
 from collections.abc import Callable, Mapping
-from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -25,17 +23,12 @@ from localrt.hub import resolve
 from localrt.hub.known_models import repo_thinks
 from localrt.hub.names import HubRef, looks_like_path
 from localrt.hub.resolving import Offer, ResolvedModel, offer_of
-from localrt.models.checkpoints import StoreCheckpoint, open_checkpoint
 from localrt.models.vision.cost import SIDE, picture_cost
 from localrt.offload.account import Budgets
 from localrt.offload.shapes import ModelShape
-from localrt.offload.store.pack import fingerprint
 from localrt.planning.advice import (
-    LEAST_GAIN,
     helpful_changes,
-    in_bits,
     largest_contexts,
-    layer_bits,
     make_forecast,
 )
 from localrt.planning.describe_pc import Hardware, planned_hardware, with_formats
@@ -43,14 +36,10 @@ from localrt.planning.forecast import (
     Change,
     Forecast,
     PlannedPicture,
-    PlannedPlace,
-    PlannedSize,
     PlanRequest,
 )
 from localrt.planning.machine import MachineProfile
-from localrt.planning.mix import MIX_FORMATS, LossTable, known_losses
 from localrt.planning.models import find_model, has_weights, hub_ref, known_model_of, shape_of
-from localrt.planning.predict import estimate
 from localrt.planning.recommending import (
     FILE,
     as_published,
@@ -61,15 +50,12 @@ from localrt.planning.recommending import (
     usual_offer,
 )
 from localrt.planning.report import explain, other_gpu_line, page
-from localrt.planning.verdict import Expected
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cpu.vision import NativeVision
 from localrt.quant.formats import FORMATS, pack
 from localrt.quant.ops.kv_formats import KvFormat
 
-_LEAST_BITS = 2.7  # all matrices in the smallest format
-_USUAL_BITS = 4.5
 _MANY_ROWS = 512  # rows of a vision encoder's products
 
 
@@ -157,13 +143,11 @@ def plan_model(
             picture = _picture(forecast, resolved)
         except LocalrtError as error:
             notes.append(f"pictures are refused: {error}")
-    changes, sizes = helpful_changes(forecast) if advise else (), tuple[PlannedSize, ...]()
+    changes = helpful_changes(forecast) if advise else ()
     if advise and offer is not None:
         changes += other_files(offer, file, forecast.request, forecast.tok_s)
-    elif advise and format is None:
-        sizes = other_sizes(forecast, path, settings)
     runs = weights or not looks_like_path(name)
-    if runs and (sizes or not weights):  # sizes in bits, or other files, replace changes of format
+    if runs and not weights:  # other files replace changes of format
         changes = tuple(each for each in changes if (each.option or ("",))[0] != "format")
     # The plan's ``load`` options, except those that describe another PC.
     here = not forecast.hypothetical
@@ -192,10 +176,6 @@ def plan_model(
         contexts=tuple(
             replace(each, command=command("chat", name, {**options, "ctx": each.tokens}))
             for each in (largest_contexts(forecast) if advise else ())
-        ),
-        sizes=tuple(
-            replace(each, command=command("quantize", name, {"bits": f"{each.bits:.1f}"}))
-            for each in sizes
         ),
     )
 
@@ -304,68 +284,3 @@ def _offer(
     except HubError:
         return None
     return offer if len(offer.sizes) > 1 and offer.config is not None else None
-
-
-# -- other sizes of the weights --------------------------------------------------------------------
-
-
-def other_sizes(plan: Forecast, path: Path, settings: Settings) -> tuple[PlannedSize, ...]:
-    """Return the current size of the model at ``path``, then smaller sizes that are faster: the
-    usual size, and the largest that fit in memory and in GPU memory.
-
-    Empty if its weights are already in the best place, or if it is a quantized copy.
-    """
-    best: PlannedPlace = "gpu" if plan.request.uses_gpu else "memory"
-    here, now = _place(plan.expected), estimate(plan.request)
-    if here == best or now is None:
-        return ()
-    table = None
-    try:
-        with closing(open_checkpoint(path)) as checkpoint:
-            if isinstance(checkpoint, StoreCheckpoint) and checkpoint.manifest.quantization:
-                return ()
-            table = known_losses(settings.data_dir / "losses", fingerprint(checkpoint))
-    except LocalrtError:  # a config without weights
-        pass
-    scale, bits = plan.tok_s / now.tok_s, layer_bits(plan.request.shape)
-    least = _LEAST_BITS if table is None else table.least_bits
-
-    def size(tenths: int) -> PlannedSize | None:
-        return _size(plan, tenths / 10, table, scale)
-
-    found: list[PlannedSize | None] = []
-    if bits > _USUAL_BITS + 0.2 >= least:
-        found.append(_size(plan, _USUAL_BITS, table, scale))
-    for place in ("memory", "gpu") if here == "streamed" else ("gpu",):
-        if place == "gpu" and best != "gpu":
-            continue
-        low, high = int(10 * least + 0.99), int(10 * bits)  # ``high`` does not fit
-        while low < high:
-            middle = (low + high) // 2
-            tried = size(middle)
-            reached = tried is not None and tried.place in (place, best)
-            low, high = (middle + 1, high) if reached else (low, middle)
-        tried = size(low - 1)
-        if tried is not None and tried.bits >= least and tried.place in (place, best):
-            found.append(tried)
-    sizes = [each for each in dict.fromkeys(found) if each is not None]
-    faster = [each for each in sizes if each.tok_s > LEAST_GAIN * plan.tok_s]
-    own = PlannedSize(bits, plan.weight_bytes, plan.tok_s, here, loss=0.0)
-    return (own, *faster) if faster else ()
-
-
-def _size(plan: Forecast, bits: float, table: LossTable | None, scale: float) -> PlannedSize | None:
-    format_ = min(MIX_FORMATS, key=lambda name: abs(FORMATS[name].bits_per_weight - bits))
-    shape = in_bits(plan.request.shape, bits, format_)
-    expected = estimate(replace(plan.request, shape=shape))
-    if expected is None:
-        return None
-    loss = None if table is None else table.loss(bits)
-    return PlannedSize(bits, shape.nbytes, scale * expected.tok_s, _place(expected), loss)
-
-
-def _place(expected: Expected) -> PlannedPlace:
-    """Return where the weights for a token are."""
-    if expected.read or expected.copied:
-        return "streamed"
-    return "gpu" if expected.whole_on_gpu else "memory"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from math import expm1
 
 from localrt.common.formatting import format_bytes, format_count, format_rate, format_seconds, table
 from localrt.offload.account import Budgets, Tier
@@ -18,7 +17,6 @@ from localrt.offload.shapes import ModelShape
 from localrt.planning.forecast import (
     Forecast,
     PlannedPicture,
-    PlannedSize,
     PlanRequest,
     placed_shape,
 )
@@ -34,7 +32,6 @@ _PLACES = {
     Where.RAM: "in RAM, computed by the CPU",
     Where.SSD: "on the SSD, read for each token, computed by the CPU",
 }
-_SIZE_PLACES = {"streamed": "streamed", "memory": "all in memory", "gpu": "all in GPU memory"}
 _RESOURCES: dict[Resource, str] = {"ssd": "disk", "link": "link", "cpu": "CPU", "gpu": "GPU"}
 _TABLES = {"inputs": "inputs of each layer", "ngrams": "table of hashed n-grams"}
 _KINDS = {
@@ -100,10 +97,6 @@ def _lines(plan: Forecast) -> Iterator[str]:
         yield "What would help most"
         for change in plan.changes:
             yield f"  {speed(change.tok_s):>9} ({change.gain:.2g}x)  {change.what}"
-    if plan.sizes:
-        yield ""
-        yield "Smaller weights"
-        yield from _sizes(plan)
     if plan.notes:
         yield ""
         yield "Notes"
@@ -262,26 +255,6 @@ def _prediction(plan: Forecast) -> Iterator[str]:
     )
 
 
-def _sizes(plan: Forecast) -> Iterator[str]:
-    as_they_are, *others = plan.sizes
-    for size in plan.sizes:
-        what = "as they are: nothing is lost"
-        if size is not as_they_are:
-            what = f"localrt quantize MODEL --bits {size.bits:.1f}: {_loss(size)}"
-        yield (
-            f"  {format_rate(size.tok_s):>6} tok/s  {size.bits:.1f} bits, "
-            f"{format_bytes(size.nbytes)}, {_SIZE_PLACES[size.place]}  ({what})"
-        )
-    if any(size.loss is None for size in others):
-        yield "  what is lost is measured when a model is first quantized to --bits"
-
-
-def _loss(size: PlannedSize) -> str:
-    if size.loss is None:
-        return "what is lost is unknown"
-    return f"loses {size.loss:.3f} nats a token, perplexity about {100 * expm1(size.loss):+.1f} %"
-
-
 def _long_passes(plan: Forecast) -> Iterator[str]:
     """Yield how passes of many rows are computed differently."""
     placement, shape = plan.placement, placed_shape(plan)
@@ -395,15 +368,10 @@ def _contexts(plan: Forecast) -> list[tuple[str, ...]]:
 
 
 def _gains(plan: Forecast) -> list[tuple[str, ...]]:
-    """Return rows for changes and smaller weights, the best first."""
-    gains = [(each.gain, each.tok_s, each.what, each.command) for each in plan.changes]
-    for size in plan.sizes[1:]:
-        what = f"weights of {size.bits:.1f} bits, {format_bytes(size.nbytes)}"
-        gains.append((size.tok_s / plan.tok_s, size.tok_s, what, size.command))
-    gains.sort(key=lambda each: each[0], reverse=True)
+    """Return rows for the best changes."""
     return [
-        (speed(tok_s), f"{gain:.1f}x", what, _shown(command, plan))
-        for gain, tok_s, what, command in gains[:_MOST_GAINS]
+        (speed(each.tok_s), f"{each.gain:.1f}x", each.what, _shown(each.command, plan))
+        for each in plan.changes[:_MOST_GAINS]
     ]
 
 

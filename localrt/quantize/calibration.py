@@ -2,7 +2,8 @@
 
 ``HiddenStates`` carries the text through the layers: ``observe`` measures the inputs of a layer,
 ``advance`` moves the states past it. Only hidden states, one layer and its statistics are in
-memory. It knows no formats and no files; a checkpoint supplies the weights.
+memory. It knows no formats and no files; a checkpoint supplies the weights. ``divergence`` measures
+how far the answers of a quantized model are from the original's.
 
 The calibration text comes from a file, a folder of files, or Python's installation.
 
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from localrt.common.errors import (
     CancelledError,
@@ -35,7 +37,7 @@ from localrt.models.config import DecoderConfig, Part
 from localrt.models.decoder import load_attention, load_norm, load_resident_mlp
 from localrt.models.layers.moe import ResidentExperts
 from localrt.models.layers.parts import Chain, PassState, Residual, SideBySide
-from localrt.models.tensor_source import EMBEDDING, HEAD, TensorSource
+from localrt.models.tensor_source import EMBEDDING, HEAD
 from localrt.models.tokenizers import load_tokenizer
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats.packed import Floats
@@ -100,8 +102,8 @@ def calibration_ops(threads: int | None = None) -> CalibrationOps:
         from localrt.quant.reference.calibration import CalibrationOps, calibration_format
     except ImportError as error:
         raise MissingExtraError(
-            f"gptq and mr-gptq, and a mix of formats, need torch and scipy: {install('quantize')}, "
-            f"or take one format with {option('method', 'rtn')}"
+            f"gptq and mr-gptq need torch and scipy: {install('quantize')}, "
+            f"or take {option('method', 'rtn')}"
         ) from error
     return CalibrationOps(compute_format=calibration_format(), threads=threads)
 
@@ -157,24 +159,20 @@ class HiddenStates:
 
         The keys are the first names of the groups of matrices that share an input.
         """
-        parts = self.load(checkpoint, layer)
+        parts = self._load(checkpoint, layer)
         with self.ops.scope():
             weights: dict[str, Tensor] = {}
             for part in parts:
                 weights |= cast("dict[str, Tensor]", part.matrices())
             self.ops.watch(weights.values())
-            self.through(parts, self.copied())
+            self._through(parts, [self.ops.copy(x) for x in self.hidden])
             return {name: self.ops.take_hessian(weight) for name, weight in weights.items()}
 
     def advance(self, checkpoint: Checkpoint, layer: int) -> None:
         """Move the states past the layer, with the weights of ``checkpoint``."""
-        self.hidden = self.through(self.load(checkpoint, layer), self.hidden)
+        self.hidden = self._through(self._load(checkpoint, layer), self.hidden)
 
-    def copied(self) -> list[Tensor]:
-        """Return a copy of the states, for ``through`` to overwrite."""
-        return list(map(self.ops.copy, self.hidden))
-
-    def load(self, checkpoint: TensorSource, layer: int) -> Layer:
+    def _load(self, checkpoint: Checkpoint, layer: int) -> Layer:
         """Load a layer's parts with the weights of ``checkpoint``."""
         with self.ops.scope():
             weights, parts = (
@@ -192,7 +190,7 @@ class HiddenStates:
                 )
             return parts
 
-    def through(self, parts: Layer, hidden: Sequence[Tensor]) -> list[Tensor]:
+    def _through(self, parts: Layer, hidden: Sequence[Tensor]) -> list[Tensor]:
         """Run ``parts`` on the states ``hidden``, which are overwritten, and return the results."""
         behind: list[Tensor] = []
         with self.ops.scope():
@@ -286,6 +284,64 @@ class Calibration:
     def _check(self) -> None:
         if self._cancel is not None and self._cancel.is_set():
             raise CancelledError("cancelled")
+
+
+def divergence(
+    source: Checkpoint, store: Checkpoint, one: HiddenStates, other: HiddenStates
+) -> float:
+    """Mean divergence of ``store``'s next tokens from ``source``'s, in nats per position.
+
+    ``one`` and ``other`` are the hidden states of source and store after the last layer.
+    """
+    answer = _Divergence()
+    for own, changed in zip(one.heads(source), other.heads(store), strict=True):
+        answer.add(own(one.hidden), changed(other.hidden))
+    return answer.mean
+
+
+class _Divergence:
+    """The divergence of logits b from logits a, which come in parts of the vocabulary.
+
+    Subtracting the largest logit so far keeps exponentials in range.
+    """
+
+    def __init__(self) -> None:
+        self._a, self._b = _Exponentials(), _Exponentials()
+        self._apart: npt.NDArray[np.float64] | float = 0.0  # sums of exp(a) (a - b)
+
+    def add(self, a: Floats, b: Floats) -> None:
+        """Add a part (rows, n) of both logits."""
+        weight, shrunk = self._a.add(a)
+        self._apart = self._apart * shrunk + np.einsum("rc,rc->r", weight, a - b, dtype=np.float64)
+        self._b.add(b)
+
+    @property
+    def mean(self) -> float:
+        """The mean over rows, in nats."""
+        rows = self._apart / self._a.sums - self._a.logarithm + self._b.logarithm
+        return max(0.0, float(rows.mean()))
+
+
+class _Exponentials:
+    """Each row's sum of exp(x - largest), computed part by part."""
+
+    def __init__(self) -> None:
+        self._largest: npt.NDArray[np.float64] | float = -np.inf
+        self.sums: npt.NDArray[np.float64] | float = 0.0
+
+    def add(self, x: Floats) -> tuple[Floats, npt.NDArray[np.float64]]:
+        """Return exp(x - largest), and the factor by which earlier sums shrink."""
+        largest = np.maximum(self._largest, x.max(axis=1))
+        shrunk = np.exp(self._largest - largest)
+        powers: Floats = np.exp(x - largest[:, None])
+        self.sums = self.sums * shrunk + powers.sum(axis=1, dtype=np.float64)
+        self._largest = largest
+        return powers, shrunk
+
+    @property
+    def logarithm(self) -> npt.NDArray[np.float64]:
+        """The logarithm of each row's sum of exp(x)."""
+        return self._largest + np.log(self.sums)
 
 
 def _bos(source: Checkpoint) -> int | None:

@@ -10,7 +10,7 @@ alone by every method.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -62,11 +62,6 @@ def folded_rotation(config: DecoderConfig, infos: Mapping[str, TensorInfo]) -> i
     return size if size and all(spec.head_dim % size == 0 for spec in config.attending) else 0
 
 
-def common_names(names: Iterable[str]) -> tuple[str, ...]:
-    """The names, with ``*`` for an expert's number and without duplicates."""
-    return tuple(dict.fromkeys(_EXPERT.sub("*", name) for name in names))
-
-
 class LayerQuantizer:
     """Quantizes tensors of ``source`` to the formats of ``infos`` in pieces, by ``method``.
 
@@ -85,7 +80,6 @@ class LayerQuantizer:
     ) -> None:
         self.source = source
         self._attention = () if config is None else config.attention
-        self.layers = len(self._attention)
         self._names = names = LayerNames() if config is None else config.names
         self.infos = infos
         self._method = method
@@ -119,7 +113,7 @@ class LayerQuantizer:
             return
         scale = self._shared_scale(name)
         yield from tiled_pieces(
-            (self._round(name, values, scale) for values in self.rows(name)), self._tiler
+            (self._round(name, values, scale) for values in self._rows(name)), self._tiler
         )
 
     def calibrated(self, layer: int, hessians: Mapping[str, Floats]) -> Pieces:
@@ -150,29 +144,6 @@ class LayerQuantizer:
 
         return pieces
 
-    def groups(self, layer: int) -> dict[str, list[str]]:
-        """The layer's matrices to quantize, in groups that get one format each.
-
-        The keys are the stems by which ``calibrated`` finds H of the group's inputs.
-        """
-        prefix = f"model.layers.{layer}."
-        experts = [[stem.format("*") for stem in group] for group in self._expert_groups]
-        first_of = {stem: group[0] for group in (*self._groups, *experts) for stem in group}
-        found: dict[str, list[str]] = {}
-        for name, info in self.infos.items():
-            if name.startswith(prefix) and len(info.shape) == 2 and not name.endswith(ROUTERS):
-                (common,) = common_names([name])
-                stem = common.removeprefix(prefix).removesuffix(".weight")
-                found.setdefault(first_of.get(stem, stem), []).append(name)
-        return found
-
-    def rows(self, name: str) -> Iterator[Floats]:
-        """Yield a matrix's values, a few rows at a time."""
-        for block in self.source.blocks(name):
-            for values in restored_rows(block):
-                require_finite(values, name)
-                yield values
-
     # -- parts -----------------------------------------------------------------------------------
 
     def _quantize(
@@ -180,7 +151,7 @@ class LayerQuantizer:
     ) -> dict[str, Quantized]:
         """Quantize a group's matrices as one, and return them by name."""
         names = [f"model.layers.{layer}.{stem}.weight" for stem in group]
-        values = np.concatenate([rows for name in names for rows in self.rows(name)])
+        values = np.concatenate([rows for name in names for rows in self._rows(name)])
         format_ = self.infos[names[0]].format
         is_out = self._folded > 0 and group == (self._names.out,)
         if self._folded and group == self._names.qkv:
@@ -214,6 +185,13 @@ class LayerQuantizer:
             found[name] = Quantized(rows, hadamard)
             start = stop
         return found
+
+    def _rows(self, name: str) -> Iterator[Floats]:
+        """Yield a matrix's values, a few rows at a time."""
+        for block in self.source.blocks(name):
+            for values in restored_rows(block):
+                require_finite(values, name)
+                yield values
 
     def _vector(self, name: str, prefix: str) -> Iterator[WeightBlock]:
         """Yield a norm or bias unchanged; only the bias of a rotated v is rotated too."""
@@ -252,7 +230,7 @@ class LayerQuantizer:
             ),
             [name],
         )
-        rows = (values for other in group if other in self.infos for values in self.rows(other))
+        rows = (values for other in group if other in self.infos for values in self._rows(other))
         return codec.tensor_scale(max(float(np.abs(values).max(initial=0)) for values in rows))
 
     def _value_rows(self, layer: int) -> int:

@@ -29,9 +29,8 @@ from localrt.models.units import Unit, list_encoder_units, list_units
 from localrt.offload.store import StoreWriter
 from localrt.offload.store.pack import describe_source, main_format, stored_infos, text_files
 from localrt.offload.store.writer import FilePlan, plan_files
-from localrt.planning.mix import MIX_FORMATS, MIX_METHOD, LossTable
 from localrt.quant.cpu.scales import fast_search
-from localrt.quant.formats import CODECS, FORMATS, Format
+from localrt.quant.formats import CODECS, Format
 from localrt.quant.methods import (
     METHODS,
     ScaleSearch,
@@ -39,9 +38,8 @@ from localrt.quant.methods import (
     fitting_format,
     quantized_format,
 )
-from localrt.quantize.calibration import Calibration, calibration_ops
-from localrt.quantize.layer import ROUTERS, LayerQuantizer, common_names, folded_rotation
-from localrt.quantize.losses import TRIAL_FORMAT, divergence, model_losses
+from localrt.quantize.calibration import Calibration, calibration_ops, divergence
+from localrt.quantize.layer import ROUTERS, LayerQuantizer, folded_rotation
 from localrt.quantize.vision import StoredEncoder
 
 CALIBRATION_TOKENS = 16_384
@@ -59,9 +57,7 @@ class Recipe:
     """How to quantize a model's matrices. The same recipe and source give the same bytes.
 
     Attributes:
-        format: the layers' format: ``"int4-g32"``, ``"mxfp4"``, ``"bf16"``, ...; None: a mix.
-        bits: bits per weight of the layers in a mix: each group of matrices gets one of
-            ``MIX_FORMATS``, for the least loss.
+        format: the layers' format: ``"int4-g32"``, ``"mxfp4"``, ``"bf16"``, ...
         method: ``"rtn"``, ``"gptq"`` or ``"mr-gptq"``; None takes the best one for the format.
         calibration: token ids of a text, for every method but rtn.
         calibration_tokens: how many of them to use, in windows of 512.
@@ -69,13 +65,12 @@ class Recipe:
         head_format: format of embedding and head; None keeps the source's up to ``HEAD_BITS``.
     """
 
-    format: str | None
+    format: str
     method: str | None = None
     calibration: Sequence[int] | None = None
     calibration_tokens: int = CALIBRATION_TOKENS
     seed: int = 0
     head_format: str | None = None
-    bits: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +113,6 @@ def quantize_model(
     name: str | None = None,
     revision: str | None = None,
     threads: int | None = None,
-    losses: Path | None = None,
     projectors: Sequence[Path] = (),
     progress: ProgressCallback | None = None,
     cancel: threading.Event | None = None,
@@ -133,24 +127,20 @@ def quantize_model(
         recipe: formats, method and text.
         name, revision: name and revision of the source in the manifest.
         threads: CPU threads of the calibration passes and of the search for scales.
-        losses: folder of saved loss tables, for mixes of other sizes and for plans.
         projectors: the model's vision encoders in other folders.
         progress: called with ``Progress`` of the stage ``"quantize"``, in bytes, or if it is
-            calibrated, in steps of about equal time; for a mix, first of the stage ``"losses"``, in
-            layers.
+            calibrated, in steps of about equal time.
         cancel: set it from another thread to stop with ``CancelledError``.
 
     Raises:
-        OptionError: an unknown format or method, too few bits, too little text, or ``out``
-            exists.
+        OptionError: an unknown format or method, too little text, or ``out`` exists.
         CheckpointError: the model is damaged, or a named tensor holds NaN or infinity.
         UnsupportedModelError: an architecture or weights that localrt does not know.
         MissingExtraError: calibration needs torch.
         StorageError: the disk is full or fails.
         CancelledError: ``cancel`` was set.
     """
-    target = None if recipe.format is None else quantized_format(recipe.format)
-    method = method_of(recipe)
+    target, method = quantized_format(recipe.format), method_of(recipe)
     search = fast_search(threads)
 
     steps = 0  # the finished layers; the last step measures what was lost
@@ -172,10 +162,6 @@ def quantize_model(
         require_readable(source)
         config = None if read_encoder_config(source) else read_config(source)
 
-        def show_layers(done: int) -> None:
-            if progress is not None and config is not None:
-                progress(Progress("losses", done, config.layers, "layers"))
-
         calibration: Calibration | None = None
         if method != "rtn":
             if config is None:
@@ -189,14 +175,7 @@ def quantize_model(
                 seed=recipe.seed,
                 cancel=cancel,
             )
-        table = None
-        if target is not None:
-            formats = _formats(source.tensors, target, recipe.head_format)
-        else:
-            assert calibration is not None, "a mix is calibrated"
-            trial = _formats(source.tensors, CODECS[TRIAL_FORMAT].format, None)
-            table = model_losses(calibration, trial, search, folder=losses, report=show_layers)
-            formats = _mixed(source.tensors, table, recipe)
+        formats = _formats(source.tensors, target, recipe.head_format)
         infos = stored_infos(source.tensors, formats)
         units = list_encoder_units(infos) if config is None else list_units(infos, config)
         rotated = folded_rotation(config, infos) if config and method == "mr-gptq" else 0
@@ -207,7 +186,7 @@ def quantize_model(
             format=main_format(units, infos),
             exactness="approximate",
             quantization=Quantization(
-                format=_name(recipe),
+                format=recipe.format,
                 head_format=recipe.head_format,
                 method=method,
                 seed=recipe.seed,
@@ -253,14 +232,11 @@ def quantize_model(
             if calibration is not None:
                 loss = _loss(writer, calibration)
             path = writer.finish(loss)
-        if table is not None and losses is not None and loss is not None:
-            said = table.nats(table.choose(recipe.bits or 0))
-            replace(table, scale=loss / said if said else 1.0).save(losses)
         matrices = [info for info in infos.values() if len(info.shape) == 2]
         changed = [info for info in _of_layers(matrices) if not info.name.endswith(_KEPT)]
         return QuantizeReport(
             path=path,
-            format=_name(recipe),
+            format=recipe.format,
             method=method,
             head_format=infos[HEAD if config and not config.tied_head else EMBEDDING].format.name,
             nbytes=writer.nbytes,
@@ -268,11 +244,7 @@ def quantize_model(
             bits_per_weight=_bits_per_weight(matrices),
             layer_bits_per_weight=_bits_per_weight(_of_layers(matrices)),
             calibration_tokens=0 if calibration is None else calibration.tokens,
-            fallbacks={
-                info.name: info.format.name
-                for info in changed
-                if target is not None and info.format != target
-            },
+            fallbacks={info.name: info.format.name for info in changed if info.format != target},
             formats=dict(Counter(info.format.name for info in changed)),
             loss=loss,
             vision_bytes=encoder.nbytes,
@@ -294,20 +266,6 @@ def _prediction_block(
         opened.pop_all()
         return LayerQuantizer(block, decoder, infos, search)
     return None
-
-
-def _mixed(
-    tensors: Mapping[str, TensorInfo], table: LossTable, recipe: Recipe
-) -> dict[str, Format]:
-    """Choose the format of every matrix in a mix of ``recipe.bits``."""
-    assert recipe.bits is not None, "checked with the recipe"
-    formats = _formats(tensors, CODECS[MIX_FORMATS[-1]].format, recipe.head_format)
-    chosen = zip(table.groups, table.choose(recipe.bits), strict=True)
-    of_name = {name: FORMATS[format_] for group, format_ in chosen for name in group.tensors}
-    for name in formats:
-        (common,) = common_names([name])
-        formats[name] = of_name.get(common, formats[name])
-    return formats
 
 
 def _write_calibrated_layers(
@@ -351,41 +309,16 @@ def _loss(writer: StoreWriter, calibration: Calibration) -> float:
         return round(divergence(calibration.source, store, own, changed), 6)
 
 
-def _name(recipe: Recipe) -> str:
-    """The recipe's name for messages: ``"int4-g32"`` or ``"3.5 bits"``."""
-    return recipe.format or f"{recipe.bits:g} bits"
-
-
 def method_of(recipe: Recipe) -> str:
     """The method that quantizes by ``recipe``.
 
     Raises:
-        OptionError: formats, bits, method and text cannot be combined, or one is unknown.
+        OptionError: format, method and text cannot be combined, or one is unknown.
     """
-    target = None if recipe.format is None else quantized_format(recipe.format)
+    target = quantized_format(recipe.format)
     if recipe.head_format is not None:
         quantized_format(recipe.head_format)
     method, calibrated = recipe.method, recipe.calibration is not None
-    if (target is None) == (recipe.bits is None):
-        raise OptionError(f"give either {option('format')} or {option('bits')}")
-    if target is None:
-        assert recipe.bits is not None, "given if there is no format"
-        ends = MIX_FORMATS[0], MIX_FORMATS[-1]
-        least, most = (CODECS[name].format.bits_per_weight for name in ends)
-        if not least <= recipe.bits <= most:
-            raise OptionError(
-                f"{option('bits')} must be from {least:g} to {most:g}, is {recipe.bits:g}"
-            )
-        if method not in (None, MIX_METHOD):
-            raise OptionError(
-                f"a mix is quantized by {MIX_METHOD}: leave {option('method')} out, or take one "
-                f"{option('format')}"
-            )
-        if not calibrated:
-            raise OptionError(
-                f"{option('bits')} need a calibration text: give {option('calibration')}"
-            )
-        return MIX_METHOD
     if method is None:
         return default_method(target, calibrated=calibrated)
     if method not in METHODS:

@@ -45,10 +45,6 @@ class CalibrationOps(TorchOps):
         """An array of its own: a block may overwrite the one that it gets."""
         return x.clone()
 
-    def distance(self, one: Tensor, other: Tensor) -> float:
-        """The sum of the squared differences."""
-        return float((one.float() - other.float()).square().sum())
-
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """The product; inputs of a watched weight are counted."""
         watched = self._sums.get(id(weight))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -95,25 +94,6 @@ def test_json_tells_everything(
 
 
 @needs_torch
-def test_a_mix_has_the_bits_that_were_asked_for(
-    model: Path, home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert quantize(model, "--bits", "5.5", "--calibration-tokens", "1024") == 0
-    out = capsys.readouterr().out
-    assert str(home / "stores/tiny-5.5bit") in out
-    assert "in 5.5 bits (gptq)" in out
-    assert re.search(r"\d+ in int6-g32, \d+ in iq4_nl", out)
-    assert re.search(r"next tokens diverge from \S+ by \d\.\d+ nats \(perplexity about \+", out)
-    line = refused(capsys, 2, model, "--bits", "2.7", "--calibration-tokens", "1024")
-    assert "the smallest mix has 4.50" in line
-    assert "bits must be from 2" in refused(capsys, 2, model, "--bits", "40")
-    for both_or_none in (["--bits", "4", "--format", "q3_k"], []):
-        with pytest.raises(SystemExit) as caught:
-            quantize(model, *both_or_none)
-        assert caught.value.code == 2
-
-
-@needs_torch
 def test_without_a_text_it_calibrates_on_what_python_brings(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -171,8 +151,8 @@ def test_bad_usage_is_status_2(
     assert "method must be one of rtn, gptq, mr-gptq, is 'awq'" in line
     line = refused(capsys, 2, model, "--format", "nf4", "--head-format", "q4_k")
     assert "is 'q4_k'" in line
-    for wrong in (["--bits", "40"], ["--format", "nf4", "--head-format", "q4_k"]):
-        refused(capsys, 2, "org/not-here", *wrong)  # before anything is downloaded
+    wrong = ("--format", "nf4", "--head-format", "q4_k")
+    refused(capsys, 2, "org/not-here", *wrong)  # before anything is downloaded
     line = refused(capsys, 2, model, "--format", "nf4", "--calibration", tmp_path / "no.txt")
     assert "no.txt does not exist" in line
     short = tmp_path / "short.txt"

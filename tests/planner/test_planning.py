@@ -12,14 +12,10 @@ import pytest
 import localrt
 from localrt.common.settings import Settings
 from localrt.offload import hardware
-from localrt.offload.store.pack import fingerprint
-from localrt.planning import plan
 from localrt.planning.describe_pc import Hardware, with_gpu
-from localrt.planning.mix import GroupLoss, LossTable
 from localrt.quant.cuda.gpu_cache import GpuCache
 from tests.cli.test_plan import config_folder
 from tests.planner.models import RATE, machine
-from tests.store.synthetic import SyntheticCheckpoint
 
 pytestmark = pytest.mark.usefixtures("quiet_machine")
 
@@ -172,42 +168,3 @@ def test_known_repository_offline(
 def test_unknown_repository_offline() -> None:
     with pytest.raises(localrt.ModelNotFoundError, match="localrt pull org/none:Q4_K_M"):
         localrt.plan("org/none:Q4_K_M", offline=True)
-
-
-def test_smaller_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = config_folder(tmp_path, "qwen2.5-coder-1.5b")  # as if in four and a half bits
-    for place, options in (
-        ("memory", {"ram": "900MB"}),
-        ("gpu", {"ram": "3GB", "gpu": "virtual:0.9GB@12GB/s,256GB/s,20TFLOPS"}),
-    ):
-        found = localrt.plan(folder, **options)  # type: ignore[arg-type]
-        as_they_are, *_, smaller = found.sizes
-        assert (as_they_are.tok_s, as_they_are.loss) == (found.tok_s, 0)
-        assert as_they_are.place != place
-        assert as_they_are.bits == pytest.approx(4.5, abs=0.1)
-        assert (smaller.place, smaller.loss) == (place, None)
-        assert smaller.bits < 4.5
-        assert as_they_are.tok_s < smaller.tok_s
-        assert "what is lost is unknown" in found.details
-        assert f"localrt quantize MODEL --bits {smaller.bits:.1f}" in found.details
-        assert f"weights of {smaller.bits:.1f} bits" in found.report
-        assert found.to_dict()["sizes"][-1]["place"] == place
-    assert not localrt.plan(folder, ram="64GB").sizes
-
-    model = SyntheticCheckpoint(tmp_path)
-    monkeypatch.setattr(plan, "open_checkpoint", lambda path: model)
-    groups = (GroupLoss(("all",), 1000, {"q2_k": 0.5, "q3_k": 0.2, "iq4_nl": 0.1}),)
-    settings = localrt.Settings.from_environment()
-    LossTable(fingerprint(model), "text", 1024, groups, 0.5).save(settings.data_dir / "losses")
-    found = localrt.plan(folder, ram="900MB")
-    assert [size.loss for size in found.sizes] == [0, 0.25]
-    assert "loses 0.250 nats a token, perplexity about +28.4 %" in found.details
-    # Much larger ones may be streamed in four and a half bits too.
-    wide = localrt.plan(folder, ram="900MB", format="bf16", advise=False)
-    three = plan.other_sizes(wide, folder, settings)
-    assert [(round(size.bits, 1), size.place, size.loss) for size in three[:2]] == [
-        (16, "streamed", 0),
-        (4.5, "streamed", 0.05),
-    ]
-    assert three[2].place == "memory"
-    assert three[0].tok_s < three[1].tok_s < three[2].tok_s

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from localrt.common.errors import (
     CancelledError,
@@ -299,6 +300,31 @@ def test_progress(folders: Mapping[str, Path], tmp_path: Path) -> None:
     steps.clear()
     report = run(folders["llama"], tmp_path / "r", method="rtn", progress=steps.append)
     assert steps[-1].done == steps[-1].total == report.nbytes
+
+
+def test_loss(tmp_path: Path) -> None:
+    """The loss in the report and the manifest is what a naive comparison of logits finds."""
+    text = [token % 250 for token in tokens(512 * 8, seed=9)]
+    model = SyntheticCheckpoint(tmp_path, hidden=256, inner=512, formats={"proj": "f32"})
+    options = {"calibration": text, "calibration_tokens": 512 * 3}
+    report = run(model, tmp_path / "s", "q3_k", method="gptq", **options)
+    assert report.formats == {"q3_k": 14}
+    assert not torch.is_inference_mode_enabled()  # the caller's thread is as it was
+    _, others = calibration_windows(text, length=512, count=3)
+    with closing(stored(tmp_path / "s")) as store:
+        assert store.manifest.quantization is not None
+        assert store.manifest.quantization.loss == report.loss
+        a, b = (logarithms(checkpoint, others) for checkpoint in (model, store))
+    assert report.loss == pytest.approx((np.exp(a) * (a - b)).sum(1).mean(), rel=0.05)
+
+
+def logarithms(checkpoint: Any, windows: list[list[int]]) -> np.ndarray:
+    """Logarithms of the probabilities at every fourth position, float64."""
+    decoder = load_decoder(checkpoint, TorchOps(compute_format="f32"), read_config(checkpoint))
+    found = [decoder.forward(Batch.extend([(decoder.cache(512), each)])) for each in windows]
+    x = np.concatenate([each[3::4] for each in found]).astype(np.float64)
+    x -= x.max(1, keepdims=True)
+    return x - np.log(np.exp(x).sum(1, keepdims=True))
 
 
 class Poisoned(SyntheticCheckpoint):

@@ -19,9 +19,13 @@ from hypothesis import strategies as st
 
 from localrt.common.errors import CheckpointError, LocalrtError, UnsupportedModelError
 from localrt.models.checkpoints import StoreCheckpoint, open_checkpoint
+from localrt.models.checkpoints.store.manifest import Quantization
+from localrt.models.registry import load_decoder, read_config
 from localrt.models.weight_files import MANIFEST_NAME, PARTIAL_NAME
 from localrt.offload.store import pack_store
 from localrt.quant.formats.tiled import TiledTensor, tile_tensor
+from localrt.quant.ops.protocol import Batch
+from localrt.quant.reference.ops import TorchOps
 from tests.store.synthetic import SyntheticCheckpoint
 
 
@@ -82,6 +86,29 @@ def test_flipped_text(packed: Path, store: Path, name: str) -> None:
         with suppress(LocalrtError), closing(StoreCheckpoint(store)) as checkpoint:
             assert name == "manifest.json"
             assert checkpoint.manifest == wanted
+
+
+def test_mix_of_formats(tmp_path: Path) -> None:
+    """Version 0.1.0 quantized to an average of bits: each matrix in a format of its own."""
+    formats = ("q2_k", "q3_k", "iq4_nl", "int6-g32")
+    names = ("layers.0.mlp.up_proj", "layers.0.mlp.down_proj", "layers.1.mlp.up_proj", "o_proj")
+    chosen = dict(zip(names, formats, strict=True))
+    source = SyntheticCheckpoint(tmp_path, hidden=256, inner=256, formats=chosen)
+    assert {info.format.name for info in source.tensors.values()} > set(formats)
+    folder = pack_store(source, tmp_path / "store", tiler=tile_tensor)
+    quantized = {"format": "3.5 bits", "head_format": None, "method": "gptq", "loss": 0.1}
+    edit_manifest(folder, quantization=quantized, crc32=None)
+    with closing(open_checkpoint(folder)) as store:
+        assert isinstance(store, StoreCheckpoint)
+        assert store.manifest.quantization == Quantization(**quantized)
+        decoders = [
+            load_decoder(each, TorchOps(compute_format="f32"), read_config(each))
+            for each in (source, store)
+        ]
+        for name, info in source.tensors.items():
+            assert store.tensors[name].format == info.format
+    logits = [each.forward(Batch.extend([(each.cache(8), list(range(8)))])) for each in decoders]
+    np.testing.assert_array_equal(*logits)
 
 
 def test_leftover_of_writing(store: Path) -> None:
