@@ -33,6 +33,7 @@ from localrt.common.option_names import option
 from localrt.models.tokenizers.base import Tokenizer, end_ids
 
 _ASK = [{"role": "user", "content": "zq ask"}]
+_END = re.compile(r"(?i)end.?of|(?<![a-z])eo[ts]")  # of a turn, a text, a sequence
 _THOUGHT, _SAID = "Zthought zq¶", "Zsaid zq"
 _ANSWER = {"role": "assistant", "content": _SAID}
 _THOUGHTS = dict.fromkeys(THOUGHT_FIELDS, _THOUGHT)
@@ -161,14 +162,19 @@ def find_syntax(template: MessageTemplate, frame: AnswerFrame = USUAL_FRAME) -> 
 
 
 def turn_ends(template: MessageTemplate, tokenizer: Tokenizer) -> set[int]:
-    """The special tokens known as ends that ``template`` writes after an assistant's answer."""
+    """The special tokens named as ends that ``template`` writes after an assistant's answer."""
     try:
         text = template.render([*_ASK, _ANSWER], add_generation_prompt=False)
     except TemplateError:
         return set()
     special, (_, found, behind) = tokenizer.special_ids, text.rpartition(_SAID)
-    known = end_ids(tokenizer.token_id, special.__contains__) & special if found else ()
-    return {token for token in known if behind.lstrip().startswith(tokenizer.token_text(token))}
+    known = end_ids(tokenizer.token_id, special.__contains__)
+    names = {token: tokenizer.token_text(token) for token in special if found}
+    return {
+        token
+        for token, name in names.items()
+        if name and behind.lstrip().startswith(name) and (token in known or _END.search(name))
+    }
 
 
 def _prompt(template: MessageTemplate, **variables: Any) -> str | None:

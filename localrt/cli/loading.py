@@ -29,6 +29,8 @@ if TYPE_CHECKING:  # imported when a server is asked
     from localrt.client.answer import ListedModel
     from localrt.client.servers import LocalServer
 
+_MOST_BASE_TOKENS = 512
+
 
 def load(name: str, options: dict[str, Any]) -> localrt.Model:
     """Call ``localrt.load`` with a progress line."""
@@ -63,6 +65,23 @@ def load_chat_model(args: argparse.Namespace) -> ChatModel:
     model = connect_endpoint(args)
     _print_notes(model)
     return model
+
+
+def limit_base(model: ChatModel, options: dict[str, Any]) -> int:
+    """Set a limit for a model without a chat template: a base model seldom ends by itself.
+
+    Returns it, or 0 if there is none.
+    """
+    if model.info.has_chat_template or {**model.defaults, **options}.get("max_tokens") is not None:
+        return 0
+    options["max_tokens"] = _MOST_BASE_TOKENS
+    return _MOST_BASE_TOKENS
+
+
+def cut_base(limit: int) -> str:
+    """Say that an answer was cut at the limit of ``limit_base``."""
+    why = "a model without a chat template seldom ends by itself; --max-tokens N changes it"
+    return f"cut off after {limit} tokens: {why}"
 
 
 def _print_notes(model: ChatModel) -> None:

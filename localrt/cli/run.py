@@ -12,11 +12,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
 
-from localrt.chat import ChatModel, ChatSession
+from localrt.chat import ChatSession
 from localrt.cli.help import Examples, ProgressLine
-from localrt.cli.loading import choose_model, load_chat_model, load_model
+from localrt.cli.loading import choose_model, cut_base, limit_base, load_chat_model, load_model
 from localrt.cli.options import (
     EMBEDDING_HELP,
     Flag,
@@ -65,7 +64,6 @@ _BATCH_HELP = (
 _SUFFIX_HELP = (
     "fill in what comes between the prompt and TEXT, with a model that can (default: none)"
 )
-_MOST_BASE_TOKENS = 512
 _FLAGS: tuple[Flag, ...] = (
     ("--batch", str, "FILE", _BATCH_HELP),
     ("--batch-size", int, "N", "prompts at a time (default: as many as memory holds)"),
@@ -169,11 +167,11 @@ def answer(
         raise OptionError("--embedding-model searches files: give --file PATH, too")
     if getattr(args, "raw", False):
         with load_model(args) as model:
-            _limit(model, options)
+            limit = limit_base(model, options)
             stream = model.stream(prompt, raw=True, suffix=args.suffix, **options)
-            return _print(args, model.name, stream)
+            return _print(args, model.name, stream, limit)
     with closing(load_chat_model(args)) as chatting:
-        _limit(chatting, options)
+        limit = limit_base(chatting, options)
         resume = getattr(args, "resume", False)
         if resume and (remember is None or not remember.is_file()):
             raise OptionError("there is no earlier run to continue: leave out --continue")
@@ -198,7 +196,7 @@ def answer(
                     raise
             for note in chat.file_notes:
                 print(f"localrt: {note}", file=sys.stderr)
-            return _print(args, chatting.name, stream)
+            return _print(args, chatting.name, stream, limit)
         finally:
             if remember is not None and chat.messages:
                 _remember(chat, remember, given)
@@ -207,13 +205,7 @@ def answer(
                         chat.park()
 
 
-def _limit(model: ChatModel, options: dict[str, Any]) -> None:
-    """Set a limit for a model without a chat template: a base model seldom ends by itself."""
-    if not model.info.has_chat_template and {**model.defaults, **options}.get("max_tokens") is None:
-        options["max_tokens"] = _MOST_BASE_TOKENS
-
-
-def _print(args: argparse.Namespace, name: str, stream: Iterator[Chunk]) -> int:
+def _print(args: argparse.Namespace, name: str, stream: Iterator[Chunk], limit: int) -> int:
     out = sys.stdout
     if hasattr(out, "reconfigure"):
         out.reconfigure(errors="replace")
@@ -242,10 +234,8 @@ def _print(args: argparse.Namespace, name: str, stream: Iterator[Chunk]) -> int:
             "metrics": last.metrics.to_dict(),
         }
         print(json.dumps(record, ensure_ascii=False))
-    tokens = last.metrics.completion_tokens if last.finish_reason == "length" else 0
-    if args.max_tokens is None and tokens == _MOST_BASE_TOKENS:
-        why = "a model without a chat template seldom ends by itself; --max-tokens N changes it"
-        print(f"localrt: cut off after {tokens} tokens: {why}", file=sys.stderr)
+    if last.finish_reason == "length" and last.metrics.completion_tokens == limit:
+        print(f"localrt: {cut_base(limit)}", file=sys.stderr)
     if args.stats:
         print(_stats(last.metrics), file=sys.stderr)
     return 0

@@ -19,7 +19,7 @@ from typing import Any
 
 import localrt
 from localrt.cli.help import StatusLine
-from localrt.cli.loading import load_model
+from localrt.cli.loading import cut_base, limit_base, load_model
 from localrt.cli.options import constraint_options, sampling_options
 from localrt.common.errors import OptionError
 from localrt.common.files import decoded, parse_json, read_stream, read_text, text_lines
@@ -146,7 +146,9 @@ def _print(args: argparse.Namespace, model: localrt.Model, prompts: Sequence[Bat
     out = sys.stdout
     if hasattr(out, "reconfigure"):
         out.reconfigure(errors="replace")
-    started, failed, tokens = time.perf_counter(), 0, 0
+    started, failed, tokens, cut = time.perf_counter(), 0, 0, 0
+    options = {**sampling_options(args), **constraint_options(args)}
+    limit = limit_base(model, options)
     # Where answers appear as they come, a line between them would only flicker.
     line = StatusLine(live=sys.stderr.isatty() and not out.isatty())
     stream = model.stream_batch(
@@ -155,8 +157,7 @@ def _print(args: argparse.Namespace, model: localrt.Model, prompts: Sequence[Bat
         batch_size=args.batch_size,
         errors="return",
         on_progress=lambda step: line.show(f"{step.done} of {step.total} prompts, {step.detail}"),
-        **sampling_options(args),
-        **constraint_options(args),
+        **options,
     )
     for prompt, answer in zip(prompts, _in_order(stream), strict=True):
         line.close()
@@ -174,6 +175,7 @@ def _print(args: argparse.Namespace, model: localrt.Model, prompts: Sequence[Bat
             failed += 1
         else:
             tokens += len(answer.token_ids)
+            cut += answer.finish_reason == "length" and len(answer.token_ids) == limit
     line.close()
     if args.stats:
         seconds = time.perf_counter() - started
@@ -183,6 +185,8 @@ def _print(args: argparse.Namespace, model: localrt.Model, prompts: Sequence[Bat
             f"{answers}, {tokens} tokens in {format_seconds(seconds)}, {rate} tok/s",
             file=sys.stderr,
         )
+    if cut:
+        print(f"localrt: {cut} of {len(prompts)} answers {cut_base(limit)}", file=sys.stderr)
     if failed:
         print(f"localrt: {failed} of {len(prompts)} prompts failed", file=sys.stderr)
     return 1 if failed else 0

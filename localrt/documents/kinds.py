@@ -31,11 +31,12 @@ _KINDS = {
     ".rtf": ("web", "read_rich_text", "application/rtf", "text/rtf"),
     ".odt": ("web", "read_text", f"{_OPEN}.text"),
     ".html": ("web", "read_web", "text/html", "application/xhtml+xml"),
+    ".mhtml": ("web", "read_saved_page", "multipart/related", "application/x-mimearchive"),
     ".epub": ("web", "read_book", "application/epub+zip"),
     ".eml": ("web", "read_mail", "message/rfc822"),
     ".ipynb": ("web", "read_notebook", "application/x-ipynb+json"),
 }
-_ALSO = {".htm": ".html", ".xhtml": ".html", ".xlsm": ".xlsx", ".xlsb": ".xlsx"}
+_ALSO = {".htm": ".html", ".xhtml": ".html", ".mht": ".mhtml", ".xlsm": ".xlsx", ".xlsb": ".xlsx"}
 _TYPES = {name: suffix for suffix, (_, _, *names) in _KINDS.items() for name in names}
 # Kinds that are not read, and what to save them as.
 _SAVE_AS = {

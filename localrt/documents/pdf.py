@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import io
+import math
 import re
 import threading
 from collections import Counter
@@ -134,6 +135,11 @@ def _lines(found: Any, values: list[tuple[_Box, str]]) -> str:
     boxes: list[tuple[_Box, str]] = [(each, found.get_text_bounded(*each)) for each in rects]
     # Some appearances, of check boxes say, are up to the viewer.
     boxes += (each for each in values if not found.get_text_bounded(*each[0]).strip())
+    # Landscape forms are turned, in quarters of a circle to the right here.
+    angles = (raw.FPDFText_GetCharAngle(found, place) for place in range(found.count_chars()))
+    quarters = Counter(round(angle * 2 / math.pi) for angle in angles)
+    for _ in range(-max(quarters, key=quarters.__getitem__, default=0) % 4):
+        boxes = [((low, -right, top, -left), text) for (left, low, right, top), text in boxes]
     boxes.sort(key=lambda each: -each[0][1] - each[0][3])
     lines, last = list[list[tuple[_Box, str]]](), 0.0
     for box, text in boxes:

@@ -107,6 +107,13 @@ def read_web(data: bytes) -> Page:
     return Page(markdown(tree, left_out), left_out=left_out)
 
 
+def read_saved_page(data: bytes) -> Page:
+    """A web page that a browser saved as a single file."""
+    mail: Any = email.message_from_bytes(data, policy=email.policy.default)
+    page = mail.get_body(("html",))
+    return read_web(page.get_payload(decode=True))
+
+
 def _part(archive: zipfile.ZipFile, name: str) -> Any:
     return turbohtml.parse_xml(archive.read(name).decode("utf-8-sig"))
 

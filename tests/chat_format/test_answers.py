@@ -347,6 +347,10 @@ ENDS = {
     "</s>": (CHATML, True),
     "<turn|>": (CHATML, True),
     "<|end|>": (CHATML, True),
+    "[|endofturn|]": (CHATML, True),
+    "<|eot|>": (CHATML, True),
+    "<|END_OF_TURN_TOKEN|>": (CHATML, True),
+    "<|videos|>": (CHATML, False),  # no end
     "<|user|>": (CHATML, False),  # no known end
     "<|end_of_turn|>": ("{{ messages[0].content }}<|end_of_turn|>", False),  # before an answer
     "<|end_of_text|>": (CHATML + "{{ raise_exception() if messages[1] }}", False),

@@ -10,6 +10,7 @@ import pytest
 from localrt.cli.run_batch import parse_prompts
 from localrt.common.errors import OptionError
 from tests.cli.test_cli import assert_one_line, home, localrt
+from tests.conftest import write_tiny_model
 
 __all__ = ["home"]  # a fixture
 
@@ -24,6 +25,21 @@ def test_lines_of_text() -> None:
         (4, "three\u2028still three"),
     ]
     assert parse_prompts('Explain:\n{"a": 1}\n', "code.txt")[1].prompt == '{"a": 1}'
+
+
+def test_a_base_model_ends(
+    home: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("localrt.cli.loading._MOST_BASE_TOKENS", 20)
+    (tmp_path / "base").mkdir()
+    folder = write_tiny_model(tmp_path / "base", template=None)
+    prompts = tmp_path / "f.txt"
+    prompts.write_text("Once\nTwice\n")
+    result = localrt("run", folder, "--batch", prompts, "--temperature", "0", "--json", env=home)
+    assert result.returncode == 0, result.stderr
+    answers = map(json.loads, result.stdout.splitlines())
+    assert [each["metrics"]["completion_tokens"] for each in answers] == [20, 20]
+    assert "2 of 2 answers cut off after 20 tokens" in result.stderr.decode()
 
 
 def test_lines_of_json() -> None:

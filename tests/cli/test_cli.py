@@ -511,7 +511,7 @@ def test_a_base_model_ends(
     cut: bool,
 ) -> None:
     """One without a chat template, which goes on and on, is cut off with a line about it."""
-    monkeypatch.setattr("localrt.cli.run._MOST_BASE_TOKENS", 20)
+    monkeypatch.setattr("localrt.cli.loading._MOST_BASE_TOKENS", 20)
     (tmp_path / "base").mkdir()
     folder = write_tiny_model(tmp_path / "base", template=template)
     result = localrt("run", folder, "Once", *flags, "--temperature", "0", "--json", env=home)
@@ -525,7 +525,15 @@ def test_a_base_model_ends(
 @pytest.mark.parametrize(
     "command",
     [
-        *("--help", "--version", "run --help", "list", "list --json", "man", "completion bash"),
+        *(
+            "--help",
+            "--version",
+            "run --help",
+            "list",
+            "list --json",
+            "plan --json",
+            "completion bash",
+        ),
         *("plan --pc office-laptop", "show llama3.2:3b", "ps", "launch", "doctor --quick"),
     ],
 )

@@ -10,6 +10,7 @@ from localrt import OptionError, read_document
 from tests.documents.samples import (
     MAIL,
     RICH,
+    SAVED_PAGE,
     book,
     docx,
     opened,
@@ -511,6 +512,7 @@ OTHERS: dict[str, tuple[bytes, list[str], list[str]]] = {
         ],
         ["gone"],
     ),
+    "a.mhtml": (SAVED_PAGE, ["# Übersicht\n\n5 = five"], ["Blink", "color"]),
     "a.rtf": (RICH, ["Café\nКвар\nBold text\nC1|C2"], ["Foo", "0089", "Arial"]),
     "a.eml": (
         MAIL,
@@ -580,6 +582,7 @@ def test_what_is_left_out_is_said(name: str, data: bytes, note: str) -> None:
         ("a.epub", zipped({"META-INF/rights.xml": ""}), "no .epub"),
         ("a.eml", b"\0no headers", "no .eml"),
         ("a.rtf", b"plain", "no .rtf"),
+        ("a.mht", b"From: a\n\nplain", "no .mhtml"),
         ("a.odt", zipped({"mimetype": ""}), "no .odt"),
     ],
 )

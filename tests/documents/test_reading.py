@@ -14,7 +14,18 @@ from PIL import Image
 from localrt import CancelledError, OptionError, Progress, StorageError, read_document
 from localrt.documents import kinds, reading
 from localrt.documents import pdf as pdfs
-from tests.documents.samples import NOTEBOOK, RED, WORD, docx, form, one_page, pdf, scan, turned
+from tests.documents.samples import (
+    NOTEBOOK,
+    RED,
+    WORD,
+    docx,
+    form,
+    one_page,
+    pdf,
+    scan,
+    turned,
+    turned_form,
+)
 
 DATA = Path(__file__).parent.parent / "data"
 WORD_TYPE = "application/vnd.openxmlformats-officedocument.wordprocessingml.document"
@@ -80,6 +91,12 @@ def test_values_of_forms_stand_beside_their_labels(options: dict[str, bool]) -> 
     shown = read.text.split("\n", 3)[3].replace(" \n", "\n")
     assert shown == f"{VALUES}\n```\n"
     assert read.note == ""
+
+
+@pytest.mark.parametrize(("turn", "rotate"), [(0, 0), (0, 90), (90, 90), (90, 0), (270, 270)])
+def test_values_of_turned_forms_stand_beside_their_labels(turn: int, rotate: int) -> None:
+    shown = read_document(turned_form(turn, rotate), name="a.pdf").text.replace(" \n", "\n")
+    assert "Name: Ada Lovelace\nCountry: Norway\nCity: Oslo" in shown
 
 
 @pytest.mark.parametrize("kind", ["Text", "Highlight", "FreeText"])
