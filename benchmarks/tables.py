@@ -117,22 +117,6 @@ def mix_table(record: Record) -> str:
     return captioned(record, markdown_table(headers, rows), about)
 
 
-def reliability_table(record: Record) -> str:
-    """The cases of a campaign: how often each was tried, how often it failed, what was measured.
-    Those that are alike before a comma are one row.
-    """
-    sums: dict[str, list[int]] = {}
-    for name, row in record["cases"].items():
-        total = sums.setdefault(name.partition(", ")[0], [0, 0])
-        total[:] = total[0] + row["count"], total[1] + row["found"]
-    rows = [[name, f"{count:,}", str(found)] for name, (count, found) in sums.items()]
-    table = markdown_table(["case", "tries", "failed"], rows)
-    if figures := record["figures"]:
-        named = [[name, str(value)] for name, value in figures.items()]
-        table += "\n\n" + markdown_table(["measured", ""], named)
-    return captioned(record, table, f"{record['seconds'] / 3600:.1f} hours,")
-
-
 _TABLES: dict[str, Callable[[Record], str]] = {
     "bench": bench_table,
     "cpu": cpu_table,
@@ -143,7 +127,6 @@ _TABLES: dict[str, Callable[[Record], str]] = {
     "offload": offload_table,
     "published": published_table,
     "quality": quality_table,
-    "reliability": reliability_table,
     "claims": claims_table,
     "resume": resume_table,
     "routing": routing_table,
