@@ -228,7 +228,9 @@ def test_documents(tiny_folder: Path, tmp_path: Path, home: dict[str, str]) -> N
     words = ("run", tiny_folder, "hi", "--max-tokens", 2, "--file", tmp_path / "a.pdf")
     result = localrt(*words, env=home)
     assert result.returncode == 0, result.stderr
-    assert b"localrt: a.pdf: 1 of 2 pages have little or no text, and are not shown." in result.stderr
+    assert (
+        b"localrt: a.pdf: 1 of 2 pages have little or no text, and are not shown." in result.stderr
+    )
     words = ("chat", tiny_folder, "-p", "hi", "--file", tmp_path / "b.pdf")
     assert_one_line(localrt(*words, env=home), 1, "cannot read")
     (tmp_path / "b.pdf").write_bytes(b"%PDF-")
