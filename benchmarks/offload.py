@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.common.command import cited_command, find_model, make_parser
 from benchmarks.common.memory_limit import run_limited
 from benchmarks.common.record import Record, Results, captioned, markdown_table
-from localrt.bench.report import to_json, to_table
+from localrt.bench.report import to_table
 from localrt.bench.workload import BenchOptions, Workload
 from localrt.common.errors import LocalrtError
 from localrt.common.formatting import format_bytes, format_rate
@@ -41,7 +41,7 @@ ROWS = {
 
 
 def measure(name: str, path: Path, threads: int, machine: hardware.Machine) -> Record:
-    """Run a row; ``skipped`` says what an engine could not do."""
+    """Run a row, and keep its fastest setting; ``skipped`` says what an engine could not do."""
     engine, limit = ROWS[name]
     options = BenchOptions(
         path=path,
@@ -50,15 +50,22 @@ def measure(name: str, path: Path, threads: int, machine: hardware.Machine) -> R
         threads=threads,
         settings={"llamacpp": LLAMACPP},
     )
-    row: Record = {"name": name, "memory_limit": limit}
+    row: Record = {"name": name, "engine": engine, "memory_limit": limit}
     try:
         outcome = run_limited(options, limit)
     except LocalrtError as error:
-        return {**row, "results": [], "skipped": [{"reason": str(error)}]}
+        return {**row, "skipped": str(error)}
     print(to_table(outcome, options, name=path.name, machine=machine), flush=True)
-    return {**row, **to_json(outcome, options)}
+    if not outcome.results:
+        return {**row, "skipped": outcome.skipped[0].reason}
+    best = max(outcome.results, key=lambda result: float(result.metrics["decode_tok_s"]))
+    return {**row, "setting": best.setting, **{key: best.metrics.get(key) for key in _KEPT}}
 
 
+_KEPT = (
+    *("decode_tok_s", "predicted_tok_s", "pipeline_efficiency", "read_bytes_per_token"),
+    *("peak_cgroup_bytes", "peak_ram_bytes"),
+)
 _HEADERS = (
     *("memory limit", "engine", "decode tok/s", "predicted"),
     *("pipeline busy", "read per token", "peak"),
@@ -67,43 +74,31 @@ _HEADERS = (
 
 def offload_table(record: Mapping[str, Any]) -> str:
     """A table of limits and engines from ``offload.json``: largest limit and native first."""
-    rows = sorted(
-        record["rows"], key=lambda row: (-row["memory_limit"], not row["name"].endswith("native"))
-    )
-    best = [(row["memory_limit"], result) for row in rows for result in _best(row)]
+    rows = sorted(record["rows"], key=lambda row: (-row["memory_limit"], row["engine"] != "native"))
+    llamacpp = {row["memory_limit"]: row for row in rows if row["engine"] == "llamacpp"}
     lines = []
-    for limit, result in best:
-        theirs = [
-            f" ({result['decode_tok_s'] / peer['decode_tok_s']:.1f}x llama.cpp)"
-            for other, peer in best
-            if other == limit and result["engine"] == "native" and peer["engine"] == "llamacpp"
-        ]
-        lines.append(_line(format_bytes(limit), result, "".join(theirs)))
     for row in rows:
-        for skip in row["skipped"] if not row["results"] else ():
-            cells = [format_bytes(row["memory_limit"]), skip.get("engine", ""), skip["reason"]]
-            lines.append([*cells, "", "", "", ""])
+        limit = format_bytes(row["memory_limit"])
+        if "skipped" in row:
+            lines.append([limit, row["engine"], row["skipped"], "", "", "", ""])
+            continue
+        busy, read = row["pipeline_efficiency"], row["read_bytes_per_token"]
+        peer = llamacpp.get(row["memory_limit"], {}).get("decode_tok_s")
+        times = ""
+        if peer and row["engine"] == "native":
+            times = f" ({row['decode_tok_s'] / peer:.1f}x llama.cpp)"
+        lines.append(
+            [
+                limit,
+                f"{row['engine']} ({row['setting']})" if row["setting"] else row["engine"],
+                f"{format_rate(row['decode_tok_s'])}{times}",
+                format_rate(row["predicted_tok_s"]),
+                "-" if busy is None else f"{100 * busy:.0f} %",
+                "-" if read is None else format_bytes(read),
+                format_bytes(row["peak_cgroup_bytes"] or row["peak_ram_bytes"]),
+            ]
+        )
     return captioned(record, markdown_table(_HEADERS, lines))
-
-
-def _line(limit: str, result: Mapping[str, Any], ratio: str) -> list[str]:
-    busy, read = result.get("pipeline_efficiency"), result.get("read_bytes_per_token")
-    peak = result.get("peak_cgroup_bytes") or result["peak_ram_bytes"]
-    return [
-        limit,
-        f"{result['engine']} ({result['setting']})" if result["setting"] else result["engine"],
-        f"{format_rate(result['decode_tok_s'])}{ratio}",
-        format_rate(result.get("predicted_tok_s")),
-        "-" if busy is None else f"{100 * busy:.0f} %",
-        "-" if read is None else format_bytes(read),
-        format_bytes(peak),
-    ]
-
-
-def _best(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The fastest decoding results; empty if none ran."""
-    results = row["results"]
-    return [max(results, key=lambda result: float(result["decode_tok_s"]))] if results else []
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Random weights of any size in seconds: packed matrices, checkpoints of real shapes, and stores.
+"""Random weights of any size in seconds: packed matrices, and stores of Qwen3's architectures.
 
 Nothing is downloaded. Codes are random; scales keep a matrix's products near 1. No two units of a
 store are equal, so that using the wrong one is noticed, but all are cut from the same 32 MB of
@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,23 +25,15 @@ from localrt.models.registry import read_config
 from localrt.models.tensor_source import TensorInfo
 from localrt.models.units import list_units
 from localrt.models.weight_files import MANIFEST_NAME
-from localrt.quant.formats import BF16, F32, FORMATS, Format, PackedTensor
+from localrt.quant.formats import F32, FORMATS, Format, PackedTensor
 from localrt.quant.formats.codebook import CODEBOOKS, join_fields, split_fields
 from localrt.quant.formats.published import PUBLISHED
-from localrt.quant.formats.tiled import TILE_ROWS, TiledTensor, tile, tile_tensor
+from localrt.quant.formats.tiled import TILE_ROWS, tile
 
-Shapes = dict[str, tuple[int, ...]]
 # Mean square of each format's codes, to choose scales that keep a matrix's products near 1.
 _SPREAD = {
-    **{
-        "nf4": 0.3,
-        "nf4-f32": 0.3,
-        "fp4-f32": 0.3,
-        "mxfp4": 2.7,
-        "nvfp4": 2.7,
-        "q6_k": 18.0,
-        "q8_0": 74.0,
-    },
+    **dict.fromkeys(("nf4", "nf4-f32", "fp4-f32"), 0.3),
+    **{"mxfp4": 2.7, "nvfp4": 2.7, "q6_k": 18.0, "q8_0": 74.0},
     **{"q2_k": 8.0, "q3_k": 45.0, "tq2_0": 1.0, "iq4_nl": 68.0, "iq4_xs": 1200.0},
 }
 
@@ -88,114 +81,39 @@ def random_packed(name: str, rows: int, columns: int, *, seed: int = 0) -> Packe
     return PackedTensor(name, format_, (rows, columns), data, size if name == "nvfp4" else 1.0)
 
 
-def decoder_shapes(architecture: str, config: Mapping[str, Any]) -> Shapes:
-    """Tensor names and shapes of a decoder, under Hugging Face names."""
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
+def decoder_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Tensor names and shapes of Qwen3, or of its mixtures."""
+    hidden, inner, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
-    size = config.get("head_dim", hidden // heads)
     vocab = config["vocab_size"]
-    shapes: Shapes = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
+    shapes = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
     if not config.get("tie_word_embeddings"):
         shapes["lm_head.weight"] = (vocab, hidden)
-    sandwich = architecture.startswith("Gemma")
+    stems = ["mlp"]
+    if experts := config.get("num_experts"):
+        inner, stems = config["moe_intermediate_size"], [f"mlp.experts.{n}" for n in range(experts)]
     for layer in range(config["num_hidden_layers"]):
-        part: Shapes = {
+        part = {
             "input_layernorm.weight": (hidden,),
-            "post_attention_layernorm.weight": (hidden,),
+            "self_attn.q_proj.weight": (heads * size, hidden),
+            "self_attn.k_proj.weight": (groups * size, hidden),
+            "self_attn.v_proj.weight": (groups * size, hidden),
+            "self_attn.q_norm.weight": (size,),
+            "self_attn.k_norm.weight": (size,),
             "self_attn.o_proj.weight": (hidden, heads * size),
-            "mlp.down_proj.weight": (hidden, inner),
+            "post_attention_layernorm.weight": (hidden,),
         }
-        if architecture == "Phi3ForCausalLM":
-            part["self_attn.qkv_proj.weight"] = ((heads + 2 * groups) * size, hidden)
-            part["mlp.gate_up_proj.weight"] = (2 * inner, hidden)
-        else:
-            for name, count in (("q", heads), ("k", groups), ("v", groups)):
-                part[f"self_attn.{name}_proj.weight"] = (count * size, hidden)
-                if architecture == "Qwen2ForCausalLM":
-                    part[f"self_attn.{name}_proj.bias"] = (count * size,)
-            part["mlp.gate_proj.weight"] = part["mlp.up_proj.weight"] = (inner, hidden)
-        if architecture == "Qwen3MoeForCausalLM":
-            for name in ("gate", "up", "down"):
-                del part[f"mlp.{name}_proj.weight"]
-            part["mlp.gate.weight"] = (config["num_experts"], hidden)
-            inner = config["moe_intermediate_size"]
-            for number in range(config["num_experts"]):
-                stem = f"mlp.experts.{number}"
-                part[f"{stem}.gate_proj.weight"] = part[f"{stem}.up_proj.weight"] = (inner, hidden)
-                part[f"{stem}.down_proj.weight"] = (hidden, inner)
-        if architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM"):
-            part["self_attn.q_norm.weight"] = part["self_attn.k_norm.weight"] = (size,)
-        if sandwich:
-            part["pre_feedforward_layernorm.weight"] = (hidden,)
-            part["post_feedforward_layernorm.weight"] = (hidden,)
+        if experts:
+            part["mlp.gate.weight"] = (experts, hidden)
+        for stem in stems:
+            part[f"{stem}.gate_proj.weight"] = part[f"{stem}.up_proj.weight"] = (inner, hidden)
+            part[f"{stem}.down_proj.weight"] = (hidden, inner)
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in part.items()}
     return shapes
 
 
-class RandomCheckpoint:
-    """A ``Checkpoint``; reading a tensor again gives the same values."""
-
-    kind = "safetensors"
-    stamp = ""
-    path = Path("random-weights")
-
-    notes: tuple[str, ...] = ()
-
-    def __init__(self, architecture: str, config: Mapping[str, Any], format: Format = BF16) -> None:
-        self.architecture = architecture
-        self.config = config
-        self.generation_config: Mapping[str, Any] = {}
-        self.metadata: Mapping[str, Any] = {}
-        self.tensors = {
-            name: tensor_info(name, shape, F32 if len(shape) == 1 else format)
-            for name, shape in decoder_shapes(architecture, config).items()
-        }
-
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> PackedTensor:
-        """Rows of a tensor."""
-        info = self.tensors[name]
-        rng = np.random.default_rng([0, *name.encode()])
-        values = rng.standard_normal(info.shape, np.float32)
-        # Matrices preserve unit variance; norms and biases are near 0.5, so that none is neutral.
-        values = values * 0.1 + 0.5 if len(info.shape) == 1 else values / info.shape[1] ** 0.5
-        if len(info.shape) == 1:
-            return PackedTensor(name, info.format, info.shape, values[None].view(np.uint8))
-        rows = values[start:stop]
-        bits = (rows.view(np.uint32) >> 16).astype(np.uint16)
-        return PackedTensor(name, BF16, rows.shape, bits.view(np.uint8))
-
-    def blocks(self, name: str, max_bytes: int = 2 << 20) -> Iterator[PackedTensor | TiledTensor]:
-        """The whole tensor as one block."""
-        yield self.read(name)
-
-    def close(self) -> None:
-        """Nothing to close."""
-
-
-class RandomPackedCheckpoint(RandomCheckpoint):
-    """A ``RandomCheckpoint`` whose matrices are packed, and come in tiles as from a store."""
-
-    def __init__(self, architecture: str, config: Mapping[str, Any], name: str) -> None:
-        super().__init__(architecture, config, FORMATS[name])
-
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> PackedTensor:
-        """Rows of a tensor."""
-        info = self.tensors[name]
-        if info.format is F32:
-            return super().read(name, start, stop)
-        rows, columns = info.shape
-        whole = random_packed(info.format.name, rows, columns, seed=sum(name.encode()))
-        return whole.take_rows(np.arange(rows)[start:stop])
-
-    def blocks(self, name: str, max_bytes: int = 2 << 20) -> Iterator[PackedTensor | TiledTensor]:
-        """The whole tensor as one block."""
-        whole = self.read(name)
-        yield whole if len(whole.shape) == 1 else tile_tensor(whole)
-
-
-def tensor_info(name: str, shape: tuple[int, ...], format: Format) -> TensorInfo:
-    """The info of a vector or a matrix."""
-    rows = shape[0] if len(shape) == 2 else 1
+def _info(name: str, shape: tuple[int, ...], format: Format) -> TensorInfo:
+    rows, format = (shape[0], format) if len(shape) == 2 else (1, F32)
     return TensorInfo(name, shape, format, rows * format.row_bytes(shape[-1]))
 
 
@@ -208,12 +126,16 @@ def stored_units(
     architecture: str, config: Mapping[str, Any], format: str
 ) -> tuple[StoredUnit, ...]:
     """The units of a random store, consecutive in its file."""
-    checkpoint = RandomPackedCheckpoint(architecture, config, format)
+    shapes = decoder_shapes(config)
+    tensors = {name: _info(name, shape, FORMATS[format]) for name, shape in shapes.items()}
+    described: Any = SimpleNamespace(
+        architecture=architecture, config=config, tensors=tensors, kind="safetensors", metadata={}
+    )
     units, end = [], 0
-    for unit in list_units(checkpoint.tensors, read_config(checkpoint)):
+    for unit in list_units(tensors, read_config(described)):
         inside, at = [], 0
         for name in unit.tensors:
-            info = checkpoint.tensors[name]
+            info = tensors[name]
             rows = unit.rows or (0, info.shape[0])
             shape = (rows[1] - rows[0], *info.shape[1:])
             tensor = UnitTensor(name, info.format, shape, at, row=rows[0])

@@ -37,9 +37,9 @@ class Results:
         self, names: Iterable[str], only: Sequence[str] = (), again: Sequence[str] = ()
     ) -> Iterator[str]:
         """Names to measure: those matching ``only`` (if given) that have no row yet or match
-        ``again``. A ``skipped`` row without results does not count.
+        ``again``. A ``skipped`` row does not count.
         """
-        done = {row["name"] for row in self.rows if row.get("results") or not row.get("skipped")}
+        done = {row["name"] for row in self.rows if not row.get("skipped")}
         for name in names:
             anew = name not in done or any(word in name for word in again)
             if anew and (not only or any(word in name for word in only)):
@@ -58,8 +58,9 @@ class Results:
 
 def setting(command: str, *packages: str) -> Record:
     """The setting of a run: machine, versions of localrt and of ``packages``, command."""
+    cpu = hardware.probe().cpu
     return {
-        "machine": hardware.probe().to_dict(),
+        "machine": f"{cpu.name}, {cpu.usable_cores} cores",
         "versions": dict(_versions(packages)),
         "command": command,
     }
@@ -116,15 +117,9 @@ def markdown_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str
 
 def captioned(record: Mapping[str, Any], table: str, about: str = "medians") -> str:
     """``table``, and below it the command, what it measures, the machine and versions."""
-    machine = f" on {machine_of(record)}" if "machine" in record else ""
+    machine = f" on {record['machine']}" if "machine" in record else ""
     command = record["command"].removesuffix(" --json")
     return f"{table}\n\n`{command}`: {about}{machine}. {versions_of(record)}."
-
-
-def machine_of(record: Mapping[str, Any]) -> str:
-    """The processor and its cores."""
-    cpu = record["machine"]["cpu"]
-    return f"{cpu['name']}, {cpu['usable_cores']} cores"
 
 
 def versions_of(record: Mapping[str, Any]) -> str:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
-_PAUSE = 0.03  # seconds between contestants, whose idle threads spin for a while
 Name = TypeVar("Name")
 Sample = TypeVar("Sample")
 
@@ -28,29 +26,10 @@ def by_turns(
     return samples
 
 
-def timed(call: Callable[[], object], *, settle: float | None = None) -> Callable[[], float]:
-    """A function that times ``call``. It first repeats the call for ``settle`` seconds, at least
-    once, so that threads wake up and spread over cores.
-    """
-
-    def seconds() -> float:
-        time.sleep(_PAUSE)
-        if settle is not None:
-            ends = time.perf_counter() + settle
-            call()
-            while time.perf_counter() < ends:
-                call()
-        start = time.perf_counter()
-        call()
-        return time.perf_counter() - start
-
-    return seconds
-
-
-def summary(samples: Sequence[float]) -> dict[str, Any]:
-    """Median and quartiles."""
+def summary(samples: Sequence[float]) -> dict[str, float]:
+    """Median, and the quartiles below and above it."""
     low, median, high = np.percentile(samples, (25, 50, 75)).tolist()
-    return {"median": median, "quartiles": [low, high], "samples": list(samples)}
+    return {"median": median, "low": low, "high": high}
 
 
 def ratios(over: Sequence[float], under: Sequence[float]) -> list[float]:

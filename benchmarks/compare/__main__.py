@@ -116,11 +116,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shown = []
     for result in results.rows:
         for key, parts in result["measured"].items():
-            low, high = parts["ratio"]["quartiles"]
             medians = [f"{parts[name]['median']:.4g}" for name in ("this", "against")]
-            ratio = [f"{parts['ratio']['median']:.3f}", f"{low:.3f} to {high:.3f}"]
+            ratio = [f"{parts['ratio'][name]:.3f}" for name in ("median", "low", "high")]
             shown.append([result["name"], key, *medians, *ratio])
-    print(table(shown, ["", "median", "this", "against", "ratio", "its quartiles"], "llrrrr"))
+    headers = ["", "median", "this", "against", "ratio", "lower quartile", "upper"]
+    print(table(shown, headers, "llrrrrr"))
     differ = [result["name"] for result in results.rows if not result["same_tokens"]]
     print(f"THE TOKENS DIFFER: {', '.join(differ)}" if differ else "The tokens are the same.")
     return 1 if differ else 0

@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.common import command
 from benchmarks.common.record import Record, Results, captioned, markdown_table
 from benchmarks.common.turns import by_turns, ratios, summary
-from benchmarks.cpu.llama_bench import PEERS, fastest
+from localrt.bench.llama_bench import PeerFailedError, run_llama_bench
 from localrt.common.cores import default_threads
 from localrt.common.formatting import format_rate
 
@@ -35,6 +35,8 @@ MODELS = {
     "gemma270m": "Gemma-3-270M Q4_K_M",
 }
 FILE = "any other file"
+PEERS = {"ik_llama.cpp": ("-rtr", "-w 0"), "llama.cpp": ("--repack", "--no-warmup")}
+"""A peer's option that repacks weights, and its option that skips the warm-up."""
 CHILD = ["-m", "benchmarks.cpu.child"]
 
 
@@ -58,12 +60,43 @@ ROWS = {
 """Rows by their names for ``--only``."""
 
 
+def run_peer(peer: str, program: Path, setting: str, job: Mapping[str, Any]) -> dict[str, Any]:
+    """Tokens per second of the best of ``repeats``; see ``child`` for ``job``.
+
+    Raises:
+        PeerFailedError: it failed.
+    """
+    prompt = job["tokens"] if job["kind"] == "prompt" else 0
+    words = f"{setting} -p {prompt} -n {job['tokens'] - prompt}"
+    if prompt > 4096:  # llama.cpp's warm-up would process the whole prompt
+        words += f" {PEERS[peer][1]}"
+    try:
+        words += f" -r {job['repeats']} -t {job['threads']}"
+        found = run_llama_bench(program, job["model"], words)
+    except PeerFailedError as error:
+        raise PeerFailedError(f"{peer} {setting}: {error}") from None
+    return {"value": max(found["samples_ts"]), "setting": setting, "build": found["build_commit"]}
+
+
+def fastest(peer: str, program: Path, job: Mapping[str, Any]) -> Callable[[], Any] | None:
+    """A function that runs the fastest setting; None if all fail. Failures are printed."""
+    found: dict[float, Callable[[], Any]] = {}
+    for repack, flash in ("11", "10", "01", "00"):
+        setting = f"{PEERS[peer][0]} {repack} -fa {flash}"
+        call = partial(run_peer, peer, program, setting, job)
+        try:
+            found.setdefault(call()["value"], call)
+        except PeerFailedError as error:
+            print(error, flush=True)
+    return found[max(found)] if found else None
+
+
 def compare(contestants: Mapping[str, Callable[[], Record]], runs: int) -> Record:
     """Medians and quartiles of interleaved runs; each process warms up by itself."""
     turns = by_turns(contestants, runs, warm_up=False)
     ours = turns.pop("localrt")
     rates = [one["value"] for one in ours]
-    result = {"localrt": summary(rates), "peers": {}}
+    result: Record = {"localrt": summary(rates), "peers": {}}
     if "of_floor" in ours[0]:
         result["of_floor"] = summary([one["of_floor"] for one in ours])
     for name, theirs in turns.items():

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu.timing import Check, Values, copy_bandwidth
+from benchmarks.common.record import Record
+from benchmarks.gpu.timing import copy_bandwidth
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cuda.cuda_memory import CudaCopies
 from localrt.quant.cuda.driver import device_of
@@ -26,22 +27,19 @@ _LAUNCHES = 500
 _RUNS = 21
 
 
-def check_facts(device: str) -> Iterator[Check]:
-    """Facts about the GPU, its link and the host; none of them can fail."""
-    if not device.startswith("cuda"):
-        yield "facts", lambda: {"not run": "it needs a GPU"}
-        return
-    yield "facts, on the GPU", lambda: {"copied_gb_s": copy_bandwidth(device) / 1e9}
-    for name, measure in {"copies": _copies, "waits": _waits}.items():
-        yield f"facts, {name}", partial(measure, device)
+def facts() -> Iterator[tuple[str, Record]]:
+    """Facts about the GPU, its link and the host."""
+    yield "on the GPU", {"copied_gb_s": copy_bandwidth() / 1e9}
+    yield "copies", _copies()
+    yield "waits", _waits()
 
 
-def _copies(device: str) -> Values:
+def _copies() -> Record:
     """GB/s of queued copies from pinned RAM, timed by GPU events."""
-    copies = CudaCopies(device)
+    copies = CudaCopies()
     source, memory = copies.host_buffer(_COPIED), copies.alloc(_COPIED)
     source[:] = 1
-    found: Values = {}
+    found: Record = {}
     for piece in _PIECES:
 
         def queued(piece: int = piece) -> float:
@@ -61,11 +59,11 @@ def _copies(device: str) -> Values:
     return found
 
 
-def _waits(device: str) -> Values:
+def _waits() -> Record:
     """Microseconds of an empty wait (spinning or sleeping, after idle or busy cores), a row's round
     trip to the GPU, and a launch on host and GPU.
     """
-    gpu: Any = device_of(device)
+    gpu: Any = device_of("cuda")
     host = NativeOps()
     data = np.ones(64 << 20, np.uint8)
     row = np.ones((1, _ROW), np.float32)
@@ -86,7 +84,7 @@ def _waits(device: str) -> Values:
 
     there = upload(row, gpu)
 
-    def launches(of: Callable[[float, float], float]) -> float:
+    def launches() -> tuple[float, float]:
         first, last = gpu.event(timed=True), gpu.event(timed=True)
         first.record()
         started = time.perf_counter()
@@ -95,7 +93,7 @@ def _waits(device: str) -> Values:
         seconds = time.perf_counter() - started
         last.record()
         last.synchronize()
-        return of(seconds, first.ms_until(last) / 1e3) / _LAUNCHES
+        return seconds / _LAUNCHES, first.ms_until(last) / 1e3 / _LAUNCHES
 
     found = {
         f"{'sleeping' if sleeps else 'spinning'}{', cores busy' if busy else ''}": _median(
@@ -105,8 +103,8 @@ def _waits(device: str) -> Values:
         for busy in (False, True)
     }
     found["row there and back"] = _median(crossing)
-    found["launch, host"] = _median(lambda: launches(lambda host_s, gpu_s: host_s))
-    found["launch, GPU"] = _median(lambda: launches(lambda host_s, gpu_s: gpu_s))
+    found["launch, host"] = _median(lambda: launches()[0])
+    found["launch, GPU"] = _median(lambda: launches()[1])
     return {f"{name}, us": 1e6 * seconds for name, seconds in found.items()}
 
 

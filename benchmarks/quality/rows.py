@@ -2,8 +2,7 @@
 
 Evaluation and calibration texts are disjoint: prose is a file of passages, code is this machine's
 Python standard library. The reference runs once per model and text; its log-probabilities are on
-disk in half precision. Every row is then one pass over the same windows, with the users' kernels
-and in floating point, so that the losses by format and by kernel can be told apart.
+disk in half precision. Every row is then one pass over the same windows, in floating point.
 """
 
 from __future__ import annotations
@@ -11,10 +10,10 @@ from __future__ import annotations
 import hashlib
 import platform
 import sysconfig
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 import localrt
-from localrt.common.errors import MissingExtraError, OptionError
+from localrt.common.errors import OptionError
 from localrt.engine.protocol import Logits
 from localrt.evaluate import Tally, Windows, log_softmax, text_windows
 from localrt.models.checkpoints import open_checkpoint
@@ -110,7 +109,6 @@ def _digest(text: str) -> str:
 
 
 Pieces = Callable[[Sequence[int], int], Iterator[Logits]]
-Scores = list[dict[str, Any]]
 _ROWS = 256  # rows of logits at a time: 156 MB with a vocabulary of 151,936
 
 
@@ -126,20 +124,17 @@ class Reference:
 
     def score(self, pieces_of: Pieces) -> dict[str, Any]:
         """Compare the logits of ``pieces_of(tokens, first)`` with the reference."""
-        tally, row, seconds = Tally(), 0, 0.0
+        tally, row = Tally(), 0
         for window in self.windows.windows:
             targets = np.array(window[self.windows.first + 1 :])
             done = 0
             pieces = pieces_of(window[:-1], self.windows.first)
             while done < len(targets):
-                start = time.perf_counter()
                 piece = next(pieces)
-                seconds += time.perf_counter() - start
                 n = len(piece)
                 log_p = self.log_p[row : row + n].astype(np.float32)
                 tally.add(log_softmax(piece), targets[done : done + n], log_p)
                 done, row = done + n, row + n
-        read = sum(len(window) - 1 for window in self.windows.windows)
         (perplexity, perplexity_error), found = tally.perplexity(), tally.comparison()
         return {
             "text": self.corpus.name,
@@ -150,7 +145,6 @@ class Reference:
             "kl": found["kl_divergence"],
             "kl_error": found["kl_divergence_error"],
             "top1": found["top1_agreement"],
-            "tok_s": read / max(seconds, 1e-9),
         }
 
 
@@ -168,9 +162,9 @@ def make_reference(
     path = cache / f"{_key(source, windows)}.npy"
     if not path.exists():
         cache.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial.npy")
+        unfinished = path.with_suffix(".partial.npy")
         shape = (len(targets), vocab)
-        out = np.lib.format.open_memmap(partial, mode="w+", dtype=np.float16, shape=shape)
+        out = np.lib.format.open_memmap(unfinished, mode="w+", dtype=np.float16, shape=shape)
         row = 0
         decoder = _decoder(source, ctx)
         for window in windows.windows:
@@ -179,7 +173,7 @@ def make_reference(
                 row += len(piece)
         out.flush()
         del out
-        partial.replace(path)
+        unfinished.replace(path)
     log_p = np.load(path, mmap_mode="r")
     tally, step = Tally(), 64
     for row in range(0, len(targets), step):
@@ -187,32 +181,10 @@ def make_reference(
     return Reference(corpus, windows, log_p, *tally.perplexity())
 
 
-def kernel_scores(
-    source: Path, references: Sequence[Reference], ctx: int, *, engine: str = "native"
-) -> Scores:
-    """Scores of a model as users run it.
-
-    Raises:
-        MissingExtraError: the native kernels are missing or cannot run it.
-    """
-    with localrt.load(source, ctx=ctx, engine=engine, draft="off") as model:
-        if model.info.format in ("bf16", "f32") and engine == "native":
-            raise MissingExtraError(f"the compiled kernels cannot run {source.name} here")
-
-        def pieces(tokens: Sequence[int], first: int) -> Iterator[Logits]:
-            return model.logits(tokens, first=first)
-
-        return [{"path": "kernels", **reference.score(pieces)} for reference in references]
-
-
-def float_scores(source: Path, references: Sequence[Reference], ctx: int) -> Scores:
+def scores(source: Path, references: Sequence[Reference], ctx: int) -> list[dict[str, Any]]:
     """Scores of a model's weights, unpacked, in the plain torch implementation."""
     decoder = _decoder(source, ctx)
-
-    def pieces(tokens: Sequence[int], first: int) -> Iterator[Logits]:
-        return _logits(decoder, tokens, first)
-
-    return [{"path": "float", **reference.score(pieces)} for reference in references]
+    return [reference.score(partial(_logits, decoder)) for reference in references]
 
 
 def _decoder(source: Path, ctx: int) -> Any:

@@ -26,7 +26,7 @@ from localrt.quant.ops.kv_formats import KvFormat
 
 # Starting to copy an expert is taken to cost the host as much time as this many shared layers.
 _COPY_LAYERS = 2
-# Overhead besides kernels on an H100 limited to 8 GB (benchmarks/results/gpu_check.json): the
+# Overhead besides kernels on an H100 limited to 8 GB (docs/gpu.md): the
 # host's time between two tokens, and a visit to the CPU between units of the GPU.
 _GPU_PASS_S = 1e-3
 _VISIT_S = 6e-4

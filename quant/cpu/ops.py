@@ -595,11 +595,6 @@ class NativeOps(StreamSteps):
         self.follow_limits()
         self._api.lrt_search_scales(self._handle, args)
 
-    def multiply(self, rounds: int) -> float:
-        """Int8 products from registers on all threads; the operations done, two a product."""
-        operations: float = self._api.lrt_multiply_peak(self._handle, rounds)
-        return operations
-
     def read_all(self, data: npt.NDArray[np.uint8]) -> None:
         """Read every byte once, on all threads."""
         self._api.lrt_read_all(self._handle, data.ctypes.data, data.nbytes)

@@ -16,7 +16,7 @@ The kernels' tests run on the CPU (``tests/ops/cuda``): g++ compiles them agains
 emulates the GPU instructions they use, and coroutines run their threads in a shuffled order.
 ``tests/driver`` runs whole models this way, through CUDA's bindings and a stand-in
 ``libcuda.so.1``. Other tests compile the kernels for every generation of GPUs.
-``scripts/gpu_check`` tests them on a GPU; ``docs/gpu.md`` has its results.
+``scripts/gpu_check`` runs them on a GPU, and measures; ``docs/gpu.md`` has its results.
 
 Products of 1 to 64 rows (``sums.cuh``). Activations are quantized to 8 bits per 32 columns, as on
 the CPU, by the norm kernel itself if possible. A lane loads 16 bytes of a tile: four weight rows of

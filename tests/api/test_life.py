@@ -236,7 +236,7 @@ def test_smaller_budget_while_answering(tmp_path: Path) -> None:
     assert found["why"][1].endswith("read for every token: the budget is 125 MB of RAM now")
     assert found["why"][2] == found["why"][1]
     assert "less of the weights" in found["why"][3]
-    # What the process takes is benchmarks/test_memory's: here it is what is counted.
+    # What the process takes is tests/memory's: here it is what is counted.
     assert found["expected"] < 160
     for held in found["held"][1:3]:
         assert found["expected"] - (found["held"][0] - held) < 125

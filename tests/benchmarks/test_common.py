@@ -13,7 +13,7 @@ import benchmarks
 from benchmarks import tables
 from benchmarks.common.command import RESULTS, cited_command, listed, make_parser
 from benchmarks.common.record import Results, load, markdown_table, save
-from benchmarks.common.turns import by_turns, ratios, summary, timed
+from benchmarks.common.turns import by_turns, ratios, summary
 
 ROOT = Path(benchmarks.__file__).parent
 PAGE = "<!-- table: cpu-avx2 -->\n<!-- end -->\n"
@@ -66,8 +66,7 @@ def test_turns() -> None:
     assert by_turns(calls, 2) == {"a": [4, 5], "b": [3, 6]}
     assert "".join(order) == "abbaab"
     assert by_turns(calls, 1, warm_up=False) == {"a": [7], "b": [8]}
-    assert timed(lambda: None, settle=0.0)() < 1
-    assert summary([1.0, 2.0, 6.0])["median"] == 2.0
+    assert summary([1.0, 2.0, 6.0]) == {"median": 2.0, "low": 1.5, "high": 4.0}
     assert ratios([1.0, 6.0], [2.0, 2.0]) == [0.5, 3.0]
 
 

@@ -61,8 +61,8 @@ def test_interleaved() -> None:
 
 
 def test_jobs() -> None:
-    names = [job.weights for job in jobs(["mxfp4", "int6-g32"], ["rtn", "gptq"], llamacpp=True)]
-    assert names == ["published", "llamacpp", "mxfp4 rtn", "mxfp4 gptq", "int6-g32 rtn"]
+    names = [job.weights for job in jobs(["mxfp4", "int6-g32"], ["rtn", "gptq"], [3.5])]
+    assert names == ["mxfp4 rtn", "mxfp4 gptq", "int6-g32 rtn", "mix of 3.5 bits"]
 
 
 def test_resume_run(
@@ -84,23 +84,19 @@ def test_resume_run(
     ]
     assert quality.main([*common, "--formats", "int8-g32", "--methods", "rtn"]) == 0
     first = json.loads(out.read_text("utf-8"))
-    assert [r["weights"] for r in first["rows"]] == ["published", "int8-g32 rtn"]
-    for made in first["rows"]:
-        assert {score["text"] for score in made["scores"]} == {"prose"}
-        float_score = next(s for s in made["scores"] if s["path"] == "float")
-        assert float_score["kl"] < 0.05
-        assert float_score["top1"] > 0.8
-    assert first["rows"][0]["bits_per_weight"] == 32
-    assert first["rows"][1]["bits_per_weight"] == pytest.approx(8.5)
+    (made,) = first["rows"]
+    (score,) = made["scores"]
+    assert (made["weights"], score["text"]) == ("int8-g32 rtn", "prose")
+    assert score["kl"] < 0.05
+    assert score["top1"] > 0.8
+    assert made["bits_per_weight"] == pytest.approx(8.5)
     assert first["references"][tiny_folder.name].keys() == {"prose"}
     assert str(tmp_path) not in first["command"]
 
     assert quality.main([*common, "--formats", "int8-g32,mxfp4", "--methods", "rtn,gptq"]) == 0
     second = json.loads(out.read_text("utf-8"))
-    assert second["rows"][:2] == first["rows"]
-    assert [r["weights"] for r in second["rows"][2:]] == ["mxfp4 rtn", "mxfp4 gptq"]
-    assert second["rows"][3]["default"] is False
-    assert second["rows"][3]["calibration_tokens"] == 1024
+    assert second["rows"][:1] == first["rows"]
+    assert [r["weights"] for r in second["rows"][1:]] == ["mxfp4 rtn", "mxfp4 gptq"]
     shown = capsys.readouterr().out
     assert shown.count("int8-g32 rtn is done") == 1
 
@@ -108,8 +104,8 @@ def test_resume_run(
     assert quality.main([*common, *again]) == 0
     assert capsys.readouterr().out.count(" is done") == 1
     second = json.loads(out.read_text("utf-8"))
-    assert [r["weights"] for r in second["rows"]][1] == "int8-g32 rtn"
-    assert len(second["rows"]) == 4
+    assert second["rows"][0]["weights"] == "int8-g32 rtn"
+    assert len(second["rows"]) == 3
 
     assert quality.main([*common, "--formats", "mxfp4", "--tokens", "256"]) == 2
     assert "made with other tokens: choose another --json" in capsys.readouterr().err
@@ -126,6 +122,6 @@ def test_reference_is_cached(tiny_folder: Path, tmp_path: Path) -> None:
     ]
     assert len(list(tmp_path.glob("*.npy"))) == 1
     assert made[0].perplexity == made[1].perplexity
-    score = quality_rows.float_scores(tiny_folder, made[:1], 64)[0]
+    score = quality_rows.scores(tiny_folder, made[:1], 64)[0]
     assert score["kl"] == pytest.approx(0, abs=1e-5)
     assert score["change"] == pytest.approx(0, abs=5e-4)  # half precision on disk

@@ -8,10 +8,20 @@ import numpy as np
 
 import localrt
 from benchmarks.common.random_store import write_store
-from benchmarks.gpu.configs import TINY
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
 
-CONFIG = {**TINY, "vocab_size": 512, "head_dim": 64, "tie_word_embeddings": False}
+CONFIG = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
 
 
 def test_random_store(tmp_path: Path) -> None:

@@ -1,31 +1,24 @@
 """What every campaign shares: its options, a state that survives a stop, and its figures.
 
 A campaign tries one kind of harm many times: a table of cases, whose random choices come from
-``Run.random``. It is a module of this package that calls ``campaign`` when it is run. Tries that
-may crash or hang are made by child processes (``in_children``), which run the same module.
+``Run.random``. It is a module of this package that calls ``campaign`` when it is run.
 """
 
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import hashlib
-import os
 import random
-import re
-import subprocess
 import sys
 import time
-import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.command import RESULTS, ROOT
-from benchmarks.common.record import Record, load, save, setting
+from benchmarks.common.command import ROOT
+from benchmarks.common.record import Record, load, save
 
 _SAVED_EVERY_S = 5.0
-_TOLD = re.compile(r"ERROR: |WARNING: Thread|runtime error:|Timeout|Error: ")
 
 
 class Run:
@@ -106,42 +99,6 @@ class Run:
         return case
 
 
-def in_children(run: Run, cases: Iterable[str], *, at_once: int, **environment: str) -> None:
-    """Try all ``cases`` until ``run`` is over: ``at_once`` tries for each child of its module."""
-    for case in cases:
-        while run.goes_on(case):
-            first = run.done(case)
-            count = min(at_once, run.count - first)
-            command = [sys.executable, "-m", f"tests.campaigns.{run.name}", "child", case]
-            command += [f"{number}" for number in (run.seed, first, count)]
-            given = os.environ | environment
-            child = subprocess.run(command, cwd=ROOT, env=given, capture_output=True)
-            output, told = (text.decode(errors="replace") for text in (child.stdout, child.stderr))
-            for line in output.splitlines():
-                if line.startswith("found "):
-                    run.found(case, line[6:], child.stderr)
-                run.tried(case, line == "tried")
-            if child.returncode:
-                why = next(filter(_TOLD.search, told.splitlines()), told[-200:])
-                run.found(case, f"exit status {child.returncode}: {why}", child.stderr)
-                run.tried(case, run.done(case) < first + count)
-
-
-def try_here(
-    attempt: Callable[[random.Random], None], patience_s: int, case: str, *numbers: str
-) -> None:
-    """Be such a child. A try that takes longer than ``patience_s`` shows its stacks and ends it."""
-    seed, first, count = map(int, numbers)
-    for number in range(first, first + count):
-        faulthandler.dump_traceback_later(patience_s, exit=True)
-        try:
-            attempt(random.Random(f"{seed} {case} {number}"))
-        except Exception as error:  # noqa: BLE001 - it is noted, and the next try begins
-            traceback.print_exc()
-            print(f"found {type(error).__name__}: {' '.join(f'{error}'.split())[:200]}")
-        print("tried", flush=True)
-
-
 def campaign(
     name: str,
     body: Callable[[Run], None],
@@ -152,8 +109,8 @@ def campaign(
     """Run ``body`` as the command of campaign ``name``, of ``count`` tries a case by default.
 
     A child process has the argument ``child``, and calls ``child`` with those that follow.
-    Exits with status 1 if anything was found. ``--publish`` saves the figures as
-    ``benchmarks/results/reliability-NAME.json``, of which a table of the docs is made.
+    Exits with status 1 if anything was found. What was counted, found and measured is in
+    ``build/campaigns/NAME.json``.
     """
     if sys.argv[1:2] == ["child"]:
         return child(*sys.argv[2:])
@@ -162,7 +119,6 @@ def campaign(
     parser.add_argument("--seconds", type=float, default=float("inf"), help="at most so long")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--resume", action="store_true", help="go on where a run was stopped")
-    parser.add_argument("--publish", action="store_true", help="put the figures into the docs")
     given = parser.parse_args()
     folder = ROOT / "build" / "campaigns"
     run = Run(name, folder, seed=given.seed, seconds=given.seconds, count=given.count)
@@ -172,13 +128,6 @@ def campaign(
         body(run)
     finally:
         run.save()
-    if given.publish:
-        cases = {
-            case: {"count": row["count"], "found": len(row["found"])}
-            for case, row in run.record["cases"].items()
-        }
-        about = setting(f"scripts/campaign {name} --count {given.count} --seed {given.seed}")
-        save(RESULTS / f"reliability-{name}.json", {**run.record, "cases": cases, **about})
     total = sum(row["count"] for row in run.record["cases"].values())
     print(f"{name}: {total} tries in {run.elapsed:.0f} s, {len(run.failures)} found")
     raise SystemExit(bool(run.failures))

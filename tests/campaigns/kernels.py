@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
+import random
+import re
 import subprocess
+import sys
+import traceback
 import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -14,7 +20,45 @@ from benchmarks.common.command import ROOT
 from localrt import system
 from localrt.quant.cpu import abi
 from localrt.quant.ops import arrays
-from tests.campaigns.campaign import Run, campaign, in_children, try_here
+from tests.campaigns.campaign import Run, campaign
+
+_TOLD = re.compile(r"ERROR: |runtime error:|Timeout|Error: ")
+
+
+def in_children(run: Run, cases: Iterable[str], *, at_once: int, **environment: str) -> None:
+    """Try all ``cases`` until ``run`` is over: ``at_once`` tries for each child of its module."""
+    for case in cases:
+        while run.goes_on(case):
+            first = run.done(case)
+            count = min(at_once, run.count - first)
+            command = [sys.executable, "-m", "tests.campaigns.kernels", "child", case]
+            command += [f"{number}" for number in (run.seed, first, count)]
+            given = os.environ | environment
+            child = subprocess.run(command, cwd=ROOT, env=given, capture_output=True)
+            output, told = (text.decode(errors="replace") for text in (child.stdout, child.stderr))
+            for line in output.splitlines():
+                if line.startswith("found "):
+                    run.found(case, line[6:], child.stderr)
+                run.tried(case, line == "tried")
+            if child.returncode:
+                why = next(filter(_TOLD.search, told.splitlines()), told[-200:])
+                run.found(case, f"exit status {child.returncode}: {why}", child.stderr)
+                run.tried(case, run.done(case) < first + count)
+
+
+def try_here(
+    attempt: Callable[[random.Random], None], patience_s: int, case: str, *numbers: str
+) -> None:
+    """Be such a child. A try that takes longer than ``patience_s`` shows its stacks and ends it."""
+    seed, first, count = map(int, numbers)
+    for number in range(first, first + count):
+        faulthandler.dump_traceback_later(patience_s, exit=True)
+        try:
+            attempt(random.Random(f"{seed} {case} {number}"))
+        except Exception as error:  # noqa: BLE001 - it is noted, and the next try begins
+            traceback.print_exc()
+            print(f"found {type(error).__name__}: {' '.join(f'{error}'.split())[:200]}")
+        print("tried", flush=True)
 
 
 def body(run: Run) -> None:

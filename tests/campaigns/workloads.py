@@ -1,4 +1,4 @@
-"""What localrt does with files: two tables of workloads, for ``disk`` and ``powerloss``.
+"""What localrt does with files: two tables of workloads, for ``storage``.
 
 A workload reads and writes in one folder. It prints what it found, and yields what it has saved.
 Run again on what an earlier run left, it first asserts that what that one has ``said`` is there.

@@ -29,7 +29,6 @@ struct Kernels {
     void (*head)(Context&, const HeadArgs&);
     void (*linear)(Context&, const Stack&, const float* x, int rows, float* out);
     void (*read_rows)(const Matrix&, const int64_t* rows, int count, float factor, float* out);
-    double (*multiply_peak)(Context&, int rounds);
     void (*read_all)(Context&, const uint8_t* data, int64_t bytes);
     void (*search_scales)(Context&, const SearchArgs&);
     void (*norm_latent_append)(Context&, const LatentArgs&);

@@ -127,8 +127,7 @@ LRT_API void lrt_join_streams(Runtime* r, const Stack* stack, const float* strea
 LRT_API void lrt_recurrent(Runtime* r, const RecurrentArgs* args) { r->kernels.recurrent(r->context, *args); }
 LRT_API void lrt_choose_tokens(Runtime* r, const IndexArgs* args) { r->kernels.choose_tokens(r->context, *args); }
 LRT_API void lrt_add_ngrams(Runtime* r, const NgramArgs* args) { r->kernels.add_ngrams(r->context, *args); }
-// Upper bounds to compare kernels with: see ceilings.h.
-LRT_API double lrt_multiply_peak(Runtime* r, int rounds) { return r->kernels.multiply_peak(r->context, rounds); }
+// The upper bound of decoding: see ceilings.h.
 LRT_API void lrt_read_all(Runtime* r, const uint8_t* data, int64_t bytes) { r->kernels.read_all(r->context, data, bytes); }
 // Sets the adapters of the following passes; none if `rows` is 0.
 LRT_API void lrt_set_adapters(Runtime* r, const AdapterArgs* args) { r->context.adapters = *args; }

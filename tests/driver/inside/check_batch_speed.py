@@ -1,8 +1,8 @@
 """What chats at once and adapters cost in virtual time: passes of a model with the layers and, at
 a scale, the bytes of Qwen2.5 1.5B, all of it on the GPU.
 
-Passes alone, as benchmarks/gpu/adapters.py measures them: what the host does between them is not
-counted. Adapters cost their bytes, 4 % of the weights' each, and a fixed time of each product.
+Passes alone: what the host does between them is not counted. Adapters cost their bytes, 4 % of the
+weights' each, and a fixed time of each product.
 """
 
 from __future__ import annotations

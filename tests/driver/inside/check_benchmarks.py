@@ -1,23 +1,34 @@
-"""Benchmarks on a GPU: how they time launches, what they read of its memory, and their checks."""
+"""The speeds of ``benchmarks.gpu``: what is timed, and what a tiny model's rows have."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from benchmarks.gpu import attention, facts, grouped, loaded_child, recurrent, timing
+from benchmarks.gpu import facts, model, timing
 from benchmarks.gpu.kernels import random_rows
-from benchmarks.gpu.timing import free_memory, results_of, watch
 from localrt.quant.cuda import cuda_memory
 from localrt.quant.cuda.driver import Cuda, device_of
 from localrt.quant.cuda.products import quantize
-from localrt.quant.cuda.tensor import UINT8, empty
 from tests.driver.inside.conftest import Kernels
+from tests.offload.placed import needs_kernels
 
 MIB = 1 << 20
+TINY: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+}
 
 
 @pytest.fixture
@@ -28,48 +39,12 @@ def device(gpu: Kernels) -> Iterator[Cuda]:
 
 
 def test_launches_are_timed_in_a_graph(device: Cuda, gpu: Kernels) -> None:
-    rows = [random_rows(2, 64, "cuda") for _ in range(3)]
+    rows = [random_rows(2, 64) for _ in range(3)]
     launches = [lambda x=x: quantize(x) for x in rows]
     gpu.launches.clear()
-    assert timing.launch_seconds(launches, "cuda") >= 0
+    assert timing.launch_seconds(launches) >= 0
     graph = ["record", *["quantize"] * 3, *["replay"] * (timing.RUNS + 2)]
     assert gpu.launches == [*["quantize"] * 2, *graph]
-    assert timing.copies_beyond_cache(64 * MIB, "cuda") * 64 * MIB >= 8 * device.cache_nbytes
-
-
-@pytest.mark.parametrize("kind", ["attention", "recurrent layers", "experts"])
-def test_kernels_pass_as_on_a_gpu(device: Cuda, kind: str) -> None:
-    """With a row's bits alone and among others, which only a GPU has to keep."""
-    torch.manual_seed(0)  # as gpu_check does
-    checks = {
-        "attention": lambda: attention.check_attention("cuda"),
-        "experts": lambda: [
-            ("", lambda: grouped.checked(grouped.SMALL["small mxfp4"], (1, 4), "cuda"))
-        ],
-        "recurrent layers": lambda: recurrent.check_recurrent("cuda"),
-    }
-    results = list(results_of(kind, checks[kind]))
-    assert results
-    assert all(result.ok for result in results), [result.line() for result in results]
-
-
-def test_ceiling_leaves_no_memory_taken(device: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "_COPIED", 32 * MIB)
-    before = device.allocated_nbytes
-    assert timing.copy_bandwidth("cuda") > 0
-    assert device.allocated_nbytes == before
-
-
-def test_peak_is_what_was_taken_at_most(device: Cuda) -> None:
-    free = free_memory("cuda")
-    peak = watch(device, free)
-    kept = empty(3 * MIB, dtype=UINT8, device=device, pool=device.persistent)
-    for size in (40 * MIB, 20 * MIB):
-        empty(size, dtype=UINT8, device=device)
-        device.trim()
-    assert kept.nbytes + 40 * MIB <= peak() <= kept.nbytes + 44 * MIB
-    again = watch(device, free_memory("cuda"))
-    assert again() == 0
 
 
 def test_facts(device: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,17 +53,37 @@ def test_facts(device: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "_COPIED", 8 * MIB)
     for name in ("_LAUNCHES", "_RUNS"):
         monkeypatch.setattr(facts, name, 3)
-    results = list(results_of("facts", lambda: facts.check_facts("cuda")))
-    assert all(result.ok for result in results), [result.line() for result in results]
-    assert results[1].values.keys() == {"gb_s_2_mb", "gb_s_8_mb"}
-    assert len(results[2].values) == 7
+    before = device.allocated_nbytes
+    assert timing.copy_bandwidth() > 0
+    assert device.allocated_nbytes == before
+    (_, copied), (_, copies), (_, waits) = facts.facts()
+    assert copied["copied_gb_s"] > 0
+    assert copies.keys() == {"gb_s_2_mb", "gb_s_8_mb"}
+    assert len(waits) == 7
+
+
+@needs_kernels
+@pytest.mark.usefixtures("given_rates")
+def test_a_model(device: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"_PROMPTS": (4, 6), "_TOKENS": 3, "_FILLER": 1000}.items():
+        monkeypatch.setattr(model, name, value)
+    monkeypatch.setattr(cuda_memory, "_SAMPLE", MIB)
+    monkeypatch.setattr(model, "config_of", lambda _: TINY)
+    monkeypatch.delitem(model.WAYS, "from the SSD")  # so small, all is kept
+    for name in ("LOCALRT_CACHE", "XDG_DATA_HOME", "LOCALRT_OFFLINE"):
+        monkeypatch.setenv(name, "")  # which are put back
+    rows = dict(model.model("14B"))
+    assert list(rows) == ["14B, within 8 GB", "14B, at 12 GB/s", "14B, resident"]
+    for row in rows.values():
+        assert row["decode_tok_s"] > 0, row
+        assert "failed" not in row
 
 
 def test_slower_link(device: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is sent besides changes no copy."""
     monkeypatch.setattr(cuda_memory, "_SAMPLE", MIB)
-    monkeypatch.setattr(loaded_child, "_THROTTLE_SAMPLE", 1000)
-    with loaded_child.throttled(1.0):
+    monkeypatch.setattr(model, "_FILLER", 1000)
+    with model.throttled(1.0):
         copies = cuda_memory.CudaCopies(most_pinned=64 * MIB)
     assert type(copies) is not cuda_memory.CudaCopies, "only meanwhile"
     copies._times = 2.5  # type: ignore[attr-defined]

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from benchmarks.common.random_store import write_store
-from benchmarks.gpu.routed import TrainedChoices
 from localrt.models.decoder import Decoder
 from localrt.offload.experts.hybrid import HybridExperts
 from localrt.offload.experts.policy import ExpertCosts
@@ -27,6 +26,7 @@ from tests.driver.inside.conftest import Kernels, once
 from tests.driver.inside.gpus import made
 from tests.driver.standin import Driver
 from tests.driver.virtual_time import Machine, VirtualTime, virtual_time
+from tests.offload.experts.routing import TrainedChoices
 from tests.offload.gpu.placed_on_gpu import all_in_ram, on_gpu, stages
 from tests.offload.placed import Model, extend, needs_kernels
 

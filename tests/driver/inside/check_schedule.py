@@ -1,7 +1,7 @@
 """When a token's copies, kernels and products run, in virtual time: a model of 14B parameters at a
 thousandth of its bytes, as the planner places it within 8 GB.
 
-The clock is that of an H100 held to 8 GB (benchmarks/results/gpu_check.json): of the pipeline that
+The clock is that of an H100 held to 8 GB (docs/gpu.md): of the pipeline that
 ran there, whose threads waited for every copy, it said 43.5 and 38.0 ms a token at 49 and 12 GB/s,
 where 41.8 and 37.9 were measured, before it counted the kernels within graphs: 1 ms.
 """

@@ -1,11 +1,148 @@
-"""Random routing to replay through a cache, and hypothesis' strategies for it."""
+"""What routers choose: as a trained mixture did, or random; and its replay through a cache."""
 
 from __future__ import annotations
 
+import heapq
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
 import numpy as np
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
-from benchmarks.routing import Step, Trace
+from localrt.offload.experts.cache import ExpertCache
+from localrt.offload.experts.policy import Values
+
+TRACE = Path(__file__).parents[2] / "data/mixture/routing.npz"
+_APART = 1000  # tokens between layers, and groups, that share a layer of the trace
+
+
+class Step(NamedTuple):
+    """What one layer asked for in one pass: best first, the first ``used`` columns are chosen."""
+
+    layer: int
+    experts: NDArray[Any]  # (rows, width)
+    scores: NDArray[Any]  # (rows, width)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Every layer of every pass, in the order in which they were asked."""
+
+    layers: int
+    count: int
+    used: int
+    steps: tuple[Step, ...]
+
+
+def trained_trace(tokens: int = 20_000, path: Path = TRACE) -> Trace:
+    """The first tokens of prose and of code, as many of each; scores are saved as square roots, of
+    twice as many experts as are chosen.
+    """
+    with np.load(path) as file:
+        halves = [np.array_split(file[name], 2) for name in ("experts", "scores")]
+    experts, roots = (np.concatenate([each[: tokens // 2] for each in half]) for half in halves)
+    scores = (roots.astype(np.float32) / 255) ** 2
+    steps = (
+        Step(layer, experts[token, layer][None].astype(np.int32), scores[token, layer][None])
+        for token in range(len(experts))
+        for layer in range(experts.shape[1])
+    )
+    _, layers, width = experts.shape
+    return Trace(layers, int(experts.max()) + 1, width // 2, tuple(steps))
+
+
+class LRU:
+    """The least recently used expert goes first, on one clock for all layers. Like ``Learned``."""
+
+    def __init__(self, layers: int, count: int) -> None:
+        self.value: Values = np.zeros((layers, count))
+        self._clock = 0.0
+
+    def touch(self, layer: int, chosen: NDArray[Any], *_: object) -> None:
+        """See ``Learned``."""
+        self._clock += 1.0
+        self.value[layer, chosen] = self._clock
+
+
+def replay(trace: Trace, cache: ExpertCache[Any]) -> float:
+    """The share of hits, every miss being brought in if it is worth it."""
+    for layer, experts, scores in trace.steps:
+        demand = cache.touch(layer, experts, scores)
+        for expert in demand.experts[~demand.resident].tolist():
+            worth = float(cache.policy.value[layer, expert])
+            if len(cache) < cache.capacity or (cache.room and worth >= cache.least):
+                cache.admit(layer, expert)
+        cache.release(layer)
+    return cache.hits / cache.demands
+
+
+def hit_rates(trace: Trace, slots: int) -> tuple[float, float]:
+    """Least recently used, and the product's policy, from an empty cache."""
+    sizes = (trace.layers, trace.count, trace.used, slots)
+    policy: Any = LRU(*sizes[:2])
+    lru = replay(trace, ExpertCache(*sizes, policy=policy))
+    return lru, replay(trace, ExpertCache(*sizes))
+
+
+def with_the_future(trace: Trace, slots: int) -> tuple[float, float]:
+    """The experts that are used most, always in the cache; and the optimum."""
+    keys = [
+        (layer, expert)
+        for layer, experts, _ in trace.steps
+        for expert in np.unique(experts[:, : trace.used]).tolist()
+    ]
+    most = Counter(keys).most_common(slots)
+    following: list[int] = []
+    later: dict[tuple[int, int], int] = {}
+    for at, key in enumerate(reversed(keys)):
+        following.append(len(keys) - later.get(key, -len(keys)))
+        later[key] = at
+    kept: dict[tuple[int, int], int] = {}
+    queue: list[tuple[int, tuple[int, int]]] = []  # latest use first; some are out of date
+    hits = 0
+    for key, again in zip(keys, reversed(following), strict=True):
+        hits += key in kept
+        kept[key] = again
+        heapq.heappush(queue, (-again, key))
+        while len(kept) > slots:
+            use, victim = heapq.heappop(queue)
+            if kept.get(victim) == -use:
+                del kept[victim]
+    return sum(uses for _, uses in most) / len(keys), hits / len(keys)
+
+
+class TrainedChoices:
+    """What the routers of a mixture with ``count`` experts choose for each token.
+
+    Further layers than the trace has choose as those of the trace do at later tokens. Of more
+    experts, each group chooses as one of its layers does.
+    """
+
+    def __init__(self, count: int) -> None:
+        trace, self._count = trained_trace(), count
+        steps = len(trace.steps) // trace.layers
+        shape = steps, trace.layers, 2 * trace.used
+        self._experts = np.concatenate([step.experts for step in trace.steps]).reshape(shape)
+        self._scores = np.concatenate([step.scores for step in trace.steps]).reshape(shape)
+        self._groups, self._each = max(1, count // trace.count), trace.count
+
+    def choose(
+        self, layer: int, token: int, ranked: int
+    ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """A layer's ``ranked`` best experts for a token, best first, and their scores."""
+        steps, layers, _ = self._experts.shape
+        again, place = divmod(layer, layers)
+        each = -(-ranked // self._groups)
+        at = [(token + _APART * (again * self._groups + g)) % steps for g in range(self._groups)]
+        found = self._experts[at, place, :each] + self._each * np.arange(self._groups)[:, None]
+        scores = self._scores[at, place, :each] / self._groups
+        chosen = found.T.reshape(-1)[:ranked] % self._count
+        if self._count < self._each:  # a tiny model
+            chosen = (chosen[0] + np.arange(ranked)) % self._count
+        return chosen.astype(np.int32), scores.T.reshape(-1)[:ranked].astype(np.float32)
 
 
 def random_trace(

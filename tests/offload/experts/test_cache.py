@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.routing import LRU, Trace, replay
 from localrt.common.errors import MemoryBudgetError
 from localrt.offload.experts.cache import ExpertCache, Key, slots_within
-from tests.offload.experts.routing import traces
+from tests.offload.experts.routing import LRU, Trace, replay, traces
 
 policies = st.sampled_from([LRU, None])  # None: the product's
 

@@ -6,9 +6,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from benchmarks.routing import Step, Trace, hit_rates, trained_trace, with_the_future
 from localrt.offload.experts.policy import Learned
-from tests.offload.experts.routing import random_trace
+from tests.offload.experts.routing import (
+    Step,
+    Trace,
+    hit_rates,
+    random_trace,
+    trained_trace,
+    with_the_future,
+)
 
 
 def touch(policy: object, layer: int, experts: np.ndarray, scores: np.ndarray, used: int) -> None:

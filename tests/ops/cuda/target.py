@@ -8,18 +8,33 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.gpu.exchange import DTYPES as DTYPES
-from benchmarks.gpu.exchange import back as back
 from localrt.quant.cuda.device import emulate
 from localrt.quant.cuda.driver import count_gpus, device_of
 from localrt.quant.cuda.kv import BlockedCache
 from localrt.quant.cuda.products import TiledMatrix
-from localrt.quant.cuda.tensor import Tensor, upload
+from localrt.quant.cuda.tensor import (
+    BFLOAT16,
+    FLOAT32,
+    INT16,
+    INT32,
+    INT64,
+    UINT8,
+    Tensor,
+    upload,
+)
 from localrt.quant.formats import PackedTensor
 from localrt.quant.formats.tiled import tile
 from localrt.quant.ops.kv_formats import BLOCK_TOKENS
 from tests.ops.cuda.emulator import Emulator
 
+DTYPES = {
+    torch.float32: FLOAT32,
+    torch.bfloat16: BFLOAT16,
+    torch.int64: INT64,
+    torch.int32: INT32,
+    torch.int16: INT16,
+    torch.uint8: UINT8,
+}
 DEVICE = device_of("cuda" if count_gpus() else "cpu")
 
 if not DEVICE.is_gpu:
@@ -35,6 +50,12 @@ def there(tensor: torch.Tensor) -> Tensor:
     made.address += int(tensor.storage_offset()) * tensor.element_size()
     made.shape, made.strides = tuple(tensor.shape), tensor.stride()
     return made
+
+
+def back(tensor: Tensor) -> torch.Tensor:
+    """A copy of a device tensor in RAM, for torch."""
+    bits = torch.from_numpy(tensor.bits())
+    return bits.view(torch.bfloat16) if tensor.dtype is BFLOAT16 else bits
 
 
 def by_torch(compute: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,1 +1,0 @@
-"""Single CPU kernels compared with ggml's."""
