@@ -1,7 +1,7 @@
 """The block of most architectures: attention, then an MLP, each added to the residual stream.
 
 Recurrent layers replace attention or run in parallel with it. Blocks with several streams or with
-per-layer inputs are in ``altup.py``, ``hyper_connections.py`` and ``inputs.py``.
+per-layer inputs are in ``hyper_connections.py`` and ``inputs.py``.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -27,8 +26,6 @@ _KEYS = {
     "embedding_length_out": "backbone_hidden_size",
     "embedding_length_per_layer_input": "hidden_size_per_layer_input",
     "final_logit_softcapping": "final_logit_softcapping",
-    "altup.active_idx": "altup_active_idx",
-    "altup.num_inputs": "altup_num_inputs",
     "embedding_scale": "embedding_multiplier",
     "attention.scale": "attention_multiplier",
     "residual_scale": "residual_multiplier",
@@ -455,12 +452,6 @@ _CHANGES: Mapping[str, Any] = {
     "gpt-oss": lambda config, rope, kinds: {"expert_feed_forward_length": config.intermediate_size},
     "mellum": lambda config, rope, kinds: {
         "rope.freq_base_swa": config.rope_parameters["sliding_attention"]["rope_theta"]
-    },
-    "gemma3n": lambda config, rope, kinds: {
-        "activation_sparsity_scale": [
-            NormalDist().inv_cdf(share) if share else -math.inf
-            for share in config.activation_sparsity_pattern
-        ]
     },
     "gemma4": _gemma4,
     "gemma4-assistant": lambda config, rope, kinds: {

@@ -74,7 +74,6 @@ _NAMES = {
     "laguna": "laguna laguna-numbers",
     "nanbeige": "nanbeige nanbeige-plain",
     "spark2_5": "spark spark-full-first spark-narrow",
-    "gemma3n": "gemma3n-gguf",
     "gemma4": "gemma4 gemma4-double-wide gemma4-keys-as-values gemma4-moe gemma4-unified "
     "gemma4-unified-whole",
     "gemma4-assistant": "gemma4-assistant",
@@ -317,11 +316,6 @@ class _Model:
                 kind = _KINDS.get(one[3]) or one[3].removesuffix("_proj")
                 stack = stacks.setdefault(f"blk.{_layer(key)}.ffn_{kind}_exps.weight", {})
                 stack[int(one[2])] = value
-            elif (
-                part := re.fullmatch(r"model\.altup_(proj|unemb)\w+\.(\d+)\.weight", key)
-            ) is not None:
-                name = {"proj": "altup_proj", "unemb": "altup_unembd_proj"}[part[1]]
-                stacks.setdefault(f"{name}.weight", {})[int(part[2])] = value
             elif (part := re.search(r"ngram_embedding\.shard_(\d+)\.weight", key)) is not None:
                 stacks.setdefault("per_layer_token_embd.weight", {})[int(part[1])] = value
             elif ".ple_embedding." not in key and ".act_fn." not in key:
@@ -330,7 +324,7 @@ class _Model:
             ordered = [parts[number] for number in sorted(parts)]
             if name.startswith("per_layer"):
                 found[name] = np.concatenate(ordered)
-            elif self.stacked or "_exps" not in name:
+            elif self.stacked:
                 found[name] = np.stack(ordered)
             else:
                 stem = name.removesuffix("_exps.weight")

@@ -32,8 +32,6 @@ MODELS = {
     "qwen3": "use_sliding_window",
     "gemma2": "query_pre_attn_scalar attn_logit_softcapping hidden_activation",
     "gemma3": "rope_local_base_freq sliding_window_pattern final_logit_softcapping text_config",
-    "gemma3n": "num_kv_shared_layers activation_sparsity_scale activation_sparsity_pattern laurel"
-    "_rank altup_active_idx altup_num_inputs altup_correct_scale vocab_size_per_layer_input",
     "gemma4-moe": "use_double_wide_mlp per_layer_config hidden_size_per_layer_input num_kv_shared"
     "_layers attention_k_eq_v",
     "qwen3.5-moe": "linear_conv_kernel_dim full_attention_interval mtp_num_hidden_layers",
@@ -177,9 +175,6 @@ def test_odd_model_type(folder: Path, value: Any) -> None:
         ("gemma4", "num_kv_shared_layers", 6, "num_kv_shared_layers"),
         ("gemma4", "num_kv_shared_layers", 5, "num_kv_shared_layers 5"),
         ("gemma4", "use_bidirectional_attention", "all", "later tokens"),
-        ("gemma3n", "altup_active_idx", 4, "active stream must be below 4"),
-        ("gemma3n", "activation_sparsity_pattern", [1.0, 0, 0, 0, 0], "below 1"),
-        ("gemma3n", "hidden_size_per_layer_input", 0, "hidden_size_per_layer_input must be at le"),
         ("qwen3-moe", "num_experts_per_tok", 9, r"9 experts .*\(top-k\) cannot be chosen of 8"),
         ("qwen3-moe", "num_experts", 0, "num_experts must be an integer from 1"),
         ("qwen3-moe", "num_experts", 9, r"mlp\.gate\.weight \(8, 64\); .* asks for \(9, 64\)"),

@@ -181,10 +181,6 @@ SIZES_ALONE = (
     *("moe_intermediate_size", "pad_token_id"),
 )
 KEPT: dict[str, tuple[str, ...]] = {  # what else has to fit a tiny model
-    "gemma3n_text": (
-        *("layer_types", "activation_sparsity_pattern", "num_kv_shared_layers"),
-        "vocab_size_per_layer_input",
-    ),
     "gemma4_text": ("vocab_size_per_layer_input",),
     "gemma4_unified_text": ("vocab_size_per_layer_input",),
     "deepseek_v2": ("num_experts_per_tok", "n_routed_experts"),
@@ -217,7 +213,7 @@ PAIRED = ("ernie4_5", "ernie4_5_moe", "glm4", "cohere2", "cohere2_moe", "llama4_
 """Whose rows of queries and keys are reordered by heads."""
 QUICK = (
     *PAIRED,
-    *("internlm3", "gemma3n_text", "mistral4", "granitemoe", "gpt_oss", "qwen3_vl_moe_text"),
+    *("internlm3", "mistral4", "granitemoe", "gpt_oss", "qwen3_vl_moe_text"),
 )
 
 

@@ -1038,20 +1038,6 @@ _GEMMA4: dict[str, Any] = {
 }
 _INPUTS: dict[str, Any] = {"hidden_size_per_layer_input": 24, "vocab_size_per_layer_input": 211}
 
-_GEMMA3N: dict[str, Any] = {
-    **SIZES,
-    "num_hidden_layers": 5,
-    "intermediate_size": [96, 128, 96, 96, 160],
-    "head_dim": 16,
-    "sliding_window": WINDOW,
-    "num_kv_shared_layers": 2,
-    "hidden_size_per_layer_input": 24,
-    "vocab_size_per_layer_input": 200,
-    "laurel_rank": 12,
-    "activation_sparsity_pattern": [0.9, 0.0, 0.5, 0.0, 0.0],
-    "layer_types": [_SLIDING, _FULL, _SLIDING, _FULL, _SLIDING],
-}
-
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: hf.LlamaConfig(**SIZES, tie_word_embeddings=False),
     "llama-tied-bias": lambda: hf.LlamaConfig(
@@ -1087,25 +1073,6 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         query_pre_attn_scalar=24,
         attn_logit_softcapping=5.0,
         final_logit_softcapping=3.0,
-    ),
-    "gemma3n": lambda: hf.Gemma3nTextConfig(**_GEMMA3N),
-    # As llama.cpp knows it: sizes of its code, gates of the first ten layers cut alike
-    "gemma3n-gguf": lambda: hf.Gemma3nTextConfig(
-        **{
-            **_GEMMA3N,
-            "intermediate_size": 1536,
-            "activation_sparsity_pattern": [0.95] * 5,
-            "num_kv_shared_layers": 0,
-            "hidden_size_per_layer_input": 256,
-            "vocab_size_per_layer_input": 211,
-            "laurel_rank": 64,
-        }
-    ),
-    "gemma3n-other-stream": lambda: hf.Gemma3nTextConfig(
-        **{**_GEMMA3N, "num_kv_shared_layers": 0, "hidden_size": 96},
-        altup_num_inputs=3,
-        altup_active_idx=2,
-        altup_correct_scale=False,
     ),
     "gemma4": lambda: hf.Gemma4TextConfig(**_GEMMA4, **_INPUTS, num_kv_shared_layers=3),
     "gemma4-double-wide": lambda: hf.Gemma4TextConfig(

@@ -33,7 +33,6 @@ STREAMED = {
     "falcon_h1": "falcon-h1",
     "gemma2": "gemma2",
     "gemma3": "gemma3",
-    "gemma3n": "gemma3n",
     "gemma4": "gemma4-moe",
     "glm4": "glm4",
     "glm5_next": "glm5-next",
