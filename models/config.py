@@ -250,7 +250,6 @@ class DecoderConfig:
     mixtures: tuple[MixtureSpec | None, ...] = ()
     logit_scale: float = 1.0
     inner_sizes: tuple[int, ...] = ()  # of each layer's MLP, if they differ
-    cutoffs: tuple[float | None, ...] = ()  # of each layer's MLP, see ``MlpSpec``
     limits: tuple[float, ...] = ()  # of each layer's MLP or shared experts, see ``MlpSpec``
     names: LayerNames = LayerNames()
     recurrent: RecurrentNames | None = None
@@ -309,8 +308,7 @@ class DecoderConfig:
 
     def mlp_of(self, layer: int) -> MlpSpec:
         """Behaviour of a layer's dense MLP, or of its shared experts."""
-        mlp = replace(self.mlp, limit=self.limits[layer]) if self.limits else self.mlp
-        return replace(mlp, cutoff=self.cutoffs[layer]) if self.cutoffs else mlp
+        return replace(self.mlp, limit=self.limits[layer]) if self.limits else self.mlp
 
     def cache_of(self, layer: int) -> int:
         """The layer whose keys and values a layer uses: itself, or an earlier one."""

@@ -16,7 +16,7 @@ from localrt.models.architectures import gemma
 from localrt.models.architectures.family import SANDWICH_NORMS, Config, Family, GgufFacts
 from localrt.models.config import EXPERT_SCALE, ROUTER, ROUTER_NORM, DecoderConfig, MixtureSpec
 from localrt.models.encoders.text import EncoderConfig
-from localrt.models.layers.inputs import PROJECTION, GatedInputs, LayerInputs
+from localrt.models.layers.inputs import LAYER_EMBEDDING, PROJECTION, GatedInputs, LayerInputs
 from localrt.models.layers.rope import read_rope
 from localrt.models.raw_config import RawConfig, expert_activation
 from localrt.quant.formats import unpack
@@ -33,7 +33,7 @@ def read_config(raw: RawConfig) -> DecoderConfig:
     windowed[-1] = False  # fixed, as in transformers
     sliding, full = _read_kinds(raw, windowed)
     config = gemma.sandwich_config(raw, full, sliding, windowed)
-    sources = read_sources(raw, windowed)
+    sources = _sources(raw, windowed)
     sizes = _inner_sizes(raw, sources)
     if raw.text("use_bidirectional_attention", "") == "all":
         raise UnsupportedModelError("attention to later tokens is not supported")
@@ -49,7 +49,7 @@ def read_config(raw: RawConfig) -> DecoderConfig:
         final_softcap=config.final_softcap or (_SOFTCAP if raw.is_gguf else None),
         inner_sizes=sizes,
         intermediate_size=max(sizes),
-        block=GatedInputs(inputs=read_layer_inputs(raw, config.vocab_size)),
+        block=GatedInputs(inputs=_layer_inputs(raw, config.vocab_size)),
         mixtures=(_read_mixture(raw, config),) * layers if raw.flag("enable_moe_block") else (),
     )
 
@@ -68,7 +68,7 @@ def read_embedding(raw: RawConfig) -> EncoderConfig:
     )
 
 
-def read_layer_inputs(raw: RawConfig, vocab_size: int) -> LayerInputs | None:
+def _layer_inputs(raw: RawConfig, vocab_size: int) -> LayerInputs | None:
     """The per-layer embeddings, where a model has them; ``vocab_size`` is the default of theirs."""
     if (width := raw.optional_integer("hidden_size_per_layer_input")) is None:
         return None
@@ -76,15 +76,13 @@ def read_layer_inputs(raw: RawConfig, vocab_size: int) -> LayerInputs | None:
     return LayerInputs(width=width, vocab_size=rows)
 
 
-def read_sources(raw: RawConfig, windowed: Sequence[bool], default: int = 0) -> list[int | None]:
+def _sources(raw: RawConfig, windowed: Sequence[bool]) -> list[int | None]:
     """For each layer, the layer whose keys and values it attends to; None: its own.
-
-    ``default`` is the number of sharing layers where the config does not say.
 
     Raises:
         ValueError: there is no earlier layer of its kind.
     """
-    layers, shared = len(windowed), raw.index("num_kv_shared_layers", default)
+    layers, shared = len(windowed), raw.index("num_kv_shared_layers", 0)
     if shared >= layers:
         raise ValueError(f"num_kv_shared_layers must be below the {layers} layers, is {shared}")
     own = range(layers - shared)
@@ -183,24 +181,13 @@ _LONGEST_ROPE = 1 << 16
 _STANDS_STILL = 1e9  # a rotary divisor that makes a frequency zero
 
 
-def add_streams(config: Config, file: GgufFacts) -> None:
-    """Add the keys specific to Gemma 3n's and Gemma 4's layers, some of them from tensors."""
-    tensors = file.tensors
-    if (table := tensors.get("model.embed_tokens_per_layer.weight")) is not None:
-        config["vocab_size_per_layer_input"] = table.rows
-    deviations = file.listed("activation_sparsity_scale")
-    if deviations is not None:
-        config["activation_sparsity_scale"] = [n if n > 0 else None for n in deviations]
-    if (left := tensors.get("model.layers.0.laurel.linear_left.weight")) is not None:
-        config["laurel_rank"] = left.rows
-
-
 def add_full_layers(config: Config, file: GgufFacts) -> None:
-    """Add the head size of Gemma 4's full-attention layers, which is under the plain key. Their
-    rotary divisors determine which pairs rotate.
+    """Add the head size of full-attention layers, which is under the plain key, and the rows of the
+    table of layers' inputs. Full layers' rotary divisors determine which pairs rotate.
     """
-    add_streams(config, file)
     tensors = file.tensors
+    if (table := tensors.get(LAYER_EMBEDDING)) is not None:
+        config["vocab_size_per_layer_input"] = table.rows
     config.pop("rope_dim", None)
     config.pop("partial_rotary_factor", None)
     full = {"head_dim": config.pop("head_dim", None)}

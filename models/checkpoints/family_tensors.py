@@ -3,10 +3,9 @@
 Qwen3-Next has two matrices for DeltaNet's projections, with rows grouped by key head; Qwen3.5 has
 separate matrices. Whole packed rows are moved, which changes no value.
 
-Gemma 3n's and Gemma 4's table of per-layer embeddings gets a row for each layer of each token: the
-same bytes, but a token's rows share tiles. Two units use a layer's router of streams, so each gets
-a copy; its coefficients are vectors. Unused K and V matrices of layers that attend to an earlier
-layer's keys and values are left out.
+Gemma 4's table of per-layer embeddings gets a row for each layer of each token: the same bytes, but
+a token's rows share tiles. Unused K and V matrices of layers that attend to an earlier layer's keys
+and values are left out.
 
 DeepSeek's matrices from latents to keys and values are published as one (``kv_b_proj``) or, in
 newer GGUF files, per head: ``v_b_proj``, and ``k_b_proj`` transposed, which maps a query into the
@@ -158,21 +157,15 @@ class _PartsOfGroups(DerivedRows):
 
 
 _TABLE = "model.embed_tokens_per_layer.weight"
-_LAYER = re.compile(r"model\.layers\.(\d{1,9})\.(.+)", re.DOTALL)
-_KEYS_AND_VALUES = re.compile(r"self_attn\.([kv]_(proj|norm)|qkv_proj)\..+")
-_COPIED = {
-    "altup.modality_router.weight": "altup.{}_router.weight",
-    "altup.router_norm.weight": "altup.{}_norm.weight",
-}
-_FLAT = ("altup.prediction_coefs.weight", "altup.correction_coefs.weight")
-_STREAM_SCALE = "altup.correct_output_scale"
-_PURPOSES = ("prediction", "correction")
+_KEYS_AND_VALUES = re.compile(
+    r"model\.layers\.(\d{1,9})\.self_attn\.([kv]_(proj|norm)|qkv_proj)\..+"
+)
 
 
 def _gemma_tensors(
     stored: Mapping[str, RowSource], config: Mapping[str, object]
 ) -> dict[str, RowSource]:
-    """``stored`` with table and routers in the decoder's form."""
+    """``stored`` with the table in the decoder's form, and without unused tensors."""
     width, shared = (
         number if type(number := config.get(key)) is int and number > 0 else 0
         for key in ("hidden_size_per_layer_input", "num_kv_shared_layers")
@@ -183,24 +176,12 @@ def _gemma_tensors(
     first_shared = layers - shared if type(layers) is int else 0  # 0 is refused later
     found: dict[str, RowSource] = {}
     for name, tensor in stored.items():
-        match = _LAYER.fullmatch(name)
+        match = _KEYS_AND_VALUES.fullmatch(name)
         if name == _TABLE and width:
             found[name] = _by_layer(tensor, width)
-        elif match is None:
+        elif match is None or int(match[1]) < first_shared:
             found[name] = tensor
-        elif _is_unused(match[2], int(match[1]) >= first_shared, config):
-            continue
-        else:
-            prefix = name.removesuffix(match[2])
-            found |= {part.info.name: part for part in _parts(tensor, prefix, match[2])}
     return found
-
-
-def _is_unused(stem: str, shares: bool, config: Mapping[str, object]) -> bool:
-    """Whether a layer's tensor is unused; ``shares``: the layer uses another layer's keys."""
-    if stem == _STREAM_SCALE:
-        return config.get("altup_correct_scale") is False
-    return shares and _KEYS_AND_VALUES.fullmatch(stem) is not None
 
 
 def _by_layer(tensor: RowSource, width: int) -> RowSource:
@@ -233,18 +214,6 @@ class _ShorterRows(DerivedRows):
         first = start // self.parts
         data = self.whole.read(first, -(-stop // self.parts)).data.reshape(-1, self.row_bytes)
         return data[start - first * self.parts : stop - first * self.parts]
-
-
-def _parts(tensor: RowSource, prefix: str, stem: str) -> Iterator[RowSource]:
-    """The decoder's tensors for one tensor of a layer."""
-    info = tensor.info
-    if (copies := _COPIED.get(stem)) is not None:
-        for purpose in _PURPOSES:
-            yield replace(tensor, info=replace(info, name=prefix + copies.format(purpose)))
-    elif stem in _FLAT and len(info.shape) == 2:
-        yield replace(tensor, info=replace(info, shape=(info.shape[0] * info.shape[1],)))
-    else:
-        yield tensor
 
 
 _BOTH_PROJECTIONS, _KEYS, _VALUES = "kv_b_proj.weight", "k_b_proj.weight", "v_b_proj.weight"

@@ -1,4 +1,4 @@
-"""Per-layer embeddings of Gemma 3n and Gemma 4: every layer has inputs of its own.
+"""Per-layer embeddings of Gemma 4: every layer has inputs of its own.
 
 A table has a few numbers per token and layer; a pass reads its tokens' rows and adds projected
 embeddings. After its MLP, a layer gates its inputs by the residual stream. Knows names and shapes;
@@ -19,7 +19,7 @@ from localrt.models.config import Block, DecoderConfig, Layer, Part, Places, Tab
 from localrt.models.layers.block import load_mixer
 from localrt.models.layers.parts import PassState, Residual, joined
 from localrt.models.weights import WeightLoader
-from localrt.quant.ops.arrays import Array, Hidden, Weight
+from localrt.quant.ops.arrays import Array, Weight
 from localrt.quant.ops.streams import InputGateSpec, InputGateWeights, InputProjection
 
 LAYER_EMBEDDING = "model.embed_tokens_per_layer.weight"
@@ -104,20 +104,14 @@ class InputGate:
         )
 
     def __call__(self, state: PassState) -> Array:
-        return self.of(state, state.x)
-
-    def of(self, state: PassState, x: Hidden) -> Array:
-        """The gate's output for ``x`` (R, D)."""
         assert state.inputs is not None, "they are made before the first layer"
-        return state.ops.gate_inputs(x, state.inputs, self.weights, self.spec)
+        return state.ops.gate_inputs(state.x, state.inputs, self.weights, self.spec)
 
     def matrices(self) -> dict[str, Weight]:
         return {GATE: self.weights.gate, OUT: self.weights.out}
 
 
-def load_input_projection(
-    config: DecoderConfig, weights: WeightLoader, width: int
-) -> ProjectInputs:
+def _load_projection(config: DecoderConfig, weights: WeightLoader, width: int) -> ProjectInputs:
     """Load the part that runs before the first layer."""
     hidden = config.hidden_size
     # The published scale of 1 / sqrt(D) is omitted: the norm after it cancels it.
@@ -141,7 +135,7 @@ class GatedInputs(Block):
 
     def before(self, config: DecoderConfig, weights: WeightLoader) -> Sequence[Part]:
         own = self.inputs
-        return () if own is None else (load_input_projection(config, weights, own.width),)
+        return () if own is None else (_load_projection(config, weights, own.width),)
 
     def attention(
         self, config: DecoderConfig, layer: int, weights: WeightLoader, at: Places

@@ -37,7 +37,7 @@ class PassState:
     ``x`` (R, D) is the residual stream in the form of ``ops``, ``step`` what ``ops`` derived from
     the ``batch``, which captured graphs do not need. ``inputs`` are the per-layer inputs, or the
     rows that a layer's MLP reads instead of ``x``. ``streams`` are several residual streams; ``x``
-    is then the active one, or a layer's mixture of them. ``ngrams`` returns the rows of hashed
+    is then a layer's mixture of them. ``ngrams`` returns the rows of hashed
     n-grams and may wait for them. The head fills ``logits`` (logit rows, V) for ``logit_rows`` of
     ``x``. ``check`` is called while a part waits, and may raise. ``features`` are to be filled; a
     draft head reads ``target_features`` (R, F) of its target. Of ``chosen``, a step, rows see what
@@ -83,19 +83,15 @@ class Tap:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Residual:
-    """``norm((x + scale * layer(x)) * total)``: adds attention or an MLP to the residual stream."""
+    """``(x + scale * layer(x)) * total``: adds attention or an MLP to the residual stream."""
 
     layer: Layer
     scale: float = 1.0
     total: float = 1.0
-    norm: Vector | None = None
-    eps: float = 0.0
 
     def __call__(self, state: PassState) -> None:
         """Update ``state.x``."""
         state.x = state.ops.add(state.x, self.layer(state), self.scale, self.total)
-        if self.norm is not None:
-            state.x = state.ops.norm(state.x, self.norm, self.eps)
 
     def matrices(self) -> dict[str, Weight]:
         return self.layer.matrices()

@@ -127,11 +127,6 @@ class InputArgs(Structure):
     """A layer's gate on its own inputs."""
 
 
-@CPP.struct("StreamArgs")
-class StreamArgs(Structure):
-    """Predicting or correcting residual streams."""
-
-
 @CPP.struct("ConnectionArgs")
 class ConnectionArgs(Structure):
     """Reading several residual streams."""

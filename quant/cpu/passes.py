@@ -216,8 +216,6 @@ def mlp_args(weights: MlpWeights, spec: MlpSpec) -> MlpArgs:
         activation=ACTIVATIONS[spec.activation],
         eps=spec.eps,
         post_eps=spec.result_eps,
-        cut=spec.cutoff is not None,
-        cutoff=spec.cutoff or 0.0,
         gate_scale=spec.gate_scale,
         limit=spec.limit,
         curve=spec.curve,

@@ -12,7 +12,6 @@ from localrt.quant.cpu.abi import (
     ConnectionArgs,
     InputArgs,
     NgramArgs,
-    StreamArgs,
     VisionArgs,
 )
 from localrt.quant.cpu.passes import NativePass
@@ -20,18 +19,15 @@ from localrt.quant.cpu.weights import (
     ConnectionWeights,
     InputGateWeights,
     InputProjection,
-    LowRankWeights,
     NativeVector,
-    NativeWeight,
     NgramWeights,
-    StreamWeights,
     address_of,
     locate,
 )
 from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.hybrid_cache import states_of
 from localrt.quant.ops.recurrent import RecurrentSpec
-from localrt.quant.ops.streams import InputGateSpec, StreamSpec
+from localrt.quant.ops.streams import InputGateSpec
 
 
 class StreamSteps:
@@ -86,52 +82,6 @@ class StreamSteps:
         args.rows, args.size = x.shape
         args.strides[0], args.rms = x.shape[1], not centered
         self._api.lrt_vision(self._handle, VISION_STEPS["norm"], args)
-        return out
-
-    def low_rank(self, x: Floats, weights: LowRankWeights) -> Floats:
-        out = self._array(*x.shape)
-        self._api.lrt_low_rank(
-            self._handle,
-            weights.left.stack,
-            weights.right.stack,
-            locate(x),
-            len(x),
-            address_of(weights.norm),
-            address_of(weights.post_norm),
-            weights.eps,
-            locate(out),
-        )
-        return out
-
-    def split_streams(self, x: Floats, projections: NativeWeight) -> Floats:
-        out = np.empty((len(x), projections.stack.rows + x.shape[1]), np.float32)
-        self._api.lrt_split_streams(self._handle, projections.stack, locate(x), len(x), locate(out))
-        return out
-
-    def predict_streams(
-        self, streams: Floats, weights: StreamWeights, spec: StreamSpec
-    ) -> tuple[Floats, Floats]:
-        args, out, active = self._stream_args(streams, weights, spec)
-        self._api.lrt_predict_streams(self._handle, args)
-        return out, active
-
-    def correct_streams(
-        self, streams: Floats, activated: Floats, weights: StreamWeights, spec: StreamSpec
-    ) -> tuple[Floats, Floats]:
-        args, out, active = self._stream_args(streams, weights, spec)
-        args.activated = locate(activated)
-        self._api.lrt_correct_streams(self._handle, args)
-        return out, active
-
-    def add_to_streams(self, streams: Floats, y: Floats) -> Floats:
-        streams.reshape(*y.shape[:1], -1, y.shape[1])[:, 1:] += y[:, None]
-        return streams
-
-    def join_streams(self, streams: Floats, projections: NativeWeight) -> Floats:
-        out = self._array(len(streams), projections.stack.cols)
-        self._api.lrt_join_streams(
-            self._handle, projections.stack, locate(streams), len(streams), locate(out)
-        )
         return out
 
     def repeat_stream(self, x: Floats, count: int) -> Floats:
@@ -194,24 +144,3 @@ class StreamSteps:
         for span in step.batch.spans:
             states_of(span.cache).layer_done(layer)
         return streams
-
-    def _stream_args(
-        self, streams: Floats, weights: StreamWeights, spec: StreamSpec
-    ) -> tuple[StreamArgs, Floats, Floats]:
-        """The step's arguments, and the array that it fills."""
-        rows, hidden = len(streams), weights.router.stack.cols
-        out, active = np.empty_like(streams), self._array(rows, hidden)
-        args = StreamArgs(
-            streams=locate(streams),
-            out=locate(out),
-            active=locate(active),
-            norm=address_of(weights.norm),
-            coefficients=address_of(weights.coefficients),
-            scale=address_of(weights.scale),
-            router=weights.router.stack,
-            rows=rows,
-            count=spec.count,
-            which=spec.active,
-            eps=spec.eps,
-        )
-        return args, out, active

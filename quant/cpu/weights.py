@@ -297,8 +297,6 @@ def route_args(weights: RouterWeights, spec: RouterSpec) -> RouteArgs:
 AttentionWeights = attention.AttentionWeights[NativeWeight, NativeVector]
 LatentWeights = attention.LatentWeights[NativeWeight, NativeVector]
 IndexWeights = attention.IndexWeights[NativeWeight, NativeVector]
-StreamWeights = streams.StreamWeights[NativeWeight, NativeVector]
-LowRankWeights = streams.LowRankWeights[NativeWeight, NativeVector]
 ConnectionWeights = streams.ConnectionWeights[NativeWeight, NativeVector]
 InputProjection = streams.InputProjection[NativeWeight, NativeVector]
 InputGateWeights = streams.InputGateWeights[NativeWeight, NativeVector]

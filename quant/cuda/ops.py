@@ -85,9 +85,8 @@ def _missing(self: object, *args: object, **more: object) -> NoReturn:
 class StreamSteps:
     """A part of ``CudaOps``."""
 
-    layer_norm = low_rank = _missing
+    layer_norm = _missing
     repeat_stream = read_streams = share_out = add_ngrams = choose_tokens = _missing
-    split_streams = predict_streams = correct_streams = add_to_streams = join_streams = _missing
 
 
 class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):

@@ -58,10 +58,7 @@ from localrt.quant.ops.streams import (
     InputGateSpec,
     InputGateWeights,
     InputProjection,
-    LowRankWeights,
     NgramWeights,
-    StreamSpec,
-    StreamWeights,
 )
 
 Activation = Literal["silu", "gelu_tanh", "relu2", "xielu", "swiglu"]
@@ -86,10 +83,8 @@ Forward: TypeAlias = Callable[..., npt.NDArray[np.float32]]
 class MlpSpec:
     """Behaviour of an MLP: gated, except for ``relu2``, the squared ReLU, and ``xielu``.
 
-    Gates are multiplied by ``gate_scale``; ``limit`` is that of ``ExpertSpec``. With a ``cutoff``,
-    a row's mean gate plus ``cutoff`` standard deviations is subtracted, then a ReLU applied: a
-    fixed share of gates stays (Gemma 3n).
-    ``post_eps`` is that of the norm of the result, if it differs.
+    Gates are multiplied by ``gate_scale``; ``limit`` is that of ``ExpertSpec``. ``post_eps`` is
+    that of the norm of the result, if it differs.
 
     ``xielu`` (Huang and Schlag, 2024) is ``alpha_p x² + beta x`` for positive numbers, and
     ``alpha_n (exp(min(x, eps)) - 1 - x) + beta x`` for others; ``curve`` is alpha_p, alpha_n, beta
@@ -98,7 +93,6 @@ class MlpSpec:
 
     activation: Activation
     eps: float
-    cutoff: float | None = None
     gate_scale: float = 1.0
     limit: float = math.inf
     curve: tuple[float, float, float, float] = (0.0,) * 4
@@ -550,38 +544,6 @@ class StreamOps(Protocol[HiddenT, ArrayT, WeightT, VectorT, _PassIn]):
         self, x: HiddenT, weight: VectorT, eps: float, *, centered: bool = True
     ) -> HiddenT:
         """LayerNorm without a bias, or RMSNorm if not ``centered``: new rows, x (R, D) stays."""
-
-    def low_rank(self, x: HiddenT, weights: LowRankWeights[WeightT, VectorT]) -> ArrayT:
-        """``n + norm(right(left(n)))`` of the normed x: (R, D)."""
-
-    def split_streams(self, x: HiddenT, projections: WeightT) -> ArrayT:
-        """x (R, D) and its projections ((S - 1) * D, D), as large as it, as streams."""
-
-    def predict_streams(
-        self, streams: ArrayT, weights: StreamWeights[WeightT, VectorT], spec: StreamSpec
-    ) -> tuple[ArrayT, HiddenT]:
-        """Every stream plus all of them times a row's coefficients; and the active one (R, D)."""
-
-    def correct_streams(
-        self,
-        streams: ArrayT,
-        activated: HiddenT,
-        weights: StreamWeights[WeightT, VectorT],
-        spec: StreamSpec,
-    ) -> tuple[ArrayT, HiddenT]:
-        """Every prediction plus the active one's error times a row's coefficient.
-
-        ``activated`` (R, D) is the active stream after the layer; it is returned too, scaled.
-        """
-
-    def add_to_streams(self, streams: ArrayT, y: ArrayT) -> ArrayT:
-        """y (R, D) added to all streams but the first; both may be overwritten."""
-
-    def join_streams(self, streams: ArrayT, projections: WeightT) -> HiddenT:
-        """The mean of the first stream and of the others' projections, as large as it: (R, D).
-
-        ``projections`` stacks a matrix (D, D) for each of the others.
-        """
 
     def repeat_stream(self, x: HiddenT, count: int) -> ArrayT:
         """x (R, D) as each of so many streams."""

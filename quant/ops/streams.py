@@ -1,13 +1,10 @@
 """Several residual streams, per-layer inputs, and hashed n-grams.
 
-AltUp (Gemma 3n; Baykal et al. 2023): a layer first predicts all streams, each from all of them,
-runs on the predicted active one, and then corrects every stream by what the layer made of it.
-Coefficients are linear in the tanh of a router's products. Beside attention runs a learned residual
-of low rank (LAuReL, Menghani et al. 2024). Through a hyper-connection (Zhu et al. 2024, in the
+Through a hyper-connection (Zhu et al. 2024, in the
 gated form of Qwen3.8-Flash-Next) a layer reads a mixture of all streams, number by number, and each
 stream takes its own share of what the layer gives.
 
-Per-layer embeddings (Gemma 3n, Gemma 4): a table has P numbers of each token for each of L layers,
+Per-layer embeddings (Gemma 4): a table has P numbers of each token for each of L layers,
 to which a projection of the token's embedding is added. A layer gates its part by what the residual
 stream holds.
 
@@ -30,40 +27,6 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.quant.ops.arrays import VectorT, WeightT
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamSpec:
-    """How many streams there are, and which is active. ``eps`` is of the routers' norms."""
-
-    count: int
-    active: int
-    eps: float
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.active < self.count:
-            raise ValueError(f"the active stream must be below {self.count}, is {self.active}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamWeights(Generic[WeightT, VectorT]):
-    """One layer's router of streams, with the coefficients of predictions or of corrections."""
-
-    norm: VectorT  # (D,), times the scale of the router's input
-    router: WeightT  # (S, D)
-    coefficients: VectorT  # (S * S * S,) of predictions, (S * S,) of corrections
-    scale: VectorT | None = None  # (D,), of the active stream for what follows the layer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LowRankWeights(Generic[WeightT, VectorT]):
-    """``n + norm(right(left(n)))``, where n is the normed input."""
-
-    norm: VectorT | None  # (D,)
-    left: WeightT  # (K, D)
-    right: WeightT  # (D, K)
-    post_norm: VectorT  # (D,)
-    eps: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

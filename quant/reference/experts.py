@@ -93,13 +93,6 @@ def combined(
     return total.to(slots.dtype)
 
 
-def cut_gates(gate_up: Tensor, cutoff: float) -> Tensor:
-    """``MlpSpec.cutoff`` on the gates of stacked gate and up, (R, 2F)."""
-    gate, up = gate_up.chunk(2, -1)
-    least = gate.mean(-1, keepdim=True) + cutoff * gate.std(-1, correction=0, keepdim=True)
-    return torch.cat([F.relu(gate - least), up], -1)
-
-
 def gated(gate_up: Tensor, spec: ExpertSpec | MlpSpec) -> Tensor:
     """The activation of stacked gate and up, (R, 2F) to (R, F); or of up alone, (R, F)."""
     if isinstance(spec, MlpSpec) and spec.activation == "xielu":

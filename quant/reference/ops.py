@@ -48,7 +48,6 @@ from localrt.quant.reference.attention import (
 )
 from localrt.quant.reference.experts import (
     combined,
-    cut_gates,
     gated,
     route,
     run_each,
@@ -448,8 +447,6 @@ class TorchOps(StreamSteps):
 
     def _gated_mlp(self, normed: Tensor, weights: MlpWeights, spec: MlpSpec) -> Tensor:
         wide = self.linear(normed, weights.gate_up)
-        if spec.cutoff is not None:
-            wide = cut_gates(wide, spec.cutoff)
         return self.linear(gated(wide, spec), weights.down)
 
     def _norm_and_turn(

@@ -13,18 +13,14 @@ from torch import Tensor
 
 from localrt.quant.ops.hybrid_cache import begin_states
 from localrt.quant.ops.recurrent import RecurrentSpec
-from localrt.quant.ops.streams import LEAST_PRODUCT, InputGateSpec, StreamSpec
+from localrt.quant.ops.streams import LEAST_PRODUCT, InputGateSpec
 from localrt.quant.reference.recurrent import convolve_rows
 from localrt.quant.reference.weights import (
     ConnectionWeights,
     InputGateWeights,
     InputProjection,
-    LowRankWeights,
     NgramWeights,
-    StreamWeights,
 )
-
-_LEAST_SQUARE = 1e-5  # of what is brought to another's magnitude
 
 
 def rows_of_tokens(ids: Tensor, each: int, rows: int) -> Tensor:
@@ -61,51 +57,6 @@ class StreamSteps:
         if centered:
             return F.layer_norm(x, weight.shape, weight, None, eps)
         return F.rms_norm(x, weight.shape, weight, eps)
-
-    def low_rank(self, x: Tensor, weights: LowRankWeights) -> Tensor:
-        normed = self._norm(x, weights.norm, weights.eps)
-        y = self.linear(self.linear(normed, weights.left), weights.right)
-        return normed + self._norm(y, weights.post_norm, weights.eps)
-
-    def split_streams(self, x: Tensor, projections: Tensor) -> Tensor:
-        others = self.linear(x, projections).view(len(x), -1, x.shape[1])
-        return torch.cat([x, _as_large(others, x[:, None]).flatten(1)], dim=1)
-
-    def predict_streams(
-        self, streams: Tensor, weights: StreamWeights, spec: StreamSpec
-    ) -> tuple[Tensor, Tensor]:
-        apart = streams.view(len(streams), spec.count, -1)
-        modes = self._modes(apart[:, spec.active], weights, spec)
-        coefficients = weights.coefficients.float().view(spec.count, spec.count, spec.count)
-        mixing = torch.einsum("stp,rp->rst", coefficients, modes)
-        out = apart + (mixing @ apart.float()).to(apart.dtype)
-        return out.flatten(1), out[:, spec.active].clone()
-
-    def correct_streams(
-        self, streams: Tensor, activated: Tensor, weights: StreamWeights, spec: StreamSpec
-    ) -> tuple[Tensor, Tensor]:
-        apart = streams.view(len(streams), spec.count, -1)
-        modes = self._modes(activated, weights, spec)
-        coefficients = weights.coefficients.float().view(spec.count, spec.count)
-        factors = (modes @ coefficients.T + 1)[:, :, None]
-        error = (activated - apart[:, spec.active])[:, None].float()
-        out = apart + (error * factors).to(apart.dtype)
-        active = out[:, spec.active]
-        return out.flatten(1), active.clone() if weights.scale is None else active * weights.scale
-
-    def add_to_streams(self, streams: Tensor, y: Tensor) -> Tensor:
-        streams.view(len(y), -1, y.shape[1])[:, 1:] += y[:, None]
-        return streams
-
-    def join_streams(self, streams: Tensor, projections: Tensor) -> Tensor:
-        hidden = projections.shape[1]
-        apart = streams.view(len(streams), -1, hidden)  # (R, S, D)
-        matrices = projections.view(-1, hidden, hidden)
-        total = apart[:, 0].clone()
-        for number, matrix in enumerate(matrices, 1):
-            total += _as_large(self.linear(apart[:, number], matrix), apart[:, 0])
-        joined: Tensor = total / (1 + len(matrices))
-        return joined
 
     def repeat_stream(self, x: Tensor, count: int) -> Tensor:
         return x.repeat(1, count)
@@ -153,20 +104,8 @@ class StreamSteps:
         mixed = convolve_rows(kept, weights.taps, spec, step.spans, step.states, layer)
         return streams.add_((values + F.silu(mixed)).to(streams.dtype))
 
-    def _modes(self, x: Tensor, weights: StreamWeights, spec: StreamSpec) -> Tensor:
-        """(R, S), float32: the inputs of the coefficients."""
-        normed = self._norm(x, weights.norm, spec.eps)
-        return F.linear(normed.float(), weights.router.float()).tanh()
-
 
 def _norm_each(x: Tensor, weight: Tensor, count: int, eps: float) -> Tensor:
     """(R, S * D), float32: RMSNorm of each stream for itself."""
     apart = x.float().view(len(x), count, -1)
     return F.rms_norm(apart, apart.shape[-1:], None, eps).flatten(1) * weight.float()
-
-
-def _as_large(y: Tensor, x: Tensor) -> Tensor:
-    """y rescaled to the magnitude of x."""
-    wanted = x.float().square().mean(-1, keepdim=True).sqrt()
-    own = y.float().square().mean(-1, keepdim=True).clamp(min=_LEAST_SQUARE).sqrt()
-    return (y.float() * (wanted / own)).to(y.dtype)

@@ -7,8 +7,6 @@ from localrt.quant.ops import attention, experts, protocol, recurrent, streams
 AttentionWeights = attention.AttentionWeights[Tensor, Tensor]
 LatentWeights = attention.LatentWeights[Tensor, Tensor]
 IndexWeights = attention.IndexWeights[Tensor, Tensor]
-StreamWeights = streams.StreamWeights[Tensor, Tensor]
-LowRankWeights = streams.LowRankWeights[Tensor, Tensor]
 ConnectionWeights = streams.ConnectionWeights[Tensor, Tensor]
 InputProjection = streams.InputProjection[Tensor, Tensor]
 InputGateWeights = streams.InputGateWeights[Tensor, Tensor]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -27,8 +26,6 @@ _KEYS = {
     "embedding_length_out": "backbone_hidden_size",
     "embedding_length_per_layer_input": "hidden_size_per_layer_input",
     "final_logit_softcapping": "final_logit_softcapping",
-    "altup.active_idx": "altup_active_idx",
-    "altup.num_inputs": "altup_num_inputs",
     "embedding_scale": "embedding_multiplier",
     "attention.scale": "attention_multiplier",
     "residual_scale": "residual_multiplier",
@@ -439,14 +436,6 @@ _CHANGES: Mapping[str, Any] = {
         "expert_weights_norm": True,
     },
     "laguna": _laguna,
-    "nanbeige": lambda config, rope, kinds: {
-        "num_loops": config.num_loops,
-        "skip_loop_final_norm": config.skip_loop_final_norm,
-    },
-    "spark2_5": lambda config, rope, kinds: {
-        "rope.dimension_count_swa": config.head_dim,
-        "rope.freq_base_swa": config.rope_parameters["sliding_attention"]["rope_theta"],
-    },
     "llama4": lambda config, rope, kinds: {
         "feed_forward_length": config.intermediate_size_mlp,
         "expert_feed_forward_length": config.intermediate_size,
@@ -456,22 +445,12 @@ _CHANGES: Mapping[str, Any] = {
     "mellum": lambda config, rope, kinds: {
         "rope.freq_base_swa": config.rope_parameters["sliding_attention"]["rope_theta"]
     },
-    "gemma3n": lambda config, rope, kinds: {
-        "activation_sparsity_scale": [
-            NormalDist().inv_cdf(share) if share else -math.inf
-            for share in config.activation_sparsity_pattern
-        ]
-    },
     "gemma4": _gemma4,
     "gemma4-assistant": lambda config, rope, kinds: {
         **_gemma4(config, rope, kinds),
         "nextn_predict_layers": config.num_hidden_layers,
     },
     "deepseek2": _deepseek,
-    "deepseek2-ocr": lambda config, rope, kinds: {
-        "leading_dense_block_count": config.mlp_layer_types.index("sparse"),
-        "rope.dimension_count": 0,  # of the latent attention that it does without
-    },
     "mistral4": lambda config, rope, kinds: {
         **_deepseek(config, rope, kinds),
         "expert_gating_func": 1,

@@ -72,15 +72,11 @@ _NAMES = {
     "llama4": "llama4-whole",
     "mistral4": "mistral4",
     "laguna": "laguna laguna-numbers",
-    "nanbeige": "nanbeige nanbeige-plain",
-    "spark2_5": "spark spark-full-first spark-narrow",
-    "gemma3n": "gemma3n-gguf",
     "gemma4": "gemma4 gemma4-double-wide gemma4-keys-as-values gemma4-moe gemma4-unified "
     "gemma4-unified-whole",
     "gemma4-assistant": "gemma4-assistant",
     "deepseek2": "deepseek-v2 deepseek-v2-lite deepseek-v2-dense deepseek-v3 deepseek-v3-plain "
     "glm4-moe-lite kimi-k2.5",
-    "deepseek2-ocr": "deepseek-ocr2",
     "glm-dsa": "glm-dsa",
     "deepseek4": "deepseek-v4-file",
     "glm5-next": "glm5-next-file",
@@ -98,15 +94,13 @@ _NEWER = {
     "hy_v3": ("afmoe", "hunyuan-moe", "qwen3moe"),
     "muse-glimmer": ("afmoe",),
     "laguna": ("qwen2moe", "qwen3"),
-    "nanbeige": ("llama",),
-    "spark2_5": ("phi3", "llama"),
     "deepseek4": ("deepseek2", "gpt-oss"),
     "glm5-next": ("kimi-linear", "glm-dsa"),
 }
 """What gguf does not know, and where most of its tensors have the same names."""
 _PAIRED = (
     *("granite", "granite_swa", "granitehybrid", "granitemoe", "llama", "mistral3", "smollm3"),
-    *("muse-glimmer", "nanbeige"),
+    "muse-glimmer",
 )
 _INCLUDES_ONE = (  # in norms' weights
     *("gemma3", "qwen3next", "qwen35", "qwen35moe", "qwen4exp", "step35"),
@@ -114,8 +108,7 @@ _INCLUDES_ONE = (  # in norms' weights
 
 _OTHERS = re.compile(
     r"(model\.)?(visual|vision_(tower|adapter|embedder|projection|model)|embed_(vision|audio)"
-    r"|multi_modal_projector|mlp_AR|vit_\w+|mm_projector|merger|sam_model|qwen2_model|projector)\..*"
-    r"|(model\.)?view_seperator"
+    r"|multi_modal_projector|mlp_AR|vit_\w+|mm_projector|merger|projector)\..*"
 )
 _EXPERT = re.compile(r"(.+\.)experts\.(\d+)\.(\w+)\.weight")
 _STACKED = re.compile(
@@ -317,11 +310,6 @@ class _Model:
                 kind = _KINDS.get(one[3]) or one[3].removesuffix("_proj")
                 stack = stacks.setdefault(f"blk.{_layer(key)}.ffn_{kind}_exps.weight", {})
                 stack[int(one[2])] = value
-            elif (
-                part := re.fullmatch(r"model\.altup_(proj|unemb)\w+\.(\d+)\.weight", key)
-            ) is not None:
-                name = {"proj": "altup_proj", "unemb": "altup_unembd_proj"}[part[1]]
-                stacks.setdefault(f"{name}.weight", {})[int(part[2])] = value
             elif (part := re.search(r"ngram_embedding\.shard_(\d+)\.weight", key)) is not None:
                 stacks.setdefault("per_layer_token_embd.weight", {})[int(part[1])] = value
             elif ".ple_embedding." not in key and ".act_fn." not in key:
@@ -330,7 +318,7 @@ class _Model:
             ordered = [parts[number] for number in sorted(parts)]
             if name.startswith("per_layer"):
                 found[name] = np.concatenate(ordered)
-            elif self.stacked or "_exps" not in name:
+            elif self.stacked:
                 found[name] = np.stack(ordered)
             else:
                 stem = name.removesuffix("_exps.weight")

@@ -181,16 +181,11 @@ SIZES_ALONE = (
     *("moe_intermediate_size", "pad_token_id"),
 )
 KEPT: dict[str, tuple[str, ...]] = {  # what else has to fit a tiny model
-    "gemma3n_text": (
-        *("layer_types", "activation_sparsity_pattern", "num_kv_shared_layers"),
-        "vocab_size_per_layer_input",
-    ),
     "gemma4_text": ("vocab_size_per_layer_input",),
     "gemma4_unified_text": ("vocab_size_per_layer_input",),
     "deepseek_v2": ("num_experts_per_tok", "n_routed_experts"),
     "deepseek_v3": ("num_attention_heads", "num_key_value_heads"),
     "deepseek_v4": ("num_attention_heads", "n_routed_experts", "q_lora_rank", "o_lora_rank"),
-    "deepseek_ocr2_text": ("mlp_layer_types", "num_experts_per_tok"),
     "hunyuan_v1_dense": ("head_dim",),
     "hunyuan_v1_moe": ("head_dim",),
     "qwen2_5_vl_text": ("num_attention_heads", "num_key_value_heads", "rope_parameters"),
@@ -217,7 +212,7 @@ PAIRED = ("ernie4_5", "ernie4_5_moe", "glm4", "cohere2", "cohere2_moe", "llama4_
 """Whose rows of queries and keys are reordered by heads."""
 QUICK = (
     *PAIRED,
-    *("internlm3", "gemma3n_text", "mistral4", "granitemoe", "gpt_oss", "qwen3_vl_moe_text"),
+    *("internlm3", "mistral4", "granitemoe", "gpt_oss", "qwen3_vl_moe_text"),
 )
 
 

@@ -35,7 +35,7 @@ HEAD = "lm_head.weight"
 EMBEDDING = re.compile(r"(^|\.)(embed_tokens|embeddings?|word_embeddings)\.weight$")
 TOLERANCE = 1e-4
 # One of each way to name a head's tensors: the others are for CI.
-SOME = ("deepseek-v2", "gemma3n", "llama", "llava", "nemotron-h", "qwen3-moe", "qwen3-vl")
+SOME = ("deepseek-v2", "gemma4", "llama", "llava", "nemotron-h", "qwen3-moe", "qwen3-vl")
 EVERY = pytest.mark.parametrize(
     "name",
     [

@@ -7,8 +7,6 @@ from typing import Any
 
 import transformers as hf
 
-from tests.models.unpublished import NanbeigeConfig, Spark2_5Config
-
 SIZES: dict[str, Any] = {
     "vocab_size": 211,
     "hidden_size": 64,
@@ -380,25 +378,6 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "glm-ocr": lambda: with_text(
         hf.GlmOcrConfig, {**_WIDE, "head_dim": 32, "rope_parameters": _OCR}, **_GLM_VISION
     ),
-    "nanbeige": lambda: NanbeigeConfig(**_WIDE, head_dim=32, num_loops=2),
-    "nanbeige-plain": lambda: NanbeigeConfig(
-        **SIZES, num_loops=3, skip_loop_final_norm=True, tie_word_embeddings=True
-    ),
-    "spark": lambda: Spark2_5Config(
-        **{**_WIDE, "num_hidden_layers": 5}, head_dim=32, sliding_window=WINDOW
-    ),
-    "spark-narrow": lambda: Spark2_5Config(**SIZES, head_dim=16, sliding_window=WINDOW),
-    "spark-full-first": lambda: Spark2_5Config(
-        **SIZES,
-        head_dim=48,
-        sliding_window=WINDOW,
-        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
-        rope_parameters={
-            "full_attention": {"rope_theta": 300.0, "partial_rotary_factor": 0.5},
-            "sliding_attention": {"rope_theta": 5e4, "partial_rotary_factor": 1.0},
-        },
-        tie_word_embeddings=True,
-    ),
     "muse-glimmer": lambda: with_text(hf.MuseGlimmerConfig, _MUSE, **_MUSE_VISION),
     "muse-glimmer-bases": lambda: with_text(
         hf.MuseGlimmerConfig,
@@ -530,26 +509,6 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         n_group=2,
         topk_group=1,
         attention_bias=True,
-    ),
-    "deepseek-ocr2": lambda: with_text(
-        hf.DeepseekOcr2Config,
-        {
-            **{**SIZES, "num_key_value_heads": 4},
-            **{**_GLM, "n_shared_experts": 2},
-            "mlp_layer_types": ["dense", "sparse", "sparse"],
-        },
-        sam_config={
-            **{**_VISION, "num_hidden_layers": 3, "mlp_dim": 48},  # the third sees a whole view
-            **{"output_channels": 20, "downsample_channels": [28, 40]},
-        },
-        encoder_config={
-            "hidden_size": 40,
-            "intermediate_size": 56,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "num_hidden_layers": 2,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-        },
     ),
     "step": lambda: with_text(
         hf.Step3p7Config,
@@ -1038,20 +997,6 @@ _GEMMA4: dict[str, Any] = {
 }
 _INPUTS: dict[str, Any] = {"hidden_size_per_layer_input": 24, "vocab_size_per_layer_input": 211}
 
-_GEMMA3N: dict[str, Any] = {
-    **SIZES,
-    "num_hidden_layers": 5,
-    "intermediate_size": [96, 128, 96, 96, 160],
-    "head_dim": 16,
-    "sliding_window": WINDOW,
-    "num_kv_shared_layers": 2,
-    "hidden_size_per_layer_input": 24,
-    "vocab_size_per_layer_input": 200,
-    "laurel_rank": 12,
-    "activation_sparsity_pattern": [0.9, 0.0, 0.5, 0.0, 0.0],
-    "layer_types": [_SLIDING, _FULL, _SLIDING, _FULL, _SLIDING],
-}
-
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: hf.LlamaConfig(**SIZES, tie_word_embeddings=False),
     "llama-tied-bias": lambda: hf.LlamaConfig(
@@ -1087,25 +1032,6 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         query_pre_attn_scalar=24,
         attn_logit_softcapping=5.0,
         final_logit_softcapping=3.0,
-    ),
-    "gemma3n": lambda: hf.Gemma3nTextConfig(**_GEMMA3N),
-    # As llama.cpp knows it: sizes of its code, gates of the first ten layers cut alike
-    "gemma3n-gguf": lambda: hf.Gemma3nTextConfig(
-        **{
-            **_GEMMA3N,
-            "intermediate_size": 1536,
-            "activation_sparsity_pattern": [0.95] * 5,
-            "num_kv_shared_layers": 0,
-            "hidden_size_per_layer_input": 256,
-            "vocab_size_per_layer_input": 211,
-            "laurel_rank": 64,
-        }
-    ),
-    "gemma3n-other-stream": lambda: hf.Gemma3nTextConfig(
-        **{**_GEMMA3N, "num_kv_shared_layers": 0, "hidden_size": 96},
-        altup_num_inputs=3,
-        altup_active_idx=2,
-        altup_correct_scale=False,
     ),
     "gemma4": lambda: hf.Gemma4TextConfig(**_GEMMA4, **_INPUTS, num_kv_shared_layers=3),
     "gemma4-double-wide": lambda: hf.Gemma4TextConfig(

@@ -33,7 +33,6 @@ STREAMED = {
     "falcon_h1": "falcon-h1",
     "gemma2": "gemma2",
     "gemma3": "gemma3",
-    "gemma3n": "gemma3n",
     "gemma4": "gemma4-moe",
     "glm4": "glm4",
     "glm5_next": "glm5-next",
@@ -62,7 +61,6 @@ STREAMED = {
     "mistral4": "mistral4-text",
     "mixtral": "mixtral",
     "muse_glimmer": "muse-glimmer",
-    "nanbeige": "nanbeige",
     "nemotron_h": "nemotron-h-groups",
     "olmo2": "olmo3",
     "olmo_hybrid": "olmo-hybrid",
@@ -77,7 +75,6 @@ STREAMED = {
     "seed_oss": "seed-oss",
     "solar_open": "solar-open",
     "smollm3": "smollm3",
-    "spark": "spark",
     "step": "step",
 }
 

@@ -37,7 +37,6 @@ def conversation(decoder: Decoder, seed: int) -> Iterator[np.ndarray]:
 KINDS = (
     "qwen2",
     "gemma2",
-    "gemma3n",
     "granite",
     "ministral3",
     "qwen3.5",

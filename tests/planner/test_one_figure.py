@@ -158,14 +158,14 @@ def test_units_explained() -> None:
 )
 def test_unusable_gpu(pc: str, place: str) -> None:
     found = what_runs(Hardware(pc=pc), Settings.from_environment())
-    row = next(each for each in found.models if each.model.name == "gemma3n:e4b")
+    row = next(each for each in found.models if each.model.name == "command-r7b:7b")
     assert row.expected is not None
     assert row.expected.place == place
     said = (
-        "the GPU is not used: this model needs localrt's own kernels, and they do not keep several "
-        "residual streams"
+        "the GPU is not used: this model needs localrt's own kernels, and they do not compute "
+        "attention and an MLP in parallel"
     )
-    assert (said in localrt.plan("gemma3n:e4b", pc=pc, advise=False).notes) == ("GPU" in place)
+    assert (said in localrt.plan("command-r7b:7b", pc=pc, advise=False).notes) == ("GPU" in place)
 
 
 @pytest.mark.usefixtures("quiet_machine")

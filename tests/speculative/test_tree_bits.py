@@ -30,7 +30,7 @@ CAPACITY = 1024
 PARENTS = [ROOT, 0, 1, 2, 0, 4, ROOT, 6, 3, 8, *[5] * 9, 18, 19, 20]
 
 
-NAMES = ["llama", "qwen2", "gemma3", "gemma2", "gemma3n", "gemma4", "cohere2"]
+NAMES = ["llama", "qwen2", "gemma3", "gemma2", "gemma4", "cohere2"]
 # Within a block of the cache, at its end, and behind; of windows too.
 HELD = [
     *((name, held) for name in ("llama", "gemma3") for held in (3, 239, 250, 255, 256, 505)),

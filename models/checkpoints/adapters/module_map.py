@@ -47,7 +47,6 @@ _ONLY_MERGED = (
     (re.compile(r".+\.mlp\.gate\.weight", re.DOTALL), "routers"),
     (re.compile(r".+\.experts\.\d+\..+", re.DOTALL), "routed experts"),
     (re.compile(r".+\.[kv]_b_proj\.weight", re.DOTALL), "matrices of latent attention's heads"),
-    (re.compile(r".+\baltup\w*\..+", re.DOTALL), "residual streams"),
     (re.compile(r".+\b(ngram_embedding|embed_tokens_per_layer)\.weight", re.DOTALL), "tables"),
 )
 _IN_FILES = (

@@ -22,12 +22,6 @@ _TENSORS: Mapping[str, str] = {
     "per_layer_proj_norm": "model.per_layer_projection_norm",
 }
 
-_TENSOR_STACKS: Mapping[str, str] = {
-    # (streams, rows, columns)
-    "altup_proj": "altup_projections.{}",
-    "altup_unembd_proj": "altup_unembed_projections.{}",
-}
-
 _LAYER_TENSORS: Mapping[str, str] = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -86,7 +80,6 @@ _WHOLE_NAMES: Mapping[str, str] = {
     "ffn_gate_inp.scale": "mlp.gate.norm.weight",
     "ffn_down_exps.scale": "mlp.gate.expert_scale",
     "layer_output_scale.weight": "layer_scalar",
-    "altup_correct_scale.weight": "altup.correct_output_scale",
 }
 
 _NO_KIND = ("exp_probs_b", "ssm_a", "ssm_d", "ssm_dt", "attn_conv_base", "ffn_conv_base")
@@ -114,8 +107,6 @@ CONFIG_KEYS: Mapping[str, str] = {
     "attention.sliding_window": "sliding_window",
     "attention.temperature_scale": "llama_4_scaling_beta",
     "attn_logit_softcapping": "attn_logit_softcapping",
-    "altup.active_idx": "altup_active_idx",
-    "altup.num_inputs": "altup_num_inputs",
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -211,14 +202,13 @@ def hf_tensor_name(family: Family, name: str) -> str:
 def expert_stack(family: Family, name: str) -> tuple[str, Stack] | None:
     """For a stacked tensor of a layer's experts, its ``Stack`` and the prefix of its parts' names.
 
-    Also for tensors of all residual streams or of shared experts.
+    Also for tensors of shared experts.
     """
     match = _NAME.fullmatch(name)
-    if match is None or match["expert"] is not None or match["kind"] == "scale":
+    if match is None or match["layer"] is None or match["expert"] is not None:
         return None
-    if match["layer"] is None:
-        stem = _TENSOR_STACKS.get(match["stem"])
-        return ("model.", Stack((f"{stem}.weight",))) if stem else None
+    if match["kind"] == "scale":
+        return None
     stems = family.gguf_stacks.get(match["stem"]) or _EXPERT_STACKS.get(match["stem"])
     if stems is None:
         return None

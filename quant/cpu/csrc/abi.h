@@ -178,8 +178,7 @@ struct MlpArgs {
     Stack gate_up, down;            // if `down` has no parts, its input is the result
     Stack row_gate;                 // (1, D), or no parts
     int32_t rows, activation;
-    int32_t cut;                    // gates are reduced by mean + `cutoff` standard deviations, but not below 0
-    float eps, post_eps, cutoff, gate_scale, limit;
+    float eps, post_eps, gate_scale, limit;
     float curve[4];                 // of XIELU
 };
 
@@ -194,20 +193,7 @@ struct InputArgs {
     float eps;
 };
 
-// Several residual streams: see quant/ops/streams.py.
-struct StreamArgs {
-    const float* streams;      // (R, S * D)
-    const float* activated;    // (R, D), a layer's output for the active stream
-    float *out, *active;       // (R, S * D), (R, D)
-    const float* norm;         // (D), for the router
-    const float* coefficients; // (S * S, S) for predictions, (S, S) for corrections
-    const float* scale;        // (D), for the active stream, or null
-    Stack router;              // (S, D)
-    int32_t rows, count, which;
-    float eps;
-};
-
-// Weights for combining several streams into a layer's input, and for distributing its output.
+// Weights for combining several streams into a layer's input, and for distributing its output: see quant/ops/streams.py.
 struct ConnectionArgs {
     const float* streams; // (R, S * D)
     float *out, *shares;  // (R, D), (R, S)

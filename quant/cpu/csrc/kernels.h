@@ -36,12 +36,6 @@ struct Kernels {
     void (*norm_rows)(Context&, float* x, int rows, int cols, const float* norm, float eps);
     void (*project_inputs)(Context&, const Stack&, const float* x, int rows, int width, const float* norm, float eps, float* inputs);
     void (*gate_inputs)(Context&, const InputArgs&);
-    void (*low_rank)(Context&, const Stack& left, const Stack& right, const float* x, int rows, const float* norm, const float* post_norm,
-                     float eps, float* out);
-    void (*split_streams)(Context&, const Stack&, const float* x, int rows, float* out);
-    void (*predict_streams)(Context&, const StreamArgs&);
-    void (*correct_streams)(Context&, const StreamArgs&);
-    void (*join_streams)(Context&, const Stack&, const float* streams, int rows, float* out);
     void (*read_streams)(Context&, const ConnectionArgs&);
     void (*recurrent)(Context&, const RecurrentArgs&);
     void (*add_ngrams)(Context&, const NgramArgs&);

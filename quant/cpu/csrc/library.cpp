@@ -111,19 +111,7 @@ LRT_API void lrt_project_inputs(Runtime* r, const Stack* stack, const float* x, 
     r->kernels.project_inputs(r->context, *stack, x, rows, width, norm, eps, inputs);
 }
 LRT_API void lrt_gate_inputs(Runtime* r, const InputArgs* args) { r->kernels.gate_inputs(r->context, *args); }
-LRT_API void lrt_low_rank(Runtime* r, const Stack* left, const Stack* right, const float* x, int rows, const float* norm,
-                          const float* post_norm, float eps, float* out) {
-    r->kernels.low_rank(r->context, *left, *right, x, rows, norm, post_norm, eps, out);
-}
-LRT_API void lrt_split_streams(Runtime* r, const Stack* stack, const float* x, int rows, float* out) {
-    r->kernels.split_streams(r->context, *stack, x, rows, out);
-}
-LRT_API void lrt_predict_streams(Runtime* r, const StreamArgs* args) { r->kernels.predict_streams(r->context, *args); }
-LRT_API void lrt_correct_streams(Runtime* r, const StreamArgs* args) { r->kernels.correct_streams(r->context, *args); }
 LRT_API void lrt_read_streams(Runtime* r, const ConnectionArgs* args) { r->kernels.read_streams(r->context, *args); }
-LRT_API void lrt_join_streams(Runtime* r, const Stack* stack, const float* streams, int rows, float* out) {
-    r->kernels.join_streams(r->context, *stack, streams, rows, out);
-}
 LRT_API void lrt_recurrent(Runtime* r, const RecurrentArgs* args) { r->kernels.recurrent(r->context, *args); }
 LRT_API void lrt_choose_tokens(Runtime* r, const IndexArgs* args) { r->kernels.choose_tokens(r->context, *args); }
 LRT_API void lrt_add_ngrams(Runtime* r, const NgramArgs* args) { r->kernels.add_ngrams(r->context, *args); }

@@ -244,27 +244,6 @@ inline void scale_rows(Context& context, float* out, int rows, int cols, const f
     });
 }
 
-// Gates (F) less their mean and `cutoff` standard deviations, at least 0: for a normal distribution, a fixed share stays
-// above 0.
-inline void cut_gates(float* gates, int inner, float cutoff) {
-    F16L sum = F16L::zero();
-    float total = 0, squares = 0;
-    int i = 0;
-    for (; i + 16 <= inner; i += 16) sum = sum + F16L::load(gates + i);
-    total = sum16(sum);
-    for (; i < inner; i++) total += gates[i];
-    const float mean = total / (float)inner;
-    F16L spread = F16L::zero();
-    for (i = 0; i + 16 <= inner; i += 16) {
-        const F16L off = F16L::load(gates + i) - F16L::set1(mean);
-        spread = off.fma(off, spread);
-    }
-    squares = sum16(spread);
-    for (; i < inner; i++) squares += (gates[i] - mean) * (gates[i] - mean);
-    const float least = mean + cutoff * std::sqrt(squares / (float)inner);
-    for (i = 0; i < inner; i++) gates[i] = most(0.f, gates[i] - least);
-}
-
 void norm_gated_mlp(Context& context, const MlpArgs& args) {
     const bool gates = has_gate(args.activation);
     const int inner = args.gate_up.rows / (gates ? 2 : 1);
@@ -278,7 +257,7 @@ void norm_gated_mlp(Context& context, const MlpArgs& args) {
     }
     Acts gated;
     Halves halves;
-    if (gates && !args.cut && can_gate(args.gate_up, args.down, halves)) {
+    if (gates && can_gate(args.gate_up, args.down, halves)) {
         gated = reserve(context.inner, nullptr, args.rows, args.down);
         const Additions more = additions(context, args.gate_up, acts);
         // Direct quantization leaves no floats for adapters of the next matrix.
@@ -288,7 +267,6 @@ void norm_gated_mlp(Context& context, const MlpArgs& args) {
     } else {
         float* wide = scratch<float>(context.wide, (size_t)args.rows * args.gate_up.rows + 16);
         matmul(context, args.gate_up, acts, wide);
-        if (args.cut) parallel(context, args.rows, [&](int row) { cut_gates(wide + (size_t)row * 2 * inner, inner, args.cutoff); });
         float* values = gates ? scratch<float>(context.gated, (size_t)args.rows * inner + 16) : wide;
         gate_rows(context, wide, args.rows, inner, gate, values);
         gated = prepare(context, context.inner, values, nullptr, args.rows, nullptr, 0, args.down);
@@ -350,8 +328,7 @@ void read_rows(const Matrix& matrix, const int64_t* rows, int count, float facto
 extern const Kernels KERNELS;
 const Kernels KERNELS = {norm_qkv_rope_append, attention_output, norm_gated_mlp, norm_route, run_experts, combine_experts, head, linear,
                          read_rows, read_all, search_scales, norm_latent_append, latent_output, norm_rows, project_inputs,
-                         gate_inputs, low_rank, split_streams, predict_streams, correct_streams, join_streams, read_streams, recurrent,
-                         add_ngrams, choose_tokens, pack_low_rank,
+                         gate_inputs, read_streams, recurrent, add_ngrams, choose_tokens, pack_low_rank,
                          {vision_linear, vision_norm, vision_rotate, vision_gate, vision_add, vision_attention}};
 #endif
 #endif  // LRT_PART

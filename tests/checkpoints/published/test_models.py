@@ -210,14 +210,14 @@ def test_mlx_latent_attention(tmp_path: Path) -> None:
 
 
 def test_layer_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = tiny.CONFIGS["gemma3n"]()
+    plain = tiny.CONFIGS["gemma4"]()
     plain.hidden_size_per_layer_input, plain.vocab_size_per_layer_input = 32, 224
-    monkeypatch.setitem(tiny.CONFIGS, "gemma3n", lambda: plain)
+    monkeypatch.setitem(tiny.CONFIGS, "gemma4", lambda: plain)
 
     def taken(name: str, shape: tuple[int, ...]) -> bool:
         return "embed_tokens_per_layer" in name
 
-    folder, theirs, formats = publish(tmp_path, "gemma3n", SMALL["MLX"], taken=taken)
+    folder, theirs, formats = publish(tmp_path, "gemma4", SMALL["MLX"], taken=taken)
     assert formats
     assert error_of(folder, theirs) < 2e-5
 

@@ -66,7 +66,7 @@ def test_everything_in_one_place(model: Model, where: Where) -> None:
 
 
 @pytest.mark.parametrize("gpu", [False, True], ids=["attention here", "attention there"])
-@pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
+@pytest.mark.parametrize("name", ["qwen4-exp", "gemma4"])
 def test_inputs_and_streams_move(name: str, gpu: bool, tmp_path: Path) -> None:
     """Layers share keys and values: attention is on one processor, MLPs are anywhere."""
     with closing(Model(pack_tiny(name, tmp_path))) as model:
