@@ -81,7 +81,7 @@ def load(
     Args:
         model: a hub id (``org/name``, ``org/name:Q4_K_M``), a folder or .gguf file, or ``smollm2``.
         adapters: LoRA adapters by name, as in ``adapter=`` of a request:
-            folders of PEFT or mlx-lm, ``.gguf`` files, or hub ids.
+            folders of PEFT, ``.gguf`` files, or hub ids.
         engine: ``"native"``, ``"llamacpp"``, or ``"auto"``: native where it knows the architecture,
             else llamacpp for a GGUF file.
         format: None keeps weights as they were published: quantized ones stay so. ``"bf16"`` or
@@ -522,7 +522,7 @@ class Model(Closing):
     def add_adapter(self, name: str, path: str | Path) -> None:
         """Make the LoRA adapter at ``path`` available as ``name``, from the next request on.
 
-        It is a folder of PEFT (LoRA, rsLoRA, DoRA) or mlx-lm, a ``.gguf`` file, or a hub id. The
+        It is a folder of PEFT (LoRA, rsLoRA, DoRA), a ``.gguf`` file, or a hub id. The
         model's weights are not read again; answers with different adapters share passes.
 
         Raises:

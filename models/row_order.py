@@ -5,7 +5,7 @@ range of the file. Otherwise (gpt-oss interleaves gate and up, transposed) its b
 reordered. llama.cpp rotates adjacent pairs of a head's elements, Hugging Face its two halves: whole
 packed rows are moved, which changes no value. ggml's NVFP4 has the scales of four groups before
 their nibbles, localrt's each scale before its group. TQ1_0 packs five base-3 digits in a byte; it
-is converted to 2-bit codes, a fifth larger; ``quant/formats/ik_quants.py`` converts other types.
+is converted to 2-bit codes, a fifth larger.
 
 Works from names and shapes; other modules list what each architecture stacks.
 """
@@ -32,7 +32,6 @@ from localrt.models.tensor_source import (
     TensorInfo,
 )
 from localrt.quant.formats import F32, GGML_UNREAD, NVFP4, TQ2_0, Format, PackedTensor, unpack
-from localrt.quant.formats.ik_quants import IK_CONVERSIONS
 from localrt.quant.formats.packed import Bytes
 
 _MATRIX = ".weight"
@@ -343,7 +342,7 @@ def regrouped(source: RowSource, *, integers: bool = False) -> RowSource:
 
 @dataclass(frozen=True, slots=True)
 class _Regrouped(DerivedRows):
-    """Rows of ``whole``, converted block by block; ``convert`` takes each after its row's head."""
+    """Rows of ``whole``, converted block by block."""
 
     convert: Callable[[Bytes], Bytes]
 
@@ -352,12 +351,8 @@ class _Regrouped(DerivedRows):
         return self.whole.rows_together
 
     def _read(self, start: int, stop: int) -> Bytes:
-        format_, columns = self.whole.info.format, self.whole.info.shape[-1]
-        data = self.whole.read(start, stop).data.reshape(-1, format_.row_bytes(columns))
-        blocks = data[:, format_.row_head :].reshape(len(data), -1, format_.block_bytes)
-        heads = data[:, None, : format_.row_head].repeat(blocks.shape[1], axis=1)
-        whole = np.concatenate([heads, blocks], axis=2) if format_.row_head else blocks
-        return self.convert(whole.reshape(-1, whole.shape[2]))
+        data = self.whole.read(start, stop).data
+        return self.convert(data.reshape(-1, self.whole.info.format.block_bytes))
 
 
 def _nvfp4(blocks: Bytes) -> Bytes:
@@ -382,7 +377,7 @@ def _tq2_0(blocks: Bytes) -> Bytes:
 
 
 _FORMATS: Mapping[Format, tuple[Format, Callable[[Bytes], Bytes]]] = MappingProxyType(
-    {GGML_UNREAD[34]: (TQ2_0, _tq2_0), GGML_UNREAD[40]: (NVFP4, _nvfp4), **IK_CONVERSIONS}
+    {GGML_UNREAD[34]: (TQ2_0, _tq2_0), GGML_UNREAD[40]: (NVFP4, _nvfp4)}
 )
 _INTEGERS: Mapping[Format, tuple[Format, Callable[[Bytes], Bytes]]] = {
     Format("i64", 1, 8): (F32, lambda n: n.view("<i8").astype("<f4").view(np.uint8)),

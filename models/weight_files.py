@@ -17,7 +17,7 @@ from pathlib import Path
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-ADAPTER_NAME = "adapter_config.json"  # of PEFT and mlx-lm
+ADAPTER_NAME = "adapter_config.json"  # of PEFT
 POOLING_NAME = "1_Pooling/config.json"  # of sentence-transformers
 DENSE = {"2_Dense", "3_Dense"}  # folders of its matrices behind the pooling
 MANIFEST_NAME = "manifest.json"

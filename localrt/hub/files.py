@@ -39,11 +39,8 @@ _NOT_A_MODEL = re.compile(
 )
 _TOKENIZER_FILES = re.compile(r"tokenizer.*\.model|.*\.jinja|merges\.txt|vocab\.txt|spiece\.model")
 
-ADAPTER_FILES = (
-    (ADAPTER_NAME, "adapter_model.safetensors"),
-    (ADAPTER_NAME, "adapters.safetensors"),  # of mlx-lm
-)
-"""What an adapter's repository has to hold: one of these."""
+ADAPTER_FILES = (ADAPTER_NAME, "adapter_model.safetensors")
+"""What an adapter's repository has to hold."""
 
 
 @dataclass(frozen=True, slots=True)

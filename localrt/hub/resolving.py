@@ -216,10 +216,10 @@ def resolve_adapter(
     repo = CachedRepo(settings.hub_cache, ref.repo)
     commit = repo.commit_of(ref.revision)
     here = set() if commit is None else set(repo.files(commit))
-    if commit is None or not any(set(names) <= here for names in ADAPTER_FILES):
+    if commit is None or not set(ADAPTER_FILES) <= here:
         online = not (settings.offline if offline is None else offline)
         fetch = _Fetch(settings, online, progress=progress, cancel=cancel)
-        commit = fetch.files(ref, *ADAPTER_FILES)
+        commit = fetch.files(ref, ADAPTER_FILES)
     check_first(repo.snapshot(commit), settings.cache_dir)
     return repo.snapshot(commit)
 
@@ -340,15 +340,14 @@ class _Fetch:
             return None
         return values if isinstance(values, dict) else None
 
-    def files(self, ref: HubRef, *choices: Sequence[str]) -> str:
-        """Download the first of ``choices`` that the repository has in full; return its commit."""
+    def files(self, ref: HubRef, names: Sequence[str]) -> str:
+        """Download the files ``names``, which the repository must have; return its commit."""
         self._check_allowed(str(ref))
         from localrt.hub.download import list_repo  # as above
 
         remote = list_repo(ref.repo, ref.revision, self.settings)
-        names = next((names for names in choices if set(names) <= remote.files.keys()), None)
-        if names is None:
-            missing = next(name for name in choices[0] if name not in remote.files)
+        missing = next((name for name in names if name not in remote.files), None)
+        if missing is not None:
             raise ModelNotFoundError(f"{ref.repo} is no adapter: it has no {missing}")
         self._download(remote, names, ref)
         return remote.commit

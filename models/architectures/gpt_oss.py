@@ -58,12 +58,6 @@ _STACKS: Mapping[str, Stack] = {
     ),
     "mlp.experts.down_proj": Stack(DOWN, transposed=True),
     "mlp.experts.down_proj_bias": Stack((f"{EXPERT_DOWN}.bias",)),
-    # MLX
-    **{
-        f"mlp.experts.{kind}_proj.{part}": Stack((f"mlp.experts.{{}}.{kind}_proj.{part}",))
-        for kind in ("gate", "up", "down")
-        for part in ("weight", "bias")
-    },
 }
 
 FAMILIES = (

@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from localrt.common.errors import CheckpointError
-from localrt.models.row_order import JoinedRows, StackedRows, regrouped
+from localrt.models.row_order import JoinedRows, regrouped
 from localrt.models.tensor_source import DerivedRows, RowSource, StoredTensor, TensorInfo
 from localrt.quant.formats import BF16, F16, F32, GROUP_CODECS, Format, PackedTensor, pack, unpack
 from localrt.quant.formats.packed import Bytes
@@ -240,8 +240,6 @@ def _latent_tensors(
 def _joined(tensor: RowSource) -> RowSource:
     """The per-head matrices as one; their rows are already consecutive."""
     info = tensor.info
-    if isinstance(tensor, StackedRows):
-        return replace(tensor.whole, info=replace(tensor.whole.info, name=info.name))
     if len(info.shape) != 3 or not isinstance(tensor, StoredTensor):
         return tensor
     heads, rows, columns = info.shape

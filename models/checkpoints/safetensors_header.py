@@ -19,12 +19,11 @@ from localrt.quant.formats import BF16, F8_E4M3, F16, F32, Format
 RAW_BYTES = Format("u8", 1, 1)
 INT8 = Format("i8", 1, 1)
 INT32 = Format("i32", 1, 4)
-UINT32 = Format("u32", 1, 4)
 INT64 = Format("i64", 1, 8)
 E5M2 = Format("f8_e5m2", 1, 1)
 EXPONENTS = Format("f8_e8m0", 1, 1)
 
-_RAW = (RAW_BYTES, INT8, INT32, UINT32, INT64, E5M2, EXPONENTS)
+_RAW = (RAW_BYTES, INT8, INT32, INT64, E5M2, EXPONENTS)
 _FORMATS: Mapping[str, Format] = MappingProxyType(
     {format_.name.upper(): format_ for format_ in (F32, F16, BF16, F8_E4M3, *_RAW)}
 )

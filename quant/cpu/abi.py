@@ -35,7 +35,7 @@ _LAYOUTS = CPP.numbers(
     "Layout",
     "f32 f16 bf16 int4 int4m int5 int5m int6 int8 int8m q4_k q5_k q6_k mxfp4 nvfp4 nf4 q2_k q3_k"
     " iq4_nl iq4_xs tq2_0 iq3_xxs iq3_s iq2_xxs iq2_xs iq2_s iq1_s iq1_m"
-    " int4b int8b int4z int8z nf4-f32 e4m3 fp4-f32 int8k",
+    " int4b int8b int4z int8z nf4-f32 e4m3 fp4-f32",
 )
 ACTIVATIONS = CPP.numbers("Activation", "silu gelu_tanh swiglu_oai relu2 xielu swiglu")
 CACHE_FORMATS = CPP.numbers("KvFormat", "bf16 int8 int4 latent-bf16 latent-int8")

@@ -51,7 +51,6 @@ TYPES = MappingProxyType(
         "q4_k": "Packed<Whole<4, 0>, SixBitScales, 8>",
         "q5_k": "Packed<Whole<5, 0>, SixBitScales, 8>",
         "q6_k": "Packed<Whole<6, 0, true>, ByteScales, 8>",
-        "int8-g16k": "Packed<Whole<8, 0, true>, ByteScales, 8>",
         "iq4_nl": "Packed<Iq4, HalfScale, 1>",
         "iq4_xs": "Packed<Iq4, SixBitSteps, 8>",
         "tq2_0": "Packed<Pairs<2, 1>, HalfScale, 8>",
@@ -71,14 +70,14 @@ TYPES = MappingProxyType(
 )
 """C++ types by format name."""
 
-HEAVY = frozenset({"q2_k", "q6_k", "int8-g16k", *CODEBOOKS})
+HEAVY = frozenset({"q2_k", "q6_k", *CODEBOOKS})
 """Formats whose kernels need so many registers that only one block fits on a multiprocessor."""
 
 
 PRODUCT_MACS = 16 * 32 * 8
 """Multiply-accumulates of one warp-level product: 16 weight rows, 32 columns, 8 activation rows."""
 _INSTRUCTIONS = {
-    **{"q4_k": 26, "q5_k": 28, "q6_k": 40, "q3_k": 41, "q2_k": 51, "nvfp4": 35, "int8-g16k": 38},
+    **{"q4_k": 26, "q5_k": 28, "q6_k": 40, "q3_k": 41, "q2_k": 51, "nvfp4": 35},
     **{"iq2_xs": 45, "iq2_s": 45, "iq1_m": 46, "mxfp4": 23, "nf4": 23, "iq4_nl": 23},
 }
 _USUAL_INSTRUCTIONS = 25

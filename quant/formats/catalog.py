@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from localrt.quant.formats.affine import AFFINE
 from localrt.quant.formats.fp4 import F8_E4M3, MXFP4_CODEC, NF4_CODEC, NVFP4_CODEC
-from localrt.quant.formats.ggml import GGML_FORMATS, GGUF_CODECS, INT8_G16K
+from localrt.quant.formats.ggml import GGML_FORMATS, GGUF_CODECS
 from localrt.quant.formats.packed import Codec, Format, GroupCodec, join_nibbles, split_nibbles
 from localrt.quant.formats.published import PUBLISHED
 
@@ -33,7 +33,6 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
             *GGML_FORMATS.values(),
             *(codec.format for codec in GROUP_CODECS.values()),
             F8_E4M3,
-            INT8_G16K,
         )
     }
 )
@@ -51,8 +50,6 @@ def read_codes(name: str, blocks: Codes) -> Codes:
     if name == "q8_0":
         flipped: Codes = blocks[:, 2:] ^ 0x80
         return flipped
-    if name == "int8-g16k":
-        return blocks[:, 18:]
     if name in ("q4_0", "q4_1"):
         return split_nibbles(blocks[:, -16:])
     if name == "iq4_xs":
@@ -85,8 +82,6 @@ def write_codes(name: str, codes: Codes, blocks: Codes) -> None:
         blocks[...] = codec.join(codes, codec.split(blocks)[1])
     elif name == "q8_0":
         blocks[:, 2:] = codes ^ 0x80
-    elif name == "int8-g16k":
-        blocks[:, 18:] = codes
     elif name == "iq4_xs":
         blocks[:, -128:] = join_nibbles(codes.reshape(count, 8, 32)).reshape(count, 128)
     elif name == "tq2_0":

@@ -20,7 +20,7 @@ from localrt.common.errors import CheckpointError, OptionError
 from localrt.quant.formats.catalog import CODECS, GROUP_CODECS, read_codes
 from localrt.quant.formats.codebook import CODEBOOKS, split_fields
 from localrt.quant.formats.fp4 import E4M3
-from localrt.quant.formats.ggml import BF16, F16, F32, GGML_FORMATS, INT8_G16K, IQ4_LEVELS
+from localrt.quant.formats.ggml import BF16, F16, F32, GGML_FORMATS, IQ4_LEVELS
 from localrt.quant.formats.packed import (
     Bytes,
     Codec,
@@ -230,9 +230,8 @@ def _scales(name: str, blocks: Bytes) -> tuple[Floats, Floats | None]:
         return scales[:, :, None], least[:, :, None]
     if name == "tq2_0":
         return _f16(blocks, 64)[:, None], None
-    if name in ("q6_k", "int8-g16k"):
-        first, d = (192, 208) if name == "q6_k" else (2, 0)
-        scales = _f16(blocks, d) * blocks[:, first : first + 16].view(np.int8).astype(np.float32)
+    if name == "q6_k":
+        scales = _f16(blocks, 208) * blocks[:, 192:208].view(np.int8).astype(np.float32)
         return scales[:, :, None], None
     minima = _f16(blocks, 2)[:, None] if name in ("q4_1", "q5_1") else None
     return _f16(blocks, 0)[:, None], minima
@@ -274,7 +273,7 @@ _UNPACK: Mapping[str, Callable[[Bytes, Floats], None]] = MappingProxyType(
         **{name: unpack_blocks_of(codec) for name, codec in GROUP_CODECS.items()},
         **{
             format_.name: partial(_unpack_affine, format_.name, format_.zero)
-            for format_ in (*GGML_FORMATS.values(), INT8_G16K)
+            for format_ in GGML_FORMATS.values()
             if format_.zero is not None
         },
         "bf16": _unpack_bf16,

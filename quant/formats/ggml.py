@@ -63,8 +63,6 @@ IQ4_XS = Format("iq4_xs", 256, 136, 4, (*HALF, (2, 8)), ggml_type=23)
 # pairs of bits, from -1 to 1, f16
 TQ2_0 = Format("tq2_0", 256, 66, 2, ((64, 66),), zero=1, ggml_type=35)
 MXFP4 = Format("mxfp4", 32, 17, 4, ((0, 1),), ggml_type=39)  # power-of-two scale e8m0, 32 e2m1
-# f16, 16 int8 scales, codes: Q6_K with eight bits, which holds several types of ik_llama.cpp
-INT8_G16K = Format("int8-g16k", 256, 274, 8, (*HALF, *_bytes(2)), zero=128)
 _CODEBOOKS = (  # indices of codebooks, signs, scales: see codebook.py
     Format("iq2_xxs", 256, 66, ggml_type=16),
     Format("iq2_xs", 256, 74, ggml_type=17),

@@ -30,8 +30,7 @@ class Format:
     A code has ``bits``. ``head`` are the byte ranges of a block's scales, which a tile stores
     first; empty if there is no tiled layout, and for codebook types, which ``codebook.py`` tiles.
     For GGUF's formats, ``ggml_type`` is the number in files, and ``zero`` the code of zero if
-    levels are even and there is no codec. Each row begins with ``row_head`` bytes for all its
-    blocks, in a few types that are converted on reading.
+    levels are even and there is no codec.
     """
 
     name: str
@@ -41,7 +40,6 @@ class Format:
     head: Ranges = field(default=(), compare=False, repr=False)
     zero: int | None = field(default=None, compare=False, repr=False)
     ggml_type: int | None = field(default=None, compare=False, repr=False)
-    row_head: int = field(default=0, compare=False, repr=False)
 
     @property
     def bits_per_weight(self) -> float:
@@ -56,7 +54,7 @@ class Format:
         """
         if columns % self.block:
             raise ValueError(f"{self.name}: {columns} columns are not a multiple of {self.block}")
-        return self.row_head + columns // self.block * self.block_bytes
+        return columns // self.block * self.block_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Formats of published groups that ours cannot hold: other scales, zero points, E4M3 codes.
 
-    int4-g64b     scale and minimum in bfloat16: MLX; symmetric codes are scale * code - 8 * scale
+    int4-g64b     scale and minimum in bfloat16: symmetric codes are scale * code - 8 * scale
     int4-g128z    a float32 scale and a zero point in a byte: AWQ, GPTQ and compressed-tensors
     nf4-f32       NF4 with a float32 absmax: bitsandbytes, whose double quantization needs it
     fp4-f32       bitsandbytes' FP4, whose smallest level is not E2M1's
@@ -48,7 +48,7 @@ class BrainCodec:
         return Format(name, self.group, nbytes, self.bits, HALVES)
 
     def decode(self, codes: Bytes, scales: Floats) -> Floats:
-        """One product and one sum, each rounded, as in MLX."""
+        """One product and one sum, each rounded."""
         return codes.astype(np.float32) * scales[:, :1] + scales[:, 1:]
 
     def join(self, codes: Bytes, scales: Floats) -> Bytes:

@@ -180,6 +180,12 @@ BAD = {
     "huge dims": (one_tensor(tensor_entry("t", [1 << 63] * 4, 0, 0)), "truncated or damaged.*'t'"),
     "block": (one_tensor(tensor_entry("t", [33], 2, 0)), "'t': rows of 33 do not divide into q4_0"),
     "type 99": (one_tensor(tensor_entry("t", [256], 99, 0)), "'t' is of ggml type 99"),
+    "iq4_k": (one_tensor(tensor_entry("t", [256], 139, 0)), "'t' is IQ4_K, .* such as Q4_K_M"),
+    "iq5_ks_r4": (
+        one_tensor(tensor_entry("t", [256], 352, 0)),
+        "'t' is IQ5_KS_R4, which is a type",
+    ),
+    "iq1_bn": (one_tensor(tensor_entry("t", [256], 134, 0)), "'t' is of type 134, .* ik_llama"),
     "offset": (one_tensor(tensor_entry("t", [4], 0, 4)), "'t' begins at 4, not a multiple of 32"),
     "outside": (one_tensor(tensor_entry("t", [4], 0, 64)), "truncated or damaged: tensor 't'"),
     "twice": (

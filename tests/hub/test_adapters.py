@@ -7,6 +7,7 @@ import pytest
 from localrt.common.errors import ModelNotFoundError, OfflineError, UnsupportedModelError
 from localrt.common.settings import Settings
 from localrt.hub import resolve, resolve_adapter
+from localrt.hub.files import ADAPTER_FILES
 from tests.hub.server import FakeHub
 
 FILES = {
@@ -17,29 +18,13 @@ FILES = {
 }
 
 
-MLX_FILES = {
-    **{name: FILES[name] for name in ("README.md", "adapter_config.json")},
-    "adapters.safetensors": b"low ranks" * 1000,
-    "0000100_adapters.safetensors": b"low ranks of before" * 1000,
-}
-
-
-@pytest.mark.parametrize(
-    ("files", "taken"),
-    [
-        pytest.param(FILES, ("adapter_config.json", "adapter_model.safetensors"), id="peft"),
-        pytest.param(MLX_FILES, ("adapter_config.json", "adapters.safetensors"), id="mlx"),
-    ],
-)
-def test_an_adapter_is_downloaded_once(
-    hub: FakeHub, settings: Settings, files: dict[str, bytes], taken: tuple[str, ...]
-) -> None:
-    hub.add("org/lora", files)
+def test_an_adapter_is_downloaded_once(hub: FakeHub, settings: Settings) -> None:
+    hub.add("org/lora", FILES)
     with pytest.raises(OfflineError, match="org/lora"):
         resolve_adapter("org/lora", settings=settings, offline=True)
     folder = resolve_adapter("org/lora", settings=settings)
     found = {path.name: path.read_bytes() for path in folder.iterdir()}
-    assert found == {name: files[name] for name in taken}
+    assert found == {name: FILES[name] for name in ADAPTER_FILES}
     asked = len(hub.requests)
     assert resolve_adapter("org/lora", settings=settings) == folder
     assert resolve_adapter("org/lora", settings=settings, offline=True) == folder

@@ -181,6 +181,14 @@ def test_unusable_tensors(store: Path, changes: dict[str, Any]) -> None:
         open_checkpoint(store)
 
 
+def test_a_format_that_left(store: Path) -> None:
+    units = json.loads((store / "manifest.json").read_text("utf-8"))["units"]
+    units[0]["tensors"][0]["format"] = "int8-g16k"
+    edit_manifest(store, units=units)
+    with pytest.raises(UnsupportedModelError, match=r"'int8-g16k', which .*: pack the model again"):
+        open_checkpoint(store)
+
+
 @pytest.mark.parametrize("block", [8, 256])
 def test_unknown_rotations(store: Path, block: int) -> None:
     units = json.loads((store / "manifest.json").read_text("utf-8"))["units"]

@@ -1,9 +1,8 @@
-"""Reads published low-rank adapters: folders of PEFT and mlx-lm, llama.cpp's GGUF files.
+"""Reads published low-rank adapters: folders of PEFT, llama.cpp's GGUF files.
 
-A folder has ``adapter_config.json`` and ``adapter_model.safetensors``, or ``adapters.safetensors``
-of mlx-lm: LoRA, rsLoRA (arXiv:2312.03732) and DoRA. Every matrix is checked against the base model
-before any is read, and gets the name and row order of the tensor that it changes (``module_map``).
-Nothing is unpickled.
+A folder has ``adapter_config.json`` and ``adapter_model.safetensors``: LoRA, rsLoRA
+(arXiv:2312.03732) and DoRA. Every matrix is checked against the base model before any is read, and
+gets the name and row order of the tensor that it changes (``module_map``). Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -158,31 +157,7 @@ def peft_scale(config: Mapping[str, Any], path: Path) -> Callable[[str, int], fl
     return scale
 
 
-def check_mlx_config(config: Mapping[str, Any], path: Path) -> None:
-    """Check that ``config``, from ``path``, describes a supported adapter of mlx-lm.
-
-    Raises:
-        CheckpointError: a key is malformed.
-        UnsupportedModelError: it is of another kind than LoRA and DoRA.
-    """
-    kind = config.get("fine_tune_type", "lora")
-    if kind not in ("lora", "dora"):
-        raise UnsupportedModelError(
-            f"{path}: fine_tune_type is {kind!r:.40}, of which localrt reads lora and dora: fuse "
-            "it with its model (mlx_lm.fuse)"
-        )
-    parameters = config.get("lora_parameters")
-    if not isinstance(parameters, dict) or not _is_size(parameters.get("scale")):
-        raise CheckpointError(f"{path}: lora_parameters must have a scale above 0")
-
-
-def mlx_scale(config: Mapping[str, Any], path: Path) -> Callable[[str, int], float]:
-    """Return a function that gives all modules the same scale, whatever their rank."""
-    return lambda module, rank: float(config["lora_parameters"]["scale"])
-
-
 WEIGHTS_NAME = "adapter_model.safetensors"
-_MLX_NAME = "adapters.safetensors"
 _HASHED = 1 << 18  # bytes hashed at a time, so that they stay in the CPU cache
 _WRAPPER = "base_model.model."
 # PEFT's names of a module's parts: A, B, and DoRA's magnitudes.
@@ -190,8 +165,6 @@ _PEFT = re.compile(
     r"(?P<module>.+)\.lora_(?P<part>A|B|embedding_A|embedding_B|magnitude_vector)"
     r"(\.default)?(\.weight)?"  # a model's whole state has the adapter's name too
 )
-# mlx-lm's names: A and B are transposed, m are DoRA's magnitudes.
-_MLX = re.compile(r"(?P<module>.+)\.(lora_(?P<part>a|b)|(?P<m>m))")
 _MERGE = "merge it with 'localrt quantize MODEL --adapter PATH'"
 _COPIES = ("embed_tokens.base_layer.weight", "lm_head.base_layer.weight")
 _GGUF = re.compile(r"(?P<module>.+)\.lora_(?P<part>[ab])")
@@ -214,7 +187,6 @@ class _Source:
     scale: Callable[[str, int], float]  # from a module's name and rank to its scale
     pairs: bool  # rotary rows of queries and keys are in pairs
     converted: bool = False  # rows are in the order of GGUF files
-    transposed: bool = False  # A is (columns, rank), B (rank, rows)
 
 
 @dataclass(slots=True)
@@ -242,8 +214,8 @@ def read_adapter(path: Path, base: Checkpoint, *, merging: bool = False) -> Adap
     if path.suffix == ".gguf" or is_gguf(path):  # some programs store GGUF without a suffix
         return _read_gguf(path, base, merging=merging)
     raise CheckpointError(
-        f"{path} is no adapter: give a folder of PEFT or mlx-lm ({ADAPTER_NAME}, {WEIGHTS_NAME} or "
-        f"{_MLX_NAME}), or a .gguf file"
+        f"{path} is no adapter: give a folder of PEFT ({ADAPTER_NAME}, {WEIGHTS_NAME}), or a .gguf "
+        "file"
     )
 
 
@@ -252,14 +224,17 @@ def _read_folder(path: Path, base: Checkpoint, *, merging: bool) -> Adapter[LowR
     if not config_path.exists():
         raise CheckpointError(f"{path} is no adapter: it has no {ADAPTER_NAME}")
     config = read_json(config_path)
-    mlx = "peft_type" not in config and (path / _MLX_NAME).exists()
-    (check_mlx_config if mlx else check_peft_config)(config, config_path)
+    if "peft_type" not in config and (path / "adapters.safetensors").exists():
+        raise UnsupportedModelError(
+            f"{path} is an adapter of mlx-lm, which localrt cannot read: take one of PEFT"
+        )
+    check_peft_config(config, config_path)
     if base.kind == "gguf" and base.architecture in _SCALED:
         raise UnsupportedModelError(
             f"{path}: {base.path.name} has the model's factors in its matrices, which an adapter "
             "does not: use the model's folder with it"
         )
-    weights = path / (_MLX_NAME if mlx else WEIGHTS_NAME)
+    weights = path / WEIGHTS_NAME
     if not weights.exists():
         pickled = " (only pickled weights, which could run code)" * (
             (path / "adapter_model.bin").exists()
@@ -272,7 +247,7 @@ def _read_folder(path: Path, base: Checkpoint, *, merging: bool) -> Adapter[LowR
             if isinstance(tensor, str) or is_raw(tensor.info.format):
                 kind = tensor if isinstance(tensor, str) else tensor.info.format.name.upper()
                 raise unread_type_error(weights, name, kind)
-            found = (_MLX if mlx else _PEFT).fullmatch(name.removeprefix(_WRAPPER))
+            found = _PEFT.fullmatch(name.removeprefix(_WRAPPER))
             if found is None and name.endswith(_COPIES):
                 continue  # a copy of the base's table, which PEFT saves with adapted tokens
             if found is None:
@@ -283,11 +258,11 @@ def _read_folder(path: Path, base: Checkpoint, *, merging: bool) -> Adapter[LowR
             if is_beside_text(found["module"]):
                 continue  # only the text model runs
             parts = modules.setdefault(found["module"], _Parts())
-            part = found["part"] or "magnitude"
+            part = found["part"]
             kind = part.removeprefix("embedding_").removesuffix("_vector").lower()
             parts.of_tokens |= part.startswith("embedding_")
             setattr(parts, kind, tensor)
-        if (config.get("use_dora") or config.get("fine_tune_type") == "dora") and (
+        if config.get("use_dora") and (
             plain := next((name for name, parts in modules.items() if not parts.magnitude), None)
         ):
             raise CheckpointError(
@@ -297,9 +272,8 @@ def _read_folder(path: Path, base: Checkpoint, *, merging: bool) -> Adapter[LowR
         source = _Source(
             weights,
             lambda module: text_module(module, base),
-            (mlx_scale if mlx else peft_scale)(config, config_path),
+            peft_scale(config, config_path),
             pairs=find_family(base.architecture).in_pairs,
-            transposed=mlx,
         )
         with ThreadPoolExecutor(1) as pool:
             key = pool.submit(_digest, file, config_path.read_bytes())
@@ -372,8 +346,6 @@ def _assembled(
     for module, found, a, b in checked:
         parts = modules[module]
         low, high = _values(a), _values(b)
-        if source.transposed:
-            low, high = np.ascontiguousarray(low.T), np.ascontiguousarray(high.T)
         rank = high.shape[1]
         if parts.of_tokens and a.info.shape[0] != rank:
             low = np.ascontiguousarray(low.T)  # llama.cpp stores one row per token
@@ -408,8 +380,6 @@ def _checked(
     if len(a.info.shape) != 2 or len(b.info.shape) != 2:
         raise CheckpointError(f"{path}: module {module!r:.100} is not two matrices")
     low, high = a.info.shape, b.info.shape
-    if source.transposed:
-        low, high = low[::-1], high[::-1]
     rank = high[1]
     of_rank = low if low[0] == rank else low[::-1]
     if of_rank[0] != rank or (of_rank != low and not parts.of_tokens):

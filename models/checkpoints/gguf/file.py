@@ -9,7 +9,7 @@ size. ``checkpoint.py`` adds Hugging Face's names and row order.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,14 +18,18 @@ from localrt.models.checkpoints.gguf.metadata import GgufCursor, GgufMetadata, r
 from localrt.models.tensor_source import RangedFile, StoredTensor, TensorInfo, describe_start
 from localrt.models.weight_files import split_part
 from localrt.quant.formats import GGML_FORMATS, GGML_UNREAD, Format
-from localrt.quant.formats.ik_quants import IK_FORMATS, IK_FOUR_ROWS, plain_rows
-from localrt.quant.formats.packed import Bytes
 
 _MAGIC = b"GGUF"
 
 _MOST_TENSORS = 1 << 20
 _LONGEST_NAME = 256
 _LARGEST_ALIGNMENT = 1 << 16
+_IK_NUMBERS = range(133, 400)
+_IK_NAMES = {
+    **{137: "IQ2_K", 138: "IQ3_K", 139: "IQ4_K", 140: "IQ5_K", 141: "IQ6_K"},
+    **{144: "IQ4_KS", 145: "IQ2_KS", 146: "IQ4_KSS", 152: "IQ5_KS", 156: "IQ3_KS"},
+    **{157: "IQ2_KL", 158: "IQ1_KT", 153: "IQ2_KT", 154: "IQ3_KT", 155: "IQ4_KT"},
+}
 
 
 def is_gguf(path: Path) -> bool:
@@ -142,24 +146,6 @@ def _read_alignment(cursor: GgufCursor, metadata: GgufMetadata) -> int:
     return alignment
 
 
-@dataclass(frozen=True, slots=True)
-class _FourRows(StoredTensor):
-    """Plain rows of a tensor, or a part of one, that interleaves four."""
-
-    def __post_init__(self) -> None:
-        name, shape = self.info.name, self.info.shape
-        if len(shape) < 2 or shape[-2] % 4:
-            message = f"{name!r:.80} has the shape {shape}, but its rows are interleaved by fours"
-            raise CheckpointError(f"{self.file.path}: {message}")
-
-    def _read(self, start: int, stop: int) -> Bytes:
-        size = self.info.format.row_bytes(self.info.shape[-1])
-        start, stop = (at * self.row_bytes // size for at in (start, stop))
-        first, last = start // 4 * 4, -(-stop // 4) * 4
-        rows = self.file.read(self.offset + first * size, (last - first) * size)
-        return plain_rows(self.info.format, rows.reshape(-1, size))[start - first : stop - first]
-
-
 def _read_tensor(cursor: GgufCursor) -> StoredTensor:
     """One entry of the tensor table; its offset is in the data section."""
     name = cursor.text(_LONGEST_NAME, "a tensor's name")
@@ -179,17 +165,22 @@ def _read_tensor(cursor: GgufCursor) -> StoredTensor:
             f"{what}: rows of {shape[-1]} do not divide into {format_.name} "
             f"blocks of {format_.block}"
         )
-    kind = _FourRows if number in IK_FOUR_ROWS else StoredTensor
     nbytes = format_.row_bytes(shape[-1])
     for axis in shape[:-1]:
         nbytes *= axis
-    return kind(TensorInfo(name, shape, format_, nbytes), cursor.file, offset)
+    return StoredTensor(TensorInfo(name, shape, format_, nbytes), cursor.file, offset)
 
 
 def _format(cursor: GgufCursor, number: int, what: str) -> Format:
     # A type that localrt cannot read; another engine may support it.
-    ik = IK_FORMATS.get(number) or IK_FOUR_ROWS.get(number)
-    found = GGML_FORMATS.get(number) or GGML_UNREAD.get(number) or ik
+    found = GGML_FORMATS.get(number) or GGML_UNREAD.get(number)
+    if found is None and number in _IK_NUMBERS:
+        plain = _IK_NAMES.get(number - 200)  # four rows are interleaved
+        name = f"{plain}_R4" if plain else _IK_NAMES.get(number, f"of type {number}")
+        raise UnsupportedModelError(
+            f"{cursor.file.path}: {what} is {name}, which is a type of ik_llama.cpp that localrt "
+            "cannot read: take a file in llama.cpp's types, such as Q4_K_M"
+        )
     if found is None:
         raise UnsupportedModelError(
             f"{cursor.file.path}: {what} is of ggml type {number}, which localrt does not know: "

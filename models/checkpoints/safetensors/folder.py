@@ -23,12 +23,7 @@ from localrt.models.checkpoints.safetensors_header import (
     read_json,
     unread_type_error,
 )
-from localrt.models.checkpoints.schemes import (
-    published_notes,
-    published_tensors,
-    read_scheme,
-    unconverted,
-)
+from localrt.models.checkpoints.schemes import published_notes, published_tensors, read_scheme
 from localrt.models.checkpoints.text_model import (
     HEADS,
     TEXT_KEYS,
@@ -184,11 +179,13 @@ class SafetensorsCheckpoint(SourcedCheckpoint):
     def _locate(self, *, multimodal: bool) -> dict[str, RowSource]:
         """Every tensor of the decoder, by its name in localrt."""
         located = self._located(multimodal=multimodal)
+        if any(map(_is_of_mlx, located.values())):
+            raise UnsupportedModelError(
+                f"{self.path} was converted for MLX: take a GGUF file of it or the original"
+            )
         published = published_tensors(located, self._scheme)
         if self._scheme is not None:
             self.notes += published_notes(self._method, self._scheme, published)
-        if self._method == "mlx":
-            published = unconverted(self.architecture, published, self.path)
         family = find_family(self.architecture)
         tensors = plain_tensors(family, self.architecture, self.config, published)
         tensors = family.convert(family_tensors(tensors, self.config), self.config)
@@ -274,6 +271,13 @@ class SafetensorsCheckpoint(SourcedCheckpoint):
     def _open(self, name: str) -> dict[str, StoredTensor | str]:
         file = self._files[name] = RangedFile(self.path / name)
         return read_header(file)
+
+
+def _is_of_mlx(tensor: StoredTensor) -> bool:
+    """Whether mlx-lm renamed or turned a tensor; it may have changed values of others then."""
+    name, shape = tensor.info.name, tensor.info.shape
+    turned = name.endswith("conv1d.weight") and len(shape) == 3 and shape[1] > 1 == shape[2]
+    return turned or ".switch_mlp." in name or name.endswith(".embed_q.weight")
 
 
 def _architecture(config: Mapping[str, object], path: Path) -> str:

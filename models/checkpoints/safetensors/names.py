@@ -97,9 +97,6 @@ _OURS: Mapping[str, str] = {
     "mlp.router.gate.weight": f"{ROUTER}.weight",  # Trinity, Hy3
     # Kimi; also transformers' dense layers
     **{f"block_sparse_moe.{kind}_proj.weight": f"mlp.{kind}_proj.weight" for kind in _KINDS},
-    # MLX
-    "self_attn.embed_q.weight": "self_attn.k_b_proj.weight",
-    "self_attn.unembed_out.weight": "self_attn.v_b_proj.weight",
 }
 _STACKS: Mapping[str, Stack] = {
     # transformers 5's form of experts in memory, sometimes published: stacked, gate before up
@@ -107,12 +104,6 @@ _STACKS: Mapping[str, Stack] = {
         f"{mlp}experts.{kind}_proj": Stack(names)
         for mlp in ("mlp.", "", "feed_forward.", "block_sparse_moe.")  # without ".mlp": Gemma 4
         for kind, names in (("gate_up", GATE_UP), ("down", DOWN))
-    },
-    # MLX
-    **{
-        f"{mlp}.switch_mlp.{kind}_proj.weight": Stack((f"mlp.experts.{{}}.{kind}_proj.weight",))
-        for mlp in ("mlp", "block_sparse_moe")
-        for kind in _KINDS
     },
 }
 _TOP = {

@@ -11,7 +11,6 @@ Start reading at ``weights.py``, then ``methods.py``.
 """
 
 from localrt.models.checkpoints.schemes.methods import published_notes, read_scheme
-from localrt.models.checkpoints.schemes.mlx import unconverted
 from localrt.models.checkpoints.schemes.weights import Scheme, published_tensors
 
-__all__ = ["Scheme", "published_notes", "published_tensors", "read_scheme", "unconverted"]
+__all__ = ["Scheme", "published_notes", "published_tensors", "read_scheme"]

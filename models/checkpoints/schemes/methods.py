@@ -12,7 +12,6 @@ from localrt.models.checkpoints.safetensors_header import read_json
 from localrt.models.checkpoints.schemes.bitsandbytes import BitsAndBytes
 from localrt.models.checkpoints.schemes.compressed_tensors import CompressedTensors
 from localrt.models.checkpoints.schemes.floats import Fp8, ModelOpt
-from localrt.models.checkpoints.schemes.mlx import Mlx
 from localrt.models.checkpoints.schemes.weights import Keys, Scheme
 from localrt.models.checkpoints.schemes.words import Awq, Gptq
 from localrt.models.tensor_source import RowSource, StoredTensor
@@ -45,7 +44,6 @@ _METHODS: Mapping[str, Callable[[Keys], Scheme]] = MappingProxyType(
         "fbgemm_fp8": Fp8.of,
         "fp8": Fp8.of,
         "gptq": Gptq.of,
-        "mlx": Mlx.of,
         "modelopt": ModelOpt.of,
         "modelopt_fp4": ModelOpt.of,
     }
@@ -68,10 +66,11 @@ def read_scheme(config: Mapping[str, object], folder: Path) -> tuple[str, Scheme
         method = quantized.value("quant_method")
         if method == "intel/auto-round":
             method = "auto-round"
-    mlx = keys.inner(_MLX_KEY)
-    if mlx is not None and method is None:
-        quantized, method = mlx, "mlx"
-    elif quantized is None and (folder / _MODELOPT_FILE).exists():
+    if method is None and keys.inner(_MLX_KEY) is not None:
+        raise UnsupportedModelError(
+            f"{folder} is quantized for MLX: take a GGUF file of it or the original"
+        )
+    if quantized is None and (folder / _MODELOPT_FILE).exists():
         file = folder / _MODELOPT_FILE
         quantized, method = Keys(read_json(file), str(file)).inner("quantization"), "modelopt"
         if quantized is not None and quantized.value("quant_algo") is None:

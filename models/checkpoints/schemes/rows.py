@@ -184,13 +184,6 @@ def zero_point_codec(bits: int, group: int) -> GroupCodec:
     return ZeroPointCodec(bits, group) if group else Decoded(ZeroPointCodec(bits, GROUPS[0]))
 
 
-def minimum_codec(bits: int, group: int, scales: Format) -> GroupCodec:
-    """The codec of scale * code + minimum."""
-    if not group or scales not in (F16, BF16):
-        return Decoded(BrainCodec(bits, GROUPS[0]))
-    return BrainCodec(bits, group) if scales == BF16 else AFFINE[f"int{bits}-g{group}m"]
-
-
 # Always uint8; numpy's stubs lose the type in shifts.
 Codes = npt.NDArray[Any]
 

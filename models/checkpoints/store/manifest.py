@@ -271,8 +271,9 @@ def _tensor(fields: _Fields) -> UnitTensor:
         raise fields.error(f"tensor {name!r:.80} has a bracket in its name")
     format_ = FORMATS.get(fields.text("format"))
     if format_ is None:
-        raise fields.error(
-            f"tensor {name!r:.80} has the unknown format {fields.text('format')!r:.60}"
+        raise UnsupportedModelError(
+            f"{fields.path}: tensor {name!r:.80} has the format {fields.text('format')!r:.60}, "
+            "which this version does not read: pack the model again"
         )
     shape = fields.of("shape", list)
     if not all(type(axis) is int and 0 < axis < _LARGEST for axis in shape):

@@ -32,7 +32,7 @@ enum Layout : int32_t {
     Q4_K = 19, Q5_K, Q6_K, MXFP4, NVFP4, NF4,
     Q2_K, Q3_K, IQ4_NL, IQ4_XS, TQ2_0,
     IQ3_XXS, IQ3_S, IQ2_XXS, IQ2_XS, IQ2_S, IQ1_S, IQ1_M,
-    BRAINS4, BRAINS8, ZEROS4, ZEROS8, NF4_F32, E4M3_GROUPS, FP4_F32, BYTE_SCALES8
+    BRAINS4, BRAINS8, ZEROS4, ZEROS8, NF4_F32, E4M3_GROUPS, FP4_F32
 };
 
 // A weight matrix in the tiled layout of quant/formats/tiled.py.

@@ -132,13 +132,13 @@ template <bool FIVE> struct TwoLevel {  // Q4_K, Q5_K
     static F16L offset(const Head& head, int step) { return head.offset[step]; }
 };
 
-template <int BITS> struct ByteScales {  // Q6_K, int8-g16k: a scale for every 16 columns
-    static constexpr int MOST = (1 << BITS) - 1, HALVES = 2, SPAN = 256, ZERO = 1 << (BITS - 1);
+struct ByteScales {  // Q6_K: a scale for every 16 columns
+    static constexpr int MOST = 63, HALVES = 2, SPAN = 256, ZERO = 32;
     static constexpr bool SYMMETRIC = true;
-    static constexpr int HEADER = 288, STEP = step_bytes(BITS);
+    static constexpr int HEADER = 288, STEP = step_bytes(6);
     struct Head { F16L d; };
     static Head open(const uint8_t* p) { return {F16L::load_f16(p)}; }
-    static StepCodes<BITS> codes(const uint8_t* p) { return {p}; }
+    static StepCodes<6> codes(const uint8_t* p) { return {p}; }
     static F16L scale(const Head& head, const uint8_t* p, int step, int half) {
         return head.d * F16L::from(I16::load_i8(p + 32 + 16 * (2 * step + half)));
     }

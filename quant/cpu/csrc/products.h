@@ -344,8 +344,7 @@ LRT_NOINLINE void Packed<Layout>::multiply_gated(const Matrix& gate, const Matri
 #define LAYOUTS_OF_PART_2(each)                                                                                      \
     each(TwoLevel<false>) each(TwoLevel<true>) each(Two) each(Three) each(Iq4Nl) each(Iq4Xs) each(Ternary)           \
     each(Iq3Xxs) each(Iq3S) each(Iq2Xxs) each(Iq2Xs) each(Iq2S) each(Iq1S) each(Iq1M) each(Mxfp4) each(Nvfp4)       \
-    each(Nf4<false>) each(Nf4<true>) each(Fp4) each(ZeroPoints<4>) each(ZeroPoints<8>) each(ByteScales<6>)          \
-    each(ByteScales<8>)
+    each(Nf4<false>) each(Nf4<true>) each(Fp4) each(ZeroPoints<4>) each(ZeroPoints<8>) each(ByteScales)
 #if LRT_PART == 2
 #define PRODUCTS_OF(...)                                                                                                     \
     template void Packed<__VA_ARGS__>::multiply(const Matrix&, int, int, const Acts&, const Runs&, RunRange, const Target&); \
@@ -502,7 +501,7 @@ template <class Fn> inline void with_layout(int layout, Fn fn) {
         case AFFINE8_MIN: return fn(Packed<Affine<8, true>>());
         case Q4_K: return fn(Packed<TwoLevel<false>>());
         case Q5_K: return fn(Packed<TwoLevel<true>>());
-        case Q6_K: return fn(Packed<ByteScales<6>>());
+        case Q6_K: return fn(Packed<ByteScales>());
         case MXFP4: return fn(Packed<Mxfp4>());
         case NVFP4: return fn(Packed<Nvfp4>());
         case NF4: return fn(Packed<Nf4<false>>());
@@ -525,7 +524,6 @@ template <class Fn> inline void with_layout(int layout, Fn fn) {
         case NF4_F32: return fn(Packed<Nf4<true>>());
         case FP4_F32: return fn(Packed<Fp4>());
         case E4M3_GROUPS: return fn(E4m3Groups());
-        case BYTE_SCALES8: return fn(Packed<ByteScales<8>>());
     }
 }
 

@@ -21,9 +21,10 @@ FN u32 word(const uint4& v, int row) { return row == 0 ? v.x : row == 1 ? v.y : 
 // -- codes -----------------------------------------------------------------------------------------
 
 // Integers of 4, 5, 6 or 8 bits. `ZERO` is subtracted by means of the sum of x, at no cost; if the halves of
-// a step would need two sums, codes are SIGNED around the middle of their range.
+// a step would need two sums, codes of 6 bits are SIGNED around the middle of their range.
 template <int BITS_, int ZERO_, bool SIGNED_ = false>
 struct Whole {
+    static_assert(!SIGNED_ || BITS_ == 6);
     static constexpr int BITS = BITS_, ZERO = ZERO_, PLANES = 1, STEP = 64 * BITS;
     static constexpr bool SIGNED = SIGNED_, MIXED = false;
     static constexpr float UNIT = SIGNED ? 1.f / (1 << (8 - BITS)) : 1.f;
@@ -42,20 +43,20 @@ struct Whole {
     // A row's columns 4t to 4t + 3 and 16 + 4t to 16 + 4t + 3.
     FN void operands(const Whole& w, const Lane& lane, int row, int plane, u32& a, u32& b) {
         const u32 codes = word(w.low, row);
-        constexpr u32 middle = SIGNED ? 0x80808080u : 0u;
         if constexpr (BITS == 8) {
-            a = codes ^ middle, b = word(w.high[0], row) ^ middle;
+            a = codes, b = word(w.high[0], row);
         } else if constexpr (BITS == 4) {
-            a = SIGNED ? (codes << 4 & 0xF0F0F0F0u) ^ middle : codes & 0x0F0F0F0Fu;
-            b = SIGNED ? (codes & 0xF0F0F0F0u) ^ middle : codes >> 4 & 0x0F0F0F0Fu;
+            a = codes & 0x0F0F0F0Fu;
+            b = codes >> 4 & 0x0F0F0F0Fu;
         } else if constexpr (BITS == 5) {
             // Spreads four bits to the tops of four bytes: the partial products do not overlap.
-            constexpr u32 spread = SIGNED ? 0x10204080u : 0x02040810u, top = SIGNED ? 0x80808080u : 0x10101010u;
+            constexpr u32 spread = 0x02040810u, top = 0x10101010u;
             const u32 fa = (w.fifth[0] >> 4 * row & 15) * spread & top;
             const u32 fb = (w.fifth[1] >> 4 * row & 15) * spread & top;
-            a = SIGNED ? ((codes << 3 & 0x78787878u) | fa) ^ middle : (codes & 0x0F0F0F0Fu) | fa;
-            b = SIGNED ? ((codes >> 1 & 0x78787878u) | fb) ^ middle : (codes >> 4 & 0x0F0F0F0Fu) | fb;
+            a = (codes & 0x0F0F0F0Fu) | fa;
+            b = (codes >> 4 & 0x0F0F0F0Fu) | fb;
         } else {
+            constexpr u32 middle = 0x80808080u;
             const u32 fa = word(w.high[0], row) >> 2 * lane.t, fb = word(w.high[1], row) >> 2 * lane.t;
             a = SIGNED ? ((codes << 2 & 0x3C3C3C3Cu) | (fa << 6 & 0xC0C0C0C0u)) ^ middle
                        : (codes & 0x0F0F0F0Fu) | (fa << 4 & 0x30303030u);

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoints.published.schemes import (
     BF16,
-    F16,
     SCHEMES,
     Published,
     Tensors,
@@ -21,7 +20,6 @@ from tests.checkpoints.published.schemes import (
     compressed,
     fp8,
     gptq,
-    mlx,
     scheme,
 )
 from tests.checkpoints.published.schemes import INT8_W8A8 as W8A8
@@ -43,8 +41,6 @@ SMALL: dict[str, Published] = {
     "NF4": SCHEMES["NF4 twice"],
     "FP8": scheme("e4m3-g32", fp8((32, 32))),
     "ModelOpt NVFP4": SCHEMES["ModelOpt NVFP4"],
-    "MLX": scheme("int4-g32b", mlx(4, 32, BF16)),
-    "MLX f16": scheme("int4-g32m", mlx(4, 32, F16)),
 }
 """Schemes in the smallest groups they have."""
 

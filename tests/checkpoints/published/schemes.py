@@ -307,64 +307,6 @@ def modelopt(algorithm: str, *, own_file: bool = False) -> Any:
     return {"quantization_config": {"quant_method": "modelopt", **inner}}, write
 
 
-# -- MLX -------------------------------------------------------------------------------------------
-
-
-def mlx(bits: int, group: int, dtype: torch.dtype) -> Any:
-    def write(weight: torch.Tensor) -> tuple[Tensors, Values]:
-        grouped = weight.reshape(len(weight), -1, group).double()
-        low, high = grouped.amin(-1), grouped.amax(-1)
-        scale = ((high - low) / ((1 << bits) - 1)).to(dtype)
-        bias = low.to(dtype)
-        codes = (grouped - bias.double()[..., None]) / scale.double()[..., None]
-        codes = codes.round().clamp(0, (1 << bits) - 1).numpy().astype(np.uint8)
-        values = codes.astype(np.float32) * scale.float().numpy()[..., None]
-        values = values + bias.float().numpy()[..., None]
-        flat = codes.reshape(len(weight), -1)
-        stream = (flat[..., None] >> np.arange(bits, dtype=np.uint8)) & 1
-        words = np.packbits(stream.reshape(len(weight), -1), axis=1, bitorder="little")
-        return {
-            "weight": torch.from_numpy(words.view(np.uint32)),
-            "scales": scale,
-            "biases": bias,
-        }, values.reshape(weight.shape)
-
-    return {"quantization": {"bits": bits, "group_size": group}}, write
-
-
-FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-FP4 = np.concatenate([FP4, -FP4])  # by code
-
-
-def mlx_floats(mode: str, group: int) -> Any:
-    """The modes that are named after formats, in float64."""
-
-    def write(weight: torch.Tensor) -> tuple[Tensors, Values]:
-        grouped = weight.reshape(len(weight), -1, group).double().numpy()
-        largest = np.abs(grouped).max(-1, keepdims=True)
-        if mode == "nvfp4":
-            exact = torch.from_numpy(largest / 6).to(torch.float8_e4m3fn)
-            scales, stored = exact.double().numpy(), exact.view(torch.uint8)[..., 0]
-        else:
-            exponents = np.floor(np.log2(largest)) - (8 if mode == "mxfp8" else 2)
-            scales, stored = 2.0**exponents, torch.from_numpy(exponents[..., 0] + 127).byte()
-        if mode == "mxfp8":
-            codes = torch.from_numpy((grouped / scales).clip(-448, 448)).to(torch.float8_e4m3fn)
-            values = codes.double().numpy() * scales
-            words = codes.view(torch.uint8).numpy().reshape(len(weight), -1)
-        else:
-            places = np.abs(grouped[..., None] / scales[..., None] - FP4).argmin(-1)
-            values = FP4[places] * scales
-            words = packed_words(places.reshape(len(weight), -1), 4).numpy()
-        return {
-            "weight": torch.from_numpy(np.ascontiguousarray(words).view(np.uint32)),
-            "scales": stored.contiguous(),
-        }, values.reshape(weight.shape).astype(np.float32)
-
-    bits = 8 if mode == "mxfp8" else 4
-    return {"quantization": {"bits": bits, "group_size": group, "mode": mode}}, write
-
-
 # -- AutoRound -------------------------------------------------------------------------------------
 
 
@@ -496,14 +438,4 @@ SCHEMES: Mapping[str, Published] = {
         ),
         rtol=_TWO_FACTORS,
     ),
-    "MLX mxfp4": scheme("mxfp4", mlx_floats("mxfp4", 32)),
-    "MLX nvfp4": scheme("nvfp4", mlx_floats("nvfp4", 16)),
-    "MLX mxfp8": scheme("e4m3-g32", mlx_floats("mxfp8", 32)),
-    "MLX": scheme("int4-g64b", mlx(4, 64, BF16)),
-    "MLX f16": scheme("int4-g64m", mlx(4, 64, F16)),
-    "MLX f32": scheme("f32", mlx(4, 64, F32)),
-    "MLX g32": scheme("int4-g32b", mlx(4, 32, BF16)),
-    "MLX 8 bits": scheme("int8-g64b", mlx(8, 64, BF16)),
-    "MLX 6 bits": scheme("int8-g64b", mlx(6, 64, BF16)),
-    "MLX 3 bits": scheme("int4-g64m", mlx(3, 64, F16)),
 }

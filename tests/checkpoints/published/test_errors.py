@@ -36,7 +36,6 @@ SMALL = {
     "LLM.int8()": "LLM.int8()",
     "FP8": "FP8 blocks of 64",
     "ModelOpt": "ModelOpt NVFP4",
-    "MLX": "MLX",
 }
 
 
@@ -141,10 +140,6 @@ def replaced(ending: str, part: torch.Tensor) -> Callable[[Tensors], Tensors]:
         ("FP8", without("weight_scale_inv"), r"weight_scale_inv' of .* is missing"),
         ("FP8", cut("weight_scale_inv", 1), r"weight_scale_inv' .* equal blocks of 32 x 64"),
         ("ModelOpt", without("weight_scale_2"), r"weight_scale_2' of .* is missing"),
-        ("MLX", without("biases"), r"up_proj.biases' of .* is missing"),
-        ("MLX", cut("weight", 64, 15), r"weight' .* has rows that are not whole groups of 64"),
-        ("MLX", cut("scales", 64, 1), r"scales' .* should be \(64, 2\)"),
-        ("MLX", cut("biases", 63), r"biases' .* should be \(64, 2\) in BF16"),
     ],
 )
 def test_bad_tensors(
@@ -201,18 +196,10 @@ def test_bad_configs(config: Any, message: str, tmp_path: Path) -> None:
     refused(tmp_path, {"quantization_config": config}, {}, message)
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"bits": 7, "group_size": 64}, "bits is 7, of which localrt reads 2, 3, 4, 5, 6, 8"),
-        ({"bits": 4, "group_size": 64, "mode": "fp5"}, "mode is 'fp5', of which .* affine, mxfp4"),
-        ({"bits": 8, "mode": "nvfp4"}, "bits is 8, of which localrt reads 4"),
-        ({"bits": 4, "group_size": -64}, "group_size should be a number of columns"),
-        ({"bits": 4, "group_size": 64, "a": {"bits": 9}}, "quantization: a: bits is 9"),
-    ],
-)
-def test_bad_mlx_configs(config: Any, message: str, tmp_path: Path) -> None:
-    refused(tmp_path, {"quantization": config}, {}, message)
+@pytest.mark.parametrize("more", [{}, {"quantization_config": {"bits": 4, "group_size": 64}}])
+def test_quantized_for_mlx(more: Any, tmp_path: Path) -> None:
+    config = {"quantization": {"bits": 4, "group_size": 64}, **more}
+    refused(tmp_path, config, {}, "is quantized for MLX: take a GGUF file of it or")
 
 
 def test_modelopts_own_file(tmp_path: Path) -> None:
@@ -225,12 +212,6 @@ def test_modelopts_own_file(tmp_path: Path) -> None:
     described["quantization"] = {"quant_algo": "INT2"}
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(described))
     refused(tmp_path, {}, tensors, "hf_quant_config.json: quantization: quant_algo is 'INT2'")
-
-
-def test_mlx_module_bits(tmp_path: Path) -> None:
-    config = {"quantization": {"bits": 4, "group_size": 64, NAME: {"bits": 8, "group_size": 64}}}
-    tensors, _ = SCHEMES["MLX 8 bits"].write(WEIGHT)
-    assert opened(tmp_path, config, tensors).tensors[f"{NAME}.weight"].format.name == "int8-g64b"
 
 
 def test_gptq_module_bits(tmp_path: Path) -> None:

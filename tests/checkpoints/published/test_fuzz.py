@@ -23,7 +23,7 @@ KINDS = [
     "W4A16 g32", "W4A16 asymmetric", "W4A16 g16", "W8A8", "compressed FP8 blocks", "NVFP4",
     "MXFP4A16", "GPTQ g32", "GPTQ asymmetric", "GPTQ ordered", "AWQ g64", "NF4", "NF4 twice",
     "W3A16 asymmetric", "GPTQ 3 bits asymmetric", "GPTQ 2 bits",
-    "FP8 blocks of 64", "FP8 rows", "ModelOpt NVFP4", "ModelOpt FP8", "MLX", "MLX 6 bits",
+    "FP8 blocks of 64", "FP8 rows", "ModelOpt NVFP4", "ModelOpt FP8",
 ]  # fmt: skip
 STEMS = ("model.layers.0.mlp.experts.0.up_proj", "model.layers.0.self_attn.q_proj")
 NUMBERS = [0, 1, -1, 3, 7, 31, 1 << 20, 1 << 31, 1 << 62, -(1 << 40)]

@@ -21,7 +21,7 @@ from localrt.offload.store import pack_store
 from localrt.quant.formats import unpack
 from localrt.quant.formats.tiled import TiledTensor, untile
 from tests.checkpoints.published.models import SMALL, publish
-from tests.checkpoints.published.schemes import SCHEMES, Tensors
+from tests.checkpoints.published.schemes import Tensors
 from tests.models import tiny
 from tests.models.tiny import logits_of, oracle, relative_error, save_tiny, tokens
 from tests.offload.placed import Model, extend, needs_kernels, passing
@@ -57,7 +57,7 @@ def test_architectures(name: str, kind: str, tmp_path: Path) -> None:
     assert error_of(folder, theirs) < 2e-5
 
 
-@pytest.mark.parametrize("kind", ["W4A16", "MLX"])
+@pytest.mark.parametrize("kind", ["W4A16", "GPTQ"])
 def test_tied_quantized_head(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The embedding counts, as the config says."""
     config = tiny.CONFIGS["qwen2"]()
@@ -91,122 +91,26 @@ def test_latent_attention(kind: str, tmp_path: Path) -> None:
     assert error_of(folder, theirs) < 2e-5
 
 
-@pytest.mark.parametrize("kind", ["MLX", "MLX f16"])
-def test_mlx_experts(kind: str, tmp_path: Path) -> None:
-    def stacked(tensors: Tensors) -> Tensors:
-        found = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
-        for name in tensors:
-            if ".experts.0." in name:
-                parts = [tensors[name.replace(".experts.0.", f".experts.{n}.")] for n in range(8)]
-                whole = torch.from_numpy(np.stack([part.view(torch.uint8) for part in parts]))
-                found[name.replace(".experts.0.", ".switch_mlp.")] = whole.view(parts[0].dtype)
-        return found
-
-    folder, theirs, formats = publish(tmp_path, "qwen3-moe", SMALL[kind], renamed=stacked)
-    with closing(open_checkpoint(folder)) as model:
-        assert set(formats) <= set(model.tensors)
-    assert error_of(folder, theirs) < 2e-5
-
-
-def test_gpt_oss_of_mlx(tmp_path: Path) -> None:
-    """Experts in mxfp4, apart and turned, each with a bias."""
-    write = SCHEMES["MLX mxfp4"].write
-    plain, out = tmp_path / "plain", tmp_path / "mlx"
-    plain.mkdir()
-    out.mkdir()
-    theirs = save_tiny("gpt-oss", plain)
-    kept = load_file(plain / "model.safetensors")
-    tensors: Tensors = {}
-    for name, tensor in list(kept.items()):
-        stem, _, kind = name.partition(".experts.")
-        if not kind:
-            tensors[name] = tensor
-            continue
-        whole = tensor if kind.endswith("_bias") else tensor.transpose(1, 2)  # (experts, rows, ...)
-        joined = kind.startswith("gate_up")
-        made = whole.clone()
-        for turn, part in enumerate(("gate", "up") if joined else ("down",)):
-            rows = slice(turn, None, 2 if joined else 1)
-            own, module = whole[:, rows].contiguous(), f"{stem}.experts.{part}_proj"
-            if kind.endswith("_bias"):
-                tensors[f"{module}.bias"] = own
-                continue
-            parts, values = write(own.reshape(-1, own.shape[-1]))
-            made[:, rows] = torch.from_numpy(values).reshape(own.shape)
-            for end, content in parts.items():
-                shape = (len(own), -1, content.shape[-1])
-                tensors[f"{module}.{end}"] = content.reshape(shape).contiguous()
-        kept[name] = (made if kind.endswith("_bias") else made.transpose(1, 2)).contiguous()
-    save_file(kept, plain / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((plain / "config.json").read_text("utf-8"))
-    quantization = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
-    (out / "config.json").write_text(json.dumps({**config, "quantization": quantization}))
-    save_file(tensors, out / "model.safetensors")
-    theirs = type(theirs).from_pretrained(plain, dtype=torch.float32).eval()
-    assert error_of(out, theirs) < 2e-5
-
-
-@pytest.mark.parametrize("name", ["qwen3.5", "qwen3-next"])
-def test_mlx_norms(name: str, tmp_path: Path) -> None:
-    def converted(tensors: Tensors) -> Tensors:
-        ends = ("layernorm.weight", "model.norm.weight", ".q_norm.weight", ".k_norm.weight")
-        found = dict(tensors)
-        for key, tensor in tensors.items():
-            if key.endswith(ends):
-                found[key] = tensor + 1
-            if key.endswith("conv1d.weight"):
-                found[key] = tensor.movedim(2, 1).contiguous()
-        return found
-
-    folder, theirs, _ = publish(tmp_path, name, SMALL["MLX"], renamed=converted)
-    assert error_of(folder, theirs) < 2e-5
-
-
-def test_mlx_factors(tmp_path: Path) -> None:
-    def converted(tensors: Tensors) -> Tensors:
-        key = "model.layers.0.mamba.conv1d.weight"
-        return {**tensors, key: tensors[key].movedim(2, 1).contiguous()}
-
-    folder, _, _ = publish(tmp_path, "falcon-h1", SMALL["MLX"], renamed=converted)
-    with pytest.raises(
-        UnsupportedModelError, match="MLX's conversion of FalconH1ForCausalLM changed"
-    ):
-        open_checkpoint(folder)
-
-
-def test_mlx_latent_attention(tmp_path: Path) -> None:
-    made: dict[str, np.ndarray] = {}
-
-    def converted(tensors: Tensors) -> Tensors:
-        found: Tensors = {}
-        for key, tensor in tensors.items():
-            if not key.endswith("kv_b_proj.weight"):
-                found[key] = tensor
-                continue
-            stem = key.removesuffix("kv_b_proj.weight")
-            heads = tensor.view(4, -1, tensor.shape[1])
-            size = 32  # qk_nope_head_dim
-            found[f"{stem}embed_q.weight"] = heads[:, :size].transpose(1, 2).contiguous()
-            own = heads[:, size:]
-            if "layers.0" not in key:
-                found[f"{stem}unembed_out.weight"] = own.contiguous()
-                continue
-            parts, values = SMALL["MLX"].write(own.reshape(-1, own.shape[2]))
-            made[f"{stem}v_b_proj.weight"] = values
-            for part, content in parts.items():
-                found[f"{stem}unembed_out.{part}"] = content.view(4, -1, content.shape[1])
-        return found
-
-    sizes = "deepseek-v3-plain"
-    folder, theirs, _ = publish(tmp_path, sizes, SMALL["MLX"], renamed=converted)
-    with closing(open_checkpoint(folder)) as model:
-        ((key, values),) = made.items()
-        assert model.tensors[key].format.name == "int4-g32b"
-        np.testing.assert_array_equal(unpack(model.read(key)), values)
-    both = theirs.model.layers[0].self_attn.kv_b_proj.weight.data
-    heads = both.view(4, -1, both.shape[1])
-    heads[:, 32:] = torch.from_numpy(values).view(4, -1, both.shape[1])
-    assert error_of(folder, theirs) < 2e-5
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("qwen3-moe", ".experts.0.", ".switch_mlp."),
+        ("deepseek-v3", "kv_b_proj.", "embed_q."),
+        ("qwen3-next", "conv1d.weight", None),
+        ("falcon-h1", "conv1d.weight", None),
+    ],
+)
+def test_converted_for_mlx(name: str, old: str, new: str | None, tmp_path: Path) -> None:
+    save_tiny(name, tmp_path)
+    tensors = {
+        key if new is None else key.replace(old, new): (
+            tensor.movedim(2, 1).contiguous() if new is None and old in key else tensor
+        )
+        for key, tensor in load_file(tmp_path / "model.safetensors").items()
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedModelError, match="was converted for MLX: take a GGUF file of"):
+        open_checkpoint(tmp_path)
 
 
 def test_layer_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +121,7 @@ def test_layer_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def taken(name: str, shape: tuple[int, ...]) -> bool:
         return "embed_tokens_per_layer" in name
 
-    folder, theirs, formats = publish(tmp_path, "gemma4", SMALL["MLX"], taken=taken)
+    folder, theirs, formats = publish(tmp_path, "gemma4", SMALL["W4A16"], taken=taken)
     assert formats
     assert error_of(folder, theirs) < 2e-5
 

@@ -71,41 +71,6 @@ def test_mixed_precision(tmp_path: Path, names: list[str], target: str) -> None:
         np.testing.assert_allclose(found, values, rtol=scheme.rtol, atol=0)
 
 
-PREFIXES = {
-    # how a file's tensors and a config's modules begin, and whether a tower is beside the decoder
-    "plain": ("model.layers.0.", "model.layers.0.", False),
-    "outer": ("language_model.model.layers.0.", "language_model.model.layers.0.", True),
-    "inner": ("model.language_model.layers.0.", "model.language_model.layers.0.", True),
-    "config-outer": ("model.language_model.layers.0.", "language_model.model.layers.0.", True),
-    "config-inner": ("language_model.model.layers.0.", "model.language_model.layers.0.", True),
-    "config-plain": ("language_model.model.layers.0.", "model.layers.0.", True),
-    "tensors-plain": ("model.layers.0.", "language_model.model.layers.0.", False),
-    "backbone": ("backbone.layers.0.", "backbone.layers.0.", False),
-}
-
-
-@pytest.mark.parametrize(("tensors_at", "modules_at", "tower"), PREFIXES.values(), ids=PREFIXES)
-@pytest.mark.parametrize(
-    ("own", "usual"), [("MLX 8 bits", {"bits": 4, "group_size": 32}), ("MLX", "MLX mxfp4")]
-)
-def test_bits_of_one_module_in_mlx(
-    tmp_path: Path, tensors_at: str, modules_at: str, tower: bool, own: str, usual: Any
-) -> None:
-    config: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
-    config["quantization"] = dict(
-        SCHEMES[usual].config["quantization"] if isinstance(usual, str) else usual
-    )
-    config["quantization"][f"{modules_at}mlp.up_proj"] = SCHEMES[own].config["quantization"]
-    if tower:
-        config |= {"text_config": {}, "vision_config": {}}
-    tensors, values = SCHEMES[own].write(random_weight())
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    whole = {f"{tensors_at}mlp.up_proj.{name}": tensor for name, tensor in tensors.items()}
-    save_file(whole, tmp_path / "model.safetensors")
-    model = SafetensorsCheckpoint(tmp_path)
-    np.testing.assert_array_equal(unpack(model.read(f"{NAME}.weight")), values)
-
-
 @pytest.mark.parametrize("name", SCHEMES)
 def test_values(name: str, tmp_path: Path) -> None:
     scheme = SCHEMES[name]
