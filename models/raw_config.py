@@ -91,7 +91,6 @@ _LIMITS = {
     "ngram_rows": 1 << 40,
     "ngram_vocab_size_base": 1 << 32,
     "n_routed_experts": 1 << 12,
-    "num_loops": 16,
     "hc_sinkhorn_iters": 1 << 10,
     "o_groups": 1 << 12,
 }

@@ -115,7 +115,6 @@ class TensorInfo:
     shape: tuple[int, ...]
     format: Format
     nbytes: int
-    copies: str = ""  # the tensor that this one is, under another name
 
 
 class TensorSource(Protocol):

@@ -82,18 +82,12 @@ class WeightLoader:
         self._repack = repack
         self._vectors = {} if vectors is None else vectors
         self._used: set[str] = set()
-        self._copied = {info.copies for info in checkpoint.tensors.values()}
-        self._shared: dict[tuple[str, ...], Weight] = {}
 
     def matrix(self, shape: tuple[int, int], *names: str) -> Weight:
         """The rows of ``names`` stacked in order; together they must have ``shape``."""
         self.check(shape, *names)
-        names = self._originals(names)
-        if self._copied.isdisjoint(names):
-            return self._ops.weight(shape, self._blocks(names))
-        if names not in self._shared:
-            self._shared[names] = self._ops.weight(shape, self._blocks(names))
-        return self._shared[names]
+        self._used.update(names)
+        return self._ops.weight(shape, self._blocks(names))
 
     def vector(
         self,
@@ -105,7 +99,7 @@ class WeightLoader:
     ) -> Vector:
         """The concatenated values of ``names``, plus ``offset``, multiplied by ``scale``."""
         self.check((size,), *names)
-        names = self._originals(names)
+        self._used.update(names)
         key = (names, offset, scale, transform)
         if key not in self._vectors:
             values = np.concatenate([self._values(name) for name in names])
@@ -198,11 +192,6 @@ class WeightLoader:
                 yield self._repack(block)
                 if self._on_bytes is not None:
                     self._on_bytes(block.nbytes)
-
-    def _originals(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Count ``names`` as used; return the tensors that they are copies of, or themselves."""
-        self._used.update(names)
-        return tuple(self._checkpoint.tensors[name].copies or name for name in names)
 
     def _values(self, name: str, first: int = 0, end: int | None = None) -> npt.NDArray[np.float32]:
         packed = self._checkpoint.read(name, first, end)

@@ -307,7 +307,7 @@ def _largest_kv(shape: ModelShape, kv_format: KvFormat, ctx: int) -> int:
 
 def weight_nbytes(checkpoint: Checkpoint, ops: Ops) -> int:
     """Bytes of all matrices of a model, as ``ops`` keep them."""
-    matrices = [i for i in checkpoint.tensors.values() if len(i.shape) == 2 and not i.copies]
+    matrices = [i for i in checkpoint.tensors.values() if len(i.shape) == 2]
     return sum(ops.weight_nbytes((i.shape[0], i.shape[1]), i.format) for i in matrices)
 
 

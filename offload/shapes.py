@@ -296,7 +296,7 @@ def shape_from_checkpoint(
         sizes=sizes,
         context_length=config.context_length,
         kv=kv,
-        parameters=sum(math.prod(i.shape) for i in infos if i.name != ignored and not i.copies),
+        parameters=sum(math.prod(i.shape) for i in infos if i.name != ignored),
         experts=mixture,
         off_gpu=missing_on_gpu(config.memory),
     )

@@ -75,7 +75,6 @@ def _load(
     if options.format is None and not encodes:
         why = why_not_our_kernels(ops, config.memory, options.device)
         context.notes.extend([why] if why else [])
-    infos = [info for info in checkpoint.tensors.values() if not info.copies]
 
     def describe(config: DecoderConfig | EncoderConfig, streamed: bool) -> EngineInfo:
         return EngineInfo(
@@ -83,7 +82,7 @@ def _load(
             architecture=config.architecture,
             device=ops.device,
             format=_format_name(checkpoint, ops),
-            parameters=sum(prod(i.shape) for i in infos),
+            parameters=sum(prod(i.shape) for i in checkpoint.tensors.values()),
             layers=len(config.layers) if isinstance(config, EncoderConfig) else config.layers,
             vocab_size=config.vocab_size,
             weight_bytes=weight_nbytes(checkpoint, ops),
@@ -110,7 +109,7 @@ def _load(
     ctx = _fit_context(checkpoint, config, ops, options, context.notes)
     if options.ctx != ctx:
         config = read_config(checkpoint, context=ctx)
-    total = sum(info.nbytes for info in infos)
+    total = sum(info.nbytes for info in checkpoint.tensors.values())
     forecast = resident_forecast(
         checkpoint, config, ops, rss=current_rss(), budget=ram_budget(options.ram)
     )

@@ -7,7 +7,6 @@ experts one and the other matrices another.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -95,18 +94,8 @@ def shape_from_config(
     checkpoint = cast(Checkpoint, model)  # no tensor of it is read
     asked = _Asked(FORMATS[expert_format], FORMATS[rest])
     model.tensors = asked.tensors_of(checkpoint, experts)
-    if "num_loops" in model.config:
-        _mark_copies(model.tensors, int(str(model.config["num_hidden_layers"])))
     shape = shape_from_checkpoint(checkpoint, experts, context=context)
     return replace(shape, name=name, architecture=kind, notes=tuple(notes))
-
-
-def _mark_copies(tensors: dict[str, TensorInfo], layers: int) -> None:
-    """Mark what later runs of Nanbeige's layers share with the first (``llama.read_nanbeige``)."""
-    for name, info in tensors.items():
-        layer = re.match(r"model\.layers\.(\d+)\.", name)
-        if layer and (int(layer[1]) >= layers or "loop_norm" in name):
-            tensors[name] = replace(info, copies="the first run's")
 
 
 def _told_by_weights(kind: str, config: Mapping[str, object]) -> tuple[str, ...]:

@@ -1,10 +1,9 @@
-"""Trinity (Arcee's AFMoE) and Laguna (Poolside): mixtures with gates behind attention; Spark-X2.5.
+"""Trinity (Arcee's AFMoE) and Laguna (Poolside): mixtures with gates behind attention.
 
 Experts are chosen by the sigmoid of their logits plus a bias, and one or more are shared. Trinity's
 layers are those of Muse-Glimmer around its mixtures, and only layers with a window have positions.
 Laguna's layers have different numbers of heads, and rotate a share of a head that differs between
-layers with a window and others; its gates are softplus. Spark is dense, with gates of sigmoids and
-llama.cpp's GELU, by tanh.
+layers with a window and others; its gates are softplus.
 """
 
 from __future__ import annotations
@@ -58,7 +57,6 @@ def _with_experts(
 
 _GATES = {"True": True, "per-head": True, "per-element": False}
 _LAGUNA_NAMES = LayerNames(qkv=(*LayerNames().qkv, "self_attn.g_proj"))
-_SPARK_NAMES = LayerNames(qkv=("self_attn.qkv_proj", "self_attn.g_proj"))
 _ROPE: Mapping[str, Mapping[str, object]] = {
     "full_attention": {"rope_theta": 5e5, "partial_rotary_factor": 0.5},
     "sliding_attention": {"rope_theta": 1e4},
@@ -71,7 +69,7 @@ def read_laguna(raw: RawConfig) -> DecoderConfig:
     """
     if raw.flag("moe_apply_router_weight_on_input"):
         raise UnsupportedModelError("moe_apply_router_weight_on_input is not supported")
-    config = _with_kinds(raw, llama.read_config(raw), softplus=True)
+    config = _with_kinds(raw, llama.read_config(raw))
     dense = raw.index("first_k_dense_replace", 1)
     sparse = raw.sparse(config.layers)
     return _with_experts(
@@ -83,27 +81,16 @@ def read_laguna(raw: RawConfig) -> DecoderConfig:
     )
 
 
-def read_spark(raw: RawConfig) -> DecoderConfig:
-    """Spark-X2.5: Llama's keys, and ``rope_parameters`` for each kind of layer."""
-    raw.choice("gate_attn_act_mode", "sigmoid", {"sigmoid": None})
-    raw.choice("headwise_attn_output_gate", "True", {"True": None})
-    raw = raw.changed(hidden_act=raw.text("hidden_act", "gelu"))
-    config = _with_kinds(raw, llama.read_config(raw, {"gelu": "gelu_tanh"}), period=4)
-    return replace(config, names=_SPARK_NAMES)
-
-
-def _with_kinds(
-    raw: RawConfig, config: DecoderConfig, *, softplus: bool = False, period: int = 1
-) -> DecoderConfig:
+def _with_kinds(raw: RawConfig, config: DecoderConfig) -> DecoderConfig:
     """``config`` with gates, and with heads, window and rotation of each layer; without
-    ``layer_types``, every layer of ``period`` has no window.
+    ``layer_types``, no layer has a window.
     """
     layers, plain = config.layers, config.attending[0]
     each = raw.choice("gating", "True", _GATES)
     plain = replace(
-        plain, window=None, softplus=softplus, head_gates=each, number_gates=not each, rope=None
+        plain, window=None, softplus=True, head_gates=each, number_gates=not each, rope=None
     )
-    windowed = raw.windowed([(layer + 1) % period != 0 for layer in range(layers)])
+    windowed = raw.windowed([False] * layers)
     near = far = replace(plain, rope=read_kind(raw, plain.head_dim, "full_attention", _ROPE))
     if any(windowed):
         rope = read_kind(raw, plain.head_dim, "sliding_attention", _ROPE)
@@ -177,17 +164,6 @@ FAMILIES = (
         read=read_laguna,
         folders="LagunaForCausalLM",
         gguf="laguna",
-        gguf_config=_add_kinds,
-    ),
-    Family(
-        name="spark",
-        read=read_spark,
-        folders="Spark2_5ForCausalLM",
-        gguf="spark2_5",
-        tensors={
-            "self_attn.q_k_v_proj.weight": "self_attn.qkv_proj.weight",
-            "self_attn.out_proj.weight": "self_attn.o_proj.weight",
-        },
         gguf_config=_add_kinds,
     ),
 )

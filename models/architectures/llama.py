@@ -5,17 +5,14 @@ models that differ little from it.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.architectures.family import MLP_NORM, Config, Family, GgufFacts
 from localrt.models.config import DecoderConfig
 from localrt.models.layers.block import ResidualBlock
 from localrt.models.layers.rope import read_rope, scaling_number
 from localrt.models.raw_config import RawConfig, read_mixture, with_mixture
-from localrt.models.tensor_source import RowSource
 from localrt.quant.ops.attention import AttentionSpec, AttentionTemperature
 from localrt.quant.ops.protocol import Activation, MlpSpec
 
@@ -108,50 +105,6 @@ def add_temperature(config: Config, file: GgufFacts) -> None:
             scaling["mscale"] = scaling["mscale_all_dim"]
 
 
-_LAYER = re.compile(r"model\.layers\.(\d{1,9})\.(.+)", re.DOTALL)
-
-
-def read_nanbeige(raw: RawConfig) -> DecoderConfig:
-    """Nanbeige 4.2: layers run several times, with the last norm behind each run. A run has keys
-    and values of its own, so that its layers are layers here, with copies of the first's tensors.
-
-    Reads Llama's keys, ``num_loops`` and ``skip_loop_final_norm``.
-    """
-    if key := next(filter(raw.flag, ("enable_double_loop_split", "enable_depth_attention")), ""):
-        raise UnsupportedModelError(f"{key} is not supported")
-    config, loops = read_config(raw), raw.integer("num_loops", 1)
-    return replace(
-        config,
-        attention=config.attention * loops,
-        block=ResidualBlock(loop=0 if raw.flag("skip_loop_final_norm") else config.layers),
-    )
-
-
-def _repeated(
-    stored: Mapping[str, RowSource], config: Mapping[str, object]
-) -> dict[str, RowSource]:
-    """``stored`` with copies of the layers and of the last norm for later runs.
-
-    Raises:
-        CheckpointError: there are more layers than the config has.
-    """
-    layers, loops, found = config.get("num_hidden_layers"), config.get("num_loops"), dict(stored)
-    if type(layers) is not int or type(loops) is not int or loops > 16:
-        return found  # the config is refused later
-    for run in range(1, loops):
-        for name, rows in stored.items():
-            if match := _LAYER.fullmatch(name):
-                copy = f"model.layers.{int(match[1]) + run * layers}.{match[2]}"
-            elif name == "model.norm.weight" and not config.get("skip_loop_final_norm"):
-                copy = f"model.layers.{run * layers - 1}.loop_norm.weight"
-            else:
-                continue
-            if copy in stored:
-                raise CheckpointError(f"tensor {copy} is of no layer: the config has {layers}")
-            found[copy] = replace(rows, info=replace(rows.info, name=copy, copies=name))
-    return found
-
-
 FAMILIES = (
     Family(
         name="llama",
@@ -175,18 +128,6 @@ FAMILIES = (
         gguf_config=add_temperature,
     ),
     Family(name="mixtral", read=read_mixtral, folders="MixtralForCausalLM"),
-    Family(
-        name="nanbeige",
-        read=read_nanbeige,
-        folders="NanbeigeForCausalLM",
-        gguf="nanbeige",
-        gguf_in_pairs=True,
-        convert=_repeated,
-        gguf_config=lambda config, file: config.update(
-            num_loops=file.integer("num_loops"),
-            skip_loop_final_norm=file.flag("skip_loop_final_norm"),
-        ),
-    ),
     Family(
         name="seed_oss",
         read=read_config,

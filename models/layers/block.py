@@ -39,14 +39,12 @@ class ResidualBlock(Block):
     """``x + scale * attention(x)``, then ``x + scale * mlp(x)``.
 
     ``beside`` is a recurrent layer in parallel with each layer's attention: both read the same
-    residual stream. ``norm_embeddings``: embeddings are normed, without weights. The residual
-    stream is normed behind every ``loop`` layers but the last ones.
+    residual stream. ``norm_embeddings``: embeddings are normed, without weights.
     """
 
     scale: float = 1.0
     beside: RecurrentSpec | None = None
     norm_embeddings: bool = False
-    loop: int = 0
 
     def before(self, config: DecoderConfig, weights: WeightLoader) -> Sequence[Part]:
         if not self.norm_embeddings:
@@ -64,11 +62,7 @@ class ResidualBlock(Block):
         return parts[0] if len(parts) == 1 else SideBySide(parts)
 
     def mlp(self, config: DecoderConfig, layer: int, weights: WeightLoader, mlp: Layer) -> Part:
-        scale, behind = self.scale * config.multipliers.mlp_out, layer + 1
-        if not self.loop or behind % self.loop or behind == config.layers:
-            return Residual(mlp, scale)
-        norm = weights.vector(config.hidden_size, f"model.layers.{layer}.loop_norm.weight")
-        return Residual(mlp, scale, norm=norm, eps=config.norm_eps)
+        return Residual(mlp, self.scale * config.multipliers.mlp_out)
 
     def memory(self, config: DecoderConfig, layer: int) -> tuple[LayerSpec, ...]:
         own = (config.attention[layer], self.beside)

@@ -83,19 +83,15 @@ class Tap:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Residual:
-    """``norm((x + scale * layer(x)) * total)``: adds attention or an MLP to the residual stream."""
+    """``(x + scale * layer(x)) * total``: adds attention or an MLP to the residual stream."""
 
     layer: Layer
     scale: float = 1.0
     total: float = 1.0
-    norm: Vector | None = None
-    eps: float = 0.0
 
     def __call__(self, state: PassState) -> None:
         """Update ``state.x``."""
         state.x = state.ops.add(state.x, self.layer(state), self.scale, self.total)
-        if self.norm is not None:
-            state.x = state.ops.norm(state.x, self.norm, self.eps)
 
     def matrices(self) -> dict[str, Weight]:
         return self.layer.matrices()

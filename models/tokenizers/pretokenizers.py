@@ -153,7 +153,6 @@ _FAMILIES: dict[str, PreType] = {
     "deepseek-coder": PreType(_DEEPSEEK_CODER),
     "deepseek-v3 hunyuan-dense joyai-llm": PreType(_DEEPSEEK_V3),
     "afmoe": PreType((r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))", _ASIAN, _DEEPSEEK_V3[2])),
-    "spark2_5": PreType((*_DEEPSEEK_V3[:2], rf"{_WORDS}|[\r\n]|\s+(?!\S)|\s+", r"\p{N}")),
     "laguna": PreType((r"[^\n]+|\n+", _cl100k(r"\p{N}"))),
     "seed-coder": PreType(
         (

@@ -436,14 +436,6 @@ _CHANGES: Mapping[str, Any] = {
         "expert_weights_norm": True,
     },
     "laguna": _laguna,
-    "nanbeige": lambda config, rope, kinds: {
-        "num_loops": config.num_loops,
-        "skip_loop_final_norm": config.skip_loop_final_norm,
-    },
-    "spark2_5": lambda config, rope, kinds: {
-        "rope.dimension_count_swa": config.head_dim,
-        "rope.freq_base_swa": config.rope_parameters["sliding_attention"]["rope_theta"],
-    },
     "llama4": lambda config, rope, kinds: {
         "feed_forward_length": config.intermediate_size_mlp,
         "expert_feed_forward_length": config.intermediate_size,

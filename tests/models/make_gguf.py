@@ -72,8 +72,6 @@ _NAMES = {
     "llama4": "llama4-whole",
     "mistral4": "mistral4",
     "laguna": "laguna laguna-numbers",
-    "nanbeige": "nanbeige nanbeige-plain",
-    "spark2_5": "spark spark-full-first spark-narrow",
     "gemma4": "gemma4 gemma4-double-wide gemma4-keys-as-values gemma4-moe gemma4-unified "
     "gemma4-unified-whole",
     "gemma4-assistant": "gemma4-assistant",
@@ -97,15 +95,13 @@ _NEWER = {
     "hy_v3": ("afmoe", "hunyuan-moe", "qwen3moe"),
     "muse-glimmer": ("afmoe",),
     "laguna": ("qwen2moe", "qwen3"),
-    "nanbeige": ("llama",),
-    "spark2_5": ("phi3", "llama"),
     "deepseek4": ("deepseek2", "gpt-oss"),
     "glm5-next": ("kimi-linear", "glm-dsa"),
 }
 """What gguf does not know, and where most of its tensors have the same names."""
 _PAIRED = (
     *("granite", "granite_swa", "granitehybrid", "granitemoe", "llama", "mistral3", "smollm3"),
-    *("muse-glimmer", "nanbeige"),
+    "muse-glimmer",
 )
 _INCLUDES_ONE = (  # in norms' weights
     *("gemma3", "qwen3next", "qwen35", "qwen35moe", "qwen4exp", "step35"),

@@ -461,9 +461,3 @@ def test_matrices_in_parts(tiny: Tiny) -> None:
     make_adapter(tiny.base, tiny.folder / "a", target_modules=["kv_b_proj"])
     with pytest.raises(CheckpointError, match=r"kv_b_proj': each head's .* merge it with PEFT"):
         read_adapter(tiny.folder / "a", tiny.checkpoint)
-
-
-@pytest.mark.parametrize("tiny", ["nanbeige"], indirect=True)
-def test_layers_that_run_several_times(tiny: Tiny) -> None:
-    with pytest.raises(UnsupportedModelError, match="run several times"):
-        tiny.adapter("a")

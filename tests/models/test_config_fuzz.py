@@ -75,8 +75,6 @@ MODELS = {
     "afmoe": "global_attn_every_n_layers mup_enabled num_dense_layers route_scale attention_bias",
     "laguna": "gating num_attention_heads_per_layer moe_router_logit_softcapping mlp_layer_types"
     " moe_apply_router_weight_on_input moe_routed_scaling_factor sliding_attention",
-    "nanbeige": "num_loops skip_loop_final_norm enable_depth_attention",
-    "spark": "gate_attn_act_mode headwise_attn_output_gate sliding_attention partial_rotary_factor",
     "llama4": "no_rope_layers moe_layers attention_chunk_size floor_scale attn_scale layer_types"
     " num_experts_per_tok interleave_moe_layer_step intermediate_size_mlp",
     "glm4-moe": "use_qk_norm partial_rotary_factor mlp_layer_types",
@@ -165,12 +163,6 @@ def test_odd_model_type(folder: Path, value: Any) -> None:
         ("laguna", "gating", False, "gating 'False' is not supported"),
         ("laguna", "moe_apply_router_weight_on_input", True, "weight_on_input is not supported"),
         ("laguna", "num_attention_heads_per_layer", [6, 6], "2 entries for 3 layers"),
-        ("nanbeige", "num_hidden_layers", 2, r"layers\.2\..* is of no layer: the config has 2"),
-        ("nanbeige", "num_loops", 17, "num_loops must be an integer from 1 to 16, is 17"),
-        ("nanbeige", "enable_double_loop_split", True, "enable_double_loop_split is not supported"),
-        ("spark", "gate_attn_act_mode", "silu", "gate_attn_act_mode 'silu' is not supported"),
-        ("spark", "headwise_attn_output_gate", False, "gate 'False' is not supported"),
-        ("spark", "hidden_act", "silu", "hidden_act 'silu' is not supported"),
         ("llama4", "num_experts_per_tok", 2, "must be 1 .*is 2"),
         ("gemma4", "num_kv_shared_layers", 6, "num_kv_shared_layers"),
         ("gemma4", "num_kv_shared_layers", 5, "num_kv_shared_layers 5"),

@@ -7,8 +7,6 @@ from typing import Any
 
 import transformers as hf
 
-from tests.models.unpublished import NanbeigeConfig, Spark2_5Config
-
 SIZES: dict[str, Any] = {
     "vocab_size": 211,
     "hidden_size": 64,
@@ -379,25 +377,6 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "glm4v": lambda: with_text(hf.Glm4vConfig, {**_WIDE, "rope_parameters": _HALF}, **_GLM_VISION),
     "glm-ocr": lambda: with_text(
         hf.GlmOcrConfig, {**_WIDE, "head_dim": 32, "rope_parameters": _OCR}, **_GLM_VISION
-    ),
-    "nanbeige": lambda: NanbeigeConfig(**_WIDE, head_dim=32, num_loops=2),
-    "nanbeige-plain": lambda: NanbeigeConfig(
-        **SIZES, num_loops=3, skip_loop_final_norm=True, tie_word_embeddings=True
-    ),
-    "spark": lambda: Spark2_5Config(
-        **{**_WIDE, "num_hidden_layers": 5}, head_dim=32, sliding_window=WINDOW
-    ),
-    "spark-narrow": lambda: Spark2_5Config(**SIZES, head_dim=16, sliding_window=WINDOW),
-    "spark-full-first": lambda: Spark2_5Config(
-        **SIZES,
-        head_dim=48,
-        sliding_window=WINDOW,
-        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
-        rope_parameters={
-            "full_attention": {"rope_theta": 300.0, "partial_rotary_factor": 0.5},
-            "sliding_attention": {"rope_theta": 5e4, "partial_rotary_factor": 1.0},
-        },
-        tie_word_embeddings=True,
     ),
     "muse-glimmer": lambda: with_text(hf.MuseGlimmerConfig, _MUSE, **_MUSE_VISION),
     "muse-glimmer-bases": lambda: with_text(

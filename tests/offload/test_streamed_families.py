@@ -61,7 +61,6 @@ STREAMED = {
     "mistral4": "mistral4-text",
     "mixtral": "mixtral",
     "muse_glimmer": "muse-glimmer",
-    "nanbeige": "nanbeige",
     "nemotron_h": "nemotron-h-groups",
     "olmo2": "olmo3",
     "olmo_hybrid": "olmo-hybrid",
@@ -76,7 +75,6 @@ STREAMED = {
     "seed_oss": "seed-oss",
     "solar_open": "solar-open",
     "smollm3": "smollm3",
-    "spark": "spark",
     "step": "step",
 }
 

@@ -162,7 +162,7 @@ def _is_number(character: str) -> bool:
 
 
 @pytest.mark.llamacpp
-@pytest.mark.parametrize("pre_name", ["spark2_5", "laguna", "deepseek-v3", "afmoe"])
+@pytest.mark.parametrize("pre_name", ["laguna", "deepseek-v3", "afmoe"])
 def test_agrees_with_llama_cpp(pre_name: str, tmp_path: Path) -> None:
     llama_cpp = pytest.importorskip("llama_cpp")
     named = {f"tokenizer.ggml.{key}": value for key, value in trained().items()}

@@ -437,8 +437,6 @@ def _checked(
 
 def _places(source: _Source, module: str, shape: tuple[int, int], base: Checkpoint) -> list[Place]:
     """Return the places of a module of ``shape``; checks that the base has them."""
-    if base.config.get("num_loops") not in (None, 1):
-        raise UnsupportedModelError("adapters of layers that run several times are not supported")
     name = source.name_of(module)
     try:
         found = places(name, shape, base, pairs=source.pairs, converted=source.converted)

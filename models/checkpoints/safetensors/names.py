@@ -119,7 +119,6 @@ _TOP = {
     "model.embedding_norm.weight": "model.norm.weight",  # LFM2
     "model.final_layernorm.weight": "model.norm.weight",  # Falcon-H1
     "model.embeddings.weight": "model.embed_tokens.weight",  # Nemotron-H
-    "model.embedding.weight": "model.embed_tokens.weight",  # Spark-X2.5
     "model.norm_f.weight": "model.norm.weight",
     "model.word_embeddings.weight": "model.embed_tokens.weight",  # Ling
 }

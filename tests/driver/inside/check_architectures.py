@@ -88,7 +88,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("lfm3", 2, 8),  # a gate for each head
         ("muse-glimmer", 3, SHORT),  # normed embeddings, a gate for each number
         ("laguna", 2, SHORT),  # softplus gates
-        ("nanbeige", 1, SHORT),  # a layer that runs twice, with a norm between
         ("afmoe-two", 3, SHORT),  # norms on mixtures' results
         ("olmo-hybrid", 2, 8),  # strengths up to 2
         ("kimi-linear", 2, 8),  # gates and decays of low rank, and latents
