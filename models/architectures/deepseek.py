@@ -134,7 +134,7 @@ def read_mixtures(
 
 def _is_v3(raw: RawConfig) -> bool:
     """Whether missing keys have V3's defaults; GGUF has all keys."""
-    return not raw.architecture.startswith(("DeepseekV2", "DeepseekOcr"))
+    return not raw.architecture.startswith("DeepseekV2")
 
 
 def _router(raw: RawConfig, eps: float, method: str) -> RouterSpec:
@@ -188,14 +188,11 @@ def read_glm4_moe(raw: RawConfig) -> DecoderConfig:
 
 def read_solar_open(raw: RawConfig) -> DecoderConfig:
     """Solar Open: Llama with experts as in GLM-4.5, in every layer. GGUF files call it ``glm4moe``.
-    Text of DeepSeek-OCR 2: with experts as in DeepSeek-V2.
 
     Reads Llama's keys and DeepSeek's mixture keys.
     """
     if not raw.has("intermediate_size"):  # of dense layers
         raw = raw.renamed({"moe_intermediate_size": "intermediate_size"})
-    if raw.architecture == "DeepseekOcr2ForConditionalGeneration":
-        raw = raw.without("head_dim")  # its class does not read it
     config = llama.read_config(raw)
     mixtures = read_mixtures(raw, config.norm_eps, config.layers, config.mlp.activation)
     return replace(config, architecture="solar_open", mixtures=mixtures)
@@ -426,8 +423,6 @@ FAMILIES = (
     Family(
         name="solar_open",
         read=read_solar_open,
-        folders="SolarOpenForCausalLM DeepseekOcr2ForConditionalGeneration",
-        gguf="deepseek2-ocr",
-        gguf_config=add_choice,
+        folders="SolarOpenForCausalLM",
     ),
 )

@@ -119,4 +119,4 @@ class EncoderSizes:
 
 def _is_table(name: str) -> bool:
     """Whether the tensor is a table of positions, of which a picture uses few rows."""
-    return "position" in name or "pos_embed" in name or "rel_pos" in name
+    return "position" in name or "pos_embed" in name

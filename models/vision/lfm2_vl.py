@@ -110,13 +110,17 @@ class Projector:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tiling(VisionEncoder):
-    """Tiles of ``tile`` pixels square; ``tiles`` are (least, most) of a picture."""
+class TiledEncoder(VisionEncoder):
+    """SigLIP on tiles of ``tile`` pixels square; ``tiles`` are (least, most) of a picture."""
 
     tile: int
     tiles: tuple[int, int]
     resample: int
     scaling: Scaling
+    siglip: SiglipEncoder
+    factor: int  # patches per row of the decoder, in each direction
+    projector: Projector
+    window: int = 1  # side in patches of the squares that SigLIP itself merges
 
     def layout(self, height: int, width: int) -> tuple[int, int]:
         """The grid (rows, columns) of tiles whose shape is nearest to the picture's; of the same
@@ -137,16 +141,6 @@ class Tiling(VisionEncoder):
         h, w = h or self.tile, w or self.tile
         large = resize(picture, lines * h, columns * w, self.resample)
         return large.reshape(lines, h, columns, w, 3).swapaxes(1, 2)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TiledEncoder(Tiling):
-    """SigLIP on tiles."""
-
-    siglip: SiglipEncoder
-    factor: int  # patches per row of the decoder, in each direction
-    projector: Projector
-    window: int = 1  # side in patches of the squares that SigLIP itself merges
 
     def encode(
         self, picture: PreparedPicture, units: Units, steps: VisionSteps, check: Check | None = None

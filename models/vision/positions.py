@@ -27,25 +27,21 @@ def aligned(size: int, count: int) -> Floats:
     return np.asarray(np.maximum(1 - distances, 0), np.float32)
 
 
-def antialiased(size: int, count: int, *, by_cubes: bool = False) -> Floats:
-    """Weights (count, size) of linear or cubic interpolation from ``size`` values to ``count``,
+def antialiased(size: int, count: int) -> Floats:
+    """Weights (count, size) of linear interpolation from ``size`` values to ``count``,
     antialiased: the kernel's unit is one step, and at least one value.
     """
     step = size / count
     centres = (np.arange(count)[:, None] + 0.5) * step - 0.5
     away = np.abs(np.arange(size) - centres) / max(step, 1.0)
-    weights = _cubic(away, -0.5) if by_cubes else np.maximum(1 - away, 0)
+    weights = np.maximum(1 - away, 0)
     return np.asarray(weights / weights.sum(1, keepdims=True), np.float32)
-
-
-def framed(size: int, count: int) -> Floats:
-    """Weights (count, size) of the two nearest of ``size`` values, with zeros around these."""
-    return _hats(size, _centres(size, count))
 
 
 def linear(size: int, count: int) -> Floats:
     """Weights (count, size) of the two nearest of ``size`` values; the outer ones continue."""
-    return _hats(size, np.clip(_centres(size, count), 0, size - 1))
+    distances = np.abs(np.arange(size) - np.clip(_centres(size, count), 0, size - 1)[:, None])
+    return np.asarray(np.maximum(1 - distances, 0), np.float32)
 
 
 def cubic(size: int, count: int) -> Floats:
@@ -54,20 +50,16 @@ def cubic(size: int, count: int) -> Floats:
     for tap in (-1, 0, 1, 2):
         place = np.floor(centres) + tap
         index = np.clip(place, 0, size - 1).astype(np.int64)
-        weights[np.arange(count), index] += _cubic(np.abs(place - centres), -0.75)
+        weights[np.arange(count), index] += _cubic(np.abs(place - centres))
     return weights
 
 
-def _cubic(x: Floats | Doubles, a: float) -> Floats:
-    """Keys' kernel with the parameter ``a``: torch's is -0.75, antialiased -0.5."""
+def _cubic(x: Floats | Doubles) -> Floats:
+    """Keys' kernel, with torch's parameter."""
+    a = -0.75
     near, far = ((a + 2) * x - (a + 3)) * x * x + 1, a * (((x - 5) * x + 8) * x - 4)
     return np.where(x <= 1, near, np.where(x < 2, far, 0))
 
 
 def _centres(size: int, count: int) -> Floats:
     return (np.arange(count) + 0.5) * (size / count) - 0.5
-
-
-def _hats(size: int, centres: Floats) -> Floats:
-    distances = np.abs(np.arange(size) - centres[:, None])
-    return np.asarray(np.maximum(1 - distances, 0), np.float32)

@@ -222,7 +222,6 @@ class QwenEncoder(VisionEncoder):
     positions = "visual.pos_embed"
     prefix = "visual.blocks."
     weights = staticmethod(aligned)  # of interpolated positions
-    resample = BICUBIC
     placeholder = "<|image_pad|>"
     picture_text = f"<|vision_start|>{placeholder}<|vision_end|>"
 
@@ -239,7 +238,7 @@ class QwenEncoder(VisionEncoder):
         """``patches`` (N, C * patch * patch) hold one frame."""
         config, patch, merge = self.config, self.config.patch, self.config.merge
         height, width = self._size(picture.height, picture.width)
-        pixels = resize(picture, height, width, self.resample)
+        pixels = resize(picture, height, width, BICUBIC)
         h, w = height // patch, width // patch
         patches = config.scaling(self._in_squares(cut(pixels, patch).reshape(h, w, -1)))
         rows, columns = h // merge, w // merge
@@ -286,10 +285,10 @@ class QwenEncoder(VisionEncoder):
         order, ends = self._windows(h // config.merge, w // config.merge)
         rows = (config.square * order[:, None] + np.arange(config.square)).reshape(-1)
         cos, sin = (values[rows] for values in self._rotations(h, w))
-        x = units.read(self._load_patches)(self._frames(picture.patches[rows]), steps)
+        x = self._with_frames(picture.patches[rows])
+        x = units.read(self._load_patches)(x, steps)
         if config.side:
             x += self._positions(units.read(self._load_positions), h, w)[rows]
-        x = self._normed(x, units, steps)
         windows = PatchLayout(ends=ends, cos=cos, sin=sin)
         whole = PatchLayout(ends=[len(x)], cos=cos, sin=sin)
         x, deep = steps.put(x), []
@@ -305,17 +304,13 @@ class QwenEncoder(VisionEncoder):
         merged[order] = self._merged("merger", x, units, steps)
         return EncodedPicture(merged, tuple(deep))
 
-    def _normed(self, x: Floats, units: Units, steps: VisionSteps) -> Floats:
-        """Patches (N, D) as the first block gets them."""
-        return x
-
     def _in_squares(self, values: npt.NDArray[Number]) -> npt.NDArray[Number]:
         """(h, w, ...) as (N, ...), square by square."""
         (h, w), merge = values.shape[:2], self.config.merge
         squares = values.reshape(h // merge, merge, w // merge, merge, *values.shape[2:])
         return squares.swapaxes(1, 2).reshape(h * w, *values.shape[2:])
 
-    def _frames(self, patches: Floats) -> Floats:
+    def _with_frames(self, patches: Floats) -> Floats:
         """Repeat the only frame: (N, C * frames * patch * patch)."""
         one = patches.reshape(len(patches), _COLOURS, 1, -1)
         return np.repeat(one, self.config.frames, axis=2).reshape(len(patches), -1)

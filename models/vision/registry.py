@@ -27,13 +27,11 @@ _FILES = {
     "lfm2_vl": "lfm2_vl",
     "internvl": "internvl",
     "minicpmv4_6": "minicpmv",
-    "deepseek_ocr2": "deepseek_ocr2",
     "paddleocr_vl": "paddleocr_vl",
     "glm4v": "glm4v",
     "glm4v_moe": "glm4v",
     "glm46v": "glm4v",
     "glm_ocr": "glm4v",
-    "muse_glimmer": "muse_glimmer",
 }
 """The module for each ``model_type``. Each has a ``read_encoder`` function like the one below."""
 

@@ -74,7 +74,7 @@ class NativeVision(VisionSteps[NativeWeight, NativeVector]):
     def attention(
         self, q: Floats, k: Floats, v: Floats, scale: float, ends: Sequence[int], window: int = 0
     ) -> Floats:
-        if q.shape[-1] > _WIDEST_HEAD or window < 0:
+        if q.shape[-1] > _WIDEST_HEAD:
             return super().attention(q, k, v, scale, ends, window)
         q, k, v = (_with_heads(each) for each in (q, k, v))
         segments = np.array(ends, np.int32)

@@ -141,8 +141,7 @@ class CudaVision(VisionSteps[CudaWeight, Tensor]):
         for end in layout.ends:
             n = end - first
             if n not in tables:
-                last = n // 2 if layout.window < 0 else n  # see ``HALF_CAUSAL``
-                ahead = np.maximum(last - 1 - np.arange(n, dtype=np.int32), 0)
+                ahead = n - 1 - np.arange(n, dtype=np.int32)
                 tables[n] = one_span(addresses, n, self._device, ahead=ahead)
             rope_append(
                 qkv[first:end],

@@ -22,8 +22,6 @@ from localrt.quant.ops.protocol import Ops
 
 VisionActivation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu"]
 _ROWS = 512  # whose scores numpy computes at a time
-HALF_CAUSAL = -1
-"""The ``window`` of segments whose first half sees itself, and later rows all that is before."""
 
 
 def activate(x: Floats, activation: VisionActivation) -> Floats:
@@ -199,8 +197,6 @@ class VisionSteps(Generic[WeightT, VectorT]):
                 rows = slice(begin, min(begin + _ROWS, end))
                 own = np.arange(begin, rows.stop)[:, None]
                 far = np.abs(own - places) > (window or end)
-                if window < 0:
-                    far = places > np.maximum(own, (first + end) // 2 - 1)
                 for head in range(q.shape[1]):
                     scores = (q[rows, head] * np.float32(scale)) @ k[seen, head].T
                     scores[far] = -np.inf

@@ -451,10 +451,6 @@ _CHANGES: Mapping[str, Any] = {
         "nextn_predict_layers": config.num_hidden_layers,
     },
     "deepseek2": _deepseek,
-    "deepseek2-ocr": lambda config, rope, kinds: {
-        "leading_dense_block_count": config.mlp_layer_types.index("sparse"),
-        "rope.dimension_count": 0,  # of the latent attention that it does without
-    },
     "mistral4": lambda config, rope, kinds: {
         **_deepseek(config, rope, kinds),
         "expert_gating_func": 1,

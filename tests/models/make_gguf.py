@@ -77,7 +77,6 @@ _NAMES = {
     "gemma4-assistant": "gemma4-assistant",
     "deepseek2": "deepseek-v2 deepseek-v2-lite deepseek-v2-dense deepseek-v3 deepseek-v3-plain "
     "glm4-moe-lite kimi-k2.5",
-    "deepseek2-ocr": "deepseek-ocr2",
     "glm-dsa": "glm-dsa",
     "deepseek4": "deepseek-v4-file",
     "glm5-next": "glm5-next-file",
@@ -109,8 +108,7 @@ _INCLUDES_ONE = (  # in norms' weights
 
 _OTHERS = re.compile(
     r"(model\.)?(visual|vision_(tower|adapter|embedder|projection|model)|embed_(vision|audio)"
-    r"|multi_modal_projector|mlp_AR|vit_\w+|mm_projector|merger|sam_model|qwen2_model|projector)\..*"
-    r"|(model\.)?view_seperator"
+    r"|multi_modal_projector|mlp_AR|vit_\w+|mm_projector|merger|projector)\..*"
 )
 _EXPERT = re.compile(r"(.+\.)experts\.(\d+)\.(\w+)\.weight")
 _STACKED = re.compile(

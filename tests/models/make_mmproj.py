@@ -21,7 +21,6 @@ from tests.checkpoints.make_gguf import Array, in_pairs, write_gguf
 
 _MEAN = [0.48145466, 0.4578275, 0.40821073]
 _PROJECTORS = {
-    "deepseek_ocr2": "deepseekocr2",
     "gemma3": "gemma3",
     "gemma4": "gemma4v",
     "gemma4_unified": "gemma4uv",
@@ -35,7 +34,6 @@ _PROJECTORS = {
     "minicpmv4_6": "minicpmv4_6",
     "llava": "pixtral",
     "mistral3": "pixtral",
-    "muse_glimmer": "muse-glimmer",
     "paddleocr_vl": "paddleocr",
     "qwen2_vl": "qwen2vl_merger",
     "qwen2_5_vl": "qwen2.5vl_merger",
@@ -53,49 +51,13 @@ _UNIFIED = {
     "pos_embedding": "v.position_embd.weight",
 }
 """What gguf does not know of Gemma 4 12B's."""
-_MUSE = {
-    "vision_tower.patch_embedder.patch_embedding": "v.patch_embd",
-    "vision_tower.patch_embedder.position_embedding_table": "v.position_embd",
-    "vision_tower.ln_pre": "v.pre_ln",
-    "vision_tower.ln_post": "v.post_ln",
-    "vision_adapter.fc1": "mm.0",
-    "vision_adapter.fc2": "mm.1",
-    "vision_projection": "mm.2",
-    "norm1": "ln1",
-    "norm2": "ln2",
-    **{f"attn.{part}_proj": f"attn_{part}" for part in "qkv"},
-    "attn.proj": "attn_out",
-    "mlp.fc1": "ffn_up",
-    "mlp.fc2": "ffn_down",
-}
-"""What gguf does not know of Muse-Glimmer's; those of blocks without their prefix."""
 _MERGER = {f"self_attn.{part}_proj": f"attn_{part}" for part in ("q", "k", "v", "out")}
 _MERGER |= {"layer_norm1": "ln1", "pre_norm": "ds_ln"}
 _MERGER |= {"linear_1": "ds_ffn_up", "linear_2": "ds_ffn_down"}
 """What MiniCPM-V's merger within the encoder has; gguf does not know it."""
-_OCR = {
-    "patch_embed.proj.": "sam.patch_embd.",
-    "pos_embed": "sam.pos_embd.weight",
-    "blocks.": "sam.blk.",
-    ".norm1.": ".pre_ln.",
-    ".norm2.": ".post_ln.",
-    ".attn.proj.": ".attn.out.",
-    **{f".rel_pos_{axis}": f".pos_{axis}.weight" for axis in "hw"},
-    "neck.": "sam.neck.",
-    "net_": "sam.net_",
-    "layers.": "blk.",
-    **{f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"},
-    "self_attn.o_proj": "attn_out",
-    "input_layernorm": "ln1",
-    "post_attention_layernorm": "ln2",
-    **{f".mlp.{part}_proj": f".ffn_{part}" for part in ("gate", "up", "down")},
-    "norm.": "post_ln.",
-    "query_": "resample_query_",
-}
-"""Parts of DeepSeek-OCR 2's names, and the file's for the same."""
 _SUFFIXES = (".weight", ".bias")
 _OWN = ("vision_", "visual.", "multi_modal_projector.", "connector.", "embed_vision.", "mlp_AR.")
-_OWN += ("sam_model.", "qwen2_model.", "projector.", "view_seperator", "merger.")
+_OWN += ("merger.",)
 _NAMES = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 64)
 _CLIPPED = re.compile(r"(.+)\.((?:in|out)put_(?:min|max))")
 
@@ -150,9 +112,6 @@ def _made(model: str, key: str, value: Array, config: Any) -> Iterator[tuple[str
     """The file's tensors made of one of the folder's."""
     vision = config["vision_config"]
     patch = vision.get("patch_size", 16)
-    if model == "deepseek_ocr2":
-        yield _of_ocr(key), value[None] if key == "view_seperator" else value
-        return
     if model == "paddleocr_vl":
         key = key.replace("visual.", "model.")
     if model == "internvl":
@@ -169,11 +128,7 @@ def _made(model: str, key: str, value: Array, config: Any) -> Iterator[tuple[str
         for part, rows in zip("qkv", np.split(value, 3), strict=True):
             yield _named(key.replace("qkv", part), vision), rows
         return
-    if (
-        key.endswith(("patch_embedder.input_proj.weight", "patch_embedding.weight"))
-        and value.ndim == 2
-        and model != "muse_glimmer"
-    ):
+    if key.endswith(("_embedder.input_proj.weight", "patch_embedding.weight")) and value.ndim == 2:
         value = value.reshape(len(value), patch, patch, 3).transpose(0, 3, 1, 2)
     if ".patch_ln1." in key or key.endswith(".patch_dense.weight"):  # colour by colour
         pixels = value.reshape(*value.shape[:-1], -1, 3)
@@ -182,30 +137,14 @@ def _made(model: str, key: str, value: Array, config: Any) -> Iterator[tuple[str
         value = np.ascontiguousarray(value.swapaxes(0, 1))
     if key.endswith("soft_emb_norm.weight"):
         value = value + 1
-    if model == "muse_glimmer" and value.ndim == 2 and "patch_embedding" in key:  # of all frames
-        value = value.reshape(len(value), vision["patch_temporal"], 3, patch, patch).sum(1)
     if re.search(r"(attention|\.attn)\.[qk]_proj", key) and model != "internvl":
         value = in_pairs(value, vision["num_attention_heads"])
     yield _named(key, vision), value.reshape(1) if value.ndim == 0 else value
 
 
-def _of_ocr(key: str) -> str:
-    if key.startswith("projector.layers."):
-        return key.replace("projector.layers", "mm.model.fc")
-    for prefix in ("sam_model.", "qwen2_model.", "model.model."):
-        key = key.removeprefix(prefix)
-    for theirs, own in _OCR.items():
-        key = re.sub(rf"(?<![a-z]){re.escape(theirs)}" if theirs[0] != "." else theirs, own, key)
-    return f"v.{key}"
-
-
 def _named(key: str, vision: Any) -> str:
     """The file's name of a tensor of the folder."""
     stem, _, suffix = key.rpartition(".")
-    if (match := re.fullmatch(r"vision_tower\.layers\.(\d+)\.(.+)", stem)) and match[2] in _MUSE:
-        return f"v.blk.{match[1]}.{_MUSE[match[2]]}.{suffix}"
-    if stem in _MUSE:
-        return f"{_MUSE[stem]}.{suffix}"
     if (merger := re.fullmatch(r"vision_tower\.vit_merger\.(.+)\.(\w+)", key)) is not None:
         return f"v.vit_merger.{_MERGER[merger[1]]}.{merger[2]}"
     if key.startswith("merger.mlp.0."):
@@ -236,9 +175,6 @@ def _named(key: str, vision: Any) -> str:
 
 def _metadata(folder: Path, config: Any) -> dict[str, Any]:
     vision, text = config["vision_config"], config.get("text_config", {})
-    vision = {**vision, **vision.get("encoder_config", {})}
-    sam = vision.get("sam_config", {})
-    vision |= {key: sam.get(key, 16) for key in ("patch_size",) if sam}
     model = config["model_type"]
     keys, attention = gguf.Keys.ClipVision, gguf.Keys.ClipVision.Attention
     processor: dict[str, Any] = {}
@@ -248,8 +184,6 @@ def _metadata(folder: Path, config: Any) -> dict[str, Any]:
             processor |= {**read, **read.get("image_processor", {})}
     hidden = vision.get("embed_dim") if model == "qwen2_vl" else vision.get("hidden_size")
     size = vision.get("image_size", 560)
-    if model == "muse_glimmer":
-        size = vision["pos_emb_height"] * vision["patch_size"] * vision["merge_size"]
     if unified := model == "gemma4_unified":  # which has no blocks
         hidden = vision["mm_embed_dim"]
         vision |= dict.fromkeys(("depth", "num_heads", "mlp_ratio"), 0)
@@ -301,14 +235,6 @@ def _metadata(folder: Path, config: Any) -> dict[str, Any]:
         found[keys.IMAGE_SIZE] = processor["scale_resolution"]
         found[keys.Projector.SCALE_FACTOR] = 4
         found["clip.vision.wa_layer_indexes"] = [config["insert_layer_id"]]
-    if model == "deepseek_ocr2":
-        found[keys.IMAGE_SIZE] = sam.get("image_size", 1024)
-        found["clip.vision.attention.head_count_kv"] = vision["num_key_value_heads"]
-        found[keys.WINDOW_SIZE] = sam.get("window_size", 14)
-        found["clip.vision.sam.block_count"] = sam["num_hidden_layers"]
-        found["clip.vision.sam.embedding_length"] = sam["hidden_size"]
-        found["clip.vision.sam.head_count"] = sam["num_attention_heads"]
-        return {**found, keys.USE_GELU: True}
     if model == "lfm2_vl":
         found[keys.Projector.SCALE_FACTOR] = config["downsample_factor"]
     if model == "qwen2_5_vl":

@@ -186,7 +186,6 @@ KEPT: dict[str, tuple[str, ...]] = {  # what else has to fit a tiny model
     "deepseek_v2": ("num_experts_per_tok", "n_routed_experts"),
     "deepseek_v3": ("num_attention_heads", "num_key_value_heads"),
     "deepseek_v4": ("num_attention_heads", "n_routed_experts", "q_lora_rank", "o_lora_rank"),
-    "deepseek_ocr2_text": ("mlp_layer_types", "num_experts_per_tok"),
     "hunyuan_v1_dense": ("head_dim",),
     "hunyuan_v1_moe": ("head_dim",),
     "qwen2_5_vl_text": ("num_attention_heads", "num_key_value_heads", "rope_parameters"),

@@ -510,26 +510,6 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         topk_group=1,
         attention_bias=True,
     ),
-    "deepseek-ocr2": lambda: with_text(
-        hf.DeepseekOcr2Config,
-        {
-            **{**SIZES, "num_key_value_heads": 4},
-            **{**_GLM, "n_shared_experts": 2},
-            "mlp_layer_types": ["dense", "sparse", "sparse"],
-        },
-        sam_config={
-            **{**_VISION, "num_hidden_layers": 3, "mlp_dim": 48},  # the third sees a whole view
-            **{"output_channels": 20, "downsample_channels": [28, 40]},
-        },
-        encoder_config={
-            "hidden_size": 40,
-            "intermediate_size": 56,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "num_hidden_layers": 2,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-        },
-    ),
     "step": lambda: with_text(
         hf.Step3p7Config,
         {

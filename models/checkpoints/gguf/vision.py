@@ -187,10 +187,6 @@ class _Reading:
         family = self.family
         if name in family.whole:
             return family.whole[name]
-        if name.startswith(tuple(family.parts)[:1]):
-            for part, theirs in family.parts.items():
-                name = name.replace(part, theirs)
-            return name
         split = _KINDS.fullmatch(name)
         stem, kind = (split["stem"], split["kind"] or "") if split else (name, "")
         block = BLOCK.match(name)
@@ -235,8 +231,6 @@ class _Reading:
         if name == "v.position_embd.weight" and family.kind == "gemma4_unified":
             info = replace(tensor.info, shape=matrix_shape(tensor.info.shape))
             return _InTurns(info, replace(tensor, info=info))
-        if name == "v.view_seperator":
-            return replace(tensor, info=replace(tensor.info, shape=tensor.info.shape[-1:]))
         if name == "mm.soft_emb_norm.weight":
             return without_one(tensor)
         return tensor

@@ -52,7 +52,6 @@ class Family:
     joined: bool = False  # queries, keys and values are one matrix
     paired: bool = False  # rotary rows are in pairs
     colours_last: bool = False  # order of patches' columns
-    parts: Mapping[str, str] = field(default_factory=dict)  # of names that begin with the first
     whole: Mapping[str, str] = field(default_factory=dict)  # names with their endings
 
 
@@ -182,13 +181,6 @@ def _internvl(metadata: ClipMetadata, vision: Vision, shapes: Shapes) -> Keys:
     return {"downsample_ratio": ratio, "vision_config": own, "processor": tiles}
 
 
-def _muse(metadata: ClipMetadata, vision: Vision, shapes: Shapes) -> Keys:
-    side, inner = math.isqrt(_rows(shapes, "v.position_embd.weight")), _rows(shapes, "mm.0.weight")
-    merge, frames = metadata.count("vision.spatial_merge_size", 2), 1  # whose weights are summed
-    own = {"pos_emb_height": side, "merge_size": merge, "patch_temporal": frames}
-    return {"vision_config": {**own, "hidden_act": "gelu"}, "projector_hidden_size": inner}
-
-
 def _minicpm(metadata: ClipMetadata, vision: Vision, shapes: Shapes) -> Keys:
     """``image_size`` is a slice's there."""
     side = math.isqrt(_rows(shapes, "v.position_embd.weight"))
@@ -199,29 +191,6 @@ def _minicpm(metadata: ClipMetadata, vision: Vision, shapes: Shapes) -> Keys:
         "vision_config": {"image_size": side * vision["patch_size"]},
         "processor": {"scale_resolution": vision["image_size"]},
     }
-
-
-def _deepseek_ocr(metadata: ClipMetadata, vision: Vision, shapes: Shapes) -> Keys:
-    """What all families have is the text model's here; llama.cpp has its base of positions, too."""
-    size = vision["hidden_size"] // vision["num_attention_heads"]
-    text = {
-        "num_key_value_heads": _rows(shapes, "v.blk.0.attn_k.weight") // max(size, 1),
-        "rms_norm_eps": vision["layer_norm_eps"],
-        "hidden_act": "silu",
-        "rope_parameters": {"rope_theta": 1e6},
-    }
-    sam = {
-        "hidden_size": metadata.count("vision.sam.embedding_length"),
-        "num_attention_heads": metadata.count("vision.sam.head_count"),
-        "num_hidden_layers": metadata.count("vision.sam.block_count"),
-        "window_size": metadata.count("vision.window_size"),
-        "patch_size": vision["patch_size"],
-        "mlp_dim": _rows(shapes, "v.sam.blk.0.mlp.lin1.weight"),
-    }
-    names = ("neck.0", "net_2", "net_3")
-    sam["output_channels"], *channels = (shapes.get(f"v.sam.{n}.weight", (0,))[0] for n in names)
-    sam["downsample_channels"] = channels
-    return {"vision_config": {"sam_config": sam, "encoder_config": {**vision, **text}}}
 
 
 _ATTENTION = {f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"}
@@ -240,13 +209,8 @@ _SIGLIP_NAMES = {
 }
 _PROJECTOR = {f"mm.{n}": f"multi_modal_projector.linear_{n}" for n in (1, 2)}
 _GATED = {f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")}
-_DECODER = {**_ATTENTION, **_GATED, "attn_out": "self_attn.o_proj"}
-_DECODER |= {"ln1": "input_layernorm", "ln2": "post_attention_layernorm"}
 _MERGER = {**_ATTENTION, "attn_out": "self_attn.out_proj", "ln1": "layer_norm1"}
 _MERGER |= {"ds_ln": "pre_norm", "ds_ffn_up": "linear_1", "ds_ffn_down": "linear_2"}
-_SAM = {"v.sam.": "sam_model.", ".blk.": ".blocks.", ".pre_ln.": ".norm1.", ".post_ln.": ".norm2."}
-_SAM |= {"patch_embd": "patch_embed.proj", "pos_embd.weight": "pos_embed", "attn.out": "attn.proj"}
-_SAM |= {f"attn.pos_{axis}.weight": f"attn.rel_pos_{axis}" for axis in "hw"}
 _QWEN = {
     "attn_qkv": "attn.qkv",
     "attn_out": "attn.proj",
@@ -386,23 +350,6 @@ FAMILIES: Mapping[str, Family] = {
         keys=_any_shape,
         joined=False,
     ),
-    "muse-glimmer": replace(
-        _QWEN2,
-        kind="muse_glimmer",
-        decoders=("muse-glimmer",),
-        prefix="vision_tower.layers.",
-        block={**_QWEN, **{f"attn_{part}": f"attn.{part}_proj" for part in "qkv"}},
-        names={
-            "v.patch_embd": "vision_tower.patch_embedder.patch_embedding",
-            "v.position_embd": "vision_tower.patch_embedder.position_embedding_table",
-            **{f"v.{at}_ln": f"vision_tower.ln_{at}" for at in ("pre", "post")},
-            **{f"mm.{n}": f"vision_adapter.fc{n + 1}" for n in (0, 1)},
-            "mm.2": "vision_projection",
-        },
-        keys=_muse,
-        joined=False,
-        paired=True,
-    ),
     "pixtral": Family(
         kind="llava",
         out="mm.2.weight",
@@ -468,21 +415,6 @@ FAMILIES: Mapping[str, Family] = {
             "mm.down": "merger.mlp.0.linear_2",
         },
         keys=_minicpm,
-    ),
-    "deepseekocr2": Family(
-        kind="deepseek_ocr2",
-        out="mm.model.fc.weight",
-        decoders=("deepseek2-ocr",),
-        prefix="qwen2_model.model.model.layers.",
-        block=_DECODER,
-        names={
-            "v.view_seperator": "view_seperator",
-            "v.post_ln": "qwen2_model.model.model.norm",
-            "mm.model.fc": "projector.layers",
-            **{f"v.resample_query_{size}": f"qwen2_model.query_{size}" for size in (768, 1024)},
-        },
-        keys=_deepseek_ocr,
-        parts=_SAM,
     ),
     "internvl": Family(
         kind="internvl",

@@ -76,9 +76,7 @@ class VisionFolder(SourcedCheckpoint):
                 plain = name.removeprefix("model.")
                 if decoder_tensor(name, {}, multimodal=True) is not None:
                     continue
-                if "." not in plain and plain != "view_seperator":  # DeepSeek-OCR 2's
-                    continue
-                if plain.startswith(_OTHERS):
+                if "." not in plain or plain.startswith(_OTHERS):
                     continue
                 if isinstance(tensor, str) or is_raw(tensor.info.format):
                     kind = tensor if isinstance(tensor, str) else tensor.info.format.name.upper()

@@ -14,10 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 import transformers as hf
-from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import (
-    DeepseekOcr2ImageProcessorPil,
-)
-from transformers.models.deepseek_ocr2.processing_deepseek_ocr2 import DeepseekOcr2Processor
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
@@ -247,35 +243,6 @@ class MiniCpm(Family):
         return Theirs(self.inputs(picture), patches, text.replace("<|image_pad|>", "<image>"))
 
 
-class DeepseekOcr(Family):
-    """Its processor leaves no choice of the number of tiles."""
-
-    taken = ("pixel_values", "pixel_values_local", "num_local_patches")
-
-    def __init__(self, folder: Path, full: int = 1, **processor: Any) -> None:
-        config = CONFIGS["deepseek-ocr2"]()
-        config.text_config.update({"max_position_embeddings": 2048, "vocab_size": 320})
-        sizes = {"patch_size": PATCH, "image_size": 64 * PATCH, "global_attn_indexes": [full]}
-        config.vision_config.sam_config.update(sizes)
-        config.image_token_id = IMAGE
-        sides = {"size": dict.fromkeys(("height", "width"), 64 * PATCH), "tile_size": 48 * PATCH}
-        super().__init__(folder, config, DeepseekOcr2ImageProcessorPil(**{**sides, **processor}))
-
-    def inputs(self, *pictures: Picture) -> dict[str, Any]:
-        images = [each.image() for each in pictures]
-        own = DeepseekOcr2Processor.images_kwargs
-        found = self.processor(images, return_tensors="pt", **own)
-        return {name: found[name] for name in self.taken if name in found}
-
-    def prepared(self, picture: Picture) -> Theirs:
-        inputs, own = self.inputs(picture), _without(DeepseekOcr2Processor)
-        own.image_token, own.patch_size, own.downsample_ratio = "<image>", PATCH, 4
-        own.image_processor = self.processor
-        text = own.replace_image_token(inputs, 0)
-        views = [inputs[name] for name in ("pixel_values_local", "pixel_values") if name in inputs]
-        return Theirs(inputs, np.concatenate([_cut(each) for each in views]), text)
-
-
 def minicpm_processor() -> Any:
     """MiniCPM-V's processor without a tokenizer, and so with the names of its tokens alone."""
     own = _without(MiniCPMV4_6Processor)
@@ -340,7 +307,5 @@ FAMILIES = {
     "minicpm-v-many": partial(MiniCpm, layer=0, max_slice_nums=20, image_mean=[0.4, 0.5, 0.6]),
     "minicpm-v-whole": partial(MiniCpm, layer=2, slice_mode=False),
     "minicpm-v-4x": partial(MiniCpm, downsample_mode="4x"),
-    "deepseek-ocr": DeepseekOcr,
-    "deepseek-ocr-scaled": partial(DeepseekOcr, full=0, image_mean=[0.4, 0.5, 0.6], resample=2),
     "lfm2-vl-whole": partial(Lfm2Vl, do_image_splitting=False, image_mean=[0.4, 0.5, 0.6]),
 }

@@ -23,7 +23,6 @@ from tests.models.vision import (
     siglip_families,
     test_gemma4_unified,
     test_gemma4_vision,
-    test_muse_glimmer,
     test_pixtral,
     tiny_qwen,
 )
@@ -36,7 +35,6 @@ FOLDERS: dict[str, Callable[[Path], object]] = {
     "mistral3": partial(test_pixtral.Tiny, "mistral3"),
     "gemma4": test_gemma4_vision.Tiny,
     "gemma4_unified": test_gemma4_unified.Tiny,
-    "muse_glimmer": test_muse_glimmer.Tiny,
     **{kind: partial(tiny_qwen.save_tiny_vl, kind) for kind in tiny_qwen.TINY},
     **{name: siglip_families.FAMILIES[name] for name in _SIGLIP},
 }

@@ -115,14 +115,6 @@ def _class_token_last(folder: Path) -> None:
     save_file(tensors, file, {"format": "pt"})
 
 
-def _no_positions(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    (name,) = (name for name in tensors if "position_embedding" in name)
-    tensors[name][:] = 0
-    save_file(tensors, file, {"format": "pt"})
-
-
 @pytest.mark.llamacpp
 @pytest.mark.parametrize(
     ("kind", "size"),  # sizes that nobody resizes
@@ -141,10 +133,7 @@ def _no_positions(folder: Path) -> None:
         ("paddleocr_vl", (64, 48)),
         ("glm4v", (160, 128)),
         ("glm_ocr", (160, 128)),
-        ("muse_glimmer", (24, 24)),  # as large as the table of positions, whose edges differ else
-        ("muse_glimmer", (40, 56)),  # without positions: several windows
         ("minicpmv4_6", (48, 48)),
-        ("deepseek_ocr2", (1024, 700)),
     ],
 )
 def test_rows(kind: str, size: tuple[int, int], tmp_path: Path) -> None:
@@ -164,8 +153,6 @@ def test_rows(kind: str, size: tuple[int, int], tmp_path: Path) -> None:
     if kind.startswith("gemma4"):
         settings = {"image_mean": [0.0] * 3, "image_std": [1.0] * 3}
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
-    if kind == "muse_glimmer" and size != (24, 24):
-        _no_positions(folder)
     deaf = {"clip.has_audio_encoder": False}  # its tensors are not in the file
     path = write_mmproj(folder, tmp_path / "mmproj-F32.gguf", changes=deaf)
     shown = picture(*size)
