@@ -11,11 +11,11 @@ from localrt.common.errors import MissingExtraError, OptionError
 from localrt.common.extras import install
 from localrt.common.option_names import option
 from localrt.quant.cpu.abi import find_library
+from localrt.quant.cuda.lacks import lacking
 from localrt.quant.ops.attention import HOST_SPECS, IndexSpec, LatentSpec
 from localrt.quant.ops.hybrid_cache import split_layers
 from localrt.quant.ops.kv_formats import parse_kv_format
 from localrt.quant.ops.protocol import LayerSpec, Ops, implementation, opaque
-from localrt.quant.ops.recurrent import RecurrentSpec
 from localrt.quant.ops.vision import VisionSteps
 
 _WIDEST = 512  # most numbers of a head, latents or rotary: MAX_HEAD in quant/cpu/csrc/kv.h
@@ -218,21 +218,7 @@ def _limit(attention: Sequence[LayerSpec], index: int) -> str:
 
 def missing_on_gpu(memory: Sequence[LayerSpec]) -> str:
     """What our GPU kernels lack for a model with layers of ``memory``; empty if nothing."""
-    for spec in memory:
-        if isinstance(spec, RecurrentSpec):
-            if spec.kind == "ngram":
-                return "they do not take hashed n-grams"
-            if spec.decay_floor:
-                return "they do not compute decays that have a floor"
-        elif isinstance(spec, IndexSpec):
-            return "they do not choose the tokens that attention sees"
-        elif spec.streams:
-            return "they do not keep several residual streams"
-        elif isinstance(spec, LatentSpec) and spec.head_gates:
-            return "they do not gate the heads of latent attention"
-        elif spec.beside_mlp:
-            return "they do not compute attention and an MLP in parallel"
-    return ""
+    return next(filter(None, map(lacking, memory)), "")
 
 
 def kernels_take_heads(size: int) -> bool:

@@ -130,7 +130,7 @@ class HiddenStates:
         *,
         check: Check = lambda: None,
     ) -> None:
-        if any(spec.value_norm or spec.beside_mlp or spec.streams for spec in config.attending):
+        if any(spec.value_norm or spec.needs for spec in config.attending):
             raise OptionError(
                 f"gptq and mr-gptq do not know {config.architecture}'s layers: use "
                 + option("method", "rtn")

@@ -35,7 +35,7 @@ def _read(raw: RawConfig, windowed: Sequence[bool], rotated: Sequence[bool]) -> 
     """
     centered = not raw.has("rms_norm_eps")
     config = llama.read_config(raw.renamed({"layer_norm_eps": "rms_norm_eps"}) if centered else raw)
-    plain = replace(config.attending[0], beside_mlp=True)
+    plain = replace(config.attending[0], needs="ParallelOps")
     return replace(
         config,
         attention=tuple(

@@ -54,7 +54,7 @@ def _attention(raw: RawConfig, config: DecoderConfig) -> tuple[CompressedSpec, .
         rope=ropes[0],
         window=window,
         sinks=True,
-        streams=True,
+        needs="StreamOps",
         size=size,
         nearest=window,
         query_rank=raw.integer("q_lora_rank"),

@@ -34,7 +34,7 @@ def read_config(raw: RawConfig) -> DecoderConfig:
     assert isinstance(spec, LatentSpec), "as DeepSeek's"
     if spec.rope_dim:
         raise UnsupportedModelError(f"qk_rope_head_dim must be 0, is {spec.rope_dim}")
-    attending = replace(spec, latent_eps=config.norm_eps, streams=True)
+    attending = replace(spec, latent_eps=config.norm_eps, needs="StreamOps")
     linear = _delta(raw, config)
     kinds = kinds or [layer % 4 == 3 for layer in range(config.layers)]
     config = replace(

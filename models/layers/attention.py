@@ -14,12 +14,15 @@ RAM; the keys and values that are read do not grow with the context.
 
 from __future__ import annotations
 
+from typing import cast
+
 from localrt.models.config import DecoderConfig
 from localrt.models.layers.compressed import TokenIndex
 from localrt.models.layers.parts import Attention, PassState
 from localrt.models.weights import UnreadTensors, WeightLoader
 from localrt.quant.ops.arrays import Array, Weight
 from localrt.quant.ops.attention import IndexSpec, IndexWeights, LatentSpec, LatentWeights
+from localrt.quant.ops.protocol import IndexOps
 
 _NORM = "input_layernorm"
 _QUERY = "self_attn.q_proj"
@@ -127,9 +130,10 @@ class IndexedAttention:
 
     def __call__(self, state: PassState) -> Array:
         ops, step, own = state.ops, state.step, self.attention
-        chosen = ops.choose_tokens(state.x, self.weights, self.spec, step, self.layer)
+        index = cast(IndexOps, ops)
+        chosen = index.choose_tokens(state.x, self.weights, self.spec, step, self.layer)
         q = ops.norm_qkv_rope_append(state.x, own.weights, own.spec, step, own.layer)
-        return ops.attention_output(q, own.weights, own.spec, step, own.layer, chosen)
+        return index.chosen_output(q, own.weights, own.spec, step, own.layer, chosen)
 
     def matrices(self) -> dict[str, Weight]:
         return self.attention.matrices()

@@ -24,7 +24,7 @@ from localrt.quant.formats.tiled import TILE_ROWS
 from localrt.quant.ops.arrays import Array, Weight, to_host
 from localrt.quant.ops.attention import AttentionSpec, IndexSpec
 from localrt.quant.ops.mathematics import exp
-from localrt.quant.ops.protocol import LayerSpec
+from localrt.quant.ops.protocol import LayerSpec, StreamOps
 from localrt.quant.ops.streams import ConnectionWeights
 
 _ATTENTION, _MLP = "attn_hyper_connection.", "mlp_hyper_connection."
@@ -42,7 +42,7 @@ class RepeatStream:
 
     def __call__(self, state: PassState) -> None:
         """Fill ``state.streams``."""
-        state.streams = state.ops.repeat_stream(state.x, self.count)
+        state.streams = cast(StreamOps, state.ops).repeat_stream(state.x, self.count)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,10 +56,11 @@ class Connected:
         """Replace ``state.streams`` by the layer's output, or fill ``state.x``."""
         assert state.streams is not None, "they are made before the first layer"
         streams, state.streams = state.streams, None
-        state.x, shares = state.ops.read_streams(streams, self.weights)
+        ops = cast(StreamOps, state.ops)
+        state.x, shares = ops.read_streams(streams, self.weights)
         if self.layer is not None:
             assert shares is not None, "only the last connection has none"
-            state.streams = state.ops.share_out(streams, self.layer(state), shares)
+            state.streams = ops.share_out(streams, self.layer(state), shares)
 
     def matrices(self) -> dict[str, Weight]:
         return {} if self.layer is None else self.layer.matrices()

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isqrt
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +27,7 @@ from localrt.models.layers.parts import PassState
 from localrt.models.weights import TapsFirst, WeightLoader
 from localrt.quant.ops.arrays import Vector, Weight
 from localrt.quant.ops.hybrid_cache import states_of
-from localrt.quant.ops.protocol import Batch, Span, ranges
+from localrt.quant.ops.protocol import Batch, Span, StreamOps, ranges
 from localrt.quant.ops.recurrent import RecurrentSpec
 from localrt.quant.ops.states import tree_parents
 from localrt.quant.ops.streams import NgramWeights
@@ -297,6 +298,6 @@ class AddNgrams:
         assert state.streams is not None, "they are made before the first layer"
         assert state.ngrams is not None, "the first part of a pass asks for them"
         rows = state.ngrams()
-        state.streams = state.ops.add_ngrams(
+        state.streams = cast(StreamOps, state.ops).add_ngrams(
             state.streams, rows, self.weights, self.spec, state.step, self.layer
         )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from localrt.models.config import Block, DecoderConfig, Layer, Part, Places
 from localrt.models.layers.block import load_mixer
 from localrt.models.layers.parts import PassState
 from localrt.models.weights import WeightLoader
 from localrt.quant.ops.arrays import Vector, Weight
+from localrt.quant.ops.protocol import ParallelOps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +58,9 @@ class _Attention:
 
     def __call__(self, state: PassState) -> None:
         """Update ``state.x``; ``state.inputs`` are the normed rows."""
-        x, ops = state.x, state.ops
+        x, ops = state.x, cast(ParallelOps, state.ops)
         state.x = state.inputs = ops.layer_norm(x, self.norm, self.eps, centered=self.centered)
-        state.x = ops.add(x, self.layer(state))
+        state.x = state.ops.add(x, self.layer(state))
 
     def matrices(self) -> dict[str, Weight]:
         return self.layer.matrices()
@@ -92,4 +94,5 @@ class _LastNorm:
 
     def __call__(self, state: PassState) -> None:
         """Update ``state.x``."""
-        state.x = state.ops.layer_norm(state.x, self.norm, self.eps, centered=self.centered)
+        ops = cast(ParallelOps, state.ops)
+        state.x = ops.layer_norm(state.x, self.norm, self.eps, centered=self.centered)

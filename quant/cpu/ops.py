@@ -75,7 +75,15 @@ from localrt.quant.ops.experts import ExpertSpec, RouterSpec, Routing, Share
 from localrt.quant.ops.hybrid_cache import HybridCache, split_layers, states_of
 from localrt.quant.ops.kv import KVCache, grown_capacity
 from localrt.quant.ops.kv_formats import CacheFormat
-from localrt.quant.ops.protocol import Batch, Forward, LayerSpec, MlpSpec
+from localrt.quant.ops.protocol import (
+    Batch,
+    Forward,
+    IndexOps,
+    LayerSpec,
+    MlpSpec,
+    ParallelOps,
+    StreamOps,
+)
 from localrt.quant.ops.recurrent import RecurrentSpec
 from localrt.quant.ops.states import StateCache, StateLayout
 from localrt.quant.ops.streams import rows_of_tokens
@@ -84,7 +92,12 @@ _RECHECK = 1.0  # seconds between two looks at the limits of this process
 _PLACES = 8  # arrays whose addresses are remembered
 
 
-class NativeOps(StreamSteps):
+class NativeOps(
+    StreamSteps,
+    StreamOps[Floats, Floats, NativeWeight, NativeVector, NativePass],
+    IndexOps[Floats, Floats, NativeWeight, NativeVector, NativePass],
+    ParallelOps[Floats, NativeVector],
+):
     """See the ``Ops`` protocol. ``isa`` forces a code path (``"portable"``, ``"avx2"``, ...).
 
     ``kv_format`` ``"int8"`` halves the KV cache and the reading of a long one, ``"int4"`` takes a
@@ -314,7 +327,28 @@ class NativeOps(StreamSteps):
         spec: AttentionSpec,
         step: NativePass,
         layer: int,
-        chosen: npt.NDArray[np.int32] | None = None,
+    ) -> Floats:
+        return self._attention_output(q, weights, spec, step, layer, None)
+
+    def chosen_output(
+        self,
+        q: Floats,
+        weights: AttentionWeights,
+        spec: AttentionSpec,
+        step: NativePass,
+        layer: int,
+        chosen: npt.NDArray[np.int32],
+    ) -> Floats:
+        return self._attention_output(q, weights, spec, step, layer, chosen)
+
+    def _attention_output(
+        self,
+        q: Floats,
+        weights: AttentionWeights,
+        spec: AttentionSpec,
+        step: NativePass,
+        layer: int,
+        chosen: npt.NDArray[np.int32] | None,
     ) -> Floats:
         out = self._array(step.rows, weights.out.stack.rows)
         args = step.attention

@@ -395,7 +395,6 @@ class AttentionSteps:
         spec: AttentionSpec,
         step: CudaPass,
         layer: int,
-        chosen: None = None,
     ) -> Tensor:
         rows = len(q) // 2 if spec.has_gates else len(q)
         q, gates = q[:rows], q[rows:] if spec.has_gates else None

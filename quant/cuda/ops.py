@@ -4,8 +4,7 @@ Passes of up to 64 rows, of trees too, are batch-invariant. Longer ones (prefill
 attention kernel, and data-center GPUs unpack matrices for cuBLAS. The residual stream is float32,
 inputs of products are bf16. This module knows no architecture.
 
-Models with steps that have no kernel here compute with torch on a GPU. ``quant/choose.py``
-recognizes them by their attention, which selects tokens or is beside several residual streams.
+Models with layers that have no kernel here (``lacks.py``) compute with torch on a GPU.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -77,19 +76,7 @@ from localrt.quant.ops.protocol import Batch, Forward, HostRows, LayerSpec, MlpS
 from localrt.quant.ops.streams import InputGateSpec
 
 
-def _missing(self: object, *args: object, **more: object) -> NoReturn:
-    """See ``Ops``."""
-    raise NotImplementedError("models that take this step compute with torch on a GPU")
-
-
-class StreamSteps:
-    """A part of ``CudaOps``."""
-
-    layer_norm = _missing
-    repeat_stream = read_streams = share_out = add_ngrams = choose_tokens = _missing
-
-
-class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
+class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps):
     """See the ``Ops`` protocol. On ``device="cpu"`` it needs ``launch.emulate``, for tests."""
 
     name = "cuda"

@@ -29,7 +29,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
-from typing import Generic
+from typing import Generic, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -87,6 +87,9 @@ class Rope:
         return cos * np.float32(self.scale), sin * np.float32(self.scale)
 
 
+Needed: TypeAlias = Literal["IndexOps", "ParallelOps", "StreamOps"]
+"""Protocols that an ``Ops`` may have besides (``quant/ops/protocol.py``)."""
+
 _TOGETHER = 64  # positions whose turns are computed at once: a token's neighbours come next
 
 
@@ -126,7 +129,7 @@ class AttentionSpec:
     With ``number_gates``, each number of a head's result has one, and their rows are the last.
     ``softplus``: gates are softplus instead of sigmoid. ``norms_last``: queries and keys are normed
     after their rotation. ``unit_norms``: these norms have no weights. ``post_eps`` is that of the
-    norm of the layer's result, if it differs.
+    norm of the layer's result, if it differs. ``needs``: what an ``Ops`` must have for the layer.
     """
 
     heads: int
@@ -146,15 +149,13 @@ class AttentionSpec:
     gated: bool = False
     head_gates: bool = False
     norms_last: bool = False
-    # The layer's MLP reads the same normed rows. Saved caches stay valid: see ``Rope``.
-    beside_mlp: bool = field(default=False, repr=False)
     # Not shown where older models have none: the names of saved caches are made of these.
     number_gates: bool = field(default=False, repr=False)
     softplus: bool = field(default=False, repr=False)
     unit_norms: bool = field(default=False, repr=False)
     chunked: bool = field(default=False, repr=False)
     post_eps: float | None = field(default=None, repr=False)
-    streams: bool = field(default=False, repr=False)  # it reads one of several residual streams
+    needs: Needed | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.kv_heads < 1 or self.heads % self.kv_heads:
@@ -363,6 +364,7 @@ class IndexSpec(AttentionSpec):
 
     block: int
     budget: int
+    needs: Needed | None = field(default="IndexOps", repr=False)
 
     def __post_init__(self) -> None:
         AttentionSpec.__post_init__(self)  # super() does not know a class with slots

@@ -31,6 +31,7 @@ from localrt.quant.ops.arrays import (
     HiddenT,
     Pass,
     PassT,
+    Vector,
     VectorT,
     WeightT,
 )
@@ -74,6 +75,7 @@ Check: TypeAlias = Callable[[], None]
 _HiddenIn = TypeVar("_HiddenIn", contravariant=True, default=Hidden)
 _ArrayOut = TypeVar("_ArrayOut", covariant=True, default=Array)
 _PassIn = TypeVar("_PassIn", contravariant=True, default=Pass)
+_VectorIn = TypeVar("_VectorIn", contravariant=True, default=Vector)
 
 Forward: TypeAlias = Callable[..., npt.NDArray[np.float32]]
 """A decoder's ``forward``."""
@@ -405,19 +407,6 @@ class BaseOps(Protocol[HiddenT, ArrayT, WeightT, VectorT, PassT]):
         follow, (2R, H, E) in all.
         """
 
-    def choose_tokens(
-        self,
-        x: HiddenT,
-        weights: IndexWeights[WeightT, VectorT],
-        spec: IndexSpec,
-        step: PassT,
-        layer: int,
-    ) -> Any:
-        """The tokens that each row sees, for ``attention_output``; ``x`` (R, D) is read as it is.
-
-        The indexer's keys go to the caches.
-        """
-
     def attention_output(
         self,
         q: ArrayT,
@@ -425,11 +414,8 @@ class BaseOps(Protocol[HiddenT, ArrayT, WeightT, VectorT, PassT]):
         spec: AttentionSpec,
         step: PassT,
         layer: int,
-        chosen: Any | None = None,
     ) -> ArrayT:
-        """Attention over each row's sequence, or the tokens ``chosen`` of it, output projection:
-        (R, D). ``q`` is given up.
-        """
+        """Attention over each row's sequence, output projection: (R, D). ``q`` is given up."""
 
     def norm_latent_append(
         self,
@@ -481,6 +467,24 @@ class BaseOps(Protocol[HiddenT, ArrayT, WeightT, VectorT, PassT]):
     def norm_sum(self, y: ArrayT, more: ArrayT | None, weight: VectorT, eps: float) -> ArrayT:
         """RMSNorm of a step's result y (R, D), plus ``more`` if given; y may be overwritten."""
 
+    # -- layers' own inputs ----------------------------------------------------------------------
+
+    def project_inputs(
+        self, x: HiddenT, rows: HiddenT, weights: InputProjection[WeightT, VectorT]
+    ) -> HiddenT:
+        """All layers' inputs, (R, L * P): a table's ``rows`` (R * L, P), which may be overwritten,
+        plus the projected embeddings ``x`` (R, D).
+        """
+
+    def gate_inputs(
+        self,
+        x: HiddenT,
+        inputs: HiddenT,
+        weights: InputGateWeights[WeightT, VectorT],
+        spec: InputGateSpec,
+    ) -> ArrayT:
+        """Gate one layer's part of ``inputs`` and project it: (R, D)."""
+
     # -- a draft head, which reads another model's features ----------------------------------------
 
     def given_rows(self, values: npt.NDArray[np.float32]) -> HiddenT:
@@ -519,55 +523,6 @@ class BaseOps(Protocol[HiddenT, ArrayT, WeightT, VectorT, PassT]):
 
         The weight's rows are the vocabulary's from ``first_row`` on.
         """
-
-
-class StreamOps(Protocol[HiddenT, ArrayT, WeightT, VectorT, _PassIn]):
-    """The steps of models with inputs of each layer's own, or several residual streams."""
-
-    def project_inputs(
-        self, x: HiddenT, rows: HiddenT, weights: InputProjection[WeightT, VectorT]
-    ) -> HiddenT:
-        """All layers' inputs, (R, L * P): a table's ``rows`` (R * L, P), which may be overwritten,
-        plus the projected embeddings ``x`` (R, D).
-        """
-
-    def gate_inputs(
-        self,
-        x: HiddenT,
-        inputs: HiddenT,
-        weights: InputGateWeights[WeightT, VectorT],
-        spec: InputGateSpec,
-    ) -> ArrayT:
-        """Gate one layer's part of ``inputs`` and project it: (R, D)."""
-
-    def layer_norm(
-        self, x: HiddenT, weight: VectorT, eps: float, *, centered: bool = True
-    ) -> HiddenT:
-        """LayerNorm without a bias, or RMSNorm if not ``centered``: new rows, x (R, D) stays."""
-
-    def repeat_stream(self, x: HiddenT, count: int) -> ArrayT:
-        """x (R, D) as each of so many streams."""
-
-    def read_streams(
-        self, streams: ArrayT, weights: ConnectionWeights[WeightT, VectorT]
-    ) -> tuple[HiddenT, ArrayT | None]:
-        """A layer's input from all streams (R, D), and each stream's share of its output (R, S),
-        None without a matrix for it. The streams stay as they are.
-        """
-
-    def share_out(self, streams: ArrayT, y: ArrayT, shares: ArrayT) -> ArrayT:
-        """Add to each stream its share of y (R, D); both may be overwritten."""
-
-    def add_ngrams(
-        self,
-        streams: ArrayT,
-        rows: HiddenT,
-        weights: NgramWeights[WeightT, VectorT],
-        spec: RecurrentSpec,
-        step: _PassIn,
-        layer: int,
-    ) -> ArrayT:
-        """Add ``rows`` (R * H, E / H) of hashed n-grams to the streams, in place."""
 
 
 class ExpertOps(Protocol[_HiddenIn, ArrayT, WeightT, VectorT]):
@@ -639,13 +594,14 @@ class ExpertOps(Protocol[_HiddenIn, ArrayT, WeightT, VectorT]):
 
 class Ops(
     BaseOps[HiddenT, ArrayT, WeightT, VectorT, PassT],
-    StreamOps[HiddenT, ArrayT, WeightT, VectorT, PassT],
     ExpertOps[HiddenT, ArrayT, WeightT, VectorT],
     Protocol[HiddenT, ArrayT, WeightT, VectorT, PassT],
 ):
     """One implementation of the compute steps on one device. Used by one thread at a time.
 
-    What a caller knows of it is ``Ops``, whose arrays are opaque: see ``opaque``.
+    What a caller knows of it is ``Ops``, whose arrays are opaque: see ``opaque``. It may have the
+    protocols below, too: the layers that need one name it (``AttentionSpec.needs``), and a GPU's
+    implementation says what it lacks (``quant/cuda/lacks.py``).
     """
 
 
@@ -663,8 +619,73 @@ def opaque(ops: Ops[HiddenT, ArrayT, WeightT, VectorT, PassT]) -> Ops:
     return cast(Ops, ops)
 
 
+class StreamOps(Protocol[HiddenT, ArrayT, WeightT, VectorT, _PassIn]):
+    """The steps of models with several residual streams."""
+
+    def repeat_stream(self, x: HiddenT, count: int) -> ArrayT:
+        """x (R, D) as each of so many streams."""
+
+    def read_streams(
+        self, streams: ArrayT, weights: ConnectionWeights[WeightT, VectorT]
+    ) -> tuple[HiddenT, ArrayT | None]:
+        """A layer's input from all streams (R, D), and each stream's share of its output (R, S),
+        None without a matrix for it. The streams stay as they are.
+        """
+
+    def share_out(self, streams: ArrayT, y: ArrayT, shares: ArrayT) -> ArrayT:
+        """Add to each stream its share of y (R, D); both may be overwritten."""
+
+    def add_ngrams(
+        self,
+        streams: ArrayT,
+        rows: HiddenT,
+        weights: NgramWeights[WeightT, VectorT],
+        spec: RecurrentSpec,
+        step: _PassIn,
+        layer: int,
+    ) -> ArrayT:
+        """Add ``rows`` (R * H, E / H) of hashed n-grams to the streams, in place."""
+
+
+class IndexOps(Protocol[_HiddenIn, ArrayT, WeightT, VectorT, _PassIn]):
+    """The steps of attention to tokens that an indexer chooses."""
+
+    def choose_tokens(
+        self,
+        x: _HiddenIn,
+        weights: IndexWeights[WeightT, VectorT],
+        spec: IndexSpec,
+        step: _PassIn,
+        layer: int,
+    ) -> Any:
+        """The tokens that each row sees, for ``chosen_output``; ``x`` (R, D) is read as it is.
+
+        The indexer's keys go to the caches.
+        """
+
+    def chosen_output(
+        self,
+        q: ArrayT,
+        weights: AttentionWeights[WeightT, VectorT],
+        spec: AttentionSpec,
+        step: _PassIn,
+        layer: int,
+        chosen: Any,
+    ) -> ArrayT:
+        """``Ops.attention_output`` over the tokens ``chosen`` of each row's sequence."""
+
+
+class ParallelOps(Protocol[HiddenT, _VectorIn]):
+    """The step of blocks whose attention and MLP read the same normed rows."""
+
+    def layer_norm(
+        self, x: HiddenT, weight: _VectorIn, eps: float, *, centered: bool = True
+    ) -> HiddenT:
+        """LayerNorm without a bias, or RMSNorm if not ``centered``: new rows, x (R, D) stays."""
+
+
 class SplitOps(Protocol[_HiddenIn, _ArrayOut, WeightT, VectorT]):
-    """What a GPU's ``Ops`` may have besides: MLPs that it shares with the host."""
+    """What a GPU's ``Ops`` may have: MLPs that it shares with the host."""
 
     def norm_split_mlp(
         self,

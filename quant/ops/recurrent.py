@@ -94,6 +94,11 @@ class RecurrentSpec:
             raise ValueError(f"low_rank is of delta layers, not of {self.kind}")
 
     @property
+    def needs(self) -> Literal["StreamOps"] | None:
+        """See ``AttentionSpec``."""
+        return "StreamOps" if self.kind == "ngram" else None
+
+    @property
     def stateful(self) -> bool:
         """Whether the layer has a state besides a convolution."""
         return self.kind not in ("conv", "ngram")

@@ -32,7 +32,17 @@ from localrt.quant.ops.attention import AttentionSpec, IndexSpec, LatentSpec, Ro
 from localrt.quant.ops.experts import ExpertSpec, PlainExpertTable, RouterSpec, Routing
 from localrt.quant.ops.hybrid_cache import begin_states, kv_of, split_layers
 from localrt.quant.ops.kv import KVCache, grown_capacity
-from localrt.quant.ops.protocol import Batch, Forward, LayerSpec, MlpSpec, Span, ranges
+from localrt.quant.ops.protocol import (
+    Batch,
+    Forward,
+    IndexOps,
+    LayerSpec,
+    MlpSpec,
+    ParallelOps,
+    Span,
+    StreamOps,
+    ranges,
+)
 from localrt.quant.ops.recurrent import RecurrentSpec
 from localrt.quant.ops.states import StateLayout, StatePass
 from localrt.quant.reference.attention import (
@@ -97,7 +107,12 @@ class _Pass:
     states: list[StatePass] = field(default_factory=list)
 
 
-class TorchOps(StreamSteps):
+class TorchOps(
+    StreamSteps,
+    StreamOps[Tensor, Tensor, Tensor, Tensor, _Pass],
+    IndexOps[Tensor, Tensor, Tensor, Tensor, _Pass],
+    ParallelOps[Tensor, Tensor],
+):
     """See the ``Ops`` protocol. ``compute_format`` is ``"bf16"`` or ``"f32"``."""
 
     name = "torch"
@@ -258,12 +273,33 @@ class TorchOps(StreamSteps):
         spec: AttentionSpec,
         step: _Pass,
         layer: int,
-        chosen: list[Tensor] | None = None,
+    ) -> Tensor:
+        masks = [self._mask(index, span, spec, step) for index, span in enumerate(step.spans)]
+        return self._attention_output(q, weights, spec, step, layer, masks)
+
+    def chosen_output(
+        self,
+        q: Tensor,
+        weights: AttentionWeights,
+        spec: AttentionSpec,
+        step: _Pass,
+        layer: int,
+        chosen: list[Tensor],
+    ) -> Tensor:
+        return self._attention_output(q, weights, spec, step, layer, chosen)
+
+    def _attention_output(
+        self,
+        q: Tensor,
+        weights: AttentionWeights,
+        spec: AttentionSpec,
+        step: _Pass,
+        layer: int,
+        masks: Sequence[Tensor | None],
     ) -> Tensor:
         outputs = []
         q, gates = q.chunk(2) if spec.has_gates else (q, None)
-        for index, (first, stop, span) in enumerate(ranges(step.spans)):
-            mask = self._mask(index, span, spec, step) if chosen is None else chosen[index]
+        for (first, stop, span), mask in zip(ranges(step.spans), masks, strict=True):
             rows, cache = q[first:stop], kv_of(span, TorchKVCache)
             outputs.append(attend_rows(rows, cache, layer, mask, spec, weights.sinks))
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)

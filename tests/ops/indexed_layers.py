@@ -152,8 +152,10 @@ class IndexedLayer:
             step = self.ops.begin(batch)
             self.chosen = self.ops.choose_tokens(rows, self.index_weights, self.index, step, 1)
             q = self.ops.norm_qkv_rope_append(rows, self.weights, self.spec, step, 0)
-            chosen = None if self.sees_all else self.chosen
-            out = self.ops.attention_output(q, self.weights, self.spec, step, 0, chosen)
+            if self.sees_all:
+                out = self.ops.attention_output(q, self.weights, self.spec, step, 0)
+            else:
+                out = self.ops.chosen_output(q, self.weights, self.spec, step, 0, self.chosen)
         for span in spans:
             span.cache.advance(span.rows)
         found = np.empty((len(x), HIDDEN), np.float32)

@@ -15,7 +15,7 @@ from localrt.quant.ops.attention import AttentionSpec
 torch = pytest.importorskip("torch")
 PLAIN = AttentionSpec(heads=1, kv_heads=1, head_dim=64, scale=1.0, eps=1e-6, rope=None)
 STREAMS = AttentionSpec(
-    heads=1, kv_heads=1, head_dim=64, scale=1.0, eps=1e-6, rope=None, streams=True
+    heads=1, kv_heads=1, head_dim=64, scale=1.0, eps=1e-6, rope=None, needs="StreamOps"
 )
 
 
