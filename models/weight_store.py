@@ -210,6 +210,9 @@ class WeightStore:
         """Totals so far; None if nothing is counted."""
         return None
 
+    def forget_counts(self) -> None:
+        """Count from here on."""
+
     def tasks(self, keep: int | None = None) -> list[Task]:
         """The recorded tasks; ``keep`` sets how many to record from now on."""
         return []

@@ -30,7 +30,7 @@ from localrt.offload import hardware
 from localrt.offload.hardware import DiskSpeed
 from localrt.quant.cpu.abi import best_isa
 from localrt.quant.cuda.gpu_cache import entry_of, known_rates
-from localrt.quant.cuda.programs import NO_COMPILER, has_compiler
+from localrt.quant.cuda.programs import NO_COMPILER, has_compiler, kept_kernels
 
 EXAMPLES: Examples = (
     ("localrt doctor", ""),
@@ -123,7 +123,7 @@ def _gpu_state(cache: Path, name: str) -> dict[str, object]:
     kept, rates = entry_of(cache, name), known_rates(cache, name)
     key = kept.get("key")
     return {
-        "compiled_kernels": len(list((cache / "kernels").glob("*.cubin"))),
+        "compiled_kernels": kept_kernels(cache),
         "measured_with": key if isinstance(key, list) else [],
         "rates": rates and rates.to_dict(),
     }

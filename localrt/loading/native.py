@@ -18,8 +18,8 @@ from localrt.engine.native.engine import NativeEngine
 from localrt.engine.native.meters import resident_forecast
 from localrt.engine.protocol import Engine, EngineInfo
 from localrt.loading.context import LoadContext
+from localrt.loading.first_passes import run_first_passes
 from localrt.loading.format_names import most_used_format
-from localrt.loading.kernels import compiling
 from localrt.loading.options import LoadOptions, pick_context
 from localrt.models.checkpoints import Checkpoint
 from localrt.models.config import DecoderConfig
@@ -114,9 +114,8 @@ def _load(
     forecast = resident_forecast(
         checkpoint, config, ops, rss=current_rss(), budget=ram_budget(options.ram)
     )
-    with compiling(checkpoint, config, ops, context):
-        on_bytes = context.byte_counter(total)
-        decoder = load_decoder(checkpoint, ops, config, on_bytes=on_bytes)
+    decoder = load_decoder(checkpoint, ops, config, on_bytes=context.byte_counter(total))
+    run_first_passes(decoder, context, most=PREFILL_ROWS)
     return_free_memory()  # left over from reading
     return NativeEngine(decoder, describe(config, streamed=False), ram=forecast), ctx
 

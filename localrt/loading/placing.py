@@ -24,8 +24,8 @@ from localrt.engine.native.meters import placed_forecast
 from localrt.engine.protocol import EngineInfo, Forecaster, Rates, Speeds
 from localrt.hub.names import shown_path
 from localrt.loading.context import LoadContext
+from localrt.loading.first_passes import run_first_passes
 from localrt.loading.gpu import open_gpu
-from localrt.loading.kernels import compiling, share_of_gpu
 from localrt.loading.options import LoadOptions, pick_context
 from localrt.models.checkpoints import Checkpoint
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
@@ -207,35 +207,34 @@ def load_placed(
     kv_tier = _kv_tier(plan, config, settings)
     if kv_tier is not None and ops.name == NativeOps.name:
         implementation(ops, NativeOps).kv_maker = kv_tier
-    gpu_ops = ops if opened.gpu is None else opened.gpu.ops
-    share = share_of_gpu(store, config, plan.placement)
-    with compiling(store, config, gpu_ops, context, share):
-        streamed = open_pipeline(
-            Setup(
-                store=store,
-                config=config,
-                placement=plan.placement,
-                ops=ops,
-                clock=opened.clock,
-                gpu=opened.gpu,
-                expert_costs=expert_costs(plan.request.costs()),
-                mode=disk.mode,
-                mend=None if store is checkpoint else mend,
-                budget=plan.for_weights_and_caches(),
-                shortage=MemoryPressure(free_vram=opened.free_memory),
-                kv_tier=kv_tier,
-                on_bytes=context.byte_counter(resident),
-            )
+    streamed = open_pipeline(
+        Setup(
+            store=store,
+            config=config,
+            placement=plan.placement,
+            ops=ops,
+            clock=opened.clock,
+            gpu=opened.gpu,
+            expert_costs=expert_costs(plan.request.costs()),
+            mode=disk.mode,
+            mend=None if store is checkpoint else mend,
+            budget=plan.for_weights_and_caches(),
+            shortage=MemoryPressure(free_vram=opened.free_memory),
+            kv_tier=kv_tier,
+            on_bytes=context.byte_counter(resident),
         )
+    )
     if opened.gpu is not None and opened.gpu.unpinned:
         notes.append(
             f"the system does not let {format_bytes(opened.gpu.unpinned)} of RAM be pinned: "
             f"copies of it to the GPU take about twice as long; a smaller {option('ram')} may help"
         )
+    decoder, placement = Decoder(streamed), plan.placement
+    run_first_passes(decoder, context, most=placement.prefill_rows, longest=placement.gpu_rows)
     engine = NativeEngine(
-        Decoder(streamed),
+        decoder,
         describe(config, True),
-        pass_rows=plan.placement.prefill_rows,
+        pass_rows=placement.prefill_rows,
         forecaster=_forecaster(plan, streamed),
         ssd_bytes_s=machine.ssd_bytes_s,
         plan=plan,

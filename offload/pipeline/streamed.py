@@ -194,7 +194,6 @@ class StreamedWeights(WeightStore):
         return totals if self._counted_from is None else totals.since(self._counted_from)
 
     def forget_counts(self) -> None:
-        """Reset the counts."""
         self._counted_from = None
         self._counted_from = self.counts()
 

@@ -8,9 +8,8 @@ that compute nothing. torch, if installed, is used for two things only: cuBLAS a
 
 ``CudaOps`` computes on the same tiles as the CPU. Packed weights are multiplied by CUDA kernels of
 our own (``quant/cuda/src``), which NVRTC compiles for the GPU at hand; the machine code is cached
-on disk. To find the kernels that a model needs, its layers run without weights on ``Ops`` that only
-record launches (``localrt/loading/kernels.py``, ``quant/cuda/dry_run.py``). They are compiled on up
-to four threads while weights load, so that the first prompt compiles nothing.
+on disk. Loading ends with passes that launch every kernel (``localrt/loading/first_passes.py``), so
+that the first prompt compiles nothing.
 
 The kernels' tests run on the CPU (``tests/ops/cuda``): g++ compiles them against a header that
 emulates the GPU instructions they use, and coroutines run their threads in a shuffled order.

@@ -27,7 +27,7 @@ from localrt.common.option_names import option
 from localrt.common.settings import Settings
 from localrt.quant.cuda.device import Device, Grid, Handle, Ram, Values
 from localrt.quant.cuda.memory import Block, Pool
-from localrt.quant.cuda.programs import OLDEST, Program, machine_code
+from localrt.quant.cuda.programs import OLDEST, Program, kernels_folder, machine_code
 
 _OUT_OF_MEMORY, _NOT_READY = 2, 600
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
@@ -81,7 +81,7 @@ class Cuda(Device):
         self._events: defaultdict[int, deque[Handle]] = defaultdict(deque)  # unused ones, by kind
         self._main = self.call("cuStreamCreate", _NON_BLOCKING)
         self._staging = _Staging(self)
-        self._folder = Settings.from_environment().cache_dir / "kernels"
+        self._folder = kernels_folder(Settings.from_environment().cache_dir)
         self._functions: dict[Program, Handle] = {}
         self._prepared: dict[Program, bytes] = {}
         self._loading = threading.Lock()

@@ -92,6 +92,16 @@ def machine_code(program: Program, capability: int, folder: Path) -> bytes:
     return code
 
 
+def kept_kernels(cache: Path) -> int:
+    """The number of compiled programs in localrt's ``cache`` folder."""
+    return len(list(kernels_folder(cache).glob("*.cubin")))
+
+
+def kernels_folder(cache: Path) -> Path:
+    """Where compiled programs are kept."""
+    return cache / "kernels"
+
+
 def compile_program(program: Program, capability: int) -> Compiled:
     """See ``machine_code``; always compiles."""
     nvrtc, found = _nvrtc(), sources()

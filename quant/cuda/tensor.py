@@ -260,11 +260,6 @@ def zeros(*shape: int, dtype: Dtype = FLOAT32, device: Device, pool: Pool | None
     return empty(*shape, dtype=dtype, device=device, pool=pool).clear()
 
 
-def nothing(*shape: int, dtype: Dtype = FLOAT32, device: Device) -> Tensor:
-    """A tensor without memory, which no kernel reads."""
-    return Tensor(device, None, 0, shape, whole_strides(shape), dtype)
-
-
 def upload(
     values: npt.NDArray[np.generic],
     device: Device,

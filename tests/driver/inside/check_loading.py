@@ -20,6 +20,7 @@ from localrt.bench.report import to_table
 from localrt.bench.runner import run_bench
 from localrt.bench.workload import BenchOptions, Workload
 from localrt.common.errors import MemoryBudgetError
+from localrt.common.progress import Progress
 from localrt.loading import gpu as opening
 from localrt.loading import native, placing
 from localrt.models.checkpoints import StoreCheckpoint, open_checkpoint
@@ -31,11 +32,13 @@ from localrt.offload.placement import Where
 from localrt.planning.forecast import Forecast, PlanRequest
 from localrt.quant import choose
 from localrt.quant.cuda import cuda_memory
+from localrt.quant.cuda import driver as calling
+from localrt.quant.cuda.programs import Program, kernels_folder
 from localrt.quantize.quantize import Recipe, quantize_model
 from tests.conftest import write_byte_tokenizer, write_tiny_model
-from tests.driver.inside.conftest import Kernels, once
+from tests.driver.inside.conftest import Kernels, forget, once
 from tests.driver.inside.gpus import StepByStep, bring_some
-from tests.driver.standin import AT_ONCE
+from tests.driver.standin import AT_ONCE, image
 from tests.inside import engine_of
 from tests.models.tiny import SIZES, save_tiny
 from tests.models.vision.oracles import picture
@@ -220,6 +223,48 @@ def test_streamed(on_both: Both, place: Place, store: Path, gpu: Kernels, device
     info = on_both(store, device)
     assert (info.device, info.streamed) == ("cuda:1" if device == "cuda:1" else "cuda:0", True)
     assert gpu.launches.count("replay") > 10
+
+
+@once
+@pytest.mark.parametrize("name", ["resident", "streamed", "hybrid"])
+def test_first_answer_compiles_nothing(
+    gpu: Kernels,
+    place: Place,
+    store: Path,
+    mixture: Path,
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept = kernels_folder(tmp_path / "cache")
+    compiled: list[Program] = []
+
+    def machine_code(program: Program, capability: int, folder: Path) -> bytes:
+        if program not in compiled:
+            compiled.append(program)
+            kept.mkdir(parents=True, exist_ok=True)
+            (kept / f"{len(compiled)}.cubin").touch()
+        return image(program)
+
+    monkeypatch.setattr(calling, "machine_code", machine_code)
+    monkeypatch.setattr(opening, "_rates", lambda *_, **__: None)
+    monkeypatch.setattr(cuda_memory, "_SAMPLE", 1 << 20)
+    path = mixture if name == "hybrid" else store
+    if name != "resident":
+        place(path, EVERYWHERE if name == "streamed" else experts_on_gpu(0.5))
+    steps: list[Progress] = []
+    options: dict[str, Any] = {"device": "cuda", "draft": "off", "progress": steps.append}
+    with localrt.load(path, ctx=256, **options) as model:
+        before = list(compiled)
+        for words in (2, 9, 20, 70):
+            model.generate("ab " * words, max_tokens=6, ignore_eos=True, temperature=0.0)
+        assert compiled == before
+    assert [step.stage for step in steps].count("compile") > 7
+    steps.clear()
+    forget()
+    localrt.load(path, ctx=256, **options).close()
+    assert [step.stage for step in steps].count("compile") == 1
+    assert compiled == before
 
 
 @once

@@ -1,4 +1,4 @@
-"""What a GPU will launch is compiled while weights load: all of it, and nothing else."""
+"""Once a model is loaded onto a GPU, its passes launch only kernels that were compiled."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from localrt.common.errors import CancelledError, LocalrtError
 from localrt.common.progress import Progress
 from localrt.loading import native
 from localrt.loading.context import LoadContext
-from localrt.loading.kernels import compiling, share_of_gpu
+from localrt.loading.first_passes import run_first_passes
 from localrt.loading.options import LoadOptions
 from localrt.models.checkpoints import Checkpoint, TensorInfo, open_checkpoint
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
+from localrt.offload.account import PREFILL_ROWS
 from localrt.offload.device.cuda import CudaGpu
 from localrt.offload.device.gpu import Clock
 from localrt.offload.placement import Placement, Where, host_piece, link_piece
@@ -29,7 +30,7 @@ from localrt.quant.cuda.cuda_memory import CudaCopies
 from localrt.quant.cuda.device import Grid, emulate
 from localrt.quant.cuda.memory import Block, Pool
 from localrt.quant.cuda.ops import CudaOps
-from localrt.quant.cuda.programs import Program
+from localrt.quant.cuda.programs import Program, kernels_folder
 from localrt.quant.cuda.steps import BEST_LOGITS
 from localrt.quant.formats import CODECS, pack, unpack
 from localrt.quant.ops.protocol import Batch, Span
@@ -44,26 +45,24 @@ LENGTHS = (1, 2, 4, 5, 8, 9, 16, 17, 33, 64, 65, 300)
 
 
 class FakeGpu:
-    """Launches nothing, and counts. ``broken`` kernels do not compile."""
+    """Launches nothing, and keeps what it compiled in ``folder``. ``broken`` kernels do not."""
 
-    def __init__(self) -> None:
-        self.prepared: list[Program] = []
-        self.launched: dict[Program, None] = {}
-        self.late: set[Program] = set()  # launched before they were there
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.compiled: dict[Program, None] = {}
+        self.launches = 0
         self.broken = ""
-        self.may_compile = threading.Event()
-        self.may_compile.set()
 
     def prepare(self, program: Program) -> None:
-        assert self.may_compile.wait(60)
         if program.name == self.broken:
             raise LocalrtError(f"the kernel {program.name} does not compile")
-        self.prepared.append(program)
+        self.compiled[program] = None
+        (self.folder / f"{len(self.compiled)}.cubin").touch()
 
     def launch(self, program: Program, grid: Grid, threads: int, args: ctypes.Structure) -> None:
-        self.launched[program] = None
-        if program not in self.prepared:
-            self.late.add(program)
+        self.launches += 1
+        if program not in self.compiled:
+            self.prepare(program)
 
 
 class GpuOps(CudaOps):
@@ -74,7 +73,7 @@ class GpuOps(CudaOps):
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeGpu]:
     """What kernels would have written is zero: routers then choose, and nothing is not a number."""
     take = Pool.take
 
@@ -84,28 +83,30 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
         return block
 
     monkeypatch.setattr(Pool, "take", zeroed)
-    gpu = FakeGpu()
+    monkeypatch.setenv("LOCALRT_CACHE", str(tmp_path / "cache"))
+    folder = kernels_folder(tmp_path / "cache")
+    folder.mkdir(parents=True)
+    gpu = FakeGpu(folder)
     before = emulate(gpu)
     yield gpu
     emulate(before)
 
 
-def run_passes(decoder: Decoder) -> None:
+def check(gpu: FakeGpu, decoder: Decoder) -> None:
+    """Passes of any length compile nothing."""
+    before = dict(gpu.compiled)
+    assert BEST_LOGITS in before  # that is for recorded passes
     for rows in LENGTHS:
         cache = decoder.cache(rows)
         wanted = [rows - 1] if rows > 64 else None
         batch = Batch.extend([(cache, [1] * rows)])
         decoder.forward(batch, rows=wanted)
+        assert gpu.compiled == before
         if rows == 4:
             assert cache.trim(0) == 0
             tree = Span(cache, rows, np.tri(rows, dtype=np.bool_))
             decoder.forward(replace(batch, spans=(tree,)))
-
-
-def check(gpu: FakeGpu) -> None:
-    assert not gpu.late
-    assert set(gpu.prepared) == {*gpu.launched, BEST_LOGITS}  # that is for recorded passes
-    assert len(gpu.prepared) == len(set(gpu.prepared))
+    assert gpu.compiled == before
 
 
 class Packed:
@@ -131,9 +132,9 @@ class Packed:
 
 
 def load_whole(source: Checkpoint, **options: Any) -> Decoder:
-    ops, config = CudaOps(device="cpu"), read_config(source)
-    with compiling(source, config, ops, LoadContext(**options)):
-        return load_decoder(source, ops, config)
+    decoder = load_decoder(source, CudaOps(device="cpu"), read_config(source))
+    run_first_passes(decoder, LoadContext(**options), most=PREFILL_ROWS)
+    return decoder
 
 
 def synthetic(folder: Path, formats: Mapping[str, str] = FORMATS) -> Any:
@@ -155,11 +156,8 @@ def test_the_first_passes_compile_nothing(
     monkeypatch.setattr(native, "make_ops", lambda *_, **__: GpuOps(device="cpu", fine=fine))
     source = synthetic(tmp_path, formats)
     engine, _ = native.load_native(source, LoadOptions(device="cuda"), LoadContext())
-    assert gpu.prepared
-    assert not gpu.launched
     with closing(engine):
-        run_passes(cast(Any, engine)._decoder)
-    check(gpu)
+        check(gpu, cast(Any, engine).decoder)
 
 
 OTHERS = ["gpt-oss", "qwen2-moe", "deepseek-v2", "nemotron-h-moe", "kimi-linear", "lfm3"]
@@ -174,8 +172,7 @@ def test_mixtures_latents_and_states(
         name, tmp_path, layers=None if name.startswith("gemma4") else 2
     )  # the last share keys
     with closing(open_checkpoint(tmp_path)) as model:
-        run_passes(load_whole(model if format_ is None else cast(Any, Packed(model, format_))))
-    check(gpu)
+        check(gpu, load_whole(model if format_ is None else cast(Any, Packed(model, format_))))
 
 
 @needs_kernels
@@ -199,53 +196,67 @@ def test_part_on_gpu(split: dict[str, tuple[float, float]], gpu: FakeGpu, tmp_pa
             ram_ring=plain.ram_ring,
             vram_ring=plain.vram_ring,
             crossing=frozenset(["layers.1.mlp", *map(host_piece, split)]),
-            gpu_rows=65,
+            gpu_rows=70,
             split=split,
         )
         ops, clock = CudaOps(device="cpu"), Clock()
-        share = share_of_gpu(model.store, model.config, placement)
-        with compiling(model.store, model.config, ops, LoadContext(), share):
-            decoder = open_decoder(
-                model.store,
-                model.ops,
-                model.config,
-                placement,
-                mode=MODE,
-                budget=PLENTY,
-                gpu=CudaGpu(clock, ops, CudaCopies(device="cpu"), capacity=PLENTY),
-                clock=clock,
-            )
+        decoder = open_decoder(
+            model.store,
+            model.ops,
+            model.config,
+            placement,
+            mode=MODE,
+            budget=PLENTY,
+            gpu=CudaGpu(clock, ops, CudaCopies(device="cpu"), capacity=PLENTY),
+            clock=clock,
+        )
         with closing(decoder):
-            run_passes(decoder)
-    check(gpu)
-    assert not any(p.name == "unpack" for p in gpu.prepared)  # no embedding
+            run_first_passes(decoder, LoadContext(), most=PREFILL_ROWS, longest=70)
+            counts = decoder.weights.counts()
+            assert counts is not None
+            assert (counts.passes, counts.decode_passes, counts.link_bytes) == (0, 0, 0)
+            assert not any(counts.busy_s.values())
+            check(gpu, decoder)
 
 
 def test_progress(gpu: FakeGpu, tmp_path: Path) -> None:
-    """Steps are told of at the end, and only of what is left to do."""
     source, steps = synthetic(tmp_path), list[Progress]()
-    gpu.may_compile.clear()
-
-    def see(progress: Progress) -> None:
-        steps.append(progress)
-        gpu.may_compile.set()
-
-    load_whole(source, progress=see)
-    assert gpu.prepared  # weights were there before any
-    assert steps[0].stage == "compile"
-    assert (steps[0].done, steps[0].unit) == (0, "kernels")
-    assert {step.total for step in steps} == {len(gpu.prepared)}
+    load_whole(source, progress=steps.append)
+    assert {(step.stage, step.unit) for step in steps} == {("compile", "passes")}
+    assert [step.done for step in steps] == list(range(len(steps)))
+    assert {step.total for step in steps} == {len(steps)} != {1}
 
 
-def test_compile_errors(gpu: FakeGpu, tmp_path: Path) -> None:
+def test_kept_kernels(gpu: FakeGpu, tmp_path: Path) -> None:
+    """Where the disk has the kernels, one row shows it."""
+    source, steps = synthetic(tmp_path), list[Progress]()
+    decoder = load_whole(source)
+    before = gpu.launches
+    decoder.forward(Batch.extend([(decoder.cache(1), [0])]))
+    one = gpu.launches - before
+    load_whole(source, progress=steps.append)
+    assert gpu.launches == before + 2 * one
+    assert len(steps) == 1
+
+
+def test_compile_errors(gpu: FakeGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[Decoder] = []
+    monkeypatch.setattr(Decoder, "close", lambda decoder: closed.append(decoder))
     source = synthetic(tmp_path)
     gpu.broken = "attention"
     with pytest.raises(LocalrtError, match="the kernel attention does not compile"):
         load_whole(source)
     gpu.broken, cancel = "", threading.Event()
-    cancel.set()
     with pytest.raises(CancelledError):
-        load_whole(source, cancel=cancel)
+        load_whole(source, cancel=cancel, progress=lambda step: cancel.set())
+    assert len(closed) == 2
+
+
+def test_other_processors(gpu: FakeGpu, tmp_path: Path) -> None:
+    source, steps = synthetic(tmp_path), list[Progress]()
+    decoder = load_decoder(source, cast(Any, TorchOps()), read_config(source))
+    run_first_passes(decoder, LoadContext(progress=steps.append), most=PREFILL_ROWS)
+    assert not steps
 
 
 def test_why_not_our_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
