@@ -15,6 +15,7 @@ import numpy as np
 from localrt.loading.context import LoadContext
 from localrt.models.config import DecoderConfig
 from localrt.models.decoder import Decoder
+from localrt.offload.account import pass_logits_nbytes
 from localrt.quant.ops.protocol import Batch, Span
 from localrt.system import return_free_memory
 
@@ -72,8 +73,11 @@ def _lengths(config: DecoderConfig, most: int, longest: int) -> list[int]:
 def _run(decoder: Decoder, rows: int, check: Callable[[], None]) -> None:
     from localrt.quant.cuda.products import MOST_ROWS
 
-    cache = decoder.cache(rows)
+    cache, memory = decoder.cache(rows), decoder.weights.memory
+    logits = pass_logits_nbytes(decoder.config.vocab_size, rows)
+    # Drafts are checked with all rows' logits, for which no weights shall leave memory.
+    whole = rows <= MOST_ROWS and not (memory.streams and logits > memory.spare)
     batch = Batch.extend([(cache, [0] * rows)])
     if 1 < rows <= MOST_ROWS:  # trees take all kernels that chains do
         batch = replace(batch, spans=(Span(cache, rows, np.tri(rows, dtype=np.bool_)),))
-    decoder.forward(batch, rows=None if rows <= MOST_ROWS else [rows - 1], check=check)
+    decoder.forward(batch, rows=None if whole else [rows - 1], check=check)
