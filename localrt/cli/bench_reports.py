@@ -7,12 +7,9 @@ import json
 import sys
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from localrt.bench.batches import advise, save_advice, time_passes
-from localrt.bench.batches import to_table as batches_table
 from localrt.bench.card import run_card
 from localrt.bench.compare import compare
 from localrt.bench.page import Page, Report, card_rows, page_of, read_report, to_html, write_png
@@ -37,9 +34,6 @@ from localrt.common.option_names import option
 from localrt.common.progress import note_to
 from localrt.common.settings import Settings
 from localrt.hub import DEMO_NAME, list_models, resolve
-from localrt.loading.context import LoadContext
-from localrt.loading.load import load_model
-from localrt.loading.options import LoadOptions
 from localrt.models.checkpoints import open_checkpoint
 from localrt.offload import hardware
 from localrt.offload.store.pack import fingerprint
@@ -53,10 +47,6 @@ _VARY_HELP = (
     f"settings and their values, of {', '.join(SETTINGS)} "
     f"(default: {DEFAULT_VARY!r}; with a GPU {GPU_VARY!r})"
 )
-_ADVISE_HELP = (
-    "time passes by how many answers share them, and say how many should; localrt serve MODEL then "
-    "takes that (default: no)"
-)
 _CARD_HELP = (
     "say what this PC runs, how fast, at which quality and power: these models "
     "(default: no card; without MODEL, all on this machine)"
@@ -66,7 +56,6 @@ _COMPARE_HELP = (
 )
 _TEXT_HELP = "with --card: also measure perplexity against f32 on this text (default: not measured)"
 _FLAGS: tuple[Flag, ...] = (
-    ("--advise", bool, None, _ADVISE_HELP),
     ("--sweep", Path, "FILE", _SWEEP_HELP),
     ("--vary", str, "'NAME=VALUE,VALUE ...'", _VARY_HELP),
     ("--text", Path, "FILE", _TEXT_HELP),
@@ -88,13 +77,13 @@ def run_report(args: argparse.Namespace, sizes: Mapping[str, int | None]) -> int
 
     ``sizes`` are the bytes of ``ram`` and ``gpu_memory``.
     """
-    makers = {"sweep": _sweep, "card": _card, "compare": _compare, "advise": _advise}
-    reports = [name for name in makers if getattr(args, name) not in (None, False)]
+    makers = {"sweep": _sweep, "card": _card, "compare": _compare}
+    reports = [name for name in makers if getattr(args, name) is not None]
     for name, needs in (("vary", "sweep"), ("text", "card")):
         if getattr(args, name) is not None and needs not in reports:
             raise OptionError(f"{option(name)} needs {option(needs)}")
     for name in ("html", "png"):
-        if getattr(args, name) is not None and not set(reports) - {"advise"}:
+        if getattr(args, name) is not None and not reports:
             wanted = f"{option('sweep')}, {option('card')}, {option('compare')} or {option('mix')}"
             raise OptionError(f"{option(name)} needs a report: {wanted}")
     if args.card is not None and args.model != DEMO_NAME:
@@ -176,25 +165,6 @@ def _card(args: argparse.Namespace, sizes: Mapping[str, int | None]) -> int:
     headers, rows = card_rows(report)
     lines = [page.title, *page.notes, "", table(rows, headers, "lrrrrrrrrr")]
     return _finish(args, report, "\n".join(lines))
-
-
-def _advise(args: argparse.Namespace, sizes: Mapping[str, int | None]) -> int:
-    name, path = resolved(args.model)
-    settings = Settings.from_environment()
-    names = ("format", "kv_format", "threads", "ctx")
-    chosen: dict[str, Any] = {key: getattr(args, key) for key in names} | dict(sizes)
-    options = LoadOptions(engine="native", device=args.device or "auto", **chosen)
-    with closing(load_model(path, options, LoadContext(settings=settings)).engine) as engine:
-        times = time_passes(engine, notify=notify)
-    advice = advise(times)
-    save_advice(settings.cache_dir, path, times, advice)
-    if args.json:
-        passes = [asdict(each) for each in times]
-        report = {"kind": "batches", "model": name, **facts(hardware.probe())}
-        print(json.dumps({**report, "passes": passes, "advice": asdict(advice)}))
-    else:
-        print(batches_table(times, advice))
-    return 0
 
 
 def _sweep(args: argparse.Namespace, sizes: Mapping[str, int | None]) -> int:

@@ -240,7 +240,6 @@ def test_what_compare_refuses(
         (["--html", "a.html"], "--html needs a report: --sweep, --card, --compare or --mix"),
         (["--sweep", "a.json", "--card"], "--sweep and --card cannot be combined"),
         (["--sweep", "a.json", "--runs", "0"], "--runs must be at least 1, is 0"),
-        (["--advise", "--png", "a.png"], "--png needs a report"),
         (["--card", "--trace", "a.json"], "--trace and --card cannot be combined"),
         (["--compare", "a", "b", "c"], "--compare takes one file or two, not 3"),
         (["some.gguf", "--card"], "--card takes its models after it"),
