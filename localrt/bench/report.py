@@ -26,9 +26,9 @@ from localrt.planning.verdict import meanings
 
 _BASELINE = "llama.cpp"  # the engine of that name, and programs of its own
 _PROCESS_ID = 1  # the process in a trace
-_PACKAGES = ("torch", "llama-cpp-python", "transformers", "accelerate", "numpy")
-_OPTIONS = ("ram", "gpu_memory", "device", "ctx", "kv_format", "threads")
+_PACKAGES = ("torch", "llama-cpp-python", "numpy")
 _EXTRAS = {"native": "torch", "llamacpp": "llamacpp"}
+_OPTIONS = ("ram", "gpu_memory", "device", "ctx", "kv_format", "threads")
 
 
 def facts(machine: Machine) -> dict[str, object]:
@@ -198,7 +198,7 @@ def _ratio(results: Sequence[Result], metric: str, result: Result) -> str:
 
 def _why(skip: Skipped) -> str:
     if skip.missing:
-        return f"not installed: {install(_EXTRAS.get(skip.engine, 'bench'))}"
+        return f"not installed: {install(_EXTRAS[skip.engine])}"
     return f"{skip.setting}: {skip.reason}" if skip.setting else skip.reason
 
 

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,17 +35,14 @@ from localrt.models.checkpoints import open_checkpoint
 from localrt.models.tokenizers import load_tokenizer
 from localrt.offload.memory import memory_state
 
-# Each engine's settings by name: all are measured, and the best counts.
-_SETTINGS: Mapping[str, Mapping[str, Mapping[str, object]]] = {"llamacpp": LLAMACPP_SETTINGS}
-
-# Peers may take more or less GPU memory than they are given: the first of these shares with which
-# one keeps to the budget counts. If that cannot be measured, `_SAFE`.
+# llama.cpp may take more or less GPU memory than it is given: the first of these shares with which
+# it keeps to the budget counts. If that cannot be measured, `_SAFE`.
 _SHARES, _SAFE = (1.1, 1.0, 0.9, 0.75, 0.6), 0.9
 
 _NATIVE = ("format", "device", "gpu_memory", "ram", "kv_format")
 
 # Upper bounds of a process's peak memory, as a multiple of the model's files.
-_MEMORY_FACTOR = {"native": 6.0, "llamacpp": 2.5, "transformers": 12.0}
+_MEMORY_FACTOR = {"native": 6.0, "llamacpp": 2.5}
 _PROCESS_BYTES = 500 << 20
 
 _MEDIANS = (
@@ -216,7 +212,7 @@ class _Bench:
                 answer = child.ask("generate", prompt=self._long_prompt, tokens=LONG_ANSWER)
                 running.once["long_ttft_s"] = answer["ttft_s"]
             if self._gpu and running.engine == "native":
-                running.once |= child.ask("gpu_use", prompt=self._prompts[0]) or {}
+                running.once |= child.ask("gpu_use", prompt=self._prompts[0])
         except ChildError as error:
             self._notify(f"{name}: {error}")
 
@@ -259,7 +255,7 @@ def on_gpu(info: Mapping[str, Any]) -> bool:
 def _candidates(options: BenchOptions, gpu: bool) -> Iterator[_Candidate]:
     for engine in options.engines:
         chosen = (options.settings or {}).get(engine)
-        settings: Mapping[str, Mapping[str, object]] = _SETTINGS.get(engine, {"": {}})
+        settings: Mapping[str, Mapping[str, object]] = LLAMACPP_SETTINGS
         tried: list[dict[str, object]] = [{}]
         if engine == "native":
             given = {name: getattr(options, name) for name in _NATIVE}
@@ -269,10 +265,6 @@ def _candidates(options: BenchOptions, gpu: bool) -> Iterator[_Candidate]:
             if options.gpu_memory is not None:
                 shares = (_SAFE,) if nvml.used_nbytes() is None else _SHARES
                 tried = [{**tried[0], "gpu_memory": int(x * options.gpu_memory)} for x in shares]
-            if engine == "transformers":
-                packs = options.path.is_dir() and find_spec("bitsandbytes") is not None
-                settings = {"bf16": {"ram": options.ram}}
-                settings |= {"nf4": {"ram": options.ram, "nf4": True}} if packs else {}
         ctx, path = options.ctx or options.workload.ctx, str(options.path)
         plain = Launch(engine=engine, path=path, ctx=ctx, threads=options.threads)
         for setting, values in settings.items():
@@ -315,12 +307,10 @@ def median_of(samples: Sequence[Mapping[str, Any]], name: str) -> object:
 
 
 def _new_events(
-    before: Sequence[Mapping[str, Any]] | None, after: list[Mapping[str, Any]] | None
-) -> list[Mapping[str, Any]] | None:
-    """Return the events that began after all of ``before`` had ended; None without a trace."""
-    if after is None:
-        return None
-    seen = max((event["end_s"] for event in before or ()), default=float("-inf"))
+    before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """Return the events that began after all of ``before`` had ended."""
+    seen = max((event["end_s"] for event in before), default=float("-inf"))
     return [event for event in after if event["start_s"] >= seen]
 
 

@@ -57,7 +57,7 @@ EXAMPLES: Examples = (
     ("localrt bench --card --html card.html", "what this PC runs, as a page"),
 )
 
-_ENGINES_HELP = "comma-separated: native, llamacpp, transformers (default: native,llamacpp)"
+_ENGINES_HELP = "comma-separated: native, llamacpp (default: both)"
 _LONG_PROMPT = 8192
 _LONG_HELP = f"also time a prompt's first token at this length (default: {_LONG_PROMPT} with a GPU)"
 # Flags that are passed on to `localrt serve`.

@@ -40,7 +40,7 @@ def test_json_output() -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [
-        (["--engines", "airllm"], 2, "choose from native, llamacpp, transformers"),
+        (["--engines", "airllm"], 2, "choose from native, llamacpp"),
         (["--engines", ","], 2, "no engine"),
         (["--runs", "0"], 2, "runs must be at least 1"),
         (["--ram", "much"], 2, "must be a size"),
