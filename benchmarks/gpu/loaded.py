@@ -44,7 +44,7 @@ _TIMEOUT_S = 110
 _ROOM = 1.3  # a folder or a GPU must have this times a store's bytes free
 _UNMOVED = "no weight moved"
 _FEW = 6  # fewer tokens are not timed, since graphs are still being recorded
-_PLAIN = {"logits": None, "count": False}
+_PLAIN = {"logits": None}
 _MEASURED = ("machine.json", "disks.json", "cards.json")  # of localrt's cache: what plans rest on
 
 
@@ -186,7 +186,7 @@ class Loaded:
             UNCOMPILED: {**short, **_PLAIN, "tokens": 8},
             COMPILED: short,
             AT_SLOW_LINK: {**short, "link_bytes_s": SLOW_LINK},
-            FROM_SSD: {**short, **disk, "count": False},  # counting takes more tokens
+            FROM_SSD: {**short, **disk},
             RESIDENT: {**short, "load": WHOLE},
         }
 
@@ -267,7 +267,7 @@ class Loaded:
             moved = {"ssd": "ram", "ssd-to-gpu": to, "ram-to-gpu": to}
             where = {name: moved.get(place, place) for name, place in placement["where"].items()}
             load = WHOLE if there else {"gpu_memory": job["load"]["gpu_memory"]}
-            changed = {"link_bytes_s": None, "on_disk": False, "count": False, "load": load}
+            changed = {"link_bytes_s": None, "on_disk": False, "load": load}
             placed = {**placement, "where": where}
             yield from self.go(other, {**job, **changed, "placement": placed})
         yield from self.compared((way, other))

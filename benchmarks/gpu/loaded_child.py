@@ -33,8 +33,7 @@ from localrt.quant.cuda.driver import device_of
 
 _THROTTLE_SAMPLE = 64 << 20
 _LOGIT_ROWS = 72
-_BESIDE = ("cpu", "ssd")  # whose busy shares the pipeline measures; the GPU's are the profiler's
-_COUNTED = 8  # timed tokens, after as many warm-up tokens
+_BESIDE = ("cpu", "ssd")  # whose busy shares are known without timing every pass
 
 
 def main() -> None:
@@ -72,8 +71,6 @@ def answered(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             save_logits(model, job["logits"])
         found |= answers(model, job)
         yield found
-        if job.get("count", True):
-            found |= counted(model)
         if peak is not None:
             found["peak_vram_bytes"] = peak()
         yield found
@@ -140,32 +137,6 @@ def save_logits(model: Model, path: str) -> None:
     """Save the logits of a prompt's last rows, from a pass of 64 rows and from a small one."""
     ids = random_ids({"vocab_size": model.info.vocab_size}, _LOGIT_ROWS, seed=5)
     np.save(path, np.concatenate(list(model.logits(ids, first=_LOGIT_ROWS - 12))))
-
-
-def counted(model: Model) -> dict[str, Any]:
-    """Kernels, launches and waits per token, and the GPU's idle share, after graph capture."""
-    if not model.info.device.startswith("cuda"):
-        return {}
-    from localrt.quant.cuda.counting import count_gpu_use
-
-    ids = random_ids({"vocab_size": model.info.vocab_size}, 4, seed=4)
-    answer = model.stream(token_ids=ids, max_tokens=3 * _COUNTED, ignore_eos=True, temperature=0)
-    for _ in range(_COUNTED):
-        next(answer)
-    try:
-        use = count_gpu_use(lambda: [next(answer) for _ in range(_COUNTED)])
-    except RuntimeError as error:
-        return {"not counted": str(error)[:200]}
-    if use is None or use.busy_s is None or use.link_s is None:
-        return {"not counted": "the profiler sees no kernels here"}
-    return {
-        "launches_per_token": use.launches / _COUNTED,
-        "waits_per_token": use.waits / _COUNTED,
-        "gpu_idle": 1 - use.busy_s / use.seconds,
-        "link_busy": use.link_s / use.seconds,
-        "longest_gap_ms": use.idle_s and 1e3 * use.idle_s,
-        "longest_link_gap_ms": use.link_idle_s and 1e3 * use.link_idle_s,
-    }
 
 
 @contextmanager

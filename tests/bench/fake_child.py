@@ -85,8 +85,6 @@ class FakeEngine:
         return {
             "busy": {"gpu": 0.25, "link": 0.9},
             "helps": "Busiest is the link to the GPU, 90%.",
-            "launches_per_token": 41.0,
-            "waits_per_token": 2.0,
         }
 
     def trace_events(self) -> list[dict[str, Any]]:

@@ -128,7 +128,7 @@ def test_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     monkeypatch.setattr(loaded.subprocess, "run", partial(rehearsal.run_apart, run=subprocess.run))
     size = rehearsal.tiny(loaded.LARGE["14B"])
-    job = {"load": BUDGET, "logits": None, "count": False}
+    job = {"load": BUDGET, "logits": None}
     values = loaded.asked(tmp_path / "model", tmp_path / "cache", size, job)
     assert values.keys() == {"error", "traceback"}
     assert "no such file or folder" in values["error"]

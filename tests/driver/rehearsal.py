@@ -77,7 +77,7 @@ def begin() -> bool:
     _set(opening, _rates=lambda *_, **__: None)
     _set(facts, _COPIED=8 * MIB, _PIECES=(2 * MIB, 8 * MIB), _LAUNCHES=2, _RUNS=2)
     _set(timing, _COPIED=MIB)
-    _set(loaded_child, _THROTTLE_SAMPLE=1000, _LOGIT_ROWS=14, _COUNTED=1)
+    _set(loaded_child, _THROTTLE_SAMPLE=1000, _LOGIT_ROWS=14)
     _set(loaded_child, current_rss=lambda: 0)  # budgets tell models with weights on the SSD
     _set(
         loaded,
