@@ -1,7 +1,7 @@
 """The benchmark: compares engines on one workload, each in a separate process.
 
-Start reading at ``runner.py``. ``sweep.py`` measures combinations of settings, ``card.py`` several
-models on this PC; ``page.py`` shows their reports.
+Start reading at ``runner.py``. ``sweep.py`` repeats it for values of an option, or for models;
+``report.py`` has the table, and ``page.py`` shows it with plots.
 
 Each engine runs in a child process, so that its peak memory is measured alone. Runs of the engines
 alternate, so that noise affects all alike; if an engine reads weights while it runs, engines run

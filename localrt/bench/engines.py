@@ -108,6 +108,8 @@ class LoadedEngine:
         decoded = sum(count for at, count in arrivals if at > read)
         pauses = [(b - a) / (tokens - 1) for a, b in zip(first, last, strict=True)]
         return {
+            "prompt_tokens": len(prompts[0]),
+            "completion_tokens": tokens,
             "ttft_s": median(first),
             "tpot_s": median(pauses),
             "prefill_tok_s": sum(map(len, prompts)) / read,

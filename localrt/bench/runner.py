@@ -39,7 +39,7 @@ from localrt.offload.memory import memory_state
 # it keeps to the budget counts. If that cannot be measured, `_SAFE`.
 _SHARES, _SAFE = (1.1, 1.0, 0.9, 0.75, 0.6), 0.9
 
-_NATIVE = ("format", "device", "gpu_memory", "ram", "kv_format")
+_NATIVE = ("format", "device", "gpu_memory", "ram", "kv_format", "draft")
 
 # Upper bounds of a process's peak memory, as a multiple of the model's files.
 _MEMORY_FACTOR = {"native": 6.0, "llamacpp": 2.5}
@@ -48,6 +48,7 @@ _PROCESS_BYTES = 500 << 20
 _MEDIANS = (
     *("ttft_s", "tpot_s", "prefill_tok_s", "decode_tok_s"),
     *("pipeline_efficiency", "ceiling_tok_s", "predicted_tok_s", "ssd_read_bytes", "link_bytes"),
+    "expert_hit_rate",
 )
 
 
@@ -174,7 +175,7 @@ class _Bench:
 
     def _warm_up(self, running: _Running) -> None:
         if self._prompts is None:
-            work, encode = self._options.workload, encoder(self._options.path, running.child)
+            work, encode = self._options.workload, _encoder(self._options.path, running.child)
             self._prompts = make_prompts(work, encode)
             if work.long_prompt_tokens:
                 self._long_prompt = make_long_prompt(work, encode)
@@ -186,7 +187,7 @@ class _Bench:
     def _time(self, running: _Running, index: int) -> None:
         last = index == self._options.workload.runs
         traced = last and self._options.trace and running.engine == "native"
-        before = running.child.ask("trace") if traced else None  # this starts recording
+        before = running.child.ask("trace") if traced else []  # this starts recording
         sample = self._generate(running, index)
         running.samples.append(sample)
         rates = [format_rate(sample.get(name)) for name in ("prefill_tok_s", "decode_tok_s")]
@@ -199,8 +200,12 @@ class _Bench:
 
     def _generate(self, running: _Running, index: int) -> Any:
         assert self._prompts is not None
-        tokens = self._options.workload.tokens
-        return running.child.ask("generate", prompt=self._prompts[index], tokens=tokens)
+        work, child = self._options.workload, running.child
+        if work.batch == 1:
+            return child.ask("generate", prompt=self._prompts[index], tokens=work.tokens)
+        child.ask("free")  # caches of earlier answers need not leave for these
+        prompts = self._prompts[index * work.batch : (index + 1) * work.batch]
+        return child.ask("generate_batch", prompts=prompts, tokens=work.tokens)
 
     def _look(self, running: _Running) -> None:
         """Measure a long prompt's first token and the use of a GPU once; note a failure."""
@@ -233,7 +238,7 @@ class _Bench:
         self._skipped.append(Skipped(engine, setting, str(error), missing, error.kind))
 
 
-def encoder(path: Path, child: ChildProcess) -> Callable[[str], list[int]]:
+def _encoder(path: Path, child: ChildProcess) -> Callable[[str], list[int]]:
     """Load the model's tokenizer in this process, so that no engine's memory includes it."""
     try:
         with closing(open_checkpoint(path)) as checkpoint:
@@ -276,14 +281,14 @@ def _result(running: _Running) -> Result:
     samples = running.samples
     metrics = dict(samples[-1])
     for name in _MEDIANS:
-        metrics[name] = median_of(samples, name)
+        metrics[name] = _median_of(samples, name)
     if metrics["predicted_tok_s"] and metrics["decode_tok_s"]:
         metrics["of_predicted"] = metrics["decode_tok_s"] / metrics["predicted_tok_s"]
-    reads = median_of(samples, "decode_read_bytes")
+    reads = _median_of(samples, "decode_read_bytes")
     steps = metrics["completion_tokens"] - 1  # decoding begins after the first token
     metrics.pop("decode_read_bytes", None)
     metrics["read_bytes_per_token"] = None if reads is None else round(reads / steps)
-    joules = median_of(samples, "decode_joules")
+    joules = _median_of(samples, "decode_joules")
     metrics.pop("decode_joules", None)
     metrics["joules_per_token"] = None if joules is None else joules / steps
     metrics |= running.once
@@ -300,7 +305,7 @@ def _result(running: _Running) -> Result:
     )
 
 
-def median_of(samples: Sequence[Mapping[str, Any]], name: str) -> object:
+def _median_of(samples: Sequence[Mapping[str, Any]], name: str) -> object:
     """Return the median of the samples that have the value."""
     known = [value for sample in samples if (value := sample.get(name)) is not None]
     return median(known) if known else None
