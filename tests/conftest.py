@@ -84,7 +84,7 @@ needs_scripts = pytest.mark.skipif(sys.platform == "win32", reason="a text is no
 needs_signals = pytest.mark.skipif(sys.platform == "win32", reason="no process is sent a signal")
 
 NOT_EVERYWHERE = {
-    *("accelerate", "bitsandbytes", "compressed_tensors", "peft", "safetensors", "scipy"),
+    *("bitsandbytes", "compressed_tensors", "peft", "safetensors", "scipy"),
     *("sentencepiece", "torch", "transformers"),
     *("fcntl", "pty", "resource", "termios"),
 }

@@ -1,13 +1,12 @@
 """The benchmark: compares engines on one workload, each in a separate process.
 
-Start reading at ``runner.py``. ``sweep.py`` measures combinations of settings, ``card.py`` several
-models on this PC; ``page.py`` shows their reports.
+Start reading at ``runner.py``. ``sweep.py`` repeats it for values of an option, or for models;
+``report.py`` has the table, and ``page.py`` shows it with plots.
 
 Each engine runs in a child process, so that its peak memory is measured alone. Runs of the engines
 alternate, so that noise affects all alike; if an engine reads weights while it runs, engines run
 one after another instead, as on a GPU, where each keeps to the same memory. llama.cpp is measured
 with and without repacked weights and flash attention, and its best result counts. The JSON uses the
-names of ``Metrics``. With a GPU each engine also reads one long prompt, and ours decodes tokens
-under the profiler (``quant/cuda/counting.py``). That gives the busy shares of GPU, link and CPU,
-launches and waits per token, and the change that would help most.
+names of ``Metrics``. With a GPU each engine also reads one long prompt, and ours says how busy GPU,
+link and CPU are while it decodes, and which change would help most.
 """

@@ -1,7 +1,7 @@
-"""The engines that a benchmark child can load, behind one small protocol.
+"""The engines that a benchmark child can load.
 
-``native`` and ``llamacpp`` run through `localrt.Model`, as for a user of the library. Heavy imports
-happen inside `load_engine`, in the child process only.
+They run through `localrt.Model`, as for a user of the library. Heavy imports happen inside
+`LoadedEngine`, in the child process only.
 """
 
 from __future__ import annotations
@@ -9,20 +9,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from localrt.common.errors import MissingExtraError, OptionError
-from localrt.common.extras import install
 from localrt.engine.types import Metrics
 from localrt.offload.memory import peak_rss
 
 if TYPE_CHECKING:
     from localrt.service.core import Core
 
-ENGINES = ("native", "llamacpp", "transformers")
+ENGINES = ("native", "llamacpp")
 
 _TRACED_TASKS = 200_000
 
@@ -50,63 +47,33 @@ class Launch:
     settings: Mapping[str, Any] | None = None
 
 
-class BenchEngine(Protocol):
-    """A loaded model that can be timed.
-
-    An engine that keeps a trace also has ``trace_events``; one that can measure its GPU has
-    ``gpu_use``; one whose answers can share passes has ``generate_batch``, and ``free``.
-    """
-
-    @property
-    def info(self) -> Mapping[str, Any]:
-        """The model and engine, as plain values; ``format`` names the setting if there is one."""
-
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of ``text``, without special tokens."""
-
-    def generate(self, prompt: list[int], tokens: int, on_first: Callable[[], None]) -> Metrics:
-        """Generate exactly ``tokens`` greedy tokens after ``prompt``; return their metrics.
-
-        ``on_first`` is called once, after the first token, when decoding begins.
-        """
-
-
-def load_engine(launch: Launch) -> BenchEngine:
-    """Load the engine that ``launch`` names.
+class LoadedEngine:
+    """A loaded model that can be timed. ``info`` are the facts of `ModelInfo`, as plain values.
 
     Raises:
-        LocalrtError: it is not installed, or cannot run this model.
+        LocalrtError: the engine is not installed, or cannot run this model.
     """
-    if launch.engine == "native":
-        return _LocalrtEngine(_load_native(launch))
-    if launch.engine == "llamacpp":
-        return _LocalrtEngine(llamacpp_core(launch))
-    if launch.engine not in ENGINES:
-        raise OptionError(f"unknown engine {launch.engine!r}: known are {', '.join(ENGINES)}")
-    for package in ("transformers", "torch", "accelerate"):  # accelerate reads GGUF
-        if find_spec(package) is None:
-            raise MissingExtraError(f"the transformers engine needs {package}: {install('bench')}")
-    from localrt.bench.transformers_engine import load_transformers
 
-    own = dict(launch.settings or {})
-    return load_transformers(Path(launch.path), threads=launch.threads, **own)
-
-
-class _LocalrtEngine:
-    def __init__(self, core: Core) -> None:
+    def __init__(self, launch: Launch) -> None:
         from localrt.api import Model
 
-        self._engine = core.engine
-        self.free = core.free_idle
+        self._core = core = (
+            _load_native(launch) if launch.engine == "native" else llamacpp_core(launch)
+        )
         self._model = model = Model(core)
         # File names only: results may be shared.
         path = model.info.path
         self.info: Mapping[str, Any] = {**asdict(model.info), "name": path.name, "path": path.name}
 
     def encode(self, text: str) -> list[int]:
+        """Return the token ids of ``text``, without special tokens."""
         return self._model.tokenize(text, add_special=False)
 
     def generate(self, prompt: list[int], tokens: int, on_first: Callable[[], None]) -> Metrics:
+        """Generate exactly ``tokens`` greedy tokens after ``prompt``; return their metrics.
+
+        ``on_first`` is called once, after the first token, when decoding begins.
+        """
         stream = self._model.stream(
             token_ids=prompt, max_tokens=tokens, ignore_eos=True, temperature=0
         )
@@ -141,6 +108,8 @@ class _LocalrtEngine:
         decoded = sum(count for at, count in arrivals if at > read)
         pauses = [(b - a) / (tokens - 1) for a, b in zip(first, last, strict=True)]
         return {
+            "prompt_tokens": len(prompts[0]),
+            "completion_tokens": tokens,
             "ttft_s": median(first),
             "tpot_s": median(pauses),
             "prefill_tok_s": sum(map(len, prompts)) / read,
@@ -148,6 +117,10 @@ class _LocalrtEngine:
             "peak_ram_bytes": peak_rss(),
             "peak_vram_bytes": self._peak_vram(),
         }
+
+    def free(self) -> None:
+        """Free memory left by earlier prompts, so that it does not count for later ones."""
+        self._core.free_idle()
 
     def _peak_vram(self) -> int | None:
         """Return the most bytes that localrt has allocated on its GPU, without CUDA's own."""
@@ -166,7 +139,7 @@ class _LocalrtEngine:
 
     def trace_events(self) -> Iterator[dict[str, object]]:
         """Yield the latest tasks; the first call starts recording. Empty without a pipeline."""
-        for task in self._engine.weights.tasks(_TRACED_TASKS):
+        for task in self._core.engine.weights.tasks(_TRACED_TASKS):
             times = {"start_s": task.start, "end_s": task.end}
             yield {"resource": task.resource, "name": task.name, **times}
 

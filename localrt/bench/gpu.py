@@ -1,9 +1,8 @@
 """Measures how ``localrt bench`` uses a GPU while a model decodes, or forecasts it without one.
 
-Torch's profiler measures the busy shares of GPU and link. Without it, events do: the pipeline's, or
-for a model that is all on the GPU those around its graphs. If ``--gpu-memory`` is given without a
-GPU, the result is a plan for a known GPU with this machine's disk, memory and processor, in the
-form of a measurement but marked ``simulated``.
+The pipeline's events measure the busy shares; a model that is all on the GPU has none. If
+``--gpu-memory`` is given without a GPU, the result is a plan for a known GPU with this machine's
+disk, memory and processor, in the form of a measurement but marked ``simulated``.
 """
 
 from __future__ import annotations
@@ -39,66 +38,32 @@ _BUSY = 0.6  # a resource with a smaller busy share is not a bottleneck
 
 @dataclass(frozen=True, slots=True)
 class GpuUse:
-    """``busy`` maps a resource to its busy share; the counts are per token, None if not counted.
-
-    ``helps`` is one sentence about what would help.
-    """
+    """``busy`` maps a resource to its busy share; ``helps`` says what would help."""
 
     busy: Mapping[str, float]
     helps: str
-    launches_per_token: float | None = None
-    waits_per_token: float | None = None
 
 
 def use_line(use: Mapping[str, Any]) -> str:
     """Format the fields of a ``GpuUse`` as one line for people."""
     busy = use["busy"]
     shares = ", ".join(f"{_NAMES[name]} {busy[name]:.0%}" for name in _NAMES if name in busy)
-    line = f"busy while decoding: {shares or 'not measured'}"
-    if use["launches_per_token"] is not None:
-        line += f"; {use['launches_per_token']:.0f} launches"
-        line += f" and {use['waits_per_token']:.0f} waits a token"
-    return f"{line}. {use['helps']}"
+    return f"busy while decoding: {shares or 'not measured'}. {use['helps']}"
 
 
 def gpu_use(model: Model, prompt: Sequence[int]) -> GpuUse:
     """Decode tokens after ``prompt`` and measure GPU use, after CUDA graphs have been recorded."""
-    room = max(1, model.info.ctx - 3 * _TOKENS - 1)
+    room = max(1, model.info.ctx - 2 * _TOKENS)
     stream = model.stream(
-        token_ids=prompt[:room], max_tokens=3 * _TOKENS + 1, ignore_eos=True, temperature=0
+        token_ids=prompt[:room], max_tokens=2 * _TOKENS, ignore_eos=True, temperature=0
     )
-
-    def decode() -> None:
-        for _ in islice(stream, _TOKENS):
-            pass
-
-    try:
-        decode()
-        before = model.status(lanes=True)  # meanwhile the pipeline times every pass
-        decode()
-        busy = dict(model.status(lanes=False).since(before).busy)
-        seen = None
-        if model.info.device.startswith("cuda"):
-            from localrt.quant.cuda.counting import count_gpu_use
-
-            seen = count_gpu_use(decode)
-    finally:
-        close = getattr(stream, "close", None)
-        if close is not None:
-            close()
-    changes = model.advise().changes
-    if seen is None:
-        return GpuUse(busy, what_helps(busy, changes))
-    if seen.busy_s is not None and seen.link_s is not None:
-        busy |= {"gpu": seen.busy_s / seen.seconds, "link": seen.link_s / seen.seconds}
-    elif seen.busy_s is not None:
-        busy.setdefault("gpu", seen.busy_s / seen.seconds)
-    return GpuUse(
-        busy,
-        what_helps(busy, changes),
-        launches_per_token=seen.launches / _TOKENS,
-        waits_per_token=seen.waits / _TOKENS,
-    )
+    for _ in islice(stream, _TOKENS):
+        pass
+    before = model.status(lanes=True)  # meanwhile the pipeline times every pass
+    for _ in stream:
+        pass
+    busy = dict(model.status(lanes=False).since(before).busy)
+    return GpuUse(busy, what_helps(busy, model.advise().changes))
 
 
 def what_helps(busy: Mapping[str, float], changes: Sequence[Change]) -> str:

@@ -20,7 +20,7 @@ from contextlib import suppress
 from typing import Any, TextIO
 
 from localrt import system
-from localrt.bench.engines import BenchEngine, Launch, load_engine
+from localrt.bench.engines import Launch, LoadedEngine
 from localrt.bench.sampling import Energy, joules_between, read_energy
 from localrt.common.closing import Closing
 from localrt.common.errors import LocalrtError
@@ -114,17 +114,17 @@ def main() -> None:
 class Requests:
     """Request handlers of the child, one method per request; ``load`` must come first."""
 
-    _loaded: BenchEngine | None = None
+    _loaded: LoadedEngine | None = None
 
     @property
-    def _engine(self) -> BenchEngine:
+    def _engine(self) -> LoadedEngine:
         if self._loaded is None:
             raise LocalrtError("no engine is loaded")
         return self._loaded
 
     def load(self, launch: dict[str, Any]) -> dict[str, Any]:
         """Load the engine of a `Launch`, given as its fields; return the engine's info."""
-        self._loaded = load_engine(Launch(**launch))
+        self._loaded = LoadedEngine(Launch(**launch))
         return dict(self._loaded.info)
 
     def encode(self, text: str) -> list[int]:
@@ -152,24 +152,19 @@ class Requests:
 
     def generate_batch(self, prompts: list[list[int]], tokens: int) -> dict[str, object]:
         """Answer prompts that share passes; return times and rates under the names of `Metrics`."""
-        together = getattr(self._engine, "generate_batch", None)
-        if together is None:
-            raise LocalrtError("this engine answers one prompt at a time")
-        return dict(together(prompts, tokens))
+        return self._engine.generate_batch(prompts, tokens)
 
     def free(self) -> None:
         """Free memory left by earlier prompts, so that it does not count for later ones."""
-        getattr(self._engine, "free", lambda: None)()
+        self._engine.free()
 
-    def gpu_use(self, prompt: list[int]) -> dict[str, object] | None:
-        """Return the fields of a ``GpuUse``; None if the engine cannot measure it."""
-        look = getattr(self._engine, "gpu_use", None)
-        return None if look is None else dict(look(prompt))
+    def gpu_use(self, prompt: list[int]) -> dict[str, object]:
+        """Return the fields of a ``GpuUse``."""
+        return self._engine.gpu_use(prompt)
 
-    def trace(self) -> list[dict[str, Any]] | None:
-        """Return the pipeline's tasks since the first call, in seconds; None without a trace."""
-        events = getattr(self._engine, "trace_events", None)
-        return None if events is None else list(events())
+    def trace(self) -> list[dict[str, Any]]:
+        """Return the pipeline's tasks since the first call, in seconds."""
+        return list(self._engine.trace_events())
 
 
 def serve(requests: object) -> None:

@@ -1,4 +1,7 @@
-"""Formats a benchmark's outcome: JSON, a table for people, a trace for Perfetto and Chrome."""
+"""Formats a benchmark's outcome: JSON, a table for people, a trace for Perfetto and Chrome.
+
+A page is made of the same table by ``page.py``.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +10,29 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from localrt import system
 from localrt.bench.gpu import use_line
-from localrt.bench.page import gpu_line, shown
 from localrt.bench.runner import on_gpu
 from localrt.bench.workload import BenchOptions, Outcome, Result, Skipped
 from localrt.common.extras import install
 from localrt.common.files import write_text
 from localrt.common.formatting import format_bytes, format_rate, format_seconds, table
 from localrt.common.version import __version__
-from localrt.offload.hardware import Machine
+from localrt.offload.hardware import Gpu, Machine
 from localrt.planning.verdict import meanings
+
+NOT_MEASURED = "not measured"
 
 _BASELINE = "llama.cpp"  # the engine of that name, and programs of its own
 _PROCESS_ID = 1  # the process in a trace
-_PACKAGES = ("torch", "llama-cpp-python", "transformers", "accelerate", "numpy")
-_OPTIONS = ("ram", "gpu_memory", "device", "ctx", "kv_format", "threads")
+_PACKAGES = ("torch", "llama-cpp-python", "numpy")
 _EXTRAS = {"native": "torch", "llamacpp": "llamacpp"}
+_OPTIONS = ("ram", "gpu_memory", "device", "ctx", "kv_format", "threads")
 
 
 def facts(machine: Machine) -> dict[str, object]:
@@ -45,7 +49,7 @@ def facts(machine: Machine) -> dict[str, object]:
 
 def to_json(outcome: Outcome, options: BenchOptions) -> dict[str, object]:
     """Return the run as JSON: ``results`` has every engine and setting, the best marked."""
-    best = _best(outcome.results)
+    best = _best(outcome)
     return {
         "prompt_tokens": options.workload.prompt_tokens,
         "tokens": options.workload.tokens,
@@ -54,11 +58,13 @@ def to_json(outcome: Outcome, options: BenchOptions) -> dict[str, object]:
         **{name: getattr(options, name) for name in _OPTIONS},
         "interleaved": outcome.interleaved,
         "interrupted": outcome.interrupted,
+        "busy": outcome.busy,
+        "varied": outcome.varied or None,
         "results": [
             {
                 "engine": result.engine,
                 "setting": result.setting,
-                "best": best[result.engine] is result,
+                "best": best.get(result.engine) is result,
                 **result.metrics,
                 "load_s": result.load_s,
                 "info": dict(result.info),
@@ -71,64 +77,98 @@ def to_json(outcome: Outcome, options: BenchOptions) -> dict[str, object]:
     }
 
 
-def to_table(
-    outcome: Outcome, options: BenchOptions, *, name: str, machine: Machine, busy: bool = False
-) -> str:
-    """Return the run as a table for people. ``busy``: other programs used the CPU, which slows
-    engines unequally, so nothing is compared.
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A run as texts for people: a heading, a table, and notes under it.
+
+    A row that is shorter than ``headers`` ends in the reason why there are no figures.
     """
-    best = _best(outcome.results)
-    work = options.workload
-    measured = any(result.samples for result in outcome.results)
-    runs = f", median of {work.runs}" if measured else ""
-    if measured and outcome.interrupted:
-        done = sorted({len(result.samples) for result in outcome.results})
-        runs = f", interrupted: median of {' or '.join(map(str, done))} of {work.runs} runs"
-    heading = (
-        f"{name}: {work.prompt_tokens} prompt and {work.tokens} answer tokens{runs}, on"
-        f" {machine.cpu.name} with {options.threads or machine.cpu.cores.threads} threads"
-    )
-    heading = ", ".join([heading, *(gpu_line(asdict(gpu)) for gpu in machine.gpus)])
-    devices = {_device(result) for result in outcome.results}
-    peers = {_device(result) for result in outcome.results if _is_baseline(result)}
-    both = any(not _is_baseline(r) and _device(r) in peers for r in outcome.results)
-    compare = both and not busy
-    several = {r.engine for r in outcome.results if best[r.engine] is not r}
+
+    heading: str
+    headers: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    notes: Sequence[str]
+
+
+def lay_out(outcome: Outcome, options: BenchOptions, *, name: str, machine: Machine) -> Layout:
+    """Return a run's texts. ``options`` are those of a sweep before one of them is varied."""
+    best, varied = _best(outcome), outcome.varied
+    work, results = options.workload, outcome.results
+    measured = any(result.samples for result in results)
+    devices = {_device(result) for result in results}
+    peers = {_device(result) for result in results if _is_baseline(result)}
+    both = any(not _is_baseline(r) and _device(r) in peers for r in results)
+    compare = both and not outcome.busy  # other programs slow engines unequally
+    several = {r.engine for r in results if best.get(r.engine, r) is not r}
 
     def engine(result: Result) -> str:
         return result.engine + (" (simulated)" if result.metrics.get("simulated") else "")
 
     def setting(result: Result) -> str:
         star = result.engine in several and best[result.engine] is result
-        return result.setting + (" *" if star else "")
+        streamed = varied == "model" and result.info.get("streamed")
+        return result.setting + (" *" if star else ", streamed" if streamed else "")
 
+    names = [("engine", engine), ("setting", setting)]
+    if varied:
+        names = [(varied.replace("_", "-"), setting)]
     columns: list[tuple[str, Callable[[Result], str]]] = [
-        ("engine", engine),
-        ("setting", setting),
+        *names,
         *([("on", _device)] if len(devices) > 1 else []),
-        *_rates(outcome.results, compare=compare),
-        *_details(outcome.results, _DETAILS),
+        *(_OF_MODELS if varied == "model" else ()),
+        *_rates(results, compare=compare),
+        *_details(results, _DETAILS),
         ("TTFT", lambda r: format_seconds(r.metrics["ttft_s"])),
-        *_details(outcome.results, {"long_ttft_s": (f"TTFT of {work.long_prompt_tokens}", _time)}),
+        *_details(results, {"long_ttft_s": (f"TTFT of {work.long_prompt_tokens}", _time)}),
         ("peak RAM", lambda r: _size(r.metrics["peak_ram_bytes"])),
-        *_details(outcome.results, _ON_GPU, measured and "GPU" in devices),
+        *_details(results, _ON_GPU, measured and "GPU" in devices),
     ]
-    headers = [header for header, _ in columns]
-    rows = [[cell(result) for _, cell in columns] for result in outcome.results]
-    rows += [[skip.engine, _why(skip)] for skip in outcome.skipped]
-    heading = f"{outcome.heading}\n\n{heading}" if outcome.heading else heading
-    lines = [heading, "", table(rows, headers, "ll".ljust(len(headers), "r"))]
-    if several:
-        lines.append("* the engine's best setting for this workload")
+    rows = [[cell(result) for _, cell in columns] for result in results]
+    rows += [_row_of(skip, varied) for skip in outcome.skipped]
+    notes = ["* the engine's best setting for this workload"] if several else []
     if compare:
         where = " on the same device" if len(devices) > 1 else ""
-        lines.append(f"/ {_BASELINE}: against its best figure in the column{where}")
-    for result in outcome.results:
+        notes.append(f"/ {_BASELINE}: against its best figure in the column{where}")
+    if varied == "batch":
+        notes.append("batch: answers at a time; decode tok/s is that of all together")
+    for result in results:
         if result.metrics.get("helps"):
-            lines.append(f"{engine(result)}: {use_line(result.metrics)}")
-    if any(result.metrics.get("simulated") for result in outcome.results):
-        lines.append("simulated: predicted for a GPU, not measured on one")
-    return "\n".join([*lines, *meanings("\n".join(lines))])
+            which = setting(result) if varied else engine(result)
+            notes.append(f"{which}: {use_line(result.metrics)}")
+    if any(result.metrics.get("simulated") for result in results):
+        notes.append("simulated: predicted for a GPU, not measured on one")
+    heading = _heading(outcome, options, name, machine)
+    headers = [header for header, _ in columns]
+    said = "\n".join([heading, *headers, *(cell for row in rows for cell in row), *notes])
+    notes += meanings(said)
+    if outcome.busy:
+        notes.append(
+            "Measured while busy: other programs use the CPU, so these rates are too low, some by "
+            "more than others: engines are not compared."
+        )
+    return Layout(heading, headers, rows, notes)
+
+
+def to_table(outcome: Outcome, options: BenchOptions, *, name: str, machine: Machine) -> str:
+    """Return the run as a table for people."""
+    layout = lay_out(outcome, options, name=name, machine=machine)
+    align = ("l" if outcome.varied else "ll").ljust(len(layout.headers), "r")
+    heading = f"{outcome.heading}\n\n{layout.heading}" if outcome.heading else layout.heading
+    return "\n".join([heading, "", table(layout.rows, layout.headers, align), *layout.notes])
+
+
+def _heading(outcome: Outcome, options: BenchOptions, name: str, machine: Machine) -> str:
+    work, varied = options.workload, outcome.varied
+    counts = {"prompt_tokens": f"{work.prompt_tokens} prompt", "tokens": f"{work.tokens} answer"}
+    held = " and ".join(text for option, text in counts.items() if option != varied)
+    done = sorted({len(result.samples) for result in outcome.results if result.samples})
+    runs = f", median of {work.runs}" if done else ""
+    if done and outcome.interrupted:
+        runs = f", interrupted: median of {' or '.join(map(str, done))} of {work.runs} runs"
+    heading = f"{name}: {held} tokens{runs}, on {machine.cpu.name}"
+    if varied != "threads":
+        heading += f" with {options.threads or machine.cpu.cores.threads} threads"
+    return ", ".join([heading, *(gpu_line(gpu) for gpu in machine.gpus)])
 
 
 def _rates(
@@ -158,6 +198,22 @@ def _details(
             yield header, partial(cell, show, name)
 
 
+def shown(value: float | None, show: Callable[[float], str]) -> str:
+    """Return a measured number as text; "not measured" for None."""
+    return NOT_MEASURED if value is None else show(value)
+
+
+def percent(share: float) -> str:
+    """``"98 %"``."""
+    return f"{100 * share:.0f} %"
+
+
+def gpu_line(gpu: Gpu) -> str:
+    """``"NVIDIA GeForce RTX 4060 (8.6 GB of VRAM, driver 580.95)"``."""
+    memory = shown(gpu.memory_bytes, format_bytes)
+    return f"{gpu.name} ({memory} of VRAM, driver {gpu.driver or 'unknown'})"
+
+
 _size, _time = (partial(shown, show=show) for show in (format_bytes, format_seconds))
 
 
@@ -172,6 +228,7 @@ _DETAILS: _Details = {
     "of_predicted": ("of predicted", _percent),
     "pipeline_efficiency": ("pipeline busy", _percent),
     "read_bytes_per_token": ("read/token", _size),
+    "expert_hit_rate": ("experts in place", _percent),
 }
 _ON_GPU: _Details = {
     "peak_vram_bytes": ("peak VRAM", _size),
@@ -179,9 +236,20 @@ _ON_GPU: _Details = {
 }
 
 
-def _best(results: Sequence[Result]) -> dict[str, Result]:
-    """Return each engine's fastest setting for the whole workload."""
-    slowest_first = sorted(results, key=lambda result: result.workload_s, reverse=True)
+_OF_MODELS: Sequence[tuple[str, Callable[[Result], str]]] = (
+    ("size", lambda result: _size(result.info["weight_bytes"])),
+    (
+        "bits per weight",
+        lambda result: f"{8 * result.info['weight_bytes'] / result.info['parameters']:.2f}",
+    ),
+)
+
+
+def _best(outcome: Outcome) -> dict[str, Result]:
+    """Return each engine's fastest setting for the whole workload; of a sweep there is none."""
+    if outcome.varied:
+        return {}
+    slowest_first = sorted(outcome.results, key=lambda result: result.workload_s, reverse=True)
     return {result.engine: result for result in slowest_first}
 
 
@@ -201,10 +269,11 @@ def _ratio(results: Sequence[Result], metric: str, result: Result) -> str:
     return f"{result.metrics[metric] / best:.2f}x" if best else "-"
 
 
-def _why(skip: Skipped) -> str:
-    if skip.missing:
-        return f"not installed: {install(_EXTRAS.get(skip.engine, 'bench'))}"
-    return f"{skip.setting}: {skip.reason}" if skip.setting else skip.reason
+def _row_of(skip: Skipped, varied: str) -> list[str]:
+    reason = f"not installed: {install(_EXTRAS[skip.engine])}" if skip.missing else skip.reason
+    if varied:
+        return [skip.setting, reason]
+    return [skip.engine, f"{skip.setting}: {reason}" if skip.setting else reason]
 
 
 # -- a trace ---------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,22 +35,20 @@ from localrt.models.checkpoints import open_checkpoint
 from localrt.models.tokenizers import load_tokenizer
 from localrt.offload.memory import memory_state
 
-# Each engine's settings by name: all are measured, and the best counts.
-_SETTINGS: Mapping[str, Mapping[str, Mapping[str, object]]] = {"llamacpp": LLAMACPP_SETTINGS}
-
-# Peers may take more or less GPU memory than they are given: the first of these shares with which
-# one keeps to the budget counts. If that cannot be measured, `_SAFE`.
+# llama.cpp may take more or less GPU memory than it is given: the first of these shares with which
+# it keeps to the budget counts. If that cannot be measured, `_SAFE`.
 _SHARES, _SAFE = (1.1, 1.0, 0.9, 0.75, 0.6), 0.9
 
-_NATIVE = ("format", "device", "gpu_memory", "ram", "kv_format")
+_NATIVE = ("format", "device", "gpu_memory", "ram", "kv_format", "draft")
 
 # Upper bounds of a process's peak memory, as a multiple of the model's files.
-_MEMORY_FACTOR = {"native": 6.0, "llamacpp": 2.5, "transformers": 12.0}
+_MEMORY_FACTOR = {"native": 6.0, "llamacpp": 2.5}
 _PROCESS_BYTES = 500 << 20
 
 _MEDIANS = (
     *("ttft_s", "tpot_s", "prefill_tok_s", "decode_tok_s"),
     *("pipeline_efficiency", "ceiling_tok_s", "predicted_tok_s", "ssd_read_bytes", "link_bytes"),
+    "expert_hit_rate",
 )
 
 
@@ -178,7 +175,7 @@ class _Bench:
 
     def _warm_up(self, running: _Running) -> None:
         if self._prompts is None:
-            work, encode = self._options.workload, encoder(self._options.path, running.child)
+            work, encode = self._options.workload, _encoder(self._options.path, running.child)
             self._prompts = make_prompts(work, encode)
             if work.long_prompt_tokens:
                 self._long_prompt = make_long_prompt(work, encode)
@@ -190,7 +187,7 @@ class _Bench:
     def _time(self, running: _Running, index: int) -> None:
         last = index == self._options.workload.runs
         traced = last and self._options.trace and running.engine == "native"
-        before = running.child.ask("trace") if traced else None  # this starts recording
+        before = running.child.ask("trace") if traced else []  # this starts recording
         sample = self._generate(running, index)
         running.samples.append(sample)
         rates = [format_rate(sample.get(name)) for name in ("prefill_tok_s", "decode_tok_s")]
@@ -203,8 +200,12 @@ class _Bench:
 
     def _generate(self, running: _Running, index: int) -> Any:
         assert self._prompts is not None
-        tokens = self._options.workload.tokens
-        return running.child.ask("generate", prompt=self._prompts[index], tokens=tokens)
+        work, child = self._options.workload, running.child
+        if work.batch == 1:
+            return child.ask("generate", prompt=self._prompts[index], tokens=work.tokens)
+        child.ask("free")  # caches of earlier answers need not leave for these
+        prompts = self._prompts[index * work.batch : (index + 1) * work.batch]
+        return child.ask("generate_batch", prompts=prompts, tokens=work.tokens)
 
     def _look(self, running: _Running) -> None:
         """Measure a long prompt's first token and the use of a GPU once; note a failure."""
@@ -216,7 +217,7 @@ class _Bench:
                 answer = child.ask("generate", prompt=self._long_prompt, tokens=LONG_ANSWER)
                 running.once["long_ttft_s"] = answer["ttft_s"]
             if self._gpu and running.engine == "native":
-                running.once |= child.ask("gpu_use", prompt=self._prompts[0]) or {}
+                running.once |= child.ask("gpu_use", prompt=self._prompts[0])
         except ChildError as error:
             self._notify(f"{name}: {error}")
 
@@ -237,7 +238,7 @@ class _Bench:
         self._skipped.append(Skipped(engine, setting, str(error), missing, error.kind))
 
 
-def encoder(path: Path, child: ChildProcess) -> Callable[[str], list[int]]:
+def _encoder(path: Path, child: ChildProcess) -> Callable[[str], list[int]]:
     """Load the model's tokenizer in this process, so that no engine's memory includes it."""
     try:
         with closing(open_checkpoint(path)) as checkpoint:
@@ -259,7 +260,7 @@ def on_gpu(info: Mapping[str, Any]) -> bool:
 def _candidates(options: BenchOptions, gpu: bool) -> Iterator[_Candidate]:
     for engine in options.engines:
         chosen = (options.settings or {}).get(engine)
-        settings: Mapping[str, Mapping[str, object]] = _SETTINGS.get(engine, {"": {}})
+        settings: Mapping[str, Mapping[str, object]] = LLAMACPP_SETTINGS
         tried: list[dict[str, object]] = [{}]
         if engine == "native":
             given = {name: getattr(options, name) for name in _NATIVE}
@@ -269,10 +270,6 @@ def _candidates(options: BenchOptions, gpu: bool) -> Iterator[_Candidate]:
             if options.gpu_memory is not None:
                 shares = (_SAFE,) if nvml.used_nbytes() is None else _SHARES
                 tried = [{**tried[0], "gpu_memory": int(x * options.gpu_memory)} for x in shares]
-            if engine == "transformers":
-                packs = options.path.is_dir() and find_spec("bitsandbytes") is not None
-                settings = {"bf16": {"ram": options.ram}}
-                settings |= {"nf4": {"ram": options.ram, "nf4": True}} if packs else {}
         ctx, path = options.ctx or options.workload.ctx, str(options.path)
         plain = Launch(engine=engine, path=path, ctx=ctx, threads=options.threads)
         for setting, values in settings.items():
@@ -284,14 +281,14 @@ def _result(running: _Running) -> Result:
     samples = running.samples
     metrics = dict(samples[-1])
     for name in _MEDIANS:
-        metrics[name] = median_of(samples, name)
+        metrics[name] = _median_of(samples, name)
     if metrics["predicted_tok_s"] and metrics["decode_tok_s"]:
         metrics["of_predicted"] = metrics["decode_tok_s"] / metrics["predicted_tok_s"]
-    reads = median_of(samples, "decode_read_bytes")
+    reads = _median_of(samples, "decode_read_bytes")
     steps = metrics["completion_tokens"] - 1  # decoding begins after the first token
     metrics.pop("decode_read_bytes", None)
     metrics["read_bytes_per_token"] = None if reads is None else round(reads / steps)
-    joules = median_of(samples, "decode_joules")
+    joules = _median_of(samples, "decode_joules")
     metrics.pop("decode_joules", None)
     metrics["joules_per_token"] = None if joules is None else joules / steps
     metrics |= running.once
@@ -308,19 +305,17 @@ def _result(running: _Running) -> Result:
     )
 
 
-def median_of(samples: Sequence[Mapping[str, Any]], name: str) -> object:
+def _median_of(samples: Sequence[Mapping[str, Any]], name: str) -> object:
     """Return the median of the samples that have the value."""
     known = [value for sample in samples if (value := sample.get(name)) is not None]
     return median(known) if known else None
 
 
 def _new_events(
-    before: Sequence[Mapping[str, Any]] | None, after: list[Mapping[str, Any]] | None
-) -> list[Mapping[str, Any]] | None:
-    """Return the events that began after all of ``before`` had ended; None without a trace."""
-    if after is None:
-        return None
-    seen = max((event["end_s"] for event in before or ()), default=float("-inf"))
+    before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """Return the events that began after all of ``before`` had ended."""
+    seen = max((event["end_s"] for event in before), default=float("-inf"))
     return [event for event in after if event["start_s"] >= seen]
 
 

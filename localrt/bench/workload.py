@@ -31,20 +31,23 @@ SENTENCES = (
 )
 
 
-_LEAST = {"prompt_tokens": 1, "tokens": 2, "runs": 1, "long_prompt_tokens": 0}
+_LEAST = {"prompt_tokens": 1, "tokens": 2, "runs": 1, "batch": 1, "long_prompt_tokens": 0}
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
     """Generate ``tokens`` greedy tokens after ``prompt_tokens``, ``runs`` times.
 
-    If ``long_prompt_tokens`` is not 0, the first token after such a prompt is timed once.
+    ``batch`` answers share passes: prefill lasts until all have their first token, and the decode
+    rate is that of all together from then on. If ``long_prompt_tokens`` is not 0, the first token
+    after such a prompt is timed once.
     """
 
     prompt_tokens: int = 512
     tokens: int = 128
     runs: int = 5
     long_prompt_tokens: int = 0
+    batch: int = 1
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
@@ -63,9 +66,9 @@ class Workload:
 class BenchOptions:
     """The options of a benchmark. Sizes are in bytes.
 
-    ``ram``, ``gpu_memory``, ``device``, ``format`` and ``kv_format`` are for the native engine;
-    ``ctx`` is every engine's context, by default just long enough. ``settings`` names the settings
-    of each engine to measure, by default all. ``peers`` are llama-bench programs, by name.
+    ``ram``, ``gpu_memory``, ``device``, ``format``, ``kv_format`` and ``draft`` are for the native
+    engine; ``ctx`` is every engine's context, by default just long enough. ``settings`` names the
+    settings of each engine to measure, by default all. ``peers`` are llama-bench programs, by name.
     ``trace`` records the last run of the native engine.
     """
 
@@ -78,6 +81,7 @@ class BenchOptions:
     gpu_memory: int | None = None
     ram: int | None = None
     kv_format: str | None = None
+    draft: str | None = None
     ctx: int | None = None
     settings: Mapping[str, Sequence[str]] | None = None
     peers: Mapping[str, Path] = field(default_factory=dict)
@@ -145,31 +149,37 @@ class Skipped:
 class Outcome:
     """The results of a benchmark, in the order of the options.
 
-    ``interrupted``: some runs are missing. For a forecast, in which nothing ran, ``forecast`` has
-    the GPU and the plan from which results were predicted, and ``heading`` says so.
+    ``interrupted``: some runs are missing. ``busy``: other programs used the CPU. Of a sweep,
+    ``varied`` is the option whose values the results' settings are, or ``"model"``. For a forecast,
+    in which nothing ran, ``forecast`` has the GPU and the plan from which results were predicted,
+    and ``heading`` says so.
     """
 
     results: Sequence[Result]
     skipped: Sequence[Skipped]
     interleaved: bool
     interrupted: bool = False
+    busy: bool = False
+    varied: str = ""
     forecast: Mapping[str, object] | None = None
     heading: str = ""
 
 
 def make_prompts(workload: Workload, encode: Callable[[str], list[int]]) -> list[list[int]]:
-    """Make prompts of exactly ``workload.prompt_tokens`` ids, for the warm-up and for every run."""
-    needed = workload.prompt_tokens + workload.runs * _STRIDE
+    """Make prompts of exactly ``workload.prompt_tokens`` ids: ``workload.batch`` for the warm-up,
+    then as many for every run.
+    """
+    starts = range(0, (workload.runs + 1) * workload.batch * _STRIDE, _STRIDE)
+    needed = workload.prompt_tokens + starts[-1]
     count = 16
     while len(ids := encode(_text(count))) < needed:
         count *= 2
-    starts = range(0, (workload.runs + 1) * _STRIDE, _STRIDE)
     return [ids[start : start + workload.prompt_tokens] for start in starts]
 
 
 def make_long_prompt(workload: Workload, encode: Callable[[str], list[int]]) -> list[int]:
     """Make a prompt of ``workload.long_prompt_tokens`` ids that shares no prefix with others."""
-    one = Workload(workload.long_prompt_tokens, runs=workload.runs + 1)
+    one = Workload(workload.long_prompt_tokens, runs=(workload.runs + 1) * workload.batch)
     return make_prompts(one, encode)[-1]
 
 

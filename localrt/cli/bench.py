@@ -1,5 +1,5 @@
-"""``localrt bench [MODEL]``: compares engines on one workload, or with ``--mix`` servers under
-several applications at once. Reports are in ``bench_reports.py``.
+"""``localrt bench [MODEL]``: compares engines on one workload, varies an option (``--sweep``), or
+measures all models (``--all``), or servers under several applications at once (``--mix``).
 """
 
 from __future__ import annotations
@@ -8,9 +8,11 @@ import argparse
 import json
 import shlex
 import shutil
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -21,11 +23,12 @@ from localrt.bench.mix.report import to_json as mix_json
 from localrt.bench.mix.report import to_table as mix_table
 from localrt.bench.mix.runner import run_mix
 from localrt.bench.mix.servers import make_servers
+from localrt.bench.page import to_html
 from localrt.bench.report import facts, to_json, to_table, write_trace
 from localrt.bench.runner import run_bench
+from localrt.bench.sweep import KNOBS, Point, parse_sweep, run_sweep, swept
 from localrt.bench.workload import LONG_ANSWER, BenchOptions, Outcome, Workload
-from localrt.cli.bench_reports import add_report_arguments, notify, resolved, run_report, write_page
-from localrt.cli.help import Examples
+from localrt.cli.help import Examples, ProgressLine
 from localrt.cli.options import (
     DEVICE_HELP,
     FORMAT_HELP,
@@ -41,36 +44,43 @@ from localrt.common.errors import LocalrtError, OptionError
 from localrt.common.files import user_path, write_text
 from localrt.common.formatting import parse_size
 from localrt.common.option_names import option
+from localrt.common.progress import note_to
 from localrt.common.settings import Settings
-from localrt.hub import DEMO_NAME, resolve_adapter
+from localrt.hub import DEMO_NAME, list_models, resolve, resolve_adapter
 from localrt.models.checkpoints import open_checkpoint
 from localrt.offload import hardware
+from localrt.offload.hardware import Machine
+from localrt.planning import chooser
 from localrt.planning.measure import is_busy
 
 EXAMPLES: Examples = (
     ("localrt bench model.gguf", "localrt and llama.cpp, in one run"),
     ("localrt bench model.gguf --ram 700MB", "streamed within 700 MB"),
     ("localrt bench model.gguf --gpu-memory 8GB --peer llama-bench=PATH", "on one GPU's memory"),
-    ("localrt bench model.gguf --ram 1GB --engines native --runs 3", "quick"),
-    ("localrt bench model.gguf --sweep sweep.json --vary 'threads=1,2 batch=1,4'", "combinations"),
+    ("localrt bench model.gguf --sweep ram=4GB,2GB,1GB", "how speed falls with the budget"),
+    ("localrt bench model.gguf --sweep batch=1,2,4,8", "how it grows with answers at a time"),
+    ("localrt bench --all --html page.html", "what your models do here, as a page to show"),
     ("localrt bench model.gguf --mix student", "two applications at once, for four minutes"),
-    ("localrt bench --card --html card.html", "what this PC runs, as a page"),
 )
 
-_ENGINES_HELP = "comma-separated: native, llamacpp, transformers (default: native,llamacpp)"
 _LONG_PROMPT = 8192
 _LONG_HELP = f"also time a prompt's first token at this length (default: {_LONG_PROMPT} with a GPU)"
-# Flags that are passed on to `localrt serve`.
-_SERVE_FLAGS = ("ram", "gpu_memory", "device", "kv_format", "format", "threads", "ctx")
-_MIX_HELP = f"a mix of applications: a .toml file, or {', '.join(SHIPPED)} (default: none)"
+_SWEEP_HELP = (
+    "measure the native engine with each value of one option, of "
+    f"{', '.join(KNOBS).replace('_', '-')} (default: no sweep)"
+)
+_ALL_HELP = "measure the native engine with every model on this machine"
+_HTML_HELP = "also write the table, with plots, as a page that loads nothing (default: none)"
 _PEER_HELP = (
     "also measure llama.cpp's llama-bench, on the same device in its best setting there; with "
     "--mix, a running server, or llama.cpp's llama-server; may be repeated (default: none)"
 )
+# Flags that are passed on to `localrt serve`.
+_SERVE_FLAGS = ("ram", "gpu_memory", "device", "kv_format", "format", "threads", "ctx")
+_MIX_HELP = f"a mix of applications: a .toml file, or {', '.join(SHIPPED)} (default: none)"
 _NAMED_HELP = "which model the mix's NAME means; may be repeated (default: MODEL for all names)"
 _MIX_FLAGS: tuple[Flag, ...] = (
     ("--mix", str, "FILE|NAME", _MIX_HELP),
-    ("--peer", list, "URL|NAME=PROGRAM", _PEER_HELP),
     ("--peer-args", str, "WORDS", "further options for every PROGRAM of --peer (default: none)"),
     ("--seconds", number, "S", "how long the mix runs (default: as the mix says)"),
     ("--out", Path, "FILE", "also write the JSON object to FILE (default: none)"),
@@ -81,7 +91,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add_model_argument(parser, default=None)
     flags: list[Flag] = [
-        ("--engines", _engines, "LIST", _ENGINES_HELP),
+        ("--engines", _engines, "LIST", "comma-separated: native, llamacpp (default: both)"),
+        ("--peer", list, "NAME=PROGRAM|URL", _PEER_HELP),
         ("--prompt-tokens", int, "N", "length of the prompt (default: 512)"),
         ("--tokens", int, "N", "length of the answer (default: 128)"),
         ("--runs", int, "N", "runs of each; medians are shown (default: 5, with --mix 1)"),
@@ -89,26 +100,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--threads", int, "N", "CPU threads of every engine (default: the performance cores)"),
         ("--ctx", int, "TOKENS", "context length for every engine (default: what the run needs)"),
     ]
-    engines = ("native", "llamacpp")
-    add_flags(parser, flags, engines=engines, prompt_tokens=512, tokens=128)
+    add_flags(parser, flags, peer=[], prompt_tokens=512, tokens=128)
     native: list[Flag] = [
         ("--format", ("bf16", "f32"), None, FORMAT_HELP),
         ("--ram", str, "SIZE", RAM_HELP),
         ("--gpu-memory", str, "SIZE", GPU_MEMORY_HELP),
         ("--device", str, None, DEVICE_HELP),
         ("--kv-format", str, "F", KV_HELP),
-        (
-            "--trace",
-            Path,
-            "FILE",
-            "write the pipeline's tasks to FILE, for Perfetto (default: none)",
-        ),
+        ("--trace", Path, "FILE", "write the pipeline's tasks, for Perfetto (default: none)"),
+        ("--sweep", str, "NAME=VALUE,VALUE", _SWEEP_HELP),
+        ("--all", bool, None, _ALL_HELP),
     ]
     add_flags(parser.add_argument_group("the native engine"), native)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    add_report_arguments(parser)
-    group = parser.add_argument_group("peers, and several applications")
-    add_flags(group, _MIX_FLAGS, peer=[])
+    output: list[Flag] = [
+        ("--html", Path, "FILE", _HTML_HELP),
+        ("--json", bool, None, "print one JSON object"),
+    ]
+    add_flags(parser.add_argument_group("output"), output)
+    group = parser.add_argument_group("several applications at once")
+    add_flags(group, _MIX_FLAGS)
     group.add_argument(
         "--model", dest="models", action="append", default=[], metavar="NAME=PATH", help=_NAMED_HELP
     )
@@ -119,64 +129,105 @@ def run(args: argparse.Namespace) -> int:
     status = _run_mix(args)
     if status is not None:
         return status
-    args.model = DEMO_NAME if args.model is None else args.model
-    args.runs = 5 if args.runs is None else args.runs
+    options = _options(args)
+    sweep = None if args.sweep is None else parse_sweep(args.sweep)
+    name = "all models"
+    if not args.all:
+        name, path = _resolved(DEMO_NAME if args.model is None else args.model)
+        options = replace(options, path=path)
+    machine = hardware.probe()
+    if args.all:
+        outcome, machine = _measured(partial(run_sweep, _models(options), "model"), args, machine)
+    elif sweep is not None:
+        points = partial(run_sweep, swept(options, *sweep), sweep[0])
+        outcome, machine = _measured(points, args, machine)
+    else:
+        if options.uses_gpu or args.long_prompt is not None:
+            options = replace(options, workload=_with_long_prompt(options, args.long_prompt))
+        if wants_forecast(options) and "native" in options.engines:
+            outcome = _forecast(options)
+        else:
+            outcome, machine = _measured(partial(run_bench, options), args, machine)
+    if outcome.interrupted and not outcome.results:
+        raise KeyboardInterrupt
+    if args.json:
+        print(json.dumps({**facts(machine), "model": name, **to_json(outcome, options)}))
+    else:
+        print(to_table(outcome, options, name=name, machine=machine))
+    if args.html is not None:
+        write_text(args.html, to_html(outcome, options, name=name, machine=machine))
+        _notify(f"wrote {args.html}")
+    if outcome.interrupted:
+        raise KeyboardInterrupt
+    if not outcome.results:
+        skipped = outcome.skipped
+        failed = [skip.setting if outcome.varied else skip.engine for skip in skipped]
+        reasons = "; ".join(
+            f"{what}: {skip.reason}" for what, skip in zip(failed, skipped, strict=True)
+        )
+        misused = all(skip.kind == "OptionError" for skip in skipped)
+        kind = OptionError if misused and skipped else LocalrtError
+        raise kind(f"no engine could run: {reasons}")
+    if args.trace is not None:
+        _write_trace(args.trace, outcome, name)
+    return 0
+
+
+def _options(args: argparse.Namespace) -> BenchOptions:
+    """Return the options, but for the model's path; refuse what cannot be combined."""
+    several = [name for name in ("sweep", "all") if getattr(args, name)]
+    if len(several) > 1:
+        raise OptionError(f"{option('sweep')} and {option('all')} cannot be combined")
+    for name in ("engines", "peer", "trace", "long_prompt"):
+        if several and getattr(args, name) not in (None, [], ("native",)):
+            raise OptionError(f"{option(name)} and {option(several[0])} cannot be combined")
+    if args.all and args.model is not None:
+        raise OptionError(f"{option('all')} measures every model: leave out MODEL")
+    peers, same = _peers(args.peer), ("threads", "format", "device", "kv_format", "ctx")
     sizes = {name: getattr(args, name) for name in ("ram", "gpu_memory")}
     sizes = {
         name: text if text is None else parse_size(text, option(name))
         for name, text in sizes.items()
     }
-    report = run_report(args, sizes)
-    if report is not None:
-        return report
-    peers, same = _peers(args.peer), ("engines", "threads", "format", "device", "kv_format", "ctx")
-    settings = Settings.from_environment()
-    name, path = resolved(args.model)
-    workload = Workload(args.prompt_tokens, args.tokens, args.runs)
-    options = BenchOptions(
-        path=path,
-        workload=workload,
+    return BenchOptions(
+        path=Path(),
+        engines=("native",) if several else args.engines or ENGINES,
+        workload=Workload(args.prompt_tokens, args.tokens, 5 if args.runs is None else args.runs),
         trace=args.trace is not None,
         peers=peers,
         **sizes,
         **{name: getattr(args, name) for name in same},
     )
-    if options.uses_gpu or args.long_prompt is not None:
-        options = replace(options, workload=_with_long_prompt(options, args.long_prompt))
-    machine, busy = hardware.probe(), False
-    if wants_forecast(options) and "native" in options.engines:
-        if options.trace or options.peers:
-            what = "--trace records" if options.trace else "--peer makes"
-            raise OptionError(f"{what} a run, but without a GPU --gpu-memory only plans")
-        notify("no GPU here: this is a plan for a known GPU, and nothing runs")
-        outcome = forecast(options, settings)
-    else:
-        busy = is_busy()
-        floor = hardware.measure_memory_read(args.threads or machine.cpu.cores.threads)
-        machine = replace(machine, memory_read_bytes_s=floor, gpus=hardware.gpus() or machine.gpus)
-        outcome = run_bench(options, notify=notify)
-    if outcome.interrupted and not outcome.results:
-        raise KeyboardInterrupt
-    if args.json:
-        of = {**facts(machine), "model": name}
-        print(json.dumps({**of, **to_json(outcome, options), "busy": busy}))
-    else:
-        print(to_table(outcome, options, name=name, machine=machine, busy=busy))
-        if busy:
-            print(
-                "\nMeasured while busy: other programs use the CPU, so these rates are too low, "
-                "some by more than others: engines are not compared."
-            )
-    if outcome.interrupted:
-        raise KeyboardInterrupt
-    if not outcome.results:
-        reasons = "; ".join(f"{skip.engine}: {skip.reason}" for skip in outcome.skipped)
-        misused = all(skip.kind == "OptionError" for skip in outcome.skipped)
-        kind = OptionError if misused and outcome.skipped else LocalrtError
-        raise kind(f"no engine could run: {reasons}")
-    if args.trace is not None:
-        _write_trace(args.trace, outcome, name)
-    return 0
+
+
+def _measured(
+    measure: Callable[..., Outcome], args: argparse.Namespace, machine: Machine
+) -> tuple[Outcome, Machine]:
+    """Return what ``measure`` finds, and the machine's rates."""
+    busy = is_busy()
+    floor = hardware.measure_memory_read(args.threads or machine.cpu.cores.threads)
+    machine = replace(machine, memory_read_bytes_s=floor, gpus=hardware.gpus() or machine.gpus)
+    return replace(measure(notify=_notify), busy=busy), machine
+
+
+def _forecast(options: BenchOptions) -> Outcome:
+    if options.trace or options.peers:
+        what = "--trace records" if options.trace else "--peer makes"
+        raise OptionError(f"{what} a run, but without a GPU --gpu-memory only plans")
+    _notify("no GPU here: this is a plan for a known GPU, and nothing runs")
+    return forecast(options, Settings.from_environment())
+
+
+def _models(options: BenchOptions) -> list[Point]:
+    """Return every model on this machine."""
+    models = list_models(Settings.from_environment())
+    if not models:
+        raise LocalrtError(f"no model is on this machine yet: localrt pull {DEMO_NAME}")
+    # File names only: results may be shared.
+    names = [each.path.name if each.place == "yours" else each.name for each in models]
+    return [
+        (name, replace(options, path=each.path)) for name, each in zip(names, models, strict=True)
+    ]
 
 
 def _run_mix(args: argparse.Namespace) -> int | None:
@@ -188,8 +239,8 @@ def _run_mix(args: argparse.Namespace) -> int | None:
         if any((args.models, args.peer_args, args.seconds is not None, args.out)):
             raise OptionError("--model, --peer-args, --seconds and --out need --mix")
         return None
-    for name in ("sweep", "card", "compare", "trace", "long_prompt"):
-        if getattr(args, name) is not None:
+    for name in ("sweep", "all", "trace", "long_prompt", "html", "engines"):
+        if getattr(args, name):
             raise OptionError(f"{option('mix')} and {option(name)} cannot be combined")
     named = dict(text.partition("=")[::2] for text in args.models)
     if "" in named or "" in named.values():
@@ -201,7 +252,7 @@ def _run_mix(args: argparse.Namespace) -> int | None:
         raise OptionError(f"{option('runs')} must be at least 1, is {runs}")
     mix = read_mix(args.mix, models=named, every=args.model, seconds=args.seconds)
     settings = Settings.from_environment()
-    paths = {name: resolved(model)[1] for name, model in mix.models.items()}
+    paths = {name: _resolved(model)[1] for name, model in mix.models.items()}
     apps = [
         replace(app, adapter=app.adapter and str(resolve_adapter(app.adapter, settings=settings)))
         for app in mix.apps
@@ -215,14 +266,13 @@ def _run_mix(args: argparse.Namespace) -> int | None:
         arguments=shlex.split(args.peer_args or ""),
         key=settings.endpoint_key,
     )
-    outcome = run_mix(mix, servers, runs, notify)
+    outcome = run_mix(mix, servers, runs, _notify)
     if outcome.interrupted and not outcome.runs:
         raise KeyboardInterrupt
     report = mix_json(outcome, mix, hardware.probe())
     if args.out is not None:  # first: whoever reads what is printed may stop
         write_text(args.out, json.dumps(report) + "\n")
     print(json.dumps(report) if args.json else mix_table(report))
-    write_page(args, report)
     if outcome.interrupted:
         raise KeyboardInterrupt
     return 0 if outcome.runs else 1
@@ -256,7 +306,7 @@ def _write_trace(path: Path, outcome: Outcome, name: str) -> None:
     for result in outcome.results:
         if result.trace:
             write_trace(path, result.trace, process=f"localrt {name}")
-            notify(f"wrote {len(result.trace)} tasks to {path}: open it at ui.perfetto.dev")
+            _notify(f"wrote {len(result.trace)} tasks to {path}: open it at ui.perfetto.dev")
             return
     raise LocalrtError(
         f"{path} was not written: only a model that does not fit has a pipeline to trace; "
@@ -271,3 +321,19 @@ def _engines(text: str) -> tuple[str, ...]:
         what = f"unknown engine {unknown[0]!r}" if unknown else "no engine"
         raise argparse.ArgumentTypeError(f"{what}: choose from {', '.join(ENGINES)}")
     return names
+
+
+def _resolved(model: str) -> tuple[str, Path]:
+    """Find the model, downloading it if needed: child processes get a path."""
+    settings = Settings.from_environment()
+    with ProgressLine() as line:
+        choose = chooser(settings, say=note_to(line))
+        found = resolve(model, settings=settings, choose=choose, progress=line)
+    open_checkpoint(found.path).close()  # what no engine can read is told once
+    # File names only: results may be shared.
+    return (found.path.name if Path(found.name).exists() else found.name), found.path
+
+
+def _notify(line: str) -> None:
+    """Print a line about the progress."""
+    print(f"localrt: {line}", file=sys.stderr, flush=True)

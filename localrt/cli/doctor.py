@@ -44,7 +44,6 @@ _PACKAGES = (
     ("bitsandbytes", "torch", "kernels on NVIDIA GPUs without CUDA's compiler"),
     ("llama-cpp-python", "llamacpp", "the llamacpp engine: more architectures, bench's baseline"),
     ("torch", "quantize", "quantizing with calibration"),
-    ("transformers", "bench", "an engine to compare with in bench"),
 )
 
 
@@ -179,7 +178,6 @@ def _advice(
     uses = {
         "gpu": "the GPU" if gpu else None,
         "llamacpp": "more architectures, and bench's baseline",
-        "bench": "transformers in bench",
         "quantize": "quantizing with calibration",
     }
     for extra, use in uses.items():

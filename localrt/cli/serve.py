@@ -15,14 +15,13 @@ import sys
 import threading
 import time
 from contextlib import ExitStack, closing
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from socket import socket
 from typing import TYPE_CHECKING, Any
 
 import localrt
-from localrt.bench.batches import saved_batch
 from localrt.cli.help import Examples
 from localrt.cli.loading import load_model
 from localrt.cli.options import (
@@ -71,10 +70,7 @@ _CLASS_KEY_HELP = (
     "a key whose requests are interactive, completion or background, which waits for the others; "
     "may be repeated (default: by what they are)"
 )
-_RUNNING_HELP = (
-    "most answers at a time; they share passes (default: what `localrt bench MODEL --advise` "
-    "found, else 16)"
-)
+_RUNNING_HELP = "most answers at a time; they share passes (default: 16)"
 _CONNECTIONS_HELP = (
     "most requests that are open at a time (default: 1000); more get 503, but /health answers"
 )
@@ -95,7 +91,6 @@ _CONVERSATIONS_HELP = (
     "(default: on this machine's own address alone)"
 )
 _PARENT_HELP = "end with this process, and print the address as JSON (default: none)"
-_LEAST_RUNNING = 4  # whatever passes gain: a chat does not wait for another's end
 _UNSET = ServeOptions()
 # Flags for a single model.
 _ALONE = ("name", "adapter", "chat_template", "pre_tokenizer", "revision")
@@ -128,7 +123,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     every = f"{BARE_MODEL_HELP} (default: all models of this machine)"
     parser.add_argument("model", nargs="?", metavar="MODEL", help=every)
     group = parser.add_argument_group("server")
-    names = ("host", "port", "max_queued", "max_connections")
+    names = ("host", "port", "max_running", "max_queued", "max_connections")
     kept = {name: getattr(_UNSET, name) for name in names}
     shown = {"max_body": "8MiB", "drain": _UNSET.drain_s}
     add_flags(group, _FLAGS, **kept, **shown, cors=[], class_key=[])
@@ -160,8 +155,6 @@ def run(args: argparse.Namespace) -> int:
 
         with load_model(args, reads_text=False) as model:
             _set_defaults(model, defaults)
-            if args.max_running is None:
-                options = replace(options, max_running=_running(model.info.path))
             served = OneModel(model, options)
             _serve(args, options, bound, served, {served.name: str(model.info.path)})
     return 0
@@ -242,12 +235,6 @@ def _end_with(parent: str) -> None:
     signal.raise_signal(signal.SIGTERM)  # handled as if it came from outside
 
 
-def _running(model: Path) -> int:
-    """Return how many answers share passes, as measured for this model, or as usual."""
-    batch = saved_batch(Settings.from_environment().cache_dir, model)
-    return _UNSET.max_running if batch is None else max(_LEAST_RUNNING, batch)
-
-
 def _pool(
     args: argparse.Namespace, options: ServeOptions, defaults: dict[str, object]
 ) -> ModelPool:
@@ -323,7 +310,7 @@ def _options(args: argparse.Namespace) -> ServeOptions:
         api_key=Settings.from_environment().serve_key if args.api_key is None else args.api_key,
         class_keys={key: name for name, _, key in (one.partition("=") for one in args.class_key)},
         origins=tuple(args.cors),
-        max_running=_UNSET.max_running if args.max_running is None else args.max_running,
+        max_running=args.max_running,
         max_queued=args.max_queued,
         max_connections=args.max_connections,
         max_body=parse_size(args.max_body, option("max_body")),

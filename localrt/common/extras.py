@@ -15,7 +15,6 @@ EXTRAS = {
     "torch": "torch bitsandbytes",
     "quantize": "torch scipy",
     "llamacpp": "llama-cpp-python",
-    "bench": "torch transformers accelerate sentencepiece protobuf",
 }
 
 

@@ -4,7 +4,7 @@ Start reading at ``ops.py``: each step is in the file of its name. ``linear.py``
 GEMM kernels and cuBLAS, ``products.py`` launches ours, and ``launch.py`` starts what
 ``programs.py`` compiles. Beneath them, ``driver.py`` makes every call of the CUDA driver,
 ``memory.py`` pools GPU memory, and ``tensor.py`` has views of it (address, shape, strides, type)
-that compute nothing. torch, if installed, is used for two things only: cuBLAS and a profiler.
+that compute nothing. torch, if installed, is used for cuBLAS only.
 
 ``CudaOps`` computes on the same tiles as the CPU. Packed weights are multiplied by CUDA kernels of
 our own (``quant/cuda/src``), which NVRTC compiles for the GPU at hand; the machine code is cached

@@ -8,12 +8,12 @@ from dataclasses import asdict
 from typing import Any
 
 from localrt.bench import process
-from localrt.bench.engines import BenchEngine, Launch
+from localrt.bench.engines import Launch
 from localrt.common.errors import MemoryBudgetError, MissingExtraError, UnsupportedModelError
 from localrt.engine.types import Metrics
 from tests.bench.fake_nvml import take
 
-SPEED = {"native": 2.0, "llamacpp": 1.0, "transformers": 0.5}
+SPEED = {"native": 2.0, "llamacpp": 1.0}
 
 
 class FakeEngine:
@@ -29,15 +29,6 @@ class FakeEngine:
             "launch": asdict(launch),
             "device": "cuda:0" if self._on_gpu() else "cpu",
         }
-        if "gpu_memory" in self._settings:
-            self.gpu_use = lambda prompt: {
-                "busy": {"gpu": 0.25, "link": 0.9},
-                "helps": "Busiest is the link to the GPU, 90%.",
-                "launches_per_token": 41.0,
-                "waits_per_token": 2.0,
-            }
-        if "ram" in self._settings:
-            self.trace_events = self._trace_events
 
     def _on_gpu(self) -> bool:
         named = self._settings.get("device", "auto" if "gpu_memory" in self._settings else "cpu")
@@ -87,8 +78,19 @@ class FakeEngine:
         metrics = self.generate(prompts[0], tokens, lambda: None).to_dict()
         return metrics | {"decode_tok_s": len(prompts) * metrics["decode_tok_s"]}
 
-    def _trace_events(self) -> list[dict[str, Any]]:
-        """One task for each generation so far."""
+    def free(self) -> None:
+        pass
+
+    def gpu_use(self, prompt: list[int]) -> dict[str, Any]:
+        return {
+            "busy": {"gpu": 0.25, "link": 0.9},
+            "helps": "Busiest is the link to the GPU, 90%.",
+        }
+
+    def trace_events(self) -> list[dict[str, Any]]:
+        """One task for each generation so far, if weights are streamed."""
+        if "ram" not in self._settings:
+            return []
         return [
             {"resource": "ssd", "name": f"layer {call}", "start_s": call, "end_s": call + 0.5}
             for call in range(self._calls)
@@ -106,7 +108,7 @@ def read_past_the_cache(path: str) -> None:
         file.read()
 
 
-def load(launch: Launch) -> BenchEngine:
+def load(launch: Launch) -> FakeEngine:
     if launch.path.endswith("missing") and launch.engine != "native":
         raise MissingExtraError(f"{launch.engine} is not installed")
     if (launch.settings or {}).get("ram") == 1000:
@@ -117,5 +119,5 @@ def load(launch: Launch) -> BenchEngine:
 
 
 if __name__ == "__main__":
-    process.load_engine = load  # type: ignore[assignment]
+    process.LoadedEngine = load  # type: ignore[assignment,misc]
     process.main()

@@ -40,7 +40,7 @@ def test_json_output() -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [
-        (["--engines", "airllm"], 2, "choose from native, llamacpp, transformers"),
+        (["--engines", "airllm"], 2, "choose from native, llamacpp"),
         (["--engines", ","], 2, "no engine"),
         (["--runs", "0"], 2, "runs must be at least 1"),
         (["--ram", "much"], 2, "must be a size"),
@@ -48,6 +48,12 @@ def test_json_output() -> None:
         (["--ctx", "100"], 2, "must be at least 640"),
         (["no/such/file.gguf"], 1, "no/such/file.gguf"),
         (["--engines", "native", "--prompt-tokens", "9000"], 2, "model's context of 8192"),
+        (["--sweep", "batch=1", "--all"], 2, "--sweep and --all cannot be combined"),
+        (["--sweep", "batch=1", "--engines", "llamacpp"], 2, "--engines and --sweep cannot be"),
+        (["--all", "--trace", "a.json"], 2, "--trace and --all cannot be combined"),
+        (["--all", "--peer", "a=x"], 2, "--peer and --all cannot be combined"),
+        (["some.gguf", "--all"], 2, "--all measures every model: leave out MODEL"),
+        (["--sweep", "batch=1", "--runs", "0"], 2, "--runs must be at least 1, is 0"),
     ],
 )
 def test_bad_usage(

@@ -243,20 +243,20 @@ def test_ratios_on_one_device(
     """A peer keeps to the GPU memory, alone there, and figures of a CPU are no measure of it."""
     monkeypatch.setattr(llama_bench, "layer_nbytes", lambda *_: DENSE)
     card(FakeNvml(tmp_path / "vram"))
-    engines = ("native", "llamacpp", "transformers")
+    engines = ("native", "llamacpp")
     path = _program(tmp_path)
     outcome = _bench(path, model, engines=engines, gpu_memory=1000 * MB)
     assert not outcome.interleaved
     assert not outcome.skipped
-    native, *plain, hugging, peer = outcome.results
+    native, *plain, peer = outcome.results
     assert [each.engine for each in plain] == ["llamacpp"] * 4
-    assert (hugging.setting, peer.setting) == ("bf16", "-ngl 7 -fa 1")
+    assert peer.setting == "-ngl 7 -fa 1"
     shares = [each.info["launch"]["settings"]["gpu_memory"] / MB for each in outcome.results[:-1]]
-    assert shares == [1000, *[900] * 5], (
-        "the first share that the peers, which take 10 % more, keep"
+    assert shares == [1000, *[900] * 4], (
+        "the first share that llama.cpp, which takes 10 % more, keeps"
     )
     assert [each.metrics["peak_vram_bytes"] / MB for each in outcome.results] == [
-        *(800, *[990] * 5),
+        *(800, *[990] * 4),
         1000,
     ]
     work = BenchOptions(path=model, engines=engines, workload=WORK, gpu_memory=1000 * MB)
@@ -266,7 +266,7 @@ def test_ratios_on_one_device(
     assert "RTX 4060 (8.6 GB of VRAM, driver 580.1)" in text
     lines = {line.split()[0]: line for line in text.splitlines() if line.strip()}
     assert "/ llama.cpp: against its best figure in the column" in text
-    assert lines["native"].count("x ") == lines["transformers"].count("x ") == 2
+    assert lines["native"].count("x ") == lines["llama-bench"].count("x ") == 2
     assert "1 GB" in lines["llama-bench"]
     assert lines["llama-bench"].count("not measured") == 1, "its energy"
     assert to_json(outcome, work)["results"][-1]["info"]["build_commit"] == "abc"

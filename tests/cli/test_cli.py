@@ -199,8 +199,6 @@ READING = "run MODEL hi --json-schema FILE"
         ("run MODEL hi --chat-template FILE", "binary"),
         ("run MODEL --batch FILE", "large"),
         ("eval MODEL --text FILE", "pipe"),
-        ("bench --card MODEL --text FILE", "device"),
-        ("bench --compare FILE", "large"),
     ],
 )
 def test_files_that_cannot_be_read(

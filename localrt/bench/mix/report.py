@@ -13,8 +13,7 @@ from typing import Any
 
 from localrt.bench.mix.mix import App, Mix, percentiles
 from localrt.bench.mix.runner import Event, MixOutcome, Run
-from localrt.bench.page import NOT_MEASURED, percent, shown
-from localrt.bench.report import facts
+from localrt.bench.report import NOT_MEASURED, facts, percent, shown
 from localrt.common.formatting import format_bytes, format_rate, format_seconds, table
 from localrt.offload.hardware import Machine
 

@@ -56,7 +56,7 @@ texts = 2
         (["--peer", "http://x"], 2, "without --mix, give llama-bench=PROGRAM"),
         (["--peer", "native=x"], 2, "without --mix, give llama-bench=PROGRAM"),
         (["--peer", "a=x", "--peer", "a=y"], 2, "without --mix, give llama-bench=PROGRAM"),
-        (["--peer", "a=x", "--card"], 2, "--peer and --card cannot be combined"),
+        (["m", "--mix", "student", "--html", "p"], 2, "--mix and --html cannot be combined"),
     ],
 )
 def test_mistakes(

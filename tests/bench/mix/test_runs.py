@@ -14,7 +14,6 @@ from typing import Any
 import psutil
 import pytest
 
-from localrt.bench.compare import compare
 from localrt.bench.mix import runner
 from localrt.bench.mix.apps import Request
 from localrt.bench.mix.client import Client, Place, Reply
@@ -22,7 +21,6 @@ from localrt.bench.mix.mix import App, Goals, Mix, Neighbour
 from localrt.bench.mix.report import to_json, to_table
 from localrt.bench.mix.runner import Event, MixOutcome, run_mix
 from localrt.bench.mix.servers import Endpoint, LlamaServer, Localrt, make_servers
-from localrt.bench.page import to_html
 from localrt.client.servers import read_address
 from localrt.common.errors import LocalrtError, OptionError
 from localrt.offload import hardware
@@ -134,12 +132,6 @@ def test_table(played: tuple[Fake, dict[str, Any]]) -> None:
     assert "interactive" in lines
     assert "frames of film" in lines
     assert "not measured" in lines
-
-
-def test_page(played: tuple[Fake, dict[str, Any]]) -> None:
-    page, differences = compare(played[1], played[1])
-    assert to_html(page).count("Requests: thin ones") == 4, "a title and a label for each of two"
-    assert {row[-1] for row in differences.rows} <= {"+0 points", "+0.0 %", "-"}
 
 
 def test_medians_over_runs() -> None:

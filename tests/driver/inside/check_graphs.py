@@ -13,7 +13,6 @@ from localrt.common.errors import LocalrtError, MemoryBudgetError
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cuda import measuring
 from localrt.quant.cuda.capture import Capture, record
-from localrt.quant.cuda.counting import _our_calls, count_gpu_use, use_of
 from localrt.quant.cuda.cuda_memory import CudaCopies
 from localrt.quant.cuda.driver import Cuda, device_of
 from localrt.quant.cuda.gpu_cache import ROWS
@@ -64,33 +63,6 @@ def test_replay(gpu: Kernels, index: int) -> None:
     for replay in (*replays, *replays):
         replay()
     assert counted(count) == 4
-
-
-def test_calls_are_counted(device: Cuda) -> None:
-    """A profiler does not see those of the driver."""
-    count, body = counting(device)
-    replay = record(body, Capture(device))
-    device.synchronize()
-    with _our_calls() as calls:
-        replay()
-        device.synchronize()
-    replay()
-    ran = {"cat": "kernel", "name": "move_rows", "ts": 0.0, "dur": 5.0}
-    use = use_of([ran, *calls], 1.0)
-    assert use is not None
-    assert (use.launches, use.waits, use.reader_waits) == (1, 1, 0)
-    assert counted(count) == 2
-
-
-def test_graphs_are_timed_without_torch(device: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    replay = record(counting(device)[1], Capture(device))
-    used = count_gpu_use(lambda: [replay(), device.synchronize(), replay()])
-    assert used is not None
-    assert (used.launches, used.kernels, used.link_s) == (2, None, None)
-    assert used.busy_s is not None
-    assert 0 <= used.busy_s <= used.seconds
-    assert count_gpu_use(lambda: None) is None
 
 
 def test_a_body_that_fails(device: Cuda) -> None:

@@ -272,7 +272,7 @@ def test_first_answer_compiles_nothing(
 def test_measured_by_bench(
     gpu: Kernels, place: Place, store: Path, streamed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without torch for GPUs, calls are counted, and the pipeline times its work by events."""
+    """The pipeline times its work by events."""
     monkeypatch.setattr(opening, "_rates", lambda *_, **__: None)
     monkeypatch.setattr(cuda_memory, "_SAMPLE", 1 << 20)
     if streamed:
@@ -289,11 +289,9 @@ def test_measured_by_bench(
     (result,) = outcome.results
     assert (result.info["device"], result.info["streamed"]) == ("cuda:0", streamed)
     assert 1 << 20 <= result.metrics["peak_vram_bytes"] <= 1 << 30
-    assert result.metrics["launches_per_token"] >= 1
-    assert result.metrics["waits_per_token"] >= 1
-    assert set(result.metrics["busy"]) >= ({"gpu", "link"} if streamed else {"gpu"})
+    assert set(result.metrics["busy"]) >= ({"gpu", "link"} if streamed else set())
     text = to_table(outcome, options, name="m", machine=probe())
-    assert "busy while decoding: GPU " in text
+    assert f"busy while decoding: {'GPU ' if streamed else 'not measured'}" in text
     assert "peak VRAM" in text
     assert text.splitlines()[3].endswith(" not measured"), "energy"
     assert "llama-bench reads GGUF files only" in text
