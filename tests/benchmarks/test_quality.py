@@ -61,8 +61,8 @@ def test_interleaved() -> None:
 
 
 def test_jobs() -> None:
-    names = [job.weights for job in jobs(["mxfp4", "int6-g32"], ["rtn", "gptq"], [3.5])]
-    assert names == ["mxfp4 rtn", "mxfp4 gptq", "int6-g32 rtn", "mix of 3.5 bits"]
+    names = [job.weights for job in jobs(["mxfp4", "int6-g32"], ["rtn", "gptq"])]
+    assert names == ["mxfp4 rtn", "mxfp4 gptq", "int6-g32 rtn"]
 
 
 def test_resume_run(
