@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import Lfm2VlConfig
 
 from localrt.common.errors import MemoryBudgetError, OptionError, UnsupportedModelError
 from localrt.models.checkpoints.safetensors.vision import VisionFolder
@@ -278,6 +279,6 @@ def test_bad_configs(
 
 
 def test_text_config_is_missing() -> None:
-    whole = {"model_type": "lfm2_vl", "vision_config": {}}
-    with pytest.raises(UnsupportedModelError, match="text_config"):
-        read_encoder(whole, {})
+    """As in transformers, the text model is then what its class takes."""
+    found: Any = read_encoder({"model_type": "lfm2_vl", "vision_config": {}}, {})
+    assert found.projector.out == Lfm2VlConfig().text_config.hidden_size
