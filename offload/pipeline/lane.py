@@ -221,8 +221,7 @@ class StreamedState(PassState):
             assert gpu is not None, "there are two lanes where there is a GPU"
             move = gpu.to_host if lane.gpu is None else gpu.to_gpu
             self.x = move(self.x)
-            if self.streams is not None:
-                self.streams = move(self.streams)
+            assert self.streams is None, "models that have several compute on the CPU alone"
             if self.inputs is not None:
                 self._move_inputs(lane, self.inputs, move)
             self.lane, self.ops = lane, lane.ops

@@ -66,10 +66,9 @@ def test_everything_in_one_place(model: Model, where: Where) -> None:
 
 
 @pytest.mark.parametrize("gpu", [False, True], ids=["attention here", "attention there"])
-@pytest.mark.parametrize("name", ["qwen4-exp", "gemma4"])
-def test_inputs_and_streams_move(name: str, gpu: bool, tmp_path: Path) -> None:
+def test_inputs_move(gpu: bool, tmp_path: Path) -> None:
     """Layers share keys and values: attention is on one processor, MLPs are anywhere."""
-    with closing(Model(pack_tiny(name, tmp_path))) as model:
+    with closing(Model(pack_tiny("gemma4", tmp_path))) as model:
         attention = ORDER[:3] if gpu else ORDER[3:]
         where = {
             unit: attention[n % len(attention)] if unit.endswith(".attention") else ORDER[n % 5]
