@@ -103,10 +103,6 @@ def make_ops(
                 f"use {option('device', 'cpu')}, or {option('format', 'bf16')} for a GPU "
                 "that holds the model unpacked"
             )
-        if compute_format is None and find_spec("bitsandbytes") is not None:
-            from localrt.quant.reference.bitsandbytes_ops import BnbOps
-
-            return cast(Ops, BnbOps(device=f"cuda:{index}"))
     return opaque(TorchOps(compute_format=compute_format or "bf16", device=device, threads=threads))
 
 

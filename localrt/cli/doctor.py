@@ -41,7 +41,6 @@ EXAMPLES: Examples = (
 _PACKAGES = (
     ("cuda-bindings", "gpu", "NVIDIA GPUs"),
     ("torch", "torch", "computing in bf16 or f32, and long prompts of bf16 weights on a GPU"),
-    ("bitsandbytes", "torch", "kernels on NVIDIA GPUs without CUDA's compiler"),
     ("llama-cpp-python", "llamacpp", "the llamacpp engine: more architectures, bench's baseline"),
     ("torch", "quantize", "quantizing with calibration"),
 )

@@ -12,7 +12,7 @@ from localrt.common.helpers import is_packaged
 
 EXTRAS = {
     "gpu": "cuda-bindings nvidia-cuda-nvrtc",
-    "torch": "torch bitsandbytes",
+    "torch": "torch",
     "quantize": "torch scipy",
     "llamacpp": "llama-cpp-python",
 }

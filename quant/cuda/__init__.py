@@ -43,5 +43,5 @@ launches (``quant/cuda/experts.py``), wherever their weights are in memory; a de
 decoding takes ten. A pass of a shape seen before is replayed as a CUDA graph
 (``quant/cuda/graph.py``, ``capture.py``). So is that of a mixture whose experts are all on the GPU,
 which chooses them itself (``quant/cuda/src/choose.cu``) without the host. Formats without a kernel
-fall back to bf16 per weight; without our kernels, NF4 goes through bitsandbytes.
+fall back to bf16 per weight.
 """

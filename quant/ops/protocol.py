@@ -300,7 +300,7 @@ class BaseOps(Protocol[HiddenT, ArrayT, WeightT, VectorT, PassT]):
 
     @property
     def name(self) -> str:
-        """``"native"``, ``"torch"``, ``"bitsandbytes"`` or ``"cuda"``."""
+        """``"native"``, ``"torch"`` or ``"cuda"``."""
 
     @property
     def device(self) -> str:

@@ -65,20 +65,15 @@ def test_old_gpu(gpus: list[Gpu]) -> None:
 @pytest.mark.parametrize(
     ("size", "name"), [(80, "cuda"), (36, "torch"), (384, "torch"), (512, "cuda")]
 )
-def test_heads_that_no_kernel_takes_are_torchs(
-    monkeypatch: pytest.MonkeyPatch, size: int, name: str
-) -> None:
-    monkeypatch.setattr(choose, "find_spec", lambda name: None)
+def test_heads_that_no_kernel_takes_are_torchs(size: int, name: str) -> None:
     spec = AttentionSpec(heads=1, kv_heads=1, head_dim=size, scale=1.0, eps=1e-6, rope=None)
     assert choose.make_ops([spec], device="cuda").name == name
 
 
-@pytest.mark.parametrize("bitsandbytes", [True, False])
-def test_without_the_compiler(monkeypatch: pytest.MonkeyPatch, bitsandbytes: bool) -> None:
+def test_without_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(programs, "has_compiler", lambda: False)
-    monkeypatch.setattr(choose, "find_spec", lambda name: bitsandbytes or None)
     ops = choose.make_ops([], device="cuda")
-    assert ops.name == ("bitsandbytes" if bitsandbytes else "torch")
+    assert ops.name == "torch"
     why = choose.why_not_our_kernels(ops, [], "cuda")
     assert why.startswith("the GPU computes without localrt's kernels")
     assert why.endswith(f"CUDA's compiler is missing: {install('gpu')}")
