@@ -73,7 +73,7 @@ class TomlFile:
 
     def _parsed(self) -> tuple[str, dict[str, object]]:
         try:
-            text = self._text if self.path is None else self.path.read_text(encoding="utf-8")
+            text = self._text if self.path is None else self.path.read_text("utf-8-sig")
             return text, tomllib.loads(text)
         except FileNotFoundError:
             return "", {}

@@ -88,7 +88,7 @@ def reader_of(kind: str) -> Reader:
         except Exception as error:  # libraries raise many
             why = f"it is damaged, locked by a password, or no {kind} file"
             raise OptionError(f"{name} cannot be read: {why}") from error
-        text = re.sub(r"[ \t]+\n", "\n", page.text.replace("\r\n", "\n"))
+        text = re.sub(r"[ \t\xa0]+\n", "\n", page.text.replace("\r\n", "\n"))
         yield replace(page, text=re.sub(r"\n{3,}", "\n\n", text).strip())
 
     return pages

@@ -81,7 +81,13 @@ def read_word(data: bytes) -> Page:
 
 def read_slides(data: bytes) -> Page:
     """The slides of a presentation in order, with their notes."""
-    return _page(PptxToAstConverter().parse(pptx.Presentation(_usual(data))), Counter())
+    show = pptx.Presentation(_usual(data))
+    for slide in show.slides:
+        parts = [slide.element, *([slide.notes_slide.element] if slide.has_notes_slide else [])]
+        for line in [line for part in parts for line in part.iter(qn("a:br"))]:
+            # all2md would join the words around it.
+            line.getparent().replace(line, line.getparent().add_r(" "))
+    return _page(PptxToAstConverter().parse(show), Counter())
 
 
 def _page(tree: Any, left_out: Counter[str]) -> Page:

@@ -42,12 +42,23 @@ def _math(element: Element, inner: str) -> str:
     return f"${tex.text.strip()}$" if tex else element.text
 
 
+_MARKS = {"b": "**", "strong": "**", "i": "*", "em": "*", "del": "~~", "s": "~~"}
+
+
+def _marked(element: Element, inner: str) -> str:
+    """Emphasis as Markdown: beside converters, turbohtml would write some of it as HTML."""
+    mark = _MARKS[element.tag]
+    plain = not inner.strip() or element.select_one(f"p, div, {_BLOCKS}")
+    return inner or " " if plain else f"{mark}{inner}{mark}"
+
+
 _STYLE = Markdown(
     escaping=Markdown.Escaping(mode="none", asterisks=False, underscores=False),
     images=Markdown.Images(mode="ignore"),
     links=Markdown.Links(ignore=True),
     tables=Markdown.Tables(cell_blocks="text"),
     converters={
+        **dict.fromkeys(_MARKS, _marked),
         "math": _math,
         "sup": lambda element, inner: f"^{inner}",
         "input": lambda element, inner: str(element.attrs.get("value") or ""),
@@ -238,10 +249,15 @@ def read_mail(data: bytes) -> Page:
         text = decoded(raw, "its text")[0]
     if body.get_content_subtype() == "html":
         text = markdown(turbohtml.parse(text, scripting=True), left_out)
-    attached = [each.get_filename() or "no name" for each in mail.iter_attachments()]
+    attached = [each.get_filename() or _subject(each) for each in mail.iter_attachments()]
     lines += [f"Attachment: {name}" for name in attached]
     left_out["attachment"] = len(attached)
     return Page("\n".join([*lines, "", text]), left_out=left_out)
+
+
+def _subject(part: Any) -> str:
+    """What to call a mail that is attached to another."""
+    return (part.is_multipart() and part.get_payload(0)["Subject"]) or "no name"
 
 
 # Forms of a result, the one that says most first. Old notebooks (format 3) have short names for

@@ -353,6 +353,7 @@ def pptx(*slides: str, notes: str = "") -> bytes:
 def shape(text: str, place: str = "") -> str:
     held = f'<p:ph type="{place}"/>' if place else ""
     lines = "".join(f"<a:p><a:r><a:t>{line}</a:t></a:r></a:p>" for line in text.split("\n"))
+    lines = lines.replace("\v", "</a:t></a:r><a:br/><a:r><a:t>")
     return (
         f'<p:sp><p:nvSpPr><p:cNvPr id="2" name="t"/><p:cNvSpPr/><p:nvPr>{held}</p:nvPr></p:nvSpPr>'
         f"<p:spPr/><p:txBody><a:bodyPr/>{lines}</p:txBody></p:sp>"

@@ -352,6 +352,13 @@ WEB: dict[str, tuple[bytes, list[str], list[str]]] = {
         ["yes"],
         ["no"],
     ),
+    "emphasis": (
+        b"<p><b>From:</b> Jo, <i>yes!</i> <b>Tel.:</b>030<b> </b>or <del>9.</del> 8</p>"
+        b"<b style='font-weight:normal'><h2>Head</h2><p>one</b>",
+        ["**From:** Jo, *yes!* **Tel.:**030  or ~~9.~~ 8\n\n## Head\n\n**one**"],
+        ["<"],
+    ),
+    "empty lines of mail": (b"<p>a</p><p>&nbsp;</p><p>b</p>", ["a\n\nb"], []),
     "powers": (b"10<sup>6</sup> m<sup>2</sup> of H<sub>2</sub>O", ["10^6 m^2 of H2O"], []),
     "mathematics": (
         rb"<p>So <math><mi>a</mi><annotation encoding=application/x-tex>\frac{a}{b}</annotation>"
@@ -491,6 +498,11 @@ OTHERS: dict[str, tuple[bytes, list[str], list[str]]] = {
         ["## First\n\nOpening", "Say thanks", "## Second\n\nAlpha\n\nBeta", "X", "Y"],
         ["AlphaBeta", "XY"],
     ),
+    "lines.pptx": (
+        pptx(shape("Results\v2025", "title") + shape("upper\vlower"), notes="say\vthis"),
+        ["## Results 2025", "upper lower", "say this"],
+        [],
+    ),
     "strict.docx": (
         strict(docx(para("Strict", named("berschrift2")) + para("words"), styles=STYLES)),
         ["## Strict\n\nwords"],
@@ -518,6 +530,15 @@ OTHERS: dict[str, tuple[bytes, list[str], list[str]]] = {
         MAIL,
         ["From: Jörg <j@x.example>", "Subject: Grüße", "Attachment: bill.pdf", "\n\nHallo Wörld"],
         ["World", "JVBERg"],
+    ),
+    "forwarded.eml": (
+        MAIL.replace(
+            b"--B--",
+            b"--B\r\nContent-Type: message/rfc822\r\n\r\n"
+            b"Subject: Old offer\r\n\r\nOld text\r\n--B--",
+        ),
+        ["Attachment: bill.pdf\nAttachment: Old offer\n"],
+        ["Old text", "no name"],
     ),
     "sjis.txt": ("四半期の報告です。".encode("shift_jis"), ["四半期の報告です。"], []),
     "signs.csv": ("①りんご,10\n②蜜柑,5㈱\n".encode("cp932"), ["①りんご", "5㈱"], []),

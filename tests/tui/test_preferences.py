@@ -105,6 +105,15 @@ def test_changes_keep_comments(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [file.path]  # nothing half-written beside it
 
 
+def test_a_file_of_windows(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_bytes(b"\xef\xbb\xbfpanel = true\r\n# mine\r\n")
+    file = PreferencesFile(tmp_path)
+    assert file.load().panel
+    file.change({"theme": "nord"})
+    assert "# mine" in (tmp_path / "config.toml").read_text("utf-8")
+    assert (file.load().panel, file.load().theme, file.notes) == (True, "nord", ())
+
+
 @needs_links
 def test_settings_that_are_a_link(tmp_path: Path) -> None:
     """As of people who keep their settings in a repository."""
