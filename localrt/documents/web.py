@@ -88,7 +88,8 @@ def _set_table(table: Element) -> None:
         table.insert_before(caption)
     parts = [each for each in table.select(_PARTS) if each.closest("table") == table]
     cells = [each for each in parts if each.tag in ("td", "th")]
-    if len(cells) == 1 or any(cell.select_one(_BLOCKS) for cell in cells):
+    blocks = "table, pre" if table.find("th") else _BLOCKS  # one with headings holds data
+    if len(cells) == 1 or any(cell.select_one(blocks) for cell in cells):
         for each in [table, *parts]:
             each.tag = "div"
         return

@@ -339,6 +339,17 @@ WEB: dict[str, tuple[bytes, list[str], list[str]]] = {
         ["Dear Jo,\n\nBye", "## Side\n\n- q"],
         ["|"],
     ),
+    "table with lists": (
+        b"<table><tr><th>Option<th>Meaning<tr><td>-a<td><h4>All</h4><ul><li>x<li>y</ul>"
+        b"<tr><td>-b<td><p>one</p><p>two</p></table>",
+        ["| Option | Meaning |\n| --- | --- |\n| -a | All * x * y |\n| -b | one two |"],
+        [],
+    ),
+    "table with code": (
+        b"<table><tr><th>Code<tr><td><pre>f(x)\n  g</pre></table>",
+        ["Code\n\n```\nf(x)\n  g\n```"],
+        ["|"],
+    ),
     "lists": (b"<ol start=3><li>c<li>d</ol><dl><dt>T<dd>D</dl>", ["3. c\n4. d", "T\n\nD"], []),
     "text": (
         b"<pre>def f():\n    return 1</pre><p>x<br>y</p><h2>Head</h2><p>a   b\n c 2*3 a_b #",
