@@ -28,6 +28,7 @@ _FORMULA = re.compile(
     rf"\\\({_INSIDE}\\\)|\\\[{_INSIDE}\\\]|\$\$[^$]+\$\$"
     r"|\$(?=[^\s$])[^$\n`]+(?<=\S)\$(?!\d)"  # but no prices
 )
+_BREAK = re.compile(r"<br\s*/?>", re.IGNORECASE)
 _LINKS = ("http://", "https://", "mailto:")
 
 
@@ -44,6 +45,7 @@ def _parser() -> MarkdownIt:
     parser = MarkdownIt("commonmark", {"html": False, "breaks": True})
     parser.enable(["strikethrough", "table"]).disable("image")
     parser.inline.ruler.before("escape", "formula", _formula)
+    parser.inline.ruler.before("escape", "break", _break)
     parser.validateLink = lambda url: url.lower().startswith(_LINKS)  # type: ignore[method-assign]
     return parser
 
@@ -54,6 +56,16 @@ def _formula(state: StateInline, silent: bool) -> bool:
         return False
     if not silent:
         state.push("text", "", 0).content = found[0]
+    state.pos = found.end()
+    return True
+
+
+def _break(state: StateInline, silent: bool) -> bool:
+    """Read a ``<br>``, with which models write lines in the cells of tables."""
+    if (found := _BREAK.match(state.src, state.pos)) is None:
+        return False
+    if not silent:
+        state.push("hardbreak", "br", 0)
     state.pos = found.end()
     return True
 

@@ -401,6 +401,12 @@ def test_formulas_stay_as_they_are_written(text: str, shown: str) -> None:
     assert to_html(text) == f"<p>{shown}</p>\n"
 
 
+@pytest.mark.parametrize("line", ["<br>", "<br/>", "<BR />"])
+def test_lines_in_a_cell(line: str) -> None:
+    html = to_html(f"| a |\n|---|\n| 1{line}**2** `<br>` |\n")
+    assert "<td>1<br />\n<strong>2</strong> <code>&lt;br&gt;</code></td>" in html
+
+
 def test_tables_are_aligned_without_styles() -> None:
     html = to_html("| a | b | c | d |\n|:--|:-:|--:|---|\n| 1 | 2 | 3 | 4 |\n")
     assert "style" not in html
