@@ -36,5 +36,6 @@ def _table(rows: list[list[Any]]) -> Iterator[str]:
 
 def _cell(value: Any) -> str:
     if isinstance(value, float):
-        return str(int(value)) if value.is_integer() and abs(value) < 1e15 else str(value)
+        # Excel shows 15 digits, so that 0.1 + 0.2 is 0.3.
+        return str(int(value)) if value.is_integer() and abs(value) < 1e15 else f"{value:.15g}"
     return " ".join(str(value).replace("|", "\\|").split())

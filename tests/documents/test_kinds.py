@@ -441,7 +441,8 @@ NOTEBOOKS: dict[str, tuple[bytes, list[str], list[str]]] = {
 SHEET = (
     '<row r="1"><c r="A1" t="inlineStr"><is><t>Region</t></is></c><c r="B1" t="inlineStr"><is>'
     '<t>Sum|All</t></is></c></row><row r="2"><c r="A2" s="1"><v>46000</v></c><c r="B2">'
-    '<f>SUM(C2:C9)</f><v>42.5</v></c></row><row r="3"><c r="B3"><v>1000000</v></c></row>'
+    "<f>SUM(C2:C9)</f><v>42.500000000000007</v></c></row>"
+    '<row r="3"><c r="B3"><v>1000000</v></c></row>'
 )
 TABLE = (
     '<p:graphicFrame><p:nvGraphicFramePr><p:cNvPr id="4" name="t"/><p:cNvGraphicFramePr/><p:nvPr/>'
