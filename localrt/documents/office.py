@@ -19,7 +19,7 @@ from all2md.transforms import RemoveImagesTransform
 from docx.oxml import OxmlElement
 from docx.oxml.ns import nsmap, qn
 
-from localrt.documents.page import Page
+from localrt.documents.page import WINGDINGS, Page
 
 # The characters of the font Symbol from 0x20 on, where Word has no others for them.
 _SYMBOL = (
@@ -31,8 +31,6 @@ _SYMBOL = (
     "ℵℑℜ℘⊗⊕∅∩∪⊃⊇⊄⊂⊆∈∉∠∇®©™∏√⋅¬∧∨⇔⇐⇑⇒⇓"
     "◊⟨®©™∑"
 )
-_WINGDINGS = {0x6C: "●", 0x6E: "■", 0x6F: "☐", 0xA7: "▪", 0xA8: "☐", 0xD8: "➢", 0xE0: "→"}
-_WINGDINGS |= {0xFB: "✗", 0xFC: "✓", 0xFD: "☒", 0xFE: "☒", 0x4A: "☺", 0x28: "☎", 0x2A: "✉"}
 # Namespaces of "Strict Open XML".
 _STRICT = re.compile(rb"http://purl\.oclc\.org/ooxml/(\w+)/")
 
@@ -41,7 +39,7 @@ def _symbol(font: str, code: int) -> str:
     low = code & 0xFF if 0xF000 <= code < 0xF100 else code
     if font == "Symbol":
         return _SYMBOL[low - 0x20 : low - 0x1F]
-    return _WINGDINGS.get(low, "•") if font.startswith("Wingdings") else chr(low)
+    return WINGDINGS.get(low, "•") if font.startswith("Wingdings") else chr(low)
 
 
 def _usual(data: bytes) -> io.BytesIO:

@@ -15,6 +15,10 @@ _MARKS = (  # longer ones first: UTF-32's begins with UTF-16's
 )
 # What programs write under the names of older encodings.
 _WIDER = {"Shift_JIS": "cp932", "GBK": "gb18030", "EUC-KR": "cp949", "Big5": "big5hkscs"}
+# Characters of the font Wingdings, and bullets of such fonts, which have no code of their own.
+WINGDINGS = {0x6C: "●", 0x6E: "■", 0x6F: "☐", 0xA7: "▪", 0xA8: "☐", 0xD8: "➢", 0xE0: "→"}
+WINGDINGS |= {0xFB: "✗", 0xFC: "✓", 0xFD: "☒", 0xFE: "☒", 0x4A: "☺", 0x28: "☎", 0x2A: "✉"}
+_BULLET = re.compile(r"(?m)^([ \t]*)([\uf020-\uf0ff])(?=\s)")
 _NO_TEXT = re.compile(r"[\0-\x08\x0e-\x1a\x1c-\x1f]")
 
 
@@ -64,3 +68,8 @@ def decoded(data: bytes, name: str) -> tuple[str, str]:
         if not _NO_TEXT.search(text):
             return text.replace("\r\n", "\n"), encoding.lower()
     raise OptionError(f"{name} is not a text file: text, pictures and documents can be attached")
+
+
+def with_bullets(text: str) -> str:
+    """The text, whose lists and check boxes begin with characters that every font has."""
+    return _BULLET.sub(lambda mark: mark[1] + WINGDINGS.get(ord(mark[2]) & 0xFF, "•"), text)

@@ -20,7 +20,7 @@ from PIL import Image
 from localrt.common.errors import OptionError
 from localrt.common.files import MOST_BYTES
 from localrt.common.forks import free_in_child
-from localrt.documents.page import Page
+from localrt.documents.page import Page, with_bullets
 
 Image.preinit()  # a confined process cannot load libraries later
 _MOST_PAGES = 20_000
@@ -76,7 +76,8 @@ def _read(pdf: Any, number: int, picture: bool) -> Page:
             page = pdf[number - 1]
         found = page.get_textpage()
         text = _lines(found, values) if values else found.get_text_range()
-        text = _CONTROL.sub("", _HYPHEN.sub("", text.replace("\r\n", "\n"))).strip()
+        text = _CONTROL.sub("", _HYPHEN.sub("", text.replace("\r\n", "\n")))
+        text = with_bullets(text).strip()
         left_out = Counter[str]()
         if len(text) < _LITTLE and (_is_scan(page) if text else _shows(page)):
             left_out["scan"] = 1

@@ -19,7 +19,7 @@ import turbohtml
 from striprtf.striprtf import rtf_to_text
 from turbohtml import Element, Markdown
 
-from localrt.documents.page import Page, decoded
+from localrt.documents.page import Page, decoded, with_bullets
 
 # What browsers do not show, or what is no text.
 _HIDDEN = (
@@ -312,4 +312,5 @@ def read_rich_text(data: bytes) -> Page:
         raise ValueError("it has no RTF header")
     copies = data.count(b"\\nonshppict")  # for old programs
     pictures = Counter({"picture": data.count(b"\\pict") - copies})
-    return Page(rtf_to_text(data.decode("latin-1"), errors="ignore"), left_out=pictures)
+    text = rtf_to_text(data.decode("latin-1"), errors="ignore")
+    return Page(with_bullets(text), left_out=pictures)

@@ -376,6 +376,7 @@ RICH = (
     rb"{\rtf1\ansi\ansicpg1251{\fonttbl{\f0\fcharset204 Arial;}}\f0 Caf\u233?\par "
     rb"\'ca\'e2\'e0\'f0\par\b Bold\b0  text\par{\*\generator Foo;}{\*\shppict{\pict\pngblip 0089}}"
     rb"{\nonshppict{\pict\wmetafile8 0089}}"
+    rb"{\listtext \u61589\'3f\tab}dot\par{\listtext \u61694?\tab}box\par "
     rb"\trowd\cellx1000\cellx2000\intbl C1\cell C2\cell\row}"
 )
 SAVED_PAGE = (

@@ -23,6 +23,7 @@ from tests.documents.samples import (
     one_page,
     pdf,
     scan,
+    stream,
     turned,
     turned_form,
 )
@@ -138,6 +139,17 @@ def test_scans(data: bytes, shown: str, pictures: int) -> None:
 def test_turned_text_keeps_its_lines(matrix: str, rotate: int) -> None:
     text = read_document(turned(matrix, rotate), name="a.pdf").text
     assert set(text.split("\n")) >= {"First line of it", "Second line of it", "Third line of it"}
+
+
+def test_bullets() -> None:
+    """Their font has no other codes for them, as in PDF files of Word."""
+    codes = "2 beginbfchar <41> <F0B7> <42> <F0FE> endbfchar"
+    made = one_page(
+        "BT /F1 10 Tf 50 700 Td (A dot) Tj 0 -14 Td (B box) Tj ET",
+        stream(f"1 begincodespacerange <00> <FF> endcodespacerange {codes}"),
+    )
+    made = made.replace(b"/Helvetica", b"/Helvetica /ToUnicode 6 0 R")
+    assert "• dot\n☒ box\n" in read_document(made, name="a.pdf").text
 
 
 def test_most_pictures() -> None:
