@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import locale
 import re
 from collections import Counter
 from dataclasses import dataclass, field
@@ -58,8 +59,10 @@ def decoded(data: bytes, name: str) -> tuple[str, str]:
     elif b"\0" not in data:
         from turbohtml.detect import detect
 
-        found = detect(data).encoding or "cp1252"
-        tried += [_WIDER.get(found, found), "cp1252"]
+        found = detect(data)
+        guess = _WIDER.get(found.encoding or "", found.encoding or "cp1252")
+        usual = [locale.getpreferredencoding(False), "cp1252"]  # short texts suggest little
+        tried += [guess, *usual] if found.confidence > 0.5 else [*usual, guess]
     for encoding in tried:
         try:
             text = data.decode(encoding)

@@ -176,13 +176,15 @@ def _file(
             size = f"more than {count} pages" if page.number else format_bytes(length)
             return Document(name, "", size, path=path, whole=False)
     body = "\n\n".join(parts)
-    notes = [f"it is not UTF-8, and was read as {page.encoding}"] if page.encoding else []
+    notes = list[str]()
     if unseen:
         notes.append(f"{unseen} of {count} pages have little or no text, and are not shown")
     del left_out["scan"]
     if left_out:
         notes.append(f"left out: {', '.join(counted(*each) for each in left_out.items())}")
     note = f"{name}: {'; '.join(notes)}." if notes else ""
+    if page.encoding:  # a text file's, of which nothing is left out
+        note = f"{name} is not UTF-8: it was read as {page.encoding}."
     lines = body.count("\n") + (not body.endswith("\n"))
     size = f"{lines} lines" if lines > 1 else format_bytes(path.stat().st_size if path else length)
     size = counted("page", count) if page.number else size

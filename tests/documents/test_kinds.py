@@ -602,7 +602,7 @@ def test_what_models_get(name: str) -> None:
         ),
         ("a.ipynb", notebook({"data": {"image/png": ""}}), "left out: 1 picture"),
         ("a.rtf", RICH, "left out: 1 picture."),
-        ("a.txt", "naïve café".encode("cp1252"), "it is not UTF-8, and was read as windows-1252"),
+        ("a.txt", "naïve café".encode("cp1252"), "a.txt is not UTF-8: it was read as cp1252."),
     ],
 )
 def test_what_is_left_out_is_said(name: str, data: bytes, note: str) -> None:

@@ -15,6 +15,7 @@ import torch
 from localrt.common.errors import CancelledError, UnsupportedModelError
 from localrt.models.checkpoints import Checkpoint, open_checkpoint
 from localrt.models.decoder import Decoder, FinalNorm
+from localrt.models.raw_config import with_default_values
 from localrt.models.registry import ARCHITECTURES, read_config
 from localrt.quant.choose import missing_on_gpu
 from localrt.quant.ops.features import AFTER_LAST, Features
@@ -245,7 +246,10 @@ def test_gemma3_defaults() -> None:
         kind="safetensors",
         path=Path("gemma"),
         tensors={},
-        config={"hidden_size": 2560, "num_hidden_layers": 34, "intermediate_size": 10240},
+        config=with_default_values(
+            {"hidden_size": 2560, "num_hidden_layers": 34, "intermediate_size": 10240},
+            "Gemma3ForConditionalGeneration",
+        ),
     )
     config = read_config(cast(Checkpoint, raw))
     assert config.vocab_size == 262_208
@@ -260,7 +264,10 @@ def test_llava_defaults(kind: str, kv_heads: int) -> None:
         kind="safetensors",
         path=Path("llava"),
         tensors={},
-        config={"model_type": kind, "hidden_size": 5120, "head_dim": 128, "vocab_size": 131072},
+        config=with_default_values(
+            {"model_type": kind, "hidden_size": 5120, "head_dim": 128, "vocab_size": 131072},
+            "LlavaForConditionalGeneration",
+        ),
     )
     config = read_config(cast(Checkpoint, raw))
     assert (config.attention[0].heads, config.attention[0].kv_heads) == (32, kv_heads)

@@ -166,5 +166,8 @@ def test_known_repository_offline(
 
 
 def test_unknown_repository_offline() -> None:
-    with pytest.raises(localrt.ModelNotFoundError, match="localrt pull org/none:Q4_K_M"):
+    with pytest.raises(
+        localrt.ModelNotFoundError,
+        match=r"org/none:Q4_K_M is not .* offline mode",
+    ):
         localrt.plan("org/none:Q4_K_M", offline=True)

@@ -124,9 +124,9 @@ async def test_files_that_are_no_pictures(seeing: FakeModel, tmp_path: Path, kin
     path.write_bytes(data)
     async with running(seeing) as (app, pilot):
         await screen.say(pilot, f"Look at @{path}")
-        await until(pilot, lambda: screen.notices(app, "error"))
+        await until(pilot, lambda: screen.refused(app))
         if path.suffix not in (".ppm", ".ico"):  # no text either
-            assert words in screen.notices(app, "error")[0]
+            assert words in screen.refused(app)[0]
         assert screen.composer(app).text == f"Look at @{path}"
 
 
