@@ -24,6 +24,7 @@ from localrt.common.helpers import has_helpers, helper_command
 from localrt.documents.kinds import reader_of
 from localrt.documents.page import Page
 
+_ANSWER_NBYTES = 256 << 20  # of a page, as JSON
 _NBYTES, _SECONDS = 500 << 20, 10  # seconds of processor time: of a file, or a page if it has pages
 
 
@@ -47,22 +48,20 @@ class DocumentReader(Closing):
         data = b"" if isinstance(source, Path) else source
         path = str(source.absolute()) if isinstance(source, Path) else ""
         asked = {"path": path, "nbytes": len(data), "name": name, "pictures": pictures}
-        done = False
+        done = any_page = False
         try:
             with suppress(OSError):  # it has failed: the answer tells
                 assert process.stdin is not None, "it is a pipe"
                 process.stdin.write(json.dumps(asked).encode() + b"\n" + data)
                 process.stdin.flush()
-            while (told := self._told(process)) is not None:
-                if "text" not in told:
-                    done = True
-                    break
-                picture = base64.b64decode(told.pop("picture"))
-                yield Page(**told | {"picture": picture, "left_out": Counter(told["left_out"])})
+            while isinstance(told := self._told(process), Page):
+                any_page = True
+                yield told
+            done = told is not None
         finally:
             if not done:
                 self._end(kind)
-        if told is None:
+        if told is None or not (told or any_page):
             limits = f"{_NBYTES >> 20} MB and {_SECONDS} s"
             raise OptionError(
                 f"{name} cannot be read: it is damaged, or needs more than {limits}: "
@@ -73,14 +72,28 @@ class DocumentReader(Closing):
         if why := told.get("refused"):
             raise OptionError(why)
 
-    def _told(self, process: subprocess.Popen[bytes]) -> Any:
-        """The next line of an answer; None if the process has failed."""
+    def _told(self, process: subprocess.Popen[bytes]) -> Page | dict[str, str] | None:
+        """The next line of an answer: a page, or how it ended. None if the process has failed, or
+        writes what ours does not, as one might that a document has taken over.
+        """
         assert process.stdout is not None, "it is a pipe"
         patience = Timer(6 * _SECONDS, process.kill)  # where it cannot limit itself
         patience.start()
         try:
-            return json.loads(process.stdout.readline())
-        except ValueError:
+            told = json.loads(process.stdout.readline(_ANSWER_NBYTES))
+            if not isinstance(told, dict):
+                return None
+            if "text" not in told:
+                return {key: str(told[key]) for key in ("refused", "storage") if key in told}
+            return Page(
+                str(told["text"]),
+                int(told["number"]),
+                base64.b64decode(told["picture"]),
+                str(told["encoding"]),
+                int(told["of"]),
+                Counter({str(what): int(count) for what, count in told["left_out"].items()}),
+            )
+        except (AttributeError, LookupError, RecursionError, TypeError, ValueError, OverflowError):
             return None
         finally:
             patience.cancel()

@@ -106,6 +106,8 @@ _Box = tuple[float, float, float, float]  # left, bottom, right, top
 def _annotations(pdf: Any, page: Any) -> tuple[list[str], list[tuple[_Box, str]]]:
     """Comments on a page, and the values of its form and typed notes with their places."""
     comments, values, size = list[str](), list[tuple[_Box, str]](), 1 << 16
+    if not raw.FPDFPage_GetAnnotCount(page):
+        return comments, values
     text, box = (ctypes.c_ushort * (size // 2))(), raw.FS_RECTF()
     for place in range(raw.FPDFPage_GetAnnotCount(page)):
         each = raw.FPDFPage_GetAnnot(page, place)

@@ -126,9 +126,13 @@ def pages_of(
         source = read_bytes(source, MOST_READ)
     if isinstance(source, bytes) and len(source) > MOST_READ and kind != ".pdf":
         raise OptionError(f"{name} is too large: the most is {MOST_READ // 1_000_000} MB")
-    if not kind and isinstance(source, bytes) and (b"\0" in source or utf8(source) is not None):
-        yield read_plain(source, name)  # the usual cases, which need no library
-        return
+    if not kind and isinstance(source, bytes):  # the usual cases need no library
+        if (text := utf8(source)) is not None:
+            yield Page(text)
+            return
+        if b"\0" in source:
+            yield read_plain(source, name)
+            return
     yield from reader.pages(kind, source, name, pictures)
 
 

@@ -161,3 +161,19 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(confined, "helper_command", command)
     with pytest.raises(OptionError, match=r"\.html files cannot be read, install localrt again"):
         read_document(b"<p>", name="a.html")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("", "x", "[]", "3", "{}", '"text"', '{"text": "a"}', '{"text": "a", "bogus": 1}'),
+        *("[" * 5_000, '{"text": "a", "number": "b", "picture": "", "encoding": "", "of": 0}'),
+    ],
+)
+def test_answers_that_are_not_ours(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that a document has taken over may write anything."""
+    code = "import sys; print(sys.argv[1], flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", code, line]
+    monkeypatch.setattr(confined, "helper_command", lambda *given: command)
+    with pytest.raises(OptionError, match=r"a\.html cannot be read: it is damaged"):
+        read_document(b"<p>", name="a.html")
