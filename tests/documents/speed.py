@@ -1,4 +1,4 @@
-"""How long documents take: a PDF of 300 pages, and 10,000 pages in twenty files.
+"""How long documents take: 300 pages of PDF and of Word, and 10,000 pages in twenty files.
 
     python -m tests.documents.speed [RUNS]
 
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from localrt import DocumentIndex, read_document
-from tests.documents.samples import pdf
+from tests.documents.samples import docx, paragraph, pdf
 
 LINES, WORDS = 50, 12  # of a page, and of a line
 QUESTION = "where is abcdef, and what of the others"
@@ -33,6 +33,13 @@ def document(pages: int, seed: int) -> bytes:
         return "\n".join(["abcdef", *lines])
 
     return pdf(*(page() for _ in range(pages)))
+
+
+def word(pages: int) -> bytes:
+    """A Word document of random words, six paragraphs a page."""
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=6)) for _ in range(5000)]
+    return docx("".join(paragraph(" ".join(rng.choices(words, k=80))) for _ in range(6 * pages)))
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -51,6 +58,9 @@ def main(runs: int) -> None:
             "read 300 pages:",
             statistics.median(seconds(lambda: read_document(one)) for _ in range(runs)),
         )
+        written = word(300)
+        reading = (seconds(lambda: read_document(written, name="a.docx")) for _ in range(runs))
+        print("read 300 pages of Word:", statistics.median(reading))
         taken: dict[str, list[float]] = {"index": [], "search": []}
         for run in range(runs):
             with DocumentIndex(folder / f"{run}.db") as index:
