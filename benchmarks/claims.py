@@ -23,14 +23,14 @@ from typing import Any, NamedTuple
 from benchmarks.common.command import cited_command, find_model, make_parser
 from benchmarks.common.memory_limit import MemoryLimit, drop_from_cache
 from benchmarks.common.record import Record, Results, captioned, markdown_table
-from localrt.bench.mix.apps import Request
 from localrt.bench.mix.client import Client, Place, Reply
+from localrt.bench.mix.mix import Request
 from localrt.bench.mix.servers import Running, start
 from localrt.client.model import list_remote
 from localrt.client.servers import Address
 from localrt.common.errors import LocalrtError
 from localrt.common.formatting import format_bytes
-from localrt.common.helpers import localrt_command
+from localrt.common.processes import localrt_command
 from localrt.common.settings import Settings
 from localrt.hub.cache import note_use
 

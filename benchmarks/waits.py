@@ -30,7 +30,7 @@ from benchmarks.common.command import cited_command, find_model, make_parser
 from benchmarks.common.memory_limit import drop_from_cache
 from benchmarks.common.record import Results, captioned, markdown_table
 from localrt import DocumentIndex
-from localrt.common.helpers import localrt_command
+from localrt.common.processes import localrt_command
 from localrt.documents.reading import read_document
 from localrt.models.first_opening import check_first
 

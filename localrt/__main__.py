@@ -2,7 +2,7 @@
 
 import sys
 
-from localrt.common.helpers import run_helper
+from localrt.common.processes import run_helper
 
 if not run_helper():
     from localrt.cli import main

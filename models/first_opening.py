@@ -20,7 +20,7 @@ from pathlib import Path
 from localrt.common.errors import CheckpointError, LocalrtError
 from localrt.common.files import read_cached, write_cached
 from localrt.common.formatting import one_line
-from localrt.common.helpers import has_helpers, helper_command
+from localrt.common.processes import has_helpers, helper_command
 from localrt.common.version import __version__
 from localrt.models.weight_files import (
     ADAPTER_NAME,
@@ -87,7 +87,7 @@ def main() -> None:
     from localrt.models.checkpoints.safetensors_header import read_header
     from localrt.models.tensor_source import RangedFile
     from localrt.models.tokenizers import load_tokenizer
-    from localrt.models.vision.source import vision_source
+    from localrt.models.vision.registry import vision_source
     from localrt.system.confined import confine, limiter
 
     limit, (path, *models) = limiter(), map(Path, sys.argv[1:])

@@ -17,7 +17,7 @@ from localrt.models import architectures
 from localrt.models.architectures.family import PLAIN, Family
 from localrt.models.config import DecoderConfig
 from localrt.models.decoder import Decoder, load_resident
-from localrt.models.encoders.text import EncoderConfig
+from localrt.models.encoders import EncoderConfig
 from localrt.models.raw_config import RawConfig
 from localrt.models.tensor_source import Checkpoint
 from localrt.models.weights import WeightLoader

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import cast
 
@@ -11,11 +11,11 @@ from localrt.common.errors import MissingExtraError, OptionError
 from localrt.common.extras import install
 from localrt.common.option_names import option
 from localrt.quant.cpu.abi import find_library
-from localrt.quant.cuda.lacks import lacking
-from localrt.quant.ops.attention import HOST_SPECS, IndexSpec, LatentSpec
+from localrt.quant.ops.attention import HOST_SPECS, IndexSpec, LatentSpec, Needed
 from localrt.quant.ops.hybrid_cache import split_layers
 from localrt.quant.ops.kv_formats import parse_kv_format
 from localrt.quant.ops.protocol import LayerSpec, Ops, implementation, opaque
+from localrt.quant.ops.recurrent import RecurrentSpec
 from localrt.quant.ops.vision import VisionSteps
 
 _WIDEST = 512  # most numbers of a head, latents or rotary: MAX_HEAD in quant/cpu/csrc/kv.h
@@ -192,9 +192,8 @@ def _limit(attention: Sequence[LayerSpec], index: int) -> str:
 
     A broken installation counts as none: torch can compute on unpacked weights.
     """
-    from localrt.quant.cuda.attention import takes_heads
+    from localrt.quant.cuda.attention import takes_heads, takes_latents
     from localrt.quant.cuda.driver import device_of
-    from localrt.quant.cuda.latent import takes_latents
     from localrt.quant.cuda.programs import NO_COMPILER, OLDEST, has_compiler
 
     major, minor = device_of(f"cuda:{index}").capability
@@ -248,3 +247,22 @@ def _advice(device: str, compute_format: str | None) -> str:
             "localrt again, or pip install 'torch>=2.11'"
         )
     return "this model's head size needs torch: pip install 'torch>=2.11'"
+
+
+_PROTOCOLS: Mapping[Needed, str] = {
+    "IndexOps": "they do not choose the tokens that attention sees",
+    "ParallelOps": "they do not compute attention and an MLP in parallel",
+    "StreamOps": "they do not keep several residual streams",
+}
+"""Those that ``CudaOps`` does not have."""
+
+
+def lacking(spec: LayerSpec) -> str:
+    """What they lack for a layer, for "they" are our kernels; empty if nothing."""
+    if spec.needs:
+        return _PROTOCOLS[spec.needs]
+    if isinstance(spec, RecurrentSpec) and spec.decay_floor:
+        return "they do not compute decays that have a floor"
+    if isinstance(spec, LatentSpec) and spec.head_gates:
+        return "they do not gate the heads of latent attention"
+    return ""

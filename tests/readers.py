@@ -127,7 +127,7 @@ def stores(folder: Path, stack: ExitStack) -> Prepared:
     return _files(store, lambda name: read_everything(store, verify=False), ["manifest.json"])
 
 
-@_reader(0.06, "offload/kv/block_file.py")
+@_reader(0.06, "offload/kv/saved.py")
 def caches(folder: Path, stack: ExitStack) -> Prepared:
     from tests.kv.test_block_file import save_with_state, use_all
 

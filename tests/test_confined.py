@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from localrt.common.helpers import helper_command
+from localrt.common.processes import helper_command
 
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="other systems have limits alone")
 SECCOMP, LANDLOCK = "(seccomp)", "(Landlock)"

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from localrt.common.extras import EXTRAS, install
-from localrt.common.helpers import helper_command, localrt_command
+from localrt.common.processes import helper_command, localrt_command
 
 ROOT = Path(__file__).parent.parent
 ROOMS = ("localrt", "models", "offload", "quant", "speculative", "tui")
 # Files that name the interpreter: helpers, which one each system has, what a confined process may
 # read, and two that ask its pip.
 NAMING = {
-    "localrt/common/helpers.py",
+    "localrt/common/processes.py",
     "localrt/system/confined.py",
     "localrt/system/posix.py",
     "localrt/system/windows.py",
@@ -123,7 +123,7 @@ def test_a_packaged_program_renders_templates_apart(packaged: str, tmp_path: Pat
     code = """
 import sys
 from localrt.common.extras import EXTRAS, install
-from localrt.common.helpers import run_helper
+from localrt.common.processes import run_helper
 from localrt.chat_format.templates import sandbox
 sys.executable, sys.frozen = sys.argv[1], True
 template = sandbox.SandboxedTemplate("{{ 1 + 1 }}", "template")

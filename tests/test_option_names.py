@@ -12,7 +12,7 @@ from localrt.common.errors import (
     StorageError,
 )
 from localrt.common.option_names import on_command_line, option, spelled
-from localrt.tui.options import in_app
+from localrt.tui.text import in_app
 
 
 def test_a_message_names_options_as_its_reader_types_them() -> None:

@@ -253,7 +253,7 @@ from localrt.models.registry import read_config
 from localrt.models.tokenizers import load_tokenizer
 from localrt.quant.formats import unpack
 from localrt.engine.sampling import Sampling, distribution, draw
-from localrt.models.prefix import common_prefix
+from localrt.quant.ops.kv import common_prefix
 from localrt.quant.cpu.abi import find_library
 import localrt.engine.native.engine, localrt.engine.pool, localrt.offload.memory
 import localrt.chat, localrt.api

@@ -36,13 +36,13 @@ from localrt.tui.chat.message_queue import FRAME_SECONDS
 from localrt.tui.chat.panel import LivePanel
 from localrt.tui.chat.screen import ChatScreen
 from localrt.tui.chat.thumbnails import Graphics, find_graphics
-from localrt.tui.clipboard import copied_by_tool
 from localrt.tui.conversation.generation import Task, loading
 from localrt.tui.conversation.state import ChatState, Defaults
 from localrt.tui.crash import keep_draft, take_draft, write_report
 from localrt.tui.keys import KEYS, Key, bindings, chosen_keys, rebound
 from localrt.tui.preferences import PreferencesFile, PresetsFile
 from localrt.tui.screens.dialogs import SMALLEST, Confirm, HelpScreen, Palette, TooSmall, ask
+from localrt.tui.terminal import copied_by_tool
 from localrt.tui.text import clean, explained, one_line, pasted, short_name
 from localrt.tui.themes import WithoutColor, WithoutControls, offered, register
 

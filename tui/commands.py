@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from localrt.common.files import user_path
 from localrt.tui.conversation.state import ChatState
 from localrt.tui.mentions import as_mention, open_mention
-from localrt.tui.options import OPTIONS
+from localrt.tui.text import OPTIONS
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,25 +1,155 @@
-"""Restores a Unix terminal however the app ends, even if it is killed or crashes in native code.
+"""The terminal: pastes, the clipboard, and restoring it however the app ends.
 
-A shell script, a child of the app, reads a pipe from it. If the pipe closes without a message, the
-script resets the terminal.
+A paste is what is between the terminal's marks, whatever that is. Text is copied with a tool of the
+desktop or tmux, which reports whether it worked. If the app is killed or crashes in native code, a
+shell script, its child, reads the end of a pipe and resets a Unix terminal.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import re
 import subprocess
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from queue import Full
 from typing import TextIO, cast
 
-from textual.drivers import linux_driver
+from textual._time import get_time
+from textual._xterm_parser import BRACKETED_PASTE_END as END
+from textual._xterm_parser import BRACKETED_PASTE_START as START
+from textual._xterm_parser import XTermParser
+from textual.drivers import linux_driver, web_driver
 from textual.drivers._writer_thread import WriterThread
 from textual.drivers.linux_driver import LinuxDriver
+from textual.events import Paste
+from textual.message import Message
 
 from localrt import system
-from localrt.tui.pastes import PasteParser
+
+_PAUSE = 3.0  # seconds; a paste that pauses so long is shown: its end may be lost
+_BURST = 0.05  # seconds; no person types so soon after a paste
+# A read that is a single key (not Esc, with which marks begin), or a new paste.
+_KEY = re.compile(
+    r"(?!\x1b\[201~)(\x1b?[^\x1b[]|\[|\x1bO.|\x1b\[[\d;:<]*[A-Za-z~]|\x1b\[200~.*)", re.DOTALL
+)
+
+
+class PasteParser(XTermParser):
+    """Textual's parser reads what follows an escape character in a paste as keys. Here everything
+    between the marks is the paste; after a pause, a single key ends it too. Copied text may hold
+    an end mark, to have the rest obeyed as keys: what comes right behind a paste, up to another end
+    mark, is pasted too.
+    """
+
+    _recent = ""  # the last characters outside a paste
+    _paste: str | None = None
+    _behind: str | None = None  # what came right behind a paste
+    _fed = 0.0  # when something came last
+
+    def feed(self, data: str) -> Iterable[Message]:
+        if not data:
+            yield from super().feed(data)
+            return
+        if self._paused and _KEY.fullmatch(data):
+            yield self._ended(self._paste or "")
+        if get_time() - self._fed >= _BURST:
+            yield from self.typed()
+        self._fed = get_time()
+        yield from self._read(data)
+
+    def typed(self) -> Iterable[Message]:
+        """What came right behind a paste, if no end mark will follow: it was typed."""
+        typed, self._behind = self._behind, None
+        yield from self._read(typed or "")
+
+    def _read(self, data: str) -> Iterable[Message]:
+        while data:
+            if self._behind is not None:
+                *pasted, self._behind = (self._behind + data).split(END)
+                if text := "".join(pasted).replace(START, ""):
+                    yield Paste(text)
+                return
+            if self._paste is not None:
+                searched = max(len(self._paste) - len(END), 0)
+                self._paste += data
+                end = self._paste.find(END, searched)
+                if end < 0:
+                    return
+                text, data = self._paste[:end], self._paste[end + len(END) :]
+                yield self._ended(text)
+                self._behind = ""
+                continue
+            before, mark, data = (self._recent + data).partition(START)
+            yield from super().feed((before + mark)[len(self._recent) :])
+            self._recent = "" if mark else before[1 - len(START) :]
+            self._paste = "" if mark else None
+
+    @property
+    def _paused(self) -> bool:
+        return self._paste is not None and get_time() - self._fed >= _PAUSE
+
+    def _ended(self, text: str) -> Paste:
+        self._paste = None
+        list(super().feed(END))  # for Textual, which has seen the paste's start, but not its text
+        return Paste(text)
+
+    def tick(self) -> Iterable[Message]:
+        """Show the part of a paste that has arrived. On a slow line the pause may be within the
+        mark that begins a paste: it is not taken for keys.
+        """
+        if get_time() - self._fed >= _BURST:
+            yield from self.typed()
+        if self._paused and self._paste:
+            mark = max(size for size in range(len(END)) if self._paste.endswith(END[:size]))
+            text = self._paste[: len(self._paste) - mark]
+            self._paste = END[:mark]
+            if text:
+                yield Paste(text)
+        if not any(self._recent.endswith(START[:size]) for size in range(3, len(START))):
+            yield from super().tick()
+
+
+setattr(web_driver, "XTermParser", PasteParser)  # noqa: B010 - what the driver makes
+
+
+# (environment variable that must be set, or empty; command that copies its input). Pillow reads
+# pictures with the same tools of Wayland and X11.
+_TOOLS = (
+    ("TMUX", "tmux load-buffer -w -"),
+    ("WAYLAND_DISPLAY", "wl-copy"),
+    ("DISPLAY", "xclip -selection clipboard"),
+    ("DISPLAY", "xsel --clipboard --input"),
+    ("", "pbcopy"),
+    ("", "clip.exe"),
+)
+_SECONDS = 3.0
+
+
+def copied_by_tool(text: str) -> bool:
+    """Give the text to the first tool that accepts it; may take a few seconds."""
+    for variable, command in _TOOLS:
+        arguments = command.split()
+        remote = "SSH_CONNECTION" in os.environ and variable != "TMUX"
+        if remote or not os.environ.get(variable, not variable):
+            continue
+        # clip.exe reads UTF-16. Output must not be a pipe: xclip's child would keep it open.
+        encoding = "utf-16" if command == "clip.exe" else "utf-8"
+        none = subprocess.DEVNULL
+        with suppress(OSError, subprocess.SubprocessError):
+            subprocess.run(
+                arguments,
+                input=text.encode(encoding, "replace"),
+                stdout=none,
+                stderr=none,
+                check=True,
+                timeout=_SECONDS,
+            )
+            return True
+    return False
+
 
 # It writes the same sequences as LinuxDriver at its end. A shell may own the terminal by then: the
 # modes are reset only if they are still the app's, recognized by -isig.

@@ -24,7 +24,7 @@ from benchmarks.common.random_store import stored_units, write_store
 from benchmarks.common.record import Record
 from localrt.common.formatting import format_bytes, parse_size
 from localrt.engine.types import Chunk
-from localrt.hub.known_models import find_known
+from localrt.hub.names import find_known
 from localrt.offload.memory import current_rss
 from localrt.quant.cuda.driver import device_of
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from localrt.quant.cuda.capture import Capture, record
 from localrt.quant.cuda.driver import Cuda, device_of
+from localrt.quant.cuda.graph import Capture, record
 from localrt.quant.cuda.stream import Cut
 from localrt.quant.cuda.tensor import UINT8, zeros
 

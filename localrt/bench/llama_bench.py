@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any
 
 from localrt import system
-from localrt.bench import nvml
+from localrt.bench.gpu import Peaks, used_nbytes
 from localrt.bench.workload import BenchOptions
 from localrt.common.cores import default_threads
 from localrt.common.errors import LocalrtError, reason_of
@@ -56,7 +56,7 @@ def run_llama_bench(program: Path, model: Path | str, words: str, gpu: str = "0"
         process = subprocess.Popen(command, **streams, **system.OWN_GROUP)
     except OSError as error:
         raise PeerFailedError(f"{program.name} cannot be started: {reason_of(error)}") from error
-    with process, nvml.Peaks(process.pid) as peaks:
+    with process, Peaks(process.pid) as peaks:
         try:
             printed, log = process.communicate()
         finally:
@@ -137,7 +137,7 @@ class LlamaBench:
             room = budget - beside - _CONTEXT_NBYTES
             level = sum(total <= room for total in accumulate(costs))
             # What cannot be measured must not exceed the budget by trying.
-            most = level if nvml.used_nbytes() is None else most
+            most = level if used_nbytes() is None else most
         fits, fails, rates = -1, most + 1, dict[int, float]()
         for _ in range(_MOST_TRIALS):
             rate = self._try(f"{words(level)} -fa 1")

@@ -24,8 +24,8 @@ from localrt.bench.engines import Launch, LoadedEngine
 from localrt.bench.sampling import Energy, joules_between, read_energy
 from localrt.common.closing import Closing
 from localrt.common.errors import LocalrtError
-from localrt.common.helpers import helper_command
 from localrt.common.option_names import on_command_line
+from localrt.common.processes import helper_command
 
 ENGINE = helper_command(__name__)
 """The command line of a child that measures an engine."""

@@ -16,8 +16,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from localrt.bench import nvml
 from localrt.bench.engines import LLAMACPP_SETTINGS, Launch
+from localrt.bench.gpu import Peaks, used_nbytes
 from localrt.bench.llama_bench import NO_ROOM, LlamaBench
 from localrt.bench.process import ENGINE, ChildError, ChildProcess
 from localrt.bench.workload import (
@@ -91,7 +91,7 @@ class _Bench:
         alone: bool,
     ) -> None:
         self._options, self._notify, self._start_child = options, notify, start
-        unnamed = options.device in (None, "auto") and nvml.used_nbytes() is not None
+        unnamed = options.device in (None, "auto") and used_nbytes() is not None
         self._gpu = options.uses_gpu or unnamed
         self._alone = alone or self._gpu
         self._prompts: list[list[int]] | None = None
@@ -142,7 +142,7 @@ class _Bench:
         for launch in tries:
             child = children.enter_context(self._start_child(engine))
             try:
-                with nvml.Peaks(child.pid) as peaks:
+                with Peaks(child.pid) as peaks:
                     running = self._load(setting, launch, child)
                     self._warm_up(running)
                 if on_gpu(running.info):
@@ -268,7 +268,7 @@ def _candidates(options: BenchOptions, gpu: bool) -> Iterator[_Candidate]:
         elif gpu:
             tried = [{"device": options.device or "auto"}]
             if options.gpu_memory is not None:
-                shares = (_SAFE,) if nvml.used_nbytes() is None else _SHARES
+                shares = (_SAFE,) if used_nbytes() is None else _SHARES
                 tried = [{**tried[0], "gpu_memory": int(x * options.gpu_memory)} for x in shares]
         ctx, path = options.ctx or options.workload.ctx, str(options.path)
         plain = Launch(engine=engine, path=path, ctx=ctx, threads=options.threads)

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from localrt import system
-from localrt.bench import nvml
+from localrt.bench import gpu
 from localrt.common.closing import Closing
 from localrt.offload.memory import memory_state
 
@@ -43,7 +43,7 @@ def read_energy(root: Path = system.ROOT) -> Energy:
             found[zone.name] = float(joules) / 1e6, float(end) / 1e6
         except (OSError, ValueError):
             continue
-    found |= {f"gpu {index}": (joules, _NO_END) for index, joules in nvml.joules().items()}
+    found |= {f"gpu {index}": (joules, _NO_END) for index, joules in gpu.joules().items()}
     return found
 
 
@@ -132,7 +132,7 @@ class Sampler(Closing):
                     "free_bytes": memory_state().available,
                     **dict.fromkeys(_RATES),
                     **rates,
-                    "gpu": nvml.use(),
+                    "gpu": gpu.use(),
                     "celsius": _celsius(),
                     "watts": None if joules is None else joules / seconds,
                 }

@@ -11,9 +11,8 @@ from localrt.common.errors import ModelNotFoundError, OptionError
 from localrt.common.formatting import one_line, table
 from localrt.common.settings import Settings
 from localrt.hub import resolve
-from localrt.hub.known_models import find_known
 from localrt.hub.listing import may_be_a_name
-from localrt.hub.names import read_aliases, remove_alias, shown_path, write_alias
+from localrt.hub.names import find_known, read_aliases, remove_alias, shown_path, write_alias
 
 EXAMPLES: Examples = (
     ("localrt alias", "the names that there are"),

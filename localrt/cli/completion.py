@@ -16,7 +16,7 @@ from localrt.client.programs import PROGRAMS
 from localrt.common.errors import LocalrtError
 from localrt.common.settings import Settings
 from localrt.hub import DEMO_NAME, list_models
-from localrt.hub.known_models import KNOWN_MODELS
+from localrt.hub.names import KNOWN_MODELS
 from localrt.quant.formats import CODECS
 
 EXAMPLES: Examples = (("source <(localrt completion bash)", "for this shell only"),)

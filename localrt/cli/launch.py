@@ -34,7 +34,7 @@ from localrt.client.servers import LocalServer, local_servers
 from localrt.common.errors import LocalrtError, ModelNotFoundError, OptionError
 from localrt.common.files import write_text
 from localrt.common.formatting import table
-from localrt.common.helpers import localrt_command
+from localrt.common.processes import localrt_command
 from localrt.common.settings import Settings
 from localrt.hub import list_models, resolve
 from localrt.hub.names import client_name

@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _encoder(path: Path) -> list[Path]:
     """The files of the model's vision encoder, without those of other models beside it."""
-    from localrt.models.vision.source import vision_source  # which takes time to import
+    from localrt.models.vision.registry import vision_source  # which takes time to import
 
     try:
         encoder = vision_source(path)

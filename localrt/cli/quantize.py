@@ -23,8 +23,7 @@ from localrt.common.settings import Settings
 from localrt.drafts.heads.files import prediction_notes
 from localrt.hub import ResolvedModel, resolve_adapter
 from localrt.models.checkpoints import Checkpoint, open_checkpoint
-from localrt.models.checkpoints.adapters.file import read_adapter
-from localrt.models.checkpoints.adapters.module_map import MergedCheckpoint
+from localrt.models.checkpoints.adapters import MergedCheckpoint, read_adapter
 from localrt.models.tokenizers import load_tokenizer
 from localrt.quant.methods import default_method, quantized_format
 from localrt.quantize.calibration import BUILTIN, builtin_text, read_text

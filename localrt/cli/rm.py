@@ -10,7 +10,7 @@ from localrt.cli.help import Examples
 from localrt.common.formatting import format_bytes
 from localrt.common.settings import Settings
 from localrt.hub import remove_model
-from localrt.hub.removing import Removal, plan_removal
+from localrt.hub.listing import Removal, plan_removal
 
 EXAMPLES: Examples = (
     ("localrt rm llama3.2:3b", "says what goes, asks, then deletes"),

@@ -22,9 +22,8 @@ from localrt.common.settings import Settings
 from localrt.drafts.discovery import DraftOffer, head_to_pull, own_draft
 from localrt.engine.sampling import sampling_defaults
 from localrt.hub import HubRef, LocalModel, ResolvedModel, list_models, resolve
-from localrt.hub.known_models import KNOWN_MODELS, KnownModel
 from localrt.hub.listing import expand_name
-from localrt.hub.names import looks_like_path, parse_hub_ref, shown_path
+from localrt.hub.names import KNOWN_MODELS, KnownModel, looks_like_path, parse_hub_ref, shown_path
 from localrt.hub.other_programs import Extras
 from localrt.hub.searching import Variant
 from localrt.library import list_variants

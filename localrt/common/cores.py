@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Set
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -98,3 +99,8 @@ def _cpu_limits(root: Path) -> Iterator[float]:
             quota, period = map(int, " ".join(texts).split())
             if quota > 0 and period > 0:
                 yield quota / period
+
+
+def giving_way(name: str) -> ThreadPoolExecutor:
+    """Return an executor with one such thread. Threads that it starts give way too on Linux."""
+    return ThreadPoolExecutor(1, thread_name_prefix=name, initializer=system.give_way)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from localrt import system
-from localrt.common.helpers import is_packaged
+from localrt.common.processes import is_packaged
 
 EXTRAS = {
     "gpu": "cuda-bindings nvidia-cuda-nvrtc",

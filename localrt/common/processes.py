@@ -1,9 +1,71 @@
-"""Processes by names that are never used again, as their ids are, and by their port."""
+"""Processes: those that run a part of localrt, and names for any that are never used again.
+
+A program that PyInstaller made has no interpreter to start. It starts itself instead, if its main
+script imports ``run_helper`` and calls it first, as ``localrt/__main__.py`` does. No other packaged
+program has helpers.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import sys
+from collections.abc import Sequence
 from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+
+from localrt import system
+
+_INTERNAL = "--internal"
+_START = (
+    "import json, sys; sys.path{} = json.loads(sys.argv.pop(1)); "
+    "from importlib import import_module; import_module(sys.argv.pop(1)).main()"
+)
+
+
+def is_packaged() -> bool:
+    """Whether this is a program that has no Python of its own to install into."""
+    return bool(getattr(sys, "frozen", False))
+
+
+def has_helpers() -> bool:
+    """Whether this program can start helpers."""
+    own = getattr(sys.modules["__main__"], "run_helper", None) is run_helper
+    return bool(sys.executable) and (own or not is_packaged())
+
+
+def localrt_command(*arguments: str) -> list[str]:
+    """The command line of ``localrt ARGUMENTS``."""
+    python = [] if is_packaged() else ["-m", "localrt"]
+    return [sys.executable, *python, *arguments]
+
+
+def helper_command(
+    module: str, *arguments: str, folders: Sequence[Path] | None = None
+) -> list[str]:
+    """The command line that calls ``main()`` of a module, which finds ``arguments`` in sys.argv.
+
+    It is this copy of localrt. With ``folders``, the interpreter ignores the environment and
+    imports from them and the standard library alone, which starts sooner.
+    """
+    if is_packaged():
+        return [sys.executable, _INTERNAL, module, *arguments]
+    python = sys.executable if folders is None else system.bare_python()
+    root = str(Path(__file__).resolve().parents[2])
+    flags, place = (["-P"], "[:0]") if folders is None else (["-I", "-S"], "[len(sys.path):]")
+    path = json.dumps([root, *map(str, folders or ())])
+    return [python, *flags, "-c", _START.format(place), path, module, *arguments]
+
+
+def run_helper() -> bool:
+    """Be the helper that ``helper_command`` of this packaged program started; False if none."""
+    if not is_packaged() or sys.argv[1:2] != [_INTERNAL] or len(sys.argv) < 3:
+        return False
+    module = sys.argv[2]
+    del sys.argv[1:3]
+    import_module(module).main()
+    return True
 
 
 def process_name(number: int) -> str | None:

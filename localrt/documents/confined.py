@@ -20,7 +20,7 @@ from typing import Any
 from localrt import system
 from localrt.common.closing import Closing
 from localrt.common.errors import LocalrtError, OptionError, StorageError
-from localrt.common.helpers import has_helpers, helper_command
+from localrt.common.processes import has_helpers, helper_command
 from localrt.documents.kinds import reader_of
 from localrt.documents.page import Page
 

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from localrt.common.errors import LocalrtError, OptionError
 from localrt.engine.protocol import Engine, EngineInfo, Logits
-from localrt.models.encoders.text import TextEncoder
+from localrt.models.encoders import TextEncoder
 from localrt.models.registry import ONLY_EMBEDS
 from localrt.quant.ops.adapters import Mix
 from localrt.quant.ops.protocol import Check

@@ -15,9 +15,9 @@ from contextlib import contextmanager, suppress
 
 from localrt.common.errors import MemoryBudgetError
 from localrt.engine.protocol import Engine, EngineSession
-from localrt.models.prefix import common_prefix
 from localrt.offload.memory import current_rss, ram_budget
 from localrt.quant.ops.adapters import Mix
+from localrt.quant.ops.kv import common_prefix
 
 
 class IdleSessions:

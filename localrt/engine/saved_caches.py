@@ -28,10 +28,9 @@ import numpy as np
 
 from localrt.common.errors import LocalrtError, MemoryBudgetError, StorageError
 from localrt.engine.protocol import EngineSession
-from localrt.models.prefix import Tokens, common_prefix
-from localrt.offload.kv.block_file import BlockFile
-from localrt.offload.kv.ram_copy import RamCopy
+from localrt.offload.kv.saved import BlockFile, RamCopy
 from localrt.quant.formats.packed import Bytes
+from localrt.quant.ops.kv import Tokens, common_prefix
 from localrt.quant.ops.kv_formats import BLOCK_TOKENS
 from localrt.quant.ops.states import SavedState
 

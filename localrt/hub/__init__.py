@@ -5,9 +5,8 @@ names; it does not open a model. Start reading at ``names`` and ``resolving``. I
 cheap: modules that import huggingface_hub are imported only when the hub is asked.
 """
 
-from localrt.hub.listing import LocalModel, list_models
+from localrt.hub.listing import LocalModel, list_models, remove_model
 from localrt.hub.names import DEMO_NAME, HubRef
-from localrt.hub.removing import remove_model
 from localrt.hub.resolving import ResolvedModel, resolve, resolve_adapter
 
 __all__ = [

@@ -19,7 +19,7 @@ from threading import Event, Thread
 from localrt.common.errors import HubError, StorageError
 from localrt.common.files import atomic_write, private_folder, remove_stale
 from localrt.common.formatting import one_line
-from localrt.common.helpers import is_packaged
+from localrt.common.processes import is_packaged
 from localrt.common.progress import ProgressCallback
 from localrt.common.settings import Settings
 from localrt.hub.download import Meter, check_cancelled, check_space, storage_error

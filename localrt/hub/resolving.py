@@ -32,18 +32,19 @@ from localrt.hub.files import (
     variant_name,
     variant_projectors,
 )
-from localrt.hub.known_models import close_names, known_repo
 from localrt.hub.listing import list_models, models_of_repo, place_of, variants_here
 from localrt.hub.names import (
     DEMO_HUB,
     DEMO_NAME,
     HubRef,
     close_files,
+    close_names,
     close_to,
     demo_cache_file,
     demo_in_package,
     expand_alias,
     is_revision,
+    known_repo,
     looks_like_path,
     parse_hub_ref,
     read_aliases,

@@ -12,8 +12,7 @@ from localrt.common.errors import HubError, LocalrtError, OfflineError
 from localrt.common.formatting import one_line
 from localrt.common.settings import Settings
 from localrt.hub.files import gguf_variants, name_words, safetensors_model_files, variant_name
-from localrt.hub.known_models import find_known
-from localrt.hub.names import HubRef
+from localrt.hub.names import HubRef, find_known
 from localrt.models.weight_files import is_draft_file
 
 _TIMEOUT_S = 10.0

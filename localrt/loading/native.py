@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from math import prod
 
+from localrt.common.cores import giving_way
 from localrt.common.errors import MemoryBudgetError, OptionError
 from localrt.common.formatting import format_bytes
-from localrt.common.giving_way import giving_way
 from localrt.common.option_names import option
 from localrt.common.settings import DEFAULT_CONTEXT
 from localrt.engine.encoder import EncoderEngine
@@ -23,7 +23,7 @@ from localrt.loading.format_names import most_used_format
 from localrt.loading.options import LoadOptions, pick_context
 from localrt.models.checkpoints import Checkpoint
 from localrt.models.config import DecoderConfig
-from localrt.models.encoders.text import EncoderConfig, TextEncoder
+from localrt.models.encoders import EncoderConfig, TextEncoder
 from localrt.models.registry import load_decoder, read_config, read_encoder_config
 from localrt.models.weights import WeightLoader
 from localrt.offload.account import PREFILL_ROWS, check_fits, resident_account, weight_nbytes

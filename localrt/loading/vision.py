@@ -11,8 +11,7 @@ from localrt.engine.protocol import Engine
 from localrt.models.tokenizers import Tokenizer
 from localrt.models.vision.encoder import VisionEncoder
 from localrt.models.vision.encoder_cache import VisionState
-from localrt.models.vision.registry import read_encoder
-from localrt.models.vision.source import VisionSource, vision_source
+from localrt.models.vision.registry import VisionSource, read_encoder, vision_source
 from localrt.quant.choose import all_vision_steps
 
 _MOST_ROWS = 4096  # of an image: a photo of 12 megapixels has 12,000 by Qwen's own settings

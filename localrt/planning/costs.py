@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from localrt.offload.account import PACKED_ROWS
-from localrt.offload.experts.policy import ExpertCosts
+from localrt.offload.experts.cache import ExpertCosts
 from localrt.offload.placement import LEAST_GPU_ROWS, PlacedUnit, Placement, UnitKind, Where
 from localrt.offload.shapes import ModelShape
 from localrt.planning.machine import GpuProfile, MachineProfile

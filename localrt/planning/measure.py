@@ -24,7 +24,7 @@ import numpy as np
 from localrt import system
 from localrt.common.cores import default_threads
 from localrt.common.files import read_cached, remove_stale, write_cached
-from localrt.common.helpers import has_helpers, helper_command
+from localrt.common.processes import has_helpers, helper_command
 from localrt.common.settings import Settings
 from localrt.offload import hardware
 from localrt.offload.account import MEASURING_NBYTES

@@ -20,9 +20,8 @@ from localrt.common.option_names import option
 from localrt.common.settings import Settings
 from localrt.hub import resolve
 from localrt.hub.cache import CachedRepo
-from localrt.hub.known_models import KNOWN_MODELS, KnownModel
 from localrt.hub.listing import expand_name
-from localrt.hub.names import HubRef, looks_like_path, parse_hub_ref
+from localrt.hub.names import KNOWN_MODELS, HubRef, KnownModel, looks_like_path, parse_hub_ref
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.checkpoints.text_model import DraftHeadError
 from localrt.offload.shapes import ModelShape, shape_from_checkpoint

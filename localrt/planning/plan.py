@@ -20,8 +20,7 @@ from localrt.common.option_names import on_command_line
 from localrt.common.settings import DEFAULT_CONTEXT, Settings
 from localrt.common.speeds import known_speed
 from localrt.hub import resolve
-from localrt.hub.known_models import repo_thinks
-from localrt.hub.names import HubRef, looks_like_path
+from localrt.hub.names import HubRef, looks_like_path, repo_thinks
 from localrt.hub.resolving import Offer, ResolvedModel, offer_of
 from localrt.models.vision.cost import SIDE, picture_cost
 from localrt.offload.account import Budgets

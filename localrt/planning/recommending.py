@@ -18,8 +18,7 @@ from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.common.formatting import format_bytes, parse_size
 from localrt.common.settings import DEFAULT_CONTEXT, Settings
 from localrt.hub.files import DEFAULT_LABEL
-from localrt.hub.known_models import KnownModel, repo_thinks
-from localrt.hub.names import HubRef
+from localrt.hub.names import HubRef, KnownModel, repo_thinks
 from localrt.hub.resolving import Offer
 from localrt.offload.account import UNKNOWN_MODEL_NBYTES, Budgets
 from localrt.offload.memory import ram_budget

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 from localrt.common.formatting import format_bytes, format_seconds, table
 from localrt.common.settings import Settings
-from localrt.hub.known_models import KNOWN_MODELS, KnownModel, repo_thinks
+from localrt.hub.names import KNOWN_MODELS, KnownModel, repo_thinks
 from localrt.offload.account import Budgets
 from localrt.offload.memory import ram_budget
 from localrt.planning.describe_pc import Hardware, budgets_of, machine_on_device, planned_hardware

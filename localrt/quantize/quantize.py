@@ -22,7 +22,7 @@ from localrt.drafts.heads.load import kept_format, read_head_config
 from localrt.models.checkpoints import Checkpoint, TensorInfo, open_checkpoint
 from localrt.models.checkpoints.store.manifest import PREDICTION, Quantization
 from localrt.models.config import DecoderConfig
-from localrt.models.encoders.text import POSITIONS, SCORE, TYPES
+from localrt.models.encoders import POSITIONS, SCORE, TYPES
 from localrt.models.registry import read_config, read_encoder_config, require_readable
 from localrt.models.tensor_source import EMBEDDING, HEAD, WeightBlock
 from localrt.models.units import Unit, list_encoder_units, list_units

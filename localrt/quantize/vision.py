@@ -12,7 +12,7 @@ from localrt.common.errors import LocalrtError
 from localrt.models.checkpoints.gguf.vision import VisionGguf
 from localrt.models.checkpoints.safetensors.vision import VisionFolder
 from localrt.models.tensor_source import RangedFile
-from localrt.models.vision.source import VisionSource, vision_source
+from localrt.models.vision.registry import VisionSource, vision_source
 from localrt.models.weight_files import STORED_ENCODER, WEIGHTS_NAME
 from localrt.offload.store.writer import StoreWriter
 

@@ -31,7 +31,7 @@ from localrt.server.service import ModelRequest, Service, sent_key
 from localrt.service.live import AsyncAnswer
 
 if TYPE_CHECKING:  # they take a megabyte, and few servers' clients use tools of MCP servers
-    from localrt.history.calls import CallTurn, Decision
+    from localrt.history.messages import CallTurn, Decision
     from localrt.mcp.toolbox import Toolbox
 
 _FRAME_S = 0.05  # the least time between two events
@@ -210,7 +210,7 @@ class Answer:
     def _begun(self, calls: Sequence[ToolCall]) -> list[CallTurn]:
         if not calls:
             return []
-        from localrt.history.calls import CallTurn
+        from localrt.history.messages import CallTurn
 
         assert self._toolbox is not None, "without it, no tools are offered"
         turns, kept, after = list[CallTurn](), self.found, self._writer.turn

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from localrt.common.errors import MemoryBudgetError, OptionError
 from localrt.engine.protocol import Engine
-from localrt.models.checkpoints.adapters.file import read_adapter
+from localrt.models.checkpoints.adapters import read_adapter
 from localrt.models.tensor_source import Checkpoint
 from localrt.quant.ops.adapters import Mix
 

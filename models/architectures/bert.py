@@ -12,8 +12,7 @@ from dataclasses import replace
 
 from localrt.common.errors import UnsupportedModelError
 from localrt.models.architectures.family import Config, Family, GgufFacts
-from localrt.models.encoders.block import BlockConfig, BlockNames
-from localrt.models.encoders.text import SCORE, TYPES, EncoderConfig
+from localrt.models.encoders import SCORE, TYPES, BlockConfig, BlockNames, EncoderConfig
 from localrt.models.layers.rope import read_rope
 from localrt.models.raw_config import RawConfig
 from localrt.models.tensor_source import RowSource

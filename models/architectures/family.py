@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from localrt.models.config import EXPERT_DOWN, EXPERT_GATE_UP, DecoderConfig
-from localrt.models.encoders.text import EncoderConfig
+from localrt.models.encoders import EncoderConfig
 from localrt.models.raw_config import RawConfig
 from localrt.models.row_order import Stack
 from localrt.models.tensor_source import RowSource

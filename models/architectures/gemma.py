@@ -12,8 +12,7 @@ from dataclasses import replace
 from localrt.models.architectures.family import SANDWICH_NORMS, Config, Family, GgufFacts, head_size
 from localrt.models.architectures.llama import ACTIVATIONS
 from localrt.models.config import DecoderConfig, LayerNames
-from localrt.models.encoders.block import BlockConfig, BlockNames
-from localrt.models.encoders.text import EncoderConfig
+from localrt.models.encoders import BlockConfig, BlockNames, EncoderConfig
 from localrt.models.layers.block import ResidualBlock
 from localrt.models.layers.rope import read_rope
 from localrt.models.raw_config import RawConfig

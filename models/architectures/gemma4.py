@@ -15,7 +15,7 @@ from localrt.common.errors import UnsupportedModelError
 from localrt.models.architectures import gemma
 from localrt.models.architectures.family import SANDWICH_NORMS, Config, Family, GgufFacts
 from localrt.models.config import EXPERT_SCALE, ROUTER, ROUTER_NORM, DecoderConfig, MixtureSpec
-from localrt.models.encoders.text import EncoderConfig
+from localrt.models.encoders import EncoderConfig
 from localrt.models.layers.inputs import LAYER_EMBEDDING, PROJECTION, GatedInputs, LayerInputs
 from localrt.models.layers.rope import read_rope
 from localrt.models.raw_config import RawConfig, expert_activation

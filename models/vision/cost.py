@@ -15,8 +15,7 @@ import numpy as np
 from localrt.models.tensor_source import TensorSource
 from localrt.models.vision.encoder import PreparedPicture
 from localrt.models.vision.picture import Picture
-from localrt.models.vision.registry import read_encoder
-from localrt.models.vision.source import vision_source
+from localrt.models.vision.registry import read_encoder, vision_source
 from localrt.quant.formats.packed import Format
 
 SIDE = 896

@@ -24,12 +24,11 @@ import numpy.typing as npt
 from localrt.common.errors import MemoryBudgetError, OptionError
 from localrt.common.formatting import format_bytes
 from localrt.common.option_names import option
-from localrt.models.encoders.block import Units
+from localrt.models.encoders import Units
 from localrt.models.vision.cost import EncoderSizes
 from localrt.models.vision.encoder import EncodedPicture, PreparedPicture, VisionEncoder
-from localrt.models.vision.picture import open_picture, read_picture
-from localrt.models.vision.pixels import Patches
-from localrt.models.vision.source import VisionSource
+from localrt.models.vision.picture import Patches, open_picture, read_picture
+from localrt.models.vision.registry import VisionSource
 from localrt.models.weights import WeightLoader
 from localrt.quant.ops.protocol import Check, PictureRows
 from localrt.quant.ops.vision import VisionSteps

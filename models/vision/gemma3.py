@@ -7,10 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from localrt.models.encoders.block import Linear, Norm, Units
+from localrt.models.encoders import Linear, Norm, Units
 from localrt.models.vision.encoder import EncodedPicture, PreparedPicture, VisionEncoder
-from localrt.models.vision.picture import Picture
-from localrt.models.vision.pixels import BILINEAR, Scaling, cut, integer, resampling, resize
+from localrt.models.vision.picture import (
+    BILINEAR,
+    Picture,
+    Scaling,
+    cut,
+    integer,
+    resampling,
+    resize,
+)
 from localrt.models.vision.siglip import (
     TENSOR_PREFIXES,
     SiglipEncoder,

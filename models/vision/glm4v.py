@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from localrt.models.encoders.block import Linear, Norm
-from localrt.models.vision.encoder import VisionEncoder
-from localrt.models.vision.pixels import integer, number
-from localrt.models.vision.positions import cubic
+from localrt.models.encoders import Linear, Norm
+from localrt.models.vision.encoder import VisionEncoder, cubic
+from localrt.models.vision.picture import integer, number
 from localrt.models.vision.qwen_vl import GATED, QwenEncoder, Step, qwen_blocks, qwen_config
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats.packed import Floats

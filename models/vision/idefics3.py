@@ -11,10 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from localrt.models.encoders.block import Linear, Units
+from localrt.models.encoders import Linear, Units
 from localrt.models.vision.encoder import EncodedPicture, PreparedPicture, VisionEncoder
-from localrt.models.vision.picture import Picture
-from localrt.models.vision.pixels import LANCZOS, Scaling, cut, integer, resampling, resize
+from localrt.models.vision.picture import (
+    LANCZOS,
+    Picture,
+    Scaling,
+    cut,
+    integer,
+    resampling,
+    resize,
+)
 from localrt.models.vision.siglip import SiglipEncoder, merged, pixels, read_siglip, text_size
 from localrt.models.weights import WeightLoader
 from localrt.quant.ops.protocol import Check

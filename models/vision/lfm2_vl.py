@@ -12,11 +12,18 @@ from typing import Any
 import numpy as np
 
 from localrt.common.errors import OptionError
-from localrt.models.encoders.block import Linear, Norm, Units
-from localrt.models.vision.encoder import EncodedPicture, PreparedPicture, VisionEncoder
-from localrt.models.vision.picture import MOST_PIXELS, Picture, Pixels
-from localrt.models.vision.pixels import (
+from localrt.models.encoders import Linear, Norm, Units
+from localrt.models.vision.encoder import (
+    EncodedPicture,
+    PreparedPicture,
+    VisionEncoder,
+    antialiased,
+)
+from localrt.models.vision.picture import (
     BILINEAR,
+    MOST_PIXELS,
+    Picture,
+    Pixels,
     Scaling,
     activation,
     cut,
@@ -25,7 +32,6 @@ from localrt.models.vision.pixels import (
     resampling,
     resize,
 )
-from localrt.models.vision.positions import antialiased
 from localrt.models.vision.siglip import (
     TENSOR_PREFIXES,
     SiglipEncoder,

@@ -13,10 +13,19 @@ from typing import Any
 import numpy as np
 
 from localrt.common.errors import OptionError
-from localrt.models.vision import pixels, siglip
+from localrt.models.vision import siglip
 from localrt.models.vision.encoder import PreparedPicture, VisionEncoder
 from localrt.models.vision.lfm2_vl import Projector, TiledEncoder
-from localrt.models.vision.picture import MOST_PIXELS, Picture
+from localrt.models.vision.picture import (
+    BICUBIC,
+    MOST_PIXELS,
+    Picture,
+    Scaling,
+    cut,
+    integer,
+    resampling,
+    resize,
+)
 
 _NUMBER = re.compile(r"\.(\d+)\.$")  # of a block
 _ONLY: dict[str, Any] = {"merger_times": 1}
@@ -37,7 +46,7 @@ def read_encoder(config: Mapping[str, Any], processor: Mapping[str, object]) -> 
     wide, names = 4 * tower.block.hidden, tower.block.names
     names = replace(names, norm2="pre_norm", up=("linear_1",), down="linear_2")
     merger = replace(tower.block, merge=4, activation="gelu_tanh", names=names)
-    most = pixels.integer(processor, "max_slice_nums", 9)
+    most = integer(processor, "max_slice_nums", 9)
     return MiniCpmEncoder(
         siglip=replace(tower, merger=(layer, merger) if mode == "16x" else None),
         factor=2,
@@ -45,8 +54,8 @@ def read_encoder(config: Mapping[str, Any], processor: Mapping[str, object]) -> 
         tile=siglip.pixels(processor, "scale_resolution", 448),
         tiles=(1, most if processor.get("slice_mode") is not False else 1),
         projector=Projector(wide, wide, out, "gelu", True, True, "merger.mlp.0.", "pre_norm", 1e-6),
-        resample=pixels.resampling(processor, pixels.BICUBIC),
-        scaling=pixels.Scaling.read(processor),
+        resample=resampling(processor, BICUBIC),
+        scaling=Scaling.read(processor),
         number="" if processor.get("use_image_id") is False else "<image_id>{}</image_id>",
     )
 
@@ -64,7 +73,7 @@ class MiniCpmEncoder(TiledEncoder):
         pieces: list[str | int] = []
         lines, columns = self.layout(height, width)
         whole = self._fitting(height, width, grow=lines * columns == 1)
-        parts = [pixels.resize(picture, *whole, self.resample)]
+        parts = [resize(picture, *whole, self.resample)]
         if lines * columns > 1:
             h, w = _rounded(height, lines) / lines, _rounded(width, columns) / columns
             slices = self.cut(picture, lines, columns, *self._fitting(h, w, grow=True))
@@ -75,7 +84,7 @@ class MiniCpmEncoder(TiledEncoder):
             begin = "\n" if number > 1 and number % columns == 1 % columns else ""
             pieces += [f"{begin}<{name}>", h * w // (2 * self.window) ** 2, f"</{name}>"]
         return PreparedPicture(
-            patches=self.scaling(np.concatenate([pixels.cut(part, patch) for part in parts])),
+            patches=self.scaling(np.concatenate([cut(part, patch) for part in parts])),
             chunk_patches=max(map(math.prod, grids)),
             grid=grids,
             pieces=tuple(pieces),

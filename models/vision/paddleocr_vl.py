@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from localrt.models.encoders.block import Linear, Norm
-from localrt.models.vision.encoder import VisionEncoder
-from localrt.models.vision.pixels import integer
-from localrt.models.vision.positions import linear
+from localrt.models.encoders import Linear, Norm
+from localrt.models.vision.encoder import VisionEncoder, linear
+from localrt.models.vision.picture import integer
 from localrt.models.vision.qwen_vl import Merger, QwenEncoder, Step, qwen_config
 from localrt.models.vision.siglip import read_siglip
 from localrt.models.weights import WeightLoader

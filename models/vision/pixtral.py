@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 
 from localrt.common.errors import OptionError, UnsupportedModelError
-from localrt.models.encoders.block import BlockConfig, BlockNames, Linear, Norm, Units, run_blocks
+from localrt.models.encoders import BlockConfig, BlockNames, Linear, Norm, Units, run_blocks
 from localrt.models.vision.encoder import EncodedPicture, PreparedPicture, VisionEncoder
-from localrt.models.vision.picture import MOST_PIXELS, Picture
-from localrt.models.vision.pixels import (
+from localrt.models.vision.picture import (
     BICUBIC,
     CLIP_MEAN,
     CLIP_STD,
+    MOST_PIXELS,
+    Picture,
     Scaling,
     activation,
     cut,

@@ -20,13 +20,20 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.common.errors import OptionError
-from localrt.models.encoders.block import Block, BlockConfig, BlockNames, Linear, Norm, Units
-from localrt.models.vision.encoder import EncodedPicture, PreparedPicture, VisionEncoder
-from localrt.models.vision.picture import MOST_PIXELS, Picture
-from localrt.models.vision.pixels import (
+from localrt.models.encoders import Block, BlockConfig, BlockNames, Linear, Norm, Units
+from localrt.models.vision.encoder import (
+    EncodedPicture,
+    PreparedPicture,
+    VisionEncoder,
+    aligned,
+    interpolated,
+)
+from localrt.models.vision.picture import (
     BICUBIC,
     CLIP_MEAN,
     CLIP_STD,
+    MOST_PIXELS,
+    Picture,
     Scaling,
     activation,
     cut,
@@ -34,7 +41,6 @@ from localrt.models.vision.pixels import (
     number,
     resize,
 )
-from localrt.models.vision.positions import aligned, interpolated
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.mathematics import power, turns

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from localrt.models.encoders.block import Block, BlockConfig, BlockNames, Linear, Norm, Units
-from localrt.models.vision.pixels import Patches, activation, integer, number
-from localrt.models.vision.positions import interpolated
+from localrt.models.encoders import Block, BlockConfig, BlockNames, Linear, Norm, Units
+from localrt.models.vision.encoder import interpolated
+from localrt.models.vision.picture import Patches, activation, integer, number
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.arrays import large_floats

@@ -1,15 +1,17 @@
-"""Runs a sparse layer on GPU and CPU at once: the GPU computes the experts in its slots, the CPU
-the others.
+"""Mixtures on GPU and CPU at once: the GPU computes the experts in its slots, the CPU the others.
 
 The router runs on the GPU, which starts the chosen experts in its slots before the host knows the
 routing. Experts in neither memory are read from the SSD and computed by the CPU. Results are summed
 on the GPU in the order of k, so the order of finishing has no effect. Experts that are worth a slot
 are copied to the GPU for later layers and passes, never for the layer at hand.
 
-Short passes are recorded as graphs of many layers, beside which the host works (``recorded.py``).
-When an expert moves to or from the GPU, only the layer's table there changes, not the graphs. In
-other passes the host waits once a layer, for the routing and the rows. If all experts are on the
-GPU, the host does not wait.
+Short passes are recorded as graphs of many layers, beside which the host works. Each layer's
+kernels give the host a ticket when its rows and choice are in RAM, compute the experts in the
+layer's table, and wait until the host has computed the others: one launch for many layers, and
+Python does nothing in between if the experts are in RAM. Tables change between passes only, so GPU
+and host agree on who computes. What the routers chose is learned after the pass. In other passes
+the host waits once a layer, for the routing and the rows. If all experts are on the GPU, the host
+does not wait.
 
 A long pass needs nearly all experts of every layer: those in RAM are copied one after another,
 followed by the next layer's, and computed in one launch when they have arrived.
@@ -20,7 +22,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -28,16 +30,202 @@ import numpy.typing as npt
 from localrt.models.layers.moe import ExpertPass, Routed
 from localrt.models.layers.parts import PassState
 from localrt.offload.device.gpu import Clock
-from localrt.offload.experts.cache import Demand
-from localrt.offload.experts.copies import ExpertCopies, copies_at_once
+from localrt.offload.experts.cache import Demand, ExpertCosts, Key
 from localrt.offload.experts.memory import ExpertMemory
-from localrt.offload.experts.policy import ExpertCosts
-from localrt.offload.experts.pool import Arrival, Demanded, GpuSlots
-from localrt.offload.experts.recorded import RecordedLayers, RecordedPass
+from localrt.offload.experts.pool import Arrival, Demanded, ExpertPool, GpuSlots
 from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.arrays import Array
-from localrt.quant.ops.experts import ExpertTable
-from localrt.quant.ops.protocol import Check, Ops, Recorder
+from localrt.quant.ops.experts import ExpertTable, Share, SharedLayers
+from localrt.quant.ops.protocol import Check, Ops, PassLostError, Recorder
+
+_COPY_SHARE = 4  # running copies lock at most a quarter of the slots in RAM
+
+
+class ExpertCopies:
+    """Copies to ``slots``, one after another, of ``seconds`` each.
+
+    ``arriving`` are the experts being copied that are not yet in their tables.
+    """
+
+    def __init__(self, slots: GpuSlots, memory: ExpertMemory, seconds: float) -> None:
+        self._slots, self._memory, self._seconds = slots, memory, seconds
+        self.arriving: dict[Key, Arrival] = {}
+        self._running = deque[Arrival]()  # in order; their experts are locked in RAM
+        self._end = 0.0  # estimated
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def wait_s(self, now: float | None = None) -> float:
+        """Estimated seconds until the link is idle."""
+        return max(0.0, self._end - (time.perf_counter() if now is None else now))
+
+    def bring(self, place: int, expert: int) -> Arrival:
+        """Begin to copy an expert from RAM to the GPU."""
+        pool = self._memory.pool(place)
+        arrival = self._slots.bring((place, expert), pool.data(place, expert))
+        pool.cache.lock(place, [expert])
+        self._running.append(arrival)
+        self.arriving[place, expert] = arrival
+        self._end = max(self._end, time.perf_counter()) + self._seconds
+        return arrival
+
+    def settle(self, *, wait: bool = False) -> None:
+        """Enter experts whose copies have ended, and unlock them in RAM.
+
+        Waits for running copies only if they lock too many slots in RAM, or with ``wait``.
+        """
+        while self._running:
+            arrival = self._running[0]
+            (place, expert), copied = arrival.key, arrival.copied
+            pool = self._memory.pool(place)
+            if copied is not None and not copied.query():
+                if not wait and len(self) <= copies_at_once(pool):
+                    return
+                copied.synchronize()
+            self._running.popleft()
+            pool.cache.unlock(place, [expert])
+            if self.arriving.get(arrival.key) is arrival:
+                self.enter(arrival)
+
+    def enter(self, arrival: Arrival) -> None:
+        """Put an expert into its table, once it has arrived or kernels wait for it."""
+        del self.arriving[arrival.key]
+        self._slots.enter(arrival)
+
+
+def copies_at_once(pool: ExpertPool) -> int:
+    """How many copies may run that read from the pool."""
+    return pool.cache.capacity // _COPY_SHARE
+
+
+_LOOK_S = 0.05  # after so long, the host looks whether the GPU has failed
+
+
+class RecordedPass:
+    """One layer in all passes that replay a recording: see ``ExpertPass``.
+
+    ``findable`` are the experts that the GPU computes in the current replay; for ``demanded``
+    layers the others were asked for in it, as some were not in RAM.
+    """
+
+    findable: npt.NDArray[np.bool_]
+    demanded = False
+    check: Check | None = None
+
+    def __init__(self, routed: Routed, share: Share[Array]) -> None:
+        self.routed, self.share = routed, share
+        self.routing, self.slots_array = share.routing, share.slots
+        self.label = f"layers.{routed.layer}.experts"
+
+    def absent(self) -> list[int]:
+        """The chosen experts that the host computes."""
+        chosen = np.unique(self.routing.chosen)
+        return cast("list[int]", chosen[~self.findable[chosen]].tolist())
+
+    def slots(self) -> Array:
+        """The slots of all chosen experts."""
+        self.share.compute(self.routed.spec)
+        return self.share.take()
+
+    def end(self) -> None:
+        """Nothing to do: no copies were begun."""
+
+    def rows(self) -> Array:
+        """The rows on the host."""
+        return cast(Array, self.share.rows)
+
+    def host_slots(self, rows: Array) -> Array:
+        """The array for the host's results."""
+        return cast(Array, self.share.host_slots)
+
+    def deliver(self, slots: Array, filled: npt.NDArray[np.bool_]) -> None:
+        """Nothing to do: the GPU reads the slots where they are."""
+
+
+class HostExperts(Protocol):
+    """What recorded layers ask of the owner of the experts."""
+
+    def begin_recorded(self, first: int) -> Sequence[Any]:
+        """Before a graph whose first layer is ``first``: learn from the last pass, and enter
+        experts that have arrived. Returns the tables that may have changed.
+        """
+
+    def compute_absent(self, layer_pass: RecordedPass) -> None:
+        """Compute the chosen experts that the GPU does not, reading those that are on the SSD."""
+
+    def served(self, layers: Sequence[RecordedPass], busy_s: float) -> None:
+        """Note that the host's part of a graph's layers is done, in ``busy_s`` seconds."""
+
+
+class RecordedLayers:
+    """The host's part of the layers of one graph: see ``HostWork``. ``quick`` does all of it that
+    can be done without Python.
+    """
+
+    def __init__(
+        self, experts: HostExperts, layers: Sequence[RecordedPass], quick: SharedLayers | None
+    ) -> None:
+        self._experts, self._layers, self._quick = experts, list(layers), quick
+        self._shares = [layer.share for layer in layers]
+
+    def begin(self, check: Check | None) -> None:
+        """Fix which experts the GPU computes."""
+        if check is not None:
+            check()
+        tables = self._experts.begin_recorded(self._layers[0].routed.place)
+        for number, layer in enumerate(self._layers):
+            layer.findable, layer.demanded = layer.share.present(), False
+            if self._quick is not None:
+                self._quick.present(number, layer.findable)
+        self._shares[0].begin(self._shares, tables)
+
+    def __call__(self, check: Check | None) -> None:
+        """Compute the other experts of each layer.
+
+        Raises:
+            PassLostError: the GPU has waited too long.
+        """
+        quick, at = self._quick, 0
+        before = 0.0 if quick is None else quick.busy_s
+        try:
+            while at < len(self._layers):
+                if quick is not None:
+                    at = quick.run(at)
+                if at < len(self._layers):
+                    self._serve(self._layers[at], check)
+                    at += 1
+            if self._shares[0].words.stop[0]:
+                raise _lost()
+        except BaseException:
+            self._shares[0].give_up()
+            raise
+        self._experts.served(self._layers, 0.0 if quick is None else quick.busy_s - before)
+
+    def _serve(self, layer: RecordedPass, check: Check | None) -> None:
+        """Compute one layer's experts, which may be on the SSD."""
+        self._await(layer.share, check)
+        layer.check = check
+        self._experts.compute_absent(layer)
+        layer.share.words.done[0] = layer.share.words.turn[0]
+
+    def _await(self, share: Share[Array], check: Check | None) -> None:
+        """Wait for the GPU's ticket."""
+        words, looked = share.words, time.perf_counter()
+        while words.ticket[0] != words.turn[0]:
+            if words.stop[0]:
+                raise _lost()
+            time.sleep(0)
+            if time.perf_counter() - looked > _LOOK_S:
+                looked = time.perf_counter()
+                share.check()
+                if check is not None:
+                    check()
+
+
+def _lost() -> PassLostError:
+    return PassLostError("the GPU has waited too long for the CPU, which others need: ask again")
+
 
 Mask = npt.NDArray[np.bool_]
 

@@ -13,7 +13,7 @@ from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.models.config import DecoderConfig
 from localrt.models.tensor_source import EMBEDDING, HEAD
 from localrt.offload.device.gpu import Clock, Gpu
-from localrt.offload.experts.policy import ExpertCosts
+from localrt.offload.experts.cache import ExpertCosts
 from localrt.offload.kv.tier import KvTier
 from localrt.offload.placement import Placement, Where
 from localrt.offload.reading.files import ReadMode, StoreFiles

@@ -44,8 +44,7 @@ from localrt.quant.cpu.passes import (
     mlp_args,
     recurrent_args,
 )
-from localrt.quant.cpu.replay import ReplayedForward, Tape
-from localrt.quant.cpu.shared_layers import NativeSharedLayers
+from localrt.quant.cpu.replay import NativeSharedLayers, ReplayedForward, Tape
 from localrt.quant.cpu.streams import StreamSteps
 from localrt.quant.cpu.weights import (
     AttentionWeights,

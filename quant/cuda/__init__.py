@@ -27,7 +27,7 @@ bits: two rows of 8 bits, whose results are added. The sum of a step of 32 colum
 scaled sums are added in column order. Columns are dealt out to at most eight chains, which are
 joined as a tree. The number of chains depends on the columns alone, so a row's bits do not depend
 on the batch or the launch shape. For short matrices several blocks share a chain's columns
-(``launch_shape.py``). A format is two structs (``formats.cuh``): one unpacks its words, the other
+(``launch.py``). A format is two structs (``formats.cuh``): one unpacks its words, the other
 reads its scales. ``tests/ops/cuda/test_compiled.py`` compiles every format and counts registers,
 spills and instructions per byte. Beyond 64 rows the tiles pass through shared memory
 (``linear_many.cu``); data centers' GPUs unpack them to bf16 for cuBLAS.
@@ -41,7 +41,7 @@ adjacent. Unlike on the CPU, keys keep their projection's bias. Latent attention
 (``quant/cuda/src/latent.cu``) stages a cached row once as key and value. A layer's experts take two
 launches (``quant/cuda/experts.py``), wherever their weights are in memory; a dense layer in
 decoding takes ten. A pass of a shape seen before is replayed as a CUDA graph
-(``quant/cuda/graph.py``, ``capture.py``). So is that of a mixture whose experts are all on the GPU,
+(``quant/cuda/graph.py``). So is that of a mixture whose experts are all on the GPU,
 which chooses them itself (``quant/cuda/src/choose.cu``) without the host. Formats without a kernel
 fall back to bf16 per weight.
 """

@@ -11,8 +11,7 @@ from __future__ import annotations
 from localrt.quant.cuda import cublas
 from localrt.quant.cuda.adapters import add_low_rank
 from localrt.quant.cuda.device import Device
-from localrt.quant.cuda.launch import prefers_int8
-from localrt.quant.cuda.launch_shape import many_grid
+from localrt.quant.cuda.launch import many_grid, prefers_int8
 from localrt.quant.cuda.products import (
     MOST_ROWS,
     Records,

@@ -17,12 +17,12 @@ import numpy as np
 
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
-from localrt.quant.cuda.capture import Capture, record
 from localrt.quant.cuda.cuda_memory import CudaCopies
 from localrt.quant.cuda.device import Device
 from localrt.quant.cuda.driver import Cuda, device_of
 from localrt.quant.cuda.formats import TYPES
 from localrt.quant.cuda.gpu_cache import FINE_RATES, RATES, ROWS, GpuCache, GpuRates
+from localrt.quant.cuda.graph import Capture, record
 from localrt.quant.cuda.launch import CudaStopwatch, Stopwatch, gpu_file, noting
 from localrt.quant.cuda.linear import linear
 from localrt.quant.cuda.ops import CudaOps

@@ -4,7 +4,7 @@ Passes of up to 64 rows, of trees too, are batch-invariant. Longer ones (prefill
 attention kernel, and data-center GPUs unpack matrices for cuBLAS. The residual stream is float32,
 inputs of products are bf16. This module knows no architecture.
 
-Models with layers that have no kernel here (``lacks.py``) compute with torch on a GPU.
+Models with layers that have no kernel here (``quant/choose.py``) compute with torch on a GPU.
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ from localrt.quant.cpu.ops import fast_tiler
 from localrt.quant.cuda.adapters import CudaAdapters, CudaLowRank
 from localrt.quant.cuda.attention import (
     AttentionSteps,
+    LatentSteps,
     Rotations,
     cache_nbytes,
     new_cache,
 )
-from localrt.quant.cuda.capture import Capture
 from localrt.quant.cuda.driver import device_of
 from localrt.quant.cuda.experts import CudaExpertTable, route_rows, run_kinds
 from localrt.quant.cuda.formats import is_packed
-from localrt.quant.cuda.graph import GraphedForward, Recordings
+from localrt.quant.cuda.graph import Capture, GraphedForward, Recordings
 from localrt.quant.cuda.kv import BlockedCache, SpanNumbers, widest_mask
-from localrt.quant.cuda.latent import LatentSteps
 from localrt.quant.cuda.linear import gate_up, linear, normed_for
 from localrt.quant.cuda.products import MOST_ROWS, unpack_rows
 from localrt.quant.cuda.recurrent import RecurrentSteps

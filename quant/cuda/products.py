@@ -20,8 +20,16 @@ import numpy.typing as npt
 
 from localrt.quant.cuda.device import Device
 from localrt.quant.cuda.formats import HEAVY, format_macros, steps_at_once
-from localrt.quant.cuda.launch import arguments, declarations, launch, pointers
-from localrt.quant.cuda.launch_shape import LaunchShape, best_shape, groups_of, many_grid
+from localrt.quant.cuda.launch import (
+    LaunchShape,
+    arguments,
+    best_shape,
+    declarations,
+    groups_of,
+    launch,
+    many_grid,
+    pointers,
+)
 from localrt.quant.cuda.programs import Program
 from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32, INT32, UINT8, Dtype, Tensor, empty, zeros
 

@@ -1,4 +1,4 @@
-"""KV caches: their contract, shared counting, and saving of blocks.
+"""KV caches: their contract, shared counting, saving of blocks, and common prefixes.
 
 ``KVCache`` is the contract. ``GrowingCache`` counts tokens held, room allocated, growth in steps,
 and trims; implementations choose the arrays of keys and values. A cache that grows in place takes
@@ -35,6 +35,17 @@ from localrt.quant.ops.kv_formats import BLOCK_TOKENS
 
 if TYPE_CHECKING:
     from localrt.quant.ops.states import SavedState
+
+Tokens: TypeAlias = npt.NDArray[np.int64]
+"""For a sequence compared again and again: a list would be converted each time."""
+
+
+def common_prefix(a: Sequence[int] | Tokens, b: Sequence[int] | Tokens) -> int:
+    """Number of leading tokens that ``a`` and ``b`` share."""
+    size = min(len(a), len(b))
+    differ = np.flatnonzero(np.asarray(a[:size]) != np.asarray(b[:size]))
+    return int(differ[0]) if len(differ) else size
+
 
 ReadBlocks: TypeAlias = "Callable[[int, Bytes], int]"
 """Fills room for n blocks, (n, block_bytes), with those from a number on; how many there were."""

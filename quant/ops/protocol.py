@@ -601,7 +601,7 @@ class Ops(
 
     What a caller knows of it is ``Ops``, whose arrays are opaque: see ``opaque``. It may have the
     protocols below, too: the layers that need one name it (``AttentionSpec.needs``), and a GPU's
-    implementation says what it lacks (``quant/cuda/lacks.py``).
+    implementation says what it lacks (``quant/choose.py``).
     """
 
 

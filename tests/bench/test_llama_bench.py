@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import pytest
 
-from localrt.bench import llama_bench, nvml
+from localrt.bench import gpu, llama_bench
 from localrt.bench.engines import Launch, llamacpp_core
 from localrt.bench.llama_bench import LlamaBench, PeerFailedError
 from localrt.bench.process import ChildProcess
@@ -91,7 +91,7 @@ def card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeNvml 
     (tmp_path / "vram").mkdir()
 
     def set_to(library: FakeNvml | None) -> None:
-        monkeypatch.setattr(nvml, "library", lambda: library)
+        monkeypatch.setattr(gpu, "library", lambda: library)
         if library is None:
             monkeypatch.delenv(FOLDER)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from localrt import system
-from localrt.bench import nvml
+from localrt.bench import gpu
 from localrt.bench.sampling import Sampler, joules_between, read_energy
 from tests.bench.fake_nvml import FOLDER, FakeNvml, take
 from tests.waits import wait_for
@@ -17,7 +17,7 @@ from tests.waits import wait_for
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvml, "library", lambda: None)
+    monkeypatch.setattr(gpu, "library", lambda: None)
 
 
 def _write(path: Path, value: object) -> None:
@@ -98,8 +98,8 @@ def test_sampled_energy_and_traffic(tmp_path: Path) -> None:
 
 def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     library = FakeNvml()
-    monkeypatch.setattr(nvml, "library", lambda: library)
-    assert nvml.use() == {"busy": 0.5, "bytes": 100}
+    monkeypatch.setattr(gpu, "library", lambda: library)
+    assert gpu.use() == {"busy": 0.5, "bytes": 100}
     before = read_energy(system.ROOT / "none")
     library.millijoules = 2500
     assert joules_between(before, read_energy(system.ROOT / "none")) == 2.5
@@ -108,9 +108,9 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("lists", [True, False])
 def test_peak_memory(lists: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a process, or where it is not listed what all have taken meanwhile."""
-    monkeypatch.setattr(nvml, "library", lambda: FakeNvml(tmp_path, lists=lists))
+    monkeypatch.setattr(gpu, "library", lambda: FakeNvml(tmp_path, lists=lists))
     (tmp_path / "1").write_text("1000")
-    with nvml.Peaks(os.getpid()) as peaks:
+    with gpu.Peaks(os.getpid()) as peaks:
         assert peaks.vram is None
         monkeypatch.setenv(FOLDER, str(tmp_path))
         take(5000)
@@ -121,6 +121,6 @@ def test_peak_memory(lists: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_no_peaks() -> None:
-    with nvml.Peaks(2**22 + 1) as peaks:
+    with gpu.Peaks(2**22 + 1) as peaks:
         pass
     assert (peaks.ram, peaks.vram) == (None, None)

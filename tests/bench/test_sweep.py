@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from localrt.bench import nvml
+from localrt.bench import gpu
 from localrt.bench.process import ChildProcess
 from localrt.bench.report import to_json, to_table
 from localrt.bench.sweep import KNOBS, parse_sweep, run_sweep, swept
@@ -114,7 +114,7 @@ def test_gpu_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each budget has a process, whose GPU memory is watched. It needs a GPU that computes."""
     monkeypatch.setenv(FOLDER, str(tmp_path / "vram"))
     (tmp_path / "vram").mkdir()
-    monkeypatch.setattr(nvml, "library", lambda: FakeNvml(tmp_path / "vram"))
+    monkeypatch.setattr(gpu, "library", lambda: FakeNvml(tmp_path / "vram"))
     monkeypatch.setattr(hardware, "gpus", lambda: (Gpu("RTX 4060"),))
     started: list[int] = []
     options = _options(tmp_path)

@@ -19,8 +19,8 @@ from statistics import median
 
 import psutil
 
-from localrt.bench.mix.apps import Request
 from localrt.bench.mix.client import Client, Place, Reply
+from localrt.bench.mix.mix import Request
 from localrt.client.servers import read_address
 from localrt.common.settings import CRASH_REPORT
 from tests.campaigns.campaign import Run, campaign

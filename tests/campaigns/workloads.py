@@ -28,14 +28,14 @@ import localrt
 from benchmarks.common.command import ROOT
 from localrt.cli import main
 from localrt.common.files import is_there, read_bytes
-from localrt.common.helpers import has_helpers
+from localrt.common.processes import has_helpers
 from localrt.documents.index import DocumentIndex
 from localrt.engine.saved_caches import PromptCache
 from localrt.history import History
 from localrt.hub.resolving import resolve, resolve_adapter
 from localrt.models import first_opening
 from localrt.models.checkpoints import open_checkpoint
-from localrt.offload.kv.block_file import BlockFile
+from localrt.offload.kv.saved import BlockFile
 from localrt.offload.kv.tier import KvTier
 from localrt.offload.store import pack_store
 from localrt.offload.store.cached import cached_store

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from localrt.common.errors import LocalrtError
-from localrt.models.vision.source import vision_source
+from localrt.models.vision.registry import vision_source
 from tests.models.vision.tiny import qwen_folder
 from tests.mutations import is_line
 

@@ -16,7 +16,7 @@ from localrt.cli import main
 from localrt.cli.chat import welcome
 from localrt.common.errors import OfflineError
 from localrt.common.settings import Settings
-from localrt.hub.known_models import KNOWN_MODELS
+from localrt.hub.names import KNOWN_MODELS
 from localrt.hub.resolving import Offer
 from localrt.planning import models as plan_models
 from localrt.planning import plan as planning

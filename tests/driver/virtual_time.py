@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from localrt.offload.device import cuda, gpu
-from localrt.offload.experts import copies, hybrid
+from localrt.offload.experts import hybrid
 from localrt.offload.pipeline.lane import Lane
 from localrt.offload.pipeline.split import HostPiece
 from localrt.offload.reading import files, queued, reader
@@ -453,6 +453,6 @@ def virtual_time(machine: Machine, weights: Callable[[str], int]) -> Iterator[Vi
         for module in (reader, queued):
             patch.setattr(module, "threading", time.threading())
         clock = SimpleNamespace(perf_counter=lambda: time.now)
-        for module in (cuda, gpu, copies, hybrid):
+        for module in (cuda, gpu, hybrid):
             patch.setattr(module, "time", clock)
         yield time

@@ -22,7 +22,7 @@ from localrt.engine.saved_caches import Owner, PromptCache, model_key
 from localrt.loading.context import LoadContext
 from localrt.loading.load import load_model
 from localrt.loading.options import LoadOptions
-from localrt.offload.kv.block_file import BlockFile
+from localrt.offload.kv.saved import BlockFile
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.ops.kv_formats import BLOCK_TOKENS
 from localrt.service.core import prompt_cache

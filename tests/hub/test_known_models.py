@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from localrt.hub.known_models import KNOWN_MODELS, KnownModel, close_names, find_known
-from localrt.hub.names import HubRef, parse_hub_ref
+from localrt.hub.names import (
+    KNOWN_MODELS,
+    HubRef,
+    KnownModel,
+    close_names,
+    find_known,
+    parse_hub_ref,
+)
 from localrt.planning.shapes import shape_from_config
 
 _BY_SHAPE = {model.shape: model for model in KNOWN_MODELS}

@@ -16,7 +16,7 @@ from localrt.common.errors import ModelNotFoundError, OptionError, StorageError
 from localrt.common.settings import Settings
 from localrt.hub import list_models, remove_model, resolve
 from localrt.hub.cache import forget_use, last_used, note_use
-from localrt.hub.removing import plan_removal
+from localrt.hub.listing import plan_removal
 from tests.conftest import needs_links
 from tests.hub.conftest import QUANTS, SEEING, TINY, WEIGHTS
 from tests.hub.server import OLD_COMMIT, FakeHub

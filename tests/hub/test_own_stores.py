@@ -12,7 +12,7 @@ from localrt.common.errors import ModelNotFoundError, OptionError
 from localrt.common.settings import Settings
 from localrt.hub import list_models, remove_model, resolve
 from localrt.hub.cache import note_use
-from localrt.hub.removing import plan_removal
+from localrt.hub.listing import plan_removal
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import pytest
 
 from localrt.common.errors import HubError, ModelNotFoundError, OfflineError
 from localrt.common.settings import Settings
-from localrt.hub.known_models import find_known
+from localrt.hub.names import find_known
 from localrt.hub.searching import FoundModel, list_variants, search_models
 from tests.hub.server import FakeHub
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localrt.common.errors import StorageError
-from localrt.offload.kv.block_file import BlockFile
+from localrt.offload.kv.saved import BlockFile
 from localrt.quant.cpu.kv import NativeKVCache
 from localrt.quant.formats.packed import Bytes
 from localrt.quant.ops.kv import ReadBlocks

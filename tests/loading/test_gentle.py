@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import localrt
-from localrt.common.giving_way import giving_way
+from localrt.common.cores import giving_way
 from tests.server.conftest import needs_kernels
 from tests.waits import wait_for
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 import localrt
-from localrt.common.cores import find_cores
-from localrt.common.giving_way import giving_way
+from localrt.common.cores import find_cores, giving_way
 from localrt.quant.cpu import ops as native_ops
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cpu.scales import NativeSearch

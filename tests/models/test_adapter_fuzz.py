@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints import Checkpoint, open_checkpoint
-from localrt.models.checkpoints.adapters.file import read_adapter
+from localrt.models.checkpoints.adapters import read_adapter
 from tests.checkpoints.make_gguf import write_gguf
 from tests.checkpoints.test_fuzz import mutations
 from tests.models.adapters import make_adapter

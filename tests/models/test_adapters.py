@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from localrt.common.errors import CheckpointError, LocalrtError, UnsupportedModelError
 from localrt.models.checkpoints import open_checkpoint
-from localrt.models.checkpoints.adapters.file import read_adapter
+from localrt.models.checkpoints.adapters import read_adapter
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
 from localrt.offload.store.pack import pack_store

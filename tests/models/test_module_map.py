@@ -14,9 +14,9 @@ from safetensors.numpy import load_file, save_file
 
 from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints import Checkpoint, open_checkpoint
-from localrt.models.checkpoints.adapters.file import read_adapter
-from localrt.models.checkpoints.adapters.module_map import (
+from localrt.models.checkpoints.adapters import (
     MergedCheckpoint,
+    read_adapter,
     text_module,
     why_only_merged,
 )

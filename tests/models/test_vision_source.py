@@ -15,7 +15,7 @@ from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.checkpoints.safetensors.vision import VisionFolder
 from localrt.models.vision import registry
-from localrt.models.vision.source import vision_source
+from localrt.models.vision.registry import vision_source
 from localrt.models.weight_files import projectors_beside
 from tests.checkpoints.make_gguf import write_gguf
 from tests.models.make_mmproj import write_mmproj

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from localrt.common.errors import CancelledError
-from localrt.offload.experts.policy import ExpertCosts
+from localrt.offload.experts.cache import ExpertCosts
 from localrt.offload.kv.tier import KvTier
 from localrt.offload.placement import Where
 from localrt.offload.shapes import shape_from_checkpoint

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from localrt.quant.cpu import shared_layers
+from localrt.quant.cpu import replay
 from localrt.quant.cpu.ops import NativeOps
-from localrt.quant.cpu.shared_layers import NativeSharedLayers
+from localrt.quant.cpu.replay import NativeSharedLayers
 from localrt.quant.ops.experts import ExpertTable, Routing, SharedWords
 from tests.conftest import needs_kernels
 from tests.ops.test_native_experts import COUNT, HIDDEN, SPEC, Expert, fill, inputs, routing, run
@@ -95,7 +95,7 @@ def test_what_is_left(
     ops: NativeOps, expert: Expert, table: ExpertTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A layer without a ticket, with an expert that is not in RAM, or of a pass given up."""
-    monkeypatch.setattr(shared_layers, "_PATIENCE_US", 1000)
+    monkeypatch.setattr(replay, "_PATIENCE_US", 1000)
     shared = layers(3)
     work = begun(ops, table, shared)
     assert work.run(0) == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from localrt.hub.known_models import find_known
+from localrt.hub.names import find_known
 from localrt.offload.account import Budgets
 from localrt.offload.placement import PlacedUnit
 from localrt.offload.shapes import Experts, KvShape, ModelShape, PassSizes

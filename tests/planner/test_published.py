@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from localrt.common.settings import DEFAULT_CONTEXT, Settings
-from localrt.hub.known_models import find_known
+from localrt.hub.names import find_known
 from localrt.offload.placement import Placement, Where
 from localrt.offload.shapes import ModelShape
 from localrt.planning.advice import make_forecast

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from localrt.common.settings import Settings
-from localrt.hub.known_models import find_known, repo_thinks
+from localrt.hub.names import find_known, repo_thinks
 from localrt.hub.resolving import Offer
 from localrt.planning import recommending
 from localrt.planning.describe_pc import Hardware, planned_hardware

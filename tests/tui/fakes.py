@@ -20,7 +20,7 @@ from localrt.mcp.config import ServerConfig, ServerStatus, Tool, ToolResult
 from localrt.mcp.servers import ToolServers
 from localrt.mcp.toolbox import Toolbox
 from localrt.service.status import LaneUse, MemoryUse, ModelInfo, PassTrace
-from localrt.tui.chat.panel_lines import PanelData
+from localrt.tui.chat.panel import PanelData
 
 INFO = ModelInfo(
     name="tiny-model",

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from textual.app import App
 
-from localrt.tui.clipboard import copied_by_tool
+from localrt.tui.terminal import copied_by_tool
 from tests.tui import screen
 from tests.tui.conftest import asked, running, until
 from tests.tui.fakes import FakeModel
@@ -65,7 +65,7 @@ def test_tools(
         script.write_text(f"#!/bin/sh\n{shutil.which('cat')} > {tmp_path}/{tool}.got\n{line}\n")
         script.chmod(0o755)
     if "hangs" in ends.values():
-        monkeypatch.setattr("localrt.tui.clipboard._SECONDS", 0.1)
+        monkeypatch.setattr("localrt.tui.terminal._SECONDS", 0.1)
     monkeypatch.setenv("PATH", str(tmp_path))
     for name in (TMUX | WAYLAND | X11 | SSH).keys() - variables.keys():
         monkeypatch.delenv(name, raising=False)

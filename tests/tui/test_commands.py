@@ -18,9 +18,9 @@ from localrt.tui.commands import (
     read_line,
     suggestions,
 )
-from localrt.tui.options import OPTIONS
 from localrt.tui.plain import PlainChat
 from localrt.tui.screens.dialogs import HelpScreen, help_page
+from localrt.tui.text import OPTIONS
 from tests.tui import screen
 from tests.tui.conftest import asked, running, until
 from tests.tui.fakes import FakeLoader, FakeModel

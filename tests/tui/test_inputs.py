@@ -19,8 +19,8 @@ from textual.widgets import OptionList
 from localrt import History
 from localrt.tui.app import ChatApp
 from localrt.tui.inputs import Input, letter_size
-from localrt.tui.pastes import PasteParser
 from localrt.tui.screens.dialogs import Choose, Palette
+from localrt.tui.terminal import PasteParser
 from tests.tui import screen
 from tests.tui.conftest import running
 from tests.tui.fakes import FakeModel
@@ -149,7 +149,7 @@ def test_paste_without_its_end(
     """A paste that stops is shown, and a key alone ends it; what comes after a pause, as a slow
     line sends it, is the paste's, and only what follows its mark is typed."""
     now = 100.0
-    monkeypatch.setattr("localrt.tui.pastes.get_time", lambda: now)
+    monkeypatch.setattr("localrt.tui.terminal.get_time", lambda: now)
     parser, found = PasteParser(), []
     for read in reads:
         if isinstance(read, int):
@@ -162,7 +162,7 @@ def test_paste_without_its_end(
 
 def test_paste_without_its_end_in_a_terminal(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        shell = Shell(tmp_path, stack, "import localrt.tui.pastes as t; t._PAUSE = 0.2")
+        shell = Shell(tmp_path, stack, "import localrt.tui.terminal as t; t._PAUSE = 0.2")
         wait_for(lambda: "2004" in shell.modes)
         shell.type(f"{START}pasted")
         wait_for(lambda: shell.shows("pasted"))

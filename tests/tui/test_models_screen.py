@@ -26,7 +26,7 @@ from localrt.common.errors import (
     StorageError,
 )
 from localrt.common.progress import Progress, ProgressCallback
-from localrt.hub.known_models import find_known
+from localrt.hub.names import find_known
 from localrt.tui.loading_line import LoadingLine
 from localrt.tui.screens.dialogs import Choose, Confirm
 from localrt.tui.screens.models import ModelsScreen

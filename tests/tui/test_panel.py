@@ -15,8 +15,8 @@ from textual.widgets import Static
 from localrt.engine.types import Metrics
 from localrt.service.status import LaneUse, MemoryUse
 from localrt.tui import ChatApp
-from localrt.tui.chat.panel import LivePanel
-from localrt.tui.chat.panel_lines import (
+from localrt.tui.chat.panel import (
+    LivePanel,
     PanelData,
     lane_text,
     memory_text,

@@ -12,10 +12,10 @@ from textual.widgets import Input, OptionList, Static, TextArea
 
 from localrt.tui import ChatApp
 from localrt.tui.conversation.state import Defaults, Session
-from localrt.tui.options import OPTIONS
 from localrt.tui.preferences import Preset
 from localrt.tui.screens.dialogs import Ask
 from localrt.tui.screens.settings import PickTheme, SettingsScreen
+from localrt.tui.text import OPTIONS
 from localrt.tui.themes import offered
 from tests.tui.conftest import running, until
 from tests.tui.fakes import FakeLoader, FakeModel

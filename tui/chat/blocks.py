@@ -30,8 +30,7 @@ from localrt.tui.chat.markdown import (
 )
 from localrt.tui.chat.thumbnails import Graphics, Thumbnail, cells
 from localrt.tui.conversation.attachments import Fold
-from localrt.tui.options import in_app
-from localrt.tui.text import clean
+from localrt.tui.text import clean, in_app
 
 if TYPE_CHECKING:
     from textual.widget import Widget

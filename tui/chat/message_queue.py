@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from localrt.history.calls import call_line
+from localrt.history.messages import call_line
 from localrt.mcp.toolbox import Toolbox
 from localrt.tui.chat.blocks import Answer, Block, UserTurn
 from localrt.tui.chat.tool_calls import AnswerCalls, AskAboutCall, CallBlock, ended_call

@@ -19,7 +19,7 @@ from textual.timer import Timer
 from textual.worker import Worker
 
 from localrt.common.errors import LocalrtError, OptionError
-from localrt.history.calls import Decision
+from localrt.history.messages import Decision
 from localrt.mcp.toolbox import PendingCall
 from localrt.tui.chat.bars import (
     FindBar,

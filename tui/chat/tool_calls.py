@@ -12,7 +12,7 @@ from rich.style import Style
 from rich.text import Text
 from textual.strip import Strip
 
-from localrt.history.calls import CallTurn, Decision
+from localrt.history.messages import CallTurn, Decision
 from localrt.mcp.toolbox import PendingCall
 from localrt.tui.chat.blocks import Block, Styles, estimated, wrapped
 from localrt.tui.chat.view import ConversationView

@@ -17,7 +17,7 @@ from urllib.parse import quote
 from localrt import split_thinking
 from localrt.common.errors import OptionError, StorageError
 from localrt.common.files import user_path, write_bytes, write_text
-from localrt.history.calls import call_line
+from localrt.history.messages import call_line
 from localrt.history.pictures import joined_content, joined_text
 from localrt.tui.conversation.open_conversation import OpenConversation
 from localrt.tui.text import short_name

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from localrt.common.errors import CancelledError, LocalrtError
 from localrt.common.progress import NOTE, Progress
-from localrt.history.calls import CallTurn
-from localrt.history.messages import answer_counts
+from localrt.history.messages import CallTurn, answer_counts
 from localrt.mcp import ROUNDS
 from localrt.mcp.toolbox import Toolbox
 from localrt.tui.conversation.open_conversation import OpenConversation

@@ -24,9 +24,8 @@ from localrt.mcp.toolbox import Toolbox
 from localrt.tui.conversation.attachments import Attachments, Draft
 from localrt.tui.conversation.export import Exporter
 from localrt.tui.conversation.open_conversation import OpenConversation
-from localrt.tui.options import OPTIONS
 from localrt.tui.preferences import Preset, PresetsFile
-from localrt.tui.text import human_count, short_name
+from localrt.tui.text import OPTIONS, human_count, short_name
 
 if TYPE_CHECKING:
     from localrt import ChatModel, ChatSession, Conversation, ConversationInfo, Message

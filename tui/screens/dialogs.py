@@ -28,7 +28,7 @@ from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
 from localrt.common.errors import LocalrtError
-from localrt.history.calls import Decision
+from localrt.history.messages import Decision
 from localrt.mcp.toolbox import PendingCall
 from localrt.tui.commands import COMMANDS
 from localrt.tui.inputs import Input, TextArea

@@ -28,7 +28,7 @@ from localrt import FoundModel, LocalModel
 from localrt.common.errors import CancelledError, LocalrtError
 from localrt.common.files import user_path
 from localrt.common.formatting import format_bytes
-from localrt.hub.known_models import KNOWN_MODELS, KnownModel
+from localrt.hub.names import KNOWN_MODELS, KnownModel
 from localrt.tui.conversation.generation import Task
 from localrt.tui.loading_line import LoadingLine
 from localrt.tui.screens.dialogs import Choose, Confirm, SearchDialog, ask

@@ -19,7 +19,6 @@ from textual.widgets.option_list import Option
 
 from localrt.common.errors import LocalrtError, OptionError
 from localrt.tui.conversation.state import ChatState, Defaults, Session, option_text
-from localrt.tui.options import OPTIONS
 from localrt.tui.preferences import PreferencesFile, Preset
 from localrt.tui.screens.dialogs import (
     HEADING,
@@ -31,7 +30,7 @@ from localrt.tui.screens.dialogs import (
     ask,
     hanging,
 )
-from localrt.tui.text import clean, one_line
+from localrt.tui.text import OPTIONS, clean, one_line
 from localrt.tui.themes import FAINT, offered
 
 _NAME_WIDTH = 22

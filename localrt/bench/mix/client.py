@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from localrt.bench.mix.apps import Request
+from localrt.bench.mix.mix import Request
 from localrt.client.answer import events, refusal
 from localrt.client.http import Exchange
 from localrt.client.servers import Address

@@ -24,7 +24,7 @@ from localrt.bench.mix.mix import Neighbour, percentiles
 from localrt.bench.process import ChildError, ChildProcess, serve
 from localrt.common.closing import Closing
 from localrt.common.errors import reason_of
-from localrt.common.helpers import helper_command
+from localrt.common.processes import helper_command
 
 _BLOCK = 1 << 20
 _TOUCH_S = 1.0

@@ -15,9 +15,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from localrt.bench.mix.apps import Request, arrivals, marked, session
 from localrt.bench.mix.client import Client, Reply
-from localrt.bench.mix.mix import App, Goals, Mix
+from localrt.bench.mix.mix import App, Goals, Mix, Request, arrivals, marked, session
 from localrt.bench.mix.neighbours import RunningNeighbour
 from localrt.bench.mix.servers import Running, Server
 from localrt.bench.sampling import Sampler, Samples

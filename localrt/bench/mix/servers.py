@@ -27,7 +27,7 @@ from localrt.client.servers import Address, read_address
 from localrt.common.errors import LocalrtError, OptionError
 from localrt.common.files import user_path
 from localrt.common.formatting import one_line
-from localrt.common.helpers import helper_command, localrt_command
+from localrt.common.processes import helper_command, localrt_command
 from localrt.common.settings import Settings
 from localrt.hub import list_models
 from localrt.hub.cache import note_use

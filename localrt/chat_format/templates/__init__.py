@@ -7,7 +7,7 @@ proportion to its input. When a template exceeds the limits, its process ends an
 started. No template can hold up this process's interpreter, whatever it calls.
 MiniJinja's fuel was tried instead: it rendered 19 of 275 published cases differently, and took
 minutes to compare, show and add nested lists. A packaged program that has no helpers
-(``localrt/common/helpers.py``) renders its templates in its own process, without limits.
+(``localrt/common/processes.py``) renders its templates in its own process, without limits.
 
 Text in a message that spells a control token is disguised while it goes through the template
 (``chat_template.py``) and becomes ordinary tokens. A pasted ``<|im_end|>`` cannot end a turn.

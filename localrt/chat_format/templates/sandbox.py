@@ -21,7 +21,7 @@ from typing import Any
 from localrt import system
 from localrt.common.errors import TemplateError
 from localrt.common.forks import free_in_child
-from localrt.common.helpers import has_helpers, helper_command
+from localrt.common.processes import has_helpers, helper_command
 from localrt.offload.memory import HELPERS
 
 _MAX_SOURCE = 250_000  # characters

@@ -19,9 +19,8 @@ from localrt.engine.protocol import EngineSession, Logits
 from localrt.engine.request import Request
 from localrt.engine.speculation import Drafting, Proposer, Speculation, Stepper
 from localrt.engine.types import Chunk, FinishReason, Metrics
-from localrt.models.prefix import common_prefix
 from localrt.models.tokenizers.base import Tokenizer
-from localrt.quant.ops.kv import grown_capacity
+from localrt.quant.ops.kv import common_prefix, grown_capacity
 from localrt.quant.ops.protocol import Check
 from localrt.speculative.acceptance import TreePass
 

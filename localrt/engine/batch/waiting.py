@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from localrt.engine.batch.sequence import BatchSequence, Owner
 from localrt.engine.pool import LEAST_COPIED
 from localrt.engine.protocol import EngineSession
-from localrt.models.prefix import common_prefix
+from localrt.quant.ops.kv import common_prefix
 
 T = TypeVar("T")
 

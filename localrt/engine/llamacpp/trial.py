@@ -21,8 +21,8 @@ import numpy as np
 from localrt import system
 from localrt.common.errors import MissingExtraError
 from localrt.common.files import parse_json, write_text
-from localrt.common.helpers import has_helpers, helper_command
 from localrt.common.option_names import option
+from localrt.common.processes import has_helpers, helper_command
 from localrt.offload.hardware import identity
 
 _FILE = "llamacpp.json"

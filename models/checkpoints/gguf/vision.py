@@ -19,12 +19,12 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.common.errors import CheckpointError, UnsupportedModelError
-from localrt.models.checkpoints.gguf.clip_metadata import ClipMetadata
 from localrt.models.checkpoints.gguf.file import GgufFile
 from localrt.models.checkpoints.gguf.vision_families import (
     BLOCK,
     FAMILIES,
     SECOND_KERNEL,
+    ClipMetadata,
     Family,
     Keys,
     Shapes,

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localrt.bench.mix.apps import Request, arrivals, marked, session
-from localrt.bench.mix.mix import App
+from localrt.bench.mix.mix import App, Request, arrivals, marked, session
 
 CHAT = App(
     name="a",

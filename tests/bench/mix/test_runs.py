@@ -15,9 +15,8 @@ import psutil
 import pytest
 
 from localrt.bench.mix import runner
-from localrt.bench.mix.apps import Request
 from localrt.bench.mix.client import Client, Place, Reply
-from localrt.bench.mix.mix import App, Goals, Mix, Neighbour
+from localrt.bench.mix.mix import App, Goals, Mix, Neighbour, Request
 from localrt.bench.mix.report import to_json, to_table
 from localrt.bench.mix.runner import Event, MixOutcome, run_mix
 from localrt.bench.mix.servers import Endpoint, LlamaServer, Localrt, make_servers

@@ -22,13 +22,12 @@ from localrt.common.errors import CancelledError
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder
 from localrt.models.layers.moe import Routed
-from localrt.offload.experts.hybrid import HybridExperts
-from localrt.offload.experts.policy import ExpertCosts
+from localrt.offload.experts.cache import ExpertCosts
+from localrt.offload.experts.hybrid import HybridExperts, RecordedLayers
 from localrt.offload.experts.pool import ExpertPool
-from localrt.offload.experts.recorded import RecordedLayers
 from localrt.offload.placement import LEAST_GPU_ROWS, Placement, Where
 from localrt.quant.cpu.ops import NativeOps
-from localrt.quant.cpu.shared_layers import NativeSharedLayers
+from localrt.quant.cpu.replay import NativeSharedLayers
 from localrt.quant.cuda import cuda_memory
 from localrt.quant.cuda import ops as cuda_ops
 from localrt.quant.cuda import routing as cuda_routing

@@ -12,10 +12,10 @@ import pytest
 from localrt.common.errors import LocalrtError, MemoryBudgetError
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cuda import measuring
-from localrt.quant.cuda.capture import Capture, record
 from localrt.quant.cuda.cuda_memory import CudaCopies
 from localrt.quant.cuda.driver import Cuda, device_of
 from localrt.quant.cuda.gpu_cache import ROWS
+from localrt.quant.cuda.graph import Capture, record
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.programs import Program
 from localrt.quant.cuda.steps import move_rows

@@ -17,9 +17,8 @@ import pytest
 
 from benchmarks.common.random_store import write_store
 from localrt.models.decoder import Decoder
-from localrt.offload.experts.hybrid import HybridExperts
-from localrt.offload.experts.policy import ExpertCosts
-from localrt.offload.experts.recorded import RecordedLayers, RecordedPass
+from localrt.offload.experts.cache import ExpertCosts
+from localrt.offload.experts.hybrid import HybridExperts, RecordedLayers, RecordedPass
 from localrt.offload.placement import Placement, Where
 from tests.driver.inside.check_schedule import BETWEEN, WINDOWS
 from tests.driver.inside.conftest import Kernels, once

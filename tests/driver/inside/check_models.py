@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from localrt.common.errors import CancelledError
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder
-from localrt.offload.experts.policy import ExpertCosts
+from localrt.offload.experts.cache import ExpertCosts
 from localrt.offload.placement import LEAST_GPU_ROWS, Where
 from localrt.offload.shapes import shape_from_checkpoint
 from localrt.offload.store import pack_store

@@ -21,8 +21,7 @@ from localrt.models.checkpoints.safetensors.vision import VisionFolder
 from localrt.models.vision.encoder import EncodedPicture, PreparedPicture, VisionEncoder
 from localrt.models.vision.encoder_cache import UnitReader, VisionState
 from localrt.models.vision.picture import Picture
-from localrt.models.vision.registry import read_encoder
-from localrt.models.vision.source import vision_source
+from localrt.models.vision.registry import read_encoder, vision_source
 from localrt.quant.choose import all_vision_steps
 from localrt.quant.ops.vision import VisionSteps
 from localrt.quant.reference.ops import TorchOps

@@ -27,8 +27,7 @@ from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import (
 from transformers.models.minicpmv4_6.processing_minicpmv4_6 import MiniCPMV4_6Processor
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
-from localrt.models.vision.picture import Picture
-from localrt.models.vision.pixels import cut
+from localrt.models.vision.picture import Picture, cut
 from tests.models.tiny import random_model
 from tests.models.tiny_configs import CONFIGS, with_text
 

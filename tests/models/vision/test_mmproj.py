@@ -23,8 +23,7 @@ from localrt.models.checkpoints.safetensors.vision import VisionFolder
 from localrt.models.vision.encoder import EncodedPicture, PreparedPicture
 from localrt.models.vision.encoder_cache import UnitReader
 from localrt.models.vision.picture import Picture
-from localrt.models.vision.registry import read_encoder
-from localrt.models.vision.source import vision_source
+from localrt.models.vision.registry import read_encoder, vision_source
 from localrt.models.weight_files import files_nbytes
 from localrt.quant.choose import vision_steps
 from localrt.quant.cuda.ops import CudaOps

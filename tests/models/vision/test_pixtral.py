@@ -15,8 +15,7 @@ import transformers as hf
 from transformers.models.pixtral import image_processing_pil_pixtral as pil
 
 from localrt.common.errors import OptionError, UnsupportedModelError
-from localrt.models.vision.picture import Picture
-from localrt.models.vision.pixels import cut
+from localrt.models.vision.picture import Picture, cut
 from localrt.models.vision.registry import has_encoder, read_encoder
 from tests.models.tiny import random_model, relative_error
 from tests.models.tiny_configs import with_text

@@ -12,8 +12,7 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from localrt.offload.experts.cache import ExpertCache
-from localrt.offload.experts.policy import Values
+from localrt.offload.experts.cache import ExpertCache, Values
 
 TRACE = Path(__file__).parents[2] / "data/mixture/routing.npz"
 _APART = 1000  # tokens between layers, and groups, that share a layer of the trace

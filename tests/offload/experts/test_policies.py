@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from localrt.offload.experts.policy import Learned
+from localrt.offload.experts.cache import Learned
 from tests.offload.experts.routing import (
     Step,
     Trace,

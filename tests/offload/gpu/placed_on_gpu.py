@@ -15,8 +15,8 @@ from localrt.common.files import PAGE
 from localrt.models.checkpoints import StoreCheckpoint
 from localrt.models.decoder import Decoder
 from localrt.offload.device.gpu import Clock, Gpu
+from localrt.offload.experts.cache import ExpertCosts
 from localrt.offload.experts.hybrid import HybridExperts
-from localrt.offload.experts.policy import ExpertCosts
 from localrt.offload.placement import Placement, Where
 from tests.offload.gpu.fakes import FakeGpu, same_kernels
 from tests.offload.placed import MODE, PLENTY, Model, open_decoder, passing

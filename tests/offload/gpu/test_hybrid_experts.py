@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from localrt.offload.experts.policy import ExpertCosts
+from localrt.offload.experts.cache import ExpertCosts
 from tests.models.tiny import tokens
 from tests.offload.gpu.placed_on_gpu import COSTS, on_gpu, places, stages
 from tests.offload.placed import Model, assert_same, extend, needs_kernels, pack_tiny

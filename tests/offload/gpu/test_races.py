@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localrt.common.errors import CancelledError
-from localrt.offload.experts.policy import ExpertCosts
+from localrt.offload.experts.cache import ExpertCosts
 from localrt.offload.placement import LEAST_GPU_ROWS, Where
 from localrt.quant.ops.protocol import Batch
 from tests.models.tiny import tokens

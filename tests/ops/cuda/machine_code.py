@@ -15,7 +15,7 @@ from importlib.resources import files
 
 from localrt.quant.cuda.experts import grouped_program
 from localrt.quant.cuda.formats import halves_steps, steps_at_once
-from localrt.quant.cuda.launch_shape import best_shape
+from localrt.quant.cuda.launch import best_shape
 from localrt.quant.cuda.products import linear_program
 from localrt.quant.cuda.programs import Program, compile_program
 from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32

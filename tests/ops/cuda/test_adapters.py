@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from localrt.quant.cuda.adapters import Change, adapted_products, add_low_rank
-from localrt.quant.cuda.launch import pointers
-from localrt.quant.cuda.launch_shape import LaunchShape
+from localrt.quant.cuda.launch import LaunchShape, pointers
 from localrt.quant.cuda.products import AdaptedRows, product, quantize
 from localrt.quant.cuda.steps import gate as gated
 from tests.ops.cuda.target import back, by_torch, there

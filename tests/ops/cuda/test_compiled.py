@@ -10,10 +10,15 @@ from typing import Any
 import pytest
 
 from localrt.common.errors import LocalrtError
-from localrt.quant.cuda.attention import attention_program, join_program, rope_program
+from localrt.quant.cuda.attention import (
+    append_program,
+    attention_program,
+    join_program,
+    latent_programs,
+    rope_program,
+)
 from localrt.quant.cuda.formats import HEAVY, TYPES, format_macros, product_instructions
-from localrt.quant.cuda.latent import append_program, latent_programs
-from localrt.quant.cuda.launch_shape import LaunchShape
+from localrt.quant.cuda.launch import LaunchShape
 from localrt.quant.cuda.products import linear_program, many_program
 from localrt.quant.cuda.programs import Program, compile_program, machine_code
 from localrt.quant.cuda.recurrent import recurrent_programs

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from localrt.quant.cuda import latent as latents
+from localrt.quant.cuda import attention as latents
 from localrt.quant.cuda.kv import one_span
 from localrt.quant.ops.attention import AttentionTemperature
 from tests.ops.cuda.emulator import Emulator

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from localrt.quant.cuda import launch_shape
+from localrt.quant.cuda import launch
 from localrt.quant.cuda.formats import TYPES
-from localrt.quant.cuda.launch_shape import LaunchShape, best_shape
+from localrt.quant.cuda.launch import LaunchShape, best_shape
 from localrt.quant.cuda.products import (
     Records,
     TiledMatrix,
@@ -167,7 +167,7 @@ def test_many_rows_in_blocks(
     emulator: Emulator, name: str, gate: str | None, fine: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several blocks either way, of which the last lack rows, and more than fit the cache."""
-    monkeypatch.setattr(launch_shape, "_CACHED_ROWS", 128)
+    monkeypatch.setattr(launch, "_CACHED_ROWS", 128)
     rows = [inputs(count, 1280) for count in (41, 64, 64)]
     weight, x = matrix(name, 160, 1280), torch.cat(rows)
     found = run(quantized(x, fine=fine), weight, gate=gate)

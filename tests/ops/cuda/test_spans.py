@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from localrt.quant.cuda import attention
-from localrt.quant.cuda import latent as latents
+from localrt.quant.cuda import attention as latents
 from localrt.quant.cuda.kv import BlockedCache, SpanNumbers, SpanTable, one_span, widest_mask
 from localrt.quant.cuda.tensor import BFLOAT16, UINT8, upload
 from localrt.quant.ops.kv_formats import KvFormat

@@ -1,10 +1,11 @@
-"""One sequence's keys and values in a folder: the tokens, and the blocks that they make.
+"""One sequence's keys and values saved in blocks: in a folder, or in RAM.
 
-``blocks.bin`` holds blocks of 256 tokens one after another, ``tokens.json`` their tokens, each
-block's CRC-32 and its own. Continuing a sequence rewrites only blocks that changed. The description
-is replaced last, as a whole: a crash before that leaves blocks with wrong sums, and reading ends
-before the first of them. States of recurrent layers are in one file for each number of tokens,
-``state-N.bin``. This module knows bytes, not their meaning.
+In a folder, ``blocks.bin`` holds blocks of 256 tokens one after another, ``tokens.json`` their
+tokens, each block's CRC-32 and its own. Continuing a sequence rewrites only blocks that changed.
+The description is replaced last, as a whole: a crash before that leaves blocks with wrong sums, and
+reading ends before the first of them. States of recurrent layers are in one file for each number of
+tokens, ``state-N.bin``. In RAM the same blocks are kept without sums. This module knows bytes, not
+their meaning.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ from localrt.common.files import (
     private_folder,
     write_text,
 )
-from localrt.models.prefix import Tokens, common_prefix
 from localrt.quant.formats.packed import Bytes
 from localrt.quant.ops.arrays import aligned_buffer
-from localrt.quant.ops.kv import FillBlocks
+from localrt.quant.ops.kv import BlockCache, FillBlocks, Tokens, common_prefix, held_blocks
 from localrt.quant.ops.kv_formats import BLOCK_TOKENS
 from localrt.quant.ops.states import SavedState, reachable
 
 _VERSION = 2
-_PIECE, _CHECKED = 16 << 20, 4 << 20  # bytes written, and read and checked, at once
+_PIECE = 16 << 20  # bytes taken or written at once: they are in RAM twice for a moment
+_CHECKED = 4 << 20  # bytes read and checked at once
 _READERS = 2  # states per read: fresh memory costs more than reading
 _DATA, _ABOUT, _STATE = "blocks.bin", "tokens.json", "state-{}.bin"
 _SUM = "crc32"
@@ -289,3 +290,45 @@ def _read_into(file: FileIO, room: memoryview) -> memoryview:
             raise OSError("the file ends early")
         left = left[got:]
     return room
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RamCopy:
+    """``tokens`` with their ``blocks`` (count, block_bytes), and the states of recurrent layers."""
+
+    tokens: Tokens
+    layout: str
+    blocks: Bytes
+    saved: Sequence[SavedState]
+
+    @classmethod
+    def of(cls, tokens: Tokens, layout: str, cache: BlockCache) -> RamCopy:
+        """Copy ``cache``, which holds ``tokens``."""
+        blocks = np.empty((-(-len(tokens) // BLOCK_TOKENS), cache.block_bytes), np.uint8)
+        step = max(1, _PIECE // max(1, cache.block_bytes))
+        for first in range(0, len(blocks), step):
+            piece = blocks[first : first + step]
+            piece[:] = cache.take_blocks(first, len(piece))
+        return cls(tokens, layout, blocks, cache.saved_states())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of RAM."""
+        return int(self.blocks.nbytes) + sum(state.data.nbytes for state in self.saved)
+
+    def reach(self, length: int) -> int:
+        """How many of the first ``length`` tokens can be restored."""
+        return reachable(self.saved, length)
+
+    def states(self, length: int) -> list[SavedState]:
+        """The states of the first ``length`` tokens."""
+        return [state for state in self.saved if state.position <= length]
+
+    def take(self, first: int, count: int) -> Bytes:
+        """Blocks ``first`` to ``first + count``."""
+        return self.blocks[first : first + count]
+
+    def read(self, length: int, fill: FillBlocks) -> int:
+        """Fill a cache with the blocks of ``length`` tokens."""
+        fill(0, -(-length // BLOCK_TOKENS), held_blocks(self.blocks))
+        return length

@@ -1,8 +1,12 @@
-"""Gemma 4's encoder: Gemma's blocks with learned positions and two-dimensional rotary positions.
+"""Gemma 4's vision encoders.
 
-A picture keeps its aspect ratio and gets as many patches as its budget of rows allows; a square of
+Most models have Gemma's blocks with learned positions and two-dimensional rotary positions. A
+picture keeps its aspect ratio and gets as many patches as its budget of rows allows; a square of
 patches becomes one row. The decoder's per-layer inputs of these rows are those of padding. In the
 larger models, a picture's rows attend to one another in layers with a window.
+
+The 12B (``gemma4_unified``) has no encoder: patches are normed, projected and get positions. These
+rows see one another in all layers of the decoder.
 """
 
 from __future__ import annotations
@@ -10,15 +14,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from localrt.models.encoders.block import BlockConfig, BlockNames, Linear, Units, run_blocks
+from localrt.models.encoders import BlockConfig, BlockNames, Linear, Norm, Units, run_blocks
 from localrt.models.vision.encoder import EncodedPicture, PreparedPicture, VisionEncoder
-from localrt.models.vision.picture import MOST_PIXELS, Picture
-from localrt.models.vision.pixels import (
+from localrt.models.vision.picture import (
     BICUBIC,
+    MOST_PIXELS,
+    Picture,
     Scaling,
     activation,
     integer,
@@ -46,8 +52,13 @@ _NAMES = BlockNames(
 )
 
 
-def read_encoder(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Gemma4Encoder:
+def read_encoder(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Gemma4Pictures:
     """See ``registry.read_encoder``."""
+    read = _read_unified if config.get("model_type") == "gemma4_unified" else _read_encoder
+    return read(config, processor)
+
+
+def _read_encoder(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Gemma4Encoder:
     vision, text = config["vision_config"], config["text_config"]
     rope = vision.get("rope_parameters") or {}
     if (kind := rope.get("rope_type", "axial")) not in ("axial", "default"):
@@ -218,3 +229,65 @@ class Gemma4Encoder(Gemma4Pictures):
     def _projector(self, weights: WeightLoader) -> Linear:
         name = "embed_vision.embedding_projection"
         return Linear.load(weights, (self.out, self.block.hidden), name, bias=False)
+
+
+_LAYER_NORM_EPS = 1e-5  # torch's default
+
+
+def _read_unified(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Gemma4Unified:
+    vision, text = config["vision_config"], config["text_config"]
+    encoder = Gemma4Unified(
+        hidden=integer(vision, "mm_embed_dim", 3840),
+        positions=integer(vision, "mm_posemb_size", 1120),
+        eps=number(vision, "rms_norm_eps", 1e-6),
+        patch=integer(vision, "patch_size", 16) * integer(vision, "pooling_kernel_size", 3),
+        pool=1,
+        **read_pictures(text, processor),
+    )
+    if encoder.rows > (most := encoder.positions):
+        raise ValueError(f"mm_posemb_size must be at least max_soft_tokens, is {most}")
+    return encoder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemma4Unified(Gemma4Pictures):
+    """See the module. ``hidden`` is the width of projected patches, ``positions`` the length of
+    both tables, ``eps`` that of the last norm.
+    """
+
+    hidden: int
+    positions: int
+    eps: float
+
+    def encode(
+        self, picture: PreparedPicture, units: Units, steps: VisionSteps, check: Check | None = None
+    ) -> EncodedPicture:
+        rows, columns = picture.grid
+        row, column = np.divmod(np.arange(rows * columns), columns)
+        norm1, embed, norm2, tables, norm3 = units.read(self._embedding)
+        x = norm2(embed(norm1(picture.patches[:], steps), steps), steps)
+        x = norm3(x + tables[column, 0] + tables[row, 1], steps)
+        if check is not None:
+            check()
+        project = units.read(self._projector)
+        return EncodedPicture(project(steps.rms_norm(x, None, self.eps), steps))
+
+    def _embedding(self, weights: WeightLoader) -> tuple[Norm, Linear, Norm, Floats, Norm]:
+        """The matrix of patches between two norms; both tables as (N, 2, D); the last norm."""
+        prefix, pixels, hidden = "vision_embedder.", 3 * self.patch**2, self.hidden
+        norm = partial(Norm.load, weights, eps=_LAYER_NORM_EPS)
+        # Only the part that pictures reach is read.
+        table = weights.array(
+            (2 * self.positions, hidden), f"{prefix}pos_embedding", 0, 2 * self.rows
+        )
+        return (
+            norm(f"{prefix}patch_ln1", pixels),
+            Linear.load(weights, (hidden, pixels), f"{prefix}patch_dense"),
+            norm(f"{prefix}patch_ln2", hidden),
+            table.reshape(-1, 2, hidden),
+            norm(f"{prefix}pos_norm", hidden),
+        )
+
+    def _projector(self, weights: WeightLoader) -> Linear:
+        name = "embed_vision.embedding_projection"
+        return Linear.load(weights, (self.out, self.hidden), name, bias=False)

@@ -1,1 +1,0 @@
-"""Encoders of texts, and the blocks that they share with those of pictures."""
