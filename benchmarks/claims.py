@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 from benchmarks.common.command import cited_command, find_model, make_parser
 from benchmarks.common.memory_limit import MemoryLimit, drop_from_cache
 from benchmarks.common.record import Record, Results, captioned, markdown_table
-from localrt.bench.mix.client import Client, Place, Reply
-from localrt.bench.mix.mix import Request
+from localrt.bench.mix.client import Client, Target, TimedReply
+from localrt.bench.mix.mix import AppRequest
 from localrt.bench.mix.servers import Running, start
 from localrt.client.model import list_remote
 from localrt.client.servers import Address
@@ -100,7 +100,7 @@ def serving(peer: str, words: Sequence[str], setting: Setting, limit: int = 0) -
         yield start(stack, Running(), peer, command)
 
 
-def ask(server: Address, asked: str | Sequence[Mapping[str, Any]], **fields: Any) -> Reply:
+def ask(server: Address, asked: str | Sequence[Mapping[str, Any]], **fields: Any) -> TimedReply:
     """Greedy answer to a question or to messages, streamed; ``fields`` are the body's.
 
     Raises:
@@ -109,14 +109,14 @@ def ask(server: Address, asked: str | Sequence[Mapping[str, Any]], **fields: Any
     messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
     body = {"messages": messages, "temperature": 0, "stream": True, **fields}
     body["stream_options"] = {"include_usage": True}
-    request = Request("/chat/completions", body, give_up_s=_ANSWER_S)
-    reply = Client().send(Place(server, "model"), request, "interactive")
+    request = AppRequest("/chat/completions", body, give_up_s=_ANSWER_S)
+    reply = Client().send(Target(server, "model"), request, "interactive")
     if reply.error or reply.cancelled:
         raise LocalrtError(reply.error or f"no answer within {_ANSWER_S} s")
     return reply
 
 
-def _reading(replies: Sequence[Reply]) -> Record:
+def _reading(replies: Sequence[TimedReply]) -> Record:
     """The prompt tokens that had to be read, and the seconds to the first token."""
     return {
         "read": sum((reply.prompt_tokens or 0) - reply.cached_tokens for reply in replies),

@@ -191,7 +191,7 @@ class Clipped:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Block:
+class EncoderBlock:
     """A transformer block: norm, attention, residual; norm, MLP, residual. Or, if ``norms_sums``,
     each norm after its residual.
     """
@@ -206,7 +206,7 @@ class Block:
     extra_norms: dict[str, Any] = field(default_factory=dict)  # keys as in ``BlockNames``
 
     @classmethod
-    def load(cls, config: BlockConfig, prefix: str, weights: WeightLoader) -> Block:
+    def load(cls, config: BlockConfig, prefix: str, weights: WeightLoader) -> EncoderBlock:
         """The block whose tensor names begin with ``prefix``."""
         hidden, inner, names = config.hidden, config.merge * config.inner, config.names
         wide, shared = config.heads * config.size, config.kv_heads or config.heads
@@ -302,7 +302,7 @@ def run_blocks(
     for layer in range(count):
         if check is not None:
             check()
-        x = units.read(partial(Block.load, config, f"{prefix}{layer}."))(x, layout, steps)
+        x = units.read(partial(EncoderBlock.load, config, f"{prefix}{layer}."))(x, layout, steps)
     return steps.get(x)
 
 
@@ -343,7 +343,7 @@ class EncoderConfig:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class InputGate:
+class EncoderInputGate:
     """Adds a layer's own inputs to x: ``(x + norm(out(gate(x) * inputs))) * total``."""
 
     gate: Linear
@@ -366,9 +366,9 @@ class TextEncoder:
     positions: Floats | None
     types: Floats | None
     norm: Norm | None
-    blocks: tuple[Block, ...]
+    blocks: tuple[EncoderBlock, ...]
     projection: tuple[_Part, ...]  # of embeddings to each layer's own inputs
-    gates: tuple[InputGate, ...]
+    gates: tuple[EncoderInputGate, ...]
     after: tuple[_Part, ...]
     head: tuple[_Part, ...]  # of a model that ranks
 
@@ -391,7 +391,7 @@ class TextEncoder:
             projection = [linear(PROJECTION, len(blocks) * size), lambda x, _: x.reshape(-1, size)]
             projection += [Norm.load(weights, PROJECTION_NORM, size, block.eps * width, rms=True)]
         gates = (
-            InputGate(
+            EncoderInputGate(
                 replace(linear(prefix + GATE, size), activation=block.activation),
                 linear(prefix + OUT, width, size),
                 norm(prefix + POST_NORM),
@@ -413,7 +413,7 @@ class TextEncoder:
             weights.array((config.positions, width), POSITIONS) if config.positions else None,
             weights.array((config.types, width), TYPES) if config.types else None,
             None if block.rms else norm("model.embed_norm"),
-            tuple(Block.load(*each, weights) for each in blocks),
+            tuple(EncoderBlock.load(*each, weights) for each in blocks),
             tuple(projection),
             tuple(gates),
             tuple(after),

@@ -58,7 +58,7 @@ _TOTALS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class PassTask:
     """One task on a resource, from ``start`` to ``end``."""
 
     resource: Resource
@@ -213,7 +213,7 @@ class WeightStore:
     def forget_counts(self) -> None:
         """Count from here on."""
 
-    def tasks(self, keep: int | None = None) -> list[Task]:
+    def tasks(self, keep: int | None = None) -> list[PassTask]:
         """The recorded tasks; ``keep`` sets how many to record from now on."""
         return []
 

@@ -59,7 +59,7 @@ class Cpu:
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
+class GpuFacts:
     """A GPU; memory in bytes. Only the name is known without asking the driver."""
 
     name: str
@@ -85,8 +85,8 @@ class Machine:
     python: str
     cpu: Cpu
     memory: MemoryState
-    gpus: tuple[Gpu, ...] = ()
-    other_gpus: tuple[Gpu, ...] = ()
+    gpus: tuple[GpuFacts, ...] = ()
+    other_gpus: tuple[GpuFacts, ...] = ()
     memory_read_bytes_s: float | None = None
     disk: DiskSpeed | None = None
 
@@ -111,7 +111,7 @@ def probe(root: Path = system.ROOT) -> Machine:
     )
 
 
-def gpus() -> tuple[Gpu, ...]:
+def gpus() -> tuple[GpuFacts, ...]:
     """Ask the driver for the NVIDIA GPUs, within about a second; none without a driver."""
     fields = "name,memory.total,memory.free,driver_version,compute_cap"
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
@@ -122,19 +122,19 @@ def gpus() -> tuple[Gpu, ...]:
     return _parse_nvidia_smi(output.stdout)
 
 
-def other_gpus(root: Path = system.ROOT) -> tuple[Gpu, ...]:
+def other_gpus(root: Path = system.ROOT) -> tuple[GpuFacts, ...]:
     """GPUs that are not NVIDIA's, as the system knows them; those with memory of their own first.
 
     Memory is None where the GPU shares RAM, or the system does not say.
     """
-    found = [Gpu(name, nbytes) for name, nbytes in system.display_adapters()]
+    found = [GpuFacts(name, nbytes) for name, nbytes in system.display_adapters()]
     for folder in root.glob("sys/class/drm/card*/device"):
         maker, device = (_text(folder / name) for name in ("vendor", "device"))
         if maker in _MAKERS and "-" not in folder.parent.name:  # no connector
             total, used = (_text(folder / f"mem_info_vram_{what}") for what in ("total", "used"))
             own = int(total) if total and int(total) >= _LEAST_OWN_MEMORY else None
             name = f"{_MAKERS[maker]} {_pci_name(root, maker[2:], device[2:])}"
-            found.append(Gpu(name, own, own and own - int(used or 0)))
+            found.append(GpuFacts(name, own, own and own - int(used or 0)))
     others = [gpu for gpu in found if "nvidia" not in gpu.name.lower()]
     return tuple(sorted(others, key=lambda gpu: -(gpu.memory_bytes or 0)))
 
@@ -234,7 +234,7 @@ def _name_and_flags(root: Path) -> tuple[str, set[str]]:
     return entries.get("model name") or entries.get("Model") or "", set(flags.split())
 
 
-def _gpus_at_a_glance(root: Path) -> tuple[Gpu, ...]:
+def _gpus_at_a_glance(root: Path) -> tuple[GpuFacts, ...]:
     """The GPUs that a loaded NVIDIA driver lists in ``/proc``, by name only."""
     found = []
     for path in sorted(root.glob("proc/driver/nvidia/gpus/*/information")):
@@ -243,18 +243,18 @@ def _gpus_at_a_glance(root: Path) -> tuple[Gpu, ...]:
         except OSError:
             continue
         names = [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
-        found.append(Gpu(names[0] if names else "NVIDIA GPU"))
+        found.append(GpuFacts(names[0] if names else "NVIDIA GPU"))
     return tuple(found)
 
 
-def _parse_nvidia_smi(output: str) -> tuple[Gpu, ...]:
+def _parse_nvidia_smi(output: str) -> tuple[GpuFacts, ...]:
     found = []
     for line in output.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
         if len(cells) != 5 or not cells[0]:
             continue
         name, total, free, driver, capability = cells
-        found.append(Gpu(name, _mebibytes(total), _mebibytes(free), driver, capability))
+        found.append(GpuFacts(name, _mebibytes(total), _mebibytes(free), driver, capability))
     return tuple(found)
 
 

@@ -25,7 +25,7 @@ COPY_BLOCK = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class UnitChunk:
     """``nbytes`` of a unit, ``start`` bytes into it."""
 
     start: int
@@ -33,7 +33,7 @@ class Chunk:
 
 
 @dataclass(slots=True)
-class Place:
+class RingSpan:
     """``nbytes`` at ``offset`` of a ring."""
 
     offset: int
@@ -45,10 +45,10 @@ class Place:
 
 
 @dataclass(slots=True)
-class Lease(Place):
+class Lease(RingSpan):
     """A unit's place in the ring. ``waiting`` are the chunks not begun yet."""
 
-    waiting: deque[Chunk] = field(default_factory=deque)
+    waiting: deque[UnitChunk] = field(default_factory=deque)
     released: bool = False
 
 
@@ -105,7 +105,7 @@ class Ring(Generic[MemoryT]):
         self._live.append(lease)
         return lease
 
-    def next_chunk(self, lease: Lease) -> tuple[Chunk, Event | None] | None:
+    def next_chunk(self, lease: Lease) -> tuple[UnitChunk, Event | None] | None:
         """Hand out the lease's next chunk, once, if its target bytes are free.
 
         Also returns the event after which nobody uses those bytes: the latest of the stream.
@@ -146,7 +146,7 @@ class Ring(Generic[MemoryT]):
                 events.append((max(low, stop), high, before))
         self._events = [*events, (start, stop, event)]
 
-    def _is_free(self, lease: Lease, chunk: Chunk) -> bool:
+    def _is_free(self, lease: Lease, chunk: UnitChunk) -> bool:
         """Whether no older lease covers the bytes of ``chunk``."""
         start = lease.offset + chunk.start
         for other in self._live:
@@ -157,7 +157,7 @@ class Ring(Generic[MemoryT]):
         return True
 
 
-def newest(units: Sequence[Place], start: int, stop: int) -> int:
+def newest(units: Sequence[RingSpan], start: int, stop: int) -> int:
     """How many of ``units``, oldest first, there are up to the newest that covers any byte from
     ``start`` to ``stop``; 0 if none does.
     """
@@ -168,7 +168,7 @@ def newest(units: Sequence[Place], start: int, stop: int) -> int:
 
 
 def place(
-    nbytes: int, ring: int, units: Sequence[Place], *, at: int, fixed: int | None = None
+    nbytes: int, ring: int, units: Sequence[RingSpan], *, at: int, fixed: int | None = None
 ) -> tuple[int, int]:
     """Choose a unit's place in a ring of ``ring`` bytes that holds ``units``, oldest first, and
     whose free bytes begin ``at``, unless it is ``fixed``.
@@ -191,17 +191,17 @@ def fixed_places(sizes: Sequence[int], ring: int) -> list[int]:
     """The offsets of units in a ring of ``ring`` bytes that each round begins at 0, placed one
     after another as if none were released meanwhile.
     """
-    units: list[Place] = []
+    units: list[RingSpan] = []
     at = 0
     for nbytes in sizes:
         offset, _ = place(nbytes, ring, units, at=at)
-        units.append(Place(offset, nbytes))
+        units.append(RingSpan(offset, nbytes))
         at = offset + nbytes if offset + nbytes < ring else 0
     return [unit.offset for unit in units]
 
 
-def chunks(nbytes: int, size: int, *, first: int) -> list[Chunk]:
+def chunks(nbytes: int, size: int, *, first: int) -> list[UnitChunk]:
     """A unit's chunks; those from byte ``first`` on come before the others."""
     cuts = sorted({*range(0, nbytes, size), first, nbytes})
-    pieces = [Chunk(a, b - a) for a, b in pairwise(cuts)]
+    pieces = [UnitChunk(a, b - a) for a, b in pairwise(cuts)]
     return sorted(pieces, key=lambda chunk: (chunk.start < first, chunk.start))

@@ -135,7 +135,7 @@ class PassSizes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Experts:
+class ExpertShape:
     """Experts of the sparse layers: ``used`` of ``count`` see a token; ``inner`` is the largest
     width.
     """
@@ -161,7 +161,7 @@ class ModelShape:
     context_length: int
     kv: tuple[KvShape, ...]
     parameters: int
-    experts: Experts | None = None
+    experts: ExpertShape | None = None
     notes: tuple[str, ...] = ()
     off_gpu: str = ""
     routed: tuple[PlacedUnit, ...] = field(init=False, repr=False, compare=False)
@@ -288,7 +288,7 @@ def shape_from_checkpoint(
     routers = [spec.router for spec in config.mixtures if spec is not None]
     if routers:
         first = routers[0]
-        mixture = Experts(count=first.count, used=first.used, inner=sizes.expert_inner)
+        mixture = ExpertShape(count=first.count, used=first.used, inner=sizes.expert_inner)
     return ModelShape(
         name=checkpoint.path.name,
         architecture=config.architecture,
@@ -339,7 +339,7 @@ def _placed(
     unit: Unit,
     tensors: Mapping[str, TensorInfo],
     stored: Mapping[str, int],
-    experts: Experts | None,
+    experts: ExpertShape | None,
 ) -> PlacedUnit:
     nbytes, macs, unpacked, formats = 0, 0, 0, dict[str, int]()
     for name in unit.tensors:

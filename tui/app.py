@@ -36,7 +36,7 @@ from localrt.tui.chat.message_queue import FRAME_SECONDS
 from localrt.tui.chat.panel import LivePanel
 from localrt.tui.chat.screen import ChatScreen
 from localrt.tui.chat.thumbnails import Graphics, find_graphics
-from localrt.tui.conversation.generation import Task, loading
+from localrt.tui.conversation.generation import BackgroundTask, loading
 from localrt.tui.conversation.state import ChatState, Defaults
 from localrt.tui.crash import keep_draft, take_draft, write_report
 from localrt.tui.keys import KEYS, Key, bindings, chosen_keys, rebound
@@ -153,7 +153,7 @@ class ChatApp(App[None]):
         self.failure: str | None = None
         self._list_models, self._load_by_name = list_models, load_by_name
         self._load_options = load_options or {}
-        self._loading: Task[ChatModel] = loading(load)
+        self._loading: BackgroundTask[ChatModel] = loading(load)
         self._loading_name: str | None = None  # name of another model being loaded
         self._model_before: str | None = None  # the model loaded before
         self._next_model: str | None = None  # chosen while another was loading
@@ -325,7 +325,7 @@ class ChatApp(App[None]):
         self.chat.hint.flash(f"Cancelling {short_name(self._loading_name)}")
         return True
 
-    def _watch(self, task: Task[ChatModel]) -> None:
+    def _watch(self, task: BackgroundTask[ChatModel]) -> None:
         self._loading = task
         task.start()
         self._ticker = self.set_interval(FRAME_SECONDS, self._watch_loading)

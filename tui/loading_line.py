@@ -15,7 +15,7 @@ from textual.widget import Widget
 
 from localrt.common.errors import CancelledError
 from localrt.common.formatting import format_bytes
-from localrt.tui.conversation.generation import Task
+from localrt.tui.conversation.generation import BackgroundTask
 from localrt.tui.text import clean, human_count
 from localrt.tui.themes import FAINT
 
@@ -48,11 +48,11 @@ class LoadingLine(Widget):
 class WorkLine(LoadingLine):
     """Shows the progress of work in a thread while it runs."""
 
-    _work: Task[Any] | None = None
+    _work: BackgroundTask[Any] | None = None
 
     async def run(self, work: Callable[[ProgressCallback], _Result]) -> _Result:
         """Raises ``CancelledError`` if ``stop`` was called; the thread ends at its next step."""
-        self._work = task = Task(lambda task: work(task.step), name="localrt-work")
+        self._work = task = BackgroundTask(lambda task: work(task.step), name="localrt-work")
         task.start()
         try:
             while not (task.cancelled.is_set() or await asyncio.to_thread(task.join, 0.05)):

@@ -27,7 +27,7 @@ from localrt.mcp.toolbox import Toolbox
 from localrt.tui.commands import PLAIN_COMMANDS, Command, read_line
 from localrt.tui.conversation.attachments import (
     Attachments,
-    Draft,
+    SentMessage,
     draft_of,
     read_attachment,
     read_mentioned,
@@ -362,7 +362,7 @@ class PlainChat:
         turn = conversation.add("user", draft.content, after=conversation.end, info=draft.info)
         self._answer(turn)
 
-    def _draft(self, text: str) -> Draft:
+    def _draft(self, text: str) -> SentMessage:
         """A message with its attachments and the files that it names."""
         session = self.state.loaded
         with _stopping("the message was not sent"):
@@ -378,11 +378,11 @@ class PlainChat:
         self._say_pictures(draft)
         return draft
 
-    def _say_pictures(self, draft: Draft) -> None:
+    def _say_pictures(self, draft: SentMessage) -> None:
         for line in draft.captions:
             self.say(f"Picture: {line}")
 
-    def _measured(self, draft: Draft, text: str) -> Draft:
+    def _measured(self, draft: SentMessage, text: str) -> SentMessage:
         try:
             return self.state.loaded.measured(draft)
         except OptionError as error:

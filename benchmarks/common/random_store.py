@@ -20,7 +20,7 @@ import numpy as np
 
 from localrt import system
 from localrt.common.files import PAGE
-from localrt.models.checkpoints.store.manifest import Manifest, Source, StoredUnit, UnitTensor
+from localrt.models.checkpoints.store.manifest import Manifest, Origin, StoredUnit, UnitTensor
 from localrt.models.registry import read_config
 from localrt.models.tensor_source import TensorInfo
 from localrt.models.units import list_units
@@ -195,7 +195,7 @@ def write_store(folder: Path, architecture: str, config: Mapping[str, Any], form
         generation_config={},
         format=format,
         exactness="approximate",
-        source=Source(folder.name, "random"),
+        source=Origin(folder.name, "random"),
         units=units,
     )
     (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")

@@ -26,7 +26,7 @@ from localrt.common.settings import Settings
 from localrt.hub import resolve
 from localrt.tui import ChatApp
 from localrt.tui.chat.bars import Footer, Phase
-from localrt.tui.chat.blocks import Answer
+from localrt.tui.chat.blocks import AnswerBlock
 from localrt.tui.chat.composer import Composer
 from localrt.tui.chat.view import ConversationView
 
@@ -96,7 +96,7 @@ async def _draw(model: Path, ram: str, out: Path) -> None:
         await pilot.press("enter")
         blocks = app.query_one(ConversationView).blocks
         await until(
-            lambda: isinstance(blocks[-1], Answer) and len(blocks[-1].source) > _BEFORE_PANEL
+            lambda: isinstance(blocks[-1], AnswerBlock) and len(blocks[-1].source) > _BEFORE_PANEL
         )
         await pilot.press("f3")
         await until(lambda: footer.status.phase is Phase.READY)

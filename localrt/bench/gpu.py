@@ -153,7 +153,7 @@ _BUSY = 0.6  # a resource with a smaller busy share is not a bottleneck
 
 
 @dataclass(frozen=True, slots=True)
-class GpuUse:
+class GpuShares:
     """``busy`` maps a resource to its busy share; ``helps`` says what would help."""
 
     busy: Mapping[str, float]
@@ -161,13 +161,13 @@ class GpuUse:
 
 
 def use_line(use: Mapping[str, Any]) -> str:
-    """Format the fields of a ``GpuUse`` as one line for people."""
+    """Format the fields of a ``GpuShares`` as one line for people."""
     busy = use["busy"]
     shares = ", ".join(f"{_NAMES[name]} {busy[name]:.0%}" for name in _NAMES if name in busy)
     return f"busy while decoding: {shares or 'not measured'}. {use['helps']}"
 
 
-def gpu_use(model: Model, prompt: Sequence[int]) -> GpuUse:
+def gpu_use(model: Model, prompt: Sequence[int]) -> GpuShares:
     """Decode tokens after ``prompt`` and measure GPU use, after CUDA graphs have been recorded."""
     room = max(1, model.info.ctx - 2 * _TOKENS)
     stream = model.stream(
@@ -179,7 +179,7 @@ def gpu_use(model: Model, prompt: Sequence[int]) -> GpuUse:
     for _ in stream:
         pass
     busy = dict(model.status(lanes=False).since(before).busy)
-    return GpuUse(busy, what_helps(busy, model.advise().changes))
+    return GpuShares(busy, what_helps(busy, model.advise().changes))
 
 
 def what_helps(busy: Mapping[str, float], changes: Sequence[Change]) -> str:
@@ -249,7 +249,7 @@ def forecast(options: BenchOptions, settings: Settings) -> Outcome:
     busy: dict[str, float] = {
         name: seconds * found.tok_s for name, seconds in found.busy.items() if seconds
     }
-    use = GpuUse(busy, what_helps(busy, helpful_changes(plan)))
+    use = GpuShares(busy, what_helps(busy, helpful_changes(plan)))
     metrics = Metrics(
         prompt_tokens=work.prompt_tokens,
         completion_tokens=work.tokens,

@@ -108,10 +108,10 @@ class ChildProcess(Closing):
 
 def main() -> None:
     """Run an engine for the parent process."""
-    serve(Requests())
+    serve(ChildHandlers())
 
 
-class Requests:
+class ChildHandlers:
     """Request handlers of the child, one method per request; ``load`` must come first."""
 
     _loaded: LoadedEngine | None = None

@@ -23,7 +23,7 @@ from localrt.common.extras import install
 from localrt.common.files import write_text
 from localrt.common.formatting import format_bytes, format_rate, format_seconds, table
 from localrt.common.version import __version__
-from localrt.offload.hardware import Gpu, Machine
+from localrt.offload.hardware import GpuFacts, Machine
 from localrt.planning.verdict import meanings
 
 NOT_MEASURED = "not measured"
@@ -208,7 +208,7 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
-def gpu_line(gpu: Gpu) -> str:
+def gpu_line(gpu: GpuFacts) -> str:
     """``"NVIDIA GeForce RTX 4060 (8.6 GB of VRAM, driver 580.95)"``."""
     memory = shown(gpu.memory_bytes, format_bytes)
     return f"{gpu.name} ({memory} of VRAM, driver {gpu.driver or 'unknown'})"

@@ -29,7 +29,7 @@ from localrt.cli.loading import served_model
 from localrt.cli.options import BARE_MODEL_HELP, Flag, add_flags
 from localrt.client.answer import ListedModel
 from localrt.client.model import models_of
-from localrt.client.programs import PROGRAMS, Program, Start, find_program, start_of
+from localrt.client.programs import PROGRAMS, ClientProgram, Start, find_program, start_of
 from localrt.client.servers import LocalServer, local_servers
 from localrt.common.errors import LocalrtError, ModelNotFoundError, OptionError
 from localrt.common.files import write_text
@@ -136,7 +136,7 @@ def _say(text: str) -> None:
 # -- which model -----------------------------------------------------------------------------------
 
 
-def _choose(args: argparse.Namespace, program: Program, settings: Settings) -> _Choice:
+def _choose(args: argparse.Namespace, program: ClientProgram, settings: Settings) -> _Choice:
     """Return the model of ``--model``, else one that a server has loaded, else the best one here.
 
     Raises:
@@ -168,7 +168,7 @@ def _choose(args: argparse.Namespace, program: Program, settings: Settings) -> _
     return server, each, f"{chosen[2]}, of the server at {server.url}"
 
 
-def _best(program: Program, settings: Settings, least: int) -> _Choice:
+def _best(program: ClientProgram, settings: Settings, least: int) -> _Choice:
     """Return the largest model here that suits and is fast enough, else the fastest that suits."""
     from localrt.planning.preview import preview  # slow to import
     from localrt.planning.verdict import READING_TOK_S

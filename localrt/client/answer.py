@@ -81,7 +81,7 @@ class _Call:
 
 
 @dataclass(slots=True)
-class Reader:
+class AnswerReader:
     """Reads the events of one answer. ``estimate``: the prompt's tokens, until the server says.
 
     Pieces are counted as tokens until the server sends the number. Thinking in a field of its own

@@ -18,7 +18,7 @@ from localrt.chat import ChatSession
 from localrt.chat_format.histories import text_of
 from localrt.chat_format.messages import check_text_only
 from localrt.chat_format.thinking import split_thinking
-from localrt.client.answer import ListedModel, Reader, events, listed_models, refusal
+from localrt.client.answer import AnswerReader, ListedModel, events, listed_models, refusal
 from localrt.client.http import Exchange
 from localrt.client.servers import Address, LocalServer, read_address
 from localrt.common.closing import Closing
@@ -266,7 +266,7 @@ class _Conversation:
         if not self._model.sees:  # localrt's server would show the model words instead
             check_text_only(messages)
         address = self._address
-        reader = Reader(address, _estimated_tokens(messages))
+        reader = AnswerReader(address, _estimated_tokens(messages))
 
         def look() -> None:
             if self._closed.is_set() or cancel.is_set():

@@ -19,7 +19,7 @@ from localrt.common.errors import OptionError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
+class ClientProgram:
     """A program, its command, and how it is installed.
 
     It gets ``arguments`` before the user's, and ``variables``. ``settings`` are the text of a
@@ -43,11 +43,12 @@ class Program:
 
 _ROWS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 PROGRAMS = tuple(
-    Program(name=name, **{"title": name, "command": name, **row}) for name, row in _ROWS.items()
+    ClientProgram(name=name, **{"title": name, "command": name, **row})
+    for name, row in _ROWS.items()
 )
 
 
-def find_program(name: str) -> Program:
+def find_program(name: str) -> ClientProgram:
     """Return the program of this name or command.
 
     Raises:
@@ -80,7 +81,7 @@ class Start:
 
 
 def start_of(
-    program: Program, url: str, model: str, *, ctx: int, key: str | None, folder: Path
+    program: ClientProgram, url: str, model: str, *, ctx: int, key: str | None, folder: Path
 ) -> Start:
     """Return how ``program`` is started with ``model`` of the server at ``url``, with ``/v1``.
 
@@ -106,7 +107,7 @@ def start_of(
     return Start(command, variables, written, values["settings"])
 
 
-def recipe(program: Program) -> str:
+def recipe(program: ClientProgram) -> str:
     """Return, as Markdown, how users set the program up for a server at its usual port."""
     url = f"http://127.0.0.1:{program.port or 8080}/v1"
     start = start_of(program, url, "local", ctx=32768, key=None, folder=Path())

@@ -12,7 +12,7 @@ from localrt.common.errors import ContextOverflowError, MemoryBudgetError, Optio
 from localrt.common.formatting import one_line
 from localrt.common.progress import ProgressCallback
 from localrt.common.settings import Settings
-from localrt.documents.index import DocumentIndex, Piece
+from localrt.documents.index import DocumentIndex, Passage
 from localrt.documents.reading import Document, fenced
 
 _SHARE = 0.75  # of the free context: the rest is for the answer
@@ -79,13 +79,13 @@ def _quoted(
     if path is None:
         raise overflow
 
-    def quote(piece: Piece) -> str:
+    def quote(piece: Passage) -> str:
         inner = "" if path == piece.path else one_line(piece.path.relative_to(path).as_posix())
         page = f", page {piece.page}" if piece.page else ""
         return f"[{name}{inner}{page}]\n{piece.text}\n\n"
 
     room -= count(fenced(name, document.size))
-    best, found = index.search(question, _PIECES, within=path), list[Piece]()
+    best, found = index.search(question, _PIECES, within=path), list[Passage]()
     for piece in best or index.first(_PIECES, within=path):
         room -= count(quote(piece))
         if room < 0:

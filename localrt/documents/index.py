@@ -73,7 +73,7 @@ _WORDLESS = re.compile("([\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af])
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Passage:
     """A part of the file ``path``, on ``page`` from 1 (0: no pages). A high ``score`` is better."""
 
     path: Path
@@ -200,7 +200,7 @@ class DocumentIndex(Closing):
 
     def search(
         self, query: str, limit: int = 8, *, within: str | Path | None = None
-    ) -> list[Piece]:
+    ) -> list[Passage]:
         """Return the pieces that match a question best, the best first, of the file or folder
         ``within`` or of all. Raises ``StorageError``.
         """
@@ -212,13 +212,13 @@ class DocumentIndex(Closing):
         best = sorted(scores, key=lambda number: (-scores[number], number))[:limit]
         found = "SELECT path, page, text FROM piece JOIN file ON file.id = file WHERE piece.id = ?"
         rows = [(scores[number], row) for number in best for row in self._rows(found, (number,))]
-        return [Piece(Path(path), page, text, score) for score, (path, page, text) in rows]
+        return [Passage(Path(path), page, text, score) for score, (path, page, text) in rows]
 
-    def first(self, limit: int, *, within: str | Path) -> list[Piece]:
+    def first(self, limit: int, *, within: str | Path) -> list[Passage]:
         """Return the first pieces of a file or folder."""
         found = f"SELECT path, page, text FROM piece JOIN file ON file.id = file WHERE {_INSIDE}"
         rows = self._rows(f"{found} ORDER BY path, piece.id LIMIT ?3", (*_inside(within), limit))
-        return [Piece(Path(path), page, text, 0.0) for path, page, text in rows]
+        return [Passage(Path(path), page, text, 0.0) for path, page, text in rows]
 
     def _by_words(self, query: str, inside: tuple[str, str]) -> list[int]:
         words = list(dict.fromkeys(re.findall(r"\w+", _spaced(query.lower()))))[:64]

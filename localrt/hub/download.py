@@ -210,7 +210,7 @@ def check_cancelled(cancel: Event | None) -> None:
 
 
 @dataclass(slots=True)
-class Meter:
+class DownloadMeter:
     """Bytes done over several files, reported at most ten times a second and never backwards."""
 
     stage: str
@@ -261,14 +261,14 @@ def download(
         begun = {file.etag for file in missing if cached.partial(file.etag).exists()}
         make_folder(cached.blob(""))
         total = sum(file.size for file in missing)
-        meter = Meter("download", total, progress)
+        meter = DownloadMeter("download", total, progress)
         for file in missing:
             with _locked(cached.lock(file.etag), cancel):
                 if not cached.blob(file.etag).exists():
                     partial = cached.partial(file.etag)
                     _Transfer(remote, file, partial, settings, meter, cancel).run()
                 meter.set(file.name, file.size)
-        meter = Meter("verify", total, progress)
+        meter = DownloadMeter("verify", total, progress)
         for file in wanted:
             with _locked(cached.lock(file.etag), cancel):
                 partial, blob = cached.partial(file.etag), cached.blob(file.etag)
@@ -301,7 +301,7 @@ def check_space(folder: Path, needed: int) -> None:
 
 
 def _publish(
-    file: RemoteFile, partial: Path, blob: Path, meter: Meter, cancel: Event | None
+    file: RemoteFile, partial: Path, blob: Path, meter: DownloadMeter, cancel: Event | None
 ) -> None:
     """Check the finished file and give it its final name."""
     # Git's name for a small file is a SHA-1 over a header and the bytes.
@@ -332,7 +332,7 @@ class _Transfer:
     file: RemoteFile
     partial: Path
     settings: Settings
-    meter: Meter
+    meter: DownloadMeter
     cancel: Event | None
 
     def run(self) -> None:

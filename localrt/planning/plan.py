@@ -21,7 +21,7 @@ from localrt.common.settings import DEFAULT_CONTEXT, Settings
 from localrt.common.speeds import known_speed
 from localrt.hub import resolve
 from localrt.hub.names import HubRef, looks_like_path, repo_thinks
-from localrt.hub.resolving import Offer, ResolvedModel, offer_of
+from localrt.hub.resolving import FileChoice, ResolvedModel, offer_of
 from localrt.models.vision.cost import SIDE, picture_cost
 from localrt.offload.account import Budgets
 from localrt.offload.shapes import ModelShape
@@ -180,7 +180,7 @@ def plan_model(
 
 
 def _chosen_file(
-    offer: Offer,
+    offer: FileChoice,
     variant: str | None,
     shape: ModelShape,
     machine: MachineProfile,
@@ -269,7 +269,7 @@ def _formats(shape: ModelShape) -> set[str]:
 
 def _offer(
     ref: HubRef | None, path: Path, settings: Settings, offline: bool | None
-) -> Offer | None:
+) -> FileChoice | None:
     """Return the files of a hub model without local weights; None if there is nothing to choose."""
     known = known_model_of(path, settings)
     if known is not None:

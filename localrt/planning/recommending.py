@@ -19,7 +19,7 @@ from localrt.common.formatting import format_bytes, parse_size
 from localrt.common.settings import DEFAULT_CONTEXT, Settings
 from localrt.hub.files import DEFAULT_LABEL
 from localrt.hub.names import HubRef, KnownModel, repo_thinks
-from localrt.hub.resolving import Offer
+from localrt.hub.resolving import FileChoice
 from localrt.offload.account import UNKNOWN_MODEL_NBYTES, Budgets
 from localrt.offload.memory import ram_budget
 from localrt.offload.shapes import ModelShape, aligned
@@ -64,7 +64,7 @@ class Recommendation:
 
 
 def recommend(
-    offer: Offer,
+    offer: FileChoice,
     settings: Settings,
     *,
     ram: str | int | None = None,
@@ -81,7 +81,7 @@ def recommend(
 
 
 def recommend_on(
-    offer: Offer, machine: MachineProfile, budgets: Budgets, *, ctx: int | None = None
+    offer: FileChoice, machine: MachineProfile, budgets: Budgets, *, ctx: int | None = None
 ) -> Recommendation:
     """Recommend as ``recommend`` does, for a given machine and budgets and ``ctx`` tokens (None:
     4,096).
@@ -163,7 +163,7 @@ def _best(
     return max(worth, key=rank) if quick and worth else None
 
 
-def _outline_of(offer: Offer) -> ModelShape | None:
+def _outline_of(offer: FileChoice) -> ModelShape | None:
     """Return the model's shape in one format, with one expert per layer; None if its config is
     unknown or unsupported.
     """
@@ -182,7 +182,7 @@ def _rate_of_size(nbytes: int, machine: MachineProfile, budgets: Budgets) -> flo
     return math.inf if missing <= 0 else machine.ssd_bytes_s / missing
 
 
-def usual_offer(model: KnownModel) -> Offer:
+def usual_offer(model: KnownModel) -> FileChoice:
     """Return the usual files of a model's repository, with estimated sizes.
 
     A model that is published quantized has one file, named after its format.
@@ -192,12 +192,12 @@ def usual_offer(model: KnownModel) -> Offer:
     if isinstance(quantized, Mapping):
         name = str(quantized.get("quant_method", "")).upper()
         nbytes = whole_nbytes(shape_from_config(config, name=name, experts=1))
-        return Offer(model.repo, {name: nbytes}, config)
+        return FileChoice(model.repo, {name: nbytes}, config)
     sizes = {name: round(weights * bits / 8) for name, bits in _USUAL_BITS.items()}
-    return Offer(model.repo, sizes, config)
+    return FileChoice(model.repo, sizes, config)
 
 
-def only(offer: Offer, file: str) -> Offer:
+def only(offer: FileChoice, file: str) -> FileChoice:
     """Return the offer of one usual ``file`` alone, with an estimated size if it has others."""
     if as_published(offer):
         return offer
@@ -208,7 +208,7 @@ def only(offer: Offer, file: str) -> Offer:
 
 
 def other_files(
-    offer: Offer, chosen: str, request: PlanRequest, tok_s: float
+    offer: FileChoice, chosen: str, request: PlanRequest, tok_s: float
 ) -> tuple[Change, ...]:
     """Return the next two smaller files that are faster than ``chosen`` with its ``tok_s``."""
     now = estimate(request)
@@ -276,7 +276,7 @@ def _bits(name: str) -> int | None:
     return int(found[-1]) if found else None
 
 
-def as_published(offer: Offer) -> bool:
+def as_published(offer: FileChoice) -> bool:
     """Whether the only file is in the format that the config names, so that its size is known."""
     quantized = None if offer.config is None else offer.config.get("quantization_config")
     return len(offer.sizes) == 1 and isinstance(quantized, Mapping)

@@ -17,12 +17,20 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from localrt.offload.placement import PlacedUnit, Placement, Where
-from localrt.offload.ring import COPY_BLOCK, Chunk, Place, chunks, fixed_places, newest, place
+from localrt.offload.ring import (
+    COPY_BLOCK,
+    RingSpan,
+    UnitChunk,
+    chunks,
+    fixed_places,
+    newest,
+    place,
+)
 from localrt.planning.costs import Costs
 
 
 @dataclass(slots=True)
-class Slot(Place):
+class Slot(RingSpan):
     """A unit's slot in a ring; ``release`` is the time when it is freed, known once the unit has
     been used.
     """
@@ -37,7 +45,7 @@ class RingModel:
         self.nbytes = nbytes
         self._chunk = chunk
         self._live: deque[Slot] = deque()
-        self._cut: dict[tuple[int, int], list[Chunk]] = {}  # by (unit bytes, first bytes)
+        self._cut: dict[tuple[int, int], list[UnitChunk]] = {}  # by (unit bytes, first bytes)
         self._next = 0
 
     def load(
@@ -75,7 +83,7 @@ class RingModel:
                 break
             slot.release = max(slot.release, older.release)
 
-    def _place(self, nbytes: int, at: int | None) -> tuple[Slot, list[Chunk]]:
+    def _place(self, nbytes: int, at: int | None) -> tuple[Slot, list[UnitChunk]]:
         if nbytes > self.nbytes:
             raise ValueError(f"a unit of {nbytes} bytes does not fit a ring of {self.nbytes}")
         if not self._live:
@@ -83,12 +91,12 @@ class RingModel:
         offset, first = place(nbytes, self.nbytes, self._live, at=self._next, fixed=at)
         slot = Slot(offset, nbytes)
         if not newest(self._live, offset, offset + nbytes):
-            return slot, [Chunk(0, nbytes)]
+            return slot, [UnitChunk(0, nbytes)]
         if (nbytes, first) not in self._cut:
             self._cut[nbytes, first] = chunks(nbytes, self._chunk, first=first)
         return slot, self._cut[nbytes, first]
 
-    def _ready(self, slot: Slot, chunk: Chunk) -> float:
+    def _ready(self, slot: Slot, chunk: UnitChunk) -> float:
         """Return the time when the bytes of a chunk are free."""
         start = slot.offset + chunk.start
         stop = start + chunk.nbytes

@@ -22,7 +22,7 @@ from localrt.common.settings import Settings
 from localrt.common.speeds import keep_speed
 from localrt.engine.protocol import Engine, EngineInfo, EngineSession
 from localrt.engine.types import Chunk, Metrics
-from localrt.models.weight_store import Task
+from localrt.models.weight_store import PassTask
 from localrt.offload.memory import current_rss, ram_budget
 
 _NAMES = {"ssd": "The disk", "link": "The link to the GPU", "cpu": "The CPU", "gpu": "The GPU"}
@@ -346,9 +346,9 @@ class Watch:
         return last_pass(self._engine.weights.tasks()) if self._recording else None
 
 
-def last_pass(tasks: Sequence[Task]) -> PassTrace | None:
+def last_pass(tasks: Sequence[PassTask]) -> PassTrace | None:
     """Return the last finished pass among ``tasks``, which are sorted by their ends."""
-    computed: list[Task] = []
+    computed: list[PassTask] = []
     later = False  # whether a later pass has begun
     for index in range(len(tasks) - 1, -1, -1):
         task = tasks[index]
@@ -362,7 +362,7 @@ def last_pass(tasks: Sequence[Task]) -> PassTrace | None:
     return None
 
 
-def _pass(tasks: Sequence[Task], computed: Sequence[Task], first: int) -> PassTrace:
+def _pass(tasks: Sequence[PassTask], computed: Sequence[PassTask], first: int) -> PassTrace:
     """Trace a pass: ``computed`` has its tasks, last first; ``first`` indexes its first task."""
     start, end = computed[-1].start, max(task.end for task in computed)
     spans: dict[str, list[tuple[float, float]]] = {}

@@ -87,7 +87,7 @@ _DELTA = re.compile(r".+\.linear_attn\.(in_proj_(?P<part>qkv|z|b|a)|(?P<out>out_
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class BaseMatrix:
     """A matrix of the base: its tensor, and which rows and columns of the module belong to it.
 
     None: all, in order.
@@ -121,7 +121,7 @@ def why_only_merged(name: str) -> str | None:
 
 def places(
     name: str, shape: tuple[int, int], base: Checkpoint, *, pairs: bool, converted: bool
-) -> list[Place]:
+) -> list[BaseMatrix]:
     """The places in ``base`` of the matrix published as ``name`` (a decoder's tensor).
 
     ``pairs``: rotary rows of queries and keys are published in pairs; ``converted``: rows are in
@@ -132,7 +132,7 @@ def places(
     """
     rows, columns = shape
     if name in base.tensors and not pairs and not _DELTA.fullmatch(name):
-        return [Place(name)]
+        return [BaseMatrix(name)]
     numbers: RowSource = _RowNumbers(TensorInfo(name, (rows, 1), F32, rows * F32.row_bytes(1)))
     family = find_family(base.architecture)
     parts = plain_tensors(family, base.architecture, {**_COUNTED, **base.config}, {name: numbers})
@@ -143,7 +143,7 @@ def places(
     for own, source in parts.items():
         taken = source.read().data.view("<f4").reshape(-1).astype(np.intp)
         own = own if own in base.tensors else _in_file(own, base)
-        place = Place(own, None if len(taken) == rows and _in_order(taken) else taken)
+        place = BaseMatrix(own, None if len(taken) == rows and _in_order(taken) else taken)
         found.append(place if converted else _in_turns(place, len(taken), columns, base))
     return found
 
@@ -158,7 +158,7 @@ def _in_order(numbers: Numbers) -> bool:
     return bool((numbers == np.arange(len(numbers))).all())
 
 
-def _in_turns(place: Place, rows: int, columns: int, base: Checkpoint) -> Place:
+def _in_turns(place: BaseMatrix, rows: int, columns: int, base: Checkpoint) -> BaseMatrix:
     """Interleave the value heads of all key heads, as GGUF files of Qwen3.5 do."""
     match = _DELTA.fullmatch(place.name)
     turned = base.kind == "gguf" and find_family(base.architecture).gguf_by_turns
@@ -176,8 +176,8 @@ def _in_turns(place: Place, rows: int, columns: int, base: Checkpoint) -> Place:
     by_key = np.arange(before, count).reshape(keys, heads // keys, width)
     order = np.concatenate([np.arange(before), by_key.swapaxes(0, 1).reshape(-1)])
     if match["out"]:
-        return Place(place.name, place.rows, order)
-    return Place(place.name, order if place.rows is None else place.rows[order])
+        return BaseMatrix(place.name, place.rows, order)
+    return BaseMatrix(place.name, order if place.rows is None else place.rows[order])
 
 
 @dataclass(frozen=True, slots=True)
@@ -570,7 +570,7 @@ def _assembled(
 
 def _checked(
     source: _Source, module: str, parts: _Parts, base: Checkpoint, *, merging: bool
-) -> tuple[list[Place], StoredTensor, StoredTensor]:
+) -> tuple[list[BaseMatrix], StoredTensor, StoredTensor]:
     """Return a module's places in the base, and its two matrices."""
     a, b, path = parts.a, parts.b, source.path
     if a is None or b is None:
@@ -603,7 +603,9 @@ def _checked(
     return found, a, b
 
 
-def _places(source: _Source, module: str, shape: tuple[int, int], base: Checkpoint) -> list[Place]:
+def _places(
+    source: _Source, module: str, shape: tuple[int, int], base: Checkpoint
+) -> list[BaseMatrix]:
     """Return the places of a module of ``shape``; checks that the base has them."""
     name = source.name_of(module)
     try:

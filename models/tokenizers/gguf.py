@@ -188,7 +188,7 @@ def _with_package(metadata: Mapping[str, object], tokens: _Tokens, model: object
     from tokenizers import Tokenizer as Backend  # needed by these alone
     from tokenizers import models, normalizers, pre_tokenizers
 
-    from localrt.models.tokenizers.hf import BackendPieces, Decoder, HuggingFaceTokenizer
+    from localrt.models.tokenizers.hf import BackendPieces, HuggingFaceTokenizer, TokenDecoder
 
     pieces = [tokens.table.text(token) for token in range(len(tokens.table))]
     control = tokens.of_type(_Type.CONTROL, _Type.UNKNOWN)
@@ -226,7 +226,7 @@ def _with_package(metadata: Mapping[str, object], tokens: _Tokens, model: object
         between=end if model == "bert" else 2 * end,
         strip_space=True,
     )
-    decoder = Decoder("word-pieces" if model == "bert" else "space")
+    decoder = TokenDecoder("word-pieces" if model == "bert" else "space")
     return HuggingFaceTokenizer(backend, vocabulary, decoder)
 
 

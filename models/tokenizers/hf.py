@@ -198,7 +198,7 @@ _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 @dataclass(frozen=True, slots=True)
-class Decoder:
+class TokenDecoder:
     """How pieces spell bytes. ``space`` is the character that stands for a space."""
 
     kind: Literal["byte-level", "space", "word-pieces"]
@@ -210,7 +210,7 @@ class Decoder:
 class HuggingFaceTokenizer(VocabularyTokenizer):
     """A tokenizer whose ``backend`` encodes; added tokens decode to their names."""
 
-    def __init__(self, backend: Backend, vocabulary: Vocabulary, decoder: Decoder) -> None:
+    def __init__(self, backend: Backend, vocabulary: Vocabulary, decoder: TokenDecoder) -> None:
         super().__init__(vocabulary)
         self._backend = backend
         self._lock = threading.Lock()  # the backend has a flag for parsing control tokens
@@ -426,16 +426,16 @@ def _id_list(value: object) -> frozenset[int]:
     return frozenset()
 
 
-def _decoder(spec: Mapping[str, Any] | None) -> Decoder:
+def _decoder(spec: Mapping[str, Any] | None) -> TokenDecoder:
     """Read the ``decoder`` of a tokenizer.json; only decoders that can stream are supported."""
     steps = [spec] if spec else []
     if spec and spec.get("type") == "Sequence":
         steps = list(spec.get("decoders", ()))
     kinds = [step.get("type") for step in steps]
     if "ByteLevel" in kinds:
-        return Decoder("byte-level")
+        return TokenDecoder("byte-level")
     if kinds == ["WordPiece"] and steps[0].get("prefix") == "##":
-        return Decoder("word-pieces", strip_space=True)
+        return TokenDecoder("word-pieces", strip_space=True)
     space, strip = "", False
     for step in steps:
         match step:
@@ -456,7 +456,7 @@ def _decoder(spec: Mapping[str, Any] | None) -> Decoder:
             f"the tokenizer.json's decoder {kinds or None} is not known; known are "
             "ByteLevel, WordPiece, Metaspace, Replace with ByteFallback"
         )
-    return Decoder("space", space, "ByteFallback" in kinds, strip)
+    return TokenDecoder("space", space, "ByteFallback" in kinds, strip)
 
 
 def _keeps_characters(backend: Backend) -> bool:

@@ -83,7 +83,7 @@ class VisionState:
         self._source = source
         self._take = take
         self._taken_nbytes = 0  # memory reserved for cached pictures
-        self._readers = [UnitReader(source, each, take) for each in steps]
+        self._readers = [EncoderUnitReader(source, each, take) for each in steps]
         self._lock = threading.Lock()
         self._pictures: OrderedDict[bytes, PromptPicture] = OrderedDict()
         self._rows: dict[int, tuple[bytes, int]] = {}  # picture and row by token id
@@ -275,7 +275,7 @@ class VisionState:
         raise AssertionError("there are steps")
 
 
-class UnitReader(Units):
+class EncoderUnitReader(Units):
     """Reads each unit when its step begins and does not keep it: a picture needs each unit once,
     and reading takes a small part of the step's time.
     """

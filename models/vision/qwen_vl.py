@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.common.errors import OptionError
-from localrt.models.encoders import Block, BlockConfig, BlockNames, Linear, Norm, Units
+from localrt.models.encoders import BlockConfig, BlockNames, EncoderBlock, Linear, Norm, Units
 from localrt.models.vision.encoder import (
     EncodedPicture,
     PreparedPicture,
@@ -359,8 +359,8 @@ class QwenEncoder(VisionEncoder):
         side, hidden = self.config.side, self.config.blocks.hidden
         return weights.array((side**2, hidden), f"{self.positions}.weight").reshape(side, side, -1)
 
-    def _load_block(self, n: int, weights: WeightLoader) -> Block:
-        return Block.load(self.config.blocks, f"{self.prefix}{n}.", weights)
+    def _load_block(self, n: int, weights: WeightLoader) -> EncoderBlock:
+        return EncoderBlock.load(self.config.blocks, f"{self.prefix}{n}.", weights)
 
     def _load_merger(self, name: str, weights: WeightLoader) -> Step:
         config, prefix, hidden = self.config, f"visual.{name}.", self.config.blocks.hidden

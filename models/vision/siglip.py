@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from localrt.models.encoders import Block, BlockConfig, BlockNames, Linear, Norm, Units
+from localrt.models.encoders import BlockConfig, BlockNames, EncoderBlock, Linear, Norm, Units
 from localrt.models.vision.encoder import interpolated
 from localrt.models.vision.picture import Patches, activation, integer, number
 from localrt.models.weights import WeightLoader
@@ -88,7 +88,7 @@ class SiglipEncoder:
             del block  # free it before the next one is read
             if self.merger is not None and layer == self.merger[0]:
                 prefix = f"{self.prefixes[-1]}vit_merger."
-                merge = units.read(partial(Block.load, self.merger[1], prefix))
+                merge = units.read(partial(EncoderBlock.load, self.merger[1], prefix))
                 for n, grid in enumerate(grids):
                     x = merged(steps.get(on_device[n]), grid, 2).reshape(-1, self.block.hidden)
                     squares = PatchLayout(ends=list(range(4, len(x) + 1, 4)))
@@ -108,9 +108,9 @@ class SiglipEncoder:
         first = table[:token] + (weights.array((hidden,), f"{prefix}cls_token") if token else 0)
         return embed, first, table[token:].reshape(side, side, hidden)
 
-    def _block(self, layer: int, weights: WeightLoader) -> Block:
+    def _block(self, layer: int, weights: WeightLoader) -> EncoderBlock:
         prefix = f"{self._prefix(weights)}encoder.layers.{layer}."
-        return Block.load(self.block, prefix, weights)
+        return EncoderBlock.load(self.block, prefix, weights)
 
     def _norm(self, weights: WeightLoader) -> Norm:
         name = f"{self._prefix(weights)}post_layernorm"

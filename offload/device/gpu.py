@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 
 from localrt.common.errors import MemoryBudgetError
 from localrt.common.formatting import format_bytes
-from localrt.models.weight_store import Resource, Task
+from localrt.models.weight_store import PassTask, Resource
 from localrt.quant.formats.packed import Bytes
 from localrt.quant.ops.arrays import Array, DeviceMemory, Hidden, Memory, aligned_buffer
 from localrt.quant.ops.experts import Routing
@@ -33,7 +33,7 @@ class Clock:
 
     def __init__(self, keep: int = 0) -> None:
         self._lock = threading.Lock()
-        self._tasks: deque[Task] = deque(maxlen=min(keep, _MOST_TASKS))
+        self._tasks: deque[PassTask] = deque(maxlen=min(keep, _MOST_TASKS))
         self._busy: dict[str, float] = {}
         self._active: dict[str, tuple[int, float]] = {}  # running tasks, busy since
 
@@ -54,7 +54,7 @@ class Clock:
             if count == 1:
                 self._busy[resource] = self._busy.get(resource, 0.0) + now - began
             if self._tasks.maxlen:
-                self._tasks.append(Task(resource, name, max(started, began), now))
+                self._tasks.append(PassTask(resource, name, max(started, began), now))
 
     def span(
         self, resource: Resource, name: str, start: float, seconds: float, times: int = 1
@@ -63,7 +63,7 @@ class Clock:
         with self._lock:
             self._busy[resource] = self._busy.get(resource, 0.0) + times * seconds
             if self._tasks.maxlen:
-                self._tasks.append(Task(resource, name, start, start + seconds))
+                self._tasks.append(PassTask(resource, name, start, start + seconds))
 
     @contextmanager
     def task(self, resource: Resource, name: str) -> Iterator[None]:
@@ -102,7 +102,7 @@ class Clock:
         with self._lock:
             self._tasks = deque(self._tasks, maxlen=min(count, _MOST_TASKS))
 
-    def tasks(self) -> list[Task]:
+    def tasks(self) -> list[PassTask]:
         """The remembered tasks, oldest first."""
         with self._lock:
             return list(self._tasks)

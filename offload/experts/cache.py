@@ -176,7 +176,7 @@ class Demand(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Slot(Generic[MemoryT]):
+class ExpertSlot(Generic[MemoryT]):
     """Memory for one expert, filled by ``load``, which is None once the expert is loaded.
 
     On a GPU, ``layer`` is that of its latest expert; ``made`` are the layout and weights last built
@@ -236,10 +236,10 @@ class ExpertCache(Generic[MemoryT]):
         self._alloc = alloc or cast(Callable[[int], MemoryT], bytes)
         self._free = free
         # Memory, and the slots in it.
-        self._slabs: list[tuple[MemoryT, list[Slot[MemoryT]]]] = []
+        self._slabs: list[tuple[MemoryT, list[ExpertSlot[MemoryT]]]] = []
         self._allocated = 0  # slots in all slabs
-        self._slots: dict[Key, Slot[MemoryT]] = {}
-        self._free_slots: list[Slot[MemoryT]] = []
+        self._slots: dict[Key, ExpertSlot[MemoryT]] = {}
+        self._free_slots: list[ExpertSlot[MemoryT]] = []
         self._resident = np.zeros((layers, count), np.bool_)  # the keys of ``_slots``
         # Lock counts (an absent expert has one). The worth of a locked expert is infinite.
         self._locks = np.ones((layers, count), np.int32)
@@ -256,7 +256,7 @@ class ExpertCache(Generic[MemoryT]):
     def __contains__(self, key: Key) -> bool:
         return key in self._slots
 
-    def slot(self, layer: int, expert: int) -> Slot[MemoryT] | None:
+    def slot(self, layer: int, expert: int) -> ExpertSlot[MemoryT] | None:
         """The slot of an expert that is loaded or loading; None if it has none."""
         return self._slots.get((layer, expert))
 
@@ -354,7 +354,7 @@ class ExpertCache(Generic[MemoryT]):
             self._locks[layer, expert] -= 1
         self._stale.add(layer)
 
-    def admit(self, layer: int, expert: int) -> Slot[MemoryT]:
+    def admit(self, layer: int, expert: int) -> ExpertSlot[MemoryT]:
         """Give an expert a free slot, or that of the expert worth least.
 
         Raises:
@@ -500,7 +500,7 @@ class ExpertCache(Generic[MemoryT]):
         """Allocate one more slab, up to ``capacity``."""
         count = min(self.slab_slots, self.capacity - self._allocated)
         memory, size = self._alloc(count * self.slot_nbytes), self.slot_nbytes
-        slots = [Slot(memory[number * size : (number + 1) * size]) for number in range(count)]
+        slots = [ExpertSlot(memory[number * size : (number + 1) * size]) for number in range(count)]
         self._slabs.append((memory, slots))
         self._allocated += count
         self._free_slots += reversed(slots)

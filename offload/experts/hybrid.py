@@ -35,7 +35,7 @@ from localrt.offload.experts.memory import ExpertMemory
 from localrt.offload.experts.pool import Arrival, Demanded, ExpertPool, GpuSlots
 from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.arrays import Array
-from localrt.quant.ops.experts import ExpertTable, Share, SharedLayers
+from localrt.quant.ops.experts import ExpertTable, HostShare, SharedLayers
 from localrt.quant.ops.protocol import Check, Ops, PassLostError, Recorder
 
 _COPY_SHARE = 4  # running copies lock at most a quarter of the slots in RAM
@@ -113,7 +113,7 @@ class RecordedPass:
     demanded = False
     check: Check | None = None
 
-    def __init__(self, routed: Routed, share: Share[Array]) -> None:
+    def __init__(self, routed: Routed, share: HostShare[Array]) -> None:
         self.routed, self.share = routed, share
         self.routing, self.slots_array = share.routing, share.slots
         self.label = f"layers.{routed.layer}.experts"
@@ -209,7 +209,7 @@ class RecordedLayers:
         self._experts.compute_absent(layer)
         layer.share.words.done[0] = layer.share.words.turn[0]
 
-    def _await(self, share: Share[Array], check: Check | None) -> None:
+    def _await(self, share: HostShare[Array], check: Check | None) -> None:
         """Wait for the GPU's ticket."""
         words, looked = share.words, time.perf_counter()
         while words.ticket[0] != words.turn[0]:

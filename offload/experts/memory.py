@@ -22,7 +22,7 @@ from localrt.offload.experts.cache import ExpertCache, Key, slots_within
 from localrt.offload.experts.pool import ExpertPool, GpuSlots
 from localrt.offload.placement import Where
 from localrt.offload.reading.files import ReadMode
-from localrt.offload.reading.reader import DemandReader, Source
+from localrt.offload.reading.reader import DemandReader, UnitSource
 from localrt.quant.formats.packed import Bytes
 from localrt.quant.ops.arrays import Array, Memory, MemoryT
 from localrt.quant.ops.experts import ExpertTable, ExpertWeights
@@ -170,7 +170,7 @@ class ExpertMemory:
 def open_experts(
     mixture: Mixture,
     lane: WeightMaker,
-    source: Source,
+    source: UnitSource,
     mode: ReadMode,
     verify: Callable[[StoredUnit, Bytes], None],
     *,

@@ -16,7 +16,7 @@ import numpy as np
 
 from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.offload.device.gpu import Event, Gpu
-from localrt.offload.experts.cache import ExpertCache, Key, Slot
+from localrt.offload.experts.cache import ExpertCache, ExpertSlot, Key
 from localrt.offload.reading.reader import DemandLoad, DemandReader
 from localrt.quant.formats.packed import Bytes
 from localrt.quant.ops.arrays import DeviceMemory, Memory
@@ -244,7 +244,7 @@ class Arrival:
     """An expert being copied to a ``slot`` on a GPU; arrived once ``copied`` has happened."""
 
     key: Key
-    slot: Slot[DeviceMemory]
+    slot: ExpertSlot[DeviceMemory]
     copied: Event | None
     weights: ExpertWeights
 
@@ -309,7 +309,7 @@ class GpuSlots:
         """
         self._replayed.add(layer)
 
-    def _unused(self, slot: Slot[DeviceMemory]) -> Event | None:
+    def _unused(self, slot: ExpertSlot[DeviceMemory]) -> Event | None:
         """The event after which no kernel reads the slot."""
         if slot.layer is None:
             return None

@@ -28,7 +28,7 @@ from localrt.quant.ops.kv import grown_capacity
 from localrt.quant.ops.kv_formats import BLOCK_TOKENS, CacheFormat, block_nbytes
 
 
-class Slot:
+class KvBuffer:
     """One buffer. It holds blocks [``first``, ``stop``) of ``layer`` of the cache ``owner``."""
 
     __slots__ = ("address", "busy", "data", "first", "layer", "load", "owner", "stop", "task")
@@ -55,7 +55,7 @@ class SlotPool:
         size = -(-nbytes // PAGE) * PAGE
         memory = map_zeros(count * size)
         self.nbytes = count * size
-        self._slots = [Slot(memory[i * size : (i + 1) * size]) for i in range(count)]
+        self._slots = [KvBuffer(memory[i * size : (i + 1) * size]) for i in range(count)]
         self._active: deque[object] = deque(maxlen=count)  # owners in the present pass
         self._lock = threading.RLock()  # reentrant: a finalizer may call ``forget`` at any time
 
@@ -66,7 +66,7 @@ class SlotPool:
             for slot in self._slots:
                 slot.busy = False
 
-    def find(self, owner: object, layer: int) -> Slot | None:
+    def find(self, owner: object, layer: int) -> KvBuffer | None:
         """The buffer that holds ``layer`` of ``owner``, or is being filled with it."""
         with self._lock:
             for slot in self._slots:
@@ -76,7 +76,7 @@ class SlotPool:
 
     def take(
         self, owner: object, layer: int, distance: Callable[[int], int], *, ahead: bool
-    ) -> Slot | None:
+    ) -> KvBuffer | None:
         """An empty buffer for ``layer``. ``distance`` says how many layers later one is needed.
 
         With ``ahead``, no buffer is taken that is needed sooner or by another cache of the same
@@ -109,7 +109,7 @@ class SlotPool:
                 if slot.owner is owner:
                     slot.free()
 
-    def _rank(self, slot: Slot, owner: object, distance: Callable[[int], int]) -> int:
+    def _rank(self, slot: KvBuffer, owner: object, distance: Callable[[int], int]) -> int:
         """How late the buffer's content is needed: larger is later."""
         if slot.owner is None:
             return 1 << 30
@@ -321,7 +321,7 @@ class SsdKVCache(NativeKVCache):
         stop = -(-stored.saved // BLOCK_TOKENS)
         return min(first, stop), stop
 
-    def _take(self, layer: int, after: int, *, ahead: bool) -> Slot | None:
+    def _take(self, layer: int, after: int, *, ahead: bool) -> KvBuffer | None:
         """An empty buffer. ``after`` is the layer that computes now."""
         here = self._turn[after]
 
@@ -343,7 +343,7 @@ class SsdKVCache(NativeKVCache):
         if stop > first:
             slot.load = slot.task = self._io.start(lambda: self._read(slot, stored, first, stop))
 
-    def _complete(self, slot: Slot, stored: _Stored) -> None:
+    def _complete(self, slot: KvBuffer, stored: _Stored) -> None:
         """Load the rest of a layer's tokens into its buffer."""
         first, stop = self._wanted(stored)
         if slot.task is not None:
@@ -360,11 +360,11 @@ class SsdKVCache(NativeKVCache):
             at = stored.saved // BLOCK_TOKENS * stored.stride
             slot.data[at : at + stored.stride] = stored.tail
 
-    def _read(self, slot: Slot, stored: _Stored, first: int, stop: int) -> None:
+    def _read(self, slot: KvBuffer, stored: _Stored, first: int, stop: int) -> None:
         blocks = slot.data[first * stored.stride : stop * stored.stride]
         self._file.read_into(stored.offset + first * stored.stride, blocks)
 
-    def _save(self, slot: Slot, stored: _Stored, end: int) -> None:
+    def _save(self, slot: KvBuffer, stored: _Stored, end: int) -> None:
         """Save the full blocks of a layer whose buffer has rows up to ``end``."""
         first, full, stride = stored.saved // BLOCK_TOKENS, end // BLOCK_TOKENS, stored.stride
         if stored.saved % BLOCK_TOKENS:  # trimmed into the file: the block's held tokens go to RAM

@@ -38,7 +38,7 @@ def host_ring(nbytes: int, chunk: int, gpu: Gpu | None) -> Ring[Bytes]:
     return Ring(nbytes, chunk, gpu.host_buffer(nbytes), free=gpu.free_host)
 
 
-class Step(Protocol):
+class LaneStep(Protocol):
     """One computation of a lane: a part on resident weights or on units in the ring."""
 
     @property
@@ -86,7 +86,7 @@ class Lane:
 
     # -- a pass ----------------------------------------------------------------------------------
 
-    def run(self, step: Step, state: StreamedState) -> None:
+    def run(self, step: LaneStep, state: StreamedState) -> None:
         """Wait for a step's weights, compute it, and release their places in the ring."""
         state.enter(self)
         units = step.ring_units

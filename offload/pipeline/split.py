@@ -33,7 +33,7 @@ from localrt.quant.ops.protocol import Check, HostOps, Ops
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class MlpPiece:
     """Some rows of an MLP as a unit: the concatenated ``ranges`` of the whole unit's bytes.
     ``rows`` are the numbers of rows of gate (and of up) and of down.
     """
@@ -60,7 +60,7 @@ class Piece:
 
 def split_unit(
     config: DecoderConfig, layer: int, unit: StoredUnit, shares: tuple[float, float]
-) -> list[Piece]:
+) -> list[MlpPiece]:
     """The pieces of the GPU, the link (without rows if its share is 0), and the CPU. GPU and link
     get at most ``shares`` of the rows.
 
@@ -73,7 +73,7 @@ def split_unit(
     if any(stop == start for _, start, stop, _ in cuts):
         cuts = [_cuts(rows, (shares[0], 0.0)) for rows in (inner, hidden)]
 
-    def piece(number: int, name: str) -> Piece:
+    def piece(number: int, name: str) -> MlpPiece:
         tensors, ranges, rows_by_tensor, at = list[UnitTensor](), list[tuple[int, int]](), {}, 0
         (first, stop), (first_down, stop_down) = (cut[number : number + 2] for cut in cuts)
         for tensor in unit.tensors:
@@ -98,7 +98,7 @@ def split_unit(
             at += piece_tensor.nbytes
         nbytes = -(-at // PAGE) * PAGE
         piece_unit = replace(unit, name=name, nbytes=nbytes, sha256="", tensors=tuple(tensors))
-        return Piece(
+        return MlpPiece(
             piece_unit, (stop - first, stop_down - first_down), tuple(ranges), rows_by_tensor
         )
 
@@ -132,7 +132,7 @@ class PieceStage(Stage):
 
     def __init__(
         self,
-        piece: Piece,
+        piece: MlpPiece,
         where: Where,
         lane: Lane,
         config: DecoderConfig,
@@ -164,7 +164,13 @@ class HostPiece(PieceStage):
     """
 
     def __init__(
-        self, piece: Piece, lane: Lane, gpu: Lane, config: DecoderConfig, layer: int, clock: Clock
+        self,
+        piece: MlpPiece,
+        lane: Lane,
+        gpu: Lane,
+        config: DecoderConfig,
+        layer: int,
+        clock: Clock,
     ) -> None:
         super().__init__(piece, Where.RAM, lane, config, layer, gpu)
         self._gpu_lane, self._clock = gpu, clock
@@ -211,7 +217,7 @@ class SplitStage(Stage):
 
     def __init__(
         self,
-        pieces: Sequence[Piece],
+        pieces: Sequence[MlpPiece],
         gpu: Lane,
         host: HostPiece,
         crossing: int,

@@ -19,7 +19,7 @@ from localrt.models.config import Part, Table
 from localrt.models.layers.inputs import InputTable
 from localrt.models.layers.ngrams import HashedTable
 from localrt.models.layers.parts import PassState
-from localrt.models.weight_store import PipelineCounts, Task, WeightStore
+from localrt.models.weight_store import PassTask, PipelineCounts, WeightStore
 from localrt.offload.account import pass_logits_nbytes
 from localrt.offload.experts.hybrid import HybridExperts
 from localrt.offload.experts.memory import CpuExperts, ExpertMemory
@@ -172,7 +172,7 @@ class StreamedWeights(WeightStore):
 
     # -- counts ----------------------------------------------------------------------------------
 
-    def tasks(self, keep: int | None = None) -> list[Task]:
+    def tasks(self, keep: int | None = None) -> list[PassTask]:
         if keep is not None:
             self._clock.keep(keep)
         return self._clock.tasks()

@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 from localrt.common.errors import CheckpointError, LocalrtError
 from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.offload.device.gpu import Event
-from localrt.offload.ring import Chunk, Lease, Ring, chunks
+from localrt.offload.ring import Lease, Ring, UnitChunk, chunks
 from localrt.quant.formats.packed import Bytes
 from localrt.quant.ops.protocol import Check
 
@@ -28,7 +28,7 @@ _CLOSE_S = 2.0  # how long closing waits for running reads
 T = TypeVar("T")
 
 
-class Source(Protocol):
+class UnitSource(Protocol):
     """The source of a reader's units. Used by several threads at once."""
 
     def fetch(self, unit: StoredUnit, start: int, out: Bytes, after: Event | None) -> None:
@@ -75,7 +75,7 @@ class Load:
 
     unit: StoredUnit
     memory: Bytes
-    waiting: deque[Chunk]
+    waiting: deque[UnitChunk]
     missing: int = field(init=False)
     unread: int = field(init=False)
     in_flight: int = 0
@@ -90,7 +90,7 @@ class Load:
         return self.missing == 0 or (self.error is not None and not self.in_flight)
 
 
-Job = tuple[Load, Chunk, "Event | None"]
+Job = tuple[Load, UnitChunk, "Event | None"]
 """A piece to fetch, not before the event has happened."""
 
 
@@ -105,7 +105,7 @@ class Reader:
 
     def __init__(
         self,
-        source: Source,
+        source: UnitSource,
         *,
         threads: int,
         stall_s: float,
@@ -185,7 +185,7 @@ class Reader:
             assert job is not None, "the loop above ends with one"
             self._fetch(*job)
 
-    def _fetch(self, load: Load, chunk: Chunk, after: Event | None) -> None:
+    def _fetch(self, load: Load, chunk: UnitChunk, after: Event | None) -> None:
         out = load.memory[chunk.start : chunk.start + chunk.nbytes]
         error: LocalrtError | None = None
         try:
@@ -207,7 +207,7 @@ class Reader:
                 load.waiting.clear()
             self._arrived(load)
 
-    def _is_last(self, load: Load, chunk: Chunk) -> bool:
+    def _is_last(self, load: Load, chunk: UnitChunk) -> bool:
         """Whether all others have been read."""
         with self._changed:
             load.unread -= chunk.nbytes
@@ -233,7 +233,7 @@ class UnitReader(Reader):
 
     def __init__(
         self,
-        source: Source,
+        source: UnitSource,
         ring: Ring[Bytes],
         *,
         threads: int,
@@ -417,7 +417,7 @@ class UnitReader(Reader):
     def _advance(self) -> None:
         self._cursor = (self._cursor + 1) % len(self._order)
 
-    def _fetch(self, load: Load, chunk: Chunk, after: Event | None) -> None:
+    def _fetch(self, load: Load, chunk: UnitChunk, after: Event | None) -> None:
         super()._fetch(load, chunk, after)
         if load.done:
             self.on_arrival()
@@ -443,7 +443,7 @@ class DemandReader(Reader):
 
     def __init__(
         self,
-        source: Source,
+        source: UnitSource,
         *,
         threads: int,
         block: int = 2 << 20,

@@ -21,7 +21,7 @@ import numpy as np
 
 from localrt.models.checkpoints.gguf.metadata import GgufMetadata
 from localrt.models.checkpoints.store.checkpoint import GGUF_TEXT_NAME, StoreCheckpoint
-from localrt.models.checkpoints.store.manifest import Manifest, Quantization, Source
+from localrt.models.checkpoints.store.manifest import Manifest, Origin, Quantization
 from localrt.models.registry import read_config, require_readable
 from localrt.models.tensor_source import Checkpoint, RangedFile, TensorInfo, WeightBlock
 from localrt.models.units import Unit, list_units, packed_nbytes
@@ -123,7 +123,7 @@ def describe_source(
         generation_config=source.generation_config,
         format=format,
         exactness=exactness,
-        source=Source(name or source.path.name, fingerprint(source), revision, stamp=source.stamp),
+        source=Origin(name or source.path.name, fingerprint(source), revision, stamp=source.stamp),
         quantization=quantization,
     )
 

@@ -70,7 +70,7 @@ from localrt.quant.methods.rotation import widened_format
 from localrt.quant.ops.adapters import AdapterTable, head_deltas
 from localrt.quant.ops.arrays import Regions, large_floats
 from localrt.quant.ops.attention import AttentionSpec, IndexSpec, LatentSpec, Rope
-from localrt.quant.ops.experts import ExpertSpec, RouterSpec, Routing, Share
+from localrt.quant.ops.experts import ExpertSpec, HostShare, RouterSpec, Routing
 from localrt.quant.ops.hybrid_cache import HybridCache, split_layers, states_of
 from localrt.quant.ops.kv import KVCache, grown_capacity
 from localrt.quant.ops.kv_formats import CacheFormat
@@ -516,7 +516,7 @@ class NativeOps(
             raise ValueError(f"expert {missing} is asked for, but is not in the table")
 
     def shared_layers(
-        self, layers: Sequence[tuple[Share[Any], NativeExpertTable, ExpertSpec]]
+        self, layers: Sequence[tuple[HostShare[Any], NativeExpertTable, ExpertSpec]]
     ) -> NativeSharedLayers:
         return NativeSharedLayers(self._api, self._handle, layers)
 

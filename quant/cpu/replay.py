@@ -32,7 +32,7 @@ from localrt.quant.cpu.passes import RopeTables
 from localrt.quant.cpu.weights import NativeExpertTable, locate
 from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.arrays import large_floats
-from localrt.quant.ops.experts import ExpertSpec, Share
+from localrt.quant.ops.experts import ExpertSpec, HostShare
 from localrt.quant.ops.features import Features
 from localrt.quant.ops.protocol import Batch, Check, Forward
 
@@ -260,7 +260,7 @@ class NativeSharedLayers:
         self,
         library: Any,
         handle: Any,
-        layers: Sequence[tuple[Share[Any], NativeExpertTable, ExpertSpec]],
+        layers: Sequence[tuple[HostShare[Any], NativeExpertTable, ExpertSpec]],
     ) -> None:
         self._library, self._handle = library, handle
         self._args = (SharedLayer * len(layers))()

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from localrt.common.files import PAGE
 from localrt.quant.cuda.device import Event
 from localrt.quant.cuda.driver import array_of, device_of
-from localrt.quant.cuda.memory import Block, Pool
+from localrt.quant.cuda.memory import Pool, PoolBlock
 from localrt.quant.cuda.routing import CudaRouting
 from localrt.quant.cuda.stream import Stream
 from localrt.quant.cuda.tensor import BFLOAT16, UINT8, Tensor, upload
@@ -73,7 +73,7 @@ class CudaCopies:
             MemoryBudgetError: not enough memory is free.
         """
         device = self._device
-        block = Block(device.alloc(max(1, nbytes)), nbytes, device.free)
+        block = PoolBlock(device.alloc(max(1, nbytes)), nbytes, device.free)
         return Tensor(device, block, block.address, (nbytes,), (1,), UINT8)
 
     def free(self, memory: Tensor) -> None:

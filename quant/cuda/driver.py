@@ -26,7 +26,7 @@ from localrt.common.forks import free_in_child
 from localrt.common.option_names import option
 from localrt.common.settings import Settings
 from localrt.quant.cuda.device import Device, Grid, Handle, Ram, Values
-from localrt.quant.cuda.memory import Block, Pool
+from localrt.quant.cuda.memory import Pool, PoolBlock
 from localrt.quant.cuda.programs import OLDEST, Program, kernels_folder, machine_code
 
 _OUT_OF_MEMORY, _NOT_READY = 2, 600
@@ -231,7 +231,7 @@ class Cuda(Device):
 
     def pinned(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Values:
         nbytes = max(1, prod(shape) * np.dtype(dtype).itemsize)
-        block = Block(self.alloc_host(nbytes), nbytes, self.free_host)
+        block = PoolBlock(self.alloc_host(nbytes), nbytes, self.free_host)
         ctypes.memset(block.address, 0, nbytes)
         return array_of(block, shape, dtype)
 
@@ -379,7 +379,7 @@ _MOVE_BYTES = Program.of("move_bytes")
 _MOVERS = 256  # threads of a block, four bytes each
 
 
-def array_of(block: Block, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Values:
+def array_of(block: PoolBlock, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Values:
     """A block of RAM as an array, freed with its last view."""
     memory = (ctypes.c_ubyte * block.nbytes).from_address(block.address)
     weakref.finalize(memory, block.free)

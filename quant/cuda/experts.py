@@ -76,7 +76,7 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ExpertGroups:
     """The slots of some experts, grouped by expert, and the blocks that compute them; on the GPU.
 
     ``parts`` (most, 3) int32 are, for each block, an expert, the index of its first slot in
@@ -118,7 +118,9 @@ def write_entries(
         launch(device, _ENTRIES, (1, 1, 1), count * ENTRY, args)
 
 
-def plan_slots(chosen: Tensor, table: Tensor, number: int, wanted: npt.NDArray[np.bool_]) -> Plan:
+def plan_slots(
+    chosen: Tensor, table: Tensor, number: int, wanted: npt.NDArray[np.bool_]
+) -> ExpertGroups:
     """Plan a pass whose rows chose the experts ``chosen`` (R, K) int32, with any stride. Only the
     ``wanted`` (E,) experts of kind ``number`` in the table (E, ENTRY) are planned.
     """
@@ -141,7 +143,7 @@ def plan_slots(chosen: Tensor, table: Tensor, number: int, wanted: npt.NDArray[n
         _Bits.from_buffer_copy(bits.tobytes().ljust(MOST_EXPERTS // 8, b"\0")),
     )
     launch(chosen.device, _PLAN, (1, 1, 1), -(-len(wanted) // 32) * 32, args)
-    return Plan(parts, order, size, used)
+    return ExpertGroups(parts, order, size, used)
 
 
 def rows_at_once(rows: int, used: int, experts: int) -> int:
@@ -153,7 +155,7 @@ def rows_at_once(rows: int, used: int, experts: int) -> int:
 
 
 def grouped_gate_up(
-    x: Records, plan: Plan, table: Tensor, side: Side, activation: str, limit: float
+    x: Records, plan: ExpertGroups, table: Tensor, side: Side, activation: str, limit: float
 ) -> Tensor:
     """activation(gate) * up for each slot of the plan, bf16: (R * K, F), other rows undefined.
 
@@ -165,7 +167,9 @@ def grouped_gate_up(
     return out
 
 
-def grouped_down(inner: Records, out: Tensor, plan: Plan, table: Tensor, side: Side) -> None:
+def grouped_down(
+    inner: Records, out: Tensor, plan: ExpertGroups, table: Tensor, side: Side
+) -> None:
     """Multiply the plan's slots of ``inner`` (R * K, F) by down, to ``out`` (R * K, D), float32."""
     _launch(inner, out, plan, table, side, None, 0.0, 1)
 
@@ -192,7 +196,7 @@ def grouped_program(
 def _launch(
     x: Records,
     y: Tensor,
-    plan: Plan,
+    plan: ExpertGroups,
     table: Tensor,
     side: Side,
     gate: str | None,
@@ -449,7 +453,12 @@ def run_present(
 
 
 def run_kind(
-    normed: Tensor, plan: Plan, entries: Tensor, kind: ExpertKind, spec: ExpertSpec, slots: Tensor
+    normed: Tensor,
+    plan: ExpertGroups,
+    entries: Tensor,
+    kind: ExpertKind,
+    spec: ExpertSpec,
+    slots: Tensor,
 ) -> None:
     """Compute two products, with the rotations that the weights need."""
     outer, within = kind.rotated

@@ -18,7 +18,7 @@ GRANULE = 2 << 20
 _ALIGNMENT = 256
 
 
-class Block:
+class PoolBlock:
     """``nbytes`` at an ``address`` of a device, freed by ``free`` or with its last reference."""
 
     __slots__ = ("_back", "address", "nbytes")
@@ -79,7 +79,7 @@ class Pool:
             self._collect()
             return sum(size for _, size in self._gaps)
 
-    def take(self, nbytes: int) -> Block:
+    def take(self, nbytes: int) -> PoolBlock:
         """A block of uninitialized memory; its address is a multiple of 256.
 
         Raises:
@@ -99,7 +99,7 @@ class Pool:
             else:
                 self._gaps[place] = at + size, room - size
             self._taken[at] = size
-            return Block(at, nbytes, self._give_back)
+            return PoolBlock(at, nbytes, self._give_back)
 
     def trim(self) -> None:
         """Free the slabs without blocks."""

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.quant.cuda.device import Device
-from localrt.quant.cuda.memory import Block, Pool
+from localrt.quant.cuda.memory import Pool, PoolBlock
 from localrt.quant.formats.convert import bf16_values
 
 
@@ -46,7 +46,7 @@ class Tensor:
     """A view of ``block``; strides are in elements. The last reference to a block frees it."""
 
     device: Device
-    block: Block | None  # None: a tensor without memory
+    block: PoolBlock | None  # None: a tensor without memory
     address: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]

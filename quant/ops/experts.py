@@ -175,7 +175,7 @@ class ExpertTable(Protocol[WeightT, VectorT]):
 
     @property
     def sharable(self) -> bool | None:
-        """Whether those that are there run without the host knowing the choice; see ``Share``.
+        """Whether those that are there run without the host knowing the choice; see ``HostShare``.
 
         None if there has been none yet.
         """
@@ -261,7 +261,7 @@ class SharedLayers(Protocol):
 MakeHostWork = Callable[[Sequence[Any]], HostWork]
 
 
-class Share(Protocol[ArrayT]):
+class HostShare(Protocol[ArrayT]):
     """A recorded layer whose experts a GPU shares with the host, which works while the graph runs.
 
     What it is recorded with: ``serve`` says what the host does, ``compute`` starts the experts that

@@ -46,10 +46,10 @@ from localrt.quant.ops.attention import (
 from localrt.quant.ops.experts import (
     ExpertSpec,
     ExpertTable,
+    HostShare,
     RouterSpec,
     RouterWeights,
     Routing,
-    Share,
     SharedLayers,
 )
 from localrt.quant.ops.kv import KVCache
@@ -286,7 +286,7 @@ class Recorder(Protocol[HiddenT, ArrayT, WeightT, VectorT, PassT]):
 
     def share(
         self, rows: ArrayT, routing: Routing, table: ExpertTable[WeightT, VectorT]
-    ) -> Share[ArrayT] | None:
+    ) -> HostShare[ArrayT] | None:
         """Within ``body``: begin to share a layer's experts with the host, which gets the rows and
         the choice; None where nothing is recorded.
         """
@@ -704,7 +704,7 @@ class HostOps(Protocol[WeightT, VectorT]):
     """What the CPU's ``Ops`` have for its part of layers that a GPU computes too."""
 
     def shared_layers(
-        self, layers: Sequence[tuple[Share[Any], ExpertTable[WeightT, VectorT], ExpertSpec]]
+        self, layers: Sequence[tuple[HostShare[Any], ExpertTable[WeightT, VectorT], ExpertSpec]]
     ) -> SharedLayers:
         """The host's part of the recorded layers of one graph."""
 

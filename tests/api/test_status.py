@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import localrt
 from localrt.common.settings import Settings
 from localrt.common.speeds import known_speed
-from localrt.models.weight_store import Task, WeightStore
+from localrt.models.weight_store import PassTask, WeightStore
 from localrt.service.status import LaneUse, MemoryUse, Status, last_pass
 from tests.engine.test_batch import ScriptedEngine
 from tests.inside import engine_of
@@ -175,12 +175,12 @@ def test_flow() -> None:
     assert now.share_of_ceiling(flow.tok_s) == 0.5
 
 
-def a_pass(start: float, *, head: bool = True) -> list[Task]:
+def a_pass(start: float, *, head: bool = True) -> list[PassTask]:
     """Reads of 0.2 s before each of two computations of 0.1 s."""
     tasks = []
     for index, name in enumerate(["layers.0.attention", "layers.0.mlp", *["head.0"] * head]):
         at = start + 0.3 * index
-        tasks += [Task("ssd", "x", at - 0.2, at), Task("cpu", name, at, at + 0.1)]
+        tasks += [PassTask("ssd", "x", at - 0.2, at), PassTask("cpu", name, at, at + 0.1)]
     return tasks
 
 
@@ -205,7 +205,7 @@ def test_last_pass_of_prompt() -> None:
 
 @given(st.lists(st.tuples(st.floats(0, 10), st.floats(0.01, 1)), max_size=20))
 def test_lanes_within_pass(reads: list[tuple[float, float]]) -> None:
-    tasks = [Task("ssd", "x", at, at + long) for at, long in reads]
+    tasks = [PassTask("ssd", "x", at, at + long) for at, long in reads]
     tasks += a_pass(3.0)
     found = last_pass(sorted(tasks, key=lambda task: task.end))
     assert found is not None
@@ -225,7 +225,7 @@ def test_record_lanes(tmp_path: Path) -> None:
     asked: list[int | None] = []
 
     class Tracing(WeightStore):
-        def tasks(self, keep: int | None = None) -> list[Task]:
+        def tasks(self, keep: int | None = None) -> list[PassTask]:
             asked.append(keep)
             return a_pass(0.0)
 

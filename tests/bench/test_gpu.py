@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from localrt.bench import gpu
-from localrt.bench.gpu import GpuUse, forecast, gpu_for, use_line, wants_forecast, what_helps
+from localrt.bench.gpu import GpuShares, forecast, gpu_for, use_line, wants_forecast, what_helps
 from localrt.bench.report import to_json, to_table
 from localrt.bench.workload import BenchOptions, Workload
 from localrt.cli import main
 from localrt.common.errors import MemoryBudgetError, OptionError
 from localrt.common.settings import Settings
 from localrt.offload import hardware
-from localrt.offload.hardware import Gpu
+from localrt.offload.hardware import GpuFacts
 from localrt.planning.forecast import Change
 from localrt.planning.machine import typical_machine
 
@@ -37,7 +37,7 @@ def test_wants_forecast(options: BenchOptions, monkeypatch: pytest.MonkeyPatch) 
     assert wants_forecast(options)
     assert not wants_forecast(replace(options, gpu_memory=None))
     assert not wants_forecast(replace(options, device="cuda"))
-    monkeypatch.setattr(hardware, "gpus", lambda: (Gpu("RTX 4090"),))
+    monkeypatch.setattr(hardware, "gpus", lambda: (GpuFacts("RTX 4090"),))
     assert not wants_forecast(options)  # a larger one is capped by the engine
 
 
@@ -91,4 +91,6 @@ def test_what_helps() -> None:
         " tok/s (1.6 times)."
     )
     assert "wait for one another" in what_helps({"gpu": 0.3, "cpu": 0.4}, [])
-    assert use_line(asdict(GpuUse({}, "Nothing."))) == "busy while decoding: not measured. Nothing."
+    assert (
+        use_line(asdict(GpuShares({}, "Nothing."))) == "busy while decoding: not measured. Nothing."
+    )

@@ -25,7 +25,7 @@ from localrt.common.errors import MemoryBudgetError
 from localrt.engine.llamacpp.gpus import layer_nbytes
 from localrt.engine.llamacpp.model import LlamaCppModel
 from localrt.offload import hardware
-from localrt.offload.hardware import Gpu, probe
+from localrt.offload.hardware import GpuFacts, probe
 from tests.bench.fake_nvml import FOLDER, FakeNvml
 from tests.bench.test_runner import FAKE, ROOT
 from tests.conftest import needs_scripts, needs_signals
@@ -261,7 +261,7 @@ def test_ratios_on_one_device(
     ]
     work = BenchOptions(path=model, engines=engines, workload=WORK, gpu_memory=1000 * MB)
     machine = probe()
-    object.__setattr__(machine, "gpus", (Gpu("RTX 4060", 8 << 30, driver="580.1"),))
+    object.__setattr__(machine, "gpus", (GpuFacts("RTX 4060", 8 << 30, driver="580.1"),))
     text = to_table(outcome, work, name="m", machine=machine)
     assert "RTX 4060 (8.6 GB of VRAM, driver 580.1)" in text
     lines = {line.split()[0]: line for line in text.splitlines() if line.strip()}

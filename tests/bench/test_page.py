@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from localrt.bench.page import to_html
 from localrt.bench.workload import BenchOptions, Outcome, Result, Skipped, Workload
-from localrt.offload.hardware import Gpu, Machine, probe
+from localrt.offload.hardware import GpuFacts, Machine, probe
 
 HOSTILE = [
     "<script>alert(1)</script>",
@@ -25,7 +25,7 @@ HOSTILE = [
 VOID = {"meta"}
 OPTIONS = BenchOptions(path=Path("m"), engines=("native",), workload=Workload(20, 5, 2))
 MACHINE = probe()
-object.__setattr__(MACHINE, "gpus", (Gpu("a GPU", 8 << 30, driver="580.1"),))
+object.__setattr__(MACHINE, "gpus", (GpuFacts("a GPU", 8 << 30, driver="580.1"),))
 METRICS: dict[str, Any] = {
     "completion_tokens": 5,
     "ttft_s": 1.3,

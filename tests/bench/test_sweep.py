@@ -14,7 +14,7 @@ from localrt.common.errors import OptionError
 from localrt.common.option_names import on_command_line
 from localrt.hub.listing import LocalModel
 from localrt.offload import hardware
-from localrt.offload.hardware import Gpu, probe
+from localrt.offload.hardware import GpuFacts, probe
 from tests.bench.fake_nvml import FOLDER, FakeNvml
 from tests.bench.test_runner import FAKE
 
@@ -115,7 +115,7 @@ def test_gpu_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FOLDER, str(tmp_path / "vram"))
     (tmp_path / "vram").mkdir()
     monkeypatch.setattr(gpu, "library", lambda: FakeNvml(tmp_path / "vram"))
-    monkeypatch.setattr(hardware, "gpus", lambda: (Gpu("RTX 4060"),))
+    monkeypatch.setattr(hardware, "gpus", lambda: (GpuFacts("RTX 4060"),))
     started: list[int] = []
     options = _options(tmp_path)
     outcome = _run(options, "gpu-memory=8GB,4GB", started)

@@ -19,8 +19,8 @@ from statistics import median
 
 import psutil
 
-from localrt.bench.mix.client import Client, Place, Reply
-from localrt.bench.mix.mix import Request
+from localrt.bench.mix.client import Client, Target, TimedReply
+from localrt.bench.mix.mix import AppRequest
 from localrt.client.servers import read_address
 from localrt.common.settings import CRASH_REPORT
 from tests.campaigns.campaign import Run, campaign
@@ -55,13 +55,13 @@ def judge(run: Run, case: str, samples: list[dict[str, int]]) -> None:
             run.found(case, f"{name} has grown from {before:,.0f} to {after:,.0f}")
 
 
-def polite(place: Place, until: float, pause: float) -> list[Reply]:
+def polite(place: Target, until: float, pause: float) -> list[TimedReply]:
     """Ask for short answers until then, at least for one."""
-    replies: list[Reply] = []
+    replies: list[TimedReply] = []
     while not replies or time.monotonic() < until:
         said = [{"role": "user", "content": f"{len(replies)}: what is this?"}]
         body = {"messages": said, "max_tokens": 8, "ignore_eos": True, "stream": True}
-        replies.append(Client().send(place, Request("/chat/completions", body), "interactive"))
+        replies.append(Client().send(place, AppRequest("/chat/completions", body), "interactive"))
         time.sleep(pause)
     return replies
 
@@ -71,7 +71,7 @@ def clients(run: Run, pid: int, port: int, folder: Path) -> None:
     process of its own, so that it does not wait for the others' threads.
     """
     seconds, over, lock = min(run.seconds, _HOUR), threading.Event(), threading.Lock()
-    place = Place(read_address(f"http://127.0.0.1:{port}"), "model")
+    place = Target(read_address(f"http://127.0.0.1:{port}"), "model")
 
     def note(who: str, bad: str) -> None:
         with lock:

@@ -46,7 +46,7 @@ def test_a_gpu_of_another_maker(
     (tmp_path / "lib" / str(built)).touch()
     spec = ModuleSpec("llama_cpp", None, origin=str(tmp_path / "__init__.py"))
     monkeypatch.setattr(doctor, "find_spec", lambda _name: built and spec)
-    gpu = hardware.Gpu("AMD Radeon RX 7600", 8 << 30, 7 << 30)
+    gpu = hardware.GpuFacts("AMD Radeon RX 7600", 8 << 30, 7 << 30)
     monkeypatch.setattr(hardware, "other_gpus", lambda _root: (gpu,))
     text = _doctor(capsys, as_json=False)
     assert "GPU       AMD Radeon RX 7600, 8.6 GB, 7.5 GB free (llama.cpp only)\n" in text
@@ -124,7 +124,7 @@ def test_advice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What is missing, and how to get it."""
-    gpus = (hardware.Gpu("Imaginary 8000"),) if "gpu" in here else ()
+    gpus = (hardware.GpuFacts("Imaginary 8000"),) if "gpu" in here else ()
     monkeypatch.setattr(hardware, "_gpus_at_a_glance", lambda root: gpus)
     version = "2.13.0" if "packages" in here else None
     monkeypatch.setattr(doctor, "_version", lambda package: version)
@@ -150,7 +150,9 @@ def test_a_folder_that_is_a_file_is_not_writable_and_not_fatal(
 def test_gpu_tells_what_was_compiled_and_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hardware, "_gpus_at_a_glance", lambda root: (hardware.Gpu("RTX 4060"),))
+    monkeypatch.setattr(
+        hardware, "_gpus_at_a_glance", lambda root: (hardware.GpuFacts("RTX 4060"),)
+    )
     assert "0 compiled\n" in _doctor(capsys, as_json=False)
     cache = tmp_path / "LOCALRT_CACHE"
     (cache / "kernels").mkdir(parents=True)

@@ -17,7 +17,7 @@ from localrt.cli.chat import welcome
 from localrt.common.errors import OfflineError
 from localrt.common.settings import Settings
 from localrt.hub.names import KNOWN_MODELS
-from localrt.hub.resolving import Offer
+from localrt.hub.resolving import FileChoice
 from localrt.planning import models as plan_models
 from localrt.planning import plan as planning
 from localrt.planning.what_runs import best_here
@@ -294,7 +294,7 @@ def test_hub(
 
     # Which files the hub has, where it is asked.
     sizes = {"Q8_0": 1_900_000_000, "Q4_K_M": 1_100_000_000}
-    offer = Offer("org/small", sizes, CONFIGS["qwen2.5-coder-1.5b"])
+    offer = FileChoice("org/small", sizes, CONFIGS["qwen2.5-coder-1.5b"])
     monkeypatch.setattr(planning, "offer_of", lambda repo, settings: offer)
     monkeypatch.setenv("LOCALRT_OFFLINE", "0")
     report = as_json(capsys, "org/small", "--pc", "office-laptop")

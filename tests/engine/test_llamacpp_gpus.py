@@ -13,7 +13,7 @@ import pytest
 
 from localrt.common.errors import CheckpointError, MemoryBudgetError, OptionError
 from localrt.engine.llamacpp import gpus
-from localrt.engine.llamacpp.gpus import Device, with_fewer, with_layers
+from localrt.engine.llamacpp.gpus import LlamaGpu, with_fewer, with_layers
 
 LAYERS, HIDDEN, VOCAB, CTX = 4, 256, 512, 1024
 MATRIX = HIDDEN * HIDDEN // 32 * 18  # Q4_0
@@ -23,8 +23,8 @@ BESIDE = 4 * gpus.CHUNK * (4 * CTX + 4 * HIDDEN + 3 * HIDDEN) + gpus._SPARE
 ALL = BESIDE + LAYERS * LAYER + HEAD
 
 
-def device(room: int, name: str = "Vulkan0", handle: int = 0) -> Device:
-    return Device(handle, name, f"a GPU at {name}", room)
+def device(room: int, name: str = "Vulkan0", handle: int = 0) -> LlamaGpu:
+    return LlamaGpu(handle, name, f"a GPU at {name}", room)
 
 
 @pytest.fixture(scope="module")

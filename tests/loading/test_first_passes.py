@@ -28,7 +28,7 @@ from localrt.offload.device.gpu import Clock
 from localrt.offload.placement import Placement, Where, host_piece, link_piece
 from localrt.quant.cuda.cuda_memory import CudaCopies
 from localrt.quant.cuda.device import Grid, emulate
-from localrt.quant.cuda.memory import Block, Pool
+from localrt.quant.cuda.memory import Pool, PoolBlock
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.programs import Program, kernels_folder
 from localrt.quant.cuda.steps import BEST_LOGITS
@@ -77,7 +77,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeGpu]:
     """What kernels would have written is zero: routers then choose, and nothing is not a number."""
     take = Pool.take
 
-    def zeroed(pool: Pool, nbytes: int) -> Block:
+    def zeroed(pool: Pool, nbytes: int) -> PoolBlock:
         block = take(pool, nbytes)
         ctypes.memset(block.address, 0, nbytes)
         return block

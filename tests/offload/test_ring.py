@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from localrt.common.files import PAGE
-from localrt.offload.ring import Chunk, Lease, Ring, fixed_places
+from localrt.offload.ring import Lease, Ring, UnitChunk, fixed_places
 from localrt.quant.ops.arrays import aligned_buffer
 
 
@@ -26,7 +26,7 @@ class RingMachine(RuleBasedStateMachine):
         self.live: list[tuple[int, Lease, set[int]]] = []  # number, lease, pages written
         self.count = 0
 
-    def write(self, number: int, lease: Lease, written: set[int], chunk: Chunk) -> None:
+    def write(self, number: int, lease: Lease, written: set[int], chunk: UnitChunk) -> None:
         assert 0 < chunk.nbytes <= self.chunk * PAGE
         assert chunk.start % PAGE == chunk.nbytes % PAGE == 0
         start, stop = chunk.start // PAGE, (chunk.start + chunk.nbytes) // PAGE

@@ -8,7 +8,7 @@ from typing import Any
 from localrt.hub.names import find_known
 from localrt.offload.account import Budgets
 from localrt.offload.placement import PlacedUnit
-from localrt.offload.shapes import Experts, KvShape, ModelShape, PassSizes
+from localrt.offload.shapes import ExpertShape, KvShape, ModelShape, PassSizes
 from localrt.planning.advice import make_forecast
 from localrt.planning.forecast import Forecast, PlanRequest
 from localrt.planning.machine import GpuProfile, KernelRate, MachineProfile
@@ -239,7 +239,7 @@ def shape(
         context_length=4096,
         kv=(KvShape(groups=2, width=kv, macs=4 * kv),) * layers,
         parameters=sum(unit.macs for unit in units),
-        experts=Experts(count=experts, used=used, inner=inner) if experts else None,
+        experts=ExpertShape(count=experts, used=used, inner=inner) if experts else None,
     )
 
 

@@ -52,7 +52,7 @@ def test_gpus_at_a_glance(tmp_path: Path) -> None:
     folder = tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0"
     folder.mkdir(parents=True)
     (folder / "information").write_text("Model: \t\t NVIDIA Imaginary 8000\nIRQ: 42\n")
-    assert hardware.probe(tmp_path).gpus == (hardware.Gpu("NVIDIA Imaginary 8000"),)
+    assert hardware.probe(tmp_path).gpus == (hardware.GpuFacts("NVIDIA Imaginary 8000"),)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="a script as the driver's program")
@@ -90,8 +90,8 @@ RX = "AMD Radeon RX 7600/7600 XT/7600M XT"
     ("cards", "listed", "expected"),
     [
         ({}, True, []),
-        ({"card1": RADEON}, True, [hardware.Gpu(RX, 8 << 30, 7 << 30)]),
-        ({"card1": RADEON}, False, [hardware.Gpu("AMD GPU 1002:7480", 8 << 30, 7 << 30)]),
+        ({"card1": RADEON}, True, [hardware.GpuFacts(RX, 8 << 30, 7 << 30)]),
+        ({"card1": RADEON}, False, [hardware.GpuFacts("AMD GPU 1002:7480", 8 << 30, 7 << 30)]),
         ({"card0": APU, "card1": RADEON}, True, [RX, "AMD Phoenix1"]),
         ({"card0": {"vendor": "0x8086", "device": "0x56a0"}}, True, ["Intel Arc A770"]),
         ({"card0": {"vendor": "0x8086", "device": "0x1111"}}, True, ["Intel GPU 8086:1111"]),

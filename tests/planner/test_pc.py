@@ -13,7 +13,7 @@ from localrt.common.errors import OptionError
 from localrt.common.settings import Settings
 from localrt.offload import hardware
 from localrt.offload.account import Budgets
-from localrt.offload.hardware import Gpu
+from localrt.offload.hardware import GpuFacts
 from localrt.planning.advice import make_forecast
 from localrt.planning.describe_pc import (
     PRESETS,
@@ -313,16 +313,16 @@ def test_line_on_other_gpus(gpu: OtherGpu, expected: str) -> None:
 @pytest.mark.parametrize(
     ("here", "others", "expected"),
     [
-        ((), (Gpu("AMD Radeon RX 7600", 8 << 30, 6 << 30),), 0.92 * (6 << 30)),
-        ((Gpu("NVIDIA GeForce GTX 1080", 8 << 30, 7 << 30),), (), 0.92 * (7 << 30)),
-        ((), (Gpu("Apple M4"),), None),
+        ((), (GpuFacts("AMD Radeon RX 7600", 8 << 30, 6 << 30),), 0.92 * (6 << 30)),
+        ((GpuFacts("NVIDIA GeForce GTX 1080", 8 << 30, 7 << 30),), (), 0.92 * (7 << 30)),
+        ((), (GpuFacts("Apple M4"),), None),
     ],
 )
 def test_other_gpu_of_this_pc(
     quiet_machine: None,
     monkeypatch: pytest.MonkeyPatch,
-    here: tuple[Gpu, ...],
-    others: tuple[Gpu, ...],
+    here: tuple[GpuFacts, ...],
+    others: tuple[GpuFacts, ...],
     expected: float | None,
 ) -> None:
     monkeypatch.setattr(hardware, "gpus", lambda: here)

@@ -46,7 +46,7 @@ def test_resident_and_streamed(tmp_path: Path) -> None:
 
 
 def test_measured_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = hardware.Gpu("NVIDIA GeForce RTX 4060", 8 << 30, 7 << 30)
+    gpu = hardware.GpuFacts("NVIDIA GeForce RTX 4060", 8 << 30, 7 << 30)
     monkeypatch.setattr(hardware, "gpus", lambda: (gpu,))
     cache = tmp_path / "LOCALRT_CACHE"
     by_rule, _ = with_gpu(machine(), Hardware(), cache)

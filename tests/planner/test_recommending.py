@@ -9,7 +9,7 @@ import pytest
 
 from localrt.common.settings import Settings
 from localrt.hub.names import find_known, repo_thinks
-from localrt.hub.resolving import Offer
+from localrt.hub.resolving import FileChoice
 from localrt.planning import recommending
 from localrt.planning.describe_pc import Hardware, planned_hardware
 from localrt.planning.recommending import recommend, recommend_on
@@ -38,11 +38,11 @@ def settings(tmp_path: Path) -> Settings:
     return Settings.from_environment({"HF_HOME": str(tmp_path), "LOCALRT_CACHE": str(tmp_path)})
 
 
-def offer(name: str, *, config: bool = True) -> Offer:
+def offer(name: str, *, config: bool = True) -> FileChoice:
     known = find_known(name)
     assert known is not None
     sizes = {label: round(known.parameters * 1e9 * bits / 8) for label, bits in BITS.items()}
-    return Offer(known.repo, sizes, known.config() if config else None)
+    return FileChoice(known.repo, sizes, known.config() if config else None)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="there a desktop takes more of a GPU's memory")
@@ -92,7 +92,7 @@ def test_neighbours_of_the_best(model: str, pc: str) -> None:
     files = offer(model)
     found = recommend_on(files, machine, budgets)
     alone = {
-        name: recommend_on(Offer(files.repo, {name: size}, files.config), machine, budgets)
+        name: recommend_on(FileChoice(files.repo, {name: size}, files.config), machine, budgets)
         for name, size in files.sizes.items()
         if 4 <= BITS[name] <= 8.5
     }
@@ -152,4 +152,4 @@ def test_without_a_config(settings: Settings) -> None:
 
 def test_other_files(settings: Settings) -> None:
     sizes = {"mtp-model": 10**9, "Q4_0_4_4": 3 * 10**9, "Q4_0": 2 * 10**9}
-    assert recommend(Offer("org/m", sizes), settings, ram="16GB").name == "Q4_0"
+    assert recommend(FileChoice("org/m", sizes), settings, ram="16GB").name == "Q4_0"

@@ -8,7 +8,7 @@ from textual.widgets import Static
 
 from localrt.tui import ChatApp
 from localrt.tui.chat.bars import Footer, HintLine, Phase
-from localrt.tui.chat.blocks import GUTTER, Answer, Block, Notice, UserTurn
+from localrt.tui.chat.blocks import GUTTER, AnswerBlock, Notice, TurnBlock, UserTurn
 from localrt.tui.chat.composer import CommandMenu, Composer
 from localrt.tui.chat.tool_calls import CallBlock
 from localrt.tui.chat.view import ConversationView
@@ -22,12 +22,12 @@ def conversation(app: ChatApp) -> ConversationView:
     return app.query_one(ConversationView)
 
 
-def blocks(app: ChatApp) -> list[Block]:
+def blocks(app: ChatApp) -> list[TurnBlock]:
     return conversation(app).blocks
 
 
 def answers(app: ChatApp) -> list[str]:
-    return [block.source for block in blocks(app) if isinstance(block, Answer)]
+    return [block.source for block in blocks(app) if isinstance(block, AnswerBlock)]
 
 
 def users(app: ChatApp) -> list[str]:

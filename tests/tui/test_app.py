@@ -71,7 +71,7 @@ async def test_answers(model: FakeModel) -> None:
         model.allow(100)
         await until(pilot, lambda: len(screen.answers(app)) == 2 and idle(app))
         turns = [kind for kind in screen.kinds(app) if kind != "Notice"]
-        assert turns == ["UserTurn", "Answer", "UserTurn", "Answer"]
+        assert turns == ["UserTurn", "AnswerBlock", "UserTurn", "AnswerBlock"]
 
         # Escape stops and keeps the text.
         await cleared(pilot)

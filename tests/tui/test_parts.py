@@ -8,12 +8,12 @@ import pytest
 
 from localrt.common.progress import Progress
 from localrt.engine.types import Metrics
-from localrt.tui.chat.bars import Phase, Status, footer_line
+from localrt.tui.chat.bars import Phase, StatusBar, footer_line
 from localrt.tui.chat.message_queue import RedrawLimit
 from localrt.tui.loading_line import loading_line
 from localrt.tui.text import clean, one_line
 
-STATUS = Status(
+STATUS = StatusBar(
     model="SmolLM2-135M-Instruct",
     engine="native q4_1",
     phase=Phase.GENERATING,

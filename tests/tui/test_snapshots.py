@@ -16,7 +16,7 @@ from localrt import History, system
 from localrt.common.progress import Progress
 from localrt.tui import ChatApp
 from localrt.tui.chat.bars import Phase
-from localrt.tui.chat.blocks import Answer
+from localrt.tui.chat.blocks import AnswerBlock
 from localrt.tui.chat.panel import LivePanel
 from localrt.tui.loading_line import LoadingLine
 from localrt.tui.preferences import Preset
@@ -96,7 +96,7 @@ def test_branches_thinking_and_a_pasted_text(snap_compare: Compare) -> None:
         )
         await until(pilot, lambda: screen.phase(app) is Phase.READY)
         for block in screen.blocks(app):
-            if isinstance(block, Answer):
+            if isinstance(block, AnswerBlock):
                 block.thinking_s = 12.0
                 block.changed()
                 screen.conversation(app).changed(block)

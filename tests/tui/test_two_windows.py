@@ -60,7 +60,7 @@ async def test_running_answer_elsewhere(opening: Opening) -> None:
         assert one.given() == ["First", "One.", "Second", "Two is long. It ends.", "Third"]
         assert screen.marks(first) == []
         await until(right, lambda: screen.answers(second)[-1] == "One.")
-        assert screen.kinds(first)[-4:] == ["UserTurn", "Answer"] * 2
+        assert screen.kinds(first)[-4:] == ["UserTurn", "AnswerBlock"] * 2
 
 
 async def test_overtaken_counts(opening: Opening) -> None:

@@ -11,7 +11,7 @@ from textual.widgets import Input, Static
 
 from localrt.tui import ChatApp
 from localrt.tui.chat.bars import FindBar
-from localrt.tui.chat.blocks import GUTTER, Answer, Block, UserTurn
+from localrt.tui.chat.blocks import GUTTER, AnswerBlock, TurnBlock, UserTurn
 from localrt.tui.chat.view import ConversationView
 from localrt.tui.screens.dialogs import Choose, TooSmall
 from tests.tui import screen
@@ -73,7 +73,7 @@ async def test_click_and_turn_menu(model: FakeModel) -> None:
         await asked(pilot, "Hi")
         await pilot.click(ConversationView, offset=(6, 5))
         view = screen.conversation(app)
-        assert isinstance(view.marked, Answer)
+        assert isinstance(view.marked, AnswerBlock)
         assert screen.composer(app).has_focus
         await pilot.press("enter")
         await until(pilot, lambda: isinstance(app.screen, Choose))
@@ -99,7 +99,7 @@ async def test_long_conversations(model: FakeModel) -> None:
     async with running(model) as (app, pilot):
         # Only what is in sight is laid out.
         view = screen.conversation(app)
-        blocks: list[Block] = [Counted(f"turn {n}\n" + "x" * (n % 200)) for n in range(3000)]
+        blocks: list[TurnBlock] = [Counted(f"turn {n}\n" + "x" * (n % 200)) for n in range(3000)]
         screen.conversation(app).add(*blocks)
         await pilot.pause()
         assert "turn 2999" in screen.shown(app)
@@ -113,7 +113,7 @@ async def test_long_conversations(model: FakeModel) -> None:
         view.clear()
         # Markdown whose height is hard to guess.
         text = "# {0}\n- a\n- b\n\n\n\n| a |\n|-|\n| {0} |"
-        blocks = [Answer(text.format(n)) for n in range(80)]
+        blocks = [AnswerBlock(text.format(n)) for n in range(80)]
         view.add(*blocks)
         await pilot.pause()
         for _ in range(60):
@@ -151,8 +151,8 @@ async def test_scrolled_up(model: FakeModel) -> None:
         await until(pilot, lambda: round(view.scroll_y) == view.max_scroll_y)
 
 
-@pytest.mark.parametrize("block", [Answer, UserTurn], ids=["answer", "message"])
-async def test_resize_keeps_place(model: FakeModel, block: type[Block]) -> None:
+@pytest.mark.parametrize("block", [AnswerBlock, UserTurn], ids=["answer", "message"])
+async def test_resize_keeps_place(model: FakeModel, block: type[TurnBlock]) -> None:
     text = "\n\n".join(
         f"In chapter {n}, " + " ".join(f"word{n}.{k}" for k in range(90)) for n in range(12)
     )
@@ -306,9 +306,9 @@ async def test_match_over_two_lines(model: FakeModel) -> None:
 async def test_match_out_of_sight(model: FakeModel) -> None:
     async with running(model) as (app, pilot):
         view = screen.conversation(app)
-        turns: list[Block] = []
+        turns: list[TurnBlock] = []
         for number in range(200):
-            turns += [UserTurn(f"question {number}"), Answer(f"answer {number}\n\n" * 3)]
+            turns += [UserTurn(f"question {number}"), AnswerBlock(f"answer {number}\n\n" * 3)]
         view.add(*turns)
         await pilot.press("ctrl+f", *"question 17")
         await until(pilot, lambda: highlighted(app) == ["[question 17]"])

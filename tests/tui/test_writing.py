@@ -18,8 +18,8 @@ from localrt.tui.chat.composer import edited
 from localrt.tui.commands import completion, suggestions
 from localrt.tui.conversation.attachments import (
     Attachments,
-    Draft,
     Fold,
+    SentMessage,
     read_attachment,
     read_folds,
 )
@@ -180,7 +180,7 @@ def test_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, labe
 def test_same_label() -> None:
     attachments = Attachments()
     mine = attachments.add("a.py", "mine\n", "1 line")
-    theirs = Draft("theirs\n", (Fold(0, 7, "a.py, 1 line"),))
+    theirs = SentMessage("theirs\n", (Fold(0, 7, "a.py, 1 line"),))
     assert attachments.folded(theirs) == "[a.py 2, 1 line]"
     assert attachments.text_of(mine) == "mine\n"
 

@@ -21,7 +21,7 @@ from textual.widget import Widget
 from textual.widgets import Static
 
 from localrt.common.formatting import format_rate
-from localrt.tui.chat.blocks import Answer, Block, UserTurn
+from localrt.tui.chat.blocks import AnswerBlock, TurnBlock, UserTurn
 from localrt.tui.chat.view import ConversationView
 from localrt.tui.conversation.generation import SERVERS, AnswerUpdate
 from localrt.tui.inputs import Input
@@ -172,7 +172,7 @@ def waiting_hint(count: int, *, elsewhere: bool = False) -> str:
     return f"{count} messages wait{reason}: Esc takes them back"
 
 
-def turn_hint(block: Block) -> str:
+def turn_hint(block: TurnBlock) -> str:
     """The hint that lists actions for the marked turn."""
     parts = ["Enter menu", "Alt+C copy"]
     parts.append("Alt+E edit" if isinstance(block, UserTurn) else "Ctrl+R again")
@@ -183,10 +183,10 @@ def turn_hint(block: Block) -> str:
     return " · ".join([*parts, "Esc"])
 
 
-def turn_menu(block: Block) -> list[tuple[str, str]]:
+def turn_menu(block: TurnBlock) -> list[tuple[str, str]]:
     """Actions that make sense for a turn, and their menu labels."""
     menu = [("copy", "Copy")]
-    if isinstance(block, Answer):
+    if isinstance(block, AnswerBlock):
         if block.code:
             menu.append(("copy('code')", f"Copy its last code block (of {len(block.code)})"))
         menu.append(("retry", "Answer again"))
@@ -222,7 +222,7 @@ _SHOWN = {
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
+class StatusBar:
     """What the footer shows: ``percent`` of the prompt processed, ``used`` tokens of ``ctx``, the
     answer's ``metrics``.
     """
@@ -239,7 +239,7 @@ class Status:
 class Footer(Widget):
     """One line; assign ``status`` to change it."""
 
-    status: reactive[Status] = reactive(Status())
+    status: reactive[StatusBar] = reactive(StatusBar())
 
     def change(self, **changes: Any) -> None:
         self.status = replace(self.status, **changes)
@@ -272,7 +272,7 @@ class Footer(Widget):
 _SHORTEST = 16  # fewest columns of a long model name
 
 
-def footer_line(status: Status, width: int) -> Content:
+def footer_line(status: StatusBar, width: int) -> Content:
     """The status in ``width`` columns."""
     color, keys = _SHOWN.get(status.phase, ("$text-accent", "Esc stop"))
     state = status.phase if status.percent is None else f"{status.phase} {status.percent} %"

@@ -106,7 +106,7 @@ GUTTER = 3  # columns left of the text, including a margin
 Kind = Literal["info", "error", "mark"]
 
 
-class Block:
+class TurnBlock:
     """A part of the conversation. Subclasses say what it consists of.
 
     ``turn`` is its number in the history, None if it is not a turn. It is number ``branch`` of
@@ -196,7 +196,7 @@ class Block:
         return wrapped(Text(self.note, styles.mark), width, styles) if self.note else []
 
 
-class UserTurn(Block):
+class UserTurn(TurnBlock):
     """A user's message as written, followed by its pictures; ``waiting`` until it is sent."""
 
     role = "user"
@@ -273,7 +273,7 @@ class UserTurn(Block):
         return self._escapes.get(row, "")
 
 
-class Notice(Block):
+class Notice(TurnBlock):
     """A line of the app itself: information, an error, or a mark below an answer."""
 
     def __init__(self, text: str, kind: Kind = "info") -> None:
@@ -315,7 +315,7 @@ def estimated(text: str, width: int) -> int:
 _TAIL = 3  # lines of thinking that are shown while it goes on
 
 
-class Answer(Block):
+class AnswerBlock(TurnBlock):
     """``write`` pieces, then ``finish``; or a whole text from the start.
 
     An answer that only ``calls`` tools takes no lines: calls have their own blocks.

@@ -26,7 +26,7 @@ from localrt import system
 from localrt.common.errors import LocalrtError, OptionError, reason_of
 from localrt.common.files import write_text
 from localrt.tui.commands import Suggestion, as_typed, completion, read_line, suggestions
-from localrt.tui.conversation.attachments import Attachments, Draft
+from localrt.tui.conversation.attachments import Attachments, SentMessage
 from localrt.tui.inputs import TextArea
 from localrt.tui.mentions import as_mention, dropped
 from localrt.tui.themes import FAINT
@@ -106,7 +106,7 @@ class Composer(TextArea):
         self.text = text
         self.move_cursor(self.document.end)
 
-    def put_draft(self, draft: Draft) -> None:
+    def put_draft(self, draft: SentMessage) -> None:
         self.put(as_typed(self.attachments.folded(draft)))
 
     def put_before(self, text: str) -> None:
@@ -114,7 +114,7 @@ class Composer(TextArea):
         if text:
             self.put("\n\n".join(filter(str.strip, (text, self.text))))
 
-    def put_back(self, drafts: Iterable[Draft], *, select: bool = False) -> None:
+    def put_back(self, drafts: Iterable[SentMessage], *, select: bool = False) -> None:
         """Put unsent messages back before text written since; with ``select`` the next key replaces
         them.
         """
@@ -129,7 +129,7 @@ class Composer(TextArea):
         line = self.document.get_line(self.cursor_location[0])[: self.cursor_location[1]]
         self.insert(("" if not line or line.endswith(" ") else " ") + label + " ")
 
-    def remember(self, drafts: Iterable[Draft]) -> None:
+    def remember(self, drafts: Iterable[SentMessage]) -> None:
         """Start the history of prompts with earlier messages."""
         self._messages = [as_typed(self.attachments.folded(draft)) for draft in drafts]
         self._place = len(self._messages)

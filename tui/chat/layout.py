@@ -21,7 +21,7 @@ from rich.style import Style
 from textual.selection import Selection
 from textual.strip import Strip
 
-from localrt.tui.chat.blocks import GUTTER, Block, Styles
+from localrt.tui.chat.blocks import GUTTER, Styles, TurnBlock
 from localrt.tui.chat.markdown import pieces
 
 # Lines outside the view that stay laid out, for scrolling. Each line is a dozen objects, which the
@@ -42,7 +42,7 @@ class BlockColumn:
     """Blocks stacked in ``width`` columns; lines count from 0 at the top."""
 
     def __init__(self) -> None:
-        self.blocks: list[Block] = []
+        self.blocks: list[TurnBlock] = []
         self.width = 0  # not known yet
         self._tops = [0]  # the first line of each block, its gap included; then the end
 
@@ -69,7 +69,7 @@ class BlockColumn:
         """The index of the block at a line; the last one for lines below the end."""
         return max(min(bisect_right(self._tops, line), len(self.blocks)) - 1, 0)
 
-    def row(self, line: int) -> tuple[Block | None, int]:
+    def row(self, line: int) -> tuple[TurnBlock | None, int]:
         """The block at a line and the row in it; None in a gap."""
         block = self.blocks[self.at(line)]
         row = line - self._tops[self.at(line)] - block.gap
@@ -148,7 +148,7 @@ class LinePainter:
         line: int,
         width: int,
         styles: Styles,
-        marked: Block | None,
+        marked: TurnBlock | None,
         highlights: Sequence[tuple[int, int, Style]] = (),
     ) -> Strip:
         """A line ``width`` columns wide; ``highlights`` are ranges of characters (end excluded, -1
@@ -193,7 +193,7 @@ class LinePainter:
         return "\n".join(part.rstrip() for part in parts)
 
     def _parts(
-        self, line: int, styles: Styles, marked: Block | None
+        self, line: int, styles: Styles, marked: TurnBlock | None
     ) -> tuple[Strip | None, Segment | None, Style]:
         """A line's text, gutter and background; a gap has no text and no gutter."""
         block, row = self._column.row(line)
@@ -237,10 +237,10 @@ _Spans = tuple[tuple[int, int, int], ...]  # (row, first character, end) for eac
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Match ``number`` of a block, from 0."""
+class Match:
+    """Place ``number`` of a block, from 0."""
 
-    block: Block
+    block: TurnBlock
     number: int
 
 
@@ -252,9 +252,9 @@ class Finder:
     def __init__(self, column: BlockColumn) -> None:
         self._column = column
         self._pattern: re.Pattern[str] | None = None
-        self._matches: dict[Block, list[_Spans]] = {}  # matches of blocks that are laid out
-        self._counts: dict[Block, int] = {}  # matches in the text of other blocks
-        self.now: Place | None = None  # the current match
+        self._matches: dict[TurnBlock, list[_Spans]] = {}  # matches of blocks that are laid out
+        self._counts: dict[TurnBlock, int] = {}  # matches in the text of other blocks
+        self.now: Match | None = None  # the current match
 
     @property
     def active(self) -> bool:
@@ -266,7 +266,7 @@ class Finder:
         self._pattern = re.compile(r"\s+".join(parts), re.IGNORECASE) if parts else None
         self.forget()
 
-    def forget(self, block: Block | None = None) -> None:
+    def forget(self, block: TurnBlock | None = None) -> None:
         if block is not None:
             self._matches.pop(block, None)
             self._counts.pop(block, None)
@@ -286,7 +286,7 @@ class Finder:
             total += self._count(block)
         return place, total
 
-    def nearest(self, line: int, styles: Styles) -> Place | None:
+    def nearest(self, line: int, styles: Styles) -> Match | None:
         """The first match at or below ``line``, else the last one above it."""
         blocks = self._column.blocks
         first = self._column.at(line) if blocks else 0
@@ -295,28 +295,28 @@ class Finder:
             top = self._column.span(place)[0] + blocks[place].gap
             for number, match in enumerate(spans):
                 if top + match[0][0] >= line:
-                    return Place(blocks[place], number)
+                    return Match(blocks[place], number)
         for place in range(min(first, len(blocks) - 1), -1, -1):
             if spans := self._spans(blocks[place], styles):
-                return Place(blocks[place], len(spans) - 1)
+                return Match(blocks[place], len(spans) - 1)
         return None
 
-    def following(self, step: int, styles: Styles) -> Place | None:
+    def following(self, step: int, styles: Styles) -> Match | None:
         """The next (+1) or previous (-1) match, wrapping around at the ends."""
         blocks, now = self._column.blocks, self.now
         if now is None or now.block not in blocks:
             return self.nearest(0, styles)
         number = now.number + step
         if 0 <= number < len(self._spans(now.block, styles)):
-            return Place(now.block, number)
+            return Match(now.block, number)
         start = blocks.index(now.block)
         for away in range(1, len(blocks) + 1):
             block = blocks[(start + step * away) % len(blocks)]
             if spans := self._spans(block, styles):
-                return Place(block, 0 if step > 0 else len(spans) - 1)
+                return Match(block, 0 if step > 0 else len(spans) - 1)
         return None
 
-    def line(self, place: Place, styles: Styles) -> int:
+    def line(self, place: Match, styles: Styles) -> int:
         """The line where a match begins."""
         at = self._column.blocks.index(place.block)
         row = self._spans(place.block, styles)[place.number][0][0]
@@ -330,9 +330,9 @@ class Finder:
         for number, match in enumerate(self._spans(block, styles)):
             for at, start, end in match:
                 if at == row:
-                    yield start, end, self.now == Place(block, number)
+                    yield start, end, self.now == Match(block, number)
 
-    def _count(self, block: Block) -> int:
+    def _count(self, block: TurnBlock) -> int:
         if (matches := self._matches.get(block)) is not None:
             return len(matches)
         if block not in self._counts:
@@ -344,7 +344,7 @@ class Finder:
     def _number(self, text: str) -> int:
         return 0 if self._pattern is None else sum(1 for _ in self._pattern.finditer(text))
 
-    def _spans(self, block: Block, styles: Styles) -> list[_Spans]:
+    def _spans(self, block: TurnBlock, styles: Styles) -> list[_Spans]:
         """The matches of a block; it is laid out only if its text has any."""
         if (matches := self._matches.get(block)) is not None:
             return matches

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 from localrt.history.messages import call_line
 from localrt.mcp.toolbox import Toolbox
-from localrt.tui.chat.blocks import Answer, Block, UserTurn
+from localrt.tui.chat.blocks import AnswerBlock, TurnBlock, UserTurn
 from localrt.tui.chat.tool_calls import AnswerCalls, AskAboutCall, CallBlock, ended_call
 from localrt.tui.chat.view import ConversationView
-from localrt.tui.conversation.attachments import Draft, draft_of
+from localrt.tui.conversation.attachments import SentMessage, draft_of
 from localrt.tui.conversation.generation import ROUNDS_OVER, AnswerUpdate, Reply
 from localrt.tui.conversation.open_conversation import OpenConversation, answer_note
 from localrt.tui.text import explained
@@ -66,7 +66,7 @@ class RedrawLimit:
 @dataclass(slots=True)
 class _Waiting:
     block: UserTurn
-    draft: Draft
+    draft: SentMessage
     after: int | None  # the turn it follows; None: the last one at the time of sending
 
 
@@ -75,8 +75,8 @@ class _Running:
     reply: Reply
     before: int | None  # the answer shown before, if a question is answered again
     block: UserTurn | None  # the new message's block; None if a question is answered again
-    draft: Draft
-    answer: Answer
+    draft: SentMessage
+    answer: AnswerBlock
     began: float
     thought_s: float | None = None
     calls: AnswerCalls | None = None  # the answer's calls, while they run
@@ -118,11 +118,11 @@ class MessageQueue:
         return len(self._waiting)
 
     @property
-    def drafts(self) -> list[Draft]:
+    def drafts(self) -> list[SentMessage]:
         """The waiting messages."""
         return [waiting.draft for waiting in self._waiting]
 
-    def add(self, draft: Draft, *, waiting: bool, after: int | None = None) -> None:
+    def add(self, draft: SentMessage, *, waiting: bool, after: int | None = None) -> None:
         """Put a message at the end of the queue; ``waiting`` shows it as not sent yet.
 
         ``after`` is the turn that it follows, if not the last: it then begins a branch.
@@ -134,7 +134,7 @@ class MessageQueue:
         self._view.follow()
         self._waiting.append(_Waiting(block, draft, after))
 
-    def add_waiting(self, drafts: Iterable[Draft]) -> None:
+    def add_waiting(self, drafts: Iterable[SentMessage]) -> None:
         for draft in drafts:
             self.add(draft, waiting=True)
 
@@ -187,7 +187,7 @@ class MessageQueue:
             self._view.changed(now.answer)
         return update
 
-    def end(self, update: AnswerUpdate, *, full: bool) -> list[Draft]:
+    def end(self, update: AnswerUpdate, *, full: bool) -> list[SentMessage]:
         """Close the answer with its last ``update``; if it calls tools, begin the calls.
 
         Args:
@@ -217,7 +217,7 @@ class MessageQueue:
         taken_back = state == "cancelled" and not reply.rounds
         if (update.error is not None or taken_back) and not text:
             block = None if reply.rounds else now.block
-            gone: list[Block] = [answer] if block is None else [block, answer]
+            gone: list[TurnBlock] = [answer] if block is None else [block, answer]
             self._view.drop(*gone)
             if gone[0].turn is not None:
                 self.conversation.leave(gone[0].turn)
@@ -251,7 +251,7 @@ class MessageQueue:
         if note:
             self._view.add_notice(note)
 
-    def take_back(self) -> list[Draft]:
+    def take_back(self) -> list[SentMessage]:
         """Remove and return the waiting messages."""
         taken = list(self._waiting)
         self._waiting.clear()
@@ -297,7 +297,7 @@ class MessageQueue:
         shown = {block.turn: block for block in view.blocks if block.turn is not None}
         numbers = {turn.id for turn in turns}
         view.drop(*(block for number, block in shown.items() if number not in numbers))
-        added: list[Block] = []
+        added: list[TurnBlock] = []
         changed = False
         for turn in turns:
             block = shown.get(turn.id)
@@ -334,7 +334,7 @@ class MessageQueue:
         self,
         chat: ChatSession,
         question: int,
-        draft: Draft,
+        draft: SentMessage,
         block: UserTurn | None,
         *,
         before: int | None = None,
@@ -345,9 +345,9 @@ class MessageQueue:
         reply.work.start()
         self._tell(reply.note())
 
-    def _new_answer(self, reply: Reply, above: Block | None) -> Answer:
+    def _new_answer(self, reply: Reply, above: TurnBlock | None) -> AnswerBlock:
         """Show an empty answer."""
-        answer = Answer()
+        answer = AnswerBlock()
         self._view.add(answer, after=above)
         answer.turn = reply.writer.turn
         siblings = self.conversation.siblings(answer.turn)
@@ -377,7 +377,7 @@ class MessageQueue:
         places = [place for place, turn in enumerate(turns, 1) if turn.id == last]
         return turns if last is None else turns[: places[0]] if places else []
 
-    def _changed(self, block: Block) -> None:
+    def _changed(self, block: TurnBlock) -> None:
         block.changed()
         self._view.changed(block)
 
@@ -389,7 +389,7 @@ class MessageQueue:
                 now.thought_s = seconds
 
 
-def _user_turn(draft: Draft, *, waiting: bool = False) -> UserTurn:
+def _user_turn(draft: SentMessage, *, waiting: bool = False) -> UserTurn:
     return UserTurn(
         draft.text,
         waiting=waiting,
@@ -399,22 +399,22 @@ def _user_turn(draft: Draft, *, waiting: bool = False) -> UserTurn:
     )
 
 
-def _block_of(turn: Turn) -> Block:
+def _block_of(turn: Turn) -> TurnBlock:
     """The block that shows a turn."""
-    block: Block
+    block: TurnBlock
     if turn.role == "user":
         block = _user_turn(draft_of(turn))
     else:
-        block = Answer() if turn.role == "assistant" else CallBlock(call_line(turn.info))
+        block = AnswerBlock() if turn.role == "assistant" else CallBlock(call_line(turn.info))
         _fill(block, turn)
     block.turn, block.branch, block.branches = turn.id, turn.branch, turn.branches
     block.changed()
     return block
 
 
-def _fill(block: Block, turn: Turn, *, start: int = 0) -> None:
+def _fill(block: TurnBlock, turn: Turn, *, start: int = 0) -> None:
     """Show what the model or a tool has written after the first ``start`` characters."""
-    if isinstance(block, Answer):
+    if isinstance(block, AnswerBlock):
         block.write(turn.content[start:])
         seconds = turn.info.get("thinking_s")
         block.thinking_s = seconds if isinstance(seconds, float) else None

@@ -26,7 +26,7 @@ from localrt.tui.chat.bars import (
     Footer,
     HintLine,
     Phase,
-    Status,
+    StatusBar,
     turn_hint,
     turn_menu,
     waiting_hint,
@@ -88,7 +88,7 @@ class ChatScreen(Screen[None]):
         self.panel = LivePanel()
         self.hint = HintLine()
         self.footer = Footer()
-        self.footer.status = Status(model=model)
+        self.footer.status = StatusBar(model=model)
         self._stop_loading, self._copy_text = stop_loading, copy
         self._editing: int | None = None  # the user's turn being edited in the composer
         self._ticker: Timer | None = None  # while an answer is generated
@@ -134,7 +134,7 @@ class ChatScreen(Screen[None]):
         self.reader.stop()
         self.panel.take(None)
         self.loading_line.progress, self.loading_line.display = None, True
-        self.footer.status = Status(model=name)
+        self.footer.status = StatusBar(model=name)
         self.composer.placeholder = _WAITS_FOR_MODEL
 
     def idle(self, what: str) -> bool:

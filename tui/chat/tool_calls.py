@@ -14,14 +14,14 @@ from textual.strip import Strip
 
 from localrt.history.messages import CallTurn, Decision
 from localrt.mcp.toolbox import PendingCall
-from localrt.tui.chat.blocks import Block, Styles, estimated, wrapped
+from localrt.tui.chat.blocks import Styles, TurnBlock, estimated, wrapped
 from localrt.tui.chat.view import ConversationView
 from localrt.tui.text import clean
 
 _SHOWN = 3  # lines of a folded result
 
 
-class CallBlock(Block):
+class CallBlock(TurnBlock):
     """``call`` is the line to show, ``result`` is empty at first, ``mark`` shows its state."""
 
     role = "tool"
@@ -103,7 +103,7 @@ class AnswerCalls:
         self,
         turns: Sequence[CallTurn],
         view: ConversationView,
-        answer: Block,
+        answer: TurnBlock,
         ask: AskAboutCall,
         *,
         ctx: int,

@@ -22,15 +22,15 @@ from textual.widget import Widget
 from localrt.tui.chat.blocks import (
     COMPONENTS,
     GUTTER,
-    Answer,
-    Block,
+    AnswerBlock,
     Kind,
     Notice,
     Styles,
+    TurnBlock,
     UserTurn,
     styles_of,
 )
-from localrt.tui.chat.layout import BlockColumn, Finder, LinePainter, Place, TextPlace
+from localrt.tui.chat.layout import BlockColumn, Finder, LinePainter, Match, TextPlace
 from localrt.tui.chat.thumbnails import Graphics
 
 _WIDEST = 110  # columns of text
@@ -46,13 +46,13 @@ class ConversationView(ScrollView, can_focus=False):
     class Clicked(Message):
         """A click on a block."""
 
-        block: Block
+        block: TurnBlock
 
     def __init__(self, graphics: Graphics) -> None:
         super().__init__()
         self._graphics = graphics
-        self.marked: Block | None = None
-        self._copied: tuple[Answer | None, int] | None = None  # the code block copied last
+        self.marked: TurnBlock | None = None
+        self._copied: tuple[AnswerBlock | None, int] | None = None  # the code block copied last
         self._column = BlockColumn()
         self._painter = LinePainter(self._column)
         self._finder = Finder(self._column)
@@ -63,13 +63,13 @@ class ConversationView(ScrollView, can_focus=False):
         self._bar_place = (0, 0)
 
     @property
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[TurnBlock]:
         """The shown blocks, oldest first; do not modify."""
         return self._column.blocks
 
     # -- content ---------------------------------------------------------------------------------
 
-    def add_notice(self, text: str, kind: Kind = "info", *, after: Block | None = None) -> None:
+    def add_notice(self, text: str, kind: Kind = "info", *, after: TurnBlock | None = None) -> None:
         """Add a line of the app, below ``after`` or at the end; a repeated line is shown once."""
         notice, last = Notice(text, kind), self.blocks[-1] if self.blocks else None
         same = isinstance(last, Notice) and (last.text, last.kind) == (notice.text, kind)
@@ -82,13 +82,13 @@ class ConversationView(ScrollView, can_focus=False):
     def add_notices(self, *lines: str) -> None:
         self.add(*(Notice(line) for line in lines))
 
-    def add(self, *blocks: Block, after: Block | None = None) -> None:
+    def add(self, *blocks: TurnBlock, after: TurnBlock | None = None) -> None:
         """Put blocks at the end, or below ``after``."""
         place = len(self.blocks) if after is None else self.blocks.index(after) + 1
         self.blocks[place:place] = blocks
         self._refit(place)
 
-    def drop(self, *blocks: Block) -> None:
+    def drop(self, *blocks: TurnBlock) -> None:
         gone = {id(block) for block in blocks}
         places = [place for place, block in enumerate(self.blocks) if id(block) in gone]
         if places:
@@ -103,13 +103,13 @@ class ConversationView(ScrollView, can_focus=False):
         self._refit(0)
         self.follow()
 
-    def changed(self, block: Block) -> None:
+    def changed(self, block: TurnBlock) -> None:
         self._finder.forget(block)
         if block in self.blocks:
             # New blocks and growing answers are at the end, so search from there.
             self._refit(len(self.blocks) - 1 - self.blocks[::-1].index(block))
 
-    def turn(self, number: int) -> Block | None:
+    def turn(self, number: int) -> TurnBlock | None:
         return next((block for block in self.blocks if block.turn == number), None)
 
     @property
@@ -130,17 +130,17 @@ class ConversationView(ScrollView, can_focus=False):
         block = self.marked or self._last_answer()
         if block is None:
             return None
-        text = block.spoken if isinstance(block, Answer) else block.source
+        text = block.spoken if isinstance(block, AnswerBlock) else block.source
         if not text:
             return None
-        what = "answer" if isinstance(block, Answer) else "message"
+        what = "answer" if isinstance(block, AnswerBlock) else "message"
         return text, f"the {what}: {len(text):,} characters"
 
     def code_to_copy(self) -> tuple[str, str] | None:
         """The last code block of the marked or last answer and a description; each further call
         returns the block before.
         """
-        marked = self.marked if isinstance(self.marked, Answer) else None
+        marked = self.marked if isinstance(self.marked, AnswerBlock) else None
         block = marked or self._last_answer(with_code=True)
         code = block.code if block is not None else []
         if not code:
@@ -154,8 +154,8 @@ class ConversationView(ScrollView, can_focus=False):
         size = f"{lines} line" if lines == 1 else f"{lines} lines"
         return text, f"code block{of}: {language or 'text'}, {size}"
 
-    def _last_answer(self, *, with_code: bool = False) -> Answer | None:
-        answers = (block for block in reversed(self.blocks) if isinstance(block, Answer))
+    def _last_answer(self, *, with_code: bool = False) -> AnswerBlock | None:
+        answers = (block for block in reversed(self.blocks) if isinstance(block, AnswerBlock))
         return next((answer for answer in answers if not with_code or answer.code), None)
 
     # -- places ----------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ class ConversationView(ScrollView, can_focus=False):
         self._follows = True
         self._to_end()
 
-    def mark(self, block: Block | None) -> None:
+    def mark(self, block: TurnBlock | None) -> None:
         """Mark a block and bring it into view."""
         self.marked = block
         if block is not None and block in self.blocks:
@@ -207,7 +207,7 @@ class ConversationView(ScrollView, can_focus=False):
         """The current match's number and the number of matches."""
         return self._finder.match_count
 
-    def _go_to(self, place: Place | None) -> None:
+    def _go_to(self, place: Match | None) -> None:
         self._finder.now = place
         self._fit_height()  # blocks may have been laid out
         if place is not None:

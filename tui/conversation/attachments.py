@@ -51,7 +51,7 @@ class Fold:
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class SentMessage:
     """A message as sent, with the places of its folded parts and its pictures."""
 
     text: str
@@ -159,7 +159,7 @@ class Attachments:
         labels = (each for each in self._labels_in(line) if each.start() < column <= each.end())
         return next((each.group() for each in labels), "")
 
-    def expanded(self, text: str) -> Draft:
+    def expanded(self, text: str) -> SentMessage:
         """The message with every label replaced by its text or picture."""
         pieces: list[str] = []
         folds: list[Fold] = []
@@ -177,7 +177,7 @@ class Attachments:
             else:
                 folds.append(Fold(start, length, label[1:-1]))
             place = match.end()
-        return Draft("".join([*pieces, text[place:]]), tuple(folds), tuple(pictures))
+        return SentMessage("".join([*pieces, text[place:]]), tuple(folds), tuple(pictures))
 
     def unfolded(self, text: str) -> str:
         """The message with every label replaced by its text, except those of pictures."""
@@ -189,7 +189,7 @@ class Attachments:
         labels = [(mention.start, mention.end, self.add_file(file)) for mention, file in files]
         return _replaced(text, labels)
 
-    def folded(self, draft: Draft) -> str:
+    def folded(self, draft: SentMessage) -> str:
         """A sent message as it was written, with folds and pictures as labels again. Labels may be
         numbered differently, since other texts may have them by now.
         """
@@ -214,13 +214,13 @@ def _replaced(text: str, places: Iterable[tuple[int, int, str]]) -> str:
     return "".join([*pieces, text[last:]])
 
 
-def draft_of(turn: Turn) -> Draft:
+def draft_of(turn: Turn) -> SentMessage:
     """A user's turn as it was written."""
     folds = read_folds(turn.info.get("folds"), len(turn.content))
     tokens = turn.info.get("picture_tokens")
     if not isinstance(tokens, list) or not all(isinstance(each, int) for each in tokens):
         tokens = []
-    return Draft(turn.content, folds, turn.pictures, tuple(tokens))
+    return SentMessage(turn.content, folds, turn.pictures, tuple(tokens))
 
 
 def read_folds(value: object, length: int) -> tuple[Fold, ...]:

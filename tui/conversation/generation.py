@@ -32,14 +32,14 @@ ROUNDS_OVER = "Too many tool calls for one message: the model has to answer now"
 _Result = TypeVar("_Result")
 
 
-class Task(Generic[_Result]):
+class BackgroundTask(Generic[_Result]):
     """Runs ``work`` in a thread, with this task as its argument; ``progress`` is the latest.
 
     Once ``done``, ``result`` or ``error`` is set.
     """
 
     def __init__(
-        self, work: Callable[[Task[_Result]], _Result], *, name: str = "localrt-task"
+        self, work: Callable[[BackgroundTask[_Result]], _Result], *, name: str = "localrt-task"
     ) -> None:
         self.progress: Progress | None = None
         self._notes: list[str] = []
@@ -90,17 +90,17 @@ class Task(Generic[_Result]):
             self.error = error
 
 
-def loading(load: Callable[[ProgressCallback], ChatModel]) -> Task[ChatModel]:
+def loading(load: Callable[[ProgressCallback], ChatModel]) -> BackgroundTask[ChatModel]:
     """A task that loads a model; if it is cancelled too late, it closes the model again."""
 
-    def work(task: Task[ChatModel]) -> ChatModel:
+    def work(task: BackgroundTask[ChatModel]) -> ChatModel:
         model = load(task.step)
         if task.cancelled.is_set():
             model.close()
             raise CancelledError("loading was cancelled")
         return model
 
-    return Task(work)
+    return BackgroundTask(work)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class AnswerUpdate:
         return "cancelled" if self.finish_reason == "cancelled" else "done"
 
 
-class Generation(Task[bool]):
+class Generation(BackgroundTask[bool]):
     """Streams one answer of ``chat`` in a thread, and saves it there with ``writer``.
 
     The model is offered the tools of ``toolbox``, once its servers have started; if ``last``, it

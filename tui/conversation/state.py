@@ -21,7 +21,7 @@ from localrt.common.files import parse_json
 from localrt.common.option_names import did_you_mean
 from localrt.mcp.servers import ToolServers
 from localrt.mcp.toolbox import Toolbox
-from localrt.tui.conversation.attachments import Attachments, Draft
+from localrt.tui.conversation.attachments import Attachments, SentMessage
 from localrt.tui.conversation.export import Exporter
 from localrt.tui.conversation.open_conversation import OpenConversation
 from localrt.tui.preferences import Preset, PresetsFile
@@ -74,7 +74,7 @@ class Session:
         if not self.sees:
             raise OptionError(f"{self.title} cannot see pictures: the message was not sent")
 
-    def measured(self, draft: Draft) -> Draft:
+    def measured(self, draft: SentMessage) -> SentMessage:
         """The message with the token counts of its pictures; slow for many pictures.
 
         Raises:

@@ -29,7 +29,7 @@ from localrt.common.errors import CancelledError, LocalrtError
 from localrt.common.files import user_path
 from localrt.common.formatting import format_bytes
 from localrt.hub.names import KNOWN_MODELS, KnownModel
-from localrt.tui.conversation.generation import Task
+from localrt.tui.conversation.generation import BackgroundTask
 from localrt.tui.loading_line import LoadingLine
 from localrt.tui.screens.dialogs import Choose, Confirm, SearchDialog, ask
 from localrt.tui.text import clean, human_count, human_when, one_line, short_name
@@ -111,7 +111,7 @@ class ModelsScreen(SearchDialog[_Row]):
         self._hub_query = ""  # the last search on the hub
         self._asking = False  # keep showing "Asking the hub"
         self._previews: dict[str, Preview | str] = {}
-        self._pull: Task[_Pulled] | None = None
+        self._pull: BackgroundTask[_Pulled] | None = None
         self._pulled = ""  # the name of the model being downloaded
         self._wait: Timer | None = None
 
@@ -364,11 +364,11 @@ class ModelsScreen(SearchDialog[_Row]):
         if self._pull is not None:
             return
 
-        def pull(task: Task[_Pulled]) -> _Pulled:
+        def pull(task: BackgroundTask[_Pulled]) -> _Pulled:
             model = localrt.pull(name, progress=task.show, cancel=task.cancelled)
             return model.name, localrt.find_draft(model)
 
-        self._pull, self._pulled = Task(pull), name
+        self._pull, self._pulled = BackgroundTask(pull), name
         self._pull.start()
         self._say(f"Downloading {clean(name)}")
         self._show_pull(True)

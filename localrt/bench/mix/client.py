@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from localrt.bench.mix.mix import Request
+from localrt.bench.mix.mix import AppRequest
 from localrt.client.answer import events, refusal
 from localrt.client.http import Exchange
 from localrt.client.servers import Address
@@ -24,7 +24,7 @@ _LONGEST_REFUSAL = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Target:
     """The address for an application's requests, and the model's name there."""
 
     address: Address
@@ -32,7 +32,7 @@ class Place:
 
 
 @dataclass(slots=True)
-class Reply:
+class TimedReply:
     """The result of a request; times are in seconds since it was sent.
 
     ``tokens`` is the server's count, or if it sends none, the number of pieces of the answer.
@@ -73,9 +73,9 @@ class Client:
         """End all current and later requests, with ``why`` as their error."""
         self._cancelled = self._cancelled or why
 
-    def send(self, place: Place, request: Request, class_: str) -> Reply:
-        """Send one request and read its answer; failures are in ``Reply.error``."""
-        reply = Reply()
+    def send(self, place: Target, request: AppRequest, class_: str) -> TimedReply:
+        """Send one request and read its answer; failures are in ``TimedReply.error``."""
+        reply = TimedReply()
         started = time.perf_counter()
 
         def look() -> float | None:
@@ -101,11 +101,11 @@ class Client:
 
 
 def _exchange(
-    place: Place,
-    request: Request,
+    place: Target,
+    request: AppRequest,
     class_: str,
     look: Callable[[], float | None],
-    reply: Reply,
+    reply: TimedReply,
     started: float,
 ) -> None:
     address, path = place.address, place.address.base + request.path
@@ -127,7 +127,7 @@ def _exchange(
             raise LocalrtError("the connection broke off in the middle of the answer")
 
 
-def _take(event: Mapping[str, Any], reply: Reply, started: float) -> None:
+def _take(event: Mapping[str, Any], reply: TimedReply, started: float) -> None:
     """Add an event of a stream, or a whole answer without text."""
     if error := event.get("error"):
         message = error.get("message") if isinstance(error, dict) else error

@@ -36,7 +36,7 @@ _NAMES = ("crate", "tide", "harbour", "pilot", "lamp", "wall", "price", "clerk",
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class AppRequest:
     """A request ``pause_s`` after the last answer.
 
     With ``give_up_s``, it is cancelled that many seconds after it was sent, and the next one
@@ -49,7 +49,7 @@ class Request:
     give_up_s: float | None = None
 
 
-Session: TypeAlias = Generator[Request, str, None]
+Session: TypeAlias = Generator[AppRequest, str, None]
 """A generator that yields requests and is sent the text of each answer."""
 
 
@@ -80,7 +80,7 @@ def session(app: App, index: int, seed: int) -> Session:
     return _SESSIONS[app.kind](app, index, rng)
 
 
-def marked(request: Request, mark: str) -> Request:
+def marked(request: AppRequest, mark: str) -> AppRequest:
     """Put ``mark`` before all of a request's texts, so that no server has them cached."""
     body = dict(request.body)
     if "messages" in body:
@@ -140,7 +140,7 @@ def _completion(app: App, index: int, rng: random.Random, file: random.Random) -
 
 def _embeddings(app: App, index: int, rng: random.Random) -> Session:
     texts = [_text(app, index * app.texts + place, rng) for place in range(app.texts)]
-    yield Request("/embeddings", {"input": texts})
+    yield AppRequest("/embeddings", {"input": texts})
 
 
 _SESSIONS: Mapping[str, Callable[[App, int, random.Random], Session]] = {
@@ -157,14 +157,14 @@ _SESSIONS: Mapping[str, Callable[[App, int, random.Random], Session]] = {
 
 def _ask(
     app: App, rng: random.Random, messages: list[dict[str, str]], pause_s: float = 0.0
-) -> Request:
+) -> AppRequest:
     body = {"messages": list(messages), **_generation(app, rng)}
-    return Request("/chat/completions", body, pause_s)
+    return AppRequest("/chat/completions", body, pause_s)
 
 
-def _complete(app: App, rng: random.Random, prompt: str, give_up_s: float) -> Request:
+def _complete(app: App, rng: random.Random, prompt: str, give_up_s: float) -> AppRequest:
     body = {"prompt": prompt, **_generation(app, rng)}
-    return Request("/completions", body, give_up_s=give_up_s)
+    return AppRequest("/completions", body, give_up_s=give_up_s)
 
 
 def _generation(app: App, rng: random.Random) -> dict[str, object]:

@@ -60,7 +60,7 @@ class RunningNeighbour(Closing):
 # -- in the child ----------------------------------------------------------------------------------
 
 
-class Requests:
+class NeighbourHandlers:
     """Request handlers of the child, one method per request."""
 
     def __init__(self) -> None:
@@ -159,4 +159,4 @@ _WORK: Mapping[str, Callable[..., dict[str, object]]] = {
 
 def main() -> None:
     """Serve the benchmark as a neighbour."""
-    serve(Requests())
+    serve(NeighbourHandlers())

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from localrt.bench.mix.mix import App, Mix, percentiles
-from localrt.bench.mix.runner import Event, MixOutcome, Run
+from localrt.bench.mix.runner import MixOutcome, MixRun, Outcome
 from localrt.bench.report import NOT_MEASURED, facts, percent, shown
 from localrt.common.formatting import format_bytes, format_rate, format_seconds, table
 from localrt.offload.hardware import Machine
@@ -44,7 +44,7 @@ def _mix(mix: Mix) -> dict[str, object]:
     return {**named, "apps": apps, "neighbours": rest}
 
 
-def _server(name: str, mix: Mix, runs: Sequence[Run], cores: int) -> dict[str, object]:
+def _server(name: str, mix: Mix, runs: Sequence[MixRun], cores: int) -> dict[str, object]:
     return {
         "server": name,
         "settings": {"commands": runs[0].commands},
@@ -79,7 +79,7 @@ def _server(name: str, mix: Mix, runs: Sequence[Run], cores: int) -> dict[str, o
     }
 
 
-def _whole(run: Run, cores: int) -> dict[str, object]:
+def _whole(run: MixRun, cores: int) -> dict[str, object]:
     """Return a run's figures of the whole machine."""
     tokens = sum(event.reply.tokens for event in run.events)
     joules, rows = run.samples.joules, run.samples.samples
@@ -104,7 +104,7 @@ def _whole(run: Run, cores: int) -> dict[str, object]:
     }
 
 
-def _app(app: App, run: Run) -> dict[str, object]:
+def _app(app: App, run: MixRun) -> dict[str, object]:
     """Return the figures of an application in one run.
 
     Tokens per second are from its first request to its last token.
@@ -129,7 +129,7 @@ def _app(app: App, run: Run) -> dict[str, object]:
     }
 
 
-def _event(event: Event) -> dict[str, object]:
+def _event(event: Outcome) -> dict[str, object]:
     reply = event.reply
     return {
         "at_s": event.at_s,
@@ -144,7 +144,7 @@ def _event(event: Event) -> dict[str, object]:
     }
 
 
-def _share(events: Sequence[Event]) -> float | None:
+def _share(events: Sequence[Outcome]) -> float | None:
     judged = [event.met for event in events if event.met is not None]
     return sum(judged) / len(judged) if judged else None
 

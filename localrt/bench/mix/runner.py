@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from localrt.bench.mix.client import Client, Reply
-from localrt.bench.mix.mix import App, Goals, Mix, Request, arrivals, marked, session
+from localrt.bench.mix.client import Client, TimedReply
+from localrt.bench.mix.mix import App, AppRequest, Goals, Mix, arrivals, marked, session
 from localrt.bench.mix.neighbours import RunningNeighbour
 from localrt.bench.mix.servers import Running, Server
 from localrt.bench.sampling import Sampler, Samples
@@ -29,7 +29,7 @@ _INTERRUPTED = "interrupted"
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class Outcome:
     """A request and its result; ``at_s`` is when it was sent.
 
     ``met``: whether it met its goals; None without goals, or if it was given up as planned before
@@ -38,11 +38,11 @@ class Event:
 
     app: str
     at_s: float
-    reply: Reply
+    reply: TimedReply
     met: bool | None
 
     @classmethod
-    def of(cls, app: App, at_s: float, reply: Reply) -> Event:
+    def of(cls, app: App, at_s: float, reply: TimedReply) -> Outcome:
         """Create an event, judging the reply by the application's goals."""
         met: bool | None = False
         if app.goals == Goals():
@@ -57,11 +57,11 @@ class Event:
 
 
 @dataclass(slots=True)
-class Run:
+class MixRun:
     """One server's run of a mix. ``client_cpu_s`` is this process's CPU time, sampling included."""
 
     commands: list[str]
-    events: list[Event] = field(default_factory=list)
+    events: list[Outcome] = field(default_factory=list)
     samples: Samples = field(default_factory=Samples)
     neighbours: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
@@ -72,7 +72,7 @@ class Run:
 class MixOutcome:
     """All runs by server, in order, and why other servers did not run."""
 
-    runs: dict[str, list[Run]] = field(default_factory=dict)
+    runs: dict[str, list[MixRun]] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     interrupted: bool = False
 
@@ -99,7 +99,7 @@ def run_mix(
                     with server.serve(mix) as running:
                         _warm_up(mix, running, mark)
                         notify(f"{mix.name} on {server.name}: {format_seconds(mix.seconds)}")
-                        run = Run(running.commands)
+                        run = MixRun(running.commands)
                         outcome.runs.setdefault(server.name, []).append(run)
                         play(mix, running, run, mark)
                 except LocalrtError as error:
@@ -120,12 +120,12 @@ def _warm_up(mix: Mix, running: Running, mark: str) -> None:
     for app in mix.apps:
         request = marked(next(session(replace(app, prompts=()), -1, mix.seed)), mark)
         body = {**request.body, **({"max_tokens": 2} if app.answer_tokens else {})}
-        reply = client.send(running.places[app.name], Request(request.path, body), app.class_)
+        reply = client.send(running.places[app.name], AppRequest(request.path, body), app.class_)
         if reply.error is not None:
             raise LocalrtError(f"{app.name}: {reply.error}")
 
 
-def play(mix: Mix, running: Running, run: Run, mark: str, *, drain_s: float = _DRAIN_S) -> None:
+def play(mix: Mix, running: Running, run: MixRun, mark: str, *, drain_s: float = _DRAIN_S) -> None:
     """Play the mix once on a running server; ``run`` has the results even after Ctrl+C."""
     with ExitStack() as stack:
         neighbours = [stack.enter_context(RunningNeighbour(each)) for each in mix.neighbours]
@@ -151,7 +151,7 @@ def play(mix: Mix, running: Running, run: Run, mark: str, *, drain_s: float = _D
 class _Play:
     """The sessions of one run."""
 
-    def __init__(self, mix: Mix, running: Running, run: Run, mark: str) -> None:
+    def __init__(self, mix: Mix, running: Running, run: MixRun, mark: str) -> None:
         self._mix, self._running, self._run, self._mark = mix, running, run, mark
         self._client = Client()
         self._over = threading.Event()
@@ -203,7 +203,7 @@ class _Play:
             reply = self._client.send(place, sent, app.class_)
             if reply.error == _INTERRUPTED:
                 return False
-            self._run.events.append(Event.of(app, at_s, reply))
+            self._run.events.append(Outcome.of(app, at_s, reply))
             if reply.error is not None:
                 return False
             try:

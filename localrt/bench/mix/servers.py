@@ -20,7 +20,7 @@ from pathlib import Path
 import httpx2
 
 from localrt import system
-from localrt.bench.mix.client import Place
+from localrt.bench.mix.client import Target
 from localrt.bench.mix.mix import Mix
 from localrt.client.answer import listed_models
 from localrt.client.servers import Address, read_address
@@ -44,7 +44,7 @@ class Running:
     ``commands`` are the commands that started it, without folders, since results may be shared.
     """
 
-    places: dict[str, Place] = field(default_factory=dict)
+    places: dict[str, Target] = field(default_factory=dict)
     owners: dict[str, int] = field(default_factory=dict)
     commands: list[str] = field(default_factory=list)
 
@@ -106,7 +106,7 @@ class Localrt(Server):
             address = start(stack, running, self.name, command)
             for app in mix.apps:
                 name = adapters[app.adapter] if app.adapter else names[app.model]
-                running.places[app.name] = Place(address, name)
+                running.places[app.name] = Target(address, name)
             running.commands.append(_shown(["localrt", "serve", *words]))
             yield running
 
@@ -145,11 +145,11 @@ class LlamaServer(Server):
                     command, owner = [str(self._binary), *words], f"{self.name} ({app.name})"
                     addresses[use] = start(stack, running, owner, command)
                     running.commands.append(_shown([self._binary.name, *words]))
-                running.places[app.name] = Place(addresses[use], app.model)
+                running.places[app.name] = Target(addresses[use], app.model)
             yield running
 
 
-class Endpoint(Server):
+class RunningServer(Server):
     """A server that is already running, at a URL. Its memory is not measured."""
 
     def __init__(self, url: str, key: str | None) -> None:
@@ -180,7 +180,7 @@ class Endpoint(Server):
 
     @contextmanager
     def serve(self, mix: Mix) -> Iterator[Running]:
-        places = {app.name: Place(self._address, self._models[app.model]) for app in mix.apps}
+        places = {app.name: Target(self._address, self._models[app.model]) for app in mix.apps}
         yield Running(places)
 
 
@@ -204,7 +204,7 @@ def make_servers(
     for peer in peers:
         name, _, binary = peer.partition("=")
         if peer.startswith(("http://", "https://")):
-            servers.append(Endpoint(peer, key))
+            servers.append(RunningServer(peer, key))
         elif name and binary:
             servers.append(LlamaServer(name, user_path(binary), paths, arguments))
         else:

@@ -29,7 +29,7 @@ _LAYER = re.compile(r"blk\.(\d+)\.(ffn_\w+_(?:ch)?exps\b)?")
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class LlamaGpu:
     """A GPU by ggml's ``name`` (``"Vulkan0"``) and its maker's ``title``; ``free`` is in bytes.
 
     It takes ``layers`` of a model's, of which the output head is the last.
@@ -47,7 +47,7 @@ class Device:
         return re.sub(r"\d+$", "", self.name).lower().replace("mtl", "metal")
 
 
-def find_devices(api: ModuleType) -> list[Device]:
+def find_devices(api: ModuleType) -> list[LlamaGpu]:
     """Return the GPUs of this build; integrated ones only where there is no other, as llama.cpp."""
     pointer, text, size = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t
     try:
@@ -58,7 +58,7 @@ def find_devices(api: ModuleType) -> list[Device]:
         handles = [get(index) for index in range(_function(api, "count", size)())]
     except AttributeError:  # a build without these functions
         return []
-    found: dict[int, list[Device]] = {_GPU: [], _INTEGRATED: []}
+    found: dict[int, list[LlamaGpu]] = {_GPU: [], _INTEGRATED: []}
     for handle in handles:
         if (kind := kind_of(handle)) not in found:
             continue
@@ -68,7 +68,7 @@ def find_devices(api: ModuleType) -> list[Device]:
         if kind == _INTEGRATED or system.UNIFIED_MEMORY:
             room = min(free.value or sys.maxsize, memory_state().available)
         name, title = (each(handle).decode("utf-8", "replace") for each in names)
-        found[kind].append(Device(handle, name, title, room))
+        found[kind].append(LlamaGpu(handle, name, title, room))
     return found[_GPU] or found[_INTEGRATED]
 
 
@@ -86,15 +86,15 @@ def _function(api: ModuleType, name: str, result: object, *arguments: object) ->
 
 
 def with_layers(
-    devices: Sequence[Device], path: Path, *, ctx: int, most: int | None = None
-) -> list[Device]:
+    devices: Sequence[LlamaGpu], path: Path, *, ctx: int, most: int | None = None
+) -> list[LlamaGpu]:
     """Return those of ``devices`` that take layers of the GGUF file at ``path``, in llama.cpp's
     order, with caches of ``ctx`` tokens.
 
     Each takes at most ``most`` bytes. What all of them cannot take is the CPU's: the first layers.
     """
     sizes, _, beside = layer_nbytes(path, ctx) if devices else ([], [], 0)
-    placed: list[Device] = []
+    placed: list[LlamaGpu] = []
     # The last has the head, so it is the one with the most room.
     for device in sorted(devices, key=lambda each: each.free, reverse=True):
         room = min(device.free, device.free if most is None else most) - beside - _SPARE
@@ -107,18 +107,18 @@ def with_layers(
     return placed
 
 
-def with_fewer(devices: Sequence[Device]) -> list[Device]:
+def with_fewer(devices: Sequence[LlamaGpu]) -> list[LlamaGpu]:
     """Return ``devices`` with three quarters of their layers, where memory ran out."""
     fewer = (replace(each, layers=3 * each.layers // 4) for each in devices)
     return [each for each in fewer if each.layers]
 
 
-def layers_text(devices: Sequence[Device]) -> str:
+def layers_text(devices: Sequence[LlamaGpu]) -> str:
     """Return ``"24 layers on AMD Radeon RX 7600"``."""
     return " and ".join(f"{each.layers} layers on {each.title}" for each in devices) or "the CPU"
 
 
-def place(api: ModuleType, params: Any, devices: Sequence[Device]) -> None:
+def place(api: ModuleType, params: Any, devices: Sequence[LlamaGpu]) -> None:
     """Have llama.cpp's model ``params`` put layers on ``devices`` as they say."""
     params.n_gpu_layers = sum(each.layers for each in devices)
     if devices:

@@ -37,7 +37,7 @@ from localrt.common.option_names import option
 from localrt.common.progress import Progress, ProgressCallback
 from localrt.common.settings import DEFAULT_CONTEXT
 from localrt.engine.llamacpp import gpus
-from localrt.engine.llamacpp.gpus import CHUNK, Device
+from localrt.engine.llamacpp.gpus import CHUNK, LlamaGpu
 from localrt.engine.protocol import EngineInfo
 from localrt.offload.account import Account, check_fits
 from localrt.offload.memory import memory_state
@@ -197,7 +197,7 @@ class LlamaCppModel:
         cls,
         path: Path,
         library: Library,
-        devices: Sequence[Device],
+        devices: Sequence[LlamaGpu],
         ctx: int,
         threads: int,
         progress: ProgressCallback | None,
@@ -310,7 +310,7 @@ class LlamaCppModel:
             check_fits(needed, memory_state().available, what, ctx=capacity)
 
 
-def _gpus(api: ModuleType, device: str) -> list[Device]:
+def _gpus(api: ModuleType, device: str) -> list[LlamaGpu]:
     if device not in ("auto", "cpu", "cuda"):
         raise OptionError(f"{option('device')} must be auto, cpu or cuda, not {device!r}")
     found = [] if device == "cpu" else gpus.find_devices(api)

@@ -25,9 +25,9 @@ from localrt.models.checkpoints.gguf.vision_families import (
     FAMILIES,
     SECOND_KERNEL,
     ClipMetadata,
-    Family,
     Keys,
     Shapes,
+    VisionFamily,
     deep_blocks,
 )
 from localrt.models.checkpoints.safetensors_header import is_raw, unread_type_error
@@ -79,7 +79,7 @@ class VisionGguf(SourcedCheckpoint):
         """Close the file."""
         self._file.close()
 
-    def _family(self) -> Family:
+    def _family(self) -> VisionFamily:
         metadata, path = self._file.metadata, self.path
         if (kind := metadata.text("general.architecture")) != ARCHITECTURE:
             raise UnsupportedModelError(f"{path} is a model ({kind!r}), not an mmproj file")
@@ -111,7 +111,9 @@ class VisionGguf(SourcedCheckpoint):
         return found
 
 
-def _vision_config(family: Family, metadata: ClipMetadata, shapes: Shapes) -> tuple[Keys, Keys]:
+def _vision_config(
+    family: VisionFamily, metadata: ClipMetadata, shapes: Shapes
+) -> tuple[Keys, Keys]:
     """The keys of ``config.json``, and of an image processor."""
     size = metadata.count("vision.embedding_length")
     inner = metadata.count("vision.feed_forward_length", 0, least=0)
@@ -144,7 +146,7 @@ def _vision_config(family: Family, metadata: ClipMetadata, shapes: Shapes) -> tu
     return {**config, **own}, processor
 
 
-def _columns(family: Family, metadata: ClipMetadata, shapes: Shapes) -> int:
+def _columns(family: VisionFamily, metadata: ClipMetadata, shapes: Shapes) -> int:
     """The decoder's hidden size; some early files have a wrong ``projection_dim``."""
     if len(shape := shapes.get(family.out, ())) != 2:
         raise CheckpointError(f"{metadata.pairs.path} has no matrix {family.out!r}")
@@ -161,7 +163,7 @@ def _inner(shapes: Shapes, size: int) -> int:
 class _Reading:
     """Converts the file's tensors to the publisher's."""
 
-    family: Family
+    family: VisionFamily
     path: Path
     heads: int
     stored: Mapping[str, RowSource]

@@ -92,7 +92,7 @@ def deep_blocks(names: Iterable[str]) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class VisionFamily:
     """The family of a projector type: ``kind`` is the ``model_type`` of the published config, and
     ``decoders`` are the GGUF architectures that it belongs to.
 
@@ -285,7 +285,7 @@ _QWEN2_NAMES = {
     "mm.0": "visual.merger.mlp.0",
     "mm.2": "visual.merger.mlp.2",
 }
-_QWEN2 = Family(
+_QWEN2 = VisionFamily(
     kind="qwen2_vl",
     out="mm.2.weight",
     decoders=("qwen2vl",),
@@ -296,9 +296,9 @@ _QWEN2 = Family(
     joined=True,
 )
 
-FAMILIES: Mapping[str, Family] = {
+FAMILIES: Mapping[str, VisionFamily] = {
     # by the name of clip.projector_type
-    "gemma3": Family(
+    "gemma3": VisionFamily(
         kind="gemma3",
         out="mm.input_projection.weight",
         decoders=("gemma3",),
@@ -311,7 +311,7 @@ FAMILIES: Mapping[str, Family] = {
         whole={"mm.input_projection.weight": "multi_modal_projector.mm_input_projection_weight"},
         keys=_gemma3,
     ),
-    "gemma4v": Family(
+    "gemma4v": VisionFamily(
         kind="gemma4",
         out="mm.input_projection.weight",
         decoders=("gemma4",),
@@ -336,7 +336,7 @@ FAMILIES: Mapping[str, Family] = {
         keys=_gemma4,
         colours_last=True,
     ),
-    "gemma4uv": Family(
+    "gemma4uv": VisionFamily(
         kind="gemma4_unified",
         out="mm.input_projection.weight",
         decoders=("gemma4",),
@@ -378,7 +378,7 @@ FAMILIES: Mapping[str, Family] = {
         deep="visual.deepstack_merger_list.",
         joined=False,
     ),
-    "paddleocr": Family(
+    "paddleocr": VisionFamily(
         kind="paddleocr_vl",
         out="mm.2.weight",
         decoders=("paddleocr",),
@@ -410,7 +410,7 @@ FAMILIES: Mapping[str, Family] = {
         keys=_any_shape,
         joined=False,
     ),
-    "pixtral": Family(
+    "pixtral": VisionFamily(
         kind="llava",
         out="mm.2.weight",
         decoders=("llama", "mistral3"),
@@ -432,7 +432,7 @@ FAMILIES: Mapping[str, Family] = {
         keys=_pixtral,
         paired=True,
     ),
-    "idefics3": Family(
+    "idefics3": VisionFamily(
         kind="idefics3",
         out="mm.model.fc.weight",
         decoders=("llama",),
@@ -444,7 +444,7 @@ FAMILIES: Mapping[str, Family] = {
         },
         keys=_idefics3,
     ),
-    "lfm2": Family(
+    "lfm2": VisionFamily(
         kind="lfm2_vl",
         out="mm.2.weight",
         decoders=("lfm2", "lfm2moe"),
@@ -458,7 +458,7 @@ FAMILIES: Mapping[str, Family] = {
         keys=_lfm2,
         colours_last=True,
     ),
-    "minicpmv4_6": Family(
+    "minicpmv4_6": VisionFamily(
         kind="minicpmv4_6",
         out="mm.down.weight",
         decoders=("qwen35", "qwen35moe"),
@@ -476,7 +476,7 @@ FAMILIES: Mapping[str, Family] = {
         },
         keys=_minicpm,
     ),
-    "internvl": Family(
+    "internvl": VisionFamily(
         kind="internvl",
         out="mm.model.mlp.3.weight",
         decoders=("qwen2", "qwen3", "qwen3moe", "llama"),

@@ -82,7 +82,7 @@ class StoredUnit:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class Origin:
     """What was packed: ``fingerprint`` is a digest of its config, tensor table and first rows.
 
     For a packed copy, ``path`` is the model that it was made from, and ``stamp`` shows whether the
@@ -129,7 +129,7 @@ class Manifest:
     generation_config: Mapping[str, object]
     format: str
     exactness: Exactness
-    source: Source
+    source: Origin
     quantization: Quantization | None = None
     units: tuple[StoredUnit, ...] = ()
     texts: Mapping[str, str] = field(default_factory=dict)
@@ -228,7 +228,7 @@ def _manifest(fields: _Fields) -> Manifest:
         generation_config=fields.of("generation_config", dict),
         format=fields.text("format"),
         exactness=fields.choice("exactness", "exact", "approximate"),
-        source=Source(**fields.of("source", dict)),
+        source=Origin(**fields.of("source", dict)),
         quantization=None if quantization is None else Quantization(**quantization),
         units=tuple(_unit(entry) for entry in fields.objects("units")),
         texts=_texts(fields),

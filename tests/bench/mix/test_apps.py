@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localrt.bench.mix.mix import App, Request, arrivals, marked, session
+from localrt.bench.mix.mix import App, AppRequest, arrivals, marked, session
 
 CHAT = App(
     name="a",
@@ -41,7 +41,7 @@ def test_arrivals(apart: float, start: float, seconds: float, seed: int) -> None
     assert 800 < len(arrivals(replace(CHAT, poisson_s=1.0), 1000, seed)) < 1200
 
 
-def _play(app: App, index: int = 0, seed: int = 1) -> list[Request]:
+def _play(app: App, index: int = 0, seed: int = 1) -> list[AppRequest]:
     steps, found = session(app, index, seed), []
     try:
         request = next(steps)

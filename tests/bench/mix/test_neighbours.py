@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from localrt.bench.mix.mix import Neighbour
-from localrt.bench.mix.neighbours import Requests, RunningNeighbour
+from localrt.bench.mix.neighbours import NeighbourHandlers, RunningNeighbour
 from tests.waits import wait_for
 
 ROOT = Path(__file__).parents[3]
@@ -27,7 +27,7 @@ WORK: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", WORK)
 def test_work_until_it_is_stopped(kind: str) -> None:
     before = threading.active_count()
-    requests = Requests()
+    requests = NeighbourHandlers()
     requests.start(kind, None, WORK[kind])
     assert threading.active_count() == before + WORK[kind].get("cores", 1)
     found = requests.stop()
@@ -39,12 +39,12 @@ def test_work_until_it_is_stopped(kind: str) -> None:
 
 def test_work_for_some_time() -> None:
     before = threading.active_count()
-    Requests().start("memory", 0.01, WORK["memory"])
+    NeighbourHandlers().start("memory", 0.01, WORK["memory"])
     wait_for(lambda: threading.active_count() <= before)
 
 
 def test_a_failure_is_reported() -> None:
-    requests = Requests()
+    requests = NeighbourHandlers()
     requests.start("memory", None, {"bytes": 1 << 60})
     assert "error" in requests.stop()
 

@@ -15,11 +15,11 @@ import psutil
 import pytest
 
 from localrt.bench.mix import runner
-from localrt.bench.mix.client import Client, Place, Reply
-from localrt.bench.mix.mix import App, Goals, Mix, Neighbour, Request
+from localrt.bench.mix.client import Client, Target, TimedReply
+from localrt.bench.mix.mix import App, AppRequest, Goals, Mix, Neighbour
 from localrt.bench.mix.report import to_json, to_table
-from localrt.bench.mix.runner import Event, MixOutcome, run_mix
-from localrt.bench.mix.servers import Endpoint, LlamaServer, Localrt, make_servers
+from localrt.bench.mix.runner import MixOutcome, Outcome, run_mix
+from localrt.bench.mix.servers import LlamaServer, Localrt, RunningServer, make_servers
 from localrt.client.servers import read_address
 from localrt.common.errors import LocalrtError, OptionError
 from localrt.offload import hardware
@@ -79,7 +79,7 @@ def _report(outcome: MixOutcome, mix: Mix = MIX) -> dict[str, Any]:
 def played() -> tuple[Fake, dict[str, Any]]:
     neighbour = Neighbour(name="film", kind="video", work={"frame_ms": 5.0, "work_mb": 0.01})
     with fake(answer) as server:
-        endpoint = Endpoint(server.url, None)
+        endpoint = RunningServer(server.url, None)
         endpoint.check(MIX)
         mix = replace(MIX, neighbours=(neighbour,))
         outcome = run_mix(mix, [endpoint], 1, lambda line: None)
@@ -135,7 +135,7 @@ def test_table(played: tuple[Fake, dict[str, Any]]) -> None:
 
 def test_medians_over_runs() -> None:
     with fake(answer) as server:
-        endpoint = Endpoint(server.url, None)
+        endpoint = RunningServer(server.url, None)
         mix = replace(MIX, seconds=0.3, apps=(APPS[2],))
         endpoint.check(mix)
         report = _report(run_mix(mix, [endpoint], 2, lambda line: None), mix)
@@ -164,7 +164,7 @@ def test_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
             raise KeyboardInterrupt
 
     with fake(hang) as server:
-        endpoint = Endpoint(server.url, None)
+        endpoint = RunningServer(server.url, None)
         endpoint.check(MIX)
         monkeypatch.setattr(runner.time, "sleep", interrupt)
         outcome = run_mix(replace(MIX, seconds=600), [endpoint], 2, lambda line: None)
@@ -184,9 +184,9 @@ def test_not_finished_after_the_end() -> None:
 
     mix = replace(MIX, seconds=1, apps=(CHAT,))
     with fake(hang) as server:
-        endpoint = Endpoint(server.url, None)
+        endpoint = RunningServer(server.url, None)
         endpoint.check(mix)
-        run = runner.Run([])
+        run = runner.MixRun([])
         with endpoint.serve(mix) as running:
             runner.play(mix, running, run, "", drain_s=0.1)
     (one,) = run.events
@@ -197,9 +197,9 @@ def test_not_finished_after_the_end() -> None:
 # -- one request -----------------------------------------------------------------------------------
 
 
-def _send(reply: Any, request: Request) -> Reply:
+def _send(reply: Any, request: AppRequest) -> TimedReply:
     with fake(lambda asked, connection: reply(asked, connection)) as server:
-        return Client().send(Place(read_address(server.url), "m"), request, "interactive")
+        return Client().send(Target(read_address(server.url), "m"), request, "interactive")
 
 
 BODY = {"messages": [], "stream": True}
@@ -210,13 +210,13 @@ def test_given_up() -> None:
         connection.sendall(HEAD + delta(content="a"))
         connection.recv(1)
 
-    reply = _send(hang, Request("/chat/completions", BODY, give_up_s=0.5))
+    reply = _send(hang, AppRequest("/chat/completions", BODY, give_up_s=0.5))
     assert reply.cancelled
     assert reply.error is None
-    event = Event.of(CHAT, 0.0, reply)
+    event = Outcome.of(CHAT, 0.0, reply)
     assert event.met is None
     late = replace(CHAT, goals=Goals(deadline_s=0.1))
-    assert Event.of(late, 0.0, reply).met is False
+    assert Outcome.of(late, 0.0, reply).met is False
 
 
 @pytest.mark.parametrize(
@@ -231,14 +231,14 @@ def test_given_up() -> None:
     ],
 )
 def test_failures(raw: bytes, line: str) -> None:
-    reply = _send(lambda asked, connection: raw, Request("/chat/completions", BODY))
+    reply = _send(lambda asked, connection: raw, AppRequest("/chat/completions", BODY))
     assert line in (reply.error or "")
-    assert Event.of(CHAT, 0.0, reply).met is False
+    assert Outcome.of(CHAT, 0.0, reply).met is False
 
 
 def test_counts() -> None:
     pieces = b"".join(delta(content=each) for each in "abc")
-    reply = _send(lambda *_: HEAD + pieces + DONE, Request("/chat/completions", BODY))
+    reply = _send(lambda *_: HEAD + pieces + DONE, AppRequest("/chat/completions", BODY))
     assert (reply.text, reply.tokens, len(reply.at)) == ("abc", 3, 3)
     reply.at = [0.1, 0.2, 2.0]
     assert reply.stalls(1.0) == 1
@@ -251,16 +251,16 @@ def test_counts() -> None:
 
 def test_names_of_models_at_a_url() -> None:
     with fake(lambda *_: listed("one")) as server:
-        endpoint = Endpoint(server.url, None)
+        endpoint = RunningServer(server.url, None)
         endpoint.check(MIX)  # the only model is meant
         with endpoint.serve(MIX) as running:
             assert {place.model for place in running.places.values()} == {"one"}
     with fake(lambda *_: listed("one", "two")) as server:
         with pytest.raises(LocalrtError, match="lists one, two, and not 'm': give --model m=NAME"):
-            Endpoint(server.url, None).check(MIX)
-        Endpoint(server.url, None).check(replace(MIX, models={"m": "x/two.gguf"}))
+            RunningServer(server.url, None).check(MIX)
+        RunningServer(server.url, None).check(replace(MIX, models={"m": "x/two.gguf"}))
     with pytest.raises(LocalrtError, match="cannot be read"):
-        Endpoint(server.url, None).check(MIX)
+        RunningServer(server.url, None).check(MIX)
 
 
 @needs_scripts

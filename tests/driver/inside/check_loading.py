@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import localrt
-from localrt.bench.process import ChildProcess, Requests
+from localrt.bench.process import ChildHandlers, ChildProcess
 from localrt.bench.report import to_table
 from localrt.bench.runner import run_bench
 from localrt.bench.workload import BenchOptions, Workload
@@ -58,7 +58,7 @@ class InProcess(ChildProcess):
     """A benchmark's child in this process, which has the driver."""
 
     def __init__(self) -> None:
-        self._requests = Requests()
+        self._requests = ChildHandlers()
 
     @property
     def pid(self) -> int:

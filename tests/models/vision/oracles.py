@@ -19,7 +19,7 @@ from localrt.loading.load import load_model
 from localrt.loading.options import LoadOptions
 from localrt.models.checkpoints.safetensors.vision import VisionFolder
 from localrt.models.vision.encoder import EncodedPicture, PreparedPicture, VisionEncoder
-from localrt.models.vision.encoder_cache import UnitReader, VisionState
+from localrt.models.vision.encoder_cache import EncoderUnitReader, VisionState
 from localrt.models.vision.picture import Picture
 from localrt.models.vision.registry import read_encoder, vision_source
 from localrt.quant.choose import all_vision_steps
@@ -52,7 +52,7 @@ def look(folder: Path, *pictures: Picture | PreparedPicture) -> Opened:
     with closing(VisionFolder(folder)) as source:
         encoder = read_encoder(source.config, source.processor)
         steps = VisionSteps(ops)
-        units = UnitReader(source, steps)
+        units = EncoderUnitReader(source, steps)
         prepared = [p if isinstance(p, PreparedPicture) else encoder.prepare(p) for p in pictures]
         return Opened(encoder, prepared, [encoder.encode(each, units, steps) for each in prepared])
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localrt.models.checkpoints.safetensors.vision import VisionFolder
-from localrt.models.vision.encoder_cache import UnitReader
+from localrt.models.vision.encoder_cache import EncoderUnitReader
 from localrt.models.vision.registry import read_encoder
 from localrt.quant.ops.vision import VisionSteps
 from localrt.quant.reference.ops import TorchOps
@@ -74,7 +74,7 @@ def test_any_settings(opened: Callable[[str], VisionFolder], data: Any, name: st
         prepared = encoder.prepare(picture(37, 50))
         with np.errstate(all="ignore"):  # pixels times a wrong number may be too large
             steps = VisionSteps(ops)
-            encoder.encode(prepared, UnitReader(source, steps), steps)
+            encoder.encode(prepared, EncoderUnitReader(source, steps), steps)
 
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)

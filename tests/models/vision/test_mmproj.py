@@ -21,7 +21,7 @@ from localrt.common.errors import CheckpointError, LocalrtError
 from localrt.models.checkpoints.gguf.vision import VisionGguf
 from localrt.models.checkpoints.safetensors.vision import VisionFolder
 from localrt.models.vision.encoder import EncodedPicture, PreparedPicture
-from localrt.models.vision.encoder_cache import UnitReader
+from localrt.models.vision.encoder_cache import EncoderUnitReader
 from localrt.models.vision.picture import Picture
 from localrt.models.vision.registry import read_encoder, vision_source
 from localrt.models.weight_files import files_nbytes
@@ -157,7 +157,7 @@ def _see(
 ) -> list[tuple[PreparedPicture, EncodedPicture]]:
     encoder = read_encoder(source.config, {**source.processor, **processor})
     steps = vision_steps(ops or TorchOps(compute_format="f32", device="cpu"))
-    units = UnitReader(source, steps)
+    units = EncoderUnitReader(source, steps)
     prepared = [encoder.prepare(each) for each in pictures]
     return [(each, encoder.encode(each, units, steps)) for each in prepared]
 

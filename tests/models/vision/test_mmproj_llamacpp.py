@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from localrt.models.checkpoints.gguf.vision import VisionGguf
-from localrt.models.vision.encoder_cache import UnitReader
+from localrt.models.vision.encoder_cache import EncoderUnitReader
 from localrt.models.vision.picture import Picture
 from localrt.models.vision.registry import read_encoder
 from localrt.quant.formats.packed import Floats
@@ -162,7 +162,7 @@ def test_rows(kind: str, size: tuple[int, int], tmp_path: Path) -> None:
         ops = TorchOps(compute_format="f32", device="cpu")
         encoder = read_encoder(source.config, source.processor)
         steps = VisionSteps(ops)
-        units = UnitReader(source, steps)
+        units = EncoderUnitReader(source, steps)
         prepared = encoder.prepare(shown)
         ours = encoder.encode(prepared, units, steps).rows
         if kind == "internvl":

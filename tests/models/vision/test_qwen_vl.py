@@ -14,7 +14,7 @@ import torch
 from localrt.common.errors import OptionError, UnsupportedModelError
 from localrt.models.checkpoints.safetensors.vision import VisionFolder
 from localrt.models.vision.encoder import EncodedPicture, VisionEncoder
-from localrt.models.vision.encoder_cache import UnitReader
+from localrt.models.vision.encoder_cache import EncoderUnitReader
 from localrt.models.vision.picture import Picture
 from localrt.models.vision.registry import read_encoder
 from localrt.quant.ops.vision import VisionSteps
@@ -34,7 +34,7 @@ def encode(
     """What the encoder makes of pictures, in float32."""
     ops = TorchOps(compute_format="f32", device="cpu")
     steps = VisionSteps(ops)
-    units = UnitReader(source, steps)
+    units = EncoderUnitReader(source, steps)
     return [encoder.encode(encoder.prepare(each), units, steps) for each in pictures]
 
 

@@ -18,7 +18,7 @@ from transformers import Lfm2VlConfig
 from localrt.common.errors import MemoryBudgetError, OptionError, UnsupportedModelError
 from localrt.models.checkpoints.safetensors.vision import VisionFolder
 from localrt.models.vision import cost
-from localrt.models.vision.encoder_cache import UnitReader
+from localrt.models.vision.encoder_cache import EncoderUnitReader
 from localrt.models.vision.picture import Picture
 from localrt.models.vision.registry import read_encoder
 from localrt.quant.choose import vision_steps
@@ -81,7 +81,7 @@ def test_products_of_a_picture(name: str, tmp_path: Path, monkeypatch: pytest.Mo
         encoder = read_encoder(source.config, source.processor)
         steps = Counting(TorchOps(compute_format="f32", device="cpu"))
         prepared = encoder.prepare(picture(224, 224))
-        encoder.encode(prepared, UnitReader(source, steps), steps)
+        encoder.encode(prepared, EncoderUnitReader(source, steps), steps)
     found = cost.picture_cost(tmp_path)
     assert found is not None
     error = 0.4 if "minicpm" in name else 0.15
@@ -125,7 +125,7 @@ def test_rows_on_a_gpu(tmp_path: Path) -> None:
     with closing(VisionFolder(tmp_path)) as source:
         encoder = read_encoder(source.config, source.processor)
         steps = vision_steps(CudaOps(device=str(DEVICE)))
-        found = encoder.encode(encoder.prepare(own), UnitReader(source, steps), steps)
+        found = encoder.encode(encoder.prepare(own), EncoderUnitReader(source, steps), steps)
     assert 0 < relative_error(found.rows, wanted.rows) < 0.03
 
 
@@ -202,7 +202,7 @@ def test_room_for_a_picture(tmp_path: Path) -> None:
     tiled = encoder.prepare(picture(250, 131))
     steps = VisionSteps(TorchOps(compute_format="f32", device="cpu"))
     with closing(VisionFolder(tmp_path)) as source:
-        units = UnitReader(source, steps, lambda nbytes, on_gpu: taken.append(nbytes))
+        units = EncoderUnitReader(source, steps, lambda nbytes, on_gpu: taken.append(nbytes))
         for prepared in (whole, tiled):
             with units.reserve(prepared):
                 assert taken[-1] > prepared.patches.nbytes
@@ -214,7 +214,7 @@ def test_room_for_a_picture(tmp_path: Path) -> None:
         raise MemoryBudgetError("full")
 
     with closing(VisionFolder(tmp_path)) as source:
-        units = UnitReader(source, steps, take)
+        units = EncoderUnitReader(source, steps, take)
         with pytest.raises(MemoryBudgetError, match="beside the model"), units.reserve(whole):
             raise AssertionError("there is no room")
 

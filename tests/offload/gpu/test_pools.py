@@ -12,7 +12,7 @@ from localrt.offload.device.gpu import Clock, Gpu
 from localrt.offload.memory import MemoryPressure
 from localrt.offload.placement import Where
 from localrt.quant.cuda.device import Ram
-from localrt.quant.cuda.memory import Block
+from localrt.quant.cuda.memory import PoolBlock
 from tests.models.tiny import tokens
 from tests.offload.gpu.fakes import FakeGpu, same_kernels
 from tests.offload.gpu.placed_on_gpu import gpu_of, on_gpu, place_on_gpu
@@ -55,7 +55,7 @@ class ScaledGpu(FakeGpu):
         super().__init__(clock, ops, capacity=capacity)
         self._memory = memory
         self._places: dict[int, int] = {}
-        self._held: list[Block] = []
+        self._held: list[PoolBlock] = []
 
     def _alloc(self, nbytes: int) -> Any:
         made = super()._alloc(nbytes)

@@ -8,7 +8,7 @@ import torch
 
 from localrt.quant.cuda.experts import (
     ENTRY,
-    Plan,
+    ExpertGroups,
     Side,
     grouped_down,
     grouped_gate_up,
@@ -61,7 +61,7 @@ def choices(rows: int, seed: int = 3) -> torch.Tensor:
     return order[:, :USED].to(torch.int32)
 
 
-def slots_of(plan: Plan) -> list[tuple[int, list[int]]]:
+def slots_of(plan: ExpertGroups) -> list[tuple[int, list[int]]]:
     """The parts that are not empty: an expert, its slots."""
     parts, slots = plan.parts.to_host().tolist(), plan.slots.to_host().tolist()
     return [(e, slots[first : first + count]) for e, first, count in parts if count]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from localrt.quant.cuda.device import Ram
 from localrt.quant.cuda.driver import device_of
-from localrt.quant.cuda.memory import Block, Pool
+from localrt.quant.cuda.memory import Pool, PoolBlock
 from localrt.quant.cuda.tensor import (
     BFLOAT16,
     FLOAT32,
@@ -112,7 +112,7 @@ class Slabs:
 def test_pools(steps: list[tuple[int, int]]) -> None:
     """Blocks lie in slabs, apart; what is given back is taken again; empty slabs go."""
     slabs = Slabs(1 << 40)
-    pool, blocks = Pool(slabs.alloc, slabs.free), dict[int, Block]()
+    pool, blocks = Pool(slabs.alloc, slabs.free), dict[int, PoolBlock]()
     for nbytes, slot in steps:
         if slot in blocks and nbytes % 2:
             del blocks[slot]
