@@ -23,9 +23,8 @@ from typing import Any, NamedTuple
 from benchmarks.common.command import cited_command, find_model, make_parser
 from benchmarks.common.memory_limit import MemoryLimit, drop_from_cache
 from benchmarks.common.record import Record, Results, captioned, markdown_table
-from localrt.bench.mix.client import Client, Target, TimedReply
 from localrt.bench.mix.mix import AppRequest
-from localrt.bench.mix.servers import Running, start
+from localrt.bench.mix.servers import Client, Running, Target, TimedReply, start
 from localrt.client.model import list_remote
 from localrt.client.servers import Address
 from localrt.common.errors import LocalrtError

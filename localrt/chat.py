@@ -307,7 +307,7 @@ class ChatSession:
         self, text: str, files: Sequence[str | Path], progress: ProgressCallback | None
     ) -> tuple[str, list[bytes]]:
         """Return the text below its files, and pictures of their pages."""
-        from localrt.documents.fitting import fitted
+        from localrt.documents.index import fitted
         from localrt.documents.reading import read_document
 
         host = self._host

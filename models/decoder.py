@@ -27,8 +27,7 @@ from localrt.models.layers.parts import (
 from localrt.models.tensor_source import EMBEDDING, HEAD
 from localrt.models.weight_store import ResidentWeights, WeightStore
 from localrt.models.weights import WeightLoader
-from localrt.quant.ops.arrays import Vector, vector_to_host
-from localrt.quant.ops.features import AFTER_LAST, Features
+from localrt.quant.ops.arrays import AFTER_LAST, Features, Vector, vector_to_host
 from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.protocol import Batch, Check, Ops, PassLostError
 

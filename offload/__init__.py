@@ -1,7 +1,7 @@
 """Runs models larger than memory: places weights, moves them, and accounts for memory.
 
 ``localrt.load`` compares a model with its budget. One that fits is loaded whole. Otherwise it is
-packed into a store, once (``store/cached.py``), and the machine is measured, once, in a process of
+packed into a store, once (``store/pack.py``), and the machine is measured, once, in a process of
 its own. The planner, from rates and bytes alone, searches ring sizes and placements by rules,
 scores them by replaying the schedule, and chooses a ``Placement``. ``pipeline/opening.py`` carries
 it out.

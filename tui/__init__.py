@@ -18,8 +18,8 @@ and it answers again. The app and ``tui/plain.py``, the same chat without a scre
 Its threads only fill plain objects. The screen reads them on a timer, at most 20 times a second and
 with at most 1 % of the processor, so that decoding never waits for drawing.
 
-``terminal.py`` restores the terminal however the app ends; ``crash.py`` saves the unsent message
-and a report.
+``terminal.py`` restores the terminal however the app ends, and saves the unsent message and a
+report of a crash.
 
 A conversation is one scrolling widget that lays out only what is visible, so its length costs
 nothing. Bindings, palette, menu and help are made from the tables in ``tui/keys.py`` and

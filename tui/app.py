@@ -38,11 +38,10 @@ from localrt.tui.chat.screen import ChatScreen
 from localrt.tui.chat.thumbnails import Graphics, find_graphics
 from localrt.tui.conversation.generation import BackgroundTask, loading
 from localrt.tui.conversation.state import ChatState, Defaults
-from localrt.tui.crash import keep_draft, take_draft, write_report
 from localrt.tui.keys import KEYS, Key, bindings, chosen_keys, rebound
 from localrt.tui.preferences import PreferencesFile, PresetsFile
 from localrt.tui.screens.dialogs import SMALLEST, Confirm, HelpScreen, Palette, TooSmall, ask
-from localrt.tui.terminal import copied_by_tool
+from localrt.tui.terminal import copied_by_tool, keep_draft, take_draft, write_report
 from localrt.tui.text import clean, explained, one_line, pasted, short_name
 from localrt.tui.themes import WithoutColor, WithoutControls, offered, register
 

@@ -1,19 +1,24 @@
-"""The terminal: pastes, the clipboard, and restoring it however the app ends.
+"""The terminal: pastes, the clipboard, restoring it however the app ends, and reports of crashes.
 
 A paste is what is between the terminal's marks, whatever that is. Text is copied with a tool of the
 desktop or tmux, which reports whether it worked. If the app is killed or crashes in native code, a
-shell script, its child, reads the end of a pipe and resets a Unix terminal.
+shell script, its child, reads the end of a pipe and resets a Unix terminal. A crash saves the
+unsent message and an error report in private files; a report names only code: values and error
+messages may contain the user's text.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import platform
 import re
 import subprocess
 import time
+import traceback
 from collections.abc import Iterable
 from contextlib import suppress
+from pathlib import Path
 from queue import Full
 from typing import TextIO, cast
 
@@ -28,6 +33,10 @@ from textual.events import Paste
 from textual.message import Message
 
 from localrt import system
+from localrt.common.errors import StorageError
+from localrt.common.files import write_text
+from localrt.common.settings import CRASH_REPORT
+from localrt.common.version import __version__
 
 _PAUSE = 3.0  # seconds; a paste that pauses so long is shown: its end may be lost
 _BURST = 0.05  # seconds; no person types so soon after a paste
@@ -239,3 +248,45 @@ class RestoringDriver(LinuxDriver):
         """Wait only a moment longer for the terminal, whose writer runs."""
         if isinstance(self._writer_thread, Writer):
             self._writer_thread.hurry()
+
+
+_DRAFT = "draft.txt"
+
+
+def write_report(error: BaseException, folder: Path | None) -> str:
+    """Write a report of where ``error`` came from; returns the line for the user."""
+    cause: BaseException | None = getattr(error, "error", error)  # a worker's error wraps another
+    line = (
+        f"the app ended because of an error in it ({type(cause).__name__}); localrt chat -c opens "
+        "the conversation again, with the message that was being written"
+    )
+    text = f"localrt {__version__}, Python {platform.python_version()}, {platform.platform()}\n"
+    while cause is not None:
+        text += f"\n{''.join(traceback.format_tb(cause.__traceback__))}{type(cause).__name__}\n"
+        cause = cause.__cause__ or cause.__context__
+    path = _keep(folder, CRASH_REPORT, text)
+    return line if path is None else f"{line}. To report it, send {path}"
+
+
+def keep_draft(folder: Path | None, text: str) -> None:
+    """Keep an unsent message for the next start."""
+    if text.strip():
+        _keep(folder, _DRAFT, text)
+
+
+def take_draft(folder: Path | None) -> str:
+    """Return the saved message and delete it; empty for none."""
+    text = ""
+    with suppress(OSError):
+        if folder is not None:
+            text = (folder / _DRAFT).read_text("utf-8", "replace")
+            (folder / _DRAFT).unlink()
+    return text
+
+
+def _keep(folder: Path | None, name: str, text: str) -> Path | None:
+    if folder is not None:
+        with suppress(StorageError):
+            write_text(folder / name, text, private=True, folder=True)
+            return folder / name
+    return None

@@ -16,10 +16,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from localrt.bench.engines import LLAMACPP_SETTINGS, Launch
 from localrt.bench.gpu import Peaks, used_nbytes
 from localrt.bench.llama_bench import NO_ROOM, LlamaBench
-from localrt.bench.process import ENGINE, ChildError, ChildProcess
+from localrt.bench.process import ENGINE, LLAMACPP_SETTINGS, ChildError, ChildProcess, Launch
 from localrt.bench.workload import (
     LONG_ANSWER,
     BenchOptions,

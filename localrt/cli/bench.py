@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
-from localrt.bench.engines import ENGINES
 from localrt.bench.gpu import forecast, wants_forecast
 from localrt.bench.mix.mix import SHIPPED, read_mix
 from localrt.bench.mix.report import to_json as mix_json
@@ -24,6 +23,7 @@ from localrt.bench.mix.report import to_table as mix_table
 from localrt.bench.mix.runner import run_mix
 from localrt.bench.mix.servers import make_servers
 from localrt.bench.page import to_html
+from localrt.bench.process import ENGINES
 from localrt.bench.report import facts, to_json, to_table, write_trace
 from localrt.bench.runner import run_bench
 from localrt.bench.sweep import KNOBS, Point, parse_sweep, run_sweep, swept

@@ -21,8 +21,7 @@ from localrt import system
 from localrt.common.closing import Closing
 from localrt.common.errors import LocalrtError, OptionError, StorageError
 from localrt.common.processes import has_helpers, helper_command
-from localrt.documents.kinds import reader_of
-from localrt.documents.page import Page
+from localrt.documents.kinds import Page, reader_of
 
 _ANSWER_NBYTES = 256 << 20  # of a page, as JSON
 _NBYTES, _SECONDS = 500 << 20, 10  # seconds of processor time: of a file, or a page if it has pages

@@ -19,7 +19,7 @@ from all2md.transforms import RemoveImagesTransform
 from docx.oxml import OxmlElement
 from docx.oxml.ns import nsmap, qn
 
-from localrt.documents.page import WINGDINGS, Page
+from localrt.documents.kinds import WINGDINGS, Page
 
 # The characters of the font Symbol from 0x20 on, where Word has no others for them.
 _SYMBOL = (

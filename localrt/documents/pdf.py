@@ -20,7 +20,7 @@ from PIL import Image
 from localrt.common.errors import OptionError
 from localrt.common.files import MOST_BYTES
 from localrt.common.forks import free_in_child
-from localrt.documents.page import Page, with_bullets
+from localrt.documents.kinds import Page, with_bullets
 
 Image.preinit()  # a confined process cannot load libraries later
 _MOST_PAGES = 20_000

@@ -17,8 +17,7 @@ from localrt.common.files import read_bytes, user_path
 from localrt.common.formatting import format_bytes, one_line
 from localrt.common.progress import Progress, ProgressCallback
 from localrt.documents.confined import DocumentReader
-from localrt.documents.kinds import MOST_READ, kind_of, read_plain
-from localrt.documents.page import Page, utf8
+from localrt.documents.kinds import MOST_READ, Page, kind_of, read_plain, utf8
 
 _MOST_TEXT = 4_000_000  # characters; a longer document can only be searched
 _PICTURES = 20  # pages of a document shown as pictures

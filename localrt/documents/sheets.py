@@ -9,7 +9,7 @@ from typing import Any
 
 import python_calamine
 
-from localrt.documents.page import Page
+from localrt.documents.kinds import Page
 
 
 def read_sheets(data: bytes) -> Page:

@@ -19,7 +19,7 @@ import turbohtml
 from striprtf.striprtf import rtf_to_text
 from turbohtml import Element, Markdown
 
-from localrt.documents.page import Page, decoded, with_bullets
+from localrt.documents.kinds import Page, decoded, with_bullets
 
 # What browsers do not show, or what is no text.
 _HIDDEN = (

@@ -16,7 +16,7 @@ from localrt.drafts.heads.dflash import BlockDecoder
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.native.session import NativeSession
 from localrt.quant.formats.packed import Floats
-from localrt.quant.ops.features import AFTER_LAST, Features
+from localrt.quant.ops.arrays import AFTER_LAST, Features
 from localrt.quant.ops.protocol import Batch, Span
 from localrt.speculative.best_first import Children, Growth
 from localrt.speculative.ngram import common_length

@@ -45,7 +45,7 @@ from localrt.offload.pipeline.caches import SplitCache
 from localrt.quant.cpu.kv import NativeKVCache
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.formats.packed import Floats
-from localrt.quant.ops.features import AFTER_LAST, CARRIED, Features
+from localrt.quant.ops.arrays import AFTER_LAST, CARRIED, Features
 from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.kv_formats import BLOCK_TOKENS
 from localrt.quant.ops.protocol import Batch, Forward, Span, implementation

@@ -45,14 +45,14 @@ from localrt.offload.account import (
     unstreamable_gpu_nbytes,
     unstreamable_nbytes,
 )
-from localrt.offload.kv.tier import KvTier
+from localrt.offload.kv.cache import KvTier
 from localrt.offload.memory import MemoryPressure, current_rss, ram_budget
 from localrt.offload.pipeline.opening import open_pipeline
 from localrt.offload.pipeline.setup import Setup
 from localrt.offload.pipeline.streamed import StreamedWeights
 from localrt.offload.placement import Where
 from localrt.offload.shapes import ModelShape, shape_from_checkpoint
-from localrt.offload.store.cached import cached_store, mend_unit
+from localrt.offload.store.pack import cached_store, mend_unit
 from localrt.planning.advice import make_forecast
 from localrt.planning.costs import expert_costs
 from localrt.planning.forecast import Forecast, PlanRequest

@@ -12,7 +12,7 @@ from dataclasses import replace
 from localrt.models.architectures import llama
 from localrt.models.architectures.family import Config, Family, GgufFacts
 from localrt.models.config import DecoderConfig, LayerNames
-from localrt.models.layers.parallel import ParallelBlock
+from localrt.models.layers.block import ParallelBlock
 from localrt.models.raw_config import RawConfig, read_mixture, with_mixture
 from localrt.quant.ops.experts import Scoring
 

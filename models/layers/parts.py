@@ -17,9 +17,17 @@ import numpy.typing as npt
 
 from localrt.models.config import DecoderConfig, Layer, Part
 from localrt.models.weights import WeightLoader
-from localrt.quant.ops.arrays import Array, Hidden, Pass, Vector, Weight, copy_to_host, large_floats
+from localrt.quant.ops.arrays import (
+    Array,
+    Features,
+    Hidden,
+    Pass,
+    Vector,
+    Weight,
+    copy_to_host,
+    large_floats,
+)
 from localrt.quant.ops.attention import AttentionSpec, AttentionWeights
-from localrt.quant.ops.features import Features
 from localrt.quant.ops.mathematics import exp, log
 from localrt.quant.ops.protocol import Batch, Check, HostRows, MlpWeights, Ops, SplitOps, is_best
 

@@ -1,4 +1,4 @@
 """Keys and values on an SSD, layer by layer: the file, the buffers, the cache and its maker.
 
-Start reading at ``tier.py``.
+Start reading at ``cache.py``.
 """

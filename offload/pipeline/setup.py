@@ -14,7 +14,7 @@ from localrt.models.config import DecoderConfig
 from localrt.models.tensor_source import EMBEDDING, HEAD
 from localrt.offload.device.gpu import Clock, Gpu
 from localrt.offload.experts.cache import ExpertCosts
-from localrt.offload.kv.tier import KvTier
+from localrt.offload.kv.cache import KvTier
 from localrt.offload.placement import Placement, Where
 from localrt.offload.reading.files import ReadMode, StoreFiles
 from localrt.quant.ops.protocol import Ops

@@ -31,9 +31,8 @@ from localrt.quant.cpu.kv import NativeKVCache
 from localrt.quant.cpu.passes import RopeTables
 from localrt.quant.cpu.weights import NativeExpertTable, locate
 from localrt.quant.formats.packed import Floats
-from localrt.quant.ops.arrays import large_floats
+from localrt.quant.ops.arrays import Features, large_floats
 from localrt.quant.ops.experts import ExpertSpec, HostShare
-from localrt.quant.ops.features import Features
 from localrt.quant.ops.protocol import Batch, Check, Forward
 
 

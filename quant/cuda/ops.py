@@ -31,11 +31,10 @@ from localrt.quant.cuda.experts import CudaExpertTable, route_rows, run_kinds
 from localrt.quant.cuda.formats import is_packed
 from localrt.quant.cuda.graph import Capture, GraphedForward, Recordings
 from localrt.quant.cuda.kv import BlockedCache, SpanNumbers, widest_mask
-from localrt.quant.cuda.linear import gate_up, linear, normed_for
+from localrt.quant.cuda.linear import Handover, gate_up, linear, normed_for, split_mlp
 from localrt.quant.cuda.products import MOST_ROWS, unpack_rows
 from localrt.quant.cuda.recurrent import RecurrentSteps
 from localrt.quant.cuda.routing import combined, on_gpu, put_rows
-from localrt.quant.cuda.split import Handover, split_mlp
 from localrt.quant.cuda.steps import (
     converted,
     gate,

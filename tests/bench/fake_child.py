@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from localrt.bench import process
-from localrt.bench.engines import Launch
+from localrt.bench.process import Launch
 from localrt.common.errors import MemoryBudgetError, MissingExtraError, UnsupportedModelError
 from localrt.engine.types import Metrics
 from tests.bench.fake_nvml import take

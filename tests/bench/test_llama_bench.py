@@ -14,9 +14,8 @@ import psutil
 import pytest
 
 from localrt.bench import gpu, llama_bench
-from localrt.bench.engines import Launch, llamacpp_core
 from localrt.bench.llama_bench import LlamaBench, PeerFailedError
-from localrt.bench.process import ChildProcess
+from localrt.bench.process import ChildProcess, Launch, llamacpp_core
 from localrt.bench.report import to_json, to_table
 from localrt.bench.runner import run_bench
 from localrt.bench.workload import BenchOptions, Outcome, Workload

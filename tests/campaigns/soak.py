@@ -19,8 +19,8 @@ from statistics import median
 
 import psutil
 
-from localrt.bench.mix.client import Client, Target, TimedReply
 from localrt.bench.mix.mix import AppRequest
+from localrt.bench.mix.servers import Client, Target, TimedReply
 from localrt.client.servers import read_address
 from localrt.common.settings import CRASH_REPORT
 from tests.campaigns.campaign import Run, campaign

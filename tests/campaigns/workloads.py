@@ -35,10 +35,10 @@ from localrt.history import History
 from localrt.hub.resolving import resolve, resolve_adapter
 from localrt.models import first_opening
 from localrt.models.checkpoints import open_checkpoint
+from localrt.offload.kv.cache import KvTier
 from localrt.offload.kv.saved import BlockFile
-from localrt.offload.kv.tier import KvTier
 from localrt.offload.store import pack_store
-from localrt.offload.store.cached import cached_store
+from localrt.offload.store.pack import cached_store
 from localrt.quant.formats.tiled import tile_tensor
 from localrt.quant.ops.states import SavedState
 from localrt.quantize.quantize import Recipe, quantize_model

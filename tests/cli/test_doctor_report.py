@@ -13,7 +13,7 @@ import pytest
 from localrt.cli import main
 from localrt.common.settings import Settings
 from localrt.hub.cache import note_use
-from localrt.tui.crash import write_report
+from localrt.tui.terminal import write_report
 
 SECRET = "hunter2"
 

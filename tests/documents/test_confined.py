@@ -38,7 +38,7 @@ def runs_in_it(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = f"""
 import sys; sys.path.insert(0, {str(ROOT)!r}); sys.argv[0:2] = []
 from localrt.documents import confined
-from localrt.documents.page import Page
+from localrt.documents.kinds import Page
 def read(data, name, pictures):
     def text():
         {code}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from localrt import ContextOverflowError, OptionError, read_document
-from localrt.documents.fitting import fitted
+from localrt.documents.index import fitted
 from tests.documents.samples import pdf
 
 PAGES = [f"Page about topic{n}. " + "More words here. " * 20 for n in range(40)]

@@ -27,7 +27,7 @@ from localrt import (
 from localrt.documents import index as indexes
 from localrt.documents.confined import DocumentReader
 from localrt.documents.index import pieces
-from localrt.documents.page import Page
+from localrt.documents.kinds import Page
 from tests.documents.samples import pdf
 
 

@@ -17,7 +17,7 @@ from localrt.drafts.head_draft import HeadDraft
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.options import Options
 from localrt.models.checkpoints import open_checkpoint
-from localrt.offload.kv.tier import KvTier
+from localrt.offload.kv.cache import KvTier
 from localrt.offload.store import pack_store
 from localrt.quant.cpu.kv import NativeKVCache
 from localrt.quant.cpu.ops import NativeOps

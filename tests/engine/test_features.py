@@ -15,7 +15,7 @@ import transformers
 import localrt
 from localrt.engine.native import session as sessions
 from localrt.engine.native.engine import NativeEngine
-from localrt.quant.ops.features import AFTER_LAST, Features
+from localrt.quant.ops.arrays import AFTER_LAST, Features
 from localrt.quant.ops.protocol import Batch
 from localrt.speculative.tree import TokenTree
 from tests.conftest import needs_kernels

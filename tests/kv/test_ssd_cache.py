@@ -22,8 +22,8 @@ from localrt.common.files import PAGE
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
+from localrt.offload.kv.cache import KvTier
 from localrt.offload.kv.file import IoThread, KvFile
-from localrt.offload.kv.tier import KvTier
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.kv_formats import KV_FORMATS, CacheFormat
 from localrt.quant.ops.protocol import Batch, Span

@@ -18,7 +18,7 @@ from localrt.models.decoder import Decoder, FinalNorm
 from localrt.models.raw_config import with_default_values
 from localrt.models.registry import ARCHITECTURES, read_config
 from localrt.quant.choose import missing_on_gpu
-from localrt.quant.ops.features import AFTER_LAST, Features
+from localrt.quant.ops.arrays import AFTER_LAST, Features
 from localrt.quant.ops.protocol import Batch, Span
 from localrt.quant.reference.ops import TorchOps
 from tests.models.make_gguf import write_tiny_gguf

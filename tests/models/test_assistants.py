@@ -12,7 +12,7 @@ from localrt.common.errors import UnsupportedModelError
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.checkpoints.opening import is_head
 from localrt.models.decoder import FinalNorm
-from localrt.quant.ops.features import AFTER_LAST, CARRIED, Features
+from localrt.quant.ops.arrays import AFTER_LAST, CARRIED, Features
 from localrt.quant.ops.protocol import Batch, Span
 from tests.models.make_gguf import write_tiny_gguf
 from tests.models.test_heads import load_block

@@ -20,7 +20,7 @@ from localrt.drafts.heads.files import prediction_notes
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder
 from localrt.models.registry import read_config
-from localrt.offload.kv.tier import KvTier
+from localrt.offload.kv.cache import KvTier
 from localrt.offload.placement import KvPlace
 from localrt.quant.choose import make_ops
 from localrt.quant.cpu.ops import NativeOps

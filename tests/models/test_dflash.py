@@ -13,7 +13,7 @@ from localrt.common.errors import CheckpointError, LocalrtError, UnsupportedMode
 from localrt.drafts.heads.dflash import BlockDecoder
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.checkpoints.opening import is_head
-from localrt.quant.ops.features import AFTER_LAST, Features
+from localrt.quant.ops.arrays import AFTER_LAST, Features
 from localrt.quant.ops.protocol import Batch, Span
 from tests.models.test_heads import load_block
 from tests.models.tiny import edited, load_ours, relative_error, save_tiny, tokens

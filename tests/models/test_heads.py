@@ -24,7 +24,7 @@ from localrt.models.checkpoints import open_checkpoint
 from localrt.models.checkpoints.opening import is_head
 from localrt.models.decoder import Decoder, FinalNorm
 from localrt.planning.models import shape_of
-from localrt.quant.ops.features import AFTER_LAST, Features
+from localrt.quant.ops.arrays import AFTER_LAST, Features
 from localrt.quant.ops.protocol import Batch, Span
 from tests.checkpoints.make_gguf import packed_rows, write_gguf
 from tests.models.make_gguf import write_tiny_gguf

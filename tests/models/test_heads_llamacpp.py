@@ -17,7 +17,7 @@ import pytest
 
 from localrt.drafts.heads.dflash import BlockDecoder
 from localrt.models.decoder import FinalNorm
-from localrt.quant.ops.features import AFTER_LAST, CARRIED, Features
+from localrt.quant.ops.arrays import AFTER_LAST, CARRIED, Features
 from localrt.quant.ops.protocol import Batch, Span
 from tests.models.make_gguf import write_tiny_gguf
 from tests.models.test_heads import BLOCKS, IDS, load_block

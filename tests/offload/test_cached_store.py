@@ -16,7 +16,7 @@ import pytest
 
 from localrt.common.errors import CancelledError, StorageError
 from localrt.models.checkpoints import open_checkpoint
-from localrt.offload.store.cached import cached_store, store_folder
+from localrt.offload.store.pack import cached_store, store_folder
 from localrt.quant.formats.tiled import tile_tensor
 from tests.conftest import needs_kernels
 from tests.store.synthetic import SyntheticCheckpoint
@@ -145,7 +145,7 @@ CHILD = """
     import hashlib, sys
     from contextlib import closing
     from pathlib import Path
-    from localrt.offload.store.cached import cached_store
+    from localrt.offload.store.pack import cached_store
     from tests.offload.placed import Model, extend, passing
     from tests.store.synthetic import SyntheticCheckpoint
 

@@ -11,7 +11,7 @@ import pytest
 
 from localrt.common.errors import CancelledError
 from localrt.offload.experts.cache import ExpertCosts
-from localrt.offload.kv.tier import KvTier
+from localrt.offload.kv.cache import KvTier
 from localrt.offload.placement import Where
 from localrt.offload.shapes import shape_from_checkpoint
 from localrt.quant.cpu.ops import NativeOps

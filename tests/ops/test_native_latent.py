@@ -16,7 +16,7 @@ from localrt.common.errors import OptionError
 from localrt.models.checkpoints import StoreCheckpoint, open_checkpoint
 from localrt.models.decoder import Decoder
 from localrt.models.registry import read_config
-from localrt.offload.kv.tier import KvTier
+from localrt.offload.kv.cache import KvTier
 from localrt.quant.choose import make_ops
 from localrt.quant.cpu.kv import move_rows
 from localrt.quant.cpu.ops import NativeOps

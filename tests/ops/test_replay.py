@@ -15,7 +15,7 @@ from localrt.models.decoder import Decoder
 from localrt.quant.cpu import ops as native_ops
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cpu.replay import ReplayedForward
-from localrt.quant.ops.features import AFTER_LAST, Features
+from localrt.quant.ops.arrays import AFTER_LAST, Features
 from localrt.quant.ops.protocol import Batch, Span
 from tests.conftest import needs_kernels
 from tests.models.tiny import CONFIGS, load_ours, tokens

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from localrt.models.decoder import Decoder
-from localrt.offload.kv.tier import KvTier
+from localrt.offload.kv.cache import KvTier
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.protocol import Batch

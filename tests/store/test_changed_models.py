@@ -20,7 +20,7 @@ from localrt.common.errors import CancelledError
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.checkpoints.store.manifest import read_manifest
 from localrt.models.weight_files import MANIFEST_NAME, model_stamp
-from localrt.offload.store.cached import cached_store
+from localrt.offload.store.pack import cached_store
 from localrt.quant.formats.tiled import tile_tensor
 from localrt.quantize.quantize import Recipe, quantize_model
 from tests.models.make_gguf import write_tiny_gguf

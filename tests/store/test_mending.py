@@ -10,8 +10,8 @@ import pytest
 
 from localrt.common.errors import CheckpointError
 from localrt.models.checkpoints import StoreCheckpoint, open_checkpoint
-from localrt.offload.store import cached, pack_store
-from localrt.offload.store.cached import mend_unit
+from localrt.offload.store import pack, pack_store
+from localrt.offload.store.pack import mend_unit
 from tests.models.tiny import save_tiny
 from tests.real_models import real_model
 
@@ -74,7 +74,7 @@ def test_unwritable_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(cached.os, "fsync", full)
-    monkeypatch.setattr(cached, "discard_store", full)
+    monkeypatch.setattr(pack.os, "fsync", full)
+    monkeypatch.setattr(pack, "discard_store", full)
     with pytest.raises(CheckpointError, match=r"damaged, and cannot .*No space left"):
         mend_unit(model, out, unit, np.zeros(unit.nbytes, np.uint8))

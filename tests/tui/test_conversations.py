@@ -13,8 +13,7 @@ from textual.widgets import Input, OptionList, Static
 from localrt import History
 from localrt.common.errors import StorageError
 from localrt.tui.chat.blocks import Styles, UserTurn
-from localrt.tui.screens.conversations import ConversationsScreen
-from localrt.tui.screens.dialogs import Ask, Confirm
+from localrt.tui.screens.dialogs import Ask, Confirm, ConversationsScreen
 from tests.tui import screen
 from tests.tui.conftest import Opening, asked, cleared, running, until
 from tests.tui.fakes import FakeModel
@@ -99,7 +98,7 @@ async def test_context_of_a_branch(
 async def test_list_search_open_new(
     model: FakeModel, opening: Opening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("localrt.tui.screens.conversations._PAUSE", 60.0)
+    monkeypatch.setattr("localrt.tui.screens.dialogs._PAUSE", 60.0)
     async with running(model, history=opening) as (app, pilot):
         await asked(pilot, "About whales")
         await pilot.press("ctrl+n")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from localrt.documents import index, reading
-from localrt.documents.page import Page
+from localrt.documents.kinds import Page
 from localrt.tui import ChatApp
 from localrt.tui.loading_line import WorkLine
 from tests.documents.samples import RED, pdf

@@ -19,8 +19,7 @@ import pytest
 from textual.drivers._writer_thread import MAX_QUEUED_WRITES
 
 from localrt import History
-from localrt.tui.crash import keep_draft
-from localrt.tui.terminal import Writer
+from localrt.tui.terminal import Writer, keep_draft
 from tests.waits import wait_for
 
 ROOT = Path(__file__).resolve().parent.parent.parent

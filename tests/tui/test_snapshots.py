@@ -20,7 +20,7 @@ from localrt.tui.chat.blocks import AnswerBlock
 from localrt.tui.chat.panel import LivePanel
 from localrt.tui.loading_line import LoadingLine
 from localrt.tui.preferences import Preset
-from localrt.tui.screens.conversations import ConversationsScreen
+from localrt.tui.screens.dialogs import ConversationsScreen
 from localrt.tui.screens.models import ModelsScreen
 from localrt.tui.screens.settings import SettingsScreen
 from tests.tui import screen

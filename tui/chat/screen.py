@@ -43,8 +43,7 @@ from localrt.tui.conversation.state import ChatState, Session
 from localrt.tui.inputs import TextArea
 from localrt.tui.keys import bindings
 from localrt.tui.loading_line import LoadingLine, WorkLine
-from localrt.tui.screens.conversations import NEW, ConversationsScreen
-from localrt.tui.screens.dialogs import Ask, AskCall, Choose, Confirm, ask
+from localrt.tui.screens.dialogs import NEW, Ask, AskCall, Choose, Confirm, ConversationsScreen, ask
 from localrt.tui.text import one_line
 
 if TYPE_CHECKING:

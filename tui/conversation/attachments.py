@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from localrt.common.errors import OptionError, StorageError
 from localrt.common.files import read_bytes, user_path
 from localrt.common.formatting import format_bytes
-from localrt.documents.fitting import fitted
-from localrt.documents.page import Page
+from localrt.documents.index import fitted
+from localrt.documents.kinds import Page
 from localrt.documents.reading import Document, read_document
 from localrt.history.pictures import (
     LARGEST_PICTURE,

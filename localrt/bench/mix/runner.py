@@ -15,10 +15,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from localrt.bench.mix.client import Client, TimedReply
 from localrt.bench.mix.mix import App, AppRequest, Goals, Mix, arrivals, marked, session
 from localrt.bench.mix.neighbours import RunningNeighbour
-from localrt.bench.mix.servers import Running, Server
+from localrt.bench.mix.servers import Client, Running, Server, TimedReply
 from localrt.bench.sampling import Sampler, Samples
 from localrt.common.errors import LocalrtError
 from localrt.common.formatting import format_seconds

@@ -19,8 +19,7 @@ from localrt.models.layers.parts import Head, PassState
 from localrt.models.raw_config import RawConfig
 from localrt.models.tensor_source import EMBEDDING, HEAD
 from localrt.models.weights import WeightLoader
-from localrt.quant.ops.arrays import Weight
-from localrt.quant.ops.features import AFTER_LAST, CARRIED
+from localrt.quant.ops.arrays import AFTER_LAST, CARRIED, Weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from localrt.common.errors import UnsupportedModelError
 from localrt.models.config import DecoderConfig
 from localrt.models.tensor_source import HEAD
-from localrt.quant.ops.features import AFTER_LAST
+from localrt.quant.ops.arrays import AFTER_LAST
 
 Ints = npt.NDArray[np.int64]
 FUSION = "model.fc.weight"

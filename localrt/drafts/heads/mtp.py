@@ -13,8 +13,7 @@ from localrt.models.layers.parts import PassState
 from localrt.models.registry import read_config
 from localrt.models.tensor_source import Checkpoint
 from localrt.models.weights import WeightLoader
-from localrt.quant.ops.arrays import Vector, Weight
-from localrt.quant.ops.features import AFTER_LAST
+from localrt.quant.ops.arrays import AFTER_LAST, Vector, Weight
 
 
 @dataclass(frozen=True, slots=True, eq=False)

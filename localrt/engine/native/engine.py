@@ -29,15 +29,14 @@ from localrt.common.errors import (
 from localrt.common.formatting import format_bytes
 from localrt.common.option_names import option
 from localrt.engine.native.meters import RamForecast, RamMeter, RecentRates
-from localrt.engine.native.rows import rows_of_pass
-from localrt.engine.native.session import NativeSession
+from localrt.engine.native.session import NativeSession, rows_of_pass
 from localrt.engine.protocol import Engine, EngineInfo, EngineSession, Forecaster, Logits, Speeds
 from localrt.models.decoder import Decoder, FinalNorm
 from localrt.models.weight_store import GpuUse, WeightStore
 from localrt.offload.account import PREFILL_ROWS
 from localrt.offload.memory import ram_budget
 from localrt.quant.ops.adapters import Adapter, AdapterTable, LowRank, Mix
-from localrt.quant.ops.features import AFTER_LAST, Features
+from localrt.quant.ops.arrays import AFTER_LAST, Features
 from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.protocol import Batch, Check, Forward, Ops
 from localrt.speculative.tree import TokenTree

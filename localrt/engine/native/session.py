@@ -1,12 +1,15 @@
-"""One sequence on the native engine: its tokens, its KV cache, and the rows of an open tree.
+"""One sequence on the native engine: its tokens, its KV cache, and its rows in a pass.
 
-With ``record_features`` it also keeps its tokens' features, for draft heads that read them.
-The engine runs the passes. A session does not know weights, text or sampling.
+The rows of a pass of several sessions have positions and what each attends to, along an open tree
+too. With ``record_features`` a session also keeps its tokens' features, for draft heads that read
+them. The engine runs the passes. A session does not know weights, text or sampling.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -18,12 +21,15 @@ from localrt.models.weight_store import PipelineCounts
 from localrt.offload.account import pass_logits_nbytes
 from localrt.quant.formats.packed import Bytes
 from localrt.quant.ops.adapters import Mix
-from localrt.quant.ops.features import AFTER_LAST, Features
+from localrt.quant.ops.arrays import AFTER_LAST, Features
 from localrt.quant.ops.kv import BlockCache, FillBlocks, KVCache, ReadBlocks
 from localrt.quant.ops.kv_formats import BLOCK_TOKENS
-from localrt.quant.ops.protocol import Check
+from localrt.quant.ops.protocol import Batch, Check, Span
 from localrt.quant.ops.states import SavedState
-from localrt.speculative.tree import TokenTree
+from localrt.speculative.tree import Ints, TokenTree
+
+if TYPE_CHECKING:
+    from localrt.models.vision.encoder_cache import VisionState
 
 Rows = npt.NDArray[np.float32]
 
@@ -315,3 +321,49 @@ def _copied(source: BlockCache) -> ReadBlocks:
         return len(room)
 
     return read
+
+
+def rows_of_pass(
+    sessions: Sequence[NativeSession],
+    tokens: Sequence[Ints],
+    trees: Sequence[TokenTree],
+    vision: VisionState | None,
+) -> tuple[Batch, list[int]]:
+    """Return the batch that appends ``tokens`` to each session, and each one's ``shift`` after it.
+
+    The first sessions, one for each of ``trees``, append a token and then the tree's nodes.
+    """
+    positions, axes, shifts, spans = [], [], [], []
+    for session, ids, tree in zip_longest(sessions, tokens, trees):
+        held, shift, own, ahead = len(session.tokens), session.shift, None, None
+        session.cache.trim(held)
+        alone = tree is None or not len(tree)
+        if not alone:
+            at = held - shift
+            places = np.concatenate([[at], tree.positions(at)])
+        elif vision is None:
+            places = np.arange(held, held + len(ids))
+        else:
+            own, places, shift = vision.positions(ids, held, shift)
+            ahead = vision.ahead(ids)
+        positions.append(places)
+        axes.append(own)
+        shifts.append(shift)
+        mask = None if alone else tree.pass_mask()
+        windows = vision is not None and vision.encoder.full_layers_causal
+        spans.append(Span(session.cache, len(ids), mask, ahead, windows))
+    batch = Batch(
+        np.concatenate(tokens),
+        np.concatenate(positions),
+        tuple(spans),
+        axes=_joined_axes(axes, positions),
+    )
+    return batch, shifts
+
+
+def _joined_axes(axes: Sequence[Ints | None], positions: Sequence[Ints]) -> Ints | None:
+    """The positions of all sequences on three axes; None if the axes are equal in all."""
+    if all(own is None for own in axes):
+        return None
+    parts = zip(axes, positions, strict=True)
+    return np.concatenate([np.repeat(p[None], 3, 0) if a is None else a for a, p in parts], 1)

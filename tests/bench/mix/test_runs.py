@@ -15,11 +15,18 @@ import psutil
 import pytest
 
 from localrt.bench.mix import runner
-from localrt.bench.mix.client import Client, Target, TimedReply
 from localrt.bench.mix.mix import App, AppRequest, Goals, Mix, Neighbour
 from localrt.bench.mix.report import to_json, to_table
 from localrt.bench.mix.runner import MixOutcome, Outcome, run_mix
-from localrt.bench.mix.servers import LlamaServer, Localrt, RunningServer, make_servers
+from localrt.bench.mix.servers import (
+    Client,
+    LlamaServer,
+    Localrt,
+    RunningServer,
+    Target,
+    TimedReply,
+    make_servers,
+)
 from localrt.client.servers import read_address
 from localrt.common.errors import LocalrtError, OptionError
 from localrt.offload import hardware

@@ -17,7 +17,7 @@ from localrt.models.decoder import Decoder
 from localrt.offload.placement import Where
 from localrt.quant.cuda.driver import Cuda, Graph
 from localrt.quant.cuda.ops import CudaOps
-from localrt.quant.ops.features import AFTER_LAST, Features
+from localrt.quant.ops.arrays import AFTER_LAST, Features
 from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.protocol import Batch, Span
 from tests.driver.inside.conftest import Kernels, once

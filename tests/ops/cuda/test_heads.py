@@ -10,7 +10,7 @@ import pytest
 from localrt.drafts.heads.dflash import BlockDecoder
 from localrt.models.decoder import FinalNorm
 from localrt.quant.cuda.ops import CudaOps
-from localrt.quant.ops.features import Features
+from localrt.quant.ops.arrays import Features
 from localrt.quant.ops.protocol import Batch, Span
 from tests.models.test_heads import IDS, TinyBlock, TinyEagle3, load_block
 from tests.models.tiny import load_ours, relative_error, save_tiny
