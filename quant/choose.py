@@ -14,7 +14,7 @@ from localrt.quant.cpu.abi import find_library
 from localrt.quant.ops.attention import HOST_SPECS, IndexSpec, LatentSpec, Needed
 from localrt.quant.ops.hybrid_cache import split_layers
 from localrt.quant.ops.kv_formats import parse_kv_format
-from localrt.quant.ops.protocol import LayerSpec, Ops, implementation, opaque
+from localrt.quant.ops.protocol import LayerSpec, Ops, implementation
 from localrt.quant.ops.recurrent import RecurrentSpec
 from localrt.quant.ops.vision import VisionSteps
 
@@ -62,7 +62,7 @@ def make_ops(
                 f"bits; leave it out, or use {option('format', 'bf16')}"
             )
         cache_format(split_layers(attention)[0], kept)  # raises if the two cannot be combined
-        return opaque(NativeOps(threads=threads, kv_format=kept))
+        return NativeOps(threads=threads, kv_format=kept)
     on_gpu = device.startswith("cuda") and compute_format is None
     if kept != "bf16" and (latent or not on_gpu):
         raise OptionError(_no_kv_format(kv_format))
@@ -82,7 +82,7 @@ def make_ops(
             from localrt.quant.cuda.ops import CudaOps
 
             fine = activations == "bf16"
-            return opaque(CudaOps(device=f"cuda:{index}", kv_format=kept, fine=fine))
+            return CudaOps(device=f"cuda:{index}", kv_format=kept, fine=fine)
     try:
         import torch
     except ImportError as error:
@@ -103,7 +103,7 @@ def make_ops(
                 f"use {option('device', 'cpu')}, or {option('format', 'bf16')} for a GPU "
                 "that holds the model unpacked"
             )
-    return opaque(TorchOps(compute_format=compute_format or "bf16", device=device, threads=threads))
+    return TorchOps(compute_format=compute_format or "bf16", device=device, threads=threads)
 
 
 def vision_steps(ops: Ops) -> VisionSteps:
@@ -130,7 +130,7 @@ def all_vision_steps(implementations: Sequence[Ops]) -> list[VisionSteps]:
     if host is None and find_library() is not None:
         from localrt.quant.cpu.ops import NativeOps
 
-        host = opaque(NativeOps())
+        host = NativeOps()
     usable = [*on_gpu[:1], *([] if host is None else [host])]
     return [vision_steps(ops) for ops in usable or implementations[:1]]
 

@@ -26,7 +26,7 @@ from localrt.engine.protocol import Logits
 from localrt.evaluate import Tally, Windows, log_softmax, text_windows
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.registry import load_decoder, read_config
-from localrt.quant.ops.protocol import Batch, opaque
+from localrt.quant.ops.protocol import Batch
 from localrt.quant.reference.ops import TorchOps
 
 _PIECE = 8000  # characters per source file: many files, so that no single style dominates
@@ -191,7 +191,7 @@ def _decoder(source: Path, ctx: int) -> Any:
     """The model in torch, its weights unpacked to float32."""
     with closing(open_checkpoint(source)) as checkpoint:
         config = read_config(checkpoint, context=ctx)
-        return load_decoder(checkpoint, opaque(TorchOps(compute_format="f32")), config)
+        return load_decoder(checkpoint, TorchOps(compute_format="f32"), config)
 
 
 def _logits(decoder: Any, tokens: Sequence[int], first: int) -> Iterator[Logits]:

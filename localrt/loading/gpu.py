@@ -21,7 +21,7 @@ from localrt.planning.machine import GpuProfile, MachineProfile
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cuda.gpu_cache import GpuRates
 from localrt.quant.ops.kv_formats import parse_kv_format
-from localrt.quant.ops.protocol import Ops, implementation, opaque
+from localrt.quant.ops.protocol import Ops, implementation
 
 _CONTEXT_PART_NBYTES = 4 << 20  # per multiprocessor of a large GPU: 527 MB for an H100's 132
 # An unmeasured GPU's memory rate is that of copies within it: reading alone is about as fast.
@@ -119,7 +119,7 @@ def _cuda(
         flops = _ARITHMETIC_PER_BYTE * memory
         profile = GpuProfile(name=copies.name, vram_bytes=capacity, bytes_s=memory, flops=flops)
     return OpenGpu(
-        host_ops=opaque(host),
+        host_ops=host,
         gpu=CudaGpu(clock, ops, copies, capacity=capacity),
         clock=clock,
         capacity=capacity,

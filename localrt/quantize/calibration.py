@@ -42,7 +42,7 @@ from localrt.models.tokenizers import load_tokenizer
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.arrays import Hidden
-from localrt.quant.ops.protocol import Batch, Check, opaque
+from localrt.quant.ops.protocol import Batch, Check
 
 if TYPE_CHECKING:
     from localrt.models.checkpoints import Checkpoint
@@ -176,7 +176,7 @@ class HiddenStates:
         """Load a layer's parts with the weights of ``checkpoint``."""
         with self.ops.scope():
             weights, parts = (
-                WeightLoader(checkpoint, opaque(self.ops)),
+                WeightLoader(checkpoint, self.ops),
                 list[Residual | SideBySide](),
             )
             if self._config.memory_of(layer):
@@ -184,9 +184,7 @@ class HiddenStates:
             if self._config.has_mlp(layer):
                 experts = ResidentExperts()
                 parts.append(
-                    _last(
-                        load_resident_mlp(self._config, layer, weights, opaque(self.ops), experts)
-                    )
+                    _last(load_resident_mlp(self._config, layer, weights, self.ops, experts))
                 )
             return parts
 
@@ -196,7 +194,7 @@ class HiddenStates:
         with self.ops.scope():
             for x, batch in zip(hidden, self._batches, strict=True):
                 self._check()
-                ops = opaque(self.ops)
+                ops = self.ops
                 state = PassState(ops, ops.begin(batch), cast(Hidden, x))
                 for part in parts:
                     part(state)
@@ -212,7 +210,7 @@ class HiddenStates:
         chosen = [np.arange(_EVERY - 1, len(batch.tokens), _EVERY) for batch in self._batches]
         # No scope is held across a yield: two such iterators may alternate.
         with self.ops.scope():
-            found = load_norm(config, WeightLoader(checkpoint, opaque(self.ops)))
+            found = load_norm(config, WeightLoader(checkpoint, self.ops))
             norm = cast("Tensor | None", found)
         for start in range(0, config.vocab_size, _VOCAB_ROWS):
             stop = min(config.vocab_size, start + _VOCAB_ROWS)

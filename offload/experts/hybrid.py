@@ -113,7 +113,7 @@ class RecordedPass:
     demanded = False
     check: Check | None = None
 
-    def __init__(self, routed: Routed, share: HostShare[Array]) -> None:
+    def __init__(self, routed: Routed, share: HostShare) -> None:
         self.routed, self.share = routed, share
         self.routing, self.slots_array = share.routing, share.slots
         self.label = f"layers.{routed.layer}.experts"
@@ -209,7 +209,7 @@ class RecordedLayers:
         self._experts.compute_absent(layer)
         layer.share.words.done[0] = layer.share.words.turn[0]
 
-    def _await(self, share: HostShare[Array], check: Check | None) -> None:
+    def _await(self, share: HostShare, check: Check | None) -> None:
         """Wait for the GPU's ticket."""
         words, looked = share.words, time.perf_counter()
         while words.ticket[0] != words.turn[0]:

@@ -47,16 +47,9 @@ from localrt.quant.cpu.passes import (
 from localrt.quant.cpu.replay import NativeSharedLayers, ReplayedForward, Tape
 from localrt.quant.cpu.streams import StreamSteps
 from localrt.quant.cpu.weights import (
-    AttentionWeights,
-    ExpertTable,
-    IndexWeights,
-    LatentWeights,
-    MlpWeights,
     NativeExpertTable,
     NativeVector,
     NativeWeight,
-    RecurrentWeights,
-    RouterWeights,
     Tiler,
     address_of,
     build_weight,
@@ -69,8 +62,23 @@ from localrt.quant.formats.tiled import TiledTensor, padded_rows, tile_tensor
 from localrt.quant.methods.rotation import widened_format
 from localrt.quant.ops.adapters import AdapterTable, head_deltas
 from localrt.quant.ops.arrays import Regions, large_floats
-from localrt.quant.ops.attention import AttentionSpec, IndexSpec, LatentSpec, Rope
-from localrt.quant.ops.experts import ExpertSpec, HostShare, RouterSpec, Routing
+from localrt.quant.ops.attention import (
+    AttentionSpec,
+    AttentionWeights,
+    IndexSpec,
+    IndexWeights,
+    LatentSpec,
+    LatentWeights,
+    Rope,
+)
+from localrt.quant.ops.experts import (
+    ExpertSpec,
+    ExpertTable,
+    HostShare,
+    RouterSpec,
+    RouterWeights,
+    Routing,
+)
 from localrt.quant.ops.hybrid_cache import HybridCache, split_layers, states_of
 from localrt.quant.ops.kv import KVCache, grown_capacity
 from localrt.quant.ops.kv_formats import CacheFormat
@@ -80,10 +88,11 @@ from localrt.quant.ops.protocol import (
     IndexOps,
     LayerSpec,
     MlpSpec,
+    MlpWeights,
     ParallelOps,
     StreamOps,
 )
-from localrt.quant.ops.recurrent import RecurrentSpec
+from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
 from localrt.quant.ops.states import StateCache, StateLayout
 from localrt.quant.ops.streams import rows_of_tokens
 
@@ -93,9 +102,9 @@ _PLACES = 8  # arrays whose addresses are remembered
 
 class NativeOps(
     StreamSteps,
-    StreamOps[Floats, Floats, NativeWeight, NativeVector, NativePass],
-    IndexOps[Floats, Floats, NativeWeight, NativeVector, NativePass],
-    ParallelOps[Floats, NativeVector],
+    StreamOps,
+    IndexOps,
+    ParallelOps,
 ):
     """See the ``Ops`` protocol. ``isa`` forces a code path (``"portable"``, ``"avx2"``, ...).
 
@@ -516,7 +525,7 @@ class NativeOps(
             raise ValueError(f"expert {missing} is asked for, but is not in the table")
 
     def shared_layers(
-        self, layers: Sequence[tuple[HostShare[Any], NativeExpertTable, ExpertSpec]]
+        self, layers: Sequence[tuple[HostShare, NativeExpertTable, ExpertSpec]]
     ) -> NativeSharedLayers:
         return NativeSharedLayers(self._api, self._handle, layers)
 

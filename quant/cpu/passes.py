@@ -27,22 +27,25 @@ from localrt.quant.cpu.abi import (
 )
 from localrt.quant.cpu.kv import NativeKVCache
 from localrt.quant.cpu.weights import (
-    AttentionWeights,
-    IndexWeights,
-    LatentWeights,
-    MlpWeights,
     NativeVector,
-    RecurrentWeights,
     address_of,
     kept_args,
 )
 from localrt.quant.formats.packed import Floats
-from localrt.quant.ops.attention import AttentionSpec, IndexSpec, LatentSpec, Rope
+from localrt.quant.ops.attention import (
+    AttentionSpec,
+    AttentionWeights,
+    IndexSpec,
+    IndexWeights,
+    LatentSpec,
+    LatentWeights,
+    Rope,
+)
 from localrt.quant.ops.hybrid_cache import begin_states, kv_of
 from localrt.quant.ops.kv_formats import BLOCK_TOKENS
 from localrt.quant.ops.mathematics import turns
-from localrt.quant.ops.protocol import Batch, MlpSpec, Span
-from localrt.quant.ops.recurrent import RecurrentSpec
+from localrt.quant.ops.protocol import Batch, MlpSpec, MlpWeights, Span
+from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
 from localrt.quant.ops.states import StatePass
 
 RopeTables: TypeAlias = dict[tuple[int, int], tuple[Rope, NativeVector, NativeVector]]

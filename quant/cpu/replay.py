@@ -259,7 +259,7 @@ class NativeSharedLayers:
         self,
         library: Any,
         handle: Any,
-        layers: Sequence[tuple[HostShare[Any], NativeExpertTable, ExpertSpec]],
+        layers: Sequence[tuple[HostShare, NativeExpertTable, ExpertSpec]],
     ) -> None:
         self._library, self._handle = library, handle
         self._args = (SharedLayer * len(layers))()

@@ -16,18 +16,20 @@ from localrt.quant.cpu.abi import (
 )
 from localrt.quant.cpu.passes import NativePass
 from localrt.quant.cpu.weights import (
-    ConnectionWeights,
-    InputGateWeights,
-    InputProjection,
     NativeVector,
-    NgramWeights,
     address_of,
     locate,
 )
 from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.hybrid_cache import states_of
 from localrt.quant.ops.recurrent import RecurrentSpec
-from localrt.quant.ops.streams import InputGateSpec
+from localrt.quant.ops.streams import (
+    ConnectionWeights,
+    InputGateSpec,
+    InputGateWeights,
+    InputProjection,
+    NgramWeights,
+)
 
 
 class StreamSteps:

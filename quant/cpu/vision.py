@@ -21,7 +21,7 @@ from localrt.quant.ops.vision import VisionActivation, VisionSteps
 _WIDEST_HEAD = 256  # MAX_VISION_HEAD in csrc/vision.h
 
 
-class NativeVision(VisionSteps[NativeWeight, NativeVector]):
+class NativeVision(VisionSteps):
     """See ``VisionSteps``."""
 
     def __init__(self, ops: NativeOps) -> None:

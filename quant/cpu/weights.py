@@ -33,9 +33,13 @@ from localrt.quant.formats.codebook import CODEBOOKS
 from localrt.quant.formats.packed import Bytes, Format, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor, padded_rows, tile, tile_span, whole_tiles
 from localrt.quant.methods.rotation import widened
-from localrt.quant.ops import attention, experts, protocol, recurrent, streams
 from localrt.quant.ops.arrays import Regions
-from localrt.quant.ops.experts import ExpertSpec, RouterSpec
+from localrt.quant.ops.experts import (
+    ExpertSpec,
+    ExpertWeights,
+    RouterSpec,
+    RouterWeights,
+)
 
 
 @dataclass(slots=True)
@@ -294,15 +298,3 @@ def route_args(weights: RouterWeights, spec: RouterSpec) -> RouteArgs:
 
 
 # Types of the steps' weights as they are kept here; objects are made by the classes themselves.
-AttentionWeights = attention.AttentionWeights[NativeWeight, NativeVector]
-LatentWeights = attention.LatentWeights[NativeWeight, NativeVector]
-IndexWeights = attention.IndexWeights[NativeWeight, NativeVector]
-ConnectionWeights = streams.ConnectionWeights[NativeWeight, NativeVector]
-InputProjection = streams.InputProjection[NativeWeight, NativeVector]
-InputGateWeights = streams.InputGateWeights[NativeWeight, NativeVector]
-NgramWeights = streams.NgramWeights[NativeWeight, NativeVector]
-RouterWeights = experts.RouterWeights[NativeWeight, NativeVector]
-ExpertWeights = experts.ExpertWeights[NativeWeight, NativeVector]
-RecurrentWeights = recurrent.RecurrentWeights[NativeWeight, NativeVector]
-MlpWeights = protocol.MlpWeights[NativeWeight, NativeVector]
-ExpertTable = experts.ExpertTable[NativeWeight, NativeVector]

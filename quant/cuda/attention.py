@@ -25,12 +25,13 @@ from localrt.quant.cuda.programs import Program
 from localrt.quant.cuda.steps import norm, norm_gate, rotary, rotate_blocks
 from localrt.quant.cuda.stream import CudaPass, Stream
 from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32, UINT8, Dtype, Tensor, empty, upload, zeros
-from localrt.quant.cuda.weight import AttentionWeights, LatentWeights
 from localrt.quant.ops.attention import (
     RUN,
     AttentionSpec,
     AttentionTemperature,
+    AttentionWeights,
     LatentSpec,
+    LatentWeights,
     Rope,
     rows_together,
     run_nbytes,

@@ -47,11 +47,21 @@ from localrt.quant.cuda.tensor import (
     upload,
     zeros,
 )
-from localrt.quant.cuda.weight import CudaWeight, ExpertWeights, RouterWeights
+from localrt.quant.cuda.weight import (
+    CudaWeight,
+)
 from localrt.quant.formats import FORMATS
 from localrt.quant.formats.affine import AFFINE
 from localrt.quant.formats.tiled import TILE_ROWS
-from localrt.quant.ops.experts import ExpertSpec, PlainExpertTable, RouterSpec, Routing, slots_of
+from localrt.quant.ops.experts import (
+    ExpertSpec,
+    ExpertWeights,
+    PlainExpertTable,
+    RouterSpec,
+    RouterWeights,
+    Routing,
+    slots_of,
+)
 
 ENTRY = 9
 """Words of an expert's entry: the number of its kind, from 1, or 0 if it is absent; the addresses
@@ -244,7 +254,7 @@ class ExpertKind:
     fine: bool
 
 
-class CudaExpertTable(PlainExpertTable[CudaWeight, Tensor]):
+class CudaExpertTable(PlainExpertTable):
     """See ``ExpertTable``. ``kind_of[expert]`` is the number of its kind, or -1.
 
     Raises:

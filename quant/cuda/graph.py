@@ -40,9 +40,8 @@ from localrt.quant.cuda.stream import (
     Stream,
 )
 from localrt.quant.cuda.tensor import INT64, UINT8, Tensor, empty, zeros
-from localrt.quant.cuda.weight import ExpertTable
 from localrt.quant.ops.arrays import Features
-from localrt.quant.ops.experts import Routing
+from localrt.quant.ops.experts import ExpertTable, Routing
 from localrt.quant.ops.hybrid_cache import HybridCache, begin_states, kv_of, states_of
 from localrt.quant.ops.kv_formats import BLOCK_TOKENS
 from localrt.quant.ops.protocol import RECORDED_PARTS, Batch, Check, Forward, Span

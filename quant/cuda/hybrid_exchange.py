@@ -22,9 +22,8 @@ from localrt.quant.cuda.programs import Program
 from localrt.quant.cuda.routing import CudaRouting
 from localrt.quant.cuda.stream import Recording
 from localrt.quant.cuda.tensor import INT32, Tensor, zeros
-from localrt.quant.cuda.weight import ExpertTable
 from localrt.quant.formats.packed import Floats
-from localrt.quant.ops.experts import ExpertSpec, MakeHostWork, Routing, SharedWords
+from localrt.quant.ops.experts import ExpertSpec, ExpertTable, MakeHostWork, Routing, SharedWords
 
 _THREADS = 256
 _MOST_THREADS = 1024

@@ -35,10 +35,12 @@ from localrt.quant.cuda.products import (
 from localrt.quant.cuda.steps import converted, gate, move_rows, rotate_blocks
 from localrt.quant.cuda.stream import Between, Recording, Stream
 from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32, Dtype, Tensor, empty
-from localrt.quant.cuda.weight import CudaWeight, MlpWeights
+from localrt.quant.cuda.weight import (
+    CudaWeight,
+)
 from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.experts import ExpertSpec
-from localrt.quant.ops.protocol import Check, HostRows, MlpSpec
+from localrt.quant.ops.protocol import Check, HostRows, MlpSpec, MlpWeights
 
 
 def reads_records(weight: CudaWeight, rows: int) -> bool:

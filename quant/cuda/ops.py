@@ -54,24 +54,25 @@ from localrt.quant.cuda.stream import (
 from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32, Tensor, empty, upload
 from localrt.quant.cuda.weight import (
     CudaWeight,
-    ExpertTable,
-    ExpertWeights,
-    InputGateWeights,
-    InputProjection,
-    MlpWeights,
-    RouterWeights,
     Tile,
     build_weight,
 )
 from localrt.quant.formats.packed import Format, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor, padded_rows
 from localrt.quant.ops.adapters import AdapterTable, head_deltas
-from localrt.quant.ops.experts import ExpertSpec, RouterSpec, Routing
+from localrt.quant.ops.experts import (
+    ExpertSpec,
+    ExpertTable,
+    ExpertWeights,
+    RouterSpec,
+    RouterWeights,
+    Routing,
+)
 from localrt.quant.ops.hybrid_cache import kv_of
 from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.kv_formats import KvFormat
-from localrt.quant.ops.protocol import Batch, Forward, HostRows, LayerSpec, MlpSpec
-from localrt.quant.ops.streams import InputGateSpec
+from localrt.quant.ops.protocol import Batch, Forward, HostRows, LayerSpec, MlpSpec, MlpWeights
+from localrt.quant.ops.streams import InputGateSpec, InputGateWeights, InputProjection
 
 
 class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps):

@@ -20,10 +20,12 @@ from localrt.quant.cuda.programs import Program
 from localrt.quant.cuda.steps import converted, move_rows, norm, norm_gate
 from localrt.quant.cuda.stream import CudaPass, Sequences, Stream
 from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32, Tensor, empty, upload
-from localrt.quant.cuda.weight import CudaWeight, RecurrentWeights
+from localrt.quant.cuda.weight import (
+    CudaWeight,
+)
 from localrt.quant.ops.hybrid_cache import begin_states, states_of
 from localrt.quant.ops.protocol import Span
-from localrt.quant.ops.recurrent import RecurrentSpec
+from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
 from localrt.quant.ops.states import StatePass
 
 SEQUENCE_NUMBERS = 13

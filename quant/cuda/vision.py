@@ -34,7 +34,7 @@ _LayerNorm = arguments("layer_norm.cu", "LayerNorm")
 _Activate = arguments("activate.cu", "Activate")
 
 
-class CudaVision(VisionSteps[CudaWeight, Tensor]):
+class CudaVision(VisionSteps):
     """See ``VisionSteps``. Rows on the host are computed there, except their products."""
 
     on_gpu = True
@@ -120,7 +120,7 @@ class CudaVision(VisionSteps[CudaWeight, Tensor]):
         y = empty(len(x), x.shape[1] // 2, dtype=BFLOAT16, device=self._device)
         return _activate(x, activation, y, gated=True)
 
-    def heads(self, qkv: Rows, heads: Heads[Tensor], layout: PatchLayout) -> Rows:
+    def heads(self, qkv: Rows, heads: Heads, layout: PatchLayout) -> Rows:
         if not isinstance(qkv, Tensor):
             return super().heads(qkv, heads, layout)
         if not takes_heads(heads.size) or layout.window > 0:

@@ -35,7 +35,6 @@ from localrt.quant.formats.tiled import (
     whole_tiles,
 )
 from localrt.quant.methods.rotation import widened
-from localrt.quant.ops import attention, experts, protocol, recurrent, streams
 
 
 def is_e4m3_groups(block: TiledTensor) -> bool:
@@ -254,12 +253,3 @@ def _bf16_rows(block: PackedTensor | TiledTensor, data: Tensor | None) -> npt.ND
 
 
 # Weight types of the steps, for CUDA; instances are of the generic classes.
-AttentionWeights = attention.AttentionWeights[CudaWeight, Tensor]
-LatentWeights = attention.LatentWeights[CudaWeight, Tensor]
-RouterWeights = experts.RouterWeights[CudaWeight, Tensor]
-ExpertWeights = experts.ExpertWeights[CudaWeight, Tensor]
-RecurrentWeights = recurrent.RecurrentWeights[CudaWeight, Tensor]
-MlpWeights = protocol.MlpWeights[CudaWeight, Tensor]
-InputProjection = streams.InputProjection[CudaWeight, Tensor]
-InputGateWeights = streams.InputGateWeights[CudaWeight, Tensor]
-ExpertTable = experts.ExpertTable[CudaWeight, Tensor]

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Lock
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeAlias
 from weakref import ref
 
 import numpy as np
@@ -21,34 +21,20 @@ from typing_extensions import TypeVar
 
 from localrt.system import map_zeros
 
+Hidden: TypeAlias = Any
+"""The hidden states of a pass, (R, D): a residual stream in its implementation's own form."""
 
-class Hidden:
-    """The hidden states of a pass, (R, D): a residual stream in its implementation's own form."""
+Array: TypeAlias = Any
+"""Any other activations, (R, ...), in its implementation's own form."""
 
+Weight: TypeAlias = Any
+"""A matrix as its implementation keeps it, (out, in)."""
 
-class Array:
-    """Any other activations, (R, ...), in its implementation's own form."""
+Vector: TypeAlias = Any
+"""A norm weight or a bias as its implementation keeps it, (n,)."""
 
-
-class Weight:
-    """A matrix as its implementation keeps it, (out, in)."""
-
-
-class Vector:
-    """A norm weight or a bias as its implementation keeps it, (n,)."""
-
-
-class Pass:
-    """What an implementation has derived from a ``Batch``."""
-
-
-HiddenT = TypeVar("HiddenT", default=Hidden)
-ArrayT = TypeVar("ArrayT", default=Array)
-WeightT = TypeVar("WeightT", default=Weight)
-VectorT = TypeVar("VectorT", default=Vector)
-PassT = TypeVar("PassT", default=Pass)
-"""Of an implementation. Above it they are the classes here, which have nothing to look into and of
-which there are no objects: ``opaque`` says where the one becomes the other."""
+Pass: TypeAlias = Any
+"""What an implementation has derived from a ``Batch``."""
 
 
 def copy_to_host(x: object, out: npt.NDArray[np.float32]) -> None:

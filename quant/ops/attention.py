@@ -29,12 +29,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
-from typing import Generic, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from localrt.quant.ops.arrays import VectorT, WeightT
+from localrt.quant.ops.arrays import Vector, Weight
 from localrt.quant.ops.mathematics import log, turns
 
 LATENT_SCRATCH_NBYTES = 64 << 20
@@ -210,19 +210,19 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
-class AttentionWeights(Generic[WeightT, VectorT]):
+class AttentionWeights:
     """One attention unit. ``qkv`` stacks the rows of q, k and v, as far as a layer has them."""
 
-    norm: VectorT | None  # None if the input is not normed
-    qkv: WeightT  # (projected_rows, D)
-    out: WeightT  # (D, H * E)
-    qkv_bias: VectorT | None = None
-    out_bias: VectorT | None = None
-    q_norm: VectorT | None = None  # (E,), before the rotary embedding; (H * E,) with joint norms
-    k_norm: VectorT | None = None  # (E,) or (G * E,)
-    v_norm: VectorT | None = None  # (E,)
-    post_norm: VectorT | None = None  # on the output projection's result
-    sinks: VectorT | None = None  # (H,)
+    norm: Vector | None  # None if the input is not normed
+    qkv: Weight  # (projected_rows, D)
+    out: Weight  # (D, H * E)
+    qkv_bias: Vector | None = None
+    out_bias: Vector | None = None
+    q_norm: Vector | None = None  # (E,), before the rotary embedding; (H * E,) with joint norms
+    k_norm: Vector | None = None  # (E,) or (G * E,)
+    v_norm: Vector | None = None  # (E,)
+    post_norm: Vector | None = None  # on the output projection's result
+    sinks: Vector | None = None  # (H,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,7 +293,7 @@ class LatentSpec(AttentionSpec):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LatentWeights(Generic[WeightT, VectorT]):
+class LatentWeights:
     """One unit of latent attention.
 
     ``down`` stacks the rows of the queries' (first) projection, of heads' gates if there are any,
@@ -302,14 +302,14 @@ class LatentWeights(Generic[WeightT, VectorT]):
     turns latents into values.
     """
 
-    norm: VectorT  # (D,)
-    down: WeightT
-    latent_norm: VectorT  # (L,)
-    key_up: WeightT  # (H L, N)
-    value_up: WeightT  # (H V, L)
-    out: WeightT  # (D, H V)
-    query_norm: VectorT | None = None  # (Q,)
-    query_up: WeightT | None = None  # (H (N + P), Q)
+    norm: Vector  # (D,)
+    down: Weight
+    latent_norm: Vector  # (L,)
+    key_up: Weight  # (H L, N)
+    value_up: Weight  # (H V, L)
+    out: Weight  # (D, H V)
+    query_norm: Vector | None = None  # (Q,)
+    query_up: Weight | None = None  # (H (N + P), Q)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -419,12 +419,12 @@ HOST_SPECS = (CompressedSpec, LatentIndexSpec)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IndexWeights(Generic[WeightT, VectorT]):
+class IndexWeights:
     """One indexer; ``qk`` stacks the rows of its queries and of its key."""
 
-    qk: WeightT  # (projected_rows, D)
-    q_norm: VectorT  # (E,)
-    k_norm: VectorT  # (E,), of a block's mean
+    qk: Weight  # (projected_rows, D)
+    q_norm: Vector  # (E,)
+    k_norm: Vector  # (E,), of a block's mean
 
 
 RUN = 256

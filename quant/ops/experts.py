@@ -12,12 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, NamedTuple, Protocol, Self
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from localrt.quant.ops.arrays import ArrayT, VectorT, WeightT
+from localrt.quant.ops.arrays import Array, Vector, Weight
 
 ExpertActivation = Literal["silu", "gelu_tanh", "swiglu_oai", "relu2", "swiglu"]
 Scoring = Literal["softmax", "sigmoid", "softmax-chosen", "sqrt-softplus"]
@@ -74,15 +74,15 @@ class RouterSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
-class RouterWeights(Generic[WeightT, VectorT]):
+class RouterWeights:
     """A router and the norm before it."""
 
-    norm: VectorT | None  # (D,), None where rows are taken as they are
-    gate: WeightT  # (E, D)
-    gate_bias: VectorT | None = None  # (E,), part of the logits
-    choice_bias: VectorT | None = None  # (E,), of the ranking alone
-    gate_norm: VectorT | None = None  # (D,), replaces ``norm`` for the gate's input
-    expert_scale: VectorT | None = None  # (E,), factors of the chosen experts' weights
+    norm: Vector | None  # (D,), None where rows are taken as they are
+    gate: Weight  # (E, D)
+    gate_bias: Vector | None = None  # (E,), part of the logits
+    choice_bias: Vector | None = None  # (E,), of the ranking alone
+    gate_norm: Vector | None = None  # (D,), replaces ``norm`` for the gate's input
+    expert_scale: Vector | None = None  # (E,), factors of the chosen experts' weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,13 +105,13 @@ class ExpertSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertWeights(Generic[WeightT, VectorT]):
+class ExpertWeights:
     """One expert's unit. ``gate_up`` stacks the rows of gate and up, or is up alone."""
 
-    gate_up: WeightT  # (2F, D), or (F, D)
-    down: WeightT  # (D, F)
-    gate_up_bias: VectorT | None = None  # (2F,), or (F,)
-    down_bias: VectorT | None = None  # (D,)
+    gate_up: Weight  # (2F, D), or (F, D)
+    down: Weight  # (D, F)
+    gate_up_bias: Vector | None = None  # (2F,), or (F,)
+    down_bias: Vector | None = None  # (D,)
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def slots_of(
             yield expert, slots
 
 
-class ExpertTable(Protocol[WeightT, VectorT]):
+class ExpertTable(Protocol):
     """The experts of a layer that are in an implementation's memory, by number."""
 
     @property
@@ -180,7 +180,7 @@ class ExpertTable(Protocol[WeightT, VectorT]):
         None if there has been none yet.
         """
 
-    def put(self, expert: int, weights: ExpertWeights[WeightT, VectorT]) -> None:
+    def put(self, expert: int, weights: ExpertWeights) -> None:
         """From now on ``expert`` can be computed; the table keeps its weights alive."""
 
     def drop(self, expert: int) -> None:
@@ -190,11 +190,11 @@ class ExpertTable(Protocol[WeightT, VectorT]):
         """Whether ``expert`` can be computed."""
 
 
-class PlainExpertTable(Generic[WeightT, VectorT]):
+class PlainExpertTable:
     """See ``ExpertTable``: the weights in a list."""
 
     def __init__(self, count: int) -> None:
-        self._weights: list[ExpertWeights[WeightT, VectorT] | None] = [None] * count
+        self._weights: list[ExpertWeights | None] = [None] * count
 
     @property
     def capturable(self) -> bool:
@@ -204,7 +204,7 @@ class PlainExpertTable(Generic[WeightT, VectorT]):
     def sharable(self) -> bool | None:
         return False
 
-    def put(self, expert: int, weights: ExpertWeights[WeightT, VectorT]) -> None:
+    def put(self, expert: int, weights: ExpertWeights) -> None:
         self._weights[expert] = weights
 
     def drop(self, expert: int) -> None:
@@ -213,7 +213,7 @@ class PlainExpertTable(Generic[WeightT, VectorT]):
     def holds(self, expert: int) -> bool:
         return self._weights[expert] is not None
 
-    def __getitem__(self, expert: int) -> ExpertWeights[WeightT, VectorT]:
+    def __getitem__(self, expert: int) -> ExpertWeights:
         weights = self._weights[expert]
         assert weights is not None, f"expert {expert} is not in the table"
         return weights
@@ -261,7 +261,7 @@ class SharedLayers(Protocol):
 MakeHostWork = Callable[[Sequence[Any]], HostWork]
 
 
-class HostShare(Protocol[ArrayT]):
+class HostShare(Protocol):
     """A recorded layer whose experts a GPU shares with the host, which works while the graph runs.
 
     What it is recorded with: ``serve`` says what the host does, ``compute`` starts the experts that
@@ -274,7 +274,7 @@ class HostShare(Protocol[ArrayT]):
     rows: npt.NDArray[np.float32]
     routing: Routing
     host_slots: npt.NDArray[np.float32]
-    slots: ArrayT
+    slots: Array
     words: SharedWords
 
     def serve(self, make: MakeHostWork, layer: object) -> None:
@@ -283,7 +283,7 @@ class HostShare(Protocol[ArrayT]):
     def compute(self, spec: ExpertSpec) -> None:
         """Start the experts that are there."""
 
-    def take(self) -> ArrayT:
+    def take(self) -> Array:
         """The slots (R * K, D), once the host is done."""
 
     def begin(self, shares: Sequence[Self], tables: Sequence[Any]) -> None:

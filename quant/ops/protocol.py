@@ -14,11 +14,10 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, Protocol, TypeAlias, cast
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from typing_extensions import TypeVar
 
 from localrt.common.errors import LocalrtError
 from localrt.quant.formats.packed import Floats, Format, PackedTensor
@@ -26,14 +25,10 @@ from localrt.quant.formats.tiled import TiledTensor
 from localrt.quant.ops.adapters import AdapterTable, Mix
 from localrt.quant.ops.arrays import (
     Array,
-    ArrayT,
     Hidden,
-    HiddenT,
     Pass,
-    PassT,
     Vector,
-    VectorT,
-    WeightT,
+    Weight,
 )
 from localrt.quant.ops.attention import (
     AttentionSpec,
@@ -72,11 +67,6 @@ LayerSpec: TypeAlias = AttentionSpec | RecurrentSpec
 Check: TypeAlias = Callable[[], None]
 """Called between the parts of a pass, and while it waits; raises to abandon it."""
 
-_HiddenIn = TypeVar("_HiddenIn", contravariant=True, default=Hidden)
-_ArrayOut = TypeVar("_ArrayOut", covariant=True, default=Array)
-_PassIn = TypeVar("_PassIn", contravariant=True, default=Pass)
-_VectorIn = TypeVar("_VectorIn", contravariant=True, default=Vector)
-
 Forward: TypeAlias = Callable[..., npt.NDArray[np.float32]]
 """A decoder's ``forward``."""
 
@@ -112,17 +102,17 @@ class MlpSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
-class MlpWeights(Generic[WeightT, VectorT]):
+class MlpWeights:
     """One MLP unit. ``gate_up`` stacks the rows of gate and up, (2F, D), or is up alone, (F, D).
 
     Without a ``norm`` its input is used as is: shared experts get normed rows, and some
     architectures only norm results.
     """
 
-    norm: VectorT | None
-    gate_up: WeightT
-    down: WeightT  # (D, F)
-    post_norm: VectorT | None = None
+    norm: Vector | None
+    gate_up: Weight
+    down: Weight  # (D, F)
+    post_norm: Vector | None = None
 
 
 class HostRows(Protocol):
@@ -247,7 +237,7 @@ the host about a millisecond for four.
 """
 
 
-class Recorder(Protocol[HiddenT, ArrayT, WeightT, VectorT, PassT]):
+class Recorder(Protocol):
     """Records segments of a pass's steps, and replays each with one launch when it recurs.
 
     A recording reads weights at their old places: after moving them, call ``forget``. In one pass
@@ -258,24 +248,24 @@ class Recorder(Protocol[HiddenT, ArrayT, WeightT, VectorT, PassT]):
     while_waiting: Callable[[], None] | None
     """Called in each pass that gives logits, before the host waits for them."""
 
-    def begin(self, batch: Batch, logit_rows: Sequence[int]) -> PassT:
+    def begin(self, batch: Batch, logit_rows: Sequence[int]) -> Pass:
         """``Ops.begin``, for a pass that gives the logits of ``logit_rows``."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of the device's memory that recordings take, as measured."""
 
-    def takes(self, step: PassT | None, key: object, parts: int) -> bool:
+    def takes(self, step: Pass | None, key: object, parts: int) -> bool:
         """Whether to ``run`` a segment of ``parts`` parts in this pass, the latest begun, and not
         its steps one by one: it is recorded, or may be now.
         """
 
     def run(
         self,
-        step: PassT,
-        x: HiddenT,
+        step: Pass,
+        x: Hidden,
         key: object,
-        body: Callable[[PassT, HiddenT], HiddenT],
+        body: Callable[[Pass, Hidden], Hidden],
         check: Check | None = None,
     ) -> npt.NDArray[np.float32] | None:
         """Apply ``body`` to ``x`` in place; ``key`` names the segment in passes of one kind.
@@ -284,9 +274,7 @@ class Recorder(Protocol[HiddenT, ArrayT, WeightT, VectorT, PassT]):
         it was recorded before, and must keep no state. ``check`` is for what the host does in it.
         """
 
-    def share(
-        self, rows: ArrayT, routing: Routing, table: ExpertTable[WeightT, VectorT]
-    ) -> HostShare[ArrayT] | None:
+    def share(self, rows: Array, routing: Routing, table: ExpertTable) -> HostShare | None:
         """Within ``body``: begin to share a layer's experts with the host, which gets the rows and
         the choice; None where nothing is recorded.
         """
@@ -295,7 +283,7 @@ class Recorder(Protocol[HiddenT, ArrayT, WeightT, VectorT, PassT]):
         """Drop the recordings of a segment, or all, between passes: its weights have moved."""
 
 
-class BaseOps(Protocol[HiddenT, ArrayT, WeightT, VectorT, PassT]):
+class BaseOps(Protocol):
     """The steps that every model needs."""
 
     @property
@@ -338,20 +326,20 @@ class BaseOps(Protocol[HiddenT, ArrayT, WeightT, VectorT, PassT]):
         The weights must stay where they are.
         """
 
-    def recorder(self) -> Recorder[HiddenT, ArrayT, WeightT, VectorT, PassT] | None:
+    def recorder(self) -> Recorder | None:
         """A recorder for segments of a pass; None if recording is not faster."""
 
     # -- weights, once ---------------------------------------------------------------------------
 
     def weight(
         self, shape: tuple[int, int], blocks: Iterable[PackedTensor | TiledTensor]
-    ) -> WeightT:
+    ) -> Weight:
         """A matrix from consecutive row blocks, which are read and converted one at a time.
 
         A store's matrices come whole, as tiles.
         """
 
-    def vector(self, values: npt.NDArray[np.float32]) -> VectorT:
+    def vector(self, values: npt.NDArray[np.float32]) -> Vector:
         """A norm weight or bias, (n,)."""
 
     def weight_nbytes(self, shape: tuple[int, int], format: Format) -> int:
@@ -368,18 +356,18 @@ class BaseOps(Protocol[HiddenT, ArrayT, WeightT, VectorT, PassT]):
 
     # -- a pass ----------------------------------------------------------------------------------
 
-    def begin(self, batch: Batch) -> PassT:
+    def begin(self, batch: Batch) -> Pass:
         """Reserve cache room and derive what all layers share (rotary tables, masks)."""
 
     def embed(
         self,
-        table: WeightT,
-        step: PassT,
+        table: Weight,
+        step: Pass,
         scale: float = 1.0,
         *,
         tokens: npt.NDArray[np.int64] | None = None,
         each: int = 1,
-    ) -> HiddenT:
+    ) -> Hidden:
         """Rows of ``table`` for the batch's tokens: (R, D).
 
         ``tokens`` (R,) replaces them if the table is not the whole vocabulary's. A table with
@@ -390,17 +378,17 @@ class BaseOps(Protocol[HiddenT, ArrayT, WeightT, VectorT, PassT]):
     def begin_adapters(self, batch: Batch) -> None:
         """The adapter part of ``begin``, if only a pass's products are computed here."""
 
-    def adapt_tokens(self, x: HiddenT, step: PassT, scale: float) -> HiddenT:
+    def adapt_tokens(self, x: Hidden, step: Pass, scale: float) -> Hidden:
         """x (R, D), rows of the embedding times ``scale``, plus adapters' changes."""
 
     def norm_qkv_rope_append(
         self,
-        x: HiddenT,
-        weights: AttentionWeights[WeightT, VectorT],
+        x: Hidden,
+        weights: AttentionWeights,
         spec: AttentionSpec,
-        step: PassT,
+        step: Pass,
         layer: int,
-    ) -> ArrayT:
+    ) -> Array:
         """RMSNorm, QKV projection, per-head norms, rotary; keys and values go to the caches.
 
         Returns the queries, (R, H, E), times the spec's temperature; gated attention's gates
@@ -409,22 +397,22 @@ class BaseOps(Protocol[HiddenT, ArrayT, WeightT, VectorT, PassT]):
 
     def attention_output(
         self,
-        q: ArrayT,
-        weights: AttentionWeights[WeightT, VectorT],
+        q: Array,
+        weights: AttentionWeights,
         spec: AttentionSpec,
-        step: PassT,
+        step: Pass,
         layer: int,
-    ) -> ArrayT:
+    ) -> Array:
         """Attention over each row's sequence, output projection: (R, D). ``q`` is given up."""
 
     def norm_latent_append(
         self,
-        x: HiddenT,
-        weights: LatentWeights[WeightT, VectorT],
+        x: Hidden,
+        weights: LatentWeights,
         spec: LatentSpec,
-        step: PassT,
+        step: Pass,
         layer: int,
-    ) -> ArrayT:
+    ) -> Array:
         """``norm_qkv_rope_append`` of latent attention; the rows' latents go to the caches.
 
         Returns the queries as ``latent_output`` takes them: R rows, the rest is up to the
@@ -433,12 +421,12 @@ class BaseOps(Protocol[HiddenT, ArrayT, WeightT, VectorT, PassT]):
 
     def latent_output(
         self,
-        q: ArrayT,
-        weights: LatentWeights[WeightT, VectorT],
+        q: Array,
+        weights: LatentWeights,
         spec: LatentSpec,
-        step: PassT,
+        step: Pass,
         layer: int,
-    ) -> ArrayT:
+    ) -> Array:
         """Attention over latents, each head's values, output projection: (R, D).
 
         ``q`` is given up.
@@ -446,64 +434,60 @@ class BaseOps(Protocol[HiddenT, ArrayT, WeightT, VectorT, PassT]):
 
     def norm_recurrent(
         self,
-        x: HiddenT,
-        weights: RecurrentWeights[WeightT, VectorT],
+        x: Hidden,
+        weights: RecurrentWeights,
         spec: RecurrentSpec,
-        step: PassT,
+        step: Pass,
         layer: int,
-    ) -> ArrayT:
+    ) -> Array:
         """RMSNorm, a recurrent layer over each row's sequence, output projection: (R, D)."""
 
-    def norm_gated_mlp(
-        self, x: HiddenT, weights: MlpWeights[WeightT, VectorT], spec: MlpSpec
-    ) -> ArrayT:
+    def norm_gated_mlp(self, x: Hidden, weights: MlpWeights, spec: MlpSpec) -> Array:
         """RMSNorm, ``down(activation(gate(x)) * up(x))``: (R, D); without a gate,
         ``down(activation(up(x)))``.
         """
 
-    def norm(self, x: HiddenT, weight: VectorT, eps: float) -> HiddenT:
+    def norm(self, x: Hidden, weight: Vector, eps: float) -> Hidden:
         """RMSNorm of a step's result (R, D), which may be overwritten."""
 
-    def norm_sum(self, y: ArrayT, more: ArrayT | None, weight: VectorT, eps: float) -> ArrayT:
+    def norm_sum(self, y: Array, more: Array | None, weight: Vector, eps: float) -> Array:
         """RMSNorm of a step's result y (R, D), plus ``more`` if given; y may be overwritten."""
 
     # -- layers' own inputs ----------------------------------------------------------------------
 
-    def project_inputs(
-        self, x: HiddenT, rows: HiddenT, weights: InputProjection[WeightT, VectorT]
-    ) -> HiddenT:
+    def project_inputs(self, x: Hidden, rows: Hidden, weights: InputProjection) -> Hidden:
         """All layers' inputs, (R, L * P): a table's ``rows`` (R * L, P), which may be overwritten,
         plus the projected embeddings ``x`` (R, D).
         """
 
     def gate_inputs(
         self,
-        x: HiddenT,
-        inputs: HiddenT,
-        weights: InputGateWeights[WeightT, VectorT],
+        x: Hidden,
+        inputs: Hidden,
+        weights: InputGateWeights,
         spec: InputGateSpec,
-    ) -> ArrayT:
+    ) -> Array:
         """Gate one layer's part of ``inputs`` and project it: (R, D)."""
 
     # -- a draft head, which reads another model's features ----------------------------------------
 
-    def given_rows(self, values: npt.NDArray[np.float32]) -> HiddenT:
+    def given_rows(self, values: npt.NDArray[np.float32]) -> Hidden:
         """Another model's features (R, F), from the host, as a residual stream."""
 
     def joined_norms(
-        self, x: HiddenT, y: HiddenT, norms: tuple[VectorT | None, VectorT | None], eps: float
-    ) -> HiddenT:
+        self, x: Hidden, y: Hidden, norms: tuple[Vector | None, Vector | None], eps: float
+    ) -> Hidden:
         """RMSNorm of x (R, D) and of y (R, F), where it has a weight, side by side: (R, D + F).
 
         ``x`` and ``y`` stay as they are.
         """
 
-    def projected(self, x: HiddenT, weight: WeightT) -> HiddenT:
+    def projected(self, x: Hidden, weight: Weight) -> Hidden:
         """x (R, F) times ``weight`` (D, F), a new residual stream: (R, D)."""
 
     # -- sums and logits -------------------------------------------------------------------------
 
-    def add(self, x: HiddenT, y: ArrayT, scale: float = 1.0, total: float = 1.0) -> HiddenT:
+    def add(self, x: Hidden, y: Array, scale: float = 1.0, total: float = 1.0) -> Hidden:
         """The residual sum ``(x + scale * y) * total``.
 
         ``x`` may become the result and ``y`` be reused: both may be overwritten.
@@ -511,11 +495,11 @@ class BaseOps(Protocol[HiddenT, ArrayT, WeightT, VectorT, PassT]):
 
     def head(
         self,
-        x: HiddenT,
+        x: Hidden,
         rows: npt.NDArray[np.intp],
-        norm: VectorT | None,
+        norm: Vector | None,
         eps: float,
-        weight: WeightT,
+        weight: Weight,
         softcap: float | None = None,
         first_row: int = 0,
     ) -> npt.NDArray[np.float32]:
@@ -525,55 +509,53 @@ class BaseOps(Protocol[HiddenT, ArrayT, WeightT, VectorT, PassT]):
         """
 
 
-class ExpertOps(Protocol[_HiddenIn, ArrayT, WeightT, VectorT]):
+class ExpertOps(Protocol):
     """The steps of a mixture of experts."""
 
-    def expert_table(self, count: int) -> ExpertTable[WeightT, VectorT]:
+    def expert_table(self, count: int) -> ExpertTable:
         """An empty table of a layer with ``count`` experts."""
 
     def norm_route(
-        self, x: _HiddenIn, weights: RouterWeights[WeightT, VectorT], spec: RouterSpec
-    ) -> tuple[ArrayT, Routing]:
+        self, x: Hidden, weights: RouterWeights, spec: RouterSpec
+    ) -> tuple[Array, Routing]:
         """RMSNorm of ``x`` (R, D), and the experts chosen for each normed row; returns both.
 
         The router is computed in float32 whatever the compute format. Non-finite logits give
         non-finite weights: the caller checks.
         """
 
-    def expert_slots(self, normed: ArrayT, routing: Routing) -> ArrayT:
+    def expert_slots(self, normed: Array, routing: Routing) -> Array:
         """Room for the result of every slot: (R * K, D), not initialized."""
 
     def run_experts(
         self,
-        normed: ArrayT,
+        normed: Array,
         routing: Routing,
-        table: ExpertTable[WeightT, VectorT],
+        table: ExpertTable,
         spec: ExpertSpec,
-        slots: ArrayT,
+        slots: Array,
         experts: Sequence[int] | npt.NDArray[np.int32] | None = None,
     ) -> None:
         """Fill the slots of ``experts`` (default: all chosen ones), which must be in the table."""
 
-    def put_slots(
-        self, slots: ArrayT, index: npt.NDArray[np.intp], rows: ArrayT | _HiddenIn
-    ) -> ArrayT:
+    def put_slots(self, slots: Array, index: npt.NDArray[np.intp], rows: Array | Hidden) -> Array:
         """``slots`` with those of ``index`` (n,) replaced by ``rows`` (n, D); it is given up."""
 
-    def weigh_rows(self, normed: ArrayT, routing: Routing) -> ArrayT:
+    def weigh_rows(self, normed: Array, routing: Routing) -> Array:
         """Rows (R, D) times the weight of their only expert; ``normed`` stays as it is."""
 
     def combine_experts(
-        self, slots: ArrayT, routing: Routing, shared: ArrayT | None, *, weighted: bool = True
-    ) -> ArrayT:
+        self, slots: Array, routing: Routing, shared: Array | None, *, weighted: bool = True
+    ) -> Array:
         """Every row's slots times their weights, summed in the order of k, plus ``shared``: (R, D).
 
         Weights are 1 if not ``weighted``. ``slots`` and ``shared`` are given up.
         """
 
-    def latent_rows(self, normed: ArrayT, weight: WeightT) -> ArrayT:
+    def latent_rows(self, normed: Array, weight: Weight) -> Array:
         """The experts' inputs if they are projected from normed rows: (R, L)."""
 
-    def widen_latents(self, rows: ArrayT, weight: WeightT, shared: ArrayT | None) -> ArrayT:
+    def widen_latents(self, rows: Array, weight: Weight, shared: Array | None) -> Array:
         """Such experts' results (R, L) projected to (R, D), plus ``shared``.
 
         Both may be overwritten.
@@ -581,11 +563,11 @@ class ExpertOps(Protocol[_HiddenIn, ArrayT, WeightT, VectorT]):
 
     def shared_mlp(
         self,
-        normed: ArrayT,
-        weights: MlpWeights[WeightT, VectorT],
+        normed: Array,
+        weights: MlpWeights,
         spec: MlpSpec,
-        gate: WeightT | None,
-    ) -> ArrayT:
+        gate: Weight | None,
+    ) -> Array:
         """An MLP on rows that are normed already: (R, D).
 
         ``gate`` (1, D) scales each row of the result by the sigmoid of its product with the row.
@@ -593,69 +575,64 @@ class ExpertOps(Protocol[_HiddenIn, ArrayT, WeightT, VectorT]):
 
 
 class Ops(
-    BaseOps[HiddenT, ArrayT, WeightT, VectorT, PassT],
-    ExpertOps[HiddenT, ArrayT, WeightT, VectorT],
-    Protocol[HiddenT, ArrayT, WeightT, VectorT, PassT],
+    BaseOps,
+    ExpertOps,
+    Protocol,
 ):
     """One implementation of the compute steps on one device. Used by one thread at a time.
 
-    What a caller knows of it is ``Ops``, whose arrays are opaque: see ``opaque``. It may have the
-    protocols below, too: the layers that need one name it (``AttentionSpec.needs``), and a GPU's
-    implementation says what it lacks (``quant/choose.py``).
+    A caller does not look into its arrays (``quant/ops/arrays.py``). It may have the protocols
+    below, too: the layers that need one name it (``AttentionSpec.needs``), and ``quant/choose.py``
+    says what a GPU's implementation lacks.
     """
 
 
 ImplementationT = TypeVar("ImplementationT")
 
 
-def implementation(ops: object, kind: type[ImplementationT]) -> ImplementationT:
-    """What is behind ``opaque``, for those who know that it is of this ``kind``."""
+def implementation(ops: Ops, kind: type[ImplementationT]) -> ImplementationT:
+    """``ops`` for those who know that it is of this ``kind``."""
     assert isinstance(ops, kind), f"it is not of {kind.__name__}"
     return ops
 
 
-def opaque(ops: Ops[HiddenT, ArrayT, WeightT, VectorT, PassT]) -> Ops:
-    """The implementation for those who do not know its arrays."""
-    return cast(Ops, ops)
-
-
-class StreamOps(Protocol[HiddenT, ArrayT, WeightT, VectorT, _PassIn]):
+class StreamOps(Protocol):
     """The steps of models with several residual streams."""
 
-    def repeat_stream(self, x: HiddenT, count: int) -> ArrayT:
+    def repeat_stream(self, x: Hidden, count: int) -> Array:
         """x (R, D) as each of so many streams."""
 
     def read_streams(
-        self, streams: ArrayT, weights: ConnectionWeights[WeightT, VectorT]
-    ) -> tuple[HiddenT, ArrayT | None]:
+        self, streams: Array, weights: ConnectionWeights
+    ) -> tuple[Hidden, Array | None]:
         """A layer's input from all streams (R, D), and each stream's share of its output (R, S),
         None without a matrix for it. The streams stay as they are.
         """
 
-    def share_out(self, streams: ArrayT, y: ArrayT, shares: ArrayT) -> ArrayT:
+    def share_out(self, streams: Array, y: Array, shares: Array) -> Array:
         """Add to each stream its share of y (R, D); both may be overwritten."""
 
     def add_ngrams(
         self,
-        streams: ArrayT,
-        rows: HiddenT,
-        weights: NgramWeights[WeightT, VectorT],
+        streams: Array,
+        rows: Hidden,
+        weights: NgramWeights,
         spec: RecurrentSpec,
-        step: _PassIn,
+        step: Pass,
         layer: int,
-    ) -> ArrayT:
+    ) -> Array:
         """Add ``rows`` (R * H, E / H) of hashed n-grams to the streams, in place."""
 
 
-class IndexOps(Protocol[_HiddenIn, ArrayT, WeightT, VectorT, _PassIn]):
+class IndexOps(Protocol):
     """The steps of attention to tokens that an indexer chooses."""
 
     def choose_tokens(
         self,
-        x: _HiddenIn,
-        weights: IndexWeights[WeightT, VectorT],
+        x: Hidden,
+        weights: IndexWeights,
         spec: IndexSpec,
-        step: _PassIn,
+        step: Pass,
         layer: int,
     ) -> Any:
         """The tokens that each row sees, for ``chosen_output``; ``x`` (R, D) is read as it is.
@@ -665,53 +642,49 @@ class IndexOps(Protocol[_HiddenIn, ArrayT, WeightT, VectorT, _PassIn]):
 
     def chosen_output(
         self,
-        q: ArrayT,
-        weights: AttentionWeights[WeightT, VectorT],
+        q: Array,
+        weights: AttentionWeights,
         spec: AttentionSpec,
-        step: _PassIn,
+        step: Pass,
         layer: int,
         chosen: Any,
-    ) -> ArrayT:
+    ) -> Array:
         """``Ops.attention_output`` over the tokens ``chosen`` of each row's sequence."""
 
 
-class ParallelOps(Protocol[HiddenT, _VectorIn]):
+class ParallelOps(Protocol):
     """The step of blocks whose attention and MLP read the same normed rows."""
 
-    def layer_norm(
-        self, x: HiddenT, weight: _VectorIn, eps: float, *, centered: bool = True
-    ) -> HiddenT:
+    def layer_norm(self, x: Hidden, weight: Vector, eps: float, *, centered: bool = True) -> Hidden:
         """LayerNorm without a bias, or RMSNorm if not ``centered``: new rows, x (R, D) stays."""
 
 
-class SplitOps(Protocol[_HiddenIn, _ArrayOut, WeightT, VectorT]):
+class SplitOps(Protocol):
     """What a GPU's ``Ops`` may have: MLPs that it shares with the host."""
 
     def norm_split_mlp(
         self,
-        x: _HiddenIn,
-        pieces: Sequence[MlpWeights[WeightT, VectorT]],
+        x: Hidden,
+        pieces: Sequence[MlpWeights],
         spec: MlpSpec,
         host: HostRows | None,
-    ) -> _ArrayOut:
+    ) -> Array:
         """``norm_gated_mlp`` where each of ``pieces`` has some rows of gate, up and down, one after
         another, and the first one the norms. ``host`` has the last rows, if any, and computes them
         meanwhile.
         """
 
 
-class HostOps(Protocol[WeightT, VectorT]):
+class HostOps(Protocol):
     """What the CPU's ``Ops`` have for its part of layers that a GPU computes too."""
 
     def shared_layers(
-        self, layers: Sequence[tuple[HostShare[Any], ExpertTable[WeightT, VectorT], ExpertSpec]]
+        self, layers: Sequence[tuple[HostShare, ExpertTable, ExpertSpec]]
     ) -> SharedLayers:
         """The host's part of the recorded layers of one graph."""
 
-    def norm_gate_rows(
-        self, x: Floats, weights: MlpWeights[WeightT, VectorT], spec: MlpSpec
-    ) -> Floats:
+    def norm_gate_rows(self, x: Floats, weights: MlpWeights, spec: MlpSpec) -> Floats:
         """What down multiplies: (R, rows of gate)."""
 
-    def projected(self, x: Floats, weight: WeightT) -> Floats:
+    def projected(self, x: Floats, weight: Weight) -> Floats:
         """x (R, D) times the weight's rows: (R, rows)."""

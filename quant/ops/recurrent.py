@@ -26,9 +26,9 @@ Shapes: R rows, D hidden size, H heads, G key heads, K key size, V value size, T
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Generic, Literal
+from typing import Literal
 
-from localrt.quant.ops.arrays import VectorT, WeightT
+from localrt.quant.ops.arrays import Vector, Weight
 
 RecurrentKind = Literal["delta", "ssm", "conv", "ngram"]
 
@@ -173,7 +173,7 @@ class RecurrentSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
-class RecurrentWeights(Generic[WeightT, VectorT]):
+class RecurrentWeights:
     """One unit of a recurrent layer.
 
     ``mix`` stacks the projections of the hidden state in this order. ``delta``: queries, keys,
@@ -182,18 +182,18 @@ class RecurrentWeights(Generic[WeightT, VectorT]):
     decays are L numbers each in ``mix``, which ``gate_up`` and ``decay_up`` expand.
     """
 
-    norm: VectorT | None  # (D,), None where rows are taken as they are
-    mix: WeightT
-    taps: VectorT  # (T, channels): the oldest row's first
-    out: WeightT  # (D, H V)
-    taps_bias: VectorT | None = None  # (channels,)
-    decay: VectorT | None = None  # (H,): negative rates
-    decay_bias: VectorT | None = None  # (H,)
-    skip: VectorT | None = None  # (H,): for ``ssm``, how much of a value bypasses the state
-    out_norm: VectorT | None = None  # (V,) for each head; (H V,) if the norm spans several heads
-    mix_bias: VectorT | None = None
-    mix_scale: VectorT | None = None  # of the projected row, bias included
-    out_bias: VectorT | None = None
-    post_norm: VectorT | None = None
-    gate_up: WeightT | None = None  # (H V, L)
-    decay_up: WeightT | None = None  # (factors - H, L)
+    norm: Vector | None  # (D,), None where rows are taken as they are
+    mix: Weight
+    taps: Vector  # (T, channels): the oldest row's first
+    out: Weight  # (D, H V)
+    taps_bias: Vector | None = None  # (channels,)
+    decay: Vector | None = None  # (H,): negative rates
+    decay_bias: Vector | None = None  # (H,)
+    skip: Vector | None = None  # (H,): for ``ssm``, how much of a value bypasses the state
+    out_norm: Vector | None = None  # (V,) for each head; (H V,) if the norm spans several heads
+    mix_bias: Vector | None = None
+    mix_scale: Vector | None = None  # of the projected row, bias included
+    out_bias: Vector | None = None
+    post_norm: Vector | None = None
+    gate_up: Weight | None = None  # (H V, L)
+    decay_up: Weight | None = None  # (factors - H, L)

@@ -21,16 +21,16 @@ numbers; E numbers of a token's n-grams, T taps. Knows neither layers nor tables
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from localrt.quant.ops.arrays import VectorT, WeightT
+from localrt.quant.ops.arrays import Vector, Weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConnectionWeights(Generic[WeightT, VectorT]):
+class ConnectionWeights:
     """How a layer reads ``count`` streams; n are the streams, each normed by itself.
 
     The layer's input is the mean over streams of ``sigmoid(up(silu(down(n) / S))) * n``; a stream
@@ -38,10 +38,10 @@ class ConnectionWeights(Generic[WeightT, VectorT]):
     """
 
     count: int
-    norm: VectorT  # (S * D,)
-    down: WeightT  # (K, S * D)
-    up: WeightT  # (S * D, K)
-    share: WeightT | None  # (S, S * D)
+    norm: Vector  # (S * D,)
+    down: Weight  # (K, S * D)
+    up: Weight  # (S * D, K)
+    share: Weight | None  # (S, S * D)
     eps: float
 
 
@@ -55,11 +55,11 @@ def rows_of_tokens(tokens: npt.NDArray[np.int64], each: int, rows: int) -> npt.N
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InputProjection(Generic[WeightT, VectorT]):
+class InputProjection:
     """The projection of embeddings, normed over P numbers, that is added to the tables' rows."""
 
-    matrix: WeightT  # (L * P, D)
-    norm: VectorT  # (P,)
+    matrix: Weight  # (L * P, D)
+    norm: Vector  # (P,)
     width: int
     eps: float
 
@@ -75,12 +75,12 @@ class InputGateSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InputGateWeights(Generic[WeightT, VectorT]):
+class InputGateWeights:
     """``norm(out(activation(gate(x)) * inputs))``."""
 
-    gate: WeightT  # (P, D)
-    out: WeightT  # (D, P)
-    post_norm: VectorT  # (D,)
+    gate: Weight  # (P, D)
+    out: Weight  # (D, P)
+    post_norm: Vector  # (D,)
 
 
 LEAST_PRODUCT = 1e-6
@@ -88,14 +88,14 @@ LEAST_PRODUCT = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NgramWeights(Generic[WeightT, VectorT]):
+class NgramWeights:
     """One layer's n-grams, of ``count`` streams. Norms are each stream's own."""
 
     count: int
-    key: WeightT  # (S * D, E)
-    value: WeightT  # (D, E)
-    key_norm: VectorT  # (S * D,)
-    stream_norm: VectorT  # (S * D,)
-    value_norm: VectorT  # (S * D,)
-    taps: VectorT  # (T, S * D): the oldest row's first
+    key: Weight  # (S * D, E)
+    value: Weight  # (D, E)
+    key_norm: Vector  # (S * D,)
+    stream_norm: Vector  # (S * D,)
+    value_norm: Vector  # (S * D,)
+    taps: Vector  # (T, S * D): the oldest row's first
     eps: float

@@ -12,12 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
 from localrt.quant.formats.packed import Floats
-from localrt.quant.ops.arrays import VectorT, WeightT, copy_to_host, vector_to_host
+from localrt.quant.ops.arrays import Vector, Weight, copy_to_host, vector_to_host
 from localrt.quant.ops.protocol import Ops
 
 VisionActivation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu"]
@@ -53,7 +53,7 @@ class PatchLayout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Heads(Generic[VectorT]):
+class Heads:
     """``count`` heads of ``size`` numbers. Queries are multiplied by ``scale``. RMSNorm of queries
     and keys is optional, that of values has no weight. With several ``axes`` of rotary positions,
     each rotates an equal part of a head, the part's first half against its second. ``kv_count``
@@ -64,8 +64,8 @@ class Heads(Generic[VectorT]):
     size: int
     scale: float
     eps: float
-    q_norm: VectorT | None = None
-    k_norm: VectorT | None = None
+    q_norm: Vector | None = None
+    k_norm: Vector | None = None
     value_norm: bool = False
     axes: int = 1
     kv_count: int = 0
@@ -74,7 +74,7 @@ class Heads(Generic[VectorT]):
 Rows: TypeAlias = Any  # (R, ...) float32: numpy's array, or what ``put`` returns
 
 
-class VisionSteps(Generic[WeightT, VectorT]):
+class VisionSteps:
     """Every step returns a new array and leaves its inputs unchanged.
 
     ``on_gpu``: weights and rows are in a GPU's memory.
@@ -82,7 +82,7 @@ class VisionSteps(Generic[WeightT, VectorT]):
 
     on_gpu = False
 
-    def __init__(self, ops: Ops[Any, Any, WeightT, VectorT, Any]) -> None:
+    def __init__(self, ops: Ops) -> None:
         self.ops = ops
 
     def put(self, x: Floats) -> Rows:
@@ -103,8 +103,8 @@ class VisionSteps(Generic[WeightT, VectorT]):
     def linear(
         self,
         x: Floats,
-        weight: WeightT,
-        bias: VectorT | None = None,
+        weight: Weight,
+        bias: Vector | None = None,
         activation: VisionActivation | None = None,
     ) -> Floats:
         """x (R, F) times ``weight`` (D, F), plus ``bias`` (D,), then the activation: (R, D)."""
@@ -130,20 +130,20 @@ class VisionSteps(Generic[WeightT, VectorT]):
         """Concatenate the columns of all parts (R, ...)."""
         return np.concatenate(parts, -1)
 
-    def values(self, vector: VectorT, size: int) -> Floats:
+    def values(self, vector: Vector, size: int) -> Floats:
         """A vector's values (size,)."""
         out = np.empty(size, np.float32)
         vector_to_host(vector, out)
         return out
 
-    def layer_norm(self, x: Floats, weight: VectorT, bias: VectorT | None, eps: float) -> Floats:
+    def layer_norm(self, x: Floats, weight: Vector, bias: Vector | None, eps: float) -> Floats:
         """LayerNorm of every row: (R, D)."""
         x = x - x.mean(-1, keepdims=True)
         scale = np.sqrt(np.square(x).mean(-1, keepdims=True) + np.float32(eps))
         out: Floats = x / scale * self.values(weight, x.shape[-1])
         return out if bias is None else out + self.values(bias, x.shape[-1])
 
-    def rms_norm(self, x: Floats, weight: VectorT | None, eps: float) -> Floats:
+    def rms_norm(self, x: Floats, weight: Vector | None, eps: float) -> Floats:
         """RMSNorm over the last axis, with an optional ``weight``: the shape of ``x``."""
         out: Floats = x / np.sqrt(np.square(x).mean(-1, keepdims=True) + np.float32(eps))
         return out if weight is None else out * self.values(weight, x.shape[-1])
@@ -160,7 +160,7 @@ class VisionSteps(Generic[WeightT, VectorT]):
         cos, sin = cos[:, None], sin[:, None]
         return np.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
 
-    def heads(self, qkv: Floats, heads: Heads[VectorT], layout: PatchLayout) -> Floats:
+    def heads(self, qkv: Floats, heads: Heads, layout: PatchLayout) -> Floats:
         """Attention of qkv (R, (H + 2 * KV) * E), ordered queries, keys, values: (R, H * E).
 
         See ``attention``, ``rotate`` and ``rms_norm``.

@@ -14,11 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from localrt.quant.ops.attention import AttentionSpec, IndexSpec, LatentSpec
+from localrt.quant.ops.attention import AttentionSpec, IndexSpec, LatentSpec, LatentWeights
 from localrt.quant.ops.hybrid_cache import kv_of
 from localrt.quant.ops.protocol import Span, ranges
 from localrt.quant.reference.kv import TorchKVCache
-from localrt.quant.reference.weights import LatentWeights
 
 # Query rows whose scores over the whole context are held at once on the textbook path.
 _QUERY_BLOCK = 64

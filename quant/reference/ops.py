@@ -28,8 +28,23 @@ from localrt.quant.ops.adapters import (
     head_deltas,
     joined,
 )
-from localrt.quant.ops.attention import AttentionSpec, IndexSpec, LatentSpec, Rope
-from localrt.quant.ops.experts import ExpertSpec, PlainExpertTable, RouterSpec, Routing
+from localrt.quant.ops.attention import (
+    AttentionSpec,
+    AttentionWeights,
+    IndexSpec,
+    IndexWeights,
+    LatentSpec,
+    LatentWeights,
+    Rope,
+)
+from localrt.quant.ops.experts import (
+    ExpertSpec,
+    ExpertTable,
+    PlainExpertTable,
+    RouterSpec,
+    RouterWeights,
+    Routing,
+)
 from localrt.quant.ops.hybrid_cache import begin_states, kv_of, split_layers
 from localrt.quant.ops.kv import KVCache, grown_capacity
 from localrt.quant.ops.protocol import (
@@ -38,12 +53,13 @@ from localrt.quant.ops.protocol import (
     IndexOps,
     LayerSpec,
     MlpSpec,
+    MlpWeights,
     ParallelOps,
     Span,
     StreamOps,
     ranges,
 )
-from localrt.quant.ops.recurrent import RecurrentSpec
+from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
 from localrt.quant.ops.states import StateLayout, StatePass
 from localrt.quant.reference.attention import (
     append,
@@ -65,15 +81,6 @@ from localrt.quant.reference.experts import (
 from localrt.quant.reference.kv import TorchKVCache, with_states
 from localrt.quant.reference.recurrent import mix_rows, widen
 from localrt.quant.reference.streams import StreamSteps, rows_of_tokens
-from localrt.quant.reference.weights import (
-    AttentionWeights,
-    ExpertTable,
-    IndexWeights,
-    LatentWeights,
-    MlpWeights,
-    RecurrentWeights,
-    RouterWeights,
-)
 
 STARTS = "localrt_starts"  # of a weight: an attribute that torch lets a tensor have
 
@@ -109,9 +116,9 @@ class _Pass:
 
 class TorchOps(
     StreamSteps,
-    StreamOps[Tensor, Tensor, Tensor, Tensor, _Pass],
-    IndexOps[Tensor, Tensor, Tensor, Tensor, _Pass],
-    ParallelOps[Tensor, Tensor],
+    StreamOps,
+    IndexOps,
+    ParallelOps,
 ):
     """See the ``Ops`` protocol. ``compute_format`` is ``"bf16"`` or ``"f32"``."""
 
@@ -416,7 +423,7 @@ class TorchOps(
 
     # -- a mixture of experts --------------------------------------------------------------------
 
-    def expert_table(self, count: int) -> PlainExpertTable[Tensor, Tensor]:
+    def expert_table(self, count: int) -> PlainExpertTable:
         return PlainExpertTable(count)
 
     def norm_route(

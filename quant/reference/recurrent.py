@@ -15,9 +15,8 @@ from torch import Tensor
 from localrt.quant.ops import recurrent
 from localrt.quant.ops.hybrid_cache import states_of
 from localrt.quant.ops.protocol import Span, ranges
-from localrt.quant.ops.recurrent import RecurrentSpec
+from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
 from localrt.quant.ops.states import StatePass
-from localrt.quant.reference.weights import RecurrentWeights
 
 _KEY_EPS = 1e-6  # of the length that keys and queries are divided by
 

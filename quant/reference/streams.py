@@ -13,14 +13,15 @@ from torch import Tensor
 
 from localrt.quant.ops.hybrid_cache import begin_states
 from localrt.quant.ops.recurrent import RecurrentSpec
-from localrt.quant.ops.streams import LEAST_PRODUCT, InputGateSpec
-from localrt.quant.reference.recurrent import convolve_rows
-from localrt.quant.reference.weights import (
+from localrt.quant.ops.streams import (
+    LEAST_PRODUCT,
     ConnectionWeights,
+    InputGateSpec,
     InputGateWeights,
     InputProjection,
     NgramWeights,
 )
+from localrt.quant.reference.recurrent import convolve_rows
 
 
 def rows_of_tokens(ids: Tensor, each: int, rows: int) -> Tensor:

@@ -17,7 +17,7 @@ import pytest
 from localrt.models.registry import load_decoder
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.ops.adapters import Mix
-from localrt.quant.ops.protocol import Batch, opaque
+from localrt.quant.ops.protocol import Batch
 from tests.driver.inside.check_models import adapter_of
 from tests.driver.inside.check_schedule import CI, card, rtx_4060
 from tests.driver.inside.conftest import Kernels, once
@@ -47,7 +47,7 @@ class Timed:
 
     def __init__(self, model: Model, gpu: Kernels, machine: Machine) -> None:
         self._ops, self._gpu, self._machine = CudaOps(device="cuda"), gpu, machine
-        self._decoder = load_decoder(model.store, opaque(self._ops), model.config)
+        self._decoder = load_decoder(model.store, self._ops, model.config)
         table: Any = self._ops.adapters
         self.own: list[Mix] = [((f"a{n}", 1.0),) for n in range(8)]
         for ((key, _),) in self.own:

@@ -16,7 +16,7 @@ from localrt.models.registry import load_decoder
 from localrt.offload.placement import Where
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.ops.kv import KVCache
-from localrt.quant.ops.protocol import Batch, Span, opaque
+from localrt.quant.ops.protocol import Batch, Span
 from tests.driver.inside.conftest import Kernels, once
 from tests.driver.inside.gpus import made
 from tests.driver.standin import AT_ONCE
@@ -93,7 +93,7 @@ def talk(
 
 
 def loaded(model: Model, ops: CudaOps) -> Decoder:
-    return load_decoder(model.store, opaque(ops), model.config)
+    return load_decoder(model.store, ops, model.config)
 
 
 TURNS = st.lists(

@@ -55,7 +55,7 @@ def test_rows(name: str, tmp_path: Path) -> None:
         assert relative_error(seen.rows, rows) < 1e-4
 
 
-class Counting(VisionSteps[Any, Any]):
+class Counting(VisionSteps):
     """Counts multiplications, and leaves out attention."""
 
     products = 0.0
@@ -65,7 +65,7 @@ class Counting(VisionSteps[Any, Any]):
         self.products += x.size * out.shape[-1]
         return out
 
-    def heads(self, qkv: Any, heads: Heads[Any], layout: PatchLayout) -> Any:
+    def heads(self, qkv: Any, heads: Heads, layout: PatchLayout) -> Any:
         columns = heads.count * heads.size
         for first, end in itertools.pairwise((0, *layout.ends)):
             self.products += 2 * columns * (end - first) ** 2

@@ -128,7 +128,7 @@ def test_shared_heads(ends: tuple[int, ...]) -> None:
     """Six heads share two of keys and values."""
     qkv, angles = floats(ends[-1], 10 * 16, seed=ends[-1]), floats(ends[-1], 8, seed=1)
     layout = PatchLayout(ends=ends, cos=np.cos(angles), sin=np.sin(angles))
-    several: Heads[object] = Heads(count=6, size=16, scale=0.4, eps=1e-6, kv_count=2)
+    several: Heads = Heads(count=6, size=16, scale=0.4, eps=1e-6, kv_count=2)
     found, expected = (
         own.get(own.heads(own.put(qkv), several, layout)) for own in (steps_on_gpu(), NUMPY)
     )
