@@ -1,4 +1,4 @@
-"""Computes the memory of each part of the program, in bytes.
+"""Memory accounting: the bytes of each part of the program, and budgets.
 
 Loading, planner, drafts, budgets and the server use it. It turns shapes, rows and contexts into
 bytes; ``offload/memory`` says how much memory there is, ``localrt/planning`` divides it. Estimates

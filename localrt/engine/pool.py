@@ -1,4 +1,4 @@
-"""Sessions of one model, kept to reuse their prefixes, and the room for their caches.
+"""Prefix caching: sessions of one model, kept to reuse their prefixes, and room for their caches.
 
 A request gets the idle session that already holds most of its prompt. While there are few sessions,
 a new one is made; otherwise the one that is cheapest to compute again is reused (GreedyDual, Young

@@ -1,4 +1,4 @@
-"""A KV cache with some layers on an SSD: loaded before their attention, saved after it.
+"""KV cache offloading: some layers are on an SSD, loaded before their attention, saved after it.
 
 Full blocks of 256 tokens are in the file, the partial last block in RAM: no write for each token.
 While a layer computes, the next one's blocks are loaded into one of a few fixed buffers that all

@@ -1,4 +1,4 @@
-"""A temporary file of keys and values, and the thread that reads and writes it.
+"""Asynchronous I/O of keys and values: a temporary file, and the thread that reads and writes it.
 
 The file has no name in its folder while it is used, so it goes away however the process ends. It
 uses direct I/O if the file system allows it; otherwise pages are dropped once read or written, so

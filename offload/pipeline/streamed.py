@@ -1,4 +1,4 @@
-"""Runs a model whose units are distributed by a placement, so that it may exceed memory.
+"""Weight streaming (offloading): runs a model that may exceed memory, as a placement says.
 
 A pass goes through the stages in order; each waits only for its own weights, while readers and
 copies run ahead. The arithmetic is that of a resident model: the output does not depend on the

@@ -1,4 +1,4 @@
-"""Threads that fetch units, piece by piece, and passes that wait for them.
+"""Prefetching: threads that fetch units, piece by piece, and passes that wait for them.
 
 ``Reader`` has the common part: loads and their pieces, errors, stalled disks, ending threads. Two
 subclasses choose the next piece: ``UnitReader`` follows a fixed order through a ring;

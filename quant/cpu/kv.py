@@ -1,4 +1,4 @@
-"""The KV cache in RAM, in blocks of 256 tokens whose insides ``quant/cpu/csrc/kv.h`` describes.
+"""Paged KV cache in RAM: blocks of 256 tokens, whose insides ``quant/cpu/csrc/kv.h`` describes.
 
 Quantized keys leave out their projection's bias, which attention adds exactly. Memory is mapped for
 the whole capacity at once and becomes resident as tokens are written: growth copies nothing, and

@@ -1,4 +1,4 @@
-"""A sequence's KV cache on a GPU, in blocks of 256 tokens; a block has all layers.
+"""Paged KV cache on a GPU: a sequence's blocks of 256 tokens; a block has all layers.
 
 A cache grows by whole blocks, and tokens never move. The blocks' addresses are an input of each
 pass, so a recorded pass serves all caches of a model. A block has each layer's keys, (heads, 256,

@@ -1,4 +1,4 @@
-"""A pool of device memory in a few slabs: freed blocks are reused by later work.
+"""Pool allocator of device memory: a few slabs, whose freed blocks later work reuses.
 
 A device works in order, so reuse needs no waits. The pool knows addresses, not their contents.
 """

@@ -1,4 +1,4 @@
-"""Recurrent layers on a GPU: the kernels between products.
+"""Recurrent layers on a GPU (Mamba-2, Gated DeltaNet): the kernels between products.
 
 Rows are prepared (convolution, gates), folded into the states one after another, normed and gated.
 A buffer in device memory tells what a pass does to its sequences' states; graphs read it at each

@@ -1,4 +1,4 @@
-"""A mixture's router on a GPU: logits, expert choice, and weighted sum of results.
+"""Top-k gating on a GPU: a router's logits, the choice of experts, and the sum of their results.
 
 The choice stays on the GPU, for kernels that start before the host knows it; the host copies it on
 first use. A row's bits depend on that row alone.
