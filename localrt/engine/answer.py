@@ -1,4 +1,4 @@
-"""One answer as it grows: logits to a token, tokens to visible text, times and counts.
+"""One answer as it grows: sampling, detokenization and stop strings, times and counts.
 
 A single generation and a batch share it, so that both give the same answers. It does not compute
 logits, and does not know where they come from.

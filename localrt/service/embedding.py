@@ -1,4 +1,4 @@
-"""Turn texts into vectors: the hidden states after the final norm, pooled over tokens."""
+"""Embeddings: hidden states of a text after the final norm, pooled over its tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Confines a process that reads strangers' files: limits, and on Linux seccomp and Landlock.
+"""Sandbox of a process that reads strangers' files: limits, and on Linux seccomp and Landlock.
 
 What the system or a container does not offer is skipped; the functions return what is in force.
 """

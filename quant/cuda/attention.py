@@ -1,4 +1,4 @@
-"""Attention on a GPU: appends a pass's rows to the caches, and attends.
+"""Paged attention on a GPU, ordinary and latent (MLA): appends a pass's rows, and attends.
 
 For up to 64 rows, keys are split into runs of 256, whose results are joined in order: a row's
 result is bit-identical for any number of rows. Runs in which rows of a tree see different keys are

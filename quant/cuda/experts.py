@@ -1,5 +1,4 @@
-"""A mixture's experts on a GPU: all experts of one kind in two launches, wherever they are in
-memory.
+"""Grouped GEMM: a mixture's experts of one kind in two launches, wherever they are in memory.
 
 Experts of a kind differ only in their addresses, which are in a table on the GPU: the GPU assigns
 the work to blocks, and starts before the host knows the routing. A slot is one expert chosen by one

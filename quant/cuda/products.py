@@ -1,4 +1,4 @@
-"""Multiplies any number of rows by packed matrices: fills in the kernels' arguments.
+"""Quantized GEMM: any number of rows times packed matrices; fills in the kernels' arguments.
 
 Rows are quantized to 8 bits once (``quantize``) and may be multiplied with several matrices. A
 result's bits depend on its row and the matrix alone; launch shapes change only the speed. With bf16

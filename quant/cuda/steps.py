@@ -1,4 +1,7 @@
-"""Norms and elementwise steps around the products, one kernel each. A row's bits depend on that row alone."""
+"""Norms and elementwise steps around the products, a kernel each.
+
+A row's bits depend on that row alone.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory of a sequence's recurrent layers: states, and how to return to earlier tokens.
+"""States of recurrent layers: a sequence's memory there, and how to return to earlier tokens.
 
 ``StateCache`` is a complete ``KVCache``: tokens are appended, trimmed, selected from a tree. A
 ``StateSet`` is the state of all layers: each layer's state after ``position`` tokens, and the rows
