@@ -1,4 +1,4 @@
-"""Group-wise affine quantization: int4 to int8 codes with a half-precision scale and, in some, a minimum.
+"""Group-wise affine quantization: int4 to int8 codes with a half-precision scale, some a minimum.
 
 ``int4-g32`` is symmetric: value = scale * (code - 8); the group's extreme maps to the lowest code,
 so the scale has the opposite sign. ``int4-g32m`` has a minimum: value = scale * code + minimum. A
