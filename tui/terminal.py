@@ -26,7 +26,7 @@ from textual._time import get_time
 from textual._xterm_parser import BRACKETED_PASTE_END as END
 from textual._xterm_parser import BRACKETED_PASTE_START as START
 from textual._xterm_parser import XTermParser
-from textual.drivers import linux_driver, web_driver
+from textual.drivers import linux_driver
 from textual.drivers._writer_thread import WriterThread
 from textual.drivers.linux_driver import LinuxDriver
 from textual.events import Paste
@@ -119,9 +119,6 @@ class PasteParser(XTermParser):
                 yield Paste(text)
         if not any(self._recent.endswith(START[:size]) for size in range(3, len(START))):
             yield from super().tick()
-
-
-setattr(web_driver, "XTermParser", PasteParser)  # noqa: B010 - what the driver makes
 
 
 # (environment variable that must be set, or empty; command that copies its input). Pillow reads
