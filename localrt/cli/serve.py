@@ -83,9 +83,6 @@ _STRICT_HELP = (
     "refuse requests for models that are not here (default: one model answers to any name, of "
     "several the one of `localrt alias '*' MODEL`)"
 )
-_FETCH_HELP = (
-    "fetch pictures that requests name by URL, from public addresses only (default: refuse them)"
-)
 _CONVERSATIONS_HELP = (
     "with a key, let other machines read and write your conversations, on the page and by HTTP "
     "(default: on this machine's own address alone)"
@@ -108,7 +105,6 @@ _FLAGS: tuple[Flag, ...] = (
     ("--max-body", str, "SIZE", "largest request (default: 8MiB)"),
     ("--strict-models", bool, None, _STRICT_HELP),
     ("--allow-pull", bool, None, "let clients download models of the hub (Ollama's /api/pull)"),
-    ("--fetch-pictures", bool, None, _FETCH_HELP),
     ("--conversations", bool, None, _CONVERSATIONS_HELP),
     ("--drain", float, "S", "when stopping, seconds for answers to finish (default: 20)"),
     ("--parent", int, "PID", _PARENT_HELP),
@@ -318,7 +314,6 @@ def _options(args: argparse.Namespace) -> ServeOptions:
         keep_alive_s=None if keep is None else parse_duration(keep, option("keep_alive")),
         strict_models=args.strict_models,
         allow_pull=args.allow_pull,
-        fetch_pictures=args.fetch_pictures,
         conversations=args.conversations,
     )
 

@@ -23,7 +23,7 @@ class ServeOptions:
     not read for ``write_timeout_s`` is disconnected. With several models, one that is unused for
     ``keep_alive_s`` frees its memory (negative: never; None: 300 s, or longer if it is expected to
     be used again soon). ``strict_models`` refuses requests for unknown models, ``allow_pull`` lets
-    clients download models, ``fetch_pictures`` fetches pictures from URLs in requests. With
+    clients download models. With
     ``conversations``, who has ``api_key`` reads and writes the user's conversations from other
     machines too. Answers get ``drain_s`` to finish when the server stops.
     """
@@ -46,7 +46,6 @@ class ServeOptions:
     keep_alive_s: float | None = None
     strict_models: bool = False
     allow_pull: bool = False
-    fetch_pictures: bool = False
     conversations: bool = False
 
     def __post_init__(self) -> None:

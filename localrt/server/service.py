@@ -25,7 +25,6 @@ from localrt.server.bodies import BodyRoom, read_fields
 from localrt.server.errors import ApiError, to_json
 from localrt.server.models import Models, Offered, ServedModel
 from localrt.server.options import ServeOptions
-from localrt.server.pictures import Fetcher
 
 _MOST = 1000
 _MOST_BYTES = 64 << 20
@@ -202,7 +201,6 @@ class Service:
         self.options = options
         self.metrics = Metrics()
         self.bodies = BodyRoom(_BODIES * options.max_body)
-        self.fetcher = Fetcher() if options.fetch_pictures else None
         self.seeing = asyncio.Lock()  # one at a time: a decoded picture takes hundreds of megabytes
         self.documents = DocumentCache()  # for who holds ``seeing``
         self.responses = ResponseStore()
