@@ -15,7 +15,6 @@ from localrt.chat_format.messages import arguments_of
 from localrt.chat_format.thinking import ThoughtStream, parted
 from localrt.engine.types import Chunk, Metrics, ToolCall
 from localrt.server.dialect import (
-    EVENT_STREAM,
     Endpoint,
     Generation,
     Payload,
@@ -292,6 +291,6 @@ def _model(service: Service, offered: Offered) -> Payload:
 
 
 ROUTES = (
-    Endpoint("/v1/messages", "POST", messages, "MESSAGE", "MESSAGES", EVENT_STREAM),
-    Endpoint("/v1/messages/count_tokens", "POST", count_tokens, "COUNTED_TOKENS", "COUNT_TOKENS"),
+    Endpoint("/v1/messages", "POST", messages),
+    Endpoint("/v1/messages/count_tokens", "POST", count_tokens),
 )

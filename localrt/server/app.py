@@ -25,14 +25,13 @@ from localrt.history import History
 from localrt.server import about, anthropic, conversations, infill, page, texts
 from localrt.server.answers import Answers
 from localrt.server.bodies import prepare_checks
-from localrt.server.dialect import JSON, Endpoint, Handler
+from localrt.server.dialect import Endpoint, Handler
 from localrt.server.errors import ApiError, JsonResponse, failure
 from localrt.server.guard import Guard, LogLine
 from localrt.server.models import Models, OneModel
 from localrt.server.ollama import models as ollama_models
 from localrt.server.ollama import reply as ollama
 from localrt.server.openai import reply as openai
-from localrt.server.openapi import describe
 from localrt.server.options import ServeOptions
 from localrt.server.responses import reply as responses
 from localrt.server.service import Service, service_of
@@ -57,17 +56,10 @@ async def metrics(request: Request) -> Response:
     return PlainTextResponse(service_of(request).metrics_text(), media_type=_TEXT_FORMAT)
 
 
-async def openapi(request: Request) -> Response:
-    """This document."""
-    keyed = service_of(request).options.api_key is not None
-    return JsonResponse(describe(ROUTES, keyed=keyed))
-
-
 ROUTES = (
     *page.ROUTES,
-    Endpoint("/health", "GET", health, JSON),
-    Endpoint("/metrics", "GET", metrics, "text/plain"),
-    Endpoint("/openapi.json", "GET", openapi),
+    Endpoint("/health", "GET", health),
+    Endpoint("/metrics", "GET", metrics),
     *openai.ROUTES,
     *texts.ROUTES,
     *about.ROUTES,

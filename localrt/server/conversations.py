@@ -24,7 +24,7 @@ from localrt.history import AnswerWriter, Conversation, ConversationInfo, Turn
 from localrt.history.pictures import joined_content
 from localrt.server.answers import Answer, Answers, Call
 from localrt.server.bodies import read_fields
-from localrt.server.dialect import EVENT_STREAM, JSON, Endpoint, Payload, listed
+from localrt.server.dialect import EVENT_STREAM, Endpoint, Payload, listed
 from localrt.server.errors import ApiError, JsonResponse, invalid
 from localrt.server.media import document_of
 from localrt.server.messages import encoded
@@ -293,7 +293,7 @@ async def tools(answers: Answers, request: Request, fields: Payload) -> Payload:
 
 
 def _endpoint(
-    path: str, method: str, work: Work, body: str = "", answer: str = JSON, *, tools: bool = False
+    path: str, method: str, work: Work, body: str = "", *, tools: bool = False
 ) -> Endpoint:
     """Return an endpoint for the owner alone. Work on the history, which is on the disk, runs in a
     thread unless it is a coroutine. ``tools``: they may run, also if the body has this field.
@@ -310,8 +310,7 @@ def _endpoint(
         found = await (work(*given) if in_loop else asyncio.to_thread(work, *given))
         return found if isinstance(found, Response) else JsonResponse(found)
 
-    handle.__doc__ = work.__doc__
-    return Endpoint(path, method, handle, answer, body)
+    return Endpoint(path, method, handle)
 
 
 _ALL, _ONE = "/v1/conversations", "/v1/conversations/{id}"
@@ -327,7 +326,7 @@ ROUTES = (
     _endpoint(f"{_ONE}/items/{{item}}", "GET", items),
     _endpoint("/v1/documents", "POST", document, "DOCUMENT"),
     _endpoint(f"{_ONE}/answers", "POST", begin, "CONVERSATION_ANSWER"),
-    _endpoint(_ANSWER, "GET", follow, "", EVENT_STREAM),
+    _endpoint(_ANSWER, "GET", follow),
     _endpoint(f"{_ANSWER}/cancel", "POST", stop),
     _endpoint(f"{_ANSWER}/decision", "POST", decide, "CALL_DECISION", tools=True),
     _endpoint("/v1/tools", "POST", tools, tools=True),

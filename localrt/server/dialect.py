@@ -21,7 +21,7 @@ from localrt.server.messages import Fields, Known
 
 Payload: TypeAlias = dict[str, Any]
 
-JSON, EVENT_STREAM = "application/json", "text/event-stream"
+EVENT_STREAM = "text/event-stream"
 SEEDS = 1 << 64
 # Reasoning efforts of OpenAI and others, as values of ``thinking``.
 _EFFORTS: Mapping[str, bool | str] = {
@@ -41,18 +41,11 @@ Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 
 class Endpoint(NamedTuple):
-    """A path and its handler, whose docstring describes it in ``/openapi.json``.
-
-    ``body`` and ``answer`` name schemas; ``answer`` may be a media type instead, and "" keeps the
-    path out of the description. ``stream`` is the media type of a streamed answer.
-    """
+    """A path of the server, its HTTP method and its handler."""
 
     path: str
     method: str
     handler: Handler
-    answer: str = ""
-    body: str = ""
-    stream: str = ""
 
 
 _MOST_LISTED = 100

@@ -21,7 +21,6 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from localrt.server.errors import ApiError, failure
-from localrt.server.openapi import OPEN
 from localrt.server.options import ServeOptions, is_loopback
 from localrt.server.service import Service, sent_key
 
@@ -53,6 +52,7 @@ class Paths:
 # -- the guard -------------------------------------------------------------------------------------
 
 
+_OPEN = ("/", "/health")  # paths that need no key
 _WHEN_FULL = ("/health", "/metrics")
 _GONE = 499  # status in the log for a client that disconnected
 _LATE = 408
@@ -224,7 +224,7 @@ def _check(scope: Scope, options: ServeOptions) -> None:
     if options.api_key is None:  # a page would not have the key
         _check_page(headers, options)
     preflight = scope["method"] == "OPTIONS" and "origin" in headers
-    if options.api_key is not None and scope["path"] not in OPEN and not preflight:
+    if options.api_key is not None and scope["path"] not in _OPEN and not preflight:
         given = sent_key(headers).encode()
         keys = [options.api_key, *options.class_keys]
         if not any(hmac.compare_digest(given, key.strip().encode()) for key in keys):

@@ -16,7 +16,6 @@ from starlette.responses import Response
 
 from localrt.engine.types import Chunk, Metrics
 from localrt.server.dialect import (
-    EVENT_STREAM,
     Endpoint,
     Generation,
     Payload,
@@ -185,7 +184,7 @@ async def fim_completions(request: Request) -> Response:
 
 
 ROUTES = (
-    Endpoint("/infill", "POST", infill, "INFILL_RESPONSE", "INFILL", EVENT_STREAM),
+    Endpoint("/infill", "POST", infill),
     Endpoint("/v1/infill", "POST", infill),
-    Endpoint("/v1/fim/completions", "POST", fim_completions, "CHAT_RESPONSE", "FIM", EVENT_STREAM),
+    Endpoint("/v1/fim/completions", "POST", fim_completions),
 )

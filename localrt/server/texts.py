@@ -15,7 +15,7 @@ from starlette.responses import Response
 from localrt.api import Model
 from localrt.engine.protocol import Logits
 from localrt.server.about import known_facts
-from localrt.server.dialect import JSON, Endpoint, prompts_of
+from localrt.server.dialect import Endpoint, prompts_of
 from localrt.server.errors import ApiError, JsonResponse, invalid
 from localrt.server.generating import computed, rendered
 from localrt.server.openai.calls import chat_call
@@ -198,10 +198,10 @@ async def rerank(request: Request) -> Response:
 
 
 ROUTES = (
-    Endpoint("/v1/embeddings", "POST", embeddings, "EMBEDDINGS_RESPONSE", "EMBEDDINGS"),
-    Endpoint("/tokenize", "POST", tokenize, "TOKENIZED", "TOKENIZE"),
-    Endpoint("/detokenize", "POST", detokenize, "DETOKENIZED", "DETOKENIZE"),
-    Endpoint("/tokenizer_info", "GET", tokenizer_info, JSON),
-    Endpoint("/v1/rerank", "POST", rerank, "RERANKED", "RERANK"),
+    Endpoint("/v1/embeddings", "POST", embeddings),
+    Endpoint("/tokenize", "POST", tokenize),
+    Endpoint("/detokenize", "POST", detokenize),
+    Endpoint("/tokenizer_info", "GET", tokenizer_info),
+    Endpoint("/v1/rerank", "POST", rerank),
     Endpoint("/v1/reranking", "POST", rerank),
 )

@@ -217,11 +217,11 @@ class _Download:
 
 
 ROUTES = (
-    Endpoint("/api/version", "GET", version, "OLLAMA_VERSION"),
-    Endpoint("/api/tags", "GET", tags, "OLLAMA_TAGS"),
-    Endpoint("/api/ps", "GET", ps, "OLLAMA_PS"),
-    Endpoint("/api/show", "POST", show, "OLLAMA_SHOWN", "OLLAMA_SHOW"),
-    Endpoint("/api/pull", "POST", pull, "OLLAMA_STATUS", "OLLAMA_PULL", LINES),
+    Endpoint("/api/version", "GET", version),
+    Endpoint("/api/tags", "GET", tags),
+    Endpoint("/api/ps", "GET", ps),
+    Endpoint("/api/show", "POST", show),
+    Endpoint("/api/pull", "POST", pull),
     *(Endpoint(f"/api/{name}", "POST", not_here) for name in ("create", "copy", "push")),
     Endpoint("/api/delete", "DELETE", not_here),
 )

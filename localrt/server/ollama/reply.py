@@ -212,10 +212,8 @@ def _keep(model_request: ModelRequest) -> None:
 
 
 ROUTES = (
-    Endpoint("/api/chat", "POST", chat, "OLLAMA_CHAT_RESPONSE", "OLLAMA_CHAT", LINES),
-    Endpoint(
-        "/api/generate", "POST", generate, "OLLAMA_GENERATE_RESPONSE", "OLLAMA_GENERATE", LINES
-    ),
-    Endpoint("/api/embed", "POST", embed, "OLLAMA_EMBED_RESPONSE", "OLLAMA_EMBED"),
-    Endpoint("/api/embeddings", "POST", embeddings, "OLLAMA_EMBEDDING", "OLLAMA_EMBEDDINGS"),
+    Endpoint("/api/chat", "POST", chat),
+    Endpoint("/api/generate", "POST", generate),
+    Endpoint("/api/embed", "POST", embed),
+    Endpoint("/api/embeddings", "POST", embeddings),
 )

@@ -16,7 +16,6 @@ from localrt.chat_format.thinking import ThoughtStream, parted
 from localrt.common.version import __version__
 from localrt.engine.types import Chunk, Metrics
 from localrt.server.dialect import (
-    EVENT_STREAM,
     LEAST_LOGPROB,
     Endpoint,
     Generation,
@@ -260,10 +259,6 @@ async def completions(request: Request) -> Response:
 
 
 ROUTES = (
-    Endpoint(
-        "/v1/chat/completions", "POST", chat_completions, "CHAT_RESPONSE", "CHAT", EVENT_STREAM
-    ),
-    Endpoint(
-        "/v1/completions", "POST", completions, "COMPLETION_RESPONSE", "COMPLETION", EVENT_STREAM
-    ),
+    Endpoint("/v1/chat/completions", "POST", chat_completions),
+    Endpoint("/v1/completions", "POST", completions),
 )

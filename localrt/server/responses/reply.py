@@ -18,7 +18,6 @@ from localrt.chat_format.messages import arguments_of
 from localrt.chat_format.thinking import ThoughtStream
 from localrt.engine.types import Chunk, Metrics, ToolCall
 from localrt.server.dialect import (
-    EVENT_STREAM,
     Endpoint,
     Generation,
     Payload,
@@ -340,12 +339,10 @@ def _unknown(name: str, status: int, param: str | None = None, code: str | None 
 
 
 ROUTES = (
-    Endpoint("/v1/responses", "POST", create, "RESPONSE", "RESPONSES", EVENT_STREAM),
-    Endpoint(
-        "/v1/responses/input_tokens", "POST", input_tokens, "INPUT_TOKENS_COUNT", "INPUT_TOKENS"
-    ),
-    Endpoint("/v1/responses/{id}", "GET", stored, "RESPONSE"),
-    Endpoint("/v1/responses/{id}", "DELETE", delete, "RESPONSE_DELETED"),
-    Endpoint("/v1/responses/{id}/cancel", "POST", cancel, "RESPONSE"),
-    Endpoint("/v1/responses/{id}/input_items", "GET", input_items, "ITEMS"),
+    Endpoint("/v1/responses", "POST", create),
+    Endpoint("/v1/responses/input_tokens", "POST", input_tokens),
+    Endpoint("/v1/responses/{id}", "GET", stored),
+    Endpoint("/v1/responses/{id}", "DELETE", delete),
+    Endpoint("/v1/responses/{id}/cancel", "POST", cancel),
+    Endpoint("/v1/responses/{id}/input_items", "GET", input_items),
 )

@@ -1,4 +1,4 @@
-"""JSON Schemas of the bodies of all dialects, by name: requests are checked, answers described."""
+"""Request schemas (JSON Schema) of all dialects, by name."""
 
 from __future__ import annotations
 
@@ -11,9 +11,4 @@ _DIALECTS = (openai, responses, anthropic, ollama)
 
 REQUESTS: Mapping[str, Schema] = {
     name: schema for dialect in _DIALECTS for name, schema in dialect.REQUESTS.items()
-}
-SCHEMAS: Mapping[str, Schema] = {
-    name: schema
-    for dialect in _DIALECTS
-    for name, schema in (*dialect.REQUESTS.items(), *dialect.RESPONSES.items())
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from localrt.server.schemas.parts import (
     CONTENT,
-    COUNT,
     FILLED,
     FLAG,
     MOST_ID,
@@ -60,19 +59,4 @@ REQUESTS: dict[str, Schema] = {
         max_tokens={"type": "integer", "minimum": 1, "maximum": MOST_ID},
         stop_sequences=STOPS,
     ),
-}
-
-RESPONSES: dict[str, Schema] = {
-    "MESSAGE": whole(
-        id=STRING,
-        type={"const": "message"},
-        role={"const": "assistant"},
-        model=STRING,
-        content=list_of(whole(type={"enum": ["text", "thinking", "tool_use"]})),
-        stop_reason=STRING,
-        stop_sequence=TEXT,
-        usage=whole(input_tokens=COUNT, output_tokens=COUNT),
-    ),
-    "COUNTED_TOKENS": whole(input_tokens=COUNT),
-    "ANTHROPIC_ERROR": whole(type={"const": "error"}, error=whole(type=STRING, message=STRING)),
 }

@@ -5,12 +5,10 @@ from __future__ import annotations
 from localrt.server.schemas.parts import (
     ARGUMENTS,
     CONTENT,
-    COUNT,
     FILLED,
     FLAG,
     IDS,
     MOST_ID,
-    OBJECT,
     STRING,
     TEXT,
     Schema,
@@ -19,7 +17,6 @@ from localrt.server.schemas.parts import (
     list_of,
     nullable,
     object_of,
-    whole,
 )
 
 _KEEP: dict[str, Schema] = {
@@ -95,38 +92,4 @@ REQUESTS: dict[str, Schema] = {
     "OLLAMA_EMBEDDINGS": object_of("model", "prompt", **_KEEP, prompt=STRING),
     "OLLAMA_SHOW": _NAMED,
     "OLLAMA_PULL": _NAMED,
-}
-
-_ANSWER: dict[str, Schema] = {
-    "model": STRING,
-    "created_at": STRING,
-    "done": {"const": True},
-    "done_reason": {"enum": ["stop", "length", "load", "unload"]},
-}
-_VECTOR = list_of({"type": "number"})
-_DETAILS = whole(family=STRING, format=STRING, parameter_size=STRING, quantization_level=STRING)
-
-RESPONSES: dict[str, Schema] = {
-    "OLLAMA_CHAT_RESPONSE": whole(
-        **_ANSWER, message=whole(role={"const": "assistant"}, content=STRING)
-    ),
-    "OLLAMA_GENERATE_RESPONSE": whole(**_ANSWER, response=STRING),
-    "OLLAMA_EMBED_RESPONSE": whole(model=STRING, embeddings=list_of(_VECTOR)),
-    "OLLAMA_EMBEDDING": whole(embedding=_VECTOR),
-    "OLLAMA_TAGS": whole(
-        models=list_of(
-            whole(name=STRING, model=STRING, modified_at=STRING, size=COUNT, details=_DETAILS)
-        )
-    ),
-    "OLLAMA_PS": whole(
-        models=list_of(
-            whole(name=STRING, size=COUNT, size_vram=COUNT, expires_at=STRING, context_length=COUNT)
-        )
-    ),
-    "OLLAMA_SHOWN": whole(
-        details=_DETAILS, model_info=OBJECT, capabilities=list_of(STRING), template=STRING
-    ),
-    "OLLAMA_STATUS": whole(status=STRING),
-    "OLLAMA_VERSION": whole(version=STRING),
-    "OLLAMA_ERROR": whole(error=STRING),
 }

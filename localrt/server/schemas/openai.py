@@ -7,7 +7,6 @@ from __future__ import annotations
 from localrt.server.schemas.parts import (
     ARGUMENTS,
     CONTENT,
-    COUNT,
     FILLED,
     FLAG,
     FORMAT,
@@ -33,8 +32,6 @@ _PROMPTS = (
     f"(lists of at most {_MOST_PROMPTS})"
 )
 _BIAS: Schema = {"type": "number", "minimum": -100, "maximum": 100}
-
-# -- requests --------------------------------------------------------------------------------------
 
 _SCHEMA: Schema = {"type": ["object", "string", "null"]}  # an object, or its JSON text
 _CHOICE = nullable(list_of(STRING, minItems=1))
@@ -181,62 +178,4 @@ REQUESTS: dict[str, Schema] = {
         t_max_predict_ms=number(-1, MOST_ID),
         response_fields=nullable(list_of(STRING, maxItems=256)),
     ),
-}
-
-# -- responses -------------------------------------------------------------------------------------
-
-_USAGE = object_of(
-    "prompt_tokens",
-    "total_tokens",
-    prompt_tokens=COUNT,
-    completion_tokens=COUNT,
-    total_tokens=COUNT,
-)
-_REASON: Schema = {"enum": ["stop", "length", "tool_calls", "function_call"]}
-_LOGPROBS: Schema = {"type": ["object", "null"]}
-_VECTOR = whole(
-    object={"const": "embedding"},
-    index=COUNT,
-    embedding={"type": ["array", "string"], "items": {"type": "number"}},
-)
-# An adapter also has its base as ``parent``.
-_MODEL = whole(id=STRING, object={"const": "model"}, created=COUNT, owned_by=STRING)
-
-
-def _list(items: Schema, **more: Schema) -> Schema:
-    return whole(object={"const": "list"}, data=list_of(items), **more)
-
-
-def _completion(kind: str, **choice: Schema) -> Schema:
-    return whole(
-        id=STRING,
-        object={"const": kind},
-        created=COUNT,
-        model=STRING,
-        choices=list_of(whole(index=COUNT, **choice, finish_reason=_REASON, logprobs=_LOGPROBS)),
-        usage=_USAGE,
-    )
-
-
-RESPONSES: dict[str, Schema] = {
-    "CHAT_RESPONSE": _completion(
-        "chat.completion", message=whole(role={"const": "assistant"}, content=TEXT)
-    ),
-    "COMPLETION_RESPONSE": _completion("text_completion", text=STRING),
-    "EMBEDDINGS_RESPONSE": _list(_VECTOR, model=STRING, usage=_USAGE),
-    "RERANKED": object_of(
-        "results", results=list_of(object_of(index=COUNT, relevance_score={"type": "number"}))
-    ),
-    "TOKENIZED": object_of("tokens", "count", tokens={"type": "array"}, count=COUNT),
-    "DETOKENIZED": whole(content=STRING, prompt=STRING),
-    "INFILL_RESPONSE": object_of(
-        content=STRING,
-        stop=FLAG,
-        tokens_predicted=COUNT,
-        tokens_evaluated=COUNT,
-        tokens_cached=COUNT,
-    ),
-    "MODEL": _MODEL,
-    "MODELS": _list(_MODEL),
-    "ERROR": whole(error=whole(message=STRING, type=STRING, param=TEXT, code=TEXT)),
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from localrt.server.schemas.parts import (
     CONTENT,
-    COUNT,
     FLAG,
     FORMAT,
     MOST_ID,
@@ -18,7 +17,6 @@ from localrt.server.schemas.parts import (
     list_of,
     nullable,
     object_of,
-    whole,
 )
 
 _PROMPT: dict[str, Schema] = {
@@ -70,20 +68,4 @@ REQUESTS: dict[str, Schema] = {
         store=FLAG,
         background=FLAG,
     ),
-}
-
-_ITEM = whole(id=STRING, type=STRING)
-RESPONSES: dict[str, Schema] = {
-    "RESPONSE": whole(
-        id=STRING,
-        object={"const": "response"},
-        created_at=COUNT,
-        status={"enum": ["completed", "incomplete"]},
-        model=STRING,
-        output=list_of(_ITEM),
-        usage=whole(input_tokens=COUNT, output_tokens=COUNT, total_tokens=COUNT),
-    ),
-    "ITEMS": whole(object={"const": "list"}, data=list_of(_ITEM), has_more=FLAG),
-    "RESPONSE_DELETED": whole(id=STRING, object={"const": "response"}, deleted={"const": True}),
-    "INPUT_TOKENS_COUNT": whole(object={"const": "response.input_tokens"}, input_tokens=COUNT),
 }
