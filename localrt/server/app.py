@@ -52,7 +52,7 @@ async def health(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    """Counts for Prometheus."""
+    """Counters for Prometheus."""
     return PlainTextResponse(service_of(request).metrics_text(), media_type=_TEXT_FORMAT)
 
 
@@ -100,13 +100,13 @@ def create_app(
         asyncio.get_running_loop().set_default_executor(workers)
         prepare_checks()
         models.open()
-        sampling = asyncio.ensure_future(_sample(service))
+        tending = asyncio.ensure_future(_tend(models))
         try:
             yield
         finally:
-            sampling.cancel()
+            tending.cancel()
             with suppress(asyncio.CancelledError):
-                await sampling
+                await tending
             service.stop()
             await app.state.answers.close()
             await asyncio.to_thread(models.close)
@@ -139,9 +139,9 @@ def _by_method(handlers: Mapping[str, Handler]) -> Handler:
     return handle
 
 
-async def _sample(service: Service) -> None:
+async def _tend(models: Models) -> None:
     while True:
-        service.sample()
+        models.tend()
         await asyncio.sleep(1)
 
 

@@ -62,7 +62,6 @@ async def answer(
         ApiError, LocalrtError: nothing has been sent.
         ClientDisconnect: the client has disconnected.
     """
-    began = time.monotonic()
     request, service = model_request.http, model_request.service
     options = service.options
     if call.choices > options.max_choices:
@@ -71,7 +70,7 @@ async def answer(
     if count > most:
         field = "n" if call.choices > 1 else "prompt"
         raise invalid(f"{count} answers in one request: at most {most} are allowed", field)
-    work = _Work(model_request, call, began)
+    work = _Work(model_request, call)
     async with AsyncExitStack() as stack:
         stack.enter_context(service.admitted(count))
         await stack.enter_async_context(work)
@@ -212,10 +211,10 @@ class _Work(AsyncExitStack):
     It is also the reply's tokenizer, because the model may still be loading.
     """
 
-    def __init__(self, model_request: ModelRequest, call: Generation, began: float) -> None:
+    def __init__(self, model_request: ModelRequest, call: Generation) -> None:
         super().__init__()
         self._model_request, self._service = model_request, model_request.service
-        self._call, self._began = call, began
+        self._call = call
         self._served: ServedModel | None = None
         self._echoes: list[Chunk] = []  # one per prompt that is echoed or only read
         self._answers: list[AsyncAnswer] = []
@@ -276,8 +275,6 @@ class _Work(AsyncExitStack):
 
     def _end(self) -> None:
         for one in self._answers:
-            if not one.over:
-                self._service.metrics.count("localrt_cancelled_requests_total")
             one.cancel()
 
     async def gathered(self) -> list[Chunk]:
@@ -301,7 +298,6 @@ class _Work(AsyncExitStack):
             asyncio.ensure_future(anext(one, None)): (index, one)
             for index, one in enumerate(self._answers)
         }
-        first = True
         try:
             while waiting:
                 done, _ = await asyncio.wait(
@@ -321,11 +317,6 @@ class _Work(AsyncExitStack):
                             else "it was not read"
                         )
                         raise CancelledError(f"the answer was cut off: {why}")
-                    if first and chunk.token_ids:
-                        first = False
-                        elapsed = time.monotonic() - self._began
-                        metrics = self._service.metrics
-                        metrics.observe("localrt_time_to_first_token_seconds", elapsed)
                     if not self._call.parallel_tools:
                         chunk = replace(chunk, tool_calls=chunk.tool_calls[:1])
                     yield index, chunk

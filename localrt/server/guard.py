@@ -178,10 +178,8 @@ class Guard:
     def _note(self, scope: Scope, uri: str, status: int, seconds: float, request_id: str) -> None:
         path = scope["path"]
         known = path if path in self._paths.known else "other"
-        metrics = self._service.metrics
-        metrics.count("localrt_http_requests_total", path=known, status=str(status))
-        if known.startswith(("/v1/", "/api/")) and scope["method"] == "POST":
-            metrics.observe("localrt_http_request_seconds", seconds)
+        for_model = known.startswith(("/v1/", "/api/")) and scope["method"] == "POST"
+        self._service.count(known, status, seconds if for_model else None)
         if self._log is not None:
             client = scope["client"][0] if scope.get("client") else "-"
             shown = uri.encode("unicode_escape").decode()[:200]

@@ -6,10 +6,8 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +21,6 @@ from localrt.offload.account import SERVER_NBYTES
 from localrt.server.errors import ApiError
 from localrt.server.options import ServeOptions
 
-Gauge = tuple[str, str, float]
-"""A metric's name, its help text, and its value."""
-
-_WINDOW_S = 10  # seconds averaged by the tokens-per-second gauge
 _UNREAD_CHUNKS = 128  # chunks per answer, in addition to the network's buffers
 
 
@@ -51,7 +45,6 @@ class ServedModel:
             reserve_ram=SERVER_NBYTES,
             turns=turns,
         )
-        self._samples: deque[tuple[float, int]] = deque(maxlen=_WINDOW_S + 1)
 
     def close(self) -> None:
         """Save and free the batch's caches; blocks until the running pass has ended."""
@@ -79,33 +72,6 @@ class ServedModel:
         wrong = next((token for token in tokens if token >= vocab), None)
         if wrong is not None:
             raise OptionError(f"logit_bias names token {wrong}; the model has {vocab}")
-
-    def sample(self) -> None:
-        """Record the number of tokens so far; called once a second."""
-        self._samples.append((time.monotonic(), self.live.stats().completion_tokens))
-
-    def gauges(self) -> Iterator[Gauge]:
-        """Return the figures of the running batch."""
-        stats = self.live.stats()
-        cached_help = "Tokens of prompts that a kept KV cache held."
-        rate_help = f"Tokens of answers in the last {_WINDOW_S} seconds, per second."
-        yield "localrt_requests_running", "Answers that share passes.", stats.running
-        yield "localrt_requests_waiting", "Answers that wait for a turn.", stats.waiting
-        yield "localrt_requests_paused", "Answers that nobody reads.", stats.paused
-        yield "localrt_prompt_tokens_total", "Tokens of prompts.", stats.prompt_tokens
-        yield "localrt_cached_prompt_tokens_total", cached_help, stats.cached_tokens
-        yield "localrt_generated_tokens_total", "Tokens of answers.", stats.completion_tokens
-        yield "localrt_passes_total", "Passes over the weights.", stats.passes
-        yield "localrt_tokens_per_second", rate_help, self._rate(stats.completion_tokens)
-        yield "localrt_kv_bytes", "Bytes of KV caches.", stats.kv_bytes
-        yield "localrt_kv_parked_bytes", "Of a GPU's KV caches in RAM.", stats.parked_bytes
-        if (counts := stats.pipeline) is not None:
-            yield "localrt_ssd_read_bytes_total", "Read by the pipeline.", counts.ssd_read_bytes
-            yield "localrt_link_bytes_total", "Copied to the GPU.", counts.link_bytes
-
-    def _rate(self, tokens: int) -> float:
-        since, before = self._samples[0] if self._samples else (0.0, tokens)
-        return (tokens - before) / max(time.monotonic() - since, 1e-9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
