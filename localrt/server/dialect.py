@@ -82,8 +82,7 @@ class Generation:
     at most. ``overflow_in_stream`` reports a prompt that does not fit in the stream, if there is
     one. ``known`` has the tools that are not functions for the client, by the function names that
     the model sees; a ``legacy`` call is a message's ``function_call``. ``request_class`` is the
-    class of the request if neither a header nor its key sets one. ``left_out`` are fields that
-    constrain answers on other servers but not here.
+    class of the request if neither a header nor its key sets one.
     """
 
     prompts: Sequence[Mapping[str, Any]]
@@ -99,7 +98,6 @@ class Generation:
     known: Mapping[str, Known] = field(default_factory=dict)
     legacy: bool = False
     request_class: RequestClass = "interactive"
-    left_out: Sequence[str] = ()
 
     def submissions(self) -> list[dict[str, Any]]:
         """Return the arguments of every answer; the choices of a prompt are adjacent."""

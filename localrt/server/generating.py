@@ -265,8 +265,7 @@ class _Work(AsyncExitStack):
 
     def _note_loosened(self) -> None:
         """Log the keywords of a schema that a grammar cannot enforce."""
-        of_schema = next((one.left_out for one in self._answers if one.left_out), ())
-        names = ", ".join([*self._call.left_out, *of_schema])
+        names = ", ".join(next((one.left_out for one in self._answers if one.left_out), ()))
         if names:
             why = "answers cannot be bound by these"
             self._service.note_once(

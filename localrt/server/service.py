@@ -81,8 +81,7 @@ class ResponseStore:
         self._make_room()
         return self._items.get(name, ("", None))[1]
 
-    def remove(self, name: str) -> None:
-        """Remove the response with this id."""
+    def _remove(self, name: str) -> None:
         stored = self._kept.pop(name)
         self._nbytes -= stored.nbytes
         for item in stored.conversation():
@@ -95,7 +94,7 @@ class ResponseStore:
             full = len(self._kept) > self._most or self._nbytes > self._most_bytes
             if not full and self._now() - self._kept[oldest].since <= self._seconds:
                 break
-            self.remove(oldest)
+            self._remove(oldest)
 
 
 Labels = tuple[tuple[str, str], ...]

@@ -435,26 +435,11 @@ MESSAGES: list[tuple[str, Any, list[dict[str, Any]]]] = [
             result("Screen:\n[image left out]"),
         ],
     ),
-    # vLLM, and OpenRouter, which has thoughts as a list, some of them encrypted.
+    # vLLM: a thought beside its text.
     (
         "CHAT",
         [HI, says("So.", reasoning_content="Hm."), HI],
         [HI, says("So.", reasoning_content="Hm."), HI],
-    ),
-    (
-        "CHAT",
-        [
-            HI,
-            says(
-                "So.",
-                reasoning_details=[
-                    block("reasoning.summary", summary="H"),
-                    block("reasoning.text", text="m.", signature=None),
-                    block("reasoning.encrypted", data="x"),
-                ],
-            ),
-        ],
-        [HI, says("So.", reasoning_content="Hm.")],
     ),
     # The ``ai`` package and openai-agents: what a response said, with ids that mean nothing here.
     (

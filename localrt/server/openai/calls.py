@@ -6,7 +6,6 @@ started.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -36,13 +35,7 @@ _SAME_NAMES = (
 )
 
 
-# Names in llama.cpp, vLLM and SGLang of fields that constrain an answer, by option.
-_BINDING = {
-    "json_schema": ("json_schema", "guided_json"),
-    "regex": ("regex", "guided_regex"),
-    "grammar": ("grammar", "guided_grammar", "ebnf"),
-}
-_NOT_FOLLOWED = ("structural_tag", "guided_structural_tag", "guided_whitespace_pattern")
+_BINDING = ("json_schema", "regex", "grammar")  # fields, and options, that constrain an answer
 
 
 def chat_call(fields: Fields, note: Note = unnoted) -> Generation:
@@ -123,13 +116,7 @@ def completion_call(fields: Fields) -> Generation:
 
 def _common(fields: Fields) -> dict[str, Any]:
     usage = (fields.get("stream_options") or {}).get("include_usage")
-    given = _guiding(fields)
-    left_out = tuple(name for name in _NOT_FOLLOWED if given.get(name))
-    return {
-        "stream": bool(fields.get("stream")),
-        "include_usage": bool(usage),
-        "left_out": left_out,
-    }
+    return {"stream": bool(fields.get("stream")), "include_usage": bool(usage)}
 
 
 def _options(fields: Fields) -> dict[str, Any]:
@@ -142,36 +129,24 @@ def _options(fields: Fields) -> dict[str, Any]:
 
 
 def _form(fields: Fields) -> dict[str, object]:
-    """Return the option that constrains the answer, under any server's name.
+    """Return the option that constrains the answer.
 
     Raises:
         ApiError: 400, there are several different ones.
     """
-    given, some_object = _guiding(fields), {"type": "object"}
     found = {
-        name: (option, given[name])
-        for option, names in _BINDING.items()
-        for name in names
-        if given.get(name) not in (None, "")  # llama.cpp treats "" as none
+        name: (name, fields[name])
+        for name in _BINDING
+        if fields.get(name) not in (None, "")  # llama.cpp treats "" as none
     }
     schema = schema_of(fields.get("response_format") or {}, "response_format")
     if schema is not None:
         found["response_format"] = "json_schema", schema
-    if given.get("guided_json_object"):
-        found["guided_json_object"] = "json_schema", some_object
     if wanted := fields.get("format"):
-        found["format"] = "json_schema", some_object if wanted == "json" else wanted
-    if given.get("guided_choice"):
-        found["guided_choice"] = "regex", "|".join(map(re.escape, given["guided_choice"]))
+        found["format"] = "json_schema", {"type": "object"} if wanted == "json" else wanted
     if any(one != other for one, other in pairwise(found.values())):
         raise invalid(f"{' and '.join(found)} cannot be combined: give one of them", [*found][-1])
     return dict(found.values())
-
-
-def _guiding(fields: Fields) -> dict[str, Any]:
-    """Return ``fields`` with vLLM's ``structured_outputs`` fields under their older names."""
-    inner = fields.get("structured_outputs") or {}
-    return {**fields, **{f"guided_{name}": value for name, value in inner.items()}}
 
 
 def _thinking(fields: Fields) -> dict[str, Any]:
@@ -219,17 +194,10 @@ def _messages(messages: Sequence[Fields], note: Note) -> list[PromptMessage]:
             ids = {call["id"] for call in calls}
             more = [call for call in shown.get("tool_calls", ()) if call["id"] not in ids]
             shown["tool_calls"] = [*more, *calls]
-        details = "".join(filter(None, map(_detail, message.get("reasoning_details") or ())))
-        if thinking := message.get("reasoning_content") or message.get("reasoning") or details:
+        if thinking := message.get("reasoning_content") or message.get("reasoning"):
             shown |= thought(thinking)
         found.append(shown)
     return found
-
-
-def _detail(detail: Fields) -> str | None:
-    """Return the text of one of OpenRouter's reasoning details; some are encrypted."""
-    text = detail.get("text") or detail.get("summary")
-    return text if isinstance(text, str) else None
 
 
 def _called(call: Fields) -> PromptMessage:

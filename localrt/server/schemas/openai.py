@@ -12,7 +12,6 @@ from localrt.server.schemas.parts import (
     FORMAT,
     IDS,
     MOST_ID,
-    OBJECT,
     STRING,
     TEXT,
     TOOL_CHOICE,
@@ -33,8 +32,6 @@ _PROMPTS = (
 )
 _BIAS: Schema = {"type": "number", "minimum": -100, "maximum": 100}
 
-_SCHEMA: Schema = {"type": ["object", "string", "null"]}  # an object, or its JSON text
-_CHOICE = nullable(list_of(STRING, minItems=1))
 
 _SAMPLING: dict[str, Schema] = {
     **fields("temperature", "top_p", "top_k", "min_p", "typical_p", "seed", "stop", "stream"),
@@ -62,13 +59,8 @@ _SAMPLING: dict[str, Schema] = {
     "response_format": FORMAT,
     # Other servers' names of this, see ``calls``.
     **fields("format"),
-    **dict.fromkeys(("json_schema", "guided_json"), _SCHEMA),
-    **dict.fromkeys(("grammar", "guided_grammar", "ebnf", "regex", "guided_regex"), TEXT),
-    "guided_choice": _CHOICE,
-    "guided_json_object": FLAG,
-    "structured_outputs": nullable(
-        object_of(json=_SCHEMA, regex=TEXT, choice=_CHOICE, grammar=TEXT, json_object=FLAG)
-    ),
+    "json_schema": {"type": ["object", "string", "null"]},  # an object, or its JSON text
+    **dict.fromkeys(("grammar", "regex"), TEXT),
 }
 
 _CALL = object_of(
@@ -88,7 +80,6 @@ _MESSAGE = object_of(
     function_call=nullable(object_of(name=TEXT, arguments=ARGUMENTS)),
     reasoning_content=TEXT,
     reasoning=TEXT,
-    reasoning_details=nullable(list_of(OBJECT)),
     prefix=FLAG,
 )
 
