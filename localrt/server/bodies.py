@@ -1,4 +1,4 @@
-"""Turn a request's bytes into checked fields: size, time, compression, JSON, types.
+"""Turn a request's bytes into checked fields: size, time, JSON, types.
 
 An error is one sentence that names the field. The meaning of fields is unknown here.
 """
@@ -10,10 +10,8 @@ import json
 import math
 import re
 import sys
-import zlib
 from collections.abc import Callable, Mapping
-from functools import cache, partial
-from importlib import import_module
+from functools import cache
 from typing import Any
 
 import fastjsonschema
@@ -24,80 +22,6 @@ from localrt.server.errors import ApiError, invalid
 from localrt.server.options import ServeOptions
 from localrt.server.schemas import REQUESTS
 from localrt.system import return_free_memory
-
-_ZLIB = 15 + 32  # a window of 32 KiB, in gzip's or zlib's wrapping
-_ZSTD_WINDOW = 23  # 8 MiB, which every decoder must support
-
-
-class Unpacker:
-    """Unpacks one body of at most ``most`` bytes, in the request's ``encoding``.
-
-    Raises:
-        ApiError: 415, the encoding is unknown.
-    """
-
-    def __init__(self, encoding: str, most: int) -> None:
-        name = encoding.strip().lower()
-        self._left = most
-        self._name = name
-        self._decoder: Any = None
-        if name in ("", "identity"):
-            return
-        makers = encodings()
-        if name not in makers:
-            known = [*makers, "identity"]
-            raise ApiError(
-                415,
-                f"the encoding {encoding[:40]!r} of the body is unknown: send "
-                f"{', '.join(known[:-1])} or {known[-1]}",
-                headers={"Accept-Encoding": ", ".join(makers)},
-            )
-        self._decoder = makers[name]()
-
-    def push(self, data: bytes) -> bytes:
-        """Return ``data`` unpacked; of too much data, one byte more than ``most``.
-
-        Raises:
-            ApiError: 400, the data is not in this encoding.
-        """
-        if self._decoder is None or not data:
-            return data
-        try:
-            found: bytes = self._decoder.decompress(data, self._left + 1)
-        except Exception as error:  # zlib's, zstd's or EOFError
-            raise invalid(f"the body is not {self._name}") from error
-        self._left -= len(found)
-        if self._decoder.unused_data:
-            raise invalid(f"the body continues after its {self._name} data")
-        return found
-
-    def end(self) -> None:
-        """Check at the body's end that it is complete.
-
-        Raises:
-            ApiError: 400, data is missing.
-        """
-        if self._decoder is not None and not self._decoder.eof:
-            raise invalid(f"the body is incomplete {self._name} data")
-
-
-def encodings() -> dict[str, Callable[[], object]]:
-    """Return the decoders of the known encodings, by name."""
-    found: dict[str, Callable[[], object]] = dict.fromkeys(
-        ("gzip", "deflate", "x-gzip"), lambda: zlib.decompressobj(_ZLIB)
-    )
-    for module in ("compression.zstd", "backports.zstd"):
-        try:
-            zstd = import_module(module)
-        except ImportError:
-            continue
-        window = {zstd.DecompressionParameter.window_log_max: _ZSTD_WINDOW}
-        found["zstd"] = partial(zstd.ZstdDecompressor, options=window)
-        break
-    return found
-
-
-# -- the body --------------------------------------------------------------------------------------
 
 _SMALL = 64 << 10
 # Memory of parsed values, in words of about 30 bytes: a number takes one, a string two, a list or
@@ -174,12 +98,12 @@ async def _read(request: Request, options: ServeOptions, grow: Callable[[int], N
     )
     if int(request.headers.get("content-length") or 0) > limit:
         raise too_large
-    unpacker = Unpacker(request.headers.get("content-encoding", ""), limit)
+    if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
+        raise ApiError(415, f"the body is sent as {encoding[:40]!r}: send it without compression")
     parts, size = [], 0
     try:
         async with asyncio.timeout(options.read_timeout_s):
-            async for packed in request.stream():
-                part = unpacker.push(packed)
+            async for part in request.stream():
                 size += len(part)
                 if size > limit:
                     raise too_large
@@ -193,7 +117,6 @@ async def _read(request: Request, options: ServeOptions, grow: Callable[[int], N
         ) from error
     if not size and await request.is_disconnected():
         raise ClientDisconnect
-    unpacker.end()
     return b"".join(parts)
 
 
