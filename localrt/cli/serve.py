@@ -66,10 +66,6 @@ _CORS_HELP = (
 _KEY_HELP = (
     f"key that requests must send (default: ${SERVE_KEY}, a better place for it; unset: no key)"
 )
-_CLASS_KEY_HELP = (
-    "a key whose requests are interactive, completion or background, which waits for the others; "
-    "may be repeated (default: by what they are)"
-)
 _RUNNING_HELP = "most answers at a time; they share passes (default: 16)"
 _CONNECTIONS_HELP = (
     "most requests that are open at a time (default: 1000); more get 503, but /health answers"
@@ -97,7 +93,6 @@ _FLAGS: tuple[Flag, ...] = (
     ("--name", str, None, "what requests call MODEL (default: its own name)"),
     ("--keep-alive", str, "TIME", _KEEP_HELP),
     ("--api-key", str, "KEY", _KEY_HELP),
-    ("--class-key", list, "CLASS=KEY", _CLASS_KEY_HELP),
     ("--cors", list, "ORIGIN", _CORS_HELP),
     ("--max-running", int, "N", _RUNNING_HELP),
     ("--max-queued", int, "N", "most answers that wait for their turn (default: 64)"),
@@ -122,7 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = ("host", "port", "max_running", "max_queued", "max_connections")
     kept = {name: getattr(_UNSET, name) for name in names}
     shown = {"max_body": "8MiB", "drain": _UNSET.drain_s}
-    add_flags(group, _FLAGS, **kept, **shown, cors=[], class_key=[])
+    add_flags(group, _FLAGS, **kept, **shown, cors=[])
     add_load_arguments(parser)
     add_sampling_arguments(parser)
 
@@ -304,7 +299,6 @@ def _options(args: argparse.Namespace) -> ServeOptions:
         port=args.port,
         name=args.name,
         api_key=Settings.from_environment().serve_key if args.api_key is None else args.api_key,
-        class_keys={key: name for name, _, key in (one.partition("=") for one in args.class_key)},
         origins=tuple(args.cors),
         max_running=args.max_running,
         max_queued=args.max_queued,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 from starlette.requests import Request
 from starlette.responses import Response
 
-from localrt.engine.batch.latency_goals import RequestClass
+from localrt.engine.batch.chunked_prefill import RequestClass
 from localrt.engine.types import Chunk
 from localrt.server.errors import ApiError, error_body, invalid, to_json
 from localrt.server.messages import Fields, Known
@@ -82,7 +82,7 @@ class Generation:
     at most. ``overflow_in_stream`` reports a prompt that does not fit in the stream, if there is
     one. ``known`` has the tools that are not functions for the client, by the function names that
     the model sees; a ``legacy`` call is a message's ``function_call``. ``request_class`` is the
-    class of the request if neither a header nor its key sets one.
+    class of the request if no header sets one.
     """
 
     prompts: Sequence[Mapping[str, Any]]

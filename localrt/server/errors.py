@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import re
 from collections.abc import Mapping
 
@@ -14,7 +13,6 @@ from starlette.responses import Response
 from localrt.common.errors import (
     CancelledError,
     ContextOverflowError,
-    LateError,
     LocalrtError,
     MemoryBudgetError,
     MissingExtraError,
@@ -184,9 +182,6 @@ def api_error(error: LocalrtError) -> ApiError:
         return ApiError(501, message)
     if isinstance(error, MemoryBudgetError):
         return ApiError(503, message, code="out_of_memory", headers={"Retry-After": "10"})
-    if isinstance(error, LateError):
-        after = {"Retry-After": str(max(1, math.ceil(error.seconds)))}
-        return ApiError(503, message, code="too_late", headers=after)
     if isinstance(error, CancelledError):
         return ApiError(503, message, code="cancelled")
     return ApiError(500, message)

@@ -32,14 +32,14 @@ from starlette.types import Receive, Scope, Send
 
 from localrt.api import Model
 from localrt.common.errors import CancelledError, ContextOverflowError, OptionError
-from localrt.engine.batch.latency_goals import GOALS
+from localrt.engine.batch.chunked_prefill import CLASSES
 from localrt.engine.sampling import log_probabilities
 from localrt.engine.types import Chunk, FinishReason, Metrics, TokenLogprob
 from localrt.server.dialect import Generation, Reply, TokenBytes
 from localrt.server.errors import JsonResponse, failure, invalid
 from localrt.server.media import with_pictures
 from localrt.server.models import ServedModel
-from localrt.server.service import ModelRequest, sent_key
+from localrt.server.service import ModelRequest
 from localrt.service.arguments import joined
 from localrt.service.live import AsyncAnswer, run_to_end
 
@@ -177,29 +177,19 @@ def _client(request: Request) -> Hashable:
     return request.headers.get("authorization", ""), address
 
 
-CLASS_HEADER, DEADLINE_HEADER = "x-localrt-class", "x-localrt-deadline"
+CLASS_HEADER = "x-localrt-class"
 
 
-def _terms(model_request: ModelRequest, call: Generation) -> dict[str, Any]:
-    """Return the class of a request, and the deadline in seconds for its first token.
+def _class_of(model_request: ModelRequest, call: Generation) -> str:
+    """Return the class of a request.
 
     Raises:
-        ApiError: 400, a header is malformed.
+        ApiError: 400, the header names no class.
     """
-    headers, keys = model_request.http.headers, model_request.service.options.class_keys
-    name = headers.get(CLASS_HEADER) or keys.get(sent_key(headers)) or call.request_class
-    if name not in GOALS:
-        raise invalid(f"{CLASS_HEADER} must be one of {', '.join(GOALS)}, is {name[:40]!r}")
-    given = headers.get(DEADLINE_HEADER)
-    if given is None:
-        return {"request_class": name}
-    try:
-        within = float(given)
-    except ValueError:
-        within = nan
-    if not within > 0:
-        raise invalid(f"{DEADLINE_HEADER} must be seconds above 0, is {given[:40]!r}")
-    return {"request_class": name, "within_s": within}
+    name = model_request.http.headers.get(CLASS_HEADER) or call.request_class
+    if name not in CLASSES:
+        raise invalid(f"{CLASS_HEADER} must be one of {', '.join(CLASSES)}, is {name[:40]!r}")
+    return name
 
 
 # -- the answers of a call -------------------------------------------------------------------------
@@ -227,9 +217,8 @@ class _Work(AsyncExitStack):
     async def prepare(self, client: Hashable) -> None:
         """Load the model and submit the answers."""
         call, service = self._call, self._service
-        terms = {"client": client, **_terms(self._model_request, call)}
-        background = GOALS[terms["request_class"]].background
-        served = await self.enter_async_context(self._model_request.using(background=background))
+        terms = {"client": client, "request_class": _class_of(self._model_request, call)}
+        served = await self.enter_async_context(self._model_request.using())
         self._served = served
         self.callback(self._end)
         adapting: dict[str, str] = {}

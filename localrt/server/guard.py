@@ -224,8 +224,7 @@ def _check(scope: Scope, options: ServeOptions) -> None:
     preflight = scope["method"] == "OPTIONS" and "origin" in headers
     if options.api_key is not None and scope["path"] not in _OPEN and not preflight:
         given = sent_key(headers).encode()
-        keys = [options.api_key, *options.class_keys]
-        if not any(hmac.compare_digest(given, key.strip().encode()) for key in keys):
+        if not hmac.compare_digest(given, options.api_key.strip().encode()):
             raise ApiError(
                 401,
                 "the API key is missing or wrong: send Authorization: Bearer KEY, or x-api-key",

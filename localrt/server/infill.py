@@ -71,7 +71,7 @@ def _known(fields: Fields, kind: str) -> dict[str, Any]:
 
 def _filling(call: Generation, prefix: str, suffix: str, **more: Any) -> Generation:
     prompts = [{"prompt": prefix, "suffix": suffix, **more}]
-    return replace(call, prompts=prompts, request_class="completion")
+    return replace(call, prompts=prompts, request_class="interactive")
 
 
 # -- answers ---------------------------------------------------------------------------------------

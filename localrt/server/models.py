@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from localrt.api import Model
 from localrt.common.errors import OptionError
-from localrt.engine.batch.device_turns import PassTurns
+from localrt.engine.batch.chunked_prefill import PassTurns
 from localrt.hub.names import client_name
 from localrt.offload.account import SERVER_NBYTES
 from localrt.server.errors import ApiError

@@ -23,7 +23,7 @@ from localrt.api import Model
 from localrt.common.errors import CancelledError, LocalrtError, MemoryBudgetError
 from localrt.common.formatting import format_bytes
 from localrt.common.option_names import on_command_line
-from localrt.engine.batch.device_turns import PassTurns
+from localrt.engine.batch.chunked_prefill import PassTurns
 from localrt.models.weight_store import GpuUse
 from localrt.offload.account import GROWTH_NBYTES, MARGIN_NBYTES
 from localrt.offload.memory import current_rss, ram_budget

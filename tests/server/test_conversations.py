@@ -287,7 +287,7 @@ def test_an_answer_is_no_question(talking: Running) -> None:
 
 
 CALL = "/v1/conversations/conv_1/answers/msg_1"
-KEYED = {"api_key": "own", "class_keys": {"other": "background"}}
+KEYED = {"api_key": "own"}
 
 
 @pytest.mark.parametrize(
@@ -301,11 +301,11 @@ KEYED = {"api_key": "own", "class_keys": {"other": "background"}}
         (KEYED, {}, 401),
         (KEYED, {"Authorization": "Bearer own"}, 200),
         (KEYED, {"x-api-key": "own"}, 200),
-        (KEYED, {"Authorization": "Bearer other"}, 403),
+        (KEYED, {"Authorization": "Bearer other"}, 401),
         ({"host": "0.0.0.0"}, {}, 403),
         ({"host": "0.0.0.0", **KEYED}, {"Authorization": "Bearer own"}, 403),
         ({"host": "0.0.0.0", **KEYED, "conversations": True}, {"x-api-key": "own"}, 200),
-        ({"host": "0.0.0.0", **KEYED, "conversations": True}, {"x-api-key": "other"}, 403),
+        ({"host": "0.0.0.0", **KEYED, "conversations": True}, {"x-api-key": "other"}, 401),
     ],
 )
 def test_who_may(talker: localrt.Model, options: Any, headers: dict[str, str], status: int) -> None:

@@ -95,7 +95,7 @@ def completion_call(fields: Fields) -> Generation:
         raise invalid("suffix needs prompts that are texts", "suffix")
     if suffix is not None and (only_reads or (echo and "logprobs" in options)):
         raise invalid("suffix needs max_tokens, and has no log-probabilities to echo", "suffix")
-    kind = tier_of(fields) if suffix is None else "completion"
+    kind = tier_of(fields)
     if len(texts) > 1 or echo or only_reads:  # requests of programs, not of users
         kind = "background"
     own = {"raw": True} if suffix is None else {"suffix": suffix}
