@@ -19,7 +19,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from socket import socket
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import localrt
 from localrt.cli.help import Examples
@@ -72,8 +72,7 @@ _CONNECTIONS_HELP = (
 )
 _KEEP_HELP = (
     "without MODEL: how long a model keeps its memory after its last answer, like 30s, 10m or 2h "
-    "(default: 5m, longer for a model that is usually back soon after); 0 gives it back at once, "
-    "-1 never"
+    "(default: 5m); 0 gives it back at once, -1 never"
 )
 _STRICT_HELP = (
     "refuse requests for models that are not here (default: one model answers to any name, of "
@@ -116,7 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
     names = ("host", "port", "max_running", "max_queued", "max_connections")
     kept = {name: getattr(_UNSET, name) for name in names}
-    shown = {"max_body": "8MiB", "drain": _UNSET.drain_s}
+    shown = {"max_body": "8MiB", "drain": _UNSET.drain_s, "keep_alive": "5m"}
     add_flags(group, _FLAGS, **kept, **shown, cors=[])
     add_load_arguments(parser)
     add_sampling_arguments(parser)
@@ -239,13 +238,9 @@ def _pool(
         for name, size in (("ram", args.ram), ("gpu_memory", args.gpu_memory))
     )
 
-    def load(
-        name: str, shrinkable: bool, cancel: threading.Event, on_gpu: int | None
-    ) -> localrt.Model:
+    def load(name: str, shrinkable: bool, cancel: threading.Event, on_gpu: int) -> localrt.Model:
         own = {"shrinkable": shrinkable, "cancel": cancel, "progress": say_note}
-        if on_gpu is None:
-            own |= {"device": "cpu", "gpu_memory": None}
-        elif on_gpu and gpu_memory is not None:
+        if on_gpu and gpu_memory is not None:
             own["gpu_memory"] = max(1, gpu_memory - on_gpu)
         model = localrt.load(name, **{**given, **own})
         _set_defaults(model, defaults)
@@ -258,13 +253,6 @@ def _pool(
             for name, model in named.items()
         ]
 
-    def fast_on_cpu(name: str, ram: int) -> bool:
-        from localrt.planning.preview import preview  # a server may never need it
-        from localrt.planning.verdict import THINKING_TOK_S
-
-        kept: dict[str, Any] = {each: given.get(each) for each in ("ctx", "kv_format")}
-        return (preview(name, ram=ram, device="cpu", **kept).tok_s or 0.0) >= THINKING_TOK_S
-
     def say(text: str) -> None:
         _say(args, text, event="models")
 
@@ -272,7 +260,7 @@ def _pool(
         if progress.stage == NOTE:
             say(spelled(progress.detail, on_command_line))
 
-    return ModelPool(load, files, options, ram=ram, fast_on_cpu=fast_on_cpu, on_change=say)
+    return ModelPool(load, files, options, ram=ram, on_change=say)
 
 
 def _set_defaults(model: localrt.Model, defaults: dict[str, object]) -> None:
@@ -293,7 +281,6 @@ def _check_all(args: argparse.Namespace) -> None:
 
 
 def _options(args: argparse.Namespace) -> ServeOptions:
-    keep = args.keep_alive
     return ServeOptions(
         host=args.host,
         port=args.port,
@@ -305,7 +292,7 @@ def _options(args: argparse.Namespace) -> ServeOptions:
         max_connections=args.max_connections,
         max_body=parse_size(args.max_body, option("max_body")),
         drain_s=args.drain,
-        keep_alive_s=None if keep is None else parse_duration(keep, option("keep_alive")),
+        keep_alive_s=parse_duration(args.keep_alive, option("keep_alive")),
         strict_models=args.strict_models,
         allow_pull=args.allow_pull,
         conversations=args.conversations,

@@ -108,7 +108,7 @@ async def computed(model_request: ModelRequest, work: Callable[[Model, threading
     cancel = threading.Event()
 
     async def run() -> T:
-        async with model_request.using(background=True) as served, served.embedding:
+        async with model_request.using() as served, served.embedding:
             return await asyncio.to_thread(work, served.model, cancel)
 
     with model_request.service.admitted():

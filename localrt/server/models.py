@@ -117,11 +117,8 @@ class Models(ABC):
         """
 
     @abstractmethod
-    def using(
-        self, name: str | None, *, background: bool = False
-    ) -> AbstractAsyncContextManager[ServedModel]:
+    def using(self, name: str | None) -> AbstractAsyncContextManager[ServedModel]:
         """Lend the model with this name, from ``find``; it stays loaded until the block ends.
-        Nobody waits for ``background`` work.
 
         Raises:
             ApiError: 404, the model no longer exists.
@@ -196,9 +193,7 @@ class OneModel(Models):
         return next(one for one in offered if one.name == found)
 
     @asynccontextmanager
-    async def using(
-        self, name: str | None, *, background: bool = False
-    ) -> AsyncIterator[ServedModel]:
+    async def using(self, name: str | None) -> AsyncIterator[ServedModel]:
         yield self.served
 
     def at_work(self) -> Sequence[ServedModel]:

@@ -16,11 +16,10 @@ class ServeOptions:
     ``name`` is the model's name in requests (None: its own name). ``max_running`` answers share
     passes, ``max_queued`` wait; further ones are refused for now. At most ``max_connections``
     requests are open at a time. ``origins`` are the web pages that may send requests (CORS),
-    ``"*"`` means all. A request's body must arrive within ``read_timeout_s``; a client that does
-    not read for ``write_timeout_s`` is disconnected. With several models, one that is unused for
-    ``keep_alive_s`` frees its memory (negative: never; None: 300 s, or longer if it is expected to
-    be used again soon). ``strict_models`` refuses requests for unknown models, ``allow_pull`` lets
-    clients download models. With
+    ``"*"`` means all. A request's body must arrive within ``read_timeout_s``; a client that
+    does not read for ``write_timeout_s`` is disconnected. With several models, one that is
+    unused for ``keep_alive_s`` frees its memory (negative: never). ``strict_models`` refuses
+    requests for unknown models, ``allow_pull`` lets clients download models. With
     ``conversations``, who has ``api_key`` reads and writes the user's conversations from other
     machines too. Answers get ``drain_s`` to finish when the server stops.
     """
@@ -39,7 +38,7 @@ class ServeOptions:
     read_timeout_s: float = 30.0
     write_timeout_s: float = 60.0
     drain_s: float = 20.0
-    keep_alive_s: float | None = None
+    keep_alive_s: float = 300.0
     strict_models: bool = False
     allow_pull: bool = False
     conversations: bool = False

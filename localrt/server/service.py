@@ -230,14 +230,14 @@ class ModelRequest:
         return self.fields.get("model") or self.model.name
 
     @asynccontextmanager
-    async def using(self, *, background: bool = False) -> AsyncIterator[ServedModel]:
+    async def using(self) -> AsyncIterator[ServedModel]:
         """Lend the model, loaded until the block ends: see ``Models``.
 
         Raises:
             ApiError: 503, the server is stopping.
             LocalrtError: it cannot be loaded.
         """
-        async with self.service.models.using(self.model.name, background=background) as served:
+        async with self.service.models.using(self.model.name) as served:
             if self.service.stopping:
                 raise ApiError(503, "the server is stopping", code="stopping")
             yield served
