@@ -1,4 +1,4 @@
-"""Turn a request's bytes into checked fields: size, time, JSON, types.
+"""Turn a request's bytes into checked fields: size, time, JSON, and the fields' schema.
 
 An error is one sentence that names the field. The meaning of fields is unknown here.
 """
@@ -10,34 +10,21 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Callable
 from typing import Any
 
-import fastjsonschema
 import numpy as np
 from starlette.requests import ClientDisconnect, Request
 
 from localrt.server.errors import ApiError, invalid
 from localrt.server.options import ServeOptions
-from localrt.server.schemas import REQUESTS
-from localrt.system import return_free_memory
+from localrt.server.request_schema import RequestSchema
 
 _SMALL = 64 << 10
 # Memory of parsed values, in words of about 30 bytes: a number takes one, a string two, a list or
 # an object eight. The limit is two million words, as for the token ids of a long prompt.
 _MOST_WORDS = 2 << 20
-_WHERE = re.compile(r"^data\.?")
 _SURROGATE = re.compile("[\ud800-\udfff]")
-
-
-def prepare_checks() -> None:
-    """Compile the schemas' checks before requests arrive: concurrent requests would each compile
-    their own, using megabytes.
-    """
-    for kind in REQUESTS:
-        _validator(kind)
-    return_free_memory()
 
 
 class BodyRoom:
@@ -64,9 +51,9 @@ class BodyRoom:
 
 
 async def read_fields(
-    request: Request, kind: str, options: ServeOptions, room: BodyRoom
+    request: Request, schema: RequestSchema, options: ServeOptions, room: BodyRoom
 ) -> dict[str, Any]:
-    """Return the body of ``request`` as fields of the schema ``kind``, one of ``REQUESTS``.
+    """Return the body of ``request`` as fields that follow ``schema``.
 
     Raises:
         ApiError: 400, 408, 413, 415 or 503, with the field concerned.
@@ -83,7 +70,7 @@ async def read_fields(
     try:
         body = await _read(request, options, grow)
         # Large bodies take time to parse, and other requests should not wait for that.
-        return await asyncio.to_thread(lambda: check_fields(kind, parse_json(body)))
+        return await asyncio.to_thread(lambda: schema.check(parse_json(body)))
     finally:
         room.take(-taken)
 
@@ -158,84 +145,6 @@ def _outside(data: bytes) -> Callable[[bytes], int]:
     every = np.frombuffer(plain, np.uint8)
     outside = np.bitwise_xor.accumulate((every == ord('"')).view(np.uint8)) == 0
     return lambda mark: int(np.count_nonzero(outside & (every == ord(mark))))
-
-
-def check_fields(kind: str, value: object) -> dict[str, object]:
-    """Return ``value`` if it follows the schema, with whole numbers as integers.
-
-    Raises:
-        ApiError: 400, with the first wrong field.
-    """
-    try:
-        _validator(kind)(value)
-    except fastjsonschema.JsonSchemaValueException as error:
-        message, param = _described(error)
-        raise invalid(message, param) from error
-    assert isinstance(value, dict), "every schema is an object's"
-    integers = _integers(kind)
-    return {
-        name: int(found) if name in integers and isinstance(found, float) else found
-        for name, found in value.items()
-    }
-
-
-@cache
-def _validator(kind: str) -> Any:
-    return fastjsonschema.compile(REQUESTS[kind], use_default=False, use_formats=False)
-
-
-@cache
-def _integers(kind: str) -> frozenset[str]:
-    properties = REQUESTS[kind]["properties"]
-    return frozenset(name for name, one in properties.items() if "integer" in one.get("type", ()))
-
-
-def _described(error: Any) -> tuple[str, str | None]:
-    """Return what is wrong in words, and the field concerned, if there is one."""
-    where = param = _WHERE.sub("", error.name)
-    if error.rule == "anyOf" and "description" in error.definition:
-        rest = f"must be {error.definition['description']}"
-    elif error.rule in _WORDS:
-        rest = _WORDS[error.rule](error.rule_definition)
-    elif error.rule == "required":
-        missing = [name for name in error.rule_definition if name not in error.value]
-        rest, param = f"must have {' and '.join(missing)}", where or missing[0]
-    else:
-        rest = error.message.removeprefix(error.name).strip()
-    return f"{where or 'the body'} {rest}", param or None
-
-
-def _kinds(types: str | list[str]) -> str:
-    kinds = [types] if isinstance(types, str) else [kind for kind in types if kind != "null"]
-    return "must be " + " or ".join(_KINDS[kind] for kind in kinds)
-
-
-def _values(choices: list[object]) -> str:
-    return "must be " + " or ".join(json.dumps(value) for value in choices if value is not None)
-
-
-_KINDS = {
-    "array": "a list",
-    "boolean": "true or false",
-    "integer": "a whole number",
-    "null": "null",
-    "number": "a number",
-    "object": "an object",
-    "string": "a text",
-}
-# What a value must be, by the schema rule that it violates.
-_WORDS: Mapping[str, Callable[[Any], str]] = {
-    "type": _kinds,
-    "enum": _values,
-    "const": lambda value: _values([value]),
-    "minimum": lambda least: f"must be at least {least}",
-    "maximum": lambda most: f"must be at most {most}",
-    "minItems": lambda least: "must not be empty" if least == 1 else f"must have {least} items",
-    "maxItems": lambda most: f"must have at most {most} items",
-    "minLength": lambda least: "must not be empty",
-    "maxLength": lambda most: f"must have at most {most} characters",
-    "maxProperties": lambda most: f"must have at most {most} fields",
-}
 
 
 def _no_constant(name: str) -> object:

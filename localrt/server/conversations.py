@@ -29,7 +29,40 @@ from localrt.server.media import document_of
 from localrt.server.messages import encoded
 from localrt.server.options import is_loopback
 from localrt.server.page import to_html
+from localrt.server.request_schema import (
+    CONTENT,
+    FLAG,
+    OBJECT,
+    STRING,
+    TEXT,
+    Field,
+    RequestSchema,
+    list_of,
+    nullable,
+    object_of,
+    required,
+)
 from localrt.server.service import ModelRequest, service_of
+
+_FOLD = list_of({}, minItems=3, maxItems=3)  # start, end, label
+_MESSAGE = object_of(
+    "content", type=TEXT, role=TEXT, content=CONTENT, folds=nullable(list_of(_FOLD))
+)
+_MESSAGES = list_of(_MESSAGE, maxItems=20)
+_CONVERSATION = RequestSchema(
+    {
+        "metadata": Field(nullable(OBJECT)),
+        "items": Field(nullable(_MESSAGES)),
+        "instructions": Field(TEXT),
+        "options": Field(nullable(OBJECT)),
+        "shown": Field(TEXT),
+    }
+)
+_ITEMS = RequestSchema({"items": required(_MESSAGES), "after": Field(TEXT)})
+_DOCUMENT = RequestSchema({"filename": required(STRING), "file_data": required(STRING)})
+_ANSWER_TO = RequestSchema({"model": Field(TEXT), "after": Field(TEXT), "tools": Field(FLAG)})
+_DECISION = RequestSchema({"decision": required({"enum": ["once", "always", "refuse"]})})
+SCHEMAS = (_CONVERSATION, _ITEMS, _DOCUMENT, _ANSWER_TO, _DECISION)
 
 Work = Callable[[Answers, Request, Payload], Any]
 _Given = tuple[str, list[Payload], Payload]  # role, content, facts
@@ -290,7 +323,7 @@ async def tools(answers: Answers, request: Request, fields: Payload) -> Payload:
 
 
 def _endpoint(
-    path: str, method: str, work: Work, body: str = "", *, tools: bool = False
+    path: str, method: str, work: Work, body: RequestSchema | None = None, *, tools: bool = False
 ) -> Endpoint:
     """Return an endpoint for the owner alone. Work on the history, which is on the disk, runs in a
     thread unless it is a coroutine. ``tools``: they may run, also if the body has this field.
@@ -299,7 +332,7 @@ def _endpoint(
 
     async def handle(request: Request) -> Response:
         sure, service, fields = _check_owner(request), service_of(request), {}
-        if body:
+        if body is not None:
             fields = await read_fields(request, body, service.options, service.bodies)
         if not sure and (tools or fields.get("tools")):
             raise ApiError(403, "tools need localrt serve --api-key on this system")
@@ -314,17 +347,17 @@ _ALL, _ONE = "/v1/conversations", "/v1/conversations/{id}"
 _ANSWER = f"{_ONE}/answers/{{item}}"
 ROUTES = (
     _endpoint(_ALL, "GET", conversations),
-    _endpoint(_ALL, "POST", conversation, "CONVERSATION"),
+    _endpoint(_ALL, "POST", conversation, _CONVERSATION),
     _endpoint(_ONE, "GET", conversation),
-    _endpoint(_ONE, "POST", conversation, "CONVERSATION"),
+    _endpoint(_ONE, "POST", conversation, _CONVERSATION),
     _endpoint(_ONE, "DELETE", delete),
     _endpoint(f"{_ONE}/items", "GET", items),
-    _endpoint(f"{_ONE}/items", "POST", add_items, "CONVERSATION_ITEMS"),
+    _endpoint(f"{_ONE}/items", "POST", add_items, _ITEMS),
     _endpoint(f"{_ONE}/items/{{item}}", "GET", items),
-    _endpoint("/v1/documents", "POST", document, "DOCUMENT"),
-    _endpoint(f"{_ONE}/answers", "POST", begin, "CONVERSATION_ANSWER"),
+    _endpoint("/v1/documents", "POST", document, _DOCUMENT),
+    _endpoint(f"{_ONE}/answers", "POST", begin, _ANSWER_TO),
     _endpoint(_ANSWER, "GET", follow),
     _endpoint(f"{_ANSWER}/cancel", "POST", stop),
-    _endpoint(f"{_ANSWER}/decision", "POST", decide, "CALL_DECISION", tools=True),
+    _endpoint(f"{_ANSWER}/decision", "POST", decide, _DECISION, tools=True),
     _endpoint("/v1/tools", "POST", tools, tools=True),
 )

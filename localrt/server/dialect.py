@@ -18,11 +18,11 @@ from localrt.engine.batch.chunked_prefill import RequestClass
 from localrt.engine.types import Chunk
 from localrt.server.errors import ApiError, error_body, invalid, to_json
 from localrt.server.messages import Fields, Known
+from localrt.server.request_schema import SEEDS
 
 Payload: TypeAlias = dict[str, Any]
 
 EVENT_STREAM = "text/event-stream"
-SEEDS = 1 << 64
 # Reasoning efforts of OpenAI and others, as values of ``thinking``.
 _EFFORTS: Mapping[str, bool | str] = {
     "none": False,
@@ -114,32 +114,6 @@ class Generation:
 def tier_of(fields: Fields) -> RequestClass:
     """Return the request class for OpenAI's ``service_tier``."""
     return "background" if fields.get("service_tier") == "flex" else "interactive"
-
-
-def sampling(fields: Fields, *names: str, **others: str) -> dict[str, object]:
-    """Return the options in ``fields`` with these names; ``others`` have another name there."""
-    options = {}
-    for name, theirs in {**dict(zip(names, names, strict=True)), **others}.items():
-        value = fields.get(theirs)
-        if value is not None and name in _MEANT:
-            value = _MEANT[name](value)
-        if value is not None:
-            options[name] = value
-    return options
-
-
-def _stops(stop: str | Sequence[str]) -> list[str] | None:
-    """Return the stop strings without empty ones, or None."""
-    return [text for text in ([stop] if isinstance(stop, str) else stop) if text] or None
-
-
-# Converts values that mean something else in the library; None means unset.
-_MEANT: Mapping[str, Callable[[Any], Any]] = {
-    "stop": _stops,
-    "top_k": lambda given: max(0, int(given)),  # -1 disables it on other servers
-    "max_tokens": lambda given: None if given < 0 else int(given),
-    "seed": lambda given: None if given == -1 else int(given) % SEEDS,  # -1: a new seed each time
-}
 
 
 def effort(name: str) -> bool | str:

@@ -21,6 +21,7 @@ from localrt.server.bodies import BodyRoom, read_fields
 from localrt.server.errors import ApiError, to_json
 from localrt.server.models import Models, Offered, ServedModel
 from localrt.server.options import ServeOptions
+from localrt.server.request_schema import RequestSchema
 
 _MOST = 1000
 _MOST_BYTES = 64 << 20
@@ -243,13 +244,13 @@ class ModelRequest:
             yield served
 
 
-async def read_request(request: Request, kind: str) -> ModelRequest:
-    """Read a request for an existing model, and check its body as a ``kind`` of ``REQUESTS``.
+async def read_request(request: Request, schema: RequestSchema) -> ModelRequest:
+    """Read a request for an existing model, and check its body against ``schema``.
 
     Raises:
         ApiError: a field is wrong, or there is no such model.
         ClientDisconnect: the client has disconnected.
     """
     service = service_of(request)
-    fields = await read_fields(request, kind, service.options, service.bodies)
+    fields = await read_fields(request, schema, service.options, service.bodies)
     return ModelRequest(request, service, fields, service.models.find(fields.get("model")))

@@ -11,9 +11,11 @@ import pytest
 
 from localrt.common.errors import LocalrtError, MemoryBudgetError, OptionError
 from localrt.common.option_names import option
-from localrt.server import bodies
-from localrt.server.bodies import check_fields, parse_json
+from localrt.server import bodies, request_schema, texts
+from localrt.server.app import SCHEMAS
+from localrt.server.bodies import parse_json
 from localrt.server.errors import ApiError, api_error
+from localrt.server.openai import calls as openai
 from localrt.server.options import ServeOptions, is_loopback
 from localrt.server.running import open_socket
 from tests.server.conftest import Running, serving
@@ -262,11 +264,11 @@ def test_large_body_of_few_values(body: Any) -> None:
 
 @pytest.mark.parametrize("prompt", [[[1]] * 20_000, ["a"] * 20_000])
 def test_too_many_prompts(prompt: Any) -> None:
-    for kind, name in (("COMPLETION", "prompt"), ("EMBEDDINGS", "input")):
+    for schema, name in ((openai.COMPLETION, "prompt"), (texts.EMBEDDINGS, "input")):
         with pytest.raises(ApiError, match="lists of at most 16384"):
-            check_fields(kind, {name: prompt})
-        assert check_fields(kind, {name: prompt[:16384]})
-        assert check_fields(kind, {name: [1] * 20_000})
+            schema.check({name: prompt})
+        assert schema.check({name: prompt[:16384]})
+        assert schema.check({name: [1] * 20_000})
 
 
 @pytest.mark.parametrize("depth", [600, 900, 5000])
@@ -381,8 +383,9 @@ def test_server_options() -> None:
 
 def test_checks_are_compiled_at_start(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several that come first at once would each compile them, in megabytes."""
-    bodies._validator.cache_clear()
+    for schema in SCHEMAS:
+        vars(schema).pop("_validate", None)
     with serving(model) as running:
-        monkeypatch.setattr(bodies.fastjsonschema, "compile", None)
+        monkeypatch.setattr(request_schema.fastjsonschema, "compile", None)
         for path in ("chat/completions", "completions", "embeddings"):
             refused(running.request("POST", f"/v1/{path}", {}), 400, "must have")

@@ -29,8 +29,13 @@ from localrt.server.errors import ApiError, JsonResponse, failure, invalid, olla
 from localrt.server.generating import until_gone
 from localrt.server.models import Offered
 from localrt.server.ollama.reply import LINES, line
+from localrt.server.request_schema import FILLED, FLAG, Field, RequestSchema
 from localrt.server.service import Service, service_of
 
+NAMED = RequestSchema(
+    {"model": Field(FILLED), "name": Field(FILLED), "stream": Field(FLAG)},
+    anyOf=[{"required": ["model"]}, {"required": ["name"]}],
+)
 _PROTOCOL = "0.12.0"  # Ollama's version: clients refuse older ones
 _FOR_EVER = timedelta(days=36500)
 
@@ -67,7 +72,7 @@ async def ps(request: Request) -> Response:
 async def show(request: Request) -> Response:
     """What a model is (Ollama)."""
     service = service_of(request)
-    fields = await read_fields(request, "OLLAMA_SHOW", service.options, service.bodies)
+    fields = await read_fields(request, NAMED, service.options, service.bodies)
     offered = service.models.find(fields.get("model") or fields["name"])
     facts = await asyncio.to_thread(known_facts, offered)
     return JsonResponse(
@@ -124,7 +129,7 @@ _MOST_LINES = 64  # the most unread progress lines: later ones are dropped
 async def pull(request: Request) -> Response:
     """Download a model of the hub (Ollama)."""
     service = service_of(request)
-    fields = await read_fields(request, "OLLAMA_PULL", service.options, service.bodies)
+    fields = await read_fields(request, NAMED, service.options, service.bodies)
     name = fields.get("model") or fields["name"]
     if _is_here(service, name):
         done = {"status": "success"}

@@ -1,7 +1,6 @@
-"""Converts chat and text completion requests to calls.
+"""OpenAI's chat and text completions: their request schemas, and requests as calls.
 
-Fields have been checked against ``schemas``; rules between fields are checked here. Nothing is
-started.
+Rules between fields are checked here. Nothing is started.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from localrt.server.dialect import Generation, effort, prompts_of, sampling, schema_of, tier_of
+from localrt.server.dialect import Generation, effort, prompts_of, schema_of, tier_of
 from localrt.server.errors import invalid
 from localrt.server.messages import (
     Fields,
@@ -24,18 +23,143 @@ from localrt.server.messages import (
     thought,
     unnoted,
 )
-from localrt.server.schemas.openai import THINKING_LIMITS
-
-_KEPT = ("name", "tool_call_id", "prefix")  # fields of messages that are kept
-_SAME_NAMES = (
-    *("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "seed", "stop"),
-    *("presence_penalty", "frequency_penalty", "ignore_eos", "max_tokens"),
-    *("dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
-    *("dry_sequence_breakers", "xtc_probability", "xtc_threshold"),
+from localrt.server.request_schema import (
+    ARGUMENTS,
+    CONTENT,
+    FILLED,
+    FLAG,
+    FORMAT,
+    IDS,
+    STRING,
+    TEXT,
+    TOOL_CHOICE,
+    Field,
+    RequestSchema,
+    Schema,
+    Table,
+    integer,
+    limit,
+    list_of,
+    nullable,
+    number,
+    object_of,
+    required,
+    shared,
 )
 
-
+_KEPT = ("name", "tool_call_id", "prefix")  # fields of messages that are kept
 _BINDING = ("json_schema", "regex", "grammar")  # fields, and options, that constrain an answer
+
+# -- fields ----------------------------------------------------------------------------------------
+
+_MOST_PROMPTS = 16384
+_PROMPTS = (
+    "a text, a list of texts, token ids, or a list of lists of token ids "
+    f"(lists of at most {_MOST_PROMPTS})"
+)
+_BIAS: Schema = {"type": "number", "minimum": -100, "maximum": 100}
+_MAX_TOKENS = Field(integer(-1), "max_tokens", limit)
+_THINKING_LIMIT = Field(integer(-1), "thinking_tokens", limit)
+
+# OpenAI's, and those of vLLM, llama.cpp, LM Studio and SGLang.
+SAMPLING: Table = {
+    **shared("temperature", "top_p", "top_k", "min_p", "typical_p", "seed", "stop", "stream"),
+    **shared("repeat_penalty", "presence_penalty", "frequency_penalty"),
+    "repetition_penalty": shared("repeat_penalty")["repeat_penalty"],
+    "model": Field(TEXT),
+    "service_tier": Field(TEXT),
+    "max_tokens": _MAX_TOKENS,
+    "n": Field(integer(1, 1024)),
+    "logit_bias": Field(
+        {
+            "type": ["object", "null"],
+            "maxProperties": 4096,  # each one slows down every token
+            "patternProperties": {"^[0-9]{1,9}$": _BIAS},
+            "additionalProperties": False,
+        },
+        "logit_bias",
+        lambda given: {int(token): bias for token, bias in given.items()} or None,
+    ),
+    "stream_options": Field({"type": ["object", "null"], "properties": {"include_usage": FLAG}}),
+    "dry_multiplier": Field(number(0, 100), "dry_multiplier"),
+    "dry_base": Field(number(1, 100), "dry_base"),
+    "dry_allowed_length": Field(integer(1), "dry_allowed_length"),
+    "dry_penalty_last_n": Field(integer(-1), "dry_penalty_last_n"),
+    "dry_sequence_breakers": Field(
+        nullable(list_of({**FILLED, "maxLength": 40}, maxItems=64)), "dry_sequence_breakers"
+    ),
+    "xtc_probability": Field(number(0, 1), "xtc_probability"),
+    "xtc_threshold": Field(number(0, 1), "xtc_threshold"),
+    "ignore_eos": Field(FLAG, "ignore_eos"),
+    "response_format": Field(FORMAT),
+    **shared("format"),
+    "json_schema": Field({"type": ["object", "string", "null"]}),  # an object, or its JSON text
+    "grammar": Field(TEXT),
+    "regex": Field(TEXT),
+}
+
+_CALL = object_of(
+    id=TEXT,
+    function=nullable(object_of("name", name=STRING, arguments=ARGUMENTS)),
+    custom=nullable(object_of("name", name=STRING, input=TEXT)),
+)
+_MESSAGE = object_of(
+    "role",
+    role={"enum": ["system", "developer", "user", "assistant", "tool", "function"]},
+    content=CONTENT,
+    refusal=TEXT,
+    name=TEXT,
+    tool_call_id=TEXT,
+    tool_calls=nullable(list_of(_CALL)),
+    function_call=nullable(object_of(name=TEXT, arguments=ARGUMENTS)),
+    reasoning_content=TEXT,
+    reasoning=TEXT,
+    prefix=FLAG,
+)
+MESSAGES = list_of(_MESSAGE, minItems=1)
+
+
+def prompts_schema(*others: Schema) -> Schema:
+    """Return the schema of one or several prompts, as texts or token ids."""
+    several = (list_of(each, minItems=1, maxItems=_MOST_PROMPTS) for each in (STRING, IDS))
+    return {"description": _PROMPTS, "anyOf": [STRING, IDS, *several, *others]}
+
+
+CHAT = RequestSchema(
+    {
+        **SAMPLING,
+        **shared("tools", "top_logprobs"),
+        "messages": required(MESSAGES),
+        "max_completion_tokens": _MAX_TOKENS,
+        "logprobs": Field(FLAG),
+        "tool_choice": Field(TOOL_CHOICE),
+        "functions": Field(nullable(list_of(object_of("name", name=FILLED)))),
+        "function_call": Field(
+            {"anyOf": [{"enum": ["none", "auto", None]}, object_of("name", name=STRING)]}
+        ),
+        "parallel_tool_calls": Field(FLAG),
+        "reasoning_effort": Field(TEXT),
+        "chat_template_kwargs": Field(
+            nullable(object_of(enable_thinking=FLAG, thinking=FLAG, reasoning_effort=TEXT))
+        ),
+        # Names in llama.cpp, vLLM and localrt; -1 means no limit.
+        "thinking_budget_tokens": _THINKING_LIMIT,
+        "thinking_token_budget": _THINKING_LIMIT,
+        "thinking_tokens": _THINKING_LIMIT,
+    }
+)
+COMPLETION = RequestSchema(
+    {
+        **SAMPLING,
+        "prompt": required(prompts_schema()),
+        "logprobs": Field(integer(0, 20), "logprobs"),
+        "echo": Field(FLAG),
+        "suffix": Field(TEXT),
+        "best_of": Field(integer(1, 1024)),
+    }
+)
+
+# -- calls -----------------------------------------------------------------------------------------
 
 
 def chat_call(fields: Fields, note: Note = unnoted) -> Generation:
@@ -52,9 +176,7 @@ def chat_call(fields: Fields, note: Note = unnoted) -> Generation:
             "tools": [{"type": "function", "function": one} for one in fields["functions"]],
             "tool_choice": {"type": "function", **named} if isinstance(named, Mapping) else named,
         }
-    if fields.get("max_completion_tokens") is not None:
-        fields = {**fields, "max_tokens": fields["max_completion_tokens"]}
-    options = _options(fields) | _thinking(fields)
+    options = CHAT.options(fields) | _form(fields) | _thinking(fields)
     if fields.get("logprobs"):
         options["logprobs"] = fields.get("top_logprobs") or 0
     tools = offered(fields.get("tools"), note)
@@ -83,9 +205,7 @@ def completion_call(fields: Fields) -> Generation:
     choices = fields.get("n") or 1
     if (fields.get("best_of") or choices) != choices:
         raise invalid("best_of is not supported: ask for n answers and choose", "best_of")
-    options = _options(fields)
-    if fields.get("logprobs") is not None:
-        options["logprobs"] = fields["logprobs"]
+    options = COMPLETION.options(fields) | _form(fields)
     texts = prompts_of(fields["prompt"])
     echo, only_reads = bool(fields.get("echo")), options.get("max_tokens") == 0
     if only_reads:
@@ -117,15 +237,6 @@ def completion_call(fields: Fields) -> Generation:
 def _common(fields: Fields) -> dict[str, Any]:
     usage = (fields.get("stream_options") or {}).get("include_usage")
     return {"stream": bool(fields.get("stream")), "include_usage": bool(usage)}
-
-
-def _options(fields: Fields) -> dict[str, Any]:
-    options = sampling(fields, *_SAME_NAMES)
-    if fields.get("repeat_penalty") is not None:  # llama.cpp's and LM Studio's name
-        options.setdefault("repetition_penalty", fields["repeat_penalty"])
-    if fields.get("logit_bias"):
-        options["logit_bias"] = {int(token): bias for token, bias in fields["logit_bias"].items()}
-    return options | _form(fields)
 
 
 def _form(fields: Fields) -> dict[str, object]:
@@ -160,10 +271,6 @@ def _thinking(fields: Fields) -> dict[str, Any]:
     switch = next((one for one in switches if one is not None), None)
     if switch is False or (switch and not options.get("thinking")):
         options["thinking"] = switch
-    limits = (fields.get(name) for name in THINKING_LIMITS)
-    limit = next((one for one in limits if one is not None), -1)
-    if limit >= 0:
-        options["thinking_tokens"] = limit
     return options
 
 
@@ -174,7 +281,7 @@ def _messages(messages: Sequence[Fields], note: Note) -> list[PromptMessage]:
     """Return messages in the form of chat templates."""
     found: list[PromptMessage] = []
     called = ""  # the id of the last call that came without one
-    for number, message in enumerate(messages):
+    for place, message in enumerate(messages):
         role, content = message["role"], message.get("content")
         if role in ("tool", "function"):
             shown: PromptMessage = {"role": "tool", "content": content_of(content, note, "\n")}
@@ -188,7 +295,7 @@ def _messages(messages: Sequence[Fields], note: Note) -> list[PromptMessage]:
         shown |= {name: message[name] for name in _KEPT if message.get(name)}
         calls = [_called(call) for call in message.get("tool_calls") or ()]
         if (former := message.get("function_call")) is not None:
-            called = f"call_{number}"
+            called = f"call_{place}"
             calls.append(made_call(called, str(former.get("name")), former.get("arguments")))
         if calls:  # some clients also repeat calls in the content
             ids = {call["id"] for call in calls}

@@ -26,7 +26,7 @@ from localrt.server.dialect import (
 )
 from localrt.server.generating import answer
 from localrt.server.messages import text_argument
-from localrt.server.openai.calls import chat_call, completion_call
+from localrt.server.openai.calls import CHAT, COMPLETION, chat_call, completion_call
 from localrt.server.service import read_request
 
 _DONE = b"data: [DONE]\n\n"
@@ -248,13 +248,13 @@ class TextReply(Completion):
 
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation."""
-    asked = await read_request(request, "CHAT")
+    asked = await read_request(request, CHAT)
     return await answer(asked, chat_call(asked.fields, asked.service.note_once), ChatReply)
 
 
 async def completions(request: Request) -> Response:
     """Write on from a text."""
-    asked = await read_request(request, "COMPLETION")
+    asked = await read_request(request, COMPLETION)
     return await answer(asked, completion_call(asked.fields), TextReply)
 
 

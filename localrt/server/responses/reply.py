@@ -28,7 +28,7 @@ from localrt.server.dialect import (
 from localrt.server.errors import ApiError, JsonResponse, in_words, invalid
 from localrt.server.generating import answer, prompt_tokens
 from localrt.server.messages import Known, text_argument
-from localrt.server.responses.calls import Item, items_of, responses_call
+from localrt.server.responses.calls import INPUT_TOKENS, RESPONSES, Item, items_of, responses_call
 from localrt.server.service import ResponseStore, read_request
 
 # Request fields that are repeated in the response.
@@ -248,7 +248,7 @@ def _usage(metrics: Metrics) -> Payload:
 
 async def create(request: Request) -> Response:
     """Answer items, or follow on an earlier response."""
-    asked = await read_request(request, "RESPONSES")
+    asked = await read_request(request, RESPONSES)
     fields, service = asked.fields, asked.service
     items = _items(fields, service.responses)
     call = responses_call(fields, items, service.note_once)
@@ -262,7 +262,7 @@ async def create(request: Request) -> Response:
 
 async def input_tokens(request: Request) -> Response:
     """Count the tokens of items."""
-    asked = await read_request(request, "INPUT_TOKENS")
+    asked = await read_request(request, INPUT_TOKENS)
     fields, service = asked.fields, asked.service
     call = responses_call(fields, _items(fields, service.responses), service.note_once)
     count = await prompt_tokens(asked, call)
