@@ -29,7 +29,7 @@ from localrt.models.weight_files import model_stamp
 from localrt.server import anthropic
 from localrt.server.dialect import Endpoint
 from localrt.server.errors import ANTHROPIC_HEADER, JsonResponse
-from localrt.server.models import Offered
+from localrt.server.models import ModelEntry
 from localrt.server.service import service_of
 
 
@@ -77,7 +77,7 @@ class ModelFacts:
 _UNKNOWN = ModelFacts("unknown", "unknown", 0, "unknown", None, None, "", ("completion",))
 
 
-def known_facts(offered: Offered) -> ModelFacts:
+def known_facts(offered: ModelEntry) -> ModelFacts:
     """Return the facts of a model; if its files cannot be read, all are unknown.
 
     Whether a loaded model takes pictures is taken from the model, since not every engine or device
@@ -181,7 +181,7 @@ async def props(request: Request) -> Response:
     )
 
 
-def _openai(offered: Offered, started: int) -> dict[str, object]:
+def _openai(offered: ModelEntry, started: int) -> dict[str, object]:
     """Describe a model, with its context under several servers' names; unknown until loaded."""
     ctx, facts = offered.ctx, known_facts(offered)
     served = {} if ctx is None else {"max_model_len": ctx, "context_length": ctx}

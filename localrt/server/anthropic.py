@@ -37,7 +37,7 @@ from localrt.server.messages import (
     unnoted,
     without_billing,
 )
-from localrt.server.models import Offered
+from localrt.server.models import ModelEntry
 from localrt.server.request_schema import (
     CONTENT,
     FILLED,
@@ -343,7 +343,7 @@ async def model(request: Request) -> Response:
     return JsonResponse(_model(service, found))
 
 
-def _model(service: Service, offered: Offered) -> Payload:
+def _model(service: Service, offered: ModelEntry) -> Payload:
     since = datetime.fromtimestamp(service.started, UTC).isoformat()
     return {
         "type": "model",

@@ -21,7 +21,7 @@ from localrt.common.errors import OptionError, StorageError
 from localrt.engine.options import read_options
 from localrt.history import AnswerWriter, Conversation, ConversationInfo, Turn
 from localrt.history.pictures import joined_content
-from localrt.server.answers import Answer, Answers, Call
+from localrt.server.answers import Answers, ConversationAnswer, OpenCall
 from localrt.server.bodies import read_fields
 from localrt.server.dialect import EVENT_STREAM, Endpoint, Payload, listed
 from localrt.server.errors import ApiError, JsonResponse, invalid
@@ -227,7 +227,7 @@ def items(answers: Answers, request: Request, fields: Payload) -> Payload:
     if "item" in request.path_params:
         turn = _turn(found, request.path_params["item"])
         item, call = _item(found, turn, include), answers.running.get(turn.id)
-        return {**item, "open": call.shown()} if isinstance(call, Call) else item
+        return {**item, "open": call.shown()} if isinstance(call, OpenCall) else item
     turns = found.branch(_turn(found, query["branch"]).id) if "branch" in query else found.turns
     shown, more = listed([f"msg_{turn.id}" for turn in turns], query)
     return {**more, "data": [_item(found, turns[place], include) for place in shown]}
@@ -290,7 +290,7 @@ async def begin(answers: Answers, request: Request, fields: Payload) -> Payload:
 async def follow(answers: Answers, request: Request, fields: Payload) -> Response:
     """An answer while it is written, as events with HTML."""
     found = answers.running.get(_number(request.path_params["item"]))
-    if not isinstance(found, Answer):
+    if not isinstance(found, ConversationAnswer):
         raise ApiError(404, "no answer with this id is being written by this server")
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     return StreamingResponse(found.follow(), headers=headers, media_type=EVENT_STREAM)
@@ -307,7 +307,7 @@ async def stop(answers: Answers, request: Request, fields: Payload) -> Payload:
 async def decide(answers: Answers, request: Request, fields: Payload) -> Payload:
     """Allow a call that waits, once or always in its conversation, or refuse it."""
     call = answers.running.get(_number(request.path_params["item"]))
-    if decided := isinstance(call, Call) and call.asks:
+    if decided := isinstance(call, OpenCall) and call.asks:
         call.asks, call.decision = False, fields["decision"]
     return {"id": request.path_params["item"], "decided": decided}
 

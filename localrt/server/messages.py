@@ -332,7 +332,7 @@ class Known(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Offered:
+class ToolSet:
     """The tools of a request: ``functions`` in OpenAI's form, for templates. ``known`` has those
     that the client knows in another form, by name; ``left_out`` are the names of omitted tools.
     """
@@ -342,13 +342,13 @@ class Offered:
     left_out: set[str] = field(default_factory=set)
 
 
-def offered(tools: Sequence[Fields] | None, note: Note) -> Offered:
+def offered(tools: Sequence[Fields] | None, note: Note) -> ToolSet:
     """Return the tools to offer to a model.
 
     Raises:
         ApiError: 400, a function has no name.
     """
-    found = Offered()
+    found = ToolSet()
     for number, tool in enumerate(tools or ()):
         for kind, namespace, given in _leaves(tool):
             name = given.get("name")
@@ -369,7 +369,7 @@ def offered(tools: Sequence[Fields] | None, note: Note) -> Offered:
     return found
 
 
-def chosen(tool_choice: str | Fields | None, tools: Offered) -> tuple[str, list[dict[str, Any]]]:
+def chosen(tool_choice: str | Fields | None, tools: ToolSet) -> tuple[str, list[dict[str, Any]]]:
     """Return ``tool_choice`` for the library, and the functions that may be called.
 
     Raises:

@@ -75,7 +75,7 @@ class ServedModel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offered:
+class ModelEntry:
     """A model that clients may request.
 
     ``state`` is ``"loaded"``, ``"unloaded"``, or ``"shrunk"``: loaded, but without the memory of
@@ -102,11 +102,11 @@ class Models(ABC):
     """The models of one server. To be used in its event loop, unless a method says otherwise."""
 
     @abstractmethod
-    def offered(self) -> Sequence[Offered]:
+    def offered(self) -> Sequence[ModelEntry]:
         """Return all models; the first is the default for requests without a name."""
 
     @abstractmethod
-    def find(self, name: str | None, *, exact: bool = False) -> Offered:
+    def find(self, name: str | None, *, exact: bool = False) -> ModelEntry:
         """Return the model that a request names; None and "" mean the first.
 
         An unknown name means the only model, or the one with the alias ``*``, unless ``exact`` or
@@ -163,11 +163,11 @@ class OneModel(Models):
             raise ApiError(503, "the server is stopping", code="stopping")
         return self._served
 
-    def offered(self) -> Sequence[Offered]:
+    def offered(self) -> Sequence[ModelEntry]:
         served, ctx = self.served, self._model.info.ctx
         stats = served.live.stats()
         return [
-            Offered(
+            ModelEntry(
                 name=name,
                 sees=served.sees,
                 ctx=ctx,
@@ -180,7 +180,7 @@ class OneModel(Models):
             for name, adapter in served.names.items()
         ]
 
-    def find(self, name: str | None, *, exact: bool = False) -> Offered:
+    def find(self, name: str | None, *, exact: bool = False) -> ModelEntry:
         """See ``Models``; the model's own name is accepted, too."""
         offered = self.offered()
         if not name or name == self._model.name:
@@ -226,7 +226,7 @@ def meant(name: str, names: Iterable[str]) -> str | None:
     return None
 
 
-def not_here(name: str, offered: Sequence[Offered]) -> NoReturn:
+def not_here(name: str, offered: Sequence[ModelEntry]) -> NoReturn:
     """Raise the error for an unknown model ``name``.
 
     Raises:

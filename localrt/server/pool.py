@@ -28,7 +28,7 @@ from localrt.models.weight_store import GpuUse
 from localrt.offload.account import GROWTH_NBYTES, MARGIN_NBYTES
 from localrt.offload.memory import current_rss, ram_budget
 from localrt.server.errors import ApiError, without_folders
-from localrt.server.models import Models, Offered, ServedModel, meant, not_here
+from localrt.server.models import ModelEntry, Models, ServedModel, meant, not_here
 from localrt.server.options import ServeOptions
 
 _ANY = "*"  # the alias of the model that answers to unknown names
@@ -53,7 +53,7 @@ class LocalFile:
 
 
 @dataclass(slots=True, eq=False)
-class _Slot:
+class _PooledModel:
     """A requested model. ``awake``: it has its share of the memory.
 
     ``users`` is the number of requests that use it now, ``used`` the time when the last one
@@ -108,7 +108,7 @@ class ModelPool(Models):
         self._say = on_change
         self._memory = threading.Lock()  # held by the thread that moves memory
         self._closing = threading.Event()
-        self._slots: dict[str, _Slot] = {}
+        self._slots: dict[str, _PooledModel] = {}
         self._turns: defaultdict[str, PassTurns] = defaultdict(PassTurns)  # by device
         self._moving = asyncio.Lock()  # held while memory moves between models
         self._freed = asyncio.Event()  # set when a use of a model has ended
@@ -116,11 +116,11 @@ class ModelPool(Models):
 
     # -- listing -----------------------------------------------------------------------------
 
-    def offered(self) -> Sequence[Offered]:
+    def offered(self) -> Sequence[ModelEntry]:
         """See ``Models``: the last used model is first, the others are sorted by name."""
         return [self._describe(file) for file in self._ordered()]
 
-    def find(self, name: str | None, *, exact: bool = False) -> Offered:
+    def find(self, name: str | None, *, exact: bool = False) -> ModelEntry:
         return self._describe(self._file(name, exact=exact))
 
     def at_work(self) -> Sequence[ServedModel]:
@@ -143,13 +143,13 @@ class ModelPool(Models):
             self._list = time.monotonic(), files
         return files
 
-    def _describe(self, file: LocalFile) -> Offered:
+    def _describe(self, file: LocalFile) -> ModelEntry:
         slot = self._slots.get(file.name)
         served = None if slot is None else slot.served  # the moving thread may remove it meanwhile
         if slot is None or served is None:
-            return Offered(name=file.name, state="unloaded", nbytes=file.nbytes, path=file.path)
+            return ModelEntry(name=file.name, state="unloaded", nbytes=file.nbytes, path=file.path)
         model, stats = served.model, served.live.stats()
-        return Offered(
+        return ModelEntry(
             name=file.name,
             state="shrunk" if slot.left else "loaded",
             sees=served.sees,
@@ -160,7 +160,7 @@ class ModelPool(Models):
             path=file.path,
         )
 
-    def _left_s(self, slot: _Slot, model: Model) -> float | None:
+    def _left_s(self, slot: _PooledModel, model: Model) -> float | None:
         keep = self._keep(slot)
         if not 0 <= keep < _FOR_EVER_S:
             return None
@@ -192,9 +192,9 @@ class ModelPool(Models):
             not_here(name, [self._describe(file) for file in files.values()])
         return any_name
 
-    def _slot(self, name: str | None) -> _Slot:
+    def _slot(self, name: str | None) -> _PooledModel:
         file = self._file(name)
-        return self._slots.setdefault(file.name, _Slot(file))
+        return self._slots.setdefault(file.name, _PooledModel(file))
 
     # -- using a model
     # ---------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ class ModelPool(Models):
                 slot.used = time.monotonic()
             self._freed.set()
 
-    async def _bring(self, slot: _Slot) -> None:
+    async def _bring(self, slot: _PooledModel) -> None:
         """Load ``slot``, and give it its share of the memory.
 
         Raises:
@@ -238,19 +238,19 @@ class ModelPool(Models):
                     return
             await self._freed.wait()
 
-    def _others(self, slot: _Slot) -> list[_Slot]:
+    def _others(self, slot: _PooledModel) -> list[_PooledModel]:
         """Return the other loaded models."""
         return [s for s in list(self._slots.values()) if s is not slot and s.served is not None]
 
     # -- moving memory, in a thread ----------------------------------------------------------------
 
-    def _make_ready(self, slot: _Slot) -> None:
+    def _make_ready(self, slot: _PooledModel) -> None:
         with self._memory:
             if self._closing.is_set():
                 raise CancelledError("the server is stopping")
             self._give_share(slot, self._others(slot))
 
-    def _give_share(self, slot: _Slot, others: Sequence[_Slot]) -> None:
+    def _give_share(self, slot: _PooledModel, others: Sequence[_PooledModel]) -> None:
         for other in others:
             _withdraw(other)
             if other.on_gpu and other.gpu is None and not other.users:
@@ -271,7 +271,7 @@ class ModelPool(Models):
         slot.awake = not any(other.users for other in others)
 
     def _make_gpu_room(
-        self, slot: _Slot, others: Sequence[_Slot], idle: Sequence[_Slot]
+        self, slot: _PooledModel, others: Sequence[_PooledModel], idle: Sequence[_PooledModel]
     ) -> int | None:
         """Make room for a model on the GPU; return the bytes that it may take, None if no other
         model takes any or it is on the CPU.
@@ -287,7 +287,7 @@ class ModelPool(Models):
         self._make_room(lambda: wanted + _on_gpu(others) - total, there, gpu=True)
         return max(1, total - _on_gpu(others))
 
-    def _load_into(self, slot: _Slot, others: Sequence[_Slot]) -> None:
+    def _load_into(self, slot: _PooledModel, others: Sequence[_PooledModel]) -> None:
         began, name, contested = time.monotonic(), slot.file.model, slot.contested
         try:
             while True:
@@ -315,7 +315,7 @@ class ModelPool(Models):
         return ram_budget(self._ram) - current_rss() - GROWTH_NBYTES - MARGIN_NBYTES
 
     def _make_room(
-        self, lacking: Callable[[], int], idle: Sequence[_Slot], *, gpu: bool = False
+        self, lacking: Callable[[], int], idle: Sequence[_PooledModel], *, gpu: bool = False
     ) -> None:
         """Make ``idle`` models, the first first, free RAM, or memory of the ``gpu``, until no bytes
         are ``lacking``.
@@ -327,7 +327,7 @@ class ModelPool(Models):
             if not _can_shrink(other, gpu=gpu) and lacking() > 0:
                 self._evict(other)
 
-    def _shrink(self, slot: _Slot, nbytes: int, *, gpu: bool = False) -> bool:
+    def _shrink(self, slot: _PooledModel, nbytes: int, *, gpu: bool = False) -> bool:
         """Make a model free ``nbytes`` of idle caches or weights; return whether it could."""
         assert slot.served is not None, "it is loaded"
         model, stats, use = slot.served.model, slot.served.live.stats(), slot.gpu if gpu else None
@@ -351,12 +351,12 @@ class ModelPool(Models):
             self._say(f"{slot.file.name} leaves {format_bytes(left)}{where}, and keeps the rest")
         return left > 0
 
-    def _evict(self, slot: _Slot) -> bool:
+    def _evict(self, slot: _PooledModel) -> bool:
         """Unload a model for others; in future it is loaded in a form that can shrink."""
         slot.contested = True
         return self._put_away(slot)
 
-    def _put_away(self, slot: _Slot) -> bool:
+    def _put_away(self, slot: _PooledModel) -> bool:
         """Unload a model; return whether it was loaded."""
         served, slot.served = slot.served, None
         if served is None:
@@ -369,7 +369,7 @@ class ModelPool(Models):
 
     # -- over time -----------------------------------------------------------------------------
 
-    def _keep(self, slot: _Slot) -> float:
+    def _keep(self, slot: _PooledModel) -> float:
         """Return how long an unused model stays loaded."""
         return self._options.keep_alive_s if slot.keep_s is None else slot.keep_s
 
@@ -387,14 +387,14 @@ class ModelPool(Models):
                     if self._due(slot):  # it has not been requested meanwhile
                         await asyncio.to_thread(self._let_go, slot)
 
-    def _due(self, slot: _Slot) -> bool:
+    def _due(self, slot: _PooledModel) -> bool:
         """Whether a model should free more of its memory."""
         keep, idle = self._keep(slot), time.monotonic() - slot.used
         if slot.served is None or slot.users or keep < 0:
             return False
         return idle >= (2 * keep if slot.left else keep)
 
-    def _let_go(self, slot: _Slot) -> None:
+    def _let_go(self, slot: _PooledModel) -> None:
         with self._memory:
             if slot.left:
                 self._put_away(slot)
@@ -411,7 +411,7 @@ class ModelPool(Models):
                 self._put_away(slot)
 
 
-def _wanted(slot: _Slot, gpu: int | None) -> int:
+def _wanted(slot: _PooledModel, gpu: int | None) -> int:
     """Return the RAM that a model would take beside what it has, with ``gpu`` bytes on a GPU."""
     if slot.served is None:
         return max(0, slot.file.nbytes - (gpu or 0)) + _BESIDE_WEIGHTS
@@ -419,19 +419,19 @@ def _wanted(slot: _Slot, gpu: int | None) -> int:
     return max(0, model.info.weight_bytes - (gpu or 0) - model.weights_in_ram) + _RESERVE
 
 
-def _can_shrink(slot: _Slot, *, gpu: bool) -> bool:
+def _can_shrink(slot: _PooledModel, *, gpu: bool) -> bool:
     """Whether a model need not be unloaded for its weights to leave RAM, or the ``gpu``."""
     if gpu and (use := slot.gpu) is not None:
         return slot.contested and use.leavable + use.missing > 0
     return slot.served is not None and slot.served.model.info.streamed
 
 
-def _on_gpu(slots: Sequence[_Slot]) -> int:
+def _on_gpu(slots: Sequence[_PooledModel]) -> int:
     """Return the bytes of a GPU's memory that models take."""
     return sum(slot.gpu.used for slot in slots if slot.gpu is not None)
 
 
-def _withdraw(slot: _Slot) -> None:
+def _withdraw(slot: _PooledModel) -> None:
     """Free the unused part of a model's budget for the others."""
     slot.awake = False
     if slot.served is not None:

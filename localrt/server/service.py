@@ -19,7 +19,7 @@ from starlette.requests import Request
 from localrt.documents.reading import DocumentCache
 from localrt.server.bodies import BodyRoom, read_fields
 from localrt.server.errors import ApiError, to_json
-from localrt.server.models import Models, Offered, ServedModel
+from localrt.server.models import ModelEntry, Models, ServedModel
 from localrt.server.options import ServeOptions
 from localrt.server.request_schema import RequestSchema
 
@@ -223,7 +223,7 @@ class ModelRequest:
     http: Request
     service: Service
     fields: dict[str, Any]
-    model: Offered
+    model: ModelEntry
 
     @property
     def model_name(self) -> str:

@@ -27,7 +27,7 @@ from localrt.server.bodies import read_fields
 from localrt.server.dialect import Endpoint
 from localrt.server.errors import ApiError, JsonResponse, failure, invalid, ollama_error
 from localrt.server.generating import until_gone
-from localrt.server.models import Offered
+from localrt.server.models import ModelEntry
 from localrt.server.ollama.reply import LINES, line
 from localrt.server.request_schema import FILLED, FLAG, Field, RequestSchema
 from localrt.server.service import Service, service_of
@@ -98,7 +98,7 @@ async def not_here(request: Request) -> Response:
     )
 
 
-def _listed(offered: Sequence[Offered]) -> list[dict[str, object]]:
+def _listed(offered: Sequence[ModelEntry]) -> list[dict[str, object]]:
     return [
         {
             "name": one.name,
@@ -112,7 +112,7 @@ def _listed(offered: Sequence[Offered]) -> list[dict[str, object]]:
     ]
 
 
-def _modified(offered: Offered) -> str:
+def _modified(offered: ModelEntry) -> str:
     try:
         since = 0.0 if offered.path is None else offered.path.stat().st_mtime
     except OSError:
