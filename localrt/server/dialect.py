@@ -48,27 +48,6 @@ class Endpoint(NamedTuple):
     handler: Handler
 
 
-_MOST_LISTED = 100
-
-
-def listed(ids: Sequence[str], query: Mapping[str, str]) -> tuple[list[int], Payload]:
-    """Return the places in ``ids``, oldest first, that ``query`` asks for, and OpenAI's fields.
-
-    Raises:
-        ApiError: 400, the limit is out of bounds.
-    """
-    limit = query.get("limit", "20")
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:4]) <= _MOST_LISTED):
-        raise invalid(f"limit must be from 1 to {_MOST_LISTED}, is {limit[:20]!r}", "limit")
-    places = [*range(len(ids))][:: 1 if query.get("order") == "asc" else -1]
-    found = [ids[place] for place in places]
-    start = found.index(query["after"]) + 1 if query.get("after") in found else 0
-    end = start + int(limit)
-    ends = found[start:end] or [None]
-    more = {"first_id": ends[0], "last_id": ends[-1], "has_more": end < len(found)}
-    return places[start:end], {"object": "list", **more}
-
-
 # -- calls -----------------------------------------------------------------------------------------
 
 

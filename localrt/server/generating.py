@@ -217,7 +217,8 @@ class _Work(AsyncExitStack):
     async def prepare(self, client: Hashable) -> None:
         """Load the model and submit the answers."""
         call, service = self._call, self._service
-        terms = {"client": client, "request_class": _class_of(self._model_request, call)}
+        request_class = _class_of(self._model_request, call)
+        terms: dict[str, Any] = {"client": client, "request_class": request_class}
         served = await self.enter_async_context(self._model_request.using())
         self._served = served
         self.callback(self._end)
