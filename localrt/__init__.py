@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from localrt.common.errors import ContextOverflowError as ContextOverflowError
     from localrt.common.errors import GatedModelError as GatedModelError
     from localrt.common.errors import HubError as HubError
-    from localrt.common.errors import LateError as LateError
     from localrt.common.errors import LocalrtError as LocalrtError
     from localrt.common.errors import MemoryBudgetError as MemoryBudgetError
     from localrt.common.errors import MissingExtraError as MissingExtraError
@@ -114,7 +113,7 @@ _NAMES = {
     "localrt.engine.types": "Chunk Message Metrics TokenLogprob ToolCall",
     "localrt.common.errors": (
         "CancelledError CheckpointError ContextOverflowError GatedModelError HubError"
-        " LateError LocalrtError MemoryBudgetError MissingExtraError ModelNotFoundError"
+        " LocalrtError MemoryBudgetError MissingExtraError ModelNotFoundError"
         " OfflineError OptionError StorageError TemplateError TokenizerError UnsupportedModelError"
     ),
     "localrt.history": "AnswerWriter Conversation ConversationInfo History KeptPicture Turn",

@@ -20,7 +20,7 @@ from localrt.common.forks import Answering, of_one_process
 from localrt.common.formatting import format_bytes, parse_size
 from localrt.common.option_names import option
 from localrt.common.progress import ProgressCallback
-from localrt.engine.batch.device_turns import PassTurns
+from localrt.engine.batch.chunked_prefill import PassTurns
 from localrt.engine.batch.live import LiveLimits
 from localrt.engine.options import read_options
 from localrt.engine.protocol import Logits, check_ids
@@ -375,8 +375,7 @@ class Model(Closing):
         answer pauses while its reader is ``buffer`` chunks behind, and is cancelled if that lasts
         ``patience_s``. An engine that cannot share passes runs one answer after another. If weights
         are streamed, ``reserve_ram`` bytes of the budget are left to the program meanwhile. Batches
-        of several models that share ``turns`` compute one after another, and what somebody waits
-        for comes first.
+        of several models that share ``turns`` compute one pass after another.
         """
         self._check_open()
         limits = LiveLimits(ctx=self.info.ctx, most=most, buffer=buffer, patience_s=patience_s)

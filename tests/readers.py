@@ -233,12 +233,12 @@ def requests(folder: Path, stack: ExitStack) -> Prepared:
     model = stack.enter_context(localrt.load(write_tiny_model(folder), draft="off"))
     model.defaults["max_tokens"] = 2
     running = stack.enter_context(server.serving(model, history=":memory:"))
-    one, pair = "/v1/conversations/ID", {"items": [{"role": "user", "content": "Hi"}]}
+    one, message = "/v1/conversations/ID", {"content": [{"text": "Hi"}]}
     page = {"filename": "a.html", "file_data": "data:text/html;base64,YQ=="}
     bodies: list[tuple[str, Any]] = [
         *((path, {**BODIES.get(path, {}), **dict(more)}) for path, more, *_ in WRONG),
-        *((one, {"metadata": {"title": "x"}, "shown": "msg_1"}), (f"{one}/items", pair)),
-        *(("/v1/conversations", pair), ("/v1/documents", page)),
+        *((one, {"title": "x", "shown": "1"}), (f"{one}/items", message)),
+        *(("/v1/conversations", {"title": "x"}), ("/v1/documents", page)),
     ]
     chunks = "Host: x\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
     raw = f"GET /v1/models?a=%20 HTTP/1.1\r\nHost: x\r\n\r\nPOST /tokenize HTTP/1.1\r\n{chunks}"
@@ -246,7 +246,7 @@ def requests(folder: Path, stack: ExitStack) -> Prepared:
     def use(kind: str, data: bytes) -> None:
         if kind.startswith("/"):
             if "/ID" in kind:
-                made = running.request("POST", "/v1/conversations", pair)[1]
+                made = running.request("POST", "/v1/conversations", {})[1]
                 kind = kind.replace("ID", made["id"])
             head = f"POST {kind} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
             data = f"{head}Content-Length: {len(data)}\r\n\r\n".encode("latin-1") + data

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from socket import socket
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import localrt
 from localrt.cli.help import Examples
@@ -66,25 +66,17 @@ _CORS_HELP = (
 _KEY_HELP = (
     f"key that requests must send (default: ${SERVE_KEY}, a better place for it; unset: no key)"
 )
-_CLASS_KEY_HELP = (
-    "a key whose requests are interactive, completion or background, which waits for the others; "
-    "may be repeated (default: by what they are)"
-)
 _RUNNING_HELP = "most answers at a time; they share passes (default: 16)"
 _CONNECTIONS_HELP = (
     "most requests that are open at a time (default: 1000); more get 503, but /health answers"
 )
 _KEEP_HELP = (
     "without MODEL: how long a model keeps its memory after its last answer, like 30s, 10m or 2h "
-    "(default: 5m, longer for a model that is usually back soon after); 0 gives it back at once, "
-    "-1 never"
+    "(default: 5m); 0 gives it back at once, -1 never"
 )
 _STRICT_HELP = (
     "refuse requests for models that are not here (default: one model answers to any name, of "
     "several the one of `localrt alias '*' MODEL`)"
-)
-_FETCH_HELP = (
-    "fetch pictures that requests name by URL, from public addresses only (default: refuse them)"
 )
 _CONVERSATIONS_HELP = (
     "with a key, let other machines read and write your conversations, on the page and by HTTP "
@@ -100,7 +92,6 @@ _FLAGS: tuple[Flag, ...] = (
     ("--name", str, None, "what requests call MODEL (default: its own name)"),
     ("--keep-alive", str, "TIME", _KEEP_HELP),
     ("--api-key", str, "KEY", _KEY_HELP),
-    ("--class-key", list, "CLASS=KEY", _CLASS_KEY_HELP),
     ("--cors", list, "ORIGIN", _CORS_HELP),
     ("--max-running", int, "N", _RUNNING_HELP),
     ("--max-queued", int, "N", "most answers that wait for their turn (default: 64)"),
@@ -108,7 +99,6 @@ _FLAGS: tuple[Flag, ...] = (
     ("--max-body", str, "SIZE", "largest request (default: 8MiB)"),
     ("--strict-models", bool, None, _STRICT_HELP),
     ("--allow-pull", bool, None, "let clients download models of the hub (Ollama's /api/pull)"),
-    ("--fetch-pictures", bool, None, _FETCH_HELP),
     ("--conversations", bool, None, _CONVERSATIONS_HELP),
     ("--drain", float, "S", "when stopping, seconds for answers to finish (default: 20)"),
     ("--parent", int, "PID", _PARENT_HELP),
@@ -125,8 +115,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
     names = ("host", "port", "max_running", "max_queued", "max_connections")
     kept = {name: getattr(_UNSET, name) for name in names}
-    shown = {"max_body": "8MiB", "drain": _UNSET.drain_s}
-    add_flags(group, _FLAGS, **kept, **shown, cors=[], class_key=[])
+    shown = {"max_body": "8MiB", "drain": _UNSET.drain_s, "keep_alive": "5m"}
+    add_flags(group, _FLAGS, **kept, **shown, cors=[])
     add_load_arguments(parser)
     add_sampling_arguments(parser)
 
@@ -248,13 +238,9 @@ def _pool(
         for name, size in (("ram", args.ram), ("gpu_memory", args.gpu_memory))
     )
 
-    def load(
-        name: str, shrinkable: bool, cancel: threading.Event, on_gpu: int | None
-    ) -> localrt.Model:
+    def load(name: str, shrinkable: bool, cancel: threading.Event, on_gpu: int) -> localrt.Model:
         own = {"shrinkable": shrinkable, "cancel": cancel, "progress": say_note}
-        if on_gpu is None:
-            own |= {"device": "cpu", "gpu_memory": None}
-        elif on_gpu and gpu_memory is not None:
+        if on_gpu and gpu_memory is not None:
             own["gpu_memory"] = max(1, gpu_memory - on_gpu)
         model = localrt.load(name, **{**given, **own})
         _set_defaults(model, defaults)
@@ -267,13 +253,6 @@ def _pool(
             for name, model in named.items()
         ]
 
-    def fast_on_cpu(name: str, ram: int) -> bool:
-        from localrt.planning.preview import preview  # a server may never need it
-        from localrt.planning.verdict import THINKING_TOK_S
-
-        kept: dict[str, Any] = {each: given.get(each) for each in ("ctx", "kv_format")}
-        return (preview(name, ram=ram, device="cpu", **kept).tok_s or 0.0) >= THINKING_TOK_S
-
     def say(text: str) -> None:
         _say(args, text, event="models")
 
@@ -281,7 +260,7 @@ def _pool(
         if progress.stage == NOTE:
             say(spelled(progress.detail, on_command_line))
 
-    return ModelPool(load, files, options, ram=ram, fast_on_cpu=fast_on_cpu, on_change=say)
+    return ModelPool(load, files, options, ram=ram, on_change=say)
 
 
 def _set_defaults(model: localrt.Model, defaults: dict[str, object]) -> None:
@@ -302,23 +281,20 @@ def _check_all(args: argparse.Namespace) -> None:
 
 
 def _options(args: argparse.Namespace) -> ServeOptions:
-    keep = args.keep_alive
     return ServeOptions(
         host=args.host,
         port=args.port,
         name=args.name,
         api_key=Settings.from_environment().serve_key if args.api_key is None else args.api_key,
-        class_keys={key: name for name, _, key in (one.partition("=") for one in args.class_key)},
         origins=tuple(args.cors),
         max_running=args.max_running,
         max_queued=args.max_queued,
         max_connections=args.max_connections,
         max_body=parse_size(args.max_body, option("max_body")),
         drain_s=args.drain,
-        keep_alive_s=None if keep is None else parse_duration(keep, option("keep_alive")),
+        keep_alive_s=parse_duration(args.keep_alive, option("keep_alive")),
         strict_models=args.strict_models,
         allow_pull=args.allow_pull,
-        fetch_pictures=args.fetch_pictures,
         conversations=args.conversations,
     )
 

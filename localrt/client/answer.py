@@ -211,7 +211,7 @@ class ListedModel:
     """A model of a server, and its context in tokens; 0 if the server does not say.
 
     ``state``, ``ram`` in bytes, ``unload_s`` and ``sees`` come from localrt's own server: see
-    ``localrt.server.models.Offered``. Other servers refuse pictures themselves. ``tools``: the
+    ``localrt.server.models.ModelEntry``. Other servers refuse pictures themselves. ``tools``: the
     model's chat template shows it tools.
     """
 

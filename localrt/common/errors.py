@@ -14,7 +14,6 @@
     │   └── OfflineError               the network is needed and is off or unreachable
     ├── StorageError (OSError)         a folder cannot be written, or the disk is full
     ├── MissingExtraError (ImportError)  an optional dependency is needed; says which to install
-    ├── LateError                      an answer cannot begin as soon as it was wanted
     └── CancelledError                 the caller cancelled the work
 
 This module imports nothing but ``option_names``, so every layer may use it.
@@ -38,7 +37,6 @@ __all__ = [
     "ContextOverflowError",
     "GatedModelError",
     "HubError",
-    "LateError",
     "LocalrtError",
     "MemoryBudgetError",
     "MissingExtraError",
@@ -128,14 +126,6 @@ class StorageError(LocalrtError, OSError):
 
 class MissingExtraError(LocalrtError, ImportError):
     """An optional dependency is missing; the message says which extra to install."""
-
-
-class LateError(LocalrtError):
-    """The first token would come about ``seconds`` from now, later than the caller accepts."""
-
-    def __init__(self, message: str, seconds: float = 0.0) -> None:
-        super().__init__(message)
-        self.seconds = seconds
 
 
 class CancelledError(LocalrtError):

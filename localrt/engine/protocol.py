@@ -269,9 +269,7 @@ class Engine(ABC):
         return end if self.vision is None else self.vision.pass_end(tokens, first, end)
 
     def background(self) -> AbstractContextManager[int]:
-        """Hold it for a pass that nobody waits for; it yields how many others have work that is
-        due.
-        """
+        """Hold it for a pass that nobody waits for; it yields how many batches are at work."""
         return nullcontext(0) if self.turn is None else self.turn()
 
     @abstractmethod

@@ -1,10 +1,8 @@
-"""KV caches of waiting conversations: how long they stay in memory, and where they are saved.
+"""KV caches that are saved and found again by their tokens (prefix caching in RAM and on the disk).
 
-``KvKeeper`` decides when to save: a cache is held as long as that costs less than reading it back
-(Continuum, Li et al. 2025), judged by how long the same tool or person took before. ``PromptCache``
-saves caches: a GPU's in RAM if there is room, all on the disk. It finds them by their tokens: a
-saved sequence serves every prompt with the same beginning. Saving a longer version writes only the
-new blocks (FastSwitch, Shen et al. 2024). When the folder is full, the oldest are deleted.
+``PromptCache`` saves caches: a GPU's in RAM if there is room, all on the disk. A saved sequence
+serves every prompt with the same beginning. Saving a longer version writes only the new blocks
+(FastSwitch, Shen et al. 2024). When the folder is full, the oldest are deleted.
 """
 
 from __future__ import annotations
@@ -12,17 +10,14 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-import time
 import uuid
 import weakref
-from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import fmean
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -34,181 +29,7 @@ from localrt.quant.ops.kv import Tokens, common_prefix
 from localrt.quant.ops.kv_formats import BLOCK_TOKENS
 from localrt.quant.ops.states import SavedState
 
-PERSON = ""
-"""The name under which a person's own pauses are kept."""
-_MOST_SECONDS = 600.0  # the longest time to hold a cache before saving it
-SAMPLES = 32  # durations remembered of each tool, person or model
-_RESTORE_BYTES_S = 1e9  # speed of reading a cache back, until one was measured
-_LEAST_RESTORE_S = 0.01
 Tier: TypeAlias = Literal["ram", "disk"]
-
-
-class Parkable(Protocol):
-    """A conversation whose cache can be saved and freed."""
-
-    @property
-    def kv_nbytes(self) -> int:
-        """The bytes that its cache takes in memory now."""
-
-    def try_park(self, to: Tier) -> bool:
-        """Move the cache to ``to`` if that is possible now; return whether it was. Never raises."""
-
-
-def hold_seconds(
-    durations: Sequence[float], *, restore_s: float, price: float, most: float = _MOST_SECONDS
-) -> float:
-    """Return how long to hold a cache whose owner was away for ``durations`` before.
-
-    Holding for T costs ``price`` (seconds lost by others per second held) until the owner is back
-    or T is over; restoring costs ``restore_s``. The best T is 0 or one of the durations, at most
-    ``most``. Without any durations the cache is held for as long as holding is cheaper than
-    restoring it once.
-    """
-    if price <= 0:
-        return most
-    if not durations:
-        return min(most, restore_s / price)
-    best, least = 0.0, restore_s
-    for held in sorted(set(durations)):
-        if held > most:
-            break
-        away = fmean(min(d, held) for d in durations)
-        late = fmean(d > held for d in durations)
-        cost = away * price + late * restore_s
-        if cost < least:
-            best, least = held, cost
-    return best
-
-
-def expected_s(durations: Iterable[float], gone: float) -> float:
-    """Return in how many seconds one is expected who has been ``gone`` so long, and was away for
-    ``durations`` before: the mean of those not yet over; if all are, as long again.
-    """
-    left = [d - gone for d in durations if d > gone]
-    return fmean(left) if left else gone
-
-
-@dataclass(slots=True)
-class _Wait:
-    since: float
-    tool: str
-    until: float
-    tier: int = 0  # the index of the tier to move it to next
-
-
-class KvKeeper:
-    """The waiting conversations of one model. Thread-safe.
-
-    ``room`` returns the bytes left for caches, ``price`` what holding a number of bytes costs other
-    answers, in seconds per second. ``tiers`` are where caches go, in order. A thread runs while a
-    conversation waits.
-    """
-
-    def __init__(
-        self,
-        *,
-        room: Callable[[], int],
-        price: Callable[[int], float],
-        tiers: Sequence[Tier] = ("disk",),
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._room = room
-        self._price = price
-        self._tiers = tiers
-        self._clock = clock
-        self._lock = threading.Condition()
-        self._waits: weakref.WeakKeyDictionary[Parkable, _Wait] = weakref.WeakKeyDictionary()
-        self._durations: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=SAMPLES))
-        self._restore_bytes_s = _RESTORE_BYTES_S
-        self._thread: threading.Thread | None = None
-        self._closed = False
-
-    def waits(self, chat: Parkable, tool: str = PERSON) -> None:
-        """``chat`` has answered and waits for ``tool``."""
-        nbytes = chat.kv_nbytes
-        restore = max(_LEAST_RESTORE_S, nbytes / self._restore_bytes_s)
-        with self._lock:
-            if self._closed or not nbytes:
-                return
-            now = self._clock()
-            held = hold_seconds(self._durations[tool], restore_s=restore, price=self._price(nbytes))
-            self._waits[chat] = _Wait(now, tool, now + held)
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="localrt-kv-keeper", daemon=True
-                )
-                self._thread.start()
-            self._lock.notify()
-        self.make_room()
-
-    def returns(self, chat: Parkable) -> None:
-        """``chat`` continues: record how long it waited."""
-        with self._lock:
-            wait = self._waits.pop(chat, None)
-            if wait is not None:
-                self._durations[wait.tool].append(self._clock() - wait.since)
-
-    def restored(self, nbytes: int, seconds: float) -> None:
-        """Restoring a cache of ``nbytes`` from the disk took ``seconds``."""
-        if nbytes and seconds > 0:
-            self._restore_bytes_s = nbytes / seconds
-
-    def make_room(self, nbytes: int = 1) -> int:
-        """Save the caches expected back last until ``nbytes`` fit; return the bytes freed."""
-        with self._lock:
-            waiting = dict(self._waits)
-            now = self._clock()
-            order = sorted(waiting, key=lambda chat: -self._expected(waiting[chat], now))
-        freed, missing = 0, nbytes - self._room()
-        for chat in order:
-            if freed >= missing:
-                break
-            freed += self._park(chat)
-        return freed
-
-    def close(self) -> None:
-        """Forget all waiting conversations; nothing is saved."""
-        with self._lock:
-            self._closed = True
-            self._waits.clear()
-            self._lock.notify()
-
-    # -- parts -----------------------------------------------------------------------------------
-
-    def _expected(self, wait: _Wait, now: float) -> float:
-        return expected_s(self._durations[wait.tool], now - wait.since)
-
-    def _park(self, chat: Parkable) -> int:
-        nbytes = chat.kv_nbytes
-        with self._lock:
-            wait = self._waits.get(chat)
-            tier = self._tiers[wait.tier if wait is not None else 0]
-        parked = chat.try_park(tier)
-        with self._lock:
-            wait = self._waits.get(chat)
-            if wait is not None:  # it still waits, and its duration is still recorded
-                further = parked and wait.tier + 1 < len(self._tiers)
-                wait.tier += further
-                wait.until = self._clock() + _MOST_SECONDS if further else float("inf")
-        return nbytes if parked else 0
-
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                # Read once: a conversation deleted meanwhile leaves the dictionary.
-                ends = [w.until for w in self._waits.values() if w.until < float("inf")]
-                if self._closed or not ends:
-                    self._thread = None
-                    return
-                now = self._clock()
-                due = [chat for chat, wait in self._waits.items() if wait.until <= now]
-                if not due:
-                    self._lock.wait(max(0.0, min(ends) - now))
-                    continue
-            for chat in due:
-                self._park(chat)
-                del chat
-            del due  # the thread keeps no conversation alive
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Lists models and facts about them without running them.
 
-Facts are read from file headers and returned in the forms of OpenAI, vLLM, llama.cpp and LM Studio.
+Facts are read from file headers and returned in the forms of OpenAI, vLLM and llama.cpp.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from localrt.models.registry import ENCODERS
 from localrt.models.vision.cost import PictureCost, picture_cost
 from localrt.models.weight_files import model_stamp
 from localrt.server import anthropic
-from localrt.server.dialect import JSON, Endpoint
+from localrt.server.dialect import Endpoint
 from localrt.server.errors import ANTHROPIC_HEADER, JsonResponse
-from localrt.server.models import Offered
+from localrt.server.models import ModelEntry
 from localrt.server.service import service_of
 
 
@@ -77,7 +77,7 @@ class ModelFacts:
 _UNKNOWN = ModelFacts("unknown", "unknown", 0, "unknown", None, None, "", ("completion",))
 
 
-def known_facts(offered: Offered) -> ModelFacts:
+def known_facts(offered: ModelEntry) -> ModelFacts:
     """Return the facts of a model; if its files cannot be read, all are unknown.
 
     Whether a loaded model takes pictures is taken from the model, since not every engine or device
@@ -164,19 +164,6 @@ async def model(request: Request) -> Response:
     return JsonResponse(await asyncio.to_thread(_openai, found, service.started))
 
 
-async def studio_models(request: Request) -> Response:
-    """The models that there are (LM Studio)."""
-    offered = service_of(request).models.offered()
-    data = await asyncio.to_thread(lambda: [_lm_studio(one) for one in offered])
-    return JsonResponse({"object": "list", "data": data})
-
-
-async def studio_model(request: Request) -> Response:
-    """One model (LM Studio)."""
-    found = service_of(request).models.find(request.path_params["name"], exact=True)
-    return JsonResponse(await asyncio.to_thread(_lm_studio, found))
-
-
 async def props(request: Request) -> Response:
     """The context and the template (llama.cpp)."""
     service = service_of(request)
@@ -194,7 +181,7 @@ async def props(request: Request) -> Response:
     )
 
 
-def _openai(offered: Offered, started: int) -> dict[str, object]:
+def _openai(offered: ModelEntry, started: int) -> dict[str, object]:
     """Describe a model, with its context under several servers' names; unknown until loaded."""
     ctx, facts = offered.ctx, known_facts(offered)
     served = {} if ctx is None else {"max_model_len": ctx, "context_length": ctx}
@@ -222,28 +209,8 @@ def _openai(offered: Offered, started: int) -> dict[str, object]:
     }
 
 
-def _lm_studio(offered: Offered) -> dict[str, object]:
-    facts = known_facts(offered)
-    loaded = offered.state != "unloaded"
-    return {
-        "id": offered.name,
-        "object": "model",
-        "type": "vlm" if "vision" in facts.capabilities else "llm",
-        "publisher": offered.name.rpartition("/")[0],
-        "arch": facts.family,
-        "compatibility_type": facts.format,
-        "quantization": facts.quantization,
-        "state": "loaded" if loaded else "not-loaded",
-        "max_context_length": facts.ctx or offered.ctx,
-        **({"loaded_context_length": offered.ctx} if loaded else {}),
-        "capabilities": ["tool_use"] if "tools" in facts.capabilities else [],
-    }
-
-
 ROUTES = (
-    Endpoint("/v1/models", "GET", models, "MODELS"),
-    Endpoint("/v1/models/{name:path}", "GET", model, "MODEL"),
-    Endpoint("/api/v0/models", "GET", studio_models, JSON),
-    Endpoint("/api/v0/models/{name:path}", "GET", studio_model),
-    Endpoint("/props", "GET", props, JSON),
+    Endpoint("/v1/models", "GET", models),
+    Endpoint("/v1/models/{name:path}", "GET", model),
+    Endpoint("/props", "GET", props),
 )

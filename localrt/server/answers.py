@@ -45,7 +45,7 @@ class Answers:
     """The user's history and tools, opened when first needed, and what is being written to it."""
 
     def __init__(self, open_history: Callable[[], History], config_dir: Path | None) -> None:
-        self.running: dict[int, Answer | Call] = {}  # by turn
+        self.running: dict[int, ConversationAnswer | OpenCall] = {}  # by turn
         self._tasks = set[asyncio.Task[None]]()
         self._open, self._config_dir = open_history, config_dir
 
@@ -70,19 +70,19 @@ class Answers:
     ) -> None:
         """Let the requested model write an answer, after ``rounds`` of calls of tools."""
         tools = request.fields.get("tools") and rounds < ROUNDS
-        one = Answer(request, found, writer, self.toolbox if tools else None)
+        one = ConversationAnswer(request, found, writer, self.toolbox if tools else None)
         self.running[writer.turn] = one
         one.task.add_done_callback(lambda _: self.running.pop(writer.turn))
         self._tasks.add(task := asyncio.ensure_future(self._go_on(one, rounds)))
         task.add_done_callback(self._tasks.discard)
 
-    async def _go_on(self, answer: Answer, rounds: int) -> None:
+    async def _go_on(self, answer: ConversationAnswer, rounds: int) -> None:
         """Run the calls in an answer, and have the model answer again with their results."""
         found, service, stopped = answer.found, answer.request.service, False
         try:
             turns = await answer.task
             for turn in turns:
-                self.running[turn.turn] = call = Call(turn, found.id, stopped)
+                self.running[turn.turn] = call = OpenCall(turn, found.id, stopped)
                 await call.run(service, answer.ctx)
                 del self.running[turn.turn]
                 stopped = call.stopped
@@ -108,7 +108,7 @@ class Answers:
             self.history.close()
 
 
-class Call:
+class OpenCall:
     """An open call of a tool. If it ``asks``, it waits for a ``decision`` that ends that."""
 
     def __init__(self, turn: CallTurn, conversation: str, stopped: bool) -> None:
@@ -146,7 +146,7 @@ class Call:
         return self.turn.has_ended()
 
 
-class Answer:
+class ConversationAnswer:
     """One answer while it is written, by ``task``, whose result are the calls in it."""
 
     def __init__(

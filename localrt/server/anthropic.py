@@ -15,7 +15,6 @@ from localrt.chat_format.messages import arguments_of
 from localrt.chat_format.thinking import ThoughtStream, parted
 from localrt.engine.types import Chunk, Metrics, ToolCall
 from localrt.server.dialect import (
-    EVENT_STREAM,
     Endpoint,
     Generation,
     Payload,
@@ -23,7 +22,6 @@ from localrt.server.dialect import (
     TokenBytes,
     effort,
     event,
-    sampling,
 )
 from localrt.server.errors import ApiError, JsonResponse, anthropic_error, invalid
 from localrt.server.generating import answer, prompt_tokens
@@ -39,8 +37,74 @@ from localrt.server.messages import (
     unnoted,
     without_billing,
 )
-from localrt.server.models import Offered
+from localrt.server.models import ModelEntry
+from localrt.server.request_schema import (
+    CONTENT,
+    FILLED,
+    FLAG,
+    MOST_ID,
+    OBJECT,
+    STOPS,
+    STRING,
+    TEXT,
+    Field,
+    RequestSchema,
+    Schema,
+    Table,
+    integer,
+    list_of,
+    nullable,
+    object_of,
+    required,
+    shared,
+    stop_strings,
+)
 from localrt.server.service import Service, read_request, service_of
+
+# -- fields ----------------------------------------------------------------------------------------
+
+
+def _where(field: str, value: str, then: Schema) -> Schema:
+    """Apply ``then`` to an object whose ``field`` has this ``value``."""
+    return {"if": {"properties": {field: {"const": value}}, "required": [field]}, "then": then}
+
+
+_FORMAT = nullable(object_of("type", "schema", type={"enum": ["json_schema"]}, schema=OBJECT))
+_MESSAGE = object_of(
+    "role",
+    role={"enum": ["user", "assistant", "system"]},
+    content=CONTENT,
+    output_config=nullable(object_of(effort=TEXT)),
+)
+_PROMPT: Table = {
+    **shared("tools"),
+    "model": required(FILLED),
+    "messages": required(list_of(_MESSAGE, minItems=1)),
+    "system": Field(CONTENT),
+    "tool_choice": Field(
+        {
+            **nullable(object_of("type", type=STRING, name=STRING, disable_parallel_tool_use=FLAG)),
+            **_where("type", "tool", {"required": ["name"]}),
+        }
+    ),
+    "thinking": Field(
+        {
+            **nullable(object_of("type", type=STRING, budget_tokens=integer(0))),
+            **_where("type", "enabled", {"required": ["budget_tokens"]}),
+        }
+    ),
+    "output_config": Field(nullable(object_of(effort=TEXT, format=_FORMAT))),
+    "output_format": Field(_FORMAT),  # its name in the beta
+}
+COUNT_TOKENS = RequestSchema(_PROMPT)
+MESSAGES = RequestSchema(
+    {
+        **_PROMPT,
+        **shared("temperature", "top_p", "top_k", "stream"),
+        "max_tokens": required({"type": "integer", "minimum": 1, "maximum": MOST_ID}, "max_tokens"),
+        "stop_sequences": Field(STOPS, "stop", stop_strings),
+    }
+)
 
 # -- calls -----------------------------------------------------------------------------------------
 
@@ -53,7 +117,7 @@ def messages_call(fields: Fields, note: Note = unnoted) -> Generation:
     Raises:
         ApiError: 400, fields that cannot be combined or are not supported.
     """
-    options = sampling(fields, "max_tokens", "temperature", "top_p", "top_k", stop="stop_sequences")
+    options = MESSAGES.options(fields)
     output = fields.get("output_config") or {}
     systems = [each for each in fields["messages"] if each["role"] == "system"]
     told = (each.get("output_config") or {} for each in reversed(systems))  # the last one counts
@@ -252,13 +316,13 @@ def _written(metrics: Metrics) -> Payload:
 
 async def messages(request: Request) -> Response:
     """Answer a conversation (Anthropic)."""
-    asked = await read_request(request, "MESSAGES")
+    asked = await read_request(request, MESSAGES)
     return await answer(asked, messages_call(asked.fields, asked.service.note_once), MessageReply)
 
 
 async def count_tokens(request: Request) -> Response:
     """Count the tokens of a conversation (Anthropic)."""
-    asked = await read_request(request, "COUNT_TOKENS")
+    asked = await read_request(request, COUNT_TOKENS)
     count = await prompt_tokens(asked, messages_call(asked.fields))
     return JsonResponse({"input_tokens": count})
 
@@ -279,7 +343,7 @@ async def model(request: Request) -> Response:
     return JsonResponse(_model(service, found))
 
 
-def _model(service: Service, offered: Offered) -> Payload:
+def _model(service: Service, offered: ModelEntry) -> Payload:
     since = datetime.fromtimestamp(service.started, UTC).isoformat()
     return {
         "type": "model",
@@ -292,6 +356,6 @@ def _model(service: Service, offered: Offered) -> Payload:
 
 
 ROUTES = (
-    Endpoint("/v1/messages", "POST", messages, "MESSAGE", "MESSAGES", EVENT_STREAM),
-    Endpoint("/v1/messages/count_tokens", "POST", count_tokens, "COUNTED_TOKENS", "COUNT_TOKENS"),
+    Endpoint("/v1/messages", "POST", messages),
+    Endpoint("/v1/messages/count_tokens", "POST", count_tokens),
 )

@@ -24,18 +24,20 @@ from localrt.common.errors import LocalrtError
 from localrt.history import History
 from localrt.server import about, anthropic, conversations, infill, page, texts
 from localrt.server.answers import Answers
-from localrt.server.bodies import prepare_checks
-from localrt.server.dialect import JSON, Endpoint, Handler
+from localrt.server.dialect import Endpoint, Handler
 from localrt.server.errors import ApiError, JsonResponse, failure
 from localrt.server.guard import Guard, LogLine
 from localrt.server.models import Models, OneModel
+from localrt.server.ollama import calls as ollama_calls
 from localrt.server.ollama import models as ollama_models
 from localrt.server.ollama import reply as ollama
+from localrt.server.openai import calls as openai_calls
 from localrt.server.openai import reply as openai
-from localrt.server.openapi import describe
 from localrt.server.options import ServeOptions
+from localrt.server.responses import calls as responses_calls
 from localrt.server.responses import reply as responses
 from localrt.server.service import Service, service_of
+from localrt.system import return_free_memory
 
 _WORKERS = 4
 _TEXT_FORMAT = "text/plain; version=0.0.4; charset=utf-8"
@@ -53,21 +55,14 @@ async def health(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    """Counts for Prometheus."""
+    """Counters for Prometheus."""
     return PlainTextResponse(service_of(request).metrics_text(), media_type=_TEXT_FORMAT)
-
-
-async def openapi(request: Request) -> Response:
-    """This document."""
-    keyed = service_of(request).options.api_key is not None
-    return JsonResponse(describe(ROUTES, keyed=keyed))
 
 
 ROUTES = (
     *page.ROUTES,
-    Endpoint("/health", "GET", health, JSON),
-    Endpoint("/metrics", "GET", metrics, "text/plain"),
-    Endpoint("/openapi.json", "GET", openapi),
+    Endpoint("/health", "GET", health),
+    Endpoint("/metrics", "GET", metrics),
     *openai.ROUTES,
     *texts.ROUTES,
     *about.ROUTES,
@@ -77,6 +72,14 @@ ROUTES = (
     *anthropic.ROUTES,
     *ollama.ROUTES,
     *ollama_models.ROUTES,
+)
+
+SCHEMAS = (
+    *(openai_calls.CHAT, openai_calls.COMPLETION, texts.EMBEDDINGS, texts.RERANK),
+    *(texts.TOKENIZE, texts.DETOKENIZE, infill.FIM, infill.INFILL),
+    *(responses_calls.RESPONSES, responses_calls.INPUT_TOKENS, *conversations.SCHEMAS),
+    *(anthropic.MESSAGES, anthropic.COUNT_TOKENS, ollama_calls.CHAT, ollama_calls.GENERATE),
+    *(ollama.EMBED, ollama.EMBEDDINGS, ollama_models.NAMED),
 )
 
 # -- the application -----------------------------------------------------------------------------
@@ -106,15 +109,17 @@ def create_app(
         # Tokenizing is short, and each thread keeps memory of its own.
         workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="localrt-serve")
         asyncio.get_running_loop().set_default_executor(workers)
-        prepare_checks()
+        for schema in SCHEMAS:
+            schema.prepare()
+        return_free_memory()
         models.open()
-        sampling = asyncio.ensure_future(_sample(service))
+        tending = asyncio.ensure_future(_tend(models))
         try:
             yield
         finally:
-            sampling.cancel()
+            tending.cancel()
             with suppress(asyncio.CancelledError):
-                await sampling
+                await tending
             service.stop()
             await app.state.answers.close()
             await asyncio.to_thread(models.close)
@@ -147,9 +152,9 @@ def _by_method(handlers: Mapping[str, Handler]) -> Handler:
     return handle
 
 
-async def _sample(service: Service) -> None:
+async def _tend(models: Models) -> None:
     while True:
-        service.sample()
+        models.tend()
         await asyncio.sleep(1)
 
 

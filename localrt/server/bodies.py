@@ -1,4 +1,4 @@
-"""Turn a request's bytes into checked fields: size, time, compression, JSON, types.
+"""Turn a request's bytes into checked fields: size, time, JSON, and the fields' schema.
 
 An error is one sentence that names the field. The meaning of fields is unknown here.
 """
@@ -10,110 +10,21 @@ import json
 import math
 import re
 import sys
-import zlib
-from collections.abc import Callable, Mapping
-from functools import cache, partial
-from importlib import import_module
+from collections.abc import Callable
 from typing import Any
 
-import fastjsonschema
 import numpy as np
 from starlette.requests import ClientDisconnect, Request
 
 from localrt.server.errors import ApiError, invalid
 from localrt.server.options import ServeOptions
-from localrt.server.schemas import REQUESTS
-from localrt.system import return_free_memory
-
-_ZLIB = 15 + 32  # a window of 32 KiB, in gzip's or zlib's wrapping
-_ZSTD_WINDOW = 23  # 8 MiB, which every decoder must support
-
-
-class Unpacker:
-    """Unpacks one body of at most ``most`` bytes, in the request's ``encoding``.
-
-    Raises:
-        ApiError: 415, the encoding is unknown.
-    """
-
-    def __init__(self, encoding: str, most: int) -> None:
-        name = encoding.strip().lower()
-        self._left = most
-        self._name = name
-        self._decoder: Any = None
-        if name in ("", "identity"):
-            return
-        makers = encodings()
-        if name not in makers:
-            known = [*makers, "identity"]
-            raise ApiError(
-                415,
-                f"the encoding {encoding[:40]!r} of the body is unknown: send "
-                f"{', '.join(known[:-1])} or {known[-1]}",
-                headers={"Accept-Encoding": ", ".join(makers)},
-            )
-        self._decoder = makers[name]()
-
-    def push(self, data: bytes) -> bytes:
-        """Return ``data`` unpacked; of too much data, one byte more than ``most``.
-
-        Raises:
-            ApiError: 400, the data is not in this encoding.
-        """
-        if self._decoder is None or not data:
-            return data
-        try:
-            found: bytes = self._decoder.decompress(data, self._left + 1)
-        except Exception as error:  # zlib's, zstd's or EOFError
-            raise invalid(f"the body is not {self._name}") from error
-        self._left -= len(found)
-        if self._decoder.unused_data:
-            raise invalid(f"the body continues after its {self._name} data")
-        return found
-
-    def end(self) -> None:
-        """Check at the body's end that it is complete.
-
-        Raises:
-            ApiError: 400, data is missing.
-        """
-        if self._decoder is not None and not self._decoder.eof:
-            raise invalid(f"the body is incomplete {self._name} data")
-
-
-def encodings() -> dict[str, Callable[[], object]]:
-    """Return the decoders of the known encodings, by name."""
-    found: dict[str, Callable[[], object]] = dict.fromkeys(
-        ("gzip", "deflate", "x-gzip"), lambda: zlib.decompressobj(_ZLIB)
-    )
-    for module in ("compression.zstd", "backports.zstd"):
-        try:
-            zstd = import_module(module)
-        except ImportError:
-            continue
-        window = {zstd.DecompressionParameter.window_log_max: _ZSTD_WINDOW}
-        found["zstd"] = partial(zstd.ZstdDecompressor, options=window)
-        break
-    return found
-
-
-# -- the body --------------------------------------------------------------------------------------
+from localrt.server.request_schema import RequestSchema
 
 _SMALL = 64 << 10
 # Memory of parsed values, in words of about 30 bytes: a number takes one, a string two, a list or
 # an object eight. The limit is two million words, as for the token ids of a long prompt.
 _MOST_WORDS = 2 << 20
-_WHERE = re.compile(r"^data\.?")
 _SURROGATE = re.compile("[\ud800-\udfff]")
-
-
-def prepare_checks() -> None:
-    """Compile the schemas' checks before requests arrive: concurrent requests would each compile
-    their own, using megabytes.
-    """
-    for kind in REQUESTS:
-        _validator(kind)
-    return_free_memory()
 
 
 class BodyRoom:
@@ -140,9 +51,9 @@ class BodyRoom:
 
 
 async def read_fields(
-    request: Request, kind: str, options: ServeOptions, room: BodyRoom
+    request: Request, schema: RequestSchema, options: ServeOptions, room: BodyRoom
 ) -> dict[str, Any]:
-    """Return the body of ``request`` as fields of the schema ``kind``, one of ``REQUESTS``.
+    """Return the body of ``request`` as fields that follow ``schema``.
 
     Raises:
         ApiError: 400, 408, 413, 415 or 503, with the field concerned.
@@ -159,7 +70,7 @@ async def read_fields(
     try:
         body = await _read(request, options, grow)
         # Large bodies take time to parse, and other requests should not wait for that.
-        return await asyncio.to_thread(lambda: check_fields(kind, parse_json(body)))
+        return await asyncio.to_thread(lambda: schema.check(parse_json(body)))
     finally:
         room.take(-taken)
 
@@ -174,12 +85,12 @@ async def _read(request: Request, options: ServeOptions, grow: Callable[[int], N
     )
     if int(request.headers.get("content-length") or 0) > limit:
         raise too_large
-    unpacker = Unpacker(request.headers.get("content-encoding", ""), limit)
+    if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
+        raise ApiError(415, f"the body is sent as {encoding[:40]!r}: send it without compression")
     parts, size = [], 0
     try:
         async with asyncio.timeout(options.read_timeout_s):
-            async for packed in request.stream():
-                part = unpacker.push(packed)
+            async for part in request.stream():
                 size += len(part)
                 if size > limit:
                     raise too_large
@@ -193,7 +104,6 @@ async def _read(request: Request, options: ServeOptions, grow: Callable[[int], N
         ) from error
     if not size and await request.is_disconnected():
         raise ClientDisconnect
-    unpacker.end()
     return b"".join(parts)
 
 
@@ -235,84 +145,6 @@ def _outside(data: bytes) -> Callable[[bytes], int]:
     every = np.frombuffer(plain, np.uint8)
     outside = np.bitwise_xor.accumulate((every == ord('"')).view(np.uint8)) == 0
     return lambda mark: int(np.count_nonzero(outside & (every == ord(mark))))
-
-
-def check_fields(kind: str, value: object) -> dict[str, object]:
-    """Return ``value`` if it follows the schema, with whole numbers as integers.
-
-    Raises:
-        ApiError: 400, with the first wrong field.
-    """
-    try:
-        _validator(kind)(value)
-    except fastjsonschema.JsonSchemaValueException as error:
-        message, param = _described(error)
-        raise invalid(message, param) from error
-    assert isinstance(value, dict), "every schema is an object's"
-    integers = _integers(kind)
-    return {
-        name: int(found) if name in integers and isinstance(found, float) else found
-        for name, found in value.items()
-    }
-
-
-@cache
-def _validator(kind: str) -> Any:
-    return fastjsonschema.compile(REQUESTS[kind], use_default=False, use_formats=False)
-
-
-@cache
-def _integers(kind: str) -> frozenset[str]:
-    properties = REQUESTS[kind]["properties"]
-    return frozenset(name for name, one in properties.items() if "integer" in one.get("type", ()))
-
-
-def _described(error: Any) -> tuple[str, str | None]:
-    """Return what is wrong in words, and the field concerned, if there is one."""
-    where = param = _WHERE.sub("", error.name)
-    if error.rule == "anyOf" and "description" in error.definition:
-        rest = f"must be {error.definition['description']}"
-    elif error.rule in _WORDS:
-        rest = _WORDS[error.rule](error.rule_definition)
-    elif error.rule == "required":
-        missing = [name for name in error.rule_definition if name not in error.value]
-        rest, param = f"must have {' and '.join(missing)}", where or missing[0]
-    else:
-        rest = error.message.removeprefix(error.name).strip()
-    return f"{where or 'the body'} {rest}", param or None
-
-
-def _kinds(types: str | list[str]) -> str:
-    kinds = [types] if isinstance(types, str) else [kind for kind in types if kind != "null"]
-    return "must be " + " or ".join(_KINDS[kind] for kind in kinds)
-
-
-def _values(choices: list[object]) -> str:
-    return "must be " + " or ".join(json.dumps(value) for value in choices if value is not None)
-
-
-_KINDS = {
-    "array": "a list",
-    "boolean": "true or false",
-    "integer": "a whole number",
-    "null": "null",
-    "number": "a number",
-    "object": "an object",
-    "string": "a text",
-}
-# What a value must be, by the schema rule that it violates.
-_WORDS: Mapping[str, Callable[[Any], str]] = {
-    "type": _kinds,
-    "enum": _values,
-    "const": lambda value: _values([value]),
-    "minimum": lambda least: f"must be at least {least}",
-    "maximum": lambda most: f"must be at most {most}",
-    "minItems": lambda least: "must not be empty" if least == 1 else f"must have {least} items",
-    "maxItems": lambda most: f"must have at most {most} items",
-    "minLength": lambda least: "must not be empty",
-    "maxLength": lambda most: f"must have at most {most} characters",
-    "maxProperties": lambda most: f"must have at most {most} fields",
-}
 
 
 def _no_constant(name: str) -> object:

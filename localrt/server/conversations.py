@@ -1,14 +1,12 @@
-"""The user's conversations over HTTP, in the form of OpenAI's Conversations.
+"""The user's conversations over HTTP, for the chat page: private calls, whose form may change.
 
-They are those of the terminal app: every turn is an item. Beyond OpenAI's, conversations are listed
-and searched, have branches, instructions and options; models answer, with tools of MCP servers.
+They are those of the terminal app. Models answer in them, with the tools of MCP servers.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from inspect import iscoroutinefunction
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,22 +19,46 @@ from localrt.chat_format.thinking import parted
 from localrt.common.errors import OptionError, StorageError
 from localrt.engine.options import read_options
 from localrt.history import AnswerWriter, Conversation, ConversationInfo, Turn
-from localrt.history.pictures import joined_content
-from localrt.server.answers import Answer, Answers, Call
+from localrt.server.answers import Answers, ConversationAnswer, OpenCall
 from localrt.server.bodies import read_fields
-from localrt.server.dialect import EVENT_STREAM, JSON, Endpoint, Payload, listed
+from localrt.server.dialect import EVENT_STREAM, Endpoint, Payload
 from localrt.server.errors import ApiError, JsonResponse, invalid
 from localrt.server.media import document_of
 from localrt.server.messages import encoded
 from localrt.server.options import is_loopback
 from localrt.server.page import to_html
-from localrt.server.service import ModelRequest, sent_key, service_of
+from localrt.server.request_schema import (
+    FLAG,
+    OBJECT,
+    STRING,
+    TEXT,
+    Field,
+    RequestSchema,
+    list_of,
+    required,
+)
+from localrt.server.service import ModelRequest, service_of
+
+_FOLD = list_of({}, minItems=3, maxItems=3)  # start, end, label
+_CONVERSATION = RequestSchema(
+    {
+        "title": Field(STRING),
+        "model": Field(STRING),
+        "instructions": Field(TEXT),
+        "options": Field(OBJECT),
+        "shown": Field(STRING),
+    }
+)
+_MESSAGE = RequestSchema(
+    {"content": required(list_of(OBJECT)), "folds": Field(list_of(_FOLD)), "after": Field(TEXT)}
+)
+_DOCUMENT = RequestSchema({"filename": required(STRING), "file_data": required(STRING)})
+_ANSWER_TO = RequestSchema({"model": Field(TEXT), "after": Field(TEXT), "tools": Field(FLAG)})
+_DECISION = RequestSchema({"decision": required({"enum": ["once", "always", "refuse"]})})
+SCHEMAS = (_CONVERSATION, _MESSAGE, _DOCUMENT, _ANSWER_TO, _DECISION)
 
 Work = Callable[[Answers, Request, Payload], Any]
-_Given = tuple[str, list[Payload], Payload]  # role, content, facts
 
-_STATUS = {"done": "completed", "writing": "in_progress"}
-_HTML, _PICTURES = "html", "message.input_image.image_url"  # values of ``include``
 _SHOWN = ("tokens", "tok_s", "context", "finish_reason", "error", "ending", "title", "arguments")
 _MOST_FOUND = 100
 
@@ -53,9 +75,7 @@ def _check_owner(request: Request) -> bool:
         raise ApiError(403, "conversations are off: they need localrt serve --conversations")
     page = headers.get("origin")
     if options.api_key is not None:
-        if not hmac.compare_digest(sent_key(headers).encode(), options.api_key.strip().encode()):
-            raise ApiError(403, "conversations need the server's own key, not that of a class")
-        return True
+        return True  # the guard has checked it
     if page is not None and urlsplit(page).netloc.lower() != headers.get("host", "").lower():
         why = "without a key, conversations are for the server's own page alone"
         raise ApiError(403, f"{why}: start it with --api-key, and send the key")
@@ -69,7 +89,7 @@ def _check_owner(request: Request) -> bool:
 def _open(answers: Answers, request: Request) -> Conversation:
     name = request.path_params["id"]
     try:
-        return answers.history.open(name.removeprefix("conv_"))
+        return answers.history.open(name)
     except StorageError as error:
         raise ApiError(404, f"there is no conversation {name[:80]!r}") from error
 
@@ -82,48 +102,36 @@ def _turn(conversation: Conversation, name: str) -> Turn:
 
 
 def _number(name: str) -> int:
-    digits = name.removeprefix("msg_")
-    return int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 16 else -1
+    return int(name) if name.isascii() and name.isdigit() and len(name) < 16 else -1
 
 
 # -- conversations ---------------------------------------------------------------------------------
 
 
 def _described(found: Conversation | ConversationInfo) -> Payload:
-    return {
-        "id": f"conv_{found.id}",
-        "object": "conversation",
-        "created_at": int(found.created),
-        "updated_at": found.updated,
-        "metadata": {"title": found.title, "model": found.model},
-    }
+    return {"id": found.id, "updated": found.updated, "title": found.title, "model": found.model}
 
 
 def conversations(answers: Answers, request: Request, fields: Payload) -> Payload:
     """The conversations, latest use first, or those with the words of ``search``."""
     found = answers.history.list(request.query_params.get("search", ""), limit=_MOST_FOUND)
-    data = [{**_described(one), "snippet": one.snippet} for one in found]
-    return {"object": "list", "data": data}
+    return {"data": [{**_described(one), "snippet": one.snippet} for one in found]}
 
 
 def conversation(answers: Answers, request: Request, fields: Payload) -> Payload:
     """A conversation, new or with the body's changes: title, model, instructions, options, shown
     branch.
     """
-    told = fields.get("metadata") or {}
-    changes = {name: told[name] for name in ("title", "model") if isinstance(told.get(name), str)}
+    changes = {name: fields[name] for name in ("title", "model") if name in fields}
     if "instructions" in fields:
         changes["system"] = fields["instructions"] or None
     if (options := fields.get("options")) is not None:
         read_options(options)
         changes["options"] = {name: each for name, each in options.items() if each is not None}
-    if "id" in request.path_params:
-        found = _open(answers, request)
-        shown = _turn(found, fields["shown"]).id if fields.get("shown") else None
-    else:
-        shown, added = None, [_read(one) for one in fields.get("items") or ()]
-        found = answers.history.new(model="")
-        _add(found, added)
+    shown, history = None, answers.history
+    found = _open(answers, request) if "id" in request.path_params else history.new(model="")
+    if "shown" in fields:
+        shown = _turn(found, fields["shown"]).id
     found.set(**changes)
     if shown is not None:
         found.show(shown)
@@ -135,88 +143,73 @@ async def delete(answers: Answers, request: Request, fields: Payload) -> Payload
     id = (await asyncio.to_thread(_open, answers, request)).id
     await asyncio.to_thread(answers.history.delete, id)
     answers.stop(id)
-    return {"id": f"conv_{id}", "object": "conversation.deleted", "deleted": True}
+    return {"id": id}
 
 
 # -- items -----------------------------------------------------------------------------------------
 
 
-def _item(found: Conversation, turn: Turn, include: list[str]) -> Payload:
-    """Return a turn as a message, or as the result of a call."""
+def _item(found: Conversation, turn: Turn, *, pictures: bool = False) -> Payload:
+    """Return a turn; a user's pictures are named, and are in it if ``pictures``."""
     branches = found.siblings(turn.id) if turn.branches > 1 else (turn.id,)
     about: Payload = {
-        "id": f"msg_{turn.id}",
-        "status": _STATUS.get(turn.state, "incomplete"),
-        "created_at": int(turn.created),
+        "id": str(turn.id),
+        "role": turn.role,
         "state": turn.state,
         "info": {name: turn.info[name] for name in _SHOWN if turn.info.get(name) is not None},
-        "alternatives": [f"msg_{number}" for number in branches],
+        "alternatives": [str(number) for number in branches],
     }
     if turn.role == "tool":
-        result = {"call_id": str(turn.info.get("tool_call_id", "")), "output": turn.content}
-        return {**about, "type": "function_call_output", **result}
+        return {**about, "text": turn.content}
     if turn.role == "assistant":
         thinking, text = parted(turn.content)
-        html = {"html": to_html(text)} if _HTML in include else {}
-        thought = [{"type": "reasoning_text", "text": thinking}] if thinking else []
-        content = [*thought, {"type": "output_text", "text": text, "annotations": [], **html}]
-        message = {"type": "message", "role": turn.role, "content": content}
-        return {**about, **message, "tool_calls": turn.info.get("tool_calls") or []}
-
-    def picture(one: Any) -> Payload:
-        data = {"image_url": one.data_uri} if _PICTURES in include else {}
-        return {"type": "input_image", "detail": "auto", "name": one.name, **data}
-
-    given = joined_content(turn.content, turn.pictures, picture)
-    parts = [{"type": "text", "text": given}] if isinstance(given, str) else given
-    files = {"folds": turn.info["folds"]} if turn.info.get("folds") else {}
-    return {**about, **files, "type": "message", "role": turn.role, "content": parts}
+        calls = bool(turn.info.get("tool_calls"))
+        return {**about, "thinking": thinking, "text": text, "html": to_html(text), "calls": calls}
+    shown = [
+        {"name": one.name, **({"url": one.data_uri} if pictures else {})} for one in turn.pictures
+    ]
+    folds = turn.info.get("folds") or []
+    return {**about, "text": turn.content, "pictures": shown, "folds": folds}
 
 
-def _read(item: Mapping[str, Any]) -> _Given:
-    """Return the role, the content and the facts of a message for the history."""
-    role, content, parts = item.get("role"), item["content"], []
-    if item.get("type", "message") != "message" or role not in ("user", "assistant"):
-        raise invalid("items must be messages of the user or the assistant", "items")
-    for part in content if isinstance(content, list) else [content]:
-        given = part if isinstance(part, Mapping) else {"text": part}
-        url, text = given.get("image_url"), given.get("text")
-        if isinstance(url, str) and url.startswith("data:"):
-            parts.append({"type": "image", "image": url, "name": str(given.get("name") or "")})
-        elif isinstance(text, str):
-            parts.append({"type": "text", "text": text})
-        else:
-            raise invalid("the parts of a message must be texts, or pictures as data URIs", "items")
-    return role, parts, {"folds": item["folds"]} if item.get("folds") else {}
+def item(answers: Answers, request: Request, fields: Payload) -> Payload:
+    """An item, with its pictures, and with what an open call asks."""
+    found = _open(answers, request)
+    turn = _turn(found, request.path_params["item"])
+    shown, call = _item(found, turn, pictures=True), answers.running.get(turn.id)
+    return {**shown, "open": call.shown()} if isinstance(call, OpenCall) else shown
 
 
 def items(answers: Answers, request: Request, fields: Payload) -> Payload:
-    """The items of the branch that is shown, or of the one through ``branch``; or one item."""
+    """The last ``limit`` items, latest last, of the branch that is shown, or of the one through
+    ``branch``; those that precede the item ``before``.
+    """
     found, query = _open(answers, request), request.query_params
-    include = query.getlist("include[]") + query.getlist("include")
-    if "item" in request.path_params:
-        turn = _turn(found, request.path_params["item"])
-        item, call = _item(found, turn, include), answers.running.get(turn.id)
-        return {**item, "open": call.shown()} if isinstance(call, Call) else item
-    turns = found.branch(_turn(found, query["branch"]).id) if "branch" in query else found.turns
-    shown, more = listed([f"msg_{turn.id}" for turn in turns], query)
-    return {**more, "data": [_item(found, turns[place], include) for place in shown]}
+    through = _turn(found, query["branch"]).id if "branch" in query else None
+    turns = list(found.turns if through is None else found.branch(through))
+    ids = [str(turn.id) for turn in turns]
+    if query.get("before") in ids:
+        turns = turns[: ids.index(query["before"])]
+    limit = max(1, _number(query.get("limit", "20")))
+    return {"data": [_item(found, turn) for turn in turns[-limit:]], "more": len(turns) > limit}
 
 
-def add_items(answers: Answers, request: Request, fields: Payload) -> Payload:
-    """Add messages at the end, or as a branch after the item ``after``, "" for the beginning."""
-    found, after = _open(answers, request), fields.get("after")
+def add_message(answers: Answers, request: Request, fields: Payload) -> Payload:
+    """Add a user's message at the end, or as a branch after the item ``after``, "" for the
+    beginning.
+    """
+    found, after, parts = _open(answers, request), fields.get("after"), []
+    for part in fields["content"]:
+        url, text = part.get("url"), part.get("text")
+        if isinstance(url, str) and url.startswith("data:"):
+            parts.append({"type": "image", "image": url, "name": str(part.get("name") or "")})
+        elif isinstance(text, str):
+            parts.append({"type": "text", "text": text})
+        else:
+            raise invalid("the parts of a message must be texts, or pictures as data URIs")
     number = 0 if after == "" else None if after is None else _turn(found, after).id
-    added = _add(found, [_read(one) for one in fields["items"]], number)
-    return {"object": "list", "data": [_item(found, turn, [_HTML]) for turn in added]}
-
-
-def _add(found: Conversation, items: Sequence[_Given], after: int | None = None) -> list[Turn]:
-    added: list[Turn] = []
-    for role, content, info in items:
-        added.append(found.add(role, content, after=after, info=info))
-        after = added[-1].id
-    return added
+    info = {"folds": fields["folds"]} if fields.get("folds") else {}
+    return _item(found, found.add("user", parts, after=number, info=info))
 
 
 async def document(answers: Answers, request: Request, fields: Payload) -> Payload:
@@ -229,7 +222,7 @@ async def document(answers: Answers, request: Request, fields: Payload) -> Paylo
     except OptionError as error:
         raise invalid(str(error), "file_data") from error
     shown = {"filename": found.name, "text": found.text, "size": found.size, "note": found.note}
-    return {"object": "document", **shown, "pictures": pictures}
+    return {**shown, "pictures": pictures}
 
 
 # -- answers ---------------------------------------------------------------------------------------
@@ -250,7 +243,7 @@ async def begin(answers: Answers, request: Request, fields: Payload) -> Payload:
         if found.options.get("tool_choice") == "none":
             fields["tools"] = False
         writer = found.answer(after=asked.id)
-        return found, writer, _item(found, found.turn(writer.turn), [_HTML])
+        return found, writer, _item(found, found.turn(writer.turn))
 
     found, writer, made = await asyncio.to_thread(prepare)
     answers.begin(ModelRequest(request, service, fields, model), found, writer)
@@ -260,7 +253,7 @@ async def begin(answers: Answers, request: Request, fields: Payload) -> Payload:
 async def follow(answers: Answers, request: Request, fields: Payload) -> Response:
     """An answer while it is written, as events with HTML."""
     found = answers.running.get(_number(request.path_params["item"]))
-    if not isinstance(found, Answer):
+    if not isinstance(found, ConversationAnswer):
         raise ApiError(404, "no answer with this id is being written by this server")
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     return StreamingResponse(found.follow(), headers=headers, media_type=EVENT_STREAM)
@@ -277,7 +270,7 @@ async def stop(answers: Answers, request: Request, fields: Payload) -> Payload:
 async def decide(answers: Answers, request: Request, fields: Payload) -> Payload:
     """Allow a call that waits, once or always in its conversation, or refuse it."""
     call = answers.running.get(_number(request.path_params["item"]))
-    if decided := isinstance(call, Call) and call.asks:
+    if decided := isinstance(call, OpenCall) and call.asks:
         call.asks, call.decision = False, fields["decision"]
     return {"id": request.path_params["item"], "decided": decided}
 
@@ -287,13 +280,13 @@ async def tools(answers: Answers, request: Request, fields: Payload) -> Payload:
     toolbox = answers.toolbox
     for line in toolbox.take_news():
         service_of(request).note_once(line, line)
-    id = request.query_params.get("conversation", "").removeprefix("conv_")
+    id = request.query_params.get("conversation", "")
     text = toolbox.command("", id) if toolbox.servers.configs else ""
     return {"text": text, "starting": toolbox.starting}
 
 
 def _endpoint(
-    path: str, method: str, work: Work, body: str = "", answer: str = JSON, *, tools: bool = False
+    path: str, method: str, work: Work, body: RequestSchema | None = None, *, tools: bool = False
 ) -> Endpoint:
     """Return an endpoint for the owner alone. Work on the history, which is on the disk, runs in a
     thread unless it is a coroutine. ``tools``: they may run, also if the body has this field.
@@ -302,7 +295,7 @@ def _endpoint(
 
     async def handle(request: Request) -> Response:
         sure, service, fields = _check_owner(request), service_of(request), {}
-        if body:
+        if body is not None:
             fields = await read_fields(request, body, service.options, service.bodies)
         if not sure and (tools or fields.get("tools")):
             raise ApiError(403, "tools need localrt serve --api-key on this system")
@@ -310,25 +303,24 @@ def _endpoint(
         found = await (work(*given) if in_loop else asyncio.to_thread(work, *given))
         return found if isinstance(found, Response) else JsonResponse(found)
 
-    handle.__doc__ = work.__doc__
-    return Endpoint(path, method, handle, answer, body)
+    return Endpoint(path, method, handle)
 
 
 _ALL, _ONE = "/v1/conversations", "/v1/conversations/{id}"
 _ANSWER = f"{_ONE}/answers/{{item}}"
 ROUTES = (
     _endpoint(_ALL, "GET", conversations),
-    _endpoint(_ALL, "POST", conversation, "CONVERSATION"),
+    _endpoint(_ALL, "POST", conversation, _CONVERSATION),
     _endpoint(_ONE, "GET", conversation),
-    _endpoint(_ONE, "POST", conversation, "CONVERSATION"),
+    _endpoint(_ONE, "POST", conversation, _CONVERSATION),
     _endpoint(_ONE, "DELETE", delete),
     _endpoint(f"{_ONE}/items", "GET", items),
-    _endpoint(f"{_ONE}/items", "POST", add_items, "CONVERSATION_ITEMS"),
-    _endpoint(f"{_ONE}/items/{{item}}", "GET", items),
-    _endpoint("/v1/documents", "POST", document, "DOCUMENT"),
-    _endpoint(f"{_ONE}/answers", "POST", begin, "CONVERSATION_ANSWER"),
-    _endpoint(_ANSWER, "GET", follow, "", EVENT_STREAM),
+    _endpoint(f"{_ONE}/items", "POST", add_message, _MESSAGE),
+    _endpoint(f"{_ONE}/items/{{item}}", "GET", item),
+    _endpoint("/v1/documents", "POST", document, _DOCUMENT),
+    _endpoint(f"{_ONE}/answers", "POST", begin, _ANSWER_TO),
+    _endpoint(_ANSWER, "GET", follow),
     _endpoint(f"{_ANSWER}/cancel", "POST", stop),
-    _endpoint(f"{_ANSWER}/decision", "POST", decide, "CALL_DECISION", tools=True),
+    _endpoint(f"{_ANSWER}/decision", "POST", decide, _DECISION, tools=True),
     _endpoint("/v1/tools", "POST", tools, tools=True),
 )

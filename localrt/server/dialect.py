@@ -14,15 +14,15 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 from starlette.requests import Request
 from starlette.responses import Response
 
-from localrt.engine.batch.latency_goals import RequestClass
+from localrt.engine.batch.chunked_prefill import RequestClass
 from localrt.engine.types import Chunk
 from localrt.server.errors import ApiError, error_body, invalid, to_json
 from localrt.server.messages import Fields, Known
+from localrt.server.request_schema import SEEDS
 
 Payload: TypeAlias = dict[str, Any]
 
-JSON, EVENT_STREAM = "application/json", "text/event-stream"
-SEEDS = 1 << 64
+EVENT_STREAM = "text/event-stream"
 # Reasoning efforts of OpenAI and others, as values of ``thinking``.
 _EFFORTS: Mapping[str, bool | str] = {
     "none": False,
@@ -41,39 +41,11 @@ Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 
 class Endpoint(NamedTuple):
-    """A path and its handler, whose docstring describes it in ``/openapi.json``.
-
-    ``body`` and ``answer`` name schemas; ``answer`` may be a media type instead, and "" keeps the
-    path out of the description. ``stream`` is the media type of a streamed answer.
-    """
+    """A path of the server, its HTTP method and its handler."""
 
     path: str
     method: str
     handler: Handler
-    answer: str = ""
-    body: str = ""
-    stream: str = ""
-
-
-_MOST_LISTED = 100
-
-
-def listed(ids: Sequence[str], query: Mapping[str, str]) -> tuple[list[int], Payload]:
-    """Return the places in ``ids``, oldest first, that ``query`` asks for, and OpenAI's fields.
-
-    Raises:
-        ApiError: 400, the limit is out of bounds.
-    """
-    limit = query.get("limit", "20")
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:4]) <= _MOST_LISTED):
-        raise invalid(f"limit must be from 1 to {_MOST_LISTED}, is {limit[:20]!r}", "limit")
-    places = [*range(len(ids))][:: 1 if query.get("order") == "asc" else -1]
-    found = [ids[place] for place in places]
-    start = found.index(query["after"]) + 1 if query.get("after") in found else 0
-    end = start + int(limit)
-    ends = found[start:end] or [None]
-    more = {"first_id": ends[0], "last_id": ends[-1], "has_more": end < len(found)}
-    return places[start:end], {"object": "list", **more}
 
 
 # -- calls -----------------------------------------------------------------------------------------
@@ -89,8 +61,7 @@ class Generation:
     at most. ``overflow_in_stream`` reports a prompt that does not fit in the stream, if there is
     one. ``known`` has the tools that are not functions for the client, by the function names that
     the model sees; a ``legacy`` call is a message's ``function_call``. ``request_class`` is the
-    class of the request if neither a header nor its key sets one. ``left_out`` are fields that
-    constrain answers on other servers but not here.
+    class of the request if no header sets one.
     """
 
     prompts: Sequence[Mapping[str, Any]]
@@ -106,7 +77,6 @@ class Generation:
     known: Mapping[str, Known] = field(default_factory=dict)
     legacy: bool = False
     request_class: RequestClass = "interactive"
-    left_out: Sequence[str] = ()
 
     def submissions(self) -> list[dict[str, Any]]:
         """Return the arguments of every answer; the choices of a prompt are adjacent."""
@@ -123,32 +93,6 @@ class Generation:
 def tier_of(fields: Fields) -> RequestClass:
     """Return the request class for OpenAI's ``service_tier``."""
     return "background" if fields.get("service_tier") == "flex" else "interactive"
-
-
-def sampling(fields: Fields, *names: str, **others: str) -> dict[str, object]:
-    """Return the options in ``fields`` with these names; ``others`` have another name there."""
-    options = {}
-    for name, theirs in {**dict(zip(names, names, strict=True)), **others}.items():
-        value = fields.get(theirs)
-        if value is not None and name in _MEANT:
-            value = _MEANT[name](value)
-        if value is not None:
-            options[name] = value
-    return options
-
-
-def _stops(stop: str | Sequence[str]) -> list[str] | None:
-    """Return the stop strings without empty ones, or None."""
-    return [text for text in ([stop] if isinstance(stop, str) else stop) if text] or None
-
-
-# Converts values that mean something else in the library; None means unset.
-_MEANT: Mapping[str, Callable[[Any], Any]] = {
-    "stop": _stops,
-    "top_k": lambda given: max(0, int(given)),  # -1 disables it on other servers
-    "max_tokens": lambda given: None if given < 0 else int(given),
-    "seed": lambda given: None if given == -1 else int(given) % SEEDS,  # -1: a new seed each time
-}
 
 
 def effort(name: str) -> bool | str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import re
 from collections.abc import Mapping
 
@@ -14,7 +13,6 @@ from starlette.responses import Response
 from localrt.common.errors import (
     CancelledError,
     ContextOverflowError,
-    LateError,
     LocalrtError,
     MemoryBudgetError,
     MissingExtraError,
@@ -43,7 +41,7 @@ _ANTHROPIC_TYPES = {**_TYPES, 413: "request_too_large", 501: "api_error", 503: "
 
 ANTHROPIC_HEADER = "anthropic-version"  # sent by Anthropic's clients, even to list models
 
-_NO_PATH = "there is nothing at this path: /openapi.json lists what this server answers"
+_NO_PATH = "there is nothing at this path: docs/server.md lists what this server answers"
 
 # A path from a root or home folder, up to its last part. Names may contain spaces.
 _FOLDERS = re.compile(
@@ -184,9 +182,6 @@ def api_error(error: LocalrtError) -> ApiError:
         return ApiError(501, message)
     if isinstance(error, MemoryBudgetError):
         return ApiError(503, message, code="out_of_memory", headers={"Retry-After": "10"})
-    if isinstance(error, LateError):
-        after = {"Retry-After": str(max(1, math.ceil(error.seconds)))}
-        return ApiError(503, message, code="too_late", headers=after)
     if isinstance(error, CancelledError):
         return ApiError(503, message, code="cancelled")
     return ApiError(500, message)

@@ -32,14 +32,14 @@ from starlette.types import Receive, Scope, Send
 
 from localrt.api import Model
 from localrt.common.errors import CancelledError, ContextOverflowError, OptionError
-from localrt.engine.batch.latency_goals import GOALS
+from localrt.engine.batch.chunked_prefill import CLASSES
 from localrt.engine.sampling import log_probabilities
 from localrt.engine.types import Chunk, FinishReason, Metrics, TokenLogprob
 from localrt.server.dialect import Generation, Reply, TokenBytes
 from localrt.server.errors import JsonResponse, failure, invalid
 from localrt.server.media import with_pictures
 from localrt.server.models import ServedModel
-from localrt.server.service import ModelRequest, sent_key
+from localrt.server.service import ModelRequest
 from localrt.service.arguments import joined
 from localrt.service.live import AsyncAnswer, run_to_end
 
@@ -62,7 +62,6 @@ async def answer(
         ApiError, LocalrtError: nothing has been sent.
         ClientDisconnect: the client has disconnected.
     """
-    began = time.monotonic()
     request, service = model_request.http, model_request.service
     options = service.options
     if call.choices > options.max_choices:
@@ -71,7 +70,7 @@ async def answer(
     if count > most:
         field = "n" if call.choices > 1 else "prompt"
         raise invalid(f"{count} answers in one request: at most {most} are allowed", field)
-    work = _Work(model_request, call, began)
+    work = _Work(model_request, call)
     async with AsyncExitStack() as stack:
         stack.enter_context(service.admitted(count))
         await stack.enter_async_context(work)
@@ -109,7 +108,7 @@ async def computed(model_request: ModelRequest, work: Callable[[Model, threading
     cancel = threading.Event()
 
     async def run() -> T:
-        async with model_request.using(background=True) as served, served.embedding:
+        async with model_request.using() as served, served.embedding:
             return await asyncio.to_thread(work, served.model, cancel)
 
     with model_request.service.admitted():
@@ -178,29 +177,19 @@ def _client(request: Request) -> Hashable:
     return request.headers.get("authorization", ""), address
 
 
-CLASS_HEADER, DEADLINE_HEADER = "x-localrt-class", "x-localrt-deadline"
+CLASS_HEADER = "x-localrt-class"
 
 
-def _terms(model_request: ModelRequest, call: Generation) -> dict[str, Any]:
-    """Return the class of a request, and the deadline in seconds for its first token.
+def _class_of(model_request: ModelRequest, call: Generation) -> str:
+    """Return the class of a request.
 
     Raises:
-        ApiError: 400, a header is malformed.
+        ApiError: 400, the header names no class.
     """
-    headers, keys = model_request.http.headers, model_request.service.options.class_keys
-    name = headers.get(CLASS_HEADER) or keys.get(sent_key(headers)) or call.request_class
-    if name not in GOALS:
-        raise invalid(f"{CLASS_HEADER} must be one of {', '.join(GOALS)}, is {name[:40]!r}")
-    given = headers.get(DEADLINE_HEADER)
-    if given is None:
-        return {"request_class": name}
-    try:
-        within = float(given)
-    except ValueError:
-        within = nan
-    if not within > 0:
-        raise invalid(f"{DEADLINE_HEADER} must be seconds above 0, is {given[:40]!r}")
-    return {"request_class": name, "within_s": within}
+    name = model_request.http.headers.get(CLASS_HEADER) or call.request_class
+    if name not in CLASSES:
+        raise invalid(f"{CLASS_HEADER} must be one of {', '.join(CLASSES)}, is {name[:40]!r}")
+    return name
 
 
 # -- the answers of a call -------------------------------------------------------------------------
@@ -212,10 +201,10 @@ class _Work(AsyncExitStack):
     It is also the reply's tokenizer, because the model may still be loading.
     """
 
-    def __init__(self, model_request: ModelRequest, call: Generation, began: float) -> None:
+    def __init__(self, model_request: ModelRequest, call: Generation) -> None:
         super().__init__()
         self._model_request, self._service = model_request, model_request.service
-        self._call, self._began = call, began
+        self._call = call
         self._served: ServedModel | None = None
         self._echoes: list[Chunk] = []  # one per prompt that is echoed or only read
         self._answers: list[AsyncAnswer] = []
@@ -228,9 +217,9 @@ class _Work(AsyncExitStack):
     async def prepare(self, client: Hashable) -> None:
         """Load the model and submit the answers."""
         call, service = self._call, self._service
-        terms = {"client": client, **_terms(self._model_request, call)}
-        background = GOALS[terms["request_class"]].background
-        served = await self.enter_async_context(self._model_request.using(background=background))
+        request_class = _class_of(self._model_request, call)
+        terms: dict[str, Any] = {"client": client, "request_class": request_class}
+        served = await self.enter_async_context(self._model_request.using())
         self._served = served
         self.callback(self._end)
         adapting: dict[str, str] = {}
@@ -266,8 +255,7 @@ class _Work(AsyncExitStack):
 
     def _note_loosened(self) -> None:
         """Log the keywords of a schema that a grammar cannot enforce."""
-        of_schema = next((one.left_out for one in self._answers if one.left_out), ())
-        names = ", ".join([*self._call.left_out, *of_schema])
+        names = ", ".join(next((one.left_out for one in self._answers if one.left_out), ()))
         if names:
             why = "answers cannot be bound by these"
             self._service.note_once(
@@ -276,8 +264,6 @@ class _Work(AsyncExitStack):
 
     def _end(self) -> None:
         for one in self._answers:
-            if not one.over:
-                self._service.metrics.count("localrt_cancelled_requests_total")
             one.cancel()
 
     async def gathered(self) -> list[Chunk]:
@@ -301,7 +287,6 @@ class _Work(AsyncExitStack):
             asyncio.ensure_future(anext(one, None)): (index, one)
             for index, one in enumerate(self._answers)
         }
-        first = True
         try:
             while waiting:
                 done, _ = await asyncio.wait(
@@ -321,11 +306,6 @@ class _Work(AsyncExitStack):
                             else "it was not read"
                         )
                         raise CancelledError(f"the answer was cut off: {why}")
-                    if first and chunk.token_ids:
-                        first = False
-                        elapsed = time.monotonic() - self._began
-                        metrics = self._service.metrics
-                        metrics.observe("localrt_time_to_first_token_seconds", elapsed)
                     if not self._call.parallel_tools:
                         chunk = replace(chunk, tool_calls=chunk.tool_calls[:1])
                     yield index, chunk

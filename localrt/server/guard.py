@@ -21,7 +21,6 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from localrt.server.errors import ApiError, failure
-from localrt.server.openapi import OPEN
 from localrt.server.options import ServeOptions, is_loopback
 from localrt.server.service import Service, sent_key
 
@@ -53,6 +52,7 @@ class Paths:
 # -- the guard -------------------------------------------------------------------------------------
 
 
+_OPEN = ("/", "/health")  # paths that need no key
 _WHEN_FULL = ("/health", "/metrics")
 _GONE = 499  # status in the log for a client that disconnected
 _LATE = 408
@@ -178,10 +178,8 @@ class Guard:
     def _note(self, scope: Scope, uri: str, status: int, seconds: float, request_id: str) -> None:
         path = scope["path"]
         known = path if path in self._paths.known else "other"
-        metrics = self._service.metrics
-        metrics.count("localrt_http_requests_total", path=known, status=str(status))
-        if known.startswith(("/v1/", "/api/")) and scope["method"] == "POST":
-            metrics.observe("localrt_http_request_seconds", seconds)
+        for_model = known.startswith(("/v1/", "/api/")) and scope["method"] == "POST"
+        self._service.count(known, status, seconds if for_model else None)
         if self._log is not None:
             client = scope["client"][0] if scope.get("client") else "-"
             shown = uri.encode("unicode_escape").decode()[:200]
@@ -224,10 +222,9 @@ def _check(scope: Scope, options: ServeOptions) -> None:
     if options.api_key is None:  # a page would not have the key
         _check_page(headers, options)
     preflight = scope["method"] == "OPTIONS" and "origin" in headers
-    if options.api_key is not None and scope["path"] not in OPEN and not preflight:
+    if options.api_key is not None and scope["path"] not in _OPEN and not preflight:
         given = sent_key(headers).encode()
-        keys = [options.api_key, *options.class_keys]
-        if not any(hmac.compare_digest(given, key.strip().encode()) for key in keys):
+        if not hmac.compare_digest(given, options.api_key.strip().encode()):
             raise ApiError(
                 401,
                 "the API key is missing or wrong: send Authorization: Bearer KEY, or x-api-key",

@@ -16,7 +16,6 @@ from starlette.responses import Response
 
 from localrt.engine.types import Chunk, Metrics
 from localrt.server.dialect import (
-    EVENT_STREAM,
     Endpoint,
     Generation,
     Payload,
@@ -26,17 +25,51 @@ from localrt.server.dialect import (
 )
 from localrt.server.generating import answer
 from localrt.server.messages import Fields
-from localrt.server.openai.calls import completion_call
+from localrt.server.openai.calls import SAMPLING, completion_call
 from localrt.server.openai.reply import ChatReply
-from localrt.server.schemas import REQUESTS
+from localrt.server.request_schema import (
+    STRING,
+    TEXT,
+    Field,
+    RequestSchema,
+    integer,
+    list_of,
+    nullable,
+    number,
+    object_of,
+    required,
+    shared,
+)
 from localrt.server.service import read_request
 
+FIM = RequestSchema(
+    {
+        **SAMPLING,
+        "prompt": required(STRING),
+        "suffix": Field(TEXT),
+        "random_seed": shared("seed")["seed"],
+    }
+)
+_PART = object_of("text", text=STRING, filename=TEXT)
+INFILL = RequestSchema(
+    {
+        **{name: row for name, row in SAMPLING.items() if name not in ("n", "stream_options")},
+        "input_prefix": required(STRING),
+        "input_suffix": required(STRING),
+        "input_extra": Field(nullable(list_of(_PART, maxItems=1024))),
+        "prompt": Field(TEXT),
+        "n_predict": Field(integer(-2)),
+        "n_indent": Field(integer(0)),
+        "t_max_predict_ms": Field(number(-1, 1 << 31)),
+        "response_fields": Field(nullable(list_of(STRING, maxItems=256))),
+    }
+)
 _FILE = "tmp"  # llama.cpp's name for a file without a name
 
 
 def fim_call(fields: Fields) -> Generation:
     """Return the call for Mistral's ``/v1/fim/completions``."""
-    known = _known(fields, "FIM")
+    known = _known(fields, FIM)
     if known.get("seed") is None:
         known["seed"] = fields.get("random_seed")
     call = completion_call({**known, "suffix": None})
@@ -45,7 +78,7 @@ def fim_call(fields: Fields) -> Generation:
 
 def infill_call(fields: Fields) -> Generation:
     """Return the call for llama.cpp's ``/infill``."""
-    known = _known(fields, "INFILL")
+    known = _known(fields, INFILL)
     count = fields.get("n_predict")
     if count is not None:  # negative: no limit; 0: only process the prompt
         known["max_tokens"] = max(1, count) if count >= 0 else None
@@ -65,14 +98,13 @@ def infill_call(fields: Fields) -> Generation:
     return _filling(call, before, fields["input_suffix"], files=files)
 
 
-def _known(fields: Fields, kind: str) -> dict[str, Any]:
-    known = REQUESTS[kind]["properties"]
-    return {name: value for name, value in fields.items() if name in known}
+def _known(fields: Fields, schema: RequestSchema) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name in schema.table}
 
 
 def _filling(call: Generation, prefix: str, suffix: str, **more: Any) -> Generation:
     prompts = [{"prompt": prefix, "suffix": suffix, **more}]
-    return replace(call, prompts=prompts, request_class="completion")
+    return replace(call, prompts=prompts, request_class="interactive")
 
 
 # -- answers ---------------------------------------------------------------------------------------
@@ -173,19 +205,19 @@ def _chosen(payload: Payload, names: Sequence[str]) -> Payload:
 
 async def infill(request: Request) -> Response:
     """Fill in the middle (llama.cpp)."""
-    asked = await read_request(request, "INFILL")
+    asked = await read_request(request, INFILL)
     reply = partial(InfillReply, fields=asked.fields)
     return await answer(asked, infill_call(asked.fields), reply)
 
 
 async def fim_completions(request: Request) -> Response:
     """Fill in the middle (Mistral)."""
-    asked = await read_request(request, "FIM")
+    asked = await read_request(request, FIM)
     return await answer(asked, fim_call(asked.fields), ChatReply)
 
 
 ROUTES = (
-    Endpoint("/infill", "POST", infill, "INFILL_RESPONSE", "INFILL", EVENT_STREAM),
+    Endpoint("/infill", "POST", infill),
     Endpoint("/v1/infill", "POST", infill),
-    Endpoint("/v1/fim/completions", "POST", fim_completions, "CHAT_RESPONSE", "FIM", EVENT_STREAM),
+    Endpoint("/v1/fim/completions", "POST", fim_completions),
 )

@@ -1,4 +1,4 @@
-"""Pictures in requests, from base64 or URLs, for vision models; text placeholders for other models.
+"""Multimodal inputs of requests: pictures in base64 for vision models, placeholders for others.
 Documents are read as text, and their pages without text as pictures.
 
 The media type that clients state for a picture is ignored: the library inspects the bytes.
@@ -6,7 +6,6 @@ The media type that clients state for a picture is ignored: the library inspects
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import binascii
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -16,7 +15,6 @@ from typing import Any
 
 from localrt.common.errors import OptionError
 from localrt.documents.reading import Document, DocumentCache
-from localrt.models.vision.picture import MOST_BYTES
 from localrt.server.errors import invalid
 from localrt.server.messages import DOCUMENT, Media, Mixed, Pieces
 from localrt.server.service import Service
@@ -25,7 +23,6 @@ from localrt.service.live import run_to_end
 Prompt = Mapping[str, Any]
 
 _MOST = 64  # pictures per request
-_FETCH_S = 30.0  # seconds for all pictures of a request
 _PICTURES = ("image", "screenshot")
 _MOST_HEAD = 256  # characters of a data URI before its data
 _BLANKS = b" \t\r\n"
@@ -35,11 +32,11 @@ _BLANKS = b" \t\r\n"
 async def with_pictures(
     prompts: Sequence[Prompt], service: Service, *, sees: bool
 ) -> AsyncIterator[Sequence[Prompt]]:
-    """Yield the prompts of a ``Generation`` in the library's form, with the bytes of pictures,
-    which count as taken until the block ends. A model without vision gets text placeholders.
+    """Yield the prompts of a ``Generation`` in the library's form, with the bytes of pictures. A
+    model without vision gets text placeholders.
 
     Raises:
-        ApiError: 400, one cannot be read or may not be fetched; 503, there is no room.
+        ApiError: 400, one cannot be read.
     """
     documents = [each for each in _media(prompts) if each.kind == DOCUMENT]
     if documents:
@@ -64,22 +61,11 @@ async def with_pictures(
         yield list(map(in_words, prompts))
         return
     sources = _sources(prompts, media)
-    taken = 0
-
-    def take(nbytes: int) -> None:
-        nonlocal taken
-        service.bodies.take(nbytes)
-        taken += nbytes
-
-    try:
-        fetched = await _fetched(sources, service, take)
-        async with service.seeing:
-            decoded: list[bytes] = []  # not the task's result: its reference cycle would live on
-            await run_to_end(lambda: decoded.extend(_decoded(sources, fetched)))
-            pictures = iter(decoded)
-            yield [_shown(prompt, lambda one: _parts(one, pictures)) for prompt in prompts]
-    finally:
-        service.bodies.take(-taken)
+    async with service.seeing:
+        decoded: list[bytes] = []  # not the task's result: its reference cycle would live on
+        await run_to_end(lambda: decoded.extend(one.decoded() for one in sources))
+        pictures = iter(decoded)
+        yield [_shown(prompt, lambda one: _parts(one, pictures)) for prompt in prompts]
 
 
 def in_words(prompt: Prompt) -> Prompt:
@@ -151,13 +137,11 @@ def _parts(content: Mixed, pictures: Iterator[bytes]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """The source of a picture called ``name`` in messages: ``text`` is a URL, or base64 from index
-    ``start`` on.
-    """
+    """The base64 of a picture, called ``name`` in messages: ``text`` from index ``start`` on."""
 
     name: str
     text: str
-    start: int | None = None
+    start: int
 
     def decoded(self) -> bytes:
         """Return the bytes in base64.
@@ -210,31 +194,5 @@ def _source(part: Mapping[str, object], name: str) -> _Source:
         if head.startswith("data:") and head.endswith(";base64"):
             return _Source(name, given, end + 1)
         if head.startswith(("http://", "https://")):
-            return _Source(name, given)
-    raise invalid(f"{name} must be in base64 (data:image/png;base64,...), or a URL of the web")
-
-
-def _decoded(sources: Sequence[_Source], fetched: Mapping[str, bytes]) -> Iterator[bytes]:
-    for one in sources:
-        yield fetched[one.text] if one.start is None else one.decoded()
-
-
-async def _fetched(
-    sources: Sequence[_Source], service: Service, take: Callable[[int], None]
-) -> Mapping[str, bytes]:
-    """Return the contents of all URLs in ``sources``; their total is limited like a body."""
-    urls = {one.text: one.name for one in sources if one.start is None}
-    found: dict[str, bytes] = {}
-    if urls and service.fetcher is None:
-        name = next(iter(urls.values()))
-        raise invalid(f"{name} is a URL: send its data, or start the server with --fetch-pictures")
-    left = service.options.max_body
-    try:
-        async with asyncio.timeout(_FETCH_S):
-            for url, name in urls.items():
-                assert service.fetcher is not None, "checked above"
-                found[url] = await service.fetcher.fetch(url, name, min(left, MOST_BYTES), take)
-                left -= len(found[url])
-    except TimeoutError as error:
-        raise invalid(f"pictures did not arrive within {_FETCH_S:g} s") from error
-    return found
+            raise invalid(f"{name} is a URL: send the picture's bytes as a data: URL")
+    raise invalid(f"{name} must be in base64 (data:image/png;base64,...)")

@@ -307,30 +307,19 @@ _OF_TOOLS = ("name", "description", "strict", "format", *_SCHEMAS)
 _COMBINED = ("properties", "$ref", "allOf", "anyOf", "oneOf")
 _TEXT = "input"  # the argument of a tool that takes a text
 _MODES = {"auto": "auto", "none": "none", "required": "required", "any": "required"}
-_STRING, _INTEGER = {"type": "string"}, {"type": "integer"}
-# Tools that clients run and whose parameters are built into their vendors' models, by prefix of
-# their types.
-_OF_CLIENTS: Mapping[str, tuple[str, Mapping[str, object], Sequence[str]]] = {
-    "bash": ("Run a command in bash.", {"command": _STRING, "restart": {"type": "boolean"}}, ()),
-    "local_shell": (
-        "Run a program with its arguments.",
-        {
+_STRING = {"type": "string"}
+_SHELL = "local_shell"  # a tool that Codex runs, whose parameters its vendor's models know
+_SHELL_FUNCTION: Mapping[str, object] = {
+    "description": "Run a program with its arguments.",
+    "parameters": {
+        "type": "object",
+        "properties": {
             "command": {"type": "array", "items": _STRING},
             "working_directory": _STRING,
-            "timeout_ms": _INTEGER,
+            "timeout_ms": {"type": "integer"},
         },
-        ("command",),
-    ),
-    "text_editor": (
-        "View, create and edit text files.",
-        {
-            "command": {"enum": ["view", "create", "str_replace", "insert"]},
-            **dict.fromkeys(("path", "file_text", "old_str", "new_str", "insert_text"), _STRING),
-            "insert_line": _INTEGER,
-            "view_range": {"type": "array", "items": _INTEGER},
-        },
-        ("command", "path"),
-    ),
+        "required": ["command"],
+    },
 }
 
 
@@ -343,7 +332,7 @@ class Known(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Offered:
+class ToolSet:
     """The tools of a request: ``functions`` in OpenAI's form, for templates. ``known`` has those
     that the client knows in another form, by name; ``left_out`` are the names of omitted tools.
     """
@@ -353,13 +342,13 @@ class Offered:
     left_out: set[str] = field(default_factory=set)
 
 
-def offered(tools: Sequence[Fields] | None, note: Note) -> Offered:
+def offered(tools: Sequence[Fields] | None, note: Note) -> ToolSet:
     """Return the tools to offer to a model.
 
     Raises:
         ApiError: 400, a function has no name.
     """
-    found = Offered()
+    found = ToolSet()
     for number, tool in enumerate(tools or ()):
         for kind, namespace, given in _leaves(tool):
             name = given.get("name")
@@ -380,7 +369,7 @@ def offered(tools: Sequence[Fields] | None, note: Note) -> Offered:
     return found
 
 
-def chosen(tool_choice: str | Fields | None, tools: Offered) -> tuple[str, list[dict[str, Any]]]:
+def chosen(tool_choice: str | Fields | None, tools: ToolSet) -> tuple[str, list[dict[str, Any]]]:
     """Return ``tool_choice`` for the library, and the functions that may be called.
 
     Raises:
@@ -435,7 +424,7 @@ def _leaves(tool: Fields, namespace: str | None = None) -> Iterator[tuple[str, s
     yield kind, namespace, inner if isinstance(inner, Mapping) else fields
 
 
-def _function(kind: str, fields: Fields) -> dict[str, object] | None:
+def _function(kind: str, fields: Fields) -> Mapping[str, object] | None:
     """Return the function for a tool; None if only a server could run it."""
     schema = next((fields[one] for one in _SCHEMAS if isinstance(fields.get(one), Mapping)), None)
     if _takes_text(kind, fields):
@@ -446,12 +435,7 @@ def _function(kind: str, fields: Fields) -> dict[str, object] | None:
         if not any(one in schema for one in _COMBINED):
             schema = {**schema, "type": "object", "properties": {}}
         return {**shown, "parameters": schema}
-    known = next((one for stem, one in _OF_CLIENTS.items() if kind.startswith(stem)), None)
-    if known is None:
-        return None
-    description, properties, required = known
-    parameters = {"type": "object", "properties": dict(properties), "required": list(required)}
-    return {"description": description, "parameters": parameters}
+    return _SHELL_FUNCTION if kind == _SHELL else None
 
 
 def _takes_text(kind: str, fields: Fields) -> bool:

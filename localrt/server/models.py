@@ -6,10 +6,8 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,16 +15,12 @@ from typing import NoReturn
 
 from localrt.api import Model
 from localrt.common.errors import OptionError
-from localrt.engine.batch.device_turns import PassTurns
+from localrt.engine.batch.chunked_prefill import PassTurns
 from localrt.hub.names import client_name
 from localrt.offload.account import SERVER_NBYTES
 from localrt.server.errors import ApiError
 from localrt.server.options import ServeOptions
 
-Gauge = tuple[str, str, float]
-"""A metric's name, its help text, and its value."""
-
-_WINDOW_S = 10  # seconds averaged by the tokens-per-second gauge
 _UNREAD_CHUNKS = 128  # chunks per answer, in addition to the network's buffers
 
 
@@ -51,7 +45,6 @@ class ServedModel:
             reserve_ram=SERVER_NBYTES,
             turns=turns,
         )
-        self._samples: deque[tuple[float, int]] = deque(maxlen=_WINDOW_S + 1)
 
     def close(self) -> None:
         """Save and free the batch's caches; blocks until the running pass has ended."""
@@ -80,36 +73,9 @@ class ServedModel:
         if wrong is not None:
             raise OptionError(f"logit_bias names token {wrong}; the model has {vocab}")
 
-    def sample(self) -> None:
-        """Record the number of tokens so far; called once a second."""
-        self._samples.append((time.monotonic(), self.live.stats().completion_tokens))
-
-    def gauges(self) -> Iterator[Gauge]:
-        """Return the figures of the running batch."""
-        stats = self.live.stats()
-        cached_help = "Tokens of prompts that a kept KV cache held."
-        rate_help = f"Tokens of answers in the last {_WINDOW_S} seconds, per second."
-        yield "localrt_requests_running", "Answers that share passes.", stats.running
-        yield "localrt_requests_waiting", "Answers that wait for a turn.", stats.waiting
-        yield "localrt_requests_paused", "Answers that nobody reads.", stats.paused
-        yield "localrt_prompt_tokens_total", "Tokens of prompts.", stats.prompt_tokens
-        yield "localrt_cached_prompt_tokens_total", cached_help, stats.cached_tokens
-        yield "localrt_generated_tokens_total", "Tokens of answers.", stats.completion_tokens
-        yield "localrt_passes_total", "Passes over the weights.", stats.passes
-        yield "localrt_tokens_per_second", rate_help, self._rate(stats.completion_tokens)
-        yield "localrt_kv_bytes", "Bytes of KV caches.", stats.kv_bytes
-        yield "localrt_kv_parked_bytes", "Of a GPU's KV caches in RAM.", stats.parked_bytes
-        if (counts := stats.pipeline) is not None:
-            yield "localrt_ssd_read_bytes_total", "Read by the pipeline.", counts.ssd_read_bytes
-            yield "localrt_link_bytes_total", "Copied to the GPU.", counts.link_bytes
-
-    def _rate(self, tokens: int) -> float:
-        since, before = self._samples[0] if self._samples else (0.0, tokens)
-        return (tokens - before) / max(time.monotonic() - since, 1e-9)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offered:
+class ModelEntry:
     """A model that clients may request.
 
     ``state`` is ``"loaded"``, ``"unloaded"``, or ``"shrunk"``: loaded, but without the memory of
@@ -136,11 +102,11 @@ class Models(ABC):
     """The models of one server. To be used in its event loop, unless a method says otherwise."""
 
     @abstractmethod
-    def offered(self) -> Sequence[Offered]:
+    def offered(self) -> Sequence[ModelEntry]:
         """Return all models; the first is the default for requests without a name."""
 
     @abstractmethod
-    def find(self, name: str | None, *, exact: bool = False) -> Offered:
+    def find(self, name: str | None, *, exact: bool = False) -> ModelEntry:
         """Return the model that a request names; None and "" mean the first.
 
         An unknown name means the only model, or the one with the alias ``*``, unless ``exact`` or
@@ -151,11 +117,8 @@ class Models(ABC):
         """
 
     @abstractmethod
-    def using(
-        self, name: str | None, *, background: bool = False
-    ) -> AbstractAsyncContextManager[ServedModel]:
+    def using(self, name: str | None) -> AbstractAsyncContextManager[ServedModel]:
         """Lend the model with this name, from ``find``; it stays loaded until the block ends.
-        Nobody waits for ``background`` work.
 
         Raises:
             ApiError: 404, the model no longer exists.
@@ -200,11 +163,11 @@ class OneModel(Models):
             raise ApiError(503, "the server is stopping", code="stopping")
         return self._served
 
-    def offered(self) -> Sequence[Offered]:
+    def offered(self) -> Sequence[ModelEntry]:
         served, ctx = self.served, self._model.info.ctx
         stats = served.live.stats()
         return [
-            Offered(
+            ModelEntry(
                 name=name,
                 sees=served.sees,
                 ctx=ctx,
@@ -217,7 +180,7 @@ class OneModel(Models):
             for name, adapter in served.names.items()
         ]
 
-    def find(self, name: str | None, *, exact: bool = False) -> Offered:
+    def find(self, name: str | None, *, exact: bool = False) -> ModelEntry:
         """See ``Models``; the model's own name is accepted, too."""
         offered = self.offered()
         if not name or name == self._model.name:
@@ -230,9 +193,7 @@ class OneModel(Models):
         return next(one for one in offered if one.name == found)
 
     @asynccontextmanager
-    async def using(
-        self, name: str | None, *, background: bool = False
-    ) -> AsyncIterator[ServedModel]:
+    async def using(self, name: str | None) -> AsyncIterator[ServedModel]:
         yield self.served
 
     def at_work(self) -> Sequence[ServedModel]:
@@ -265,7 +226,7 @@ def meant(name: str, names: Iterable[str]) -> str | None:
     return None
 
 
-def not_here(name: str, offered: Sequence[Offered]) -> NoReturn:
+def not_here(name: str, offered: Sequence[ModelEntry]) -> NoReturn:
     """Raise the error for an unknown model ``name``.
 
     Raises:

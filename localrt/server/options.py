@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from localrt.common.errors import OptionError
 from localrt.common.option_names import option
-from localrt.engine.batch.latency_goals import GOALS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
     """Limits of a server. Sizes in bytes, times in seconds.
 
-    ``name`` is the model's name in requests (None: its own name). ``class_keys`` are further keys,
-    each with the class of its requests (``LiveModel.submit``). ``max_running`` answers share
+    ``name`` is the model's name in requests (None: its own name). ``max_running`` answers share
     passes, ``max_queued`` wait; further ones are refused for now. At most ``max_connections``
     requests are open at a time. ``origins`` are the web pages that may send requests (CORS),
-    ``"*"`` means all. A request's body must arrive within ``read_timeout_s``; a client that does
-    not read for ``write_timeout_s`` is disconnected. With several models, one that is unused for
-    ``keep_alive_s`` frees its memory (negative: never; None: 300 s, or longer if it is expected to
-    be used again soon). ``strict_models`` refuses requests for unknown models, ``allow_pull`` lets
-    clients download models, ``fetch_pictures`` fetches pictures from URLs in requests. With
+    ``"*"`` means all. A request's body must arrive within ``read_timeout_s``; a client that
+    does not read for ``write_timeout_s`` is disconnected. With several models, one that is
+    unused for ``keep_alive_s`` frees its memory (negative: never). ``strict_models`` refuses
+    requests for unknown models, ``allow_pull`` lets clients download models. With
     ``conversations``, who has ``api_key`` reads and writes the user's conversations from other
     machines too. Answers get ``drain_s`` to finish when the server stops.
     """
@@ -32,7 +28,6 @@ class ServeOptions:
     port: int = 8080
     name: str | None = None
     api_key: str | None = field(default=None, repr=False)
-    class_keys: Mapping[str, str] = field(default_factory=dict, repr=False)
     origins: tuple[str, ...] = ()
     max_running: int = 16
     max_queued: int = 64
@@ -43,10 +38,9 @@ class ServeOptions:
     read_timeout_s: float = 30.0
     write_timeout_s: float = 60.0
     drain_s: float = 20.0
-    keep_alive_s: float | None = None
+    keep_alive_s: float = 300.0
     strict_models: bool = False
     allow_pull: bool = False
-    fetch_pictures: bool = False
     conversations: bool = False
 
     def __post_init__(self) -> None:
@@ -69,12 +63,6 @@ class ServeOptions:
                 raise OptionError(f"{option(name)} must be 0 or more, is {getattr(self, name)!r}")
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.strip()):
             raise OptionError(f"{option('api_key')} must be ASCII text and not empty")
-        for key, name in self.class_keys.items():
-            if not (key.isascii() and key.strip()) or name not in GOALS:
-                known = ", ".join(GOALS)
-                raise OptionError(
-                    f"{option('class_key')} must be CLASS=KEY: one of {known}, and a key in ASCII"
-                )
         if not self.host:
             raise OptionError("host must not be empty: 127.0.0.1 is this machine, 0.0.0.0 all")
         if self.conversations and self.api_key is None and not is_loopback(self.host):

@@ -1,4 +1,4 @@
-"""A running server: its models, its limits, its metrics, and stored responses.
+"""A running server: its models, limits, counters, and stored responses.
 
 Responses of the last hour stay in memory, so that the next request can refer to them by id.
 """
@@ -7,25 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 import time
-from bisect import bisect_left
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, cast
 
 from starlette.requests import Request
 
 from localrt.documents.reading import DocumentCache
-from localrt.offload.memory import current_rss
 from localrt.server.bodies import BodyRoom, read_fields
 from localrt.server.errors import ApiError, to_json
-from localrt.server.models import Models, Offered, ServedModel
+from localrt.server.models import ModelEntry, Models, ServedModel
 from localrt.server.options import ServeOptions
-from localrt.server.pictures import Fetcher
+from localrt.server.request_schema import RequestSchema
 
 _MOST = 1000
 _MOST_BYTES = 64 << 20
@@ -86,8 +82,7 @@ class ResponseStore:
         self._make_room()
         return self._items.get(name, ("", None))[1]
 
-    def remove(self, name: str) -> None:
-        """Remove the response with this id."""
+    def _remove(self, name: str) -> None:
         stored = self._kept.pop(name)
         self._nbytes -= stored.nbytes
         for item in stored.conversation():
@@ -100,96 +95,26 @@ class ResponseStore:
             full = len(self._kept) > self._most or self._nbytes > self._most_bytes
             if not full and self._now() - self._kept[oldest].since <= self._seconds:
                 break
-            self.remove(oldest)
+            self._remove(oldest)
 
 
-_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 Labels = tuple[tuple[str, str], ...]
 
 
-class Metrics:
-    """Counters and histograms. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counts: dict[str, dict[Labels, float]] = {}
-        self._times: dict[str, list[float]] = {}  # counts of buckets, sum, count
-
-    def count(self, name: str, by: float = 1, **labels: str) -> None:
-        """Add to a counter."""
-        key = tuple(sorted(labels.items()))
-        with self._lock:
-            series = self._counts.setdefault(name, {})
-            series[key] = series.get(key, 0) + by
-
-    def observe(self, name: str, seconds: float) -> None:
-        """Add a duration to a histogram."""
-        with self._lock:
-            row = self._times.setdefault(name, [0.0] * (len(_BUCKETS) + 2))
-            place = bisect_left(_BUCKETS, seconds)
-            if place < len(_BUCKETS):
-                row[place] += 1
-            row[-2] += seconds
-            row[-1] += 1
-
-    def mean(self, name: str) -> float | None:
-        """Return the mean of a histogram's durations; None if it is empty."""
-        with self._lock:
-            row = self._times.get(name)
-            return row[-2] / row[-1] if row else None
-
-    def lines(self, help_texts: Mapping[str, str]) -> Iterator[str]:
-        """Yield all metrics as text; every name needs a help text."""
-        with self._lock:
-            counts = {name: dict(series) for name, series in self._counts.items()}
-            times = {name: list(row) for name, row in self._times.items()}
-        for name, series in counts.items():
-            yield from render(name, "counter", help_texts[name], list(series.items()))
-        for name, row in times.items():
-            yield from _histogram(name, help_texts[name], row)
-
-
-def render(
-    name: str, kind: str, help_text: str, series: Sequence[tuple[Labels, float]]
-) -> Iterator[str]:
-    """Yield one metric with its values by label."""
+def render(name: str, help_text: str, series: Iterable[tuple[Labels, float]]) -> Iterator[str]:
+    """Yield one counter in Prometheus' text format, with its values by label."""
     yield f"# HELP {name} {help_text}"
-    yield f"# TYPE {name} {kind}"
+    yield f"# TYPE {name} counter"
     for labels, value in series:
-        yield f"{name}{_spelled(labels)} {_number(value)}"
-
-
-def _histogram(name: str, help_text: str, row: Sequence[float]) -> Iterator[str]:
-    bounds = [*(f"{bound:g}" for bound in _BUCKETS), "+Inf"]
-    counts = [*accumulate(row[: len(_BUCKETS)]), row[-1]]
-    yield f"# HELP {name} {help_text}"
-    yield f"# TYPE {name} histogram"
-    for bound, count in zip(bounds, counts, strict=True):
-        yield f'{name}_bucket{{le="{bound}"}} {_number(count)}'
-    yield f"{name}_sum {_number(row[-2])}"
-    yield f"{name}_count {_number(row[-1])}"
-
-
-def _spelled(labels: Labels) -> str:
-    # JSON escapes the characters that Prometheus requires, in the same way.
-    pairs = [f"{name}={json.dumps(value)}" for name, value in labels]
-    return "{" + ",".join(pairs) + "}" if pairs else ""
-
-
-def _number(value: float) -> str:
-    return str(int(value)) if float(value).is_integer() else f"{value:.6g}"
+        # JSON escapes the characters that Prometheus requires, in the same way.
+        pairs = [f"{label}={json.dumps(text)}" for label, text in labels]
+        yield f"{name}{'{' + ','.join(pairs) + '}' if pairs else ''} {int(value)}"
 
 
 _BODIES = 8  # large bodies that may arrive at once
 _LONGEST_RETRY_S = 60
+_BLEND = 0.25  # weight of a new duration in the running mean
 _MOST_NOTES = 256  # kinds of notes; limited, since clients determine some of them
-_HELP = {
-    "localrt_http_requests_total": "Requests, by path and status.",
-    "localrt_http_request_seconds": "Time from a request to the end of its answer.",
-    "localrt_time_to_first_token_seconds": "Time from a request to its first token.",
-    "localrt_rejected_requests_total": "Requests that were told to come back later.",
-    "localrt_cancelled_requests_total": "Answers that nobody waited for any more.",
-}
 
 
 class Service:
@@ -200,9 +125,9 @@ class Service:
     ) -> None:
         self.models = models
         self.options = options
-        self.metrics = Metrics()
+        self.requests: Counter[Labels] = Counter()  # answered ones, by path and status
+        self.answer_s = 0.0  # the mean duration of recent requests for models
         self.bodies = BodyRoom(_BODIES * options.max_body)
-        self.fetcher = Fetcher() if options.fetch_pictures else None
         self.seeing = asyncio.Lock()  # one at a time: a decoded picture takes hundreds of megabytes
         self.documents = DocumentCache()  # for who holds ``seeing``
         self.responses = ResponseStore()
@@ -239,7 +164,6 @@ class Service:
         options = self.options
         most = options.max_running + options.max_queued
         if self.open_answers + count > most:
-            self.metrics.count("localrt_rejected_requests_total")
             raise ApiError(
                 429,
                 f"{self.open_answers} answers are running or queued, and the limit is {most}: try "
@@ -253,29 +177,27 @@ class Service:
         finally:
             self.open_answers -= count
 
-    def sample(self) -> None:
-        """Record the number of tokens so far, and call the models' ``tend``; runs every second."""
-        self.models.tend()
-        for served in self.models.at_work():
-            served.sample()
-
     def metrics_text(self) -> str:
-        """Return all figures in Prometheus' text format."""
-        lines = list(self.metrics.lines(_HELP))
-        found: dict[tuple[str, str], list[tuple[Labels, float]]] = {}
-        for served in self.models.at_work():
-            for name, help_text, value in served.gauges():
-                found.setdefault((name, help_text), []).append(((("model", served.name),), value))
-        found["process_resident_memory_bytes", "Bytes in RAM."] = [((), current_rss())]
-        for (name, help_text), series in found.items():
-            kind = "counter" if name.endswith("_total") else "gauge"
-            lines += render(name, kind, help_text, series)
+        """Return the counters in Prometheus' text format."""
+        stats = {(("model", one.name),): one.live.stats() for one in self.models.at_work()}
+        read = {name: each.prompt_tokens for name, each in stats.items()}
+        written = {name: each.completion_tokens for name, each in stats.items()}
+        lines = [
+            *render("localrt_http_requests_total", "Requests.", self.requests.items()),
+            *render("localrt_prompt_tokens_total", "Tokens of prompts.", read.items()),
+            *render("localrt_generated_tokens_total", "Tokens of answers.", written.items()),
+        ]
         return "\n".join(lines) + "\n"
+
+    def count(self, path: str, status: int, seconds: float | None = None) -> None:
+        """Count an answered request, and how long it took if it was one for a model."""
+        self.requests[("path", path), ("status", str(status))] += 1
+        if seconds is not None:
+            self.answer_s += _BLEND * (seconds - self.answer_s)
 
     def _retry_after(self) -> int:
         """Estimate the seconds until an admitted answer has finished."""
-        mean = self.metrics.mean("localrt_http_request_seconds") or 1.0
-        return max(1, min(_LONGEST_RETRY_S, round(mean / self.options.max_running)))
+        return max(1, min(_LONGEST_RETRY_S, round(self.answer_s / self.options.max_running)))
 
 
 def sent_key(headers: Mapping[str, str]) -> str:
@@ -301,7 +223,7 @@ class ModelRequest:
     http: Request
     service: Service
     fields: dict[str, Any]
-    model: Offered
+    model: ModelEntry
 
     @property
     def model_name(self) -> str:
@@ -309,26 +231,26 @@ class ModelRequest:
         return self.fields.get("model") or self.model.name
 
     @asynccontextmanager
-    async def using(self, *, background: bool = False) -> AsyncIterator[ServedModel]:
+    async def using(self) -> AsyncIterator[ServedModel]:
         """Lend the model, loaded until the block ends: see ``Models``.
 
         Raises:
             ApiError: 503, the server is stopping.
             LocalrtError: it cannot be loaded.
         """
-        async with self.service.models.using(self.model.name, background=background) as served:
+        async with self.service.models.using(self.model.name) as served:
             if self.service.stopping:
                 raise ApiError(503, "the server is stopping", code="stopping")
             yield served
 
 
-async def read_request(request: Request, kind: str) -> ModelRequest:
-    """Read a request for an existing model, and check its body as a ``kind`` of ``REQUESTS``.
+async def read_request(request: Request, schema: RequestSchema) -> ModelRequest:
+    """Read a request for an existing model, and check its body against ``schema``.
 
     Raises:
         ApiError: a field is wrong, or there is no such model.
         ClientDisconnect: the client has disconnected.
     """
     service = service_of(request)
-    fields = await read_fields(request, kind, service.options, service.bodies)
+    fields = await read_fields(request, schema, service.options, service.bodies)
     return ModelRequest(request, service, fields, service.models.find(fields.get("model")))

@@ -15,12 +15,58 @@ from starlette.responses import Response
 from localrt.api import Model
 from localrt.engine.protocol import Logits
 from localrt.server.about import known_facts
-from localrt.server.dialect import JSON, Endpoint, prompts_of
+from localrt.server.dialect import Endpoint, prompts_of
 from localrt.server.errors import ApiError, JsonResponse, invalid
 from localrt.server.generating import computed, rendered
-from localrt.server.openai.calls import chat_call
+from localrt.server.openai.calls import MESSAGES, chat_call, prompts_schema
+from localrt.server.request_schema import (
+    FILLED,
+    FLAG,
+    IDS,
+    STRING,
+    TEXT,
+    Field,
+    RequestSchema,
+    integer,
+    list_of,
+    required,
+    shared,
+)
 from localrt.server.service import ModelRequest, read_request, service_of
 from localrt.service.embedding import is_reranker
+
+EMBEDDINGS = RequestSchema(
+    {
+        **shared("dimensions"),
+        "model": Field(TEXT),
+        "input": required(prompts_schema(list_of({}, maxItems=0))),
+        "encoding_format": Field({"enum": ["float", "base64", None]}),
+    }
+)
+_DOCUMENT = {"type": ["string", "object"], "required": ["text"], "properties": {"text": STRING}}
+RERANK = RequestSchema(
+    {
+        "model": Field(TEXT),
+        "query": required(FILLED),
+        "documents": required(list_of(_DOCUMENT, minItems=1)),
+        "top_n": Field(integer(1)),
+        "return_documents": Field(FLAG),
+        "instruction": Field(TEXT),
+    }
+)
+TOKENIZE = RequestSchema(
+    {
+        **shared("tools"),
+        "model": Field(TEXT),
+        "messages": Field(MESSAGES),
+        **dict.fromkeys(("content", "prompt"), Field(TEXT)),  # llama.cpp's and vLLM's name
+        **dict.fromkeys(("add_special", "add_special_tokens"), Field(FLAG)),
+        "parse_special": Field(FLAG),
+        "with_pieces": Field(FLAG),
+        "return_token_strs": Field(FLAG),
+    }
+)
+DETOKENIZE = RequestSchema({"model": Field(TEXT), "tokens": required({**IDS, "minItems": 0})})
 
 
 class Embedded(NamedTuple):
@@ -81,7 +127,7 @@ async def embedded(
 
 async def embeddings(request: Request) -> Response:
     """Vectors of texts."""
-    asked = await read_request(request, "EMBEDDINGS")
+    asked = await read_request(request, EMBEDDINGS)
     fields = asked.fields
     name, vectors, read = await embedded(
         asked, prompts_of(fields["input"]), dimensions=fields.get("dimensions")
@@ -99,7 +145,7 @@ async def embeddings(request: Request) -> Response:
 
 async def tokenize(request: Request) -> Response:
     """Tokens of a text or a conversation."""
-    asked = await read_request(request, "TOKENIZE")
+    asked = await read_request(request, TOKENIZE)
     fields = asked.fields
     # llama.cpp has the text in content, vLLM in prompt.
     text = next((fields[name] for name in ("content", "prompt") if fields.get(name)), "")
@@ -156,7 +202,7 @@ async def tokenizer_info(request: Request) -> Response:
 
 async def detokenize(request: Request) -> Response:
     """The text of tokens."""
-    asked = await read_request(request, "DETOKENIZE")
+    asked = await read_request(request, DETOKENIZE)
 
     def work(model: Model, _: threading.Event) -> str:
         return model.detokenize([int(one) for one in asked.fields["tokens"]], skip_special=False)
@@ -167,7 +213,7 @@ async def detokenize(request: Request) -> Response:
 
 async def rerank(request: Request) -> Response:
     """Documents by how well they answer."""
-    asked = await read_request(request, "RERANK")
+    asked = await read_request(request, RERANK)
     fields = asked.fields
     texts = [one if isinstance(one, str) else one["text"] for one in fields["documents"]]
 
@@ -198,10 +244,10 @@ async def rerank(request: Request) -> Response:
 
 
 ROUTES = (
-    Endpoint("/v1/embeddings", "POST", embeddings, "EMBEDDINGS_RESPONSE", "EMBEDDINGS"),
-    Endpoint("/tokenize", "POST", tokenize, "TOKENIZED", "TOKENIZE"),
-    Endpoint("/detokenize", "POST", detokenize, "DETOKENIZED", "DETOKENIZE"),
-    Endpoint("/tokenizer_info", "GET", tokenizer_info, JSON),
-    Endpoint("/v1/rerank", "POST", rerank, "RERANKED", "RERANK"),
+    Endpoint("/v1/embeddings", "POST", embeddings),
+    Endpoint("/tokenize", "POST", tokenize),
+    Endpoint("/detokenize", "POST", detokenize),
+    Endpoint("/tokenizer_info", "GET", tokenizer_info),
+    Endpoint("/v1/rerank", "POST", rerank),
     Endpoint("/v1/reranking", "POST", rerank),
 )

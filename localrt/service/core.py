@@ -23,21 +23,13 @@ from localrt.common.progress import ProgressCallback, note_to
 from localrt.common.settings import KV_DISK, Settings
 from localrt.drafts.loading import load_with_draft
 from localrt.drafts.selection import Drafts
+from localrt.engine.cache_retention import PERSON, KvKeeper
 from localrt.engine.loop import generate
 from localrt.engine.options import read_options
 from localrt.engine.pool import SessionPool, caches_on_gpu, kv_room, ram_room
 from localrt.engine.protocol import Engine, EngineSession
 from localrt.engine.request import Request
-from localrt.engine.saved_caches import (
-    NOBODY,
-    PERSON,
-    KvKeeper,
-    Owner,
-    PromptCache,
-    Tier,
-    marks_of,
-    model_key,
-)
+from localrt.engine.saved_caches import NOBODY, Owner, PromptCache, Tier, marks_of, model_key
 from localrt.engine.types import Chunk, Message
 from localrt.hub.cache import note_use
 from localrt.hub.other_programs import Extras

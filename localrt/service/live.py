@@ -6,7 +6,6 @@ for asyncio. ``localrt.engine.batch.live`` handles passes, memory and turns.
 
 from __future__ import annotations
 
-import math
 import sys
 import threading
 from collections import deque
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from localrt.common.closing import Closing
 from localrt.common.errors import CancelledError, LocalrtError, OptionError
 from localrt.common.forks import of_one_process
-from localrt.engine.batch.device_turns import PassTurns
+from localrt.engine.batch.chunked_prefill import PassTurns
 from localrt.engine.batch.live import Live, LiveAnswer, LiveLimits, LiveStats
 from localrt.engine.pool import kv_room
 from localrt.engine.protocol import EngineSession
@@ -87,17 +86,14 @@ class LiveModel(Closing):
         *,
         client: Hashable = None,
         request_class: str = "interactive",
-        within_s: float = math.inf,
         notify: Callable[[], None] | None = None,
         **options: Any,
     ) -> LiveAnswer:
         """Queue a prompt with the options of ``Model.stream``; iterate over the result.
 
         Clients take turns: ``client`` identifies who sends the request. ``request_class`` is what
-        it is for: ``"interactive"`` (somebody reads along), ``"completion"`` (of use at once) or
-        ``"background"`` (nobody waits for the next token). If the first token cannot come
-        ``within_s`` seconds, the answer is a ``LateError``. Another thread calls ``notify`` when
-        there is something to take; it must not block.
+        it is for: ``"interactive"`` (somebody waits for the next token) or ``"background"``.
+        Another thread calls ``notify`` when there is something to take; it must not block.
 
         Raises:
             LocalrtError: the prompt or an option cannot be used, or the batch is closed.
@@ -106,9 +102,7 @@ class LiveModel(Closing):
         if request.on_progress is not None:
             raise OptionError("a live batch reports no progress: leave on_progress out")
         request = replace(request, restore=self._core.saver.restore)
-        return self._live.submit(
-            request, client=client, request_class=request_class, within_s=within_s, notify=notify
-        )
+        return self._live.submit(request, client=client, request_class=request_class, notify=notify)
 
     def stream(
         self, prompt: str | Sequence[Message] | None = None, **options: Any

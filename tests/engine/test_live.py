@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -20,7 +19,7 @@ from localrt.common.errors import (
     MemoryBudgetError,
     OptionError,
 )
-from localrt.engine.batch.device_turns import PassTurns
+from localrt.engine.batch.chunked_prefill import PassTurns
 from localrt.engine.batch.live import Live, LiveAnswer, LiveLimits
 from localrt.engine.batch.waiting import FairQueue
 from localrt.engine.protocol import Engine
@@ -92,12 +91,12 @@ def test_turns_of_several_models(device: str, streamed: bool) -> None:
     engine.free = True
     limits = LiveLimits(ctx=CTX)
     with closing(Live(engine, None, limits, room=lambda: 1 << 40, turns=turns)) as live:
-        with turns.turn("another model", math.inf):
+        with turns.turn("another model"):
             answer = live.submit(request([10], 2))
             if streamed:
                 assert said(answer) == [11, 12]
             else:
-                wait_for(lambda: len(turns._requests) == 1)
+                wait_for(lambda: len(turns._queue) == 2)
                 assert engine.asked == 0
         assert streamed or said(answer) == [11, 12]
 
@@ -666,12 +665,12 @@ def test_background_waits() -> None:
         blocker = live.submit(request([9], 2))
         wait_for(lambda: live.stats().running == 1)
         answers = []
-        for name in ("background", "interactive", "completion"):
+        for name in ("background", "interactive"):
             notify = partial(order.append, name)
             answers.append(live.submit(request([1], 1), request_class=name, notify=notify))
         engine.free = True
         assert said(blocker) == [10, 11]
-        assert [said(answer) for answer in answers] == [[2]] * 3
+        assert [said(answer) for answer in answers] == [[2]] * 2
         with pytest.raises(OptionError, match="request_class"):
             live.submit(request([1], 1), request_class="urgent")
-    assert order == ["interactive", "completion", "background"]
+    assert order == ["interactive", "background"]

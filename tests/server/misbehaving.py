@@ -75,8 +75,8 @@ def visit(way: str, rng: random.Random, port: int, wait: Wait = time.sleep, most
 def page(rng: random.Random, port: int) -> str:
     """What the chat page does: a conversation, an answer, followed or stopped, and all deleted."""
     request = Running(None, None, port, None).request
-    asks = {"items": [{"role": "user", "content": f"{rng.getrandbits(64)}"}]}
-    kept = f"/v1/conversations/{request('POST', '/v1/conversations', asks)[1]['id']}"
+    kept = f"/v1/conversations/{request('POST', '/v1/conversations', {})[1]['id']}"
+    request("POST", f"{kept}/items", {"content": [{"text": f"{rng.getrandbits(64)}"}]})
     answer = f"{kept}/answers/{request('POST', f'{kept}/answers', {})[1]['id']}"
     with connected(port, f"GET {answer} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()) as raw:
         raw.recv(rng.choice((1, 1 << 16)))

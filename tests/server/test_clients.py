@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import gzip
 import http.client
 import json
 import os
 import re
 import time
-import zlib
 from collections.abc import Iterator
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +17,6 @@ import pytest
 import localrt
 from localrt.server import generating
 from localrt.server.about import facts_of
-from localrt.server.bodies import encodings
 from localrt.server.errors import ApiError
 from localrt.server.guard import Paths
 from localrt.server.models import meant
@@ -160,58 +155,14 @@ def test_paths_of_keys_and_log(model: localrt.Model) -> None:
 
 # -- compressed bodies -----------------------------------------------------------------------------
 
-BODY = json.dumps({"prompt": "hi", "max_tokens": 1}).encode()
-BOMB = gzip.compress(b" " * (2 << 20))
 
-
-@pytest.mark.parametrize(
-    ("encoding", "body", "status", "words"),
-    [
-        ("gzip", gzip.compress(BODY), 200, ""),
-        ("GZip", gzip.compress(BODY), 200, ""),
-        ("x-gzip", gzip.compress(BODY), 200, ""),
-        ("deflate", zlib.compress(BODY), 200, ""),
-        ("identity", BODY, 200, ""),
-        ("gzip", BODY, 400, "is not gzip"),
-        ("gzip", gzip.compress(BODY)[:-9], 400, "incomplete gzip data"),
-        ("gzip", gzip.compress(BODY) + b"more", 400, "continues after its gzip"),
-        ("gzip", BOMB, 413, "larger than 1048576 bytes"),
-        ("gzip", b"", 400, "incomplete gzip data"),
-        ("br", BODY, 415, "gzip, deflate"),
-        ("gzip, br", BODY, 415, "or identity"),
-    ],
-    ids=lambda value: f"{len(value)} bytes" if isinstance(value, bytes) else None,
-)
-def test_compressed_bodies(
-    packing: Running, encoding: str, body: bytes, status: int, words: str
-) -> None:
+@pytest.mark.parametrize(("encoding", "status"), [("identity", 200), ("gzip", 415), ("zstd", 415)])
+def test_compressed_bodies(server: Running, encoding: str, status: int) -> None:
+    body = json.dumps({"prompt": "hi", "max_tokens": 1}).encode()
     headers = {"Content-Encoding": encoding}
-    found, answer, given = packing.request("POST", "/v1/completions", body, headers)
+    found, answer, _ = server.request("POST", "/v1/completions", body, headers)
     assert found == status
-    assert words in json.dumps(answer)
-    assert ("gzip" in given.get("accept-encoding", "")) is (status == 415)
-
-
-def test_zstd_where_there_is_a_decoder(packing: Running) -> None:
-    if "zstd" not in encodings():
-        answer = packing.request("POST", "/v1/completions", BODY, {"Content-Encoding": "zstd"})
-        assert answer[0] == 415
-        pytest.skip("needs Python 3.14 or backports.zstd")
-    zstd = next(
-        import_module(name)
-        for name in ("compression.zstd", "backports.zstd")
-        if find_spec(name.partition(".")[0])
-    )
-    for data, status in ((BODY, 200), (b" " * (2 << 20), 413)):
-        headers = {"Content-Encoding": "zstd"}
-        body = zstd.compress(data)
-        assert packing.request("POST", "/v1/completions", body, headers)[0] == status
-
-
-@pytest.fixture(scope="module")
-def packing(model: localrt.Model) -> Iterator[Running]:
-    with serving(model, name="tiny", max_body=1 << 20) as running:
-        yield running
+    assert status == 200 or "without compression" in answer["error"]["message"]
 
 
 # -- headers ---------------------------------------------------------------------------------------
@@ -282,8 +233,6 @@ def small(tiny_folder: Path) -> Iterator[Running]:
         ("GET", "/v1/models/tiny", ["max_model_len"]),
         ("GET", "/v1/props", ["default_generation_settings", "n_ctx"]),
         ("GET", "/props?model=any", ["default_generation_settings", "n_ctx"]),
-        ("GET", "/api/v0/models", ["data", 0, "loaded_context_length"]),
-        ("GET", "/api/v0/models/tiny", ["loaded_context_length"]),
         ("POST", "/api/show", ["model_info", "LlamaForCausalLM.context_length"]),
         ("GET", "/api/ps", ["models", 0, "context_length"]),
         ("POST", "/tokenize", ["max_model_len"]),
@@ -304,9 +253,6 @@ def test_what_show_and_props_say(server: Running) -> None:
     _, props, _ = server.request("GET", "/props")
     assert (props["model_alias"], props["total_slots"]) == ("tiny", 16)
     assert "<|im_start|>" in props["chat_template"]
-    _, listed, _ = server.request("GET", "/api/v0/models")
-    (found,) = listed["data"]
-    assert (found["id"], found["state"], found["type"]) == ("tiny", "loaded", "llm")
 
 
 def test_pull_present_model(server: Running) -> None:

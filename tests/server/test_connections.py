@@ -302,7 +302,7 @@ def panicking(*_: Any, **__: Any) -> Any:
 
 
 def test_panic(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    for place, name in ((server.service.models, "find"), (bodies, "check_fields")):
+    for place, name in ((server.service.models, "find"), (bodies, "parse_json")):
         with monkeypatch.context() as patch:
             patch.setattr(place, name, panicking)
             refused(server.chat(), 500, "PanicException")

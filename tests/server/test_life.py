@@ -221,7 +221,6 @@ def test_queue_is_full(slow: None, model: Any) -> None:
         status, body, _ = running.chat(n=3)
         assert status == 400
         assert body["error"]["param"] == "n"
-        assert "localrt_rejected_requests_total 1" in running.request("GET", "/metrics")[1]
         for raw in inside:
             raw.close()
         wait_for(running.idle)
@@ -243,12 +242,9 @@ def test_prometheus_metrics(model: Any) -> None:
         assert values[f'localrt_http_requests_total{{{path},status="200"}}'] == "1"
         assert values['localrt_http_requests_total{path="other",status="404"}'] == "1"
         assert values[f"localrt_generated_tokens_total{named}"] == "5"
-        assert values[f"localrt_requests_running{named}"] == "0"
         assert int(values[f"localrt_prompt_tokens_total{named}"]) > 5
-        assert values["localrt_time_to_first_token_seconds_count"] == "1"
-        assert float(values["process_resident_memory_bytes"]) > 1e7
         names = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
-        assert len(names) == text.count("# TYPE")
+        assert len(names) == text.count("# TYPE") == 3
 
 
 def test_graceful_stop(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,13 +17,11 @@ import pytest
 from PIL import Image
 
 import localrt
-from localrt.common.formatting import format_bytes
 from localrt.documents import reading
 from localrt.documents.reading import read_document
 from localrt.server import media
 from localrt.server.openai.calls import chat_call
 from localrt.server.options import ServeOptions
-from localrt.server.pictures import Fetcher
 from localrt.server.pool import LocalFile, ModelPool
 from tests.documents.samples import NOTEBOOK, WORD, pdf
 from tests.documents.samples import RED as RED_PAGE
@@ -31,9 +29,6 @@ from tests.models.vision.tiny import qwen_folder
 from tests.picture_files import READ, REFUSED
 from tests.server.conftest import Running, serving
 from tests.server.dialects import BODIES, DIALECTS, Question, data_uri
-from tests.server.test_pictures import Web, web
-
-__all__ = ["web"]
 
 
 def png(colour: str = "red") -> bytes:
@@ -65,11 +60,10 @@ def _seeing(model: localrt.Model) -> Iterator[Any]:
 
 
 @pytest.fixture
-def seeing(_seeing: Any) -> Iterator[tuple[Running, list[Any]]]:
+def seeing(_seeing: Any) -> tuple[Running, list[Any]]:
     running, prompts = _seeing
     prompts.clear()
-    yield running, prompts
-    running.service.fetcher = None
+    return running, prompts
 
 
 def given(prompts: list[Any]) -> list[Any]:
@@ -204,8 +198,6 @@ def test_what_is_told_of_a_model(seer: Running, server: Running) -> None:
         costs = {key: value for key, value in shown["model_info"].items() if ".vision." in key}
         assert len(costs) == (2 if sees else 0)
         assert all(value > 0 for value in costs.values())
-        studio = running.request("GET", f"/api/v0/models/{name}")[1]
-        assert studio["type"] == ("vlm" if sees else "llm")
 
 
 def test_loaded_model_knows_whether_it_sees(seer: Running) -> None:
@@ -502,7 +494,7 @@ REFUSED: list[tuple[tuple[str, Any], str]] = [
     (in_chat({"type": "image_url", "image_url": "data:image/png;base64"}), "must be in base64"),
     (in_chat({"type": "image_url"}), "picture 1 must be in base64"),
     (in_chat({"type": "image_url", "image_url": {"url": 3}}), "must be in base64"),
-    (in_chat({"type": "image_url", "image_url": {"url": URL}}), "--fetch-pictures"),
+    (in_chat({"type": "image_url", "image_url": {"url": URL}}), "data: URL"),
     (in_chat({"type": "image_url", "image_url": "/etc/passwd"}), "must be in base64"),
     (in_chat({"type": "image_url", "image_url": RED64}), "must be in base64"),
     (in_chat({"type": "image_url", "image_url": "ftp://a/b.png"}), "must be in base64"),
@@ -514,10 +506,10 @@ REFUSED: list[tuple[tuple[str, Any], str]] = [
     (in_chat({"type": "input_audio", "input_audio": {"data": "AAAA"}}), "takes no audio"),
     (in_chat({"type": "video_url", "video_url": {"url": URL}}), "takes no video"),
     (in_responses({"type": "input_image", "file_id": "file-1"}), "picture 1 is a file_id"),
-    (in_responses({"type": "input_image", "image_url": URL}), "--fetch-pictures"),
+    (in_responses({"type": "input_image", "image_url": URL}), "data: URL"),
     (in_messages(source(RED64), source("@@")), "picture 2 is not valid base64"),
     (in_messages(source("")), "picture 1 is empty"),
-    (in_messages(source(None, type="url", url=URL)), "--fetch-pictures"),
+    (in_messages(source(None, type="url", url=URL)), "data: URL"),
     (in_messages(source(None, type="file", file_id="f")), "picture 1 is a file_id"),
     (in_ollama("@@"), "picture 1 is not valid base64"),
     (in_ollama(""), "picture 1 is empty"),
@@ -548,57 +540,3 @@ def test_body_that_is_too_large(seeing: Any, asked: tuple[str, Any]) -> None:
     assert "--max-body" in str(got["error"])
     if asked[0] == "/v1/messages":
         assert got["error"]["type"] == "request_too_large"
-
-
-# -- pictures of the web ---------------------------------------------------------------------------
-
-
-def of_web(*urls: str) -> tuple[str, Any]:
-    return in_chat(*({"type": "image_url", "image_url": {"url": url}} for url in urls))
-
-
-def test_fetched_pictures(seeing: Any, web: Web) -> None:
-    server, prompts = seeing
-    server.service.fetcher = Fetcher("127.0.0.1".__eq__)
-    url = web.url("/picture")
-    assert ask(server, of_web(url, data_uri(RED64), url))[0] == 200
-    assert given(prompts) == [("image", b"a picture"), ("image", RED), ("image", b"a picture")]
-    assert len(web.asked) == 1
-    assert server.service.bodies.taken == 0
-
-
-def test_fetched_pictures_are_bounded_together(seeing: Any, web: Web) -> None:
-    server, prompts = seeing
-    server.service.fetcher = Fetcher("127.0.0.1".__eq__)
-    status, got, _ = ask(server, of_web(web.url("/picture"), web.url("/endless")))
-    left = format_bytes((1 << 20) - len(b"a picture"))
-    assert (status, got["error"]["message"]) == (
-        400,
-        f"picture 2 is larger than {left}: send a smaller one",
-    )
-    assert server.service.bodies.taken == 0
-    assert not prompts
-
-
-def test_private_addresses_are_refused(seeing: Any, web: Web) -> None:
-    server, _ = seeing
-    server.service.fetcher = Fetcher()
-    status, got, _ = ask(server, of_web(web.url("/picture")))
-    assert (status, got["error"]["message"]) == (
-        400,
-        "picture 1 may not be fetched: its address is not public",
-    )
-    assert not web.asked
-
-
-def test_web_that_is_silent(seeing: Any, web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(media, "_FETCH_S", 0.1)
-    server, _ = seeing
-    server.service.fetcher = Fetcher("127.0.0.1".__eq__)
-    status, got, _ = ask(server, of_web(web.url("/silent")))
-    assert (status, got["error"]["message"]) == (400, "pictures did not arrive within 0.1 s")
-
-
-def test_option(model: localrt.Model) -> None:
-    with serving(model, fetch_pictures=True) as running:
-        assert running.service.fetcher is not None

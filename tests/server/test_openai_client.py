@@ -154,26 +154,14 @@ FORMS: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "json_schema", "schema": ENUM}}, SAID),  # llama.cpp
     ({"json_schema": ENUM}, SAID),
     ({"grammar": 'root ::= "ab" | "b."'}, CHOSEN),
-    ({"guided_json": ENUM}, SAID),  # vLLM
-    ({"guided_json": json.dumps(ENUM)}, SAID),
-    ({"guided_regex": "ab|b[.]"}, CHOSEN),
-    ({"guided_choice": ["ab", "b."]}, CHOSEN),
-    ({"guided_grammar": 'root ::= "ab" | "b."'}, CHOSEN),
-    ({"structured_outputs": {"json": ENUM}}, SAID),
-    ({"structured_outputs": {"regex": "ab|b[.]"}}, CHOSEN),
-    ({"structured_outputs": {"choice": ["ab", "b."]}}, CHOSEN),
-    ({"structured_outputs": {"grammar": 'root ::= "ab" | "b."'}}, CHOSEN),
     ({"json_schema": json.dumps(ENUM)}, SAID),  # SGLang
     ({"regex": "ab|b[.]"}, CHOSEN),
-    ({"ebnf": 'root ::= "ab" | "b."'}, CHOSEN),
     ({"format": ENUM}, SAID),  # Ollama
-    ({"format": ENUM, "guided_json": ENUM, "regex": "", "grammar": None}, SAID),
+    ({"format": ENUM, "json_schema": ENUM, "regex": "", "grammar": None}, SAID),
 ]
 OBJECTS: list[dict[str, Any]] = [
     {"response_format": {"type": "json_object"}},
     {"format": "json"},
-    {"guided_json_object": True},
-    {"structured_outputs": {"json_object": True}},
 ]
 ASKED = {"/v1/chat/completions": {"messages": HI}, "/v1/completions": {"prompt": "hi"}}
 
@@ -197,22 +185,6 @@ def test_forms(server: Running, path: str, fields: Any, form: str, stream: bool)
     (text,) = texts_of(got)
     assert re.match(form, text.lstrip()) if form == r"[{]" else re.fullmatch(form, text), text
     assert not any("schema" in name for name in headers)
-
-
-@pytest.mark.parametrize("path", ASKED)
-@pytest.mark.parametrize(
-    ("fields", "names"),
-    [
-        ({"structural_tag": {"type": "structural_tag"}}, "structural_tag"),
-        ({"structured_outputs": {"structural_tag": "{}"}}, "guided_structural_tag"),
-        ({"guided_whitespace_pattern": " ", "guided_json": ENUM}, "guided_whitespace_pattern"),
-    ],
-)
-def test_forms_that_are_not_followed(server: Running, path: str, fields: Any, names: str) -> None:
-    pytest.importorskip("llguidance")
-    status, _, _ = server.request("POST", path, {**ASKED[path], **fields, "max_tokens": 16})
-    assert status == 200
-    assert any(names in note for note in server.notes)
 
 
 def test_form_behind_an_echo(server: Running) -> None:

@@ -92,7 +92,7 @@ def conversation(file: Path, *turns: str, **facts: Any) -> str:
         kept = history.new(model="tiny", **facts)
         for number, text in enumerate(turns):
             kept.add("assistant" if number % 2 else "user", text)
-        return f"/#conv_{kept.id}"
+        return f"/#{kept.id}"
 
 
 def turns_in(file: Path) -> list[str]:
@@ -163,7 +163,7 @@ def test_two_tabs_and_the_terminal(visit: Any, script: Script, file: Path) -> No
     for page in (one, other):
         expect(ended(page).locator(".body")).to_have_text("Before. After.")
     with History(file) as history:  # as the terminal app writes
-        kept = history.open(path.rpartition("conv_")[2])
+        kept = history.open(path.rpartition("#")[2])
         kept.add("user", "From elsewhere")
         with kept.answer() as writer:
             writer.write("Half. ")
@@ -174,7 +174,7 @@ def test_two_tabs_and_the_terminal(visit: Any, script: Script, file: Path) -> No
 
 def test_long_conversation_shows_its_last_part(visit: Any, file: Path) -> None:
     id = write_long(file, [f"turn {number}" for number in range(2000)])
-    page = visit(f"/#conv_{id}")
+    page = visit(f"/#{id}")
     expect(answer(page).locator(".body")).to_have_text("turn 1999")
     assert page.locator("article").count() == 30
     expect(answer(page)).to_be_in_viewport()
@@ -191,7 +191,7 @@ def test_markup_does_not_run(visit: Any, script: Script, file: Path) -> None:
     )
     path = conversation(file, hostile, f"<think>{hostile}</think>{hostile}", system=hostile)
     with History(file) as history:
-        history.open(path.rpartition("conv_")[2]).set(title=hostile)
+        history.open(path.rpartition("#")[2]).set(title=hostile)
     script.say(hostile)
     page = visit(path)
     for _ in range(2):
@@ -383,7 +383,7 @@ def test_thinking_and_calls_are_folded(visit: Any, script: Script, file: Path) -
         info = {"tool_call_id": "c", "title": "files.read", "arguments": '{"path": "a"}'}
         kept.add("tool", "secret words", info=info)
         kept.add("assistant", "<think>Aha.</think>Done.")
-        path = f"/#conv_{kept.id}"
+        path = f"/#{kept.id}"
     page = visit(path)
     expect(page.get_by_text('files.read {"path": "a"}')).to_be_visible()
     expect(page.get_by_text("secret words")).to_be_hidden()
@@ -461,7 +461,7 @@ def test_axe_finds_nothing(visit: Any, script: Script, file: Path, scheme: str, 
         kept.add("assistant", f"<think>j</think>{text}", info={"tok_s": 20.0, "tokens": 3})
         kept.add("tool", "k", info={"title": "l", "arguments": "{}"})
         kept.add("assistant", "m", info={"error": "n"})
-    page = visit(f"/#conv_{kept.id}", viewport=size, color_scheme=scheme)
+    page = visit(f"/#{kept.id}", viewport=size, color_scheme=scheme)
     expect(page.locator("article")).to_have_count(4)
 
     def check() -> None:

@@ -244,11 +244,11 @@ def test_end_of_the_server_leaves_no_question(
         script.say(call_of("add", a=2, b=3))
         _, about, _ = running.request("POST", "/v1/conversations", {})
         path = f"/v1/conversations/{about['id']}"
-        running.request("POST", f"{path}/items", {"items": [{"role": "user", "content": "Go"}]})
+        running.request("POST", f"{path}/items", {"content": [{"text": "Go"}]})
         _, item, _ = running.request("POST", f"{path}/answers", {"tools": True})
         running.request("GET", f"{path}/answers/{item['id']}")  # ends with the answer
         _, found, _ = running.request("GET", f"{path}/items")
-        call = found["data"][0]
-        assert (call["type"], call["state"]) == ("function_call_output", "writing")
+        call = found["data"][-1]
+        assert (call["role"], call["state"]) == ("tool", "writing")
     *_, result = turns(file)
     assert (result.state, result.info["ending"], made) == ("done", "stopped", [])

@@ -39,7 +39,7 @@ class Pool:
         )
 
     def load(
-        self, name: str, shrinkable: bool, cancel: threading.Event, on_gpu: int | None
+        self, name: str, shrinkable: bool, cancel: threading.Event, on_gpu: int
     ) -> localrt.Model:
         self.before_load(name)
         self.loaded.append((name, shrinkable))
@@ -118,9 +118,7 @@ async def test_failed_load(pool: Pool) -> None:
 async def test_close_while_loading(pool: Pool) -> None:
     began = threading.Event()
 
-    def load(
-        name: str, shrinkable: bool, cancel: threading.Event, on_gpu: int | None
-    ) -> localrt.Model:
+    def load(name: str, shrinkable: bool, cancel: threading.Event, on_gpu: int) -> localrt.Model:
         began.set()
         assert cancel.wait(60)
         raise CancelledError("loading was cancelled")
@@ -245,19 +243,6 @@ def test_offer_all_models(pool: Pool) -> None:
     assert [name for name, _ in pool.loaded] == ["a", "b"]
 
 
-def test_classes_of_uses(pool: Pool) -> None:
-    with serving(pool.pool) as running:
-        work = {"X-Localrt-Class": "background"}
-        body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "model": "a"}
-        assert running.request("POST", "/v1/chat/completions", body, work)[0] == 200
-        embedded = {"model": "a", "input": "hi"}
-        assert running.request("POST", "/v1/embeddings", embedded)[0] == 200
-        slot = pool.pool._slots["a"]
-        assert slot.work.last > 0 > slot.people.last
-        assert running.chat(model="a", max_tokens=1)[0] == 200
-        assert slot.people.last > slot.work.last
-
-
 # -- within a budget, on real weights ------------------------------------------------------------
 
 
@@ -275,9 +260,7 @@ def by_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
     return_free_memory()
     budget = current_rss() + int(2.2 * path.stat().st_size)
 
-    def load(
-        name: str, shrinkable: bool, cancel: threading.Event, on_gpu: int | None
-    ) -> localrt.Model:
+    def load(name: str, shrinkable: bool, cancel: threading.Event, on_gpu: int) -> localrt.Model:
         pool.loaded.append((name, shrinkable))
         options = {"ctx": 1024, "draft": "off", "ram": budget, "shrinkable": shrinkable}
         return localrt.load(path, **options)
@@ -305,22 +288,3 @@ async def test_shrink_by_turns(by_turns: Pool) -> None:
     # Each was loaded whole at first, and then so that it can shrink: never a third time.
     assert len(by_turns.loaded) <= 4
     assert set(by_turns.states.values()) == {"loaded", "shrunk"}
-
-
-@pytest.mark.real
-@needs_kernels
-async def test_shrink_while_working(by_turns: Pool) -> None:
-    """Background work goes on with less memory, and says the same."""
-    options = {**GREEDY, "max_tokens": 24}
-    for name in "abab":
-        async with by_turns.pool.using(name) as served:
-            expected = (await served.live.agenerate(TEXT, **options)).token_ids
-    async with by_turns.pool.using("a", background=True) as working:
-        answer = await working.live.asubmit(TEXT, request_class="background", **options)
-        tokens = list((await anext(answer)).token_ids)
-        async with by_turns.pool.using("b"):
-            assert working.model.weights_in_ram < working.model.info.weight_bytes
-            assert by_turns.states["a"] == "shrunk"
-            async for chunk in answer:
-                tokens += chunk.token_ids
-    assert tuple(tokens) == expected

@@ -25,7 +25,7 @@ from localrt.common.errors import LocalrtError, OptionError
 from localrt.common.files import parse_json, read_text, text_lines, user_path
 from localrt.common.formatting import one_line, parse_size
 from localrt.common.option_names import did_you_mean, option
-from localrt.engine.batch.latency_goals import GOALS
+from localrt.engine.batch.chunked_prefill import CLASSES
 
 _STAY = 6  # completions in a file before the next one
 _READ_WORDS_S = 4.0  # silent reading, about 240 words a minute
@@ -341,8 +341,7 @@ _MIX: _Keys = {"seconds": _ABOVE, "seed": _WHOLE, "models": _TABLE, "server": _T
 _MIX = {**_MIX, "app": _TABLES, "neighbour": _TABLES}
 _ARRIVALS: _Keys = {"every_s": _ABOVE, "poisson_s": _ABOVE, "closed": _COUNT}
 _SIZES: _Keys = dict.fromkeys(("prompt_words", "answer_tokens", "turns", "texts"), _COUNT)
-_CLASSES = tuple(GOALS)
-_APP: _Keys = {"name": _TEXT, "class": _CLASSES, "kind": tuple(_KINDS), "model": _TEXT}
+_APP: _Keys = {"name": _TEXT, "class": CLASSES, "kind": tuple(_KINDS), "model": _TEXT}
 _APP_MORE: _Keys = {"adapter": _TEXT, "start_s": _LEAST, "prompts": _TEXT, "goals": _TABLE}
 _GOALS: _Keys = dict.fromkeys(("ttft_s", "tpot_s", "deadline_s", "tokens_s"), _ABOVE)
 _NEIGHBOUR: _Keys = {"name": _TEXT, "kind": tuple(_NEIGHBOURS)}

@@ -15,12 +15,10 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from functools import partial
 
 from localrt.common.errors import CancelledError, LocalrtError
 from localrt.common.forks import of_one_process
-from localrt.engine.batch.device_turns import PassTurns
-from localrt.engine.batch.latency_goals import goal_of
+from localrt.engine.batch.chunked_prefill import PassTurns, is_background
 from localrt.engine.batch.schedule import KEEP_STREAMED, MOST_SEQUENCES, Save, Schedule, Terms
 from localrt.engine.batch.sequence import BatchSequence, Chunks
 from localrt.engine.batch.waiting import FairQueue
@@ -208,7 +206,7 @@ class Live:
         self._engine = engine
         alone = engine.info.streamed  # passes then mostly wait for weights
         self._turns = PassTurns() if turns is None or alone else turns
-        engine.turn = partial(self._turns.turn, object(), math.inf)
+        engine.turn = self._turns.turn
         self._free_memory = room
         self._save = save
         self._parked: threading.Event | None = None  # set once caches are saved and freed
@@ -231,13 +229,11 @@ class Live:
         *,
         client: Hashable = None,
         request_class: str = "interactive",
-        within_s: float = math.inf,
         notify: Callable[[], None] | None = None,
     ) -> LiveAnswer:
         """Queue ``request`` after those of the same ``client`` and class; return its answer.
 
-        The answer fails with ``LateError`` if its first token cannot come within ``within_s``
-        seconds. The computing thread calls ``notify`` for new chunks; it must not block.
+        The computing thread calls ``notify`` for new chunks; it must not block.
 
         Raises:
             OptionError: the prompt is empty, or has an id outside the vocabulary, or there is no
@@ -245,7 +241,7 @@ class Live:
             ContextOverflowError: the prompt leaves no room for one token.
             LocalrtError: the batch is closed.
         """
-        limits, goal = self._limits, goal_of(request_class)
+        limits, background = self._limits, is_background(request_class)
         request.check(
             ctx=limits.ctx, vocab_size=self._engine.info.vocab_size, vision=self._engine.vision
         )
@@ -254,7 +250,7 @@ class Live:
             if self._closing:
                 raise LocalrtError("the batch is closed: nothing can be asked of it any more")
             key = client, request_class
-            seq = BatchSequence(answer, request, limits.ctx, key, goal, within_s)
+            seq = BatchSequence(answer, request, limits.ctx, key, background)
             self._submitted.add(seq)
             self._waiting.push(key, seq)
             self._woken = True
@@ -367,10 +363,8 @@ class Live:
                 self._waiting.put_back(seq.client, seq)
 
     def _step(self) -> None:
-        sequences = [*self._schedule.sequences, *self._waiting.items()]
-        due = min((seq.due for seq in sequences), default=math.inf)
         try:
-            with self._turns.turn(self, due) as others:
+            with self._turns.turn(self) as others:
                 items = self._schedule.step(others)
         except CancelledError:
             return  # all sequences of the pass are cancelled, or the batch is closing

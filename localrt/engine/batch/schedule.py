@@ -11,15 +11,14 @@ sequences run one after another. This module does not know threads, or where the
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeAlias
 
-from localrt.common.errors import LateError, LocalrtError, MemoryBudgetError
-from localrt.engine.batch.latency_goals import PassTimes, UnreadPrompt, rows_of_pass
+from localrt.common.errors import LocalrtError, MemoryBudgetError
+from localrt.engine.batch.chunked_prefill import PassTimes, UnreadPrompt, rows_of_pass
 from localrt.engine.batch.sequence import BatchSequence, Chunks, Owner
 from localrt.engine.batch.speculation import BatchSpeculation, Prompt
 from localrt.engine.batch.waiting import FairQueue, SharedPrompts
@@ -49,9 +48,9 @@ class Terms:
 
     At most ``most`` sequences share a pass. A cache has room for ``capacity`` tokens (None: as many
     as its sequence needs). An answer joins if ``ahead`` more of its tokens fit (None: all of them).
-    ``keep`` caches of finished sequences stay, for requests that continue their text. Rows are
-    divided according to latency goals, with ``prompt_rows`` prompt rows until a pass has been
-    measured; with ``prompt_rows`` None there are no goals, and prompts are processed in order.
+    ``keep`` caches of finished sequences stay, for requests that continue their text. Prompts are
+    chunked by the time of passes, with ``prompt_rows`` prompt rows until a pass has been measured;
+    with ``prompt_rows`` None they are processed in order.
     """
 
     most: int = MOST_SEQUENCES
@@ -94,7 +93,7 @@ class Schedule(Generic[Owner]):
         self._kv: dict[int, int] = {}  # bytes of a cache by number of tokens
         self._speculation: BatchSpeculation[Owner] = BatchSpeculation(engine, check)
         self._times = PassTimes()
-        self._others = 0  # models that wait for the same cores in this step
+        self._others = 0  # models that compute on the same device in this step
         self.passes = 0
 
     @property
@@ -110,7 +109,7 @@ class Schedule(Generic[Owner]):
     def step(self, others: int = 0) -> list[tuple[BatchSequence[Owner], Chunks]]:
         """Start the sequences that fit, compute one pass, and remove the finished sequences.
 
-        ``others`` is the number of models that wait for the same cores.
+        ``others`` is the number of models that compute on the same device.
 
         Raises:
             MemoryBudgetError: a lone sequence does not fit; one of several would wait instead.
@@ -186,7 +185,7 @@ class Schedule(Generic[Owner]):
 
     def _join(self) -> list[tuple[BatchSequence[Owner], Chunks]]:
         """Start waiting sequences while they fit; return the errors of those that cannot start."""
-        failed = self._reject_late()
+        failed = []
         while (seq := self._next()) is not None:
             try:
                 session = self._session(seq) if len(self._live) < self._most else None
@@ -204,31 +203,10 @@ class Schedule(Generic[Owner]):
         self.rest()
         return failed
 
-    def _reject_late(self) -> list[tuple[BatchSequence[Owner], Chunks]]:
-        """Remove waiting sequences that cannot begin in time; return their errors."""
-        failed = []
-        for seq in self._waiting.items():
-            if seq.latest == math.inf:
-                continue
-            expected, left = self._prefill_s(seq), seq.latest - time.monotonic()
-            if expected > left:
-                self._waiting.remove(seq)
-                text = f"the first token would come in about {expected:.2g} s, too late: try later"
-                failed.append((seq, seq.fail(LateError(text, expected))))
-        return failed
-
-    def _prefill_s(self, seq: BatchSequence[Owner]) -> float:
-        """Estimate the prefill time of a waiting sequence's prompt and the prompts before it; 0
-        until a pass has been measured.
-        """
-        cached = max(self._idle.shared(seq.tokens, seq.request.mix).values(), default=0)
-        others = (len(other.pending) for other in self.sequences if not other.goal.background)
-        return self._times.seconds(seq.length - cached + sum(others)) or 0.0
-
     def _next(self) -> BatchSequence[Owner] | None:
         """Return the waiting sequence to start next: background work last, then by client load."""
         load = self._load()
-        return self._waiting.first(lambda seq: (seq.goal.background, load[seq.client]))
+        return self._waiting.first(lambda seq: (seq.background, load[seq.client]))
 
     def _load(self) -> Counter[Hashable]:
         """Count the running sequences of each client."""
@@ -241,10 +219,10 @@ class Schedule(Generic[Owner]):
         if not self._live:
             return False
         load, other = self._load(), self._preemptible()
-        if other.goal.background == seq.goal.background:
+        if other.background == seq.background:
             if load[seq.client] or load[other.client] < 2:
                 return False
-        elif seq.goal.background:
+        elif seq.background:
             return False
         self.remove(other)
         self._waiting.put_back(other.client, other)
@@ -255,9 +233,7 @@ class Schedule(Generic[Owner]):
         to join.
         """
         load = self._load()
-        return max(
-            reversed(self.sequences), key=lambda seq: (seq.goal.background, load[seq.client])
-        )
+        return max(reversed(self.sequences), key=lambda seq: (seq.background, load[seq.client]))
 
     def _session(self, seq: BatchSequence[Owner]) -> EngineSession | None:
         """Return an idle session that shares a prefix, or a new one; None if memory is short."""
@@ -375,7 +351,7 @@ class Schedule(Generic[Owner]):
             room = self._engine.pass_rows - len(answers)
             rows = _shares_in_order([len(seq.pending) for seq, _ in prompts], room)
         else:
-            rows = self._by_goals(answers, [seq for seq, _ in prompts])
+            rows = self._by_time(answers, [seq for seq, _ in prompts])
         entries = [(seq, session, seq.pending) for seq, session in answers]
         return entries + [
             (seq, session, seq.pending[: self._engine.uncut(seq.pending, 0, min(share, seq.uncut))])
@@ -383,16 +359,16 @@ class Schedule(Generic[Owner]):
             if share
         ]
 
-    def _by_goals(
+    def _by_time(
         self,
         answers: list[tuple[BatchSequence[Owner], EngineSession]],
         prompts: Sequence[BatchSequence[Owner]],
     ) -> list[int]:
         """Return the rows of each prompt; remove the answers that must wait from ``answers``."""
-        assert self._terms.prompt_rows is not None, "there are goals"
+        assert self._terms.prompt_rows is not None, "prompts are chunked by time"
         chosen, rows = rows_of_pass(
-            [seq.goal for seq, _ in answers],
-            [UnreadPrompt(seq.client, len(seq.pending), seq.goal, seq.due) for seq in prompts],
+            [seq.background for seq, _ in answers],
+            [UnreadPrompt(seq.client, len(seq.pending), seq.background) for seq in prompts],
             self._times,
             most=self._engine.pass_rows,
             guess=self._terms.prompt_rows,

@@ -5,7 +5,6 @@ It does not know other sequences or memory.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Generic, TypeAlias, TypeVar
@@ -13,7 +12,6 @@ from typing import Generic, TypeAlias, TypeVar
 from localrt.common.errors import LocalrtError
 from localrt.common.progress import Progress
 from localrt.engine.answer import Answer
-from localrt.engine.batch.latency_goals import Goal
 from localrt.engine.pool import copy_prefix
 from localrt.engine.protocol import EngineSession, Logits
 from localrt.engine.request import Request
@@ -32,8 +30,7 @@ class BatchSequence(Generic[Owner]):
     """A prompt and its answer: ``pending`` tokens are computed next; ``done`` when it has ended.
 
     ``owner`` receives its chunks, ``client`` is the client that requested it, ``capacity`` the most
-    tokens its cache may hold. According to its ``goal``, the next token is ``due`` at this
-    ``time.monotonic()``; a first token after ``latest`` is useless.
+    tokens its cache may hold. Nobody waits for the tokens of ``background`` work.
     """
 
     def __init__(
@@ -42,14 +39,11 @@ class BatchSequence(Generic[Owner]):
         request: Request,
         ctx: int,
         client: Hashable = None,
-        goal: Goal = Goal(),  # noqa: B008  immutable
-        within_s: float = math.inf,
+        background: bool = False,
     ) -> None:
         self.owner = owner
         self.client = client
-        self.goal = goal
-        now = time.monotonic()
-        self.due, self.latest = now + goal.first_s, now + within_s
+        self.background = background
         self.request = request
         room = ctx - len(request.prompt)
         self._limit = room if request.max_tokens is None else min(request.max_tokens, room)
@@ -211,7 +205,6 @@ class BatchSequence(Generic[Owner]):
                 if chunk is None:
                     reason = "stop"
                     break
-                self.due = time.monotonic() + self.goal.next_s
                 self.pending = chunk.token_ids
                 self.done = chunk.finish_reason is not None
                 yield chunk

@@ -7,7 +7,7 @@ from typing import Any
 
 from localrt.common.errors import OptionError
 from localrt.common.formatting import parse_duration
-from localrt.server.dialect import Generation, effort, sampling
+from localrt.server.dialect import Generation, effort
 from localrt.server.errors import invalid
 from localrt.server.messages import (
     Fields,
@@ -20,11 +20,85 @@ from localrt.server.messages import (
     thought,
     unnoted,
 )
-
-_SAME_NAMES = (
-    *("temperature", "top_p", "top_k", "min_p", "typical_p", "seed", "stop"),
-    *("presence_penalty", "frequency_penalty"),
+from localrt.server.request_schema import (
+    ARGUMENTS,
+    CONTENT,
+    FILLED,
+    FLAG,
+    STRING,
+    TEXT,
+    Field,
+    RequestSchema,
+    Table,
+    integer,
+    list_of,
+    nullable,
+    object_of,
+    object_schema,
+    options_of,
+    required,
+    shared,
 )
+
+# -- fields ----------------------------------------------------------------------------------------
+
+KEEP: Table = {
+    "model": required(FILLED),
+    "keep_alive": Field(
+        {
+            "description": 'seconds, or a time such as "5m"; below zero: for ever',
+            "type": ["number", "string", "null"],
+        }
+    ),
+}
+_IMAGES = nullable(list_of(STRING))  # in base64
+_OPTIONS: Table = {
+    **shared("temperature", "top_k", "top_p", "min_p", "typical_p", "seed", "stop"),
+    **shared("repeat_penalty", "presence_penalty", "frequency_penalty"),
+    "num_predict": Field(
+        integer(-2), "max_tokens", lambda given: int(given) if given > 0 else None
+    ),
+    "num_ctx": Field(
+        integer(-1), "context_tokens", lambda given: int(given) if given > 0 else None
+    ),
+}
+_ASK: Table = {
+    **KEEP,
+    **shared("stream", "top_logprobs", "format"),
+    "options": Field(nullable(object_schema(_OPTIONS))),
+    "think": Field({"type": ["boolean", "string", "null"]}),
+    "logprobs": Field(FLAG),
+}
+_CALL = object_of("function", id=TEXT, function=object_of("name", name=FILLED, arguments=ARGUMENTS))
+_MESSAGE = object_of(
+    "role",
+    role={"enum": ["system", "developer", "user", "assistant", "tool"]},
+    content=CONTENT,
+    thinking=TEXT,
+    images=_IMAGES,
+    tool_calls=nullable(list_of(_CALL)),
+    tool_name=TEXT,
+    tool_call_id=TEXT,
+)
+CHAT = RequestSchema(
+    {
+        **_ASK,
+        **shared("tools"),
+        "messages": Field(nullable(list_of(_MESSAGE))),
+        "truncate": Field(FLAG),
+    }
+)
+GENERATE = RequestSchema(
+    {
+        **_ASK,
+        **dict.fromkeys(("prompt", "suffix", "system", "template"), Field(TEXT)),
+        "context": Field(nullable(list_of({}))),
+        "images": Field(_IMAGES),
+        "raw": Field(FLAG),
+    }
+)
+
+# -- calls -----------------------------------------------------------------------------------------
 
 
 def chat_call(fields: Fields, note: Note = unnoted) -> Generation | None:
@@ -99,12 +173,7 @@ def _call(fields: Fields, prompt: dict[str, object], options: dict[str, object])
 
 
 def _options(fields: Fields) -> dict[str, Any]:
-    given = fields.get("options") or {}
-    options = sampling(given, *_SAME_NAMES, repetition_penalty="repeat_penalty")
-    if (given.get("num_ctx") or 0) > 0:
-        options["context_tokens"] = int(given["num_ctx"])
-    if (given.get("num_predict") or -1) > 0:  # negative: no limit
-        options["max_tokens"] = int(given["num_predict"])
+    options = options_of(_OPTIONS, fields.get("options") or {})
     if fields.get("format"):
         wanted = fields["format"]
         options["json_schema"] = {"type": "object"} if wanted == "json" else wanted

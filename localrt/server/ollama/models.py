@@ -27,10 +27,15 @@ from localrt.server.bodies import read_fields
 from localrt.server.dialect import Endpoint
 from localrt.server.errors import ApiError, JsonResponse, failure, invalid, ollama_error
 from localrt.server.generating import until_gone
-from localrt.server.models import Offered
+from localrt.server.models import ModelEntry
 from localrt.server.ollama.reply import LINES, line
+from localrt.server.request_schema import FILLED, FLAG, Field, RequestSchema
 from localrt.server.service import Service, service_of
 
+NAMED = RequestSchema(
+    {"model": Field(FILLED), "name": Field(FILLED), "stream": Field(FLAG)},
+    anyOf=[{"required": ["model"]}, {"required": ["name"]}],
+)
 _PROTOCOL = "0.12.0"  # Ollama's version: clients refuse older ones
 _FOR_EVER = timedelta(days=36500)
 
@@ -67,7 +72,7 @@ async def ps(request: Request) -> Response:
 async def show(request: Request) -> Response:
     """What a model is (Ollama)."""
     service = service_of(request)
-    fields = await read_fields(request, "OLLAMA_SHOW", service.options, service.bodies)
+    fields = await read_fields(request, NAMED, service.options, service.bodies)
     offered = service.models.find(fields.get("model") or fields["name"])
     facts = await asyncio.to_thread(known_facts, offered)
     return JsonResponse(
@@ -93,7 +98,7 @@ async def not_here(request: Request) -> Response:
     )
 
 
-def _listed(offered: Sequence[Offered]) -> list[dict[str, object]]:
+def _listed(offered: Sequence[ModelEntry]) -> list[dict[str, object]]:
     return [
         {
             "name": one.name,
@@ -107,7 +112,7 @@ def _listed(offered: Sequence[Offered]) -> list[dict[str, object]]:
     ]
 
 
-def _modified(offered: Offered) -> str:
+def _modified(offered: ModelEntry) -> str:
     try:
         since = 0.0 if offered.path is None else offered.path.stat().st_mtime
     except OSError:
@@ -124,7 +129,7 @@ _MOST_LINES = 64  # the most unread progress lines: later ones are dropped
 async def pull(request: Request) -> Response:
     """Download a model of the hub (Ollama)."""
     service = service_of(request)
-    fields = await read_fields(request, "OLLAMA_PULL", service.options, service.bodies)
+    fields = await read_fields(request, NAMED, service.options, service.bodies)
     name = fields.get("model") or fields["name"]
     if _is_here(service, name):
         done = {"status": "success"}
@@ -217,11 +222,11 @@ class _Download:
 
 
 ROUTES = (
-    Endpoint("/api/version", "GET", version, "OLLAMA_VERSION"),
-    Endpoint("/api/tags", "GET", tags, "OLLAMA_TAGS"),
-    Endpoint("/api/ps", "GET", ps, "OLLAMA_PS"),
-    Endpoint("/api/show", "POST", show, "OLLAMA_SHOWN", "OLLAMA_SHOW"),
-    Endpoint("/api/pull", "POST", pull, "OLLAMA_STATUS", "OLLAMA_PULL", LINES),
+    Endpoint("/api/version", "GET", version),
+    Endpoint("/api/tags", "GET", tags),
+    Endpoint("/api/ps", "GET", ps),
+    Endpoint("/api/show", "POST", show),
+    Endpoint("/api/pull", "POST", pull),
     *(Endpoint(f"/api/{name}", "POST", not_here) for name in ("create", "copy", "push")),
     Endpoint("/api/delete", "DELETE", not_here),
 )

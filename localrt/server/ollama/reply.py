@@ -17,10 +17,34 @@ from localrt.server.dialect import Endpoint, Generation, Payload, Reply, TokenBy
 from localrt.server.errors import ApiError, JsonResponse, ollama_error, to_json
 from localrt.server.generating import answer, until_gone
 from localrt.server.messages import Note
-from localrt.server.ollama.calls import chat_call, generate_call, keep_alive_s
+from localrt.server.ollama.calls import CHAT, GENERATE, KEEP, chat_call, generate_call, keep_alive_s
+from localrt.server.request_schema import (
+    FLAG,
+    IDS,
+    STRING,
+    Field,
+    RequestSchema,
+    list_of,
+    required,
+    shared,
+)
 from localrt.server.service import ModelRequest, read_request
 from localrt.server.texts import embedded
 
+EMBED = RequestSchema(
+    {
+        **KEEP,
+        **shared("dimensions"),
+        "input": required(
+            {
+                "description": "a text, token ids, or a list of these",
+                "anyOf": [STRING, list_of(STRING), IDS, list_of(IDS)],
+            }
+        ),
+        "truncate": Field(FLAG),
+    }
+)
+EMBEDDINGS = RequestSchema({**KEEP, "prompt": required(STRING)})
 LINES = "application/x-ndjson"
 
 
@@ -133,23 +157,23 @@ def _nanoseconds(seconds: float) -> int:
 
 async def chat(request: Request) -> Response:
     """Answer a conversation (Ollama)."""
-    return await _answered(request, "OLLAMA_CHAT", chat_call, chat=True)
+    return await _answered(request, CHAT, chat_call, chat=True)
 
 
 async def generate(request: Request) -> Response:
     """Answer a prompt (Ollama)."""
-    return await _answered(request, "OLLAMA_GENERATE", generate_call, chat=False)
+    return await _answered(request, GENERATE, generate_call, chat=False)
 
 
 async def _answered(
     request: Request,
-    kind: str,
+    schema: RequestSchema,
     read: Callable[[dict[str, object], Note], Generation | None],
     *,
     chat: bool,
 ) -> Response:
     began = time.monotonic()
-    asked = await read_request(request, kind)
+    asked = await read_request(request, schema)
     fields, service = asked.fields, asked.service
     call = read(fields, service.note_once)
     wanted, ctx = (fields.get("options") or {}).get("num_ctx") or 0, asked.model.ctx
@@ -177,7 +201,7 @@ async def _answered(
 async def embed(request: Request) -> Response:
     """Vectors of texts (Ollama)."""
     began = time.monotonic()
-    asked = await read_request(request, "OLLAMA_EMBED")
+    asked = await read_request(request, EMBED)
     fields = asked.fields
     _keep(asked)
     name, vectors, read = await embedded(
@@ -198,7 +222,7 @@ async def embed(request: Request) -> Response:
 
 async def embeddings(request: Request) -> Response:
     """The vector of a text (Ollama)."""
-    asked = await read_request(request, "OLLAMA_EMBEDDINGS")
+    asked = await read_request(request, EMBEDDINGS)
     _keep(asked)
     found = await embedded(asked, [asked.fields["prompt"]], truncate=True)
     return JsonResponse({"embedding": found.vectors[0].tolist()})
@@ -212,10 +236,8 @@ def _keep(model_request: ModelRequest) -> None:
 
 
 ROUTES = (
-    Endpoint("/api/chat", "POST", chat, "OLLAMA_CHAT_RESPONSE", "OLLAMA_CHAT", LINES),
-    Endpoint(
-        "/api/generate", "POST", generate, "OLLAMA_GENERATE_RESPONSE", "OLLAMA_GENERATE", LINES
-    ),
-    Endpoint("/api/embed", "POST", embed, "OLLAMA_EMBED_RESPONSE", "OLLAMA_EMBED"),
-    Endpoint("/api/embeddings", "POST", embeddings, "OLLAMA_EMBEDDING", "OLLAMA_EMBEDDINGS"),
+    Endpoint("/api/chat", "POST", chat),
+    Endpoint("/api/generate", "POST", generate),
+    Endpoint("/api/embed", "POST", embed),
+    Endpoint("/api/embeddings", "POST", embeddings),
 )

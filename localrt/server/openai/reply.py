@@ -16,7 +16,6 @@ from localrt.chat_format.thinking import ThoughtStream, parted
 from localrt.common.version import __version__
 from localrt.engine.types import Chunk, Metrics
 from localrt.server.dialect import (
-    EVENT_STREAM,
     LEAST_LOGPROB,
     Endpoint,
     Generation,
@@ -27,7 +26,7 @@ from localrt.server.dialect import (
 )
 from localrt.server.generating import answer
 from localrt.server.messages import text_argument
-from localrt.server.openai.calls import chat_call, completion_call
+from localrt.server.openai.calls import CHAT, COMPLETION, chat_call, completion_call
 from localrt.server.service import read_request
 
 _DONE = b"data: [DONE]\n\n"
@@ -249,21 +248,17 @@ class TextReply(Completion):
 
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation."""
-    asked = await read_request(request, "CHAT")
+    asked = await read_request(request, CHAT)
     return await answer(asked, chat_call(asked.fields, asked.service.note_once), ChatReply)
 
 
 async def completions(request: Request) -> Response:
     """Write on from a text."""
-    asked = await read_request(request, "COMPLETION")
+    asked = await read_request(request, COMPLETION)
     return await answer(asked, completion_call(asked.fields), TextReply)
 
 
 ROUTES = (
-    Endpoint(
-        "/v1/chat/completions", "POST", chat_completions, "CHAT_RESPONSE", "CHAT", EVENT_STREAM
-    ),
-    Endpoint(
-        "/v1/completions", "POST", completions, "COMPLETION_RESPONSE", "COMPLETION", EVENT_STREAM
-    ),
+    Endpoint("/v1/chat/completions", "POST", chat_completions),
+    Endpoint("/v1/completions", "POST", completions),
 )

@@ -10,7 +10,7 @@ from typing import Any
 from uuid import uuid4
 
 from localrt.chat_format.thinking import THOUGHT_FIELDS
-from localrt.server.dialect import Generation, effort, sampling, schema_of, tier_of
+from localrt.server.dialect import Generation, effort, schema_of, tier_of
 from localrt.server.errors import invalid
 from localrt.server.messages import (
     Fields,
@@ -22,8 +22,60 @@ from localrt.server.messages import (
     thought,
     unnoted,
 )
+from localrt.server.request_schema import (
+    CONTENT,
+    FLAG,
+    FORMAT,
+    OBJECT,
+    STRING,
+    TEXT,
+    TOOL_CHOICE,
+    Field,
+    RequestSchema,
+    Table,
+    integer,
+    list_of,
+    nullable,
+    object_of,
+    shared,
+)
 
 Item = dict[str, Any]
+
+_PROMPT: Table = {
+    **shared("tools"),
+    "model": Field(TEXT),
+    "service_tier": Field(TEXT),
+    "input": Field(
+        {
+            "description": "a text or a list of items with the fields of their types",
+            "anyOf": [
+                STRING,
+                list_of(object_of(type=TEXT, id=TEXT, role=TEXT, content=CONTENT)),
+                {"type": "null"},
+            ],
+        }
+    ),
+    "instructions": Field(TEXT),
+    "previous_response_id": Field(TEXT),
+    "tool_choice": Field(TOOL_CHOICE),
+    "parallel_tool_calls": Field(FLAG),
+    "reasoning": Field(nullable(object_of(effort=TEXT))),
+    "text": Field(nullable(object_of(format=FORMAT))),
+    "truncation": Field({"enum": ["auto", "disabled", None]}),
+}
+INPUT_TOKENS = RequestSchema(_PROMPT)
+RESPONSES = RequestSchema(
+    {
+        **_PROMPT,
+        **shared("temperature", "top_p", "top_logprobs", "stream"),
+        "max_output_tokens": Field(integer(1), "max_tokens"),
+        "include": Field(nullable(list_of(STRING))),
+        "metadata": Field(nullable(OBJECT)),
+        "store": Field(FLAG),
+        "background": Field(FLAG),
+    }
+)
 
 _PREFIXES = {"message": "msg", "function_call": "fc", "reasoning": "rs"}  # prefixes of ids
 _THOUGHT = THOUGHT_FIELDS[0]
@@ -45,7 +97,7 @@ def responses_call(fields: Fields, items: Sequence[Fields], note: Note = unnoted
     for name, instead in _NOT_HERE.items():
         if fields.get(name):
             raise invalid(f"{name} is not supported: {instead}", name)
-    options = sampling(fields, "temperature", "top_p", max_tokens="max_output_tokens")
+    options = RESPONSES.options(fields)
     shows = _LOGPROBS in (fields.get("include") or ()) or bool(fields.get("top_logprobs"))
     if shows:
         options["logprobs"] = fields.get("top_logprobs") or 0

@@ -18,20 +18,18 @@ from localrt.chat_format.messages import arguments_of
 from localrt.chat_format.thinking import ThoughtStream
 from localrt.engine.types import Chunk, Metrics, ToolCall
 from localrt.server.dialect import (
-    EVENT_STREAM,
     Endpoint,
     Generation,
     Payload,
     Reply,
     TokenBytes,
     event,
-    listed,
 )
 from localrt.server.errors import ApiError, JsonResponse, in_words, invalid
 from localrt.server.generating import answer, prompt_tokens
 from localrt.server.messages import Known, text_argument
-from localrt.server.responses.calls import Item, items_of, responses_call
-from localrt.server.service import ResponseStore, Stored, read_request, service_of
+from localrt.server.responses.calls import INPUT_TOKENS, RESPONSES, Item, items_of, responses_call
+from localrt.server.service import ResponseStore, read_request
 
 # Request fields that are repeated in the response.
 _SHOWN: Mapping[str, object] = {
@@ -250,7 +248,7 @@ def _usage(metrics: Metrics) -> Payload:
 
 async def create(request: Request) -> Response:
     """Answer items, or follow on an earlier response."""
-    asked = await read_request(request, "RESPONSES")
+    asked = await read_request(request, RESPONSES)
     fields, service = asked.fields, asked.service
     items = _items(fields, service.responses)
     call = responses_call(fields, items, service.note_once)
@@ -262,33 +260,9 @@ async def create(request: Request) -> Response:
     return await answer(asked, call, partial(ResponseReply, fields=fields, keep=keep))
 
 
-async def stored(request: Request) -> Response:
-    """A response of the last hour."""
-    return JsonResponse(_found(request).response)
-
-
-async def cancel(request: Request) -> Response:
-    """The response, which has ended before."""
-    return JsonResponse(_found(request).response)
-
-
-async def delete(request: Request) -> Response:
-    """Forget a response."""
-    name = str(_found(request).response["id"])
-    service_of(request).responses.remove(name)
-    return JsonResponse({"id": name, "object": "response", "deleted": True})
-
-
-async def input_items(request: Request) -> Response:
-    """The items that a response answers."""
-    items = _found(request).items
-    shown, more = listed([str(item["id"]) for item in items], request.query_params)
-    return JsonResponse({**more, "data": [items[place] for place in shown]})
-
-
 async def input_tokens(request: Request) -> Response:
     """Count the tokens of items."""
-    asked = await read_request(request, "INPUT_TOKENS")
+    asked = await read_request(request, INPUT_TOKENS)
     fields, service = asked.fields, asked.service
     call = responses_call(fields, _items(fields, service.responses), service.note_once)
     count = await prompt_tokens(asked, call)
@@ -305,7 +279,12 @@ def _items(fields: dict[str, Any], store: ResponseStore) -> list[Item]:
     if name := fields.get("previous_response_id"):
         stored = store.get(name)
         if stored is None:
-            raise _unknown(name, 400, "previous_response_id", "previous_response_not_found")
+            raise invalid(
+                f"there is no response {name[:200]!r}: they are kept for an hour, while the server "
+                "runs, unless store is false",
+                "previous_response_id",
+                "previous_response_not_found",
+            )
         earlier = stored.conversation()
     given = items_of(fields.get("input"))
     # A reference has the id of an item in an earlier response or its input.
@@ -316,36 +295,7 @@ def _items(fields: dict[str, Any], store: ResponseStore) -> list[Item]:
     return [*earlier, *items]
 
 
-def _found(request: Request) -> Stored:
-    """Return the response that the path names.
-
-    Raises:
-        ApiError: 404, it is not there.
-    """
-    name = request.path_params["id"]
-    found = service_of(request).responses.get(name)
-    if found is None:
-        raise _unknown(name, 404)
-    return found
-
-
-def _unknown(name: str, status: int, param: str | None = None, code: str | None = None) -> ApiError:
-    return ApiError(
-        status,
-        f"there is no response {name[:200]!r}: they are kept for an hour, while the server runs, "
-        "unless store is false",
-        param=param,
-        code=code,
-    )
-
-
 ROUTES = (
-    Endpoint("/v1/responses", "POST", create, "RESPONSE", "RESPONSES", EVENT_STREAM),
-    Endpoint(
-        "/v1/responses/input_tokens", "POST", input_tokens, "INPUT_TOKENS_COUNT", "INPUT_TOKENS"
-    ),
-    Endpoint("/v1/responses/{id}", "GET", stored, "RESPONSE"),
-    Endpoint("/v1/responses/{id}", "DELETE", delete, "RESPONSE_DELETED"),
-    Endpoint("/v1/responses/{id}/cancel", "POST", cancel, "RESPONSE"),
-    Endpoint("/v1/responses/{id}/input_items", "GET", input_items, "ITEMS"),
+    Endpoint("/v1/responses", "POST", create),
+    Endpoint("/v1/responses/input_tokens", "POST", input_tokens),
 )

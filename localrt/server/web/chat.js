@@ -1,7 +1,6 @@
 // What the page does: one conversation at a time, kept by the server.
 
 const PART = 30; // items that are fetched and shown at a time
-const PICTURES = "message.input_image.image_url";
 // A reverse proxy may serve the page below a path, and another server's page beside it.
 const BASE = location.pathname.replace(/\/+$/, "");
 const stored = (name) => { try { return localStorage.getItem(`localrt${BASE}.${name}`); } catch { return null; } };
@@ -81,19 +80,19 @@ async function list() {
   const search = $("search").value.trim();
   const found = await api(`v1/conversations?search=${encodeURIComponent(search)}`);
   const mine = found.data.find((one) => one.id === chat.id);
-  if (mine && chat.about) chat.about.metadata.title = mine.metadata.title;
+  if (mine && chat.about) chat.about.title = mine.title;
   showTitle();
   const midnight = new Date().setHours(24, 0, 0, 0);
   const groups = new Map();
   for (const one of found.data) {
-    const days = (midnight - one.updated_at * 1000) / 86400000;
+    const days = (midnight - one.updated * 1000) / 86400000;
     const name = search ? "Found" : DAYS.find(([most]) => days <= most)[1];
     groups.set(name, [...(groups.get(name) || []), one]);
   }
   const shown = [...groups].flatMap(([name, ones]) => [
     h("li", {}, h("h2", {}, name), h("ul", {}, ...ones.map((one) => h("li", {}, h("a", {
-      href: `#${one.id}`, "aria-current": one.id === chat.id ? "page" : null, title: one.metadata.title,
-    }, one.metadata.title || "Without a title", one.snippet ? h("small", {}, one.snippet) : null)))))]);
+      href: `#${one.id}`, "aria-current": one.id === chat.id ? "page" : null, title: one.title,
+    }, one.title || "Without a title", one.snippet ? h("small", {}, one.snippet) : null)))))]);
   $("list").replaceChildren(...shown);
   if (!found.data.length) $("list").append(h("li", {}, h("p", {}, search ? "Nothing found." : "No conversations yet.")));
 }
@@ -112,8 +111,8 @@ const acts = {
     } finally { chat.loading--; }
   }),
   pictures: async (item) => {
-    const whole = await api(here(`/items/${item.id}?include=${PICTURES}`));
-    return whole.content.filter((part) => part.type === "input_image").map((part) => part.image_url);
+    const whole = await api(here(`/items/${item.id}`));
+    return whole.pictures.map((picture) => picture.url);
   },
 };
 
@@ -136,12 +135,12 @@ async function load({ branch, end = false } = {}) {
   const visit = chat.visit;
   const mine = ++chat.loads;
   const at = branch ? `&branch=${branch}` : "";
-  const count = Math.min(100, Math.max(PART, chat.items.length));
+  const count = Math.max(PART, chat.items.length);
   const about = await api(here()); // first: what is written after it shows as a change
-  const page = await api(here(`/items?limit=${count}&include=html${at}`));
+  const page = await api(here(`/items?limit=${count}${at}`));
   if (visit !== chat.visit || mine !== chat.loads) return;
-  Object.assign(chat, { about, seen: about.updated_at, items: page.data.reverse(), more: page.has_more });
-  if (end) choose(about.metadata.model);
+  Object.assign(chat, { about, seen: about.updated, items: page.data, more: page.more });
+  if (end) choose(about.model);
   draw(end);
   const open = chat.items.find((item) => item.state === "writing");
   if (open) follow(open).catch(warn);
@@ -156,10 +155,10 @@ async function earlier() {
   const visit = chat.visit;
   if (!first || !chat.more) return;
   const branch = chat.items.at(-1).id;
-  const page = await api(here(`/items?limit=${PART}&include=html&after=${first.id}&branch=${branch}`));
+  const page = await api(here(`/items?limit=${PART}&before=${first.id}&branch=${branch}`));
   if (visit !== chat.visit || chat.items[0]?.id !== first.id) return;
-  chat.items = [...page.data.reverse(), ...chat.items];
-  chat.more = page.has_more;
+  chat.items = [...page.data, ...chat.items];
+  chat.more = page.more;
   const before = $("scroller").scrollHeight - $("scroller").scrollTop;
   draw();
   $("scroller").scrollTop = $("scroller").scrollHeight - before;
@@ -207,7 +206,7 @@ function draw(end = false) {
 }
 
 function showTitle() {
-  const title = chat.about?.metadata.title || "New chat";
+  const title = chat.about?.title || "New chat";
   $("title").textContent = title;
   document.title = `${title} · localrt`;
 }
@@ -251,7 +250,7 @@ async function follow(item) {
   const mine = () => visit === chat.visit && !ending.signal.aborted;
   chat.answering = item.id;
   const decide = doing((decision) => post(here(`/answers/${item.id}/decision`), { decision }));
-  const isCall = item.type !== "message";
+  const isCall = item.role === "tool";
   const { made, update } = isCall ? openCall(item, decide) : growing(item);
   const old = $("log").querySelector(`[data-id="${item.id}"]`);
   if (old) old.replaceWith(made);
@@ -278,20 +277,20 @@ async function follow(item) {
         await new Promise((done) => setTimeout(done, 700));
       }
       const before = whole;
-      whole = await api(here(`/items/${item.id}?include=html`)).catch((error) => (error.status === 404 ? null : before));
+      whole = await api(here(`/items/${item.id}`)).catch((error) => (error.status === 404 ? null : before));
       if (!whole) return mine() && warn("The conversation was deleted.");
       if (whole.state !== "writing" || !mine()) continue;
-      update(isCall ? whole : shownOf(whole));
+      update(whole);
     }
     if (!mine()) return;
     chat.items = chat.items.map((one) => (one.id === whole.id ? whole : one));
     made.removeAttribute("aria-busy");
     made.classList.remove("asked");
-    const more = isCall || whole.tool_calls.length > 0; // calls, and what follows them
+    const more = isCall || whole.calls; // calls, and what follows them
     chat.answering = more ? item.id : "";
     draw();
     if (more) return await load({ branch: whole.id });
-    say(noteOf(whole)[0] || `Answer: ${textOf(whole).slice(0, 2000)}`);
+    say(noteOf(whole)[0] || `Answer: ${whole.text.slice(0, 2000)}`);
     await list().catch(() => {});
   } finally {
     if (follower === ending) {

@@ -94,7 +94,7 @@ const POLL_MS = 2500;
 setInterval(async () => {
   if (document.hidden || chat.answering || chat.loading || !chat.about || chat.editing !== null) return;
   const about = await api(here()).catch(() => null);
-  if (!about || about.id !== chat.id || chat.answering || chat.loading || about.updated_at === chat.seen) return;
+  if (!about || about.id !== chat.id || chat.answering || chat.loading || about.updated === chat.seen) return;
   await load({ branch: chat.items.at(-1)?.id }).catch(() => {});
   await list().catch(() => {});
 }, POLL_MS);
@@ -104,7 +104,7 @@ const start = doing(async () => {
   chat.models = models.data.filter((one) => (one.capabilities || []).includes("completion"));
   $("model").replaceChildren(...chat.models.map((one) => h("option", { value: one.id }, one.id)));
   choose(stored("model"));
-  choose(chat.about?.metadata.model);
+  choose(chat.about?.model);
   showUsed();
   await loadTools();
 });

@@ -14,21 +14,21 @@ async function submit() {
   try {
     let { id } = chat;
     if (!id) {
-      const about = await post("v1/conversations", { metadata: { model }, ...chat.draft });
+      const about = await post("v1/conversations", { model, ...chat.draft });
       id = about.id;
       if (visit === chat.visit) {
         Object.assign(chat, { id, about });
         history.replaceState(null, "", `#${id}`);
       }
     }
-    const added = await post(here("/items", id), { items: [messageOf(text, files)], after: before });
-    const asked = added.data.at(-1).id;
+    const added = await post(here("/items", id), { ...messageOf(text, files), after: before });
+    const asked = added.id;
     if (visit !== chat.visit) { // another conversation was opened meanwhile
       await post(here("/answers", id), askedOf(model, asked));
       return;
     }
     const at = chat.items.findIndex((item) => item.id === before);
-    chat.items = [...(before ? chat.items.slice(0, at + 1) : []), ...added.data];
+    chat.items = [...(before ? chat.items.slice(0, at + 1) : []), added];
     finishEditing();
     if ($("message").value === written) $("message").value = "";
     chat.files = [];
@@ -44,11 +44,11 @@ function messageOf(text, files) {
   const folds = [];
   let length = 0;
   const add = (piece) => {
-    content.push({ type: "input_text", text: piece });
+    content.push({ text: piece });
     length += [...piece].length;
   };
   for (const file of files) {
-    if (file.url) content.push({ type: "input_image", image_url: file.url, name: file.name });
+    if (file.url) content.push({ url: file.url, name: file.name });
   }
   if (text) add(text);
   for (const file of files.filter((one) => !one.url)) {
@@ -57,7 +57,7 @@ function messageOf(text, files) {
     add(file.text);
     folds.push([start, length, file.name]);
   }
-  return { type: "message", role: "user", content, folds };
+  return { content, folds };
 }
 
 const dataUrl = (file) => new Promise((done, failed) => {
@@ -113,7 +113,7 @@ function drawFiles() {
 
 async function edit(item) {
   const at = await placeOf(item);
-  const pictures = item.content.filter((part) => part.type === "input_image");
+  const { pictures } = item;
   const urls = pictures.length ? await acts.pictures(item) : [];
   const pieces = piecesOf(item);
   finishEditing();
@@ -148,7 +148,7 @@ function fit() {
 function openOptions() {
   const form = $("options").querySelector("form");
   const { options = {}, instructions = "" } = chat.about || chat.draft;
-  form.elements.title.value = chat.about?.metadata.title || "";
+  form.elements.title.value = chat.about?.title || "";
   form.elements.title.disabled = !chat.id;
   form.instructions.value = instructions || "";
   form.temperature.value = options.temperature ?? "";
@@ -175,7 +175,7 @@ async function saveOptions() {
   else if (options.tool_choice === "none") options.tool_choice = null;
   const changes = { instructions: form.instructions.value, options };
   if (chat.id) {
-    chat.about = await post(here(), { ...changes, metadata: { title: form.elements.title.value.trim() } });
+    chat.about = await post(here(), { ...changes, title: form.elements.title.value.trim() });
     await list();
   } else {
     chat.draft = changes;

@@ -110,16 +110,12 @@ function noteOf(item) {
   return ["", false];
 }
 
-const textOf = (item) => (item.content || []).map((part) => (part.type === "reasoning_text" ? "" : part.text || "")).join("");
-// A saved answer as the events of one that is written.
-const shownOf = ({ content }) => ({ thinking: content.length > 1 ? content[0].text : "", html: content.at(-1).html || "" });
-
 // A user's text with its files as labels: folds count characters, and not halves of them.
 function piecesOf(item) {
-  const characters = [...textOf(item)];
+  const characters = [...item.text];
   const pieces = [];
   let last = 0;
-  for (const [start, end, label] of (item.folds || []).filter(Array.isArray)) {
+  for (const [start, end, label] of item.folds) {
     pieces.push({ text: characters.slice(last, start).join("") });
     pieces.push({ text: characters.slice(start, end).join(""), label: String(label) });
     last = end;
@@ -129,20 +125,19 @@ function piecesOf(item) {
 
 // `acts` has what the buttons do: edit, again, show (a branch), picture.
 function drawn(item, acts) {
-  if (item.type !== "message") return drawnCall(item);
+  if (item.role === "tool") return drawnCall(item);
   const mine = item.role === "user";
   const made = h("article", { class: item.role, "data-id": item.id, "aria-label": mine ? "You" : "Answer" });
   const bar = h("div", { class: "bar" });
   if (mine) {
-    const pictures = item.content.filter((part) => part.type === "input_image");
-    if (pictures.length) made.append(picturesOf(item, pictures, acts));
+    if (item.pictures.length) made.append(picturesOf(item, acts));
     const pieces = piecesOf(item);
     if (pieces.length) {
       made.append(h("div", { class: "body" }, ...pieces.map((piece) =>
         piece.label ? h("span", { class: "file", title: piece.text.slice(0, 2000) }, piece.label) : piece.text.replace(/\n\n$/, "\n"))));
     }
   } else {
-    partsOf(made, false)(shownOf(item));
+    partsOf(made, false)(item);
   }
   const others = item.alternatives;
   if (others.length > 1) {
@@ -151,7 +146,7 @@ function drawn(item, acts) {
     bar.append(button("left", "Show the branch before", turn(-1)),
       h("span", {}, `${at + 1}/${others.length}`), button("right", "Show the next branch", turn(1)));
   }
-  bar.append(button("copy", mine ? "Copy the message" : "Copy the answer", () => copy(textOf(item))));
+  bar.append(button("copy", mine ? "Copy the message" : "Copy the answer", () => copy(item.text)));
   if (mine) bar.append(button("edit", "Edit the message", () => acts.edit(item)));
   bar.append(mine ? "" : button("again", "Answer again", () => acts.again(item)));
   const [note, bad] = noteOf(item);
@@ -162,17 +157,10 @@ function drawn(item, acts) {
   return made;
 }
 
-function picturesOf(item, pictures, acts) {
-  const row = h("div", { class: "pictures" });
-  for (const part of pictures) {
-    const image = h("img", { alt: part.name || "A picture" });
-    if (part.image_url) image.src = part.image_url;
-    row.append(image);
-  }
-  if (pictures.some((part) => !part.image_url)) {
-    acts.pictures(item).then((urls) => urls.forEach((url, at) => { if (row.children[at]) row.children[at].src = url; }), () => {});
-  }
-  return row;
+function picturesOf(item, acts) {
+  const images = item.pictures.map(({ name }) => h("img", { alt: name || "A picture" }));
+  acts.pictures(item).then((urls) => urls.forEach((url, at) => { if (images[at]) images[at].src = url; }), () => {});
+  return h("div", { class: "pictures" }, ...images);
 }
 
 function drawnCall(item) {
@@ -181,7 +169,7 @@ function drawnCall(item) {
   const note = notes[item.info.ending] || states[item.state] || "";
   const line = `${item.info.title || "tool"} ${item.info.arguments || ""}`.trim();
   return h("article", { "data-id": item.id, "aria-label": "Call of a tool" },
-    h("details", { class: "call" }, h("summary", {}, note ? `${line} (${note})` : line), h("div", {}, item.output || "")));
+    h("details", { class: "call" }, h("summary", {}, note ? `${line} (${note})` : line), h("div", {}, item.text)));
 }
 
 // A call that waits for the user or runs: `update` shows its item, all of it as text.

@@ -79,7 +79,7 @@ class Shared:
         self.pool = ModelPool(self.load, lambda: files, ServeOptions(), on_change=self.said.append)
 
     def load(
-        self, name: str, shrinkable: bool, cancel: threading.Event, on_gpu: int | None
+        self, name: str, shrinkable: bool, cancel: threading.Event, on_gpu: int
     ) -> localrt.Model:
         self.loaded.append(name)
         gc.collect()  # what closed models have left

@@ -1,8 +1,9 @@
-"""Rows of passes by the goals of answers, on made-up times of passes."""
+"""Chunked prefill: rows of passes on made-up times of passes, and turns on a device."""
 
 from __future__ import annotations
 
-import math
+import threading
+from contextlib import suppress
 from itertools import pairwise
 
 import pytest
@@ -10,18 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localrt.common.errors import OptionError
-from localrt.engine.batch.latency_goals import (
-    GOALS,
-    Goal,
+from localrt.engine.batch.chunked_prefill import (
     PassTimes,
+    PassTurns,
     UnreadPrompt,
     even_shares,
-    goal_of,
+    is_background,
     rows_of_pass,
 )
+from tests.waits import wait_for
 
-CHAT, COMPLETION, BACKGROUND = GOALS.values()
-goals = st.sampled_from([*GOALS.values()])
+CHAT, BACKGROUND = False, True
 
 
 def linear(base: float, row: float, sizes: tuple[int, ...] = (1, 8, 64, 512)) -> PassTimes:
@@ -32,8 +32,8 @@ def linear(base: float, row: float, sizes: tuple[int, ...] = (1, 8, 64, 512)) ->
     return times
 
 
-def prompt(length: int, goal: Goal = CHAT, client: str = "", deadline: float = 0.0) -> UnreadPrompt:
-    return UnreadPrompt(client, length, goal, deadline)
+def prompt(length: int, background: bool = CHAT, client: str = "") -> UnreadPrompt:
+    return UnreadPrompt(client, length, background)
 
 
 @given(st.lists(st.tuples(st.integers(1, 2000), st.floats(1e-4, 10)), max_size=20))
@@ -53,22 +53,22 @@ def test_pass_times(seen: list[tuple[int, float]]) -> None:
 
 
 @given(
-    st.lists(goals, max_size=40),
-    st.lists(st.tuples(st.integers(2, 900), goals, st.integers(0, 3)), max_size=12),
+    st.lists(st.booleans(), max_size=40),
+    st.lists(st.tuples(st.integers(2, 900), st.booleans(), st.integers(0, 3)), max_size=12),
     st.tuples(st.floats(1e-3, 2), st.floats(1e-5, 0.02)) | st.none(),
     st.integers(0, 9),
 )
 def test_any_pass(
-    answers: list[Goal],
-    asked: list[tuple[int, Goal, int]],
+    answers: list[bool],
+    asked: list[tuple[int, bool, int]],
     costs: tuple[float, float] | None,
     turn: int,
 ) -> None:
-    prompts = [UnreadPrompt(client, length, goal, length) for length, goal, client in asked]
+    prompts = [UnreadPrompt(client, length, background) for length, background, client in asked]
     times = PassTimes() if costs is None else linear(*costs)
     chosen, rows = rows_of_pass(answers, prompts, times, most=64, guess=32, pass_number=turn)
     assert chosen == sorted({*chosen})
-    assert all(i in chosen for i, goal in enumerate(answers) if not goal.background)
+    assert all(i in chosen for i, background in enumerate(answers) if not background)
     assert bool(chosen) == bool(answers)
     assert len(chosen) + sum(rows) <= 64
     assert all(0 <= share <= one.length for share, one in zip(rows, prompts, strict=True))
@@ -76,22 +76,21 @@ def test_any_pass(
         assert any(rows)
 
 
-def test_next_tokens_keep_their_goal() -> None:
+def share_beside(answers: list[bool], times: PassTimes, others: int = 0) -> int:
+    """The rows that a chat's prompt of 900 tokens gets."""
+    fixed = {"most": 512, "guess": 64, "pass_number": 0}
+    (share,) = rows_of_pass(answers, [prompt(900)], times, others=others, **fixed)[1]
+    return share
+
+
+def test_next_tokens_are_in_time() -> None:
     """A prompt is cut so that nobody's next token is late, and no further."""
     times = linear(0.05, 0.001)
-    (share,) = rows_of_pass([CHAT], [prompt(900)], times, most=512, guess=64, pass_number=0)[1]
-    assert 0.15 < 0.05 + 0.001 * (1 + share) <= 0.16
-    (share,) = rows_of_pass([COMPLETION], [prompt(900)], times, most=512, guess=64, pass_number=0)[
-        1
-    ]
-    assert 0.095 < 0.05 + 0.001 * (1 + share) <= 0.11  # twice a pass without prompts, at least
-    (share,) = rows_of_pass([BACKGROUND], [prompt(900)], times, most=512, guess=64, pass_number=0)[
-        1
-    ]
-    assert share == 511  # nobody waits for the next token
-    slow = linear(3.0, 0.001)  # weights are streamed: the goal is out of reach, and rows are cheap
-    (share,) = rows_of_pass([CHAT], [prompt(900)], slow, most=512, guess=64, pass_number=0)[1]
-    assert share == 511
+    assert 0.15 < 0.05 + 0.001 * (1 + share_beside([CHAT], times)) <= 0.16
+    assert 0.07 < 0.05 + 0.001 * (1 + share_beside([CHAT], times, others=1)) <= 0.08
+    assert share_beside([BACKGROUND], times) == 511  # nobody waits for the next token
+    slow = linear(3.0, 0.001)  # weights are streamed: every token is late, and rows are cheap
+    assert share_beside([CHAT], slow) == 511
 
 
 def test_background_leaves_room() -> None:
@@ -101,7 +100,7 @@ def test_background_leaves_room() -> None:
         1
     ]
     assert second == 400
-    assert first == 50
+    assert first == 64
     (share,) = rows_of_pass([], [long], times, most=512, guess=64, pass_number=0)[1]
     assert 40 <= share <= 60
     many = [CHAT, *[BACKGROUND] * 20]
@@ -113,15 +112,6 @@ def test_background_leaves_room() -> None:
     assert set().union(*taken) == set(range(21))
 
 
-def test_earliest_deadline_first() -> None:
-    chat, completion = prompt(300, CHAT, deadline=5.0), prompt(300, COMPLETION, deadline=6.0)
-    rows = rows_of_pass([], [chat, completion], PassTimes(), most=400, guess=64, pass_number=0)[1]
-    assert rows == [300, 100]
-    later = completion._replace(deadline=4.0)
-    rows = rows_of_pass([], [chat, later], PassTimes(), most=400, guess=64, pass_number=0)[1]
-    assert rows == [100, 300]
-
-
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 200)), max_size=12), st.integers(0, 99))
 def test_even_shares(prompts: list[tuple[int, int]], room: int) -> None:
     shares = even_shares(prompts, room)
@@ -131,7 +121,42 @@ def test_even_shares(prompts: list[tuple[int, int]], room: int) -> None:
 
 
 def test_unknown_class() -> None:
-    assert goal_of("completion") == COMPLETION
-    with pytest.raises(OptionError, match="one of interactive, completion, background, is 'x'"):
-        goal_of("x")
-    assert Goal(1.0).next_s == math.inf
+    assert is_background("background")
+    assert not is_background("interactive")
+    with pytest.raises(OptionError, match="one of interactive, background, is 'x'"):
+        is_background("x")
+
+
+# -- turns of a device -----------------------------------------------------------------------------
+
+
+def test_first_come_first_served() -> None:
+    turns, log = PassTurns(), list[str]()
+
+    def take(name: str) -> None:
+        with turns.turn(name):
+            log.append(name)
+
+    threads = []
+    with turns.turn("first") as others:
+        assert others == 0
+        for number, name in enumerate("abc"):
+            threads.append(threading.Thread(target=take, args=(name,)))
+            threads[-1].start()
+            wait_for(lambda number=number: len(turns._queue) == number + 2)  # type: ignore[misc]
+    for thread in threads:
+        thread.join(60)
+    assert log == ["a", "b", "c"]
+
+
+def test_batches_at_work() -> None:
+    turns = PassTurns()
+    with suppress(ZeroDivisionError), turns.turn("a"):
+        raise ZeroDivisionError
+    with turns.turn("b") as others:
+        assert others == 1
+    with turns.turn() as others:
+        assert others == 2
+    turns.leave("a")
+    with turns.turn("b") as others:
+        assert others == 0
