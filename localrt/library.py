@@ -175,7 +175,7 @@ def plan(
     """
     # These import the planner, and the readers of models.
     from localrt.drafts.discovery import own_draft
-    from localrt.planning.describe_pc import Hardware
+    from localrt.planning.measure import Hardware
     from localrt.planning.plan import plan_model
     from localrt.quant.ops.kv_formats import parse_kv_format
 

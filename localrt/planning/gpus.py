@@ -1,4 +1,4 @@
-"""Profiles of GPUs: a measured one, and others for hypothetical plans.
+"""Table of GPUs by name, with the rates that kernels reach on them.
 
 The table lists common GPUs with the vendor's figures: the memory's size and rate, and arithmetic
 from cores and boost clocks. The sources are NVIDIA's architecture papers (Turing, GA102, Ada,
@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from localrt import system
 from localrt.common.errors import OptionError
 from localrt.common.formatting import parse_size
 from localrt.planning.machine import GpuProfile, KernelRate, OtherGpu
@@ -192,17 +193,33 @@ def measured_profile(name: str, vram_bytes: int, rates: GpuRates) -> GpuProfile:
     )
 
 
-# Names of unsupported GPUs: AMD, Intel, Apple, and NVIDIA before Turing.
+# The share of a GPU's memory that a desktop leaves free, and the least that it takes.
+GPU_SHARE = 0.92
+_DESKTOP, _WINDOWS_DESKTOP = 800_000_000, 1_000_000_000
+
+
+def beside_desktop(gpu: GpuModel, *, windows: bool = system.IS_WINDOWS) -> int:
+    """Return the bytes of a GPU's memory that a desktop leaves free; a made-up GPU has none."""
+    if gpu.reached == 1.0:
+        return gpu.vram_bytes
+    taken = max(_WINDOWS_DESKTOP if windows else _DESKTOP, (1 - GPU_SHARE) * gpu.vram_bytes)
+    return gpu.vram_bytes - int(taken)
+
+
+# Names of unsupported GPUs: AMD, Intel, and NVIDIA before Turing.
 OTHERS = (
     r"\bRX\s?\d{3,4}|radeon|\bvega\b|instinct|\bMI\d{2,3}\b|\b[6-9]\d0M\b"
-    r"|\barc\b|\biris\b|\bu?hd\sgraphics\b|\bxe\b|intel\sgraphics|\bapple\b|\bi?mac|\bM[1-9]\b"
+    r"|\barc\b|\biris\b|\bu?hd\sgraphics\b|\bxe\b|intel\sgraphics"
     r"|\bGTX?\s?(?:[4-9]\d\d|10\d\d)\b|\bMX[1-3]\d\d\b|\bGT\s?\d{3,4}\b"
     r"|\b(?:quadro|tesla)\s[KMP]\d|\b[KMP](?:40|100|4)\b"
 )
 """A pattern that matches their names."""
+_APPLE = re.compile(
+    r"\b(?:apple|i?mac(?:book)?)\b[\s\w]*|(?<!tesla )\bM[1-9](?:\s*(?:pro|max|ultra))?(?![\w.])",
+    re.IGNORECASE,
+)
 
-# GiB of memory, and its GB/s, by their makers (amd.com, ark.intel.com, support.apple.com). Apple's
-# chips share RAM; of chips with several rates, the lowest.
+# GiB of memory, and its GB/s, by their makers (amd.com, ark.intel.com).
 _OTHER_ROWS = """
 RX 570 4 224, RX 580 8 256, RX 5500 XT 8 224, RX 5600 XT 6 288, RX 5700 8 448, RX 5700 XT 8 448,
 RX 6400 4 128, RX 6500 XT 4 144, RX 6600 8 224, RX 6600 XT 8 256, RX 6650 XT 8 280, RX 6700 10 320,
@@ -210,9 +227,7 @@ RX 6700 XT 12 384, RX 6750 XT 12 432, RX 6800 16 512, RX 6800 XT 16 512, RX 6900
 RX 6950 XT 16 576, RX 7600 8 288, RX 7600 XT 16 288, RX 7700 XT 12 432, RX 7800 XT 16 624,
 RX 7900 GRE 16 576, RX 7900 XT 20 800, RX 7900 XTX 24 960, RX 9060 XT 16 320, RX 9060 XT 8 320,
 RX 9070 16 640, RX 9070 XT 16 640, Arc A380 6 186, Arc A580 8 512, Arc A750 8 512, Arc A770 16 560,
-Arc A770 8 512, Arc B570 10 380, Arc B580 12 456, M1 0 68, M1 Pro 0 200, M1 Max 0 400,
-M1 Ultra 0 800, M2 0 100, M2 Pro 0 200, M2 Max 0 400, M2 Ultra 0 800, M3 0 100, M3 Pro 0 150,
-M3 Max 0 300, M3 Ultra 0 819, M4 0 120, M4 Pro 0 273, M4 Max 0 410, M5 0 153
+Arc A770 8 512, Arc B570 10 380, Arc B580 12 456
 """
 
 
@@ -222,7 +237,7 @@ def other_gpu(text: str, memory_bytes: int | None = None) -> OtherGpu | None:
     """
     if re.search(OTHERS, text, re.IGNORECASE) is None or find_gpu(text) is not None:
         return None
-    words = _words(re.sub(r"mac(?:book)?\s*(?:air|pro)\b", "", text, flags=re.IGNORECASE))
+    words = _words(text)
     sizes = [int(word.removesuffix("gb")) for word in words if re.fullmatch(r"\d{1,6}gb", word)]
     gib = sizes[0] if sizes else memory_bytes and round(memory_bytes / (1 << 30))
     found: list[tuple[int, int, int, int]] = []
@@ -234,6 +249,16 @@ def other_gpu(text: str, memory_bytes: int | None = None) -> OtherGpu | None:
     *_, own, gb_s = min(found, default=(0, 0))
     room = memory_bytes or (own or gib or 0) << 30
     return OtherGpu(name=text.strip(), room_bytes=room or None, bytes_s=1e9 * gb_s or None)
+
+
+def refuse_apple(text: str) -> None:
+    """Refuse a computer or chip of Apple's, whose GPUs only llama.cpp can use.
+
+    Raises:
+        OptionError: ``text`` names one.
+    """
+    if (named := _APPLE.search(text)) is not None:
+        raise OptionError(f"{named[0].strip()!r:.80}: Apple's GPUs are not planned")
 
 
 def find_gpu(name: str, vram_bytes: int | None = None) -> GpuModel | None:
@@ -281,6 +306,7 @@ def parse_gpu(text: str) -> GpuModel:
             _parse_flops(match["flops"]),
             reached=1.0,
         )
+    refuse_apple(text)
     gpu = find_gpu(text.removeprefix("virtual:"))
     if gpu is None:
         close = difflib.get_close_matches(text.upper(), GPUS, n=3, cutoff=0.7)

@@ -31,7 +31,6 @@ from localrt.planning.advice import (
     largest_contexts,
     make_forecast,
 )
-from localrt.planning.describe_pc import Hardware, planned_hardware, with_formats
 from localrt.planning.forecast import (
     Change,
     Forecast,
@@ -39,6 +38,7 @@ from localrt.planning.forecast import (
     PlanRequest,
 )
 from localrt.planning.machine import MachineProfile
+from localrt.planning.measure import Hardware, planned_hardware, with_formats
 from localrt.planning.models import find_model, has_weights, hub_ref, known_model_of, shape_of
 from localrt.planning.recommending import (
     FILE,

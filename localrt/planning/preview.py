@@ -24,9 +24,15 @@ from localrt.models.weight_files import files_nbytes
 from localrt.offload.account import UNKNOWN_MODEL_NBYTES, longest_context
 from localrt.offload.memory import ram_budget
 from localrt.planning.advice import helpful_changes, make_forecast
-from localrt.planning.describe_pc import Hardware, budgets_of, gpu_here, machine_on_device, with_gpu
 from localrt.planning.forecast import Change, Forecast, PlanRequest, in_words
-from localrt.planning.measure import known_machine
+from localrt.planning.measure import (
+    Hardware,
+    budgets_of,
+    gpu_here,
+    known_machine,
+    machine_on_device,
+    with_gpu,
+)
 from localrt.planning.models import find_model, shape_of
 from localrt.planning.search import fits
 from localrt.quant.ops.kv_formats import parse_kv_format

@@ -25,9 +25,9 @@ from localrt.offload.account import UNKNOWN_MODEL_NBYTES, Budgets
 from localrt.offload.memory import ram_budget
 from localrt.offload.shapes import ModelShape, aligned
 from localrt.planning.advice import LEAST_GAIN
-from localrt.planning.describe_pc import budgets_of, machine_on_device
 from localrt.planning.forecast import Change, PlanRequest
 from localrt.planning.machine import MachineProfile
+from localrt.planning.measure import budgets_of, machine_on_device
 from localrt.planning.predict import estimate, whole_nbytes
 from localrt.planning.shapes import shape_from_config
 from localrt.planning.verdict import READING_TOK_S, Expected, speed

@@ -14,8 +14,8 @@ from localrt.common.settings import Settings
 from localrt.hub.known_models import KNOWN_MODELS, KnownModel, repo_thinks
 from localrt.offload.account import Budgets
 from localrt.offload.memory import ram_budget
-from localrt.planning.describe_pc import Hardware, budgets_of, machine_on_device, planned_hardware
 from localrt.planning.machine import MachineProfile
+from localrt.planning.measure import Hardware, budgets_of, machine_on_device, planned_hardware
 from localrt.planning.recommending import Recommendation, recommend_on, usual_offer
 from localrt.planning.report import figures, gpu_room, other_gpu_line
 from localrt.planning.verdict import Expected, Level, meanings, speed

@@ -312,7 +312,7 @@ def test_welcome(monkeypatch: pytest.MonkeyPatch) -> None:
     def measured(*_: object, **__: object) -> None:
         raise AssertionError("it measures")
 
-    monkeypatch.setattr("localrt.planning.describe_pc.machine_here", measured)
+    monkeypatch.setattr("localrt.planning.measure.machine_here", measured)
     # What is free changes from one moment to the next.
     monkeypatch.setattr("localrt.planning.what_runs.ram_budget", lambda given: 16 << 30)
     best = best_here(Settings.from_environment())

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 import localrt
 from localrt.common.settings import Settings
 from localrt.offload.account import Budgets
-from localrt.planning import describe_pc as pc
+from localrt.planning import measure as pc
 from localrt.planning import preview as preview_module
 from localrt.planning.advice import make_forecast
-from localrt.planning.describe_pc import Hardware
 from localrt.planning.forecast import PlanRequest
 from localrt.planning.machine import KernelRate, MachineProfile
+from localrt.planning.measure import Hardware
 from localrt.planning.predict import estimate
 from localrt.planning.verdict import meanings, speed
 from localrt.planning.what_runs import WhatRuns, what_runs

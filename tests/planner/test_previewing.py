@@ -17,7 +17,7 @@ def test_in_memory_or_streamed(tiny_folder: Path, monkeypatch: pytest.MonkeyPatc
     def never(*args: object, **kwargs: object) -> None:
         raise AssertionError("nothing is measured for a preview")
 
-    monkeypatch.setattr("localrt.planning.describe_pc.machine_profile", never)
+    monkeypatch.setattr("localrt.planning.measure.machine_profile", never)
     found = preview(tiny_folder, device="cpu")
     assert found.fits
     assert found.read_bytes == 0

@@ -17,10 +17,10 @@ from localrt.offload.placement import Placement, Where
 from localrt.offload.shapes import ModelShape
 from localrt.planning.advice import make_forecast
 from localrt.planning.costs import Costs
-from localrt.planning.describe_pc import Hardware, planned_hardware
 from localrt.planning.forecast import Forecast, PlanRequest
 from localrt.planning.gpus import DEFAULT_GPU
 from localrt.planning.machine import GpuProfile, KernelRate, MachineProfile
+from localrt.planning.measure import Hardware, planned_hardware
 from localrt.planning.recommending import sized
 from localrt.planning.shapes import shape_from_config
 from localrt.planning.simulate import simulate

@@ -11,7 +11,7 @@ from localrt.common.settings import Settings
 from localrt.hub.known_models import find_known, repo_thinks
 from localrt.hub.resolving import Offer
 from localrt.planning import recommending
-from localrt.planning.describe_pc import Hardware, planned_hardware
+from localrt.planning.measure import Hardware, planned_hardware
 from localrt.planning.recommending import recommend, recommend_on
 from localrt.planning.verdict import READING_TOK_S, THINKING_TOK_S, judge, speed
 
