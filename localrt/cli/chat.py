@@ -142,6 +142,6 @@ def welcome() -> str:
     better = best_here(Settings.from_environment())
     line = f"{DEMO_NAME} is small, for a first try. "
     if better is not None and better.expected is not None:
-        size = format_bytes(better.expected.nbytes)
+        size = format_bytes(better.expected.weights)
         line += f"{better.model.name} ({size}) runs well on this PC: F4 and its name get it. "
     return line + "F1 lists the keys."

@@ -268,8 +268,8 @@ def _pool(
         ]
 
     def fast_on_cpu(name: str, ram: int) -> bool:
+        from localrt.planning.forecast import THINKING_TOK_S
         from localrt.planning.preview import preview  # a server may never need it
-        from localrt.planning.verdict import THINKING_TOK_S
 
         kept: dict[str, Any] = {each: given.get(each) for each in ("ctx", "kv_format")}
         return (preview(name, ram=ram, device="cpu", **kept).tok_s or 0.0) >= THINKING_TOK_S

@@ -16,10 +16,8 @@ from localrt.common.formatting import format_bytes
 from localrt.common.option_names import option
 from localrt.offload.account import SMALLEST_CONTEXT, activation_nbytes, shorter_contexts
 from localrt.offload.shapes import ModelShape, aligned
-from localrt.planning.forecast import Change, Forecast, PlannedContext, PlanRequest
-from localrt.planning.predict import estimate, find_forecast
-from localrt.planning.search import fits
-from localrt.planning.verdict import READING_TOK_S
+from localrt.planning.forecast import READING_TOK_S, Change, Forecast, PlannedContext, PlanRequest
+from localrt.planning.search import estimate, find_forecast, fits
 from localrt.quant.formats import FORMATS
 
 LEAST_GAIN = 1.05

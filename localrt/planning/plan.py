@@ -163,7 +163,6 @@ def plan_model(
         placement=forecast.placement,
         prediction=forecast.prediction,
         memory=forecast.memory,
-        estimated=forecast.estimated,
         measured_tok_s=known_speed(settings.data_dir, path.name) if here else None,
         notes=tuple(notes),
         draft=draft,

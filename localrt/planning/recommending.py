@@ -23,14 +23,14 @@ from localrt.hub.names import HubRef
 from localrt.hub.resolving import Offer
 from localrt.offload.account import UNKNOWN_MODEL_NBYTES, Budgets
 from localrt.offload.memory import ram_budget
+from localrt.offload.placement import PlacedUnit
 from localrt.offload.shapes import ModelShape, aligned
 from localrt.planning.advice import LEAST_GAIN
-from localrt.planning.forecast import Change, PlanRequest
+from localrt.planning.forecast import READING_TOK_S, Change, PlanRequest, Prediction, speed
 from localrt.planning.machine import MachineProfile
 from localrt.planning.measure import budgets_of, machine_on_device
-from localrt.planning.predict import estimate, whole_nbytes
+from localrt.planning.search import estimate, whole_nbytes
 from localrt.planning.shapes import shape_from_config
-from localrt.planning.verdict import READING_TOK_S, Expected, speed
 
 FILE = "file"
 """The option name of a change to another of a repository's files."""
@@ -61,7 +61,7 @@ class Recommendation:
     name: str
     tok_s: float | None
     reason: str
-    expected: Expected | None = None
+    expected: Prediction | None = None
 
 
 def recommend(
@@ -90,7 +90,7 @@ def recommend_on(
     names = _candidates(offer.sizes)
     shape = _outline_of(offer)
     where = " on a typical machine" if machine.sources.get("kernels") == "typical" else ""
-    expected: dict[str, Expected] = {}
+    expected: dict[str, Prediction] = {}
     if shape is None:
         rates = {name: _rate_of_size(offer.sizes[name], machine, budgets) for name in names}
         quick = (name for name in names if rates[name] >= READING_TOK_S)
@@ -131,7 +131,7 @@ def recommend_on(
 
 
 def _best(
-    expected: Mapping[str, Expected], bits: Mapping[str, float], budgets: Budgets
+    expected: Mapping[str, Prediction], bits: Mapping[str, float], budgets: Budgets
 ) -> str | None:
     """Return the best of files sorted from the largest; None if none reaches reading speed."""
     good = [name for name in expected if (_bits(name) or _GOOD_BITS) >= _GOOD_BITS]
@@ -236,17 +236,22 @@ def sized(shape: ModelShape, name: str, nbytes: int) -> ModelShape:
     format = _FORMATS[min(_FORMATS, key=lambda each: abs(each - bits))]
     share = nbytes / whole_nbytes(shape)
     units = [
-        replace(
-            unit,
+        PlacedUnit(  # ten thousand of them in a table of models
+            name=unit.name,
+            kind=unit.kind,
             nbytes=aligned(round(share * unit.nbytes)),
+            macs=unit.macs,
             format=format if unit.macs else unit.format,
+            layer=unit.layer,
+            use=unit.use,
+            unpacked=unit.unpacked,
         )
         for unit in shape.units
     ]
     return replace(shape, units=tuple(units))
 
 
-def _why(name: str, names: list[str], expected: Mapping[str, Expected], what: str) -> str:
+def _why(name: str, names: list[str], expected: Mapping[str, Prediction], what: str) -> str:
     found = expected[name]
     larger = names[names.index(name) - 1] if names.index(name) else None
     if found.whole_on_gpu and found.is_quick:

@@ -14,16 +14,20 @@ from localrt.common.formatting import format_bytes, format_count, format_rate, f
 from localrt.offload.account import Budgets, Tier
 from localrt.offload.placement import PlacedUnit, Where
 from localrt.offload.shapes import ModelShape
+from localrt.planning.costs import Resource
 from localrt.planning.forecast import (
+    PROMPT_TOKENS,
+    READING_TOK_S,
     Forecast,
     PlannedPicture,
     PlanRequest,
+    meanings,
+    part_of,
     placed_shape,
+    speed,
 )
 from localrt.planning.machine import MachineProfile
-from localrt.planning.predict import EVEN_EXPERTS
-from localrt.planning.simulate import Resource
-from localrt.planning.verdict import PROMPT_TOKENS, READING_TOK_S, meanings, part_of, speed
+from localrt.planning.search import EVEN_EXPERTS
 
 _PLACES = {
     Where.VRAM: "in GPU memory, computed there",
@@ -249,10 +253,11 @@ def _prediction(plan: Forecast) -> Iterator[str]:
     yield from _long_passes(plan)
     if plan.picture is not None:
         yield _picture(plan.picture)
-    yield (
-        f"with {prediction.held} tokens held; with all {plan.request.ctx}: "
-        f"{format_rate(prediction.full_context_tok_s)} tok/s"
-    )
+    if prediction.full_context_tok_s is not None:
+        yield (
+            f"with {prediction.held} tokens held; with all {plan.request.ctx}: "
+            f"{format_rate(prediction.full_context_tok_s)} tok/s"
+        )
 
 
 def _long_passes(plan: Forecast) -> Iterator[str]:
@@ -336,7 +341,7 @@ def gpu_room(machine: MachineProfile, budgets: Budgets) -> str:
 
 
 def _prompt(plan: Forecast) -> str:
-    wait = format_seconds(plan.expected.wait_s)
+    wait = format_seconds(plan.prediction.page_s)
     return f"A page of text ({PROMPT_TOKENS} tokens) is read in {wait}"
 
 

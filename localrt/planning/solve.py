@@ -1,4 +1,4 @@
-"""States the placement as a small problem, and solves it by rules in milliseconds.
+"""Heuristic solver of the placement problem: how many units of each class go where.
 
 Units of equal cost form a class, so that 15,000 experts are one entry. A pass takes at least as
 long as its disk reads, its copies, or its computing: the rules minimize the longest of the three
@@ -17,7 +17,7 @@ from typing import Literal
 
 from localrt.common.files import PAGE
 from localrt.offload.placement import PlacedUnit, UnitKind, Where
-from localrt.planning.costs import Costs, layer_seconds
+from localrt.planning.costs import Costs, PassTime, layer_seconds
 
 AttentionPlace = Literal["gpu", "gpu first", "anywhere", "host"]
 Counts = Sequence[Mapping[Where, int]]
@@ -64,7 +64,8 @@ class Problem:
     """The placement problem: room for weights and KV caches in bytes, rates in bytes per second.
 
     ``ram_slot`` and ``vram_slot`` limit the size of units that may be read and copied: rings must
-    hold them. Without a GPU ``link_bytes_s`` is 0. ``visit_s``: seconds of a visit to the CPU
+    hold them. The ring in RAM has ``ram_ring`` bytes, with which ``reached`` of the disk's rate is
+    reached. Without a GPU ``link_bytes_s`` is 0. ``visit_s``: seconds of a visit to the CPU
     between units of the GPU; ``link_loss`` and ``cpu_loss``: the share by which each slows down
     while the other works. ``attention`` may force attention (and a mixture's routers) onto the GPU,
     or place it there first, since prefill needs it there and KV caches cannot move. It may force
@@ -82,6 +83,8 @@ class Problem:
     link_loss: float = 0.0
     cpu_loss: float = 0.0
     fixed_s: float = 0.0
+    ram_ring: int = 0
+    reached: float = 1.0
     attention: AttentionPlace = "anywhere"
 
     def attends(self, group: UnitClass) -> bool:
@@ -164,31 +167,58 @@ def _class(costs: Costs, units: Sequence[PlacedUnit], kv: Sequence[int]) -> Unit
     )
 
 
-def bound(problem: Problem, counts: Counts) -> float:
-    """Return a lower bound of a pass's seconds: the longest of its reads, copies and computing."""
-    read = copied = by_cpu = 0.0
-    chain = problem.fixed_s
+def pass_time(problem: Problem, counts: Counts) -> PassTime:
+    """Return the time of a token's pass by a formula: it takes as long as its reads, its copies or
+    its computing, whichever is longest, and waits for what cannot be read ahead.
+
+    An expert is read once its router has chosen it. The head's slices lie together at the end of a
+    pass: what of them the ring does not hold is read while nothing else is computed.
+    """
+    nbytes = dict.fromkeys(("ssd", "link", "ram", "vram"), 0.0)
+    by_cpu, by_gpu = problem.fixed_s, 0.0
+    working = experts = slices = head_s = 0.0  # CPU's seconds in units; bytes read; seconds
     for group, places in zip(problem.classes, counts, strict=True):
         for where, count in places.items():
             used = count * group.use
-            if where.read:
-                read += used * group.nbytes
-            if where.copied:
-                copied += used * group.nbytes
-            elif not where.on_gpu:
-                by_cpu += used * group.cpu_s
-            chain += used * compute_seconds(problem, group, where)
-    reading = read / problem.ssd_bytes_s
-    if not copied:
-        return max(reading, chain)
-    link = copied / problem.link_bytes_s
-    pass_s = max(reading, link, chain)
-    # Copies and the CPU slow each other down while both work.
-    link, by_cpu = (
-        link * (1 + problem.link_loss * by_cpu / pass_s),
-        by_cpu * problem.cpu_loss * link / pass_s,
+            size, seconds = used * group.nbytes, used * compute_seconds(problem, group, where)
+            nbytes["vram" if where.on_gpu else "ram"] += size
+            if where.on_gpu:
+                by_gpu += seconds
+            else:
+                by_cpu += seconds
+                working += used * group.cpu_s
+            nbytes["link"] += size * where.copied
+            nbytes["ssd"] += size * where.read
+            experts += size * (where.read and group.kind == "expert")
+            slices += size * (where.read and group.kind == "head")
+            head_s += seconds * (group.kind == "head")
+    chain, link, rate = by_cpu + by_gpu, 0.0, problem.ssd_bytes_s * problem.reached
+    if nbytes["link"]:
+        # Copies and the CPU slow each other down while both work.
+        link = nbytes["link"] / problem.link_bytes_s
+        pass_s = max(nbytes["ssd"] / rate, link, chain)
+        slower = working * problem.cpu_loss * link / pass_s
+        link *= 1 + problem.link_loss * working / pass_s
+        chain, by_cpu = chain + slower, by_cpu + slower
+    burst = (slices - problem.ram_ring) / rate
+    steady = max((nbytes["ssd"] - experts) / rate, link, chain, chain - head_s + burst)
+    pass_s = steady + experts / rate
+    return PassTime(
+        seconds=pass_s,
+        busy={
+            "ssd": nbytes["ssd"] / problem.ssd_bytes_s,
+            "link": link,
+            "cpu": by_cpu,
+            "gpu": by_gpu,
+        },
+        chain=chain,
+        nbytes=nbytes,
+        waits={
+            "ssd": pass_s - max(link, chain),
+            "link": max(0.0, link - chain),
+            "crossing": 0.0,
+        },
     )
-    return max(reading, link, chain + by_cpu)
 
 
 def compute_seconds(problem: Problem, group: UnitClass, where: Where) -> float:
@@ -232,7 +262,7 @@ def is_feasible(problem: Problem, counts: Counts) -> bool:
 # Subset sums are exact to one step per unit. A step is small compared with the smallest unit,
 # unless that would need too many steps.
 _STEPS_OF_A_UNIT = 256
-_MOST_STEPS = 1 << 22
+_MOST_STEPS = 1 << 17
 _MOST_SHORT = 64  # steps that rounding down may take from a sum
 
 
@@ -314,6 +344,8 @@ def closest_subset(sizes: Sequence[int], limits: Sequence[int], target: int) -> 
     """
     if _nbytes(sizes, limits) < target:
         return None
+    if len(sizes) == 1:
+        return [-(-target // sizes[0])]
     fine = min((size for size in sizes if size), default=PAGE) // _STEPS_OF_A_UNIT
     step = max(PAGE, fine // PAGE * PAGE, target // _MOST_STEPS)
     goal = -(-target // step)
@@ -335,7 +367,8 @@ def closest_subset(sizes: Sequence[int], limits: Sequence[int], target: int) -> 
     most = goal + (beyond & -beyond).bit_length() - 1
     # Sizes were rounded down: a sum a few steps short of the goal may reach the target.
     least = max(0, goal - min(sum(limits), _MOST_SHORT))
-    totals = (total for total in range(least, most + 1) if reached[-1] >> total & 1)
+    near = reached[-1] >> least & (1 << most - least + 1) - 1
+    totals = (least + steps for steps in range(most - least + 1) if near >> steps & 1)
     decoded = (_decoded(reached, items, floors, total) for total in totals)
     enough = (counts for counts in decoded if _nbytes(sizes, counts) >= target)
     closest = (_without_surplus(sizes, counts, target) for counts in enough)

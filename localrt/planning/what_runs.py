@@ -14,11 +14,11 @@ from localrt.common.settings import Settings
 from localrt.hub.known_models import KNOWN_MODELS, KnownModel, repo_thinks
 from localrt.offload.account import Budgets
 from localrt.offload.memory import ram_budget
+from localrt.planning.forecast import PROMPT_TOKENS, Level, Prediction, meanings, speed
 from localrt.planning.machine import MachineProfile
 from localrt.planning.measure import Hardware, budgets_of, machine_on_device, planned_hardware
 from localrt.planning.recommending import Recommendation, recommend_on, usual_offer
 from localrt.planning.report import figures, gpu_room, other_gpu_line
-from localrt.planning.verdict import Expected, Level, meanings, speed
 
 _ORDER: dict[Level, int] = {"good": 0, "usable": 1, "slow": 2}
 _WORDS: dict[Level, str] = {"good": "good", "usable": "usable", "slow": "too slow"}
@@ -33,7 +33,7 @@ class Runnable:
 
     model: KnownModel
     quantization: str | None
-    expected: Expected | None
+    expected: Prediction | None
 
     @property
     def level(self) -> Level:
@@ -42,7 +42,21 @@ class Runnable:
 
     def to_dict(self) -> dict[str, object]:
         """Plain values, for JSON."""
-        expected = {} if self.expected is None else asdict(self.expected)
+        found = self.expected
+        expected: dict[str, object] = {}
+        if found is not None:
+            expected = {
+                "tok_s": found.tok_s,
+                "prefill_tok_s": PROMPT_TOKENS / found.page_s,
+                "nbytes": found.weights,
+                "needed": found.needed,
+                "read": found.read,
+                "copied": found.copied,
+                "on_gpu": found.on_gpu,
+                "by_cpu": found.by_cpu,
+                "thinks": found.thinks,
+                "gpu_unused": found.gpu_unused,
+            }
         return {
             "name": self.model.name,
             "repo": self.model.repo,
@@ -165,8 +179,8 @@ def _row(each: Runnable) -> Iterable[str]:
     assert each.expected is not None, "it runs"
     yield each.model.name
     yield each.quantization or ""
-    yield format_bytes(each.expected.nbytes)
+    yield format_bytes(each.expected.weights)
     yield speed(each.expected.tok_s).removesuffix(" tok/s")
-    yield format_seconds(each.expected.wait_s)
+    yield format_seconds(each.expected.page_s)
     yield each.expected.place
     yield _WORDS[each.level]
