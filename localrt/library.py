@@ -115,7 +115,7 @@ def list_variants(
     offer = offer_of(repo, settings)
     if len(offer.sizes) < 2:
         return found
-    from localrt.planning.recommending import recommend  # loads the planner: only needed here
+    from localrt.planning.recommend import recommend  # loads the planner: only needed here
 
     best = recommend(offer, settings, ram=ram, gpu_memory=gpu_memory, device=device)
     name = str(HubRef(repo, variant=best.name))

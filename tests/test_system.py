@@ -172,7 +172,7 @@ WORDS = re.compile("|".join(map(re.escape, SOME_HAVE | ASK | {"platform", "/proc
 ALLOWED = {
     # Other PCs, which are like this one unless it is said.
     "localrt/planning/describe_pc.py",
-    "localrt/planning/gpus.py",
+    "localrt/planning/machine.py",
 }
 
 

@@ -137,7 +137,7 @@ def last_model() -> str | None:
 
 def welcome() -> str:
     """What newcomers should know of the demo model; takes half a second."""
-    from localrt.planning.what_runs import best_here
+    from localrt.planning.recommend import best_here
 
     better = best_here(Settings.from_environment())
     line = f"{DEMO_NAME} is small, for a first try. "

@@ -23,7 +23,7 @@ from localrt.planning.describe_pc import PRESETS
 from localrt.planning.measure import Hardware
 from localrt.planning.models import find_model, shape_of
 from localrt.planning.plan import Plan
-from localrt.planning.what_runs import what_runs
+from localrt.planning.recommend import what_runs
 from localrt.quant.ops.kv_formats import KV_FORMATS
 
 EXAMPLES: Examples = (

@@ -269,7 +269,7 @@ def _pool(
 
     def fast_on_cpu(name: str, ram: int) -> bool:
         from localrt.planning.forecast import THINKING_TOK_S
-        from localrt.planning.preview import preview  # a server may never need it
+        from localrt.planning.recommend import preview  # a server may never need it
 
         kept: dict[str, Any] = {each: given.get(each) for each in ("ctx", "kv_format")}
         return (preview(name, ram=ram, device="cpu", **kept).tok_s or 0.0) >= THINKING_TOK_S

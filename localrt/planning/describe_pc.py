@@ -15,17 +15,19 @@ from typing import Any
 from localrt import system
 from localrt.common.errors import OptionError
 from localrt.common.formatting import parse_size
-from localrt.planning.gpus import (
+from localrt.planning.machine import (
     OTHERS,
     GpuModel,
+    MachineProfile,
+    OtherGpu,
     beside_desktop,
     find_gpu,
     other_gpu,
     parse_bandwidth,
     parse_gpu,
     refuse_apple,
+    typical_machine,
 )
-from localrt.planning.machine import MachineProfile, OtherGpu, typical_machine
 
 PRESETS: Mapping[str, str] = {
     "office-laptop": "16GB DDR4-3200, 4 cores, NVMe",

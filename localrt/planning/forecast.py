@@ -559,3 +559,57 @@ class Forecast:
 def placed_shape(plan: Forecast) -> ModelShape:
     """The model as placed, with split MLPs as pieces."""
     return plan.request.shape.split(plan.placement.split)
+
+
+def figures(machine: MachineProfile) -> Iterator[str]:
+    """Yield the rates of a plan, and whether each was measured, given or typical: ``"RAM 31 GB/s
+    (measured)"``.
+    """
+
+    def figure(text: str, name: str) -> str:
+        return f"{text} ({machine.sources.get(name, 'typical')})"
+
+    def rate(what: str, name: str, value: float) -> str:
+        return figure(f"{what} {format_bytes(value)}/s", name)
+
+    yield rate("disk", "ssd_bytes_s", machine.ssd_bytes_s)
+    yield rate("RAM", "ram_bytes_s", machine.ram_bytes_s)
+    yield figure(f"{machine.threads} cores", "cores")
+    yield figure("speed of the cores", "kernels")
+    if machine.gpu is not None and machine.link_bytes_s is not None:
+        yield f"{machine.gpu.name} with {rate('memory at', 'gpu', machine.gpu.bytes_s)}"
+        yield rate("link to it", "link_bytes_s", machine.link_bytes_s)
+
+
+def other_gpu_line(machine: MachineProfile, request: PlanRequest | None = None) -> str:
+    """Return what llama.cpp can do with a GPU that localrt's kernels cannot use; empty without one.
+
+    No rate is given that does not follow from a known one: reading weights once for each token.
+    """
+    gpu, text, rate = machine.other_gpu, "", None
+    if gpu is None:
+        return ""
+    if request is not None:
+        shape, room = request.shape, gpu.room_bytes
+        needed = shape.nbytes + sum(shape.kv_nbytes(request.kv_format, request.ctx))
+        share = 1.0 if room is None else min(1.0, room / needed)
+        if room is not None:
+            what = "all of the model fits" if share == 1 else f"{part_of(room, needed)} fit"
+            text = f": {what} its memory"
+        if gpu.bytes_s and needed < request.budgets.ram + (room or 0):
+            seconds = share / gpu.bytes_s + (1 - share) / machine.ram_bytes_s
+            rate = 1 / (shape.pass_nbytes * seconds)
+    if rate is not None and gpu.bytes_s is not None:
+        known = f"by its maker's {format_bytes(gpu.bytes_s)}/s"
+        text += f"{',' if text else ':'} at most about {speed(rate)} {known}"
+    return (
+        f"{gpu.name}: llama.cpp can use it{text}. localrt's own kernels need an NVIDIA GPU, from "
+        "GTX 16 or RTX 20 on; `localrt doctor` has the command that builds it"
+    )
+
+
+def gpu_room(machine: MachineProfile, budgets: Budgets) -> str:
+    """Return ``", 7.8 of 8.6 GB of GPU memory"``; empty if none is used."""
+    if machine.gpu is None or not budgets.vram:
+        return ""
+    return f", {part_of(budgets.vram, machine.gpu.vram_bytes)} of GPU memory"

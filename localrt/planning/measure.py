@@ -37,18 +37,21 @@ from localrt.offload.account import MEASURING_NBYTES, Budgets
 from localrt.offload.memory import memory_state, ram_budget
 from localrt.offload.reading.disk_speed import DiskProfile, measure_disk
 from localrt.planning.describe_pc import parse_memory_speed, parse_pc
-from localrt.planning.gpus import (
+from localrt.planning.machine import (
     DEFAULT_GPU,
     GPU_SHARE,
     GpuModel,
+    KernelRate,
+    MachineProfile,
+    OtherGpu,
     beside_desktop,
     find_gpu,
     measured_profile,
     other_gpu,
     parse_bandwidth,
     parse_gpu,
+    typical_machine,
 )
-from localrt.planning.machine import KernelRate, MachineProfile, OtherGpu, typical_machine
 from localrt.quant.cpu.abi import best_isa, find_library, layout_of
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cuda.gpu_cache import known_rates

@@ -6,7 +6,7 @@ import pytest
 
 from localrt.hub.known_models import KNOWN_MODELS, KnownModel, close_names, find_known
 from localrt.hub.names import HubRef, parse_hub_ref
-from localrt.planning.shapes import shape_from_config
+from localrt.planning.models import shape_from_config
 
 _BY_SHAPE = {model.shape: model for model in KNOWN_MODELS}
 

@@ -14,7 +14,7 @@ from localrt.offload.placement import LEAST_GPU_ROWS, Placement, Where
 from localrt.planning.costs import Costs, with_long_passes
 from localrt.planning.forecast import Forecast, placed_shape
 from localrt.planning.machine import KernelRate, MachineProfile
-from localrt.planning.report import explain
+from localrt.planning.plan import explain
 from localrt.planning.simulate import simulate
 from tests.planner.models import MB, machine, planned, published, shape
 

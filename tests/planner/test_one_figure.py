@@ -14,13 +14,12 @@ import localrt
 from localrt.common.settings import Settings
 from localrt.offload.account import Budgets
 from localrt.planning import measure as pc
-from localrt.planning import preview as preview_module
-from localrt.planning.advice import make_forecast
+from localrt.planning import recommend as preview_module
 from localrt.planning.forecast import PlanRequest, meanings, speed
 from localrt.planning.machine import KernelRate, MachineProfile
 from localrt.planning.measure import Hardware
-from localrt.planning.search import estimate
-from localrt.planning.what_runs import WhatRuns, what_runs
+from localrt.planning.recommend import WhatRuns, what_runs
+from localrt.planning.search import estimate, make_forecast
 from tests.planner.models import machine, planned, shape
 
 # PCs and models: whole in GPU memory, in RAM, copied, a mixture in both, one that the SSD feeds.

@@ -14,14 +14,12 @@ from localrt.common.settings import Settings
 from localrt.offload import hardware
 from localrt.offload.account import Budgets
 from localrt.offload.hardware import Gpu
-from localrt.planning.advice import make_forecast
 from localrt.planning.describe_pc import PRESETS, Pc, parse_memory_speed, parse_pc
-from localrt.planning.forecast import PlanRequest
-from localrt.planning.gpus import GPUS, beside_desktop, other_gpu, parse_gpu
-from localrt.planning.machine import OtherGpu
+from localrt.planning.forecast import PlanRequest, other_gpu_line
+from localrt.planning.machine import GPUS, OtherGpu, beside_desktop, other_gpu, parse_gpu
 from localrt.planning.measure import Hardware, planned_hardware
-from localrt.planning.report import other_gpu_line
-from localrt.planning.what_runs import what_runs
+from localrt.planning.recommend import what_runs
+from localrt.planning.search import make_forecast
 from tests.mutations import is_line
 from tests.planner.models import machine, published
 

@@ -7,12 +7,10 @@ from dataclasses import replace
 import pytest
 
 from localrt.offload.account import Budgets
-from localrt.planning.advice import make_forecast
 from localrt.planning.forecast import PlanRequest
-from localrt.planning.gpus import GPUS
-from localrt.planning.machine import MachineProfile, typical_machine
-from localrt.planning.search import estimate, whole_nbytes
-from localrt.planning.shapes import shape_from_config
+from localrt.planning.machine import GPUS, MachineProfile, typical_machine
+from localrt.planning.models import shape_from_config
+from localrt.planning.search import estimate, make_forecast, whole_nbytes
 from tests.planner.models import CONFIGS, published
 
 GB = 10**9

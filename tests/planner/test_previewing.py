@@ -10,7 +10,7 @@ import pytest
 import localrt
 from localrt.common.errors import OptionError
 from localrt.common.settings import Settings
-from localrt.planning.preview import Preview, preview, preview_size
+from localrt.planning.recommend import Preview, preview, preview_size
 
 
 def test_in_memory_or_streamed(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

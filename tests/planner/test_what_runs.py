@@ -10,7 +10,7 @@ import localrt
 from localrt.common.settings import Settings
 from localrt.hub.known_models import KNOWN_MODELS
 from localrt.planning.measure import Hardware
-from localrt.planning.what_runs import what_runs
+from localrt.planning.recommend import what_runs
 
 pytestmark = pytest.mark.usefixtures("quiet_machine")
 

@@ -24,8 +24,9 @@ from localrt.offload.placement import Placement, Where
 from localrt.offload.shapes import shape_from_checkpoint
 from localrt.planning.costs import Costs
 from localrt.planning.machine import GpuProfile, KernelRate, MachineProfile
-from localrt.planning.search import Rooms, best_solution
+from localrt.planning.search import best_solution
 from localrt.planning.simulate import simulate
+from localrt.planning.solve import Rooms
 from tests.driver.inside.conftest import Kernels, once
 from tests.driver.inside.gpus import made
 from tests.driver.standin import Driver
