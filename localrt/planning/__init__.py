@@ -7,8 +7,8 @@ never imported. It knows rates, placements and schedules, but not the code that 
 Start with ``plan.py``, the result of ``localrt.plan`` and its pages, and with
 ``search.make_forecast``, which turns a ``PlanRequest`` into a ``Forecast`` (``forecast.py``).
 ``models.py`` finds a model by its name and gets its sizes. ``machine.py`` holds a machine's rates,
-``costs.py`` turns them into seconds; ``measure.py`` measures rates, or ``describe_pc.py`` reads them
-from a description. ``solve.py`` places units for a few choices of rings, and ``simulate.py`` replays
+``costs.py`` turns them into seconds; ``measure.py`` measures rates, ``describe_pc.py`` reads them
+from words. ``solve.py`` places units for a few choices of rings, and ``simulate.py`` replays
 the best placement's schedule as ``offload/ring.py`` runs it. ``recommend.py`` has what uses no
 replay: files to choose from, what a PC runs well, and one-line previews.
 """

@@ -3,21 +3,25 @@
 ``measure.py`` measures the rates of this machine. A profile tells for each rate whether it was
 measured. It knows no model.
 
-The table lists common GPUs with the vendor's figures: the memory's size and rate, and arithmetic
-from cores and boost clocks. The sources are NVIDIA's architecture papers (Turing, GA102, Ada,
-Blackwell) and its comparisons of GPUs and of laptops (nvidia.com/geforce). A laptop may run its GPU
-at a lower clock. Links are PCIe by generation and lanes; pinned copies reach four fifths of that
-rate. A made-up GPU is written ``virtual:8GB@12GB/s,256GB/s,20TFLOPS``.
+``gpus.csv`` lists common GPUs with the vendor's figures: the memory's size and rate, and arithmetic
+from cores and boost clocks; among GPUs with the same name, the most common is first. Those without
+PCIe are other makers' (amd.com, ark.intel.com), for llama.cpp alone. The sources are NVIDIA's
+architecture papers (Turing, GA102, Ada, Blackwell) and its comparisons of GPUs and of laptops
+(nvidia.com/geforce). A laptop may run its GPU at a lower clock. Links are PCIe by generation and
+lanes; pinned copies reach four fifths of that rate. A made-up GPU is written
+``virtual:8GB@12GB/s,256GB/s,20TFLOPS``.
 """
 
 from __future__ import annotations
 
+import csv
 import difflib
 import itertools
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from types import MappingProxyType
 
 from localrt import system
@@ -293,96 +297,20 @@ _LINKS = {
     "5x16": 50.0,
 }
 
-# Name, GiB of memory, PCIe, the memory's GB/s, TFLOPS. Among GPUs with the same name, the most
-# common is first.
-_ROWS: tuple[tuple[str, int, str, float, float], ...] = (
-    ("MX450 Laptop 2GB", 2, "4x4", 80, 1.6),
-    ("MX550 Laptop 2GB", 2, "4x8", 96, 2.6),
-    ("MX570 Laptop 2GB", 2, "4x8", 96, 9),
-    ("GTX 1630 4GB", 4, "3x16", 96, 1.8),
-    ("GTX 1650 4GB", 4, "3x16", 128, 3),
-    ("GTX 1650 Super 4GB", 4, "3x16", 192, 4.4),
-    ("GTX 1650 Laptop 4GB", 4, "3x16", 128, 3.1),
-    ("GTX 1650 Ti Laptop 4GB", 4, "3x16", 192, 3),
-    ("GTX 1660 6GB", 6, "3x16", 192, 5),
-    ("GTX 1660 Super 6GB", 6, "3x16", 336, 5),
-    ("GTX 1660 Ti 6GB", 6, "3x16", 288, 5.4),
-    ("GTX 1660 Ti Laptop 6GB", 6, "3x16", 288, 4.9),
-    ("RTX 2050 Laptop 4GB", 4, "3x8", 112, 12),
-    ("RTX 2060 6GB", 6, "3x16", 336, 26),
-    ("RTX 2060 12GB", 12, "3x16", 336, 29),
-    ("RTX 2060 Super 8GB", 8, "3x16", 448, 29),
-    ("RTX 2060 Laptop 6GB", 6, "3x16", 336, 18),
-    ("RTX 2070 8GB", 8, "3x16", 448, 30),
-    ("RTX 2070 Super 8GB", 8, "3x16", 448, 36),
-    ("RTX 2070 Laptop 8GB", 8, "3x16", 448, 27),
-    ("RTX 2080 8GB", 8, "3x16", 448, 40),
-    ("RTX 2080 Super 8GB", 8, "3x16", 496, 45),
-    ("RTX 2070 Super Laptop 8GB", 8, "3x16", 448, 28),
-    ("RTX 2080 Laptop 8GB", 8, "3x16", 448, 37),
-    ("RTX 2080 Super Laptop 8GB", 8, "3x16", 448, 38),
-    ("RTX 2080 Ti 11GB", 11, "3x16", 616, 54),
-    ("Titan RTX 24GB", 24, "3x16", 672, 130),
-    ("RTX 3050 8GB", 8, "4x8", 224, 18),
-    ("RTX 3050 6GB", 6, "4x8", 168, 13.5),
-    ("RTX 3050 Laptop 4GB", 4, "4x8", 192, 14),
-    ("RTX 3050 Laptop 6GB", 6, "4x8", 168, 15),
-    ("RTX 3050 Ti Laptop 4GB", 4, "4x8", 192, 17),
-    ("RTX 3060 12GB", 12, "4x16", 360, 25),
-    ("RTX 3060 8GB", 8, "4x16", 240, 25),
-    ("RTX 3060 Laptop 6GB", 6, "4x8", 336, 26),
-    ("RTX 3060 Ti 8GB", 8, "4x16", 448, 32),
-    ("RTX 3070 8GB", 8, "4x16", 448, 41),
-    ("RTX 3070 Ti 8GB", 8, "4x16", 608, 43),
-    ("RTX 3070 Laptop 8GB", 8, "4x8", 448, 33),
-    ("RTX 3070 Ti Laptop 8GB", 8, "4x8", 448, 35),
-    ("RTX 3080 10GB", 10, "4x16", 760, 60),
-    ("RTX 3080 12GB", 12, "4x16", 912, 61),
-    ("RTX 3080 Ti 12GB", 12, "4x16", 912, 68),
-    ("RTX 3080 Laptop 8GB", 8, "4x8", 448, 42),
-    ("RTX 3080 Laptop 16GB", 16, "4x8", 448, 42),
-    ("RTX 3080 Ti Laptop 16GB", 16, "4x8", 512, 47),
-    ("RTX 3090 24GB", 24, "4x16", 936, 71),
-    ("RTX 3090 Ti 24GB", 24, "4x16", 1008, 80),
-    ("RTX 4050 Laptop 6GB", 6, "4x8", 192, 24),
-    ("RTX 4060 8GB", 8, "4x8", 272, 30),
-    ("RTX 4060 Ti 8GB", 8, "4x8", 288, 44),
-    ("RTX 4060 Ti 16GB", 16, "4x8", 288, 44),
-    ("RTX 4060 Laptop 8GB", 8, "4x8", 256, 29),
-    ("RTX 4070 12GB", 12, "4x16", 504, 58),
-    ("RTX 4070 Super 12GB", 12, "4x16", 504, 71),
-    ("RTX 4070 Ti 12GB", 12, "4x16", 504, 80),
-    ("RTX 4070 Ti Super 16GB", 16, "4x16", 672, 88),
-    ("RTX 4070 Laptop 8GB", 8, "4x8", 256, 40),
-    ("RTX 4080 16GB", 16, "4x16", 717, 97),
-    ("RTX 4080 Super 16GB", 16, "4x16", 736, 104),
-    ("RTX 4080 Laptop 12GB", 12, "4x16", 432, 68),
-    ("RTX 4090 24GB", 24, "4x16", 1008, 165),
-    ("RTX 4090 D 24GB", 24, "4x16", 1008, 147),
-    ("RTX 4090 Laptop 16GB", 16, "4x16", 576, 79),
-    ("RTX 5050 8GB", 8, "5x8", 320, 26),
-    ("RTX 5050 Laptop 8GB", 8, "5x8", 384, 26),
-    ("RTX 5060 8GB", 8, "5x8", 448, 38),
-    ("RTX 5060 Ti 16GB", 16, "5x8", 448, 47),
-    ("RTX 5060 Ti 8GB", 8, "5x8", 448, 47),
-    ("RTX 5060 Laptop 8GB", 8, "5x8", 384, 33),
-    ("RTX 5070 12GB", 12, "5x16", 672, 62),
-    ("RTX 5070 Ti 16GB", 16, "5x16", 896, 88),
-    ("RTX 5070 Laptop 8GB", 8, "5x8", 384, 42),
-    ("RTX 5070 Ti Laptop 12GB", 12, "5x8", 672, 52),
-    ("RTX 5080 16GB", 16, "5x16", 960, 113),
-    ("RTX 5080 Laptop 16GB", 16, "5x16", 896, 70),
-    ("RTX 5090 32GB", 32, "5x16", 1792, 210),
-    ("RTX 5090 Laptop 24GB", 24, "5x16", 896, 91),
-    ("RTX A2000 6GB", 6, "4x16", 288, 32),
-    ("RTX A2000 12GB", 12, "4x16", 288, 32),
-    ("T4 16GB", 16, "3x16", 320, 65),
-)
+with Path(__file__).with_name("gpus.csv").open(encoding="utf-8", newline="") as _file:
+    _ROWS = tuple(csv.DictReader(_file))
 
 GPUS: Mapping[str, GpuModel] = MappingProxyType(
     {
-        name: GpuModel(name, gib << 30, _LINKS[pcie] * 1e9, gb_s * 1e9, tflops * 1e12)
-        for name, gib, pcie, gb_s, tflops in _ROWS
+        row["name"]: GpuModel(
+            name=row["name"],
+            vram_bytes=int(row["GiB"]) << 30,
+            link_bytes_s=_LINKS[row["PCIe"]] * 1e9,
+            bytes_s=float(row["GB/s"]) * 1e9,
+            flops=float(row["TFLOPS"]) * 1e12,
+        )
+        for row in _ROWS
+        if row["PCIe"]
     }
 )
 """GPUs by name."""
@@ -432,17 +360,6 @@ _APPLE = re.compile(
     re.IGNORECASE,
 )
 
-# GiB of memory, and its GB/s, by their makers (amd.com, ark.intel.com).
-_OTHER_ROWS = """
-RX 570 4 224, RX 580 8 256, RX 5500 XT 8 224, RX 5600 XT 6 288, RX 5700 8 448, RX 5700 XT 8 448,
-RX 6400 4 128, RX 6500 XT 4 144, RX 6600 8 224, RX 6600 XT 8 256, RX 6650 XT 8 280, RX 6700 10 320,
-RX 6700 XT 12 384, RX 6750 XT 12 432, RX 6800 16 512, RX 6800 XT 16 512, RX 6900 XT 16 512,
-RX 6950 XT 16 576, RX 7600 8 288, RX 7600 XT 16 288, RX 7700 XT 12 432, RX 7800 XT 16 624,
-RX 7900 GRE 16 576, RX 7900 XT 20 800, RX 7900 XTX 24 960, RX 9060 XT 16 320, RX 9060 XT 8 320,
-RX 9070 16 640, RX 9070 XT 16 640, Arc A380 6 186, Arc A580 8 512, Arc A750 8 512, Arc A770 16 560,
-Arc A770 8 512, Arc B570 10 380, Arc B580 12 456
-"""
-
 
 def other_gpu(text: str, memory_bytes: int | None = None) -> OtherGpu | None:
     """Return an unsupported GPU that ``text`` names, of several the one with about that memory;
@@ -454,11 +371,11 @@ def other_gpu(text: str, memory_bytes: int | None = None) -> OtherGpu | None:
     sizes = [int(word.removesuffix("gb")) for word in words if re.fullmatch(r"\d{1,6}gb", word)]
     gib = sizes[0] if sizes else memory_bytes and round(memory_bytes / (1 << 30))
     found: list[tuple[int, int, int, int]] = []
-    for row in _OTHER_ROWS.split(","):
-        name, size, rate = row.strip().rsplit(maxsplit=2)
-        if set(_words(name)) <= set(words):
-            apart = abs(int(size) - gib) if gib else 0
-            found.append((apart, -len(_words(name)), int(size), int(rate)))
+    for row in _ROWS:
+        name, size = row["name"], int(row["GiB"])
+        if not row["PCIe"] and set(_words(name)) <= set(words):
+            apart = abs(size - gib) if gib else 0
+            found.append((apart, -len(_words(name)), size, int(row["GB/s"])))
     *_, own, gb_s = min(found, default=(0, 0))
     room = memory_bytes or (own or gib or 0) << 30
     return OtherGpu(name=text.strip(), room_bytes=room or None, bytes_s=1e9 * gb_s or None)
