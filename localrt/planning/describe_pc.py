@@ -1,8 +1,8 @@
 """Parser of a PC described in words: ``"RTX 4060, 32GB DDR5-5600, 8 cores, NVMe"``.
 
 Parts come in any order, and missing parts are assumed typical. A preset is a named line of this
-kind. Here are the rates of memory and disks by kind; ``gpus.py`` has GPUs. If memory is not named,
-it is of the kind usual with the named processor or GPU.
+kind. Here are the rates of memory and disks by kind; ``machine.py`` has GPUs. If memory is not
+named, it is of the kind usual with the named processor or GPU.
 """
 
 from __future__ import annotations

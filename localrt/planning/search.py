@@ -47,8 +47,10 @@ from localrt.planning.solve import Problems, Rooms, Solution, split_solutions
 EVEN_EXPERTS = "experts are taken to be chosen evenly: a cache that follows the text reads less"
 """The note on the plan of every mixture."""
 
+LEAST_GAIN = 1.05
+"""The smallest speedup that is reported."""
+
 _NEARLY = 1.1  # up to this multiple of the minimum counts as nearly minimal
-# -- within the budgets of a request ---------------------------------------------------------------
 
 
 def fits(request: PlanRequest) -> bool:
@@ -72,10 +74,12 @@ def find_solution(request: PlanRequest) -> Solution | None:
     tried: dict[int, Solution] = {}
     for most in _rows_choices(request):
         placed, rooms, rows = _prepared(request, most)
-        found = _best(placed, rooms, rows)
+        costs, splits = placed.costs(), request.splits
+        found = best_solution(costs, rooms, rows, splits=splits)
         if found is None and request.kv_on_ssd and not request.uses_gpu and request.shape.on_ssd:
             layers = _layers_on_ssd(placed, rooms)
-            found = _best(placed, _with_kv_on_ssd(placed, rooms, layers), rows)
+            rooms = _with_kv_on_ssd(placed, rooms, layers)
+            found = best_solution(costs, rooms, rows, splits=splits)
         if found is not None:
             tried[most] = found
     return tried.get(_best_rows(tried))
@@ -88,10 +92,6 @@ def best_solution(costs: Costs, rooms: Rooms, rows: int, *, splits: bool = True)
     found = Problems(costs, rooms, rows, expert_times(costs.shape)).solutions()
     found += split_solutions(costs, rooms, rows) if splits else ()
     return min(found, key=lambda each: each.seconds, default=None)
-
-
-def _best(request: PlanRequest, rooms: Rooms, rows: int) -> Solution | None:
-    return best_solution(request.costs(), rooms, rows, splits=request.splits)
 
 
 def _rows_choices(request: PlanRequest) -> tuple[int, ...]:
@@ -313,9 +313,6 @@ def _predicted(
 
 
 # -- refusals and advice ---------------------------------------------------------------------------
-
-LEAST_GAIN = 1.05
-"""The smallest speedup that is reported."""
 
 _MOST_LINES = 5
 _SMALLEST_FORMAT = "int4-g128"

@@ -59,7 +59,7 @@ def test_best_first(pc: str) -> None:
     first = found.best[0].expected
     assert first is not None
     assert first.level == "good"
-    assert first.nbytes <= 0.75 * memory
+    assert first.weights <= 0.75 * memory
     assert first.tok_s >= 1.25 * first.enough_tok_s
     spare = [
         each.expected is not None
