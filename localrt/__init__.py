@@ -88,12 +88,12 @@ if TYPE_CHECKING:
     from localrt.library import uses as uses
     from localrt.planning.forecast import Change as Change
     from localrt.planning.forecast import PlannedContext as PlannedContext
+    from localrt.planning.forecast import Verdict as Verdict
     from localrt.planning.plan import Plan as Plan
-    from localrt.planning.preview import Outlook as Outlook
-    from localrt.planning.preview import Preview as Preview
-    from localrt.planning.preview import preview as preview
-    from localrt.planning.preview import preview_size as preview_size
-    from localrt.planning.verdict import Verdict as Verdict
+    from localrt.planning.recommend import Outlook as Outlook
+    from localrt.planning.recommend import Preview as Preview
+    from localrt.planning.recommend import preview as preview
+    from localrt.planning.recommend import preview_size as preview_size
     from localrt.service.live import LiveModel as LiveModel
     from localrt.service.status import Flow as Flow
     from localrt.service.status import LaneUse as LaneUse
@@ -126,10 +126,9 @@ _NAMES = {
         "find_draft list_models list_variants plan pull remove_model search_models uses"
     ),
     "localrt.service.live": "LiveModel",
-    "localrt.planning.forecast": "Change PlannedContext",
-    "localrt.planning.verdict": "Verdict",
+    "localrt.planning.forecast": "Change PlannedContext Verdict",
     "localrt.planning.plan": "Plan",
-    "localrt.planning.preview": "Outlook Preview preview preview_size",
+    "localrt.planning.recommend": "Outlook Preview preview preview_size",
     "localrt.common.progress": "Progress",
     "localrt.common.settings": "Settings",
     "localrt.chat_format.thinking": "Thinking split_thinking",

@@ -47,7 +47,7 @@ from localrt.service.requests import whole_ids
 from localrt.service.status import ModelInfo, Status
 
 if TYPE_CHECKING:  # it loads the planner
-    from localrt.planning.preview import Outlook
+    from localrt.planning.recommend import Outlook
 
 __all__ = ["Model", "ModelInfo", "embedder", "load"]
 

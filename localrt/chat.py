@@ -30,7 +30,7 @@ from localrt.service.arguments import (
 
 if TYPE_CHECKING:  # they bring models and the planner, which a command starts without
     from localrt.engine.saved_caches import Tier
-    from localrt.planning.preview import Outlook
+    from localrt.planning.recommend import Outlook
     from localrt.service.status import ModelInfo, Status
 
 __all__ = ["ChatCache", "ChatHost", "ChatModel", "ChatSession", "Message"]

@@ -115,7 +115,7 @@ def list_variants(
     offer = offer_of(repo, settings)
     if len(offer.sizes) < 2:
         return found
-    from localrt.planning.recommending import recommend  # loads the planner: only needed here
+    from localrt.planning.recommend import recommend  # loads the planner: only needed here
 
     best = recommend(offer, settings, ram=ram, gpu_memory=gpu_memory, device=device)
     name = str(HubRef(repo, variant=best.name))
@@ -175,7 +175,7 @@ def plan(
     """
     # These import the planner, and the readers of models.
     from localrt.drafts.discovery import own_draft
-    from localrt.planning.describe_pc import Hardware
+    from localrt.planning.measure import Hardware
     from localrt.planning.plan import plan_model
     from localrt.quant.ops.kv_formats import parse_kv_format
 

@@ -274,7 +274,7 @@ def nothing_on_stdin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def quiet_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No GPU, own folders, and nothing is measured: plans are for given rates."""
     from localrt.offload import hardware
-    from localrt.planning import describe_pc as plan_pc
+    from localrt.planning import measure
     from localrt.planning.machine import MachineProfile
     from tests.planner.models import machine
 
@@ -289,4 +289,4 @@ def quiet_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         sources = {**machine().sources, "ssd_bytes_s": "measured", "kernels": "measured"}
         return dataclasses.replace(machine(), ssd_bytes_s=1e9, sources=sources), ""
 
-    monkeypatch.setattr(plan_pc, "machine_here", measured)
+    monkeypatch.setattr(measure, "machine_here", measured)

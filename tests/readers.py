@@ -72,9 +72,9 @@ def checkpoints(folder: Path, stack: ExitStack) -> Prepared:
     return _files(folder, lambda name: valid.exercise(folder / name if "gguf" in name else folder))
 
 
-@_reader(0.01, "models/architectures/*.py models/raw_config.py localrt/planning/shapes.py")
+@_reader(0.01, "models/architectures/*.py models/raw_config.py localrt/planning/models.py")
 def configs(folder: Path, stack: ExitStack) -> Prepared:
-    from localrt.planning.shapes import shape_from_config
+    from localrt.planning.models import shape_from_config
     from tests.models.test_config_fuzz import MODELS
     from tests.models.tiny_configs import CONFIGS, MIXTURES
 
@@ -201,7 +201,7 @@ def exports(folder: Path, stack: ExitStack) -> Prepared:
     return _files(folder, lambda name: loaded(folder / name))
 
 
-@_reader(0.02, "localrt/planning/describe_pc.py localrt/planning/gpus.py")
+@_reader(0.02, "localrt/planning/describe_pc.py localrt/planning/machine.py")
 def machines(folder: Path, stack: ExitStack) -> Prepared:
     from tests.planner.test_pc import SEEDS, planned
 

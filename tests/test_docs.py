@@ -22,8 +22,8 @@ from localrt.common.settings import Settings
 from localrt.engine.options import OPTION_NAMES
 from localrt.engine.sampling import Sampling
 from localrt.mcp.config import ServerConfig
-from localrt.planning.describe_pc import Hardware
-from localrt.planning.what_runs import what_runs
+from localrt.planning.measure import Hardware
+from localrt.planning.recommend import what_runs
 from localrt.tui.keys import KEYS
 from localrt.tui.preferences import _NAMES as CONFIG_NAMES
 

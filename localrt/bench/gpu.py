@@ -27,12 +27,12 @@ from localrt.common.settings import Settings
 from localrt.engine.types import Metrics
 from localrt.offload import hardware
 from localrt.offload.memory import ram_budget
-from localrt.planning.advice import helpful_changes, make_forecast
-from localrt.planning.describe_pc import Hardware, budgets_of, machine_here, with_gpu
 from localrt.planning.forecast import PlanRequest
-from localrt.planning.gpus import DEFAULT_GPU, GPUS, GpuModel
+from localrt.planning.machine import DEFAULT_GPU, GPUS, GpuModel
+from localrt.planning.measure import Hardware, budgets_of, machine_here, with_gpu
 from localrt.planning.models import shape_of
-from localrt.planning.report import explain
+from localrt.planning.plan import explain
+from localrt.planning.search import helpful_changes, make_forecast
 from localrt.quant.ops.kv_formats import parse_kv_format
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from localrt.common.files import write_text
 from localrt.common.formatting import format_bytes, format_rate, format_seconds, table
 from localrt.common.version import __version__
 from localrt.offload.hardware import GpuFacts, Machine
-from localrt.planning.verdict import meanings
+from localrt.planning.forecast import meanings
 
 NOT_MEASURED = "not measured"
 

@@ -137,11 +137,11 @@ def last_model() -> str | None:
 
 def welcome() -> str:
     """What newcomers should know of the demo model; takes half a second."""
-    from localrt.planning.what_runs import best_here
+    from localrt.planning.recommend import best_here
 
     better = best_here(Settings.from_environment())
     line = f"{DEMO_NAME} is small, for a first try. "
     if better is not None and better.expected is not None:
-        size = format_bytes(better.expected.nbytes)
+        size = format_bytes(better.expected.weights)
         line += f"{better.model.name} ({size}) runs well on this PC: F4 and its name get it. "
     return line + "F1 lists the keys."

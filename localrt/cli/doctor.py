@@ -159,7 +159,7 @@ def _examine(*, quick: bool) -> dict[str, object]:
     notes: list[str] = []
     if not quick:
         machine = replace(machine, gpus=hardware.gpus() or machine.gpus)
-        from localrt.planning.describe_pc import machine_here
+        from localrt.planning.measure import machine_here
 
         rates, note = machine_here(settings)  # as plans have them
         notes += [note] if note else []

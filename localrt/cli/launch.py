@@ -170,8 +170,8 @@ def _choose(args: argparse.Namespace, program: ClientProgram, settings: Settings
 
 def _best(program: ClientProgram, settings: Settings, least: int) -> _Choice:
     """Return the largest model here that suits and is fast enough, else the fastest that suits."""
-    from localrt.planning.preview import preview  # slow to import
-    from localrt.planning.verdict import READING_TOK_S
+    from localrt.planning.forecast import READING_TOK_S
+    from localrt.planning.recommend import preview  # slow to import
     from localrt.server.about import facts_of
 
     calls = "calls tools and " if program.tools else ""

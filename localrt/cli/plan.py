@@ -19,10 +19,11 @@ from localrt.common.option_names import option
 from localrt.common.settings import DEFAULT_CONTEXT, Settings
 from localrt.drafts.placement import PairPlan, plan_pair
 from localrt.library import plan
-from localrt.planning.describe_pc import PRESETS, Hardware
+from localrt.planning.describe_pc import PRESETS
+from localrt.planning.measure import Hardware
 from localrt.planning.models import find_model, shape_of
 from localrt.planning.plan import Plan
-from localrt.planning.what_runs import what_runs
+from localrt.planning.recommend import what_runs
 from localrt.quant.ops.kv_formats import KV_FORMATS
 
 EXAMPLES: Examples = (

@@ -18,7 +18,7 @@ from localrt.offload.account import draft_nbytes
 from localrt.offload.shapes import ModelShape
 from localrt.planning.costs import Costs
 from localrt.planning.forecast import Forecast, PlanRequest
-from localrt.planning.predict import find_forecast
+from localrt.planning.search import find_forecast
 from localrt.planning.simulate import simulate
 
 ACCEPTANCE = 0.7

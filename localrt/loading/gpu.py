@@ -16,8 +16,7 @@ from localrt.common.progress import Progress, ProgressCallback
 from localrt.offload.account import CUDA_CONTEXT_NBYTES, ROUNDED_VRAM_NBYTES, SPARE_VRAM_NBYTES
 from localrt.offload.device.gpu import Clock, Gpu
 from localrt.offload.memory import pinnable_nbytes
-from localrt.planning.gpus import measured_profile
-from localrt.planning.machine import GpuProfile, MachineProfile
+from localrt.planning.machine import GpuProfile, MachineProfile, measured_profile
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cuda.gpu_cache import GpuRates
 from localrt.quant.ops.kv_formats import parse_kv_format

@@ -53,13 +53,12 @@ from localrt.offload.pipeline.streamed import StreamedWeights
 from localrt.offload.placement import Where
 from localrt.offload.shapes import ModelShape, shape_from_checkpoint
 from localrt.offload.store.pack import cached_store, mend_unit
-from localrt.planning.advice import make_forecast
 from localrt.planning.costs import expert_costs
 from localrt.planning.forecast import Forecast, PlanRequest
 from localrt.planning.machine import typical_machine
 from localrt.planning.measure import machine_profile
-from localrt.planning.search import fits
-from localrt.planning.shapes import check_shapes
+from localrt.planning.models import check_shapes
+from localrt.planning.search import fits, make_forecast
 from localrt.planning.simulate import simulate
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cuda.gpu_cache import damage

@@ -4,15 +4,13 @@ Everything here is arithmetic on numbers of bytes and operations: no weight is r
 never imported. It knows rates, placements and schedules, but not the code that executes a placement
 (``offload/pipeline``).
 
-Start with ``plan.py``, the result of ``localrt.plan``, and with ``advice.make_forecast``, which
-turns a ``PlanRequest`` into a ``Forecast`` (``forecast.py``). ``models.py`` finds a model by its
-name, ``shapes.py`` gets its sizes from its config, ``recommending.py`` chooses among a repository's
-files. ``machine.py`` holds a machine's rates, ``costs.py`` turns them into seconds; ``measure.py``
-measures rates, or ``describe_pc.py`` and ``gpus.py`` read them from a description. ``search.py``
-tries ring sizes, ``solve.py`` places units for each, ``simulate.py`` replays the schedule as
-``offload/ring.py`` runs it. ``predict.py`` forecasts speed with or without a replay, ``verdict.py``
-judges it for chat, ``advice.py`` finds helpful changes, and ``report.py`` prints everything.
-``preview.py`` and ``what_runs.py`` have one-line plans, for lists of models.
+Start with ``plan.py``, the result of ``localrt.plan`` and its pages, and with
+``search.make_forecast``, which turns a ``PlanRequest`` into a ``Forecast`` (``forecast.py``).
+``models.py`` finds a model by its name and gets its sizes. ``machine.py`` holds a machine's rates,
+``costs.py`` turns them into seconds; ``measure.py`` measures rates, ``describe_pc.py`` reads them
+from words. ``solve.py`` places units for a few choices of rings, and ``simulate.py`` replays
+the best placement's schedule as ``offload/ring.py`` runs it. ``recommend.py`` has what uses no
+replay: files to choose from, what a PC runs well, and one-line previews.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ def chooser(
 
     def choose(offer: FileChoice) -> str:
         # The planner is imported on first use, because most names need no choice.
-        from localrt.planning.recommending import recommend
+        from localrt.planning.recommend import recommend
 
         found = recommend(offer, settings, ram=ram, gpu_memory=gpu_memory, device=device)
         if say is not None:

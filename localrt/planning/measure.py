@@ -1,9 +1,10 @@
-"""Measures this machine's rates once: CPU kernels on random tiles, memory, and the disk.
+"""Benchmarks of this machine, measured once: CPU kernels, memory and the disk.
 
 Rates are saved as JSON with a fingerprint of everything they depend on; if the processor, the
 kernel library or the version changes, they are measured again. Measuring takes a few seconds and a
 hundred megabytes, so a short-lived process does it, and the process that runs the model keeps none
-of that memory.
+of that memory. ``planned_hardware`` puts the machine to plan for together: this one's rates, or
+those of a described PC, changed by options.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +25,36 @@ import numpy as np
 
 from localrt import system
 from localrt.common.cores import default_threads
-from localrt.common.files import read_cached, remove_stale, write_cached
+from localrt.common.errors import OptionError, reason_of
+from localrt.common.files import private_folder, read_cached, remove_stale, write_cached
+from localrt.common.formatting import parse_size
+from localrt.common.option_names import option
 from localrt.common.processes import has_helpers, helper_command
 from localrt.common.settings import Settings
-from localrt.offload import hardware
-from localrt.offload.account import MEASURING_NBYTES
+from localrt.models.weight_files import files_nbytes
+from localrt.offload import hardware as system_hardware
+from localrt.offload.account import MEASURING_NBYTES, Budgets
+from localrt.offload.memory import memory_state, ram_budget
 from localrt.offload.reading.disk_speed import DiskProfile, measure_disk
-from localrt.planning.machine import KernelRate, MachineProfile, typical_machine
-from localrt.quant.cpu.abi import find_library, layout_of
+from localrt.planning.describe_pc import parse_memory_speed, parse_pc
+from localrt.planning.machine import (
+    DEFAULT_GPU,
+    GPU_SHARE,
+    GpuModel,
+    KernelRate,
+    MachineProfile,
+    OtherGpu,
+    beside_desktop,
+    find_gpu,
+    measured_profile,
+    other_gpu,
+    parse_bandwidth,
+    parse_gpu,
+    typical_machine,
+)
+from localrt.quant.cpu.abi import best_isa, find_library, layout_of
 from localrt.quant.cpu.ops import NativeOps
+from localrt.quant.cuda.gpu_cache import known_rates
 from localrt.quant.formats import FORMATS
 from localrt.quant.formats.tiled import TiledTensor, tile_span
 from localrt.quant.ops.arrays import aligned_buffer
@@ -57,6 +80,7 @@ _WATCHED_S = 0.1
 _TIMEOUT_S = 120.0
 _LEAST_WORKING_SET = 8 << 20
 _SAMPLE_BYTES = 128 << 20
+_OWN_DISK_BYTES = 64 << 20  # a smaller model cannot show the speed of its disk
 
 
 def machine_profile(
@@ -84,7 +108,7 @@ def machine_profile(
     disk = None if remeasure else _known_disk(folder, cache, sample=sample)
     known = {} if remeasure else _known(cache, memory)
     if disk is not None and "call_s" in known and not _missing(known, wanted):
-        return disk, _profile(known, hardware.identity()[0], disk, default_threads())
+        return disk, _profile(known, system_hardware.identity()[0], disk, default_threads())
     if memory < _LEAST_WORKING_SET:
         disk = disk or _known_disk(folder, cache, sample=True) or DiskProfile.assumed()
         return disk, known_machine(cache, folder) or typical_machine()
@@ -140,7 +164,7 @@ def measure(
         write_cached(
             cache / _DISKS, {**read_cached(cache / _DISKS), str(folder.stat().st_dev): entry}
         )
-    return disk, _profile(known, hardware.identity()[0], disk, default_threads())
+    return disk, _profile(known, system_hardware.identity()[0], disk, default_threads())
 
 
 def main() -> None:
@@ -186,7 +210,7 @@ def _fingerprint(ops: NativeOps) -> list[str]:
     path = find_library()
     status = path.stat() if path else None
     library = f"{status.st_size}-{status.st_mtime_ns}" if status else "none"
-    return [str(_VERSION), *hardware.identity(), ops.isa, str(default_threads()), library]
+    return [str(_VERSION), *system_hardware.identity(), ops.isa, str(default_threads()), library]
 
 
 def _missing(known: dict[str, Any], formats: list[str]) -> list[str]:
@@ -376,3 +400,222 @@ def _large_files(folder: Path) -> list[Path]:
         (path for path in folder.iterdir() if path.is_file() and path.stat().st_size >= 1 << 20),
         key=lambda path: path.name,
     )
+
+
+# -- the machine to plan for: this one, or one that is described -----------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """The hardware to plan for, as written by the user; None means this machine's."""
+
+    ram: str | int | None = None
+    gpu_memory: str | int | None = None
+    gpu: str | None = None
+    link: str | None = None
+    ssd: str | None = None
+    pc: str | None = None
+    ram_speed: str | None = None
+    cores: int | None = None
+
+    @property
+    def hypothetical(self) -> tuple[str, ...]:
+        """The given options that describe a machine other than this one."""
+        imagined = {
+            "--pc": self.pc is not None,
+            "--ram-speed": self.ram_speed is not None,
+            "--cores": self.cores is not None,
+            "--ssd": self.ssd is not None,
+            "--gpu": self.gpu is not None,
+            "--gpu-memory": self.gpu is None and self.gpu_memory is not None and not gpu_here(),
+            "--link": self.link is not None,
+            "--ram": self.ram is not None
+            and not self.pc
+            and parse_size(self.ram) > memory_state().total,
+        }
+        return tuple(name for name, is_so in imagined.items() if is_so)
+
+
+def planned_hardware(
+    hardware: Hardware,
+    settings: Settings,
+    *,
+    path: Path | None = None,
+    formats: Iterable[str] = (),
+    remeasure: bool = False,
+) -> tuple[MachineProfile, Budgets, str]:
+    """Return the machine to plan for, its budgets, and a note for the user.
+
+    The machine is this one or ``hardware.pc``, changed by the other options of ``hardware``.
+    ``path`` is the model, whose disk is used; ``formats`` are those of its weights.
+
+    Raises:
+        OptionError: a description is invalid.
+    """
+    ram = None if hardware.ram is None else parse_size(hardware.ram)
+    if hardware.pc is not None:
+        pc, vram, note = parse_pc(hardware.pc), 0, ""
+        other = pc.other_gpu
+        machine = _as_wanted(pc.machine(), hardware)
+        if hardware.gpu is None and pc.gpu is not None:
+            memory = hardware.gpu_memory or pc.vram_budget
+            hardware = replace(hardware, gpu=pc.gpu.name, gpu_memory=memory)
+        if hardware.gpu is not None or hardware.gpu_memory is not None:
+            machine, vram = with_gpu(machine, replace(hardware, gpu=hardware.gpu or DEFAULT_GPU))
+        source = "given" if ram else pc.sources.get("ram_bytes", "typical")
+        ram = ram or pc.ram_budget
+    else:
+        own = path if hardware.ssd is None else None
+        machine, note = machine_here(settings, own, formats, remeasure=remeasure)
+        machine, vram = with_gpu(_as_wanted(machine, hardware), hardware, settings.cache_dir)
+        source, ram = ("given", ram) if ram else ("measured", ram_budget(None))
+        other = _other_here() if hardware.gpu is None and machine.gpu is None else None
+    machine = _with_source(machine, ram_bytes=source)
+    if machine.gpu is None and (other := other_gpu(hardware.gpu or "") or other):
+        room = other.room_bytes and int(GPU_SHARE * other.room_bytes)
+        machine = replace(machine, other_gpu=replace(other, room_bytes=room))
+    return machine, budgets_of(machine, ram, vram), note
+
+
+def with_formats(
+    machine: MachineProfile,
+    formats: Iterable[str],
+    hardware: Hardware,
+    settings: Settings,
+    path: Path,
+) -> MachineProfile:
+    """Add the rates of more ``formats`` to a result of ``planned_hardware``."""
+    if hardware.pc is not None:
+        return machine
+    here, _ = machine_here(settings, path if hardware.ssd is None else None, formats)
+    return replace(machine, kernels=_as_wanted(here, hardware).kernels)
+
+
+def machine_here(
+    settings: Settings,
+    path: Path | None = None,
+    formats: Iterable[str] = (),
+    *,
+    remeasure: bool = False,
+) -> tuple[MachineProfile, str]:
+    """Return this machine, measured if necessary, and a note on assumed rates (or ``""``).
+
+    Its disk is that of the model at ``path``, else that of localrt's cache.
+    """
+    cores = default_threads()
+    typical = _with_source(typical_machine().with_cores(cores), cores="measured")
+    if best_isa() is None:
+        return typical, "the CPU kernels are not compiled: a typical desktop's rates are assumed"
+    own = path is not None and files_nbytes(path) >= _OWN_DISK_BYTES
+    folder = path if path is not None and own else settings.cache_dir
+    try:
+        private_folder(settings.cache_dir)
+        _, machine = machine_profile(
+            folder, settings, formats=formats, remeasure=remeasure, sample=not own
+        )
+    except OSError as error:  # the folder cannot be written, or the disk is full
+        problem = reason_of(error)
+        return typical, f"this machine cannot be measured ({problem}): typical rates are used"
+    return machine, ""
+
+
+def machine_on_device(
+    path: Path, settings: Settings, device: str, gpu_memory: str | int | None
+) -> tuple[MachineProfile, int]:
+    """Return this machine's saved rates, else a typical desktop's with as many cores, with the GPU
+    of ``device``, and that GPU's memory budget.
+    """
+    machine = known_machine(settings.cache_dir, path)
+    machine = machine or typical_machine().with_cores(default_threads())
+    if device == "cpu" or gpu_here() is None:
+        return machine, 0
+    return with_gpu(machine, Hardware(gpu_memory=gpu_memory), settings.cache_dir)
+
+
+def _as_wanted(machine: MachineProfile, hardware: Hardware) -> MachineProfile:
+    """Return ``machine`` with the given disk, RAM speed and cores."""
+    if hardware.ssd is not None:
+        machine = replace(machine, ssd_bytes_s=parse_bandwidth(hardware.ssd))
+        machine = _with_source(machine, ssd_bytes_s="given")
+    if hardware.ram_speed is not None:
+        machine = machine.with_ram_speed(parse_memory_speed(hardware.ram_speed))
+        machine = _with_source(machine, ram_bytes_s="given")
+    if hardware.cores is not None:
+        if hardware.cores < 1:
+            raise OptionError(f"{option('cores')} must be at least 1, is {hardware.cores}")
+        machine = _with_source(machine.with_cores(hardware.cores), cores="given")
+    return machine
+
+
+def _with_source(machine: MachineProfile, **sources: str) -> MachineProfile:
+    return replace(machine, sources={**machine.sources, **sources})
+
+
+def gpu_here() -> tuple[GpuModel, int] | None:
+    """Return this machine's first GPU with the table's rates, and its free bytes of memory.
+
+    None if there is no GPU.
+    """
+    here = system_hardware.gpus()
+    if not here or other_gpu(here[0].name):
+        return None
+    gpu = find_gpu(here[0].name, here[0].memory_bytes) or parse_gpu(DEFAULT_GPU)
+    free = here[0].free_bytes or here[0].memory_bytes or gpu.vram_bytes
+    return replace(gpu, name=here[0].name, vram_bytes=here[0].memory_bytes or free), free
+
+
+def _other_here() -> OtherGpu | None:
+    """Return this machine's first GPU that only llama.cpp can use; its room is what is free."""
+    for each in (*system_hardware.gpus(), *system_hardware.other_gpus()):
+        found = other_gpu(each.name, each.memory_bytes) or OtherGpu(name=each.name)
+        return replace(found, room_bytes=each.free_bytes or each.memory_bytes)
+    return None
+
+
+def with_gpu(
+    machine: MachineProfile, hardware: Hardware, cache: Path | None = None
+) -> tuple[MachineProfile, int]:
+    """Return ``machine`` with the named GPU, else this machine's, and the GPU's memory budget.
+
+    This machine's GPU has the rates saved in ``cache``, else those of the table. If there is no
+    GPU, but GPU memory or a link is given, the default GPU is assumed.
+
+    Raises:
+        OptionError: an unknown GPU, or more memory than it has.
+    """
+    asked = None if hardware.gpu_memory is None else parse_size(hardware.gpu_memory)
+    link = None if hardware.link is None else parse_bandwidth(hardware.link)
+    here = gpu_here() if hardware.gpu is None else None
+    source, rates = "typical", None
+    if hardware.gpu is not None and other_gpu(hardware.gpu):
+        return machine, 0
+    if here is not None:
+        gpu, free = here
+        vram = min(int(GPU_SHARE * free), asked or free)
+        rates = None if cache is None else known_rates(cache, gpu.name)
+    elif hardware.gpu is not None or asked is not None or link is not None:
+        gpu = parse_gpu(hardware.gpu or DEFAULT_GPU)
+        source = "given" if gpu.reached == 1.0 else source
+        vram = asked or beside_desktop(gpu)
+        if hardware.gpu is None:
+            gpu = replace(gpu, vram_bytes=max(vram, gpu.vram_bytes))
+    else:
+        return machine, 0
+    if vram > gpu.vram_bytes:
+        raise OptionError(
+            f"{option('gpu_memory', hardware.gpu_memory)} is more than {gpu.name} has: "
+            f"{gpu.vram_bytes / 1e9:.3g} GB"
+        )
+    profile, rate, latency = gpu.profile, gpu.link_bytes_s, machine.link_latency_s
+    if rates is not None:
+        profile = measured_profile(gpu.name, gpu.vram_bytes, rates)
+        rate, latency, source = rates.to_gpu_bytes_s, rates.crossing_s, "measured"
+    machine = replace(machine, gpu=profile, link_bytes_s=link or rate, link_latency_s=latency)
+    return _with_source(machine, gpu=source, link_bytes_s="given" if link else source), vram
+
+
+def budgets_of(machine: MachineProfile, ram: int, vram: int) -> Budgets:
+    """Return budgets of ``ram`` bytes for the whole process and ``vram`` bytes of GPU memory."""
+    # A virtual GPU needs no driver: it calls no kernels.
+    context = 0 if machine.gpu is not None and machine.gpu.call_s == 0 else None
+    return Budgets(ram=ram, vram=vram, cuda_context=context)

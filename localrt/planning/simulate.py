@@ -1,4 +1,4 @@
-"""Replays the pipeline's schedule for a placement: the time per token, and the causes of waits.
+"""Discrete-event simulation of a placement's pipeline: seconds per token, and causes of waits.
 
 Disk, link, CPU and GPU each do one thing at a time. A pass goes through its units in order. Reads
 and copies keep that order, run ahead as far as their ring has room (units are placed in it as
@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from localrt.offload.placement import PlacedUnit, Placement, Where
 from localrt.offload.ring import (
@@ -26,11 +25,11 @@ from localrt.offload.ring import (
     newest,
     place,
 )
-from localrt.planning.costs import Costs
+from localrt.planning.costs import READ_CHUNK, RESOURCES, Costs, PassTime, Resource, disk_share
 
 
 @dataclass(slots=True)
-class Slot(RingSpan):
+class RingSlot(RingSpan):
     """A unit's slot in a ring; ``release`` is the time when it is freed, known once the unit has
     been used.
     """
@@ -44,13 +43,13 @@ class RingModel:
     def __init__(self, nbytes: int, chunk: int) -> None:
         self.nbytes = nbytes
         self._chunk = chunk
-        self._live: deque[Slot] = deque()
+        self._live: deque[RingSlot] = deque()
         self._cut: dict[tuple[int, int], list[UnitChunk]] = {}  # by (unit bytes, first bytes)
         self._next = 0
 
     def load(
         self, nbytes: int, free: float, bytes_s: float, at: int | None = None
-    ) -> tuple[Slot, float]:
+    ) -> tuple[RingSlot, float]:
         """Load a unit over a resource that is free at ``free``; return slot and end time.
 
         ``at`` is its offset, if fixed.
@@ -75,7 +74,7 @@ class RingModel:
         self._live.append(slot)
         return slot, clock
 
-    def release(self, slot: Slot, time: float) -> None:
+    def release(self, slot: RingSlot, time: float) -> None:
         """Free a slot at ``time``, but not before older slots, since slots are freed in order."""
         slot.release = time
         for older in self._live:
@@ -83,20 +82,20 @@ class RingModel:
                 break
             slot.release = max(slot.release, older.release)
 
-    def _place(self, nbytes: int, at: int | None) -> tuple[Slot, list[UnitChunk]]:
+    def _place(self, nbytes: int, at: int | None) -> tuple[RingSlot, list[UnitChunk]]:
         if nbytes > self.nbytes:
             raise ValueError(f"a unit of {nbytes} bytes does not fit a ring of {self.nbytes}")
         if not self._live:
             self._next = 0
         offset, first = place(nbytes, self.nbytes, self._live, at=self._next, fixed=at)
-        slot = Slot(offset, nbytes)
+        slot = RingSlot(offset, nbytes)
         if not newest(self._live, offset, offset + nbytes):
             return slot, [UnitChunk(0, nbytes)]
         if (nbytes, first) not in self._cut:
             self._cut[nbytes, first] = chunks(nbytes, self._chunk, first=first)
         return slot, self._cut[nbytes, first]
 
-    def _ready(self, slot: Slot, chunk: UnitChunk) -> float:
+    def _ready(self, slot: RingSlot, chunk: UnitChunk) -> float:
         """Return the time when the bytes of a chunk are free."""
         start = slot.offset + chunk.start
         stop = start + chunk.nbytes
@@ -107,37 +106,7 @@ class RingModel:
         return ready
 
 
-Resource = Literal["ssd", "link", "cpu", "gpu"]
-RESOURCES: tuple[Resource, ...] = ("ssd", "link", "cpu", "gpu")
-READ_CHUNK = 2 << 20
 _WAKE_S = 1.5e-4  # wake-up time of a pass that waits for a disk; only the GPU waits for copies
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Simulation:
-    """A steady pass: its seconds, and the bytes moved over each path.
-
-    ``busy``: each resource's seconds of work per pass. ``chain``: seconds of computing and
-    crossing, which cannot overlap. ``waits``: seconds per pass for which computing waited, by
-    cause.
-    """
-
-    seconds: float
-    busy: Mapping[Resource, float]
-    chain: float
-    nbytes: Mapping[str, float]
-    waits: Mapping[str, float]
-    total_seconds: float = 0.0
-
-    @property
-    def bound(self) -> float:
-        """The least seconds that any schedule of this placement can take."""
-        return max(self.busy["ssd"], self.busy["link"], self.chain)
-
-    @property
-    def efficiency(self) -> float:
-        """The share of the pass for which the busiest resource works."""
-        return max(self.busy.values()) / self.seconds if self.seconds else 1.0
 
 
 @dataclass(slots=True)
@@ -154,7 +123,7 @@ class _Sums:
 
 def simulate(
     costs: Costs, placement: Placement, *, passes: int | None = None, warm_up: int = 3
-) -> Simulation:
+) -> PassTime:
     """Replay ``warm_up`` + ``passes`` passes; results are means over the latter.
 
     Experts are chosen at random with equal probability; every replay has the same choices.
@@ -171,7 +140,7 @@ def simulate(
     chain = sums.chain / passes
     # A ring that was full at the start makes a few passes look too fast: apply the lower bound.
     seconds = max((replay.clock - before) / passes, chain, *busy.values())
-    return Simulation(
+    return PassTime(
         seconds=seconds,
         busy=busy,
         chain=chain,
@@ -179,17 +148,6 @@ def simulate(
         waits={name: value / passes for name, value in sums.waits.items()},
         total_seconds=replay.clock,
     )
-
-
-def _reached(room: int) -> float:
-    """Return the share of a disk's rate that is reached if the ring has ``room`` besides its
-    largest unit.
-
-    Two requests are in flight at a time. If there is room for only one, the disk idles in between:
-    a measured loss of 9 %.
-    """
-    wanted = 3 * READ_CHUNK
-    return 1.0 - 0.13 * max(0.0, 1.0 - room / wanted)
 
 
 class _Replay:
@@ -205,7 +163,7 @@ class _Replay:
         # The disk's rate depends on the ring's room besides the largest unit read from the SSD.
         read = [u.nbytes for u in costs.shape.units if u.macs and placement.where[u.name].read]
         room = placement.ram_ring - max(read, default=0)
-        self.read_bytes_s = self.bytes_s * _reached(room) if read else self.bytes_s
+        self.read_bytes_s = self.bytes_s * disk_share(room) if read else self.bytes_s
         self.link_bytes_s = costs.link_bytes_s or 1.0
         self.touched: dict[str, tuple[int, int]] = {}  # by layer: experts, and rows of each
         places = [placement.where[unit.name] for unit in costs.shape.routed]
@@ -332,7 +290,7 @@ class _Replay:
     def _unit(self, unit: PlacedUnit, where: Where, rows: int | None = None) -> None:
         """Read, copy and compute a unit; ``rows`` if an expert has fewer than the pass."""
         sums, ready = self.sums, 0.0
-        slot: tuple[RingModel, Slot] | None = None  # the latest slot of the unit
+        slot: tuple[RingModel, RingSlot] | None = None  # the latest slot of the unit
         asked = self.router if unit.kind == "expert" else 0.0
         if where.read:
             slot, ready = self._read(unit, where, asked)
@@ -382,7 +340,7 @@ class _Replay:
 
     def _read(
         self, unit: PlacedUnit, where: Where, earliest: float
-    ) -> tuple[tuple[RingModel, Slot] | None, float]:
+    ) -> tuple[tuple[RingModel, RingSlot] | None, float]:
         """Read a unit; return its ring slot, if any, and when it is in memory."""
         slot, start = None, max(self.disk_free, earliest)
         end = start + unit.nbytes / self.read_bytes_s
@@ -408,8 +366,8 @@ class _Replay:
         self.sums.nbytes["ssd"] += nbytes
 
     def _copy(
-        self, unit: PlacedUnit, ready: float, read: tuple[RingModel, Slot] | None
-    ) -> tuple[tuple[RingModel, Slot], float]:
+        self, unit: PlacedUnit, ready: float, read: tuple[RingModel, RingSlot] | None
+    ) -> tuple[tuple[RingModel, RingSlot], float]:
         """Copy a unit to the GPU, and free its slot in RAM; returns as ``_read``."""
         free, bytes_s = max(self.link_free, ready), self.link_bytes_s / self.times["link"]
         slot, end = self.vram.load(unit.nbytes, free, bytes_s, self.places.get(unit.name))

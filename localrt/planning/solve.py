@@ -1,4 +1,4 @@
-"""States the placement as a small problem, and solves it by rules in milliseconds.
+"""Heuristic solver of the placement problem: how many units of each class go where.
 
 Units of equal cost form a class, so that 15,000 experts are one entry. A pass takes at least as
 long as its disk reads, its copies, or its computing: the rules minimize the longest of the three
@@ -11,13 +11,15 @@ over the pass, because bursts need large rings.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from localrt.common.files import PAGE
-from localrt.offload.placement import PlacedUnit, UnitKind, Where
-from localrt.planning.costs import Costs, layer_seconds
+from localrt.offload.placement import KvPlace, PlacedUnit, Placement, UnitKind, Where
+from localrt.planning.costs import Costs, PassTime, disk_share, layer_seconds, with_long_passes
+from localrt.quant.formats.tiled import TILE_ROWS
 
 AttentionPlace = Literal["gpu", "gpu first", "anywhere", "host"]
 Counts = Sequence[Mapping[Where, int]]
@@ -64,7 +66,8 @@ class Problem:
     """The placement problem: room for weights and KV caches in bytes, rates in bytes per second.
 
     ``ram_slot`` and ``vram_slot`` limit the size of units that may be read and copied: rings must
-    hold them. Without a GPU ``link_bytes_s`` is 0. ``visit_s``: seconds of a visit to the CPU
+    hold them. The ring in RAM has ``ram_ring`` bytes, with which ``reached`` of the disk's rate is
+    reached. Without a GPU ``link_bytes_s`` is 0. ``visit_s``: seconds of a visit to the CPU
     between units of the GPU; ``link_loss`` and ``cpu_loss``: the share by which each slows down
     while the other works. ``attention`` may force attention (and a mixture's routers) onto the GPU,
     or place it there first, since prefill needs it there and KV caches cannot move. It may force
@@ -82,6 +85,8 @@ class Problem:
     link_loss: float = 0.0
     cpu_loss: float = 0.0
     fixed_s: float = 0.0
+    ram_ring: int = 0
+    reached: float = 1.0
     attention: AttentionPlace = "anywhere"
 
     def attends(self, group: UnitClass) -> bool:
@@ -164,31 +169,58 @@ def _class(costs: Costs, units: Sequence[PlacedUnit], kv: Sequence[int]) -> Unit
     )
 
 
-def bound(problem: Problem, counts: Counts) -> float:
-    """Return a lower bound of a pass's seconds: the longest of its reads, copies and computing."""
-    read = copied = by_cpu = 0.0
-    chain = problem.fixed_s
+def pass_time(problem: Problem, counts: Counts) -> PassTime:
+    """Return the time of a token's pass by a formula: it takes as long as its reads, its copies or
+    its computing, whichever is longest, and waits for what cannot be read ahead.
+
+    An expert is read once its router has chosen it. The head's slices lie together at the end of a
+    pass: what of them the ring does not hold is read while nothing else is computed.
+    """
+    nbytes = dict.fromkeys(("ssd", "link", "ram", "vram"), 0.0)
+    by_cpu, by_gpu = problem.fixed_s, 0.0
+    working = experts = slices = head_s = 0.0  # CPU's seconds in units; bytes read; seconds
     for group, places in zip(problem.classes, counts, strict=True):
         for where, count in places.items():
             used = count * group.use
-            if where.read:
-                read += used * group.nbytes
-            if where.copied:
-                copied += used * group.nbytes
-            elif not where.on_gpu:
-                by_cpu += used * group.cpu_s
-            chain += used * compute_seconds(problem, group, where)
-    reading = read / problem.ssd_bytes_s
-    if not copied:
-        return max(reading, chain)
-    link = copied / problem.link_bytes_s
-    pass_s = max(reading, link, chain)
-    # Copies and the CPU slow each other down while both work.
-    link, by_cpu = (
-        link * (1 + problem.link_loss * by_cpu / pass_s),
-        by_cpu * problem.cpu_loss * link / pass_s,
+            size, seconds = used * group.nbytes, used * compute_seconds(problem, group, where)
+            nbytes["vram" if where.on_gpu else "ram"] += size
+            if where.on_gpu:
+                by_gpu += seconds
+            else:
+                by_cpu += seconds
+                working += used * group.cpu_s
+            nbytes["link"] += size * where.copied
+            nbytes["ssd"] += size * where.read
+            experts += size * (where.read and group.kind == "expert")
+            slices += size * (where.read and group.kind == "head")
+            head_s += seconds * (group.kind == "head")
+    chain, link, rate = by_cpu + by_gpu, 0.0, problem.ssd_bytes_s * problem.reached
+    if nbytes["link"]:
+        # Copies and the CPU slow each other down while both work.
+        link = nbytes["link"] / problem.link_bytes_s
+        pass_s = max(nbytes["ssd"] / rate, link, chain)
+        slower = working * problem.cpu_loss * link / pass_s
+        link *= 1 + problem.link_loss * working / pass_s
+        chain, by_cpu = chain + slower, by_cpu + slower
+    burst = (slices - problem.ram_ring) / rate
+    steady = max((nbytes["ssd"] - experts) / rate, link, chain, chain - head_s + burst)
+    pass_s = steady + experts / rate
+    return PassTime(
+        seconds=pass_s,
+        busy={
+            "ssd": nbytes["ssd"] / problem.ssd_bytes_s,
+            "link": link,
+            "cpu": by_cpu,
+            "gpu": by_gpu,
+        },
+        chain=chain,
+        nbytes=nbytes,
+        waits={
+            "ssd": pass_s - max(link, chain),
+            "link": max(0.0, link - chain),
+            "crossing": 0.0,
+        },
     )
-    return max(reading, link, chain + by_cpu)
 
 
 def compute_seconds(problem: Problem, group: UnitClass, where: Where) -> float:
@@ -232,7 +264,7 @@ def is_feasible(problem: Problem, counts: Counts) -> bool:
 # Subset sums are exact to one step per unit. A step is small compared with the smallest unit,
 # unless that would need too many steps.
 _STEPS_OF_A_UNIT = 256
-_MOST_STEPS = 1 << 22
+_MOST_STEPS = 1 << 17
 _MOST_SHORT = 64  # steps that rounding down may take from a sum
 
 
@@ -314,6 +346,8 @@ def closest_subset(sizes: Sequence[int], limits: Sequence[int], target: int) -> 
     """
     if _nbytes(sizes, limits) < target:
         return None
+    if len(sizes) == 1:
+        return [-(-target // sizes[0])]
     fine = min((size for size in sizes if size), default=PAGE) // _STEPS_OF_A_UNIT
     step = max(PAGE, fine // PAGE * PAGE, target // _MOST_STEPS)
     goal = -(-target // step)
@@ -335,7 +369,8 @@ def closest_subset(sizes: Sequence[int], limits: Sequence[int], target: int) -> 
     most = goal + (beyond & -beyond).bit_length() - 1
     # Sizes were rounded down: a sum a few steps short of the goal may reach the target.
     least = max(0, goal - min(sum(limits), _MOST_SHORT))
-    totals = (total for total in range(least, most + 1) if reached[-1] >> total & 1)
+    near = reached[-1] >> least & (1 << most - least + 1) - 1
+    totals = (least + steps for steps in range(most - least + 1) if near >> steps & 1)
     decoded = (_decoded(reached, items, floors, total) for total in totals)
     enough = (counts for counts in decoded if _nbytes(sizes, counts) >= target)
     closest = (_without_surplus(sizes, counts, target) for counts in enough)
@@ -473,3 +508,329 @@ def arrange(
         (found[unit.name],) = among
         left[found[unit.name]] -= 1
     return found
+
+
+# -- rings, and the best counts for each -----------------------------------------------------------
+
+_MOST_SLOTS = 6
+_LEAST_SHARE = 0.01  # smallest share of an MLP that is worth the exchange between GPU and CPU
+# Prompt tokens per answer token: 2,048 to 256.
+_PROMPT_TOKENS = 8
+# Rings, as a search over many sizes chose them for the models of the table on six PCs: a dense
+# model's in RAM has half a unit more than the largest (with 10 MB more reads have no gaps), a
+# mixture's two units that are not experts; in GPU memory one unit, or two.
+_RING_TIMES, _RING_MORE, _MIXTURE_RING_TIMES = 1.5, 10 << 20, 2
+_GPU_RING_TIMES = (1.05, 2.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rooms:
+    """Bytes for weights, KV caches and rings: each budget without its fixed parts.
+
+    ``kv``: bytes of each layer's cache at the full context. ``kv_ssd``: layers with it on the SSD.
+    """
+
+    ram: int
+    vram: int
+    kv: tuple[int, ...]
+    kv_ssd: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class RingSize:
+    """Bytes of a ring, and of the largest unit that may pass through it."""
+
+    nbytes: int = 0
+    slot: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """Counts that fit with these rings, and their times by formulas: of a token's pass, and seconds
+    per token of a prompt (0 without a GPU).
+
+    ``costs`` are those of the units as split. ``rows``: those of a prompt's pass.
+    """
+
+    costs: Costs
+    rooms: Rooms
+    problem: Problem
+    counts: Counts
+    ram: RingSize
+    vram: RingSize
+    rows: int
+    split: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    token: PassTime
+    prompt_s: float
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a pass and of its share of prompt tokens: what the search minimizes."""
+        return self.token.seconds + _PROMPT_TOKENS * self.prompt_s
+
+    def placement(self) -> Placement:
+        """Arrange the counts in the order of a pass."""
+        costs = self.costs
+        where = arrange(costs.shape.units, self.problem.classes, self.counts)
+        moved = any(where[unit.name].read for unit in costs.shape.units if unit.macs)
+        copied = any(place.copied for place in where.values())
+        placement = with_long_passes(
+            costs,
+            Placement(
+                where=_with_small_units(costs, where),
+                kv=_kv_places(costs, where, self.rooms),
+                ram_ring=self.ram.nbytes if moved else 0,
+                vram_ring=self.vram.nbytes,
+                prefill_rows=self.rows,
+                split=self.split,
+            ),
+        )
+        if not (copied or placement.crossing):  # leave out an unused ring
+            placement = replace(placement, vram_ring=0)
+        return placement
+
+    def with_held(self, held: int) -> PassTime:
+        """Return the time of a token's pass with ``held`` tokens in the cache."""
+        classes = classes_of(replace(self.costs, held=held), _kv_in_memory(self.rooms))
+        return pass_time(replace(self.problem, classes=classes), self.counts)
+
+    def prompt(self, rows: int) -> float:
+        """Return the seconds of a prompt's pass: the CPU computes its units, or the GPU if
+        faster.
+        """
+        costs, problem = self.costs, self.problem
+        many = costs.of_rows(rows)
+        units = {unit.name: unit for unit in costs.shape.units}
+        read = copied = by_cpu = crossing = by_gpu = stays = 0.0
+        for group, places in zip(problem.classes, self.counts, strict=True):
+            unit, share, each = units[group.names[0]], group.use, rows
+            movable = group.kind == "mlp" and group.nbytes <= self.vram.nbytes
+            if group.kind == "expert":
+                share, each = many.touched(unit.use)
+                movable = bool(problem.link_bytes_s)
+            for where, count in places.items():
+                used = count * share
+                read += used * group.nbytes * where.read
+                copied += used * group.nbytes * where.copied
+                if where.on_gpu:
+                    stays += used * many.gpu(unit, each)
+                elif movable:
+                    by_cpu += used * many.cpu(unit, each)
+                    by_gpu += used * many.gpu(unit, each)
+                    crossing += used * group.nbytes
+                else:
+                    stays += used * many.cpu(unit, each)
+        disk, link = read / problem.ssd_bytes_s, problem.link_bytes_s
+        ways = [max(disk, copied / link if link else 0.0, stays + by_cpu)]
+        if crossing:
+            ways.append(max(disk, (copied + crossing) / link, stays + by_gpu))
+        return min(ways) + costs.per_pass()
+
+
+class Problems:
+    """The placement problems of one model in ``rooms``, which rings turn into solutions.
+
+    Each listed expert stands for ``expert_times``.
+    """
+
+    def __init__(self, costs: Costs, rooms: Rooms, rows: int = 1, expert_times: int = 1) -> None:
+        self._costs, self._rooms, self._rows = costs, rooms, rows
+        self._classes = classes_of(costs, _kv_in_memory(rooms))
+        self._gpu = costs.machine.gpu is not None and rooms.vram > 0
+        self._mixture = bool(costs.shape.experts)
+        self._slots = _slots(self._classes)
+        if expert_times > 1:
+            self._classes = tuple(
+                replace(group, names=group.names * (expert_times if group.kind == "expert" else 1))
+                for group in self._classes
+            )
+
+    def solutions(self) -> list[Solution]:
+        """Return solutions for at most six choices of rings: without reads if that fits, else with
+        the usual rings, else with the smallest.
+        """
+        gpu_rings = [RingSize()]
+        if self._gpu and self._slots:
+            times = _GPU_RING_TIMES[1:] if self._mixture else _GPU_RING_TIMES
+            sizes = (_whole(each * self._slots[0]) for each in times)
+            half = self._rooms.vram / 2
+            gpu_rings += [RingSize(size, self._slots[0]) for size in sizes if size <= half]
+        tight = [RingSize(slot, slot) for slot in self._slots]
+        rings = [self._usual_ring(slot) for slot in self._slots]
+        usual = itertools.product([*rings[:1], *tight[:1], *rings[1:2]], gpu_rings[:2])
+        for choices in (
+            itertools.product([RingSize()], gpu_rings),
+            usual,
+            itertools.product(tight, [RingSize()]),
+        ):
+            found = [each for rings in choices for each in self._solved(*rings)]
+            if found:
+                return found
+        return []
+
+    def fits(self) -> bool:
+        """Whether any placement fits, without looking for a good one."""
+        rings = [RingSize(), *(RingSize(slot, slot) for slot in self._slots)]
+        return any(next(self._solved(ring, RingSize()), None) is not None for ring in rings)
+
+    def _usual_ring(self, slot: int) -> RingSize:
+        times = _MIXTURE_RING_TIMES * slot
+        wanted = times if self._mixture else max(slot + _RING_MORE, int(_RING_TIMES * slot))
+        return RingSize(max(slot, min(_whole(wanted), self._rooms.ram // 2 // PAGE * PAGE)), slot)
+
+    def _solved(self, ram: RingSize, vram: RingSize) -> Iterator[Solution]:
+        """Yield the placement problems for these rings, with counts that fit.
+
+        Attention and KV caches of all layers go to the GPU if they fit; otherwise as many as fit,
+        or as many as are best for a token.
+        """
+        problem = self.problem(ram, vram)
+        ways: list[AttentionPlace] = ["anywhere"]
+        if self._gpu:
+            on_gpu = (group for group in self._classes if problem.attends(group))
+            whole = sum(g.count * (g.nbytes + g.kv) for g in on_gpu) <= problem.vram
+            ways = ["gpu", "anywhere"] if whole else ["gpu first", "anywhere"]
+            if self._costs.shape.shares_caches:
+                ways = ["gpu", "host"] if whole else ["host"]
+        for way in ways:
+            counts = solve_greedily(tried := replace(problem, attention=way))
+            if counts is not None:
+                yield self.solution(tried, counts, ram, vram)
+                if way == "gpu":
+                    return
+
+    def problem(self, ram: RingSize, vram: RingSize) -> Problem:
+        """Return the placement problem that these rings leave."""
+        costs, gpu = self._costs, self._gpu
+        machine, (link, cpu) = costs.machine, costs.beside()
+        return Problem(
+            classes=self._classes,
+            ram=self._rooms.ram - ram.nbytes,
+            vram=self._rooms.vram - vram.nbytes if gpu else 0,
+            ram_slot=ram.slot,
+            vram_slot=vram.slot,
+            ssd_bytes_s=machine.ssd_bytes_s,
+            link_bytes_s=costs.link_bytes_s if gpu else 0.0,
+            visit_s=costs.visit() + 2 * costs.crossing() if gpu else 0.0,
+            link_loss=1 / link - 1,
+            cpu_loss=1 / cpu - 1,
+            fixed_s=costs.per_pass(),
+            ram_ring=ram.nbytes,
+            reached=disk_share(ram.nbytes - ram.slot),
+        )
+
+    def solution(
+        self,
+        problem: Problem,
+        counts: Counts,
+        ram: RingSize,
+        vram: RingSize,
+        split: Mapping[str, tuple[float, float]] | None = None,
+    ) -> Solution:
+        """Return a solution with its times."""
+        found = Solution(
+            costs=self._costs,
+            rooms=self._rooms,
+            problem=problem,
+            counts=counts,
+            ram=ram,
+            vram=vram,
+            rows=self._rows,
+            split=split or {},
+            token=pass_time(problem, counts),
+            prompt_s=0.0,
+        )
+        return (
+            replace(found, prompt_s=found.prompt(self._rows) / self._rows) if self._gpu else found
+        )
+
+
+def split_solutions(costs: Costs, rooms: Rooms, rows: int) -> Iterator[Solution]:
+    """Yield placements in which GPU and CPU share all MLPs of a dense model: nothing is copied, or
+    what the link has time for.
+
+    Everything else is on the GPU, and the rest of its memory is for the GPU's share. The ring has
+    room for the pieces of one or two layers that long passes copy.
+    """
+    shape, machine = costs.shape, costs.machine
+    mlps = [unit for unit in shape.units if unit.kind == "mlp"]
+    tiled = not (shape.sizes.hidden % TILE_ROWS or shape.sizes.inner % TILE_ROWS)
+    if machine.gpu is None or machine.link_bytes_s is None or shape.experts or not (mlps and tiled):
+        return
+    whole, largest = sum(unit.nbytes for unit in mlps), max(unit.nbytes for unit in mlps)
+    others = [unit for unit in shape.units if unit.kind in ("attention", "head")]
+    room = rooms.vram - sum(unit.nbytes for unit in others) - sum(rooms.kv)
+    if not largest < room < whole:
+        return
+    # A pass without the pieces of the CPU and the link.
+    fixed = costs.per_pass() + sum(costs.gpu(unit) for unit in others)
+    fixed += len(mlps) * costs.splitting()
+    by_cpu, copying = sum(costs.cpu(unit) for unit in mlps), costs.copy(whole)
+    edges = 3 * PAGE + 3 * TILE_ROWS / shape.sizes.inner * largest  # rounding of a layer's pieces
+    for layers in (1, 2):
+        if whole <= layers * largest:
+            return
+        gpu = (room - layers * (largest + edges)) / (whole - layers * largest)
+        ring = layers * ((1 - gpu) * largest + edges)
+        gpu = (room - ring - len(mlps) * PAGE) / whole
+        for link in (0.0, (fixed + by_cpu * (1 - gpu)) / (copying + by_cpu)):
+            if gpu > 0 and 1 - gpu - link >= _LEAST_SHARE:
+                shares = {unit.name: (gpu, link) for unit in mlps}
+                found = _split(costs, rooms, rows, shares, int(ring))
+                if found is not None:
+                    yield found
+
+
+def _split(
+    costs: Costs, rooms: Rooms, rows: int, shares: Mapping[str, tuple[float, float]], ring: int
+) -> Solution | None:
+    """Return the placement with these pieces, if they fit."""
+    costs = replace(costs, shape=costs.shape.split(shares))
+    vram = RingSize(ring // PAGE * PAGE, ring // PAGE * PAGE)
+    problems = Problems(costs, rooms, rows)
+    problem = replace(problems.problem(RingSize(), vram), attention="gpu")
+    tables = {"embedding": Where.RAM}
+    counts = [
+        {group.only or tables.get(group.kind, Where.VRAM): group.count} for group in problem.classes
+    ]
+    if not is_feasible(problem, counts):
+        return None
+    return problems.solution(problem, counts, RingSize(), vram, shares)
+
+
+def _slots(classes: Sequence[UnitClass]) -> list[int]:
+    """Return at most six sizes of units that may be read in a pass, descending."""
+    sizes = sorted({group.nbytes for group in classes if group.use > 0})
+    while len(sizes) > _MOST_SLOTS:
+        # Two sizes that are nearly the same need nearly the same ring: keep the larger.
+        ratios = [high / low for low, high in itertools.pairwise(sizes)]
+        del sizes[ratios.index(min(ratios))]
+    return sizes[::-1]
+
+
+def _whole(nbytes: float) -> int:
+    """Round up to whole pages."""
+    return -(-int(nbytes) // PAGE) * PAGE
+
+
+def _kv_in_memory(rooms: Rooms) -> tuple[int, ...]:
+    return tuple(0 if layer in rooms.kv_ssd else size for layer, size in enumerate(rooms.kv))
+
+
+def _with_small_units(costs: Costs, where: Mapping[str, Where]) -> dict[str, Where]:
+    """Add the small units (norms), placed with the head; return all units in order."""
+    head = next((unit for unit in costs.shape.units if unit.kind == "head"), None)
+    on_gpu = head is not None and where[head.name].on_gpu
+    small = Where.VRAM if on_gpu else Where.RAM
+    return {unit.name: where.get(unit.name, small) for unit in costs.shape.units}
+
+
+def _kv_places(costs: Costs, where: Mapping[str, Where], rooms: Rooms) -> tuple[KvPlace, ...]:
+    places: list[KvPlace] = ["ram"] * costs.shape.layers
+    for unit in costs.shape.units:
+        if unit.kind == "attention" and unit.layer is not None:
+            if unit.layer in rooms.kv_ssd:
+                places[unit.layer] = "ssd"
+            elif where[unit.name].on_gpu:
+                places[unit.layer] = "vram"
+    return tuple(places)

@@ -122,7 +122,7 @@ def conversation(answers: Answers, request: Request, fields: Payload) -> Payload
     """A conversation, new or with the body's changes: title, model, instructions, options, shown
     branch.
     """
-    changes = {name: fields[name] for name in ("title", "model") if name in fields}
+    changes: dict[str, Any] = {key: fields[key] for key in ("title", "model") if key in fields}
     if "instructions" in fields:
         changes["system"] = fields["instructions"] or None
     if (options := fields.get("options")) is not None:

@@ -44,7 +44,7 @@ from localrt.service.status import ModelInfo, Watch
 from localrt.system import return_free_memory
 
 if TYPE_CHECKING:
-    from localrt.planning.preview import Outlook
+    from localrt.planning.recommend import Outlook
 
 _SHORT = 16  # characters of a blob's name
 _AHEAD = 512  # tokens of an answer for which there is room when it begins
@@ -209,7 +209,7 @@ class Core:
 
     def advise(self) -> Outlook:
         # Imports the planner, a megabyte that a model in memory does not need.
-        from localrt.planning.preview import Outlook, resident_outlook, streamed_outlook
+        from localrt.planning.recommend import Outlook, resident_outlook, streamed_outlook
 
         engine, found = self.engine, Outlook()
         with suppress(LocalrtError, OSError):  # files deleted, or a model the planner does not know

@@ -2,9 +2,9 @@
 
 Memory and its budgets, what the pipeline has read and computed, the generation in progress. Counts
 start at loading: two snapshots give rates (``Status.since``). A snapshot takes well under a
-millisecond, waits for no pass, and works from any thread. ``localrt/planning/preview.py`` says what
-would help. ``Watch`` makes the snapshots: it sees every session and every chunk of a model, and
-takes no lock that a pass holds.
+millisecond, waits for no pass, and works from any thread. ``localrt/planning/recommend.py`` says
+what would help. ``Watch`` makes the snapshots: it sees every session and every chunk of a model,
+and takes no lock that a pass holds.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from localrt.hub.names import KNOWN_MODELS
 from localrt.hub.resolving import FileChoice
 from localrt.planning import models as plan_models
 from localrt.planning import plan as planning
-from localrt.planning.what_runs import best_here
+from localrt.planning.recommend import best_here
 from tests.planner.models import CONFIGS
 
 # Quantizations that cannot be read, by the words that say so.
@@ -161,7 +161,7 @@ def test_short_name(
 @pytest.fixture
 def few_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is planned for."""
-    monkeypatch.setattr("localrt.planning.what_runs.KNOWN_MODELS", KNOWN_MODELS[:5])
+    monkeypatch.setattr("localrt.planning.recommend.KNOWN_MODELS", KNOWN_MODELS[:5])
 
 
 @pytest.mark.usefixtures("few_models")
@@ -312,9 +312,9 @@ def test_welcome(monkeypatch: pytest.MonkeyPatch) -> None:
     def measured(*_: object, **__: object) -> None:
         raise AssertionError("it measures")
 
-    monkeypatch.setattr("localrt.planning.describe_pc.machine_here", measured)
+    monkeypatch.setattr("localrt.planning.measure.machine_here", measured)
     # What is free changes from one moment to the next.
-    monkeypatch.setattr("localrt.planning.what_runs.ram_budget", lambda given: 16 << 30)
+    monkeypatch.setattr("localrt.planning.recommend.ram_budget", lambda given: 16 << 30)
     best = best_here(Settings.from_environment())
     assert best is not None
     assert best.level != "slow"

@@ -18,7 +18,7 @@ from localrt.loading.gpu import OpenGpu
 from localrt.loading.options import LoadOptions
 from localrt.offload.account import CUDA_CONTEXT_NBYTES, ROUNDED_VRAM_NBYTES
 from localrt.offload.device.gpu import Clock
-from localrt.planning.gpus import parse_gpu
+from localrt.planning.machine import parse_gpu
 from localrt.quant.cpu.ops import NativeOps
 from tests.conftest import needs_kernels
 from tests.drafts.conftest import Choose

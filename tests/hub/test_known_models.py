@@ -12,7 +12,7 @@ from localrt.hub.names import (
     find_known,
     parse_hub_ref,
 )
-from localrt.planning.shapes import shape_from_config
+from localrt.planning.models import shape_from_config
 
 _BY_SHAPE = {model.shape: model for model in KNOWN_MODELS}
 

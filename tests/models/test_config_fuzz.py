@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.registry import ARCHITECTURES
-from localrt.planning.shapes import shape_from_config
+from localrt.planning.models import shape_from_config
 from tests.models.tiny import load_ours, save_tiny
 from tests.mutations import FUZZ, changed, changes_of, is_line, paths, refusal
 

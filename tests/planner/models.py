@@ -9,10 +9,10 @@ from localrt.hub.names import find_known
 from localrt.offload.account import Budgets
 from localrt.offload.placement import PlacedUnit
 from localrt.offload.shapes import ExpertShape, KvShape, ModelShape, PassSizes
-from localrt.planning.advice import make_forecast
 from localrt.planning.forecast import Forecast, PlanRequest
 from localrt.planning.machine import GpuProfile, KernelRate, MachineProfile
-from localrt.planning.shapes import shape_from_config
+from localrt.planning.models import shape_from_config
+from localrt.planning.search import make_forecast
 from localrt.quant.cuda.gpu_cache import GpuRates
 from localrt.quant.ops.attention import scratch_nbytes
 

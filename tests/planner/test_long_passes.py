@@ -14,7 +14,7 @@ from localrt.offload.placement import LEAST_GPU_ROWS, Placement, Where
 from localrt.planning.costs import Costs, with_long_passes
 from localrt.planning.forecast import Forecast, placed_shape
 from localrt.planning.machine import KernelRate, MachineProfile
-from localrt.planning.report import explain
+from localrt.planning.plan import explain
 from localrt.planning.simulate import simulate
 from tests.planner.models import MB, machine, planned, published, shape
 
@@ -60,9 +60,10 @@ def test_slow_link() -> None:
 
 
 def llama(link: float = 12e9, vram: int = 12_000) -> Forecast:
-    """A 70B in ``vram`` MB of GPU memory and 64 GB of RAM."""
+    """A 70B in ``vram`` MB of GPU memory and 64 GB of RAM, with whole MLPs."""
     budgets = Budgets(ram=64_000 * MB, vram=vram * MB)
-    return planned(published("llama-3-70b"), machine(gpu=True, link=link), budgets, ctx=2048)
+    here = machine(gpu=True, link=link)
+    return planned(published("llama-3-70b"), here, budgets, ctx=2048, splits=False)
 
 
 def test_mlps_cross() -> None:

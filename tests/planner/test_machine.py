@@ -9,14 +9,15 @@ import pytest
 from localrt.common.errors import OptionError
 from localrt.offload.placement import PlacedUnit
 from localrt.planning.costs import Costs, expert_costs
-from localrt.planning.gpus import (
+from localrt.planning.machine import (
     GPUS,
+    KernelRate,
     find_gpu,
     measured_profile,
     parse_bandwidth,
     parse_gpu,
+    typical_machine,
 )
-from localrt.planning.machine import KernelRate, typical_machine
 from localrt.quant.cuda.formats import product_instructions
 from tests.planner.models import RATE, machine, shape
 

@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 from localrt.common.errors import MemoryBudgetError, OptionError
 from localrt.offload.account import Budgets
 from localrt.offload.placement import Where
-from localrt.planning.advice import helpful_changes, in_format, least_ram
 from localrt.planning.forecast import Forecast, PlanRequest, placed_shape
-from localrt.planning.gpus import GPUS
-from localrt.planning.machine import typical_machine
-from localrt.planning.report import explain, one_line
-from localrt.planning.search import fits
+from localrt.planning.machine import GPUS, typical_machine
+from localrt.planning.models import in_format
+from localrt.planning.plan import explain, one_line
+from localrt.planning.search import fits, helpful_changes, least_ram
 from tests.planner.models import MB, machine, planned, published, shape
 
 CODER = published("qwen2.5-coder-1.5b")

@@ -12,7 +12,7 @@ import pytest
 import localrt
 from localrt.common.settings import Settings
 from localrt.offload import hardware
-from localrt.planning.describe_pc import Hardware, with_gpu
+from localrt.planning.measure import Hardware, with_gpu
 from localrt.quant.cuda.gpu_cache import GpuCache
 from tests.cli.test_plan import config_folder
 from tests.planner.models import RATE, machine

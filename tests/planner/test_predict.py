@@ -7,12 +7,10 @@ from dataclasses import replace
 import pytest
 
 from localrt.offload.account import Budgets
-from localrt.planning.advice import make_forecast
 from localrt.planning.forecast import PlanRequest
-from localrt.planning.gpus import GPUS
-from localrt.planning.machine import MachineProfile, typical_machine
-from localrt.planning.predict import estimate, whole_nbytes
-from localrt.planning.shapes import shape_from_config
+from localrt.planning.machine import GPUS, MachineProfile, typical_machine
+from localrt.planning.models import shape_from_config
+from localrt.planning.search import estimate, make_forecast, whole_nbytes
 from tests.planner.models import CONFIGS, published
 
 GB = 10**9
@@ -43,7 +41,7 @@ def test_estimate_is_near_the_plan(name: str, ram: int, gpu: bool, nearly: float
     assert expected.tok_s == pytest.approx(plan.tok_s, rel=nearly)
     assert expected.needed == pytest.approx(request.shape.pass_nbytes, rel=0.001)
     assert (expected.read > 0) == (plan.read_bytes > 0)
-    assert expected.place == plan.expected.place
+    assert expected.place == plan.prediction.place
     # An outline lists one of a mixture's experts.
     short = shape_from_config(CONFIGS[name], name=name, experts=1)
     assert len(short.units) <= len(request.shape.units)

@@ -10,14 +10,14 @@ import pytest
 import localrt
 from localrt.common.errors import OptionError
 from localrt.common.settings import Settings
-from localrt.planning.preview import Preview, preview, preview_size
+from localrt.planning.recommend import Preview, preview, preview_size
 
 
 def test_in_memory_or_streamed(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*args: object, **kwargs: object) -> None:
         raise AssertionError("nothing is measured for a preview")
 
-    monkeypatch.setattr("localrt.planning.describe_pc.machine_profile", never)
+    monkeypatch.setattr("localrt.planning.measure.machine_profile", never)
     found = preview(tiny_folder, device="cpu")
     assert found.fits
     assert found.read_bytes == 0

@@ -15,14 +15,13 @@ from localrt.common.settings import DEFAULT_CONTEXT, Settings
 from localrt.hub.names import find_known
 from localrt.offload.placement import Placement, Where
 from localrt.offload.shapes import ModelShape
-from localrt.planning.advice import make_forecast
 from localrt.planning.costs import Costs
-from localrt.planning.describe_pc import Hardware, planned_hardware
 from localrt.planning.forecast import Forecast, PlanRequest
-from localrt.planning.gpus import DEFAULT_GPU
-from localrt.planning.machine import GpuProfile, KernelRate, MachineProfile
-from localrt.planning.recommending import sized
-from localrt.planning.shapes import shape_from_config
+from localrt.planning.machine import DEFAULT_GPU, GpuProfile, KernelRate, MachineProfile
+from localrt.planning.measure import Hardware, planned_hardware
+from localrt.planning.models import shape_from_config
+from localrt.planning.recommend import sized
+from localrt.planning.search import make_forecast
 from localrt.planning.simulate import simulate
 from localrt.quant.ops.kv_formats import KvFormat
 

@@ -10,10 +10,10 @@ import pytest
 from localrt.common.settings import Settings
 from localrt.hub.names import find_known, repo_thinks
 from localrt.hub.resolving import FileChoice
-from localrt.planning import recommending
-from localrt.planning.describe_pc import Hardware, planned_hardware
-from localrt.planning.recommending import recommend, recommend_on
-from localrt.planning.verdict import READING_TOK_S, THINKING_TOK_S, judge, speed
+from localrt.planning import recommend as recommending
+from localrt.planning.forecast import READING_TOK_S, THINKING_TOK_S, judge, speed
+from localrt.planning.measure import Hardware, planned_hardware
+from localrt.planning.recommend import recommend, recommend_on
 
 BITS = {
     "Q2_K": 3.0,

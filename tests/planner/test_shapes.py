@@ -15,8 +15,8 @@ from localrt.models.checkpoints import open_checkpoint
 from localrt.models.registry import read_config
 from localrt.offload.account import Budgets
 from localrt.offload.shapes import shape_from_checkpoint
-from localrt.planning.report import explain
-from localrt.planning.shapes import shape_from_config
+from localrt.planning.models import shape_from_config
+from localrt.planning.plan import explain
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.kv_formats import parse_kv_format
 from tests.models.tiny import save_tiny

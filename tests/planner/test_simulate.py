@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from localrt.offload.placement import Placement, Where
 from localrt.offload.shapes import ModelShape
-from localrt.planning.costs import Costs
-from localrt.planning.simulate import RingModel, Simulation, Slot, simulate
+from localrt.planning.costs import Costs, PassTime
+from localrt.planning.simulate import RingModel, RingSlot, simulate
 from tests.planner.models import machine, shape
 
 CPU_PLACES = (Where.RAM, Where.SSD)
@@ -51,7 +51,7 @@ def cases(draw: st.DrawFn) -> tuple[Costs, Placement]:
     return costs, placement
 
 
-def serial(found: Simulation) -> float:
+def serial(found: PassTime) -> float:
     """One thing after another."""
     return found.busy["ssd"] + found.busy["link"] + found.chain
 
@@ -110,7 +110,7 @@ def test_faster_disk_or_link(case: tuple[Costs, Placement], times: float, places
 def test_ring(units: list[tuple[int, float, float]], size: int, chunk: int) -> None:
     """Bytes are written only once every older unit that lies there was given back."""
     ring, free = RingModel(size, chunk), 0.0
-    held: list[tuple[Slot, float]] = []
+    held: list[tuple[RingSlot, float]] = []
     released = 0.0
     for nbytes, rate, delay in units:
         slot, end = ring.load(nbytes, free, rate)

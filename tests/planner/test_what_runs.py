@@ -9,8 +9,8 @@ import pytest
 import localrt
 from localrt.common.settings import Settings
 from localrt.hub.names import KNOWN_MODELS
-from localrt.planning.describe_pc import Hardware
-from localrt.planning.what_runs import what_runs
+from localrt.planning.measure import Hardware
+from localrt.planning.recommend import what_runs
 
 pytestmark = pytest.mark.usefixtures("quiet_machine")
 
@@ -59,7 +59,7 @@ def test_best_first(pc: str) -> None:
     first = found.best[0].expected
     assert first is not None
     assert first.level == "good"
-    assert first.nbytes <= 0.75 * memory
+    assert first.weights <= 0.75 * memory
     assert first.tok_s >= 1.25 * first.enough_tok_s
     spare = [
         each.expected is not None

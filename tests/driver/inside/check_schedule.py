@@ -20,14 +20,13 @@ import pytest
 
 from localrt.common.files import PAGE
 from localrt.models.decoder import Decoder
-from localrt.offload.account import Budgets
 from localrt.offload.placement import Placement, Where
 from localrt.offload.shapes import shape_from_checkpoint
 from localrt.planning.costs import Costs
-from localrt.planning.forecast import PlanRequest
 from localrt.planning.machine import GpuProfile, KernelRate, MachineProfile
-from localrt.planning.search import Candidate, Rooms, best_of
+from localrt.planning.search import best_solution
 from localrt.planning.simulate import simulate
+from localrt.planning.solve import Rooms
 from tests.driver.inside.conftest import Kernels, once
 from tests.driver.inside.gpus import made
 from tests.driver.standin import Driver
@@ -307,22 +306,16 @@ CELLS = {
 }
 
 
-def planned(model: Model, costs: Costs, room: float, *, splits: bool = True) -> Candidate:
+def planned(model: Model, costs: Costs, room: float, *, splits: bool = True) -> Placement:
     """The best placement with room on the GPU for so much of the MLPs."""
     sizes = [(u.nbytes, room if u.kind == "mlp" else u.macs > 0) for u in costs.shape.units]
     vram = sum(round(nbytes * share) for nbytes, share in sizes)
-    request = PlanRequest(
-        shape=costs.shape,
-        machine=costs.machine,
-        budgets=Budgets(ram=1 << 40, vram=vram, process=0, cuda_context=0, scratch=0),
-        ctx=40,
-        held=40,
-        splits=splits,
-    )
-    found = best_of(request, Rooms(ram=1 << 40, vram=vram, kv=(0,) * LAYERS), 512)
+    costs = replace(costs, held=40)
+    rooms = Rooms(ram=1 << 40, vram=vram, kv=(0,) * LAYERS)
+    found = best_solution(costs, rooms, 512, splits=splits)
     assert found is not None
-    assert bool(found.placement.split) is splits
-    return found
+    assert bool(found.split) is splits
+    return found.placement()
 
 
 def scaled(model: Model, machine: Machine, nbytes: float) -> Machine:
@@ -342,8 +335,10 @@ def test_shared(
     machine = scaled(shared, cell.machine, cell.mlp)
     costs = profile(shared, machine)
     best = [planned(shared, costs, cell.room, splits=splits) for splits in (False, True)]
-    took = [decode(shared, driver, machine, each.placement).seconds for each in best]
-    assert [each.pass_s for each in best] == pytest.approx(took, rel=0.1)
+    took = [decode(shared, driver, machine, each).seconds for each in best]
+    costs = replace(costs, held=40)
+    replayed = [simulate(costs, each, passes=3, warm_up=2).seconds for each in best]
+    assert replayed == pytest.approx(took, rel=0.1)
     whole, split = took
     assert 1 / split > cell.tok_s
     assert whole / split > cell.gain
