@@ -27,7 +27,7 @@ from localrt.common.errors import (
     reason_of,
 )
 from localrt.common.files import private_file, private_folder, user_path
-from localrt.common.forks import finalize, of_one_process
+from localrt.common.forks import finalize
 from localrt.common.progress import ProgressCallback
 from localrt.documents.confined import DocumentReader
 from localrt.documents.reading import Step, files_below, pages_of, step_in
@@ -82,7 +82,6 @@ class Piece:
     score: float
 
 
-@of_one_process("an index of documents")
 class DocumentIndex(Closing):
     """Pieces of files, in the SQLite file ``path``. Thread-safe; several processes may share it.
 

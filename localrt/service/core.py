@@ -18,6 +18,7 @@ from weakref import WeakSet
 
 from localrt.common.errors import LocalrtError, MemoryBudgetError, OptionError, disk_errors
 from localrt.common.files import keep_private
+from localrt.common.forks import check_process, count_forks
 from localrt.common.formatting import parse_size
 from localrt.common.progress import ProgressCallback, note_to
 from localrt.common.settings import KV_DISK, Settings
@@ -134,7 +135,7 @@ def _known_options(extras: Extras) -> dict[str, object]:
 class Core:
     """A loaded model with its sessions. Thread-safe. ``defaults`` are its default options.
 
-    ``requests`` turns prompts into tokens and requests, ``watch`` reports what the model does.
+    ``watch`` reports what the model does.
     """
 
     def __init__(
@@ -148,7 +149,8 @@ class Core:
     ) -> None:
         self.name = name
         self.parts = parts
-        self.engine, self.ctx = parts.engine, parts.ctx
+        self._made = count_forks()
+        self._engine, self.ctx = parts.engine, parts.ctx
         self.drafts = drafts
         self.defaults: dict[str, Any] = {**parts.defaults, **(defaults or {})}
         self.info = ModelInfo(
@@ -165,11 +167,28 @@ class Core:
         )
         self.saver = CacheSaver(parts.engine, prompts)
         self.adapters = Adapters(parts.engine, lambda: open_checkpoint(parts.path))
-        self.requests = RequestBuilder(parts, self.defaults, drafts, self.adapters)
+        self._requests = RequestBuilder(parts, self.defaults, drafts, self.adapters)
         keep = parts.engine.idle_sessions(parts.ctx)
         self._pool = SessionPool(parts.engine, parts.ctx, keep=keep)
         self.watch = Watch(parts.engine, ctx=parts.ctx, name=parts.path.name)
         self._chats: WeakSet[KvChatCache] = WeakSet()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this process has loaded the model, and is not a fork of it."""
+        return self._made == count_forks()
+
+    @property
+    def engine(self) -> Engine:
+        """What computes. Not in a forked child: there it is an error."""
+        check_process(self._made)
+        return self._engine
+
+    @property
+    def requests(self) -> RequestBuilder:
+        """Turns prompts into tokens and requests. Not in a forked child: there it is an error."""
+        check_process(self._made)
+        return self._requests
 
     def stream(self, request: Request) -> Iterator[Chunk]:
         """Yield the chunks of ``request``, on a session of the pool."""
@@ -264,7 +283,7 @@ class Core:
         self.close()
         gone = "the model is closed: load it again"
         self.parts = replace(self.parts, tokenizer=None, tokenizer_problem=gone)
-        self.drafts, self.requests = None, RequestBuilder(self.parts, self.defaults)
+        self.drafts, self._requests = None, RequestBuilder(self.parts, self.defaults)
         gc.collect()
         return_free_memory()
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from localrt.common.errors import CancelledError, LocalrtError
-from localrt.common.forks import of_one_process
 from localrt.engine.batch.device_turns import PassTurns
 from localrt.engine.batch.latency_goals import goal_of
 from localrt.engine.batch.schedule import KEEP_STREAMED, MOST_SEQUENCES, Save, Schedule, Terms
@@ -32,7 +31,6 @@ from localrt.models.tokenizers.base import Tokenizer
 from localrt.models.weight_store import PipelineCounts
 
 
-@of_one_process("a model", "load")
 class LiveAnswer(Iterator[Chunk]):
     """The chunks of one request, as ``Model.stream`` would yield them; one thread reads them.
 
