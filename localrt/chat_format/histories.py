@@ -16,7 +16,7 @@ from functools import cached_property
 from itertools import chain, takewhile
 from typing import Any, TypeAlias
 
-from localrt.chat_format.known_syntaxes import HERMES_CALL
+from localrt.chat_format.call_syntaxes import HERMES_CALL
 from localrt.chat_format.messages import for_template
 from localrt.chat_format.probing import FIRST, TOOLS
 from localrt.chat_format.templates.chat_template import MessageTemplate, Segment
