@@ -129,6 +129,10 @@ def load(
     if chat_template is not None:
         check_path(option("chat_template"), chat_template)
     options = LoadOptions(
+        model=str(model),
+        revision=revision,
+        adapters={name: str(path) for name, path in (adapters or {}).items()},
+        draft=draft,
         engine=engine,
         format=format,
         device=device,
@@ -143,16 +147,8 @@ def load(
         shrinkable=shrinkable,
         gentle=gentle,
     )
-    return Model(
-        open_core(
-            str(model),
-            options,
-            LoadContext(offline=offline, progress=progress, cancel=cancel),
-            adapters={name: str(path) for name, path in (adapters or {}).items()},
-            draft=draft,
-            revision=revision,
-        )
-    )
+    context = LoadContext(offline=offline, progress=progress, cancel=cancel)
+    return Model(open_core(options, context))
 
 
 def embedder(

@@ -43,7 +43,7 @@ from localrt.engine.types import Chunk, Message
 from localrt.hub.cache import note_use
 from localrt.hub.other_programs import Extras
 from localrt.loading.context import LoadContext
-from localrt.loading.load import LoadedModel, load_model
+from localrt.loading.load import LoadedModel
 from localrt.loading.options import LoadOptions
 from localrt.models.checkpoints import open_checkpoint
 from localrt.planning import chooser
@@ -61,22 +61,13 @@ _PATIENCE_S = 2.0  # for an answer that is no longer read
 
 
 @disk_errors("the model")
-def open_core(
-    model: str,
-    options: LoadOptions,
-    context: LoadContext | None = None,
-    *,
-    adapters: Mapping[str, str] | None = None,
-    draft: str = "auto",
-    revision: str | None = None,
-) -> Core:
+def open_core(options: LoadOptions, context: LoadContext | None = None) -> Core:
     """Find and load a model, its adapters and its draft sources; see ``localrt.load``."""
-    read_options({"draft": draft})
     context = context or LoadContext()
     settings = context.settings
     found = context.resolve(
-        model,
-        revision=revision,
+        options.model,
+        revision=options.revision,
         choose=chooser(
             settings,
             ram=options.ram,
@@ -88,31 +79,18 @@ def open_core(
     extras = found.extras or Extras()
     if options.ctx is None and extras.ctx is not None:
         options = replace(options, ctx=extras.ctx)
-    parts, drafts = load_with_draft(
-        found.path,
-        draft,
-        options,
-        context,
-        lambda own: load_model(
-            found.path,
-            own,
-            context,
-            go_template=extras.go_template,
-            system=extras.system,
-            projectors=extras.projectors,
-        ),
-    )
+    parts, drafts = load_with_draft(found.path, options, context, extras)
     note_use(found.listed_name, settings)
     core = Core(
         found.name,
         parts,
-        {**_known_options(extras), "draft": draft},
+        {**_known_options(extras), "draft": options.draft},
         drafts=drafts,
         prompts=prompt_cache(parts, settings),
     )
     try:
         own = {path.name[:_SHORT]: str(path) for path in extras.adapters}
-        for name, adapter in {**own, **(adapters or {})}.items():
+        for name, adapter in {**own, **options.adapters}.items():
             core.add_adapter(name, adapter, context)
         if own:
             core.defaults.setdefault("adapter", next(iter(own)))
