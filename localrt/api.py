@@ -16,7 +16,7 @@ from localrt.chat import ChatSession
 from localrt.chat_format.pictures import with_pictures
 from localrt.common.closing import Closing
 from localrt.common.errors import ContextOverflowError, LocalrtError, OptionError, known_arguments
-from localrt.common.forks import Answering, of_one_process
+from localrt.common.forks import Answering
 from localrt.common.formatting import format_bytes, parse_size
 from localrt.common.option_names import option
 from localrt.common.progress import ProgressCallback
@@ -129,6 +129,10 @@ def load(
     if chat_template is not None:
         check_path(option("chat_template"), chat_template)
     options = LoadOptions(
+        model=str(model),
+        revision=revision,
+        adapters={name: str(path) for name, path in (adapters or {}).items()},
+        draft=draft,
         engine=engine,
         format=format,
         device=device,
@@ -143,16 +147,8 @@ def load(
         shrinkable=shrinkable,
         gentle=gentle,
     )
-    return Model(
-        open_core(
-            str(model),
-            options,
-            LoadContext(offline=offline, progress=progress, cancel=cancel),
-            adapters={name: str(path) for name, path in (adapters or {}).items()},
-            draft=draft,
-            revision=revision,
-        )
-    )
+    context = LoadContext(offline=offline, progress=progress, cancel=cancel)
+    return Model(open_core(options, context))
 
 
 def embedder(
@@ -173,7 +169,6 @@ def embedder(
     return partial(load, path, device="cpu", draft="off", **options)
 
 
-@of_one_process("a model", "load")
 class Model(Closing):
     """A loaded model. Use ``localrt.load``; close it, or use it as a context manager.
 
@@ -621,13 +616,15 @@ class Model(Closing):
 
         Running answers end as cancelled. Takes a tenth of a second.
         """
-        self._end_batches()
-        self._core.unload()
+        if self._core.is_here:
+            self._end_batches()
+            self._core.unload()
 
     def close(self) -> None:
         """Free weights and caches; running batches (``live``) end."""
-        self._end_batches()
-        self._core.close()
+        if self._core.is_here:
+            self._end_batches()
+            self._core.close()
 
     def _check_open(self) -> None:
         if self._closed:

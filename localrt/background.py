@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localrt.common.errors import CancelledError, OptionError
-from localrt.common.forks import of_one_process
 from localrt.common.progress import Progress
 
 if TYPE_CHECKING:
@@ -32,7 +31,6 @@ def load_in_background(model: str | Path = "smollm2", **options: Any) -> Loading
     return Loading(model, options)
 
 
-@of_one_process("a model", "load")
 class Loading:
     """A model that is being loaded. Thread-safe."""
 

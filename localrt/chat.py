@@ -16,7 +16,7 @@ from localrt.chat_format.histories import text_of
 from localrt.common.closing import Closing
 from localrt.common.errors import LocalrtError, OptionError, StorageError
 from localrt.common.files import parse_json, read_text, user_path, write_text
-from localrt.common.forks import Answering, of_one_process
+from localrt.common.forks import Answering
 from localrt.common.progress import ProgressCallback
 from localrt.engine.types import Chunk, Message, ToolCall
 from localrt.service.arguments import (
@@ -141,7 +141,6 @@ class ChatModel(Protocol):
         """End its answers, and free its memory."""
 
 
-@of_one_process("a model", "load")
 class ChatSession:
     """Created by ``Model.chat``. One generation at a time; ``cancel`` works from any thread."""
 

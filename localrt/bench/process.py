@@ -165,10 +165,9 @@ def _load_native(launch: Launch) -> Core:
     from localrt.loading.options import LoadOptions
     from localrt.service.core import open_core
 
-    own = dict(launch.settings or {})
-    draft = own.pop("draft", "off")
-    options = LoadOptions(engine="native", ctx=launch.ctx, threads=launch.threads, **own)
-    return open_core(launch.path, options, draft=draft)
+    own = {"draft": "off", **(launch.settings or {})}
+    named: dict[str, Any] = {"model": launch.path, "ctx": launch.ctx, "threads": launch.threads}
+    return open_core(LoadOptions(engine="native", **named, **own))
 
 
 def llamacpp_core(launch: Launch) -> Core:

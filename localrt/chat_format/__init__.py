@@ -1,11 +1,10 @@
 """Prompts and answers as text: tool calls, thinking, structured answers. Knows no engine.
 
-Read ``template_syntax.py`` first. A model's syntax for calls is found by probing its chat template
-(``call_probe.py``): it renders calls with unique names and values (``probing.py``), takes the marks
-and the notation of arguments from the text around them, and accepts a syntax only if it parses the
-probes correctly.
-``known_syntaxes.py`` has the few that probing cannot find: templates that write no calls, models
-that write them in several ways. ``notations.py`` and ``argument_notations.py`` describe both.
+Read ``template_syntax.py`` first. A model's syntax for calls is a row of the table in
+``call_syntaxes.py``: its chat template renders one call with a unique name and value
+(``probing.py``), and the row that spells it so is taken. Templates that write no calls are searched
+for the marks of the rows. A syntax that no row has is unknown: calls stay text, which
+``localrt show`` says. ``notations.py`` reads what is between marks.
 ``parser.py`` parses an answer as it streams, before stop strings are applied, and takes out calls
 and thinking. gpt-oss writes in channels, which ``harmony.py`` parses.
 
@@ -18,13 +17,13 @@ within a thought while a schema or a call is still to come, the thought is close
 
 A schema, a regular expression or a grammar constrains an answer through llguidance
 (``structured.py``, ``gbnf.py``). With tools, the grammar of a schema is "schema or calls"
-(``call_grammar.py``); probing also finds how a second call follows a first. A schema that
+(``call_grammar.py``), in the spelling of the template's row. A schema that
 llguidance cannot follow is tried keyword by keyword, so no list of its features can grow old. Text
-in tags becomes numbers, lists or strings by the tool's schema (``argument_types.py``).
+in tags becomes numbers, lists or strings by the tool's schema (``json_schemas.py``).
 
 Input for a template is normalized first. Tools (``messages.py``) get plain ASCII names, which are
 mapped back in calls, a description and properties. If a template does not support tools or refuses
 them, the system prompt lists them. Histories that it refuses (a late system message, two messages
-of a role in a row) or shows in part are rewritten (``histories.py``). ``infill.py`` makes
-fill-in-the-middle prompts.
+of a role in a row) or shows in part are rewritten in a fixed order (``histories.py``).
+``infill.py`` makes fill-in-the-middle prompts.
 """

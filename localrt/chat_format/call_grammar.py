@@ -12,13 +12,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-from localrt.chat_format.argument_notations import (
+from localrt.chat_format.json_schemas import BOUNDS, accepted, bounds, parameters_of, resolved
+from localrt.chat_format.notations import (
+    ID,
+    NAMED,
+    NUMBERED,
     KeywordArguments,
     QuotedArguments,
+    Spelling,
     TaggedArguments,
 )
-from localrt.chat_format.argument_types import BOUNDS, accepted, bounds, parameters_of, resolved
-from localrt.chat_format.notations import ID, NAMED, NUMBERED, Spelling
 
 Terminal = Callable[[str], str]
 """Converts text to terminals: some of its marks are control tokens."""
@@ -172,7 +175,7 @@ class _Rules:
 
     def _pair(self, tags: TaggedArguments, key: str, schema: object) -> str:
         known = accepted(schema, self._root)
-        is_text = (not known.kinds or "string" in known.kinds) and not tags.as_json
+        is_text = not known.kinds or "string" in known.kinds
         if is_text and len(known.kinds) > 1 and any(mid.string is False for mid in tags.mids):
             ways = (self._pair_as(tags, key, schema, text) for text in (True, False))
             return " | ".join(map(self._rule, ways))
@@ -180,10 +183,7 @@ class _Rules:
 
     def _pair_as(self, tags: TaggedArguments, key: str, schema: object, is_text: bool) -> str:
         known = accepted(schema, self._root)
-        kind = next(iter(known.kinds - {"string"}), "")
-        kind = "number" if kind == "integer" else kind
-        mids = [mid for mid in tags.mids if mid.string in (None, is_text)] or list(tags.mids)
-        mid = next((each for each in mids if each.kind == kind), mids[0])
+        mid = next((each for each in tags.mids if each.string in (None, is_text)), tags.mids[0])
         opening = self._literal(f"{tags.opening}{key}{mid.before}")
         closing = self._literal(mid.after)
         if not is_text:

@@ -13,9 +13,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from localrt.chat_format.argument_notations import JsonArguments
 from localrt.chat_format.histories import text_of
-from localrt.chat_format.notations import Spelling, call_of
+from localrt.chat_format.notations import JsonArguments, Spelling, call_of
 from localrt.chat_format.parser import make_call
 from localrt.chat_format.thinking import CLOSE, OPEN, THOUGHT_FIELDS, overlap
 from localrt.engine.types import ToolCall

@@ -1,7 +1,6 @@
 """Parses an answer's text as it streams: takes out calls, and puts thinking in the usual tags.
 
-Malformed calls stay text. It does not know whether a syntax comes from a template's probes or from
-the table of known ones.
+Malformed calls stay text. It does not know how a syntax was found.
 """
 
 from __future__ import annotations
@@ -11,15 +10,16 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from localrt.chat_format.argument_notations import JsonArguments, pattern
 from localrt.chat_format.notations import (
     ID,
     NUMBERED,
-    Call,
+    JsonArguments,
     JsonCalls,
     Notation,
+    ParsedCall,
     Signatures,
     Spelling,
+    pattern,
     signatures,
 )
 from localrt.chat_format.thinking import CLOSE, OPEN, overlap
@@ -29,7 +29,6 @@ MARK = re.compile(r"<[^<>\s]{1,64}>|\[/?[A-Z_]{2,32}\]")
 """Matches the tokens by which models mark the parts of an answer."""
 
 _LONGEST_MARK = 80  # characters
-_IN_NO_MARK = set(">\n{},")
 
 
 def expression(literal: str, *, strip: bool = True) -> str:
@@ -48,22 +47,6 @@ def common_start(one: str, other: str) -> str:
     """The longest common beginning."""
     pairs = enumerate(zip(one, other, strict=False))
     return one[: next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))]
-
-
-def common_end(one: str, other: str) -> str:
-    """The longest common end."""
-    return common_start(one[::-1], other[::-1])[::-1]
-
-
-def inside_mark(text: str, at: int) -> bool:
-    """Whether ``at`` is between the brackets of a tag."""
-    opened = text.rfind("<", max(0, at - _LONGEST_MARK), at)
-    return opened >= 0 and not set(text[opened:at]) & _IN_NO_MARK
-
-
-def snapped(text: str, at: int) -> int:
-    """Return ``at``, moved to the end of the tag if it is inside one."""
-    return text.find(">", at) + 1 if inside_mark(text, at) and ">" in text[at:] else at
 
 
 _BARE = ("{", "[")  # the possible beginnings of an answer that is only JSON
@@ -97,7 +80,7 @@ class CallSyntax:
     spelling: Spelling | None = None
     recipients: tuple[str, ...] = ()  # texts before calls, with {} for a tool's name
 
-    def parse(self, text: str, tools: Signatures) -> list[Call] | None:
+    def parse(self, text: str, tools: Signatures) -> list[ParsedCall] | None:
         """Parse the text between opening and closing; None if it is not calls."""
         found = (notation.parse(text, tools) for notation in self.notations)
         return next(filter(None, found), None)
@@ -140,7 +123,7 @@ PLAIN_CALLS = CallSyntax(
 """A JSON object and nothing else, for models of unknown call syntax."""
 
 
-def make_call(call: Call, names: Mapping[str, str]) -> ToolCall:
+def make_call(call: ParsedCall, names: Mapping[str, str]) -> ToolCall:
     """Return ``call`` with its id, or else a new one of nine characters, as Mistral's models want.
 
     ``names`` maps the model's names of tools to the caller's.

@@ -8,23 +8,23 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from localrt.common.errors import TemplateError
 
 Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]], bool], str]
 """Messages, tools, and whether the beginning of an answer is added; it may raise TemplateError."""
-ProbeCall = tuple[str, Mapping[str, Any]]
-"""A call: the name and the arguments."""
-FIRST, SECOND = "zq_alpha", "zq_beta"
-"""The names of the probes' tools."""
+FIRST, _SECOND = "zq_alpha", "zq_beta"
+"""The name of the tool that is called."""
+KEY, VALUE = "zqa", "zvc"
+"""The argument of calls in probes."""
 TEXT = "Ztext zq¶"
 """The text of an answer in probes."""
-IDS = ("zid0call0", "zid1call1")
-"""The ids of calls; nine characters, as Mistral's templates want."""
 _SECONDS = 10.0  # for all probes; a usual template takes a hundredth of it
 _USER = "Zuser zq¶"
+_ARGUMENTS = {KEY: VALUE}
 
 
 def _tool(name: str) -> dict[str, object]:
@@ -39,7 +39,7 @@ def _tool(name: str) -> dict[str, object]:
     }
 
 
-TOOLS = (_tool(FIRST), _tool(SECOND))
+TOOLS = (_tool(FIRST), _tool(_SECOND))
 """The probes' tools."""
 
 
@@ -52,8 +52,7 @@ class Probes:
     """Renders probes with a template: all results are the text after the user's message.
 
     ``prompt`` is the beginning of an answer, ``plain`` the answer ``TEXT``. ``as_text`` passes the
-    arguments of calls as JSON text, ``id_form`` is the form of their ids, ``empty`` the content
-    beside calls without text.
+    arguments of calls as JSON text, ``empty`` is the content beside calls without text.
     """
 
     render: Render
@@ -61,7 +60,7 @@ class Probes:
     prompt: str = ""
     plain: str = ""
     as_text: bool = False
-    id_form: str = ""
+    call_id: str = "zid0call0"  # nine characters, as Mistral's templates want
     empty: str | None = ""
 
     @classmethod
@@ -75,17 +74,28 @@ class Probes:
         first = cls(render, time.monotonic() + _SECONDS)
         return cls(render, first.until, first._behind_user(None), first.message(TEXT))
 
-    def calls(self, *calls: ProbeCall, text: str = "", **fields: object) -> str:
-        """Render an answer with these calls."""
-        made = [self._call(index, *call) for index, call in enumerate(calls)]
-        return self.message(text or self.empty, tool_calls=made, **fields)
+    def call(self, text: str = "", **fields: object) -> str:
+        """Render an answer with a call."""
+        arguments = json.dumps(_ARGUMENTS) if self.as_text else _ARGUMENTS
+        function = {"name": FIRST, "arguments": arguments}
+        made = {"id": self.call_id, "type": "function", "function": function}
+        return self.message(text or self.empty, tool_calls=[made], **fields)
 
-    def optional(self, *calls: ProbeCall, text: str = "") -> str:
-        """Render ``calls``; empty if the template refuses them."""
-        try:
-            return self.calls(*calls, text=text)
-        except TemplateError:
-            return ""
+    def written_call(self) -> tuple[str, bool]:
+        """Render one call in the first form that the template takes; empty if it writes none.
+
+        Also says whether arguments have to be passed as JSON text.
+        """
+        forms = product(("", None), (False, True), (self.call_id, f"functions.{FIRST}:0"))
+        for empty, as_text, call_id in forms:
+            form = replace(self, empty=empty, as_text=as_text, call_id=call_id)
+            try:
+                text = form.call()
+            except (TemplateError, UnreadableError):
+                continue
+            if FIRST in text and VALUE in text and f"{{'{KEY}'" not in text:
+                return text, as_text
+        return "", False
 
     def message(self, text: str | None, **fields: object) -> str:
         """Render an answer with this text."""
@@ -101,8 +111,3 @@ class Probes:
         if not found:
             raise UnreadableError("the user's words are gone")
         return behind
-
-    def _call(self, index: int, name: str, arguments: Mapping[str, object]) -> dict[str, Any]:
-        call_id = self.id_form.format(name=name, index=index) or IDS[index]
-        value = json.dumps(arguments, ensure_ascii=False) if self.as_text else arguments
-        return {"id": call_id, "type": "function", "function": {"name": name, "arguments": value}}

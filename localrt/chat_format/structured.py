@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from localrt.chat_format.argument_types import parameters_of
 from localrt.chat_format.call_grammar import call_grammar
 from localrt.chat_format.gbnf import gbnf_to_lark
-from localrt.chat_format.json_schemas import can_end, closed
+from localrt.chat_format.json_schemas import can_end, closed, parameters_of
 from localrt.chat_format.parser import MARK, CallSyntax
 from localrt.common.errors import LocalrtError, MissingExtraError, OptionError
 from localrt.common.forks import free_in_child

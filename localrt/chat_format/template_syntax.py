@@ -1,9 +1,9 @@
 """Finds how a chat template writes calls and thinking in an assistant's answers.
 
-This runs once per template, in some milliseconds: probing first, then the few known syntaxes that
-it cannot find. The variables that control thinking (``enable_thinking``, ``thinking``,
-``reasoning_effort``, ``thinking_budget``) are those that change the prompt. The template's source
-is searched for known marks of thinking only if probing finds none.
+This runs once per template, in some milliseconds. The variables that control thinking
+(``enable_thinking``, ``thinking``, ``reasoning_effort``, ``thinking_budget``) are those that change
+the prompt. The template's source is searched for known marks of thinking only if probing finds
+none.
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
-from localrt.chat_format.call_probe import probe_calls
+from localrt.chat_format.call_syntaxes import named_syntax, written_syntax
 from localrt.chat_format.harmony import HARMONY_ANSWER, HARMONY_CALL, is_harmony
-from localrt.chat_format.known_syntaxes import known_syntax, known_with
 from localrt.chat_format.parser import (
     MARK,
     PLAIN_CALLS,
@@ -260,9 +258,8 @@ def probe_frame(probes: Probes) -> AnswerFrame:
 def _thinking(probes: Probes) -> tuple[str, str] | None:
     """The marks around a thought; None if they are the usual ones or unknown."""
     fields = dict.fromkeys((*THOUGHT_FIELDS, "thought"), _THOUGHT)
-    for calls in ((), ((FIRST, {"zqa": "zvc"}),)):
+    for say in (probes.message, probes.call):
         try:
-            say = partial(probes.calls, *calls) if calls else probes.message
             silent, text = say(text=TEXT), say(text=TEXT, **fields)
         except TemplateError:
             continue
@@ -313,10 +310,14 @@ def _begun_by(prompt: str, text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TemplateSyntax:
-    """The syntax of ``calls`` in answers, and the ``frame`` of their other parts."""
+    """The syntax of ``calls`` in answers, and the ``frame`` of their other parts.
+
+    ``unknown``: the template writes calls in a way that is not in the table, so they stay text.
+    """
 
     calls: CallSyntax
     frame: AnswerFrame = USUAL_FRAME
+    unknown: bool = False
 
     @classmethod
     def of(cls, template: MessageTemplate, tokenizer: Tokenizer | None = None) -> TemplateSyntax:
@@ -327,13 +328,9 @@ class TemplateSyntax:
         source = template.tool_source
         if is_harmony(source):
             return cls(CallSyntax("", "", (), spelling=HARMONY_CALL))
-        known = cls(
-            known_syntax(source)
-            if tokenizer is None
-            else known_syntax(source, lambda mark: tokenizer.token_id(mark) is not None)
-        )
-        if not source:
-            return known
+
+        def has_token(mark: str) -> bool:
+            return tokenizer is not None and tokenizer.token_id(mark) is not None
 
         def render(
             messages: Sequence[Mapping[str, object]],
@@ -342,16 +339,21 @@ class TemplateSyntax:
         ) -> str:
             return template.render(messages, tools=tools, add_generation_prompt=prompt)
 
+        named = named_syntax(source, has_token)
+        if not source:
+            return cls(named)
         try:
             probes = Probes.of(render)
         except (TemplateError, UnreadableError):
-            return known
-        calls = None if known.calls.recipients else probe_calls(probes)  # found by its marks alone
-        found = known.calls if calls is None else known_with(calls, source)
+            return cls(named)
+        written, as_text = probes.written_call()
+        found = written_syntax(written) if written else named
+        calls = replace(found or named, as_text=as_text)
         try:
-            return cls(found, probe_frame(probes))
+            frame = probe_frame(probes)
         except (TemplateError, UnreadableError):
-            return cls(found)
+            frame = USUAL_FRAME
+        return cls(calls, frame, unknown=found is None)
 
     @property
     def forced(self) -> CallSyntax:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from localrt.common.errors import OptionError
 
 
-class Piece(NamedTuple):
+class ThinkingDelta(NamedTuple):
     """The text that a piece of an answer adds to the thinking, and to the answer itself."""
 
     thinking: str
@@ -46,15 +46,15 @@ class ThoughtStream:
         """Whether the text ends within a thought, or a tag that may begin one."""
         return bool(self._closing or (self._buffer.strip() and not self._answering))
 
-    def push(self, piece: str, *, last: bool = False) -> Piece:
+    def push(self, piece: str, *, last: bool = False) -> ThinkingDelta:
         """Add ``piece`` and return the parts that are certain now; with ``last``, all of them."""
         found = self._push(piece)
-        rest = self._flush() if last else Piece("", "")
-        return Piece(found.thinking + rest.thinking, found.text + rest.text)
+        rest = self._flush() if last else ThinkingDelta("", "")
+        return ThinkingDelta(found.thinking + rest.thinking, found.text + rest.text)
 
-    def _push(self, piece: str) -> Piece:
+    def _push(self, piece: str) -> ThinkingDelta:
         if self._answering:
-            return Piece("", piece)
+            return ThinkingDelta("", piece)
         self._buffer += piece
         thinking = ""
         while True:
@@ -64,7 +64,7 @@ class ThoughtStream:
                     cut = len(inside) - overlap(inside, self._closing)
                     cut = len(inside[:cut].rstrip())
                     self._buffer = inside[cut:]
-                    return Piece(thinking + self._shown(inside[:cut]), "")
+                    return ThinkingDelta(thinking + self._shown(inside[:cut]), "")
                 thinking += self._shown(inside.rstrip())
                 self._closing, self._buffer = "", rest
             start = self._buffer.lstrip()
@@ -74,15 +74,15 @@ class ThoughtStream:
                 self._buffer = start.removeprefix(opening)
                 self.has_thought, self._began = True, False
             elif any(each.startswith(start) for each in OPENINGS):
-                return Piece(thinking, "")  # the start of a tag, or nothing yet
+                return ThinkingDelta(thinking, "")  # the start of a tag, or nothing yet
             else:
-                return Piece(thinking, self._answer())
+                return ThinkingDelta(thinking, self._answer())
 
-    def _flush(self) -> Piece:
+    def _flush(self) -> ThinkingDelta:
         if not self._closing:
-            return Piece("", self._answer())
+            return ThinkingDelta("", self._answer())
         buffer, self._buffer = self._buffer, ""
-        return Piece(
+        return ThinkingDelta(
             self._shown(buffer[: len(buffer) - overlap(buffer, self._closing)].rstrip()), ""
         )
 
@@ -101,7 +101,7 @@ class ThoughtStream:
         return gap + thought
 
 
-def parted(text: str) -> Piece:
+def parted(text: str) -> ThinkingDelta:
     """Split a whole answer into its two parts, as ``ThoughtStream`` does."""
     return ThoughtStream().push(text, last=True)
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
 
+from localrt.chat_format.template_syntax import TemplateSyntax
 from localrt.chat_format.templates.chat_template import load_template
 from localrt.cli.help import Examples, ProgressLine
 from localrt.common.errors import LocalrtError, ModelNotFoundError
@@ -271,7 +272,10 @@ def _template(checkpoint: Checkpoint, extras: Extras) -> tuple[str, tuple[str, .
     except LocalrtError as error:
         return f"its own cannot be used: {error}", ()
     if own is not None:
-        return "its own", _abilities(own.tool_source)
+        abilities = _abilities(own.tool_source)
+        unknown = "tools" in abilities and TemplateSyntax.of(own).unknown
+        note = "; it writes tool calls in an unknown syntax: they stay text" if unknown else ""
+        return f"its own{note}", abilities
     where = "; Ollama's is in Go's language, give one in Jinja2" if extras.go_template else ""
     return f"none: chats are in a plain format{where}", ()
 

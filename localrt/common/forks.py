@@ -1,14 +1,12 @@
-"""Keeps a forked child from using what its parent has opened: methods raise an error there.
+"""Fork guard: a forked child cannot use the model that its parent has loaded.
 
 A child has none of its parent's threads, locks that may be held for ever, and the same open files.
-Using, closing or freeing an object could hang there, or change what the parent works with.
+Computing or freeing there could hang, or change what the parent works with.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
-import inspect
 import os
 import weakref
 from collections.abc import Callable, Iterator
@@ -16,81 +14,57 @@ from typing import Any, TypeVar
 
 from localrt.common.errors import LocalrtError
 
-Kind = TypeVar("Kind", bound=type)
 T = TypeVar("T")
 
-_ENDS = ("cancel", "cancel_all", "close", "unload")
-_objects: weakref.WeakSet[Any] = weakref.WeakSet()
+_forks = 0  # between the first process that imported this and this one
+_answers: weakref.WeakSet[Any] = weakref.WeakSet()
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def of_one_process(what: str, do: str = "open") -> Callable[[Kind], Kind]:
-    """Class decorator: in a forked child, methods that end the object do nothing, and other public
-    ones raise an error, which names ``what`` and says to ``do`` it again.
+def count_forks() -> int:
+    """The number of forks so far: an object notes it when it is made, to know its process."""
+    return _forks
+
+
+def check_process(forks: int) -> None:
+    """Check that a model is used by the process that has loaded it, at ``forks``.
+
+    Raises:
+        LocalrtError: this process is a fork of it.
     """
-    error = f"{what} does not survive a fork: {do} it in the child process"
-
-    def guard(kind: Kind) -> Kind:
-        for name, method in list(vars(kind).items()):
-            if name == "__init__":
-                setattr(kind, name, _noting(method))
-            elif inspect.isfunction(method) and (name == "__next__" or name[0] != "_"):
-                setattr(kind, name, _guarded(method, error, ends=name in _ENDS))
-        return kind
-
-    return guard
+    if forks != _forks:
+        raise LocalrtError(
+            "a model does not survive a fork: load it in the child process, "
+            'which multiprocessing starts afresh with its "spawn" method'
+        )
 
 
-def _noting(method: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(method)
-    def begin(self: Any, *args: Any, **options: Any) -> None:
-        self._process = os.getpid()
-        _objects.add(self)
-        method(self, *args, **options)
-
-    return begin
-
-
-def _guarded(method: Callable[..., Any], error: str, *, ends: bool) -> Callable[..., Any]:
-    def is_here(self: Any) -> bool:
-        if self._process != os.getpid() and not ends:
-            raise LocalrtError(error)
-        return bool(self._process == os.getpid())
-
-    @functools.wraps(method)
-    def call(self: Any, *args: Any, **options: Any) -> Any:
-        return method(self, *args, **options) if is_here(self) else None
-
-    @functools.wraps(method)
-    async def acall(self: Any, *args: Any, **options: Any) -> Any:
-        return await method(self, *args, **options) if is_here(self) else None
-
-    return acall if inspect.iscoroutinefunction(method) else call
-
-
-@of_one_process("a model", "load")
 class Answering(Iterator[T]):
     """An answer that a generator computes; a forked child neither continues nor ends it."""
 
     def __init__(self, items: Any) -> None:
         self._items = items
+        self._made = _forks
+        _answers.add(self)
 
     def __next__(self) -> T:
+        check_process(self._made)
         item: T = next(self._items)
         return item
 
     def close(self) -> None:
         """Cancel the answer."""
-        self._items.close()
+        if self._made == _forks:
+            self._items.close()
 
 
 def finalize(owner: object, do: Callable[..., object], *args: object) -> weakref.finalize[..., Any]:
     """``weakref.finalize``, which does nothing in a forked child."""
-    return weakref.finalize(owner, _unless_forked, os.getpid(), do, *args)
+    return weakref.finalize(owner, _unless_forked, _forks, do, *args)
 
 
-def _unless_forked(process: int, do: Callable[..., object], *args: object) -> None:
-    if process == os.getpid():
+def _unless_forked(forks: int, do: Callable[..., object], *args: object) -> None:
+    if forks == _forks:
         do(*args)
 
 
@@ -101,8 +75,10 @@ def free_in_child(lock: T) -> T:
 
 
 def _in_child() -> None:
-    for each in list(_objects):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))  # it is never freed
+    global _forks
+    _forks += 1
+    for answer in list(_answers):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(answer))  # it is never freed, so never closed
     for lock in list(_locks):
         lock._at_fork_reinit()
 

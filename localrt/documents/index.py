@@ -31,7 +31,7 @@ from localrt.common.errors import (
     reason_of,
 )
 from localrt.common.files import private_file, private_folder, user_path
-from localrt.common.forks import finalize, of_one_process
+from localrt.common.forks import finalize
 from localrt.common.formatting import one_line
 from localrt.common.progress import ProgressCallback
 from localrt.common.settings import Settings
@@ -88,7 +88,6 @@ class Passage:
     score: float
 
 
-@of_one_process("an index of documents")
 class DocumentIndex(Closing):
     """Pieces of files, in the SQLite file ``path``. Thread-safe; several processes may share it.
 

@@ -8,7 +8,6 @@ it would cost more time than it saves.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from localrt.drafts.head_draft import HeadDraft
 from localrt.drafts.model_draft import DraftPlace, ModelDraft
 from localrt.drafts.selection import PLUS_NGRAM, Draft, Drafts
 from localrt.engine.native.engine import NativeEngine
+from localrt.hub.other_programs import Extras
 from localrt.loading.context import LoadContext
 from localrt.loading.load import LoadedModel, load_model
 from localrt.loading.native import check_left
@@ -87,18 +87,17 @@ def _fitting_context(path: Path, options: LoadOptions) -> int | None:
 
 
 def load_with_draft(
-    target: Path,
-    draft: str,
-    options: LoadOptions,
-    context: LoadContext,
-    load: Callable[[LoadOptions], LoadedModel],
+    target: Path, options: LoadOptions, context: LoadContext, extras: Extras
 ) -> tuple[LoadedModel, Drafts]:
-    """Load the model at ``target`` through ``load``, and return it with its drafts.
+    """Load the model at ``target``, and return it with its drafts.
 
-    A draft model named by ``draft`` is loaded first, so that the target's plan leaves room for it.
-    With a GPU, both are planned before either is loaded.
+    A draft model named by ``options.draft`` is loaded first, so that the target's plan leaves room
+    for it. With a GPU, both are planned before either is loaded.
     """
-    quietly = replace(context, progress=None, cancel=None)
+    draft, quietly = options.draft, replace(context, progress=None, cancel=None)
+
+    def load(own: LoadOptions) -> LoadedModel:
+        return load_model(target, own, context, extras)
 
     def later(name: str, model: LoadedModel) -> Draft:
         return draft_for(name, model, options, quietly)

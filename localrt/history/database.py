@@ -25,7 +25,7 @@ from typing import Any
 
 from localrt.common.errors import CancelledError, OptionError, StorageError, reason_of
 from localrt.common.files import keep_private, private_file, private_folder
-from localrt.common.forks import finalize, of_one_process
+from localrt.common.forks import finalize
 from localrt.common.formatting import paired
 from localrt.common.processes import is_alive
 
@@ -100,7 +100,6 @@ _PIECE = 1 << 20
 _CHECKED_WHOLE = 32 << 20  # bytes; larger files are not checked at opening
 
 
-@of_one_process("a history")
 class Database:
     """One connection, for any thread; ``path`` None keeps all in memory.
 

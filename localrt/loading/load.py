@@ -6,7 +6,7 @@ prompts or sessions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -29,6 +29,7 @@ from localrt.common.option_names import option
 from localrt.common.settings import DEFAULT_CONTEXT
 from localrt.engine.protocol import Engine
 from localrt.engine.sampling import sampling_defaults
+from localrt.hub.other_programs import Extras
 from localrt.loading.context import LoadContext
 from localrt.loading.format_names import quantization_name
 from localrt.loading.native import load_native
@@ -79,22 +80,15 @@ def load_model(
     path: Path,
     options: LoadOptions,
     context: LoadContext | None = None,
-    *,
-    go_template: bool = False,
-    system: str | None = None,
-    projectors: Sequence[Path] = (),
+    extras: Extras | None = None,
 ) -> LoadedModel:
-    """Open, check, and load the model at ``path``.
-
-    ``go_template``: Ollama has a chat template for it, in a language that is not read. ``system``
-    is used in conversations without a system prompt. ``projectors`` are vision encoders that do
-    not lie beside it.
-    """
+    """Open, check, and load the model at ``path``; ``extras`` is what Ollama keeps for it."""
+    extras = extras or Extras()
     checkpoint = open_checkpoint(path)
     try:
         notes = list(checkpoint.notes)
         context = replace(context or LoadContext(), notes=notes)
-        vision = VisionLoader(checkpoint.path, projectors)
+        vision = VisionLoader(checkpoint.path, extras.projectors)
         name = _choose_engine(checkpoint, options, notes)
         # Before the weights, so that they reuse memory freed by building the vocabulary, and the
         # memory check counts what the template engine takes.
@@ -116,7 +110,7 @@ def load_model(
         if template is None:
             template = PlainTemplate()
             if tokenizer is not None and not mute:
-                notes.append(_no_template(go_template))
+                notes.append(_no_template(extras.go_template))
         return LoadedModel(
             path=checkpoint.path,
             engine=engine,
@@ -128,7 +122,7 @@ def load_model(
             notes=tuple(notes),
             tokenizer_problem=problem,
             pooling=_pooling(checkpoint),
-            system=system,
+            system=extras.system,
             fingerprint=checkpoint.stamp + fingerprint(checkpoint) if name == "native" else "",
             quantization=options.format or quantization_name(checkpoint),
             vision_problem=vision.problem,

@@ -1,13 +1,17 @@
-"""Checked load options, and the choice of a context length, for every way of loading."""
+"""Load options: what is loaded and how, one value from ``localrt.load`` to the engine.
+
+Also the choice of a context length, for every way of loading.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from localrt.common.errors import OptionError
 from localrt.common.option_names import option
+from localrt.engine.options import read_options
 from localrt.models.tokenizers.pretokenizers import KNOWN_PRE_TYPES
 from localrt.offload.account import longest_context
 from localrt.quant.ops.kv_formats import parse_kv_format
@@ -19,7 +23,10 @@ _MOST_THREADS = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """The options of ``localrt.load``, sizes in bytes.
+    """The options of ``localrt.load``, sizes in bytes: checked here, and read where they count.
+
+    ``model``, ``revision``, ``adapters`` and ``draft`` say what is loaded; where a model's path is
+    at hand, they may be left out.
 
     ``pass_rows``: the rows of a usual pass, for which weights are placed; more than one if draft
     tokens are verified. With a ``gpu_memory`` of 0 the CPU computes everything.
@@ -27,6 +34,10 @@ class LoadOptions:
     ``gentle``: its passes give way to other programs.
     """
 
+    model: str = ""
+    revision: str | None = None
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    draft: str = "auto"
     engine: str = "auto"
     format: str | None = None
     device: str = "auto"
@@ -43,6 +54,7 @@ class LoadOptions:
     gentle: bool = False
 
     def __post_init__(self) -> None:
+        read_options({"draft": self.draft})  # raises
         if self.engine not in ENGINES:
             raise OptionError(
                 f"{option('engine')} must be one of {', '.join(ENGINES)}, is {self.engine!r}"

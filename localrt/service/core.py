@@ -18,6 +18,7 @@ from weakref import WeakSet
 
 from localrt.common.errors import LocalrtError, MemoryBudgetError, OptionError, disk_errors
 from localrt.common.files import keep_private
+from localrt.common.forks import check_process, count_forks
 from localrt.common.formatting import parse_size
 from localrt.common.progress import ProgressCallback, note_to
 from localrt.common.settings import KV_DISK, Settings
@@ -34,7 +35,7 @@ from localrt.engine.types import Chunk, Message
 from localrt.hub.cache import note_use
 from localrt.hub.other_programs import Extras
 from localrt.loading.context import LoadContext
-from localrt.loading.load import LoadedModel, load_model
+from localrt.loading.load import LoadedModel
 from localrt.loading.options import LoadOptions
 from localrt.models.checkpoints import open_checkpoint
 from localrt.planning import chooser
@@ -52,22 +53,13 @@ _PATIENCE_S = 2.0  # for an answer that is no longer read
 
 
 @disk_errors("the model")
-def open_core(
-    model: str,
-    options: LoadOptions,
-    context: LoadContext | None = None,
-    *,
-    adapters: Mapping[str, str] | None = None,
-    draft: str = "auto",
-    revision: str | None = None,
-) -> Core:
+def open_core(options: LoadOptions, context: LoadContext | None = None) -> Core:
     """Find and load a model, its adapters and its draft sources; see ``localrt.load``."""
-    read_options({"draft": draft})
     context = context or LoadContext()
     settings = context.settings
     found = context.resolve(
-        model,
-        revision=revision,
+        options.model,
+        revision=options.revision,
         choose=chooser(
             settings,
             ram=options.ram,
@@ -79,31 +71,18 @@ def open_core(
     extras = found.extras or Extras()
     if options.ctx is None and extras.ctx is not None:
         options = replace(options, ctx=extras.ctx)
-    parts, drafts = load_with_draft(
-        found.path,
-        draft,
-        options,
-        context,
-        lambda own: load_model(
-            found.path,
-            own,
-            context,
-            go_template=extras.go_template,
-            system=extras.system,
-            projectors=extras.projectors,
-        ),
-    )
+    parts, drafts = load_with_draft(found.path, options, context, extras)
     note_use(found.listed_name, settings)
     core = Core(
         found.name,
         parts,
-        {**_known_options(extras), "draft": draft},
+        {**_known_options(extras), "draft": options.draft},
         drafts=drafts,
         prompts=prompt_cache(parts, settings),
     )
     try:
         own = {path.name[:_SHORT]: str(path) for path in extras.adapters}
-        for name, adapter in {**own, **(adapters or {})}.items():
+        for name, adapter in {**own, **options.adapters}.items():
             core.add_adapter(name, adapter, context)
         if own:
             core.defaults.setdefault("adapter", next(iter(own)))
@@ -126,7 +105,7 @@ def _known_options(extras: Extras) -> dict[str, object]:
 class Core:
     """A loaded model with its sessions. Thread-safe. ``defaults`` are its default options.
 
-    ``requests`` turns prompts into tokens and requests, ``watch`` reports what the model does.
+    ``watch`` reports what the model does.
     """
 
     def __init__(
@@ -140,7 +119,8 @@ class Core:
     ) -> None:
         self.name = name
         self.parts = parts
-        self.engine, self.ctx = parts.engine, parts.ctx
+        self._made = count_forks()
+        self._engine, self.ctx = parts.engine, parts.ctx
         self.drafts = drafts
         self.defaults: dict[str, Any] = {**parts.defaults, **(defaults or {})}
         self.info = ModelInfo(
@@ -157,11 +137,28 @@ class Core:
         )
         self.saver = CacheSaver(parts.engine, prompts)
         self.adapters = Adapters(parts.engine, lambda: open_checkpoint(parts.path))
-        self.requests = RequestBuilder(parts, self.defaults, drafts, self.adapters)
+        self._requests = RequestBuilder(parts, self.defaults, drafts, self.adapters)
         keep = parts.engine.idle_sessions(parts.ctx)
         self._pool = SessionPool(parts.engine, parts.ctx, keep=keep)
         self.watch = Watch(parts.engine, ctx=parts.ctx, name=parts.path.name)
         self._chats: WeakSet[KvChatCache] = WeakSet()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this process has loaded the model, and is not a fork of it."""
+        return self._made == count_forks()
+
+    @property
+    def engine(self) -> Engine:
+        """What computes. Not in a forked child: there it is an error."""
+        check_process(self._made)
+        return self._engine
+
+    @property
+    def requests(self) -> RequestBuilder:
+        """Turns prompts into tokens and requests. Not in a forked child: there it is an error."""
+        check_process(self._made)
+        return self._requests
 
     def stream(self, request: Request) -> Iterator[Chunk]:
         """Yield the chunks of ``request``, on a session of the pool."""
@@ -256,7 +253,7 @@ class Core:
         self.close()
         gone = "the model is closed: load it again"
         self.parts = replace(self.parts, tokenizer=None, tokenizer_problem=gone)
-        self.drafts, self.requests = None, RequestBuilder(self.parts, self.defaults)
+        self.drafts, self._requests = None, RequestBuilder(self.parts, self.defaults)
         gc.collect()
         return_free_memory()
 

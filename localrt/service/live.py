@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from localrt.common.closing import Closing
 from localrt.common.errors import CancelledError, LocalrtError, OptionError
-from localrt.common.forks import of_one_process
 from localrt.engine.batch.chunked_prefill import PassTurns
 from localrt.engine.batch.live import Live, LiveAnswer, LiveLimits, LiveStats
 from localrt.engine.pool import kv_room
@@ -45,7 +44,6 @@ _LONG_PROMPT = 1 << 15  # characters, tools included
 _SWITCH_S = 1e-4
 
 
-@of_one_process("a model", "load")
 class LiveModel(Closing):
     """A batch made by ``Model.live``. Thread-safe; close it, or use it as a context manager."""
 
@@ -122,6 +120,7 @@ class LiveModel(Closing):
 
         loop, ready = asyncio.get_running_loop(), asyncio.Event()
         cancel = options.pop("cancel", None) or threading.Event()
+        self._core.check({})  # an error in a forked child, which has none of the threads
 
         def notify() -> None:
             loop.call_soon_threadsafe(ready.set)
@@ -177,6 +176,8 @@ class LiveModel(Closing):
 
     def close(self) -> None:
         """End every answer as cancelled, and free the caches; the model stays loaded."""
+        if not self._core.is_here:
+            return
         self._live.close()
         self._save(None, "disk")  # what is in RAM, for the next time
         reserved, self._reserved = self._reserved, 0

@@ -11,10 +11,10 @@ from dataclasses import replace
 from functools import cached_property
 from operator import index
 
+from localrt.chat_format.call_syntaxes import TURN_ENDS
 from localrt.chat_format.gbnf import gbnf_to_lark
 from localrt.chat_format.histories import HistoryRenderer, rules_first
 from localrt.chat_format.infill import Infill
-from localrt.chat_format.known_syntaxes import TURN_ENDS
 from localrt.chat_format.messages import NO_TOOLS, Offer, Offers, check_text_only, functions_to_call
 from localrt.chat_format.openings import Openings
 from localrt.chat_format.pictures import (

@@ -111,12 +111,6 @@ _GEMMA_VALUE = (
     "{% if not loop.last %},{% endif %}{% endfor %}]{% else %}{{ v }}{% endif %}{% endmacro %}"
 )
 
-_KIND = (
-    "{% macro kind(v) %}{% if v is boolean %}boolean{% elif v is none %}null{% elif v is number %}"
-    "number{% elif v is string %}string{% elif v is mapping %}object{% else %}array{% endif %}"
-    "{% endmacro %}"
-)
-
 TEMPLATES: dict[str, str] = {
     "Hermes, Qwen": chat(each(f"<tool_call>\n{_JSON}\n</tool_call>", between="\n")),
     "Qwen Coder, Qwen 3.5, Nemotron 3": chat(
@@ -177,23 +171,14 @@ TEMPLATES: dict[str, str] = {
     ),
     "Hunyuan": chat(
         each(
-            "<tool_call:x>{{ f.name }}<tool_sep:x>\n"
+            "<tool_call:opensource>{{ f.name }}<tool_sep:opensource>\n"
             + _pairs(
-                f"<arg_key:x>{{{{ k }}}}</arg_key:x>\n<arg_value:x>{_JSON_TEXT}</arg_value:x>\n"
+                "<arg_key:opensource>{{ k }}</arg_key:opensource>\n"
+                f"<arg_value:opensource>{_JSON_TEXT}</arg_value:opensource>\n"
             )
-            + "</tool_call:x>\n",
-            before="<tool_calls:x>\n",
-            after="</tool_calls:x>",
-        )
-    ),
-    "typed tags": _KIND
-    + chat(
-        each(
-            '<call tool="{{ f.name }}" index="{{ loop.index }}">'
-            + _pairs(f'<arg key="{{{{ k }}}}" type="{{{{ kind(v) }}}}">{_JSON_TEXT}</arg>')
-            + "</call>",
-            before="<calls>",
-            after="</calls>",
+            + "</tool_call:opensource>\n",
+            before="<tool_calls:opensource>\n",
+            after="</tool_calls:opensource>",
         )
     ),
     "Muse-Glimmer": chat(
@@ -260,7 +245,7 @@ TEMPLATES: dict[str, str] = {
             '"parameters": {{ f.arguments | tojson }}}',
             before="<|START_ACTION|>[\n",
             between=",\n",
-            after="\n]<|END_ACTION|>",
+            after="\n\n]<|END_ACTION|>",
         ),
         think=(
             "{% if m.reasoning_content %}<|START_THINKING|>{{ m.reasoning_content }}"
@@ -274,7 +259,7 @@ TEMPLATES: dict[str, str] = {
             '        "parameters": {{ f.arguments | tojson(indent=4) }}\n    }',
             before="\nAction:\n```json\n[\n",
             between=",\n",
-            after="\n]```",
+            after="\n\n]```",
         )
     ),
     "Apertus": chat(
@@ -300,14 +285,6 @@ TEMPLATES: dict[str, str] = {
     "FireFunction, Phi": chat(each(_JSON, before=" functools[", between=", ", after="]")),
     "Granite, Phi": chat(
         each(_JSON, before="<|tool_call|>[", between=", ", after="]<|/tool_call|>")
-    ),
-    "OpenAI's own objects": chat(
-        each(
-            '{"id": "{{ c.id }}", "type": "function", "function": ' + _JSON + "}",
-            before="<calls>",
-            between="\n",
-            after="</calls>",
-        )
     ),
     "GigaChat": chat(
         "{% if m.tool_calls %}{% set f = m.tool_calls[0].function %}"

@@ -131,16 +131,16 @@ LOST: list[tuple[str, dict[str, Any], set[str]]] = [
     *((name, {"enum": ["a", "b"]}, set()) for name in TEMPLATES),
     *(
         (name, {**SHORT, "pattern": "^a", "format": "date"}, {"maxLength", "pattern", "format"})
-        for name in ("GLM", "Seed-OSS", "MiniCPM", "typed tags", "LFM 2.5", "Gemma 4")
+        for name in ("GLM", "Seed-OSS", "MiniCPM", "DeepSeek V4", "LFM 2.5", "Gemma 4")
     ),
     ("GLM", {"anyOf": [SHORT, {"type": "null"}]}, {"maxLength"}),
     ("GLM", {"allOf": [{"$ref": "#/$defs/short"}]}, {"maxLength"}),
     ("GLM", {"type": ["string", "integer"], "minimum": 1}, {"minimum"}),
-    ("typed tags", {"type": ["string", "integer"], "minimum": 1}, set()),
+    ("DeepSeek V4", {"type": ["string", "integer"], "minimum": 1}, set()),
     ("GLM", {"anyOf": [TEXT, LIST]}, {"items"}),
-    ("typed tags", {"anyOf": [TEXT, LIST]}, set()),
+    ("DeepSeek V4", {"anyOf": [TEXT, LIST]}, set()),
     ("GLM", {"enum": ["a", 1]}, {"enum"}),
-    ("typed tags", {"enum": ["a", 1]}, set()),
+    ("DeepSeek V4", {"enum": ["a", 1]}, set()),
     ("GLM", {**LIST, "minItems": 2}, set()),
     ("Gemma 4", {**LIST, "minItems": 2}, {"minItems"}),
     ("Gemma 4", {"type": "array", "items": SHORT}, {"maxLength"}),
@@ -217,7 +217,7 @@ _SHORT = tool(
     },
 )
 _PREFILLED = chat(
-    each("<call>{{ f.name }}<args>{{ f.arguments | tojson }}</call>"),
+    each("[TOOL_CALLS]{{ f.name }}[ARGS]{{ f.arguments | tojson }}"),
     prompt="<think>\n",
     think="{{ m.reasoning_content }}\n</think>\n\n",
 )

@@ -14,8 +14,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from localrt import split_thinking
+from localrt.chat_format.call_syntaxes import named_syntax
 from localrt.chat_format.harmony import HarmonyParser, is_harmony
-from localrt.chat_format.known_syntaxes import known_syntax
 from localrt.chat_format.messages import for_template
 from localrt.chat_format.notations import Notation
 from localrt.chat_format.parser import TextParser
@@ -29,6 +29,7 @@ from tests.chat_format.call_templates import (
     WORDLESS,
     calling,
     chat,
+    each,
     ids_of,
     tool,
 )
@@ -236,7 +237,7 @@ def test_no_split_of_a_stream_changes_an_answer(name: str, ending: str) -> None:
 )
 def test_one_character_at_the_end_of_an_answer(thinking: str, forced: bool, shown: str) -> None:
     """It may begin a call, and is sure to only where there is nothing else to write."""
-    parser = TextParser(known_syntax(""), [tool("f")], thinking=thinking, forced=forced)
+    parser = TextParser(named_syntax(""), [tool("f")], thinking=thinking, forced=forced)
     assert parser.push("a <") + parser.flush(cut=True) == shown
 
 
@@ -320,8 +321,8 @@ def test_a_template_without_any_mark_is_known_by_the_models_own_tokens() -> None
         ("[TOOL_CALLS]", "[TOOL_CALLS]"),
         ("tool_code", "<tool_call>"),  # a word of any vocabulary
     ):
-        assert known_syntax(chat(""), {token}.__contains__).opening == opening
-    assert known_syntax("[TOOL_CALLS]", {"<|tool_call|>"}.__contains__).opening == "[TOOL_CALLS]"
+        assert named_syntax(chat(""), {token}.__contains__).opening == opening
+    assert named_syntax("[TOOL_CALLS]", {"<|tool_call|>"}.__contains__).opening == "[TOOL_CALLS]"
 
 
 @pytest.mark.parametrize(
@@ -352,12 +353,12 @@ def test_no_template_breaks_the_search(body: str) -> None:
 def test_a_template_that_shows_arguments_as_they_are_is_given_json() -> None:
     """As a mapping, they would come out as Python shows one."""
     source = chat(
-        "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}<args>"
-        "{{ c.function.arguments }}</call>{% endfor %}"
+        "{% for c in m.tool_calls or [] %}[TOOL_CALLS]{{ c.function.name }}[ARGS]"
+        "{{ c.function.arguments }}{% endfor %}"
     )
     syntax = TemplateSyntax.of(ChatTemplate(source))
     assert syntax.calls.as_text
-    text = '<call>weather<args>{"city": "Oslo", "days": null}</call>'
+    text = '[TOOL_CALLS]weather[ARGS]{"city": "Oslo", "days": null}'
     parser = TextParser(syntax.calls, [])
     assert fed(parser, text, [3]) == ""
     assert json.loads(parser.calls[0].arguments) == {"city": "Oslo", "days": None}
@@ -385,6 +386,28 @@ def test_a_template_that_writes_calls_only_where_there_is_no_content() -> None:
         parser = TextParser(calls, [])
         assert fed(parser, calls.opening + "\n".join([one] * count) + calls.closing, [5]) == ""
         assert [call.name for call in parser.calls] == ["weather"] * count
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "<call>{{ f.name }}<args>{{ f.arguments | tojson }}</call>",
+        '<tool_call>[<invoke name="{{ f.name }}">{{ f.arguments | tojson }}</invoke>]</tool_call>',
+        "{{ f.name }} with {{ f.arguments }}",
+    ],
+)
+def test_calls_of_an_unknown_kind_stay_text(call: str) -> None:
+    source = chat(each(call))
+    syntax = TemplateSyntax.of(ChatTemplate(source))
+    assert syntax.unknown
+    for text in ('<call>weather<args>{"city": "Oslo"}</call>', "weather with nothing"):
+        parser = TextParser(syntax.calls, tools_of([("weather", {"city": "Oslo"})]))
+        assert fed(parser, text, [3]) == text
+        assert parser.calls == ()
+
+
+def test_no_syntax_of_a_published_template_is_unknown() -> None:
+    assert not [name for name in TEMPLATES if known(name)[1].unknown]
 
 
 class _Counted(ChatTemplate):

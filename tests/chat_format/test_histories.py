@@ -290,7 +290,12 @@ def histories(draw: st.DrawFn) -> list[dict[str, Any]]:
     return [*history, user(99)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# Those whose prompts may be written anew once: they refuse or drop calls, and a later message can
+# need a rewrite that changes earlier ones.
+_ONCE = ("alternating", "no tools", "calls without content", "plain")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in _ONCE])
 @given(history=histories())
 def test_the_beginning_of_a_prompt_stays(kind: str, history: list[dict[str, Any]]) -> None:
     """Whatever follows: what is cached of a conversation is not read again."""

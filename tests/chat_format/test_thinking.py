@@ -10,7 +10,7 @@ from localrt import Thinking, split_thinking
 from localrt.chat_format.parser import TextParser
 from localrt.chat_format.template_syntax import TemplateSyntax, ThinkingSyntax, find_syntax
 from localrt.chat_format.templates.chat_template import ChatTemplate, MessageTemplate, PlainTemplate
-from localrt.chat_format.thinking import Piece, ThoughtStream, parted
+from localrt.chat_format.thinking import ThinkingDelta, ThoughtStream, parted
 from localrt.common.errors import OptionError
 
 
@@ -76,7 +76,7 @@ def test_thoughts_and_text_as_they_come() -> None:
 
 @pytest.mark.parametrize("text", ["Hello", " spaced", "<b>bold</b>", "<", "a</think>b"])
 def test_an_answer_without_thinking(text: str) -> None:
-    assert parted(text) == Piece("", text)
+    assert parted(text) == ThinkingDelta("", text)
 
 
 # -- what templates show ---------------------------------------------------------------------------

@@ -15,11 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import localrt
-from localrt.chat_format.argument_notations import JsonArguments
+from localrt.chat_format.call_syntaxes import named_syntax
 from localrt.chat_format.harmony import HarmonyParser
-from localrt.chat_format.known_syntaxes import known_syntax
 from localrt.chat_format.messages import arguments_of, for_template
-from localrt.chat_format.notations import Framed, JsonCalls, PythonCalls
+from localrt.chat_format.notations import Framed, JsonArguments, JsonCalls, PythonCalls
 from localrt.chat_format.parser import CallSyntax, TextParser
 from localrt.chat_format.template_syntax import TemplateSyntax
 from localrt.chat_format.templates.chat_template import ChatTemplate
@@ -97,7 +96,7 @@ def syntax_of(template: str) -> CallSyntax:
     """How the template of this name writes calls, or a template that only has this mark."""
     if template in TEMPLATES:
         return TemplateSyntax.of(ChatTemplate(TEMPLATES[template])).calls
-    return known_syntax(f"{{% {template} %}}")
+    return named_syntax(f"{{% {template} %}}")
 
 
 def pieces(text: str, cuts: list[int]) -> Iterator[str]:
@@ -145,7 +144,7 @@ def test_a_fence_within_a_fenced_call() -> None:
     for cuts in range(1, 9):
         text = f"So:\n```json\n{call}\n``` See."
         parts = (text[at : at + cuts] for at in range(0, len(text), cuts))
-        shown, calls = read(TextParser(known_syntax("<tool_call>"), [WEATHER]), parts)
+        shown, calls = read(TextParser(named_syntax("<tool_call>"), [WEATHER]), parts)
         assert calls == [("weather", {"city": "```json\n{}\n```"})]
         assert "".join(shown.split()) == "So:See."
 
@@ -206,7 +205,7 @@ def test_what_is_no_call_in_a_channel_stays_text(text: str, shown: str) -> None:
 
 
 def test_thinking_that_the_prompt_has_opened() -> None:
-    reader = TextParser(known_syntax("<tool_call>"), [WEATHER], thinking="<think>")
+    reader = TextParser(named_syntax("<tool_call>"), [WEATHER], thinking="<think>")
     text = f"A <tool_call> may help.</think><tool_call>{_JSON}</tool_call>"
     shown, calls = read(reader, iter(text))
     assert localrt.split_thinking(shown).thinking == "A <tool_call> may help."

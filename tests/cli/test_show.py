@@ -141,3 +141,16 @@ def test_not_on_this_machine(
     assert says in told
     assert ("localrt pull" in told) == (offline == "0")
     assert ("offline mode is on" in told) == (offline == "1")
+
+
+def test_tool_calls_of_an_unknown_syntax(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call = "<call>{{ m.tool_calls[0].function.name }}: {{ m.tool_calls[0].function.arguments }}"
+    source = (
+        "{{ tools }}{% for m in messages %}{{ m.content }}{% if m.tool_calls %}"
+        f"{call}</call>{{% endif %}}{{% endfor %}}"
+    )
+    write_tiny_model(tmp_path, template=source)
+    assert main(["show", str(tmp_path)]) == 0
+    assert "in an unknown syntax: they stay text" in capsys.readouterr().out

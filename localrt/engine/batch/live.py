@@ -17,7 +17,6 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 
 from localrt.common.errors import CancelledError, LocalrtError
-from localrt.common.forks import of_one_process
 from localrt.engine.batch.chunked_prefill import PassTurns, is_background
 from localrt.engine.batch.schedule import KEEP_STREAMED, MOST_SEQUENCES, Save, Schedule, Terms
 from localrt.engine.batch.sequence import BatchSequence, Chunks
@@ -30,7 +29,6 @@ from localrt.models.tokenizers.base import Tokenizer
 from localrt.models.weight_store import PipelineCounts
 
 
-@of_one_process("a model", "load")
 class LiveAnswer(Iterator[Chunk]):
     """The chunks of one request, as ``Model.stream`` would yield them; one thread reads them.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from localrt.chat_format.argument_types import ABSENT, accepted, parameters_of
+from localrt.chat_format.json_schemas import ABSENT, accepted, parameters_of
 from tests.chat_format.call_templates import tool
 from tests.chat_format.test_call_syntax import fed, known, parser_of
 
