@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(found.details if args.details else found.report)
         if pair is not None:
-            print("\n" + "\n".join(pair.table()))
+            print("\n" + pair.report())
     return 0
 
 

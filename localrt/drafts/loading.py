@@ -117,7 +117,7 @@ def load_with_draft(
                 model.engine.close()
                 raise
         return model, drafts
-    from localrt.drafts.gpu_placement import place_draft  # slow: imports the planner
+    from localrt.drafts.placement import place_draft  # slow: imports the planner
 
     place = place_draft(target, path, name, options, context.settings)
     place = place or DraftPlace(alone=options, draft=options)

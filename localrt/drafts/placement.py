@@ -1,141 +1,103 @@
-"""Chooses where a draft model goes: on the GPU, in RAM, or nowhere.
+"""The placement of a draft model beside its target: on the GPU, in RAM, or nowhere, by one rule.
 
-Each candidate reserves the draft's memory and plans the target with the rest. The gain from
-drafting is forecast from a single acceptance rate; while a model runs, the tuner measures it, and
-stops drafting if that is slower.
+``plan_pair`` is arithmetic on two models' sizes and a machine, for ``localrt plan``.
+``place_draft`` asks it for two files on this machine's GPU, before either is loaded. While a model
+runs, the tuner measures what drafting gains, and stops it if that is nothing.
 """
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import cache, partial
-from heapq import heappop, heappush
+from pathlib import Path
 from typing import Literal
 
-from localrt.common.errors import OptionError
-from localrt.common.formatting import format_bytes, format_rate, table
-from localrt.offload.account import draft_nbytes
-from localrt.offload.shapes import ModelShape
-from localrt.planning.costs import Costs
+from localrt.common.errors import OptionError, UnsupportedModelError
+from localrt.common.formatting import format_bytes, format_rate
+from localrt.common.settings import Settings
+from localrt.drafts.model_draft import DraftPlace
+from localrt.loading.gpu import OpenGpu, open_gpu
+from localrt.loading.options import LoadOptions
+from localrt.models.checkpoints import Checkpoint, open_checkpoint
+from localrt.models.registry import read_config
+from localrt.offload.account import (
+    FIRST_CONTEXT,
+    GROWTH_NBYTES,
+    MARGIN_NBYTES,
+    Budgets,
+    draft_nbytes,
+    longest_context,
+    resident_account,
+)
+from localrt.offload.memory import current_rss, ram_budget
+from localrt.offload.shapes import ModelShape, shape_from_checkpoint
 from localrt.planning.forecast import Forecast, PlanRequest
+from localrt.planning.measure import machine_profile
 from localrt.planning.search import find_forecast
 from localrt.planning.simulate import simulate
-
-ACCEPTANCE = 0.7
-"""The assumed acceptance rate of a draft's first choices, if unknown; it is higher for code, lower
-for prose.
-"""
+from localrt.quant.choose import make_ops
+from localrt.quant.cpu.abi import find_library
+from localrt.speculative.cost_model import FIRST_CHOICE, expected_tokens
 
 Place = Literal["draft on GPU", "draft on CPU", "no draft"]
 
 DRAFT_CTX, DRAFT_NODES = 2048, 128
 """A draft's default context: tokens of history plus draft tokens."""
-
-# Numbers of draft tokens; costs of more than 64 rows would count only one row of the head.
-_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 63)
-_DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16)
-_PLANNED_ROWS = (1, 6, 24)
-_AS_GOOD = 0.98  # the first placement that reaches this share of the best speed is chosen
-_CHOOSE_S = 4e-9  # CPU seconds per logit for choosing the likeliest tokens
-_TOKEN_BYTES = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PairCandidate:
-    """One placement. ``plan`` is the target's plan; None if it does not fit, for the reason
-    ``problem``.
-
-    Rates are tokens per second: ``plain_tok_s`` without drafting, ``tok_s`` with or without,
-    whichever is faster. For the best tree (``draft_tokens`` in ``levels``) the target takes
-    ``verify_s`` and the draft ``draft_s``. The draft takes ``vram`` and ``ram`` bytes.
-    """
-
-    place: Place
-    plan: Forecast | None = None
-    problem: str = ""
-    tok_s: float = 0.0
-    plain_tok_s: float = 0.0
-    draft_tokens: int = 0
-    levels: int = 0
-    tokens_per_pass: float = 1.0
-    verify_s: float = 0.0
-    draft_s: float = 0.0
-    vram: int = 0
-    ram: int = 0
-
-    def words(self) -> str:
-        """Return the placement in words, with the problem if it does not work."""
-        on_gpu = self.plan is not None and self.plan.placement.uses_gpu
-        if self.problem:
-            return f"{self.place}: {self.problem}"
-        if self.place == "draft on GPU":
-            target = "on the rest of it and on the CPU" if on_gpu else "on the CPU"
-            return f"the draft on the GPU, the target {target}"
-        if self.place == "draft on CPU":
-            return f"the draft on the CPU, the target on the {'GPU' if on_gpu else 'CPU, too'}"
-        return "no draft"
+BUDGET, DEPTH = 4, 4
+"""The tree of forecasts: a chain, which pays for most pairs, on GPUs and CPUs."""
+_SLOWDOWN = 0.9  # of the target's speed without a draft must be left beside one in RAM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairPlan:
-    """All placements of ``draft`` and its target, in a fixed order, and the best of them."""
+    """Where ``draft`` is beside its target, and ``why``, in one sentence.
+
+    ``plan`` is the target's beside the draft, which takes ``vram`` and ``ram`` bytes for a context
+    of ``draft_ctx`` tokens. Rates are tokens per second: ``plain_tok_s`` of the target alone,
+    ``tok_s`` with drafts of which first choices are accepted with probability ``acceptance``. For
+    a pass that brings ``tokens_per_pass``, the target takes ``verify_s`` and the draft ``draft_s``.
+    """
 
     draft: ModelShape
     draft_ctx: int
+    place: Place
+    why: str
+    plan: Forecast
+    plain_tok_s: float
     acceptance: float
     assumed: bool
-    candidates: tuple[PairCandidate, ...]
-    best: PairCandidate
+    vram: int = 0
+    ram: int = 0
+    tok_s: float = 0.0
+    tokens_per_pass: float = 1.0
+    verify_s: float = 0.0
+    draft_s: float = 0.0
 
-    def why(self) -> str:
-        """Return the choice and its reason, in one line."""
-        best = self.best
-        others = [
-            each.words() + ("" if each.plan is None else f" {format_rate(each.tok_s)}")
-            for each in self.candidates
-            if each is not best
-        ]
-        drafted = f" with {best.draft_tokens} draft tokens per pass" if best.draft_tokens else ""
-        forecast = f"{format_rate(best.tok_s)} tok/s forecast{drafted} ({'; '.join(others)})"
-        return f"{best.words()}: {forecast}"
-
-    def table(self) -> list[str]:
-        """Return a line per placement with the times of a pass; the best is marked."""
-        headers = ("tok/s", "pass", "drafting", "draft tokens", "tokens/pass", "")
-        rows = []
-        for each in self.candidates:
-            cells = ["-"] * 5
-            if each.plan is not None:
-                cells = [format_rate(each.tok_s), f"{1e3 * each.verify_s:.1f} ms", "-", "-", "1.00"]
-            if each.draft_tokens:
-                cells[2:4] = f"{1e3 * each.draft_s:.1f} ms", str(each.draft_tokens)
-                cells[4] = f"{each.tokens_per_pass:.2f}"
-            rows.append((*cells, each.words() + ("  (best)" if each is self.best else "")))
-        return [
-            f"With {self.draft.name} as its draft, of whose first choices "
-            f"{100 * self.acceptance:.0f} % are right ({'assumed' if self.assumed else 'given'})",
-            *(f"  {line}".rstrip() for line in table(rows, headers, "rrrrr").splitlines()),
-        ]
+    def report(self) -> str:
+        """Return the choice and the forecast, in two lines."""
+        lines = [f"With {self.draft.name} as its draft: {self.why}"]
+        if self.place != "no draft":
+            share = f"{100 * self.acceptance:.0f} % ({'assumed' if self.assumed else 'given'})"
+            rates = f"{format_rate(self.tok_s)} tok/s, {format_rate(self.plain_tok_s)} without it"
+            lines.append(
+                f"  {rates}, if {share} of its first choices are right: "
+                f"{self.tokens_per_pass:.2f} tokens per pass of {1e3 * self.verify_s:.1f} ms and "
+                f"drafts of {1e3 * self.draft_s:.1f} ms"
+            )
+        return "\n".join(lines)
 
     def to_dict(self) -> dict[str, object]:
         """Plain values, for JSON."""
         names = (
-            *("place", "problem", "tok_s", "plain_tok_s", "draft_tokens", "levels"),
-            *("tokens_per_pass", "verify_s", "draft_s"),
+            *("draft_ctx", "place", "why", "tok_s", "plain_tok_s", "tokens_per_pass"),
+            *("verify_s", "draft_s", "acceptance"),
         )
         return {
             "draft": self.draft.name,
-            "draft_ctx": self.draft_ctx,
-            "acceptance": self.acceptance,
+            **{name: getattr(self, name) for name in names},
             "acceptance_source": "assumed" if self.assumed else "given",
-            "best": self.best.place,
-            "why": self.why(),
-            "candidates": [
-                {name: getattr(each, name) for name in names}
-                | {"words": each.words(), "fits": each.plan is not None}
-                | {"draft_vram_bytes": each.vram, "draft_ram_bytes": each.ram}
-                for each in self.candidates
-            ],
+            "draft_vram_bytes": self.vram,
+            "draft_ram_bytes": self.ram,
         }
 
 
@@ -147,7 +109,7 @@ def plan_pair(
     draft_ctx: int | None = None,
     draft_vram: int | None = None,
 ) -> PairPlan | None:
-    """Forecast each placement of target and draft within ``target``'s budgets; choose the best.
+    """Place the draft beside the target within ``target``'s budgets, and forecast the speed.
 
     The draft has a context of ``draft_ctx`` tokens and takes ``draft_vram`` bytes on a GPU (None:
     estimated from its shape). Returns None if the target does not fit even alone.
@@ -155,112 +117,192 @@ def plan_pair(
     Raises:
         OptionError: ``acceptance`` is not from 0 to 1.
     """
-    share = ACCEPTANCE if acceptance is None else acceptance
+    share = FIRST_CHOICE if acceptance is None else acceptance
     if not 0.0 <= share <= 1.0:
         raise OptionError(f"acceptance must be from 0 to 1, is {share}")
-    ctx = draft_ctx or min(min(target.ctx, DRAFT_CTX) + DRAFT_NODES, draft.context_length)
-    ram, budgets = draft_nbytes(draft, ctx, target.kv_format), target.budgets
-    vram = ram if draft_vram is None else draft_vram
-    free = budgets.vram - budgets.context_bytes()
-    found = []
-    if target.uses_gpu:
-        beside = replace(budgets, vram=budgets.vram - vram) if vram <= free else None
-        empty = PairCandidate(place="draft on GPU", vram=vram)
-        room = f"the GPU has {format_bytes(max(0, free))}"
-        found.append((empty, beside, f"it needs {format_bytes(vram)} and {room}"))
-    empty, beside = PairCandidate(place="draft on CPU", ram=ram), None
-    if ram < budgets.ram:
-        beside = budgets.less(ram)
-    room = f"{format_bytes(budgets.ram)} of RAM may be used"
-    found.append((empty, beside, f"it needs {format_bytes(ram)} and {room}"))
-    found.append((PairCandidate(place="no draft"), budgets, ""))
-    candidates = tuple(
-        replace(empty, problem=problem)
-        if beside is None
-        else _forecast(empty, replace(target, budgets=beside), draft, share, ctx)
-        for empty, beside, problem in found
-    )
-    most = max(each.tok_s for each in candidates)
-    best = next(each for each in candidates if each.tok_s >= _AS_GOOD * most)
-    if best.plan is None:
+    alone = find_forecast(target)
+    if alone is None:
         return None
-    return PairPlan(
+    ctx = draft_ctx or min(min(target.ctx, DRAFT_CTX) + DRAFT_NODES, draft.context_length)
+    ram = draft_nbytes(draft, ctx, target.kv_format)
+    vram = ram if draft_vram is None else draft_vram
+    place, why, plan = _place(alone, ram, vram)
+    found = PairPlan(
         draft=draft,
         draft_ctx=ctx,
+        place=place,
+        why=why,
+        plan=plan,
+        plain_tok_s=alone.tok_s,
+        tok_s=alone.tok_s,
         acceptance=share,
         assumed=acceptance is None,
-        candidates=candidates,
-        best=best,
+    )
+    if place == "no draft":
+        return found
+    on_gpu = place == "draft on GPU"
+    found = replace(found, vram=vram) if on_gpu else replace(found, ram=ram)
+    return _with_forecast(found, target)
+
+
+def _place(alone: Forecast, ram: int, vram: int) -> tuple[Place, str, Forecast]:
+    """Return the place of a draft that needs so many bytes, why, and the target's plan beside it.
+
+    It is on the GPU if both models are there whole. Else it is in RAM, if the target then keeps
+    nine tenths of its speed, or its weights are read from the disk anyway: passes that wait for
+    the disk verify drafts for free. Else it is not used.
+    """
+    target, budgets = alone.request, alone.request.budgets
+    if target.uses_gpu and vram <= budgets.vram - budgets.context_bytes():
+        less = replace(budgets, vram=budgets.vram - vram)
+        beside = find_forecast(replace(target, budgets=less))
+        if beside is not None and _whole_on_gpu(beside):
+            return "draft on GPU", "both models fit on the GPU", beside
+    need = f"the draft needs {format_bytes(ram)}"
+    if ram >= budgets.ram:
+        why = f"{need}, and {format_bytes(budgets.ram)} of RAM may be used"
+        return "no draft", why, alone
+    beside = find_forecast(replace(target, budgets=budgets.less(ram)))
+    if beside is None:
+        return "no draft", f"{need} of RAM, beside which the model does not fit", alone
+    if alone.read_bytes:
+        why = "the draft is in RAM: passes of a model on the disk verify drafts while they wait"
+        return "draft on CPU", why, beside
+    if beside.tok_s >= _SLOWDOWN * alone.tok_s:
+        return "draft on CPU", "the draft is in RAM, where it takes no speed from the model", beside
+    speeds = f"from {format_rate(alone.tok_s)} to {format_rate(beside.tok_s)} tok/s"
+    return "no draft", f"{need} of RAM, which would slow the model {speeds}", alone
+
+
+def _whole_on_gpu(plan: Forecast) -> bool:
+    """Whether the GPU holds and computes all of the model but its embedding, which stays in RAM."""
+    where = plan.placement.where.items()
+    return plan.fits and all(at.on_gpu for name, at in where if name != "embedding")
+
+
+def _with_forecast(pair: PairPlan, target: PlanRequest) -> PairPlan:
+    """Return ``pair`` with the speed of drafting a chain of ``BUDGET`` tokens for every pass."""
+    plan, budgets = pair.plan, target.budgets
+    own = replace(target, shape=pair.draft, ctx=pair.draft_ctx, rows=1)
+    draft = find_forecast(own if pair.vram else own.without_gpu())
+    assert draft is not None, f"{format_bytes(budgets.ram)} hold the draft"
+    costs = plan.request.costs(rows=1 + BUDGET)
+    verify_s = simulate(costs, plan.placement, passes=2, warm_up=2).seconds
+    draft_s, tokens = DEPTH / draft.tok_s, 1 + expected_tokens(pair.acceptance, BUDGET, DEPTH)
+    return replace(
+        pair,
+        tok_s=max(plan.tok_s, tokens / (verify_s + draft_s)),
+        tokens_per_pass=tokens,
+        verify_s=verify_s,
+        draft_s=draft_s,
     )
 
 
-def _forecast(
-    empty: PairCandidate, target: PlanRequest, draft: ModelShape, acceptance: float, ctx: int
-) -> PairCandidate:
-    """Find the target's best plan in the remaining memory, and the best tree if it pays off."""
-    best = replace(empty, problem="the target does not fit")
-    drafted, on_gpu = empty.place != "no draft", empty.place == "draft on GPU"
-    level_s = cache(partial(_level_s, draft, target, ctx, on_gpu=on_gpu))
-    for rows in _PLANNED_ROWS if drafted else (1,):
-        plan = find_forecast(replace(target, rows=rows))
-        if plan is None:
-            continue
-        verify = cache(partial(_pass_s, plan))
-        plain = 1 / verify(1)
-        found = replace(empty, plan=plan, verify_s=verify(1), tok_s=plain, plain_tok_s=plain)
-        for draft_tokens, levels, tokens in _trees(acceptance) if drafted else ():
-            verify_s = verify(1 + draft_tokens)
-            # The draft runs one pass for the root, and one per level that has children.
-            draft_s = level_s(1) + (levels - 1) * level_s(-(-draft_tokens // levels))
-            tok_s = tokens / (verify_s + draft_s)
-            if tok_s > found.tok_s:
-                found = replace(
-                    found,
-                    tok_s=tok_s,
-                    draft_tokens=draft_tokens,
-                    levels=levels,
-                    tokens_per_pass=tokens,
-                    verify_s=verify_s,
-                    draft_s=draft_s,
-                )
-        best = max(best, found, key=lambda each: each.tok_s)
-    return best
+def place_draft(
+    target: Path, draft: Path, name: str, options: LoadOptions, settings: Settings
+) -> DraftPlace | None:
+    """Choose where the draft at ``draft`` is placed; None without a GPU that could hold it.
 
-
-def _pass_s(plan: Forecast, rows: int) -> float:
-    """Return the seconds of a pass of ``rows`` rows under the plan's placement."""
-    return simulate(plan.request.costs(rows=rows), plan.placement, passes=2, warm_up=2).seconds
-
-
-def _level_s(draft: ModelShape, target: PlanRequest, ctx: int, rows: int, *, on_gpu: bool) -> float:
-    """Return the seconds of a resident draft's pass over ``rows`` nodes and choosing children.
-
-    For a draft on a GPU, only token ids and logits cross the link.
+    Raises:
+        CheckpointError: a file cannot be read.
+        OptionError: the GPU does not exist.
     """
-    machine, logits = target.machine, draft.sizes.vocab * rows
-    costs = Costs(draft, machine, rows=rows, held=min(target.held_tokens, ctx))
-    seconds = sum(costs.compute(unit, on_gpu=on_gpu) for unit in draft.units)
-    if on_gpu:
-        seconds += 2 * machine.link_latency_s + costs.copy(_TOKEN_BYTES * rows + 4.0 * logits)
-    return seconds + _CHOOSE_S * logits
+    if options.engine == "llamacpp" or options.format is not None or options.device == "cpu":
+        return None
+    with closing(open_checkpoint(target)) as ours, closing(open_checkpoint(draft)) as theirs:
+        try:
+            opened = _open_gpu(ours, options)
+            if opened is None or opened.gpu is None:
+                return None
+            try:
+                return _place_files(ours, theirs, opened, name, options, settings)
+            finally:
+                opened.gpu.close()
+        except UnsupportedModelError:
+            return None  # loading reports the reason
 
 
-@cache
-def _trees(acceptance: float) -> tuple[tuple[int, int, float], ...]:
-    """Return the likeliest trees: draft tokens, levels, expected tokens per pass (target included).
+def _open_gpu(target: Checkpoint, options: LoadOptions) -> OpenGpu | None:
+    """Open the GPU of ``options``; None if the target cannot be placed on it."""
+    ops = make_ops(
+        read_config(target).memory,
+        device=options.device,
+        kv_format=options.kv_format,
+        activations=options.activations,
+        threads=options.threads,
+    )
+    if ops.name != "cuda" or not find_library():
+        return None
+    return open_gpu(
+        ops, threads=options.threads, gpu_memory=options.gpu_memory, kv_format=options.kv_format
+    )
 
-    A draft's first choice is accepted with probability ``acceptance`` at every position, its second
-    with the same share of the rest, and so on. Trees grow by the likeliest remaining node.
-    """
-    found = []
-    for depth in _DEPTHS:
-        waiting, tokens, levels = [(-acceptance, 1)], 1.0, 0
-        for draft_tokens in range(1, _SIZES[-1] + 1):
-            chance, level = heappop(waiting)
-            tokens, levels = tokens - chance, max(levels, level)
-            heappush(waiting, (chance * (1 - acceptance), level))
-            if level < depth:
-                heappush(waiting, (chance * acceptance, level + 1))
-            if draft_tokens in _SIZES:
-                found.append((draft_tokens, levels, tokens))
-    return tuple(found)
+
+def _place_files(
+    target: Checkpoint,
+    draft: Checkpoint,
+    opened: OpenGpu,
+    name: str,
+    options: LoadOptions,
+    settings: Settings,
+) -> DraftPlace:
+    """Return the load options of both models."""
+    ours, theirs = shape_from_checkpoint(target), shape_from_checkpoint(draft)
+    formats = {unit.format for shape in (ours, theirs) for unit in shape.units}
+    _, machine = machine_profile(target.path, settings, formats=formats)
+    ctx = _draft_context(draft, theirs, opened, options)
+    pair = plan_pair(
+        PlanRequest(
+            shape=ours,
+            machine=opened.on(machine),
+            budgets=Budgets(
+                ram=ram_budget(options.ram),
+                process=current_rss() + GROWTH_NBYTES + MARGIN_NBYTES,
+                vram=opened.capacity,
+                cuda_context=0,
+            ),
+            ctx=min(options.ctx or FIRST_CONTEXT, FIRST_CONTEXT, ours.context_length),
+            kv_format=options.kv_format or "bf16",  # type: ignore[arg-type]
+        ),
+        theirs,
+        draft_ctx=ctx,
+        draft_vram=_draft_vram(draft, theirs, opened, ctx),
+    )
+    if pair is None:  # not even the target fits, which loading will report
+        return DraftPlace(alone=options)
+    if pair.place == "no draft":
+        return DraftPlace(alone=options, note=f"draft {name} is not used: {pair.why}")
+    own = replace(
+        options, engine="native", kv_format=None, activations=None, gpu_memory=None, pass_rows=1
+    )
+    place = DraftPlace(
+        alone=options,
+        target=options,
+        draft=replace(own, device="cpu"),
+        line=f"draft {name}: {pair.why}",
+        level_share=pair.draft_s / DEPTH * pair.plan.tok_s,
+    )
+    if pair.place == "draft on CPU":
+        return place
+    return replace(
+        place,
+        target=replace(options, gpu_memory=opened.capacity - pair.vram + opened.beside),
+        draft=replace(own, gpu_memory=pair.vram, ctx=ctx),
+        cache_room=sum(theirs.kv_nbytes("bf16", ctx)),
+    )
+
+
+def _draft_context(
+    draft: Checkpoint, shape: ModelShape, opened: OpenGpu, options: LoadOptions
+) -> int:
+    """Return the draft's context: the target's requested one, or the longest that fits the GPU."""
+    ctx = min((options.ctx or DRAFT_CTX) + DRAFT_NODES, shape.context_length)
+    return longest_context(ctx, lambda n: _draft_vram(draft, shape, opened, n) <= opened.capacity)
+
+
+def _draft_vram(draft: Checkpoint, shape: ModelShape, opened: OpenGpu, ctx: int) -> int:
+    """Return the bytes of GPU memory that the draft takes with a context of ``ctx``."""
+    assert opened.gpu is not None, "there is a GPU"
+    if opened.gpu.ops.name == "native":
+        return draft_nbytes(shape, ctx)
+    return resident_account(draft, read_config(draft), opened.gpu.ops, ctx).total()

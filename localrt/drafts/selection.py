@@ -166,9 +166,9 @@ class Drafts:
         if draft is not None:
             makers[draft.kind] = lambda session: draft.source(session, options)
             levels[draft.kind] = draft.level_share
-        exact, streamed = engine.exact_rows, engine.counts() is not None
+        exact = engine.exact_rows
         most = exact if exact > 1 else sys.maxsize  # no size is exact
-        tuner = Tuner(levels, streamed=streamed, mixture=engine.is_mixture, most_rows=most)
+        tuner = Tuner(levels, mixture=engine.is_mixture, most_rows=most)
         tuner = self._tuners.setdefault(drafter, tuner)
         if draft is not None:
             tuner.sources[draft.kind].cost.at_once = draft.at_once

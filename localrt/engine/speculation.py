@@ -21,8 +21,8 @@ from weakref import WeakKeyDictionary
 from localrt.common.errors import CancelledError, LocalrtError, MemoryBudgetError
 from localrt.engine.protocol import EngineSession
 from localrt.speculative.acceptance import TreePass
-from localrt.speculative.mixed_tree import MixedTree
 from localrt.speculative.ngram import Archive
+from localrt.speculative.proposals import Proposals
 from localrt.speculative.source import DEPTH, Check, DraftSource, Outcome, Proposal, TreeSize
 from localrt.speculative.tree import TokenTree
 from localrt.speculative.tuner import FEW, Plan, Tuner
@@ -317,7 +317,7 @@ class Stepper(Drafting):
 
     def _draft(self, depth: int, check: Check) -> TokenTree:
         """Draft tokens after the history, as planned, at most ``depth`` deep."""
-        if self._run.backs_off():
+        if not self._run.may_draft():
             return TokenTree.empty()
         began, charged, sources = time.perf_counter(), 0.0, self._sources
         room = self._room()
@@ -348,7 +348,7 @@ class Stepper(Drafting):
             if (found := self._run.drafted(plan, tree, seconds, fresh=is_fresh)) is not None:
                 verified = found
                 break
-        self._run.drafting_took(verified, time.perf_counter() - began, charged)
+        self._run.overhead(time.perf_counter() - began - charged)
         return verified
 
 
@@ -368,11 +368,11 @@ class Proposer(Drafting):
         names: Iterable[str],
     ) -> None:
         super().__init__(speculation, session, prompt, names)
-        self._mixed = MixedTree()
+        self._proposals = Proposals()
 
     def chosen(self, token: int) -> None:
         super().chosen(token)
-        self._mixed.clear()
+        self._proposals.clear()
 
     def look_up(self, most: int, depth: int, check: Check) -> None:
         """Let the sources that cost next to nothing propose at most ``most`` draft tokens."""
@@ -404,17 +404,17 @@ class Proposer(Drafting):
         if isinstance(found, LocalrtError):
             del self._sources[name]
         elif len(found):
-            self._mixed.add(name, found, self.tuner.sources[name].calibration)
+            self._proposals.add(name, found, self.tuner.sources[name].acceptance)
 
     def tree(self, most: int) -> TokenTree:
-        """Return at most ``most`` draft tokens, scored by log of calibrated probability."""
+        """Return at most ``most`` draft tokens, scored by log of expected acceptance."""
         with self.tuner.lock:
-            return self._mixed.tree(most)
+            return self._proposals.tree(most)
 
     def verified(self, computed: TreePass) -> None:
         if len(computed.tree):
             with self.tuner.lock:
-                self._mixed.learn(computed.tree, computed.path)
+                self._proposals.learn(computed.tree, computed.path)
 
     @property
     def reason(self) -> str:

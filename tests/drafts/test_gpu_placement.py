@@ -12,7 +12,7 @@ import pytest
 import localrt
 from localrt.common.errors import MemoryBudgetError, OptionError
 from localrt.common.settings import Settings
-from localrt.drafts import gpu_placement
+from localrt.drafts import placement
 from localrt.drafts.model_draft import DraftPlace
 from localrt.loading.gpu import OpenGpu
 from localrt.loading.options import LoadOptions
@@ -21,7 +21,6 @@ from localrt.offload.device.gpu import Clock
 from localrt.planning.machine import parse_gpu
 from localrt.quant.cpu.ops import NativeOps
 from tests.conftest import needs_kernels
-from tests.drafts.conftest import Choose
 from tests.offload.gpu.fakes import FakeGpu
 
 pytestmark = [
@@ -29,7 +28,7 @@ pytestmark = [
     pytest.mark.usefixtures("given_rates"),
 ]
 
-LARGE, SMALL, TOO_SMALL = "200MB", "1600kB", "1300kB"
+LARGE, SMALL = "200MB", "1600kB"
 
 
 Place = Callable[..., DraftPlace]
@@ -50,8 +49,8 @@ def place(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Place:
             profile=gpu.profile,
             link_bytes_s=gpu.link_bytes_s,
         )
-        monkeypatch.setattr(gpu_placement, "_open_gpu", lambda *args: opened)
-        found = gpu_placement.place_draft(
+        monkeypatch.setattr(placement, "_open_gpu", lambda *args: opened)
+        found = placement.place_draft(
             *folders,
             "draft",
             LoadOptions(device="cuda", ctx=128, **options),
@@ -63,41 +62,35 @@ def place(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Place:
     return planned
 
 
-@pytest.mark.parametrize(
-    ("chosen", "target", "draft"),
-    [("draft on GPU", "cuda", "cuda"), ("draft on CPU", "cuda", "cpu")],
-)
-def test_options(place: Place, choose_place: Choose, chosen: str, target: str, draft: str) -> None:
-    plans = choose_place(chosen)
+def test_both_on_the_gpu(place: Place) -> None:
     found = place(LARGE)
-    assert "forecast" in found.line
+    assert found.line == "draft draft: both models fit on the GPU"
     assert found.target is not None
     assert found.draft is not None
-    assert (found.target.device, found.draft.device) == (target, draft)
+    assert (found.target.device, found.draft.device) == ("cuda", "cuda")
     assert found.alone.device == "cuda"
-    if draft == "cuda":  # its part is not the target's
-        vram = plans[-1].best.vram
-        assert found.draft.gpu_memory == vram
-        assert found.cache_room
-        beside = CUDA_CONTEXT_NBYTES + ROUNDED_VRAM_NBYTES
-        assert found.target.gpu_memory == 200_000_000 - vram + beside
-
-
-def test_no_draft(place: Place, choose_place: Choose) -> None:
-    choose_place("no draft")
-    found = place(LARGE)
-    assert found.target is found.draft is None
-    assert re.match(r"draft \S+ is not used: no draft: \S+ tok/s forecast \(", found.note)
+    vram = found.draft.gpu_memory  # its part is not the target's
+    assert isinstance(vram, int)
+    assert found.cache_room
+    beside = CUDA_CONTEXT_NBYTES + ROUNDED_VRAM_NBYTES
+    assert found.target.gpu_memory == 200_000_000 - vram + beside
 
 
 def test_small_gpu(place: Place) -> None:
     found = place(SMALL)
-    assert found.line.startswith("the draft on the GPU, the target on the CPU: ")
+    assert found.line.startswith("draft draft: the draft is in RAM")
     assert found.target is not None
-    assert found.target.device == "cpu"
-    found = place(TOO_SMALL)
-    assert re.search(r"it needs 1\.\d MB and the GPU has 1\.3 MB", found.line or found.note)
-    assert not found.line.startswith("the draft on the GPU")
+    assert found.draft is not None
+    assert (found.target.device, found.draft.device) == ("cuda", "cpu")
+
+
+def test_no_draft(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "draft_nbytes", lambda *_: 10**15)
+    found = place(SMALL)
+    assert found.target is found.draft is None
+    assert re.match(
+        r"draft draft is not used: the draft needs 1000 TB, and \S+ \S+ of RAM", found.note
+    )
 
 
 def test_bad_input(folders: tuple[Path, Path]) -> None:

@@ -65,7 +65,7 @@ def batch(engine: NativeEngine, asked: list[tuple[int, Request]]) -> list[list[C
 
 def free_rows(engine: NativeEngine) -> Tuner:
     """A tuner to whom more rows cost nothing."""
-    tuner = Tuner({"it": 0.0}, streamed=True)
+    tuner = Tuner({"it": 0.0})
     for rows in range(1, 200):
         tuner.cost.add(rows, 10.0)
     return tuner

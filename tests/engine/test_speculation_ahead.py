@@ -267,13 +267,13 @@ def test_streamed_target(tmp_path: Path) -> None:
     with closing(Model(folder)) as model, closing(Model(folder)) as twin:
         streamed = [name for name in passing(model.store) if name.startswith("layers")]
         files = SlowFiles(model.store.path, {u.file for u in model.store.manifest.units})
-        info = replace(info_of("qwen2"), streamed=True)
+        info = replace(info_of("qwen2"))
         resident = NativeEngine(twin.resident, info)
         expected = ids(run(resident, None))
         with model.placed(streamed, files=files) as decoder:
             engine = NativeEngine(decoder, info)
             helper = Draft(resident)
-            tuner = Tuner({"model": 0.05}, streamed=True)
+            tuner = Tuner({"model": 0.05})
             sharp = source(helper, temperature=0.02)
             speculation = Speculation({"model": lambda _: sharp}, tuner)
             told = "drafted while weights load"

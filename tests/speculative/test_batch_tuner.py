@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -24,7 +23,7 @@ def chain(chance: float, size: int) -> TokenTree:
 
 
 def batch_tuner(sequences: int, pass_s: Callable[[int], float], measured: int = 64) -> BatchTuner:
-    tuner = Tuner({"ngram": 0.0}, streamed=True)
+    tuner = Tuner({"ngram": 0.0})
     for rows in range(sequences, measured + 1):
         for _ in range(3):
             tuner.cost.add(rows, pass_s(rows))
@@ -64,7 +63,7 @@ def test_choose(trees: list[TokenTree], room: int) -> None:
 def test_cost_of_rows() -> None:
     likely = [chain(0.9, 4)] * 8
     assert [len(tree) for tree in batch_tuner(8, flat).choose(likely, 100)] == [4] * 8
-    assert sum(map(len, batch_tuner(8, bound).choose([chain(0.6, 4)] * 8, 100))) <= 8  # an attempt
+    assert sum(map(len, batch_tuner(8, bound).choose([chain(0.6, 4)] * 8, 100))) <= 8
 
 
 def test_surest_sequences() -> None:
@@ -91,13 +90,12 @@ def test_unmeasured_pass() -> None:
 def test_gain(chance: float, cost: Callable[[int], float]) -> None:
     """Sources claim 0.8, whatever is true."""
     rng = np.random.default_rng(3)
-    tuner = Tuner({"ngram": 0.0}, streamed=True)
-    found, calibration = BatchTuner(tuner), tuner.sources["ngram"].calibration
+    tuner = Tuner({"ngram": 0.0})
+    found, acceptance = BatchTuner(tuner), tuner.sources["ngram"].acceptance
     spent = plain = 0.0
     for _ in range(600):
         claimed = chain(0.8, 8)
-        believed = np.log(np.maximum(calibration.probabilities(claimed), 1e-9))
-        drafts = [replace(claimed, scores=believed)] * 6
+        drafts = [acceptance.rescored(claimed)] * 6
         ready = found.should_draft(6)
         chosen = found.choose(drafts if ready else [TokenTree.empty()] * 6, 200)
         emitted = 0
@@ -107,7 +105,8 @@ def test_gain(chance: float, cost: Callable[[int], float]) -> None:
                 path += 1
             emitted += 1 + path
             if len(tree):
-                calibration.learn(chain(0.8, len(tree)), list(range(path)))
+                for level in range(min(path + 1, len(tree))):
+                    acceptance.tested(0.8, accepted=level < path)
         rows = 6 + sum(map(len, chosen))
         seconds = cost(rows)
         found.passed(rows - 6, emitted, seconds, 0.0)
