@@ -9,7 +9,7 @@ These formats are the ones that models are published in, or the best measured at
 
     int4, int8 in groups of 32, 64, 128   published by GPTQ and compressed-tensors, symmetric
     the same with a minimum               published by AWQ, and GPTQ with zero points
-    int5-g32, int6-g32                    best at 5.5 and 6.5 bits (docs/quality.md)
+    int5-g32, int6-g32                    best at 5.5 and 6.5 bits
 
 Nobody publishes groups of 16, nor other kinds of five and six bits (GGUF's types have formats of
 their own).

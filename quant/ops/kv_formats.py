@@ -3,7 +3,7 @@
 ``KV_FORMATS`` are bf16; int8 with a float32 scale for each token and head; int4 in chunks of 32
 neighbours of a head with a scale in bf16, values in 4 bits and keys in 6. Quantized keys and values
 are kept times a Hadamard matrix, behind the rotary embedding and over the largest power of two that
-divides the head's size, at most 128. ``docs/quality.md`` compares other choices.
+divides the head's size, at most 128.
 
 This module imports nothing heavy: commands list the names.
 """
