@@ -1,7 +1,7 @@
 """A model as the planner sees it: its units in the order of a pass, and the size of its KV cache.
 
 Everything is counted from shapes and formats; no weight is read. Exact bytes come from an opened
-checkpoint, estimates from a ``config.json`` alone (``planning/shapes.py``). No machine is known
+checkpoint, estimates from a ``config.json`` alone (``planning/models.py``). No machine is known
 here.
 """
 

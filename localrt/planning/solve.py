@@ -513,6 +513,7 @@ def arrange(
 # -- rings, and the best counts for each -----------------------------------------------------------
 
 _MOST_SLOTS = 6
+_MOST_RINGS = 6  # choices of rings for which counts are solved
 _LEAST_SHARE = 0.01  # smallest share of an MLP that is worth the exchange between GPU and CPU
 # Prompt tokens per answer token: 2,048 to 256.
 _PROMPT_TOKENS = 8
@@ -657,10 +658,10 @@ class Problems:
             gpu_rings += [RingSize(size, self._slots[0]) for size in sizes if size <= half]
         tight = [RingSize(slot, slot) for slot in self._slots]
         rings = [self._usual_ring(slot) for slot in self._slots]
-        usual = itertools.product([*rings[:1], *tight[:1], *rings[1:2]], gpu_rings[:2])
+        usual = itertools.product([*rings[:1], *tight[:1], *rings[1:3]], gpu_rings[:2])
         for choices in (
             itertools.product([RingSize()], gpu_rings),
-            usual,
+            itertools.islice(usual, _MOST_RINGS),
             itertools.product(tight, [RingSize()]),
         ):
             found = [each for rings in choices for each in self._solved(*rings)]
