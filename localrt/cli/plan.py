@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from typing import TYPE_CHECKING
 
 from localrt import system
 from localrt.cli.help import Examples
@@ -17,7 +18,6 @@ from localrt.cli.options import HUB_FLAGS, Flag, add_flags, add_hub_arguments, f
 from localrt.common.errors import MemoryBudgetError, OptionError
 from localrt.common.option_names import option
 from localrt.common.settings import DEFAULT_CONTEXT, Settings
-from localrt.drafts.placement import PairPlan, plan_pair
 from localrt.library import plan
 from localrt.planning.describe_pc import PRESETS
 from localrt.planning.measure import Hardware
@@ -25,6 +25,9 @@ from localrt.planning.models import find_model, shape_of
 from localrt.planning.plan import Plan
 from localrt.planning.recommend import what_runs
 from localrt.quant.ops.kv_formats import KV_FORMATS
+
+if TYPE_CHECKING:
+    from localrt.drafts.placement import PairPlan
 
 EXAMPLES: Examples = (
     ("localrt plan", "what this PC runs well"),
@@ -152,6 +155,8 @@ def _plan_draft(args: argparse.Namespace, target_plan: Plan) -> PairPlan:
         MemoryBudgetError: the target does not fit with or without the draft.
         LocalrtError: there is no such draft, or it cannot be planned.
     """
+    from localrt.drafts.placement import plan_pair  # it imports what loads models
+
     settings, target = Settings.from_environment(), target_plan.request
     draft = shape_of(find_model(args.draft, settings, revision=args.revision, offline=args.offline))
     pair = plan_pair(target, draft, acceptance=args.acceptance)
