@@ -54,7 +54,7 @@ confined.has_helpers = lambda: False  # likewise tests/documents/test_confined.p
 
 # Examples of `quick` and `full` (asked for by `.ci/run`) are the same in each run, so that a change
 # passes or fails by itself; `search` draws new ones. How long one takes depends on the machine.
-for _profile, _examples in (("quick", 12), ("full", 100), ("search", 1000)):
+for _profile, _examples in (("quick", 12), ("full", 25), ("search", 1000)):
     hypothesis.settings.register_profile(
         _profile,
         max_examples=_examples,
