@@ -1,5 +1,7 @@
 """KV caches of waiting conversations: how long they stay in memory, and where they are saved.
 
+No card has run caches that leave a GPU for RAM yet.
+
 ``KvKeeper`` decides when to save: a cache is held as long as that costs less than reading it back
 (Continuum, Li et al. 2025), judged by how long the same tool or person took before. ``PromptCache``
 saves caches: a GPU's in RAM if there is room, all on the disk. It finds them by their tokens: a

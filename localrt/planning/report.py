@@ -186,7 +186,7 @@ def _placement(plan: Forecast) -> Iterator[str]:
             what = ", ".join(_parts(placed_shape(plan), here))
             yield f"  {size:>7}  {_PLACES[where]}  ({what})"
     if plan.placement.split:
-        yield "  GPU and CPU compute each MLP at once, by rows of it (no card has run this yet)"
+        yield "  GPU and CPU compute each MLP at once, by rows of it"
     places = zip(plan.request.shape.kv, plan.placement.kv, strict=True)
     kv = Counter(place for layer, place in places if layer.width or layer.states)
     if set(kv) - {"ram"}:

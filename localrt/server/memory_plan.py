@@ -1,5 +1,7 @@
 """Decides which models of a server free memory for another, by their use.
 
+No card has run this yet.
+
 Models that nobody is expected to wait for soon come first, and of these the one whose next use is
 expected last. Nothing here measures or moves memory.
 """

@@ -1,5 +1,7 @@
 """A dense MLP whose matrices GPU and CPU share by rows, so that both compute at once.
 
+No card has run this yet.
+
 The unit is cut into pieces: the first rows of gate, up and down are resident on the GPU, some may
 be copied there in each pass, and the CPU computes the others from RAM. Each row is summed by one
 processor, in the usual order. Long passes (prompts) copy the CPU's piece too, and the GPU computes
