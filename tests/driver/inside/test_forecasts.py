@@ -367,6 +367,7 @@ def decode_mixture(
     that the tokens before use most; with ``copies`` the CPU computes none: absent ones are copied.
     """
     choices = Choices(COUNT)
+    driver.idle(False)  # until all is recorded
     with (
         opened_mixture(model, machine, share) as (time, decoder),
         pytest.MonkeyPatch.context() as patch,
