@@ -1,10 +1,12 @@
 """Speeds on a CUDA GPU: of copies, waits and kernels, and of a model larger than its budget.
 
+No card has run this yet.
+
     python -m benchmarks.gpu facts|kernels|14B|30B-A3B [--json FILE]
 
 Weights are random, and nothing is downloaded. ``scripts/gpu_check`` runs each part as a process of
-its own; a row is saved as soon as it is measured. That kernels are right is shown by
-``tests/ops/cuda``, which run on a GPU where there is one.
+its own; a row is saved as soon as it is measured. That kernels and pipeline
+are right is shown by ``pytest -m gpu``.
 """
 
 from __future__ import annotations

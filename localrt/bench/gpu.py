@@ -1,5 +1,7 @@
 """How ``localrt bench`` uses a GPU while a model decodes: energy, use, memory, busy shares.
 
+No card has run this yet.
+
 NVIDIA's management library (NVML, through ctypes) gives energy, use, and memory of the GPUs and the
 peak memory of a process; what it does not report is missing or None. The pipeline's events measure
 the busy shares; a model that is all on the GPU has none.

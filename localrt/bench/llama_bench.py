@@ -1,5 +1,7 @@
 """llama.cpp's own ``llama-bench`` as a peer: runs it, reads its JSON, and finds its best setting.
 
+No card has run this yet.
+
 llama.cpp can keep layers in RAM (``-ngl``) and, of mixtures, layers' experts (``-ncmoe``). Both are
 one scale here: with each level a GPU holds more. The first level tried is what the file's sizes
 suggest; others around it follow until the largest that fits is known, or `_MOST_TRIALS` have run.

@@ -1,5 +1,7 @@
 """KV caches that are saved and found again by their tokens (prefix caching in RAM and on the disk).
 
+No card has run caches that leave a GPU for RAM yet.
+
 ``PromptCache`` saves caches: a GPU's in RAM if there is room, all on the disk. A saved sequence
 serves every prompt with the same beginning. Saving a longer version writes only the new blocks
 (FastSwitch, Shen et al. 2024). When the folder is full, the oldest are deleted.

@@ -71,7 +71,7 @@ _BUDGET_S = 0.12  # seconds for measuring one rate
 # If the host starts both in a layer that CPU and GPU share, the GPU waits for it as long as this
 # many measured calls of 10 us: 0.12 ms on an H100 (docs/gpu.md). A streamed
 # dense layer is assumed to take as long. In a recorded pass a mixture's layer takes the host one
-# call: 8 us to learn and to choose copies, 0.4 to begin. A CPU has shown it, no card has.
+# call: 8 us to learn and to choose copies, 0.4 to begin, as a CPU has shown.
 _SHARED_CALLS, _RECORDED_CALLS = 12, 1
 _VERSION = 1
 _FILE, _DISKS = "machine.json", "disks.json"

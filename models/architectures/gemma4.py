@@ -1,5 +1,7 @@
 """Gemma 4 (text): Gemma 3's norms, two head sizes, per-layer embeddings, shared keys and values.
 
+No card has run this yet.
+
 The last layers attend to the keys and values of the nearest earlier layer of their kind that has
 its own. Full layers have larger heads, rotate a part of each, and may use their projected keys as
 values. Queries, keys and values are normed per head and not scaled. Mixtures run in parallel with a

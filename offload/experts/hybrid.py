@@ -1,5 +1,7 @@
 """Mixtures on GPU and CPU at once: the GPU computes the experts in its slots, the CPU the others.
 
+No card has run its recorded passes yet.
+
 The router runs on the GPU, which starts the chosen experts in its slots before the host knows the
 routing. Experts in neither memory are read from the SSD and computed by the CPU. Results are summed
 on the GPU in the order of k, so the order of finishing has no effect. Experts that are worth a slot

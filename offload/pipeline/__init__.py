@@ -20,9 +20,8 @@ part. Before each pass, weights, rings, keys and values, and kernels' scratch ar
 exceed the GPU's budget, expert slots are evicted first, then whole slabs. If a kernel still runs
 out of memory, some is evicted and the pass is repeated once.
 
-Tests find races without a GPU: on simulated GPUs that copy as late as events allow
-(``tests/offload/gpu``), and on a driver with virtual time (``tests/driver``), which also shows
-schedules.
+Tests find races without a GPU, on a stand-in for CUDA's driver that works as late as events allow
+(``tests/driver``); in virtual time it also shows schedules.
 
 The pipeline knows neither planning nor text. Read ``streamed.py``, ``stage.py`` and ``lane.py``
 first.

@@ -41,6 +41,7 @@ from localrt.offload.pipeline.stage import (
     CrossingStage,
     JoinedParts,
     Stage,
+    Stages,
     head_stage,
     join_head,
     join_segments,
@@ -89,20 +90,22 @@ class _Opening:
 
     def __init__(self, setup: Setup, resources: ExitStack) -> None:
         self.setup, self.resources = setup, resources
+        # Everything below needs these, so they are freed last.
         store = setup.store
         names = dict.fromkeys(unit.file for unit in store.manifest.units)
         self.files = setup.files or StoreFiles(store.path, names, direct=setup.mode.direct)
         resources.callback(self.files.close)
         self.verify = Verifier(store.path, enabled=setup.verify, mend=setup.mend)
-        self.stages: dict[str, Stage] = {}
-        resources.callback(self.stages.clear)  # cleared last, to break reference cycles
+        self.stages = Stages()
+        resources.callback(self.stages.clear)  # which breaks reference cycles
+        self.segments = JoinedParts(join_segments)
         self.tables: dict[str, Bytes] = {}
         self.on_gpu = setup.attention_on_gpu()
+        # Each of these uses those before it, and is freed before them.
         self.cpu = self._cpu_lane()
         self.experts = self._experts()
         self.gpu = self._gpu_lane()
         self.runners = self._runners()
-        self.segments = JoinedParts(join_segments)
 
     def open(self) -> StreamedWeights:
         """Build the whole pipeline."""
@@ -179,14 +182,8 @@ class _Opening:
         if nbytes:
             memory = gpu.alloc(nbytes)
             self.resources.callback(gpu.free, memory)
-            stages = self.stages
-
-            def in_ram(name: str) -> Bytes | None:
-                stage = stages.get(name)
-                return cast(Bytes, stage.memory) if stage and stage.ram_nbytes else None
-
             assert reader is None or isinstance(reader, UnitReader), "it reads from the SSD"
-            copier = QueuedCopies(gpu, Ring(nbytes, COPY_BLOCK, memory), in_ram, reader)
+            copier = QueuedCopies(gpu, Ring(nbytes, COPY_BLOCK, memory), self.stages.in_ram, reader)
         attends = bool(self.on_gpu)
         lane = Lane(setup.store, gpu.ops, setup.clock, reader=copier, gpu=gpu, attends=attends)
         return self._with_norm(lane)
@@ -310,12 +307,8 @@ class _Opening:
         load: Callable[..., Part],
         experts: CpuExperts | HybridExperts | None = None,
     ) -> None:
-        where, moved = self.setup.where(unit), self._layer_moved(lane)
-        self.stages[unit.name] = Stage(unit, where, lane, load, moved, experts=experts)
-
-    def _layer_moved(self, lane: Lane) -> Callable[[], None]:
-        """The callback for when a layer's unit moves; nothing is to do if nothing is recorded."""
-        return (lambda: None) if lane.recorder is None else self.segments.stage_moved
+        where = self.setup.where(unit)
+        self.stages[unit.name] = Stage(unit, where, lane, load, self.segments, experts=experts)
 
     def _make_split(self, layer: int, unit: StoredUnit) -> None:
         """Stages for the pieces of an MLP; one of them computes the whole MLP."""
@@ -324,14 +317,14 @@ class _Opening:
         pieces = split_unit(config, layer, unit, placement.split[unit.name])
         host = HostPiece(pieces[-1], self.cpu, gpu, config, layer, self.setup.clock)
         rows = placement.gpu_rows if host.name in placement.crossing else 0
-        stage = SplitStage(pieces, gpu, host, rows, self._layer_moved(gpu))
+        stage = SplitStage(pieces, gpu, host, rows, self.segments)
         self.stages |= {each.name: each for each in stage.stages}
 
     def _make_head(self, joined: JoinedParts) -> list[Stage]:
         """A stage for every slice of the head."""
-        config, where, moved = self.setup.config, self.setup.where, joined.stage_moved
+        config, where = self.setup.config, self.setup.where
         head = [
-            head_stage(config, unit, where(unit), self._lane(unit), moved)
+            head_stage(config, unit, where(unit), self._lane(unit), joined)
             for unit in self.setup.head()
         ]
         self.stages |= {stage.name: stage for stage in head}

@@ -1,5 +1,7 @@
 """A dense MLP whose matrices GPU and CPU share by rows, so that both compute at once.
 
+No card has run this yet.
+
 The unit is cut into pieces: the first rows of gate, up and down are resident on the GPU, some may
 be copied there in each pass, and the CPU computes the others from RAM. Each row is summed by one
 processor, in the usual order. Long passes (prompts) copy the CPU's piece too, and the GPU computes
@@ -8,7 +10,7 @@ all rows. Pieces are never evicted, since a piece is not one contiguous range of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
@@ -23,7 +25,7 @@ from localrt.models.layers.parts import GatedMlp, PassState, SplitMlp
 from localrt.models.weights import VectorKey, WeightLoader
 from localrt.offload.device.gpu import Clock, Slab
 from localrt.offload.pipeline.lane import Lane, StreamedState
-from localrt.offload.pipeline.stage import PassingParts, Stage
+from localrt.offload.pipeline.stage import JoinedParts, PassingParts, Stage
 from localrt.offload.placement import Where, host_piece, link_piece
 from localrt.quant.formats.packed import Bytes, Floats
 from localrt.quant.formats.tiled import TILE_ROWS
@@ -221,7 +223,7 @@ class SplitStage(Stage):
         gpu: Lane,
         host: HostPiece,
         crossing: int,
-        moved: Callable[[], None],
+        joined: JoinedParts,
     ) -> None:
         gpu_piece, link, _ = pieces
         has_link = link.rows[0] > 0
@@ -233,7 +235,7 @@ class SplitStage(Stage):
         self.gpu_pieces = [gpu_stage] if has_link else []
         self._mlp = partial(GatedMlp, host.config, host.layer, rows=self.piece.rows)
         where = Where.LINK if has_link else Where.VRAM
-        super().__init__(self.piece.unit, where, gpu, self._part, moved)
+        super().__init__(self.piece.unit, where, gpu, self._part, joined)
         self._passing = PassingParts()
         host.copied = self.unit if where.copied else None
         self.stages: list[SplitStage | PieceStage] = [*self.gpu_pieces, self, host]
@@ -271,7 +273,7 @@ class SplitStage(Stage):
         )
         if part is not self.part:
             self.part = part
-            self._on_move()
+            self._moved()
 
     def _is_crossing(self, state: PassState) -> bool:
         rows = state.rows if isinstance(state, StreamedState) else 0  # graphs have few rows

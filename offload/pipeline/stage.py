@@ -78,8 +78,8 @@ class PassingParts:
 
 
 class Stage:
-    """A unit in a pass. ``load`` builds its part from weights of ``lane``; ``on_move`` is called
-    when the weights move.
+    """A unit in a pass. ``load`` builds its part from weights of ``lane``; ``joined`` drops the
+    parts that have it when the weights move.
 
     ``memory`` are the bytes of a resident unit, in RAM or on the GPU; ``part`` computes on them if
     they are used in place. With ``keep``, the unit is copied from the ring to ``copy``, its
@@ -97,7 +97,7 @@ class Stage:
         where: Where,
         lane: Lane,
         load: Callable[[WeightLoader], Part],
-        on_move: Callable[[], None] = lambda: None,
+        joined: JoinedParts | None = None,
         *,
         experts: CpuExperts | HybridExperts | None = None,
         gpu: Lane | None = None,
@@ -114,9 +114,13 @@ class Stage:
         self.keep = False
         self.copy: Memory | None = None
         self.restore_slab: Slab | None = None
-        self._load, self._on_move = load, on_move
+        self._load, self._joined = load, joined
         self._passing = PassingParts(lane if experts is None else None)
         self._vectors: dict[VectorKey, Vector] = {}  # copies on the GPU, shared by all parts
+
+    def _moved(self) -> None:
+        if self._joined is not None:
+            self._joined.stage_moved()
 
     @property
     def ram_nbytes(self) -> int:
@@ -152,7 +156,7 @@ class Stage:
         self._passing.clear()
         if not self.where.copied:
             self.part = self._load(self.lane.weights(self.unit, memory))
-        self._on_move()
+        self._moved()
 
     def move(self, where: Where) -> int:
         """Stream the resident unit from now on; returns the bytes freed.
@@ -163,7 +167,7 @@ class Stage:
         self.where, self.memory, self.part = where, None, None
         if where is Where.LINK:
             self.memory, self.ram_copy = self.ram_copy, None
-        self._on_move()
+        self._moved()
         if memory is None:
             return 0
         gpu = self.gpu
@@ -209,7 +213,7 @@ class Stage:
         self.drop_copy()
         if self.memory is not None:
             self.move(self.where)
-        self._on_move()
+        self._moved()
         self.copy = None
         self._passing.clear()
         self._vectors.clear()
@@ -368,6 +372,15 @@ class Segment:
         return state.x
 
 
+class Stages(dict[str, Stage]):
+    """The stages of a pass by name, in its order."""
+
+    def in_ram(self, name: str) -> Bytes | None:
+        """The bytes of a unit that is in RAM between passes, else None."""
+        stage = self.get(name)
+        return cast(Bytes, stage.memory) if stage is not None and stage.ram_nbytes else None
+
+
 class JoinedParts:
     """The parts that ``join`` builds from stages, cached until a stage moves."""
 
@@ -428,7 +441,7 @@ def _named(stage: Stage) -> NamedPart:
 
 
 def head_stage(
-    config: DecoderConfig, unit: StoredUnit, where: Where, lane: Lane, on_move: Callable[[], None]
+    config: DecoderConfig, unit: StoredUnit, where: Where, lane: Lane, joined: JoinedParts
 ) -> Stage:
     """One slice of the head: rows of the vocabulary."""
     (tensor,) = unit.tensors
@@ -437,7 +450,7 @@ def head_stage(
         matrix = weights.matrix((tensor.shape[0], tensor.shape[1]), tensor.name)
         return Head(config, lane.norm, matrix, tensor.row)
 
-    return Stage(unit, where, lane, load, on_move)
+    return Stage(unit, where, lane, load, joined)
 
 
 def join_head(config: DecoderConfig, stages: Sequence[Stage]) -> list[Part]:

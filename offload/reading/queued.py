@@ -1,6 +1,8 @@
 """Copies units over the link into a GPU's ring, ahead of the pass that needs them: units that stay
 in RAM, and units that the CPU's ring reads from the SSD.
 
+No card has run this yet.
+
 Copies are queued on a stream as soon as they are possible: by the pass when it releases a unit, or
 by the thread that has read one. Events keep them in order with the kernels, so no thread waits for
 a copy, and the link has its next ones as soon as there is room for them.

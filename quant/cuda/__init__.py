@@ -11,11 +11,12 @@ our own (``quant/cuda/src``), which NVRTC compiles for the GPU at hand; the mach
 on disk. Loading ends with passes that launch every kernel (``localrt/loading/first_passes.py``), so
 that the first prompt compiles nothing.
 
-The kernels' tests run on the CPU (``tests/ops/cuda``): g++ compiles them against a header that
-emulates the GPU instructions they use, and coroutines run their threads in a shuffled order.
-``tests/driver`` runs whole models this way, through CUDA's bindings and a stand-in
-``libcuda.so.1``. Other tests compile the kernels for every generation of GPUs.
-``scripts/gpu_check`` runs them on a GPU, and measures; ``docs/gpu.md`` has its results.
+``pytest -m gpu`` tests it on a GPU if there is one, else on the CPU: g++ compiles the kernels
+against a header that emulates the GPU instructions they use, and coroutines run their threads in a
+shuffled order (``tests/ops/cuda``). ``tests/driver`` runs whole models this way, through CUDA's
+bindings and a stand-in ``libcuda.so.1``. Other tests compile the kernels for the oldest and the
+newest generation of GPUs. ``scripts/gpu_check`` runs them on a GPU, and measures; ``docs/gpu.md``
+has its results.
 
 Products of 1 to 64 rows (``sums.cuh``). Activations are quantized to 8 bits per 32 columns, as on
 the CPU, by the norm kernel itself if possible. A lane loads 16 bytes of a tile: four weight rows of
@@ -28,8 +29,8 @@ scaled sums are added in column order. Columns are dealt out to at most eight ch
 joined as a tree. The number of chains depends on the columns alone, so a row's bits do not depend
 on the batch or the launch shape. For short matrices several blocks share a chain's columns
 (``launch.py``). A format is two structs (``formats.cuh``): one unpacks its words, the other
-reads its scales. ``tests/ops/cuda/test_compiled.py`` compiles every format and counts registers,
-spills and instructions per byte. Beyond 64 rows the tiles pass through shared memory
+reads its scales. ``tests/ops/cuda/test_compiled.py`` counts registers, spills and
+instructions per byte. Beyond 64 rows the tiles pass through shared memory
 (``linear_many.cu``); data centers' GPUs unpack them to bf16 for cuBLAS.
 
 Attention (``quant/cuda/src/attention.cu``) passes keys and values through registers only: 16 query

@@ -1,5 +1,7 @@
 """Adapters on a GPU: A and B in bf16, added to the products of a pass's rows.
 
+No card has run its tables yet, nor adapters within products.
+
 A warp computes one rank of A @ x for a row; then a thread computes one output of B. The kernel for
 few rows does both beside its product (``products.product``); after others come two kernels. Each
 row may have its own adapter; its bits depend on the row and the adapter alone. Each matrix has a

@@ -1,5 +1,7 @@
 """Paged attention on a GPU, ordinary and latent (MLA): appends a pass's rows, and attends.
 
+No card has run launches of several sequences yet, nor trees over earlier passes.
+
 For up to 64 rows, keys are split into runs of 256, whose results are joined in order: a row's
 result is bit-identical for any number of rows. Runs in which rows of a tree see different keys are
 computed row by row, as in a chain. More rows (prompts) are one kernel that loops over all keys.

@@ -1,5 +1,7 @@
 """Exchanges rows and results between GPU and host in recorded layers whose experts both compute.
 
+No card has run this yet.
+
 A layer's kernels run the router and the experts that are on the GPU, tell the host, and wait until
 it has computed the other experts: the host works while the graph runs. Rows, routing and results go
 through pinned RAM at fixed addresses, which kernels read and write directly: no copy is a driver

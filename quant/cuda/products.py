@@ -1,5 +1,7 @@
 """Quantized GEMM: any number of rows times packed matrices; fills in the kernels' arguments.
 
+No card has run blocks of 64 rows yet, nor adapters within products.
+
 Rows are quantized to 8 bits once (``quantize``) and may be multiplied with several matrices. A
 result's bits depend on its row and the matrix alone; launch shapes change only the speed. With bf16
 matrices, the bits also depend on whether there are more than ``MOST_ROWS`` rows.

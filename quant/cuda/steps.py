@@ -1,5 +1,7 @@
 """Norms and elementwise steps around the products, a kernel each.
 
+No card has run the search for the best logits yet.
+
 A row's bits depend on that row alone.
 """
 

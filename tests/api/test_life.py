@@ -20,10 +20,8 @@ from hypothesis import strategies as st
 
 import localrt
 from localrt.offload.memory import current_rss
-from localrt.offload.placement import Where
 from tests.conftest import write_tiny_model
 from tests.inside import core_of
-from tests.offload.gpu.placed_on_gpu import on_gpu
 from tests.offload.placed import Model as StoredModel
 from tests.offload.placed import extend, needs_kernels, pack_synthetic, passing, tokens
 from tests.real_models import real_model
@@ -275,23 +273,6 @@ def test_any_budgets(data: st.DataObject, stored: StoredModel) -> None:
                 found = extend(placed, cache, tokens(3, seed=turn))
             wanted = extend(stored.resident, twin, tokens(3, seed=turn))
             assert (found == wanted).all()
-
-
-@needs_kernels
-def test_gpu_gives_memory_back(stored: StoredModel) -> None:
-    names = passing(stored.store)
-    where = dict.fromkeys(names, Where.VRAM)
-    with on_gpu(stored, where) as placed:
-        cache, twin = placed.cache(64), stored.resident.cache(64)
-        for turn in range(4):
-            if turn == 2:
-                use = placed.weights.memory.gpu_use
-                placed.weights.memory.set_gpu_budget(use.used - 1, "1 byte less")
-            found = extend(placed, cache, tokens(3, seed=turn))
-            assert (found == extend(stored.resident, twin, tokens(3, seed=turn))).all()
-        assert placed.weights.counts().memory_note.endswith("copied to the GPU: 1 byte less")
-        with pytest.raises(localrt.MemoryBudgetError, match="weights that can be streamed"):
-            placed.weights.memory.set_gpu_budget(1, "all")
 
 
 @needs_kernels

@@ -17,11 +17,11 @@ from localrt.drafts.model_draft import DraftPlace
 from localrt.loading.gpu import OpenGpu
 from localrt.loading.options import LoadOptions
 from localrt.offload.account import CUDA_CONTEXT_NBYTES, ROUNDED_VRAM_NBYTES
-from localrt.offload.device.gpu import Clock
+from localrt.offload.device.gpu import Clock, Gpu
 from localrt.planning.machine import parse_gpu
 from localrt.quant.cpu.ops import NativeOps
 from tests.conftest import needs_kernels
-from tests.offload.gpu.fakes import FakeGpu
+from tests.drafts.conftest import Choose
 
 pytestmark = [
     needs_kernels,
@@ -44,7 +44,7 @@ def place(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Place:
         opened = OpenGpu(
             host_ops=ops,
             clock=clock,
-            gpu=FakeGpu(clock, ops, capacity=gpu.vram_bytes),
+            gpu=Gpu(clock, ops, name="GPU", capacity=gpu.vram_bytes),
             capacity=gpu.vram_bytes,
             profile=gpu.profile,
             link_bytes_s=gpu.link_bytes_s,

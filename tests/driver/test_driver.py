@@ -1,7 +1,8 @@
-"""localrt on the driver of this folder: ``inside``, in a process that has no other libcuda.so.1."""
+"""localrt on CUDA's driver: ``inside``, in a process that has the stand-in for it."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from contextlib import closing
@@ -12,6 +13,7 @@ import pytest
 
 from localrt.models.checkpoints import open_checkpoint
 from localrt.quant.cuda import programs
+from localrt.quant.cuda.driver import count_gpus
 from localrt.quantize.quantize import Recipe, quantize_model
 from tests.conftest import needs_kernels, write_tiny_model
 
@@ -20,19 +22,25 @@ pytest.importorskip("cuda.bindings", reason="needs cuda-bindings, of the test ex
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="loads a libcuda.so.1"),
     pytest.mark.skipif(not programs.has_compiler(), reason="needs CUDA's compiler"),
+    *([] if count_gpus() else [pytest.mark.gpu]),  # a card runs those of ``inside`` itself
 ]
 
-INSIDE = Path(__file__).with_name("inside")
+ROOT = Path(__file__).parents[2]
+LIMITS = {"each": 300, "all": 1800}
+"""Seconds. A test that is stuck in the driver ends the process."""
 
 
-@pytest.mark.timeout(0)  # each of its tests has a limit
-@pytest.mark.parametrize("name", sorted(path.stem for path in INSIDE.glob("check_*.py")))
-def test_inside(name: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.timeout(LIMITS["all"] + 60)
+def test_inside(request: pytest.FixtureRequest) -> None:
     """They run what this run does."""
     options = ["-q", "-n0", "-p", "no:cacheprovider", "-m", request.config.option.markexpr]
     options += ["--hypothesis-profile", hypothesis.settings.get_current_profile_name()]
-    command = [sys.executable, "-m", "pytest", *options, f"{INSIDE / name}.py"]
-    done = subprocess.run(command, cwd=INSIDE.parents[2], capture_output=True, text=True)
+    options += ["--timeout", str(LIMITS["each"]), "--timeout-method", "thread"]
+    command = [sys.executable, "-m", "pytest", *options, "tests/driver/inside"]
+    environment = {**os.environ, "LOCALRT_STANDIN": "1"}
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=LIMITS["all"]
+    )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 
 
@@ -47,7 +55,7 @@ def test_without_torch(tmp_path: Path) -> None:
         f"from tests.driver.without_torch import main; main({str(store)!r})"
     )
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=INSIDE.parents[2], capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     device, *tokens = done.stdout.split()
     assert device == "cuda:0"

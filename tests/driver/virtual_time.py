@@ -63,15 +63,6 @@ class Machine:
     learning: float = 0.3e-3
     expert: float = 0.0
     """Bytes of an expert."""
-    adapters: float = 0.0
-    """Bytes of adapters that a product reads which applies them."""
-    joining: float = 0.75e-6
-    """What that product takes longer, beside these bytes: its blocks wait for others' sums, and
-    then read twice more. Half of what a kernel takes; not measured."""
-    burst: float = 0.0
-    """Kernels begin at multiples of this, and copies so late after they are queued, as where a
-    system hands what programs start to the GPU in bursts.
-    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,10 +268,7 @@ class VirtualTime:
             note(self, args, result)
 
     def _submit(self, engine: str, name: str, stream: Any, seconds: float) -> None:
-        begin, burst = self.now, self.machine.burst
-        if burst:
-            begin = -(-begin // burst) * burst if engine == "gpu" else begin + burst
-        after = max(begin, self._streams[int(stream)])
+        after = max(self.now, self._streams[int(stream)])
         self._streams[int(stream)] = self.use(engine, name, after, seconds)
 
     def _copy(self, engine: str, nbytes: int, stream: Any) -> None:
@@ -421,8 +409,6 @@ def virtual_time(machine: Machine, weights: Callable[[str], int]) -> Iterator[Vi
 
     def timed_product(x: Any, weight: Any, out: Any, **options: Any) -> None:
         time.bytes += weight.data.nbytes * machine.scale
-        if options.get("change") is not None:
-            time.bytes += machine.adapters + machine.joining * machine.gpu
         product(x, weight, out, **options)
 
     def timed_turn(number: int) -> Callable[[HostPiece, Any], Any]:

@@ -36,8 +36,7 @@ from localrt.quant.formats import CODECS, pack, unpack
 from localrt.quant.ops.protocol import Batch, Span
 from localrt.quant.reference.ops import TorchOps
 from tests.models.tiny import save_tiny
-from tests.offload.gpu.placed_on_gpu import place_on_gpu
-from tests.offload.placed import MODE, PLENTY, Model, needs_kernels, open_decoder
+from tests.offload.placed import MODE, PLENTY, Model, needs_kernels, open_decoder, place_on_gpu
 from tests.store.synthetic import SyntheticCheckpoint
 
 FORMATS = {"": "q4_k", "down_proj": "q6_k", "lm_head": "q6_k", "embed_tokens": "q4_k"}

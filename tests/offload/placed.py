@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -46,14 +46,14 @@ def pack_tiny(name: str, folder: Path) -> Path:
         source.close()
 
 
-def wide_mixture(folder: Path, used: int) -> Model:
-    """A mixture of 32 experts, ``used`` of which see a token, in a store."""
+def wide_mixture(folder: Path, used: int, *, count: int = 32) -> Model:
+    """A mixture of ``count`` experts, ``used`` of which see a token, in a store."""
     from transformers import Qwen3MoeConfig
 
     from tests.models import tiny
 
     def wide() -> Qwen3MoeConfig:
-        sizes = {"num_experts": 32, "num_experts_per_tok": used, "moe_intermediate_size": 32}
+        sizes = {"num_experts": count, "num_experts_per_tok": used, "moe_intermediate_size": 32}
         return Qwen3MoeConfig(**tiny.SIZES, **sizes, head_dim=32, norm_topk_prob=True)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -84,6 +84,24 @@ def place(
         where={u.name: Where.SSD if u.name in names else Where.RAM for u in store.manifest.units},
         kv=("ram",) * layers,
         ram_ring=largest + slack if largest else 0,
+    )
+
+
+def place_on_gpu(
+    store: StoreCheckpoint, where: Mapping[str, Where], *, slack: tuple[int, int] = (0, 0)
+) -> Placement:
+    """``where`` for the units that it names, others in RAM; rings of the largest that pass.
+
+    ``slack`` are pages on top, of the RAM's and of the GPU's ring.
+    """
+    units = store.manifest.units
+    layers = sum(unit.name.endswith(".attention") for unit in units)
+    largest = max(u.nbytes for u in units if u.name in passing(store))
+    return Placement(
+        where={unit.name: where.get(unit.name, Where.RAM) for unit in units},
+        kv=("ram",) * layers,
+        ram_ring=largest + slack[0] * PAGE,
+        vram_ring=largest + slack[1] * PAGE,
     )
 
 

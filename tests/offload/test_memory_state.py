@@ -213,3 +213,11 @@ def test_pressure(
     monkeypatch.setattr(memory, "memory_state", lambda: state)
     ram, vram = memory.MemoryPressure(lambda: None)()
     assert (round(ram / (1 << 20)), vram) == (needed, 0)
+
+
+def test_memory_pressure_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = iter(megabytes << 20 for megabytes in (100, 150, 300, 508))
+    pressure = memory.MemoryPressure(free_vram=lambda: next(free))
+    assert pressure() == (0, 0)  # just now
+    monkeypatch.setattr(memory, "_INTERVAL_S", 0.0)
+    assert [pressure()[1] >> 20 for _ in range(4)] == [56, 0, 0, -100]

@@ -1,4 +1,4 @@
-"""Recurrent layers placed: streamed, on a GPU, beside keys and values on the SSD."""
+"""Recurrent layers placed: streamed, beside keys and values on the SSD."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ import numpy as np
 import pytest
 
 from localrt.common.errors import CancelledError
-from localrt.offload.experts.cache import ExpertCosts
 from localrt.offload.kv.cache import KvTier
-from localrt.offload.placement import Where
 from localrt.offload.shapes import shape_from_checkpoint
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.hybrid_cache import split_layers
 from localrt.quant.ops.protocol import Batch
-from tests.offload.gpu.placed_on_gpu import on_gpu
 from tests.offload.placed import Model, cancel_after, extend, needs_kernels, pack_tiny, tokens
 
 pytestmark = needs_kernels
@@ -31,7 +28,6 @@ NAMES = [
     "lfm3",
     "qwen4-exp",
 ]
-COSTS = ExpertCosts(cpu=1e-5, gpu=1e-5, fetch=1e-5)
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -56,20 +52,6 @@ def test_cancelled_pass(model: Model) -> None:
         assert cache.length == 11
     want = extend(model.resident, twin, tokens(3, seed=1))
     np.testing.assert_array_equal(extend(model.resident, cache, tokens(3, seed=1)), want)
-
-
-@pytest.mark.parametrize("model", [n for n in NAMES if n != "qwen4-exp"], indirect=True)
-def test_on_gpu(model: Model) -> None:
-    """With the first layer's state in RAM, the others on the GPU."""
-    names = [unit.name for unit in model.store.manifest.units]
-    here = model.resident.cache(64)
-    gpu = [name for name in names if name.startswith(("layers.1", "layers.2"))]
-    where = {name: Where.VRAM for name in gpu if "expert" not in name}
-    with on_gpu(model, where, expert_costs=COSTS) as placed:
-        there = placed.cache(64)
-        for part in (tokens(20), [1], tokens(2, seed=3), [5]):
-            want = extend(model.resident, here, part)
-            np.testing.assert_array_equal(extend(placed, there, part), want)
 
 
 @pytest.mark.parametrize("model", ["qwen4-exp"], indirect=True)

@@ -298,3 +298,8 @@ def test_host_beside_experts(recorded_s: float) -> None:
     experts = sum(2 * costs.cpu(step[0]) for step in model.steps if step[0].kind == "expert")
     found = simulate(costs, placement)
     assert found.busy["cpu"] == pytest.approx(costs.per_pass() + experts)
+
+
+def test_least_rows_on_gpu() -> None:
+    with pytest.raises(ValueError, match="gpu_rows must be 0 or at least 65, is 64"):
+        Placement(where={}, kv=(), gpu_rows=64)

@@ -1,4 +1,7 @@
-"""Gemma 4's assistants: layers of the target's kind that read the target's keys and values."""
+"""Gemma 4's assistants: layers of the target's kind that read the target's keys and values.
+
+No card has run this yet.
+"""
 
 from __future__ import annotations
 

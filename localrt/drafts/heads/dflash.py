@@ -1,4 +1,7 @@
-"""DFlash (block diffusion), DSpark and DFlash 2: heads that draft a block of tokens in one pass."""
+"""DFlash (block diffusion), DSpark and DFlash 2: heads that draft a block of tokens in one pass.
+
+No card has run this yet.
+"""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@ import pytest
 from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.offload.experts import memory as expert_memory
 from localrt.offload.experts.memory import size_classes
-from tests.offload.gpu.placed_on_gpu import COSTS, on_gpu, places
-from tests.offload.placed import Model, assert_same, conversation, needs_kernels, wide_mixture
+from tests.offload.placed import Model, assert_same, needs_kernels, wide_mixture
 from tests.offload.test_placed_experts import answers, experts
 
 
@@ -65,12 +64,3 @@ def test_several_pools(model: Model, share: float) -> None:
 def test_one_pool(model: Model) -> None:
     with model.placed(experts(model.store)) as placed:
         assert len(placed.weights.sparse["cpu"].memory.pools) == 1
-
-
-@needs_kernels
-def test_beside_a_gpu(model: Model) -> None:
-    want = conversation(model.resident)
-    with on_gpu(model, places(model, 0.3, ssd=0.3), expert_costs=COSTS) as placed:
-        assert len(placed.weights.sparse["gpu"].memory.pools) > 1
-        assert_same(conversation(placed), want)
-        assert_same(conversation(placed), want)

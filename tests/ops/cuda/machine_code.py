@@ -1,6 +1,6 @@
 """What the compiler makes of the products' kernels, for GPUs that need not be here.
 
-Registers, spills, shared memory, and instructions of loops. The disassembler is the one that Triton
+Registers, spills, and instructions of loops. The disassembler is the one that Triton
 brings.
 """
 
@@ -9,21 +9,17 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass
 from importlib.resources import files
 
-from localrt.quant.cuda.experts import grouped_program
 from localrt.quant.cuda.formats import halves_steps, steps_at_once
 from localrt.quant.cuda.launch import best_shape
 from localrt.quant.cuda.products import linear_program
 from localrt.quant.cuda.programs import Program, compile_program
-from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32
+from localrt.quant.cuda.tensor import FLOAT32
 from localrt.quant.formats import FORMATS
 from localrt.quant.formats.tiled import tile_span
 
-TARGETS = (75, 80, 86, 89, 90, 120)
-_GATE = "silu"
 _MANY_TILES = 1 << 20  # a long matrix: the variant that decoding lives on
 Line = tuple[str, str]
 """A label or nothing, and an instruction."""
@@ -31,46 +27,29 @@ Line = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """A program, compiled for a GPU."""
+    """What a program is compiled to."""
 
-    program: Program
-    target: int
     registers: int
     spilled_bytes: int
-    shared_bytes: int
-    code: bytes = field(repr=False)
+    code: bytes
 
 
-@cache
 def build(program: Program, target: int) -> Build:
-    """Compile it: that takes seconds, and some tests ask for the same."""
+    """Compile it."""
     compiled = compile_program(program, target)
     return Build(
-        program,
-        target,
         _number(r"Used (\d+) registers", compiled.log),
         _number(r"(\d+) bytes spill stores", compiled.log),
-        _number(r"(\d+) bytes smem", compiled.log),
         compiled.code,
     )
 
 
-def product_program(
-    format_: str, rows: int, *, gate: bool = False, adapted: bool = False
-) -> tuple[Program, int]:
-    """The variant that a long matrix in ``format_`` takes for ``rows`` rows, and the pairs of tiles
-    of a warp.
+def product_program(format_: str) -> tuple[Program, int]:
+    """The variant that a long matrix in ``format_`` takes for one row, and the pairs of tiles of a
+    warp.
     """
-    division = best_shape(format_, rows, _MANY_TILES, 24)
-    gate_, reads = _GATE if gate else None, True if adapted else None
-    program = linear_program(format_, rows, division, gate_, FLOAT32, adapted=reads)
-    return program, division.pairs
-
-
-def experts_program(format_: str, slots: int, *, gate: bool = False) -> Program:
-    """The variant that experts in ``format_`` take for ``slots`` rows of each."""
-    out = BFLOAT16 if gate else FLOAT32
-    return grouped_program(format_, slots, _GATE if gate else None, out)
+    division = best_shape(format_, 1, _MANY_TILES, 24)
+    return linear_program(format_, 1, division, None, FLOAT32), division.pairs
 
 
 def per_byte(made: Build, format_: str, pairs: int = 1) -> float:
@@ -96,22 +75,6 @@ def per_product(made: Build, format_: str) -> tuple[float, float]:
     ways = _longest(outer) + _longest(outer, unpacks=False)
     unpacking = ways / (4 * products) - len(inner) / (2 * products)
     return round(len(inner) / products, 1), round(unpacking, 1)
-
-
-def per_product_of_64_rows(made: Build, format_: str, *, narrow: bool) -> tuple[float, int]:
-    """Of a product of 64 rows, the instructions of all warps for 16 weight rows, 32 columns and 8
-    rows of records, all included but ends of chains; and those of the busiest warp for 128 columns.
-    """
-    loops = [body for body in _loops(_instructions(made.code)) if _products(body)]
-    inner, outer = len(min(loops, key=len)), max(loops, key=len)
-    unpacking, plain = _longest(outer), _longest(outer, unpacks=False)  # with one step's products
-    if narrow:  # all warps unpack one step, and multiply four by two groups of rows
-        return round((unpacking + 3 * inner) / 16, 1), unpacking + 3 * inner
-    # Of four sides, the last two unpack one step of two. The first two multiply both by four groups
-    # of rows, or the first three by three.
-    if halves_steps(format_):
-        return round((unpacking + plain + inner) / 16, 1), 2 * (unpacking + inner)
-    return round((unpacking + plain) / 16, 1), 2 * (plain + inner)
 
 
 def _number(pattern: str, log: str) -> int:

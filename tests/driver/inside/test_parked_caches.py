@@ -13,7 +13,7 @@ import localrt
 from localrt.models.checkpoints import open_checkpoint
 from localrt.quantize.quantize import Recipe, quantize_model
 from tests.conftest import write_byte_tokenizer
-from tests.driver.inside.conftest import Kernels, once
+from tests.driver.inside.conftest import Kernels
 from tests.inside import core_of, engine_of
 from tests.models.tiny import CONFIGS, MIXTURES, random_model
 from tests.offload.placed import needs_kernels
@@ -55,7 +55,6 @@ def on_disk(folder: Path) -> bool:
     return any(path.is_file() for path in (folder / "cache" / "kv").rglob("*"))
 
 
-@once
 @pytest.mark.parametrize(("name", "options"), MODELS)
 def test_full_gpu(
     gpu: Kernels,

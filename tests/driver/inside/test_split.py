@@ -14,10 +14,8 @@ from localrt.models.decoder import Decoder
 from localrt.offload.placement import LEAST_GPU_ROWS, Placement, Where, host_piece, link_piece
 from localrt.quant.ops.adapters import Adapter, LowRank
 from localrt.quant.ops.protocol import Batch, Span
-from tests.driver.inside.conftest import Kernels, once
-from tests.driver.inside.gpus import made
-from tests.driver.standin import AT_ONCE
-from tests.offload.gpu.placed_on_gpu import on_gpu
+from tests.driver.inside.conftest import Kernels
+from tests.driver.inside.gpus import AT_ONCE, made, on_gpu
 from tests.offload.placed import (
     Model,
     assert_same,
@@ -28,7 +26,7 @@ from tests.offload.placed import (
     tokens,
 )
 
-pytestmark = needs_kernels
+pytestmark = [needs_kernels, pytest.mark.gpu]
 
 LAYERS = 3
 
@@ -135,7 +133,6 @@ def test_recorded_as_step_by_step(model: Model, split: dict[int, Shares], gpu: K
         assert_close(wanted, talk(whole))
 
 
-@once
 def test_long_passes_are_the_gpus(model: Model, gpu: Kernels) -> None:
     """To the bit: in them every row is the GPU's, as where all of the model is there."""
     prompt = tokens(LEAST_GPU_ROWS + 20)
@@ -170,7 +167,6 @@ def test_cancelled(model: Model, gpu: Kernels) -> None:
             assert_same([extend(decoder, cache, [9])], [wanted])
 
 
-@once
 def test_adapters(model: Model, gpu: Kernels) -> None:
     """Each processor adds the changes of its rows, in short passes and long ones."""
     rng = np.random.default_rng(0)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localrt.common.errors import CancelledError
@@ -28,20 +28,21 @@ from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.protocol import Batch
 from localrt.quantize.quantize import Recipe, quantize_model
 from tests.checkpoints.published.models import SMALL, publish
-from tests.driver.inside.conftest import Kernels, once
-from tests.driver.inside.gpus import bring_some, made
-from tests.driver.standin import AT_ONCE, Driver
-from tests.models.tiny import relative_error, save_tiny
-from tests.offload.gpu.placed_on_gpu import (
+from tests.driver.inside.conftest import Kernels
+from tests.driver.inside.gpus import (
+    AT_ONCE,
     all_in_ram,
+    bring_some,
+    few,
     gpu_of,
+    made,
     on_gpu,
-    place_on_gpu,
     placements,
     places,
-    some,
     stages,
 )
+from tests.driver.standin import Driver
+from tests.models.tiny import relative_error, save_tiny
 from tests.offload.placed import (
     Model,
     assert_same,
@@ -52,16 +53,12 @@ from tests.offload.placed import (
     pack_synthetic,
     pack_tiny,
     passing,
+    place_on_gpu,
     tokens,
 )
 from tests.waits import wait_for
 
-pytestmark = needs_kernels
-few = settings(  # each takes seconds, and closes what it has opened
-    some,
-    max_examples=2 + settings().max_examples // 12,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+pytestmark = [needs_kernels, pytest.mark.gpu]
 SLACK = st.tuples(st.integers(0, 8), st.integers(0, 8))
 SEEDS = st.integers(0, 1 << 16)
 """Of the driver: 0 is never early."""
@@ -125,9 +122,8 @@ def near(ours: list[np.ndarray], theirs: list[np.ndarray]) -> bool:
     return float(np.median([relative_error(*each) for each in both])) < 0.06
 
 
-@once
 @given(data=st.data(), slack=SLACK, seed=SEEDS)
-@few
+@few(10)
 def test_any_placement(
     model: Model,
     gpu: Kernels,
@@ -162,9 +158,8 @@ def test_any_placement(
     assert near(seen[0][-len(last) :], last)
 
 
-@once
 @given(data=st.data(), slack=SLACK, seed=SEEDS)
-@few
+@few(10)
 def test_any_placement_of_a_mixture(
     mixture: Model,
     gpu: Kernels,
@@ -202,7 +197,6 @@ def test_any_placement_of_a_mixture(
     assert near(seen[0][-len(last) :], last)
 
 
-@once
 def test_units_stay_where_nothing_crosses(mixture: Model, gpu: Kernels) -> None:
     """The ring's bytes are experts' slots there: nothing could be copied through it."""
     names = [unit.name for unit in mixture.store.manifest.units]
@@ -216,7 +210,6 @@ def test_units_stay_where_nothing_crosses(mixture: Model, gpu: Kernels) -> None:
             talk(decoder)
 
 
-@once
 @pytest.mark.parametrize("name", ["qwen3.5", "nemotron-h", "lfm2"])
 def test_states_on_both_sides(name: str, gpu: Kernels, tmp_path: Path) -> None:
     """The first layer's in RAM, the others' on the GPU."""
@@ -233,7 +226,6 @@ def test_states_on_both_sides(name: str, gpu: Kernels, tmp_path: Path) -> None:
     assert_same(*seen)
 
 
-@once
 @pytest.mark.parametrize("name", ["gemma4", "gemma4-unified"])
 def test_shared_keys_on_both_sides(name: str, gpu: Kernels, tmp_path: Path) -> None:
     """The last layers read keys of two before them, which are on the GPU as well; inputs of layers
@@ -254,7 +246,6 @@ def test_shared_keys_on_both_sides(name: str, gpu: Kernels, tmp_path: Path) -> N
     assert_same(*seen)
 
 
-@once
 @pytest.mark.parametrize("share", [0.2, 0.5])
 def test_long_passes(mixture: Model, gpu: Kernels, share: float) -> None:
     """Experts are copied ahead, each layer's while the one before it is computed."""
@@ -270,7 +261,7 @@ def test_long_passes(mixture: Model, gpu: Kernels, share: float) -> None:
     assert_same(*seen)
 
 
-def test_two_gpus(model: Model, gpu: Kernels) -> None:
+def test_two_gpus(model: Model, gpu: Kernels, driver: Driver) -> None:
     """A model on each, whose passes take turns in one thread, recorded and not."""
     where, text = by_turns(model), tokens(6)
     seen = list[list[np.ndarray]]()
@@ -287,7 +278,6 @@ def test_two_gpus(model: Model, gpu: Kernels) -> None:
         assert all(np.array_equal(one, other) for other in others)
 
 
-@once
 @pytest.mark.parametrize("format_", ["FP8", "plain"])
 def test_experts_that_no_kernel_reads(format_: str, gpu: Kernels, tmp_path: Path) -> None:
     """Made of each expert's bytes anew, once they have come; the copies count as memory."""
@@ -324,8 +314,8 @@ def test_experts_that_no_kernel_reads(format_: str, gpu: Kernels, tmp_path: Path
 # -- adapters --------------------------------------------------------------------------------------
 
 
-def adapter_of(model: Model, key: str = "key", *, ends: bool = True) -> Adapter[LowRank]:
-    """Of every matrix, with ``ends`` of the embedding and the head."""
+def adapter_of(model: Model) -> Adapter[LowRank]:
+    """Of every matrix."""
     rng = np.random.default_rng(0)
 
     def part(rows: int, columns: int) -> LowRank:
@@ -335,9 +325,7 @@ def adapter_of(model: Model, key: str = "key", *, ends: bool = True) -> Adapter[
     shapes = {n: i.shape for n, i in model.store.tensors.items() if "layers" in n}
     matrices = {n: part(s[0], s[1]) for n, s in shapes.items() if len(s) == 2}
     vocab, hidden = model.config.vocab_size, model.config.hidden_size
-    if not ends:
-        return Adapter(key, matrices)
-    return Adapter(key, matrices, part(hidden, vocab), part(vocab, hidden))
+    return Adapter("key", matrices, part(hidden, vocab), part(vocab, hidden))
 
 
 def add(decoder: Decoder, adapter: Adapter[LowRank]) -> Callable[[], None]:
@@ -348,7 +336,6 @@ def add(decoder: Decoder, adapter: Adapter[LowRank]) -> Callable[[], None]:
     return lambda: [table.remove("key") for table in tables] and None
 
 
-@once
 @pytest.mark.parametrize("mlps_only", [False, True])
 def test_lanes_add_their_own(model: Model, gpu: Kernels, mlps_only: bool) -> None:
     """Others find nothing of an adapter, in a pass of their own and beside it."""

@@ -12,9 +12,7 @@ from localrt.quant.cuda.tensor import zeros
 from localrt.quant.ops.attention import AttentionSpec
 from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.protocol import RECORDED_PARTS, Batch
-from tests.driver.inside.conftest import Kernels, once
-
-pytestmark = once
+from tests.driver.inside.conftest import Kernels
 
 
 @pytest.fixture

@@ -21,14 +21,13 @@ from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.ops.protocol import Batch, is_best
 from localrt.speculative.acceptance import TreePass
 from localrt.speculative.tree import TokenTree
-from tests.driver.inside.conftest import Kernels, once
-from tests.driver.inside.gpus import made
+from tests.driver.inside.conftest import Kernels
+from tests.driver.inside.gpus import made, on_gpu
 from tests.engine.test_speculation import info_of
-from tests.offload.gpu.placed_on_gpu import on_gpu
 from tests.offload.placed import Model, needs_kernels, pack_synthetic, passing, tokens
 from tests.ops.oracles import best_of
 
-pytestmark = [needs_kernels, once]
+pytestmark = [needs_kernels, pytest.mark.gpu]
 
 VOCAB = 2100
 LENGTH = 8

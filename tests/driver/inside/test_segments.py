@@ -20,10 +20,8 @@ from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.ops.arrays import AFTER_LAST, Features
 from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.protocol import Batch, Span
-from tests.driver.inside.conftest import Kernels, once
-from tests.driver.inside.gpus import made
-from tests.driver.standin import AT_ONCE
-from tests.offload.gpu.placed_on_gpu import on_gpu
+from tests.driver.inside.conftest import Kernels, hasty
+from tests.driver.inside.gpus import AT_ONCE, made, on_gpu
 from tests.offload.placed import (
     Model,
     cancel_after,
@@ -34,7 +32,7 @@ from tests.offload.placed import (
     tokens,
 )
 
-pytestmark = needs_kernels
+pytestmark = [needs_kernels, pytest.mark.gpu]
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +102,7 @@ def tree(decoder: Decoder, cache: KVCache, mask: np.ndarray) -> np.ndarray:
     return seen
 
 
+@hasty
 def test_tokens_and_trees(coded: Model, gpu: Kernels) -> None:
     branch = np.tril(np.ones((3, 3), bool))
     branch[2, 1] = False
@@ -123,7 +122,6 @@ def test_tokens_and_trees(coded: Model, gpu: Kernels) -> None:
     assert gpu.launches.count("record") == 6
 
 
-@once
 def test_a_cache_that_grows_and_memory_given_back(coded: Model, gpu: Kernels) -> None:
     def talk(decoder: Decoder) -> list[np.ndarray]:
         cache = decoder.cache(600)
@@ -145,7 +143,6 @@ def test_a_cache_that_grows_and_memory_given_back(coded: Model, gpu: Kernels) ->
     assert_recorded(coded, gpu, talk)
 
 
-@once
 def test_caches_grow_without_recording_again(coded: Model, gpu: Kernels) -> None:
     """To 4,096 tokens; nor does another sequence."""
 
@@ -164,7 +161,6 @@ def test_caches_grow_without_recording_again(coded: Model, gpu: Kernels) -> None
     assert gpu.launches.count("record") == 3  # the unit of the ring, the two, and the head
 
 
-@once
 def test_sequences_that_take_turns_and_end(coded: Model, gpu: Kernels) -> None:
     def talk(decoder: Decoder) -> list[np.ndarray]:
         one, two = decoder.cache(40), decoder.cache(40)
@@ -181,7 +177,6 @@ def test_sequences_that_take_turns_and_end(coded: Model, gpu: Kernels) -> None:
     assert_recorded(coded, gpu, talk)
 
 
-@once
 def test_cancelled_passes(coded: Model, gpu: Kernels) -> None:
     def talk(decoder: Decoder) -> list[np.ndarray]:
         cache, seen = decoder.cache(40), list[np.ndarray]()
@@ -195,7 +190,6 @@ def test_cancelled_passes(coded: Model, gpu: Kernels) -> None:
     assert_recorded(coded, gpu, talk)
 
 
-@once
 def test_a_pass_that_fails_while_it_is_recorded(
     coded: Model, gpu: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,7 +223,6 @@ ATTENTION = ["rms_norm", "linear", "rope_append", "attention", "attention_join",
 MLP = ["rms_norm", "linear", "quantize", "linear"]
 
 
-@once
 def test_launches_and_waits_of_a_token(
     coded: Model, gpu: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -287,7 +280,6 @@ def logits(decoder: Decoder, gpu: Kernels) -> tuple[list[np.ndarray], int]:
     return seen, gpu.launches.count("linear")
 
 
-@once
 def test_products_of_the_head(coded: Model, gpu: Kernels) -> None:
     """One where its slices stay, few where they come through the ring."""
     head = head_of(coded)

@@ -24,10 +24,11 @@ from localrt.quant.ops.hybrid_cache import HybridCache
 from localrt.quant.ops.protocol import Batch, Span
 from localrt.quant.reference.ops import TorchOps
 from localrt.quantize.quantize import Recipe, quantize_model
-from tests.driver.inside.conftest import Kernels, once
+from tests.driver.inside.conftest import Kernels
 from tests.models.tiny import oracle, relative_error, save_tiny, tokens
 
-pytestmark = once
+pytestmark = pytest.mark.gpu
+
 LENGTH = 18  # beyond the window of the windowed configs
 SHORT = 4
 SLOW = pytest.mark.slow

@@ -16,9 +16,11 @@ from localrt.quant.cuda.cuda_memory import CudaCopies
 from localrt.quant.cuda.driver import Cuda, device_of
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.tensor import INT64, UINT8, Tensor, empty, upload, zeros
-from tests.driver.inside.conftest import Kernels
+from tests.driver.inside.conftest import Kernels, hasty
 from tests.driver.standin import Driver
 from tests.offload.placed import PLENTY
+
+pytestmark = hasty
 
 SLAB = 16 << 20
 

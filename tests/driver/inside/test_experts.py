@@ -36,15 +36,13 @@ from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.products import MOST_ROWS
 from localrt.quant.ops.kv import KVCache
 from localrt.quantize.quantize import Recipe, quantize_model
-from tests.driver.inside.conftest import Kernels, once
-from tests.driver.inside.gpus import made
-from tests.driver.standin import AT_ONCE
+from tests.driver.inside.conftest import Kernels
+from tests.driver.inside.gpus import AT_ONCE, all_in_ram, made, on_gpu, stages
 from tests.models.tiny import relative_error, save_tiny
-from tests.offload.gpu.placed_on_gpu import all_in_ram, on_gpu, stages
 from tests.offload.placed import PLENTY, Model, extend, needs_kernels, tokens
 from tests.waits import wait_for
 
-pytestmark = needs_kernels
+pytestmark = [needs_kernels, pytest.mark.gpu]
 
 
 COUNT, USED, LAYERS = 12, 3, 2
@@ -136,7 +134,6 @@ def turns_of(
     return "".join(events).split("; ")[1:]
 
 
-@once
 @pytest.mark.parametrize("rows", [1, 3])
 def test_layer_waits_once(
     gpu: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int
@@ -148,7 +145,6 @@ def test_layer_waits_once(
     assert all(re.match("send GPU wait (cpu )?$", turn) for turn in turns[4 * LAYERS :])
 
 
-@once
 def test_layer_on_gpu_does_not_wait(
     gpu: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,7 +162,6 @@ def test_layer_on_gpu_does_not_wait(
     assert after.expert_hits - before.expert_hits == 4 * LAYERS * USED
 
 
-@once
 def test_choices_stay_on_gpu(gpu: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a layer only the rows that the CPU computed."""
     uploads = list[Any]()
@@ -262,7 +257,6 @@ def test_same_logits(gpu: Kernels, tmp_path: Path, rows: int) -> None:
     assert gpu.launches.count("replay") > 4
 
 
-@once
 @pytest.mark.parametrize("tiny", ["", "qwen3-next"])
 def test_lost_pass(
     gpu: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: str
@@ -285,7 +279,6 @@ def test_lost_pass(
     assert len(lost) == 2
 
 
-@once
 def test_cancelled_pass(gpu: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the CPU is asked to stop while the GPU waits for it."""
     serve, cancelled = RecordedLayers._serve, list[int]()
@@ -311,7 +304,6 @@ def test_cancelled_pass(gpu: Kernels, tmp_path: Path, monkeypatch: pytest.Monkey
     assert all(map(np.array_equal, seen, wanted))
 
 
-@once
 def test_experts_on_the_ssd(gpu: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are read while the GPU waits."""
     arrived = list[int]()
@@ -323,7 +315,6 @@ def test_experts_on_the_ssd(gpu: Kernels, tmp_path: Path, monkeypatch: pytest.Mo
     assert arrived
 
 
-@once
 def test_idle_links_fill_slots(gpu: Kernels, tmp_path: Path) -> None:
     """While layers are recorded. Who computes is then a matter of time."""
     said = []
@@ -337,7 +328,6 @@ def test_idle_links_fill_slots(gpu: Kernels, tmp_path: Path) -> None:
     assert all(relative_error(*pair) < 0.05 for pair in zip(*said, strict=True))
 
 
-@once
 def test_what_moves_is_not_recorded_again(gpu: Kernels, tmp_path: Path) -> None:
     """Experts that come and go are entries of the layers' tables."""
     with placed(tmp_path, 0.5, FETCHED) as decoder:
@@ -359,7 +349,6 @@ def test_what_moves_is_not_recorded_again(gpu: Kernels, tmp_path: Path) -> None:
     assert gpu.launches == ["replay"] * 2
 
 
-@once
 def test_copies_of_a_failed_pass(
     gpu: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -388,7 +377,6 @@ def test_copies_of_a_failed_pass(
     assert all(map(np.array_equal, *seen))
 
 
-@once
 def test_memory_given_back(gpu: Kernels, tmp_path: Path) -> None:
     """Slots that are gone are not read: the CPU computes what was in them. Recorded passes find the
     experts where they are once the memory has returned.

@@ -17,14 +17,12 @@ from localrt.offload.placement import Where
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.protocol import Batch, Span
-from tests.driver.inside.conftest import Kernels, once
-from tests.driver.inside.gpus import made
-from tests.driver.standin import AT_ONCE
-from tests.offload.gpu.placed_on_gpu import on_gpu
+from tests.driver.inside.conftest import Kernels
+from tests.driver.inside.gpus import AT_ONCE, made, on_gpu
 from tests.offload.placed import Model, needs_kernels, pack_synthetic, pack_tiny, passing, tokens
 from tests.ops.recurrent_layers import tree_mask
 
-pytestmark = [needs_kernels, once]
+pytestmark = [needs_kernels, pytest.mark.gpu]
 
 Forward = Callable[..., np.ndarray]
 TREE = (-1, 0, 0, 1)

@@ -18,12 +18,13 @@ from localrt.quant.cuda.tensor import BFLOAT16, upload
 from localrt.quant.ops.adapters import Adapter, LowRank, Mix
 from localrt.quant.ops.protocol import Batch, Forward
 from localrt.quant.reference.ops import TorchOps
-from tests.driver.inside.check_architectures import Packed
-from tests.driver.inside.conftest import Kernels, once
+from tests.driver.inside.conftest import Kernels
+from tests.driver.inside.test_architectures import Packed
 from tests.models.test_adapters import KINDS, Tiny, cache, run
 from tests.models.tiny import relative_error, tokens
 
-pytestmark = once
+pytestmark = pytest.mark.gpu
+
 SEVERAL = ("lora", "dora", "ranks")
 
 

@@ -36,15 +36,14 @@ from localrt.quant.cuda import driver as calling
 from localrt.quant.cuda.programs import Program, kernels_folder
 from localrt.quantize.quantize import Recipe, quantize_model
 from tests.conftest import write_byte_tokenizer, write_tiny_model
-from tests.driver.inside.conftest import Kernels, forget, once
-from tests.driver.inside.gpus import StepByStep, bring_some
-from tests.driver.standin import AT_ONCE, image
+from tests.driver.inside.conftest import Kernels, forget
+from tests.driver.inside.gpus import AT_ONCE, StepByStep, all_in_ram, bring_some
+from tests.driver.standin import image
 from tests.inside import engine_of
 from tests.models.tiny import SIZES, save_tiny
 from tests.models.vision.oracles import picture
 from tests.models.vision.tiny import qwen_folder
-from tests.offload.gpu.placed_on_gpu import all_in_ram, place_on_gpu
-from tests.offload.placed import needs_kernels, tokens
+from tests.offload.placed import needs_kernels, place_on_gpu, tokens
 from tests.planner.models import RATE
 from tests.waits import wait_for
 
@@ -204,7 +203,6 @@ def test_resident(on_both: Both, store: Path, gpu: Kernels) -> None:
     assert gpu.launches.count("replay") > 10
 
 
-@once
 def test_no_room_is_one_line(gpu: Kernels, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opening, "_rates", lambda *_, **__: None)
     with pytest.raises(MemoryBudgetError, match=r"^the GPU has no room for weights: 596 MB of "):
@@ -225,7 +223,6 @@ def test_streamed(on_both: Both, place: Place, store: Path, gpu: Kernels, device
     assert gpu.launches.count("replay") > 10
 
 
-@once
 @pytest.mark.parametrize("name", ["resident", "streamed", "hybrid"])
 def test_first_answer_compiles_nothing(
     gpu: Kernels,
@@ -267,7 +264,6 @@ def test_first_answer_compiles_nothing(
     assert compiled == before
 
 
-@once
 @pytest.mark.parametrize("streamed", [False, True])
 def test_measured_by_bench(
     gpu: Kernels, place: Place, store: Path, streamed: bool, monkeypatch: pytest.MonkeyPatch
@@ -297,14 +293,12 @@ def test_measured_by_bench(
     assert "llama-bench reads GGUF files only" in text
 
 
-@once
 def test_pictures(on_both: Both, seeing: Path, gpu: Kernels) -> None:
     info = on_both(seeing, say=look, ctx=256)
     assert (info.device, info.streamed) == ("cuda:0", False)
     assert {"rope_append", "dense_many", "activate"} <= set(gpu.launches)
 
 
-@once
 def test_streamed_pictures(on_both: Both, place: Place, seeing: Path, gpu: Kernels) -> None:
     place(seeing, EVERYWHERE)
     info = on_both(seeing, say=look, ctx=256)
@@ -337,7 +331,6 @@ def mixed(
     return lambda: localrt.load(store, device="cuda", draft="off", ctx=64)
 
 
-@once
 def test_damaged_file_of_gpus(mixed: Callable[[], localrt.Model], tmp_path: Path) -> None:
     path = tmp_path / "cache" / "cards.json"
     path.parent.mkdir(exist_ok=True)
@@ -347,7 +340,6 @@ def test_damaged_file_of_gpus(mixed: Callable[[], localrt.Model], tmp_path: Path
         assert lines == [f"{path} is damaged and is ignored: the GPU is measured again"]
 
 
-@once
 def test_failed_pass(mixed: Callable[[], localrt.Model], monkeypatch: pytest.MonkeyPatch) -> None:
     """It is abandoned, and the next begins with the first unit."""
     compute, left = Lane.compute, [-1]

@@ -7,7 +7,6 @@ import shutil
 import threading
 from collections import Counter
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -18,22 +17,17 @@ import localrt
 from localrt.models.checkpoints import open_checkpoint
 from localrt.offload.account import SPARE_VRAM_NBYTES
 from localrt.offload.device.cuda import CudaGpu
-from localrt.offload.placement import Where
 from localrt.offload.reading.files import StoreFiles
 from localrt.quantize.quantize import Recipe, quantize_model
 from localrt.server import pool as pooling
 from localrt.server.options import ServeOptions
 from localrt.server.pool import LocalFile, ModelPool
 from tests.conftest import write_byte_tokenizer, write_tiny_model
-from tests.driver.inside.check_schedule import card, packed
-from tests.driver.inside.conftest import Kernels, once
-from tests.driver.inside.gpus import made
+from tests.driver.inside.conftest import Kernels
 from tests.driver.standin import Driver
-from tests.driver.virtual_time import virtual_time
 from tests.inside import engine_of
 from tests.models.tiny import SIZES, save_tiny
-from tests.offload.gpu.placed_on_gpu import on_gpu, place_on_gpu
-from tests.offload.placed import PLENTY, extend, needs_kernels, passing
+from tests.offload.placed import needs_kernels
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("given_rates")]
 
@@ -127,7 +121,6 @@ def peaks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-@once
 @pytest.mark.usefixtures("measured")
 @pytest.mark.parametrize("both", [True, False], ids=["both", "one"])
 async def test_by_turns(
@@ -160,7 +153,6 @@ async def test_by_turns(
         assert len(left) == (0 if both else 6)
 
 
-@once
 @pytest.mark.usefixtures("measured")
 async def test_vanished_file(
     gpu: Kernels, driver: Driver, store: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -176,45 +168,3 @@ async def test_vanished_file(
         shutil.rmtree(copied)
         for name in "baba":
             assert await shared.ask(name) == shared.alone
-
-
-@once
-def test_switch(driver: Driver, gpu: Kernels, tmp_path: Path) -> None:
-    """Of two models of 4 GB each, of which a GPU has room for one, the other answers within half a
-    second: a third of it is the link's.
-    """
-    with closing(packed(tmp_path, 128, 672)) as model:
-        names = passing(model.store)
-        sizes = [unit.nbytes for unit in model.store.manifest.units if unit.name in names]
-        machine = replace(card(12e9), scale=4e9 / sum(sizes))
-        placement = place_on_gpu(model.store, dict.fromkeys(names, Where.VRAM))
-        options: dict[str, Any] = {"placement": placement, "make": made("cuda")}
-        driver.idle(True)
-        try:
-            with (
-                virtual_time(machine, lambda name: 0) as time,
-                on_gpu(model, {}, **options) as one,
-                on_gpu(model, {}, **options) as other,
-            ):
-                caches = {decoder: decoder.cache(64) for decoder in (one, other)}
-                for decoder, cache in caches.items():
-                    for token in range(4):
-                        extend(decoder, cache, [token])
-                    use = decoder.weights.memory.gpu_use
-                    assert use.leavable == sum(sizes)
-                    decoder.weights.memory.set_gpu_budget(use.used - use.leavable, "")
-                took = list[float]()
-                for decoder in (one, other, one, other):
-                    begun = time.now
-                    for each in caches:
-                        if each is not decoder and not each.weights.memory.gpu_use.missing:
-                            use = each.weights.memory.gpu_use
-                            each.weights.memory.set_gpu_budget(use.used - use.leavable, "")
-                    decoder.weights.memory.set_gpu_budget(PLENTY, "")
-                    assert decoder.weights.memory.gpu_use.missing == 0
-                    extend(decoder, caches[decoder], [5])
-                    took.append(time.now - begun)
-        finally:
-            driver.idle(False)
-        assert min(took) >= 4 / 12
-        assert max(took) <= 0.5

@@ -31,15 +31,15 @@ from localrt.quant.formats.tiled import tile_tensor
 from localrt.speculative.source import TreeSize
 from localrt.speculative.tree import TokenTree
 from localrt.speculative.tree_source import TreeSource
-from tests.driver.inside.conftest import Kernels, once
-from tests.driver.inside.gpus import StepByStep
-from tests.driver.standin import AT_ONCE
+from tests.driver.inside.conftest import Kernels
+from tests.driver.inside.gpus import AT_ONCE, StepByStep, on_gpu
 from tests.engine.test_speculation import SAMPLINGS, fixed, ids, info_of, run
 from tests.models.tiny import save_tiny, tokens
 from tests.models.tiny_assistants import TinyAssistant
 from tests.models.tiny_heads import TinyBlock, TinyEagle3
-from tests.offload.gpu.placed_on_gpu import on_gpu
 from tests.offload.placed import PLENTY, Model
+
+pytestmark = pytest.mark.gpu
 
 CAPACITY = 200
 LENGTH = 7  # tokens of an answer: some rounds come again, and are replayed
@@ -107,12 +107,10 @@ def check_same_bits(folder: Path, own: Path | None, gpu: Kernels) -> None:
     assert gpu.launches.count("record") <= 2 * MOST_RECORDED
 
 
-@once
 def test_eagle3(eagle3: tuple[Path, Path], gpu: Kernels) -> None:
     check_same_bits(*eagle3, gpu)
 
 
-@once
 def test_assistant(gpu: Kernels, tmp_path: Path) -> None:
     """The host computes a part of its steps: they are not recorded, the target's passes are."""
     folder, own = tmp_path / "target", tmp_path / "own"
@@ -127,14 +125,12 @@ def test_assistant(gpu: Kernels, tmp_path: Path) -> None:
     assert "replay" in gpu.launches
 
 
-@once
 def test_block(gpu: Kernels, tmp_path: Path) -> None:
     """Of a model with recurrent layers, whose passes have the rows that they have."""
     TinyBlock("qwen3.5", tmp_path)
     check_same_bits(tmp_path, None, gpu)
 
 
-@once
 def test_auto(eagle3: tuple[Path, Path], gpu: Kernels) -> None:
     """Repeated text is drafted on a GPU by default; answers do not change."""
     folder, _ = eagle3
@@ -154,7 +150,6 @@ def test_auto(eagle3: tuple[Path, Path], gpu: Kernels) -> None:
     assert "replay" in gpu.launches
 
 
-@once
 def test_a_step(eagle3: tuple[Path, Path], gpu: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """One copy in, one graph, one copy out; and no memory is left when the head is closed."""
     folder, own = eagle3
@@ -205,7 +200,6 @@ THERE = {
 """Layers on the GPU, and the format of keys and values. An assistant reads those of 3 and of 5."""
 
 
-@once
 @pytest.mark.parametrize("case", THERE)
 def test_assistant_of_a_split_target(case: str, gpu: Kernels, tmp_path: Path) -> None:
     """It reads the keys and values that attention on the GPU reads, and drafts what an assistant of

@@ -20,9 +20,11 @@ from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.programs import Program
 from localrt.quant.cuda.steps import move_rows
 from localrt.quant.cuda.tensor import UINT8, Tensor, empty, upload, zeros
-from tests.driver.inside.conftest import Kernels, once
+from tests.driver.inside.conftest import Kernels, hasty
 from tests.driver.standin import Driver
 from tests.planner.models import RATE
+
+pytestmark = hasty
 
 
 @pytest.fixture
@@ -223,7 +225,6 @@ class Watch:
         return 1.0
 
 
-@once
 def test_a_gpu_is_measured(device: Cuda, gpu: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled, prepare = set[str](), Cuda.prepare
 
