@@ -37,7 +37,7 @@ from localrt.planning.search import find_forecast
 from localrt.planning.simulate import simulate
 from localrt.quant.choose import make_ops
 from localrt.quant.cpu.abi import find_library
-from localrt.speculative.cost_model import FIRST_CHOICE, expected_tokens
+from localrt.speculative.acceptance import FIRST_CHOICE, expected_tokens
 
 Place = Literal["draft on GPU", "draft on CPU", "no draft"]
 

@@ -22,7 +22,6 @@ from localrt.common.errors import CancelledError, LocalrtError, MemoryBudgetErro
 from localrt.engine.protocol import EngineSession
 from localrt.speculative.acceptance import TreePass
 from localrt.speculative.ngram import Archive
-from localrt.speculative.proposals import Proposals
 from localrt.speculative.source import DEPTH, Check, DraftSource, Outcome, Proposal, TreeSize
 from localrt.speculative.tree import TokenTree
 from localrt.speculative.tuner import FEW, Plan, Tuner
@@ -368,11 +367,11 @@ class Proposer(Drafting):
         names: Iterable[str],
     ) -> None:
         super().__init__(speculation, session, prompt, names)
-        self._proposals = Proposals()
+        self._trees: dict[str, TokenTree] = {}  # proposed for the next pass, by source
 
     def chosen(self, token: int) -> None:
         super().chosen(token)
-        self._proposals.clear()
+        self._trees.clear()
 
     def look_up(self, most: int, depth: int, check: Check) -> None:
         """Let the sources that cost next to nothing propose at most ``most`` draft tokens."""
@@ -404,17 +403,15 @@ class Proposer(Drafting):
         if isinstance(found, LocalrtError):
             del self._sources[name]
         elif len(found):
-            self._proposals.add(name, found, self.tuner.sources[name].acceptance)
+            self._trees[name] = found
 
     def tree(self, most: int) -> TokenTree:
         """Return at most ``most`` draft tokens, scored by log of expected acceptance."""
-        with self.tuner.lock:
-            return self._proposals.tree(most)
+        return self.tuner.joined(self._trees, most)
 
     def verified(self, computed: TreePass) -> None:
         if len(computed.tree):
-            with self.tuner.lock:
-                self._proposals.learn(computed.tree, computed.path)
+            self.tuner.learn(self._trees, computed.tree, computed.path)
 
     @property
     def reason(self) -> str:

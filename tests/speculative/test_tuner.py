@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from localrt.speculative.acceptance import AcceptanceRate, expected_tokens
 from localrt.speculative.batch_tuner import BatchTuner
-from localrt.speculative.cost_model import AcceptanceRate, DraftCost, PassCost, expected_tokens
-from localrt.speculative.proposals import Proposals
+from localrt.speculative.cost_model import DraftCost, PassCost
 from localrt.speculative.source import TreeSize
 from localrt.speculative.tree import ROOT, TokenTree
 from localrt.speculative.tuner import AHEAD_S, TOLERANCE, Plan, Run, Tuner
@@ -250,7 +250,7 @@ def test_nearly_the_best_fixed_size(
 @pytest.mark.parametrize(
     ("world", "why"),
     [
-        (World(resident, {"ngram": 0.0}, claims=0.95), "seldom accepted"),
+        (World(resident, {"ngram": 0.0}, claims=0.95), "the target would accept"),
         (
             World(lambda rows: 0.03 * rows, {"model": 0.9}, {"model": 0.02}),
             "speculation: off, drafts of model would cost more time than they save",
@@ -445,61 +445,51 @@ def test_long_prompt_read_in_gaps() -> None:
 # -- one tree of several sources -------------------------------------------------------------------
 
 
-def test_proposals_of_a_wrong_source() -> None:
-    proposals, good, bad = Proposals(), AcceptanceRate(), AcceptanceRate()
-
-    def propose(second: AcceptanceRate) -> TokenTree:
-        proposals.add("model", chain([RIGHT, RIGHT], name="model"), good)
-        proposals.add("ngram", chain([5, 6], name="ngram"), second)
-        return proposals.tree(100)
-
+def test_joined_tree_of_a_wrong_source() -> None:
+    tuner = Tuner({"model": 0.1, "ngram": 0.0})
+    trees = {"model": chain([RIGHT] * 2, name="model"), "ngram": chain([5, 6], name="ngram")}
     for _ in range(60):
-        tree = propose(bad)
+        tree = tuner.joined(trees, 100)
         assert set(tree.sources) == {"model", "ngram"}
-        proposals.learn(tree, [n for n in range(len(tree)) if tree.tokens[n] == RIGHT])
-        proposals.clear()
-    assert len(proposals.tree(10)) == 0
-    chances = {path: math.exp(score) for path, score in words(propose(bad)).items()}
-    assert proposals.tree(2).tokens.tolist() == [RIGHT, RIGHT]
+        tuner.learn(trees, tree, [n for n in range(len(tree)) if tree.tokens[n] == RIGHT])
+    assert len(tuner.joined({}, 10)) == 0
+    chances = {path: math.exp(score) for path, score in words(tuner.joined(trees, 100)).items()}
+    assert tuner.joined(trees, 2).tokens.tolist() == [RIGHT, RIGHT]
     assert chances[RIGHT,] > 0.85
     assert chances[5,] < 0.1
 
 
-def test_proposals_learn_by_source() -> None:
-    proposals, one, two = Proposals(), AcceptanceRate(), AcceptanceRate()
-    proposals.add("a", chain([1, 2, 3], 0.9, "a"), one)
-    proposals.add("b", chain([1, 9], 0.9, "b"), two)
-    tree = proposals.tree(100)
+def test_acceptance_is_learned_by_source() -> None:
+    tuner = Tuner({"a": 0.1, "b": 0.1})
+    trees = {"a": chain([1, 2, 3], 0.9, "a"), "b": chain([1, 9], 0.9, "b")}
+    tree = tuner.joined(trees, 100)
     (first,) = tree.children(ROOT).tolist()
     assert tree.proposed_by(first) == ("a", "b")
     (second,) = [n for n in tree.children(first).tolist() if tree.tokens[n] == 2]
     for _ in range(30):
-        proposals.learn(tree, (first, second))
-    assert one.ratio > two.ratio
+        tuner.learn(trees, tree, (first, second))
+    assert tuner.sources["a"].acceptance.ratio > tuner.sources["b"].acceptance.ratio
 
 
 def test_tokens_that_were_not_verified_are_not_tested() -> None:
-    proposals, rate = Proposals(), AcceptanceRate()
-    proposals.add("a", chain([1, 2], 0.9, "a"), rate)
-    proposals.learn(proposals.tree(1), (0,))
-    alone = AcceptanceRate()
+    rate, alone, tree = AcceptanceRate(), AcceptanceRate(), chain([1, 2], 0.9, "a")
+    rate.verified(tree, tree.trim(1), (0,))
     alone.tested(0.9, accepted=True)
     assert rate.ratio == pytest.approx(alone.ratio)
 
 
 @settings(max_examples=10)
 @given(trees("a"), trees("b"), st.integers(0, 30), st.integers(0, 20))
-def test_proposals_property(a: TokenTree, b: TokenTree, most: int, taken: int) -> None:
-    proposals = Proposals()
-    proposals.add("a", a, AcceptanceRate())
-    proposals.add("b", b, AcceptanceRate())
-    tree = proposals.tree(most)
+def test_joined_tree_property(a: TokenTree, b: TokenTree, most: int, taken: int) -> None:
+    tuner, drafted = Tuner({"a": 0.1, "b": 0.1}), {"a": a, "b": b}
+    tree = tuner.joined(drafted, most)
     assert len(tree) <= most
     for path, node in zip(words(tree), range(len(tree)), strict=True):
-        names = {name for name, own in (("a", a), ("b", b)) if path in words(own)}
+        names = {name for name, own in drafted.items() if path in words(own)}
         assert set(tree.proposed_by(node)) == names != set()
     verified = tree.trim(taken)
-    proposals.learn(verified, path_to(verified, len(verified) - 1) if len(verified) else ())
+    path = path_to(verified, len(verified) - 1) if len(verified) else ()
+    tuner.learn(drafted, verified, path)
 
 
 # -- drafting while passes wait --------------------------------------------------------------------
