@@ -20,11 +20,18 @@ from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.protocol import is_best
 from localrt.speculative.tree import ROOT, TokenTree
 
+# Shares as in ``tuner.py``, by ``python -m tests.speculative.worlds``: today 0.881 and 0.949.
 FIRST_CHOICE = 0.7
-"""The assumed chance that a draft's first choice is accepted, until it is measured."""
-_PRIOR = 4.0  # accepted tokens that the assumed acceptance counts for, against measured ones
-_FADE = 0.98  # of the weight of earlier tests at each new one: the last 50 count
-_BLEND = 0.2  # weight of a new number in a running mean
+"""The assumed chance that a draft's first choice is accepted, until it is measured. 0.5: 0.870,
+0.945.
+"""
+# Accepted tokens that the assumed acceptance counts for, against measured ones. 1: 0.897, 0.937;
+# 16: 0.882, 0.941.
+_PRIOR = 4.0
+# Of the weight of earlier tests at each new one: the last 50 count. 0.95: 0.883, 0.944; 0.995:
+# 0.896, 0.946.
+_FADE = 0.98
+_BLEND = 0.2  # weight of a new number in a running mean; chosen, not measured
 _LEAST = 1e-9  # the least probability, so that its logarithm is a valid score
 
 

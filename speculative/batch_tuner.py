@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from localrt.speculative.tree import TokenTree
 from localrt.speculative.tuner import ASSUMED, MARGIN, REFRESH, TOLERANCE, Tuner, nodes_that_pay
 
-# The most that may have been gained, in passes: gains of earlier answers do not justify losses.
+# Chosen, not measured, as all constants here. The most that may have been gained, in passes: gains
+# of earlier answers do not justify losses.
 _CREDIT = 8
 _SIZES = ((1, 1), (2, 2), (4, 4), (8, 4))  # of the trees that a source computes for a sequence
 _BLEND = 0.2  # weight of a new measurement in a running mean

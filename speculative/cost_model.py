@@ -10,9 +10,9 @@ from bisect import bisect_right
 from collections import deque
 from statistics import median
 
-_KEPT = 7  # measurements of a size
-# Without a measured prompt, another row is assumed to cost this share of a plain step's: more than
-# on CPUs and GPUs, where it is 0.05 to 0.15. In mixtures each row reads other experts.
+# Chosen, not measured: the measurements of a size that count, and, without a measured prompt, what
+# another row costs, as a share of a plain step. In mixtures each row reads other experts.
+_KEPT = 7
 _ROW, _ROW_MIXTURE = 0.25, 0.5
 
 

@@ -1,4 +1,4 @@
-"""Speculation in the loop: several tokens from one target pass, along a tree of draft tokens.
+"""Verification of draft trees in the loop: several tokens from one pass of the target.
 
 A tree is drafted after the chosen token, and one pass computes all of it. Then the next token is
 chosen; as long as it is in the tree, the logits after it are there already. So penalties, stops,
@@ -250,12 +250,10 @@ class Stepper(Drafting):
         limit: int,
     ) -> None:
         super().__init__(speculation, session, prompt, names)
-        sources = self._sources
-        self._run = self.tuner.start(limit, list(sources), size=speculation.fixed)
+        self._run = self.tuner.start(limit, list(self._sources), size=speculation.fixed)
         self._note = speculation.note
         self._plan: Plan | None = None
         self._took = (0.0, 0.0, 0.0, False)  # see ``Run.verified``
-        self._preparing = {name: source for name, source in sources.items() if source.prepares}
         self._out_of_memory = False  # for trees
 
     def verified(self, computed: TreePass) -> None:
@@ -302,9 +300,8 @@ class Stepper(Drafting):
 
     def _work(self, name: str, nodes: int) -> Work | None:
         """Return the work of the source with that name during the pass that begins."""
-        source = self._preparing.get(name)
-        counts = self.session.counts()
-        if source is None or (counts and counts.link_bytes):  # passes wait for the GPU
+        source, counts = self._sources[name], self.session.counts()
+        if not source.prepares or (counts and counts.link_bytes):  # passes wait for the GPU
             return None
         history = list(self._history)
         return lambda check, outcome: source.ahead(history, nodes, check=check, outcome=outcome)
