@@ -10,13 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
-from localrt.speculative.cost_model import MARGIN, nodes_to_verify
 from localrt.speculative.tree import TokenTree
-from localrt.speculative.tuner import ASSUMED, REFRESH, REST, TOLERANCE, Tuner
+from localrt.speculative.tuner import ASSUMED, MARGIN, REFRESH, TOLERANCE, Tuner, nodes_that_pay
 
-# The most that may have been gained, in passes: gains of earlier answers do not justify losses.
+# Chosen, not measured, as all constants here. The most that may have been gained, in passes: gains
+# of earlier answers do not justify losses.
 _CREDIT = 8
 _SIZES = ((1, 1), (2, 2), (4, 4), (8, 4))  # of the trees that a source computes for a sequence
 _BLEND = 0.2  # weight of a new measurement in a running mean
@@ -76,16 +74,19 @@ class BatchTuner:
         Scores are logarithms of expected acceptance. ``room`` bounds the nodes of all trees
         together; ``prompt_rows`` is the number of prompt rows in the same pass.
         """
-        room = min(room, self.tuner.most_rows - len(trees) - prompt_rows)
-        sizes = [len(tree) for tree in trees]
-        counts = [0] * len(trees)
-        if sum(sizes) and room > 0:
-            owner = np.repeat(np.arange(len(trees)), sizes)
-            scores = np.concatenate([tree.scores for tree in trees])
-            order = np.argsort(-scores, kind="stable")[:room]
-            best = self._worth(np.cumsum(np.exp(scores[order])), prompt_rows)
-            counts = np.bincount(owner[order[:best]], minlength=len(trees)).tolist()
-        return [tree.trim(count) for tree, count in zip(trees, counts, strict=True)]
+        with self.tuner.lock:
+            cost, rows = self.tuner.cost, self._sequences
+            base, room = rows + prompt_rows, min(room, self.tuner.most_rows - rows - prompt_rows)
+            if room <= 0 or not any(map(len, trees)):
+                return [TokenTree.empty() for _ in trees]
+
+            def longer_s(count: int) -> float:
+                return cost.seconds(base + count) - cost.seconds(base)
+
+            token_s = cost.seconds(rows) / rows
+            return nodes_that_pay(
+                trees, room, token_s, longer_s, lambda n: longer_s(n) <= self._left()
+            )[0]
 
     def passed(self, drafted: int, emitted: int, seconds: float, drafting: float) -> None:
         """Record that ``drafting`` seconds of drafting, and ``seconds`` of a pass with ``drafted``
@@ -100,23 +101,10 @@ class BatchTuner:
             if drafted:
                 beyond += seconds - emitted * plain / self._sequences
             else:
-                for source in self.tuner.sources.values():
-                    source.acceptance.fade(REST)
+                self.tuner.rest()
             self._lost = max(self._lost + beyond, -_CREDIT * plain)
 
     def _left(self) -> float:
         """Return the seconds that may still be lost."""
         plain = self.tuner.cost.seconds(self._sequences)
         return TOLERANCE * max(self._spent, ASSUMED * plain) - self._lost
-
-    def _worth(self, sums: np.ndarray[tuple[int], np.dtype[np.float64]], prompt_rows: int) -> int:
-        """Return how many of the likeliest nodes to verify, which bring ``sums`` tokens."""
-        with self.tuner.lock:
-            cost, rows = self.tuner.cost, self._sequences
-            base = rows + prompt_rows
-
-            def longer_s(count: int) -> float:
-                return cost.seconds(base + count) - cost.seconds(base)
-
-            token_s = cost.seconds(rows) / rows
-            return nodes_to_verify(sums, token_s, longer_s, lambda n: longer_s(n) <= self._left())

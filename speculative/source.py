@@ -1,4 +1,4 @@
-"""The contracts for drafting: ``DraftSource`` proposes trees, ``Drafter`` computes logits.
+"""Draft sources: a ``DraftSource`` proposes trees, a ``Drafter`` computes logits for one.
 
 A source gets the whole history at every step and finds out by itself what is new: no call tells it
 that a token was accepted. ``TreeSource`` makes a source of any ``Drafter``: a draft model, which

@@ -1,4 +1,4 @@
-"""A tree of draft tokens that may follow the last known token, as an immutable value.
+"""The draft tree: tokens that may follow the last known token, as an immutable value.
 
 Parents come before their children, siblings differ, and scores never rise along a path, so the best
 K nodes always form a tree. It knows no model, and only the names of sources.

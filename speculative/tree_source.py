@@ -1,4 +1,4 @@
-"""SpecExec's tree with any ``Drafter``, whose rows stay in a cache.
+"""The draft source of any ``Drafter``: SpecExec's tree, whose rows stay in a cache.
 
 The cache holds the known tokens, followed by a row for every expanded node, so each round computes
 only its new nodes. The part of a tree that the target accepts stays for the next one, and so does

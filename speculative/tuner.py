@@ -1,11 +1,9 @@
 """The speculation policy: before every pass, whether to draft, with what, and how much.
 
 A ``Tuner`` belongs to a model and learns the seconds of a pass by its rows, a draft's seconds, and
-each source's acceptance rate. A ``Run`` is one generation. It takes the source and tree size with
-the most tokens per second, joins the proposals of all sources in one tree, and keeps the nodes
-that pay for their rows. It never risks more time than ``TOLERANCE`` of plain decoding beyond what
-it has gained in the same generation. An explicit tree size overrides it. It knows no model:
-seconds in, plans out.
+each source's acceptance rate. A ``Run`` is one generation: it takes the source and tree size with
+the most tokens per second, and never risks more time than ``TOLERANCE`` of plain decoding beyond
+what it has gained. It knows no model: seconds in, plans out.
 """
 
 from __future__ import annotations
@@ -13,16 +11,47 @@ from __future__ import annotations
 import sys
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import median
 
 import numpy as np
 
-from localrt.speculative.cost_model import MARGIN, PassCost, SourceRecord, nodes_to_verify
-from localrt.speculative.proposals import Proposals
+from localrt.speculative.acceptance import AcceptanceRate, expected_tokens
+from localrt.speculative.cost_model import DraftCost, PassCost
 from localrt.speculative.source import DEPTH, TreeSize
 from localrt.speculative.tree import TokenTree, merge
+
+# Some constants cite ``python -m tests.speculative.worlds tuner.NAME=VALUE``: the speed as a share
+# of the best fixed size's, the least and the mean of eight worlds. Today's are 0.881 and 0.949. The
+# other constants are chosen, not measured.
+TOLERANCE = 0.015
+"""The share of plain decoding's time that drafts may lose in a generation: what a user is promised
+to lose at most, where nothing repeats and no draft is right.
+"""
+ASSUMED = 96
+"""The assumed length of an answer with a higher limit; it bounds the loss at the start."""
+REFRESH = 128
+"""Passes after which a plain step is measured again: its time grows with the context."""
+MARGIN = 1.05
+"""What drafting must be expected to gain, above the noise of passes. 1.0 and 1.1: 0.881, 0.948."""
+REST = 0.99
+"""The share of the evidence of acceptance that remains after a pass without drafts, a third after
+100 passes: so a source that has failed is tried again.
+"""
+FEW = 8
+"""Tokens that a draft may have to catch up with as a part of its first level."""
+AHEAD_S = 0.005
+"""Shorter waits leave no room for drafting: about one level of a draft of 0.5 billion weights."""
+# Budget and depth of trees that take time to draft: chains, and wider trees where rows are cheap
+# because weights are streamed. Every second one: 0.865, 0.935. The worlds have chains alone.
+_SIZES = ((1, 1), (2, 2), (4, 4), (8, 8), (16, 8), (32, 16), (64, 16), (128, 16), (256, 16))
+_LOOKUP = TreeSize(64, DEPTH)
+_PLAIN_FIRST = 2  # plain steps before the first draft
+# Of what may be lost, one pass of several draft tokens may cost this share, so that bad luck at
+# first does not end drafting. 0.15: 0.872, 0.935; 0.6: 0.904, 0.944; 1.0: 0.858, 0.936.
+_STAKE = 0.3
+_NEW_TEXT = 0.5  # of the evidence of acceptance counts for the next generation's text
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,35 +68,29 @@ class Plan:
     least: float = 0.0
 
 
-TOLERANCE = 0.015
-"""The share of plain decoding's time that drafts may lose in a generation: what a user is promised
-to lose at most, where nothing repeats and no draft is right.
-"""
-ASSUMED = 96
-"""The assumed length of an answer with a higher limit; it bounds the loss at the start."""
-REFRESH = 128
-"""Passes after which a plain step is measured again: its time grows with the context."""
-SIZES = ((1, 1), (2, 2), (4, 4), (8, 8), (16, 8), (32, 16), (64, 16), (128, 16), (256, 16))
-"""Budget and depth of trees that take time to draft: chains, and wider trees where rows are cheap
-because weights are streamed.
-"""
-REST = 0.99
-"""The share of the evidence of acceptance that remains after a pass without drafts, a third after
-100 passes: so a source that has failed is tried again.
-"""
-FEW = 8
-"""Tokens that a draft may have to catch up with as a part of its first level."""
-AHEAD_S = 0.005
-"""Shorter waits leave no room for drafting: about one level of a draft of 0.5 billion weights."""
-_PLAIN_FIRST = 2  # plain steps before the first draft
-_LOOKUP = TreeSize(64, DEPTH)
-# The share of what may be lost that one pass may cost, so that bad luck at first does not end it:
-# in simulations of MTP, 0.91 and 0.98 of the best fixed size; with one half, 0.84 and 0.89.
-_STAKE = 0.3
-_NEW_TEXT = 0.5  # of the evidence of acceptance counts for the next generation's text
+@dataclass(slots=True)
+class SourceRecord:
+    """What is known of one draft source."""
 
+    level: float  # assumed cost of a draft level, in plain steps, until measured
+    cost: DraftCost = field(default_factory=DraftCost)
+    acceptance: AcceptanceRate = field(default_factory=AcceptanceRate)
+    row_s: float | None = None  # seconds per token of catching up
+    drafted: bool = False  # whether it has ever drafted a token
 
-_SELDOM = 0.4  # chance of a first choice below which the reason names it
+    @property
+    def cheap(self) -> bool:
+        """Whether its drafts cost next to nothing, as lookups do."""
+        return self.level == 0
+
+    def note(self, tree: TokenTree) -> None:
+        """Record a drafted tree."""
+        self.drafted = self.drafted or len(tree) > 0
+        self.acceptance.proposed(tree)
+
+    def gain(self, budget: int, depth: int) -> float:
+        """Return the expected number of accepted tokens of a tree."""
+        return expected_tokens(round(self.acceptance.first_choice, 2), budget, depth)
 
 
 class Tuner:
@@ -103,6 +126,29 @@ class Tuner:
                 source.acceptance.fade(_NEW_TEXT)
         return Run(self, limit, tuple(sources), size)
 
+    def joined(self, trees: Mapping[str, TokenTree], most: int) -> TokenTree:
+        """Return the ``most`` likeliest nodes of the trees that sources drafted for one pass.
+
+        Scores become logarithms of expected acceptance. A token that two sources propose is one
+        node, with the better one.
+        """
+        with self.lock:
+            scored = [self.sources[name].acceptance.rescored(tree) for name, tree in trees.items()]
+            return merge(scored, most)
+
+    def learn(
+        self, trees: Mapping[str, TokenTree], verified: TokenTree, path: Sequence[int]
+    ) -> None:
+        """Learn that ``path`` was accepted of what was ``verified`` of the sources' ``trees``."""
+        with self.lock:
+            for name, tree in trees.items():
+                self.sources[name].acceptance.verified(tree, verified, path)
+
+    def rest(self) -> None:
+        """Let the evidence of acceptance fade in a pass without drafts."""
+        for source in self.sources.values():
+            source.acceptance.fade(REST)
+
 
 class Run:
     """The decisions of one generation, made before every pass and fed its result. In seconds."""
@@ -121,7 +167,6 @@ class Run:
         self._drafted = 0  # passes with draft tokens
         self._accepted = 0
         self._trees: dict[str, TokenTree] = {}  # drafted for the next pass, by source
-        self._proposals = Proposals()  # of these trees
         self._room = 0
         self._ready: Mapping[str, int] = {}
         self._missing: Mapping[str, int] = {}
@@ -144,10 +189,6 @@ class Run:
         they must compute before they can draft.
         """
         with self._tuner.lock:
-            cost = self._tuner.cost
-            if self._size is None:
-                room = min(room, self._tuner.most_rows - 1)
-            self._room, self._ready, self._missing = room, ready, missing
             waiting = self._waiting()
             if self._size is not None:
                 if not waiting or room < 1:
@@ -155,11 +196,14 @@ class Run:
                 name = waiting[-1]  # the last one first, since it may fail
                 budget = min(self._size.budget, room)
                 return Plan(name, budget, self._size.depth, ready.get(name, 0))
-            if cost.plain_count < _PLAIN_FIRST or room < 1 or self._since_plain >= REFRESH:
+            room = min(room, self._tuner.most_rows - 1)
+            self._room, self._ready, self._missing = room, ready, missing
+            early = self._tuner.cost.plain_count < _PLAIN_FIRST
+            if early or room < 1 or self._since_plain >= REFRESH:
                 return None
             for name in waiting:
                 # Drafting is free: the tree itself decides what to verify.
-                if self._cheap(name):
+                if self._source(name).cheap:
                     return Plan(name, min(room, _LOOKUP.budget), _LOOKUP.depth)
             return self._best()[0]
 
@@ -168,7 +212,7 @@ class Run:
         with self._tuner.lock:
             self._invested += seconds
             if tokens > FEW and self._size is None:
-                self._tuner.sources[source].row_s = seconds / tokens
+                self._source(source).row_s = seconds / tokens
 
     def drafted(
         self, plan: Plan, tree: TokenTree, seconds: float, *, fresh: bool = False
@@ -184,7 +228,7 @@ class Run:
                 if waiting:
                     return None
                 return merge((self._trees[name] for name in self._usable()), plan.budget)
-            source = self._tuner.sources[plan.source]
+            source = self._source(plan.source)
             if fresh:
                 seconds = min(seconds, self._draft_seconds(plan.source, plan.budget, plan.depth))
             self._draft_s += seconds
@@ -192,10 +236,9 @@ class Run:
             if passes and not (source.cheap or fresh):
                 source.cost.add(plan.budget, passes, seconds)
             source.note(tree)
-            self._proposals.add(plan.source, tree, source.acceptance)
-            if source.cheap and any(map(self._cheap, waiting)):
+            if source.cheap and any(self._source(name).cheap for name in waiting):
                 return None
-            worth, rate = self._worthwhile(self._proposals.tree(self._room))
+            worth, rate = self._worthwhile(self._tuner.joined(self._trees, self._room))
             if source.cheap and self._best()[1] > rate:
                 return None
             return worth
@@ -210,18 +253,17 @@ class Run:
         None.
         """
         with self._tuner.lock:
-            waits = self._tuner.waits
+            waits, names = self._tuner.waits, self._usable()
             if not waits or median(waits) < AHEAD_S:
                 return None
+            source = None
             if self._size is not None:
-                names = self._usable() if plan is not None else []
                 source = names[-1] if names else None
-            else:
-                source = plan.source if plan is not None and len(tree) else None
-                if source is None or self._cheap(source):
-                    # A draft that may be useful later reads the prompt meanwhile.
-                    behind = (n for n in self._usable() if self._missing.get(n, 0) > FEW)
-                    return next(((name, 0) for name in behind), None)
+            elif plan is not None and len(tree) and not self._source(plan.source).cheap:
+                source = plan.source
+            else:  # a draft that may be useful later reads the prompt meanwhile
+                behind = (name for name in names if self._missing.get(name, 0) > FEW)
+                return next(((name, 0) for name in behind), None)
             if source is None or plan is None:
                 return None
             self._ahead += 1
@@ -242,32 +284,30 @@ class Run:
         It waited ``waited_s`` for weights, and computed for up to ``shared_s`` beside a draft. A
         plain step has no plan. A ``fresh`` pass counts as expected: later ones will be faster.
         """
-        tuner = self._tuner
+        tuner, rows, emitted = self._tuner, 1 + len(tree), 1 + len(path)
         with tuner.lock:
-            rows, emitted = 1 + len(tree), 1 + len(path)
             if not fresh:
                 tuner.cost.add(rows, seconds)
                 tuner.waits.append(waited_s - shared_s)
             elif tuner.cost.plain is not None:
                 seconds = min(seconds, tuner.cost.seconds(rows))
-            spent = seconds + self._draft_s
-            self._draft_s = 0.0
-            self._trees.clear()
+            trees, self._trees = self._trees, {}
+            spent, self._draft_s = seconds + self._draft_s, 0.0
             if self._size is not None:
                 return
+            self._tokens += emitted
+            usual = seconds
             if rows > 1:
-                self._proposals.learn(tree, path)
+                tuner.learn(trees, tree, path)
+                usual = emitted * (tuner.cost.plain or seconds)
                 self._drafted += 1
                 self._accepted += len(path)
+                self._since_plain += 1
             else:
-                for name in self._names:
-                    tuner.sources[name].acceptance.fade(REST)
-            self._proposals.clear()
-            plain = tuner.cost.plain or seconds
-            self._tokens += emitted
-            self._since_plain = 0 if rows == 1 else self._since_plain + 1
+                tuner.rest()
+                self._since_plain = 0
             if plan is not None:
-                self._lost += spent - (emitted * plain if rows > 1 else seconds)
+                self._lost += spent - usual
 
     def failed(self, source: str, why: str) -> None:
         """Stop using a source that has failed."""
@@ -297,6 +337,9 @@ class Run:
         left = TOLERANCE * tokens * self._plain - self._lost
         return seconds - self._plain <= stake * left
 
+    def _source(self, name: str) -> SourceRecord:
+        return self._tuner.sources[name]
+
     def _usable(self) -> list[str]:
         return [name for name in self._names if name not in self._failures]
 
@@ -304,34 +347,30 @@ class Run:
         """The sources that have not drafted for the next pass."""
         return [name for name in self._usable() if name not in self._trees]
 
-    def _cheap(self, name: str) -> bool:
-        return self._tuner.sources[name].cheap
-
     def _best(self) -> tuple[Plan | None, float]:
         """Return the plan with the most expected tokens per second among sources whose drafts take
         time, and that number; None if plain decoding is as good.
         """
-        cost, best, best_rate = self._tuner.cost, None, MARGIN / self._plain
+        best, best_rate = None, MARGIN / self._plain
         for name in self._usable():
-            source = self._tuner.sources[name]
-            if source.cheap:
-                continue
-            for budget, depth in SIZES:
-                seconds = self._draft_seconds(name, budget, depth) + cost.seconds(1 + budget)
+            source = self._source(name)
+            for budget, depth in () if source.cheap else _SIZES:
+                draft_s = self._draft_seconds(name, budget, depth)
+                seconds = draft_s + self._tuner.cost.seconds(1 + budget)
                 rate = (1 + source.gain(budget, depth)) / seconds
                 if budget > self._room or rate <= best_rate:
                     continue
                 stake = _STAKE if budget > 1 else 1.0
                 if self._affordable(seconds, stake) and self._worth_reading(name, rate):
-                    best_rate = rate
-                    pass_s = seconds - cost.seconds(1 + budget)
-                    least = pass_s / source.cost.passes(depth) * rate / max(source.gain(1, 1), 0.3)
+                    level_s = draft_s / source.cost.passes(depth)
+                    least = level_s * rate / max(source.gain(1, 1), 0.3)
                     best = Plan(name, budget, depth, self._ready.get(name, 0), least)
+                    best_rate = rate
         return best, best_rate
 
     def _worth_reading(self, name: str, rate: float) -> bool:
         """Whether ``rate`` saves twice the time that the source needs to read the prompt."""
-        tokens, source, plain = self._missing.get(name, 0), self._tuner.sources[name], self._plain
+        tokens, source, plain = self._missing.get(name, 0), self._source(name), self._plain
         row = source.row_s
         if row is None:
             row = source.level * (self._tuner.cost.prompt_row or plain / 4)
@@ -342,7 +381,7 @@ class Run:
 
     def _draft_seconds(self, name: str, budget: int, depth: int) -> float:
         """Return the expected seconds of a draft; some of its levels may be ready already."""
-        source = self._tuner.sources[name]
+        source = self._source(name)
         each = source.cost.pass_s(budget)
         each = source.level * self._plain if each is None else each
         return each * source.cost.passes(depth, self._ready.get(name, 0))
@@ -352,42 +391,66 @@ class Run:
         tokens per second of their pass.
         """
         cost, plain = self._tuner.cost, self._plain
-        order = np.lexsort((np.arange(len(tree)), tree.depths, -tree.scores))
-        sums = np.cumsum(np.exp(tree.scores)[order])
 
         def affordable(count: int) -> bool:
             stake = _STAKE if count > 1 else 1.0
             return self._affordable(cost.seconds(1 + count) + self._draft_s, stake)
 
-        best = nodes_to_verify(sums, plain, lambda n: cost.seconds(1 + n) - plain, affordable)
-        gain = float(sums[best - 1]) if best else 0.0
-        return tree.trim(best), (1 + gain) / cost.seconds(1 + best)
+        (part,), gain = nodes_that_pay(
+            [tree], self._room, plain, lambda n: cost.seconds(1 + n) - plain, affordable
+        )
+        return part, (1 + gain) / cost.seconds(1 + len(part))
 
     def _why(self) -> str:
-        cost = self._tuner.cost
-        plain = cost.plain
+        plain, names = self._tuner.cost.plain, " and ".join(self._names)
         if self._failures and len(self._failures) == len(self._names):
             return f"off, {next(iter(self._failures.values()))}"
         if self._size is not None:
             return (
                 f"{'+'.join(sorted(self._names))}, {self._size.budget} draft tokens a pass as asked"
             )
-        if plain is None or cost.plain_count < _PLAIN_FIRST:
+        if plain is None or self._tuner.cost.plain_count < _PLAIN_FIRST:
             return "off, still measuring"
-        names = " and ".join(self._names)
-        lost = self._lost + self._invested
+        lost, usual = self._lost + self._invested, plain * self._tokens
         if self._drafted and lost < 0:
-            spent = lost + plain * self._tokens
-            speed = plain * self._tokens / spent if spent > 0 else 1.0
-            each = 1 + self._accepted / self._drafted
+            each, speed = 1 + self._accepted / self._drafted, usual / max(usual + lost, 1e-9)
             when = ", drafted while weights load" if 2 * self._ahead > self._drafted else ""
-            return (
-                f"{names}, {each:.1f} tokens a pass with drafts, {speed:.2f}x plain decoding{when}"
-            )
-        sources = [self._tuner.sources[name] for name in self._usable()]
+            gained = f"{each:.1f} tokens a pass with drafts, {speed:.2f}x plain decoding"
+            return f"{names}, {gained}{when}"
+        sources = [self._source(name) for name in self._usable()]
         if not any(source.drafted or not source.cheap for source in sources):
             return f"waiting, {names} has found no repeated text yet"
         chance = max(source.acceptance.first_choice for source in sources)
-        if chance < _SELDOM:
-            return f"off, drafts of {names} are seldom accepted ({chance:.0%} of first choices)"
-        return f"off, drafts of {names} would cost more time than they save"
+        accepted = f"the target would accept {chance:.0%} of first choices"
+        return f"off, drafts of {names} would cost more time than they save ({accepted})"
+
+
+def nodes_that_pay(
+    trees: Sequence[TokenTree],
+    room: int,
+    token_s: float,
+    longer_s: Callable[[int], float],
+    affordable: Callable[[int], bool],
+) -> tuple[list[TokenTree], float]:
+    """Return the part of each tree to verify in one pass, and the tokens that they should bring.
+
+    Of all nodes the ``room`` likeliest are considered, and as many taken as bring more tokens than
+    their rows cost time: a token is worth ``token_s``, and n nodes make the pass ``longer_s(n)``
+    longer. If one number is not ``affordable``, no larger one is. Scores are logarithms of
+    expected acceptance.
+    """
+    owner = np.repeat(np.arange(len(trees)), [len(tree) for tree in trees])
+    scores = np.concatenate([tree.scores for tree in trees])
+    order = np.argsort(-scores, kind="stable")[: max(room, 0)]
+    sums = np.cumsum(np.exp(scores[order]))
+    best, best_value = 0, 0.0
+    count, most = 1, len(sums)
+    while count <= most and affordable(count):
+        value = float(sums[count - 1]) - MARGIN * longer_s(count) / token_s
+        if value > best_value:
+            best, best_value = count, value
+        # Try all small numbers, then growing steps, and the whole tree.
+        count = count + 1 if count == most else min(max(count + 1, count * 9 // 8), most)
+    counts = np.bincount(owner[order[:best]], minlength=len(trees)).tolist()
+    parts = [tree.trim(count) for tree, count in zip(trees, counts, strict=True)]
+    return parts, float(sums[best - 1]) if best else 0.0

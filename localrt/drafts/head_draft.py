@@ -26,9 +26,8 @@ from localrt.common.errors import (
 )
 from localrt.common.formatting import format_bytes
 from localrt.common.option_names import option
-from localrt.drafts.dflash_source import BlockSource
 from localrt.drafts.heads.assistant import AssistantBlock
-from localrt.drafts.heads.dflash import BlockDecoder
+from localrt.drafts.heads.dflash import BlockDecoder, BlockSource
 from localrt.drafts.heads.files import open_head
 from localrt.drafts.heads.load import Shared, head_nbytes, load_head, output_rows, read_head_config
 from localrt.engine.native.engine import NativeEngine

@@ -37,15 +37,16 @@ from localrt.planning.search import find_forecast
 from localrt.planning.simulate import simulate
 from localrt.quant.choose import make_ops
 from localrt.quant.cpu.abi import find_library
-from localrt.speculative.cost_model import FIRST_CHOICE, expected_tokens
+from localrt.speculative.acceptance import FIRST_CHOICE, expected_tokens
 
 Place = Literal["draft on GPU", "draft on CPU", "no draft"]
 
 DRAFT_CTX, DRAFT_NODES = 2048, 128
 """A draft's default context: tokens of history plus draft tokens."""
-BUDGET, DEPTH = 4, 4
-"""The tree of forecasts: a chain, which pays for most pairs, on GPUs and CPUs."""
-_SLOWDOWN = 0.9  # of the target's speed without a draft must be left beside one in RAM
+# Chosen, not measured: forecasts are of a chain, and a draft in RAM must leave so much of the
+# target's speed without it.
+_CHAIN = 4
+_SLOWDOWN = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,14 +182,15 @@ def _whole_on_gpu(plan: Forecast) -> bool:
 
 
 def _with_forecast(pair: PairPlan, target: PlanRequest) -> PairPlan:
-    """Return ``pair`` with the speed of drafting a chain of ``BUDGET`` tokens for every pass."""
+    """Return ``pair`` with the speed of drafting a chain of ``_CHAIN`` tokens for every pass."""
     plan, budgets = pair.plan, target.budgets
     own = replace(target, shape=pair.draft, ctx=pair.draft_ctx, rows=1)
     draft = find_forecast(own if pair.vram else own.without_gpu())
     assert draft is not None, f"{format_bytes(budgets.ram)} hold the draft"
-    costs = plan.request.costs(rows=1 + BUDGET)
+    costs = plan.request.costs(rows=1 + _CHAIN)
     verify_s = simulate(costs, plan.placement, passes=2, warm_up=2).seconds
-    draft_s, tokens = DEPTH / draft.tok_s, 1 + expected_tokens(pair.acceptance, BUDGET, DEPTH)
+    draft_s = _CHAIN / draft.tok_s
+    tokens = 1 + expected_tokens(pair.acceptance, _CHAIN, _CHAIN)
     return replace(
         pair,
         tok_s=max(plan.tok_s, tokens / (verify_s + draft_s)),
@@ -280,7 +282,7 @@ def _place_files(
         target=options,
         draft=replace(own, device="cpu"),
         line=f"draft {name}: {pair.why}",
-        level_share=pair.draft_s / DEPTH * pair.plan.tok_s,
+        level_share=pair.draft_s / _CHAIN * pair.plan.tok_s,
     )
     if pair.place == "draft on CPU":
         return place

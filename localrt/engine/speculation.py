@@ -1,4 +1,4 @@
-"""Speculation in the loop: several tokens from one target pass, along a tree of draft tokens.
+"""Verification of draft trees in the loop: several tokens from one pass of the target.
 
 A tree is drafted after the chosen token, and one pass computes all of it. Then the next token is
 chosen; as long as it is in the tree, the logits after it are there already. So penalties, stops,
@@ -22,7 +22,6 @@ from localrt.common.errors import CancelledError, LocalrtError, MemoryBudgetErro
 from localrt.engine.protocol import EngineSession
 from localrt.speculative.acceptance import TreePass
 from localrt.speculative.ngram import Archive
-from localrt.speculative.proposals import Proposals
 from localrt.speculative.source import DEPTH, Check, DraftSource, Outcome, Proposal, TreeSize
 from localrt.speculative.tree import TokenTree
 from localrt.speculative.tuner import FEW, Plan, Tuner
@@ -251,12 +250,10 @@ class Stepper(Drafting):
         limit: int,
     ) -> None:
         super().__init__(speculation, session, prompt, names)
-        sources = self._sources
-        self._run = self.tuner.start(limit, list(sources), size=speculation.fixed)
+        self._run = self.tuner.start(limit, list(self._sources), size=speculation.fixed)
         self._note = speculation.note
         self._plan: Plan | None = None
         self._took = (0.0, 0.0, 0.0, False)  # see ``Run.verified``
-        self._preparing = {name: source for name, source in sources.items() if source.prepares}
         self._out_of_memory = False  # for trees
 
     def verified(self, computed: TreePass) -> None:
@@ -303,9 +300,8 @@ class Stepper(Drafting):
 
     def _work(self, name: str, nodes: int) -> Work | None:
         """Return the work of the source with that name during the pass that begins."""
-        source = self._preparing.get(name)
-        counts = self.session.counts()
-        if source is None or (counts and counts.link_bytes):  # passes wait for the GPU
+        source, counts = self._sources[name], self.session.counts()
+        if not source.prepares or (counts and counts.link_bytes):  # passes wait for the GPU
             return None
         history = list(self._history)
         return lambda check, outcome: source.ahead(history, nodes, check=check, outcome=outcome)
@@ -368,11 +364,11 @@ class Proposer(Drafting):
         names: Iterable[str],
     ) -> None:
         super().__init__(speculation, session, prompt, names)
-        self._proposals = Proposals()
+        self._trees: dict[str, TokenTree] = {}  # proposed for the next pass, by source
 
     def chosen(self, token: int) -> None:
         super().chosen(token)
-        self._proposals.clear()
+        self._trees.clear()
 
     def look_up(self, most: int, depth: int, check: Check) -> None:
         """Let the sources that cost next to nothing propose at most ``most`` draft tokens."""
@@ -404,17 +400,15 @@ class Proposer(Drafting):
         if isinstance(found, LocalrtError):
             del self._sources[name]
         elif len(found):
-            self._proposals.add(name, found, self.tuner.sources[name].acceptance)
+            self._trees[name] = found
 
     def tree(self, most: int) -> TokenTree:
         """Return at most ``most`` draft tokens, scored by log of expected acceptance."""
-        with self.tuner.lock:
-            return self._proposals.tree(most)
+        return self.tuner.joined(self._trees, most)
 
     def verified(self, computed: TreePass) -> None:
         if len(computed.tree):
-            with self.tuner.lock:
-                self._proposals.learn(computed.tree, computed.path)
+            self.tuner.learn(self._trees, computed.tree, computed.path)
 
     @property
     def reason(self) -> str:

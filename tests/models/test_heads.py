@@ -16,9 +16,8 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3_5TextConfig
 
 from localrt.common.errors import LocalrtError, UnsupportedModelError
-from localrt.drafts.heads.config import HeadConfig
 from localrt.drafts.heads.eagle3 import FeatureBlock
-from localrt.drafts.heads.files import open_head
+from localrt.drafts.heads.files import HeadConfig, open_head
 from localrt.drafts.heads.load import Shared, load_head, read_head_config
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.checkpoints.opening import is_head

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -12,120 +10,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from localrt.speculative.acceptance import AcceptanceRate, expected_tokens
 from localrt.speculative.batch_tuner import BatchTuner
-from localrt.speculative.cost_model import AcceptanceRate, DraftCost, PassCost, expected_tokens
-from localrt.speculative.proposals import Proposals
+from localrt.speculative.cost_model import DraftCost, PassCost
 from localrt.speculative.source import TreeSize
 from localrt.speculative.tree import ROOT, TokenTree
-from localrt.speculative.tuner import AHEAD_S, TOLERANCE, Plan, Run, Tuner
+from localrt.speculative.tuner import AHEAD_S, TOLERANCE, Plan, Tuner
 from tests.speculative.test_tree import path_to, trees, words
-
-RIGHT = 1000  # what the target says, always; a source's own wrong tokens are others
-
-
-def chain(tokens: Sequence[int], claims: float = 0.8, name: str = "x") -> TokenTree:
-    scores = [math.log(claims) * (i + 1) for i in range(len(tokens))]
-    return TokenTree.of(list(tokens), list(range(-1, len(tokens) - 1)), scores, name)
-
-
-@dataclass
-class World:
-    """A source drafts a chain, each token right with its chance; two sources err on their own.
-
-    A pass takes ``pass_s`` of its rows and waits but for ``row_s`` each; a draft's level costs
-    ``level_s``. Sources claim ``claims`` of each token.
-    """
-
-    pass_s: Callable[[int], float]
-    chance: dict[str, float]
-    level_s: Mapping[str, float] = field(default_factory=dict)
-    row_s: float = math.inf
-    claims: float = 0.8
-    noise: float = 0.0
-    seed: int = 0
-    useful: bool = True  # what is drafted while passes wait
-    shared_s: float = 0.0  # that a draft takes from such a pass
-    first: float = 1.0  # how many times longer the first two passes of a size take, and drafts
-    seen: dict[object, int] = field(default_factory=dict)
-    passes: int = 0
-    ahead: int = 0  # passes during which a draft went on
-    levels: int = 0  # that it has made in the last one, of what was accepted
-    used: dict[str, int] = field(default_factory=dict)  # accepted tokens, by source
-    reason: str = ""
-
-    def __post_init__(self) -> None:
-        self.rng = np.random.default_rng(self.seed)
-
-    def took(self, seconds: float) -> float:
-        return seconds * float(np.exp(self.rng.normal() * self.noise))
-
-    def is_fresh(self, size: object) -> bool:
-        self.seen[size] = self.seen.get(size, 0) + 1
-        return self.first > 1.0 and self.seen[size] <= 2
-
-    def draft(self, plan: Plan) -> TokenTree:
-        wrong = 1 + sorted(self.chance).index(plan.source)
-        right = self.rng.random(min(plan.budget, plan.depth)) < self.chance[plan.source]
-        return chain([RIGHT if r else wrong for r in right], self.claims, plan.source)
-
-    def generation(self, run: Run, tokens: int) -> float:
-        """The speed over plain decoding."""
-        spent, emitted, plain_s = 0.0, 1, 0.0
-        while emitted < tokens:
-            tree, last = TokenTree.empty(), None
-            while (plan := run.plan(1000, {"model": self.levels})) is not None:
-                last, drafted = plan, self.draft(plan)
-                ready = plan.ready if plan.source == "model" else 0
-                todo = max(plan.depth - ready, 0) if ready else len(drafted) + 1
-                draft_s = self.took(self.level_s.get(plan.source, 0.0) * todo)
-                fresh = self.is_fresh(plan.source)
-                draft_s *= self.first if fresh else 1.0
-                spent += draft_s
-                if (worth := run.drafted(plan, drafted, draft_s, fresh=fresh)) is not None:
-                    tree = worth
-                    break
-            ahead, path = run.ahead(last, tree), list[int]()
-            while (node := tree.follow(path[-1] if path else ROOT, RIGHT)) is not None:
-                path.append(node)
-                for name in tree.proposed_by(node):
-                    self.used[name] = self.used.get(name, 0) + 1
-            rows = 1 + len(tree)
-            fresh = self.is_fresh(next(n for n in (1, 4, 8, 16, 32, 48, 1001) if n >= rows))
-            seconds = self.took(self.pass_s(rows)) * (self.first if fresh else 1.0)
-            waited = max(0.0, seconds - self.row_s * rows)
-            self.passes, self.levels = self.passes + 1, 0
-            if ahead is not None:
-                self.ahead += 1
-                leaf = not len(tree.children(path[-1] if path else ROOT))
-                if self.useful and leaf:  # it came to the likeliest end
-                    self.levels = int(waited / self.level_s[ahead[0]])
-                seconds += self.shared_s
-            spent += seconds
-            run.verified(last, tree, path, seconds, waited, self.shared_s, fresh)
-            emitted += 1 + len(path)
-            plain_s += self.pass_s(1) * (1 + len(path))
-        self.reason = run.reason
-        return plain_s / spent
-
-    def play(self, lengths: Sequence[int] = (128,) * 4) -> list[float]:
-        """The speed of each generation."""
-        shares = {n: self.level_s.get(n, 0.0) / self.pass_s(1) for n in self.chance}
-        tuner = Tuner(shares)
-        tuner.prompt(50, self.pass_s(50))
-        return [self.generation(tuner.start(n, list(self.chance)), n) for n in lengths]
-
-
-def streamed(rows: int) -> float:
-    return 0.7 + 0.002 * rows
-
-
-def resident(rows: int) -> float:
-    return 0.03 + 0.004 * (rows - 1)
-
-
-def waiting(load_s: float = 0.1, row_s: float = 0.003) -> Callable[[int], float]:
-    return lambda rows: max(load_s, row_s * rows)
-
+from tests.speculative.worlds import (
+    RIGHT,
+    WORLDS,
+    World,
+    best_fixed,
+    chain,
+    resident,
+    streamed,
+    tuned,
+    waiting,
+)
 
 # -- gains and losses ------------------------------------------------------------------------------
 
@@ -226,31 +128,17 @@ def test_gain_two_sources() -> None:
     assert both.used["model"] > both.used["ngram"] > 20
 
 
-@pytest.mark.parametrize("chance", [{"ngram": 0.9}, {"head": 0.6}, {"head": 0.8}, {"model": 0.9}])
-@pytest.mark.parametrize("pass_s", [resident, streamed])
-def test_nearly_the_best_fixed_size(
-    chance: dict[str, float], pass_s: Callable[[int], float]
-) -> None:
+@pytest.mark.parametrize("name", WORLDS)
+def test_nearly_the_best_fixed_size(name: str) -> None:
     """Counting all that was tried first: five answers of four texts each."""
-
-    def world(seed: int) -> World:
-        levels = dict.fromkeys(chance.keys() - {"ngram"}, 0.05 * pass_s(1))
-        return World(pass_s, chance, levels, noise=0.03, seed=seed)
-
-    def fixed(seed: int, depth: int) -> list[float]:
-        tuner, (name,), own = Tuner({}), chance, world(seed)
-        size = TreeSize(depth, depth)
-        return [own.generation(tuner.start(128, [name], size=size), 128) for _ in range(4)]
-
     seeds = range(5)
-    best = max(np.mean([fixed(seed, depth) for seed in seeds]) for depth in (1, 2, 4, 8, 12, 16))
-    assert np.mean([world(seed).play() for seed in seeds]) > 0.85 * best
+    assert tuned(name, seeds) > 0.85 * best_fixed(name, seeds)
 
 
 @pytest.mark.parametrize(
     ("world", "why"),
     [
-        (World(resident, {"ngram": 0.0}, claims=0.95), "seldom accepted"),
+        (World(resident, {"ngram": 0.0}, claims=0.95), "the target would accept"),
         (
             World(lambda rows: 0.03 * rows, {"model": 0.9}, {"model": 0.02}),
             "speculation: off, drafts of model would cost more time than they save",
@@ -445,61 +333,51 @@ def test_long_prompt_read_in_gaps() -> None:
 # -- one tree of several sources -------------------------------------------------------------------
 
 
-def test_proposals_of_a_wrong_source() -> None:
-    proposals, good, bad = Proposals(), AcceptanceRate(), AcceptanceRate()
-
-    def propose(second: AcceptanceRate) -> TokenTree:
-        proposals.add("model", chain([RIGHT, RIGHT], name="model"), good)
-        proposals.add("ngram", chain([5, 6], name="ngram"), second)
-        return proposals.tree(100)
-
+def test_joined_tree_of_a_wrong_source() -> None:
+    tuner = Tuner({"model": 0.1, "ngram": 0.0})
+    trees = {"model": chain([RIGHT] * 2, name="model"), "ngram": chain([5, 6], name="ngram")}
     for _ in range(60):
-        tree = propose(bad)
+        tree = tuner.joined(trees, 100)
         assert set(tree.sources) == {"model", "ngram"}
-        proposals.learn(tree, [n for n in range(len(tree)) if tree.tokens[n] == RIGHT])
-        proposals.clear()
-    assert len(proposals.tree(10)) == 0
-    chances = {path: math.exp(score) for path, score in words(propose(bad)).items()}
-    assert proposals.tree(2).tokens.tolist() == [RIGHT, RIGHT]
+        tuner.learn(trees, tree, [n for n in range(len(tree)) if tree.tokens[n] == RIGHT])
+    assert len(tuner.joined({}, 10)) == 0
+    chances = {path: math.exp(score) for path, score in words(tuner.joined(trees, 100)).items()}
+    assert tuner.joined(trees, 2).tokens.tolist() == [RIGHT, RIGHT]
     assert chances[RIGHT,] > 0.85
     assert chances[5,] < 0.1
 
 
-def test_proposals_learn_by_source() -> None:
-    proposals, one, two = Proposals(), AcceptanceRate(), AcceptanceRate()
-    proposals.add("a", chain([1, 2, 3], 0.9, "a"), one)
-    proposals.add("b", chain([1, 9], 0.9, "b"), two)
-    tree = proposals.tree(100)
+def test_acceptance_is_learned_by_source() -> None:
+    tuner = Tuner({"a": 0.1, "b": 0.1})
+    trees = {"a": chain([1, 2, 3], 0.9, "a"), "b": chain([1, 9], 0.9, "b")}
+    tree = tuner.joined(trees, 100)
     (first,) = tree.children(ROOT).tolist()
     assert tree.proposed_by(first) == ("a", "b")
     (second,) = [n for n in tree.children(first).tolist() if tree.tokens[n] == 2]
     for _ in range(30):
-        proposals.learn(tree, (first, second))
-    assert one.ratio > two.ratio
+        tuner.learn(trees, tree, (first, second))
+    assert tuner.sources["a"].acceptance.ratio > tuner.sources["b"].acceptance.ratio
 
 
 def test_tokens_that_were_not_verified_are_not_tested() -> None:
-    proposals, rate = Proposals(), AcceptanceRate()
-    proposals.add("a", chain([1, 2], 0.9, "a"), rate)
-    proposals.learn(proposals.tree(1), (0,))
-    alone = AcceptanceRate()
+    rate, alone, tree = AcceptanceRate(), AcceptanceRate(), chain([1, 2], 0.9, "a")
+    rate.verified(tree, tree.trim(1), (0,))
     alone.tested(0.9, accepted=True)
     assert rate.ratio == pytest.approx(alone.ratio)
 
 
 @settings(max_examples=10)
 @given(trees("a"), trees("b"), st.integers(0, 30), st.integers(0, 20))
-def test_proposals_property(a: TokenTree, b: TokenTree, most: int, taken: int) -> None:
-    proposals = Proposals()
-    proposals.add("a", a, AcceptanceRate())
-    proposals.add("b", b, AcceptanceRate())
-    tree = proposals.tree(most)
+def test_joined_tree_property(a: TokenTree, b: TokenTree, most: int, taken: int) -> None:
+    tuner, drafted = Tuner({"a": 0.1, "b": 0.1}), {"a": a, "b": b}
+    tree = tuner.joined(drafted, most)
     assert len(tree) <= most
     for path, node in zip(words(tree), range(len(tree)), strict=True):
-        names = {name for name, own in (("a", a), ("b", b)) if path in words(own)}
+        names = {name for name, own in drafted.items() if path in words(own)}
         assert set(tree.proposed_by(node)) == names != set()
     verified = tree.trim(taken)
-    proposals.learn(verified, path_to(verified, len(verified) - 1) if len(verified) else ())
+    path = path_to(verified, len(verified) - 1) if len(verified) else ()
+    tuner.learn(drafted, verified, path)
 
 
 # -- drafting while passes wait --------------------------------------------------------------------

@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.common.errors import UnsupportedModelError
-from localrt.drafts.heads.config import HeadConfig
-from localrt.drafts.heads.files import OpenHead
+from localrt.drafts.heads.files import HeadConfig, OpenHead
 from localrt.drafts.heads.mtp import Fusion
 from localrt.models.architectures import gemma4
 from localrt.models.config import DecoderConfig, Part

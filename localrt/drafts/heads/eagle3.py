@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from localrt.common.errors import UnsupportedModelError
-from localrt.drafts.heads.config import FUSION, HeadConfig, input_layers
-from localrt.drafts.heads.files import OpenHead
+from localrt.drafts.heads.files import FUSION, HeadConfig, OpenHead, input_layers
 from localrt.models.architectures import llama
 from localrt.models.config import DecoderConfig, Part, Places
 from localrt.models.layers.block import ResidualBlock

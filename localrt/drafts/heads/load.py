@@ -13,10 +13,9 @@ from itertools import pairwise
 
 from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.drafts.heads.assistant import AssistantBlock, AssistantHead, read_assistant
-from localrt.drafts.heads.config import HeadConfig, Ints
 from localrt.drafts.heads.dflash import BlockDecoder, read_dflash
 from localrt.drafts.heads.eagle3 import read_eagle3
-from localrt.drafts.heads.files import OpenHead
+from localrt.drafts.heads.files import HeadConfig, Ints, OpenHead
 from localrt.drafts.heads.mtp import read_prediction
 from localrt.models.checkpoints.text_model import ASSISTANTS, DFLASH, EAGLE3
 from localrt.models.config import DecoderConfig, Part

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from localrt.common.errors import UnsupportedModelError
-from localrt.drafts.heads.config import FUSION, HeadConfig
+from localrt.drafts.heads.files import FUSION, HeadConfig
 from localrt.models.config import DecoderConfig, Part
 from localrt.models.layers.block import ResidualBlock
 from localrt.models.layers.parts import PassState

@@ -1,4 +1,4 @@
-"""Speculation for sequences that share passes: a draft tree per sequence, all verified in one pass.
+"""Verification of draft trees for sequences that share passes: a tree each, all in one pass.
 
 No sequence's tokens change. ``speculative/batch_tuner.py`` decides how many draft tokens are
 verified.
@@ -20,8 +20,8 @@ from localrt.speculative.batch_tuner import BatchTuner
 from localrt.speculative.source import propose_together
 from localrt.speculative.tree import TokenTree
 
-_NODES = 128  # draft tokens of all sequences to choose from before a pass
-_MIN_NODES = 4  # fewest per sequence
+# Chosen, not measured: draft tokens of all sequences to choose from, and the fewest for each
+_NODES, _MIN_NODES = 128, 4
 
 Running: TypeAlias = tuple[BatchSequence[Owner], EngineSession]
 Prompt: TypeAlias = tuple[BatchSequence[Owner], EngineSession, Sequence[int]]
