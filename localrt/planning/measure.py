@@ -519,17 +519,22 @@ def machine_here(
     return machine, ""
 
 
-def machine_on_device(
-    path: Path, settings: Settings, device: str, gpu_memory: str | int | None
-) -> tuple[MachineProfile, int]:
-    """Return this machine's saved rates, else a typical desktop's with as many cores, with the GPU
-    of ``device``, and that GPU's memory budget.
+def saved_machine(
+    path: Path,
+    settings: Settings,
+    device: str = "auto",
+    ram: str | int | None = None,
+    gpu_memory: str | int | None = None,
+) -> tuple[MachineProfile, Budgets]:
+    """Return this machine by its saved rates, else as a typical desktop with as many cores, and its
+    budgets. ``device``, ``ram`` and ``gpu_memory`` are those of ``load``; nothing is measured.
     """
     machine = known_machine(settings.cache_dir, path)
     machine = machine or typical_machine().with_cores(default_threads())
-    if device == "cpu" or gpu_here() is None:
-        return machine, 0
-    return with_gpu(machine, Hardware(gpu_memory=gpu_memory), settings.cache_dir)
+    vram = 0
+    if device != "cpu" and gpu_here() is not None:
+        machine, vram = with_gpu(machine, Hardware(gpu_memory=gpu_memory), settings.cache_dir)
+    return machine, budgets_of(machine, ram_budget(None if ram is None else parse_size(ram)), vram)
 
 
 def _as_wanted(machine: MachineProfile, hardware: Hardware) -> MachineProfile:

@@ -57,7 +57,14 @@ from localrt.planning.recommend import (
     sized,
     usual_offer,
 )
-from localrt.planning.search import EVEN_EXPERTS, helpful_changes, largest_contexts, make_forecast
+from localrt.planning.search import (
+    EVEN_EXPERTS,
+    Try,
+    helpful_changes,
+    largest_contexts,
+    make_forecast,
+    usual_changes,
+)
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cpu.vision import NativeVision
@@ -151,12 +158,13 @@ def plan_model(
             picture = _picture(forecast, resolved)
         except LocalrtError as error:
             notes.append(f"pictures are refused: {error}")
-    changes = helpful_changes(forecast) if advise else ()
-    if advise and offer is not None:
-        changes += other_files(offer, file, forecast.request, forecast.tok_s)
-    runs = weights or not looks_like_path(name)
-    if runs and not weights:  # other files replace changes of format
-        changes = tuple(each for each in changes if (each.option or ("",))[0] != "format")
+    runs, changes = weights or not looks_like_path(name), list[Try]()
+    if advise:
+        changes += usual_changes(forecast)
+        if runs and not weights:  # other files replace changes of format
+            changes = [each for each in changes if each[2] is None or each[2][0] != "format"]
+        if offer is not None:
+            changes += other_files(offer, file, forecast.request)
     # The plan's ``load`` options, except those that describe another PC.
     here = not forecast.hypothetical
     options: dict[str, object] = {
@@ -178,7 +186,7 @@ def plan_model(
         command=command("chat", name, options),
         changes=tuple(
             replace(each, command=command(*_to_type(each, name, options)))
-            for each in sorted(changes, key=lambda each: -each.gain)
+            for each in helpful_changes(forecast, changes)
         ),
         contexts=tuple(
             replace(each, command=command("chat", name, {**options, "ctx": each.tokens}))

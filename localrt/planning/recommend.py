@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -54,13 +54,13 @@ from localrt.planning.measure import (
     budgets_of,
     gpu_here,
     known_machine,
-    machine_on_device,
     planned_hardware,
+    saved_machine,
     with_gpu,
 )
 from localrt.planning.models import find_model, shape_from_config, shape_of
 from localrt.planning.search import (
-    LEAST_GAIN,
+    Try,
     estimate,
     fits,
     helpful_changes,
@@ -83,6 +83,7 @@ _NAMED_BITS = {"MXFP4": 4, "NVFP4": 4}
 _REPACKED = re.compile(r"_\d_\d_\d$")  # repacked for one kind of processor
 _BESIDE = 0.9  # additional bits per weight: scales, and tensors with more bits
 _PLANNED, _PLANNED_BITS = "int4-g32", 4.5
+_NO_ROOM = "none of its files fits the memory here"
 _FORMATS = {2: "q2_k", 3: "q3_k", 4: "int4-g32", 5: "int5-g32", 6: "int6-g32", 8: "int8-g32"}
 # Bits per weight of the files that GGUF repositories usually have.
 _USUAL_BITS = {"Q8_0": 8.5, "Q6_K": 6.6, "Q5_K_M": 5.7, "Q4_K_M": 4.9, "Q3_K_M": 3.9}
@@ -90,13 +91,11 @@ _USUAL_BITS = {"Q8_0": 8.5, "Q6_K": 6.6, "Q5_K_M": 5.7, "Q4_K_M": 4.9, "Q3_K_M":
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """``name`` is the file's name, ``tok_s`` is None if unknown, ``reason`` is one line.
-
-    ``expected`` is None if the model's config is unknown or the file does not fit.
+    """``name`` is the file's name, ``reason`` is one line. ``expected`` is None if the model's
+    config is unknown or the file does not fit.
     """
 
     name: str
-    tok_s: float | None
     reason: str
     expected: Prediction | None = None
 
@@ -113,9 +112,8 @@ def recommend(
 
     ``ram``, ``gpu_memory`` and ``device`` are those of ``load``.
     """
-    machine, vram = machine_on_device(settings.hub_cache, settings, device, gpu_memory)
-    budget = ram_budget(None if ram is None else parse_size(ram))
-    return recommend_on(offer, machine, budgets_of(machine, budget, vram))
+    machine, budgets = saved_machine(settings.hub_cache, settings, device, ram, gpu_memory)
+    return recommend_on(offer, machine, budgets)
 
 
 def recommend_on(
@@ -124,47 +122,46 @@ def recommend_on(
     """Recommend as ``recommend`` does, for a given machine and budgets and ``ctx`` tokens (None:
     4,096).
     """
-    names = _candidates(offer.sizes)
-    shape = _outline_of(offer)
-    where = " on a typical machine" if machine.sources.get("kernels") == "typical" else ""
-    expected: dict[str, Prediction] = {}
+    names, shape = _candidates(offer.sizes), _outline_of(offer)
     if shape is None:
-        rates = {name: _rate_of_size(offer.sizes[name], machine, budgets) for name in names}
-        quick = (name for name in names if rates[name] >= READING_TOK_S)
-        best = next(quick, None)
-        if best is not None and rates[best] == math.inf:
-            why = f"the largest of up to {_MOST_BITS} bits that fits the memory here"
-            return Recommendation(best, None, why)
-    else:
-        for name in names:
-            request = PlanRequest(
-                shape=shape if as_published(offer) else sized(shape, name, offer.sizes[name]),
-                machine=machine,
-                budgets=budgets,
-                ctx=min(ctx or DEFAULT_CONTEXT, shape.context_length),
-                thinks=repo_thinks(offer.repo),
-            )
-            if (found := estimate(request)) is not None:
-                expected[name] = found
-        rates = {name: found.tok_s for name, found in expected.items()}
-        nbytes = whole_nbytes(shape)
-        bits = {name: _PLANNED_BITS * offer.sizes[name] / nbytes for name in names}
-        best = _best(expected, bits, budgets)
-    name = best or next((each for each in reversed(names) if (_bits(each) or 0) >= 4), names[-1])
-    if best is None and DEFAULT_LABEL in names and _bits(name) == 4:
-        name = DEFAULT_LABEL
-    if not rates.get(name):
-        return Recommendation(name, None, "none of its files fits the memory here")
-    found = expected.get(name)
-    reads = ", reading the SSD for every token" if found is not None and found.read else ""
-    about = f"about {speed(rates[name])}{where}{reads}"
-    if best is None:
-        slow = f"none of its files reaches reading speed ({READING_TOK_S:.0f} tok/s)"
-        return Recommendation(name, rates[name], f"{slow}; this one does {about}", found)
-    why = f"the largest of up to {_MOST_BITS} bits, {about}"
-    if expected:
-        why = _why(name, names, expected, about)
-    return Recommendation(name, rates[name], why, found)
+        room = budgets.ram - UNKNOWN_MODEL_NBYTES
+        best = next((name for name in names if offer.sizes[name] <= room), None)
+        if best is None:
+            return Recommendation(_default(names), _NO_ROOM)
+        why = f"the largest of up to {_MOST_BITS} bits that fits the memory here"
+        return Recommendation(best, why)
+    expected: dict[str, Prediction] = {}
+    for name in names:
+        request = PlanRequest(
+            shape=shape if as_published(offer) else sized(shape, name, offer.sizes[name]),
+            machine=machine,
+            budgets=budgets,
+            ctx=min(ctx or DEFAULT_CONTEXT, shape.context_length),
+            thinks=repo_thinks(offer.repo),
+        )
+        if (found := estimate(request)) is not None:
+            expected[name] = found
+    nbytes = whole_nbytes(shape)
+    bits = {name: _PLANNED_BITS * offer.sizes[name] / nbytes for name in names}
+    best = _best(expected, bits, budgets)
+    name = best or _default(names)
+    if name not in expected:
+        return Recommendation(name, _NO_ROOM)
+    found = expected[name]
+    about = f"about {speed(found.tok_s)}"
+    if machine.sources.get("kernels") == "typical":
+        about += " on a typical machine"
+    if found.read:
+        about += ", reading the SSD for every token"
+    why = f"none of its files reaches reading speed ({READING_TOK_S:.0f} tok/s)"
+    why = f"{why}; this one does {about}" if best is None else _why(name, names, expected, about)
+    return Recommendation(name, why, found)
+
+
+def _default(names: Sequence[str]) -> str:
+    """Return the smallest file of at least four bits, or the usual one of four."""
+    name = next((each for each in reversed(names) if (_bits(each) or 0) >= 4), names[-1])
+    return DEFAULT_LABEL if DEFAULT_LABEL in names and _bits(name) == 4 else name
 
 
 def _best(
@@ -212,14 +209,6 @@ def _outline_of(offer: FileChoice) -> ModelShape | None:
     return None
 
 
-def _rate_of_size(nbytes: int, machine: MachineProfile, budgets: Budgets) -> float:
-    """Return the tokens per second of a dense model from its size alone: infinite if it fits;
-    otherwise each token reads the rest from disk.
-    """
-    missing = nbytes + UNKNOWN_MODEL_NBYTES - budgets.ram
-    return math.inf if missing <= 0 else machine.ssd_bytes_s / missing
-
-
 def usual_offer(model: KnownModel) -> FileChoice:
     """Return the usual files of a model's repository, with estimated sizes.
 
@@ -245,24 +234,15 @@ def only(offer: FileChoice, file: str) -> FileChoice:
     return replace(offer, sizes={label: nbytes})
 
 
-def other_files(
-    offer: FileChoice, chosen: str, request: PlanRequest, tok_s: float
-) -> tuple[Change, ...]:
-    """Return the next two smaller files that are faster than ``chosen`` with its ``tok_s``."""
-    now = estimate(request)
+def other_files(offer: FileChoice, chosen: str, request: PlanRequest) -> Iterator[Try]:
+    """Yield the next two files that are smaller than ``chosen``."""
     names = _candidates(offer.sizes)
-    if now is None or chosen not in names:
-        return ()
-    found = []
-    for name in names[names.index(chosen) + 1 :]:
-        shape = sized(request.shape, name, offer.sizes[name])
-        expected = estimate(replace(request, shape=shape))
-        gain = 0.0 if expected is None else expected.tok_s / now.tok_s
-        if gain > LEAST_GAIN:
-            what = f"{name} instead of {chosen}, {format_bytes(offer.sizes[name])}"
-            file = str(HubRef(offer.repo, variant=name))
-            found.append(Change(what, gain * tok_s, gain, (FILE, file)))
-    return tuple(found[:2])
+    if chosen not in names:
+        return
+    for name in names[names.index(chosen) + 1 :][:2]:
+        changed = replace(request, shape=sized(request.shape, name, offer.sizes[name]))
+        what = f"{name} instead of {chosen}, {format_bytes(offer.sizes[name])}"
+        yield what, changed, (FILE, str(HubRef(offer.repo, variant=name)))
 
 
 def sized(shape: ModelShape, name: str, nbytes: int) -> ModelShape:
@@ -462,8 +442,7 @@ def what_runs(wanted: Hardware, settings: Settings) -> WhatRuns:
 
 def best_here(settings: Settings) -> Runnable | None:
     """The first of ``what_runs`` on this PC if it is good, by saved rates: nothing is measured."""
-    machine, vram = machine_on_device(settings.hub_cache, settings, "auto", None)
-    budgets = budgets_of(machine, ram_budget(None), vram)
+    machine, budgets = saved_machine(settings.hub_cache, settings)
     best = next(iter(WhatRuns(machine, budgets, _ranked(machine, budgets)).best), None)
     return best if best is not None and best.level == "good" else None
 
@@ -570,12 +549,9 @@ def preview(
         if path.is_dir() and not any(path.glob("*.gguf")):
             return Preview(fits=False, weight_bytes=files_nbytes(path), problem=str(error))
         return _whole(files_nbytes(path), budget)  # llama.cpp may run it, if it is installed
-    machine, vram = machine_on_device(path, settings, device, gpu_memory)
-    budgets = budgets_of(machine, budget, vram)
-    kept, held = (
-        parse_kv_format(kv_format or "bf16"),
-        ctx or min(DEFAULT_CONTEXT, shape.context_length),
-    )
+    machine, budgets = saved_machine(path, settings, device, ram, gpu_memory)
+    kept = parse_kv_format(kv_format or "bf16")
+    held = ctx or min(DEFAULT_CONTEXT, shape.context_length)
     asked = PlanRequest(shape=shape, machine=machine, budgets=budgets, ctx=held, kv_format=kept)
     if ctx is None:  # loading chooses a context that fits
         held = longest_context(held, lambda tokens: fits(replace(asked, ctx=tokens)))
@@ -586,7 +562,16 @@ def preview(
         return Preview(
             fits=False, weight_bytes=shape.nbytes, problem=f"does not fit: {error.marked}"
         )
-    return _of_plan(plan)
+    return Preview(
+        fits=plan.fits,
+        place="GPU" if plan.placement.uses_gpu else "RAM",
+        weight_bytes=plan.weight_bytes,
+        read_bytes=plan.read_bytes,
+        copied_bytes=plan.copied_bytes,
+        tok_s=plan.tok_s,
+        assumed=machine.sources.get("kernels") == "typical",
+        verdict=str(plan.verdict),
+    )
 
 
 def preview_size(nbytes: int, *, ram: str | int | None = None) -> Preview:
@@ -605,20 +590,6 @@ def preview_size(nbytes: int, *, ram: str | int | None = None) -> Preview:
     read = nbytes + UNKNOWN_MODEL_NBYTES - budget
     rate = None if machine is None else machine.ssd_bytes_s / read
     return Preview(fits=False, weight_bytes=nbytes, read_bytes=read, tok_s=rate)
-
-
-def _of_plan(plan: Forecast) -> Preview:
-    on_gpu = plan.placement.uses_gpu
-    return Preview(
-        fits=plan.fits,
-        place="GPU" if on_gpu else "RAM",
-        weight_bytes=plan.weight_bytes,
-        read_bytes=plan.read_bytes,
-        copied_bytes=plan.copied_bytes,
-        tok_s=plan.tok_s,
-        assumed=plan.request.machine.sources.get("kernels") == "typical",
-        verdict=str(plan.verdict),
-    )
 
 
 def _whole(nbytes: int, budget: int) -> Preview:
@@ -644,8 +615,8 @@ class Outlook:
     changes: tuple[Change, ...] = ()
 
 
-def streamed_outlook(plan: Forecast) -> Outlook:
-    """Return the outlook of a streamed model, within the budgets that the user gave."""
+def planned_outlook(plan: Forecast) -> Outlook:
+    """Return the outlook of a model as planned, within the budgets that the user gave."""
     nbytes = round(plan.request.shape.pass_nbytes)
     return Outlook(plan.ceiling_tok_s, nbytes, helpful_changes(plan))
 
@@ -671,12 +642,11 @@ def resident_outlook(
         # Count all of the GPU's memory, since this model already uses some of it.
         machine, _ = with_gpu(machine, Hardware(), settings.cache_dir)
         vram = gpu_memory or here[0].vram_bytes
-    rate = machine.ram_bytes_s if machine.gpu is None else machine.gpu.bytes_s
-    budgets = budgets_of(machine, ram_budget(ram), vram)
-    ctx = min(ctx, DEFAULT_CONTEXT)
-    request = PlanRequest(shape=shape, machine=machine, budgets=budgets, ctx=ctx)
-    plan = make_forecast(request)
-    ceiling = rate / nbytes if nbytes else None
-    if ceiling and plan.fits:
-        ceiling = min(ceiling, plan.ceiling_tok_s)  # computing takes time too
-    return Outlook(ceiling, nbytes, helpful_changes(plan))
+    request = PlanRequest(
+        shape=shape,
+        machine=machine,
+        budgets=budgets_of(machine, ram_budget(ram), vram),
+        ctx=min(ctx, DEFAULT_CONTEXT),
+    )
+    found = planned_outlook(plan := make_forecast(request))
+    return found if plan.fits else replace(found, ceiling_tok_s=None)  # it is resident

@@ -9,9 +9,10 @@ ratio of two estimates, applied to the plan's speed; changes that gain little ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
+from typing import TypeAlias
 
 from localrt.common.errors import MemoryBudgetError, OptionError
 from localrt.common.formatting import format_bytes
@@ -47,9 +48,10 @@ from localrt.planning.solve import Problems, Rooms, Solution, split_solutions
 EVEN_EXPERTS = "experts are taken to be chosen evenly: a cache that follows the text reads less"
 """The note on the plan of every mixture."""
 
-LEAST_GAIN = 1.05
-"""The smallest speedup that is reported."""
+Try: TypeAlias = tuple[str, PlanRequest, tuple[str, str] | None]
+"""A change to try: what it is, the changed request, and the option that does it."""
 
+_LEAST_GAIN = 1.05  # the smallest speedup that is reported
 _NEARLY = 1.1  # up to this multiple of the minimum counts as nearly minimal
 
 
@@ -71,18 +73,21 @@ def _can_place(request: PlanRequest, rooms: Rooms) -> bool:
 
 def find_solution(request: PlanRequest) -> Solution | None:
     """Return the solution that takes least time by the formulas; None if nothing fits."""
-    tried: dict[int, Solution] = {}
-    for most in _rows_choices(request):
+    found, choices = list[Solution](), [PREFILL_ROWS]
+    if request.uses_gpu:
+        sizes, most = request.shape.sizes, request.most_prefill_rows
+        choices = [*gpu_rows_choices(sizes, request.budgets, most), PREFILL_ROWS]
+    for most in choices:
         placed, rooms, rows = _prepared(request, most)
         costs, splits = placed.costs(), request.splits
-        found = best_solution(costs, rooms, rows, splits=splits)
-        if found is None and request.kv_on_ssd and not request.uses_gpu and request.shape.on_ssd:
+        best = best_solution(costs, rooms, rows, splits=splits)
+        if best is None and request.kv_on_ssd and not request.uses_gpu and request.shape.on_ssd:
             layers = _layers_on_ssd(placed, rooms)
             rooms = _with_kv_on_ssd(placed, rooms, layers)
-            found = best_solution(costs, rooms, rows, splits=splits)
-        if found is not None:
-            tried[most] = found
-    return tried.get(_best_rows(tried))
+            best = best_solution(costs, rooms, rows, splits=splits)
+        if best is not None:
+            found.append(best)
+    return _of_fewest_rows(found) if found else None
 
 
 def best_solution(costs: Costs, rooms: Rooms, rows: int, *, splits: bool = True) -> Solution | None:
@@ -94,29 +99,18 @@ def best_solution(costs: Costs, rooms: Rooms, rows: int, *, splits: bool = True)
     return min(found, key=lambda each: each.seconds, default=None)
 
 
-def _rows_choices(request: PlanRequest) -> tuple[int, ...]:
-    """Return the most rows that a prompt's pass may have with a GPU."""
-    if not request.uses_gpu:
-        return (PREFILL_ROWS,)
-    sizes, most = request.shape.sizes, request.most_prefill_rows
-    return (*gpu_rows_choices(sizes, request.budgets, most), PREFILL_ROWS)
-
-
-def _best_rows(found: Mapping[int, Solution]) -> int:
+def _of_fewest_rows(found: Sequence[Solution]) -> Solution:
     """Choose the most rows of a prompt's pass from the solutions with each.
 
-    More rows make prefill faster, but take memory from weights. The result is the fewest rows with
+    More rows make prefill faster, but take memory from weights. The result has the fewest rows with
     nearly the fastest prefill, among those with nearly the least total time and time of a token.
     """
-    least = _NEARLY * min((each.seconds for each in found.values()), default=0.0)
-    token = _NEARLY * min((each.token.seconds for each in found.values()), default=0.0)
-    able = {
-        rows: each.prompt_s
-        for rows, each in found.items()
-        if each.seconds <= least and each.token.seconds <= token
-    }
-    quickest = _NEARLY * min(able.values(), default=0.0)
-    return min((rows for rows, each in able.items() if each <= quickest), default=PREFILL_ROWS)
+    least = _NEARLY * min(each.seconds for each in found)
+    token = _NEARLY * min(each.token.seconds for each in found)
+    able = [each for each in found if each.seconds <= least and each.token.seconds <= token]
+    able = able or [found[-1]]
+    quickest = _NEARLY * min(each.prompt_s for each in able)
+    return min((e for e in able if e.prompt_s <= quickest), key=lambda each: each.rows)
 
 
 def _layers_on_ssd(request: PlanRequest, rooms: Rooms) -> int:
@@ -426,22 +420,22 @@ def _with_ram(request: PlanRequest, ram: int) -> PlanRequest:
 # -- helpful changes -------------------------------------------------------------------------------
 
 
-def helpful_changes(plan: Forecast) -> tuple[Change, ...]:
-    """Return the changes that make the plan faster, best first."""
+def helpful_changes(plan: Forecast, tries: Iterable[Try] | None = None) -> tuple[Change, ...]:
+    """Return the changes that make the plan faster, best first; by default of ``usual_changes``."""
     now = estimate(plan.request)
     if now is None:
         return ()
     found = []
-    for what, changed, named in _changes(plan):
+    for what, changed, named in usual_changes(plan) if tries is None else tries:
         expected = estimate(changed)
         gain = 0.0 if expected is None else expected.tok_s / now.tok_s
-        if gain > LEAST_GAIN:
+        if gain > _LEAST_GAIN:
             found.append(Change(what, gain * plan.tok_s, gain, named))
     return tuple(sorted(found, key=lambda each: each.gain, reverse=True)[:_MOST_LINES])
 
 
-def _changes(plan: Forecast) -> Iterator[tuple[str, PlanRequest, tuple[str, str] | None]]:
-    """Yield changes to try: (description, changed request, option that does it)."""
+def usual_changes(plan: Forecast) -> Iterator[Try]:
+    """Yield changes of the machine, of the weights' format, and of the keys and values."""
     request, budgets = plan.request, plan.request.budgets
     machine = request.machine
     moved = plan.prediction.nbytes["ssd"]

@@ -3,10 +3,9 @@
 Units of equal cost form a class, so that 15,000 experts are one entry. A pass takes at least as
 long as its disk reads, its copies, or its computing: the rules minimize the longest of the three
 (FlexGen's cost model, with the CPU's computing added). VRAM takes the units that save most time per
-byte. Only units that do not fit in RAM go to the SSD: first the least used ones, then the subset of
-the others that exceeds the deficit least. Units in RAM are either computed by the CPU or copied,
-such that link and computing end at the same time. ``arrange`` then spreads reads and copies evenly
-over the pass, because bursts need large rings.
+byte. Only units that do not fit in RAM go to the SSD, the least used first. Units in RAM are either
+computed by the CPU or copied, such that link and computing end at the same time. ``arrange`` then
+spreads reads and copies evenly over the pass, because bursts need large rings.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
 from localrt.common.files import PAGE
@@ -65,29 +65,34 @@ class UnitClass:
 class Problem:
     """The placement problem: room for weights and KV caches in bytes, rates in bytes per second.
 
-    ``ram_slot`` and ``vram_slot`` limit the size of units that may be read and copied: rings must
-    hold them. The ring in RAM has ``ram_ring`` bytes, with which ``reached`` of the disk's rate is
-    reached. Without a GPU ``link_bytes_s`` is 0. ``visit_s``: seconds of a visit to the CPU
-    between units of the GPU; ``link_loss`` and ``cpu_loss``: the share by which each slows down
-    while the other works. ``attention`` may force attention (and a mixture's routers) onto the GPU,
-    or place it there first, since prefill needs it there and KV caches cannot move. It may force
-    all attention onto the CPU if layers share KV caches.
+    Units of up to ``readable`` bytes may be read, through a ring of ``ram_ring`` bytes in RAM;
+    those that are copied pass through one of ``vram_ring`` bytes. Without a GPU ``link_bytes_s`` is
+    0. ``visit_s``: seconds of a visit to the CPU between units of the GPU; ``link_loss`` and
+    ``cpu_loss``: the share by which each slows down while the other works.
+
+    ``attention`` may force attention (and a mixture's routers) onto the GPU, or place it there
+    first, since prefill needs it there and KV caches cannot move. It may force all attention onto
+    the CPU if layers share KV caches.
     """
 
     classes: tuple[UnitClass, ...]
     ram: int
     vram: int
-    ram_slot: int
-    vram_slot: int
     ssd_bytes_s: float
+    readable: int = 0
+    ram_ring: int = 0
+    vram_ring: int = 0
     link_bytes_s: float = 0.0
     visit_s: float = 0.0
     link_loss: float = 0.0
     cpu_loss: float = 0.0
     fixed_s: float = 0.0
-    ram_ring: int = 0
-    reached: float = 1.0
     attention: AttentionPlace = "anywhere"
+
+    @property
+    def read_bytes_s(self) -> float:
+        """The rate of reads through the ring."""
+        return self.ssd_bytes_s * disk_share(self.ram_ring - self.readable)
 
     def attends(self, group: UnitClass) -> bool:
         """Whether a class is attention, or a mixture's routers."""
@@ -98,13 +103,13 @@ class Problem:
         """Return the places where a class may go, the fastest first."""
         if group.only is not None:
             return (group.only,)
-        readable = group.nbytes <= self.ram_slot or group.use == 0
+        readable = group.nbytes <= self.readable or group.use == 0
         if group.kind == "embedding" or not self.link_bytes_s:
             return (Where.RAM, Where.SSD) if readable else (Where.RAM,)
         places = [Where.VRAM, Where.RAM]
         if group.shared:  # never copied for the layer at hand
             return (*places, Where.SSD) if readable else tuple(places)
-        if group.nbytes <= self.vram_slot:
+        if group.nbytes <= self.vram_ring:
             places.append(Where.LINK)
             if readable:
                 places.append(Where.SSD_LINK)
@@ -194,7 +199,7 @@ def pass_time(problem: Problem, counts: Counts) -> PassTime:
             experts += size * (where.read and group.kind == "expert")
             slices += size * (where.read and group.kind == "head")
             head_s += seconds * (group.kind == "head")
-    chain, link, rate = by_cpu + by_gpu, 0.0, problem.ssd_bytes_s * problem.reached
+    chain, link, rate = by_cpu + by_gpu, 0.0, problem.read_bytes_s
     if nbytes["link"]:
         # Copies and the CPU slow each other down while both work.
         link = nbytes["link"] / problem.link_bytes_s
@@ -261,13 +266,6 @@ def is_feasible(problem: Problem, counts: Counts) -> bool:
     return ram <= problem.ram and vram <= problem.vram
 
 
-# Subset sums are exact to one step per unit. A step is small compared with the smallest unit,
-# unless that would need too many steps.
-_STEPS_OF_A_UNIT = 256
-_MOST_STEPS = 1 << 17
-_MOST_SHORT = 64  # steps that rounding down may take from a sum
-
-
 def solve_greedily(problem: Problem) -> Counts | None:
     """Return counts that fit, or None if nothing does."""
     kept = _fill_vram(problem)
@@ -331,89 +329,33 @@ def _choose_reads(problem: Problem, rest: Sequence[int]) -> list[int] | None:
         ]
         sizes = [problem.classes[number].nbytes for number in members]
         limits = [rest[number] for number in members]
-        chosen = closest_subset(sizes, limits, deficit)
-        for number, count in zip(members, chosen or limits, strict=True):
+        for number, count in zip(members, cover(sizes, limits, deficit), strict=True):
             read[number] = count
             deficit -= count * problem.classes[number].nbytes
     return read if deficit <= 0 else None
 
 
-def closest_subset(sizes: Sequence[int], limits: Sequence[int], target: int) -> list[int] | None:
-    """Return counts per size, within ``limits``, with the smallest sum of at least ``target``.
+def cover(sizes: Sequence[int], limits: Sequence[int], target: int) -> list[int]:
+    """Return counts per size, within ``limits``, whose sum is ``target`` or little more; all if
+    they do not reach it.
 
-    Sums are counted in steps, with sizes rounded down, so the result is never too small. None if
-    all units together do not reach the target.
+    The largest come first as far as the target goes, then the smallest until it is reached, less
+    those that are then too many.
     """
-    if _nbytes(sizes, limits) < target:
-        return None
-    if len(sizes) == 1:
-        return [-(-target // sizes[0])]
-    fine = min((size for size in sizes if size), default=PAGE) // _STEPS_OF_A_UNIT
-    step = max(PAGE, fine // PAGE * PAGE, target // _MOST_STEPS)
-    goal = -(-target // step)
-    floors = [size // step for size in sizes]
-    # Split each count into powers of two, so that a class has only a few items.
-    items = [
-        (number, count)
-        for number, limit in enumerate(limits)
-        for count in _halves(limit)
-        if floors[number]
-    ]
-    reached = [1]  # bit n: some subset has n steps
-    mask = (1 << (goal + max((floors[n] * count for n, count in items), default=0) + 1)) - 1
-    for number, count in items:
-        reached.append((reached[-1] | reached[-1] << (floors[number] * count)) & mask)
-    beyond = reached[-1] >> goal
-    if beyond == 0:  # reaching the target requires all units
-        return list(limits)
-    most = goal + (beyond & -beyond).bit_length() - 1
-    # Sizes were rounded down: a sum a few steps short of the goal may reach the target.
-    least = max(0, goal - min(sum(limits), _MOST_SHORT))
-    near = reached[-1] >> least & (1 << most - least + 1) - 1
-    totals = (least + steps for steps in range(most - least + 1) if near >> steps & 1)
-    decoded = (_decoded(reached, items, floors, total) for total in totals)
-    enough = (counts for counts in decoded if _nbytes(sizes, counts) >= target)
-    closest = (_without_surplus(sizes, counts, target) for counts in enough)
-    return min(closest, key=lambda counts: _nbytes(sizes, counts))
-
-
-def _nbytes(sizes: Sequence[int], counts: Sequence[int]) -> int:
-    return sum(size * count for size, count in zip(sizes, counts, strict=True))
-
-
-def _decoded(
-    reached: Sequence[int], items: Sequence[tuple[int, int]], floors: Sequence[int], total: int
-) -> list[int]:
-    """Return counts whose sum is ``total`` steps."""
-    chosen = [0] * len(floors)
-    for index in range(len(items) - 1, -1, -1):
-        if reached[index] >> total & 1:
-            continue
-        number, count = items[index]
-        chosen[number] += count
-        total -= floors[number] * count
+    order = sorted(range(len(sizes)), key=lambda number: sizes[number], reverse=True)
+    chosen, missing = [0] * len(sizes), target
+    for number in order:
+        chosen[number] = min(limits[number], missing // sizes[number])
+        missing -= chosen[number] * sizes[number]
+    for number in reversed(order):
+        more = min(limits[number] - chosen[number], max(0, -(-missing // sizes[number])))
+        chosen[number] += more
+        missing -= more * sizes[number]
+    for number in order:
+        spare = min(chosen[number], max(0, -missing // sizes[number]))
+        chosen[number] -= spare
+        missing += spare * sizes[number]
     return chosen
-
-
-def _without_surplus(sizes: Sequence[int], chosen: list[int], target: int) -> list[int]:
-    """Remove units that were chosen only because sizes were rounded down."""
-    surplus = _nbytes(sizes, chosen) - target
-    for number in sorted(range(len(sizes)), key=lambda n: sizes[n], reverse=True):
-        if sizes[number]:
-            spare = min(chosen[number], surplus // sizes[number])
-            chosen[number] -= spare
-            surplus -= spare * sizes[number]
-    return chosen
-
-
-def _halves(count: int) -> list[int]:
-    """Return numbers whose subset sums are all numbers up to ``count``."""
-    parts, size = [], 1
-    while count > 0:
-        parts.append(min(size, count))
-        count -= parts[-1]
-        size *= 2
-    return parts
 
 
 def _balance(
@@ -512,8 +454,6 @@ def arrange(
 
 # -- rings, and the best counts for each -----------------------------------------------------------
 
-_MOST_SLOTS = 6
-_MOST_RINGS = 6  # choices of rings for which counts are solved
 _LEAST_SHARE = 0.01  # smallest share of an MLP that is worth the exchange between GPU and CPU
 # Prompt tokens per answer token: 2,048 to 256.
 _PROMPT_TOKENS = 8
@@ -537,32 +477,28 @@ class Rooms:
     kv_ssd: frozenset[int] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class RingSize:
-    """Bytes of a ring, and of the largest unit that may pass through it."""
-
-    nbytes: int = 0
-    slot: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Solution:
-    """Counts that fit with these rings, and their times by formulas: of a token's pass, and seconds
-    per token of a prompt (0 without a GPU).
-
-    ``costs`` are those of the units as split. ``rows``: those of a prompt's pass.
+    """Counts that fit, and their times by formulas. ``costs`` are those of the units as split;
+    ``rows``, those of a prompt's pass.
     """
 
     costs: Costs
     rooms: Rooms
     problem: Problem
     counts: Counts
-    ram: RingSize
-    vram: RingSize
     rows: int
     split: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    token: PassTime
-    prompt_s: float
+
+    @cached_property
+    def token(self) -> PassTime:
+        """The time of a token's pass."""
+        return pass_time(self.problem, self.counts)
+
+    @cached_property
+    def prompt_s(self) -> float:
+        """Seconds per token of a prompt; 0 without a GPU."""
+        return self.prompt(self.rows) / self.rows if self.problem.link_bytes_s else 0.0
 
     @property
     def seconds(self) -> float:
@@ -580,8 +516,8 @@ class Solution:
             Placement(
                 where=_with_small_units(costs, where),
                 kv=_kv_places(costs, where, self.rooms),
-                ram_ring=self.ram.nbytes if moved else 0,
-                vram_ring=self.vram.nbytes,
+                ram_ring=self.problem.ram_ring if moved else 0,
+                vram_ring=self.problem.vram_ring,
                 prefill_rows=self.rows,
                 split=self.split,
             ),
@@ -605,7 +541,7 @@ class Solution:
         read = copied = by_cpu = crossing = by_gpu = stays = 0.0
         for group, places in zip(problem.classes, self.counts, strict=True):
             unit, share, each = units[group.names[0]], group.use, rows
-            movable = group.kind == "mlp" and group.nbytes <= self.vram.nbytes
+            movable = group.kind == "mlp" and group.nbytes <= problem.vram_ring
             if group.kind == "expert":
                 share, each = many.touched(unit.use)
                 movable = bool(problem.link_bytes_s)
@@ -636,113 +572,88 @@ class Problems:
 
     def __init__(self, costs: Costs, rooms: Rooms, rows: int = 1, expert_times: int = 1) -> None:
         self._costs, self._rooms, self._rows = costs, rooms, rows
-        self._classes = classes_of(costs, _kv_in_memory(rooms))
         self._gpu = costs.machine.gpu is not None and rooms.vram > 0
-        self._mixture = bool(costs.shape.experts)
-        self._slots = _slots(self._classes)
-        if expert_times > 1:
-            self._classes = tuple(
-                replace(group, names=group.names * (expert_times if group.kind == "expert" else 1))
-                for group in self._classes
-            )
+        self._classes = tuple(
+            replace(group, names=group.names * (expert_times if group.kind == "expert" else 1))
+            for group in classes_of(costs, _kv_in_memory(rooms))
+        )
+        # Sizes of the units of a pass, descending.
+        self._sizes = sorted({g.nbytes for g in self._classes if g.use > 0}, reverse=True)
 
     def solutions(self) -> list[Solution]:
-        """Return solutions for at most six choices of rings: without reads if that fits, else with
-        the usual rings, else with the smallest.
+        """Return solutions for a few choices of rings: without reads if that fits, else with the
+        usual rings, else with the smallest.
         """
-        gpu_rings = [RingSize()]
-        if self._gpu and self._slots:
-            times = _GPU_RING_TIMES[1:] if self._mixture else _GPU_RING_TIMES
-            sizes = (_whole(each * self._slots[0]) for each in times)
-            half = self._rooms.vram / 2
-            gpu_rings += [RingSize(size, self._slots[0]) for size in sizes if size <= half]
-        tight = [RingSize(slot, slot) for slot in self._slots]
-        rings = [self._usual_ring(slot) for slot in self._slots]
-        usual = itertools.product([*rings[:1], *tight[:1], *rings[1:3]], gpu_rings[:2])
+        tight = [(size, size) for size in self._sizes]
+        usual, in_gpu = [(self._usual_ring(size), size) for size in self._sizes[:3]], [0]
+        if self._gpu and self._sizes:
+            times = _GPU_RING_TIMES[1:] if self._costs.shape.experts else _GPU_RING_TIMES
+            rings = (_whole(each * self._sizes[0]) for each in times)
+            in_gpu += [ring for ring in rings if ring <= self._rooms.vram / 2]
         for choices in (
-            itertools.product([RingSize()], gpu_rings),
-            itertools.islice(usual, _MOST_RINGS),
-            itertools.product(tight, [RingSize()]),
+            itertools.product([(0, 0)], in_gpu),
+            itertools.product([*usual, *tight[:1]], in_gpu[:2]),
+            itertools.product(tight, [0]),
         ):
-            found = [each for rings in choices for each in self._solved(*rings)]
+            found = [each for ring, vram in choices for each in self._solved(*ring, vram)]
             if found:
                 return found
         return []
 
     def fits(self) -> bool:
         """Whether any placement fits, without looking for a good one."""
-        rings = [RingSize(), *(RingSize(slot, slot) for slot in self._slots)]
-        return any(next(self._solved(ring, RingSize()), None) is not None for ring in rings)
+        return any(any(self._solved(size, size, 0)) for size in (0, *self._sizes))
 
-    def _usual_ring(self, slot: int) -> RingSize:
-        times = _MIXTURE_RING_TIMES * slot
-        wanted = times if self._mixture else max(slot + _RING_MORE, int(_RING_TIMES * slot))
-        return RingSize(max(slot, min(_whole(wanted), self._rooms.ram // 2 // PAGE * PAGE)), slot)
+    def _usual_ring(self, size: int) -> int:
+        wanted = max(size + _RING_MORE, int(_RING_TIMES * size))
+        if self._costs.shape.experts:
+            wanted = _MIXTURE_RING_TIMES * size
+        return max(size, min(_whole(wanted), self._rooms.ram // 2 // PAGE * PAGE))
 
-    def _solved(self, ram: RingSize, vram: RingSize) -> Iterator[Solution]:
-        """Yield the placement problems for these rings, with counts that fit.
+    def _solved(self, ram_ring: int, readable: int, vram_ring: int) -> Iterator[Solution]:
+        """Yield counts that fit with these rings.
 
         Attention and KV caches of all layers go to the GPU if they fit; otherwise as many as fit,
         or as many as are best for a token.
         """
-        problem = self.problem(ram, vram)
+        problem = self.problem(ram_ring, readable, vram_ring)
         ways: list[AttentionPlace] = ["anywhere"]
         if self._gpu:
             on_gpu = (group for group in self._classes if problem.attends(group))
             whole = sum(g.count * (g.nbytes + g.kv) for g in on_gpu) <= problem.vram
-            ways = ["gpu", "anywhere"] if whole else ["gpu first", "anywhere"]
+            ways = ["gpu" if whole else "gpu first", "anywhere"]
             if self._costs.shape.shares_caches:
                 ways = ["gpu", "host"] if whole else ["host"]
         for way in ways:
             counts = solve_greedily(tried := replace(problem, attention=way))
             if counts is not None:
-                yield self.solution(tried, counts, ram, vram)
+                yield Solution(
+                    costs=self._costs,
+                    rooms=self._rooms,
+                    problem=tried,
+                    counts=counts,
+                    rows=self._rows,
+                )
                 if way == "gpu":
                     return
 
-    def problem(self, ram: RingSize, vram: RingSize) -> Problem:
+    def problem(self, ram_ring: int, readable: int, vram_ring: int) -> Problem:
         """Return the placement problem that these rings leave."""
         costs, gpu = self._costs, self._gpu
         machine, (link, cpu) = costs.machine, costs.beside()
         return Problem(
             classes=self._classes,
-            ram=self._rooms.ram - ram.nbytes,
-            vram=self._rooms.vram - vram.nbytes if gpu else 0,
-            ram_slot=ram.slot,
-            vram_slot=vram.slot,
+            ram=self._rooms.ram - ram_ring,
+            vram=self._rooms.vram - vram_ring if gpu else 0,
             ssd_bytes_s=machine.ssd_bytes_s,
+            readable=readable,
+            ram_ring=ram_ring,
+            vram_ring=vram_ring,
             link_bytes_s=costs.link_bytes_s if gpu else 0.0,
             visit_s=costs.visit() + 2 * costs.crossing() if gpu else 0.0,
             link_loss=1 / link - 1,
             cpu_loss=1 / cpu - 1,
             fixed_s=costs.per_pass(),
-            ram_ring=ram.nbytes,
-            reached=disk_share(ram.nbytes - ram.slot),
-        )
-
-    def solution(
-        self,
-        problem: Problem,
-        counts: Counts,
-        ram: RingSize,
-        vram: RingSize,
-        split: Mapping[str, tuple[float, float]] | None = None,
-    ) -> Solution:
-        """Return a solution with its times."""
-        found = Solution(
-            costs=self._costs,
-            rooms=self._rooms,
-            problem=problem,
-            counts=counts,
-            ram=ram,
-            vram=vram,
-            rows=self._rows,
-            split=split or {},
-            token=pass_time(problem, counts),
-            prompt_s=0.0,
-        )
-        return (
-            replace(found, prompt_s=found.prompt(self._rows) / self._rows) if self._gpu else found
         )
 
 
@@ -787,26 +698,17 @@ def _split(
 ) -> Solution | None:
     """Return the placement with these pieces, if they fit."""
     costs = replace(costs, shape=costs.shape.split(shares))
-    vram = RingSize(ring // PAGE * PAGE, ring // PAGE * PAGE)
-    problems = Problems(costs, rooms, rows)
-    problem = replace(problems.problem(RingSize(), vram), attention="gpu")
+    problem = Problems(costs, rooms).problem(0, 0, ring // PAGE * PAGE)
+    problem = replace(problem, attention="gpu")
     tables = {"embedding": Where.RAM}
     counts = [
         {group.only or tables.get(group.kind, Where.VRAM): group.count} for group in problem.classes
     ]
     if not is_feasible(problem, counts):
         return None
-    return problems.solution(problem, counts, RingSize(), vram, shares)
-
-
-def _slots(classes: Sequence[UnitClass]) -> list[int]:
-    """Return at most six sizes of units that may be read in a pass, descending."""
-    sizes = sorted({group.nbytes for group in classes if group.use > 0})
-    while len(sizes) > _MOST_SLOTS:
-        # Two sizes that are nearly the same need nearly the same ring: keep the larger.
-        ratios = [high / low for low, high in itertools.pairwise(sizes)]
-        del sizes[ratios.index(min(ratios))]
-    return sizes[::-1]
+    return Solution(
+        costs=costs, rooms=rooms, problem=problem, counts=counts, rows=rows, split=shares
+    )
 
 
 def _whole(nbytes: float) -> int:

@@ -206,12 +206,12 @@ class Core:
 
     def advise(self) -> Outlook:
         # Imports the planner, a megabyte that a model in memory does not need.
-        from localrt.planning.recommend import Outlook, resident_outlook, streamed_outlook
+        from localrt.planning.recommend import Outlook, planned_outlook, resident_outlook
 
         engine, found = self.engine, Outlook()
         with suppress(LocalrtError, OSError):  # files deleted, or a model the planner does not know
             if engine.plan is not None:
-                found = streamed_outlook(engine.plan)
+                found = planned_outlook(engine.plan)
             else:
                 found = resident_outlook(
                     self.parts.path,

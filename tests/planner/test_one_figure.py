@@ -190,7 +190,7 @@ def test_outlook_ceiling(
         monkeypatch.setattr(module, "known_machine", lambda *_: machine())
     forecast = localrt.preview(tiny_folder, device="cpu", ctx=256).tok_s
     plan = planned(shape(layers=4), machine(), Budgets(ram=200 * MB, process=20 * MB), ctx=256)
-    found = preview_module.streamed_outlook(plan)
+    found = preview_module.planned_outlook(plan)
     if not streamed:
         found = preview_module.resident_outlook(
             tiny_folder, ctx=256, format="int8-g32", device="cpu", ram=None, gpu_memory=None

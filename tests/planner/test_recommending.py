@@ -10,7 +10,7 @@ import pytest
 from localrt.common.settings import Settings
 from localrt.hub.names import find_known, repo_thinks
 from localrt.hub.resolving import FileChoice
-from localrt.planning import recommend as recommending
+from localrt.planning import measure
 from localrt.planning.forecast import READING_TOK_S, THINKING_TOK_S, judge, speed
 from localrt.planning.measure import Hardware, planned_hardware
 from localrt.planning.recommend import recommend, recommend_on
@@ -30,7 +30,7 @@ GPU = "virtual:8GB@12GB/s,256GB/s,20TFLOPS"
 @pytest.fixture(autouse=True)
 def all_that_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """However much of this machine's memory is free."""
-    monkeypatch.setattr(recommending, "ram_budget", lambda ram: ram)
+    monkeypatch.setattr(measure, "ram_budget", lambda ram: ram)
 
 
 @pytest.fixture
@@ -96,11 +96,13 @@ def test_neighbours_of_the_best(model: str, pc: str) -> None:
         for name, size in files.sizes.items()
         if 4 <= BITS[name] <= 8.5
     }
+    assert found.expected is not None
+    tok_s = found.expected.tok_s
     for name, other in alone.items():
-        if other.tok_s and found.tok_s and BITS[name] < BITS[found.name] and found.tok_s < 20:
-            assert other.tok_s < 2 * found.tok_s
-        if other.tok_s and found.tok_s and BITS[name] > BITS[found.name]:
-            assert other.tok_s < 0.95 * found.tok_s
+        if other.expected is not None and BITS[name] < BITS[found.name] and tok_s < 20:
+            assert other.expected.tok_s < 2 * tok_s
+        if other.expected is not None and BITS[name] > BITS[found.name]:
+            assert other.expected.tok_s < 0.95 * tok_s
 
 
 def test_thinking_models() -> None:
