@@ -437,7 +437,7 @@ def _shape(message: Mapping[str, object], *, parts: bool) -> dict[str, object]:
         raise TemplateError('a message must be a mapping with a "role", such as {"role": "user"}')
     shaped = dict(message)
     content = shaped.get("content")
-    if isinstance(content, list | tuple) and any(map(_is_picture, content)):
+    if isinstance(content, list | tuple) and PICTURE in content:
         return shaped
     if isinstance(content, str):
         if parts:
@@ -447,10 +447,6 @@ def _shape(message: Mapping[str, object], *, parts: bool) -> dict[str, object]:
     elif message["role"] in _SPEAKING:
         raise TemplateError(f'a {message["role"]} message must have a "content", its text')
     return shaped
-
-
-def _is_picture(part: object) -> bool:
-    return isinstance(part, Mapping) and part == PICTURE
 
 
 def _flatten(content: object) -> str:

@@ -86,7 +86,6 @@ _KNOWN = (
     ThinkingTags("[THINK]", "[/THINK]", lead="", close="[/THINK]"),
     ThinkingTags("<|START_THINKING|>", "<|END_THINKING|>", lead="", close="<|END_THINKING|>"),
     ThinkingTags("<|inner_prefix|>", "<|inner_suffix|>", lead="", close="<|inner_suffix|>"),
-    ThinkingTags("◁think▷", "◁/think▷"),
 )
 
 
