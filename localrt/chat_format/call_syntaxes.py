@@ -144,7 +144,7 @@ _JSON = JsonArguments()
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _SyntaxRow:
     """One spelling: ``section (opening name middle arguments closing)* end``.
 
     ``gap`` is between calls, None if the template writes one call only.
@@ -230,7 +230,7 @@ class _Family:
     """The rows with one opening mark; ``names`` are the texts that stand for it in templates."""
 
     syntax: CallSyntax
-    rows: tuple[_Row, ...]
+    rows: tuple[_SyntaxRow, ...]
     names: tuple[str, ...] = ()
 
     def is_named(self, text: str) -> bool:
@@ -249,7 +249,7 @@ class _Family:
 def _family(
     mark: str,
     end: str,
-    *rows: _Row,
+    *rows: _SyntaxRow,
     notations: tuple[Notation, ...] = (),
     names: tuple[str, ...] | None = None,
     id_form: str = "",
@@ -276,13 +276,13 @@ def _family(
     return _Family(syntax, rows, (mark,) if names is None else names)
 
 
-def _row(text: str, arguments: Arguments = _JSON, gap: str | None = "") -> _Row:
+def _row(text: str, arguments: Arguments = _JSON, gap: str | None = "") -> _SyntaxRow:
     """The row of a call as it is written: with NAME and ARGS, and in ⟦ ⟧ what each call repeats."""
     section, opened, rest = text.partition("⟦")
     each, _, end = (rest if opened else text).partition("⟧")
     opening, _, rest = each.partition("NAME")
     middle, _, closing = rest.rpartition("ARGS")
-    return _Row(section if opened else "", opening, middle, closing, end, arguments, gap)
+    return _SyntaxRow(section if opened else "", opening, middle, closing, end, arguments, gap)
 
 
 def _tags(opening: str, before: str, after: str, gap: str = "\n") -> TaggedArguments:
