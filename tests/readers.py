@@ -86,7 +86,7 @@ def configs(folder: Path, stack: ExitStack) -> Prepared:
     return made.items(), use
 
 
-@_reader(0.08, "models/tokenizers/*.py localrt/chat_format/templates/chat_template.py")
+@_reader(0.08, "models/tokenizers/*.py localrt/chat_format/chat_template.py")
 def tokenizers(folder: Path, stack: ExitStack) -> Prepared:
     from tests.tokenizers.test_fuzz import use_file, write_all
 
@@ -94,9 +94,9 @@ def tokenizers(folder: Path, stack: ExitStack) -> Prepared:
     return _files(folder, lambda name: use_file(folder / name))
 
 
-@_reader(0.05, "localrt/chat_format/templates/*.py", 8.0)
+@_reader(0.05, "localrt/chat_format/jinja_sandbox.py", 8.0)
 def templates(folder: Path, stack: ExitStack) -> Prepared:
-    from localrt.chat_format.templates.chat_template import ChatTemplate
+    from localrt.chat_format.chat_template import ChatTemplate
     from tests.server.conftest import WITH_TOOLS
 
     def use(kind: str, data: bytes) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 import localrt
-from localrt.chat_format.templates.chat_template import ChatTemplate, MessageTemplate
+from localrt.chat_format.chat_template import ChatTemplate, MessageTemplate
 from localrt.engine.loop import generate
 from localrt.engine.protocol import EngineSession
 from localrt.engine.types import Chunk

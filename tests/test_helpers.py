@@ -46,7 +46,7 @@ def test_nobody_else_starts_the_interpreter() -> None:
 
 
 HELPERS = [
-    ("localrt.chat_format.templates.jinja_sandbox", [], '{"source": "", "variables": null}\n'),
+    ("localrt.chat_format.jinja_sandbox", [], '{"source": "", "variables": null}\n'),
     ("localrt.bench.mix.guard", [sys.executable, "-c", ""], ""),
 ]
 
@@ -124,7 +124,7 @@ def test_a_packaged_program_renders_templates_apart(packaged: str, tmp_path: Pat
 import sys
 from localrt.common.extras import EXTRAS, install
 from localrt.common.processes import run_helper
-from localrt.chat_format.templates import sandbox
+from localrt.chat_format import sandbox
 sys.executable, sys.frozen = sys.argv[1], True
 template = sandbox.SandboxedTemplate("{{ 1 + 1 }}", "template")
 print(template.render({}), sandbox._RENDERER._process is not None)

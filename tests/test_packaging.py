@@ -248,7 +248,7 @@ from pathlib import Path
 from contextlib import closing
 import numpy as np
 from localrt.models.checkpoints import open_checkpoint
-from localrt.chat_format.templates.chat_template import PlainTemplate, encode_chat, load_template
+from localrt.chat_format.chat_template import PlainTemplate, encode_chat, load_template
 from localrt.models.registry import read_config
 from localrt.models.tokenizers import load_tokenizer
 from localrt.quant.formats import unpack

@@ -172,7 +172,7 @@ def _load_native(launch: Launch) -> Core:
 
 def llamacpp_core(launch: Launch) -> Core:
     """Load a model as ``localrt.load`` does, but with llama.cpp's settings."""
-    from localrt.chat_format.templates.chat_template import PlainTemplate
+    from localrt.chat_format.chat_template import PlainTemplate
     from localrt.engine.llamacpp.engine import LlamaCppEngine
     from localrt.engine.llamacpp.model import LlamaCppModel, LlamaCppSettings
     from localrt.loading.load import LoadedModel

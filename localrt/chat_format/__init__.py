@@ -1,12 +1,12 @@
 """Prompts and answers as text: tool calls, thinking, structured answers. Knows no engine.
 
 Read ``template_syntax.py`` first. A model's syntax for calls is a row of the table in
-``call_syntaxes.py``: its chat template renders one call with a unique name and value
-(``probing.py``), and the row that spells it so is taken. Templates that write no calls are searched
-for the marks of the rows. A syntax that no row has is unknown: calls stay text, which
-``localrt show`` says. ``notations.py`` reads what is between marks.
+``call_syntaxes.py``: its chat template renders one call with a unique name and value, and the row
+that spells it so is taken. Templates that write no calls are searched for the marks of the rows. A
+syntax that no row has is unknown: calls stay text, which ``localrt show`` says. ``notations.py``
+reads what is between marks.
 ``parser.py`` parses an answer as it streams, before stop strings are applied, and takes out calls
-and thinking. gpt-oss writes in channels, which ``harmony.py`` parses.
+and thinking, also from the channels of gpt-oss.
 
 The template's variables for thinking, and the text that ends a thought, are found in the same way:
 a variable counts if it changes the prompt. ``localrt/service/thinking.py`` joins them with the
@@ -20,6 +20,10 @@ A schema, a regular expression or a grammar constrains an answer through llguida
 (``call_grammar.py``), in the spelling of the template's row. A schema that
 llguidance cannot follow is tried keyword by keyword, so no list of its features can grow old. Text
 in tags becomes numbers, lists or strings by the tool's schema (``json_schemas.py``).
+
+Text in a message that spells a control token is disguised while it goes through the template
+(``chat_template.py``) and becomes ordinary tokens. A pasted ``<|im_end|>`` cannot end a turn.
+Templates are code from the internet, which ``sandbox.py`` confines.
 
 Input for a template is normalized first. Tools (``messages.py``) get plain ASCII names, which are
 mapped back in calls, a description and properties. If a template does not support tools or refuses

@@ -8,10 +8,13 @@ in the table is unknown: calls stay text.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, product
+from typing import Any
 
 from localrt.chat_format.notations import (
     ID,
@@ -30,7 +33,110 @@ from localrt.chat_format.notations import (
     TaggedArguments,
 )
 from localrt.chat_format.parser import CallSyntax, expression, marks_in
-from localrt.chat_format.probing import FIRST, KEY, VALUE
+from localrt.common.errors import TemplateError
+
+# -- probes ----------------------------------------------------------------------------------------
+
+Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]], bool], str]
+"""Messages, tools, and whether the beginning of an answer is added; it may raise TemplateError."""
+FIRST, _SECOND = "zq_alpha", "zq_beta"
+"""The name of the tool that is called."""
+KEY, VALUE = "zqa", "zvc"
+"""The argument of calls in probes."""
+TEXT = "Ztext zq¶"
+"""The text of an answer in probes."""
+_SECONDS = 10.0  # for all probes; a usual template takes a hundredth of it
+_USER = "Zuser zq¶"
+_ARGUMENTS = {KEY: VALUE}
+
+
+def _tool(name: str) -> dict[str, object]:
+    properties = {
+        "zqa": {"type": "string", "description": "A word."},
+        "zqc": {"type": "integer", "description": "A count."},
+    }
+    parameters = {"type": "object", "properties": properties, "required": ["zqa"]}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": "A probe.", "parameters": parameters},
+    }
+
+
+TOOLS = (_tool(FIRST), _tool(_SECOND))
+"""The probes' tools."""
+
+
+class UnreadableError(Exception):
+    """A template writes calls in an unknown way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probes:
+    """Renders probes with a template: all results are the text after the user's message.
+
+    ``prompt`` is the beginning of an answer, ``plain`` the answer ``TEXT``. ``as_text`` passes the
+    arguments of calls as JSON text, ``empty`` is the content beside calls without text.
+    """
+
+    render: Render
+    until: float
+    prompt: str = ""
+    plain: str = ""
+    as_text: bool = False
+    call_id: str = "zid0call0"  # nine characters, as Mistral's templates want
+    empty: str | None = ""
+
+    @classmethod
+    def of(cls, render: Render) -> Probes:
+        """Start probing ``render``.
+
+        Raises:
+            TemplateError: it refuses the simplest probes.
+            UnreadableError: the user's message is missing in its text.
+        """
+        first = cls(render, time.monotonic() + _SECONDS)
+        return cls(render, first.until, first._behind_user(None), first.message(TEXT))
+
+    def call(self, text: str = "", **fields: object) -> str:
+        """Render an answer with a call."""
+        arguments = json.dumps(_ARGUMENTS) if self.as_text else _ARGUMENTS
+        function = {"name": FIRST, "arguments": arguments}
+        made = {"id": self.call_id, "type": "function", "function": function}
+        return self.message(text or self.empty, tool_calls=[made], **fields)
+
+    def written_call(self) -> tuple[str, bool]:
+        """Render one call in the first form that the template takes; empty if it writes none.
+
+        Also says whether arguments have to be passed as JSON text.
+        """
+        forms = product(("", None), (False, True), (self.call_id, f"functions.{FIRST}:0"))
+        for empty, as_text, call_id in forms:
+            form = replace(self, empty=empty, as_text=as_text, call_id=call_id)
+            try:
+                text = form.call()
+            except (TemplateError, UnreadableError):
+                continue
+            if FIRST in text and VALUE in text and f"{{'{KEY}'" not in text:
+                return text, as_text
+        return "", False
+
+    def message(self, text: str | None, **fields: object) -> str:
+        """Render an answer with this text."""
+        return self._behind_user({"role": "assistant", "content": text, **fields})
+
+    def _behind_user(self, answer: Mapping[str, object] | None) -> str:
+        if time.monotonic() > self.until:
+            raise UnreadableError("the template takes too long")
+        messages: list[Mapping[str, object]] = [{"role": "user", "content": _USER}]
+        if answer is not None:
+            messages.append(answer)
+        _, found, behind = self.render(messages, TOOLS, answer is None).rpartition(_USER)
+        if not found:
+            raise UnreadableError("the user's words are gone")
+        return behind
+
+
+# -- rows ------------------------------------------------------------------------------------------
 
 TURN_ENDS = ("<|call|>", "<|return|>", "<|eom_id|>", "<|calls|>")
 """Control tokens after which a tool has to be called: of gpt-oss, Llama and Solar."""
@@ -38,7 +144,7 @@ _JSON = JsonArguments()
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _SyntaxRow:
     """One spelling: ``section (opening name middle arguments closing)* end``.
 
     ``gap`` is between calls, None if the template writes one call only.
@@ -124,7 +230,7 @@ class _Family:
     """The rows with one opening mark; ``names`` are the texts that stand for it in templates."""
 
     syntax: CallSyntax
-    rows: tuple[_Row, ...]
+    rows: tuple[_SyntaxRow, ...]
     names: tuple[str, ...] = ()
 
     def is_named(self, text: str) -> bool:
@@ -143,7 +249,7 @@ class _Family:
 def _family(
     mark: str,
     end: str,
-    *rows: _Row,
+    *rows: _SyntaxRow,
     notations: tuple[Notation, ...] = (),
     names: tuple[str, ...] | None = None,
     id_form: str = "",
@@ -170,13 +276,13 @@ def _family(
     return _Family(syntax, rows, (mark,) if names is None else names)
 
 
-def _row(text: str, arguments: Arguments = _JSON, gap: str | None = "") -> _Row:
+def _row(text: str, arguments: Arguments = _JSON, gap: str | None = "") -> _SyntaxRow:
     """The row of a call as it is written: with NAME and ARGS, and in ⟦ ⟧ what each call repeats."""
     section, opened, rest = text.partition("⟦")
     each, _, end = (rest if opened else text).partition("⟧")
     opening, _, rest = each.partition("NAME")
     middle, _, closing = rest.rpartition("ARGS")
-    return _Row(section if opened else "", opening, middle, closing, end, arguments, gap)
+    return _SyntaxRow(section if opened else "", opening, middle, closing, end, arguments, gap)
 
 
 def _tags(opening: str, before: str, after: str, gap: str = "\n") -> TaggedArguments:

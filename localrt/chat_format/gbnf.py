@@ -82,7 +82,7 @@ def choice(sequences: Iterable[Sequence[Symbol]]) -> Symbol:
     return only if () not in every else repeated(only, 0, 1)
 
 
-class _Rules:
+class _LarkWriter:
     """Writes the ``lines`` of a grammar, which refers to no other rules than ``rules``.
 
     A rule that is a single short symbol is inlined; a rule's repetition moves to its uses.
@@ -192,7 +192,7 @@ class _Translation:
                 raise ValueError(f"{place}: there is no rule {name!r:.80}")
         if "root" not in self._rules:
             raise ValueError("there is no rule 'root', which every grammar begins with")
-        return "\n".join(["%llguidance {}", *_Rules(self._rules).lines("root")])
+        return "\n".join(["%llguidance {}", *_LarkWriter(self._rules).lines("root")])
 
     # -- rules -----------------------------------------------------------------------------------
 

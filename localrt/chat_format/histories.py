@@ -16,10 +16,9 @@ from functools import cached_property
 from itertools import chain, takewhile
 from typing import Any, TypeAlias
 
-from localrt.chat_format.call_syntaxes import HERMES_CALL
+from localrt.chat_format.call_syntaxes import FIRST, HERMES_CALL, TOOLS
+from localrt.chat_format.chat_template import MessageTemplate, Segment
 from localrt.chat_format.messages import for_template
-from localrt.chat_format.probing import FIRST, TOOLS
-from localrt.chat_format.templates.chat_template import MessageTemplate, Segment
 from localrt.chat_format.thinking import THOUGHT_FIELDS, split_thinking
 from localrt.common.errors import TemplateError
 
@@ -43,6 +42,20 @@ def text_of(message: Mapping[str, object]) -> str:
         texts = (part.get("text") if isinstance(part, Mapping) else part for part in content)
         return "\n".join(text for text in texts if isinstance(text, str))
     return content if isinstance(content, str) else ""
+
+
+def with_thoughts_joined(messages: Sequence[object]) -> list[object]:
+    """Shape ``messages`` for a template of gpt-oss, which takes thoughts or text with calls, but
+    not both: text before calls is appended to the thoughts.
+    """
+    shaped: list[object] = []
+    for message in messages:
+        if isinstance(message, Mapping) and message.get("tool_calls") and message.get("content"):
+            thought = next(filter(None, map(message.get, THOUGHT_FIELDS)), "")
+            said = "\n\n".join(filter(None, (thought, text_of(message))))
+            message = {**message, "content": "", **dict.fromkeys(THOUGHT_FIELDS, said)}
+        shaped.append(message)
+    return shaped
 
 
 # -- rewrites --------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from functools import lru_cache
 from typing import Any, TypeAlias
 
 from localrt.chat_format.call_syntaxes import HERMES_CALL
+from localrt.chat_format.chat_template import MessageTemplate
 from localrt.chat_format.json_schemas import DECODER, accepted, parameters_of
-from localrt.chat_format.templates.chat_template import MessageTemplate
 from localrt.common.errors import OptionError, TemplateError
 from localrt.common.option_names import option
 from localrt.engine.types import ToolCall

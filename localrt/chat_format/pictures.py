@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from localrt.chat_format.templates.chat_template import PICTURE, MessageTemplate, Segment
+from localrt.chat_format.chat_template import PICTURE, MessageTemplate, Segment
 from localrt.common.errors import OptionError, TemplateError
 from localrt.models.vision.picture import picture_bytes
 

@@ -13,18 +13,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from localrt.chat_format.call_syntaxes import named_syntax, written_syntax
-from localrt.chat_format.harmony import HARMONY_ANSWER, HARMONY_CALL, is_harmony
+from localrt.chat_format.call_syntaxes import (
+    FIRST,
+    TEXT,
+    Probes,
+    UnreadableError,
+    named_syntax,
+    written_syntax,
+)
+from localrt.chat_format.chat_template import MessageTemplate
 from localrt.chat_format.parser import (
+    HARMONY_ANSWER,
+    HARMONY_CALL,
     MARK,
     PLAIN_CALLS,
     USUAL_FRAME,
     AnswerFrame,
     CallSyntax,
     common_start,
+    is_harmony,
 )
-from localrt.chat_format.probing import FIRST, TEXT, Probes, UnreadableError
-from localrt.chat_format.templates.chat_template import MessageTemplate
 from localrt.chat_format.thinking import CLOSE, OPEN, THOUGHT_FIELDS
 from localrt.common.errors import OptionError, TemplateError
 from localrt.common.option_names import option
@@ -78,7 +86,6 @@ _KNOWN = (
     ThinkingTags("[THINK]", "[/THINK]", lead="", close="[/THINK]"),
     ThinkingTags("<|START_THINKING|>", "<|END_THINKING|>", lead="", close="<|END_THINKING|>"),
     ThinkingTags("<|inner_prefix|>", "<|inner_suffix|>", lead="", close="<|inner_suffix|>"),
-    ThinkingTags("◁think▷", "◁/think▷"),
 )
 
 

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
 
+from localrt.chat_format.chat_template import load_template
 from localrt.chat_format.template_syntax import TemplateSyntax
-from localrt.chat_format.templates.chat_template import load_template
 from localrt.cli.help import Examples, ProgressLine
 from localrt.common.errors import LocalrtError, ModelNotFoundError
 from localrt.common.formatting import format_bytes, format_count, one_line

@@ -28,7 +28,7 @@ from localrt.engine.sampling import (
     log_probabilities,
 )
 from localrt.engine.speculation import Drafting
-from localrt.engine.stopping import LineMatcher, Thinking
+from localrt.engine.stopping import LineMatcher, ThinkingState
 from localrt.engine.types import Chunk, FinishReason, Metrics, TokenLogprob, ToolCall
 from localrt.models.tokenizers.base import Tokenizer
 from localrt.offload.memory import peak_rss
@@ -58,7 +58,7 @@ class Answer:
         parser = None if request.parser is None or tokenizer is None else request.parser()
         self._parser = parser
         self._text = _Text(tokenizer, request, parser)
-        self._thinking = Thinking(request.thinking_limit, inside=self._inside)
+        self._thinking = ThinkingState(request.thinking_limit, inside=self._inside)
         self._end_logprob: TokenLogprob | None = None
         self._rng = Random(request.sampling.seed)  # importing numpy.random would take 7 MB
         dry = request.sampling.avoids_repetition

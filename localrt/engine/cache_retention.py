@@ -71,9 +71,10 @@ class KvKeeper:
         """Return how long to hold ``nbytes`` for ``tool``: until that costs as much as reading them
         back, and not at all if its pauses are usually longer.
         """
-        price, restore_s = self._price(nbytes), nbytes / self._restore_bytes_s
-        pays_s = min(_MOST_S, restore_s / price) if price > 0 else _MOST_S
-        return pays_s if price <= 0 or self._pauses.get(tool, 0.0) <= pays_s else 0.0
+        if (price := self._price(nbytes)) <= 0:
+            return _MOST_S
+        pays_s = min(_MOST_S, nbytes / self._restore_bytes_s / price)
+        return pays_s if self._pauses.get(tool, 0.0) <= pays_s else 0.0
 
     def waits(self, chat: Parkable, tool: str = PERSON) -> None:
         """``chat`` has answered and waits for ``tool``."""
@@ -123,32 +124,29 @@ class KvKeeper:
             self._changed.notify()
 
     def _park(self, chat: Parkable) -> int:
-        nbytes = chat.kv_nbytes
         with self._changed:
             wait = self._waits.get(chat)
-            tier = self._tiers[wait.tier if wait is not None else 0]
-        parked = chat.try_park(tier)
-        with self._changed:
-            wait = self._waits.get(chat)
-            if wait is not None:  # it still waits, and its pause is still recorded
-                further = parked and wait.tier + 1 < len(self._tiers)
-                wait.tier += further
-                wait.until = self._clock() + _MOST_S if further else float("inf")
+        if wait is None:  # it has continued
+            return 0
+        nbytes, parked = chat.kv_nbytes, chat.try_park(self._tiers[wait.tier])
+        with self._changed:  # it still waits for what it waited, so its pause is still recorded
+            further = parked and wait.tier + 1 < len(self._tiers)
+            wait.tier += further
+            wait.until = self._clock() + _MOST_S if further else float("inf")
         return nbytes if parked else 0
 
     def _run(self) -> None:
         while True:
             with self._changed:
                 # Read once: a conversation deleted meanwhile leaves the dictionary.
-                ends = [wait.until for wait in self._waits.values() if wait.until < float("inf")]
-                if self._closed or not ends:
+                end = min((wait.until for wait in self._waits.values()), default=float("inf"))
+                if end == float("inf"):
                     self._thread = None
                     return
                 now = self._clock()
                 due = [chat for chat, wait in self._waits.items() if wait.until <= now]
                 if not due:
-                    self._changed.wait(max(0.0, min(ends) - now))
-                    continue
+                    self._changed.wait(max(0.0, end - now))
             for chat in due:
                 self._park(chat)
                 del chat

@@ -1,8 +1,8 @@
 """What ends an answer or its thinking, besides stop strings.
 
 ``LineMatcher``, for editors, stops at a line with too little indentation, or at the end of a line
-after a time limit. ``Thinking`` counts how long a model thinks, and knows the tokens that end it at
-a limit. A parser tells whether the text is within thinking.
+after a time limit. ``ThinkingState`` counts how long a model thinks, and knows the tokens that end
+it at a limit. A parser tells whether the text is within thinking.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class ThinkingLimit:
     then: tuple[int, ...] = ()
 
 
-class Thinking:
+class ThinkingState:
     """The thinking of one answer: ``tokens`` counts its tokens, ``inside`` says whether the model
     thinks now.
     """

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import cast
 
-from localrt.chat_format.templates.chat_template import (
+from localrt.chat_format.chat_template import (
     MessageTemplate,
     PlainTemplate,
     load_template,

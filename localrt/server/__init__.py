@@ -6,11 +6,12 @@ Read ``app.py`` (the application), ``dialect.py`` (the base of dialects), a dial
 
 A request passes ``guard.py``, which normalizes the path and checks the key, and ``bodies.py``,
 which checks the body against the dialect's ``RequestSchema``. A dialect is a folder, or a file if
-it is short: ``calls`` turn a body into a ``Generation``, ``reply`` turns chunks into the dialect's
-objects and events and has the endpoints. ``messages.py`` reads messages and tools for all of them,
-and refuses nothing. ``generating.answer`` runs a call on the requested model and sends its reply.
-If the model or prompt is not ready after 15 s, a stream begins without them, so a ``Reply`` may use
-its tokenizer only once chunks come. An echoed prompt is a ``Chunk`` before those of its answer.
+it is short: ``calls`` turn a body into a ``GenerationRequest``, ``reply`` turns chunks into the
+dialect's objects and events and has the endpoints. ``messages.py`` reads messages and tools for all
+of them, and refuses nothing. ``generating.answer`` runs a call on the requested model and sends its
+reply. If the model or prompt is not ready after 15 s, a stream begins without them, so a
+``ResponseWriter`` may use its tokenizer only once chunks come. An echoed prompt is a ``Chunk``
+before those of its answer.
 
 The chat page (``page.py``, its parts in ``web``) uses ``conversations.py``, whose ``answers.py``
 lets models write to the history without a request that waits.

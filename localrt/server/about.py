@@ -16,8 +16,8 @@ from pathlib import Path
 from starlette.requests import Request
 from starlette.responses import Response
 
+from localrt.chat_format.chat_template import load_template
 from localrt.chat_format.template_syntax import find_syntax
-from localrt.chat_format.templates.chat_template import load_template
 from localrt.common.errors import LocalrtError
 from localrt.common.formatting import format_count
 from localrt.common.version import __version__

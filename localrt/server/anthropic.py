@@ -16,9 +16,9 @@ from localrt.chat_format.thinking import ThoughtStream, parted
 from localrt.engine.types import Chunk, Metrics, ToolCall
 from localrt.server.dialect import (
     Endpoint,
-    Generation,
+    GenerationRequest,
     Payload,
-    Reply,
+    ResponseWriter,
     TokenBytes,
     effort,
     event,
@@ -109,7 +109,7 @@ MESSAGES = RequestSchema(
 # -- calls -----------------------------------------------------------------------------------------
 
 
-def messages_call(fields: Fields, note: Note = unnoted) -> Generation:
+def messages_call(fields: Fields, note: Note = unnoted) -> GenerationRequest:
     """Return the call for a message. A final assistant message is the beginning of the answer.
 
     ``note`` is called for content that cannot be shown to a model.
@@ -141,7 +141,7 @@ def messages_call(fields: Fields, note: Note = unnoted) -> Generation:
     last = messages[-1]
     if last["role"] == "assistant" and not last.get("tool_calls"):
         messages[-1] = {**last, "prefix": True}
-    return Generation(
+    return GenerationRequest(
         prompts=[{"prompt": messages, "tools": functions or None}],
         options=options,
         stream=bool(fields.get("stream")),
@@ -186,10 +186,10 @@ def _merged(messages: Sequence[PromptMessage]) -> list[PromptMessage]:
 _SIGNATURE = "localrt"  # clients send it back with a thought; it is not checked
 
 
-class MessageReply(Reply):
+class MessageWriter(ResponseWriter):
     """A message."""
 
-    def __init__(self, call: Generation, model: str, tokenizer: TokenBytes) -> None:
+    def __init__(self, call: GenerationRequest, model: str, tokenizer: TokenBytes) -> None:
         super().__init__(call, model, tokenizer)
         self._head: Payload = {
             "id": f"msg_{uuid.uuid4().hex[:24]}",
@@ -317,7 +317,7 @@ def _written(metrics: Metrics) -> Payload:
 async def messages(request: Request) -> Response:
     """Answer a conversation (Anthropic)."""
     asked = await read_request(request, MESSAGES)
-    return await answer(asked, messages_call(asked.fields, asked.service.note_once), MessageReply)
+    return await answer(asked, messages_call(asked.fields, asked.service.note_once), MessageWriter)
 
 
 async def count_tokens(request: Request) -> Response:

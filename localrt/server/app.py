@@ -22,15 +22,21 @@ from starlette.routing import Route
 from localrt.api import Model
 from localrt.common.errors import LocalrtError
 from localrt.history import History
-from localrt.server import about, anthropic, conversations, infill, page, texts
+from localrt.server import (
+    about,
+    anthropic,
+    conversations,
+    infill,
+    ollama,
+    ollama_models,
+    page,
+    texts,
+)
 from localrt.server.answers import Answers
 from localrt.server.dialect import Endpoint, Handler
 from localrt.server.errors import ApiError, JsonResponse, failure
 from localrt.server.guard import Guard, LogLine
 from localrt.server.models import Models, OneModel
-from localrt.server.ollama import calls as ollama_calls
-from localrt.server.ollama import models as ollama_models
-from localrt.server.ollama import reply as ollama
 from localrt.server.openai import calls as openai_calls
 from localrt.server.openai import reply as openai
 from localrt.server.options import ServeOptions
@@ -78,7 +84,7 @@ SCHEMAS = (
     *(openai_calls.CHAT, openai_calls.COMPLETION, texts.EMBEDDINGS, texts.RERANK),
     *(texts.TOKENIZE, texts.DETOKENIZE, infill.FIM, infill.INFILL),
     *(responses_calls.RESPONSES, responses_calls.INPUT_TOKENS, *conversations.SCHEMAS),
-    *(anthropic.MESSAGES, anthropic.COUNT_TOKENS, ollama_calls.CHAT, ollama_calls.GENERATE),
+    *(anthropic.MESSAGES, anthropic.COUNT_TOKENS, ollama.CHAT, ollama.GENERATE),
     *(ollama.EMBED, ollama.EMBEDDINGS, ollama_models.NAMED),
 )
 

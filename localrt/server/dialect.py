@@ -1,7 +1,7 @@
 """The base of all dialects: the call for a request, the reply to it, endpoints.
 
-A dialect turns a checked body into a ``Generation``, and the chunks of its answers into its own
-``Reply``. Neither knows which model answers.
+A dialect turns a checked body into a ``GenerationRequest``, and its ``ResponseWriter`` turns the
+chunks of the answers into bodies and events. Neither knows which model answers.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Endpoint(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Generation:
+class GenerationRequest:
     """A checked request for generation.
 
     ``prompts`` has keyword arguments of ``LiveModel.submit`` for each prompt. Every prompt gets
@@ -133,7 +133,7 @@ class TokenBytes(Protocol):
         """Return the bytes of a token."""
 
 
-class Reply(ABC):
+class ResponseWriter(ABC):
     """One response to a ``call``, with an answer for each of its prompts and choices.
 
     ``model`` is the model's name in the response. It does not know where chunks come from.
@@ -141,7 +141,7 @@ class Reply(ABC):
 
     media_type = EVENT_STREAM
 
-    def __init__(self, call: Generation, model: str, tokenizer: TokenBytes) -> None:
+    def __init__(self, call: GenerationRequest, model: str, tokenizer: TokenBytes) -> None:
         self.call, self.model, self.tokenizer = call, model, tokenizer
 
     @abstractmethod

@@ -35,7 +35,7 @@ from localrt.common.errors import CancelledError, ContextOverflowError, OptionEr
 from localrt.engine.batch.chunked_prefill import CLASSES
 from localrt.engine.sampling import log_probabilities
 from localrt.engine.types import Chunk, FinishReason, Metrics, TokenLogprob
-from localrt.server.dialect import Generation, Reply, TokenBytes
+from localrt.server.dialect import GenerationRequest, ResponseWriter, TokenBytes
 from localrt.server.errors import JsonResponse, failure, invalid
 from localrt.server.media import with_pictures
 from localrt.server.models import ServedModel
@@ -51,8 +51,8 @@ _ENDS = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
 
 async def answer(
     model_request: ModelRequest,
-    call: Generation,
-    make: Callable[[Generation, str, TokenBytes], Reply],
+    call: GenerationRequest,
+    make: Callable[[GenerationRequest, str, TokenBytes], ResponseWriter],
 ) -> Response:
     """Return the response to ``call`` by the requested model; ``make`` creates its reply.
 
@@ -119,7 +119,9 @@ async def computed(model_request: ModelRequest, work: Callable[[Model, threading
 
 
 async def rendered(
-    model_request: ModelRequest, call: Generation, work: Callable[[Model, Mapping[str, object]], T]
+    model_request: ModelRequest,
+    call: GenerationRequest,
+    work: Callable[[Model, Mapping[str, object]], T],
 ) -> T:
     """Run ``work`` on the model and the one prompt of ``call`` in a thread; it computes no passes.
 
@@ -139,7 +141,7 @@ async def rendered(
         return await until_gone(model_request.http, run())
 
 
-async def prompt_tokens(model_request: ModelRequest, call: Generation) -> int:
+async def prompt_tokens(model_request: ModelRequest, call: GenerationRequest) -> int:
     """Count the tokens of the only prompt of ``call``, a conversation, with tools and options."""
 
     def count(model: Model, arguments: Mapping[str, Any]) -> int:
@@ -180,7 +182,7 @@ def _client(request: Request) -> Hashable:
 CLASS_HEADER = "x-localrt-class"
 
 
-def _class_of(model_request: ModelRequest, call: Generation) -> str:
+def _class_of(model_request: ModelRequest, call: GenerationRequest) -> str:
     """Return the class of a request.
 
     Raises:
@@ -201,7 +203,7 @@ class _Work(AsyncExitStack):
     It is also the reply's tokenizer, because the model may still be loading.
     """
 
-    def __init__(self, model_request: ModelRequest, call: Generation) -> None:
+    def __init__(self, model_request: ModelRequest, call: GenerationRequest) -> None:
         super().__init__()
         self._model_request, self._service = model_request, model_request.service
         self._call = call
@@ -320,7 +322,7 @@ class _Work(AsyncExitStack):
 
 
 async def _events(
-    preparing: asyncio.Task[None], work: _Work, reply: Reply
+    preparing: asyncio.Task[None], work: _Work, reply: ResponseWriter
 ) -> AsyncGenerator[bytes, None]:
     try:
         for event in reply.begin():

@@ -17,9 +17,9 @@ from starlette.responses import Response
 from localrt.engine.types import Chunk, Metrics
 from localrt.server.dialect import (
     Endpoint,
-    Generation,
+    GenerationRequest,
     Payload,
-    Reply,
+    ResponseWriter,
     TokenBytes,
     event,
 )
@@ -67,7 +67,7 @@ INFILL = RequestSchema(
 _FILE = "tmp"  # llama.cpp's name for a file without a name
 
 
-def fim_call(fields: Fields) -> Generation:
+def fim_call(fields: Fields) -> GenerationRequest:
     """Return the call for Mistral's ``/v1/fim/completions``."""
     known = _known(fields, FIM)
     if known.get("seed") is None:
@@ -76,7 +76,7 @@ def fim_call(fields: Fields) -> Generation:
     return _filling(call, fields["prompt"], fields.get("suffix") or "")
 
 
-def infill_call(fields: Fields) -> Generation:
+def infill_call(fields: Fields) -> GenerationRequest:
     """Return the call for llama.cpp's ``/infill``."""
     known = _known(fields, INFILL)
     count = fields.get("n_predict")
@@ -102,7 +102,7 @@ def _known(fields: Fields, schema: RequestSchema) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name in schema.table}
 
 
-def _filling(call: Generation, prefix: str, suffix: str, **more: Any) -> Generation:
+def _filling(call: GenerationRequest, prefix: str, suffix: str, **more: Any) -> GenerationRequest:
     prompts = [{"prompt": prefix, "suffix": suffix, **more}]
     return replace(call, prompts=prompts, request_class="interactive")
 
@@ -110,11 +110,16 @@ def _filling(call: Generation, prefix: str, suffix: str, **more: Any) -> Generat
 # -- answers ---------------------------------------------------------------------------------------
 
 
-class InfillReply(Reply):
+class InfillWriter(ResponseWriter):
     """The reply to a request with ``fields``."""
 
     def __init__(
-        self, call: Generation, model: str, tokenizer: TokenBytes, *, fields: Mapping[str, Any]
+        self,
+        call: GenerationRequest,
+        model: str,
+        tokenizer: TokenBytes,
+        *,
+        fields: Mapping[str, Any],
     ) -> None:
         super().__init__(call, model, tokenizer)
         self._chosen = fields.get("response_fields")
@@ -206,7 +211,7 @@ def _chosen(payload: Payload, names: Sequence[str]) -> Payload:
 async def infill(request: Request) -> Response:
     """Fill in the middle (llama.cpp)."""
     asked = await read_request(request, INFILL)
-    reply = partial(InfillReply, fields=asked.fields)
+    reply = partial(InfillWriter, fields=asked.fields)
     return await answer(asked, infill_call(asked.fields), reply)
 
 

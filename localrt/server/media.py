@@ -16,7 +16,7 @@ from typing import Any
 from localrt.common.errors import OptionError
 from localrt.documents.reading import Document, DocumentCache
 from localrt.server.errors import invalid
-from localrt.server.messages import DOCUMENT, Media, Mixed, Pieces
+from localrt.server.messages import DOCUMENT, Media, MultimodalContent, Pieces
 from localrt.server.service import Service
 from localrt.service.live import run_to_end
 
@@ -32,8 +32,8 @@ _BLANKS = b" \t\r\n"
 async def with_pictures(
     prompts: Sequence[Prompt], service: Service, *, sees: bool
 ) -> AsyncIterator[Sequence[Prompt]]:
-    """Yield the prompts of a ``Generation`` in the library's form, with the bytes of pictures. A
-    model without vision gets text placeholders.
+    """Yield the prompts of a ``GenerationRequest`` in the library's form, with the bytes of
+    pictures. A model without vision gets text placeholders.
 
     Raises:
         ApiError: 400, one cannot be read.
@@ -45,9 +45,9 @@ async def with_pictures(
             read = await run_to_end(lambda: [_read(one, kept, sees) for one in documents])
         texts = dict(zip(map(id, documents), read, strict=True))
 
-        def with_texts(content: Mixed) -> Mixed:
+        def with_texts(content: MultimodalContent) -> MultimodalContent:
             pieces = [texts.get(id(piece), [piece]) for piece in content.pieces]
-            return Mixed([each for one in pieces for each in one], content.between)
+            return MultimodalContent([each for one in pieces for each in one], content.between)
 
         prompts = [_shown(prompt, with_texts) for prompt in prompts]
     media = _media(prompts)
@@ -70,7 +70,7 @@ async def with_pictures(
 
 def in_words(prompt: Prompt) -> Prompt:
     """Return the prompt for a text-only model."""
-    return _shown(prompt, Mixed.in_words)
+    return _shown(prompt, MultimodalContent.in_words)
 
 
 def _media(prompts: Sequence[Prompt]) -> list[Media]:
@@ -78,7 +78,7 @@ def _media(prompts: Sequence[Prompt]) -> list[Media]:
     for prompt in prompts:
         given = prompt.get("prompt")
         contents = [each["content"] for each in given] if isinstance(given, list) else [given]
-        mixed = (content for content in contents if isinstance(content, Mixed))
+        mixed = (content for content in contents if isinstance(content, MultimodalContent))
         found += [piece for one in mixed for piece in one.pieces if isinstance(piece, Media)]
     return found
 
@@ -92,7 +92,7 @@ def document_of(
         ApiError: 400, it is not base64.
         OptionError: it cannot be read.
     """
-    content = _Source(name, data, 0).decoded()
+    content = _MediaSource(name, data, 0).decoded()
     read = cache.read(content, name=name, media_type=media_type, pictures=pictures)
     return read, [base64.b64encode(page.picture).decode("ascii") for page in read.pictures]
 
@@ -106,11 +106,11 @@ def _read(document: Media, cache: DocumentCache, sees: bool) -> Pieces:
     return [read.text, *(Media("image", {"data": each}, "") for each in pictures)]
 
 
-def _shown(prompt: Prompt, show: Callable[[Mixed], object]) -> Prompt:
+def _shown(prompt: Prompt, show: Callable[[MultimodalContent], object]) -> Prompt:
     """Return the prompt with ``show`` of each content that has media."""
 
     def shown(content: object) -> Any:
-        return show(content) if isinstance(content, Mixed) else content
+        return show(content) if isinstance(content, MultimodalContent) else content
 
     given = prompt.get("prompt")
     if isinstance(given, list):
@@ -118,7 +118,7 @@ def _shown(prompt: Prompt, show: Callable[[Mixed], object]) -> Prompt:
     return {**prompt, "prompt": shown(given)} if "prompt" in prompt else prompt
 
 
-def _parts(content: Mixed, pictures: Iterator[bytes]) -> list[dict[str, Any]]:
+def _parts(content: MultimodalContent, pictures: Iterator[bytes]) -> list[dict[str, Any]]:
     """Return a content in the form of chat templates, taking the next of ``pictures``."""
     parts: list[dict[str, Any]] = []
     for piece in content.pieces:
@@ -136,7 +136,7 @@ def _parts(content: Mixed, pictures: Iterator[bytes]) -> list[dict[str, Any]]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
+class _MediaSource:
     """The base64 of a picture, called ``name`` in messages: ``text`` from index ``start`` on."""
 
     name: str
@@ -163,7 +163,7 @@ class _Source:
         return found
 
 
-def _sources(prompts: Sequence[Prompt], media: Sequence[Media]) -> list[_Source]:
+def _sources(prompts: Sequence[Prompt], media: Sequence[Media]) -> list[_MediaSource]:
     """Return the sources of all pictures.
 
     Raises:
@@ -174,17 +174,17 @@ def _sources(prompts: Sequence[Prompt], media: Sequence[Media]) -> list[_Source]
             raise invalid(f"the model takes no {one.kind}: send text and pictures")
     if len(media) > _MOST:
         raise invalid(f"the request has {len(media)} pictures: the most is {_MOST}")
-    if any(isinstance(prompt.get("prompt"), Mixed) for prompt in prompts):
+    if any(isinstance(prompt.get("prompt"), MultimodalContent) for prompt in prompts):
         raise invalid("pictures need a chat template: leave out raw and suffix", "images")
     return [_source(one.part, f"picture {number}") for number, one in enumerate(media, 1)]
 
 
-def _source(part: Mapping[str, object], name: str) -> _Source:
+def _source(part: Mapping[str, object], name: str) -> _MediaSource:
     given = next((part[key] for key in ("image_url", "source") if part.get(key)), part)
     if isinstance(given, Mapping):
         data = given.get("data")
         if isinstance(data, str) and not data.startswith("data:"):
-            return _Source(name, data, 0)
+            return _MediaSource(name, data, 0)
         if given.get("file_id"):
             raise invalid(f"{name} is a file_id, and there are no files here: send its data")
         given = data or given.get("url")
@@ -192,7 +192,7 @@ def _source(part: Mapping[str, object], name: str) -> _Source:
         end = given.find(",", 0, _MOST_HEAD)
         head = given[: max(end, 8)].lower()
         if head.startswith("data:") and head.endswith(";base64"):
-            return _Source(name, given, end + 1)
+            return _MediaSource(name, given, end + 1)
         if head.startswith(("http://", "https://")):
             raise invalid(f"{name} is a URL: send the picture's bytes as a data: URL")
     raise invalid(f"{name} must be in base64 (data:image/png;base64,...)")

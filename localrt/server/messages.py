@@ -23,7 +23,7 @@ from localrt.server.errors import invalid
 
 Fields = Mapping[str, Any]
 PromptMessage = dict[str, Any]
-"""A message in the form of chat templates, except that its content may be ``Mixed``."""
+"""A message in the form of chat templates, except that its content may be ``MultimodalContent``."""
 Note = Callable[[str, str], None]
 """Called with a kind and a line to log, once per kind."""
 
@@ -61,7 +61,7 @@ Pieces: TypeAlias = Sequence["str | Media"]
 
 
 @dataclass(frozen=True, slots=True)
-class Mixed:
+class MultimodalContent:
     """A content of texts and media; ``between`` separates adjacent texts."""
 
     pieces: Pieces
@@ -74,7 +74,7 @@ class Mixed:
         )
 
 
-Content: TypeAlias = str | Mixed
+Content: TypeAlias = str | MultimodalContent
 
 
 def joined(contents: Sequence[Content], between: str) -> Content:
@@ -84,7 +84,7 @@ def joined(contents: Sequence[Content], between: str) -> Content:
     pieces: list[str | Media] = []
     for content in contents:
         pieces += [content] if isinstance(content, str) else content.pieces
-    return Mixed(pieces, between)
+    return MultimodalContent(pieces, between)
 
 
 def thought(text: str) -> dict[str, str]:
@@ -135,7 +135,7 @@ def content_of(content: object, note: Note, between: str = "\n\n") -> Content:
     pieces = [piece for part in _parts(content) if (piece := _shown(part, note))]
     if all(isinstance(piece, str) for piece in pieces):
         return between.join(map(str, pieces))
-    return Mixed(pieces, between)
+    return MultimodalContent(pieces, between)
 
 
 def text_of(content: object, note: Note, between: str = "\n\n") -> str:
@@ -154,7 +154,7 @@ def _messages(role: str, content: object, note: Note, between: str) -> Iterator[
 
     def gathered() -> Iterator[PromptMessage]:
         if pieces or fields:
-            found = Mixed(tuple(pieces), between)
+            found = MultimodalContent(tuple(pieces), between)
             media = role == "user" and any(isinstance(piece, Media) for piece in pieces)
             words = found if media else without_billing(found.in_words(), role)
             yield {"role": role, "content": words, **fields}

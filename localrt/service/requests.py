@@ -12,11 +12,11 @@ from functools import cached_property
 from operator import index
 
 from localrt.chat_format.call_syntaxes import TURN_ENDS
+from localrt.chat_format.chat_template import Segment, SharedPrefixes, encode_chat
 from localrt.chat_format.gbnf import gbnf_to_lark
 from localrt.chat_format.histories import HistoryRenderer, rules_first
 from localrt.chat_format.infill import Infill
 from localrt.chat_format.messages import NO_TOOLS, Offer, Offers, check_text_only, functions_to_call
-from localrt.chat_format.openings import Openings
 from localrt.chat_format.pictures import (
     new_mark,
     pictures_of,
@@ -26,7 +26,6 @@ from localrt.chat_format.pictures import (
 )
 from localrt.chat_format.structured import Grammars
 from localrt.chat_format.template_syntax import TemplateSyntax, turn_ends
-from localrt.chat_format.templates.chat_template import Segment, encode_chat
 from localrt.chat_format.thinking import CLOSE
 from localrt.common.errors import (
     CancelledError,
@@ -187,7 +186,7 @@ class RequestBuilder:
         constraint, left_out = self._constraint(chosen, offer if chat else NO_TOOLS)
         return Request(
             prompt=ids,
-            repeated=self._openings.shared(ids) if chat and self._engine.recurrent else (),
+            repeated=self._prefixes.lengths(ids) if chat and self._engine.recurrent else (),
             sampling=chosen.sampling,
             max_tokens=_answer_tokens(chosen, len(ids)),
             stop=stops,
@@ -293,8 +292,8 @@ class RequestBuilder:
     # -- parts -----------------------------------------------------------------------------------
 
     @cached_property
-    def _openings(self) -> Openings:
-        return Openings(self._template, self.tokenizer)
+    def _prefixes(self) -> SharedPrefixes:
+        return SharedPrefixes(self._template, self.tokenizer)
 
     @cached_property
     def _syntax(self) -> TemplateSyntax:

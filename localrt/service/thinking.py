@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from localrt.chat_format.harmony import HarmonyParser, is_harmony, with_thoughts_joined
+from localrt.chat_format.chat_template import MessageTemplate
+from localrt.chat_format.histories import with_thoughts_joined
 from localrt.chat_format.messages import Offer
-from localrt.chat_format.parser import USUAL_FRAME, TextParser
+from localrt.chat_format.parser import USUAL_FRAME, HarmonyParser, TextParser, is_harmony
 from localrt.chat_format.template_syntax import TemplateSyntax, find_syntax
-from localrt.chat_format.templates.chat_template import MessageTemplate
 from localrt.chat_format.thinking import thoughts_apart
 from localrt.engine.options import Options
 from localrt.engine.request import MakeParser

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import localrt
-from localrt.chat_format.harmony import HARMONY_CALL
+from localrt.chat_format.chat_template import ChatTemplate
 from localrt.chat_format.notations import ID, NAMED, NUMBERED
-from localrt.chat_format.templates.chat_template import ChatTemplate
+from localrt.chat_format.parser import HARMONY_CALL
 from localrt.service.requests import RequestBuilder
 from tests.chat_format.call_templates import (
     LEADS,

@@ -14,10 +14,10 @@ import pytest
 
 import localrt
 from localrt.chat_format.call_grammar import call_grammar
-from localrt.chat_format.harmony import HARMONY_CALL, is_harmony
+from localrt.chat_format.chat_template import ChatTemplate
+from localrt.chat_format.parser import HARMONY_CALL, is_harmony
 from localrt.chat_format.structured import SPACES
 from localrt.chat_format.template_syntax import TemplateSyntax
-from localrt.chat_format.templates.chat_template import ChatTemplate
 from tests.chat_format.call_templates import (
     LEADS,
     TEMPLATES,

@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 
 from localrt import split_thinking
 from localrt.chat_format.call_syntaxes import named_syntax
-from localrt.chat_format.harmony import HarmonyParser, is_harmony
+from localrt.chat_format.chat_template import ChatTemplate
 from localrt.chat_format.messages import for_template
 from localrt.chat_format.notations import Notation
-from localrt.chat_format.parser import TextParser
+from localrt.chat_format.parser import HarmonyParser, TextParser, is_harmony
 from localrt.chat_format.template_syntax import TemplateSyntax
-from localrt.chat_format.templates.chat_template import ChatTemplate
 from localrt.chat_format.thinking import thoughts_apart
 from tests.chat_format.call_templates import (
     ALONE,

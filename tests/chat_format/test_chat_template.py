@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localrt.chat_format.templates.chat_template import (
+from localrt.chat_format.chat_template import (
     ChatTemplate,
     MessageTemplate,
     PlainTemplate,

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from localrt.chat_format.chat_template import ChatTemplate, MessageTemplate, PlainTemplate
 from localrt.chat_format.histories import HistoryRenderer
 from localrt.chat_format.template_syntax import TemplateSyntax
-from localrt.chat_format.templates.chat_template import ChatTemplate, MessageTemplate, PlainTemplate
 from localrt.common.errors import TemplateError
 from tests.chat_format.histories import (
     HISTORIES,

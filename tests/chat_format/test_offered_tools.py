@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import localrt
+from localrt.chat_format.chat_template import ChatTemplate, PlainTemplate
 from localrt.chat_format.messages import Offers
-from localrt.chat_format.templates.chat_template import ChatTemplate, PlainTemplate
 from localrt.service.requests import RequestBuilder
 from tests.chat_format.call_templates import TEMPLATES, calling, tool
 from tests.conftest import CHATML

@@ -1,7 +1,7 @@
 """Published chat templates, which are not part of the project: their calls are read back.
 
 Set ``LOCALRT_TEST_TEMPLATES`` to a folder of ``.jinja`` files, such as llama.cpp's
-``localrt/chat_format/templates``.
+``models/templates``.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 
 import localrt
-from localrt.chat_format.harmony import is_harmony
+from localrt.chat_format.chat_template import ChatTemplate
 from localrt.chat_format.messages import for_template
-from localrt.chat_format.parser import common_start
+from localrt.chat_format.parser import common_start, is_harmony
 from localrt.chat_format.template_syntax import TemplateSyntax
-from localrt.chat_format.templates.chat_template import ChatTemplate
 from localrt.chat_format.thinking import thoughts_apart
 from localrt.common.errors import TemplateError
 from tests.chat_format.call_templates import calling, ids_of, tool

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from jinja2.ext import LoopControlExtension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from localrt.chat_format.templates import sandbox
-from localrt.chat_format.templates.chat_template import ChatTemplate
-from localrt.chat_format.templates.sandbox import SandboxedTemplate
+from localrt.chat_format import sandbox
+from localrt.chat_format.chat_template import ChatTemplate
+from localrt.chat_format.sandbox import SandboxedTemplate
 from localrt.common.errors import TemplateError
 from localrt.offload.memory import helpers_nbytes
 
@@ -101,7 +101,7 @@ MEMORY = """
 import json, resource, sys
 from pathlib import Path
 from localrt.common.errors import TemplateError
-from localrt.chat_format.templates.sandbox import SandboxedTemplate
+from localrt.chat_format.sandbox import SandboxedTemplate
 
 for source in json.load(sys.stdin):
     try:

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localrt import Thinking, split_thinking
+from localrt.chat_format.chat_template import ChatTemplate, MessageTemplate, PlainTemplate
 from localrt.chat_format.parser import TextParser
 from localrt.chat_format.template_syntax import TemplateSyntax, ThinkingSyntax, find_syntax
-from localrt.chat_format.templates.chat_template import ChatTemplate, MessageTemplate, PlainTemplate
 from localrt.chat_format.thinking import ThinkingDelta, ThoughtStream, parted
 from localrt.common.errors import OptionError
 

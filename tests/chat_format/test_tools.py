@@ -16,12 +16,11 @@ from hypothesis import strategies as st
 
 import localrt
 from localrt.chat_format.call_syntaxes import named_syntax
-from localrt.chat_format.harmony import HarmonyParser
+from localrt.chat_format.chat_template import ChatTemplate
 from localrt.chat_format.messages import arguments_of, for_template
 from localrt.chat_format.notations import Framed, JsonArguments, JsonCalls, PythonCalls
-from localrt.chat_format.parser import CallSyntax, TextParser
+from localrt.chat_format.parser import CallSyntax, HarmonyParser, TextParser
 from localrt.chat_format.template_syntax import TemplateSyntax
-from localrt.chat_format.templates.chat_template import ChatTemplate
 from localrt.chat_format.thinking import thoughts_apart
 from localrt.engine.types import ToolCall
 from tests.chat_format.call_templates import TEMPLATES, calling, tool

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import localrt
 from localrt.engine.answer import StopMatcher
-from localrt.engine.stopping import LineLimit, LineMatcher, Thinking, ThinkingLimit
+from localrt.engine.stopping import LineLimit, LineMatcher, ThinkingLimit, ThinkingState
 
 # -- stop strings ----------------------------------------------------------------------------------
 
@@ -115,7 +115,7 @@ OPEN, CLOSE, WORD = 1, 2, 3
 
 def think(wanted: list[int], limit: ThinkingLimit, *, inside: bool = False) -> list[int]:
     """The tokens that come of those that a model ``wanted``, one by one."""
-    thinking, said = Thinking(limit, inside=inside), []
+    thinking, said = ThinkingState(limit, inside=inside), []
     for want in wanted:
         forced = thinking.take()
         said.append(want if forced is None else forced)
@@ -139,7 +139,7 @@ def test_thinking_limit() -> None:
 
 
 def test_tokens_behind_thinking() -> None:
-    thinking = Thinking(ThinkingLimit(None, ((CLOSE, 8),), then=(8,)), inside=True)
+    thinking = ThinkingState(ThinkingLimit(None, ((CLOSE, 8),), then=(8,)), inside=True)
     thinking.follow(True, forced=False)
     assert thinking.free
     thinking.follow(False, forced=False)
@@ -148,7 +148,8 @@ def test_tokens_behind_thinking() -> None:
 
 @given(st.lists(st.sampled_from([OPEN, CLOSE, WORD]), max_size=30), st.integers(1, 5))
 def test_drafts_end_where_tokens_are_forced(wanted: list[int], most: int) -> None:
-    thinking, inside, free = Thinking(ThinkingLimit(most, ((CLOSE,),)), inside=False), False, 99
+    thinking = ThinkingState(ThinkingLimit(most, ((CLOSE,),)), inside=False)
+    inside, free = False, 99
     for want in wanted:
         forced = thinking.take()
         assert forced is None or free <= 1

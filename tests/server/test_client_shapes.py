@@ -11,13 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localrt.server import anthropic
+from localrt.server import anthropic, ollama
 from localrt.server.anthropic import messages_call
-from localrt.server.dialect import Generation
+from localrt.server.dialect import GenerationRequest
 from localrt.server.errors import ApiError
 from localrt.server.media import in_words
 from localrt.server.messages import text_of, unnoted
-from localrt.server.ollama import calls as ollama
 from localrt.server.openai.calls import CHAT, chat_call
 from localrt.server.request_schema import RequestSchema
 from localrt.server.responses.calls import RESPONSES, items_of, responses_call
@@ -48,13 +47,13 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 
 
-def read(kind: str, **fields: Any) -> Generation:
+def read(kind: str, **fields: Any) -> GenerationRequest:
     """The call that a body of a dialect is."""
     checked = SCHEMAS[kind].check({**ASKED[kind], **fields})
     if kind == "RESPONSES":
         return responses_call(checked, items_of(checked.get("input")))
     reading: Any = {"CHAT": chat_call, "MESSAGES": messages_call, "OLLAMA_CHAT": ollama.chat_call}
-    found: Generation = reading[kind](checked)
+    found: GenerationRequest = reading[kind](checked)
     return found
 
 
@@ -604,7 +603,7 @@ def test_any_content_and_tools(kind: str, content: Any, tool: Any, choice: Any) 
     fields: dict[str, Any] = {"tools": [tool], "tool_choice": choice}
     asked = [user(content), said(content)]
     more = {"input": [*asked, content]} if kind == "RESPONSES" else {"messages": asked}
-    found: list[Generation] = []
+    found: list[GenerationRequest] = []
     with contextlib.suppress(ApiError):
         found.append(read(kind, **fields, **more))
     for call in found:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import localrt
-from localrt.server.dialect import Generation
-from localrt.server.infill import InfillReply
+from localrt.server.dialect import GenerationRequest
+from localrt.server.infill import InfillWriter
 from tests.inside import core_of
 from tests.server.conftest import Running, needs_kernels
 from tests.server.dialects import events_in
@@ -53,8 +53,8 @@ def test_completion_with_suffix(server: Running) -> None:
 
 
 def test_infill_sign_of_life(server: Running) -> None:
-    call = Generation(prompts=[], options={})
-    sign = InfillReply(call, "tiny", server.model.tokenizer, fields={}).alive().decode()
+    call = GenerationRequest(prompts=[], options={})
+    sign = InfillWriter(call, "tiny", server.model.tokenizer, fields={}).alive().decode()
     (found,) = events_in(sign)
     assert (found["content"], found["stop"]) == ("", False)
 

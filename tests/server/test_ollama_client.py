@@ -13,9 +13,9 @@ import pytest
 
 from localrt.common.progress import Progress
 from localrt.hub import ResolvedModel
+from localrt.server import ollama_models as models
 from localrt.server.errors import ApiError
-from localrt.server.ollama import models
-from localrt.server.ollama.calls import keep_alive_s
+from localrt.server.ollama import keep_alive_s
 from tests.server.conftest import Running, serving
 from tests.server.dialects import HI
 from tests.waits import wait_for

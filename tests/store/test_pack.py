@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from localrt.chat_format.templates.chat_template import load_template
+from localrt.chat_format.chat_template import load_template
 from localrt.models.checkpoints import Checkpoint, StoreCheckpoint, open_checkpoint
 from localrt.models.registry import load_decoder, read_config
 from localrt.models.tokenizers import load_tokenizer

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localrt.chat_format.templates.chat_template import load_template
+from localrt.chat_format.chat_template import load_template
 from localrt.common.errors import TemplateError, TokenizerError
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.tensor_source import Checkpoint

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localrt.chat_format.templates.chat_template import ChatTemplate, encode_chat
+from localrt.chat_format.chat_template import ChatTemplate, encode_chat
 from localrt.common.errors import TokenizerError, UnsupportedModelError
 from localrt.models.tokenizers.base import Tokenizer
 from localrt.models.tokenizers.bpe import BYTE_TO_CHAR

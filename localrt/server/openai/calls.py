@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from localrt.server.dialect import Generation, effort, prompts_of, schema_of, tier_of
+from localrt.server.dialect import GenerationRequest, effort, prompts_of, schema_of, tier_of
 from localrt.server.errors import invalid
 from localrt.server.messages import (
     Fields,
@@ -162,7 +162,7 @@ COMPLETION = RequestSchema(
 # -- calls -----------------------------------------------------------------------------------------
 
 
-def chat_call(fields: Fields, note: Note = unnoted) -> Generation:
+def chat_call(fields: Fields, note: Note = unnoted) -> GenerationRequest:
     """Return the call for a chat; ``note`` is called for content that cannot be shown to a model.
 
     Raises:
@@ -183,7 +183,7 @@ def chat_call(fields: Fields, note: Note = unnoted) -> Generation:
     choice, functions = chosen(fields.get("tool_choice"), tools)
     if choice != "auto":
         options["tool_choice"] = choice
-    return Generation(
+    return GenerationRequest(
         prompts=[{"prompt": _messages(fields["messages"], note), "tools": functions or None}],
         options=options,
         choices=fields.get("n") or 1,
@@ -196,7 +196,7 @@ def chat_call(fields: Fields, note: Note = unnoted) -> Generation:
     )
 
 
-def completion_call(fields: Fields) -> Generation:
+def completion_call(fields: Fields) -> GenerationRequest:
     """Return the call for a text completion.
 
     Raises:
@@ -219,7 +219,7 @@ def completion_call(fields: Fields) -> Generation:
     if len(texts) > 1 or echo or only_reads:  # requests of programs, not of users
         kind = "background"
     own = {"raw": True} if suffix is None else {"suffix": suffix}
-    return Generation(
+    return GenerationRequest(
         prompts=[
             {"prompt": text, **own} if isinstance(text, str) else {"token_ids": text}
             for text in texts

@@ -18,9 +18,9 @@ from localrt.engine.types import Chunk, Metrics
 from localrt.server.dialect import (
     LEAST_LOGPROB,
     Endpoint,
-    Generation,
+    GenerationRequest,
     Payload,
-    Reply,
+    ResponseWriter,
     TokenBytes,
     event,
 )
@@ -47,12 +47,12 @@ def usage(metrics: Iterable[Metrics], prompts: int = 1) -> dict[str, object]:
     }
 
 
-class Completion(Reply):
+class Completion(ResponseWriter):
     """A response with choices, whose form is defined by subclasses."""
 
     kind = stream_kind = prefix = ""
 
-    def __init__(self, call: Generation, model: str, tokenizer: TokenBytes) -> None:
+    def __init__(self, call: GenerationRequest, model: str, tokenizer: TokenBytes) -> None:
         super().__init__(call, model, tokenizer)
         self._head = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
@@ -116,7 +116,7 @@ class ChatReply(Completion):
 
     kind, stream_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def __init__(self, call: Generation, model: str, tokenizer: TokenBytes) -> None:
+    def __init__(self, call: GenerationRequest, model: str, tokenizer: TokenBytes) -> None:
         super().__init__(call, model, tokenizer)
         self._streams: dict[int, ThoughtStream] = {}
 
@@ -190,7 +190,7 @@ class TextReply(Completion):
 
     kind, stream_kind, prefix = "text_completion", "text_completion", "cmpl"
 
-    def __init__(self, call: Generation, model: str, tokenizer: TokenBytes) -> None:
+    def __init__(self, call: GenerationRequest, model: str, tokenizer: TokenBytes) -> None:
         super().__init__(call, model, tokenizer)
         self._lengths: dict[int, int] = {}  # lengths of the texts so far, for offsets
 

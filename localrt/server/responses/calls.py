@@ -10,7 +10,7 @@ from typing import Any
 from uuid import uuid4
 
 from localrt.chat_format.thinking import THOUGHT_FIELDS
-from localrt.server.dialect import Generation, effort, schema_of, tier_of
+from localrt.server.dialect import GenerationRequest, effort, schema_of, tier_of
 from localrt.server.errors import invalid
 from localrt.server.messages import (
     Fields,
@@ -86,7 +86,9 @@ _NOT_HERE = {
 }
 
 
-def responses_call(fields: Fields, items: Sequence[Fields], note: Note = unnoted) -> Generation:
+def responses_call(
+    fields: Fields, items: Sequence[Fields], note: Note = unnoted
+) -> GenerationRequest:
     """Return the call that answers ``items``, oldest first.
 
     ``note`` is called for content that cannot be shown to a model.
@@ -114,7 +116,7 @@ def responses_call(fields: Fields, items: Sequence[Fields], note: Note = unnoted
         options["tool_choice"] = choice
     instructions = fields.get("instructions")
     system = [{"role": "system", "content": instructions}] if instructions else []
-    return Generation(
+    return GenerationRequest(
         prompts=[{"prompt": [*system, *conversation(items, note)], "tools": functions or None}],
         options=options,
         stream=bool(fields.get("stream")),

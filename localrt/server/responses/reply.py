@@ -19,9 +19,9 @@ from localrt.chat_format.thinking import ThoughtStream
 from localrt.engine.types import Chunk, Metrics, ToolCall
 from localrt.server.dialect import (
     Endpoint,
-    Generation,
+    GenerationRequest,
     Payload,
-    Reply,
+    ResponseWriter,
     TokenBytes,
     event,
 )
@@ -57,12 +57,12 @@ _WRITTEN = {
 _EVENTS = {"reasoning": "response.reasoning_text", "message": "response.output_text"}
 
 
-class ResponseReply(Reply):
+class ResponsesWriter(ResponseWriter):
     """A response. ``fields`` are the request's. ``keep`` is called with the finished response."""
 
     def __init__(
         self,
-        call: Generation,
+        call: GenerationRequest,
         model: str,
         tokenizer: TokenBytes,
         *,
@@ -257,7 +257,7 @@ async def create(request: Request) -> Response:
         if fields.get("store") is not False:
             service.responses.put(response, items)
 
-    return await answer(asked, call, partial(ResponseReply, fields=fields, keep=keep))
+    return await answer(asked, call, partial(ResponsesWriter, fields=fields, keep=keep))
 
 
 async def input_tokens(request: Request) -> Response:

@@ -238,7 +238,7 @@ class ChatTemplate(MessageTemplate):
         with_tools: str | None = None,
     ) -> None:
         # Jinja2 takes a tenth of a second to import, and not every model brings a template
-        from localrt.chat_format.templates.sandbox import SandboxedTemplate
+        from localrt.chat_format.sandbox import SandboxedTemplate
 
         self.source = source
         self.tool_source = with_tools or source
@@ -437,7 +437,7 @@ def _shape(message: Mapping[str, object], *, parts: bool) -> dict[str, object]:
         raise TemplateError('a message must be a mapping with a "role", such as {"role": "user"}')
     shaped = dict(message)
     content = shaped.get("content")
-    if isinstance(content, list | tuple) and any(map(_is_picture, content)):
+    if isinstance(content, list | tuple) and PICTURE in content:
         return shaped
     if isinstance(content, str):
         if parts:
@@ -447,10 +447,6 @@ def _shape(message: Mapping[str, object], *, parts: bool) -> dict[str, object]:
     elif message["role"] in _SPEAKING:
         raise TemplateError(f'a {message["role"]} message must have a "content", its text')
     return shaped
-
-
-def _is_picture(part: object) -> bool:
-    return isinstance(part, Mapping) and part == PICTURE
 
 
 def _flatten(content: object) -> str:
@@ -464,3 +460,66 @@ def _flatten(content: object) -> str:
             raise TemplateError(f"a message's content may only hold text, not {kind!r:.100}")
         texts.append(text)
     return "\n".join(texts)
+
+
+# -- what prompts share -------------------------------------------------------------------------
+
+_OPENING_IDS, _LONGEST_OPENING = (
+    3,
+    256,
+)  # ids that tell an answer's opening, and the last ones with it
+_MARKS = "AAaa", "BBbb"  # stand for messages of which a chat template's text is found
+
+
+class SharedPrefixes:
+    """How much of a conversation's ids other prompts of ``template`` begin with, too.
+
+    Recurrent states are kept there, since they cannot go back to every token.
+    """
+
+    def __init__(self, template: MessageTemplate, tokenizer: Tokenizer) -> None:
+        self._template, self._tokenizer = template, tokenizer
+
+    def lengths(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """Return how many of a conversation's ids come before its first question and before its
+        answer's opening, as far as that is known.
+        """
+        question, answer = self._before_question, self._before_answer
+        last = len(ids) - len(answer)
+        asked = _find(question, ids, range(last - len(question)))
+        answered = _find(answer, ids, range(last, max(last - _LONGEST_OPENING, 0), -1))
+        ends = asked and asked + len(question), answered
+        return tuple(end for end in ends if end)
+
+    @cached_property
+    def _before_answer(self) -> list[int]:
+        """The first ids of what the template writes before an answer."""
+        turn = [{"role": "user", "content": "."}]
+        asked = self._written(turn, add_generation_prompt=False)
+        opened = self._written(turn).removeprefix(asked) if asked else ""
+        return self._encoded(opened)[:_OPENING_IDS]
+
+    @cached_property
+    def _before_question(self) -> list[int]:
+        """The ids that the template writes between a system message and a user's."""
+        roles = zip(("system", "user"), _MARKS, strict=True)
+        turns = [{"role": role, "content": mark} for role, mark in roles]
+        text = self._written(turns, add_generation_prompt=False)
+        return self._encoded(text.partition(_MARKS[0])[2].partition(_MARKS[1])[0])
+
+    def _written(self, messages: Sequence[Mapping[str, object]], **options: Any) -> str:
+        try:
+            return self._template.render(messages, **options)
+        except TemplateError:
+            return ""
+
+    def _encoded(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special=False, parse_special=True)
+
+
+def _find(part: Sequence[int], ids: Sequence[int], places: Iterable[int]) -> int:
+    """Return the first of ``places`` where ``part`` is in ``ids``; 0 if it is empty or nowhere."""
+    if not part:
+        return 0
+    begins = (place for place in places if ids[place] == part[0])  # few are, of many
+    return next((i for i in begins if ids[i : i + len(part)] == part), 0)

@@ -28,7 +28,7 @@ from localrt.server.dialect import Endpoint
 from localrt.server.errors import ApiError, JsonResponse, failure, invalid, ollama_error
 from localrt.server.generating import until_gone
 from localrt.server.models import ModelEntry
-from localrt.server.ollama.reply import LINES, line
+from localrt.server.ollama import LINES, line
 from localrt.server.request_schema import FILLED, FLAG, Field, RequestSchema
 from localrt.server.service import Service, service_of
 

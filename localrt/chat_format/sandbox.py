@@ -1,8 +1,9 @@
-"""Renders chat templates, which are code from the internet, in a separate process.
+"""Renders chat templates in the process of ``jinja_sandbox.py``, one for all of this program.
 
-One process renders all templates of this program. No template can hold up the interpreter here;
-when one takes too long or too much memory, the process is killed, and the next request starts
-another. It does not know messages or models.
+No template can hold up the interpreter here: when one takes too long or too much memory, its
+process ends, and the next request starts another. A packaged program that has no helpers
+(``localrt/common/processes.py``) renders in its own process, without limits. It does not know
+messages or models.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class _Renderer:
                 found: dict[str, str] = answer
                 return found
         # A packaged program without helpers chooses its own templates.
-        from localrt.chat_format.templates.jinja_sandbox import answer as answer_here
+        from localrt.chat_format.jinja_sandbox import answer as answer_here
 
         return answer_here(source, json.loads(line)["variables"], len(line))
 
@@ -166,7 +167,7 @@ def _command() -> list[str]:
     if not has_helpers() or len(origins) < len(found):
         return []
     folders = list(dict.fromkeys(Path(origin).parents[1] for origin in origins))
-    return helper_command("localrt.chat_format.templates.jinja_sandbox", folders=folders)
+    return helper_command("localrt.chat_format.jinja_sandbox", folders=folders)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -1,9 +1,11 @@
-"""Jinja2 for chat templates, configured as in transformers, and the process that renders them.
+"""The sandbox of chat templates: Jinja2, configured as in transformers, in a process of its own.
 
-Chat templates are code from the internet, so they run in a separate process, which is killed when a
-template takes too long or too much memory (``localrt.chat_format.templates.sandbox`` starts it). It
-reads one request per line and answers each with a line. On Linux it has no
-network, starts no program and no thread, and opens no files but Python's.
+Chat templates are code from the internet. Jinja2's immutable sandbox renders them in a process that
+``sandbox.py`` starts, and that imports only Jinja2; its 12 MB count as this process's. It reads one
+request per line and answers each with a line. It limits itself by the kernel: to a second of CPU
+time and 128 MB, and more in proportion to its input. On Linux it has no network, starts no program
+and no thread, and opens no files but Python's. MiniJinja's fuel was tried instead: it rendered 19
+of 275 published cases differently, and took minutes to compare, show and add nested lists.
 """
 
 from __future__ import annotations

@@ -1,1 +1,0 @@
-"""Ollama's ``/api``: chat, generate, embed, and information about models."""
