@@ -21,7 +21,6 @@ from localrt.offload.device.gpu import Clock, Gpu
 from localrt.planning.machine import parse_gpu
 from localrt.quant.cpu.ops import NativeOps
 from tests.conftest import needs_kernels
-from tests.drafts.conftest import Choose
 
 pytestmark = [
     needs_kernels,
