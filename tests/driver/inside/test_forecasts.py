@@ -23,16 +23,15 @@ import pytest
 from benchmarks.common.random_store import write_store
 from localrt.common.files import PAGE
 from localrt.models.decoder import Decoder
-from localrt.offload.account import Budgets
 from localrt.offload.experts.cache import ExpertCosts
 from localrt.offload.experts.hybrid import HybridExperts, RecordedLayers, RecordedPass
 from localrt.offload.placement import Placement, Where
 from localrt.offload.shapes import shape_from_checkpoint
 from localrt.planning.costs import Costs
-from localrt.planning.forecast import PlanRequest
 from localrt.planning.machine import GpuProfile, KernelRate, MachineProfile
-from localrt.planning.search import Candidate, Rooms, best_of
+from localrt.planning.search import best_solution
 from localrt.planning.simulate import simulate
+from localrt.planning.solve import Rooms
 from tests.driver.inside.conftest import Kernels
 from tests.driver.inside.gpus import all_in_ram, made, on_gpu, stages
 from tests.driver.standin import Driver
@@ -220,22 +219,15 @@ RTX_4060 = Machine(link=12.5e9, gpu=231e9, cpu=50e9)
 """Beside DDR5-5600, with the RAM's bandwidth that copies leave the CPU."""
 
 
-def planned(model: Model, costs: Costs, *, splits: bool) -> Candidate:
+def planned(model: Model, costs: Costs, *, splits: bool) -> Placement:
     """The best placement with room on the GPU for 65 % of the MLPs."""
     sizes = [(u.nbytes, 0.65 if u.kind == "mlp" else u.macs > 0) for u in costs.shape.units]
     vram = sum(round(nbytes * share) for nbytes, share in sizes)
-    request = PlanRequest(
-        shape=costs.shape,
-        machine=costs.machine,
-        budgets=Budgets(ram=1 << 40, vram=vram, process=0, cuda_context=0, scratch=0),
-        ctx=40,
-        held=40,
-        splits=splits,
-    )
-    found = best_of(request, Rooms(ram=1 << 40, vram=vram, kv=(0,) * LAYERS), 512)
+    rooms = Rooms(ram=1 << 40, vram=vram, kv=(0,) * LAYERS)
+    found = best_solution(replace(costs, held=40), rooms, 512, splits=splits)
     assert found is not None
-    assert bool(found.placement.split) is splits
-    return found
+    assert bool(found.split) is splits
+    return found.placement()
 
 
 @pytest.mark.slow
@@ -252,8 +244,10 @@ def test_split(
     machine = replace(machine, scale=148e6 / mlp)
     costs = profile(tall, machine)
     best = [planned(tall, costs, splits=splits) for splits in (False, True)]
-    took = [decode(tall, driver, machine, each.placement).seconds for each in best]
-    assert [each.pass_s for each in best] == pytest.approx(took, rel=0.1)
+    took = [decode(tall, driver, machine, each).seconds for each in best]
+    costs = replace(costs, held=40)
+    replayed = [simulate(costs, each, passes=3, warm_up=2).seconds for each in best]
+    assert replayed == pytest.approx(took, rel=0.1)
     assert 1 / took[1] > tok_s
     assert took[0] / took[1] > gain
 
