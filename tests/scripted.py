@@ -10,7 +10,7 @@ import numpy as np
 
 import localrt
 from localrt.chat_format.chat_template import ChatTemplate, MessageTemplate
-from localrt.engine.loop import generate
+from localrt.engine.batch.sequence import generate
 from localrt.engine.protocol import EngineSession
 from localrt.engine.types import Chunk
 from localrt.service.requests import RequestBuilder

@@ -13,8 +13,8 @@ from typing import Any, Literal, TypeAlias
 
 from localrt.common.errors import LocalrtError, OptionError, TokenizerError
 from localrt.common.progress import ProgressCallback
+from localrt.engine.batch.offline import generate_batch
 from localrt.engine.batch.sequence import failed
-from localrt.engine.loop import generate_batch
 from localrt.engine.pool import kv_room
 from localrt.engine.request import Request
 from localrt.engine.types import Chunk, Message

@@ -24,8 +24,8 @@ from localrt.common.progress import ProgressCallback, note_to
 from localrt.common.settings import KV_DISK, Settings
 from localrt.drafts.loading import load_with_draft
 from localrt.drafts.selection import Drafts
+from localrt.engine.batch.sequence import generate
 from localrt.engine.cache_retention import PERSON, KvKeeper
-from localrt.engine.loop import generate
 from localrt.engine.options import read_options
 from localrt.engine.pool import SessionPool, caches_on_gpu, kv_room, ram_room
 from localrt.engine.protocol import Engine, EngineSession

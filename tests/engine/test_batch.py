@@ -16,8 +16,8 @@ from localrt.common.errors import (
     LocalrtError,
 )
 from localrt.common.progress import Progress
+from localrt.engine.batch.offline import generate_batch
 from localrt.engine.batch.sequence import BatchSequence
-from localrt.engine.loop import generate_batch
 from localrt.engine.pool import kv_room, ram_room
 from localrt.engine.protocol import Engine, EngineInfo
 from localrt.engine.request import Request

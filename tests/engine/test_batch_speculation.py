@@ -11,7 +11,7 @@ import pytest
 
 from localrt.common.errors import MemoryBudgetError
 from localrt.engine.batch.live import Live, LiveLimits
-from localrt.engine.loop import generate_batch
+from localrt.engine.batch.offline import generate_batch
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.request import Request
 from localrt.engine.speculation import Speculation

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from localrt.engine.batch.live import Live, LiveLimits
-from localrt.engine.loop import generate, generate_batch
+from localrt.engine.batch.offline import generate_batch
+from localrt.engine.batch.sequence import generate
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.request import Request
 from localrt.engine.sampling import Sampling

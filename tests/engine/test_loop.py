@@ -6,7 +6,7 @@ import threading
 from typing import Any
 
 from localrt.common.progress import Progress
-from localrt.engine.loop import generate
+from localrt.engine.batch.sequence import generate
 from localrt.engine.request import Request
 from localrt.engine.sampling import Sampling
 from localrt.engine.types import Chunk

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from localrt.common.errors import LocalrtError, MemoryBudgetError
-from localrt.engine.loop import generate
+from localrt.engine.batch.sequence import generate
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.protocol import EngineInfo
 from localrt.engine.request import Request

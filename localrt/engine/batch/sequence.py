@@ -1,15 +1,17 @@
 """One sequence, in a batch or alone: the tokens to compute next, and its answer so far.
 
-It does not know other sequences or memory.
+``generate`` is the loop of a lone answer: its passes are its own, on its caller's session. No other
+sequence is known here, and no memory.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Generic, TypeAlias, TypeVar
 
-from localrt.common.errors import LocalrtError
+from localrt.common.errors import CancelledError, LocalrtError
 from localrt.common.progress import Progress
 from localrt.engine.answer import Answer
 from localrt.engine.pool import copy_prefix
@@ -249,3 +251,42 @@ class BatchSequence(Generic[Owner]):
 def failed(error: LocalrtError) -> Chunk:
     """Return the only chunk of a prompt that cannot run."""
     return Chunk("", (), Metrics(), "error", error=error)
+
+
+def generate(
+    session: EngineSession, tokenizer: Tokenizer | None, request: Request
+) -> Iterator[Chunk]:
+    """Yield one chunk per token, and a last one with the finish reason.
+
+    Cancelling (``request.cancel``) ends with finish reason ``"cancelled"`` within one layer's time.
+    The session keeps what was computed, for the next request to reuse.
+
+    Raises:
+        ContextOverflowError: the prompt leaves no room for one token.
+    """
+    request.check(ctx=session.capacity)
+    return _run(session, tokenizer, request)
+
+
+def _run(session: EngineSession, tokenizer: Tokenizer | None, request: Request) -> Iterator[Chunk]:
+    check = raising(request.cancel)
+    sequence = BatchSequence(None, request, session.capacity)
+    try:
+        sequence.start(session, tokenizer, alone=True)
+        while not sequence.done:
+            # The pass has no name here, so that its logits are freed before the next one.
+            yield from sequence.accept(sequence.compute(session, check), check)
+    except CancelledError:
+        yield sequence.end("cancelled")
+    finally:
+        sequence.settle()
+
+
+def raising(cancel: threading.Event) -> Check:
+    """The check of passes that ``cancel`` abandons."""
+
+    def check() -> None:
+        if cancel.is_set():
+            raise CancelledError("the generation was cancelled")
+
+    return check

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from localrt.engine.loop import generate
+from localrt.engine.batch.sequence import generate
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.request import Request
 from localrt.engine.sampling import Sampling

@@ -1,14 +1,13 @@
-"""The generation loops: one prompt on a session, or many that share passes, to chunks.
+"""Offline batching: the answers to a fixed list of prompts, which share passes.
 
-A lone answer is the sequence of a batch of one: its passes are its own, on its caller's session. Of
-many prompts, known at the start, each pass serves a block of sequences, and one event cancels all;
-``batch/live.py`` is for prompts that come and go. No templates, files or engines are known here.
+Each pass serves a block of sequences, and one event cancels all. ``live.py`` is for prompts that
+come and go. No templates, files or engines are known here.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
 
 import numpy as np
@@ -18,53 +17,14 @@ from localrt.common.formatting import format_bytes
 from localrt.common.option_names import option
 from localrt.common.progress import Progress, ProgressCallback
 from localrt.engine.batch.schedule import MOST_SEQUENCES, Schedule, Terms
-from localrt.engine.batch.sequence import BatchSequence
+from localrt.engine.batch.sequence import BatchSequence, raising
 from localrt.engine.batch.waiting import FairQueue
-from localrt.engine.protocol import Engine, EngineSession
+from localrt.engine.protocol import Engine
 from localrt.engine.request import Request
 from localrt.engine.sampling import check_integer
 from localrt.engine.types import Chunk
 from localrt.models.tokenizers.base import Tokenizer
 from localrt.quant.ops.protocol import Check
-
-
-def generate(
-    session: EngineSession, tokenizer: Tokenizer | None, request: Request
-) -> Iterator[Chunk]:
-    """Yield one chunk per token, and a last one with the finish reason.
-
-    Cancelling (``request.cancel``) ends with finish reason ``"cancelled"`` within one layer's time.
-    The session keeps what was computed, for the next request to reuse.
-
-    Raises:
-        ContextOverflowError: the prompt leaves no room for one token.
-    """
-    request.check(ctx=session.capacity)
-    return _run(session, tokenizer, request)
-
-
-def _run(session: EngineSession, tokenizer: Tokenizer | None, request: Request) -> Iterator[Chunk]:
-    check = _raising(request.cancel)
-    sequence = BatchSequence(None, request, session.capacity)
-    try:
-        sequence.start(session, tokenizer, alone=True)
-        while not sequence.done:
-            # The pass has no name here, so that its logits are freed before the next one.
-            yield from sequence.accept(sequence.compute(session, check), check)
-    except CancelledError:
-        yield sequence.end("cancelled")
-    finally:
-        sequence.settle()
-
-
-def _raising(cancel: threading.Event) -> Check:
-    """Return the check of passes that ``cancel`` abandons."""
-
-    def check() -> None:
-        if cancel.is_set():
-            raise CancelledError("the generation was cancelled")
-
-    return check
 
 
 def generate_batch(
@@ -100,7 +60,7 @@ def generate_batch(
     for request in requests:
         waiting.push(None, BatchSequence(*request, ctx))
 
-    check = _raising(cancel)
+    check = raising(cancel)
     terms = Terms(most=size or MOST_SEQUENCES, capacity=None if engine.shares_passes else ctx)
     schedule = Schedule(engine, tokenizer, waiting, terms, room=lambda: room, check=check)
     if size is not None and engine.shares_passes:
