@@ -330,16 +330,14 @@ class ModelPool(Models):
     def _shrink(self, slot: _PooledModel, nbytes: int, *, gpu: bool = False) -> bool:
         """Make a model free ``nbytes`` of idle caches or weights; return whether it could."""
         assert slot.served is not None, "it is loaded"
-        model, stats, use = slot.served.model, slot.served.live.stats(), slot.gpu if gpu else None
+        model, stats = slot.served.model, slot.served.live.stats()
         caches = stats.parked_bytes if slot.on_gpu and not gpu else stats.kv_bytes
-        weights = model.weights_in_ram if model.info.streamed else 0
-        if use is not None:  # where its caches and weights go
-            weights = use.leavable
-            model.leave_ram(-min(max(0, self._free()), nbytes, caches + weights))
+        if gpu and (use := slot.gpu) is not None:  # where its caches and weights go
+            model.leave_ram(-min(max(0, self._free()), nbytes, caches + use.leavable))
         slot.served.live.park("ram" if gpu else "disk")
         if (nbytes := nbytes - caches) <= 0:
             return True
-        if use is None:
+        if not gpu or (use := slot.gpu) is None:  # without the caches
             left = model.leave_ram(nbytes)
         else:
             with suppress(MemoryBudgetError):

@@ -122,14 +122,13 @@ def test_draft_fails(folder: Path, devices: list[str], monkeypatch: pytest.Monke
 
     monkeypatch.setattr(loading, "load_draft", full)
     loaded: list[Any] = []
-    from localrt.service import core
 
     def load(path: Path, options: Any, *more: Any, **others: Any) -> Any:
         loaded.append(options)
         return load_model(path, replace(options, device="cpu"), *more, **others)
 
-    load_model = core.load_model
-    monkeypatch.setattr(core, "load_model", load)
+    load_model = loading.load_model
+    monkeypatch.setattr(loading, "load_model", load)
     with localrt.load(folder, device="cuda", draft=str(folder), ctx=64) as model:
         assert "is not used: it needs 1 GB and 0 B" in model.info.notes[-1]
     assert [options.device for options in loaded] == ["cuda"]  # as without a draft

@@ -24,7 +24,7 @@ turns = 1
 goals = { ttft_s = 600 }
 [[app]]
 name = "typing"
-class = "completion"
+class = "interactive"
 kind = "completion"
 model = "small"
 every_s = 10

@@ -91,7 +91,7 @@ MISTAKES = [
     ('small = "a.gguf"', "small = 3", "[models]: small must be a text, is 3"),
     ('ram = "2GB"', "quick = true", "[server]: quick is unknown: known: ram"),
     ('name = "chat"', "", "[[app]] 1: name is missing"),
-    ('"interactive"', '"urgent"', "[[app]] 1: class must be one of interactive, completion, back"),
+    ('"interactive"', '"urgent"', "[[app]] 1: class must be one of interactive, background"),
     ('kind = "chat"', 'kind = "talk"', "[[app]] 1: kind must be one of chat, completion, agent"),
     ('model = "small"', 'model = "big"', "[[app]] 1: model 'big' is not in [models]"),
     ("every_s = 5", "", "[[app]] 1: arrivals are missing: give one of every_s, poisson_s, closed"),
