@@ -327,6 +327,10 @@ def _choose_reads(problem: Problem, rest: Sequence[int]) -> list[int] | None:
             for number, group in enumerate(problem.classes)
             if group.use == use and rest[number] and Where.SSD in problem.places(group)
         ]
+        # The head's slices last: its reads come one after another at the end of a pass, while those
+        # of layers are spread over it. Qwen2.5 1.5B in 1 GB made 13.2 tokens a second with the
+        # whole head read first, 15.1 with most of the layers' attention.
+        members.sort(key=lambda n: (problem.classes[n].kind == "head", -problem.classes[n].nbytes))
         sizes = [problem.classes[number].nbytes for number in members]
         limits = [rest[number] for number in members]
         for number, count in zip(members, cover(sizes, limits, deficit), strict=True):
@@ -339,10 +343,10 @@ def cover(sizes: Sequence[int], limits: Sequence[int], target: int) -> list[int]
     """Return counts per size, within ``limits``, whose sum is ``target`` or little more; all if
     they do not reach it.
 
-    The largest come first as far as the target goes, then the smallest until it is reached, less
-    those that are then too many.
+    The first come first as far as the target goes, then the last until it is reached, less those
+    that are then too many.
     """
-    order = sorted(range(len(sizes)), key=lambda number: sizes[number], reverse=True)
+    order = range(len(sizes))
     chosen, missing = [0] * len(sizes), target
     for number in order:
         chosen[number] = min(limits[number], missing // sizes[number])
