@@ -320,9 +320,9 @@ class HistoryRenderer:
 
     def _forms(self, history: _History) -> Iterator[_History]:
         """Yield ``history``, then its rewritten forms."""
-        yield UNCHANGED.shaped(history)
-        shape = self._form if any(m.get("tool_calls") for m in history) else UNCHANGED
         seen = [UNCHANGED.shaped(history)]
+        yield seen[0]
+        shape = self._form if any(m.get("tool_calls") for m in history) else UNCHANGED
         for rewrites in _REWRITES:
             form = history
             for rewrite in rewrites:

@@ -195,10 +195,7 @@ def find_forecast(request: PlanRequest) -> Forecast | None:
     The times of a model whose file is not here (``request.quantization``) are the formulas', as in
     tables of models; others are a replay's.
     """
-    solution, notes = (
-        find_solution(request),
-        list(filter(None, (request.note, *request.shape.notes))),
-    )
+    solution = find_solution(request)
     if solution is None:
         plan = find_forecast(request.without_gpu()) if request.uses_gpu else None
         if plan is None:
@@ -208,6 +205,7 @@ def find_forecast(request: PlanRequest) -> Forecast | None:
     if not request.uses_gpu:
         request = replace(request, machine=request.machine.without_gpu())
     shape, placement = request.shape, solution.placement()
+    notes = list(filter(None, (request.note, *shape.notes)))
     if layers := placement.kv.count("ssd"):
         notes.append(f"keys and values of {layers} layers live on the SSD: they do not fit in RAM")
     if shape.experts is not None:
