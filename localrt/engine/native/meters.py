@@ -23,6 +23,7 @@ from localrt.offload.account import (
     Account,
     activation_nbytes,
     logits_nbytes,
+    pass_logits_nbytes,
     weight_nbytes,
 )
 from localrt.offload.shapes import ModelShape, PassSizes
@@ -50,9 +51,11 @@ class RamForecast:
         """Return the bytes for caches of ``kv`` bytes and passes of at most ``rows`` rows,
         ``logit_rows`` of them with logits.
         """
-        held = self.weights + kv + logits_nbytes(self.sizes.vocab, max(0, logit_rows - 1))
-        if self.room is not None:
-            held = min(held, self.room)
+        held = self.weights + kv
+        if self.room is None:
+            held += logits_nbytes(self.sizes.vocab, max(0, logit_rows - 1))
+        else:  # its head is in slices
+            held = min(held + pass_logits_nbytes(self.sizes.vocab, logit_rows), self.room)
         return self.process + held + activation_nbytes(self.sizes, rows)
 
     def within(self, budget: int) -> RamForecast:
