@@ -19,7 +19,7 @@ from localrt.quant.ops.protocol import Batch, Span
 from tests.conftest import needs_kernels
 from tests.models.tiny import CONFIGS, oracle, relative_error, tokens
 from tests.models.tiny_configs import DEEPSEEK_DENSE, DEEPSEEK_SPARSE
-from tests.ops.recurrent_layers import tree_mask
+from tests.ops.layers import tree_mask
 from tests.ops.test_native_matmul import ISAS
 from tests.ops.test_native_steps import load
 

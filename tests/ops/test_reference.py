@@ -1,4 +1,4 @@
-"""Routing on torch against its definition in plain numpy, and what slots are filled with."""
+"""Torch's routers, experts and streams, and the kernels' streams, against their definitions."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ import numpy as np
 import pytest
 import torch
 
+from localrt.quant.cpu.ops import NativeOps
+from localrt.quant.formats import FORMATS, PackedTensor
 from localrt.quant.ops.experts import ExpertSpec, ExpertWeights, RouterSpec, RouterWeights
 from localrt.quant.ops.protocol import MlpSpec, MlpWeights
+from localrt.quant.ops.streams import ConnectionWeights
 from localrt.quant.reference.experts import route
 from localrt.quant.reference.ops import TorchOps
+from tests.conftest import needs_kernels
 from tests.ops.oracles import gated
-from tests.ops.test_native_experts_routing import SPECS, assert_same, choose
+from tests.ops.test_native_matmul import ISAS
+from tests.ops.test_native_routing import SPECS, assert_same, choose
 
 
 def spec(count: int = 8, used: int = 2, **options: Any) -> RouterSpec:
@@ -57,7 +62,7 @@ def test_impossible_routers(options: dict[str, Any], message: str) -> None:
         spec(**options)
 
 
-HIDDEN, INNER = 16, 24
+WIDTH, INNER = 16, 24
 
 
 @pytest.fixture
@@ -70,10 +75,10 @@ def experts(count: int, seed: int = 0, *, gated: bool = True) -> list[ExpertWeig
     wide = (2 if gated else 1) * INNER
     return [
         ExpertWeights(
-            gate_up=torch.randn(wide, HIDDEN),
-            down=torch.randn(HIDDEN, INNER),
+            gate_up=torch.randn(wide, WIDTH),
+            down=torch.randn(WIDTH, INNER),
             gate_up_bias=torch.randn(wide),
-            down_bias=torch.randn(HIDDEN),
+            down_bias=torch.randn(WIDTH),
         )
         for _ in range(count)
     ]
@@ -90,8 +95,8 @@ def expected(x: torch.Tensor, weights: ExpertWeights, kind: ExpertSpec) -> torch
 def test_slots(ops: TorchOps, activation: Any) -> None:
     kind = ExpertSpec(activation=activation, limit=1.5)
     all_experts = experts(6, gated=kind.gated)
-    x = torch.randn(9, HIDDEN)
-    weights = RouterWeights(norm=torch.ones(HIDDEN), gate=torch.randn(6, HIDDEN))
+    x = torch.randn(9, WIDTH)
+    weights = RouterWeights(norm=torch.ones(WIDTH), gate=torch.randn(6, WIDTH))
     normed, routing = ops.norm_route(x, weights, spec(6, 3))
     tables = [ops.expert_table(6), ops.expert_table(6)]
     for number, own in enumerate(all_experts):
@@ -103,8 +108,8 @@ def test_slots(ops: TorchOps, activation: Any) -> None:
         for k, expert in enumerate(routing.chosen[row].tolist()):
             own = expected(normed[row], all_experts[expert], kind)
             torch.testing.assert_close(slots[row * 3 + k], own, atol=1e-4, rtol=1e-4)
-    shared = torch.randn(9, HIDDEN)
-    total = (slots.view(9, 3, HIDDEN) * torch.from_numpy(routing.weights)[:, :, None]).sum(1)
+    shared = torch.randn(9, WIDTH)
+    total = (slots.view(9, 3, WIDTH) * torch.from_numpy(routing.weights)[:, :, None]).sum(1)
     combined = ops.combine_experts(slots, routing, shared.clone())
     torch.testing.assert_close(combined, total + shared, atol=1e-4, rtol=1e-4)
 
@@ -119,9 +124,9 @@ def test_expert_table(ops: TorchOps) -> None:
 
 
 def test_a_shared_mlp_and_its_gate(ops: TorchOps) -> None:
-    x, gate = torch.randn(5, HIDDEN), torch.randn(1, HIDDEN)
+    x, gate = torch.randn(5, WIDTH), torch.randn(1, WIDTH)
     weights = MlpWeights(
-        norm=None, gate_up=torch.randn(2 * INNER, HIDDEN), down=torch.randn(HIDDEN, INNER)
+        norm=None, gate_up=torch.randn(2 * INNER, WIDTH), down=torch.randn(WIDTH, INNER)
     )
     kind = MlpSpec(activation="silu", eps=1e-6)
     plain = ops.shared_mlp(x, weights, kind, None)
@@ -135,12 +140,100 @@ def test_a_shared_mlp_and_its_gate(ops: TorchOps) -> None:
 
 def test_the_router_is_float32_in_a_bf16_model() -> None:
     ops = TorchOps(compute_format="bf16")
-    x = torch.randn(7, HIDDEN).bfloat16()
+    x = torch.randn(7, WIDTH).bfloat16()
     weights = RouterWeights(
-        norm=torch.ones(HIDDEN).bfloat16(), gate=torch.randn(6, HIDDEN).bfloat16()
+        norm=torch.ones(WIDTH).bfloat16(), gate=torch.randn(6, WIDTH).bfloat16()
     )
     normed, routing = ops.norm_route(x, weights, spec(6, 3))
     logits = normed.float() @ weights.gate.float().T
     assert normed.dtype == torch.bfloat16
     best = logits.sort(dim=1, descending=True, stable=True).values[:, :3].softmax(1)
     np.testing.assert_allclose(routing.weights, best.numpy(), rtol=1e-5)
+
+
+IMPLEMENTATIONS = [
+    pytest.param(lambda: TorchOps(compute_format="f32"), id="torch"),
+    *(
+        pytest.param(lambda isa=isa: NativeOps(threads=2, isa=isa), id=isa, marks=needs_kernels)
+        for isa in ISAS
+    ),
+]
+ROWS, EPS = 7, 1e-6
+
+
+def theirs(hidden: int, count: int, rank: int, *, shares: bool) -> torch.nn.Module:
+    modeling = pytest.importorskip("transformers.models.qwen4_exp.modeling_qwen4_exp")
+    torch.manual_seed(hidden)
+    config = modeling.Qwen4ExpTextConfig(
+        hidden_size=hidden, hc_count=count, hc_lowrank=rank, rms_norm_eps=EPS, eos_token_id=0
+    )
+    module = modeling.Qwen4ExpTextGatedResidual(config, use_combine=shares)
+    for each in module.parameters():
+        torch.nn.init.normal_(each, std=0.3)
+    return module
+
+
+def weights_of(ops: Any, module: torch.nn.Module, count: int) -> ConnectionWeights:
+    def matrix(linear: torch.nn.Linear | None) -> Any:
+        if linear is None:
+            return None
+        values = linear.weight.detach().numpy()
+        packed = PackedTensor("w", FORMATS["f32"], values.shape, values.view(np.uint8))
+        return ops.weight(values.shape, [packed])
+
+    return ConnectionWeights(
+        count=count,
+        norm=ops.vector(1 + module.hc_norm.weight.detach().numpy()),
+        down=matrix(module.input_mix_weight_down),
+        up=matrix(module.input_mix_weight_up),
+        share=matrix(module.block_inject_weight),
+        eps=EPS,
+    )
+
+
+def as_array(ops: Any, values: np.ndarray) -> Any:
+    return torch.from_numpy(values.copy()) if isinstance(ops, TorchOps) else values.copy()
+
+
+@pytest.mark.parametrize(("hidden", "count", "rank"), [(24, 4, 5), (40, 3, 17), (16, 2, 1)])
+@pytest.mark.parametrize("make", IMPLEMENTATIONS)
+def test_a_layer_reads_and_feeds_all_streams(make: Any, hidden: int, count: int, rank: int) -> None:
+    ops, module = make(), theirs(hidden, count, rank, shares=True)
+    random = np.random.default_rng(0)
+    streams = random.standard_normal((ROWS, count * hidden), np.float32)
+    given = random.standard_normal((ROWS, hidden), np.float32)
+    with torch.no_grad():
+        expected, _, shares = module(torch.from_numpy(streams)[None])
+    weights = weights_of(ops, module, count)
+    ours = as_array(ops, streams)
+    x, own = ops.read_streams(ours, weights)
+    np.testing.assert_allclose(x, expected[0], atol=2e-5)
+    np.testing.assert_allclose(own, shares[0], atol=2e-5)
+    behind = ops.share_out(ours, as_array(ops, given), own)
+    wanted = streams.reshape(ROWS, count, hidden) + given[:, None] * shares[0].numpy()[:, :, None]
+    np.testing.assert_allclose(behind, wanted.reshape(ROWS, -1), atol=5e-5)
+
+
+@pytest.mark.parametrize("make", IMPLEMENTATIONS)
+def test_last_layer(make: Any) -> None:
+    ops, module = make(), theirs(24, 3, 5, shares=False)
+    x = np.random.default_rng(1).standard_normal((ROWS, 24), np.float32)
+    streams = ops.repeat_stream(as_array(ops, x), 3)
+    with torch.no_grad():
+        expected = module(torch.from_numpy(np.tile(x, (1, 3)))[None])
+    out, shares = ops.read_streams(streams, weights_of(ops, module, 3))
+    np.testing.assert_allclose(out, expected[0], atol=2e-5)
+    assert shares is None
+
+
+@needs_kernels
+@pytest.mark.parametrize("isa", ISAS)
+def test_batch_invariance(isa: str) -> None:
+    ops, module = NativeOps(threads=2, isa=isa), theirs(40, 4, 9, shares=True)
+    weights = weights_of(ops, module, 4)
+    streams = np.random.default_rng(2).standard_normal((19, 160), np.float32)
+    x, shares = ops.read_streams(streams, weights)
+    for row in range(19):
+        one, share = ops.read_streams(streams[row : row + 1].copy(), weights)
+        assert np.array_equal(one[0], x[row])
+        assert np.array_equal(share[0], shares[row])

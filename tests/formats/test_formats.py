@@ -1,23 +1,36 @@
-"""What every format that localrt packs itself promises, whatever the weights."""
+"""What every format promises, whatever the weights: bytes as published, and back to values."""
 
 from __future__ import annotations
+
+import warnings
 
 import gguf
 import numpy as np
 import pytest
+import torch
+from gguf.quants import dequantize, quantize
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from localrt.common.errors import CheckpointError, OptionError
 from localrt.quant.formats import (
+    AFFINE,
     BF16,
     CODECS,
     F16,
     F32,
     FORMATS,
     GGML_FORMATS,
+    GGML_UNREAD,
+    MXFP4,
+    NF4,
+    NVFP4,
+    PUBLISHED,
+    Q4_0,
+    Q4_1,
     Q4_K,
+    AffineCodec,
     Codec,
     Format,
     PackedTensor,
@@ -26,7 +39,9 @@ from localrt.quant.formats import (
     unpack,
 )
 from localrt.quant.formats.convert import bf16_bits
+from localrt.quant.formats.fp4 import E2M1, E4M3, NF4_LEVELS
 from localrt.quant.formats.ggml import GGUF_CODECS
+from tests.ops.packed import random_tensor
 
 # Half the widest gap between neighbouring levels, over the group's largest magnitude (for a format
 # with a minimum: over its range).
@@ -226,3 +241,206 @@ def test_bf16_bits():
 def test_plain_halves_that_overflow_are_refused():
     with pytest.raises(OptionError, match="w: the weights are too large for f16"):
         pack(np.full((1, 2), 1e6, np.float32), F16, name="w")
+
+
+def random_weights(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((16, 256)).astype(np.float32)
+
+
+@pytest.mark.parametrize(("name", "same"), [("int4-g32", Q4_0), ("int4-g32m", Q4_1)])
+def test_int4_is_ggmls(name, same):
+    packed = pack(random_weights(1), AFFINE[name].format)
+    as_ggml = PackedTensor("w", same, packed.shape, packed.data)
+    assert np.array_equal(unpack(packed), unpack(as_ggml))
+
+
+def test_symmetric_scales_are_those_of_ggml():
+    values = random_weights(2)
+    ours = pack(values, AFFINE["int4-g32"].format)
+    theirs = quantize(values, gguf.GGMLQuantizationType.Q4_0).reshape(ours.data.shape)
+    assert np.array_equal(
+        ours.data.reshape(-1, 18)[:, :2],
+        theirs.reshape(-1, 18)[:, :2],
+    )
+
+
+@pytest.mark.parametrize("codec", AFFINE.values(), ids=AFFINE)
+def test_each_code_has_its_place(codec: AffineCodec):
+    half, header = codec.group // 2, 4 if codec.minimum else 2
+    top = (1 << codec.bits) - 1
+    scales = np.ones((1, 2 if codec.minimum else 1), np.float32)
+    for at in (0, 1, half - 1, half, codec.group - 1):
+        codes = np.zeros((1, codec.group), np.uint8)
+        codes[0, at] = top
+        body = codec.join(codes, scales)[0, header:]
+        if codec.bits == 8:
+            assert body[at] == 255
+            assert body.sum() == 255
+            continue
+        assert body[at % half] == (15 if at < half else 240)
+        high = body[half:]
+        if codec.bits == 5:
+            assert high[at // 8] == 1 << (at % 8)
+        if codec.bits == 6:
+            quarter = codec.group // 4
+            assert high[at % quarter] == 3 << (2 * (at // quarter))
+        assert np.count_nonzero(body) == (1 if codec.bits == 4 else 2)
+
+
+def test_symmetric_extremes():
+    for sign in (1, -1):
+        values = np.linspace(-0.5, 0.5, 32, dtype=np.float32)[None] * 0.9
+        values[0, 7] = sign * 2.0
+        assert unpack(pack(values, AFFINE["int4-g32"].format))[0, 7] == sign * 2.0
+
+
+def test_a_minimum_serves_groups_far_from_zero():
+    values = (5 + np.linspace(0, 1, 64, dtype=np.float32))[None]
+    plain = unpack(pack(values, AFFINE["int4-g64"].format))
+    shifted = unpack(pack(values, AFFINE["int4-g64m"].format))
+    assert np.abs(shifted - values).max() < 0.04
+    assert np.abs(plain - values).max() > 0.2
+
+
+def test_other_widths_and_groups_do_not_exist():
+    with pytest.raises(ValueError, match="no affine format has 3 bits"):
+        AffineCodec(3, 32, False)
+
+
+def test_e4m3_is_what_torch_knows_as_float8():
+    theirs = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float().numpy()
+    assert np.array_equal(E4M3, theirs, equal_nan=True)
+
+
+def test_every_level_packs_to_itself():
+    fp4 = np.concatenate([E2M1, E2M1]).astype(np.float32)[None]
+    assert np.array_equal(unpack(pack(fp4, MXFP4)), fp4)
+    assert np.array_equal(unpack(pack(fp4, NVFP4, scale=1.0)), fp4)
+    assert np.allclose(unpack(pack(fp4, NVFP4)), fp4, rtol=1e-6)
+    nf4 = np.tile(NF4_LEVELS, 4)[None]
+    assert np.array_equal(unpack(pack(nf4, NF4)), nf4)
+
+
+def test_mxfp4_scales_are_those_of_ggml():
+    values = np.random.default_rng(0).standard_normal((32, 128)).astype(np.float32)
+    ours = pack(values, MXFP4).data.reshape(-1, 17)
+    theirs = quantize(values, gguf.GGMLQuantizationType.MXFP4).reshape(-1, 17)
+    assert np.array_equal(ours[:, 0], theirs[:, 0])
+
+
+def test_mxfp4_range():
+    for size in (1e-38, 1e-30, 1e30, 3e38):
+        values = np.linspace(-1, 1, 32, dtype=np.float32)[None] * np.float32(size)
+        error = np.abs(unpack(pack(values, MXFP4)).astype(np.float64) - values)
+        assert error.max() < 0.26 * size
+
+
+def test_nvfp4_covers_any_range_with_its_factor():
+    rng = np.random.default_rng(1)
+    for size in (1e-30, 1e-3, 1e30):
+        values = (rng.standard_normal((4, 64)) * size).astype(np.float32)
+        packed = pack(values, NVFP4)
+        assert np.isclose(packed.scale, np.abs(values).max() / (6 * 448), rtol=1e-6)
+        error = np.abs(unpack(packed).astype(np.float64) - values)
+        assert error.max() < 0.18 * np.abs(values).max()
+
+
+def test_shared_factor():
+    rng = np.random.default_rng(2)
+    a, b = (rng.standard_normal((4, 64)).astype(np.float32) for _ in range(2))
+    both = pack(np.concatenate([a, b * 4]), NVFP4)
+    alone = pack(a, NVFP4, scale=both.scale)
+    assert np.array_equal(alone.data, both.data[:4])
+    assert alone.scale == both.scale
+
+
+def bf16(values: np.ndarray) -> np.ndarray:
+    return (values.astype(np.float32).view(np.uint32) & 0xFFFF0000).view(np.float32)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_codes_and_scales_survive(name: str) -> None:
+    codec = PUBLISHED[name]
+    blocks = random_tensor(name, 8, 256).data.reshape(-1, codec.format.block_bytes)
+    codes, scales = codec.split(blocks)
+    assert codes.shape == (len(blocks), codec.format.block)
+    assert np.array_equal(codec.join(codes, scales), blocks)
+
+
+def test_a_block_is_what_its_format_says() -> None:
+    scale, other = np.float32(0.0123), np.float32(-0.0456)
+    codes = np.random.default_rng(0).integers(0, 16, (1, 64), np.uint8)
+    brains = PUBLISHED["int4-g64b"]
+    pair = bf16(np.array([[scale, other]]))
+    blocks = brains.join(codes, pair)
+    assert blocks[0, :4].tobytes() == (pair.view(np.uint32) >> 16).astype("<u2").tobytes()
+    assert np.array_equal(brains.decode(*brains.split(blocks)), codes * pair[0, 0] + pair[0, 1])
+    zeros = PUBLISHED["int4-g64z"]
+    blocks = zeros.join(codes, np.array([[scale, 11]], np.float32))
+    assert (blocks[0, :4].view("<f4")[0], blocks[0, 4]) == (scale, 11)
+    assert np.array_equal(zeros.decode(*zeros.split(blocks)), scale * (codes.astype("f4") - 11))
+    nf4 = PUBLISHED["nf4-f32"]
+    blocks = nf4.join(codes, np.array([[scale]]))
+    assert np.array_equal(nf4.decode(*nf4.split(blocks)), NF4_LEVELS[codes] * scale)
+    e4m3 = PUBLISHED["e4m3-g64"]
+    blocks = e4m3.join(codes, np.array([[scale]]))
+    assert np.array_equal(e4m3.decode(*e4m3.split(blocks)), E4M3[codes] * scale)
+
+
+def test_they_are_read_and_not_quantized_to() -> None:
+    assert not set(PUBLISHED) & set(CODECS)
+    for name, codec in PUBLISHED.items():
+        assert FORMATS[name] == codec.format
+    assert PUBLISHED["int4-g64b"].format.bits_per_weight == 4.5
+    assert PUBLISHED["int4-g128z"].format.bits_per_weight == 4.3125
+    assert PUBLISHED["e4m3-g128"].format.bits_per_weight == 8.25
+
+
+def random_bytes(format_: Format, shape: tuple[int, ...]) -> PackedTensor:
+    rows = shape[0] if len(shape) > 1 else 1
+    row_bytes = format_.row_bytes(shape[-1]) * int(np.prod(shape[1:-1]))
+    data = np.random.default_rng(7).integers(0, 256, (rows, row_bytes), dtype=np.uint8)
+    return PackedTensor("t", format_, shape, data)
+
+
+def by_gguf(tensor: PackedTensor, number: int) -> np.ndarray:
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore")
+        rows = dequantize(tensor.data, gguf.GGMLQuantizationType(number))
+    return rows.reshape(tensor.shape)
+
+
+@pytest.mark.parametrize(("number", "format_"), GGML_FORMATS.items(), ids=lambda v: str(v))
+def test_unpack_as_gguf(number, format_):
+    # 67 rows: more than one piece, and not a multiple of anything
+    tensor = random_bytes(format_, (67, 2048))
+    ours, theirs = unpack(tensor), by_gguf(tensor, number)
+    assert ours.dtype == np.float32
+    assert np.array_equal(ours.view(np.uint32), theirs.view(np.uint32))
+
+
+def test_every_type_of_gguf_can_be_placed():
+    for kind in gguf.GGMLQuantizationType:
+        block, size = gguf.GGML_QUANT_SIZES[kind]
+        known = GGML_FORMATS.get(kind) or GGML_UNREAD[kind]
+        assert known == Format(kind.name.lower(), block, size)
+
+
+@pytest.mark.parametrize("shape", [(64,), (3, 32), (2, 5, 64)])
+def test_shape_is_kept(shape):
+    assert unpack(random_bytes(Q4_0, shape)).shape == shape
+
+
+def test_no_rows_unpack_to_no_rows():
+    empty = PackedTensor("t", Q4_0, (0, 64), np.empty((0, 36), np.uint8))
+    assert unpack(empty).shape == (0, 64)
+
+
+def test_wrong_amount_of_data_is_refused():
+    with pytest.raises(ValueError, match="t: 18 bytes do not hold"):
+        unpack(PackedTensor("t", Q4_0, (2, 32), np.zeros((1, 18), np.uint8)))
+
+
+def test_unknown_format_is_refused():
+    with pytest.raises(ValueError, match="no way to unpack format nf3"):
+        unpack(PackedTensor("t", Format("nf3", 64, 26), (64,), np.zeros((1, 26), np.uint8)))
