@@ -163,11 +163,17 @@ def test_the_first_passes_compile_nothing(
         check(gpu, cast(Any, engine).decoder)
 
 
-OTHERS = ["gpt-oss", "qwen2-moe", "deepseek-v2", "nemotron-h-moe", "kimi-linear", "lfm3"]
-
-
-@pytest.mark.parametrize("name", [*OTHERS, "gemma4", "gemma4-unified"])
-@pytest.mark.parametrize("format_", ["int4-g32", None])
+@pytest.mark.parametrize(
+    ("name", "format_"),
+    [
+        *(("gpt-oss", "int4-g32"), ("kimi-linear", None), ("gemma4", "int4-g32")),
+        *(
+            pytest.param(name, format_, marks=pytest.mark.slow)
+            for name in ("qwen2-moe", "deepseek-v2", "nemotron-h-moe", "lfm3", "gemma4-unified")
+            for format_ in ("int4-g32", None)
+        ),
+    ],
+)
 def test_mixtures_latents_and_states(
     name: str, format_: str | None, gpu: FakeGpu, tmp_path: Path
 ) -> None:

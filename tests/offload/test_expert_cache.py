@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localrt.common.errors import MemoryBudgetError
-from localrt.offload.experts.cache import ExpertCache, Key, Learned, slots_within
+from localrt.offload.experts.cache import ExpertCache, Key, Learned
 from tests.offload.routing import (
     LRU,
-    Step,
     Trace,
     hit_rates,
     random_trace,
     replay,
     traces,
     trained_trace,
-    with_the_future,
 )
 
 policies = st.sampled_from([LRU, None])  # None: the product's
@@ -190,26 +185,22 @@ def test_finish() -> None:
     assert cache.room == 2
 
 
-def test_hold() -> None:
+def test_hold_and_drop() -> None:
     cache = ExpertCache(1, 4, 1, 2)
     cache.admit(0, 2)
     cache.lock(0, [2])
-    cache.admit(0, 3)
+    slot = cache.admit(0, 3)
     assert admit(cache, 0, 0) == (0, 3)
     cache.unlock(0, [2])
     cache.touch(0, *route(0, 1))
     assert admit(cache, 0, 1) == (0, 2)
-
-
-def test_drop() -> None:
-    cache = ExpertCache(1, 4, 1, 1)
-    slot = cache.admit(0, 2)
-    cache.drop(0, 2)
-    assert (0, 2) not in cache
-    assert cache.admit(0, 1) is slot
+    cache.drop(0, 0)
+    assert (0, 0) not in cache
+    assert cache.admit(0, 3) is slot
 
 
 def test_candidate() -> None:
+    """Of one layer, and of all the best first: each is worth more than what it evicts."""
     cache = ExpertCache(1, 4, 1, 1, policy=Uses(1, 4))
     assert cache.candidate(0) is not None  # there is room
     cache.admit(0, 0)
@@ -223,10 +214,6 @@ def test_candidate() -> None:
     cache.admit(0, 1)
     cache.release(0)
     assert cache.candidate(0) is None
-
-
-def test_candidates() -> None:
-    """Of all layers, the best first, as long as each is worth more than what it evicts."""
     cache = ExpertCache(2, 4, 1, 2, policy=Uses(2, 4))
     for layer, expert, times in ((0, 1, 5), (1, 2, 9), (1, 3, 1)):
         for _ in range(times):
@@ -260,12 +247,6 @@ def test_prompts_evict_their_own_layers() -> None:
         cache.release(layer)
 
 
-def test_budgets() -> None:
-    assert slots_within(10_000_000, 3_000_000) == 3
-    with pytest.raises(MemoryBudgetError, match=r"at least 3 MB .1 expert of 3 MB.*has 2 MB"):
-        slots_within(2_000_000, 3_000_000)
-
-
 def learn(policy: object, layer: int, experts: np.ndarray, scores: np.ndarray, used: int) -> None:
     chosen, rows = np.unique(experts[:, :used], return_counts=True)
     policy.touch(layer, chosen, rows, experts, scores)  # type: ignore[attr-defined]
@@ -279,11 +260,19 @@ def test_scale_of_scores() -> None:
     assert np.allclose(policy.value[0], policy.value[1], atol=0.02)
 
 
-def test_zero_scores() -> None:
+@pytest.mark.parametrize("rows", [1, 3])
+def test_nothing_to_learn(rows: int) -> None:
+    """Scores of zero; every expert used by every row, for long: all that it goes by is the same."""
     policy = Learned(1, 4, 1)
-    for rows in (1, 3):
-        learn(policy, 0, np.array([[2, 1]] * rows), np.zeros((rows, 2)), 1)
+    learn(policy, 0, np.array([[2, 1]] * rows), np.zeros((rows, 2)), 1)
     assert np.isfinite(policy.value).all()
+    policy = Learned(2, 4, 4)
+    policy.FORGET = 0.5  # type: ignore[misc]
+    for _ in range(100):
+        for layer in range(2):
+            learn(policy, layer, np.array([[0, 1, 2, 3]] * rows), np.full((rows, 4), 0.25), 4)
+    assert np.isfinite(policy.value).all()
+    assert np.ptp(policy.value) < 1e-6
 
 
 def test_layers_at_once() -> None:
@@ -300,17 +289,6 @@ def test_layers_at_once() -> None:
     assert np.allclose(each.value, both.value, rtol=1e-9)
 
 
-def test_nothing_to_learn() -> None:
-    """Every expert used by every row, for long: all that it goes by is the same."""
-    policy = Learned(2, 4, 4)
-    policy.FORGET = 0.5  # type: ignore[misc]
-    for _ in range(200):
-        for layer in range(2):
-            learn(policy, layer, np.array([[0, 1, 2, 3]]), np.full((1, 4), 0.25), 4)
-    assert np.isfinite(policy.value).all()
-    assert np.ptp(policy.value) < 1e-6
-
-
 def test_sweep() -> None:
     """There are fewer slots than one pass asks for."""
     trace = random_trace(layers=12, count=4, used=1, passes=(1,) * 300, skew=1.5)
@@ -319,45 +297,9 @@ def test_sweep() -> None:
     assert learned > lru + 0.3
 
 
-def test_workloads() -> None:
-    """Experts that stay popular, or that are so in long phases: it does well on both."""
-    steady = random_trace(layers=4, count=16, used=2, passes=(1,) * 800, skew=1.2)
-    steps = (
-        step._replace(experts=(step.experts + index // 4 // 40 * 5) % 16)
-        for index, step in enumerate(steady.steps)
-    )
-    changing = replace(steady, steps=tuple(steps))
-    for trace, least in ((steady, 0.13), (changing, 0.04)):
-        lru, learned = hit_rates(trace, 16)
-        assert learned > lru + least
-
-
-def test_drifting_scores() -> None:
-    """Scores that drift: of 32 experts, a rank just behind the used ones is used soon."""
-    random = np.random.default_rng(0)
-    lasting, steps = random.standard_normal((4, 32)), []
-    for _ in range(400):
-        lasting = 0.95 * lasting + np.sqrt(1 - 0.95**2) * random.standard_normal((4, 32))
-        for layer in range(4):
-            logits = 2 * lasting[layer] + random.gumbel(size=32)
-            scores = np.exp(logits) / np.exp(logits).sum()
-            order = np.argsort(-scores)[:8]
-            steps.append(Step(layer, order[None].astype(np.int32), scores[None, order]))
-    lru, learned = hit_rates(Trace(4, 32, 4, tuple(steps)), 24)
-    assert learned > lru + 0.05
-
-
 def test_a_trained_mixture() -> None:
     """Caches of a quarter, half and three quarters of the experts, on prose and code."""
-    trace = trained_trace(2_000)
+    trace = trained_trace(500)
     for slots, gain in ((96, 0.08), (192, 0.01), (288, -0.01)):
-        (lru, learned), (_, optimum) = hit_rates(trace, slots), with_the_future(trace, slots)
-        assert lru + gain < learned < optimum
-
-
-def test_the_optimum_of_a_short_trace() -> None:
-    """b, then a, b, c, b, c with two slots: only c's first use and what was never seen miss."""
-    uses = [[1], [0], [1], [2], [1], [2]]
-    steps = (Step(0, np.array([experts]), np.ones((1, 1))) for experts in uses)
-    static, optimum = with_the_future(Trace(1, 3, 1, tuple(steps)), 2)
-    assert (static, optimum) == (5 / 6, 3 / 6)
+        lru, learned = hit_rates(trace, slots)
+        assert lru + gain < learned

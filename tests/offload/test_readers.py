@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from localrt.common.errors import CancelledError, CheckpointError
 from localrt.common.files import PAGE
 from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.offload.device.gpu import Event
+from localrt.offload.reading import reader as reader_module
 from localrt.offload.reading.reader import DemandLoad, DemandReader, UnitReader
 from localrt.offload.ring import Ring
 from localrt.quant.formats.packed import Bytes
@@ -248,11 +251,29 @@ def test_failed_read(error: Exception, message: str) -> None:
                 use(reader, unit)
 
 
-def test_slow_disk() -> None:
-    units = make_units([8])
-    source = FakeSource(fault=lambda *_: time.sleep(0.2))
-    with reading(source, units, threads=1, stall_s=1.2) as reader:
-        use(reader, units[0])  # 1.6 s
+def test_slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A unit may take longer than a disk may be silent; silence is an error."""
+    now, silent, go = 0.0, threading.Event(), threading.Event()
+
+    def clock() -> float:
+        return now + (next(looks) if silent.is_set() else 0.0)
+
+    def fault(unit: StoredUnit, start: int) -> None:
+        nonlocal now
+        if unit.name == "u0":
+            now += 0.9
+        else:
+            silent.set()
+            go.wait(60)
+
+    looks = itertools.count(1)  # a second each
+    monkeypatch.setattr(reader_module, "time", SimpleNamespace(perf_counter=clock))
+    units = make_units([8, 1])
+    with reading(FakeSource(fault=fault), units, slack=0, threads=1, stall_s=1.2) as reader:
+        use(reader, units[0])  # 7.2 s
+        with pytest.raises(CheckpointError, match="the disk has not answered"):
+            reader.acquire("u1")
+        go.set()
 
 
 def test_close() -> None:
@@ -326,13 +347,22 @@ class Slow:
         """Nothing."""
 
 
+@contextmanager
+def asking(source: Slow, **options: Any) -> Iterator[Asked]:
+    """A reader with one thread."""
+    asked = Asked(source, **options)
+    try:
+        yield asked
+    finally:
+        asked.reader.close()
+
+
 class Asked:
-    """A reader with one thread, and loads of it by name."""
+    """Loads of a reader by name."""
 
     def __init__(self, source: Slow, **options: Any) -> None:
-        self.reader = DemandReader(
-            source, **{"threads": 1, "block": 100, "stall_s": 30.0, **options}
-        )
+        own = {"threads": 1, "block": 100, "stall_s": 30.0, **options}
+        self.reader = DemandReader(source, **own)
         self.ended: deque[DemandLoad] = deque()
 
     def ask(self, name: str, nbytes: int = 400, *, urgent: bool = True) -> DemandLoad:
@@ -343,8 +373,7 @@ class Asked:
 
 def test_urgent_load() -> None:
     source = Slow()
-    asked = Asked(source)
-    try:
+    with asking(source) as asked:
         ahead = asked.ask("a", urgent=False)
         asked.ask("b", urgent=False)
         source.entered.acquire()
@@ -355,14 +384,11 @@ def test_urgent_load() -> None:
         asked.reader.hurry(ahead)
         asked.reader.wait(ahead)
         assert (ahead.memory == 7).all()
-    finally:
-        asked.reader.close()
 
 
 def test_cancelled_load_is_not_read() -> None:
     source = Slow()
-    asked = Asked(source)
-    try:
+    with asking(source) as asked:
         first, second = asked.ask("a", urgent=False), asked.ask("b", urgent=False)
         source.entered.acquire()
         assert asked.reader.cancel([first, second]) == [second]  # a piece of the other is read
@@ -371,8 +397,6 @@ def test_cancelled_load_is_not_read() -> None:
         asked.reader.wait(asked.ask("c", 100))
         assert source.fetched == ["a", "a", "a", "a", "c"]
         assert [load.unit.name for load in asked.ended] == ["a", "c"]
-    finally:
-        asked.reader.close()
 
 
 def test_units_are_verified_by_those_who_read_them() -> None:
@@ -385,15 +409,12 @@ def test_units_are_verified_by_those_who_read_them() -> None:
             raise CheckpointError("unit b is damaged")
 
     source = Slow()
-    asked = Asked(source, threads=3, verify=verify)
-    try:
+    with asking(source, threads=3, verify=verify) as asked:
         source.gate.release(20)
         loads = [asked.ask(name) for name in "abc"]
         asked.reader.wait(loads[0])
         with pytest.raises(CheckpointError, match="b is damaged"):
             asked.reader.wait(loads[1])
         asked.reader.wait(loads[2])
-    finally:
-        asked.reader.close()
     assert sorted((name, whole) for name, whole, _ in seen) == [(name, True) for name in "abc"]
     assert all(name.startswith("localrt-experts") for *_, name in seen)

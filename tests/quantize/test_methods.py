@@ -10,6 +10,7 @@ from scipy.linalg import hadamard
 
 from localrt.common.errors import CheckpointError, LocalrtError, OptionError
 from localrt.quant.formats import AFFINE, BF16, CODECS, F16, MXFP4, NVFP4, Codec, pack, unpack
+from localrt.quant.formats.ggml import GGUF_CODECS
 from localrt.quant.methods import (
     METHODS,
     HessianSum,
@@ -57,17 +58,12 @@ def output_error(inputs: np.ndarray, values: np.ndarray, rounded: np.ndarray) ->
 @pytest.mark.parametrize("name", CODECS)
 def test_default_methods(name: str) -> None:
     format_ = CODECS[name].format
-    assert default_method(format_, calibrated=True) in METHODS
+    expected = "mr-gptq" if name.startswith(("int4", "nf4", "mxfp4", "nvfp4")) else "rtn"
+    expected = "gptq" if name in GGUF_CODECS else expected
+    assert default_method(format_, calibrated=True) == expected
     assert default_method(format_, calibrated=False) == "rtn"
     assert rotation(format_) % 16 == 0
     assert fitting_format(format_, 16 * rotation(format_)) == format_
-
-
-def test_calibrated_methods() -> None:
-    methods = {name: default_method(CODECS[name].format, calibrated=True) for name in CODECS}
-    assert methods["int4-g32"] == methods["int4-g64m"] == methods["mxfp4"] == "mr-gptq"
-    assert methods["nf4"] == methods["nvfp4"] == "mr-gptq"
-    assert methods["int8-g32"] == methods["int5-g32"] == "rtn"
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,7 @@ def test_end_at_any_step(
     assert step > 10
 
 
+@pytest.mark.slow
 def test_killed_process(finished: Path, tmp_path: Path) -> None:
     out = tmp_path / "store"
     code = f"""
