@@ -17,7 +17,7 @@ from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.kv_formats import KV_FORMATS, CacheFormat, block_nbytes
 from localrt.quant.ops.protocol import Batch, Span
 from tests.conftest import needs_kernels
-from tests.models.tiny import oracle, relative_error, tokens
+from tests.models.tiny import relative_error, tokens
 from tests.ops.layers import tree_mask
 from tests.ops.test_native_matmul import ISAS
 from tests.ops.test_native_steps import load
@@ -311,9 +311,8 @@ def test_bias_of_far_positions() -> None:
     assert relative_error(ours, expected) < BOUNDS["int8"] / 4
 
 
-@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(("isa", "sinks"), [(ISAS[0], False), *((isa, True) for isa in ISAS)])
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
-@pytest.mark.parametrize("isa", ISAS)
 def test_batch_invariance(isa: str, kv_format: CacheFormat, sinks: bool) -> None:
     """Bit for bit, for 1 to 64 rows at once, across blocks; every code path agrees with float64."""
     layer = Layer.random(spec_of(48, heads=6, sinks=sinks), bias=10.0)
@@ -339,19 +338,6 @@ def test_batch_invariance(isa: str, kv_format: CacheFormat, sinks: bool) -> None
     for threads, chunks in ((1, [64] * (count // 64)), (1 + sinks, some), (2, [200, 1, 64])):
         ours = outputs(threads, chunks)
         assert np.array_equal(ours, whole[: len(ours)])
-
-
-@pytest.mark.parametrize("name", ["qwen2", "gemma4", "falcon-h1"])
-def test_int4(name: str, tiny: Any) -> None:
-    folder, theirs = tiny(name)
-    ours = load(folder, kv="int4")
-    ids = tokens(40)
-    whole = ours.forward(Batch.extend([(ours.cache(40), ids)]))
-    expected = oracle(theirs, ids)
-    assert np.square(whole - expected).mean() < 0.2 * np.square(expected).mean()
-    cache = ours.cache(40)
-    steps = np.concatenate([ours.forward(Batch.extend([(cache, [t])])) for t in ids])
-    assert np.array_equal(steps, whole)
 
 
 @pytest.mark.parametrize("kv_format", KV_FORMATS)

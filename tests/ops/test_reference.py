@@ -1,4 +1,4 @@
-"""Torch's routers, experts and streams, and the kernels' streams, against their definitions."""
+"""Torch's routers, and streams of torch and the kernels, against their definitions."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ import torch
 
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.formats import FORMATS, PackedTensor
-from localrt.quant.ops.experts import ExpertSpec, ExpertWeights, RouterSpec, RouterWeights
-from localrt.quant.ops.protocol import MlpSpec, MlpWeights
+from localrt.quant.ops.experts import RouterSpec, RouterWeights
 from localrt.quant.ops.streams import ConnectionWeights
 from localrt.quant.reference.experts import route
 from localrt.quant.reference.ops import TorchOps
 from tests.conftest import needs_kernels
-from tests.ops.oracles import gated
 from tests.ops.test_native_matmul import ISAS
 from tests.ops.test_native_routing import SPECS, assert_same, choose
 
@@ -62,88 +60,10 @@ def test_impossible_routers(options: dict[str, Any], message: str) -> None:
         spec(**options)
 
 
-WIDTH, INNER = 16, 24
-
-
-@pytest.fixture
-def ops() -> TorchOps:
-    return TorchOps(compute_format="f32")
-
-
-def experts(count: int, seed: int = 0, *, gated: bool = True) -> list[ExpertWeights]:
-    torch.manual_seed(seed)
-    wide = (2 if gated else 1) * INNER
-    return [
-        ExpertWeights(
-            gate_up=torch.randn(wide, WIDTH),
-            down=torch.randn(WIDTH, INNER),
-            gate_up_bias=torch.randn(wide),
-            down_bias=torch.randn(WIDTH),
-        )
-        for _ in range(count)
-    ]
-
-
-def expected(x: torch.Tensor, weights: ExpertWeights, kind: ExpertSpec) -> torch.Tensor:
-    wide = (weights.gate_up @ x + weights.gate_up_bias).numpy()
-    gate, up = np.split(wide, 2) if kind.gated else (wide, wide)
-    inner = torch.from_numpy(gated(gate, up, kind))
-    return weights.down @ inner + weights.down_bias
-
-
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swiglu_oai", "relu2"])
-def test_slots(ops: TorchOps, activation: Any) -> None:
-    kind = ExpertSpec(activation=activation, limit=1.5)
-    all_experts = experts(6, gated=kind.gated)
-    x = torch.randn(9, WIDTH)
-    weights = RouterWeights(norm=torch.ones(WIDTH), gate=torch.randn(6, WIDTH))
-    normed, routing = ops.norm_route(x, weights, spec(6, 3))
-    tables = [ops.expert_table(6), ops.expert_table(6)]
-    for number, own in enumerate(all_experts):
-        tables[number % 2].put(number, own)
-    slots = ops.expert_slots(normed, routing)
-    ops.run_experts(normed, routing, tables[1], kind, slots, [5, 1, 3])
-    ops.run_experts(normed, routing, tables[0], kind, slots, np.array([0, 2, 4], np.int32))
-    for row in range(9):
-        for k, expert in enumerate(routing.chosen[row].tolist()):
-            own = expected(normed[row], all_experts[expert], kind)
-            torch.testing.assert_close(slots[row * 3 + k], own, atol=1e-4, rtol=1e-4)
-    shared = torch.randn(9, WIDTH)
-    total = (slots.view(9, 3, WIDTH) * torch.from_numpy(routing.weights)[:, :, None]).sum(1)
-    combined = ops.combine_experts(slots, routing, shared.clone())
-    torch.testing.assert_close(combined, total + shared, atol=1e-4, rtol=1e-4)
-
-
-def test_expert_table(ops: TorchOps) -> None:
-    table = ops.expert_table(4)
-    assert not table.holds(2)
-    table.put(2, experts(1)[0])
-    assert table.holds(2)
-    table.drop(2)
-    assert not table.holds(2)
-
-
-def test_a_shared_mlp_and_its_gate(ops: TorchOps) -> None:
-    x, gate = torch.randn(5, WIDTH), torch.randn(1, WIDTH)
-    weights = MlpWeights(
-        norm=None, gate_up=torch.randn(2 * INNER, WIDTH), down=torch.randn(WIDTH, INNER)
-    )
-    kind = MlpSpec(activation="silu", eps=1e-6)
-    plain = ops.shared_mlp(x, weights, kind, None)
-    first, second = (x @ weights.gate_up.T).chunk(2, -1)
-    inner = first / (1 + torch.exp(-first)) * second
-    torch.testing.assert_close(plain, inner @ weights.down.T, atol=1e-3, rtol=1e-4)
-    gated = ops.shared_mlp(x, weights, kind, gate)
-    share = 1 / (1 + torch.exp(-(x @ gate.T)))
-    torch.testing.assert_close(gated, plain * share, atol=1e-3, rtol=1e-4)
-
-
 def test_the_router_is_float32_in_a_bf16_model() -> None:
     ops = TorchOps(compute_format="bf16")
-    x = torch.randn(7, WIDTH).bfloat16()
-    weights = RouterWeights(
-        norm=torch.ones(WIDTH).bfloat16(), gate=torch.randn(6, WIDTH).bfloat16()
-    )
+    x = torch.randn(7, 16).bfloat16()
+    weights = RouterWeights(norm=torch.ones(16).bfloat16(), gate=torch.randn(6, 16).bfloat16())
     normed, routing = ops.norm_route(x, weights, spec(6, 3))
     logits = normed.float() @ weights.gate.float().T
     assert normed.dtype == torch.bfloat16

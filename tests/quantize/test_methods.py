@@ -110,13 +110,6 @@ def test_block_rotation() -> None:
     np.testing.assert_allclose(block_hadamard(rotated, 32), values, atol=1e-6)
 
 
-def test_rotated_product() -> None:
-    rng = np.random.default_rng(1)
-    weights, inputs = rng.standard_normal((2, 4, 64)).astype(np.float32)
-    product = block_hadamard(weights, 32) @ block_hadamard(inputs, 32).T
-    np.testing.assert_allclose(product, weights @ inputs.T, atol=1e-4)
-
-
 @pytest.mark.parametrize("size", [0, 3, 64, -2])
 def test_sizes_that_do_not_fit_are_refused(size: int) -> None:
     with pytest.raises(ValueError, match="a power of two that divides 96"):

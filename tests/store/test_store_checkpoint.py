@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import errno
 import hashlib
 import json
@@ -15,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localrt.common.errors import CheckpointError, LocalrtError, UnsupportedModelError
@@ -27,6 +26,7 @@ from localrt.offload.store import pack_store
 from localrt.quant.formats.tiled import TiledTensor, tile_tensor
 from localrt.quant.ops.protocol import Batch
 from localrt.quant.reference.ops import TorchOps
+from tests.mutations import FUZZ, changed, changes_of, paths
 from tests.store.synthetic import SyntheticCheckpoint
 
 
@@ -197,37 +197,13 @@ def test_manifests_that_are_refused(
         open_checkpoint(store)
 
 
-JUNK = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-(1 << 70), 1 << 70),
-    st.floats(),
-    st.text(max_size=8),
-    st.just([]),
-    st.just({}),
-    st.just([{}]),
-)
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@FUZZ
 @given(data=st.data())
 def test_damaged_manifest(packed: Path, store: Path, data: st.DataObject) -> None:
     manifest = json.loads((packed / "manifest.json").read_text("utf-8"))
-    manifest = copy.deepcopy(manifest)
     del manifest["crc32"]  # as of an earlier version: the damage itself is looked at
-    place: Any = manifest
-    while True:
-        key = data.draw(
-            st.sampled_from(list(place) if isinstance(place, dict) else range(len(place)))
-        )
-        if not isinstance(place[key], (dict, list)) or not place[key] or data.draw(st.booleans()):
-            break
-        place = place[key]
-    if data.draw(st.booleans()) and isinstance(place, dict):
-        del place[key]
-    else:
-        place[key] = data.draw(JUNK)
-    (store / "manifest.json").write_text(json.dumps(manifest))
+    damaged = changed(manifest, data.draw(changes_of([*paths(manifest)])))
+    (store / "manifest.json").write_text(json.dumps(damaged))
     with suppress(LocalrtError):
         read_everything(store)
 
