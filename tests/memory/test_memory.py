@@ -58,7 +58,6 @@ class Cell:
 CELLS = (
     Cell(ctx=2048),
     Cell(ram=0.4, ctx=2048, long_answer=20),  # weights are read for each token
-    Cell(way="fill", ram=0.7, ctx=1024, long_answer=40),
     Cell(way="fill", ram="least", ctx=1024, long_answer=20),
     Cell(way="fill", ram="least", ctx=1024, kv_format="int8", long_answer=20),
     Cell(way="chat", ram=0.25),
