@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import localrt
 from tests.conftest import needs_kernels
-from tests.loading.test_engine_choice import write_model
+from tests.loading.test_loading import write_model
 from tests.models.tiny import save_tiny, tokens
 from tests.real_models import real_model
 

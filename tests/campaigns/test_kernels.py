@@ -26,10 +26,9 @@ from localrt.quant.ops.protocol import Batch, MlpSpec, MlpWeights, Span
 from localrt.quant.ops.recurrent import RecurrentSpec
 from localrt.quant.ops.vision import VisionSteps
 from tests.conftest import needs_kernels
-from tests.ops import recurrent_layers
-from tests.ops.indexed_layers import IndexedLayer, Shape
+from tests.ops import layers
+from tests.ops.layers import IndexedLayer, Shape, tree_mask
 from tests.ops.packed import random_tensor
-from tests.ops.recurrent_layers import tree_mask
 from tests.ops.test_native_experts import Expert, expected, fill, routing, run
 from tests.ops.test_native_kv import BOUNDS, HIDDEN, Layer, spec_of
 from tests.ops.test_native_matmul import ISAS, NAMES, PACKED, computed, quantized
@@ -286,20 +285,20 @@ def recurrent(draw: Draw) -> None:
     sizes: dict[str, Any] = {"heads": heads, "key_heads": key_heads, "value_size": value}
     sizes["key_size"] = draw.randint(1, 70)
     if kind == "conv":
-        sizes = {"width": recurrent_layers.HIDDEN}
+        sizes = {"width": layers.HIDDEN}
     elif kind == "delta":
         sizes |= {"norm_size": value, "tiled": draw.random() < 0.5, "strength": 2.0}
         sizes["channel_decay"] = draw.random() < 0.3
     spec = RecurrentSpec(kind=kind, taps=draw.randint(1, 8), eps=1e-6, **sizes)
-    layer = recurrent_layers.Layer(spec, ops_of(draw))
-    x, count = inputs(draw, draw.randint(1, 40), recurrent_layers.HIDDEN)[0], 0
+    layer = layers.Layer(spec, ops_of(draw))
+    x, count = inputs(draw, draw.randint(1, 40), layers.HIDDEN)[0], 0
     whole, cache = layer.run((layer.cache(), x)), layer.cache()
     for start, stop in parts_of(draw, len(x)):
         same(layer.run((cache, x[start:stop])), whole[start:stop])
         count = stop
     assert cache.trim(draw.randint(0, count)) <= count
     parents = [draw.randrange(99) for _ in range(draw.randint(1, 9))]
-    recurrent_layers.check_tree(layer, draw.randint(0, 12), parents, draw.randint(1, 9))
+    layers.check_tree(layer, draw.randint(0, 12), parents, draw.randint(1, 9))
 
 
 def chosen_tokens(draw: Draw) -> None:

@@ -95,76 +95,48 @@ def test_new_blocks_only(tmp_path: Path) -> None:
     assert save(file, [*tokens, 5, 6]) == [3]  # the last was partial
     assert save(file, [*tokens[:300], 1, 2]) == [1]
     assert save(file, tokens, layout="b") == [0, 1, 2, 3]
-
-
-def test_a_part_can_be_read(tmp_path: Path) -> None:
-    file = BlockFile(tmp_path / "one")
-    save(file, list(range(1000)))
-    length, got = read(file, 300)
+    length, got = read(file, 300)  # a part can be read
     assert length == 300
-    assert np.array_equal(got, blocks_of(list(range(1000)))[:2])
+    assert np.array_equal(got, blocks_of(tokens)[:2])
 
 
-@pytest.mark.parametrize("damage", ["flip", "short", "gone"])
-def test_damage(tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize("damage", ["short", "gone"])
+def test_missing_blocks(tmp_path: Path, damage: str) -> None:
     file = BlockFile(tmp_path / "one")
     save(file, list(range(1000)))
     data = tmp_path / "one" / "blocks.bin"
-    content = bytearray(data.read_bytes())
-    if damage == "flip":
-        content[2 * SIZE + 5] ^= 1
-        data.write_bytes(content)
-        assert read(file, 1000)[0] == 512
-    elif damage == "short":
-        data.write_bytes(content[: 3 * SIZE + 1])
-        assert read(file, 1000)[0] < 1000
+    if damage == "short":
+        data.write_bytes(data.read_bytes()[: 3 * SIZE + 1])
     else:
         data.unlink()
-        assert read(file, 1000)[0] == 0
+    assert read(file, 1000)[0] == 0
 
 
-@pytest.mark.parametrize("name", ["tokens.json", "blocks.bin", "state-256.bin"])
+@pytest.mark.parametrize("name", ["tokens.json", "blocks.bin", "state-300.bin"])
 def test_flipped_bits(tmp_path: Path, name: str) -> None:
     """No other token, block or state is made of what was saved."""
-    file, tokens = BlockFile(tmp_path / "one"), list(range(300))
-    state = SavedState(256, 256, np.arange(40, dtype=np.uint8))
-    blocks = blocks_of(tokens)
-    file.write(tokens, "a", SIZE, lambda first, count: blocks[first : first + count], [state])
+    save_with_state(tmp_path / "one")
     whole = (tmp_path / "one" / name).read_bytes()
-    for bit in range(0, 8 * len(whole), 7):
+    for bit in range(0, 8 * len(whole), 8 * len(whole) // 150 | 1):
         damaged = bytearray(whole)
         damaged[bit // 8] ^= 1 << bit % 8
         (tmp_path / "one" / name).write_bytes(damaged)
         again = BlockFile(tmp_path / "one")
         if not len(again.tokens):
             continue
-        assert (again.tokens.tolist(), again.layout) == (tokens, "a")
-        length, got = read(again, len(tokens))
-        assert np.array_equal(got[: length // BLOCK_TOKENS], blocks[: length // BLOCK_TOKENS])
-        for found in again.states(len(tokens)):
-            assert (found.position, found.length) == (256, 256)
-            assert np.array_equal(found.data, state.data)
-
-
-def test_earlier_descriptions(tmp_path: Path) -> None:
-    """They have no sum of their own."""
-    save(BlockFile(tmp_path / "one"), list(range(300)))
-    path = tmp_path / "one" / "tokens.json"
-    about = json.loads(path.read_text())
-    del about["crc32"]
-    path.write_text(json.dumps(about))
-    assert BlockFile(tmp_path / "one").tokens.tolist() == list(range(300))
-
-
-_HUGE = (
-    '{"version": 1, "layout": "a", "block_bytes": 8, "sums": [1], "tokens": [36893488147419103232]}'
-)
+        assert (again.tokens.tolist(), again.layout) == (TOKENS, "a")
+        length, got = read(again, len(TOKENS))
+        whole_blocks = length // BLOCK_TOKENS
+        assert np.array_equal(got[:whole_blocks], blocks_of(TOKENS)[:whole_blocks])
+        for found in again.states(len(TOKENS)):
+            assert (found.position, found.length) == (256, 300)
+            assert np.array_equal(found.data, np.arange(64, dtype=np.uint8))
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "{", "[]", '{"version": 2}', '{"version": 1, "layout": "a", "tokens": [1]}', _HUGE),
+        *("", "{", "[]", '{"version": 2}', '{"version": 1, "layout": "a", "tokens": [1]}'),
         pytest.param("[" * 100_000, id="deep"),
     ],
 )
@@ -178,6 +150,7 @@ def test_unusable_description(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "length"),
     [
+        ({}, 300),  # an earlier version's, which has no sum of its own
         ({"marks": [[]]}, 300),
         ({"states": [[256, 300, 1 << 60, 0]]}, 300),
         ({"marks": 3}, 0),
@@ -186,6 +159,7 @@ def test_unusable_description(tmp_path: Path, text: str) -> None:
         ({"block_bytes": -1}, 0),
         ({"sums": "ab"}, 0),
         ({"tokens": {"1": 1}, "sums": [1]}, 0),
+        ({"tokens": [1 << 65], "sums": [1]}, 0),
     ],
 )
 def test_wrong_values(tmp_path: Path, changes: dict[str, Any], length: int) -> None:

@@ -1,8 +1,13 @@
-"""Limits of cores and CPU time that change while a model is loaded."""
+"""Passes that give way to others, and limits of cores that change while a model is loaded."""
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +23,70 @@ from localrt.quant.formats import CODECS
 from localrt.quant.ops.protocol import MlpSpec
 from tests.conftest import needs_kernels
 from tests.inside import engine_of
-from tests.loading.test_gentle import idle_threads, linux
 from tests.ops.test_native_experts import WAYS, fill, inputs, routing, run
-from tests.ops.test_native_mlp import HIDDEN, build
+from tests.ops.test_native_matmul import MLP_HIDDEN, build_mlp
 from tests.test_cores import ALONE_8, V2, machine
 from tests.waits import wait_for
 
 pytestmark = needs_kernels
+
+
+def allowed() -> bool:
+    """Whether threads of this system can be of the idle class."""
+    if sys.platform != "linux":
+        return False
+    with ThreadPoolExecutor(1) as thread:
+        try:
+            thread.submit(os.sched_setscheduler, 0, os.SCHED_IDLE, os.sched_param(0)).result()
+        except OSError:
+            return False
+    return True
+
+
+linux = pytest.mark.skipif(not allowed(), reason="needs Linux's classes of threads")
+
+
+def idle_threads() -> set[int]:
+    """The threads of this process that give way."""
+    found = set()
+    for folder in Path("/proc/self/task").iterdir():
+        with suppress(ProcessLookupError):  # it has just ended
+            if os.sched_getscheduler(int(folder.name)) == os.SCHED_IDLE:
+                found.add(int(folder.name))
+    return found
+
+
+@linux
+def test_own_thread() -> None:
+    """The thread gives way, and what it starts; the one that asks does not."""
+    mine, before = threading.get_native_id(), idle_threads()
+    with giving_way("gentle") as thread:
+        own = thread.submit(threading.get_native_id).result()
+        assert own in idle_threads()
+        assert mine not in idle_threads()
+    wait_for(lambda: idle_threads() <= before)
+
+
+@linux
+@pytest.mark.parametrize("ram", [None, "streamed"])
+def test_same_answer(tiny_folder: Path, ram: str | None) -> None:
+    options = {} if ram is None else {"shrinkable": True}
+    with localrt.load(tiny_folder, threads=2, **options) as model:  # type: ignore[arg-type]
+        expected = model.generate("one two", max_tokens=12, temperature=0).token_ids
+    before = idle_threads()
+    with localrt.load(tiny_folder, threads=2, gentle=True, **options) as model:  # type: ignore[arg-type]
+        assert model.generate("one two", max_tokens=12, temperature=0).token_ids == expected
+        assert threading.get_native_id() not in idle_threads()
+        assert len(idle_threads() - before) >= 2  # the one of the passes, and the kernels'
+        with model.live() as live:
+            assert live.generate("one two", max_tokens=12, temperature=0).token_ids == expected
+    wait_for(lambda: idle_threads() <= before)
+
+
+def test_not_a_flag(tiny_folder: Path) -> None:
+    with pytest.raises(localrt.OptionError, match="gentle must be true or false"):
+        localrt.load(tiny_folder, gentle="yes")  # type: ignore[arg-type]
+
 
 QUOTA = f"{V2}/box/cpu.max"
 
@@ -89,9 +151,9 @@ def test_new_threads_give_way_like_the_old(limits: Limits) -> None:
 
 
 def mlp(ops: NativeOps) -> None:
-    x = np.ones((2, HIDDEN), np.float32)
+    x = np.ones((2, MLP_HIDDEN), np.float32)
     spec = MlpSpec(activation="silu", eps=1e-6)
-    ops.norm_gated_mlp(x, build(ops, "q4_k", "q4_k", "q6_k", 0), spec)
+    ops.norm_gated_mlp(x, build_mlp(ops, "q4_k", "q4_k", "q6_k", 0), spec)
 
 
 def experts(ops: NativeOps) -> None:

@@ -46,7 +46,7 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _generate(model: Model, job: dict[str, Any]) -> None:
-    for prompt, tokens in ((20, 16), (300, 64), (20, job["long_answer"])):
+    for prompt, tokens in ((20, 4), (300, 16), (20, job["long_answer"])):
         _answer(model, prompt, tokens)
 
 
@@ -71,7 +71,7 @@ def _text(model: Model, job: dict[str, Any]) -> None:
 def _chat(model: Model, job: dict[str, Any]) -> None:
     chat = model.chat(system="Be brief.")
     for question in ("Why is the sky blue?", "And the sea?", _TEXT, "Say it again, word by word."):
-        chat.send(question, max_tokens=80)
+        chat.send(question, max_tokens=24)
 
 
 def _json(model: Model, job: dict[str, Any]) -> None:
@@ -91,7 +91,7 @@ def _serve(model: Model, job: dict[str, Any]) -> None:
 
     def ask(number: int) -> None:
         question = f"{number}: {_TEXT * 4}"
-        body = {"messages": [{"role": "user", "content": question}], "max_tokens": 40}
+        body = {"messages": [{"role": "user", "content": question}], "max_tokens": 16}
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(url, json.dumps(body).encode(), headers)
         with urllib.request.urlopen(request, timeout=600) as answer:

@@ -6,7 +6,6 @@ import gc
 import os
 import shutil
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -113,15 +112,9 @@ def threads_and_files() -> tuple[int, int]:
     return len(names), open_files()
 
 
-def settled(before: tuple[int, int]) -> bool:
-    """Whether there are no more threads and files than before; idle threads take a moment."""
-    end = time.perf_counter() + 30
-    while True:
-        if all(now <= then for now, then in zip(threads_and_files(), before, strict=True)):
-            return True
-        if time.perf_counter() > end:
-            return False
-        time.sleep(0.01)
+def settled(before: tuple[int, int]) -> None:
+    """There are no more threads and files than before; idle threads take a moment."""
+    wait_for(lambda: all(a <= b for a, b in zip(threads_and_files(), before, strict=True)), 30)
 
 
 @pytest.mark.parametrize("change", ["touch", "truncate", "append"])
@@ -135,15 +128,19 @@ def test_changed_store(model: Model, change: str) -> None:
             os.utime(path)
         else:
             os.truncate(path, size - PAGE if change == "truncate" else size + PAGE)
-        with pytest.raises(CheckpointError, match=r"layer-0001\S* was changed .* again") as caught:
-            extend(decoder, cache, TEXT)
-        assert "\n" not in str(caught.value)
-        assert cache.length == len(TEXT)
-        if change != "touch":
-            return
-        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-        cache.trim(0)
-        assert np.array_equal(extend(decoder, cache, TEXT), before)
+        fails(decoder, cache, r"layer-0001\S* was changed .* again", len(TEXT))
+        if change == "touch":
+            os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+            cache.trim(0)
+            assert np.array_equal(extend(decoder, cache, TEXT), before)
+
+
+def fails(decoder: Decoder, cache: KVCache, message: str, length: int) -> None:
+    """A pass ends with one line, and leaves the cache as it was."""
+    with pytest.raises(CheckpointError, match=message) as caught:
+        extend(decoder, cache, TEXT)
+    assert "\n" not in str(caught.value)
+    assert cache.length == length
 
 
 def test_truncated_file(model: Model) -> None:
@@ -154,10 +151,7 @@ def test_truncated_file(model: Model) -> None:
         extend(decoder, cache, TEXT)
         os.truncate(model.store.path / "layer-0001.safetensors", 2 * PAGE)
         for _ in range(2):
-            with pytest.raises(CheckpointError, match=r"layer-0001\S* was cut short") as caught:
-                extend(decoder, cache, TEXT)
-            assert "\n" not in str(caught.value)
-            assert cache.length == len(TEXT)
+            fails(decoder, cache, r"layer-0001\S* was cut short", len(TEXT))
 
 
 @pytest.mark.parametrize("name", ["layers.1.mlp", "head.0", "embedding"])
@@ -169,23 +163,16 @@ def test_damage_in_a_resident_unit(model: Model, name: str) -> None:
         model.placed(["layers.0.mlp"]),
     ):
         pass
-    assert settled(before)
+    settled(before)
 
 
-@pytest.mark.parametrize("name", ["layers.0.attention", "layers.1.mlp", "head.0"])
+@pytest.mark.parametrize("name", ["layers.0.attention", "head.0"])
 def test_damage_in_a_streamed_unit(model: Model, name: str) -> None:
     damage(model, name)
     with model.placed(passing(model.store)) as decoder:
         cache = decoder.cache(50)
         for _ in range(2):
-            with pytest.raises(CheckpointError, match=rf"unit {name} .* is damaged") as caught:
-                extend(decoder, cache, TEXT)
-            assert "\n" not in str(caught.value)
-            assert cache.length == 0
-
-
-def test_without_sums(model: Model) -> None:
-    damage(model, "layers.1.mlp")
+            fails(decoder, cache, rf"unit {name} .* is damaged", 0)
     with model.placed(passing(model.store), verify=False) as decoder:
         extend(decoder, decoder.cache(50), TEXT)
 
@@ -223,7 +210,7 @@ def test_loading_ends_early(model: Model, error: Exception) -> None:
 
     with pytest.raises(type(error)), model.placed(["layers.0.mlp"], on_bytes=count):
         pass
-    assert settled(before)
+    settled(before)
 
 
 @pytest.mark.parametrize("what", ["layer", "embedding"])
@@ -287,7 +274,7 @@ def test_unclosed_decoder_is_freed(model: Model) -> None:
     extend(decoder, decoder.cache(20), TEXT)
     del decoder
     gc.collect()
-    assert settled(before)
+    settled(before)
 
 
 def test_closed_decoder_is_freed_at_once(model: Model) -> None:
@@ -304,7 +291,7 @@ def test_closed_decoder_is_freed_at_once(model: Model) -> None:
         gc.enable()
 
 
-def test_load_a_hundred_times(model: Model) -> None:
+def test_load_again_and_again(model: Model) -> None:
     def once(direct: bool = False) -> None:
         mode = ReadMode(direct=direct, threads=2, block=4 * PAGE)
         with model.placed(["layers.0.mlp", "head.0", "embedding"], mode=mode) as decoder:
@@ -313,7 +300,7 @@ def test_load_a_hundred_times(model: Model) -> None:
     for _ in range(5):
         once()
     before, rss = threads_and_files(), psutil.Process().memory_info().rss
-    for turn in range(100):
+    for turn in range(40):
         once(direct=bool(turn % 2))
-    assert settled(before)
-    assert psutil.Process().memory_info().rss - rss < 8 << 20
+    settled(before)
+    assert psutil.Process().memory_info().rss - rss < 4 << 20

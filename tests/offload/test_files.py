@@ -1,8 +1,9 @@
-"""Ranges of files: direct where it works, whole or an error of one line."""
+"""Ranges of files: direct where it works, whole or an error of one line; a disk's speed."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 from contextlib import closing
@@ -14,7 +15,8 @@ import pytest
 from localrt import system
 from localrt.common.errors import CheckpointError
 from localrt.common.files import PAGE
-from localrt.offload.reading.files import StoreFiles
+from localrt.offload.reading.disk_speed import DiskProfile, measure_disk
+from localrt.offload.reading.files import ReadMode, StoreFiles
 from localrt.quant.ops.arrays import aligned_buffer
 from tests.waits import open_files
 
@@ -79,8 +81,11 @@ def test_direct_open_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert out.tobytes() == data[PAGE : 2 * PAGE]
 
 
+@pytest.mark.parametrize("gone", [False, True])
 @pytest.mark.parametrize("direct", [False, True])
-def test_failing_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool) -> None:
+def test_failing_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool, gone: bool
+) -> None:
     data = write(tmp_path)
     with closing(StoreFiles(tmp_path, ["a.bin"], direct=direct)) as files:
         out = aligned_buffer(PAGE)
@@ -90,23 +95,13 @@ def test_failing_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: b
                 raise OSError(errno.EIO, "Input/output error")
 
             patch.setattr(system, "read_at", fail)
-            with pytest.raises(CheckpointError, match=r"a\.bin cannot be read: Input/output error"):
+            if gone:
+                (tmp_path / "a.bin").unlink()
+            with pytest.raises(CheckpointError, match=r"a\.bin cannot be read"):
                 files.read_into("a.bin", 0, out)
-        files.read_into("a.bin", 0, out)
-        assert out.tobytes() == data[:PAGE]
-
-
-def test_file_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path)
-    with closing(StoreFiles(tmp_path, ["a.bin"], direct=True)) as files:
-
-        def fail(*_: object) -> int:
-            raise OSError(errno.EIO, "Input/output error")
-
-        monkeypatch.setattr(system, "read_at", fail)
-        (tmp_path / "a.bin").unlink()
-        with pytest.raises(CheckpointError, match=r"a\.bin cannot be read"):
-            files.read_into("a.bin", 0, aligned_buffer(PAGE))
+        if not gone:
+            files.read_into("a.bin", 0, out)
+            assert out.tobytes() == data[:PAGE]
 
 
 @pytest.mark.parametrize("direct", [False, True])
@@ -141,3 +136,41 @@ def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"none\.bin cannot be read: No such file"):
         StoreFiles(tmp_path, ["a.bin", "none.bin"])
     assert open_files() == before
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[Path]:
+    paths = [tmp_path / name for name in ("a.bin", "b.bin")]
+    for path in paths:
+        path.write_bytes(np.random.default_rng(0).bytes(3 * (1 << 20) + 5))
+    return paths
+
+
+@pytest.mark.parametrize("sample", [2 << 20, 64 << 20])  # more than there is
+def test_measure_disk(files: list[Path], sample: int) -> None:
+    before = open_files()
+    profile = measure_disk(files, sample=sample, rounds=2)
+    assert profile.read_bytes_s > 0
+    assert profile.cpu_s_per_byte >= 0
+    assert profile.mode.block % PAGE == 0
+    assert profile.mode.threads >= 1
+    assert open_files() == before
+
+
+@pytest.mark.parametrize("sizes", [[], [100]])
+def test_nothing_to_read(tmp_path: Path, sizes: list[int]) -> None:
+    for size in sizes:
+        write(tmp_path, "small", size)
+    profile = measure_disk([tmp_path / "small"][: len(sizes)])
+    assert profile.read_bytes_s > 0
+    assert not profile.mode.direct
+
+
+def test_unreadable_file(files: list[Path], tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"none\.bin cannot be read: No such file"):
+        measure_disk([*files, tmp_path / "none.bin"])
+
+
+def test_profile_as_json() -> None:
+    profile = DiskProfile(ReadMode(direct=True, threads=4, block=1 << 20), 1.5e9, 1e-10)
+    assert DiskProfile.from_dict(json.loads(json.dumps(profile.to_dict()))) == profile

@@ -16,24 +16,22 @@ GB = 10**9
 MARGIN = 6 << 20  # within a hard limit, for what is counted in pages
 
 
-def test_users_budget() -> None:
-    state = MemoryState(total=16 * GB, available=10 * GB)
-    assert ram_budget(4 * GB, state=state, rss=GB) == 4 * GB
-    assert ram_budget(40 * GB, state=state, rss=GB) == 11 * GB
-
-
-def test_desktop_keeps_room() -> None:
-    small, large = (MemoryState(total=n, available=n // 2) for n in (8 * GB, 64 * GB))
-    assert ram_budget(None, state=small, rss=0) == 4 * GB - GB * 8 // 10
-    assert ram_budget(None, state=large, rss=0) == 32 * GB - (2 << 30)
-
-
-def test_limit_binds() -> None:
-    state = MemoryState(total=GB, available=GB // 2, limit=GB)
-    for word in (None, 8 * GB):
-        assert ram_budget(word, state=state, rss=GB // 4) == GB * 3 // 4 - MARGIN
-    assert ram_budget(GB // 8, state=state, rss=GB // 4) == GB // 8
-    assert ram_budget(None, state=MemoryState(GB, 0, GB), rss=0) == 0
+@pytest.mark.parametrize(
+    ("word", "state", "rss", "budget"),
+    [
+        (4 * GB, MemoryState(16 * GB, 10 * GB), GB, 4 * GB),
+        (40 * GB, MemoryState(16 * GB, 10 * GB), GB, 11 * GB),
+        # A desktop keeps room, a limit binds.
+        (None, MemoryState(8 * GB, 4 * GB), 0, 4 * GB - GB * 8 // 10),
+        (None, MemoryState(64 * GB, 32 * GB), 0, 32 * GB - (2 << 30)),
+        (None, MemoryState(GB, GB // 2, GB), GB // 4, GB * 3 // 4 - MARGIN),
+        (8 * GB, MemoryState(GB, GB // 2, GB), GB // 4, GB * 3 // 4 - MARGIN),
+        (GB // 8, MemoryState(GB, GB // 2, GB), GB // 4, GB // 8),
+        (None, MemoryState(GB, 0, GB), 0, 0),
+    ],
+)
+def test_budget(word: int | None, state: MemoryState, rss: int, budget: int) -> None:
+    assert ram_budget(word, state=state, rss=rss) == budget
 
 
 @given(

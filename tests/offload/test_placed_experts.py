@@ -2,41 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import closing
 
 import numpy as np
 import pytest
 
 from localrt.common.errors import CancelledError, CheckpointError, MemoryBudgetError
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
+from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.models.decoder import Decoder
+from localrt.offload.experts import memory as expert_memory
+from localrt.offload.experts.memory import size_classes
 from localrt.offload.reading.files import StoreFiles
+from localrt.quant.ops.protocol import Batch
 from tests.offload.placed import (
     PLENTY,
     Model,
+    assert_same,
     cancel_after,
     extend,
     needs_kernels,
     pack_tiny,
     tokens,
+    wide_mixture,
 )
 
 pytestmark = needs_kernels
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store of a tiny mixture."""
-    return pack_tiny("qwen3-moe", tmp_path_factory.mktemp("moe"))
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    """A tiny mixture, in a store."""
+    with closing(Model(pack_tiny("qwen3-moe", tmp_path_factory.mktemp("moe")))) as opened:
+        yield opened
 
 
 @pytest.fixture(scope="module")
-def model(folder: Path) -> Iterator[Model]:
-    """The same opened."""
-    opened = Model(folder)
-    yield opened
-    opened.close()
+def want(model: Model) -> list[np.ndarray]:
+    """What it answers with all in memory, which is read once."""
+    with model.placed([]) as whole:
+        found = answers(whole)
+        read = whole.weights.counts().ssd_read_bytes
+        assert_same(answers(whole), found)
+        assert whole.weights.counts().ssd_read_bytes == read
+    return found
 
 
 def experts(store: StoreCheckpoint, share: float = 1.0) -> list[str]:
@@ -51,13 +61,6 @@ def answers(decoder: Decoder, count: int = 12) -> list[np.ndarray]:
     found = [extend(decoder, cache, tokens(20))]
     found += [extend(decoder, cache, [token]) for token in tokens(count, seed=3)]
     return found
-
-
-def test_dense_units_and_experts(model: Model) -> None:
-    streamed = [*experts(model.store, 0.7), "layers.0.attention", "layers.1.mlp", "head.0"]
-    with model.placed(streamed) as placed, model.placed([]) as whole:
-        for ours, want in zip(answers(placed), answers(whole), strict=True):
-            np.testing.assert_array_equal(ours, want)
 
 
 def test_only_absent_experts_are_read(model: Model) -> None:
@@ -78,61 +81,91 @@ def test_only_absent_experts_are_read(model: Model) -> None:
     assert after.ssd_read_bytes - before.ssd_read_bytes == (uses - hits) * size
 
 
-def test_everything_in_memory_is_read_once(model: Model) -> None:
-    with model.placed([]) as placed:
-        answers(placed)
-        read = placed.weights.counts().ssd_read_bytes
-        answers(placed)
-        assert placed.weights.counts().ssd_read_bytes == read
-
-
-def test_cancel_in_any_layer(model: Model) -> None:
-    with model.placed(experts(model.store)) as placed, model.placed([]) as whole:
-        want = answers(whole)
+@pytest.mark.parametrize("share", [0.7, 1.0])
+def test_cancel_in_any_layer(model: Model, want: list[np.ndarray], share: float) -> None:
+    streamed = ["layers.0.attention", "layers.1.mlp", "head.0"] if share < 1 else []
+    with model.placed([*experts(model.store, share), *streamed]) as placed:
         for layer in range(3):
             cache = placed.cache(64)
+            batch = Batch.extend([(cache, tokens(20))])
             with pytest.raises(CancelledError):
-                placed.forward(_batch(placed, cache), check=cancel_after(layer + 1))
+                placed.forward(batch, check=cancel_after(layer + 1))
             assert cache.length == 0
-        for ours, expected in zip(answers(placed), want, strict=True):
-            np.testing.assert_array_equal(ours, expected)
-
-
-def _batch(placed: Decoder, cache: object) -> object:
-    from localrt.quant.ops.protocol import Batch
-
-    return Batch.extend([(cache, tokens(20))])  # type: ignore[list-item]
+        assert_same(answers(placed), want)
 
 
 class Failing(StoreFiles):
-    """Files whose expert reads fail while ``broken``."""
+    """Files whose reads fail while ``broken``."""
 
-    broken: Callable[[], bool] = staticmethod(lambda: False)
+    broken = False
 
     def read_into(self, name: str, offset: int, out: np.ndarray) -> None:
-        """Fail now and then."""
-        if self.broken():
+        if self.broken:
             raise CheckpointError("the disk is gone")
         super().read_into(name, offset, out)
 
 
-def test_failed_read(model: Model) -> None:
-    names = {unit.file for unit in model.store.manifest.units}
-    files = Failing(model.store.path, names)
-    with model.placed(experts(model.store), files=files) as placed, model.placed([]) as whole:
-        want = answers(whole)
+def test_failed_read(model: Model, want: list[np.ndarray]) -> None:
+    files = Failing(model.store.path, {unit.file for unit in model.store.manifest.units})
+    with model.placed(experts(model.store), files=files) as placed:
         answers(placed)
-        files.broken = lambda: True
+        files.broken = True
         with pytest.raises(CheckpointError, match="the disk is gone"):
             answers(placed, 200)
-        files.broken = lambda: False
-        for ours, expected in zip(answers(placed), want, strict=True):
-            np.testing.assert_array_equal(ours, expected)
+        files.broken = False
+        assert_same(answers(placed), want)
 
 
 def test_budget_below_one_expert(model: Model) -> None:
     with (
-        pytest.raises(MemoryBudgetError, match="at least"),
+        pytest.raises(MemoryBudgetError, match=r"at least .*1 expert of .* has"),
         model.placed(experts(model.store), largest=0, slack=0, budget=PLENTY),
     ):
         pass
+
+
+def units(*sizes: int, experts: int = 4) -> dict[tuple[int, int], StoredUnit]:
+    return {
+        (layer, expert): StoredUnit(f"{layer}.{expert}", "f", 0, nbytes, "", ())
+        for layer, nbytes in enumerate(sizes)
+        for expert in range(experts)
+    }
+
+
+@pytest.mark.parametrize(
+    ("sizes", "classes"),
+    [
+        ([9, 9, 9], [[0, 1, 2]]),
+        ([1000, 1010, 1005], [[0, 1, 2]]),  # not worth it
+        ([1153, 1000, 1153, 1000], [[1, 3], [0, 2]]),  # Q4_K_M
+        ([1200, 1120, 1000, 1000, 1120, 1000], [[2, 3, 5], [1, 4], [0]]),  # Q3_K_M
+        ([1000, 1000, 1000, 1064], [[0, 1, 2], [3]]),  # Q4_K_S: few are larger
+    ],
+)
+def test_size_classes(sizes: list[int], classes: list[list[int]]) -> None:
+    assert size_classes(units(*sizes)) == classes
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    """A mixture of many experts in a store, whose layers are taken to differ."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(expert_memory, "size_classes", lambda units: [[0, 2], [1]])
+        with closing(wide_mixture(tmp_path_factory.mktemp("moe"), 2)) as opened:
+            yield opened
+
+
+@pytest.mark.parametrize("share", [0.0, 0.6])
+def test_several_pools(apart: Model, share: float) -> None:
+    with apart.placed(experts(apart.store, share)) as placed, apart.placed([]) as whole:
+        memory = placed.weights.sparse["cpu"].memory
+        assert len(memory.pools) > 1
+        assert memory.nbytes <= len(experts(apart.store)) * memory.slot_nbytes
+        want = answers(whole)
+        assert_same(answers(placed), want)
+        before = placed.weights.memory.reclaimable
+        assert placed.weights.memory.evict(6 * memory.slot_nbytes) >= 6 * memory.slot_nbytes
+        assert_same(answers(placed), want)
+        assert placed.weights.memory.reclaimable == before  # there was room for it again
+    with apart.placed(experts(apart.store)) as placed:
+        assert len(placed.weights.sparse["cpu"].memory.pools) == 1

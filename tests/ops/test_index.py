@@ -15,20 +15,18 @@ from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.attention import IndexSpec
 from localrt.quant.reference.ops import TorchOps
 from tests.conftest import needs_kernels
-from tests.ops.indexed_layers import (
+from tests.ops.layers import (
     EPS,
     HIDDEN,
     SHAPES,
     IndexedLayer,
     Shape,
+    check_tree,
+    random_rows,
     random_tensors,
 )
 from tests.ops.oracles import read_in
-from tests.ops.recurrent_layers import check_tree, random_rows
 from tests.ops.test_native_matmul import ISAS
-
-modeling = pytest.importorskip("transformers.models.qwen4_exp.modeling_qwen4_exp")
-from transformers import DynamicCache, Qwen4ExpTextConfig  # noqa: E402
 
 # 24 numbers are what the kernels do not take. With few heads, blocks without a score are tied.
 ODD = {
@@ -57,7 +55,8 @@ def native() -> dict[tuple[str, str], IndexedLayer]:
 
 def theirs(shape: Shape, x: np.ndarray, cuts: list[int]) -> np.ndarray:
     """The same layer in transformers, over the same passes."""
-    config = Qwen4ExpTextConfig(
+    modeling = pytest.importorskip("transformers.models.qwen4_exp.modeling_qwen4_exp")
+    config = modeling.Qwen4ExpTextConfig(
         hidden_size=HIDDEN,
         num_hidden_layers=1,
         layer_types=["full_attention"],
@@ -79,7 +78,7 @@ def theirs(shape: Shape, x: np.ndarray, cuts: list[int]) -> np.ndarray:
     )
     turns, cache, parts = (
         modeling.Qwen4ExpTextRotaryEmbedding(config),
-        DynamicCache(config=config),
+        modeling.DynamicCache(config=config),
         [],
     )
     for start, stop in pairwise(accumulate(cuts, initial=0)):

@@ -17,7 +17,7 @@ from tests.conftest import needs_kernels
 from tests.models.tiny import MIXTURES, oracle, relative_error, tokens
 from tests.models.tiny_configs import DEEPSEEK_V4, GLM5_NEXT
 from tests.ops.packed import random_tensor
-from tests.ops.test_native_experts_routing import SPECS
+from tests.ops.test_native_routing import SPECS
 from tests.ops.test_native_steps import LENGTH, TOLERANCE, load
 
 pytestmark = needs_kernels

@@ -17,9 +17,8 @@ from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.kv_formats import KV_FORMATS, CacheFormat, block_nbytes
 from localrt.quant.ops.protocol import Batch, Span
 from tests.conftest import needs_kernels
-from tests.models.tiny import CONFIGS, oracle, relative_error, tokens
-from tests.models.tiny_configs import DEEPSEEK_DENSE, DEEPSEEK_SPARSE
-from tests.ops.recurrent_layers import tree_mask
+from tests.models.tiny import relative_error, tokens
+from tests.ops.layers import tree_mask
 from tests.ops.test_native_matmul import ISAS
 from tests.ops.test_native_steps import load
 
@@ -28,9 +27,6 @@ pytestmark = needs_kernels
 Doubles = npt.NDArray[np.float64]
 
 HIDDEN = 64
-# With latent attention, which keeps nothing in 4 bits
-LATENT = {*DEEPSEEK_DENSE, *DEEPSEEK_SPARSE, "glm4-moe-lite", "kimi-linear"}
-LATENT |= {name for name in CONFIGS if name.startswith(("mistral4", "glm-dsa", "kimi-k2", "ling"))}
 # Largest error over the largest output, against exact keys and values. The reference that knows
 # the format is met much closer, but for numbers at a rounding's edge, one in a hundred at most.
 BOUNDS: dict[CacheFormat, float] = {"bf16": 0.01, "int8": 0.02, "int4": 0.15}
@@ -315,13 +311,12 @@ def test_bias_of_far_positions() -> None:
     assert relative_error(ours, expected) < BOUNDS["int8"] / 4
 
 
-@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(("isa", "sinks"), [(ISAS[0], False), *((isa, True) for isa in ISAS)])
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
-@pytest.mark.parametrize("isa", ISAS)
 def test_batch_invariance(isa: str, kv_format: CacheFormat, sinks: bool) -> None:
     """Bit for bit, for 1 to 64 rows at once, across blocks; every code path agrees with float64."""
     layer = Layer.random(spec_of(48, heads=6, sinks=sinks), bias=10.0)
-    count = 600 if isa == ISAS[0] else 280
+    count = 600 if isa == ISAS[0] and kv_format == "bf16" else 270
     x = np.random.default_rng(3).standard_normal((count, HIDDEN)).astype(np.float32)
 
     def outputs(threads: int, chunks: list[int]) -> Doubles:
@@ -340,22 +335,9 @@ def test_batch_invariance(isa: str, kv_format: CacheFormat, sinks: bool) -> None
     expected = layer.expected(x, positions, positions[:, None] >= positions, kv_format)
     assert usual_error(whole, expected) < SAME * (20 if kv_format == "bf16" else 1)
     some = [1, 2, 3, 5, 8, 13, 21, 34, 64, 63, 7, 4, 6, 1, 1]
-    for threads, chunks in ((1, [64] * (count // 64)), (2, some), (1, some), (2, [200, 1, 64])):
+    for threads, chunks in ((1, [64] * (count // 64)), (1 + sinks, some), (2, [200, 1, 64])):
         ours = outputs(threads, chunks)
         assert np.array_equal(ours, whole[: len(ours)])
-
-
-@pytest.mark.parametrize("name", sorted(set(CONFIGS) - LATENT))
-def test_int4(name: str, tiny: Any) -> None:
-    folder, theirs = tiny(name)
-    ours = load(folder, kv="int4")
-    ids = tokens(40)
-    whole = ours.forward(Batch.extend([(ours.cache(40), ids)]))
-    expected = oracle(theirs, ids)
-    assert np.square(whole - expected).mean() < 0.2 * np.square(expected).mean()
-    cache = ours.cache(40)
-    steps = np.concatenate([ours.forward(Batch.extend([(cache, [t])])) for t in ids])
-    assert np.array_equal(steps, whole)
 
 
 @pytest.mark.parametrize("kv_format", KV_FORMATS)

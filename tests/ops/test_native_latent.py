@@ -25,7 +25,6 @@ from localrt.quant.ops.protocol import Batch, Span
 from localrt.quantize.quantize import Recipe, quantize_model
 from tests.conftest import needs_kernels
 from tests.models.tiny import load_ours, relative_error, save_tiny, tokens
-from tests.ops.test_native_matmul import ISAS
 
 pytestmark = needs_kernels
 
@@ -68,16 +67,7 @@ def native(
     return decoder
 
 
-@pytest.mark.parametrize("isa", ISAS)
-def test_instruction_sets(folder: Path, isa: str) -> None:
-    ids = tokens(40)
-    expected = load_ours(folder)
-    whole = expected.forward(Batch.extend([(expected.cache(40), ids)]))
-    ours = native(folder, isa=isa, threads=1)
-    assert relative_error(ours.forward(Batch.extend([(ours.cache(40), ids)])), whole) < 0.01
-
-
-@pytest.mark.parametrize("format_", ["int8-g32", "int4-g32m", "mxfp4", "bf16"])
+@pytest.mark.parametrize("format_", ["int4-g32m", "mxfp4"])
 def test_packed(folder: Path, format_: str, tmp_path: Path) -> None:
     store = quantize_model(folder, tmp_path / "store", Recipe(format_, method="rtn")).path
     ids = tokens(40)
@@ -113,7 +103,7 @@ TREE[1:, 0] = TREE[3, 2] = TREE[4, 1] = True
 PATHS = ([0], [0, 1], [0, 2], [0, 2, 3], [0, 1, 4])
 
 
-@pytest.mark.parametrize("held", [20, 254, 300])
+@pytest.mark.parametrize("held", [254, 300])
 @pytest.mark.parametrize("kv", ["bf16", "int8"])
 def test_tree(folder: Path, kv: CacheFormat, held: int, tmp_path: Path) -> None:
     """On either side of a block's border, in RAM and with layers on the SSD."""

@@ -1,6 +1,8 @@
-"""The compiled products: exact codes, small errors, the same result in any batch."""
+"""The compiled products and the MLP: exact codes, small errors, the same result in any batch."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,10 +12,12 @@ from hypothesis import strategies as st
 from localrt.common.errors import OptionError
 from localrt.quant.cpu.abi import find_library, layout_of
 from localrt.quant.cpu.ops import NativeOps
-from localrt.quant.formats import FORMATS, GROUP_CODECS, Format, PackedTensor, unpack
+from localrt.quant.formats import F32, FORMATS, GROUP_CODECS, Format, PackedTensor, pack, unpack
 from localrt.quant.formats.tiled import TILE_ROWS, tile, tile_tensor, untile
 from localrt.quant.methods.rotation import block_hadamard
+from localrt.quant.ops.protocol import Batch, MlpSpec, MlpWeights
 from tests.conftest import needs_kernels
+from tests.ops.oracles import gated
 from tests.ops.packed import random_tensor
 
 pytestmark = needs_kernels
@@ -67,13 +71,18 @@ def computed(tensor: PackedTensor) -> np.ndarray:
 def test_products(name: str, isa: str) -> None:
     rows, cols = 75, 768  # a last tile of eleven rows
     tensor = random_tensor(name, rows, cols)
-    ops = NativeOps(threads=2, isa=isa)
-    weight = ops.weight((rows, cols), [tensor])
-    x = np.random.default_rng(1).standard_normal((21, cols)).astype(np.float32)
+    one, two = NativeOps(threads=1, isa=isa), NativeOps(threads=2, isa=isa)
+    weights = [(ops, ops.weight((rows, cols), [tensor])) for ops in (one, two)]
+    x = np.random.default_rng(1).standard_normal((64, cols)).astype(np.float32)
     seen = quantized(x) if name in PACKED else x.astype(np.float64)
     expected = seen @ computed(tensor).T
-    error = np.abs(ops.linear(x, weight) - expected).max() / np.abs(expected).max()
-    assert error < 2e-6
+    whole = two.linear(x, weights[1][1])
+    assert np.abs(whole - expected).max() / np.abs(expected).max() < 2e-6
+    for count in (*range(1, 18), 31, 64):
+        for ops, weight in weights:
+            assert np.array_equal(ops.linear(x[:count], weight), whole[:count])
+    alone = [one.linear(x[row : row + 1], weights[0][1]) for row in range(1, 64, 7)]
+    assert np.array_equal(np.concatenate(alone), whole[1::7])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -88,23 +97,8 @@ def test_instruction_sets(name: str) -> None:
         np.testing.assert_array_equal(result, results[0])
 
 
-@pytest.mark.parametrize(("isa", "name"), CASES)
-def test_batch_invariance(name: str, isa: str) -> None:
-    rows, cols = 80, 512
-    tensor = random_tensor(name, rows, cols, seed=3)
-    x = np.random.default_rng(3).standard_normal((64, cols)).astype(np.float32)
-    one, two = NativeOps(threads=1, isa=isa), NativeOps(threads=2, isa=isa)
-    weights = [(ops, ops.weight((rows, cols), [tensor])) for ops in (one, two)]
-    alone = np.concatenate([one.linear(x[i : i + 1], weights[0][1]) for i in range(64)])
-    for count in (*range(1, 18), 31, 64):
-        for ops, weight in weights:
-            assert np.array_equal(ops.linear(x[:count], weight), alone[:count])
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_embedding(name: str) -> None:
-    from localrt.quant.ops.protocol import Batch
-
     tensor = random_tensor(name, 50, 256, seed=4)
     ops = NativeOps(threads=1)
     table = ops.weight((50, 256), [tensor])
@@ -115,32 +109,34 @@ def test_embedding(name: str) -> None:
     np.testing.assert_allclose(found, computed(tensor)[tokens] * 2, rtol=1e-5, atol=1e-8)
 
 
-def test_stacked_matrices_of_different_formats() -> None:
-    parts = [
-        random_tensor("q4_k", 32, 256),
-        random_tensor("q6_k", 20, 256),
-        random_tensor("f32", 7, 256),
-    ]
-    ops = NativeOps(threads=2)
-    for index, part in enumerate(parts):
-        object.__setattr__(part, "name", f"part{index}")
-    weight = ops.weight((59, 256), parts)
-    x = np.random.default_rng(5).standard_normal((3, 256)).astype(np.float32)
-    separate = [ops.linear(x, ops.weight((part.shape[0], 256), [part])) for part in parts]
-    assert np.array_equal(ops.linear(x, weight), np.concatenate(separate, axis=1))
-
-
 def test_joined_blocks() -> None:
-    tensor = random_tensor("q4_0", 50, 256)
-    pieces = [
-        tensor.take_rows(np.arange(50)[s]) for s in (slice(0, 7), slice(7, 30), slice(30, 50))
-    ]
-    ops = NativeOps(threads=1)
-    x = np.random.default_rng(6).standard_normal((2, 256)).astype(np.float32)
+    """Also of stacked matrices in different formats."""
+    ops, tensor = NativeOps(threads=2), random_tensor("q4_0", 50, 256)
+    x = np.random.default_rng(6).standard_normal((3, 256)).astype(np.float32)
     whole = ops.linear(x, ops.weight((50, 256), [tensor]))
+    cuts = (slice(0, 7), slice(7, 30), slice(30, 50))
+    pieces = [tensor.take_rows(np.arange(50)[part]) for part in cuts]
     assert np.array_equal(ops.linear(x, ops.weight((50, 256), pieces)), whole)
+    parts = [
+        replace(random_tensor(name, rows, 256), name=name)
+        for name, rows in (("q4_k", 32), ("q6_k", 20), ("f32", 7))
+    ]
+    stacked = ops.linear(x, ops.weight((59, 256), parts))
+    separate = [ops.linear(x, ops.weight(part.shape, [part])) for part in parts]
+    assert np.array_equal(stacked, np.concatenate(separate, axis=1))
+
+
+def test_what_no_kernel_reads() -> None:
+    with pytest.raises(OptionError, match="abacus"):
+        NativeOps(isa="abacus")
+    ops, format_ = NativeOps(), Format("int3-g32", 32, 14)
+    rows = np.zeros((16, format_.row_bytes(256)), np.uint8)
+    with pytest.raises(OptionError, match=format_.name):
+        ops.weight((16, 256), [PackedTensor("w", format_, (16, 256), rows)])
+    with pytest.raises(OptionError, match="multiple of 32"):
+        ops.weight((16, 48), [random_tensor("nvfp4", 16, 48)])
     with pytest.raises(ValueError, match="50 rows"):
-        ops.weight((51, 256), [tensor])
+        ops.weight((51, 256), [random_tensor("q4_0", 50, 256)])
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from(["zero", "tiny", "outlier", "plain"]))
@@ -185,21 +181,6 @@ def test_tiles(name: str) -> None:
     assert specified.nbytes == padded * tensor.format.row_bytes(512)
 
 
-def test_unknown_formats() -> None:
-    with pytest.raises(OptionError, match="abacus"):
-        NativeOps(isa="abacus")
-    format_ = Format("int3-g32", 32, 14)
-    rows = np.zeros((16, format_.row_bytes(256)), np.uint8)
-    with pytest.raises(OptionError, match=format_.name):
-        NativeOps().weight((16, 256), [PackedTensor("w", format_, (16, 256), rows)])
-
-
-def test_broken_spans() -> None:
-    tensor = random_tensor("nvfp4", 16, 48)
-    with pytest.raises(OptionError, match="multiple of 32"):
-        NativeOps().weight((16, 48), [tensor])
-
-
 @pytest.mark.parametrize("name", ["q4_k", "int4-g64m", "nvfp4"])
 def test_tiles_from_a_store_are_used_in_place(name: str) -> None:
     tensor = random_tensor(name, 40, 512, seed=10)
@@ -234,7 +215,7 @@ def test_more_threads_than_cores_change_nothing() -> None:
     weights = [ops.weight(tensor.shape, [tensor]) for tensor in (small, large)]
     x = np.random.default_rng(12).standard_normal((1, 128)).astype(np.float32)
     expected = [ops.linear(x, weight) for weight in weights]
-    for _ in range(1500):
+    for _ in range(300):
         for weight, result in zip(weights, expected, strict=True):
             assert np.array_equal(ops.linear(x, weight), result)
 
@@ -265,3 +246,82 @@ def test_head_precision(name: str, isa: str) -> None:
     for count in (*range(1, 14), 33):
         some = ops.head(x, rows[:count], ops.vector(norm), 1e-6, weight)
         assert np.array_equal(some, logits[:count])
+
+
+MLP_HIDDEN, MLP_INNER = 256, 768
+
+
+def build_mlp(ops: NativeOps, gate: str, up: str, down: str, hadamard: int) -> MlpWeights:
+    parts = [replace(random_tensor(up, MLP_INNER, MLP_HIDDEN, 2), name="up")]
+    if gate:
+        parts.insert(0, replace(random_tensor(gate, MLP_INNER, MLP_HIDDEN, 1), name="gate"))
+    last = tile_tensor(random_tensor(down, MLP_HIDDEN, MLP_INNER, 3), hadamard=hadamard)
+    return MlpWeights(
+        norm=ops.vector(np.ones(MLP_HIDDEN, np.float32)),
+        gate_up=ops.weight((len(parts) * MLP_INNER, MLP_HIDDEN), parts),
+        down=ops.weight((MLP_HIDDEN, MLP_INNER), [last]),
+    )
+
+
+def mlp_reference(
+    x: np.ndarray, gate: str, up: str, down: str, hadamard: int, spec: MlpSpec
+) -> np.ndarray:
+    """Float64 on the activations that the kernels quantize to."""
+    x = x / np.sqrt((x.astype(np.float64) ** 2).mean(1, keepdims=True) + 1e-6).astype(np.float32)
+    seen = quantized(x)
+    g, u = (
+        seen @ unpack(random_tensor(name, MLP_INNER, MLP_HIDDEN, seed)).astype(np.float64).T
+        for name, seed in ((gate or up, 1), (up, 2))
+    )
+    product = gated(g, u, spec).astype(np.float32)
+    if hadamard:
+        product = block_hadamard(product, hadamard)
+    last = unpack(random_tensor(down, MLP_HIDDEN, MLP_INNER, 3)).astype(np.float64)
+    return quantized(product) @ last.T
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(
+    ("gate", "up", "down", "hadamard"),
+    [
+        ("q4_k", "q4_k", "q6_k", 0),  # side by side
+        ("int4-g32", "int4-g32", "mxfp4", 32),
+        ("q4_k", "q4_k", "q4_k", 64),
+        ("nvfp4", "nvfp4", "nvfp4", 128),  # rotations too wide for one task
+        ("q4_k", "q5_k", "q4_k", 0),  # layouts that differ
+        ("q4_k", "q4_k", "bf16", 0),  # a last matrix that takes floats
+        ("", "q4_k", "q6_k", 0),  # without a gate
+        ("", "int4-g32", "mxfp4", 32),
+    ],
+)
+def test_every_way_through_the_mlp(gate: str, up: str, down: str, hadamard: int, isa: str) -> None:
+    spec = MlpSpec(activation="silu" if gate else "relu2", eps=1e-6, gate_scale=0.7)
+    x = np.random.default_rng(0).standard_normal((37, MLP_HIDDEN)).astype(np.float32)
+    two, one = NativeOps(threads=2, isa=isa), NativeOps(threads=1, isa=isa)
+    weights = build_mlp(two, gate, up, down, hadamard)
+    whole = two.norm_gated_mlp(x, weights, spec)
+    if down != "bf16":
+        expected = mlp_reference(x, gate, up, down, hadamard, spec)
+        # The last digit of a product may move an activation to the next code.
+        assert np.abs(whole - expected).max() < 5e-3 * np.abs(expected).max()
+    weights = build_mlp(one, gate, up, down, hadamard)
+    for count in (1, 2, 3, 4, 5, 7, 13, 31):
+        assert np.array_equal(one.norm_gated_mlp(x[:count], weights, spec), whole[:count])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_xielu(isa: str) -> None:
+    """On its own, through matrices that change nothing."""
+    ops, curve = NativeOps(threads=1, isa=isa), (0.9, 1.3, 0.5, -1e-6)
+    spec, size = MlpSpec(activation="xielu", eps=1e-6, curve=curve), 64
+    small = np.geomspace(1e-8, 90, size - 1)
+    x = np.stack([np.append(small, 0), np.append(-small, -0.35)]).astype(np.float32)
+    same = pack(np.eye(size, dtype=np.float32), F32, name="same")
+    weights = MlpWeights(
+        norm=None, gate_up=ops.weight((size, size), [same]), down=ops.weight((size, size), [same])
+    )
+    exact, (positive, negative, beta, eps) = x.astype(np.float64), curve
+    low = negative * (np.expm1(np.minimum(exact, eps)) - exact)
+    wanted = np.where(exact > 0, positive * exact**2, low) + beta * exact
+    off = np.abs(ops.norm_gated_mlp(x, weights, spec) - wanted)
+    assert (off <= 1e-6 * (np.abs(exact) + exact**2) + 1e-12).all()  # y is 0 near -1.07

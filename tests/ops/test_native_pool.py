@@ -7,7 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -56,42 +56,32 @@ def rounds_with_pauses(ops: NativeOps) -> None:
         np.testing.assert_array_equal(ops.linear(x, weight), expected)
 
 
-def test_a_pause_takes_no_core_from_the_threads() -> None:
-    before, allowed = threads(), os.sched_getaffinity(0)
+@pytest.fixture
+def allowed() -> Iterator[set[int]]:
+    """The cores of this process, which has them again afterwards."""
+    cores = os.sched_getaffinity(0)
+    yield cores
+    os.sched_setaffinity(0, cores)
+
+
+@pytest.mark.parametrize("when", ["never", "before", "while they run"])
+def test_cores_are_those_of_the_process(when: str, allowed: set[int]) -> None:
+    """A pause takes none from the threads; bound to one core they stay there."""
+    one, before = {min(allowed)}, threads()
+    if when == "before":
+        os.sched_setaffinity(0, one)
     ops = NativeOps(threads=3)
     workers = threads() - before
+    assert len(workers) >= 2
     rounds_with_pauses(ops)
     wait_until_asleep(workers)
-    assert len(workers) >= 2
-    assert all(os.sched_getaffinity(worker) == allowed for worker in workers)
-
-
-def test_a_process_bound_to_one_core_stays_there() -> None:
-    allowed = os.sched_getaffinity(0)
-    before = threads()
-    os.sched_setaffinity(0, {min(allowed)})
-    try:
-        ops = NativeOps(threads=2)
-        workers = threads() - before
+    if when == "while they run":
+        for worker in workers:
+            os.sched_setaffinity(worker, one)
         rounds_with_pauses(ops)
         wait_until_asleep(workers)
-        assert all(os.sched_getaffinity(worker) == {min(allowed)} for worker in workers)
-    finally:
-        os.sched_setaffinity(0, allowed)
-
-
-def test_removed_core() -> None:
-    allowed = os.sched_getaffinity(0)
-    before = threads()
-    ops = NativeOps(threads=2)
-    workers = threads() - before
-    rounds_with_pauses(ops)
-    wait_until_asleep(workers)
-    for worker in workers:
-        os.sched_setaffinity(worker, {min(allowed)})
-    rounds_with_pauses(ops)
-    wait_until_asleep(workers)
-    assert all(os.sched_getaffinity(worker) == {min(allowed)} for worker in workers)
+    cores = allowed if when == "never" else one
+    assert all(os.sched_getaffinity(worker) == cores for worker in workers)
 
 
 # Of a change: threads, rows of the product that follows, whether the threads are asleep by then.
@@ -165,6 +155,7 @@ def test_fork() -> None:
     """)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     "asan" in os.environ.get("LD_PRELOAD", ""), reason="the address sanitizer ends such a process"
 )
@@ -193,6 +184,8 @@ thread.join()
 """
 
 
+@pytest.mark.slow
+@pytest.mark.real
 @pytest.mark.skipif(sys.platform != "linux", reason="a thread's stack follows the limit there")
 @pytest.mark.parametrize("kilobytes", [128, 192])
 def test_threads_of_small_stacks(kilobytes: int) -> None:

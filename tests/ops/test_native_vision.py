@@ -25,7 +25,7 @@ from tests.ops.test_native_matmul import ISAS, quantized
 
 pytestmark = needs_kernels
 
-ROWS = (1, 7, 17, 300)
+ROWS = (1, 7, 17, 100)
 HEADS = (64, 72, 80, 88)
 ACTIVATIONS: tuple[VisionActivation, ...] = ("gelu", "gelu_tanh", "quick_gelu", "silu")
 EXACT = 2e-6
@@ -58,7 +58,7 @@ def test_products(name: str, isa: str) -> None:
     steps = native(isa)
     tensor = random_tensor(name, 203, columns)
     weight, bias = steps.ops.weight((203, columns), [tensor]), steps.ops.vector(floats(203))
-    for rows in (*ROWS, 33, 400):
+    for rows in (1, 7, 33, 170):
         x = floats(rows, columns, seed=rows)
         seen = quantized(x) if packed and not in_bf16 else x.astype(np.float64)
         expected = seen @ unpack(tensor).astype(np.float64).T
@@ -127,7 +127,7 @@ def test_rotations_and_sums(size: int, isa: str) -> None:
 @pytest.mark.parametrize("size", HEADS)
 def test_attention(size: int, isa: str) -> None:
     steps = native(isa)
-    for ends in ((1,), (7,), (17,), (1, 18, 19, 300), (300,), (64, 128, 192), (33, 590)):
+    for ends in ((1,), (17,), (1, 18, 19, 150), (64, 128), (33, 290 if isa == ISAS[0] else 140)):
         rows = ends[-1]
         q, k, v = (floats(rows, 3, 5, size, seed=rows)[:, i] for i in range(3))
         expected = VisionSteps.attention(
@@ -138,11 +138,11 @@ def test_attention(size: int, isa: str) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("window", [1, 7, 64, 200, 700])
+@pytest.mark.parametrize("window", [1, 64, 200])
 def test_attention_within_a_window(window: int, isa: str) -> None:
     """Large scores show that keys outside the window count for nothing."""
     steps = native(isa)
-    for ends in ((1,), (1, 18, 300), (590,)):
+    for ends in ((1, 18, 130), (290 if isa == ISAS[0] else 150,)):
         q, k, v = (floats(ends[-1], 3, 5, 40, seed=ends[-1])[:, i] for i in range(3))
         exact = (each.astype(np.float64) for each in (q, k, v))
         expected = VisionSteps.attention(steps, *exact, 3.0, ends, window)
@@ -171,7 +171,7 @@ def test_a_segment_stays_for_itself() -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_threads_and_other_rows_change_no_bits(isa: str) -> None:
-    x, qkv = floats(300, 544), floats(300, 3, 5, 72)
+    x, qkv = floats(140, 544), floats(140, 3, 5, 72)
     results = []
     for threads in (1, 2, 5):
         steps = native(isa, threads)
@@ -182,7 +182,7 @@ def test_threads_and_other_rows_change_no_bits(isa: str) -> None:
             for rows in (1, 11, 12, 13, 64):
                 part = steps.linear(x[:rows], weight, None, "gelu")
                 np.testing.assert_array_equal(part, found[-1][:rows])
-        found.append(steps.attention(*qkv.swapaxes(0, 1), 0.2, (290, 300)))
+        found.append(steps.attention(*qkv.swapaxes(0, 1), 0.2, (130, 140)))
         results.append(found)
     for other in results[1:]:
         for one, two in zip(results[0], other, strict=True):

@@ -18,8 +18,7 @@ from localrt.quant.ops.recurrent import RecurrentSpec
 from localrt.quant.ops.states import StateCache, runs
 from localrt.quant.reference.ops import TorchOps
 from tests.conftest import needs_kernels
-from tests.ops.oracles import read_in
-from tests.ops.recurrent_layers import (
+from tests.ops.layers import (
     SPECS,
     Layer,
     check_cancelled,
@@ -28,6 +27,7 @@ from tests.ops.recurrent_layers import (
     random_rows,
     tree_mask,
 )
+from tests.ops.oracles import read_in
 from tests.ops.test_native_matmul import ISAS as HERE
 
 ISAS = ["", "portable", *(["avx2"] if "avx2" in HERE else [])]

@@ -13,7 +13,7 @@ import pytest
 import localrt
 from tests.chat_format.call_templates import TEMPLATES
 from tests.conftest import write_tiny_model
-from tests.loading.test_engine_choice import write_model
+from tests.loading.test_loading import write_model
 from tests.server.conftest import Running, serving
 from tests.server.dialects import HI, events_in
 

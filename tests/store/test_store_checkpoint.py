@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import errno
 import hashlib
 import json
 import os
 import shutil
+from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localrt.common.errors import CheckpointError, LocalrtError, UnsupportedModelError
@@ -26,6 +26,7 @@ from localrt.offload.store import pack_store
 from localrt.quant.formats.tiled import TiledTensor, tile_tensor
 from localrt.quant.ops.protocol import Batch
 from localrt.quant.reference.ops import TorchOps
+from tests.mutations import FUZZ, changed, changes_of, paths
 from tests.store.synthetic import SyntheticCheckpoint
 
 
@@ -146,90 +147,63 @@ def test_truncated_or_missing_files(store: Path) -> None:
         open_checkpoint(store)
 
 
-def test_newer_versions(store: Path) -> None:
-    edit_manifest(store, localrt_store=2)
-    with pytest.raises(UnsupportedModelError, match=r"store of version 2.*update localrt"):
-        open_checkpoint(store)
-    edit_manifest(store, localrt_store=1, layout="tiles-32")
-    with pytest.raises(UnsupportedModelError, match="tiles-32"):
-        open_checkpoint(store)
+def first_unit(units: list[dict[str, Any]], **fields: Any) -> list[dict[str, Any]]:
+    units[0] |= fields
+    return units
+
+
+def first_tensor(units: list[dict[str, Any]], **fields: Any) -> list[dict[str, Any]]:
+    """``fields`` of a matrix if they say how it is rotated, else of any."""
+    tensors = [tensor for unit in units for tensor in unit["tensors"]]
+    next(t for t in tensors if len(t["shape"]) == 2 or "hadamard" not in fields).update(fields)
+    return units
+
+
+OUTSIDE = "lies in no file of this folder"
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("edit", "error", "message"),
     [
-        *("../up.safetensors", "/etc/passwd", "manifest.json"),
-        *("a\0.safetensors", "\ud800.safetensors"),
+        (
+            lambda _: {"localrt_store": 2},
+            UnsupportedModelError,
+            "of version 2.*update localrt",
+        ),
+        (lambda _: {"layout": "tiles-32"}, UnsupportedModelError, "tiles-32"),
+        *(
+            (lambda u, n=name: {"units": first_unit(u, file=n)}, CheckpointError, OUTSIDE)
+            for name in ("../up.safetensors", "/etc/passwd", "manifest.json", "a\0.safetensors")
+        ),
+        (lambda u: {"units": first_unit(u, file="\ud800.safetensors")}, CheckpointError, OUTSIDE),
+        (lambda u: {"units": first_tensor(u, scale=10**400)}, CheckpointError, "is malformed"),
+        (lambda u: {"units": first_tensor(u, name="norm[0:16]")}, CheckpointError, "is malformed"),
+        (lambda u: {"units": first_tensor(u, hadamard=8)}, CheckpointError, "is not"),
+        (lambda u: {"units": first_tensor(u, hadamard=256)}, CheckpointError, "is not"),
+        (
+            lambda u: {"units": first_tensor(u, format="int8-g16k")},
+            UnsupportedModelError,
+            "'int8-g16k', which .*: pack the model again",
+        ),
     ],
 )
-def test_files_outside(store: Path, name: str) -> None:
+def test_manifests_that_are_refused(
+    store: Path, edit: Callable[[Any], dict[str, Any]], error: type[Exception], message: str
+) -> None:
+    """Newer ones, files outside the folder, values that nothing can use, a format that left."""
     units = json.loads((store / "manifest.json").read_text("utf-8"))["units"]
-    units[0]["file"] = name
-    edit_manifest(store, units=units)
-    with pytest.raises(CheckpointError, match="lies in no file of this folder"):
+    edit_manifest(store, **edit(units))
+    with pytest.raises(error, match=message):
         open_checkpoint(store)
 
 
-@pytest.mark.parametrize(
-    "changes", [{"scale": 10**400}, {"name": "norm[0:16]"}], ids=["scale", "piece"]
-)
-def test_unusable_tensors(store: Path, changes: dict[str, Any]) -> None:
-    units = json.loads((store / "manifest.json").read_text("utf-8"))["units"]
-    units[0]["tensors"][0] |= changes
-    edit_manifest(store, units=units)
-    with pytest.raises(CheckpointError, match="is malformed"):
-        open_checkpoint(store)
-
-
-def test_a_format_that_left(store: Path) -> None:
-    units = json.loads((store / "manifest.json").read_text("utf-8"))["units"]
-    units[0]["tensors"][0]["format"] = "int8-g16k"
-    edit_manifest(store, units=units)
-    with pytest.raises(UnsupportedModelError, match=r"'int8-g16k', which .*: pack the model again"):
-        open_checkpoint(store)
-
-
-@pytest.mark.parametrize("block", [8, 256])
-def test_unknown_rotations(store: Path, block: int) -> None:
-    units = json.loads((store / "manifest.json").read_text("utf-8"))["units"]
-    tensors = [tensor for unit in units for tensor in unit["tensors"]]
-    next(t for t in tensors if len(t["shape"]) == 2)["hadamard"] = block
-    edit_manifest(store, units=units)
-    with pytest.raises(CheckpointError, match="is not"):
-        open_checkpoint(store)
-
-
-JUNK = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-(1 << 70), 1 << 70),
-    st.floats(),
-    st.text(max_size=8),
-    st.just([]),
-    st.just({}),
-    st.just([{}]),
-)
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@FUZZ
 @given(data=st.data())
 def test_damaged_manifest(packed: Path, store: Path, data: st.DataObject) -> None:
     manifest = json.loads((packed / "manifest.json").read_text("utf-8"))
-    manifest = copy.deepcopy(manifest)
     del manifest["crc32"]  # as of an earlier version: the damage itself is looked at
-    place: Any = manifest
-    while True:
-        key = data.draw(
-            st.sampled_from(list(place) if isinstance(place, dict) else range(len(place)))
-        )
-        if not isinstance(place[key], (dict, list)) or not place[key] or data.draw(st.booleans()):
-            break
-        place = place[key]
-    if data.draw(st.booleans()) and isinstance(place, dict):
-        del place[key]
-    else:
-        place[key] = data.draw(JUNK)
-    (store / "manifest.json").write_text(json.dumps(manifest))
+    damaged = changed(manifest, data.draw(changes_of([*paths(manifest)])))
+    (store / "manifest.json").write_text(json.dumps(damaged))
     with suppress(LocalrtError):
         read_everything(store)
 

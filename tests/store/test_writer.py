@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
-import textwrap
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,8 +24,6 @@ from localrt.offload.store import pack_store, partial_folder
 from localrt.offload.store.writer import StoreWriter
 from localrt.quant.formats.tiled import tile_tensor
 from tests.store.synthetic import SyntheticCheckpoint
-
-ROOT = Path(__file__).parent.parent.parent
 
 
 class KilledError(BaseException):
@@ -103,36 +98,6 @@ def test_end_at_any_step(
     assert step > 10
 
 
-def test_killed_process(finished: Path, tmp_path: Path) -> None:
-    out = tmp_path / "store"
-    code = f"""
-        import os
-        from pathlib import Path
-        from localrt.offload.store import pack_store
-        from localrt.quant.formats.tiled import tile_tensor
-        from tests.store.synthetic import SyntheticCheckpoint
-        fsync, count = os.fsync, 0
-        def counted(descriptor):
-            global count
-            count += 1
-            if count == 9:
-                os._exit(9)
-            fsync(descriptor)
-        os.fsync = counted
-        pack_store(SyntheticCheckpoint(Path("model")), Path({str(out)!r}), tiler=tile_tensor)
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([".", *sys.path])},
-    )
-    assert done.returncode == 9
-    assert not out.exists()
-    source = SyntheticCheckpoint(Path("model"))
-    pack_store(source, out, tiler=tile_tensor)
-    assert contents(out) == contents(finished)
-
-
 def test_resume(
     source: SyntheticCheckpoint, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,20 +145,6 @@ def test_cancel(source: SyntheticCheckpoint, finished: Path, tmp_path: Path) -> 
     assert done[0] < after < done[-1] == totals[-1]
     assert done == sorted(done)
     assert contents(out) == contents(finished)
-
-
-def test_another_model(
-    source: SyntheticCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "store"
-    with monkeypatch.context() as patch:
-        fail_at(patch, 9, KilledError())
-        with pytest.raises(KilledError):
-            pack_store(source, out, tiler=tile_tensor)
-    other = SyntheticCheckpoint(Path("model"), seed=1)
-    pack_store(other, out, tiler=tile_tensor)
-    again = pack_store(other, tmp_path / "again", tiler=tile_tensor)
-    assert contents(out) == contents(again)
 
 
 def test_too_little_room(

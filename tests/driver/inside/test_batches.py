@@ -20,7 +20,7 @@ from localrt.quant.ops.protocol import Batch, Span
 from tests.driver.inside.conftest import Kernels
 from tests.driver.inside.gpus import AT_ONCE, made, on_gpu
 from tests.offload.placed import Model, needs_kernels, pack_synthetic, pack_tiny, passing, tokens
-from tests.ops.recurrent_layers import tree_mask
+from tests.ops.layers import tree_mask
 
 pytestmark = [needs_kernels, pytest.mark.gpu]
 

@@ -36,7 +36,6 @@ from tests.driver.inside.conftest import Kernels
 from tests.driver.inside.gpus import all_in_ram, made, on_gpu, stages
 from tests.driver.standin import Driver
 from tests.driver.virtual_time import Machine, VirtualTime, virtual_time
-from tests.offload.experts.routing import TrainedChoices
 from tests.offload.placed import (
     PLENTY,
     Model,
@@ -46,6 +45,7 @@ from tests.offload.placed import (
     passing,
     place_on_gpu,
 )
+from tests.offload.routing import TrainedChoices
 
 pytestmark = needs_kernels
 

@@ -26,7 +26,7 @@ from tests.driver.inside.conftest import Kernels
 from tests.driver.inside.gpus import few
 from tests.driver.inside.test_memory import read
 from tests.driver.standin import Driver
-from tests.offload.fake_source import FakeSource, content, make_units
+from tests.offload.test_readers import FakeSource, content, make_units
 
 
 class Refusing(CudaGpu):

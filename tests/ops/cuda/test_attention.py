@@ -20,7 +20,7 @@ from localrt.quant.ops.attention import AttentionTemperature, scratch_nbytes
 from localrt.quant.ops.kv_formats import KvFormat
 from tests.ops.cuda.emulator import Emulator
 from tests.ops.cuda.target import DEVICE, by_torch, cache_of, kept, random
-from tests.ops.recurrent_layers import tree_mask
+from tests.ops.layers import tree_mask
 
 attend, rope_append = by_torch(attention.attend), by_torch(attention.rope_append)
 

@@ -22,9 +22,7 @@ from localrt.quant.reference.ops import TorchOps
 from localrt.quant.reference.recurrent import mix_rows as textbook
 from tests.ops.cuda.target import DEVICE, back, there
 from tests.ops.cuda.test_products import matrix, quantized
-from tests.ops.oracles import read_in
-from tests.ops.packed import random_tensor
-from tests.ops.recurrent_layers import (
+from tests.ops.layers import (
     HIDDEN,
     SPECS,
     Layer,
@@ -34,6 +32,8 @@ from tests.ops.recurrent_layers import (
     random_rows,
     tree_mask,
 )
+from tests.ops.oracles import read_in
+from tests.ops.packed import random_tensor
 
 NAMES = sorted(SPECS)
 

@@ -19,7 +19,7 @@ from localrt.quant.ops.kv_formats import KvFormat
 from localrt.quant.ops.protocol import Span
 from tests.ops.cuda.emulator import Emulator
 from tests.ops.cuda.target import DEVICE, by_torch, random
-from tests.ops.recurrent_layers import tree_mask
+from tests.ops.layers import tree_mask
 
 attend, rope_append = by_torch(attention.attend), by_torch(attention.rope_append)
 attend_latent_rows = by_torch(latents.attend_latent_rows)

@@ -1,4 +1,4 @@
-"""Hyper-connections on torch and on the CPU's kernels against transformers' module."""
+"""Torch's routers, and streams of torch and the kernels, against their definitions."""
 
 from __future__ import annotations
 
@@ -10,13 +10,66 @@ import torch
 
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.formats import FORMATS, PackedTensor
+from localrt.quant.ops.experts import RouterSpec, RouterWeights
 from localrt.quant.ops.streams import ConnectionWeights
+from localrt.quant.reference.experts import route
 from localrt.quant.reference.ops import TorchOps
 from tests.conftest import needs_kernels
 from tests.ops.test_native_matmul import ISAS
+from tests.ops.test_native_routing import SPECS, assert_same, choose
 
-modeling = pytest.importorskip("transformers.models.qwen4_exp.modeling_qwen4_exp")
-from transformers import Qwen4ExpTextConfig  # noqa: E402
+
+def spec(count: int = 8, used: int = 2, **options: Any) -> RouterSpec:
+    return RouterSpec(count=count, used=used, eps=1e-6, **options)
+
+
+@pytest.mark.parametrize("router", SPECS)
+@pytest.mark.parametrize("biased", [False, True])
+def test_routes(router: RouterSpec, biased: bool) -> None:
+    """Of logits that are often equal: ties go to the lower number."""
+    rng = np.random.default_rng(router.count)
+    logits = rng.integers(-16, 16, (9, router.count)).astype(np.float32) / 4
+    bias = rng.standard_normal(router.count).astype(np.float32) if biased else None
+    found = route(
+        torch.from_numpy(logits), None if bias is None else torch.from_numpy(bias), router
+    )
+    assert_same(found, choose(logits.astype(np.float64), router, bias))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_nan_logits(value: float) -> None:
+    logits = torch.zeros(2, 4)
+    logits[1, 2] = value
+    routing = route(logits, None, spec(4))
+    assert np.isfinite(routing.weights[0]).all()
+    assert not np.isfinite(routing.weights[1]).any()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"used": 9}, "cannot be chosen of 8"),
+        ({"used": 0}, "cannot be chosen"),
+        ({"groups": 3}, "not 3 equal groups"),
+        ({"groups": 4, "used_groups": 5}, "5 of 4 expert groups"),
+        ({"used": 3, "groups": 8, "used_groups": 2}, "fewer than the 3 experts"),
+    ],
+)
+def test_impossible_routers(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        spec(**options)
+
+
+def test_the_router_is_float32_in_a_bf16_model() -> None:
+    ops = TorchOps(compute_format="bf16")
+    x = torch.randn(7, 16).bfloat16()
+    weights = RouterWeights(norm=torch.ones(16).bfloat16(), gate=torch.randn(6, 16).bfloat16())
+    normed, routing = ops.norm_route(x, weights, spec(6, 3))
+    logits = normed.float() @ weights.gate.float().T
+    assert normed.dtype == torch.bfloat16
+    best = logits.sort(dim=1, descending=True, stable=True).values[:, :3].softmax(1)
+    np.testing.assert_allclose(routing.weights, best.numpy(), rtol=1e-5)
+
 
 IMPLEMENTATIONS = [
     pytest.param(lambda: TorchOps(compute_format="f32"), id="torch"),
@@ -29,8 +82,9 @@ ROWS, EPS = 7, 1e-6
 
 
 def theirs(hidden: int, count: int, rank: int, *, shares: bool) -> torch.nn.Module:
+    modeling = pytest.importorskip("transformers.models.qwen4_exp.modeling_qwen4_exp")
     torch.manual_seed(hidden)
-    config = Qwen4ExpTextConfig(
+    config = modeling.Qwen4ExpTextConfig(
         hidden_size=hidden, hc_count=count, hc_lowrank=rank, rms_norm_eps=EPS, eos_token_id=0
     )
     module = modeling.Qwen4ExpTextGatedResidual(config, use_combine=shares)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +12,7 @@ from numpy.typing import NDArray
 
 from localrt.offload.experts.cache import ExpertCache, Values
 
-TRACE = Path(__file__).parents[2] / "data/mixture/routing.npz"
+TRACE = Path(__file__).parents[1] / "data/mixture/routing.npz"
 _APART = 1000  # tokens between layers, and groups, that share a layer of the trace
 
 
@@ -84,33 +82,6 @@ def hit_rates(trace: Trace, slots: int) -> tuple[float, float]:
     policy: Any = LRU(*sizes[:2])
     lru = replay(trace, ExpertCache(*sizes, policy=policy))
     return lru, replay(trace, ExpertCache(*sizes))
-
-
-def with_the_future(trace: Trace, slots: int) -> tuple[float, float]:
-    """The experts that are used most, always in the cache; and the optimum."""
-    keys = [
-        (layer, expert)
-        for layer, experts, _ in trace.steps
-        for expert in np.unique(experts[:, : trace.used]).tolist()
-    ]
-    most = Counter(keys).most_common(slots)
-    following: list[int] = []
-    later: dict[tuple[int, int], int] = {}
-    for at, key in enumerate(reversed(keys)):
-        following.append(len(keys) - later.get(key, -len(keys)))
-        later[key] = at
-    kept: dict[tuple[int, int], int] = {}
-    queue: list[tuple[int, tuple[int, int]]] = []  # latest use first; some are out of date
-    hits = 0
-    for key, again in zip(keys, reversed(following), strict=True):
-        hits += key in kept
-        kept[key] = again
-        heapq.heappush(queue, (-again, key))
-        while len(kept) > slots:
-            use, victim = heapq.heappop(queue)
-            if kept.get(victim) == -use:
-                del kept[victim]
-    return sum(uses for _, uses in most) / len(keys), hits / len(keys)
 
 
 class TrainedChoices:

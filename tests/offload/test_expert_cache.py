@@ -1,4 +1,4 @@
-"""The expert cache: what it holds, what it never lets go, what it counts."""
+"""The expert cache: what it holds, what it never lets go, and what its policy keeps."""
 
 from __future__ import annotations
 
@@ -7,9 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localrt.common.errors import MemoryBudgetError
-from localrt.offload.experts.cache import ExpertCache, Key, slots_within
-from tests.offload.experts.routing import LRU, Trace, replay, traces
+from localrt.offload.experts.cache import ExpertCache, Key, Learned
+from tests.offload.routing import (
+    LRU,
+    Trace,
+    hit_rates,
+    random_trace,
+    replay,
+    traces,
+    trained_trace,
+)
 
 policies = st.sampled_from([LRU, None])  # None: the product's
 
@@ -178,26 +185,22 @@ def test_finish() -> None:
     assert cache.room == 2
 
 
-def test_hold() -> None:
+def test_hold_and_drop() -> None:
     cache = ExpertCache(1, 4, 1, 2)
     cache.admit(0, 2)
     cache.lock(0, [2])
-    cache.admit(0, 3)
+    slot = cache.admit(0, 3)
     assert admit(cache, 0, 0) == (0, 3)
     cache.unlock(0, [2])
     cache.touch(0, *route(0, 1))
     assert admit(cache, 0, 1) == (0, 2)
-
-
-def test_drop() -> None:
-    cache = ExpertCache(1, 4, 1, 1)
-    slot = cache.admit(0, 2)
-    cache.drop(0, 2)
-    assert (0, 2) not in cache
-    assert cache.admit(0, 1) is slot
+    cache.drop(0, 0)
+    assert (0, 0) not in cache
+    assert cache.admit(0, 3) is slot
 
 
 def test_candidate() -> None:
+    """Of one layer, and of all the best first: each is worth more than what it evicts."""
     cache = ExpertCache(1, 4, 1, 1, policy=Uses(1, 4))
     assert cache.candidate(0) is not None  # there is room
     cache.admit(0, 0)
@@ -211,10 +214,6 @@ def test_candidate() -> None:
     cache.admit(0, 1)
     cache.release(0)
     assert cache.candidate(0) is None
-
-
-def test_candidates() -> None:
-    """Of all layers, the best first, as long as each is worth more than what it evicts."""
     cache = ExpertCache(2, 4, 1, 2, policy=Uses(2, 4))
     for layer, expert, times in ((0, 1, 5), (1, 2, 9), (1, 3, 1)):
         for _ in range(times):
@@ -248,7 +247,59 @@ def test_prompts_evict_their_own_layers() -> None:
         cache.release(layer)
 
 
-def test_budgets() -> None:
-    assert slots_within(10_000_000, 3_000_000) == 3
-    with pytest.raises(MemoryBudgetError, match=r"at least 3 MB .1 expert of 3 MB.*has 2 MB"):
-        slots_within(2_000_000, 3_000_000)
+def learn(policy: object, layer: int, experts: np.ndarray, scores: np.ndarray, used: int) -> None:
+    chosen, rows = np.unique(experts[:, :used], return_counts=True)
+    policy.touch(layer, chosen, rows, experts, scores)  # type: ignore[attr-defined]
+
+
+def test_scale_of_scores() -> None:
+    policy = Learned(2, 4, 1)
+    for _ in range(5):
+        for layer, scale in ((0, 0.01), (1, 1.0)):
+            learn(policy, layer, np.array([[2, 1]]), scale * np.array([[0.6, 0.4]]), 1)
+    assert np.allclose(policy.value[0], policy.value[1], atol=0.02)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_nothing_to_learn(rows: int) -> None:
+    """Scores of zero; every expert used by every row, for long: all that it goes by is the same."""
+    policy = Learned(1, 4, 1)
+    learn(policy, 0, np.array([[2, 1]] * rows), np.zeros((rows, 2)), 1)
+    assert np.isfinite(policy.value).all()
+    policy = Learned(2, 4, 4)
+    policy.FORGET = 0.5  # type: ignore[misc]
+    for _ in range(100):
+        for layer in range(2):
+            learn(policy, layer, np.array([[0, 1, 2, 3]] * rows), np.full((rows, 4), 0.25), 4)
+    assert np.isfinite(policy.value).all()
+    assert np.ptp(policy.value) < 1e-6
+
+
+def test_layers_at_once() -> None:
+    """A pass of one row is learned as layer by layer."""
+    trace = random_trace(layers=3, count=16, used=4)
+    each, both = Learned(3, 16, 4), Learned(3, 16, 4)
+    for first in range(0, len(trace.steps), 3):
+        steps = trace.steps[first : first + 3]
+        for layer, experts, scores in steps:
+            learn(each, layer, experts, scores, 4)
+        layers, experts, scores = zip(*steps, strict=True)
+        rows = np.concatenate(experts), np.concatenate(scores)
+        both.touch_rows(np.array(layers), *rows, 4)
+    assert np.allclose(each.value, both.value, rtol=1e-9)
+
+
+def test_sweep() -> None:
+    """There are fewer slots than one pass asks for."""
+    trace = random_trace(layers=12, count=4, used=1, passes=(1,) * 300, skew=1.5)
+    lru, learned = hit_rates(trace, 10)
+    assert lru < 0.15
+    assert learned > lru + 0.3
+
+
+def test_a_trained_mixture() -> None:
+    """Caches of a quarter, half and three quarters of the experts, on prose and code."""
+    trace = trained_trace(500)
+    for slots, gain in ((96, 0.08), (192, 0.01), (288, -0.01)):
+        lru, learned = hit_rates(trace, slots)
+        assert lru + gain < learned

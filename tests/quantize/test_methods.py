@@ -1,12 +1,120 @@
+"""Methods of quantizing: which a format gets, rotations, GPTQ against the textbook, errors."""
+
+from __future__ import annotations
+
+from functools import cache
+
 import numpy as np
 import pytest
+from scipy.linalg import hadamard
 
 from localrt.common.errors import CheckpointError, LocalrtError, OptionError
-from localrt.quant.formats import AFFINE, CODECS, F16, MXFP4, NVFP4, Codec, pack, unpack
-from localrt.quant.methods import METHODS, HessianSum, quantize, restore, rotation, tensor_scale
+from localrt.quant.formats import AFFINE, BF16, CODECS, F16, MXFP4, NVFP4, Codec, pack, unpack
+from localrt.quant.formats.ggml import GGUF_CODECS
+from localrt.quant.methods import (
+    METHODS,
+    HessianSum,
+    block_hadamard,
+    default_method,
+    fitting_format,
+    quantize,
+    quantized_format,
+    restore,
+    rotation,
+    tensor_scale,
+)
 from localrt.quant.methods.gptq import gptq_codes
 from localrt.quant.methods.scales import best_scales
-from tests.methods.data import activations, hessian_of, output_error, weight
+
+
+def weight(rows: int, columns: int, seed: int = 0) -> np.ndarray:
+    values = np.random.default_rng(seed).standard_normal((rows, columns)) * 0.05
+    return values.astype(np.float32)
+
+
+def activations(count: int, columns: int, seed: int = 1) -> np.ndarray:
+    return _activations(count, columns, seed).copy()
+
+
+@cache
+def _activations(count: int, columns: int, seed: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    mix = rng.standard_normal((columns, columns)) * np.exp(rng.standard_normal(columns))
+    return (rng.standard_normal((count, columns)) @ mix / columns**0.5).astype(np.float32)
+
+
+def hessian_of(inputs: np.ndarray) -> np.ndarray:
+    total = HessianSum(inputs.shape[1])
+    total.add(inputs)
+    return total.matrix()
+
+
+def output_error(inputs: np.ndarray, values: np.ndarray, rounded: np.ndarray) -> float:
+    """|X (W - Q)^T|, relative."""
+    wrong = inputs @ (values - rounded).T
+    return float(np.linalg.norm(wrong) / np.linalg.norm(inputs @ values.T))
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_default_methods(name: str) -> None:
+    format_ = CODECS[name].format
+    expected = "mr-gptq" if name.startswith(("int4", "nf4", "mxfp4", "nvfp4")) else "rtn"
+    expected = "gptq" if name in GGUF_CODECS else expected
+    assert default_method(format_, calibrated=True) == expected
+    assert default_method(format_, calibrated=False) == "rtn"
+    assert rotation(format_) % 16 == 0
+    assert fitting_format(format_, 16 * rotation(format_)) == format_
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "fitting"),
+    [
+        ("int4-g128", 576, "int4-g64"),
+        ("int4-g128m", 160, "int4-g32m"),
+        ("int4-g32", 96, "int4-g32"),
+        ("nf4", 96, "int4-g32"),
+        ("nf4", 48, "bf16"),
+        ("nvfp4", 48, "bf16"),  # sixteen columns more than the kernels' 32
+        ("int8-g64m", 96, "int8-g32m"),
+        ("int6-g32", 48, "bf16"),
+        ("bf16", 7, "bf16"),
+    ],
+)
+def test_fitting_format(name: str, columns: int, fitting: str) -> None:
+    assert fitting_format(quantized_format(name), columns).name == fitting
+
+
+def test_other_formats_are_refused_with_the_list() -> None:
+    assert quantized_format("bf16") == BF16
+    for name in ("q4_k", "int3-g32", "f32", ""):
+        with pytest.raises(
+            OptionError, match=r"nf4, mxfp4, nvfp4, q2_k, q3_k, iq4_nl, f16, bf16, is"
+        ):
+            quantized_format(name)
+
+
+@pytest.mark.parametrize("size", [1, 2, 16, 32, 128])
+def test_matrix(size: int) -> None:
+    matrix = block_hadamard(np.eye(size, dtype=np.float32), size)
+    np.testing.assert_allclose(matrix, hadamard(size) / size**0.5, rtol=1e-6)
+    np.testing.assert_allclose(matrix @ matrix.T, np.eye(size), atol=1e-6)
+
+
+def test_block_rotation() -> None:
+    values = np.random.default_rng(0).standard_normal((3, 96)).astype(np.float32)
+    before = values.copy()
+    rotated = block_hadamard(values, 32)
+    assert np.array_equal(values, before)
+    expected = values.reshape(3, 3, 32) @ hadamard(32).astype(np.float32) / np.float32(32**0.5)
+    np.testing.assert_allclose(rotated, expected.reshape(3, 96), atol=1e-5)
+    np.testing.assert_allclose(block_hadamard(rotated, 32), values, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [0, 3, 64, -2])
+def test_sizes_that_do_not_fit_are_refused(size: int) -> None:
+    with pytest.raises(ValueError, match="a power of two that divides 96"):
+        block_hadamard(np.zeros((1, 96), np.float32), size)
+
 
 INT4 = AFFINE["int4-g32"].format
 

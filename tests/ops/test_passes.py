@@ -1,0 +1,209 @@
+"""Rows in any cut, sequences in turn, batches, trees, replayed decode steps: the same bits."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from localrt.common.errors import CancelledError
+from localrt.models.decoder import Decoder
+from localrt.quant.cpu import ops as native_ops
+from localrt.quant.cpu.ops import NativeOps
+from localrt.quant.cpu.replay import ReplayedForward
+from localrt.quant.ops.arrays import AFTER_LAST, Features
+from localrt.quant.ops.protocol import Batch, Span
+from tests.conftest import needs_kernels
+from tests.models.tiny import CONFIGS, load_ours, relative_error, tokens
+from tests.ops.test_native_matmul import ISAS
+
+pytestmark = needs_kernels
+
+Tiny = Callable[[str], tuple[Path, Any]]
+CAPACITY = 40
+TREE = np.tril(np.ones((3, 3), np.bool_))
+TREE[2, 1] = False  # two children of one token
+
+# Each way of attention, norms, activations and positions; the last two are not recorded.
+USUAL = (
+    *("apertus", "cohere2", "deepseek-v3", "gemma2", "gemma4", "granite", "llama4-text"),
+    *("ministral3", "olmo2", "qwen2", "falcon-h1", "qwen3.5"),
+)
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in sorted({*CONFIGS} - {*USUAL})]
+
+
+def load(path: Path, kv_format: Any = "bf16", threads: int | None = 2) -> Decoder:
+    return load_ours(path, NativeOps(threads=threads, kv_format=kv_format), context=CAPACITY)
+
+
+def conversation(decoder: Decoder, forward: Any, seed: int) -> Iterator[np.ndarray]:
+    """The logits of one sequence: a prompt, decode steps, trees, what is trimmed."""
+    cache = decoder.cache(CAPACITY)
+    yield forward(Batch.extend([(cache, tokens(5 + seed, seed=seed))]), rows=[4 + seed])
+    for turn in range(3):
+        for _ in range(2):
+            yield forward(Batch.extend([(cache, tokens(1, seed=turn))]), rows=[0])
+        tree = Batch.extend([(cache, tokens(3, seed=turn))])
+        yield forward(Batch(tree.tokens, tree.positions - [0, 0, 1], (Span(cache, 3, TREE),)))
+        cache.select(cache.length - 3, [0, 2])
+        yield forward(Batch.extend([(cache, tokens(2, seed=turn))]), rows=[])
+        cache.trim(cache.length - 1)
+
+
+def alone(decoder: Decoder) -> list[np.ndarray]:
+    """Of two sequences, one after the other."""
+    both = zip(*(list(conversation(decoder, decoder.forward, n)) for n in (0, 1)), strict=True)
+    return [each for pair in both for each in pair]
+
+
+def in_turn(decoder: Decoder, forward: Any) -> list[np.ndarray]:
+    both = zip(*(conversation(decoder, forward, n) for n in (0, 1)), strict=True)
+    return [each for pair in both for each in pair]
+
+
+def assert_same(ours: list[np.ndarray], theirs: list[np.ndarray]) -> None:
+    for mine, other in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(mine, other)
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_format"),
+    [("qwen2", "int8"), *((name, "bf16") for name in USUAL)]
+    + [pytest.param(*each.values, "bf16", marks=each.marks) for each in OTHERS],
+)
+def test_sequences_in_turn_and_replayed(
+    name: str, kv_format: Any, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bits of each alone, also where threads change with every pass."""
+    path, _ = tiny(name)
+    decoder = load(path, kv_format)
+    expected = alone(decoder)
+    assert_same(in_turn(decoder, decoder.forward), expected)
+    assert_same(in_turn(decoder, decoder.ops.graphed(decoder.forward)), expected)
+    counts = itertools.cycle([3, 1, 2])
+    monkeypatch.setattr(native_ops, "_RECHECK", 0.0)
+    monkeypatch.setattr(native_ops, "default_threads", lambda: next(counts))
+    other = load(path, kv_format, threads=None)
+    assert_same(in_turn(other, other.ops.graphed(other.forward)), expected)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma2", "falcon-h1", "deepseek-v3"])
+def test_batches(name: str, tiny: Tiny) -> None:
+    decoder = load(tiny(name)[0])
+    both, each = ([decoder.cache(CAPACITY) for _ in range(2)] for _ in range(2))
+    for count in (7, 4, 1, 2):
+        parts = [tokens(count + place, seed=place) for place in range(2)]
+        joint = decoder.forward(Batch.extend(list(zip(both, parts, strict=True))))
+        single = [decoder.forward(Batch.extend([part])) for part in zip(each, parts, strict=True)]
+        np.testing.assert_array_equal(joint, np.concatenate(single))
+
+
+# -- decode steps that are recorded and replayed ---------------------------------------------------
+
+
+class Counted:
+    """A decoder's ``forward`` that counts its calls."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.forward, self.calls = decoder.forward, 0
+
+    def __call__(self, batch: Batch, **options: Any) -> Any:
+        self.calls += 1
+        return self.forward(batch, **options)
+
+
+def test_replays(tiny_folder: Path) -> None:
+    decoder = load(tiny_folder)
+    forward = Counted(decoder)
+    replayed: Any = ReplayedForward(decoder.ops, forward)  # type: ignore[arg-type]
+    cache = decoder.cache(CAPACITY)
+    for count in (5, 1, 1, 1):
+        replayed(Batch.extend([(cache, tokens(count))]), rows=[count - 1])
+    assert forward.calls == 2  # the prompt, and the step that is recorded
+    assert cache.length == 8
+
+    def check() -> None:
+        raise CancelledError("stop")
+
+    with pytest.raises(CancelledError):
+        replayed(Batch.extend([(cache, tokens(1))]), rows=[0], check=check)
+    assert cache.length == 8
+
+
+def test_other_results(tiny_folder: Path) -> None:
+    """A pass that does more than its calls say is not replayed."""
+    decoder = load(tiny_folder)
+
+    def doubled(batch: Batch, **options: Any) -> Any:
+        return 2 * decoder.forward(batch, **options)
+
+    assert_same(in_turn(decoder, decoder.ops.graphed(doubled)), in_turn(decoder, doubled))
+
+
+def test_features(tiny_folder: Path) -> None:
+    decoder = load(tiny_folder)
+    plain, width = Counted(decoder), decoder.config.hidden_size
+    recorded = Counted(decoder)
+    replayed = ReplayedForward(decoder.ops, recorded)
+    caches = [decoder.cache(CAPACITY) for _ in range(2)]
+    for turn, layers in enumerate(((0, 1, AFTER_LAST), (), (AFTER_LAST,), (1,), (0, AFTER_LAST))):
+        seen = []
+        for cache, forward in zip(caches, (plain, replayed), strict=True):
+            rows = np.zeros((1, len(layers) * width), np.float32)
+            features = Features(layers, rows) if layers else None
+            batch = Batch.extend([(cache, tokens(1, seed=turn))])
+            seen += [forward(batch, features=features, check=[None, list][turn % 2]), rows]
+        assert_same(seen[:2], seen[2:])
+    assert plain.calls == 5
+    assert recorded.calls == 1
+
+
+# -- rows that see some behind them, as a picture's do ---------------------------------------------
+
+LENGTH = 300
+# Where pictures begin and end: within a block of keys, over its end, at the end of all.
+PICTURES = ((3, 12), (250, 270), (290, 300))
+
+
+def ahead() -> npt.NDArray[np.int32]:
+    rows = np.zeros(LENGTH, np.int32)
+    for begin, end in PICTURES:
+        rows[begin:end] = end - 1 - np.arange(begin, end)
+    return rows
+
+
+def computed(decoder: Decoder, cuts: list[int], *, windows_only: bool) -> npt.NDArray[np.float32]:
+    ids, seen, cache = np.asarray(tokens(LENGTH), np.int64), ahead(), decoder.cache(LENGTH)
+    parts = []
+    for begin, end in zip([0, *cuts], [*cuts, LENGTH], strict=True):
+        span = Span(cache, end - begin, None, seen[begin:end], windows_only)
+        batch = Batch(ids[begin:end], np.arange(begin, end), (span,))
+        parts.append(decoder.forward(batch))
+    return np.concatenate(parts)
+
+
+@pytest.mark.parametrize("windows_only", [False, True])
+@pytest.mark.parametrize("name", ["qwen2", "gemma3"])
+def test_rows_see_those_ahead(name: str, windows_only: bool, tiny: Tiny) -> None:
+    folder, _ = tiny(name)
+    reference = load_ours(folder, context=LENGTH)
+    expected = computed(reference, [], windows_only=windows_only)
+    found = computed(load_ours(folder, NativeOps(), context=LENGTH), [], windows_only=windows_only)
+    assert relative_error(found, expected) < 0.03
+    # The picture's rows differ from what they would be if they saw nothing behind them.
+    causal = reference.forward(Batch.extend([(reference.cache(LENGTH), tokens(LENGTH))]))
+    same = windows_only and name == "qwen2"  # which has no windows
+    assert np.array_equal(causal, expected) == same
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_bits_do_not_depend_on_cuts(isa: str, tiny: Tiny) -> None:
+    decoder = load_ours(tiny("gemma3")[0], NativeOps(isa=isa), context=LENGTH)
+    whole = computed(decoder, [], windows_only=False)
+    for cuts in ([3, 12], [250, 270], [2, 100, 249, 271, 290]):
+        assert np.array_equal(computed(decoder, cuts, windows_only=False), whole)
