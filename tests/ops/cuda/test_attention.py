@@ -142,7 +142,6 @@ LARGER = (-1, 0, 0, 1, 2, 2, 5, 3, 6)
     "case",
     [
         Case(n=6, held=37, picture=(1, 5)),
-        Case(n=12, held=0, picture=(0, 12), window=20),
         Case(n=90, held=3, picture=(20, 70)),
         Case(n=130, held=200, picture=(5, 121), window=150),
         Case(1, 0),
@@ -153,10 +152,8 @@ LARGER = (-1, 0, 0, 1, 2, 2, 5, 3, 6)
         Case(2, 40, softcap=2.0),
         Case(6, 250, tree=TREE),
         Case(6, 250, tree=TREE, window=3, sinks=True),
-        Case(66, 10, tree=(-1, *range(64), 3)),
         Case(1, 300, sinks=True),
         Case(2, 70, size=80),
-        Case(2, 70, size=256),
         Case(3, 300, size=512),  # values that two blocks divide
         Case(20, 250, heads=4, groups=1, size=512, picture=(2, 18), window=30),
     ],
@@ -170,32 +167,21 @@ def test_few_rows(emulator: Emulator, case: Case) -> None:
     assert torch.equal(run(case), got)
 
 
-@pytest.mark.parametrize("window", [None, 3])
-def test_a_tree_in_rounds(emulator: Emulator, window: int | None) -> None:
-    """Rows of earlier passes are seen as those of the same pass are."""
-    case = Case(6, 250, tree=TREE, window=window)
-    whole = run(case)
-    for rows in (slice(0, 1), slice(1, 3), slice(3, 6), slice(5, 6)):
-        assert torch.equal(run(case, rows=rows), whole[rows]), rows
-
-
-@pytest.mark.parametrize("held", [3, 249, 252, 255, 506])
 @pytest.mark.parametrize(
     "case",
     [
-        Case(9, 0, tree=LARGER),
-        Case(9, 0, tree=LARGER, window=5, sinks=True),
-        Case(9, 0, tree=LARGER, heads=20, groups=1, softcap=2.0),  # two tiles a row
-        Case(9, 0, tree=LARGER, size=80, window=300),
-        Case(9, 0, tree=LARGER, window=5, chunked=True),
-        Case(9, 0, tree=LARGER, size=512, heads=2, groups=1),
+        *(Case(9, held, tree=LARGER) for held in (3, 249, 252, 255, 506)),
+        Case(9, 252, tree=LARGER, window=5, sinks=True),
+        Case(9, 249, tree=LARGER, heads=20, groups=1, softcap=2.0),  # two tiles a row
+        Case(9, 506, tree=LARGER, size=80, window=300),
+        Case(9, 255, tree=LARGER, window=5, chunked=True),
+        Case(9, 252, tree=LARGER, size=512, heads=2, groups=1),
     ],
     ids=str,
 )
-def test_tree_rows_have_the_bits_of_chains(emulator: Emulator, case: Case, held: int) -> None:
+def test_tree_rows_have_the_bits_of_chains(emulator: Emulator, case: Case) -> None:
     """Of their ancestors and themselves, decoded one by one."""
-    case = replace(case, held=held)
-    q, k, v, _ = inputs(case)
+    (q, k, v, _), held = inputs(case), case.held
     whole = run(case)
     for row, seen in enumerate(case.mask()):
         path = held + seen.nonzero()[:, 0]
@@ -225,7 +211,7 @@ def test_batch_invariance(
         Case(80, 30, window=20, sinks=True),
         Case(80, 30, window=20, chunked=True),
         Case(66, 10, softcap=2.0, size=80),
-        Case(65, 40, size=256, heads=2),
+        pytest.param(Case(65, 40, size=256, heads=2), marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -244,8 +230,7 @@ def test_wide_heads_of_prompts(emulator: Emulator) -> None:
             assert torch.equal(run(case, rows=slice(30, 35)), whole[30:35])
 
 
-@pytest.mark.parametrize("size", [48, 512])
-@pytest.mark.parametrize("kind", ["plain", "tied", "reads"])
+@pytest.mark.parametrize(("size", "kind"), [(48, "plain"), (48, "reads"), (512, "tied")])
 def test_values_normed_or_from_keys(emulator: Emulator, size: int, kind: str) -> None:
     """Values are normed without weights, and may be projected keys; or a layer appends none."""
     n, heads, groups, half = 3, 4, 0 if kind == "reads" else 2, size // 4
@@ -283,7 +268,7 @@ def test_values_normed_or_from_keys(emulator: Emulator, size: int, kind: str) ->
 
 @pytest.mark.parametrize(
     ("size", "half", "norms"),
-    [(80, 20, "each"), (64, 32, ""), (64, 0, "joint"), (80, 40, "joint"), (80, 20, "last")],
+    [(80, 20, "each"), (64, 32, ""), (64, 0, "joint"), (80, 20, "last")],
 )
 def test_rope_and_append(emulator: Emulator, size: int, half: int, norms: str) -> None:
     n, heads, groups, held = 3, 4, 2, 254  # into the second block
@@ -361,8 +346,8 @@ def test_gates_and_queries_that_grow(emulator: Emulator, where: str) -> None:
 
 @pytest.mark.parametrize(
     ("n", "size", "groups"),
-    [(5, 64, 2), (3, 80, 1), (66, 128, 1), (66, 512, 1)],
-    ids=["few", "odd", "prompt", "wide"],
+    [(5, 64, 2), (3, 80, 1), (66, 128, 1)],
+    ids=["few", "odd", "prompt"],
 )
 @pytest.mark.parametrize(("stored", "bound"), [("int8", 0.012), ("int4", 0.15)])
 def test_quantized_keys_and_values(
