@@ -69,6 +69,7 @@ with localrt.load(sys.argv[1], device="cuda", draft="off", ctx=256) as model:
 """
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_without_torch(tmp_path: Path) -> None:
     """A packed model on a GPU needs none, in prompts of more than 64 tokens too."""

@@ -286,30 +286,22 @@ def check_copies(session: Any, keys: Any, there: set[int]) -> None:
 
 # -- heads against the reference -------------------------------------------------------------------
 
-EAGLE3 = ("norm_before_fc", "norm_before_residual")
-"""Flags of EAGLE-3 heads."""
-
 
 @SLOW
-@pytest.mark.parametrize("kind", ["qwen3.5", "glm4-moe", *EAGLE3])
-def test_head(kind: str, tmp_path: Path, gpu: Kernels) -> None:
-    """Against the reference, from the same features."""
-    own = tmp_path
-    if kind in EAGLE3:
-        own = tmp_path / "head"
-        own.mkdir()
-        config = save_tiny("llama", tmp_path).config
-        TinyEagle3(own, config.hidden_size, config.vocab_size, **{kind: True})
-    else:
+@pytest.mark.parametrize("kind", ["qwen3.5", "eagle3"])
+def test_head(kind: str, tmp_path: Path, eagle3: tuple[Path, Path], gpu: Kernels) -> None:
+    """From the same features."""
+    folder, own = eagle3 if kind == "eagle3" else (tmp_path, tmp_path)
+    if kind != "eagle3":
         TinyBlock(kind, tmp_path)
-    plain, ours = load_ours(tmp_path), load_ours(tmp_path, CudaOps(device="cuda"), context=256)
-    config, _ = head = load_block(own, plain)
+    plain, ours = load_ours(folder), load_ours(folder, CudaOps(device="cuda"), context=256)
+    config, head = load_block(own, plain)
     shape = (len(IDS), len(config.layers) * plain.config.hidden_size)
     features = Features(config.layers, np.empty(shape, np.float32))
     plain.forward(Batch.extend([(plain.cache(32), IDS)]), rows=[], features=features)
     given = FinalNorm(plain)(features.rows) if config.normed else features.rows
     found = []
-    for decoder in (head[1], load_block(own, ours)[1]):
+    for decoder in (head, load_block(own, ours)[1]):
         span = Span(decoder.cache(32), len(IDS) - 1)
         batch = Batch(np.array(IDS[1:]), np.arange(1, len(IDS)), (span,))
         found.append(decoder.forward(batch, target_features=given[:-1]))

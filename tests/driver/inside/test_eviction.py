@@ -228,6 +228,7 @@ def test_slabs_come_back(model: Model) -> None:
         assert used[4] < used[2] < at_first
         assert used[4:] == sorted(used[4:])
         assert used[-1] == at_first
+        assert gpu.capacity == 1 << 30  # no more than was allowed at first
         assert not one.weights.counts().memory_note
 
 

@@ -27,6 +27,7 @@ attend, rope_append = by_torch(attention.attend), by_torch(attention.rope_append
 ALLOCATED = 768
 # Shares and results are bf16.
 CLOSE = {"rtol": 1e-2, "atol": 4e-3}
+EXACTLY = {"rtol": 0.0, "atol": 0.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,50 +231,22 @@ def test_wide_heads_of_prompts(emulator: Emulator) -> None:
             assert torch.equal(run(case, rows=slice(30, 35)), whole[30:35])
 
 
-@pytest.mark.parametrize(("size", "kind"), [(48, "plain"), (48, "reads"), (512, "tied")])
-def test_values_normed_or_from_keys(emulator: Emulator, size: int, kind: str) -> None:
-    """Values are normed without weights, and may be projected keys; or a layer appends none."""
-    n, heads, groups, half = 3, 4, 0 if kind == "reads" else 2, size // 4
-    tied = kind == "tied"
-    qkv = random(n, (heads + (1 if tied else 2) * groups) * size).bfloat16()
-    cache = cache_of(*torch.zeros(2, 2, 256, size, dtype=torch.bfloat16))
-    q, angles = torch.empty(n, heads, size, dtype=torch.bfloat16), random(n, half)
-    weights = [random(size, seed=h) for h in (1, 2)]
-    rope_append(
-        qkv, q, one_span(cache.addresses, n, DEVICE), cache.layers[0],
-        cos=angles.cos(), sin=angles.sin(), q_norm=weights[0], k_norm=weights[1], eps=1e-6,
-        norm_values=True, keys_as_values=tied, queries_only=kind == "reads",
-    )  # fmt: skip
-
-    def normed(part: Tensor, weight: Tensor | float) -> Tensor:
-        return part * (part.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
-
-    def turned(part: Tensor) -> Tensor:
-        c, s = angles.cos()[:, None].double(), angles.sin()[:, None].double()
-        a, b, rest = torch.split(part, [half, half, size - 2 * half], -1)
-        return torch.cat([a * c - b * s, b * c + a * s, rest], -1)
-
-    apart = qkv.double().view(n, -1, size)
-    close = {"rtol": 2**-7, "atol": 1e-5}
-    torch.testing.assert_close(q.double(), turned(normed(apart[:, :heads], weights[0])), **close)
-    keys, values = (part.transpose(0, 1).double() for part in kept(cache, n))
-    if kind == "reads":
-        assert not keys.any()
-        assert not values.any()
-        return
-    k, v = apart[:, heads : heads + groups], apart[:, -groups:]
-    torch.testing.assert_close(keys, turned(normed(k, weights[1])), **close)
-    torch.testing.assert_close(values, normed(v, 1.0), **close)
-
-
 @pytest.mark.parametrize(
-    ("size", "half", "norms"),
-    [(80, 20, "each"), (64, 32, ""), (64, 0, "joint"), (80, 20, "last")],
+    ("size", "half", "norms", "values"),
+    [
+        (80, 20, "each", "plain"),
+        (64, 32, "", "plain"),
+        (64, 0, "joint", "plain"),
+        (80, 20, "last", "plain"),
+        (48, 12, "each", "normed"),  # without weights
+        (512, 128, "each", "keys"),  # projected keys, normed
+        (48, 12, "each", "none"),  # a layer that appends nothing
+    ],
 )
-def test_rope_and_append(emulator: Emulator, size: int, half: int, norms: str) -> None:
-    n, heads, groups, held = 3, 4, 2, 254  # into the second block
-    qkv = random(n, (heads + 2 * groups) * size).bfloat16()
-    cache = cache_of(*torch.zeros(2, groups, 512, size, dtype=torch.bfloat16))
+def test_rope_and_append(emulator: Emulator, size: int, half: int, norms: str, values: str) -> None:
+    n, heads, groups, held = 3, 4, 0 if values == "none" else 2, 254  # into the second block
+    qkv = random(n, (heads + (1 if values == "keys" else 2) * groups) * size).bfloat16()
+    cache = cache_of(*torch.zeros(2, 2, 512, size, dtype=torch.bfloat16))
     q = torch.empty(n, heads, size, dtype=torch.bfloat16)
     angles = random(n, half)
     wide = (heads, groups) if norms == "joint" else (1, 1)
@@ -290,27 +263,35 @@ def test_rope_and_append(emulator: Emulator, size: int, half: int, norms: str) -
         eps=1e-6,
         joint=norms == "joint",
         norms_last=norms == "last",
+        norm_values=values != "plain",
+        keys_as_values=values == "keys",
+        queries_only=values == "none",
     )
 
-    def normed(part: Tensor, weight: Tensor) -> Tensor:
+    def normed(part: Tensor, weight: Tensor | None) -> Tensor:
         axes = (1, 2) if norms == "joint" else (2,)
         scale = (part.square().mean(axes, keepdim=True) + 1e-6).rsqrt()
-        return part * scale * weight.double().view(-1, size)
+        return part * scale * (1.0 if weight is None else weight.double().view(-1, size))
 
-    split = torch.split(qkv.double().view(n, -1, size), [heads, groups, groups], 1)
+    apart = qkv.double().view(n, -1, size)
+    parts = apart[:, :heads], apart[:, heads : heads + groups], apart[:, apart.shape[1] - groups :]
     k_cache, v_cache = kept(cache, 512)
-    found = (q, k_cache[:, held : held + n].transpose(0, 1))
-    for part, weight, got in zip(split[:2], weights, found, strict=True):
+    close = {"rtol": 2**-8, "atol": 1e-6} if values == "plain" else {"rtol": 2**-7, "atol": 1e-5}
+    found = (q, k_cache[:groups, held : held + n].transpose(0, 1))
+    for part, weight, got in zip(parts[:2], weights, found, strict=True):
         turned = part if weight is None or norms == "last" else normed(part, weight)
         c, s = angles.cos()[:, None].double(), angles.sin()[:, None].double()
         a, b, rest = torch.split(turned, [half, half, size - 2 * half], -1)
         turned = torch.cat([a * c - b * s, b * c + a * s, rest], -1)
         turned = normed(turned, weight) if norms == "last" else turned
-        torch.testing.assert_close(got.double(), turned, rtol=2**-8, atol=1e-6)
-    assert torch.equal(v_cache[:, held : held + n].transpose(0, 1).double(), split[2])
+        torch.testing.assert_close(got.double(), turned, **close)
+    wanted = parts[2] if values == "plain" else normed(parts[2], None)
+    got = v_cache[:groups, held : held + n].transpose(0, 1).double()
+    torch.testing.assert_close(got, wanted, **close if values != "plain" else EXACTLY)
     for part in (k_cache, v_cache):
         assert not part[:, :held].any()
         assert not part[:, held + n :].any()
+        assert values != "none" or not part.any()
 
 
 @pytest.mark.parametrize("where", ["beside", "heads", "numbers"])

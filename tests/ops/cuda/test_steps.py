@@ -318,3 +318,14 @@ def test_attention(size: int, ends: tuple[int, ...]) -> None:
             for own in (steps, NUMPY)
         )
         assert error(found, expected) < 3 * BRAINS
+
+
+def test_shared_heads() -> None:
+    """Six heads share two of keys and values."""
+    qkv, angles = floats(300, 10 * 16, seed=300), floats(300, 8, seed=1)
+    layout = PatchLayout(ends=(300,), cos=np.cos(angles), sin=np.sin(angles))
+    several: Heads = Heads(count=6, size=16, scale=0.4, eps=1e-6, kv_count=2)
+    found, expected = (
+        own.get(own.heads(own.put(qkv), several, layout)) for own in (steps_on_gpu(), NUMPY)
+    )
+    assert error(found, expected) < 3 * BRAINS
