@@ -25,6 +25,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
 from localrt.common.errors import LocalrtError, MemoryBudgetError
+from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder
 from localrt.offload.device.cuda import CudaGpu
 from localrt.offload.device.gpu import Clock, Event, Gpu
@@ -144,6 +145,15 @@ def gpu(begun: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
     forget()
     gc.freeze()  # what is left is not looked through again: collecting garbage would take seconds
     assert not STANDIN or loaded().registered == 0
+
+
+def quantized(folder: Path, format_: str = "int4-g32", **recipe: Any) -> Path:
+    """The model of a folder as a store within it, in a format that the kernels read."""
+    from localrt.quantize.quantize import Recipe, quantize_model
+
+    with closing(open_checkpoint(folder)) as source:
+        made = Recipe(format_, **{"method": "rtn", **recipe})
+        return quantize_model(source, folder / "store", made, threads=1).path
 
 
 def synthetic(**sizes: int) -> Callable[..., Iterator[Model]]:

@@ -29,8 +29,7 @@ from localrt.quant.ops.adapters import Adapter, LowRank, Mix
 from localrt.quant.ops.hybrid_cache import HybridCache
 from localrt.quant.ops.protocol import Batch, Forward, Span
 from localrt.quant.reference.ops import TorchOps
-from localrt.quantize.quantize import Recipe, quantize_model
-from tests.driver.inside.conftest import Kernels
+from tests.driver.inside.conftest import Kernels, quantized
 from tests.models.test_adapters import KINDS, Tiny, cache, run
 from tests.models.tiny import oracle, relative_error, save_tiny, tokens
 
@@ -137,13 +136,11 @@ def test_architectures(
     ("name", "layers"),
     [
         ("llama", 1),
-        pytest.param("lfm2", 2, marks=SLOW),
-        pytest.param("gemma4", None, marks=SLOW),
         pytest.param("qwen3.5", 2, marks=SLOW),
         pytest.param("deepseek-v2-dense", 1, marks=SLOW),
     ],
 )
-def test_recorded_trees(name: str, layers: int | None, gpu: Kernels, tmp_path: Path) -> None:
+def test_recorded_trees(name: str, layers: int, gpu: Kernels, tmp_path: Path) -> None:
     """Single tokens, trees in two rounds and what is taken back, plainly and from recordings."""
     save_tiny(name, tmp_path, layers=layers)
     decoder = load(tmp_path)
@@ -196,9 +193,7 @@ def test_stores(name: str, format_: str, method: str, gpu: Kernels, tmp_path: Pa
     values.
     """
     save_tiny(name, tmp_path, layers=1)
-    with closing(open_checkpoint(tmp_path)) as source:
-        recipe = Recipe(format_, method=method, calibration=tokens(512))
-        store = quantize_model(source, tmp_path / "store", recipe, threads=1).path
+    store = quantized(tmp_path, format_, method=method, calibration=tokens(512))
     ours, plain = load(store), load(store, ops=TorchOps(compute_format="f32"))
     ours_again = GraphedForward(ours.ops, ours.forward)  # type: ignore[arg-type]
     seen = []

@@ -19,7 +19,6 @@ import pytest
 
 from benchmarks.common.random_store import write_store
 from localrt.common.errors import CancelledError
-from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder
 from localrt.models.layers.moe import Routed
 from localrt.offload.experts.cache import ExpertCosts
@@ -35,8 +34,15 @@ from localrt.quant.cuda.cuda_memory import CudaCopies
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.products import MOST_ROWS
 from localrt.quant.ops.kv import KVCache
-from localrt.quantize.quantize import Recipe, quantize_model
-from tests.driver.inside.conftest import AT_ONCE, Kernels, all_in_ram, made, on_gpu, stages
+from tests.driver.inside.conftest import (
+    AT_ONCE,
+    Kernels,
+    all_in_ram,
+    made,
+    on_gpu,
+    quantized,
+    stages,
+)
 from tests.models.tiny import relative_error, save_tiny
 from tests.offload.placed import PLENTY, Model, extend, needs_kernels, tokens
 from tests.waits import wait_for
@@ -85,10 +91,8 @@ def placed(
     if not tiny:
         write_store(folder / "store", "Qwen3MoeForCausalLM", CONFIG, "int4-g32")
     elif not (folder / "store").exists():
-        save_tiny(tiny, folder / "model")
-        with closing(open_checkpoint(folder / "model")) as source:
-            recipe = Recipe("int4-g32", method="rtn")
-            quantize_model(source, folder / "store", recipe, threads=1)
+        save_tiny(tiny, folder)
+        quantized(folder)
     with closing(Model(folder / "store")) as model:
         names = [unit.name for unit in model.store.manifest.units]
         experts = [name for name in names if ".expert." in name]

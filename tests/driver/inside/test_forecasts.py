@@ -224,25 +224,18 @@ def planned(model: Model, costs: Costs, *, splits: bool) -> Placement:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("machine", "tok_s", "gain"),
-    [(card(49e9), 45, 1.1), (RTX_4060, 22, 1.3)],
-    ids=["49 GB/s", "4060"],
-)
-def test_split(
-    tall: Model, driver: Driver, gpu: Kernels, machine: Machine, tok_s: float, gain: float
-) -> None:
+def test_split(tall: Model, driver: Driver, gpu: Kernels) -> None:
     """GPU and CPU compute each MLP at once: faster than in turns, and as forecast."""
     mlp = next(unit.nbytes for unit in tall.store.manifest.units if ".mlp" in unit.name)
-    machine = replace(machine, scale=148e6 / mlp)
+    machine = replace(RTX_4060, scale=148e6 / mlp)
     costs = profile(tall, machine)
     best = [planned(tall, costs, splits=splits) for splits in (False, True)]
     took = [decode(tall, driver, machine, each).seconds for each in best]
     costs = replace(costs, held=40)
     replayed = [simulate(costs, each, passes=3, warm_up=2).seconds for each in best]
     assert replayed == pytest.approx(took, rel=0.1)
-    assert 1 / took[1] > tok_s
-    assert took[0] / took[1] > gain
+    assert 1 / took[1] > 22
+    assert took[0] / took[1] > 1.3
 
 
 # -- a switch --------------------------------------------------------------------------------------

@@ -43,7 +43,6 @@ from localrt.quant import choose
 from localrt.quant.cuda import driver as calling
 from localrt.quant.cuda import measuring
 from localrt.quant.cuda.programs import Program, kernels_folder
-from localrt.quantize.quantize import Recipe, quantize_model
 from localrt.server import pool as pooling
 from localrt.server.options import ServeOptions
 from localrt.server.pool import LocalFile, ModelPool
@@ -55,6 +54,7 @@ from tests.driver.inside.conftest import (
     all_in_ram,
     bring_some,
     forget,
+    quantized,
 )
 from tests.driver.standin import Driver, image
 from tests.inside import core_of, engine_of
@@ -87,13 +87,6 @@ class InProcess(ChildProcess):
 
     def close(self) -> None:
         self._requests._engine._model.close()  # type: ignore[attr-defined]
-
-
-def quantized(folder: Path) -> Path:
-    """The model of a folder as a store, in a format that the kernels read."""
-    with closing(open_checkpoint(folder)) as source:
-        recipe = Recipe("int4-g32", method="rtn")
-        return quantize_model(source, folder / "store", recipe, threads=1).path
 
 
 @pytest.fixture(scope="module")
@@ -530,7 +523,6 @@ def on_disk(folder: Path) -> bool:
         pytest.param("llama", {}, id="bf16", marks=SLOW),
         pytest.param("llama", {"kv_format": "int4", "shrinkable": True}, id="placed"),
         pytest.param("qwen3.5", {"kv_format": "int8"}, id="states", marks=SLOW),
-        pytest.param("qwen3-moe", {"shrinkable": True}, id="mixture", marks=SLOW),
     ],
 )
 def test_full_gpu(

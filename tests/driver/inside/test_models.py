@@ -26,7 +26,6 @@ from localrt.offload.store import pack_store
 from localrt.quant.ops.adapters import Adapter, LowRank
 from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.protocol import Batch
-from localrt.quantize.quantize import Recipe, quantize_model
 from tests.checkpoints.published.models import SMALL, publish
 from tests.driver.inside.conftest import (
     AT_ONCE,
@@ -39,6 +38,7 @@ from tests.driver.inside.conftest import (
     on_gpu,
     placements,
     places,
+    quantized,
     stages,
 )
 from tests.driver.standin import Driver
@@ -70,11 +70,8 @@ COSTS = ExpertCosts(cpu=1e-3, gpu=4e-4, fetch=5e-4)
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     """Two layers of eight experts, in a format that the kernels read."""
     folder = tmp_path_factory.mktemp("moe")
-    save_tiny("qwen3-moe", folder / "model")
-    with closing(open_checkpoint(folder / "model")) as source:
-        recipe = Recipe("int4-g32", method="rtn")
-        path = quantize_model(source, folder / "store", recipe, threads=1).path
-    with closing(Model(path)) as model:
+    save_tiny("qwen3-moe", folder)
+    with closing(Model(quantized(folder))) as model:
         yield model
 
 

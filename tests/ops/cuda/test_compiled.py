@@ -169,6 +169,7 @@ def _jump(instruction: str) -> str:
     return jump[1] if jump else ""
 
 
+SLOW = pytest.mark.slow
 # Instructions of a warp per packed byte at one row: where memory brings 4.3 bytes per clock and
 # processor, a tenth is a ninth of what a GPU issues. And for many rows, of a product of 16 weight
 # rows, 32 columns and 8 rows: a GeForce's tensor cores take 16 clocks for it, in which its warps
@@ -232,7 +233,7 @@ SMALL: dict[str, dict[str, object]] = {
 
 
 def products() -> Iterable[Program]:
-    for name in ("q4_k", "q6_k", "nvfp4"):
+    for name in ("q6_k", "nvfp4"):
         yield product_program(name)[0]
         yield linear_program(name, 8, LaunchShape(1, 1), "silu", FLOAT32, adapted=True)
         yield many_program(name, None, FLOAT32, narrow=True)
@@ -270,9 +271,13 @@ def recurrent() -> Iterable[Program]:
     yield from recurrent_programs(conv, records=(1, 0))
 
 
-@pytest.mark.parametrize("target", [75, pytest.param(120, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "programs", [products, steps, recurrent, pytest.param(attention, marks=pytest.mark.slow)]
+    ("target", "programs"),
+    [
+        *((75, programs) for programs in (products, steps, recurrent)),
+        *(pytest.param(*case, marks=SLOW) for case in [(75, attention), (120, attention)]),
+        pytest.param(120, products, marks=SLOW),
+    ],
 )
 def test_other_generations(target: int, programs: Callable[[], Iterable[Program]]) -> None:
     """Within the shared memory that a block has everywhere: more is an error of the compiler's."""
