@@ -98,11 +98,27 @@ WINE_CANNOT = {
 """What Wine, which ``scripts/windows`` runs the tests under, lacks of Windows: a test, and why."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(trylast=True)  # what is left out is not counted
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items if WINE else ():
         for name, reason in WINE_CANNOT.items():
             if name in item.nodeid:
                 item.add_marker(pytest.mark.skip(reason=reason))
+    _begin_with_long_ones(items, float(config.getini("timeout")))
+
+
+def _begin_with_long_ones(items: list[pytest.Item], usual: float) -> None:
+    """Where processes share the tests, each begins with some that may take longer than ``usual``
+    seconds. Each gets a run of consecutive tests, of nearly the same length.
+    """
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    limits = ((item, item.get_closest_marker("timeout")) for item in items)
+    long = [item for item, limit in limits if limit is not None and limit.args[0] > usual]
+    others = [item for item in items if item not in long]
+    places = (len(items) * (n % processes) // processes + n // processes for n in range(len(long)))
+    for place, item in sorted(zip(places, long, strict=True), key=lambda pair: pair[0]):
+        others.insert(place, item)
+    items[:] = others
 
 
 def _missing(error: BaseException | None) -> str:

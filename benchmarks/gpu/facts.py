@@ -24,27 +24,28 @@ _PIECES = (2 << 20, 8 << 20, 16 << 20, 32 << 20, 160 << 20)
 _DEEP = 8  # copies queued at once
 _ROW = 5120  # elements
 _LAUNCHES = 500
-_RUNS = 21
 
 
-def facts() -> Iterator[tuple[str, Record]]:
-    """Facts about the GPU, its link and the host."""
-    yield "on the GPU", {"copied_gb_s": copy_bandwidth() / 1e9}
-    yield "copies", _copies()
-    yield "waits", _waits()
+def facts(copied: int = _COPIED, runs: int = 21) -> Iterator[tuple[str, Record]]:
+    """Facts about the GPU, its link and the host; medians of ``runs``, copies of ``copied`` bytes
+    at most.
+    """
+    yield "on the GPU", {"copied_gb_s": copy_bandwidth(6 * copied) / 1e9}
+    yield "copies", _copies(copied, runs)
+    yield "waits", _waits(runs)
 
 
-def _copies() -> Record:
+def _copies(most: int, runs: int) -> Record:
     """GB/s of queued copies from pinned RAM, timed by GPU events."""
     copies = CudaCopies()
-    source, memory = copies.host_buffer(_COPIED), copies.alloc(_COPIED)
+    source, memory = copies.host_buffer(most), copies.alloc(most)
     source[:] = 1
     found: Record = {}
-    for piece in _PIECES:
+    for piece in (piece for piece in _PIECES if piece <= most):
 
         def queued(piece: int = piece) -> float:
             for number in range(_DEEP):
-                start = number * piece % _COPIED
+                start = number * piece % most
                 copies.queue(source[start : start + piece], memory[start : start + piece], None)
             ((began, ended),) = copies.end_copy()
             assert began is not None, "a GPU has events"
@@ -52,14 +53,14 @@ def _copies() -> Record:
             ended.synchronize()
             return float(_DEEP * piece / began.ms_until(ended) / 1e6)
 
-        found[f"gb_s_{piece >> 20}_mb"] = _median(queued)
+        found[f"gb_s_{piece >> 20}_mb"] = _median(queued, runs)
     copies.free_host(source)
     copies.free(memory)
     copies.close()
     return found
 
 
-def _waits() -> Record:
+def _waits(runs: int) -> Record:
     """Microseconds of an empty wait (spinning or sleeping, after idle or busy cores), a row's round
     trip to the GPU, and a launch on host and GPU.
     """
@@ -97,17 +98,17 @@ def _waits() -> Record:
 
     found = {
         f"{'sleeping' if sleeps else 'spinning'}{', cores busy' if busy else ''}": _median(
-            partial(event, sleeps, busy)
+            partial(event, sleeps, busy), runs
         )
         for sleeps in (False, True)
         for busy in (False, True)
     }
-    found["row there and back"] = _median(crossing)
-    found["launch, host"] = _median(lambda: launches()[0])
-    found["launch, GPU"] = _median(lambda: launches()[1])
+    found["row there and back"] = _median(crossing, runs)
+    found["launch, host"] = _median(lambda: launches()[0], runs)
+    found["launch, GPU"] = _median(lambda: launches()[1], runs)
     return {f"{name}, us": 1e6 * seconds for name, seconds in found.items()}
 
 
-def _median(measure: Callable[[], float]) -> float:
+def _median(measure: Callable[[], float], runs: int) -> float:
     measure()
-    return statistics.median(measure() for _ in range(_RUNS))
+    return statistics.median(measure() for _ in range(runs))

@@ -48,8 +48,12 @@ WAYS: dict[str, Mapping[str, Any]] = {
 """The options of ``localrt.load`` for each way."""
 
 
-def model(name: str) -> Iterator[tuple[str, Record]]:
-    """The model's speeds, way by way."""
+def model(
+    name: str, *, prompts: tuple[int, int] = _PROMPTS, tokens: int = _TOKENS
+) -> Iterator[tuple[str, Record]]:
+    """The model's speeds, way by way: first tokens of ``prompts`` of so many tokens, then
+    ``tokens``.
+    """
     architecture, config = MODELS[name][0], config_of(name)
     nbytes = sum(unit.nbytes for unit in stored_units(architecture, config, FORMAT))
     if shutil.disk_usage(tempfile.gettempdir()).free < _ROOM * nbytes:
@@ -65,7 +69,7 @@ def model(name: str) -> Iterator[tuple[str, Record]]:
             link = throttled(SLOW_LINK) if "GB/s" in way else nullcontext()
             try:
                 with link:
-                    yield f"{name}, {way}", loaded(Path(folder, "model"), options)
+                    yield f"{name}, {way}", loaded(Path(folder, "model"), options, prompts, tokens)
             except localrt.LocalrtError as error:
                 yield f"{name}, {way}", {"not run": str(error)}
 
@@ -77,7 +81,7 @@ def config_of(name: str) -> dict[str, Any]:
     return {**known.config(), "norm_topk_prob": True}
 
 
-def loaded(path: Path, options: Mapping[str, Any]) -> Record:
+def loaded(path: Path, options: Mapping[str, Any], prompts: tuple[int, int], tokens: int) -> Record:
     """Load the model, and answer. An answer that is repeated must be the same, unless a mixture's
     experts are divided by what is ready first.
     """
@@ -87,7 +91,7 @@ def loaded(path: Path, options: Mapping[str, Any]) -> Record:
     options = {**options}
     if "ram" in options:  # besides what torch and CUDA take of this process
         options["ram"] = parse_size(options["ram"]) + current_rss()
-    with localrt.load(path, draft="off", ctx=max(_PROMPTS) + 256, **options) as model:
+    with localrt.load(path, draft="off", ctx=max(prompts) + 256, **options) as model:
         found: Record = {"load_s": time.perf_counter() - started}
         plan = model._core.engine.plan
         if plan is not None:
@@ -97,18 +101,18 @@ def loaded(path: Path, options: Mapping[str, Any]) -> Record:
             ids = np.random.default_rng(length).integers(0, model.info.vocab_size, length).tolist()
             return model.generate(token_ids=ids, max_tokens=tokens, ignore_eos=True, temperature=0)
 
-        first = answer(_PROMPTS[0], _TOKENS)  # kernels are compiled, and experts come to the GPU
+        first = answer(prompts[0], tokens)  # kernels are compiled, and experts come to the GPU
         found["first_token_at_first_s"] = first.metrics.ttft_s
         before = model.status()
-        again = answer(_PROMPTS[0] - 1, _TOKENS).metrics
+        again = answer(prompts[0] - 1, tokens).metrics
         flow = model.status().since(before)
         found |= {f"{name}_busy": share for name, share in flow.busy.items()}
         found |= {"decode_tok_s": again.decode_tok_s, "expert_hit_rate": again.expert_hit_rate}
         found |= {"link_bytes": again.link_bytes, "ssd_bytes": again.ssd_read_bytes}
-        for length in _PROMPTS:
+        for length in prompts:
             found[f"first_token_{length}_s"] = answer(length + 1, 1).metrics.ttft_s
         mixture = again.expert_hit_rate is not None
-        same = mixture or answer(_PROMPTS[0], _TOKENS).token_ids == first.token_ids
+        same = mixture or answer(prompts[0], tokens).token_ids == first.token_ids
         found["gpu_bytes"] = free - gpu.memory()[0]
         over = found["gpu_bytes"] > parse_size(options.get("gpu_memory", "1TB"))
         if over or not same:

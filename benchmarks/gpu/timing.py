@@ -17,7 +17,6 @@ from localrt.quant.cuda.stream import Cut
 from localrt.quant.cuda.tensor import UINT8, zeros
 
 RUNS = 5
-_COPIED = 1 << 30
 
 
 def launch_seconds(launches: Sequence[Callable[[], Any]], *, by_torch: bool = False) -> float:
@@ -65,11 +64,11 @@ def copies_beyond_cache(nbytes: int) -> int:
     return max(4, -(-max(8 * int(gpu.cache_nbytes), 512 << 20) // nbytes))
 
 
-def copy_bandwidth() -> float:
+def copy_bandwidth(nbytes: int = 1 << 30) -> float:
     """Bytes per second of a device copy (reads plus writes): the ceiling."""
     gpu = device_of("cuda")
-    a, b = (zeros(_COPIED, dtype=UINT8, device=gpu) for _ in range(2))
+    a, b = (zeros(nbytes, dtype=UINT8, device=gpu) for _ in range(2))
     seconds = launch_seconds([partial(b.put, a)] * 4)
     del a, b
     gpu.trim()  # others need the memory
-    return 2 * _COPIED / seconds
+    return 2 * nbytes / seconds

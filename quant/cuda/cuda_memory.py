@@ -212,14 +212,15 @@ class CudaCopies:
         self._device.copy_out(here, there.address, self._back)
         return here
 
-    def measure(self) -> tuple[float, float]:
+    def measure(self, nbytes: int = _SAMPLE) -> tuple[float, float]:
         """Bytes per second from pinned RAM to the GPU, and of reading the GPU's own memory.
 
-        Medians of five; takes a fraction of a second and 512 MB of each.
+        Medians of five copies of ``nbytes``; takes a fraction of a second and twice ``nbytes`` of
+        each.
         """
-        source = self.host_buffer(_SAMPLE)
+        source = self.host_buffer(nbytes)
         source[::PAGE] = 1
-        out, other = self.alloc(_SAMPLE), self.alloc(_SAMPLE)
+        out, other = self.alloc(nbytes), self.alloc(nbytes)
         link, memory = [], []
         for _ in range(6):
             started = time.perf_counter()
@@ -232,7 +233,7 @@ class CudaCopies:
         self.free_host(source)
         self.free(out)
         self.free(other)
-        return _SAMPLE / float(np.median(link[1:])), 2 * _SAMPLE / float(np.median(memory[1:]))
+        return nbytes / float(np.median(link[1:])), 2 * nbytes / float(np.median(memory[1:]))
 
     def close(self) -> None:
         """Unpin the RAM, and free unused memory of the GPU."""

@@ -10,7 +10,7 @@ not know.
 from __future__ import annotations
 
 import threading
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 
 from localrt.offload.device import cuda, gpu
-from localrt.offload.experts import hybrid
 from localrt.offload.pipeline.lane import Lane
 from localrt.offload.pipeline.split import HostPiece
 from localrt.offload.reading import files, queued, reader
@@ -57,12 +56,6 @@ class Machine:
     """What the host does around a unit that the CPU computes."""
     turn: float = 10e-6
     """The same for its part of an MLP that it shares, of which there are two; measured: 5."""
-    shared: float = 12e-6
-    """What the host does in a layer whose experts it shares, beside their products, and after a
-    pass to learn from its choices."""
-    learning: float = 0.3e-3
-    expert: float = 0.0
-    """Bytes of an expert."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +96,8 @@ class VirtualTime:
         self._events: defaultdict[int, float] = defaultdict(float)
         self._sleeping: set[int] = set()  # events
         self._engines: defaultdict[str, float] = defaultdict(float)
-        # Kernels of each, and bytes they read, in pieces: up to where one gives the host a ticket,
-        # up to where one waits for it, and so on.
-        self._graphs: dict[int, list[tuple[int, float]]] = {}
-        self._recorded: list[tuple[int, float]] = [(0, 0.0)]
-        self._left: tuple[int, deque[tuple[int, float]]] = (0, deque())  # of a graph that runs
+        self._graphs: dict[int, tuple[int, float]] = {}  # kernels of each, and bytes they read
+        self._recorded = (0, 0.0)
         self.bytes = 0.0  # of weights that the next launch reads
         self._computing: list[tuple[float, float]] = []
 
@@ -260,9 +250,9 @@ class VirtualTime:
             return
         self.spend(self.machine.call)
         if gpu.recording and name != "cuGraphInstantiate":
-            kernels, nbytes = self._recorded[-1]
+            kernels, nbytes = self._recorded
             kernels += name == "cuLaunchKernel"
-            self._recorded[-1], self.bytes = (kernels, nbytes + self.bytes), 0.0
+            self._recorded, self.bytes = (kernels, nbytes + self.bytes), 0.0
             return
         if (note := _NOTED.get(name)) is not None:
             note(self, args, result)
@@ -288,49 +278,21 @@ class VirtualTime:
     def copy_out(self, args: tuple[Any, ...], result: Any) -> None:
         self._copy("back", args[2], args[3])
 
-    def _seconds(self, kernels: int, nbytes: float) -> float:
-        return kernels * self.machine.kernel + nbytes / self.machine.gpu
-
     def _start(self, stream: Any, kernels: int) -> None:
         self.spend(self.machine.launch)
-        seconds, self.bytes = self._seconds(kernels, self.bytes), 0.0
+        seconds = kernels * self.machine.kernel + self.bytes / self.machine.gpu
+        self.bytes = 0.0
         self._submit("gpu", "kernels", stream, seconds)
-
-    def end_piece(self) -> None:
-        """A graph that is recorded will wait for the host, or the host for it."""
-        self._recorded.append((0, 0.0))
-
-    def share(self, present: int, absent: int, *, copies: bool = False) -> None:
-        """A layer whose experts GPU and CPU compute at once, in the graph that runs; or the GPU
-        alone, once ``copies`` of the absent ones have come.
-        """
-        stream, pieces = self._left
-        ticket, (kernels, nbytes) = self._streams[stream], pieces.popleft()
-        seconds = self._seconds(kernels, nbytes + present * self.machine.expert)
-        end = self.use("gpu", "experts", ticket, seconds)
-        self.wait_until(ticket, sleeps=False)
-        self.spend(self.machine.shared)
-        if absent and copies:
-            come = self.use(
-                "link", "experts", self.now, absent * self.machine.expert / self.machine.link
-            )
-            end = max(end, come) + absent * self.machine.expert / self.machine.gpu
-        elif absent:
-            self.compute("experts", absent * self.machine.expert / self.machine.cpu)
-            end = max(end, self.now + self.machine.spin)
-        self._streams[stream] = self.use("gpu", "kernels", end, self._seconds(*pieces.popleft()))
 
     def launch(self, args: tuple[Any, ...], result: Any) -> None:
         self._start(args[8], 1)
 
     def make_graph(self, args: tuple[Any, ...], result: Any) -> None:
-        self._graphs[int(result)], self._recorded = self._recorded, [(0, 0.0)]
+        self._graphs[int(result)], self._recorded = self._recorded, (0, 0.0)
 
     def launch_graph(self, args: tuple[Any, ...], result: Any) -> None:
-        (kernels, self.bytes), *more = self._graphs.get(int(args[0]), [(0, 0.0)])
+        kernels, self.bytes = self._graphs.get(int(args[0]), (0, 0.0))
         self._start(args[1], kernels)
-        if more:
-            self._left = int(args[1]), deque(more)
 
     def make_event(self, args: tuple[Any, ...], result: Any) -> None:
         self._events[int(result)] = 0.0
@@ -372,7 +334,7 @@ def virtual_time(machine: Machine, weights: Callable[[str], int]) -> Iterator[Vi
     CPU's unit of a name has.
     """
     time = VirtualTime(machine)
-    call, launch = Cuda.call, Cuda.launch
+    call = Cuda.call
     compute, fetch = Lane.compute, files.DiskSource.fetch
     product, turns = linear.product, (HostPiece.gate, HostPiece.down)
 
@@ -388,11 +350,6 @@ def virtual_time(machine: Machine, weights: Callable[[str], int]) -> Iterator[Vi
         if happened:
             call(event._gpu, "cuEventSynchronize", event.handle)
         return happened
-
-    def timed_launch(driver: Cuda, program: Any, *args: Any) -> None:
-        launch(driver, program, *args)
-        if driver.recording and program.name in ("to_host", "wait_host"):
-            time.end_piece()
 
     def timed_compute(lane: Lane, part: Any, name: str, state: Any, **options: Any) -> None:
         nbytes = 0 if lane.gpu is not None else weights(name)
@@ -429,7 +386,6 @@ def virtual_time(machine: Machine, weights: Callable[[str], int]) -> Iterator[Vi
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Cuda, "call", timed_call)
-        patch.setattr(Cuda, "launch", timed_launch)
         patch.setattr(Event, "query", timed_query)
         patch.setattr(Lane, "compute", timed_compute)
         patch.setattr(linear, "product", timed_product)
@@ -439,6 +395,6 @@ def virtual_time(machine: Machine, weights: Callable[[str], int]) -> Iterator[Vi
         for module in (reader, queued):
             patch.setattr(module, "threading", time.threading())
         clock = SimpleNamespace(perf_counter=lambda: time.now)
-        for module in (cuda, gpu, hybrid):
+        for module in (cuda, gpu):
             patch.setattr(module, "time", clock)
         yield time

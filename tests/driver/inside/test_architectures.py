@@ -1,4 +1,6 @@
-"""Architectures on the driver: a prompt, tokens and trees, against transformers and recorded."""
+"""Architectures and adapters on the driver: prompts, tokens and trees, recorded, and against
+transformers and torch.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,21 @@ from typing import Any
 import numpy as np
 import pytest
 
+from localrt.common.errors import OptionError
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
+from localrt.quant.cuda.driver import device_of
 from localrt.quant.cuda.graph import GraphedForward
 from localrt.quant.cuda.ops import CudaOps
+from localrt.quant.cuda.tensor import BFLOAT16, upload
 from localrt.quant.formats import CODECS, F32, PackedTensor, pack, unpack
+from localrt.quant.ops.adapters import Adapter, LowRank, Mix
 from localrt.quant.ops.hybrid_cache import HybridCache
-from localrt.quant.ops.protocol import Batch, Span
+from localrt.quant.ops.protocol import Batch, Forward, Span
 from localrt.quant.reference.ops import TorchOps
-from localrt.quantize.quantize import Recipe, quantize_model
-from tests.driver.inside.conftest import Kernels
+from tests.driver.inside.conftest import Kernels, quantized
+from tests.models.test_adapters import KINDS, Tiny, cache, run
 from tests.models.tiny import oracle, relative_error, save_tiny, tokens
 
 pytestmark = pytest.mark.gpu
@@ -73,35 +79,33 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("name", "layers", "length"),
     [
-        pytest.param("gemma2", 2, LENGTH, marks=SLOW),
-        ("qwen3", 1, SHORT),
-        ("phi3-longrope", 1, SHORT),
-        ("ministral3", 1, LENGTH),  # queries that grow
-        ("olmo2", 1, SHORT),  # no norms before products
-        ("apertus", 1, SHORT),  # MLPs without a gate, whose activation is learned
         ("hunyuan", 1, SHORT),  # norms behind the rotation
         ("gemma4", None, LENGTH),  # normed values, shared keys and values, inputs of layers
-        ("gemma4-unified", None, LENGTH),  # keys as values
-        pytest.param("gemma4-double-wide", None, LENGTH, marks=SLOW),
-        pytest.param("gemma4-keys-as-values", None, LENGTH, marks=SLOW),
-        pytest.param("gemma4-moe", None, LENGTH, marks=SLOW),  # beside a dense MLP
-        ("qwen3.5", 2, 8),  # recurrent layers and gated attention, from here on
-        ("lfm3", 2, 8),  # a gate for each head
-        ("muse-glimmer", 3, SHORT),  # normed embeddings, a gate for each number
-        ("laguna", 2, SHORT),  # softplus gates
-        ("afmoe-two", 3, SHORT),  # norms on mixtures' results
-        ("olmo-hybrid", 2, 8),  # strengths up to 2
-        ("kimi-linear", 2, 8),  # gates and decays of low rank, and latents
-        ("nemotron-h-latent", 3, 8),  # layers of one kind, experts without a gate that see less
-        ("falcon-h1", None, 8),  # side by side
-        pytest.param("gpt-oss", 2, LENGTH, marks=SLOW),  # mixtures: sinks, joint norms, biases
-        pytest.param("olmoe", 1, SHORT, marks=SLOW),
-        pytest.param("qwen2-moe", 1, SHORT, marks=SLOW),
-        ("llama4-text", 3, LENGTH),  # chunks, and weights on experts' inputs
+        ("qwen3.5", 2, 8),  # recurrent layers and gated attention
         ("mistral4-text", 2, 8),  # latents and queries that grow
-        pytest.param("deepseek-v2-dense", 1, 7, marks=SLOW),
-        pytest.param("deepseek-v2-lite-dense", 1, 7, marks=SLOW),
-        pytest.param("deepseek-v3-halves", 1, 7, marks=SLOW),
+        *(
+            pytest.param(*case, marks=SLOW)
+            for case in [
+                ("qwen3", 1, SHORT),  # norms of heads
+                ("phi3-longrope", 1, SHORT),
+                ("olmo2", 1, SHORT),  # no norms before products
+                ("apertus", 1, SHORT),  # MLPs without a gate, whose activation is learned
+                ("gemma4-unified", None, LENGTH),  # keys as values
+                ("gemma4-moe", None, LENGTH),  # beside a dense MLP
+                ("lfm3", 2, 8),  # a gate for each head
+                ("muse-glimmer", 3, SHORT),  # normed embeddings, a gate for each number
+                ("laguna", 2, SHORT),  # softplus gates
+                ("afmoe-two", 3, SHORT),  # norms on mixtures' results
+                ("olmo-hybrid", 2, 8),  # strengths up to 2
+                ("kimi-linear", 2, 8),  # gates and decays of low rank, and latents
+                ("nemotron-h-latent", 3, 8),  # experts without a gate that see less
+                ("falcon-h1", None, 8),  # side by side
+                ("gpt-oss", 2, LENGTH),  # sinks, joint norms, biases
+                ("qwen2-moe", 1, SHORT),  # an expert for every token
+                ("llama4-text", 3, LENGTH),  # chunks, and weights on experts' inputs
+                ("deepseek-v3-halves", 1, 7),  # rotation by halves
+            ]
+        ),
     ],
 )
 def test_architectures(
@@ -131,16 +135,12 @@ def test_architectures(
 @pytest.mark.parametrize(
     ("name", "layers"),
     [
-        ("lfm2", 2),
         ("llama", 1),
-        ("gemma4", None),
-        pytest.param("gemma4-unified", None, marks=SLOW),
-        pytest.param("nemotron-h", 2, marks=SLOW),
         pytest.param("qwen3.5", 2, marks=SLOW),
         pytest.param("deepseek-v2-dense", 1, marks=SLOW),
     ],
 )
-def test_recorded_trees(name: str, layers: int | None, gpu: Kernels, tmp_path: Path) -> None:
+def test_recorded_trees(name: str, layers: int, gpu: Kernels, tmp_path: Path) -> None:
     """Single tokens, trees in two rounds and what is taken back, plainly and from recordings."""
     save_tiny(name, tmp_path, layers=layers)
     decoder = load(tmp_path)
@@ -183,11 +183,9 @@ def test_recorded_trees(name: str, layers: int | None, gpu: Kernels, tmp_path: P
 @pytest.mark.parametrize(
     ("name", "format_", "method"),
     [
-        ("llama", "nf4", "rtn"),
-        ("llama", "nvfp4", "rtn"),
         ("llama", "mxfp4", "mr-gptq"),  # rotated
-        ("qwen3-moe", "nvfp4", "rtn"),
-        ("qwen3-moe", "mxfp4", "mr-gptq"),
+        pytest.param("llama", "nf4", "rtn", marks=SLOW),
+        pytest.param("qwen3-moe", "nvfp4", "rtn", marks=SLOW),
     ],
 )
 def test_stores(name: str, format_: str, method: str, gpu: Kernels, tmp_path: Path) -> None:
@@ -195,9 +193,7 @@ def test_stores(name: str, format_: str, method: str, gpu: Kernels, tmp_path: Pa
     values.
     """
     save_tiny(name, tmp_path, layers=1)
-    with closing(open_checkpoint(tmp_path)) as source:
-        recipe = Recipe(format_, method=method, calibration=tokens(512))
-        store = quantize_model(source, tmp_path / "store", recipe, threads=1).path
+    store = quantized(tmp_path, format_, method=method, calibration=tokens(512))
     ours, plain = load(store), load(store, ops=TorchOps(compute_format="f32"))
     ours_again = GraphedForward(ours.ops, ours.forward)  # type: ignore[arg-type]
     seen = []
@@ -210,7 +206,7 @@ def test_stores(name: str, format_: str, method: str, gpu: Kernels, tmp_path: Pa
     assert gpu.launches.count("replay") == 4
 
 
-@pytest.mark.parametrize("name", ["llama", "deepseek-v2-dense"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("deepseek-v2-dense", marks=SLOW)])
 def test_long_prompts_in_parts(name: str, gpu: Kernels, tmp_path: Path) -> None:
     """Near float32; the same bits however a prompt is cut, in parts of more than 64 tokens; and
     sequences that share a pass.
@@ -243,20 +239,6 @@ def test_recordings_keep_no_cache(gpu: Kernels, llama: Path) -> None:
     assert kept() is None
 
 
-def test_keys_and_values_in_int8(gpu: Kernels, llama: Path) -> None:
-    """A prompt, single tokens, and a cache that holds what the memory account says."""
-    ids = tokens(SHORT + 2)
-    results = []
-    for format_ in ("bf16", "int8"):
-        decoder = load(llama, ops=CudaOps(device="cuda", kv_format=format_))
-        cache = decoder.cache(LENGTH)
-        parts = [decoder.forward(Batch.extend([(cache, part)])) for part in (ids[:-1], ids[-1:])]
-        assert cache.nbytes == decoder.ops.kv_nbytes(decoder.config.attention, len(ids))
-        results.append((np.concatenate(parts), cache.nbytes))
-    assert results[1][1] < 0.7 * results[0][1]
-    assert 0 < relative_error(results[1][0], results[0][0]) < 0.02
-
-
 def test_fine_activations(gpu: Kernels, llama: Path) -> None:
     """They lose no more than bf16: what is left are the steps between the products."""
     kinds = (TorchOps(compute_format="f32"), CudaOps(device="cuda", fine=True), None)
@@ -265,3 +247,141 @@ def test_fine_activations(gpu: Kernels, llama: Path) -> None:
         for decoder in (load(llama, ops=ops, packed=True) for ops in kinds)
     )
     assert relative_error(fine, wanted) < min(0.01, relative_error(eight, wanted) / 2)
+
+
+# -- adapters --------------------------------------------------------------------------------------
+
+SEVERAL = ("lora", "dora", "ranks")
+
+
+def adapted(tiny: Tiny, *adapters: Adapter[LowRank]) -> Decoder:
+    source: Any = Packed(tiny.checkpoint, "int8-g32")
+    decoder = load_decoder(source, CudaOps(device="cuda"), read_config(tiny.checkpoint))
+    table = decoder.ops.adapters
+    assert table is not None
+    for adapter in adapters:
+        table.add(table.packed(adapter))
+    return decoder
+
+
+@pytest.mark.parametrize("kind", ["dora", "tokens"])
+def test_a_gpu_adds_what_torch_does(kind: str, gpu: Kernels, tmp_path: Path) -> None:
+    tiny = Tiny("qwen2", tmp_path)
+    adapter, _ = tiny.adapter("a", **KINDS[kind])
+    ids = tokens(4)
+    exact = tiny.decoder(TorchOps(compute_format="f32"), adapter)
+    decoder = adapted(tiny, adapter)
+    plain = relative_error(run(decoder, cache(decoder), ids), run(exact, cache(exact), ids))
+    wanted = run(exact, cache(exact, adapter), ids)
+    assert relative_error(run(decoder, cache(decoder, adapter), ids), wanted) < max(3 * plain, 2e-2)
+
+
+def test_long_passes_and_recordings(gpu: Kernels, tmp_path: Path) -> None:
+    tiny = Tiny("qwen2", tmp_path)
+    adapter, _ = tiny.adapter("a", 1)
+    decoder = adapted(tiny, adapter)
+    ids = tokens(66)
+    whole, long = decoder.cache(80), decoder.cache(80)
+    whole.mix = long.mix = ((adapter.key, 1.0),)
+    wanted = run(decoder, whole, ids[:60])
+    rest = run(decoder, whole, ids[60:])
+    got = run(decoder, long, ids)  # a prompt's rows
+    assert relative_error(got[60:], rest) < 4e-2
+    assert relative_error(got[:60], wanted) < 4e-2
+
+    forward = GraphedForward(decoder.ops, decoder.forward)  # type: ignore[arg-type]
+    made, changed = cache(decoder), cache(decoder, adapter)
+    before = [forward(Batch.extend([(made, [5])]))]
+    forward(Batch.extend([(changed, [5])]))
+    for _ in range(3):  # the second time it is recorded
+        made.trim(0)
+        before.append(forward(Batch.extend([(made, [5])])))
+        changed.trim(0)
+        again = forward(Batch.extend([(changed, [5])]))
+        assert relative_error(again, before[0]) > 1e-3
+    for each in before[1:]:
+        np.testing.assert_array_equal(each, before[0])
+    decoder.ops.adapters.remove(adapter.key)  # type: ignore[union-attr]
+    np.testing.assert_array_equal(run(decoder, cache(decoder), [5]), before[0])
+
+
+def turns(
+    decoder: Decoder, forward: Forward, mixes: list[Mix], *, together: bool
+) -> list[np.ndarray]:
+    """What sequences with these adapters are told in four turns, by passes over all or one."""
+    caches = [decoder.cache(64) for _ in mixes]
+    for made, mix in zip(caches, mixes, strict=True):
+        made.mix = mix
+    seen = list[np.ndarray]()
+    for turn in range(4):
+        batches = [(made, [7 * turn + place]) for place, made in enumerate(caches)]
+        groups = [batches] if together else [[each] for each in batches]
+        seen.append(np.concatenate([forward(Batch.extend(group)) for group in groups]))
+    return seen
+
+
+def test_recorded_passes(gpu: Kernels, tmp_path: Path) -> None:
+    """To the bits of others, whatever adapters the sequences have, and one recording for all."""
+    tiny = Tiny("qwen2", tmp_path)
+    adapters = [tiny.adapter(f"a{n}", n, **KINDS[kind])[0] for n, kind in enumerate(SEVERAL)]
+    decoder = adapted(tiny, *adapters)
+    forward = GraphedForward(decoder.ops, decoder.forward)  # type: ignore[arg-type]
+    one, two, three = (((each.key, 1.0),) for each in adapters)
+    mixed = ((adapters[0].key, 0.5), (adapters[1].key, 2.0))
+    chosen: list[list[Mix]] = [
+        [one], [two], [mixed], [(), one, two, mixed, three], [one, one, (), one, three],
+    ]  # fmt: skip
+    for mixes in chosen:
+        wanted = turns(decoder, decoder.forward, mixes, together=False)
+        for again in range(2):
+            gpu.launches.clear()
+            seen = turns(decoder, forward, mixes, together=True)
+            assert all(map(np.array_equal, seen, wanted))
+            assert again == 0 or gpu.launches == ["replay"] * 4
+
+
+def test_adapters_that_are_removed(gpu: Kernels, tmp_path: Path) -> None:
+    """Nothing of them is read by what was recorded with them, nor of others in their place."""
+    tiny = Tiny("qwen2", tmp_path)
+    first, second, third = (tiny.adapter(label, n)[0] for n, label in enumerate("abc"))
+    decoder, wanted = adapted(tiny, first, second), list[list[np.ndarray]]()
+    table = decoder.ops.adapters
+    assert table is not None
+    forward = GraphedForward(decoder.ops, decoder.forward)  # type: ignore[arg-type]
+    mixes: list[Mix] = [((each.key, 1.0),) for each in (second, third)]
+    for mix in ((), mixes[0]):
+        wanted.append(turns(decoder, decoder.forward, [mix], together=True))
+    for mix in ((), ((first.key, 1.0),)):
+        for _ in range(2):
+            turns(decoder, forward, [mix], together=True)
+    device, kept = device_of(decoder.ops.device), set[int]()
+    for part in table._known[first.key].matrices.values():
+        kept |= {part.a.address, part.b.address}
+    table.remove(first.key)
+    poison = [np.full(64, 0x7FC0, np.uint16) for _ in range(400)]  # where its numbers were
+    options = {"dtype": BFLOAT16, "pool": device.persistent}
+    held = [upload(each, device, **options) for each in poison]
+    assert kept & {each.address for each in held}
+    with pytest.raises(OptionError, match="was removed"):
+        turns(decoder, forward, [((first.key, 1.0),)], together=True)
+    for mix, logits in zip(((), mixes[0]), wanted, strict=True):
+        gpu.launches.clear()
+        assert all(map(np.array_equal, turns(decoder, forward, [mix], together=True), logits))
+        assert gpu.launches == ["replay"] * 4
+    table.add(table.packed(third))
+    wanted_of_third = turns(decoder, decoder.forward, [mixes[1]], together=True)
+    seen = turns(decoder, forward, [mixes[1], mixes[0]], together=True)
+    assert all(np.array_equal(s[:1], w) for s, w in zip(seen, wanted_of_third, strict=True))
+
+
+@SLOW
+def test_more_adapters_than_places(gpu: Kernels, tmp_path: Path) -> None:
+    tiny = Tiny("qwen2", tmp_path)
+    adapters = [tiny.adapter(f"a{n}", n)[0] for n in range(3)]
+    decoder = adapted(tiny, *adapters)
+    forward = GraphedForward(decoder.ops, decoder.forward)  # type: ignore[arg-type]
+    weights = (0.25, 0.5, 1.0)
+    mixes: list[Mix] = [((each.key, weight),) for each in adapters for weight in weights]
+    for some in (mixes[:4], mixes[4:], mixes, mixes[3:7]):
+        wanted = turns(decoder, decoder.forward, some, together=False)
+        assert all(map(np.array_equal, turns(decoder, forward, some, together=True), wanted))

@@ -1,30 +1,37 @@
-"""Graphs on the driver: recorded late, replayed, given up, and beside what other threads do."""
+"""Graphs on the driver: recorded late, replayed, given up, and beside what other threads do; which
+shapes of passes are recorded; and what a GPU's measurements make of it.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from benchmarks.gpu import facts, model, timing
 from localrt.common.errors import LocalrtError, MemoryBudgetError
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cuda import measuring
 from localrt.quant.cuda.cuda_memory import CudaCopies
 from localrt.quant.cuda.driver import Cuda, device_of
 from localrt.quant.cuda.gpu_cache import ROWS
-from localrt.quant.cuda.graph import Capture, record
+from localrt.quant.cuda.graph import Capture, Recordings, StaticPass, StaticStep, record
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.programs import Program
 from localrt.quant.cuda.steps import move_rows
+from localrt.quant.cuda.stream import CudaPass, Stream
 from localrt.quant.cuda.tensor import UINT8, Tensor, empty, upload, zeros
+from localrt.quant.ops.attention import AttentionSpec
+from localrt.quant.ops.kv import KVCache
+from localrt.quant.ops.protocol import RECORDED_PARTS, Batch
 from tests.driver.inside.conftest import Kernels, hasty
 from tests.driver.standin import Driver
+from tests.offload.placed import needs_kernels
 from tests.planner.models import RATE
-
-pytestmark = hasty
 
 
 @pytest.fixture
@@ -51,6 +58,7 @@ def counted(count: Tensor) -> float:
     return float(value)
 
 
+@hasty
 @pytest.mark.parametrize("index", [0, 1])
 def test_replay(gpu: Kernels, index: int) -> None:
     """On a GPU that need not be the current one, of graphs that share memory."""
@@ -107,6 +115,7 @@ ENDING: dict[str, Callable[[Cuda], object]] = {
 }
 
 
+@hasty
 @pytest.mark.parametrize("kind", ENDING)
 def test_what_ends_meanwhile(device: Cuda, kind: str) -> None:
     """As what is garbage may, whenever it is found."""
@@ -181,6 +190,7 @@ def test_what_graphs_take(device: Cuda, driver: Driver) -> None:
     assert device.allocated_nbytes == 0
 
 
+@hasty
 def test_other_threads(device: Cuda) -> None:
     """They allocate, pin and copy while this one records."""
     copies, capture = CudaCopies(), Capture(device)
@@ -207,6 +217,88 @@ def test_other_threads(device: Cuda) -> None:
     assert counted(count) == 2
     assert seen == [{7}]
     copies.close()
+
+
+# -- shapes that are recorded ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def recordings(gpu: Kernels) -> Recordings:
+    return Recordings(CudaOps(device="cuda"))
+
+
+@pytest.fixture
+def cache(gpu: Kernels) -> KVCache:
+    spec = AttentionSpec(
+        heads=1, kv_heads=1, head_dim=8, eps=1e-6, rope=None, scale=1.0, window=None
+    )
+    return CudaOps(device="cuda").kv_cache([spec], 600)
+
+
+def recorded(recordings: Recordings, cache: KVCache, rows: int) -> object:
+    """What a pass of so many rows reads its inputs from."""
+    step = recordings.begin(Batch.extend([(cache, [1] * rows)]), range(rows))
+    return static_of(step) if recordings.takes(step, "all", 1) else None
+
+
+def static_of(step: CudaPass) -> StaticPass:
+    assert isinstance(step, StaticStep)
+    return step.static
+
+
+def test_a_shape_is_recorded_the_second_time(recordings: Recordings, cache: KVCache) -> None:
+    assert recorded(recordings, cache, 1) is None
+    first = recorded(recordings, cache, 1)
+    assert first is not None
+    assert recorded(recordings, cache, 2) is None
+    assert recorded(recordings, cache, 1) is first
+    recordings.forget()
+    assert recorded(recordings, cache, 1) is None
+
+
+def test_a_pass_records_few_parts(recordings: Recordings, cache: KVCache) -> None:
+    """The others are computed step by step until a later pass."""
+    batch, most = Batch.extend([(cache, [1])]), RECORDED_PARTS
+    parts = [("a", most - 6), ("b", 6), ("c", 1), ("d", 2 * most)]
+    zero = zeros(1, 8, device=device_of("cuda"))
+    recordings.begin(batch, [0])
+    taken = list[str]()
+    for _ in range(4):
+        step = recordings.begin(batch, [0])
+        taken.append("".join(key for key, size in parts if recordings.takes(step, key, size)))
+        for key in taken[-1]:
+            recordings.run(step, Stream(zero), key, lambda step, x: x)
+    assert taken == ["ab", "abc", "abcd", "abcd"]
+    recordings.forget("b")
+    step = recordings.begin(batch, [0])
+    assert static_of(step).has("a")
+    assert not static_of(step).has("b")
+
+
+def test_passes_that_take_longer(recordings: Recordings, cache: KVCache) -> None:
+    """They are counted: the first of a shape, and those that record."""
+    zero, seen = zeros(1, 8, device=device_of("cuda")), list[int]()
+    for _ in range(4):
+        before = device_of("cuda").fresh_passes
+        step = recordings.begin(Batch.extend([(cache, [1])]), [0])
+        if recordings.takes(step, "all", 1):
+            recordings.run(step, Stream(zero), "all", lambda step, x: x)
+        seen.append(device_of("cuda").fresh_passes - before)
+    assert seen == [1, 1, 0, 0]
+
+
+def test_many_shapes(recordings: Recordings, cache: KVCache) -> None:
+    rounds = [[recorded(recordings, cache, rows) for rows in range(1, 21)] for _ in range(5)]
+    assert not any(rounds[0])
+    assert rounds[1] == rounds[2] == rounds[4]
+    assert sum(found is not None for found in rounds[4]) == 8
+    # What has not come for long gives way.
+    for _ in range(100):
+        recorded(recordings, cache, 20)
+    assert recorded(recordings, cache, 20) is not None
+
+
+# -- measurements ----------------------------------------------------------------------------------
 
 
 class Small(measuring.Size):
@@ -249,3 +341,43 @@ def test_a_gpu_is_measured(device: Cuda, gpu: Kernels, monkeypatch: pytest.Monke
     more = measuring.measure_gpu(ops, ["q8_0"], known=RATE, stopwatch=Watch(), size=Small)
     assert more.products.keys() == {"int4-g32", "q8_0"}
     assert replace(more, products=RATE.products) == RATE
+
+
+MIB = 1 << 20
+TINY: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+}
+
+
+def test_facts(device: Cuda) -> None:
+    before = device.allocated_nbytes
+    assert timing.copy_bandwidth(8 * MIB) > 0
+    assert device.allocated_nbytes == before
+    (_, copied), (_, copies), (_, waits) = facts.facts(copied=8 * MIB, runs=3)
+    assert copied["copied_gb_s"] > 0
+    assert copies.keys() == {"gb_s_2_mb", "gb_s_8_mb"}
+    assert len(waits) == 7
+    timing._capture.cache_clear()  # which keeps the GPU
+
+
+@needs_kernels
+@pytest.mark.usefixtures("given_rates", "measured")
+def test_speeds_of_a_model(device: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "config_of", lambda _: TINY)
+    monkeypatch.delitem(model.WAYS, "from the SSD")  # so small, all is kept
+    for name in ("LOCALRT_CACHE", "XDG_DATA_HOME", "LOCALRT_OFFLINE"):
+        monkeypatch.setenv(name, "")  # which are put back
+    rows = dict(model.model("14B", prompts=(4, 6), tokens=3))
+    assert list(rows) == ["14B, within 8 GB", "14B, at 12 GB/s", "14B, resident"]
+    for row in rows.values():
+        assert row["decode_tok_s"] > 0, row
+        assert "failed" not in row

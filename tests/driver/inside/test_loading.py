@@ -1,15 +1,22 @@
-"""``localrt.load`` on the driver: whole models, bit for bit as where all is done at once."""
+"""``localrt.load`` on the driver: whole models, bit for bit as where all is done at once; models
+that share a GPU, and KV caches that leave a full one.
+"""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import shutil
+import threading
+from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import pytest
@@ -21,26 +28,37 @@ from localrt.bench.runner import run_bench
 from localrt.bench.workload import BenchOptions, Workload
 from localrt.common.errors import MemoryBudgetError
 from localrt.common.progress import Progress
-from localrt.loading import gpu as opening
 from localrt.loading import native, placing
 from localrt.models.checkpoints import StoreCheckpoint, open_checkpoint
+from localrt.offload.account import SPARE_VRAM_NBYTES
+from localrt.offload.device.cuda import CudaGpu
 from localrt.offload.experts.cache import ExpertCache
 from localrt.offload.experts.hybrid import HybridExperts
 from localrt.offload.hardware import probe
 from localrt.offload.pipeline.lane import Lane
 from localrt.offload.placement import Where
+from localrt.offload.reading.files import StoreFiles
 from localrt.planning.forecast import Forecast, PlanRequest
 from localrt.quant import choose
-from localrt.quant.cuda import cuda_memory
 from localrt.quant.cuda import driver as calling
+from localrt.quant.cuda import measuring
 from localrt.quant.cuda.programs import Program, kernels_folder
-from localrt.quantize.quantize import Recipe, quantize_model
+from localrt.server import pool as pooling
+from localrt.server.options import ServeOptions
+from localrt.server.pool import LocalFile, ModelPool
 from tests.conftest import write_byte_tokenizer, write_tiny_model
-from tests.driver.inside.conftest import Kernels, forget
-from tests.driver.inside.gpus import AT_ONCE, StepByStep, all_in_ram, bring_some
-from tests.driver.standin import image
-from tests.inside import engine_of
-from tests.models.tiny import SIZES, save_tiny
+from tests.driver.inside.conftest import (
+    AT_ONCE,
+    Kernels,
+    StepByStep,
+    all_in_ram,
+    bring_some,
+    forget,
+    quantized,
+)
+from tests.driver.standin import Driver, image
+from tests.inside import core_of, engine_of
+from tests.models.tiny import CONFIGS, MIXTURES, SIZES, random_model, save_tiny
 from tests.models.vision.oracles import picture
 from tests.models.vision.tiny import qwen_folder
 from tests.offload.placed import needs_kernels, place_on_gpu, tokens
@@ -50,6 +68,7 @@ from tests.waits import wait_for
 pytestmark = [needs_kernels, pytest.mark.usefixtures("given_rates")]
 
 
+SLOW = pytest.mark.slow
 Both = Callable[..., localrt.ModelInfo]
 
 
@@ -68,13 +87,6 @@ class InProcess(ChildProcess):
 
     def close(self) -> None:
         self._requests._engine._model.close()  # type: ignore[attr-defined]
-
-
-def quantized(folder: Path) -> Path:
-    """The model of a folder as a store, in a format that the kernels read."""
-    with closing(open_checkpoint(folder)) as source:
-        recipe = Recipe("int4-g32", method="rtn")
-        return quantize_model(source, folder / "store", recipe, threads=1).path
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +136,7 @@ def look(model: localrt.Model) -> list[np.ndarray]:
 
 
 @pytest.fixture
-def on_both(gpu: Kernels, monkeypatch: pytest.MonkeyPatch) -> Both:
+def on_both(gpu: Kernels, measured: None, monkeypatch: pytest.MonkeyPatch) -> Both:
     """A model loaded for a GPU, which must say what one says whose work is done at once."""
 
     def both(
@@ -143,8 +155,6 @@ def on_both(gpu: Kernels, monkeypatch: pytest.MonkeyPatch) -> Both:
             assert np.array_equal(ours, theirs)
         return info
 
-    monkeypatch.setattr(opening, "_rates", lambda *_, **__: None)
-    monkeypatch.setattr(cuda_memory, "_SAMPLE", 1 << 20)
     return both
 
 
@@ -192,30 +202,25 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Place:
             return replace(plan(request, rows), placement=placement)
 
         monkeypatch.setattr(placing, "first_plan", first_plan)
-        monkeypatch.setattr(native, "_must_stream", lambda *_: True)
+        monkeypatch.setattr(native, "memory_left", lambda *_: (0, ""))  # nothing is resident
 
     return placed
 
 
-def test_resident(on_both: Both, store: Path, gpu: Kernels) -> None:
-    info = on_both(store)
+@pytest.mark.parametrize("kind", ["store", pytest.param("mixture", marks=SLOW)])
+def test_resident(on_both: Both, kind: str, gpu: Kernels, request: pytest.FixtureRequest) -> None:
+    info = on_both(request.getfixturevalue(kind))
     assert (info.device, info.streamed) == ("cuda:0", False)
     assert gpu.launches.count("replay") > 10
 
 
-def test_no_room_is_one_line(gpu: Kernels, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "_rates", lambda *_, **__: None)
+@pytest.mark.usefixtures("gpu", "measured")
+def test_no_room_is_one_line(store: Path) -> None:
     with pytest.raises(MemoryBudgetError, match=r"^the GPU has no room for weights: 596 MB of "):
         localrt.load(store, device="cuda", gpu_memory="50MB", draft="off", ctx=64)
 
 
-def test_resident_mixture(on_both: Both, mixture: Path, gpu: Kernels) -> None:
-    info = on_both(mixture)
-    assert (info.device, info.streamed) == ("cuda:0", False)
-    assert gpu.launches.count("replay") > 10
-
-
-@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=SLOW), "cuda:1"])
 def test_streamed(on_both: Both, place: Place, store: Path, gpu: Kernels, device: str) -> None:
     place(store, EVERYWHERE)
     info = on_both(store, device)
@@ -223,7 +228,10 @@ def test_streamed(on_both: Both, place: Place, store: Path, gpu: Kernels, device
     assert gpu.launches.count("replay") > 10
 
 
-@pytest.mark.parametrize("name", ["resident", "streamed", "hybrid"])
+@pytest.mark.usefixtures("measured")
+@pytest.mark.parametrize(
+    "name", ["streamed", *(pytest.param(n, marks=SLOW) for n in ("resident", "hybrid"))]
+)
 def test_first_answer_compiles_nothing(
     gpu: Kernels,
     place: Place,
@@ -244,8 +252,6 @@ def test_first_answer_compiles_nothing(
         return image(program)
 
     monkeypatch.setattr(calling, "machine_code", machine_code)
-    monkeypatch.setattr(opening, "_rates", lambda *_, **__: None)
-    monkeypatch.setattr(cuda_memory, "_SAMPLE", 1 << 20)
     path = mixture if name == "hybrid" else store
     if name != "resident":
         place(path, EVERYWHERE if name == "streamed" else experts_on_gpu(0.5))
@@ -264,15 +270,10 @@ def test_first_answer_compiles_nothing(
     assert compiled == before
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-def test_measured_by_bench(
-    gpu: Kernels, place: Place, store: Path, streamed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("gpu", "measured")
+def test_measured_by_bench(place: Place, store: Path) -> None:
     """The pipeline times its work by events."""
-    monkeypatch.setattr(opening, "_rates", lambda *_, **__: None)
-    monkeypatch.setattr(cuda_memory, "_SAMPLE", 1 << 20)
-    if streamed:
-        place(store, EVERYWHERE)
+    place(store, EVERYWHERE)
     options = BenchOptions(
         path=store,
         engines=("native",),
@@ -283,22 +284,17 @@ def test_measured_by_bench(
     )
     outcome = run_bench(options, notify=lambda line: None, start=lambda engine: InProcess())
     (result,) = outcome.results
-    assert (result.info["device"], result.info["streamed"]) == ("cuda:0", streamed)
+    assert (result.info["device"], result.info["streamed"]) == ("cuda:0", True)
     assert 1 << 20 <= result.metrics["peak_vram_bytes"] <= 1 << 30
-    assert set(result.metrics["busy"]) >= ({"gpu", "link"} if streamed else set())
+    assert set(result.metrics["busy"]) >= {"gpu", "link"}
     text = to_table(outcome, options, name="m", machine=probe())
-    assert f"busy while decoding: {'GPU ' if streamed else 'not measured'}" in text
+    assert "busy while decoding: GPU " in text
     assert "peak VRAM" in text
     assert text.splitlines()[3].endswith(" not measured"), "energy"
     assert "llama-bench reads GGUF files only" in text
 
 
-def test_pictures(on_both: Both, seeing: Path, gpu: Kernels) -> None:
-    info = on_both(seeing, say=look, ctx=256)
-    assert (info.device, info.streamed) == ("cuda:0", False)
-    assert {"rope_append", "dense_many", "activate"} <= set(gpu.launches)
-
-
+@SLOW
 def test_streamed_pictures(on_both: Both, place: Place, seeing: Path, gpu: Kernels) -> None:
     place(seeing, EVERYWHERE)
     info = on_both(seeing, say=look, ctx=256)
@@ -325,8 +321,8 @@ def test_hybrid(
 def mixed(
     gpu: Kernels, place: Place, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[], localrt.Model]:
-    """Loads a model whose units are in all places on a measured GPU ."""
-    monkeypatch.setattr(opening, "_rates", lambda *_, **__: RATE)
+    """Loads a model whose units are in all places on a measured GPU."""
+    monkeypatch.setattr(measuring, "gpu_rates", lambda *_, **__: RATE)
     place(store, by_turns(Where.VRAM, Where.LINK, Where.VRAM, Where.RAM))
     return lambda: localrt.load(store, device="cuda", draft="off", ctx=64)
 
@@ -358,3 +354,216 @@ def test_failed_pass(mixed: Callable[[], localrt.Model], monkeypatch: pytest.Mon
         with pytest.raises(MemoryError, match="no room"):
             model.generate("cd", max_tokens=4, ignore_eos=True)
         assert asked().token_ids == expected.token_ids
+
+
+# -- models that share a GPU -----------------------------------------------------------------------
+
+GREEDY: dict[str, Any] = {"max_tokens": 6, "temperature": 0.0, "ignore_eos": True}
+TEXT = "Count from one to twenty."
+
+
+class Shared:
+    """A pool of two models on one GPU, with room for the weights of both, or of one at a time."""
+
+    def __init__(self, store: Path, driver: Driver, patch: pytest.MonkeyPatch, *, both: bool):
+        self.store, self.loaded, self.said = store, list[str](), list[str]()
+        with localrt.load(store, device="cuda", draft="off", ctx=256) as whole:
+            self.alone = whole.generate(TEXT, **GREEDY).token_ids
+        with localrt.load(store, device="cuda", draft="off", ctx=256, shrinkable=True) as one:
+            assert one.generate(TEXT, **GREEDY).token_ids == self.alone
+            use = one.gpu_use
+        del whole, one
+        assert use is not None
+        assert use.leavable > 0 == use.missing
+        self.total, self.nbytes = 3 * use.used, use.leavable
+        if not both:
+            driver.set(memory=SPARE_VRAM_NBYTES + self.total)
+            for name in ("_RESERVE", "_BESIDE_ON_GPU"):
+                patch.setattr(pooling, name, 1 << 30)  # everybody wants all of it
+        files = [LocalFile(name, name, self.nbytes) for name in "ab"]
+        self.pool = ModelPool(self.load, lambda: files, ServeOptions(), on_change=self.said.append)
+
+    def load(
+        self, name: str, shrinkable: bool, cancel: threading.Event, on_gpu: int
+    ) -> localrt.Model:
+        self.loaded.append(name)
+        gc.collect()  # what closed models have left
+        return localrt.load(self.store, device="cuda", draft="off", ctx=256, shrinkable=shrinkable)
+
+    @property
+    def gpus(self) -> list[Any]:
+        """The lane of each model's GPU."""
+        return [engine_of(one.model).weights.gpu for one in self.pool.at_work()]
+
+    async def ask(self, name: str) -> tuple[int, ...]:
+        self.pool._slot(name).contested = True  # as once it has been unloaded for the other
+        async with self.pool.using(name) as served:
+            use = served.model.gpu_use
+            assert use is not None
+            assert (use.leavable, use.missing) == (self.nbytes, 0)
+            tokens: tuple[int, ...] = (await served.live.agenerate(TEXT, **GREEDY)).token_ids
+            return tokens
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How many bytes are read of stores."""
+    counted, read_into = Counter[str](), StoreFiles.read_into
+
+    def noted(files: StoreFiles, name: str, offset: int, out: Any) -> None:
+        counted[name] += out.nbytes
+        read_into(files, name, offset, out)
+
+    monkeypatch.setattr(StoreFiles, "read_into", noted)
+    return counted
+
+
+@pytest.fixture
+def peaks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What all models have taken of the GPU together, whenever one takes more."""
+    gpus, seen, reserve = WeakSet[CudaGpu](), list[int](), CudaGpu.set_reserved
+
+    def noted(gpu: CudaGpu, nbytes: int) -> None:
+        reserve(gpu, nbytes)
+        gpus.add(gpu)
+        seen.append(sum(each.used + each.reserved for each in gpus if each.used))
+
+    monkeypatch.setattr(CudaGpu, "set_reserved", noted)
+    return seen
+
+
+@pytest.mark.usefixtures("measured")
+@pytest.mark.parametrize(
+    ("kind", "both"),
+    [
+        pytest.param("store", True, marks=SLOW),
+        ("store", False),
+        pytest.param("mixture", False, marks=SLOW),
+    ],
+)
+async def test_by_turns(
+    gpu: Kernels,
+    driver: Driver,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    reads: Counter[str],
+    peaks: list[int],
+    kind: str,
+    both: bool,
+) -> None:
+    """Each answers as it does alone. Nothing is loaded or read again, and the GPU is never full."""
+    shared = Shared(request.getfixturevalue(kind), driver, monkeypatch, both=both)
+    with closing(shared.pool):
+        for name in "abab":
+            assert await shared.ask(name) == shared.alone
+        for counted in (reads, peaks, shared.said):
+            counted.clear()
+        links = [one.gpu.link_bytes for one in shared.gpus]
+        for name in "ababab":
+            assert await shared.ask(name) == shared.alone
+        copied = [
+            one.gpu.link_bytes - before for one, before in zip(shared.gpus, links, strict=True)
+        ]
+        assert copied == [0, 0] if both else [3 * shared.nbytes] * 2
+        assert shared.loaded == ["a", "b"]
+        assert not reads
+        assert max(peaks) <= (8 << 30 if both else shared.total)
+        left = [text for text in shared.said if "of GPU memory, and keeps the rest" in text]
+        assert len(left) == (0 if both else 6)
+
+
+@SLOW
+@pytest.mark.usefixtures("measured")
+async def test_vanished_file(
+    gpu: Kernels, driver: Driver, store: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A model that has left the GPU needs none to return."""
+    copied = shutil.copytree(store, tmp_path / "copied")
+    shared = Shared(store, driver, monkeypatch, both=False)
+    with closing(shared.pool):
+        shared.store = copied
+        await shared.ask("b")
+        shared.store = store
+        assert await shared.ask("a") == shared.alone
+        shutil.rmtree(copied)
+        for name in "baba":
+            assert await shared.ask(name) == shared.alone
+
+
+# -- KV caches of idle conversations ---------------------------------------------------------------
+
+QUESTIONS = ["What is the sea made of? " * 11, "Name four trees. " * 4]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LOCALRT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("LOCALRT_KV_DISK", "1GB")
+    return tmp_path
+
+
+def packed(folder: Path, name: str) -> Path:
+    """A store of a random model."""
+    config = (CONFIGS | MIXTURES)[name]()
+    (folder / "model").mkdir()
+    config.vocab_size = write_byte_tokenizer(folder / "model")
+    config.max_position_embeddings = 2048
+    random_model(config).save_pretrained(folder / "model")
+    return quantized(folder / "model")
+
+
+def on_disk(folder: Path) -> bool:
+    return any(path.is_file() for path in (folder / "cache" / "kv").rglob("*"))
+
+
+@pytest.mark.usefixtures("measured")
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        pytest.param("llama", {}, id="bf16", marks=SLOW),
+        pytest.param("llama", {"kv_format": "int4", "shrinkable": True}, id="placed"),
+        pytest.param("qwen3.5", {"kv_format": "int8"}, id="states", marks=SLOW),
+    ],
+)
+def test_full_gpu(
+    gpu: Kernels,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    options: dict[str, Any],
+) -> None:
+    """Conversations that take turns push each other out. They go on as if they had stayed, and read
+    only what is new.
+    """
+    store = packed(folder, name)
+    monkeypatch.setattr("localrt.engine.batch.schedule._WORTH_SAVING_S", 0.0)
+
+    def talk(room: str) -> list[tuple[tuple[int, ...], int]]:
+        said, texts = [], list(QUESTIONS)
+        if room != "gpu":
+            monkeypatch.setattr("localrt.service.live.kv_room", lambda engine: 0)
+        with (
+            localrt.load(store, device="cuda", draft="off", ctx=1024, **options) as model,
+            model.live() as live,
+        ):
+            if room == "disk":
+                core_of(model).saver._prompts._room = lambda: 0
+            memory, parked = engine_of(model).weights.memory, list[int]()
+            for turn in range(4):
+                spare, before = memory.spare, live.stats().parked_bytes
+                answer = live.generate(texts[turn % 2], **{**GREEDY, "max_tokens": 3})
+                said.append((answer.token_ids, answer.metrics.cached_tokens))
+                texts[turn % 2] += answer.text + f" And {turn}?"
+                parked.append(live.stats().parked_bytes)
+                if memory.streams and turn > 1:
+                    assert memory.spare + parked[-1] == spare + before
+            assert (min(parked[1:]) > 0) is (max(parked) > 0) is (room == "ram")
+            assert on_disk(folder) is (room == "disk")
+        assert on_disk(folder) is (room != "gpu")  # what was in RAM too, for the next time
+        shutil.rmtree(folder / "cache" / "kv", ignore_errors=True)
+        return said
+
+    stayed = talk("gpu")
+    assert all(cached > 60 for _, cached in stayed[2:])
+    assert talk("ram") == stayed
+    assert talk("disk") == stayed

@@ -1,4 +1,6 @@
-"""Experts on a GPU, many in a launch, against float64; bits are compared in test_grouped.py."""
+"""Experts and routing on a GPU: many experts in a launch against float64 and bit for bit among each
+other; choices against ``route``.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,18 @@ import pytest
 import torch
 
 from localrt.common.errors import OptionError
+from localrt.quant.cuda.experts import (
+    ENTRY,
+    ExpertGroups,
+    Side,
+    grouped_down,
+    grouped_gate_up,
+    plan_slots,
+    write_entries,
+)
 from localrt.quant.cuda.ops import CudaOps
+from localrt.quant.cuda.products import product
+from localrt.quant.cuda.routing import CudaRouting, choose, put_rows
 from localrt.quant.cuda.stream import Stream
 from localrt.quant.cuda.tensor import Tensor, upload
 from localrt.quant.cuda.weight import CudaWeight
@@ -19,7 +32,9 @@ from localrt.quant.formats.tiled import tile_tensor
 from localrt.quant.methods.rotation import block_hadamard
 from localrt.quant.ops.experts import ExpertSpec, ExpertWeights, RouterSpec, RouterWeights, Routing
 from localrt.quant.reference.experts import combined, route
-from tests.ops.cuda.target import DEVICE, back, there
+from tests.ops.cuda.emulator import Emulator
+from tests.ops.cuda.target import DEVICE, back, random, there
+from tests.ops.cuda.test_products import Matrix, matrix, quantized
 from tests.ops.oracles import gated
 from tests.ops.packed import random_tensor
 
@@ -157,7 +172,6 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("activation", "biased", "apart", "rotated", "names"),
     [
-        ("swiglu_oai", True, False, 0, ("mxfp4", "mxfp4")),
         ("swiglu_oai", True, True, 0, ("mxfp4", "mxfp4")),
         ("gelu_tanh", False, True, 0, ("nvfp4", "nvfp4")),
         ("silu", True, False, 0, ("int4-g32", "q8_0")),
@@ -284,3 +298,221 @@ def test_more_experts_than_a_gpu_chooses_among_are_refused(ops: CudaOps) -> None
     ops.expert_table(1024)
     with pytest.raises(OptionError, match=r"1024 experts of a layer at most, and this has 1025"):
         ops.expert_table(1025)
+
+
+# -- each slot has the bits of ``product`` ---------------------------------------------------------
+
+EXPERTS, HIDDEN, INNER = 5, 256, 80
+KIND = 2
+
+
+def write(table: Tensor, experts: np.ndarray, entries: np.ndarray) -> None:
+    write_entries(table.device, table.address + 8 * ENTRY * experts, entries)
+
+
+class Layer:
+    """Experts in ``format_``; some have biases."""
+
+    def __init__(self, format_: str) -> None:
+        self.gate_up = [matrix(format_, 2 * INNER, HIDDEN, seed=e) for e in range(EXPERTS)]
+        self.down = [matrix(format_, HIDDEN - 8, HIDDEN, seed=50 + e) for e in range(EXPERTS)]
+        self.biases = [there(torch.randn(2 * INNER)) if e % 2 else None for e in range(EXPERTS)]
+        self.side = Side(format_, INNER, HIDDEN), Side(format_, HIDDEN - 8, HIDDEN)
+        self.entries = np.array([self._entry(e) for e in range(EXPERTS)])
+        self.table = there(torch.full((EXPERTS, ENTRY), -1, dtype=torch.int64))
+        write(self.table, np.arange(EXPERTS), self.entries)
+
+    def _entry(self, e: int) -> list[int]:
+        both, down, bias = self.gate_up[e], self.down[e], self.biases[e]
+        half = INNER // 16
+        up = both.data.address + both.data.size // 2
+        factors = [0, 0, 0]
+        if both.factor is not None and down.factor is not None:
+            at = both.factor.address
+            factors = [at, at + 4 * half, down.factor.address]
+        places = [both.data.address, up, down.data.address, *factors]
+        return [KIND, *places, 0 if bias is None else bias.address, 0]
+
+
+def choices(rows: int, seed: int = 3) -> torch.Tensor:
+    """(rows, USED): the first expert is the first choice of most."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.stack([torch.randperm(EXPERTS, generator=generator) for _ in range(rows)])
+    order[: rows // 2] = torch.arange(EXPERTS)
+    return order[:, :USED].to(torch.int32)
+
+
+def slots_of(plan: ExpertGroups) -> list[tuple[int, list[int]]]:
+    """The parts that are not empty: an expert, its slots."""
+    parts, slots = plan.parts.to_host().tolist(), plan.slots.to_host().tolist()
+    return [(e, slots[first : first + count]) for e, first, count in parts if count]
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64])
+def test_plan(emulator: Emulator, rows: int) -> None:
+    chosen = choices(rows) * 9  # some of 40
+    entries = torch.zeros(40, ENTRY, dtype=torch.int64)
+    held = np.arange(40) % 18 == 0
+    entries[:, 0] = torch.from_numpy(np.where(held, KIND, KIND - 1))
+    table = there(entries)
+    for wanted in (np.ones(40, np.bool_), np.arange(40) % 4 == 0, np.arange(40) == 27):
+        plan = plan_slots(there(chosen), table, KIND, wanted)
+        parts = slots_of(plan)
+        assert all(len(slots) <= plan.size for _, slots in parts)
+        found = sorted((slot, expert) for expert, slots in parts for slot in slots)
+        both = enumerate(chosen.reshape(-1).tolist())
+        assert found == [(slot, expert) for slot, expert in both if wanted[expert] and held[expert]]
+
+
+# A variant of the kernel for each: one slot, four, eight, and 24 of an expert at once.
+@pytest.mark.parametrize(
+    ("name", "rows", "fine"),
+    [
+        *(("q4_0", rows, False) for rows in (1, 3, 7, 50)),
+        ("q4_0", 50, True),
+        ("nvfp4", 3, False),
+        ("q6_k", 12, False),
+        ("q4_k", 7, False),
+        ("mxfp4", 12, False),
+    ],
+)
+def test_slots_are_those_of_products(emulator: Emulator, name: str, rows: int, fine: bool) -> None:
+    layer, x, chosen = Layer(name), random(rows, HIDDEN), choices(rows)
+    hidden = torch.randn(rows * USED, HIDDEN)
+    plan = plan_slots(there(chosen), layer.table, KIND, np.ones(EXPERTS, np.bool_))
+    records = quantized(x, fine=fine)
+    inner = back(grouped_gate_up(records, plan, layer.table, layer.side[0], "swiglu_oai", 2.0))
+    down = there(torch.full((rows * USED, HIDDEN - 8), float("nan")))
+    grouped_down(quantized(hidden, fine=fine), down, plan, layer.table, layer.side[1])
+    out = back(down)
+
+    def alone(row: torch.Tensor, weight: Matrix, wanted: torch.Tensor, **how: object) -> bool:
+        got = there(torch.empty(1, len(wanted), dtype=wanted.dtype))
+        product(quantized(row[None], fine=fine), weight, got, **how)  # type: ignore[arg-type]
+        return torch.equal(back(got)[0], wanted)
+
+    for slot, expert in enumerate(chosen.reshape(-1).tolist()):
+        if slot % max(1, rows // 6):  # some of them
+            continue
+        how = {"bias": layer.biases[expert], "gate": "swiglu_oai", "limit": 2.0}
+        assert alone(x[slot // USED], layer.gate_up[expert], inner[slot], **how)
+        assert alone(hidden[slot], layer.down[expert], out[slot])
+
+
+def test_only_the_wanted_are_computed(emulator: Emulator) -> None:
+    layer, chosen = Layer("q4_0"), choices(3)
+    wanted = np.arange(EXPERTS) == 1
+    layer.entries[~wanted, 1:] = -1  # the others are nowhere
+    layer.table.put(layer.entries)
+    plan = plan_slots(there(chosen), layer.table, KIND, wanted)
+    down = there(torch.full((3 * USED, HIDDEN - 8), float("nan")))
+    rows = quantized(torch.randn(3 * USED, HIDDEN))
+    grouped_down(rows, down, plan, layer.table, layer.side[1])
+    out = back(down)
+    assert torch.equal(out.isfinite().all(1), chosen.reshape(-1) == 1)
+    assert torch.equal(out.isnan().all(1), chosen.reshape(-1) != 1)
+
+
+def test_entries_are_written_where_they_belong(emulator: Emulator) -> None:
+    table = there(torch.zeros(100, ENTRY, dtype=torch.int64))
+    experts = np.arange(1, 100, 2)  # more than one launch has room for
+    entries = np.arange(50 * ENTRY, dtype=np.int64).reshape(50, ENTRY) << 40
+    write(table, experts, entries)
+    found = table.to_host()
+    assert np.array_equal(found[1::2], entries)
+    assert not found[::2].any()
+
+
+# -- routing ---------------------------------------------------------------------------------------
+
+SPECS: list[dict[str, Any]] = [
+    {},
+    {"normalize": False, "scale": 2.5},
+    {"scoring": "softmax-chosen"},
+    {"scoring": "sigmoid", "scale": 1.5},
+    {"scoring": "sigmoid", "softcap": 3.0},
+    {"groups": 5, "used_groups": 2, "scoring": "sigmoid", "group_top": 2},
+    {"groups": 4, "used_groups": 3, "normalize": False},
+    {"groups": 20, "used_groups": 6, "group_top": 3, "scoring": "softmax-chosen"},
+    {"used": 40},
+    {"count": 1024, "used": 10},
+    {"count": 1, "used": 1},
+]
+
+
+def spec_of(options: dict[str, Any]) -> RouterSpec:
+    return RouterSpec(**{"count": 40, "used": 4, "eps": 1e-6, **options})
+
+
+def chosen_by_gpu(
+    logits: torch.Tensor,
+    spec: RouterSpec,
+    gate_bias: torch.Tensor | None = None,
+    choice_bias: torch.Tensor | None = None,
+) -> Routing:
+    gates, choices = (None if bias is None else there(bias) for bias in (gate_bias, choice_bias))
+    results = choose(there(logits), gates, choices, spec)
+    return CudaRouting(results, len(logits), spec.ranked, spec.used)
+
+
+def assert_same(ours: Routing, wanted: Routing) -> None:
+    np.testing.assert_array_equal(ours.experts, wanted.experts)
+    np.testing.assert_allclose(ours.scores, wanted.scores, rtol=3e-6)
+    np.testing.assert_allclose(ours.weights, wanted.weights, rtol=3e-6)
+
+
+@pytest.mark.parametrize("options", SPECS, ids=str)
+def test_a_gpus_choice_is_the_oracles(emulator: Emulator, options: dict[str, Any]) -> None:
+    spec = spec_of(options)
+    generator = torch.Generator().manual_seed(0)
+    # Steps of 1 / 8: rounding changes no order, and many are equal.
+    logits = torch.randint(-40, 40, (7, spec.count), generator=generator) / 8
+    logits[5, ::3] -= 300  # scores that vanish are equal
+    biases = torch.randint(-8, 8, (2, spec.count), generator=generator) / 4
+    assert_same(chosen_by_gpu(logits, spec), route(logits, None, spec))
+    if spec.scoring != "softmax":  # whose scores are no eighths: a sum's rounding may decide
+        ours = chosen_by_gpu(logits, spec, biases[0], biases[1])
+        assert_same(ours, route(logits + biases[0], biases[1], spec))
+
+
+def test_batch_invariance(emulator: Emulator) -> None:
+    spec = spec_of({"groups": 5, "used_groups": 3, "group_top": 2})
+    logits = torch.randn(64, 40, generator=torch.Generator().manual_seed(1))
+    whole = chosen_by_gpu(logits, spec)
+    for first, stop in ((0, 1), (3, 7), (40, 64)):
+        emulator.seed += 1
+        part = chosen_by_gpu(logits[first:stop], spec)
+        for name in ("experts", "scores", "weights"):
+            assert np.array_equal(getattr(part, name), getattr(whole, name)[first:stop])
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "softmax-chosen"])
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+def test_nan_logits(emulator: Emulator, scoring: Any, number: float) -> None:
+    spec = replace(spec_of({}), scoring=scoring)
+    logits = torch.randn(2, 40, generator=torch.Generator().manual_seed(2))
+    logits[1, 7] = number
+    ours = chosen_by_gpu(logits, spec)
+    assert np.isfinite(ours.weights[0]).all()
+    assert np.isnan(ours.weights[1]).all()
+    for row in ours.experts:  # nobody computes with what is no expert
+        assert len(set(row.tolist())) == spec.ranked
+        assert 0 <= min(row) <= max(row) < 40
+
+
+def test_lazy_routing(emulator: Emulator) -> None:
+    routing = chosen_by_gpu(torch.randn(3, 40), spec_of({}))
+    assert routing.away
+    assert (routing.rows, routing.used) == (3, 4)
+    assert routing.away
+    assert routing.loads(40).sum() == 12
+    assert not routing.away
+
+
+def test_rows_are_put_where_they_belong(emulator: Emulator) -> None:
+    rows, put = torch.randn(1000, 3), there(torch.zeros(1100, 3))
+    places = np.random.default_rng(0).permutation(1100)[:1000]  # more than one launch has room for
+    put_rows(there(rows), places, put)
+    out = back(put)
+    assert torch.equal(out[places], rows)
+    assert torch.count_nonzero(out.any(1)) == 1000

@@ -1,29 +1,42 @@
-"""Products with packed weights, on the CPU: against float64, and bit for bit among each other."""
+"""Products with packed and bf16 weights: against float64, bit for bit among each other, and with
+the changes of adapters.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from ctypes import Array
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from localrt.quant.cuda import launch
+from localrt.common.errors import MemoryBudgetError
+from localrt.quant.cuda import cublas, launch
+from localrt.quant.cuda.adapters import Change, adapted_products, add_low_rank
 from localrt.quant.cuda.formats import TYPES
-from localrt.quant.cuda.launch import LaunchShape, best_shape
+from localrt.quant.cuda.launch import LaunchShape, best_shape, pointers
+from localrt.quant.cuda.linear import linear
 from localrt.quant.cuda.products import (
+    MOST_ROWS,
+    AdaptedRows,
     Records,
     TiledMatrix,
+    dense_product,
     empty_records,
     product,
     quantize,
+    unpack_rows,
 )
+from localrt.quant.cuda.steps import gate as gated_rows
+from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32, empty, upload
+from localrt.quant.cuda.weight import build_weight, is_e4m3_groups, unpack_e4m3
 from localrt.quant.formats import FORMATS, unpack
-from localrt.quant.formats.tiled import tile_span
+from localrt.quant.formats.tiled import TiledTensor, tile, tile_span, tile_tensor
 from localrt.quant.ops.experts import ExpertSpec
 from tests.ops.cuda.emulator import Emulator
-from tests.ops.cuda.target import DEVICE, back, there, tiles_of
+from tests.ops.cuda.target import DEVICE, back, by_torch, random, there, tiles_of
 from tests.ops.oracles import gated
 from tests.ops.packed import random_tensor
 
@@ -34,6 +47,7 @@ SOME = (
     *("q2_k", "q4_0", "q4_k", "q5_1", "q6_k", "q8_0"),
     *("iq3_s", "iq2_xs", "iq1_m", "mxfp4", "nvfp4", "nf4"),
 )
+EACH = [pytest.param(n, marks=() if n in SOME else pytest.mark.slow) for n in sorted(TYPES)]
 
 
 @dataclass(frozen=True)
@@ -48,11 +62,6 @@ def matrix(name: str, rows: int, columns: int, seed: int = 0) -> Matrix:
     tiles = tiles_of(tensor)
     values = unpack(tensor).astype(np.float64)
     return Matrix(name, (rows, columns), tiles.data, tiles.factor, values)
-
-
-def inputs(rows: int, columns: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(rows)
-    return torch.randn(64, columns, generator=generator)[:rows]
 
 
 def quantized(x: torch.Tensor, *, fine: bool = False) -> Records:
@@ -76,45 +85,27 @@ def error(got: np.ndarray, wanted: np.ndarray) -> float:
     return float(np.abs(got - wanted).max() / np.abs(wanted).max())
 
 
-def test_every_packed_format_has_a_kernel() -> None:
-    # E4M3 codes are no whole numbers
-    whole = ["f32", "f16", "bf16", "e4m3-g128", "e4m3-g64", "e4m3-g32", "f8_e4m3"]
-    assert [name for name in FORMATS if name not in TYPES] == whole
+def columns_of(name: str) -> int:
+    """No whole turns of the kernel's loop."""
+    return 3 * 256 if tile_span(FORMATS[name]) == 256 else 384 + tile_span(FORMATS[name])
 
 
-def test_rows_in_8_bits_are_within_half_a_step(emulator: Emulator) -> None:
-    x = inputs(3, 96)
+# -- rows as records -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("fine", "steps"), [(False, 127), (True, 32384)])
+def test_records_are_within_half_a_step(emulator: Emulator, fine: bool, steps: int) -> None:
+    x = random(3, 96)
     x[1, :32] = 0
-    records = quantized(x)
+    records = quantized(x, fine=fine)
     found = values_of(records)
-    steps = np.abs(x.numpy()).reshape(3, -1, 32).max(-1) / 127
-    assert (np.abs(found - x.numpy()).reshape(3, -1, 32).max(-1) <= steps * 0.5001).all()
-    # Beside a record's numbers: the same times -1, and the sum of each step.
-    each = records.data.to_host().reshape(1, 8, 2, 144)[0, :3]
-    assert np.array_equal(each[..., 64:128].view(np.int8), -each[..., :64].view(np.int8))
-    sums = np.ascontiguousarray(each[..., 128:]).view(np.float32).reshape(3, 4, 2)[:, :3, 1]
-    assert np.allclose(sums, found.reshape(3, 3, 32).sum(-1), rtol=1e-5, atol=1e-5)
-
-
-def test_fine_rows(emulator: Emulator) -> None:
-    x = inputs(3, 96)
-    x[1, :32] = 0
-    steps = np.abs(x.numpy()).reshape(3, -1, 32).max(-1) / 32384
-    found = values_of(quantized(x, fine=True))
-    assert (np.abs(found - x.numpy()).reshape(3, -1, 32).max(-1) <= steps * 0.51).all()
-
-
-@pytest.mark.parametrize(("name", "gate"), [("q4_0", None), ("nf4", None), ("q4_k", "silu")])
-def test_fine_batch_invariance(emulator: Emulator, name: str, gate: str | None) -> None:
-    weight, x = matrix(name, 64, 768), inputs(9, 768)
-    alone = [run(quantized(x[i : i + 1], fine=True), weight, gate=gate)[0] for i in range(2)]
-    wanted = x[0].numpy().astype(np.float64) @ weight.values.T
-    if gate:
-        wanted = gated(wanted[:32], wanted[32:], ExpertSpec(limit=7.0))
-    assert error(alone[0], wanted) < max(1e-3, TOLERANCE[name])
-    for rows in (2, 3, 9):
-        found = run(quantized(x[:rows], fine=True), weight, gate=gate)
-        assert np.array_equal(found[:2], alone)
+    step = np.abs(x.numpy()).reshape(3, -1, 32).max(-1) / steps
+    assert (np.abs(found - x.numpy()).reshape(3, -1, 32).max(-1) <= step * 0.51).all()
+    if not fine:  # beside a record's numbers: the same times -1, and the sum of each step
+        each = records.data.to_host().reshape(1, 8, 2, 144)[0, :3]
+        assert np.array_equal(each[..., 64:128].view(np.int8), -each[..., :64].view(np.int8))
+        sums = np.ascontiguousarray(each[..., 128:]).view(np.float32).reshape(3, 4, 2)[:, :3, 1]
+        assert np.allclose(sums, found.reshape(3, 3, 32).sum(-1), rtol=1e-5, atol=1e-5)
 
 
 def test_rows_that_a_warp_loads_are_there() -> None:
@@ -125,60 +116,84 @@ def test_rows_that_a_warp_loads_are_there() -> None:
             assert records.data.shape[1] % loaded == 0
 
 
-@pytest.mark.parametrize("name", sorted(TYPES))
-def test_products_are_those_of_float64(emulator: Emulator, name: str) -> None:
-    # Columns that are not whole turns of the kernel's loop, rows that are not whole tiles.
-    columns = 3 * 256 if tile_span(FORMATS[name]) == 256 else 384 + tile_span(FORMATS[name])
-    weight, x = matrix(name, 40, columns), quantized(inputs(1, columns))
-    assert error(run(x, weight), values_of(x) @ weight.values.T) < TOLERANCE[name]
+# -- packed weights --------------------------------------------------------------------------------
+
+
+def test_every_packed_format_has_a_kernel() -> None:
+    # E4M3 codes are no whole numbers
+    whole = ["f32", "f16", "bf16", "e4m3-g128", "e4m3-g64", "e4m3-g32", "f8_e4m3"]
+    assert [name for name in FORMATS if name not in TYPES] == whole
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_every_format(emulator: Emulator, name: str) -> None:
+    """One row is float64's product; 50 or 70 in blocks of 64, 96 or 128 have the bits of one; and
+    unpacked rows are the reference exactly.
+    """
+    columns = columns_of(name)
+    weight, x = matrix(name, 24, columns), random(70, columns)
+    one = quantized(x[:1])
+    assert error(run(one, weight), values_of(one) @ weight.values.T) < TOLERANCE[name]
+    for rows in (50, 70) if name in SOME else (50,):
+        emulator.launches.clear()
+        found = run(quantized(x[:rows]), weight)
+        if not DEVICE.is_gpu:
+            assert [program.name for program in emulator.launches] == ["quantize", "linear_many"]
+            assert dict(emulator.launches[-1].macros)["NARROW"] == str(int(rows <= 64))
+        for row in (0, 31, 49, rows - 1):
+            assert np.array_equal(run(quantized(x[row : row + 1]), weight)[0], found[row])
+    off = float(np.abs(weight.values).max()) / 250 if TOLERANCE[name] > 1e-6 else 0.0
+    some = empty(15, columns, device=DEVICE)
+    unpack_rows(weight, some, first=9)
+    assert np.abs(some.to_host() - weight.values[9:]).max() <= off
+    if name in ("q4_0", "q6_k", "nvfp4", "nf4"):  # for an index: another kernel
+        index = torch.tensor([3, 23, 17, 17])
+        picked = empty(4, columns, device=DEVICE)
+        unpack_rows(weight, picked, index=there(index), factor=2.0)
+        assert np.abs(picked.to_host() - 2 * weight.values[index]).max() <= 2 * off
 
 
 @pytest.mark.parametrize("name", SOME)
 def test_batch_invariance(emulator: Emulator, name: str) -> None:
-    weight, x = matrix(name, 32, 768), inputs(41, 768)
+    weight, x = matrix(name, 32, 768), random(41, 768)
     alone = [run(quantized(x[i : i + 1]), weight)[0] for i in range(3)]
-    for rows in (2, 8, 11) if name != "q4_0" else (2, 4, 5, 8, 16, 17, 41):
+    for rows in (8, 11) if name != "q4_0" else (2, 4, 5, 8, 16, 17, 41):
         found = run(quantized(x[:rows]), weight)
         assert np.array_equal(found[: min(3, rows)], alone[: min(3, rows)]), rows
     emulator.seed += 1  # another order of threads and blocks
     assert np.array_equal(run(quantized(x[:3]), weight), np.stack(alone))
 
 
+@pytest.mark.parametrize(("name", "gate"), [("q4_0", None), ("nf4", None), ("q4_k", "silu")])
+def test_fine_batch_invariance(emulator: Emulator, name: str, gate: str | None) -> None:
+    weight, x = matrix(name, 64, 768), random(9, 768)
+    alone = [run(quantized(x[i : i + 1], fine=True), weight, gate=gate)[0] for i in range(2)]
+    wanted = x[0].numpy().astype(np.float64) @ weight.values.T
+    if gate:
+        wanted = gated(wanted[:32], wanted[32:], ExpertSpec(limit=7.0))
+    assert error(alone[0], wanted) < max(1e-3, TOLERANCE[name])
+    for rows in (2, 3, 9):
+        found = run(quantized(x[:rows], fine=True), weight, gate=gate)
+        assert np.array_equal(found[:2], alone)
+
+
 @pytest.mark.parametrize(
-    ("name", "rows"),
-    [*((name, 50) for name in sorted(TYPES)), *((name, 70) for name in (*SOME, "int8-g32"))],
+    ("name", "gate", "fine"),
+    [("q4_k", None, False), ("nvfp4", "silu", False), ("int8-g32", "silu", True)],
 )
-def test_many_rows_have_the_bits_of_few(emulator: Emulator, name: str, rows: int) -> None:
-    """In blocks of 64 rows, and of 128 or 96."""
-    columns = 3 * 256 if tile_span(FORMATS[name]) == 256 else 384 + tile_span(FORMATS[name])
-    weight, x = matrix(name, 40, columns), torch.cat([inputs(50, columns), inputs(20, columns)])
-    x = x[:rows]
-    found = run(quantized(x), weight)
-    assert [program.name for program in emulator.launches] == ["quantize", "linear_many"]
-    assert dict(emulator.launches[-1].macros)["NARROW"] == str(int(rows <= 64))
-    for row in (0, 31, 49, rows - 1):
-        assert np.array_equal(run(quantized(x[row : row + 1]), weight)[0], found[row])
-
-
-@pytest.mark.parametrize("name", ["q4_k", "nvfp4", "int8-g32"])
-@pytest.mark.parametrize("gate", [None, "silu"])
-@pytest.mark.parametrize("fine", [False, True])
 def test_many_rows_in_blocks(
     emulator: Emulator, name: str, gate: str | None, fine: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several blocks either way, of which the last lack rows, and more than fit the cache."""
     monkeypatch.setattr(launch, "_CACHED_ROWS", 128)
-    rows = [inputs(count, 1280) for count in (41, 64, 64)]
-    weight, x = matrix(name, 160, 1280), torch.cat(rows)
-    found = run(quantized(x, fine=fine), weight, gate=gate)
-    assert emulator.launches[-1].name == "linear_many"
-    some = [0, 40, 41, 168]
+    weight, x = matrix(name, 160, 1280), random(169, 1280)
+    found, some = run(quantized(x, fine=fine), weight, gate=gate), [0, 40, 41, 168]
     assert np.array_equal(run(quantized(x[some], fine=fine), weight, gate=gate), found[some])
 
 
 @pytest.mark.parametrize("columns", [512, 896, 1024])  # 4, 7 and 8 chains
 def test_work_may_be_cut_anyhow(emulator: Emulator, columns: int) -> None:
-    weight, x = matrix("q4_0", 40, columns), quantized(inputs(5, columns))
+    weight, x = matrix("q4_0", 40, columns), quantized(random(5, columns))
     whole = run(x, weight)
     cuts = [LaunchShape(pairs, 1, parts) for pairs in (1, 2) for parts in (1, 2, 4)]
     assert all(np.array_equal(run(x, weight, division=division), whole) for division in cuts)
@@ -187,7 +202,7 @@ def test_work_may_be_cut_anyhow(emulator: Emulator, columns: int) -> None:
 @pytest.mark.parametrize("gate", ["silu", "gelu_tanh", "swiglu_oai"])
 @pytest.mark.parametrize("rows", [1, 6])
 def test_gates(emulator: Emulator, gate: Any, rows: int) -> None:
-    weight, x = matrix("mxfp4", 96, 256), quantized(inputs(rows, 256) * 4)
+    weight, x = matrix("mxfp4", 96, 256), quantized(random(rows, 256) * 4)
     g, up = np.split(values_of(x) @ weight.values.T, 2, axis=1)
     wanted = gated(g, up, ExpertSpec(activation=gate, limit=7.0))
     for division in (LaunchShape(1, 1), LaunchShape(2, 1), LaunchShape(1, 1, 2)):
@@ -195,7 +210,7 @@ def test_gates(emulator: Emulator, gate: Any, rows: int) -> None:
 
 
 def test_bias(emulator: Emulator) -> None:
-    weight, x = matrix("nvfp4", 40, 256), quantized(inputs(2, 256))
+    weight, x = matrix("nvfp4", 40, 256), quantized(random(2, 256))
     wide, bias = there(torch.zeros(2, 100)), torch.randn(40)
     product(x, weight, wide[:, 30:70], bias=there(bias))
     out = wide.to_host()
@@ -214,3 +229,202 @@ def test_a_matrix_for_each_head(emulator: Emulator) -> None:
     for head in range(3):
         wanted = values_of(quantize(x[head])) @ heads[head].T
         assert error(out.to_host()[head], wanted) < 5e-3
+
+
+def test_extreme_scales() -> None:
+    """Exponent 0 of MXFP4, subnormal scales of NVFP4, and a scale of zero."""
+    mx = random_tensor("mxfp4", 16, 64)
+    mx.data.reshape(16, 2, 17)[:, 0, 0] = 0
+    nv = random_tensor("nvfp4", 16, 64)
+    nv.data.reshape(16, 4, 9)[:, :, 0] = [[0, 1, 7, 126]] * 16
+    for tensor in (mx, nv):
+        out = empty(16, 64, device=DEVICE)
+        unpack_rows(tiles_of(tensor), out)
+        assert np.array_equal(out.to_host(), unpack(tensor))
+
+
+# -- other weights ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", [1, 9, 70, 130])
+@pytest.mark.parametrize("columns", [352, 43])
+def test_bf16_weights(batch: int, columns: int) -> None:
+    w, x = random(50, columns, seed=1).bfloat16(), random(batch, columns).bfloat16()
+    out = empty(batch, 50, device=DEVICE)
+    dense_product(there(x), there(w), out)
+    assert error(out.to_host(), (x.double() @ w.double().T).numpy()) < 2e-5
+    # Products of many rows on tensor cores have an order of sums of their own.
+    fewer = x[-65:] if batch > MOST_ROWS else x[-1:]
+    alone = empty(len(fewer), 50, device=DEVICE)
+    dense_product(there(fewer), there(w), alone)
+    assert np.array_equal(alone.to_host()[-1], out.to_host()[-1])
+
+
+@pytest.mark.parametrize("columns", [8, 360])
+def test_many_rows_of_bf16(columns: int) -> None:
+    """Also where rows lie apart, and columns are no whole steps."""
+    w, x = random(200, columns, seed=1).bfloat16(), random(300, columns + 24).bfloat16()
+    out, bias = empty(300, 456, device=DEVICE), torch.randn(200)
+    rows, own = there(x)[:, 8 : columns + 8], out[:, 128:328]
+    dense_product(rows, there(w), own, bias=there(bias))
+    wanted = x[:, 8 : columns + 8].double() @ w.double().T + bias.double()
+    assert error(own.to_host(), wanted.numpy()) < 2e-5
+    short = empty(300, 200, dtype=BFLOAT16, device=DEVICE)
+    dense_product(rows, there(w), short)
+    assert error(short.to_host() + bias.numpy(), wanted.numpy()) < 1e-2
+
+
+def test_joined_matrices() -> None:
+    """Queries, keys and values of a unit on the GPU; another format is a product of its own."""
+    tensors = [random_tensor(name, 32, 256, seed) for seed, name in enumerate(["nvfp4"] * 3)]
+    tensors += [random_tensor("q6_k", 16, 256)]
+    data = upload(np.concatenate([tile(tensor) for tensor in tensors]), DEVICE)
+    blocks, at = [], 0
+    for number, tensor in enumerate(tensors):
+        size = tile(tensor).size
+        lies: Any = data[at : at + size]
+        shape = (tensor.shape[0], tensor.shape[1])
+        blocks.append(TiledTensor(f"{number}", tensor.format, shape, lies, tensor.scale))
+        at += size
+    weight = build_weight((112, 256), iter(blocks), DEVICE)
+    assert [part.shape[0] for part in weight.parts] == [96, 16]
+    first: Any = weight.parts[0]
+    assert first.data.address == data.address, "it is used where it lies"
+    x = there(random(2, 256).bfloat16())
+    out = linear(x, weight, dtype=FLOAT32)
+    values = np.concatenate([unpack(tensor) for tensor in tensors]).astype(np.float64)
+    assert error(out.to_host(), quantize(x).values()[0] @ values.T) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("rotations", "rows", "message"),
+    [
+        ((0, 32), 32, "share their input's rotation"),
+        ((32, 32), 16, "more rows than the matrix has"),
+        ((32, 32), 48, "blocks hold 32 rows, the matrix has 48"),
+    ],
+)
+def test_blocks_that_do_not_fit(rotations: tuple[int, int], rows: int, message: str) -> None:
+    packed = random_tensor("q4_0", 16, 64)
+    blocks = [tile_tensor(packed, hadamard=rotation) for rotation in rotations]
+    with pytest.raises(ValueError, match=message):
+        build_weight((rows, 64), iter(blocks), DEVICE)
+
+
+def test_no_memory_for_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB")
+
+    x, w = there(random(70, 64).bfloat16()), there(random(8, 64).bfloat16())
+    out = empty(70, 8, dtype=BFLOAT16, device=DEVICE)
+    monkeypatch.setattr(torch, "matmul", full)
+    with pytest.raises(MemoryBudgetError, match="no room for products by cuBLAS"):
+        cublas.multiply(x, w, out)
+
+
+@pytest.mark.parametrize("name", ["e4m3-g128", "e4m3-g64", "e4m3-g32"])
+def test_tiles_of_e4m3_become_bf16(name: str) -> None:
+    tensor = replace(random_tensor(name, 37, 384), scale=0.75)
+    groups = tensor.data.reshape(-1, tensor.format.block_bytes)
+    groups[: 256 // tensor.format.block, 4:] = np.arange(256).reshape(-1, tensor.format.block)
+    tiled = tile_tensor(tensor)
+    assert is_e4m3_groups(tiled)
+    found = torch.empty(37, 384, dtype=torch.bfloat16)
+    by_torch(unpack_e4m3)(tiled, torch.from_numpy(tiled.data), found)
+    wanted = torch.from_numpy(unpack(tensor)).bfloat16()
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+    for other in ("int8-g32", "bf16"):
+        assert not is_e4m3_groups(tile_tensor(random_tensor(other, 16, 32)))
+
+
+# -- adapters --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("out", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("form", ["bf16", "records", "fine"])
+def test_low_rank_changes(form: str, out: torch.dtype) -> None:
+    torch.manual_seed(0)
+    columns, width, ranks = 96, 300, (3, 40)
+    x = torch.randn(4, columns).bfloat16()
+    records = None if form == "bf16" else quantize(there(x), fine=form == "fine")
+    seen = x.float() if records is None else torch.from_numpy(records.values()[0]).float()
+    y, bias = torch.randn(4, width).to(out), torch.randn(width)
+    alone = y.clone()
+    a = [torch.randn(rank, columns).bfloat16() for rank in ranks]
+    b = [torch.randn(rows, rank).bfloat16() for rows, rank in ((300, 3), (20, 40))]
+    factors = torch.rand(300)
+    held = [there(each) for each in (a[0], b[0], factors, a[1], b[1])]
+    # Two parts of the matrix, and two adapters, each of which changes one part.
+    own, more = pointers(*held[:3]), pointers(*held[3:])
+    changes = (Change * 4)(
+        Change(), Change(*own, 3, 300, 0), Change(*more, None, 40, 20, 270), Change()
+    )
+    places = torch.tensor([-1, 1, 0, 0], dtype=torch.int32)
+    wanted = y.float().clone()
+    wanted[1] = (wanted[1] - bias) * factors + bias + b[0].float() @ (a[0].float() @ seen[1])
+    wanted[2:, 270:290] += seen[2:] @ a[1].float().T @ b[1].float().T
+
+    def change(array: Array[Change], places: torch.Tensor, y: torch.Tensor) -> None:
+        numbers = torch.frombuffer(bytearray(array), dtype=torch.uint8)
+        made = by_torch(adapted_products)(numbers, places, records or x, parts=2, rank=40)
+        by_torch(add_low_rank)(made, y, bias, fine=form == "fine")
+
+    change(changes, places, y)
+    close = {"rtol": 1e-2, "atol": 1e-1} if out == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-3}
+    torch.testing.assert_close(y.float(), wanted, **close)
+    for row in range(1, 4):  # a row at a time, to the same bits
+        few, one = (Change * 4)(*changes), torch.full_like(places, -1)
+        few[2 if row == 1 else 1], one[row] = Change(), places[row]
+        change(few, one, alone)
+    assert torch.equal(alone, y)
+
+
+SHAPES = LaunchShape(1, 1), LaunchShape(1, 1, 4), LaunchShape(1, 2, 2)
+
+
+@pytest.mark.parametrize("rows", [1, 20])
+@pytest.mark.parametrize(
+    ("form", "gate", "matrices"),
+    [("bf16", None, 1), ("records", None, 2), ("fine", None, 2), ("records", "silu", 1)],
+)
+def test_products_apply_changes(form: str, gate: str | None, matrices: int, rows: int) -> None:
+    """To the bits of two kernels after the product, however it is launched."""
+    torch.manual_seed(0)
+    columns, width, ranks = 768, 96, (3, 16)
+    x = there(torch.randn(rows, columns).bfloat16())
+    records = quantize(x, fine=form == "fine")
+    seen = x if form == "bf16" else records
+    each = width // matrices
+    weights = [matrix("int4-g32", each, columns, seed) for seed in range(matrices)]
+    bias = None if gate else there(torch.randn(width))
+    factors = there(torch.rand(48))
+    a = [there(torch.randn(rank, columns).bfloat16()) for rank in ranks]
+    b = [there(torch.randn(48, rank).bfloat16()) for rank in ranks]
+    # The second adapter changes the second half alone; a third one nothing.
+    first, second = pointers(a[0], b[0], factors), pointers(a[1], b[1], None)
+    table = (Change * 6)(Change(*first, 3, 48, 0), Change(), Change())
+    table[3], table[4] = Change(*second, 16, 48, 48), Change(*first, 3, 48, 48)
+    changes = there(torch.frombuffer(bytearray(table), dtype=torch.uint8))
+    places = there(torch.tensor([(0, 1, -1, 2)[row % 4] for row in range(rows)], dtype=torch.int32))
+
+    def made(out: torch.dtype, **options: Any) -> Any:
+        y = there(torch.zeros(rows, width // 2 if options.get("gate") else width, dtype=out))
+        for number, weight in enumerate(weights):
+            part = slice(number * each, (number + 1) * each)
+            own = None if bias is None else bias[part]
+            product(records, weight, y if gate else y[:, part], bias=own, **options)
+        return y
+
+    def change() -> AdaptedRows:
+        return adapted_products(changes, places, seen, parts=2, rank=16)
+
+    for out in (torch.bfloat16,) if gate else (torch.bfloat16, torch.float32):
+        wanted = made(torch.float32 if gate else out)
+        before = back(wanted)
+        add_low_rank(change(), wanted, bias, fine=form == "fine")
+        assert not torch.equal(back(wanted), before)
+        if gate:
+            wanted = gated_rows(wanted, gate)
+        for shape in SHAPES:
+            found = made(out, gate=gate, change=change(), division=shape)
+            assert torch.equal(back(found), back(wanted))

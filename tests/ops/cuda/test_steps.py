@@ -1,4 +1,6 @@
-"""The small steps, each against its plain definition."""
+"""The small steps, the best logits, and the steps of vision encoders, each against its plain
+definition.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,33 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from localrt.quant.choose import all_vision_steps, vision_steps
 from localrt.quant.cuda import steps
+from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.products import empty_records
 from localrt.quant.cuda.products import quantize as to_records
+from localrt.quant.cuda.steps import BestLogits
+from localrt.quant.cuda.tensor import Tensor
+from localrt.quant.cuda.vision import CudaVision
+from localrt.quant.formats import unpack
+from localrt.quant.formats.packed import Floats
 from localrt.quant.methods.rotation import block_hadamard
 from localrt.quant.ops.experts import ExpertActivation, ExpertSpec
 from localrt.quant.ops.protocol import MlpSpec
 from localrt.quant.ops.streams import rows_of_tokens
+from localrt.quant.ops.vision import (
+    Heads,
+    PatchLayout,
+    VisionActivation,
+    VisionSteps,
+    activate,
+)
 from localrt.quant.reference.experts import gated
+from localrt.quant.reference.ops import TorchOps
 from tests.ops.cuda.target import DEVICE, back, by_torch, random, there
+from tests.ops.oracles import best_of
+from tests.ops.packed import random_tensor
+from tests.ops.test_native_vision import ACTIVATIONS, error, floats
 
 # bf16 results: 8 bits.
 CLOSE = {"rtol": 1e-2, "atol": 1e-2}
@@ -167,3 +187,145 @@ def test_rows_are_gated(width: int) -> None:
         norm_gate(x, torch.zeros_like(x), records=records)  # whose sigmoids are exact
         found, wanted = (back(r.data)[0, :5] for r in (records, quantize(x.float() / 2)))
         assert torch.equal(found, wanted)
+
+
+# -- the best logits -------------------------------------------------------------------------------
+
+
+def logits_of(kind: str, seed: int, rows: int, vocab: int) -> Floats:
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(scale=4, size=(rows, vocab)).astype(np.float32)
+    if kind == "ties":
+        logits = np.round(logits / 4)  # zeros of both signs among them
+    elif kind == "excluded":
+        logits[rng.random(logits.shape) < 0.99] = -np.inf
+    elif kind == "equal":
+        logits[:] = 2.5
+    elif kind == "nan":
+        logits[rng.random(logits.shape) < 2 / vocab] = np.nan
+    return logits
+
+
+@pytest.mark.parametrize("kind", ["plain", "ties", "excluded", "equal", "nan"])
+# Fewer tokens than are wanted, one block of a row, several, and more than all take at once.
+@pytest.mark.parametrize(("rows", "vocab"), [(2, 40), (3, 64), (2, 4096), (2, 9001), (1, 270_000)])
+def test_order(kind: str, rows: int, vocab: int) -> None:
+    best = BestLogits(there(torch.zeros(rows, vocab)))
+    for seed in range(2):  # what a pass leaves does not change the next one
+        logits = logits_of(kind, seed, rows, vocab)
+        best.find(there(torch.from_numpy(logits)))
+        assert best.rows(rows).tobytes() == best_of(logits).tobytes()
+
+
+# -- vision encoders: numpy as the oracle ----------------------------------------------------------
+
+EXACT = 3e-6
+BRAINS = 8e-3  # rounded to bf16 on the way
+CODES = 2e-2  # in 8 bits
+NUMPY = VisionSteps(TorchOps(compute_format="f32", device="cpu"))
+
+
+def steps_on_gpu() -> CudaVision:
+    steps = vision_steps(CudaOps(device=str(DEVICE)))
+    assert isinstance(steps, CudaVision)
+    return steps
+
+
+def test_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU, and the CPU where that has no room; without compiled kernels the GPU alone."""
+    gpu, cpu = CudaOps(device=str(DEVICE)), TorchOps(compute_format="f32", device="cpu")
+    assert [steps.ops for steps in all_vision_steps([cpu, gpu])] == [gpu, cpu]
+    assert [steps.ops for steps in all_vision_steps([cpu])] == [cpu]
+    assert [steps.on_gpu for steps in all_vision_steps([gpu])][:1] == [True]
+    monkeypatch.setattr("localrt.quant.choose.find_library", lambda: None)
+    assert [steps.ops for steps in all_vision_steps([gpu])] == [gpu]
+
+
+@pytest.mark.parametrize(("name", "columns"), [("bf16", 136), ("f16", 43), ("q8_0", 96)])
+def test_products(name: str, columns: int) -> None:
+    """Of rows on the host and on the GPU, with a bias and an activation."""
+    steps, tensor, bias = steps_on_gpu(), random_tensor(name, 75, columns), floats(75)
+    weight, there = steps.ops.weight((75, columns), [tensor]), steps.ops.vector(bias)
+    bound = CODES if name == "q8_0" else BRAINS
+    for rows in (1, 70, 150):
+        x = floats(rows, columns, seed=rows)
+        expected = x @ unpack(tensor).T + bias
+        found = steps.linear(steps.put(x), weight, there)
+        assert isinstance(found, Tensor)
+        assert error(steps.get(found), expected) < bound
+        np.testing.assert_array_equal(steps.linear(x, weight, there), steps.get(found))
+        active = steps.get(steps.linear(steps.put(x), weight, there, "gelu"))
+        assert error(active, activate(expected, "gelu")) < bound
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations(activation: VisionActivation) -> None:
+    steps, x = steps_on_gpu(), 4 * floats(9, 2 * 77)
+    expected = NUMPY.gated(x, activation)
+    assert error(steps.get(steps.gated(steps.put(x), activation)), expected) < BRAINS
+    np.testing.assert_array_equal(steps.gated(x, activation), expected)
+
+
+@pytest.mark.parametrize("size", [24, 300, 1152])
+def test_norms_and_sums(size: int) -> None:
+    steps, x, y = steps_on_gpu(), floats(13, size) * 3 + 5, floats(13, size, seed=1)
+    values, bias = floats(size, seed=2), floats(size, seed=3)
+    weight, own = steps.ops.vector(values), steps.ops.vector(bias)
+    there = steps.put(x)
+    expected = NUMPY.layer_norm(x, NUMPY.ops.vector(values), NUMPY.ops.vector(bias), 1e-6)
+    assert error(steps.get(steps.layer_norm(there, weight, own, 1e-6)), expected) < BRAINS
+    assert error(steps.layer_norm(x, weight, own, 1e-6), expected) < EXACT
+    for vector, theirs in ((weight, NUMPY.ops.vector(values)), (None, None)):
+        expected = NUMPY.rms_norm(x, theirs, 1e-6)
+        assert error(steps.get(steps.rms_norm(there, vector, 1e-6)), expected) < EXACT
+    np.testing.assert_array_equal(steps.get(steps.add(there, steps.put(y))), x + y)
+    np.testing.assert_array_equal(steps.get(there), x)
+    clipped = steps.clip(there, 3.0, 6.5)
+    np.testing.assert_array_equal(steps.get(clipped), np.clip(x, 3, 6.5))
+    joined = steps.joined([there, clipped])
+    np.testing.assert_array_equal(steps.get(joined), np.hstack([x, np.clip(x, 3, 6.5)]))
+
+
+@pytest.mark.parametrize("size", [8, 72, 20])
+@pytest.mark.parametrize("ends", [(5,), (64, 128, 131), (70, 340)])
+def test_attention(size: int, ends: tuple[int, ...]) -> None:
+    """Heads of 20 numbers are the host's."""
+    steps, rows = steps_on_gpu(), ends[-1]
+    qkv, angles = floats(rows, 3 * 2 * size, seed=rows), floats(rows, size // 2, seed=1)
+    norms = floats(size, seed=2), floats(size, seed=3)
+    for layout, axes, normed in (
+        (PatchLayout(ends=ends), 1, False),
+        (PatchLayout(ends=ends, cos=np.cos(angles), sin=np.sin(angles)), 1, True),
+        (PatchLayout(ends=ends, cos=np.cos(angles), sin=np.sin(angles)), 2, True),
+    ):
+        found, expected = (
+            own.get(
+                own.heads(
+                    own.put(qkv),
+                    Heads(
+                        count=2,
+                        size=size,
+                        scale=0.2,
+                        eps=1e-6,
+                        q_norm=own.ops.vector(norms[0]) if normed else None,
+                        k_norm=own.ops.vector(norms[1]) if normed else None,
+                        value_norm=normed,
+                        axes=axes,
+                    ),
+                    layout,
+                )
+            )
+            for own in (steps, NUMPY)
+        )
+        assert error(found, expected) < 3 * BRAINS
+
+
+def test_shared_heads() -> None:
+    """Six heads share two of keys and values."""
+    qkv, angles = floats(300, 10 * 16, seed=300), floats(300, 8, seed=1)
+    layout = PatchLayout(ends=(300,), cos=np.cos(angles), sin=np.sin(angles))
+    several: Heads = Heads(count=6, size=16, scale=0.4, eps=1e-6, kv_count=2)
+    found, expected = (
+        own.get(own.heads(own.put(qkv), several, layout)) for own in (steps_on_gpu(), NUMPY)
+    )
+    assert error(found, expected) < 3 * BRAINS
