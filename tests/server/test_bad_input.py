@@ -43,25 +43,17 @@ BAD_SCHEMA = {"type": "json_schema", "json_schema": {"name": "c", "schema": {"ty
 # path, fields, the one that is named (if the dialect's errors do), and words of the message
 WRONG: list[tuple[str, Any, str | None, str]] = [
     (CHAT, {"messages": None}, "messages", "must be a list"),
-    (CHAT, {"messages": "hi"}, "messages", "messages must be a list"),
     (CHAT, {"messages": []}, "messages", "messages must not be empty"),
     (CHAT, {"messages": [{"content": "hi"}]}, "messages[0]", "must have role"),
     (CHAT, {"messages": [{"role": "wizard", "content": "hi"}]}, "messages[0].role", "must be"),
     (CHAT, {"messages": [{"role": "user", "content": 7}]}, "messages[0].content", "must be"),
     (CHAT, {"temperature": "hot"}, "temperature", "must be a number"),
-    (CHAT, {"temperature": True}, "temperature", "must be a number"),
     (CHAT, {"temperature": -1}, "temperature", "must be at least 0"),
-    (CHAT, {"top_p": 1.5}, "top_p", "top_p must be at most 1"),
     (CHAT, {"max_tokens": 0}, "max_tokens", "max_tokens"),
     (CHAT, {"max_tokens": 2.5}, "max_tokens", "must be a whole number"),
-    (CHAT, {"max_tokens": "9"}, "max_tokens", "max_tokens must be a whole number"),
-    (CHAT, {"n": 0}, "n", "must be at least 1"),
     (CHAT, {"n": 500}, "n", "must be at most 16"),
-    (CHAT, {"seed": "x"}, "seed", "must be a whole number"),
     (CHAT, {"seed": 1 << 70}, "seed", "must be at most"),
     (CHAT, {"stop": [1]}, "stop[0]", "must be a text"),
-    (CHAT, {"reasoning_effort": 7}, "reasoning_effort", "must be a text"),
-    (CHAT, {"thinking_tokens": -2}, "thinking_tokens", "must be at least -1"),
     (
         CHAT,
         {"chat_template_kwargs": {"thinking": "no"}},
@@ -114,7 +106,6 @@ WRONG: list[tuple[str, Any, str | None, str]] = [
             ),
         ]
     ],
-    (CHAT, {"presence_penalty": 3}, "presence_penalty", "must be at most 2"),
     (CHAT, {"function_call": "sometimes"}, "function_call", "function_call"),
     (CHAT, [], None, "the body must be an object"),
     (
@@ -132,7 +123,6 @@ WRONG: list[tuple[str, Any, str | None, str]] = [
     (COMPLETION, {"prompt": ["a"] * 200}, "prompt", "200 answers"),
     (COMPLETION, {"prompt": 7}, "prompt", "must be a text"),
     (COMPLETION, {"prompt": []}, "prompt", "must be a text"),
-    (COMPLETION, {"prompt": ["a", 1]}, "prompt", "must be a text"),
     (COMPLETION, {"prompt": [-1]}, "prompt", "must be a text"),
     (COMPLETION, {"prompt": [1 << 30], "max_tokens": 0, "echo": True}, None, "token ids"),
     (COMPLETION, {"prompt": "", "max_tokens": 0}, None, "empty"),
@@ -147,7 +137,6 @@ WRONG: list[tuple[str, Any, str | None, str]] = [
     (RESPONSES, {"conversation": "conv_1"}, "conversation", "previous_response_id"),
     (RESPONSES, {"prompt": {"id": "pmpt_1"}}, "prompt", "instructions"),
     (RESPONSES, {"input": []}, "input", "nothing to answer"),
-    (RESPONSES, {"input": ""}, "input", "nothing to answer"),
     (MESSAGES, {"messages": [{"role": "user", "content": []}]}, None, "have no content"),
     (OLLAMA, {"messages": [{"role": "robot", "content": "a"}]}, None, "messages[0].role must be"),
     (
@@ -159,16 +148,11 @@ WRONG: list[tuple[str, Any, str | None, str]] = [
     (OLLAMA, {"think": True}, None, "does not think"),
     (GENERATE, {"keep_alive": "soon"}, None, "keep_alive"),
     ("/api/embed", {"model": "m", "input": [[10**6]]}, None, "token ids"),
-    ("/api/embed", {"model": "m", "input": "a", "dimensions": 65}, None, "dimensions must be"),
     ("/infill", {**GAP, "input_prefix": None}, "input_prefix", "must be a text"),
     ("/infill", {**GAP, "input_extra": [{"filename": "x"}]}, "input_extra[0]", "must have text"),
-    ("/infill", {**GAP, "n_predict": "x"}, "n_predict", "must be a whole number"),
-    ("/infill", {**GAP, "temperature": -1}, "temperature", "must be at least 0"),
     ("/infill", GAP, "suffix", "no tokens to fill in the middle"),
     ("/v1/fim/completions", {"prompt": "a"}, "suffix", "no tokens to fill in the middle"),
     ("/v1/rerank", {"query": "a", "documents": ["b"]}, None, "no reranker"),
-    ("/v1/rerank", {"query": "a", "documents": []}, "documents", "must not be empty"),
-    ("/v1/rerank", {"query": "a"}, "documents", "must have documents"),
     ("/v1/rerank", {"documents": ["b"]}, "query", "must have query"),
 ]
 
