@@ -44,6 +44,7 @@ WITH_TOOLS = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
+WIDE = 128  # a width that is written without torch, whose import takes longer than most tests
 NO_SETTINGS = Path(os.environ["XDG_DATA_HOME"])  # a folder of the tests, without such a file
 
 needs_kernels = pytest.mark.skipif(find_library() is None, reason="the kernels are not compiled")
@@ -200,7 +201,7 @@ def serving(
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[localrt.Model]:
     """The tiny model on the CPU kernels, whose rows do not depend on each other."""
-    folder = write_tiny_model(tmp_path_factory.mktemp("served"), template=WITH_TOOLS)
+    folder = write_tiny_model(tmp_path_factory.mktemp("served"), template=WITH_TOOLS, wide=WIDE)
     with localrt.load(folder, draft="off") as loaded:
         loaded.defaults["max_tokens"] = 16  # of requests that say nothing
         yield loaded
@@ -215,7 +216,7 @@ def server(model: localrt.Model) -> Iterator[Running]:
 @pytest.fixture(scope="session")
 def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A server for a model that thinks, and never ends it by itself."""
-    folder = write_tiny_model(tmp_path_factory.mktemp("thinker"), template=TEMPLATE)
+    folder = write_tiny_model(tmp_path_factory.mktemp("thinker"), template=TEMPLATE, wide=WIDE)
     with localrt.load(folder) as model:
         model.defaults.update(temperature=0.0, max_tokens=40, ignore_eos=True)
         with serving(model, name="thinker") as running:
@@ -333,7 +334,7 @@ def write_long(file: Path, texts: Sequence[str]) -> str:
 
 @pytest.fixture(scope="module")
 def talker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[localrt.Model]:
-    folder = write_tiny_model(tmp_path_factory.mktemp("talker"), context=4096)
+    folder = write_tiny_model(tmp_path_factory.mktemp("talker"), context=4096, wide=WIDE)
     with localrt.load(folder, draft="off") as model:
         yield model
 

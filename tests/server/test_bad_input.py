@@ -132,7 +132,7 @@ WRONG: list[tuple[str, Any, str | None, str]] = [
     (COMPLETION, {"prompt": [1, 2], "suffix": "b"}, "suffix", "needs prompts that are texts"),
     (COMPLETION, {"prompt": "a", "n": 1, "best_of": 4}, "best_of", "ask for n answers"),
     (EMBEDDINGS, {"input": [10**6]}, None, "token ids"),
-    (EMBEDDINGS, {"input": "a", "dimensions": 65}, "dimensions", "must be at most 64"),
+    (EMBEDDINGS, {"input": "a", "dimensions": 129}, "dimensions", "must be at most 128"),
     ("/detokenize", {"tokens": [1 << 30]}, None, "token ids"),
     (RESPONSES, {"conversation": "conv_1"}, "conversation", "previous_response_id"),
     (RESPONSES, {"prompt": {"id": "pmpt_1"}}, "prompt", "instructions"),

@@ -15,7 +15,7 @@ import pytest
 import localrt
 from tests.chat_format.call_templates import TEMPLATES
 from tests.conftest import write_tiny_model
-from tests.server.conftest import Running, Script, needs_kernels, serving
+from tests.server.conftest import WIDE, Running, Script, needs_kernels, serving
 from tests.server.dialects import (
     BODIES,
     COLOUR,
@@ -240,7 +240,7 @@ def test_what_does_not_bind_a_forced_call(tmp_path: Path) -> None:
     pytest.importorskip("llguidance")
     schema = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 3}}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
-    folder = write_tiny_model(tmp_path, template=TEMPLATES["GLM"])
+    folder = write_tiny_model(tmp_path, template=TEMPLATES["GLM"], wide=WIDE)
     with localrt.load(folder, draft="off") as model, serving(model) as running:
         for stream in (False, True):
             options = {"tools": tools, "tool_choice": "required", "max_tokens": 4, "stream": stream}

@@ -23,7 +23,7 @@ from localrt.service.live import LiveModel
 from tests.conftest import write_tiny_model
 from tests.documents.samples import pdf
 from tests.inside import engine_of
-from tests.server.conftest import WITH_TOOLS, Running, serving
+from tests.server.conftest import WIDE, WITH_TOOLS, Running, serving
 from tests.server.dialects import BODIES, HI, SIGNS
 from tests.waits import wait_for
 
@@ -301,7 +301,7 @@ def test_restart_reads_nothing_again(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("LOCALRT_KV_DISK")
     folder = tmp_path / "tiny"
     folder.mkdir()
-    write_tiny_model(folder, template=WITH_TOOLS)
+    write_tiny_model(folder, template=WITH_TOOLS, wide=WIDE)
     cached = []
     for _ in range(2):
         with localrt.load(folder, draft="off") as model, serving(model) as running:

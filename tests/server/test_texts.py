@@ -16,7 +16,7 @@ from localrt.evaluate import log_softmax
 from localrt.server.dialect import GenerationRequest
 from localrt.server.infill import InfillWriter, fim_call, infill_call
 from tests.inside import core_of
-from tests.server.conftest import Running, needs_kernels, serving
+from tests.server.conftest import WIDE, Running, needs_kernels, serving
 from tests.server.dialects import BODIES, COLOUR, PAINT, events_in
 
 # -- tokens ----------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ def test_vectors(server: Running, path: str, given: Any, texts: Any, dimensions:
     status, got, _ = server.request("POST", path, body)
     assert status == 200, got
     found = [one["embedding"] for one in got["data"]] if "data" in got else got["embeddings"]
-    cut = [row[: dimensions or 64] for row in (server.model.embed(texts) if texts else ())]
+    cut = [row[: dimensions or WIDE] for row in (server.model.embed(texts) if texts else ())]
     expected = [pytest.approx((row / (row @ row) ** 0.5).tolist(), 1e-4) for row in cut]
     assert found == expected
 
