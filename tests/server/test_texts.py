@@ -243,6 +243,7 @@ def encoding(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[
         yield running
 
 
+@pytest.mark.slow
 def test_encoder(encoding: Running) -> None:
     texts, model = ["a quick fox", "x", "brown " * 10], encoding.model
     asked = {"model": "any", "query": "quick", "documents": texts}
