@@ -199,6 +199,12 @@ def serving(
 
 
 @pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny model, which is written without torch."""
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"), wide=WIDE)
+
+
+@pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[localrt.Model]:
     """The tiny model on the CPU kernels, whose rows do not depend on each other."""
     folder = write_tiny_model(tmp_path_factory.mktemp("served"), template=WITH_TOOLS, wide=WIDE)
