@@ -229,6 +229,7 @@ def requests(folder: Path, stack: ExitStack) -> Prepared:
     from tests.conftest import write_tiny_model
     from tests.server import conftest as server
     from tests.server.test_bad_input import BODIES, WRONG
+    from tests.server.test_client_shapes import MESSAGES, PATHS
 
     model = stack.enter_context(localrt.load(write_tiny_model(folder), draft="off"))
     model.defaults["max_tokens"] = 2
@@ -237,6 +238,10 @@ def requests(folder: Path, stack: ExitStack) -> Prepared:
     page = {"filename": "a.html", "file_data": "data:text/html;base64,YQ=="}
     bodies: list[tuple[str, Any]] = [
         *((path, {**BODIES.get(path, {}), **dict(more)}) for path, more, *_ in WRONG),
+        *(
+            (PATHS[kind], {**BODIES[PATHS[kind]], "messages": given, "input": given})
+            for kind, given, _ in MESSAGES
+        ),
         *((one, {"title": "x", "shown": "1"}), (f"{one}/items", message)),
         *(("/v1/conversations", {"title": "x"}), ("/v1/documents", page)),
     ]

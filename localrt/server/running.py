@@ -231,7 +231,8 @@ class Server(uvicorn.Server):
         error = context.get("exception")
         # asyncio retries accepting within a second; uvicorn closes connections that are not HTTP.
         no_room = isinstance(error, OSError) and error.errno in _NO_ROOM
-        if not no_room and not isinstance(error, h11.ProtocolError):
+        closed = isinstance(error, ValueError) and self.should_exit  # it retries all the same
+        if not (no_room or closed or isinstance(error, h11.ProtocolError)):
             loop.default_exception_handler(context)
 
     @contextlib.contextmanager

@@ -25,9 +25,8 @@ from localrt.client.servers import read_address
 from localrt.common.settings import CRASH_REPORT
 from tests.campaigns.campaign import Run, campaign
 from tests.models.vision.tiny import qwen_folder
-from tests.server.conftest import command
+from tests.server.conftest import command, write_long
 from tests.server.misbehaving import WAYS, page, visit
-from tests.server.scripted import write_long
 from tests.tui.test_ending import DATA, Shell
 from tests.waits import wait_for
 

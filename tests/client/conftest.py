@@ -14,7 +14,9 @@ from localrt.client.model import connect
 from localrt.engine.types import Chunk
 from localrt.service.arguments import joined
 from tests.fake_endpoint import Fake
-from tests.server.conftest import Running, serving
+from tests.server.conftest import Running, serving, tiny_folder
+
+__all__ = ["tiny_folder"]  # a fixture
 
 KEY = "sk-very-secret"
 

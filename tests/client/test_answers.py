@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import socket
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from PIL import Image
 import localrt
 from localrt.cli import main
 from localrt.client.answer import events
-from localrt.client.http import _LOOK_S
 from localrt.client.model import connect
 from localrt.client.servers import read_address
 from localrt.common.errors import CancelledError, ContextOverflowError, LocalrtError, OptionError
@@ -30,7 +28,7 @@ from tests.server.conftest import Running, serving
 # -- our own server --------------------------------------------------------------------------------
 
 
-def test_same_answers_as_local(model: localrt.Model, server: Running) -> None:
+async def test_same_answers_as_local(model: localrt.Model, server: Running) -> None:
     here = model.chat(system="Be brief.")
     with connect(server.url) as remote:
         assert remote.info.name == "tiny"
@@ -47,18 +45,12 @@ def test_same_answers_as_local(model: localrt.Model, server: Running) -> None:
         assert there.messages == here.messages
         assert there.tokens_used == theirs.metrics.prompt_tokens + 12
         assert joined(there.stream("more", max_tokens=3)).metrics.completion_tokens == 3
+        assert (await there.asend("more", max_tokens=4)).metrics.completion_tokens == 4
         assert there.park() == 0
         assert (remote.status(), remote.advise()) == (None, None)
         assert 1 <= remote.count(there.messages) < 1000
         there.close()
     here.close()
-
-
-async def test_asyncio(server: Running) -> None:
-    with connect(server.url) as remote:
-        assert (
-            await remote.chat().asend("hi", max_tokens=4, temperature=0.0)
-        ).metrics.completion_tokens == 4
 
 
 def test_api_key(
@@ -238,6 +230,36 @@ def test_tool_calls_in_pieces() -> None:
     assert sent["tools"][0]["function"]["name"] == "add"
 
 
+@pytest.mark.parametrize(
+    ("options", "fields"),
+    [
+        ({"thinking": "low"}, {"reasoning_effort": "low"}),
+        ({"thinking": True}, {"chat_template_kwargs": {"enable_thinking": True, "thinking": True}}),
+        (
+            {"thinking": "off"},
+            {
+                "chat_template_kwargs": {"enable_thinking": False, "thinking": False},
+                "reasoning_effort": "none",
+            },
+        ),
+        (
+            {"thinking_tokens": 9},
+            dict.fromkeys(
+                ("thinking_tokens", "thinking_token_budget", "thinking_budget_tokens"), 9
+            ),
+        ),
+    ],
+)
+def test_thinking_of_other_servers(options: dict[str, Any], fields: dict[str, Any]) -> None:
+    usage = {"completion_tokens": 4, "completion_tokens_details": {"reasoning_tokens": 3}}
+    body = HEAD + delta(content="a") + delta("stop") + event(choices=[], usage=usage) + DONE
+    with saying(body) as running, connect(running.url) as model:
+        assert model.chat().send("hi", **options).metrics.thinking_tokens == 3
+        sent = running.asked[-1].body
+    assert {name: sent[name] for name in fields} == fields
+    assert "thinking" not in sent
+
+
 def test_usage() -> None:
     usage = {
         "prompt_tokens": 100,
@@ -294,12 +316,9 @@ def test_cancel(begin: bytes) -> None:
 
     with saying(reply) as running, connect(running.url) as remote:
         chat = remote.chat()
-        stopped: list[float] = []
 
         def stop() -> None:
             begun.wait(60)
-            time.sleep(0.3)
-            stopped.append(time.monotonic())
             chat.cancel()
 
         stream = chat.stream("hi")
@@ -307,11 +326,8 @@ def test_cancel(begin: bytes) -> None:
         stopping = threading.Thread(target=stop)
         stopping.start()
         last = joined(stream)
-        late = time.monotonic() - stopped[0]
         stopping.join()
         assert last.finish_reason == "cancelled"
-        assert late < 15
-        assert _LOOK_S <= 0.05  # which is how late it is where nothing else is at work
         assert first + last.text == ("some" if b"some" in begin else "")
         assert chat.messages[-1] == {"role": "assistant", "content": first}
         assert gone.wait(60)  # the server is told by the closed connection

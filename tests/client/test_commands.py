@@ -1,17 +1,24 @@
-"""``--endpoint``: the commands and the app with a model of a server."""
+"""``--endpoint``: the commands and the app with a model of a server; servers that they find."""
 
 from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from localrt.cli import main
 from localrt.client.model import connect
+from localrt.client.servers import LocalServer, announced, local_servers
+from localrt.common.settings import Settings
 from localrt.tui.plain import PlainChat
 from tests.client.conftest import KEY
-from tests.fake_endpoint import DONE, HEAD, delta, saying
+from tests.fake_endpoint import DONE, HEAD, delta, fake, listed, saying
 from tests.server.conftest import Running
 from tests.tui import screen
 from tests.tui.conftest import SIZE, until
@@ -114,3 +121,54 @@ async def test_app_without_server() -> None:
             assert screen.answers(app) == ["Half a"]
             await screen.say(pilot, "Again")
             await until(pilot, lambda: "Whole." in screen.answers(app))
+
+
+def test_models_of_an_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: dict[str, Any] = {}
+
+    def run_chat(load: Any, **arguments: Any) -> int:
+        opened.update(arguments)
+        return 0
+
+    monkeypatch.setattr("localrt.tui.run_chat", run_chat)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    with fake(lambda asked, connection: listed("a", "b", max_model_len=4096)) as server:
+        assert main(["chat", "--endpoint", f"{server.url}/v1"]) == 0
+        assert opened["list_models"]() == [("a", "context 4,096"), ("b", "context 4,096")]
+        model = opened["load_by_name"]("b", lambda progress: None)
+        assert (model.name, model.info.engine) == ("b", "remote")
+        model.close()
+
+
+# -- servers of this user --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    return Settings.from_environment()
+
+
+def test_announced_server(settings: Settings) -> None:
+    server = LocalServer("http://127.0.0.1:1/v1", os.getpid(), "s3cret", {"tiny": "/a/tiny"})
+    with announced(server, settings):
+        assert local_servers(settings) == [server]
+        (file,) = (settings.data_dir / "servers").iterdir()
+        assert os.name == "nt" or file.stat().st_mode & 0o077 == 0
+        assert "s3cret" not in repr(server)
+    assert local_servers(settings) == []
+
+
+def test_stale_files(settings: Settings) -> None:
+    folder = settings.data_dir / "servers"
+    folder.mkdir(parents=True)
+    gone = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    gone.wait()
+    left = folder / f"{gone.pid}.json"
+    left.write_text(json.dumps({"url": "http://127.0.0.1:1/v1", "pid": gone.pid}))
+    (folder / "1.json").write_text("{")
+    (folder / "2.json").write_text('{"port": 1}')
+    assert local_servers(settings) == []
+    assert not left.exists()

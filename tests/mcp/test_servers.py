@@ -119,8 +119,13 @@ def test_transports(http: Any, started: Callable[..., ToolServers]) -> None:
     assert call(servers, "far", "add", a=2, b=2) == ToolResult("4")
 
 
-def test_restart(started: Callable[..., ToolServers]) -> None:
-    servers = started(stdio())
+def test_late_answers_and_restarts(started: Callable[..., ToolServers]) -> None:
+    servers = started(config := stdio())
+    object.__setattr__(config, "timeout", 0.2)  # the start may take longer
+    late = call(servers, "local", "sleep", seconds=60)
+    assert late == ToolResult("The server local did not answer within 0.2 s.", "failed")
+    object.__setattr__(config, "timeout", 60.0)
+    assert call(servers, "local", "add", a=1, b=2) == ToolResult("3")
     assert call(servers, "local", "end").text == "The server local ended: out of cheese."
     wait_for(lambda: status(servers, "local").problem == "ended: out of cheese")
     assert status(servers, "local").tools  # they stay known, for the call that starts it again
@@ -174,10 +179,3 @@ def test_environment(
     monkeypatch.setenv(name, value)
     servers = started(ServerConfig(name="far", url="https://127.0.0.1:9/mcp"))
     assert said in status(servers, "far").problem
-
-
-def test_timeout(started: Callable[..., ToolServers]) -> None:
-    servers = started(stdio(timeout=5.0))
-    result = call(servers, "local", "sleep", seconds=60)
-    assert result == ToolResult("The server local did not answer within 5 s.", "failed")
-    assert call(servers, "local", "add", a=1, b=2) == ToolResult("3")

@@ -10,6 +10,7 @@ import base64
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pytest
@@ -108,9 +109,19 @@ class Answer:
     calls: tuple[tuple[str, Any], ...] = ()
 
 
+@cache
+def client_of(library: str, url: str) -> Any:
+    """Return the client of a vendor's ``library`` for a server: making one takes 50 ms."""
+    module = pytest.importorskip(library)
+    if library == "ollama":
+        return module.Client(host=url)
+    url = f"{url}/v1" if library == "openai" else url
+    kind = module.OpenAI if library == "openai" else module.Anthropic
+    return kind(base_url=url, api_key="any", max_retries=0)
+
+
 def ask_chat(url: str, model: str, asked: Question) -> Answer:
     """OpenAI's chat completions."""
-    openai = pytest.importorskip("openai")
     messages = asked.with_system(
         lambda data: {"type": "image_url", "image_url": {"url": data_uri(data)}}
     )
@@ -126,17 +137,12 @@ def ask_chat(url: str, model: str, asked: Question) -> Answer:
         fields["response_format"] = {"type": "json_schema", "json_schema": form}
     if asked.think is not None:
         more["reasoning_effort"] = asked.think or "none"
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client:
-        got = client.chat.completions.create(
-            model=model,
-            temperature=0,
-            stop=asked.stop,
-            stream=asked.stream,
-            **({"stream_options": {"include_usage": True}} if asked.stream else {}),
-            extra_body=more,
-            **fields,
-        )
-        events = list(got) if asked.stream else [got]
+    if asked.stream:
+        fields |= {"stream": True, "stream_options": {"include_usage": True}}
+    got = client_of("openai", url).chat.completions.create(
+        model=model, temperature=0, stop=asked.stop, extra_body=more, **fields
+    )
+    events = list(got) if asked.stream else [got]
     choices = [event.choices[0] for event in events if event.choices]
     messages = [choice.delta if asked.stream else choice.message for choice in choices]
     calls = [call.function for message in messages for call in message.tool_calls or ()]
@@ -153,7 +159,6 @@ def ask_chat(url: str, model: str, asked: Question) -> Answer:
 
 def ask_responses(url: str, model: str, asked: Question) -> Answer:
     """OpenAI's Responses."""
-    openai = pytest.importorskip("openai")
     messages = asked.messages(
         lambda data: {"type": "input_image", "detail": "auto", "image_url": data_uri(data)},
         kind="input_text",
@@ -169,14 +174,14 @@ def ask_responses(url: str, model: str, asked: Question) -> Answer:
         fields["text"] = {"format": form}
     if asked.think is not None:
         fields["reasoning"] = {"effort": asked.think or "none"}
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client:
-        if asked.stream:
-            with client.responses.stream(model=model, temperature=0, **fields) as stream:
-                last = list(stream)[-1]
-            got = getattr(last, "response", None)
-            assert getattr(got, "status", "failed") != "failed", f"{last}"
-        else:
-            got = client.responses.create(model=model, temperature=0, **fields)
+    responses = client_of("openai", url).responses
+    if asked.stream:
+        with responses.stream(model=model, temperature=0, **fields) as stream:
+            last = list(stream)[-1]
+        got = getattr(last, "response", None)
+        assert getattr(got, "status", "failed") != "failed", f"{last}"
+    else:
+        got = responses.create(model=model, temperature=0, **fields)
     calls = [item for item in got.output if item.type == "function_call"]
     thoughts = [item.content[0].text for item in got.output if item.type == "reasoning"]
     limited = got.status == "incomplete" and got.incomplete_details.reason == "max_output_tokens"
@@ -192,7 +197,6 @@ def ask_responses(url: str, model: str, asked: Question) -> Answer:
 
 def ask_anthropic(url: str, model: str, asked: Question) -> Answer:
     """Anthropic's Messages."""
-    anthropic = pytest.importorskip("anthropic")
     source = {"type": "base64", "media_type": "image/png"}
     messages = asked.messages(lambda data: {"type": "image", "source": {**source, "data": data}})
     fields: dict[str, Any] = {"messages": messages, "max_tokens": asked.most}
@@ -209,12 +213,12 @@ def ask_anthropic(url: str, model: str, asked: Question) -> Answer:
         more["output_config"] = {"format": {"type": "json_schema", "schema": asked.schema}}
     if asked.think:
         more["output_config"] = {"effort": asked.think}
-    with anthropic.Anthropic(base_url=url, api_key="any", max_retries=0) as client:
-        if asked.stream:
-            with client.messages.stream(model=model, extra_body=more, **fields) as stream:
-                got = stream.get_final_message()
-        else:
-            got = client.messages.create(model=model, extra_body=more, **fields)
+    of_client = client_of("anthropic", url).messages
+    if asked.stream:
+        with of_client.stream(model=model, extra_body=more, **fields) as stream:
+            got = stream.get_final_message()
+    else:
+        got = of_client.create(model=model, extra_body=more, **fields)
     parts: dict[str, list[Any]] = {"text": [], "thinking": [], "tool_use": []}
     for block in got.content:
         parts[block.type].append(block)
@@ -232,7 +236,6 @@ def ask_anthropic(url: str, model: str, asked: Question) -> Answer:
 
 def ask_ollama(url: str, model: str, asked: Question) -> Answer:
     """Ollama's chat. Its clients cannot ask for a call: the server's defaults do."""
-    ollama = pytest.importorskip("ollama")
     options = {"temperature": 0, "num_predict": asked.most, "stop": asked.stop}
     fields: dict[str, Any] = {"messages": asked.with_system(), "options": options}
     if asked.pictures:
@@ -243,12 +246,8 @@ def ask_ollama(url: str, model: str, asked: Question) -> Answer:
         fields["format"] = asked.schema
     if asked.think is not None:
         fields["think"] = asked.think
-    client = ollama.Client(host=url)
-    try:
-        got = client.chat(model=model, stream=asked.stream, **fields)
-        pieces = list(got) if asked.stream else [got]
-    finally:
-        client._client.close()
+    got = client_of("ollama", url).chat(model=model, stream=asked.stream, **fields)
+    pieces = list(got) if asked.stream else [got]
     *before, last = pieces
     assert (last.done, any(piece.done for piece in before)) == (True, False)
     calls = [call.function for piece in pieces for call in piece.message.tool_calls or ()]

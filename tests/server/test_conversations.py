@@ -20,13 +20,10 @@ import localrt
 from localrt import History, OptionError
 from localrt.server.options import ServeOptions
 from localrt.server.page import to_html
-from tests.picture_files import READ, REFUSED
-from tests.server.conftest import Running, needs_kernels, serving
-from tests.server.scripted import Script, file, script, talker, talking
+from tests.server.conftest import Running, Script, needs_kernels, serving
 from tests.waits import wait_for
 
 pytestmark = needs_kernels
-__all__ = ["file", "script", "talker", "talking"]  # fixtures
 
 
 def picture() -> bytes:
@@ -218,6 +215,15 @@ def test_failed_answer_says_why(talking: Running) -> None:
         ("POST", "{path}", {"options": {"temperature": -1}}, 400, "temperature"),
         ("POST", "{path}", {"shown": "99"}, 404, "no item"),
         ("POST", "{path}/items", {"content": [{}]}, 400, "parts"),
+        *(
+            ("POST", "{path}/items", {"content": [{"url": url}]}, 400, said)
+            for url, said in [
+                ("/etc/passwd", "data URIs"),
+                ("file:///etc/passwd", "data URIs"),
+                ("http://127.0.0.1/x.png", "data URIs"),
+                ("data:image/png;base64,AAAA", "PNG"),
+            ]
+        ),
         ("POST", "{path}/items", {"content": [], "after": "99"}, 404, "no item"),
         ("POST", "{path}/answers", {"after": "99"}, 404, "no item"),
         ("GET", "{path}/answers/1", None, 404, "no answer"),
@@ -229,30 +235,6 @@ def test_refused(
     there, _ = begun(talking)
     found = talking.request(method, path.format(path=there), body)
     assert (found[0], said in json.dumps(found[1])) == (status, True), found
-
-
-@pytest.mark.parametrize("kind", [*READ, *REFUSED])
-def test_files_of_pictures(talking: Running, kind: str) -> None:
-    data, words, *_ = (READ | REFUSED)[kind]
-    path, _ = begun(talking)
-    url = f"data:application/octet-stream;base64,{base64.b64encode(data).decode()}"
-    message = {"content": [{"url": url}]}
-    status, got, _ = talking.request("POST", f"{path}/items", message)
-    if kind in REFUSED and words != "damaged":
-        assert (status, words in json.dumps(got)) == (400, True), got
-        return
-    found = f"{path}/items/{ok((status, got, None))['id']}"
-    if kind in READ:
-        assert ok(talking.request("GET", found))["pictures"][0]["url"].startswith(
-            f"data:{words};base64,"
-        )
-
-
-@pytest.mark.parametrize("url", ["/etc/passwd", "file:///etc/passwd", "http://127.0.0.1/x.png"])
-def test_pictures_come_as_data_alone(talking: Running, url: str) -> None:
-    path, _ = begun(talking)
-    body = {"content": [{"url": url}]}
-    assert talking.request("POST", f"{path}/items", body)[0] == 400
 
 
 def test_an_answer_is_no_question(talking: Running) -> None:
@@ -300,46 +282,44 @@ def test_who_may(talker: localrt.Model, options: Any, headers: dict[str, str], s
 OTHER_USER = 65534
 ASK = f"""
 import encodings.idna, http.client, json, os, sys
-port, method, path, key = sys.argv[1:]
+port, key, *asked = sys.argv[1:]
 os.setgroups([])
 os.setgid({OTHER_USER})
 os.setuid({OTHER_USER})  # once all is read that this user may not read
 connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=60)
-connection.request(method, path, b"{{}}", {{"x-api-key": key}} if key else {{}})
-answer = connection.getresponse()
-print(json.dumps([answer.status, json.loads(answer.read())]))
+for each in asked:
+    connection.request(*each.split(), b"{{}}", {{"x-api-key": key}} if key else {{}})
+    answer = connection.getresponse()
+    print(json.dumps([answer.status, json.loads(answer.read())]))
 """
+PRIVATE = [
+    *("GET /v1/conversations", "POST /v1/conversations", f"GET {CALL}", f"POST {CALL}/cancel"),
+    *(f"POST {CALL}/decision", "POST /v1/documents", "POST /v1/tools"),
+]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux says whose a connection is")
 @pytest.mark.parametrize(
-    ("path", "method", "options", "status"),
+    ("options", "asked", "status"),
     [
-        ("/v1/conversations", "GET", {}, 403),
-        ("/v1/conversations", "POST", {}, 403),
-        ("/v1/conversations", "GET", KEYED, 200),
-        (CALL, "GET", {}, 403),
-        (f"{CALL}/cancel", "POST", {}, 403),
-        (f"{CALL}/decision", "POST", {}, 403),
-        ("/v1/documents", "POST", {}, 403),
-        ("/v1/tools", "POST", {}, 403),
-        ("/v1/models", "GET", {}, 200),
+        ({}, PRIVATE, 403),
+        ({}, ["GET /v1/models"], 200),
+        (KEYED, ["GET /v1/conversations"], 200),
     ],
+    ids=["private", "open", "with the key"],
 )
-def test_other_users(
-    talker: localrt.Model, path: str, method: str, options: Any, status: int
-) -> None:
+def test_other_users(talker: localrt.Model, options: Any, asked: list[str], status: int) -> None:
     """Without a key, other users of this machine have no part in its owner's conversations."""
     if os.geteuid() != 0:
         pytest.skip("only root can become another user")
     with serving(talker, history=":memory:", **options) as running:
-        asked = [str(running.port), method, path, options.get("api_key", "")]
-        command = [sys.executable, "-I", "-S", "-c", ASK, *asked]
+        given = [str(running.port), options.get("api_key", ""), *asked]
+        command = [sys.executable, "-I", "-S", "-c", ASK, *given]
         child = subprocess.run(command, capture_output=True, timeout=120, check=True)
-    found, body = json.loads(child.stdout)
-    assert found == status
+    answers = [json.loads(line) for line in child.stdout.splitlines()]
+    assert [found for found, _ in answers] == [status] * len(asked)
     said = "without a key, conversations are for the user who runs the server"
-    assert (said in json.dumps(body)) == (status == 403)
+    assert all((said in json.dumps(body)) == (status == 403) for _, body in answers)
 
 
 def test_open_to_all_is_refused() -> None:

@@ -7,15 +7,25 @@ import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.server.conftest import Running, needs_kernels
-from tests.server.dialects import BODIES, COLOUR, DIALECTS, LACKS, PAINT, Answer, Question
-from tests.server.scripted import Script, file, script, talker, talking
-
-__all__ = ["file", "script", "talker", "talking"]  # fixtures
+import localrt
+from tests.chat_format.call_templates import TEMPLATES
+from tests.conftest import write_tiny_model
+from tests.server.conftest import WIDE, Running, Script, needs_kernels, serving
+from tests.server.dialects import (
+    BODIES,
+    COLOUR,
+    DIALECTS,
+    LACKS,
+    PAINT,
+    Answer,
+    Question,
+    events_in,
+)
 
 
 @pytest.fixture(params=DIALECTS)
@@ -34,8 +44,8 @@ def ask(server: Running, dialect: str, **asked: Any) -> Answer:
     return whole
 
 
-@pytest.mark.parametrize("system", [None, "Be brief."])
-def test_answer(server: Running, dialect: str, system: str | None, silence: bool) -> None:
+def test_answer(server: Running, dialect: str, silence: bool) -> None:
+    system = "Be brief." if silence else None
     got = ask(server, dialect, system=system)
     messages: list[Any] = [{"role": "user", "content": "hi"}]
     if system is not None:
@@ -92,26 +102,26 @@ def calls_in(value: Any) -> Iterator[Any]:
             yield from calls_in(each)
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("path", TOOLS_OF)
 def test_a_lone_surrogate_reaches_no_strict_reader(
-    server: Running, path: str, stream: bool, monkeypatch: pytest.MonkeyPatch
+    server: Running, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A reader such as pydantic's refuses the whole line for one, even behind a backslash."""
     strict = pytest.importorskip("pydantic_core").from_json
     call = re.escape(f"<tool_call>{LONE}</tool_call>")
     monkeypatch.setitem(server.model.defaults, "regex", call)
     most = {"max_tokens": 300, "max_output_tokens": 300, "options": {"num_predict": 300}}
-    body = {**BODIES[path], "tools": TOOLS_OF[path], "stream": stream}
+    body = {**BODIES[path], "tools": TOOLS_OF[path]}
     body |= {key: value for key, value in most.items() if key in body or "v1" in path}
-    status, got, _ = server.request("POST", path, body)
-    assert status == 200, got
-    text = got if isinstance(got, str) else json.dumps(got)
-    lines = [line.removeprefix("data: ") for line in text.splitlines()]
-    found = [strict(line) for line in lines if line.startswith("{")]
-    calls = [strict(one) if isinstance(one, str) else one for one in calls_in(found)]
-    assert calls
-    assert all(one == {"a\ufffd": ["x\ufffd y \U0001f600"]} for one in calls)
+    for stream in (False, True):
+        status, got, _ = server.request("POST", path, {**body, "stream": stream})
+        assert status == 200, got
+        text = got if isinstance(got, str) else json.dumps(got)
+        lines = [line.removeprefix("data: ") for line in text.splitlines()]
+        found = [strict(line) for line in lines if line.startswith("{")]
+        calls = [strict(one) if isinstance(one, str) else one for one in calls_in(found)]
+        assert calls
+        assert all(one == {"a\ufffd": ["x\ufffd y \U0001f600"]} for one in calls)
 
 
 @pytest.mark.parametrize("stop", [None, "x"])
@@ -119,7 +129,6 @@ def test_a_lone_surrogate_reaches_no_strict_reader(
     ("data", "most", "text"),
     [
         ("aé日b".encode(), 4, "aé"),
-        ("aé日b".encode(), 5, "aé"),
         ("aé日b".encode(), 6, "aé日"),
         ("🦜".encode(), 3, ""),
         (b"a\xe6", 9, "a\ufffd"),  # it is the model that ends here
@@ -127,23 +136,23 @@ def test_a_lone_surrogate_reaches_no_strict_reader(
     ],
 )
 def test_a_cut_answer_ends_with_a_whole_character(
-    talking: Running,
-    script: Script,
-    dialect: str,
-    data: bytes,
-    most: int,
-    text: str,
-    stop: str | None,
+    talking: Running, script: Script, data: bytes, most: int, text: str, stop: str | None
 ) -> None:
     script.say(data)
-    assert ask(talking, dialect, most=most, stop=stop).text == text
     answer = talking.model.generate("hi", max_tokens=most, logprobs=0, stop=stop)
     assert answer.text == text
     spelled = map(talking.model.tokenizer.token_bytes, answer.token_ids)
     assert b"".join(spelled) == data[:most]
-    _, got, _ = talking.chat(max_tokens=most, logprobs=True)
-    found = [one["bytes"] for one in got["choices"][0]["logprobs"]["content"]]
+    _, got, _ = talking.chat(max_tokens=most, logprobs=True, stop=stop)
+    (choice,) = got["choices"]
+    found = [one["bytes"] for one in choice["logprobs"]["content"]]
     assert bytes(byte for part in found for byte in part) == data[:most]
+    assert choice["message"]["content"] == text
+
+
+def test_a_cut_answer_in_each_dialect(talking: Running, script: Script, dialect: str) -> None:
+    script.say("aé日b")
+    assert ask(talking, dialect, most=5).text == "aé"
 
 
 def test_schema(server: Running, dialect: str) -> None:
@@ -164,12 +173,93 @@ def test_thinking(thinker: Running, dialect: str) -> None:
 
 
 @needs_kernels
-def test_several_at_once(server: Running, dialect: str) -> None:
-    questions = [Question(text, stream=True) for text in ("hi", "why?", "Name rivers, " * 8)]
+def test_several_at_once(server: Running) -> None:
+    texts = ("hi", "why?", "Name rivers, " * 8, "hi")
+    questions = [Question(text, stream=True) for text in texts]
 
-    def text(question: Question) -> str:
+    def text(dialect: str, question: Question) -> str:
         return DIALECTS[dialect](server.url, server.name, question).text
 
-    alone = [text(question) for question in questions]
-    with ThreadPoolExecutor(3) as threads:
-        assert list(threads.map(text, questions)) == alone
+    alone = [*map(text, DIALECTS, questions)]
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(text, DIALECTS, questions)) == alone
+
+
+# -- forms of the answer ---------------------------------------------------------------------------
+
+ENUM = {"enum": ["ab", "b"]}
+SAID, CHOSEN = r'"ab"|"b"', "ab|b[.]"
+
+
+def texts_of(answer: Any) -> list[str]:
+    """The text of each choice, whole or from the events of a stream."""
+    if isinstance(answer, dict):
+        return [one.get("text") or one["message"]["content"] for one in answer["choices"]]
+    deltas = [event["choices"][0] for event in events_in(answer)]
+    return ["".join(one.get("text") or one.get("delta", {}).get("content") or "" for one in deltas)]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "form"),
+    [
+        ("/v1/chat/completions", {"json_schema": ENUM}, SAID),
+        ("/v1/chat/completions", {"format": "json"}, r"(?s)\s*[{].*"),
+        ("/v1/chat/completions", {"regex": CHOSEN}, CHOSEN),
+        ("/v1/completions", {"grammar": 'root ::= "ab" | "b."'}, CHOSEN),
+        ("/v1/completions", {"response_format": {"type": "json_schema", "schema": ENUM}}, SAID),
+        # The prompt does not have the form.
+        ("/v1/completions", {"echo": True, "json_schema": ENUM}, f"hi({SAID})"),
+    ],
+)
+def test_forms(server: Running, path: str, fields: Any, form: str) -> None:
+    pytest.importorskip("llguidance")
+    for stream in (False, True):
+        body = {**BODIES[path], **fields, "max_tokens": 16, "stream": stream}
+        status, got, headers = server.request("POST", path, body)
+        assert status == 200, got
+        (text,) = texts_of(got)
+        assert re.fullmatch(form, text), text
+        assert not any("schema" in name for name in headers)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_loosened_schema(server: Running, stream: bool) -> None:
+    pytest.importorskip("llguidance")
+    schema = {"enum": ["ab", "b"], "pattern": "^(?=a)ab", "not": {"const": int(stream)}}
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
+    status, _, headers = server.chat("hi", response_format=wanted, max_tokens=20, stream=stream)
+    assert status == 200
+    assert not any("schema" in name for name in headers)
+    told = [line for line in server.notes if "a schema is followed without" in line]
+    assert "pattern" in told[-1]
+    assert "not" in told[-1].split("without", 1)[1]
+
+
+def test_what_does_not_bind_a_forced_call(tmp_path: Path) -> None:
+    """The template writes arguments as text in tags, and a grammar cannot look into these."""
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 3}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    folder = write_tiny_model(tmp_path, template=TEMPLATES["GLM"], wide=WIDE)
+    with localrt.load(folder, draft="off") as model, serving(model) as running:
+        for stream in (False, True):
+            options = {"tools": tools, "tool_choice": "required", "max_tokens": 4, "stream": stream}
+            running.chat(**options)
+        assert any("followed without maxLength" in note for note in running.notes)
+
+
+@pytest.mark.llamacpp
+def test_llamacpp_engine(tmp_path: Path) -> None:
+    pytest.importorskip("llama_cpp", reason="needs the llamacpp extra")
+    from tests.loading.test_engine_choice import write_model
+
+    path = write_model(tmp_path / "m.gguf", "llama", "F32")
+    asked: dict[str, Any] = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
+    with localrt.load(path, engine="llamacpp", ctx=128) as model:
+        expected = model.generate("ab", raw=True, **asked)
+        with serving(model) as running, ThreadPoolExecutor(3) as threads:
+            asked = {"prompt": "ab", **asked}
+            given = ("POST", "/v1/completions", asked)
+            answers = [threads.submit(running.request, *given) for _ in range(3)]
+        texts = [one.result()[1]["choices"][0]["text"] for one in answers]
+    assert texts == [expected.text] * 3

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import base64
-import http.client
 import json
-import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +20,10 @@ from localrt.server.models import OneModel
 from localrt.server.options import ServeOptions
 from localrt.server.service import Service
 from localrt.service.live import LiveModel
-from tests.conftest import needs_signals, write_tiny_model
+from tests.conftest import write_tiny_model
 from tests.documents.samples import pdf
 from tests.inside import engine_of
-from tests.server.conftest import WITH_TOOLS, Running, command, connected, serving, status_of
+from tests.server.conftest import WIDE, WITH_TOOLS, Running, serving
 from tests.server.dialects import BODIES, HI, SIGNS
 from tests.waits import wait_for
 
@@ -100,8 +94,16 @@ def test_long_prompts_delay_no_short_ones(
         assert {one.result()[0] for one in long} == {status}
 
 
-@pytest.mark.parametrize("path", BODIES)
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "stream"),
+    [
+        ("/v1/chat/completions", False),
+        ("/v1/chat/completions", True),
+        ("/v1/responses", True),
+        ("/v1/messages", False),
+        ("/api/generate", True),
+    ],
+)
 def test_client_disconnects(slow: None, server: Running, path: str, stream: bool) -> None:
     lines = len(server.log)
     most = {"max_tokens": 400, "max_output_tokens": 400, "options": {"num_predict": 400}}
@@ -283,86 +285,6 @@ def test_stop_after_drain(slow: None, model: Any, stream: bool) -> None:
     assert (b" 200 " in received) is stream
 
 
-# -- the command -----------------------------------------------------------------------------------
-
-
-@needs_signals
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_serve_until_signal(tiny_folder: Path, number: int) -> None:
-    few = ("--name", "me", "--max-tokens", "4")
-    with command(tiny_folder, *few, LOCALRT_API_KEY="k") as (process, port):
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
-        connection.request(
-            "POST",
-            "/v1/chat/completions",
-            json.dumps({"model": "me", "messages": HI, "ignore_eos": True}),
-            {"Authorization": "Bearer k"},
-        )
-        answer = json.loads(connection.getresponse().read())
-        connection.close()
-        assert answer["usage"]["completion_tokens"] == 4
-        process.send_signal(number)
-        out, error = process.communicate(timeout=120)
-    assert process.returncode == 0, error
-    assert error == ""
-    (line,) = map(json.loads, out.splitlines())
-    assert (line["event"], line["status"], line["path"]) == ("request", 200, "/v1/chat/completions")
-
-
-@needs_signals
-def test_second_signal(tiny_folder: Path) -> None:
-    expecting = (
-        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
-        b"Expect: 100-continue\r\nContent-Length: 9\r\n\r\n"
-    )
-    with (
-        command(tiny_folder, "--drain", "60") as (process, port),
-        connected(port, expecting) as raw,
-    ):
-        assert b" 100 " in raw.recv(1000)  # it is inside, and waits for what does not come
-        process.send_signal(signal.SIGINT)
-        wait_for(lambda: status_of(port, "/health") == 503)
-        assert status_of(port, "/v1/models") == 503
-        assert process.poll() is None
-        process.send_signal(signal.SIGINT)
-        assert process.wait(120) == 0
-        with suppress(ConnectionError):
-            assert b" 408 " not in raw.recv(1000)  # nor had the request's own time run out
-        said = "".join(process.communicate())
-        assert "answers are finishing: Ctrl+C again ends them" in said
-
-
-def failed(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "localrt", "serve", *args],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "LOCALRT_OFFLINE": "1", **environment},
-    )
-
-
-def test_port_in_use(tiny_folder: Path, server: Running) -> None:
-    result = failed(str(tiny_folder), "--port", str(server.port))
-    assert result.returncode == 1
-    assert result.stderr.count("\n") == 1
-    assert "in use" in result.stderr
-    for args in (["--port", "99999"], ["--max-body", "lots"], ["--top-p", "7"]):
-        result = failed(str(tiny_folder), *args)
-        assert result.returncode == 2, result.stderr
-        assert result.stderr.count("\n") == 1
-
-
-@needs_signals
-def test_open_address_warning(tiny_folder: Path) -> None:
-    with command(tiny_folder, "--host", "0.0.0.0", "--quiet") as (process, _):
-        process.send_signal(signal.SIGTERM)
-        _, error = process.communicate(timeout=120)
-    assert process.returncode == 0
-    assert error.count("\n") == 1
-    assert "LOCALRT_API_KEY" in error
-
-
 def test_notes_once(model: localrt.Model) -> None:
     notes: list[str] = []
     service = Service(OneModel(model, ServeOptions()), ServeOptions(), notes.append)
@@ -379,7 +301,7 @@ def test_restart_reads_nothing_again(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("LOCALRT_KV_DISK")
     folder = tmp_path / "tiny"
     folder.mkdir()
-    write_tiny_model(folder, template=WITH_TOOLS)
+    write_tiny_model(folder, template=WITH_TOOLS, wide=WIDE)
     cached = []
     for _ in range(2):
         with localrt.load(folder, draft="off") as model, serving(model) as running:

@@ -9,7 +9,6 @@ import json
 import textwrap
 import tracemalloc
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,10 +22,9 @@ from localrt.server import media
 from localrt.server.openai.calls import chat_call
 from localrt.server.options import ServeOptions
 from localrt.server.pool import LocalFile, ModelPool
-from tests.documents.samples import NOTEBOOK, WORD, pdf
 from tests.documents.samples import RED as RED_PAGE
-from tests.models.vision.tiny import qwen_folder
-from tests.picture_files import READ, REFUSED
+from tests.documents.samples import WORD, pdf
+from tests.picture_files import READ
 from tests.server.conftest import Running, serving
 from tests.server.dialects import BODIES, DIALECTS, Question, data_uri
 
@@ -37,7 +35,6 @@ def png(colour: str = "red") -> bytes:
     return made.getvalue()
 
 
-LOCKED = (Path(__file__).parent.parent / "data" / "locked.pdf").read_bytes()
 RED, BLUE = png("red"), png("blue")
 RED64, BLUE64 = (base64.b64encode(each).decode() for each in (RED, BLUE))
 
@@ -104,6 +101,8 @@ def test_document(server: Running, name: str) -> None:
 @pytest.fixture(scope="module")
 def seer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A tiny random model that sees, after one that does not."""
+    from tests.models.vision.tiny import qwen_folder
+
     folder = qwen_folder(tmp_path_factory.mktemp("seer") / "qwen")
     with localrt.load(folder, draft="off", ctx=2048) as model:
         model.defaults.update(max_tokens=6, ignore_eos=True)
@@ -118,17 +117,17 @@ def noise(seed: int) -> bytes:
     return made.getvalue()
 
 
-@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_model_that_sees(seer: Running, dialect: str, stream: bool) -> None:
+def test_model_that_sees(seer: Running, dialect: str) -> None:
     pictures = noise(1), noise(2)
-    question = Question("what is this", pictures=pictures, most=6, stream=stream)
-    answer = DIALECTS[dialect](seer.url, seer.name, question)
+    asked: dict[str, Any] = {"text": "what is this", "pictures": pictures, "most": 6}
     expected = seer.model.generate(
         "what is this", images=list(pictures), temperature=0, max_tokens=6
     )
-    assert (answer.text, answer.tokens) == (expected.text, 6)
-    assert answer.prompt_tokens == expected.metrics.prompt_tokens > 20
+    for stream in (False, True):
+        answer = DIALECTS[dialect](seer.url, seer.name, Question(stream=stream, **asked))
+        assert (answer.text, answer.tokens) == (expected.text, 6)
+        assert answer.prompt_tokens == expected.metrics.prompt_tokens > 20
 
 
 def test_picture_in_a_result(seer: Running) -> None:
@@ -164,26 +163,22 @@ def test_tokens_of_pictures(seer: Running, asked: tuple[str, Any], field: str) -
     assert got[field] == usage["input_tokens"] + usage["cache_read_input_tokens"]
 
 
-@pytest.mark.parametrize(
-    ("picture", "why"),
-    [
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_bytes_that_are_no_picture(seer: Running, dialect: str) -> None:
+    for picture, why in (
         (b"GIF of nothing", "not a PNG, JPEG, WebP or GIF"),
         (noise(6)[:2000], "damaged"),
         (b"", "picture 1 is empty"),
-        *(REFUSED[kind] for kind in ("HEIC", "bomb", "bad pixels")),
-    ],
-)
-@pytest.mark.parametrize("dialect", DIALECTS)
-def test_bytes_that_are_no_picture(seer: Running, dialect: str, picture: bytes, why: str) -> None:
-    with pytest.raises(Exception, match=why) as caught:
-        DIALECTS[dialect](seer.url, seer.name, Question(pictures=(picture,)))
-    assert getattr(caught.value, "status_code", 400) == 400
+    ):
+        with pytest.raises(Exception, match=why) as caught:
+            DIALECTS[dialect](seer.url, seer.name, Question(pictures=(picture,)))
+        assert getattr(caught.value, "status_code", 400) == 400
 
 
-@pytest.mark.parametrize("kind", READ)
-def test_files_of_pictures(seer: Running, kind: str) -> None:
-    status, got, _ = ask(seer, in_chat(source_of(READ[kind][0])))
-    assert status == 200, got
+def test_files_of_pictures(seer: Running) -> None:
+    for kind in ("animated GIF", "CMYK"):
+        status, got, _ = ask(seer, in_chat(source_of(READ[kind][0])))
+        assert status == 200, got
 
 
 def test_what_is_told_of_a_model(seer: Running, server: Running) -> None:
@@ -198,9 +193,6 @@ def test_what_is_told_of_a_model(seer: Running, server: Running) -> None:
         costs = {key: value for key, value in shown["model_info"].items() if ".vision." in key}
         assert len(costs) == (2 if sees else 0)
         assert all(value > 0 for value in costs.values())
-
-
-def test_loaded_model_knows_whether_it_sees(seer: Running) -> None:
     (served,) = seer.service.models.at_work()
     served.sees = False  # as on a device where it cannot
     try:
@@ -307,10 +299,7 @@ def ask(server: Running, asked: tuple[str, Any], **fields: Any) -> tuple[int, An
     ("asked", "expected"),
     [
         (in_chat({"type": "image_url", "image_url": data_uri(RED64)}), [("image", RED)]),
-        (
-            in_chat({"type": "image_url", "image_url": {"url": data_uri(RED64), "detail": "low"}}),
-            [("image", RED)],
-        ),
+        (in_chat(image_url(RED64)), [("image", RED)]),
         (  # The bytes count, not what is said about them.
             in_chat({"type": "image_url", "image_url": f"DATA:text/html;x=y;Base64,{RED64}"}),
             [("image", RED)],
@@ -322,7 +311,6 @@ def ask(server: Running, asked: tuple[str, Any], **fields: Any) -> tuple[int, An
         (in_chat({"type": "image", "data": RED64, "mimeType": "image/png"}), [("image", RED)]),
         (in_responses({"type": "input_image", "image_url": data_uri(RED64)}), [("image", RED)]),
         (in_messages(source(RED64)), [("image", RED)]),
-        (in_messages(source(RED64, media_type="image/jpeg")), [("image", RED)]),
         (in_messages(source("\n".join(textwrap.wrap(RED64, 76)) + "\r\n")), [("image", RED)]),
         (
             (
@@ -347,29 +335,9 @@ def ask(server: Running, asked: tuple[str, Any], **fields: Any) -> tuple[int, An
             ),
             [("image", RED)],
         ),
-        (
-            (
-                "/v1/responses",
-                {
-                    "input": [
-                        {"type": "computer_call", "call_id": "c", "action": {"type": "screenshot"}},
-                        {
-                            "type": "computer_call_output",
-                            "call_id": "c",
-                            "output": {
-                                "type": "computer_screenshot",
-                                "image_url": data_uri(RED64),
-                            },
-                        },
-                    ]
-                },
-            ),
-            [("image", RED)],
-        ),
         (in_ollama(RED64, BLUE64), [("image", RED), ("image", BLUE), ("text", "hi")]),
         (in_ollama(data_uri(RED64)), [("image", RED), ("text", "hi")]),
         (in_generate(RED64), [("image", RED), ("text", "hi")]),
-        (in_generate(RED64, prompt=""), [("image", RED)]),
     ],
 )
 def test_forms(seeing: Any, asked: tuple[str, Any], expected: Any) -> None:
@@ -400,12 +368,8 @@ def test_pages_without_text(seeing: Any, asked: tuple[str, Any]) -> None:
     ("part", "text"),
     [
         (file(base64.b64encode(WORD).decode(), "a.docx"), "a.docx:\n```\n## Plan\n\nFish & chips"),
-        (file(base64.b64encode(NOTEBOOK).decode(), "a.ipynb"), "# Title\nWords"),
-        (file(base64.b64encode(b"<p>a</p>b").decode(), "a.html"), "a.html:\n```\na\n\nb\n```"),
         (document(PDF64, title=None), "the document:\n```\n[page 1]\nOne"),
         (file("data:application/pdf;base64,JVBE"), "[document left out: r.pdf is not a PDF file"),
-        (document(base64.b64encode(LOCKED).decode()), "left out: r.pdf is locked by a password"),
-        (file(base64.b64encode(b"PK").decode(), "a.docx"), "left out: a.docx cannot be read"),
     ],
 )
 def test_kinds_of_documents(seeing: Any, part: Any, text: str) -> None:
@@ -487,18 +451,14 @@ def test_bytes_are_held_once(seeing: Any) -> None:
 URL = "http://127.0.0.1/a.png"
 REFUSED: list[tuple[tuple[str, Any], str]] = [
     (in_chat({"type": "image_url", "image_url": data_uri("!!!")}), "picture 1 is not valid base64"),
-    (in_chat({"type": "image_url", "image_url": data_uri("AAA")}), "picture 1 is not valid base64"),
     (in_chat({"type": "image_url", "image_url": data_uri("\u00e9")}), "is not valid base64"),
     (in_chat({"type": "image_url", "image_url": data_uri("")}), "picture 1 is empty"),
     (in_chat({"type": "image_url", "image_url": "data:image/png,abc"}), "must be in base64"),
-    (in_chat({"type": "image_url", "image_url": "data:image/png;base64"}), "must be in base64"),
     (in_chat({"type": "image_url"}), "picture 1 must be in base64"),
     (in_chat({"type": "image_url", "image_url": {"url": 3}}), "must be in base64"),
     (in_chat({"type": "image_url", "image_url": {"url": URL}}), "data: URL"),
     (in_chat({"type": "image_url", "image_url": "/etc/passwd"}), "must be in base64"),
     (in_chat({"type": "image_url", "image_url": RED64}), "must be in base64"),
-    (in_chat({"type": "image_url", "image_url": "ftp://a/b.png"}), "must be in base64"),
-    (in_chat({"type": "image", "image": "/etc/passwd"}), "must be in base64"),
     (
         in_chat(*[{"type": "image_url", "image_url": data_uri(RED64)}] * 65),
         "the request has 65 pictures: the most is 64",
@@ -508,7 +468,6 @@ REFUSED: list[tuple[tuple[str, Any], str]] = [
     (in_responses({"type": "input_image", "file_id": "file-1"}), "picture 1 is a file_id"),
     (in_responses({"type": "input_image", "image_url": URL}), "data: URL"),
     (in_messages(source(RED64), source("@@")), "picture 2 is not valid base64"),
-    (in_messages(source("")), "picture 1 is empty"),
     (in_messages(source(None, type="url", url=URL)), "data: URL"),
     (in_messages(source(None, type="file", file_id="f")), "picture 1 is a file_id"),
     (in_ollama("@@"), "picture 1 is not valid base64"),
@@ -520,15 +479,15 @@ REFUSED: list[tuple[tuple[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("asked", "why"), REFUSED)
-def test_refused(seeing: Any, asked: tuple[str, Any], why: str, stream: bool) -> None:
+def test_refused(seeing: Any, asked: tuple[str, Any], why: str) -> None:
     server, prompts = seeing
-    status, got, _ = ask(server, asked, stream=stream)
-    assert status == 400, got
-    message = got["error"] if asked[0].startswith("/api/") else got["error"]["message"]
-    assert why in message
-    assert "\n" not in message
+    for stream in (False, True):
+        status, got, _ = ask(server, asked, stream=stream)
+        assert status == 400, got
+        message = got["error"] if asked[0].startswith("/api/") else got["error"]["message"]
+        assert why in message
+        assert "\n" not in message
     assert not prompts
 
 

@@ -1,27 +1,30 @@
-"""The chat page in a browser without a window, and everything that it asks for."""
+"""The chat page in a browser without a window: conversations, files, options, calls of tools."""
 
 from __future__ import annotations
 
 import base64
+import json
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import localrt
-from localrt import History
+from localrt import History, Turn
+from localrt.mcp.servers import ToolServers
 from tests.documents.samples import pdf
-from tests.server.conftest import Running, needs_kernels, serving
-from tests.server.scripted import Script, file, script, talker, talking, write_long
+from tests.server.conftest import Running, Script, needs_kernels, serving, write_long
 from tests.server.test_conversations import picture
+from tests.waits import wait_for
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 
 pytestmark = [needs_kernels, pytest.mark.timeout(300)]
-__all__ = ["file", "script", "talker", "talking"]  # fixtures
 
 PHONE, PLAIN = {"width": 390, "height": 800}, {"width": 1100, "height": 800}
 
@@ -67,8 +70,10 @@ def visit(browser: Any, talking: Running) -> Iterator[Callable[..., Any]]:
 
 
 def send(page: Any, text: str) -> None:
+    """Send a message; the page then follows the answer to it."""
     page.get_by_label("Message", exact=True).last.fill(text)
     page.keyboard.press("Enter")
+    expect(page.locator("#send")).to_be_enabled()
 
 
 def answer(page: Any) -> Any:
@@ -76,8 +81,8 @@ def answer(page: Any) -> Any:
 
 
 def ended(page: Any) -> Any:
-    """The last answer, once it has ended."""
-    page.locator("article.assistant:not([aria-busy]) .bar button").last.wait_for()
+    """The last answer, once the page follows none."""
+    expect(page.locator("#stop")).to_be_hidden()
     return answer(page)
 
 
@@ -95,9 +100,14 @@ def conversation(file: Path, *turns: str, **facts: Any) -> str:
         return f"/#{kept.id}"
 
 
-def turns_in(file: Path) -> list[str]:
+def turns(file: Path) -> list[Turn]:
+    """The turns of the newest conversation."""
     with History(file) as history:
-        return [turn.content for turn in history.open(history.list()[0].id).turns]
+        return list(history.open(history.list()[0].id).turns)
+
+
+def turns_in(file: Path) -> list[str]:
+    return [turn.content for turn in turns(file)]
 
 
 def test_message(visit: Any, script: Script, file: Path) -> None:
@@ -150,6 +160,7 @@ def test_reload_in_the_middle(visit: Any, script: Script) -> None:
     expect(ended(page).locator(".body")).to_have_text("Before. After.")
 
 
+@pytest.mark.slow
 def test_two_tabs_and_the_terminal(visit: Any, script: Script, file: Path) -> None:
     script.say("Before. After.")
     path = conversation(file, "Hi", "Hello.")
@@ -172,6 +183,26 @@ def test_two_tabs_and_the_terminal(visit: Any, script: Script, file: Path) -> No
     expect(ended(other).locator(".body")).to_have_text("Half. Whole.")
 
 
+@pytest.mark.slow
+def test_news_hide_no_message_sent_meanwhile(visit: Any, script: Script, file: Path) -> None:
+    path = conversation(file, "Hi", "Hello.")
+    page = visit(path)
+    expect(answer(page)).to_contain_text("Hello.")
+    held: list[Any] = []
+    page.route("**/items?*", lambda one: one.continue_() if held else held.append(one))
+    with History(file) as history:
+        history.open(path.rpartition("#")[2]).add("user", "From elsewhere")
+    wait_for(lambda: bool(page.wait_for_timeout(20) or held))  # the page looks for news
+    before = held[0].fetch()
+    send(page, "Go")
+    ended(page)
+    with page.expect_response("**/items?*"):
+        held[0].fulfill(response=before)
+    page.evaluate("new Promise((done) => setTimeout(done, 50))")
+    assert "Go" in page.locator("article.user").last.inner_text()
+
+
+@pytest.mark.slow
 def test_long_conversation_shows_its_last_part(visit: Any, file: Path) -> None:
     id = write_long(file, [f"turn {number}" for number in range(2000)])
     page = visit(f"/#{id}")
@@ -204,6 +235,7 @@ def test_markup_does_not_run(visit: Any, script: Script, file: Path) -> None:
         page.locator("article.assistant").nth(1).wait_for()
 
 
+@pytest.mark.slow
 def test_emoji_cut_in_half(visit: Any, script: Script, file: Path) -> None:
     script.say("So 👍🏽 it is")
     script.hold(5)  # in the middle of the hand
@@ -216,6 +248,7 @@ def test_emoji_cut_in_half(visit: Any, script: Script, file: Path) -> None:
     assert turns_in(file) == ["half: �", "So 👍🏽 it is"]
 
 
+@pytest.mark.slow
 def test_forty_pixels(visit: Any, script: Script) -> None:
     script.say("A `very_long_name_without_any_space` here\n\n```\n" + "x" * 200 + "\n```\n")
     page = visit(viewport={"width": 40, "height": 300})
@@ -256,6 +289,7 @@ def test_edit_again_and_branches(visit: Any, script: Script, file: Path) -> None
     assert turns_in(file) == ["One", "First."]
 
 
+@pytest.mark.slow
 def test_documents(visit: Any, tmp_path: Path) -> None:
     (tmp_path / "plan.pdf").write_bytes(pdf("Fish on Friday.", "Rice."))
     page = visit()
@@ -314,6 +348,7 @@ def test_pictures_and_files(visit: Any, file: Path, tmp_path: Path) -> None:
     expect(page.get_by_label("Message", exact=True).last).to_have_value("Look 👍")
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_see(visit: Any, file: Path, tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(picture())
     page = visit()
@@ -330,6 +365,7 @@ def test_a_model_that_cannot_see(visit: Any, file: Path, tmp_path: Path) -> None
     expect(ended(page)).to_contain_text("Hello there.")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [PLAIN, PHONE], ids=["wide", "phone"])
 def test_tables(visit: Any, script: Script, size: Any) -> None:
     row = "| Electroencephalography | a device for measuring | 1,234,567.89 | 12 |\n"
@@ -409,20 +445,10 @@ def test_search(visit: Any, file: Path) -> None:
     expect(answer(page)).to_contain_text("A river.")
 
 
-def test_key_is_asked_for(visit: Any, talker: localrt.Model) -> None:
-    with serving(talker, history=":memory:", api_key="secret") as running:
-        page = visit(running=running)
-        page.get_by_label("API key").fill("wrong")
-        page.keyboard.press("Enter")
-        expect(page.get_by_label("API key")).to_be_visible()
-        page.get_by_label("API key").fill("secret")
-        page.keyboard.press("Enter")
-        expect(page.get_by_label("Model")).to_contain_text("talker")
-        expect(page.get_by_role("alert").first).to_be_hidden()
-
-
-@pytest.mark.parametrize("path", ["/llm/", "/llm", "/a/b/"])
-def test_behind_a_reverse_proxy(
+@pytest.mark.parametrize(
+    "path", ["/llm", *(pytest.param(path, marks=pytest.mark.slow) for path in ("/llm/", "/a/b/"))]
+)
+def test_behind_a_reverse_proxy_with_a_key(
     visit: Any, talker: localrt.Model, script: Script, tmp_path: Path, path: str
 ) -> None:
     script.say("A river.")
@@ -431,9 +457,12 @@ def test_behind_a_reverse_proxy(
     below = path.rstrip("/")
     with serving(talker, history=":memory:", api_key="secret", below=below) as running:
         page = visit(path, running=running)
-        page.get_by_label("API key").fill("secret")
-        page.keyboard.press("Enter")
+        for key in ("wrong", "secret"):
+            page.get_by_label("API key").fill(key)
+            page.keyboard.press("Enter")
+            expect(page.get_by_label("API key")).to_be_visible(visible=key == "wrong")
         expect(page.get_by_label("Model")).to_contain_text("talker")
+        expect(page.get_by_role("alert").first).to_be_hidden()
         page.locator("#files").set_input_files([note])
         expect(page.locator("#chips li")).to_contain_text("note.html")
         send(page, "What is the Elbe?")
@@ -443,17 +472,34 @@ def test_behind_a_reverse_proxy(
         assert page.evaluate("Object.keys(localStorage)")[0].startswith(f"localrt{below}.")
 
 
+@pytest.mark.slow
 def test_conversations_that_are_off(visit: Any, talker: localrt.Model) -> None:
     with serving(talker, host="0.0.0.0", history=":memory:") as running:
         page = visit(running=running)
         expect(page.get_by_role("alert").first).to_contain_text("localrt serve --conversations")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("size", [PLAIN, PHONE], ids=["wide", "phone"])
-def test_axe_finds_nothing(visit: Any, script: Script, file: Path, scheme: str, size: Any) -> None:
-    """Labels, roles, contrast and focus, as axe-core checks them."""
+def axe_violations(page: Any) -> list[Any]:
+    """What breaks labels, roles, contrast and focus, as axe-core checks them."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe-core")
+    ending = "(one) => Number.isFinite(one.effect.getComputedTiming().endTime)"
+    moves = f"document.getAnimations().filter({ending}).map((one) => one.finished)"
+    page.evaluate(f"Promise.all({moves}).then(() => 0)")
+    found = axe.Axe().run(page).response["violations"]
+    return [(one["id"], [node["html"] for node in one["nodes"]]) for one in found]
+
+
+@pytest.mark.parametrize(
+    ("size", "scheme"),
+    [
+        (PHONE, "light"),
+        pytest.param(PHONE, "dark", marks=pytest.mark.slow),
+        pytest.param(PLAIN, "light", marks=pytest.mark.slow),
+        pytest.param(PLAIN, "dark", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_axe_finds_nothing(visit: Any, script: Script, file: Path, size: Any, scheme: str) -> None:
     text = "# A\n\n[b](https://c.example) `d`\n\n```py\ne\n```\n\n> f\n\n| g |\n| - |\n| h |\n"
     with History(file) as history:
         kept = history.new(model="tiny")
@@ -463,19 +509,13 @@ def test_axe_finds_nothing(visit: Any, script: Script, file: Path, scheme: str, 
         kept.add("assistant", "m", info={"error": "n"})
     page = visit(f"/#{kept.id}", viewport=size, color_scheme=scheme)
     expect(page.locator("article")).to_have_count(4)
-
-    def check() -> None:
-        page.wait_for_timeout(250)  # colours and the list move
-        found = axe.Axe().run(page).response["violations"]
-        assert [(one["id"], [node["html"] for node in one["nodes"]]) for one in found] == []
-
-    check()
+    assert axe_violations(page) == []
     if size is PHONE:
         page.get_by_role("button", name="Show conversations").click()
-        check()
+        assert axe_violations(page) == []
         page.keyboard.press("Escape")
     page.get_by_role("button", name="Options").click()
-    check()
+    assert axe_violations(page) == []
 
 
 def test_keyboard_alone(visit: Any, script: Script, file: Path) -> None:
@@ -497,3 +537,218 @@ def test_keyboard_alone(visit: Any, script: Script, file: Path) -> None:
     expect(page.get_by_role("dialog")).to_be_visible()
     page.keyboard.press("Escape")
     expect(page.get_by_role("button", name="Options")).to_be_focused()
+
+
+# -- calls of tools: shown, allowed or not by the user, run by the server --------------------------
+
+TOOLS_SERVER = Path(__file__).parent.parent / "mcp" / "server.py"
+LEFT = ["read.file", "fail", "picture", "end"]  # the tiny model's context is short
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("settings")
+    command, args = json.dumps(sys.executable), json.dumps([str(TOOLS_SERVER)])
+    server = f"command = {command}\nargs = {args}\ndeny = {LEFT}"
+    (folder / "config.toml").write_text(f"[mcp.servers.tests]\n{server}\n", "utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tools_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("history") / "history.db"
+
+
+@pytest.fixture(scope="module")
+def with_tools(talker: localrt.Model, settings: Path, tools_file: Path) -> Iterator[Running]:
+    """A server with the tools of an MCP server, which starts once."""
+    with serving(talker, name="tiny", history=tools_file, config_dir=settings) as running:
+        yield running
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The arguments of all calls that reach a tool's server."""
+    found: list[dict[str, Any]] = []
+    call = ToolServers.call
+
+    def counted(self: ToolServers, tool: Any, arguments: Any, *, most: int) -> Future[Any]:
+        found.append(dict(arguments))
+        return call(self, tool, arguments, most=most)
+
+    monkeypatch.setattr(ToolServers, "call", counted)
+    return found
+
+
+def call_of(name: str, **arguments: Any) -> str:
+    text = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+    return f"<tool_call>\n{text}\n</tool_call>"
+
+
+def ask(page: Any, script: Script, *calls: str) -> Any:
+    """Have the model make calls; return the first that waits. The answer after them is fixed."""
+    expect(page.locator("#tools-list")).to_contain_text("tests: ready")
+    script.say("Let me see. " + "\n".join(calls))
+    send(page, "Go")
+    question = page.locator("article.asked")
+    expect(question.get_by_role("button")).to_have_count(3)
+    script.say("So it is.")
+    return question
+
+
+def test_allowed_by_keyboard(
+    visit: Any, with_tools: Running, script: Script, tools_file: Path, made: Any
+) -> None:
+    page = visit(running=with_tools)
+    question = ask(page, script, call_of("add", a=2, b=3))
+    expect(page.get_by_role("status")).to_contain_text("wants to run tests.add")
+    page.reload()
+    expect(page.get_by_role("button", name="Stop")).to_be_visible()
+    expect(question).to_contain_text("The model wants to run tests.add")
+    expect(question.locator("pre")).to_have_text('{\n  "a": 2,\n  "b": 3\n}')
+    assert made == []
+    names = ["Allow once", "Always in this chat", "Deny"]
+    for name in names:
+        expect(question.get_by_role("button", name=f"{name}: tests.add")).to_be_visible()
+    question.locator("pre").focus()
+    page.keyboard.press("Tab")
+    expect(question.get_by_role("button", name="Allow once")).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(answer(page).locator(".body")).to_have_text("So it is.")
+    ended(page)
+    assert made == [{"a": 2, "b": 3}]
+    page.get_by_text('tests.add {"a": 2, "b": 3}').click()
+    expect(page.locator("details.call > div")).to_have_text("5")
+    asked, called, result, last = turns(tools_file)
+    (call,) = called.info["tool_calls"]
+    assert (called.content, last.content) == ("Let me see.", "So it is.")
+    assert [asked.role, result.role, last.role] == ["user", "tool", "assistant"]
+    facts = {"tool_call_id": call["id"], "title": "tests.add", "ending": "done"}
+    assert result.content == "5"
+    assert {name: result.info[name] for name in facts} == facts
+
+
+@pytest.mark.slow
+def test_always_in_this_chat(visit: Any, with_tools: Running, script: Script, made: Any) -> None:
+    page = visit(running=with_tools)
+    question = ask(page, script, call_of("add", a=1, b=1), call_of("add", a=2, b=2))
+    question.get_by_role("button", name="Always in this chat").click()
+    expect(ended(page).locator(".body")).to_have_text("So it is.")
+    assert made == [{"a": 1, "b": 1}, {"a": 2, "b": 2}]
+    page.get_by_role("button", name="Options").click()
+    page.get_by_text("Tools of your MCP servers").click()
+    expect(page.get_by_text("add (allowed in this conversation)")).to_be_visible()
+    page.keyboard.press("Escape")
+    page.get_by_role("button", name="New chat").click()
+    ask(page, script, call_of("add", a=3, b=3))
+    page.get_by_role("button", name="Options").click()
+    expect(page.get_by_text("add (asks): Add two numbers.")).to_be_visible()
+    assert len(made) == 2
+
+
+@pytest.mark.parametrize(
+    "before", [pytest.param(True, marks=pytest.mark.slow), False], ids=["new", "begun"]
+)
+def test_tools_can_be_switched_off(
+    visit: Any, with_tools: Running, script: Script, tools_file: Path, made: Any, before: bool
+) -> None:
+    """For a chat, before it begins or later, and on again."""
+    page = visit(running=with_tools)
+    if not before:
+        script.say("Hello.")
+        send(page, "Hi")
+        expect(ended(page).locator(".body")).to_have_text("Hello.")
+    expect(page.locator("#tools-list")).to_contain_text("tests: ready")
+    switch = page.get_by_role("checkbox", name="Use tools")
+
+    def set_switch(checked: bool) -> None:
+        page.get_by_role("button", name="Options").click()
+        expect(switch).to_be_checked(checked=not checked)
+        switch.focus()
+        page.keyboard.press("Space")
+        page.keyboard.press("Enter")
+        expect(switch).to_be_hidden()
+
+    set_switch(False)
+    call = call_of("add", a=2, b=3)
+    script.say(call)
+    send(page, "Go")
+    expect(ended(page).locator(".body")).to_contain_text('"name": "add"')
+    *_, last = turns(tools_file)
+    assert (last.content, last.info.get("tool_calls"), made) == (call, None, [])
+    page.reload()
+    set_switch(True)
+    ask(page, script, call).get_by_role("button", name="Allow once").click()
+    expect(answer(page).locator(".body")).to_have_text("So it is.")
+    ended(page)
+    assert made == [{"a": 2, "b": 3}]
+
+
+@pytest.mark.parametrize(
+    "allowed", [pytest.param(False, marks=pytest.mark.slow), True], ids=["question", "run"]
+)
+def test_stop_ends_it(
+    visit: Any, with_tools: Running, script: Script, tools_file: Path, made: Any, allowed: bool
+) -> None:
+    page = visit(running=with_tools)
+    question = ask(page, script, call_of("sleep", seconds=600), call_of("add", a=1, b=1))
+    if allowed:
+        question.get_by_role("button", name="Allow once").click()
+        expect(question).to_contain_text("tests.sleep runs")
+    page.keyboard.press("Escape")
+    expect(page.get_by_text('tests.sleep {"seconds": 600} (stopped)')).to_be_visible()
+    expect(page.get_by_text('tests.add {"a": 1, "b": 1} (stopped)')).to_be_visible()
+    expect(page.get_by_role("button", name="Send")).to_be_visible()
+    assert len(made) == allowed
+    assert [turn.role for turn in turns(tools_file)] == ["user", "assistant", "tool", "tool"]
+    send(page, "And now?")
+    expect(ended(page).locator(".body")).to_have_text("So it is.")
+
+
+def test_denied_markup_is_shown_as_text(
+    visit: Any, with_tools: Running, script: Script, tools_file: Path, made: Any
+) -> None:
+    hostile = "<img src=x onerror=alert(1)>\u202e</pre><script>alert(1)</script>"
+    page = visit(running=with_tools)
+    question = ask(page, script, call_of(hostile), call_of("add", a=hostile, b=1))
+    expect(page.get_by_text(f"{hostile} {{}} (failed)")).to_be_visible()
+    shown = hostile.replace("\u202e", "\\u202e")  # what turns a line around cannot hide
+    expect(question.locator("pre")).to_contain_text(shown)
+    assert page.locator("#log :is(script, img)").count() == 0
+    question.get_by_role("button", name="Deny").click()
+    expect(ended(page).locator(".body")).to_have_text("So it is.")
+    expect(page.get_by_text("(not allowed)")).to_be_visible()
+    assert page.locator("#log :is(script, img)").count() == 0
+    assert made == []
+    assert turns(tools_file)[3].content == "The user did not allow this call."
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_at_calls(
+    visit: Any, with_tools: Running, script: Script, scheme: str
+) -> None:
+    page = visit(running=with_tools, color_scheme=scheme)
+    question = ask(page, script, call_of("add", a="1\n" * 200, b=1), call_of("add", a=1, b=1))
+    expect(question.get_by_role("button", name="Deny")).to_be_in_viewport()
+    assert axe_violations(page) == []
+    page.get_by_role("button", name="Options").click()
+    page.get_by_text("Tools of your MCP servers").click()
+    assert axe_violations(page) == []
+
+
+def test_end_of_the_server_leaves_no_question(
+    talker: localrt.Model, script: Script, settings: Path, file: Path, made: Any
+) -> None:
+    with serving(talker, history=file, config_dir=settings) as running:
+        script.say(call_of("add", a=2, b=3))
+        _, about, _ = running.request("POST", "/v1/conversations", {})
+        path = f"/v1/conversations/{about['id']}"
+        running.request("POST", f"{path}/items", {"content": [{"text": "Go"}]})
+        _, item, _ = running.request("POST", f"{path}/answers", {"tools": True})
+        running.request("GET", f"{path}/answers/{item['id']}")  # ends with the answer
+        _, found, _ = running.request("GET", f"{path}/items")
+        call = found["data"][-1]
+        assert (call["role"], call["state"]) == ("tool", "writing")
+    *_, result = turns(file)
+    assert (result.state, result.info["ending"], made) == ("done", "stopped", [])

@@ -1,4 +1,4 @@
-"""Tokens, their texts, and documents by how well they answer, in the forms of several servers."""
+"""Endpoints on texts: tokens, scores, vectors, rankings and filling in the middle."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ from dataclasses import replace
 from threading import Event
 from typing import Any
 
+import numpy as np
 import pytest
 
 import localrt
+from localrt.evaluate import log_softmax
+from localrt.server.dialect import GenerationRequest
+from localrt.server.infill import InfillWriter, fim_call, infill_call
 from tests.inside import core_of
-from tests.server.conftest import Running, serving
-from tests.server.dialects import BODIES, COLOUR, HI, PAINT
+from tests.server.conftest import WIDE, Running, needs_kernels, serving
+from tests.server.dialects import BODIES, COLOUR, PAINT, events_in
 
-QUERY, DOCUMENTS = "What is the capital of France?", ["Paris.", "A cat sleeps.", "Berlin."]
+# -- tokens ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", ["/tokenize", "/v1/tokenize", "//tokenize/"])
 @pytest.mark.parametrize(
     ("fields", "special"),
     [
@@ -26,16 +29,18 @@ QUERY, DOCUMENTS = "What is the capital of France?", ["Paris.", "A cat sleeps.",
         ({"content": "hi there", "add_special": True}, True),
         ({"prompt": "hi there"}, True),  # vLLM
         ({"prompt": "hi there", "add_special_tokens": False}, False),
+        ({"messages": [{"role": "user", "content": "hi"}]}, True),
     ],
 )
-def test_tokenize(server: Running, path: str, fields: dict[str, Any], special: bool) -> None:
-    expected = server.model.tokenize("hi there", add_special=special)
-    status, got, _ = server.request("POST", path, {"model": "any", **fields})
+def test_tokenize(server: Running, fields: dict[str, Any], special: bool) -> None:
+    (given,) = (fields[name] for name in ("content", "prompt", "messages") if name in fields)
+    expected = server.model.tokenize(given, add_special=special)
+    status, got, _ = server.request("POST", "/tokenize", {"model": "any", **fields})
     assert (status, got["tokens"], got["count"]) == (200, expected, len(expected))
     assert got["max_model_len"] == server.model.info.ctx
 
 
-def test_tokenize_pieces(server: Running) -> None:
+def test_pieces_of_tokens(server: Running) -> None:
     ids = server.model.tokenize("hi", add_special=False)
     _, got, _ = server.request("POST", "/tokenize", {"content": "hi", "with_pieces": True})
     assert [one["id"] for one in got["tokens"]] == ids
@@ -48,14 +53,12 @@ def test_tokenize_pieces(server: Running) -> None:
 @pytest.mark.parametrize(
     ("path", "counting", "fields"),
     [
-        ("/v1/chat/completions", "/tokenize", {}),
         ("/v1/chat/completions", "/tokenize", {"tools": [{"type": "function", "function": PAINT}]}),
         ("/v1/responses", "/v1/responses/input_tokens", {"instructions": "Be brief."}),
-        ("/v1/messages", "/v1/messages/count_tokens", {"system": "Be brief."}),
         (
             "/v1/messages",
             "/v1/messages/count_tokens",
-            {"tools": [{"name": "paint", "input_schema": COLOUR}]},
+            {"system": "Be brief.", "tools": [{"name": "paint", "input_schema": COLOUR}]},
         ),
     ],
 )
@@ -69,12 +72,7 @@ def test_counted_tokens(server: Running, path: str, counting: str, fields: dict[
     assert read == (counted.get("count") or counted["input_tokens"])
 
 
-def test_tokenize_conversation(server: Running) -> None:
-    _, got, _ = server.request("POST", "/tokenize", {"messages": HI})
-    assert got["tokens"] == server.model.tokenize(HI)
-
-
-def test_tokenize_control_tokens(server: Running) -> None:
+def test_control_tokens(server: Running) -> None:
     tokenizer = server.model.tokenizer
     _, info, _ = server.request("GET", "/tokenizer_info")
     assert info["model_max_length"] == server.model.info.ctx
@@ -88,8 +86,7 @@ def test_tokenize_control_tokens(server: Running) -> None:
 
 
 WRITTEN = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-GREEDY = {"temperature": 0, "max_tokens": 4}
-RAW = {"raw": True, "stream": False, "options": {"temperature": 0, "num_predict": 4}}
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 4}
 
 
 @pytest.mark.parametrize(
@@ -99,7 +96,7 @@ RAW = {"raw": True, "stream": False, "options": {"temperature": 0, "num_predict"
         ("/v1/completions", "prompt", {**GREEDY, "echo": True, "logprobs": 1}),
         ("/v1/completions", "prompt", {"max_tokens": 0}),
         ("/v1/completions", "prompts", GREEDY),
-        ("/api/generate", "prompt", RAW),
+        ("/api/generate", "prompt", {"raw": True, "stream": False}),
         ("/v1/embeddings", "input", {}),
         ("/api/embed", "input", {}),
         ("library", "prompt", GREEDY),
@@ -139,7 +136,146 @@ def test_detokenize(server: Running) -> None:
     assert server.request("POST", "/detokenize", {"tokens": []})[1]["content"] == ""
 
 
-# -- documents -------------------------------------------------------------------------------------
+# -- scores ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+@pytest.mark.parametrize("form", ["ids", "texts"])
+def test_echo_with_log_probabilities(server: Running, form: str, max_tokens: int) -> None:
+    texts = ["hello there", "hi"] if form == "texts" else ["hello there"]
+    ids = [server.model.tokenize(text) for text in texts]
+    fields = {"echo": True, "logprobs": 1, "max_tokens": max_tokens, "temperature": 0, "seed": 1}
+    body = {**fields, "model": "any", "prompt": texts if form == "texts" else ids[0]}
+    status, got, _ = server.request("POST", "/v1/completions", body)
+    assert status == 200
+    assert [choice["index"] for choice in got["choices"]] == list(range(len(texts)))
+    for choice, text, tokens in zip(got["choices"], texts, ids, strict=True):
+        found = choice["logprobs"]
+        assert choice["text"].startswith(text)
+        assert choice["finish_reason"] == "length" or max_tokens
+        assert len(found["tokens"]) == len(found["top_logprobs"]) == len(tokens) + max_tokens
+        assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
+        rows = log_softmax(np.concatenate(list(server.model.logits(tokens[:-1]))))
+        expected = rows[np.arange(len(tokens) - 1), tokens[1:]].tolist()
+        assert found["token_logprobs"][1 : len(tokens)] == pytest.approx(expected, abs=1e-4)
+        assert all(len(top) == 1 for top in found["top_logprobs"][1:])
+        for token, offset in zip(found["tokens"], found["text_offset"], strict=True):
+            assert choice["text"][offset:].startswith(token.rstrip("\ufffd")) or not max_tokens
+    assert got["usage"]["prompt_tokens"] == sum(map(len, ids))
+    assert got["usage"]["completion_tokens"] in (0, max_tokens * len(texts))
+
+
+def test_streamed_echo(server: Running) -> None:
+    fields = {"prompt": "hi", "echo": True, "logprobs": 2, "max_tokens": 3, "temperature": 0}
+    _, whole, _ = server.request("POST", "/v1/completions", fields)
+    _, text, _ = server.request("POST", "/v1/completions", {**fields, "stream": True})
+    choices = [event["choices"][0] for event in events_in(text)]
+    (expected,) = whole["choices"]
+    assert "".join(choice["text"] for choice in choices) == expected["text"]
+    for name, values in expected["logprobs"].items():
+        assert [one for choice in choices for one in choice["logprobs"][name]] == values
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({}, ""),
+        ({"stream": True}, ""),
+        ({"echo": True, "n": 2}, "hi"),
+    ],
+)
+def test_max_tokens_zero(server: Running, fields: dict[str, Any], text: str) -> None:
+    body = {"prompt": "hi", "max_tokens": 0, **fields}
+    status, got, _ = server.request("POST", "/v1/completions", body)
+    assert status == 200
+    if fields.get("stream"):
+        got = events_in(got)[0]
+    assert {choice["text"] for choice in got["choices"]} == {text}
+    assert {choice["finish_reason"] for choice in got["choices"]} == {"length"}
+    assert len(got["choices"]) == fields.get("n", 1)
+
+
+def test_end_token_is_counted(server: Running) -> None:
+    """lm-eval takes one token away from each answer: one must be there, whatever it is."""
+    end = min(server.model.tokenizer.eos_ids)
+    bias = {"logit_bias": {str(end): 100}, "temperature": 0, "max_tokens": 1}
+    body = {"prompt": "hi", "echo": True, "logprobs": 1, **bias}
+    _, got, _ = server.request("POST", "/v1/completions", body)
+    (choice,) = got["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("hi", "stop")
+    assert len(choice["logprobs"]["tokens"]) == len(server.model.tokenize("hi")) + 1
+
+
+# -- vectors ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/api/embed"])
+@pytest.mark.parametrize(
+    ("given", "texts", "dimensions"),
+    [
+        ("hi", ["hi"], None),
+        ("hi", ["hi"], 8),
+        ([5, 6], [[5, 6]], 64),
+        ([[5, 6]], [[5, 6]], None),
+        (["", "a"], [" ", "a"], 8),
+        ([], [], None),
+    ],
+)
+def test_vectors(server: Running, path: str, given: Any, texts: Any, dimensions: Any) -> None:
+    body = {"model": "tiny", "input": given, "dimensions": dimensions}
+    status, got, _ = server.request("POST", path, body)
+    assert status == 200, got
+    found = [one["embedding"] for one in got["data"]] if "data" in got else got["embeddings"]
+    cut = [row[: dimensions or WIDE] for row in (server.model.embed(texts) if texts else ())]
+    expected = [pytest.approx((row / (row @ row) ** 0.5).tolist(), 1e-4) for row in cut]
+    assert found == expected
+
+
+@pytest.fixture(scope="module", params=["encoder", "ranker"])
+def encoding(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Running]:
+    """A server for an encoder of texts, which writes none."""
+    from tests.models.tiny_encoders import ENCODERS, RANKERS, save_encoder, word_pieces
+
+    folder = tmp_path_factory.mktemp(request.param)
+    save_encoder((ENCODERS if request.param == "encoder" else RANKERS)["bert"], folder)
+    word_pieces(folder)
+    with localrt.load(folder) as model, serving(model, name=request.param) as running:
+        yield running
+
+
+@pytest.mark.slow
+def test_encoder(encoding: Running) -> None:
+    texts, model = ["a quick fox", "x", "brown " * 10], encoding.model
+    asked = {"model": "any", "query": "quick", "documents": texts}
+    status, got, _ = encoding.request("POST", "/v1/rerank", asked)
+    if encoding.name == "ranker":
+        wanted = model.rank("quick", texts)
+        found = {one["index"]: one["relevance_score"] for one in got["results"]}
+        assert found == pytest.approx(dict(enumerate(wanted)), abs=1e-6)
+        assert [*found.values()] == sorted(wanted, reverse=True)
+        assert got["usage"]["prompt_tokens"] > 30
+        assert encoding.request("POST", "/v1/embeddings", {"input": "x"})[0] == 400
+        return
+    assert status == 400  # its files name no pooling
+    status, got, _ = encoding.request("POST", "/v1/embeddings", {"input": texts})
+    found = np.array([one["embedding"] for one in got["data"]], np.float32)
+    assert np.allclose(found, model.embed(texts), atol=1e-6)
+    assert got["usage"]["prompt_tokens"] == sum(map(len, map(model.tokenize, texts)))
+    long = "brown " * 200
+    assert encoding.request("POST", "/v1/embeddings", {"input": long})[0] == 400
+    assert encoding.request("POST", "/api/embed", {"model": "any", "input": [long, "x"]})[0] == 200
+    for path, body in BODIES.items():
+        status, got, _ = encoding.request("POST", path, body)
+        assert status == 400, path
+        assert "choose a model that writes" in str(got["error"])
+    shown = encoding.request("POST", "/api/show", {"model": "any"})[1]
+    assert shown["capabilities"] == ["embedding"]
+
+
+# -- rankings --------------------------------------------------------------------------------------
+
+QUERY, DOCUMENTS = "What is the capital of France?", ["Paris.", "A cat sleeps.", "Berlin."]
+HEAD = "Given a web search query, retrieve relevant passages that answer the query"
 
 
 @pytest.fixture(params=["reranker", "named", "embedder"])
@@ -157,9 +293,6 @@ def ranking(request: pytest.FixtureRequest, model: localrt.Model) -> Iterator[Ru
             yield running
     finally:
         core_of(model).info = model.info = info
-
-
-HEAD = "Given a web search query, retrieve relevant passages that answer the query"
 
 
 def expected_scores(model: localrt.Model, head: str = HEAD) -> list[float]:
@@ -183,9 +316,7 @@ def expected_scores(model: localrt.Model, head: str = HEAD) -> list[float]:
 @pytest.mark.parametrize(
     ("path", "fields"),
     [
-        ("/v1/rerank", {"documents": DOCUMENTS}),
-        ("/rerank", {"documents": [{"text": text} for text in DOCUMENTS]}),
-        ("/v1/rerank/", {"documents": DOCUMENTS, "top_n": 2}),
+        ("/rerank", {"documents": [{"text": text} for text in DOCUMENTS], "top_n": 2}),
         ("/v1/rerank", {"documents": DOCUMENTS, "instruction": "Find jokes"}),
     ],
 )
@@ -220,3 +351,103 @@ def test_rank(ranking: Running) -> None:
     cancel.set()
     with pytest.raises(localrt.CancelledError):
         model.rank(QUERY, DOCUMENTS, cancel=cancel)
+
+
+# -- filling in the middle -------------------------------------------------------------------------
+
+FILL: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+# What llama.vim sends.
+VIM: dict[str, Any] = {
+    "input_prefix": "import os\n",
+    "input_suffix": ")\n",
+    "input_extra": [{"text": "x = 1\n", "time": [1, 2], "filename": "other.py"}],
+    "prompt": "print(",
+    "n_predict": 12,
+    "top_k": 1,
+    "stream": False,
+    "samplers": ["top_k", "top_p", "infill"],
+    "cache_prompt": True,
+    "t_max_prompt_ms": 500,
+    "ignore_eos": True,
+}
+
+
+@pytest.fixture
+def filling(
+    server: Running, model: localrt.Model, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Running]:
+    """Three of the tiny model's tokens mark the parts."""
+    monkeypatch.setattr(model.tokenizer, "infill_ids", {"pre": 10, "suf": 11, "mid": 12})
+    yield server
+    core_of(model).requests.__dict__.pop("_infill", None)
+
+
+@needs_kernels
+def test_completion_with_suffix(filling: Running) -> None:
+    expected = filling.model.generate("def f(", suffix="):\n", **FILL)
+    body = {"prompt": "def f(", "suffix": "):\n", **FILL}
+    status, answer, _ = filling.request("POST", "/v1/completions", body)
+    assert status == 200
+    assert answer["choices"][0]["text"] == expected.text
+    assert answer["usage"]["prompt_tokens"] == expected.metrics.prompt_tokens
+    status, plain, _ = filling.request("POST", "/v1/completions", {**body, "suffix": ""})
+    assert plain["choices"][0]["text"] == filling.model.generate("def f(", raw=True, **FILL).text
+    # Mistral's clients.
+    body |= {"model": "tiny", "random_seed": 1}
+    status, answer, _ = filling.request("POST", "/v1/fim/completions", body)
+    assert (status, answer["choices"][0]["message"]["content"]) == (200, expected.text)
+    status, answer, _ = filling.request("POST", "/v1/fim/completions", {**body, "stream": True})
+    assert answer.endswith("data: [DONE]\n\n")
+    deltas = [each["choices"][0]["delta"] for each in events_in(answer)]
+    assert "".join(delta.get("content", "") for delta in deltas) == expected.text
+
+
+@needs_kernels
+def test_infill(filling: Running) -> None:
+    files = [("other.py", "x = 1\n")]
+    expected = filling.model.generate("import os\nprint(", suffix=")\n", files=files, **FILL)
+    status, answer, _ = filling.request("POST", "/infill", VIM)
+    assert (status, answer["content"]) == (200, expected.text)
+    assert (answer["stop"], answer["stop_type"]) == (True, "limit")
+    assert answer["tokens_predicted"] == answer["timings"]["predicted_n"] == 12
+    assert answer["tokens_evaluated"] == expected.metrics.prompt_tokens
+    chosen = {"response_fields": ["content", "timings/prompt_n", "tokens_cached", "nothing"]}
+    _, few, _ = filling.request("POST", "/infill", {**VIM, **chosen})
+    assert set(few) == {"content", "timings/prompt_n", "tokens_cached"}
+    _, text, _ = filling.request("POST", "/infill", {**VIM, "stream": True})
+    events = events_in(text)
+    assert "".join(each["content"] for each in events) == expected.text
+    assert [each["stop"] for each in events] == [False] * (len(events) - 1) + [True]
+
+
+@needs_kernels
+def test_infill_only_reads(filling: Running) -> None:
+    body = {**VIM, "input_prefix": "", "input_suffix": "", "prompt": "", "n_predict": 0}
+    status, answer, _ = filling.request("POST", "/infill", {**body, "response_fields": [""]})
+    assert (status, answer) == (200, {})
+    _, answer, _ = filling.request("POST", "/infill", body)
+    assert (answer["content"], answer["tokens_predicted"]) == ("", 0)
+
+
+@needs_kernels
+def test_infill_limits(filling: Running) -> None:
+    """Lines end at a smaller indent; what is too long for the context is cut."""
+    body = {**VIM, "n_predict": 200, "top_k": 0, "temperature": 1.5, "seed": 3}
+    _, whole, _ = filling.request("POST", "/infill", body)
+    _, answer, _ = filling.request("POST", "/infill", {**body, "n_indent": 1})
+    assert whole["content"].startswith(answer["content"])
+    assert not any(line[:1].strip() for line in answer["content"].split("\n")[1:])
+    ctx = filling.model.info.ctx
+    body = {**VIM, "input_prefix": "a" * ctx, "input_suffix": "b" * ctx}
+    status, answer, _ = filling.request("POST", "/infill", body)
+    assert (status, answer["tokens_evaluated"]) == (200, ctx - 12)
+
+
+def test_gaps_are_waited_for(server: Running) -> None:
+    call = GenerationRequest(prompts=[], options={})
+    sign = InfillWriter(call, "tiny", server.model.tokenizer, fields={}).alive().decode()
+    (found,) = events_in(sign)
+    assert (found["content"], found["stop"]) == ("", False)
+    asked = {"input_prefix": "a", "input_suffix": "b", "n_predict": 0}
+    assert infill_call(asked).request_class == "interactive"
+    assert fim_call({"prompt": "a", "suffix": "b"}).request_class == "interactive"

@@ -146,6 +146,11 @@ async function load({ branch, end = false } = {}) {
   if (open) follow(open).catch(warn);
 }
 
+// What is being loaded was read before a change here: it comes too late.
+function outdate() {
+  if (chat.about) chat.loads++;
+}
+
 function choose(name) {
   if (chat.models.some((one) => one.id === name)) $("model").value = name;
 }
@@ -236,6 +241,7 @@ let follower = null; // ends the following of an answer
 async function answerTo(id) {
   const item = await post(here("/answers"), askedOf($("model").value, id));
   chat.items.push(item);
+  outdate();
   follow(item).catch(warn);
   list().catch(() => {});
 }

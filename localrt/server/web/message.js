@@ -29,6 +29,7 @@ async function submit() {
     }
     const at = chat.items.findIndex((item) => item.id === before);
     chat.items = [...(before ? chat.items.slice(0, at + 1) : []), added];
+    outdate();
     finishEditing();
     if ($("message").value === written) $("message").value = "";
     chat.files = [];
