@@ -19,6 +19,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import localrt
+from localrt.common.errors import MemoryBudgetError
+from localrt.offload.account import Account, check_fits
 from localrt.offload.memory import current_rss
 from tests.conftest import write_tiny_model
 from tests.inside import core_of
@@ -148,7 +150,12 @@ def child(script: str, home: Path) -> Any:
         "LOCALRT_CACHE": str(home / "cache"),
     }
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(CHILD) + textwrap.dedent(script), str(REAL())],
+        [
+            sys.executable,
+            "-c",
+            textwrap.dedent(CHILD) + textwrap.dedent(script),
+            str(real_model("smollm2")),
+        ],
         env=env,
         stdout=subprocess.PIPE,
         text=True,
@@ -158,11 +165,8 @@ def child(script: str, home: Path) -> Any:
     return json.loads(done.stdout)
 
 
-def REAL() -> Path:  # noqa: N802
-    return real_model("smollm2")
-
-
 @pytest.mark.real
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="memory that is free may be kept elsewhere")
 def test_unload_returns_memory(tmp_path: Path) -> None:
     found = child(
@@ -188,6 +192,7 @@ def test_unload_returns_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.real
+@pytest.mark.slow
 @needs_kernels
 @pytest.mark.skipif(sys.platform != "linux", reason="see above")
 def test_smaller_budget_while_answering(tmp_path: Path) -> None:
@@ -287,20 +292,15 @@ def test_budget_bounds_trees(tiny_folder: Path) -> None:
 
 def test_budget_of_whole_model(tiny: localrt.Model) -> None:
     tiny.set_budget(ram="900GB")
-    with pytest.raises(localrt.MemoryBudgetError, match="loaded whole"):
-        tiny.set_budget(ram="1MB")
+    assert tiny.spare_ram == tiny.leave_ram(1 << 20) == 0
+    for words in ("loaded whole", r"without the weights .*, so give it more"):
+        with pytest.raises(localrt.MemoryBudgetError, match=words):
+            tiny.set_budget(ram="1MB")
     with pytest.raises(localrt.OptionError, match="no GPU memory"):
         tiny.set_budget(gpu_memory="8GB")
     with pytest.raises(localrt.OptionError, match="ram must be a size"):
         tiny.set_budget(ram="lots")
     assert tiny.generate("hi", max_tokens=2, ignore_eos=True).token_ids
-
-
-def test_budget_of_closed_model(tiny_folder: Path) -> None:
-    with localrt.load(tiny_folder) as model:
-        pass
-    with pytest.raises(localrt.LocalrtError, match="the model is closed"):
-        model.set_budget(ram="900GB")
 
 
 @needs_kernels
@@ -324,10 +324,6 @@ def test_leave_ram(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     assert read[0] == read[-1] == 0 < read[1]
 
 
-def test_leave_ram_of_whole_model(tiny: localrt.Model) -> None:
-    assert tiny.spare_ram == tiny.leave_ram(1 << 20) == 0
-
-
 @pytest.mark.parametrize(
     ("way", "asked"), [("stream", "Hi"), ("stream_batch", ["Hi", "Ho"]), ("chat", "Hi")]
 )
@@ -343,47 +339,24 @@ def test_closed_amid_answers(way: str, asked: Any, tiny_folder: Path) -> None:
 
 # -- forks ---------------------------------------------------------------------------------------
 
-ASKED_IN_CHILD = {
-    "generate": "model.generate('Hi', max_tokens=2)",
-    "stream": "list(model.stream('Hi', max_tokens=2))",
-    "chat": "chat.send('Hi', max_tokens=2)",
-    "batch": "model.generate_batch(['Hi', 'Ho'], max_tokens=2)",
-    "live": "live.generate('Hi', max_tokens=2)",
-    "live, a long prompt": "asyncio.run(live.agenerate('Hi ' * 9000, max_tokens=2))",
-    "embed": "model.embed(['Hi'])",
-    "logits": "list(model.logits([1, 2]))",
-}
+FORKS = """
+    import asyncio, os, sys
+    import localrt
 
+    ASKED = {
+        "generate": "model.generate('Hi', max_tokens=2)",
+        "stream": "list(model.stream('Hi', max_tokens=2))",
+        "chat": "chat.send('Hi', max_tokens=2)",
+        "batch": "model.generate_batch(['Hi', 'Ho'], max_tokens=2)",
+        "live": "live.generate('Hi', max_tokens=2)",
+        "live, a long prompt": "asyncio.run(live.agenerate('Hi ' * 9000, max_tokens=2))",
+        "embed": "model.embed(['Hi'])",
+        "logits": "list(model.logits([1, 2]))",
+    }
+    GREEDY = dict(max_tokens=4, temperature=0.0)
 
-def run_forking(code: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.parametrize("beside", ["idle", "within a pass"])
-def test_forked_child_is_refused(tiny_folder: Path, beside: str) -> None:
-    """In a child for each of ``ASKED_IN_CHILD``."""
-    run_forking(f"""
-        import asyncio, os
-        import localrt
-
-        model = localrt.load({str(tiny_folder)!r}, ctx=16384)
-        chat, live = model.chat(), model.live()
-        chat.send("Hi", max_tokens=2)
-        if {beside == "idle"}:
-            live.generate("Hi", max_tokens=2)
-        else:
-            busy = (model.stream("Hi"), live.stream("Ho"), chat.stream("Ha"))
-            for stream in busy:
-                next(stream)
-        for asked, work in {ASKED_IN_CHILD!r}.items():
+    def refused_in_children():
+        for asked, work in ASKED.items():
             child = os.fork()
             if not child:
                 try:
@@ -394,25 +367,55 @@ def test_forked_child_is_refused(tiny_folder: Path, beside: str) -> None:
                     os._exit(0 if fits or "already answering" in str(error) else 1)
                 os._exit(2)
             assert os.waitpid(child, 0)[1] == 0, asked
-        if {beside == "idle"}:
-            assert model.generate("Hi", max_tokens=2, ignore_eos=True).token_ids
-        model.unload()
-    """)
+
+    model = localrt.load(sys.argv[1], ctx=16384)
+    chat, live = model.chat(), model.live()
+    chat.send("Hi", max_tokens=2)
+    live.generate("Hi", max_tokens=2)
+    refused_in_children()
+    said = model.generate("Hi", **GREEDY).token_ids
+    child = os.fork()
+    if not child:  # it loads one of its own
+        own = localrt.load(sys.argv[1])
+        model.close()
+        os._exit(own.generate("Hi", **GREEDY).token_ids != said)
+    assert os.waitpid(child, 0)[1] == 0
+    assert model.generate("Hi", **GREEDY).token_ids == said
+    busy = (model.stream("Hi"), live.stream("Ho"), chat.stream("Ha"))
+    for stream in busy:
+        next(stream)
+    refused_in_children()
+    model.unload()
+"""
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_loaded_in_forked_child(tiny_folder: Path) -> None:
-    run_forking(f"""
-        import os
-        import localrt
+def test_forks(tiny_folder: Path) -> None:
+    """A child is refused the parent's model, idle or within a pass, and may load its own."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(FORKS), str(tiny_folder)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
 
-        model = localrt.load({str(tiny_folder)!r})
-        text = model.generate("Hi", max_tokens=4, temperature=0.0).token_ids
-        child = os.fork()
-        if not child:
-            own = localrt.load({str(tiny_folder)!r})
-            model.close()
-            os._exit(own.generate("Hi", max_tokens=4, temperature=0.0).token_ids != text)
-        assert os.waitpid(child, 0)[1] == 0
-        assert model.generate("Hi", max_tokens=4, temperature=0.0).token_ids == text
-    """)
+
+def _account(weights: int, kv: int, scratch: int = 0) -> Account:
+    return Account.of(
+        [("ram", "weights", weights), ("ram", "keys and values", kv), ("ram", "scratch", scratch)]
+    )
+
+
+def test_does_not_fit() -> None:
+    estimate = _account(weights=100_000_000, kv=2_000_000_000, scratch=20_000_000)
+    with pytest.raises(MemoryBudgetError) as caught:
+        check_fits(estimate, 1_000_000_000, "smollm2", ctx=8192)
+    message = str(caught.value)
+    for number in ("2.1 GB", "100 MB", "2 GB", "20 MB", "1 GB", "ctx=3584"):
+        assert number in message
+    assert "\n" not in message
+    check_fits(_account(100_000_000, 2_000_000_000 * 3584 // 8192, 20_000_000), 1_000_000_000, "it")
+    with pytest.raises(MemoryBudgetError, match="smaller model"):
+        check_fits(_account(weights=10**9, kv=10**6), 10**8, "it", ctx=4096)

@@ -16,7 +16,7 @@ from localrt.common.settings import Settings
 from localrt.common.speeds import known_speed
 from localrt.models.weight_store import PassTask, WeightStore
 from localrt.service.status import LaneUse, MemoryUse, Status, last_pass
-from tests.engine.test_batch import ScriptedEngine
+from tests.engine.fake_session import ScriptedEngine
 from tests.inside import engine_of
 
 
@@ -57,6 +57,10 @@ def test_status(tiny: localrt.Model) -> None:
     assert flow.busy == {}
     assert "memory" in flow.why
     chat.close()
+    stream = tiny.stream("Hi", max_tokens=5, ignore_eos=True)
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    assert not tiny.status().generating
     assert tiny.status().kv.used <= after.kv.used  # type: ignore[union-attr]
 
 
@@ -86,14 +90,6 @@ def test_speed_is_kept(
         assert answer(32) == known_speed(folder, name)
 
 
-def test_status_of_closed_stream(tiny: localrt.Model) -> None:
-    stream = tiny.stream("Hi", max_tokens=5, ignore_eos=True)
-    next(stream)
-    assert tiny.status().generating
-    stream.close()  # type: ignore[attr-defined]
-    assert not tiny.status().generating
-
-
 def test_status_waits_for_no_pass(tiny: localrt.Model) -> None:
     engine = engine_of(tiny)
     with engine._turn:  # type: ignore[attr-defined]
@@ -102,43 +98,6 @@ def test_status_waits_for_no_pass(tiny: localrt.Model) -> None:
         thread.start()
         thread.join(5)
     assert found
-
-
-def test_many_threads(tiny: localrt.Model) -> None:
-    stop = threading.Event()
-    errors: list[Exception] = []
-
-    def look() -> None:
-        while not stop.is_set():
-            try:
-                tiny.status()
-            except Exception as error:  # noqa: BLE001
-                errors.append(error)
-
-    threads = [threading.Thread(target=look) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for _ in range(5):
-        with_chat = tiny.chat()
-        with_chat.send("Hello", max_tokens=3)
-        with_chat.close()
-    stop.set()
-    for thread in threads:
-        thread.join()
-    assert not errors
-
-
-def test_status_of_closed_model(tiny_folder: Path) -> None:
-    model = localrt.load(tiny_folder, format="f32")
-    model.close()
-    assert model.status().kv is None
-
-
-def test_advise(tiny: localrt.Model) -> None:
-    found = tiny.advise()
-    assert found.token_bytes is not None
-    assert found.token_bytes > 0
-    assert tiny.status().token_bytes == found.token_bytes
 
 
 def test_flow() -> None:
@@ -194,9 +153,6 @@ def test_last_pass() -> None:
     assert list(lanes) == ["ssd", "cpu"]
     assert lanes["ssd"].busy_s == pytest.approx(0.4)
     assert lanes["cpu"].spans[0] == (0.0, pytest.approx(0.1))
-
-
-def test_last_pass_of_prompt() -> None:
     prompt = a_pass(0.0, head=False)
     assert last_pass(prompt) is None
     assert last_pass([*prompt, *a_pass(1.0)[:2]]) is not None

@@ -1,4 +1,6 @@
-"""Help texts: examples that work, every option explained, with what it is when left out."""
+"""Help texts and completion: examples that work, every option explained, with what it is when left
+out.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +8,13 @@ import argparse
 import io
 import re
 import shlex
+import shutil
+import subprocess
 
 import pytest
 
-from localrt.cli import COMMANDS, build_parser
-from localrt.cli.help import HelpfulParser, ProgressLine
+from localrt.cli import COMMANDS, build_parser, completion
+from localrt.cli.help import HelpfulParser, ProgressLine, describe
 from localrt.common.progress import Progress
 
 
@@ -42,12 +46,6 @@ def test_every_option_is_explained_with_its_default(name: str) -> None:
         takes_a_value = flag and action.nargs != 0 and not (action.required or action in either)
         if takes_a_value and "default" not in action.help:
             pytest.fail(f"{name} {flag} does not say what it is when left out")
-
-
-def test_what_few_people_need_comes_last() -> None:
-    text = _commands()["chat"].format_help()
-    assert text.index("--max-tokens") < text.index("advanced:") < text.index("--top-k")
-    assert "--engine" not in text.partition("advanced:")[0]
 
 
 def test_an_unknown_option_is_refused_with_the_commands_own_usage(
@@ -108,3 +106,57 @@ def test_progress_without_a_terminal_that_rewrites_lines(
     assert ("\x1b" in text) == lives
     plain = "localrt: quantizing  9 %  3 of 31 steps  layer 3: measuring inputs\n"
     assert (text == plain) == (not lives)
+    assert text.endswith("\x1b[K") == lives
+
+
+def test_the_rate_counts_this_run_only() -> None:
+    step = Progress("download", 60_000_000, 98_000_000, "bytes", "sub/model.gguf")
+    text = describe(step, first=40_000_000, elapsed_s=2.0)
+    assert text == "downloading model.gguf  61 %  60 MB of 98 MB  10 MB/s  4 s left"
+    assert describe(Progress("download", 5_000_000, None, "bytes", "w"), 0, 1.0).endswith("5 MB/s")
+
+
+def _script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert completion.run(argparse.Namespace(shell=shell)) == 0
+    return capsys.readouterr().out
+
+
+_NAMES = (  # of models, programs and formats
+    ("run sm", "smollm2"),
+    ("chat gemma3", "gemma3:4b"),
+    ("show qwen", "qwen3:8b"),
+    ("launch codex --model sm", "smollm2"),
+    ("launch cl", "claude"),
+    ("quantize --format int", "int4-g32"),
+    ("quantize smollm2 --format q3", "q3_k"),
+)
+
+
+@pytest.mark.parametrize("shell", completion.SHELLS)
+def test_scripts(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """They complete every command, and the shell itself accepts them."""
+    script = _script(shell, capsys)
+    assert all(command in script for command in COMMANDS)
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    subprocess.run([shell, "-n"], input=script, text=True, check=True, capture_output=True)
+
+
+def test_bash_completes_commands_and_options(capsys: pytest.CaptureFixture[str]) -> None:
+    if shutil.which("bash") is None:
+        pytest.skip("bash is not installed")
+    script = _script("bash", capsys)
+
+    def complete(*words: str) -> set[str]:
+        function = script.rsplit("-F ", 1)[1].split()[0]
+        line = f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}"
+        run = f'{script}\n{line}\n{function}\nprintf "%s\\n" "${{COMPREPLY[@]}}"'
+        done = subprocess.run(["bash", "-c", run], capture_output=True, text=True)
+        return {word.strip() for word in done.stdout.splitlines()}
+
+    assert complete("localrt", "do") == {"doctor"}
+    assert "--quick" in complete("localrt", "doctor", "--")
+    for words, wanted in _NAMES:
+        found = complete("localrt", *words.split())
+        assert wanted in found
+        assert all(each.startswith(words.split()[-1]) for each in found)

@@ -1,4 +1,6 @@
-"""``localrt launch``, with small programs on PATH that write down what they were given."""
+"""Commands that find or start a server: ``launch``, with small programs on PATH that write down
+what they were given; ``ps``; ``run``.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +22,21 @@ import pytest
 import localrt as library
 from localrt.client.programs import PROGRAMS, find_program
 from localrt.client.servers import LocalServer, announced, local_servers
+from localrt.common.processes import own_name
 from localrt.common.settings import Settings
-from tests.cli.test_cli import LOCALRT, assert_one_line, home, localrt
-from tests.conftest import needs_scripts, write_tiny_model
+from localrt.server.options import ServeOptions
+from localrt.server.pool import ModelPool
+from tests.cli.test_cli import FAST, LOCALRT, assert_one_line, home, localrt
+from tests.conftest import needs_links, needs_scripts, write_tiny_model
 from tests.server.conftest import WITH_TOOLS, Running, serving
 from tests.waits import wait_for
 
-__all__ = ["home"]  # a fixture
+__all__ = ["home"]
 
 pytestmark = [needs_scripts, pytest.mark.timeout(600)]
 
 # Asks the server that it was told of for its models, and does what DO says.
-PROGRAM = """#!{python}
+PROGRAM = """#!{python} -IS
 import json, os, re, signal, sys, time, urllib.request
 from pathlib import Path
 given = [Path(text) for text in (*sys.argv[1:], os.environ.get("LLM_USER_PATH", "")) if text]
@@ -110,11 +115,11 @@ def files_of(folder: Path) -> set[str]:
     return {str(path) for path in folder.rglob("*") if "data" not in path.parts}
 
 
-@pytest.mark.parametrize("key", [None, "s3cret"])
 def test_each_program_reaches_a_running_server(
-    folder: Path, programs: dict[str, str], tmp_path: Path, key: str | None
+    folder: Path, programs: dict[str, str], tmp_path: Path
 ) -> None:
-    env = {**programs, "EXPECTED_KEY": key or "any", "ANTHROPIC_API_KEY": "mine"}
+    key = "s3cret"
+    env = {**programs, "EXPECTED_KEY": key, "ANTHROPIC_API_KEY": "mine"}
     before = files_of(tmp_path)
     with a_server(folder, env, key) as running:
         for program in PROGRAMS:
@@ -130,19 +135,26 @@ def test_each_program_reaches_a_running_server(
             everything = json.dumps([found["arguments"], found["variables"], settings])
             assert ("$model" in str(program)) == ("tiny" in everything), program.name
             assert not any(text and "$" in text for text in settings), program.name
-            if key and program.name != "llm":  # which sends none to servers of one's own
-                assert key in json.dumps([found["texts"], own(found, env)]), program.name
-            assert key is None or key not in json.dumps(found["arguments"]), program.name
+            if program.name != "llm":  # which sends none to servers of one's own
+                assert key in json.dumps([found["texts"], own_variables(found, env)]), program.name
+            assert key not in json.dumps(found["arguments"]), program.name
             Path(env["RECORD"]).unlink()
     assert files_of(tmp_path) == before
 
 
-def own(found: Any, env: dict[str, str]) -> dict[str, str]:
+def own_variables(found: Any, env: dict[str, str]) -> dict[str, str]:
     """The variables that the program did not have from the user."""
     return {name: text for name, text in found["variables"].items() if env.get(name) != text}
 
 
-@pytest.mark.parametrize("name", ["claude", "codex", "continue", "opencode", "aider", "llm"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "claude",
+        "continue",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("codex", "opencode", "aider", "llm")),
+    ],
+)
 def test_what_is_printed_does_the_same(folder: Path, programs: dict[str, str], name: str) -> None:
     with a_server(folder, programs):
         assert localrt("launch", name, "--", "-x", env=programs).returncode == 0
@@ -155,7 +167,9 @@ def test_what_is_printed_does_the_same(folder: Path, programs: dict[str, str], n
     folders = {str(Path(path).parent) for each in (launched, typed) for path in each["texts"]}
 
     def shown(found: Any, env: dict[str, str]) -> str:
-        text = json.dumps([found["arguments"], sorted(own(found, env).items()), found["texts"]])
+        text = json.dumps(
+            [found["arguments"], sorted(own_variables(found, env).items()), found["texts"]]
+        )
         for each in folders:
             text = text.replace(each, "FOLDER")
         return text
@@ -178,14 +192,8 @@ def test_a_server_is_started_and_ended(folder: Path, programs: dict[str, str]) -
     assert not psutil.pid_exists(server)
     with mock.patch.dict(os.environ, programs, clear=True):
         assert local_servers(Settings.from_environment()) == []
-
-
-@pytest.mark.parametrize(("do", "status"), [({"STATUS": "7"}, 7), ({"DO": "die"}, 143)])
-def test_the_status_is_the_programs(
-    folder: Path, programs: dict[str, str], do: dict[str, str], status: int
-) -> None:
     with a_server(folder, programs):
-        assert localrt("launch", "codex", env={**programs, **do}).returncode == status
+        assert localrt("launch", "codex", env={**programs, "DO": "die"}).returncode == 143
 
 
 @contextmanager
@@ -209,6 +217,7 @@ def seen(env: dict[str, str], what: str) -> bool:
     return Path(env["RECORD"]).with_suffix(f".{what}").exists()
 
 
+@pytest.mark.slow
 def test_ctrl_c_is_the_programs(folder: Path, programs: dict[str, str]) -> None:
     use(folder, programs)
     with launched({**programs, "STATUS": "9"}, "claude") as process:
@@ -222,6 +231,7 @@ def test_ctrl_c_is_the_programs(folder: Path, programs: dict[str, str]) -> None:
     assert not psutil.pid_exists(server)
 
 
+@pytest.mark.slow
 def test_the_server_ends_even_if_launch_is_killed(folder: Path, programs: dict[str, str]) -> None:
     use(folder, programs)
     with launched(programs, "claude") as process:
@@ -248,9 +258,7 @@ def test_a_termination_is_passed_on(
     assert not Path(settings).parent.exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "model"), [("claude", "caller"), ("codex", "caller"), ("aider", "plain")]
-)
+@pytest.mark.parametrize(("name", "model"), [("claude", "caller"), ("aider", "plain")])
 def test_the_best_model_here_is_chosen(
     folder: Path,
     programs: dict[str, str],
@@ -290,13 +298,6 @@ def test_a_server_with_too_little_room_is_not_used(
         assert b"tiny has a context of 512 tokens, Claude Code needs 22,845" in result.stderr
 
 
-def test_a_program_that_looks_at_one_port(folder: Path, programs: dict[str, str]) -> None:
-    use(folder, programs)
-    with a_server(folder, programs):
-        printed = localrt("launch", "zed", "--print", env=programs).stdout.decode()
-    assert "--port 11434 &" in printed
-
-
 def test_programs_that_are_not_installed(home: dict[str, str], tmp_path: Path) -> None:
     env = {**home, "PATH": str(tmp_path)}
     assert_one_line(localrt("launch", "claude", env=env), 1, "npm install -g @anthropic-ai/claude")
@@ -310,13 +311,6 @@ def test_programs_that_are_not_installed(home: dict[str, str], tmp_path: Path) -
     assert [(each["name"], each["path"]) for each in found] == [(p.name, None) for p in PROGRAMS]
 
 
-def test_a_model_that_is_not_there(programs: dict[str, str], tmp_path: Path) -> None:
-    with mock.patch.object(sys, "stderr"):
-        missing = str(tmp_path / "none.gguf")
-        assert localrt("launch", "claude", "--model", missing, env=programs).returncode == 1
-    assert not Path(programs["RECORD"]).exists()
-
-
 @pytest.mark.parametrize(("flags", "window"), [((), 8192), (("--ctx", "4096"), 4096)])
 def test_print_has_the_context_of_the_given_model(
     programs: dict[str, str], tmp_path: Path, flags: tuple[str, ...], window: int
@@ -325,3 +319,65 @@ def test_print_has_the_context_of_the_given_model(
     model = write_tiny_model(tmp_path / "short", template=WITH_TOOLS, context=8192)
     result = localrt("launch", "codex", "--print", "--model", str(model), *flags, env=programs)
     assert f"model_context_window = {window}" in result.stdout.decode()
+
+
+def test_a_running_server_is_used_and_shown(tiny_folder: Path, home: dict[str, str]) -> None:
+    assert b"No server is running" in localrt("ps", env=home).stdout
+    with (
+        mock.patch.dict(os.environ, home, clear=True),
+        library.load(tiny_folder, draft="off") as model,
+        serving(model, name="tiny", api_key="s3cret") as running,
+        announced(
+            LocalServer(f"{running.url}/v1", os.getpid(), "s3cret", {"tiny": str(tiny_folder)}),
+            Settings.from_environment(),
+        ),
+    ):
+        shown = localrt("ps", "--json", env=home)
+        (one,) = json.loads(shown.stdout)["models"]
+        assert (one["name"], one["state"], one["unload_s"]) == ("tiny", "loaded", None)
+        assert b"tiny" in localrt("ps", env=home).stdout
+        plain = localrt("run", tiny_folder, "hi", "--max-tokens", "3", env=home)
+        assert plain.returncode == 0
+        assert b"using tiny of the server at http://127.0.0.1" in plain.stderr
+        assert len([line for line in running.log if line.path.endswith("completions")]) == 1
+        for flags in (("--no-server", "--max-tokens", "3"), ("--ctx", "64", *FAST)):
+            assert localrt("run", tiny_folder, "hi", *flags, env=home).stderr == b""
+        assert len([line for line in running.log if line.path.endswith("completions")]) == 1
+
+
+@needs_links
+def test_servers_that_do_not_have_the_model_are_left_alone(
+    tiny_folder: Path, home: dict[str, str], tmp_path: Path
+) -> None:
+    """One is gone, and another program has its number; the other one was started elsewhere."""
+    pool = ModelPool(lambda *_: library.load(tiny_folder), lambda: [], ServeOptions())
+    link = tmp_path / "link"
+    link.symlink_to(tiny_folder)
+    with mock.patch.dict(os.environ, home, clear=True), serving(pool) as other:
+        settings = Settings.from_environment()
+        for number, url in ((1, "http://127.0.0.1:1/v1"), (os.getppid(), f"{other.url}/v1")):
+            file = settings.data_dir / "servers" / f"{number}.json"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps({"url": url, "pid": number, "models": None}))
+        found = localrt("run", tiny_folder, "hi", "--max-tokens", "3", env=home)
+        assert (found.returncode, found.stderr) == (0, b"")
+        with library.load(tiny_folder, draft="off") as model, serving(model, name="tiny") as one:
+            server = LocalServer(f"{one.url}/v1", os.getpid(), None, {"tiny": str(link)})
+            with announced(server, settings):
+                found = localrt("run", tiny_folder, "hi", "--max-tokens", "3", env=home)
+                assert b"using tiny of the server" in found.stderr
+
+
+@pytest.mark.parametrize("kind", ["own", "another"])
+def test_a_server_whose_id_another_process_has(kind: str, home: dict[str, str]) -> None:
+    """Left by a crash, before the machine was started again."""
+    named = {"own": own_name(), "another": f"{os.getpid()}@0.00"}.get(kind)
+    there = kind != "another"
+    with mock.patch.dict(os.environ, home, clear=True):
+        settings = Settings.from_environment()
+        file = settings.data_dir / "servers" / "1.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        left = {"url": "http://127.0.0.1:1/v1", "pid": os.getpid(), "process": named}
+        file.write_text(json.dumps(left))
+        assert bool(local_servers(settings)) is there
+        assert file.exists() is there

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 import localrt
-from localrt import system
 from localrt.cli import main
 from localrt.cli.chat import welcome
 from localrt.common.errors import OfflineError
@@ -22,35 +21,6 @@ from localrt.planning import models as plan_models
 from localrt.planning import plan as planning
 from localrt.planning.recommend import best_here
 from tests.planner.models import CONFIGS
-
-# Quantizations that cannot be read, by the words that say so.
-UNREAD: list[tuple[dict[str, Any], str]] = [
-    *(
-        (
-            {
-                "quant_method": "compressed-tensors",
-                "config_groups": {"g": {"weights": {"num_bits": bits, "type": "int"}}},
-            },
-            f"num_bits is {bits}",
-        )
-        for bits in (5, 6)
-    ),
-    (
-        {"quant_method": "compressed-tensors", "transform_config": {"config_groups": {"R1": {}}}},
-        "rotated inputs",
-    ),
-    ({"quant_method": "gptq", "bits": 5}, "bits is 5"),
-    ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version is 'gemv'"),
-    ({"quant_method": "awq", "bits": 4, "version": "marlin"}, "version is 'marlin'"),
-    (
-        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "int4"},
-        "bnb_4bit_quant_type is 'int4'",
-    ),
-    ({"quant_method": "auto-round", "bits": 5}, "bits is 5"),
-    ({"quant_method": "hqq"}, "quantized with hqq"),
-    ({"quant_method": "quip"}, "quantized with quip"),
-    ({"quant_method": "new"}, "quantized with new"),
-]
 
 WHAT_IF = ("--gpu-memory", "8GB", "--ram", "32GB", "--ssd", "3.5GB/s", "--link", "12GB/s")
 
@@ -72,7 +42,13 @@ def as_json(capsys: pytest.CaptureFixture[str], *args: str | Path) -> Any:
     return json.loads(text)
 
 
-@pytest.mark.parametrize(("quantized", "words"), UNREAD, ids=[words for _, words in UNREAD])
+@pytest.mark.parametrize(
+    ("quantized", "words"),
+    [
+        ({"quant_method": "gptq", "bits": 5}, "bits is 5"),
+        ({"quant_method": "hqq"}, "quantized with hqq"),
+    ],
+)
 def test_unread_quantizations(
     tmp_path: Path,
     tiny_folder: Path,
@@ -108,21 +84,15 @@ def test_unread_quantizations(
     assert line.count("\n") == 1
 
 
-def test_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = config_folder(tmp_path, "qwen2.5-coder-1.5b")
-    assert main(["plan", str(folder), "--ram", "600MB"]) == 0
-    text = capsys.readouterr().out
-    assert text.startswith("Too slow for chat: ")
-    assert "hypothetical" not in text  # a smaller budget is not another machine
-    assert main(["plan", str(folder), "--ram", "600MB", "--ssd", "3GB/s"]) == 0
-    assert "\nA hypothetical PC (--ssd)" in capsys.readouterr().out
-    assert {path.name for path in tmp_path.iterdir()} == {folder.name}
-
-
 def test_details(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ("plan", str(config_folder(tmp_path, "qwen2.5-coder-1.5b")), "--ram", "600MB")
+    folder = config_folder(tmp_path, "qwen2.5-coder-1.5b")
+    options = ("plan", str(folder), "--ram", "600MB")
+    assert main([*options, "--ssd", "3GB/s"]) == 0
+    assert "\nA hypothetical PC (--ssd)" in capsys.readouterr().out
     assert main(list(options)) == 0
     short = capsys.readouterr().out
+    assert short.startswith("Too slow for chat: ")
+    assert "hypothetical" not in short  # a smaller budget is not another machine
     assert main([*options, "--details"]) == 0
     long = capsys.readouterr().out
     for title in ("Where the weights are", "RAM: ", "Prediction", "tok/s predicted"):
@@ -132,6 +102,7 @@ def test_details(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "600 MB of RAM to use (given)" in short
     assert short.count("\n") <= 25
     assert "localrt chat" not in short  # there is nothing to run but a config
+    assert {path.name for path in tmp_path.iterdir()} == {folder.name}
 
 
 def test_command(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,21 +112,6 @@ def test_command(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"  localrt chat {tiny_folder} --ctx 64 --kv-format int8 --ram 1GB\n" in text
     assert text.startswith("Good for chat: ")
     assert "all of it in memory" in text
-
-
-def test_short_name(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    report = as_json(capsys, "qwen3:8b", "--pc", "office-laptop")
-    assert report["verdict"]["text"].startswith("Usable for chat: ")
-    assert (report["quantization"], report["command"]) == ("Q4_K_M", "localrt chat qwen3:8b")
-    assert report["model"]["weight_bytes"] == pytest.approx(8.2e9 * 4.9 / 8, rel=0.01)
-    roomy = as_json(capsys, "qwen3:8b", "--pc", "gaming-pc")
-    best, next_best = ("Q5_K_M", "Q4_K_M") if system.IS_WINDOWS else ("Q6_K", "Q5_K_M")
-    assert roomy["quantization"] == best
-    commands = [change["command"] for change in roomy["changes"]]
-    assert f"localrt chat unsloth/Qwen3-8B-GGUF:{next_best}" in commands
-    assert as_json(capsys, "qwen3:8b", "--format", "int4-g32")["quantization"] is None
 
 
 @pytest.fixture
@@ -189,33 +145,11 @@ def test_options_of_one_model(capsys: pytest.CaptureFixture[str], option: tuple[
     assert capsys.readouterr().err == expected
 
 
-def test_config_file_and_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = config_folder(tmp_path, "phi-4-mini") / "config.json"
-    small = as_json(capsys, config, "--ram", "3GB", "--format", "mxfp4")
-    large = as_json(capsys, config, "--ram", "3GB", "--format", "int8-g32", "--kv-format", "int8")
-    assert small["model"]["weight_bytes"] < large["model"]["weight_bytes"]
-    assert large["kv_format"] == "int8"
-    assert small["model"]["name"] == "phi-4-mini"
-
-
-def test_weights_on_disk(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    exact = as_json(capsys, tiny_folder, "--ctx", "64")
-    assert exact["placement"]["units"]["layers.0.attention"] == "ram"
-    packed = as_json(capsys, tiny_folder, "--ctx", "64", "--format", "int4-g32")
-    assert packed["model"]["weight_bytes"] <= exact["model"]["weight_bytes"]
-    gpu = as_json(capsys, tiny_folder, "--gpu", "virtual:1GB@12GB/s,256GB/s,20TFLOPS")
-    assert gpu["hypothetical"] == ["--gpu"]
-    assert gpu["placement"]["units"]["layers.0.attention"] == "vram"
-
-
 @pytest.mark.parametrize(
     ("status", "args", "words"),
     [
         (2, ("--ssd", "fast"), "bandwidth"),
-        (2, ("--ram", "much"), "size"),
         (2, ("--gpu", "Voodoo 2"), "no GPU"),
-        (2, ("--format", "int3"), "int3"),
-        (2, ("--ctx", "0"), "--ctx"),
         (2, ("--batch", "0"), "--batch"),
         (2, ("--gpu", "RTX 4060", "--gpu-memory", "80GB"), "more than"),
         (1, ("--ram", "100MB"), "--ram "),

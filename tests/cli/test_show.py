@@ -1,21 +1,19 @@
-"""``localrt show``: of models that are here, and of short names that are not."""
+"""``localrt show`` of models that are here, and of short names that are not; ``localrt embed``."""
 
 from __future__ import annotations
 
 import io
 import json
 import re
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import localrt
 from localrt.cli import main
 from tests.conftest import write_tiny_model
-from tests.models.make_gguf import write_tiny_gguf
-from tests.models.make_mmproj import write_mmproj
-from tests.models.tiny import random_model
-from tests.models.tiny_heads import TinyBlock, TinyEagle3
-from tests.models.vision.test_mmproj import MODELS
 
 
 def test_a_folder(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -30,26 +28,13 @@ def test_a_folder(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert record["weights"] > 0
 
 
-def test_a_short_name_that_is_not_here(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path))
-    assert main(["show", "gpt-oss"]) == 0
-    out = capsys.readouterr().out
-    assert "20.9 B parameters" in out
-    assert "`localrt pull gpt-oss:20b`" in out
-
-
-def test_a_name_of_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", "gpt-os"]) == 1
-    assert "did you mean gpt-oss" in capsys.readouterr().err
-
-
 def test_mtp_block(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Shown and planned, of a folder and of a file; what holds only that is no model."""
+    from tests.models.make_gguf import write_tiny_gguf
+    from tests.models.tiny_heads import TinyBlock
+
     TinyBlock("qwen3.5", tmp_path)
     path = write_tiny_gguf(tmp_path, tmp_path / "m.gguf", "qwen3.5", predicting=1)
     plain = write_tiny_gguf(tmp_path, tmp_path / "plain.gguf", "qwen3.5")
@@ -71,6 +56,11 @@ def test_mtp_block(
 
 
 def test_vision_encoder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tests.models.make_gguf import write_tiny_gguf
+    from tests.models.make_mmproj import write_mmproj
+    from tests.models.tiny import random_model
+    from tests.models.vision.test_mmproj import MODELS
+
     random_model(MODELS["gemma3"]()).save_pretrained(tmp_path / "folder")
     model = write_tiny_gguf(tmp_path / "folder", tmp_path / "tiny.gguf", "gemma3")
     assert main(["show", str(model)]) == 0
@@ -102,6 +92,8 @@ def test_vision_encoder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 def test_heads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Named by what describes a model, if they lie beside it."""
+    from tests.models.tiny_heads import TinyEagle3
+
     model, head = tmp_path / "tiny-1b", tmp_path / "tiny-1b-eagle3"
     for folder in (model, head):
         folder.mkdir()
@@ -118,12 +110,11 @@ def test_heads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)["draft"] == str(head)  # all weights are on the GPU
 
 
-@pytest.mark.parametrize("offline", ["0", "1"])
 @pytest.mark.parametrize(
-    ("name", "status", "says"),
+    ("offline", "name", "status", "says"),
     [
-        ("llama3.2:3b", 0, "source   https://huggingface.co/unsloth/Llama-3.2-3B-Instruct-GGUF"),
-        ("org/nothing:Q4_K_M", 1, "org/nothing:Q4_K_M is not on this machine"),
+        ("0", "llama3.2:3b", 0, "source   https://huggingface.co/unsloth/Llama-3.2-3B-Instruct"),
+        ("1", "org/nothing:Q4_K_M", 1, "org/nothing:Q4_K_M is not on this machine"),
     ],
 )
 def test_not_on_this_machine(
@@ -143,14 +134,62 @@ def test_not_on_this_machine(
     assert ("offline mode is on" in told) == (offline == "1")
 
 
-def test_tool_calls_of_an_unknown_syntax(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.fixture
+def encoder(tmp_path: Path) -> Path:
+    from tests.models.tiny_encoders import ENCODERS, save_encoder, word_pieces
+
+    save_encoder(ENCODERS["bert"], tmp_path)
+    word_pieces(tmp_path)
+    return tmp_path
+
+
+def test_vectors(
+    encoder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    call = "<call>{{ m.tool_calls[0].function.name }}: {{ m.tool_calls[0].function.arguments }}"
-    source = (
-        "{{ tools }}{% for m in messages %}{{ m.content }}{% if m.tool_calls %}"
-        f"{call}</call>{{% endif %}}{{% endfor %}}"
-    )
-    write_tiny_model(tmp_path, template=source)
-    assert main(["show", str(tmp_path)]) == 0
-    assert "in an unknown syntax: they stay text" in capsys.readouterr().out
+    with localrt.load(encoder) as model:
+        wanted = model.embed(["a fox", "x"])
+    assert main(["embed", str(encoder), "a fox", "x"]) == 0
+    printed = capsys.readouterr().out
+    found = [json.loads(line) for line in printed.splitlines()]
+    assert np.allclose(found, wanted, atol=1e-6)
+    pipe = TextIOWrapper(BytesIO(b"a fox\r\nx\n"), encoding="utf-8")
+    monkeypatch.setattr("sys.stdin", pipe)
+    assert main(["embed", str(encoder)]) == 0
+    assert capsys.readouterr().out == printed
+
+
+@pytest.mark.usefixtures("nothing_on_stdin")
+def test_texts_that_cannot_be_embedded(
+    encoder: Path, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tests.models.tiny_encoders import RANKERS, save_encoder, word_pieces
+
+    assert main(["run", str(tiny_folder), "hi", "--embedding-model", str(encoder)]) == 2
+    assert "--embedding-model searches files" in capsys.readouterr().err
+    assert main(["embed", str(encoder), "x", ""]) == 2
+    assert "text 1 (counting from 0) is empty" in capsys.readouterr().err
+    folder = tmp_path / "ranker"
+    save_encoder(RANKERS["bert"], folder)
+    word_pieces(folder)
+    assert main(["embed", str(folder), "x"]) == 2
+    assert "scores pairs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [(["run", "hello"], 2), (["chat", "-p", "hello"], 2), (["plan"], 1)],
+)
+def test_commands_that_need_a_model_that_writes(
+    words: list[str],
+    status: int,
+    encoder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(b""), encoding="utf-8"))
+    command, *rest = words
+    assert main([command, str(encoder), *rest]) == status
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1
+    assert "an encoder embeds or ranks texts and writes none" in captured.err
+    assert captured.out == ""

@@ -1,9 +1,13 @@
-"""The schedule of a batch on scripted sessions: what a pass holds, who joins, memory, faults."""
+"""The schedule of a batch on scripted sessions: what a pass holds, who joins, memory, faults; one
+sweep for all where weights are streamed.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,80 +19,32 @@ from hypothesis import strategies as st
 from localrt.common.errors import (
     LocalrtError,
 )
-from localrt.common.progress import Progress
+from localrt.engine.batch.live import Live, LiveLimits
 from localrt.engine.batch.offline import generate_batch
-from localrt.engine.batch.sequence import BatchSequence
+from localrt.engine.batch.sequence import BatchSequence, generate
+from localrt.engine.native.engine import NativeEngine
 from localrt.engine.pool import kv_room, ram_room
-from localrt.engine.protocol import Engine, EngineInfo
 from localrt.engine.request import Request
 from localrt.engine.sampling import Sampling
 from localrt.engine.types import Chunk
 from localrt.models.weight_store import GpuUse
 from localrt.offload.memory import current_rss
-from localrt.quant.ops.kv import grown_capacity
 from localrt.speculative.acceptance import TreePass
 from localrt.speculative.tree import ROOT, TokenTree
-from tests.engine.fake_session import VOCAB, ScriptedSession
-
-PASS_ROWS = 12
-CTX = 600
-KV = 10  # bytes of a cache per token
-STEP = 256 * KV + 4 * VOCAB  # bytes of a short sequence: caches grow by 256 tokens
-
-
-class ScriptedEngine(Engine):
-    """Counts up: after a sequence's token t comes t + 1. Remembers the rows of every pass."""
-
-    shares_passes = True
-    pass_rows = PASS_ROWS
-    info = EngineInfo(
-        engine="scripted",
-        architecture="none",
-        device="cpu",
-        format="none",
-        parameters=0,
-        layers=0,
-        vocab_size=VOCAB,
-        weight_bytes=0,
-        context_length=CTX,
-        exactness="bit-exact",
-    )
-
-    def __init__(self) -> None:
-        self.passes: list[list[int]] = []
-        self.sessions: list[ScriptedSession] = []
-
-    def kv_nbytes(self, length: int) -> int:
-        return KV * grown_capacity(length)
-
-    def session(self, capacity: int) -> ScriptedSession:
-        self.sessions.append(ScriptedSession(lambda n: 0, capacity))
-        return self.sessions[-1]
-
-    def logits(self, tokens: Any, **options: Any) -> Any:
-        raise AssertionError
-
-    def close(self) -> None:
-        pass
-
-    def extend_batch(
-        self, parts: Sequence[tuple[Any, Sequence[int]]], *, wanted: Sequence[int], check: Any
-    ) -> Any:
-        check()
-        for session, tokens in parts:
-            assert tokens
-            session.tokens += tokens
-            assert len(session.tokens) <= session.capacity
-        self.passes.append([len(tokens) for _, tokens in parts])
-        logits = np.zeros((len(wanted), VOCAB), np.float32)
-        for row, part in enumerate(wanted):
-            logits[row, (parts[part][0].tokens[-1] + 1) % VOCAB] = 10.0
-        return logits
-
-
-def request(prompt: Sequence[int], max_tokens: int | None = 3, **options: Any) -> Request:
-    sampling = options.pop("sampling", Sampling(temperature=0))
-    return Request(prompt=prompt, sampling=sampling, max_tokens=max_tokens, **options)
+from tests.conftest import needs_kernels
+from tests.engine.fake_session import (
+    CTX,
+    KV,
+    PASS_ROWS,
+    VOCAB,
+    ScriptedEngine,
+    ScriptedSession,
+    request,
+)
+from tests.engine.test_speculation import info_of
+from tests.models.tiny import tokens
+from tests.offload.placed import Model, pack_synthetic
+from tests.waits import wait_for
 
 
 def run(
@@ -145,24 +101,6 @@ def test_waiting_prompts_join() -> None:
     assert all(session.closed for session in engine.sessions)
 
 
-def test_shared_prefix() -> None:
-    engine = ScriptedEngine()
-    requests = [request([7, 8, 9, n, n], 1) for n in (1, 2, 3)]
-    cached = [
-        item.metrics.cached_tokens
-        for _, item in run(engine, requests, size=1)
-        if item.finish_reason
-    ]
-    assert cached == [0, 3, 3]
-    assert engine.passes == [[5], [2], [2]]
-    assert len(engine.sessions) == 1
-
-
-def test_end_of_context() -> None:
-    said = answers(run(ScriptedEngine(), [request([1] * 590, None), request([1] * 599, 50)]))
-    assert [len(said[0]), len(said[1])] == [10, 1]
-
-
 def test_cancel() -> None:
     cancel = threading.Event()
     engine = ScriptedEngine()
@@ -174,15 +112,6 @@ def test_cancel() -> None:
     assert [(index, item.finish_reason) for index, item in rest] == [
         (n, "cancelled") for n in range(4)
     ]
-    assert all(session.closed for session in engine.sessions)
-
-
-def test_close() -> None:
-    engine = ScriptedEngine()
-    stream = run(engine, [request([1], 50), request([2], 50)])
-    next(stream)
-    stream.close()  # type: ignore[attr-defined]
-    assert len(engine.sessions) == 2
     assert all(session.closed for session in engine.sessions)
 
 
@@ -209,15 +138,6 @@ def test_failed_pass() -> None:
     with pytest.raises(LocalrtError, match="disk"):
         list(run(engine, [request([1], 9), request([2], 9)]))
     assert all(session.closed for session in engine.sessions)
-
-
-def test_progress() -> None:
-    steps: list[Progress] = []
-    answers(run(ScriptedEngine(), [request([1], 1), request([2], 2)], on_progress=steps.append))
-    assert [(s.stage, s.done, s.total, s.unit, s.detail) for s in steps] == [
-        ("batch", 1, 2, "prompts", "2 tokens"),
-        ("batch", 2, 2, "prompts", "3 tokens"),
-    ]
 
 
 def test_kv_room() -> None:
@@ -259,7 +179,8 @@ def test_ram_room() -> None:
 def test_any_mix(sizes: list[tuple[int, int]], size: int | None, steps: int) -> None:
     engine = ScriptedEngine()
     requests = [request([20 * n % 200] * p, m) for n, (p, m) in enumerate(sizes)]
-    room = steps * STEP if size is None else 1 << 30
+    step = 256 * KV + 4 * VOCAB  # bytes of a short sequence: caches grow by 256 tokens
+    room = steps * step if size is None else 1 << 30
     said = answers(run(engine, requests, size=size, room=room))
     for n, (_, m) in enumerate(sizes):
         assert said[n] == [20 * n % 200 + 1 + i for i in range(m)]
@@ -267,3 +188,100 @@ def test_any_mix(sizes: list[tuple[int, int]], size: int | None, steps: int) -> 
     assert max(map(len, engine.passes)) <= (size or min(PASS_ROWS, max(1, steps)))
     assert all(session.closed for session in engine.sessions)
     assert sum(map(sum, engine.passes)) <= sum(p + m - 1 for p, m in sizes)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    with closing(Model(pack_synthetic(tmp_path_factory.mktemp("s"), vocab=VOCAB, layers=4))) as it:
+        yield it
+
+
+@contextmanager
+def streaming(
+    model: Model, streamed: Sequence[str], budget: int, **options: Any
+) -> Iterator[NativeEngine]:
+    largest = 2 * max(unit.nbytes for unit in model.store.manifest.units)
+    with model.placed(streamed, budget=budget, largest=largest, **options) as decoder:
+        info = replace(info_of("llama"), vocab_size=VOCAB, streamed=True)
+        yield NativeEngine(decoder, info, pass_rows=64)
+
+
+def requests(count: int) -> list[Request]:
+    sampling = Sampling(temperature=1.5, seed=5)
+    return [
+        Request(prompt=tokens(5 + 9 * i, seed=i), sampling=sampling, max_tokens=12)
+        for i in range(count)
+    ]
+
+
+def together(engine: NativeEngine, work: list[Request], room: int) -> list[list[int]]:
+    said: list[list[int]] = [[] for _ in work]
+    stream = generate_batch(
+        engine, None, list(enumerate(work)), ctx=CTX, room=room, cancel=threading.Event()
+    )
+    for index, item in stream:
+        assert not isinstance(item, Exception)
+        said[index] += item.token_ids
+    return said
+
+
+def alone(engine: NativeEngine, work: list[Request]) -> list[list[int]]:
+    said = []
+    for one in work:
+        session = engine.session(CTX)
+        said.append([t for c in generate(session, None, one) for t in c.token_ids])
+        session.close()
+    return said
+
+
+@needs_kernels
+def test_streamed_batch(model: Model) -> None:
+    work = requests(6)
+    with streaming(model, [f"layers.{n}.mlp" for n in range(4)], budget=1 << 30) as engine:
+        expected = alone(engine, work)
+        before = engine.counts()
+        assert before is not None
+        assert together(engine, work, room=1 << 30) == expected
+        after = engine.counts()
+    assert after is not None
+    # Prompts of 165 tokens in passes of 64 rows, then 11 more tokens each; six times that alone.
+    assert after.passes - before.passes <= 3 + 12
+    assert after.ssd_read_bytes - before.ssd_read_bytes < before.ssd_read_bytes / 3
+
+
+@needs_kernels
+def test_caches_evict_weights(model: Model) -> None:
+    with streaming(model, [], budget=0) as engine:
+        weights, cache = engine.weights.memory.reclaimable, engine.kv_nbytes(256)
+    work, budget = requests(6), max(weights, 3 * cache + 1000)
+    # Room for three caches beside nothing but the ring: all weights make way, and three wait.
+    with streaming(model, ["layers.0.mlp"], budget=budget) as engine:
+        expected = alone(engine, work)
+        assert together(engine, work, room=1 << 30) == expected
+        with closing(Live(engine, None, LiveLimits(ctx=CTX), room=lambda: 1 << 30)) as live:
+            answers = [live.submit(request) for request in work]
+            said = [[t for chunk in answer for t in chunk.token_ids] for answer in answers]
+        assert said == expected
+        assert engine.weights.memory.reclaimable < weights
+
+
+@needs_kernels
+def test_an_idle_model_gives_way(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other programs get the memory of its weights without waiting for its next pass."""
+    monkeypatch.setattr("localrt.engine.native.engine._LOOK_S", 0.02)
+    needed, work = [0], requests(1)
+
+    def shortage() -> tuple[int, int]:
+        ram, needed[0] = needed[0], 0
+        return ram, 0
+
+    with streaming(model, ["layers.0.mlp"], 1 << 30, shortage=shortage) as engine:
+        expected = alone(engine, work)
+        with closing(engine.session(CTX)) as session:
+            assert session.tree_rows is None
+        held = engine.weights.memory.ram_nbytes
+        needed[0] = held // 2
+        wait_for(lambda: engine.weights.memory.ram_nbytes <= held - held // 2)
+        assert alone(engine, work) == expected
+        with closing(engine.session(CTX)) as session:
+            assert session.tree_rows is not None, "logits take memory that others need"

@@ -1,29 +1,34 @@
-"""Sequences that share passes speculate together; what each says stays the same."""
+"""Sequences that share passes, or are alone in a running batch, speculate; what each says stays the
+same.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from localrt.common.errors import MemoryBudgetError
+import localrt
+from localrt.drafts.head_draft import HeadDrafter
 from localrt.engine.batch.live import Live, LiveLimits
 from localrt.engine.batch.offline import generate_batch
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.request import Request
 from localrt.engine.speculation import Speculation
 from localrt.engine.types import Chunk
+from localrt.speculative.batch_tuner import BatchTuner
 from localrt.speculative.ngram import Archive, NgramSource
-from localrt.speculative.source import DraftFailedError
 from localrt.speculative.tree import TokenTree
 from localrt.speculative.tuner import Tuner
 from tests.conftest import needs_kernels
 from tests.engine.fake_session import ByteTokenizer
 from tests.engine.test_speculation import CAPACITY, SAMPLINGS, Knowing, ids, load, run
-from tests.models.tiny import tokens
+from tests.models.tiny import save_tiny, tokens
 
 pytestmark = needs_kernels
 
@@ -47,7 +52,9 @@ def requests(
     ]
 
 
-def batch(engine: NativeEngine, asked: list[tuple[int, Request]]) -> list[list[Chunk]]:
+def batch(
+    engine: NativeEngine, asked: list[tuple[int, Request]], size: int | None = None
+) -> list[list[Chunk]]:
     found: list[list[Chunk]] = [[] for _ in asked]
     stream = generate_batch(
         engine,
@@ -55,6 +62,7 @@ def batch(engine: NativeEngine, asked: list[tuple[int, Request]]) -> list[list[C
         asked,
         ctx=CAPACITY,
         room=1 << 30,
+        size=size,
         cancel=threading.Event(),
     )
     for index, item in stream:
@@ -63,7 +71,19 @@ def batch(engine: NativeEngine, asked: list[tuple[int, Request]]) -> list[list[C
     return found
 
 
-def free_rows(engine: NativeEngine) -> Tuner:
+@pytest.fixture(scope="module")
+def alone(engine: NativeEngine) -> list[list[int]]:
+    """What each prompt's answer is by itself."""
+    return [ids(run(engine, None, prompt=prompt)) for prompt in PROMPTS]
+
+
+def knowing(answers: list[list[int]]) -> Speculation:
+    """Drafts that are right."""
+    known = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, answers, strict=True)]
+    return Speculation({"it": lambda _: Knowing(known)}, free_rows())
+
+
+def free_rows() -> Tuner:
     """A tuner to whom more rows cost nothing."""
     tuner = Tuner({"it": 0.0})
     for rows in range(1, 200):
@@ -71,7 +91,7 @@ def free_rows(engine: NativeEngine) -> Tuner:
     return tuner
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("sampling", ["greedy", "penalties"])
 def test_same_tokens(engine: NativeEngine, sampling: str) -> None:
     alone = [
         run(engine, None, prompt=prompt, sampling=SAMPLINGS[sampling], logprobs=2)
@@ -82,7 +102,7 @@ def test_same_tokens(engine: NativeEngine, sampling: str) -> None:
         made: Any = type(source)
         speculation = Speculation(
             {"it": lambda _, s=source, m=made: s if isinstance(s, Knowing) else m()},
-            free_rows(engine),
+            free_rows(),
             archive=Archive(),
         )
         ours = batch(engine, requests(speculation, sampling, logprobs=2))
@@ -94,8 +114,9 @@ def test_same_tokens(engine: NativeEngine, sampling: str) -> None:
             assert "".join(c.text for c in said) == "".join(c.text for c in plain)
 
 
-def test_spared_passes(engine: NativeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = [[*p, *ids(run(engine, None, prompt=p))] for p in PROMPTS]
+def test_spared_passes(
+    engine: NativeEngine, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     passes = []
     extend = engine.extend_trees
 
@@ -104,8 +125,7 @@ def test_spared_passes(engine: NativeEngine, monkeypatch: pytest.MonkeyPatch) ->
         return extend(parts, *beside, **options)
 
     monkeypatch.setattr(engine, "extend_trees", counted)
-    oracle = Speculation({"it": lambda _: Knowing(answers)}, free_rows(engine))
-    said = batch(engine, requests(oracle))
+    said = batch(engine, requests(knowing(alone)))
     assert len(passes) < 20
     metrics = [chunks[-1].metrics for chunks in said]
     assert all((m.accepted_per_pass or 0) > 1.5 for m in metrics)
@@ -113,41 +133,16 @@ def test_spared_passes(engine: NativeEngine, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("ends", ["stop", "eos"])
-def test_ends_within_tree(engine: NativeEngine, ends: str) -> None:
-    alone = [ids(run(engine, None, prompt=prompt)) for prompt in PROMPTS]
-    answers = [[*p, *a] for p, a in zip(PROMPTS, alone, strict=True)]
+def test_ends_within_tree(engine: NativeEngine, ends: str, alone: list[list[int]]) -> None:
     text = "".join(c.text for c in run(engine, None, prompt=PROMPTS[0]))
     settings: dict[str, Any] = {"stop": (text[9:11],)} if ends == "stop" else {}
     if ends == "eos":
         settings["eos_ids"] = frozenset([alone[0][9], alone[1][13]])
     plain = [run(engine, None, prompt=prompt, **settings) for prompt in PROMPTS]
-    oracle = Speculation({"it": lambda _: Knowing(answers)}, free_rows(engine))
-    ours = batch(engine, requests(oracle, **settings))
+    ours = batch(engine, requests(knowing(alone), **settings))
     assert [ids(chunks) for chunks in ours] == [ids(chunks) for chunks in plain]
     assert [c[-1].finish_reason for c in ours] == [c[-1].finish_reason for c in plain]
     assert len(ids(ours[0])) < 40
-
-
-def test_no_room_for_trees(engine: NativeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = [ids(run(engine, None, prompt=prompt)) for prompt in PROMPTS]
-    answers = [[*p, *a] for p, a in zip(PROMPTS, alone, strict=True)]
-    extend, tried = engine.extend_trees, []
-
-    def cramped(parts: Any, *beside: Any, **options: Any) -> Any:
-        if any(len(tree) for _, _, tree in parts):
-            tried.append(len(parts))
-            raise MemoryBudgetError("no room")
-        return extend(parts, *beside, **options)
-
-    monkeypatch.setattr(engine, "extend_trees", cramped)
-    oracle = Speculation({"it": lambda _: Knowing(answers)}, free_rows(engine))
-    assert [ids(chunks) for chunks in batch(engine, requests(oracle))] == alone
-    assert len(tried) == 1
-
-
-class Failing(NgramSource):
-    def propose(self, *_: Any, **__: Any) -> TokenTree:
-        raise DraftFailedError("broken")
 
 
 def test_pass_made_again(engine: NativeEngine) -> None:
@@ -159,7 +154,7 @@ def test_pass_made_again(engine: NativeEngine) -> None:
             seen.append(list(history))
             return TokenTree.empty()
 
-    speculation = Speculation({"it": lambda _: Noting()}, free_rows(engine))
+    speculation = Speculation({"it": lambda _: Noting()}, free_rows())
     proposer = speculation.start_shared(engine.session(CAPACITY), [1, 2])
     assert proposer is not None
     for token in (7, 3):
@@ -168,45 +163,28 @@ def test_pass_made_again(engine: NativeEngine) -> None:
     assert seen == [[1, 2, 7], [1, 2, 3]]
 
 
-def test_failing_source(engine: NativeEngine) -> None:
-    alone = [ids(run(engine, None, prompt=prompt)) for prompt in PROMPTS]
-    failing = Speculation({"it": lambda _: Failing()}, free_rows(engine))
-    asked = requests(failing)
-    asked[1:3] = requests(None)[1:3]
-    assert [ids(chunks) for chunks in batch(engine, asked)] == alone
-
-
-def test_cancel(engine: NativeEngine) -> None:
-    answers = [[*p, *ids(run(engine, None, prompt=p))] for p in PROMPTS]
-    oracle = Speculation({"it": lambda _: Knowing(answers)}, free_rows(engine))
+def test_cancel(engine: NativeEngine, alone: list[list[int]]) -> None:
     limits = LiveLimits(ctx=CAPACITY)
     with closing(Live(engine, ByteTokenizer(), limits, room=lambda: 1 << 30)) as live:  # type: ignore[arg-type]
         own = [threading.Event() for _ in PROMPTS]
         asked = [
-            live.submit(Request(**{**_fields(request), "cancel": event}))
-            for (_, request), event in zip(requests(oracle), own, strict=True)
+            live.submit(replace(request, cancel=event))
+            for (_, request), event in zip(requests(knowing(alone)), own, strict=True)
         ]
         first = [next(answer) for answer in asked]
         own[0].set()
         rest = [list(answer) for answer in asked]
     for index, (chunk, chunks) in enumerate(zip(first, rest, strict=True)):
         said = [*chunk.token_ids, *ids(chunks)]
-        whole = answers[index][len(PROMPTS[index]) :]
-        assert said == (whole[: len(said)] if index == 0 else whole)
-
-
-def _fields(request: Request) -> dict[str, Any]:
-    return {name: getattr(request, name) for name in request.__dataclass_fields__}
+        assert said == (alone[0][: len(said)] if index == 0 else alone[index])
 
 
 @pytest.mark.parametrize("rows", [4, 30])
 def test_prompts_beside_drafts(
-    engine: NativeEngine, monkeypatch: pytest.MonkeyPatch, rows: int
+    engine: NativeEngine, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
     """Answers end at different times, and others begin: most passes have both."""
     monkeypatch.setattr(engine, "pass_rows", rows)
-    alone = [ids(run(engine, None, prompt=prompt)) for prompt in PROMPTS]
-    answers = [[*p, *a] for p, a in zip(PROMPTS, alone, strict=True)]
     both = []
     extend = engine.extend_trees
 
@@ -215,22 +193,109 @@ def test_prompts_beside_drafts(
         return extend(parts, beside, **options)
 
     monkeypatch.setattr(engine, "extend_trees", seen)
-    oracle = Speculation({"it": lambda _: Knowing(answers)}, free_rows(engine))
     asked = [
-        (index, Request(**{**_fields(request), "max_tokens": 5 + 8 * index}))
-        for index, request in requests(oracle)
+        (index, replace(request, max_tokens=5 + 8 * index))
+        for index, request in requests(knowing(alone))
     ]
-    found: list[list[int]] = [[] for _ in asked]
-    for index, item in generate_batch(
-        engine,
-        None,
-        asked,
-        ctx=CAPACITY,
-        room=1 << 30,
-        size=min(3, rows),
-        cancel=threading.Event(),
-    ):
-        assert isinstance(item, Chunk)
-        found[index] += item.token_ids
-    assert found == [a[: 5 + 8 * i] for i, a in enumerate(alone)]
+    found = batch(engine, asked, size=min(3, rows))
+    assert [ids(chunks) for chunks in found] == [a[: 5 + 8 * i] for i, a in enumerate(alone)]
     assert any(both) == (rows > 4)  # else prompts take what there is
+
+
+LIVE_PROMPTS = ["ab" * 40, "Tell me about rivers, " * 9, "abc " * 20, "hi"]
+# Lookups that are always tried: a random model repeats itself at temperature 0.
+OPTIONS: dict[str, Any] = {
+    "temperature": 0,
+    "max_tokens": 80,
+    "ignore_eos": True,
+    "draft": "ngram",
+    "tree_budget": 4,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tiny_folder: Path) -> Iterator[localrt.Model]:
+    with localrt.load(tiny_folder, draft="off") as loaded:
+        yield loaded
+
+
+def expected(model: localrt.Model, prompt: str) -> tuple[int, ...]:
+    return model.generate(prompt, **{**OPTIONS, "draft": "off", "tree_budget": None}).token_ids
+
+
+def test_alone_in_a_running_batch(model: localrt.Model) -> None:
+    with model.live() as live:
+        for prompt in LIVE_PROMPTS:
+            passes = live.stats().passes
+            kept = expected(model, prompt)
+            got = live.generate(prompt, **OPTIONS)
+            assert got.token_ids == kept
+            assert got.metrics.speculation
+            assert live.stats().passes - passes > 2
+            if len(set(kept[20:])) == 1:  # what repeats itself is drafted right
+                assert live.stats().passes - passes < 70
+            # A conversation goes on with the cache that drafts have left behind.
+            more = live.generate(token_ids=[5, 6, *got.token_ids], **OPTIONS)
+            assert len(more.token_ids) == 80
+        again = live.generate(LIVE_PROMPTS[0], **OPTIONS)
+        assert again.token_ids == expected(model, LIVE_PROMPTS[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "draft"), [("llama", "ngram"), ("deepseek-v3", "off"), ("qwen3.5", "ngram")]
+)
+def test_shared_prompts(name: str, draft: str, tmp_path: Path) -> None:
+    save_tiny(name, tmp_path)
+    prompt = tokens(200, seed=3)
+    prompts = [prompt, prompt, [*prompt[:150], *tokens(30, seed=4)], prompt, prompt[:90]]
+    options = [
+        {"token_ids": ids, "max_tokens": 8, "seed": seed, "ignore_eos": True, "top_k": 0}
+        for seed, ids in enumerate(prompts)
+    ]
+    with localrt.load(tmp_path, ctx=256, draft=draft) as model:
+        alone = [model.generate(**one).token_ids for one in options]
+        with model.live(most=4) as live:
+            answers = [live.submit(client=number // 3, **one) for number, one in enumerate(options)]
+            shared = [[token for chunk in one for token in chunk.token_ids] for one in answers]
+    assert shared == [list(ids) for ids in alone]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3.5",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("deepseek-v3-plain", "gemma4")),
+    ],
+)
+def test_heads_draft_together(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One pass of the head computes the drafts of all chats."""
+    from tests.models.tiny_assistants import TinyAssistant
+    from tests.models.tiny_heads import TinyBlock
+
+    draft = "mtp"
+    if name == "gemma4":
+        draft = str(tmp_path / "own")
+        TinyAssistant(name, tmp_path, tmp_path / "own")
+    else:
+        TinyBlock(name, tmp_path)
+    together: list[int] = []
+    compute = HeadDrafter.compute_together
+
+    def counted(self: HeadDrafter, steps: Any, **options: Any) -> Any:
+        together.append(len(steps))
+        return compute(self, steps, **options)
+
+    monkeypatch.setattr(HeadDrafter, "compute_together", counted)
+    monkeypatch.setattr(BatchTuner, "size", lambda self, name: (6, 3))
+    sampling = [{"temperature": 0.0}, {"temperature": 0.0}, {"temperature": 0.7, "seed": 1}]
+    options = [
+        {"token_ids": tokens(20, seed=n), "max_tokens": 25, "ignore_eos": True, **each}
+        for n, each in enumerate(sampling)
+    ]
+    with localrt.load(tmp_path, ctx=128, draft=draft) as model:
+        alone = [model.generate(draft="off", **one).token_ids for one in options]
+        with model.live(most=4) as live:
+            answers = [live.submit(**one) for one in options]
+            shared = [[token for chunk in one for token in chunk.token_ids] for one in answers]
+    assert shared == [list(ids) for ids in alone]
+    assert max(together) == 3

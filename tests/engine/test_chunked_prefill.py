@@ -6,17 +6,13 @@ import threading
 from contextlib import suppress
 from itertools import pairwise
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localrt.common.errors import OptionError
 from localrt.engine.batch.chunked_prefill import (
     PassTimes,
     PassTurns,
     UnreadPrompt,
-    even_shares,
-    is_background,
     rows_of_pass,
 )
 from tests.waits import wait_for
@@ -110,21 +106,6 @@ def test_background_leaves_room() -> None:
     ]
     assert all(0 in chosen and 2 <= len(chosen) <= 8 for chosen in taken)
     assert set().union(*taken) == set(range(21))
-
-
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 200)), max_size=12), st.integers(0, 99))
-def test_even_shares(prompts: list[tuple[int, int]], room: int) -> None:
-    shares = even_shares(prompts, room)
-    lengths = [length for _, length in prompts]
-    assert sum(shares) == min(room, sum(lengths)) or sum(shares) <= room
-    assert all(0 <= share <= length for share, length in zip(shares, lengths, strict=True))
-
-
-def test_unknown_class() -> None:
-    assert is_background("background")
-    assert not is_background("interactive")
-    with pytest.raises(OptionError, match="one of interactive, background, is 'x'"):
-        is_background("x")
 
 
 # -- turns of a device -----------------------------------------------------------------------------

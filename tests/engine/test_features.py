@@ -1,7 +1,10 @@
-"""Hidden states of a session: transformers' own, and the same bits however they came to be."""
+"""What a native session records: hidden states, the same bits however they came to be; rates; the
+RAM it takes.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -9,12 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import transformers
 
 import localrt
 from localrt.engine.native import session as sessions
 from localrt.engine.native.engine import NativeEngine
+from localrt.engine.native.meters import RamForecast, RamMeter, RecentRates
+from localrt.engine.protocol import Rates
+from localrt.models.weight_store import PipelineCounts
+from localrt.offload.shapes import PassSizes
 from localrt.quant.ops.arrays import AFTER_LAST, Features
 from localrt.quant.ops.protocol import Batch
 from localrt.speculative.tree import TokenTree
@@ -41,8 +46,11 @@ def plain(engine: NativeEngine, tokens: list[int]) -> np.ndarray:
 
 
 def test_inputs_and_outputs_of_layers(tiny_folder: Path) -> None:
+    import torch
+    import transformers
+
     model = transformers.LlamaForCausalLM.from_pretrained(tiny_folder).float().eval()
-    seen: list[torch.Tensor] = []
+    seen: list[Any] = []
     layers = model.model.layers
     layers[1].register_forward_pre_hook(lambda _m, given: seen.append(given[0]))
     layers[-1].register_forward_hook(lambda _m, _i, out: seen.append(out))
@@ -87,22 +95,7 @@ def test_trees_trims_and_batches(engine: NativeEngine) -> None:
 
 
 @needs_kernels
-def test_late_recording(engine: NativeEngine) -> None:
-    expected = plain(engine, TOKENS)
-    session = engine.session(64)
-    session.extend(TOKENS[:5])
-    features = session.record_features()
-    session.extend(TOKENS[5:8])
-    assert (features.first, features.length) == (5, 8)
-    np.testing.assert_array_equal(features.get(5, 8), expected[5:8])
-    session.trim(3)
-    session.extend(TOKENS[3:])
-    assert features.first == 3
-    np.testing.assert_array_equal(features.get(3, 12), expected[3:])
-
-
-@needs_kernels
-def test_failed_pass(engine: NativeEngine) -> None:
+def test_failed_pass_records_nothing(engine: NativeEngine) -> None:
     def stop() -> None:
         raise localrt.CancelledError("enough")
 
@@ -117,7 +110,7 @@ def test_failed_pass(engine: NativeEngine) -> None:
 
 
 @needs_kernels
-def test_streamed_target(tmp_path: Path) -> None:
+def test_features_of_a_streamed_model(tmp_path: Path) -> None:
     folder = pack_synthetic(tmp_path, vocab=600, layers=3, hidden=128)
     with closing(Model(folder)) as model:
 
@@ -159,3 +152,48 @@ def test_tokens_from_elsewhere(engine: NativeEngine) -> None:
     session.extend(TOKENS[8:])
     assert session.record_features() is features
     np.testing.assert_array_equal(features.get(8, 12), plain(engine, TOKENS)[8:])
+
+
+def counts(
+    read: int = 0,
+    ssd_s: float = 0.0,
+    passes: int = 0,
+    cpu_s: float = 0.0,
+    experts: tuple[int, int] = (0, 0),
+) -> PipelineCounts:
+    return PipelineCounts(
+        ssd_read_bytes=read,
+        link_bytes=0,
+        busy_s={"ssd": ssd_s},
+        passes=passes,
+        clock_s=0.0,
+        decode_passes=passes,
+        decode_cpu_s=cpu_s,
+        expert_uses=experts[0],
+        expert_hits=experts[1],
+    )
+
+
+def test_new_counts() -> None:
+    rates = RecentRates(1e9)
+    rates.now(counts(read=1 << 30, ssd_s=1.0, passes=100, cpu_s=1.0))
+    assert rates.now(counts(read=2 << 30, ssd_s=3.0, passes=200, cpu_s=4.0)) == Rates(2**29, 0.03)
+
+
+def test_a_session_may_open_while_a_pass_is_counted() -> None:
+    sizes = PassSizes(hidden=8, inner=8, vocab=8)
+    meter = RamMeter(RamForecast(process=0, weights=0, sizes=sizes))
+    kept: list[Any] = []
+
+    class Cache:
+        @property
+        def nbytes(self) -> int:
+            if len(kept) < 8:  # somebody else's, in the middle of the sum
+                opened = threading.Thread(target=lambda: kept.append(meter.holds(Cache())))  # type: ignore[type-var]
+                opened.start()
+                opened.join()
+            return 100
+
+    kept += [meter.holds(Cache()), meter.holds(Cache())]  # type: ignore[type-var]
+    meter.passed(1, 1)
+    assert (meter.forecast() or 0) >= 200

@@ -25,8 +25,15 @@ from localrt.engine.batch.waiting import FairQueue
 from localrt.engine.protocol import Engine
 from localrt.engine.sampling import Sampling
 from localrt.quant.ops.kv import grown_capacity
-from tests.engine.fake_session import VOCAB, ScriptedSession
-from tests.engine.test_batch import CTX, KV, PASS_ROWS, ScriptedEngine, request
+from tests.engine.fake_session import (
+    CTX,
+    KV,
+    PASS_ROWS,
+    VOCAB,
+    ScriptedEngine,
+    ScriptedSession,
+    request,
+)
 from tests.waits import wait_for
 
 
@@ -101,36 +108,29 @@ def test_turns_of_several_models(device: str, streamed: bool) -> None:
         assert streamed or said(answer) == [11, 12]
 
 
-def test_threads() -> None:
-    results: dict[int, list[int]] = {}
-    with open_live(ScriptedEngine()) as live:
-
-        def ask(n: int) -> None:
-            results[n] = said(live.submit(request([5 * n] * (n + 1), 10 + n), client=n % 3))
-
-        threads = [threading.Thread(target=ask, args=(n,)) for n in range(30)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-        assert live.stats().completion_tokens == sum(10 + n for n in range(30))
-    assert results == {n: [(5 * n + 1 + i) % VOCAB for i in range(10 + n)] for n in range(30)}
-
-
-def test_turns() -> None:
+@pytest.mark.parametrize(
+    ("asked", "turns"),
+    [
+        (("g1 greedy", "g2 greedy", "m1 meek", "m2 meek"), ["g1", "m1", "g2", "m2"]),
+        (("b background", "i interactive"), ["i", "b"]),
+    ],
+)
+def test_order_of_those_who_wait(asked: tuple[str, ...], turns: list[str]) -> None:
+    """Clients take turns, and interactive requests go first."""
     engine = Stepped()
     order: list[str] = []
     with open_live(engine, most=1) as live:
         blocker = live.submit(request([9], 2), client="greedy")
         wait_for(lambda: live.stats().running == 1)
-        answers = [
-            live.submit(request([1], 1), client=client, notify=lambda name=name: order.append(name))  # type: ignore[misc]
-            for name, client in [("g1", "greedy"), ("g2", "greedy"), ("m1", "meek"), ("m2", "meek")]
-        ]
+        answers = []
+        for name, whose in map(str.split, asked):
+            kind = "request_class" if whose in ("background", "interactive") else "client"
+            options: dict[str, Any] = {kind: whose, "notify": partial(order.append, name)}
+            answers.append(live.submit(request([1], 1), **options))
         engine.free = True
         assert said(blocker) == [10, 11]
-        assert [said(answer) for answer in answers] == [[2]] * 4
-    assert order == ["g1", "m1", "g2", "m2"]
+        assert [said(answer) for answer in answers] == [[2]] * len(asked)
+    assert order == turns
 
 
 class Copying(ScriptedSession):
@@ -171,15 +171,12 @@ OWN = [[100 + n] * 150 for n in range(16)]  # prompts that share nothing
     ("make", "prompts", "limits"),
     [
         (Stepped, [[1] * 40] * 16, {"most": 16}),  # n: 16, nothing can be copied
-        (Stepped, [[1] * 40] * 16, {"most": 4}),
-        (CopyingEngine, [LONG] * 16, {"most": 16}),
         (CopyingEngine, [LONG] * 16, {"most": 2}),
         (CopyingEngine, OWN, {"most": 16}),
-        (CopyingEngine, OWN[:8], {"most": 8}),
         (CopyingEngine, OWN[:8], {"most": 8, "room": 3 * (512 * KV + 4 * VOCAB)}),  # of memory
     ],
 )
-@pytest.mark.parametrize("under_way", [1, 3, 12])
+@pytest.mark.parametrize("under_way", [1, 12])
 def test_first_token_of_another_client(
     make: type[Stepped], prompts: list[list[int]], limits: dict[str, int], under_way: int
 ) -> None:
@@ -195,19 +192,7 @@ def test_first_token_of_another_client(
         assert [said(answer) for answer in answers] == expected
 
 
-def test_equal_shares() -> None:
-    engine = CopyingEngine()
-    with open_live(engine) as live:
-        answers = [live.submit(request(prompt, 1), client="greedy") for prompt in OWN[:10]]
-        engine.go(1)
-        wait_for(lambda: engine.asked == 2)
-        other = live.submit(request([200] * 90, 1), client="meek")
-        assert passes_to_first(engine, other) == 2
-        engine.free = True
-        assert [said(answer) for answer in answers] == [[101 + n] for n in range(10)]
-
-
-@pytest.mark.parametrize(("count", "prompt"), [(2, LONG), (16, LONG), (2, LONG[:65])])
+@pytest.mark.parametrize(("count", "prompt"), [(16, LONG), (2, LONG[:65])])
 def test_shared_prompt(count: int, prompt: list[int]) -> None:
     engine = CopyingEngine()
     engine.free = True
@@ -217,18 +202,6 @@ def test_shared_prompt(count: int, prompt: list[int]) -> None:
         engine.free = True
         assert [said(answer) for answer in answers] == [[6, 7, 8]] * count
     assert sum(map(sum, engine.passes)) <= len(prompt) + 3 * count + 1
-
-
-def test_shared_prompt_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> int:
-        raise MemoryBudgetError("no room")
-
-    monkeypatch.setattr(Copying, "copy_prefix", full)
-    engine = CopyingEngine()
-    with open_live(engine) as live:
-        answers = [live.submit(request(LONG, 3), client="one") for _ in range(2)]
-        engine.free = True
-        assert [said(answer) for answer in answers] == [[6, 7, 8]] * 2
 
 
 def test_shared_prompt_cancelled() -> None:
@@ -246,21 +219,6 @@ def test_shared_prompt_cancelled() -> None:
     assert sum(map(sum, engine.passes)) <= len(LONG) + 60
 
 
-def test_cache_kept_between_turns() -> None:
-    """A title, tags, and questions to go on with, after each turn."""
-    engine = ScriptedEngine()
-    with open_live(engine, ctx=600, most=2) as live:
-        talk, other = list(range(200)), [299] * 100
-        said(live.submit(request(other, 1)))
-        for turn in range(5):
-            chunks = list(live.submit(request([*talk, turn], 1)))
-            talk += [turn]
-            if turn:
-                assert chunks[-1].metrics.cached_tokens == len(talk) - 1
-            for task in range(4):
-                said(live.submit(request([250 + task] * 30, 1)))
-
-
 class Sized(ScriptedEngine):
     """Whose caches take memory."""
 
@@ -274,12 +232,22 @@ class Sized(ScriptedEngine):
         return self.sessions[-1]
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize("slow", [False, True], ids=["quick to read", "slow to read"])
-@pytest.mark.parametrize("caches", [1, 3, 100], ids="room for {}".format)
-@pytest.mark.parametrize(("titles", "most"), [(1, 2), (3, 8), (20, 1)])
+@pytest.mark.parametrize(
+    ("titles", "most", "caches", "slow", "streamed"),
+    [
+        (1, 2, 3, False, False),  # the conversation's cache has room
+        (20, 1, 100, False, False),
+        (1, 2, 100, False, True),
+        (1, 2, 1, True, False),  # it was saved
+        (3, 8, 3, True, True),
+        (20, 1, 100, True, True),
+        (1, 2, 1, False, False),  # it is read again
+        (3, 8, 100, False, True),
+        (20, 1, 3, False, False),
+    ],
+)
 def test_long_requests_between_turns(
-    most: int, titles: int, caches: int, slow: bool, streamed: bool, monkeypatch: pytest.MonkeyPatch
+    titles: int, most: int, caches: int, slow: bool, streamed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Titles as long as the conversation, as Open WebUI asks for: whatever has no room is saved, if
     reading it again takes long.
@@ -304,13 +272,7 @@ def test_long_requests_between_turns(
         )
 
     room = caches * KV * 256 + 4 * VOCAB
-    with open_live(
-        engine,
-        ctx=768,
-        most=most,
-        room=room,
-        save=save,
-    ) as live:
+    with open_live(engine, ctx=768, most=most, room=room, save=save) as live:
         talk = [n % 90 for n in range(240)]
         said(live.submit(request(talk, 1)))
         for title in range(titles):
@@ -319,25 +281,6 @@ def test_long_requests_between_turns(
     fits = titles < min(caches, 2 if streamed else 32)
     assert (last.metrics.cached_tokens == len(talk)) is (fits or slow)
     assert slow or not saved
-
-
-def test_cache_evicted() -> None:
-    engine = ScriptedEngine()
-    with open_live(engine, most=2) as live:
-        said(live.submit(request(list(range(200)), 1)))
-        for number in range(280):
-            said(live.submit(request([number, *[290] * 30], 1)))
-        assert engine.sessions[0].closed
-
-
-def test_cancel_pass() -> None:
-    engine = Stepped()
-    with open_live(engine) as live:
-        answer = live.submit(request([1] * 50, 3))
-        wait_for(lambda: live.stats().running == 1)
-        answer.cancel()  # the pass is never let through
-        assert [chunk.finish_reason for chunk in answer] == ["cancelled"]
-        assert engine.passes == []
 
 
 def test_pause() -> None:
@@ -415,26 +358,6 @@ def test_submit_while_saving(monkeypatch: pytest.MonkeyPatch) -> None:
         assert moved.wait(60)
 
 
-def test_bad_requests() -> None:
-    with open_live(ScriptedEngine()) as live:
-        for prompt, error in (([], OptionError), ([VOCAB], OptionError), ([-1], OptionError)):
-            with pytest.raises(error):
-                live.submit(request(prompt))
-        with pytest.raises(ContextOverflowError):
-            live.submit(request([1] * CTX))
-        bad = Sampling(temperature=0, logit_bias={VOCAB + 5: 1.0})
-        wrong, right = live.submit(request([2], sampling=bad)), live.submit(request([3]))
-        with pytest.raises(OptionError, match="logit_bias"):
-            list(wrong)
-        assert wrong.over
-        assert said(right) == [4, 5, 6]
-    with pytest.raises(LocalrtError, match="closed"):
-        live.submit(request([3]))
-    for wrong_limit in ({"most": 0}, {"buffer": True}, {"patience_s": 0}):
-        with pytest.raises(OptionError):
-            LiveLimits(ctx=8, **wrong_limit)  # type: ignore[arg-type]
-
-
 class Short(ScriptedEngine):
     """Holds ``fits`` tokens in all, whatever was planned."""
 
@@ -509,6 +432,33 @@ def test_failed_pass() -> None:
             assert said(live.submit(request([3], 2))) == [4, 5]
 
 
+def test_bad_requests() -> None:
+    with open_live(ScriptedEngine()) as live:
+        for prompt in ([], [VOCAB], [-1]):
+            with pytest.raises(OptionError):
+                live.submit(request(prompt))
+        with pytest.raises(ContextOverflowError):
+            live.submit(request([1] * CTX))
+        with pytest.raises(OptionError, match="request_class"):
+            live.submit(request([1], 1), request_class="urgent")
+        bad = Sampling(temperature=0, logit_bias={VOCAB + 5: 1.0})
+        wrong, right = live.submit(request([2], sampling=bad)), live.submit(request([3]))
+        with pytest.raises(OptionError, match="logit_bias"):
+            list(wrong)
+        assert wrong.over
+        assert said(right) == [4, 5, 6]
+
+        def gone() -> None:
+            raise RuntimeError("Event loop is closed")
+
+        assert list(live.submit(request([1], 400), notify=gone))[-1].finish_reason == "cancelled"
+    with pytest.raises(LocalrtError, match="closed"):
+        live.submit(request([3]))
+    for wrong_limit in ({"most": 0}, {"buffer": True}, {"patience_s": 0}):
+        with pytest.raises(OptionError):
+            LiveLimits(ctx=8, **wrong_limit)  # type: ignore[arg-type]
+
+
 def test_close() -> None:
     engine = Stepped()
     live = Live(engine, None, LiveLimits(ctx=CTX, most=1, buffer=3), room=lambda: 1 << 40)
@@ -526,31 +476,19 @@ def test_close() -> None:
 
 
 def test_cancel_all() -> None:
+    engine = Stepped()
+    with open_live(engine) as live:
+        answer = live.submit(request([1] * 50, 3))
+        wait_for(lambda: live.stats().running == 1)
+        answer.cancel()  # the pass is never let through
+        assert [chunk.finish_reason for chunk in answer] == ["cancelled"]
+        assert engine.passes == []
     with open_live(ScriptedEngine(), buffer=4) as live:
         answers = [live.submit(request([n], 400)) for n in range(5)]
         wait_for(lambda: live.stats().paused == 5)
         live.cancel_all()
         assert {list(answer)[-1].finish_reason for answer in answers} == {"cancelled"}
         assert said(live.submit(request([3], 2))) == [4, 5]
-
-
-def test_take_and_notify() -> None:
-    ready = threading.Event()
-    with open_live(ScriptedEngine()) as live:
-        answer = live.submit(request([1], 3), notify=ready.set)
-        tokens: list[int] = []
-        while not answer.over:
-            assert ready.wait(10)
-            ready.clear()
-            tokens += [token for chunk in answer.take() for token in chunk.token_ids]
-        assert tokens == [2, 3, 4]
-        assert answer.take() == []
-
-        def gone() -> None:
-            raise RuntimeError("Event loop is closed")
-
-        lost = live.submit(request([1], 400), notify=gone)
-        assert list(lost)[-1].finish_reason == "cancelled"
 
 
 class Single(ScriptedEngine):
@@ -624,22 +562,6 @@ def test_fair_queue(pushed: list[tuple[int, int]]) -> None:
     assert len(queue) == 0
 
 
-def test_fair_queue_put_back() -> None:
-    queue: FairQueue[object] = FairQueue()
-    first, second, third = object(), object(), object()
-    for item in (first, second, third):
-        queue.push("client", item)
-    queue.take(first)
-    queue.put_back("client", first)
-    assert queue.first() is first
-    queue.push("other", third)
-    assert queue.first(lambda item: item is not third) is third
-    queue.take(third)
-    for item in (first, third, object()):
-        queue.remove(item)
-    assert queue.items() == [second]
-
-
 def test_background_gives_way() -> None:
     """A chat takes the place of background work, which goes on behind it where it was."""
     engine = Stepped()
@@ -656,21 +578,3 @@ def test_background_gives_way() -> None:
     assert max(map(len, engine.passes)) <= 2
     read = sum(max(rows) for rows in engine.passes if max(rows) > 2)
     assert read <= 4 * 3 + 3 + 2  # nothing that was displaced was read again
-
-
-def test_background_waits() -> None:
-    engine = Stepped()
-    order: list[str] = []
-    with open_live(engine, most=1) as live:
-        blocker = live.submit(request([9], 2))
-        wait_for(lambda: live.stats().running == 1)
-        answers = []
-        for name in ("background", "interactive"):
-            notify = partial(order.append, name)
-            answers.append(live.submit(request([1], 1), request_class=name, notify=notify))
-        engine.free = True
-        assert said(blocker) == [10, 11]
-        assert [said(answer) for answer in answers] == [[2]] * 2
-        with pytest.raises(OptionError, match="request_class"):
-            live.submit(request([1], 1), request_class="urgent")
-    assert order == ["interactive", "background"]

@@ -17,12 +17,12 @@ from localrt.common.errors import (
     UnsupportedModelError,
 )
 from localrt.common.progress import Progress
-from tests.real_models import find_real_model, real_model
+from tests.real_models import real_model
 
 pytest.importorskip("llama_cpp", reason="needs the llamacpp extra")
 
 from localrt.engine.llamacpp.engine import LlamaCppEngine, LlamaCppTokenizer
-from localrt.engine.llamacpp.model import LlamaCppModel, LlamaCppSettings
+from localrt.engine.llamacpp.model import LlamaCppModel
 
 pytestmark = pytest.mark.llamacpp
 
@@ -162,21 +162,6 @@ def test_cancel(engine: LlamaCppEngine) -> None:
 
 
 @pytest.mark.real
-def test_threads(engine: LlamaCppEngine) -> None:
-    expected = greedy(engine, PROMPT, 12)
-    results: list[list[int]] = []
-    threads = [
-        threading.Thread(target=lambda: results.append(greedy(engine, PROMPT, 12)))
-        for _ in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == [expected, expected]
-
-
-@pytest.mark.real
 def test_bad_tokens(engine: LlamaCppEngine) -> None:
     session = engine.session(4)
     with pytest.raises(ContextOverflowError, match="5 tokens"):
@@ -202,14 +187,6 @@ def test_load_progress() -> None:
 
 
 @pytest.mark.real
-def test_silent(capfd: pytest.CaptureFixture[str]) -> None:
-    engine = load(real_model("smollm2"), threads=1)
-    greedy(engine, PROMPT, 2)
-    engine.close()
-    assert capfd.readouterr() == ("", "")
-
-
-@pytest.mark.real
 def test_close() -> None:
     engine = load(real_model("smollm2"), threads=1)
     session = engine.session(64)
@@ -223,12 +200,6 @@ def test_close() -> None:
     session.close()
     session.close()
     engine.close()
-
-
-@pytest.mark.real
-def test_bad_device() -> None:
-    with pytest.raises(OptionError, match="tpu"):
-        load(real_model("smollm2"), device="tpu")
 
 
 def test_bad_files(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -289,28 +260,3 @@ def test_special_tokens(tokenizer: LlamaCppTokenizer) -> None:
     assert tokenizer.decode(parsed, skip_special=False) == "<|im_start|>user"
     assert tokenizer.token_bytes(start) == b"<|im_start|>"
     assert tokenizer.token_id("no such token, surely") is None
-
-
-@pytest.mark.real
-def test_cut_character(tokenizer: LlamaCppTokenizer) -> None:
-    tokens = tokenizer.encode("👩‍🚀", add_special=False)
-    stream = tokenizer.detokenizer()
-    pieces = [stream.push(token) for token in tokens[:-1]]
-    assert "\ufffd" not in "".join(pieces)
-    assert stream.flush() == "\ufffd"
-
-
-@pytest.mark.real
-def test_sentencepiece() -> None:
-    path = find_real_model("gemma270m")
-    if path is None:
-        pytest.skip("real model gemma270m is not here")
-    engine = load(path, settings=LlamaCppSettings(repack=False))
-    tokenizer = engine.tokenizer()
-    for text in TEXTS:
-        tokens = tokenizer.encode(text)
-        stream = tokenizer.detokenizer()
-        joined = "".join(map(stream.push, tokens)) + stream.flush()
-        assert joined == tokenizer.decode(tokens) == text
-    assert tokenizer.bos_id == 2
-    engine.close()

@@ -23,23 +23,27 @@ from localrt.loading.context import LoadContext
 from localrt.loading.load import load_model
 from localrt.loading.options import LoadOptions
 from localrt.offload.kv.saved import BlockFile
-from localrt.quant.cpu.abi import find_library
 from localrt.quant.ops.kv_formats import BLOCK_TOKENS
 from localrt.service.core import prompt_cache
+from tests.conftest import needs_kernels
 from tests.models.tiny import save_tiny, tokens
 
-KERNELS = find_library() is not None
 KINDS = [
-    pytest.param("llama", {}, id="default"),
-    pytest.param("gemma3", {"format": "f32"}, id="torch"),
     pytest.param("gemma4", {}, id="shared"),
-    pytest.param("gemma4", {"format": "f32"}, id="shared-torch"),
     pytest.param("qwen3.5", {}, id="states"),
-    pytest.param("falcon-h1", {}, id="states-side-by-side"),
-    pytest.param("granite-hybrid", {"format": "f32"}, id="states-torch"),
+    pytest.param("qwen2", {"kv_format": "int8"}, id="int8", marks=needs_kernels),
+    *(
+        pytest.param(name, options, id=kind, marks=pytest.mark.slow)
+        for kind, name, options in (
+            ("torch", "gemma3", {"format": "f32"}),
+            ("states-side-by-side", "falcon-h1", {}),
+            ("states-torch", "granite-hybrid", {"format": "f32"}),
+        )
+    ),
+    pytest.param(
+        "qwen2", {"kv_format": "int4"}, id="int4", marks=[needs_kernels, pytest.mark.slow]
+    ),
 ]
-if KERNELS:
-    KINDS += [pytest.param("qwen2", {"kv_format": name}, id=name) for name in ("int8", "int4")]
 
 
 def engine_of(folder: Path, name: str, **options: object) -> NativeEngine:
@@ -51,14 +55,20 @@ def engine_of(folder: Path, name: str, **options: object) -> NativeEngine:
     return parts.engine
 
 
-@pytest.fixture
-def engine(tmp_path: Path) -> NativeEngine:
-    return engine_of(tmp_path / "model", "llama")
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> NativeEngine:
+    return engine_of(tmp_path_factory.mktemp("llama"), "llama")
 
 
 @pytest.fixture(scope="module")
-def tiny_engine(tmp_path_factory: pytest.TempPathFactory) -> NativeEngine:
-    return engine_of(tmp_path_factory.mktemp("llama"), "llama")
+def recurrent(tmp_path_factory: pytest.TempPathFactory) -> NativeEngine:
+    return engine_of(tmp_path_factory.mktemp("recurrent"), "qwen3.5")
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> NativeEngine:
+    """One whose caches are torch's."""
+    return engine_of(tmp_path_factory.mktemp("gemma"), "gemma3", format="f32")
 
 
 def filled(engine: NativeEngine, ids: Sequence[int]) -> EngineSession:
@@ -96,15 +106,6 @@ def test_restore_of_a_branch(tmp_path: Path, engine: NativeEngine) -> None:
     assert np.array_equal(logits, filled(engine, prompt[:-1]).extend(prompt[-1:]))
 
 
-def test_session_holds_more(tmp_path: Path, engine: NativeEngine) -> None:
-    ids = [int(t) for t in tokens(700)]
-    cache = cache_in(tmp_path)
-    cache.save(filled(engine, ids[:400]))
-    session = filled(engine, ids[:390])
-    assert cache.restore(session, ids) == 0
-    assert len(session.tokens) == 390
-
-
 def test_one_file(tmp_path: Path, engine: NativeEngine) -> None:
     ids = [int(t) for t in tokens(900)]
     cache = cache_in(tmp_path)
@@ -117,11 +118,16 @@ def test_one_file(tmp_path: Path, engine: NativeEngine) -> None:
     cache.save(session)  # holds less: nothing to do
     other = engine.session(2048)
     assert cache.restore(other, ids) == 900
+    longer = filled(engine, ids[:890])
+    assert cache.restore(longer, ids) == 0  # it holds more already
+    assert len(longer.tokens) == 890
+    shutil.rmtree(cache.folder)
+    assert cache.restore(engine.session(2048), ids) == 0
 
 
-def test_states(tmp_path: Path) -> None:
+def test_states(tmp_path: Path, recurrent: NativeEngine) -> None:
     """To where one was kept; a damaged one is as good as none."""
-    engine = engine_of(tmp_path / "model", "qwen3.5")
+    engine = recurrent
     ids = [int(t) for t in tokens(700)]
     cache = cache_in(tmp_path)
     cache.save(filled(engine, ids))
@@ -170,51 +176,24 @@ def test_too_large_or_short(tmp_path: Path, engine: NativeEngine) -> None:
     assert cache.save(filled(engine, [int(t) for t in tokens(700)])) == 0
     assert cache_in(tmp_path).save(filled(engine, [1, 2, 3])) == 0
     assert not (tmp_path / "kv").exists()
-
-
-def test_unwritable_folder(tmp_path: Path, engine: NativeEngine) -> None:
     (tmp_path / "kv").write_text("")
     with pytest.raises(StorageError, match="cannot keep the KV cache"):
         cache_in(tmp_path).save(filled(engine, [int(t) for t in tokens(300)]))
 
 
-def test_other_format(tmp_path: Path) -> None:
-    if not KERNELS:
-        pytest.skip("the CPU kernels are not built")
+@needs_kernels
+def test_other_model(tmp_path: Path, engine: NativeEngine, recurrent: NativeEngine) -> None:
+    """Another format, and where a folder was copied: the key of a folder tells models apart."""
     ids = [int(t) for t in tokens(300)]
-    cache_in(tmp_path).save(filled(engine_of(tmp_path / "model", "llama"), ids))
-    other = engine_of(tmp_path / "model", "llama", kv_format="int8").session(2048)
-    assert cache_in(tmp_path).restore(other, ids) == 0
-
-
-@pytest.mark.parametrize("other", ["granite-hybrid", "lfm2", "falcon-h1", "llama"])
-def test_other_model(tmp_path: Path, other: str) -> None:
-    """Where its folder was copied: the key of a folder tells models apart."""
-    ids = [int(t) for t in tokens(300)]
-    cache_in(tmp_path).save(filled(engine_of(tmp_path / "theirs", other), ids))
-    session = engine_of(tmp_path / "model", "qwen3.5").session(2048)
-    assert cache_in(tmp_path).restore(session, ids) == 0
-    assert not session.tokens
-    assert cache_in(tmp_path).restore(engine_of(tmp_path / "theirs", other).session(2048), ids) > 0
-
-
-def test_deleted_file(tmp_path: Path, engine: NativeEngine) -> None:
-    ids = [int(t) for t in tokens(300)]
-    one, two = cache_in(tmp_path), cache_in(tmp_path)
-    one.save(filled(engine, ids))
-    assert two.restore(engine.session(2048), ids) == 300
-    shutil.rmtree(one.folder)
-    assert two.restore(engine.session(2048), ids) == 0
-
-
-def test_key() -> None:
+    cache_in(tmp_path).save(filled(engine, ids))
+    narrow = engine_of(tmp_path / "model", "llama", kv_format="int8")
+    for other in (narrow, recurrent):
+        session = other.session(2048)
+        assert cache_in(tmp_path).restore(session, ids) == 0
+        assert not session.tokens
+    assert cache_in(tmp_path).restore(engine.session(2048), ids) == 300
     keys = {model_key(*facts) for facts in (("a", "q4"), ("a", "q8"), ("b", "q4"), ("a q4",))}
     assert len(keys) == 4
-    assert model_key("a", "q4") in keys
-
-
-def test_nothing_there(tmp_path: Path) -> None:
-    assert len(BlockFile(tmp_path / "nothing").tokens) == 0
 
 
 CHANGES: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
@@ -229,8 +208,15 @@ CHANGES: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("place", ["same-folder", "other-folder"])
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        ("one byte", "same-folder"),
+        ("all weights", "other-folder"),
+        ("config", "same-folder"),
+        ("tokenizer", "other-folder"),
+    ],
+)
 def test_same_name_size_and_time(tmp_path: Path, change: str, place: str) -> None:
     """What one model computed is never taken for another's."""
     model = tmp_path / "one" / "model"
@@ -266,8 +252,8 @@ def test_same_name_size_and_time(tmp_path: Path, change: str, place: str) -> Non
     assert cached_tokens(model) == 0
 
 
-def test_copy_in_ram(tmp_path: Path) -> None:
-    engine = engine_of(tmp_path / "model", "gemma3", format="f32")
+def test_copy_in_ram(tmp_path: Path, reference: NativeEngine) -> None:
+    engine = reference
     ids = [int(t) for t in tokens(700)]
     cache = cache_in(tmp_path)
     size = cache.hold(filled(engine, ids))
@@ -284,7 +270,7 @@ def test_copy_in_ram(tmp_path: Path) -> None:
     budgets=st.lists(st.integers(0, 9), min_size=1, max_size=4),
 )
 def test_copies_within_a_budget(
-    steps: list[tuple[str, int]], budgets: list[int], tiny_engine: NativeEngine
+    steps: list[tuple[str, int]], budgets: list[int], engine: NativeEngine
 ) -> None:
     """What left its device first leaves RAM first, only what does not fit leaves, and never is more
     taken than there is. The budget, in blocks, changes meanwhile.
@@ -292,7 +278,7 @@ def test_copies_within_a_budget(
     texts = [[3 + number, *tokens(200 + 130 * number)[1:]] for number in range(6)]
     sizes = [-(-len(text) // BLOCK_TOKENS) for text in texts]
     taken, expected, now = 0, list[int](), 0
-    block = filled(tiny_engine, texts[0]).nbytes
+    block = filled(engine, texts[0]).nbytes
 
     def take(nbytes: int) -> None:
         nonlocal taken
@@ -304,12 +290,12 @@ def test_copies_within_a_budget(
         now = budgets[step % len(budgets)]
         if what == "hold" and number not in expected:
             fits = sizes[number] <= now
-            assert bool(cache.hold(filled(tiny_engine, texts[number]))) is fits
+            assert bool(cache.hold(filled(engine, texts[number]))) is fits
             while fits and sum(sizes[n] for n in [*expected, number]) > now:
                 expected.pop(0)
             expected += [number] * fits
         elif what == "restore":
-            session = tiny_engine.session(2048)
+            session = engine.session(2048)
             restored = cache.restore(session, texts[number])
             while sum(sizes[n] for n in expected) > now:  # others need the memory
                 expected.pop(0)
@@ -377,9 +363,11 @@ def test_full_disk(engine: NativeEngine, tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("way", ["save", "settle"])
 @pytest.mark.parametrize("exists", [[False], [True, False], [True, True]])
-def test_a_deleted_conversation_is_not_saved(tmp_path: Path, way: str, exists: list[bool]) -> None:
+def test_a_deleted_conversation_is_not_saved(
+    tmp_path: Path, reference: NativeEngine, way: str, exists: list[bool]
+) -> None:
     """Whether another process deleted it before or while it was saved."""
-    engine = engine_of(tmp_path / "model", "gemma3", format="f32")
+    engine = reference
     ids = [int(t) for t in tokens(700)]
     cache, owner = cache_in(tmp_path), Owner(frozenset("m"), iter(exists).__next__)
     if way == "save":

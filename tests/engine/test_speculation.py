@@ -1,10 +1,15 @@
-"""Speculation in the loop: the same tokens as plain decoding, and everything about them."""
+"""Speculation in the loop, and drafting while a pass waits: the same tokens as plain decoding, and
+everything about them.
+"""
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +24,17 @@ from localrt.engine.request import Request
 from localrt.engine.sampling import Sampling
 from localrt.engine.speculation import Speculation
 from localrt.engine.types import Chunk
+from localrt.offload.reading.files import StoreFiles
+from localrt.offload.reading.reader import waiting
 from localrt.quant.cpu.ops import NativeOps
 from localrt.speculative.ngram import Archive, NgramSource
 from localrt.speculative.source import DraftFailedError, DraftSource, TreeSize
 from localrt.speculative.tree import ROOT, TokenTree
 from localrt.speculative.tuner import Tuner
 from tests.conftest import needs_kernels
-from tests.engine.fake_session import ByteTokenizer
+from tests.engine.fake_session import ByteTokenizer, ScriptedSession
 from tests.models.tiny import SIZES, load_ours, save_tiny, tokens
+from tests.offload.placed import Model, pack_tiny, passing
 from tests.speculative.sources import model_source
 
 pytestmark = needs_kernels
@@ -115,17 +123,25 @@ def ids(chunks: list[Chunk]) -> list[int]:
     return [token for chunk in chunks for token in chunk.token_ids]
 
 
-@pytest.fixture(params=["ngram", "itself", "other", "both"])
-def sources(request: Any, engine: NativeEngine, other: NativeEngine) -> Any:
-    if request.param == "ngram":
-        return [NgramSource()]
-    if request.param == "both":
-        return [NgramSource(), drafting(other)]
-    return [drafting(engine if request.param == "itself" else other)]
-
-
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_same_tokens(engine: NativeEngine, sources: Any, sampling: str) -> None:
+@pytest.mark.parametrize(
+    ("drafts", "sampling"),
+    [
+        ("ngram", "greedy"),
+        ("ngram", "dry and xtc"),
+        ("itself", "warm"),
+        ("itself", "penalties"),
+        ("other", "greedy"),
+        ("ngram, other", "warm"),
+        ("ngram, other", "dry and xtc"),
+    ],
+)
+def test_same_tokens(engine: NativeEngine, other: NativeEngine, drafts: str, sampling: str) -> None:
+    made = {
+        "ngram": NgramSource,
+        "itself": lambda: drafting(engine),
+        "other": lambda: drafting(other),
+    }
+    sources: list[Any] = [made[name]() for name in drafts.split(", ")]
     session = engine.session(CAPACITY)
     chosen = SAMPLINGS[sampling]
     plain = run(engine, None, sampling=chosen, logprobs=2)
@@ -134,7 +150,11 @@ def test_same_tokens(engine: NativeEngine, sources: Any, sampling: str) -> None:
     assert [c.logprobs for c in ours] == [c.logprobs for c in plain]
     assert [c.text for c in ours] == [c.text for c in plain]
     assert list(session.tokens) == [*PROMPT, *ids(plain)[:-1]]
-    # The session goes on as if it had been plain: its cache has the same bits.
+    assert_whole(engine, session)
+
+
+def assert_whole(engine: NativeEngine, session: Any) -> None:
+    """The session goes on as if it had been plain: its cache has the same bits."""
     fresh = engine.session(CAPACITY)
     fresh.extend(session.tokens)
     assert np.array_equal(session.extend([5]), fresh.extend([5]))
@@ -221,20 +241,6 @@ def test_cancel(engine: NativeEngine) -> None:
     assert ids(run(engine, None, session=session)) == plain
 
 
-def test_closed_stream(engine: NativeEngine) -> None:
-    session = engine.session(CAPACITY)
-    request = Request(
-        prompt=PROMPT,
-        sampling=SAMPLINGS["greedy"],
-        max_tokens=40,
-        speculation=fixed(drafting(engine)),
-    )
-    stream = generate(session, None, request)
-    said = [next(stream).token_ids[0] for _ in range(4)]
-    stream.close()  # type: ignore[attr-defined]
-    assert list(session.tokens) == [*PROMPT, *said[:-1]]
-
-
 class Failing(DraftSource):
     name = "bad"
 
@@ -295,38 +301,261 @@ def test_archive(engine: NativeEngine) -> None:
     assert again[-1].metrics.accepted_by_source["archive"] > 0.6
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("sampling", ["greedy", "penalties"])
 def test_tuned(engine: NativeEngine, other: NativeEngine, sampling: str) -> None:
     """Whatever it decides, and it decides by time, which differs from run to run."""
     tuner = Tuner({"ngram": 0.0, "model": 0.2})
-    speculation = Speculation(
-        {"ngram": lambda _: NgramSource(), "model": lambda _: drafting(other)}, tuner
-    )
+    held: list[int] = []
+
+    def ngram(session: Any) -> NgramSource:
+        held.append(len(session.tokens))
+        return NgramSource()
+
+    speculation = Speculation({"ngram": ngram, "model": lambda _: drafting(other)}, tuner)
     chosen = SAMPLINGS[sampling]
     plain = ids(run(engine, None, sampling=chosen, max_tokens=90))
-    for _ in range(3):
+    for _ in range(2):
         chunks = run(engine, speculation, sampling=chosen, max_tokens=90)
         assert ids(chunks) == plain
         assert str(chunks[-1].metrics.speculation).startswith("speculation: ")
     assert tuner.cost.prompt_row is not None  # it has seen how long the prompt took
-
-
-def test_sources_see_the_prompt(engine: NativeEngine) -> None:
-    """They are made before it is computed: heads record its features."""
-    held: list[int] = []
-
-    def make(session: Any) -> NgramSource:
-        held.append(len(session.tokens))
-        return NgramSource()
-
-    run(engine, Speculation({"ngram": make}, Tuner({"ngram": 0.0})))
-    assert held == [0]
+    assert {*held} == {0}  # sources are made before the prompt is computed: heads record it
 
 
 def test_engine_without_trees() -> None:
-    from tests.engine.fake_session import ScriptedSession
-
     session = ScriptedSession(lambda n: n % 50)
     chunks = run(None, fixed(NgramSource()), session=session, prompt=[1, 2, 3], max_tokens=5)
     assert ids(chunks) == [3, 4, 5, 6, 7]
     assert chunks[-1].metrics.accepted_per_pass is None
+
+
+class Waiting:
+    """An engine whose passes wait before they compute: ``meanwhile`` is called in that time."""
+
+    def __init__(self, engine: NativeEngine) -> None:
+        self.engine = engine
+        self.meanwhile: Callable[[], None] = lambda: None
+        self._compute: Any = engine._forward
+        engine._forward = self._forward
+
+    def _forward(self, batch: Any, **options: Any) -> Any:
+        with waiting(options.get("check")):
+            if len(batch.tokens) < len(PROMPT):
+                self.meanwhile()
+        return self._compute(batch, **options)
+
+
+class Draft:
+    """A draft's decoder that knows which thread it works in, and may break there."""
+
+    def __init__(self, engine: NativeEngine) -> None:
+        self._engine = engine
+        self.cache = engine.cache
+        self.ahead = 0  # passes made beside the target's
+        self.after = 0  # and between them
+        self.breaks: BaseException | None = None
+        self.entered = threading.Event()
+
+    def forward(self, batch: Any, **options: Any) -> Any:
+        beside = threading.current_thread().name == "localrt-draft"
+        if beside:
+            self.entered.set()
+            if self.breaks is not None:
+                raise self.breaks
+        logits = self._engine.run(batch, **options)
+        if beside:
+            self.ahead += 1
+        else:
+            self.after += 1
+        return logits
+
+    def some(self, passes: int = 3) -> None:
+        """Wait until a few more passes were made, if anybody makes any."""
+        time.sleep(0.006)  # a gap that is worth it
+        before, end = self.ahead, time.perf_counter() + 60
+        while any_drafting() and self.ahead < before + passes and self.breaks is None:
+            assert time.perf_counter() < end
+            time.sleep(0.0005)
+
+
+def any_drafting() -> bool:
+    return any(thread.name == "localrt-draft" for thread in threading.enumerate())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> dict[str, list[int]]:
+    with closing(load(folder / "plain")) as engine:
+        return {name: ids(run(engine, None, sampling=s)) for name, s in SAMPLINGS.items()}
+
+
+@pytest.fixture
+def target(folder: Path) -> Iterator[Waiting]:
+    engine = load(folder / "target")
+    yield Waiting(engine)
+    engine.close()
+    assert not any_drafting()
+
+
+@pytest.fixture
+def draft(folder: Path) -> Iterator[Draft]:
+    """The same model: its drafts are accepted."""
+    engine = load(folder / "draft")
+    yield Draft(engine)
+    engine.close()
+
+
+@pytest.mark.parametrize("sampling", ["warm", "penalties"])
+def test_drafting_ahead(
+    target: Waiting, draft: Draft, plain: dict[str, list[int]], sampling: str
+) -> None:
+    target.meanwhile = draft.some
+    session = target.engine.session(CAPACITY)
+    chunks = run(
+        target.engine,
+        fixed(model_source(draft), depth=3),
+        sampling=SAMPLINGS[sampling],
+        session=session,
+    )
+    assert ids(chunks) == plain[sampling]
+    assert draft.ahead > 0
+    assert list(session.tokens) == [*PROMPT, *plain[sampling][:-1]]
+    assert_whole(target.engine, session)
+
+
+def test_spared_passes_of_the_draft(
+    target: Waiting, draft: Draft, plain: dict[str, list[int]]
+) -> None:
+    """The same trees and passes, by fewer passes of the draft in between."""
+    target.meanwhile = lambda: draft.some(8)
+    counts = []
+    for in_gaps in (True, False):
+        kept = model_source(draft, temperature=0.02)
+        kept.prepares = in_gaps
+        speculation = fixed(kept, budget=3, depth=3)
+        draft.ahead = draft.after = 0
+        chunks = run(target.engine, speculation)
+        assert ids(chunks) == plain["greedy"]
+        counts.append((draft.ahead, draft.after, chunks[-1].metrics.accepted_per_pass))
+    (ahead, after, tokens), (none, all_after, same) = counts
+    assert none == 0
+    assert ahead > 0
+    assert after < 0.7 * all_after
+    assert tokens is not None
+    assert same is not None
+    assert tokens >= same - 0.5
+
+
+def test_cancel_while_drafting_ahead(
+    target: Waiting, draft: Draft, plain: dict[str, list[int]]
+) -> None:
+    cancel, passes = threading.Event(), 0
+
+    def meanwhile() -> None:
+        nonlocal passes
+        passes += 1
+        draft.some(1)
+        if passes == 4:
+            cancel.set()
+
+    target.meanwhile = meanwhile
+    it, session = model_source(draft), target.engine.session(CAPACITY)
+    chunks = run(target.engine, fixed(it, depth=3), session=session, cancel=cancel)
+    assert chunks[-1].finish_reason == "cancelled"
+    said = ids(chunks)
+    assert 0 < len(said) < 40
+    assert said == plain["greedy"][: len(said)]
+    assert not any_drafting()
+    target.meanwhile = draft.some
+    assert ids(run(target.engine, fixed(it, depth=3), session=session)) == plain["greedy"]
+
+
+def test_failing_draft_ahead(target: Waiting, draft: Draft, plain: dict[str, list[int]]) -> None:
+    target.meanwhile = draft.some
+    draft.breaks = error = MemoryBudgetError("there is no room")
+    chunks = run(target.engine, fixed(model_source(draft), depth=3))
+    assert ids(chunks) == plain["greedy"]
+    assert chunks[-1].metrics.speculation == f"speculation: off, {error}"
+
+
+def test_bug_in_draft(target: Waiting, draft: Draft) -> None:
+    target.meanwhile = draft.some
+    draft.breaks = ZeroDivisionError()
+    session = target.engine.session(CAPACITY)
+    with pytest.raises(ZeroDivisionError):
+        run(target.engine, fixed(model_source(draft), depth=3), session=session)
+    assert_whole(target.engine, session)
+
+
+def test_closed_draft(target: Waiting, draft: Draft, plain: dict[str, list[int]]) -> None:
+    """As another thread may: the answer goes on without."""
+
+    def meanwhile() -> None:
+        if any_drafting():
+            assert draft.entered.wait(60)
+            draft._engine.close()
+        time.sleep(0.006)
+
+    target.meanwhile = meanwhile
+    chunks = run(target.engine, fixed(model_source(draft), depth=3))
+    assert ids(chunks) == plain["greedy"]
+    assert "the model is closed" in str(chunks[-1].metrics.speculation)
+
+
+def test_sessions(target: Waiting, draft: Draft, plain: dict[str, list[int]]) -> None:
+    """They take turns at both models, and none waits for another for ever."""
+    target.meanwhile = lambda: time.sleep(0.01)
+    speculation = Speculation(
+        {"model": lambda _: model_source(draft)},
+        Tuner({"ngram": 0.0, "model": 0.2}),
+        fixed=TreeSize(8, 3),
+    )
+
+    def one(name: str) -> list[int]:
+        return ids(run(target.engine, speculation, sampling=SAMPLINGS[name]))
+
+    names = [*SAMPLINGS, *SAMPLINGS]
+    with ThreadPoolExecutor(len(names)) as pool:
+        for name, answer in zip(names, pool.map(one, names, timeout=120), strict=True):
+            assert answer == plain[name]
+    assert draft.ahead > 0
+    assert not any_drafting()
+
+
+class SlowFiles(StoreFiles):
+    """A disk whose reads take a while."""
+
+    def read_into(self, name: str, offset: int, out: Any) -> None:
+        time.sleep(0.01)
+        super().read_into(name, offset, out)
+
+
+def test_ahead_of_a_streamed_target(tmp_path: Path) -> None:
+    """Its passes wait for what is read, and the tuner makes use of it."""
+    folder = pack_tiny("qwen2", tmp_path)
+    # Two of them, since one ``Ops`` computes one pass at a time.
+    with closing(Model(folder)) as model, closing(Model(folder)) as twin:
+        streamed = [name for name in passing(model.store) if name.startswith("layers")]
+        files = SlowFiles(model.store.path, {u.file for u in model.store.manifest.units})
+        info = info_of("qwen2")
+        resident = NativeEngine(twin.resident, info)
+        expected = ids(run(resident, None))
+        with model.placed(streamed, files=files) as decoder:
+            engine = NativeEngine(decoder, info)
+            helper = Draft(resident)
+            tuner = Tuner({"model": 0.05})
+            sharp = model_source(helper, temperature=0.02)
+            speculation = Speculation({"model": lambda _: sharp}, tuner)
+            told = "drafted while weights load"
+            for turn in range(20):  # a draft that is held up may lose more than one answer gains
+                chunks = run(engine, speculation)
+                assert ids(chunks) == expected
+                if turn > 1 and helper.ahead and told in str(chunks[-1].metrics.speculation):
+                    break
+            assert helper.ahead > 0
+            assert told in str(chunks[-1].metrics.speculation)
+            assert not any_drafting()

@@ -1,25 +1,29 @@
-"""``localrt pull``, ``list`` and ``rm`` as a person or a program calls them."""
+"""``localrt pull``, ``list``, ``rm`` and ``alias`` as a person or a program calls them; names of
+one's own for models.
+"""
 
 from __future__ import annotations
 
 import argparse
 import io
 import json
-from types import ModuleType, SimpleNamespace
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from localrt.cli import list as list_command
+from localrt.cli import main
 from localrt.cli import pull as pull_command
 from localrt.cli import rm as rm_command
 from localrt.cli import show as show_command
-from localrt.cli.help import ProgressLine, describe
-from localrt.common.errors import ModelNotFoundError, OfflineError
-from localrt.common.progress import Progress
+from localrt.common.errors import ModelNotFoundError, OfflineError, OptionError, StorageError
 from localrt.common.settings import Settings
+from localrt.hub import list_models, resolve
+from localrt.hub.names import expand_alias, read_aliases, remove_alias, write_alias
 from localrt.hub.resolving import offer_of
 from localrt.library import find_draft, list_variants, pull
-from tests.hub.conftest import QUANTS, TINY, gguf
+from tests.hub.conftest import QUANTS, gguf
 from tests.hub.server import COMMIT, FakeHub
 
 
@@ -29,6 +33,7 @@ def environment(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(settings.hub_cache))
     monkeypatch.setenv("LOCALRT_CACHE", str(settings.cache_dir))
     monkeypatch.setenv("XDG_DATA_HOME", str(settings.data_dir.parent))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(settings.config_dir.parent))
     for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "LOCALRT_OFFLINE", "TRANSFORMERS_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("localrt.hub.listing.demo_in_package", lambda: None)
@@ -57,10 +62,6 @@ def test_of_a_repository_that_is_not_here_show_recommends_a_file(
         ModelNotFoundError, match="org/quants is not on this machine and offline mode is on"
     ):
         call(show_command, "org/quants")
-
-
-def test_offline_a_short_name_is_said_as_it_was_typed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCALRT_OFFLINE", "1")
     says = r"llama3\.2 \(unsloth/Llama-3\.2-3B-Instruct-GGUF\) is not on this machine and offline"
     with pytest.raises(OfflineError, match=rf"{says} .*LOCALRT_OFFLINE") as caught:
         call(pull_command, "llama3.2")
@@ -85,11 +86,6 @@ def test_pull_says_what_was_chosen_and_where(capsys: pytest.CaptureFixture[str])
     out, err = capsys.readouterr()
     assert "is up to date" in out
     assert err == ""
-
-
-def test_pull_chooses_one_of_two_files_too(capsys: pytest.CaptureFixture[str]) -> None:
-    assert call(pull_command, "org/seeing") == 0
-    assert capsys.readouterr().err.startswith("localrt: org/seeing:Q4_K_M, 6 kB: the largest of")
 
 
 def test_of_several_files_the_one_to_take_says_why(hub: FakeHub) -> None:
@@ -178,15 +174,6 @@ def test_pull_offers_a_published_head(hub: FakeHub, capsys: pytest.CaptureFixtur
         call(pull_command, "org/Some-1B-GGUF", "--draft")
 
 
-def test_pull_of_an_assistant(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
-    hub.add("org/gemma-4-E2B-it-GGUF", {"gemma-4-E2B-it-Q4_K_M.gguf": gguf("Q4_K_M")})
-    hub.add("org/gemma-4-E2B-it-assistant", TINY)
-    hub.published = [published("org/gemma-4-E2B-it-assistant")]
-    assert call(pull_command, "org/gemma-4-E2B-it-GGUF", "--draft") == 0
-    _, head = capsys.readouterr().out.splitlines()
-    assert head.startswith("org/gemma-4-E2B-it-assistant drafts for it: ")
-
-
 @pytest.mark.parametrize("answer", ["html", "offline"])
 def test_a_hub_that_does_not_search_is_no_error(
     answer: str, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
@@ -201,48 +188,11 @@ def test_a_hub_that_does_not_search_is_no_error(
     assert len(hub.requests) == (answer == "html")
 
 
-def test_pull_needs_a_model() -> None:
-    with pytest.raises(SystemExit) as caught:
-        call(pull_command)
-    assert caught.value.code == 2
-
-
-def test_a_terminal_sees_one_line_that_is_cleared_at_the_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clock = SimpleNamespace(monotonic=iter((100.0, 104.0)).__next__)
-    monkeypatch.setattr("localrt.cli.help.time", clock)
-    stream = Terminal()
-    line = ProgressLine(stream)
-    line(Progress("download", 20, 100, "bytes", "a.gguf"))
-    line(Progress("download", 100, 100, "bytes", "a.gguf"))
-    line.close()
-    text = stream.getvalue()
-    assert "100 %" in text
-    assert "20 B/s" in text  # of this run: the first bytes were there before
-    assert "\n" not in text
-    assert text.endswith("\x1b[K")
-
-
-def test_the_rate_counts_this_run_only() -> None:
-    step = Progress("download", 60_000_000, 98_000_000, "bytes", "sub/model.gguf")
-    text = describe(step, first=40_000_000, elapsed_s=2.0)
-    assert text == "downloading model.gguf  61 %  60 MB of 98 MB  10 MB/s  4 s left"
-
-
-def test_a_download_of_unknown_size() -> None:
-    text = describe(Progress("download", 5_000_000, None, "bytes", "w"), 0, 1.0)
-    assert text == "downloading w  5 MB  5 MB/s"
-
-
-def test_list_of_nothing_says_how_to_get_something(capsys: pytest.CaptureFixture[str]) -> None:
+def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert call(list_command) == 0
     assert "localrt pull smollm2" in capsys.readouterr().out
     assert call(list_command, "--json") == 0
     assert json.loads(capsys.readouterr().out) == {"models": []}
-
-
-def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     call(pull_command, "org/quants:Q8_0")
     call(pull_command, "org/tiny")
     capsys.readouterr()
@@ -255,16 +205,6 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     models = json.loads(capsys.readouterr().out)["models"]
     assert [model["name"] for model in models] == ["org/quants:Q8_0", "org/tiny"]
     assert models[0]["bytes"] == len(QUANTS["tiny-Q8_0.gguf"])
-
-
-def test_rm_with_yes(capsys: pytest.CaptureFixture[str]) -> None:
-    call(pull_command, "org/quants:Q8_0")
-    capsys.readouterr()
-    assert call(rm_command, "org/quants:Q8_0", "--yes", "--json") == 0
-    result = json.loads(capsys.readouterr().out)
-    assert result["freed_bytes"] == len(QUANTS["tiny-Q8_0.gguf"])
-    assert call(list_command, "--json") == 0
-    assert json.loads(capsys.readouterr().out) == {"models": []}
 
 
 @pytest.mark.parametrize(("answer", "status"), [("y\n", 0), ("n\n", 1), ("", 1)])
@@ -287,9 +227,120 @@ def test_rm_asks_on_a_terminal(
 def test_rm_without_a_terminal_needs_yes(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    call(pull_command, "org/tiny")
+    call(pull_command, "org/quants:Q8_0")
     monkeypatch.setattr("sys.stdin", io.StringIO())
-    assert call(rm_command, "org/tiny") == 2
-    assert "--yes" in capsys.readouterr().err
+    assert call(rm_command, "org/quants:Q8_0") == 2
+    told = capsys.readouterr()
+    assert "--yes" in told.err
+    assert call(rm_command, "org/quants:Q8_0", "--yes", "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["freed_bytes"] == len(QUANTS["tiny-Q8_0.gguf"])
     with pytest.raises(ModelNotFoundError, match="org/absent is not on this machine"):
         call(rm_command, "org/absent")  # there is nothing to ask about
+
+
+def test_a_name_stands_for_a_model(settings: Settings, tmp_path: Path, hub: FakeHub) -> None:
+    file = tmp_path / "mine.gguf"
+    file.write_bytes(b"GGUF")
+    write_alias("mine", str(file), settings)
+    write_alias("quants", "org/quants:Q8_0", settings)
+    write_alias("best", "quants", settings)
+    assert resolve("mine", settings=settings).path == file
+    assert resolve("best", settings=settings).name == "org/quants:Q8_0"
+
+
+def test_a_path_is_right_from_every_folder(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.gguf").write_bytes(b"GGUF")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for name, typed in (("file", "mine.gguf"), ("folder", "./elsewhere"), ("other", "org/name")):
+        write_alias(name, typed, settings)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert resolve("file", settings=settings).path == tmp_path / "mine.gguf"
+    assert resolve("folder", settings=settings).path == tmp_path / "elsewhere"
+    assert expand_alias("other", settings) == "org/name"
+
+
+def test_the_file_stays_as_people_wrote_it(settings: Settings) -> None:
+    settings.config_dir.mkdir(parents=True)
+    file = settings.config_dir / "config.toml"
+    file.write_text('theme = "dark"  # mine\n\n[models]\nold = "org/old"\n')
+    write_alias("new", "org/new", settings)
+    assert file.read_text("utf-8").startswith('theme = "dark"  # mine\n')
+    assert read_aliases(settings) == {"old": "org/old", "new": "org/new"}
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ('[models]\na = "b"\nb = "a"\n', OptionError),
+        ("[models]\na = 3\n", OptionError),
+        ("models = 3\n", OptionError),
+        ("[models\n", StorageError),
+    ],
+)
+def test_a_bad_file_is_said_in_one_line(
+    text: str, error: type[Exception], settings: Settings
+) -> None:
+    settings.config_dir.mkdir(parents=True)
+    (settings.config_dir / "config.toml").write_text(text)
+    with pytest.raises(error, match=r"config\.toml"):
+        expand_alias("a", settings)
+    assert expand_alias("org/name", settings) == "org/name"  # which has no need of it
+
+
+@pytest.mark.parametrize("name", ["smollm2", "a/b", "", "-x", "two words"])
+def test_what_cannot_be_a_name(name: str, settings: Settings) -> None:
+    with pytest.raises(OptionError):
+        write_alias(name, "org/name", settings)
+
+
+def test_no_name_stands_for_itself(settings: Settings) -> None:
+    write_alias("a", "b", settings)
+    write_alias("b", "c", settings)
+    for name, model in (("x", "x"), ("c", "a")):
+        with pytest.raises(OptionError, match=f"{name} would stand for itself: {name} -> "):
+            write_alias(name, model, settings)
+    assert read_aliases(settings) == {"a": "b", "b": "c"}
+
+
+def test_the_command(settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["alias"]) == 0
+    assert "localrt alias NAME MODEL" in capsys.readouterr().out
+    assert main(["alias", "fast", "llama3.2:1b"]) == 0
+    assert capsys.readouterr().out == "fast is llama3.2:1b (not on this machine yet)\n"
+    assert main(["alias", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"models": {"fast": "llama3.2:1b"}}
+    assert main(["alias", "Qwen3:8B", "org/mine"]) == 0
+    assert "it hides unsloth/Qwen3-8B-GGUF of the hub, until" in capsys.readouterr().out
+    assert main(["alias", "Qwen3:8B", "--remove"]) == 0
+    assert main(["alias", "fast", "--remove"]) == 0
+    assert "forgotten" in capsys.readouterr().out
+    assert read_aliases(settings) == {}
+    write_alias("my-chat", "org/quants", settings)
+    for typed, meant in (("my-cht", "my-chat"), ("lama3.2", "llama3.2")):
+        with pytest.raises(ModelNotFoundError, match=f"did you mean .*{meant}"):
+            resolve(typed, settings=settings)
+    assert main(["alias", "fast", "--remove"]) == 1
+    assert "localrt alias" in capsys.readouterr().err
+
+
+def test_models_are_listed_with_them(
+    settings: Settings, hub: FakeHub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    resolve("org/quants:Q8_0", settings=settings)
+    write_alias("work", "org/quants", settings)
+    write_alias("best", "work", settings)
+    write_alias("gone", "org/gone", settings)
+    assert [model.aliases for model in list_models(settings)][-1] == ("best", "work")
+    write_alias("*", "best", settings)  # the model that a server uses for other names
+    assert [model.aliases for model in list_models(settings)][-1] == ("*", "best", "work")
+    remove_alias("*", settings)
+    assert main(["list", "work"]) == 0
+    assert "org/quants:Q8_0 (best, work)" in capsys.readouterr().out
+    resolve("org/quants:Q4_K_M", settings=settings)  # now it may be either
+    assert {model.aliases for model in list_models(settings)} == {()}
+    (settings.config_dir / "config.toml").write_text("[models\n")
+    assert len(list_models(settings)) > 1

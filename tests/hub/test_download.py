@@ -1,4 +1,6 @@
-"""Downloads from a hub that speaks HTTP on this machine: whole, interrupted, damaged, refused."""
+"""Downloads and searches at a hub that speaks HTTP on this machine: whole, interrupted, damaged,
+refused.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +25,18 @@ from localrt.common.errors import (
     ModelNotFoundError,
     OfflineError,
     StorageError,
+    UnsupportedModelError,
 )
 from localrt.common.files import write_text
 from localrt.common.progress import Progress
 from localrt.common.settings import Settings
-from localrt.hub import resolve
+from localrt.hub import resolve, resolve_adapter
 from localrt.hub.cache import CachedRepo
 from localrt.hub.download import download, list_repo
-from localrt.hub.searching import search_models
+from localrt.hub.files import ADAPTER_FILES
+from localrt.hub.names import find_known
+from localrt.hub.searching import FoundModel, list_variants, search_models
 from tests.conftest import needs_links
-from tests.fake_endpoint import nobody
 from tests.hub.conftest import NEWER, QUANTS, TINY, WEIGHTS
 from tests.hub.server import COMMIT, OLD_COMMIT, FakeHub, etag_of
 
@@ -66,19 +70,27 @@ def one_line_error(error: LocalrtError) -> str:
 
 
 def test_brings_what_a_model_needs_and_nothing_else(settings: Settings) -> None:
-    found = resolve("org/tiny", settings=settings)
+    """Progress grows to the total over all files; other tools find them."""
+    from huggingface_hub import scan_cache_dir, snapshot_download, try_to_load_from_cache
 
+    steps: list[Progress] = []
+    found = resolve("org/tiny", settings=settings, progress=steps.append)
     assert found.name == "org/tiny"
     assert found.source == "hub"
     assert found.revision == COMMIT
     assert files_below(found.path) == NEEDED
     assert all((found.path / name).read_bytes() == TINY[name] for name in NEEDED)
 
-
-def test_other_tools_find_it_in_the_cache(settings: Settings) -> None:
-    from huggingface_hub import scan_cache_dir, snapshot_download, try_to_load_from_cache
-
-    found = resolve("org/tiny", settings=settings)
+    # The index comes first, as it says what is to come.
+    total = sum(len(TINY[name]) for name in NEEDED if not name.endswith(".index.json"))
+    stages = list(dict.fromkeys(step.stage for step in steps))
+    assert stages == ["download", "verify"]
+    for stage in stages:
+        done = [step.done for step in steps if step.stage == stage]
+        assert done == sorted(set(done))
+        assert done[-1] == total
+    assert {(step.total, step.unit) for step in steps} == {(total, "bytes")}
+    assert {step.detail for step in steps} <= NEEDED
 
     there = snapshot_download("org/tiny", cache_dir=settings.hub_cache, local_files_only=True)
     assert Path(there) == found.path
@@ -124,7 +136,9 @@ def test_a_newer_commit_is_fetched_only_on_request(hub: FakeHub, settings: Setti
 
 
 def test_continues_after_the_connection_broke(hub: FakeHub, settings: Settings) -> None:
+    """Whatever a busy hub says in between."""
     hub.cut_after[SHARD] = [400_000, 300_000]
+    hub.broken["config.json"] = 2
 
     found = resolve("org/tiny", settings=settings)
 
@@ -151,30 +165,24 @@ def test_a_later_run_continues(hub: FakeHub, settings: Settings) -> None:
     assert 0 < int(request.range.removeprefix("bytes=").removesuffix("-")) <= 400_000
 
 
-def test_starts_over_when_the_server_ignores_ranges(hub: FakeHub, settings: Settings) -> None:
-    hub.cut_after[SHARD] = [400_000]
-    hub.ignore_range = True
+PARTS = {
+    "of a server that ignores ranges": WEIGHTS[:400_000],
+    "longer than the file": WEIGHTS + b"more",
+    "damaged by a power cut": bytes(len(WEIGHTS)),
+    "damaged by a power cut in the middle": bytes(len(WEIGHTS) // 2),
+}
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_a_part_that_is_begun_anew(kind: str, hub: FakeHub, settings: Settings) -> None:
+    hub.ignore_range = "ranges" in kind
+    part = CachedRepo(settings.hub_cache, "org/tiny").partial(etag_of(WEIGHTS))
+    part.parent.mkdir(parents=True)
+    part.write_bytes(PARTS[kind])
     steps: list[Progress] = []
-
     found = resolve("org/tiny", settings=settings, progress=steps.append)
-
     assert (found.path / SHARD).read_bytes() == WEIGHTS
-    done = [step.done for step in steps if step.stage == "download"]
-    assert done == sorted(done)
-
-
-def test_a_partial_file_longer_than_the_file_is_dropped(hub: FakeHub, settings: Settings) -> None:
-    hub.cut_after[SHARD] = [400_000] + [0] * 5
-    with pytest.raises(OfflineError):
-        resolve("org/tiny", settings=settings)
-    for partial in settings.hub_cache.glob("*/blobs/*.incomplete"):
-        partial.write_bytes(WEIGHTS + b"more")
-    assert (resolve("org/tiny", settings=settings).path / SHARD).read_bytes() == WEIGHTS
-
-
-def test_a_busy_hub_is_asked_again(hub: FakeHub, settings: Settings) -> None:
-    hub.broken[SHARD] = 2
-    assert (resolve("org/tiny", settings=settings).path / SHARD).read_bytes() == WEIGHTS
+    assert steps[-1].done == steps[-1].total
 
 
 @pytest.mark.parametrize("name", [SHARD, "config.json"])
@@ -190,16 +198,6 @@ def test_a_damaged_file_is_refused_removed_and_fetched_again(
 
     hub.damaged.clear()
     assert (resolve("org/tiny", settings=settings).path / name).read_bytes() == TINY[name]
-
-
-@pytest.mark.parametrize("size", [len(TINY[SHARD]), len(TINY[SHARD]) // 2])
-def test_a_part_that_a_power_cut_damaged_is_fetched_again(
-    size: int, hub: FakeHub, settings: Settings
-) -> None:
-    part = CachedRepo(settings.hub_cache, "org/tiny").partial(etag_of(TINY[SHARD]))
-    part.parent.mkdir(parents=True)
-    part.write_bytes(bytes(size))
-    assert (resolve("org/tiny", settings=settings).path / SHARD).read_bytes() == TINY[SHARD]
 
 
 def test_the_token_is_sent_and_never_shown(hub: FakeHub, settings: Settings) -> None:
@@ -222,9 +220,7 @@ def test_a_revision_pins_the_files(settings: Settings) -> None:
         resolve("org/tiny", settings=settings, download=False)
 
 
-@pytest.mark.parametrize(
-    "wanted", ["Q8_0", "q8_0", "tiny-Q8_0", "tiny-Q8_0.gguf", "TINY-q8_0.GGUF"]
-)
+@pytest.mark.parametrize("wanted", ["q8_0", "tiny-Q8_0", "TINY-q8_0.GGUF"])
 def test_a_quantization_is_picked(wanted: str, hub: FakeHub, settings: Settings) -> None:
     found = resolve(f"org/quants:{wanted}", settings=settings)
     assert found.name == "org/quants:Q8_0"
@@ -233,38 +229,10 @@ def test_a_quantization_is_picked(wanted: str, hub: FakeHub, settings: Settings)
     assert sum("resolve" in request.path for request in hub.requests) == 1
 
 
-def test_a_split_file_comes_whole(settings: Settings) -> None:
-    found = resolve("org/quants:F16", settings=settings)
-    assert found.path.name == "tiny-f16-00001-of-00002.gguf"
-    assert files_below(found.path.parent) == {
-        "tiny-f16-00001-of-00002.gguf",
-        "tiny-f16-00002-of-00002.gguf",
-    }
-
-
-def test_without_a_choice_a_gguf_repository_gives_q4_k_m(settings: Settings) -> None:
-    assert resolve("org/quants", settings=settings).name == "org/quants:Q4_K_M"
-
-
-def test_a_vision_encoder_comes_along(settings: Settings) -> None:
-    found = resolve("org/seeing:Q8_0", settings=settings, vision=False)
-    assert files_below(found.path.parent) == {"seer-Q8_0.gguf"}
-    found = resolve("org/seeing:Q8_0", settings=settings, refresh=True)
-    assert files_below(found.path.parent) == {"seer-Q8_0.gguf", "mmproj-seer-bf16.gguf"}
-
-
-def test_a_file_in_a_subfolder_is_named_by_its_path(hub: FakeHub, settings: Settings) -> None:
-    hub.add("org/deep", DEEP)
-    resolve("org/deep:a/x-Q8_0.gguf", settings=settings)
-    found = resolve("org/deep:b/x-Q8_0.gguf", settings=settings)
-    assert found.path.read_bytes() == b"b" * 1000
-    assert found.name == "org/deep:b/x-Q8_0.gguf"
-    assert resolve(found.name, settings=settings, download=False) == found
-
-
 @pytest.mark.parametrize(
     ("files", "wanted"),
     [
+        (("a/x-Q8_0.gguf", "b/x-Q8_0.gguf"), "b/x-Q8_0.gguf"),
         (("a/x-Q4_K_M.gguf", "b/x-Q4_K_M.gguf", "x-Q8_0.gguf"), "a/x-Q4_K_M.gguf"),
         (("a-1b-Q8_0.gguf", "b-2b-Q8_0.gguf"), "a-1b-Q8_0.gguf"),
         (("Q4_K_M/model.gguf", "Q8_0/model.gguf"), "Q4_K_M"),
@@ -319,12 +287,6 @@ def test_revisions_that_are_here_are_named(
         assert resolve(name, settings=settings, download=False).path.is_dir()
 
 
-def test_no_network(tmp_path: Path, settings: Settings) -> None:
-    with nobody() as port, pytest.raises(OfflineError, match="cannot reach") as caught:
-        resolve("org/tiny", settings=replace(settings, hub_endpoint=f"http://127.0.0.1:{port}"))
-    one_line_error(caught.value)
-
-
 def test_offline_asks_nobody(hub: FakeHub, settings: Settings) -> None:
     found = resolve("org/tiny", settings=settings)
     hub.requests.clear()
@@ -334,7 +296,27 @@ def test_offline_asks_nobody(hub: FakeHub, settings: Settings) -> None:
     one_line_error(caught.value)
     with pytest.raises(ModelNotFoundError, match="localrt pull org/quants"):
         resolve("org/quants", settings=settings, download=False)
+    with pytest.raises(OfflineError, match="org/lora"):
+        resolve_adapter("org/lora", settings=settings, offline=True)
+    for ask in (search_models, list_variants):
+        with pytest.raises(OfflineError):
+            ask("org/chat", settings=replace(settings, offline=True))
     assert hub.requests == []
+
+
+def test_an_adapter_is_downloaded_once(hub: FakeHub, settings: Settings) -> None:
+    hub.add("org/lora", ADAPTER)
+    folder = resolve_adapter("org/lora", settings=settings)
+    found = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert found == {name: ADAPTER[name] for name in ADAPTER_FILES}
+    asked = len(hub.requests)
+    assert resolve_adapter("org/lora", settings=settings) == folder
+    assert resolve_adapter("org/lora", settings=settings, offline=True) == folder
+    assert len(hub.requests) == asked
+    with pytest.raises(ModelNotFoundError, match=r"org/tiny is no adapter: it has no adapter_conf"):
+        resolve_adapter("org/tiny", settings=settings)
+    with pytest.raises(UnsupportedModelError, match="org/lora is an adapter: open the model"):
+        resolve("org/lora", settings=settings)
 
 
 @pytest.mark.parametrize(
@@ -350,6 +332,8 @@ def test_offline_asks_nobody(hub: FakeHub, settings: Settings) -> None:
         ("org/closed", {}, GatedModelError, ["/org/closed", "HF_TOKEN", "hf auth login"]),
         ("org/secret", {}, GatedModelError, ["/org/secret", "HF_TOKEN", "hf auth login"]),
         ("org/broken", {}, HubError, ["HTTP 503"]),
+        ("org/quants:Q5_0", {}, ModelNotFoundError, ["a file of org/quants is missing on the hub"]),
+        ("org/portal", {}, HubError, ["does not answer like a model hub"]),
     ],
 )
 def test_what_is_refused_is_one_line(
@@ -365,23 +349,12 @@ def test_what_is_refused_is_one_line(
     hub.add("org/broken", {"broken.gguf": b"a"})
     hub.refuse |= {"org/closed": 401, "org/secret": 403}
     hub.broken["broken.gguf"] = 100
+    hub.extra_names = ["lost-Q5_0.gguf"] if "Q5_0" in model else []
+    hub.html = model == "org/portal"  # a login page
     with pytest.raises(error) as caught:
         resolve(model, settings=settings, **options)
     text = one_line_error(caught.value)
     assert [each for each in words if each not in text] == []
-
-
-def test_a_file_that_is_listed_and_missing(hub: FakeHub, settings: Settings) -> None:
-    hub.extra_names = ["lost-Q5_0.gguf"]
-    with pytest.raises(ModelNotFoundError, match="a file of org/quants is missing on the hub"):
-        resolve("org/quants:Q5_0", settings=settings)
-
-
-def test_a_login_page_instead_of_a_hub(hub: FakeHub, settings: Settings) -> None:
-    hub.html = True
-    with pytest.raises(HubError, match="does not answer like a model hub") as caught:
-        resolve("org/tiny", settings=settings)
-    one_line_error(caught.value)
 
 
 @pytest.mark.parametrize("name", ["../../evil.json", "/etc/evil.json", "a\\..\\evil.json"])
@@ -448,23 +421,6 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, settings: Settings) -> N
     assert "HF_HOME" in one_line_error(caught.value)
 
 
-def test_progress_grows_to_the_total_over_all_files(settings: Settings) -> None:
-    steps: list[Progress] = []
-    resolve("org/tiny", settings=settings, progress=steps.append)
-
-    # The index comes first, as it says what is to come.
-    total = sum(len(TINY[name]) for name in NEEDED if not name.endswith(".index.json"))
-    stages = list(dict.fromkeys(step.stage for step in steps))
-    assert stages == ["download", "verify"]
-    for stage in stages:
-        done = [step.done for step in steps if step.stage == stage]
-        assert done == sorted(set(done))
-        assert done[-1] == total
-    assert {step.total for step in steps} == {total}
-    assert {step.unit for step in steps} == {"bytes"}
-    assert {step.detail for step in steps} <= NEEDED
-
-
 def test_twin_files_are_stored_once_and_counted_to_the_end(
     hub: FakeHub, settings: Settings
 ) -> None:
@@ -493,22 +449,6 @@ def test_cancel_stops_and_keeps_what_arrived(hub: FakeHub, settings: Settings) -
     assert (found.path / SHARD).read_bytes() == WEIGHTS
 
 
-def test_a_callback_that_fails_is_not_taken_for_the_hub(settings: Settings) -> None:
-    def fail(_: Progress) -> None:
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        resolve("org/tiny", settings=settings, progress=fail)
-
-
-def test_plain_http_is_all_it_takes(hub: FakeHub, settings: Settings) -> None:
-    resolve("org/quants:Q8_0", settings=settings)
-    assert [(request.method, request.path) for request in hub.requests] == [
-        ("GET", "/api/models/org/quants"),
-        ("GET", f"/org/quants/resolve/{COMMIT}/tiny-Q8_0.gguf"),
-    ]
-
-
 def test_two_threads_download_once(hub: FakeHub, settings: Settings) -> None:
     from huggingface_hub import get_session
 
@@ -527,29 +467,25 @@ def test_two_threads_download_once(hub: FakeHub, settings: Settings) -> None:
     assert (found[0] / SHARD).read_bytes() == WEIGHTS
 
 
-CERTIFICATES = "is no file of certificates"
-PROXY = "a proxy of a kind that cannot be used"
-ENVIRONMENTS = {
-    "ALL_PROXY=socks5://127.0.0.1:1": PROXY,
-    "HTTPS_PROXY=socks4://127.0.0.1:1": PROXY,
-    "HTTP_PROXY=ftp://127.0.0.1:1": PROXY,
-    "ALL_PROXY=://": PROXY,
-    "ALL_PROXY=http://127.0.0.1:1": "cannot reach",
-    "ALL_PROXY=https://127.0.0.1:1": "cannot reach",
-    "HTTP_PROXY=127.0.0.1:1": "cannot reach",
-    "ALL_PROXY=http://[": "cannot reach",
-    "SSL_CERT_FILE=missing.pem": CERTIFICATES,
-    "SSL_CERT_FILE=empty.pem": CERTIFICATES,
-    "SSL_CERT_FILE=words.pem": CERTIFICATES,
-    "SSL_CERT_FILE=.": CERTIFICATES,
-}
-
-
-@pytest.mark.parametrize("ask", ["search", "list", "download"])
-@pytest.mark.parametrize("line", ENVIRONMENTS)
+@pytest.mark.parametrize(
+    ("ask", "line", "says"),
+    [
+        ("search", "ALL_PROXY=socks5://127.0.0.1:1", "a proxy of a kind that cannot be used"),
+        ("list", "HTTP_PROXY=ftp://127.0.0.1:1", "a proxy of a kind that cannot be used"),
+        ("download", "ALL_PROXY=://", "a proxy of a kind that cannot be used"),
+        ("search", "ALL_PROXY=https://127.0.0.1:1", "cannot reach"),
+        ("list", "ALL_PROXY=http://[", "cannot reach"),
+        ("download", "HTTP_PROXY=127.0.0.1:1", "cannot reach"),
+        ("search", "SSL_CERT_FILE=missing.pem", "is no file of certificates"),
+        ("list", "SSL_CERT_FILE=empty.pem", "is no file of certificates"),
+        ("download", "SSL_CERT_FILE=words.pem", "is no file of certificates"),
+        ("download", "SSL_CERT_FILE=.", "is no file of certificates"),
+    ],
+)
 def test_environment(
-    line: str,
     ask: str,
+    line: str,
+    says: str,
     settings: Settings,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -571,7 +507,7 @@ def test_environment(
     with pytest.raises(HubError) as caught:
         asks[ask]()
     said = one_line_error(caught.value)
-    assert ENVIRONMENTS[line] in said
+    assert says in said
     assert ("is kept" in said) == (ask == "download" and "cannot reach" in said)
 
 
@@ -582,3 +518,62 @@ def test_any_other_failure(settings: Settings, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(HfApi, "model_info", fail)
     with pytest.raises(HubError, match=r"for org/tiny: RuntimeError: unheard of"):
         list_repo("org/tiny", None, settings)
+
+
+ADAPTER = {
+    "README.md": b"# lora",
+    "adapter_config.json": b'{"peft_type": "LORA"}',
+    "adapter_model.safetensors": b"low ranks" * 1000,
+    "optimizer.pt": b"pickle" * 1000,
+}
+
+
+MODELS: list[dict[str, Any]] = [
+    {
+        "id": "org/chat-GGUF",
+        "downloads": 900,
+        "likes": 7,
+        "tags": ["gguf", "en"],
+        "gated": False,
+        "lastModified": "2026-02-17T10:00:00.000Z",
+    },
+    {
+        "id": "org/chat-pictures",
+        "downloads": 800,
+        "likes": 1,
+        "tags": ["diffusers"],
+        "gated": False,
+    },
+    {"id": "org/chat", "downloads": 9, "tags": ["safetensors"], "gated": "manual", "likes": 0},
+]
+
+
+def test_models_by_words(hub: FakeHub, settings: Settings) -> None:
+    hub.published = MODELS
+    found = search_models("chat ", settings=settings)
+    assert [model.name for model in found] == ["org/chat-GGUF", "org/chat"]
+    assert found[0] == FoundModel("org/chat-GGUF", 900, 7, ("gguf",), False, "2026-02-17")
+    assert found[1].gated
+    search_models(" qwen3:30b", settings=settings)
+    known = find_known("qwen3:30b")
+    assert known is not None
+    assert hub.searches == ["chat", known.repo]
+
+
+@pytest.mark.parametrize("fault", [{"html": True}, {"busy": True}])
+def test_a_strange_hub_is_one_line(
+    fault: dict[str, bool], hub: FakeHub, settings: Settings
+) -> None:
+    for name, value in fault.items():
+        setattr(hub, name, value)
+    with pytest.raises(HubError) as raised:
+        search_models("chat", settings=settings)
+    assert "\n" not in str(raised.value)
+
+
+def test_variants_with_sizes(hub: FakeHub, settings: Settings) -> None:
+    found = [(each.label, each.name) for each in list_variants("org/quants", settings=settings)]
+    assert found == [(label, f"org/quants:{label}") for label in ("Q8_0", "Q4_K_M", "F16")]
+    (whole,) = list_variants("org/tiny", settings=settings)
+    assert whole.name == "org/tiny"
+    assert whole.label == "safetensors"

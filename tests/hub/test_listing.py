@@ -1,4 +1,6 @@
-"""What is on this machine, and removing it, without taking what others still use."""
+"""What is on this machine, packed copies and quantized folders too, and removing it, without taking
+what others still use.
+"""
 
 from __future__ import annotations
 
@@ -22,21 +24,12 @@ from tests.hub.conftest import QUANTS, SEEING, TINY, WEIGHTS
 from tests.hub.server import OLD_COMMIT, FakeHub
 
 
-@pytest.fixture(autouse=True)
-def no_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("localrt.hub.listing.demo_in_package", lambda: None)
-
-
 def names(settings: Settings) -> list[str]:
     return [model.name for model in list_models(settings)]
 
 
 def blob_bytes(settings: Settings) -> int:
     return sum(path.stat().st_size for path in settings.hub_cache.glob("*/blobs/*"))
-
-
-def test_an_empty_machine(settings: Settings) -> None:
-    assert list_models(settings) == []
 
 
 def test_every_listed_name_resolves_without_the_network(hub: FakeHub, settings: Settings) -> None:
@@ -116,33 +109,32 @@ def test_layouts_are_downloaded_and_listed(
 def test_unfinished_and_foreign_folders_are_not_models(settings: Settings) -> None:
     resolve("org/tiny", settings=settings)
     (settings.hub_cache / "datasets--org--data" / "snapshots").mkdir(parents=True)
-    (settings.hub_cache / "models--org--empty").mkdir()
+    (settings.hub_cache / "models--org--empty" / "blobs").mkdir(parents=True)
     (settings.hub_cache / "version.txt").write_text("1")
     (shard, *_) = settings.hub_cache.glob("*/snapshots/*/model-00001*")
     shard.unlink()
     assert names(settings) == []
+    part = settings.hub_cache / "models--org--empty" / "blobs" / ("e" * 64 + ".incomplete")
+    part.write_bytes(b"x" * 1000)
+    assert remove_model("org/empty", settings) == 1000
 
 
-def test_remove_a_repository(settings: Settings) -> None:
-    resolve("org/tiny", settings=settings)
-    resolve("org/quants", settings=settings)
+def test_remove(settings: Settings) -> None:
+    """A repository, a quantization, a file by its path."""
+    for name in ("org/tiny", "org/quants", "org/quants:Q8_0", "org/quants:F16"):
+        file = resolve(name, settings=settings).path
     before = blob_bytes(settings)
-
     freed = remove_model("org/tiny", settings)
-
-    assert names(settings) == ["org/quants:Q4_K_M"]
     assert freed == before - blob_bytes(settings) > len(WEIGHTS)
     assert not list(settings.hub_cache.glob("**/*tiny"))
 
-
-def test_remove_one_quantization(settings: Settings) -> None:
-    resolve("org/quants:Q8_0", settings=settings)
-    resolve("org/quants:F16", settings=settings)
-    parts = [name for name in QUANTS if "-of-" in name]
-
-    assert remove_model("org/quants:f16", settings) == sum(len(QUANTS[name]) for name in parts)
-    assert names(settings) == ["org/quants:Q8_0"]
-    assert remove_model("org/quants:Q8_0", settings) == len(QUANTS["tiny-Q8_0.gguf"])
+    parts = [len(QUANTS[name]) for name in QUANTS if "-of-" in name]
+    assert file.name.endswith("-00001-of-00002.gguf")
+    assert remove_model("org/quants:f16", settings) == sum(parts)
+    assert names(settings) == ["org/quants:Q4_K_M", "org/quants:Q8_0"]
+    file = resolve("org/quants:Q8_0", settings=settings).path
+    assert remove_model(str(file), settings) == len(QUANTS["tiny-Q8_0.gguf"])
+    assert remove_model("org/quants:Q4_K_M", settings) == len(QUANTS["tiny-Q4_K_M.gguf"])
     assert not list(settings.hub_cache.glob("models--*"))
 
 
@@ -219,19 +211,6 @@ def test_bytes_shared_between_repositories_stay(settings: Settings) -> None:
     assert not store.exists()
 
 
-def test_an_unfinished_download_can_be_removed(hub: FakeHub, settings: Settings) -> None:
-    blobs = settings.hub_cache / "models--org--tiny" / "blobs"
-    blobs.mkdir(parents=True)
-    (blobs / ("e" * 64 + ".incomplete")).write_bytes(b"x" * 1000)
-    assert remove_model("org/tiny", settings) == 1000
-
-
-def test_a_file_of_the_cache_is_removed_by_its_path_too(settings: Settings) -> None:
-    file = resolve("org/quants:Q8_0", settings=settings).path
-    assert remove_model(str(file), settings) == len(QUANTS["tiny-Q8_0.gguf"])
-    assert names(settings) == []
-
-
 @pytest.mark.parametrize("name", ["org/absent", "org/tiny:Q2_K", "org/tiny@v7", "smollm2"])
 def test_remove_what_is_not_there(name: str, settings: Settings) -> None:
     resolve("org/tiny", settings=settings)
@@ -242,12 +221,26 @@ def test_remove_what_is_not_there(name: str, settings: Settings) -> None:
     assert names(settings) == ["org/tiny"]
 
 
-def test_a_file_of_the_user_is_not_removed(tmp_path: Path, settings: Settings) -> None:
-    file = tmp_path / "mine.gguf"
-    file.write_bytes(b"GGUF")
-    with pytest.raises(OptionError):
-        remove_model(str(file), settings)
-    assert file.exists()
+def test_uses_are_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """But for what lies in the temporary folder, until they are forgotten."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    settings = Settings.from_environment()
+    assert last_used(settings) == {}
+    for name in ("tmp/model.gguf", "tmp/a/b", "old.gguf"):
+        note_use(str(tmp_path / name), settings)
+    note_use("org/name:Q4_K_M", settings)
+    assert {*last_used(settings)} == {"org/name:Q4_K_M", str(tmp_path / "old.gguf")}
+    forget_use("org/name:Q4_K_M", settings)
+    assert main(["list", "--forget", "old.gguf"]) == 0
+    assert last_used(settings) == {}
+    assert main(["list", "--forget", "old.gguf"]) == 1
+    assert "old.gguf is no path that was used" in capsys.readouterr().err
+    (tmp_path / "blocked").write_text("")
+    note_use("x", Settings.from_environment({"XDG_DATA_HOME": str(tmp_path / "blocked")}))
 
 
 def test_what_cannot_be_deleted_is_said(
@@ -264,35 +257,137 @@ def test_what_cannot_be_deleted_is_said(
             remove_model("org/quants", settings)
 
 
-def test_uses_are_remembered(tmp_path: Path) -> None:
-    settings = Settings.from_environment({"XDG_DATA_HOME": str(tmp_path)})
-    assert last_used(settings) == {}
-    note_use("org/name:Q4_K_M", settings)
-    assert list(last_used(settings)) == ["org/name:Q4_K_M"]
-    forget_use("org/name:Q4_K_M", settings)
-    assert last_used(settings) == {}
-    (tmp_path / "blocked").write_text("")
-    note_use("x", Settings.from_environment({"XDG_DATA_HOME": str(tmp_path / "blocked")}))
+@pytest.fixture(autouse=True)
+def no_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localrt.hub.listing.demo_in_package", lambda: None)
+    monkeypatch.setattr("tempfile.tempdir", "/elsewhere")  # the tests' own files are kept
 
 
-def test_what_lies_in_the_temporary_folder_is_not_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def add_store(
+    settings: Settings,
+    name: str,
+    source: str | Path,
+    *,
+    quantized: bool = False,
+    manifest: str = "manifest.json",
+) -> Path:
+    """``source`` is a file's name, or its path, which newer stores say too."""
+    folder = settings.data_dir / "stores" / name
+    folder.mkdir(parents=True)
+    packed = {"name": Path(source).name, "path": str(source) if Path(source).parts[1:] else None}
+    quantization = {"method": "rtn"} if quantized else None
+    values = {"format": "q8_0", "source": packed, "quantization": quantization}
+    (folder / manifest).write_text(json.dumps(values))
+    (folder / "layer.safetensors").write_bytes(b"x" * 1000)
+    return folder
+
+
+def test_a_packed_copy_is_part_of_its_model_and_goes_with_it(settings: Settings) -> None:
+    file = resolve("org/quants:Q8_0", settings=settings).path
+    folder = add_store(settings, "tiny-Q8_0-abc", file.name)
+    (model,) = list_models(settings)
+    assert (model.name, model.packed) == ("org/quants:Q8_0", (folder,))
+    assert model.packed_bytes > 1000
+    assert plan_removal("org/quants:Q8_0", settings).packed == (folder,)
+    assert remove_model("org/quants:Q8_0", settings) == model.bytes + model.packed_bytes
+    assert not folder.exists()
+    assert list_models(settings) == []
+
+
+def test_a_copy_can_be_deleted_without_its_model(settings: Settings) -> None:
+    file = resolve("org/quants:Q8_0", settings=settings).path
+    with pytest.raises(ModelNotFoundError, match=r"org/quants:Q8_0 has no packed copy"):
+        remove_model("org/quants:Q8_0", settings, packed_only=True)
+    whole = add_store(settings, "tiny-Q8_0-abc", file.name)
+    begun = add_store(settings, "tiny-Q8_0-abd.partial", file, manifest="manifest.partial.json")
+    (model,) = list_models(settings)
+    assert model.packed == (whole, begun)
+    assert remove_model("org/quants:Q8_0", settings, packed_only=True) == model.packed_bytes
+    assert file.exists()
+    assert list_models(settings)[0].packed == ()
+
+
+def test_copies_of_files_that_are_called_the_same_are_told_apart(
+    settings: Settings, tmp_path: Path
 ) -> None:
-    settings = Settings.from_environment({"XDG_DATA_HOME": str(tmp_path)})
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
-    for name in ("tmp/model.gguf", "tmp/a/b", "tmpx/model.gguf"):
-        note_use(str(tmp_path / name), settings)
-    assert list(last_used(settings)) == [str(tmp_path / "tmpx/model.gguf")]
+    files = [tmp_path / maker / "model.gguf" for maker in "ab"]
+    for file in files:
+        file.parent.mkdir()
+        file.write_bytes(b"GGUF")
+        note_use(str(file), settings)
+    folder = add_store(settings, "model-abc", files[1])
+    assert [model.packed for model in list_models(settings)] == [(), (folder,)]
 
 
-def test_forget(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_links_to_one_file_are_one_model(settings: Settings, tmp_path: Path) -> None:
+    file, hard, soft = (tmp_path / name for name in ("model.gguf", "hard.gguf", "soft.gguf"))
+    file.write_bytes(b"GGUF")
+    os.link(file, hard)
+    try:
+        soft.symlink_to(file)
+    except OSError:  # Windows without the right to make symbolic links
+        os.link(file, soft)
+    for path in (file, hard, soft):
+        note_use(str(path), settings)
+    folder = add_store(settings, "model-abc", soft)
+    (model,) = list_models(settings)
+    assert model.path in (file, hard, soft)
+    assert model.packed == (folder,)
+    for path in (file, hard, soft):
+        assert plan_removal(str(path), settings, packed_only=True).packed == (folder,)
+
+
+def test_a_quantized_model_has_its_folders_name(settings: Settings) -> None:
+    orphan = add_store(settings, "gone-abc", "gone.gguf")  # a copy without its model
+    (model,) = list_models(settings)
+    assert model.path == orphan
+    assert remove_model(model.name, settings) == model.bytes
+    folder = add_store(settings, "mine-int4", "org/mine", quantized=True)
+    (model,) = list_models(settings)
+    assert (model.name, model.kind, model.quantization) == ("mine-int4", "store", "q8_0")
+    assert resolve("mine-int4", settings=settings).path == folder
+    assert remove_model("mine-int4", settings) == model.bytes
+
+
+def test_files_that_were_run_are_listed_and_never_deleted(
+    settings: Settings, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("tempfile.tempdir", "/elsewhere")
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    file = tmp_path / "my-Q4_0.gguf"
+    file.write_bytes(b"GGUF")
+    found = resolve(str(file), settings=settings)
+    note_use(found.listed_name, settings)
+    folder = add_store(settings, "my-Q4_0-abc", file.name)
+    (model,) = list_models(settings)
+    assert (model.path, model.place, model.quantization) == (file, "yours", "Q4_0")
+    with pytest.raises(OptionError, match=r"you: delete it yourself; .* `localrt rm --packed "):
+        remove_model(str(file), settings)
+    with pytest.raises(ModelNotFoundError, match=rf"did you mean .*{file.name}"):
+        resolve(file.name, settings=settings)
+    assert file.exists()
+    assert remove_model(str(file), settings, packed_only=True) > 1000
+    assert not folder.exists()
+    file.unlink()
+    assert list_models(settings) == []
+
+
+@pytest.mark.parametrize(("name", "noted"), [("m.gguf", True), ("./m.gguf", False)])
+def test_a_copy_of_a_model_run_by_a_relative_path(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, noted: bool
+) -> None:
+    file = tmp_path / "m.gguf"
+    file.write_bytes(b"a model")
     monkeypatch.chdir(tmp_path)
-    note_use(str(tmp_path / "old.gguf"), Settings.from_environment())
-    assert main(["list", "--forget", "old.gguf"]) == 0
-    assert last_used(Settings.from_environment()) == {}
-    assert main(["list", "--forget", "old.gguf"]) == 1
-    assert "old.gguf is no path that was used" in capsys.readouterr().err
+    if noted:  # as every run does
+        note_use(resolve(name, settings=settings).listed_name, settings)
+    folder = add_store(settings, "m-abc", file)
+    (model,) = list_models(settings)
+    assert (model.path, model.where, model.packed) == (file, "your file", (folder,))
+    with pytest.raises(
+        OptionError, match=r"delete it yourself; localrt's packed copy of it, 1.2 kB"
+    ):
+        remove_model(name, settings)
+    assert remove_model(name, settings, packed_only=True) > 1000
+    assert not folder.exists()
+    assert file.exists()
+    with pytest.raises(ModelNotFoundError, match=f"{name} has no packed copy"):
+        remove_model(name, settings, packed_only=True)

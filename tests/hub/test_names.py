@@ -1,4 +1,6 @@
-"""What MODEL may be: names of the hub, paths, the demo, and what is said about anything else."""
+"""What MODEL may be: names of the hub, short names, paths, the demo, and what is said about
+anything else.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from localrt.common.errors import LocalrtError, ModelNotFoundError, OptionError, StorageError
 from localrt.common.settings import Settings
-from localrt.hub import HubRef, resolve
+from localrt.hub import resolve
 from localrt.hub.files import (
     choose_variant,
     gguf_variants,
@@ -20,8 +22,16 @@ from localrt.hub.files import (
     safetensors_model_files,
     variant_name,
 )
-from localrt.hub.names import client_name, parse_hub_ref
+from localrt.hub.names import (
+    KNOWN_MODELS,
+    HubRef,
+    KnownModel,
+    client_name,
+    find_known,
+    parse_hub_ref,
+)
 from localrt.hub.resolving import resolve_adapter
+from localrt.planning.models import shape_from_config
 from tests.conftest import needs_links
 from tests.hub.conftest import settings_at
 
@@ -79,7 +89,7 @@ def test_any_other_text_is_a_path_or_one_of_our_errors(text: str) -> None:
         assert found.source == "local"
 
 
-@pytest.mark.parametrize("text", ["two\nlines", "./two\nlines.gguf"])
+@pytest.mark.parametrize("text", ["two\nlines", "./two\nlines.gguf", "x" * 5000])
 def test_an_odd_name_gives_one_line_still(text: str, settings: Settings) -> None:
     with pytest.raises(ModelNotFoundError) as caught:
         resolve(text, settings=settings)
@@ -94,14 +104,16 @@ def test_paths_are_used_as_they_are(tmp_path: Path, settings: Settings) -> None:
     for path in (folder, file):
         found = resolve(str(path), settings=settings)
         assert (found.path, found.source, found.revision) == (path, "local", None)
-
-
-def test_a_folder_wins_over_a_hub_name(
-    tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "org" / "name").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
-    assert resolve("org/name", settings=settings).source == "local"
+    (tmp_path / "org" / "name").mkdir(parents=True)  # a folder wins over a name of the hub
+    with contextlib.chdir(tmp_path):
+        assert resolve("org/name", settings=settings).source == "local"
+    for name, revision, says in (
+        (str(tmp_path), "v1", "revision"),
+        ("org/name@v1", "v2", "two revisions"),
+        ("org/nam", "../../x", "cannot be"),
+    ):
+        with pytest.raises(OptionError, match=says):
+            resolve(name, settings=settings, revision=revision)
 
 
 def test_a_missing_file_suggests_close_ones(tmp_path: Path, settings: Settings) -> None:
@@ -119,12 +131,9 @@ def test_what_looks_like_a_path_is_one(text: str, settings: Settings) -> None:
         resolve(text, settings=settings)
 
 
-def test_a_misspelt_demo(settings: Settings) -> None:
+def test_a_sentence_is_no_name(settings: Settings) -> None:
     with pytest.raises(ModelNotFoundError, match="did you mean smollm2"):
         resolve("smolm2", settings=settings)
-
-
-def test_a_sentence_is_no_name(settings: Settings) -> None:
     says = r"""it was taken for a model's name, .*: smollm2 "What is a \\"quine\\"\?"$"""
     with pytest.raises(ModelNotFoundError, match=says):
         resolve('What is a "quine"?', settings=settings)
@@ -134,11 +143,6 @@ def test_a_sentence_is_no_name(settings: Settings) -> None:
 def test_no_name_at_all(text: str, settings: Settings) -> None:
     with pytest.raises(OptionError):
         resolve(text, settings=settings)
-
-
-def test_a_name_too_long_for_the_disk(settings: Settings) -> None:
-    with pytest.raises(ModelNotFoundError):
-        resolve("x" * 5000, settings=settings)
 
 
 def test_a_disk_that_fails_is_no_wrong_name(
@@ -151,15 +155,6 @@ def test_a_disk_that_fails_is_no_wrong_name(
     for find in (resolve, resolve_adapter):
         with pytest.raises(StorageError, match=r"cannot open .*model: Input/output"):
             find(f"{tmp_path}/model", settings=settings)
-
-
-def test_a_revision_needs_a_hub_model(tmp_path: Path, settings: Settings) -> None:
-    with pytest.raises(OptionError, match="revision"):
-        resolve(str(tmp_path), settings=settings, revision="v1")
-    with pytest.raises(OptionError, match="two revisions"):
-        resolve("org/name@v1", settings=settings, revision="v2")
-    with pytest.raises(OptionError, match="cannot be"):
-        resolve("org/name", settings=settings, revision="../../x")
 
 
 @pytest.mark.parametrize(
@@ -297,3 +292,34 @@ def test_a_link_that_leads_nowhere(
     link.symlink_to(target)
     with pytest.raises(ModelNotFoundError, match=f"is a link that leads to no file.*: {told}"):
         resolve(str(link), settings=settings)
+
+
+_BY_SHAPE = {model.shape: model for model in KNOWN_MODELS}
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(model, id=shape, marks=pytest.mark.slow if model.parameters > 14 else ())
+        for shape, model in _BY_SHAPE.items()
+    ],
+)
+def test_a_config_has_the_parameters_of_its_model(model: KnownModel) -> None:
+    shape = shape_from_config(model.config(), name=model.name, format="f32")
+    assert shape.nbytes / 4e9 == pytest.approx(model.parameters, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("llama3.2:1b", "llama3.2:1b"),
+        ("Llama3.2:1B", "llama3.2:1b"),
+        ("llama3.2", "llama3.2:3b"),
+        ("gemma4:latest", "gemma4:e4b"),
+        ("llama3.2:7b", None),
+        ("org/name", None),
+    ],
+)
+def test_a_family_alone_is_its_first_model(name: str, found: str | None) -> None:
+    model = find_known(name)
+    assert (model.name if model else None) == found

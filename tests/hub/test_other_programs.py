@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from localrt.common.errors import CheckpointError, ModelNotFoundError, OptionError
+from localrt.common.errors import ModelNotFoundError, OptionError
 from localrt.common.settings import Settings
 from localrt.hub import list_models, remove_model, resolve
 from localrt.hub.cache import note_use
-from localrt.hub.other_programs import Extras
-from tests.hub.other_stores import add_ollama_model
+from tests.hub.server import add_ollama_model
 
 LIBRARY = "registry.ollama.ai/library"
 
@@ -87,11 +86,6 @@ def test_what_is_kept_beside_the_weights_comes_along(here: Settings, tmp_path: P
     assert [path.read_bytes() for path in extras.projectors] == [b"GGUF projector"]
 
 
-def test_a_single_stop_text_and_no_limit() -> None:
-    assert Extras(params={"stop": "x", "seed": -1}).options == {"stop": ["x"]}
-    assert Extras(params={"seed": "x", "num_predict": None}).options["seed"] == "x"  # refused later
-
-
 def test_a_link_to_a_file_of_another_program_is_no_other_model(
     here: Settings, tmp_path: Path
 ) -> None:
@@ -100,12 +94,6 @@ def test_a_link_to_a_file_of_another_program_is_no_other_model(
     os.link(blob, link)
     note_use(str(link), here)
     assert names(here) == ["ollama:llama3.2:3b"]
-
-
-def test_parameters_that_are_not_json_are_said(here: Settings, tmp_path: Path) -> None:
-    add_ollama_model(tmp_path / "ollama", f"{LIBRARY}/odd/latest", params="{")
-    with pytest.raises(CheckpointError, match="parameters of odd:latest"):
-        resolve("odd", settings=here, download=False)
 
 
 @pytest.mark.parametrize(

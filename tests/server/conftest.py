@@ -29,7 +29,7 @@ from localrt.server.options import ServeOptions
 from localrt.server.running import Server, open_socket
 from localrt.server.service import Service
 from localrt.service.live import LiveModel
-from tests.api.test_thinking import TEMPLATE
+from tests.api.test_prompts import TEMPLATE
 from tests.conftest import write_tiny_model
 from tests.inside import engine_of
 from tests.waits import wait_for

@@ -1,8 +1,11 @@
-"""Thinking on, off and up to a limit, of a random model that never ends it by itself."""
+"""What becomes of a request: thinking on, off and up to a limit; a given beginning; text around a
+gap; what a model's own settings add.
+"""
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +14,10 @@ import pytest
 
 import localrt
 from localrt.cli import main
-from localrt.common.errors import OptionError
+from localrt.common.errors import ContextOverflowError, OptionError
 from localrt.engine.options import read_options
+from localrt.hub.other_programs import Extras
+from localrt.hub.resolving import ResolvedModel
 from tests.conftest import CHATML, write_tiny_model
 from tests.inside import core_of
 
@@ -68,7 +73,7 @@ def test_limit_ends_thinking(
     assert given.token_ids == answer.token_ids[begun:]
 
 
-@pytest.mark.parametrize("limit", [1, 2, 7, 30, 59, 60, 61])
+@pytest.mark.parametrize("limit", [1, 7, 59, 60])
 def test_drafts_change_nothing(thinker: localrt.Model, limit: int) -> None:
     plain = thinker.generate("hi hi hi", thinking_tokens=limit, draft="off", **GREEDY)
     for size in ({}, {"draft": "ngram", "tree_budget": 8}):
@@ -135,12 +140,9 @@ def test_model_without_thinking(tiny: localrt.Model) -> None:
     assert tiny.generate("hi", thinking_tokens=2, max_tokens=8).metrics.thinking_tokens == 0
     with pytest.raises(OptionError, match="this model does not think"):
         tiny.generate("hi", thinking=True)
-
-
-@pytest.mark.parametrize("value", [1, "max", 0.5, ["low"]])
-def test_wrong_thinking(tiny: localrt.Model, value: Any) -> None:
-    with pytest.raises(OptionError, match="thinking must be on, off, low, medium or high"):
-        tiny.generate("hi", thinking=value)
+    for value in (1, "max", 0.5, ["low"]):
+        with pytest.raises(OptionError, match="thinking must be on, off, low, medium or high"):
+            tiny.generate("hi", thinking=value)
     with pytest.raises(OptionError, match="thinking_tokens"):
         tiny.generate("hi", thinking_tokens=-1)
 
@@ -171,16 +173,6 @@ def test_harmony_channels(tmp_path: Path) -> None:
         assert localrt.split_thinking(answer.text).answer.strip("ab") == ""
 
 
-def test_limit_in_chat(thinker: localrt.Model) -> None:
-    chat = thinker.chat(thinking_tokens=4, **GREEDY)
-    for _ in range(2):
-        answer = chat.send("hi")
-        assert answer.metrics.thinking_tokens == 4
-    chat.set(thinking="off")
-    assert chat.send("hi").metrics.thinking_tokens == 0
-    chat.close()
-
-
 @pytest.mark.usefixtures("nothing_on_stdin")
 def test_command_line(
     thinker: localrt.Model, tiny_folder: Path, capsys: pytest.CaptureFixture[str]
@@ -208,6 +200,9 @@ def test_prefix(thinker: localrt.Model) -> None:
     ids = [*prompt, *thinker.tokenize("Well, <|im_end|>", add_special=False)]
     assert thinker.generate(token_ids=ids, **GREEDY).token_ids == found.token_ids
     assert thinker.count([*ASK, begun]) == len(ids) == found.metrics.prompt_tokens
+    options: dict[str, Any] = {"thinking": False, "tools": TOOLS}
+    read = thinker.generate(ASK, max_tokens=1, **options).metrics.prompt_tokens
+    assert thinker.count(ASK, **options) == read != thinker.count(ASK)
     assert thinker.detokenize(ids).endswith("</think>\n\nWell, <|im_end|>")
     for wrong in ([begun], [*ASK, {**begun, "content": None}]):
         with pytest.raises(OptionError, match="prefix"):
@@ -216,8 +211,127 @@ def test_prefix(thinker: localrt.Model) -> None:
         thinker.generate([*ASK, begun], json_schema=True)
 
 
-def test_count(thinker: localrt.Model) -> None:
-    options: dict[str, Any] = {"thinking": False, "tools": TOOLS}
-    read = thinker.generate(ASK, max_tokens=1, **options).metrics.prompt_tokens
-    assert thinker.count(ASK, **options) == read
-    assert thinker.count(ASK) != read
+MARKS = {"pre": 10, "suf": 11, "mid": 12}
+SHORT: dict[str, Any] = {"max_tokens": 8, "temperature": 0}
+
+
+@pytest.fixture
+def filling(tiny: localrt.Model, monkeypatch: pytest.MonkeyPatch) -> localrt.Model:
+    """The tiny model, with three of its tokens for marks, which never ends."""
+    monkeypatch.setattr(tiny.tokenizer, "infill_ids", MARKS)
+    monkeypatch.setitem(core_of(tiny).requests.__dict__, "_infill", None)
+    del core_of(tiny).requests.__dict__["_infill"]
+    monkeypatch.setitem(tiny.defaults, "ignore_eos", True)
+    return tiny
+
+
+def test_fill_in(filling: localrt.Model) -> None:
+    before, behind = filling.tokenize("def f(", add_special=False), filling.tokenize("):\n")
+    ids = [MARKS["pre"], *before, MARKS["suf"], *behind, MARKS["mid"]]
+    expected = filling.generate(token_ids=ids, **SHORT)
+    assert filling.generate("def f(", suffix="):\n", **SHORT).token_ids == expected.token_ids
+    with filling.live() as live:
+        assert live.generate("def f(", suffix="):\n", **SHORT).token_ids == expected.token_ids
+    assert filling.generate("", suffix="", **SHORT).metrics.prompt_tokens == 3
+
+
+def test_fill_in_overflow(filling: localrt.Model) -> None:
+    ctx = filling.info.ctx
+    with pytest.raises(ContextOverflowError):
+        filling.generate("a" * ctx, suffix="b", **SHORT)
+    with pytest.raises(ContextOverflowError):
+        filling.generate("a", suffix="b", files=[("x", "c" * ctx)], **SHORT)
+    answer = filling.generate("a" * ctx, suffix="b" * ctx, overflow="drop_oldest", **SHORT)
+    assert answer.metrics.prompt_tokens == ctx - SHORT["max_tokens"]
+    few = filling.generate(
+        "a", suffix="b", files=[("x", "c" * ctx)], overflow="drop_oldest", **SHORT
+    )
+    assert few.metrics.prompt_tokens == 5
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"prompt": [{"role": "user", "content": "a"}], "suffix": "b"}, "as a string"),
+        ({"token_ids": [1], "suffix": "b"}, "as a string"),
+        ({"prompt": "a", "suffix": 5}, "suffix must be a string"),
+        ({"prompt": "a", "files": [("x", "y")]}, "suffix must be a string"),
+        ({"prompt": "a", "suffix": "b", "files": [("x", 1)]}, "a name and a text"),
+        ({"prompt": "a", "suffix": "b", "tool_choice": "required"}, "needs messages"),
+    ],
+)
+def test_refused(filling: localrt.Model, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        filling.generate(**given)
+
+
+@pytest.mark.usefixtures("nothing_on_stdin")
+def test_infill_unsupported(
+    tiny: localrt.Model, tiny_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(OptionError, match="no tokens to fill in the middle"):
+        tiny.generate("a", suffix="b")
+    assert main(["run", str(tiny_folder), "def f(", "--suffix", "):"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert main(["run", str(tiny_folder), "a", "--suffix", "b", "--continue"]) == 2
+    assert "--suffix completes a text" in capsys.readouterr().err
+
+
+STORE_TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+EXTRAS = Extras(
+    go_template=True,
+    system="You are a pirate.",
+    params={"temperature": 0, "top_k": 3, "stop": ["zz"], "num_ctx": 64, "min_p": "odd"},
+)
+
+
+@pytest.fixture
+def pirate(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a chat template of its own, which ``pirate`` stands for, as in Ollama."""
+    folder = shutil.copytree(tiny_folder, tmp_path / "model")
+    set_template(folder, STORE_TEMPLATE)
+    found = ResolvedModel("ollama:pirate:latest", folder, None, "ollama", EXTRAS)
+    monkeypatch.setattr("localrt.loading.context.resolve", lambda *_, **__: found)
+    return folder
+
+
+def set_template(folder: Path, template: str | None) -> None:
+    config = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
+    config["chat_template"] = template
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def test_settings_of_store(pirate: Path) -> None:
+    with localrt.load("pirate", ctx=128) as model:
+        assert model.info.ctx == 128
+    set_template(pirate, None)
+    with localrt.load("pirate") as model:
+        assert [note for note in model.info.notes if "no chat template" in note] == [
+            "the model has no chat template: chatting in a plain format, as Ollama's is in Go's "
+            "language; `chat_template` takes Jinja2"
+        ]
+        assert model.info.ctx == 64
+        kept = {name: model.defaults.get(name) for name in EXTRAS.params}
+    assert (kept["temperature"], kept["top_k"], kept["stop"]) == (0, 3, ["zz"])
+    assert kept["min_p"] != "odd"  # what cannot be used is left out
+
+
+def test_system_prompt_of_store(pirate: Path) -> None:
+    model = localrt.load("pirate")
+
+    def shown(*messages: dict[str, str]) -> str:
+        assert model.tokenizer is not None
+        return model.tokenizer.decode(core_of(model).requests.render(messages))
+
+    hi = {"role": "user", "content": "Hi"}
+    assert shown(hi) == "[system] You are a pirate.[user] Hi[assistant]"
+    assert shown({"role": "system", "content": ""}, hi) == "[system] [user] Hi[assistant]"
+    assert shown({"role": "developer", "content": "X"}, hi) == "[system] X[user] Hi[assistant]"
+    late = {"role": "system", "content": "X"}  # the beginning of the prompt stays what it was
+    assert (
+        shown(hi, late, hi) == "[system] You are a pirate.[user] Hi[system] X[user] Hi[assistant]"
+    )
+    model.close()
