@@ -222,6 +222,7 @@ def test_bad_programs(
         assert str(failed.value) == line
 
 
+@pytest.mark.slow
 @needs_scripts
 def test_what_is_skipped(tmp_path: Path, model: Path) -> None:
     """What others have measured is kept."""
@@ -240,6 +241,7 @@ def test_what_is_skipped(tmp_path: Path, model: Path) -> None:
         assert why in skipped.reason
 
 
+@pytest.mark.slow
 @needs_scripts
 def test_ratios_on_one_device(
     tmp_path: Path,

@@ -493,6 +493,7 @@ def test_failures(raw: bytes, line: str) -> None:
     assert Outcome.of(CHAT, 0.0, reply).met is False
 
 
+@pytest.mark.slow
 @pytest.mark.real
 def test_a_mix_on_a_real_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     app = '[[app]]\nname = "{0}"\nclass = "{1}"\nkind = "{0}"\nmodel = "small"\nevery_s = 10\n'

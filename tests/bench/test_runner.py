@@ -149,6 +149,7 @@ def test_faults(tmp_path: Path) -> None:
     assert outcome.skipped[0].reason == "this model is a teapot"
 
 
+@pytest.mark.slow
 def test_models_too_large_to_run_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "memory_state", lambda: MemoryState(10**9, 10**9))
     lines: list[str] = []
@@ -187,6 +188,7 @@ def test_native_options(tmp_path: Path) -> None:
         _options(tmp_path, "good", "native", ctx=24)
 
 
+@pytest.mark.slow
 def test_long_prompt_and_gpu_use(tmp_path: Path) -> None:
     work = Workload(prompt_tokens=20, tokens=5, runs=2, long_prompt_tokens=300)
     options = replace(
@@ -346,7 +348,10 @@ def test_json_output() -> None:
         (["--gpu-memory", "0"], 2, "above zero"),
         (["--ctx", "100"], 2, "must be at least 640"),
         (["no/such/file.gguf"], 1, "no/such/file.gguf"),
-        (["--engines", "native", "--prompt-tokens", "9000"], 2, "model's context of 8192"),
+        pytest.param(
+            *(["--engines", "native", "--prompt-tokens", "9000"], 2, "model's context of 8192"),
+            marks=pytest.mark.slow,
+        ),
         (["--sweep", "batch=1", "--all"], 2, "--sweep and --all cannot be combined"),
         (["--sweep", "batch=1", "--engines", "llamacpp"], 2, "--engines and --sweep cannot be"),
         (["--all", "--trace", "a.json"], 2, "--trace and --all cannot be combined"),
@@ -368,6 +373,7 @@ def test_bad_usage(
     assert out == ""
 
 
+@pytest.mark.slow
 @pytest.mark.real
 @pytest.mark.parametrize("busy", [True, False])
 def test_busy_machine_without_a_trace(

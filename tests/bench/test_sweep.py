@@ -74,6 +74,7 @@ def test_answers_that_share_passes(tmp_path: Path) -> None:
     assert not any(each["best"] for each in report["results"])
 
 
+@pytest.mark.slow
 def test_points_that_cannot_run(tmp_path: Path) -> None:
     options = _options(tmp_path)
     outcome = _run(options, "ram=1kB,2GB")
@@ -127,6 +128,7 @@ def test_gpu_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(started) == 2, "nothing was loaded to find that out"
 
 
+@pytest.mark.slow
 def test_command(
     tiny_folder: Path,
     tmp_path: Path,

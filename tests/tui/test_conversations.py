@@ -348,6 +348,7 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Setting
     os.umask(before)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="permissions are POSIX's")
 @needs_kernels
 async def test_nobody_else_may_read(tiny_folder: Path, folders: Settings, tmp_path: Path) -> None:

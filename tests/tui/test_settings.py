@@ -300,7 +300,7 @@ async def settings(
 ) -> AsyncIterator[tuple[ChatApp, Pilot[None]]]:
     """The app with its settings open."""
     loader = FakeLoader(FakeModel(), held=not loaded)
-    async with running(loader, size=(100, 50), ready=loaded, config=folder) as (app, pilot):
+    async with running(loader, size=(100, 30), ready=loaded, config=folder) as (app, pilot):
         await pilot.press("f5")
         await until(pilot, lambda: isinstance(app.screen, SettingsScreen) and len(rows(app)) > 1)
         yield app, pilot

@@ -300,6 +300,7 @@ sys.exit(main(["chat", {model!r}, "--seed", "1", "--max-tokens", "2000"]))
 """
 
 
+@slow
 @pytest.mark.real
 def test_the_command(tmp_path: Path) -> None:
     """On a real model: typed before it has opened, killed in an answer."""
