@@ -103,8 +103,10 @@ def test_values_of_turned_forms_stand_beside_their_labels(turn: int, rotate: int
 def test_notes_and_forms_alone() -> None:
     """Notes need no form; a form alone is text, and in its picture."""
     for kind in ("Text", "Highlight", "FreeText"):
-        note = f"<< /Type /Annot /Subtype /{kind} /Rect [300 100 500 120] /Contents (Right?) >>"
-        made = one_page("BT /F1 10 Tf 50 700 Td (Printed) Tj ET", note, entries="/Annots [6 0 R]")
+        note = f"/Type /Annot /Subtype /{kind} /Rect [300 100 500 120] /Contents (Right?) /F 4"
+        made = one_page(
+            "BT /F1 10 Tf 50 700 Td (Printed) Tj ET", f"<< {note} >>", entries="/Annots [6 0 R]"
+        )
         text = read_document(made, name="a.pdf").text
         assert "Printed" in text
         assert "Right?" in text

@@ -20,6 +20,7 @@ from textual.widgets import Input, OptionList, Static
 import localrt
 from localrt import History, Settings
 from localrt.chat import ChatSession
+from localrt.cli import main
 from localrt.common.errors import OptionError, StorageError
 from localrt.engine.options import read_options
 from localrt.tui import ChatApp
@@ -348,20 +349,35 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Setting
     os.umask(before)
 
 
+def written(settings: Settings) -> dict[Path, int]:
+    """What is in the three folders, and the rights to it."""
+    tops = (settings.data_dir, settings.cache_dir, settings.config_dir)
+    found = (path for top in tops for path in (top, *top.rglob("*")) if path.exists())
+    return {path: stat.S_IMODE(path.stat().st_mode) for path in found}
+
+
+def shared(settings: Settings) -> list[str]:
+    """What others may read or enter of it."""
+    return [f"{path}: {mode:o}" for path, mode in written(settings).items() if mode & 0o077]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="permissions are POSIX's")
+@needs_kernels
+def test_nobody_else_may_read_runs(
+    tiny_folder: Path, folders: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    assert main(["run", str(tiny_folder), "a secret", "--max-tokens", "2", "--ctx", "256"]) == 0
+    assert (folders.data_dir / "last-run.json").exists()
+    assert shared(folders) == []
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="permissions are POSIX's")
 @needs_kernels
 async def test_nobody_else_may_read(tiny_folder: Path, folders: Settings, tmp_path: Path) -> None:
     """What the app writes while it is used, whatever the umask."""
-    tops = (folders.data_dir, folders.cache_dir, folders.config_dir)
-
-    def written() -> list[Path]:
-        return [path for top in tops for path in (top, *top.rglob("*")) if path.exists()]
-
-    def shared() -> list[str]:
-        rights = {path: stat.S_IMODE(path.stat().st_mode) for path in written()}
-        return [f"{path}: {mode:o}" for path, mode in rights.items() if mode & 0o077]
-
     app = ChatApp(
         lambda progress: localrt.load(tiny_folder, ctx=512),
         model_name="tiny",
@@ -379,10 +395,10 @@ async def test_nobody_else_may_read(tiny_folder: Path, folders: Settings, tmp_pa
         app.state.presets.save(Preset("mine", "a secret"))
         await pilot.press("ctrl+n")  # parks the conversation
         await asked(pilot, "another secret")
-        assert shared() == []  # while it runs: SQLite's own files too
-    names = {path.name for path in written()}
+        assert shared(folders) == []  # while it runs: SQLite's own files too
+    names = {path.name for path in written(folders)}
     assert {"history.db", "tokens.json", "blocks.bin", "config.toml", "presets.toml"} <= names
-    assert shared() == []
+    assert shared(folders) == []
     assert stat.S_IMODE((tmp_path / "chat.md").stat().st_mode) == 0o600
 
 

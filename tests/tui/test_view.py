@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from rich.cells import cell_len
 from rich.style import Style
 from textual.app import App
@@ -351,15 +352,19 @@ async def test_windows_on_narrow_terminals(tmp_path: Path, monkeypatch: pytest.M
             await pilot.press("escape")
 
 
-async def test_without_colour(model: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_colour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
+    Image.new("RGB", (8, 4), "red").save(tmp_path / "a.png")
+    model = FakeModel(sees=True)
     model.answer = ["# Title\n\nSome `code`:\n\n```python\nreturn 0\n```\n"]
 
     def styles() -> list[Style]:
         return [part.style for line in screen.lines(app) for part in line if part.style]
 
     async with running(model) as (app, pilot):
-        await asked(pilot, "Hi")
+        await asked(pilot, f"@{tmp_path / 'a.png'}")
+        assert "a.png, 8 x 4" in screen.shown(app)
+        assert "▀" not in screen.shown(app)
         for keys in ([], ["/", "down"], ["escape", "ctrl+f", "t"], ["f5"], ["escape", "ctrl+p"]):
             await pilot.press(*keys)
             if keys:  # the row, the match or the option that is chosen is told apart all the same
