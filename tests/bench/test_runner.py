@@ -103,6 +103,7 @@ def test_every_engine_and_setting(tmp_path: Path) -> None:
     assert "predicted" not in text
     assert "simulated" not in text
     # What else runs slows one engine more than the other, and devices are not compared.
+    assert "Measured while busy" not in text
     assert "2.00x" not in table(replace(outcome, busy=True))
     on = {"native": "cuda:0", "llamacpp": "cpu"}
     results = [
@@ -234,9 +235,7 @@ def test_child() -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends POSIX signals")
-@pytest.mark.parametrize(
-    "name", ["SIGKILL", *(pytest.param(f"SIG{n}", marks=pytest.mark.slow) for n in ("INT", "TERM"))]
-)
+@pytest.mark.parametrize("name", ["SIGKILL", pytest.param("SIGINT", marks=pytest.mark.slow)])
 def test_child_ends_with_parent(name: str) -> None:
     code = f"""
 import sys
@@ -375,19 +374,15 @@ def test_bad_usage(
 
 @pytest.mark.slow
 @pytest.mark.real
-@pytest.mark.parametrize("busy", [True, False])
 def test_busy_machine_without_a_trace(
-    busy: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Rates that were measured beside other programs are marked; a resident model has no tasks."""
-    monkeypatch.setattr(bench, "is_busy", lambda: busy)
+    monkeypatch.setattr(bench, "is_busy", lambda: True)
     words = [str(real_model("smollm2")), "--engines", "native", "--trace", str(tmp_path / "t.json")]
     sizes = ["--prompt-tokens", "8", "--tokens", "2", "--runs", "1"]
-    assert main(["bench", *words, *sizes, *(["--json"] if busy else [])]) == 1
+    assert main(["bench", *words, *sizes, "--json"]) == 1
     out, told = capsys.readouterr()
-    assert json.loads(out)["busy"] if busy else "Measured while busy" not in out
+    assert json.loads(out)["busy"]
     assert "t.json was not written" in told
     assert not list(tmp_path.iterdir())

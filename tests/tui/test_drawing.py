@@ -286,22 +286,15 @@ def test_footer(width: int, shown: list[str], dropped: list[str]) -> None:
     assert len(line) <= max(width, len(" answering "))
 
 
-@pytest.mark.parametrize("width", [80, 100, 120])
-def test_footer_long_name(width: int) -> None:
-    """It is cut before what to press and how full the context is."""
+def test_footer_long_name_and_guesses() -> None:
     name = "Qwen3-Coder-30B-A3B-Instruct-1M-UD-Q4_K_XL-imatrix-abliterated.gguf"
-    line = footer_line(replace(STATUS, model=name), width).plain
-    assert "… · answering" in line
-    assert name[:8] in line
-    assert "41.2 tok/s · context 312 of 8.2k · Esc stop" in line
-    assert len(line) == width
-
-
-def test_footer_sides_apart() -> None:
+    for width in (80, 100, 120):  # it is cut before what to press and how full the context is
+        line = footer_line(replace(STATUS, model=name), width).plain
+        assert "… · answering" in line
+        assert name[:8] in line
+        assert "41.2 tok/s · context 312 of 8.2k · Esc stop" in line
+        assert len(line) == width
     assert all("  " in footer_line(STATUS, width).plain.strip() for width in range(50, 130))
-
-
-def test_footer_guesses() -> None:
     sources = {"model": 0.41, "ngram": 0.18, "said": 0.0}
     guessing = replace(STATUS, metrics=metrics(2.43, sources))
     wide = footer_line(guessing, 130).plain

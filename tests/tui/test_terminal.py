@@ -157,9 +157,7 @@ def kept_answer(folder: Path) -> str:
         ("SIGTERM", 143),
         pytest.param("SIGHUP", 129, marks=slow),
         pytest.param("SIGQUIT", 131, marks=slow),
-        pytest.param("SIGABRT", -6, marks=slow),
         pytest.param("SIGSEGV", -11, marks=slow),
-        pytest.param("SIGBUS", -7, marks=slow),
         ("SIGKILL", -9),
     ],
 )
