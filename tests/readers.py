@@ -187,7 +187,7 @@ def documents(folder: Path, stack: ExitStack) -> Prepared:
 
 @_reader(0.01, "localrt/common/toml_file.py localrt/mcp/config.py tui/preferences.py")
 def settings(folder: Path, stack: ExitStack) -> Prepared:
-    from tests.tui.test_preferences import read_all, write_all
+    from tests.tui.test_settings import read_all, write_all
 
     write_all(folder)
     return _files(folder / "localrt", lambda name: read_all(folder))
@@ -195,7 +195,7 @@ def settings(folder: Path, stack: ExitStack) -> Prepared:
 
 @_reader(0.02, "localrt/chat.py tui/conversation/state.py")
 def exports(folder: Path, stack: ExitStack) -> Prepared:
-    from tests.tui.test_loaded_chats import SAVED, loaded
+    from tests.tui.test_conversations import SAVED, loaded
 
     (folder / "a.json").write_text(json.dumps(SAVED))
     return _files(folder, lambda name: loaded(folder / name))

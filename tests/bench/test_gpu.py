@@ -1,16 +1,20 @@
-"""What a GPU does while a model decodes; without one, a plan in which nothing looks measured."""
+"""What a GPU and this machine do while a model decodes; without a GPU, a plan that says so."""
 
 from __future__ import annotations
 
 import json
+import os
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
+from localrt import system
 from localrt.bench import gpu
 from localrt.bench.gpu import GpuShares, forecast, gpu_for, use_line, wants_forecast, what_helps
 from localrt.bench.report import to_json, to_table
+from localrt.bench.sampling import Sampler, joules_between, read_energy
 from localrt.bench.workload import BenchOptions, Workload
 from localrt.cli import main
 from localrt.common.errors import MemoryBudgetError, OptionError
@@ -19,6 +23,10 @@ from localrt.offload import hardware
 from localrt.offload.hardware import GpuFacts
 from localrt.planning.forecast import Change
 from localrt.planning.machine import typical_machine
+from tests.bench.fake_nvml import FOLDER, FakeNvml, take
+from tests.waits import wait_for
+
+# -- a plan in the place of a GPU ------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -33,21 +41,19 @@ def options(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> BenchOptions:
     )
 
 
-def test_wants_forecast(options: BenchOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_forecast(options: BenchOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     assert wants_forecast(options)
     assert not wants_forecast(replace(options, gpu_memory=None))
     assert not wants_forecast(replace(options, device="cuda"))
     monkeypatch.setattr(hardware, "gpus", lambda: (GpuFacts("RTX 4090"),))
     assert not wants_forecast(options)  # a larger one is capped by the engine
-
-
-def test_gpu_for() -> None:
     assert gpu_for(8_000_000_000).name == "RTX 4060 8GB"
-    assert gpu_for(12_000_000_000).vram_bytes == 12 << 30
-    assert gpu_for(4_000_000_000).vram_bytes == 4 << 30
-    assert gpu_for(5_000_000_000).vram_bytes == 6 << 30
+    for nbytes, gib in ((12_000_000_000, 12), (4_000_000_000, 4), (5_000_000_000, 6)):
+        assert gpu_for(nbytes).vram_bytes == gib << 30
     with pytest.raises(OptionError, match="no known one has 40 GB"):
         gpu_for(40_000_000_000)
+    with pytest.raises(MemoryBudgetError):
+        forecast(replace(options, gpu_memory=1000, ram=1000), Settings.from_environment({}))
 
 
 def test_forecast_is_labelled_simulated(options: BenchOptions) -> None:
@@ -64,11 +70,6 @@ def test_forecast_is_labelled_simulated(options: BenchOptions) -> None:
     assert result["decode_tok_s"] == result["predicted_tok_s"] > 0
     assert result["peak_vram_bytes"] <= 8_000_000_000
     assert json.loads(json.dumps(report))["plan"]["prediction"]["tok_s"] > 0
-
-
-def test_forecast_does_not_fit(options: BenchOptions) -> None:
-    with pytest.raises(MemoryBudgetError):
-        forecast(replace(options, gpu_memory=1000, ram=1000), Settings.from_environment({}))
 
 
 def test_command_without_gpu(options: BenchOptions, capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,3 +95,104 @@ def test_what_helps() -> None:
     assert (
         use_line(asdict(GpuShares({}, "Nothing."))) == "busy while decoding: not measured. Nothing."
     )
+
+
+# -- samples ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "library", lambda: None)
+
+
+def _write(path: Path, value: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = path.with_name("written")
+    written.write_text(f"{value}\n")
+    written.replace(path)  # a reader never sees half a file
+
+
+def _zone(root: Path, zone: str, name: str, joules: float, most: int = 1000) -> None:
+    folder = root / "sys/class/powercap" / zone
+    _write(folder / "name", name)
+    _write(folder / "energy_uj", int(joules * 1e6))
+    _write(folder / "max_energy_range_uj", int(most * 1e6))
+
+
+def test_energy(tmp_path: Path) -> None:
+    """Packages are counted once, and counters may start again."""
+    assert read_energy(tmp_path) == {}
+    assert joules_between({}, {}) is None
+    _zone(tmp_path, "intel-rapl:0", "package-0", 999)
+    _zone(tmp_path, "intel-rapl:0:0", "core", 4)
+    _zone(tmp_path, "intel-rapl:0:1", "dram", 1)
+    _zone(tmp_path, "intel-rapl:1", "psys", 9)
+    before = read_energy(tmp_path)
+    # That of the memory is no part of the package's energy.
+    assert before == {"intel-rapl:0": (999.0, 1000.0), "intel-rapl:0:1": (1.0, 1000.0)}
+    _zone(tmp_path, "intel-rapl:0", "package-0", 2)
+    _zone(tmp_path, "intel-rapl:0:1", "dram", 3.5)
+    assert joules_between(before, read_energy(tmp_path)) == pytest.approx(3 + 2.5)
+
+
+def test_samples_of_this_machine(tmp_path: Path) -> None:
+    started = time.perf_counter()
+    owners = {"own": os.getpid(), "gone": 2**22 + 1}
+    with Sampler(owners, lambda: time.perf_counter() - started, root=tmp_path, every_s=0.01) as s:
+        wait_for(lambda: len(s.found.samples) >= 3)
+    first, second = s.found.samples[:2]
+    assert 0 < first["at_s"] < second["at_s"]
+    assert 0 <= first["cpu"] <= 1
+    assert first["owners"]["own"] > 1 << 20
+    assert first["owners"]["gone"] is None
+    assert first["free_bytes"] > 0
+    assert first["watts"] is None  # the folder has no counters
+    assert first["memory_bytes_s"] is None
+    assert first["gpu"] is None
+    assert s.found.joules is None
+    assert s.found.cpu_s > 0 or system.IS_WINDOWS  # whose clock of a process ticks every 16 ms
+
+
+@pytest.mark.skipif(system.IS_WINDOWS, reason="reads Linux' files")
+def test_sampled_energy_and_traffic(tmp_path: Path) -> None:
+    _zone(tmp_path, "intel-rapl:0", "package-0", 5)
+    traffic = tmp_path / "sys/fs/resctrl/mon_data/mon_L3_00/mbm_total_bytes"
+    _write(traffic, 100)
+    with Sampler({}, time.perf_counter, root=tmp_path, every_s=0.01) as sampler:
+        wait_for(lambda: len(sampler.found.samples) >= 1)
+        _zone(tmp_path, "intel-rapl:0", "package-0", 8)
+        _write(traffic, 400)
+        wait_for(lambda: any(each["memory_bytes_s"] for each in sampler.found.samples))
+        wait_for(lambda: any(each["watts"] for each in sampler.found.samples))
+    assert sampler.found.joules == pytest.approx(3)
+    assert sampler.found.counters == ["intel-rapl:0"]
+    watts = [sample["watts"] for sample in sampler.found.samples]
+    assert sum(each > 0 for each in watts) == 1
+    assert sum(sample["memory_bytes_s"] > 0 for sample in sampler.found.samples) == 1
+
+
+def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = FakeNvml()
+    monkeypatch.setattr(gpu, "library", lambda: library)
+    assert gpu.use() == {"busy": 0.5, "bytes": 100}
+    before = read_energy(system.ROOT / "none")
+    library.millijoules = 2500
+    assert joules_between(before, read_energy(system.ROOT / "none")) == 2.5
+
+
+@pytest.mark.parametrize("lists", [True, False])
+def test_peak_memory(lists: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a process, or where it is not listed what all have taken meanwhile."""
+    with gpu.Peaks(2**22 + 1) as peaks:
+        pass
+    assert (peaks.ram, peaks.vram) == (None, None)
+    monkeypatch.setattr(gpu, "library", lambda: FakeNvml(tmp_path, lists=lists))
+    (tmp_path / "1").write_text("1000")
+    with gpu.Peaks(os.getpid()) as peaks:
+        assert peaks.vram is None
+        monkeypatch.setenv(FOLDER, str(tmp_path))
+        take(5000)
+        (tmp_path / "1").write_text("3000")
+        (tmp_path / str(os.getpid())).unlink()
+    assert peaks.vram == 5000
+    assert (peaks.ram or 0) > 1 << 20

@@ -202,36 +202,46 @@ def _bench(program: Path, model: Path, **more: Any) -> Outcome:
         ("#!/bin/sh\necho no memory >&2\nexit 1\n", 0o755, "no memory"),
     ],
 )
-@pytest.mark.parametrize("gpu_memory", [None, 8000 * MB])
 def test_bad_programs(
     text: str | None,
     mode: int,
     line: str,
-    gpu_memory: int | None,
     tmp_path: Path,
     model: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What others have measured is kept."""
     monkeypatch.setattr(llama_bench, "layer_nbytes", lambda *_: DENSE)
     path = tmp_path / "llama-bench"
     if text is not None:
         path.write_text(text)
         path.chmod(mode)
-    outcome = _bench(path, model, gpu_memory=gpu_memory)
-    assert [result.engine for result in outcome.results] == ["native"]
-    (skipped,) = outcome.skipped
-    assert (skipped.engine, skipped.reason) == ("llama-bench", line)
+    for gpu_memory in (None, 8000 * MB):
+        options = BenchOptions(path=model, engines=(), workload=WORK, gpu_memory=gpu_memory)
+        with pytest.raises(PeerFailedError) as failed:
+            LlamaBench("llama-bench", path, options, True, lambda line: None).measure()
+        assert str(failed.value) == line
 
 
+@pytest.mark.slow
 @needs_scripts
-def test_unreadable_models(tmp_path: Path, model: Path) -> None:
-    outcome = _bench(_program(tmp_path), model, gpu_memory=8000 * MB)
-    assert "good.gguf" in outcome.skipped[0].reason
-    outcome = _bench(_program(tmp_path), tmp_path)
-    assert outcome.skipped[0].reason == "llama-bench reads GGUF files only"
+def test_what_is_skipped(tmp_path: Path, model: Path) -> None:
+    """What others have measured is kept."""
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\necho no memory >&2\nexit 1\n")
+    broken.chmod(0o755)
+    for program, path, gpu_memory, why in (
+        (broken, model, None, "no memory"),
+        (_program(tmp_path), model, 8000 * MB, "good.gguf"),
+        (_program(tmp_path), tmp_path, None, "llama-bench reads GGUF files only"),
+    ):
+        outcome = _bench(program, path, gpu_memory=gpu_memory)
+        assert [result.engine for result in outcome.results] == ["native"]
+        (skipped,) = outcome.skipped
+        assert skipped.engine == "llama-bench"
+        assert why in skipped.reason
 
 
+@pytest.mark.slow
 @needs_scripts
 def test_ratios_on_one_device(
     tmp_path: Path,
@@ -244,20 +254,17 @@ def test_ratios_on_one_device(
     card(FakeNvml(tmp_path / "vram"))
     engines = ("native", "llamacpp")
     path = _program(tmp_path)
-    outcome = _bench(path, model, engines=engines, gpu_memory=1000 * MB)
+    only = {"settings": {"llamacpp": ["plain"]}}
+    outcome = _bench(path, model, engines=engines, gpu_memory=1000 * MB, **only)
     assert not outcome.interleaved
     assert not outcome.skipped
-    native, *plain, peer = outcome.results
-    assert [each.engine for each in plain] == ["llamacpp"] * 4
+    assert [each.engine for each in outcome.results] == ["native", "llamacpp", "llama-bench"]
+    peer = outcome.results[-1]
     assert peer.setting == "-ngl 7 -fa 1"
     shares = [each.info["launch"]["settings"]["gpu_memory"] / MB for each in outcome.results[:-1]]
-    assert shares == [1000, *[900] * 4], (
-        "the first share that llama.cpp, which takes 10 % more, keeps"
-    )
-    assert [each.metrics["peak_vram_bytes"] / MB for each in outcome.results] == [
-        *(800, *[990] * 4),
-        1000,
-    ]
+    assert shares == [1000, 900], "the first share that llama.cpp, which takes 10 % more, keeps"
+    peaks = [each.metrics["peak_vram_bytes"] / MB for each in outcome.results]
+    assert peaks == [800, 990, 1000]
     work = BenchOptions(path=model, engines=engines, workload=WORK, gpu_memory=1000 * MB)
     machine = probe()
     object.__setattr__(machine, "gpus", (GpuFacts("RTX 4060", 8 << 30, driver="580.1"),))
@@ -276,11 +283,7 @@ def test_ratios_on_one_device(
     assert peer.metrics["peak_vram_bytes"] is None
     text = to_table(Outcome([native, peer], [], False), work, name="m", machine=machine)
     assert "x " not in next(line for line in text.splitlines() if line.startswith("native"))
-
-
-@needs_scripts
-def test_on_the_cpu(tmp_path: Path, model: Path) -> None:
-    path = _program(tmp_path)
+    # All on the CPU: a ratio again.
     native, peer = _bench(path, model, device="cpu").results
     assert peer.setting == "-ngl 0 -dev none -fa 1"
     assert peer.info["device"] == "cpu"

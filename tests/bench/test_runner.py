@@ -1,25 +1,34 @@
+"""Runs of engines in processes of their own: what they report, and how each can fail."""
+
+from __future__ import annotations
+
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
 import pytest
 
 from localrt import system
+from localrt.bench import runner
 from localrt.bench.process import ChildError, ChildProcess
-from localrt.bench.report import to_json, to_table
-from localrt.bench.runner import run_bench
-from localrt.bench.workload import BenchOptions, Outcome, Workload
-from localrt.common.errors import OptionError
+from localrt.bench.report import to_chrome, to_json, to_table, write_trace
+from localrt.bench.runner import model_files, run_bench
+from localrt.bench.workload import BenchOptions, Outcome, Workload, make_prompts
+from localrt.cli import bench, main
+from localrt.common.errors import OptionError, StorageError
 from localrt.common.extras import install
 from localrt.engine.types import Metrics
 from localrt.offload.hardware import probe
+from localrt.offload.memory import MemoryState
+from tests.real_models import real_model
+from tests.waits import wait_for
 
 ROOT = Path(__file__).parents[2]
 FAKE = [
@@ -43,16 +52,14 @@ def _run(options: BenchOptions, lines: list[str] | None = None) -> Outcome:
     return run_bench(options, notify=notify, start=lambda engine: ChildProcess(FAKE))
 
 
-def _gone(pid: int) -> bool:
-    deadline = time.monotonic() + 10
-    while psutil.pid_exists(pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not psutil.pid_exists(pid)
+def _ended(pid: int) -> None:
+    wait_for(lambda: not psutil.pid_exists(pid))
 
 
 def test_every_engine_and_setting(tmp_path: Path) -> None:
     lines: list[str] = []
-    outcome = _run(_options(tmp_path, "good", "native llamacpp"), lines)
+    options = _options(tmp_path, "good", "native llamacpp")
+    outcome = _run(options, lines)
     assert outcome.skipped == []
     assert outcome.interleaved
     names = [(result.engine, result.setting) for result in outcome.results]
@@ -71,7 +78,44 @@ def test_every_engine_and_setting(tmp_path: Path) -> None:
         r"llamacpp \(plain, flash attention\), run 3 of 3: prefill [\d.]+, decode [\d.]+ tok/s",
         lines[-1],
     )
-    assert all(_gone(result.info["pid"]) for result in outcome.results)
+    for result in outcome.results:
+        _ended(result.info["pid"])
+
+    report = json.loads(json.dumps(to_json(outcome, options)))
+    assert (report["prompt_tokens"], report["tokens"], report["runs"]) == (20, 5, 3)
+    for found in report["results"]:
+        assert Metrics().to_dict().keys() <= found.keys()
+        assert len(found["samples"]) == 3
+    best = [found for found in report["results"] if found["best"]]
+    assert [found["engine"] for found in best] == ["native", "llamacpp"]
+    assert best[1]["setting"].startswith("plain")
+
+    def table(of: Outcome) -> str:
+        return to_table(of, options, name="m", machine=probe())
+
+    text = table(outcome)
+    for word in ("tok/s: tokens per second", "Prefill: ", "Decode: ", "TTFT: the time to"):
+        assert word in text
+    native = next(line for line in text.splitlines() if line.startswith("native"))
+    assert native.count("2.00x") == 2
+    assert text.count(" *") == 1
+    assert "median of 3" in text
+    assert "predicted" not in text
+    assert "simulated" not in text
+    # What else runs slows one engine more than the other, and devices are not compared.
+    assert "Measured while busy" not in text
+    assert "2.00x" not in table(replace(outcome, busy=True))
+    on = {"native": "cuda:0", "llamacpp": "cpu"}
+    results = [
+        replace(each, info={**each.info, "device": on[each.engine]}) for each in outcome.results
+    ]
+    text = table(replace(outcome, results=results))
+    cells = {line.split()[0]: line for line in text.splitlines() if line.split()[:1]}
+    assert " GPU " in cells["native"]
+    assert "x " not in text
+    peer = {"engine": "llama-bench", "info": {"device": "cuda:0", "peer": "llama-bench"}}
+    text = table(replace(outcome, results=[*results, replace(results[1], **peer)]))
+    assert "against its best figure in the column on the same device" in text
 
 
 def test_interrupt(tmp_path: Path) -> None:
@@ -84,86 +128,30 @@ def test_interrupt(tmp_path: Path) -> None:
     outcome = run_bench(options, notify=notify, start=lambda engine: ChildProcess(FAKE))
     assert outcome.interrupted
     assert [len(result.samples) for result in outcome.results] == [2, 2]
-    assert all(_gone(result.info["pid"]) for result in outcome.results)
+    for result in outcome.results:
+        _ended(result.info["pid"])
     table = to_table(outcome, options, name="m", machine=probe())
     assert "interrupted: median of 2 of 3 runs" in table
     assert to_json(outcome, options)["interrupted"]
 
 
-def test_to_json(tmp_path: Path) -> None:
-    options = _options(tmp_path, "good", "native llamacpp")
-    outcome = _run(options)
-    report = to_json(outcome, options)
-    report = json.loads(json.dumps(report))
-    assert (report["prompt_tokens"], report["tokens"], report["runs"]) == (20, 5, 3)
-    for result in report["results"]:
-        assert Metrics().to_dict().keys() <= result.keys()
-        assert len(result["samples"]) == 3
-    best = [result for result in report["results"] if result["best"]]
-    assert [result["engine"] for result in best] == ["native", "llamacpp"]
-    assert best[1]["setting"].startswith("plain")
-
-
-def test_to_table(tmp_path: Path) -> None:
-    options = _options(tmp_path, "good", "native llamacpp")
-    text = to_table(_run(options), options, name="m", machine=probe())
-    for word in ("tok/s: tokens per second", "Prefill: ", "Decode: ", "TTFT: the time to"):
-        assert word in text
-    native = next(line for line in text.splitlines() if line.startswith("native"))
-    assert native.count("2.00x") == 2
-    assert text.count(" *") == 1
-    assert "median of 3" in text
-    # What else runs slows one engine more than the other.
-    text = to_table(replace(_run(options), busy=True), options, name="m", machine=probe())
-    assert "native" in text
-    assert "2.00x" not in text
-
-
-def test_no_ratio_across_devices(tmp_path: Path) -> None:
-    options = _options(tmp_path, "good", "native llamacpp", **PLAIN)
-    outcome = _run(options)
-    on = {"native": "cuda:0", "llamacpp": "cpu"}
-    results = [
-        replace(each, info={**each.info, "device": on[each.engine]}) for each in outcome.results
-    ]
-    text = to_table(replace(outcome, results=results), options, name="m", machine=probe())
-    cells = {line.split()[0]: line for line in text.splitlines() if line.split()[:1]}
-    assert " GPU " in cells["native"]
-    assert "x " not in text
-    peer = {"engine": "llama-bench", "info": {"device": "cuda:0", "peer": "llama-bench"}}
-    results.append(replace(results[1], **peer))
-    text = to_table(replace(outcome, results=results), options, name="m", machine=probe())
-    assert "against its best figure in the column on the same device" in text
-    results = [replace(each, info={**each.info, "device": "cuda:0"}) for each in outcome.results]
-    text = to_table(replace(outcome, results=results), options, name="m", machine=probe())
-    assert "2.00x" in text
-
-
-def test_missing_engine(tmp_path: Path) -> None:
+def test_faults(tmp_path: Path) -> None:
     options = _options(tmp_path, "missing", "native llamacpp")
     outcome = _run(options)
     assert [result.engine for result in outcome.results] == ["native"]
     assert [(skip.engine, skip.missing) for skip in outcome.skipped] == [("llamacpp", True)]
     text = to_table(outcome, options, name="m", machine=probe())
     assert f"not installed: {install('llamacpp')}" in text
-
-
-def test_engine_dies(tmp_path: Path) -> None:
     outcome = _run(_options(tmp_path, "dies", "native llamacpp", **PLAIN))
     assert [result.engine for result in outcome.results] == ["llamacpp"]
     assert "died with code 3: the engine caught fire" in outcome.skipped[0].reason
-
-
-def test_unsupported_model(tmp_path: Path) -> None:
     outcome = _run(_options(tmp_path, "unsupported", "native"))
     assert outcome.results == []
     assert outcome.skipped[0].reason == "this model is a teapot"
 
 
+@pytest.mark.slow
 def test_models_too_large_to_run_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from localrt.bench import runner
-    from localrt.offload.memory import MemoryState
-
     monkeypatch.setattr(runner, "memory_state", lambda: MemoryState(10**9, 10**9))
     lines: list[str] = []
     outcome = _run(_options(tmp_path, "good", "native llamacpp", **PLAIN), lines)
@@ -174,57 +162,52 @@ def test_models_too_large_to_run_together(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_native_options(tmp_path: Path) -> None:
-    more = {"ram": 10**9, "gpu_memory": 2 * 10**9, "device": "cpu", "kv_format": "int8", "ctx": 99}
-    outcome = _run(_options(tmp_path, "good", "native llamacpp", **PLAIN, **more))
+    more = {"ram": 10**9, "gpu_memory": 2 * 10**9, "device": "cuda:1", "kv_format": "int8"}
+    more |= {"ctx": 99}
+    options = _options(tmp_path, "good", "native llamacpp", **PLAIN, **more, trace=True)
+    outcome = _run(options)
     assert not outcome.interleaved  # what one streams, another must not find in the cache
-    native, peer = (result.info["launch"] for result in outcome.results)
-    assert native["settings"] | {"ctx": native["ctx"]} == more
-    assert peer["ctx"] == 99
-    assert peer["settings"] == {"repack": False, "flash_attention": False}
-    with pytest.raises(OptionError, match="must be at least 25"):
-        _options(tmp_path, "good", "native", ctx=24)
-
-
-def test_settings(tmp_path: Path) -> None:
-    options = _options(
-        tmp_path, "good", "native llamacpp", ram=10**9, settings={"llamacpp": ["plain"]}
-    )
-    outcome = _run(options)
-    names = [(result.engine, result.setting) for result in outcome.results]
-    assert names == [("native", "q8"), ("llamacpp", "plain")]
-    assert [r.info["launch"]["settings"].get("ram") for r in outcome.results] == [10**9, None]
-
-
-def test_trace_of_last_run(tmp_path: Path) -> None:
-    outcome = _run(_options(tmp_path, "good", "native llamacpp", **PLAIN, ram=10**9, trace=True))
     native, peer = outcome.results
-    assert native.trace == [
-        {"resource": "ssd", "name": "layer 3", "start_s": 3, "end_s": 3.5},
-    ]
-    assert peer.trace is None
-    without = _run(_options(tmp_path, "good", "native", trace=True))
-    assert not without.results[0].trace
-
-
-def test_pipeline_columns(tmp_path: Path) -> None:
-    options = _options(tmp_path, "good", "native", ram=10**9, device="cuda:1")
-    outcome = _run(options)
+    launch = native.info["launch"]
+    assert launch["settings"] | {"ctx": launch["ctx"]} == more
+    assert native.trace == [{"resource": "ssd", "name": "layer 3", "start_s": 3, "end_s": 3.5}]
+    assert peer.info["launch"]["ctx"] == 99
+    assert peer.info["launch"]["settings"].items() >= {"repack": False}.items()
+    assert (peer.setting, peer.trace) == ("plain", None)
     text = to_table(outcome, options, name="m", machine=probe())
     assert "native (simulated)" in text
     assert "not measured on one" in text
     assert "predicted  of predicted" in text
     assert "97%" in text
     report = to_json(outcome, options)
-    assert report["ram"] == 10**9
-    assert report["device"] == "cuda:1"
-    (result,) = report["results"]
+    assert (report["ram"], report["device"]) == (10**9, "cuda:1")
+    result = report["results"][0]
     assert result["simulated"] is True
     assert result["of_predicted"] == result["decode_tok_s"] / 21
     assert f"{result['of_predicted']:.0%}" in text
-    plain = _options(tmp_path, "good", "native")
-    text = to_table(_run(plain), plain, name="m", machine=probe())
-    assert "predicted" not in text
-    assert "simulated" not in text
+    with pytest.raises(OptionError, match="must be at least 25"):
+        _options(tmp_path, "good", "native", ctx=24)
+
+
+@pytest.mark.slow
+def test_long_prompt_and_gpu_use(tmp_path: Path) -> None:
+    work = Workload(prompt_tokens=20, tokens=5, runs=2, long_prompt_tokens=300)
+    options = replace(
+        _options(tmp_path, "good", "native llamacpp", **PLAIN, gpu_memory=8_000_000_000),
+        workload=work,
+    )
+    outcome = _run(options)
+    assert {r.info["launch"]["ctx"] for r in outcome.results} == {302}
+    report = to_json(outcome, options)
+    ours, theirs = report["results"]
+    assert report["long_prompt_tokens"] == 300
+    assert ours["long_ttft_s"] == pytest.approx(1.0), "the fourth call"
+    assert theirs["long_ttft_s"] == pytest.approx(2.0)
+    assert ours["busy"] == {"gpu": 0.25, "link": 0.9}
+    assert "busy" not in theirs
+    table = to_table(outcome, options, name="m", machine=probe())
+    assert "TTFT of 300" in table
+    assert "GPU 25%, link to the GPU 90%. Busiest is the link to the GPU" in table
 
 
 @pytest.mark.skipif(system.disk_bytes_read() is None, reason="needs Linux's account of reads")
@@ -241,24 +224,19 @@ def test_bytes_read_while_decoding(tmp_path: Path) -> None:
     assert result.metrics["ssd_read_bytes"] >= 4 << 20
 
 
-def test_child_closed() -> None:
-    with ChildProcess(FAKE) as child:
-        child.ask("load", launch={"engine": "native", "path": "good", "ctx": 1})
-        assert psutil.pid_exists(child.pid)
-    assert _gone(child.pid)
-
-
-def test_request_before_load() -> None:
+def test_child() -> None:
     with ChildProcess(FAKE) as child:
         with pytest.raises(ChildError, match="no engine is loaded"):
             child.ask("encode", text="x")
         child.ask("load", launch={"engine": "native", "path": "good", "ctx": 1})
         assert child.ask("encode", text="ab") == [97, 98]
+        assert psutil.pid_exists(child.pid)
+    _ended(child.pid)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends POSIX signals")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGKILL", 9)])
-def test_child_ends_with_parent(number: signal.Signals) -> None:
+@pytest.mark.parametrize("name", ["SIGKILL", pytest.param("SIGINT", marks=pytest.mark.slow)])
+def test_child_ends_with_parent(name: str) -> None:
     code = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
@@ -272,29 +250,139 @@ with ChildProcess({FAKE!r}) as child:
     )
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
-    parent.send_signal(number)
+    parent.send_signal(getattr(signal, name))
     parent.wait(10)
     parent.stdout.close()
-    assert _gone(pid)
+    _ended(pid)
 
 
-def test_long_prompt_and_gpu_use(tmp_path: Path) -> None:
-    work = Workload(prompt_tokens=20, tokens=5, runs=2, long_prompt_tokens=300)
-    options = replace(
-        _options(tmp_path, "good", "native llamacpp", **PLAIN, gpu_memory=8_000_000_000),
-        workload=work,
+# -- prompts, traces, files ------------------------------------------------------------------------
+
+
+def test_prompts() -> None:
+    def tokens(text: str) -> list[int]:
+        return list(text.encode())
+
+    for length in (1, 300, 5000):
+        workload = Workload(prompt_tokens=length, runs=3)
+        prompts = make_prompts(workload, tokens)
+        assert [len(prompt) for prompt in prompts] == [length] * 4
+        assert prompts == make_prompts(workload, tokens)
+        # No run may find half of its prompt in the cache of another.
+        assert length == 1 or len({tuple(prompt[:16]) for prompt in prompts}) == 4
+    for bad in ({"prompt_tokens": 0}, {"tokens": 1}, {"runs": 0}):
+        with pytest.raises(OptionError, match=next(iter(bad))):
+            Workload(**bad)
+
+
+EVENTS = [
+    {"resource": "cpu", "name": "layer 0 attention", "start_s": 10.002, "end_s": 10.003},
+    {"resource": "ssd", "name": "layer 0 mlp", "start_s": 10.0, "end_s": 10.0025},
+    {"resource": "cpu", "name": "layer 0 mlp", "start_s": 10.003, "end_s": 10.004},
+]
+
+
+def test_traces(tmp_path: Path) -> None:
+    trace = to_chrome(EVENTS, process="localrt m")["traceEvents"]
+    names = {e["args"]["name"]: e["tid"] for e in trace if e["name"] == "thread_name"}
+    assert set(names) == {"ssd", "cpu"}
+    complete = [event for event in trace if event["ph"] == "X"]
+    assert [event["ts"] for event in complete] == pytest.approx([0, 2000, 3000], abs=1e-3)
+    assert [event["dur"] for event in complete] == pytest.approx([2500, 1000, 1000], abs=1e-3)
+    assert [event["tid"] for event in complete] == [names["ssd"], names["cpu"], names["cpu"]]
+    # Tasks that overlap.
+    spans = [(0.0, 3.0), (1.0, 2.0), (2.0, 4.0), (3.0, 5.0)]
+    events = [{"resource": "ssd", "name": "n", "start_s": s, "end_s": e} for s, e in spans]
+    trace = to_chrome(events, process="localrt")["traceEvents"]
+    assert [e["tid"] for e in trace if e["ph"] == "X"] == [1, 2, 2, 1]
+    write_trace(tmp_path / "trace.json", EVENTS, process="localrt")
+    assert json.loads((tmp_path / "trace.json").read_text("utf-8"))["traceEvents"]
+    with pytest.raises(StorageError, match="cannot write"):
+        write_trace(tmp_path / "no/such/folder.json", EVENTS, process="localrt")
+    assert [file.name for file in tmp_path.iterdir()] == ["trace.json"]
+
+
+def test_model_files(tmp_path: Path) -> None:
+    (tmp_path / "store/deep").mkdir(parents=True)
+    for name in ("store/a", "store/deep/b", "m-00001-of-00002.gguf", "m-00002-of-00002.gguf"):
+        (tmp_path / name).write_bytes(b"x")
+    (tmp_path / "one.gguf").write_bytes(b"x")
+    assert {f.name for f in model_files(tmp_path / "store")} == {"a", "b"}
+    parts = model_files(tmp_path / "m-00001-of-00002.gguf")
+    assert [f.name for f in parts] == ["m-00001-of-00002.gguf", "m-00002-of-00002.gguf"]
+    assert model_files(tmp_path / "one.gguf") == [tmp_path / "one.gguf"]
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+@pytest.mark.real
+def test_json_output() -> None:
+    engines = ["native"] + (["llamacpp"] if find_spec("llama_cpp") else [])
+    command = [sys.executable, "-m", "localrt", "bench", str(real_model("smollm2")), "--json"]
+    command += ["--engines", ",".join(engines), "--prompt-tokens", "24", "--tokens", "4"]
+    done = subprocess.run(
+        [*command, "--runs", "1"], capture_output=True, text=True, cwd=ROOT, timeout=240
     )
-    outcome = _run(options)
-    launched = {r.engine: r.info["launch"]["ctx"] for r in outcome.results}
-    assert set(launched.values()) == {302}
-    report = to_json(outcome, options)
-    ours, theirs = report["results"]
-    assert report["long_prompt_tokens"] == 300
-    assert ours["long_ttft_s"] == pytest.approx(1.0), "the fourth call"
-    assert theirs["long_ttft_s"] == pytest.approx(2.0)
-    assert ours["busy"] == {"gpu": 0.25, "link": 0.9}
-    assert "busy" not in theirs
-    table = to_table(outcome, options, name="m", machine=probe())
-    assert "TTFT of 300" in table
-    assert "GPU 25%, link to the GPU 90%. Busiest" in table
-    assert "Busiest is the link to the GPU" in table
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["command"].startswith("localrt bench")
+    assert {result["engine"] for result in report["results"]} == set(engines)
+    for result in report["results"]:
+        assert (result["prompt_tokens"], result["completion_tokens"]) == (24, 4)
+        assert result["prefill_tok_s"] > 0
+        assert result["decode_tok_s"] > 0
+        assert 50e6 < result["peak_ram_bytes"] < 2e9
+        assert all(sample["cached_tokens"] < 12 for sample in result["samples"])
+    assert "run 1 of 1" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (["--engines", "airllm"], 2, "choose from native, llamacpp"),
+        (["--engines", ","], 2, "no engine"),
+        (["--runs", "0"], 2, "runs must be at least 1"),
+        (["--ram", "much"], 2, "must be a size"),
+        (["--gpu-memory", "0"], 2, "above zero"),
+        (["--ctx", "100"], 2, "must be at least 640"),
+        (["no/such/file.gguf"], 1, "no/such/file.gguf"),
+        pytest.param(
+            *(["--engines", "native", "--prompt-tokens", "9000"], 2, "model's context of 8192"),
+            marks=pytest.mark.slow,
+        ),
+        (["--sweep", "batch=1", "--all"], 2, "--sweep and --all cannot be combined"),
+        (["--sweep", "batch=1", "--engines", "llamacpp"], 2, "--engines and --sweep cannot be"),
+        (["--all", "--trace", "a.json"], 2, "--trace and --all cannot be combined"),
+        (["--all", "--peer", "a=x"], 2, "--peer and --all cannot be combined"),
+        (["some.gguf", "--all"], 2, "--all measures every model: leave out MODEL"),
+        (["--sweep", "batch=1", "--runs", "0"], 2, "--runs must be at least 1, is 0"),
+    ],
+)
+def test_bad_usage(
+    arguments: list[str], status: int, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        found = main(["bench", *arguments])
+    except SystemExit as left:  # the parser refused it
+        found = left.code
+    assert found == status
+    out, told = capsys.readouterr()
+    assert words in told
+    assert out == ""
+
+
+@pytest.mark.slow
+@pytest.mark.real
+def test_busy_machine_without_a_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rates that were measured beside other programs are marked; a resident model has no tasks."""
+    monkeypatch.setattr(bench, "is_busy", lambda: True)
+    words = [str(real_model("smollm2")), "--engines", "native", "--trace", str(tmp_path / "t.json")]
+    sizes = ["--prompt-tokens", "8", "--tokens", "2", "--runs", "1"]
+    assert main(["bench", *words, *sizes, "--json"]) == 1
+    out, told = capsys.readouterr()
+    assert json.loads(out)["busy"]
+    assert "t.json was not written" in told
+    assert not list(tmp_path.iterdir())

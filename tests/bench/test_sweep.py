@@ -1,14 +1,24 @@
+"""A knob in steps and every model, each a row of the table; and the page that shows them."""
+
+from __future__ import annotations
+
 import json
+import re
+import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from localrt.bench import gpu
+from localrt.bench.page import to_html
 from localrt.bench.process import ChildProcess
 from localrt.bench.report import to_json, to_table
 from localrt.bench.sweep import KNOBS, parse_sweep, run_sweep, swept
-from localrt.bench.workload import BenchOptions, Outcome, Workload
+from localrt.bench.workload import BenchOptions, Outcome, Result, Skipped, Workload
 from localrt.cli import bench, main
 from localrt.common.errors import OptionError
 from localrt.common.option_names import on_command_line
@@ -27,7 +37,9 @@ def _options(tmp_path: Path, behaviour: str = "good", **more: Any) -> BenchOptio
     return BenchOptions(path=path, engines=("native",), workload=WORK, **more)
 
 
-def _run(options: BenchOptions, text: str, started: list[int] | None = None) -> Outcome:
+def _run(
+    options: BenchOptions, text: str, started: list[int] | None = None, notify: Any = None
+) -> Outcome:
     def start(engine: str) -> ChildProcess:
         child = ChildProcess(FAKE)
         if started is not None:
@@ -36,7 +48,7 @@ def _run(options: BenchOptions, text: str, started: list[int] | None = None) -> 
 
     name, values = parse_sweep(text)
     points = swept(options, name, values)
-    return run_sweep(points, name, notify=lambda line: None, start=start)
+    return run_sweep(points, name, notify=notify or (lambda line: None), start=start)
 
 
 def _table(outcome: Outcome, options: BenchOptions) -> str:
@@ -62,40 +74,7 @@ def test_answers_that_share_passes(tmp_path: Path) -> None:
     assert not any(each["best"] for each in report["results"])
 
 
-def test_prompts_of_different_lengths(tmp_path: Path) -> None:
-    options = _options(tmp_path)
-    outcome = _run(options, "prompt-tokens=20,64")
-    assert [each.metrics["prompt_tokens"] for each in outcome.results] == [20, 64]
-    assert [each.info["launch"]["ctx"] for each in outcome.results] == [25, 69]
-    text = _table(outcome, options)
-    assert "m: 5 answer tokens, median of 2" in text
-    assert "prompt-tokens  " in text
-
-
-def test_options_of_loading(tmp_path: Path) -> None:
-    outcome = _run(_options(tmp_path), "draft=off,auto")
-    drafts = [each.info["launch"]["settings"]["draft"] for each in outcome.results]
-    assert drafts == ["off", "auto"]
-    outcome = _run(_options(tmp_path, format="f32"), "format=file,bf16")
-    settings = [each.info["launch"]["settings"] for each in outcome.results]
-    assert [each.get("format") for each in settings] == [None, "bf16"]
-    outcome = _run(_options(tmp_path), "threads=1,2")
-    assert [each.info["launch"]["threads"] for each in outcome.results] == [1, 2]
-    assert " with " not in _table(outcome, _options(tmp_path)).splitlines()[0]
-
-
-def test_interrupt(tmp_path: Path) -> None:
-    def notify(line: str) -> None:
-        if line.startswith("2 (2 of 3)"):
-            raise KeyboardInterrupt
-
-    options = _options(tmp_path)
-    points = swept(options, *parse_sweep("threads=1,2,3"))
-    outcome = run_sweep(points, "threads", notify=notify, start=lambda engine: ChildProcess(FAKE))
-    assert outcome.interrupted
-    assert [each.setting for each in outcome.results] == ["1"]
-
-
+@pytest.mark.slow
 def test_points_that_cannot_run(tmp_path: Path) -> None:
     options = _options(tmp_path)
     outcome = _run(options, "ram=1kB,2GB")
@@ -107,7 +86,21 @@ def test_points_that_cannot_run(tmp_path: Path) -> None:
     options = _options(tmp_path, "dies-if-long")
     outcome = _run(options, "prompt-tokens=64,20")
     assert "died with code 3" in outcome.skipped[0].reason
-    assert [each.setting for each in outcome.results] == ["20"]
+    (result,) = outcome.results
+    assert (result.setting, result.metrics["prompt_tokens"]) == ("20", 20)
+    assert result.info["launch"]["ctx"] == 25
+    text = _table(outcome, options)
+    assert "m: 5 answer tokens, median of 2" in text
+
+    def notify(line: str) -> None:
+        if line.startswith("2 (2 of 3)"):
+            raise KeyboardInterrupt
+
+    outcome = _run(_options(tmp_path), "threads=1,2,3", notify=notify)
+    assert outcome.interrupted
+    assert [each.setting for each in outcome.results] == ["1"]
+    assert outcome.results[0].info["launch"]["threads"] == 1
+    assert " with " not in _table(outcome, _options(tmp_path)).splitlines()[0]
 
 
 def test_gpu_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,6 +128,7 @@ def test_gpu_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(started) == 2, "nothing was loaded to find that out"
 
 
+@pytest.mark.slow
 def test_command(
     tiny_folder: Path,
     tmp_path: Path,
@@ -173,7 +167,6 @@ def test_command(
         ("threads", "--sweep: threads must be a whole number from 1, is ''"),
         ("promt_tokens=8", "--sweep takes NAME=VALUE,VALUE, not 'promt_tokens=8'; there are "),
         ("batch=1,,2", "--sweep: batch must be a whole number from 1, is ''"),
-        ("batch=0", "--sweep: batch must be a whole number from 1, is '0'"),
         ("tokens=1", "--sweep: tokens must be a whole number from 2, is '1'"),
         ("threads=-1", "--sweep: threads must be a whole number from 1, is '-1'"),
         ("ctx=²", "--sweep: ctx must be a whole number from 1, is '²'"),
@@ -192,13 +185,117 @@ def test_bad_sweep(text: str, message: str) -> None:
 
 def test_parse_sweep() -> None:
     assert parse_sweep("ram=1GB, 2GB") == ("ram", {"1GB": 10**9, "2GB": 2 * 10**9})
-    assert parse_sweep("kv-format=bf16,int8,bf16") == (
-        "kv_format",
-        {"bf16": "bf16", "int8": "int8"},
-    )
+    name, values = parse_sweep("kv-format=bf16,int8,bf16")
+    assert (name, values) == ("kv_format", {"bf16": "bf16", "int8": "int8"})
     options = BenchOptions(path=Path("m"), engines=("native",))
     for name in KNOBS:
         value = {"ram": "1GB", "gpu_memory": "1GB", "ctx": "900", "format": "f32"}.get(name, "2")
         if name not in ("kv_format",):
             ((_, point),) = swept(options, *parse_sweep(f"{name}={value}"))
             assert point != options
+    ((_, point),) = swept(
+        BenchOptions(path=Path("m"), engines=("native",), format="f32"), *parse_sweep("format=file")
+    )
+    assert point.format is None
+
+
+# -- the page --------------------------------------------------------------------------------------
+
+HOSTILE = [
+    "<script>alert(1)</script>",
+    "</svg></style><img src=http://example.org/x onerror=alert(1)>",
+    '" onload="alert(1)',
+    "' onload='alert(1)",
+    "{title} {0} %s url(http://example.org) @import",
+    "a\x00\ud800\u202e\x1b]0;\ufffe&amp;",
+]
+OPTIONS = BenchOptions(path=Path("m"), engines=("native",), workload=WORK)
+MACHINE = probe()
+object.__setattr__(MACHINE, "gpus", (GpuFacts("a GPU", 8 << 30, driver="580.1"),))
+METRICS: dict[str, Any] = {
+    **{"completion_tokens": 5, "ttft_s": 1.3, "tpot_s": 0.05, "prefill_tok_s": 400.0},
+    **{"decode_tok_s": 25.0, "peak_ram_bytes": 2 * 10**9, "peak_vram_bytes": 7 * 10**9},
+    "joules_per_token": None,
+}
+INFO = {"device": "cuda:0", "streamed": True, "weight_bytes": 10**9, "parameters": 2 * 10**9}
+KNOWN_TAGS = {"html", "head", "meta", "title", "style", "body", "h1", "p"}
+KNOWN_TAGS |= {"div", "table", "tr", "th", "td", "svg", "text", "rect"}
+KNOWN_ATTRIBUTES = {"lang", "charset", "name", "content", "class", "colspan", "viewbox", "role"}
+KNOWN_ATTRIBUTES |= {"aria-label", "x", "y", "width", "height"}
+
+
+class _Reader(HTMLParser):
+    """Checks that tags are closed in order, and that none of them loads or runs; keeps the text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.spans: set[str | None] = set()
+        self.text: list[str] = []
+        self.feed(page)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag in KNOWN_TAGS
+        assert dict(attrs).keys() <= KNOWN_ATTRIBUTES
+        self.spans |= {value for name, value in attrs if name == "colspan"}
+        self.open += [] if tag == "meta" else [tag]
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def _read(name: str, varied: str = "") -> _Reader:
+    result = Result("native", name, METRICS, [METRICS, METRICS], 0.1, INFO)
+    failed = Skipped("native", name, f"{name} does not fit")
+    outcome = Outcome([result], [failed], interleaved=False, varied=varied)
+    html = to_html(outcome, OPTIONS, name=name, machine=MACHINE)
+    style = html[html.index("<style>") : html.index("</style>")]
+    assert not re.search(r"http|url\(|@import", style)
+    for svg in re.findall(r"<svg.*?</svg>", html, re.DOTALL):
+        ET.fromstring(svg)
+    return _Reader(html)
+
+
+@given(name=st.one_of(st.text(max_size=60), st.sampled_from(HOSTILE)))
+def test_well_formed_whatever_names_are(name: str) -> None:
+    _read(name)
+
+
+@pytest.mark.parametrize("varied", ["", "threads", "model"])
+def test_what_the_page_shows(varied: str) -> None:
+    reader = _read("a & b", varied)
+    text = " ".join(reader.text)
+    assert "a & b: 20 prompt and 5 answer tokens, median of 2, on " in text
+    assert "a GPU (8.6 GB of VRAM, driver 580.1)" in text
+    for title in ("Decoding, tok/s", "First token (less is better)", "Peak VRAM (less is better)"):
+        assert title in text
+    assert "Energy per token" not in text, "nobody measured it"
+    assert "a & b does not fit" in text
+    assert "tok/s: tokens per second" in text
+    assert ("Streamed: some weights are" in text) == ("1 GB 4.00" in text) == (varied == "model")
+    assert (" with " in text) == (varied != "threads")
+    assert len(reader.spans) == 1, "the reason why one did not run"
+
+
+def test_bars() -> None:
+    fast = Result("native", "q4", METRICS, [METRICS], 0.1, INFO)
+    slow = {**METRICS, "decode_tok_s": 5.0, "peak_vram_bytes": None}
+    outcome = Outcome([fast, Result("llamacpp", "plain", slow, [slow], 0.1, INFO)], [], False)
+    html = to_html(outcome, OPTIONS, name="m", machine=MACHINE)
+    plots = {svg.split('aria-label="')[1].split('"')[0]: svg for svg in html.split("<svg ")[1:]}
+    widths = re.findall(r'width="([\d.]+)"', plots["Decoding, tok/s"])
+    assert float(widths[0]) == pytest.approx(5 * float(widths[1]), rel=0.01)
+    assert 'width="0.0"' in plots["Peak VRAM (less is better)"]
+    assert "not measured" in plots["Peak VRAM (less is better)"]
+    assert "llamacpp plain" in html
+    variables = set(re.findall(r"var\((--\w+)\)", html))
+    assert all(html.count(f"{each}: #") == 2 for each in variables), "light, and dark"

@@ -27,7 +27,7 @@ from tests.campaigns.campaign import Run, campaign
 from tests.models.vision.tiny import qwen_folder
 from tests.server.conftest import command, write_long
 from tests.server.misbehaving import WAYS, page, visit
-from tests.tui.test_ending import DATA, Shell
+from tests.tui.test_terminal import DATA, Shell
 from tests.waits import wait_for
 
 _HOUR, _CLIENTS = 3600.0, 50

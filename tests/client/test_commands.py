@@ -22,7 +22,7 @@ from tests.fake_endpoint import DONE, HEAD, delta, fake, listed, saying
 from tests.server.conftest import Running
 from tests.tui import screen
 from tests.tui.conftest import SIZE, until
-from tests.tui.test_app import idle
+from tests.tui.screen import idle
 
 
 def test_one_answer_on_stdout(server: Running, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,9 +1,10 @@
-"""The search index: what is found, what is read again, what is forgotten."""
+"""The search index: what is found, read again, forgotten, and put into a prompt."""
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 import sqlite3
 import sys
 import threading
@@ -23,10 +24,11 @@ from localrt import (
     OptionError,
     Progress,
     StorageError,
+    read_document,
 )
 from localrt.documents import index as indexes
 from localrt.documents.confined import DocumentReader
-from localrt.documents.index import pieces
+from localrt.documents.index import fitted, pieces
 from localrt.documents.kinds import Page
 from tests.documents.samples import pdf
 
@@ -130,20 +132,15 @@ def test_gone_files_are_forgotten(index: DocumentIndex, notes: Path) -> None:
 
 def test_index_stays(index: DocumentIndex, notes: Path, tmp_path: Path, read: list[str]) -> None:
     index.update([notes])
+    if os.name == "posix":
+        rights = {path.stat().st_mode & 0o077 for path in (tmp_path / "data").iterdir()}
+        assert rights == {0}, "files are private"
     index.close()
     read.clear()
     with DocumentIndex(tmp_path / "data" / "documents.db") as again:
         assert found(again, "mouse") == [("b.txt", 0)]
         again.update([notes / "a.pdf"])
     assert read == []
-
-
-def test_files_are_private(index: DocumentIndex, notes: Path, tmp_path: Path) -> None:
-    index.update([notes])
-    if os.name == "posix":
-        assert [oct(path.stat().st_mode & 0o077) for path in (tmp_path / "data").iterdir()] == [
-            "0o0"
-        ] * len(list((tmp_path / "data").iterdir()))
 
 
 def test_damaged_index(tmp_path: Path) -> None:
@@ -197,16 +194,13 @@ def test_search_by_meaning(tmp_path: Path, notes: Path) -> None:
         assert len(index.search("feline", 9, within=notes / "a.pdf")) == 2
 
 
-def test_words_that_are_everywhere_hide_no_meaning(tmp_path: Path) -> None:
-    pages = ["The dog ran."] * 40 + ["A feline."]
-    (tmp_path / "a.pdf").write_bytes(pdf(*pages))
+def test_meaning_beside_words(tmp_path: Path, notes: Path) -> None:
+    """Words that are everywhere hide none, and texts may be longer than the model reads."""
+    (tmp_path / "a.pdf").write_bytes(pdf(*["The dog ran."] * 40, "A feline."))
     with DocumentIndex(tmp_path / "documents.db", Meanings("m")) as index:
         index.update([tmp_path / "a.pdf"])
         assert ("a.pdf", 41) in found(index, "the cat", limit=8)
-
-
-def test_texts_longer_than_the_model_reads(tmp_path: Path, notes: Path) -> None:
-    with DocumentIndex(tmp_path / "documents.db", Meanings("m", most=10)) as index:
+    with DocumentIndex(tmp_path / "others.db", Meanings("m", most=10)) as index:
         index.update([notes])
         assert ("a.pdf", 1) in found(index, "feline animals")
 
@@ -216,14 +210,8 @@ def test_pieces_hold_all_words(text: str, most: int) -> None:
     cut = list(pieces(text, most))
     assert "".join("".join(cut).split()) == "".join(text.split())
     assert all(0 < len(each) <= most for each in cut)
-
-
-def test_pieces_end_at_sentences() -> None:
-    text = "First of all. " * 8 + "\n\n" + "Second part. " * 8
-    assert list(pieces(text, 150)) == [
-        ("First of all. " * 8).strip(),
-        ("Second part. " * 8).strip(),
-    ]
+    first, second = "First of all. " * 8, "Second part. " * 8
+    assert list(pieces(f"{first}\n\n{second}", 150)) == [first.strip(), second.strip()]
 
 
 def test_others_write_while_a_file_is_read(
@@ -266,36 +254,27 @@ def test_locked_index(index: DocumentIndex, notes: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("names", "steps"),
+    ("name", "steps"),
     [
-        (
-            ["a.pdf"],
-            [("a.pdf", 1, 2, "pages"), ("a.pdf", 2, 2, "pages"), ("a.pdf", 0, 2, "pieces")],
-        ),
-        (["b.txt"], [("b.txt", 1, 1, "files"), ("b.txt", 0, 1, "pieces")]),
-        (
-            ["."],
-            [
-                *[("a.pdf", 1, 4, "files")] * 3,
-                *[("b.txt", 2, 4, "files")] * 2,
-                *[("c.txt", 3, 4, "files")] * 2,
-            ],
-        ),
+        ("a.pdf", [("a.pdf", n, 2, "pages") for n in (1, 2)] + [("a.pdf", 0, 2, "pieces")]),
+        ("b.txt", [("b.txt", 1, 1, "files"), ("b.txt", 0, 1, "pieces")]),
+        (".", [(f"{name}", int(n), 4, "files") for name, n in
+               zip(["a.pdf"] * 3 + ["b.txt"] * 2 + ["c.txt"] * 2, "1112233", strict=True)]),
     ],
-)
+)  # fmt: skip
 def test_progress(
-    index: DocumentIndex, notes: Path, names: list[str], steps: list[tuple[str, int, int, str]]
+    index: DocumentIndex, notes: Path, name: str, steps: list[tuple[str, int, int, str]]
 ) -> None:
     told: list[Progress] = []
-    index.update([notes / name for name in names], progress=told.append)
+    index.update([notes / name], progress=told.append)
     assert [(each.detail, each.done, each.total, each.unit) for each in told] == steps
     assert {each.stage for each in told} == {"index"}
     told.clear()
-    index.update([notes / name for name in names], progress=told.append)
+    index.update([notes / name], progress=told.append)
     assert told == [], "nothing has changed"
 
 
-@pytest.mark.parametrize("steps", [0, 5, 39, 40, 41, 42, 43, 44])
+@pytest.mark.parametrize("steps", [0, 39, 40, 41, 42, 43, 44])
 def test_cancelled_update(
     tmp_path: Path, notes: Path, read: list[str], steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -366,3 +345,63 @@ def test_cancelled_embedding(tmp_path: Path, notes: Path, monkeypatch: pytest.Mo
         assert model.embedded == 2
         index.update([notes])
         assert model.embedded == 4
+
+
+# -- in a prompt -----------------------------------------------------------------------------------
+
+PAGES = [f"Page about topic{n}. " + "More words here. " * 20 for n in range(40)]
+
+
+def words(text: str) -> int:
+    return len(text.split())
+
+
+@pytest.fixture
+def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    path = tmp_path / "report.pdf"
+    path.write_bytes(pdf(*PAGES))
+    return path
+
+
+def test_whole_or_searched(report: Path, tmp_path: Path) -> None:
+    document = read_document(report)
+    size = words(document.text)
+    assert fitted([document], "x", free=lambda: 0, count=words) == [document]
+    assert fitted([document], "x", free=lambda: 2 * size, count=words) == [document]
+    (shown,) = fitted(
+        [document], "Where is topic17, in more words?", free=lambda: 1000, count=words
+    )
+    assert words(shown.text) <= 750
+    assert "[report.pdf, page 18]\nPage about topic17." in shown.text
+    assert shown.text.startswith("report.pdf (40 pages) is too long to show.")
+    number = int(re.match(r"(\d+) pieces of 40 pages", shown.size)[1])  # type: ignore[index]
+    assert shown.text.count("[report.pdf, page ") == number > 3
+    assert f"the model gets {number} pieces matching the message" in shown.note
+    assert (tmp_path / "data" / "localrt" / "documents.db").is_file()
+
+
+def test_short_files_and_folders(report: Path, tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("Some words.\n")
+    documents = [read_document(report), read_document(tmp_path / "short.txt")]
+    long, short = fitted(documents, "topic3", free=lambda: 1000, count=words)
+    assert short is documents[1], "it stays whole"
+    assert "[report.pdf, page 4]" in long.text
+    (tmp_path / "folder").mkdir()
+    report.rename(tmp_path / "folder" / "report.pdf")
+    document = read_document(tmp_path / "folder", name="folder")
+    (shown,) = fitted([document], "topic3", free=lambda: 1000, count=words)
+    assert "[folder/report.pdf, page 4]\nPage about topic3." in shown.text
+
+
+def test_nothing_found_or_nothing_fits(report: Path) -> None:
+    (shown,) = fitted([read_document(report)], "zebra", free=lambda: 1000, count=words)
+    assert "[report.pdf, page 1]\nPage about topic0." in shown.text
+    assert re.search(r"gets its first \d+ pieces, since none matches the message", shown.note)
+    for document in (read_document(report), read_document(report.read_bytes(), name="a.pdf")):
+        with pytest.raises(ContextOverflowError, match="does not fit the context"):
+            fitted([document], "x", free=lambda: 60, count=words)
+    document = read_document(report)
+    report.write_bytes(b"%PDF- broken")
+    with pytest.raises(OptionError, match="not a PDF"):
+        fitted([document], "x", free=lambda: 1000, count=words)

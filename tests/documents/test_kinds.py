@@ -559,6 +559,12 @@ OTHERS: dict[str, tuple[bytes, list[str], list[str]]] = {
     "sjis.txt": ("四半期の報告です。".encode("shift_jis"), ["四半期の報告です。"], []),
     "signs.csv": ("①りんご,10\n②蜜柑,5㈱\n".encode("cp932"), ["①りんご", "5㈱"], []),
     "cp1251.txt": (f"{RUSSIAN} за этот год".encode("cp1251"), [RUSSIAN], []),
+    "marked.txt": ("é".encode("utf-8-sig"), ["é"], ["\ufeff"]),
+    "utf-32.txt": ("é".encode("utf-32"), ["é"], ["\0"]),
+    "big-endian.txt": (b"\xfe\xff" + "é".encode("utf-16-be"), ["é"], ["\0"]),
+    "unmarked utf-16-le.txt": ("naïve\n".encode("utf-16-le"), ["naïve"], ["\0"]),
+    "unmarked utf-16-be.txt": ("naïve\n".encode("utf-16-be"), ["naïve"], ["\0"]),
+    "quotes.txt": ("“naïve” — 5 €".encode("cp1252"), ["“naïve” — 5 €"], []),
 }
 ROWS = {
     **{f"{name}.docx": row for name, row in WORD.items()},
@@ -607,6 +613,13 @@ def test_what_models_get(name: str) -> None:
 )
 def test_what_is_left_out_is_said(name: str, data: bytes, note: str) -> None:
     assert note in read_document(data, name=name).note
+
+
+def test_text_as_the_system_writes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("locale.getpreferredencoding", lambda setlocale: "shift_jis")
+    read = read_document("日本語".encode("shift_jis"), name="a.txt")
+    assert "日本語" in read.text
+    assert "shift_jis" in read.note
 
 
 @pytest.mark.parametrize(

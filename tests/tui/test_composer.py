@@ -1,26 +1,209 @@
-"""Keys of the composer, and when the conversation follows new text."""
+"""What is typed: commands, names of files, keys, pastes, undo, completions, the editor."""
 
 from __future__ import annotations
 
 import os
+import sys
+import unicodedata
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
-from textual.events import MouseScrollUp, Paste
+from textual.command import CommandList
+from textual.events import Key, Paste
+from textual.pilot import Pilot
+from textual.widgets import OptionList
 
-from localrt.tui.chat.view import ConversationView
+from localrt import History
+from localrt.common.errors import LocalrtError, OptionError
+from localrt.engine.options import OPTION_NAMES
+from localrt.tui import ChatApp
+from localrt.tui.chat.composer import edited
+from localrt.tui.chat.screen import ChatScreen
+from localrt.tui.commands import (
+    COMMANDS,
+    PLAIN_COMMANDS,
+    Command,
+    completion,
+    read_line,
+    suggestions,
+)
+from localrt.tui.inputs import Input, letter_size
+from localrt.tui.mentions import as_mention, mentions
+from localrt.tui.plain import PlainChat
+from localrt.tui.screens.dialogs import Choose, Palette, help_page
+from localrt.tui.terminal import PasteParser
+from localrt.tui.text import OPTIONS, pasted
 from tests.tui import screen
 from tests.tui.conftest import asked, running, until
 from tests.tui.fakes import FakeModel
-from tests.tui.screen import idle
+from tests.tui.test_models import PREVIEWS, FakeLibrary
+
+# -- lines -----------------------------------------------------------------------------------------
 
 
-async def test_writing(model: FakeModel) -> None:
+@pytest.mark.parametrize(
+    ("typed", "read"),
+    [
+        ("hello /set", "hello /set"),
+        ("//etc/hosts", "/etc/hosts"),
+        ("/help", Command("help", "")),
+        ("/SET  temperature   0.2 ", Command("set", "temperature   0.2")),
+        ("/system Be brief.\nBe kind.", Command("system", "Be brief.\nBe kind.")),
+        ("/", Command("", "")),
+        ("/ ", Command("", "")),
+    ],
+)
+def test_reading(typed: str, read: Command | str) -> None:
+    assert read_line(typed) == read
+
+
+def test_tables_of_commands_and_options() -> None:
+    for entry in COMMANDS:
+        room, _, action = (entry.action or entry.name).rpartition(".")
+        assert entry.run or hasattr(ChatApp if room else ChatScreen, f"action_{action}")
+    for entry in PLAIN_COMMANDS:
+        assert entry.run or hasattr(PlainChat, f"_do_{entry.name}")
+    not_in_the_app = {"context_tokens", "logprobs", "min_indent", "line_seconds"}
+    not_in_the_app |= {"tool_choice", "parallel_tool_calls"}
+    assert set(OPTIONS) == set(OPTION_NAMES) - not_in_the_app
+    text = help_page().plain
+    assert all(entry.usage in text for entry in COMMANDS)
+    assert "Ctrl+O" in text
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "notes.txt").write_text("milk\n")
+    (tmp_path / "Makefile").write_text("all:\n")
+    (tmp_path / "two words.md").write_text("# Two\n")
+    (tmp_path / "novel").mkdir()
+    (tmp_path / "novel" / "one.md").write_bytes(b"It was dark.\n")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("files")
+def test_completions() -> None:
+    def labels(text: str) -> list[str]:
+        return [item.label for item in suggestions(text)]
+
+    def lines(text: str) -> list[str]:
+        return [each.line for each in suggestions(text)]
+
+    assert labels("/") == [entry.usage for entry in COMMANDS]
+    assert labels("/ren") == labels("/rename my") == ["/rename TITLE"]
+    assert labels("/set top") == ["top_k", "top_p"]
+    assert labels("//s") == labels("s") == labels("/x") == labels("/system a\nb") == []
+    assert labels("/attach no") == ["notes.txt", "novel/"]
+    for path in ("nowhere/x", "~nobody9/x"):
+        assert labels(f"/attach {path}") == ["/attach [PATH]"]
+    assert completion("/ne") == "w"
+    assert completion("/lo") == "ad "
+    assert completion("/set te") == "mperature "
+    assert completion("/new") == completion("/") == completion("/set ") == ""
+    assert completion("cl") == completion("") == completion("//cl") == ""
+    assert lines("read @no") == ["read @notes.txt ", "read @novel/"]
+    assert lines("read @novel/") == ["read @novel/ ", "read @novel/one.md "]
+    assert lines("@tw") == lines('@"tw') == ['@"two words.md" ']
+    assert lines("read @notes.txt") == lines("ann@no") == lines("`@no") == []
+    assert completion("read @novel/o") == "ne.md "
+    assert [mention.path for mention in mentions(as_mention("two words.md"))] == ["two words.md"]
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("What is in @notes.txt?", ["notes.txt"]),
+        ("(@novel/one.md) and @Makefile, please", ["novel/one.md", "Makefile"]),
+        ('@"two words.md" is short', ["two words.md"]),
+        ("see @nowhere.txt and @no/such", ["nowhere.txt", "no/such"]),
+        ("mail ann@notes.txt, or @ann", []),
+        ("what is in @novel, and in @novel/?", ["novel", "novel/"]),
+        ("`@notes.txt` and\n```\n@notes.txt\n```", []),
+        ("```python\n@notes.txt", []),
+        ("@app.route('/')\ndef index(): ...\n@property\n@pytest.fixture", []),
+        ("meet @ 5, a @@ b", []),
+    ],
+)
+def test_mentions(text: str, named: list[str]) -> None:
+    assert [mention.path for mention in mentions(text)] == named
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "\r\n",
+        "\r",
+        "\x1b[27;5;106~",  # Ctrl+J as tmux writes it with extended keys
+        "\x1b[106;5u",
+        "\x1b[27;5;109~",  # Ctrl+M
+    ],
+)
+def test_line_ends_of_a_paste(end: str) -> None:
+    assert pasted(f"one{end}two") == "one\ntwo"
+
+
+# -- the editor ------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a shell script as the editor")
+def test_editor_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "editor"
+    rights = 'ls -ld "$2" "$(dirname "$2")" | cut -c1-10 > rights\n'
+    script.write_text(f'#!/bin/sh\n{rights}printf " more\\n" >> "$2"\n')
+    script.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("VISUAL", f"{script} --wait")
+    before = os.umask(0)
+    assert edited("some") == "some more"
+    os.umask(before)
+    assert (tmp_path / "rights").read_text("utf-8").split() == ["drwx------", "-rw-------"]
+    script.write_text("#!/bin/sh\nexit 3\n")
+    with pytest.raises(LocalrtError, match="status 3"):
+        edited("some")
+    monkeypatch.setenv("VISUAL", "no-such-editor-anywhere")
+    with pytest.raises(OptionError, match="no-such-editor"):
+        edited("some")
+
+
+async def test_editor(model: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    suspended = []
+
+    @contextmanager
+    def suspend(app: ChatApp) -> Iterator[None]:
+        suspended.append(app)
+        yield
+
+    async with running(model) as (app, pilot):
+        await pilot.press("ctrl+g")  # a test has no terminal to give away
+        await until(pilot, lambda: bool(screen.notices(app, "error")))
+        monkeypatch.setattr(ChatApp, "suspend", suspend)
+        monkeypatch.setattr("localrt.tui.chat.screen.edited", lambda text: text + " and more")
+        for keys in (["ctrl+g"], ["ctrl+x", "ctrl+e"]):
+            screen.composer(app).put("")
+            await pilot.press(*"Hi", *keys)
+            await until(pilot, lambda: screen.composer(app).text == "Hi and more")
+        assert suspended == [app, app]
+
+
+# -- keys ------------------------------------------------------------------------------------------
+
+
+async def test_writing(model: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    suspended: list[bool] = []
+    monkeypatch.setattr(
+        "textual.app.App.action_suspend_process", lambda app: suspended.append(True)
+    )
     async with running(model) as (app, pilot):
         composer = screen.composer(app)
         await pilot.press("enter", "space", "enter")
         assert screen.users(app) == []  # blank text is not sent
         composer.put("")
-        app.post_message(Paste("one\ntwo\n"))
+        app.post_message(Paste("one\rtwo\n"))
         await pilot.pause()
         assert composer.text == "one\ntwo\n"
         assert screen.users(app) == []
@@ -37,56 +220,39 @@ async def test_writing(model: FakeModel) -> None:
         await pilot.press("enter")
         await until(pilot, lambda: screen.users(app) == ["a\nb"])
 
+        # An undo of a paste of several lines, and its end.
+        composer.put("before ")
+        lines = "\n".join(["x"] * 9)
+        app.post_message(Paste(lines))
+        await pilot.press("alt+z")
+        assert composer.text == "before "
+        await pilot.press("ctrl+y")
+        assert composer.text == f"before {lines}"
+        await pilot.press("f7", "delete", "alt+z", "ctrl+underscore")
+        assert composer.text == "before "
+        await pilot.press("!")
+        assert composer.text == "before !"
 
-@pytest.mark.parametrize(
-    "end",
-    [
-        "\r\n",
-        "\r",
-        "\x1b[27;5;106~",  # Ctrl+J as tmux writes it with extended keys
-        "\x1b[106;5u",
-        "\x1b[27;5;109~",  # Ctrl+M
-    ],
-)
-async def test_line_ends_of_a_paste(model: FakeModel, end: str) -> None:
-    async with running(model) as (app, pilot):
-        composer = screen.composer(app)
-        app.post_message(Paste(f"one{end}two"))
-        await pilot.pause()
-        assert composer.text == "one\ntwo"
-        composer.put("")
-        app.post_message(Paste(end.join(map(str, range(30)))))
-        await pilot.pause()
-        assert composer.text == "[pasted, 30 lines] "
-        await pilot.press("backspace", "tab")
-        assert composer.text.split() == [str(number) for number in range(30)]
-
-
-@pytest.mark.skipif(os.name == "nt", reason="nothing can be suspended there")
-@pytest.mark.parametrize("window", [None, "f1", "ctrl+o"])
-async def test_control_z_suspends(
-    model: FakeModel, monkeypatch: pytest.MonkeyPatch, window: str | None
-) -> None:
-    suspended: list[bool] = []
-    monkeypatch.setattr(
-        "textual.app.App.action_suspend_process", lambda app: suspended.append(True)
-    )
-    async with running(model) as (app, pilot):
-        await pilot.press(*"word")
-        if window is not None:
-            await pilot.press(window)
-        await pilot.press("ctrl+z")
-        assert suspended == [True]
-        assert screen.composer(app).text == "word"
-
-
-async def test_resume_redraws(model: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[bool] = []
-    async with running(model) as (app, pilot):
+        # Ctrl+Z suspends, from windows too, and what is there is drawn again afterwards.
+        for count, window in enumerate(("", "f1", "ctrl+o"), 1):
+            await pilot.press(*filter(None, [window]), "ctrl+z")
+            assert len(suspended) == count or os.name == "nt"
+            await pilot.press(*["escape"] * bool(window))
+        assert composer.text == "before !"
+        drawn: list[bool] = []
         monkeypatch.setattr(app, "refresh", lambda **how: drawn.append(how["layout"]))
         app.app_resume_signal.publish(app)
         await pilot.pause()
-    assert True in drawn
+        assert True in drawn
+        monkeypatch.undo()
+
+        # A panel beside it may leave the composer as wide as its border, or less.
+        composer.put("")
+        assert composer.placeholder
+        for width in (4, 2):
+            composer.styles.width = width
+            await until(pilot, lambda: composer.size.width == 0)
+            assert composer.render_line(0).text == ""
 
 
 async def test_prompt_history(model: FakeModel) -> None:
@@ -108,83 +274,243 @@ async def test_prompt_history(model: FakeModel) -> None:
         assert composer.text == "draft"
 
 
-# -- following -------------------------------------------------------------------------------------
-
-
-async def test_follow() -> None:
-    model = FakeModel([f"line {n}\n\n" for n in range(200)])
-    model.hold()
-    async with running(model) as (app, pilot):
-        await screen.say(pilot, "Hi")
-        view = screen.conversation(app)
-        model.allow(50)
-        await until(pilot, lambda: "line 49" in screen.answers(app)[0])
-        await until(pilot, lambda: view.follows)
-        assert view.max_scroll_y > 50
-
-        await pilot.press("pageup")
-        await until(pilot, lambda: not view.follows)
-        place = view.scroll_y
-        assert place < view.max_scroll_y
-        model.allow(50)
-        await until(pilot, lambda: "line 99" in screen.answers(app)[0])
-        assert view.scroll_y == place
-        await until(pilot, lambda: screen.hint(app) == "More below: Ctrl+End")
-
-        await pilot.press("ctrl+end")
-        model.allow(50)
-        await until(pilot, lambda: "line 149" in screen.answers(app)[0])
-        await until(pilot, lambda: view.follows and screen.hint(app) == "")
-        assert view.vertical_scrollbar.position > view.max_scroll_y - 10
-
-
-async def test_wheel_and_send(model: FakeModel) -> None:
-    model.answer = ["word\n\n"] * 60
-    async with running(model) as (app, pilot):
-        view = screen.conversation(app)
-        await screen.say(pilot, "Hi")
-        await until(pilot, lambda: idle(app) and view.max_scroll_y > 20)
-        view.post_message(MouseScrollUp(view, 5, 5, 0, -1, 0, False, False, False))
-        await until(pilot, lambda: not view.follows)
-        await pilot.press("ctrl+home")
-        await until(pilot, lambda: view.scroll_y == 0)
-        await asked(pilot, "more")
-        assert view.follows
-
-
-async def test_short_conversation(model: FakeModel) -> None:
-    async with running(model) as (app, pilot):
-        await screen.say(pilot, "Hi")
-        await until(pilot, lambda: screen.answers(app) == ["Hello there."])
-        screen.composer(app).put("\n" * 7)
-        await pilot.pause()
-        screen.composer(app).put("")
-        await pilot.pause()
-        assert screen.conversation(app).scroll_y == 0
-        assert screen.conversation(app).render_line(1).text.strip().startswith("tiny-model")
-
-
-# -- mouse and window ------------------------------------------------------------------------------
-
-
-async def test_mouse_selection() -> None:
-    async with running(FakeModel(["Some **bold** words\n\n雨 rain"])) as (app, pilot):
-        await asked(pilot, "Hi")
-        # Columns count from the edge of the view, three left of the text; lines from its top.
-        await pilot.mouse_down(ConversationView, offset=(8, 5))
-        await pilot.hover(ConversationView, offset=(7, 7))
-        await pilot.mouse_up(ConversationView, offset=(7, 7))
-        await pilot.press("ctrl+c")
-        assert app.clipboard == "bold words\n\n雨 ra"
-        assert screen.composer(app).has_focus
-
-
-@pytest.mark.parametrize("width", [4, 2])
-async def test_no_columns(model: FakeModel, width: int) -> None:
-    """A panel beside it may leave the composer as wide as its border, or less."""
+@pytest.mark.usefixtures("files")
+async def test_menu(model: FakeModel) -> None:
     async with running(model) as (app, pilot):
         composer = screen.composer(app)
-        assert composer.placeholder
-        composer.styles.width = width
-        await until(pilot, lambda: composer.size.width == 0)
-        assert composer.render_line(0).text == ""
+        await pilot.press("/", "e")
+        assert screen.menu(app) == ["/edit", "/editor", "/export [PATH]"]
+        await pilot.press("down", "down", "tab")
+        assert composer.text == "/export "
+        await pilot.press("escape")
+        assert screen.menu(app) == []
+        composer.put("/att")
+        await pilot.pause()
+        await pilot.press("enter")
+        assert composer.text == "/attach ", "it takes a path"
+        await pilot.press(*"not", "tab")
+        assert composer.text == "/attach notes.txt"
+        composer.put("/syst")
+        await pilot.pause()
+        await pilot.press("enter")
+        assert "No system prompt" in screen.notices(app)[-1]
+        # Keys may come in a burst.
+        for key in ("/", "a", "t", "t", "tab", "n", "o", "t", "tab", "enter"):
+            app.post_message(Key(key, key if len(key) == 1 else None))
+        await until(pilot, lambda: "[notes.txt" in composer.text)
+
+        # Names of files: Enter takes the row, and sends nothing.
+        composer.put("")
+        await pilot.press(*"In @no")
+        await until(pilot, lambda: screen.menu(app) == ["@notes.txt", "@novel/"])
+        await pilot.press("down", "enter")
+        assert composer.text == "In @novel/"
+        await until(pilot, lambda: screen.menu(app) == ["@novel/", "@novel/one.md"])
+        await pilot.press("down", "enter")
+        assert composer.text == "In @novel/one.md "
+        await pilot.press(*"?")
+        await asked(pilot, "")
+        sent = model.last_chat.messages[0]["content"]
+        assert sent == "In novel/one.md:\n```md\nIt was dark.\n```\n ?"
+        assert "▸ novel/one.md, 13 B" in screen.shown(app)
+        await pilot.press(*"List @novel")
+        await pilot.press("enter")
+        assert composer.text == "List @novel/"
+
+
+# -- letters ---------------------------------------------------------------------------------------
+
+DEL, LEFT, RIGHT, DELETE, HOME = "\x7f", "\x1b[D", "\x1b[C", "\x1b[3~", "\x1b[H"
+TYPED = {
+    "full-width space": "\u3000",
+    "no-break space": "\u00a0",
+    "narrow no-break space": "\u202f",
+    "thin space": "\u2009",
+    "non-joiner": "\u200c",
+    "joiner": "\u200d",
+    "right-to-left mark": "\u200f",
+    "soft hyphen": "\u00ad",
+    "private use": "\ue0b0",
+    "new emoji": "\U0001fae8",
+    "unassigned": "\U0001fadd",
+}
+LETTERS = {
+    "accent": "e\u0301",
+    "variation": "\u2764\ufe0f",
+    "family": "\U0001f468\u200d\U0001f469\u200d\U0001f467",
+    "flag": "\U0001f1e9\U0001f1ea",
+    "regional flag": "\U0001f3f4\U000e0067\U000e0062\U000e0065\U000e006e\U000e0067\U000e007f",
+    "skin": "\U0001f44d\U0001f3fd",
+    "keycap": "1\ufe0f\u20e3",
+    "thai": "\u0e01\u0e33",
+    "hindi": "\u0928\u093f",
+    "jamo": "\u1112\u1161\u11ab",
+    "plain": "x",
+}
+ORDER = {
+    "backspace": (f"abc{DEL}d", "abd"),
+    "hangul": (f"안{DEL}안녕{DEL}녕하", "안녕하"),
+    "left": (f"ab{LEFT}c", "acb"),
+    "home": (f"bc{HOME}a{DELETE}", "ac"),
+    "right": (f"bc{HOME}{RIGHT}a", "bac"),
+    **{f"typed {name}": (f"a{text}b", f"a{text}b") for name, text in TYPED.items()},
+    **{f"backspace {name}": (f"a{text}{DEL}b", "ab") for name, text in LETTERS.items()},
+    **{f"left {name}": (f"a{t}{LEFT}b", f"ab{t}") for name, t in LETTERS.items()},
+    **{f"right {name}": (f"{t}a{HOME}{RIGHT}b", f"{t}ba") for name, t in LETTERS.items()},
+    **{f"delete {name}": (f"{t}a{HOME}{DELETE}b", "ba") for name, t in LETTERS.items()},
+}
+
+
+async def test_typed_in_one_read(model: FakeModel) -> None:
+    """In a field of several lines, and of one."""
+    async with running(model) as (app, pilot):
+        for key in ("escape", "ctrl+f"):
+            await pilot.press(key)
+            field = app.focused
+            name = "value" if isinstance(field, Input) else "text"
+            for what, (typed, expected) in ORDER.items():
+                for event in list(PasteParser().feed(typed)):
+                    app.post_message(event)
+                await pilot.pause()
+                assert getattr(field, name) == expected, what
+                setattr(field, name, "")
+
+
+def test_letters_are_graphemes() -> None:
+    regex = pytest.importorskip("regex")
+    text = "".join(LETTERS.values()) + "\U0001f1e9\U0001f1ea" * 2 + "à la\u0300 ñ 한국어 กำ"
+    place = 0
+    for letter in regex.findall(r"\X", text):
+        assert letter_size(text, place, 1) == len(letter)
+        place += len(letter)
+        assert letter_size(text, place, -1) == len(letter)
+
+
+# -- control characters ----------------------------------------------------------------------------
+
+CONTROLS = ["\x1b]2;title\x07", "\x9d52;c;eA==\x9c", "\x7f", "\x85", "\u202eabc"]
+HOSTILE = " ".join(CONTROLS)
+FIELDS = {
+    "composer": (),
+    "find": ("ctrl+f",),
+    "conversations": ("ctrl+o",),
+    "name": ("f2",),
+    "palette": ("ctrl+p",),
+    "models": ("f4",),
+    "option": ("f5", *["down"] * 9, "enter"),
+    "system prompt": ("f5", *["down"] * 3, "enter"),
+}
+PLACES = {
+    "conversation": (),
+    "earlier message": ("up",),
+    "message to edit": ("alt+e",),
+    "what an editor wrote": ("ctrl+g",),
+    "conversations": ("ctrl+o",),
+    "name": ("f2",),
+    "models": ("f4",),
+    "settings": ("f5",),
+    "system prompt": ("f5", *["down"] * 3, "enter"),
+    "question": (*"/delete", "enter"),
+}
+
+
+def harmful(text: str) -> bool:
+    return any(unicodedata.category(c) == "Cc" or c == "\u202e" for c in text)
+
+
+async def left(app: ChatApp, pilot: Pilot[Any]) -> None:
+    """Close windows and the find bar, and empty the composer."""
+    while app.screen is not app.chat or app.focused is not screen.composer(app):
+        await pilot.press("escape")
+    await pilot.press("escape")
+    screen.composer(app).put("")
+    await pilot.pause()
+
+
+async def test_pasted_controls_are_not_obeyed(
+    model: FakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FakeLibrary(monkeypatch)
+    async with running(model, load_by_name=lambda name, progress: model) as (app, pilot):
+        await asked(pilot, "first")
+        for place, keys in FIELDS.items():
+            await pilot.press(*keys)
+            await pilot.pause()
+            for text in CONTROLS:
+                app.post_message(Paste(f"<{text}>"))
+            await pilot.pause()
+            field = app.focused
+            written = getattr(field, "value", getattr(field, "text", ""))
+            assert written.count("<") == len(CONTROLS), place
+            assert not harmful(written), place
+            await left(app, pilot)
+
+
+async def test_controls_of_other_texts_are_not_obeyed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Messages, titles, names of models, what an editor wrote: of files that others made."""
+    library = FakeLibrary(monkeypatch)
+    library.here = [replace(library.here[0], name=HOSTILE)]
+    library.previews = {HOSTILE: PREVIEWS["smollm2"]}
+    with History(tmp_path / "h.db") as history:
+        conversation = history.new(model=HOSTILE, system=HOSTILE)
+        conversation.set(title=HOSTILE)
+        conversation.add("user", HOSTILE)
+        conversation.add("assistant", HOSTILE)
+    monkeypatch.setattr(ChatApp, "suspend", nullcontext)
+    monkeypatch.setattr("localrt.tui.chat.screen.edited", lambda text: HOSTILE)
+    model = FakeModel(name=HOSTILE)
+
+    def drawn() -> str:
+        return "".join(strip.text for strip in screen.lines(app))
+
+    async with running(
+        model,
+        load_by_name=lambda name, progress: model,
+        history=lambda: History(tmp_path / "h.db"),
+        resume=True,
+    ) as (app, pilot):
+        for place, keys in PLACES.items():
+            await pilot.press(*keys)
+            await until(pilot, lambda: "]2;title" in drawn())
+            text = drawn()
+            assert text.count("]2;title") == text.count("\ufffd]2;title"), place
+            assert not harmful(text), place
+            await left(app, pilot)
+        # Of what nobody cleaned, the terminal gets no control either.
+        await app.push_screen(Choose("<\x1b]2;title\x07>", [("a", "a")]))
+        await pilot.pause()
+        assert "<]2;title>" in drawn()
+
+
+# -- the palette -----------------------------------------------------------------------------------
+
+
+async def test_palette(model: FakeModel) -> None:
+    async with running(model) as (app, pilot):
+        await screen.say(pilot, "first")
+        # Keys that close it twice leave the chat as it is.
+        for keys in ("enter enter enter", "escape escape", "enter escape"):
+            await pilot.press("ctrl+p", *"help")
+            await until(pilot, lambda: app.screen.query_one(CommandList).option_count)
+            for key in keys.split():
+                app.post_message(Key(key, None))
+            await until(pilot, lambda: not isinstance(app.screen, Palette))
+            await pilot.press("escape")
+            assert app.screen is app.chat
+        # One is open.
+        for key in ("ctrl+p", "f1", "ctrl+p", "escape", "escape", "ctrl+p", "escape"):
+            app.post_message(Key(key, None))
+        await until(pilot, lambda: app.screen is app.chat)
+        await pilot.press("ctrl+p", "f1", "ctrl+p")
+        assert sum(isinstance(each, Palette) for each in app.screen_stack) == 1
+        await left(app, pilot)
+        # It fills a list that is not drawn yet, and keys may come sooner than its place.
+        options = OptionList("one", "two")
+        options.display = False
+        await app.screen.mount(options)
+        options.highlighted = 0
+        options.action_page_down()
+        options.action_page_up()
+        assert options.highlighted == 0

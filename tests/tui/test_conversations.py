@@ -1,22 +1,38 @@
-"""Conversations that are kept: list, resume, rename, delete, branches, crashes, full disks."""
+"""Conversations that are kept: listed, resumed, branched, in two windows, after crashes."""
 
 from __future__ import annotations
 
+import gc
+import json
+import os
+import stat
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from textual.pilot import Pilot
 from textual.strip import Strip
 from textual.widgets import Input, OptionList, Static
 
-from localrt import History
-from localrt.common.errors import StorageError
+import localrt
+from localrt import History, Settings
+from localrt.chat import ChatSession
+from localrt.cli import main
+from localrt.common.errors import OptionError, StorageError
+from localrt.engine.options import read_options
+from localrt.tui import ChatApp
 from localrt.tui.chat.blocks import Styles, UserTurn
+from localrt.tui.conversation.state import ChatState
+from localrt.tui.preferences import Preset
 from localrt.tui.screens.dialogs import Ask, Confirm, ConversationsScreen
+from tests.conftest import needs_kernels
+from tests.mutations import changed, is_line
 from tests.tui import screen
-from tests.tui.conftest import Opening, asked, cleared, running, until
-from tests.tui.fakes import FakeModel
+from tests.tui.conftest import SIZE, Opening, app_for, asked, cleared, running, until
+from tests.tui.fakes import FakeLoader, FakeModel, call
 from tests.tui.screen import idle
 
 
@@ -34,29 +50,11 @@ def kept(opening: Opening) -> list[tuple[str, str, str]]:
         return [(turn.role, turn.content, turn.state) for turn in turns]
 
 
-async def test_resume(model: FakeModel, opening: Opening) -> None:
-    async with running(model, history=opening, system="Be brief.", options={"seed": 3}) as (
-        app,
-        pilot,
-    ):
+async def test_resume(model: FakeModel, opening: Opening, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {"system": "Be brief.", "options": {"seed": 3}}
+    async with running(model, history=opening, **given) as (app, pilot):
         await asked(pilot, "Hi")
     assert kept(opening) == [("user", "Hi", "done"), ("assistant", "Hello there.", "done")]
-
-    async with running(model, history=opening, resume=True) as (app, pilot):
-        assert screen.users(app) == ["Hi"], "before the model is there"
-        await asked(pilot, "again")
-        assert model.given() == ["Be brief.", "Hi", "Hello there.", "again"]
-        assert model.last_chat.options == {"seed": 3}
-        await pilot.press("up", "up")
-        assert screen.composer(app).text == "Hi", "earlier messages are in the prompt history"
-
-
-async def test_laid_out_once(
-    model: FakeModel, opening: Opening, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing is drawn before the width is known."""
-    async with running(model, history=opening) as (_, pilot):
-        await asked(pilot, "Hi")
     widths, lay_out = set[int](), UserTurn.lay_out
 
     def noted(block: UserTurn, width: int, styles: Styles) -> list[Strip]:
@@ -64,9 +62,14 @@ async def test_laid_out_once(
         return lay_out(block, width, styles)
 
     monkeypatch.setattr(UserTurn, "lay_out", noted)
-    async with running(model, history=opening, resume=True) as (app, _):
-        assert screen.users(app) == ["Hi"]
-        assert len(widths) == 1
+    async with running(model, history=opening, resume=True) as (app, pilot):
+        assert screen.users(app) == ["Hi"], "before the model is there"
+        assert len(widths) == 1, "nothing is drawn before the width is known"
+        await asked(pilot, "again")
+        assert model.given() == ["Be brief.", "Hi", "Hello there.", "again"]
+        assert model.last_chat.options == {"seed": 3}
+        await pilot.press("up", "up")
+        assert screen.composer(app).text == "Hi", "earlier messages are in the prompt history"
 
 
 async def test_context_of_a_branch(
@@ -75,8 +78,7 @@ async def test_context_of_a_branch(
     """It is what the answer took, also when the branch is shown again, or after a restart."""
     async with running(model, history=opening) as (app, pilot):
         await asked(pilot, "One two three")
-        before = screen.footer(app)
-        assert "context 5 of" in before
+        assert "context 5 of" in screen.footer(app)
         model.answer = ["Another", " longer", " answer."]
         await pilot.press("ctrl+r")
         await until(pilot, lambda: idle(app) and "context 6 of" in screen.footer(app))
@@ -99,10 +101,13 @@ async def test_list_search_open_new(
     model: FakeModel, opening: Opening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("localrt.tui.screens.dialogs._PAUSE", 60.0)
+    parked: list[Any] = []
+    monkeypatch.setattr("tests.tui.fakes.FakeChat.park", lambda chat: parked.append(chat))
     async with running(model, history=opening) as (app, pilot):
         await asked(pilot, "About whales")
         await pilot.press("ctrl+n")
         await until(pilot, lambda: not screen.users(app))
+        await until(pilot, lambda: parked == [model.chats[0]])  # its KV cache is saved
         await asked(pilot, "About bread")
         options = await listed(pilot)
         assert options.option_count == 2
@@ -111,6 +116,7 @@ async def test_list_search_open_new(
         await until(pilot, lambda: model.chats[1].closed)
         await asked(pilot, "More")
         assert model.given("user") == ["About whales", "More"]
+    assert parked == model.chats
 
 
 @pytest.mark.parametrize("given", [{}, {"temperature": 0.9}], ids=["plain", "command line"])
@@ -143,13 +149,11 @@ async def test_rename_and_delete(model: FakeModel, opening: Opening) -> None:
         assert pilot.app.screen.query_one(Input).value == "My talk"
         await pilot.press("x", "enter")
         await until(pilot, lambda: "x" in str(options.get_option_at_index(1).prompt))
-        await pilot.press("ctrl+d")
-        await until(pilot, lambda: isinstance(pilot.app.screen, Confirm))
-        await pilot.press("n")
-        assert options.option_count == 2
-        await pilot.press("ctrl+d")
-        await until(pilot, lambda: isinstance(pilot.app.screen, Confirm))
-        await pilot.press("y")
+        for key in "ny":
+            assert options.option_count == 2
+            await pilot.press("ctrl+d")
+            await until(pilot, lambda: isinstance(pilot.app.screen, Confirm))
+            await pilot.press(key)
         await until(pilot, lambda: options.option_count == 1)
         await pilot.press("escape")
         await screen.say(pilot, "/delete")
@@ -186,6 +190,10 @@ async def test_branches(model: FakeModel, opening: Opening) -> None:
         assert model.given() == ["One!"]
         await pilot.press("alt+right")  # from the last back to the first
         await until(pilot, lambda: screen.users(app) == ["One", "Two"])
+        for _ in range(4):  # counts of tokens that are overtaken leave nothing behind
+            app.chat.action_branch()
+        gc.collect()
+        await until(pilot, lambda: idle(app))
     async with running(model, history=opening, resume=True) as (app, pilot):
         assert screen.users(app) == ["One", "Two"]
         assert screen.marks(app) == ["1/2", "1/2"]
@@ -224,6 +232,39 @@ async def test_left_or_refused(model: FakeModel, opening: Opening) -> None:
         assert screen.answers(app) == ["Hello there."]
 
 
+async def test_escape_before_first_word(model: FakeModel) -> None:
+    model.hold()
+    async with running(model) as (app, pilot):
+        await screen.say(pilot, "Hi\nthere")
+        await pilot.press("escape")
+        await until(pilot, lambda: idle(app))
+        assert screen.kinds(app) == ["Notice"]
+        assert screen.composer(app).selected_text == screen.composer(app).text == "Hi\nthere"
+        model.release()
+        await pilot.press(*"Ho", "enter")
+        await until(pilot, lambda: screen.answers(app) == ["Hello there."] and idle(app))
+        assert model.given() == ["Ho"]
+        assert screen.marks(app) == [], "what was taken back is no branch"
+
+        # A second answer that is stopped so leaves the first one there.
+        model.hold()
+        await pilot.press("ctrl+r", "escape")
+        await until(pilot, lambda: idle(app))
+        assert screen.answers(app) == ["Hello there."]
+        assert screen.composer(app).text == ""
+        assert screen.marks(app) == []
+
+        # An edited message that is taken back and sent again is a branch beside the first alone.
+        await pilot.press("alt+e", "!", "enter", "escape")
+        await until(pilot, lambda: idle(app))
+        assert screen.composer(app).selected_text == "Ho!"
+        model.release()
+        await pilot.press("end", "?", "enter")
+        await until(pilot, lambda: screen.answers(app) == ["Hello there."] and idle(app))
+        assert screen.users(app) == ["Ho!?"]
+        assert screen.marks(app) == ["2/2"]
+
+
 # -- when things go wrong --------------------------------------------------------------------------
 
 
@@ -243,40 +284,6 @@ async def test_stopped_answer(model: FakeModel, opening: Opening, pieces: str) -
         assert screen.marks(app) == ["stopped"]
         await asked(pilot, "Again")
     assert model.given() == ["Hi", pieces or "(No answer.)", "Again"]
-
-
-async def test_escape_before_first_word(model: FakeModel) -> None:
-    model.hold()
-    async with running(model) as (app, pilot):
-        await screen.say(pilot, "Hi\nthere")
-        await pilot.press("escape")
-        await until(pilot, lambda: screen.idle(app))
-        assert screen.kinds(app) == ["Notice"]
-        assert screen.composer(app).selected_text == screen.composer(app).text == "Hi\nthere"
-        model.release()
-        await pilot.press(*"Ho", "enter")
-        await until(pilot, lambda: screen.answers(app) == ["Hello there."] and idle(app))
-        assert model.given() == ["Ho"]
-
-        assert screen.marks(app) == [], "what was taken back is no branch"
-
-        # A second answer that is stopped so leaves the first one there.
-        model.hold()
-        await pilot.press("ctrl+r", "escape")
-        await until(pilot, lambda: screen.idle(app))
-        assert screen.answers(app) == ["Hello there."]
-        assert screen.composer(app).text == ""
-        assert screen.marks(app) == []
-
-        # An edited message that is taken back and sent again is a branch beside the first alone.
-        await pilot.press("alt+e", "!", "enter", "escape")
-        await until(pilot, lambda: screen.idle(app))
-        assert screen.composer(app).selected_text == "Ho!"
-        model.release()
-        await pilot.press("end", "?", "enter")
-        await until(pilot, lambda: screen.answers(app) == ["Hello there."] and idle(app))
-        assert screen.users(app) == ["Ho!?"]
-        assert screen.marks(app) == ["2/2"]
 
 
 async def test_full_disk(model: FakeModel, opening: Opening) -> None:
@@ -307,11 +314,9 @@ async def test_full_disk(model: FakeModel, opening: Opening) -> None:
         await pilot.press("alt+left")
         await until(pilot, lambda: screen.answers(app)[-1].startswith("A long answer."))
     with opening() as history:
-        conversation = history.open(history.list()[0].id)
-        assert [t.content for t in conversation.turns if t.role == "user"] == [
-            *("One", "Two", "Three")
-        ]
-        assert conversation.turns[-1].branches == 2
+        turns = history.open(history.list()[0].id).turns
+        assert [t.content for t in turns if t.role == "user"] == ["One", "Two", "Three"]
+        assert turns[-1].branches == 2
 
 
 async def test_no_history(model: FakeModel, tmp_path: Path) -> None:
@@ -322,9 +327,6 @@ async def test_no_history(model: FakeModel, tmp_path: Path) -> None:
         await pilot.press("ctrl+r")
         await until(pilot, lambda: screen.marks(app) == ["2/2"] and idle(app))
         await listed(pilot)
-
-
-async def test_damaged_history(model: FakeModel, tmp_path: Path) -> None:
     (tmp_path / "history.db").write_bytes(b"not a database" * 1000)
     async with running(model, history=lambda: History(tmp_path / "history.db")) as (app, pilot):
         await asked(pilot, "Hi")
@@ -335,18 +337,237 @@ async def test_damaged_history(model: FakeModel, tmp_path: Path) -> None:
         assert aside.name in str(pilot.app.screen.query_one(Static).content)
 
 
-async def test_leaving_saves_kv_cache(
-    model: FakeModel, opening: Opening, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Settings]:
+    """Data, cache and config folders that are not there yet, under a umask that hides nothing."""
+    monkeypatch.delenv("LOCALRT_CACHE", raising=False)
+    monkeypatch.setenv("LOCALRT_KV_DISK", "1GB")
+    for name in ("DATA", "CACHE", "CONFIG"):
+        monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / name))
+    before = os.umask(0)
+    yield Settings.from_environment()
+    os.umask(before)
+
+
+def written(settings: Settings) -> dict[Path, int]:
+    """What is in the three folders, and the rights to it."""
+    tops = (settings.data_dir, settings.cache_dir, settings.config_dir)
+    found = (path for top in tops for path in (top, *top.rglob("*")) if path.exists())
+    return {path: stat.S_IMODE(path.stat().st_mode) for path in found}
+
+
+def shared(settings: Settings) -> list[str]:
+    """What others may read or enter of it."""
+    return [f"{path}: {mode:o}" for path, mode in written(settings).items() if mode & 0o077]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="permissions are POSIX's")
+@needs_kernels
+def test_nobody_else_may_read_runs(
+    tiny_folder: Path, folders: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parked: list[Any] = []
+    monkeypatch.setattr("sys.stdin", None)
+    assert main(["run", str(tiny_folder), "a secret", "--max-tokens", "2", "--ctx", "256"]) == 0
+    assert (folders.data_dir / "last-run.json").exists()
+    assert shared(folders) == []
 
-    def park(chat: Any) -> None:
-        parked.append(chat)
 
-    monkeypatch.setattr("tests.tui.fakes.FakeChat.park", park, raising=False)
-    async with running(model, history=opening) as (_, pilot):
-        await asked(pilot, "Hi")
-        await pilot.press("ctrl+n")
-        await until(pilot, lambda: parked == [model.chats[0]])
-        await asked(pilot, "Hi")
-    assert parked == model.chats
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="permissions are POSIX's")
+@needs_kernels
+async def test_nobody_else_may_read(tiny_folder: Path, folders: Settings, tmp_path: Path) -> None:
+    """What the app writes while it is used, whatever the umask."""
+    app = ChatApp(
+        lambda progress: localrt.load(tiny_folder, ctx=512),
+        model_name="tiny",
+        system="Be brief.",
+        options={"max_tokens": 4},
+        history=History,
+        config=folders.config_dir,
+    )
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: idle(app))
+        await asked(pilot, "a secret " * 20)
+        await screen.say(pilot, f"/export {tmp_path / 'chat.md'}")
+        await until(pilot, lambda: (tmp_path / "chat.md").exists())
+        app.preferences.change({"system": "a secret"})
+        app.state.presets.save(Preset("mine", "a secret"))
+        await pilot.press("ctrl+n")  # parks the conversation
+        await asked(pilot, "another secret")
+        assert shared(folders) == []  # while it runs: SQLite's own files too
+    names = {path.name for path in written(folders)}
+    assert {"history.db", "tokens.json", "blocks.bin", "config.toml", "presets.toml"} <= names
+    assert shared(folders) == []
+    assert stat.S_IMODE((tmp_path / "chat.md").stat().st_mode) == 0o600
+
+
+# -- two windows on one conversation ---------------------------------------------------------------
+
+Pair = tuple[ChatApp, Pilot[None], ChatApp, Pilot[None]]
+
+
+@asynccontextmanager
+async def two_windows(one: FakeModel, two: FakeModel, opening: Opening) -> AsyncIterator[Pair]:
+    """Both show a conversation that begins with “First”, answered by ``one``."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("localrt.tui.chat.screen._OTHERS_SECONDS", 0.01)
+        first = app_for(FakeLoader(one), history=opening)
+        async with first.run_test(size=SIZE) as left:
+            await asked(left, "First")
+            second = app_for(FakeLoader(two), history=opening, resume=True)
+            async with second.run_test(size=SIZE) as right:
+                await until(right, lambda: idle(second))
+                yield first, left, second, right
+
+
+async def test_running_answer_elsewhere(opening: Opening) -> None:
+    one, two = FakeModel(["One."]), FakeModel(["Two is long. ", "It ends."])
+    async with two_windows(one, two, opening) as (first, left, second, right):
+        two.hold()
+        await screen.say(right, "Second")
+        await until(left, lambda: screen.users(first) == ["First", "Second"])
+        assert screen.marks(first) == ["being written by another window"]
+        # What waits for it can be taken back.
+        await screen.say(left, "Third")
+        await left.press("escape")
+        assert screen.composer(first).text == "Third"
+        await left.press("enter")
+        await left.pause()
+        assert screen.waiting(first) == ["Third"]
+        assert "for the answer in another window" in screen.hint(first)
+        two.allow(1)
+        await until(left, lambda: screen.answers(first)[-1] == "Two is long. ")
+        assert screen.users(first) == ["First", "Second", "Third"], "it waits below"
+        assert len(one.seen) == 1
+        two.release()
+        await until(left, lambda: len(one.seen) == 2 and idle(first))
+        assert one.given() == ["First", "One.", "Second", "Two is long. It ends.", "Third"]
+        assert screen.marks(first) == []
+        await until(right, lambda: screen.answers(second)[-1] == "One.")
+        assert screen.kinds(first)[-4:] == ["UserTurn", "AnswerBlock"] * 2
+
+        # A message that is taken back there leaves both where they were.
+        two.hold()
+        await screen.say(right, "Fourth")
+        await until(left, lambda: screen.users(first)[-1] == "Fourth")
+        await right.press("escape")
+        await until(left, lambda: screen.users(first)[-1] == "Third")
+        await asked(left, "Fifth")
+        assert one.given()[-3:] == ["Third", "One.", "Fifth"]
+        assert screen.marks(first) == []
+        assert not first.state.conversation.unsaved
+        two.release()
+
+
+async def test_branch_elsewhere(opening: Opening) -> None:
+    one, two = FakeModel(["One."]), FakeModel(["Two."])
+    async with two_windows(one, two, opening) as (first, left, second, right):
+        one.hold()
+        await screen.say(left, "Mine")
+        await until(right, lambda: screen.users(second) == ["First", "Mine"])
+        await right.press("alt+e")
+        screen.composer(second).put("Theirs")
+        await right.press("enter")
+        await until(right, lambda: screen.users(second) == ["First", "Theirs"] and idle(second))
+        assert two.given() == ["First", "One.", "Theirs"], "a branch waits for nobody"
+        one.release()
+        await until(left, lambda: idle(first) and "1/2" in screen.marks(first))
+        assert screen.users(first) == ["First", "Mine"]
+        await asked(left, "More")
+        assert one.given() == ["First", "One.", "Mine", "One.", "More"]
+        await left.press("alt+right")
+        await until(left, lambda: screen.users(first) == ["First", "Theirs"])
+
+
+async def test_refused_message(opening: Opening) -> None:
+    one, two = FakeModel(["One."]), FakeModel(["Two."])
+    async with two_windows(one, two, opening) as (first, left, _, right):
+        one.answer, one.error = [], StorageError("too long")
+        await screen.say(left, "a novel")
+        await until(left, lambda: screen.composer(first).text == "a novel")
+        await screen.say(right, "Second")
+        await until(left, lambda: screen.answers(first) == ["One.", "Two."])
+        assert screen.users(first) == ["First", "Second"]
+
+
+async def test_calls_elsewhere(opening: Opening, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localrt.tui.chat.screen._OTHERS_SECONDS", 0.01)
+    wanted = [call("list")]
+    with opening() as history:
+        theirs = history.new(model="m")
+        theirs.add("user", "Go")
+        async with running(FakeModel(), history=opening, resume=True) as (app, pilot):
+            theirs.add("assistant", "", info={"tool_calls": [call.to_dict() for call in wanted]})
+            info = {"tool_call_id": wanted[0].id, "title": "files.list", "arguments": "{}"}
+            writer = theirs.answer(role="tool", info=info)
+            await until(pilot, lambda: len(screen.calls(app)) == 1)
+            assert screen.calls(app)[0][2] == "being written by another window"
+            writer.write("a.txt")
+            writer.finish("done", info={**info, "ending": "ok"})
+            await until(pilot, lambda: screen.calls(app) == [("files.list {}", "a.txt", "")])
+
+
+# -- chats that others saved -----------------------------------------------------------------------
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+SAVED: dict[str, Any] = {
+    "version": 1,
+    "model": "m",
+    "options": {"temperature": 0.5},
+    "messages": [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Add"}]},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "c1", "content": "3"},
+    ],
+}
+
+
+class _Model(FakeModel):
+    check = staticmethod(read_options)
+
+    def open_chat(self) -> Any:
+        return SimpleNamespace(tokens=0, cancel=lambda: None, close=lambda: None)
+
+    def load_chat(self, path: str | Path) -> Any:
+        return ChatSession.load(cast(Any, self), path)
+
+
+def loaded(path: Path) -> list[Any]:
+    """The messages of a saved chat, once the app has opened it."""
+    state = ChatState(None, model="m", system=None, options={}, on_problem=lambda line: None)
+    state._model = cast(Any, _Model())
+    state.load(path)
+    try:
+        return state.conversation.messages()
+    finally:
+        state.history.close()
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "told"),
+    [
+        ((), None, ""),
+        (("messages", 1, "content"), [3], "is not a saved chat: "),
+        (("messages", 1, "content"), {"a": 1}, "is not a saved chat: "),
+        (("messages", 2, "tool_calls"), 3, "is not a saved chat: "),
+        (("messages", 2, "tool_calls", 0), 3, "is not a saved chat: "),
+        (("messages", 3, "tool_call_id"), [], "is not a saved chat: "),
+        (("options",), {"host": 1}, "host"),
+        (("options",), {"self": 1}, "self"),
+        (("options",), {"temperature": "hot"}, "temperature"),
+    ],
+)
+def test_a_saved_chat(tmp_path: Path, place: Any, value: Any, told: str) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(changed(SAVED, [(place, value)]) if place else SAVED))
+    if not told:
+        roles = [each["role"] for each in loaded(path)]
+        assert roles == ["system", "user", "assistant", "tool"]
+        path.write_text("[" * 100_000)
+        told = "is not JSON"
+    wrong = OptionError if "options" in place else StorageError
+    with pytest.raises(wrong, match=told) as caught:
+        loaded(path)
+    assert is_line(str(caught.value))

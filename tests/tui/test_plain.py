@@ -1,15 +1,15 @@
-"""The chat without a screen: what it prints and keeps, and how it runs calls of tools."""
+"""The chat without a screen: what it prints and keeps, attaches, and how it runs calls of tools."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import signal
-import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -19,16 +19,22 @@ import pytest
 from localrt import History
 from localrt.cli import main
 from localrt.client.model import connect
+from localrt.documents import reading
+from localrt.documents.kinds import Page
 from localrt.mcp.config import Tool, ToolResult
 from localrt.mcp.toolbox import Toolbox
 from localrt.tui.conversation.generation import NO_TOOLS
+from tests.documents.samples import pdf
 from tests.fake_endpoint import DONE, HEAD, Asked, delta, saying, whole
-from tests.tui.conftest import plain_chat
+from tests.tui.conftest import Opening, plain_chat
 from tests.tui.fakes import FakeLoader, FakeModel, FakeServers, call, toolbox
+from tests.tui.test_attachments import Opened, escaped, file_of, parts
+
+Chat = Callable[..., str]
 
 
 @pytest.fixture
-def chat(model: FakeModel, tmp_path: Path) -> Callable[..., str]:
+def chat(model: FakeModel, tmp_path: Path) -> Chat:
     """Run a plain chat over lines of input; what it printed."""
 
     def run(*lines: str, load: Callable[..., Any] | None = None, **arguments: Any) -> str:
@@ -37,7 +43,7 @@ def chat(model: FakeModel, tmp_path: Path) -> Callable[..., str]:
     return run
 
 
-def test_a_conversation(model: FakeModel, chat: Callable[..., str], tmp_path: Path) -> None:
+def test_a_conversation(model: FakeModel, chat: Chat) -> None:
     text = chat("Hi", "and\\", "more", "", "//etc")
     assert text.count("Hello there.\n") == 3
     assert model.given("user") == ["Hi", "and\nmore", "/etc"]
@@ -48,33 +54,19 @@ def test_a_conversation(model: FakeModel, chat: Callable[..., str], tmp_path: Pa
     assert "You: and\nmore" in again
 
 
-def test_commands(model: FakeModel, chat: Callable[..., str], tmp_path: Path) -> None:
+def test_commands(model: FakeModel, chat: Chat, tmp_path: Path) -> None:
     path = tmp_path / "chat.json"
     (tmp_path / "notes.txt").write_text("milk\n")
     text = chat(
-        "/help",
-        "/retry",
-        "One",
-        "/retry",
-        "/edit Two",
-        "/branch prev",
+        *("/help", "/tools", "/retry", "One", "/retry", "/edit Two", "/branch prev"),
         "/attach ~nobody9/notes.txt",
         f"/attach {tmp_path / 'notes.txt'}",
-        "What is it?",
-        "/set seed 4",
-        "/system Be brief.",
-        "/rename My talk",
+        *("What is it?", "/set seed 4", "/system Be brief.", "/rename My talk"),
         f"/export {path}",
-        "/new",
-        "/list",
-        "/open 1",
-        "/open 7",
-        "/delete 1",
-        "/delete 1",
-        "/nonsense",
-        "/quit",
-        "never sent",
+        *("/new", "/list", "/open 1", "/open 7", "/delete 1", "/delete 1", "/nonsense"),
+        *("/quit", "never sent"),
     )
+    assert "[mcp.servers.NAME]" in text
     assert "Error: there is no message yet" in text
     assert "You (1 of 2): One" in text
     assert "1. My talk (now" in text
@@ -89,23 +81,15 @@ def test_commands(model: FakeModel, chat: Callable[..., str], tmp_path: Path) ->
     assert "never sent" not in json.dumps(model.last_chat.messages)
 
 
-def test_thinking(model: FakeModel, chat: Callable[..., str]) -> None:
-    model.answer = ["<think>", "Hm", "m.", "</think>", "\n\nYes", "."]
+def test_answers(model: FakeModel, chat: Chat) -> None:
+    model.answer = ["<think>", "Hm", "m.", "</think>", "\n\nYes", "\x1b[31m."]
     text = chat("Well?", "/thinking")
-    said = r"\(thinking\)\n\(thought for \d+(\.\d)? m?s; /thinking prints it\)\nYes\.\n"
+    said = r"\(thinking\)\n\(thought for \d+(\.\d)? m?s; /thinking prints it\)\nYes.\[31m\.\n"
     assert re.search(said, text)
     assert text.count("Hmm.") == 1
-
-
-def test_control_characters(model: FakeModel, chat: Callable[..., str]) -> None:
-    model.answer = ["a\x1b[31mb"]
-    assert "\x1b" not in chat("Hi")
-
-
-def test_errors(model: FakeModel, chat: Callable[..., str]) -> None:
+    assert "\x1b" not in text
     model.answer, model.error = ["Some"], ValueError("broken")
-    text = chat("Hi", "again")
-    assert text.count("Error: ValueError: broken") == 2
+    assert chat("Hi", "again").count("Error: ValueError: broken") == 2
 
 
 class Interrupted(threading.Semaphore):
@@ -122,7 +106,7 @@ class Interrupted(threading.Semaphore):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals")
-def test_ctrl_c(model: FakeModel, chat: Callable[..., str], tmp_path: Path) -> None:
+def test_ctrl_c(model: FakeModel, chat: Chat, tmp_path: Path) -> None:
     model.steps = Interrupted(1)
     before = signal.getsignal(signal.SIGINT)
     text = chat("Hi", "/show")
@@ -158,26 +142,43 @@ def test_plain_or_app(
     assert opened == ["plain" if plain else "app"]
 
 
-def test_tools_are_listed(model: FakeModel, chat: Callable[..., str]) -> None:
-    assert "[mcp.servers.NAME]" in chat("/tools")
+def test_another_window(opening: Opening, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localrt.tui.plain._OTHERS_SECONDS", 0.01)
+    model = FakeModel(["Yes."])
+    with opening() as other:
+        begun = other.new(model="m")
+        begun.add("user", "First")
+        begun.add("assistant", "One.")
+
+        class Lines(io.StringIO):
+            def readline(self, *size: Any) -> str:
+                line = super().readline(*size)
+                if line:
+                    conversation = other.open(other.list()[0].id)
+                    conversation.add("user", "Second")
+                    conversation.add("assistant", "Two.")
+                return line
+
+        load = FakeLoader(model)
+        printed = plain_chat(load, tmp_path, ["Third"], resume=True, source=Lines)
+    assert "Written in another window:\nYou: Second\nModel: Two.\n" in printed
+    assert model.given() == ["First", "One.", "Second", "Two.", "Third"]
 
 
-SERVER = Path(__file__).parent.parent / "mcp" / "server.py"
+# -- tools -----------------------------------------------------------------------------------------
+
+ASKED = "Run it? [y]es, [a]lways in this conversation, [n]o: "
 
 
-def test_calls(model: FakeModel, chat: Callable[..., str]) -> None:
+def test_calls(model: FakeModel, chat: Chat) -> None:
     tools, servers = toolbox()
     model.calls = [[call("read_file", path="a"), call("delete", path="a")], [call("list")]]
     text = chat("What is in a?", "perhaps", "y", "n", "/show", toolbox=tools)
     assert text.partition("continue it.\n")[2].startswith(
-        'Call: files.read_file {"path": "a"}\n'
-        "Run it? [y]es, [a]lways in this conversation, [n]o: "
-        "Run it? [y]es, [a]lways in this conversation, [n]o: Result: milk\n"
-        'Call: files.delete {"path": "a"}\n'
-        "Run it? [y]es, [a]lways in this conversation, [n]o: "
+        f'Call: files.read_file {{"path": "a"}}\n{ASKED}{ASKED}Result: milk\n'
+        f'Call: files.delete {{"path": "a"}}\n{ASKED}'
         "Result (refused): The user did not allow this call.\n"
-        "Call: files.list {}\n"
-        "Result: a\nb\n"
+        "Call: files.list {}\nResult: a\nb\n"
         "Hello there.\n"
         "You: What is in a?\n"
         'Call: files.read_file {"path": "a"}\nResult: milk\n'
@@ -186,7 +187,7 @@ def test_calls(model: FakeModel, chat: Callable[..., str]) -> None:
     assert model.given("tool") == ["milk", "The user did not allow this call.", "a\nb"]
 
 
-def test_always_and_end_of_input(model: FakeModel, chat: Callable[..., str]) -> None:
+def test_always_and_end_of_input(model: FakeModel, chat: Chat) -> None:
     tools, servers = toolbox()
     model.calls = [[call("read_file", path="a")], [call("read_file", path="b")], [call("delete")]]
     text = chat("Go", "a", toolbox=tools)
@@ -208,7 +209,7 @@ class Interrupting(Future[ToolResult]):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals")
-def test_ctrl_c_stops_call(model: FakeModel, chat: Callable[..., str]) -> None:
+def test_ctrl_c_stops_call(model: FakeModel, chat: Chat) -> None:
     class Servers(FakeServers):
         def call(self, tool: Tool, arguments: Mapping[str, Any], *, most: int) -> Interrupting:
             return Interrupting()
@@ -218,14 +219,11 @@ def test_ctrl_c_stops_call(model: FakeModel, chat: Callable[..., str]) -> None:
     assert "Result (stopped): The user stopped this call.\nHello there.\n" in text
 
 
-def test_model_without_tools(model: FakeModel, chat: Callable[..., str]) -> None:
-    model.takes_tools = False
-    assert chat("One", "Two", toolbox=toolbox()[0]).count(NO_TOOLS) == 1
-
-
-def test_tools_of_a_real_server(model: FakeModel, chat: Callable[..., str], tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_tools_of_a_real_server(model: FakeModel, chat: Chat, tmp_path: Path) -> None:
     pytest.importorskip("mcp")
-    config = f"command = '{sys.executable}'\nargs = ['{SERVER}']\nallow = ['add']\n"
+    script = Path(__file__).parent.parent / "mcp" / "server.py"
+    config = f"command = '{sys.executable}'\nargs = ['{script}']\nallow = ['add']\n"
     if where := os.environ.get("PYTHONPATH"):
         config += f"env = {{PYTHONPATH = '{where}'}}\n"
     (tmp_path / "config.toml").write_text(f"[mcp.servers.tests]\n{config}")
@@ -242,8 +240,12 @@ def test_tools_of_a_real_server(model: FakeModel, chat: Callable[..., str], tmp_
     assert text.count("Run it?") == 2
 
 
-def test_server_refuses_tools(chat: Callable[..., str]) -> None:
-    def reply(asked: Asked, connection: socket.socket) -> bytes:
+def test_no_tools(model: FakeModel, chat: Chat) -> None:
+    """The model takes none, or its server refuses them."""
+    model.takes_tools = False
+    assert chat("One", "Two", toolbox=toolbox()[0]).count(NO_TOOLS) == 1
+
+    def reply(asked: Asked, connection: Any) -> bytes:
         if "tools" in asked.body:
             return whole(400, {"error": {"message": "m does not support tools"}})
         return HEAD + delta(content="Hello.") + delta("stop") + DONE
@@ -251,10 +253,82 @@ def test_server_refuses_tools(chat: Callable[..., str]) -> None:
     tools, _ = toolbox()
     with saying(reply) as server:
         text = chat("One", "Two", toolbox=tools, load=lambda progress: connect(server.url))
-        assert ["tools" in asked.body for asked in server.asked if asked.body] == [
-            True,
-            False,
-            False,
-        ]
+        given = ["tools" in asked.body for asked in server.asked if asked.body]
+    assert given == [True, False, False]
     assert text.count("Hello.\n") == 2
     assert text.count(NO_TOOLS) == 1
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def test_pictures(model: FakeModel, tmp_path: Path) -> None:
+    photo, data = tmp_path / "my photo.png", file_of()
+    photo.write_bytes(data)
+    seeing = FakeModel(sees=True)
+    lines = [
+        f'What is in @"{photo}"?',
+        f"/attach {photo}",
+        "And this?",
+        f"{escaped(photo)} again",
+        "/show",
+    ]
+    out = plain_chat(FakeLoader(seeing), tmp_path, lines)
+    sent = [seen.messages[-1]["content"] for seen in seeing.seen]
+    assert sent == [
+        parts("What is in ", data, "?"),
+        parts(data, " And this?"),
+        parts(data, " again"),
+    ]
+    assert "my photo.png is attached to the next message." in out
+    assert out.count("Picture: my photo.png, 8 x 4, 64 tokens") == 6
+    lines = [f'What is in @"{photo}"?', "", f"/attach {photo}", "/retry"]
+    out = plain_chat(FakeLoader(model), tmp_path, lines)
+    said = "Error: tiny-model cannot see pictures: the message was not sent"
+    assert f"{said}; an empty line sends it without them" in out
+    assert out.count(said) == 2
+    sent = [seen.messages[-1]["content"] for seen in model.seen]
+    assert sent == ["What is in my photo.png?"] * 2
+
+
+def test_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.chdir(tmp_path)
+    Path("short.pdf").write_bytes(pdf("One", ""))
+    pages = (f"Page about topic{n}. " + "More words here. " * 20 for n in range(40))
+    Path("long.pdf").write_bytes(pdf(*pages))
+    model, embedder = FakeModel(ctx=1000), Opened("m")
+    lines = ["/attach short.pdf", "What is it?", "@long.pdf More about topic17?"]
+    text = plain_chat(FakeLoader(model), tmp_path, lines, embedder=embedder)
+    short, long = model.given("user")
+    assert short.startswith("short.pdf:\n```\n[page 1]\nOne")
+    assert "[long.pdf, page 18]\nPage about topic17." in long
+    assert "long.pdf does not fit the context: the model gets" in text
+    assert (embedder.embedded, embedder.closed) == (40 + 1, 1)
+
+
+def test_reading_is_shown_and_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pages_of = reading.pages_of
+
+    def pages(source: Path, name: str, *options: Any, **more: Any) -> Iterator[Page]:
+        for page in pages_of(source, name, *options, **more):
+            yield page
+            if page.number == 100 and name == "stopped.pdf":
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(reading, "pages_of", pages)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.chdir(tmp_path)
+    for name in ("whole", "stopped"):
+        (tmp_path / f"{name}.pdf").write_bytes(pdf(*["Words"] * 200))
+    model = FakeModel()
+    lines = ["Read @stopped.pdf", "/attach stopped.pdf", "Read @whole.pdf"]
+    text = plain_chat(FakeLoader(model), tmp_path, lines)
+    assert "Error: the message was not sent\n" in text
+    assert "Error: nothing was attached\n" in text
+    assert len(model.seen) == 1
+    told = capsys.readouterr().err.splitlines()
+    assert told[-5:] == [f"Reading whole.pdf: {percent} %" for percent in (0, 25, 50, 75, 100)]
+    assert told[:3] == [f"Reading stopped.pdf: {percent} %" for percent in (0, 25, 50)]

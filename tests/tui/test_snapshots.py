@@ -26,9 +26,8 @@ from localrt.tui.screens.settings import SettingsScreen
 from tests.tui import screen
 from tests.tui.conftest import app_for, asked, until
 from tests.tui.fakes import VIEW, FakeLoader, FakeModel, WatchedModel
-from tests.tui.test_markdown import DOCUMENT
-from tests.tui.test_models_screen import FakeLibrary
-from tests.tui.test_models_switch import Shelf
+from tests.tui.test_drawing import DOCUMENT
+from tests.tui.test_models import FakeLibrary, Shelf
 
 Compare = Callable[..., bool]
 

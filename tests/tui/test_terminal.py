@@ -1,182 +1,596 @@
-"""The real command in a real terminal: tmux, the demo model, a kill in the middle of an answer."""
+"""The terminal: what it sends arrives, and however the app ends, it is as it was before."""
 
 from __future__ import annotations
 
+import errno
+import io
 import os
-import shlex
+import re
 import shutil
 import signal
+import stat
 import subprocess
 import sys
-import time
-import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from textual.drivers._writer_thread import MAX_QUEUED_WRITES
+from textual.message import Message
 
-from localrt import History
-from localrt.history import Turn
+from localrt import History, Turn
+from localrt.tui.terminal import PasteParser, Writer, copied_by_tool, keep_draft
 from tests.real_models import real_model
+from tests.waits import wait_for
 
-pytestmark = [
-    pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed"),
-    pytest.mark.real,
-    pytest.mark.timeout(900),
-]
+if os.name != "nt":
+    import pty
+    import termios
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="terminals of Unix")
+slow = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-SECONDS = 120  # for one thing to be seen
+DEL, LEFT = "\x7f", "\x1b[D"
+START, END = "\x1b[200~", "\x1b[201~"
+# As a shell: it leads the terminal's session, and outlives the app.
+LEADER = """
+import fcntl, signal, subprocess, sys, termios, time
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+app = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=sys.stdin)
+signal.signal(signal.SIGHUP, lambda *_: app.send_signal(signal.SIGHUP))
+print(app.pid, flush=True)
+print(app.wait(), flush=True)
+time.sleep(600)
+"""
+APP = """
+import sys
+from tests.tui.fakes import FakeLoader, FakeModel
+from localrt.tui import run_chat
+{broken}
+model = FakeModel(["A whole sentence. ", "and the rest"])
+model.hold()
+model.allow(1)
+sys.exit(run_chat(FakeLoader(model), model_name="tiny-model", system=None, options={}))
+"""
+SEQUENCE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+MODES = {"1000", "1003", "1006", "2004", "1004", "1049"}
+F3 = "\x1bOR"
+DATA = Path("data") / "localrt"
 
 
-class Terminal:
-    """A tmux server of its own with one window, 100 by 30."""
+class Shell:
+    """The app in a pseudo-terminal, under a process that stays when it ends."""
 
-    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
-        self._socket = f"localrt-test-{uuid.uuid4().hex[:8]}"
-        settings = [f"{name}={value}" for name, value in environment.items()]
-        # A size in the environment would count for more than the terminal's own.
-        line = shlex.join(["env", "-u", "COLUMNS", "-u", "LINES", *settings, *command])
-        # Again and again: after a kill the app's screen may still be there for a moment.
-        line += "; status=$?; while echo ended with $status; do sleep 0.5; done"
-        start = ["-f", os.devnull, "new-session", "-d", "-x", "100", "-y", "30", line]
-        try:
-            self.tmux(*start)
-        except AssertionError:  # a busy machine: the server did not come up in time
-            self.tmux(*start)
-
-    def tmux(self, *arguments: str) -> str:
-        command = ["tmux", "-L", self._socket, *arguments]
-        done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    def keys(self, *keys: str) -> None:
-        self.tmux("send-keys", *keys)
-
-    def screen(self) -> str:
-        return self.tmux("capture-pane", "-p")
-
-    def wait_for(self, text: str, *, gone: bool = False) -> str:
-        deadline = time.monotonic() + SECONDS
-        while (text in (shown := self.screen())) is gone:
-            assert time.monotonic() < deadline, f"waited for {text!r}, {gone=}:\n{shown}"
-            time.sleep(0.1)
-        return shown
-
-    def wait_below(self, text: str) -> None:
-        """Until something is written below it."""
-        deadline = time.monotonic() + SECONDS
-        while not (shown := self.screen()).partition(text)[2].strip():
-            assert time.monotonic() < deadline, f"waited for more than {text!r}:\n{shown}"
-            time.sleep(0.1)
+    def __init__(
+        self, folder: Path, stack: ExitStack, broken: str = "", term: str = "xterm", app: str = APP
+    ) -> None:
+        self.folder = folder
+        self.master, self.slave = pty.openpty()
+        stack.callback(os.close, self.slave)
+        stack.callback(self.close)
+        os.set_blocking(self.master, False)
+        termios.tcsetwinsize(self.slave, (24, 80))
+        self.before = termios.tcgetattr(self.slave)
+        self.written = b""
+        environment = {**os.environ, "XDG_DATA_HOME": str(folder / "data"), "TERM": term}
+        environment |= {"XDG_CONFIG_HOME": str(folder), "PYTHONPATH": str(ROOT)}
+        self.leader = subprocess.Popen(
+            [sys.executable, "-c", LEADER, app.replace("{broken}", broken)],
+            stdin=self.slave,
+            stderr=self.slave,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            cwd=ROOT,
+            env=environment,
+        )
+        stack.enter_context(self.leader)
+        stack.callback(self.leader.kill)
+        assert self.leader.stdout is not None
+        self.out = self.leader.stdout
+        self.app = int(self.out.readline())
 
     def close(self) -> None:
-        subprocess.run(
-            ["tmux", "-L", self._socket, "kill-server"], check=False, capture_output=True
-        )
+        if self.master >= 0:
+            os.close(self.master)
+            self.master = -1
 
+    def type(self, text: str) -> None:
+        os.write(self.master, text.encode())
 
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    return tmp_path / "data"
-
-
-@pytest.fixture
-def terminal(data: Path) -> Iterator[Terminal]:
-    command = [sys.executable, "-m", "localrt", "chat", str(real_model("smollm2"))]
-    environment = {"XDG_DATA_HOME": str(data), "XDG_CONFIG_HOME": str(data)}
-    environment["LOCALRT_OFFLINE"] = "1"
-    terminal = Terminal([*command, "--seed", "1", "--max-tokens", "2000"], environment)
-    yield terminal
-    terminal.close()
-
-
-def last_turns(data: Path) -> tuple[Turn, ...]:
-    """The turns of the conversation used last, as they are kept by now."""
-    with History(data / "localrt" / "history.db") as history:
-        return tuple(history.open(history.list()[0].id).turns)
-
-
-def process_of(data: Path) -> int:
-    """The number of the app that uses this data folder."""
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
+    def read(self) -> bytes:
+        """All that was written to the terminal so far."""
         try:
-            environment = (entry / "environ").read_bytes()
-            command = (entry / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if f"XDG_DATA_HOME={data}".encode() in environment and b"\0chat\0" in command:
-            return int(entry.name)
-    raise AssertionError("the app does not run")
+            while some := os.read(self.master, 1 << 16):
+                self.written += some
+        except BlockingIOError:
+            pass
+        return self.written
+
+    def shows(self, text: str) -> bool:
+        return text in SEQUENCE.sub("", self.read().decode(errors="replace"))
+
+    @property
+    def modes(self) -> set[str]:
+        """The modes that are on."""
+        on = set[str]()
+        for number, letter in re.findall(rb"\x1b\[\?(\d+)([hl])", self.read()):
+            (on.add if letter == b"h" else on.discard)(number.decode())
+        return on
+
+    @property
+    def status(self) -> int:
+        return int(self.out.readline())
+
+    def answer(self, draft: str) -> None:
+        """Let the model say a sentence, and begin a message."""
+        wait_for(lambda: "2004" in self.modes)
+        self.type("Hi\r")
+        wait_for(lambda: self.shows("A whole sentence."))
+        self.type(draft)
+        wait_for(lambda: self.shows(draft))
+
+    def ended(self) -> str:
+        """End the app as a logout does; the message that it kept."""
+        os.kill(self.app, signal.SIGTERM)
+        assert self.status == 143
+        return (self.folder / DATA / "draft.txt").read_text("utf-8")
 
 
-@pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds the process in /proc")
-def test_killed_chat(terminal: Terminal, data: Path) -> None:
-    terminal.keys("Hello", "Enter")  # before the app has even opened
-    terminal.wait_for(" tok/s")
-    terminal.wait_for("ready")
-    terminal.keys("/set ignore_eos true", "Enter")
-    terminal.wait_for("ignore_eos = true")
-    terminal.keys("Count from one to five hundred.", "Enter")
-    terminal.wait_for("answering")
-    terminal.keys("C-o")
-    assert "4 turns" in terminal.wait_for("Enter open")
-    terminal.keys("Escape")
-    terminal.wait_for("Enter open", gone=True)
-    terminal.tmux("resize-window", "-x", "20", "-y", "6")
-    terminal.wait_for("too small")
-    terminal.tmux("resize-window", "-x", "60", "-y", "20")
-    terminal.wait_for("Message")
-    terminal.wait_for(" tok/s")
-    deadline = time.monotonic() + SECONDS
-    while not last_turns(data)[-1].content:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    os.kill(process_of(data), signal.SIGKILL)
-    terminal.wait_for("ended with 137")
-    *_, user, answer = last_turns(data)
+# -- ends ------------------------------------------------------------------------------------------
+
+
+def kept(folder: Path) -> list[Turn]:
+    """The turns of the conversation used last, as they are kept by now."""
+    with History(folder / DATA / "history.db") as history:
+        found = history.list()
+        return list(history.open(found[0].id).turns) if found else []
+
+
+def kept_answer(folder: Path) -> str:
+    return kept(folder)[-1].content.strip()
+
+
+@pytest.mark.parametrize(
+    ("name", "status"),
+    [
+        ("SIGTERM", 143),
+        pytest.param("SIGHUP", 129, marks=slow),
+        pytest.param("SIGQUIT", 131, marks=slow),
+        pytest.param("SIGSEGV", -11, marks=slow),
+        ("SIGKILL", -9),
+    ],
+)
+def test_signals(name: str, status: int, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        shell = Shell(tmp_path, stack)
+        shell.answer("a draft")
+        assert shell.modes >= MODES
+        assert termios.tcgetattr(shell.slave) != shell.before
+        os.kill(shell.app, getattr(signal, name))
+        assert shell.status == status
+        wait_for(lambda: not shell.modes & MODES)
+        wait_for(lambda: termios.tcgetattr(shell.slave) == shell.before)
+        rest = shell.read().rpartition(b"\x1b[?1049h")[2]
+        assert b"\x1b[<u" in rest, "of the keys' protocol"
+        assert rest.rfind(b"\x1b[?25h") > rest.rfind(b"\x1b[?25l")
+    assert kept_answer(tmp_path) == "A whole sentence."
+    draft = tmp_path / DATA / "draft.txt"
+    assert draft.is_file() == (status > 0)
+    if status > 0:
+        assert draft.read_text("utf-8") == "a draft"
+
+
+@slow
+def test_closed_terminal(tmp_path: Path) -> None:
+    """Its window is closed, or the connection is lost: nothing can be written any more."""
+    with ExitStack() as stack:
+        shell = Shell(tmp_path, stack)
+        shell.answer("a draft")
+        shell.close()
+        assert shell.status == 129
+    assert (tmp_path / DATA / "draft.txt").read_text("utf-8") == "a draft"
+
+
+def test_a_lost_terminal_holds_nobody_up() -> None:
+    """However much is still to be written."""
+
+    class Gone(io.StringIO):
+        encoding = "utf-8"
+
+        def fileno(self) -> int:
+            raise OSError(errno.EIO, "Input/output error")
+
+    writer = Writer(Gone())
+    for _ in range(MAX_QUEUED_WRITES):
+        writer.write("x")
+    writer.start()
+    for _ in range(2 * MAX_QUEUED_WRITES):
+        writer.write("x")
+    writer.stop()
+
+
+FLOOD = """
+from pathlib import Path
+from localrt.tui.chat.screen import ChatScreen
+def flood(self):
+    Path("{mark}").touch()
+    for _ in range(1000):
+        self.app._driver.write("x" * 4096)
+ChatScreen.action_panel = flood
+"""
+
+
+@slow
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (1, 129)])
+def test_a_terminal_that_does_not_read(number: int, status: int, tmp_path: Path) -> None:
+    """Nobody waits for it; it is restored once it reads again."""
+    with ExitStack() as stack:
+        shell = Shell(tmp_path, stack, FLOOD.format(mark=tmp_path / "mark"))
+        shell.answer("a draft")
+        shell.type(F3)
+        wait_for((tmp_path / "mark").exists)
+        os.kill(shell.app, number)
+        assert shell.status == status
+        wait_for(lambda: not shell.modes & MODES)
+        wait_for(lambda: termios.tcgetattr(shell.slave) == shell.before)
+    assert kept_answer(tmp_path) == "A whole sentence."
+    assert (tmp_path / DATA / "draft.txt").read_text("utf-8") == "a draft"
+
+
+BREAKS = """
+from localrt.tui.chat.bars import Footer
+from localrt.tui.chat.screen import ChatScreen
+def fail(self):
+    pasted = self.app.chat.composer.text
+    raise ValueError(pasted)
+async def work(screen):
+    fail(screen)
+"""
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        pytest.param("fail", id="handler"),
+        pytest.param(
+            "lambda self: self.set_timer(0.001, lambda: fail(self))", marks=slow, id="timer"
+        ),
+        pytest.param("lambda self: self.run_worker(work(self))", marks=slow, id="worker"),
+        pytest.param(
+            "lambda self: (setattr(Footer, 'render', fail), self.footer.refresh())",
+            marks=slow,
+            id="render",
+        ),
+    ],
+)
+def test_crash(broken: str, tmp_path: Path) -> None:
+    keep_draft(tmp_path / DATA, "what was written: ")
+    with ExitStack() as stack:
+        shell = Shell(tmp_path, stack, f"{BREAKS}ChatScreen.action_panel = {broken}")
+        wait_for(lambda: shell.shows("what was written"))  # the draft of before
+        assert not (tmp_path / DATA / "draft.txt").exists()
+        shell.type("Hi\r")
+        wait_for(lambda: shell.shows("A whole sentence."))
+        shell.type("secret word")
+        wait_for(lambda: shell.shows("secret word"))
+        shell.type(F3)
+        assert shell.status == 1
+        assert not shell.modes & MODES
+        assert termios.tcgetattr(shell.slave) == shell.before
+        after = SEQUENCE.sub("", shell.read().rpartition(b"\x1b[?1004l")[2].decode())
+    report = tmp_path / DATA / "crash-report.txt"
+    assert after.count("\n") == 1
+    assert after.startswith("localrt: the app ended because of an error in it (ValueError)")
+    assert str(report) in after
+    assert "in fail" in report.read_text("utf-8")
+    assert "ValueError" in report.read_text("utf-8")
+    assert "secret" not in report.read_text("utf-8") + after
+    assert stat.S_IMODE(report.stat().st_mode) == 0o600
+    assert kept_answer(tmp_path) == "A whole sentence."
+    assert (tmp_path / DATA / "draft.txt").read_text("utf-8") == "secret word"
+
+
+REAL = """
+import sys
+from localrt.cli import main
+sys.exit(main(["chat", {model!r}, "--seed", "1", "--max-tokens", "2000"]))
+"""
+
+
+@slow
+@pytest.mark.real
+def test_the_command(tmp_path: Path) -> None:
+    """On a real model: typed before it has opened, killed in an answer."""
+    app = REAL.replace("{model!r}", repr(str(real_model("smollm2"))))
+    with ExitStack() as stack:
+        shell = Shell(tmp_path, stack, app=app)
+        shell.type("Hello\r")
+        wait_for(lambda: len(kept(tmp_path)) == 2 and bool(kept_answer(tmp_path)), 120)
+        shell.type("\x1b")
+        wait_for(lambda: kept(tmp_path)[-1].state != "writing")
+        shell.type("/set ignore_eos true\r")
+        wait_for(lambda: shell.shows("ignore_eos = true"))
+        shell.type("Count from one to five hundred.\r")
+        wait_for(lambda: shell.shows("answering"))
+        shell.type("\x0f")
+        wait_for(lambda: shell.shows("4 turns"))
+        wait_for(lambda: bool(kept_answer(tmp_path)), 120)
+        os.kill(shell.app, signal.SIGKILL)
+        assert shell.status == -9
+    *_, user, answer = kept(tmp_path)
     assert user.content == "Count from one to five hundred."
     assert answer.state == "cut"
-    assert answer.content
+    with ExitStack() as stack:  # without a screen
+        shell = Shell(tmp_path, stack, term="dumb", app=app)
+        wait_for(lambda: shell.shows("You:"), 120)
+        shell.type("/set ignore_eos true\nCount from one to five hundred.\n")
+        wait_for(lambda: shell.read().count(b"\n") > 9, 120)  # of an answer
+        os.kill(shell.app, signal.SIGINT)
+        wait_for(lambda: shell.shows("(stopped)"))
+        shell.type("/quit\n")
+        assert shell.status == 0
 
 
-def test_panel_wraps_screen(terminal: Terminal) -> None:
-    terminal.keys("Write a long sentence about the sea.", "Enter")
-    terminal.wait_for(" tok/s")
-    terminal.wait_for("ready")
-    shown = conversation(terminal.screen())
-    for panel in (True, False):
-        terminal.keys("F3")
-        terminal.wait_for("F3 hides", gone=not panel)
-        deadline = time.monotonic() + SECONDS
-        while conversation(terminal.screen()) != shown:
-            assert time.monotonic() < deadline, f"words are cut off:\n{terminal.screen()}"
-            time.sleep(0.1)
+# -- what arrives ----------------------------------------------------------------------------------
 
 
-def conversation(screen: str) -> list[str]:
-    """The words above the composer, without the panel."""
-    lines = screen.partition("╭")[0].splitlines()
-    return " ".join(line.partition("│")[0] for line in lines).split()
+def described(found: Iterable[Message]) -> list[tuple[str, str | None]]:
+    return [
+        (type(event).__name__, getattr(event, "text", getattr(event, "key", None)))
+        for event in found
+    ]
 
 
-def test_plain_on_a_dumb_terminal(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "localrt", "chat", str(real_model("smollm2"))]
-    environment = {"XDG_DATA_HOME": str(tmp_path), "LOCALRT_OFFLINE": "1", "TERM": "dumb"}
-    terminal = Terminal([*command, "--max-tokens", "1000"], environment)
+def messages(parser: PasteParser, *reads: str) -> list[tuple[str, str | None]]:
+    """Of reads without a pause, and of one after them."""
+    found = [event for read in reads if read for event in parser.feed(read)]
+    return described([*found, *parser.typed()])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "plain\ttext",
+        "\x1b[31mred\x1b[0m line\rsecond",
+        "one\x1b[106;5utwo\x1b[27;5;109~three",
+        "up \x1b[A, alone \x1b, twice \x1b\x1b, at the end \x1b",
+        "\x1b" + "0" * 32 + "]2;title",
+        "half an end \x1b[201, \x1b[20",
+        "a mark \x1b[200~ again",
+    ],
+)
+def test_paste_is_whole_wherever_reads_end(text: str) -> None:
+    data = f"a{START}{text}{END}b\x1b[A"
+    expected = [("Key", "a"), ("Paste", text), ("Key", "b"), ("Key", "up")]
+    for place in range(len(data) + 1):
+        assert messages(PasteParser(), data[:place], data[place:]) == expected
+    assert messages(PasteParser(), *data) == expected
+
+
+@pytest.mark.parametrize(
+    ("rest", "text"),
+    [
+        ("ls\r", "ls\r"),
+        (f"\r{START}two", "\rtwo"),
+        (f"\x1b[13u{END}{START}{END}\x03", "\x1b[13u\x03"),
+    ],
+)
+def test_an_end_mark_within_a_paste(rest: str, text: str) -> None:
+    """What follows it is not obeyed, wherever reads end."""
+    data = f"{START}one{END}{rest}{END}"
+    for place in range(len(data) + 1):
+        found = messages(PasteParser(), data[:place], data[place:])
+        assert {kind for kind, _ in found} == {"Paste"}
+        assert "".join(pasted or "" for _, pasted in found) == f"one{text}"
+
+
+def test_pause_within_a_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than Textual waits for the rest of an escape sequence."""
+    now = 0.0
+    monkeypatch.setattr("textual._parser.get_time", lambda: now)
+    parser = PasteParser()
+    for read in ("\x1b[2", "00", "~text", "\x1b", "[2", "01~"):
+        found = messages(parser, read)
+        now += 1.0
+        assert list(parser.tick()) == []
+    assert found == [("Paste", "text")]
+    assert messages(parser, "\x1b") == []
+    now += 1.0
+    assert [getattr(event, "key", "") for event in parser.tick()] == ["escape"]
+
+
+ABC, STOPS, X = ("Paste", "abc"), ("Paste", ""), ("Key", "x")
+OPEN = f"{START}abc"
+
+
+@pytest.mark.parametrize(
+    ("reads", "expected"),
+    [
+        ([OPEN, 9, "x"], [ABC, STOPS, X]),
+        ([OPEN, 9, "\x03"], [ABC, STOPS, ("Key", "ctrl+c")]),
+        ([OPEN, 9, "\x1b[99;5u"], [ABC, STOPS, ("Key", "ctrl+c")]),
+        ([OPEN, 9, LEFT, "x"], [ABC, STOPS, ("Key", "left"), X]),
+        ([OPEN, 9, "\x1b[<0;3;4M", "x"], [ABC, STOPS, ("MouseDown", None), X]),
+        ([OPEN, 9, f"{START}d{END}"], [ABC, STOPS, ("Paste", "d")]),
+        ([OPEN, 9, f"def{END}x"], [ABC, ("Paste", "def"), X]),
+        ([OPEN, 9, "def\r", f"g{END}"], [ABC, ("Paste", "def\rg")]),
+        ([OPEN, 9, END, "x"], [ABC, STOPS, X]),
+        ([f"{OPEN}\x1b[2", 9, "01~", "x"], [ABC, STOPS, X]),
+        ([f"{OPEN}\x1b[2", 9, f"0{END}", "x"], [ABC, ("Paste", "\x1b[20"), X]),
+        ([START, 9, "x"], [STOPS, X]),
+        ([OPEN, 9, "\x1b", 9, "[201~", "x"], [ABC, STOPS, X]),
+        ([OPEN, 9, "\x1b[", 9, "201~", "x"], [ABC, STOPS, X]),
+        ([OPEN, 9, "\x1bf"], [ABC, STOPS, ("Key", "ctrl+right")]),
+        ([OPEN, 9, "["], [ABC, STOPS, ("Key", "left_square_bracket")]),
+        ([OPEN, 9, "\x1bOR"], [ABC, STOPS, ("Key", "f3")]),
+        ([f"{START}ab", 1, "c", 1, END, "x"], [ABC, X]),
+        ([f"{START}a", 1, "\x03", 1, LEFT, 1, END], [("Paste", f"a\x03{LEFT}")]),
+    ],
+)
+def test_paste_without_its_end(
+    reads: list[str | int], expected: list[tuple[str, str | None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A paste that stops is shown, and a key alone ends it; what comes after a pause, as a slow
+    line sends it, is the paste's, and only what follows its mark is typed."""
+    now = 100.0
+    monkeypatch.setattr("localrt.tui.terminal.get_time", lambda: now)
+    parser, found = PasteParser(), []
+    for read in reads:
+        if isinstance(read, int):
+            now += read
+            found += described(parser.tick())
+        else:
+            found += messages(parser, read)
+    assert found == expected
+
+
+LOG_TEXT = "\ufffd[31mred\ufffd[0m line\nsecond\ufffd]2;PWNED\ufffd\ufffd52;c;eA==\ufffd\nthird"
+LOG = "\x1b[31mred\x1b[0m line\rsecond\x1b]2;PWNED\x07\x9d52;c;eA==\x9c\x1b[106;5uthird"
+
+
+@slow
+def test_pastes_in_a_terminal(tmp_path: Path) -> None:
+    """They arrive whole, and the terminal gets none of their control characters; one that has no
+    end is ended by a key."""
+    with ExitStack() as stack:
+        shell = Shell(tmp_path, stack, "import localrt.tui.terminal as t; t._PAUSE = 0.2")
+        wait_for(lambda: "2004" in shell.modes and shell.shows("Message (/ for commands"))
+        shell.type("> ")
+        wait_for(lambda: shell.shows("> "))
+        before = len(shell.read())
+        for number, size in enumerate((len(LOG), len(LOG) // 3 + 1, 1)):
+            shell.type(START)
+            for start in range(0, len(LOG), size):
+                shell.type(LOG[start : start + size])
+            shell.type(f"{END}{number}.")
+            wait_for(lambda number=number: shell.shows(f"{number}."))  # type: ignore[misc]
+        shell.type(f"{START}pasted")
+        wait_for(lambda: shell.shows("pasted"))
+        shell.type("!")
+        wait_for(lambda: shell.shows("!"))
+        written = shell.read()[before:]
+        assert shell.ended() == f"> {LOG_TEXT}0.{LOG_TEXT}1.{LOG_TEXT}2.pasted!"
+    assert not any(each in written for each in (b"\x1b]2;PWNED", b"\x07", "\x9d".encode()))
+
+
+EARLY = f"ab{DEL}c{START}one\rtwo{END}{LEFT}x\x1b[O"
+SLOW = """
+import time
+from localrt.tui.chat.screen import ChatScreen
+mount = ChatScreen.on_mount
+ChatScreen.on_mount = lambda self: (time.sleep(1), mount(self))[1]
+"""
+
+
+@pytest.mark.parametrize(
+    ("mode", "broken", "term"),
+    [
+        ("", SLOW, "xterm"),
+        pytest.param("1049", "", "xterm", marks=slow),
+        pytest.param("2004", SLOW, "xterm", marks=slow),
+        # It is asked before whether it draws pictures.
+        pytest.param("", "", "xterm-kitty", marks=slow),
+    ],
+)
+def test_what_comes_before_the_first_screen(
+    mode: str, broken: str, term: str, tmp_path: Path
+) -> None:
+    """Before the app reads, as it begins to, and in one go with the loss of the terminal's focus:
+    nothing is lost or out of order."""
+    with ExitStack() as stack:
+        shell = Shell(tmp_path, stack, broken, term)
+        wait_for(lambda: not mode or mode in shell.modes)
+        line = "" if "kitty" in term else "one\r"  # a whole line keeps the app from asking
+        shell.type(EARLY.replace("one\r", line))
+        wait_for(lambda: shell.shows("ready"))
+        shell.type("!")
+        wait_for(lambda: shell.shows("!"))
+        assert shell.ended() == "acone\ntwx!o".replace("one\n", line and "one\n")
+
+
+@slow
+def test_lines_typed_before_the_start(tmp_path: Path) -> None:
+    """Their Enter, which the terminal makes a line feed by then, sends them."""
+    with ExitStack() as stack:
+        shell = Shell(tmp_path, stack)
+        shell.type("Hi\rmore\rand")
+        wait_for(lambda: shell.shows("A whole sentence.") and shell.shows("1 message waits"))
+        shell.type("!")
+        wait_for(lambda: shell.shows("!"))
+        assert shell.ended() == "more\n\nand!"
+
+
+# -- the clipboard ---------------------------------------------------------------------------------
+
+TEXT = "日本語 e\u0301 " * 30_000
+WAYLAND, X11 = {"WAYLAND_DISPLAY": "x"}, {"DISPLAY": "x"}
+SSH, TMUX = {"SSH_CONNECTION": "x"}, {"TMUX": "x"}
+# What a tool does with the text that it has read.
+ENDS = {
+    "works": "sleep 60 &",  # as xclip, whose child keeps the text, and the output open
+    "fails": "exit 1",
+    "hangs": "exec sleep 60",
+}
+
+
+@pytest.mark.parametrize(
+    ("tools", "variables", "taken"),
+    [
+        ("tmux wl-copy", TMUX | WAYLAND, "tmux"),
+        ("tmux", TMUX | SSH, "tmux"),
+        ("wl-copy xclip", WAYLAND | X11, "wl-copy"),
+        ("xclip xsel", X11, "xclip"),
+        ("xsel", X11, "xsel"),
+        ("pbcopy", {}, "pbcopy"),
+        ("clip.exe", {}, "clip.exe"),
+        ("xclip pbcopy", X11 | SSH, None),
+        ("xclip wl-copy", {}, None),
+        ("", X11 | TMUX, None),
+        ("xclip:fails", X11, None),
+        ("xclip:hangs", X11, None),
+        ("xclip:fails xsel", X11, "xsel"),
+        ("tmux:fails xclip", TMUX | X11, "xclip"),
+        ("tmux:fails xclip", TMUX | SSH | X11, None),
+    ],
+)
+def test_tools(
+    tools: str,
+    variables: dict[str, str],
+    taken: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """These alone are there; each writes what it gets to a file beside it."""
+    ends = {name: end or "works" for name, _, end in (t.partition(":") for t in tools.split())}
+    for tool, end in ends.items():
+        line = ENDS[end].replace("sleep", shutil.which("sleep") or "")
+        script = tmp_path / tool
+        script.write_text(f"#!/bin/sh\n{shutil.which('cat')} > {tmp_path}/{tool}.got\n{line}\n")
+        script.chmod(0o755)
+    if "hangs" in ends.values():
+        monkeypatch.setattr("localrt.tui.terminal._SECONDS", 0.1)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in (TMUX | WAYLAND | X11 | SSH).keys() - variables.keys():
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert copied_by_tool(TEXT) is (taken is not None)
+    got = [path.stem for path in tmp_path.glob("*.got") if ends[path.stem] == "works"]
+    assert got == ([taken] if taken else [])
+    if taken:
+        encoding = "utf-16" if taken == "clip.exe" else "utf-8"
+        assert (tmp_path / f"{taken}.got").read_bytes().decode(encoding) == TEXT
+
+
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
+def test_tmux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmux = ["tmux", "-S", str(tmp_path / "socket")]
+    subprocess.run([*tmux, "-f", "/dev/null", "new-session", "-d", "sleep 60"], check=True)
     try:
-        terminal.wait_for("You:")
-        terminal.keys("/set ignore_eos true", "Enter")
-        terminal.wait_for("ignore_eos = true")
-        terminal.wait_below("ignore_eos = true")  # it asks again
-        terminal.keys("Write down the numbers from 1 to 300.", "Enter")
-        terminal.wait_below("to 300.")
-        terminal.keys("C-c")
-        terminal.wait_for("(stopped)")
-        terminal.keys("/quit", "Enter")
-        terminal.wait_for("ended with 0")
+        monkeypatch.setenv("TMUX", f"{tmp_path / 'socket'},1,0")
+        assert copied_by_tool(TEXT)
+        assert subprocess.check_output([*tmux, "show-buffer"]).decode() == TEXT
     finally:
-        terminal.close()
+        subprocess.run([*tmux, "kill-server"], check=False)

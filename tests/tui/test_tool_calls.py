@@ -17,11 +17,12 @@ from localrt.tui.chat.bars import Phase
 from localrt.tui.conversation.generation import NO_TOOLS, ROUNDS_OVER
 from localrt.tui.screens.dialogs import AskCall, HelpScreen
 from tests.tui import screen
-from tests.tui.conftest import Opening, app_for, asked, running, until
+from tests.tui.conftest import Opening, app_for, asked, cleared, running, until
 from tests.tui.fakes import FakeLoader, FakeModel, call, toolbox
 from tests.tui.test_snapshots import Compare, ready
 
 READ = 'files.read_file {"path": "a"}'
+REFUSED, STOPPED = "The user did not allow this call.", "The user stopped this call."
 
 
 async def asked_about(pilot: Pilot[Any], text: str) -> AskCall:
@@ -36,7 +37,7 @@ async def answered(pilot: Pilot[Any], app: ChatApp) -> None:
     await until(pilot, lambda: screen.answers(app)[-1:] == ["Hello there."] and screen.idle(app))
 
 
-async def test_allowed_call(model: FakeModel) -> None:
+async def test_asked_about(model: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
     tools, servers = toolbox()
     model.calls = [[call("read_file", path="a")]]
     async with running(model, toolbox=tools) as (app, pilot):
@@ -48,60 +49,33 @@ async def test_allowed_call(model: FakeModel) -> None:
         await answered(pilot, app)
         assert screen.calls(app) == [(READ, "milk", "")]
         assert servers.called == [("read_file", {"path": "a"})]
-        shown = screen.shown(app)
-        assert shown.splitlines()[-6:] == [
-            "What is in a?",
-            "",
-            f"▸ {READ}",
-            "  milk",
-            "",
-            "Hello there.",
+        assert screen.shown(app).splitlines()[-6:] == [
+            *("What is in a?", "", f"▸ {READ}", "  milk", "", "Hello there.")
         ]
-    offered = [tool["function"]["name"] for tool in model.seen[0].tools]
-    assert offered == [tool.name for tool in servers.tools]
-    question, answer, result = model.seen[1].messages
-    assert question == {"role": "user", "content": "What is in a?"}
-    assert answer["tool_calls"][0]["function"] == {
-        "name": "read_file",
-        "arguments": '{"path": "a"}',
-    }
-    assert result == {
-        "role": "tool",
-        "content": "milk",
-        "tool_call_id": answer["tool_calls"][0]["id"],
-    }
+        offered = [tool["function"]["name"] for tool in model.seen[0].tools]
+        assert offered == [tool.name for tool in servers.tools]
+        question, answer, result = model.seen[1].messages
+        assert question == {"role": "user", "content": "What is in a?"}
+        wanted = {"name": "read_file", "arguments": '{"path": "a"}'}
+        assert answer["tool_calls"][0]["function"] == wanted
+        id = answer["tool_calls"][0]["id"]
+        assert result == {"role": "tool", "content": "milk", "tool_call_id": id}
 
+        # Refused.
+        servers.called.clear()
+        for key in ("n", "escape", "ctrl+c"):
+            await cleared(pilot)
+            model.calls = [[call("read_file", path="a")]]
+            await asked_about(pilot, "What is in a?")
+            await pilot.press(key)
+            await answered(pilot, app)
+            assert screen.calls(app)[0][2] == "not allowed"
+            assert model.given("tool") == [REFUSED]
+        assert servers.called == []
 
-async def test_tools_are_switched(model: FakeModel) -> None:
-    tools, _ = toolbox()
-    async with running(model, toolbox=tools) as (app, pilot):
-        for number, (switch, choice) in enumerate([("off", "none"), ("on", None)]):
-            await screen.say(pilot, f"/tools {switch}")
-            await until(pilot, lambda s=switch: f"Tools are {s} in" in screen.shown(app))
-            await screen.say(pilot, "/tools")
-            await until(pilot, lambda n=number: screen.shown(app).count("read_file") > n)
-            assert screen.shown(app).count("Tools are off in this conversation, /tools on") == 1
-            for options in (app.state.loaded.chat.options, app.state.conversation.options):
-                assert options.get("tool_choice") == choice
-
-
-@pytest.mark.parametrize("key", ["n", "escape", "ctrl+c"])
-async def test_refused_call(model: FakeModel, key: str) -> None:
-    tools, servers = toolbox()
-    model.calls = [[call("read_file", path="a")]]
-    async with running(model, toolbox=tools) as (app, pilot):
-        await asked_about(pilot, "What is in a?")
-        await pilot.press(key)
-        await answered(pilot, app)
-        assert screen.calls(app)[0][2] == "not allowed"
-    assert servers.called == []
-    assert model.given("tool") == ["The user did not allow this call."]
-
-
-async def test_always(model: FakeModel) -> None:
-    tools, servers = toolbox()
-    model.calls = [[call("read_file", path="a"), call("read_file", path="b")]]
-    async with running(model, toolbox=tools) as (app, pilot):
+        # Allowed for this tool, in this conversation.
+        await cleared(pilot)
+        model.calls = [[call("read_file", path="a"), call("read_file", path="b")]]
         await asked_about(pilot, "What is in a and b?")
         await pilot.press("a")
         await answered(pilot, app)
@@ -109,68 +83,76 @@ async def test_always(model: FakeModel) -> None:
         await asked_about(pilot, "Delete a")
         await pilot.press("n")
         await until(pilot, lambda: screen.idle(app))
-        await pilot.press("ctrl+n")
-        await until(pilot, lambda: not screen.users(app))
+        await cleared(pilot)
         model.calls = [[call("read_file", path="c")]]
         await asked_about(pilot, "And c?")
         await pilot.press("escape")
         await answered(pilot, app)
-    assert servers.called == [("read_file", {"path": "a"}), ("read_file", {"path": "b"})]
+        assert servers.called == [("read_file", {"path": "a"}), ("read_file", {"path": "b"})]
+
+        # A question waits for the window that is open.
+        await cleared(pilot)
+        servers.called.clear()
+        model.calls = [[call("read_file", path="a")]]
+        model.hold()
+        await screen.say(pilot, "What is in a?")
+        await pilot.press("f1")
+        await until(pilot, lambda: isinstance(app.screen, HelpScreen))
+        model.release()
+        await until(pilot, lambda: "waits for you to allow it" in screen.marks(app))
+        await pilot.press("y")
+        assert isinstance(app.screen, HelpScreen)
+        now = 100.0
+        monkeypatch.setattr("localrt.tui.screens.dialogs._QUIET_SECONDS", 0.5)
+        monkeypatch.setattr("localrt.tui.screens.dialogs.monotonic", lambda: now)
+        await pilot.press("escape")
+        await until(pilot, lambda: isinstance(app.screen, AskCall))
+        # Keys of somebody who goes on typing are no answer.
+        for seconds in (0.4, 0.8, 1.2):
+            now = 100 + seconds
+            await pilot.press("y")
+        assert isinstance(app.screen, AskCall)
+        assert servers.called == []
+        now = 101.8
+        await pilot.press("y")
+        await answered(pilot, app)
+        assert servers.called == [("read_file", {"path": "a"})]
 
 
-async def test_order_of_calls(model: FakeModel) -> None:
+async def test_order_of_calls(model: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
     tools, servers = toolbox()
     servers.results["list"] = None
     model.calls = [[call("list"), call("read_file", path="a"), call("nonsense")]]
     async with running(model, toolbox=tools) as (app, pilot):
         await screen.say(pilot, "Go")
         await until(pilot, lambda: servers.running)
-        assert [mark for _, _, mark in screen.calls(app)] == [
-            "runs; Esc stops it",
-            "waits",
-            "waits",
-        ]
-        servers.running[0].set_result(servers.results["delete"])
+        marks = [mark for _, _, mark in screen.calls(app)]
+        assert marks == ["runs; Esc stops it", "waits", "waits"]
+        servers.running[0].set_result(replace(servers.results["delete"], text="No\x1b[1m file."))  # type: ignore[type-var]
         await until(pilot, lambda: isinstance(app.screen, AskCall))
+        drawn: list[Any] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(app.chat.view, "changed", drawn.append)
+            await pilot.pause(0.3)
+        assert drawn == [], "a call that has ended is drawn once"
         await pilot.press("y")
         await answered(pilot, app)
-        assert screen.calls(app) == [
-            ("files.list {}", "There is no such file.", "failed"),
-            (READ, "milk", ""),
-            ("nonsense {}", model.given("tool")[2], "failed"),
-        ]
-    assert model.given("tool") == [
-        "There is no such file.",
-        "milk",
-        "There is no such tool. There are: read_file, list, delete.",
-    ]
+        assert [mark for _, _, mark in screen.calls(app)] == ["failed", "", "failed"]
+        assert screen.calls(app)[2][:2] == ("nonsense {}", model.given("tool")[2])
+        unknown = "There is no such tool. There are: read_file, list, delete."
+        assert model.given("tool")[1:] == ["milk", unknown]
 
-
-async def test_ended_call_is_drawn_once(model: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    tools, servers = toolbox()
-    servers.results["list"] = replace(servers.results["delete"], text="\x1b[1mbold")
-    model.calls = [[call("list"), call("read_file", path="a")]]
-    async with running(model, toolbox=tools) as (app, pilot):
-        await asked_about(pilot, "Go")
-        drawn: list[Any] = []
-        monkeypatch.setattr(app.chat.view, "changed", drawn.append)
-        await pilot.pause(0.5)
-        assert drawn == []
-
-
-@pytest.mark.parametrize("key", ["escape", "ctrl+c"])
-async def test_stopped_call(model: FakeModel, key: str) -> None:
-    tools, servers = toolbox()
-    servers.results["list"] = None
-    model.calls = [[call("list")]]
-    async with running(model, toolbox=tools) as (app, pilot):
-        await screen.say(pilot, "Go")
-        await until(pilot, lambda: servers.running)
-        await pilot.press(key)
-        await answered(pilot, app)
-        assert screen.calls(app)[0][2] == "stopped"
-    assert servers.running[0].cancelled()
-    assert model.given("tool") == ["The user stopped this call."]
+        for key in ("escape", "ctrl+c"):
+            await cleared(pilot)
+            servers.running.clear()
+            model.calls = [[call("list")]]
+            await screen.say(pilot, "Go")
+            await until(pilot, lambda: servers.running)
+            await pilot.press(key)
+            await answered(pilot, app)
+            assert screen.calls(app)[0][2] == "stopped"
+            assert servers.running[0].cancelled()
+            assert model.given("tool") == [STOPPED]
 
 
 async def test_rounds_end(model: FakeModel) -> None:
@@ -186,10 +168,19 @@ async def test_rounds_end(model: FakeModel) -> None:
     assert [seen.options.get("tool_choice") for seen in model.seen] == [None] * ROUNDS + ["none"]
 
 
-async def test_servers_starting(model: FakeModel) -> None:
+async def test_switches_and_starts(model: FakeModel) -> None:
     tools, servers = toolbox()
-    servers.ready = False
     async with running(model, toolbox=tools) as (app, pilot):
+        for number, (switch, choice) in enumerate([("off", "none"), ("on", None)]):
+            await screen.say(pilot, f"/tools {switch}")
+            await until(pilot, lambda s=switch: f"Tools are {s} in" in screen.shown(app))
+            await screen.say(pilot, "/tools")
+            await until(pilot, lambda n=number: screen.shown(app).count("read_file") > n)
+            assert screen.shown(app).count("Tools are off in this conversation, /tools on") == 1
+            for options in (app.state.loaded.chat.options, app.state.conversation.options):
+                assert options.get("tool_choice") == choice
+        # Servers that are not ready are waited for.
+        servers.ready = False
         await screen.say(pilot, "One")
         await until(pilot, lambda: screen.phase(app) is Phase.SERVERS)
         await pilot.press("escape")
@@ -201,51 +192,11 @@ async def test_servers_starting(model: FakeModel) -> None:
         await until(pilot, lambda: screen.phase(app) is Phase.SERVERS)
         servers.ready = True
         await answered(pilot, app)
-    assert len(model.seen[0].tools) == 3
-
-
-async def test_keys_while_typing(model: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr("localrt.tui.screens.dialogs._QUIET_SECONDS", 0.5)
-    monkeypatch.setattr("localrt.tui.screens.dialogs.monotonic", lambda: now)
-    tools, servers = toolbox()
-    model.calls = [[call("read_file", path="a")]]
-    async with running(model, toolbox=tools) as (app, pilot):
-        await asked_about(pilot, "What is in a?")
-        for seconds in (0.4, 0.8, 1.2):
-            now = 100 + seconds
-            await pilot.press("y")
-        assert isinstance(app.screen, AskCall)
-        now = 101.8
-        await pilot.press("y")
-        await answered(pilot, app)
-    assert servers.called == [("read_file", {"path": "a"})]
-
-
-async def test_question_waits_for_window(model: FakeModel) -> None:
-    tools, servers = toolbox()
-    model.calls = [[call("read_file", path="a")]]
-    model.hold()
-    async with running(model, toolbox=tools) as (app, pilot):
-        await screen.say(pilot, "What is in a?")
-        await pilot.press("f1")
-        await until(pilot, lambda: isinstance(app.screen, HelpScreen))
-        model.release()
-        await until(pilot, lambda: "waits for you to allow it" in screen.marks(app))
-        await pilot.press("y")
-        assert isinstance(app.screen, HelpScreen)
-        await pilot.press("escape")
-        await until(pilot, lambda: isinstance(app.screen, AskCall))
-        assert servers.called == []
-        await pilot.press("n")
-        await answered(pilot, app)
-
-
-async def test_failure_after_calls(model: FakeModel) -> None:
-    tools, _ = toolbox()
-    model.calls = [[call("list")]]
-    model.answer, model.error = [], LocalrtError("out of luck")
-    async with running(model, toolbox=tools) as (app, pilot):
+        assert len(model.seen[0].tools) == 3
+        # A failure after calls keeps them.
+        await cleared(pilot)
+        model.calls = [[call("list")]]
+        model.answer, model.error = [], LocalrtError("out of luck")
         await screen.say(pilot, "Go")
         await until(pilot, lambda: "out of luck" in screen.notices(app))
         assert screen.users(app) == ["Go"]
@@ -263,7 +214,6 @@ async def test_resume_with_calls(model: FakeModel, opening: Opening) -> None:
     async with running(model, toolbox=tools, history=opening) as (app, pilot):
         await screen.say(pilot, "Go")
         await answered(pilot, app)
-        before = screen.shown(app)
         await pilot.press("ctrl+r")
         await until(pilot, lambda: screen.idle(app) and not screen.calls(app))
         assert screen.answers(app) == ["Hello there."]
@@ -271,12 +221,8 @@ async def test_resume_with_calls(model: FakeModel, opening: Opening) -> None:
         await until(pilot, lambda: screen.calls(app))
     again = FakeModel()
     tools, _ = toolbox()
-    async with running(again, toolbox=tools, history=opening, resume=True) as (
-        app,
-        pilot,
-    ):
+    async with running(again, toolbox=tools, history=opening, resume=True) as (app, pilot):
         assert "▸ files.list {}\n  a\n  b" in screen.shown(app)
-        assert before.splitlines()[-1] == "Hello there."
         await asked(pilot, "And now?")
         roles = [message["role"] for message in again.seen[0].messages]
         assert roles == ["user", "assistant", "tool", "tool", "assistant", "user"]
@@ -289,7 +235,7 @@ async def test_resume_with_calls(model: FakeModel, opening: Opening) -> None:
         assert screen.notices(app).count(NO_TOOLS) == 1
 
 
-async def test_killed_during_call(opening: Opening) -> None:
+async def test_killed_during_call(model: FakeModel, opening: Opening) -> None:
     wanted = [call("list"), call("read_file", path="a")]
     with opening() as history:
         conversation = history.new(model="tiny-model")
@@ -299,12 +245,8 @@ async def test_killed_during_call(opening: Opening) -> None:
         conversation.answer(role="tool", info=info)
         with history._database.transaction() as connection:
             connection.execute("UPDATE turn SET writer = '1@1' WHERE state = 'writing'")
-    model = FakeModel()
     tools, _ = toolbox()
-    async with running(model, toolbox=tools, history=opening, resume=True) as (
-        app,
-        pilot,
-    ):
+    async with running(model, toolbox=tools, history=opening, resume=True) as (app, pilot):
         assert screen.calls(app) == [("files.list {}", "", "cut off: the app ended here")]
         assert any("Not answered" in line for line in screen.notices(app))
         await asked(pilot, "Go on")

@@ -1,28 +1,34 @@
-"""The conversation on screen: thinking, copying, finding words, and that long ones stay cheap."""
+"""The conversation on screen: what is followed, copied, found, and that long ones stay cheap."""
 
 from __future__ import annotations
 
 import re
+import threading
+from pathlib import Path
 
 import pytest
+from PIL import Image
+from rich.cells import cell_len
 from rich.style import Style
+from textual.app import App
+from textual.containers import VerticalScroll
+from textual.content import Content
+from textual.events import MouseScrollUp
 from textual.strip import Strip
-from textual.widgets import Input, Static
+from textual.widgets import Input, OptionList, Static
 
+from localrt import History
 from localrt.tui import ChatApp
 from localrt.tui.chat.bars import FindBar
 from localrt.tui.chat.blocks import GUTTER, AnswerBlock, TurnBlock, UserTurn
+from localrt.tui.chat.panel import LivePanel
 from localrt.tui.chat.view import ConversationView
 from localrt.tui.screens.dialogs import Choose, TooSmall
 from tests.tui import screen
 from tests.tui.conftest import SIZE, asked, running, until
-from tests.tui.fakes import FakeModel
+from tests.tui.fakes import STREAMED, FakeModel, WatchedModel
 from tests.tui.screen import idle
-
-CODE = "Do:\n\n```python\na = 1\n```\n\nor\n\n- so:\n\n  ```sh\n  ls\n  ```\n"
-
-
-# -- thinking --------------------------------------------------------------------------------------
+from tests.tui.test_models import FakeLibrary, Shelf
 
 
 async def test_thinking() -> None:
@@ -46,6 +52,8 @@ async def test_thinking() -> None:
 
 # -- marking and copying ---------------------------------------------------------------------------
 
+CODE = "Do:\n\n```python\na = 1\n```\n\nor\n\n- so:\n\n  ```sh\n  ls\n  ```\n"
+
 
 async def test_copying(model: FakeModel) -> None:
     model.answer = [CODE]
@@ -68,12 +76,61 @@ async def test_copying(model: FakeModel) -> None:
         assert app.clipboard == "Hi"
 
 
-async def test_click_and_turn_menu(model: FakeModel) -> None:
+@pytest.mark.parametrize(
+    ("copied", "said"), [(True, "Copied"), (False, "Perhaps copied (if not, use /export):")]
+)
+async def test_what_is_said_of_a_copy(
+    copied: bool, said: str, model: FakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That it is copied once a tool has done it; the terminal's own sequence may do nothing."""
+    model.answer = ["```\n\n```\n\n```python\none line\n```"]
     async with running(model) as (app, pilot):
         await asked(pilot, "Hi")
+        monkeypatch.setattr("localrt.tui.app.copied_by_tool", lambda text: copied)
+        sent = list[str]()
+        monkeypatch.setattr(App, "copy_to_clipboard", lambda app, text: sent.append(text))
+        await pilot.press("alt+y")
+        hint = f"{said} code block: python, 1 line"
+        await until(pilot, lambda: screen.hint(app).strip() == hint)
+        assert app.clipboard == "one line\n"
+        assert sent == ([] if copied else ["one line\n"])
+
+
+async def test_copies_in_order(model: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing waits for a tool, and nothing is said before it has ended; the last copy stays."""
+    gate, copied = threading.Event(), list[str]()
+
+    def tool(text: str) -> bool:
+        assert text != "ls\n" or gate.wait(60)
+        copied.append(text)
+        return text != "ls\n"
+
+    monkeypatch.setattr("localrt.tui.app.copied_by_tool", tool)
+    model.answer = [CODE]
+    async with running(model) as (app, pilot):
+        await asked(pilot, "Hi")
+        await pilot.press("alt+y", "alt+y", "a", "shift+home", "ctrl+c")
+        assert screen.composer(app).text == "a"
+        assert (copied, screen.hint(app).strip()) == ([], "")
+        gate.set()
+        await until(pilot, lambda: screen.hint(app).strip() == "Copied what was selected")
+        assert copied == ["ls\n", "a = 1\n", "a"]
+        assert app.clipboard == "a"
+
+
+async def test_mouse() -> None:
+    async with running(FakeModel(["Some **bold** words\n\n雨 rain"])) as (app, pilot):
+        await asked(pilot, "Hi")
+        # Columns count from the edge of the view, three left of the text; lines from its top.
+        await pilot.mouse_down(ConversationView, offset=(8, 5))
+        await pilot.hover(ConversationView, offset=(7, 7))
+        await pilot.mouse_up(ConversationView, offset=(7, 7))
+        await pilot.press("ctrl+c")
+        assert app.clipboard == "bold words\n\n雨 ra"
+        assert screen.composer(app).has_focus
+        # A click marks a turn, and Enter opens its menu.
         await pilot.click(ConversationView, offset=(6, 5))
-        view = screen.conversation(app)
-        assert isinstance(view.marked, AnswerBlock)
+        assert isinstance(screen.conversation(app).marked, AnswerBlock)
         assert screen.composer(app).has_focus
         await pilot.press("enter")
         await until(pilot, lambda: isinstance(app.screen, Choose))
@@ -81,7 +138,54 @@ async def test_click_and_turn_menu(model: FakeModel) -> None:
         await until(pilot, lambda: screen.marks(app) == ["2/2"] and idle(app))
 
 
-# -- long conversations ----------------------------------------------------------------------------
+# -- scrolling -------------------------------------------------------------------------------------
+
+
+async def test_follow() -> None:
+    model = FakeModel([f"line {n}\n\n" for n in range(200)])
+    model.hold()
+    async with running(model) as (app, pilot):
+        await screen.say(pilot, "Hi")
+        view = screen.conversation(app)
+        model.allow(50)
+        await until(pilot, lambda: "line 49" in screen.answers(app)[0])
+        await until(pilot, lambda: view.follows)
+        assert view.max_scroll_y > 50
+
+        await pilot.press("pageup")
+        await until(pilot, lambda: not view.follows)
+        place = view.scroll_y
+        assert place < view.max_scroll_y
+        model.allow(50)
+        await until(pilot, lambda: "line 99" in screen.answers(app)[0])
+        assert view.scroll_y == place
+        await until(pilot, lambda: screen.hint(app) == "More below: Ctrl+End")
+
+        await pilot.press("ctrl+end")
+        model.allow(50)
+        await until(pilot, lambda: "line 149" in screen.answers(app)[0])
+        await until(pilot, lambda: view.follows and screen.hint(app) == "")
+        assert view.vertical_scrollbar.position > view.max_scroll_y - 10
+        # The wheel, too, lets go of the end; a message that is sent takes it up again.
+        model.release()
+        await until(pilot, lambda: idle(app))
+        view.post_message(MouseScrollUp(view, 5, 5, 0, -1, 0, False, False, False))
+        await until(pilot, lambda: not view.follows)
+        await pilot.press("ctrl+home")
+        await until(pilot, lambda: view.scroll_y == 0)
+        await asked(pilot, "more")
+        assert view.follows
+
+
+async def test_short_conversation(model: FakeModel) -> None:
+    async with running(model) as (app, pilot):
+        await asked(pilot, "Hi")
+        screen.composer(app).put("\n" * 7)
+        await pilot.pause()
+        screen.composer(app).put("")
+        await pilot.pause()
+        assert screen.conversation(app).scroll_y == 0
+        assert screen.conversation(app).render_line(1).text.strip().startswith("tiny-model")
 
 
 class Counted(UserTurn):
@@ -100,14 +204,14 @@ async def test_long_conversations(model: FakeModel) -> None:
         # Only what is in sight is laid out.
         view = screen.conversation(app)
         blocks: list[TurnBlock] = [Counted(f"turn {n}\n" + "x" * (n % 200)) for n in range(3000)]
-        screen.conversation(app).add(*blocks)
+        view.add(*blocks)
         await pilot.pause()
         assert "turn 2999" in screen.shown(app)
         assert Counted.laid < 60
-        for _ in range(30):
+        for _ in range(15):
             await pilot.press("pageup")
             assert "turn" in screen.shown(app)
-        assert Counted.laid < 600
+        assert Counted.laid < 300
 
         # Estimates never move what is read.
         view.clear()
@@ -116,7 +220,7 @@ async def test_long_conversations(model: FakeModel) -> None:
         blocks = [AnswerBlock(text.format(n)) for n in range(80)]
         view.add(*blocks)
         await pilot.pause()
-        for _ in range(60):
+        for _ in range(30):
             before = screen.shown(app).splitlines()
             view.scroll_up(animate=False, immediate=True)
             await pilot.pause()
@@ -132,13 +236,7 @@ async def test_long_conversations(model: FakeModel) -> None:
         await until(pilot, lambda: "79" in screen.shown(app))
         assert view.follows
 
-
-async def test_scrolled_up(model: FakeModel) -> None:
-    async with running(model) as (app, pilot):
-        view = app.screen.query_one(ConversationView)
-        for number in range(8):
-            view.add(UserTurn(f"Number {number}.\n" * 10))
-        await until(pilot, lambda: view.follows and round(view.scroll_y) == view.max_scroll_y > 40)
+        # Who scrolls up as it follows stays there.
         view.scroll_to(y=20, animate=False, immediate=True)
         await pilot.pause()
         view.follow()
@@ -166,7 +264,7 @@ async def test_resize_keeps_place(model: FakeModel, block: type[TurnBlock]) -> N
         await until(pilot, lambda: view.scroll_y > 40 and not view.follows)
         top = screen.shown(app).splitlines()[0]
         word = top.split()[0]
-        for width, height in ((50, 24), (110, 24), (40, 30), (60, 12), (100, 40), (80, 24)):
+        for width, height in ((110, 24), (40, 30), (60, 12), (80, 24)):
             await pilot.resize_terminal(width, height)
             await until(pilot, lambda width=width: view.size.width == width)
             assert word in screen.shown(app).splitlines()[0]
@@ -180,7 +278,7 @@ async def test_resize_keeps_place(model: FakeModel, block: type[TurnBlock]) -> N
 # -- the window ------------------------------------------------------------------------------------
 
 
-async def test_terminal_too_small(model: FakeModel) -> None:
+async def test_sizes(model: FakeModel) -> None:
     async with running(model) as (app, pilot):
         await pilot.press(*"draft", "ctrl+o")
         await pilot.resize_terminal(20, 5)
@@ -189,6 +287,15 @@ async def test_terminal_too_small(model: FakeModel) -> None:
         await until(pilot, lambda: not isinstance(app.screen, TooSmall))
         await pilot.press("escape")
         assert screen.composer(app).text == "draft"
+        screen.composer(app).put("")
+        for size in ((30, 8), (60, 12), (200, 60)):
+            await pilot.resize_terminal(*size)
+            await asked(pilot, "Hi " * 30)
+            assert "Hello there." in screen.shown(app), size
+            await pilot.press("f1")
+            await pilot.press("escape", "ctrl+o", "escape", "/")
+            assert screen.menu(app)
+            screen.composer(app).put("")
         # The palette has every action.
         commands = {command.title: command for command in app.get_system_commands(app.screen)}
         assert "New conversation" in commands
@@ -197,33 +304,130 @@ async def test_terminal_too_small(model: FakeModel) -> None:
         assert app.screen is not app.chat
 
 
-async def test_layouts(model: FakeModel) -> None:
-    async with running(model) as (app, pilot):
-        for count, size in enumerate([(30, 8), (60, 12), (200, 60)], 1):
-            await pilot.resize_terminal(*size)
-            await asked(pilot, "Hi " * 30)
-            assert "Hello there." in screen.shown(app), count
-            await pilot.press("f1")
-            await pilot.press("escape", "ctrl+o", "escape", "/")
-            assert screen.menu(app)
-            screen.composer(app).put("")
+def rows(app: ChatApp) -> tuple[list[str], int]:
+    """The lines of the window's list or page, and how many columns there are."""
+    if found := app.screen.query(OptionList):
+        widget = found.first()
+        prompts = [each.prompt for each in widget.options]
+        text = "\n".join(prompt.plain for prompt in prompts if isinstance(prompt, Content))
+        return text.split("\n"), widget.scrollable_content_region.width
+    scroll = app.screen.query_one(VerticalScroll)
+    page = scroll.query_one(Static).visual
+    assert isinstance(page, Content)
+    return page.plain.split("\n"), scroll.scrollable_content_region.width
 
 
-async def test_without_colour(model: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def fits(app: ChatApp, width: int, *, indented: bool) -> bool:
+    """Whether the window is as wide as this terminal lets it be, and its lines are no wider."""
+    if len(app.screen_stack) < 2:
+        return False
+    lines, columns = rows(app)
+    return (
+        min(0.8 * width, 60) <= columns <= width - 4
+        and all(cell_len(line) <= columns for line in lines)
+        and not (indented and any(not line.startswith(("  ", "● ")) for line in lines))
+    )
+
+
+async def test_windows_on_narrow_terminals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines go on below where they began, and nothing is cut off."""
+    FakeLibrary(monkeypatch)
+    shelf = Shelf()
+    async with running(
+        shelf.first, size=(100, 24), load_by_name=shelf, history=lambda: History(tmp_path / "h.db")
+    ) as (app, pilot):
+        await asked(pilot, "Hello, please tell me a long story about whales in the sea")
+        for key in ("ctrl+o", "f4", "f5", "f1"):
+            await pilot.resize_terminal(100, 24)
+            await pilot.press(key)
+            words: set[str] = set()
+            listed = key in ("ctrl+o", "f4")  # rows whose facts stand below a name
+            for width in (100, 80, 40):
+                await pilot.resize_terminal(width, 24)
+                await until(pilot, lambda w=width, i=listed: fits(app, w, indented=i))  # type: ignore[misc]
+                lines, _ = rows(app)
+                now = {word for line in lines for word in line.split()}
+                assert words <= now, "nothing is cut off"  # F4 adds what it has planned
+                words = now
+            await pilot.press("escape")
+
+
+async def test_without_colour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
+    Image.new("RGB", (8, 4), "red").save(tmp_path / "a.png")
+    model = FakeModel(sees=True)
     model.answer = ["# Title\n\nSome `code`:\n\n```python\nreturn 0\n```\n"]
+
+    def styles() -> list[Style]:
+        return [part.style for line in screen.lines(app) for part in line if part.style]
+
     async with running(model) as (app, pilot):
-        await asked(pilot, "Hi")
+        await asked(pilot, f"@{tmp_path / 'a.png'}")
+        assert "a.png, 8 x 4" in screen.shown(app)
+        assert "▀" not in screen.shown(app)
         for keys in ([], ["/", "down"], ["escape", "ctrl+f", "t"], ["f5"], ["escape", "ctrl+p"]):
             await pilot.press(*keys)
             if keys:  # the row, the match or the option that is chosen is told apart all the same
-                await until(pilot, lambda: any(s.reverse or s.underline for s in _styles(app)))
-            assert not any(style.color or style.bgcolor for style in _styles(app)), keys
+                await until(pilot, lambda: any(s.reverse or s.underline for s in styles()))
+            assert not any(style.color or style.bgcolor for style in styles()), keys
 
 
-def _styles(app: ChatApp) -> list[Style]:
-    return [part.style for line in screen.lines(app) for part in line if part.style]
+# -- the panel -------------------------------------------------------------------------------------
 
+
+def panel(app: ChatApp) -> LivePanel:
+    return app.query_one(LivePanel)
+
+
+async def test_panel(tmp_path: Path) -> None:
+    """It is where the terminal has room, and as it was when the app was left."""
+    for expected in (False, True):
+        async with running(WatchedModel(), size=(100, 30), config=tmp_path) as (app, pilot):
+            assert panel(app).is_open is expected
+            await pilot.press("f3")
+            await until(pilot, lambda app=app, was=expected: panel(app).is_open is not was)
+    assert "panel" not in (tmp_path / "config.toml").read_text("utf-8")
+    async with running(FakeModel(), size=(100, 30)) as (app, pilot):  # it can keep nothing
+        await pilot.press("f3")
+        app.remember(theme="nord")
+        await until(pilot, lambda: panel(app).region.x > 0)
+        assert screen.notices(app, "error") == []
+        await pilot.resize_terminal(60, 24)
+        await until(pilot, lambda: panel(app).region.x == 0)
+        assert panel(app).region.height < 10
+        assert screen.composer(app).region.width > 50
+
+
+async def test_panel_during_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localrt.tui.chat.panel._SECONDS", 0.05)
+    monkeypatch.setattr("localrt.tui.chat.panel._QUIET_S", 0.02)
+    model = WatchedModel()
+    async with running(model, size=(100, 30)) as (app, pilot):
+        model.hold()
+        await screen.say(pilot, "Hi")
+        await pilot.pause(0.15)
+        assert model.looks == []  # hidden: nobody looks
+        await pilot.press("ctrl+l")
+        await until(pilot, lambda: len(model.looks) > 2)
+        assert model.advised == 0, "never beside an answer"
+        model.now = STREAMED
+        model.allow(100)
+        await until(pilot, lambda: idle(app) and "1.8 GB/s" in str(panel(app).render()))
+        await until(pilot, lambda: "110 MB more RAM" in str(panel(app).render()))
+        count = len(model.looks)
+        await asked(pilot, "Hi")
+        await pilot.pause(0.15)
+        assert model.advised == 1
+        count = len(model.looks)
+        await pilot.pause(0.15)
+        assert 0 < len(model.looks) <= count + 1  # idle
+        assert screen.conversation(app).region.width < 100
+        await pilot.press("f3")
+        await until(pilot, lambda: screen.conversation(app).region.width == 100)
+        assert model.looks[-1] is False  # lanes are not recorded for nobody
+
+
+# -- finding words ---------------------------------------------------------------------------------
 
 WRAPPED = "The sea is wide and many sailors cross it, " * 3 + "and **whales** sleep in it."
 
@@ -249,22 +453,6 @@ def highlighted(app: ChatApp) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("answer", "words", "found"),
-    [
-        ("Python " + "一二三四五六七八九十" * 8, "九十一二", "1 of 7"),  # over ends of lines
-        ("The café 한 x", "cafe\u0301 \u1112\u1161\u11ab", "1 of 1"),
-        ("The cafe\u0301 \u1112\u1161\u11ab x", "café 한", "1 of 1"),
-    ],
-)
-async def test_find_in_other_scripts(answer: str, words: str, found: str) -> None:
-    async with running(FakeModel([answer])) as (app, pilot):
-        await asked(pilot, "Hi")
-        app.query_one(FindBar).open(words)
-        await until(pilot, lambda: count(app) == found)
-        assert len(highlighted(app)) >= int(found[-1])
-
-
 async def test_find(model: FakeModel) -> None:
     model.answer = [WRAPPED]
     async with running(model) as (app, pilot):
@@ -281,19 +469,17 @@ async def test_find(model: FakeModel) -> None:
         for key, text in (("ctrl+f", "1 of 2"), ("up", "2 of 2"), ("down", "1 of 2")):
             await pilot.press(key)  # round the ends
             await until(pilot, lambda text=text: count(app) == text)
-        app.query_one(FindBar).query_one(Input).value = "no such"
+        bar.query_one(Input).value = "no such"
         await until(pilot, lambda: count(app) == "not found")
         assert highlighted(app) == []
         await pilot.press("enter", "escape")
         assert not bar.display
         await pilot.press(*"Hi")
         assert screen.composer(app).text == "Hi"
+        screen.composer(app).put("")
 
-
-async def test_match_over_two_lines(model: FakeModel) -> None:
-    model.answer = [WRAPPED]
-    async with running(model, size=(60, 24)) as (app, pilot):
-        await asked(pilot, "Hi")
+        # A match over two lines.
+        await pilot.resize_terminal(60, 24)
         await screen.say(pilot, "/find many  sailors cross it, the SEA is wide")
         await until(pilot, lambda: count(app) == "1 of 2")
         parts = highlighted(app)
@@ -301,6 +487,34 @@ async def test_match_over_two_lines(model: FakeModel) -> None:
         assert " ".join(parts[:2]).strip("[]").replace("] [", " ").startswith("many sailors")
         await pilot.press("escape")
         assert highlighted(app) == []
+
+        # Of an answer that grows.
+        model.answer = ["One penguin. ", "A second penguin."]
+        model.hold()
+        await screen.say(pilot, "And?")
+        model.allow(1)
+        await until(pilot, lambda: screen.answers(app)[-1] == "One penguin. ")
+        await pilot.press("ctrl+f", *"penguin")
+        await until(pilot, lambda: highlighted(app) == ["[penguin]"])
+        model.release()
+        await until(pilot, lambda: highlighted(app) == ["[penguin]", "penguin"])
+        await pilot.press("f3")  # wraps anew
+        await until(pilot, lambda: highlighted(app) == ["[penguin]", "penguin"])
+
+
+async def test_find_in_other_scripts(model: FakeModel) -> None:
+    async with running(model) as (app, pilot):
+        for answer, words, found in (
+            ("Python " + "一二三四五六七八九十" * 8, "九十一二", "1 of 7"),  # over ends of lines
+            ("The café 한 x", "cafe\u0301 \u1112\u1161\u11ab", "1 of 1"),
+            ("The cafe\u0301 \u1112\u1161\u11ab x", "café 한", "1 of 1"),
+        ):
+            screen.conversation(app).clear()
+            screen.conversation(app).add(AnswerBlock(answer))
+            app.query_one(FindBar).open(words)
+            await until(pilot, lambda found=found: count(app) == found)
+            assert len(highlighted(app)) >= int(found[-1])
+            await pilot.press("escape")
 
 
 async def test_match_out_of_sight(model: FakeModel) -> None:
@@ -322,18 +536,3 @@ async def test_match_out_of_sight(model: FakeModel) -> None:
         await until(pilot, lambda: "question 179" in screen.shown(app))
         laid_out = sum(block.laid_out for block in view.blocks)
         assert laid_out < 100, "what has no match and is out of sight is not laid out"
-
-
-async def test_find_in_growing_answer(model: FakeModel) -> None:
-    model.answer = ["One whale. ", "A second whale."]
-    model.hold()
-    async with running(model) as (app, pilot):
-        await screen.say(pilot, "Hi")
-        model.allow(1)
-        await until(pilot, lambda: screen.answers(app) == ["One whale. "])
-        await pilot.press("ctrl+f", *"whale")
-        await until(pilot, lambda: highlighted(app) == ["[whale]"])
-        model.release()
-        await until(pilot, lambda: highlighted(app) == ["[whale]", "whale"])
-        await pilot.press("f3")  # wraps anew
-        await until(pilot, lambda: highlighted(app) == ["[whale]", "whale"])

@@ -1,4 +1,4 @@
-"""The models screen: what is listed, what is asked for, and that no network is touched unasked."""
+"""Models: the screen that lists, gets and deletes them, and a switch to another one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import shutil
 import threading
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from textual.pilot import Pilot
 from textual.widgets import OptionList, Static
 
 import localrt
-from localrt import DraftOffer, FoundModel, LocalModel, Preview, Variant
+from localrt import DraftOffer, FoundModel, History, LocalModel, Preview, Variant
 from localrt.common.errors import (
     CancelledError,
     CheckpointError,
@@ -27,10 +27,15 @@ from localrt.common.errors import (
 )
 from localrt.common.progress import Progress, ProgressCallback
 from localrt.hub.names import find_known
+from localrt.tui import ChatApp
+from localrt.tui.chat.bars import Phase
 from localrt.tui.loading_line import LoadingLine
 from localrt.tui.screens.dialogs import Choose, Confirm
 from localrt.tui.screens.models import ModelsScreen
-from tests.tui.conftest import until
+from tests.tui import screen
+from tests.tui.conftest import asked, running, until
+from tests.tui.fakes import FakeLoader, FakeModel
+from tests.tui.screen import idle
 
 NOW = time.time()
 MODELS = [
@@ -129,6 +134,14 @@ class FakeLibrary:
         return freed
 
 
+@pytest.fixture(autouse=True)
+def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
+    return FakeLibrary(monkeypatch)
+
+
+# -- the screen alone ------------------------------------------------------------------------------
+
+
 class Bare(App[None]):
     CSS_PATH = Path(__file__).parents[2] / "tui" / "app.tcss"
 
@@ -159,11 +172,6 @@ def about(app: Bare) -> str:
 
 def toasts(app: Bare) -> list[str]:
     return [each.message for each in app._notifications]
-
-
-@pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
-    return FakeLibrary(monkeypatch)
 
 
 @asynccontextmanager
@@ -223,6 +231,7 @@ async def test_damaged_file(
         await until(pilot, lambda: app.chosen == [None])
 
 
+@pytest.mark.slow
 async def test_row_passed_quickly(library: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("localrt.tui.screens.models._PAUSE", 1.0)
     async with opened(library) as (_, pilot):
@@ -249,33 +258,26 @@ async def test_search(library: FakeLibrary) -> None:
         library.error = OfflineError("offline mode is on: switch it off")
         await pilot.press("escape", *"new", "enter")
         await until(pilot, lambda: "offline mode is on" in about(app))
-
-
-@pytest.mark.parametrize("name", ["gemma4:e2b", "qwen3:8b", "smollm2:1.7b"])
-async def test_short_name(library: FakeLibrary, name: str) -> None:
-    """As the first screen names a model: without a search, its files are offered."""
-    async with opened(library) as (app, pilot):
-        app.models.line.value = name
-        await until(pilot, lambda: rows(app) and rows(app)[0].startswith(f"↓ {name}\n"))
-        assert library.asked == []
-        await pilot.press("enter")
-        await until(pilot, lambda: isinstance(app.screen, Choose))
-        known = find_known(name)
-        assert known is not None
-        assert library.asked == [f"variants {known.repo} for 4GB"]
-
-
-async def found(pilot: Pilot[None], app: Bare) -> None:
-    """The variants of a hub model are offered."""
-    await pilot.press(*"new", "enter")
-    await until(pilot, lambda: "org/new-GGUF" in "".join(rows(app)))
-    await pilot.press("enter")
-    await until(pilot, lambda: isinstance(app.screen, Choose))
+        # The files of a short name, as the first screen has them, are offered without a search.
+        for name in ("gemma4:e2b", "smollm2:1.7b"):
+            library.asked.clear()
+            app.models.line.value = name
+            await until(pilot, lambda n=name: f"↓ {n}\n" in "".join(rows(app)[:1]))  # type: ignore[misc]
+            assert library.asked == []
+            await pilot.press("enter")
+            await until(pilot, lambda: isinstance(app.screen, Choose))
+            known = find_known(name)
+            assert known is not None
+            assert library.asked == [f"variants {known.repo} for 4GB"]
+            await pilot.press("escape")
 
 
 async def test_stopped_pull(library: FakeLibrary) -> None:
     async with opened(library) as (app, pilot):
-        await found(pilot, app)
+        await pilot.press(*"new", "enter")
+        await until(pilot, lambda: "org/new-GGUF" in "".join(rows(app)))
+        await pilot.press("enter")
+        await until(pilot, lambda: isinstance(app.screen, Choose))
         offered = app.screen.query_one(OptionList)
         choices = [str(each.prompt) for each in offered.options]
         assert choices[:2] == ["Q4_0  500 MB  recommended", "Q2_K  300 MB  fits in RAM"]
@@ -358,3 +360,218 @@ async def test_paths(library: FakeLibrary, tmp_path: Path) -> None:
         await pilot.press("enter")
         await until(pilot, lambda: app.chosen == [str(file)])
         assert library.asked == []
+
+
+# -- another model in the place of the present one -------------------------------------------------
+
+CHAT = "org/chat:Q4_K_M"
+
+
+class Shelf:
+    """``load_by_name`` of the app: models by name; waits for ``gate``."""
+
+    def __init__(self) -> None:
+        self.first = FakeModel(name="smollm2")
+        self.models: dict[str, Any] = {CHAT: FakeModel(name=CHAT)}
+        self.asked: list[str] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.unloaded_first: bool | None = None
+
+    def __call__(self, name: str, progress: ProgressCallback) -> Any:
+        self.asked.append(name)
+        self.unloaded_first = self.first.unloaded
+        while not self.gate.wait(0.005):
+            progress(Progress("load", 1, 2, "bytes"))
+        found = self.models[name]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def running(self, **arguments: Any) -> AbstractAsyncContextManager[tuple[ChatApp, Pilot[None]]]:
+        return running(self.first, load_by_name=self, **arguments)
+
+
+async def test_switch_model() -> None:
+    shelf = Shelf()
+    other = shelf.models[CHAT]
+    async with shelf.running() as (app, pilot):
+        await asked(pilot, "Hi")
+        await pilot.press("f4")
+        await until(pilot, lambda: isinstance(app.screen, ModelsScreen))
+        await until(pilot, lambda: app.screen.query("#room").first().render().plain)  # type: ignore[union-attr]
+        shelf.gate.clear()
+        await pilot.press("up", "enter")
+        await until(pilot, lambda: shelf.asked == [CHAT])
+        assert shelf.unloaded_first is True  # never two models in memory
+        assert shelf.first.chats[-1].closed
+        await screen.say(pilot, "And you?")
+        assert screen.waiting(app) == ["And you?"]
+        assert screen.phase(app) is Phase.LOADING
+        shelf.gate.set()
+        await until(pilot, lambda: len(screen.answers(app)) == 2 and idle(app))
+        assert any("So far with smollm2" in line for line in screen.notices(app))
+        assert other.given() == ["Hi", "Hello there.", "And you?"]
+        # During an answer, what was asked for comes after it.
+        shelf.models["smollm2"] = shelf.first
+        other.hold()
+        await screen.say(pilot, "Third")
+        app.load_model("smollm2")
+        await pilot.pause()
+        assert shelf.asked == [CHAT]
+        assert "smollm2 will be loaded when this answer ends" in screen.notices(app)[-1]
+        await screen.say(pilot, "Fourth")
+        other.release()
+        await until(pilot, lambda: len(screen.answers(app)) == 4 and idle(app))
+        assert shelf.asked == [CHAT, "smollm2"]
+        assert shelf.first.given()[-1] == "Fourth"
+    assert other.closed
+
+
+async def test_failure_offers_previous_model() -> None:
+    shelf = Shelf()
+    shelf.models = {"broken": CheckpointError("broken.gguf is truncated"), "smollm2": shelf.first}
+    async with shelf.running() as (app, pilot):
+        app.load_model("broken")
+        await until(pilot, lambda: isinstance(app.screen, Confirm))
+        assert screen.notices(app, "error") == ["broken was not loaded: broken.gguf is truncated"]
+        assert screen.phase(app) is Phase.EMPTY
+        assert app.failure is None
+        await pilot.press("n")
+        await screen.say(pilot, "Hi")  # waits in line
+        assert screen.waiting(app) == ["Hi"]
+        app.load_model("smollm2")
+        await until(pilot, lambda: screen.answers(app) == ["Hello there."] and idle(app))
+        app.load_model("broken")
+        await until(pilot, lambda: isinstance(app.screen, Confirm))
+        await pilot.press("y")
+        await until(pilot, lambda: idle(app) and shelf.asked[-1] == "smollm2")
+
+
+BOXES = {
+    "a conversation": ("/delete",),
+    "one of the list": ("ctrl+o", "down", "ctrl+d"),
+    "a model": ("f4", "up", "ctrl+d"),
+    "a model that does not fit": ("f4", "down", "about", "enter"),
+    "the model before": ("broken",),
+}
+
+
+async def test_enter_says_no_yes(tmp_path: Path) -> None:
+    """Enter may be pressed twice, or meant for the composer: what is named is y."""
+    shelf = Shelf()
+    shelf.models["broken"] = CheckpointError("broken.gguf is truncated")
+    with History(tmp_path / "h.db") as history:
+        history.new(model="smollm2").add("user", "Before")
+    async with shelf.running(history=lambda: History(tmp_path / "h.db")) as (app, pilot):
+        await asked(pilot, "Hi")
+        for steps in BOXES.values():
+            for step in steps:
+                if step == "broken":
+                    app.load_model(step)
+                elif step == "about":
+                    about = app.screen.query_one("#about", Static)
+                    await until(pilot, lambda about=about: "does not fit" in str(about.render()))
+                elif step.startswith("/"):
+                    await screen.say(pilot, step)
+                else:
+                    await pilot.press(step)
+                    await until(pilot, lambda: getattr(app.screen, "chosen", app))
+            await until(pilot, lambda: isinstance(app.screen, Confirm))
+            asked_for = list(shelf.asked)
+            await pilot.press("enter", "enter")
+            await pilot.pause()
+            assert isinstance(app.screen, Confirm)
+            await pilot.press("n")
+            await until(pilot, lambda: not isinstance(app.screen, Confirm))
+            assert screen.users(app) == ["Hi"]
+            assert shelf.asked == asked_for
+            if app.screen is not app.chat:
+                await pilot.press("escape")
+    with History(tmp_path / "h.db") as history:
+        assert len(history.list()) == 2
+
+
+async def test_stopped_loading() -> None:
+    shelf = Shelf()
+    late = shelf.models[CHAT]
+    shelf.gate.clear()
+    slow = threading.Event()
+
+    def load(name: str, progress: ProgressCallback) -> Any:
+        if slow.is_set():  # no progress is made after it
+            assert shelf.gate.wait(60)
+            return late
+        return shelf(name, progress)
+
+    async with running(shelf.first, load_by_name=load) as (app, pilot):
+        app.load_model(CHAT)
+        await until(pilot, lambda: shelf.asked)
+        await pilot.press("escape")
+        await until(pilot, lambda: isinstance(app.screen, Confirm))
+        assert any("stopped" in line for line in screen.notices(app))
+        assert not app.stop_loading()  # nothing is left to stop
+        shelf.models["smollm2"] = shelf.first
+        shelf.gate.set()
+        await pilot.press("y")
+        await until(pilot, lambda: idle(app))
+        # A model that comes too late is closed.
+        shelf.gate.clear()
+        slow.set()
+        app.load_model(CHAT)
+        await pilot.press("escape")
+        shelf.gate.set()
+        await until(pilot, lambda: isinstance(app.screen, Confirm))
+        assert late.closed
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_another_model_at_the_start(fails: bool) -> None:
+    """While the first one loads, or when it could not be loaded."""
+    shelf = Shelf()
+    loader = FakeLoader(shelf.first, held=not fails, error=CancelledError("no") if fails else None)
+    async with running(loader, ready=False, load_by_name=shelf) as (app, pilot):
+        if fails:
+            await until(pilot, lambda: screen.phase(app) is Phase.FAILED)
+            assert "F4" in screen.notices(app)[-1]
+        app.load_model(CHAT)
+        if not fails:
+            await pilot.pause()
+            assert shelf.asked == []
+            loader.gate.set()
+        await until(pilot, lambda: shelf.asked == [CHAT] and idle(app))
+        assert app.failure is None
+        assert shelf.first.closed is not fails
+    assert app.return_code in (0, None)
+
+
+async def test_models_of_a_server() -> None:
+    def list_models() -> list[tuple[str, str]]:
+        if not there:
+            raise StorageError("the server does not answer")
+        return there
+
+    there: list[tuple[str, str]] = []
+    shelf = Shelf()
+    async with shelf.running(list_models=list_models) as (app, pilot):
+
+        def rows() -> list[str]:
+            return [str(each.prompt) for each in app.screen.query_one(OptionList).options]
+
+        await pilot.press("f4")
+        await until(pilot, lambda: rows() == ["the server does not answer"])
+        await pilot.press("escape")
+        there += [("smollm2", "context 8,192 · loaded"), (CHAT, "")]
+        await screen.say(pilot, "/models chat")
+        await until(pilot, lambda: rows() == [f"  {CHAT}"])
+        await pilot.press("escape")
+        await until(pilot, lambda: rows()[0] == "● smollm2\n  context 8,192 · loaded")
+        await pilot.press("down", "enter")
+        await until(pilot, lambda: shelf.asked == [CHAT] and idle(app))
+
+
+async def test_no_loader() -> None:
+    async with running(FakeModel()) as (app, pilot):
+        await pilot.press("f4")
+        await until(pilot, lambda: screen.notices(app, "error"))
+        assert "localrt chat MODEL" in screen.notices(app, "error")[0]

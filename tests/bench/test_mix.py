@@ -1,0 +1,673 @@
+"""Mixes: what a file may say, one whole mix against a server here, and what can go wrong."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from localrt.bench.mix import runner
+from localrt.bench.mix.mix import (
+    SHIPPED,
+    App,
+    AppRequest,
+    Goals,
+    Mix,
+    Neighbour,
+    arrivals,
+    marked,
+    percentiles,
+    read_mix,
+    session,
+)
+from localrt.bench.mix.neighbours import NeighbourHandlers, RunningNeighbour
+from localrt.bench.mix.report import to_json, to_table
+from localrt.bench.mix.runner import MixOutcome, Outcome, run_mix
+from localrt.bench.mix.servers import (
+    Client,
+    LlamaServer,
+    Localrt,
+    RunningServer,
+    Target,
+    TimedReply,
+    make_servers,
+)
+from localrt.cli import main
+from localrt.client.servers import read_address
+from localrt.common.errors import LocalrtError, OptionError
+from localrt.offload import hardware
+from tests.conftest import needs_scripts
+from tests.fake_endpoint import DONE, HEAD, Asked, Fake, delta, event, fake, listed, whole
+from tests.real_models import real_model
+from tests.waits import wait_for
+
+ROOT = Path(__file__).parents[2]
+
+# -- the file --------------------------------------------------------------------------------------
+
+GOOD = """
+seconds = 60
+seed = 7
+[models]
+small = "a.gguf"
+[server]
+ram = "2GB"
+[[app]]
+name = "chat"
+class = "interactive"
+kind = "chat"
+model = "small"
+every_s = 5
+goals = { ttft_s = 1, tpot_s = 0.2 }
+[[neighbour]]
+name = "film"
+kind = "video"
+[[neighbour]]
+name = "other"
+kind = "memory"
+bytes = "2GB"
+for_s = 10
+"""
+
+
+def _read(folder: Path, text: str, **options: Any) -> Any:
+    file = folder / "day.toml"
+    file.write_text(text)
+    return read_mix(str(file), **options)
+
+
+def test_values(tmp_path: Path) -> None:
+    mix = _read(tmp_path, GOOD)
+    assert (mix.name, mix.seconds, mix.seed) == ("day", 60, 7)
+    assert mix.models == {"small": "a.gguf"}
+    assert mix.server == {"ram": "2GB"}
+    (app,) = mix.apps
+    assert (app.name, app.class_, app.every_s, app.turns) == ("chat", "interactive", 5, 3)
+    assert app.goals == Goals(ttft_s=1, tpot_s=0.2)
+    film, other = mix.neighbours
+    assert film.work == {"frame_ms": 33.3, "work_mb": 4.0}
+    assert (other.for_s, other.work) == (10, {"bytes": 2_000_000_000})
+    # Models and seconds of the command line.
+    assert _read(tmp_path, GOOD, models={"small": "b"}).models == {"small": "b"}
+    assert _read(tmp_path, GOOD, every="c", seconds=3).models == {"small": "c"}
+    short = _read(tmp_path, GOOD.replace("for_s", "start_s = 30\nfor_s"), seconds=6)
+    assert (short.seconds, short.apps[0].every_s) == (6, 5)
+    assert [(each.start_s, each.for_s) for each in short.neighbours] == [(0, None), (3, 1)]
+    with pytest.raises(OptionError, match="seconds must be above 0, is 0"):
+        _read(tmp_path, GOOD, seconds=0)
+    with pytest.raises(OptionError, match=r"--model large=\.\.\.: .*day.toml has no such model"):
+        _read(tmp_path, GOOD, models={"large": "b"})
+    for name in SHIPPED:
+        assert set(read_mix(name, every="m").models.values()) == {"m"}
+        with pytest.raises(LocalrtError, match=f"{name}: \\[\\[app\\]\\] 1: model .*--model"):
+            read_mix(name)
+
+
+# What is replaced in the good file by what, and the line.
+MISTAKES = [
+    ("seconds = 60", "", "the file: seconds is missing"),
+    ("seconds = 60", "seconds = 0", "the file: seconds must be a number above 0, is 0"),
+    ("seconds = 60", "seconds = inf", "the file: seconds must be a number above 0, is inf"),
+    ("seed = 7", "seed = 1.5", "the file: seed must be a whole number, is 1.5"),
+    ("seed = 7", "seeds = 7", "the file: seeds is unknown: did you mean seed?"),
+    ('small = "a.gguf"', "small = 3", "[models]: small must be a text, is 3"),
+    ('ram = "2GB"', "quick = true", "[server]: quick is unknown: known: ram"),
+    ('name = "chat"', "", "[[app]] 1: name is missing"),
+    ('"interactive"', '"urgent"', "[[app]] 1: class must be one of interactive, background"),
+    ('kind = "chat"', 'kind = "talk"', "[[app]] 1: kind must be one of chat, completion, agent"),
+    ('model = "small"', 'model = "big"', "[[app]] 1: model 'big' is not in [models]"),
+    ("every_s = 5", "", "[[app]] 1: arrivals are missing: give one of every_s, poisson_s, closed"),
+    ("every_s = 5", "every_s = 5\nclosed = 1", "arrivals every_s and closed contradict"),
+    ("every_s = 5", "every_s = true", "[[app]] 1: every_s must be a number above 0, is True"),
+    ("every_s = 5", "closed = 0", "[[app]] 1: closed must be a whole number above 0, is 0"),
+    ("every_s = 5", "every_s = 5\nstart_s = 60", "[[app]] 1: start_s is after the end of the mix"),
+    ("every_s = 5", "every_s = 5\ntexts = 2", "[[app]] 1: texts has no meaning for chat"),
+    ("every_s = 5", 'every_s = 5\nprompts = "x"', "[[app]] 1: prompts no file 'x'"),
+    ("ttft_s = 1,", "ttft = 1,", "[[app]] 1 goals: ttft is unknown: did you mean ttft_s?"),
+    ("ttft_s = 1,", "ttft_s = -1,", "[[app]] 1 goals: ttft_s must be a number above 0, is -1"),
+    ("tpot_s = 0.2", "deadline_s = 0.5", "goals: deadline_s is 0.5, less than ttft_s, 1"),
+    ('kind = "chat"', 'kind = "embeddings"', "[[app]] 1 goals: ttft_s has no meaning for emb"),
+    ('kind = "video"', 'kind = "game"', "[[neighbour]] 1: kind must be one of compiler, video"),
+    ('kind = "video"', 'kind = "video"\ncores = 2', "[[neighbour]] 1: cores has no meaning"),
+    ('"2GB"\nfor_s', '"much"\nfor_s', "[[neighbour]] 2: bytes must be a size, is 'much'"),
+    ("for_s = 10", "start_s = 60", "[[neighbour]] 2: start_s is after the end of the mix"),
+    ('name = "other"', 'name = "film"', "[[neighbour]] 2: name 'film' is used twice"),
+    ("[[neighbour]]", "[[neighbours]]", "the file: neighbours is unknown: did you mean neighbour?"),
+    ("[[app]]", "[app]", "the file: app must be an array of tables, is {"),
+    ("seed = 7", "seed =", "is not TOML"),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "line"), MISTAKES, ids=[line for *_, line in MISTAKES])
+def test_mistakes(tmp_path: Path, old: str, new: str, line: str) -> None:
+    assert old in GOOD
+    with pytest.raises(LocalrtError) as caught:
+        _read(tmp_path, GOOD.replace(old, new))
+    message = str(caught.value)
+    assert line in message
+    assert "day.toml" in message
+    assert "\n" not in message
+    assert not isinstance(caught.value, OptionError)  # exit status 1
+
+
+def test_prompts(tmp_path: Path) -> None:
+    text = GOOD.replace("every_s = 5", 'every_s = 5\nprompts = "mine.txt"')
+    file = tmp_path / "mine.txt"
+    file.write_text("one\n\n{two}\n")
+    assert _read(tmp_path, text).apps[0].prompts == ("one", "{two}")
+    file.write_text('{"prompt": "a"}\n{"prompt": "b\\nc"}\n')
+    assert _read(tmp_path, text).apps[0].prompts == ("a", "b\nc")
+    both = text.replace("every_s = 5", "every_s = 5\nprompt_words = 9")
+    for bad, mix, line in (
+        ("", text, "has no texts"),
+        ('{"text": "a"}', text, 'no {"prompt": TEXT}'),
+        ("one", both, "prompt_words contradicts prompts"),
+    ):
+        file.write_text(bad)
+        with pytest.raises(LocalrtError) as caught:
+            _read(tmp_path, mix)
+        assert line in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "line"),
+    [
+        (["--mix", "stud"], 1, "no mix 'stud': give a .toml file, or student"),
+        (["--mix", "student"], 1, "student: [[app]] 1: model 'small' is not in [models]"),
+        (["--mix", "student", "--model", "small"], 2, "--model takes NAME=PATH"),
+        (["m", "--mix", "student", "--model", "big=x"], 2, "--model big=...: student has no such"),
+        (["--mix", "student", "--trace", "t"], 2, "--mix and --trace cannot be combined"),
+        (["m", "--mix", "student", "--runs", "0"], 2, "--runs must be at least 1, is 0"),
+        (["m", "--mix", "student", "--out", "no/such/file"], 2, "there is no such folder"),
+        (["./no.gguf", "--mix", "student"], 1, "no.gguf"),
+        (["--seconds", "9"], 2, "--seconds and --out need --mix"),
+        (["--peer", "http://x"], 2, "without --mix, give llama-bench=PROGRAM"),
+        (["--peer", "native=x"], 2, "without --mix, give llama-bench=PROGRAM"),
+        (["--peer", "a=x", "--peer", "a=y"], 2, "without --mix, give llama-bench=PROGRAM"),
+        (["m", "--mix", "student", "--html", "p"], 2, "--mix and --html cannot be combined"),
+    ],
+)
+def test_bad_usage(
+    arguments: list[str], status: int, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *arguments]) == status
+    printed = capsys.readouterr()
+    assert line in printed.err
+    assert printed.out == ""
+    assert len(printed.err.splitlines()) == 1
+
+
+# -- goals -----------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.floats(0, 1e6), max_size=50))
+def test_percentiles(values: list[float]) -> None:
+    found = percentiles(values)
+    assert list(found) == ["p50", "p95", "p99"]
+    if not values:
+        assert set(found.values()) == {None}
+        return
+    steps = [min(values), *(value for value in found.values() if value is not None), max(values)]
+    assert steps == pytest.approx(sorted(steps))
+
+
+TIMES = {"ttft_s": 1.0, "tpot_s": 0.1, "deadline_s": 5.0, "tokens_s": 10.0}
+
+
+def test_goals() -> None:
+    """An answer of 50 tokens with exactly these times, and with one goal a little tighter."""
+    took: dict[str, Any] = {"ttft_s": 1.0, "tpot_s": 0.1, "total_s": 5.0, "tokens": 50}
+    assert Goals().met(**took)
+    assert Goals(**TIMES).met(**took)
+    for name, time in TIMES.items():
+        tighter = time * (1.01 if name == "tokens_s" else 0.99)
+        assert not Goals(**{**TIMES, name: tighter}).met(**took)
+    assert Goals(ttft_s=1, tpot_s=1).met(ttft_s=None, tpot_s=None, total_s=1e9, tokens=0)
+    assert (Goals().stall_s, Goals(tpot_s=0.2).stall_s) == (1.0, 0.4)
+    # An answer that is given up has missed what it had no time left for.
+    for after, first, missed in (
+        *((0.4, None, False), (0.6, None, True), (1.9, 0.4, False)),
+        *((1.9, 0.6, True), (2.1, 0.4, True)),
+    ):
+        assert Goals(ttft_s=0.5, deadline_s=2).missed_by(after, ttft_s=first) is missed
+        assert not Goals().missed_by(after, ttft_s=first)
+
+
+# -- what applications send ------------------------------------------------------------------------
+
+CHAT = App(
+    name="chat",
+    class_="interactive",
+    kind="chat",
+    model="m",
+    every_s=60,
+    prompt_words=5,
+    answer_tokens=4,
+    turns=2,
+    goals=Goals(ttft_s=60),
+)
+
+
+def test_arrivals() -> None:
+    app = replace(CHAT, every_s=None, start_s=3)
+    regular = arrivals(replace(app, every_s=4), 20, 1)
+    assert regular == [3, 7, 11, 15, 19]
+    random = arrivals(replace(app, poisson_s=1.0), 1000, 1)
+    assert random == sorted(random) == arrivals(replace(app, poisson_s=1.0), 1000, 1)
+    assert 800 < len(random) < 1200
+    assert all(3 <= at < 1000 for at in random)
+    assert arrivals(replace(app, closed=2), 20, 1) == []
+
+
+def _play(app: App, index: int = 0, seed: int = 1) -> list[AppRequest]:
+    steps, found = session(app, index, seed), []
+    try:
+        request = next(steps)
+        while True:
+            found.append(request)
+            request = steps.send("four words of answer")
+    except StopIteration:
+        return found
+
+
+def test_sessions() -> None:
+    """They depend on the seed and their number alone."""
+    for kind in ("chat", "completion", "agent", "summary", "embeddings", "batch"):
+        app = replace(CHAT, kind=kind, prompt_words=20, turns=3, texts=2)
+        requests = _play(app)
+        assert requests == _play(app)
+        assert requests != _play(app, index=1)
+        assert requests != _play(app, seed=2)
+        for request in requests:
+            body = marked(request, "x: ").body
+            texts = body.get("input") or [body.get("prompt") or body["messages"][0]["content"]]
+            assert all(text.startswith("x: ") for text in texts)
+            assert marked(request, "") == request
+    first, second, third = _play(replace(CHAT, turns=3))
+    assert (first.pause_s, second.pause_s) == (0, 1)  # four words are read
+    assert third.body["messages"][:3] == second.body["messages"]
+    assert second.body["messages"][1]["content"] == "four words of answer"
+    own = _play(replace(CHAT, turns=3, prompts=("x", "y")))
+    assert [step.body["messages"][-1]["content"] for step in own] == ["x", "y", "x"]
+    seen = set()
+    for index in range(20):
+        *given_up, last = _play(replace(CHAT, kind="completion"), index)
+        seen.add(len(given_up))
+        prompts = [step.body["prompt"] for step in (*given_up, last)]
+        assert all(longer.startswith(shorter) for shorter, longer in pairwise(prompts))
+        assert all(step.give_up_s is not None and step.give_up_s < 1 for step in given_up)
+        assert last.give_up_s == 10
+    assert seen == {0, 1, 2}
+
+
+# -- a whole mix -----------------------------------------------------------------------------------
+
+USAGE = {"prompt_tokens": 11, "completion_tokens": 4}
+APPS = (
+    CHAT,
+    App(name="type", class_="completion", kind="completion", model="m", every_s=60,
+        prompt_words=5, answer_tokens=4, goals=Goals(deadline_s=1e-9)),
+    App(name="index", class_="background", kind="embeddings", model="m", every_s=0.5,
+        prompt_words=5, texts=2),
+    App(name="batch", class_="background", kind="batch", model="broken", closed=1,
+        prompt_words=5, answer_tokens=4),
+)  # fmt: skip
+MIX = Mix(name="day", seconds=2, seed=1, models={"m": "m", "broken": "broken"}, apps=APPS)
+
+
+def answer(asked: Asked, connection: socket.socket) -> bytes | None:
+    """One fake server: it answers in three pieces, each a space, which take no time to read."""
+    if asked.path == "/v1/models":
+        return listed("m", "broken")
+    if not asked.body:  # the client went away while it was sending
+        return None
+    if asked.path == "/v1/embeddings":
+        return whole(200, {"data": [], "usage": {"prompt_tokens": 7}})
+    if asked.body["model"] == "broken" and asked.body["max_tokens"] > 2:
+        return whole(500, {"error": {"message": "out of order"}})
+    if asked.path == "/v1/completions":
+        pieces = [event(choices=[{"text": "x"}]) for _ in range(3)]
+    else:
+        pieces = [delta(content="", role="assistant"), *(delta(content=" ") for _ in range(3))]
+    return HEAD + b"".join(pieces) + event(choices=[], usage=USAGE) + DONE
+
+
+def _report(outcome: MixOutcome, mix: Mix = MIX) -> dict[str, Any]:
+    found = to_json(outcome, mix, hardware.probe())
+    return dict(json.loads(json.dumps(found)))
+
+
+@pytest.fixture(scope="module")
+def played() -> tuple[Fake, dict[str, Any]]:
+    neighbour = Neighbour(name="film", kind="video", work={"frame_ms": 5.0, "work_mb": 0.01})
+    with fake(answer) as server:
+        endpoint = RunningServer(server.url, None)
+        endpoint.check(MIX)
+        mix = replace(MIX, neighbours=(neighbour,))
+        outcome = run_mix(mix, [endpoint], 1, lambda line: None)
+        return server, _report(outcome, mix)
+
+
+def test_a_whole_mix(played: tuple[Fake, dict[str, Any]]) -> None:
+    server, report = played
+    assert report["kind"] == "mix"
+    assert not report["interrupted"]
+    assert report["mix"]["apps"][0]["class"] == "interactive"
+    assert report["mix"]["apps"][0]["prompts"] == 0
+    (found,) = report["servers"]
+    chat, typing, index, batch = found["apps"]
+    assert (chat["requests"], chat["failed"], chat["goals_met"]) == (2, 0, 1)
+    assert (chat["tokens"], chat["goals"]["ttft_s"]) == (8, 60)
+    assert chat["events"][0]["prompt_tokens"] == 11
+    assert chat["ttft_s"]["p50"] > 0
+    assert chat["tpot_s"]["p50"] >= 0
+    # Completions were answered before they were given up.
+    assert 1 <= typing["requests"] <= 3
+    assert (typing["cancelled"], typing["failed"], typing["goals_met"]) == (0, 0, 0)
+    assert (index["requests"], index["goals_met"], index["tokens"]) == (4, None, 0)
+    assert index["ttft_s"] == {"p50": None, "p95": None, "p99": None}
+    assert batch["failed"] == batch["requests"] >= 1
+    assert "out of order" in batch["events"][0]["error"]
+    assert 0 < found["goals_met"] < 1
+    classes = {(one.path, one.headers["x-localrt-class"]) for one in server.asked if one.body}
+    assert ("/v1/chat/completions", "interactive") in classes
+    assert ("/v1/completions", "completion") in classes
+    assert ("/v1/embeddings", "background") in classes
+    # What the machine did.
+    assert set(found["samples"][0]["owners"]) == {"film"}  # a running server's is not known
+    (film,) = found["neighbours"]
+    assert film["frames"] > 0
+    assert film["frame_ms"]["p50"] > 0
+    assert 0 < found["sampler_cpu_s"] <= found["client_cpu_s"]
+    assert found["measuring_cpu_share"] > 0
+    lines = to_table(report)
+    assert "day: 2.0 s, 4 applications, 1 neighbours" in lines
+    for words in ("of the requests met their goals", "interactive", "frames of film"):
+        assert words in lines
+    assert "not measured" in lines
+
+
+def test_medians_over_runs() -> None:
+    with fake(answer) as server:
+        endpoint = RunningServer(server.url, None)
+        mix = replace(MIX, seconds=0.3, apps=(APPS[2],))
+        endpoint.check(mix)
+        report = _report(run_mix(mix, [endpoint], 2, lambda line: None), mix)
+    (found,) = report["servers"]
+    (app,) = found["apps"]
+    assert (found["runs"], app["requests"]) == (2, 1)
+    assert [each["run"] for each in app["events"]] == [1, 2]
+    first, second = [one.body["input"] for one in server.asked if one.body][1::2]
+    for one, other in zip(first, second, strict=True):  # the same, but nothing to find in a cache
+        assert one[:8] != other[:8]
+        assert one[8:] == other[8:]
+
+
+def test_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By Ctrl+C, or by the end, while a request is under way."""
+    hanging = threading.Event()
+
+    def hang(asked: Asked, connection: socket.socket) -> bytes | None:
+        if asked.body and "messages" in asked.body and asked.body["max_tokens"] > 2:
+            hanging.set()
+            connection.recv(1)  # until the client goes away
+            return None
+        return answer(asked, connection)
+
+    def interrupt(seconds: float) -> None:
+        if hanging.is_set():
+            raise KeyboardInterrupt
+
+    mix = replace(MIX, seconds=1, apps=(CHAT,))
+    with fake(hang) as server:
+        endpoint = RunningServer(server.url, None)
+        endpoint.check(MIX)
+        run = runner.MixRun([])
+        with endpoint.serve(mix) as running:
+            runner.play(mix, running, run, "", drain_s=0.1)
+        hanging.clear()
+        monkeypatch.setattr(runner.time, "sleep", interrupt)
+        outcome = run_mix(replace(MIX, seconds=600), [endpoint], 2, lambda line: None)
+    (one,) = run.events
+    assert one.reply.error == "not finished 0.1 s after the end"
+    assert one.met is False
+    report = _report(outcome)
+    assert report["interrupted"]
+    assert "interrupted" in to_table(report)
+    assert report["servers"][0]["apps"][0]["requests"] == 0  # it was under way
+    assert report["servers"][0]["runs"] == 1
+
+
+def _send(reply: Any, **more: Any) -> TimedReply:
+    request = AppRequest("/chat/completions", {"messages": [], "stream": True}, **more)
+    with fake(lambda asked, connection: reply(asked, connection)) as server:
+        return Client().send(Target(read_address(server.url), "m"), request, "interactive")
+
+
+def test_one_request() -> None:
+    pieces = b"".join(delta(content=each) for each in "abc")
+    reply = _send(lambda *_: HEAD + pieces + DONE)
+    assert (reply.text, reply.tokens, len(reply.at)) == ("abc", 3, 3)
+    reply.at = [0.1, 0.2, 2.0]
+    assert reply.stalls(1.0) == 1
+    assert reply.ttft_s == 0.1
+    assert reply.tpot_s == pytest.approx(0.95)
+
+    def hang(asked: Asked, connection: socket.socket) -> None:
+        connection.sendall(HEAD + delta(content="a"))
+        connection.recv(1)
+
+    reply = _send(hang, give_up_s=0.5)
+    assert reply.cancelled
+    assert reply.error is None
+    assert Outcome.of(CHAT, 0.0, reply).met is None
+    late = replace(CHAT, goals=Goals(deadline_s=0.1))
+    assert Outcome.of(late, 0.0, reply).met is False
+
+
+@pytest.mark.parametrize(
+    ("raw", "line"),
+    [
+        (whole(429, {"error": {"message": "later"}}), "busy (429: later)"),
+        (whole(200, b"<html>"), "broke off in the middle"),
+        (HEAD + delta(content="a"), "broke off in the middle"),
+        (HEAD + event(error={"message": "no memory"}), "no memory"),
+        (HEAD + event(choices="x"), "does not speak OpenAI's protocol"),
+        (b"nonsense\r\n\r\n", "does not speak HTTP"),
+    ],
+)
+def test_failures(raw: bytes, line: str) -> None:
+    reply = _send(lambda asked, connection: raw)
+    assert line in (reply.error or "")
+    assert Outcome.of(CHAT, 0.0, reply).met is False
+
+
+@pytest.mark.slow
+@pytest.mark.real
+def test_a_mix_on_a_real_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    app = '[[app]]\nname = "{0}"\nclass = "{1}"\nkind = "{0}"\nmodel = "small"\nevery_s = 10\n'
+    app += "prompt_words = 8\n"
+    file, out = tmp_path / "tiny.toml", tmp_path / "tiny.json"
+    file.write_text(
+        "seconds = 2\n"
+        + app.format("chat", "interactive")
+        + "answer_tokens = 4\nturns = 1\ngoals = { ttft_s = 600 }\n"
+        + app.format("embeddings", "background")
+        + "texts = 2\n"
+    )
+    model = str(real_model("smollm2"))
+    words = [model, "--mix", str(file), "--ctx", "512", "--ram", "2GB", "--out", str(out)]
+    assert main(["bench", *words]) == 0
+    assert "of the requests met their goals" in capsys.readouterr().out
+    (server,) = json.loads(out.read_text("utf-8"))["servers"]
+    assert server["server"] == "localrt"
+    assert "--ctx 512" in server["settings"]["commands"][0]
+    assert "/" not in server["settings"]["commands"][0]
+    chat, index = server["apps"]
+    assert (chat["requests"], chat["tokens"], chat["goals_met"]) == (1, 4, 1)
+    assert index["failed"] == 0
+    assert index["events"][0]["prompt_tokens"] > 0
+    assert server["peak_bytes"]["localrt"] > 50e6
+
+
+# -- servers and neighbours ------------------------------------------------------------------------
+
+
+def test_names_of_models_at_a_url() -> None:
+    with fake(lambda *_: listed("one")) as server:
+        endpoint = RunningServer(server.url, None)
+        endpoint.check(MIX)  # the only model is meant
+        with endpoint.serve(MIX) as running:
+            assert {place.model for place in running.places.values()} == {"one"}
+    with fake(lambda *_: listed("one", "two")) as server:
+        with pytest.raises(LocalrtError, match="lists one, two, and not 'm': give --model m=NAME"):
+            RunningServer(server.url, None).check(MIX)
+        RunningServer(server.url, None).check(replace(MIX, models={"m": "x/two.gguf"}))
+    with pytest.raises(LocalrtError, match="cannot be read"):
+        RunningServer(server.url, None).check(MIX)
+
+
+@needs_scripts
+def test_bad_peers(tmp_path: Path) -> None:
+    file = tmp_path / "no-program"
+    file.touch()
+    for peer, line in (
+        ("llama-server", "give a URL, or llama-server=PROGRAM"),
+        (f"x={file}", "is no program"),
+        (f"localrt={sys.executable}", "two servers are called localrt"),
+    ):
+        with pytest.raises(OptionError, match=line):
+            make_servers(MIX, {"m": Path("m.gguf")}, [peer], options={}, arguments=[], key=None)
+    adapted = replace(MIX, apps=(replace(CHAT, adapter="a"),))
+    with pytest.raises(LocalrtError, match=r"\[\[app\]\] chat: adapter needs a mix of one model"):
+        Localrt({"m": Path("a"), "n": Path("b")}, {}).check(adapted)
+    with pytest.raises(LocalrtError, match="reads GGUF files only: m is folder"):
+        LlamaServer("x", Path(sys.executable), {"m": Path("folder")}, []).check(MIX)
+
+
+SERVER = """#!{python} -S
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+if "--fail" in sys.argv:
+    sys.exit("no such model")
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def log_message(self, *args):
+        pass
+print("x" * 200_000)  # more than a pipe holds
+HTTPServer(("127.0.0.1", int(sys.argv[-1])), Handler).serve_forever()
+"""
+
+
+def _program(folder: Path) -> Path:
+    file = folder / "server"
+    file.write_text(SERVER.format(python=sys.executable))
+    file.chmod(0o755)
+    return file
+
+
+def ended(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE  # nobody has waited for it
+    except psutil.NoSuchProcess:
+        return True
+
+
+@needs_scripts
+def test_a_process_for_each_model_and_use(tmp_path: Path) -> None:
+    paths = {"m": tmp_path / "m.gguf", "broken": tmp_path / "b.gguf"}
+    server = LlamaServer("peer", _program(tmp_path), paths, ["--flag"])
+    server.check(MIX)
+    with server.serve(MIX) as running:
+        pids = list(running.owners.values())
+        assert list(running.owners) == ["peer (chat)", "peer (index)", "peer (batch)"]
+        assert all(psutil.pid_exists(pid) for pid in pids)
+        assert len({place.address for place in running.places.values()}) == 3
+        assert running.places["chat"].address == running.places["type"].address
+        assert "server -m m.gguf -np 4 -c 32768 --cont-batching --flag" in running.commands
+        assert "--embeddings" in running.commands[1]
+        assert str(tmp_path) not in str(running.commands)
+    assert all(ended(pid) for pid in pids)
+    # One that does not start is skipped.
+    server = LlamaServer("peer", _program(tmp_path), {"m": tmp_path / "m.gguf"}, ["--fail"])
+    mix = replace(MIX, apps=(CHAT,))
+    outcome = run_mix(mix, [server], 2, lambda line: None)
+    assert outcome.skipped == {"peer": "the server did not start: no such model"}
+    assert "peer did not run: the server did not start" in to_table(_report(outcome, mix))
+
+
+PARENT = """
+import sys
+from contextlib import ExitStack
+from localrt.bench.mix.mix import Neighbour
+from localrt.bench.mix.neighbours import RunningNeighbour
+from localrt.bench.mix.servers import Running, start
+work = {"cores": 1, "busy_s": 60.0, "idle_s": 1.0}
+neighbour = RunningNeighbour(Neighbour(name="cc", kind="compiler", work=work))
+neighbour.start()
+running = Running()
+with ExitStack() as stack:
+    start(stack, running, "x", [sys.argv[1]])
+    print(*running.owners.values(), neighbour.pid, flush=True)
+    sys.stdin.read()
+"""
+
+
+@needs_scripts
+def test_all_end_when_the_benchmark_is_killed(tmp_path: Path) -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(_program(tmp_path))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+    )
+    with parent:
+        assert parent.stdout is not None
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 2
+        assert not any(ended(pid) for pid in pids)
+        parent.kill()
+    wait_for(lambda: all(ended(pid) for pid in pids))
+
+
+WORK: dict[str, dict[str, Any]] = {
+    "compiler": {"cores": 2, "busy_s": 0.01, "idle_s": 0.01},
+    "video": {"frame_ms": 1.0, "work_mb": 0.01},
+    "memory": {"bytes": 1 << 20},
+    "disk": {"bytes": 1 << 20},
+}
+
+
+def test_neighbours() -> None:
+    """They work until they are stopped, and what went wrong is reported."""
+    before = threading.active_count()
+    figures = {"video": {"frames", "dropped", "frame_ms"}, "disk": {"copies"}}
+    for kind, work in WORK.items():
+        handlers = NeighbourHandlers()
+        handlers.start(kind, None, work)
+        assert threading.active_count() == before + work.get("cores", 1)
+        assert set(handlers.stop()) == figures.get(kind, set())
+        assert threading.active_count() == before
+    NeighbourHandlers().start("memory", 0.01, WORK["memory"])
+    wait_for(lambda: threading.active_count() <= before)
+    handlers = NeighbourHandlers()
+    handlers.start("memory", None, {"bytes": 1 << 60})
+    assert "error" in handlers.stop()
+    with RunningNeighbour(Neighbour(name="film", kind="video", work=WORK["video"])) as running:
+        psutil.Process(running.pid).kill()
+        found = running.stop()
+    assert "the process" in found["error"]
+    assert found["frame_ms"] is None

@@ -1,0 +1,475 @@
+"""The measurements of ``benchmarks``: command lines, result files, tables, and each in short."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import benchmarks
+import localrt
+from benchmarks import tables
+from benchmarks.claims import CLAIMS, Setting, ask, claims_table, serving
+from benchmarks.common import command
+from benchmarks.common.command import RESULTS, cited_command, listed, make_parser
+from benchmarks.common.memory_limit import MemoryLimit, drop_from_cache
+from benchmarks.common.random_store import write_store
+from benchmarks.common.record import Results, load
+from benchmarks.common.turns import by_turns, ratios, summary
+from benchmarks.cpu import __main__ as cpu
+from benchmarks.cpu import child
+from benchmarks.cpu.__main__ import cpu_table, run_peer
+from benchmarks.quality import __main__ as quality
+from benchmarks.quality import rows as quality_rows
+from benchmarks.quality.rows import prose, python_source
+from benchmarks.waits import pdf
+from localrt import DocumentIndex, LocalrtError
+from localrt.bench.llama_bench import PeerFailedError
+from localrt.common.errors import OptionError
+from localrt.quant.cpu.ops import NativeOps
+from tests.conftest import needs_kernels, needs_scripts, write_tiny_model
+from tests.real_models import real_model
+
+ROOT = Path(benchmarks.__file__).parent
+PAGE = "<!-- table: cpu-avx2 -->\n<!-- end -->\n"
+
+
+def modules() -> Iterator[str]:
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = path.relative_to(ROOT.parent).with_suffix("").parts
+        yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def commands() -> Iterator[str]:
+    for path in sorted(ROOT.rglob("*.py")):
+        if "make_parser(" in path.read_text("utf-8") and path.parent.name != "common":
+            name = ".".join(path.relative_to(ROOT.parent).with_suffix("").parts)
+            yield name.removesuffix(".__main__")
+
+
+def test_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    """All modules can be imported, each command has its help, and results cite such commands."""
+    for name in modules():
+        import_module(name)
+    for name in commands():
+        folder = (ROOT.parent / name.replace(".", "/")).is_dir()
+        main = import_module(f"{name}.__main__" if folder else name)
+        assert f"python -m {name} " in main.__doc__
+        with pytest.raises(SystemExit) as done:
+            main.main(["--help"])
+        assert done.value.code == 0
+        assert main.__doc__.partition("\n")[0].split()[0] in capsys.readouterr().out
+    known = set(commands())
+    pages = "".join(page.read_text(encoding="utf-8") for page in tables.pages())
+    for path in RESULTS.glob("*.json"):
+        cited = json.loads(path.read_text("utf-8"))["command"]
+        if cited.startswith("python -m benchmarks"):
+            assert cited.split()[2] in known, path
+        assert f"<!-- table: {path.stem} -->" in pages, path.name
+
+
+def test_command_line() -> None:
+    words = ["/a/m.gguf", "--json", "/a/out.json", "--ssd", "3GB/s"]
+    assert cited_command("x", words) == "python -m benchmarks.x m.gguf --ssd 3GB/s"
+    parser = make_parser("What it does.\n\nMore.", results="x", runs=3, rows=True)
+    parser.add_argument("--formats", type=listed(["a", "b"]))
+    args = parser.parse_args(["--formats", "a,b", "--only", "m", "n", "--only", "o"])
+    assert (args.formats, args.json, args.runs) == (["a", "b"], RESULTS / "x.json", 3)
+    assert (args.only, args.again) == (["m", "n", "o"], [])
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--formats", "c"])
+
+
+def test_turns() -> None:
+    order = list[str]()
+    calls = {name: lambda n=name: order.append(n) or len(order) for name in "ab"}
+    assert by_turns(calls, 2) == {"a": [4, 5], "b": [3, 6]}
+    assert "".join(order) == "abbaab"
+    assert by_turns(calls, 1, warm_up=False) == {"a": [7], "b": [8]}
+    assert summary([1.0, 2.0, 6.0]) == {"median": 2.0, "low": 1.5, "high": 4.0}
+    assert ratios([1.0, 6.0], [2.0, 2.0]) == [0.5, 3.0]
+
+
+def test_a_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, order = tmp_path / "made.json", ["one", "two", "three"]
+    results = Results(path, "python -m benchmarks.x", runs=5)
+    assert list(results.pending(order)) == order
+    results.put({"name": "three", "values": [1, 2]}, order)
+    results.put({"name": "one", "skipped": "no room"}, order)
+    assert capsys.readouterr().out == "three is done\none is done\n"
+    results = Results(path, "python -m benchmarks.x --again")
+    assert [row["name"] for row in results.rows] == ["one", "three"]
+    assert list(results.pending(order)) == ["one", "two"], "what was skipped is tried again"
+    assert list(results.pending(order, only=["t"])) == ["two"]
+    assert list(results.pending(order, again=["three"])) == order
+    results.put({"name": "two"}, order)
+    record = load(path)
+    assert [row["name"] for row in record["rows"]] == order
+    assert (record["command"], record["runs"]) == ("python -m benchmarks.x --again", 5)
+    assert {"machine", "versions"} <= record.keys()
+    assert [file.name for file in tmp_path.iterdir()] == ["made.json"]
+    Results(None, "c").put({"name": "nowhere"})
+
+
+def test_a_figure_that_no_file_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tables.main(["--check"]) == 0
+    page = tmp_path / "page.md"
+    monkeypatch.setattr(tables, "pages", lambda: [page])
+    page.write_text(PAGE)
+    assert tables.main([]) == 0
+    made = page.read_text("utf-8")
+    assert tables.main(["--check"]) == 0
+    figure = "| 1.54x |"
+    assert figure in made
+    page.write_text(made.replace(figure, "| 9.99x |", 1))
+    assert tables.main(["--check"]) == 1
+    assert "the tables of page.md are out of date" in capsys.readouterr().out
+    assert "9.99x" in page.read_text("utf-8"), "a check changes nothing"
+    page.write_text("<!-- table: cpu-abacus -->\n<!-- end -->\n")
+    with pytest.raises(SystemExit, match=r"cpu-abacus\.json, which is not in"):
+        tables.main(["--check"])
+
+
+# -- what measurements use -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "group", "file"),
+    [
+        ("4:memory:/job\n", "memory/job", "memory.limit_in_bytes"),
+        ("4:memory:/only/the/host/sees\n", "memory", "memory.limit_in_bytes"),
+        ("0::/job\n", "job", "memory.max"),
+    ],
+)
+def test_memory_limit(tmp_path: Path, cgroup: str, group: str, file: str) -> None:
+    with pytest.raises(LocalrtError, match="systemd-run"):
+        MemoryLimit.create(5_000_000, tmp_path)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(cgroup)
+    (tmp_path / "sys/fs/cgroup" / group).mkdir(parents=True)
+    (tmp_path / "sys/fs/cgroup" / group / "cgroup.procs").write_text("")
+    limit = MemoryLimit.create(5_000_000, tmp_path)
+    (folder,) = (tmp_path / "sys/fs/cgroup" / group).glob("localrt-bench-*")
+    assert (folder / file).read_text("utf-8") == "5000000"
+    limit.add(4321)
+    assert (folder / "cgroup.procs").read_text("utf-8") == "4321"
+    assert limit.peak() is None
+    for name in ("memory.max_usage_in_bytes", "memory.peak"):
+        (folder / name).write_text("123456\n")
+        assert limit.peak() == 123456
+        (folder / name).unlink()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs control groups")
+def test_real_group() -> None:
+    try:
+        limit = MemoryLimit.create(64 << 20)
+    except LocalrtError as error:
+        pytest.skip(str(error))
+    child = subprocess.Popen(
+        [sys.executable, "-c", "input(); bytearray(200 << 20)"],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    limit.add(child.pid)
+    child.communicate(b"\n")
+    assert child.returncode != 0
+    assert 50 << 20 < (limit.peak() or 0) <= 64 << 20
+    limit.remove()
+    assert not limit._folder.exists()
+
+
+def test_drop_from_cache(tmp_path: Path) -> None:
+    (tmp_path / "one.gguf").write_bytes(b"x")
+    drop_from_cache([tmp_path / "one.gguf", tmp_path / "gone"], drop_all=tmp_path / "no/right")
+    drop_from_cache([tmp_path / "one.gguf"], drop_all=tmp_path / "switch")
+    assert (tmp_path / "switch").read_text("utf-8") == "1\n"
+
+
+CONFIG = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
+
+
+def test_random_store(tmp_path: Path) -> None:
+    write_store(tmp_path / "model", "Qwen3ForCausalLM", CONFIG, "int4-g32")
+    with localrt.load(tmp_path / "model", device="cpu", ctx=64, draft="off") as model:
+        answer = model.generate(token_ids=[3, 1, 4], max_tokens=12, temperature=0, ignore_eos=True)
+        (rows,) = model.logits([3, 1, 4])
+    assert len(set(answer.token_ids)) > 3, "a model that says one word hides mistakes"
+    assert np.isfinite(rows).all()
+    assert not np.array_equal(rows[0], rows[1]), "no unit is like another"
+
+
+def test_a_document_of_waits(tmp_path: Path) -> None:
+    file = pdf(tmp_path / "report.pdf", 3)
+    with DocumentIndex(tmp_path / "index.db") as index:
+        assert not index.update([file])
+        assert {piece.page for piece in index.search("in the order", limit=99)} == {1, 2, 3}
+
+
+# -- each measurement in short ---------------------------------------------------------------------
+
+
+READ = {"read": 1200, "first_s": 0.5}
+FOUND: dict[str, dict[str, Any]] = {
+    "agent": READ,
+    "restarts": READ,
+    "draft": {"limit": 1_300_000_000, "tok_s": 4.25},
+    "models": {"limit": 1_500_000_000, "asked": 12, "answered": 3, "failed": "x", "answer_s": None},
+    "answers": {"asked": 12, "changed": 2},
+    "larger": {"limit": 850_000_000, "failed": "it did not start"},
+}
+
+
+def test_claims_table() -> None:
+    rows = [{"name": name, "localrt": FOUND[name], "llama-server": FOUND[name]} for name in CLAIMS]
+    table = claims_table({"rows": rows, "command": "python -m benchmarks.claims", "versions": {}})
+    for words in (
+        "1,200 tokens read, 0.50 s to the first token | 1,200",
+        "within 1.3 GB | 4.2 tok/s",
+        "3 of 12 answered |",
+        "2 of 12 answers changed |",
+        "no answer: it did not start",
+    ):
+        assert words in table
+
+
+@pytest.mark.slow
+@needs_kernels
+def test_a_server_is_started_and_asked(tmp_path: Path) -> None:
+    (tmp_path / "tiny").mkdir()
+    folder = write_tiny_model(tmp_path / "tiny", context=512)
+    setting = Setting(Path("llama-server"), folder, tmp_path)
+    with serving("localrt", [str(folder), "--draft", "off"], setting) as server:
+        first, again = (ask(server, "Hello. " * 10, max_tokens=4) for _ in range(2))
+        assert (first.cached_tokens, first.tokens) == (0, 4)
+        assert again.prompt_tokens == first.prompt_tokens == again.cached_tokens + 1
+        assert again.text == first.text
+        with pytest.raises(LocalrtError, match="max_tokens"):
+            ask(server, "Hello.", max_tokens="many")
+
+
+_SCRIPT = """#!{python}
+import json, sys
+from pathlib import Path
+words = sys.argv[1:]
+with Path(__file__).with_suffix(".calls").open("a") as calls:
+    print(*words, file=calls)
+if "-rtr 1 -fa 1" in " ".join(words):
+    sys.exit("it cannot do that")
+rate = 100.0 + (words[words.index("-fa") + 1] == "1")
+print(json.dumps([{{"samples_ts": [rate / 2, rate], "build_commit": "abc"}}]))
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    """Faster with flash attention; ik_llama.cpp fails with it and repacked weights."""
+    path = tmp_path / "llama-bench"
+    path.write_text(_SCRIPT.format(python=sys.executable))
+    path.chmod(0o755)
+    return path
+
+
+@needs_scripts
+def test_peer(program: Path) -> None:
+    job = {"model": "m.gguf", "kind": "prompt", "tokens": 8192, "repeats": 2, "threads": 3}
+    found = run_peer("ik_llama.cpp", program, "-rtr 0 -fa 1", job)
+    assert found == {"value": 101.0, "build": "abc", "setting": "-rtr 0 -fa 1"}
+    run_peer("llama.cpp", program, "--repack 0 -fa 1", {**job, "kind": "decode", "tokens": 128})
+    assert program.with_suffix(".calls").read_text("utf-8").splitlines() == [
+        "-m m.gguf -rtr 0 -fa 1 -p 8192 -n 0 -w 0 -r 2 -t 3 -o json",
+        "-m m.gguf --repack 0 -fa 1 -p 0 -n 128 -r 2 -t 3 -o json",
+    ]
+    with pytest.raises(PeerFailedError, match=r"-rtr 1 -fa 1: it cannot do that"):
+        run_peer("ik_llama.cpp", program, "-rtr 1 -fa 1", job)
+
+
+@pytest.mark.slow
+@needs_scripts
+@needs_kernels
+def test_command(
+    program: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    values = {"prompt": 202.0, "decode": 303.0}
+
+    def ours(name: str, words: Any, job: dict[str, Any], **_: Any) -> dict[str, Any]:
+        floor = {"of_floor": 0.98} if job["kind"] == "decode" else {}
+        return {"value": values[job["kind"]], **floor}
+
+    monkeypatch.setattr(command, "run_child", ours)
+    monkeypatch.setattr(command, "find_model", Path)
+    file = tmp_path / "cpu.json"
+    words = ["--isa", "portable", "--ik", str(program), "--llamacpp", str(program)]
+    words += ["--runs", "3", "--json", str(file)]
+    assert cpu.main([*words, "--models", "qwen1.5b", "--only", "pass-64"]) == 0
+    assert cpu.main([*words, "--models", "smollm2", "b/a.gguf"]) == 0
+    record = json.loads(file.read_text("utf-8"))
+    rows = {row["name"]: row for row in record["rows"]}
+    assert list(rows)[:2] == [
+        "Qwen2.5-1.5B Q4_K_M, pass of 64 rows",
+        "SmolLM2-135M Q4_1, prompt of 512",
+    ]
+    assert list(rows)[-2:] == ["a, prompt of 512", "a, decode"]
+    prompt = rows["SmolLM2-135M Q4_1, prompt of 512"]
+    assert prompt["peers"]["ik_llama.cpp"]["setting"] == "-rtr 0 -fa 1"
+    assert prompt["peers"]["llama.cpp"]["ratio"]["median"] == 2.0
+    shown = capsys.readouterr().out
+    assert "ik_llama.cpp -rtr 1 -fa 1: it cannot do that" in shown
+    for cells in (
+        "prompt of 512 | 202 | 101 (plain, flash attention) | 2.00x | 101 (repacked, flash attenti",
+        "decode | 303 | 101 (plain, flash attention) | 3.00x |",
+        "| 3.00x | 98 % |",
+        "ik_llama.cpp abc",
+    ):
+        assert cells in cpu_table(record)
+
+
+@needs_kernels
+@pytest.mark.slow
+@pytest.mark.real
+def test_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NativeOps, "__init__", NativeOps.__init__)  # put back what is forced
+    isa = NativeOps(threads=1).isa
+    job = {"kind": "decode", "tokens": 4, "repeats": 1, "threads": 2, "isa": isa}
+    found = child.main({**job, "model": str(real_model("smollm2"))})
+    assert found["value"] > 0
+    assert found["of_floor"] > 0
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--isa", "abacus"], "'abacus' cannot run here; "),
+        (["--only", "decode,4 rows"], "'4 rows' is not one of prompt-512, decode, "),
+        (["--models", "./none.gguf"], "no such file or folder"),
+        (["--ik", "./none"], "none is not a file"),
+    ],
+)
+def test_mistakes_are_named_before_anything_is_measured(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        cpu.main(words)
+    assert told in f"{left.value}{capsys.readouterr().err}"
+
+
+WORDS = ["stone", "river", "light", "seven", "walks", "under", "great", "paper", "answer"]
+
+
+def passages(count: int, seed: int = 0) -> str:
+    rng = np.random.default_rng(seed)
+    return "\n\n".join(" ".join(rng.choice(WORDS, 40)) + f" {i}." for i in range(count))
+
+
+def test_prose(tmp_path: Path) -> None:
+    path = tmp_path / "prose.txt"
+    path.write_text(passages(40))
+    corpus = prose(path)
+    sides = [set(side.split("\n\n")) for side in (corpus.evaluation, corpus.calibration)]
+    assert [len(side) for side in sides] == [30, 10]
+    assert not sides[0] & sides[1]
+    assert "passages 1-30 of 40" in corpus.source
+    path.write_text("one\n\ntwo\n\nthree")
+    with pytest.raises(OptionError, match="3 passages"):
+        prose(path)
+
+
+def test_python_source(tmp_path: Path) -> None:
+    for number in range(20):
+        lines = "".join(f"x_{number}_{line} = {line}\n" for line in range(1000))
+        (tmp_path / f"module{number}.py").write_text(lines)
+    corpus = python_source(tmp_path)
+    assert corpus == python_source(tmp_path)
+    lines = [set(side.splitlines()) for side in (corpus.evaluation, corpus.calibration)]
+    assert min(map(len, lines)) > 1000
+    assert len(lines[0] & lines[1]) <= 1  # the blank lines between pieces
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(OptionError, match="too few Python files"):
+        python_source(tmp_path / "empty")
+
+
+def test_resume_run(
+    tiny_folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    elsewhere = SimpleNamespace(gettempdir=lambda: "/elsewhere")  # the tests' own folder is kept
+    monkeypatch.setattr("localrt.hub.cache.tempfile", elsewhere)
+    text = tmp_path / "prose.txt"
+    text.write_text(passages(60))
+    out = tmp_path / "quality.json"
+    common = [
+        *("--models", str(tiny_folder), "--text", str(text), "--no-python-source"),
+        *("--tokens", "512", "--ctx", "128", "--calibration-tokens", "1024"),
+        *("--cache", str(tmp_path / "cache"), "--json", str(out)),
+    ]
+    assert quality.main([*common, "--formats", "int8-g32", "--methods", "rtn"]) == 0
+    first = json.loads(out.read_text("utf-8"))
+    (made,) = first["rows"]
+    (score,) = made["scores"]
+    assert (made["weights"], score["text"]) == ("int8-g32 rtn", "prose")
+    assert score["kl"] < 0.05
+    assert score["top1"] > 0.8
+    assert made["bits_per_weight"] == pytest.approx(8.5)
+    assert first["references"][tiny_folder.name].keys() == {"prose"}
+    assert str(tmp_path) not in first["command"]
+
+    assert quality.main([*common, "--formats", "int8-g32,mxfp4", "--methods", "rtn,gptq"]) == 0
+    second = json.loads(out.read_text("utf-8"))
+    assert second["rows"][:1] == first["rows"]
+    assert [r["weights"] for r in second["rows"][1:]] == ["mxfp4 rtn", "mxfp4 gptq"]
+    shown = capsys.readouterr().out
+    assert shown.count("int8-g32 rtn is done") == 1
+
+    again = ["--formats", "int8-g32", "--methods", "rtn", "--again", "int8"]
+    assert quality.main([*common, *again]) == 0
+    assert capsys.readouterr().out.count(" is done") == 1
+    second = json.loads(out.read_text("utf-8"))
+    assert second["rows"][0]["weights"] == "int8-g32 rtn"
+    assert len(second["rows"]) == 3
+
+    assert quality.main([*common, "--formats", "mxfp4", "--tokens", "256"]) == 2
+    assert "made with other tokens: choose another --json" in capsys.readouterr().err
+    assert json.loads(out.read_text("utf-8")) == second
+    assert [Path(name) for name in localrt.uses()] == [tiny_folder]  # none that is gone by now
+
+
+def test_reference_is_cached(tiny_folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "prose.txt"
+    path.write_text(passages(40))
+    made = [
+        quality_rows.make_reference(tiny_folder, prose(path), tmp_path, ctx=64, tokens=256)
+        for _ in range(2)
+    ]
+    assert len(list(tmp_path.glob("*.npy"))) == 1
+    assert made[0].perplexity == made[1].perplexity
+    score = quality_rows.scores(tiny_folder, made[:1], 64)[0]
+    assert score["kl"] == pytest.approx(0, abs=1e-5)
+    assert score["change"] == pytest.approx(0, abs=5e-4)  # half precision on disk

@@ -1,0 +1,422 @@
+"""What is drawn, as lines: Markdown, the footer, the loading line, the panel, lists."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from markdown_it import MarkdownIt
+from rich.cells import cell_len
+from rich.style import Style
+from textual.content import Content
+
+from localrt.common.progress import Progress
+from localrt.engine.types import Metrics
+from localrt.service.status import LaneUse, MemoryUse
+from localrt.tui.chat.bars import Phase, StatusBar, footer_line
+from localrt.tui.chat.markdown import MarkdownLines, MarkdownStyles
+from localrt.tui.chat.message_queue import RedrawLimit
+from localrt.tui.chat.panel import (
+    PanelData,
+    lane_text,
+    memory_text,
+    side_lines,
+    sparkline,
+    strip_lines,
+)
+from localrt.tui.loading_line import loading_line
+from localrt.tui.screens.dialogs import hanging
+from localrt.tui.text import clean, one_line
+from tests.tui.fakes import BEFORE, STREAMED, VIEW
+
+# -- Markdown --------------------------------------------------------------------------------------
+
+STYLES = MarkdownStyles(
+    dark=True,
+    heading=Style(bold=True),
+    code=Style(bold=True),
+    code_block=Style(bgcolor="#202020"),
+    quote=Style(italic=True),
+    link=Style(underline=True),
+    muted=Style(dim=True),
+)
+
+DOCUMENT = """# Title
+
+Some **bold** text, `code` and a [link](http://example.org):
+
+- one
+- two with *em*
+  - nested
+
+1. first
+2. second
+
+```python
+def f(x):
+
+    return x + 1
+```
+
+| a | b |
+|---|---|
+| 1 | 2 |
+
+> quoted
+> twice
+
+Roses are red
+violets are <b>blue</b> ![a cat](cat.png)
+
+---
+
+The end."""
+
+DRAWN = """\
+Title
+
+Some bold text, code and a link:
+
+ • one
+ • two with em
+    • nested
+
+ 1 first
+ 2 second
+
+ def f(x):
+
+     return x + 1
+
+ a  b
+ ────
+ 1  2
+
+▌ quoted
+▌ twice
+
+Roses are red
+violets are <b>blue</b> [image: a cat]
+
+────────────────────────────────────────
+
+The end."""
+
+
+def drawn(lines: MarkdownLines) -> str:
+    return "\n".join(line.text.rstrip() for line in lines.lines)
+
+
+def whole(source: str, width: int = 40) -> str:
+    lines = MarkdownLines(STYLES, width)
+    lines.append(source)
+    lines.finish()
+    return drawn(lines)
+
+
+def test_blocks() -> None:
+    assert whole(DOCUMENT) == DRAWN
+
+
+@pytest.mark.parametrize(
+    ("source", "shown"),
+    [
+        # Formulas stay as they were written.
+        (r"\[ x_1 * y_2 * z = \frac{a}{b} \]", r"\[ x_1 * y_2 * z = \frac{a}{b} \]"),
+        (r"so \( a_1 \) and \(b*c*d\)", r"so \( a_1 \) and \(b*c*d\)"),
+        ("It is\n\\[\na\n+ b\n- c\\\\\n\\]\nNow", "It is\n\n\\[\na\n+ b\n- c\\\\\n\\]\n\nNow"),
+        ("$$\na\n- b\n$$", "$$\na\n- b\n$$"),
+        ("with $a*b*c$ and $$d*e*f$$", "with $a*b*c$ and $$d*e*f$$"),
+        ("- one\n  \\[\n  a\n  - b\n  \\]\n- two", " • one\n   \\[\n   a\n   - b\n   \\]\n • two"),
+        ("`\\[ a \\]`\n\n\\[ no end", "\\[ a \\]\n\n[ no end"),
+        ("from $5 *to* $6", "from $5 to $6"),
+        (r"a list \[1\] is none", r"a list \[1\] is none"),
+        # HTML's line end.
+        ("one<br>two<BR/>three<br />four", "one\ntwo\nthree\nfour"),
+        ("| a | b |\n|--|--|\n| 1<br>2 | 3 |", " a  b\n ────\n 1  3\n 2"),
+        ("`<br>`", "<br>"),
+        # Chinese and Japanese break anywhere, but not before a full stop nor after a bracket.
+        (
+            "Python 是一种广泛使用的解释型高级和通用的编程语言。",
+            "Python 是一种广泛使用的解释型高级和通用\n的编程语言。",
+        ),
+        (
+            "一二三四五六七八九十一二三四五六七八九十。",
+            "一二三四五六七八九十一二三四五六七八九\n十。",
+        ),
+        (
+            "一二三四五六七八九十一二三四五六七八九「十」",
+            "一二三四五六七八九十一二三四五六七八九\n「十」",
+        ),
+        ("- Hello 一二三四五六七八九十一二三四五", " • Hello 一二三四五六七八九十一二三四五"),
+        (
+            "| a | b |\n|--|--|\n| 一二三四五六七八九十一二三四五六七八九十 | x |",
+            " a                                    b\n"
+            " ──────────────────────────────────────\n"
+            " 一二三四五六七八九十一二三四五六七   x\n 八九十",
+        ),
+    ],
+)
+def test_beyond_commonmark(source: str, shown: str) -> None:
+    assert whole(source) == shown
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_stream_equals_whole(seed: int) -> None:
+    chance = random.Random(seed)
+    lines = MarkdownLines(STYLES, 40)
+    place = 0
+    while place < len(DOCUMENT):
+        size = chance.randint(1, 7)
+        lines.append(DOCUMENT[place : place + size])
+        place += size
+    assert drawn(lines) == DRAWN  # even before finish
+    lines.finish()
+    assert drawn(lines) == DRAWN
+
+
+TOKENS = ("\n\n", "- ", "1. ", "```", "    ", "> ", "---", "\\[", "\\]", "$$", "<br>", "中文")
+
+
+@settings(max_examples=60)
+@given(st.lists(st.sampled_from([*"a \n2|*`#", *TOKENS]), max_size=40))
+def test_streaming_any_text(pieces: list[str]) -> None:
+    lines = MarkdownLines(STYLES, 40)
+    for piece in pieces:
+        before = [line.text for line in lines.lines]
+        first = lines.append(piece)
+        assert [line.text for line in lines.lines[:first]] == before[:first]
+    lines.finish()
+    assert drawn(lines) == whole("".join(pieces))
+
+
+@pytest.mark.parametrize(
+    ("opening", "line"),
+    [
+        ("```python\n", "x = 1\n"),
+        ("", "- an item\n"),
+        ("", "7. an item\n"),
+        ("| a | bb |\n|---|---:|\n", "| an item | 1.5 |\n"),
+        pytest.param("|a|b|\n|-|-|\n", f"| {'word ' * 9} | `code` |\n", marks=pytest.mark.slow),
+    ],
+)
+def test_long_blocks(opening: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = MarkdownLines(STYLES, 40)
+    lines.append(opening)
+    parsed, parse = [], MarkdownIt.parse
+    monkeypatch.setattr(
+        MarkdownIt, "parse", lambda self, text: (parsed.append(len(text)), parse(self, text))[1]
+    )
+    changed, most = [], 0
+    for _ in range(200):
+        changed.append(lines.append(line))
+        most = max(most, len(lines.lines) - changed[-1])
+    assert changed[-1] > 130  # the first lines are no longer touched
+    assert max(parsed) < 80 * len(opening + line)
+    assert most < 80 * max(1, len(lines.lines) // 200)
+    streamed = drawn(lines)
+    lines.finish()
+    assert [row.split() for row in streamed.splitlines()] == [
+        row.split() for row in drawn(lines).splitlines()
+    ]
+
+
+def test_several_tables() -> None:
+    """Each has its heading and its columns, in a quote, in items of a list and in slices."""
+    small, large = "|a|b|\n|-|-|\n|1|2|\n", "|c|d|e|\n|-|-|-|\n|3|4|5|\n"
+    rows = large + "|6|7|8|\n" * 45
+    quote = "".join(f"> {line}\n" for line in f"{small}\n{large}".splitlines())
+    items = "".join(
+        f"- item\n\n  {each.replace(chr(10), chr(10) + '  ')}\n" for each in [small, large] * 20
+    )
+    for source in (quote, items, f"{rows}\n{small}", f"{rows}\n- {small}"):
+        lines, rest = MarkdownLines(STYLES, 40), source.splitlines(keepends=True)
+        while rest:
+            lines.append("".join(rest[:5]))
+            del rest[:5]
+        streamed = drawn(lines)
+        lines.finish()
+        assert streamed.split() == drawn(lines).split()
+        assert drawn(lines) == whole(source)
+    assert whole(quote).count("c") == whole(quote).count("a") == 1
+
+
+def test_wrapping() -> None:
+    text = whole("word " * 50 + "\n\n```\n" + "x" * 90 + "\n```", width=30)
+    assert max(map(len, text.splitlines())) <= 30
+    assert text.count("x") == 90
+
+
+# -- bars ------------------------------------------------------------------------------------------
+
+STATUS = StatusBar(
+    model="SmolLM2-135M-Instruct",
+    engine="native q4_1",
+    phase=Phase.GENERATING,
+    metrics=Metrics(decode_tok_s=41.2),
+    used=312,
+    ctx=8192,
+)
+
+
+def metrics(per_pass: float, sources: dict[str, float]) -> Metrics:
+    return Metrics(decode_tok_s=41.2, accepted_per_pass=per_pass, accepted_by_source=sources)
+
+
+@pytest.mark.parametrize(
+    ("width", "shown", "dropped"),
+    [
+        (
+            100,
+            ["SmolLM2", "native q4_1", "answering", "41.2 tok/s", "context 312 of 8.2k", "Esc"],
+            [],
+        ),
+        (60, ["SmolLM2", "answering", "41.2 tok/s"], ["Esc", "q4_1"]),
+        (40, ["SmolLM2", "answering"], ["tok/s", "8.2k"]),
+        (12, ["answering"], ["SmolLM2"]),
+    ],
+)
+def test_footer(width: int, shown: list[str], dropped: list[str]) -> None:
+    line = footer_line(STATUS, width).plain
+    assert all(part in line for part in shown)
+    assert not any(part in line for part in dropped)
+    assert len(line) <= max(width, len(" answering "))
+
+
+def test_footer_long_name_and_guesses() -> None:
+    name = "Qwen3-Coder-30B-A3B-Instruct-1M-UD-Q4_K_XL-imatrix-abliterated.gguf"
+    for width in (80, 100, 120):  # it is cut before what to press and how full the context is
+        line = footer_line(replace(STATUS, model=name), width).plain
+        assert "… · answering" in line
+        assert name[:8] in line
+        assert "41.2 tok/s · context 312 of 8.2k · Esc stop" in line
+        assert len(line) == width
+    assert all("  " in footer_line(STATUS, width).plain.strip() for width in range(50, 130))
+    sources = {"model": 0.41, "ngram": 0.18, "said": 0.0}
+    guessing = replace(STATUS, metrics=metrics(2.43, sources))
+    wide = footer_line(guessing, 130).plain
+    assert "guessed 59 %, 2.4 tokens per pass · 41.2 tok/s" in wide
+    assert footer_line(guessing, 90).plain == footer_line(STATUS, 90).plain, "it goes first"
+    none_came_true = replace(STATUS, metrics=metrics(1.0, {"ngram": 0.0}))
+    assert footer_line(none_came_true, 130).plain == footer_line(STATUS, 130).plain
+
+
+@pytest.mark.parametrize("width", [30, 60, 100])
+def test_loading_line(width: int) -> None:
+    progress = Progress("download", 1_500_000_000, 4_000_000_000, "bytes", "model-00001-of-00002")
+    line = loading_line(progress, width).plain
+    assert line.startswith("Downloading")
+    assert "38%" in line
+    assert ("1.5 GB of 4 GB" in line) == (width > 30)
+    assert ("model-00001" in line) == (width == 100)
+    assert len(line) <= width
+
+
+def test_loading_line_without_total() -> None:
+    assert loading_line(None, 60).plain.startswith("Opening")
+    assert "12 layers" in loading_line(Progress("load", 12, None, "layers"), 60).plain
+    assert "100%" in loading_line(Progress("load", 9, 8, "layers"), 60).plain
+
+
+def test_safe_text() -> None:
+    assert clean("a\tb\r\nc\x1b[2J\x7f\x9b") == "a\tb\nc\ufffd[2J\ufffd\ufffd"
+    assert one_line(ValueError("\nfirst\nsecond")) == "first"
+    assert one_line(KeyboardInterrupt()) == "KeyboardInterrupt"
+
+
+def test_redraw_limit() -> None:
+    wall = cpu = 0.0
+    pace = RedrawLimit(wall=lambda: wall, cpu=lambda: cpu, cores=2)
+    assert pace.due()
+    cpu += 0.005  # a drawing that took 5 ms ...
+    wall += 0.2
+    assert not pace.due()
+    wall += 0.06  # ... allows the next after 250 ms
+    assert pace.due()
+    cpu += 30  # however dear, half a second is the longest wait
+    wall += 0.51
+    assert pace.due()
+
+
+# -- the panel -------------------------------------------------------------------------------------
+
+METRICS = replace(STREAMED.metrics or Metrics(), accepted_per_pass=1.0, accepted_by_source={})
+PLAIN = replace(STREAMED, metrics=METRICS)  # no draft tokens change the rate
+SLOW = {"ceiling_tok_s": 20.0}
+RESIDENT = replace(STREAMED, streamed=False, last_pass=None, passes=None, ssd_read_bytes=None)
+RESIDENT = replace(RESIDENT, token_bytes=97_000_000)
+FLOW = RESIDENT.since(replace(RESIDENT, clock_s=9.0, tokens=0))
+FIRST = PanelData(status=replace(BEFORE, generating=False, metrics=None, last_pass=None))
+BETWEEN = replace(VIEW, status=replace(STREAMED, generating=False), reading=True)
+
+
+@pytest.mark.parametrize(
+    ("data", "said", "unsaid"),
+    [
+        (replace(VIEW, reading=True, percent=52), "Reading prompt 52 %", "41.2 tok/s"),
+        (replace(VIEW, status=replace(STREAMED, **SLOW)), "1.8x the 22.9 possible without", ""),
+        (replace(VIEW, status=replace(PLAIN, **SLOW)), "100 % of the 41.2 possible here", ""),
+        (replace(VIEW, status=replace(PLAIN, predicted_tok_s=39.4)), "39.4 were forecast", ""),
+        (replace(VIEW, status=replace(STREAMED, predicted_tok_s=39.4)), "", "forecast"),
+        (
+            replace(VIEW, status=replace(PLAIN, predicted_tok_s=39.4, streamed=False)),
+            "",
+            "forecast",
+        ),
+        (BETWEEN, "Live", "Guessed"),
+        (
+            PanelData(status=RESIDENT, flow=FLOW),
+            "sets the pace, 97 MB per pass, 2.2 GB/s",
+            "Last pass",
+        ),
+        (PanelData(status=RESIDENT, flow=FLOW), "", "SSD"),
+        (FIRST, "No tokens yet", ""),
+        (FIRST, "At most 66.0 tok/s", ""),
+        (PanelData(), "loading", ""),
+    ],
+)
+def test_side_panel(data: PanelData, said: str, unsaid: str) -> None:
+    shown = " ".join(line.plain for line in side_lines(data, 38, 30))
+    assert said in shown
+    assert not unsaid or unsaid not in shown
+
+
+def test_strip_without_a_rate() -> None:
+    assert strip_lines(PanelData(), 60)[0].plain.startswith("The model is loading")
+    reading = replace(VIEW, reading=True, percent=52)
+    assert strip_lines(reading, 60)[0].plain.startswith("Reading prompt 52 %")
+
+
+@given(st.integers(20, 60), st.integers(3, 40))
+def test_side_fits(width: int, height: int) -> None:
+    lines = side_lines(VIEW, width, height)
+    assert len(lines) <= height
+    assert all(line.cell_length <= width for line in lines)
+
+
+@given(st.integers(40, 100))
+def test_strip_fits(width: int) -> None:
+    lines = strip_lines(VIEW, width)
+    assert len(lines) <= 6
+    assert all(line.cell_length <= width for line in lines)
+
+
+def test_small_drawings() -> None:
+    assert sparkline([0, 1, 2, 4], 3) == "▃▅█"
+    assert sparkline([], 5) == ""
+    assert sparkline([0, 0], 5) == "▁▁"
+    assert sparkline([1], 0) == ""
+    assert lane_text(LaneUse("cpu", ((0.0, 0.5),)), 1.0, 4) == "██  "
+    assert lane_text(LaneUse("cpu", ()), 0.0, 3) == "   "
+    assert memory_text(MemoryUse(170_000_000, 18_000_000_000)) == "0.2/18 GB"
+    assert memory_text(MemoryUse(5)) == "5 B"
+
+
+@given(st.text(st.sampled_from("ab 字\n"), max_size=60), st.integers(6, 20))
+def test_hanging(text: str, width: int) -> None:
+    lines = hanging(Content(text), width).plain
+    assert all(cell_len(line.rstrip()) <= width for line in lines.split("\n"))
+    assert "".join(lines.split()) == "".join(text.split())

@@ -1,0 +1,449 @@
+"""Settings: the screen, preferences, presets and keys; read, checked, changed, and never lost."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from textual.pilot import Pilot
+from textual.widgets import Input, OptionList, Static, TextArea
+
+from localrt.common.errors import OptionError, StorageError
+from localrt.common.settings import Settings
+from localrt.hub.names import expand_alias, write_alias
+from localrt.mcp.config import read_servers
+from localrt.tui import ChatApp
+from localrt.tui.chat.panel import LivePanel
+from localrt.tui.conversation.state import Defaults, Session
+from localrt.tui.keys import chosen_keys, read_key
+from localrt.tui.preferences import PreferencesFile, Preset, PresetsFile
+from localrt.tui.screens.dialogs import Ask, HelpScreen
+from localrt.tui.screens.settings import PickTheme, SettingsScreen
+from localrt.tui.text import OPTIONS
+from localrt.tui.themes import offered
+from tests.conftest import needs_links
+from tests.mcp.test_config import GOOD as SERVERS
+from tests.mutations import is_line
+from tests.tui import screen
+from tests.tui.conftest import asked, running, until
+from tests.tui.fakes import FakeLoader, FakeModel
+
+DEFAULTS = {"new": "ctrl+n", "conversations": "ctrl+o", "mark": "alt+up,ctrl+up"}
+
+
+def config(folder: Path, text: str) -> PreferencesFile:
+    (folder / "config.toml").write_text(text, encoding="utf-8")
+    return PreferencesFile(folder)
+
+
+def write_all(folder: Path) -> None:
+    """A config with everything, and presets."""
+    more = '[generation]\ntemperature = 0.2\n[keys]\nnew = "ctrl+l"\n[models]\nfast = "a:1b"\n'
+    own = settings_of(folder).config_dir
+    own.mkdir()
+    (own / "config.toml").write_text(f'system = "Be\\nbrief."\npanel = true{SERVERS}{more}')
+    (own / "presets.toml").write_text('["Code review"]\nsystem = "Review."\ntemperature = 0.2\n')
+
+
+def settings_of(folder: Path) -> Settings:
+    return Settings.from_environment({"XDG_CONFIG_HOME": str(folder), "HOME": str(folder)})
+
+
+def read_all(folder: Path) -> None:
+    """Everything that reads those files, and changes them."""
+    about = settings_of(folder)
+    own, presets = PreferencesFile(about.config_dir), PresetsFile(about.config_dir)
+    found = own.load()
+    _, notes = read_servers(about.config_dir, {"MY_TOKEN": "s3cret"})
+    _, more = chosen_keys(found.keys, DEFAULTS)
+    listed = presets.list()
+    assert all(map(is_line, (*notes, *more, *own.notes)))
+    expand_alias("fast", about)
+    for preset in listed:
+        presets.save(presets.find(preset.name))
+    write_alias("new", "fast", about)
+    own.remember_options(found.options)
+
+
+# -- preferences -----------------------------------------------------------------------------------
+
+
+def test_bad_values(tmp_path: Path) -> None:
+    file = config(
+        tmp_path,
+        'them = "nord"\npanel = 3\ntheme = "nord"\n'
+        "[generation]\ntemperatur = 1\ntop_p = 7\nseed = 3",
+    )
+    found = file.load()
+    assert (found.theme, found.panel, dict(found.options)) == ("nord", False, {"seed": 3})
+    assert len(file.notes) == 4
+    for words in ("did you mean theme?", "temperatur", "top_p"):
+        assert any(words in note for note in file.notes)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["theme = ", "\x00", "a = 1\na = 2", f"a = {'9' * 5000}", "a = " + "[" * 9999],
+    ids=["no value", "a byte", "twice", "many digits", "deep"],
+)
+def test_bad_file(tmp_path: Path, text: str) -> None:
+    file = config(tmp_path, text)
+    assert file.load().theme is None
+    assert len(file.notes) == 1
+    assert "is not TOML" in file.notes[0]
+    with pytest.raises(StorageError, match="is not TOML"):
+        file.change({"theme": "nord"})
+    assert file.path.read_text("utf-8") == text
+
+
+def test_changes_keep_comments(tmp_path: Path) -> None:
+    file = config(tmp_path, '# mine\ntheme = "nord"  # blue\n\n[keys]\n# twice\nnew = "ctrl+l"\n')
+    file.change({"theme": "localrt-light", "panel": True})
+    file.remember_options({"temperature": 0.5})
+    text = file.path.read_text("utf-8")
+    for part in ("# mine", "# blue", "# twice", 'new = "ctrl+l"', 'theme = "localrt-light"'):
+        assert part in text
+    assert file.load().panel
+    assert dict(file.load().options) == {"temperature": 0.5}
+    file.remember_options({})
+    file.change({"panel": None})
+    assert dict(file.load().options) == {}
+    assert "generation" not in file.path.read_text("utf-8")
+    assert list(tmp_path.iterdir()) == [file.path]  # nothing half-written beside it
+
+
+def test_a_file_of_windows(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_bytes(b"\xef\xbb\xbfpanel = true\r\n# mine\r\n")
+    file = PreferencesFile(tmp_path)
+    assert file.load().panel
+    file.change({"theme": "nord"})
+    assert "# mine" in (tmp_path / "config.toml").read_text("utf-8")
+    assert (file.load().panel, file.load().theme, file.notes) == (True, "nord", ())
+
+
+@needs_links
+def test_settings_that_are_a_link(tmp_path: Path) -> None:
+    """As of people who keep their settings in a repository."""
+    (tmp_path / "mine").mkdir()
+    mine = config(tmp_path / "mine", 'theme = "nord"\n').path
+    (tmp_path / "config.toml").symlink_to(mine)
+    PreferencesFile(tmp_path).change({"panel": True})
+    assert (tmp_path / "config.toml").is_symlink()
+    assert mine.read_text("utf-8") == 'theme = "nord"\npanel = true\n'
+
+
+def test_presets(tmp_path: Path) -> None:
+    presets = PresetsFile(tmp_path)
+    assert presets.list() == []
+    presets.save(Preset("Review", "You review code.\nBe brief.", {"temperature": 0.2}))
+    presets.save(Preset("Ähnlich", None, {"seed": 3}))
+    presets.save(Preset("Review", 'Be "brief".\nSay \\ why.', {}))
+    assert '"""' in presets.path.read_text("utf-8")
+    assert [preset.name for preset in presets.list()] == ["Review", "Ähnlich"]
+    assert presets.find("review") == Preset("Review", 'Be "brief".\nSay \\ why.', {})
+    presets.replace_table("Review", None)
+    assert [preset.name for preset in presets.list()] == ["Ähnlich"]
+    with pytest.raises(OptionError, match="available: Ähnlich"):
+        presets.find("Review")
+    presets.save(Preset("Windows", "Be brief.\r\nBe kind."))
+    assert presets.find("Windows").system == "Be brief.\r\nBe kind."
+    before = presets.path.read_text("utf-8")
+    for bad in (("", "x"), ("a" * 80, "x"), ("a\nb", "x"), ("x",), ("x", "", {"k": 1})):
+        with pytest.raises(OptionError):
+            presets.save(Preset(*bad))  # type: ignore[arg-type]
+    assert presets.path.read_text("utf-8") == before
+    presets.path.write_text("good = {seed = 1}\nbad = {sed = 1}\nworse = 3\n")
+    presets = PresetsFile(tmp_path)
+    assert [preset.name for preset in presets.list()] == ["good"]
+    assert len(presets.notes) == 2
+    presets.save(Preset("new", "x"))
+    assert "bad" in presets.path.read_text("utf-8")  # somebody's work
+
+
+# -- keys ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("said", "key"),
+    [
+        ("Ctrl+L", "ctrl+l"),
+        ("alt + PgUp", "alt+pageup"),
+        ("F6", "f6"),
+        ("Esc", "escape"),
+        ("shift+ctrl+x", "ctrl+shift+x"),
+        ("?", "?"),
+        *[(bad, None) for bad in ("ctrl+", "foo+l", "f99", "nonsense", "")],
+    ],
+)
+def test_read_key(said: str, key: str | None) -> None:
+    assert read_key(said) == key
+
+
+@pytest.mark.parametrize(
+    ("chosen", "said"),
+    [
+        ({"nwe": "ctrl+l"}, "did you mean new?"),
+        ({"xyz": "ctrl+l"}, "available: new, conversations, mark"),
+        ({"new": "ctrl+nonsense"}, "is not a key"),
+        ({"new": "x"}, "for typing"),
+        ({"new": "ctrl+q"}, "cannot be reassigned"),
+        ({"new": 3}, "is not a key"),
+        ({"new": []}, "is not a key"),
+        ({"new": "ctrl+o"}, "ctrl+o belongs to conversations: new keeps ctrl+n"),
+    ],
+)
+def test_refused_keys(chosen: dict[str, Any], said: str) -> None:
+    keymap, notes = chosen_keys(chosen, DEFAULTS)
+    assert keymap == {}
+    (note,) = notes
+    assert said in note
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from([*DEFAULTS, "other"]),
+        st.lists(
+            st.sampled_from(["ctrl+n", "ctrl+o", "alt+up", "ctrl+up", "f6", "x", "bad"]), max_size=3
+        ),
+    )
+)
+def test_keys_unique(chosen: dict[str, Any]) -> None:
+    several = {"new": "Ctrl+L, F6", "mark": ["alt+k"]}
+    assert chosen_keys(several, DEFAULTS) == ({"new": "ctrl+l,f6", "mark": "alt+k"}, [])
+    swapped = {"new": "ctrl+o", "conversations": "ctrl+n"}
+    assert chosen_keys(swapped, DEFAULTS) == (swapped, [])
+    keymap, _ = chosen_keys(chosen, DEFAULTS)
+    keys: dict[str, str] = {}
+    for action, default in DEFAULTS.items():
+        for key in keymap.get(action, default).split(","):
+            assert keys.setdefault(key, action) == action
+
+
+# -- in the app ------------------------------------------------------------------------------------
+
+
+async def test_preferences(tmp_path: Path) -> None:
+    config(
+        tmp_path,
+        'theme = "localrt-light"\nsystem = "Be brief."\n[generation]\ntemperature = 0.3\n'
+        'min_p = 0.1\n[keys]\npanel = "f9"\n',
+    )
+    (tmp_path / "presets.toml").write_text('[Review]\nsystem = "You review."\nseed = 3\n')
+    model = FakeModel()
+    model.adapters = ("style", "facts")
+    given = {"temperature": 0.9}  # the command line counts more
+    async with running(model, size=(100, 30), config=tmp_path, options=given) as (app, pilot):
+        assert app.theme == "localrt-light"
+        assert model.last_chat.system == "Be brief."
+        assert model.last_chat.options == {"temperature": 0.9, "min_p": 0.1}
+        panel = app.query_one(LivePanel)
+        await pilot.press("f3")
+        await pilot.pause()
+        assert not panel.is_open
+        await pilot.press("f9")
+        await until(pilot, lambda: panel.is_open)
+        assert "F9 hides" in str(panel.render())
+        await pilot.press("f1")
+        await until(pilot, lambda: isinstance(app.screen, HelpScreen))
+        page = "".join(str(each.render()) for each in app.screen.query(Static))
+        assert "F9" in page
+        await pilot.press("escape")
+
+        await screen.say(pilot, "/preset")
+        assert "Review: seed 3, “You review.”" in screen.notices(app)[-1]
+        await screen.say(pilot, "/preset review")
+        assert model.last_chat.options == {"seed": 3}
+        assert model.last_chat.system == "You review."
+        await screen.say(pilot, "/preset nothing")
+        assert "available: Review" in screen.notices(app, "error")[-1]
+
+        await screen.say(pilot, "/adapter")
+        assert screen.notices(app)[-1].split() == ["style", "facts"]
+        await screen.say(pilot, "/adapter facts")
+        assert "+facts" in screen.notices(app)[-1]
+        assert model.last_chat.options["adapter"] == "facts"
+        await screen.say(pilot, "/adapter")
+        assert "> facts" in screen.notices(app)[-1]
+        await screen.say(pilot, "/adapter none")
+        assert "+" not in screen.notices(app)[-1]
+
+
+async def test_bad_preferences(tmp_path: Path) -> None:
+    text = 'theme = "mauve"\n[keys]\nnwe = "ctrl+l"\nnew = "q"\n'
+    config(tmp_path, text)
+    async with running(FakeModel(), size=(100, 30), config=tmp_path) as (app, pilot):
+        told = screen.notices(app, "error")
+        assert len(told) == 3
+        assert "No theme 'mauve'" in told[0]
+        assert "did you mean new?" in told[1]
+        assert "is for typing" in told[2]
+        await asked(pilot, "Hi")
+    assert (tmp_path / "config.toml").read_text("utf-8") == text
+    config(tmp_path, "theme = ")
+    async with running(FakeModel(), size=(100, 30), config=tmp_path) as (app, pilot):
+        assert "is not TOML" in screen.notices(app, "error")[0]
+        await pilot.press("f3")
+        await until(pilot, lambda: len(screen.notices(app, "error")) > 1)
+        assert app.query_one(LivePanel).is_open
+        assert "Not saved" in screen.notices(app, "error")[1]
+    assert (tmp_path / "config.toml").read_text("utf-8") == "theme = "
+
+
+@asynccontextmanager
+async def settings(
+    folder: Path, *, loaded: bool = True
+) -> AsyncIterator[tuple[ChatApp, Pilot[None]]]:
+    """The app with its settings open."""
+    loader = FakeLoader(FakeModel(), held=not loaded)
+    async with running(loader, size=(100, 30), ready=loaded, config=folder) as (app, pilot):
+        await pilot.press("f5")
+        await until(pilot, lambda: isinstance(app.screen, SettingsScreen) and len(rows(app)) > 1)
+        yield app, pilot
+        loader.gate.set()
+
+
+def session(app: ChatApp) -> Session:
+    assert app.state.session is not None
+    return app.state.session
+
+
+def rows(app: ChatApp) -> list[str]:
+    options = app.screen.query_one(OptionList)
+    return [str(options.get_option_at_index(i).prompt) for i in range(options.option_count)]
+
+
+def row(app: ChatApp, name: str) -> str:
+    return next(row for row in rows(app) if row.strip().startswith(name))
+
+
+def problem(app: ChatApp) -> str:
+    return str(app.screen.query_one("#problem", Static).render())
+
+
+async def choose(pilot: Pilot[None], app: ChatApp, name: str, key: str = "enter") -> None:
+    """Go to the row and press a key."""
+    place = next(i for i, row in enumerate(rows(app)) if row.strip().startswith(name))
+    app.screen.query_one(OptionList).highlighted = place
+    await pilot.pause()
+    await pilot.press(key)
+    await pilot.pause()
+
+
+async def typed(pilot: Pilot[None], text: str) -> None:
+    pilot.app.screen.query_one(Input).value = text
+    await pilot.press("enter")
+    await pilot.pause()
+
+
+async def test_screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with settings(tmp_path) as (app, pilot):
+        for name in OPTIONS:
+            assert row(app, name)
+        assert "0.2 (default)" in row(app, "temperature")
+        assert "40 (default)" in row(app, "top_k")  # the library's own
+        await choose(pilot, app, "Theme", "home")
+        assert "Colours" in str(app.screen.query_one("#help", Static).render())
+
+        await choose(pilot, app, "temperature")
+        assert isinstance(app.screen, Ask)
+        await typed(pilot, "0.7")
+        assert session(app).chat.options == {"temperature": 0.7}
+        assert "0.7" in row(app, "temperature")
+        assert "default" not in row(app, "temperature")
+        await choose(pilot, app, "temperature", "delete")
+        assert session(app).chat.options == {}
+        assert "0.2 (default)" in row(app, "temperature")
+
+        # What is wrong is said where it was typed.
+        for name, value in (("temperature", "hot"), ("top_p", "7"), ("seed", "-1")):
+            await choose(pilot, app, name)
+            await typed(pilot, value)
+            assert isinstance(app.screen, Ask)  # asked again
+            assert name in problem(app)
+            assert session(app).chat.options == {}
+            await pilot.press("escape")
+            assert isinstance(app.screen, SettingsScreen)
+
+        # A system prompt of several lines.
+        await choose(pilot, app, "System prompt")
+        app.screen.query_one(TextArea).text = "Be brief.\nBe kind."
+        await pilot.press("ctrl+s")
+        await pilot.pause()
+        assert app.state.conversation.system == "Be brief.\nBe kind."
+        assert "Be brief. Be kind." in row(app, "System prompt")
+        await choose(pilot, app, "System prompt", "delete")
+        assert app.state.conversation.system is None
+
+        # Presets are saved, used and deleted.
+        session(app).set("temperature 0.3")
+        session(app).system("You review code.")
+        await choose(pilot, app, "Save as a preset")
+        await typed(pilot, "")
+        assert "1 to 60 characters" in problem(app)
+        await typed(pilot, "Review")
+        assert app.state.presets.find("Review") == Preset(
+            "Review", "You review code.", {"temperature": 0.3}
+        )
+        session(app).set("temperature 0.9")
+        session(app).set("seed 3")
+        await choose(pilot, app, "Review")
+        await pilot.press("enter")  # use it
+        await pilot.pause()
+        assert session(app).chat.options == {"temperature": 0.3}
+        await choose(pilot, app, "Review")
+        await pilot.press("down", "down", "enter")
+        await pilot.pause()
+        await pilot.press("y")
+        await pilot.pause()
+        assert app.state.presets.list() == []
+
+        # New conversations begin with these.
+        session(app).set("temperature 0.3")
+        session(app).system("Be brief.")
+        await choose(pilot, app, "Begin with these")
+        loaded = app.preferences.load()
+        assert (dict(loaded.options), loaded.system) == ({"temperature": 0.3}, "Be brief.")
+        assert app.state.defaults == Defaults("Be brief.", {"temperature": 0.3})
+        app.state.new()
+        assert app.state.conversation.system == "Be brief."
+        assert dict(app.state.conversation.options) == {"temperature": 0.3}
+        await choose(pilot, app, "Begin with defaults")
+        assert dict(app.preferences.load().options) == {}
+        assert app.state.defaults == Defaults()
+
+        # The panel and the keys.
+        await choose(pilot, app, "Live panel")
+        assert app.chat.panel.is_open
+        assert "open" in row(app, "Live panel")
+        assert "Ctrl+N" in row(app, "New conversation  ")
+        assert any("config.toml" in row.replace("\n  ", "") for row in rows(app))
+
+        # A theme is shown before it is taken.
+        before = app.theme
+        await choose(pilot, app, "Theme")
+        assert isinstance(app.screen, PickTheme)
+        await pilot.press("home")
+        await pilot.pause()
+        assert app.theme == "localrt-dark"
+        await pilot.press("escape")
+        await pilot.pause()
+        assert app.theme == before
+        await choose(pilot, app, "Theme")
+        await pilot.press("home", "down", "enter")
+        await pilot.pause()
+        assert app.theme == app.preferences.load().theme == "localrt-light"
+        assert offered(app)[:2] == ["localrt-dark", "localrt-light"]
+        monkeypatch.setattr(type(app.console), "color_system", property(lambda self: "standard"))
+        assert offered(app) == ["ansi-dark", "ansi-light"]
+
+
+async def test_screen_while_loading(tmp_path: Path) -> None:
+    async with settings(tmp_path, loaded=False) as (app, pilot):
+        await choose(pilot, app, "temperature")
+        await typed(pilot, "0.5")
+        assert "still loading" in problem(app)
