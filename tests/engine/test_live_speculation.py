@@ -13,9 +13,8 @@ import localrt
 from localrt.drafts.head_draft import HeadDrafter
 from localrt.speculative.batch_tuner import BatchTuner
 from tests.conftest import needs_kernels
-from tests.models.test_heads import TinyBlock
 from tests.models.tiny import save_tiny, tokens
-from tests.models.tiny_assistants import TinyAssistant
+from tests.models.tiny_heads import TinyAssistant, TinyBlock
 
 pytestmark = needs_kernels
 

@@ -17,11 +17,10 @@ from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.kv_formats import KV_FORMATS, CacheFormat, block_nbytes
 from localrt.quant.ops.protocol import Batch, Span
 from tests.conftest import needs_kernels
-from tests.models.tiny import CONFIGS, oracle, relative_error, tokens
+from tests.models.tiny import CONFIGS, load_ours, relative_error, tokens
 from tests.models.tiny_configs import DEEPSEEK_DENSE, DEEPSEEK_SPARSE
 from tests.ops.recurrent_layers import tree_mask
 from tests.ops.test_native_matmul import ISAS
-from tests.ops.test_native_steps import load
 
 pytestmark = needs_kernels
 
@@ -348,10 +347,10 @@ def test_batch_invariance(isa: str, kv_format: CacheFormat, sinks: bool) -> None
 @pytest.mark.parametrize("name", sorted(set(CONFIGS) - LATENT))
 def test_int4(name: str, tiny: Any) -> None:
     folder, theirs = tiny(name)
-    ours = load(folder, kv="int4")
+    ours = load_ours(folder, NativeOps(threads=2, kv_format="int4"), context=40)
     ids = tokens(40)
     whole = ours.forward(Batch.extend([(ours.cache(40), ids)]))
-    expected = oracle(theirs, ids)
+    expected = theirs.logits(ids)
     assert np.square(whole - expected).mean() < 0.2 * np.square(expected).mean()
     cache = ours.cache(40)
     steps = np.concatenate([ours.forward(Batch.extend([(cache, [t])])) for t in ids])
@@ -360,7 +359,7 @@ def test_int4(name: str, tiny: Any) -> None:
 
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
 def test_trim(kv_format: CacheFormat, tiny: Any) -> None:
-    decoder = load(tiny("qwen2")[0], kv=kv_format)
+    decoder = load_ours(tiny("qwen2")[0], NativeOps(threads=2, kv_format=kv_format), context=40)
     ids = tokens(300)
     cache = decoder.cache(600)
     decoder.forward(Batch.extend([(cache, ids[:250])]), rows=[])

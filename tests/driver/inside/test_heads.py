@@ -35,8 +35,7 @@ from tests.driver.inside.conftest import Kernels
 from tests.driver.inside.gpus import AT_ONCE, StepByStep, on_gpu
 from tests.engine.test_speculation import SAMPLINGS, fixed, ids, info_of, run
 from tests.models.tiny import save_tiny, tokens
-from tests.models.tiny_assistants import TinyAssistant
-from tests.models.tiny_heads import TinyBlock, TinyEagle3
+from tests.models.tiny_heads import TinyAssistant, TinyBlock, TinyEagle3
 from tests.offload.placed import PLENTY, Model
 
 pytestmark = pytest.mark.gpu

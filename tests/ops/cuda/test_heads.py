@@ -12,9 +12,9 @@ from localrt.models.decoder import FinalNorm
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.ops.arrays import Features
 from localrt.quant.ops.protocol import Batch, Span
-from tests.models.test_heads import IDS, TinyBlock, TinyEagle3, load_block
+from tests.models.test_heads import IDS, load_block
 from tests.models.tiny import load_ours, relative_error, save_tiny
-from tests.models.tiny_dflash import BLOCK, TinyDFlash
+from tests.models.tiny_heads import BLOCK, TinyBlock, TinyDFlash, TinyEagle3
 from tests.ops.cuda.emulator import Emulator
 from tests.ops.cuda.target import DEVICE
 
