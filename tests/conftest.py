@@ -89,7 +89,6 @@ NOT_EVERYWHERE = {
     *("fcntl", "pty", "resource", "termios"),
 }
 """What tests compare with or look at, and some systems do not have."""
-collect_ignore = [] if find_spec("torch") else ["models/vision"]  # its conftest needs it
 WINE = hasattr(getattr(ctypes, "windll", None) and ctypes.windll.ntdll, "wine_get_version")
 WINE_CANNOT = {
     "refused_on_one_line[7]": "Wine 8 keeps no limits of jobs",
@@ -207,6 +206,14 @@ def write_tiny_model(
     }
     if find_spec("transformers") is None or wide != 64:
         return _write_tiny_by_hand(folder, shape)
+    from tests.models.tiny import kept
+
+    label = f"llama-{vocab + spare}-{context}"
+    made = kept(label, lambda path: _write_with_transformers(path, shape), Path(__file__))
+    return shutil.copytree(made, folder, dirs_exist_ok=True)
+
+
+def _write_with_transformers(folder: Path, shape: dict[str, Any]) -> None:
     import torch
     import transformers
 
@@ -218,7 +225,6 @@ def write_tiny_model(
             parameter.copy_(torch.randn_like(parameter) * 0.2)
     model.save_pretrained(folder)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2}))
-    return folder
 
 
 def _write_tiny_by_hand(folder: Path, shape: dict[str, Any]) -> Path:

@@ -75,7 +75,7 @@ def checkpoints(folder: Path, stack: ExitStack) -> Prepared:
 @_reader(0.01, "models/architectures/*.py models/raw_config.py localrt/planning/models.py")
 def configs(folder: Path, stack: ExitStack) -> Prepared:
     from localrt.planning.models import shape_from_config
-    from tests.models.test_config_fuzz import MODELS
+    from tests.models.test_fuzz import MODELS
     from tests.models.tiny_configs import CONFIGS, MIXTURES
 
     def use(kind: str, data: bytes) -> None:
@@ -138,7 +138,7 @@ def caches(folder: Path, stack: ExitStack) -> Prepared:
 
 @_reader(0.02, "models/checkpoints/adapters/*.py")
 def adapters(folder: Path, stack: ExitStack) -> Prepared:
-    from tests.models.test_adapter_fuzz import exercise, make_files
+    from tests.models.test_fuzz import exercise, make_files
 
     base = stack.enter_context(make_files(folder))
     (folder / "a.gguf").rename(folder / "a" / "a.gguf")

@@ -37,7 +37,7 @@ def hidden(reference: Any, tokens: list[int]) -> Any:
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_vectors_as_transformers(name: str, tmp_path: Path) -> None:
-    reference = save_tiny(name, tmp_path)
+    reference = save_tiny(name, tmp_path).module
     with localrt.load(tmp_path, format="f32") as model:
         rows = [hidden(reference, text) for text in TEXTS]
         for pooling, joined in JOINED.items():

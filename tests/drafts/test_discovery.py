@@ -28,9 +28,8 @@ from localrt.engine.options import Options
 from tests.checkpoints.make_gguf import ARRAY, STRING, UINT32, array, raw_gguf, string
 from tests.conftest import needs_kernels, write_tiny_model
 from tests.inside import core_of
-from tests.models.test_heads import TinyEagle3
 from tests.models.tiny import edited
-from tests.models.tiny_dflash import TinyDFlash
+from tests.models.tiny_heads import TinyDFlash, TinyEagle3
 from tests.real_models import real_model
 
 WORDS = ("<s>", "a", "b", "ab", "ü")

@@ -26,9 +26,15 @@ from localrt.speculative.tree import ROOT
 from tests.conftest import needs_kernels, write_tiny_model
 from tests.models.make_gguf import write_tiny_gguf
 from tests.models.tiny import save_tiny, tokens
-from tests.models.tiny_assistants import CLUSTERS, TinyAssistant
-from tests.models.tiny_dflash import BLOCK, MASK, TinyDFlash
-from tests.models.tiny_heads import TinyBlock, TinyEagle3
+from tests.models.tiny_heads import (
+    BLOCK,
+    CLUSTERS,
+    MASK,
+    TinyAssistant,
+    TinyBlock,
+    TinyDFlash,
+    TinyEagle3,
+)
 from tests.offload.placed import Model as StoredModel
 from tests.offload.placed import passing
 from tests.real_models import real_model
@@ -264,7 +270,7 @@ def test_tree_of_an_assistant(held: int, tmp_path: Path) -> None:
 def test_tree_of_a_block(kind: str, tmp_path: Path) -> None:
     """A node's probability is that of its token at its depth, in DSpark's behind its parent."""
     plain = ("dflash", "bonus anchor", "dflash2")
-    model, first = save_tiny("llama", tmp_path), int(kind in plain)
+    model, first = save_tiny("llama", tmp_path).module, int(kind in plain)
     options: dict[str, Any] = {"choices": 9} if kind == "dflash2" else {}
     options |= {"sample_from_anchor": kind != "bonus anchor", "is_causal": kind == "causal"}
     options |= {"rank": 24} if kind != "dflash" else {}

@@ -27,7 +27,7 @@ from tests.conftest import needs_kernels
 from tests.engine.test_speculation import fixed, ids, info_of, run
 from tests.inside import engine_of
 from tests.models.tiny import tokens
-from tests.models.tiny_assistants import TinyAssistant
+from tests.models.tiny_heads import TinyAssistant
 from tests.offload.placed import Model, passing
 
 pytestmark = needs_kernels

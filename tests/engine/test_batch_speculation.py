@@ -269,8 +269,7 @@ def test_shared_prompts(name: str, draft: str, tmp_path: Path) -> None:
 )
 def test_heads_draft_together(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One pass of the head computes the drafts of all chats."""
-    from tests.models.tiny_assistants import TinyAssistant
-    from tests.models.tiny_heads import TinyBlock
+    from tests.models.tiny_heads import TinyAssistant, TinyBlock
 
     draft = "mtp"
     if name == "gemma4":

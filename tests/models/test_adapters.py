@@ -27,7 +27,7 @@ from localrt.quant.ops.protocol import Batch, Ops
 from localrt.quant.reference.ops import TorchOps
 from tests.checkpoints.make_gguf import in_pairs, write_gguf
 from tests.models.adapters import make_adapter, peft_logits
-from tests.models.tiny import relative_error, save_tiny, tokens
+from tests.models.tiny import relative_error, save_tiny, tiny_model, tokens
 from tests.offload.placed import Model, needs_kernels, passing
 from tests.ops.test_native_matmul import ISAS
 
@@ -45,12 +45,12 @@ class Tiny:
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.folder = name, folder
-        self.base = save_tiny(name, folder / "base")
+        self.base = save_tiny(name, folder / "base").module
         self.checkpoint = open_checkpoint(folder / "base")
 
     def adapter(self, label: str, seed: int = 0, **config: Any) -> tuple[Adapter[LowRank], Any]:
         """One that was read back, and PEFT's model with it."""
-        base = save_tiny(self.name, self.folder / "again")
+        base = tiny_model(self.name).module
         model = make_adapter(base, self.folder / label, seed, **config)
         return read_adapter(self.folder / label, self.checkpoint), model
 
@@ -120,7 +120,7 @@ def test_kernels(tiny: Tiny, kind: str) -> None:
 def test_weights_of_a_set(tiny: Tiny) -> None:
     first, _ = tiny.adapter("a", 1)
     second, _ = tiny.adapter("b", 2, r=4, use_dora=True)
-    theirs = make_adapter(save_tiny("qwen2", tiny.folder / "again"), tiny.folder / "c", 1)
+    theirs = make_adapter(tiny_model("qwen2").module, tiny.folder / "c", 1)
     ids = tokens(9)
     decoder = tiny.decoder(TorchOps(compute_format="f32"), first, second)
     alone = run(decoder, cache(decoder, (first, 1.0), (second, 0.0)), ids)
@@ -352,7 +352,7 @@ def test_start(tiny: Tiny, start: object) -> None:
             read_adapter(path.parent, tiny.checkpoint, merging=True)
         return
     adapter = read_adapter(path.parent, tiny.checkpoint)
-    theirs = peft.PeftModel.from_pretrained(save_tiny("qwen2", tiny.folder / "new"), path.parent)
+    theirs = peft.PeftModel.from_pretrained(tiny_model("qwen2").module, path.parent)
     decoder, ids = tiny.decoder(TorchOps(compute_format="f32"), adapter), tokens(7)
     found = run(decoder, cache(decoder, adapter), ids)
     assert relative_error(found, peft_logits(theirs.eval(), ids)) < 1e-4
@@ -414,7 +414,7 @@ def test_numbers_that_are_none(tiny: Tiny) -> None:
 
 def test_adapters_of_another_model(tiny: Tiny, tmp_path: Path) -> None:
     other = tmp_path / "other"
-    make_adapter(save_tiny("llama-tied-bias", other / "base"), other / "a")
+    make_adapter(tiny_model("llama-tied-bias").module, other / "a")
     with pytest.raises(CheckpointError, match="for another model"):
         read_adapter(other / "a", tiny.checkpoint)
     with pytest.raises(CheckpointError, match="no adapter"):

@@ -293,3 +293,38 @@ def test_store_without_a_key(tmp_path: Path) -> None:
 def test_unknown_type() -> None:
     found = with_default_values({"model_type": "qwen2_5_vl"}, "Qwen2_5_VLForConditionalGeneration")
     assert found["rms_norm_eps"] == 1e-5
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture", "own", "found"),
+    [
+        (  # as published multimodal ones do: their text_config names five keys
+            "gemma3",
+            "Gemma3ForConditionalGeneration",
+            {"hidden_size": 2560, "num_hidden_layers": 34, "intermediate_size": 10240},
+            (262_208, 8, 4),
+        ),
+        *(
+            (
+                kind,
+                "LlavaForConditionalGeneration",
+                {"model_type": kind, "hidden_size": 5120, "head_dim": 128, "vocab_size": 131072},
+                (131072, 32, kv_heads),
+            )
+            for kind, kv_heads in (("mistral", 8), ("llama", 32), ("llava", 32))
+        ),
+    ],
+)
+def test_few_keys(
+    kind: str, architecture: str, own: dict[str, Any], found: tuple[int, ...]
+) -> None:
+    values = {"architectures": [architecture], **with_default_values(own, architecture)}
+    config = read_config(Described(values, {}))  # type: ignore[arg-type]
+    spec = config.attention[0]
+    assert (config.vocab_size, spec.heads, spec.kv_heads) == found
+    if kind == "gemma3":
+        assert [spec.window for spec in config.attention[:6]] == [4096] * 5 + [None]
+        return
+    values["model_type"] = "qwen2"
+    with pytest.raises(LocalrtError, match=r"'qwen2' is not supported .known: llama, m"):
+        read_config(Described(values, {}))  # type: ignore[arg-type]

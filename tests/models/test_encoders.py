@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -382,20 +381,6 @@ def test_configs_that_make_no_sense(key: str, value: object, message: str, tmp_p
     with pytest.raises(localrt.LocalrtError, match=message) as raised:
         localrt.load(tmp_path)
     assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    "name", ["bert", "xlm-roberta", "modernbert", "embeddinggemma", "embeddinggemma2"]
-)
-def test_odd_values(name: str, tmp_path: Path) -> None:
-    """Any value of any key loads, or is refused."""
-    save_encoder(ENCODERS[name], tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text("utf-8"))
-    for key in config:
-        for value in (None, -1, 0, 1, 2**40, 1e39, "x", [], {"a": 1}, True):
-            (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))
-            with suppress(localrt.LocalrtError):
-                localrt.load(tmp_path).close()
 
 
 @pytest.mark.parametrize("name", [*GGUF, "modernbert-odd", "embeddinggemma2"])

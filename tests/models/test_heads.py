@@ -1,8 +1,9 @@
-"""Draft heads: what transformers' layers make of the same embeddings and features."""
+"""Draft heads: what transformers or plain torch makes of the same embeddings and features."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ import torch
 from gguf import GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3_5TextConfig
 
-from localrt.common.errors import LocalrtError, UnsupportedModelError
+from localrt.common.errors import CheckpointError, LocalrtError, UnsupportedModelError
+from localrt.drafts.heads.dflash import BlockDecoder
 from localrt.drafts.heads.eagle3 import FeatureBlock
 from localrt.drafts.heads.files import HeadConfig, open_head
 from localrt.drafts.heads.load import Shared, load_head, read_head_config
@@ -23,15 +24,32 @@ from localrt.models.checkpoints import open_checkpoint
 from localrt.models.checkpoints.opening import is_head
 from localrt.models.decoder import Decoder, FinalNorm
 from localrt.planning.models import shape_of
-from localrt.quant.ops.arrays import AFTER_LAST, Features
+from localrt.quant.ops.arrays import AFTER_LAST, CARRIED, Features
 from localrt.quant.ops.protocol import Batch, Span
 from tests.checkpoints.make_gguf import packed_rows, write_gguf
 from tests.models.make_gguf import write_tiny_gguf
-from tests.models.tiny import CONFIGS, edited, load_ours, relative_error, save_tiny, tokens
-from tests.models.tiny_heads import TinyBlock, TinyEagle3
+from tests.models.tiny import (
+    CONFIGS,
+    SIZES,
+    edited,
+    load_ours,
+    relative_error,
+    tiny_model,
+    tokens,
+)
+from tests.models.tiny_heads import (
+    BLOCK,
+    CLUSTERS,
+    MASK,
+    TinyAssistant,
+    TinyBlock,
+    TinyDFlash,
+    TinyEagle3,
+)
 
 BLOCKS = ("qwen3.5", "qwen3.5-moe", "qwen3-next", "glm4-moe", "deepseek-v3-plain")
 IDS = tokens(14)
+WIDTH, VOCAB = SIZES["hidden_size"], SIZES["vocab_size"]
 
 
 def load_block(folder: Path, target: Decoder) -> tuple[HeadConfig, Decoder]:
@@ -56,15 +74,41 @@ def block_logits(path: Path, target: Decoder, hidden: np.ndarray) -> np.ndarray:
     return np.concatenate(found)
 
 
+@pytest.fixture(scope="module")
+def llama() -> Decoder:
+    return load_ours(tiny_model("llama").folder)
+
+
+@pytest.fixture(scope="module")
+def matrices() -> tuple[torch.Tensor, torch.Tensor]:
+    """Llama's embedding and its output matrix."""
+    tensors = load_file(tiny_model("llama").folder / "model.safetensors")
+    return tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
+
+
 @pytest.fixture(scope="module", params=BLOCKS)
 def block(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return TinyBlock(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def test_mtp_block_of_a_folder(block: TinyBlock) -> None:
+def write_block(block: TinyBlock, path: Path, **how: Any) -> Path:
+    return write_tiny_gguf(block.folder, path, block.name, predicting=1, **how)
+
+
+def test_mtp_block(block: TinyBlock, tmp_path: Path) -> None:
+    """In a folder, within the model's GGUF file, and in one of its own."""
     hidden, theirs = block.expected(IDS)
     found = block_logits(block.folder, load_ours(block.folder), hidden)
     assert relative_error(found, theirs) < 1e-4
+    path = write_block(block, tmp_path / "m.gguf")
+    own = write_block(block, tmp_path / "mtp-m.gguf", only_block=True)
+    target = load_ours(path)
+    for file in (path, own):
+        assert relative_error(block_logits(file, target, hidden), theirs) < 1e-4
+    assert not is_head(path)
+    assert is_head(own)
+    with pytest.raises(UnsupportedModelError, match=r"mtp-m\.gguf holds only the MTP block of a"):
+        open_checkpoint(own)
 
 
 def test_mtp_block_of_a_file_of_the_folder(tmp_path: Path) -> None:
@@ -86,29 +130,12 @@ def test_mtp_block_of_a_file_of_the_folder(tmp_path: Path) -> None:
     assert relative_error(found, theirs) < 1e-4
 
 
-def write_block(block: TinyBlock, path: Path, **how: Any) -> Path:
-    return write_tiny_gguf(block.folder, path, block.name, predicting=1, **how)
-
-
-def test_mtp_block_of_a_gguf_file(block: TinyBlock, tmp_path: Path) -> None:
-    """Within the model's file, and in one of its own."""
-    path = write_block(block, tmp_path / "m.gguf")
-    own = write_block(block, tmp_path / "mtp-m.gguf", only_block=True)
-    hidden, theirs = block.expected(IDS)
-    target = load_ours(path)
-    for file in (path, own):
-        assert relative_error(block_logits(file, target, hidden), theirs) < 1e-4
-    assert not is_head(path)
-    assert is_head(own)
-    with pytest.raises(UnsupportedModelError, match=r"mtp-m\.gguf holds only the MTP block of a"):
-        open_checkpoint(own)
-
-
 @pytest.mark.parametrize("kind", ["q8_0", "q4_k"])
 def test_packed_mtp_block(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file with packed matrices computes what one with their values does."""
-    sizes = {**CONFIGS["qwen3.5"]().to_dict(), "hidden_size": 256, "intermediate_size": 256}
-    monkeypatch.setitem(CONFIGS, "qwen3.5", lambda: Qwen3_5TextConfig(**sizes))
+    config = CONFIGS["qwen3.5"]()
+    sizes = {**config.to_dict(), "hidden_size": 256, "intermediate_size": 256}
+    monkeypatch.setitem(CONFIGS, "qwen3.5", lambda: type(config)(**sizes))
     block = TinyBlock("qwen3.5", tmp_path)
     path = write_block(block, tmp_path / "m.gguf")
     reader = GGUFReader(path)
@@ -147,31 +174,31 @@ def test_mtp_block_without_a_norm_of_its_own(name: str, tmp_path: Path) -> None:
         assert relative_error(block_logits(file, target, hidden), theirs) < 1e-4
 
 
+def check_is_head(path: Path, told: str) -> None:
+    """It is no model, and says so where one is asked for."""
+    assert is_head(path)
+    with pytest.raises(UnsupportedModelError, match=f"holds {told} of a model, which"):
+        open_checkpoint(path)
+    with pytest.raises(UnsupportedModelError, match="which drafts for it"):
+        shape_of(path)
+
+
 @pytest.mark.parametrize("form", ["folder", "speculators", "gguf", "gguf-i32"])
 @pytest.mark.parametrize("flag", ["", "norm_before_fc", "norm_before_residual"])
-def test_eagle3_head(flag: str, form: str, tmp_path: Path) -> None:
-    model, own = save_tiny("llama", tmp_path / "target"), tmp_path / "head"
-    own.mkdir()
-    target = load_ours(tmp_path / "target")
-    width = target.config.hidden_size
-    tiny = TinyEagle3(own, width, target.config.vocab_size, **({flag: True} if flag else {}))
+def test_eagle3_head(flag: str, form: str, llama: Decoder, matrices: Any, tmp_path: Path) -> None:
+    own = tmp_path
+    tiny = TinyEagle3(own, WIDTH, VOCAB, **({flag: True} if flag else {}))
     if form == "speculators":
         tiny.save_speculators(own)
     elif form != "folder":
         own = tiny.save_gguf(tmp_path / "eagle3.gguf", kind=form[5:] or "i64")
-    assert is_head(own)
-    with pytest.raises(UnsupportedModelError, match="holds an EAGLE-3 head of a model, which"):
-        open_checkpoint(own)
-    with pytest.raises(UnsupportedModelError, match="which drafts for it"):
-        shape_of(own)
-    config, head = load_block(own, target)
+    check_is_head(own, "an EAGLE-3 head")
+    config, head = load_block(own, llama)
     assert config.layers == (1, 2, AFTER_LAST)
     assert np.array_equal(config.tokens, tiny.tokens)
-    features = Features(config.layers, np.empty((len(IDS), 3 * width), np.float32))
-    target.forward(Batch.extend([(target.cache(32), IDS)]), rows=[], features=features)
-    with torch.no_grad():
-        embedded = model.get_input_embeddings()(torch.tensor(IDS[1:]))
-        theirs = tiny.expected(embedded, torch.tensor(features.rows[:-1])).numpy()
+    features = Features(config.layers, np.empty((len(IDS), 3 * WIDTH), np.float32))
+    llama.forward(Batch.extend([(llama.cache(32), IDS)]), rows=[], features=features)
+    theirs = tiny.expected(matrices[0][IDS[1:]], torch.tensor(features.rows[:-1])).numpy()
     cache, ids = head.cache(32), np.array(IDS[1:])
     batch = Batch(ids, np.arange(1, len(IDS)), (Span(cache, len(ids)),))
     assert relative_error(head.forward(batch, target_features=features.rows[:-1]), theirs) < 1e-4
@@ -186,36 +213,233 @@ def test_eagle3_head(flag: str, form: str, tmp_path: Path) -> None:
     ],
 )
 def test_norms_of_speculators(
-    changes: dict[str, Any], residual: bool, own: bool, tmp_path: Path
+    changes: dict[str, Any], residual: bool, own: bool, llama: Decoder, tmp_path: Path
 ) -> None:
-    target = load_ours(save_to(tmp_path / "target"))
-    tiny = TinyEagle3(tmp_path, target.config.hidden_size, target.config.vocab_size)
-    folder = edited(tiny.save_speculators(tmp_path), **changes)
+    folder = edited(TinyEagle3(tmp_path, WIDTH, VOCAB).save_speculators(tmp_path), **changes)
     with closing(open_head(folder)) as checkpoint:
-        config = read_head_config(checkpoint, target.config)
+        config = read_head_config(checkpoint, llama.config)
     assert config.own_normed is own
     assert isinstance(config.decoder.block, FeatureBlock)
     assert config.decoder.block.residual_normed is residual
 
 
+@pytest.mark.parametrize("form", ["folder", "gguf"])
+@pytest.mark.parametrize("window", [8, 1 << 20])
+def test_dflash(window: int, form: str, llama: Decoder, matrices: Any, tmp_path: Path) -> None:
+    own, known = tmp_path, len(IDS) - 1
+    tiny = TinyDFlash(own, WIDTH, VOCAB, window=window)
+    if form == "gguf":
+        own = tiny.save_gguf(tmp_path / "dflash.gguf")
+    check_is_head(own, "a DFlash draft")
+    config, head = load_block(own, llama)
+    assert isinstance(head, BlockDecoder)
+    assert (config.layers, config.block, config.mask) == ((1, 2, AFTER_LAST), BLOCK, MASK)
+    features = Features(config.layers, np.empty((known, 3 * WIDTH), np.float32))
+    llama.forward(Batch.extend([(llama.cache(32), IDS[:-1])]), rows=[], features=features)
+    block = np.array([IDS[-1], *[MASK] * (BLOCK - 1)])
+    theirs = tiny.expected(torch.tensor(features.rows), matrices[0][block], matrices[1])
+    cache = head.cache(32)
+    for start, stop in ((0, 5), (5, known)):
+        batch = Batch.extend([(cache, IDS[start:stop])])
+        head.context.forward(batch, rows=[], target_features=features.rows[start:stop])
+    assert head.pairs is None
+    for _ in range(2):  # a block leaves nothing behind
+        span = Span(cache, BLOCK, np.ones((BLOCK, BLOCK), np.bool_))
+        ours = head.forward(Batch(block, np.arange(known, known + BLOCK), (span,)))
+        assert relative_error(ours, theirs) < 1e-4
+        cache.trim(known)
+
+
+NESTED = {
+    "mask_token_id": MASK,
+    "target_layer_ids": [0, 1, 2],
+    "num_target_layers": 3,
+    "projector_type": "dspark",
+    "attention_mode": "gqa",
+    "markov_rank": 24,
+    "enable_confidence_head": True,
+}
+"""As Liquid's and SpecForge's configs."""
+
+FORMS: dict[str, dict[str, Any]] = {
+    "folder": {},
+    "in pairs": {"in_pairs": True},
+    "causal": {"is_causal": True, "window": 8},
+    "bonus anchor": {"sample_from_anchor": False},
+    "speculators": {"aux_hidden_state_layer_ids": [1, 2, 3], "target_layer_ids": None},
+    "nested": {"dflash_config": NESTED, "target_layer_ids": None, "block_size": BLOCK},
+    "dflash 2": {"choices": 9},
+    "gguf": {},
+    "gguf, dflash 2": {"choices": 9},
+    "gguf, causal": {"is_causal": True},
+    "gguf, bonus anchor": {"sample_from_anchor": False},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_dspark(form: str, llama: Decoder, matrices: Any, tmp_path: Path) -> None:
+    """Logits of a block, and what they gain by the token before each."""
+    own, options, known = tmp_path, FORMS[form], len(IDS) - 1
+    tiny = TinyDFlash(own, WIDTH, VOCAB, rank=24, **options)
+    if form.startswith("gguf"):
+        keys: dict[str, Any] = {"attention.causal": tiny.causal} | (
+            {"sample_from_anchor": False} if "bonus" in form else {}
+        )
+        own = tiny.save_gguf(tmp_path / "dspark.gguf", **keys)
+    config, head = load_block(own, llama)
+    assert isinstance(head, BlockDecoder)
+    assert (config.layers, config.causal) == ((1, 2, AFTER_LAST), "causal" in form)
+    assert config.first == (form == "speculators" or "bonus" in form or "2" in form)
+    features = np.random.default_rng(2).normal(size=(known, 3 * WIDTH)).astype(np.float32)
+    block = np.array([IDS[-1], *[MASK] * (BLOCK - 1)])
+    theirs = tiny.expected(torch.tensor(features), matrices[0][block], matrices[1])
+    cache, seen = head.cache(32), np.ones((BLOCK, BLOCK), np.bool_)
+    batch = Batch.extend([(cache, IDS[:-1])])
+    head.context.forward(batch, rows=[], target_features=features)
+    span = Span(cache, BLOCK, np.tril(seen) if config.causal else seen)
+    last = Features((AFTER_LAST,), np.empty((BLOCK, WIDTH), np.float32))
+    ours = head.forward(Batch(block, np.arange(known, known + BLOCK), (span,)), features=last)
+    assert relative_error(ours, theirs) < 1e-4
+    before = [IDS[-1], 0, VOCAB - 1, 9, 9, 7]
+    assert head.pairs is not None
+    with head.ops.scope():
+        changed = head.pairs.add(head.ops, ours, before, last.rows)
+    wanted = tiny.after(theirs, before, np.arange(BLOCK))
+    kept = np.isfinite(wanted)
+    assert np.array_equal(np.isfinite(changed), kept)
+    assert kept.sum(1).tolist() == [options.get("choices", VOCAB)] * BLOCK
+    assert relative_error(changed[kept], wanted[kept]) < 1e-4
+    assert relative_error(changed[kept], theirs[kept]) > 0.1
+
+
+ASSISTANTS: dict[str, dict[str, Any]] = {
+    "gemma4": {},
+    "gemma4-double-wide": {"use_ordered_embeddings": True},
+    "gemma4-unified": {},
+    "gemma4-unified-whole": {"use_ordered_embeddings": True},
+}
+
+
+@pytest.mark.parametrize("name", ASSISTANTS)
+@pytest.mark.parametrize("form", ["folder", "gguf"])
+@pytest.mark.parametrize("held", [5, 23])
+def test_assistant(name: str, held: int, form: str, tmp_path: Path) -> None:
+    """Gemma 4's, which reads the target's keys and values, as transformers does."""
+    clusters = CLUSTERS
+    if form == "gguf":  # which does not say how many clusters get logits
+        clusters = {**CLUSTERS, "centroid_intermediate_top_k": 32}
+    own, options = tmp_path / "own", ASSISTANTS[name]
+    tiny = TinyAssistant(name, tmp_path / "target", own, **options, **clusters)
+    ids, drafts = tokens(24)[: held + 1], [9, 4, 140]  # more than the window
+    theirs = tiny.levels(ids, drafts)
+    target = load_ours(tmp_path / "target")
+    if form == "gguf":
+        own = write_tiny_gguf(own, tmp_path / "assistant.gguf", "gemma4-assistant")
+    check_is_head(own, "an assistant")
+    config, head = load_block(own, target)
+    width = target.config.hidden_size
+    seen = Features(config.layers, np.empty((held, width), np.float32))
+    cache = target.cache(64)
+    target.forward(Batch.extend([(cache, ids[:-1])]), rows=[], features=seen)
+    given = FinalNorm(target)(seen.rows[-1:])
+    cache.trim(held - 1)
+    for token, expected in zip((ids[-1], *drafts), theirs, strict=True):
+        span = Span(cache, 1, np.ones((1, 1), np.bool_))
+        batch = Batch(np.array([token]), np.array([held]), (span,))
+        made = Features((CARRIED,), np.empty((1, width), np.float32))
+        logits = head.forward(batch, target_features=given, features=made)
+        cache.trim(held - 1)
+        given = made.rows
+        assert relative_error(logits[0], expected) < 1e-4
+
+
+def test_another_models_assistant(llama: Decoder, tmp_path: Path) -> None:
+    name, own = "gemma4-double-wide", tmp_path / "own"
+    TinyAssistant(name, tmp_path / "target", own, **ASSISTANTS[name], **CLUSTERS)
+    target = load_ours(tmp_path / "target")
+    assert load_block(own, target)[0].layers == (AFTER_LAST,)
+    with pytest.raises(UnsupportedModelError, match="do not fit the model's keys and values"):
+        load_block(own, llama)
+    with pytest.raises(UnsupportedModelError, match="211 tokens do not fill 7 clusters"):
+        load_block(edited(own, num_centroids=7), target)
+    own = edited(own, num_centroids=211, backbone_hidden_size=32)
+    with pytest.raises(UnsupportedModelError, match="it has 32 hidden numbers and the model 64"):
+        load_block(own, target)
+
+
+def eagle3(folder: Path, **changes: Any) -> Path:
+    TinyEagle3(folder, WIDTH, VOCAB)
+    return edited(folder, **changes)
+
+
+def dflash(folder: Path, **changes: Any) -> Path:
+    TinyDFlash(folder, WIDTH, VOCAB)
+    return edited(folder, **changes)
+
+
+def dflash_file(folder: Path, **keys: Any) -> Path:
+    return TinyDFlash(folder, WIDTH, VOCAB).save_gguf(folder / "dflash.gguf", **keys)
+
+
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("make", "changes", "said"),
     [
-        ({"hidden_size": 32}, "hidden numbers"),
-        ({"num_hidden_layers": 2}, "one layer"),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 9]}}, "it reads layers"),
+        (eagle3, {"hidden_size": 32}, "hidden numbers"),
+        (eagle3, {"num_hidden_layers": 2}, "one layer"),
+        (
+            eagle3,
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 9]}},
+            "it reads layers",
+        ),
+        (dflash, {"hidden_size": 32}, "hidden numbers"),
+        (
+            dflash,
+            {"dflash_config": {"mask_token_id": 211, "target_layer_ids": [0]}},
+            "mask is token 211",
+        ),
+        (dflash, {"dflash_config": {"mask_token_id": 7}}, "layers that it reads are None"),
+        (dflash, {"dflash_config": {"anchors": 8}}, "with its anchors is not supported"),
+        (dflash, {"markov_head_type": "gated"}, "with its markov_head_type is not supported"),
+        (dflash, {"input_embedding_scale": 8.0}, "and embeddings times 8"),
+        (dflash_file, {"target_layers": [0, 4]}, r"it reads layers \[-1, 3\], and the model has 3"),
+        (dflash_file, {"target_layers": ["2"]}, r"the layers that it reads are \['2'\]"),
+        (dflash_file, {"hyper_connection.count": 4}, "its hyper_connection is not supported"),
+        (dflash_file, {"embedding_scale": 8.0}, "and embeddings times 8"),
     ],
 )
-def test_another_models_head(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
-    target = load_ours(save_to(tmp_path / "target"))
-    TinyEagle3(tmp_path, target.config.hidden_size, target.config.vocab_size)
+def test_heads_that_do_not_fit(
+    make: Callable[..., Path], changes: dict[str, Any], said: str, llama: Decoder, tmp_path: Path
+) -> None:
     with pytest.raises(UnsupportedModelError, match=said):
-        load_block(edited(tmp_path, **changes), target)
+        load_block(make(tmp_path, **changes), llama)
 
 
-def save_to(folder: Path) -> Path:
-    save_tiny("llama", folder)
-    return folder
+@pytest.mark.parametrize(
+    ("choices", "without", "said"),
+    [
+        (0, "markov_head.markov_w2.weight", "tensor markov_w1.weight is not part"),
+        (9, "candidate_selector.hidden_projection.weight", "base_kernel is not part"),
+        (9, "layers.1.mlp_conv.base_kernel", "layers.1.mlp_conv.base_kernel is missing"),
+        (
+            9,
+            "layers.0.attention_conv.kernel_projection.weight",
+            "kernel_projection.weight is missing",
+        ),
+    ],
+)
+def test_missing_tensor(
+    choices: int, without: str, said: str, llama: Decoder, tmp_path: Path
+) -> None:
+    tiny = TinyDFlash(tmp_path, WIDTH, VOCAB, rank=24, choices=choices)
+    del tiny.weights[without]
+    with pytest.raises(LocalrtError, match=said):
+        load_block(tiny.save_gguf(tmp_path / "dflash.gguf"), llama)
+
+
+def test_markov_head_of_other_tokens(llama: Decoder, tmp_path: Path) -> None:
+    TinyDFlash(tmp_path, WIDTH, VOCAB - 8, rank=24)
+    with pytest.raises(CheckpointError, match=r"wrong shape: model.markov_head.markov_w2.weight"):
+        load_block(tmp_path, llama)
 
 
 def test_without_a_block(tiny_folder: Path) -> None:

@@ -22,9 +22,14 @@ from localrt.quant.ops.protocol import Batch, Span
 from tests.models.make_gguf import write_tiny_gguf
 from tests.models.test_heads import BLOCKS, IDS, load_block
 from tests.models.tiny import CONFIGS, load_ours, relative_error, save_tiny
-from tests.models.tiny_assistants import TinyAssistant
-from tests.models.tiny_dflash import BLOCK, MASK, TinyDFlash
-from tests.models.tiny_heads import TinyBlock, TinyEagle3
+from tests.models.tiny_heads import (
+    BLOCK,
+    MASK,
+    TinyAssistant,
+    TinyBlock,
+    TinyDFlash,
+    TinyEagle3,
+)
 
 pytest.importorskip("llama_cpp", reason="needs the llamacpp extra")
 pytestmark = pytest.mark.llamacpp

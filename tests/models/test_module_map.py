@@ -31,7 +31,7 @@ from tests.conftest import needs_kernels
 from tests.models.adapters import make_adapter, peft_logits
 from tests.models.make_gguf import write_tiny_gguf
 from tests.models.test_adapters import Tiny, cache, run
-from tests.models.tiny import CONFIGS, MIXTURES, relative_error, save_tiny, tokens
+from tests.models.tiny import CONFIGS, MIXTURES, relative_error, tiny_model, tokens
 
 IDS = tokens(11)
 # Of every way in which a family's matrices are computed one.
@@ -108,7 +108,7 @@ def test_logits_are_those_of_peft(name: str, config: dict[str, Any], tmp_path: P
 )
 def test_gguf_base(name: str, how: dict[str, bool], tmp_path: Path) -> None:
     tiny = Tiny(name, tmp_path)
-    base = save_tiny(name, tmp_path / "again")
+    base = tiny_model(name).module
     base.config.model_type = "llama"  # PEFT leaves Mamba's modules out
     modules = linear_modules(tiny.base)
     theirs = make_adapter(base, tmp_path / "a", target_modules=modules, use_dora=True)
@@ -121,7 +121,7 @@ def test_gguf_base(name: str, how: dict[str, bool], tmp_path: Path) -> None:
 
 def test_gguf_base_with_factors(tmp_path: Path) -> None:
     tiny = Tiny("falcon-h1", tmp_path)
-    make_adapter(save_tiny("falcon-h1", tmp_path / "b"), tmp_path / "a", target_modules=["q_proj"])
+    make_adapter(tiny_model("falcon-h1").module, tmp_path / "a", target_modules=["q_proj"])
     path = write_tiny_gguf(tiny.folder / "base", tmp_path / "base.gguf", "falcon-h1")
     with (
         closing(open_checkpoint(path)) as checkpoint,
@@ -150,10 +150,9 @@ def everything(checkpoint: Checkpoint, size: float) -> Adapter[LowRank]:
     )
 
 
-def by_merging(name: str, folder: Path, size: float, ops: Callable[[], Ops]) -> tuple[float, float]:
+def by_merging(name: str, size: float, ops: Callable[[], Ops]) -> tuple[float, float]:
     """How far logits are from those of merged weights, and how far these are from the base's."""
-    save_tiny(name, folder)
-    with closing(open_checkpoint(folder)) as checkpoint:
+    with closing(open_checkpoint(tiny_model(name).folder)) as checkpoint:
         adapter = everything(checkpoint, size)
         found = adapted(checkpoint, ops(), adapter)
         merged = decoder_of(MergedCheckpoint(checkpoint, adapter), ops())
@@ -164,9 +163,9 @@ def by_merging(name: str, folder: Path, size: float, ops: Callable[[], Ops]) -> 
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_matrix(name: str, tmp_path: Path) -> None:
+def test_every_matrix(name: str) -> None:
     assert name in (*CONFIGS, *MIXTURES)
-    error, change = by_merging(name, tmp_path, 0.15, lambda: TorchOps(compute_format="f32"))
+    error, change = by_merging(name, 0.15, lambda: TorchOps(compute_format="f32"))
     assert error < 1e-4
     assert change > 0.01
 
@@ -179,15 +178,15 @@ def test_every_matrix(name: str, tmp_path: Path) -> None:
         *("cohere2", "apertus"),
     ],
 )
-def test_kernels(name: str, tmp_path: Path) -> None:
-    error, change = by_merging(name, tmp_path, 0.15, lambda: NativeOps(threads=1))
+def test_kernels(name: str) -> None:
+    error, change = by_merging(name, 0.15, lambda: NativeOps(threads=1))
     assert error < change / 5
 
 
 def test_routers(tmp_path: Path) -> None:
     tiny = Tiny("qwen3-moe", tmp_path)
     theirs = make_adapter(
-        save_tiny("qwen3-moe", tmp_path / "again"),
+        tiny_model("qwen3-moe").module,
         tmp_path / "a",
         target_modules=["q_proj"],
         target_parameters=["mlp.gate.weight"],

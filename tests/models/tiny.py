@@ -1,41 +1,151 @@
-"""Tiny random models of every architecture, written by Hugging Face transformers, our oracle."""
+"""Tiny random models of every architecture, made by Hugging Face transformers, our oracle.
+
+Each is made once, and kept in ``build/tiny`` with its GGUF files and transformers' logits: a
+process that finds there what it asks for imports neither transformers nor torch.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
 from contextlib import closing
+from functools import cache, cached_property
+from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
-import transformers
 
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
 from localrt.quant.ops.protocol import Batch, Ops, Span
-from localrt.quant.reference.ops import TorchOps
+from tests.models import tiny_configs
 from tests.models.tiny_configs import CONFIGS, MIXTURES, SIZES
 
+_TESTS = Path(__file__).parents[1]
+_KEPT = _TESTS.parent / "build" / "tiny"
+_MODELS = (Path(__file__), Path(tiny_configs.__file__))
+_FILES = tuple(
+    _TESTS / name
+    for name in ("models/make_gguf.py", "models/gguf_keys.py", "checkpoints/make_gguf.py")
+)
 _LISTED = ("layer_types", "mlp_layer_types", "num_attention_heads_per_layer", "layer_rope_theta")
+_DAY = 86400.0
 
 
-def save_tiny(
-    name: str, folder: Path, seed: int = 0, *, layers: int | None = None, vocab: int | None = None
-) -> Any:
-    """Write a random model as a Hugging Face folder; returns transformers' own, in float32.
+class TinyModel:
+    """A random model of the tiny config ``name``, in float32: its files, and what it computes."""
 
-    ``layers`` are the first that it keeps; ``vocab`` is another number of tokens.
-    """
-    config = (CONFIGS | MIXTURES)[name]()
-    if vocab is not None:
-        config.get_text_config().vocab_size = vocab
-    if layers is not None:
-        keep_layers(config.get_text_config(), layers)
-    model = random_model(config, seed)
-    model.save_pretrained(folder)
+    def __init__(self, name: str, seed: int, layers: int | None, vocab: int | None) -> None:
+        self.name, self.seed, self.layers, self.vocab = name, seed, layers, vocab
+        self._make = CONFIGS[name] if name in CONFIGS else MIXTURES[name]
+        label = f"{name}-{seed}-{layers}-{vocab}"
+        if self._make.__module__ != tiny_configs.__name__:  # a test's own
+            label += f"-{_digest(self._config().to_json_string(use_diff=False))}"
+        self._folder = _kept_models() / label
+
+    @property
+    def folder(self) -> Path:
+        """The Hugging Face folder, which must not be written to: see ``save_tiny``."""
+        return _kept(self._folder / "model", lambda path: self.module.save_pretrained(path))
+
+    def gguf(self, **how: Any) -> Path:
+        """The model as a GGUF file, as ``write_tiny_gguf`` makes it."""
+
+        def write(path: Path) -> None:
+            from tests.models.make_gguf import write_tiny_gguf
+
+            write_tiny_gguf(self.folder, path, self.name, **how)
+
+        return _kept(
+            self._folder / f"{_digest(_of_files(), repr(sorted(how.items())))}.gguf", write
+        )
+
+    def logits(self, ids: list[int]) -> np.ndarray:
+        """Those of transformers' model, (tokens, vocab)."""
+        path = self._folder / f"{_digest(repr(ids))}.npy"
+        return np.load(_kept(path, lambda path: np.save(path, oracle(self.module, ids))))
+
+    @cached_property
+    def module(self) -> Any:
+        """Transformers' model."""
+        return random_model(self._config(), self.seed)
+
+    @property
+    def config(self) -> SimpleNamespace:
+        """What ``config.json`` says."""
+        return SimpleNamespace(**json.loads((self.folder / "config.json").read_text("utf-8")))
+
+    def _config(self) -> Any:
+        config = self._make()
+        if self.vocab is not None:
+            config.get_text_config().vocab_size = self.vocab
+        if self.layers is not None:
+            keep_layers(config.get_text_config(), self.layers)
+        return config
+
+
+def tiny_model(
+    name: str, seed: int = 0, *, layers: int | None = None, vocab: int | None = None
+) -> TinyModel:
+    """A random model with its first ``layers``, and another number of tokens if ``vocab`` is."""
+    return TinyModel(name, seed, layers, vocab)
+
+
+def save_tiny(name: str, folder: Path, seed: int = 0, **sizes: int | None) -> TinyModel:
+    """``tiny_model``, with a copy of its folder that may be changed."""
+    model = tiny_model(name, seed, **sizes)
+    shutil.copytree(model.folder, folder, dirs_exist_ok=True)
     return model
+
+
+def kept(label: str, write: Callable[[Path], object], *sources: Path) -> Path:
+    """A file or folder that ``write`` makes once for all processes, while ``sources`` say so."""
+    key = _digest(*(path.read_text("utf-8") for path in sources))
+    return _kept(_kept_models() / f"{label}-{key}", write)
+
+
+def _kept(path: Path, make: Callable[[Path], object]) -> Path:
+    """``path``, which ``make`` writes unless a process has: whole, or not at all."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as beside:
+            make(own := Path(beside) / path.name)
+            try:
+                own.replace(path)
+            except OSError:  # a folder that another process has just made
+                if not path.exists():
+                    raise
+    return path
+
+
+@cache
+def _kept_models() -> Path:
+    """The folder of models that these sources make; those of older ones go after a day."""
+    made_by = [f"{name} {version(name)}" for name in ("torch", "transformers")]
+    folder = _KEPT / _digest(*made_by, *(path.read_text("utf-8") for path in _MODELS))
+    folder.mkdir(parents=True, exist_ok=True)
+    os.utime(folder)
+    for other in _KEPT.iterdir():
+        if time.time() - other.stat().st_mtime > _DAY:
+            shutil.rmtree(other, ignore_errors=True)
+    return folder
+
+
+@cache
+def _of_files() -> str:
+    return _digest(version("gguf"), *(path.read_text("utf-8") for path in _FILES))
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 def keep_layers(text: Any, layers: int) -> None:
@@ -48,6 +158,8 @@ def keep_layers(text: Any, layers: int) -> None:
 
 def auto_class(config: Any) -> Any:
     """Transformers' class that makes the model of a config."""
+    import transformers
+
     auto = transformers.AutoModelForCausalLM
     text = config.get_text_config() is config and type(config) in auto._model_mapping
     return auto if text else transformers.AutoModelForImageTextToText
@@ -55,6 +167,8 @@ def auto_class(config: Any) -> Any:
 
 def random_model(config: Any, seed: int = 0) -> Any:
     """Transformers' model of a config, in float32."""
+    import torch
+
     torch.manual_seed(seed)
     config._attn_implementation = "eager"
     model = auto_class(config).from_config(config)
@@ -77,13 +191,19 @@ def random_model(config: Any, seed: int = 0) -> Any:
 
 def load_ours(folder: Path, ops: Ops | None = None, *, context: int | None = None) -> Decoder:
     """The same folder through localrt, computing in float32 where nothing else is said."""
+    if ops is None:
+        from localrt.quant.reference.ops import TorchOps
+
+        ops = TorchOps(compute_format="f32", device="cpu")
     with closing(open_checkpoint(folder)) as checkpoint:
         config = read_config(checkpoint, context=context)
-        return load_decoder(checkpoint, ops or TorchOps(compute_format="f32", device="cpu"), config)
+        return load_decoder(checkpoint, ops, config)
 
 
 def oracle(model: Any, ids: list[int]) -> np.ndarray:
     """The logits of transformers' model."""
+    import torch
+
     if model.config.model_type == "llama4":  # whose class fails without pictures
         model = model.language_model
     with torch.no_grad():

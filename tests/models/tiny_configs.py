@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import transformers as hf
+
+class _Transformers:
+    """Hugging Face transformers, imported when a config is made: that takes seconds."""
+
+    def __getattr__(self, name: str) -> Any:
+        import transformers
+
+        return getattr(transformers, name)
+
+
+hf = _Transformers()
 
 SIZES: dict[str, Any] = {
     "vocab_size": 211,

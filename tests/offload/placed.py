@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.kv_formats import CacheFormat
 from localrt.quant.ops.protocol import Batch, Span
 from tests.conftest import needs_kernels as needs_kernels
+from tests.models import tiny
 from tests.store.synthetic import SyntheticCheckpoint
 
 MODE = ReadMode(direct=False, threads=2, block=4 * PAGE)
@@ -36,21 +37,13 @@ PLENTY = 1 << 40
 
 def pack_tiny(name: str, folder: Path) -> Path:
     """A store of one of the tiny random models."""
-    from tests.models.tiny import save_tiny  # torch: seconds, which other tests need not wait for
-
-    save_tiny(name, folder / "model")
-    source = open_checkpoint(folder / "model")
-    try:
+    with closing(open_checkpoint(tiny.tiny_model(name).folder)) as source:
         return pack_store(source, folder / "store", tiler=tile_tensor)
-    finally:
-        source.close()
 
 
 def wide_mixture(folder: Path, used: int, *, count: int = 32) -> Model:
     """A mixture of ``count`` experts, ``used`` of which see a token, in a store."""
     from transformers import Qwen3MoeConfig
-
-    from tests.models import tiny
 
     def wide() -> Qwen3MoeConfig:
         sizes = {"num_experts": count, "num_experts_per_tok": used, "moe_intermediate_size": 32}

@@ -1,23 +1,21 @@
-"""Tiny models that many tests read: each is written once."""
+"""Tiny models that many tests read."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.models.tiny import TinyModel, tiny_model
+
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Any]]:
-    """From a name of ``tests/models/tiny.py`` to its folder and transformers' own model."""
-    from tests.models.tiny import save_tiny  # imports transformers
+def tiny() -> Callable[[str], tuple[Path, TinyModel]]:
+    """From a name of ``tests/models/tiny.py`` to its folder and what transformers computes."""
 
-    @cache
-    def saved(name: str) -> tuple[Path, Any]:
-        folder = tmp_path_factory.mktemp(name)
-        return folder, save_tiny(name, folder)
+    def found(name: str) -> tuple[Path, TinyModel]:
+        model = tiny_model(name)
+        return model.folder, model
 
-    return saved
+    return found

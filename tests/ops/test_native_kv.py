@@ -17,10 +17,9 @@ from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.kv_formats import KV_FORMATS, CacheFormat, block_nbytes
 from localrt.quant.ops.protocol import Batch, Span
 from tests.conftest import needs_kernels
-from tests.models.tiny import relative_error, tokens
+from tests.models.tiny import load_ours, relative_error, tokens
 from tests.ops.layers import tree_mask
 from tests.ops.test_native_matmul import ISAS
-from tests.ops.test_native_steps import load
 
 pytestmark = needs_kernels
 
@@ -342,7 +341,7 @@ def test_batch_invariance(isa: str, kv_format: CacheFormat, sinks: bool) -> None
 
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
 def test_trim(kv_format: CacheFormat, tiny: Any) -> None:
-    decoder = load(tiny("qwen2")[0], kv=kv_format)
+    decoder = load_ours(tiny("qwen2")[0], NativeOps(threads=2, kv_format=kv_format), context=40)
     ids = tokens(300)
     cache = decoder.cache(600)
     decoder.forward(Batch.extend([(cache, ids[:250])]), rows=[])

@@ -251,7 +251,7 @@ def test_what_does_not_bind_a_forced_call(tmp_path: Path) -> None:
 @pytest.mark.llamacpp
 def test_llamacpp_engine(tmp_path: Path) -> None:
     pytest.importorskip("llama_cpp", reason="needs the llamacpp extra")
-    from tests.loading.test_engine_choice import write_model
+    from tests.loading.test_loading import write_model
 
     path = write_model(tmp_path / "m.gguf", "llama", "F32")
     asked: dict[str, Any] = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}

@@ -63,7 +63,7 @@ def publish(
     """A tiny model published, transformers' own of the same values, and what became of matrices."""
     plain = folder / "plain"
     plain.mkdir()
-    oracle = save_tiny(name, plain)
+    oracle = save_tiny(name, plain).module
     kept = load_file(plain / "model.safetensors")
     tensors: Tensors = {}
     formats: dict[str, str] = {}

@@ -39,9 +39,7 @@ from tests.driver.inside.conftest import AT_ONCE, Kernels, StepByStep, on_gpu
 from tests.engine.test_speculation import SAMPLINGS, fixed, ids, info_of, run
 from tests.models.test_heads import IDS, load_block
 from tests.models.tiny import load_ours, relative_error, save_tiny, tokens
-from tests.models.tiny_assistants import TinyAssistant
-from tests.models.tiny_dflash import BLOCK, TinyDFlash
-from tests.models.tiny_heads import TinyBlock, TinyEagle3
+from tests.models.tiny_heads import BLOCK, TinyAssistant, TinyBlock, TinyDFlash, TinyEagle3
 from tests.offload.placed import PLENTY, Model
 
 pytestmark = pytest.mark.gpu

@@ -39,7 +39,6 @@ from tests.offload.placed import (
     passing,
     place_on_gpu,
 )
-from tests.offload.routing import TrainedChoices
 
 pytestmark = needs_kernels
 

@@ -30,8 +30,8 @@ from localrt.quant.cuda.tensor import INT64, UINT8, Tensor, empty, upload, zeros
 from localrt.quant.formats.packed import Bytes
 from tests.driver.inside.conftest import Kernels, few, hasty
 from tests.driver.standin import Driver
-from tests.offload.fake_source import FakeSource, content, make_units
 from tests.offload.placed import PLENTY
+from tests.offload.test_readers import FakeSource, content, make_units
 
 SLAB = 16 << 20
 

@@ -44,8 +44,8 @@ from tests.offload.placed import (
     passing,
     tokens,
 )
+from tests.ops.layers import tree_mask
 from tests.ops.oracles import best_of
-from tests.ops.recurrent_layers import tree_mask
 
 pytestmark = [needs_kernels, pytest.mark.gpu]
 

@@ -18,12 +18,8 @@ import localrt
 from localrt.chat_format.pictures import pictures_of
 from localrt.models.vision.picture import Picture
 from tests.inside import core_of, engine_of
-from tests.models.vision import test_gemma4_unified as gemma4_unified
-from tests.models.vision import test_gemma4_vision as gemma4
-from tests.models.vision import test_pixtral as pixtral
+from tests.models.vision.families import FAMILIES, IMAGE, Family, minicpm_processor
 from tests.models.vision.oracles import expanded, plain
-from tests.models.vision.siglip_families import FAMILIES, IMAGE, minicpm_processor
-from tests.models.vision.test_siglip import PICTURES
 
 _TEMPLATE = """{%- for message in messages -%}
 {{- '<|start|>' + message.role + '\n' -}}
@@ -34,6 +30,7 @@ _TEMPLATE = """{%- for message in messages -%}
 {%- endfor -%}
 {{- '<|start|>assistant\n' if add_generation_prompt -}}
 """
+PICTURES = Family.pictures
 _TEXTS = ["what is this\n\n\nhello world\n\nand this\n"] * 3  # so that new lines make tokens
 _TILES = [f"row_{row}_col_{column}" for row in (1, 2, 3) for column in (1, 2, 3)]
 
@@ -120,12 +117,12 @@ def test_chats(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("given_rates")
-@pytest.mark.parametrize("name", ["mistral3", "gemma4", "gemma4_unified", "internvl", "minicpm-v"])
+@pytest.mark.parametrize("name", ["mistral3", "gemma4", "gemma4-unified", "internvl", "minicpm-v"])
 def test_tokens_around_rows(name: str, tmp_path: Path) -> None:
     tiny: Any
     if name == "mistral3":
         own = tokenizer("[IMG]", "[IMG]", "[IMG_BREAK]", "[IMG_END]")
-        tiny = pixtral.Tiny(name, tmp_path, vocab_size=310)
+        tiny = FAMILIES[name](tmp_path, vocab_size=310)
     elif name == "internvl":  # its template ends the line behind a picture
         own = tokenizer("<IMG_CONTEXT>", "<IMG_CONTEXT>\n", "<img>", "</img>")
         tiny = FAMILIES[name](tmp_path)
@@ -137,8 +134,7 @@ def test_tokens_around_rows(name: str, tmp_path: Path) -> None:
         names = ("<|image>", "<image|>", "<|start|>")
         own = tokenizer("<|image|>", "<|image|>", *names, first="<pad>")
         sizes = {"vocab_size": 310, "vocab_size_per_layer_input": 310}
-        kind: Any = gemma4 if name == "gemma4" else gemma4_unified
-        tiny = kind.Tiny(tmp_path, own=sizes)
+        tiny = FAMILIES[name](tmp_path, own=sizes)
     own.save_pretrained(tmp_path)
     with localrt.load(str(tmp_path), device="cpu", format="f32", ctx=1024) as model:
         vision = engine_of(model).vision
@@ -156,8 +152,7 @@ def test_tokens_around_rows(name: str, tmp_path: Path) -> None:
             ids = own.encode(begin, add_special_tokens=False)
             assert plain(core_of(model).requests.render(chat), IMAGE) == ids
             inputs = tiny.inputs(*pictures) if pictures else {}
-            inputs.pop("num_soft_tokens_per_image", None)
-            if name == "gemma4_unified":  # its rows see one another
+            if name == "gemma4-unified":  # its rows see one another
                 inputs["mm_token_type_ids"] = (torch.tensor([ids]) == IMAGE).long()
             with torch.no_grad():
                 found = tiny.model.generate(

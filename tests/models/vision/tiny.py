@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+from tests.models.tiny import kept
 
 _NAMES = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
@@ -54,6 +55,14 @@ def qwen_folder(folder: Path, template: str = _TEMPLATE) -> Path:
     """A Qwen2.5-VL with random weights."""
     folder.mkdir(exist_ok=True)
     ids = write_tokenizer(folder, template)
+    made = kept("qwen", lambda path: _write_qwen(path, ids), Path(__file__))
+    return shutil.copytree(made, folder, dirs_exist_ok=True)
+
+
+def _write_qwen(folder: Path, ids: dict[str, int]) -> None:
+    import torch
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
     config = Qwen2_5_VLConfig(
         text_config={
             "vocab_size": 512,
@@ -92,4 +101,3 @@ def qwen_folder(folder: Path, template: str = _TEMPLATE) -> Path:
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.08)
     model.save_pretrained(folder)
-    return folder

@@ -1,4 +1,4 @@
-"""Tiny random models of Qwen's that see, written by transformers, and pictures for them."""
+"""Tiny random models of Qwen's that see, written by transformers."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 import transformers as hf
 from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
 from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import (
@@ -16,7 +14,7 @@ from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import (
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from localrt.models.vision.picture import Picture
+from tests.models.tiny import random_model
 
 TEXT = {
     "vocab_size": 120,
@@ -132,16 +130,7 @@ PIXELS = {"shortest_edge": 16 * 16, "longest_edge": 64 * 64}
 
 def save_tiny_vl(kind: str, folder: Path, seed: int = 0) -> Any:
     """Write a random model as a folder; returns transformers' own."""
-    torch.manual_seed(seed)
-    config = TINY[kind]()
-    config._attn_implementation = "eager"
-    model = hf.AutoModelForImageTextToText.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.15))
-            if parameter.ndim == 1:
-                parameter.add_(0.5)
-    model = model.float().eval()
+    model = random_model(TINY[kind](), seed)
     model.save_pretrained(folder)
     settings = {"patch_size": 4, "size": PIXELS, "image_mean": [0.4, 0.5, 0.6]}
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
@@ -157,12 +146,3 @@ def processor_of(folder: Path) -> Any:
     processors = dict.fromkeys(("glm4v", "glm4v_moe", "glm_ocr"), Glm46VImageProcessorPil)
     processors["paddleocr_vl"] = PaddleOCRVLImageProcessorPil
     return processors.get(kind, Qwen2VLImageProcessorPil)(**settings)
-
-
-def picture(width: int, height: int, seed: int = 0) -> Picture:
-    """Smooth colours with some noise."""
-    random = np.random.default_rng(seed)
-    x, y = np.meshgrid(np.linspace(0, 4, width), np.linspace(0, 3, height))
-    waves = np.stack([np.sin(x + y), np.cos(x * y), np.sin(3 * x - y)], -1)
-    noise = random.normal(0, 0.2, waves.shape)
-    return Picture(((waves + noise) * 60 + 128).clip(0, 255).astype(np.uint8))

@@ -22,7 +22,7 @@ from localrt.quant.ops.kv_formats import BLOCK_TOKENS, KvFormat
 from localrt.quant.ops.protocol import Span
 from tests.ops.cuda.emulator import Emulator
 from tests.ops.cuda.target import DEVICE, back, by_torch, cache_of, kept, random, there
-from tests.ops.recurrent_layers import tree_mask
+from tests.ops.layers import tree_mask
 
 attend, rope_append = by_torch(attention.attend), by_torch(attention.rope_append)
 attend_latents = by_torch(attention.attend_latent_rows)

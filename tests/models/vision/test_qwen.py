@@ -1,4 +1,4 @@
-"""Conversations with pictures on the engine, against transformers: logits, cuts, saved places."""
+"""Qwen's encoders and those like them: pictures, positions on three axes, and conversations."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from localrt.common.errors import CancelledError, MemoryBudgetError, OptionError
+from localrt.common.errors import CancelledError, CheckpointError, MemoryBudgetError, OptionError
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.protocol import EngineInfo
 from localrt.models.checkpoints import open_checkpoint
@@ -26,13 +27,191 @@ from localrt.models.vision.registry import read_encoder
 from localrt.quant.choose import all_vision_steps
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cuda.ops import CudaOps
+from localrt.quant.ops.attention import Rope
 from localrt.quant.reference.ops import TorchOps
 from localrt.speculative.tree import TokenTree
 from tests.conftest import needs_kernels
 from tests.models.tiny import relative_error, tokens
-from tests.models.vision.tiny_qwen import IDS, TINY, picture, processor_of
+from tests.models.vision.oracles import look, picture
+from tests.models.vision.tiny_qwen import IDS, TINY, processor_of, save_tiny_vl
+from tests.ops.cuda.conftest import emulator as emulator
 from tests.ops.cuda.emulator import Emulator
 from tests.ops.cuda.target import DEVICE
+
+SLOW = [
+    pytest.param(kind, marks=pytest.mark.slow)
+    for kind in sorted(TINY.keys() - {"qwen2_5_vl", "qwen3_vl", "qwen3_5"})
+]
+TinyVl = Callable[[str], tuple[Path, Any]]
+
+
+@pytest.fixture(scope="module")
+def tiny_vl(tmp_path_factory: pytest.TempPathFactory) -> TinyVl:
+    """The folder and transformers' model of one of ``TINY``."""
+
+    @cache
+    def make(kind: str) -> tuple[Path, Any]:
+        folder = tmp_path_factory.mktemp(kind)
+        return folder, save_tiny_vl(kind, folder)
+
+    return make
+
+
+SIZES = [(40, 40), (13, 90), (131, 37), (8, 8), (23, 301)]
+
+WIDTHS = {"glm4v": 4096, "glm4v_moe": 4096, "glm_ocr": 1536, "paddleocr_vl": 1024}
+"""Of the decoder that a tower is made for, by default."""
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_rows(kind: str, tiny_vl: TinyVl) -> None:
+    folder, model = tiny_vl(kind)
+    processor = processor_of(folder)
+    pictures = [picture(*size, seed=seed) for seed, size in enumerate(SIZES)]
+    opened = look(folder, *pictures)
+    ours = opened.seen
+    for some in ([0], [1, 2], [3, 4]):
+        inputs = processor([pictures[each].image() for each in some], return_tensors="pt")
+        with torch.no_grad():
+            theirs = model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"])
+        rows = np.concatenate([ours[each].rows for each in some])
+        assert relative_error(rows, torch.cat(list(theirs.pooler_output)).numpy()) < 1e-4
+        deep = getattr(theirs, "deepstack_features", None) or []
+        assert opened.encoder.deep_layers == len(deep)
+        for layer, wanted in enumerate(deep):
+            found = np.concatenate([ours[each].deep[layer] for each in some])
+            assert relative_error(found, torch.cat(list(wanted)).numpy()) < 1e-4
+
+
+@pytest.mark.parametrize("kind", TINY)
+@pytest.mark.parametrize("size", [*SIZES, (1, 1), (640, 480)])
+def test_prepared(kind: str, size: tuple[int, int], tiny_vl: TinyVl) -> None:
+    folder, model = tiny_vl(kind)
+    shown = picture(*size)
+    with closing(VisionFolder(folder)) as source:
+        encoder = read_encoder(source.config, source.processor)
+    prepared = encoder.prepare(shown)
+    wanted = processor_of(folder)(shown.image(), return_tensors="np")
+    _, h, w = wanted["image_grid_thw"][0].tolist()
+    assert prepared.grid == (h, w)
+    assert prepared.pieces == (h * w // 4,)
+    frames = wanted["pixel_values"].reshape(h * w, 3, -1, 16)
+    if kind == "paddleocr_vl":  # line by line, not square by square
+        squares = frames.reshape(h // 2, 2, w // 2, 2, 3, 1, 16).swapaxes(1, 2)
+        frames = squares.reshape(frames.shape)
+    ours = prepared.patches[:].reshape(h * w, 3, 16)
+    for frame in range(frames.shape[2]):
+        np.testing.assert_allclose(frames[:, :, frame], ours, rtol=0, atol=1e-5)
+
+    before, behind = 3, 4
+    kinds = torch.tensor([[0] * before + [1] * prepared.rows + [0] * behind])
+    grid = torch.tensor(wanted["image_grid_thw"])
+    (positions,) = model.model.get_rope_index(torch.zeros_like(kinds), kinds, grid)[0].swapaxes(
+        0, 1
+    )
+    assert prepared.offsets is not None
+    picture_ends = before + prepared.rows
+    np.testing.assert_array_equal(positions[:, before:picture_ends].T, before + prepared.offsets)
+    text = before + prepared.advance + np.arange(behind)
+    np.testing.assert_array_equal(positions[:, picture_ends:], np.tile(text, (3, 1)))
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_published_defaults(kind: str) -> None:
+    text = {"hidden_size": WIDTHS.get(kind, 3584)}
+    encoder = read_encoder({"model_type": kind, "vision_config": {}, "text_config": text}, {})
+    theirs = type(TINY[kind]())().vision_config
+    ours: Any = encoder.config  # type: ignore[attr-defined]
+    assert ours.depth == theirs.to_dict().get("depth", theirs.to_dict().get("num_hidden_layers"))
+    assert (ours.patch, ours.merge) == (theirs.patch_size, theirs.spatial_merge_size)
+    assert ours.deep == tuple(getattr(theirs, "deepstack_visual_indexes", ()))
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_attended(kind: str) -> None:
+    """The products of attention, as the steps are asked for them."""
+    text = {"hidden_size": WIDTHS.get(kind, 3584)}
+    encoder = read_encoder({"model_type": kind, "vision_config": {}, "text_config": text}, {})
+    prepared = encoder.prepare(Picture(np.zeros((448, 672, 3), np.uint8)))
+    config: Any = encoder.config  # type: ignore[attr-defined]
+    _, ends = encoder._windows(*(n // 2 for n in prepared.grid))  # type: ignore[attr-defined]
+    sizes, patches = np.diff([0, *ends]), len(prepared.patches)
+    windowed = config.depth - len(config.full) if config.window else 0
+    pairs = windowed * (sizes**2).sum() + (config.depth - windowed) * patches**2
+    assert encoder.block_work("blocks.0.", 3, prepared) == pytest.approx(
+        (patches, 2 * 3 * pairs / patches / config.depth)
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "most"),
+    [
+        ("qwen2_vl", 3584, 16384),
+        ("qwen3_vl", 3584, 16384),
+        ("mistral3", 64, 3025),
+        ("glm_ocr", 1536, 10699),  # half of the pixels
+        ("paddleocr_vl", 1024, 21399),
+    ],
+)
+def test_large_photo(kind: str, size: int, most: int) -> None:
+    """Made smaller where a context has no room for all of its rows."""
+    text = {"hidden_size": size, "num_attention_heads": 4}
+    config = {"model_type": kind, "vision_config": {}, "text_config": text}
+    processor = {"max_pixels": 4096**2, "size": {"longest_edge": 1540}}
+    encoder = read_encoder(config, processor)
+    photo, small = (Picture(np.zeros((h, w, 3), np.uint8)) for h, w in ((3024, 4032), (300, 400)))
+    for rows in (2048, 500):
+        bounded = encoder.with_max_rows(rows)
+        prepared = bounded.prepare(photo)
+        assert 0.6 * rows < prepared.rows <= min(rows, most)
+        assert prepared.grid[1] / prepared.grid[0] == pytest.approx(4 / 3, rel=0.06)
+        assert bounded.prepare(small).pieces == encoder.prepare(small).pieces
+    assert encoder.prepare(photo).rows > 1800
+
+
+def test_aspect() -> None:
+    encoder = read_encoder({"model_type": "qwen2_vl", "vision_config": {}, "hidden_size": 3584}, {})
+    with pytest.raises(OptionError, match=r"2010 x 10 pixels: .* more than 200 times as long"):
+        encoder.prepare(Picture(np.zeros((10, 2010, 3), np.uint8)))
+
+
+def test_saved_caches_keep_their_name() -> None:
+    """It is made of the rope's text."""
+    assert repr(Rope((1.0, 0.5), 2.0)) == "Rope(inv_freq=(1.0, 0.5), scale=2.0)"
+    assert repr(Rope((1.0, 0.5), sections=(0, 1))) == repr(Rope((1.0, 0.5)))
+
+
+def test_wrong_number_of_sections() -> None:
+    with pytest.raises(ValueError, match="2 sections for 1 frequencies"):
+        Rope((1.0,), sections=(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ([3, 2], "must be three integers"),
+        ([3, 2, "3"], "must be three integers"),
+        ([3, 2, 4], r"must add up to 8, is \[3, 2, 4\]"),
+        ([9, -2, 1], "must add up to 8"),
+    ],
+)
+def test_bad_sections(
+    section: list[Any],
+    message: str,
+    tmp_path: Path,
+    tiny_vl: TinyVl,
+) -> None:
+    folder = shutil.copytree(tiny_vl("qwen2_vl")[0], tmp_path / "folder")
+    path = folder / "config.json"
+    config = json.loads(path.read_text("utf-8"))
+    config["text_config"]["rope_parameters"]["mrope_section"] = section
+    path.write_text(json.dumps(config))
+    with (
+        closing(open_checkpoint(folder)) as checkpoint,
+        pytest.raises(CheckpointError, match=message),
+    ):
+        read_config(checkpoint)
+
 
 PICTURES = [picture(90, 41), picture(23, 70, seed=1)]
 TEXTS = [[token % 100 for token in tokens(5 + n, seed=n)] for n in range(3)]
@@ -98,20 +277,18 @@ def said(engine: NativeEngine, ids: Sequence[int], ends: Sequence[int]) -> npt.N
     return np.stack(logits)
 
 
-@pytest.mark.parametrize("count", [0, 1, 2])
 @pytest.mark.parametrize("kind", TINY)
-def test_logits(kind: str, count: int, tiny_vl: Callable[[str], tuple[Path, Any]]) -> None:
+def test_conversations(kind: str, tiny_vl: TinyVl) -> None:
     folder, model = tiny_vl(kind)
-    pictures = PICTURES[:count]
     with opened(folder, torch_ops()) as engine:
-        ids = prompt(engine, pictures)
-        theirs = wanted(folder, model, ids, pictures)
+        ids = prompt(engine, PICTURES)
+        theirs = wanted(folder, model, ids, PICTURES)
         for ends in ([len(ids)], range(2, len(ids), 9)):
             ours = said(engine, ids, list(ends))
             assert relative_error(ours, theirs[[end - 1 for end in ends]]) < 1e-4
 
 
-def test_text_config_outside(tmp_path: Path, tiny_vl: Callable[[str], tuple[Path, Any]]) -> None:
+def test_text_config_outside(tmp_path: Path, tiny_vl: TinyVl) -> None:
     """PaddleOCR-VL's is published so, with older names of rotary parameters."""
     folder, model = tiny_vl("paddleocr_vl")
     path = shutil.copytree(folder, tmp_path / "folder") / "config.json"
@@ -129,15 +306,18 @@ def test_text_config_outside(tmp_path: Path, tiny_vl: Callable[[str], tuple[Path
 
 
 @needs_kernels
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
-def test_cuts_on_the_kernels(kind: str, tiny_vl: Callable[[str], tuple[Path, Any]]) -> None:
+@pytest.mark.parametrize("kind", [*("qwen2_5_vl", "qwen3_vl", "qwen3_5"), *SLOW])
+def test_cuts_on_the_kernels(kind: str, tiny_vl: TinyVl) -> None:
     """They change no bit."""
     folder, model = tiny_vl(kind)
     with opened(folder, NativeOps(threads=2)) as engine:
         ids = prompt(engine, PICTURES)
         ends = list(range(1, len(ids) + 1))
         ours = said(engine, ids, ends)
-        assert relative_error(ours, wanted(folder, model, ids, PICTURES)) < 0.02
+        theirs = wanted(folder, model, ids, PICTURES)
+        rows = np.abs(ours - theirs).max(1) / np.abs(theirs).max()
+        # Rounding may change some rows' choices of experts.
+        assert (np.median(rows) if "moe" in kind else rows.max()) < 0.02
         for cuts in ([len(ids)], list(range(6, len(ids), 11))):
             np.testing.assert_array_equal(said(engine, ids, cuts), ours[[end - 1 for end in cuts]])
 
@@ -152,9 +332,7 @@ def _cancelled(after: int) -> Callable[[], None]:
     return check
 
 
-def test_budget(
-    tiny_vl: Callable[[str], tuple[Path, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_budget(tiny_vl: TinyVl, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cached pictures are charged to the budget; the oldest is evicted if it has no room."""
     monkeypatch.setattr("localrt.models.vision.encoder_cache._RESERVED_NBYTES", 1000)
     folder, _ = tiny_vl("qwen3_vl")
@@ -198,7 +376,7 @@ def test_budget(
 @pytest.mark.parametrize("room", [True, False])
 def test_gpu(
     room: bool,
-    tiny_vl: Callable[[str], tuple[Path, Any]],
+    tiny_vl: TinyVl,
     emulator: Emulator,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -225,9 +403,7 @@ def test_gpu(
 
 @needs_kernels
 @pytest.mark.parametrize(("kv_format", "bound"), [("int8", 0.02), ("int4", 0.15)])
-def test_quantized_cache(
-    kv_format: Any, bound: float, tiny_vl: Callable[[str], tuple[Path, Any]]
-) -> None:
+def test_quantized_cache(kv_format: Any, bound: float, tiny_vl: TinyVl) -> None:
     """Keys whose bias is kept apart, as if their place in the cache were their position."""
     folder, model = tiny_vl("qwen2_5_vl")
     with opened(folder, NativeOps(threads=2, kv_format=kv_format)) as engine:
@@ -239,7 +415,7 @@ def test_quantized_cache(
         np.testing.assert_array_equal(said(engine, ids, [9, 20, len(ids)]), ours[[8, 19, -1]])
 
 
-def test_going_back(tiny_vl: Callable[[str], tuple[Path, Any]]) -> None:
+def test_going_back(tiny_vl: TinyVl) -> None:
     """A session that keeps a part of a picture goes on as a new one does."""
     folder, model = tiny_vl("qwen3_vl")
     with opened(folder, torch_ops()) as engine:
@@ -255,9 +431,7 @@ def test_going_back(tiny_vl: Callable[[str], tuple[Path, Any]]) -> None:
 @needs_kernels
 @pytest.mark.parametrize("kv_format", ["bf16", "int8"])
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_5"])
-def test_sessions_together(
-    kind: str, kv_format: Any, tiny_vl: Callable[[str], tuple[Path, Any]]
-) -> None:
+def test_sessions_together(kind: str, kv_format: Any, tiny_vl: TinyVl) -> None:
     """Two pictures and a text in the same passes: the bits of each alone."""
     with opened(tiny_vl(kind)[0], NativeOps(threads=2, kv_format=kv_format)) as engine:
         prompts = [prompt(engine, PICTURES), prompt(engine, PICTURES[1:]), TEXTS[2] * 3]
@@ -271,7 +445,7 @@ def test_sessions_together(
 
 @needs_kernels
 @pytest.mark.parametrize("kv_format", ["bf16", "int8"])
-def test_tree_behind_pictures(kv_format: Any, tiny_vl: Callable[[str], tuple[Path, Any]]) -> None:
+def test_tree_behind_pictures(kv_format: Any, tiny_vl: TinyVl) -> None:
     """Its accepted path has the bits of tokens one after another."""
     folder, _ = tiny_vl("qwen2_5_vl")
     with opened(folder, NativeOps(threads=2, kv_format=kv_format)) as engine:

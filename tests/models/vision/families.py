@@ -1,21 +1,27 @@
-"""Tiny models around SigLIP and InternVL's encoder, and what transformers prepares for them."""
+"""Tiny models of every family that sees, but Qwen's, and what transformers prepares for them."""
 
 from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import transformers as hf
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
+from transformers.models.gemma4_unified.processing_gemma4_unified import Gemma4UnifiedProcessor
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
@@ -25,14 +31,17 @@ from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import (
     MiniCPMV4_6ImageProcessorPil,
 )
 from transformers.models.minicpmv4_6.processing_minicpmv4_6 import MiniCPMV4_6Processor
+from transformers.models.pixtral import image_processing_pil_pixtral as pil_pixtral
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 from localrt.models.vision.picture import Picture, cut
 from tests.models.tiny import random_model
-from tests.models.tiny_configs import CONFIGS, with_text
+from tests.models.tiny_configs import CONFIGS, MIXTURES, with_text
+from tests.models.vision.oracles import picture
 
 PATCH = 4
 IMAGE = 2  # a token that ``tokens`` does not give
+BOTH_WAYS = {"use_bidirectional_attention": "vision"}
 STEP = 2.01 / 255  # of a byte, once pixels are normalized
 _VISION: dict[str, Any] = {
     "hidden_size": 48,
@@ -51,7 +60,41 @@ _TEXT: dict[str, Any] = {
     "max_position_embeddings": 512,
     "tie_word_embeddings": True,
 }
-SHAPES = [(32, 32), (61, 17), (9, 33), (250, 131), (40, 300), (5, 17), (129, 130)]
+_PIXTRAL: dict[str, Any] = {
+    "model_type": "pixtral",
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_attention_heads": 3,
+    "num_hidden_layers": 2,
+    "patch_size": PATCH,
+    "image_size": 60,
+}
+_MISTRAL: dict[str, Any] = {
+    "model_type": "mistral",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 211,
+    "max_position_embeddings": 512,
+    "sliding_window": None,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+
+
+@contextmanager
+def _torchvision(*parts: str, **functional: Any) -> Iterator[None]:
+    """An empty torchvision, for modules of transformers that ask for it and do without."""
+    names = ["torchvision", *(f"torchvision.{part}" for part in parts)]
+    sys.modules.update({name: ModuleType(name) for name in names})
+    vars(sys.modules["torchvision.transforms.v2"]).update(functional)
+    try:
+        yield
+    finally:
+        for name in names:
+            del sys.modules[name]
 
 
 def _without(processor: type) -> Any:
@@ -61,11 +104,12 @@ def _without(processor: type) -> Any:
 
 @dataclass
 class Theirs:
-    """What transformers prepares of a picture: pixels, cut and flat, and text."""
+    """What transformers prepares of a picture: pixels, cut and flat, and text; rows and columns."""
 
     inputs: dict[str, Any]
     patches: np.ndarray
     text: str
+    grid: tuple[int, int] | None = None
 
 
 class Family(ABC):
@@ -74,6 +118,13 @@ class Family(ABC):
     """
 
     taken: tuple[str, ...]
+    placeholder = "<image>"
+    row: int | None = None  # the token that a picture's row stands as for what knows no pictures
+    off = STEP
+    shapes: Sequence[tuple[int, int]] = (
+        *((32, 32), (61, 17), (9, 33), (250, 131), (40, 300), (5, 17), (129, 130)),
+    )  # widths and heights
+    pictures = picture(32, 24), picture(48, 72, seed=1)  # which LFM2-VL need not resize
 
     def __init__(self, folder: Path, config: Any, processor: Any) -> None:
         self.folder, self.config, self.processor = folder, config, processor
@@ -85,6 +136,10 @@ class Family(ABC):
         """What the model takes of a prompt's pictures."""
         found = self.processor([[each.image() for each in pictures]], return_tensors="pt")
         return {name: found[name] for name in self.taken}
+
+    def given(self, ids: torch.Tensor, *pictures: Picture) -> dict[str, Any]:
+        """What the model takes beside a prompt's ids."""
+        return self.inputs(*pictures) if pictures else {}
 
     @abstractmethod
     def prepared(self, picture: Picture) -> Theirs:
@@ -99,6 +154,7 @@ class Family(ABC):
 
 class Gemma3(Family):
     taken = ("pixel_values",)
+    placeholder = "<start_of_image>"
 
     def __init__(self, folder: Path, **processor: Any) -> None:
         # two pixels more than whole patches, which the encoder leaves out
@@ -117,6 +173,9 @@ class Gemma3(Family):
         own.full_image_sequence = f"\n\n{start}{row * 16}{end}\n\n"
         text = own.replace_image_token(found, 0).replace(row, "<image>")
         return Theirs(self.inputs(picture), _cut(found["pixel_values"]), text)
+
+    def given(self, ids: torch.Tensor, *pictures: Picture) -> dict[str, Any]:
+        return {"token_type_ids": (ids == IMAGE).long(), **super().given(ids, *pictures)}
 
 
 class Idefics3(Family):
@@ -193,6 +252,7 @@ class InternVl(Family):
     """Its processor makes tiles, whatever the image processor's settings say."""
 
     taken = ("pixel_values",)
+    placeholder = "<IMG_CONTEXT>"
 
     def __init__(
         self, folder: Path, text: str = "qwen2", image_size: int = 24, **processor: Any
@@ -220,6 +280,7 @@ class InternVl(Family):
 
 class MiniCpm(Family):
     taken = ("pixel_values", "target_sizes")
+    placeholder = "<|image_pad|>"
 
     def __init__(self, folder: Path, layer: int = 1, **processor: Any) -> None:
         text = {**CONFIGS["qwen3.5"]().to_dict(), "hidden_size": 64, "vocab_size": 320}
@@ -242,6 +303,179 @@ class MiniCpm(Family):
         return Theirs(self.inputs(picture), patches, text.replace("<|image_pad|>", "<image>"))
 
 
+class Pixtral(Family):
+    taken = ("pixel_values", "image_sizes")
+    placeholder = "[IMG]"
+    off = 1e-5
+    shapes = ((60, 60), (61, 17), (9, 33), (250, 131), (40, 900), (5, 17))
+    pictures = picture(50, 21), picture(16, 44, seed=1)
+
+    def __init__(self, folder: Path, make: Callable[[], Any], **text: Any) -> None:
+        config = make()
+        for key, value in text.items():
+            setattr(config.text_config, key, value)
+        self.merge = getattr(config, "spatial_merge_size", 1)
+        own = pil_pixtral.PixtralImageProcessorPil(size={"longest_edge": 60}, patch_size=PATCH)
+        super().__init__(folder, config, own)
+
+    def inputs(self, *pictures: Picture) -> dict[str, Any]:
+        images, square = [each.image() for each in pictures], PATCH * self.merge
+        return dict(self.processor(images, patch_size=square, return_tensors="pt"))
+
+    def prepared(self, picture: Picture) -> Theirs:
+        found = self.inputs(picture)
+        (pixels,), (size,) = found["pixel_values"], found["image_sizes"].tolist()
+        # The module is not there without torchvision; the processor needs no more of it than this.
+        with pytest.MonkeyPatch.context() as patch:
+            name = "transformers.models.pixtral.image_processing_pixtral"
+            patch.setitem(sys.modules, name, pil_pixtral)
+            from transformers.models.pixtral.processing_pixtral import PixtralProcessor
+        own = SimpleNamespace(
+            patch_size=PATCH,
+            spatial_merge_size=self.merge,
+            image_token="<image>",
+            image_break_token="[IMG_BREAK]",
+            image_end_token="[IMG_END]",
+        )
+        text = PixtralProcessor.replace_image_token(own, {"image_sizes": [size]}, 0)
+        grid = size[0] // PATCH, size[1] // PATCH
+        patches = cut(pixels.numpy().transpose(1, 2, 0), PATCH)
+        return Theirs(found, patches, str(text), grid)
+
+
+def llava(**values: Any) -> Any:
+    """A config of LLaVA's around Pixtral's encoder."""
+    own = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full", **values}
+    return _around_pixtral(hf.LlavaConfig, _MISTRAL, own)
+
+
+def mistral3(text: dict[str, Any] = _MISTRAL, **values: Any) -> Any:
+    """A config of Mistral 3's."""
+    return _around_pixtral(hf.Mistral3Config, text, values)
+
+
+def _around_pixtral(kind: Any, text: dict[str, Any], values: dict[str, Any]) -> Any:
+    config = with_text(kind, dict(text), **_PIXTRAL, hidden_act="silu")
+    for key, value in {"image_token_index": IMAGE, **values}.items():
+        setattr(config, key, value)
+    return config
+
+
+class Gemma4(Family):
+    placeholder = "<|image|>"
+    row = 0
+    off = 1e-5
+    shapes = ((100, 100), (61, 17), (9, 33), (250, 131), (7, 900), (1200, 5))
+    pictures = picture(50, 21), picture(16, 44, seed=1)
+    named: Any = Gemma4Processor
+
+    def __init__(self, folder: Path, config: Any = None, **changes: Any) -> None:
+        config = config or gemma4(**changes)
+        self.pool = config.vision_config.pooling_kernel_size
+        own = Gemma4ImageProcessorPil(
+            patch_size=PATCH, max_soft_tokens=70, pooling_kernel_size=self.pool
+        )
+        super().__init__(folder, config, own)
+        for name, buffer in self.model.named_buffers():
+            if name.endswith(("_min", "_max")):  # some values are beyond them
+                torch.nn.init.uniform_(buffer, 0.5, 2.0).mul_(-1 if name.endswith("min") else 1)
+            if name.endswith(("std_bias", "std_scale")):
+                torch.nn.init.uniform_(buffer, 0.5, 2.0)
+        self.model.save_pretrained(folder)
+
+    def inputs(self, *pictures: Picture) -> dict[str, Any]:
+        """Patches of all pictures, filled up, and their positions."""
+        found = self.processor([each.image() for each in pictures], return_tensors="pt")
+        return {name: found[name] for name in ("pixel_values", "image_position_ids")}
+
+    def given(self, ids: torch.Tensor, *pictures: Picture) -> dict[str, Any]:
+        return {"mm_token_type_ids": (ids == IMAGE).long(), **super().given(ids, *pictures)}
+
+    def prepared(self, picture: Picture) -> Theirs:
+        found = self.inputs(picture)
+        positions = found["image_position_ids"][0]
+        count = int((positions[:, 0] >= 0).sum())
+        own = SimpleNamespace(boi_token="<|image>", image_token="<image>", eoi_token="<image|>")
+        given = {"num_soft_tokens_per_image": [self.rows_of(count)]}
+        text = self.named.replace_image_token(own, given, 0)
+        columns, rows = (positions.max(0).values + 1).tolist()
+        return Theirs(found, found["pixel_values"][0, :count].numpy(), str(text), (rows, columns))
+
+    def rows_of(self, patches: int) -> int:
+        return patches // self.pool**2
+
+
+def gemma4(text: str = "gemma4", own: dict[str, Any] | None = None, **vision: Any) -> Any:
+    """A config; ``own`` are keys of its text model."""
+    sizes = {
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "head_dim": 20,
+        "num_hidden_layers": 2,
+        "patch_size": PATCH,
+        "position_embedding_size": 256,
+    }
+    return hf.Gemma4Config(
+        text_config={**(CONFIGS | MIXTURES)[text]().to_dict(), "pad_token_id": 0, **(own or {})},
+        vision_config={**sizes, **vision},
+        audio_config=None,
+        image_token_id=IMAGE,
+        video_token_id=1000,
+        audio_token_id=1001,
+    )
+
+
+class Gemma4Unified(Gemma4):
+    """Squares of patches take the place of an encoder."""
+
+    row = None
+    named = Gemma4UnifiedProcessor
+
+    def __init__(self, folder: Path, **changes: Any) -> None:
+        super().__init__(folder, gemma4_unified(**changes))
+
+    def inputs(self, *pictures: Picture) -> dict[str, Any]:
+        """Squares of all pictures, filled up to 70, and their positions."""
+        found, merged = super().inputs(*pictures), []
+        for patches, places in zip(found["pixel_values"], found["image_position_ids"], strict=True):
+            count = int((places[:, 0] >= 0).sum())
+            rows, own = _merge()(patches[:count], places[:count], count // self.pool**2)
+            pad, more = torch.nn.functional.pad, 70 - len(rows)
+            merged.append((pad(rows, (0, 0, 0, more)), pad(own, (0, 0, 0, more), value=-1)))
+        pixels, places = (torch.stack(part) for part in zip(*merged, strict=True))
+        return {"pixel_values": pixels, "image_position_ids": places}
+
+    def rows_of(self, patches: int) -> int:
+        return patches
+
+
+def gemma4_unified(own: dict[str, Any] | None = None, **vision: Any) -> Any:
+    """A config; transformers' windows do not hide a picture's rows from one another, ours do."""
+    sizes = {**CONFIGS["gemma4-unified"]().to_dict(), "pad_token_id": 0, "sliding_window": 128}
+    tiny = {"patch_size": PATCH, "mm_embed_dim": 40, "output_proj_dims": 40, "mm_posemb_size": 75}
+    return hf.Gemma4UnifiedConfig(
+        text_config={**sizes, **(own or {})},
+        vision_config={**tiny, **vision},
+        audio_config={"audio_embed_dim": 20},
+        image_token_id=IMAGE,
+        video_token_id=1000,
+        audio_token_id=1001,
+    )
+
+
+@cache
+def _merge() -> Callable[..., Any]:
+    """Transformers' ``patches_merge``, whose module asks for torchvision."""
+    name = "transformers.models.gemma4_unified.image_processing_gemma4_unified"
+    functional = SimpleNamespace(InterpolationMode=int)
+    with _torchvision("transforms", "transforms.v2", functional=functional):
+        merge: Callable[..., Any] = import_module(name).patches_merge
+    del sys.modules[name]
+    return merge
+
+
 def minicpm_processor() -> Any:
     """MiniCPM-V's processor without a tokenizer, and so with the names of its tokens alone."""
     own = _without(MiniCPMV4_6Processor)
@@ -255,16 +489,10 @@ def minicpm_processor() -> Any:
 @cache
 def lfm2_vl_processor() -> Any:
     """LFM2-VL's image processor, which lets torchvision resize and normalize: here torch does."""
-    names = ["torchvision"]
-    for part in ("transforms", "v2", "functional"):
-        names.append(f"{names[-1]}.{part}")
-    sys.modules.update({name: ModuleType(name) for name in names})
-    vars(sys.modules[names[-2]])["functional"] = None
-    try:
+    with _torchvision(
+        *("transforms", "transforms.v2", "transforms.v2.functional"), functional=None
+    ):
         module = import_module("transformers.models.lfm2_vl.image_processing_lfm2_vl")
-    finally:
-        for name in names:
-            del sys.modules[name]
 
     class Backend(module.TorchvisionBackend):  # type: ignore[name-defined,misc]
         def resize(self, image: Any, size: Any, **_of_filters: Any) -> Any:
@@ -306,5 +534,23 @@ FAMILIES = {
     "minicpm-v-many": partial(MiniCpm, layer=0, max_slice_nums=20, image_mean=[0.4, 0.5, 0.6]),
     "minicpm-v-whole": partial(MiniCpm, layer=2, slice_mode=False),
     "minicpm-v-4x": partial(MiniCpm, downsample_mode="4x"),
+    "llava": partial(Pixtral, make=llava),
+    "mistral3": partial(Pixtral, make=mistral3),
+    "mistral3-plain": partial(
+        Pixtral, make=partial(mistral3, spatial_merge_size=1, multimodal_projector_bias=True)
+    ),
+    "mistral3-wide": partial(Pixtral, make=partial(mistral3, spatial_merge_size=3)),
+    "ministral3": partial(
+        Pixtral, make=partial(mistral3, {**_MISTRAL, "model_type": "ministral3", "head_dim": 16})
+    ),
+    "gemma4": Gemma4,
+    "gemma4-clipped": partial(Gemma4, use_clipped_linears=True, standardize=True),
+    "gemma4-pool-2": partial(Gemma4, pooling_kernel_size=2, rope_parameters={"rope_theta": 37.0}),
+    "gemma4-both-ways": partial(Gemma4, text="gemma4-keys-as-values", own=BOTH_WAYS),
+    "gemma4-moe-both-ways": partial(Gemma4, text="gemma4-moe", own=BOTH_WAYS),
+    "gemma4-unified": Gemma4Unified,
+    "gemma4-unified-pool-2": partial(Gemma4Unified, pooling_kernel_size=2, rms_norm_eps=1e-2),
+    "gemma4-unified-causal": partial(Gemma4Unified, own={"use_bidirectional_attention": None}),
+    "gemma4-unified-all-keys": partial(Gemma4Unified, own={"num_kv_shared_layers": 0}),
     "lfm2-vl-whole": partial(Lfm2Vl, do_image_splitting=False, image_mean=[0.4, 0.5, 0.6]),
 }

@@ -1,10 +1,9 @@
-"""SigLIP in Gemma 3, Idefics3, SmolVLM, LFM2-VL and MiniCPM-V, and InternVL's encoder, against
-transformers: pixels, pieces, rows.
-"""
+"""Pictures against transformers: pixels, pieces, rows and logits of every family but Qwen's."""
 
 from __future__ import annotations
 
 import itertools
+import json
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -12,42 +11,44 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from transformers import Lfm2VlConfig
+import transformers as hf
 
 from localrt.common.errors import MemoryBudgetError, OptionError, UnsupportedModelError
 from localrt.models.checkpoints.safetensors.vision import VisionFolder
 from localrt.models.vision import cost
 from localrt.models.vision.encoder_cache import EncoderUnitReader
 from localrt.models.vision.picture import Picture
-from localrt.models.vision.registry import read_encoder
+from localrt.models.vision.registry import has_encoder, read_encoder
 from localrt.quant.choose import vision_steps
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.ops.vision import Heads, PatchLayout, VisionSteps
 from localrt.quant.reference.ops import TorchOps
 from tests.models.tiny import relative_error
+from tests.models.vision import families
+from tests.models.vision.families import BOTH_WAYS, FAMILIES, IMAGE, Lfm2Vl, SmolVlm
 from tests.models.vision.oracles import check_logits, expanded, look, picture, renamed, settings
-from tests.models.vision.siglip_families import (
-    FAMILIES,
-    IMAGE,
-    SHAPES,
-    STEP,
-    Lfm2Vl,
-    SmolVlm,
-)
 from tests.ops.cuda.target import DEVICE
+
+MINICPM = ("minicpm-v", "minicpm-v-many", "minicpm-v-whole", "minicpm-v-4x")
+SIGLIP = tuple(
+    name
+    for name in FAMILIES
+    if name.startswith(("gemma3", "idefics3", "smolvlm", "lfm2", "intern"))
+)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_rows(name: str, tmp_path: Path) -> None:
     family = FAMILIES[name](tmp_path)
-    pictures = [picture(*shape, seed=seed) for seed, shape in enumerate(SHAPES)]
+    pictures = [picture(*shape, seed=seed) for seed, shape in enumerate(family.shapes)]
     opened = look(tmp_path, *pictures)
+    assert opened.encoder.placeholder == family.placeholder
     for own, prepared, seen in zip(pictures, opened.prepared, opened.seen, strict=True):
         theirs = family.prepared(own)
         assert expanded(prepared, "<image>") == theirs.text
+        assert theirs.grid in (None, prepared.grid)
         assert prepared.patches[:].shape == theirs.patches.shape
-        assert np.abs(prepared.patches[:] - theirs.patches).max() < STEP
+        assert np.abs(prepared.patches[:] - theirs.patches).max() < family.off
         if "lfm2" in name:  # Pillow and torch round some bytes differently
             (seen,) = look(tmp_path, replace(prepared, patches=theirs.patches)).seen
         rows = family.rows(theirs)
@@ -72,7 +73,7 @@ class Counting(VisionSteps):
         return np.zeros((len(qkv), columns), np.float32)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*SIGLIP, *MINICPM])
 def test_products_of_a_picture(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans count them from shapes. MiniCPM's merger, one of so few blocks, is counted too low."""
     FAMILIES[name](tmp_path)
@@ -88,10 +89,6 @@ def test_products_of_a_picture(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert found.products == pytest.approx(steps.products, rel=error)
 
 
-INTERN = ("internvl", "internvl-few", "internvl-positions")
-MINICPM = ("minicpm-v", "minicpm-v-many", "minicpm-v-whole", "minicpm-v-4x")
-
-
 class Ids(dict[str, int]):
     """An id for any text of a picture's pieces."""
 
@@ -99,22 +96,33 @@ class Ids(dict[str, int]):
         return 3 + len(text) % 200
 
 
-PICTURES = picture(32, 24), picture(48, 72, seed=1)  # which LFM2-VL need not resize
+INTERN = ("internvl", "internvl-few", "internvl-positions")
 
 
 @pytest.mark.usefixtures("given_rates")
-@pytest.mark.parametrize("rows", [512, 7])
 @pytest.mark.parametrize(
-    "name", ["gemma3", "idefics3", "smolvlm", "lfm2-vl-tiles", *INTERN, "minicpm-v"]
+    ("name", "rows"),
+    [
+        *itertools.product(
+            (
+                *("gemma3", "idefics3", "smolvlm", "lfm2-vl-tiles", *INTERN, "minicpm-v"),
+                *("llava", "mistral3", "ministral3"),
+            ),
+            (512, 7),
+        ),
+        ("gemma4-clipped", 7),
+        ("gemma4-both-ways", 7),
+        ("gemma4-moe-both-ways", 512),
+        ("gemma4-unified", 7),
+        ("gemma4-unified-causal", 7),
+        ("gemma4-unified-all-keys", 512),
+    ],
 )
 def test_logits(name: str, rows: int, tmp_path: Path) -> None:
-    family = FAMILIES[name](tmp_path)
-
-    def inputs(ids: torch.Tensor, *pictures: Picture) -> dict[str, Any]:
-        own = {"token_type_ids": (ids == IMAGE).long()} if name == "gemma3" else {}
-        return own | (family.inputs(*pictures) if pictures else {})
-
-    check_logits(tmp_path, family.model, PICTURES, inputs, IMAGE, Ids(), rows=rows)
+    tiny = FAMILIES[name](tmp_path)
+    check_logits(
+        tmp_path, tiny.model, tiny.pictures, tiny.given, IMAGE, Ids(), row=tiny.row, rows=rows
+    )
 
 
 def test_rows_on_a_gpu(tmp_path: Path) -> None:
@@ -129,14 +137,18 @@ def test_rows_on_a_gpu(tmp_path: Path) -> None:
     assert 0 < relative_error(found.rows, wanted.rows) < 0.03
 
 
-@pytest.mark.parametrize("name", ["gemma3", "smolvlm", "lfm2-vl", "internvl"])
+@pytest.mark.parametrize("name", ["gemma3", "smolvlm", "lfm2-vl", "internvl", "llava", "mistral3"])
 def test_names_of_the_hub(name: str, tmp_path: Path) -> None:
     family = FAMILIES[name](tmp_path)
 
     def published(tensor: str) -> str:
-        if name != "internvl":
+        if name in ("gemma3", "smolvlm", "lfm2-vl"):
             tensor = tensor.replace("vision_tower.", "vision_tower.vision_model.")
-        return tensor.removeprefix("model.") if name in ("gemma3", "internvl") else tensor
+        if name in ("gemma3", "internvl", "llava", "mistral3"):
+            tensor = tensor.removeprefix("model.")
+        if name in ("llava", "mistral3"):
+            tensor = tensor.replace("language_model.", "language_model.model.")
+        return tensor
 
     own = picture(70, 31)
     (before,) = look(tmp_path, own).seen
@@ -226,15 +238,67 @@ def test_no_tiles_of_crops() -> None:
     assert "pan and scan" in read_encoder(config, {"do_pan_and_scan": True}).note
 
 
-def test_too_narrow(tmp_path: Path) -> None:
-    Lfm2Vl(tmp_path)
-    encoder = look(tmp_path).encoder
-    with pytest.raises(OptionError, match="2000 x 2 pixels is too narrow for the model"):
-        encoder.prepare(picture(2000, 2))
+@pytest.mark.parametrize(("name", "size"), [("lfm2-vl", (2000, 2)), ("llava", (1, 100))])
+def test_too_narrow(name: str, size: tuple[int, int], tmp_path: Path) -> None:
+    FAMILIES[name](tmp_path)
+    with pytest.raises(OptionError, match=f"{size[0]} x {size[1]} pixels is too narrow"):
+        look(tmp_path).encoder.prepare(picture(*size))
+
+
+def test_publishers_size_of_mistral3(tmp_path: Path) -> None:
+    """The largest edge is ``image_size``, where no processor says."""
+    tiny = FAMILIES["mistral3"](tmp_path)
+    (tmp_path / "preprocessor_config.json").unlink()
+    own = picture(300, 90)
+    (ours,) = look(tmp_path, own).seen
+    assert relative_error(ours.rows, tiny.rows(tiny.prepared(own))) < 1e-4
+
+
+def test_larger_models_see_pictures_both_ways() -> None:
+    for own in ({}, BOTH_WAYS):
+        config = json.loads(families.gemma4(own=own).to_json_string())
+        encoder = read_encoder(config, {"max_soft_tokens": 70})
+        assert encoder.bidirectional is bool(own)
+        assert encoder.full_layers_causal
+        assert encoder.row_token == "<pad>"
+
+
+def test_gemma4_12b_without_keys() -> None:
+    """The published defaults: rows see one another, in all layers."""
+    text = {"model_type": "gemma4_unified_text", "hidden_size": 64}
+    config = {"model_type": "gemma4_unified", "vision_config": {}, "text_config": text}
+    encoder: Any = read_encoder(config, {})
+    assert (encoder.bidirectional, encoder.full_layers_causal) == (True, False)
+    theirs = hf.Gemma4UnifiedConfig(vision_config={}).vision_config
+    names = ("model_patch_size", "mm_embed_dim", "mm_posemb_size", "rms_norm_eps")
+    ours = (encoder.patch, encoder.hidden, encoder.positions, encoder.eps)
+    assert ours == tuple(getattr(theirs, name) for name in names)
+
+
+def test_cost_of_gemma4_12b(tmp_path: Path) -> None:
+    """It has no blocks: a row passes two matrices, and is as wide as the larger one."""
+    tiny = FAMILIES["gemma4-unified"](tmp_path)
+    found = cost.picture_cost(tmp_path)
+    assert found is not None
+    rows = look(tmp_path, Picture(np.zeros((cost.SIDE, cost.SIDE, 3), np.uint8))).prepared[0].rows
+    pixels, out = 3 * 12**2, tiny.model.config.text_config.hidden_size
+    assert found.tokens == rows == 64
+    assert found.products == rows * 40 * (pixels + out)
+    assert found.room_bytes > rows * pixels * (1 + 4)  # bytes and numbers
+    names = tiny.model.model.embed_vision.state_dict()
+    assert found.encoder_bytes == sum(4 * values.numel() for values in names.values())
+
+
+BASES = {
+    "llava": families.llava,
+    "gemma4": lambda: families.gemma4(position_embedding_size=1024),
+    "gemma4_unified": lambda: families.gemma4_unified(mm_posemb_size=280),
+}
+"""Whose keys have no defaults here; of others the decoder's width alone is given."""
 
 
 @pytest.mark.parametrize(
-    ("kind", "config", "processor", "message"),
+    ("kind", "vision", "processor", "message"),
     [
         ("gemma3", {}, {}, "14 patches a side are no multiple of 16 rows a side"),
         ("gemma3", {"image_size": 1 << 13}, {}, "image_size must be at most 4096"),
@@ -267,18 +331,122 @@ def test_too_narrow(tmp_path: Path) -> None:
         ("lfm2_vl", {}, {"min_tiles": 20}, r"min_tiles must be at most max_tiles \(10\), is 20"),
         ("lfm2_vl", {}, {"max_tiles": 9999}, "max_tiles and max_image_tokens exceed 64000000 pix"),
         ("lfm2_vl", {"layer_norm_eps": "1"}, {}, "layer_norm_eps must be a positive number"),
+        (
+            "llava",
+            {"config": {"vision_feature_layer": -2}},
+            {},
+            "vision_feature_layer must be -1, is -2",
+        ),
+        (
+            "llava",
+            {"config": {"vision_feature_select_strategy": "default"}},
+            {},
+            "must be 'full', is 'default'",
+        ),
+        (
+            "llava",
+            {"config": {"projector_hidden_act": "tanh"}},
+            {},
+            "projector_hidden_act 'tanh'",
+        ),
+        ("llava", {"config": {"text_config": 7}}, {}, "makes no sense"),
+        ("llava", {"hidden_act": "relu"}, {}, "hidden_act 'relu' is not supported"),
+        ("llava", {"hidden_size": 50}, {}, "hidden_size must be a multiple of 12, is 50"),
+        ("llava", {"patch_size": 0}, {}, "patch_size must be an integer from 1"),
+        ("llava", {"num_hidden_layers": "2"}, {}, "num_hidden_layers must be an integer"),
+        ("llava", {"rope_parameters": {"rope_type": "yarn"}}, {}, "rope_type must be 'axial'"),
+        ("llava", {"rope_parameters": [1]}, {}, "makes no sense"),
+        ("llava", {}, {"size": {"height": 3}}, "width must be an integer"),
+        ("llava", {}, {"size": 3}, "makes no sense"),
+        ("llava", {}, {"size": {"longest_edge": 9000}}, "may have 81072016 pixels"),
+        ("llava", {"patch_size": 1 << 20}, {}, "pixels: the most is 64000000"),
+        ("llava", {}, {"resample": 9}, "resample must be a number from 1 to 5, is 9"),
+        ("llava", {}, {"image_std": [0.5, 0, 0.5]}, "image_mean and image_std"),
+        ("llava", {}, {"image_mean": ["a", "b", "c"]}, "makes no sense"),
+        ("llava", {}, {"rescale_factor": None, "resample": -1}, "resample must be"),
+        ("gemma4", {"num_key_value_heads": 1}, {}, "num_key_value_heads must be 3, is 1"),
+        ("gemma4", {"head_dim": 18}, {}, "head_dim must be a multiple of 4, is 18"),
+        ("gemma4", {"hidden_activation": "tanh"}, {}, "hidden_activation 'tanh' is not supported"),
+        (
+            "gemma4",
+            {"rope_parameters": {"rope_type": "yarn"}},
+            {},
+            "must be 'axial', is 'yarn'",
+        ),
+        (
+            "gemma4",
+            {"rope_parameters": {"rope_theta": 0}},
+            {},
+            "rope_theta must be a positive number",
+        ),
+        (
+            "gemma4",
+            {"position_embedding_size": 100},
+            {},
+            "at least 840 for 280 rows of a picture, is 100",
+        ),
+        ("gemma4", {"patch_size": 1 << 19}, {}, "pixels: the most is 64000000"),
+        ("gemma4", {"pooling_kernel_size": -3}, {}, "pooling_kernel_size must be an integer"),
+        ("gemma4", {"pad": 3}, {}, "pad_token_id must be 0, is 3"),
+        (
+            "gemma4_unified",
+            {"mm_posemb_size": 279},
+            {},
+            "mm_posemb_size must be at least max_soft_tokens, is 279",
+        ),
+        ("gemma4_unified", {"mm_embed_dim": 0}, {}, "mm_embed_dim must be an integer"),
+        ("gemma4_unified", {"rms_norm_eps": -1}, {}, "rms_norm_eps must be a positive number"),
+        ("gemma4_unified", {"patch_size": 1 << 19}, {}, "pixels: the most is 64000000"),
+        ("qwen2_5_vl", {"depth": 0}, {}, "depth must be an integer from 1"),
+        ("qwen2_5_vl", {"num_heads": 5}, {}, "a multiple of 4 times its heads"),
+        ("qwen2_5_vl", {"hidden_act": "relu"}, {}, "'relu' is not supported"),
+        ("qwen2_5_vl", {"out_hidden_size": 8}, {}, "have 8 columns, the decoder's 3584"),
+        ("qwen2_5_vl", {"in_channels": 4}, {}, "the vision tower has 4"),
+        ("qwen2_5_vl", {"fullatt_block_indexes": 7}, {}, "must be a list of integers"),
+        ("qwen2_5_vl", {"patch_size": 9000}, {}, "a picture of 18000 x 18000 pixels and more"),
+        ("qwen2_5_vl", {"temporal_patch_size": 99}, {}, "temporal_patch_size must be at most 16"),
+        ("qwen2_5_vl", {"rope_parameters": 3}, {}, "the vision config makes no sense"),
+        (
+            "glm_ocr",
+            {"attention_bias": False},
+            {},
+            "attention_bias of the vision tower must be True",
+        ),
+        ("qwen3_vl", {"num_position_embeddings": 5}, {}, "must be a square, is 5"),
+        (
+            "qwen3_vl",
+            {"deepstack_visual_indexes": [8, 8]},
+            {},
+            "deepstack_visual_indexes must ascend",
+        ),
+        ("qwen3_vl", {"deepstack_visual_indexes": [27]}, {}, "ascend below depth \\(27\\)"),
     ],
 )
 def test_bad_configs(
-    kind: str, config: dict[str, Any], processor: dict[str, Any], message: str
+    kind: str, vision: dict[str, Any], processor: dict[str, Any], message: str
 ) -> None:
-    whole = {"model_type": kind, "vision_config": config, "text_config": {"hidden_size": 8}}
+    width = 3584 if kind.startswith(("qwen", "glm")) else 8
+    config: dict[str, Any] = {"model_type": kind, "text_config": {"hidden_size": width}}
+    if kind in BASES:
+        config = json.loads(BASES[kind]().to_json_string())
+    if "pad" in vision:
+        config["text_config"]["pad_token_id"] = vision["pad"]
+    more = vision.get("config", {})
+    own = {key: value for key, value in vision.items() if key not in ("config", "pad")}
+    config["vision_config"] = {**config.get("vision_config", {}), **own}
     with pytest.raises(UnsupportedModelError, match=message) as raised:
-        read_encoder(whole, processor)
+        read_encoder({**config, **more}, processor)
     assert "\n" not in str(raised.value)
+
+
+def test_other_encoders_of_llava_are_not_known() -> None:
+    config = {"model_type": "llava", "vision_config": {"model_type": "clip_vision_model"}}
+    assert not has_encoder(config)
+    with pytest.raises(UnsupportedModelError, match="'llava'"):
+        read_encoder(config, {})
 
 
 def test_text_config_is_missing() -> None:
     """As in transformers, the text model is then what its class takes."""
     found: Any = read_encoder({"model_type": "lfm2_vl", "vision_config": {}}, {})
-    assert found.projector.out == Lfm2VlConfig().text_config.hidden_size
+    assert found.projector.out == hf.Lfm2VlConfig().text_config.hidden_size

@@ -1,0 +1,498 @@
+"""Models as their publishers write them: the keys, names and forms that transformers does not save.
+
+And what is said of files that lack something, or have it twice.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGUFReader
+from safetensors.torch import load_file, save_file
+
+from localrt.common.errors import CheckpointError, LocalrtError, UnsupportedModelError
+from localrt.drafts.heads.files import prediction_notes
+from localrt.models.checkpoints import open_checkpoint
+from localrt.models.registry import read_config
+from localrt.offload.shapes import shape_from_checkpoint
+from localrt.offload.store import pack_store
+from localrt.quant.cpu.ops import NativeOps
+from localrt.quant.formats import F16, unpack
+from localrt.quant.formats.fp4 import E2M1
+from localrt.quant.formats.tiled import tile_tensor
+from localrt.quant.ops.attention import LatentSpec
+from localrt.quant.ops.protocol import Batch
+from tests.checkpoints.make_gguf import write_gguf
+from tests.conftest import needs_kernels
+from tests.models.test_model import LENGTH, llama_cpp_logits
+from tests.models.tiny import (
+    CONFIGS,
+    edited,
+    load_ours,
+    logits_of,
+    oracle,
+    relative_error,
+    save_tiny,
+    tiny_model,
+    tokens,
+)
+
+IDS = tokens(LENGTH)
+Tensors = dict[str, torch.Tensor]
+
+
+def rewrite(folder: Path, change: Callable[[Tensors], Tensors]) -> Path:
+    """Change the tensors of a folder."""
+    path = folder / "model.safetensors"
+    save_file(change(load_file(path)), path, metadata={"format": "pt"})
+    return folder
+
+
+def step(config: dict[str, Any]) -> None:
+    """Lists also have an entry for a prediction block."""
+    text = config["text_config"]
+    for key, name in (
+        ("num_key_value_heads", "num_attention_groups"),
+        ("n_routed_experts", "moe_num_experts"),
+        ("num_experts_per_tok", "moe_top_k"),
+    ):
+        text[name] = text.pop(key)
+    ropes = text.pop("rope_parameters")
+    own = [ropes[kind] for kind in text["layer_types"]]
+    text["rope_theta"] = [rope["rope_theta"] for rope in own] + [1e4]
+    text["partial_rotary_factors"] = [rope.get("partial_rotary_factor", 1.0) for rope in own] + [1]
+    shared = ("rope_theta", "partial_rotary_factor")
+    scaling = {key: value for key, value in ropes["full_attention"].items() if key not in shared}
+    sparse = [n for n, kind in enumerate(text.pop("mlp_layer_types")) if kind == "sparse"]
+    text["attention_other_setting"] = {
+        "num_attention_heads": text.pop("num_sliding_attention_heads")
+    }
+    text |= {
+        "rope_scaling": scaling,
+        "moe_layers_enum": ",".join(map(str, sparse)),
+        "num_nextn_predict_layers": 1,
+        "layer_types": [*text["layer_types"], "sliding_attention"],
+        "swiglu_limits": [*text["swiglu_limits"], 0.0],
+        "swiglu_limits_shared": [*text["swiglu_limits_shared"], 0.0],
+    }
+
+
+def kimi_linear(config: dict[str, Any]) -> None:
+    """An object for delta layers, and layers that are counted from 1."""
+    for key in ("layer_types", "mlp_layer_types"):
+        del config[key]
+    config["first_k_dense_replace"] = 1
+    config["moe_router_activation_func"] = "sigmoid"
+    config["linear_attn_config"] = {
+        "full_attn_layers": [2],
+        "kda_layers": [1, 3],
+        "head_dim": config.pop("linear_head_dim"),
+        "num_heads": config.pop("linear_num_heads"),
+        "short_conv_kernel_size": config.pop("linear_conv_kernel_dim"),
+    }
+
+
+def minimax_m2(config: dict[str, Any]) -> None:
+    """The number of rotated dimensions instead of their share."""
+    config |= {"rope_parameters": None, "rope_theta": 5e4, "rotary_dim": 16}
+
+
+def glm5_next(config: dict[str, Any]) -> None:
+    """An object for delta layers."""
+    text = config["text_config"]
+    del text["indexer_types"]
+    text["index_topk_pattern"] = "FFSF"
+    text["linear_attn_config"] = {
+        "head_dim": text.pop("linear_head_dim"),
+        "num_heads": text.pop("linear_num_heads"),
+        "short_conv_kernel_size": text.pop("linear_conv_kernel_dim"),
+        "gate_lower_bound": text.pop("linear_lower_bound"),
+    }
+
+
+@pytest.mark.parametrize("publish", [step, kimi_linear, minimax_m2, glm5_next])
+def test_configs(publish: Callable[[dict[str, Any]], None], tmp_path: Path) -> None:
+    save_tiny(publish.__name__.replace("_", "-"), tmp_path)
+    with closing(open_checkpoint(tmp_path)) as checkpoint:
+        saved = read_config(checkpoint)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text("utf-8"))
+    publish(config)
+    path.write_text(json.dumps(config))
+    with closing(open_checkpoint(tmp_path)) as checkpoint:
+        assert read_config(checkpoint) == saved
+
+
+def test_scaling_of_deepseek_v3(tmp_path: Path) -> None:
+    """The softmax's scale grows, the turns do not."""
+    save_tiny("deepseek-v3", tmp_path)
+    scaling = {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    }
+    edited(tmp_path, rope_parameters=None, rope_theta=10000, rope_scaling=scaling)
+    with closing(open_checkpoint(tmp_path)) as checkpoint:
+        spec = read_config(checkpoint).attention[0]
+    assert isinstance(spec, LatentSpec)
+    assert spec.rope is not None
+    assert spec.rope.scale == 1.0
+    assert spec.scale == pytest.approx(48**-0.5 * 1.3688879**2)
+
+
+def kimi_names(tensors: Tensors) -> Tensors:
+    return {name.replace("model.blocks.", "model.layers."): t for name, t in tensors.items()}
+
+
+def turned_experts(tensors: Tensors) -> Tensors:
+    """Qwen3-VL's are stacked the other way round than transformers writes them."""
+    return {
+        name: tensor.swapaxes(1, 2).contiguous() if ".experts." in name else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "publish", "part"),
+    [("kimi-k2.5", kimi_names, ".blocks."), ("qwen3-vl-moe", turned_experts, ".experts.")],
+)
+def test_tensors(
+    name: str, publish: Callable[[Tensors], Tensors], part: str, tmp_path: Path
+) -> None:
+    tiny = save_tiny(name, tmp_path)
+    assert any(part in each for each in load_file(tmp_path / "model.safetensors"))
+    logits = logits_of(rewrite(tmp_path, publish), IDS)
+    assert relative_error(logits, tiny.logits(IDS)) < 1e-4
+
+
+def test_gpt_oss(tmp_path: Path) -> None:
+    """Experts in MXFP4, in a folder and in a store of it, against transformers' dequantization."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    theirs, rng = save_tiny("gpt-oss", tmp_path).module, np.random.default_rng(3)
+
+    def publish(tensors: Tensors) -> Tensors:
+        for layer, block in enumerate(theirs.model.layers):
+            for name in ("gate_up_proj", "down_proj"):
+                stem = f"model.layers.{layer}.mlp.experts.{name}"
+                experts, columns, rows = tensors.pop(stem).shape
+                shape = (experts, rows, columns // 32, 16)
+                packed = torch.from_numpy(rng.integers(0, 256, shape, np.uint8))
+                scales = torch.from_numpy(rng.integers(122, 126, shape[:3], np.uint8))
+                tensors[f"{stem}_blocks"], tensors[f"{stem}_scales"] = packed, scales
+                values = convert_moe_packed_tensors(packed, scales, dtype=torch.float32)
+                getattr(block.mlp.experts, name).data = values
+        return tensors
+
+    rewrite(tmp_path, publish)
+    edited(tmp_path, quantization_config={"quant_method": "mxfp4"})
+    assert relative_error(logits_of(tmp_path, IDS), oracle(theirs, IDS)) < 1e-4
+    with closing(open_checkpoint(tmp_path)) as source:
+        store = pack_store(source, tmp_path / "store", tiler=tile_tensor)
+    with closing(open_checkpoint(store)) as opened:
+        formats = {i.format.name for n, i in opened.tensors.items() if ".experts." in n}
+    assert formats == {"mxfp4", "f32"}  # matrices and biases
+    np.testing.assert_array_equal(logits_of(store, IDS), logits_of(tmp_path, IDS))
+
+
+def fp4(weight: torch.Tensor, seed: int) -> tuple[Tensors, torch.Tensor]:
+    """A random matrix of a shape as two tensors, and its values."""
+    rng, (rows, columns) = np.random.default_rng(seed), weight.shape
+    codes = rng.integers(0, 16, (rows, columns), np.uint8)
+    exponents = rng.integers(122, 126, (rows, columns // 32), np.uint8)
+    values = E2M1[codes] * np.repeat(np.ldexp(1.0, exponents.astype(int) - 127), 32, axis=1)
+    packed = torch.from_numpy(codes[:, ::2] | codes[:, 1::2] << 4).view(torch.int8)
+    scales = torch.from_numpy(exponents).view(torch.float8_e8m0fnu)
+    return {"weight": packed, "scale": scales}, torch.from_numpy(values.astype(np.float32))
+
+
+def fp8(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """A matrix in blocks of 16 x 32, and its values."""
+    codes, (rows, columns) = (weight * 8).to(torch.float8_e4m3fn), weight.shape
+    scales = torch.full((-(-rows // 16), -(-columns // 32)), 124, dtype=torch.uint8)
+    both = {"weight": codes, "scale": scales.view(torch.float8_e8m0fnu)}
+    return both, codes.float() / 8
+
+
+def test_deepseek_v4(tmp_path: Path) -> None:
+    """Names without a prefix, keys of the first configs, a block that predicts; FP4 and FP8."""
+    tiny = save_tiny("deepseek-v4-file", tmp_path)
+    path, found, changed = tmp_path / "model.safetensors", {}, {}
+    for name, tensor in load_file(path).items():
+        own = name.removeprefix("model.").replace("hc_head.hc_", "hc_head_")
+        own = own.replace("embed_tokens.", "embed.").replace(".attn.norm.", ".attn.kv_norm.")
+        stem = own.removesuffix(".weight")
+        if ".experts." in own:
+            tensors, changed[name] = fp4(tensor, len(changed))
+        elif stem.endswith(("wq_a", "wq_b", "wkv", "wo_a", "wo_b", "w1")) and "comp" not in stem:
+            tensors, changed[name] = fp8(tensor)
+        else:
+            found[own] = tensor
+            continue
+        found |= {f"{stem}.{kind}": each.contiguous() for kind, each in tensors.items()}
+    found["mtp.0.norm.weight"] = torch.ones(64)
+    rewrite(tmp_path, lambda tensors: tensors | changed)
+    kind, ids = type(tiny.module), tokens(150)
+    expected = oracle(kind.from_pretrained(tmp_path, attn_implementation="eager"), ids)
+    save_file(found, path)
+    config = json.loads((tmp_path / "config.json").read_text("utf-8"))
+    rope = config.pop("rope_parameters")["compress"]
+    for key in ("layer_types", "mlp_layer_types", "compress_rates", "partial_rotary_factor"):
+        del config[key]
+    config |= {
+        "compress_ratios": [0, 4, 128, 4, 0],
+        "num_hash_layers": 2,
+        "num_nextn_predict_layers": 1,
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 32]},
+        "rope_scaling": {"type": rope.pop("rope_type")}
+        | {key: rope[key] for key in ("factor", "original_max_position_embeddings")},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with closing(open_checkpoint(tmp_path)) as checkpoint:
+        formats = {info.format.name for info in checkpoint.tensors.values()}
+    assert {"mxfp4", "e4m3-g32", "f32"} <= formats
+    assert relative_error(logits_of(tmp_path, ids), expected) < 1e-4
+    assert prediction_notes(tmp_path) == ()
+
+
+TABLE = "model.layers.2.ple.ple_embedding.ngram_embedding."
+
+
+@pytest.mark.parametrize("ops", ["torch", pytest.param("native", marks=needs_kernels)])
+def test_table_of_ngrams_in_fp8(ops: str, tmp_path: Path) -> None:
+    """A scale stands beside each part of the table, as in files whose weights are in FP8."""
+    eights, same, scale = {}, {}, 0.25
+    for name, part in load_file(tiny_model("qwen4-exp").folder / "model.safetensors").items():
+        if name.startswith(TABLE):
+            eights[name] = (part / scale).to(torch.float8_e4m3fn)
+            eights[f"{name}_scale"] = torch.tensor([scale])
+            same[name] = eights[name].float() * scale
+    logits = []
+    for place, change in (("eights", eights), ("same", same)):
+        save_tiny("qwen4-exp", tmp_path / place)
+        path = rewrite(tmp_path / place, lambda tensors, own=change: tensors | own)
+        model = load_ours(path, None if ops == "torch" else NativeOps(threads=2))
+        logits.append(model.forward(Batch.extend([(model.cache(64), tokens(20))])))
+    np.testing.assert_allclose(*logits, rtol=1e-5, atol=1e-5)
+
+
+def test_packed_without_indexers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = CONFIGS["glm-dsa"]()
+    config.index_topk, config.index_n_heads = 13, 16
+    monkeypatch.setitem(CONFIGS, "glm-dsa", lambda: config)
+    tiny, ids = save_tiny("glm-dsa", tmp_path), tokens(13)
+    rewrite(tmp_path, lambda tensors: {n: t for n, t in tensors.items() if ".indexer." not in n})
+    assert relative_error(logits_of(tmp_path, ids), tiny.logits(ids)) < 1e-4
+    with pytest.raises(UnsupportedModelError, match=r"up to 13 tokens: .* or pack it again"):
+        load_ours(tmp_path, context=14)
+
+
+def test_quantized_kv_b(tmp_path: Path) -> None:
+    """Values in their own bytes; keys, which have to be transposed, in f16."""
+    tiny = tiny_model("deepseek-v2-dense")
+    path = tiny.gguf(absorbed=False, kind="q8_0")
+    heads, nope, value = 4, tiny.config.qk_nope_head_dim, tiny.config.v_head_dim
+    with closing(open_checkpoint(path)) as checkpoint:
+        stem = "model.layers.0.self_attn."
+        assert f"{stem}kv_b_proj.weight" not in checkpoint.tensors
+        keys, values = (checkpoint.tensors[f"{stem}{n}_b_proj.weight"] for n in "kv")
+        assert (keys.format, values.format.name) == (F16, "q8_0")
+        assert (keys.shape, values.shape) == ((heads * 32, nope), (heads * value, 32))
+        for info in (keys, values):
+            pieces = [block.data for block in checkpoint.blocks(info.name, 1)]
+            once = checkpoint.read(info.name)
+            assert np.array_equal(np.concatenate(pieces), once.data)
+            assert once.data.nbytes == info.nbytes
+            for start, stop in ((0, 0), (3, 70), (64, 65), (100, info.shape[0])):
+                part = checkpoint.read(info.name, start, stop)
+                assert part.shape == (stop - start, info.shape[1])
+                assert np.array_equal(part.data, once.data[start:stop])
+            with pytest.raises(ValueError, match="rows"):
+                checkpoint.read(info.name, 0, info.shape[0] + 1)
+        both = load_file(tiny.folder / "model.safetensors")[f"{stem}kv_b_proj.weight"].numpy()
+        both = both.reshape(heads, nope + value, 32)
+        got = unpack(checkpoint.read(keys.name)).reshape(heads, 32, nope)
+        np.testing.assert_allclose(got, both[:, :nope].swapaxes(1, 2), atol=0.01)
+        got = unpack(checkpoint.read(values.name)).reshape(heads, value, 32)
+        np.testing.assert_allclose(got, both[:, nope:], atol=0.01)
+    assert relative_error(logits_of(path, IDS), tiny.logits(IDS)) < 0.05
+
+
+def test_first_files_of_qwen3_next() -> None:
+    """They keep a key head's query, key, values and gates together: in pieces as at once."""
+    with closing(open_checkpoint(tiny_model("qwen3-next").gguf(together=True))) as checkpoint:
+        name = "model.layers.0.linear_attn.in_proj_qkv.weight"
+        whole = checkpoint.read(name).data
+        pieces = [piece.data for piece in checkpoint.blocks(name, max_bytes=7 * whole.shape[1])]
+        np.testing.assert_array_equal(np.concatenate(pieces), whole)
+
+
+def test_prediction_layers_of_a_folder(tmp_path: Path) -> None:
+    """V3's checkpoints have a layer behind the last."""
+    tiny, extra = save_tiny("deepseek-v3", tmp_path), "model.layers.3.enorm.weight"
+    rewrite(tmp_path, lambda tensors: {**tensors, extra: torch.ones(64)})
+    assert np.array_equal(logits_of(tmp_path, IDS), logits_of(tiny.folder, IDS))
+    edited(tmp_path, num_nextn_predict_layers=0)
+    with pytest.raises(UnsupportedModelError, match="not part of"):
+        load_ours(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["glm4-moe", "nemotron-h-moe"])
+def test_prediction_block_of_a_file(name: str, tmp_path: Path) -> None:
+    """It is neither read nor packed nor counted."""
+    paths = [tiny_model(name).gguf(predicting=blocks) for blocks in (0, 1)]
+    plain, extended = (logits_of(path, IDS) for path in paths)
+    np.testing.assert_array_equal(extended, plain)
+    shapes = []
+    for path in paths:
+        with closing(open_checkpoint(path)) as checkpoint:
+            shapes.append(replace(shape_from_checkpoint(checkpoint), name=""))
+            layers = checkpoint.config["num_hidden_layers"]
+            store = pack_store(checkpoint, tmp_path / path.stem, tiler=tile_tensor)
+        assert not [file for file in store.iterdir() if str(layers) in file.name]
+    assert shapes[0] == shapes[1]
+
+
+def drop(part: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {name: t for name, t in tensors.items() if part not in name}
+
+
+def with_expert(number: int) -> Callable[[Tensors], Tensors]:
+    """DeepSeek-V4's table of experts by token, with one that is not there."""
+
+    def change(tensors: Tensors) -> Tensors:
+        tensors[next(name for name in tensors if name.endswith("tid2eid"))][7, 0] = number
+        return tensors
+
+    return change
+
+
+def narrow_part(tensors: Tensors) -> Tensors:
+    return {**tensors, f"{TABLE}shard_3.weight": torch.zeros(5, 7)}
+
+
+EXPERT = "model.layers.1.mlp.experts.5.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "told"),
+    [
+        ("deepseek-v3", drop("correction"), r"e_score_correction_bias.*missing"),
+        ("deepseek-v4", with_expert(-1), "tid2eid has experts that are not there"),
+        ("deepseek-v4", with_expert(99), "tid2eid has experts that are not there"),
+        ("qwen4-exp", drop(f"{TABLE}shard_0"), "3 of 4 parts are there"),
+        ("qwen4-exp", narrow_part, rf"{re.escape(TABLE)}shard_3.weight \(5, 7\)"),
+        ("qwen3-moe", drop(EXPERT), rf"layer 1 lacks expert 5: tensor {re.escape(EXPERT)} is miss"),
+    ],
+)
+def test_tensors_that_lack(
+    name: str, change: Callable[[Tensors], Tensors], told: str, tmp_path: Path
+) -> None:
+    save_tiny(name, tmp_path)
+    rewrite(tmp_path, change)
+    with pytest.raises(LocalrtError, match=told) as refused:
+        load_ours(tmp_path)
+    assert "\n" not in str(refused.value)
+
+
+def test_missing_expert_of_a_store(tmp_path: Path) -> None:
+    save_tiny("qwen3-moe", tmp_path)
+    with (
+        closing(open_checkpoint(rewrite(tmp_path, drop(EXPERT)))) as source,
+        pytest.raises(CheckpointError, match="layer 1 lacks expert 5"),
+    ):
+        pack_store(source, tmp_path / "store", tiler=tile_tensor)
+    assert not (tmp_path / "store").exists()
+
+
+def contents(name: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """A tiny model's file: its architecture, keys and tensors."""
+    reader = GGUFReader(tiny_model(name).gguf())
+    own = {key: field.contents() for key, field in reader.fields.items() if "GGUF." not in key}
+    architecture = own.pop("general.architecture")
+    tensors = {each.name: (np.array(each.data), "f32") for each in reader.tensors}
+    return architecture, own, tensors
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("qwen3.5", "blk.0.ssm_conv1d.weight"),
+        ("kimi-linear", "blk.0.ssm_dt.bias"),
+        ("lfm2", "blk.0.shortconv.conv.weight"),
+        ("granite-hybrid", "blk.0.ssm_a"),
+    ],
+)
+def test_bad_recurrent_tensor(tmp_path: Path, name: str, tensor: str) -> None:
+    architecture, own, tensors = contents(name)
+    array, kind = tensors.pop(tensor)
+    for changed, told in (
+        (tensors, "tensor model.layers.0.* is missing"),
+        ({**tensors, tensor: (array[:-1], kind)}, r"wrong shape: model.layers.0.*the config asks"),
+    ):
+        write_gguf(tmp_path / "bad.gguf", architecture, own, changed)
+        with pytest.raises(CheckpointError, match=rf"^bad\.gguf: {told}"):
+            load_ours(tmp_path / "bad.gguf")
+
+
+@pytest.mark.llamacpp
+def test_keys_that_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    architecture, own, tensors = contents("llama")
+    for key in ("rope.dimension_count", "rope.freq_base", "attention.key_length"):
+        less = {whole: value for whole, value in own.items() if whole != f"{architecture}.{key}"}
+        assert len(less) == len(own) - 1
+        path = write_gguf(tmp_path / "less.gguf", architecture, less, tensors)[0]
+        error = relative_error(logits_of(path, IDS), llama_cpp_logits(path, IDS, monkeypatch))
+        assert error < 2e-3, key
+
+
+@pytest.mark.llamacpp
+def test_exaone_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """llama.cpp knows the model that has them by its layers."""
+    config = CONFIGS["exaone4"]()
+    sizes = {**config.to_dict(), "num_hidden_layers": 64, "layer_types": None}
+    sizes |= {"sliding_window": 16, "sliding_window_pattern": 4}
+    monkeypatch.setitem(CONFIGS, "exaone4", lambda: type(config)(**sizes))
+    tiny = tiny_model("exaone4")
+    ours = logits_of(tiny.gguf(), IDS)
+    assert relative_error(ours, tiny.logits(IDS)) < 1e-4
+    assert relative_error(ours, llama_cpp_logits(tiny.gguf(), IDS, monkeypatch)) < 1e-3
+
+
+@pytest.mark.llamacpp
+@pytest.mark.parametrize(("absorbed", "groups"), [(True, True), (False, False)])
+@pytest.mark.parametrize(
+    "name", ["deepseek-v2-lite", "deepseek-v2-dense", "deepseek-v3", "glm4-moe-lite", "kimi-k2.5"]
+)
+def test_deepseek_in_llama_cpp(
+    name: str, absorbed: bool, groups: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("llama_cpp", reason="needs the llamacpp extra")
+    from localrt.engine.llamacpp.engine import LlamaCppEngine
+    from localrt.engine.llamacpp.model import LlamaCppModel
+
+    if name == "deepseek-v2-lite":  # which it knows by its layers
+        config = CONFIGS[name]()
+        config.num_hidden_layers = 27
+        monkeypatch.setitem(CONFIGS, name, lambda: config)
+    path = tiny_model(name).gguf(absorbed=absorbed, groups=groups)
+    engine = LlamaCppEngine(LlamaCppModel.load(path, threads=1))
+    session = engine.session(64)  # whose memory the logits are
+    try:
+        logits = session.extend(IDS).copy()
+    finally:
+        engine.close()
+    assert relative_error(logits_of(path, IDS)[-1], logits) < 0.01
