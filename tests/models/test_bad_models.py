@@ -1,10 +1,9 @@
-"""Whatever a model's config says, loading it works or ends in one line, in little memory."""
+"""Wrong configs and weights of models: loading one ends in a line that says what is wrong."""
 
 from __future__ import annotations
 
 import json
 import re
-import tracemalloc
 import warnings
 from functools import cache
 from pathlib import Path
@@ -12,95 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from localrt.common.errors import CheckpointError, UnsupportedModelError
-from localrt.models.registry import ARCHITECTURES
 from localrt.planning.models import shape_from_config
 from tests.models.tiny import load_ours, save_tiny
-from tests.mutations import FUZZ, changed, changes_of, is_line, paths, refusal
-
-MOST_MEMORY = 48 << 20
-
-# One of each architecture, with the keys that only some models of it have.
-MODELS = {
-    "llama-yarn": "sliding_window head_dim partial_rotary_factor rope_scaling original_max_position"
-    "_embeddings",
-    "qwen2-window": "max_window_layers layer_types",
-    "qwen3": "use_sliding_window",
-    "gemma2": "query_pre_attn_scalar attn_logit_softcapping hidden_activation",
-    "gemma3": "rope_local_base_freq sliding_window_pattern final_logit_softcapping text_config",
-    "gemma4-moe": "use_double_wide_mlp per_layer_config hidden_size_per_layer_input num_kv_shared"
-    "_layers attention_k_eq_v",
-    "qwen3.5-moe": "linear_conv_kernel_dim full_attention_interval mtp_num_hidden_layers",
-    "qwen4-exp": "ple_layer_ids ple_embed_dim hc_count hc_lowrank indexer_budget indexer_head_dim"
-    " ngram_vocab_size_base output_gate_type eos_token_id",
-    "qwen3-next": "mlp_only_layers decoder_sparse_step linear_key_head_dim linear_value_head_dim",
-    "lfm3": "use_attention_gate use_sandwich_norm sliding_window sliding_attention",
-    "olmo-hybrid": "rope_theta linear_allow_neg_eigval linear_value_head_dim",
-    "ling": "linear_head_dim short_conv_kernel_size layer_types kda_lower_bound num_nextn_predict"
-    "_layers expert_swiglu_limit_list",
-    "kimi-linear": "linear_attn_config full_attn_layers linear_head_dim moe_router_activation_func",
-    "lfm2-moe": "conv_L_cache conv_bias block_auto_adjust_ff_dim full_attn_idxs num_dense_layers",
-    "granite-hybrid-moe": "mamba_d_conv mamba_n_groups position_embedding_type shared_intermediate"
-    "_size",
-    "nemotron-h-groups": "hybrid_override_pattern layer_types num_hidden_layers moe_latent_size"
-    " mlp_bias time_step_limit",
-    "falcon-h1": "mamba_d_head mamba_rms_norm mamba_norm_before_gate mamba_proj_bias mlp_bias",
-    "phi3-longrope": "original_max_position_embeddings",
-    "smollm3-nope": "no_rope_layer_interval",
-    "deepseek-v3": "moe_layer_freq scoring_func num_nextn_predict_layers",
-    "deepseek-v4": "compress_ratios compress_rates layer_types mlp_layer_types num_hash_layers"
-    " qk_rope_head_dim compress_rope_theta o_groups",
-    "mixtral": "norm_topk_prob",
-    "qwen2-moe": "mlp_only_layers decoder_sparse_step",
-    "qwen3-moe": "num_local_experts",
-    "olmoe": "clip_qkv",
-    "granite-moe-shared": "shared_expert_intermediate_size",
-    "gpt-oss": "swiglu_alpha swiglu_limit quantization_config",
-    "ministral3": "sliding_window",
-    "internvl-qwen3": "text_config model_type use_sliding_window",
-    "llava": "text_config model_type head_dim",
-    "olmo3-yarn": "rope_local_base_freq",
-    "exaone4-window": "sliding_window_pattern",
-    "seed-oss": "attention_out_bias",
-    "ernie-moe": "moe_layer_end_index moe_layer_start_index moe_layer_interval",
-    "granite": "embedding_multiplier",
-    "hunyuan": "alpha",
-    "granite-swa": "layer_rope_theta num_local_experts",
-    "glm4": "partial_rotary_factor attention_bias",
-    "muse-glimmer-bases": "post_norm_eps qk_scale_factor output_multiplier hidden_activation",
-    "afmoe": "global_attn_every_n_layers mup_enabled num_dense_layers route_scale attention_bias",
-    "laguna": "gating num_attention_heads_per_layer moe_router_logit_softcapping mlp_layer_types"
-    " moe_apply_router_weight_on_input moe_routed_scaling_factor sliding_attention",
-    "llama4": "no_rope_layers moe_layers attention_chunk_size floor_scale attn_scale layer_types"
-    " num_experts_per_tok interleave_moe_layer_step intermediate_size_mlp",
-    "glm4-moe": "use_qk_norm partial_rotary_factor mlp_layer_types",
-    "mistral4": "llama_4_scaling_beta topk_group",
-    "glm4-moe-lite": "first_k_dense_replace",
-    "glm-dsa": "index_topk index_n_heads index_head_dim indexer_types index_topk_pattern"
-    " index_topk_freq",
-    "glm5-next": "index_topk index_kpool index_n_heads indexer_types linear_attn_config layer_types"
-    " linear_lower_bound hc_mult swiglu_limit qk_rope_head_dim",
-    "qwen3-vl-moe": "vision_config",
-    "apertus": "xielu_alpha_p",
-    "solar-open": "intermediate_size first_k_dense_replace",
-    "step": "rope_theta partial_rotary_factors attention_other_setting moe_layers_enum"
-    " num_nextn_predict_layers",
-    "hy-v3": "route_norm norm_topk_prob",
-    "exaone-moe-groups": "scoring_func first_k_dense_replace",
-    "hunyuan-moe": "alpha num_experts_per_tok",
-    "minimax-m2": "rotary_dim",
-    "cohere2": "sliding_window_pattern layer_norm_eps logit_scale",
-    "cohere2-moe-dense-first": "first_k_dense_replace prefix_dense_sliding_window_pattern"
-    " sliding_window_pattern shared_expert_combination_strategy",
-    "mellum-dense-first": "rope_local_base_freq mlp_layer_types num_local_experts",
-}
-SCALINGS = "rope_type factor rope_theta original_max_position_embeddings beta_fast beta_slow mscale"
-SCALINGS += " mscale_all_dim attention_factor low_freq_factor high_freq_factor long_factor"
-SCALINGS += " alpha short_factor partial_rotary_factor truncate full_attention llama_4_scaling_beta"
+from tests.mutations import changed, is_line, refusal
 
 
 @pytest.fixture(scope="module")
@@ -115,37 +31,18 @@ def tiny_config(folder: Path, name: str) -> dict[str, Any]:
     return config
 
 
-def loaded(folder: Path, name: str, config: Any, context: int | None) -> None:
+def loaded(folder: Path, name: str, config: Any) -> None:
     """Load it; raises what loading raises."""
     (folder / name / "config.json").write_text(json.dumps(config))
-    tracemalloc.start()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", RuntimeWarning)
-            load_ours(folder / name, context=context)
-    finally:
-        most = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        assert most < MOST_MEMORY
-
-
-@FUZZ
-@given(data=st.data(), name=st.sampled_from(sorted(MODELS)), context=st.sampled_from([None, 999]))
-def test_any_config(folder: Path, data: Any, name: str, context: int | None) -> None:
-    config = tiny_config(folder, name)
-    more = [(key,) for key in MODELS[name].split()]
-    more += [
-        (part, key) for part in ("rope_parameters", "rope_scaling") for key in SCALINGS.split()
-    ]
-    given = changed(config, data.draw(changes_of([*paths(config), *more])))
-    assert is_line(refusal(lambda: loaded(folder, name, given, context)))
-    assert is_line(refusal(lambda: shape_from_config(given, name="fuzzed")))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        load_ours(folder / name)
 
 
 @pytest.mark.parametrize("value", [10**400, "x" * 10_000, [], {}, None])
 def test_odd_model_type(folder: Path, value: Any) -> None:
     given = {**tiny_config(folder, "llama"), "model_type": value}
-    assert is_line(refusal(lambda: loaded(folder, "llama", given, None)))
+    assert is_line(refusal(lambda: loaded(folder, "llama", given)))
     assert is_line(refusal(lambda: shape_from_config(given, name="fuzzed")))
 
 
@@ -230,14 +127,14 @@ def test_bad_configs(folder: Path, name: str, place: Any, value: Any, told: str)
     known = isinstance(place, tuple)
     config = changed(config, [(place, value)]) if known else {**config, place: value}
     with pytest.raises((CheckpointError, UnsupportedModelError), match=told) as caught:
-        loaded(folder, name, config, None)
+        loaded(folder, name, config)
     assert "\n" not in str(caught.value)
 
 
 def test_llm_config(folder: Path) -> None:
     config = dict(tiny_config(folder, "nemotron-h-omni"))
     config |= {"llm_config": config.pop("text_config"), "architectures": ["NemotronH_Nano_VL_V2"]}
-    loaded(folder, "nemotron-h-omni", config, None)
+    loaded(folder, "nemotron-h-omni", config)
 
 
 LAYER_LISTS = {
@@ -267,7 +164,7 @@ def test_layer_lists(folder: Path, name: str) -> None:
         wrong.append(([config[key][0], "chunked_attention", config[key][2]], told))
     for values, told in wrong:
         with pytest.raises((CheckpointError, UnsupportedModelError), match=told):
-            loaded(folder, name, {**config, key: values}, None)
+            loaded(folder, name, {**config, key: values})
 
 
 @pytest.mark.parametrize(
@@ -308,13 +205,8 @@ def test_damaged_numbers(tmp_path: Path, name: str, value: float) -> None:
         load_ours(tmp_path)
 
 
-def test_every_architecture(folder: Path) -> None:
-    tried = {ARCHITECTURES[tiny_config(folder, name)["architectures"][0]] for name in MODELS}
-    assert tried == set(ARCHITECTURES.values())
-
-
 def test_dynamic_scaling(folder: Path) -> None:
     scaling = {"rope_type": "dynamic", "factor": 2.0, "partial_rotary_factor": 0.125}
     config = changed(tiny_config(folder, "llama-yarn"), [(("rope_parameters",), scaling)])
     with pytest.raises(CheckpointError, match="more than 2 rotary dimensions"):
-        loaded(folder, "llama-yarn", config, None)
+        loaded(folder, "llama-yarn", config)
