@@ -1,4 +1,4 @@
-"""JSON documents with values that nobody meant: what readers of models' files are tested with."""
+"""Mutations: files and JSON documents with bytes and values that nobody meant."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from contextlib import suppress
 from typing import Any
 
 from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
 
 from localrt.common.errors import LocalrtError
 
@@ -77,12 +76,6 @@ def is_line(text: str) -> bool:
     return "\n" not in text and len(text) < 1000
 
 
-def changes_of(places: Sequence[Path]) -> st.SearchStrategy[list[tuple[Path, Any]]]:
-    """One or two changes."""
-    change = st.tuples(st.sampled_from(places), st.sampled_from(VALUES))
-    return st.lists(change, min_size=1, max_size=2)
-
-
 _NUMBERS = [0, 1, 0x7F, 0xFF, 1 << 31, (1 << 32) - 1, 1 << 62, (1 << 64) - 1]
 
 
@@ -92,11 +85,8 @@ def mutated(data: bytes, draw: random.Random, others: Sequence[bytes]) -> bytes:
     """
     head, _, body = data.partition(b"\n")
     with suppress(ValueError, RecursionError):
-        document = json.loads(body) if draw.random() < 0.8 else None
-        if places := list(paths(document)):
-            count = draw.randint(1, 2)
-            changes = [(draw.choice(places), draw.choice(VALUES)) for _ in range(count)]
-            return head + b"\n" + json.dumps(changed(document, changes)).encode()
+        if draw.random() < 0.8:
+            return head + b"\n" + _other_values(body, draw, others)
     for _ in range(draw.randint(1, 4)):
         at, other = draw.randrange(len(body) + 1), draw.choice(others).partition(b"\n")[2]
         start = draw.randrange(len(other) + 1)
@@ -106,3 +96,38 @@ def mutated(data: bytes, draw: random.Random, others: Sequence[bytes]) -> bytes:
         piece = draw.choices(pieces, (4, 4, 4, 1))[0]
         body = body[:at] + piece + body[at + draw.choice((0, len(piece), draw.randint(0, 16))) :]
     return head + b"\n" + (body if draw.random() < 0.9 else body[: draw.randrange(len(body) + 1)])
+
+
+def _parsed(body: bytes) -> tuple[Any, bytes | None]:
+    """A JSON document, or the header of a safetensors file and the bytes that follow it."""
+    end = 8 + int.from_bytes(body[:8], "little")
+    return (json.loads(body[8:end]), body[end:]) if end <= len(body) else (json.loads(body), None)
+
+
+def _other_values(body: bytes, draw: random.Random, others: Sequence[bytes]) -> bytes:
+    """``body`` with values that are odd, or those of another place, and keys of another input."""
+    document, tensors = _parsed(body)
+    other = document
+    with suppress(ValueError, RecursionError):
+        other = _parsed(draw.choice(others).partition(b"\n")[2])[0]
+    places = [list(paths(each)) for each in (document, other)]
+    if not places[0]:
+        raise ValueError("has no values")
+    changes = []
+    for _ in range(draw.randint(1, 2)):
+        kind = draw.random()
+        place, value = draw.choice(places[0]), draw.choice(VALUES)
+        if kind < 0.3 and places[1]:
+            source = draw.choice(places[1])
+            place, value = draw.choice((place, source)), _at(other, source)
+        elif kind < 0.4 and isinstance(_at(document, place), list):
+            value = _at(document, place)[::-1]
+        changes.append((place, value))
+    text = json.dumps(changed(document, changes)).encode()
+    return text if tensors is None else struct.pack("<Q", len(text)) + text + tensors
+
+
+def _at(document: Any, path: Path) -> Any:
+    for key in path:
+        document = document[key]
+    return document

@@ -6,13 +6,20 @@ import io
 import json
 import re
 import socket
+import struct
+import warnings
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
 
 from localrt.common.errors import LocalrtError
+from tests.mutations import refusal
 
 Use = Callable[[str, bytes], object]
 """Reads an input of a kind; raises what reading raises."""
@@ -22,30 +29,38 @@ Prepared = tuple[Iterable[tuple[str, bytes | str]], Use]
 @dataclass
 class Reader:
     """``prepare`` makes valid inputs in a folder of its own; ``modules`` are patterns of the files
-    that read them. ``share`` is of a campaign's tries, ``seconds`` of processor time the most for
-    one input.
+    that read them. ``share`` is of a campaign's tries, ``seconds`` of processor time and
+    ``memory``, in bytes, the most for one input.
     """
 
     prepare: Callable[[Path, ExitStack], Prepared]
     modules: str
     share: float
     seconds: float
+    memory: int
 
 
 READERS: dict[str, Reader] = {}
 _REFUSED = rb'HTTP/1.1 4.*"(?:error|message)": ?("(?:[^"\\]|\\.)*")'
 
 
-def _reader(share: float, modules: str, seconds: float = 2.0) -> Callable[[Any], None]:
+def _reader(
+    share: float, modules: str, seconds: float = 2.0, memory: int = 64 << 20
+) -> Callable[[Any], None]:
     def added(prepare: Callable[[Path, ExitStack], Prepared]) -> None:
-        READERS[prepare.__name__] = Reader(prepare, modules, share, seconds)
+        READERS[prepare.__name__] = Reader(prepare, modules, share, seconds, memory)
 
     return added
 
 
 def _files(folder: Path, use: Callable[[str], object], names: Iterable[str] = ()) -> Prepared:
     """Inputs that replace one file of ``folder``, whose name ``use`` is told."""
-    found = {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
+
+    def files() -> list[str]:
+        paths = (path for path in sorted(folder.rglob("*")) if path.is_file())
+        return [path.relative_to(folder).as_posix() for path in paths]
+
+    found = {name: (folder / name).read_bytes() for name in files()}
     kinds = list(names or found)
 
     def changed(name: str, data: bytes) -> None:
@@ -53,45 +68,235 @@ def _files(folder: Path, use: Callable[[str], object], names: Iterable[str] = ()
         try:
             use(name)
         finally:
-            left = {path.name for path in folder.iterdir() if path.is_file()} - set(found)
+            left = set(files()) - set(found)
             (folder / name).write_bytes(found[name])
             assert not left, f"files are left: {left}"
 
     return ((name, found[name]) for name in kinds), changed
 
 
-@_reader(0.16, "models/checkpoints/gguf/f*.py models/checkpoints/safetensors/f*.py models/*er.py")
-def checkpoints(folder: Path, stack: ExitStack) -> Prepared:
-    from tests.checkpoints import test_fuzz as valid
+def _document(data: bytes) -> Any:
+    """The JSON of an input; None if it is none."""
+    with suppress(ValueError, RecursionError):
+        return json.loads(data)
+    return None
 
+
+_HEADER = {
+    "__metadata__": {"format": "pt"},
+    "model.norm.weight": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]},
+    "lm_head.weight": {"dtype": "BF16", "shape": [2, 4], "data_offsets": [16, 32]},
+}
+
+
+def _gguf() -> bytes:
+    """A GGUF file with values of every kind, and tensors of three formats."""
+    from tests.checkpoints import make_gguf as gguf
+
+    numbers = [struct.pack("<I", value) for value in (32, 2, 1, 5)]
+    strings = b"".join(map(gguf.string, "abc"))
+    nested = gguf.array(gguf.UINT32, 1, numbers[3])
+    return gguf.raw_gguf(
+        [
+            ("general.architecture", gguf.STRING, gguf.string("llama")),
+            ("general.alignment", gguf.UINT32, numbers[0]),
+            ("llama.attention.head_count", gguf.UINT32, numbers[1]),
+            ("llama.head_count_kv", gguf.ARRAY, gguf.array(gguf.UINT32, 2, numbers[2] * 2)),
+            ("llama.rope.freq_base", gguf.FLOAT32, struct.pack("<f", 1e4)),
+            ("tokenizer.ggml.tokens", gguf.ARRAY, gguf.array(gguf.STRING, 3, strings)),
+            ("nested", gguf.ARRAY, gguf.array(gguf.ARRAY, 1, nested)),
+        ],
+        [
+            gguf.tensor_entry("token_embd.weight", [32, 3], 8, 0),
+            gguf.tensor_entry("blk.0.attn_q.weight", [32, 4], 2, 128),
+            gguf.tensor_entry("blk.0.attn_q.bias", [4], 0, 224),
+        ],
+        bytes(240),
+    )
+
+
+def _read_checkpoint(path: Path, max_bytes: int = 64) -> None:
+    """Open it, and read all that it has."""
+    from localrt.models.checkpoints import open_checkpoint
+
+    with closing(open_checkpoint(path)) as checkpoint:
+        for name in checkpoint.tensors:
+            checkpoint.read(name)
+            list(checkpoint.blocks(name, max_bytes=max_bytes))
+        assert None not in checkpoint.metadata.values()
+
+
+@_reader(0.14, "models/checkpoints/gguf/f*.py models/checkpoints/safetensors/f*.py models/*er.py")
+def checkpoints(folder: Path, stack: ExitStack) -> Prepared:
     shards = dict.fromkeys(("model.norm.weight", "lm_head.weight"), "model.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
     (folder / "config.json").write_text('{"architectures": ["A"], "rope_parameters": {"x": 1}}')
-    (folder / "model.safetensors").write_bytes(valid.VALID_SAFETENSORS)
-    (folder / "a.gguf").write_bytes(valid.VALID_GGUF)
-    return _files(folder, lambda name: valid.exercise(folder / name if "gguf" in name else folder))
+    head = json.dumps(_HEADER).encode()
+    data = struct.pack("<Q", len(head)) + head + bytes(32)
+    (folder / "model.safetensors").write_bytes(data)
+    (folder / "a.gguf").write_bytes(_gguf())
+    return _files(
+        folder, lambda name: _read_checkpoint(folder / name if "gguf" in name else folder)
+    )
 
 
-@_reader(0.01, "models/architectures/*.py models/raw_config.py localrt/planning/models.py")
+_QUANTIZED = [
+    "W4A16 g32", "W4A16 asymmetric", "W4A16 g16", "W8A8", "compressed FP8 blocks", "NVFP4",
+    "MXFP4A16", "GPTQ g32", "GPTQ asymmetric", "GPTQ ordered", "AWQ g64", "NF4", "NF4 twice",
+    "W3A16 asymmetric", "GPTQ 3 bits asymmetric", "GPTQ 2 bits",
+    "FP8 blocks of 64", "FP8 rows", "ModelOpt NVFP4", "ModelOpt FP8", "ModelOpt's own file",
+]  # fmt: skip
+
+
+@_reader(0.02, "models/checkpoints/schemes/*.py")
+def quantized(folder: Path, stack: ExitStack) -> Prepared:
+    import torch
+    from safetensors.torch import save_file
+
+    from tests.checkpoints.published.schemes import SCHEMES
+
+    weight = torch.randn(128, 128, generator=torch.Generator().manual_seed(0)) * 0.1
+    for place, name in enumerate(_QUANTIZED):
+        (own := folder / str(place)).mkdir()
+        scheme = SCHEMES.get(name, SCHEMES["ModelOpt NVFP4"])
+        tensors = {"model.norm.weight": torch.ones(4)}
+        for stem in ("mlp.experts.0.up_proj", "self_attn.q_proj"):
+            parts = scheme.write(weight)[0].items()
+            tensors |= {f"model.layers.0.{stem}.{part}": each.clone() for part, each in parts}
+        save_file(tensors, own / "model.safetensors")
+        config: dict[str, Any] = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 1}
+        if name in SCHEMES:
+            config |= scheme.config
+        else:
+            inner = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}
+            (own / "hf_quant_config.json").write_text(json.dumps(inner))
+        (own / "config.json").write_text(json.dumps(config))
+    return _files(folder, lambda name: _read_checkpoint((folder / name).parent, 4096))
+
+
+_RARE_KEYS = (
+    "attention_other_setting compress_ratios expert_swiglu_limit_list full_attention_interval "
+    "full_attn_layers hybrid_override_pattern index_topk_freq index_topk_pattern "
+    "linear_attn_config moe_layer_freq moe_layers_enum moe_router_activation_func "
+    "mtp_num_hidden_layers num_hash_layers partial_rotary_factors quantization_config "
+    "rope_local_base_freq rotary_dim route_norm"
+)
+
+
+@_reader(0.02, "models/architectures/*.py models/raw_config.py localrt/planning/models.py")
 def configs(folder: Path, stack: ExitStack) -> Prepared:
+    """Of each architecture the config that says most. Keys go from one into others."""
     from localrt.planning.models import shape_from_config
-    from tests.models.test_fuzz import MODELS
+    from tests.models.tiny import load_ours, save_tiny
     from tests.models.tiny_configs import CONFIGS, MIXTURES
 
+    tiny = CONFIGS | MIXTURES
+    made = sorted(
+        (len((own := tiny[name]()).to_json_string()), own.model_type, name) for name in tiny
+    )
+    inputs: dict[str, str] = {}
+    for name in {kind: name for _, kind, name in made}.values():
+        save_tiny(name, folder / name)
+        inputs[name] = (folder / name / "config.json").read_text("utf-8")
+    base = next(iter(inputs))
+    rare = {**json.loads(inputs[base]), **dict.fromkeys(_RARE_KEYS.split(), 1)}
+
     def use(kind: str, data: bytes) -> None:
-        with suppress(ValueError, RecursionError):
-            shape_from_config(dict(json.loads(data)), name=kind)
+        (folder / kind / "config.json").write_bytes(data)
+        refused = []
+        if isinstance(given := _document(data), dict):
+            refused.append(refusal(lambda: shape_from_config(given, name=kind)))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)
+            for context in (None, 999):
+                refused.append(refusal(lambda at=context: load_ours(folder / kind, context=at)))
+        if any(refused):
+            raise LocalrtError(max(refused, key=len))
 
-    made = {name: (CONFIGS | MIXTURES)[name]().to_json_string(use_diff=False) for name in MODELS}
-    return made.items(), use
+    return [*inputs.items(), (base, json.dumps(rare))], use
 
 
-@_reader(0.08, "models/tokenizers/*.py localrt/chat_format/chat_template.py")
+_VOCABULARY = {
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "qwen2",
+    "tokenizer.ggml.tokens": ["<s>", "</s>", "h", "i", "hi"],
+    "tokenizer.ggml.token_type": [3, 3, 1, 1, 1],
+    "tokenizer.ggml.scores": [0.0, 0.0, -1.0, -2.0, -3.0],
+    "tokenizer.ggml.merges": ["h i"],
+    "tokenizer.ggml.bos_token_id": 0,
+    "tokenizer.ggml.eos_token_id": 1,
+    "tokenizer.ggml.unknown_token_id": 0,
+    "tokenizer.ggml.add_bos_token": True,
+    "tokenizer.chat_template": "{{ bos_token }}{{ messages[0].content }}",
+    "tokenizer.chat_template.tool_use": "{{ tools }}",
+}
+
+
+@_reader(0.06, "models/tokenizers/*.py localrt/chat_format/chat_template.py")
 def tokenizers(folder: Path, stack: ExitStack) -> Prepared:
-    from tests.tokenizers.test_fuzz import use_file, write_all
+    """The files of a folder, GGUF files with a vocabulary of either kind, and keys of one."""
+    from localrt.chat_format.chat_template import load_template
+    from localrt.models.checkpoints import open_checkpoint
+    from localrt.models.tensor_source import Checkpoint
+    from localrt.models.tokenizers import Tokenizer, load_tokenizer
+    from localrt.models.tokenizers.hf import hf_tokenizer
+    from tests.checkpoints.make_gguf import write_gguf
+    from tests.conftest import write_byte_tokenizer
+    from tests.tokenizers.test_hf import FOLDER_CONFIG, WITH_SPACES
 
-    write_all(folder)
-    return _files(folder, lambda name: use_file(folder / name))
+    (folder / "tokenizer.json").write_text(json.dumps(WITH_SPACES))
+    (folder / "tokenizer_config.json").write_text(json.dumps(FOLDER_CONFIG))
+    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": "</s>"}))
+    (bytes_only := folder / "bytes").mkdir()
+    write_byte_tokenizer(bytes_only)
+    for kind in ("gpt2", "llama"):
+        keys = {**_VOCABULARY, "tokenizer.ggml.model": kind}
+        write_gguf(folder / f"{kind}.gguf", "llama", keys, {"a": (np.zeros((5, 32)), "f32")})
+        (folder / f"{kind}.keys").write_text(json.dumps(keys))
+
+    def use(tokenizer: Tokenizer) -> None:
+        for token in (-1, 0, 1, 300, 1 << 40):
+            refusal(lambda token=token: tokenizer.token_bytes(token))
+
+    def use_checkpoint(path: Path) -> None:
+        with closing(open_checkpoint(path)) as checkpoint:
+            use(load_tokenizer(checkpoint))
+            load_template(checkpoint)
+
+    def use_file(name: str) -> None:
+        path = folder / name
+        if path.suffix == ".keys":
+            made = folder / "made.gguf"
+            try:
+                keys = {key: value for key, value in _items(path) if _fits_gguf(value)}
+                write_gguf(made, "llama", keys, {"a": (np.zeros((5, 32)), "f32")})
+                use_checkpoint(made)
+            except (ValueError, RecursionError):
+                return  # not written at all
+            finally:
+                made.unlink(missing_ok=True)
+        elif path.suffix == ".gguf":
+            use_checkpoint(path)
+        else:
+            use(hf_tokenizer(path.parent, eos=[2, -1]))
+            load_template(cast(Checkpoint, SimpleNamespace(kind="safetensors", path=path.parent)))
+
+    return _files(folder, use_file)
+
+
+def _items(path: Path) -> Iterable[tuple[str, Any]]:
+    return dict(json.loads(path.read_bytes())).items()
+
+
+def _fits_gguf(value: Any) -> bool:
+    """Whether GGUF has a type for it."""
+    if isinstance(value, list):
+        return bool(value) and all(type(each) in (int, float, str) for each in value)
+    if isinstance(value, int):
+        return -(1 << 31) <= value < 1 << 32
+    if isinstance(value, float):
+        return not abs(value) > 1e38  # float32, and not a number too
+    return isinstance(value, str) and value != "\ud800"
 
 
 @_reader(0.05, "localrt/chat_format/jinja_sandbox.py", 8.0)
@@ -138,12 +343,75 @@ def caches(folder: Path, stack: ExitStack) -> Prepared:
 
 @_reader(0.02, "models/checkpoints/adapters/*.py")
 def adapters(folder: Path, stack: ExitStack) -> Prepared:
-    from tests.models.test_fuzz import exercise, make_files
+    from localrt.models.checkpoints import open_checkpoint
+    from localrt.models.checkpoints.adapters import read_adapter
+    from tests.checkpoints.make_gguf import write_gguf
+    from tests.models.adapters import make_adapter
+    from tests.models.tiny import save_tiny
 
-    base = stack.enter_context(make_files(folder))
-    (folder / "a.gguf").rename(folder / "a" / "a.gguf")
-    a = folder / "a"
-    return _files(a, lambda name: exercise(a / name if "gguf" in name else a, base))
+    own = folder / "a"
+    model = save_tiny("qwen2", folder / "base", layers=1)
+    make_adapter(model.module, own, use_dora=True, target_modules=["q_proj", "down_proj"])
+    base = stack.enter_context(closing(open_checkpoint(folder / "base")))
+    rows, columns = base.tensors["model.layers.0.mlp.down_proj.weight"].shape
+    tensors: dict[str, Any] = {
+        "blk.0.ffn_down.weight.lora_a": (np.ones((2, columns), np.float32), "f32"),
+        "blk.0.ffn_down.weight.lora_b": (np.ones((rows, 2), np.float32), "f16"),
+    }
+    keys = {"general.type": "adapter", "adapter.type": "lora", "adapter.lora.alpha": 4.0}
+    write_gguf(own / "a.gguf", "qwen2", keys, tensors)
+    config = json.loads((own / "adapter_config.json").read_text("utf-8"))
+    patterns = {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"(": 1}}
+
+    def use(name: str) -> None:
+        with np.errstate(all="ignore"):
+            read = read_adapter(own / name if "gguf" in name else own, base)
+            assert read.matrices
+            assert read.nbytes < 1 << 24
+
+    inputs, changed = _files(own, use)
+    return [*inputs, ("adapter_config.json", json.dumps({**config, **patterns}))], changed
+
+
+@_reader(0.02, "models/vision/*.py", 10.0)
+def encoders(folder: Path, stack: ExitStack) -> Prepared:
+    """What is said of an encoder and its pictures: one is seen."""
+    from localrt.models.checkpoints.safetensors.vision import VisionFolder
+    from localrt.models.vision.encoder_cache import EncoderUnitReader
+    from localrt.models.vision.registry import read_encoder
+    from localrt.quant.ops.vision import VisionSteps
+    from localrt.quant.reference.ops import TorchOps
+    from tests.models.vision import families, tiny_qwen
+    from tests.models.vision.oracles import picture
+
+    names = ("gemma3", "idefics3", "smolvlm", "lfm2-vl", "internvl", "minicpm-v", "llava")
+    names += ("mistral3", "gemma4", "gemma4-unified")
+    makers: dict[str, Callable[[Path], object]] = {
+        **{kind: partial(tiny_qwen.save_tiny_vl, kind) for kind in tiny_qwen.TINY},
+        **{name: families.FAMILIES[name] for name in names},
+    }
+    sources, inputs = {}, {}
+    for name, make in makers.items():
+        (folder / name).mkdir()
+        make(folder / name)
+        source = sources[name] = stack.enter_context(closing(VisionFolder(folder / name)))
+        inputs[name] = json.dumps({"config": dict(source.config), "processor": source.processor})
+
+    def use(kind: str, data: bytes) -> None:
+        own, source = _document(data), sources[kind]
+        if not isinstance(own, dict) or not all(
+            isinstance(own.get(part), dict) for part in ("config", "processor")
+        ):
+            return
+        config = {**own["config"], "model_type": source.config["model_type"]}
+        with warnings.catch_warnings(), np.errstate(all="ignore"):
+            warnings.simplefilter("error", RuntimeWarning)
+            encoder = read_encoder(config, own["processor"])
+            prepared = encoder.prepare(picture(37, 50))
+            steps = VisionSteps(TorchOps(compute_format="f32", device="cpu"))
+            encoder.encode(prepared, EncoderUnitReader(source, steps), steps)
+
+    return inputs.items(), use
 
 
 @_reader(0.02, "models/checkpoints/gguf/vision*.py models/checkpoints/gguf/clip*.py")
@@ -193,7 +461,7 @@ def settings(folder: Path, stack: ExitStack) -> Prepared:
     return _files(folder / "localrt", lambda name: read_all(folder))
 
 
-@_reader(0.02, "localrt/chat.py tui/conversation/state.py")
+@_reader(0.02, "localrt/chat.py tui/conversation/state.py", memory=320 << 20)
 def exports(folder: Path, stack: ExitStack) -> Prepared:
     from tests.tui.test_conversations import SAVED, loaded
 

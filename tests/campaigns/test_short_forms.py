@@ -7,11 +7,13 @@ import json
 import random
 import shutil
 import sys
+import tracemalloc
 import zlib
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 pytest.importorskip("resource", reason="limits are those of Linux")
 
@@ -20,22 +22,38 @@ from tests.mutations import mutated
 from tests.readers import READERS
 
 FOUND: dict[str, list[str]] = json.loads(Path(__file__).with_name("found.json").read_text("utf-8"))
-SLOW = ("adapters", "configs", "projectors")  # torch makes their valid inputs
+
+
+def unpacked(text: str) -> bytes:
+    return zlib.decompress(base64.b64decode(text))
+
+
+MODELS = ("adapters", "configs", "encoders", "projectors", "quantized")
+"""Their inputs take torch seconds to make."""
+SLOW = (*MODELS, "requests")
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in READERS]
 )
 def test_inputs(name: str, tmp_path: Path) -> None:
-    """Those that once failed, and 20 others."""
+    """Those that once failed, and others."""
     draw = random.Random(name)
     with ExitStack() as stack:
         attempts = Attempts(name, tmp_path, stack, patience=100)
-        seeds = attempts.seeds
-        found = (zlib.decompress(base64.b64decode(text)) for text in FOUND.get(name, ()))
-        inputs = [*seeds[:20], *found]
-        inputs += [mutated(draw.choice(seeds), draw, seeds) for _ in range(20)]
-        problems = {told: data for data in inputs if (told := attempts(data))}
+        seeds, problems = attempts.seeds, {}
+        count = settings().max_examples * (10 if name in MODELS else 3)
+        inputs = [*seeds[:20], *map(unpacked, FOUND.get(name, ()))]
+        inputs += [mutated(draw.choice(seeds), draw, seeds) for _ in range(count)]
+        tracemalloc.start()
+        stack.callback(tracemalloc.stop)
+        for data in inputs:
+            tracemalloc.reset_peak()
+            before = tracemalloc.get_traced_memory()[0]
+            problem = attempts(data)
+            more = tracemalloc.get_traced_memory()[1] - before
+            if problem or more > READERS[name].memory:
+                problems[problem or f"{more} bytes"] = data
     assert not problems
 
 

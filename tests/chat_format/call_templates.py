@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
 
 def calling(
     *calls: tuple[str, Any], text: str | None = "", ids: str = "abcdefgh{1}", **fields: Any
@@ -368,3 +370,13 @@ LEADS = {"Muse-Glimmer": " "}
 
 UNWRITABLE = {"Gemma 4": r'<\|"\|>', "LFM 2.5": r"'\s*[,)]", "MiniCPM": r"\]\]>"}
 """What no string may have: its end could not be told."""
+
+_KINDS = (
+    *("Hermes, Qwen", "GLM", "DeepSeek V3.1", "Mistral, a list", "Llama", "functionary 3.2"),
+    *("LFM 2.5", "Gemma 4", "gpt-oss"),
+)
+KINDS = [
+    pytest.param(name, marks=() if name in _KINDS else pytest.mark.slow, id=name)
+    for name in TEMPLATES
+]
+"""The templates: quick are one of each kind of notation."""

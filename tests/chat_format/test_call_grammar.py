@@ -19,6 +19,7 @@ from localrt.chat_format.parser import HARMONY_CALL, is_harmony
 from localrt.chat_format.structured import SPACES
 from localrt.chat_format.template_syntax import TemplateSyntax
 from tests.chat_format.call_templates import (
+    KINDS,
     LEADS,
     TEMPLATES,
     calling,
@@ -77,7 +78,7 @@ def known(name: str) -> tuple[ChatTemplate, TemplateSyntax, Any]:
     return template, syntax, matcher
 
 
-@pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "gpt-oss"])
+@pytest.mark.parametrize("name", [each for each in KINDS if each.values != ("gpt-oss",)])
 @pytest.mark.parametrize("call", CALLS, ids=["least", "most", "some", "none"])
 def test_what_a_template_writes_is_allowed(name: str, call: tuple[str, dict[str, Any]]) -> None:
     if name in _PYTHON and not all(isinstance(each, str) for each in call[1].values()):
@@ -92,8 +93,8 @@ def test_what_a_template_writes_is_allowed(name: str, call: tuple[str, dict[str,
     assert matcher.is_accepting()
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("seed", range(3))
 def test_whatever_is_allowed_is_read(name: str, seed: int) -> None:
     template, syntax, matcher = known(name)
     matcher, draw, written = matcher.deep_copy(), random.Random(seed), bytearray()
@@ -125,10 +126,16 @@ TEXT, LIST = {"type": "string"}, {"type": "array", "items": {"type": "string"}}
 SHORT = {"type": "string", "maxLength": 3}
 LOST: list[tuple[str, dict[str, Any], set[str]]] = [
     ("Llama", {**SHORT, "pattern": "^a"}, set()),
-    *((name, {**TEXT, "description": "D", "default": ""}, set()) for name in TEMPLATES),
-    *((name, {"type": "integer", "minimum": 1}, set()) for name in TEMPLATES),
-    *((name, {"anyOf": [TEXT, {"type": "null"}]}, set()) for name in TEMPLATES),
-    *((name, {"enum": ["a", "b"]}, set()) for name in TEMPLATES),
+    *(
+        (name, schema, set())
+        for name in ("GLM", "Seed-OSS", "MiniCPM", "DeepSeek V4", "LFM 2.5", "Gemma 4", "Llama")
+        for schema in (
+            {**TEXT, "description": "D", "default": ""},
+            {"type": "integer", "minimum": 1},
+            {"anyOf": [TEXT, {"type": "null"}]},
+            {"enum": ["a", "b"]},
+        )
+    ),
     *(
         (name, {**SHORT, "pattern": "^a", "format": "date"}, {"maxLength", "pattern", "format"})
         for name in ("GLM", "Seed-OSS", "MiniCPM", "DeepSeek V4", "LFM 2.5", "Gemma 4")

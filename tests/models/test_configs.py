@@ -22,10 +22,10 @@ import localrt
 from localrt.common.errors import CheckpointError, OptionError, UnsupportedModelError
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.checkpoints.safetensors.folder import NO_HEAD, TIED_OUTSIDE
+from localrt.planning.models import shape_from_config
 from localrt.quant.ops.attention import LatentSpec, Rope
 from localrt.quantize.quantize import Recipe, quantize_model
 from tests.conftest import write_tiny_model
-from tests.models.test_fuzz import load_config
 from tests.models.test_model import some
 from tests.models.tiny import (
     CONFIGS,
@@ -39,7 +39,7 @@ from tests.models.tiny import (
     save_tiny,
     tokens,
 )
-from tests.mutations import changed
+from tests.mutations import changed, is_line, refusal
 
 
 @pytest.mark.parametrize(
@@ -171,6 +171,21 @@ def test_bad_configs(name: str, place: Any, value: Any, told: str | None, tmp_pa
     with pytest.raises((CheckpointError, UnsupportedModelError), match=told) as caught:
         load_config(tmp_path, config)
     assert "\n" not in str(caught.value)
+
+
+def load_config(folder: Path, config: Any) -> None:
+    """Load ``folder`` with this config."""
+    (folder / "config.json").write_text(json.dumps(config))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        load_ours(folder)
+
+
+@pytest.mark.parametrize("value", [10**400, "x" * 10_000, [], {}, None])
+def test_odd_model_type(value: Any, tmp_path: Path) -> None:
+    given = {**vars(save_tiny("llama", tmp_path).config), "model_type": value}
+    assert is_line(refusal(lambda: load_config(tmp_path, given)))
+    assert is_line(refusal(lambda: shape_from_config(given, name="fuzzed")))
 
 
 def test_llm_config(tmp_path: Path) -> None:

@@ -1,23 +1,38 @@
-"""Machines: rates between measurements, JSON, GPUs, and measuring this one once."""
+"""This PC: its processor, GPUs and rates, as found, measured, given or typical."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+import time
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from localrt.common.errors import OptionError
+from localrt.common.settings import Settings
+from localrt.offload import hardware
 from localrt.offload.placement import PlacedUnit
+from localrt.offload.reading.disk_speed import DiskProfile
+from localrt.offload.reading.files import ReadMode
+from localrt.planning import measure
 from localrt.planning.costs import Costs, expert_costs
 from localrt.planning.machine import (
     GPUS,
     KernelRate,
+    MachineProfile,
     find_gpu,
     measured_profile,
     parse_bandwidth,
     parse_gpu,
     typical_machine,
 )
+from localrt.planning.measure import machine_profile
+from localrt.quant.cpu.abi import find_library
 from localrt.quant.cuda.formats import product_instructions
 from tests.planner.models import RATE, machine, shape
 
@@ -168,3 +183,312 @@ def test_experts_of_a_layer_share_a_call() -> None:
     assert prompt.cpu(expert, 128) == pytest.approx(1 / 8, rel=0.05)
     dense = replace(expert, kind="mlp")
     assert slow.cpu(dense) == pytest.approx(1, rel=0.01)
+
+
+INTEL = """processor\t: 0
+model name\t: Imaginary Xeon @ 3.00GHz
+flags\t\t: fpu sse2 avx2 fma avx512f avx512_vnni amx_int8
+
+processor\t: 1
+model name\t: Imaginary Xeon @ 3.00GHz
+flags\t\t: fpu
+"""
+ARM = "processor\t: 0\nFeatures\t: fp asimd asimddp i8mm\nModel\t\t: Imaginary Pi\n"
+
+
+def _with_cpuinfo(root: Path, text: str) -> Path:
+    (root / "proc").mkdir()
+    (root / "proc/cpuinfo").write_text(text)
+    return root
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(
+    ("cpuinfo", "name", "features"),
+    [
+        (INTEL, "Imaginary Xeon @ 3.00GHz", "avx2 fma avx512f avx512_vnni amx_int8"),
+        (ARM, "Imaginary Pi", "neon dotprod i8mm"),
+    ],
+)
+def test_features(tmp_path: Path, cpuinfo: str, name: str, features: str) -> None:
+    cpu = hardware.probe(_with_cpuinfo(tmp_path, cpuinfo)).cpu
+    assert cpu.name == name
+    assert cpu.features == tuple(features.split())
+
+
+def test_unknown_machine(tmp_path: Path) -> None:
+    machine = hardware.probe(tmp_path)
+    assert machine.cpu.name
+    assert machine.cpu.features == () or sys.platform != "linux"
+    assert 1 <= machine.cpu.usable_cores <= machine.cpu.logical_cores
+    assert 0 < machine.memory.available <= machine.memory.total
+    assert machine.disk is None
+    assert machine.gpus == ()
+
+
+def test_gpus_at_a_glance(tmp_path: Path) -> None:
+    folder = tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0"
+    folder.mkdir(parents=True)
+    (folder / "information").write_text("Model: \t\t NVIDIA Imaginary 8000\nIRQ: 42\n")
+    assert hardware.probe(tmp_path).gpus == (hardware.GpuFacts("NVIDIA Imaginary 8000"),)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a script as the driver's program")
+def test_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert hardware.gpus() == ()  # without a driver
+    output = "NVIDIA X, 8192, 8000, 580.1, 12.0\nNVIDIA GB10, [N/A], [N/A], 580.1, 12.1\nodd line\n"
+    command = tmp_path / "nvidia-smi"
+    command.write_text(f"#!{sys.executable}\nprint({output!r})\n")
+    command.chmod(0o755)
+    first, second = hardware.gpus()
+    assert (first.memory_bytes, first.free_bytes) == (8192 << 20, 8000 << 20)
+    assert first.compute_capability == "12.0"
+    assert second.memory_bytes is None
+
+
+PCI_IDS = """# a list
+1002  Advanced Micro Devices, Inc. [AMD/ATI]
+\t15bf  Phoenix1
+# a comment within it
+\t7480  Navi 33 [Radeon RX 7600/7600 XT/7600M XT]
+\t\t1043 05e4  Dual
+8086  Intel Corporation
+\t56a0  DG2 [Arc A770]
+"""
+APU = {"vendor": "0x1002", "device": "0x15bf", "mem_info_vram_total": str(512 << 20)}
+RADEON = {
+    **{"vendor": "0x1002", "device": "0x7480"},
+    **{"mem_info_vram_total": str(8 << 30), "mem_info_vram_used": str(1 << 30)},
+}
+RX = "AMD Radeon RX 7600/7600 XT/7600M XT"
+
+
+@pytest.mark.parametrize(
+    ("cards", "listed", "expected"),
+    [
+        ({}, True, []),
+        ({"card1": RADEON}, True, [hardware.GpuFacts(RX, 8 << 30, 7 << 30)]),
+        ({"card1": RADEON}, False, [hardware.GpuFacts("AMD GPU 1002:7480", 8 << 30, 7 << 30)]),
+        ({"card0": APU, "card1": RADEON}, True, [RX, "AMD Phoenix1"]),
+        ({"card0": {"vendor": "0x8086", "device": "0x56a0"}}, True, ["Intel Arc A770"]),
+        ({"card0": {"vendor": "0x8086", "device": "0x1111"}}, True, ["Intel GPU 8086:1111"]),
+        ({"card0": {"vendor": "0x10de", "device": "0x2882"}}, True, []),  # NVIDIA's own driver's
+        ({"card0": {}, "card0-DP-1": RADEON}, True, []),
+    ],
+)
+def test_gpus_of_other_makers(
+    tmp_path: Path, cards: dict[str, dict[str, str]], listed: bool, expected: list[object]
+) -> None:
+    for card, files in cards.items():
+        folder = tmp_path / "sys/class/drm" / card / "device"
+        folder.mkdir(parents=True)
+        for name, text in files.items():
+            (folder / name).write_text(f"{text}\n")
+    if listed:
+        (tmp_path / "usr/share/hwdata").mkdir(parents=True)
+        (tmp_path / "usr/share/hwdata/pci.ids").write_text(PCI_IDS)
+    own = set(hardware.other_gpus(tmp_path / "nothing"))  # as Windows and macOS list them
+    found = [gpu for gpu in hardware.probe(tmp_path).other_gpus if gpu not in own]
+    assert expected in (found, [gpu.name for gpu in found])
+
+
+def test_measure_memory_read() -> None:
+    assert hardware.measure_memory_read(1, 16 << 20) > 100e6
+
+
+def test_imports() -> None:
+    code = (
+        "import sys; from localrt.offload.hardware import probe; probe();"
+        "assert not {'torch', 'numpy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+PROFILE = DiskProfile(ReadMode(direct=True, threads=3, block=1 << 20), 2e9, 1e-10)
+RATES = {"ram_bytes_s": 3e10, "call_s": 1e-5, "attention": [1e-10, 1e-11]}
+
+
+class Measured:
+    """What was measured, in order; each call is quick and its result made up."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[str] = []
+        self.files: list[str] = []
+        self.busy, self.disk, self.cpu = False, PROFILE, "cpu"
+        monkeypatch.setattr(measure, "DEFAULT_FORMATS", ("q8_0",))
+        monkeypatch.setattr(measure, "is_busy", lambda: self.busy)
+        monkeypatch.setattr(measure, "measure_disk", self._disk)
+        monkeypatch.setattr(measure, "measure_kernel", self._kernel)
+        for name, value in (("memory", 3e10), ("call", 1e-5), ("attention", [1e-10, 1e-11])):
+            monkeypatch.setattr(measure, f"_measure_{name}", lambda *_, value=value: value)
+        monkeypatch.setattr(measure, "_SAMPLE_BYTES", 4 << 20)
+        monkeypatch.setattr(hardware, "identity", lambda: [self.cpu])
+        monkeypatch.setattr(subprocess, "run", _refuse)
+
+    def _disk(self, paths: list[Path], **_: Any) -> DiskProfile:
+        self.calls.append("disk")
+        self.files = [path.name for path in paths]
+        return self.disk
+
+    def _kernel(self, ops: object, name: str, size: int) -> list[float]:
+        self.calls.append(name)
+        return [1e-12 * number for number in range(1, 8)]
+
+    def since(self) -> list[str]:
+        """What was measured since the last call."""
+        calls, self.calls = self.calls, []
+        return calls
+
+
+def _refuse(*_: Any, **__: Any) -> None:
+    raise OSError("not here")
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
+    if find_library() is None:
+        pytest.skip("the CPU kernels are not built")
+    return Measured(monkeypatch)
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings.from_environment({"LOCALRT_CACHE": str(tmp_path / "cache")})
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    folder = tmp_path / "store"
+    folder.mkdir()
+    for name, size in (("b.safetensors", 2 << 20), ("a.safetensors", 1 << 20), ("m.json", 10)):
+        (folder / name).write_bytes(b"x" * size)
+    return folder
+
+
+def test_measured_once(settings: Settings, measured: Measured, store: Path) -> None:
+    disk, machine = machine_profile(store, settings)
+    assert measured.since() == ["q8_0", "disk"]
+    assert measured.files == ["a.safetensors", "b.safetensors"]  # those that are large
+    assert disk == PROFILE
+    assert (machine.ssd_bytes_s, machine.ssd_cpu_s) == (2e9, 1e-10)
+    assert machine.kernels["q8_0"].at(1) == 1e-12
+    assert machine.sources["kernels"] == "measured"
+    assert machine_profile(store, settings) == (disk, machine)
+    assert measured.since() == []
+    machine_profile(store, settings, formats=["q8_0", "int4-g32", "no such format"])
+    assert measured.since() == ["int4-g32"]  # only what is missing
+    machine_profile(store, settings, remeasure=True)
+    assert measured.since() == ["q8_0", "disk"]
+    measured.cpu = "another"
+    machine_profile(store, settings)
+    assert measured.since() == ["q8_0"]
+    assert {path.name for path in settings.cache_dir.iterdir()} == {"machine.json", "disks.json"}
+
+
+def test_a_process_measures(
+    settings: Settings, measured: Measured, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        monkeypatch.setattr(sys, "argv", ["-c", command[-1]])
+        measure.main()
+        assert measured.since() == ["q8_0", "disk"]
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert machine_profile(store, settings)[0] == PROFILE
+    assert measured.since() == []  # not here
+
+
+@pytest.mark.parametrize("file", ["machine.json", "disks.json"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "null", '{"%s": 3}', '{"%s": {"mode": []}}', '{"kernels": 3}'],
+)
+def test_damaged_cache(
+    settings: Settings, measured: Measured, store: Path, file: str, text: str
+) -> None:
+    machine_profile(store, settings)
+    measured.since()
+    (settings.cache_dir / file).write_text(text.replace("%s", str(store.stat().st_dev)))
+    assert measure.known_machine(settings.cache_dir, store) is None
+    assert machine_profile(store, settings)[0] == PROFILE
+    assert measured.since() == (["q8_0"] if file == "machine.json" else ["disk"])
+
+
+def test_cache_that_cannot_be_written(measured: Measured, store: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    settings = Settings.from_environment({"LOCALRT_CACHE": str(tmp_path / "file" / "cache")})
+    assert machine_profile(store, settings)[0] == PROFILE
+
+
+def test_other_disks_are_kept(settings: Settings, measured: Measured, store: Path) -> None:
+    path = settings.cache_dir / "disks.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"another": PROFILE.to_dict()}))
+    machine_profile(store, settings, remeasure=True)
+    assert "another" in json.loads(path.read_text("utf-8"))
+
+
+def test_sample_of_a_disk(settings: Settings, measured: Measured, store: Path) -> None:
+    def speed(now: float, *, sample: bool) -> float:
+        measured.disk = DiskProfile(ReadMode(), now, 0.0)
+        return machine_profile(store, settings, sample=sample)[1].ssd_bytes_s
+
+    assert speed(1e9, sample=True) == speed(2e9, sample=True) == 1e9
+    assert measured.files[0].startswith(".localrt-speed-")
+    assert not list(store.glob(".localrt*"))
+    # A model's own files tell better.
+    assert speed(3e9, sample=False) == speed(4e9, sample=True) == 3e9
+
+
+def test_busy_machine(settings: Settings, measured: Measured, store: Path) -> None:
+    def source(*, busy: bool) -> str:
+        measured.busy = busy
+        return machine_profile(store, settings)[1].sources["kernels"]
+
+    assert source(busy=True) == source(busy=True) == "measured while busy"
+    assert source(busy=False) == source(busy=True) == "measured"
+
+
+def test_little_room(settings: Settings, measured: Measured, store: Path) -> None:
+    def profile(room: int) -> tuple[DiskProfile, MachineProfile]:
+        return machine_profile(store, settings, room=room)
+
+    assert profile(40 << 20) == (DiskProfile.assumed(), typical_machine())
+    assert measured.since() == []
+    profile(160 << 20)
+    assert measured.since() == ["q8_0", "disk"]
+    profile(1 << 30)
+    assert measured.since() == ["q8_0"]  # with more memory
+
+
+def test_real_rates(
+    settings: Settings, tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "DEFAULT_FORMATS", ("q8_0",))
+    monkeypatch.setattr(measure, "_BUDGET_S", 0.0)
+    _, machine = measure.measure(store, tmp_path, [], False, 8 << 20, False)
+    assert machine.kernels["q8_0"].at(1) > 0
+    assert machine.attention.at(1) > 0
+    assert machine.ram_bytes_s > 1e8
+    assert machine.call_s > 0
+
+
+@pytest.mark.parametrize(
+    ("later", "busy"),
+    [
+        ("cpu  180 0 10 910 100 0 0 0 80 0", True),  # a guest's ticks are its user's, too
+        ("cpu  110 0 10 990 100 0 0 0 0 0", False),
+        ("cpu  110 0 10 910 180 0 0 0 0 0", False),  # waiting for a disk
+        ("cpu  110 0 10 900 100 0 0 80 0 0", True),  # another machine has the core
+        ("cpu  100 0 10 900 100 0 0 0 0 0", False),  # no tick since
+    ],
+)
+def test_is_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: str, busy: bool) -> None:
+    stat = tmp_path / "proc" / "stat"
+    stat.parent.mkdir()
+    stat.write_text("cpu  100 0 10 900 100 0 0 0 0 0\ncpu0 1 2 3 4\n", encoding="ascii")
+    monkeypatch.setattr(time, "sleep", lambda _: stat.write_text(later, encoding="ascii"))
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    assert measure.is_busy(tmp_path) == busy

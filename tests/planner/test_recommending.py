@@ -1,19 +1,41 @@
-"""Of a repository's GGUF files, the one that a PC runs best."""
+"""Models on PCs: which run well, from which file, and one figure for each wherever it is said."""
 
 from __future__ import annotations
 
 import os
+import re
+import socket
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
+import localrt
 from localrt.common.settings import Settings
-from localrt.hub.names import find_known, repo_thinks
+from localrt.hub.names import KNOWN_MODELS, find_known, repo_thinks
 from localrt.hub.resolving import FileChoice
+from localrt.offload.account import Budgets
 from localrt.planning import measure
-from localrt.planning.forecast import READING_TOK_S, THINKING_TOK_S, judge, speed
+from localrt.planning import recommend as recommend_module
+from localrt.planning.forecast import (
+    READING_TOK_S,
+    THINKING_TOK_S,
+    PlanRequest,
+    Prediction,
+    judge,
+    meanings,
+    speed,
+)
+from localrt.planning.machine import GPUS, KernelRate, MachineProfile, typical_machine
 from localrt.planning.measure import Hardware, planned_hardware
-from localrt.planning.recommend import recommend, recommend_on
+from localrt.planning.models import shape_from_config
+from localrt.planning.recommend import WhatRuns, recommend, recommend_on, what_runs
+from localrt.planning.search import estimate, make_forecast, whole_nbytes
+from tests.planner.models import CONFIGS, machine, planned, published, shape
 
 BITS = {
     "Q2_K": 3.0,
@@ -27,14 +49,10 @@ BITS = {
 GPU = "virtual:8GB@12GB/s,256GB/s,20TFLOPS"
 
 
-@pytest.fixture(autouse=True)
-def all_that_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However much of this machine's memory is free."""
-    monkeypatch.setattr(measure, "ram_budget", lambda ram: ram)
-
-
 @pytest.fixture
-def settings(tmp_path: Path) -> Settings:
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
+    """However much of this machine's memory is free, all that is given counts."""
+    monkeypatch.setattr(measure, "ram_budget", lambda ram: ram)
     return Settings.from_environment({"HF_HOME": str(tmp_path), "LOCALRT_CACHE": str(tmp_path)})
 
 
@@ -83,26 +101,6 @@ def test_best_file(model: str, pc: str, best: str) -> None:
     assert found.name == best, found.reason
     assert found.expected is not None
     assert speed(found.expected.tok_s) in found.reason
-
-
-@pytest.mark.parametrize("pc", ["RTX 4060, 32GB DDR4", "RTX 4060, 32GB", "32GB DDR5", "16GB DDR4"])
-@pytest.mark.parametrize("model", ["qwen3:30b", "qwen2.5:14b", "llama3.1:8b", "qwen3:8b"])
-def test_neighbours_of_the_best(model: str, pc: str) -> None:
-    machine, budgets, _ = planned_hardware(Hardware(pc=pc), Settings.from_environment({}))
-    files = offer(model)
-    found = recommend_on(files, machine, budgets)
-    alone = {
-        name: recommend_on(FileChoice(files.repo, {name: size}, files.config), machine, budgets)
-        for name, size in files.sizes.items()
-        if 4 <= BITS[name] <= 8.5
-    }
-    assert found.expected is not None
-    tok_s = found.expected.tok_s
-    for name, other in alone.items():
-        if other.expected is not None and BITS[name] < BITS[found.name] and tok_s < 20:
-            assert other.expected.tok_s < 2 * tok_s
-        if other.expected is not None and BITS[name] > BITS[found.name]:
-            assert other.expected.tok_s < 0.95 * tok_s
 
 
 def test_thinking_models() -> None:
@@ -155,3 +153,351 @@ def test_without_a_config(settings: Settings) -> None:
 def test_other_files(settings: Settings) -> None:
     sizes = {"mtp-model": 10**9, "Q4_0_4_4": 3 * 10**9, "Q4_0": 2 * 10**9}
     assert recommend(FileChoice("org/m", sizes), settings, ram="16GB").name == "Q4_0"
+
+
+@cache
+def runs(pc: str) -> WhatRuns:
+    """All known models on a described PC: no network is asked."""
+
+    def refused(*args: object) -> None:
+        raise AssertionError("the network is not asked")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "create_connection", refused)
+        return what_runs(Hardware(pc=pc), Settings.from_environment({}))
+
+
+def test_order() -> None:
+    found = runs("RTX 4060, 32GB")
+    assert sorted(each.model.name for each in found.models) == sorted(
+        model.name for model in KNOWN_MODELS
+    )
+    best = found.best
+    assert len({each.model.family for each in best}) == len(best)
+    assert best[0].level == "good"
+    assert best[0].expected is not None
+    assert not best[0].expected.read  # what is in memory comes before what is streamed
+    large = next(each for each in found.models if each.model.name == "llama3.3:70b")
+    assert large.level == "slow"
+    assert large not in best
+    (others,) = (line for line in found.report().splitlines() if line.startswith("Too slow"))
+    assert "llama3.3:70b" in others.partition("large: ")[2].split(", ")
+    assert len(runs("8GB").best) < len(best)
+    assert set(found.machine.sources.values()) <= {"given", "typical"}
+
+
+@pytest.mark.parametrize(
+    "pc", ["RTX 4060, 32GB", "8GB", pytest.param("23GB, 2 cores", marks=pytest.mark.slow)]
+)
+def test_best_first(pc: str) -> None:
+    """With room and speed to spare, then the largest, then what hardly fits."""
+    found = runs(pc)
+    memory = found.budgets.ram + found.budgets.vram
+    first = found.best[0].expected
+    assert first is not None
+    assert first.level == "good"
+    assert first.weights <= 0.75 * memory
+    assert first.tok_s >= 1.25 * first.enough_tok_s
+    spare = [
+        each.expected is not None
+        and each.expected.has_room(memory)
+        and each.expected.tok_s >= 1.25 * each.expected.enough_tok_s
+        for each in found.best
+        if each.level == "good"
+    ]
+    assert spare == sorted(spare, reverse=True)
+    assert not found.best[0].model.family.startswith(("laguna", "mellum", "ornith", "apertus"))
+
+
+@pytest.mark.usefixtures("quiet_machine")
+def test_contexts() -> None:
+    found = localrt.plan("qwen3:8b", pc="office-laptop", format="int4-g32")
+    largest, fast = found.contexts
+    assert (largest.tokens, largest.whole) == (40_960, True)
+    assert largest.tok_s < fast.tok_s
+    assert fast.tokens < largest.tokens
+    assert largest.command == "localrt chat qwen3:8b --ctx 40960"
+    assert "all that the model has" in found.report
+    tight = localrt.plan("qwen3:8b", pc="8GB", format="int4-g32", advise=True)
+    assert not tight.contexts[0].whole
+    assert "the most that fits" in tight.report
+    assert not localrt.plan("qwen3:8b", pc="office-laptop", advise=False).contexts
+
+
+# PCs and models: whole in GPU memory, in RAM, copied, a mixture in both, one that the SSD feeds.
+NAMES = {
+    "RTX 4060, 32GB": ("qwen2.5:14b", "llama3.1:8b", "gemma4:e4b", "qwen3:30b"),
+    "RTX 4060 Laptop, 16GB DDR5, NVMe": ("qwen3-coder:30b", "qwen3-coder-next:80b"),
+    "RTX 2080, 16GB": ("gpt-oss:20b",),
+    "GTX 1650, 16GB": ("llama3.1:8b", "mistral-small3.2:24b"),
+    "16GB DDR4": ("llama3.1:8b", "qwen3.6:35b"),
+    "8GB, SATA SSD": ("qwen2.5:14b",),
+}
+QUICK = ("gemma4:e4b", "qwen3:30b", "qwen3.6:35b")
+MB = 1_000_000
+
+
+@pytest.mark.usefixtures("quiet_machine")
+@pytest.mark.parametrize(
+    ("pc", "name"),
+    [
+        pytest.param(pc, name, marks=() if name in QUICK else pytest.mark.slow)
+        for pc, names in NAMES.items()
+        for name in names
+    ],
+)
+def test_table_page_note_and_details(pc: str, name: str) -> None:
+    found = runs(pc)
+    row = next(each for each in found.models if each.model.name == name)
+    plan = localrt.plan(name, pc=pc)
+    assert row.expected is not None
+    assert replace(plan.prediction, full_context_tok_s=None) == row.expected
+    assert plan.tok_s == pytest.approx(row.expected.tok_s)
+    assert (plan.read_bytes, plan.copied_bytes) == (row.expected.read, row.expected.copied)
+    assert plan.quantization == row.quantization
+    assert plan.verdict.level == row.level
+    figure, first = speed(plan.tok_s), plan.report.splitlines()[0]
+    assert figure in first
+    assert f"{figure} predicted" in plan.details
+    reads = "partly on the SSD" in row.expected.place
+    assert reads == ("read from the SSD for every token" in first)
+    assert reads == ("on the SSD, read for each token" in plan.details)
+    placed = ((unit, plan.placement.where[unit.name]) for unit in plan.request.shape.units)
+    assert reads == any(where.read for unit, where in placed if unit.macs)
+    for chosen in (note for note in plan.notes if "planned for its file" in note):
+        assert figure in chosen
+        assert reads == ("the SSD for every token" in chosen)
+    (page,) = set(re.findall(r"A?a? ?page of text \(500 tokens\) is read in ([^.,]*)", plan.report))
+    assert f"a page of text (500 tokens) is read in {page}" in plan.details
+    assert (row.expected.place == "GPU memory") == ("all of it in GPU memory" in first)
+    if row in found.best:
+        cells = next(line for line in found.report().splitlines() if line.startswith(f"{name} "))
+        assert figure.removesuffix(" tok/s") in cells.split()
+        assert row.expected.place in cells
+
+
+@st.composite
+def measured(draw: st.DrawFn) -> MachineProfile:
+    """A machine whose kernels were measured at another time than its memory."""
+    here = machine(gpu=draw(st.booleans()), ssd=draw(st.sampled_from([0.2e9, 3e9])))
+    times = draw(st.floats(0.1, 4))
+    kernels = {
+        name: KernelRate(rate.rows, tuple(times * each for each in rate.seconds))
+        for name, rate in here.kernels.items()
+    }
+    gpu = here.gpu and replace(here.gpu, kernels=draw(st.sampled_from([{}, kernels])))
+    ram = draw(st.sampled_from([8e9, 30e9, 90e9]))
+    return replace(here, kernels=kernels, gpu=gpu, ram_bytes_s=ram)
+
+
+@given(
+    here=measured(),
+    experts=st.sampled_from([0, 0, 16]),
+    layers=st.integers(1, 6),
+    mlp=st.integers(500, 20_000),
+    ram=st.sampled_from([200, 400, 2_000]),
+    vram=st.sampled_from([0, 100, 400]),
+)
+@example(  # nothing is left to the CPU, but not all of it stays in GPU memory
+    here=machine(gpu=True), experts=0, layers=5, mlp=2448, ram=200, vram=100
+)
+def test_forecast_within_rates(
+    here: MachineProfile, experts: int, layers: int, mlp: int, ram: int, vram: int
+) -> None:
+    model = shape(layers=layers, mlp=4096 * mlp, experts=experts)
+    budgets = Budgets(ram=ram * MB, vram=vram * MB, process=20 * MB, cuda_context=0)
+    request = PlanRequest(shape=model, machine=here, budgets=budgets, ctx=256)
+    found = estimate(request)
+    try:
+        plan = make_forecast(request)
+    except localrt.MemoryBudgetError:
+        assert found is None
+        return
+    assert found is not None
+    for expected in (found, plan.prediction):
+        least = max(expected.read / here.ssd_bytes_s, expected.by_cpu / here.ram_bytes_s)
+        if here.gpu is not None and here.link_bytes_s is not None:
+            by_gpu = expected.needed - expected.by_cpu - expected.read
+            least = max(least, by_gpu / here.gpu.bytes_s, expected.copied / here.link_bytes_s)
+        # CPU and GPU share a mixture's experts, which are drawn: only what is read is known.
+        if experts:
+            least = expected.read / here.ssd_bytes_s
+        assert expected.tok_s * least <= 1.001
+    assert plan.tok_s <= 1.001 * plan.ceiling_tok_s
+    assert max(map(plan.busy_share, plan.prediction.busy)) <= 1 + 1e-9
+    assert sum(plan.prediction.waits.values()) <= plan.prediction.pass_s * (1 + 1e-9)
+
+
+@pytest.mark.usefixtures("quiet_machine")
+def test_units_explained() -> None:
+    pc = "RTX 4060, 32GB"
+    plan = localrt.plan("qwen2.5:14b", pc=pc)
+    table = runs(pc).report()
+    for text in (plan.report, plan.details, table):
+        assert text.count("tok/s: tokens per second. A token is about three quarters of") == 1
+        assert not re.search(r"\b[KMG]iB\b", text)
+    assert "Q4: about 4" in table
+    for line in (
+        "Keys and values: what the model remembers",
+        "Link: between RAM and GPU",
+        "Busy: ",
+    ):
+        assert line in plan.details
+    # The same words are explained alike, wherever they stand.
+    lines = [set(text.splitlines()) for text in (plan.report, plan.details, table)]
+    assert set(meanings("tok/s")) <= lines[0] & lines[1] & lines[2]
+    assert set(meanings(plan.details)) <= lines[1]
+    streamed = localrt.plan("qwen3-coder-next:80b", pc="16GB DDR4")
+    assert "read from the SSD" in streamed.report
+    assert "Partly on the SSD: every token waits" in runs("16GB DDR4").report()
+
+
+@pytest.mark.usefixtures("quiet_machine")
+@pytest.mark.parametrize(
+    ("pc", "place"), [("RTX 4060, 32GB", "RAM (not the GPU)"), ("16GB DDR4", "RAM")]
+)
+def test_unusable_gpu(pc: str, place: str) -> None:
+    found = runs(pc)
+    row = next(each for each in found.models if each.model.name == "command-r7b:7b")
+    assert row.expected is not None
+    assert row.expected.place == place
+    said = (
+        "the GPU is not used: this model needs localrt's own kernels, and they do not compute "
+        "attention and an MLP in parallel"
+    )
+    assert (said in localrt.plan("command-r7b:7b", pc=pc, advise=False).notes) == ("GPU" in place)
+
+
+@pytest.mark.usefixtures("quiet_machine")
+def test_preview_and_page(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = localrt.plan(tiny_folder, advise=False)
+    monkeypatch.setattr(measure, "known_machine", lambda *_: plan.request.machine)
+    found = localrt.preview(tiny_folder)
+    assert found.tok_s == pytest.approx(plan.tok_s, rel=0.001)
+    assert found.verdict == str(plan.verdict) == plan.report.splitlines()[0]
+    assert (found.fits, found.read_bytes, found.copied_bytes, found.weight_bytes) == (
+        plan.fits,
+        plan.read_bytes,
+        plan.copied_bytes,
+        plan.weight_bytes,
+    )
+    assert (found.place == "GPU") == plan.placement.uses_gpu
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_outlook_ceiling(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, streamed: bool
+) -> None:
+    for module in (measure, recommend_module):
+        monkeypatch.setattr(module, "known_machine", lambda *_: machine())
+    forecast = localrt.preview(tiny_folder, device="cpu", ctx=256).tok_s
+    plan = planned(shape(layers=4), machine(), Budgets(ram=200 * MB, process=20 * MB), ctx=256)
+    found = recommend_module.planned_outlook(plan)
+    if not streamed:
+        found = recommend_module.resident_outlook(
+            tiny_folder, ctx=256, format="int8-g32", device="cpu", ram=None, gpu_memory=None
+        )
+    assert found.ceiling_tok_s is not None
+    assert forecast is not None
+    assert found.ceiling_tok_s >= (plan.tok_s if streamed else forecast)
+
+
+GB = 10**9
+
+
+def predicted(*, read: int = 0, copied: int = 0, **changed: Any) -> Prediction:
+    """A dense model of 5 GB in RAM, with this changed."""
+    values = {"tok_s": 23.4, "page_s": 2.5, "weights": 5 * GB, "needed": 5 * GB, **changed}
+    return Prediction(
+        **{"on_gpu": 0, "by_cpu": 0, **values},
+        ceiling_tok_s=100.0,
+        bottleneck="cpu",
+        efficiency=1.0,
+        prefill_tok_s=200.0,
+        held=0,
+        full_context_tok_s=None,
+        nbytes={"ssd": read, "link": copied, "ram": 0.0, "vram": 0.0},
+        busy={},
+        waits={},
+        pass_s=0.04,
+    )
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({}, "Good for chat: 23 tok/s, all of it in memory"),
+        ({"on_gpu": 5 * GB}, "Good for chat: 23 tok/s, all of it in GPU memory"),
+        ({"on_gpu": 2 * GB}, "Good for chat: 23 tok/s, 2 of 5 GB in GPU memory, the rest in RAM"),
+        (
+            {"read": 700_000_000},
+            "Good for chat: 23 tok/s, 700 MB of 5 GB are read from the SSD for every token",
+        ),
+        (
+            {"tok_s": 3.21},
+            "Usable for chat: 3.2 tok/s, because the CPU has to go through 5 GB for every token",
+        ),
+        (
+            {"tok_s": 5.0, "on_gpu": 2 * GB},
+            "Usable for chat: 5.0 tok/s, because the CPU computes 3 of 5 GB for every token",
+        ),
+        (
+            {"tok_s": 0.9, "weights": 40 * GB, "needed": 40 * GB, "read": 31 * GB},
+            "Too slow for chat: 0.90 tok/s, because 31 of 40 GB are read from the SSD for every "
+            "token",
+        ),
+        (
+            {"tok_s": 1.5, "copied": 2 * GB},
+            "Too slow for chat: 1.5 tok/s, because 2 of 5 GB are copied to the GPU for every token",
+        ),
+        (
+            {"page_s": 25.0},
+            "Usable for chat: 23 tok/s, all of it in memory; a page of text takes 25 s to read",
+        ),
+        (
+            {"page_s": 100.0},
+            "Too slow for chat: 23 tok/s, all of it in memory; a page of text takes 1 min 40 s to "
+            "read",
+        ),
+    ],
+)
+def test_judge(changed: dict[str, Any], text: str) -> None:
+    verdict = judge(predicted(**changed))
+    assert str(verdict) == text
+    assert verdict.level == {"Good": "good", "Usab": "usable", "Too ": "slow"}[text[:4]]
+
+
+GB = 10**9
+
+
+def with_gpu() -> MachineProfile:
+    gpu = GPUS["RTX 4060 8GB"]
+    return replace(typical_machine(), gpu=gpu.profile, link_bytes_s=gpu.link_bytes_s)
+
+
+@pytest.mark.parametrize(
+    ("name", "ram", "gpu", "nearly"),
+    [
+        ("qwen2.5-coder-1.5b", 4 * GB, False, 0.001),
+        ("qwen2.5-coder-1.5b", 700_000_000, False, 0.1),
+        ("phi-4-mini", 4 * GB, True, 0.1),
+        ("llama-3-70b", 32 * GB, True, 0.2),
+        ("gpt-oss-20b", 8 * GB, False, 0.25),
+        ("gpt-oss-20b", 32 * GB, True, 0.2),
+    ],
+)
+def test_estimate_is_near_the_plan(name: str, ram: int, gpu: bool, nearly: float) -> None:
+    machine = with_gpu() if gpu else typical_machine()
+    budgets = Budgets(ram=ram, vram=8 * GB if gpu else 0)
+    request = PlanRequest(shape=published(name), machine=machine, budgets=budgets, ctx=2048)
+    expected, plan = estimate(request), make_forecast(request)
+    assert expected is not None
+    assert expected.tok_s == pytest.approx(plan.tok_s, rel=nearly)
+    assert expected.needed == pytest.approx(request.shape.pass_nbytes, rel=0.001)
+    assert (expected.read > 0) == (plan.read_bytes > 0)
+    assert expected.place == plan.prediction.place
+    # An outline lists one of a mixture's experts.
+    short = shape_from_config(CONFIGS[name], name=name, experts=1)
+    assert len(short.units) <= len(request.shape.units)
+    assert whole_nbytes(short) == request.shape.nbytes
+    assert estimate(replace(request, shape=short)) == expected

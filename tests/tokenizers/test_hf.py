@@ -19,7 +19,13 @@ from tokenizers import (
 )
 from tokenizers import Tokenizer as Backend
 
-from localrt.common.errors import StorageError, TokenizerError, UnsupportedModelError
+from localrt.chat_format.chat_template import load_template
+from localrt.common.errors import (
+    StorageError,
+    TemplateError,
+    TokenizerError,
+    UnsupportedModelError,
+)
 from localrt.models.tokenizers import bpe, hf, load_tokenizer
 from localrt.models.tokenizers.base import Tokenizer, Vocabulary
 from localrt.models.tokenizers.hf import hf_tokenizer, read_packed
@@ -30,6 +36,46 @@ from tests.tokenizers.varied_text import varied_strings
 
 SPECIALS = ["<unk>", "<s>", "</s>", "<|im_start|>"]
 CONFIG = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+
+WORDS = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "h", "i", "▁h"]
+_FLAGS = {
+    **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False),
+    "special": True,
+}
+ADDED = [{"id": number, "content": WORDS[number], **_FLAGS} for number in range(3)]
+SPACES: dict[str, Any] = {"replacement": "▁", "prepend_scheme": "always", "split": True}
+AROUND = {
+    "type": "TemplateProcessing",
+    "single": [
+        {"SpecialToken": {"id": "<s>", "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+    ],
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+    "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
+}
+WITH_SPACES = {
+    "version": "1.0",
+    "added_tokens": ADDED,
+    "normalizer": None,
+    "pre_tokenizer": {"type": "Metaspace", **SPACES},
+    "post_processor": AROUND,
+    "decoder": {"type": "Metaspace", **SPACES},
+    "model": {
+        "type": "BPE",
+        "unk_token": "<unk>",
+        "byte_fallback": True,
+        "continuing_subword_prefix": None,
+        "vocab": {word: number for number, word in enumerate(WORDS)},
+        "merges": [["▁", "h"]],
+    },
+}
+FOLDER_CONFIG = {
+    "bos_token": "<s>",
+    "eos_token": {"content": "</s>"},
+    "unk_token": None,
+    "added_tokens_decoder": {"0": ADDED[0], "300": {"content": "new", "special": True}},
+    "chat_template": "{{ bos_token }}{{ messages[0].content }}",
+}
 
 
 def folder_checkpoint(folder: Path) -> Any:
@@ -366,3 +412,40 @@ def test_special_tokens_of_odd_types(key: str, odd: Any, tmp_path: Path) -> None
     write_byte_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({key: odd}))
     assert hf_tokenizer(tmp_path).encode("ab") == [67, 68]
+
+
+WORD_PIECE = {
+    **{"type": "WordPiece", "unk_token": "<u>", "vocab": {"x": 0}},
+    **{"continuing_subword_prefix": "##", "max_input_chars_per_word": 9},
+}
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        # The package panics at both, while it adds what stands around a text.
+        (("post_processor", "single", 0, "SpecialToken", "id"), "nowhere"),
+        (("model", "continuing_subword_prefix"), "too long for a merge"),
+        (("model",), WORD_PIECE),
+    ],
+)
+def test_what_the_package_fails_at_is_one_line(tmp_path: Path, part: Any, value: Any) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps(changed(WITH_SPACES, [(part, value)])))
+    with pytest.raises(TokenizerError, match="tokenizer") as caught:
+        hf_tokenizer(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["bos_token", "eos_token"])
+def test_a_name_that_cannot_be_encoded_is_no_token(tmp_path: Path, key: str) -> None:
+    config = FOLDER_CONFIG | {key: "\ud800"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(WITH_SPACES))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = hf_tokenizer(tmp_path)
+    assert tokenizer.bos_id == (None if key == "bos_token" else 1)
+
+
+def test_a_template_that_is_not_utf8_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(TemplateError, match="is not UTF-8 text"):
+        load_template(folder_checkpoint(tmp_path))
