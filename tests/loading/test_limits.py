@@ -21,7 +21,7 @@ from tests.inside import engine_of
 from tests.loading.test_gentle import idle_threads, linux
 from tests.ops.test_native_experts import WAYS, fill, inputs, routing, run
 from tests.ops.test_native_mlp import HIDDEN, build
-from tests.test_cores import ALONE_8, V2, machine
+from tests.test_system import ALONE_8, V2, machine
 from tests.waits import wait_for
 
 pytestmark = needs_kernels
