@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
-from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -89,6 +88,7 @@ def test_sampling_defaults_are_those_of_the_code() -> None:
     assert names.format(Sampling()) in text
 
 
+@pytest.mark.slow
 def test_the_site_is_whole_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
     """As ``scripts/docs`` makes it: a link to a page or a heading that is not there fails."""
     pytest.importorskip("mkdocs")
@@ -153,16 +153,6 @@ def test_commands_that_are_named_have_these_options(page: Path) -> None:
     assert unknown == []
 
 
-def test_options_beside_those_of_other_programs_exist() -> None:
-    text = (ROOT / "docs/coming-from.md").read_text(encoding="utf-8")
-    ours = "\n".join(
-        line.partition(" | ")[2] if line.startswith("|") else line for line in text.splitlines()
-    )
-    named = {word for span in re.findall("`([^`]+)`", ours) for word in span.split()}
-    options = {flag for each in COMMANDS.values() for flag in each._option_string_actions}
-    assert {word for word in named if word.startswith("-")} - options == set()
-
-
 @pytest.mark.parametrize(
     ("name", "known"),
     [
@@ -178,7 +168,13 @@ def test_the_page_of_files_has_every_key(name: str, known: Iterable[str]) -> Non
     assert sorted(re.findall(r"`\[?([\w-]+)[^`]*`", "\n".join(cells))) == sorted(known)
 
 
-@pytest.mark.parametrize("row", rows(marked("faq.md", "recommended")), ids=lambda row: row[0][:16])
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, marks=() if "office" in row[0] else pytest.mark.slow, id=row[0][:16])
+        for row in rows(marked("faq.md", "recommended"))
+    ],
+)
 def test_recommended_models_are_the_first_of_plans(row: list[str]) -> None:
     pc, *models = re.findall(r"`([^`]+)`", " ".join(row))
     best = what_runs(Hardware(pc=pc), Settings.from_environment()).best
@@ -190,16 +186,11 @@ def test_recommended_models_are_the_first_of_plans(row: list[str]) -> None:
 
 def test_messages_name_no_page_of_docs() -> None:
     """Who installed the program has no folder of docs."""
-    named = []
-    for folder in ("localrt", "tui", "models", "quant", "offload", "speculative"):
-        for file in (ROOT / folder).rglob("*.py"):
-            tree = ast.parse(file.read_text(encoding="utf-8"))
-            shown = (node for node in ast.walk(tree) if isinstance(node, ast.Call | ast.Return))
-            shown = chain(shown, (node for node in ast.walk(tree) if isinstance(node, ast.Yield)))
-            texts = (each for node in shown for each in ast.walk(node))
-            named += [
-                (file, each.lineno)
-                for each in texts
-                if isinstance(each, ast.Constant) and re.search(r"docs/\w+\.md", str(each.value))
-            ]
+    page, named = re.compile(r"docs/\w+\.md"), []
+    for file in (each for room in _ROOMS for each in (ROOT / room).rglob("*.py")):
+        text = file.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)) if page.search(text) else ():
+            if isinstance(node, ast.Call | ast.Return | ast.Yield):
+                texts = (each for each in ast.walk(node) if isinstance(each, ast.Constant))
+                named += [(file, each.lineno) for each in texts if page.search(str(each.value))]
     assert named == []

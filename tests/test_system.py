@@ -1,14 +1,19 @@
-"""What systems do differently, and that nobody else asks which system it is."""
+"""What systems do differently, this PC's cores, and what a confined process cannot do."""
 
 from __future__ import annotations
 
 import ast
+import ctypes
+import json
 import os
 import re
 import shlex
+import signal
 import socket
+import struct
 import subprocess
 import sys
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,6 +21,9 @@ import numpy as np
 import pytest
 
 from localrt import system
+from localrt.common.cores import Cores, default_threads, find_cores
+from localrt.common.processes import helper_command
+from localrt.system.windows import count_records
 
 PAGE = 4096
 
@@ -205,3 +213,241 @@ def test_no_other_room_asks_for_the_system() -> None:
     texts = {name: path.read_text(encoding="utf-8") for name, path in files.items()}
     found = {name: text for name, text in texts.items() if WORDS.search(text)}
     assert {name for name, text in found.items() if asks_for_the_system(ast.parse(text))} == ALLOWED
+
+
+CPU = "sys/devices/system/cpu"
+
+
+def machine(root: Path, files: Mapping[str, object]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+    return root
+
+
+def siblings(*groups: str) -> dict[str, object]:
+    """Topology files of physical cores, each written as Linux lists its logical cores."""
+    files = {}
+    for group in groups:
+        first, _, last = group.replace(",", "-").partition("-")
+        for number in {first, last or first}:
+            files[f"{CPU}/cpu{number}/topology/thread_siblings_list"] = group
+    return files
+
+
+def each(name: str, *values: int) -> dict[str, object]:
+    return {f"{CPU}/cpu{number}/{name}": value for number, value in enumerate(values)}
+
+
+CLOCK = "cpufreq/cpuinfo_max_freq"
+ALONE_8 = siblings(*map(str, range(8)))
+RYZEN_5600 = siblings(*(f"{n},{n + 6}" for n in range(6)))  # two threads a core
+CORE_12700 = {  # 8 performance cores of two threads, 4 efficiency cores
+    **siblings(*(f"{n}-{n + 1}" for n in range(0, 16, 2)), *map(str, range(16, 20))),
+    "sys/devices/cpu_core/cpus": "0-15",
+    "sys/devices/cpu_atom/cpus": "16-19",
+    **each(CLOCK, *[4_900_000] * 16, *[3_600_000] * 4),
+}
+RYZEN_8500 = {  # Zen 4 and Zen 4c
+    **siblings(*(f"{n}-{n + 1}" for n in range(0, 12, 2))),
+    **each(CLOCK, *[5_000_000] * 4, *[3_700_000] * 8),
+}
+RK3588 = {**ALONE_8, **each("cpu_capacity", 397, 397, 397, 397, 1024, 1024, 1024, 1024)}
+THREE_KINDS = {**ALONE_8, **each("cpu_capacity", 310, 310, 310, 310, 750, 750, 750, 1024)}
+NO_CAPACITY = {**ALONE_8, **each(CLOCK, *[1_400_000] * 4, *[2_800_000] * 4)}
+
+
+@pytest.mark.parametrize(
+    ("files", "allowed", "cores"),
+    [
+        (RYZEN_5600, range(12), Cores(6, 0, 6)),
+        (RYZEN_5600, range(6), Cores(6, 0, 6)),
+        (RYZEN_5600, {0, 6, 1}, Cores(2, 0, 2)),
+        (CORE_12700, range(20), Cores(8, 4, 8)),
+        (CORE_12700, {0, 1, 2, 16}, Cores(2, 1, 2)),
+        (CORE_12700, range(16, 20), Cores(4, 0, 4)),  # the efficiency cores are all it has
+        (ALONE_8, range(8), Cores(8, 0, 8)),  # a Zen 4 with SMT off
+        (RYZEN_8500, range(12), Cores(6, 0, 6)),
+        (RK3588, range(8), Cores(4, 4, 4)),
+        (RK3588, {0, 1, 7}, Cores(1, 2, 1)),
+        (RK3588, {0, 1}, Cores(2, 0, 2)),
+        (THREE_KINDS, range(8), Cores(4, 4, 4)),
+        (NO_CAPACITY, range(8), Cores(4, 4, 4)),
+        ({**ALONE_8, **each("cpu_capacity", 1024, 850)}, range(8), Cores(8, 0, 8)),
+        ({}, range(2), Cores(2, 0, 2)),  # a virtual machine that shows nothing
+    ],
+)
+def test_find_cores(
+    tmp_path: Path, files: Mapping[str, object], allowed: range | set[int], cores: Cores
+) -> None:
+    assert find_cores(machine(tmp_path, files), set(allowed)) == cores
+
+
+V1, V2 = "sys/fs/cgroup/cpu", "sys/fs/cgroup"
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "threads"),
+    [
+        ("0::/app/worker", {f"{V2}/app/worker/cpu.max": "max 100000"}, 8),
+        ("0::/app/worker", {f"{V2}/app/cpu.max": "300000 100000"}, 3),  # a parent's limit binds
+        ("0::/", {f"{V2}/cpu.max": "20000 100000"}, 1),
+        ("0::/", {f"{V2}/cpu.max": "1600000 100000"}, 8),
+        ("3:cpu,cpuacct:/", {f"{V1}/cpu.cfs_quota_us": -1, f"{V1}/cpu.cfs_period_us": 100_000}, 8),
+        (
+            "3:cpu,cpuacct:/docker/abc",  # a folder of the host
+            {f"{V1}/cpu.cfs_quota_us": 250_000, f"{V1}/cpu.cfs_period_us": 50_000},
+            5,
+        ),
+        ("0::/", {f"{V2}/cpu.max": ""}, 8),
+    ],
+)
+def test_limited_cpu_time(
+    tmp_path: Path, groups: str, files: Mapping[str, object], threads: int
+) -> None:
+    root = machine(tmp_path, {**ALONE_8, **files, "proc/self/cgroup": groups})
+    assert find_cores(root, set(range(8))) == Cores(8, 0, threads)
+
+
+def windows(*cores: tuple[int, int, int]) -> bytes:
+    """Records of (efficiency class, mask, group)."""
+    form = "<IIBB20xHQH6x"
+    return b"".join(struct.pack(form, 0, 48, 1, kind, 1, mask, at) for kind, mask, at in cores)
+
+
+@pytest.mark.parametrize(
+    ("records", "allowed", "processor", "counts"),
+    [
+        (windows((1, 3, 0), (1, 12, 0), (0, 16, 0)), 31, "Intel64, GenuineIntel", (2, 1)),
+        (windows((1, 3, 0), (1, 12, 0), (0, 16, 0)), 17, "Intel64, GenuineIntel", (1, 1)),
+        (windows((1, 3, 0), (0, 12, 0)), 15, "AMD64, AuthenticAMD", (2, 0)),
+        (windows((0, 3, 0), (0, 3, 1)), 3, "AMD64, AuthenticAMD", (2, 0)),
+        (b"", 3, "", (0, 0)),
+    ],
+)
+def test_windows_records(
+    records: bytes, allowed: int, processor: str, counts: tuple[int, int]
+) -> None:
+    assert count_records(records, allowed, processor) == counts
+
+
+def test_here() -> None:
+    assert 1 <= default_threads() <= (os.cpu_count() or 1)
+    cores = find_cores()
+    assert cores.threads <= cores.performance
+
+
+needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="other systems have limits alone")
+SECCOMP, LANDLOCK = "(seccomp)", "(Landlock)"
+# What bans it, and what is done.
+BANNED = [
+    (SECCOMP, "socket.socket()"),
+    (SECCOMP, "socket.socketpair()"),
+    (SECCOMP, "os.execv('/bin/true', ['true'])"),
+    (SECCOMP, "os.fork() or os._exit(0)"),
+    (SECCOMP, "subprocess.run(['/bin/true'])"),
+    (SECCOMP, "os.posix_spawn('/bin/true', ['true'], {})"),
+    (SECCOMP, "call(0, 101 if x86 else 117, 0, 0, 0, 0)"),  # ptrace: be traced
+    (SECCOMP, "call(0, 425, 1, ctypes.create_string_buffer(120))"),  # io_uring
+    (SECCOMP, "call(0, 437, -100, b'.', struct.pack('QQQ', 0, 0, 0), 24)"),  # openat2
+    (SECCOMP, "os.kill(os.getppid(), 0)"),
+    (SECCOMP, "resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE)"),
+    (SECCOMP, "open(inside, 'wb')"),
+    (SECCOMP, "open(inside, 'ab')"),
+    (SECCOMP, "open(inside, 'r+b')"),
+    (SECCOMP, "open(folder + '/new', 'xb')"),
+    (SECCOMP, "os.truncate(inside, 0)"),
+    (SECCOMP, "os.rename(inside, folder + '/other')"),
+    (SECCOMP, "os.unlink(inside)"),
+    (SECCOMP, "os.link(inside, folder + '/other')"),
+    (SECCOMP, "os.symlink(inside, folder + '/other')"),
+    (SECCOMP, "os.mkdir(folder + '/new')"),
+    (SECCOMP, "os.chmod(inside, 0o600)"),
+    (SECCOMP, "os.setxattr(inside, 'user.a', b'')"),
+    (SECCOMP, "os.utime(inside)"),
+    (LANDLOCK, "open(outside, 'rb')"),
+    (LANDLOCK, "os.listdir('/')"),
+]
+STILL = ["open(inside, 'rb').read()", "os.listdir(folder)", "os.stat(outside)", "bytearray(99999)"]
+TRY = """
+import ctypes, json, os, platform, resource, socket, struct, subprocess, sys
+from localrt.system.confined import confine
+folder, outside, *codes = sys.argv[1:]
+inside, x86 = folder + "/file", platform.machine() == "x86_64"
+libc = ctypes.CDLL(None, use_errno=True)
+def call(fine, number, *arguments):
+    found = libc.syscall(number, *arguments)
+    if found < 0: raise OSError(ctypes.get_errno(), "refused")
+found = {"": confine([folder])}
+for code in codes:
+    try:
+        eval(code)
+        found[code] = ""
+    except BaseException as error:
+        found[code] = type(error).__name__
+print(json.dumps(found), flush=True)
+os._exit(0)
+"""
+
+
+@pytest.fixture(scope="module")
+def tried(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What became of each attempt, by its code; "" is what is in force."""
+    folder, outside = tmp_path_factory.mktemp("inside"), tmp_path_factory.mktemp("outside") / "file"
+    (folder / "file").write_bytes(b"0")
+    outside.write_bytes(b"1")
+    codes = [code for _, code in BANNED] + STILL
+    done = subprocess.run(
+        [sys.executable, "-c", TRY, str(folder), str(outside), *codes],
+        capture_output=True,
+        check=True,
+        timeout=60,
+        cwd=Path(__file__).parents[1],
+    )
+    assert [each.name for each in folder.iterdir()] == ["file"]
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
+
+
+@needs_linux
+@pytest.mark.parametrize(("ban", "code"), BANNED, ids=[code for _, code in BANNED])
+def test_what_is_banned(ban: str, code: str, tried: dict[str, str]) -> None:
+    if not any(ban in each for each in tried[""]):
+        pytest.skip(f"this machine has no {ban}")
+    assert tried[code] == "PermissionError"
+
+
+@needs_linux
+def test_what_the_kernel_has_is_used(tried: dict[str, str]) -> None:
+    libc = ctypes.CDLL(None)
+    landlock = libc.syscall(444, None, ctypes.c_size_t(0), 1) > 0
+    filters = "Seccomp_filters" in Path("/proc/self/status").read_text(encoding="ascii")
+    for ban, here in ((LANDLOCK, landlock), (SECCOMP, filters)):
+        assert any(ban in each for each in tried[""]) == here
+
+
+@needs_linux
+@pytest.mark.parametrize("code", STILL)
+def test_what_a_parser_still_does(code: str, tried: dict[str, str]) -> None:
+    assert tried[code] == ""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="limit_helper limits it from outside")
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        ("print(len(bytearray(1 << 20)))", 0),
+        pytest.param("bytearray(1 << 30)", 1, marks=needs_linux),
+        ("while True: pass", -getattr(signal, "SIGPROF", 0)),
+        ("open('written', 'wb', buffering=0).write(b'0')", 1),
+    ],
+)
+def test_limits(code: str, status: int, tmp_path: Path) -> None:
+    (tmp_path / "limited.py").write_text(
+        "from localrt.system.confined import limiter\n"
+        f"def main():\n    limiter()(64 << 20, 0.5)\n    {code}\n"
+    )
+    command = helper_command("limited", folders=[tmp_path])
+    done = subprocess.run(command, capture_output=True, check=False, timeout=60, cwd=tmp_path)
+    assert done.returncode == status, done.stderr

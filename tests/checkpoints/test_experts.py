@@ -14,7 +14,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints import GgufCheckpoint, SafetensorsCheckpoint
@@ -124,6 +123,8 @@ def mxfp4(rows: int, groups: int, seed: int = 0) -> tuple[torch.Tensor, torch.Te
 @pytest.fixture(scope="module")
 def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> tuple[SafetensorsCheckpoint, np.ndarray]:
     """A checkpoint in MXFP4, and transformers' values of gate and up: (experts, 2 ROWS, 64)."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
     blocks, scales = mxfp4(2 * ROWS, 2)
     down_blocks, down_scales = mxfp4(COLUMNS, 1, seed=1)
     tensors = {

@@ -1,13 +1,21 @@
+"""Files and folders that are models or are not, and reading parts of a file."""
+
 import json
 import os
 import re
+import struct
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from localrt.common.errors import CheckpointError, UnsupportedModelError
-from localrt.models.checkpoints import open_checkpoint
+from localrt.models.checkpoints import open_checkpoint, packed_strings
+from localrt.models.checkpoints.packed_strings import PackedStrings
+from localrt.models.tensor_source import RangedFile
 from tests.checkpoints.make_gguf import write_gguf
 
 TENSOR = np.ones((2, 32), np.float32)
@@ -153,3 +161,96 @@ def test_pipe(tmp_path):
     os.mkfifo(tmp_path / "m.gguf")
     with pytest.raises(CheckpointError, match="is not a regular file"):
         open_checkpoint(tmp_path / "m.gguf")
+
+
+DATA = np.random.default_rng(0).integers(0, 256, 100_000, dtype=np.uint8)
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "data"
+    path.write_bytes(DATA.tobytes())
+    return RangedFile(path)
+
+
+def test_threads(file):
+    def same(start):
+        return np.array_equal(file.read(start, 1000), DATA[start : start + 1000])
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(same, range(0, 99_000, 300)))
+
+
+def test_bad_ranges(file):
+    assert len(file.read(100_000, 0)) == 0
+    for offset, count in ((0, 100_001), (99_999, 2), (0, 1 << 62), (-1, 1)):
+        with pytest.raises(CheckpointError, match="is truncated"):
+            file.read(offset, count)
+
+
+def test_truncated_while_open(file):
+    os.truncate(file.path, 10)
+    with pytest.raises(CheckpointError, match="was cut short"):
+        file.read(0, 20)
+
+
+def test_closed(file):
+    file.close()
+    file.close()
+    with pytest.raises(CheckpointError, match="is closed"):
+        file.read(0, 1)
+
+
+any_text = st.text(max_size=6)
+
+
+@given(st.lists(any_text, max_size=12))
+def test_holds_the_strings(strings: list[str]) -> None:
+    packed = PackedStrings.of(strings)
+    assert list(packed) == strings
+    assert [packed[index] for index in range(len(packed))] == strings
+
+
+def test_lone_surrogate() -> None:
+    packed = PackedStrings.of(["\ud800", "a"])
+    assert list(packed) == ["\ufffd" * 3, "a"]
+    assert packed.encoded(0) == b"\xed\xa0\x80"
+
+
+@given(st.lists(st.binary(max_size=5) | st.text(max_size=3).map(str.encode), max_size=12))
+@example([b"\xe2", b"\x82\xac"])
+@example([b"", b"\xff\xfe", b""])
+def test_prefixed_strings(strings: list[bytes]) -> None:
+    data = b"".join(struct.pack("<Q", len(text)) + text for text in strings)
+    packed = PackedStrings.from_prefixed(np.frombuffer(data, np.uint8), len(strings))
+    assert list(packed) == [text.decode(errors="replace") for text in strings]
+
+
+@given(
+    st.lists(st.text("\0\1a", max_size=9).map(str.encode) | st.just(b"a" * 300), max_size=40),
+    st.integers(8, 400),
+    st.integers(0, 3000),
+)
+def test_offsets_are_those_of_each_length(strings: list[bytes], window: int, cut: int) -> None:
+    """Also of lengths and zeros that look like another, and of data that ends too soon."""
+    data = b"".join(struct.pack("<Q", len(text)) + text for text in strings)[:cut]
+    offsets, count = [0], len(strings)
+    while len(offsets) <= count and offsets[-1] + 8 <= len(data):
+        offsets.append(offsets[-1] + 8 + len(strings[len(offsets) - 1]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed_strings, "_WINDOW", window)
+        found = packed_strings.prefixed_offsets(np.frombuffer(data, np.uint8), count)
+    assert found.tolist() == offsets
+
+
+def test_many_strings() -> None:
+    strings = [str(number).encode() * (number % 3) for number in range(40_000)]
+    data = b"".join(struct.pack("<Q", len(text)) + text for text in strings)
+    packed = PackedStrings.from_prefixed(np.frombuffer(data, np.uint8), len(strings))
+    assert list(packed) == [text.decode() for text in strings]
+
+
+@pytest.mark.parametrize("index", [2, -1])
+def test_index_outside(index: int) -> None:
+    with pytest.raises(IndexError, match="of 2"):
+        PackedStrings.of(["a", "b"])[index]

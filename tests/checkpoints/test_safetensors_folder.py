@@ -1,14 +1,22 @@
+"""Hugging Face folders: how their files are laid out and described, and what is wrong there."""
+
+from __future__ import annotations
+
 import json
 import struct
 from contextlib import closing
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from localrt.common.errors import CheckpointError, UnsupportedModelError
+from localrt.common.errors import CheckpointError, LocalrtError, UnsupportedModelError
 from localrt.models.checkpoints import SafetensorsCheckpoint, open_checkpoint
+from localrt.models.vision.registry import vision_source
 from localrt.quant.formats import unpack
+from tests.mutations import is_line
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8}
 
@@ -326,3 +334,29 @@ def test_unknown_tensor_and_closed_file(tmp_path):
     model.close()
     with pytest.raises(CheckpointError, match="is closed"):
         model.read("model.norm.weight")
+
+
+DAMAGED: dict[str, tuple[str, Any, str]] = {
+    "no weight_map": ("model.safetensors.index.json", {}, "has no weight_map"),
+    "a list": ("model.safetensors.index.json", {"weight_map": []}, "has no weight_map"),
+    "another folder": (
+        "model.safetensors.index.json",
+        {"weight_map": {"visual.a.weight": "../x.safetensors"}},
+        "lies in no file of this folder",
+    ),
+    "a processor": ("preprocessor_config.json", {"image_processor": [1]}, "not an object"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_files_are_one_line(name: str, tmp_path: Path) -> None:
+    from tests.models.vision.tiny import qwen_folder  # takes seconds
+
+    file, contents, words = DAMAGED[name]
+    folder = qwen_folder(tmp_path / "model")
+    (folder / file).write_text(json.dumps(contents))
+    if "index" in file:
+        (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    with pytest.raises(LocalrtError, match=words) as caught:
+        vision_source(folder)
+    assert is_line(str(caught.value))

@@ -25,7 +25,7 @@ from tests.conftest import needs_kernels
 from tests.inside import engine_of
 from tests.ops.test_native_experts import WAYS, fill, inputs, routing, run
 from tests.ops.test_native_matmul import MLP_HIDDEN, build_mlp
-from tests.test_cores import ALONE_8, V2, machine
+from tests.test_system import ALONE_8, V2, machine
 from tests.waits import wait_for
 
 pytestmark = needs_kernels

@@ -1,12 +1,21 @@
-"""Trees: order, masks, trimming and merging."""
+"""Token trees, and the accept rule: the target's own distribution for any tree and any sampler."""
 
 from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+from itertools import cycle
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import chi2
 
+from localrt.engine.sampling import Distribution, Dry, Sampling, adjust_logits, distribution, draw
+from localrt.speculative.acceptance import TreePass
 from localrt.speculative.tree import ROOT, TokenTree, merge
 
 
@@ -101,3 +110,119 @@ def test_immutable() -> None:
     tree = TokenTree.of([1], [ROOT], [0], "x")
     with pytest.raises(ValueError):
         tree.tokens[0] = 2
+
+
+VOCAB, LENGTH = 6, 3
+PROMPT = (1, 1, 4)
+Said = tuple[int, ...]
+
+NEUTRAL: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+SETTINGS = {
+    name: Sampling(**{**NEUTRAL, **settings})
+    for name, settings in {
+        "plain": {},
+        "cold": {"temperature": 0.7},
+        "top-k": {"temperature": 1.3, "top_k": 3},
+        "top-p": {"top_p": 0.8},
+        "min-p": {"temperature": 1.5, "min_p": 0.3},
+        "typical": {"typical_p": 0.7},
+        "penalties": {
+            "top_p": 0.95,
+            "repetition_penalty": 1.4,
+            "frequency_penalty": 0.8,
+            "presence_penalty": 0.5,
+            "logit_bias": {2: 0.7},
+        },
+        "dry": {"dry_multiplier": 0.9, "dry_allowed_length": 1},
+        "xtc": {"temperature": 0.9, "xtc_probability": 0.4, "xtc_threshold": 0.15},
+    }.items()
+}
+
+
+@cache
+def target(said: Said) -> np.ndarray:
+    """Logits that depend on all that came before."""
+    seed = hash((17, *PROMPT, *said)) & 0xFFFFFFFF
+    return (np.random.default_rng(seed).normal(size=VOCAB) * 1.5).astype(np.float32)
+
+
+@cache
+def chances(said: Said, name: str, excluding: bool) -> Distribution:
+    """``excluding``: XTC acts on this token."""
+    sampling = SETTINGS[name]
+    logits = adjust_logits(target(said), PROMPT, said, sampling)
+    if sampling.avoids_repetition:
+        logits = Dry(sampling, (*PROMPT, *said), None).applied(logits)
+    return distribution(logits, sampling, 0.0 if excluding else 1.0)
+
+
+def choose(logits: np.ndarray, said: Said, name: str, rng: np.random.Generator) -> int:
+    assert (logits == target(said)).all()
+    sampling = SETTINGS[name]
+    excluding = sampling.excludes_top and rng.random() < sampling.xtc_probability
+    return draw(chances(said, name, excluding), rng.random())
+
+
+def plain(name: str, rng: np.random.Generator) -> Said:
+    said: Said = ()
+    while len(said) < LENGTH:
+        said = (*said, choose(target(said), said, name, rng))
+    return said
+
+
+def speculative(name: str, rng: np.random.Generator, propose: Callable[[], TokenTree]) -> Said:
+    said: Said = ()
+    while len(said) < LENGTH:
+        tree = propose()
+        paths = [(), *(path_to(tree, node) for node in range(len(tree)))]
+        words = [tuple(tree.tokens[list(path)].tolist()) for path in paths]
+        rows = np.array([target((*said, *word)) for word in words])
+        computed = TreePass(tree, rows)
+        logits: Any = computed.first
+        while logits is not None:
+            said = (*said, choose(logits, said, name, rng))
+            logits = computed.after(said[-1])
+        assert computed.rows == [0, *(1 + node for node in computed.path)]
+    return said[:LENGTH]
+
+
+def random_tree(rng: np.random.Generator) -> TokenTree:
+    nodes: list[tuple[int, int]] = []  # (parent, token)
+    for node in range(8):
+        parent = int(rng.integers(-1, node)) if node else ROOT
+        found = parent, int(rng.integers(VOCAB))
+        if found in nodes:
+            break
+        nodes.append(found)
+    return TokenTree.of([t for _, t in nodes], [p for p, _ in nodes], [0.0] * len(nodes), "x")
+
+
+def test_distribution() -> None:
+    """Chi-squared of all answers of three tokens against their exact probabilities."""
+    name, seeds = "top-p", 6000
+    exact: dict[Said, float] = {(): 1.0}
+    for _ in range(LENGTH):
+        exact = {
+            (*said, token): p * chance
+            for said, p in exact.items()
+            for each in [chances(said, name, False)]
+            for token, chance in zip(each.tokens.tolist(), each.probs.tolist(), strict=True)
+        }
+    rng, shapes = np.random.default_rng(5), np.random.default_rng(6)
+    drafts = cycle([random_tree(shapes) for _ in range(499)])  # which know nothing of the draws
+    counts = Counter(speculative(name, rng, lambda: next(drafts)) for _ in range(seeds))
+    assert set(counts) <= set(exact)
+    # Rare answers are counted together, as the test wants five of each at least.
+    common = [(counts[said], p * seeds) for said, p in exact.items() if p * seeds >= 5]
+    rest = seeds - sum(o for o, _ in common), seeds - sum(e for _, e in common)
+    pairs = [pair for pair in (rest, *common) if pair[1] > 1e-6]
+    statistic = sum((o - e) ** 2 / e for o, e in pairs)
+    assert statistic < chi2.ppf(0.9999, len(pairs) - 1)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_same_seed_same_tokens(name: str) -> None:
+    for seed in range(100):
+        shapes = np.random.default_rng(seed)
+        ours = speculative(name, np.random.default_rng(seed), lambda it=shapes: random_tree(it))  # type: ignore[misc]
+        assert ours == plain(name, np.random.default_rng(seed))

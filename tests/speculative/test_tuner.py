@@ -1,8 +1,10 @@
-"""The tuner in simulated worlds: gains where there are some, and next to no losses."""
+"""The tuner in simulated worlds, alone and for shared passes: gains, and next to no losses."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -128,7 +130,9 @@ def test_gain_two_sources() -> None:
     assert both.used["model"] > both.used["ngram"] > 20
 
 
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * ("0.8" not in n)) for n in WORLDS]
+)
 def test_nearly_the_best_fixed_size(name: str) -> None:
     """Counting all that was tried first: five answers of four texts each."""
     seeds = range(5)
@@ -167,6 +171,7 @@ def test_changes() -> None:
     assert min(speeds(3, 150)) > 0.98
 
 
+@pytest.mark.slow
 def test_next_text_is_tried_anew() -> None:
     world = World(resident, {"model": 0.2, "ngram": 0.3}, {"model": 0.001})
     tuner = Tuner({"model": 0.03, "ngram": 0.0})
@@ -420,3 +425,107 @@ def test_gaps_of_lookups_and_plain_steps() -> None:
     assert run.ahead(Plan("ngram", 8, 4), tree) is None
     assert run.ahead(Plan("model", 8, 4), tree) == ("model", 20)
     assert run.ahead(Plan("model", 8, 4), TokenTree.empty()) is None
+
+
+# -- sequences that share passes -------------------------------------------------------------------
+
+
+@cache
+def claimed(chance: float, size: int) -> TokenTree:
+    scores = [math.log(chance) * (i + 1) for i in range(size)]
+    return TokenTree.of(list(range(size)), list(range(-1, size - 1)), scores, "ngram")
+
+
+def batch_tuner(sequences: int, pass_s: Callable[[int], float], measured: int = 64) -> BatchTuner:
+    tuner = Tuner({"ngram": 0.0})
+    for rows in range(sequences, measured + 1):
+        for _ in range(3):
+            tuner.cost.add(rows, pass_s(rows))
+    found = BatchTuner(tuner)
+    assert found.should_draft(sequences)
+    return found
+
+
+def flat(rows: int) -> float:
+    """The disk takes the time."""
+    return 0.06 + 1e-5 * rows
+
+
+def bound(rows: int) -> float:
+    """Every row takes as long as the first."""
+    return 0.01 * rows
+
+
+drafted_trees = st.lists(
+    st.builds(claimed, st.floats(0.01, 1.0), st.integers(0, 12)), min_size=2, max_size=12
+)
+
+
+@given(trees=drafted_trees, room=st.integers(0, 60))
+def test_choose(trees: list[TokenTree], room: int) -> None:
+    chosen = batch_tuner(len(trees), flat).choose(trees, room)
+    assert len(chosen) == len(trees)
+    assert sum(map(len, chosen)) <= room
+    kept = [score for tree in chosen for score in tree.scores]
+    for whole, part in zip(trees, chosen, strict=True):
+        assert part.tokens.tolist() == whole.tokens[: len(part)].tolist()
+        left = whole.scores[len(part) :]
+        if kept and len(left):
+            assert left.max() <= min(kept) + 1e-9
+
+
+def test_cost_of_rows() -> None:
+    likely = [claimed(0.9, 4)] * 8
+    assert [len(tree) for tree in batch_tuner(8, flat).choose(likely, 100)] == [4] * 8
+    assert sum(map(len, batch_tuner(8, bound).choose([claimed(0.6, 4)] * 8, 100))) <= 8
+
+
+def test_surest_sequences() -> None:
+    def dear(rows: int) -> float:
+        return 0.06 + 0.004 * max(0, rows - 8)
+
+    chosen = batch_tuner(8, dear).choose([claimed(0.95, 6)] * 2 + [claimed(0.3, 6)] * 6, 100)
+    assert [len(tree) for tree in chosen] == [6, 6, 0, 0, 0, 0, 0, 0]
+
+
+def test_unmeasured_pass() -> None:
+    tuner = Tuner({"ngram": 0.0})
+    found = BatchTuner(tuner)
+    assert not found.should_draft(4)
+    found.choose([TokenTree.empty()] * 4, 10)
+    found.passed(0, 4, 0.05, 0.0)
+    assert found.should_draft(4)
+    assert found.should_draft(3)  # no dearer
+    assert not found.should_draft(5)
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.05, 0.5, 0.95])
+@pytest.mark.parametrize("cost", [flat, bound])
+def test_gain(chance: float, cost: Callable[[int], float]) -> None:
+    """Sources claim 0.8, whatever is true."""
+    rng = np.random.default_rng(3)
+    tuner = Tuner({"ngram": 0.0})
+    found, acceptance = BatchTuner(tuner), tuner.sources["ngram"].acceptance
+    spent = plain = 0.0
+    for _ in range(600):
+        sure = claimed(0.8, 8)
+        drafts = [acceptance.rescored(sure)] * 6
+        ready = found.should_draft(6)
+        chosen = found.choose(drafts if ready else [TokenTree.empty()] * 6, 200)
+        emitted = 0
+        for tree in chosen:
+            path = 0
+            while path < len(tree) and rng.random() < chance:
+                path += 1
+            emitted += 1 + path
+            if len(tree):
+                for level in range(min(path + 1, len(tree))):
+                    acceptance.tested(0.8, accepted=level < path)
+        rows = 6 + sum(map(len, chosen))
+        seconds = cost(rows)
+        found.passed(rows - 6, emitted, seconds, 0.0)
+        spent += seconds
+        plain += cost(6) * emitted / 6
+    assert spent < plain * (1 + 2 * TOLERANCE)
+    if chance > 0.9 and cost is flat:
+        assert plain > 4 * spent

@@ -1,28 +1,30 @@
-"""Byte-level BPE yields what the ``tokenizers`` package yields as a whole, and takes little memory.
-
-The package is built from the same key-values, with the vocabulary and merges as its own model.
-"""
+"""Byte-level BPE and its packed tables yield what the ``tokenizers`` package yields."""
 
 import json
 import random
 import re
 import subprocess
 import sys
+import time
 import unicodedata
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, trainers
 
-from localrt.models.tokenizers import bpe
-from localrt.models.tokenizers.base import Tokenizer
+from localrt.common.errors import TokenizerError
+from localrt.models.checkpoints.packed_strings import PackedStrings
+from localrt.models.tokenizers import bpe, tables
+from localrt.models.tokenizers.base import Detokenizer, Tokenizer, TokenMatcher
 from localrt.models.tokenizers.gguf import gguf_tokenizer
 from localrt.models.tokenizers.pretokenizers import KNOWN_PRE_TYPES, pre_type
+from localrt.models.tokenizers.tables import MergeTable, PieceTable
 from tests.checkpoints.make_gguf import write_gguf
 from tests.real_models import real_model
 from tests.tokenizers.varied_text import varied_strings
@@ -181,3 +183,198 @@ def test_agrees_with_llama_cpp(pre_name: str, tmp_path: Path) -> None:
         expected = theirs.tokenize(text.encode(), add_bos=False, special=False)
         assert ours.encode(text, add_special=False) == expected, text
     theirs.close()
+
+
+# -- added tokens: leftmost and longest ------------------------------------------------------------
+
+NAMES = st.text("ab<|]^\\-", max_size=4)
+
+
+def naive_split(tokens: dict[str, int], text: str) -> list[str | int]:
+    parts: list[str | int] = []
+    plain = ""
+    while text:
+        best = max((name for name in tokens if name and text.startswith(name)), key=len, default="")
+        if best:
+            parts += [plain, tokens[best]] if plain else [tokens[best]]
+            plain = ""
+        else:
+            plain += text[0]
+        text = text[len(best) or 1 :]
+    return [*parts, plain] if plain else parts
+
+
+@given(st.dictionaries(NAMES, st.integers(0, 99)), st.text("ab<|]^\\-", max_size=12))
+@example({}, "text")
+def test_matcher(tokens: dict[str, int], text: str) -> None:
+    assert list(TokenMatcher(tokens).split(text)) == naive_split(tokens, text)
+
+
+# -- pieces ----------------------------------------------------------------------------------------
+
+any_text = st.text(st.characters(codec=None), max_size=4) | st.sampled_from(["", "a", "\0", "\0\0"])
+
+
+def packed(texts: list[str]) -> PieceTable:
+    return PieceTable(PackedStrings.of(texts))
+
+
+def check_finds(table: PieceTable, among: dict[str, int], asked: list[str]) -> None:
+    assert [table.find(text) for text in asked] == [among.get(text) for text in asked]
+    strings = PackedStrings.of(asked)
+    offsets = strings.offsets.astype(np.int64)
+    data = np.frombuffer(strings.data, np.uint8)
+    wanted = np.array([among.get(text, -1) for text in asked], np.int64)
+    for likely in (None, wanted, wanted + 1, np.arange(len(asked)) % max(len(table), 1)):
+        likely = None if likely is None or not len(table) else np.maximum(likely, 0)
+        found = table.find_many(data, offsets[:-1], np.diff(offsets), likely)
+        assert found.tolist() == wanted.tolist(), "whatever is likely"
+
+
+@given(st.lists(any_text, max_size=30), st.lists(any_text, max_size=10), st.randoms())
+@example(["a", "a"], ["a"], random.Random(0))
+@example([], [""], random.Random(0))
+def test_pieces(pieces: list[str], others: list[str], rng: random.Random) -> None:
+    table = packed(pieces)
+    members = np.array([rng.random() < 0.7 for _ in pieces], np.bool_)
+    chosen = {piece: token for token, piece in enumerate(pieces) if members[token]}
+    check_finds(table, {piece: token for token, piece in enumerate(pieces)}, pieces + others)
+    check_finds(table.only(members), chosen, pieces + others)
+    texts = [piece.encode("utf-8", "surrogatepass").decode(errors="replace") for piece in pieces]
+    assert [table.text(token) for token in range(-1, len(pieces) + 1)] == ["", *texts, ""]
+
+
+def test_many_long_pieces_that_begin_alike() -> None:
+    rng = random.Random(3)
+    pieces = ["".join(rng.choices("abĠ漢", k=rng.randint(1, 12))) for _ in range(40_000)]
+    pieces += ["Ġ" * length for length in range(1, 200)] + ["=" * 200 + end for end in "abc"]
+    among = {piece: token for token, piece in enumerate(pieces)}
+    check_finds(packed(pieces), among, [*among, "Ġ" * 300, "=" * 200, "=" * 200 + "d"])
+
+
+def test_pieces_around_eight_bytes() -> None:
+    """Which are compared at a time."""
+    pieces = [end * length + other for length in range(36) for end in "aĠ" for other in "ab"]
+    check_finds(packed(pieces), {piece: token for token, piece in enumerate(pieces)}, pieces)
+
+
+# -- merges ----------------------------------------------------------------------------------------
+
+LETTERS = "abc漢"
+
+
+def random_merges(rng: random.Random, count: int) -> tuple[list[str], MergeTable, models.BPE]:
+    """Pieces and merges in which the same piece is built in several ways, and some twice."""
+    pieces, pairs = list(LETTERS), []
+    for _ in range(count):
+        left, right = rng.choice(pieces), rng.choice(pieces)
+        if len(left + right) <= 9:
+            pairs.append(f"{left} {right}")
+            if left + right not in pieces:
+                pieces.append(left + right)
+    rng.shuffle(pairs)
+    vocab = {piece: token for token, piece in enumerate(pieces)}
+    theirs = models.BPE(vocab, [tuple(pair.split(" ")) for pair in pairs])
+    return pieces, MergeTable(packed(pieces), PackedStrings.of(pairs)), theirs
+
+
+@given(st.randoms(use_true_random=False), st.integers(0, 60), st.integers(1, 5))
+def test_merges(rng: random.Random, count: int, open_: int) -> None:
+    """In blocks of any size."""
+    pieces, ours, theirs = random_merges(rng, count)
+    for size in (0, 1, 2, 5, 20, 64, 65, 100, 300):
+        word = "".join(rng.choices(LETTERS, k=size))
+        ids, expected = [pieces.index(char) for char in word], theirs.tokenize(word)
+        assert ours.merge(ids) == [token.id for token in expected]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tables, "_BLOCK", rng.choice([1, 2, 5, 30]))
+            patch.setattr(tables, "_OPEN", open_)
+            assert ours.merge(ids) == [token.id for token in expected]
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_pieces_in_the_order_of_merges_are_not_searched(
+    twice: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless a piece is there twice: then the last counts."""
+    whole = [first + second for first in LETTERS for second in LETTERS]
+    words = packed([*LETTERS, *whole, *whole[5:6] * twice])
+    searched: list[int] = []
+    look = PieceTable._hash
+
+    def counted(self: PieceTable, data: Any, starts: Any, lengths: Any) -> Any:
+        searched.append(len(starts))
+        return look(self, data, starts, lengths)
+
+    monkeypatch.setattr(PieceTable, "_hash", counted)
+    monkeypatch.setattr(tables, "_AT_ONCE", 2)
+    merges = MergeTable(words, PackedStrings.of([f"{a} {b}" for a in LETTERS for b in LETTERS]))
+    count = len(whole)
+    assert sum(searched) == 2 * count + (count if twice else 2)
+    ids = [words.find(first + second) for first in LETTERS for second in LETTERS]
+    pairs = [[a, b] for a in range(len(LETTERS)) for b in range(len(LETTERS))]
+    assert [merges.merge(pair) for pair in pairs] == [[token] for token in ids]
+
+
+@pytest.mark.parametrize("letters", ["a", "ab", LETTERS])
+def test_a_long_word_takes_no_quadratic_time(letters: str) -> None:
+    rng = random.Random(1)
+    pieces, ours, theirs = random_merges(rng, 60)
+    word = "".join(rng.choices(letters, k=100_000))
+    ids = [pieces.index(char) for char in word]
+    begin = time.process_time()
+    merged = ours.merge(ids)
+    assert time.process_time() - begin < 20  # the square of it would take minutes
+    assert merged == [token.id for token in theirs.tokenize(word)]
+
+
+def test_a_merge_is_split_at_its_first_space() -> None:
+    words = packed(["a", " b", "b ", "a b", "ab "])
+    table = MergeTable(words, PackedStrings.of(["a  b", "a b "]))
+    assert [table.merge([0, 1]), table.merge([0, 2])] == [[3], [4]]
+
+
+@pytest.mark.parametrize(
+    ("merge", "message"),
+    [
+        *(
+            (text, f"merge '{text}' does not name two pieces")
+            for text in ("", "x", "x ", " x", " ")
+        ),
+        ("x z", "merge of 'x' and 'z' needs"),
+        ("z y", "merge of 'z' and 'y' needs"),
+        ("y x", "merge of 'y' and 'x' needs"),
+    ],
+)
+def test_a_merge_that_is_none(merge: str, message: str) -> None:
+    with pytest.raises(TokenizerError, match=message):
+        MergeTable(packed(["x", "y", "xy"]), PackedStrings.of(["x y", merge, "x y"]))
+
+
+# -- text that arrives token by token --------------------------------------------------------------
+
+parts = st.one_of(
+    st.binary(max_size=4),
+    st.text(max_size=3).map(str.encode),
+    st.sampled_from([b" ", b"", b"\xe2", b"\x82", b"\xac", b"\xf0\x9f", b"\xed\xa0\x80"]),
+)
+
+
+@given(st.lists(parts, max_size=20), st.booleans(), st.sets(st.integers(0, 5)))
+@example([b"<s>", b" a", b" b"], True, {0})
+@example([b"<s>", b" a", b" b"], False, {0})
+def test_detokenizer(table: list[bytes], strip: bool, skip: set[int]) -> None:
+    stream = Detokenizer(table.__getitem__, skip=skip, strip_space=strip)
+    streamed = "".join(map(stream.push, range(len(table)))) + stream.flush()
+    data = b"".join([table[token] for token in range(len(table)) if token not in skip])
+    assert streamed == (data.removeprefix(b" ") if strip else data).decode(errors="replace")
+
+
+@pytest.mark.parametrize(
+    ("data", "pieces", "left"),
+    [("a€".encode(), ["a", "", "", "€"], ""), (b"\xe2\x82", ["", ""], "\ufffd")],
+)
+def test_half_a_character_waits(data: bytes, pieces: list[Any], left: str) -> None:
+    stream = Detokenizer(lambda byte: bytes([byte]))
+    assert [*map(stream.push, data)] == pieces
+    assert stream.flush() == left

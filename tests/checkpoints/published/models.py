@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from tests.checkpoints.published.schemes import (
     BF16,
     SCHEMES,
     Published,
+    Table,
     Tensors,
     awq,
     compressed,
@@ -22,26 +23,26 @@ from tests.checkpoints.published.schemes import (
     gptq,
     scheme,
 )
-from tests.checkpoints.published.schemes import INT8_W8A8 as W8A8
-from tests.checkpoints.published.schemes import W4A16_ASYM as ASYM
 from tests.models.tiny import save_tiny
 
-SMALL: dict[str, Published] = {
-    "W4A16": SCHEMES["W4A16 g32"],
-    "W4A16 asymmetric": scheme(
-        "int4-g32z", compressed("pack-quantized", ASYM, BF16, group_size=32)
-    ),
-    "W8A8": scheme("int8-g32b", compressed("int-quantized", W8A8, BF16)),
-    "NVFP4": SCHEMES["NVFP4A16"],
-    "MXFP4": SCHEMES["MXFP4A16"],
-    "GPTQ": SCHEMES["GPTQ g32"],
-    "GPTQ asymmetric": scheme("int4-g32z", gptq(4, 32, symmetric=False)),
-    "GPTQ ordered": scheme("f32", gptq(4, 32, symmetric=True, ordered=True)),
-    "AWQ": scheme("int4-g32z", awq(32)),
-    "NF4": SCHEMES["NF4 twice"],
-    "FP8": scheme("e4m3-g32", fp8((32, 32))),
-    "ModelOpt NVFP4": SCHEMES["ModelOpt NVFP4"],
-}
+SMALL: Mapping[str, Published] = Table(
+    {
+        "W4A16": lambda: SCHEMES["W4A16 g32"],
+        "W4A16 asymmetric": lambda: scheme(
+            "int4-g32z", compressed("pack-quantized", "W4A16_ASYM", BF16, group_size=32)
+        ),
+        "W8A8": lambda: scheme("int8-g32b", compressed("int-quantized", "INT8_W8A8", BF16)),
+        "NVFP4": lambda: SCHEMES["NVFP4A16"],
+        "MXFP4": lambda: SCHEMES["MXFP4A16"],
+        "GPTQ": lambda: SCHEMES["GPTQ g32"],
+        "GPTQ asymmetric": lambda: scheme("int4-g32z", gptq(4, 32, symmetric=False)),
+        "GPTQ ordered": lambda: scheme("f32", gptq(4, 32, symmetric=True, ordered=True)),
+        "AWQ": lambda: scheme("int4-g32z", awq(32)),
+        "NF4": lambda: SCHEMES["NF4 twice"],
+        "FP8": lambda: scheme("e4m3-g32", fp8((32, 32))),
+        "ModelOpt NVFP4": lambda: SCHEMES["ModelOpt NVFP4"],
+    }
+)
 """Schemes in the smallest groups they have."""
 
 

@@ -1,34 +1,18 @@
 """Writes matrices as each scheme publishes them, and says in float32 what others read there.
 
 What the values are is said by compressed-tensors, bitsandbytes or transformers where they run here,
-and else by a plain float64 path that follows the scheme's specification.
+and else by a plain float64 path that follows the scheme's specification. Their packages, which take
+seconds to import, are imported when a scheme is first asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import bitsandbytes
 import numpy as np
 import torch
-from compressed_tensors.compressors import BaseCompressor, unpack_fp4_from_uint8
-from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-from compressed_tensors.quantization.lifecycle.forward import dequantize
-from compressed_tensors.quantization.quant_scheme import (
-    FP8_BLOCK,
-    FP8_DYNAMIC,
-    INT8_W8A8,
-    MXFP4A16,
-    NVFP4,
-    NVFP4A16,
-    W4A16,
-    W4A16_ASYM,
-)
-from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
-from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 Tensors = dict[str, torch.Tensor]
 Values = np.ndarray[Any, np.dtype[np.float32]]
@@ -47,6 +31,24 @@ class Published:
     files: Mapping[str, Any] = field(default_factory=dict)
 
 
+class Table(Mapping[str, Published]):
+    """Schemes by name, each made when it is first asked for."""
+
+    def __init__(self, rows: Mapping[str, Callable[[], Published]]) -> None:
+        self._rows, self._made = rows, dict[str, Published]()
+
+    def __getitem__(self, name: str) -> Published:
+        if name not in self._made:
+            self._made[name] = self._rows[name]()
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+
 def floats(tensor: torch.Tensor) -> Values:
     return tensor.detach().float().contiguous().numpy()
 
@@ -62,7 +64,7 @@ def packed_words(codes: np.ndarray, bits: int) -> torch.Tensor:
 # -- compressed-tensors ----------------------------------------------------------------------------
 
 
-def _extremes(weight: torch.Tensor, args: QuantizationArgs) -> tuple[torch.Tensor, torch.Tensor]:
+def _extremes(weight: torch.Tensor, args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     rows, columns = weight.shape
     if args.strategy == "tensor":
         return weight.min().reshape(1), weight.max().reshape(1)
@@ -76,7 +78,14 @@ def _extremes(weight: torch.Tensor, args: QuantizationArgs) -> tuple[torch.Tenso
     return grouped.amin(-1), grouped.amax(-1)
 
 
-def compressed(kind: str, preset: Mapping[str, Any], dtype: torch.dtype, **changed: Any) -> Any:
+def compressed(kind: str, name: str, dtype: torch.dtype, **changed: Any) -> Any:
+    """By one of compressed-tensors' presets."""
+    from compressed_tensors.compressors import BaseCompressor, unpack_fp4_from_uint8
+    from compressed_tensors.quantization import QuantizationScheme, quant_scheme
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+
+    preset = getattr(quant_scheme, name)
     weights = preset["weights"].model_copy(update=changed)
     scheme = QuantizationScheme(targets=["Linear"], **{**preset, "weights": weights})
     compressor = BaseCompressor.get_value_from_registry(kind)
@@ -190,6 +199,8 @@ def gptq(
 
 
 def awq(group: int) -> Any:
+    from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
+
     def write(weight: torch.Tensor) -> tuple[Tensors, Values]:
         codes, scale, zero = affine(weight, 4, group, symmetric=False, scales=torch.float16)
         order = [0, 2, 4, 6, 1, 3, 5, 7]
@@ -228,6 +239,8 @@ def awq(group: int) -> Any:
 
 
 def nf4(*, double: bool, block: int = 64, kind: str = "nf4") -> Any:
+    import bitsandbytes
+
     def write(weight: torch.Tensor) -> tuple[Tensors, Values]:
         packed, state = bitsandbytes.functional.quantize_4bit(
             weight.float(), blocksize=block, compress_statistics=double, quant_type=kind
@@ -248,6 +261,8 @@ def nf4(*, double: bool, block: int = 64, kind: str = "nf4") -> Any:
 
 
 def llm_int8() -> Any:
+    import bitsandbytes
+
     def write(weight: torch.Tensor) -> tuple[Tensors, Values]:
         codes, scales, _ = bitsandbytes.functional.int8_vectorwise_quant(weight.half())
         values = bitsandbytes.functional.int8_vectorwise_dequant(codes, scales)
@@ -263,6 +278,7 @@ def llm_int8() -> Any:
 
 def fp8(block: tuple[int, int] | None, *, scale: torch.dtype = torch.float32) -> Any:
     """Blocks with ``weight_scale_inv``, or with None one scale for each row."""
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
     def write(weight: torch.Tensor) -> tuple[Tensors, Values]:
         rows, columns = weight.shape
@@ -285,7 +301,7 @@ def fp8(block: tuple[int, int] | None, *, scale: torch.dtype = torch.float32) ->
 
 
 def modelopt(algorithm: str, *, own_file: bool = False) -> Any:
-    _, nvfp4 = compressed("nvfp4-pack-quantized", NVFP4A16, torch.bfloat16)
+    _, nvfp4 = compressed("nvfp4-pack-quantized", "NVFP4A16", torch.bfloat16)
 
     def write(weight: torch.Tensor) -> tuple[Tensors, Values]:
         if algorithm == "FP8":
@@ -334,108 +350,137 @@ _PACK, _NAIVE, _FLOAT = "pack-quantized", "int-quantized", "float-quantized"
 _TWO_FACTORS = 2.0**-22
 """Their product of a group's scale and the tensor's is rounded before the code is multiplied."""
 
-SCHEMES: Mapping[str, Published] = {
-    "W4A16": scheme("int4-g128b", compressed(_PACK, W4A16, BF16)),
-    "W4A16 f16": scheme("int4-g128", compressed(_PACK, W4A16, F16)),
-    "W4A16 f32": scheme("int4-g128z", compressed(_PACK, W4A16, F32)),
-    "W4A16 g32": scheme("int4-g32b", compressed(_PACK, W4A16, BF16, group_size=32)),
-    "W4A16 asymmetric": scheme("int4-g128z", compressed(_PACK, W4A16_ASYM, BF16)),
-    "W4A16 rows": scheme(
-        "int4-g128b", compressed(_PACK, W4A16, BF16, strategy="channel", group_size=None)
-    ),
-    "W4A16 g16": scheme("f32", compressed(_PACK, W4A16, BF16, group_size=16), "take 32 bits each"),
-    "W3A16": scheme("int4-g128b", compressed(_PACK, W4A16, BF16, num_bits=3)),
-    "W3A16 f16": scheme("int4-g64", compressed(_PACK, W4A16, F16, num_bits=3, group_size=64)),
-    "W3A16 asymmetric": scheme("int4-g128z", compressed(_PACK, W4A16_ASYM, BF16, num_bits=3)),
-    "W2A16": two_bits("int4-g128b", compressed(_PACK, W4A16, BF16, num_bits=2)),
-    "W2A16 f32": two_bits("int4-g32z", compressed(_PACK, W4A16, F32, num_bits=2, group_size=32)),
-    "W2A16 g16": two_bits("f32", compressed(_PACK, W4A16, BF16, num_bits=2, group_size=16)),
-    "W2A16 asymmetric": two_bits("int4-g128z", compressed(_PACK, W4A16_ASYM, BF16, num_bits=2)),
-    "W8A16": scheme("int8-g128b", compressed(_PACK, W4A16, BF16, num_bits=8)),
-    "W8A16 asymmetric": scheme("int8-g128z", compressed(_PACK, W4A16_ASYM, BF16, num_bits=8)),
-    "W8A8": scheme("int8-g128b", compressed(_NAIVE, INT8_W8A8, BF16), "(W8A8)"),
-    "compressed FP8 rows": scheme("e4m3-g128", compressed(_FLOAT, FP8_DYNAMIC, BF16), "(W8A8)"),
-    "compressed FP8 blocks": scheme("e4m3-g128", compressed(_FLOAT, FP8_BLOCK, BF16), "(W8A8)"),
-    "compressed FP8 blocks of 64": scheme(
-        "e4m3-g64", compressed(_FLOAT, FP8_BLOCK, BF16, block_structure=[32, 64]), "(W8A8)"
-    ),
-    "NVFP4A16": scheme(
-        "nvfp4", compressed("nvfp4-pack-quantized", NVFP4A16, BF16), rtol=_TWO_FACTORS
-    ),
-    "NVFP4": scheme(
-        "nvfp4", compressed("nvfp4-pack-quantized", NVFP4, BF16), "(W4A4)", rtol=_TWO_FACTORS
-    ),
-    "MXFP4A16": scheme("mxfp4", compressed("mxfp4-pack-quantized", MXFP4A16, BF16)),
-    "GPTQ": scheme("int4-g128", gptq(4, 128, symmetric=True)),
-    "GPTQ bf16": scheme("int4-g128b", gptq(4, 128, symmetric=True, scales=BF16)),
-    "GPTQ g32": scheme("int4-g32", gptq(4, 32, symmetric=True, version="gptq_v2")),
-    "GPTQ rows": scheme("int4-g128", gptq(4, -1, symmetric=True)),
-    "GPTQ asymmetric": scheme("int4-g128z", gptq(4, 128, symmetric=False)),
-    "GPTQ asymmetric v2": scheme("int4-g64z", gptq(4, 64, symmetric=False, version="gptq_v2")),
-    "GPTQ 8 bits": scheme("int8-g128", gptq(8, 128, symmetric=True)),
-    "GPTQ 8 bits asymmetric": scheme("int8-g32z", gptq(8, 32, symmetric=False)),
-    "GPTQ 3 bits": scheme("int4-g128", gptq(3, 128, symmetric=True)),
-    "GPTQ 3 bits bf16": scheme("int4-g64b", gptq(3, 64, symmetric=True, scales=BF16)),
-    "GPTQ 3 bits asymmetric": scheme("int4-g128z", gptq(3, 128, symmetric=False)),
-    "GPTQ 2 bits": two_bits("int4-g64", gptq(2, 64, symmetric=True, version="gptq_v2")),
-    "GPTQ 2 bits f32": two_bits("int4-g128z", gptq(2, 128, symmetric=True, scales=F32)),
-    "GPTQ 2 bits asymmetric": two_bits("int4-g32z", gptq(2, 32, symmetric=False)),
-    "GPTQ 2 bits ordered": two_bits("f32", gptq(2, 64, symmetric=True, ordered=True)),
-    "GPTQ ordered": scheme("f32", gptq(4, 128, symmetric=True, ordered=True), "take 32 bits each"),
-    "GPTQ ordered asymmetric": scheme("f32", gptq(8, 64, symmetric=False, ordered=True)),
-    "AWQ": scheme("int4-g128z", awq(128)),
-    "AWQ g64": scheme("int4-g64z", awq(64)),
-    "NF4": scheme("nf4-f32", nf4(double=False)),
-    "NF4 twice": scheme("nf4-f32", nf4(double=True)),
-    "NF4 blocks of 256": scheme("nf4-f32", nf4(double=True, block=256)),
-    "FP4": scheme("fp4-f32", nf4(double=False, kind="fp4")),
-    "FP4 twice": scheme("fp4-f32", nf4(double=True, kind="fp4")),
-    "LLM.int8()": scheme("int8-g128z", llm_int8(), "(W8A8)", rtol=_TWO_FACTORS),
-    "FP8 blocks": scheme("e4m3-g128", fp8((128, 128)), "(W8A8)"),
-    "FP8 blocks bf16": scheme("e4m3-g128", fp8((128, 128), scale=BF16), "(W8A8)"),
-    "FP8 blocks of 64": scheme("e4m3-g64", fp8((32, 64)), "(W8A8)"),
-    "FP8 rows": scheme("e4m3-g128", fp8(None), "(W8A8)"),
-    "ModelOpt NVFP4": scheme("nvfp4", modelopt("NVFP4"), "(W4A4)", rtol=_TWO_FACTORS),
-    "ModelOpt FP8": scheme("e4m3-g128", modelopt("FP8"), "(W8A8)"),
-    "AutoRound": scheme("int4-g128", auto_round(gptq(4, 128, symmetric=True), None)),
-    "AutoRound GPTQ": scheme(
-        "int4-g128z",
-        auto_round(gptq(4, 128, symmetric=False), "auto_round:auto_gptq", data_type="int"),
-    ),
-    "AutoRound plain": scheme(
-        "int4-g128z",
-        auto_round(gptq(4, 128, symmetric=False, version="gptq_v2"), "auto_round", sym=False),
-    ),
-    "AutoRound GPTQModel": scheme(
-        "int4-g64z",
-        auto_round(gptq(4, 64, symmetric=False, version="gptq_v2"), "auto_round:gptqmodel"),
-    ),
-    "AutoRound 3 bits": scheme(
-        "int4-g128z", auto_round(gptq(3, 128, symmetric=False), "auto_round:auto_gptq", sym=False)
-    ),
-    "AutoRound 2 bits": two_bits(
-        "int4-g64",
-        auto_round(gptq(2, 64, symmetric=True, version="gptq_v2"), "auto_round", sym=True),
-    ),
-    "AutoRound 2 bits compressed": two_bits(
-        "int4-g128b",
-        auto_round(compressed(_PACK, W4A16, BF16, num_bits=2), "auto_round:llm_compressor"),
-    ),
-    "AutoRound of other bits here": scheme(
-        "int8-g32",
-        auto_round(
-            gptq(8, 32, symmetric=True), None, bits=4, group_size=128, extra_config={"a": 1}
+SCHEMES: Mapping[str, Published] = Table(
+    {
+        "W4A16": lambda: scheme("int4-g128b", compressed(_PACK, "W4A16", BF16)),
+        "W4A16 f16": lambda: scheme("int4-g128", compressed(_PACK, "W4A16", F16)),
+        "W4A16 f32": lambda: scheme("int4-g128z", compressed(_PACK, "W4A16", F32)),
+        "W4A16 g32": lambda: scheme("int4-g32b", compressed(_PACK, "W4A16", BF16, group_size=32)),
+        "W4A16 asymmetric": lambda: scheme("int4-g128z", compressed(_PACK, "W4A16_ASYM", BF16)),
+        "W4A16 rows": lambda: scheme(
+            "int4-g128b", compressed(_PACK, "W4A16", BF16, strategy="channel", group_size=None)
         ),
-    ),
-    "AutoRound AWQ": scheme("int4-g64z", auto_round(awq(64), "auto_round:auto_awq", sym=False)),
-    "AutoRound NVFP4": scheme(
-        "nvfp4",
-        auto_round(
-            compressed("nvfp4-pack-quantized", NVFP4A16, BF16),
-            "auto_round:llm_compressor",
-            data_type="nv_fp",
-            format="nvfp4-pack-quantized",
+        "W4A16 g16": lambda: scheme(
+            "f32", compressed(_PACK, "W4A16", BF16, group_size=16), "take 32 bits each"
         ),
-        rtol=_TWO_FACTORS,
-    ),
-}
+        "W3A16": lambda: scheme("int4-g128b", compressed(_PACK, "W4A16", BF16, num_bits=3)),
+        "W3A16 f16": lambda: scheme(
+            "int4-g64", compressed(_PACK, "W4A16", F16, num_bits=3, group_size=64)
+        ),
+        "W3A16 asymmetric": lambda: scheme(
+            "int4-g128z", compressed(_PACK, "W4A16_ASYM", BF16, num_bits=3)
+        ),
+        "W2A16": lambda: two_bits("int4-g128b", compressed(_PACK, "W4A16", BF16, num_bits=2)),
+        "W2A16 f32": lambda: two_bits(
+            "int4-g32z", compressed(_PACK, "W4A16", F32, num_bits=2, group_size=32)
+        ),
+        "W2A16 g16": lambda: two_bits(
+            "f32", compressed(_PACK, "W4A16", BF16, num_bits=2, group_size=16)
+        ),
+        "W2A16 asymmetric": lambda: two_bits(
+            "int4-g128z", compressed(_PACK, "W4A16_ASYM", BF16, num_bits=2)
+        ),
+        "W8A16": lambda: scheme("int8-g128b", compressed(_PACK, "W4A16", BF16, num_bits=8)),
+        "W8A16 asymmetric": lambda: scheme(
+            "int8-g128z", compressed(_PACK, "W4A16_ASYM", BF16, num_bits=8)
+        ),
+        "W8A8": lambda: scheme("int8-g128b", compressed(_NAIVE, "INT8_W8A8", BF16), "(W8A8)"),
+        "compressed FP8 rows": lambda: scheme(
+            "e4m3-g128", compressed(_FLOAT, "FP8_DYNAMIC", BF16), "(W8A8)"
+        ),
+        "compressed FP8 blocks": lambda: scheme(
+            "e4m3-g128", compressed(_FLOAT, "FP8_BLOCK", BF16), "(W8A8)"
+        ),
+        "compressed FP8 blocks of 64": lambda: scheme(
+            "e4m3-g64", compressed(_FLOAT, "FP8_BLOCK", BF16, block_structure=[32, 64]), "(W8A8)"
+        ),
+        "NVFP4A16": lambda: scheme(
+            "nvfp4", compressed("nvfp4-pack-quantized", "NVFP4A16", BF16), rtol=_TWO_FACTORS
+        ),
+        "NVFP4": lambda: scheme(
+            "nvfp4", compressed("nvfp4-pack-quantized", "NVFP4", BF16), "(W4A4)", rtol=_TWO_FACTORS
+        ),
+        "MXFP4A16": lambda: scheme("mxfp4", compressed("mxfp4-pack-quantized", "MXFP4A16", BF16)),
+        "GPTQ": lambda: scheme("int4-g128", gptq(4, 128, symmetric=True)),
+        "GPTQ bf16": lambda: scheme("int4-g128b", gptq(4, 128, symmetric=True, scales=BF16)),
+        "GPTQ g32": lambda: scheme("int4-g32", gptq(4, 32, symmetric=True, version="gptq_v2")),
+        "GPTQ rows": lambda: scheme("int4-g128", gptq(4, -1, symmetric=True)),
+        "GPTQ asymmetric": lambda: scheme("int4-g128z", gptq(4, 128, symmetric=False)),
+        "GPTQ asymmetric v2": lambda: scheme(
+            "int4-g64z", gptq(4, 64, symmetric=False, version="gptq_v2")
+        ),
+        "GPTQ 8 bits": lambda: scheme("int8-g128", gptq(8, 128, symmetric=True)),
+        "GPTQ 8 bits asymmetric": lambda: scheme("int8-g32z", gptq(8, 32, symmetric=False)),
+        "GPTQ 3 bits": lambda: scheme("int4-g128", gptq(3, 128, symmetric=True)),
+        "GPTQ 3 bits bf16": lambda: scheme("int4-g64b", gptq(3, 64, symmetric=True, scales=BF16)),
+        "GPTQ 3 bits asymmetric": lambda: scheme("int4-g128z", gptq(3, 128, symmetric=False)),
+        "GPTQ 2 bits": lambda: two_bits("int4-g64", gptq(2, 64, symmetric=True, version="gptq_v2")),
+        "GPTQ 2 bits f32": lambda: two_bits("int4-g128z", gptq(2, 128, symmetric=True, scales=F32)),
+        "GPTQ 2 bits asymmetric": lambda: two_bits("int4-g32z", gptq(2, 32, symmetric=False)),
+        "GPTQ 2 bits ordered": lambda: two_bits("f32", gptq(2, 64, symmetric=True, ordered=True)),
+        "GPTQ ordered": lambda: scheme(
+            "f32", gptq(4, 128, symmetric=True, ordered=True), "take 32 bits each"
+        ),
+        "GPTQ ordered asymmetric": lambda: scheme(
+            "f32", gptq(8, 64, symmetric=False, ordered=True)
+        ),
+        "AWQ": lambda: scheme("int4-g128z", awq(128)),
+        "AWQ g64": lambda: scheme("int4-g64z", awq(64)),
+        "NF4": lambda: scheme("nf4-f32", nf4(double=False)),
+        "NF4 twice": lambda: scheme("nf4-f32", nf4(double=True)),
+        "NF4 blocks of 256": lambda: scheme("nf4-f32", nf4(double=True, block=256)),
+        "FP4": lambda: scheme("fp4-f32", nf4(double=False, kind="fp4")),
+        "FP4 twice": lambda: scheme("fp4-f32", nf4(double=True, kind="fp4")),
+        "LLM.int8()": lambda: scheme("int8-g128z", llm_int8(), "(W8A8)", rtol=_TWO_FACTORS),
+        "FP8 blocks": lambda: scheme("e4m3-g128", fp8((128, 128)), "(W8A8)"),
+        "FP8 blocks bf16": lambda: scheme("e4m3-g128", fp8((128, 128), scale=BF16), "(W8A8)"),
+        "FP8 blocks of 64": lambda: scheme("e4m3-g64", fp8((32, 64)), "(W8A8)"),
+        "FP8 rows": lambda: scheme("e4m3-g128", fp8(None), "(W8A8)"),
+        "ModelOpt NVFP4": lambda: scheme("nvfp4", modelopt("NVFP4"), "(W4A4)", rtol=_TWO_FACTORS),
+        "ModelOpt FP8": lambda: scheme("e4m3-g128", modelopt("FP8"), "(W8A8)"),
+        "AutoRound": lambda: scheme("int4-g128", auto_round(gptq(4, 128, symmetric=True), None)),
+        "AutoRound GPTQ": lambda: scheme(
+            "int4-g128z",
+            auto_round(gptq(4, 128, symmetric=False), "auto_round:auto_gptq", data_type="int"),
+        ),
+        "AutoRound plain": lambda: scheme(
+            "int4-g128z",
+            auto_round(gptq(4, 128, symmetric=False, version="gptq_v2"), "auto_round", sym=False),
+        ),
+        "AutoRound GPTQModel": lambda: scheme(
+            "int4-g64z",
+            auto_round(gptq(4, 64, symmetric=False, version="gptq_v2"), "auto_round:gptqmodel"),
+        ),
+        "AutoRound 3 bits": lambda: scheme(
+            "int4-g128z",
+            auto_round(gptq(3, 128, symmetric=False), "auto_round:auto_gptq", sym=False),
+        ),
+        "AutoRound 2 bits": lambda: two_bits(
+            "int4-g64",
+            auto_round(gptq(2, 64, symmetric=True, version="gptq_v2"), "auto_round", sym=True),
+        ),
+        "AutoRound 2 bits compressed": lambda: two_bits(
+            "int4-g128b",
+            auto_round(compressed(_PACK, "W4A16", BF16, num_bits=2), "auto_round:llm_compressor"),
+        ),
+        "AutoRound of other bits here": lambda: scheme(
+            "int8-g32",
+            auto_round(
+                gptq(8, 32, symmetric=True), None, bits=4, group_size=128, extra_config={"a": 1}
+            ),
+        ),
+        "AutoRound AWQ": lambda: scheme(
+            "int4-g64z", auto_round(awq(64), "auto_round:auto_awq", sym=False)
+        ),
+        "AutoRound NVFP4": lambda: scheme(
+            "nvfp4",
+            auto_round(
+                compressed("nvfp4-pack-quantized", "NVFP4A16", BF16),
+                "auto_round:llm_compressor",
+                data_type="nv_fp",
+                format="nvfp4-pack-quantized",
+            ),
+            rtol=_TWO_FACTORS,
+        ),
+    }
+)

@@ -12,8 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-pytest.importorskip("compressed_tensors")
-
 from localrt.cli import main
 from localrt.common.errors import UnsupportedModelError
 from localrt.models.checkpoints import open_checkpoint
@@ -36,7 +34,12 @@ def error_of(folder: Path, theirs: Any) -> float:
     return relative_error(logits_of(folder, ids), oracle(theirs, ids))
 
 
-@pytest.mark.parametrize("name", SMALL)
+def kinds(*quick: str) -> list[Any]:
+    """All schemes; but for a few, of each way to pack one, in the whole check alone."""
+    return [pytest.param(n, marks=() if n in quick else pytest.mark.slow) for n in SMALL]
+
+
+@pytest.mark.parametrize("name", kinds("W4A16", "GPTQ ordered", "FP8"))
 def test_logits(name: str, tmp_path: Path) -> None:
     folder, theirs, formats = publish(tmp_path, "qwen3-moe", SMALL[name], shards=3)
     with closing(open_checkpoint(folder)) as model:
@@ -48,9 +51,21 @@ def test_logits(name: str, tmp_path: Path) -> None:
     assert error_of(folder, theirs) < 2e-5
 
 
-@pytest.mark.parametrize("name", ["llama", "phi3", "mixtral", "qwen2-moe", "granite-moe-shared",
-                                  "qwen3.5-moe", "falcon-h1", "ernie-moe", "lfm2-moe"])  # fmt: skip
-@pytest.mark.parametrize("kind", ["W4A16", "ModelOpt NVFP4"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("mixtral", "W4A16"),
+        *(
+            pytest.param(name, kind, marks=pytest.mark.slow)
+            for names, kind in (
+                ("llama phi3 qwen2-moe granite-moe-shared qwen3.5-moe falcon-h1", "W4A16"),
+                ("ernie-moe lfm2-moe", "W4A16"),
+                ("phi3 granite-moe-shared lfm2-moe", "ModelOpt NVFP4"),
+            )
+            for name in names.split()
+        ),
+    ],
+)
 def test_architectures(name: str, kind: str, tmp_path: Path) -> None:
     folder, theirs, formats = publish(tmp_path, name, SMALL[kind])
     assert formats
@@ -151,7 +166,7 @@ def test_stacked_fp8_experts(tmp_path: Path) -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", kinds("AWQ"))
 def test_packed_and_streamed(name: str, tmp_path: Path) -> None:
     folder, _, formats = publish(tmp_path, "qwen3-moe", SMALL[name])
     with closing(open_checkpoint(folder)) as source:

@@ -1,8 +1,9 @@
-"""Quantized folders as published: every value is what others read there."""
+"""Quantized folders as published: every value is what others read there, or one line says why."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints import SafetensorsCheckpoint
 from localrt.models.checkpoints.schemes.rows import symmetric_scales
+from localrt.models.tensor_source import RangedFile
 from localrt.quant.formats import BrainCodec, unpack
-
-pytest.importorskip("compressed_tensors")
-
-from tests.checkpoints.published.schemes import SCHEMES, Published
+from tests.checkpoints.published.schemes import SCHEMES, Published, Tensors
 
 ROWS, COLUMNS = 256, 512
 NAME = "model.layers.0.mlp.up_proj"
@@ -98,3 +98,242 @@ def test_scale_of_a_damaged_file() -> None:
     scale = np.float32(3e38)
     found = symmetric_scales(BrainCodec(4, 32), np.array([scale]), 4)
     assert found.tolist() == [[scale, -np.inf]]
+
+
+WEIGHT = torch.randn(64, 128, generator=torch.Generator().manual_seed(0)) * 0.1
+SMALL = {
+    "W4A16": "W4A16 g32",
+    "asymmetric": "W4A16 asymmetric",
+    "W8A8": "W8A8",
+    "NVFP4": "NVFP4A16",
+    "MXFP4": "MXFP4A16",
+    "GPTQ": "GPTQ g32",
+    "W3A16": "W3A16 asymmetric",
+    "GPTQ 3 bits": "GPTQ 3 bits",
+    "AWQ": "AWQ g64",
+    "NF4": "NF4 twice",
+    "LLM.int8()": "LLM.int8()",
+    "FP8": "FP8 blocks of 64",
+    "ModelOpt": "ModelOpt NVFP4",
+}
+
+
+def opened(path: Path, config: Any, tensors: Tensors) -> SafetensorsCheckpoint:
+    (path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **config}))
+    whole = {f"{NAME}.{name}": tensor.contiguous() for name, tensor in tensors.items()}
+    save_file({**whole, "model.norm.weight": torch.ones(4)}, path / "model.safetensors")
+    return SafetensorsCheckpoint(path)
+
+
+def read_all(path: Path, config: Any, tensors: Tensors) -> None:
+    model = opened(path, config, tensors)
+    for name in model.tensors:
+        model.read(name)
+
+
+def refused(path: Path, config: Any, tensors: Tensors, message: str) -> None:
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=message) as caught:
+        read_all(path, config, tensors)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 600
+
+
+def without(ending: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {name: part for name, part in tensors.items() if name != ending}
+
+
+def cut(ending: str, rows: int, columns: int | None = None) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {**tensors, ending: tensors[ending][:rows, :columns]}
+
+
+def replaced(ending: str, part: torch.Tensor) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {**tensors, ending: part}
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("W4A16", without("weight_scale"), r"'.*up_proj.weight_scale' of .* is missing: download"),
+        ("W4A16", without("weight_shape"), r"weight_shape' of .* is missing"),
+        ("W4A16", without("weight_packed"), r"weight_packed' of .* is missing"),
+        ("W4A16", cut("weight_packed", 63), r"weight_packed' \(63, 16\) .* does not hold 64 rows"),
+        ("W4A16", cut("weight_packed", 64, 15), r"does not hold 64 rows of 128 numbers of 2 to 8"),
+        ("W3A16", cut("weight_packed", 64, 11), "does not hold 64 rows of 128 numbers of 2 to 8"),
+        ("W3A16", cut("weight_zero_point", 5), r"weight_zero_point' .* should be \(6, 1\)"),
+        ("W4A16", cut("weight_scale", 64, 3), r"weight_scale' .* does not divide 64 rows of 128"),
+        (
+            "W4A16",
+            replaced("weight_shape", torch.tensor([64])),
+            r"weight_shape' .* should be \(2\)",
+        ),
+        ("asymmetric", cut("weight_zero_point", 7), r"weight_zero_point' .* should be \(8, 1\)"),
+        ("W8A8", without("weight_scale"), r"weight_scale' of .* is missing"),
+        ("W8A8", replaced("weight_scale", torch.ones(5, 1)), "does not divide 64 rows of 128"),
+        ("NVFP4", without("weight_global_scale"), "weight_global_scale' of .* is missing"),
+        ("NVFP4", cut("weight_scale", 64, 7), r"weight_scale' .* should be \(64, 8\) in F8_E4M3"),
+        ("NVFP4", cut("weight_packed", 64, 4), r"weight_packed' .* whole groups of 16"),
+        ("NVFP4", replaced("weight_global_scale", torch.zeros(1)), "makes every value inf"),
+        ("NVFP4", replaced("weight_global_scale", torch.ones(2)), "should be one number"),
+        ("MXFP4", cut("weight_scale", 64, 3), r"weight_scale' .* should be \(64, 4\) in U8"),
+        ("GPTQ", without("qzeros"), r"up_proj.qzeros' of .* is missing"),
+        ("GPTQ 3 bits", cut("qweight", 11), r"qweight' \(11, 64\) .* groups of 128 do not divide"),
+        ("GPTQ 3 bits", cut("qzeros", 1, 5), r"qzeros' .* should be \(1, 6\) in I32"),
+        ("GPTQ", cut("qweight", 15), r"qweight' \(15, 64\) .* groups of 32 do not divide"),
+        ("GPTQ", cut("qweight", 12), r"scales' .* should be \(3, 64\)"),
+        ("GPTQ", cut("scales", 3), r"scales' .* should be \(4, 64\) for groups of 32"),
+        ("GPTQ", cut("qzeros", 4, 7), r"qzeros' .* should be \(4, 8\) in I32"),
+        ("GPTQ", replaced("g_idx", torch.zeros(9, dtype=torch.int32)), r"g_idx' .* be \(128\)"),
+        (
+            "GPTQ",
+            replaced("g_idx", torch.full((128,), 4, dtype=torch.int32)),
+            "names groups that are not among the 4 there are",
+        ),
+        (
+            "GPTQ",
+            replaced("qzeros", torch.zeros(4, 8, dtype=torch.int32)),
+            "has zero points, though the config says sym",
+        ),
+        ("AWQ", cut("qweight", 100), r"qweight' .* groups of 64 do not divide"),
+        ("AWQ", cut("scales", 2, 9), r"scales' .* should be \(2, 64\)"),
+        ("AWQ", without("scales"), r"scales' of .* is missing"),
+        (
+            "NF4",
+            cut("weight", 4095),
+            r"up_proj.weight' .* does not hold 64 x 128 numbers of 4 bits",
+        ),
+        ("NF4", without("weight.absmax"), r"weight.absmax' of .* is missing"),
+        ("NF4", replaced("weight.quant_map", torch.zeros(16)), "has other levels than NF4 and FP4"),
+        (
+            "LLM.int8()",
+            replaced("weight_format", torch.tensor(1, dtype=torch.uint8)),
+            "is not 0: only bytes in the order of rows",
+        ),
+        ("LLM.int8()", without("SCB"), r"SCB' of .* is missing"),
+        (
+            "NF4",
+            replaced(
+                "weight.quant_state.bitsandbytes__nf4", torch.tensor([ord("{")], dtype=torch.uint8)
+            ),
+            r"bitsandbytes__nf4' .* is malformed: it should be JSON",
+        ),
+        ("FP8", without("weight_scale_inv"), r"weight_scale_inv' of .* is missing"),
+        ("FP8", cut("weight_scale_inv", 1), r"weight_scale_inv' .* equal blocks of 32 x 64"),
+        ("ModelOpt", without("weight_scale_2"), r"weight_scale_2' of .* is missing"),
+    ],
+)
+def test_bad_tensors(
+    kind: str, change: Callable[[Tensors], Tensors], message: str, tmp_path: Path
+) -> None:
+    scheme = SCHEMES[SMALL[kind]]
+    tensors, _ = scheme.write(WEIGHT)
+    refused(tmp_path, scheme.config, change(tensors), message)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"quant_method": "hqq"},
+            r"quantized with hqq, .* \(it reads auto-round, awq, bitsandbytes, .*GGUF",
+        ),
+        ({"quant_method": 3}, "quantized with 3, which"),
+        ({"quant_method": "auto-round", "data_type": "mx_fp"}, "data_type asks for mx_fp, which"),
+        ({"quant_method": "auto-round", "bits": 5}, "bits is 5, of which localrt reads 2, 3, 4"),
+        ({"quant_method": "gptq", "bits": 5}, "bits is 5, .* localrt reads 2, 3, 4, 8; use the"),
+        ({"quant_method": "gptq", "bits": True}, "bits is True, of which localrt reads 2, 3, 4, 8"),
+        ({"quant_method": "gptq", "group_size": 0}, "group_size should be a number of columns"),
+        ({"quant_method": "gptq", "group_size": "128"}, "group_size should be a whole number"),
+        ({"quant_method": "gptq", "sym": "yes"}, "sym should be true or false, is 'yes'"),
+        ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
+        ({"quant_method": "awq", "version": "gemv"}, "version is 'gemv', of which .* reads gemm"),
+        ({"quant_method": "awq", "bits": 8}, "bits is 8, of which localrt reads 4"),
+        ({"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "int4"}, "bnb_4bit_quant_type is"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size should be two"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight_block_size should be two"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo is 'W4A8_AWQ', of"),
+        ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format is 'marlin-24'"),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": 3}}},
+            "config_groups: a: weights should be an object",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"a": {"weights": {"num_bits": 6, "type": "int"}}},
+            },
+            "num_bits is 6, of which localrt reads 2, 3, 4, 8",
+        ),
+        (
+            {"quant_method": "compressed-tensors", "transform_config": {"config_groups": {}}},
+            "transform_config asks for rotated inputs",
+        ),
+        ([], "quantized with an unknown method"),
+        ("gptq", "quantization_config should be an object"),
+    ],
+)
+def test_bad_configs(config: Any, message: str, tmp_path: Path) -> None:
+    refused(tmp_path, {"quantization_config": config}, {}, message)
+
+
+@pytest.mark.parametrize("more", [{}, {"quantization_config": {"bits": 4, "group_size": 64}}])
+def test_quantized_for_mlx(more: Any, tmp_path: Path) -> None:
+    config = {"quantization": {"bits": 4, "group_size": 64}, **more}
+    refused(tmp_path, config, {}, "is quantized for MLX: take a GGUF file of it or")
+
+
+def test_modelopts_own_file(tmp_path: Path) -> None:
+    scheme = SCHEMES["ModelOpt NVFP4"]
+    tensors, _ = scheme.write(WEIGHT)
+    described = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(described))
+    model = opened(tmp_path, {}, tensors)
+    assert model.tensors[f"{NAME}.weight"].format.name == "nvfp4"
+    described["quantization"] = {"quant_algo": "INT2"}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(described))
+    refused(tmp_path, {}, tensors, "hf_quant_config.json: quantization: quant_algo is 'INT2'")
+
+
+def test_gptq_module_bits(tmp_path: Path) -> None:
+    config = SCHEMES["GPTQ"].config
+    tensors, values = SCHEMES["GPTQ 8 bits asymmetric"].write(WEIGHT)
+    config = {"quantization_config": {**config["quantization_config"], "sym": False}}
+    model = opened(tmp_path, config, tensors)
+    assert model.tensors[f"{NAME}.weight"].format.name == "int8-g32z"
+    np.testing.assert_array_equal(unpack(model.read(f"{NAME}.weight")), values)
+
+
+def test_older_block_structure(tmp_path: Path) -> None:
+    config = json.loads(json.dumps(SCHEMES["compressed FP8 blocks"].config))
+    group = config["quantization_config"]["config_groups"]["group_0"]
+    group["weights"]["block_structure"] = "128x128"
+    tensors, _ = SCHEMES["compressed FP8 blocks"].write(WEIGHT.repeat(2, 1))
+    assert opened(tmp_path, config, tensors).tensors[f"{NAME}.weight"].format.name == "e4m3-g128"
+
+
+def test_scales_of_routers(tmp_path: Path) -> None:
+    """Gemma 4's are no weight's, in an FP8 folder as elsewhere."""
+    scheme = SCHEMES["FP8 blocks of 64"]
+    tensors, _ = scheme.write(WEIGHT)
+    model = opened(tmp_path, scheme.config, {**tensors, "router.scale": torch.ones(4)})
+    assert model.tensors[f"{NAME}.router.scale"].shape == (4,)
+
+
+def test_cache_scales(tmp_path: Path) -> None:
+    scheme = SCHEMES["FP8 rows"]
+    tensors, _ = scheme.write(WEIGHT)
+    model = opened(tmp_path, scheme.config, {**tensors, "input_scale": torch.ones(1)})
+    assert set(model.tensors) == {f"{NAME}.weight", "model.norm.weight"}
+
+
+@pytest.mark.parametrize("kind", SMALL.values())
+def test_reads_only_rows_asked(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, _ = SCHEMES[kind].write(WEIGHT)
+    model = opened(tmp_path, SCHEMES[kind].config, tensors)
+    counts: list[int] = []
+    read = RangedFile.read
+    monkeypatch.setattr(
+        RangedFile, "read", lambda file, at, n: counts.append(n) or read(file, at, n)
+    )
+    model.read(f"{NAME}.weight", 8, 16)
+    tables = 1200 if "NF4" in kind else 0  # of double quantization
+    assert sum(counts) < sum(part.nbytes for part in tensors.values()) / 4 + tables

@@ -1,9 +1,10 @@
-"""Files that are replaced whole or not at all, and paths that are none."""
+"""What all parts share: files that are replaced whole, foreign text, and options in messages."""
 
 from __future__ import annotations
 
 import errno
 import os
+import pickle
 import stat
 import subprocess
 import sys
@@ -13,13 +14,22 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from localrt import DocumentIndex, History, system
-from localrt.common.errors import OptionError, StorageError
+from localrt.cli import main
+from localrt.common.errors import (
+    LocalrtError,
+    MemoryBudgetError,
+    OptionError,
+    StorageError,
+)
 from localrt.common.files import (
     atomic_write,
     is_there,
     keep_private,
+    parse_json,
     private_file,
     private_folder,
     read_bytes,
@@ -29,9 +39,12 @@ from localrt.common.files import (
     write_bytes,
     write_text,
 )
+from localrt.common.formatting import format_bytes, parse_duration, parse_size, printable
+from localrt.common.option_names import on_command_line, option, spelled
 from localrt.common.speeds import keep_speed, known_speed
 from localrt.documents.reading import read_document
 from localrt.models.vision.picture import read_picture
+from localrt.tui.text import in_app
 
 _DIES = """
 import os, sys
@@ -305,3 +318,99 @@ def test_a_failing_disk_is_no_wrong_option(
     for wrong in ("none.png", "a.png/b", "x" * 300):
         with pytest.raises(OptionError, match="does not exist"):
             read_bytes(tmp_path / wrong)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a\tb\nc", "a\tb\nc"),
+        ("é 中 🙂 a\u200db", "é 中 🙂 a\u200db"),
+        ("\x1b[2J\x1b]0;title\x07", r"\x1b[2J\x1b]0;title\x07"),
+        ("gone\rcome\x08\x7f", r"gone\rcome\x08\x7f"),
+        ("\x9b31m\x85", r"\x9b31m\x85"),
+        ("txt.\u202eexe \u2066", r"txt.\u202eexe \u2066"),
+    ],
+)
+def test_text_for_a_terminal_moves_nothing(text: str, shown: str) -> None:
+    assert printable(text) == shown
+
+
+SIZES = {
+    **{"8GB": 8_000_000_000, "512MiB": 512 << 20, "1.5GB": 1_500_000_000, "2 gib": 2 << 30},
+    **{"4096": 4096, "100kB": 100_000, "3g": 3_000_000_000, "7B": 7, 4096: 4096},
+}
+
+
+@pytest.mark.parametrize("text", SIZES)
+def test_parse_size(text: str | int) -> None:
+    assert parse_size(text) == SIZES[text]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "GB", "8 apples", "-1GB", "0", 0, -5, "1e9", "nan", "1.2.3MB", True, None, 1.5]
+)
+def test_parse_size_errors(text: object) -> None:
+    with pytest.raises(OptionError) as caught:
+        parse_size(text)  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+
+
+@given(st.integers(1, 10**14), st.text(max_size=12))
+def test_size_round_trip(count: int, text: str) -> None:
+    assert parse_size(format_bytes(count)) == pytest.approx(count, rel=0.06)
+    with suppress(OptionError):
+        assert parse_size(text) > 0
+
+
+def test_format_bytes() -> None:
+    sizes = [0, 999, 98_123_456, 1_117_000_000, 8_000_000_000, 999_600]
+    shown = ["0 B", "999 B", "98 MB", "1.1 GB", "8 GB", "1 MB"]
+    assert [format_bytes(size) for size in sizes] == shown
+
+
+@pytest.mark.parametrize("parse", [parse_size, parse_duration])
+def test_more_digits_than_any_size(parse: Callable[[str], object]) -> None:
+    with pytest.raises(OptionError, match=r"^'999"):
+        parse("9" * 400)
+
+
+def test_json_nested_too_deeply() -> None:
+    with pytest.raises(ValueError, match="nested too deeply"):
+        parse_json("[" * 100_000)
+
+
+def test_errors_of_commands_move_no_cursor(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "./no\x1b[2Jmodel.gguf", "hi"]) != 0
+    assert "\x1b" not in capsys.readouterr().err
+
+
+def test_a_message_names_options_as_its_reader_types_them() -> None:
+    ways = f"use {option('ctx', 512)}, {option('ram', '1.5 GB')} or less {option('max_tokens')}"
+    error = MemoryBudgetError(ways)
+    assert str(error) == 'use ctx=512, ram="1.5 GB" or less max_tokens'
+    assert (
+        error.told(on_command_line)
+        == f"use --ctx 512, --ram {system.quote('1.5 GB')} or less --max-tokens"
+    )
+    assert spelled(f"try {option('max_tokens', 9)}", in_app) == "try /set max_tokens 9"
+
+
+def test_an_option_without_a_flag_is_spelled_as_in_python() -> None:
+    assert spelled(option("tree_depth", 4), on_command_line) == "tree_depth=4"
+    assert spelled(option("thinking", False), on_command_line) == "--thinking off"
+
+
+def test_a_quoted_text_that_is_no_option_stays_as_it_is() -> None:
+    for text in ("`a=1.2.3`", "`a=007`", '`a="\\"`'):
+        assert str(OptionError(f"no model {text}")) == f"no model {text}"
+
+
+def test_an_error_within_another_keeps_its_options_for_the_reader() -> None:
+    inner = OptionError(f"{option('seed')} must be at least 0")
+    outer = LocalrtError(f"line 2: {inner.marked}")
+    assert outer.told(on_command_line) == "line 2: --seed must be at least 0"
+    assert str(pickle.loads(pickle.dumps(outer))) == "line 2: seed must be at least 0"
+
+
+def test_an_error_of_the_system_reads_as_ever() -> None:
+    assert str(StorageError(2, "no such file")) == "[Errno 2] no such file"

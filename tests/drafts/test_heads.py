@@ -1,7 +1,8 @@
-"""Assistants of targets whose weights, keys and values are not all in one memory."""
+"""Draft heads of targets in several memories, and of a small trained model."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import transformers
 
 import localrt
 from localrt.common.errors import OptionError
@@ -26,7 +28,7 @@ from localrt.quant.ops.kv_formats import CacheFormat
 from tests.conftest import needs_kernels
 from tests.engine.test_speculation import fixed, ids, info_of, run
 from tests.inside import engine_of
-from tests.models.tiny import tokens
+from tests.models.tiny import logits_of, oracle, relative_error, tokens
 from tests.models.tiny_heads import TinyAssistant
 from tests.offload.placed import Model, passing
 
@@ -154,3 +156,51 @@ def test_budget(folder: Path) -> None:
             assert ours.token_ids == plain.token_ids
             assert "head, 8 draft tokens" in str(ours.metrics.speculation)
             assert (engine_of(model).counts().ssd_read_bytes > 0) is leave
+
+
+FOLDER = Path(__file__).parents[1] / "data/hybrid"
+ROWS = (FOLDER / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+PROMPTS = [json.loads(row)["prompt"] for row in ROWS]
+
+
+@pytest.fixture(scope="module")
+def trained() -> Iterator[localrt.Model]:
+    with localrt.load(FOLDER, device="cpu", ctx=512, draft="mtp", threads=1) as loaded:
+        yield loaded
+
+
+def test_logits_are_those_of_transformers() -> None:
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(FOLDER, dtype="float32")
+    ids = [each % 1024 for each in tokens(60)]
+    assert relative_error(logits_of(FOLDER, ids), oracle(theirs.eval(), ids)) < 1e-4
+
+
+@needs_kernels
+def test_drafts_are_accepted(trained: localrt.Model) -> None:
+    """Chains of three: plain decoding's tokens, about two of them a pass."""
+    brought = []
+    for prompt in PROMPTS[:4]:
+        options = {"raw": True, "max_tokens": 64, "temperature": 0.0, "ignore_eos": True}
+        plain = trained.generate(prompt, draft="off", **options)
+        ours = trained.generate(prompt, draft="mtp", tree_budget=3, tree_depth=3, **options)
+        assert ours.token_ids == plain.token_ids
+        brought.append(ours.metrics.accepted_per_pass or 1.0)
+    assert np.mean(brought) > 1.7
+
+
+@needs_kernels
+@pytest.mark.parametrize("size", [{}, {"tree_budget": 12}])
+def test_sampled_answers_are_the_same(trained: localrt.Model, size: dict[str, int]) -> None:
+    options = {"raw": True, "max_tokens": 60, "temperature": 0.8, "seed": 5}
+    plain = trained.generate(PROMPTS[0], draft="off", **options)
+    ours = trained.generate(PROMPTS[0], draft="mtp", **size, **options)
+    assert ours.token_ids == plain.token_ids
+    assert ours.text == plain.text
+
+
+@needs_kernels
+def test_it_continues_code(trained: localrt.Model) -> None:
+    chunk = trained.generate(
+        "class Reader:\n    def __init__(", raw=True, max_tokens=4, temperature=0.0
+    )
+    assert chunk.text.startswith("self")
