@@ -57,10 +57,12 @@ def write_gguf(
         if array.dtype.kind == "f":
             array = quantize(np.ascontiguousarray(array, np.float32), kind)
         writer.add_tensor(name, array, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+    finally:
+        writer.close()
     if path.exists():
         return [path]
     return sorted(path.parent.glob(f"{path.stem}-*-of-*.gguf"))
