@@ -275,6 +275,13 @@ def with_text(config: Any, text: Any, **vision: Any) -> Any:
     return found
 
 
+def _muse(text: dict[str, Any]) -> Any:
+    """Muse-Glimmer's config, whose pictures have a small adapter."""
+    found = with_text(hf.MuseGlimmerConfig, text, **_MUSE_VISION)
+    found.out_hidden_size, found.projector_hidden_size = 128, 64
+    return found
+
+
 FAMILIES: dict[str, Callable[[], Any]] = {
     "ministral3": lambda: hf.Ministral3Config(**_WIDE, head_dim=32, rope_parameters=_MINISTRAL),
     "mistral3": lambda: with_text(
@@ -388,9 +395,8 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "glm-ocr": lambda: with_text(
         hf.GlmOcrConfig, {**_WIDE, "head_dim": 32, "rope_parameters": _OCR}, **_GLM_VISION
     ),
-    "muse-glimmer": lambda: with_text(hf.MuseGlimmerConfig, _MUSE, **_MUSE_VISION),
-    "muse-glimmer-bases": lambda: with_text(
-        hf.MuseGlimmerConfig,
+    "muse-glimmer": lambda: _muse(_MUSE),
+    "muse-glimmer-bases": lambda: _muse(
         {
             **_MUSE,
             "head_dim": 48,
@@ -399,7 +405,6 @@ FAMILIES: dict[str, Callable[[], Any]] = {
             "qk_scale_factor": 0.7,
             "post_norm_eps": 0.3,
         },
-        **_MUSE_VISION,
     ),
     "glm4-moe": lambda: hf.Glm4MoeConfig(**_WIDE, **_GLM, head_dim=32, attention_bias=True),
     "glm4-moe-groups": lambda: hf.Glm4MoeConfig(**_WIDE, **_GLM, n_group=2, topk_group=1),
