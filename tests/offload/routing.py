@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from localrt.offload.experts.cache import ExpertCache, Values
 
 TRACE = Path(__file__).parents[1] / "data/mixture/routing.npz"
-_APART = 1000  # tokens between layers, and groups, that share a layer of the trace
 
 
 class Step(NamedTuple):
@@ -82,37 +81,6 @@ def hit_rates(trace: Trace, slots: int) -> tuple[float, float]:
     policy: Any = LRU(*sizes[:2])
     lru = replay(trace, ExpertCache(*sizes, policy=policy))
     return lru, replay(trace, ExpertCache(*sizes))
-
-
-class TrainedChoices:
-    """What the routers of a mixture with ``count`` experts choose for each token.
-
-    Further layers than the trace has choose as those of the trace do at later tokens. Of more
-    experts, each group chooses as one of its layers does.
-    """
-
-    def __init__(self, count: int) -> None:
-        trace, self._count = trained_trace(), count
-        steps = len(trace.steps) // trace.layers
-        shape = steps, trace.layers, 2 * trace.used
-        self._experts = np.concatenate([step.experts for step in trace.steps]).reshape(shape)
-        self._scores = np.concatenate([step.scores for step in trace.steps]).reshape(shape)
-        self._groups, self._each = max(1, count // trace.count), trace.count
-
-    def choose(
-        self, layer: int, token: int, ranked: int
-    ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """A layer's ``ranked`` best experts for a token, best first, and their scores."""
-        steps, layers, _ = self._experts.shape
-        again, place = divmod(layer, layers)
-        each = -(-ranked // self._groups)
-        at = [(token + _APART * (again * self._groups + g)) % steps for g in range(self._groups)]
-        found = self._experts[at, place, :each] + self._each * np.arange(self._groups)[:, None]
-        scores = self._scores[at, place, :each] / self._groups
-        chosen = found.T.reshape(-1)[:ranked] % self._count
-        if self._count < self._each:  # a tiny model
-            chosen = (chosen[0] + np.arange(ranked)) % self._count
-        return chosen.astype(np.int32), scores.T.reshape(-1)[:ranked].astype(np.float32)
 
 
 def random_trace(

@@ -108,6 +108,18 @@ def reader_threads() -> list[threading.Thread]:
     return [thread for thread in found if not thread.name.startswith(others)]
 
 
+# What happens before a pass, what is done otherwise in it, and where it is given up.
+PASSES = st.lists(
+    st.tuples(
+        st.sampled_from(["", "", "rewind", "schedule"]),
+        st.frozensets(st.integers(0, 6), max_size=4),
+        st.one_of(st.none(), st.none(), st.integers(0, 6)),
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
 # -- what is read ----------------------------------------------------------------------------------
 
 
@@ -117,16 +129,7 @@ def reader_threads() -> list[threading.Thread]:
     chunk=st.integers(1, 4),
     threads=st.integers(1, 4),
     seed=st.integers(0, 99),
-    # What happens before a pass, what is wanted of it, and where it is given up.
-    passes=st.lists(
-        st.tuples(
-            st.sampled_from(["", "", "rewind", "schedule"]),
-            st.frozensets(st.integers(0, 6), max_size=4),
-            st.one_of(st.none(), st.none(), st.integers(0, 6)),
-        ),
-        min_size=1,
-        max_size=5,
-    ),
+    passes=PASSES,
 )
 def test_any_passes(
     pages: list[int],

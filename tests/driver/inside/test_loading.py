@@ -58,7 +58,7 @@ from tests.driver.inside.conftest import (
 )
 from tests.driver.standin import Driver, image
 from tests.inside import core_of, engine_of
-from tests.models.tiny import CONFIGS, MIXTURES, SIZES, random_model, save_tiny
+from tests.models.tiny import CONFIGS, MIXTURES, random_model, save_tiny
 from tests.models.vision.oracles import picture
 from tests.models.vision.tiny import qwen_folder
 from tests.offload.placed import needs_kernels, place_on_gpu, tokens
@@ -105,9 +105,7 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two layers of eight experts."""
     folder = tmp_path_factory.mktemp("moe")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(SIZES, "vocab_size", write_byte_tokenizer(folder))
-        save_tiny("qwen3-moe", folder)
+    save_tiny("qwen3-moe", folder, vocab=write_byte_tokenizer(folder))
     return quantized(folder)
 
 

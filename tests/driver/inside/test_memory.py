@@ -31,7 +31,7 @@ from localrt.quant.formats.packed import Bytes
 from tests.driver.inside.conftest import Kernels, few, hasty
 from tests.driver.standin import Driver
 from tests.offload.placed import PLENTY
-from tests.offload.test_readers import FakeSource, content, make_units
+from tests.offload.test_readers import PASSES, FakeSource, content, make_units
 
 SLAB = 16 << 20
 
@@ -319,16 +319,8 @@ def copying(
     chunk=st.integers(1, 9),
     threads=st.integers(1, 3),
     seed=st.integers(0, 99),
-    # What happens before a pass, what is not wanted of it, and where it is given up.
-    passes=st.lists(
-        st.tuples(
-            st.sampled_from(["", "", "rewind", "schedule"]),
-            st.frozensets(st.integers(0, 6), max_size=4),
-            st.one_of(st.none(), st.none(), st.integers(0, 6)),
-        ),
-        min_size=1,
-        max_size=5,
-    ),
+    # What a pass does otherwise is here what is not wanted of it.
+    passes=PASSES,
 )
 @few(50)
 def test_any_passes(
