@@ -148,7 +148,8 @@ def test_best_setting_within_memory(
     first = samples[0]
     assert first["prefill_tok_s"] == 10 * first["decode_tok_s"]
     assert first["ttft_s"] * first["prefill_tok_s"] == pytest.approx(20)
-    assert first["peak_ram_bytes"] > MB
+    # The program waits until it is looked at where there is a library; else it may just have begun.
+    assert first["peak_ram_bytes"] > (MB if library else 0)
     peak = first["peak_vram_bytes"]
     assert peak is None if not library else 0 < peak <= (budget or 0) * MB
     assert lines[-1] == f"peer ({found}): measuring"
