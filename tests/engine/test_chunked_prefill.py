@@ -124,10 +124,37 @@ def test_first_come_first_served() -> None:
         for number, name in enumerate("abc"):
             threads.append(threading.Thread(target=take, args=(name,)))
             threads[-1].start()
-            wait_for(lambda number=number: len(turns._queue) == number + 2)  # type: ignore[misc]
+            wait_for(lambda number=number: len(turns._waiting) == number + 1)  # type: ignore[misc]
     for thread in threads:
         thread.join(60)
     assert log == ["a", "b", "c"]
+
+
+def test_short_passes_get_as_much_time_as_long_ones() -> None:
+    """Of a small model and a large one, whose passes take ten times as long."""
+    now, log = [0.0], list[str]()
+    turns = PassTurns(lambda: now[0])
+
+    def work(name: str, seconds: float, passes: int) -> None:
+        for _ in range(passes):
+            with turns.turn(name):
+                now[0] += seconds
+                log.append(name)
+        turns.leave(name)
+
+    threads = [
+        threading.Thread(target=work, args=("small", 1.0, 40)),
+        threading.Thread(target=work, args=("large", 10.0, 4)),
+    ]
+    with turns.turn():
+        for thread in threads:
+            thread.start()
+        wait_for(lambda: len(turns._waiting) == 2)
+    for thread in threads:
+        thread.join(60)
+    places = [number for number, name in enumerate(log) if name == "large"]
+    assert len(places) == 4
+    assert all(10 <= later - sooner <= 12 for sooner, later in pairwise(places)), log
 
 
 def test_batches_at_work() -> None:

@@ -103,7 +103,7 @@ def test_turns_of_several_models(device: str, streamed: bool) -> None:
             if streamed:
                 assert said(answer) == [11, 12]
             else:
-                wait_for(lambda: len(turns._queue) == 2)
+                wait_for(lambda: len(turns._waiting) == 1)
                 assert engine.asked == 0
         assert streamed or said(answer) == [11, 12]
 

@@ -2,14 +2,16 @@
 
 Rows of prompts and of background work are added to a pass as long as its expected time, based on
 recent passes, keeps the next tokens of interactive answers in time. Models that share a device
-compute one pass at a time, first come, first served. This module does not know sequences.
+compute one pass at a time, each for the same share of the time. This module does not know
+sequences.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import Counter, deque
-from collections.abc import Hashable, Iterator, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Literal, NamedTuple, TypeAlias, get_args
@@ -180,40 +182,64 @@ def even_shares(prompts: Sequence[tuple[Hashable, int]], room: int) -> list[int]
     return shares
 
 
+_BETWEEN_S = 0.02  # a batch that is at work comes back for its next pass within this time
+
+
 class PassTurns:
-    """A fair lock for one device: one pass at a time, first come, first served. Thread-safe.
+    """A fair lock for one device: one pass at a time, of the batch at work that has used the least
+    time (start-time fair queueing, Goyal et al. 1996). Thread-safe.
 
     Two simultaneous passes on the same cores take longer than two consecutive ones, since each
-    waits for threads that the other has displaced.
+    waits for threads that the other has displaced. The short passes of a small model get as much
+    time as the long ones of a large one: by turns, each of its tokens would wait for one of those.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._changed = threading.Condition()
-        self._queue: deque[object] = deque()  # who computes, then who waits
-        self._working: set[Hashable] = set()
+        self._now, self._busy = now, False
+        self._waiting: list[Hashable] = []  # in order of arrival
+        self._used: dict[Hashable, float] = {}  # seconds of each batch at work
+        self._ended: dict[Hashable, float] = {}  # when its last pass did
 
     @contextmanager
     def turn(self, batch: Hashable = None) -> Iterator[int]:
         """Lock the device for a pass; yields how many other batches are at work.
 
-        A ``batch`` is at work from its first pass until it ``leave``s.
+        A ``batch`` is at work from its first pass until it ``leave``s. It begins with as much used
+        time as the one with the least.
         """
-        ticket = object()
+        who = object() if batch is None else batch
         with self._changed:
-            if batch is not None:
-                self._working.add(batch)
-            self._queue.append(ticket)
-            while self._queue[0] is not ticket:
-                self._changed.wait()
-            others = len(self._working - {batch})
+            self._used.setdefault(who, min(self._used.values(), default=0.0))
+            self._waiting.append(who)
+            while self._busy or (wait_s := self._wait_s(who)) != 0:
+                self._changed.wait(None if self._busy else wait_s)
+            self._waiting.remove(who)
+            self._busy, began = True, self._now()
+            others = len(self._used.keys() - {who})
         try:
             yield others
         finally:
             with self._changed:
-                self._queue.popleft()
+                self._busy, ended = False, self._now()
+                if batch is None:
+                    del self._used[who]
+                elif who in self._used:
+                    self._used[who] += ended - began
+                    self._ended[who] = ended
                 self._changed.notify_all()
 
     def leave(self, batch: Hashable) -> None:
         """Report that ``batch`` has nothing to compute."""
         with self._changed:
-            self._working.discard(batch)
+            self._used.pop(batch, None)
+            self._ended.pop(batch, None)
+            self._changed.notify_all()
+
+    def _wait_s(self, who: Hashable) -> float | None:
+        """Return how long ``who`` waits for one that has used less; None: until another's pass."""
+        used = self._used[who]
+        if min(self._waiting, key=self._used.__getitem__) is not who:
+            return None
+        between = [end for one, end in self._ended.items() if self._used[one] < used]
+        return max(0.0, max(between) + _BETWEEN_S - self._now()) if between else 0.0
