@@ -3,6 +3,7 @@
 Each instruction set has source files of its own, and the choice is made at run time. A checkout
 compiles its own processor's alone, a wheel all of them; ``LOCALRT_ISAS`` says otherwise (``all``,
 ``native``, or names). ``LOCALRT_NO_KERNELS=1`` builds none: answers are then torch's.
+The compiler's options end with those of ``LOCALRT_CXXFLAGS``.
 """
 
 import ctypes
@@ -28,6 +29,7 @@ ISAS = {
 }
 COMMON = ["tile", "codebook_vbmi", "pool", "library", "processor"]
 FLAGS = ["-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=off", "-fvisibility=hidden", "-g0"]
+FLAGS += os.environ.get("LOCALRT_CXXFLAGS", "").split()
 
 
 def sources(isas):

@@ -31,22 +31,6 @@ NEW_TOKENS = 12
 TIE = 1e-3
 
 
-@pytest.fixture(scope="module", params=["smollm2", "qwen0.5b", "gemma270m"])
-def pair(request: pytest.FixtureRequest) -> Any:
-    """(our decoder, our tokenizer, transformers' model), float32."""
-    import transformers
-
-    path = real_model(request.param)
-    with closing(open_checkpoint(path)) as checkpoint:
-        ops = TorchOps(compute_format="f32")
-        ours = load_decoder(checkpoint, ops, read_config(checkpoint))
-        tokenizer = load_tokenizer(checkpoint)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32
-    )
-    return ours, tokenizer, theirs.eval()
-
-
 def logits_of(model: Any, ids: list[int]) -> np.ndarray:
     with torch.no_grad():
         return np.asarray(model(torch.tensor([ids])).logits[0].numpy())
@@ -67,10 +51,8 @@ def greedy(decoder: Decoder, prompts: list[list[int]]) -> list[list[int]]:
     return texts
 
 
-def test_logits(pair: Any) -> None:
+def check_logits(ours: Decoder, theirs: Any, ids: list[int]) -> None:
     """Of a prompt beyond a block of the cache, and of tokens one by one behind it."""
-    ours, tokenizer, theirs = pair
-    ids = (tokenizer.encode(" ".join(PROMPTS)) * 20)[:300]
     expected = logits_of(theirs, ids)
     cache, rows = ours.cache(len(ids)), [*range(0, 290, 7)]
     got = ours.forward(Batch.extend([(cache, ids[:-3])]), rows=rows)
@@ -79,12 +61,27 @@ def test_logits(pair: Any) -> None:
     assert relative_error(got, expected[-3:]) < 1e-4
 
 
-def test_greedy(pair: Any) -> None:
-    ours, tokenizer, theirs = pair
-    prompts = [tokenizer.encode(text) for text in PROMPTS]
+def check_greedy(ours: Decoder, theirs: Any, prompts: list[list[int]]) -> None:
+    """Given the same tokens so far, transformers' own best next token is ours at every step."""
     for prompt, text in zip(prompts, greedy(ours, prompts), strict=True):
-        # Given the same tokens so far, transformers' own best next token is ours at every step.
         expected = logits_of(theirs, prompt + text)[len(prompt) - 1 : -1]
         best = expected.max(axis=1)
         chosen = expected[np.arange(NEW_TOKENS), text]
         assert (best - chosen < TIE).all()
+
+
+@pytest.mark.parametrize("name", ["smollm2", "qwen0.5b", "gemma270m"])
+def test_real_model(name: str) -> None:
+    """One test a model, as opening it in float32 takes longest."""
+    import transformers
+
+    path = real_model(name)
+    with closing(open_checkpoint(path)) as checkpoint:
+        ops = TorchOps(compute_format="f32")
+        ours = load_decoder(checkpoint, ops, read_config(checkpoint))
+        tokenizer = load_tokenizer(checkpoint)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    ).eval()
+    check_logits(ours, theirs, (tokenizer.encode(" ".join(PROMPTS)) * 20)[:300])
+    check_greedy(ours, theirs, [tokenizer.encode(text) for text in PROMPTS])
