@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from localrt.server.pool import ModelPool
 from localrt.server.service import ResponseStore
 from tests.server.conftest import Running, serving
 from tests.server.dialects import HI, PAINT, client_of, colours
-from tests.waits import wait_for
 
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0}
 CHAT: dict[str, Any] = {**GREEDY, "max_tokens": 12, "extra_body": {"ignore_eos": True}}
@@ -186,16 +184,6 @@ def test_reasoning_item(thinker: Running) -> None:
     assert {"response.reasoning_text.delta", "response.reasoning_text.done"} <= kinds
 
 
-def test_small_sign_of_life(slow: None, openai: Any, silence: bool) -> None:
-    long = "Be brief. " * 15
-    with openai.responses.stream(input="hi", instructions=long, **RESPONSE) as stream:
-        events = list(stream)
-    signs = [event for event in events if event.type == "response.in_progress"]
-    assert all(len(sign.to_json(indent=None)) < 400 for sign in signs)
-    assert len(signs) > 1 if silence else len(signs) == 1
-    assert events[0].response.instructions == events[-1].response.instructions == long
-
-
 RED = colours("red")
 REGEX = {"type": "grammar", "syntax": "regex", "definition": "red"}
 CALLS: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -341,20 +329,6 @@ def test_num_ctx(ollama: Any, server: Running) -> None:
     assert sum("--ctx 1048576" in note for note in server.notes) == 1
 
 
-@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
-def test_tokens_from_a_cache(server: Running, path: str) -> None:
-    text = f"{path} once more"  # no other test's
-    body = {"model": "tiny", "messages": [{"role": "user", "content": text}], "prompt": text}
-    for known, stream in ((False, False), (True, False), (True, True)):
-        body |= {"stream": stream, "options": {"num_predict": 2}}
-        _, got, _ = server.request("POST", path, body)
-        last = json.loads(got.splitlines()[-1]) if stream else got
-        if known:
-            assert 0 < last["prompt_eval_cached_count"] < last["prompt_eval_count"]
-        else:
-            assert last.get("prompt_eval_cached_count", 1) > 0
-
-
 def test_ollamas_embeddings(ollama: Any, server: Running) -> None:
     assert ollama.embed(model="tiny", input=["hi", "ho"]).prompt_eval_count == 4
     one = ollama.embeddings(model="tiny", prompt="hi")
@@ -422,31 +396,6 @@ def test_pull(ollama: Any, server: Running, monkeypatch: pytest.MonkeyPatch) -> 
         next(endless)
         endless.close()
         assert cancelled.wait(60)
-
-
-def test_pulls_take_turns(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    going_on, begun = threading.Event(), list[str]()
-
-    def resolve(name: str, **_: Any) -> ResolvedModel:
-        begun.append(name)
-        going_on.wait(60)
-        return ResolvedModel(name, Path("m.gguf"), None, "hub")
-
-    monkeypatch.setattr(ollama_models, "resolve", resolve)
-    with (
-        serving(server.model, name="tiny", allow_pull=True) as running,
-        ThreadPoolExecutor() as pool,
-    ):
-        body = {"model": "org/name", "stream": False}
-        pulls = [pool.submit(running.request, "POST", "/api/pull", body) for _ in range(6)]
-        try:
-            wait_for(lambda: len(begun) == 1)
-            assert running.chat(max_tokens=1)[0] == 200
-            assert len(begun) == 1
-        finally:
-            going_on.set()
-        assert [pull.result(60)[0] for pull in pulls] == [200] * 6
-    assert len(begun) == 6
 
 
 # -- localrt's own ---------------------------------------------------------------------------------

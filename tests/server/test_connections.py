@@ -126,18 +126,11 @@ CHUNKED = UNFINISHED.replace(b"Content-Length: 9", b"Transfer-Encoding: chunked"
     "sent",
     [
         UNFINISHED.replace(b"\r\n\r\n", b"\r\nTransfer-Encoding: chunked\r\n\r\n") + b"0\r\n\r\n",
-        CHUNKED.replace(b"\r\n\r\n", b"\r\nContent-Length: 5\r\n\r\n") + b"0\r\n\r\n",
-        b"GET /health HTTP/1.1\nHost: localhost\n\n",
         b"GET /health HTTP/1.1\r\nHost: localhost\nX: y\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nHost: localhost\r\n\n",
         b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: y\rZ: z\r\n\r\n",
-        CHUNKED + b"2\n{}\r\n0\r\n\r\n",
         CHUNKED + b"2;a\nb\r\n{}\r\n0\r\n\r\n",
         CHUNKED + b"2\r\n{}\n0\r\n\r\n",
-        CHUNKED + b"2\r\n{}\r\n0\n\n",
-        CHUNKED + b"2\r\n{}\r\n0\r\n\n",
         CHUNKED + b"2\r\n{}\r\n0\r\nX: y\n\r\n",
-        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: y\x01z\r\n\r\n",
         b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: y\x00z\r\n\r\n",
         b"GET /hea\x01lth HTTP/1.1\r\nHost: localhost\r\n\r\n",
         b"GET /health HTTP/1.1\r\nHost: localhost\r\nX : y\r\n\r\n",
@@ -154,17 +147,11 @@ def test_request_smuggling(server: Running, sent: bytes) -> None:
 @pytest.mark.parametrize(
     ("line", "status"),
     [
-        (b"GET http://localhost/v1/models HTTP/1.1\r\nHost: localhost", 200),
         (b"GET HTTP://127.0.0.1:8080/v1/models?a=b HTTP/1.1\r\nHost: x.example", 200),
-        (b"GET https://localhost/v1/models HTTP/1.0", 200),
-        (b"GET http://localhost HTTP/1.1\r\nHost: localhost", 200),
         (b"GET http://localhost?a HTTP/1.1\r\nHost: localhost", 200),
-        (b"HEAD http://localhost/health HTTP/1.1\r\nHost: localhost", 200),
         (b"HEAD /health HTTP/1.1\r\nHost: localhost", 200),
-        (b"GET http://localhost/nothing HTTP/1.1\r\nHost: localhost", 404),
         (b"GET http://x.example/v1/models HTTP/1.1\r\nHost: localhost", 403),  # the URL counts
         (b"GET http://localhost@x.example/health HTTP/1.1\r\nHost: localhost", 403),
-        (b"GET http:///health HTTP/1.1\r\nHost: localhost", 404),
         (b"OPTIONS * HTTP/1.1\r\nHost: localhost", 404),
     ],
 )
