@@ -128,16 +128,12 @@ def test_blocks() -> None:
         (r"\[ x_1 * y_2 * z = \frac{a}{b} \]", r"\[ x_1 * y_2 * z = \frac{a}{b} \]"),
         (r"so \( a_1 \) and \(b*c*d\)", r"so \( a_1 \) and \(b*c*d\)"),
         ("It is\n\\[\na\n+ b\n- c\\\\\n\\]\nNow", "It is\n\n\\[\na\n+ b\n- c\\\\\n\\]\n\nNow"),
-        ("$$\na\n- b\n$$", "$$\na\n- b\n$$"),
         ("with $a*b*c$ and $$d*e*f$$", "with $a*b*c$ and $$d*e*f$$"),
         ("- one\n  \\[\n  a\n  - b\n  \\]\n- two", " • one\n   \\[\n   a\n   - b\n   \\]\n • two"),
         ("`\\[ a \\]`\n\n\\[ no end", "\\[ a \\]\n\n[ no end"),
-        ("from $5 *to* $6", "from $5 to $6"),
-        (r"a list \[1\] is none", r"a list \[1\] is none"),
         # HTML's line end.
         ("one<br>two<BR/>three<br />four", "one\ntwo\nthree\nfour"),
         ("| a | b |\n|--|--|\n| 1<br>2 | 3 |", " a  b\n ────\n 1  3\n 2"),
-        ("`<br>`", "<br>"),
         # Chinese and Japanese break anywhere, but not before a full stop nor after a bracket.
         (
             "Python 是一种广泛使用的解释型高级和通用的编程语言。",
@@ -146,10 +142,6 @@ def test_blocks() -> None:
         (
             "一二三四五六七八九十一二三四五六七八九十。",
             "一二三四五六七八九十一二三四五六七八九\n十。",
-        ),
-        (
-            "一二三四五六七八九十一二三四五六七八九「十」",
-            "一二三四五六七八九十一二三四五六七八九\n「十」",
         ),
         ("- Hello 一二三四五六七八九十一二三四五", " • Hello 一二三四五六七八九十一二三四五"),
         (
@@ -198,9 +190,7 @@ def test_streaming_any_text(pieces: list[str]) -> None:
     [
         ("```python\n", "x = 1\n"),
         ("", "- an item\n"),
-        ("", "7. an item\n"),
         ("| a | bb |\n|---|---:|\n", "| an item | 1.5 |\n"),
-        pytest.param("|a|b|\n|-|-|\n", f"| {'word ' * 9} | `code` |\n", marks=pytest.mark.slow),
     ],
 )
 def test_long_blocks(opening: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,7 +350,6 @@ BETWEEN = replace(VIEW, status=replace(STREAMED, generating=False), reading=True
         (replace(VIEW, status=replace(STREAMED, **SLOW)), "1.8x the 22.9 possible without", ""),
         (replace(VIEW, status=replace(PLAIN, **SLOW)), "100 % of the 41.2 possible here", ""),
         (replace(VIEW, status=replace(PLAIN, predicted_tok_s=39.4)), "39.4 were forecast", ""),
-        (replace(VIEW, status=replace(STREAMED, predicted_tok_s=39.4)), "", "forecast"),
         (
             replace(VIEW, status=replace(PLAIN, predicted_tok_s=39.4, streamed=False)),
             "",
@@ -372,9 +361,7 @@ BETWEEN = replace(VIEW, status=replace(STREAMED, generating=False), reading=True
             "sets the pace, 97 MB per pass, 2.2 GB/s",
             "Last pass",
         ),
-        (PanelData(status=RESIDENT, flow=FLOW), "", "SSD"),
         (FIRST, "No tokens yet", ""),
-        (FIRST, "At most 66.0 tok/s", ""),
         (PanelData(), "loading", ""),
     ],
 )
@@ -382,12 +369,6 @@ def test_side_panel(data: PanelData, said: str, unsaid: str) -> None:
     shown = " ".join(line.plain for line in side_lines(data, 38, 30))
     assert said in shown
     assert not unsaid or unsaid not in shown
-
-
-def test_strip_without_a_rate() -> None:
-    assert strip_lines(PanelData(), 60)[0].plain.startswith("The model is loading")
-    reading = replace(VIEW, reading=True, percent=52)
-    assert strip_lines(reading, 60)[0].plain.startswith("Reading prompt 52 %")
 
 
 @given(st.integers(20, 60), st.integers(3, 40))
@@ -406,9 +387,7 @@ def test_strip_fits(width: int) -> None:
 
 def test_small_drawings() -> None:
     assert sparkline([0, 1, 2, 4], 3) == "▃▅█"
-    assert sparkline([], 5) == ""
     assert sparkline([0, 0], 5) == "▁▁"
-    assert sparkline([1], 0) == ""
     assert lane_text(LaneUse("cpu", ((0.0, 0.5),)), 1.0, 4) == "██  "
     assert lane_text(LaneUse("cpu", ()), 0.0, 3) == "   "
     assert memory_text(MemoryUse(170_000_000, 18_000_000_000)) == "0.2/18 GB"

@@ -219,27 +219,6 @@ def test_ctrl_c_stops_call(model: FakeModel, chat: Chat) -> None:
     assert "Result (stopped): The user stopped this call.\nHello there.\n" in text
 
 
-@pytest.mark.slow
-def test_tools_of_a_real_server(model: FakeModel, chat: Chat, tmp_path: Path) -> None:
-    pytest.importorskip("mcp")
-    script = Path(__file__).parent.parent / "mcp" / "server.py"
-    config = f"command = '{sys.executable}'\nargs = ['{script}']\nallow = ['add']\n"
-    if where := os.environ.get("PYTHONPATH"):
-        config += f"env = {{PYTHONPATH = '{where}'}}\n"
-    (tmp_path / "config.toml").write_text(f"[mcp.servers.tests]\n{config}")
-    tools = Toolbox.open(tmp_path)
-    try:
-        model.calls = [[call("add", a=2, b=3), call("fail", why="rain")], [call("end")]]
-        text = chat("Go", "y", "y", toolbox=tools)
-    finally:
-        tools.close()
-    assert 'Call: tests.add {"a": 2, "b": 3}\nResult: 5\n' in text
-    assert model.given("tool")[1] == "Error executing tool fail"
-    assert len(model.given("tool")) == 3, text
-    assert "out of cheese" in model.given("tool")[2]
-    assert text.count("Run it?") == 2
-
-
 def test_no_tools(model: FakeModel, chat: Chat) -> None:
     """The model takes none, or its server refuses them."""
     model.takes_tools = False

@@ -7,22 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 from textual.events import Paste
 from textual.pilot import Pilot
 from textual.widgets import Input, OptionList, Static
 
-from localrt import History, system
+from localrt import History
 from localrt.common.progress import Progress
 from localrt.tui import ChatApp
 from localrt.tui.chat.bars import Phase
 from localrt.tui.chat.blocks import AnswerBlock
 from localrt.tui.chat.panel import LivePanel
 from localrt.tui.loading_line import LoadingLine
-from localrt.tui.preferences import Preset
 from localrt.tui.screens.dialogs import ConversationsScreen
 from localrt.tui.screens.models import ModelsScreen
-from localrt.tui.screens.settings import SettingsScreen
 from tests.tui import screen
 from tests.tui.conftest import app_for, asked, until
 from tests.tui.fakes import VIEW, FakeLoader, FakeModel, WatchedModel
@@ -131,18 +128,6 @@ def first_option(app: ChatApp) -> object:
     return app.screen.query_one(OptionList).get_option_at_index(0).prompt
 
 
-@pytest.mark.skipif(system.IS_WINDOWS, reason="its terminals have all colors")
-def test_sixteen_colors(snap_compare: Compare, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("COLORTERM")
-
-    async def before(pilot: Pilot[Any]) -> None:
-        await answered(pilot, "Hi")
-
-    app = app_for(FakeLoader(FakeModel(["# Title\n\nSome `code`:\n\n```c\nreturn 0;\n```"])))
-    assert snap_compare(app, terminal_size=(60, 16), run_before=before)
-
-
 ANSWER = ["The sky is blue because air scatters short waves of light more than long ones. "] * 3
 
 
@@ -168,11 +153,10 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> FakeModel:
     return model
 
 
-@pytest.mark.parametrize("theme", ["localrt-dark", "localrt-light"])
-def test_panel_while_streaming(snap_compare: Compare, stopped: FakeModel, theme: str) -> None:
+def test_panel_while_streaming(snap_compare: Compare, stopped: FakeModel) -> None:
 
     async def before(pilot: Pilot[Any]) -> None:
-        pilot.app.theme = theme
+        pilot.app.theme = "localrt-dark"
         await streaming(pilot)
 
     assert snap_compare(app_for(FakeLoader(stopped)), terminal_size=(100, 30), run_before=before)
@@ -202,33 +186,3 @@ def test_models_with_a_preview(snap_compare: Compare, monkeypatch: pytest.Monkey
     shelf = Shelf()
     app = app_for(FakeLoader(shelf.first), load_by_name=shelf)
     assert snap_compare(app, terminal_size=(100, 24), run_before=before)
-
-
-@pytest.mark.skipif(system.IS_WINDOWS, reason="has a key less to set")
-def test_settings(snap_compare: Compare) -> None:
-    async def before(pilot: Pilot[Any]) -> None:
-        app = await ready(pilot)
-        session = app.state.session
-        assert session is not None
-        session.set("temperature 0.3")
-        session.system("You review code. Be brief.")
-        app.state.presets.save(Preset("Review", "You review code. Be brief.", {"temperature": 0.3}))
-        await pilot.press("f5")
-        await until(pilot, lambda: isinstance(app.screen, SettingsScreen))
-        await pilot.press("down", "down", "down", "down")
-
-    app = app_for(FakeLoader(WatchedModel()))
-    assert snap_compare(app, terminal_size=(90, 34), run_before=before)
-
-
-def test_picture(snap_compare: Compare, tmp_path: Path) -> None:
-    """A thumbnail in half blocks, below the message that it is in."""
-    path = tmp_path / "gradient.png"
-    red = Image.linear_gradient("L").resize((16, 32))
-    Image.merge("RGB", (red, red.transpose(Image.Transpose.ROTATE_180), red)).save(path)
-
-    async def before(pilot: Pilot[Any]) -> None:
-        await answered(pilot, f"What is in @{path}?")
-
-    model = FakeModel(answer=["A gradient."], sees=True)
-    assert snap_compare(app_for(FakeLoader(model)), run_before=before)
