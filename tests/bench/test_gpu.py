@@ -153,24 +153,6 @@ def test_samples_of_this_machine(tmp_path: Path) -> None:
     assert s.found.cpu_s > 0 or system.IS_WINDOWS  # whose clock of a process ticks every 16 ms
 
 
-@pytest.mark.skipif(system.IS_WINDOWS, reason="reads Linux' files")
-def test_sampled_energy_and_traffic(tmp_path: Path) -> None:
-    _zone(tmp_path, "intel-rapl:0", "package-0", 5)
-    traffic = tmp_path / "sys/fs/resctrl/mon_data/mon_L3_00/mbm_total_bytes"
-    _write(traffic, 100)
-    with Sampler({}, time.perf_counter, root=tmp_path, every_s=0.01) as sampler:
-        wait_for(lambda: len(sampler.found.samples) >= 1)
-        _zone(tmp_path, "intel-rapl:0", "package-0", 8)
-        _write(traffic, 400)
-        wait_for(lambda: any(each["memory_bytes_s"] for each in sampler.found.samples))
-        wait_for(lambda: any(each["watts"] for each in sampler.found.samples))
-    assert sampler.found.joules == pytest.approx(3)
-    assert sampler.found.counters == ["intel-rapl:0"]
-    watts = [sample["watts"] for sample in sampler.found.samples]
-    assert sum(each > 0 for each in watts) == 1
-    assert sum(sample["memory_bytes_s"] > 0 for sample in sampler.found.samples) == 1
-
-
 def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     library = FakeNvml()
     monkeypatch.setattr(gpu, "library", lambda: library)

@@ -83,14 +83,6 @@ def test_points_that_cannot_run(tmp_path: Path) -> None:
     ]
     assert [each.setting for each in outcome.results] == ["2GB"]
     assert "1kB  1 kB holds no model" in _table(outcome, options)
-    options = _options(tmp_path, "dies-if-long")
-    outcome = _run(options, "prompt-tokens=64,20")
-    assert "died with code 3" in outcome.skipped[0].reason
-    (result,) = outcome.results
-    assert (result.setting, result.metrics["prompt_tokens"]) == ("20", 20)
-    assert result.info["launch"]["ctx"] == 25
-    text = _table(outcome, options)
-    assert "m: 5 answer tokens, median of 2" in text
 
     def notify(line: str) -> None:
         if line.startswith("2 (2 of 3)"):
@@ -120,8 +112,6 @@ def test_gpu_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "experts in place" in text
     assert "40%" in text
     assert "4GB: busy while decoding" in text
-    outcome = _run(_options(tmp_path, device="cpu"), "gpu-memory=8GB")
-    assert outcome.skipped[0].reason == "no GPU computes here"
     monkeypatch.setattr(hardware, "gpus", lambda: ())
     outcome = _run(_options(tmp_path), "gpu-memory=8GB", started)
     assert outcome.skipped[0].reason == "there is no GPU here"
@@ -163,18 +153,11 @@ def test_command(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "--sweep takes NAME=VALUE,VALUE, not ''; there are prompt-tokens, "),
-        ("threads", "--sweep: threads must be a whole number from 1, is ''"),
         ("promt_tokens=8", "--sweep takes NAME=VALUE,VALUE, not 'promt_tokens=8'; there are "),
         ("batch=1,,2", "--sweep: batch must be a whole number from 1, is ''"),
         ("tokens=1", "--sweep: tokens must be a whole number from 2, is '1'"),
-        ("threads=-1", "--sweep: threads must be a whole number from 1, is '-1'"),
-        ("ctx=²", "--sweep: ctx must be a whole number from 1, is '²'"),
         ("ram=much", "--sweep: ram must be a size, is 'much': write it like 8GB, 1.5GB or 512MiB"),
-        ("ram=0", "--sweep: ram must be above zero, is '0'"),
-        ("format=f16", "--sweep: format must be one of file, bf16, f32, is 'f16'"),
         ("kv-format=q8", "--sweep: kv-format must be one of bf16, int8, int4, is 'q8'"),
-        ("draft=", "--sweep: draft must be a value, is ''"),
     ],
 )
 def test_bad_sweep(text: str, message: str) -> None:
