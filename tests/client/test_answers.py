@@ -93,26 +93,6 @@ def test_saved_chats(server: Running, tmp_path: Path) -> None:
         assert again.send("go on").metrics.completion_tokens == 4
 
 
-def test_one_answer_at_a_time(server: Running) -> None:
-    with connect(server.url) as remote:
-        chat = remote.chat()
-        stream = chat.stream("hi", max_tokens=8, temperature=0.0)
-        next(stream)
-        with pytest.raises(LocalrtError, match="already answering"):
-            chat.stream("hi")
-        list(stream)
-        chat.send("hi", max_tokens=1)
-
-
-def test_pictures_for_a_model_that_reads_text_only(server: Running) -> None:
-    with connect(server.url) as remote:
-        assert not remote.info.sees
-        chat = remote.chat()
-        with pytest.raises(OptionError, match=r"message 1 has a picture .* reads text only"):
-            chat.send("what is this", images=[Image.new("RGB", (4, 4))])
-        chat.send("hi", max_tokens=1)
-
-
 # -- what is sent ----------------------------------------------------------------------------------
 
 
@@ -331,21 +311,6 @@ def test_cancel(begin: bytes) -> None:
         assert first + last.text == ("some" if b"some" in begin else "")
         assert chat.messages[-1] == {"role": "assistant", "content": first}
         assert gone.wait(60)  # the server is told by the closed connection
-
-
-def test_close() -> None:
-    with saying(_hang(HEAD + delta(content="a"))) as running:
-        remote = connect(running.url)
-        chat = remote.chat()
-        stream: Any = chat.stream("hi")
-        assert next(stream).text == "a"
-        stream.close()
-        assert chat.messages[-1]["content"] == "a"
-        stream = chat.stream("again")
-        next(stream)
-        remote.close()
-        assert joined(stream).finish_reason == "cancelled"
-        chat.close()
 
 
 def test_progress_may_cancel() -> None:

@@ -44,11 +44,8 @@ def test_one_answer_on_stdout(server: Running, capsys: pytest.CaptureFixture[str
     [
         (["--endpoint", "nonsense"], 2, "must be a URL"),
         (["--endpoint", "http://h", "--ram", "4GB"], 2, "--ram is for models on this machine"),
-        (["--endpoint", "http://h", "--offline"], 2, "--offline"),
-        (["--endpoint", "http://h", "--adapter", "x"], 2, "--adapter is for"),
         (["--endpoint", "http://h", "--draft", "ngram"], 2, "--draft"),
         (["--api-key", KEY], 2, "--api-key needs --endpoint"),
-        (["--endpoint", "http://h", "--batch", "x"], 2, "--batch"),
         (["--endpoint", "http://127.0.0.1:1"], 1, "nothing listens"),
     ],
 )

@@ -178,3 +178,16 @@ def test_command(servers: FakeServers) -> None:
     assert "[mcp.servers.NAME]" in Toolbox(ToolServers(())).command("", "")
     with pytest.raises(OptionError):
         toolbox.command("what", "here")
+
+
+def test_news(servers: FakeServers) -> None:
+    toolbox = Toolbox(servers, ["a note"])
+    assert toolbox.take_news() == ["a note"]
+    ready = servers.state
+    servers.state = (ServerStatus("files", "failed", (), "ended: boo"),)
+    assert toolbox.take_news() == ["MCP server files ended: boo"]
+    assert toolbox.take_news() == []
+    servers.state = ready
+    assert toolbox.take_news() == []
+    servers.state = (ServerStatus("files", "failed", (), "ended: boo"),)
+    assert toolbox.take_news() == ["MCP server files ended: boo"]
