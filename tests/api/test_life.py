@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import subprocess
@@ -10,7 +9,6 @@ import sys
 import textwrap
 import threading
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +19,7 @@ from hypothesis import strategies as st
 import localrt
 from localrt.common.errors import MemoryBudgetError
 from localrt.offload.account import Account, check_fits
-from localrt.offload.memory import current_rss
 from tests.conftest import write_tiny_model
-from tests.inside import core_of
 from tests.offload.placed import Model as StoredModel
 from tests.offload.placed import extend, needs_kernels, pack_synthetic, passing, tokens
 from tests.real_models import real_model
@@ -91,14 +87,6 @@ def test_background_cancel(tiny_folder: Path, gate: threading.Event) -> None:
     late.cancel()
     with pytest.raises(localrt.LocalrtError, match="closed"):
         model.generate("hi")
-
-
-async def test_background_asyncio(tiny_folder: Path, gate: threading.Event) -> None:
-    loading = localrt.load_in_background(tiny_folder)
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(loading.aresult(), 1e-6)
-    gate.set()
-    (await loading.aresult()).close()
 
 
 # -- unloading -----------------------------------------------------------------------------------
@@ -191,61 +179,6 @@ def test_unload_returns_memory(tmp_path: Path) -> None:
     assert held[-1] - held[0] < 5
 
 
-@pytest.mark.real
-@pytest.mark.slow
-@needs_kernels
-@pytest.mark.skipif(sys.platform != "linux", reason="see above")
-def test_smaller_budget_while_answering(tmp_path: Path) -> None:
-    found = child(
-        """
-        out = {"held": [], "read": [], "why": [], "same": []}
-        from tests.inside import engine_of
-        with localrt.load(path, ctx=1024, ram="160MB", threads=1) as model:
-            out["expected"] = model.status().ram.forecast / 1e6
-            whole = model.generate("Tell me a story", **GREEDY)
-
-            def keep(last, tokens):
-                out["held"].append(engine_of(model).weights.memory.ram_nbytes / 1e6)
-                out["read"].append(last.metrics.ssd_read_bytes)
-                out["why"].append(last.metrics.memory)
-                out["same"].append(tokens == list(whole.token_ids))
-
-            keep(whole, list(whole.token_ids))
-            tokens = []
-            for chunk in model.stream("Tell me a story", **GREEDY):
-                tokens += chunk.token_ids
-                if len(tokens) == 4:
-                    model.set_budget(ram="125MB")
-            keep(chunk, tokens)
-            try:
-                model.set_budget(ram="60MB")
-            except localrt.MemoryBudgetError as error:
-                out["refused"] = str(error)
-            answer = model.generate("Tell me a story", **GREEDY)
-            keep(answer, list(answer.token_ids))
-            model.set_budget(ram="300MB")
-            for _ in range(2):
-                answer = model.generate("Tell me a story", **GREEDY)
-            keep(answer, list(answer.token_ids))
-        print(json.dumps(out))
-        """,
-        tmp_path,
-    )
-    assert all(found["same"])
-    before, during, after, plenty = found["read"]
-    assert before < during < after
-    assert plenty == 0
-    assert found["why"][0] is None
-    assert found["why"][1].endswith("read for every token: the budget is 125 MB of RAM now")
-    assert found["why"][2] == found["why"][1]
-    assert "less of the weights" in found["why"][3]
-    # What the process takes is tests/memory's: here it is what is counted.
-    assert found["expected"] < 160
-    for held in found["held"][1:3]:
-        assert found["expected"] - (found["held"][0] - held) < 125
-    assert "60 MB of RAM is too little" in found["refused"]
-
-
 # -- budgets, without files of a real model ------------------------------------------------------
 
 
@@ -278,16 +211,6 @@ def test_any_budgets(data: st.DataObject, stored: StoredModel) -> None:
                 found = extend(placed, cache, tokens(3, seed=turn))
             wanted = extend(stored.resident, twin, tokens(3, seed=turn))
             assert (found == wanted).all()
-
-
-@needs_kernels
-def test_budget_bounds_trees(tiny_folder: Path) -> None:
-    with localrt.load(tiny_folder) as model, closing(core_of(model).new_session()) as session:
-        rows = [session.tree_rows or 0]
-        for room in (32 << 20, 256 << 20):
-            model.set_budget(ram=current_rss() + room)
-            rows.append(session.tree_rows or 0)
-    assert 0 < rows[1] < rows[2] < rows[0]
 
 
 def test_budget_of_whole_model(tiny: localrt.Model) -> None:

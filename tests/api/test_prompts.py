@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 import localrt
-from localrt.cli import main
 from localrt.common.errors import ContextOverflowError, OptionError
 from localrt.engine.options import read_options
 from localrt.hub.other_programs import Extras
@@ -105,11 +104,8 @@ def prompt_end(model: localrt.Model, **options: Any) -> str:
     ("options", "end"),
     [
         ({}, "\n<think>\n"),
-        ({"thinking": True}, "\n<think>\n"),
-        ({"thinking": "on"}, "\n<think>\n"),
         ({"thinking": "high"}, "\n<think>\n"),
         ({"thinking": False}, "\n<think>\n\n</think>\n\n"),
-        ({"thinking": "off"}, "\n<think>\n\n</think>\n\n"),
         ({"thinking_tokens": 0}, "\n<think>\n\n</think>\n\n"),
         ({"json_schema": True}, "\n<think>\n\n</think>\n\n"),
         ({"json_schema": True, "thinking": True}, "\n<think>\n"),
@@ -171,23 +167,6 @@ def test_harmony_channels(tmp_path: Path) -> None:
         answers = (thought, model.generate("hi", **options))
     for answer in answers:
         assert localrt.split_thinking(answer.text).answer.strip("ab") == ""
-
-
-@pytest.mark.usefixtures("nothing_on_stdin")
-def test_command_line(
-    thinker: localrt.Model, tiny_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = str(thinker.info.path)
-    few = ["--max-tokens", "40", "--temperature", "0"]
-    assert main(["run", path, "hi", "--thinking-tokens", "3", "--json", *few]) == 0
-    assert json.loads(capsys.readouterr().out)["metrics"]["thinking_tokens"] == 3
-    assert main(["run", path, "hi", "--thinking", "off", "--json", *few]) == 0
-    assert json.loads(capsys.readouterr().out)["metrics"]["thinking_tokens"] == 0
-    for command in (["run", str(tiny_folder), "hi"], ["serve", str(tiny_folder), "--port", "0"]):
-        assert main([*command, "--thinking", "on", *few]) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("localrt: this model does not think")
-        assert error.count("\n") == 1
 
 
 # -- the beginning of an answer --------------------------------------------------------------------
@@ -253,9 +232,7 @@ def test_fill_in_overflow(filling: localrt.Model) -> None:
     ("given", "message"),
     [
         ({"prompt": [{"role": "user", "content": "a"}], "suffix": "b"}, "as a string"),
-        ({"token_ids": [1], "suffix": "b"}, "as a string"),
         ({"prompt": "a", "suffix": 5}, "suffix must be a string"),
-        ({"prompt": "a", "files": [("x", "y")]}, "suffix must be a string"),
         ({"prompt": "a", "suffix": "b", "files": [("x", 1)]}, "a name and a text"),
         ({"prompt": "a", "suffix": "b", "tool_choice": "required"}, "needs messages"),
     ],
@@ -263,18 +240,6 @@ def test_fill_in_overflow(filling: localrt.Model) -> None:
 def test_refused(filling: localrt.Model, given: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         filling.generate(**given)
-
-
-@pytest.mark.usefixtures("nothing_on_stdin")
-def test_infill_unsupported(
-    tiny: localrt.Model, tiny_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(OptionError, match="no tokens to fill in the middle"):
-        tiny.generate("a", suffix="b")
-    assert main(["run", str(tiny_folder), "def f(", "--suffix", "):"]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
-    assert main(["run", str(tiny_folder), "a", "--suffix", "b", "--continue"]) == 2
-    assert "--suffix completes a text" in capsys.readouterr().err
 
 
 STORE_TEMPLATE = (

@@ -16,7 +16,6 @@ from localrt.bench.gpu import GpuShares, forecast, gpu_for, use_line, wants_fore
 from localrt.bench.report import to_json, to_table
 from localrt.bench.sampling import Sampler, joules_between, read_energy
 from localrt.bench.workload import BenchOptions, Workload
-from localrt.cli import main
 from localrt.common.errors import MemoryBudgetError, OptionError
 from localrt.common.settings import Settings
 from localrt.offload import hardware
@@ -70,19 +69,6 @@ def test_forecast_is_labelled_simulated(options: BenchOptions) -> None:
     assert result["decode_tok_s"] == result["predicted_tok_s"] > 0
     assert result["peak_vram_bytes"] <= 8_000_000_000
     assert json.loads(json.dumps(report))["plan"]["prediction"]["tok_s"] > 0
-
-
-def test_command_without_gpu(options: BenchOptions, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--prompt-tokens", "20", "--tokens", "10", "--gpu-memory", "8GB"]
-    assert main(["bench", str(options.path), *sizes]) == 0
-    shown = capsys.readouterr()
-    assert shown.out.startswith("SIMULATED")
-    assert "nothing runs" in shown.err
-    assert main(["bench", str(options.path), *sizes, "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["simulated"] is True
-    assert report["gpu"]["name"] == "RTX 4060 8GB"
-    assert main(["bench", str(options.path), *sizes, "--trace", "t.json"]) == 2
 
 
 def test_what_helps() -> None:

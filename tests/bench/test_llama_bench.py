@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,23 +9,21 @@ from typing import Any
 
 import gguf
 import numpy as np
-import psutil
 import pytest
 
 from localrt.bench import gpu, llama_bench
 from localrt.bench.llama_bench import LlamaBench, PeerFailedError
 from localrt.bench.process import ChildProcess
-from localrt.bench.report import to_json, to_table
+from localrt.bench.report import to_table
 from localrt.bench.runner import run_bench
 from localrt.bench.workload import BenchOptions, Outcome, Workload
 from localrt.cli import bench, main
 from localrt.engine.llamacpp.gpus import layer_nbytes
 from localrt.offload import hardware
-from localrt.offload.hardware import GpuFacts, probe
+from localrt.offload.hardware import probe
 from tests.bench.fake_nvml import FOLDER, FakeNvml
 from tests.bench.test_runner import FAKE, ROOT
-from tests.conftest import needs_scripts, needs_signals
-from tests.waits import wait_for
+from tests.conftest import needs_scripts
 
 MB = 10**6
 WORK = Workload(prompt_tokens=20, tokens=5, runs=3)
@@ -211,51 +208,6 @@ def test_bad_programs(
         assert str(failed.value) == line
 
 
-@pytest.mark.slow
-@needs_scripts
-def test_ratios_on_one_device(
-    tmp_path: Path,
-    model: Path,
-    card: Callable[[FakeNvml | None], None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A peer keeps to the GPU memory, alone there, and figures of a CPU are no measure of it."""
-    monkeypatch.setattr(llama_bench, "layer_nbytes", lambda *_: DENSE)
-    card(FakeNvml(tmp_path / "vram"))
-    engines = ("native", "llamacpp")
-    path = _program(tmp_path)
-    only = {"settings": {"llamacpp": ["plain"]}}
-    outcome = _bench(path, model, engines=engines, gpu_memory=1000 * MB, **only)
-    assert not outcome.interleaved
-    assert not outcome.skipped
-    assert [each.engine for each in outcome.results] == ["native", "llamacpp", "llama-bench"]
-    peer = outcome.results[-1]
-    assert peer.setting == "-ngl 7 -fa 1"
-    shares = [each.info["launch"]["settings"]["gpu_memory"] / MB for each in outcome.results[:-1]]
-    assert shares == [1000, 900], "the first share that llama.cpp, which takes 10 % more, keeps"
-    peaks = [each.metrics["peak_vram_bytes"] / MB for each in outcome.results]
-    assert peaks == [800, 990, 1000]
-    work = BenchOptions(path=model, engines=engines, workload=WORK, gpu_memory=1000 * MB)
-    machine = probe()
-    object.__setattr__(machine, "gpus", (GpuFacts("RTX 4060", 8 << 30, driver="580.1"),))
-    text = to_table(outcome, work, name="m", machine=machine)
-    assert "RTX 4060 (8.6 GB of VRAM, driver 580.1)" in text
-    lines = {line.split()[0]: line for line in text.splitlines() if line.strip()}
-    assert "/ llama.cpp: against its best figure in the column" in text
-    assert lines["native"].count("x ") == lines["llama-bench"].count("x ") == 2
-    assert "1 GB" in lines["llama-bench"]
-    assert lines["llama-bench"].count("not measured") == 1, "its energy"
-    assert to_json(outcome, work)["results"][-1]["info"]["build_commit"] == "abc"
-    # All on the CPU, by a build without a GPU.
-    native, peer = _bench(_program(tmp_path, gpu=""), model, device="cpu").results
-    assert peer.setting == "-ngl 0 -dev none -fa 1"
-    assert peer.info["device"] == "cpu"
-    work = BenchOptions(path=model, engines=("native",), workload=WORK, device="cpu")
-    text = to_table(Outcome([native, peer], [], False), work, name="m", machine=probe())
-    assert "x " in next(line for line in text.splitlines() if line.startswith("native"))
-    assert "VRAM" not in text
-
-
 @needs_scripts
 def test_fastest_of_those_that_fit(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
@@ -274,23 +226,19 @@ def test_fastest_of_those_that_fit(
 
 
 @needs_scripts
-@needs_signals
-def test_interrupt(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run ends with the benchmark, which keeps what it has."""
-    path = tmp_path / "llama-bench"
-    path.write_text("#!/bin/sh\necho $$ > pid\nexec sleep 600\n")
-    path.chmod(0o755)
-    monkeypatch.chdir(tmp_path)
-
-    def interrupted(self: subprocess.Popen[str]) -> Any:
-        wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(subprocess.Popen, "communicate", interrupted)
-    outcome = _bench(path, model, device="cpu")
-    assert outcome.interrupted
+def test_beside_our_engine(tmp_path: Path, model: Path) -> None:
+    """A ratio to it where both compute on one device; without it, what others measured is kept."""
+    native, peer = _bench(_program(tmp_path, gpu=""), model, device="cpu").results
+    assert (native.engine, peer.engine) == ("native", "llama-bench")
+    assert peer.setting == "-ngl 0 -dev none -fa 1"
+    assert peer.info["device"] == "cpu"
+    work = BenchOptions(path=model, engines=("native",), workload=WORK, device="cpu")
+    text = to_table(Outcome([native, peer], [], False), work, name="m", machine=probe())
+    assert "x " in next(line for line in text.splitlines() if line.startswith("native"))
+    outcome = _bench(tmp_path / "no-program", model, device="cpu")
     assert [result.engine for result in outcome.results] == ["native"]
-    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+    (skipped,) = outcome.skipped
+    assert "cannot be started" in skipped.reason
 
 
 def test_command(

@@ -34,11 +34,9 @@ from localrt.bench.mix.runner import MixOutcome, Outcome, run_mix
 from localrt.bench.mix.servers import (
     Client,
     LlamaServer,
-    Localrt,
     RunningServer,
     Target,
     TimedReply,
-    make_servers,
 )
 from localrt.cli import main
 from localrt.client.servers import read_address
@@ -358,22 +356,6 @@ def test_a_whole_mix(played: tuple[Fake, dict[str, Any]]) -> None:
     assert "not measured" in lines
 
 
-def test_medians_over_runs() -> None:
-    with fake(answer) as server:
-        endpoint = RunningServer(server.url, None)
-        mix = replace(MIX, seconds=0.3, apps=(APPS[2],))
-        endpoint.check(mix)
-        report = _report(run_mix(mix, [endpoint], 2, lambda line: None), mix)
-    (found,) = report["servers"]
-    (app,) = found["apps"]
-    assert (found["runs"], app["requests"]) == (2, 1)
-    assert [each["run"] for each in app["events"]] == [1, 2]
-    first, second = [one.body["input"] for one in server.asked if one.body][1::2]
-    for one, other in zip(first, second, strict=True):  # the same, but nothing to find in a cache
-        assert one[:8] != other[:8]
-        assert one[8:] == other[8:]
-
-
 def test_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     """By Ctrl+C, or by the end, while a request is under way."""
     hanging = threading.Event()
@@ -468,24 +450,6 @@ def test_names_of_models_at_a_url() -> None:
         RunningServer(server.url, None).check(replace(MIX, models={"m": "x/two.gguf"}))
     with pytest.raises(LocalrtError, match="cannot be read"):
         RunningServer(server.url, None).check(MIX)
-
-
-@needs_scripts
-def test_bad_peers(tmp_path: Path) -> None:
-    file = tmp_path / "no-program"
-    file.touch()
-    for peer, line in (
-        ("llama-server", "give a URL, or llama-server=PROGRAM"),
-        (f"x={file}", "is no program"),
-        (f"localrt={sys.executable}", "two servers are called localrt"),
-    ):
-        with pytest.raises(OptionError, match=line):
-            make_servers(MIX, {"m": Path("m.gguf")}, [peer], options={}, arguments=[], key=None)
-    adapted = replace(MIX, apps=(replace(CHAT, adapter="a"),))
-    with pytest.raises(LocalrtError, match=r"\[\[app\]\] chat: adapter needs a mix of one model"):
-        Localrt({"m": Path("a"), "n": Path("b")}, {}).check(adapted)
-    with pytest.raises(LocalrtError, match="reads GGUF files only: m is folder"):
-        LlamaServer("x", Path(sys.executable), {"m": Path("folder")}, []).check(MIX)
 
 
 SERVER = """#!{python} -S

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,20 +15,15 @@ import pytest
 import benchmarks
 import localrt
 from benchmarks import tables
-from benchmarks.claims import Setting, ask, serving
-from benchmarks.common import command
 from benchmarks.common.command import RESULTS, cited_command, listed, make_parser
-from benchmarks.common.memory_limit import MemoryLimit
-from benchmarks.common.random_store import write_store
 from benchmarks.common.record import Results, load
 from benchmarks.cpu import __main__ as cpu
-from benchmarks.cpu.__main__ import cpu_table, run_peer
+from benchmarks.cpu.__main__ import run_peer
 from benchmarks.quality import __main__ as quality
 from benchmarks.quality.rows import prose, python_source
-from localrt import LocalrtError
 from localrt.bench.llama_bench import PeerFailedError
 from localrt.common.errors import OptionError
-from tests.conftest import needs_kernels, needs_scripts, write_tiny_model
+from tests.conftest import needs_kernels, needs_scripts
 
 ROOT = Path(benchmarks.__file__).parent
 PAGE = "<!-- table: cpu-avx2 -->\n<!-- end -->\n"
@@ -126,73 +120,7 @@ def test_a_figure_that_no_file_holds(
 # -- what measurements use -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("cgroup", "group", "file"),
-    [
-        ("4:memory:/job\n", "memory/job", "memory.limit_in_bytes"),
-        ("4:memory:/only/the/host/sees\n", "memory", "memory.limit_in_bytes"),
-        ("0::/job\n", "job", "memory.max"),
-    ],
-)
-def test_memory_limit(tmp_path: Path, cgroup: str, group: str, file: str) -> None:
-    with pytest.raises(LocalrtError, match="systemd-run"):
-        MemoryLimit.create(5_000_000, tmp_path)
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/self/cgroup").write_text(cgroup)
-    (tmp_path / "sys/fs/cgroup" / group).mkdir(parents=True)
-    (tmp_path / "sys/fs/cgroup" / group / "cgroup.procs").write_text("")
-    limit = MemoryLimit.create(5_000_000, tmp_path)
-    (folder,) = (tmp_path / "sys/fs/cgroup" / group).glob("localrt-bench-*")
-    assert (folder / file).read_text("utf-8") == "5000000"
-    limit.add(4321)
-    assert (folder / "cgroup.procs").read_text("utf-8") == "4321"
-    assert limit.peak() is None
-    for name in ("memory.max_usage_in_bytes", "memory.peak"):
-        (folder / name).write_text("123456\n")
-        assert limit.peak() == 123456
-        (folder / name).unlink()
-
-
-CONFIG = {
-    "vocab_size": 512,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 1024,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-}
-
-
-def test_random_store(tmp_path: Path) -> None:
-    write_store(tmp_path / "model", "Qwen3ForCausalLM", CONFIG, "int4-g32")
-    with localrt.load(tmp_path / "model", device="cpu", ctx=64, draft="off") as model:
-        answer = model.generate(token_ids=[3, 1, 4], max_tokens=12, temperature=0, ignore_eos=True)
-        (rows,) = model.logits([3, 1, 4])
-    assert len(set(answer.token_ids)) > 3, "a model that says one word hides mistakes"
-    assert np.isfinite(rows).all()
-    assert not np.array_equal(rows[0], rows[1]), "no unit is like another"
-
-
 # -- each measurement in short ---------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@needs_kernels
-def test_a_server_is_started_and_asked(tmp_path: Path) -> None:
-    (tmp_path / "tiny").mkdir()
-    folder = write_tiny_model(tmp_path / "tiny", context=512)
-    setting = Setting(Path("llama-server"), folder, tmp_path)
-    with serving("localrt", [str(folder), "--draft", "off"], setting) as server:
-        first, again = (ask(server, "Hello. " * 10, max_tokens=4) for _ in range(2))
-        assert (first.cached_tokens, first.tokens) == (0, 4)
-        assert again.prompt_tokens == first.prompt_tokens == again.cached_tokens + 1
-        assert again.text == first.text
-        with pytest.raises(LocalrtError, match="max_tokens"):
-            ask(server, "Hello.", max_tokens="many")
 
 
 _SCRIPT = """#!{python}
@@ -229,49 +157,6 @@ def test_peer(program: Path) -> None:
     ]
     with pytest.raises(PeerFailedError, match=r"-rtr 1 -fa 1: it cannot do that"):
         run_peer("ik_llama.cpp", program, "-rtr 1 -fa 1", job)
-
-
-@pytest.mark.slow
-@needs_scripts
-@needs_kernels
-def test_command(
-    program: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    values = {"prompt": 202.0, "decode": 303.0}
-
-    def ours(name: str, words: Any, job: dict[str, Any], **_: Any) -> dict[str, Any]:
-        floor = {"of_floor": 0.98} if job["kind"] == "decode" else {}
-        return {"value": values[job["kind"]], **floor}
-
-    monkeypatch.setattr(command, "run_child", ours)
-    monkeypatch.setattr(command, "find_model", Path)
-    file = tmp_path / "cpu.json"
-    words = ["--isa", "portable", "--ik", str(program), "--llamacpp", str(program)]
-    words += ["--runs", "3", "--json", str(file)]
-    assert cpu.main([*words, "--models", "qwen1.5b", "--only", "pass-64"]) == 0
-    assert cpu.main([*words, "--models", "smollm2", "b/a.gguf"]) == 0
-    record = json.loads(file.read_text("utf-8"))
-    rows = {row["name"]: row for row in record["rows"]}
-    assert list(rows)[:2] == [
-        "Qwen2.5-1.5B Q4_K_M, pass of 64 rows",
-        "SmolLM2-135M Q4_1, prompt of 512",
-    ]
-    assert list(rows)[-2:] == ["a, prompt of 512", "a, decode"]
-    prompt = rows["SmolLM2-135M Q4_1, prompt of 512"]
-    assert prompt["peers"]["ik_llama.cpp"]["setting"] == "-rtr 0 -fa 1"
-    assert prompt["peers"]["llama.cpp"]["ratio"]["median"] == 2.0
-    shown = capsys.readouterr().out
-    assert "ik_llama.cpp -rtr 1 -fa 1: it cannot do that" in shown
-    for cells in (
-        "prompt of 512 | 202 | 101 (plain, flash attention) | 2.00x | 101 (repacked, flash attenti",
-        "decode | 303 | 101 (plain, flash attention) | 3.00x |",
-        "| 3.00x | 98 % |",
-        "ik_llama.cpp abc",
-    ):
-        assert cells in cpu_table(record)
 
 
 @needs_kernels

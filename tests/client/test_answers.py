@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import socket
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from localrt.cli import main
 from localrt.client.answer import events
 from localrt.client.model import connect
 from localrt.client.servers import read_address
-from localrt.common.errors import CancelledError, ContextOverflowError, LocalrtError, OptionError
+from localrt.common.errors import ContextOverflowError, LocalrtError, OptionError
 from localrt.service.arguments import joined
 from tests.client.conftest import KEY, answer
 from tests.fake_endpoint import DONE, HEAD, Asked, delta, event, fake, listed, saying, whole
@@ -273,15 +272,6 @@ def test_events_in_any_pieces(cuts: list[int], crlf: bool) -> None:
 # -- cancelling ------------------------------------------------------------------------------------
 
 
-def _hang(begin: bytes) -> Callable[[Asked, socket.socket], bytes | None]:
-    def reply(asked: Asked, connection: socket.socket) -> bytes | None:
-        connection.sendall(begin)
-        connection.recv(1)  # until the other side goes away
-        return None
-
-    return reply
-
-
 @pytest.mark.parametrize("begin", [b"", HEAD, HEAD + delta(content="some")])
 def test_cancel(begin: bytes) -> None:
     begun, gone = threading.Event(), threading.Event()
@@ -311,23 +301,3 @@ def test_cancel(begin: bytes) -> None:
         assert first + last.text == ("some" if b"some" in begin else "")
         assert chat.messages[-1] == {"role": "assistant", "content": first}
         assert gone.wait(60)  # the server is told by the closed connection
-
-
-def test_progress_may_cancel() -> None:
-    def stop(progress: Any) -> None:
-        raise CancelledError("no more")
-
-    with fake(_hang(b"")) as running:
-        with pytest.raises(CancelledError, match="no more"):
-            connect(running.url, progress=stop)
-        cancel = threading.Event()
-        cancel.set()
-        with pytest.raises(CancelledError):
-            connect(running.url, cancel=cancel)
-    with saying(_hang(b"")) as running, connect(running.url) as remote:
-        chat = remote.chat()
-
-        def cancel_chat(progress: Any) -> None:
-            chat.cancel()
-
-        assert joined(chat.stream("hi", on_progress=cancel_chat)).finish_reason == "cancelled"

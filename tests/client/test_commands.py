@@ -18,7 +18,7 @@ from localrt.client.servers import LocalServer, announced, local_servers
 from localrt.common.settings import Settings
 from localrt.tui.plain import PlainChat
 from tests.client.conftest import KEY
-from tests.fake_endpoint import DONE, HEAD, delta, fake, listed, saying
+from tests.fake_endpoint import fake, listed
 from tests.server.conftest import Running
 from tests.tui import screen
 from tests.tui.conftest import SIZE, until
@@ -97,27 +97,6 @@ async def test_the_app_chats_through_it(server: Running) -> None:
         await pilot.press("f3")
         await pilot.press("f4")  # no models to choose from
         await until(pilot, lambda: "localrt chat MODEL" in "\n".join(screen.notices(app)))
-
-
-async def test_app_without_server() -> None:
-    from localrt.tui import ChatApp
-
-    replies = [HEAD + delta(content="Half a")]
-    replies.append(HEAD + delta("stop", content="Whole.") + DONE)
-    with saying(lambda asked, connection: replies.pop(0)) as running:
-        app = ChatApp(
-            lambda progress: connect(running.url, progress=progress),
-            model_name="m",
-            system=None,
-            options={},
-        )
-        async with app.run_test(size=SIZE) as pilot:
-            await until(pilot, lambda: idle(app))
-            await screen.say(pilot, "Hi")
-            await until(pilot, lambda: "ended in the middle" in "\n".join(screen.notices(app)))
-            assert screen.answers(app) == ["Half a"]
-            await screen.say(pilot, "Again")
-            await until(pilot, lambda: "Whole." in screen.answers(app))
 
 
 def test_models_of_an_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:

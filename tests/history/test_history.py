@@ -479,21 +479,6 @@ def test_file_from_before_pictures(tmp_path: Path) -> None:
         assert len(files(history)) == 1
 
 
-def test_pictures_go_on_in_memory(history: History) -> None:
-    red, blue = picture("red"), picture("blue")
-    talk = history.new(model="m")
-    talk.add("user", asking("one", red))
-    talk.add("assistant", "1")
-    facts = {name: getattr(talk, name) for name in ("title", "model", "system", "options")}
-    with History(":memory:") as memory:
-        copy = copy_to_memory(memory, talk.id, talk.turns, facts)
-        copy.add("user", asking(red, blue, "two"))
-        assert copy.turns[0].message["content"] == asking("one", red)
-        merge(talk, copy)
-    assert talk.turns[-1].message["content"] == asking(red, blue, "two")
-    assert len(files(history)) == 2
-
-
 def test_texts_that_are_no_unicode(history: History) -> None:
     """Lone surrogates, as of arguments in another encoding and of JSON; a pair in two pieces."""
     talk = history.new(model="m", system="\ud800")

@@ -40,20 +40,13 @@ BAD_SCHEMA = {"type": "json_schema", "json_schema": {"name": "c", "schema": {"ty
 # path, fields, the one that is named (if the dialect's errors do), and words of the message
 WRONG: list[tuple[str, Any, str | None, str]] = [
     (CHAT, {"messages": None}, "messages", "must be a list"),
-    (CHAT, {"messages": []}, "messages", "messages must not be empty"),
     (CHAT, {"messages": [{"role": "wizard", "content": "hi"}]}, "messages[0].role", "must be"),
-    (CHAT, {"messages": [{"role": "user", "content": 7}]}, "messages[0].content", "must be"),
-    (CHAT, {"temperature": "hot"}, "temperature", "must be a number"),
     (CHAT, {"temperature": -1}, "temperature", "must be at least 0"),
     (CHAT, {"max_tokens": 2.5}, "max_tokens", "must be a whole number"),
-    (CHAT, {"n": 500}, "n", "must be at most 16"),
     (CHAT, {"stop": [1]}, "stop[0]", "must be a text"),
     (CHAT, {"chat_template_kwargs": {"thinking": True}}, None, "this model does not think:"),
-    (CHAT, {"logit_bias": {"x": 1}}, "logit_bias", "logit_bias"),
     (CHAT, {"logit_bias": {"1": 1000}}, "logit_bias.1", "must be at most 100"),
-    (CHAT, {"stream": "yes"}, "stream", "stream must be true or false"),
     (CHAT, {"tools": [{"type": "function"}]}, "tools[0]", "tools[0] must have a name"),
-    (CHAT, {"tool_choice": "sometimes"}, "tool_choice", "must be"),
     (CHAT, {"tool_choice": "required"}, "tool_choice", "there are none"),
     (
         CHAT,
@@ -84,8 +77,6 @@ WRONG: list[tuple[str, Any, str | None, str]] = [
         "99999",
     ),
     (COMPLETION, {"prompt": ["a"] * 200}, "prompt", "200 answers"),
-    (COMPLETION, {"prompt": 7}, "prompt", "must be a text"),
-    (COMPLETION, {"prompt": []}, "prompt", "must be a text"),
     (COMPLETION, {"prompt": [1 << 30], "max_tokens": 0, "echo": True}, None, "token ids"),
     (COMPLETION, {"prompt": "", "max_tokens": 0}, None, "empty"),
     (COMPLETION, {"prompt": "a", "suffix": "b"}, "suffix", "no tokens to fill in the middle"),
@@ -96,7 +87,6 @@ WRONG: list[tuple[str, Any, str | None, str]] = [
     (EMBEDDINGS, {"input": [[1]] * 20_000}, "input", "lists of at most 16384"),
     ("/detokenize", {"tokens": [1 << 30]}, None, "token ids"),
     (RESPONSES, {"conversation": "conv_1"}, "conversation", "previous_response_id"),
-    (RESPONSES, {"input": []}, "input", "nothing to answer"),
     (MESSAGES, {"messages": [{"role": "user", "content": []}]}, None, "have no content"),
     (OLLAMA, {"messages": [{"role": "robot", "content": "a"}]}, None, "messages[0].role must be"),
     (OLLAMA, {"think": True}, None, "does not think"),
@@ -104,7 +94,6 @@ WRONG: list[tuple[str, Any, str | None, str]] = [
     ("/infill", {**GAP, "input_extra": [{"filename": "x"}]}, "input_extra[0]", "must have text"),
     ("/infill", GAP, "suffix", "no tokens to fill in the middle"),
     ("/v1/rerank", {"query": "a", "documents": ["b"]}, None, "no reranker"),
-    ("/v1/rerank", {"documents": ["b"]}, "query", "must have query"),
 ]
 
 

@@ -89,15 +89,9 @@ def said(*content: Any) -> dict[str, Any]:
 # -- parts of contents -----------------------------------------------------------------------------
 
 PARTS: list[tuple[Any, str]] = [
-    # Text, in the words of each dialect.
-    (block("text", text="a", cache_control=block("ephemeral")), "a"),
     (text(None), ""),
-    (block("refusal", refusal="No."), "No."),
     ("a", "a"),
-    # Pictures and sounds.
-    (block("image_url", image_url={"url": PNG}), "[image left out]"),
     (block("computer_screenshot", image_url=PNG), "[screenshot left out]"),
-    (block("input_audio", input_audio={"data": "AAAA"}), "[audio left out]"),
     # Documents and files: their text, if they are text.
     (block("document", title="T", source=block("text", data="Buy milk.")), "T\nBuy milk."),
     (block("document", source=block("content", content=[text("a")])), "a"),
@@ -107,29 +101,25 @@ PARTS: list[tuple[Any, str]] = [
         "n.txt\nBuy milk.",
     ),
     (block("input_file", filename="r.pdf", file_data=PDF), "[file left out: r.pdf]"),
-    # What no model is shown as it is: without ids, and without what only its maker can read.
-    (block("redacted_thinking", data="x"), ""),
+    # Without ids, and without what only its maker can read.
     (
         block("web_search_result", title="T", id="r1", encrypted_content="x" * 999),
         '[web_search_result: {"title": "T"}]',
     ),
     (block("compaction", content="What was said."), "What was said."),
-    (block("hologram", id="h1", data="A" * 999), "[hologram left out]"),
 ]
 
 
 @pytest.mark.parametrize(("part", "words"), PARTS)
 def test_part_becomes_text(part: Any, words: str) -> None:
     assert text_of([part], unnoted) == words
-    content = [text("Look:"), part]
-    for kind, joint in (("CHAT", "\n"), ("MESSAGES", "\n\n"), ("RESPONSES", "\n")):
-        expected = joint.join(filter(None, ("Look:", words)))
-        (shown,) = messages(kind, [user(*content)])
-        if part == text(None):
-            shown["content"] = shown["content"].rstrip("\n")
-        assert shown == user(expected), kind
-    (shown,) = messages("OLLAMA_CHAT", [user(*content)])
-    assert shown["content"] == "\n\n".join(filter(None, ("Look:", words)))
+
+
+@pytest.mark.parametrize("kind", PATHS)
+def test_text_beside_a_part(kind: str) -> None:
+    joint = "\n" if kind in ("CHAT", "RESPONSES") else "\n\n"
+    (shown,) = messages(kind, [user(text("Look:"), block("refusal", refusal="No."))])
+    assert shown["content"] == f"Look:{joint}No."
 
 
 def test_deep_content() -> None:

@@ -38,21 +38,13 @@ def answered(port: int, sent: bytes) -> bytes:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("most", "count"), [(None, 400), (160, 300)])
-def test_more_connections_than_open_files(tiny_folder: Path, most: int | None, count: int) -> None:
-    """The server raises its own limit of open files as far as the system lets it; beyond that it
-    goes on once they are closed.
-    """
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limits = (256, hard) if most is None else (most, most)
-    limited = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, {limits})"
+def test_more_connections_than_open_files(tiny_folder: Path) -> None:
+    """The server goes on once they are closed."""
+    limited = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (160, 160))"
     with raised_open_files(), command(tiny_folder, before=limited) as (process, port):
         with ExitStack() as stack:
-            for number in range(count):
-                half = HALF_A_HEAD if most is None and number % 2 else b""
-                stack.enter_context(connected(port, half))
-            if most is None:
-                assert status_of(port, "/health") == 200
+            for _ in range(300):
+                stack.enter_context(connected(port))
         assert status_of(port, "/health") == 200
         process.send_signal(signal.SIGTERM)
         assert process.communicate(timeout=120)[1] == ""
@@ -173,11 +165,6 @@ def test_chunk_extensions_and_trailers(server: Running) -> None:
     assert b"must have" in received
 
 
-def test_malformed_addresses(server: Running) -> None:
-    refused(server.request("GET", "/health", headers={"Host": "[::1"}), 403)
-    refused(server.request("GET", "/health", headers={"Origin": "http://[::1"}), 403)
-
-
 def test_limits_of_options(model: Any) -> None:
     with serving(model, max_header=2048, read_timeout_s=1.0) as running:
         long = HALF_A_HEAD + b"localhost\r\nX-Long: " + b"y" * 5000
@@ -200,13 +187,6 @@ def test_heads_that_do_not_come(model: Any, monkeypatch: pytest.MonkeyPatch, sen
                     break
                 raw.sendall(sent[:1] and b"x")
         assert served.request("GET", "/health")[0] == 200
-
-
-def test_time_of_a_head_ends_with_it(model: Any) -> None:
-    """A body, or an answer, may take longer."""
-    with serving(model) as served, connected(served.port, UNFINISHED):
-        connections = served.server.server_state.connections
-        wait_for(lambda: [one.timeout_keep_alive_task for one in tuple(connections)] == [None])
 
 
 # -- bodies that nobody reads ----------------------------------------------------------------------

@@ -434,27 +434,6 @@ def test_axe_finds_nothing(visit: Any, script: Script, file: Path, size: Any, sc
     assert axe_violations(page) == []
 
 
-def test_keyboard_alone(visit: Any, script: Script, file: Path) -> None:
-    page = visit(conversation(file, "One", "First."))
-    expect(page.get_by_label("Message", exact=True).last).to_be_focused()
-    skip = page.get_by_role("link", name="Skip to the message")
-    skip.focus()
-    expect(skip).to_be_in_viewport()
-    page.keyboard.press("Enter")
-    expect(page.get_by_label("Message", exact=True).last).to_be_focused()
-    page.keyboard.type("Two")
-    page.keyboard.press("Shift+Enter")
-    page.keyboard.type("lines")
-    page.keyboard.press("Enter")
-    expect(page.locator("article.user").last).to_contain_text("Two\nlines")
-    ended(page)
-    page.get_by_role("button", name="Options").focus()
-    page.keyboard.press("Enter")
-    expect(page.get_by_role("dialog")).to_be_visible()
-    page.keyboard.press("Escape")
-    expect(page.get_by_role("button", name="Options")).to_be_focused()
-
-
 # -- calls of tools: shown, allowed or not by the user, run by the server --------------------------
 
 TOOLS_SERVER = Path(__file__).parent.parent / "mcp" / "server.py"

@@ -495,17 +495,6 @@ class Opened(Meanings):
         self.closed += 1
 
 
-@pytest.mark.usefixtures("files")
-async def test_search_by_meaning() -> None:
-    model, embedder = FakeModel(ctx=1000), Opened("m")
-    async with running(model, embedder=embedder) as (app, pilot):
-        await asked(pilot, "Zebra? @short.pdf")
-        assert not embedder.embedded
-        await asked(pilot, "Zebra? @long.pdf")
-        assert any("pieces matching the message" in line for line in screen.notices(app))
-        assert (embedder.embedded, embedder.closed) == (40 + 1, 1)
-
-
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """After its second page, a document is read on, or into the index, when this is set."""

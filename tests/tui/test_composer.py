@@ -360,6 +360,11 @@ async def test_typed_in_one_read(model: FakeModel) -> None:
                 await pilot.pause()
                 assert getattr(field, name) == expected, what
                 setattr(field, name, "")
+            app.post_message(Paste(f"<{HOSTILE}>"))
+            await pilot.pause()
+            written = getattr(field, name)
+            assert written.startswith("<")
+            assert not harmful(written)
 
 
 def test_letters_are_graphemes() -> None:
@@ -374,17 +379,7 @@ def test_letters_are_graphemes() -> None:
 
 # -- control characters ----------------------------------------------------------------------------
 
-CONTROLS = ["\x1b]2;title\x07", "\x9d52;c;eA==\x9c", "\x7f", "\x85", "\u202eabc"]
-HOSTILE = " ".join(CONTROLS)
-FIELDS = {
-    "composer": (),
-    "find": ("ctrl+f",),
-    "conversations": ("ctrl+o",),
-    "name": ("f2",),
-    "palette": ("ctrl+p",),
-    "models": ("f4",),
-    "system prompt": ("f5", *["down"] * 3, "enter"),
-}
+HOSTILE = "\x1b]2;title\x07 \x9d52;c;eA==\x9c \x7f \x85 \u202eabc"
 PLACES = {
     "conversation": (),
     "earlier message": ("up",),
@@ -410,25 +405,6 @@ async def left(app: ChatApp, pilot: Pilot[Any]) -> None:
     await pilot.press("escape")
     screen.composer(app).put("")
     await pilot.pause()
-
-
-async def test_pasted_controls_are_not_obeyed(
-    model: FakeModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    FakeLibrary(monkeypatch)
-    async with running(model, load_by_name=lambda name, progress: model) as (app, pilot):
-        await asked(pilot, "first")
-        for place, keys in FIELDS.items():
-            await pilot.press(*keys)
-            await pilot.pause()
-            for text in CONTROLS:
-                app.post_message(Paste(f"<{text}>"))
-            await pilot.pause()
-            field = app.focused
-            written = getattr(field, "value", getattr(field, "text", ""))
-            assert written.count("<") == len(CONTROLS), place
-            assert not harmful(written), place
-            await left(app, pilot)
 
 
 async def test_controls_of_other_texts_are_not_obeyed(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import stat
 from collections.abc import AsyncIterator, Iterator
@@ -20,7 +19,7 @@ from textual.widgets import Input, OptionList, Static
 import localrt
 from localrt import History, Settings
 from localrt.chat import ChatSession
-from localrt.common.errors import OptionError, StorageError
+from localrt.common.errors import StorageError
 from localrt.engine.options import read_options
 from localrt.tui import ChatApp
 from localrt.tui.chat.blocks import Styles, UserTurn
@@ -28,10 +27,9 @@ from localrt.tui.conversation.state import ChatState
 from localrt.tui.preferences import Preset
 from localrt.tui.screens.dialogs import Ask, Confirm, ConversationsScreen
 from tests.conftest import needs_kernels
-from tests.mutations import changed, is_line
 from tests.tui import screen
 from tests.tui.conftest import SIZE, Opening, app_for, asked, cleared, running, until
-from tests.tui.fakes import FakeLoader, FakeModel, call
+from tests.tui.fakes import FakeLoader, FakeModel
 from tests.tui.screen import idle
 
 
@@ -83,17 +81,9 @@ async def test_context_of_a_branch(
         await until(pilot, lambda: idle(app) and "context 6 of" in screen.footer(app))
         await pilot.press("alt+left")
         await until(pilot, lambda: "context 5 of" in screen.footer(app))
-    count = model.count
     monkeypatch.setattr(model, "count", lambda messages: 99)
     async with running(model, history=opening, resume=True) as (app, pilot):
         await until(pilot, lambda: "context 5 of" in screen.footer(app))
-    with opening() as history:  # as versions did that kept the tokens of the answer alone
-        history._database.rows("UPDATE turn SET info = json_remove(info, '$.context')")
-    monkeypatch.setattr(model, "count", lambda messages: count(messages) + 50 * (len(messages) - 1))
-    async with running(model, history=opening, resume=True) as (app, pilot):
-        await until(pilot, lambda: "context 5 of" in screen.footer(app))
-        await pilot.press("alt+right")
-        await until(pilot, lambda: "context 6 of" in screen.footer(app))
 
 
 async def test_list_search_open_new(
@@ -467,23 +457,6 @@ async def test_branch_elsewhere(opening: Opening) -> None:
         await until(left, lambda: screen.users(first) == ["First", "Theirs"])
 
 
-async def test_calls_elsewhere(opening: Opening, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("localrt.tui.chat.screen._OTHERS_SECONDS", 0.01)
-    wanted = [call("list")]
-    with opening() as history:
-        theirs = history.new(model="m")
-        theirs.add("user", "Go")
-        async with running(FakeModel(), history=opening, resume=True) as (app, pilot):
-            theirs.add("assistant", "", info={"tool_calls": [call.to_dict() for call in wanted]})
-            info = {"tool_call_id": wanted[0].id, "title": "files.list", "arguments": "{}"}
-            writer = theirs.answer(role="tool", info=info)
-            await until(pilot, lambda: len(screen.calls(app)) == 1)
-            assert screen.calls(app)[0][2] == "being written by another window"
-            writer.write("a.txt")
-            writer.finish("done", info={**info, "ending": "ok"})
-            await until(pilot, lambda: screen.calls(app) == [("files.list {}", "a.txt", "")])
-
-
 # -- chats that others saved -----------------------------------------------------------------------
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
@@ -519,28 +492,3 @@ def loaded(path: Path) -> list[Any]:
         return state.conversation.messages()
     finally:
         state.history.close()
-
-
-@pytest.mark.parametrize(
-    ("place", "value", "told"),
-    [
-        ((), None, ""),
-        (("messages", 1, "content"), [3], "is not a saved chat: "),
-        (("messages", 2, "tool_calls"), 3, "is not a saved chat: "),
-        (("messages", 3, "tool_call_id"), [], "is not a saved chat: "),
-        (("options",), {"host": 1}, "host"),
-        (("options",), {"temperature": "hot"}, "temperature"),
-    ],
-)
-def test_a_saved_chat(tmp_path: Path, place: Any, value: Any, told: str) -> None:
-    path = tmp_path / "a.json"
-    path.write_text(json.dumps(changed(SAVED, [(place, value)]) if place else SAVED))
-    if not told:
-        roles = [each["role"] for each in loaded(path)]
-        assert roles == ["system", "user", "assistant", "tool"]
-        path.write_text("[" * 100_000)
-        told = "is not JSON"
-    wrong = OptionError if "options" in place else StorageError
-    with pytest.raises(wrong, match=told) as caught:
-        loaded(path)
-    assert is_line(str(caught.value))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import pytest
@@ -18,7 +17,6 @@ from localrt.engine.types import Metrics
 from localrt.service.status import LaneUse, MemoryUse
 from localrt.tui.chat.bars import Phase, StatusBar, footer_line
 from localrt.tui.chat.markdown import MarkdownLines, MarkdownStyles
-from localrt.tui.chat.message_queue import RedrawLimit
 from localrt.tui.chat.panel import (
     PanelData,
     lane_text,
@@ -156,20 +154,6 @@ def test_beyond_commonmark(source: str, shown: str) -> None:
     assert whole(source) == shown
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_stream_equals_whole(seed: int) -> None:
-    chance = random.Random(seed)
-    lines = MarkdownLines(STYLES, 40)
-    place = 0
-    while place < len(DOCUMENT):
-        size = chance.randint(1, 7)
-        lines.append(DOCUMENT[place : place + size])
-        place += size
-    assert drawn(lines) == DRAWN  # even before finish
-    lines.finish()
-    assert drawn(lines) == DRAWN
-
-
 TOKENS = ("\n\n", "- ", "1. ", "```", "    ", "> ", "---", "\\[", "\\]", "$$", "<br>", "中文")
 
 
@@ -305,30 +289,10 @@ def test_loading_line(width: int) -> None:
     assert len(line) <= width
 
 
-def test_loading_line_without_total() -> None:
-    assert loading_line(None, 60).plain.startswith("Opening")
-    assert "12 layers" in loading_line(Progress("load", 12, None, "layers"), 60).plain
-    assert "100%" in loading_line(Progress("load", 9, 8, "layers"), 60).plain
-
-
 def test_safe_text() -> None:
     assert clean("a\tb\r\nc\x1b[2J\x7f\x9b") == "a\tb\nc\ufffd[2J\ufffd\ufffd"
     assert one_line(ValueError("\nfirst\nsecond")) == "first"
     assert one_line(KeyboardInterrupt()) == "KeyboardInterrupt"
-
-
-def test_redraw_limit() -> None:
-    wall = cpu = 0.0
-    pace = RedrawLimit(wall=lambda: wall, cpu=lambda: cpu, cores=2)
-    assert pace.due()
-    cpu += 0.005  # a drawing that took 5 ms ...
-    wall += 0.2
-    assert not pace.due()
-    wall += 0.06  # ... allows the next after 250 ms
-    assert pace.due()
-    cpu += 30  # however dear, half a second is the longest wait
-    wall += 0.51
-    assert pace.due()
 
 
 # -- the panel -------------------------------------------------------------------------------------

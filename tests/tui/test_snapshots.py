@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-from textual.events import Paste
 from textual.pilot import Pilot
 from textual.widgets import Input, OptionList, Static
 
-from localrt import History
 from localrt.common.progress import Progress
 from localrt.tui import ChatApp
 from localrt.tui.chat.bars import Phase
-from localrt.tui.chat.blocks import AnswerBlock
 from localrt.tui.chat.panel import LivePanel
 from localrt.tui.loading_line import LoadingLine
-from localrt.tui.screens.dialogs import ConversationsScreen
 from localrt.tui.screens.models import ModelsScreen
 from tests.tui import screen
 from tests.tui.conftest import app_for, asked, until
@@ -68,64 +63,6 @@ def test_answer(snap_compare: Compare, theme: str) -> None:
 
     app = app_for(FakeLoader(FakeModel([DOCUMENT])))
     assert snap_compare(app, terminal_size=(80, 46), run_before=before)
-
-
-def test_command_menu(snap_compare: Compare) -> None:
-    async def before(pilot: Pilot[Any]) -> None:
-        await ready(pilot)
-        await pilot.press(*"/e", "down")
-
-    assert snap_compare(app_for(FakeLoader(FakeModel())), terminal_size=(80, 16), run_before=before)
-
-
-def test_branches_thinking_and_a_pasted_text(snap_compare: Compare) -> None:
-    model = FakeModel(["<think>", "Is it? It is.", "</think>", "\n\nYes: `a + b`."])
-
-    async def before(pilot: Pilot[Any]) -> None:
-        app = await ready(pilot)
-        app.post_message(Paste("".join(f"a line of a log, number {n}\n" for n in range(40))))
-        await answered(pilot, "Does it add?")
-        count = len(screen.marks(app))
-        await pilot.press("ctrl+r")
-        await until(
-            pilot, lambda: screen.phase(app) is not Phase.READY or count < len(screen.marks(app))
-        )
-        await until(pilot, lambda: screen.phase(app) is Phase.READY)
-        for block in screen.blocks(app):
-            if isinstance(block, AnswerBlock):
-                block.thinking_s = 12.0
-                block.changed()
-                screen.conversation(app).changed(block)
-        await pilot.press("alt+up")
-        await pilot.pause()
-
-    assert snap_compare(app_for(FakeLoader(model)), terminal_size=(80, 18), run_before=before)
-
-
-def test_conversations(snap_compare: Compare, tmp_path: Path) -> None:
-    def opening() -> History:
-        history = History(tmp_path / "history.db")
-        for title in ("Whales and how they sleep", "A cake without eggs"):
-            conversation = history.new(model="org/tiny-model")
-            turn = conversation.add("user", title)
-            with conversation.answer(after=turn.id) as writer:
-                writer.write("They sleep with half of the brain at a time.")
-        return history
-
-    async def before(pilot: Pilot[Any]) -> None:
-        app = await ready(pilot)
-        await pilot.press("ctrl+o")
-        await until(pilot, lambda: isinstance(app.screen, ConversationsScreen))
-        app.screen.query_one(Input).cursor_blink = False
-        await pilot.press(*"sleep")
-        await until(pilot, lambda: "half of" in str(first_option(app)))
-
-    app = app_for(FakeLoader(FakeModel()), history=opening)
-    assert snap_compare(app, terminal_size=(80, 20), run_before=before)
-
-
-def first_option(app: ChatApp) -> object:
-    return app.screen.query_one(OptionList).get_option_at_index(0).prompt
 
 
 ANSWER = ["The sky is blue because air scatters short waves of light more than long ones. "] * 3

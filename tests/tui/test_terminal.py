@@ -361,35 +361,6 @@ def test_paste_without_its_end(
     assert found == expected
 
 
-LOG_TEXT = "\ufffd[31mred\ufffd[0m line\nsecond\ufffd]2;PWNED\ufffd\ufffd52;c;eA==\ufffd\nthird"
-LOG = "\x1b[31mred\x1b[0m line\rsecond\x1b]2;PWNED\x07\x9d52;c;eA==\x9c\x1b[106;5uthird"
-
-
-@slow
-def test_pastes_in_a_terminal(tmp_path: Path) -> None:
-    """They arrive whole, and the terminal gets none of their control characters; one that has no
-    end is ended by a key."""
-    with ExitStack() as stack:
-        shell = Shell(tmp_path, stack, "import localrt.tui.terminal as t; t._PAUSE = 0.2")
-        wait_for(lambda: "2004" in shell.modes and shell.shows("Message (/ for commands"))
-        shell.type("> ")
-        wait_for(lambda: shell.shows("> "))
-        before = len(shell.read())
-        for number, size in enumerate((len(LOG), len(LOG) // 3 + 1, 1)):
-            shell.type(START)
-            for start in range(0, len(LOG), size):
-                shell.type(LOG[start : start + size])
-            shell.type(f"{END}{number}.")
-            wait_for(lambda number=number: shell.shows(f"{number}."))  # type: ignore[misc]
-        shell.type(f"{START}pasted")
-        wait_for(lambda: shell.shows("pasted"))
-        shell.type("!")
-        wait_for(lambda: shell.shows("!"))
-        written = shell.read()[before:]
-        assert shell.ended() == f"> {LOG_TEXT}0.{LOG_TEXT}1.{LOG_TEXT}2.pasted!"
-    assert not any(each in written for each in (b"\x1b]2;PWNED", b"\x07", "\x9d".encode()))
-
-
 EARLY = f"ab{DEL}c{START}one\rtwo{END}{LEFT}x\x1b[O"
 SLOW = """
 import time
@@ -422,18 +393,6 @@ def test_what_comes_before_the_first_screen(
         shell.type("!")
         wait_for(lambda: shell.shows("!"))
         assert shell.ended() == "acone\ntwx!o".replace("one\n", line and "one\n")
-
-
-@slow
-def test_lines_typed_before_the_start(tmp_path: Path) -> None:
-    """Their Enter, which the terminal makes a line feed by then, sends them."""
-    with ExitStack() as stack:
-        shell = Shell(tmp_path, stack)
-        shell.type("Hi\rmore\rand")
-        wait_for(lambda: shell.shows("A whole sentence.") and shell.shows("1 message waits"))
-        shell.type("!")
-        wait_for(lambda: shell.shows("!"))
-        assert shell.ended() == "more\n\nand!"
 
 
 # -- the clipboard ---------------------------------------------------------------------------------
@@ -490,15 +449,3 @@ def test_tools(
     if taken:
         encoding = "utf-16" if taken == "clip.exe" else "utf-8"
         assert (tmp_path / f"{taken}.got").read_bytes().decode(encoding) == TEXT
-
-
-@pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
-def test_tmux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tmux = ["tmux", "-S", str(tmp_path / "socket")]
-    subprocess.run([*tmux, "-f", "/dev/null", "new-session", "-d", "sleep 60"], check=True)
-    try:
-        monkeypatch.setenv("TMUX", f"{tmp_path / 'socket'},1,0")
-        assert copied_by_tool(TEXT)
-        assert subprocess.check_output([*tmux, "show-buffer"]).decode() == TEXT
-    finally:
-        subprocess.run([*tmux, "kill-server"], check=False)
