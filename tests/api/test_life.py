@@ -113,67 +113,29 @@ def test_unload_ends_chats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     model.close()
 
 
-CHILD = """
-    import json, sys, psutil
-    import localrt, localrt.planning.measure
-    from localrt.offload.reading.disk_speed import DiskProfile
-    from localrt.offload.reading.files import ReadMode
-    from localrt.planning.machine import typical_machine
+LOADS = """
+import json, sys, psutil, localrt
 
-    # Measuring takes seconds.
-    known = DiskProfile(ReadMode(direct=False, threads=2, block=1 << 20), 1e9, 0.0)
-    localrt.planning.measure.machine_profile = lambda *_, **__: (known, typical_machine())
-    rss = lambda: psutil.Process().memory_info().rss / 1e6
-    path = sys.argv[1]
-    GREEDY = dict(temperature=0, max_tokens=16, ignore_eos=True, draft="off")
+held, rss = [], lambda: psutil.Process().memory_info().rss / 1e6
+for _ in range(4):
+    model = localrt.load(sys.argv[1], ctx=1024, draft="off")
+    model.chat().send("hi", max_tokens=16, ignore_eos=True)
+    model.embed(["one", "two"])
+    most = rss()
+    model.unload()
+    held.append(rss())
+print(json.dumps([held, most]))
 """
-
-
-def child(script: str, home: Path) -> Any:
-    env = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
-        "HOME": str(home),
-        "XDG_DATA_HOME": str(home / "data"),
-        "LOCALRT_CACHE": str(home / "cache"),
-    }
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            textwrap.dedent(CHILD) + textwrap.dedent(script),
-            str(real_model("smollm2")),
-        ],
-        env=env,
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=240,
-        check=True,
-    )
-    return json.loads(done.stdout)
 
 
 @pytest.mark.real
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="memory that is free may be kept elsewhere")
 def test_unload_returns_memory(tmp_path: Path) -> None:
-    found = child(
-        """
-        held = []
-        for _ in range(4):
-            model = localrt.load(path, ctx=1024)
-            model.generate("hello", **GREEDY)
-            chat = model.chat()
-            chat.send("hi", **GREEDY)
-            model.embed(["one", "two"])
-            most = rss()
-            model.unload()
-            held.append(rss())
-        print(json.dumps([held, most]))
-        """,
-        tmp_path,
-    )
-    held, most = found
+    env = {**os.environ, "XDG_DATA_HOME": str(tmp_path), "LOCALRT_CACHE": str(tmp_path / "cache")}
+    command = [sys.executable, "-c", LOADS, str(real_model("smollm2"))]
+    done = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, check=True)
+    held, most = json.loads(done.stdout)
     # The first time leaves libraries behind; from then on there is nothing more.
     assert most - held[-1] > 90
     assert held[-1] - held[0] < 5
@@ -263,51 +225,32 @@ def test_closed_amid_answers(way: str, asked: Any, tiny_folder: Path) -> None:
 # -- forks ---------------------------------------------------------------------------------------
 
 FORKS = """
-    import asyncio, os, sys
+    import os, sys
     import localrt
 
-    ASKED = {
-        "generate": "model.generate('Hi', max_tokens=2)",
-        "stream": "list(model.stream('Hi', max_tokens=2))",
-        "chat": "chat.send('Hi', max_tokens=2)",
-        "batch": "model.generate_batch(['Hi', 'Ho'], max_tokens=2)",
-        "live": "live.generate('Hi', max_tokens=2)",
-        "live, a long prompt": "asyncio.run(live.agenerate('Hi ' * 9000, max_tokens=2))",
-        "embed": "model.embed(['Hi'])",
-        "logits": "list(model.logits([1, 2]))",
-    }
     GREEDY = dict(max_tokens=4, temperature=0.0)
-
-    def refused_in_children():
-        for asked, work in ASKED.items():
-            child = os.fork()
-            if not child:
-                try:
-                    eval(work)
-                except localrt.LocalrtError as error:
-                    fits = "a model does not survive a fork" in str(error)
-                    # A chat that answers when its process is forked goes on in the copy.
-                    os._exit(0 if fits or "already answering" in str(error) else 1)
-                os._exit(2)
-            assert os.waitpid(child, 0)[1] == 0, asked
-
-    model = localrt.load(sys.argv[1], ctx=16384)
-    chat, live = model.chat(), model.live()
-    chat.send("Hi", max_tokens=2)
-    live.generate("Hi", max_tokens=2)
-    refused_in_children()
+    model = localrt.load(sys.argv[1])
+    live = model.live()
     said = model.generate("Hi", **GREEDY).token_ids
-    child = os.fork()
-    if not child:  # it loads one of its own
-        own = localrt.load(sys.argv[1])
-        model.close()
-        os._exit(own.generate("Hi", **GREEDY).token_ids != said)
-    assert os.waitpid(child, 0)[1] == 0
-    assert model.generate("Hi", **GREEDY).token_ids == said
-    busy = (model.stream("Hi"), live.stream("Ho"), chat.stream("Ha"))
-    for stream in busy:
-        next(stream)
-    refused_in_children()
+    asked = (
+        lambda: model.generate("Hi"), lambda: live.generate("Hi"), lambda: model.chat().send("Hi"),
+        lambda: model.embed(["Hi"]),
+    )
+    for stream in (None, model.stream("Hi"), live.stream("Hi")):
+        if stream is not None:
+            next(stream)
+        child = os.fork()
+        if not child:
+            for work in asked:
+                try:
+                    work()
+                except localrt.LocalrtError as error:
+                    assert "a model does not survive a fork" in str(error), error
+                else:
+                    os._exit(2)
+            own = localrt.load(sys.argv[1])  # it loads one of its own
+            os._exit(own.generate("Hi", **GREEDY).token_ids != said)
+        assert os.waitpid(child, 0)[1] == 0
     model.unload()
 """
 

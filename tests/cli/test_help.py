@@ -48,17 +48,6 @@ def test_every_option_is_explained_with_its_default(name: str) -> None:
             pytest.fail(f"{name} {flag} does not say what it is when left out")
 
 
-def test_an_unknown_option_is_refused_with_the_commands_own_usage(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        build_parser().parse_args(["run", "smollm2", "hi", "--colour"])
-    assert ended.value.code == 2
-    told = capsys.readouterr().err
-    assert told.startswith("usage: localrt run [OPTIONS] [MODEL] [PROMPT]\n")
-    assert "--colour" in told
-
-
 @pytest.mark.parametrize(
     ("args", "says"),
     [

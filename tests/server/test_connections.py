@@ -225,16 +225,6 @@ def test_discard_limit(server: Running, monkeypatch: pytest.MonkeyPatch) -> None
             raw.sendall(b"x" * 90_000_000)
 
 
-def test_unread_body_keeps_connection(server: Running) -> None:
-    with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)) as asking:
-        asking.request("POST", "/nothing", b"x" * 100_000)
-        assert asking.getresponse().read()
-        used = asking.sock
-        asking.request("GET", "/health")
-        assert asking.getresponse().status == 200
-        assert asking.sock is used
-
-
 def test_room_for_large_bodies(model: Any) -> None:
     with serving(model, max_body=1 << 20) as running, ExitStack() as stack:
         head = UNFINISHED.replace(b"9", str(1 << 20).encode())

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import localrt
-from tests.server.conftest import Running, Script, needs_kernels, serving
+from tests.server.conftest import Running, Script, serving
 from tests.server.dialects import (
     BODIES,
     COLOUR,
@@ -120,19 +120,6 @@ def test_thinking(thinker: Running, dialect: str) -> None:
     plain = ask(thinker, dialect, think=False, most=20)
     assert plain.text
     assert not plain.thought
-
-
-@needs_kernels
-def test_several_at_once(server: Running) -> None:
-    texts = ("hi", "why?", "Name rivers, " * 8, "hi")
-    questions = [Question(text, stream=True) for text in texts]
-
-    def text(dialect: str, question: Question) -> str:
-        return DIALECTS[dialect](server.url, server.name, question).text
-
-    alone = [*map(text, DIALECTS, questions)]
-    with ThreadPoolExecutor(4) as threads:
-        assert list(threads.map(text, DIALECTS, questions)) == alone
 
 
 # -- forms of the answer ---------------------------------------------------------------------------

@@ -334,23 +334,6 @@ def test_a_document_that_comes_again_is_not_read_again(
     assert all("[page 1]\nRead once" in str(each).replace("\\n", "\n") for each in prompts)
 
 
-def test_pictures_of_several_turns(seeing: Any) -> None:
-    server, prompts = seeing
-    turns = [
-        {"role": "user", "content": [source(RED64)]},
-        {"role": "assistant", "content": "Red."},
-        {"role": "user", "content": [source(BLUE64)]},
-        {"role": "user", "content": "And this?"},
-    ]
-    assert ask(server, ("/v1/messages", {"messages": turns}))[0] == 200
-    (prompt,) = prompts
-    assert [message["content"] for message in prompt] == [
-        [{"type": "image", "image": RED}],
-        "Red.",
-        [{"type": "image", "image": BLUE}, {"type": "text", "text": "And this?"}],
-    ]
-
-
 def test_stored_response_keeps_its_picture(seeing: Any) -> None:
     server, prompts = seeing
     _, first, _ = ask(server, in_responses({"type": "input_image", "image_url": data_uri(RED64)}))

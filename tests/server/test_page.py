@@ -287,23 +287,6 @@ def test_pictures_and_files(visit: Any, file: Path, tmp_path: Path) -> None:
     expect(page.get_by_label("Message", exact=True).last).to_have_value("Look 👍")
 
 
-@pytest.mark.slow
-def test_a_model_that_cannot_see(visit: Any, file: Path, tmp_path: Path) -> None:
-    (tmp_path / "a.png").write_bytes(picture())
-    page = visit()
-    expect(page.get_by_label("Model")).to_contain_text("tiny")
-    page.locator("#files").set_input_files([tmp_path / "a.png"])
-    expect(page.get_by_role("alert").first).to_contain_text("tiny cannot see pictures")
-    send(page, "What is this?")
-    expect(page.get_by_role("alert").first).to_contain_text("tiny cannot see pictures")
-    assert page.locator("article").count() == 0
-    with History(file) as history:
-        assert not history.list()
-    page.get_by_role("button", name="Remove a.png").click()
-    page.keyboard.press("Enter")
-    expect(ended(page)).to_contain_text("Hello there.")
-
-
 def test_options(visit: Any, script: Script, file: Path) -> None:
     page = visit()
     page.get_by_role("button", name="Options").click()
@@ -612,17 +595,6 @@ def test_denied_markup_is_shown_as_text(
     assert page.locator("#log :is(script, img)").count() == 0
     assert made == []
     assert turns(tools_file)[3].content == "The user did not allow this call."
-
-
-@pytest.mark.slow
-def test_axe_finds_nothing_at_calls(visit: Any, with_tools: Running, script: Script) -> None:
-    page = visit(running=with_tools, color_scheme="dark")
-    question = ask(page, script, call_of("add", a="1\n" * 200, b=1), call_of("add", a=1, b=1))
-    expect(question.get_by_role("button", name="Deny")).to_be_in_viewport()
-    assert axe_violations(page) == []
-    page.get_by_role("button", name="Options").click()
-    page.get_by_text("Tools of your MCP servers").click()
-    assert axe_violations(page) == []
 
 
 def test_end_of_the_server_leaves_no_question(

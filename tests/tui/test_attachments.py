@@ -470,16 +470,6 @@ async def test_documents(files: Path) -> None:
         assert screen.composer(app).text == "Read @bad.pdf"
 
 
-@pytest.mark.usefixtures("files")
-async def test_pages_that_are_pictures(seeing: FakeModel) -> None:
-    async with running(seeing) as (_, pilot):
-        await asked(pilot, "Read @short.pdf now")
-        first, picture, last = seeing.given("user")[0]
-        assert first["text"].endswith("[no text: see its picture]\n```\n ")
-        assert picture["image"].startswith(b"\xff\xd8")
-        assert last["text"] == " now"
-
-
 class Opened(Meanings):
     """Opens itself, and counts how often it is closed."""
 
@@ -553,22 +543,3 @@ async def test_reading_is_shown_and_stopped(held: threading.Event) -> None:
         await asked(pilot, "")
         assert "[long.pdf, page 18]\nPage about topic17." in model.given("user")[0]
         assert model.given("user")[0].endswith("\n\nnext")
-
-
-@pytest.mark.usefixtures("files")
-async def test_the_app_goes_on_while_files_are_read(held: threading.Event) -> None:
-    model = FakeModel(ctx=1000)
-    async with running(model) as (app, pilot):
-        model.hold()
-        await screen.say(pilot, "First")
-        await screen.say(pilot, QUESTION)
-        await until(pilot, lambda: progress(app))
-        model.release()
-        await until(pilot, lambda: screen.answers(app) == ["Hello there."] and idle(app))
-        await screen.say(pilot, "/retry")
-        await until(pilot, lambda: screen.notices(app, "error"))
-        assert "/retry has to wait" in screen.notices(app, "error")[-1]
-        assert screen.composer(app).text == "/retry"
-        held.set()
-        await until(pilot, lambda: len(screen.answers(app)) == 2 and idle(app))
-        assert "topic17" in model.given("user")[-1]

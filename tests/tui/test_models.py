@@ -34,7 +34,7 @@ from localrt.tui.screens.dialogs import Choose, Confirm
 from localrt.tui.screens.models import ModelsScreen
 from tests.tui import screen
 from tests.tui.conftest import asked, running, until
-from tests.tui.fakes import FakeLoader, FakeModel
+from tests.tui.fakes import FakeModel
 from tests.tui.screen import idle
 
 NOW = time.time()
@@ -478,26 +478,6 @@ async def test_stopped_loading() -> None:
         shelf.gate.set()
         await until(pilot, lambda: isinstance(app.screen, Confirm))
         assert late.closed
-
-
-@pytest.mark.parametrize("fails", [False, True])
-async def test_another_model_at_the_start(fails: bool) -> None:
-    """While the first one loads, or when it could not be loaded."""
-    shelf = Shelf()
-    loader = FakeLoader(shelf.first, held=not fails, error=CancelledError("no") if fails else None)
-    async with running(loader, ready=False, load_by_name=shelf) as (app, pilot):
-        if fails:
-            await until(pilot, lambda: screen.phase(app) is Phase.FAILED)
-            assert "F4" in screen.notices(app)[-1]
-        app.load_model(CHAT)
-        if not fails:
-            await pilot.pause()
-            assert shelf.asked == []
-            loader.gate.set()
-        await until(pilot, lambda: shelf.asked == [CHAT] and idle(app))
-        assert app.failure is None
-        assert shelf.first.closed is not fails
-    assert app.return_code in (0, None)
 
 
 async def test_models_of_a_server() -> None:

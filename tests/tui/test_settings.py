@@ -277,14 +277,6 @@ async def test_bad_preferences(tmp_path: Path) -> None:
         assert "is for typing" in told[2]
         await asked(pilot, "Hi")
     assert (tmp_path / "config.toml").read_text("utf-8") == text
-    config(tmp_path, "theme = ")
-    async with running(FakeModel(), size=(100, 30), config=tmp_path) as (app, pilot):
-        assert "is not TOML" in screen.notices(app, "error")[0]
-        await pilot.press("f3")
-        await until(pilot, lambda: len(screen.notices(app, "error")) > 1)
-        assert app.query_one(LivePanel).is_open
-        assert "Not saved" in screen.notices(app, "error")[1]
-    assert (tmp_path / "config.toml").read_text("utf-8") == "theme = "
 
 
 @asynccontextmanager
