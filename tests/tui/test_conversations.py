@@ -327,33 +327,27 @@ async def test_no_history(model: FakeModel, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Settings]:
-    """Data, cache and config folders that are not there yet, under a umask that hides nothing."""
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Of data, cache and config folders that are not there yet; the umask hides nothing."""
     monkeypatch.delenv("LOCALRT_CACHE", raising=False)
     monkeypatch.setenv("LOCALRT_KV_DISK", "1GB")
     for name in ("DATA", "CACHE", "CONFIG"):
-        monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / name))
+        monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / "xdg" / name))
     before = os.umask(0)
-    yield Settings.from_environment()
+    yield tmp_path
     os.umask(before)
 
 
-def written(settings: Settings) -> dict[Path, int]:
-    """What is in the three folders, and the rights to it."""
-    tops = (settings.data_dir, settings.cache_dir, settings.config_dir)
-    found = (path for top in tops for path in (top, *top.rglob("*")) if path.exists())
-    return {path: stat.S_IMODE(path.stat().st_mode) for path in found}
-
-
-def shared(settings: Settings) -> list[str]:
-    """What others may read or enter of it."""
-    return [f"{path}: {mode:o}" for path, mode in written(settings).items() if mode & 0o077]
+def shared(folder: Path) -> list[Path]:
+    """What others may read or enter in the three folders."""
+    found = folder.glob("xdg/*/**/*")
+    return [path for path in found if stat.S_IMODE(path.stat().st_mode) & 0o077]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="permissions are POSIX's")
 @needs_kernels
-async def test_nobody_else_may_read(tiny_folder: Path, folders: Settings, tmp_path: Path) -> None:
+async def test_nobody_else_may_read(tiny_folder: Path, folder: Path) -> None:
     """What the app writes while it is used, whatever the umask."""
     app = ChatApp(
         lambda progress: localrt.load(tiny_folder, ctx=512),
@@ -361,22 +355,23 @@ async def test_nobody_else_may_read(tiny_folder: Path, folders: Settings, tmp_pa
         system="Be brief.",
         options={"max_tokens": 4},
         history=History,
-        config=folders.config_dir,
+        config=Settings.from_environment().config_dir,
     )
+    exported = folder / "chat.md"
     async with app.run_test(size=SIZE) as pilot:
         await until(pilot, lambda: idle(app))
         await asked(pilot, "a secret " * 20)
-        await screen.say(pilot, f"/export {tmp_path / 'chat.md'}")
-        await until(pilot, lambda: (tmp_path / "chat.md").exists())
+        await screen.say(pilot, f"/export {exported}")
+        await until(pilot, exported.exists)
         app.preferences.change({"system": "a secret"})
         app.state.presets.save(Preset("mine", "a secret"))
         await pilot.press("ctrl+n")  # parks the conversation
         await asked(pilot, "another secret")
-        assert shared(folders) == []  # while it runs: SQLite's own files too
-    names = {path.name for path in written(folders)}
+        assert shared(folder) == []  # while it runs: SQLite's own files too
+    names = {path.name for path in folder.glob("xdg/*/**/*")}
     assert {"history.db", "tokens.json", "blocks.bin", "config.toml", "presets.toml"} <= names
-    assert shared(folders) == []
-    assert stat.S_IMODE((tmp_path / "chat.md").stat().st_mode) == 0o600
+    assert shared(folder) == []
+    assert stat.S_IMODE(exported.stat().st_mode) == 0o600
 
 
 # -- two windows on one conversation ---------------------------------------------------------------
