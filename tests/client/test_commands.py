@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import subprocess
@@ -16,7 +15,6 @@ from localrt.cli import main
 from localrt.client.model import connect
 from localrt.client.servers import LocalServer, announced, local_servers
 from localrt.common.settings import Settings
-from localrt.tui.plain import PlainChat
 from tests.client.conftest import KEY
 from tests.fake_endpoint import fake, listed
 from tests.server.conftest import Running
@@ -58,22 +56,6 @@ def test_bad_usage_is_one_line(
     assert error.count("\n") == 1
     assert said in error
     assert KEY not in error
-
-
-def test_plain_chat(server: Running) -> None:
-    out = io.StringIO()
-    chat = PlainChat(
-        io.StringIO("/set max_tokens 4\nhello\n/set draft ngram\n/quit\n"),
-        out,
-        model_name="tiny",
-        system=None,
-        options={"temperature": 0.0},
-    )
-    assert chat.run(lambda progress: connect(server.url, progress=progress)) == 0
-    text = out.getvalue()
-    assert f"tiny at 127.0.0.1:{server.port}, context 512" in text
-    assert "(stopped at max_tokens" in text or "max_tokens" in text
-    assert "Error: draft is for models on this machine" in text
 
 
 async def test_the_app_chats_through_it(server: Running) -> None:

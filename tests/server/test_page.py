@@ -376,13 +376,6 @@ def test_behind_a_reverse_proxy_with_a_key(
         assert page.evaluate("Object.keys(localStorage)")[0].startswith(f"localrt{below}.")
 
 
-@pytest.mark.slow
-def test_conversations_that_are_off(visit: Any, talker: localrt.Model) -> None:
-    with serving(talker, host="0.0.0.0", history=":memory:") as running:
-        page = visit(running=running)
-        expect(page.get_by_role("alert").first).to_contain_text("localrt serve --conversations")
-
-
 def axe_violations(page: Any) -> list[Any]:
     """What breaks labels, roles, contrast and focus, as axe-core checks them."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe-core")

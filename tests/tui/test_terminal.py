@@ -192,34 +192,6 @@ def test_a_lost_terminal_holds_nobody_up() -> None:
     writer.stop()
 
 
-FLOOD = """
-from pathlib import Path
-from localrt.tui.chat.screen import ChatScreen
-def flood(self):
-    Path("{mark}").touch()
-    for _ in range(1000):
-        self.app._driver.write("x" * 4096)
-ChatScreen.action_panel = flood
-"""
-
-
-@slow
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (1, 129)])
-def test_a_terminal_that_does_not_read(number: int, status: int, tmp_path: Path) -> None:
-    """Nobody waits for it; it is restored once it reads again."""
-    with ExitStack() as stack:
-        shell = Shell(tmp_path, stack, FLOOD.format(mark=tmp_path / "mark"))
-        shell.answer("a draft")
-        shell.type(F3)
-        wait_for((tmp_path / "mark").exists)
-        os.kill(shell.app, number)
-        assert shell.status == status
-        wait_for(lambda: not shell.modes & MODES)
-        wait_for(lambda: termios.tcgetattr(shell.slave) == shell.before)
-    assert kept_answer(tmp_path) == "A whole sentence."
-    assert (tmp_path / DATA / "draft.txt").read_text("utf-8") == "a draft"
-
-
 BREAKS = """
 from localrt.tui.chat.bars import Footer
 from localrt.tui.chat.screen import ChatScreen
