@@ -54,7 +54,7 @@ def pool(tiny_folder: Path) -> Iterator[Pool]:
     made.pool.close()
 
 
-async def tended(pool: Pool) -> None:
+async def tended(pool: Pool | Machine) -> None:
     """What a server does once a second, to its end."""
     pool.pool.tend()
     assert pool.pool._tending is not None
@@ -342,3 +342,12 @@ async def test_least_recently_used_shrinks(machine: Machine) -> None:
     await machine.use("b")
     assert machine.held == {"a": 2, "b": 4, "c": 4}
     assert machine.loaded == ["b", "a", "c"]
+
+
+@streamed
+async def test_idle_model_shrinks_and_is_unloaded_later(machine: Machine) -> None:
+    await machine.use("a")
+    for held in ({"a": 1}, {}):
+        machine.now += 300.0
+        await tended(machine)
+        assert machine.held == held
