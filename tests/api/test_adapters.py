@@ -173,12 +173,6 @@ def test_adapters_on_server(model: localrt.Model) -> None:
         status, answer, _ = server.chat(PROMPT, model="third", **fields)
         assert status == 404
         assert "'first'" in answer["error"]["message"]
-    with serving(model, name="first") as server:
-        _, listed, _ = server.request("GET", "/v1/models")
-        assert [one["id"] for one in listed["data"]] == ["first", "first+first", "second"]
-        _, answer, _ = server.chat(PROMPT, model="first+first", **fields)
-        want = model.generate(PROMPT, adapter="first", **GREEDY).text
-        assert answer["choices"][0]["message"]["content"] == want
 
 
 @needs_kernels

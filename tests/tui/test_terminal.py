@@ -206,9 +206,6 @@ def fail(self):
     [
         pytest.param("fail", id="handler"),
         pytest.param(
-            "lambda self: self.set_timer(0.001, lambda: fail(self))", marks=slow, id="timer"
-        ),
-        pytest.param(
             "lambda self: (setattr(Footer, 'render', fail), self.footer.refresh())",
             marks=slow,
             id="render",
