@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -174,36 +173,6 @@ def test_adapters_on_server(model: localrt.Model) -> None:
         status, answer, _ = server.chat(PROMPT, model="third", **fields)
         assert status == 404
         assert "'first'" in answer["error"]["message"]
-    with serving(model, name="first") as server:
-        _, listed, _ = server.request("GET", "/v1/models")
-        assert [one["id"] for one in listed["data"]] == ["first", "first+first", "second"]
-        _, answer, _ = server.chat(PROMPT, model="first+first", **fields)
-        want = model.generate(PROMPT, adapter="first", **GREEDY).text
-        assert answer["choices"][0]["message"]["content"] == want
-
-
-@needs_kernels
-def test_the_command_line(
-    tiny_folder: Path,
-    adapters: dict[str, str],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
-    flags = ["--temperature", "0", "--max-tokens", "8", "--json"]
-
-    def said(*more: str) -> str:
-        assert main(["run", str(tiny_folder), PROMPT, *flags, *more]) == 0
-        return str(json.loads(capsys.readouterr().out)["text"])
-
-    plain = said()
-    named = said("--adapter", f"own={adapters['first']}")
-    assert named == said("--adapter", adapters["first"]) != plain
-    assert main(["run", str(tiny_folder), PROMPT, "--adapter", "./nowhere"]) == 1
-    assert capsys.readouterr().err.count("\n") == 1
-    twice = ["--adapter", adapters["first"], "--adapter", adapters["first"]]
-    assert main(["run", str(tiny_folder), PROMPT, *twice]) == 2
-    assert "NAME=PATH" in capsys.readouterr().err
 
 
 @needs_kernels

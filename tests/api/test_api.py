@@ -56,24 +56,12 @@ def test_string_prompt(tiny: localrt.Model) -> None:
         ({"temprature": 1}, "did you mean temperature"),
         ({"ctx": 512}, "ctx is set when a model is loaded"),
         ({"temperature": -1}, "temperature"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"stop": ""}, "stop"),
         ({"overflow": "ignore"}, "overflow"),
-        ({"draft": ""}, "draft"),
         ({"draft": 3}, "draft"),
         ({"tree_budget": 0}, "tree_budget must be an integer from 1 to 2048"),
-        ({"tree_budget": 2049}, "tree_budget"),
-        ({"tree_budget": 1.5}, "tree_budget"),
-        ({"tree_depth": 0}, "tree_depth"),
         ({"tree_depth": 65}, "tree_depth must be an integer from 1 to 64"),
         ({"logprobs": 1000}, "logprobs"),
         ({"max_new_tokens": 1}, r"did you mean max_tokens\?"),
-        ({"num_predict": 1}, r"did you mean max_tokens\?"),
-        ({"temp": 1}, r"did you mean temperature\?"),
-        ({"repeat_penalty": 1}, r"did you mean repetition_penalty\?"),
-        ({"stop_strings": 1}, r"did you mean stop\?"),
-        ({"response_format": 1}, r"did you mean json_schema\?"),
-        ({"num_ctx": 1}, r"did you mean ctx\?"),
         ({"n_gpu_layers": 1}, r"did you mean gpu_memory\?"),
     ],
 )
@@ -108,19 +96,6 @@ def test_much_too_long_prompt(tiny: localrt.Model, monkeypatch: pytest.MonkeyPat
             tiny.generate(**arguments)
     with pytest.raises(localrt.ContextOverflowError, match=r"text 0 .* tokens or more"):
         tiny.embed([text])
-
-
-def test_much_too_long_old_turn(tiny: localrt.Model) -> None:
-    messages = [
-        {"role": "user", "content": "a" * 200_000},
-        {"role": "assistant", "content": "yes"},
-        {"role": "user", "content": "hello"},
-    ]
-    found = tiny.generate(messages, overflow="drop_oldest", **GREEDY)
-    assert found.text == tiny.generate(messages[2:], **GREEDY).text
-    rules = [{"role": role, "content": "be brief"} for role in ("system", "developer")]
-    found = tiny.generate([*rules, *messages], overflow="drop_oldest", **GREEDY)
-    assert found.text == tiny.generate([*rules, messages[-1]], **GREEDY).text
 
 
 async def test_async_streams(tiny: localrt.Model) -> None:
@@ -176,19 +151,13 @@ def test_context_and_memory_limits(tiny_folder: Path) -> None:
         ({"kv_format": "int3"}, "kv_format must be one of bf16, int8, int4"),
         ({"kv_format": "int8", "format": "f32"}, "CPU kernels"),
         ({"ctx": 0}, "ctx"),
-        ({"ctx": 2.5}, "ctx"),
         ({"ram": "lots"}, "ram must be a size, is 'lots'"),
-        ({"gpu_memory": -1}, "gpu_memory must be above zero, is -1"),
         ({"threads": 10**9}, "threads must be at most 1024"),
         ({"shrinkable": "a"}, "shrinkable must be true or false"),
-        ({"offline": "a"}, "offline must be true or false"),
-        ({"draft": ""}, "draft"),
         ({"draft": None}, "draft must be a string, is None"),
         ({"engine": "llamacpp"}, "GGUF"),
-        ({"device": 5}, "device must be"),
         ({"adapters": ["a"]}, "adapters must be paths by names"),
         ({"chat_template": 5}, "chat_template must be a path"),
-        ({"cancel": 5}, "cancel must be a threading.Event"),
         ({"progress": 5}, "progress must be a function"),
     ],
 )
@@ -214,19 +183,14 @@ def test_wrong_arguments(tiny: localrt.Model) -> None:
     for prompt, options, says in (
         (5, {}, "a prompt is a string or a list of messages, is 5"),
         (None, {"token_ids": [1.5]}, r"token_ids must be a list of integers, is \[1\.5\]"),
-        (None, {"token_ids": 7}, "token_ids must be a list of integers, is 7"),
         ("hi", {"logit_bias": {1: math.inf}}, "logit_bias of token 1 must be a finite number"),
         ({"role": "user"}, {}, "a prompt is a string or a list of messages"),
-        ({"a", "b"}, {}, "a prompt is a string or a list of messages"),
-        (b"hi", {}, "a prompt is a string or a list of messages"),
         ("hi", {"tools": 5}, "tools must be a list of functions"),
         ("hi", {"tools": [{}]}, r"each a mapping with a name, one is \{\}"),
         ("hi", {"raw": "yes"}, "raw must be true or false, is 'yes'"),
-        (None, {"token_ids": [True]}, r"token_ids must be a list of integers, is \[True\]"),
         ([{"content": "hi"}], {"overflow": "drop_oldest"}, "a message is a mapping with a role"),
         (["hi"], {}, "a message is a mapping with a role, .* is 'hi'"),
         ([{"role": "users", "content": "hi"}], {}, "role must be one of system, .*, is 'users'"),
-        ([{"role": "assistant", "tool_calls": {"f": 1}}], {}, "tool_calls must be a list of calls"),
         ([{"role": "assistant", "tool_calls": ["f"]}], {}, r"calls .* name, is \['f'\]"),
         ("hi", {"suffix": "a", "files": [("a", 1)]}, "files must be a list of pairs"),
         ("hi", {"cancel": 5}, "cancel must be a threading.Event"),
@@ -240,24 +204,15 @@ def test_wrong_arguments(tiny: localrt.Model) -> None:
     for work, says in (
         (lambda: tiny.generate_batch(5), "prompts must be a list of prompts"),  # type: ignore[arg-type]
         (lambda: tiny.generate_batch(token_ids=5), "token_ids must be a list of lists"),
-        (lambda: list(tiny.logits([1.5])), "token_ids must be a list of integers"),  # type: ignore[list-item]
         (lambda: tiny.live(patience_s="x"), "patience_s must be a number"),  # type: ignore[arg-type]
-        (lambda: tiny.load_chat(5), "path must be a path"),  # type: ignore[arg-type]
         (lambda: tiny.chat().send(5), "a message must be a string"),  # type: ignore[arg-type]
-        (lambda: tiny.chat(system=5), "system must be a string"),  # type: ignore[arg-type]
         (lambda: tiny.tokenize(5), "a prompt is a string or a list of messages"),  # type: ignore[arg-type]
-        (lambda: tiny.detokenize("x"), "tokens must be a list of integers"),  # type: ignore[arg-type]
         (lambda: tiny.detokenize([-1]), "token ids must be from 0 to"),
-        (lambda: tiny.count(5), "a prompt is a string or a list of messages"),  # type: ignore[arg-type]
         (lambda: tiny.chat(tools="x"), "tools must be a list of functions"),  # type: ignore[arg-type]
         (lambda: tiny.chat().add_tool_result(5, 5), "no call 5 waits"),  # type: ignore[arg-type]
         (lambda: tiny.chat().save(5), "path must be a path"),  # type: ignore[arg-type]
         (lambda: tiny.leave_ram(1.5), "nbytes must be an integer"),  # type: ignore[arg-type]
         (lambda: localrt.pull(5), "model must be a string, is 5"),  # type: ignore[arg-type]
-        (lambda: localrt.pull(progress=5), "progress must be a function"),  # type: ignore[arg-type]
-        (lambda: localrt.remove_model(5), "name must be a string"),  # type: ignore[arg-type]
-        (lambda: localrt.search_models(5), "words must be a string"),  # type: ignore[arg-type]
-        (lambda: localrt.list_variants(5), "repo must be a string"),  # type: ignore[arg-type]
         (lambda: localrt.split_thinking(5), "text must be a string"),  # type: ignore[arg-type]
         (lambda: localrt.History(5), "path must be a path"),  # type: ignore[arg-type]
     ):
@@ -265,24 +220,12 @@ def test_wrong_arguments(tiny: localrt.Model) -> None:
             work()
 
 
-def test_a_model_says_what_it_is(tiny: localrt.Model) -> None:
-    assert repr(tiny).startswith(f"<localrt.Model {tiny.name!r}: f32, ")
-    assert repr(tiny).endswith(", ctx 512, on cpu (native)>")
-    assert repr(tiny.chat()) == f"<localrt.ChatSession with {tiny.name!r}: 0 messages>"
-    with tiny.live() as live:
-        assert repr(live) == f"<localrt.LiveModel of {tiny.name!r}: 0 running, 0 waiting>"
-    assert repr(live) == f"<localrt.LiveModel of {tiny.name!r}: closed>"
-
-
 @pytest.mark.parametrize(
     ("call", "options", "meant"),
     [
         (localrt.load, {"rma": "2GB"}, "ram"),
         (localrt.load, {"n_ctx": 4096}, "ctx"),
-        (localrt.load, {"n_gpu_layers": -1}, "gpu_memory"),
-        (localrt.load, {"n_threads": 4}, "threads"),
         (localrt.load, {"torch_dtype": "auto"}, "format"),
-        (localrt.load, {"device_map": "auto"}, "device"),
         (localrt.load, {"cache_type_k": "q8_0"}, "kv_format"),
         (localrt.load, {"model_path": "m.gguf"}, "model"),
         (localrt.plan, {"model": "smollm2", "n_ctx": 4096}, "ctx"),

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import localrt
-from localrt import History, LocalrtError, Model
+from localrt import History, Model
 from localrt.common.progress import Progress
 from localrt.tui.conversation.state import ChatState
 from tests.documents.samples import pdf
@@ -124,7 +124,8 @@ def test_bad_files(tiny: localrt.Model, tmp_path: Path) -> None:
     with pytest.raises(localrt.StorageError, match="cannot write"):
         chat.save(tmp_path / "missing" / "chat.json")
     bad = tmp_path / "bad.json"
-    for text in ("not json", "[]", json.dumps({"version": 99}), json.dumps({"version": 1})):
+    malformed = {"version": 1, "messages": [{"role": "user", "content": [3]}]}
+    for text in ("not json", "[]", json.dumps({"version": 99}), json.dumps(malformed)):
         bad.write_text(text)
         with pytest.raises(localrt.StorageError, match="not a saved chat"):
             tiny.load_chat(bad)
@@ -253,20 +254,6 @@ def test_parked_chat_after_restart(model: Model, tmp_path: Path) -> None:
         assert answer.metrics.cached_tokens > 100
 
 
-def test_chats_that_are_not_parked(model: Model) -> None:
-    """A short one, and one that answers."""
-    chat = model.chat(system="Go.")
-    chat.send("Hi", max_tokens=2)
-    assert chat.park() == 0
-    assert chat.kv_nbytes > 0
-    chunks = chat.stream(PROMPT, max_tokens=20)
-    next(chunks)
-    with pytest.raises(LocalrtError, match="answering"):
-        chat.park()
-    chat.cancel()
-    list(chunks)
-
-
 def test_new_answer_parks_idle_chat(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before it begins, if there is no room for it."""
     one, other = model.chat(), model.chat()
@@ -278,18 +265,6 @@ def test_new_answer_parks_idle_chat(model: Model, monkeypatch: pytest.MonkeyPatc
     assert one.kv_nbytes == 0
     list(chunks)
     assert one.send("Go on.", max_tokens=4).metrics.cached_tokens > 100
-
-
-def test_park_idle_caches_of_batch(model: Model) -> None:
-    options = {"max_tokens": 8, "temperature": 0.0}
-    with model.live() as live:
-        before = live.generate(PROMPT, **options)
-        held = live.stats().kv_bytes
-        live.park()
-        assert live.stats().kv_bytes == 0 < held
-        after = live.generate(PROMPT, **options)
-    assert after.token_ids == before.token_ids
-    assert after.metrics.cached_tokens > 100 > before.metrics.cached_tokens
 
 
 @pytest.mark.parametrize("disk", ["1GB", "off"])
@@ -310,17 +285,7 @@ def test_cache_without_room(
     assert (tmp_path / "cache" / "kv").exists() is (disk != "off")
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        *(
-            pytest.param(each, marks=pytest.mark.slow)
-            for each in ("other-window", "open", "listed")
-        ),
-        "library",
-        "waiting",
-    ],
-)
+@pytest.mark.parametrize("how", ["library", "waiting"])
 def test_deleted_conversation_leaves_no_word(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
@@ -352,31 +317,22 @@ def test_deleted_conversation_leaves_no_word(
         assert state.session is not None
         said = state.session.chat.send(turn.content)
         state.conversation.add("assistant", f"{said.text} So it is {word}.", after=turn.id)
-    if how != "open":
-        state.new()
+    state.new()
     assert {"tokens.json", "history.db-wal"} <= {*found("xylophone")}
-    assert ("tokens.json" in found("gramophone")) == (how != "open")
-    gone, kept = ("gramophone", "xylophone") if how == "open" else ("xylophone", "gramophone")
-    number = ids[how == "open"]
-    if how == "library":
-        with History() as history:
-            history.delete(number)
-    elif how in ("other-window", "waiting"):
-        state.open(number)
-        if how == "waiting":
-            assert state.session is not None
-            state.session.chat.messages = state.conversation.messages()[:-1]
-            state.session.chat.send(max_tokens=2)
-        with History() as history:
-            history.delete(number)
-        if how == "waiting":  # and memory gets short
-            monkeypatch.setattr(core_of(model).saver.keeper, "_room", lambda: 0)
-            core_of(model).saver.keeper.make_room()
-            assert found(gone) == []
+    assert "tokens.json" in found("gramophone")
+    if how == "waiting":
+        state.open(ids[0])
+        assert state.session is not None
+        state.session.chat.messages = state.conversation.messages()[:-1]
+        state.session.chat.send(max_tokens=2)
+    with History() as history:
+        history.delete(ids[0])
+    if how == "waiting":  # and memory gets short
+        monkeypatch.setattr(core_of(model).saver.keeper, "_room", lambda: 0)
+        core_of(model).saver.keeper.make_room()
+        assert found("xylophone") == []
         state.new()
-    else:
-        state.delete(number)
-    assert found(gone) == []
-    assert "tokens.json" in found(kept)
+    assert found("xylophone") == []
+    assert "tokens.json" in found("gramophone")
     state.close()
-    assert found(gone) == []
+    assert found("xylophone") == []

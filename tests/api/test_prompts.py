@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 
 import localrt
-from localrt.cli import main
 from localrt.common.errors import ContextOverflowError, OptionError
 from localrt.engine.options import read_options
 from localrt.hub.other_programs import Extras
 from localrt.hub.resolving import ResolvedModel
-from tests.conftest import CHATML, write_tiny_model
+from tests.conftest import write_tiny_model
 from tests.inside import core_of
 
 # As Qwen3.5 has it: the prompt opens the thinking, or closes it at once.
@@ -30,11 +29,6 @@ TEMPLATE = (
     "{% if enable_thinking is defined and not enable_thinking %}{{ '\n</think>\n\n' }}{% endif %}"
     "{% endif %}"
 )
-HARMONY = (
-    "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
-    "{# <|channel|> #}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
-)
-ALWAYS = CHATML + "{# </think> #}"
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 ASK: list[Any] = [{"role": "user", "content": "hi"}]
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "max_tokens": 60}
@@ -46,11 +40,6 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[localrt.Model]
     folder = write_tiny_model(tmp_path_factory.mktemp("thinker"), template=TEMPLATE)
     with localrt.load(folder, draft="ngram") as model:
         yield model
-
-
-def loaded(folder: Path, template: str) -> localrt.Model:
-    folder.mkdir(exist_ok=True)
-    return localrt.load(write_tiny_model(folder, template=template), format="f32")
 
 
 def test_limit_ends_thinking(
@@ -105,12 +94,8 @@ def prompt_end(model: localrt.Model, **options: Any) -> str:
     ("options", "end"),
     [
         ({}, "\n<think>\n"),
-        ({"thinking": True}, "\n<think>\n"),
-        ({"thinking": "on"}, "\n<think>\n"),
         ({"thinking": "high"}, "\n<think>\n"),
         ({"thinking": False}, "\n<think>\n\n</think>\n\n"),
-        ({"thinking": "off"}, "\n<think>\n\n</think>\n\n"),
-        ({"thinking_tokens": 0}, "\n<think>\n\n</think>\n\n"),
         ({"json_schema": True}, "\n<think>\n\n</think>\n\n"),
         ({"json_schema": True, "thinking": True}, "\n<think>\n"),
     ],
@@ -119,20 +104,6 @@ def test_prompt_end(thinker: localrt.Model, options: dict[str, Any], end: str) -
     if "json_schema" in options:
         pytest.importorskip("llguidance")
     assert prompt_end(thinker, **options) == end
-
-
-def test_template_without_variables(tmp_path: Path) -> None:
-    with loaded(tmp_path / "a", ALWAYS) as model:
-        assert prompt_end(model) == prompt_end(model, thinking=True) == "\n"
-        assert prompt_end(model, thinking=False) == "\n<think>\n\n</think>\n\n"
-    with loaded(tmp_path / "b", HARMONY) as model:
-        empty = "<|channel|>analysis<|message|><|end|><|start|>assistant"
-        final = "<|channel|>final<|message|>"
-        assert prompt_end(model, thinking=False) == final
-        asked = core_of(model).requests.make("hi", thinking=False, tools=TOOLS)
-        assert model.detokenize(asked.prompt, skip_special=False).endswith(empty)
-        answer = model.generate("hi", thinking=False, **GREEDY)
-        assert localrt.split_thinking(answer.text).thinking == ""
 
 
 def test_model_without_thinking(tiny: localrt.Model) -> None:
@@ -159,35 +130,6 @@ def test_bound_answer_after_thinking(thinker: localrt.Model) -> None:
         assert answer.metrics.thinking_tokens == 5
     without = thinker.generate("hi", regex="[ab]{3}")
     assert without.text.strip("ab") == ""
-
-
-def test_harmony_channels(tmp_path: Path) -> None:
-    pytest.importorskip("llguidance")
-    with loaded(tmp_path / "channels", HARMONY) as model:
-        options = {"regex": "[ab]{3}", "max_tokens": 120}
-        thought = model.generate("hi", thinking=True, thinking_tokens=5, **options)
-        assert thought.metrics.thinking_tokens == 5
-        assert thought.finish_reason == "stop"
-        answers = (thought, model.generate("hi", **options))
-    for answer in answers:
-        assert localrt.split_thinking(answer.text).answer.strip("ab") == ""
-
-
-@pytest.mark.usefixtures("nothing_on_stdin")
-def test_command_line(
-    thinker: localrt.Model, tiny_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = str(thinker.info.path)
-    few = ["--max-tokens", "40", "--temperature", "0"]
-    assert main(["run", path, "hi", "--thinking-tokens", "3", "--json", *few]) == 0
-    assert json.loads(capsys.readouterr().out)["metrics"]["thinking_tokens"] == 3
-    assert main(["run", path, "hi", "--thinking", "off", "--json", *few]) == 0
-    assert json.loads(capsys.readouterr().out)["metrics"]["thinking_tokens"] == 0
-    for command in (["run", str(tiny_folder), "hi"], ["serve", str(tiny_folder), "--port", "0"]):
-        assert main([*command, "--thinking", "on", *few]) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("localrt: this model does not think")
-        assert error.count("\n") == 1
 
 
 # -- the beginning of an answer --------------------------------------------------------------------
@@ -253,9 +195,7 @@ def test_fill_in_overflow(filling: localrt.Model) -> None:
     ("given", "message"),
     [
         ({"prompt": [{"role": "user", "content": "a"}], "suffix": "b"}, "as a string"),
-        ({"token_ids": [1], "suffix": "b"}, "as a string"),
         ({"prompt": "a", "suffix": 5}, "suffix must be a string"),
-        ({"prompt": "a", "files": [("x", "y")]}, "suffix must be a string"),
         ({"prompt": "a", "suffix": "b", "files": [("x", 1)]}, "a name and a text"),
         ({"prompt": "a", "suffix": "b", "tool_choice": "required"}, "needs messages"),
     ],
@@ -263,18 +203,6 @@ def test_fill_in_overflow(filling: localrt.Model) -> None:
 def test_refused(filling: localrt.Model, given: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         filling.generate(**given)
-
-
-@pytest.mark.usefixtures("nothing_on_stdin")
-def test_infill_unsupported(
-    tiny: localrt.Model, tiny_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(OptionError, match="no tokens to fill in the middle"):
-        tiny.generate("a", suffix="b")
-    assert main(["run", str(tiny_folder), "def f(", "--suffix", "):"]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
-    assert main(["run", str(tiny_folder), "a", "--suffix", "b", "--continue"]) == 2
-    assert "--suffix completes a text" in capsys.readouterr().err
 
 
 STORE_TEMPLATE = (

@@ -46,14 +46,6 @@ def test_edited_prompt(folder: Path, model: Model, at: int) -> None:
         assert other.generate(token_ids=edited, **OPTIONS).token_ids == changed.token_ids
 
 
-def test_drafts_change_nothing(model: Model) -> None:
-    repeating = tokens(40) * 5
-    plain = model.generate(token_ids=repeating, **{**OPTIONS, "max_tokens": 60})
-    for budget in (3, 16):
-        options = {**OPTIONS, "max_tokens": 60, "draft": "ngram", "tree_budget": budget}
-        assert model.generate(token_ids=repeating, **options).token_ids == plain.token_ids
-
-
 SAMPLED = {"temperature": 1.1, "seed": 5, "top_p": 0.9, "repetition_penalty": 1.2}
 
 

@@ -8,15 +8,12 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import localrt
 from localrt.common.settings import Settings
 from localrt.common.speeds import known_speed
-from localrt.models.weight_store import PassTask, WeightStore
-from localrt.service.status import LaneUse, MemoryUse, Status, last_pass
-from tests.engine.fake_session import ScriptedEngine
+from localrt.models.weight_store import PassTask
+from localrt.service.status import MemoryUse, Status, last_pass
 from tests.inside import engine_of
 
 
@@ -157,40 +154,3 @@ def test_last_pass() -> None:
     assert last_pass(prompt) is None
     assert last_pass([*prompt, *a_pass(1.0)[:2]]) is not None
     assert last_pass([]) is None
-
-
-@given(st.lists(st.tuples(st.floats(0, 10), st.floats(0.01, 1)), max_size=20))
-def test_lanes_within_pass(reads: list[tuple[float, float]]) -> None:
-    tasks = [PassTask("ssd", "x", at, at + long) for at, long in reads]
-    tasks += a_pass(3.0)
-    found = last_pass(sorted(tasks, key=lambda task: task.end))
-    assert found is not None
-    for lane in found.lanes:
-        ends = [0.0]
-        for start, end in lane.spans:
-            assert ends[-1] <= start < end <= found.seconds + 1e-9
-            ends.append(end)
-    assert isinstance(found.lanes[0], LaneUse)
-    assert 0 <= found.waited_s <= found.seconds
-
-
-def test_record_lanes(tmp_path: Path) -> None:
-    """The pipeline remembers tasks between a call with lanes=True and one with False."""
-    from localrt.service.status import Watch
-
-    asked: list[int | None] = []
-
-    class Tracing(WeightStore):
-        def tasks(self, keep: int | None = None) -> list[PassTask]:
-            asked.append(keep)
-            return a_pass(0.0)
-
-    engine = ScriptedEngine()
-    engine.weights = Tracing()
-    watch = Watch(engine, ctx=1)
-    assert watch.status().last_pass is None
-    assert asked == []
-    assert watch.status(lanes=True).last_pass is not None
-    assert watch.status().last_pass is not None
-    assert watch.status(lanes=False).last_pass is None
-    assert [keep for keep in asked if keep is not None] == [4096, 0]

@@ -44,10 +44,6 @@ class FakeEngine:
         if behaviour == "dies" and self._launch.engine == "native":
             print("the engine caught fire", file=sys.stderr)
             os._exit(3)
-        if behaviour == "waits" and len(prompt) > 60 and read(self._launch.path) == b"wait":
-            time.sleep(60)
-        if behaviour == "dies-if-long" and len(prompt) > 60:
-            os._exit(3)
         print("chatter that must not reach the protocol")
         on_first()
         if self._on_gpu():
@@ -95,11 +91,6 @@ class FakeEngine:
             {"resource": "ssd", "name": f"layer {call}", "start_s": call, "end_s": call + 0.5}
             for call in range(self._calls)
         ]
-
-
-def read(path: str) -> bytes:
-    with open(path, "rb") as file:  # noqa: PTH123
-        return file.read()
 
 
 def read_past_the_cache(path: str) -> None:

@@ -16,7 +16,6 @@ from localrt.bench.gpu import GpuShares, forecast, gpu_for, use_line, wants_fore
 from localrt.bench.report import to_json, to_table
 from localrt.bench.sampling import Sampler, joules_between, read_energy
 from localrt.bench.workload import BenchOptions, Workload
-from localrt.cli import main
 from localrt.common.errors import MemoryBudgetError, OptionError
 from localrt.common.settings import Settings
 from localrt.offload import hardware
@@ -70,19 +69,6 @@ def test_forecast_is_labelled_simulated(options: BenchOptions) -> None:
     assert result["decode_tok_s"] == result["predicted_tok_s"] > 0
     assert result["peak_vram_bytes"] <= 8_000_000_000
     assert json.loads(json.dumps(report))["plan"]["prediction"]["tok_s"] > 0
-
-
-def test_command_without_gpu(options: BenchOptions, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--prompt-tokens", "20", "--tokens", "10", "--gpu-memory", "8GB"]
-    assert main(["bench", str(options.path), *sizes]) == 0
-    shown = capsys.readouterr()
-    assert shown.out.startswith("SIMULATED")
-    assert "nothing runs" in shown.err
-    assert main(["bench", str(options.path), *sizes, "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["simulated"] is True
-    assert report["gpu"]["name"] == "RTX 4060 8GB"
-    assert main(["bench", str(options.path), *sizes, "--trace", "t.json"]) == 2
 
 
 def test_what_helps() -> None:
@@ -151,24 +137,6 @@ def test_samples_of_this_machine(tmp_path: Path) -> None:
     assert first["gpu"] is None
     assert s.found.joules is None
     assert s.found.cpu_s > 0 or system.IS_WINDOWS  # whose clock of a process ticks every 16 ms
-
-
-@pytest.mark.skipif(system.IS_WINDOWS, reason="reads Linux' files")
-def test_sampled_energy_and_traffic(tmp_path: Path) -> None:
-    _zone(tmp_path, "intel-rapl:0", "package-0", 5)
-    traffic = tmp_path / "sys/fs/resctrl/mon_data/mon_L3_00/mbm_total_bytes"
-    _write(traffic, 100)
-    with Sampler({}, time.perf_counter, root=tmp_path, every_s=0.01) as sampler:
-        wait_for(lambda: len(sampler.found.samples) >= 1)
-        _zone(tmp_path, "intel-rapl:0", "package-0", 8)
-        _write(traffic, 400)
-        wait_for(lambda: any(each["memory_bytes_s"] for each in sampler.found.samples))
-        wait_for(lambda: any(each["watts"] for each in sampler.found.samples))
-    assert sampler.found.joules == pytest.approx(3)
-    assert sampler.found.counters == ["intel-rapl:0"]
-    watts = [sample["watts"] for sample in sampler.found.samples]
-    assert sum(each > 0 for each in watts) == 1
-    assert sum(sample["memory_bytes_s"] > 0 for sample in sampler.found.samples) == 1
 
 
 def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

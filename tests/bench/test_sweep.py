@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import re
 import xml.etree.ElementTree as ET
-from html.parser import HTMLParser
+from html import unescape
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from localrt.bench import gpu
 from localrt.bench.page import to_html
@@ -83,14 +81,6 @@ def test_points_that_cannot_run(tmp_path: Path) -> None:
     ]
     assert [each.setting for each in outcome.results] == ["2GB"]
     assert "1kB  1 kB holds no model" in _table(outcome, options)
-    options = _options(tmp_path, "dies-if-long")
-    outcome = _run(options, "prompt-tokens=64,20")
-    assert "died with code 3" in outcome.skipped[0].reason
-    (result,) = outcome.results
-    assert (result.setting, result.metrics["prompt_tokens"]) == ("20", 20)
-    assert result.info["launch"]["ctx"] == 25
-    text = _table(outcome, options)
-    assert "m: 5 answer tokens, median of 2" in text
 
     def notify(line: str) -> None:
         if line.startswith("2 (2 of 3)"):
@@ -120,8 +110,6 @@ def test_gpu_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "experts in place" in text
     assert "40%" in text
     assert "4GB: busy while decoding" in text
-    outcome = _run(_options(tmp_path, device="cpu"), "gpu-memory=8GB")
-    assert outcome.skipped[0].reason == "no GPU computes here"
     monkeypatch.setattr(hardware, "gpus", lambda: ())
     outcome = _run(_options(tmp_path), "gpu-memory=8GB", started)
     assert outcome.skipped[0].reason == "there is no GPU here"
@@ -163,18 +151,11 @@ def test_command(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "--sweep takes NAME=VALUE,VALUE, not ''; there are prompt-tokens, "),
-        ("threads", "--sweep: threads must be a whole number from 1, is ''"),
         ("promt_tokens=8", "--sweep takes NAME=VALUE,VALUE, not 'promt_tokens=8'; there are "),
         ("batch=1,,2", "--sweep: batch must be a whole number from 1, is ''"),
         ("tokens=1", "--sweep: tokens must be a whole number from 2, is '1'"),
-        ("threads=-1", "--sweep: threads must be a whole number from 1, is '-1'"),
-        ("ctx=²", "--sweep: ctx must be a whole number from 1, is '²'"),
         ("ram=much", "--sweep: ram must be a size, is 'much': write it like 8GB, 1.5GB or 512MiB"),
-        ("ram=0", "--sweep: ram must be above zero, is '0'"),
-        ("format=f16", "--sweep: format must be one of file, bf16, f32, is 'f16'"),
         ("kv-format=q8", "--sweep: kv-format must be one of bf16, int8, int4, is 'q8'"),
-        ("draft=", "--sweep: draft must be a value, is ''"),
     ],
 )
 def test_bad_sweep(text: str, message: str) -> None:
@@ -201,14 +182,6 @@ def test_parse_sweep() -> None:
 
 # -- the page --------------------------------------------------------------------------------------
 
-HOSTILE = [
-    "<script>alert(1)</script>",
-    "</svg></style><img src=http://example.org/x onerror=alert(1)>",
-    '" onload="alert(1)',
-    "' onload='alert(1)",
-    "{title} {0} %s url(http://example.org) @import",
-    "a\x00\ud800\u202e\x1b]0;\ufffe&amp;",
-]
 OPTIONS = BenchOptions(path=Path("m"), engines=("native",), workload=WORK)
 MACHINE = probe()
 object.__setattr__(MACHINE, "gpus", (GpuFacts("a GPU", 8 << 30, driver="580.1"),))
@@ -218,72 +191,28 @@ METRICS: dict[str, Any] = {
     "joules_per_token": None,
 }
 INFO = {"device": "cuda:0", "streamed": True, "weight_bytes": 10**9, "parameters": 2 * 10**9}
-KNOWN_TAGS = {"html", "head", "meta", "title", "style", "body", "h1", "p"}
-KNOWN_TAGS |= {"div", "table", "tr", "th", "td", "svg", "text", "rect"}
-KNOWN_ATTRIBUTES = {"lang", "charset", "name", "content", "class", "colspan", "viewbox", "role"}
-KNOWN_ATTRIBUTES |= {"aria-label", "x", "y", "width", "height"}
-
-
-class _Reader(HTMLParser):
-    """Checks that tags are closed in order, and that none of them loads or runs; keeps the text."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.spans: set[str | None] = set()
-        self.text: list[str] = []
-        self.feed(page)
-        self.close()
-        assert not self.open
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        assert tag in KNOWN_TAGS
-        assert dict(attrs).keys() <= KNOWN_ATTRIBUTES
-        self.spans |= {value for name, value in attrs if name == "colspan"}
-        self.open += [] if tag == "meta" else [tag]
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        self.open.pop()
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text.append(data)
-
-
-def _read(name: str, varied: str = "") -> _Reader:
-    result = Result("native", name, METRICS, [METRICS, METRICS], 0.1, INFO)
-    failed = Skipped("native", name, f"{name} does not fit")
-    outcome = Outcome([result], [failed], interleaved=False, varied=varied)
-    html = to_html(outcome, OPTIONS, name=name, machine=MACHINE)
-    style = html[html.index("<style>") : html.index("</style>")]
-    assert not re.search(r"http|url\(|@import", style)
-    for svg in re.findall(r"<svg.*?</svg>", html, re.DOTALL):
-        ET.fromstring(svg)
-    return _Reader(html)
-
-
-@given(name=st.one_of(st.text(max_size=60), st.sampled_from(HOSTILE)))
-def test_well_formed_whatever_names_are(name: str) -> None:
-    _read(name)
 
 
 @pytest.mark.parametrize("varied", ["", "threads", "model"])
 def test_what_the_page_shows(varied: str) -> None:
-    reader = _read("a & b", varied)
-    text = " ".join(reader.text)
+    """Whatever names are: what they hold is text."""
+    name = "a & b</svg></style><img src=x onerror=alert(1)>"
+    result = Result("native", name, METRICS, [METRICS, METRICS], 0.1, INFO)
+    failed = Skipped("native", name, f"{name} does not fit")
+    outcome = Outcome([result], [failed], interleaved=False, varied=varied)
+    html = to_html(outcome, OPTIONS, name=name, machine=MACHINE)
+    assert "<img" not in html
+    assert html.count("</style>") == 1
+    for svg in re.findall(r"<svg.*?</svg>", html, re.DOTALL):
+        ET.fromstring(svg)
+    text = unescape(html).replace(name, "a & b")
     assert "a & b: 20 prompt and 5 answer tokens, median of 2, on " in text
     assert "a GPU (8.6 GB of VRAM, driver 580.1)" in text
     for title in ("Decoding, tok/s", "First token (less is better)", "Peak VRAM (less is better)"):
         assert title in text
     assert "Energy per token" not in text, "nobody measured it"
     assert "a & b does not fit" in text
-    assert "tok/s: tokens per second" in text
-    assert ("Streamed: some weights are" in text) == ("1 GB 4.00" in text) == (varied == "model")
-    assert (" with " in text) == (varied != "threads")
-    assert len(reader.spans) == 1, "the reason why one did not run"
+    assert ("Streamed: some weights are" in text) == (varied == "model")
 
 
 def test_bars() -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,26 +15,15 @@ import pytest
 import benchmarks
 import localrt
 from benchmarks import tables
-from benchmarks.claims import CLAIMS, Setting, ask, claims_table, serving
-from benchmarks.common import command
 from benchmarks.common.command import RESULTS, cited_command, listed, make_parser
-from benchmarks.common.memory_limit import MemoryLimit, drop_from_cache
-from benchmarks.common.random_store import write_store
 from benchmarks.common.record import Results, load
-from benchmarks.common.turns import by_turns, ratios, summary
 from benchmarks.cpu import __main__ as cpu
-from benchmarks.cpu import child
-from benchmarks.cpu.__main__ import cpu_table, run_peer
+from benchmarks.cpu.__main__ import run_peer
 from benchmarks.quality import __main__ as quality
-from benchmarks.quality import rows as quality_rows
 from benchmarks.quality.rows import prose, python_source
-from benchmarks.waits import pdf
-from localrt import DocumentIndex, LocalrtError
 from localrt.bench.llama_bench import PeerFailedError
 from localrt.common.errors import OptionError
-from localrt.quant.cpu.ops import NativeOps
-from tests.conftest import needs_kernels, needs_scripts, write_tiny_model
-from tests.real_models import real_model
+from tests.conftest import needs_kernels, needs_scripts
 
 ROOT = Path(benchmarks.__file__).parent
 PAGE = "<!-- table: cpu-avx2 -->\n<!-- end -->\n"
@@ -88,16 +75,6 @@ def test_command_line() -> None:
         parser.parse_args(["--formats", "c"])
 
 
-def test_turns() -> None:
-    order = list[str]()
-    calls = {name: lambda n=name: order.append(n) or len(order) for name in "ab"}
-    assert by_turns(calls, 2) == {"a": [4, 5], "b": [3, 6]}
-    assert "".join(order) == "abbaab"
-    assert by_turns(calls, 1, warm_up=False) == {"a": [7], "b": [8]}
-    assert summary([1.0, 2.0, 6.0]) == {"median": 2.0, "low": 1.5, "high": 4.0}
-    assert ratios([1.0, 6.0], [2.0, 2.0]) == [0.5, 3.0]
-
-
 def test_a_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, order = tmp_path / "made.json", ["one", "two", "three"]
     results = Results(path, "python -m benchmarks.x", runs=5)
@@ -143,130 +120,7 @@ def test_a_figure_that_no_file_holds(
 # -- what measurements use -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("cgroup", "group", "file"),
-    [
-        ("4:memory:/job\n", "memory/job", "memory.limit_in_bytes"),
-        ("4:memory:/only/the/host/sees\n", "memory", "memory.limit_in_bytes"),
-        ("0::/job\n", "job", "memory.max"),
-    ],
-)
-def test_memory_limit(tmp_path: Path, cgroup: str, group: str, file: str) -> None:
-    with pytest.raises(LocalrtError, match="systemd-run"):
-        MemoryLimit.create(5_000_000, tmp_path)
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/self/cgroup").write_text(cgroup)
-    (tmp_path / "sys/fs/cgroup" / group).mkdir(parents=True)
-    (tmp_path / "sys/fs/cgroup" / group / "cgroup.procs").write_text("")
-    limit = MemoryLimit.create(5_000_000, tmp_path)
-    (folder,) = (tmp_path / "sys/fs/cgroup" / group).glob("localrt-bench-*")
-    assert (folder / file).read_text("utf-8") == "5000000"
-    limit.add(4321)
-    assert (folder / "cgroup.procs").read_text("utf-8") == "4321"
-    assert limit.peak() is None
-    for name in ("memory.max_usage_in_bytes", "memory.peak"):
-        (folder / name).write_text("123456\n")
-        assert limit.peak() == 123456
-        (folder / name).unlink()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs control groups")
-def test_real_group() -> None:
-    try:
-        limit = MemoryLimit.create(64 << 20)
-    except LocalrtError as error:
-        pytest.skip(str(error))
-    child = subprocess.Popen(
-        [sys.executable, "-c", "input(); bytearray(200 << 20)"],
-        stdin=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )
-    limit.add(child.pid)
-    child.communicate(b"\n")
-    assert child.returncode != 0
-    assert 50 << 20 < (limit.peak() or 0) <= 64 << 20
-    limit.remove()
-    assert not limit._folder.exists()
-
-
-def test_drop_from_cache(tmp_path: Path) -> None:
-    (tmp_path / "one.gguf").write_bytes(b"x")
-    drop_from_cache([tmp_path / "one.gguf", tmp_path / "gone"], drop_all=tmp_path / "no/right")
-    drop_from_cache([tmp_path / "one.gguf"], drop_all=tmp_path / "switch")
-    assert (tmp_path / "switch").read_text("utf-8") == "1\n"
-
-
-CONFIG = {
-    "vocab_size": 512,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 1024,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-}
-
-
-def test_random_store(tmp_path: Path) -> None:
-    write_store(tmp_path / "model", "Qwen3ForCausalLM", CONFIG, "int4-g32")
-    with localrt.load(tmp_path / "model", device="cpu", ctx=64, draft="off") as model:
-        answer = model.generate(token_ids=[3, 1, 4], max_tokens=12, temperature=0, ignore_eos=True)
-        (rows,) = model.logits([3, 1, 4])
-    assert len(set(answer.token_ids)) > 3, "a model that says one word hides mistakes"
-    assert np.isfinite(rows).all()
-    assert not np.array_equal(rows[0], rows[1]), "no unit is like another"
-
-
-def test_a_document_of_waits(tmp_path: Path) -> None:
-    file = pdf(tmp_path / "report.pdf", 3)
-    with DocumentIndex(tmp_path / "index.db") as index:
-        assert not index.update([file])
-        assert {piece.page for piece in index.search("in the order", limit=99)} == {1, 2, 3}
-
-
 # -- each measurement in short ---------------------------------------------------------------------
-
-
-READ = {"read": 1200, "first_s": 0.5}
-FOUND: dict[str, dict[str, Any]] = {
-    "agent": READ,
-    "restarts": READ,
-    "draft": {"limit": 1_300_000_000, "tok_s": 4.25},
-    "models": {"limit": 1_500_000_000, "asked": 12, "answered": 3, "failed": "x", "answer_s": None},
-    "answers": {"asked": 12, "changed": 2},
-    "larger": {"limit": 850_000_000, "failed": "it did not start"},
-}
-
-
-def test_claims_table() -> None:
-    rows = [{"name": name, "localrt": FOUND[name], "llama-server": FOUND[name]} for name in CLAIMS]
-    table = claims_table({"rows": rows, "command": "python -m benchmarks.claims", "versions": {}})
-    for words in (
-        "1,200 tokens read, 0.50 s to the first token | 1,200",
-        "within 1.3 GB | 4.2 tok/s",
-        "3 of 12 answered |",
-        "2 of 12 answers changed |",
-        "no answer: it did not start",
-    ):
-        assert words in table
-
-
-@pytest.mark.slow
-@needs_kernels
-def test_a_server_is_started_and_asked(tmp_path: Path) -> None:
-    (tmp_path / "tiny").mkdir()
-    folder = write_tiny_model(tmp_path / "tiny", context=512)
-    setting = Setting(Path("llama-server"), folder, tmp_path)
-    with serving("localrt", [str(folder), "--draft", "off"], setting) as server:
-        first, again = (ask(server, "Hello. " * 10, max_tokens=4) for _ in range(2))
-        assert (first.cached_tokens, first.tokens) == (0, 4)
-        assert again.prompt_tokens == first.prompt_tokens == again.cached_tokens + 1
-        assert again.text == first.text
-        with pytest.raises(LocalrtError, match="max_tokens"):
-            ask(server, "Hello.", max_tokens="many")
 
 
 _SCRIPT = """#!{python}
@@ -305,67 +159,11 @@ def test_peer(program: Path) -> None:
         run_peer("ik_llama.cpp", program, "-rtr 1 -fa 1", job)
 
 
-@pytest.mark.slow
-@needs_scripts
-@needs_kernels
-def test_command(
-    program: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    values = {"prompt": 202.0, "decode": 303.0}
-
-    def ours(name: str, words: Any, job: dict[str, Any], **_: Any) -> dict[str, Any]:
-        floor = {"of_floor": 0.98} if job["kind"] == "decode" else {}
-        return {"value": values[job["kind"]], **floor}
-
-    monkeypatch.setattr(command, "run_child", ours)
-    monkeypatch.setattr(command, "find_model", Path)
-    file = tmp_path / "cpu.json"
-    words = ["--isa", "portable", "--ik", str(program), "--llamacpp", str(program)]
-    words += ["--runs", "3", "--json", str(file)]
-    assert cpu.main([*words, "--models", "qwen1.5b", "--only", "pass-64"]) == 0
-    assert cpu.main([*words, "--models", "smollm2", "b/a.gguf"]) == 0
-    record = json.loads(file.read_text("utf-8"))
-    rows = {row["name"]: row for row in record["rows"]}
-    assert list(rows)[:2] == [
-        "Qwen2.5-1.5B Q4_K_M, pass of 64 rows",
-        "SmolLM2-135M Q4_1, prompt of 512",
-    ]
-    assert list(rows)[-2:] == ["a, prompt of 512", "a, decode"]
-    prompt = rows["SmolLM2-135M Q4_1, prompt of 512"]
-    assert prompt["peers"]["ik_llama.cpp"]["setting"] == "-rtr 0 -fa 1"
-    assert prompt["peers"]["llama.cpp"]["ratio"]["median"] == 2.0
-    shown = capsys.readouterr().out
-    assert "ik_llama.cpp -rtr 1 -fa 1: it cannot do that" in shown
-    for cells in (
-        "prompt of 512 | 202 | 101 (plain, flash attention) | 2.00x | 101 (repacked, flash attenti",
-        "decode | 303 | 101 (plain, flash attention) | 3.00x |",
-        "| 3.00x | 98 % |",
-        "ik_llama.cpp abc",
-    ):
-        assert cells in cpu_table(record)
-
-
-@needs_kernels
-@pytest.mark.slow
-@pytest.mark.real
-def test_child(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(NativeOps, "__init__", NativeOps.__init__)  # put back what is forced
-    isa = NativeOps(threads=1).isa
-    job = {"kind": "decode", "tokens": 4, "repeats": 1, "threads": 2, "isa": isa}
-    found = child.main({**job, "model": str(real_model("smollm2"))})
-    assert found["value"] > 0
-    assert found["of_floor"] > 0
-
-
 @needs_kernels
 @pytest.mark.parametrize(
     ("words", "told"),
     [
         (["--isa", "abacus"], "'abacus' cannot run here; "),
-        (["--only", "decode,4 rows"], "'4 rows' is not one of prompt-512, decode, "),
         (["--models", "./none.gguf"], "no such file or folder"),
         (["--ik", "./none"], "none is not a file"),
     ],
@@ -448,28 +246,7 @@ def test_resume_run(
     shown = capsys.readouterr().out
     assert shown.count("int8-g32 rtn is done") == 1
 
-    again = ["--formats", "int8-g32", "--methods", "rtn", "--again", "int8"]
-    assert quality.main([*common, *again]) == 0
-    assert capsys.readouterr().out.count(" is done") == 1
-    second = json.loads(out.read_text("utf-8"))
-    assert second["rows"][0]["weights"] == "int8-g32 rtn"
-    assert len(second["rows"]) == 3
-
     assert quality.main([*common, "--formats", "mxfp4", "--tokens", "256"]) == 2
     assert "made with other tokens: choose another --json" in capsys.readouterr().err
     assert json.loads(out.read_text("utf-8")) == second
     assert [Path(name) for name in localrt.uses()] == [tiny_folder]  # none that is gone by now
-
-
-def test_reference_is_cached(tiny_folder: Path, tmp_path: Path) -> None:
-    path = tmp_path / "prose.txt"
-    path.write_text(passages(40))
-    made = [
-        quality_rows.make_reference(tiny_folder, prose(path), tmp_path, ctx=64, tokens=256)
-        for _ in range(2)
-    ]
-    assert len(list(tmp_path.glob("*.npy"))) == 1
-    assert made[0].perplexity == made[1].perplexity
-    score = quality_rows.scores(tiny_folder, made[:1], 64)[0]
-    assert score["kl"] == pytest.approx(0, abs=1e-5)
-    assert score["change"] == pytest.approx(0, abs=5e-4)  # half precision on disk

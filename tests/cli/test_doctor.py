@@ -19,7 +19,6 @@ import pytest
 
 import localrt
 from localrt.cli import doctor, main
-from localrt.common.cores import Cores
 from localrt.common.extras import install, install_for_gpu
 from localrt.common.settings import Settings
 from localrt.hub.cache import note_use
@@ -68,23 +67,6 @@ def test_a_gpu_of_another_maker(
     assert (install_for_gpu() in text) != ready
 
 
-@pytest.mark.parametrize(
-    ("cores", "text"),
-    [
-        (Cores(6, 0, 6), "6 of 6 cores"),
-        (Cores(8, 8, 8), "8 of 8 performance cores; 8 efficiency cores unused"),
-        (Cores(8, 0, 2), "2 of 8 cores (limited by a control group)"),
-    ],
-)
-def test_threads(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, cores: Cores, text: str
-) -> None:
-    monkeypatch.setattr(hardware, "find_cores", lambda root: cores)
-    assert f"threads   {text}\n" in _doctor(capsys, as_json=False)
-    counts = {"performance": cores.performance, "efficiency": cores.efficiency}
-    assert _doctor(capsys)["machine"]["cpu"]["cores"] == {**counts, "threads": cores.threads}
-
-
 def test_the_full_report_has_the_rates_that_plans_have(
     capsys: pytest.CaptureFixture[str], quiet_machine: None
 ) -> None:
@@ -113,8 +95,6 @@ LLAMA = f"for more architectures, and bench's baseline: {install('llamacpp')}"
     [
         ("packages kernels compiler", []),
         ("packages kernels gpu", [NVRTC]),
-        ("packages kernels gpu compiler", []),
-        ("packages", [KERNELS]),
         ("kernels", [LLAMA]),
         ("kernels gpu", [GPU, LLAMA]),  # torch is not what is missing
         ("", [KERNELS, TORCH, LLAMA]),

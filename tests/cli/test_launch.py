@@ -22,7 +22,6 @@ import pytest
 import localrt as library
 from localrt.client.programs import PROGRAMS, find_program
 from localrt.client.servers import LocalServer, announced, local_servers
-from localrt.common.processes import own_name
 from localrt.common.settings import Settings
 from localrt.server.options import ServeOptions
 from localrt.server.pool import ModelPool
@@ -147,14 +146,7 @@ def own_variables(found: Any, env: dict[str, str]) -> dict[str, str]:
     return {name: text for name, text in found["variables"].items() if env.get(name) != text}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "claude",
-        "continue",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("codex", "opencode", "aider", "llm")),
-    ],
-)
+@pytest.mark.parametrize("name", ["claude", pytest.param("opencode", marks=pytest.mark.slow)])
 def test_what_is_printed_does_the_same(folder: Path, programs: dict[str, str], name: str) -> None:
     with a_server(folder, programs):
         assert localrt("launch", name, "--", "-x", env=programs).returncode == 0
@@ -311,14 +303,11 @@ def test_programs_that_are_not_installed(home: dict[str, str], tmp_path: Path) -
     assert [(each["name"], each["path"]) for each in found] == [(p.name, None) for p in PROGRAMS]
 
 
-@pytest.mark.parametrize(("flags", "window"), [((), 8192), (("--ctx", "4096"), 4096)])
-def test_print_has_the_context_of_the_given_model(
-    programs: dict[str, str], tmp_path: Path, flags: tuple[str, ...], window: int
-) -> None:
+def test_print_has_the_context_of_the_given_model(programs: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "short").mkdir()
     model = write_tiny_model(tmp_path / "short", template=WITH_TOOLS, context=8192)
-    result = localrt("launch", "codex", "--print", "--model", str(model), *flags, env=programs)
-    assert f"model_context_window = {window}" in result.stdout.decode()
+    result = localrt("launch", "codex", "--print", "--model", str(model), env=programs)
+    assert "model_context_window = 8192" in result.stdout.decode()
 
 
 def test_a_running_server_is_used_and_shown(tiny_folder: Path, home: dict[str, str]) -> None:
@@ -366,18 +355,3 @@ def test_servers_that_do_not_have_the_model_are_left_alone(
             with announced(server, settings):
                 found = localrt("run", tiny_folder, "hi", "--max-tokens", "3", env=home)
                 assert b"using tiny of the server" in found.stderr
-
-
-@pytest.mark.parametrize("kind", ["own", "another"])
-def test_a_server_whose_id_another_process_has(kind: str, home: dict[str, str]) -> None:
-    """Left by a crash, before the machine was started again."""
-    named = {"own": own_name(), "another": f"{os.getpid()}@0.00"}.get(kind)
-    there = kind != "another"
-    with mock.patch.dict(os.environ, home, clear=True):
-        settings = Settings.from_environment()
-        file = settings.data_dir / "servers" / "1.json"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        left = {"url": "http://127.0.0.1:1/v1", "pid": os.getpid(), "process": named}
-        file.write_text(json.dumps(left))
-        assert bool(local_servers(settings)) is there
-        assert file.exists() is there

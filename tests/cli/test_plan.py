@@ -13,11 +13,9 @@ import pytest
 import localrt
 from localrt.cli import main
 from localrt.cli.chat import welcome
-from localrt.common.errors import OfflineError
 from localrt.common.settings import Settings
 from localrt.hub.names import KNOWN_MODELS
 from localrt.hub.resolving import FileChoice
-from localrt.planning import models as plan_models
 from localrt.planning import plan as planning
 from localrt.planning.recommend import best_here
 from tests.planner.models import CONFIGS
@@ -42,45 +40,24 @@ def as_json(capsys: pytest.CaptureFixture[str], *args: str | Path) -> Any:
     return json.loads(text)
 
 
-@pytest.mark.parametrize(
-    ("quantized", "words"),
-    [
-        ({"quant_method": "gptq", "bits": 5}, "bits is 5"),
-        ({"quant_method": "hqq"}, "quantized with hqq"),
-    ],
-)
-def test_unread_quantizations(
+def test_unread_quantization(
     tmp_path: Path,
     tiny_folder: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-    quantized: dict[str, Any],
-    words: str,
 ) -> None:
-    """What cannot be read is one same line everywhere, with weights and without."""
+    """What cannot be read is one same line everywhere."""
     monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(), encoding="utf-8"))
-    config = json.loads((tiny_folder / "config.json").read_text("utf-8"))
-    config_file = tmp_path / "config.json"
-    config_file.write_text(json.dumps({**config, "quantization_config": quantized}))
-    lines = set[str]()
-
-    def refused(*command: str) -> None:
-        assert main([*command]) == 1
-        out, line = capsys.readouterr()
-        assert out == ""
-        lines.add(line)
-
-    refused("plan", str(tmp_path))
-    for file in tiny_folder.iterdir():
-        if file.name != config_file.name:
-            shutil.copy(file, tmp_path)
-    refused("plan", str(tmp_path))
-    refused("show", str(tmp_path))
-    refused("run", str(tmp_path), "hi")
-    lines.add(f"localrt: {localrt.preview(tmp_path)}\n")
-    assert len(lines) == 1, lines
+    folder = shutil.copytree(tiny_folder, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 5}
+    (folder / "config.json").write_text(json.dumps(config))
+    lines = {f"localrt: {localrt.preview(folder)}\n"}
+    for command in (["plan", str(folder)], ["show", str(folder)], ["run", str(folder), "hi"]):
+        assert main(command) == 1
+        lines.add(capsys.readouterr().err)
     (line,) = lines
-    assert words in line
+    assert "bits is 5" in line
     assert line.count("\n") == 1
 
 
@@ -137,11 +114,9 @@ def test_without_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert verdicts == sorted(verdicts, key=["good", "usable", "slow"].index)
 
 
-@pytest.mark.parametrize("option", [("--ctx", "512"), ("--details",), ("--draft", "smollm2")])
-def test_options_of_one_model(capsys: pytest.CaptureFixture[str], option: tuple[str, ...]) -> None:
-    assert main(["plan", *option]) == 2
-    flag = option[0]
-    expected = f"localrt: {flag} is about one model: localrt plan MODEL {flag}\n"
+def test_options_of_one_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--ctx", "512"]) == 2
+    expected = "localrt: --ctx is about one model: localrt plan MODEL --ctx\n"
     assert capsys.readouterr().err == expected
 
 
@@ -149,13 +124,9 @@ def test_options_of_one_model(capsys: pytest.CaptureFixture[str], option: tuple[
     ("status", "args", "words"),
     [
         (2, ("--ssd", "fast"), "bandwidth"),
-        (2, ("--gpu", "Voodoo 2"), "no GPU"),
-        (2, ("--batch", "0"), "--batch"),
         (2, ("--gpu", "RTX 4060", "--gpu-memory", "80GB"), "more than"),
         (1, ("--ram", "100MB"), "--ram "),
         (2, ("--acceptance", "0.8"), "name one with --draft"),
-        (2, ("--draft", "x", "--acceptance", "1.2"), "--acceptance must be from 0 to 1"),
-        (2, ("--draft", "x", "--batch", "4"), "leave --batch out"),
         (1, ("--draft", "org/nothing"), "org/nothing"),
     ],
 )
@@ -186,27 +157,6 @@ def test_draft(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (pair["acceptance"], pair["acceptance_source"]) == (0.9, "given")
     assert pair["place"] == "draft on CPU"
     assert pair["why"] in why
-
-
-def test_unknown_models(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert main(["plan", str(tmp_path / "nothing")]) == 1
-    assert main(["plan", "org/nothing"]) == 1
-    assert "org/nothing" in capsys.readouterr().err
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    (broken / "config.json").write_text("[1]")
-    assert main(["plan", str(broken)]) == 1
-    assert "not a JSON object" in capsys.readouterr().err
-
-    def refused(settings: Any, repo: str, revision: str | None) -> Path:
-        raise OfflineError("no network")
-
-    monkeypatch.setenv("LOCALRT_OFFLINE", "0")
-    monkeypatch.setattr(plan_models, "_download_config", refused)
-    assert main(["plan", "org/nothing"]) == 1
-    assert "no network" in capsys.readouterr().err
 
 
 def test_hub(

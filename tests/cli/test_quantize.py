@@ -78,21 +78,6 @@ def test_a_store_is_listed_runs_and_can_be_removed(
     assert model.exists()
 
 
-def test_json_tells_everything(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "here"
-    assert quantize(model, "--format", "int4-g64", "--method", "rtn", "--out", out, "--json") == 0
-    captured = capsys.readouterr()
-    found = json.loads(captured.out)
-    assert captured.err == ""
-    assert (found["path"], found["method"], found["format"]) == (str(out), "rtn", "int4-g64")
-    assert found["head_format"] == "int8-g32"
-    assert set(found["fallbacks"].values()) == {"int4-g32"}
-    (note,) = found["notes"]
-    assert "down_proj.weight and 1 more became int4-g32" in note
-
-
 @needs_torch
 def test_without_a_text_it_calibrates_on_what_python_brings(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -108,16 +93,6 @@ def test_without_a_text_it_calibrates_on_what_python_brings(
     assert capsys.readouterr().err == ""
     assert quantize(model, "--format", "int8-g32", "--calibration", text) == 0
     assert f"int8-g32 is rounded to nearest: {text} is not used" in capsys.readouterr().err
-
-
-def test_a_model_without_a_tokenizer_is_rounded(
-    model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (model / "tokenizer.json").unlink()
-    assert quantize(model, "--format", "int4-g32") == 0
-    assert "method rtn" in capsys.readouterr().err
-    line = refused(capsys, 2, model, "--format", "nf4", "--method", "gptq")
-    assert "gptq needs calibration text: this model has no tokenizer" in line
 
 
 @needs_torch

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import socket
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from localrt.cli import main
 from localrt.client.answer import events
 from localrt.client.model import connect
 from localrt.client.servers import read_address
-from localrt.common.errors import CancelledError, ContextOverflowError, LocalrtError, OptionError
+from localrt.common.errors import ContextOverflowError, LocalrtError, OptionError
 from localrt.service.arguments import joined
 from tests.client.conftest import KEY, answer
 from tests.fake_endpoint import DONE, HEAD, Asked, delta, event, fake, listed, saying, whole
@@ -91,26 +90,6 @@ def test_saved_chats(server: Running, tmp_path: Path) -> None:
         again = remote.load_chat(tmp_path / "chat.json")
         assert (again.messages, again.options) == (chat.messages, chat.options)
         assert again.send("go on").metrics.completion_tokens == 4
-
-
-def test_one_answer_at_a_time(server: Running) -> None:
-    with connect(server.url) as remote:
-        chat = remote.chat()
-        stream = chat.stream("hi", max_tokens=8, temperature=0.0)
-        next(stream)
-        with pytest.raises(LocalrtError, match="already answering"):
-            chat.stream("hi")
-        list(stream)
-        chat.send("hi", max_tokens=1)
-
-
-def test_pictures_for_a_model_that_reads_text_only(server: Running) -> None:
-    with connect(server.url) as remote:
-        assert not remote.info.sees
-        chat = remote.chat()
-        with pytest.raises(OptionError, match=r"message 1 has a picture .* reads text only"):
-            chat.send("what is this", images=[Image.new("RGB", (4, 4))])
-        chat.send("hi", max_tokens=1)
 
 
 # -- what is sent ----------------------------------------------------------------------------------
@@ -293,15 +272,6 @@ def test_events_in_any_pieces(cuts: list[int], crlf: bool) -> None:
 # -- cancelling ------------------------------------------------------------------------------------
 
 
-def _hang(begin: bytes) -> Callable[[Asked, socket.socket], bytes | None]:
-    def reply(asked: Asked, connection: socket.socket) -> bytes | None:
-        connection.sendall(begin)
-        connection.recv(1)  # until the other side goes away
-        return None
-
-    return reply
-
-
 @pytest.mark.parametrize("begin", [b"", HEAD, HEAD + delta(content="some")])
 def test_cancel(begin: bytes) -> None:
     begun, gone = threading.Event(), threading.Event()
@@ -331,38 +301,3 @@ def test_cancel(begin: bytes) -> None:
         assert first + last.text == ("some" if b"some" in begin else "")
         assert chat.messages[-1] == {"role": "assistant", "content": first}
         assert gone.wait(60)  # the server is told by the closed connection
-
-
-def test_close() -> None:
-    with saying(_hang(HEAD + delta(content="a"))) as running:
-        remote = connect(running.url)
-        chat = remote.chat()
-        stream: Any = chat.stream("hi")
-        assert next(stream).text == "a"
-        stream.close()
-        assert chat.messages[-1]["content"] == "a"
-        stream = chat.stream("again")
-        next(stream)
-        remote.close()
-        assert joined(stream).finish_reason == "cancelled"
-        chat.close()
-
-
-def test_progress_may_cancel() -> None:
-    def stop(progress: Any) -> None:
-        raise CancelledError("no more")
-
-    with fake(_hang(b"")) as running:
-        with pytest.raises(CancelledError, match="no more"):
-            connect(running.url, progress=stop)
-        cancel = threading.Event()
-        cancel.set()
-        with pytest.raises(CancelledError):
-            connect(running.url, cancel=cancel)
-    with saying(_hang(b"")) as running, connect(running.url) as remote:
-        chat = remote.chat()
-
-        def cancel_chat(progress: Any) -> None:
-            chat.cancel()
-
-        assert joined(chat.stream("hi", on_progress=cancel_chat)).finish_reason == "cancelled"

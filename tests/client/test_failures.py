@@ -27,28 +27,20 @@ BUSY = {"error": {"message": "too many requests.", "code": None}}
     ("reply", "said"),
     [
         (whole(429, BUSY, Retry_After="12"), r"busy \(429: too many requests\): try again in 12 s"),
-        (whole(429, BUSY), "busy .*try again later"),
         (whole(503, BUSY, Retry_After="Wed, 21 Oct 2015 07:28:00 GMT"), "try again in 1 s"),
         (whole(401, {"error": {"message": "no"}}), "wants an API key"),
         (whole(404, {"detail": "Not Found"}), r"no such thing \(404: Not Found\).*/v1"),
-        (whole(404, b"<html>", "text/html"), "no such thing"),
         (whole(400, {"message": "top_k\x1b[2J is\nunknown"}), r"refused .*top_k\[2J is unknown"),
-        (whole(400, b"<html>", "text/html"), "does not speak OpenAI's protocol"),
         (whole(400, {"error": {"message": "", "code": "context_length_exceeded"}}), "too long"),
         (whole(500, {"error": "out of memory"}), r"failed \(500: out of memory\)"),
-        (whole(502, b"<html>", "text/html"), r"failed \(502\)"),
         (whole(200, b"<html>hello</html>", "text/html"), "does not speak OpenAI's protocol"),
         (whole(200, {"error": {"message": "no tokens left"}}), "failed: no tokens left"),
-        (whole(200, {"fine": True}), "does not speak OpenAI's protocol"),
         (HEAD + b"data: never JSON\n\n", "does not speak OpenAI's protocol"),
-        (HEAD + b"data: [1]\n\n", "does not speak OpenAI's protocol"),
         (HEAD + event(hello="there"), "does not speak OpenAI's protocol"),
         (HEAD, "ended in the middle"),
-        (b"SSH-2.0-OpenSSH_9.6\r\n", "without an HTTP answer"),
         (b"SSH-2.0-OpenSSH_9.6\r\n\r\n", "does not speak HTTP"),
         (b"", "closed the connection without an HTTP answer"),
         (whole(307, Location="/elsewhere"), "redirects without end"),
-        (whole(302), "does not speak OpenAI's protocol"),
     ],
 )
 def test_failures_are_one_line(reply: bytes, said: str) -> None:
@@ -78,11 +70,9 @@ CUT = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
     ("reply", "said"),
     [
         (HEAD + delta(content="so far"), "ended in the middle"),
-        (HEAD + delta(content="so far") + b'data: {"choi', "ended in the middle"),
         (CUT + b"Content-Length: 9999\r\n\r\n" + delta(content="so far"), "broke off"),
         (CUT + b"Transfer-Encoding: chunked\r\n\r\nfff\r\n" + delta(content="so far"), "broke off"),
         (HEAD + delta(content="so far") + event(error={"message": "it died"}), "failed: it died"),
-        (HEAD + delta(content="so far") + event(object="error", message="oh"), "failed: oh"),
     ],
 )
 def test_broken_stream_keeps_text(reply: bytes, said: str) -> None:
@@ -195,7 +185,6 @@ def test_tls(server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     ("url", "origin", "base"),
     [
         ("http://localhost:8000", "http://localhost:8000", "/v1"),
-        ("http://localhost:8000/", "http://localhost:8000", "/v1"),
         (" https://API.example.org/v1/ ", "https://api.example.org", "/v1"),
         ("https://h/openai/v1/chat/completions", "https://h", "/openai/v1"),
         ("http://[::1]:80/v1", "http://[::1]", "/v1"),
@@ -213,15 +202,10 @@ def test_addresses(url: str, origin: str, base: str) -> None:
     [
         "",
         "localhost:8000",
-        "ftp://h",
-        "http://",
-        "http://h:99999",
         "http://me:pw@h",
         "http://[::1",
         "http://h/v1?x=1",
-        "http://h/a b",
         "http://h/\r\nX: y",
-        "http://a..b/",
         "http://h/é",
     ],
 )

@@ -102,27 +102,6 @@ def test_it_ends_with_its_parent(tiny_folder: Path) -> None:
             assert not open_to_all or "LOCALRT_API_KEY" in error
 
 
-@pytest.mark.slow
-def test_a_parent_that_ends_while_it_loads() -> None:
-    code = (
-        "import time, localrt.cli.serve as serve\n"
-        "def load(*_, **__): print('loading', flush=True); time.sleep(600)\n"
-        "serve.load_model = load"
-    )
-    with other_process() as parent:
-        start = f"{code}\nfrom localrt.cli import main\nraise SystemExit(main())"
-        asked = [sys.executable, "-c", start, "serve", "x", "--port", "0", "--parent"]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        with subprocess.Popen([*asked, str(parent.pid)], **pipes) as process:
-            assert process.stdout is not None
-            assert process.stdout.readline() == b"loading\n"
-            parent.kill()
-            parent.wait()
-            _, error = process.communicate(timeout=120)
-        assert process.returncode != 0
-        assert error == b""
-
-
 @pytest.mark.parametrize(
     ("args", "status", "said"),
     [

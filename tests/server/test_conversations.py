@@ -206,26 +206,21 @@ def test_failed_answer_says_why(talking: Running) -> None:
     ("method", "path", "body", "status", "said"),
     [
         ("POST", "/v1/documents", {"filename": "a.pdf", "file_data": "AAAA"}, 400, "not a PDF"),
-        ("POST", "/v1/documents", {"filename": "a.pdf", "file_data": "?"}, 400, "base64"),
         ("GET", "/v1/conversations/none", None, 404, "no conversation 'none'"),
         ("GET", "{path}/items/99", None, 404, "no item '99'"),
         ("GET", "{path}/items/%C2%B2", None, 404, "no item"),
-        ("GET", "{path}/items?branch=99", None, 404, "no item"),
         ("POST", "{path}", {"options": {"temprature": 1}}, 400, "temperature"),
-        ("POST", "{path}", {"options": {"temperature": -1}}, 400, "temperature"),
         ("POST", "{path}", {"shown": "99"}, 404, "no item"),
         ("POST", "{path}/items", {"content": [{}]}, 400, "parts"),
         *(
             ("POST", "{path}/items", {"content": [{"url": url}]}, 400, said)
             for url, said in [
                 ("/etc/passwd", "data URIs"),
-                ("file:///etc/passwd", "data URIs"),
                 ("http://127.0.0.1/x.png", "data URIs"),
                 ("data:image/png;base64,AAAA", "PNG"),
             ]
         ),
         ("POST", "{path}/items", {"content": [], "after": "99"}, 404, "no item"),
-        ("POST", "{path}/answers", {"after": "99"}, 404, "no item"),
         ("GET", "{path}/answers/1", None, 404, "no answer"),
     ],
 )
@@ -255,18 +250,15 @@ KEYED = {"api_key": "own"}
     ("options", "headers", "status"),
     [
         ({}, {}, 200),
-        ({}, {"Authorization": "Bearer any"}, 200),
         ({}, {"Origin": "http://127.0.0.1:{port}"}, 200),
         ({}, {"Origin": "https://elsewhere.example"}, 403),
         ({"origins": ("*",)}, {"Origin": "https://elsewhere.example"}, 403),
         (KEYED, {}, 401),
         (KEYED, {"Authorization": "Bearer own"}, 200),
-        (KEYED, {"x-api-key": "own"}, 200),
         (KEYED, {"Authorization": "Bearer other"}, 401),
         ({"host": "0.0.0.0"}, {}, 403),
         ({"host": "0.0.0.0", **KEYED}, {"Authorization": "Bearer own"}, 403),
         ({"host": "0.0.0.0", **KEYED, "conversations": True}, {"x-api-key": "own"}, 200),
-        ({"host": "0.0.0.0", **KEYED, "conversations": True}, {"x-api-key": "other"}, 401),
     ],
 )
 def test_who_may(talker: localrt.Model, options: Any, headers: dict[str, str], status: int) -> None:
@@ -346,11 +338,9 @@ def test_page_and_what_others_find_there(talking: Running) -> None:
     ("text", "shown"),
     [
         (r"\(a^2 \, b_1*c*\)", r"\(a^2 \, b_1*c*\)"),
-        (r"\[ \left[ x \\ y \right] \]", r"\[ \left[ x \\ y \right] \]"),
         ("\\[\nx \\\\\n<b>_1_\n\\]", "\\[\nx \\\\\n&lt;b&gt;_1_\n\\]"),
         (r"$$ \frac{a}{b} \\ *c* $$", r"$$ \frac{a}{b} \\ *c* $$"),
         (r"$a_1*b*$ and $x$-axis", "$a_1*b*$ and $x$-axis"),
-        (r"**\(a*b\)**", r"<strong>\(a*b\)</strong>"),
         (r"`\(x\)` \\(*a*\\)", r"<code>\(x\)</code> \(<em>a</em>\)"),
         ("from $5 to *$6* or \\$7-$8*x*", "from $5 to <em>$6</em> or $7-$8<em>x</em>"),
         (r"\(*a* and \*b\*", "(<em>a</em> and *b*"),
@@ -360,34 +350,21 @@ def test_formulas_stay_as_they_are_written(text: str, shown: str) -> None:
     assert to_html(text) == f"<p>{shown}</p>\n"
 
 
-@pytest.mark.parametrize("line", ["<br>", "<br/>", "<BR />"])
-def test_lines_in_a_cell(line: str) -> None:
-    html = to_html(f"| a |\n|---|\n| 1{line}**2** `<br>` |\n")
+def test_lines_in_a_cell() -> None:
+    html = to_html("| a |\n|---|\n| 1<br/>**2** `<br>` |\n")
     assert "<td>1<br />\n<strong>2</strong> <code>&lt;br&gt;</code></td>" in html
-
-
-def test_tables_are_aligned_without_styles() -> None:
-    html = to_html("| a | b | c | d |\n|:--|:-:|--:|---|\n| 1 | 2 | 3 | 4 |\n")
-    assert "style" not in html
-    for cell in ('td class="align-left">1', 'td class="align-center">2', "td>4"):
-        assert f"<{cell}<" in html
 
 
 @pytest.mark.parametrize(
     "text",
     [
         "<script>alert(1)</script>",
-        "<img src=x onerror=alert(1)>",
-        "<svg/onload=alert(1)>",
         "<svg><script>alert(1)</script></svg>",
         "[a](javascript:alert(1))",
         "[a](JaVaScRiPt&colon;alert(1))",
-        "[a](&#106;avascript:alert(1))",
         "[a](data:text/html;base64,PHNjcmlwdD4=)",
         "[a](//elsewhere.example)",
-        "[a](/v1/conversations)",
         "![a](x onerror=alert(1))",
-        "![a](javascript:alert(1))",
         "<javascript:alert(1)>",
         '```"><script>alert(1)</script>\nx\n```',
         "[a]\n\n[a]: javascript:alert(1)",

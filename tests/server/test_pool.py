@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -15,17 +14,12 @@ import pytest
 
 import localrt
 from localrt.common.errors import CancelledError, MemoryBudgetError
-from localrt.models.weight_store import GpuUse
-from localrt.offload.memory import current_rss
 from localrt.server import pool as pool_module
 from localrt.server.options import ServeOptions
 from localrt.server.pool import LocalFile, ModelPool
-from localrt.system import return_free_memory
-from tests.real_models import real_model
-from tests.server.conftest import needs_kernels, serving
+from tests.server.conftest import serving
 
 GREEDY: dict[str, Any] = {"max_tokens": 4, "temperature": 0.0, "ignore_eos": True}
-TEXT = "Count from one to twenty in words. Then do it backwards, and say which was harder. " * 8
 
 
 class Pool:
@@ -188,24 +182,6 @@ async def test_unload_idle_model(tiny_folder: Path) -> None:
         assert pool.states == {"b": "loaded", "a": "unloaded"}
 
 
-async def test_client_keep_alive(pool: Pool) -> None:
-    """A model that was only idle is loaded as before: no packed copy is written for it."""
-
-    async def used() -> float | None:
-        async with pool.pool.using("a"):
-            pass
-        return pool.pool.find("a").unload_s
-
-    pool.pool.keep("a", 0)
-    await used()
-    await tended(pool)
-    assert pool.states["a"] == "unloaded"
-    left = await used()
-    assert left is not None
-    assert left > 100
-    assert pool.loaded == [("a", False), ("a", False)]
-
-
 def test_keep_alive_of_requests(pool: Pool) -> None:
     with serving(pool.pool) as running:
         body = {"model": "a", "keep_alive": 0}  # it is not loaded
@@ -244,7 +220,7 @@ def test_offer_all_models(pool: Pool) -> None:
 
 # -- memory, with models of no content -------------------------------------------------------------
 
-GB, MINUTE = 1 << 30, 60.0
+GB = 1 << 30
 
 
 class Model:
@@ -285,36 +261,6 @@ class Model:
         self.machine.models.remove(self)
 
 
-class GpuModel(Model):
-    """A model of so many bytes on a GPU; one that is ``shrinkable`` can leave them for RAM."""
-
-    def __init__(self, machine: Machine, nbytes: int, *, shrinkable: bool) -> None:
-        self.on_gpu, free = 0, machine.vram - machine.vram_used
-        super().__init__(machine, nbytes, nbytes)
-        self.info.streamed, self.info.device = shrinkable, "cuda:0"
-        self.weights_in_ram = 0
-        self.on_gpu, self.limit = min(nbytes, free), free
-
-    @property
-    def gpu_use(self) -> GpuUse:
-        leavable = self.on_gpu if self.info.streamed else 0
-        used, missing = self.on_gpu + self.kv_bytes, self.info.weight_bytes - self.on_gpu
-        return GpuUse(used, self.limit, leavable, missing)
-
-    def leave_ram(self, nbytes: int) -> int:
-        return 0
-
-    def park(self, to: str = "disk") -> None:
-        self.parked_bytes = self.parked_bytes + self.kv_bytes if to == "ram" else 0
-        self.kv_bytes = 0
-
-    def set_budget(self, *, gpu_memory: int) -> None:
-        now = min(self.info.weight_bytes, gpu_memory)
-        if not self.info.streamed and now < self.on_gpu:
-            raise MemoryBudgetError("it was loaded whole")
-        self.on_gpu, self.weights_in_ram = now, max(self.weights_in_ram, self.on_gpu - now)
-
-
 class Machine:
     """Models of 4 GB in memory for two of them and a half, and a clock."""
 
@@ -323,36 +269,16 @@ class Machine:
         self.now, self.nbytes = 1000.0, 10 * GB
         self.loaded: list[str] = []
         self.tables = tables
-        self.vram = 0
         files = [LocalFile(name, name, 4 * GB) for name in tables]
         self.pool = ModelPool(self.load, lambda: files, ServeOptions())
 
     def load(self, name: str, shrinkable: bool, cancel: threading.Event, on_gpu: int) -> Any:
         self.loaded.append(name)
-        if self.vram:
-            assert on_gpu == self.vram_used
-            return GpuModel(self, 4 * GB, shrinkable=shrinkable)
         return Model(self, 4 * GB, self.tables[name])
 
     @property
     def free(self) -> int:
-        return self.nbytes - sum(
-            model.weights_in_ram
-            + (model.parked_bytes if isinstance(model, GpuModel) else model.kv_bytes)
-            for model in self.models
-        )
-
-    @property
-    def vram_used(self) -> int:
-        return sum(model.gpu_use.used for model in self.models if isinstance(model, GpuModel))
-
-    @property
-    def on_gpu(self) -> dict[str, float]:
-        """The gigabytes of the GPU that each model takes."""
-        return {
-            served.name: 0 if served.model.gpu_use is None else served.model.on_gpu / GB
-            for served in self.pool.at_work()
-        }
+        return self.nbytes - sum(model.weights_in_ram + model.kv_bytes for model in self.models)
 
     @property
     def held(self) -> dict[str, float]:
@@ -418,120 +344,10 @@ async def test_least_recently_used_shrinks(machine: Machine) -> None:
     assert machine.loaded == ["b", "a", "c"]
 
 
-# -- on a GPU --------------------------------------------------------------------------------------
-
-RESERVE = 1 / 16  # of a gigabyte, which an answer has for growing
-
-
-@whole
-@pytest.mark.parametrize(
-    ("vram", "uses", "on_gpu", "loaded"),
-    [
-        # Both fit: nothing is unloaded, or leaves.
-        (9, "ababa", {"a": 4, "b": 4}, "ab"),
-        # They do not: each was loaded whole at first, and then so that it can shrink.
-        (6, "abab", {"a": 1.5, "b": 4}, "abab"),
-        (6, "ababababab", {"a": 2 - RESERVE, "b": 4}, "abab"),
-        (6, "abababababa", {"a": 4, "b": 2 - RESERVE}, "abab"),
-        (4.5, "ababab", {"a": 0.5 - RESERVE, "b": 4}, "abab"),
-        # The one that is expected last leaves more.
-        (9, "abcabcabc", {"a": 1 - RESERVE, "b": 4, "c": 4}, "abcab"),
-    ],
-)
-async def test_by_turns_on_gpu(
-    machine: Machine, vram: float, uses: str, on_gpu: dict[str, float], loaded: str
-) -> None:
-    machine.nbytes, machine.vram = 64 * GB, round(vram * GB)
-    for name in uses:
-        await machine.use(name)
-        assert machine.vram_used <= machine.vram
-    assert machine.on_gpu == on_gpu
-    assert "".join(machine.loaded) == loaded
-
-
-@whole
-async def test_answers_keep_the_gpu(machine: Machine) -> None:
-    """While a model answers, another has what is left of the GPU; afterwards it has its share."""
-    machine.nbytes, machine.vram = 64 * GB, 6 * GB
-    await machine.use(*"abab")
-    async with machine.pool.using("a"):
-        assert machine.on_gpu == {"a": 4, "b": 2 - RESERVE}
-        await machine.use("b")
-        assert machine.on_gpu["a"] == 4
-        assert machine.vram_used <= machine.vram
-    await machine.use("b")
-    assert machine.on_gpu["b"] == 4
-
-
-@whole
-async def test_caches_leave_the_gpu_for_ram(machine: Machine) -> None:
-    """And RAM for the disk, when another model needs that."""
-    machine.nbytes, machine.vram = 9 * GB, 10 * GB
+@streamed
+async def test_idle_model_shrinks_and_is_unloaded_later(machine: Machine) -> None:
     await machine.use("a")
-    one = machine.models[0]
-    one.kv_bytes = 3 * GB
-    await machine.use("b")
-    assert machine.on_gpu == {"a": 4, "b": 4}
-    assert (one.kv_bytes, one.parked_bytes) == (0, 3 * GB)
-    machine.nbytes = 6 * GB
-    await machine.use("c")
-    assert one.parked_bytes == 0
-
-
-@whole
-async def test_idle_model_leaves_the_gpu(machine: Machine) -> None:
-    """First for RAM; later it is unloaded."""
-    machine.nbytes, machine.vram = 64 * GB, 6 * GB
-    await machine.use(*"aba")
-    for after, on_gpu in ((5 * MINUTE, {"a": 0}), (5 * MINUTE, {})):
-        machine.now += after
+    for held in ({"a": 1}, {}):
+        machine.now += 300.0
         await tended(machine)
-        assert machine.on_gpu == on_gpu
-
-
-# -- within a budget, on real weights ------------------------------------------------------------
-
-
-@pytest.fixture
-def by_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
-    """Two models of 98 MB each, and room for one and a half."""
-    monkeypatch.setenv("LOCALRT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    monkeypatch.delenv("LOCALRT_KV_DISK")
-    path = real_model("smollm2")
-    pool = Pool(tmp_path)
-    with localrt.load(path, ctx=1024, draft="off") as once:  # what a first model takes for good
-        once.generate(TEXT, **GREEDY)
-    gc.collect()  # what other tests left is not to become room later
-    return_free_memory()
-    budget = current_rss() + int(2.2 * path.stat().st_size)
-
-    def load(name: str, shrinkable: bool, cancel: threading.Event, on_gpu: int) -> localrt.Model:
-        pool.loaded.append((name, shrinkable))
-        options = {"ctx": 1024, "draft": "off", "ram": budget, "shrinkable": shrinkable}
-        return localrt.load(path, **options)
-
-    files = [LocalFile(name, name, path.stat().st_size) for name in "ab"]
-    pool.pool = ModelPool(load, lambda: files, ServeOptions(), ram=budget)
-    yield pool
-    pool.pool.close()
-
-
-@pytest.mark.real
-@pytest.mark.slow
-@needs_kernels
-async def test_shrink_by_turns(by_turns: Pool) -> None:
-    tokens: dict[str, list[tuple[int, ...]]] = {"a": [], "b": []}
-    cached: dict[str, list[int]] = {"a": [], "b": []}
-
-    for _ in range(3):
-        for name in "ab":
-            async with by_turns.pool.using(name) as served:
-                answer = await served.live.agenerate(TEXT, **GREEDY)
-                tokens[name].append(answer.token_ids)
-                cached[name].append(answer.metrics.cached_tokens)
-    assert len({*tokens["a"], *tokens["b"]}) == 1
-    assert all(count > 100 for name in "ab" for count in cached[name][1:])
-    # Each was loaded whole at first, and then so that it can shrink: never a third time.
-    assert len(by_turns.loaded) <= 4
-    assert set(by_turns.states.values()) == {"loaded", "shrunk"}
+        assert machine.held == held

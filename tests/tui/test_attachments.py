@@ -95,7 +95,6 @@ def test_labels() -> None:
         ("one.py", "[one.py, 10 B]"),
         ("pkg/one.py", "[pkg/one.py, 2 lines]"),
         ("pkg", "[pkg/, 2 files]"),
-        ("pkg/", "[pkg/, 2 files]"),
         ("empty", "[empty/, 0 files]"),
         ("{root}/pkg/one.py", "[one.py, 2 lines]"),
     ],
@@ -239,9 +238,7 @@ def hold(monkeypatch: pytest.MonkeyPatch, held: Any) -> None:
     monkeypatch.setattr("PIL.ImageGrab.grabclipboard", grab)
 
 
-async def test_pictures(
-    seeing: FakeModel, photo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_pictures(seeing: FakeModel, photo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with running(seeing) as (app, pilot):
         composer = screen.composer(app)
         await asked(pilot, f'What is in @"{photo}"?')
@@ -276,18 +273,6 @@ async def test_pictures(
         await asked(pilot, "")
         (part,) = (p for p in seeing.given("user")[-1] if p["type"] == "image")
         assert Image.open(io.BytesIO(part["image"])).size == (8, 4)
-
-        # A damaged one is refused.
-        path = tmp_path / "half.png"
-        Image.effect_noise((60, 60), 50).save(path)
-        path.write_bytes(path.read_bytes()[:600])
-        await screen.say(pilot, f"See @{path}")
-        await until(pilot, lambda: screen.refused(app))
-        assert "half.png is damaged" in screen.refused(app)[0]
-        assert composer.text == f"See @{path}"
-        composer.put("")
-        await asked(pilot, "Hi")
-        assert screen.refused(app) == []
 
 
 async def test_model_that_cannot_see(model: FakeModel, photo: Path) -> None:
@@ -334,8 +319,6 @@ def test_drawing(
     capsys: pytest.CaptureFixture[str], photo: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert cells(kept((400, 200)), 80) == (40, 10)
-    assert cells(kept((400, 200)), 20) == (20, 5)
-    assert cells(kept((10, 400)), 80) == (1, 12)
     assert cells(kept((400, 1)), 80) == (40, 1)
     with capsys.disabled():
         out = io.StringIO()
@@ -429,7 +412,6 @@ def test_clipboard(photo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (copied.name, page.picture) == (photo.name, photo.read_bytes())
     for held, message in (
         (None, "no picture in the clipboard"),
-        ([], "no picture in the clipboard"),
         (UnidentifiedImageError("text"), "no picture in the clipboard"),
         (NotImplementedError("wl-paste or xclip is required"), "wl-paste or xclip is required"),
         (OSError("no display"), "cannot be read"),
@@ -488,16 +470,6 @@ async def test_documents(files: Path) -> None:
         assert screen.composer(app).text == "Read @bad.pdf"
 
 
-@pytest.mark.usefixtures("files")
-async def test_pages_that_are_pictures(seeing: FakeModel) -> None:
-    async with running(seeing) as (_, pilot):
-        await asked(pilot, "Read @short.pdf now")
-        first, picture, last = seeing.given("user")[0]
-        assert first["text"].endswith("[no text: see its picture]\n```\n ")
-        assert picture["image"].startswith(b"\xff\xd8")
-        assert last["text"] == " now"
-
-
 class Opened(Meanings):
     """Opens itself, and counts how often it is closed."""
 
@@ -511,35 +483,6 @@ class Opened(Meanings):
 
     def __exit__(self, *_error: object) -> None:
         self.closed += 1
-
-
-@pytest.mark.usefixtures("files")
-async def test_search_by_meaning() -> None:
-    model, embedder = FakeModel(ctx=1000), Opened("m")
-    async with running(model, embedder=embedder) as (app, pilot):
-        await asked(pilot, "Zebra? @short.pdf")
-        assert not embedder.embedded
-        await asked(pilot, "Zebra? @long.pdf")
-        assert any("pieces matching the message" in line for line in screen.notices(app))
-        assert (embedder.embedded, embedder.closed) == (40 + 1, 1)
-
-
-@pytest.mark.slow
-async def test_embedding_model_of_the_settings(files: Path) -> None:
-    from tests.models import tiny_encoders
-
-    (files / "config.toml").write_text('embedding_model = "./encoder"\n')
-    async with running(FakeModel(ctx=1000), config=files) as (app, pilot):
-        await asked(pilot, "Zebra? @short.pdf")
-        assert not screen.refused(app)
-        await screen.say(pilot, "Zebra? @long.pdf")
-        await until(pilot, lambda: screen.refused(app))
-        assert "no such file or folder: ./encoder" in screen.refused(app)[-1]
-        assert screen.composer(app).text == "Zebra? @long.pdf"
-        tiny_encoders.save_encoder(tiny_encoders.ENCODERS["bert"], files / "encoder")
-        tiny_encoders.word_pieces(files / "encoder")
-        await asked(pilot, "")
-        assert any("pieces matching the message" in line for line in screen.notices(app))
 
 
 @pytest.fixture
@@ -569,8 +512,7 @@ def progress(app: ChatApp) -> str:
 
 
 @pytest.mark.usefixtures("files")
-@pytest.mark.parametrize("key", ["escape", "ctrl+n"])
-async def test_reading_is_shown_and_stopped(held: threading.Event, key: str) -> None:
+async def test_reading_is_shown_and_stopped(held: threading.Event) -> None:
     model = FakeModel(ctx=1000)
     async with running(model) as (app, pilot):
         composer = screen.composer(app)
@@ -582,7 +524,7 @@ async def test_reading_is_shown_and_stopped(held: threading.Event, key: str) -> 
         await pilot.press("enter")
         await until(pilot, lambda: "Not yet" in screen.hint(app))
         assert composer.text == "next", "messages keep their order"
-        await pilot.press(key)
+        await pilot.press("escape")
         await until(pilot, lambda: composer.text == f"{QUESTION}\n\nnext")
         assert screen.refused(app) == ["stopped: nothing was sent"]
         assert not progress(app)
@@ -601,22 +543,3 @@ async def test_reading_is_shown_and_stopped(held: threading.Event, key: str) -> 
         await asked(pilot, "")
         assert "[long.pdf, page 18]\nPage about topic17." in model.given("user")[0]
         assert model.given("user")[0].endswith("\n\nnext")
-
-
-@pytest.mark.usefixtures("files")
-async def test_the_app_goes_on_while_files_are_read(held: threading.Event) -> None:
-    model = FakeModel(ctx=1000)
-    async with running(model) as (app, pilot):
-        model.hold()
-        await screen.say(pilot, "First")
-        await screen.say(pilot, QUESTION)
-        await until(pilot, lambda: progress(app))
-        model.release()
-        await until(pilot, lambda: screen.answers(app) == ["Hello there."] and idle(app))
-        await screen.say(pilot, "/retry")
-        await until(pilot, lambda: screen.notices(app, "error"))
-        assert "/retry has to wait" in screen.notices(app, "error")[-1]
-        assert screen.composer(app).text == "/retry"
-        held.set()
-        await until(pilot, lambda: len(screen.answers(app)) == 2 and idle(app))
-        assert "topic17" in model.given("user")[-1]

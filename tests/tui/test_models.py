@@ -17,7 +17,7 @@ from textual.pilot import Pilot
 from textual.widgets import OptionList, Static
 
 import localrt
-from localrt import DraftOffer, FoundModel, History, LocalModel, Preview, Variant
+from localrt import DraftOffer, FoundModel, LocalModel, Preview, Variant
 from localrt.common.errors import (
     CancelledError,
     CheckpointError,
@@ -34,7 +34,7 @@ from localrt.tui.screens.dialogs import Choose, Confirm
 from localrt.tui.screens.models import ModelsScreen
 from tests.tui import screen
 from tests.tui.conftest import asked, running, until
-from tests.tui.fakes import FakeLoader, FakeModel
+from tests.tui.fakes import FakeModel
 from tests.tui.screen import idle
 
 NOW = time.time()
@@ -212,33 +212,18 @@ async def test_list_and_previews(library: FakeLibrary) -> None:
         assert library.budgets == {"ram": "4GB"}
 
 
-@pytest.mark.parametrize("planned", [False, True])
-async def test_damaged_file(
-    library: FakeLibrary, planned: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_damaged_file(library: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is looked at before the present model goes, however quickly Enter comes."""
-    monkeypatch.setattr("localrt.tui.screens.models._PAUSE", 0.01 if planned else 60.0)
+    monkeypatch.setattr("localrt.tui.screens.models._PAUSE", 60.0)
     library.previews["org/chat:Q4_K_M"] = CheckpointError("the file is truncated")
     async with opened(library) as (app, pilot):
         await pilot.press("up")
-        if planned:
-            await until(pilot, lambda: "truncated" in about(app))
         await pilot.press("enter", "enter")
         await until(pilot, lambda: "Q4_K_M: the file is truncated" in about(app))
         assert "cannot be read" in rows(app)[0]
         assert app.screen is app.models
         await pilot.press("escape")
         await until(pilot, lambda: app.chosen == [None])
-
-
-@pytest.mark.slow
-async def test_row_passed_quickly(library: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("localrt.tui.screens.models._PAUSE", 1.0)
-    async with opened(library) as (_, pilot):
-        await until(pilot, lambda: library.planned == ["smollm2"])
-        await pilot.press("down", "up", "up", "down", "up")
-        await until(pilot, lambda: len(library.planned) == 2)
-        assert library.planned == ["smollm2", "org/chat:Q4_K_M"]
 
 
 async def test_search(library: FakeLibrary) -> None:
@@ -448,48 +433,18 @@ async def test_failure_offers_previous_model() -> None:
         await until(pilot, lambda: idle(app) and shelf.asked[-1] == "smollm2")
 
 
-BOXES = {
-    "a conversation": ("/delete",),
-    "one of the list": ("ctrl+o", "down", "ctrl+d"),
-    "a model": ("f4", "up", "ctrl+d"),
-    "a model that does not fit": ("f4", "down", "about", "enter"),
-    "the model before": ("broken",),
-}
-
-
-async def test_enter_says_no_yes(tmp_path: Path) -> None:
+async def test_enter_says_no_yes(model: FakeModel) -> None:
     """Enter may be pressed twice, or meant for the composer: what is named is y."""
-    shelf = Shelf()
-    shelf.models["broken"] = CheckpointError("broken.gguf is truncated")
-    with History(tmp_path / "h.db") as history:
-        history.new(model="smollm2").add("user", "Before")
-    async with shelf.running(history=lambda: History(tmp_path / "h.db")) as (app, pilot):
+    async with running(model) as (app, pilot):
         await asked(pilot, "Hi")
-        for steps in BOXES.values():
-            for step in steps:
-                if step == "broken":
-                    app.load_model(step)
-                elif step == "about":
-                    about = app.screen.query_one("#about", Static)
-                    await until(pilot, lambda about=about: "does not fit" in str(about.render()))
-                elif step.startswith("/"):
-                    await screen.say(pilot, step)
-                else:
-                    await pilot.press(step)
-                    await until(pilot, lambda: getattr(app.screen, "chosen", app))
-            await until(pilot, lambda: isinstance(app.screen, Confirm))
-            asked_for = list(shelf.asked)
-            await pilot.press("enter", "enter")
-            await pilot.pause()
-            assert isinstance(app.screen, Confirm)
-            await pilot.press("n")
-            await until(pilot, lambda: not isinstance(app.screen, Confirm))
-            assert screen.users(app) == ["Hi"]
-            assert shelf.asked == asked_for
-            if app.screen is not app.chat:
-                await pilot.press("escape")
-    with History(tmp_path / "h.db") as history:
-        assert len(history.list()) == 2
+        await screen.say(pilot, "/delete")
+        await until(pilot, lambda: isinstance(app.screen, Confirm))
+        await pilot.press("enter", "enter")
+        await pilot.pause()
+        assert isinstance(app.screen, Confirm)
+        await pilot.press("n")
+        await until(pilot, lambda: not isinstance(app.screen, Confirm))
+        assert screen.users(app) == ["Hi"]
 
 
 async def test_stopped_loading() -> None:
@@ -523,26 +478,6 @@ async def test_stopped_loading() -> None:
         shelf.gate.set()
         await until(pilot, lambda: isinstance(app.screen, Confirm))
         assert late.closed
-
-
-@pytest.mark.parametrize("fails", [False, True])
-async def test_another_model_at_the_start(fails: bool) -> None:
-    """While the first one loads, or when it could not be loaded."""
-    shelf = Shelf()
-    loader = FakeLoader(shelf.first, held=not fails, error=CancelledError("no") if fails else None)
-    async with running(loader, ready=False, load_by_name=shelf) as (app, pilot):
-        if fails:
-            await until(pilot, lambda: screen.phase(app) is Phase.FAILED)
-            assert "F4" in screen.notices(app)[-1]
-        app.load_model(CHAT)
-        if not fails:
-            await pilot.pause()
-            assert shelf.asked == []
-            loader.gate.set()
-        await until(pilot, lambda: shelf.asked == [CHAT] and idle(app))
-        assert app.failure is None
-        assert shelf.first.closed is not fails
-    assert app.return_code in (0, None)
 
 
 async def test_models_of_a_server() -> None:

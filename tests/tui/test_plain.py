@@ -7,10 +7,8 @@ import json
 import os
 import re
 import signal
-import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +17,11 @@ import pytest
 from localrt import History
 from localrt.cli import main
 from localrt.client.model import connect
-from localrt.documents import reading
-from localrt.documents.kinds import Page
-from localrt.mcp.config import Tool, ToolResult
-from localrt.mcp.toolbox import Toolbox
 from localrt.tui.conversation.generation import NO_TOOLS
 from tests.documents.samples import pdf
 from tests.fake_endpoint import DONE, HEAD, Asked, delta, saying, whole
 from tests.tui.conftest import Opening, plain_chat
-from tests.tui.fakes import FakeLoader, FakeModel, FakeServers, call, toolbox
+from tests.tui.fakes import FakeLoader, FakeModel, call, toolbox
 from tests.tui.test_attachments import Opened, escaped, file_of, parts
 
 Chat = Callable[..., str]
@@ -196,50 +190,6 @@ def test_always_and_end_of_input(model: FakeModel, chat: Chat) -> None:
     assert model.given("tool")[-1] == "The user did not allow this call."
 
 
-class Interrupting(Future[ToolResult]):
-    """Ctrl+C is pressed when somebody looks whether it is done."""
-
-    pressed = False
-
-    def done(self) -> bool:
-        if not self.pressed:
-            self.pressed = True
-            signal.raise_signal(signal.SIGINT)
-        return super().done()
-
-
-@pytest.mark.skipif(os.name == "nt", reason="signals")
-def test_ctrl_c_stops_call(model: FakeModel, chat: Chat) -> None:
-    class Servers(FakeServers):
-        def call(self, tool: Tool, arguments: Mapping[str, Any], *, most: int) -> Interrupting:
-            return Interrupting()
-
-    model.calls = [[call("list")]]
-    text = chat("Go", toolbox=Toolbox(Servers()))
-    assert "Result (stopped): The user stopped this call.\nHello there.\n" in text
-
-
-@pytest.mark.slow
-def test_tools_of_a_real_server(model: FakeModel, chat: Chat, tmp_path: Path) -> None:
-    pytest.importorskip("mcp")
-    script = Path(__file__).parent.parent / "mcp" / "server.py"
-    config = f"command = '{sys.executable}'\nargs = ['{script}']\nallow = ['add']\n"
-    if where := os.environ.get("PYTHONPATH"):
-        config += f"env = {{PYTHONPATH = '{where}'}}\n"
-    (tmp_path / "config.toml").write_text(f"[mcp.servers.tests]\n{config}")
-    tools = Toolbox.open(tmp_path)
-    try:
-        model.calls = [[call("add", a=2, b=3), call("fail", why="rain")], [call("end")]]
-        text = chat("Go", "y", "y", toolbox=tools)
-    finally:
-        tools.close()
-    assert 'Call: tests.add {"a": 2, "b": 3}\nResult: 5\n' in text
-    assert model.given("tool")[1] == "Error executing tool fail"
-    assert len(model.given("tool")) == 3, text
-    assert "out of cheese" in model.given("tool")[2]
-    assert text.count("Run it?") == 2
-
-
 def test_no_tools(model: FakeModel, chat: Chat) -> None:
     """The model takes none, or its server refuses them."""
     model.takes_tools = False
@@ -305,30 +255,3 @@ def test_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "[long.pdf, page 18]\nPage about topic17." in long
     assert "long.pdf does not fit the context: the model gets" in text
     assert (embedder.embedded, embedder.closed) == (40 + 1, 1)
-
-
-def test_reading_is_shown_and_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pages_of = reading.pages_of
-
-    def pages(source: Path, name: str, *options: Any, **more: Any) -> Iterator[Page]:
-        for page in pages_of(source, name, *options, **more):
-            yield page
-            if page.number == 100 and name == "stopped.pdf":
-                raise KeyboardInterrupt
-
-    monkeypatch.setattr(reading, "pages_of", pages)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    monkeypatch.chdir(tmp_path)
-    for name in ("whole", "stopped"):
-        (tmp_path / f"{name}.pdf").write_bytes(pdf(*["Words"] * 200))
-    model = FakeModel()
-    lines = ["Read @stopped.pdf", "/attach stopped.pdf", "Read @whole.pdf"]
-    text = plain_chat(FakeLoader(model), tmp_path, lines)
-    assert "Error: the message was not sent\n" in text
-    assert "Error: nothing was attached\n" in text
-    assert len(model.seen) == 1
-    told = capsys.readouterr().err.splitlines()
-    assert told[-5:] == [f"Reading whole.pdf: {percent} %" for percent in (0, 25, 50, 75, 100)]
-    assert told[:3] == [f"Reading stopped.pdf: {percent} %" for percent in (0, 25, 50)]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -265,23 +263,3 @@ def test_question(snap_compare: Compare) -> None:
 
     app = app_for(FakeLoader(model), toolbox=tools)
     assert snap_compare(app, terminal_size=(80, 24), run_before=before)
-
-
-async def test_export_and_load_calls(model: FakeModel, tmp_path: Path) -> None:
-    tools, _ = toolbox()
-    model.calls = [[call("list")]]
-    saved = tmp_path / "chat.json"
-    async with running(model, toolbox=tools) as (app, pilot):
-        await screen.say(pilot, "Go")
-        await answered(pilot, app)
-        for path in (saved, tmp_path / "chat.md"):
-            await screen.say(pilot, f"/export {path}")
-            await until(pilot, path.exists)
-        roles = [message["role"] for message in json.loads(saved.read_text("utf-8"))["messages"]]
-        assert roles == ["user", "assistant", "tool", "assistant"]
-        text = (tmp_path / "chat.md").read_text("utf-8")
-        assert "## files.list {}\n\n```\na\nb\n```\n\n## Model\n\nHello there." in text
-        await screen.say(pilot, f"/load {saved}")
-        await until(pilot, lambda: screen.calls(app) == [("list {}", "a\nb", "")])
-        await asked(pilot, "And now?")
-        assert [m["role"] for m in model.seen[-1].messages][:3] == ["user", "assistant", "tool"]

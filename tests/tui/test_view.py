@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import re
-import threading
 from pathlib import Path
 
 import pytest
 from PIL import Image
-from rich.cells import cell_len
 from rich.style import Style
 from textual.app import App
-from textual.containers import VerticalScroll
-from textual.content import Content
 from textual.events import MouseScrollUp
 from textual.strip import Strip
-from textual.widgets import Input, OptionList, Static
+from textual.widgets import Input, Static
 
-from localrt import History
 from localrt.tui import ChatApp
 from localrt.tui.chat.bars import FindBar
 from localrt.tui.chat.blocks import GUTTER, AnswerBlock, TurnBlock, UserTurn
@@ -28,7 +23,6 @@ from tests.tui import screen
 from tests.tui.conftest import SIZE, asked, running, until
 from tests.tui.fakes import STREAMED, FakeModel, WatchedModel
 from tests.tui.screen import idle
-from tests.tui.test_models import FakeLibrary, Shelf
 
 
 async def test_thinking() -> None:
@@ -96,28 +90,6 @@ async def test_what_is_said_of_a_copy(
         assert sent == ([] if copied else ["one line\n"])
 
 
-async def test_copies_in_order(model: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing waits for a tool, and nothing is said before it has ended; the last copy stays."""
-    gate, copied = threading.Event(), list[str]()
-
-    def tool(text: str) -> bool:
-        assert text != "ls\n" or gate.wait(60)
-        copied.append(text)
-        return text != "ls\n"
-
-    monkeypatch.setattr("localrt.tui.app.copied_by_tool", tool)
-    model.answer = [CODE]
-    async with running(model) as (app, pilot):
-        await asked(pilot, "Hi")
-        await pilot.press("alt+y", "alt+y", "a", "shift+home", "ctrl+c")
-        assert screen.composer(app).text == "a"
-        assert (copied, screen.hint(app).strip()) == ([], "")
-        gate.set()
-        await until(pilot, lambda: screen.hint(app).strip() == "Copied what was selected")
-        assert copied == ["ls\n", "a = 1\n", "a"]
-        assert app.clipboard == "a"
-
-
 async def test_mouse() -> None:
     async with running(FakeModel(["Some **bold** words\n\n雨 rain"])) as (app, pilot):
         await asked(pilot, "Hi")
@@ -175,17 +147,6 @@ async def test_follow() -> None:
         await until(pilot, lambda: view.scroll_y == 0)
         await asked(pilot, "more")
         assert view.follows
-
-
-async def test_short_conversation(model: FakeModel) -> None:
-    async with running(model) as (app, pilot):
-        await asked(pilot, "Hi")
-        screen.composer(app).put("\n" * 7)
-        await pilot.pause()
-        screen.composer(app).put("")
-        await pilot.pause()
-        assert screen.conversation(app).scroll_y == 0
-        assert screen.conversation(app).render_line(1).text.strip().startswith("tiny-model")
 
 
 class Counted(UserTurn):
@@ -249,14 +210,13 @@ async def test_long_conversations(model: FakeModel) -> None:
         await until(pilot, lambda: round(view.scroll_y) == view.max_scroll_y)
 
 
-@pytest.mark.parametrize("block", [AnswerBlock, UserTurn], ids=["answer", "message"])
-async def test_resize_keeps_place(model: FakeModel, block: type[TurnBlock]) -> None:
+async def test_resize_keeps_place(model: FakeModel) -> None:
     text = "\n\n".join(
         f"In chapter {n}, " + " ".join(f"word{n}.{k}" for k in range(90)) for n in range(12)
     )
     async with running(model) as (app, pilot):
         view = screen.conversation(app)
-        view.add(UserTurn("Write a novel"), block(text), UserTurn("Thanks"))
+        view.add(UserTurn("Write a novel"), AnswerBlock(text), UserTurn("Thanks"))
         await until(pilot, lambda: round(view.scroll_y) == view.max_scroll_y > 40)
         await pilot.press("ctrl+home")
         await until(pilot, lambda: view.scroll_y == 0)
@@ -302,54 +262,6 @@ async def test_sizes(model: FakeModel) -> None:
         await commands["List, search and open conversations"].callback()
         await pilot.pause()
         assert app.screen is not app.chat
-
-
-def rows(app: ChatApp) -> tuple[list[str], int]:
-    """The lines of the window's list or page, and how many columns there are."""
-    if found := app.screen.query(OptionList):
-        widget = found.first()
-        prompts = [each.prompt for each in widget.options]
-        text = "\n".join(prompt.plain for prompt in prompts if isinstance(prompt, Content))
-        return text.split("\n"), widget.scrollable_content_region.width
-    scroll = app.screen.query_one(VerticalScroll)
-    page = scroll.query_one(Static).visual
-    assert isinstance(page, Content)
-    return page.plain.split("\n"), scroll.scrollable_content_region.width
-
-
-def fits(app: ChatApp, width: int, *, indented: bool) -> bool:
-    """Whether the window is as wide as this terminal lets it be, and its lines are no wider."""
-    if len(app.screen_stack) < 2:
-        return False
-    lines, columns = rows(app)
-    return (
-        min(0.8 * width, 60) <= columns <= width - 4
-        and all(cell_len(line) <= columns for line in lines)
-        and not (indented and any(not line.startswith(("  ", "● ")) for line in lines))
-    )
-
-
-async def test_windows_on_narrow_terminals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lines go on below where they began, and nothing is cut off."""
-    FakeLibrary(monkeypatch)
-    shelf = Shelf()
-    async with running(
-        shelf.first, size=(100, 24), load_by_name=shelf, history=lambda: History(tmp_path / "h.db")
-    ) as (app, pilot):
-        await asked(pilot, "Hello, please tell me a long story about whales in the sea")
-        for key in ("ctrl+o", "f4", "f5", "f1"):
-            await pilot.resize_terminal(100, 24)
-            await pilot.press(key)
-            words: set[str] = set()
-            listed = key in ("ctrl+o", "f4")  # rows whose facts stand below a name
-            for width in (100, 80, 40):
-                await pilot.resize_terminal(width, 24)
-                await until(pilot, lambda w=width, i=listed: fits(app, w, indented=i))  # type: ignore[misc]
-                lines, _ = rows(app)
-                now = {word for line in lines for word in line.split()}
-                assert words <= now, "nothing is cut off"  # F4 adds what it has planned
-                words = now
-            await pilot.press("escape")
 
 
 async def test_without_colour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
