@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,9 @@ from hypothesis import strategies as st
 import localrt
 from localrt.common.errors import MemoryBudgetError
 from localrt.offload.account import Account, check_fits
+from localrt.offload.memory import current_rss
 from tests.conftest import write_tiny_model
+from tests.inside import core_of
 from tests.offload.placed import Model as StoredModel
 from tests.offload.placed import extend, needs_kernels, pack_synthetic, passing, tokens
 from tests.real_models import real_model
@@ -89,6 +93,14 @@ def test_background_cancel(tiny_folder: Path, gate: threading.Event) -> None:
         model.generate("hi")
 
 
+async def test_background_asyncio(tiny_folder: Path, gate: threading.Event) -> None:
+    loading = localrt.load_in_background(tiny_folder)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(loading.aresult(), 1e-6)
+    gate.set()
+    (await loading.aresult()).close()
+
+
 # -- unloading -----------------------------------------------------------------------------------
 
 
@@ -113,32 +125,125 @@ def test_unload_ends_chats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     model.close()
 
 
-LOADS = """
-import json, sys, psutil, localrt
+CHILD = """
+    import json, sys, psutil
+    import localrt, localrt.planning.measure
+    from localrt.offload.reading.disk_speed import DiskProfile
+    from localrt.offload.reading.files import ReadMode
+    from localrt.planning.machine import typical_machine
 
-held, rss = [], lambda: psutil.Process().memory_info().rss / 1e6
-for _ in range(4):
-    model = localrt.load(sys.argv[1], ctx=1024, draft="off")
-    model.chat().send("hi", max_tokens=16, ignore_eos=True)
-    model.embed(["one", "two"])
-    most = rss()
-    model.unload()
-    held.append(rss())
-print(json.dumps([held, most]))
+    # Measuring takes seconds.
+    known = DiskProfile(ReadMode(direct=False, threads=2, block=1 << 20), 1e9, 0.0)
+    localrt.planning.measure.machine_profile = lambda *_, **__: (known, typical_machine())
+    rss = lambda: psutil.Process().memory_info().rss / 1e6
+    path = sys.argv[1]
+    GREEDY = dict(temperature=0, max_tokens=16, ignore_eos=True, draft="off")
 """
+
+
+def child(script: str, home: Path) -> Any:
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+        "HOME": str(home),
+        "XDG_DATA_HOME": str(home / "data"),
+        "LOCALRT_CACHE": str(home / "cache"),
+    }
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            textwrap.dedent(CHILD) + textwrap.dedent(script),
+            str(real_model("smollm2")),
+        ],
+        env=env,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=240,
+        check=True,
+    )
+    return json.loads(done.stdout)
 
 
 @pytest.mark.real
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="memory that is free may be kept elsewhere")
 def test_unload_returns_memory(tmp_path: Path) -> None:
-    env = {**os.environ, "XDG_DATA_HOME": str(tmp_path), "LOCALRT_CACHE": str(tmp_path / "cache")}
-    command = [sys.executable, "-c", LOADS, str(real_model("smollm2"))]
-    done = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, check=True)
-    held, most = json.loads(done.stdout)
+    found = child(
+        """
+        held = []
+        for _ in range(4):
+            model = localrt.load(path, ctx=1024)
+            model.generate("hello", **GREEDY)
+            chat = model.chat()
+            chat.send("hi", **GREEDY)
+            model.embed(["one", "two"])
+            most = rss()
+            model.unload()
+            held.append(rss())
+        print(json.dumps([held, most]))
+        """,
+        tmp_path,
+    )
+    held, most = found
     # The first time leaves libraries behind; from then on there is nothing more.
     assert most - held[-1] > 90
     assert held[-1] - held[0] < 5
+
+
+@pytest.mark.real
+@pytest.mark.slow
+@needs_kernels
+@pytest.mark.skipif(sys.platform != "linux", reason="see above")
+def test_smaller_budget_while_answering(tmp_path: Path) -> None:
+    found = child(
+        """
+        out = {"held": [], "read": [], "why": [], "same": []}
+        from tests.inside import engine_of
+        with localrt.load(path, ctx=1024, ram="160MB", threads=1) as model:
+            out["expected"] = model.status().ram.forecast / 1e6
+            whole = model.generate("Tell me a story", **GREEDY)
+
+            def keep(last, tokens):
+                out["held"].append(engine_of(model).weights.memory.ram_nbytes / 1e6)
+                out["read"].append(last.metrics.ssd_read_bytes)
+                out["why"].append(last.metrics.memory)
+                out["same"].append(tokens == list(whole.token_ids))
+
+            keep(whole, list(whole.token_ids))
+            tokens = []
+            for chunk in model.stream("Tell me a story", **GREEDY):
+                tokens += chunk.token_ids
+                if len(tokens) == 4:
+                    model.set_budget(ram="125MB")
+            keep(chunk, tokens)
+            try:
+                model.set_budget(ram="60MB")
+            except localrt.MemoryBudgetError as error:
+                out["refused"] = str(error)
+            answer = model.generate("Tell me a story", **GREEDY)
+            keep(answer, list(answer.token_ids))
+            model.set_budget(ram="300MB")
+            for _ in range(2):
+                answer = model.generate("Tell me a story", **GREEDY)
+            keep(answer, list(answer.token_ids))
+        print(json.dumps(out))
+        """,
+        tmp_path,
+    )
+    assert all(found["same"])
+    before, during, after, plenty = found["read"]
+    assert before < during < after
+    assert plenty == 0
+    assert found["why"][0] is None
+    assert found["why"][1].endswith("read for every token: the budget is 125 MB of RAM now")
+    assert found["why"][2] == found["why"][1]
+    assert "less of the weights" in found["why"][3]
+    # What the process takes is tests/memory's: here it is what is counted.
+    assert found["expected"] < 160
+    for held in found["held"][1:3]:
+        assert found["expected"] - (found["held"][0] - held) < 125
+    assert "60 MB of RAM is too little" in found["refused"]
 
 
 # -- budgets, without files of a real model ------------------------------------------------------
@@ -173,6 +278,16 @@ def test_any_budgets(data: st.DataObject, stored: StoredModel) -> None:
                 found = extend(placed, cache, tokens(3, seed=turn))
             wanted = extend(stored.resident, twin, tokens(3, seed=turn))
             assert (found == wanted).all()
+
+
+@needs_kernels
+def test_budget_bounds_trees(tiny_folder: Path) -> None:
+    with localrt.load(tiny_folder) as model, closing(core_of(model).new_session()) as session:
+        rows = [session.tree_rows or 0]
+        for room in (32 << 20, 256 << 20):
+            model.set_budget(ram=current_rss() + room)
+            rows.append(session.tree_rows or 0)
+    assert 0 < rows[1] < rows[2] < rows[0]
 
 
 def test_budget_of_whole_model(tiny: localrt.Model) -> None:
@@ -225,32 +340,51 @@ def test_closed_amid_answers(way: str, asked: Any, tiny_folder: Path) -> None:
 # -- forks ---------------------------------------------------------------------------------------
 
 FORKS = """
-    import os, sys
+    import asyncio, os, sys
     import localrt
 
+    ASKED = {
+        "generate": "model.generate('Hi', max_tokens=2)",
+        "stream": "list(model.stream('Hi', max_tokens=2))",
+        "chat": "chat.send('Hi', max_tokens=2)",
+        "batch": "model.generate_batch(['Hi', 'Ho'], max_tokens=2)",
+        "live": "live.generate('Hi', max_tokens=2)",
+        "live, a long prompt": "asyncio.run(live.agenerate('Hi ' * 9000, max_tokens=2))",
+        "embed": "model.embed(['Hi'])",
+        "logits": "list(model.logits([1, 2]))",
+    }
     GREEDY = dict(max_tokens=4, temperature=0.0)
-    model = localrt.load(sys.argv[1])
-    live = model.live()
-    said = model.generate("Hi", **GREEDY).token_ids
-    asked = (
-        lambda: model.generate("Hi"), lambda: live.generate("Hi"), lambda: model.chat().send("Hi"),
-        lambda: model.embed(["Hi"]),
-    )
-    for stream in (None, model.stream("Hi"), live.stream("Hi")):
-        if stream is not None:
-            next(stream)
-        child = os.fork()
-        if not child:
-            for work in asked:
+
+    def refused_in_children():
+        for asked, work in ASKED.items():
+            child = os.fork()
+            if not child:
                 try:
-                    work()
+                    eval(work)
                 except localrt.LocalrtError as error:
-                    assert "a model does not survive a fork" in str(error), error
-                else:
-                    os._exit(2)
-            own = localrt.load(sys.argv[1])  # it loads one of its own
-            os._exit(own.generate("Hi", **GREEDY).token_ids != said)
-        assert os.waitpid(child, 0)[1] == 0
+                    fits = "a model does not survive a fork" in str(error)
+                    # A chat that answers when its process is forked goes on in the copy.
+                    os._exit(0 if fits or "already answering" in str(error) else 1)
+                os._exit(2)
+            assert os.waitpid(child, 0)[1] == 0, asked
+
+    model = localrt.load(sys.argv[1], ctx=16384)
+    chat, live = model.chat(), model.live()
+    chat.send("Hi", max_tokens=2)
+    live.generate("Hi", max_tokens=2)
+    refused_in_children()
+    said = model.generate("Hi", **GREEDY).token_ids
+    child = os.fork()
+    if not child:  # it loads one of its own
+        own = localrt.load(sys.argv[1])
+        model.close()
+        os._exit(own.generate("Hi", **GREEDY).token_ids != said)
+    assert os.waitpid(child, 0)[1] == 0
+    assert model.generate("Hi", **GREEDY).token_ids == said
+    busy = (model.stream("Hi"), live.stream("Ho"), chat.stream("Ha"))
+    for stream in busy:
+        next(stream)
+    refused_in_children()
     model.unload()
 """
 

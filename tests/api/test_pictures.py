@@ -122,7 +122,9 @@ def test_a_template_without_pictures(seeing: localrt.Model, tmp_path: Path) -> N
 REFUSED = {
     "not a picture": (b"GIF of nothing", "not a PNG, JPEG, WebP or GIF"),
     "cut off": (photo(0)[:2000], "damaged"),
+    "a file that is not there": ("/nowhere/a.png", "does not exist"),
     "a number": (5, "must be a path, bytes or a PIL image"),
+    "broken base64": ("data:image/png;base64,%%%", "base64"),
 }
 
 
@@ -145,15 +147,32 @@ def test_sounds_are_refused(seeing: localrt.Model, pictures: list[Any]) -> None:
         seeing.generate([{"role": "user", "content": [*pictures, sound]}], **GREEDY)
 
 
-@pytest.mark.parametrize(
-    ("part", "words"),
-    [
-        ({"type": "image", "path": "cat.png"}, r"^message 1 has a picture.*reads text only"),
-        ({"type": "input_audio", "input_audio": {}}, "a sound"),
-        ({"type": "file", "file": {}}, "a file"),
-    ],
-)
-def test_a_model_that_reads_text_only(tiny: localrt.Model, part: Any, words: str) -> None:
+def test_bombs_are_refused_unread(seeing: localrt.Model) -> None:
+    file = io.BytesIO()
+    Image.new("1", (9_000, 9_000)).save(file, "PNG")
+    with pytest.raises(localrt.OptionError, match="pixels: the most is 64 million"):
+        seeing.generate("what is this", images=[file.getvalue()], **GREEDY)
+
+
+NOT_TEXT: dict[str, dict[str, Any]] = {
+    r"^message 2 has a picture \(image_url\).*reads text only": {
+        "type": "image_url",
+        "image_url": {"url": "data:image/png;base64,AAAA"},
+    },
+    r"^message 2 has a picture \(image\).*reads text only": {"type": "image", "path": "cat.png"},
+    r"^message 2 has a picture \(input_image\).*reads text only": {
+        "type": "input_image",
+        "image_url": "https://example.org/cat.png",
+    },
+    "a sound": {"type": "input_audio", "input_audio": {}},
+    "a file": {"type": "file", "file": {}},
+}
+
+
+@pytest.mark.parametrize("words", NOT_TEXT)
+def test_a_model_that_reads_text_only(tiny: localrt.Model, words: str) -> None:
     assert not tiny.info.sees
+    parts = [{"type": "text", "text": "What is it?"}, NOT_TEXT[words]]
+    messages = [{"role": "system", "content": "Look."}, {"role": "user", "content": parts}]
     with pytest.raises(localrt.OptionError, match=words):
-        tiny.generate([{"role": "user", "content": [part]}], **GREEDY)
+        tiny.generate(messages, **GREEDY)

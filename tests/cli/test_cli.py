@@ -21,6 +21,7 @@ from unittest import mock
 
 import pytest
 
+from localrt import system
 from localrt.cli import main
 from localrt.cli.chat import last_model
 from localrt.cli.run_batch import parse_prompts
@@ -148,12 +149,29 @@ def test_chat_continues_with_the_model_of_the_conversation(
         assert last_model() is None
 
 
+def test_chat_without_a_terminal_answers_plainly(tiny_folder: Path, home: dict[str, str]) -> None:
+    piped = localrt("chat", tiny_folder, *FAST, env=home, stdin=b"hello")
+    asked = localrt("chat", tiny_folder, "--prompt", "hello", *FAST, env=home)
+    assert piped.returncode == asked.returncode == 0
+    assert piped.stdout == asked.stdout != b""
+
+
 def test_stdin_that_is_no_text(tiny_folder: Path, home: dict[str, str]) -> None:
     assert_one_line(localrt("run", tiny_folder, env=home, stdin=b"ab\xff"), 2, "UTF-8", "0xff")
 
 
+def test_a_model_without_a_tokenizer_says_so_once(tmp_path: Path, home: dict[str, str]) -> None:
+    folder = write_tiny_model(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    (tmp_path / "prompts.txt").write_text("hi\n")
+    for args in (["hi"], ["hi", "--raw"], ["--batch", str(tmp_path / "prompts.txt")]):
+        assert_one_line(localrt("run", folder, *args, env=home), 1, "has no tokenizer")
+
+
 UNREADABLE = {
     "device": "is not a regular file",
+    "folder": "is not a regular file",
     "pipe": "is not a regular file",
     "missing": "does not exist",
     "large": "is too large: the most is",
@@ -165,6 +183,7 @@ UNREADABLE = {
 def unreadable(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("unreadable")
     (folder / "device").symlink_to("/dev/zero")
+    (folder / "folder").mkdir()
     os.mkfifo(folder / "pipe")
     with (folder / "large").open("wb") as file:
         file.truncate(1 << 40)
@@ -172,15 +191,22 @@ def unreadable(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+READING = "run MODEL hi --json-schema FILE"
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no such devices and pipes")
 @pytest.mark.parametrize(
     ("command", "kind"),
     [
-        *(("run MODEL hi --json-schema FILE", kind) for kind in UNREADABLE),
+        *((READING, kind) for kind in UNREADABLE),
+        ("run MODEL hi --grammar FILE", "device"),
+        ("run MODEL hi --grammar-file FILE", "pipe"),
         ("run MODEL hi --chat-template FILE", "device"),
+        ("run MODEL hi --chat-template FILE", "binary"),
         ("run MODEL --batch FILE", "large"),
         ("eval MODEL --text FILE", "pipe"),
         ("quantize MODEL --format int4-g32 --calibration FILE", "device"),
+        ("bench MODEL --sweep FILE", "large"),
     ],
 )
 def test_files_that_cannot_be_read(
@@ -188,7 +214,8 @@ def test_files_that_cannot_be_read(
 ) -> None:
     places = {"MODEL": tiny_folder, "FILE": unreadable / kind}
     result = localrt(*(places.get(word, word) for word in command.split()), env=home)
-    assert_one_line(result, 1 if "template" in command else 2, UNREADABLE[kind])
+    words = "" if "--sweep" in command else UNREADABLE[kind]
+    assert_one_line(result, 1 if "template" in command else 2, words)
 
 
 def test_documents(tiny_folder: Path, tmp_path: Path, home: dict[str, str]) -> None:
@@ -217,8 +244,9 @@ class Terminal(io.TextIOWrapper):
         return True
 
 
+@pytest.mark.parametrize("stops", [False, True])
 def test_reading_documents_is_shown_and_stopped(
-    tiny_folder: Path, tmp_path: Path, home: dict[str, str]
+    tiny_folder: Path, tmp_path: Path, home: dict[str, str], stops: bool
 ) -> None:
     """On a terminal, a line that goes again; Ctrl+C leaves one that says so."""
     long = tmp_path / "long.pdf"
@@ -226,7 +254,7 @@ def test_reading_documents_is_shown_and_stopped(
     spaced = indexes._spaced
 
     def interrupted(text: str) -> str:
-        if "Page 30." in text:
+        if stops and "Page 30." in text:
             raise KeyboardInterrupt
         return spaced(text)
 
@@ -237,13 +265,16 @@ def test_reading_documents_is_shown_and_stopped(
         mock.patch.multiple(sys, stdin=io.TextIOWrapper(io.BytesIO(), "utf-8"), stderr=error),
         mock.patch.object(indexes, "_spaced", interrupted),
     ):
-        assert main([*words, "--file", str(long)]) == 130
+        assert main([*words, "--file", str(long)]) == (130 if stops else 0)
     error.flush()
     shown = error.buffer.getvalue().decode().split("\r\x1b[K")  # type: ignore[attr-defined]
     assert any(line.startswith("reading  50 %  20 of 40 pages") for line in shown)
     assert any(line.startswith("indexing  50 %  20 of 40 pages") for line in shown)
     left = "".join(line for line in shown if "\n" in line).splitlines()
-    assert left[-1] == "localrt: stopped while files were read"
+    if stops:
+        assert left[-1] == "localrt: stopped while files were read"
+    else:
+        assert "long.pdf does not fit the context" in left[-1]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no such devices")
@@ -364,19 +395,29 @@ def test_commands_import_nothing_heavy(tiny_folder: Path, home: dict[str, str]) 
         ("", 2, "localrt --help"),
         ("run MODEL hi --top-p 1.5", 2, "--top-p"),
         ("run MODEL hi --ram lots", 2, "--ram must be a size, is 'lots'"),
+        ("run MODEL hi --threads 1000000000", 2, "--threads must be at most 1024"),
+        ("bench MODEL --runs -1", 2, "--runs must be at least "),
         ("run MODEL", 2, "prompt is empty"),
         ("run 'What is a quine?'", 1, "was taken for a model's name"),
         ("run Why?", 1, 'localrt run smollm2 "Why?"'),
         ("chat Why?", 1, 'localrt chat smollm2 -p "Why?"'),
         ("run MODEL prompt --batch prompts.jsonl", 2, "leave out PROMPT"),
         ("run MODEL --batch prompts.jsonl -c", 2, "--continue"),
+        ("run MODEL --batch prompts.jsonl --batch-size 0", 2, "--batch-size"),
+        ("run MODEL hi --batch-size 2", 2, "--batch FILE"),
         ("chat --plain -c --load x.json", 2, "either --continue or --load"),
         ("chat -p Hi -c", 2, "for a single answer use localrt run"),
+        ("chat -p Hi --load /dev/zero", 2, "--load is for the app"),
         ("serve --name x --port 0", 2, "--name is for one model: give MODEL"),
         ("serve --keep-alive soon --port 0", 2, "must be a time, is 'soon': write it like 30s"),
+        ("serve --gpu-memory lots --port 0", 2, "--gpu-memory must be a size, is 'lots'"),
+        ("serve --api-key '' --port 0", 2, "--api-key must be ASCII text and not empty"),
         ("run none.gguf hi", 1, "none.gguf"),
+        ("run empty.gguf hi", 1, "empty.gguf"),
         ("run folder hi", 1, "folder"),
         ("run pickled hi", 1, "pytorch_model.bin"),
+        ("bench notes.txt", 1, "notes.txt is not a GGUF file"),
+        ("bench /dev/zero", 1, "/dev/zero is not a regular file"),
         ("pull notes.txt", 1, "notes.txt is not a GGUF file"),
         ("rm ''", 2, "the name is empty"),
         ("alias smollm2 notes.txt", 2, "smollm2 is the demo model's own name"),
@@ -392,8 +433,11 @@ def test_what_cannot_be_done(
     tiny_folder: Path,
     tmp_path: Path,
 ) -> None:
+    if "/dev/zero" in command and system.IS_WINDOWS:
+        pytest.skip("there are no such devices")
     (tmp_path / "notes.txt").write_text("not a model")
     (tmp_path / "prompts.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}')
+    (tmp_path / "empty.gguf").touch()
     for name in ("folder", "pickled"):
         (tmp_path / name).mkdir()
     (tmp_path / "pickled" / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
@@ -408,6 +452,7 @@ def test_what_cannot_be_done(
     ("template", "flags", "cut"),
     [
         (None, (), True),
+        (None, ("--raw",), True),
         (None, ("--max-tokens", "20"), False),
         (CHATML, ("--max-tokens", "20"), False),
     ],
@@ -432,10 +477,17 @@ def test_a_base_model_ends(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no full disk to write to")
-def test_full_disk(home: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "command",
+    [
+        "run --help",
+        "list --json",
+    ],
+)
+def test_full_disk(home: dict[str, str], command: str) -> None:
     """Output that cannot be written is one line and status 1."""
     with Path("/dev/full").open("w", encoding="utf-8") as full:
-        program = [*LOCALRT, "list", "--json"]
+        program = [sys.executable, "-m", "localrt", *command.split()]
         done = subprocess.run(program, stdout=full, stderr=subprocess.PIPE, env=home, check=False)
     assert done.returncode == 1, done.stderr
     (line,) = done.stderr.decode().splitlines()
@@ -473,9 +525,14 @@ def test_lines_of_json() -> None:
         ("\n \n", "f", "f has no prompts"),
         ('{"prompt": "a"}\nb', "f", r"f mixes text \(line 2\) with JSON objects \(line 1\)"),
         ('{"prompt": "a"}\nb', "f.jsonl", "line 2 of f.jsonl is not JSON"),
+        ("plain", "f.jsonl", "line 1 of f.jsonl is not JSON"),
         ('{"prompt": "a", "messages": []}', "f", "either"),
+        ('{"prompt": 3}', "f", "not a string"),
+        ('{"prompt": "a"}\n{"prompt": "b"', "f", "line 2 of f is not JSON"),
         ('{"prompt": "a"}\n{"prompt": ""}', "f", "line 2 of f has an empty prompt"),
         ('{"promt": "a"}\n{"promt": "b"}', "f", "line 1 of f has 'promt': did you mean prompt"),
+        ('{"a": 1}', "f", "line 1 of f has 'a': only prompt, messages, id are known"),
+        ("{}", "f", "line 1 of f must be an object with either"),
         ('{"messages": [1]}', "f", "line 1 of f has a message that is not an object"),
     ],
 )

@@ -293,6 +293,14 @@ def test_full_disk(history: History) -> None:
     assert said(talk) == ["q", text]
 
 
+def test_unusable_path(tmp_path: Path) -> None:
+    (tmp_path / "folder").write_text("")
+    with pytest.raises(StorageError, match="cannot keep conversations"):
+        History(tmp_path / "folder" / "h.db")
+    with pytest.raises(StorageError, match="cannot open"):
+        History(tmp_path)
+
+
 def test_in_memory(tmp_path: Path) -> None:
     with History(":memory:") as history:
         assert history.path is None
@@ -435,6 +443,17 @@ def test_pictures_end_with_last_turn(history: History) -> None:
     assert files(history) == []
 
 
+def test_pictures_of_upright_photos(history: History) -> None:
+    stream = io.BytesIO()
+    photo = Image.new("RGB", (20, 10))
+    photo.getexif()[0x0112] = 6  # taken on the side
+    photo.save(stream, "JPEG", exif=photo.getexif())
+    turn = history.new(model="m").add("user", asking(stream.getvalue()))
+    assert (turn.pictures[0].width, turn.pictures[0].height) == (10, 20)
+    turn = history.new(model="m").add("user", [{"type": "image", "image": photo}])
+    assert turn.pictures[0].media_type == "image/png"
+
+
 def test_bad_arguments_and_pictures(history: History, monkeypatch: pytest.MonkeyPatch) -> None:
     talk = history.new(model="m")
     with pytest.raises(OptionError, match="no colour"):
@@ -445,8 +464,12 @@ def test_bad_arguments_and_pictures(history: History, monkeypatch: pytest.Monkey
         talk.add("user", "hi", after=77)
     with pytest.raises(OptionError, match="not a PNG"):
         talk.add("user", asking(b"text"))
+    with pytest.raises(OptionError, match="does not exist"):
+        talk.add("user", [{"type": "image", "image": "nowhere.png"}])
     with pytest.raises(OptionError, match="parts are texts and images"):
         talk.add("user", [{"type": "audio"}])
+    with pytest.raises(OptionError, match="part is a mapping, not 'text'"):
+        talk.add("user", ["text"])  # type: ignore[list-item]
     monkeypatch.setattr("localrt.history.pictures.LARGEST_PICTURE", 50)
     with pytest.raises(OptionError, match="at most"):
         talk.add("user", asking(picture()))
@@ -479,6 +502,21 @@ def test_file_from_before_pictures(tmp_path: Path) -> None:
         assert len(files(history)) == 1
 
 
+def test_pictures_go_on_in_memory(history: History) -> None:
+    red, blue = picture("red"), picture("blue")
+    talk = history.new(model="m")
+    talk.add("user", asking("one", red))
+    talk.add("assistant", "1")
+    facts = {name: getattr(talk, name) for name in ("title", "model", "system", "options")}
+    with History(":memory:") as memory:
+        copy = copy_to_memory(memory, talk.id, talk.turns, facts)
+        copy.add("user", asking(red, blue, "two"))
+        assert copy.turns[0].message["content"] == asking("one", red)
+        merge(talk, copy)
+    assert talk.turns[-1].message["content"] == asking(red, blue, "two")
+    assert len(files(history)) == 2
+
+
 def test_texts_that_are_no_unicode(history: History) -> None:
     """Lone surrogates, as of arguments in another encoding and of JSON; a pair in two pieces."""
     talk = history.new(model="m", system="\ud800")
@@ -494,6 +532,17 @@ def test_texts_that_are_no_unicode(history: History) -> None:
     assert history.list("no\0where") == []
     with pytest.raises(StorageError, match="no conversation"):
         history.open("\ud800")
+
+
+def test_lost_picture(history: History) -> None:
+    talk = history.new(model="m")
+    turn = talk.add("user", asking("What is ", picture()))
+    assert history.path is not None
+    with closing(sqlite3.connect(history.path)) as connection, connection:
+        connection.execute("DELETE FROM turn_picture")
+    with pytest.raises(StorageError, match="not in the history"):
+        _ = turn.pictures[0].data
+    assert "picture.png: this picture is lost" in str(talk.messages)
 
 
 def test_a_folder_without_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from localrt.client.model import connect
 from localrt.common.progress import Progress
 from localrt.hub import ResolvedModel
 from localrt.server import ollama_models
@@ -19,6 +21,7 @@ from localrt.server.pool import ModelPool
 from localrt.server.service import ResponseStore
 from tests.server.conftest import Running, serving
 from tests.server.dialects import HI, PAINT, client_of, colours
+from tests.waits import wait_for
 
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0}
 CHAT: dict[str, Any] = {**GREEDY, "max_tokens": 12, "extra_body": {"ignore_eos": True}}
@@ -171,6 +174,28 @@ def test_item_references(openai: Any) -> None:
     assert create(input=[{"id": "msg_hi"}], **RESPONSE).output_text == first.output_text
 
 
+def test_reasoning_item(thinker: Running) -> None:
+    responses = client_of("openai", thinker.url).responses
+    fields: dict[str, Any] = {"model": thinker.name, "input": "hi", "max_output_tokens": 30}
+    got = responses.create(reasoning={"effort": "low"}, **fields)
+    assert [item.type for item in got.output] == ["reasoning"]
+    assert got.output[0].content[0].text
+    assert got.usage.output_tokens_details.reasoning_tokens == 30
+    with responses.stream(reasoning={"effort": "low"}, **fields) as stream:
+        kinds = {event.type for event in stream}
+    assert {"response.reasoning_text.delta", "response.reasoning_text.done"} <= kinds
+
+
+def test_small_sign_of_life(slow: None, openai: Any, silence: bool) -> None:
+    long = "Be brief. " * 15
+    with openai.responses.stream(input="hi", instructions=long, **RESPONSE) as stream:
+        events = list(stream)
+    signs = [event for event in events if event.type == "response.in_progress"]
+    assert all(len(sign.to_json(indent=None)) < 400 for sign in signs)
+    assert len(signs) > 1 if silence else len(signs) == 1
+    assert events[0].response.instructions == events[-1].response.instructions == long
+
+
 RED = colours("red")
 REGEX = {"type": "grammar", "syntax": "regex", "definition": "red"}
 CALLS: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -316,6 +341,20 @@ def test_num_ctx(ollama: Any, server: Running) -> None:
     assert sum("--ctx 1048576" in note for note in server.notes) == 1
 
 
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
+def test_tokens_from_a_cache(server: Running, path: str) -> None:
+    text = f"{path} once more"  # no other test's
+    body = {"model": "tiny", "messages": [{"role": "user", "content": text}], "prompt": text}
+    for known, stream in ((False, False), (True, False), (True, True)):
+        body |= {"stream": stream, "options": {"num_predict": 2}}
+        _, got, _ = server.request("POST", path, body)
+        last = json.loads(got.splitlines()[-1]) if stream else got
+        if known:
+            assert 0 < last["prompt_eval_cached_count"] < last["prompt_eval_count"]
+        else:
+            assert last.get("prompt_eval_cached_count", 1) > 0
+
+
 def test_ollamas_embeddings(ollama: Any, server: Running) -> None:
     assert ollama.embed(model="tiny", input=["hi", "ho"]).prompt_eval_count == 4
     one = ollama.embeddings(model="tiny", prompt="hi")
@@ -385,4 +424,46 @@ def test_pull(ollama: Any, server: Running, monkeypatch: pytest.MonkeyPatch) -> 
         assert cancelled.wait(60)
 
 
+def test_pulls_take_turns(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    going_on, begun = threading.Event(), list[str]()
+
+    def resolve(name: str, **_: Any) -> ResolvedModel:
+        begun.append(name)
+        going_on.wait(60)
+        return ResolvedModel(name, Path("m.gguf"), None, "hub")
+
+    monkeypatch.setattr(ollama_models, "resolve", resolve)
+    with (
+        serving(server.model, name="tiny", allow_pull=True) as running,
+        ThreadPoolExecutor() as pool,
+    ):
+        body = {"model": "org/name", "stream": False}
+        pulls = [pool.submit(running.request, "POST", "/api/pull", body) for _ in range(6)]
+        try:
+            wait_for(lambda: len(begun) == 1)
+            assert running.chat(max_tokens=1)[0] == 200
+            assert len(begun) == 1
+        finally:
+            going_on.set()
+        assert [pull.result(60)[0] for pull in pulls] == [200] * 6
+    assert len(begun) == 6
+
+
 # -- localrt's own ---------------------------------------------------------------------------------
+
+
+def test_thinking_limits(thinker: Running) -> None:
+    for fields, thought in (
+        ({}, 40),
+        ({"thinking_tokens": 5}, 5),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, 0),
+    ):
+        status, got, _ = thinker.chat(**fields)
+        assert status == 200, got
+        assert got["usage"]["completion_tokens_details"] == {"reasoning_tokens": thought}
+    with connect(thinker.url) as remote:
+        chat = remote.chat(thinking_tokens=5)
+        assert chat.send("hi").metrics.thinking_tokens == 5
+        chat.set(thinking="off", thinking_tokens=None)
+        assert chat.send("hi").metrics.thinking_tokens == 0
+        chat.close()

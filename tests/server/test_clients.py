@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import re
 import threading
 from collections.abc import Iterator
@@ -11,16 +12,19 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import localrt
 from localrt.server import generating
+from localrt.server.about import facts_of
 from localrt.server.errors import ApiError
 from localrt.server.guard import Paths
 from localrt.server.models import meant
 from localrt.server.options import ServeOptions
 from localrt.server.pool import LocalFile, ModelPool
 from localrt.service.live import LiveModel
+from tests.checkpoints.make_gguf import write_gguf
 from tests.server.conftest import Running, serving
 from tests.server.dialects import BODIES, HI, SIGNS, events_in
 from tests.waits import wait_for
@@ -59,14 +63,19 @@ def test_strict_models(model: localrt.Model) -> None:
     ("name", "found"),
     [
         ("qwen3", "qwen3"),
+        ("Qwen/Qwen3", "qwen3"),
         ("unsloth/qwen3:latest", "qwen3"),
         ("gemma", "google/Gemma:Q4_K_M"),
+        ("Gemma:q4_k_m", "google/Gemma:Q4_K_M"),
         ("google/gemma", "google/Gemma:Q4_K_M"),
         ("other/gemma", None),  # another publisher's
         ("phi", None),  # two
+        ("a/phi", "a/phi"),
+        ("QWEN3", "qwen3"),
         ("qwen3:q4_0", None),
         ("org/model:q8_0", "org/Model:Q8_0"),
         ("org/model", None),  # two
+        ("org/model:latest", None),
         ("/etc/passwd", None),
     ],
 )
@@ -80,8 +89,11 @@ def test_name_that_is_meant(name: str, found: str | None) -> None:
     [
         ({"a": (), "b": ("*",)}, {}, "gpt-5", "b"),
         ({"a": (), "b": ("*", "fast")}, {}, "Fast", "b"),
+        ({"a": (), "b": ("*",)}, {}, "a", "a"),
         ({"a": (), "b": ("*",)}, {"strict_models": True}, "gpt-5", None),
         ({"a": (), "b": ()}, {}, "gpt-5", None),
+        ({"a": ()}, {}, "gpt-5", "a"),
+        ({"a": ()}, {"strict_models": True}, "gpt-5", None),
     ],
 )
 def test_alias_of_any_name(
@@ -110,13 +122,20 @@ def _no_load(*_: Any) -> localrt.Model:
     [
         ("/v1/chat/completions", "/v1/chat/completions"),
         ("//v1/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/chat/completions", "/v1/chat/completions"),
         ("/chat/completions", "/v1/chat/completions"),
         ("/v1//chat/completions/", "/v1/chat/completions"),
+        ("/v1/v1/messages/count_tokens", "/v1/messages/count_tokens"),
+        ("/v1/models/", "/v1/models"),
         ("/models", "/v1/models"),
         ("/models/org/name", "/v1/models/org/name"),
         ("/v1/api/tags", "/api/tags"),
+        ("//api/tags/", "/api/tags"),
+        ("/v1/infill", "/v1/infill"),
+        ("/infill/", "/infill"),
         ("/v1/health", "/health"),
         ("//", "/"),
+        ("/v1/nothing", "/v1/nothing"),
         ("/nothing", "/nothing"),
     ],
 )
@@ -199,7 +218,10 @@ def small(tiny_folder: Path) -> Iterator[Running]:
     ("method", "path", "where"),
     [
         ("GET", "/v1/models", ["data", 0, "max_model_len"]),
+        ("GET", "/v1/models/", ["data", 0, "context_length"]),
         ("GET", "/v1/models/tiny", ["meta", "n_ctx"]),
+        ("GET", "/v1/models/tiny", ["max_model_len"]),
+        ("GET", "/v1/props", ["default_generation_settings", "n_ctx"]),
         ("GET", "/props?model=any", ["default_generation_settings", "n_ctx"]),
         ("POST", "/api/show", ["model_info", "LlamaForCausalLM.context_length"]),
         ("GET", "/api/ps", ["models", 0, "context_length"]),
@@ -215,6 +237,14 @@ def test_served_context(small: Running, method: str, path: str, where: list[Any]
     assert found == 256
 
 
+def test_what_show_and_props_say(server: Running) -> None:
+    _, shown, _ = server.request("POST", "/api/show", {"model": "gpt-5"})
+    assert re.search(r"^num_ctx +512$", shown["parameters"], re.MULTILINE)
+    _, props, _ = server.request("GET", "/props")
+    assert (props["model_alias"], props["total_slots"]) == ("tiny", 16)
+    assert "<|im_start|>" in props["chat_template"]
+
+
 # -- a context that overflows ----------------------------------------------------------------------
 
 OPENAI = r"This model's maximum context length is 512 tokens\. However, the request has \d+ tokens"
@@ -222,10 +252,12 @@ ANTHROPIC = r"prompt is too long: \d+ tokens > 512 maximum"
 OVERFLOWS: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}, OPENAI),
     ("/v1/completions", {"prompt": LONG}, OPENAI),
+    ("/v1/completions", {"prompt": LONG, "echo": True}, OPENAI),
     ("/v1/embeddings", {"input": LONG}, OPENAI),
     ("/v1/responses", {"input": LONG}, OPENAI),
     ("/v1/messages", {"max_tokens": 4, "messages": [{"role": "user", "content": LONG}]}, ANTHROPIC),
     ("/api/chat", {"messages": [{"role": "user", "content": LONG}], "truncate": False}, OPENAI),
+    ("/api/chat", {"messages": [{"role": "user", "content": LONG}]}, OPENAI),
     ("/api/generate", {"prompt": LONG}, OPENAI),
 ]
 
@@ -298,6 +330,25 @@ def test_stream_while_loading(loading: Running, go_on: threading.Event, path: st
         wait_for(lambda: not loading.service.open_answers)
 
 
+def test_disconnect_while_loading(loading: Running, go_on: threading.Event) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", loading.port, timeout=60)
+    connection.request("POST", "/v1/completions", '{"prompt": "hi", "stream": true}')
+    assert connection.getresponse().status == 200
+    connection.close()
+    wait_for(lambda: not loading.service.open_answers)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a time of change is kept by POSIX")
+def test_facts_of_replaced_file(tmp_path: Path) -> None:
+    path, found = tmp_path / "model.gguf", []
+    for width in (32, 64):
+        tensors = {"output_norm.weight": (np.zeros(8, np.float32), "f32")}
+        write_gguf(path, "qwen3", {"qwen3.embedding_length": width}, tensors)
+        os.utime(path, (1, 1))
+        found.append(facts_of(path).width)
+    assert found == [32, 64]
+
+
 # -- interactive or background work ----------------------------------------------------------------
 
 
@@ -318,8 +369,11 @@ def classes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ("path", "fields", "headers", "expected"),
     [
         ("/v1/chat/completions", {}, {}, "interactive"),
+        ("/v1/completions", {}, {}, "interactive"),
         ("/v1/completions", {"prompt": ["a", "b"]}, {}, "background"),
         ("/v1/chat/completions", {"service_tier": "flex"}, {}, "background"),
+        ("/v1/chat/completions", {"service_tier": "auto"}, {}, "interactive"),
+        ("/v1/responses", {"service_tier": "flex"}, {}, "background"),
         ("/v1/chat/completions", {}, {"X-Localrt-Class": "background"}, "background"),
         (
             "/v1/completions",

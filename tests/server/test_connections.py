@@ -38,13 +38,21 @@ def answered(port: int, sent: bytes) -> bytes:
 
 
 @pytest.mark.slow
-def test_more_connections_than_open_files(tiny_folder: Path) -> None:
-    """The server goes on once they are closed."""
-    limited = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (160, 160))"
+@pytest.mark.parametrize(("most", "count"), [(None, 400), (160, 300)])
+def test_more_connections_than_open_files(tiny_folder: Path, most: int | None, count: int) -> None:
+    """The server raises its own limit of open files as far as the system lets it; beyond that it
+    goes on once they are closed.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limits = (256, hard) if most is None else (most, most)
+    limited = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, {limits})"
     with raised_open_files(), command(tiny_folder, before=limited) as (process, port):
         with ExitStack() as stack:
-            for _ in range(300):
-                stack.enter_context(connected(port))
+            for number in range(count):
+                half = HALF_A_HEAD if most is None and number % 2 else b""
+                stack.enter_context(connected(port, half))
+            if most is None:
+                assert status_of(port, "/health") == 200
         assert status_of(port, "/health") == 200
         process.send_signal(signal.SIGTERM)
         assert process.communicate(timeout=120)[1] == ""
@@ -118,11 +126,18 @@ CHUNKED = UNFINISHED.replace(b"Content-Length: 9", b"Transfer-Encoding: chunked"
     "sent",
     [
         UNFINISHED.replace(b"\r\n\r\n", b"\r\nTransfer-Encoding: chunked\r\n\r\n") + b"0\r\n\r\n",
+        CHUNKED.replace(b"\r\n\r\n", b"\r\nContent-Length: 5\r\n\r\n") + b"0\r\n\r\n",
+        b"GET /health HTTP/1.1\nHost: localhost\n\n",
         b"GET /health HTTP/1.1\r\nHost: localhost\nX: y\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n\n",
         b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: y\rZ: z\r\n\r\n",
+        CHUNKED + b"2\n{}\r\n0\r\n\r\n",
         CHUNKED + b"2;a\nb\r\n{}\r\n0\r\n\r\n",
         CHUNKED + b"2\r\n{}\n0\r\n\r\n",
+        CHUNKED + b"2\r\n{}\r\n0\n\n",
+        CHUNKED + b"2\r\n{}\r\n0\r\n\n",
         CHUNKED + b"2\r\n{}\r\n0\r\nX: y\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: y\x01z\r\n\r\n",
         b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: y\x00z\r\n\r\n",
         b"GET /hea\x01lth HTTP/1.1\r\nHost: localhost\r\n\r\n",
         b"GET /health HTTP/1.1\r\nHost: localhost\r\nX : y\r\n\r\n",
@@ -139,11 +154,17 @@ def test_request_smuggling(server: Running, sent: bytes) -> None:
 @pytest.mark.parametrize(
     ("line", "status"),
     [
+        (b"GET http://localhost/v1/models HTTP/1.1\r\nHost: localhost", 200),
         (b"GET HTTP://127.0.0.1:8080/v1/models?a=b HTTP/1.1\r\nHost: x.example", 200),
+        (b"GET https://localhost/v1/models HTTP/1.0", 200),
+        (b"GET http://localhost HTTP/1.1\r\nHost: localhost", 200),
         (b"GET http://localhost?a HTTP/1.1\r\nHost: localhost", 200),
+        (b"HEAD http://localhost/health HTTP/1.1\r\nHost: localhost", 200),
         (b"HEAD /health HTTP/1.1\r\nHost: localhost", 200),
+        (b"GET http://localhost/nothing HTTP/1.1\r\nHost: localhost", 404),
         (b"GET http://x.example/v1/models HTTP/1.1\r\nHost: localhost", 403),  # the URL counts
         (b"GET http://localhost@x.example/health HTTP/1.1\r\nHost: localhost", 403),
+        (b"GET http:///health HTTP/1.1\r\nHost: localhost", 404),
         (b"OPTIONS * HTTP/1.1\r\nHost: localhost", 404),
     ],
 )
@@ -163,6 +184,11 @@ def test_chunk_extensions_and_trailers(server: Running) -> None:
     sent = CHUNKED + b'2;a="b"\r\n{}\r\n0;c\r\nX: y\r\n\r\n'
     received = answered(server.port, sent.replace(b"\r\n", b"\r\nConnection: close\r\n", 1))
     assert b"must have" in received
+
+
+def test_malformed_addresses(server: Running) -> None:
+    refused(server.request("GET", "/health", headers={"Host": "[::1"}), 403)
+    refused(server.request("GET", "/health", headers={"Origin": "http://[::1"}), 403)
 
 
 def test_limits_of_options(model: Any) -> None:
@@ -187,6 +213,13 @@ def test_heads_that_do_not_come(model: Any, monkeypatch: pytest.MonkeyPatch, sen
                     break
                 raw.sendall(sent[:1] and b"x")
         assert served.request("GET", "/health")[0] == 200
+
+
+def test_time_of_a_head_ends_with_it(model: Any) -> None:
+    """A body, or an answer, may take longer."""
+    with serving(model) as served, connected(served.port, UNFINISHED):
+        connections = served.server.server_state.connections
+        wait_for(lambda: [one.timeout_keep_alive_task for one in tuple(connections)] == [None])
 
 
 # -- bodies that nobody reads ----------------------------------------------------------------------
@@ -223,6 +256,16 @@ def test_discard_limit(server: Running, monkeypatch: pytest.MonkeyPatch) -> None
         head = b"POST " + path + b" HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999\r\n\r\n"
         with connected(server.port, head) as raw, pytest.raises(ConnectionError):
             raw.sendall(b"x" * 90_000_000)
+
+
+def test_unread_body_keeps_connection(server: Running) -> None:
+    with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)) as asking:
+        asking.request("POST", "/nothing", b"x" * 100_000)
+        assert asking.getresponse().read()
+        used = asking.sock
+        asking.request("GET", "/health")
+        assert asking.getresponse().status == 200
+        assert asking.sock is used
 
 
 def test_room_for_large_bodies(model: Any) -> None:

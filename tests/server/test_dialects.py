@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,9 @@ from typing import Any
 import pytest
 
 import localrt
-from tests.server.conftest import Running, Script, serving
+from tests.chat_format.call_templates import TEMPLATES
+from tests.conftest import write_tiny_model
+from tests.server.conftest import WIDE, Running, Script, needs_kernels, serving
 from tests.server.dialects import (
     BODIES,
     COLOUR,
@@ -75,11 +78,58 @@ def test_tool_call(server: Running, dialect: str, monkeypatch: pytest.MonkeyPatc
     assert arguments["colour"] in ("red", "blue")
 
 
+LONE = (
+    r'{"name": "pa\ud83dint", "id": "a\udc00",'
+    r' "arguments": {"a\ud800": ["x\ud83d y \ud83d\ude00"]}}'
+)
+TOOLS_OF = {
+    "/v1/chat/completions": [{"type": "function", "function": PAINT}],
+    "/v1/responses": [{"type": "function", **PAINT}],
+    "/v1/messages": [{"name": "paint", "input_schema": COLOUR}],
+    "/api/chat": [{"type": "function", "function": PAINT}],
+}
+
+
+def calls_in(value: Any) -> Iterator[Any]:
+    """The arguments of every call in an answer or in its events, of any dialect."""
+    if isinstance(value, Mapping):
+        given = [value.get(key) for key in ("arguments", "input", "partial_json")]
+        yield from (each for each in given if each)
+        for each in value.values():
+            yield from calls_in(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from calls_in(each)
+
+
+@pytest.mark.parametrize("path", TOOLS_OF)
+def test_a_lone_surrogate_reaches_no_strict_reader(
+    server: Running, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader such as pydantic's refuses the whole line for one, even behind a backslash."""
+    strict = pytest.importorskip("pydantic_core").from_json
+    call = re.escape(f"<tool_call>{LONE}</tool_call>")
+    monkeypatch.setitem(server.model.defaults, "regex", call)
+    most = {"max_tokens": 300, "max_output_tokens": 300, "options": {"num_predict": 300}}
+    body = {**BODIES[path], "tools": TOOLS_OF[path]}
+    body |= {key: value for key, value in most.items() if key in body or "v1" in path}
+    for stream in (False, True):
+        status, got, _ = server.request("POST", path, {**body, "stream": stream})
+        assert status == 200, got
+        text = got if isinstance(got, str) else json.dumps(got)
+        lines = [line.removeprefix("data: ") for line in text.splitlines()]
+        found = [strict(line) for line in lines if line.startswith("{")]
+        calls = [strict(one) if isinstance(one, str) else one for one in calls_in(found)]
+        assert calls
+        assert all(one == {"a\ufffd": ["x\ufffd y \U0001f600"]} for one in calls)
+
+
 @pytest.mark.parametrize("stop", [None, "x"])
 @pytest.mark.parametrize(
     ("data", "most", "text"),
     [
         ("aé日b".encode(), 4, "aé"),
+        ("aé日b".encode(), 6, "aé日"),
         ("🦜".encode(), 3, ""),
         (b"a\xe6", 9, "a\ufffd"),  # it is the model that ends here
         (b"a\xe6b", 9, "a\ufffdb"),
@@ -122,6 +172,19 @@ def test_thinking(thinker: Running, dialect: str) -> None:
     assert not plain.thought
 
 
+@needs_kernels
+def test_several_at_once(server: Running) -> None:
+    texts = ("hi", "why?", "Name rivers, " * 8, "hi")
+    questions = [Question(text, stream=True) for text in texts]
+
+    def text(dialect: str, question: Question) -> str:
+        return DIALECTS[dialect](server.url, server.name, question).text
+
+    alone = [*map(text, DIALECTS, questions)]
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(text, DIALECTS, questions)) == alone
+
+
 # -- forms of the answer ---------------------------------------------------------------------------
 
 ENUM = {"enum": ["ab", "b"]}
@@ -143,6 +206,7 @@ def texts_of(answer: Any) -> list[str]:
         ("/v1/chat/completions", {"format": "json"}, r"(?s)\s*[{].*"),
         ("/v1/chat/completions", {"regex": CHOSEN}, CHOSEN),
         ("/v1/completions", {"grammar": 'root ::= "ab" | "b."'}, CHOSEN),
+        ("/v1/completions", {"response_format": {"type": "json_schema", "schema": ENUM}}, SAID),
         # The prompt does not have the form.
         ("/v1/completions", {"echo": True, "json_schema": ENUM}, f"hi({SAID})"),
     ],
@@ -169,6 +233,19 @@ def test_loosened_schema(server: Running, stream: bool) -> None:
     told = [line for line in server.notes if "a schema is followed without" in line]
     assert "pattern" in told[-1]
     assert "not" in told[-1].split("without", 1)[1]
+
+
+def test_what_does_not_bind_a_forced_call(tmp_path: Path) -> None:
+    """The template writes arguments as text in tags, and a grammar cannot look into these."""
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 3}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    folder = write_tiny_model(tmp_path, template=TEMPLATES["GLM"], wide=WIDE)
+    with localrt.load(folder, draft="off") as model, serving(model) as running:
+        for stream in (False, True):
+            options = {"tools": tools, "tool_choice": "required", "max_tokens": 4, "stream": stream}
+            running.chat(**options)
+        assert any("followed without maxLength" in note for note in running.notes)
 
 
 @pytest.mark.llamacpp

@@ -16,6 +16,9 @@ import pytest
 import localrt
 from localrt.documents import reading
 from localrt.server import generating
+from localrt.server.models import OneModel
+from localrt.server.options import ServeOptions
+from localrt.server.service import Service
 from localrt.service.live import LiveModel
 from tests.conftest import write_tiny_model
 from tests.documents.samples import pdf
@@ -51,30 +54,53 @@ def send(
     return raw
 
 
-def test_long_prompts_delay_no_short_ones(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+LARGE = {"type": "object", "description": "a" * 40_000}
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        ({"text": "a" * 40_000}, 400),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": LARGE},
+                }
+            },
+            200,
+        ),
+    ],
+    ids=["prompt", "schema"],
+)
+def test_long_prompts_delay_no_short_ones(
+    server: Running, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], status: int
+) -> None:
     submit, go_on = LiveModel.submit, threading.Event()
 
     def slowly(self: LiveModel, prompt: Any = None, **options: Any) -> Any:
-        if len(str(prompt)) > 30_000:
+        if len(str(prompt)) + len(str(options)) > 30_000:
             assert go_on.wait(60)
         return submit(self, prompt, **options)
 
     monkeypatch.setattr(LiveModel, "submit", slowly)
     with ThreadPoolExecutor(6) as threads:
-        long = [threads.submit(server.chat, "a" * 40_000, max_tokens=2) for _ in range(5)]
+        long = [threads.submit(server.chat, max_tokens=2, **fields) for _ in range(5)]
         try:
             assert server.chat(max_tokens=2)[0] == 200
             assert [one.result() for one in long if one.done()] == []
         finally:
             go_on.set()
-        assert {one.result()[0] for one in long} == {400}
+        assert {one.result()[0] for one in long} == {status}
 
 
 @pytest.mark.parametrize(
     ("path", "stream"),
     [
         ("/v1/chat/completions", False),
+        ("/v1/chat/completions", True),
         ("/v1/responses", True),
+        ("/v1/messages", False),
         ("/api/generate", True),
     ],
 )
@@ -257,6 +283,17 @@ def test_stop_after_drain(slow: None, model: Any, stream: bool) -> None:
             received += piece
     assert b"the server is stopping" in received
     assert (b" 200 " in received) is stream
+
+
+def test_notes_once(model: localrt.Model) -> None:
+    notes: list[str] = []
+    service = Service(OneModel(model, ServeOptions()), ServeOptions(), notes.append)
+    for kind, text in (("a", "first"), ("a", "again"), ("b", "line\x1b[2J\nend")):
+        service.note_once(kind, text)
+    assert notes == ["first", "line\\x1b[2J\\nend"]
+    for number in range(1000):
+        service.note_once(f"kind {number}", "many")
+    assert len(notes) < 300
 
 
 def test_restart_reads_nothing_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
 import textwrap
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,10 +18,13 @@ from PIL import Image
 import localrt
 from localrt.documents import reading
 from localrt.documents.reading import read_document
+from localrt.server import media
+from localrt.server.openai.calls import chat_call
 from localrt.server.options import ServeOptions
 from localrt.server.pool import LocalFile, ModelPool
 from tests.documents.samples import RED as RED_PAGE
-from tests.documents.samples import pdf
+from tests.documents.samples import WORD, pdf
+from tests.picture_files import READ
 from tests.server.conftest import Running, serving
 from tests.server.dialects import BODIES, DIALECTS, Question, data_uri
 
@@ -132,14 +137,30 @@ def test_picture_in_a_result(seer: Running) -> None:
     assert status == 200, got
 
 
-def test_tokens_of_pictures(seer: Running) -> None:
+def test_picture_is_read_once(seer: Running) -> None:
+    asked = in_messages(source_of(noise(4)), TEXT)
+    _, first, _ = ask(seer, asked)
+    _, again, _ = ask(seer, asked)
+    read = first["usage"]["input_tokens"] + first["usage"]["cache_read_input_tokens"]
+    assert again["usage"]["cache_read_input_tokens"] == read - 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "field"),
+    [
+        (("/v1/messages/count_tokens", {"model": "seer"}), "input_tokens"),
+        (("/tokenize", {"return_token_strs": True}), "count"),
+    ],
+)
+def test_tokens_of_pictures(seer: Running, asked: tuple[str, Any], field: str) -> None:
+    path, more = asked
     part = source_of(noise(5))
-    body = {"model": "seer", "messages": [{"role": "user", "content": [part, TEXT]}]}
-    status, got, _ = seer.request("POST", "/v1/messages/count_tokens", body)
+    body = {"messages": [{"role": "user", "content": [part, TEXT]}], **more}
+    status, got, _ = seer.request("POST", path, body)
     _, answered, _ = ask(seer, in_messages(part, TEXT))
     usage = answered["usage"]
     assert status == 200, got
-    assert got["input_tokens"] == usage["input_tokens"] + usage["cache_read_input_tokens"]
+    assert got[field] == usage["input_tokens"] + usage["cache_read_input_tokens"]
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -152,6 +173,12 @@ def test_bytes_that_are_no_picture(seer: Running, dialect: str) -> None:
         with pytest.raises(Exception, match=why) as caught:
             DIALECTS[dialect](seer.url, seer.name, Question(pictures=(picture,)))
         assert getattr(caught.value, "status_code", 400) == 400
+
+
+def test_files_of_pictures(seer: Running) -> None:
+    for kind in ("animated GIF", "CMYK"):
+        status, got, _ = ask(seer, in_chat(source_of(READ[kind][0])))
+        assert status == 200, got
 
 
 def test_what_is_told_of_a_model(seer: Running, server: Running) -> None:
@@ -271,20 +298,42 @@ def ask(server: Running, asked: tuple[str, Any], **fields: Any) -> tuple[int, An
 @pytest.mark.parametrize(
     ("asked", "expected"),
     [
+        (in_chat({"type": "image_url", "image_url": data_uri(RED64)}), [("image", RED)]),
+        (in_chat(image_url(RED64)), [("image", RED)]),
         (  # The bytes count, not what is said about them.
             in_chat({"type": "image_url", "image_url": f"DATA:text/html;x=y;Base64,{RED64}"}),
             [("image", RED)],
         ),
         (
-            in_chat(TEXT, TEXT, image_url(RED64), TEXT),
+            in_chat(TEXT, TEXT, {"type": "image_url", "image_url": data_uri(RED64)}, TEXT),
             [("text", "a\na"), ("image", RED), ("text", "a")],
         ),
         (in_chat({"type": "image", "data": RED64, "mimeType": "image/png"}), [("image", RED)]),
         (in_responses({"type": "input_image", "image_url": data_uri(RED64)}), [("image", RED)]),
+        (in_messages(source(RED64)), [("image", RED)]),
         (in_messages(source("\n".join(textwrap.wrap(RED64, 76)) + "\r\n")), [("image", RED)]),
         (
-            ("/v1/messages", {"messages": [*CALL, looked(TEXT, source(RED64), source(BLUE64))]}),
+            (
+                "/v1/messages",
+                {"messages": [*CALL, looked(TEXT, source(RED64), source(BLUE64))]},
+            ),
             [("text", "a"), ("image", RED), ("image", BLUE)],
+        ),
+        (
+            (
+                "/v1/responses",
+                {
+                    "input": [
+                        {"type": "function_call", "call_id": "c", "name": "look"},
+                        {
+                            "type": "function_call_output",
+                            "call_id": "c",
+                            "output": [{"type": "input_image", "image_url": data_uri(RED64)}],
+                        },
+                    ]
+                },
+            ),
+            [("image", RED)],
         ),
         (in_ollama(RED64, BLUE64), [("image", RED), ("image", BLUE), ("text", "hi")]),
         (in_ollama(data_uri(RED64)), [("image", RED), ("text", "hi")]),
@@ -315,6 +364,21 @@ def test_pages_without_text(seeing: Any, asked: tuple[str, Any]) -> None:
     assert Image.open(io.BytesIO(data)).size == (1536, 768)
 
 
+@pytest.mark.parametrize(
+    ("part", "text"),
+    [
+        (file(base64.b64encode(WORD).decode(), "a.docx"), "a.docx:\n```\n## Plan\n\nFish & chips"),
+        (document(PDF64, title=None), "the document:\n```\n[page 1]\nOne"),
+        (file("data:application/pdf;base64,JVBE"), "[document left out: r.pdf is not a PDF file"),
+    ],
+)
+def test_kinds_of_documents(seeing: Any, part: Any, text: str) -> None:
+    server, prompts = seeing
+    status, got, _ = ask(server, in_chat(part))
+    assert status == 200, got
+    assert text in str(prompts[0][0]["content"]).replace("\\n", "\n")
+
+
 def test_a_document_that_comes_again_is_not_read_again(
     seeing: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -334,6 +398,23 @@ def test_a_document_that_comes_again_is_not_read_again(
     assert all("[page 1]\nRead once" in str(each).replace("\\n", "\n") for each in prompts)
 
 
+def test_pictures_of_several_turns(seeing: Any) -> None:
+    server, prompts = seeing
+    turns = [
+        {"role": "user", "content": [source(RED64)]},
+        {"role": "assistant", "content": "Red."},
+        {"role": "user", "content": [source(BLUE64)]},
+        {"role": "user", "content": "And this?"},
+    ]
+    assert ask(server, ("/v1/messages", {"messages": turns}))[0] == 200
+    (prompt,) = prompts
+    assert [message["content"] for message in prompt] == [
+        [{"type": "image", "image": RED}],
+        "Red.",
+        [{"type": "image", "image": BLUE}, {"type": "text", "text": "And this?"}],
+    ]
+
+
 def test_stored_response_keeps_its_picture(seeing: Any) -> None:
     server, prompts = seeing
     _, first, _ = ask(server, in_responses({"type": "input_image", "image_url": data_uri(RED64)}))
@@ -343,23 +424,57 @@ def test_stored_response_keeps_its_picture(seeing: Any) -> None:
     assert given(prompts) == [("image", RED)]
 
 
+def test_bytes_are_held_once(seeing: Any) -> None:
+    """Beside the request's own text, which stays until its answer ends."""
+    server, _ = seeing
+    size = 2_000_000
+    call = chat_call(in_chat(image_url(base64.b64encode(bytes(size)).decode()))[1])
+
+    async def traced() -> int:
+        async with media.with_pictures(call.prompts, server.service, sees=True) as shown:
+            assert len(shown[0]["prompt"][0]["content"][0]["image"]) == size
+            return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        inside = asyncio.run(traced())
+        after = tracemalloc.get_traced_memory()[0]  # the thread that decoded has ended
+    finally:
+        tracemalloc.stop()
+    assert size <= inside - before < 1.2 * size
+    assert after - before < 0.2 * size
+
+
 # -- what is refused -------------------------------------------------------------------------------
 
 URL = "http://127.0.0.1/a.png"
 REFUSED: list[tuple[tuple[str, Any], str]] = [
     (in_chat({"type": "image_url", "image_url": data_uri("!!!")}), "picture 1 is not valid base64"),
+    (in_chat({"type": "image_url", "image_url": data_uri("\u00e9")}), "is not valid base64"),
     (in_chat({"type": "image_url", "image_url": data_uri("")}), "picture 1 is empty"),
+    (in_chat({"type": "image_url", "image_url": "data:image/png,abc"}), "must be in base64"),
     (in_chat({"type": "image_url"}), "picture 1 must be in base64"),
+    (in_chat({"type": "image_url", "image_url": {"url": 3}}), "must be in base64"),
     (in_chat({"type": "image_url", "image_url": {"url": URL}}), "data: URL"),
     (in_chat({"type": "image_url", "image_url": "/etc/passwd"}), "must be in base64"),
-    (in_chat(*[image_url(RED64)] * 65), "the request has 65 pictures: the most is 64"),
+    (in_chat({"type": "image_url", "image_url": RED64}), "must be in base64"),
+    (
+        in_chat(*[{"type": "image_url", "image_url": data_uri(RED64)}] * 65),
+        "the request has 65 pictures: the most is 64",
+    ),
     (in_chat({"type": "input_audio", "input_audio": {"data": "AAAA"}}), "takes no audio"),
     (in_chat({"type": "video_url", "video_url": {"url": URL}}), "takes no video"),
     (in_responses({"type": "input_image", "file_id": "file-1"}), "picture 1 is a file_id"),
+    (in_responses({"type": "input_image", "image_url": URL}), "data: URL"),
     (in_messages(source(RED64), source("@@")), "picture 2 is not valid base64"),
     (in_messages(source(None, type="url", url=URL)), "data: URL"),
+    (in_messages(source(None, type="file", file_id="f")), "picture 1 is a file_id"),
+    (in_ollama("@@"), "picture 1 is not valid base64"),
+    (in_ollama(""), "picture 1 is empty"),
     (in_ollama("https://example.org/a.png"), "not valid base64"),
     (in_responses(input_file("@@")), "r.pdf is not valid base64"),
+    (in_generate(RED64, raw=True), "leave out raw and suffix"),
     (in_generate(RED64, suffix="b"), "leave out raw and suffix"),
 ]
 

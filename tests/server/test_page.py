@@ -17,8 +17,10 @@ import pytest
 import localrt
 from localrt import History, Turn
 from localrt.mcp.servers import ToolServers
+from tests.documents.samples import pdf
 from tests.server.conftest import Running, Script, needs_kernels, serving, write_long
 from tests.server.test_conversations import picture
+from tests.waits import wait_for
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 
@@ -182,6 +184,25 @@ def test_two_tabs_and_the_terminal(visit: Any, script: Script, file: Path) -> No
 
 
 @pytest.mark.slow
+def test_news_hide_no_message_sent_meanwhile(visit: Any, script: Script, file: Path) -> None:
+    path = conversation(file, "Hi", "Hello.")
+    page = visit(path)
+    expect(answer(page)).to_contain_text("Hello.")
+    held: list[Any] = []
+    page.route("**/items?*", lambda one: one.continue_() if held else held.append(one))
+    with History(file) as history:
+        history.open(path.rpartition("#")[2]).add("user", "From elsewhere")
+    wait_for(lambda: bool(page.wait_for_timeout(20) or held))  # the page looks for news
+    before = held[0].fetch()
+    send(page, "Go")
+    ended(page)
+    with page.expect_response("**/items?*"):
+        held[0].fulfill(response=before)
+    page.evaluate("new Promise((done) => setTimeout(done, 50))")
+    assert "Go" in page.locator("article.user").last.inner_text()
+
+
+@pytest.mark.slow
 def test_long_conversation_shows_its_last_part(visit: Any, file: Path) -> None:
     id = write_long(file, [f"turn {number}" for number in range(2000)])
     page = visit(f"/#{id}")
@@ -214,6 +235,33 @@ def test_markup_does_not_run(visit: Any, script: Script, file: Path) -> None:
         page.locator("article.assistant").nth(1).wait_for()
 
 
+@pytest.mark.slow
+def test_emoji_cut_in_half(visit: Any, script: Script, file: Path) -> None:
+    script.say("So 👍🏽 it is")
+    script.hold(5)  # in the middle of the hand
+    page = visit()
+    page.evaluate("document.getElementById('message').value = 'half: \\ud83d'")
+    page.get_by_label("Message", exact=True).last.press("Enter")
+    expect(answer(page).locator(".body")).to_have_text("So")
+    script.release()
+    expect(ended(page).locator(".body")).to_have_text("So 👍🏽 it is")
+    assert turns_in(file) == ["half: �", "So 👍🏽 it is"]
+
+
+@pytest.mark.slow
+def test_forty_pixels(visit: Any, script: Script) -> None:
+    script.say("A `very_long_name_without_any_space` here\n\n```\n" + "x" * 200 + "\n```\n")
+    page = visit(viewport={"width": 40, "height": 300})
+    send(page, "Averylongwordwithoutanyspaceinit")
+    ended(page)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 40
+    assert page.locator("#chat").evaluate("(box) => box.scrollWidth") <= 40
+    for name in ("Send", "Options", "Show conversations"):
+        box = page.get_by_role("button", name=name).bounding_box()
+        assert box["x"] >= 0
+        assert box["x"] + box["width"] <= 40
+
+
 def test_edit_again_and_branches(visit: Any, script: Script, file: Path) -> None:
     page = visit(conversation(file, "One", "First."))
     script.say("Second.")
@@ -239,6 +287,19 @@ def test_edit_again_and_branches(visit: Any, script: Script, file: Path) -> None
     page.locator("article.user").get_by_role("button", name="Show the next branch").click()
     expect(answer(page).locator(".body")).to_have_text("First.")
     assert turns_in(file) == ["One", "First."]
+
+
+@pytest.mark.slow
+def test_documents(visit: Any, tmp_path: Path) -> None:
+    (tmp_path / "plan.pdf").write_bytes(pdf("Fish on Friday.", "Rice."))
+    page = visit()
+    page.locator("#files").set_input_files([tmp_path / "plan.pdf"])
+    expect(page.locator("#chips li")).to_contain_text("plan.pdf, 2 pages")
+    send(page, "What is there to eat?")
+    file = page.locator("article.user .file")
+    expect(file).to_have_text("plan.pdf, 2 pages")
+    assert "[page 1]\nFish on Friday." in file.get_attribute("title")
+    ended(page)
 
 
 def test_pictures_and_files(visit: Any, file: Path, tmp_path: Path) -> None:
@@ -285,6 +346,39 @@ def test_pictures_and_files(visit: Any, file: Path, tmp_path: Path) -> None:
     page.get_by_role("button", name="Edit the message").click()
     expect(page.locator("#chips li")).to_have_count(3)
     expect(page.get_by_label("Message", exact=True).last).to_have_value("Look 👍")
+
+
+@pytest.mark.slow
+def test_a_model_that_cannot_see(visit: Any, file: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(picture())
+    page = visit()
+    expect(page.get_by_label("Model")).to_contain_text("tiny")
+    page.locator("#files").set_input_files([tmp_path / "a.png"])
+    expect(page.get_by_role("alert").first).to_contain_text("tiny cannot see pictures")
+    send(page, "What is this?")
+    expect(page.get_by_role("alert").first).to_contain_text("tiny cannot see pictures")
+    assert page.locator("article").count() == 0
+    with History(file) as history:
+        assert not history.list()
+    page.get_by_role("button", name="Remove a.png").click()
+    page.keyboard.press("Enter")
+    expect(ended(page)).to_contain_text("Hello there.")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [PLAIN, PHONE], ids=["wide", "phone"])
+def test_tables(visit: Any, script: Script, size: Any) -> None:
+    row = "| Electroencephalography | a device for measuring | 1,234,567.89 | 12 |\n"
+    script.say("| Word | Meaning | Price | Count |\n|:--|:-:|--:|---|\n" + row * 2)
+    page = visit(viewport=size)
+    send(page, "Make a table")
+    cells = ended(page).locator("tbody tr").first.locator("td")
+    expect(cells).to_have_count(4)
+    aligned = [cells.nth(n).evaluate("(one) => getComputedStyle(one).textAlign") for n in range(4)]
+    assert aligned == ["left", "center", "right", "left"]
+    lines = "(one) => { const text = document.createRange(); text.selectNodeContents(one); "
+    lines += "return new Set([...text.getClientRects()].map((line) => line.top)).size; }"
+    assert [cells.nth(n).evaluate(lines) for n in (0, 2, 3)] == [1, 1, 1]
 
 
 def test_options(visit: Any, script: Script, file: Path) -> None:
@@ -351,7 +445,9 @@ def test_search(visit: Any, file: Path) -> None:
     expect(answer(page)).to_contain_text("A river.")
 
 
-@pytest.mark.parametrize("path", ["/llm", pytest.param("/a/b/", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "path", ["/llm", *(pytest.param(path, marks=pytest.mark.slow) for path in ("/llm/", "/a/b/"))]
+)
 def test_behind_a_reverse_proxy_with_a_key(
     visit: Any, talker: localrt.Model, script: Script, tmp_path: Path, path: str
 ) -> None:
@@ -376,6 +472,13 @@ def test_behind_a_reverse_proxy_with_a_key(
         assert page.evaluate("Object.keys(localStorage)")[0].startswith(f"localrt{below}.")
 
 
+@pytest.mark.slow
+def test_conversations_that_are_off(visit: Any, talker: localrt.Model) -> None:
+    with serving(talker, host="0.0.0.0", history=":memory:") as running:
+        page = visit(running=running)
+        expect(page.get_by_role("alert").first).to_contain_text("localrt serve --conversations")
+
+
 def axe_violations(page: Any) -> list[Any]:
     """What breaks labels, roles, contrast and focus, as axe-core checks them."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe-core")
@@ -388,7 +491,12 @@ def axe_violations(page: Any) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("size", "scheme"),
-    [(PHONE, "light"), pytest.param(PLAIN, "dark", marks=pytest.mark.slow)],
+    [
+        (PHONE, "light"),
+        pytest.param(PHONE, "dark", marks=pytest.mark.slow),
+        pytest.param(PLAIN, "light", marks=pytest.mark.slow),
+        pytest.param(PLAIN, "dark", marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_axe_finds_nothing(visit: Any, script: Script, file: Path, size: Any, scheme: str) -> None:
@@ -408,6 +516,27 @@ def test_axe_finds_nothing(visit: Any, script: Script, file: Path, size: Any, sc
         page.keyboard.press("Escape")
     page.get_by_role("button", name="Options").click()
     assert axe_violations(page) == []
+
+
+def test_keyboard_alone(visit: Any, script: Script, file: Path) -> None:
+    page = visit(conversation(file, "One", "First."))
+    expect(page.get_by_label("Message", exact=True).last).to_be_focused()
+    skip = page.get_by_role("link", name="Skip to the message")
+    skip.focus()
+    expect(skip).to_be_in_viewport()
+    page.keyboard.press("Enter")
+    expect(page.get_by_label("Message", exact=True).last).to_be_focused()
+    page.keyboard.type("Two")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("lines")
+    page.keyboard.press("Enter")
+    expect(page.locator("article.user").last).to_contain_text("Two\nlines")
+    ended(page)
+    page.get_by_role("button", name="Options").focus()
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("dialog")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("button", name="Options")).to_be_focused()
 
 
 # -- calls of tools: shown, allowed or not by the user, run by the server --------------------------
@@ -517,14 +646,18 @@ def test_always_in_this_chat(visit: Any, with_tools: Running, script: Script, ma
     assert len(made) == 2
 
 
+@pytest.mark.parametrize(
+    "before", [pytest.param(True, marks=pytest.mark.slow), False], ids=["new", "begun"]
+)
 def test_tools_can_be_switched_off(
-    visit: Any, with_tools: Running, script: Script, tools_file: Path, made: Any
+    visit: Any, with_tools: Running, script: Script, tools_file: Path, made: Any, before: bool
 ) -> None:
-    """In a chat that has begun, and on again."""
+    """For a chat, before it begins or later, and on again."""
     page = visit(running=with_tools)
-    script.say("Hello.")
-    send(page, "Hi")
-    expect(ended(page).locator(".body")).to_have_text("Hello.")
+    if not before:
+        script.say("Hello.")
+        send(page, "Hi")
+        expect(ended(page).locator(".body")).to_have_text("Hello.")
     expect(page.locator("#tools-list")).to_contain_text("tests: ready")
     switch = page.get_by_role("checkbox", name="Use tools")
 
@@ -588,6 +721,20 @@ def test_denied_markup_is_shown_as_text(
     assert page.locator("#log :is(script, img)").count() == 0
     assert made == []
     assert turns(tools_file)[3].content == "The user did not allow this call."
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_at_calls(
+    visit: Any, with_tools: Running, script: Script, scheme: str
+) -> None:
+    page = visit(running=with_tools, color_scheme=scheme)
+    question = ask(page, script, call_of("add", a="1\n" * 200, b=1), call_of("add", a=1, b=1))
+    expect(question.get_by_role("button", name="Deny")).to_be_in_viewport()
+    assert axe_violations(page) == []
+    page.get_by_role("button", name="Options").click()
+    page.get_by_text("Tools of your MCP servers").click()
+    assert axe_violations(page) == []
 
 
 def test_end_of_the_server_leaves_no_question(

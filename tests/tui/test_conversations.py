@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import stat
 from collections.abc import AsyncIterator, Iterator
@@ -19,7 +20,8 @@ from textual.widgets import Input, OptionList, Static
 import localrt
 from localrt import History, Settings
 from localrt.chat import ChatSession
-from localrt.common.errors import StorageError
+from localrt.cli import main
+from localrt.common.errors import OptionError, StorageError
 from localrt.engine.options import read_options
 from localrt.tui import ChatApp
 from localrt.tui.chat.blocks import Styles, UserTurn
@@ -27,9 +29,10 @@ from localrt.tui.conversation.state import ChatState
 from localrt.tui.preferences import Preset
 from localrt.tui.screens.dialogs import Ask, Confirm, ConversationsScreen
 from tests.conftest import needs_kernels
+from tests.mutations import changed, is_line
 from tests.tui import screen
 from tests.tui.conftest import SIZE, Opening, app_for, asked, cleared, running, until
-from tests.tui.fakes import FakeLoader, FakeModel
+from tests.tui.fakes import FakeLoader, FakeModel, call
 from tests.tui.screen import idle
 
 
@@ -81,9 +84,17 @@ async def test_context_of_a_branch(
         await until(pilot, lambda: idle(app) and "context 6 of" in screen.footer(app))
         await pilot.press("alt+left")
         await until(pilot, lambda: "context 5 of" in screen.footer(app))
+    count = model.count
     monkeypatch.setattr(model, "count", lambda messages: 99)
     async with running(model, history=opening, resume=True) as (app, pilot):
         await until(pilot, lambda: "context 5 of" in screen.footer(app))
+    with opening() as history:  # as versions did that kept the tokens of the answer alone
+        history._database.rows("UPDATE turn SET info = json_remove(info, '$.context')")
+    monkeypatch.setattr(model, "count", lambda messages: count(messages) + 50 * (len(messages) - 1))
+    async with running(model, history=opening, resume=True) as (app, pilot):
+        await until(pilot, lambda: "context 5 of" in screen.footer(app))
+        await pilot.press("alt+right")
+        await until(pilot, lambda: "context 6 of" in screen.footer(app))
 
 
 async def test_list_search_open_new(
@@ -327,27 +338,45 @@ async def test_no_history(model: FakeModel, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Of data, cache and config folders that are not there yet; the umask hides nothing."""
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Settings]:
+    """Data, cache and config folders that are not there yet, under a umask that hides nothing."""
     monkeypatch.delenv("LOCALRT_CACHE", raising=False)
     monkeypatch.setenv("LOCALRT_KV_DISK", "1GB")
     for name in ("DATA", "CACHE", "CONFIG"):
-        monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / "xdg" / name))
+        monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / name))
     before = os.umask(0)
-    yield tmp_path
+    yield Settings.from_environment()
     os.umask(before)
 
 
-def shared(folder: Path) -> list[Path]:
-    """What others may read or enter in the three folders."""
-    found = folder.glob("xdg/*/**/*")
-    return [path for path in found if stat.S_IMODE(path.stat().st_mode) & 0o077]
+def written(settings: Settings) -> dict[Path, int]:
+    """What is in the three folders, and the rights to it."""
+    tops = (settings.data_dir, settings.cache_dir, settings.config_dir)
+    found = (path for top in tops for path in (top, *top.rglob("*")) if path.exists())
+    return {path: stat.S_IMODE(path.stat().st_mode) for path in found}
+
+
+def shared(settings: Settings) -> list[str]:
+    """What others may read or enter of it."""
+    return [f"{path}: {mode:o}" for path, mode in written(settings).items() if mode & 0o077]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="permissions are POSIX's")
 @needs_kernels
-async def test_nobody_else_may_read(tiny_folder: Path, folder: Path) -> None:
+def test_nobody_else_may_read_runs(
+    tiny_folder: Path, folders: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    assert main(["run", str(tiny_folder), "a secret", "--max-tokens", "2", "--ctx", "256"]) == 0
+    assert (folders.data_dir / "last-run.json").exists()
+    assert shared(folders) == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="permissions are POSIX's")
+@needs_kernels
+async def test_nobody_else_may_read(tiny_folder: Path, folders: Settings, tmp_path: Path) -> None:
     """What the app writes while it is used, whatever the umask."""
     app = ChatApp(
         lambda progress: localrt.load(tiny_folder, ctx=512),
@@ -355,23 +384,22 @@ async def test_nobody_else_may_read(tiny_folder: Path, folder: Path) -> None:
         system="Be brief.",
         options={"max_tokens": 4},
         history=History,
-        config=Settings.from_environment().config_dir,
+        config=folders.config_dir,
     )
-    exported = folder / "chat.md"
     async with app.run_test(size=SIZE) as pilot:
         await until(pilot, lambda: idle(app))
         await asked(pilot, "a secret " * 20)
-        await screen.say(pilot, f"/export {exported}")
-        await until(pilot, exported.exists)
+        await screen.say(pilot, f"/export {tmp_path / 'chat.md'}")
+        await until(pilot, lambda: (tmp_path / "chat.md").exists())
         app.preferences.change({"system": "a secret"})
         app.state.presets.save(Preset("mine", "a secret"))
         await pilot.press("ctrl+n")  # parks the conversation
         await asked(pilot, "another secret")
-        assert shared(folder) == []  # while it runs: SQLite's own files too
-    names = {path.name for path in folder.glob("xdg/*/**/*")}
+        assert shared(folders) == []  # while it runs: SQLite's own files too
+    names = {path.name for path in written(folders)}
     assert {"history.db", "tokens.json", "blocks.bin", "config.toml", "presets.toml"} <= names
-    assert shared(folder) == []
-    assert stat.S_IMODE(exported.stat().st_mode) == 0o600
+    assert shared(folders) == []
+    assert stat.S_IMODE((tmp_path / "chat.md").stat().st_mode) == 0o600
 
 
 # -- two windows on one conversation ---------------------------------------------------------------
@@ -452,6 +480,34 @@ async def test_branch_elsewhere(opening: Opening) -> None:
         await until(left, lambda: screen.users(first) == ["First", "Theirs"])
 
 
+async def test_refused_message(opening: Opening) -> None:
+    one, two = FakeModel(["One."]), FakeModel(["Two."])
+    async with two_windows(one, two, opening) as (first, left, _, right):
+        one.answer, one.error = [], StorageError("too long")
+        await screen.say(left, "a novel")
+        await until(left, lambda: screen.composer(first).text == "a novel")
+        await screen.say(right, "Second")
+        await until(left, lambda: screen.answers(first) == ["One.", "Two."])
+        assert screen.users(first) == ["First", "Second"]
+
+
+async def test_calls_elsewhere(opening: Opening, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localrt.tui.chat.screen._OTHERS_SECONDS", 0.01)
+    wanted = [call("list")]
+    with opening() as history:
+        theirs = history.new(model="m")
+        theirs.add("user", "Go")
+        async with running(FakeModel(), history=opening, resume=True) as (app, pilot):
+            theirs.add("assistant", "", info={"tool_calls": [call.to_dict() for call in wanted]})
+            info = {"tool_call_id": wanted[0].id, "title": "files.list", "arguments": "{}"}
+            writer = theirs.answer(role="tool", info=info)
+            await until(pilot, lambda: len(screen.calls(app)) == 1)
+            assert screen.calls(app)[0][2] == "being written by another window"
+            writer.write("a.txt")
+            writer.finish("done", info={**info, "ending": "ok"})
+            await until(pilot, lambda: screen.calls(app) == [("files.list {}", "a.txt", "")])
+
+
 # -- chats that others saved -----------------------------------------------------------------------
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
@@ -487,3 +543,31 @@ def loaded(path: Path) -> list[Any]:
         return state.conversation.messages()
     finally:
         state.history.close()
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "told"),
+    [
+        ((), None, ""),
+        (("messages", 1, "content"), [3], "is not a saved chat: "),
+        (("messages", 1, "content"), {"a": 1}, "is not a saved chat: "),
+        (("messages", 2, "tool_calls"), 3, "is not a saved chat: "),
+        (("messages", 2, "tool_calls", 0), 3, "is not a saved chat: "),
+        (("messages", 3, "tool_call_id"), [], "is not a saved chat: "),
+        (("options",), {"host": 1}, "host"),
+        (("options",), {"self": 1}, "self"),
+        (("options",), {"temperature": "hot"}, "temperature"),
+    ],
+)
+def test_a_saved_chat(tmp_path: Path, place: Any, value: Any, told: str) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(changed(SAVED, [(place, value)]) if place else SAVED))
+    if not told:
+        roles = [each["role"] for each in loaded(path)]
+        assert roles == ["system", "user", "assistant", "tool"]
+        path.write_text("[" * 100_000)
+        told = "is not JSON"
+    wrong = OptionError if "options" in place else StorageError
+    with pytest.raises(wrong, match=told) as caught:
+        loaded(path)
+    assert is_line(str(caught.value))
