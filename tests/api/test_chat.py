@@ -18,7 +18,6 @@ from localrt.common.progress import Progress
 from localrt.tui.conversation.state import ChatState
 from tests.documents.samples import pdf
 from tests.inside import core_of
-from tests.models.tiny_encoders import ENCODERS, save_encoder, word_pieces
 from tests.real_models import real_model
 
 GREEDY = {"temperature": 0.0, "max_tokens": 6}
@@ -176,6 +175,8 @@ def test_files(tiny: localrt.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.models.tiny_encoders import ENCODERS, save_encoder, word_pieces
+
     folder = tmp_path_factory.mktemp("encoder")
     save_encoder(ENCODERS["bert"], folder)
     word_pieces(folder)
