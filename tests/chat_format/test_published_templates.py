@@ -13,21 +13,19 @@ from typing import Any
 
 import pytest
 
-import localrt
 from localrt.chat_format.chat_template import ChatTemplate
 from localrt.chat_format.messages import for_template
 from localrt.chat_format.parser import common_start, is_harmony
 from localrt.chat_format.template_syntax import TemplateSyntax
 from localrt.chat_format.thinking import thoughts_apart
 from localrt.common.errors import TemplateError
-from tests.chat_format.call_templates import calling, ids_of, tool
+from tests.chat_format.call_templates import calling, ids_of
 from tests.chat_format.test_call_syntax import (
     as_json,
     fed,
     parser_of,
     tools_of,
 )
-from tests.scripted import answer_to, with_template
 
 _FOLDER = os.environ.get("LOCALRT_TEST_TEMPLATES", "")
 _FILES = sorted(Path(_FOLDER).glob("*.jinja")) if _FOLDER else []
@@ -78,43 +76,3 @@ def test_calls_of_a_published_template_are_read_back(path: Path, case: str) -> N
     fed(parser, answer, [3, 1, 7])
     found = [(call.name, json.loads(call.arguments)) for call in parser.calls]
     assert as_json(found) == as_json(calls)
-
-
-_STRING = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-_TOOLS: dict[str, dict[str, Any]] = {
-    "all": {"description": "A tool.", "parameters": _STRING},
-    "no description": {"parameters": _STRING},
-    "no parameters": {"description": None, "parameters": None},
-    "several types": {"parameters": {"properties": {"city": {"type": ["string", "null"]}}}},
-}
-_COLOUR = {
-    "type": "object",
-    "properties": {"colour": {"const": "red"}},
-    "required": ["colour"],
-    "additionalProperties": False,
-}
-
-
-@pytest.mark.skipif(not _FILES, reason="LOCALRT_TEST_TEMPLATES names no folder of templates")
-@pytest.mark.parametrize("path", _FILES, ids=lambda path: path.stem)
-def test_a_published_template_tells_of_tools_that_are_called_or_an_answer_follows_a_schema(
-    tiny: localrt.Model, path: Path
-) -> None:
-    pytest.importorskip("llguidance")
-    requests = with_template(tiny, path.read_text(encoding="utf-8"))
-    for fields in _TOOLS.values():
-        tools = [tool("weather now", **fields)]
-        ids = requests.render([_USER], tools)
-        assert "weather_now" in requests.tokenizer.decode(ids, skip_special=False)
-    syntax = requests._syntax
-    spelling = syntax.forced.spelling
-    assert spelling is not None
-    tools = [tool("weather", parameters=None)]
-    given: dict[str, Any] = {"tools": tools, "json_schema": _COLOUR, "max_tokens": 4000}
-    _, calls, reason = answer_to(requests, "", tool_choice="weather", **given)
-    assert (calls, reason) == ([("weather", "{}")], "tool_calls")
-    text, calls, reason = answer_to(requests, syntax.answer + '{"colour": "red"}', **given)
-    assert localrt.split_thinking(text).answer == '{"colour": "red"}'
-    assert (calls, reason) == ([], "stop")
-    text, calls, reason = answer_to(requests, f"{spelling.before}weather", **given)
-    assert (localrt.split_thinking(text).answer, calls[:1]) == ("", [("weather", "{}")])
