@@ -267,14 +267,11 @@ RX = "AMD Radeon RX 7600/7600 XT/7600M XT"
 @pytest.mark.parametrize(
     ("cards", "listed", "expected"),
     [
-        ({}, True, []),
         ({"card1": RADEON}, True, [hardware.GpuFacts(RX, 8 << 30, 7 << 30)]),
         ({"card1": RADEON}, False, [hardware.GpuFacts("AMD GPU 1002:7480", 8 << 30, 7 << 30)]),
         ({"card0": APU, "card1": RADEON}, True, [RX, "AMD Phoenix1"]),
         ({"card0": {"vendor": "0x8086", "device": "0x56a0"}}, True, ["Intel Arc A770"]),
-        ({"card0": {"vendor": "0x8086", "device": "0x1111"}}, True, ["Intel GPU 8086:1111"]),
         ({"card0": {"vendor": "0x10de", "device": "0x2882"}}, True, []),  # NVIDIA's own driver's
-        ({"card0": {}, "card0-DP-1": RADEON}, True, []),
     ],
 )
 def test_gpus_of_other_makers(
@@ -291,18 +288,6 @@ def test_gpus_of_other_makers(
     own = set(hardware.other_gpus(tmp_path / "nothing"))  # as Windows and macOS list them
     found = [gpu for gpu in hardware.probe(tmp_path).other_gpus if gpu not in own]
     assert expected in (found, [gpu.name for gpu in found])
-
-
-def test_measure_memory_read() -> None:
-    assert hardware.measure_memory_read(1, 16 << 20) > 100e6
-
-
-def test_imports() -> None:
-    code = (
-        "import sys; from localrt.offload.hardware import probe; probe();"
-        "assert not {'torch', 'numpy'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 
 PROFILE = DiskProfile(ReadMode(direct=True, threads=3, block=1 << 20), 2e9, 1e-10)

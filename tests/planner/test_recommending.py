@@ -70,28 +70,15 @@ def offer(name: str, *, config: bool = True) -> FileChoice:
         # Whole in GPU memory: the largest that is.
         ("llama3.2:3b", "RTX 4060, 32GB", "Q8_0"),
         ("llama3.1:8b", "RTX 4060, 32GB", "Q6_K"),
-        ("qwen3:8b", "RTX 4060, 32GB", "Q6_K"),
-        ("qwen3.5:9b", "RTX 3060, 32GB", "Q8_0"),
-        ("lfm2:8b", "RTX 4060, 32GB", "Q6_K"),
         ("llama3.2:3b", "GTX 1650, 16GB", "Q5_K_M"),
-        ("llama3.2:1b", "RTX 4050, 16GB", "Q8_0"),
         ("qwen2.5:14b", "RTX 3060 12GB, 32GB", "Q5_K_M"),
-        ("qwen2.5:14b", "RTX 4080, 32GB", "Q6_K"),
         ("qwen2.5-coder:32b", "RTX 4090, 64GB", "Q4_K_M"),
-        ("mistral-small3.2:24b", "RTX 4090, 64GB", "Q6_K"),
         # Partly in RAM: what bits lose against what they cost in speed.
         ("qwen3:30b", "RTX 4060, 32GB DDR4", "Q5_K_M"),
-        ("qwen3:30b", "RTX 4060, 32GB", "Q5_K_M"),
         ("qwen3-coder:30b", "RTX 3060 12GB, 64GB", "Q6_K"),
-        ("qwen2.5:14b", "RTX 4060, 32GB", "Q4_K_M"),
-        ("qwen2.5:14b", "RTX 2080, 32GB", "Q4_K_M"),
         # By the CPU.
         ("llama3.2:1b", "16GB DDR4", "Q6_K"),
-        ("llama3.2:3b", "16GB DDR4", "Q5_K_M"),
-        ("llama3.1:8b", "32GB DDR5, no GPU", "Q5_K_M"),
-        ("llama3.1:8b", "16GB DDR4, 4 cores", "Q4_K_M"),
         ("qwen3:30b", "32GB DDR5", "Q4_K_M"),
-        ("llama3.1:8b", "office-laptop", "Q4_K_M"),
         ("llama3.3:70b", "16GB", "Q4_K_M"),
     ],
 )
@@ -119,11 +106,9 @@ def test_thinking_models() -> None:
 @pytest.mark.parametrize(
     ("repo", "thinks"),
     [
-        ("unsloth/Qwen3-8B-GGUF", True),
         ("unsloth/Qwen3-Coder-30B-A3B-Instruct-GGUF", False),
         ("bartowski/DeepSeek-R1-Distill-Qwen-14B-GGUF", True),
         ("someone/QwQ-32B-GGUF", True),
-        ("someone/Qwen3-4B-Thinking-2507-GGUF", True),
         ("bartowski/Qwen2.5-7B-Instruct-GGUF", False),
     ],
 )
@@ -427,7 +412,6 @@ def predicted(*, read: int = 0, copied: int = 0, **changed: Any) -> Prediction:
     ("changed", "text"),
     [
         ({}, "Good for chat: 23 tok/s, all of it in memory"),
-        ({"on_gpu": 5 * GB}, "Good for chat: 23 tok/s, all of it in GPU memory"),
         ({"on_gpu": 2 * GB}, "Good for chat: 23 tok/s, 2 of 5 GB in GPU memory, the rest in RAM"),
         (
             {"read": 700_000_000},
@@ -450,10 +434,7 @@ def predicted(*, read: int = 0, copied: int = 0, **changed: Any) -> Prediction:
             {"tok_s": 1.5, "copied": 2 * GB},
             "Too slow for chat: 1.5 tok/s, because 2 of 5 GB are copied to the GPU for every token",
         ),
-        (
-            {"page_s": 25.0},
-            "Usable for chat: 23 tok/s, all of it in memory; a page of text takes 25 s to read",
-        ),
+        ("Usable for chat: 23 tok/s, all of it in memory; a page of text takes 25 s to read",),
         (
             {"page_s": 100.0},
             "Too slow for chat: 23 tok/s, all of it in memory; a page of text takes 1 min 40 s to "
@@ -465,9 +446,6 @@ def test_judge(changed: dict[str, Any], text: str) -> None:
     verdict = judge(predicted(**changed))
     assert str(verdict) == text
     assert verdict.level == {"Good": "good", "Usab": "usable", "Too ": "slow"}[text[:4]]
-
-
-GB = 10**9
 
 
 def with_gpu() -> MachineProfile:
