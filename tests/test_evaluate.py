@@ -15,7 +15,7 @@ import pytest
 
 import localrt
 from localrt.cli import main
-from localrt.common.errors import OptionError, TokenizerError
+from localrt.common.errors import OptionError
 from localrt.evaluate import evaluate
 from tests.conftest import needs_kernels, needs_torch, write_tiny_model
 from tests.inside import core_of
@@ -114,13 +114,6 @@ def test_bad_sizes(tiny: localrt.Model, tmp_path: Path) -> None:
         evaluate(tiny, TEXT, ctx=64, stride=0)
     with pytest.raises(OptionError, match="limit_tokens must be at least 1, is 0"):
         evaluate(tiny, TEXT, limit_tokens=0)
-
-
-def test_no_tokenizer(tiny_folder: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(tiny_folder, tmp_path / "model")
-    (folder / "tokenizer.json").unlink()
-    with localrt.load(folder, format="f32") as model, pytest.raises(TokenizerError):
-        evaluate(model, TEXT, ctx=64)
 
 
 def test_other_vocabulary(tiny: localrt.Model, tiny_folder: Path, tmp_path: Path) -> None:
@@ -223,58 +216,6 @@ def test_against_kv_format(
     assert found[0] > found[1] == 0
     # Floating point has no such caches: --kv-format is the model's alone.
     assert main([*common, "--kv-format", "int4", "--against-format", "f32"]) == 0
-
-
-@pytest.mark.real
-@pytest.mark.llamacpp
-def test_against_llamacpp() -> None:
-    """Both round activations to int8, each in its own way: 0.1 nats of noise per token.
-
-    Perplexities of 2,000 scored tokens then differ by 0.25 % or so by chance alone, of 8,000 by
-    half of that. A mistake would show in the KL divergence.
-    """
-    pytest.importorskip("llama_cpp", reason="needs the llamacpp extra")
-    path, ctx, limit = real_model("smollm2"), 512, 4096
-    text = inspect.getsource(argparse)
-    with localrt.load(path, ctx=ctx, engine="llamacpp", threads=1) as theirs:
-        with localrt.load(path, ctx=ctx, engine="native", threads=1) as ours:
-            found = evaluate(ours, text, ctx=ctx, limit_tokens=limit, against=theirs)
-        other = found.against
-        assert other is not None
-        assert (found.engine, other.engine) == ("native", "llamacpp")
-        assert found.scored_tokens == limit // ctx * (ctx // 2 - 1)
-        assert abs(other.perplexity_change) < 0.005 + other.perplexity_change_error
-        assert other.perplexity_change_error < 0.004
-        assert other.kl_divergence < 0.01
-        assert other.top1_agreement > 0.95
-        # On its own, one window of llama.cpp's, token by token in float64.
-        window = theirs.tokenize(text)[:ctx]
-        session, nll = core_of(theirs).new_session(), []
-        logits = session.extend(window[: ctx // 2 + 1]).astype(np.float64)
-        for token in window[ctx // 2 + 1 :]:
-            nll.append(np.logaddexp.reduce(logits) - logits[token])
-            logits = session.extend([token]).astype(np.float64)
-        session.close()
-        alone = evaluate(theirs, text, ctx=ctx, limit_tokens=ctx)
-    assert alone.scored_tokens == len(nll)
-    assert alone.perplexity == pytest.approx(math.exp(np.mean(nll)), rel=0.02)
-
-
-@pytest.mark.real
-@pytest.mark.llamacpp
-def test_bos() -> None:
-    """Gemma knows no text without BOS: left out, perplexity is many times as high."""
-    pytest.importorskip("llama_cpp", reason="needs the llamacpp extra")
-    path = real_model("gemma270m")
-    with (
-        localrt.load(path, ctx=512, engine="native", threads=1) as ours,
-        localrt.load(path, ctx=512, engine="llamacpp", threads=1) as theirs,
-    ):
-        text = inspect.getsource(argparse)
-        found = evaluate(ours, text, ctx=512, limit_tokens=1024, against=theirs).against
-    assert found is not None
-    assert abs(found.perplexity_change) < 0.01
-    assert found.kl_divergence < 0.02
 
 
 @pytest.mark.slow

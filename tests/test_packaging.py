@@ -132,21 +132,6 @@ def test_constraints_are_within_the_ranges() -> None:
     ] == []
 
 
-def test_pythons_and_tools_are_the_same_everywhere() -> None:
-    text = {
-        name: (ROOT / name).read_text(encoding="utf-8")
-        for name in ("pyproject.toml", ".github/workflows/ci.yml", "README.md", "docs/install.md")
-    }
-    (matrix,) = re.findall(r"^ +python: \[(.*)\]$", text[".github/workflows/ci.yml"], re.MULTILINE)
-    tested = re.findall(r"3\.\d+", matrix)
-    assert re.findall(r":: Python :: (3\.\d+)", text["pyproject.toml"]) == tested
-    for page in ("README.md", "docs/install.md"):
-        assert f"Python {tested[0]} to {tested[-1]}" in text[page]
-    ruff = re.search(r"^ruff==(.+)$", (ROOT / "constraints.txt").read_text("utf-8"), re.MULTILINE)
-    assert ruff is not None
-    assert f"rev: v{ruff[1]} " in (ROOT / ".pre-commit-config.yaml").read_text("utf-8")
-
-
 EMPTY_SOURCES = """#!/bin/sh
 for word do
     shift
@@ -238,31 +223,9 @@ def test_a_bare_checkout_imports_without_being_installed(tmp_path: Path) -> None
 WITHOUT_TORCH = """
 import sys
 sys.modules["torch"] = sys.modules["scipy"] = None  # any import of them fails
-from pathlib import Path
-from contextlib import closing
-import numpy as np
-from localrt.models.checkpoints import open_checkpoint
-from localrt.chat_format.chat_template import PlainTemplate, encode_chat, load_template
-from localrt.models.registry import read_config
-from localrt.models.tokenizers import load_tokenizer
-from localrt.quant.formats import unpack
-from localrt.engine.sampling import Sampling, distribution, draw
-from localrt.quant.ops.kv import common_prefix
-from localrt.quant.cpu.abi import find_library
-import localrt.engine.native.engine, localrt.engine.pool, localrt.offload.memory
-import localrt.chat, localrt.api
-
-with closing(open_checkpoint(Path(sys.argv[1]))) as checkpoint:
-    config = read_config(checkpoint)
-    name = next(iter(checkpoint.tensors))
-    assert unpack(checkpoint.read(name)).shape == checkpoint.tensors[name].shape
-    tokenizer = load_tokenizer(checkpoint)
-    template = load_template(checkpoint) or PlainTemplate()
-ids = encode_chat(tokenizer, template.render_segments([{"role": "user", "content": "hi"}]))
-assert "hi" in tokenizer.decode(ids)
-logits = np.zeros(config.vocab_size, np.float32)
-assert 0 <= draw(distribution(logits, Sampling()), 0.5) < config.vocab_size
 import localrt
+from localrt.quant.cpu.abi import find_library
+
 if find_library() is None:
     sys.exit(0)
 with localrt.load(sys.argv[1]) as model:

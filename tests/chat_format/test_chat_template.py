@@ -269,16 +269,6 @@ def test_no_message_can_add_control_tokens(name: str) -> None:
 
 
 @pytest.mark.real
-def test_a_plain_chat_begins_with_the_bos_and_a_template_decides_for_itself() -> None:
-    gemma, plain = real("gemma270m")
-    assert plain.is_plain
-    ids = encode_messages(gemma, plain, HELLO)
-    assert (ids[0], ids.count(2)) == (gemma.bos_id, 1)
-    bos = ChatTemplate("{{ bos_token }}{{ messages[0].content }}", bos="<bos>")
-    assert encode_messages(gemma, bos, HELLO).count(2) == 1
-
-
-@pytest.mark.real
 @pytest.mark.parametrize("name", ["smollm2", "qwen0.5b"])
 def test_real_templates_render_as_transformers_does(name: str) -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
@@ -504,12 +494,3 @@ def test_long_conversations_are_rendered() -> None:
     for count, text in ((1000, "é <think>a" * 20), (1, "é word" * 170_000)):
         messages = [{"role": "user", "content": text}] * count
         assert template.render({"messages": messages}) == text * count
-
-
-def test_a_text_that_grows_with_every_message_is_rendered() -> None:
-    source = (
-        "{% set ns = namespace(all='') %}{% for m in messages %}"
-        "{% set ns.all = ns.all + m.content %}{% endfor %}{{ ns.all | length }}"
-    )
-    messages = [{"role": "user", "content": "x" * 1000}] * 1000
-    assert SandboxedTemplate(source, "x").render({"messages": messages}) == "1000000"

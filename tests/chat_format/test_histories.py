@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -432,22 +430,3 @@ def test_thoughts_of_joined_answers_stay_apart() -> None:
     )
     shown = brief(written(renderer(ChatTemplate(source)), [user(1), *thinking, user(2)]))
     assert shown == "[u Q1] [a (Thought 1.+Thought 2.) A1+A2] [u Q2] [a"
-
-
-_FOLDER = os.environ.get("LOCALRT_TEST_TEMPLATES", "")
-_FILES = sorted(Path(_FOLDER).glob("*.jinja")) if _FOLDER else []
-
-
-@pytest.mark.skipif(not _FILES, reason="LOCALRT_TEST_TEMPLATES names no folder of templates")
-@pytest.mark.parametrize("tools", [None, TOOLS], ids=["plain", "tools"])
-@pytest.mark.parametrize("path", _FILES, ids=lambda path: path.stem)
-def test_published_template(path: Path, tools: list[dict[str, Any]] | None) -> None:
-    template = ChatTemplate(path.read_text(encoding="utf-8"), bos="<s>", eos="</s>")
-    try:
-        template.render([user(1), assistant(1), user(2)], tools=tools)
-    except TemplateError as error:
-        pytest.skip(f"it writes no conversation: {error}")
-    shown = renderer(template)
-    for situation, history in HISTORIES.items():
-        text = written(shown, history, tools=tools)
-        assert not [each for each in texts_of(history) if each not in text], situation

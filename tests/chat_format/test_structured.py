@@ -18,7 +18,10 @@ import localrt
 from localrt.chat_format.parser import PLAIN_CALLS
 from localrt.chat_format.structured import Grammars
 from localrt.cli import main
+from localrt.engine.options import read_options
 from localrt.engine.sampling import Sampling, constrained
+from localrt.models.tokenizers.hf import hf_tokenizer
+from tests.conftest import write_byte_tokenizer
 from tests.inside import core_of
 
 pytest.importorskip("llguidance")
@@ -33,6 +36,30 @@ PERSON: dict[str, Any] = {
     "required": ["name", "age", "tags"],
     "additionalProperties": False,
 }
+
+
+SEEDS = {
+    "grammar": 'root ::= ("a" | [b-c]{1,3} x)* "\\n"\nx ::= . <[5]>?',
+    "regex": "(a|b)+[0-9]{2}",
+    "json_schema": json.dumps(PERSON),
+}
+
+
+def byte_grammars(folder: Path) -> Grammars:
+    write_byte_tokenizer(folder)
+    return Grammars(hf_tokenizer(folder))
+
+
+def follow(grammars: Grammars, name: str, data: bytes) -> None:
+    """Write eight tokens that follow the text of an option."""
+    made = grammars.constraint(read_options({name: data.decode("utf-8", "replace")}))
+    if made is None or (constraint := made()) is None:
+        return
+    for _ in range(8):
+        allowed = np.flatnonzero(constraint.allowed())
+        if constraint.done or not len(allowed):
+            break
+        constraint.accept(int(allowed[-1]))
 
 
 def follows(text: str) -> dict[str, Any]:
@@ -318,17 +345,6 @@ def test_a_text_that_is_too_complex_is_written_without_its_pattern(
     for token in tiny.tokenizer.encode(call, add_special=False):
         bound.accept(token)
     assert bound.may_end
-
-
-def test_a_schema_that_nothing_fits_leaves_other_tools_theirs(tiny: localrt.Model) -> None:
-    nothing = field(allOf=[{"type": "string"}, {"type": "integer"}])
-    schemas = {"wrong": nothing, "look": field(type="integer")}
-    functions = [{"name": name, "parameters": schemas[name]} for name in schemas]
-    made, _ = Grammars(tiny.tokenizer).call(PLAIN_CALLS, functions)
-    bound = made()
-    for token in tiny.tokenizer.encode('{"name": "look", "arguments": {"a": ', add_special=False):
-        bound.accept(token)
-    assert not bound.allowed()[tiny.tokenizer.encode('"', add_special=False)[0]]
 
 
 @pytest.mark.parametrize(

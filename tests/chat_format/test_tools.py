@@ -131,16 +131,6 @@ def test_several_calls(template: str, text: str) -> None:
     assert len({call.id for call in reader.calls}) == 2
 
 
-def test_a_fence_within_a_fenced_call() -> None:
-    call = json.dumps({"name": "weather", "arguments": {"city": "```json\n{}\n```"}})
-    for cuts in range(1, 9):
-        text = f"So:\n```json\n{call}\n``` See."
-        parts = (text[at : at + cuts] for at in range(0, len(text), cuts))
-        shown, calls = read(TextParser(named_syntax("<tool_call>"), [WEATHER]), parts)
-        assert calls == [("weather", {"city": "```json\n{}\n```"})]
-        assert "".join(shown.split()) == "So:See."
-
-
 @pytest.mark.parametrize(
     ("template", "text"),
     [

@@ -84,19 +84,6 @@ def test_shared_passes() -> None:
     assert engine.passes == [[4, 5, 3], [1, 1, 4], [1, 1, 1], [1]]
 
 
-def test_waiting_prompts_join() -> None:
-    engine = ScriptedEngine()
-    requests = [request([10], 2), request([20], 4), request([30], 2), request([40], 1)]
-    assert answers(run(engine, requests, size=2)) == {
-        0: [11, 12],
-        1: [21, 22, 23, 24],
-        2: [31, 32],
-        3: [41],
-    }
-    assert engine.passes == [[1, 1], [1, 1], [1, 1], [1, 1], [1]]
-    assert all(session.closed for session in engine.sessions)
-
-
 def test_cancel() -> None:
     cancel = threading.Event()
     engine = ScriptedEngine()

@@ -16,9 +16,7 @@ import pytest
 import localrt
 from localrt.engine.native import session as sessions
 from localrt.engine.native.engine import NativeEngine
-from localrt.engine.native.meters import RamForecast, RamMeter, RecentRates
-from localrt.engine.protocol import Rates
-from localrt.models.weight_store import PipelineCounts
+from localrt.engine.native.meters import RamForecast, RamMeter
 from localrt.offload.shapes import PassSizes
 from localrt.quant.ops.arrays import AFTER_LAST, Features
 from localrt.quant.ops.protocol import Batch
@@ -152,32 +150,6 @@ def test_tokens_from_elsewhere(engine: NativeEngine) -> None:
     session.extend(TOKENS[8:])
     assert session.record_features() is features
     np.testing.assert_array_equal(features.get(8, 12), plain(engine, TOKENS)[8:])
-
-
-def counts(
-    read: int = 0,
-    ssd_s: float = 0.0,
-    passes: int = 0,
-    cpu_s: float = 0.0,
-    experts: tuple[int, int] = (0, 0),
-) -> PipelineCounts:
-    return PipelineCounts(
-        ssd_read_bytes=read,
-        link_bytes=0,
-        busy_s={"ssd": ssd_s},
-        passes=passes,
-        clock_s=0.0,
-        decode_passes=passes,
-        decode_cpu_s=cpu_s,
-        expert_uses=experts[0],
-        expert_hits=experts[1],
-    )
-
-
-def test_new_counts() -> None:
-    rates = RecentRates(1e9)
-    rates.now(counts(read=1 << 30, ssd_s=1.0, passes=100, cpu_s=1.0))
-    assert rates.now(counts(read=2 << 30, ssd_s=3.0, passes=200, cpu_s=4.0)) == Rates(2**29, 0.03)
 
 
 def test_a_session_may_open_while_a_pass_is_counted() -> None:

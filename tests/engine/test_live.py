@@ -71,23 +71,6 @@ def said(answer: LiveAnswer) -> list[int]:
     return [token for chunk in answer for token in chunk.token_ids]
 
 
-def test_join() -> None:
-    engine = Stepped()
-    with open_live(engine) as live:
-        first = live.submit(request([10] * 4, 4))
-        engine.go(2)
-        second = live.submit(request([20] * 3, 2))
-        wait_for(lambda: live.stats().waiting == 0 or not engine.free)
-        engine.go(2)
-        engine.free = True
-        assert said(first) == [11, 12, 13, 14]
-        assert said(second) == [21, 22]
-    # The third pass was already asked for when the second request came.
-    assert engine.passes[:2] == [[4], [1]]
-    assert [1, 3] in engine.passes
-    assert all(session.closed for session in engine.sessions)
-
-
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("streamed", [False, True])
 def test_turns_of_several_models(device: str, streamed: bool) -> None:

@@ -157,14 +157,6 @@ def test_hold_s() -> None:
     kept.close()
 
 
-def test_long_wait() -> None:
-    kept = keeper(price=1.0)  # at 1 GB/s, 10 MB are 10 ms
-    waiter = Waiter(10_000_000)
-    kept.waits(waiter, "search")
-    assert waiter.parked.wait(60)
-    kept.returns(waiter)
-
-
 def test_make_room() -> None:
     clock, room = Clock(), [1000]
     kept = KvKeeper(room=lambda: room[0], price=lambda _: 0.0, clock=clock)

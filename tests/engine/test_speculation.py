@@ -482,15 +482,6 @@ def test_failing_draft_ahead(target: Waiting, draft: Draft, plain: dict[str, lis
     assert chunks[-1].metrics.speculation == f"speculation: off, {error}"
 
 
-def test_bug_in_draft(target: Waiting, draft: Draft) -> None:
-    target.meanwhile = draft.some
-    draft.breaks = ZeroDivisionError()
-    session = target.engine.session(CAPACITY)
-    with pytest.raises(ZeroDivisionError):
-        run(target.engine, fixed(model_source(draft), depth=3), session=session)
-    assert_whole(target.engine, session)
-
-
 def test_closed_draft(target: Waiting, draft: Draft, plain: dict[str, list[int]]) -> None:
     """As another thread may: the answer goes on without."""
 

@@ -23,7 +23,7 @@ from localrt.hub import list_models, resolve
 from localrt.hub.names import expand_alias, read_aliases, remove_alias, write_alias
 from localrt.library import find_draft, list_variants, pull
 from tests.hub.conftest import QUANTS, gguf
-from tests.hub.server import COMMIT, FakeHub
+from tests.hub.server import FakeHub
 
 
 @pytest.fixture(autouse=True)
@@ -93,15 +93,6 @@ def test_of_several_files_the_one_to_take_says_why(hub: FakeHub) -> None:
     assert sum(bool(why) for why in offered.values()) == 1
     assert not any(each.path.endswith(".gguf") for each in hub.requests)  # nothing is downloaded
     assert [each.why for each in list_variants("org/tiny")] == [""]
-
-
-def test_pull_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert call(pull_command, "org/quants:Q8_0", "--json") == 0
-    result = json.loads(capsys.readouterr().out)
-    assert result["name"] == "org/quants:Q8_0"
-    assert result["revision"] == COMMIT
-    assert result["source"] == "hub"
-    assert result["downloaded_bytes"] == len(QUANTS["tiny-Q8_0.gguf"])
 
 
 def test_pull_of_a_model_that_sees(capsys: pytest.CaptureFixture[str]) -> None:

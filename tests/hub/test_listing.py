@@ -302,24 +302,6 @@ def test_copies_of_files_that_are_called_the_same_are_told_apart(
     assert [model.packed for model in list_models(settings)] == [(), (folder,)]
 
 
-def test_links_to_one_file_are_one_model(settings: Settings, tmp_path: Path) -> None:
-    file, hard, soft = (tmp_path / name for name in ("model.gguf", "hard.gguf", "soft.gguf"))
-    file.write_bytes(b"GGUF")
-    os.link(file, hard)
-    try:
-        soft.symlink_to(file)
-    except OSError:  # Windows without the right to make symbolic links
-        os.link(file, soft)
-    for path in (file, hard, soft):
-        note_use(str(path), settings)
-    folder = add_store(settings, "model-abc", soft)
-    (model,) = list_models(settings)
-    assert model.path in (file, hard, soft)
-    assert model.packed == (folder,)
-    for path in (file, hard, soft):
-        assert plan_removal(str(path), settings, packed_only=True).packed == (folder,)
-
-
 def test_a_quantized_model_has_its_folders_name(settings: Settings) -> None:
     orphan = add_store(settings, "gone-abc", "gone.gguf")  # a copy without its model
     (model,) = list_models(settings)

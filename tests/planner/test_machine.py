@@ -160,31 +160,6 @@ def test_prompts_take_the_instructions_of_a_format() -> None:
     assert product_flops("GTX 1660 Ti 6GB", "q4_k") < 0.85 * 5.4e12
 
 
-def test_attention_of_prompts() -> None:
-    costs, long = prompt_costs("RTX 4060 8GB"), prompt_costs("RTX 4060 8GB", held=8192)
-    unit = PlacedUnit(name="a", kind="attention", nbytes=4096, macs=4096, format="q4_k", layer=0)
-    macs = 512 * costs.shape.kv[0].held_macs(8192)
-    added = long.gpu(unit) - costs.gpu(unit)
-    assert added == pytest.approx(2 * macs / 15e12)
-    # Products that are measured with 8 bits say nothing of 16-bit attention.
-    rates = replace(RATE, products={"int4-g32": (2e-12, 3e-12, 9e-12, 5e-12, 2e-11, 7e-11)})
-    assert rates.flops > 50e12
-    assert measured_profile("RTX 4060", 8 << 30, rates).attention_flops == pytest.approx(15e12)
-    assert measured_profile("H200", 1 << 30, rates).attention_flops == rates.flops / 2
-
-
-def test_experts_of_a_layer_share_a_call() -> None:
-    model = shape(layers=1, experts=8, used=2)
-    expert = next(unit for unit in model.units if unit.kind == "expert")
-    here = replace(machine(gpu=True), gpu=GPUS["RTX 4060 8GB"].profile)
-    slow = Costs(shape=model, machine=replace(here, call_s=1.0))
-    assert slow.cpu(expert) == pytest.approx(1 / 2, rel=0.01)
-    prompt = Costs(shape=model, machine=slow.machine, rows=512)
-    assert prompt.cpu(expert, 128) == pytest.approx(1 / 8, rel=0.05)
-    dense = replace(expert, kind="mlp")
-    assert slow.cpu(dense) == pytest.approx(1, rel=0.01)
-
-
 INTEL = """processor\t: 0
 model name\t: Imaginary Xeon @ 3.00GHz
 flags\t\t: fpu sse2 avx2 fma avx512f avx512_vnni amx_int8

@@ -334,14 +334,6 @@ def test_threshold(links: list[float], cpu: float, experts: int) -> None:
     assert min(found) >= LEAST_GPU_ROWS
 
 
-def test_slow_link() -> None:
-    placement, costs = half_in_ram(0)
-    slow = Costs(shape=costs.shape, machine=with_cpu(1e6, 1e-12))
-    assert with_long_passes(slow, placement) == placement
-    quick = Costs(shape=costs.shape, machine=with_cpu(1e12, 1e-10))
-    assert with_long_passes(quick, placement).gpu_rows == LEAST_GPU_ROWS
-
-
 def llama(link: float = 12e9, vram: int = 12_000) -> Forecast:
     """A 70B in ``vram`` MB of GPU memory and 64 GB of RAM, with whole MLPs."""
     budgets = Budgets(ram=64_000 * MB, vram=vram * MB)

@@ -224,16 +224,6 @@ def test_host_beside_a_gpu(layers: str, visits: int) -> None:
     assert one.seconds - other.seconds == pytest.approx(1e-3 + visits * 6e-4, abs=1e-6)
 
 
-def test_slices_of_the_head_are_one_call() -> None:
-    ideal = machine(gpu=True)
-    assert ideal.gpu is not None
-    slow = replace(ideal, call_s=1.0, gpu=replace(ideal.gpu, call_s=1.0))
-    costs = Costs(shape=shape(head=8), machine=slow)
-    head = [unit for unit in costs.shape.units if unit.kind == "head"]
-    assert sum(costs.gpu(unit) for unit in head) == pytest.approx(1.0, rel=0.01)
-    assert sum(costs.cpu(unit) for unit in head) == pytest.approx(1.0, rel=0.01)
-
-
 def test_copies_and_cpu_slow_each_other_down() -> None:
     model = shape(layers=8)
     places = (Where.LINK, Where.RAM)
@@ -264,21 +254,6 @@ def test_kv_on_ssd() -> None:
     weights = sum(unit.nbytes for unit in model.units if unit.kind != "embedding")
     assert both.nbytes["ssd"] == pytest.approx(weights + 2 * costs.kv_held(0), rel=0.01)
     assert both.bound <= both.seconds < float("inf")
-
-
-@pytest.mark.parametrize("recorded_s", [0.0, 1e-3])
-def test_host_beside_experts(recorded_s: float) -> None:
-    """While the GPU waits for the host the CPU computes nothing: its clock does not run."""
-    model = shape(layers=2, experts=8)
-    where = {u.name: Where.RAM if u.kind == "expert" else Where.VRAM for u in model.units}
-    placement = Placement(where=where, kv=("vram",) * 2, ram_ring=0, vram_ring=0)
-    here = machine(gpu=True, link=1e6)
-    assert here.gpu is not None
-    here = replace(here, recorded_s=recorded_s, gpu=replace(here.gpu, call_s=1e-6))
-    costs = Costs(shape=model, machine=here)
-    experts = sum(2 * costs.cpu(step[0]) for step in model.steps if step[0].kind == "expert")
-    found = simulate(costs, placement)
-    assert found.busy["cpu"] == pytest.approx(costs.per_pass() + experts)
 
 
 def test_least_rows_on_gpu() -> None:

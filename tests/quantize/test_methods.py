@@ -70,13 +70,10 @@ def test_default_methods(name: str) -> None:
     ("name", "columns", "fitting"),
     [
         ("int4-g128", 576, "int4-g64"),
-        ("int4-g128m", 160, "int4-g32m"),
-        ("int4-g32", 96, "int4-g32"),
         ("nf4", 96, "int4-g32"),
         ("nf4", 48, "bf16"),
         ("nvfp4", 48, "bf16"),  # sixteen columns more than the kernels' 32
         ("int8-g64m", 96, "int8-g32m"),
-        ("int6-g32", 48, "bf16"),
         ("bf16", 7, "bf16"),
     ],
 )
