@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import inspect
 import json
 import math
 import shutil
@@ -19,7 +17,6 @@ from localrt.common.errors import OptionError
 from localrt.evaluate import evaluate
 from tests.conftest import needs_kernels, needs_torch, write_tiny_model
 from tests.inside import core_of
-from tests.real_models import real_model
 
 TEXT = "The quick brown fox jumps over the lazy dog, again and again; naïvely. " * 6
 
@@ -216,17 +213,3 @@ def test_against_kv_format(
     assert found[0] > found[1] == 0
     # Floating point has no such caches: --kv-format is the model's alone.
     assert main([*common, "--kv-format", "int4", "--against-format", "f32"]) == 0
-
-
-@pytest.mark.slow
-@pytest.mark.real
-def test_kernels() -> None:
-    path, text = real_model("smollm2"), inspect.getsource(argparse)
-    with (
-        localrt.load(path, ctx=512, engine="native", threads=1) as kernels,
-        localrt.load(path, ctx=512, engine="native", threads=1, format="f32") as reference,
-    ):
-        found = evaluate(kernels, text, ctx=512, limit_tokens=512, against=reference).against
-    assert found is not None
-    assert abs(found.perplexity_change) < 0.002 + 2 * found.perplexity_change_error
-    assert found.kl_divergence < 0.005

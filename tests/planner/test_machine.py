@@ -56,15 +56,6 @@ def test_unmeasured_format() -> None:
     assert profile.kernel("nf4").at(512) == pytest.approx(profile.kernel("q4_k").at(512))
 
 
-def test_with_cpu() -> None:
-    before = typical_machine()
-    after = before.with_cpu(1.5)
-    for name in before.kernels:
-        assert after.kernel(name).at(7) == pytest.approx(1.5 * before.kernel(name).at(7))
-    assert after.attention.at(1) == pytest.approx(1.5 * before.attention.at(1))
-    assert after.ssd_bytes_s == before.ssd_bytes_s
-
-
 def test_find_gpu() -> None:
     assert find_gpu("NVIDIA GeForce RTX 4060") == GPUS["RTX 4060 8GB"]
     assert find_gpu("NVIDIA GeForce RTX 4060 Laptop GPU") == GPUS["RTX 4060 Laptop 8GB"]

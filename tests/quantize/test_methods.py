@@ -208,22 +208,6 @@ def test_inactive_inputs() -> None:
     assert np.array_equal(restore(nothing), rounded)
 
 
-def test_few_activations() -> None:
-    values, inputs = weight(16, 128), activations(20, 128)
-    found = quantize(values, INT4, method="gptq", hessian=hessian_of(inputs))
-    better = output_error(inputs, values, restore(found))
-    assert better < output_error(inputs, values, restore(quantize(values, INT4)))
-
-
-def test_a_hessian_is_the_mean_over_all_batches() -> None:
-    inputs = activations(100, 32)
-    total = HessianSum(32)
-    total.add(inputs[:30])
-    total.add(inputs[30:])
-    assert total.rows == 100
-    np.testing.assert_allclose(total.matrix(), 2 * inputs.T @ inputs / 100, rtol=1e-4, atol=1e-4)
-
-
 def test_shared_factor() -> None:
     a, b = weight(8, 64, 1), weight(8, 64, 2) * 3
     shared = tensor_scale(CODECS["nvfp4"], a, b)
