@@ -6,7 +6,6 @@ import ast
 import json
 import os
 import re
-import runpy
 import shlex
 import shutil
 import subprocess
@@ -93,26 +92,6 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None
     undeclared = [module for module, names in imports.items() if not names & (needed | extras)]
     assert undeclared == []
     assert needed - set[str]().union(*imports.values()) == set(), "never imported"
-
-
-PLAIN_INSTALL = """
-all2md annotated-types anyio attrs certifi cffi charset-normalizer click cryptography defusedxml
-fastjsonschema filelock fsspec gguf h11 hf-xet httpcore2 httpx2 huggingface-hub idna jinja2
-jsonschema jsonschema-specifications linkify-it-py llguidance lxml markdown-it-py markupsafe mcp
-mcp-types mdit-py-plugins mdurl mistune numpy opentelemetry-api packaging pillow platformdirs
-psutil pycparser pydantic pydantic-core pygments pyjwt pylatexenc pypdfium2 python-calamine
-python-docx python-multipart python-pptx pyyaml referencing requests rich rpds-py shtab
-sse-starlette starlette striprtf textual textual-image tokenizers tomli-w tomlkit tqdm
-truststore turbohtml typing-extensions typing-inspection urllib3 uvicorn xlsxwriter
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="some systems need more")
-def test_a_plain_install_brings_no_more_than_this() -> None:
-    """Its size is checked where it is installed, by ``scripts/try_wheel``."""
-    script = runpy.run_path(str(ROOT / "scripts" / "try_wheel"))
-    needed = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["dependencies"]
-    assert script["plain_install"](needed) <= set(PLAIN_INSTALL.split())
 
 
 def test_constraints_are_within_the_ranges() -> None:

@@ -139,19 +139,6 @@ WORD: dict[str, tuple[bytes, list[str], list[str]]] = {
         [r"\sum_{i=1}^{n}x^{2}"],
         [],
     ),
-    "hyphens": (
-        docx(para("<w:r><w:t>555</w:t><w:noBreakHyphen/><w:t>0134</w:t></w:r>")),
-        ["555-0134"],
-        [],
-    ),
-    "tabs": (
-        docx(
-            para("<w:r><w:t>Total</w:t><w:tab /><w:t>99</w:t></w:r>")
-            + para("<w:r><w:t>L</w:t><w:ptab w:alignment='right'/><w:t>R</w:t></w:r>")
-        ),
-        ["Total\t99", "L\tR"],
-        [],
-    ),
     "symbols": (
         docx(
             para('<w:r><w:sym w:font="Symbol" w:char="F0B1"/><w:t>5 mm</w:t></w:r>')
@@ -262,11 +249,6 @@ WEB: dict[str, tuple[bytes, list[str], list[str]]] = {
         ["A", "B", "D"],
         ["var s"],
     ),
-    "choices": (
-        b"<select><option>Red<option>Blue</select><details><summary>More</summary>Inside</details>",
-        ["Red\nBlue\n", "More\n\nInside"],
-        [],
-    ),
     "form": (
         b'<input value="Ada"><input type=checkbox checked>Yes<input type=checkbox>No'
         b'<input type=hidden value="token"><input type=password value="secret">',
@@ -290,11 +272,6 @@ WEB: dict[str, tuple[bytes, list[str], list[str]]] = {
         b"<tr><td>-b<td><p>one</p><p>two</p></table>",
         ["| Option | Meaning |\n| --- | --- |\n| -a | All * x * y |\n| -b | one two |"],
         [],
-    ),
-    "table with code": (
-        b"<table><tr><th>Code<tr><td><pre>f(x)\n  g</pre></table>",
-        ["Code\n\n```\nf(x)\n  g\n```"],
-        ["|"],
     ),
     "lists": (b"<ol start=3><li>c<li>d</ol><dl><dt>T<dd>D</dl>", ["3. c\n4. d", "T\n\nD"], []),
     "text": (
@@ -447,17 +424,11 @@ OTHERS: dict[str, tuple[bytes, list[str], list[str]]] = {
         ["## First\n\nOpening", "Say thanks", "## Second\n\nAlpha\n\nBeta", "X", "Y"],
         ["AlphaBeta", "XY"],
     ),
-    "lines.pptx": (
-        pptx(shape("Results\v2025", "title") + shape("upper\vlower"), notes="say\vthis"),
-        ["## Results 2025", "upper lower", "say this"],
-        [],
-    ),
     "strict.docx": (
         strict(docx(para("Strict", named("berschrift2")) + para("words"), styles=STYLES)),
         ["## Strict\n\nwords"],
         [],
     ),
-    "strict.pptx": (strict(pptx(shape("First", "title") + TABLE)), ["## First", "X", "Y"], []),
     "a.epub": (
         book("<script src='a'/><h1>One</h1><a id='p'/><p>It was dark.", "<h1>Two</h1><p>Light."),
         ["# One\n\nIt was dark.\n\n# Two\n\nLight."],

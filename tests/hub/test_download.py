@@ -100,10 +100,11 @@ def test_brings_what_a_model_needs_and_nothing_else(settings: Settings) -> None:
 
 @needs_links
 def test_what_another_tool_downloaded_is_used(hub: FakeHub, settings: Settings) -> None:
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import hf_hub_download
 
-    there = snapshot_download(
+    there = hf_hub_download(
         "org/quants",
+        "tiny-Q8_0.gguf",
         revision=COMMIT,
         cache_dir=settings.hub_cache,
         endpoint=hub.endpoint,
@@ -111,7 +112,7 @@ def test_what_another_tool_downloaded_is_used(hub: FakeHub, settings: Settings) 
     )
     hub.requests.clear()
     found = resolve(f"org/quants@{COMMIT}:Q8_0", settings=settings)
-    assert found.path == Path(there) / "tiny-Q8_0.gguf"
+    assert found.path == Path(there)
     assert hub.requests == []
 
 

@@ -232,24 +232,6 @@ def test_memory(tmp_path: Path) -> None:
     assert peak < unit / 3
 
 
-def test_progress(folders: Mapping[str, Path], tmp_path: Path) -> None:
-    steps: list[Progress] = []
-    run(folders["llama"], tmp_path / "s", method="gptq", progress=steps.append)
-    assert {step.stage for step in steps} == {"quantize"}
-    assert steps[-1].done == (steps[-1].total or 0) - 1, "the last step is under way"
-    assert [step.done for step in steps] == sorted(step.done for step in steps)
-    # Its time goes with the layers, not with the bytes; rounding's with the bytes.
-    with closing(open_checkpoint(folders["llama"])) as checkpoint:
-        layers = read_config(checkpoint).layers
-    assert {(step.total, step.unit) for step in steps} == {(layers + 1, "steps")}
-    for layer in range(layers):
-        at = {step.done for step in steps if step.detail.startswith(f"layer {layer}:")}
-        assert at == {layer}
-    steps.clear()
-    report = run(folders["llama"], tmp_path / "r", method="rtn", progress=steps.append)
-    assert steps[-1].done == steps[-1].total == report.nbytes
-
-
 def test_loss(tmp_path: Path) -> None:
     """The loss in the report and the manifest is what a naive comparison of logits finds."""
     text = [token % 250 for token in tokens(512 * 8, seed=9)]
