@@ -278,24 +278,35 @@ SECCOMP, LANDLOCK = "(seccomp)", "(Landlock)"
 # What bans it, and what is done.
 BANNED = [
     (SECCOMP, "socket.socket()"),
+    (SECCOMP, "socket.socketpair()"),
     (SECCOMP, "os.execv('/bin/true', ['true'])"),
     (SECCOMP, "os.fork() or os._exit(0)"),
+    (SECCOMP, "subprocess.run(['/bin/true'])"),
+    (SECCOMP, "os.posix_spawn('/bin/true', ['true'], {})"),
     (SECCOMP, "call(0, 101 if x86 else 117, 0, 0, 0, 0)"),  # ptrace: be traced
     (SECCOMP, "call(0, 425, 1, ctypes.create_string_buffer(120))"),  # io_uring
     (SECCOMP, "call(0, 437, -100, b'.', struct.pack('QQQ', 0, 0, 0), 24)"),  # openat2
     (SECCOMP, "os.kill(os.getppid(), 0)"),
+    (SECCOMP, "resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE)"),
     (SECCOMP, "open(inside, 'wb')"),
+    (SECCOMP, "open(inside, 'ab')"),
+    (SECCOMP, "open(inside, 'r+b')"),
     (SECCOMP, "open(folder + '/new', 'xb')"),
     (SECCOMP, "os.truncate(inside, 0)"),
     (SECCOMP, "os.rename(inside, folder + '/other')"),
     (SECCOMP, "os.unlink(inside)"),
+    (SECCOMP, "os.link(inside, folder + '/other')"),
+    (SECCOMP, "os.symlink(inside, folder + '/other')"),
+    (SECCOMP, "os.mkdir(folder + '/new')"),
     (SECCOMP, "os.chmod(inside, 0o600)"),
+    (SECCOMP, "os.setxattr(inside, 'user.a', b'')"),
+    (SECCOMP, "os.utime(inside)"),
     (LANDLOCK, "open(outside, 'rb')"),
     (LANDLOCK, "os.listdir('/')"),
 ]
 STILL = ["open(inside, 'rb').read()", "os.listdir(folder)", "os.stat(outside)", "bytearray(99999)"]
 TRY = """
-import ctypes, json, os, platform, socket, struct, sys
+import ctypes, json, os, platform, resource, socket, struct, subprocess, sys
 from localrt.system.confined import confine
 folder, outside, *codes = sys.argv[1:]
 inside, x86 = folder + "/file", platform.machine() == "x86_64"

@@ -16,7 +16,9 @@ import pytest
 import localrt
 from localrt.engine.native import session as sessions
 from localrt.engine.native.engine import NativeEngine
-from localrt.engine.native.meters import RamForecast, RamMeter
+from localrt.engine.native.meters import RamForecast, RamMeter, RecentRates
+from localrt.engine.protocol import Rates
+from localrt.models.weight_store import PipelineCounts
 from localrt.offload.shapes import PassSizes
 from localrt.quant.ops.arrays import AFTER_LAST, Features
 from localrt.quant.ops.protocol import Batch
@@ -150,6 +152,25 @@ def test_tokens_from_elsewhere(engine: NativeEngine) -> None:
     session.extend(TOKENS[8:])
     assert session.record_features() is features
     np.testing.assert_array_equal(features.get(8, 12), plain(engine, TOKENS)[8:])
+
+
+def test_new_counts() -> None:
+    """A rate is of what was read and computed since the last one."""
+
+    def counts(read: int, read_s: float, passes: int, cpu_s: float) -> PipelineCounts:
+        return PipelineCounts(
+            ssd_read_bytes=read,
+            link_bytes=0,
+            busy_s={"ssd": read_s},
+            passes=passes,
+            clock_s=0.0,
+            decode_passes=passes,
+            decode_cpu_s=cpu_s,
+        )
+
+    rates = RecentRates(1e9)
+    rates.now(counts(1 << 30, 1.0, 100, 1.0))
+    assert rates.now(counts(2 << 30, 3.0, 200, 4.0)) == Rates(2**29, 0.03)
 
 
 def test_a_session_may_open_while_a_pass_is_counted() -> None:

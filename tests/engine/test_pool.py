@@ -170,3 +170,17 @@ def test_make_room() -> None:
     assert first.parked.is_set()
     assert not second.parked.is_set()
     kept.close()
+
+
+def test_tiers() -> None:
+    clock = Clock()
+    kept = KvKeeper(room=lambda: 10**9, price=lambda _: 1.0, tiers=("ram", "disk"), clock=clock)
+    waiter, other = Waiter(10_000_000), Waiter()
+    kept.waits(waiter, "search")
+    deadline = time.monotonic() + 30
+    while len(waiter.tiers) < 2 and time.monotonic() < deadline:
+        clock.now += 1000.0  # in every round: a tier's time counts from when the cache is there
+        kept.waits(other, "search")  # wakes the thread
+        time.sleep(0.01)
+    kept.close()
+    assert waiter.tiers == ["ram", "disk"]

@@ -59,12 +59,14 @@ def test_every_listed_name_resolves_without_the_network(hub: FakeHub, settings: 
 
 
 SIX = tuple(f"model-{part:06d}-of-000002.safetensors" for part in (1, 2))
+MTP = (*SIX, "mtp.safetensors")
 
 
 @pytest.mark.parametrize(
     ("files", "listed", "taken"),
     [
         pytest.param(SIX, SIX, SIX, id="six-digits"),
+        pytest.param(MTP, MTP, MTP, id="mtp"),
         pytest.param(
             [*SIX, "model.safetensors", "consolidated.safetensors"], SIX, SIX, id="stray-whole"
         ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from localrt.offload.placement import PlacedUnit, Placement, UnitKind, Where
 from localrt.offload.shapes import ModelShape
 from localrt.planning.costs import Costs, PassTime
-from localrt.planning.simulate import simulate
+from localrt.planning.simulate import RingModel, RingSlot, simulate
 from localrt.planning.solve import (
     Counts,
     Problem,
     UnitClass,
     arrange,
+    cover,
     is_feasible,
     pass_time,
     solve_greedily,
@@ -78,6 +79,34 @@ def test_bounds(
     waking = 1.5e-4 * len(costs.shape.units)  # of a pass that waits for each of its units
     assert found.total_seconds <= passes * (serial(found) * 1.15 + waking)
     assert 0 < found.efficiency <= 1 + 1e-9
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 10), st.floats(0.1, 5), st.floats(0, 10)), min_size=1, max_size=40
+    ),
+    st.integers(10, 24),
+    st.integers(1, 12),
+)
+def test_ring(units: list[tuple[int, float, float]], size: int, chunk: int) -> None:
+    """Bytes are written only once every older unit that lies there was given back."""
+    ring, free = RingModel(size, chunk), 0.0
+    held: list[tuple[RingSlot, float]] = []
+    released = 0.0
+    for nbytes, rate, delay in units:
+        slot, end = ring.load(nbytes, free, rate)
+        assert 0 <= slot.offset <= size - nbytes
+        assert end >= free + nbytes / rate - 1e-9
+        for other, _ in held:
+            if other.overlaps(slot.offset, slot.offset + nbytes) and other.release > free:
+                # Overlapping is fine as long as those bytes come after the other's release.
+                assert end >= other.release
+        ring.release(slot, max(end + delay, released))
+        released = slot.release
+        held.append((slot, end))
+        free = end
+    for (one, _), (two, _) in itertools.pairwise(held):
+        assert two.release >= one.release
 
 
 def streaming(model: ModelShape, names: set[str], ring: int) -> Placement:
@@ -293,6 +322,27 @@ def test_near_the_best(problem: Problem) -> None:
     assert is_feasible(problem, counts)
     best = min(pass_time(problem, each).bound for each in everything(problem))
     assert pass_time(problem, counts).bound >= best * (1 - 1e-9)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 5000), st.integers(0, 4)), min_size=1, max_size=4),
+    st.floats(0.01, 1.1),
+)
+def test_cover(pairs: list[tuple[int, int]], part: float) -> None:
+    sizes = [pages * PAGE for pages, _ in pairs]
+    limits = [count for _, count in pairs]
+    target = max(1, int(nbytes(sizes, limits) * part))
+    chosen = cover(sizes, limits, target)
+    assert all(0 <= n <= limit for n, limit in zip(chosen, limits, strict=True))
+    if nbytes(sizes, limits) < target:
+        assert chosen == limits
+    else:
+        taken = [size for size, n in zip(sizes, chosen, strict=True) if n]
+        assert target <= nbytes(sizes, chosen) < target + min(taken)
+
+
+def nbytes(sizes: Sequence[int], counts: Sequence[int]) -> int:
+    return sum(size * count for size, count in zip(sizes, counts, strict=True))
 
 
 def test_many_experts() -> None:

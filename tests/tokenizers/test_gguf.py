@@ -211,11 +211,13 @@ FAMILIES = [
     # architecture, a token of the vocabulary, its size, the pre-tokenizer
     ("llama", "<|begin_of_text|>", 128_256, "llama-bpe"),
     ("llama", "[INST]", 131_072, "tekken"),
+    ("qwen2", "<|im_start|>", 151_936, "qwen2"),
     ("qwen2", "<｜begin▁of▁sentence｜>", 151_936, "deepseek-r1-qwen"),
     ("qwen35", "<|im_start|>", 248_320, "qwen35"),
     ("deepseek2", "<｜begin▁of▁sentence｜>", 129_280, "deepseek-v3"),
     ("gpt-oss", "<|return|>", 201_088, "gpt-4o"),
     ("phi3", "<|assistant|>", 200_064, "gpt-4o"),
+    ("glm4moe", "[gMASK]", 151_552, "glm4"),
     ("llama", "<|im_start|>", 32_000, None),  # anybody's
 ]
 
