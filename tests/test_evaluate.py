@@ -139,11 +139,16 @@ def test_logits(tiny: localrt.Model) -> None:
         tiny.logits([5] * 513)
 
 
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    """``TEXT`` as a file."""
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    return str(tmp_path / "text.txt")
+
+
 @needs_torch
-def test_command(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text(TEXT, encoding="utf-8")
-    common = [str(tiny_folder), "--text", str(text), "--ctx", "64", "--format", "f32"]
+def test_command(tiny_folder: Path, file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    common = [str(tiny_folder), "--text", file, "--ctx", "64", "--format", "f32"]
     assert main(["eval", *common, "--against", str(tiny_folder), "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["against"]["top1_agreement"] == 1
@@ -180,12 +185,8 @@ def test_command_errors(
 
 
 @needs_torch
-def test_against_format(
-    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text(TEXT, encoding="utf-8")
-    common = [str(tiny_folder), "--text", str(text), "--ctx", "64", "--format", "bf16"]
+def test_against_format(tiny_folder: Path, file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    common = [str(tiny_folder), "--text", file, "--ctx", "64", "--format", "bf16"]
     assert main(["eval", *common, "--against-format", "f32", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     other = record["against"]
@@ -201,11 +202,9 @@ def test_against_format(
 @needs_torch
 @needs_kernels
 def test_against_kv_format(
-    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_folder: Path, file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text(TEXT, encoding="utf-8")
-    common = ["eval", str(tiny_folder), "--text", str(text), "--ctx", "64", "--json"]
+    common = ["eval", str(tiny_folder), "--text", file, "--ctx", "64", "--json"]
     found = []
     for flags in (["int4", "--against-kv-format", "bf16"], ["int4", "--against-kv-format", "int4"]):
         assert main([*common, "--kv-format", *flags]) == 0

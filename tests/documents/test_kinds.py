@@ -128,6 +128,12 @@ def drawn(kind: str) -> str:
     )
 
 
+def field(code: str, shown: str) -> str:
+    marks = [f'<w:r><w:fldChar w:fldCharType="{kind}"/></w:r>' for kind in ("begin", "separate")]
+    end = '<w:r><w:fldChar w:fldCharType="end"/></w:r>'
+    return f"{marks[0]}<w:r><w:instrText>{code}</w:instrText></w:r>{marks[1]}{run(shown)}{end}"
+
+
 WORD: dict[str, tuple[bytes, list[str], list[str]]] = {
     "fraction": (
         docx(para(run("The rate is ") + FRACTION + run(" for each."))),
@@ -225,6 +231,16 @@ WORD: dict[str, tuple[bytes, list[str], list[str]]] = {
         ),
         ["Claim[^2]", "[^2]: See p. 7.", "Final note."],
         [],
+    ),
+    "controls": (
+        docx(
+            f"<w:sdt><w:sdtPr/><w:sdtContent>{para('In a control')}</w:sdtContent></w:sdt>"
+            + para(f'<w:hyperlink w:anchor="x">{run("a link")}</w:hyperlink>')
+            + para(f"<w:smartTag>{run('smart')}</w:smartTag>")
+            + para(field("PAGE", "4"))
+        ),
+        ["In a control", "a link", "smart", "4"],
+        ["PAGE"],
     ),
 }
 RUSSIAN = "Квартальный отчёт"

@@ -406,10 +406,6 @@ def predicted(*, read: int = 0, copied: int = 0, **changed: Any) -> Prediction:
             "token",
         ),
         (
-            {"tok_s": 1.5, "copied": 2 * GB},
-            "Too slow for chat: 1.5 tok/s, because 2 of 5 GB are copied to the GPU for every token",
-        ),
-        (
             {"page_s": 100.0},
             "Too slow for chat: 23 tok/s, all of it in memory; a page of text takes 1 min 40 s to "
             "read",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -15,13 +15,11 @@ from localrt.offload.shapes import ModelShape
 from localrt.planning.costs import Costs, PassTime
 from localrt.planning.simulate import RingModel, RingSlot, simulate
 from localrt.planning.solve import (
-    Counts,
     Problem,
     UnitClass,
     arrange,
     cover,
     is_feasible,
-    pass_time,
     solve_greedily,
 )
 from tests.planner.models import machine, shape
@@ -265,12 +263,12 @@ PAGE = 4096
 
 
 @st.composite
-def problems(draw: st.DrawFn, *, most: int = 3) -> Problem:
+def problems(draw: st.DrawFn) -> Problem:
     """Two or three classes of a few units, with or without a GPU, in tight memory."""
     gpu = draw(st.booleans())
     classes = []
     kinds: list[UnitKind] = ["attention", "mlp", "head"]
-    for number in range(draw(st.integers(1, most))):
+    for number in range(draw(st.integers(1, 3))):
         count, pages = draw(st.integers(1, 3)), draw(st.integers(100, 3000))
         nbytes = pages * PAGE
         classes.append(
@@ -298,30 +296,10 @@ def problems(draw: st.DrawFn, *, most: int = 3) -> Problem:
     )
 
 
-def everything(problem: Problem) -> Iterator[Counts]:
-    """Every feasible answer."""
-    choices = []
-    for group in problem.classes:
-        places = problem.places(group)
-        choices.append(
-            [
-                {where: picked.count(where) for where in set(picked)}
-                for picked in itertools.combinations_with_replacement(places, group.count)
-            ]
-        )
-    for counts in itertools.product(*choices):
-        if is_feasible(problem, counts):
-            yield counts
-
-
 @given(problems())
-def test_near_the_best(problem: Problem) -> None:
+def test_a_solution_keeps_the_budgets(problem: Problem) -> None:
     counts = solve_greedily(problem)
-    if counts is None:
-        return
-    assert is_feasible(problem, counts)
-    best = min(pass_time(problem, each).bound for each in everything(problem))
-    assert pass_time(problem, counts).bound >= best * (1 - 1e-9)
+    assert counts is None or is_feasible(problem, counts)
 
 
 @given(

@@ -232,6 +232,15 @@ def test_a_text_has_no_fewer_tokens_than_its_length_says(
     assert ours.least_tokens("a" * 100_000) > 500
 
 
+def test_reading_a_long_text_can_be_ended(folder: Path) -> None:
+    def watch(count: int) -> None:
+        if count > 5_000:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        load(folder).encode("漢" * 100_000, watch=watch)
+
+
 def test_a_text_that_the_package_cannot_encode_is_one_clear_line(tmp_path: Path) -> None:
     backend = Backend(models.Unigram([("a", -1.0), ("b", -2.0)]))  # no unknown token
     backend.decoder = decoders.Metaspace()
