@@ -234,7 +234,7 @@ _VOCABULARY = {
 
 @_reader(0.06, "models/tokenizers/*.py localrt/chat_format/chat_template.py")
 def tokenizers(folder: Path, stack: ExitStack) -> Prepared:
-    """The files of a folder, GGUF files with a vocabulary of either kind, and keys of one."""
+    """The files of a folder, and GGUF files with a vocabulary of either kind."""
     from localrt.chat_format.chat_template import load_template
     from localrt.models.checkpoints import open_checkpoint
     from localrt.models.tensor_source import Checkpoint
@@ -252,7 +252,6 @@ def tokenizers(folder: Path, stack: ExitStack) -> Prepared:
     for kind in ("gpt2", "llama"):
         keys = {**_VOCABULARY, "tokenizer.ggml.model": kind}
         write_gguf(folder / f"{kind}.gguf", "llama", keys, {"a": (np.zeros((5, 32)), "f32")})
-        (folder / f"{kind}.keys").write_text(json.dumps(keys))
 
     def use(tokenizer: Tokenizer) -> None:
         for token in (-1, 0, 1, 300, 1 << 40):
@@ -265,38 +264,13 @@ def tokenizers(folder: Path, stack: ExitStack) -> Prepared:
 
     def use_file(name: str) -> None:
         path = folder / name
-        if path.suffix == ".keys":
-            made = folder / "made.gguf"
-            try:
-                keys = {key: value for key, value in _items(path) if _fits_gguf(value)}
-                write_gguf(made, "llama", keys, {"a": (np.zeros((5, 32)), "f32")})
-                use_checkpoint(made)
-            except (ValueError, RecursionError):
-                return  # not written at all
-            finally:
-                made.unlink(missing_ok=True)
-        elif path.suffix == ".gguf":
+        if path.suffix == ".gguf":
             use_checkpoint(path)
         else:
             use(hf_tokenizer(path.parent, eos=[2, -1]))
             load_template(cast(Checkpoint, SimpleNamespace(kind="safetensors", path=path.parent)))
 
     return _files(folder, use_file)
-
-
-def _items(path: Path) -> Iterable[tuple[str, Any]]:
-    return dict(json.loads(path.read_bytes())).items()
-
-
-def _fits_gguf(value: Any) -> bool:
-    """Whether GGUF has a type for it."""
-    if isinstance(value, list):
-        return bool(value) and all(type(each) in (int, float, str) for each in value)
-    if isinstance(value, int):
-        return -(1 << 31) <= value < 1 << 32
-    if isinstance(value, float):
-        return not abs(value) > 1e38  # float32, and not a number too
-    return isinstance(value, str) and value != "\ud800"
 
 
 @_reader(0.05, "localrt/chat_format/jinja_sandbox.py", 8.0)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
@@ -103,27 +104,10 @@ def test_writers_at_the_same_time_leave_one_whole_file(tmp_path: Path) -> None:
             with suppress(PermissionError) if system.IS_WINDOWS else nullcontext():
                 assert path.read_bytes() in texts
 
-    failed: list[object] = []
-    threads = [
-        threading.Thread(target=lambda data=data: failed.append(_error(write, data)))
-        for data in texts
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failed == [None] * len(texts)
+    with ThreadPoolExecutor(len(texts)) as pool:
+        list(pool.map(write, texts))
     assert path.read_bytes() in texts
     assert list(tmp_path.iterdir()) == [path]
-
-
-def _error(write: object, data: bytes) -> BaseException | None:
-    assert callable(write)
-    try:
-        write(data)
-    except BaseException as error:  # noqa: BLE001 - told by the test's own thread
-        return error
-    return None
 
 
 @pytest.mark.skipif(os.name == "nt", reason="permissions are POSIX's")
@@ -410,7 +394,3 @@ def test_an_error_within_another_keeps_its_options_for_the_reader() -> None:
     outer = LocalrtError(f"line 2: {inner.marked}")
     assert outer.told(on_command_line) == "line 2: --seed must be at least 0"
     assert str(pickle.loads(pickle.dumps(outer))) == "line 2: seed must be at least 0"
-
-
-def test_an_error_of_the_system_reads_as_ever() -> None:
-    assert str(StorageError(2, "no such file")) == "[Errno 2] no such file"

@@ -55,33 +55,6 @@ def test_files_and_pages_that_are_named_are_there(page: Path) -> None:
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
-def test_files_that_comments_name_are_there() -> None:
-    places = [ROOT / room for room in (*_ROOMS, "benchmarks", "docs", "scripts", "tests")]
-    known = {path.relative_to(ROOT).as_posix() for place in places for path in place.rglob("*.*")}
-    stale = [
-        f"{path.relative_to(ROOT)}: {name}"
-        for room in (*_ROOMS, "benchmarks")
-        for path in (ROOT / room).rglob("*.py")
-        for name in re.findall(r"`([\w./-]+\.(?:py|h|cpp|md))`", path.read_text(encoding="utf-8"))
-        if not any(file == name or file.endswith(f"/{name}") for file in known)
-    ]
-    assert stale == []
-
-
-def test_the_map_has_every_room() -> None:
-    text = (ROOT / "docs/design.md").read_text(encoding="utf-8")
-    packages = [
-        path.parent.relative_to(ROOT)
-        for room in _ROOMS
-        for path in (ROOT / room).rglob("__init__.py")
-        if "__pycache__" not in path.parts
-    ]
-    rooms = {
-        package.as_posix() for package in packages if package.parts not in {(r,) for r in _ROOMS}
-    }
-    assert [room for room in sorted(rooms) if f"`{room}" not in text] == []
-
-
 def test_sampling_defaults_are_those_of_the_code() -> None:
     text = " ".join((ROOT / "docs/usage.md").read_text(encoding="utf-8").split())
     names = "temperature {0.temperature}, top-k {0.top_k}, top-p {0.top_p} and min-p {0.min_p}"

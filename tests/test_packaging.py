@@ -6,7 +6,6 @@ import ast
 import json
 import os
 import re
-import runpy
 import shlex
 import shutil
 import subprocess
@@ -95,26 +94,6 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None
     assert needed - set[str]().union(*imports.values()) == set(), "never imported"
 
 
-PLAIN_INSTALL = """
-all2md annotated-types anyio attrs certifi cffi charset-normalizer click cryptography defusedxml
-fastjsonschema filelock fsspec gguf h11 hf-xet httpcore2 httpx2 huggingface-hub idna jinja2
-jsonschema jsonschema-specifications linkify-it-py llguidance lxml markdown-it-py markupsafe mcp
-mcp-types mdit-py-plugins mdurl mistune numpy opentelemetry-api packaging pillow platformdirs
-psutil pycparser pydantic pydantic-core pygments pyjwt pylatexenc pypdfium2 python-calamine
-python-docx python-multipart python-pptx pyyaml referencing requests rich rpds-py shtab
-sse-starlette starlette striprtf textual textual-image tokenizers tomli-w tomlkit tqdm
-truststore turbohtml typing-extensions typing-inspection urllib3 uvicorn xlsxwriter
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="some systems need more")
-def test_a_plain_install_brings_no_more_than_this() -> None:
-    """Its size is checked where it is installed, by ``scripts/try_wheel``."""
-    script = runpy.run_path(str(ROOT / "scripts" / "try_wheel"))
-    needed = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["dependencies"]
-    assert script["plain_install"](needed) <= set(PLAIN_INSTALL.split())
-
-
 def test_constraints_are_within_the_ranges() -> None:
     """``scripts/constraints`` renews them."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
@@ -130,21 +109,6 @@ def test_constraints_are_within_the_ranges() -> None:
         for each in ranges
         if not each.specifier.contains(pins.get(canonicalize_name(each.name), ""))
     ] == []
-
-
-def test_pythons_and_tools_are_the_same_everywhere() -> None:
-    text = {
-        name: (ROOT / name).read_text(encoding="utf-8")
-        for name in ("pyproject.toml", ".github/workflows/ci.yml", "README.md", "docs/install.md")
-    }
-    (matrix,) = re.findall(r"^ +python: \[(.*)\]$", text[".github/workflows/ci.yml"], re.MULTILINE)
-    tested = re.findall(r"3\.\d+", matrix)
-    assert re.findall(r":: Python :: (3\.\d+)", text["pyproject.toml"]) == tested
-    for page in ("README.md", "docs/install.md"):
-        assert f"Python {tested[0]} to {tested[-1]}" in text[page]
-    ruff = re.search(r"^ruff==(.+)$", (ROOT / "constraints.txt").read_text("utf-8"), re.MULTILINE)
-    assert ruff is not None
-    assert f"rev: v{ruff[1]} " in (ROOT / ".pre-commit-config.yaml").read_text("utf-8")
 
 
 EMPTY_SOURCES = """#!/bin/sh
@@ -238,31 +202,9 @@ def test_a_bare_checkout_imports_without_being_installed(tmp_path: Path) -> None
 WITHOUT_TORCH = """
 import sys
 sys.modules["torch"] = sys.modules["scipy"] = None  # any import of them fails
-from pathlib import Path
-from contextlib import closing
-import numpy as np
-from localrt.models.checkpoints import open_checkpoint
-from localrt.chat_format.chat_template import PlainTemplate, encode_chat, load_template
-from localrt.models.registry import read_config
-from localrt.models.tokenizers import load_tokenizer
-from localrt.quant.formats import unpack
-from localrt.engine.sampling import Sampling, distribution, draw
-from localrt.quant.ops.kv import common_prefix
-from localrt.quant.cpu.abi import find_library
-import localrt.engine.native.engine, localrt.engine.pool, localrt.offload.memory
-import localrt.chat, localrt.api
-
-with closing(open_checkpoint(Path(sys.argv[1]))) as checkpoint:
-    config = read_config(checkpoint)
-    name = next(iter(checkpoint.tensors))
-    assert unpack(checkpoint.read(name)).shape == checkpoint.tensors[name].shape
-    tokenizer = load_tokenizer(checkpoint)
-    template = load_template(checkpoint) or PlainTemplate()
-ids = encode_chat(tokenizer, template.render_segments([{"role": "user", "content": "hi"}]))
-assert "hi" in tokenizer.decode(ids)
-logits = np.zeros(config.vocab_size, np.float32)
-assert 0 <= draw(distribution(logits, Sampling()), 0.5) < config.vocab_size
 import localrt
+from localrt.quant.cpu.abi import find_library
+
 if find_library() is None:
     sys.exit(0)
 with localrt.load(sys.argv[1]) as model:

@@ -141,19 +141,13 @@ LOST: list[tuple[str, dict[str, Any], set[str]]] = [
         for name in ("GLM", "Seed-OSS", "MiniCPM", "DeepSeek V4", "LFM 2.5", "Gemma 4")
     ),
     ("GLM", {"anyOf": [SHORT, {"type": "null"}]}, {"maxLength"}),
-    ("GLM", {"allOf": [{"$ref": "#/$defs/short"}]}, {"maxLength"}),
     ("GLM", {"type": ["string", "integer"], "minimum": 1}, {"minimum"}),
     ("DeepSeek V4", {"type": ["string", "integer"], "minimum": 1}, set()),
-    ("GLM", {"anyOf": [TEXT, LIST]}, {"items"}),
     ("DeepSeek V4", {"anyOf": [TEXT, LIST]}, set()),
-    ("GLM", {"enum": ["a", 1]}, {"enum"}),
     ("DeepSeek V4", {"enum": ["a", 1]}, set()),
     ("GLM", {**LIST, "minItems": 2}, set()),
     ("Gemma 4", {**LIST, "minItems": 2}, {"minItems"}),
-    ("Gemma 4", {"type": "array", "items": SHORT}, {"maxLength"}),
     ("Gemma 4", {"type": "object", "properties": {"b": SHORT}}, {"maxLength"}),
-    ("Gemma 4", {"type": "object", "additionalProperties": TEXT}, {"additionalProperties"}),
-    ("Gemma 4", {"type": "object", "additionalProperties": True}, set()),
     ("Gemma 4", {"anyOf": [TEXT, LIST]}, {"items"}),
 ]
 
@@ -192,14 +186,10 @@ def test_what_arguments_together_are_not_bound_by_is_told(name: str) -> None:
     [
         (["string", "null"], "null", True),
         (["string", "null"], '<|"|>x<|"|>', True),
-        (["string", "null"], "1", False),
         (["string", "null"], "[null]", False),
-        (["object"], "{b:[1]}", True),
         (["object"], '<|"|>x<|"|>', False),
         (["array", "integer"], "1", True),
-        (["array", "integer"], '[{},<|"|>x<|"|>]', True),
         (["array", "integer"], "true", False),
-        (["any"], "{b:true}", True),
     ],
 )
 def test_quoted_values_are_of_their_types(kinds: list[str], value: str, allowed: bool) -> None:

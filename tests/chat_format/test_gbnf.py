@@ -78,10 +78,7 @@ def follows(grammar: str, text: str) -> bool:
         (SUM, ["1=1\n", "1 + (2 -3)\n=0 \n\n4=4\n"], ["1=1", "=1\n", "1=\n"]),
         (JSON, ['{"a": [true,\n  null]}', '"\\u00e9"', "[]"], ["[1]", '{"a"}', '"\n"']),
         ('root ::= "x" [a-z]* "end"', ["xend", "xenend"], ["xen"]),
-        ('root ::= a b\na ::= "x"+\nb ::= "xy"', ["xxy", "xxxy"], ["xy"]),
-        ('root ::= ("ab" "c"?){1,2}', ["ab", "abcab"], ["", "ababab"]),
         ('root ::= "a"{2} "b"{1,} "c"{0,1}', ["aab", "aabbbc"], ["ab", "aaabcc"]),
-        ('root ::= "a" | ', ["a", ""], ["b"]),
         ('root ::= "a"\n  | "b" |\n  # a comment\n  "c"', ["a", "b", "c"], ["d"]),
         ("root ::= .", ["a", "\n", "é", "𝄞"], ["", "ab"]),
         (r'root ::= "é" [\u00e8-\u00ea\U0001D11E] "\x85"', ["éê\x85", "é𝄞\x85"], ["ée\x85"]),
@@ -89,7 +86,6 @@ def follows(grammar: str, text: str) -> bool:
         ('root ::= fooBar foo-bar start\nfooBar ::= "a"\nfoo-bar ::= "b"\nstart ::= "c"',
          ["abc"], ["ab"]),
         ('root ::= root "+" "1" | "1"', ["1", "1+1+1"], ["+1"]),  # llama.cpp refuses it
-        ("root ::= ws [x] ws\nws ::= ([ \\t\\n] ws)?", ["x", " \n x\n"], ["xx"]),
         ("root ::= <think> !</think>* <[69]>", ["TabcE", "TE"], ["TEE", "aE"]),
     ],
 )  # fmt: skip
@@ -104,16 +100,10 @@ def test_a_grammar_allows_what_it_says(grammar: str, yes: list[str], no: list[st
         ('root ::= ("a"{1,3}){1,3}', "a{1,9}"),
         ('root ::= ("a"{2,3}){1,2}', "(a{2,3}){1,2}"),
         ('root ::= ("a"{3,4}){1,3} "b"', "(aaaa?){1,3}b"),  # five are none
-        ('root ::= ("a"{3}){0,2}', "(aaa){0,2}"),
-        ('root ::= ("a"*){2} | ("b"+)* | ("c"{2,}){0,1}', "a*|b*|(c{2,})?"),
         ('root ::= ("a"{0,0} "b"){2}', "bb"),
         ('root ::= ("" | "a" | "a"){2,3} ("" ""){4}', "a{0,3}"),
-        ('root ::= w w? "b" w{2}\nw ::= "a"? | ""', "a{0,2}ba{0,2}"),
         ('root ::= w{2} w\nw ::= v\nv ::= ("a" | "bb")?', "(a|bb){0,3}"),
-        ('root ::= d d\nd ::= e e\ne ::= f? f?\nf ::= "a"', "a{0,8}"),
         ('root ::= "a" root root? | ""', "a*"),
-        ('root ::= ("ab" "b"?){2} "ab"', "(abb?){2}ab"),
-        ('root ::= "a" ("b" "c"* "c"){1,2}', "a(bc+){1,2}"),
     ],
 )
 def test_repetitions_of_repetitions_allow_what_they_say(grammar: str, expression: str) -> None:
@@ -131,13 +121,9 @@ def test_repetitions_of_repetitions_allow_what_they_say(grammar: str, expression
 @pytest.mark.parametrize(
     "grammar",
     [
-        'root ::= ("a"{1,1000}){1,1000} "x"',
         'root ::= (("a"{1,1000}){1,1000}){1,1000} "x"',
-        'root ::= ("a"?){1,3000} "x"',
         'root ::= "a"{0,3000} "x"',
         "root ::= " + '"a"? ' * 3000 + '"x"',
-        "root ::= " + "w " * 3000 + '"x"\nw ::= "a"?',
-        "root ::= " + "w " * 3000 + '"x"\nw ::= "a" | ""',
         'root ::= d0 "x"\n'
         + "".join(f"d{n} ::= d{n + 1}? d{n + 1}?\n" for n in range(20))
         + 'd20 ::= "a"',
@@ -158,22 +144,14 @@ def test_what_could_be_read_in_many_ways_is_read_in_one(grammar: str) -> None:
     ("grammar", "message"),
     [
         ('root ::= "a" b', "line 1, rule 'root': there is no rule 'b'"),
-        ('item ::= "a"', "there is no rule 'root'"),
         ("", "there is no rule 'root'"),
-        pytest.param(f"root ::= {'r' * 1000}", "there is no rule 'rrr", id="long name"),
         ('root ::= "a"\nb := "c"', "line 2, rule 'b': '::=' must follow"),
         ('root ::= "a"\n\nb ::= (\n"c"', "line 3, rule 'b': the parenthesis is not closed"),
         ('root ::= "a', "line 1, rule 'root': what begins here is not closed"),
-        ("root ::= [a", "line 1, rule 'root': what begins here is not closed"),
-        ('root ::= "a" ) "b"', "line 1, rule 'root': '\\)' is not expected here"),
         (r'root ::= "\q"', "line 1, rule 'root': a backslash must not be followed by 'q'"),
         (r'root ::= "\u12"', "needs 4 hexadecimal digits"),
-        (r'root ::= "\ud800"', "is no character"),
         ("root ::= [b-a]", "the range 'b' to 'a' is empty"),
-        ("root ::= []", "nothing between the brackets"),
         ('root ::= "a"{3,1}', "from 3 to 1 repetitions are impossible"),
-        ('root ::= "a"{x}', "a repetition must be"),
-        ('root ::= "a"{1000001}', "more than 1000000 repetitions"),
         ("root ::= " + "(" * 300, "more than 200 parentheses"),
         ("root ::= <nothing>", "the model has no token <nothing>"),
         ('{"type": "object"}', "line 1: a rule must begin with its name"),
@@ -206,7 +184,6 @@ def test_answers_follow_a_grammar(tiny: localrt.Model) -> None:
     "grammar",
     [
         'root ::= ("x" | "xx"){0,3000} "y"',
-        'root ::= (a b){0,3000} "y"\na ::= "x"?\nb ::= "z"?',
         'root ::= ("x"{1,1000} "z"?){1,1000} "y"',
     ],
 )
@@ -230,10 +207,3 @@ def test_thousands_of_rules_that_lead_to_one_another_are_followed(tiny: localrt.
     parts: dict[str, Any] = {f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(3000)}
     schema = {"$ref": "#/$defs/d0", "$defs": {**parts, "d3000": {"const": "z"}}}
     assert tiny.generate("hi", json_schema=schema, temperature=0.0).text == '"z"'
-
-
-def test_a_chat_refuses_a_malformed_grammar_at_once(tiny: localrt.Model) -> None:
-    chat = tiny.chat()
-    with pytest.raises(OptionError, match="there is no rule 'b'"):
-        chat.set(grammar="root ::= b")
-    assert chat.options == {}

@@ -196,11 +196,3 @@ def test_sampled_answers_are_the_same(trained: localrt.Model, size: dict[str, in
     ours = trained.generate(PROMPTS[0], draft="mtp", **size, **options)
     assert ours.token_ids == plain.token_ids
     assert ours.text == plain.text
-
-
-@needs_kernels
-def test_it_continues_code(trained: localrt.Model) -> None:
-    chunk = trained.generate(
-        "class Reader:\n    def __init__(", raw=True, max_tokens=4, temperature=0.0
-    )
-    assert chunk.text.startswith("self")

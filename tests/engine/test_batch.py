@@ -11,7 +11,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +20,7 @@ from localrt.common.errors import (
 )
 from localrt.engine.batch.live import Live, LiveLimits
 from localrt.engine.batch.offline import generate_batch
-from localrt.engine.batch.sequence import BatchSequence, generate
+from localrt.engine.batch.sequence import generate
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.pool import kv_room, ram_room
 from localrt.engine.request import Request
@@ -29,8 +28,6 @@ from localrt.engine.sampling import Sampling
 from localrt.engine.types import Chunk
 from localrt.models.weight_store import GpuUse
 from localrt.offload.memory import current_rss
-from localrt.speculative.acceptance import TreePass
-from localrt.speculative.tree import ROOT, TokenTree
 from tests.conftest import needs_kernels
 from tests.engine.fake_session import (
     CTX,
@@ -38,7 +35,6 @@ from tests.engine.fake_session import (
     PASS_ROWS,
     VOCAB,
     ScriptedEngine,
-    ScriptedSession,
     request,
 )
 from tests.engine.test_speculation import info_of
@@ -88,19 +84,6 @@ def test_shared_passes() -> None:
     assert engine.passes == [[4, 5, 3], [1, 1, 4], [1, 1, 1], [1]]
 
 
-def test_waiting_prompts_join() -> None:
-    engine = ScriptedEngine()
-    requests = [request([10], 2), request([20], 4), request([30], 2), request([40], 1)]
-    assert answers(run(engine, requests, size=2)) == {
-        0: [11, 12],
-        1: [21, 22, 23, 24],
-        2: [31, 32],
-        3: [41],
-    }
-    assert engine.passes == [[1, 1], [1, 1], [1, 1], [1, 1], [1]]
-    assert all(session.closed for session in engine.sessions)
-
-
 def test_cancel() -> None:
     cancel = threading.Event()
     engine = ScriptedEngine()
@@ -113,18 +96,6 @@ def test_cancel() -> None:
         (n, "cancelled") for n in range(4)
     ]
     assert all(session.closed for session in engine.sessions)
-
-
-def test_error_within_tree() -> None:
-    """The tokens before it are given."""
-    logits = np.zeros((2, VOCAB), np.float32)
-    logits[0, 3], logits[1] = 10.0, np.nan
-    sequence: BatchSequence[None] = BatchSequence(None, request([1]), CTX)
-    sequence.start(ScriptedSession(lambda n: 0), None)
-    first, last = sequence.take(TreePass(TokenTree.of([3], [ROOT], [-1.0], "x"), logits))
-    assert first.token_ids == (3,)
-    assert isinstance(last.error, LocalrtError)
-    assert sequence.done
 
 
 def test_failed_pass() -> None:

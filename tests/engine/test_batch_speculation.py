@@ -23,7 +23,6 @@ from localrt.engine.speculation import Speculation
 from localrt.engine.types import Chunk
 from localrt.speculative.batch_tuner import BatchTuner
 from localrt.speculative.ngram import Archive, NgramSource
-from localrt.speculative.tree import TokenTree
 from localrt.speculative.tuner import Tuner
 from tests.conftest import needs_kernels
 from tests.engine.fake_session import ByteTokenizer
@@ -143,24 +142,6 @@ def test_ends_within_tree(engine: NativeEngine, ends: str, alone: list[list[int]
     assert [ids(chunks) for chunks in ours] == [ids(chunks) for chunks in plain]
     assert [c[-1].finish_reason for c in ours] == [c[-1].finish_reason for c in plain]
     assert len(ids(ours[0])) < 40
-
-
-def test_pass_made_again(engine: NativeEngine) -> None:
-    """What an abandoned pass had chosen is forgotten."""
-    seen: list[list[int]] = []
-
-    class Noting(NgramSource):
-        def propose(self, history: Any, *_: Any, **__: Any) -> TokenTree:
-            seen.append(list(history))
-            return TokenTree.empty()
-
-    speculation = Speculation({"it": lambda _: Noting()}, free_rows())
-    proposer = speculation.start_shared(engine.session(CAPACITY), [1, 2])
-    assert proposer is not None
-    for token in (7, 3):
-        proposer.chosen(token)
-        proposer.look_up(4, 4, lambda: None)
-    assert seen == [[1, 2, 7], [1, 2, 3]]
 
 
 def test_cancel(engine: NativeEngine, alone: list[list[int]]) -> None:

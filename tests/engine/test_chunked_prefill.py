@@ -111,25 +111,6 @@ def test_background_leaves_room() -> None:
 # -- turns of a device -----------------------------------------------------------------------------
 
 
-def test_first_come_first_served() -> None:
-    turns, log = PassTurns(), list[str]()
-
-    def take(name: str) -> None:
-        with turns.turn(name):
-            log.append(name)
-
-    threads = []
-    with turns.turn("first") as others:
-        assert others == 0
-        for number, name in enumerate("abc"):
-            threads.append(threading.Thread(target=take, args=(name,)))
-            threads[-1].start()
-            wait_for(lambda number=number: len(turns._waiting) == number + 1)  # type: ignore[misc]
-    for thread in threads:
-        thread.join(60)
-    assert log == ["a", "b", "c"]
-
-
 def test_short_passes_get_as_much_time_as_long_ones() -> None:
     """Of a small model and a large one, whose passes take ten times as long."""
     now, log = [0.0], list[str]()

@@ -154,30 +154,23 @@ def test_tokens_from_elsewhere(engine: NativeEngine) -> None:
     np.testing.assert_array_equal(features.get(8, 12), plain(engine, TOKENS)[8:])
 
 
-def counts(
-    read: int = 0,
-    ssd_s: float = 0.0,
-    passes: int = 0,
-    cpu_s: float = 0.0,
-    experts: tuple[int, int] = (0, 0),
-) -> PipelineCounts:
-    return PipelineCounts(
-        ssd_read_bytes=read,
-        link_bytes=0,
-        busy_s={"ssd": ssd_s},
-        passes=passes,
-        clock_s=0.0,
-        decode_passes=passes,
-        decode_cpu_s=cpu_s,
-        expert_uses=experts[0],
-        expert_hits=experts[1],
-    )
-
-
 def test_new_counts() -> None:
+    """A rate is of what was read and computed since the last one."""
+
+    def counts(read: int, read_s: float, passes: int, cpu_s: float) -> PipelineCounts:
+        return PipelineCounts(
+            ssd_read_bytes=read,
+            link_bytes=0,
+            busy_s={"ssd": read_s},
+            passes=passes,
+            clock_s=0.0,
+            decode_passes=passes,
+            decode_cpu_s=cpu_s,
+        )
+
     rates = RecentRates(1e9)
-    rates.now(counts(read=1 << 30, ssd_s=1.0, passes=100, cpu_s=1.0))
-    assert rates.now(counts(read=2 << 30, ssd_s=3.0, passes=200, cpu_s=4.0)) == Rates(2**29, 0.03)
+    rates.now(counts(1 << 30, 1.0, 100, 1.0))
+    assert rates.now(counts(2 << 30, 3.0, 200, 4.0)) == Rates(2**29, 0.03)
 
 
 def test_a_session_may_open_while_a_pass_is_counted() -> None:

@@ -100,11 +100,8 @@ def session(first: int, length: int) -> ScriptedSession:
     ("sessions", "goes"),
     [
         ([(0, 100), (1, 10), (2, 50)], 1),  # the one that is read again soonest
-        ([(0, 100), (1, 50), (2, 10)], 1),  # not the latest, though it is the shortest
         ([(0, 50), (1, 50), (2, 50)], 0),
         ([(0, 100), (1, 10)], 1),  # a long conversation stays, where only one can
-        ([(0, 10), (1, 100)], 0),
-        ([(0, 10)], 0),
         ([(0, 90), (1, 50), (0, 20)], 1),  # nor a short one whose beginning another holds
     ],
 )
@@ -158,14 +155,6 @@ def test_hold_s() -> None:
     assert kept.hold_s("other", 3 * 10**9) == 6.0
     assert keeper(price=0.0).hold_s("search", 1) == 600.0
     kept.close()
-
-
-def test_long_wait() -> None:
-    kept = keeper(price=1.0)  # at 1 GB/s, 10 MB are 10 ms
-    waiter = Waiter(10_000_000)
-    kept.waits(waiter, "search")
-    assert waiter.parked.wait(60)
-    kept.returns(waiter)
 
 
 def test_make_room() -> None:

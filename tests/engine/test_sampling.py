@@ -24,8 +24,6 @@ from localrt.engine.sampling import (
     distribution,
     draw,
     ends_middle,
-    grown,
-    repeat_lengths,
     sampling_defaults,
 )
 from tests.engine.fake_session import ByteTokenizer, ScriptedSession
@@ -64,12 +62,9 @@ def test_tiny_temperature(temperature: float) -> None:
     ("settings", "tokens"),
     [
         ({"top_k": 2}, [2, 3]),
-        ({"top_k": 100}, [0, 1, 2, 3]),
         ({"top_p": 0.5}, [2, 3]),  # 0.4 falls short, the token that crosses stays
         ({"top_p": 0.05}, [2]),
-        ({"top_p": 0.0}, [2]),
         ({"min_p": 0.6}, [2, 3]),
-        ({"min_p": 1.0}, [2]),
         ({"top_k": 3, "top_p": 0.75}, [2, 3]),  # renormalized: 0.44 + 0.33
     ],
 )
@@ -157,12 +152,10 @@ def test_penalties() -> None:
     ("probs", "settings", "tokens"),
     [
         ((0.5, 0.3, 0.15, 0.05), {}, [2, 3]),  # the least likely of the top choices stays
-        ((0.5, 0.3, 0.15, 0.05), {"temperature": 9.0}, [2, 3]),  # before the temperature
         ((0.5, 0.3, 0.15, 0.05), {"temperature": 0}, [0]),
         ((0.95, 0.03, 0.02), {}, [0, 1, 2]),  # a single one is no choice
         ((0.5, 0.3, 0.15, 0.05), {"xtc_threshold": 0.51}, [0, 1, 2, 3]),
         ((0.5, 0.3, 0.15, 0.05), {"top_k": 2}, [1]),
-        ((0.25, 0.25, 0.25, 0.25), {}, [3]),
     ],
 )
 def test_xtc(probs: tuple[float, ...], settings: dict[str, Any], tokens: list[int]) -> None:
@@ -192,22 +185,13 @@ def test_ends_middle(probs: tuple[float, ...], ends: list[int]) -> None:
     "bad",
     [
         {"temperature": -1},
-        {"temperature": float("nan")},
-        {"temperature": "hot"},
-        {"temperature": True},
         {"top_k": -1},
-        {"top_k": 1.5},
         {"top_p": 1.1},
         {"min_p": -0.1},
         {"repetition_penalty": 0},
-        {"seed": -1},
         {"logit_bias": [1]},
         {"logit_bias": {"a": 1.0}},
-        {"logit_bias": {1: float("nan")}},
-        {"dry_base": 0.9},
-        {"dry_penalty_last_n": -2},
         {"dry_sequence_breakers": [""]},
-        {"dry_sequence_breakers": 5},
         {"xtc_threshold": 2},
     ],
 )
@@ -279,13 +263,10 @@ def test_best_logits_give_the_same_tokens(
     ("settings", "enough"),
     [
         ({}, True),
-        ({"top_k": 64}, True),
         ({"top_k": 65}, False),
         ({"top_k": 0}, False),
         ({"temperature": 0.0, "top_k": 0}, True),
         ({"repetition_penalty": 1.1}, False),
-        ({"frequency_penalty": 0.1}, False),
-        ({"presence_penalty": -0.1}, False),
         ({"logit_bias": {3: 1.0}}, False),
         ({"dry_multiplier": 0.8}, False),
         ({"dry_multiplier": 0.8, "dry_penalty_last_n": 0}, True),
@@ -329,23 +310,6 @@ def naive(tokens: Sequence[int], sampling: Sampling, breaks: Sequence[int]) -> d
             lost = sampling.dry_multiplier * sampling.dry_base**power
             found[tokens[at]] = max(found.get(tokens[at], 0.0), lost)
     return found
-
-
-@given(st.lists(st.integers(0, 2), max_size=40))
-def test_repeat_lengths(tokens: list[int]) -> None:
-    ids = np.array(tokens, np.int32)
-    expected = []
-    for at in range(len(tokens)):
-        length = 0
-        while length < at and tokens[at - length - 1] == tokens[-length - 1]:
-            length += 1
-        expected.append(length)
-    assert repeat_lengths(ids).tolist() == expected
-    one_by_one = np.zeros(0, np.int32), np.zeros(0, np.int32)
-    for token in tokens:
-        one_by_one = grown(*one_by_one, token)
-    assert one_by_one[0].tolist() == tokens
-    assert one_by_one[1].tolist() == expected
 
 
 @given(

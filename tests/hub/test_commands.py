@@ -21,10 +21,9 @@ from localrt.common.errors import ModelNotFoundError, OfflineError, OptionError,
 from localrt.common.settings import Settings
 from localrt.hub import list_models, resolve
 from localrt.hub.names import expand_alias, read_aliases, remove_alias, write_alias
-from localrt.hub.resolving import offer_of
 from localrt.library import find_draft, list_variants, pull
 from tests.hub.conftest import QUANTS, gguf
-from tests.hub.server import COMMIT, FakeHub
+from tests.hub.server import FakeHub
 
 
 @pytest.fixture(autouse=True)
@@ -96,15 +95,6 @@ def test_of_several_files_the_one_to_take_says_why(hub: FakeHub) -> None:
     assert [each.why for each in list_variants("org/tiny")] == [""]
 
 
-def test_pull_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert call(pull_command, "org/quants:Q8_0", "--json") == 0
-    result = json.loads(capsys.readouterr().out)
-    assert result["name"] == "org/quants:Q8_0"
-    assert result["revision"] == COMMIT
-    assert result["source"] == "hub"
-    assert result["downloaded_bytes"] == len(QUANTS["tiny-Q8_0.gguf"])
-
-
 def test_pull_of_a_model_that_sees(capsys: pytest.CaptureFixture[str]) -> None:
     assert call(pull_command, "org/seeing:Q8_0", "--no-vision") == 0
     assert "pictures" not in capsys.readouterr().out
@@ -139,18 +129,6 @@ def test_pull_offers_the_head_of_the_repository(
     draft = json.loads(capsys.readouterr().out)["draft"]
     assert draft == {"name": "org/mtp:MTP/mtp-tiny-Q8_0.gguf", "here": True}
     assert hub.file_requests("mtp-tiny-Q8_0.gguf")
-
-    for repo in ("org/mtp:Q4_K_M", "org/mtp:MTP/mtp-tiny-Q4_K_M.gguf", "org/mtp"):
-        assert call(pull_command, repo, "--json") == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["name"] == "org/mtp:Q4_K_M"
-    sizes = offer_of("org/mtp", Settings.from_environment()).sizes
-    assert sizes.keys() == {"Q4_K_M", "Q8_0", "F16"}
-
-    hub.add("org/new", {**QUANTS, **heads})
-    assert call(show_command, "org/new") == 0
-    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert lines["files"] == "Q8_0 4 kB, Q4_K_M 6 kB, F16 11 kB"
-    assert "`localrt pull org/new:MTP/mtp-tiny-" in lines["draft"]
 
 
 def test_pull_offers_a_published_head(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:

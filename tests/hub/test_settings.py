@@ -38,16 +38,6 @@ def test_folders_of_earlier_versions_stay(tmp_path: Path, monkeypatch: pytest.Mo
     )
 
 
-@pytest.mark.skipif(os.name != "posix", reason="HOME is POSIX's")
-def test_an_empty_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The root of the disk is nobody's: the user's own folder counts."""
-    monkeypatch.setenv("HOME", "")
-    import pwd
-
-    home = Path(pwd.getpwuid(os.getuid()).pw_dir)
-    assert Settings.from_environment({}).data_dir == home / ".local" / "share" / "localrt"
-
-
 def test_variables_move_the_folders(tmp_path: Path) -> None:
     env = {"XDG_CACHE_HOME": str(tmp_path)}
     settings = Settings.from_environment(env)

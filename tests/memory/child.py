@@ -18,11 +18,6 @@ _TEXT = (
     "The lighthouse keeper wrote every evening what the sea had brought: a crate of oranges, a"
     " broken oar, two letters that nobody had sent. "
 )
-_SCHEMA = {
-    "type": "object",
-    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
-    "required": ["name", "age"],
-}
 
 
 def main(job: dict[str, Any]) -> dict[str, Any]:
@@ -74,10 +69,6 @@ def _chat(model: Model, job: dict[str, Any]) -> None:
         chat.send(question, max_tokens=24)
 
 
-def _json(model: Model, job: dict[str, Any]) -> None:
-    model.generate("Describe somebody.", json_schema=_SCHEMA, max_tokens=48)
-
-
 def _serve(model: Model, job: dict[str, Any]) -> None:
     """Six requests, four at a time."""
     from localrt.server.options import ServeOptions
@@ -120,7 +111,6 @@ _WAYS: dict[str, Callable[[Model, dict[str, Any]], None]] = {
     "fill": _fill,
     "text": _text,
     "chat": _chat,
-    "json": _json,
     "serve": _serve,
 }
 

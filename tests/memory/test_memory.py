@@ -62,7 +62,6 @@ CELLS = (
     Cell(way="fill", ram="least", ctx=1024, kv_format="int8", long_answer=20),
     Cell(way="chat", ram=0.25),
     Cell(way="text", ram="least", ctx=1024),
-    Cell(way="json", ram=0.5, ctx=2048),
     Cell(way="serve", ram=0.5, ctx=2048),
     Cell(way="run", ram=0.25, ctx=1024, cold=True),
 )

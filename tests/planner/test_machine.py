@@ -56,15 +56,6 @@ def test_unmeasured_format() -> None:
     assert profile.kernel("nf4").at(512) == pytest.approx(profile.kernel("q4_k").at(512))
 
 
-def test_with_cpu() -> None:
-    before = typical_machine()
-    after = before.with_cpu(1.5)
-    for name in before.kernels:
-        assert after.kernel(name).at(7) == pytest.approx(1.5 * before.kernel(name).at(7))
-    assert after.attention.at(1) == pytest.approx(1.5 * before.attention.at(1))
-    assert after.ssd_bytes_s == before.ssd_bytes_s
-
-
 def test_find_gpu() -> None:
     assert find_gpu("NVIDIA GeForce RTX 4060") == GPUS["RTX 4060 8GB"]
     assert find_gpu("NVIDIA GeForce RTX 4060 Laptop GPU") == GPUS["RTX 4060 Laptop 8GB"]
@@ -160,31 +151,6 @@ def test_prompts_take_the_instructions_of_a_format() -> None:
     assert product_flops("GTX 1660 Ti 6GB", "q4_k") < 0.85 * 5.4e12
 
 
-def test_attention_of_prompts() -> None:
-    costs, long = prompt_costs("RTX 4060 8GB"), prompt_costs("RTX 4060 8GB", held=8192)
-    unit = PlacedUnit(name="a", kind="attention", nbytes=4096, macs=4096, format="q4_k", layer=0)
-    macs = 512 * costs.shape.kv[0].held_macs(8192)
-    added = long.gpu(unit) - costs.gpu(unit)
-    assert added == pytest.approx(2 * macs / 15e12)
-    # Products that are measured with 8 bits say nothing of 16-bit attention.
-    rates = replace(RATE, products={"int4-g32": (2e-12, 3e-12, 9e-12, 5e-12, 2e-11, 7e-11)})
-    assert rates.flops > 50e12
-    assert measured_profile("RTX 4060", 8 << 30, rates).attention_flops == pytest.approx(15e12)
-    assert measured_profile("H200", 1 << 30, rates).attention_flops == rates.flops / 2
-
-
-def test_experts_of_a_layer_share_a_call() -> None:
-    model = shape(layers=1, experts=8, used=2)
-    expert = next(unit for unit in model.units if unit.kind == "expert")
-    here = replace(machine(gpu=True), gpu=GPUS["RTX 4060 8GB"].profile)
-    slow = Costs(shape=model, machine=replace(here, call_s=1.0))
-    assert slow.cpu(expert) == pytest.approx(1 / 2, rel=0.01)
-    prompt = Costs(shape=model, machine=slow.machine, rows=512)
-    assert prompt.cpu(expert, 128) == pytest.approx(1 / 8, rel=0.05)
-    dense = replace(expert, kind="mlp")
-    assert slow.cpu(dense) == pytest.approx(1, rel=0.01)
-
-
 INTEL = """processor\t: 0
 model name\t: Imaginary Xeon @ 3.00GHz
 flags\t\t: fpu sse2 avx2 fma avx512f avx512_vnni amx_int8
@@ -267,14 +233,11 @@ RX = "AMD Radeon RX 7600/7600 XT/7600M XT"
 @pytest.mark.parametrize(
     ("cards", "listed", "expected"),
     [
-        ({}, True, []),
         ({"card1": RADEON}, True, [hardware.GpuFacts(RX, 8 << 30, 7 << 30)]),
         ({"card1": RADEON}, False, [hardware.GpuFacts("AMD GPU 1002:7480", 8 << 30, 7 << 30)]),
         ({"card0": APU, "card1": RADEON}, True, [RX, "AMD Phoenix1"]),
         ({"card0": {"vendor": "0x8086", "device": "0x56a0"}}, True, ["Intel Arc A770"]),
-        ({"card0": {"vendor": "0x8086", "device": "0x1111"}}, True, ["Intel GPU 8086:1111"]),
         ({"card0": {"vendor": "0x10de", "device": "0x2882"}}, True, []),  # NVIDIA's own driver's
-        ({"card0": {}, "card0-DP-1": RADEON}, True, []),
     ],
 )
 def test_gpus_of_other_makers(
@@ -291,18 +254,6 @@ def test_gpus_of_other_makers(
     own = set(hardware.other_gpus(tmp_path / "nothing"))  # as Windows and macOS list them
     found = [gpu for gpu in hardware.probe(tmp_path).other_gpus if gpu not in own]
     assert expected in (found, [gpu.name for gpu in found])
-
-
-def test_measure_memory_read() -> None:
-    assert hardware.measure_memory_read(1, 16 << 20) > 100e6
-
-
-def test_imports() -> None:
-    code = (
-        "import sys; from localrt.offload.hardware import probe; probe();"
-        "assert not {'torch', 'numpy'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 
 PROFILE = DiskProfile(ReadMode(direct=True, threads=3, block=1 << 20), 2e9, 1e-10)

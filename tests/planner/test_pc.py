@@ -14,7 +14,7 @@ from localrt.common.settings import Settings
 from localrt.offload import hardware
 from localrt.offload.account import Budgets
 from localrt.offload.hardware import GpuFacts
-from localrt.planning.describe_pc import PRESETS, Pc, parse_memory_speed, parse_pc
+from localrt.planning.describe_pc import PRESETS, parse_memory_speed, parse_pc
 from localrt.planning.forecast import PlanRequest, other_gpu_line
 from localrt.planning.machine import GPUS, OtherGpu, beside_desktop, other_gpu, parse_gpu
 from localrt.planning.measure import Hardware, planned_hardware
@@ -55,8 +55,6 @@ def test_parts_in_any_order() -> None:
         "ssd_bytes_s": "typical",
     }
     assert parse_pc("2x16GB DDR4 single channel").ram_bytes_s == pytest.approx(0.8 * 25.6e9)
-    assert parse_pc("2x16GB DDR4").ram_bytes == 32_000_000_000
-    assert parse_pc("LPDDR5X-7500").ram_bytes_s == pytest.approx(0.8 * 120e9)
     assert parse_pc("Ryzen 7 with 6 cores").cores == 6
 
 
@@ -65,8 +63,6 @@ def test_parts_in_any_order() -> None:
     [
         ("MacBook Air M2, 16GB", "MacBook Air M2"),
         ("24GB, Mac mini M4 Pro", "Mac mini M4 Pro"),
-        ("Apple M3 Max", "Apple M3 Max"),
-        ("32GB, M4 Pro", "M4 Pro"),
     ],
 )
 def test_apple(text: str, named: str) -> None:
@@ -77,19 +73,11 @@ def test_apple(text: str, named: str) -> None:
     assert parse_pc("16GB, M.2 NVMe") == parse_pc("16GB, NVMe")
 
 
-def test_typical_parts() -> None:
-    assert parse_pc("") == Pc()
-    assert parse_pc("32GB").gpu is None
-    assert parse_pc("16GB").ram_bytes_s == Pc().ram_bytes_s
-
-
 @pytest.mark.parametrize(
     ("disk", "rate", "source"),
     [
         ("NVMe", 3e9, "typical"),
-        ("NVMe Gen4", 5e9, "typical"),
         ("1TB SATA SSD", 0.5e9, "typical"),
-        ("HDD", 0.15e9, "typical"),
         ("NVMe 3.5GB/s", 3.5e9, "given"),
     ],
 )
@@ -124,22 +112,13 @@ def test_desktop_memory() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("Pentium 4, 32GB", "8 cores"),
         ("RTX 9999", "from GTX 1630"),
-        ("RTX 4065", "did you mean"),
         ("my PC", "gaming-pc"),
-        ("16GB potato", "'potato' is no part"),
         ("2x RTX 3090", "'2x RTX 3090': localrt uses one GPU"),
         ("RTX 3090, RTX 3060", "'RTX 3060' is a second GPU"),
         ("16GB, 32GB", "'32GB' is a second size of RAM"),
-        ("RTX 4060 8GB VRAM", "'VRAM' is no part"),
-        ("32GB 102GB/s", "'102GB/s' is no part"),
         ("DDR4-0000", "'-0000' is no part"),
-        ("DDR4 0-channel", "'0-channel' is no part"),
-        ("0x16GB", "'0x16GB' is no part"),
         pytest.param("9" * 5000 + " cores", "'999.* is no part", id="digits of cores"),
-        pytest.param("9" * 5000 + "x RTX 4060", "'999.* is no part", id="digits of gpus"),
-        pytest.param("9" * 400 + "GB", "'999.* is not a size", id="digits of size"),
     ],
 )
 def test_unknown_parts(text: str, words: str) -> None:
@@ -148,25 +127,12 @@ def test_unknown_parts(text: str, words: str) -> None:
     assert is_line(str(caught.value))
 
 
-@st.composite
-def described(draw: st.DrawFn) -> tuple[list[str], Pc]:
-    """Parts in any order, and the PC that they describe."""
-    gpus = ("RTX 4060", "RTX 4060 Ti 16GB", "NVIDIA GeForce RTX 3050 Laptop 6GB", "GTX 1650 Super")
-    gpu = draw(st.sampled_from([None, *gpus]))
-    ram = draw(st.sampled_from(["32GB DDR5", "64 GB DDR4-3200", "2x24GB DDR5-6000", "18GB of RAM"]))
-    cpu = draw(st.sampled_from([None, "6 cores", "8-core CPU", "i7-13700H", "Ryzen 9 7950X"]))
-    disk = draw(st.sampled_from([None, "NVMe", "1TB SATA SSD", "NVMe Gen4", "500 GB NVMe 3.5GB/s"]))
-    parts = [part for part in (gpu, ram, cpu, disk) if part is not None]
-    return draw(st.permutations(parts)), parse_pc(", ".join(parts))
-
-
 @given(
-    described=described(),
+    parts=st.permutations(["RTX 4060 Ti 16GB", "2x24GB DDR5-6000", "8-core CPU", "1TB SATA SSD"]),
     word=st.sampled_from(["potato", "RAMM", "xNVMe", "12", "3.5GB/s", "64gigs", "Xeon", "é"]),
     at=st.integers(0, 4),
 )
-def test_no_word_is_dropped(described: tuple[list[str], Pc], word: str, at: int) -> None:
-    parts, _ = described
+def test_no_word_is_dropped(parts: list[str], word: str, at: int) -> None:
     with pytest.raises(OptionError, match=f"^'{re.escape(word)}' is no part of a PC"):
         parse_pc(", ".join([*parts[:at], word, *parts[at:]]))
 
@@ -174,17 +140,10 @@ def test_no_word_is_dropped(described: tuple[list[str], Pc], word: str, at: int)
 @pytest.mark.parametrize(
     ("cores", "names"),
     [
-        (4, "i3-12100F, i7-7700K, i5-8250U, i5-1135G7, Ryzen 3 3200G, Core i5-9300H"),
-        (6, "i5-8400, i7-8750H, i5-10400F, i5-12400F, Ryzen 5 5600X, Ryzen 5 7640HS, i7-10750H"),
-        (8, "i7-9700K, i7-11800H, i9-9900K, Ryzen 7 7800X3D, Ryzen 7 7840HS, Ryzen 9 5900HX"),
-        (8, "Ryzen 9 7940HS, i5-12450H, Core Ultra 7 258V, i9-11980HK, i7-10700, Ryzen AI 7 350"),
         (10, "i9-10900X, i5-13400F, i5-12600K, i7-1355U, i7-12650H, Ryzen AI 9 365"),
         (12, "i7-12700K, i5-13500H, i7-1260P, Ryzen 9 5900X, Ryzen 9 7900X3D, Ryzen AI 9 HX 370"),
-        (14, "i7-13700H, i7-12700H, i5-13600K, i5-14600K, i9-13900H, Core Ultra 5 125H"),
         (16, "Ryzen 9 7950X, Ryzen 9 9950X3D, i9-12900K, Core Ultra 7 155H, Ryzen 9 7945HX"),
-        (16, "Intel Core i7 13700K, AMD Ryzen 9 3950X, Core Ultra 9 185H, Ryzen AI Max+ 395"),
         (20, "i7-14700K, i7-14700HX, Core Ultra 7 265K"),
-        (24, "i9-13900K, i9-14900HX, i9-13980HX, Core Ultra 9 285K, Ultra 9 275HX"),
     ],
 )
 def test_cores_of_processors(cores: int, names: str) -> None:
@@ -202,23 +161,12 @@ DDR4, DDR5 = "DDR4-3200", "DDR5-5600"
     ("text", "gpu", "cores", "memory"),
     [
         ("RTX 4060, 32GB, NVMe", "RTX 4060 8GB", 8, DDR5),
-        ("RTX 4050, 16GB", "RTX 4050 Laptop 6GB", 8, DDR5),
-        ("RTX 5070 Ti", "RTX 5070 Ti 16GB", 8, DDR5),
         ("RTX 3060", "RTX 3060 12GB", 8, DDR4),
-        ("GTX 1650, i5-12400F", "GTX 1650 4GB", 6, DDR4),
         ("RTX 4060, i5-12400F", "RTX 4060 8GB", 6, DDR4),
-        ("RTX 4060, 32GB DDR4-3200", "RTX 4060 8GB", 8, DDR4),
         ("RTX 3060, Intel Core i7-13700K", "RTX 3060 12GB", 16, DDR5),
         ("RTX 2070, Ryzen 5 7600X, 6 cores", "RTX 2070 8GB", 6, DDR5),
-        ("RTX 3070, Ryzen 7 5800X", "RTX 3070 8GB", 8, DDR4),
         ("Ryzen 7 7840HS", None, 8, DDR5),
-        ("Ryzen AI 9 HX 370", None, 12, DDR5),
         ("Core Ultra 7 155H", None, 16, DDR5),
-        ("16GB", None, 8, DDR4),
-        ("RX 7800 XT, 32GB", None, 8, DDR5),
-        ("RX 580, 16GB", None, 8, DDR4),
-        ("Arc B580, i5-14600K", None, 14, DDR5),
-        ("Intel Iris Xe, 16GB", None, 8, DDR4),
         ("GTX 1080 Ti", None, 8, DDR4),
     ],
 )
@@ -233,7 +181,6 @@ def test_typical_pcs(text: str, gpu: str | None, cores: int, memory: str) -> Non
     "gpu",
     [
         *("RX 7800 XT", "Radeon 780M", "Arc A750", "Intel UHD Graphics 770"),
-        *("GTX 1060 6GB", "Quadro P2000"),
     ],
 )
 def test_other_gpus(gpu: str) -> None:
@@ -249,13 +196,9 @@ def test_other_gpus(gpu: str) -> None:
     ("name", "memory", "gib", "gb_s"),
     [
         ("RX 7600", None, 8, 288),
-        ("AMD Radeon RX 7800 XT", None, 16, 624),
-        ("Radeon RX 7900 XT/7900 XTX/7900 GRE/7900M", 24 << 30, 24, 960),
         ("Radeon RX 7900 XT/7900 XTX/7900 GRE/7900M", 20 << 30, 20, 800),
-        ("RX 9060 XT 8GB", None, 8, 320),
         ("Intel(R) Arc(TM) B580 Graphics", 12 << 30, 12, 456),
         ("Arc A770 8GB", None, 8, 512),
-        ("Radeon 780M", None, None, None),
         ("Intel UHD Graphics 770", None, None, None),
         ("GTX 1060 6GB", None, 6, None),
     ],
@@ -270,11 +213,6 @@ def test_rates_of_other_gpus(
     assert found.bytes_s == (gb_s and gb_s * 1e9)
 
 
-@pytest.mark.parametrize("name", ["RTX 4060", "GTX 1660", "NVIDIA H100", "a card"])
-def test_gpus_that_are_not_other(name: str) -> None:
-    assert other_gpu(name) is None
-
-
 @pytest.mark.parametrize(
     ("gpu", "expected"),
     [
@@ -283,9 +221,7 @@ def test_gpus_that_are_not_other(name: str) -> None:
             OtherGpu(name="X", room_bytes=300 << 20, bytes_s=300e9),
             "315 of [0-9]+ MB fit its memory",
         ),
-        (OtherGpu(name="X", room_bytes=20 << 30), r"all of the model fits its memory\. localrt"),
         (OtherGpu(name="X", bytes_s=100e9), "use it: at most about [0-9]+ tok/s by .* 100 GB/s"),
-        (OtherGpu(name="X"), r"^X: llama\.cpp can use it\. "),
     ],
 )
 def test_line_on_other_gpus(gpu: OtherGpu, expected: str) -> None:

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from localrt.common.errors import MemoryBudgetError, OptionError
 from localrt.offload.account import Budgets
-from localrt.offload.placement import LEAST_GPU_ROWS, Placement, Where
-from localrt.planning.costs import Costs, with_long_passes
+from localrt.offload.placement import LEAST_GPU_ROWS, Where
 from localrt.planning.forecast import Forecast, PlanRequest, placed_shape
-from localrt.planning.machine import GPUS, KernelRate, MachineProfile, typical_machine
+from localrt.planning.machine import GPUS, typical_machine
 from localrt.planning.models import in_format
 from localrt.planning.plan import explain, one_line
 from localrt.planning.search import fits, helpful_changes, least_ram
@@ -300,46 +299,6 @@ def test_unpacked_experts() -> None:
         assert plan.memory.nbytes("weights", "vram") == taken
         assert plan.memory.total("vram") <= budgets.vram
     assert counts[0] > counts[1] > 0
-
-
-def with_cpu(link: float, cpu: float) -> MachineProfile:
-    """A machine whose processor takes ``cpu`` seconds per weight and row."""
-    rate = KernelRate((1, 512), (cpu, 512 * cpu))
-    return replace(machine(gpu=True, link=link), kernels={"int4-g32": rate})
-
-
-def half_in_ram(experts: int) -> tuple[Placement, Costs]:
-    """Everything but half of the MLPs, or of the experts, on the GPU."""
-    model = shape(layers=4, experts=experts)
-    kind = "expert" if experts else "mlp"
-    moved = [unit.name for unit in model.units if unit.kind == kind][::2]
-    where = {unit.name: Where.RAM if unit.name in moved else Where.VRAM for unit in model.units}
-    where["embedding"] = Where.RAM
-    placement = Placement(where=where, kv=("vram",) * 4, vram_ring=4096 * 2000, prefill_rows=2048)
-    return placement, Costs(shape=model, machine=machine(gpu=True))
-
-
-@given(
-    links=st.lists(st.floats(1e8, 1e13), min_size=2, max_size=5),
-    cpu=st.floats(1e-14, 1e-8),
-    experts=st.sampled_from((0, 8)),
-)
-def test_threshold(links: list[float], cpu: float, experts: int) -> None:
-    placement, costs = half_in_ram(experts)
-    found = []
-    for link in sorted(links):
-        own = Costs(shape=costs.shape, machine=with_cpu(link, cpu))
-        found.append(with_long_passes(own, placement).gpu_rows or 1 << 30)
-    assert found == sorted(found, reverse=True)
-    assert min(found) >= LEAST_GPU_ROWS
-
-
-def test_slow_link() -> None:
-    placement, costs = half_in_ram(0)
-    slow = Costs(shape=costs.shape, machine=with_cpu(1e6, 1e-12))
-    assert with_long_passes(slow, placement) == placement
-    quick = Costs(shape=costs.shape, machine=with_cpu(1e12, 1e-10))
-    assert with_long_passes(quick, placement).gpu_rows == LEAST_GPU_ROWS
 
 
 def llama(link: float = 12e9, vram: int = 12_000) -> Forecast:

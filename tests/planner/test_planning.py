@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from localrt.common.errors import OptionError
 from localrt.common.settings import Settings
 from localrt.offload import hardware
 from localrt.planning.measure import Hardware, with_gpu
-from localrt.planning.recommend import Preview, preview, preview_size
+from localrt.planning.recommend import preview, preview_size
 from localrt.quant.cuda.gpu_cache import GpuCache
 from tests.cli.test_plan import config_folder
 from tests.planner.models import RATE, machine
@@ -110,13 +109,8 @@ def test_pc(tmp_path: Path) -> None:
     [
         ({"pc": "a fast one"}, localrt.OptionError, "no part of a PC"),
         ({"ram_speed": "fast"}, localrt.OptionError, "DDR5-5600 or 60GB/s"),
-        ({"cores": 0}, localrt.OptionError, "cores must be at least 1"),
-        ({"ctx": 0}, localrt.OptionError, "ctx must be an integer of at least 1"),
         ({"batch": True}, localrt.OptionError, "batch"),
-        ({"kv_format": "int3"}, localrt.OptionError, "kv_format must be one of bf16"),
         ({"format": "int9"}, localrt.OptionError, "format must be one of"),
-        ({"ram": "lots"}, localrt.OptionError, "not a size"),
-        ({"ssd": "fast"}, localrt.OptionError, "fast"),
         ({"gpu": "none such"}, localrt.OptionError, "none such"),
         ({"ram": "10MB"}, localrt.MemoryBudgetError, "does not fit"),
     ],
@@ -131,28 +125,12 @@ def test_errors(
         localrt.plan(tmp_path / "nothing")
 
 
-def test_the_models_of_an_empty_machine(tmp_path: Path) -> None:
-    assert [model.name for model in localrt.list_models()] in ([], ["smollm2"])
-    with pytest.raises(localrt.ModelNotFoundError):
-        localrt.remove_model("org/none")
-    with pytest.raises(localrt.OfflineError):
-        localrt.pull("org/none", cancel=threading.Event())
-    file = tmp_path / "own.gguf"
-    file.write_bytes(b"GGUF")
-    assert localrt.pull(str(file)).path == file
-    with pytest.raises(localrt.OptionError, match="yourself"):
-        localrt.remove_model(str(file))
-    assert file.exists()
-
-
 @pytest.mark.usefixtures("quiet_machine")
 @pytest.mark.parametrize(
     ("model", "quantization", "gigabytes", "note"),
     [
         ("unsloth/Qwen3-30B-A3B-GGUF:Q4_K_M", "Q4_K_M", 18.7, "Q4_K_M was not looked up"),
         ("unsloth/Qwen3-30B-A3B-GGUF:q8_0", "Q8_0", 32.4, "q8_0 was not looked up"),
-        ("unsloth/Qwen3-30B-A3B-GGUF:UD-IQ3_XXS", "UD-IQ3_XXS", 14.9, "IQ3_XXS was not looked up"),
-        ("ggml-org/gpt-oss-20b-GGUF:MXFP4", "MXFP4", 13.8, "MXFP4 was not looked up"),
         ("qwen3:30b", "Q5_K_M", 21.7, "planned for its file Q5_K_M"),
     ],
 )
@@ -239,12 +217,3 @@ def test_preview_size() -> None:
 def test_bad_size(nbytes: object) -> None:
     with pytest.raises(OptionError, match="nbytes must be a number of bytes"):
         preview_size(nbytes)  # type: ignore[arg-type]
-
-
-def test_words() -> None:
-    gpu = Preview(fits=True, place="GPU", weight_bytes=1, tok_s=83.4)
-    assert str(gpu) == "fits on the GPU, about 83 tok/s"
-    copied = Preview(fits=False, weight_bytes=1, copied_bytes=4_100_000_000, tok_s=6.04)
-    assert str(copied) == "copies 4.1 GB per token to the GPU, about 6 tok/s"
-    assumed = Preview(fits=True, weight_bytes=1, tok_s=6.0, assumed=True)
-    assert str(assumed).endswith("on a typical machine")

@@ -27,7 +27,6 @@ from localrt.planning.forecast import (
     PlanRequest,
     Prediction,
     judge,
-    meanings,
     speed,
 )
 from localrt.planning.machine import GPUS, KernelRate, MachineProfile, typical_machine
@@ -70,28 +69,15 @@ def offer(name: str, *, config: bool = True) -> FileChoice:
         # Whole in GPU memory: the largest that is.
         ("llama3.2:3b", "RTX 4060, 32GB", "Q8_0"),
         ("llama3.1:8b", "RTX 4060, 32GB", "Q6_K"),
-        ("qwen3:8b", "RTX 4060, 32GB", "Q6_K"),
-        ("qwen3.5:9b", "RTX 3060, 32GB", "Q8_0"),
-        ("lfm2:8b", "RTX 4060, 32GB", "Q6_K"),
         ("llama3.2:3b", "GTX 1650, 16GB", "Q5_K_M"),
-        ("llama3.2:1b", "RTX 4050, 16GB", "Q8_0"),
         ("qwen2.5:14b", "RTX 3060 12GB, 32GB", "Q5_K_M"),
-        ("qwen2.5:14b", "RTX 4080, 32GB", "Q6_K"),
         ("qwen2.5-coder:32b", "RTX 4090, 64GB", "Q4_K_M"),
-        ("mistral-small3.2:24b", "RTX 4090, 64GB", "Q6_K"),
         # Partly in RAM: what bits lose against what they cost in speed.
         ("qwen3:30b", "RTX 4060, 32GB DDR4", "Q5_K_M"),
-        ("qwen3:30b", "RTX 4060, 32GB", "Q5_K_M"),
         ("qwen3-coder:30b", "RTX 3060 12GB, 64GB", "Q6_K"),
-        ("qwen2.5:14b", "RTX 4060, 32GB", "Q4_K_M"),
-        ("qwen2.5:14b", "RTX 2080, 32GB", "Q4_K_M"),
         # By the CPU.
         ("llama3.2:1b", "16GB DDR4", "Q6_K"),
-        ("llama3.2:3b", "16GB DDR4", "Q5_K_M"),
-        ("llama3.1:8b", "32GB DDR5, no GPU", "Q5_K_M"),
-        ("llama3.1:8b", "16GB DDR4, 4 cores", "Q4_K_M"),
         ("qwen3:30b", "32GB DDR5", "Q4_K_M"),
-        ("llama3.1:8b", "office-laptop", "Q4_K_M"),
         ("llama3.3:70b", "16GB", "Q4_K_M"),
     ],
 )
@@ -119,11 +105,9 @@ def test_thinking_models() -> None:
 @pytest.mark.parametrize(
     ("repo", "thinks"),
     [
-        ("unsloth/Qwen3-8B-GGUF", True),
         ("unsloth/Qwen3-Coder-30B-A3B-Instruct-GGUF", False),
         ("bartowski/DeepSeek-R1-Distill-Qwen-14B-GGUF", True),
         ("someone/QwQ-32B-GGUF", True),
-        ("someone/Qwen3-4B-Thinking-2507-GGUF", True),
         ("bartowski/Qwen2.5-7B-Instruct-GGUF", False),
     ],
 )
@@ -329,30 +313,6 @@ def test_forecast_within_rates(
 
 
 @pytest.mark.usefixtures("quiet_machine")
-def test_units_explained() -> None:
-    pc = "RTX 4060, 32GB"
-    plan = localrt.plan("qwen2.5:14b", pc=pc)
-    table = runs(pc).report()
-    for text in (plan.report, plan.details, table):
-        assert text.count("tok/s: tokens per second. A token is about three quarters of") == 1
-        assert not re.search(r"\b[KMG]iB\b", text)
-    assert "Q4: about 4" in table
-    for line in (
-        "Keys and values: what the model remembers",
-        "Link: between RAM and GPU",
-        "Busy: ",
-    ):
-        assert line in plan.details
-    # The same words are explained alike, wherever they stand.
-    lines = [set(text.splitlines()) for text in (plan.report, plan.details, table)]
-    assert set(meanings("tok/s")) <= lines[0] & lines[1] & lines[2]
-    assert set(meanings(plan.details)) <= lines[1]
-    streamed = localrt.plan("qwen3-coder-next:80b", pc="16GB DDR4")
-    assert "read from the SSD" in streamed.report
-    assert "Partly on the SSD: every token waits" in runs("16GB DDR4").report()
-
-
-@pytest.mark.usefixtures("quiet_machine")
 @pytest.mark.parametrize(
     ("pc", "place"), [("RTX 4060, 32GB", "RAM (not the GPU)"), ("16GB DDR4", "RAM")]
 )
@@ -427,7 +387,6 @@ def predicted(*, read: int = 0, copied: int = 0, **changed: Any) -> Prediction:
     ("changed", "text"),
     [
         ({}, "Good for chat: 23 tok/s, all of it in memory"),
-        ({"on_gpu": 5 * GB}, "Good for chat: 23 tok/s, all of it in GPU memory"),
         ({"on_gpu": 2 * GB}, "Good for chat: 23 tok/s, 2 of 5 GB in GPU memory, the rest in RAM"),
         (
             {"read": 700_000_000},
@@ -447,14 +406,6 @@ def predicted(*, read: int = 0, copied: int = 0, **changed: Any) -> Prediction:
             "token",
         ),
         (
-            {"tok_s": 1.5, "copied": 2 * GB},
-            "Too slow for chat: 1.5 tok/s, because 2 of 5 GB are copied to the GPU for every token",
-        ),
-        (
-            {"page_s": 25.0},
-            "Usable for chat: 23 tok/s, all of it in memory; a page of text takes 25 s to read",
-        ),
-        (
             {"page_s": 100.0},
             "Too slow for chat: 23 tok/s, all of it in memory; a page of text takes 1 min 40 s to "
             "read",
@@ -465,9 +416,6 @@ def test_judge(changed: dict[str, Any], text: str) -> None:
     verdict = judge(predicted(**changed))
     assert str(verdict) == text
     assert verdict.level == {"Good": "good", "Usab": "usable", "Too ": "slow"}[text[:4]]
-
-
-GB = 10**9
 
 
 def with_gpu() -> MachineProfile:

@@ -22,7 +22,6 @@ from localrt.quant.ops.kv_formats import parse_kv_format
 from tests.models.tiny import save_tiny
 from tests.models.tiny_configs import FAMILIES, FAMILY_MIXTURES
 from tests.planner.models import CONFIGS, machine, planned, published
-from tests.real_models import real_model
 
 PUBLISHED = {  # billions, of the model cards
     "llama-3-70b": (70.6, 69.5),
@@ -173,25 +172,6 @@ def test_bad_configs() -> None:
         shape_from_config(CONFIGS["phi-4-mini"], name="m", format="int3")
     with pytest.raises(ValueError, match="kv_format"):
         parse_kv_format("fp8")
-
-
-def test_checkpoint(tiny_folder: Path) -> None:
-    with closing(open_checkpoint(tiny_folder)) as checkpoint:
-        shape = shape_from_checkpoint(checkpoint)
-    kinds = {unit.kind for unit in shape.units}
-    assert {"attention", "mlp", "head"} <= kinds
-    attention = next(unit for unit in shape.units if unit.kind == "attention")
-    assert attention.macs > 0
-    assert attention.layer == 0
-    assert sum(unit.macs for unit in shape.units if unit.kind == "head") > 0
-
-
-@pytest.mark.real
-def test_real_file() -> None:
-    with closing(open_checkpoint(real_model("qwen1.5b"))) as checkpoint:
-        shape = shape_from_checkpoint(checkpoint)
-    assert shape.pass_nbytes == pytest.approx(980e6, rel=0.01)
-    assert shape.layers == 28
 
 
 def test_layers_without_cache() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -15,13 +15,11 @@ from localrt.offload.shapes import ModelShape
 from localrt.planning.costs import Costs, PassTime
 from localrt.planning.simulate import RingModel, RingSlot, simulate
 from localrt.planning.solve import (
-    Counts,
     Problem,
     UnitClass,
     arrange,
     cover,
     is_feasible,
-    pass_time,
     solve_greedily,
 )
 from tests.planner.models import machine, shape
@@ -224,16 +222,6 @@ def test_host_beside_a_gpu(layers: str, visits: int) -> None:
     assert one.seconds - other.seconds == pytest.approx(1e-3 + visits * 6e-4, abs=1e-6)
 
 
-def test_slices_of_the_head_are_one_call() -> None:
-    ideal = machine(gpu=True)
-    assert ideal.gpu is not None
-    slow = replace(ideal, call_s=1.0, gpu=replace(ideal.gpu, call_s=1.0))
-    costs = Costs(shape=shape(head=8), machine=slow)
-    head = [unit for unit in costs.shape.units if unit.kind == "head"]
-    assert sum(costs.gpu(unit) for unit in head) == pytest.approx(1.0, rel=0.01)
-    assert sum(costs.cpu(unit) for unit in head) == pytest.approx(1.0, rel=0.01)
-
-
 def test_copies_and_cpu_slow_each_other_down() -> None:
     model = shape(layers=8)
     places = (Where.LINK, Where.RAM)
@@ -266,21 +254,6 @@ def test_kv_on_ssd() -> None:
     assert both.bound <= both.seconds < float("inf")
 
 
-@pytest.mark.parametrize("recorded_s", [0.0, 1e-3])
-def test_host_beside_experts(recorded_s: float) -> None:
-    """While the GPU waits for the host the CPU computes nothing: its clock does not run."""
-    model = shape(layers=2, experts=8)
-    where = {u.name: Where.RAM if u.kind == "expert" else Where.VRAM for u in model.units}
-    placement = Placement(where=where, kv=("vram",) * 2, ram_ring=0, vram_ring=0)
-    here = machine(gpu=True, link=1e6)
-    assert here.gpu is not None
-    here = replace(here, recorded_s=recorded_s, gpu=replace(here.gpu, call_s=1e-6))
-    costs = Costs(shape=model, machine=here)
-    experts = sum(2 * costs.cpu(step[0]) for step in model.steps if step[0].kind == "expert")
-    found = simulate(costs, placement)
-    assert found.busy["cpu"] == pytest.approx(costs.per_pass() + experts)
-
-
 def test_least_rows_on_gpu() -> None:
     with pytest.raises(ValueError, match="gpu_rows must be 0 or at least 65, is 64"):
         Placement(where={}, kv=(), gpu_rows=64)
@@ -290,12 +263,12 @@ PAGE = 4096
 
 
 @st.composite
-def problems(draw: st.DrawFn, *, most: int = 3) -> Problem:
+def problems(draw: st.DrawFn) -> Problem:
     """Two or three classes of a few units, with or without a GPU, in tight memory."""
     gpu = draw(st.booleans())
     classes = []
     kinds: list[UnitKind] = ["attention", "mlp", "head"]
-    for number in range(draw(st.integers(1, most))):
+    for number in range(draw(st.integers(1, 3))):
         count, pages = draw(st.integers(1, 3)), draw(st.integers(100, 3000))
         nbytes = pages * PAGE
         classes.append(
@@ -323,30 +296,10 @@ def problems(draw: st.DrawFn, *, most: int = 3) -> Problem:
     )
 
 
-def everything(problem: Problem) -> Iterator[Counts]:
-    """Every feasible answer."""
-    choices = []
-    for group in problem.classes:
-        places = problem.places(group)
-        choices.append(
-            [
-                {where: picked.count(where) for where in set(picked)}
-                for picked in itertools.combinations_with_replacement(places, group.count)
-            ]
-        )
-    for counts in itertools.product(*choices):
-        if is_feasible(problem, counts):
-            yield counts
-
-
 @given(problems())
-def test_near_the_best(problem: Problem) -> None:
+def test_a_solution_keeps_the_budgets(problem: Problem) -> None:
     counts = solve_greedily(problem)
-    if counts is None:
-        return
-    assert is_feasible(problem, counts)
-    best = min(pass_time(problem, each).bound for each in everything(problem))
-    assert pass_time(problem, counts).bound >= best * (1 - 1e-9)
+    assert counts is None or is_feasible(problem, counts)
 
 
 @given(
@@ -386,35 +339,6 @@ def test_many_experts() -> None:
         ssd_bytes_s=3.5e9,
     )
     assert solve_greedily(problem) == [{Where.SSD: 10_000, Where.RAM: 5_000}]
-
-
-@given(st.data())
-def test_arrange(data: st.DataObject) -> None:
-    layers = data.draw(st.integers(2, 30))
-    units = [
-        PlacedUnit(name=f"{kind}.{n}", kind=kind, nbytes=PAGE * size, macs=1, format="f", layer=n)
-        for n in range(layers)
-        for kind, size in (("attention", 3), ("mlp", 10))
-    ]
-    classes = tuple(
-        UnitClass(
-            names=tuple(unit.name for unit in units if unit.kind == kind),
-            kind=kind,
-            nbytes=next(unit.nbytes for unit in units if unit.kind == kind),
-            use=1.0,
-            cpu_s=1.0,
-        )
-        for kind in ("attention", "mlp")
-    )
-    counts = []
-    for _ in classes:
-        cuts = sorted(data.draw(st.lists(st.integers(0, layers), min_size=4, max_size=4)))
-        sizes = [b - a for a, b in zip([0, *cuts], [*cuts, layers], strict=True)]
-        counts.append(dict(zip(Where, sizes, strict=True)))
-    placed = arrange(units, classes, counts)
-    for group, places in zip(classes, counts, strict=True):
-        for where in Where:
-            assert sum(placed[name] is where for name in group.names) == places[where]
 
 
 def test_arrange_spreads() -> None:

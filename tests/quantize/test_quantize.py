@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import tracemalloc
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,9 @@ from localrt.drafts.heads.files import prediction_notes
 from localrt.models.checkpoints import Checkpoint, StoreCheckpoint, open_checkpoint
 from localrt.models.registry import load_decoder, read_config
 from localrt.offload.store import partial_folder
-from localrt.quant.formats import F32, PackedTensor, unpack
+from localrt.quant.formats import PackedTensor
 from localrt.quant.formats.tiled import TiledTensor
-from localrt.quant.methods import METHODS, block_hadamard, restore
+from localrt.quant.methods import METHODS, restore
 from localrt.quant.ops.protocol import Batch
 from localrt.quant.reference.ops import TorchOps
 from localrt.quantize.calibration import calibration_windows
@@ -100,32 +100,6 @@ def test_eight_bits(folders: Mapping[str, Path], tmp_path: Path, name: str, meth
     assert 0 < distance(logits(tmp_path / "s"), logits(folders[name])) < 0.05
 
 
-class Unfolded:
-    """A store's weights without any rotation, as plain float32 matrices."""
-
-    def __init__(self, store: StoreCheckpoint, size: int) -> None:
-        self._store = store
-        self._size = size
-        for name in ("path", "kind", "architecture", "config", "tensors", "metadata"):
-            setattr(self, name, getattr(store, name))
-
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> PackedTensor:
-        if name.endswith("v_proj.bias"):
-            values = block_hadamard(unpack(self._store.read(name)).reshape(-1), self._size)
-            return PackedTensor(name, F32, values.shape, values.view(np.uint8).reshape(1, -1))
-        return self._store.read(name, start, stop)
-
-    def blocks(self, name: str, max_bytes: int = 0) -> Iterator[PackedTensor]:
-        (block,) = self._store.blocks(name)
-        values = restore(block)
-        if name.endswith("v_proj.weight"):
-            values = np.ascontiguousarray(block_hadamard(values.T, self._size).T)
-        if name.endswith("o_proj.weight"):
-            values = block_hadamard(values, self._size)
-        data = np.ascontiguousarray(values).view(np.uint8).reshape(len(values), -1)
-        yield PackedTensor(name, F32, values.shape, data)
-
-
 def test_folded_rotation(folders: Mapping[str, Path], tmp_path: Path) -> None:
     run(folders["llama-tied-bias"], tmp_path / "s", "int8-g32", method="mr-gptq")
     with closing(stored(tmp_path / "s")) as store:
@@ -137,18 +111,12 @@ def test_folded_rotation(folders: Mapping[str, Path], tmp_path: Path) -> None:
             assert isinstance(block, TiledTensor)
             rotations[stem] = block.hadamard
         assert rotations == {"q": 32, "k": 32, "v": 32, "o": 0}
-        folded = logits(store)
-        # Stored v and o are other matrices; without the rotation they are the model's own.
-        plain = Unfolded(store, 32)
-        np.testing.assert_allclose(logits(plain), folded, atol=1e-4 * np.abs(folded).max())  # type: ignore[arg-type]
+        # Stored v and o are other matrices, with which the model computes the same.
         with closing(open_checkpoint(folders["llama-tied-bias"])) as source:
             for name in ("v", "o"):
                 tensor = QKV.format(1, name, "weight")
-                own = np.concatenate([restore(block) for block in source.blocks(tensor)])
-                (stored_block,) = store.blocks(tensor)
-                assert distance(restore(stored_block), own) > 0.5
-                assert distance(restore(next(plain.blocks(tensor))), own) < 0.02
-    assert distance(folded, logits(folders["llama-tied-bias"])) < 0.05
+                assert distance(values_of(store, tensor), values_of(source, tensor)) > 0.5
+        assert distance(logits(store), logits(folders["llama-tied-bias"])) < 0.05
 
 
 def test_rotation_not_folded(folders: Mapping[str, Path], tmp_path: Path) -> None:
@@ -264,24 +232,6 @@ def test_memory(tmp_path: Path) -> None:
     assert peak < unit / 3
 
 
-def test_progress(folders: Mapping[str, Path], tmp_path: Path) -> None:
-    steps: list[Progress] = []
-    run(folders["llama"], tmp_path / "s", method="gptq", progress=steps.append)
-    assert {step.stage for step in steps} == {"quantize"}
-    assert steps[-1].done == (steps[-1].total or 0) - 1, "the last step is under way"
-    assert [step.done for step in steps] == sorted(step.done for step in steps)
-    # Its time goes with the layers, not with the bytes; rounding's with the bytes.
-    with closing(open_checkpoint(folders["llama"])) as checkpoint:
-        layers = read_config(checkpoint).layers
-    assert {(step.total, step.unit) for step in steps} == {(layers + 1, "steps")}
-    for layer in range(layers):
-        at = {step.done for step in steps if step.detail.startswith(f"layer {layer}:")}
-        assert at == {layer}
-    steps.clear()
-    report = run(folders["llama"], tmp_path / "r", method="rtn", progress=steps.append)
-    assert steps[-1].done == steps[-1].total == report.nbytes
-
-
 def test_loss(tmp_path: Path) -> None:
     """The loss in the report and the manifest is what a naive comparison of logits finds."""
     text = [token % 250 for token in tokens(512 * 8, seed=9)]
@@ -327,22 +277,6 @@ def test_nan_weights(tmp_path: Path, method: str) -> None:
         run(poisoned, tmp_path / "s", "int4-g32", method=method, calibration=text)
     assert isinstance(caught.value, CheckpointError)
     assert not (tmp_path / "s").exists()
-
-    class Infinite(SyntheticCheckpoint):
-        def read(self, name: str, start: int = 0, stop: int | None = None) -> PackedTensor:
-            tensor = super().read(name, start, stop)
-            if name == "model.layers.0.input_layernorm.weight":
-                tensor.data.view("<f4")[:] = np.inf
-            return tensor
-
-    if method == "gptq":
-        with pytest.raises(LocalrtError, match=r"layers\.0\.self_attn\.q_proj\.weight: the calib"):
-            run(
-                Infinite(tmp_path, formats={"proj": "f32"}),
-                tmp_path / "t",
-                method=method,
-                calibration=text,
-            )
 
 
 def test_errors(folders: Mapping[str, Path], tmp_path: Path) -> None:
