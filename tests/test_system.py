@@ -6,6 +6,7 @@ import ast
 import ctypes
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -81,6 +82,12 @@ def test_a_temporary_file_is_written_and_gone(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_missing_file_is_said(tmp_path: Path) -> None:
+    for direct in (False, True):
+        with pytest.raises(FileNotFoundError):
+            system.open_file(tmp_path / "nothing", direct=direct)
+
+
 def test_zeros_are_at_a_page_boundary_and_can_be_written() -> None:
     memory = np.frombuffer(system.map_zeros(1 << 22, large_pages=True), np.uint8)
     assert memory.ctypes.data % PAGE == 0
@@ -130,6 +137,7 @@ def test_a_helper_takes_no_more_memory_than_it_may() -> None:
 @pytest.mark.parametrize(
     ("host", "to", "family"),
     [
+        ("127.0.0.1", "127.0.0.1", socket.AF_INET),
         ("127.0.0.1", "::ffff:127.0.0.1", socket.AF_INET6),
         ("::1", "::1", socket.AF_INET6),
     ],
@@ -162,6 +170,49 @@ def test_own_client(
                 assert system.is_own_client(*ends) == (os.getuid() == 0)
             client.close()
             assert system.is_own_client(*ends) is False
+
+
+ROOMS = ("localrt", "models", "offload", "quant", "speculative", "tui")
+SOME_HAVE = {"fcntl", "grp", "msvcrt", "pty", "pwd", "resource", "termios", "tty", "winreg"}
+ASK = {"ctypes.WinDLL", "ctypes.windll", "os.name", "platform.system", "sys.platform"}
+ASK |= {"system.IS_WINDOWS"}
+WORDS = re.compile("|".join(map(re.escape, SOME_HAVE | ASK | {"platform", "/proc/", "/sys/"})))
+ALLOWED = {
+    # Other PCs, which are like this one unless it is said.
+    "localrt/planning/describe_pc.py",
+    "localrt/planning/machine.py",
+}
+
+
+def asks_for_the_system(tree: ast.AST) -> bool:
+    """Whether code imports what only some systems have, or asks which one it is on."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found = any(name.name in SOME_HAVE for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            wanted = {f"{node.module}.{name.name}" for name in node.names}
+            found = node.module in SOME_HAVE or not wanted.isdisjoint(ASK)
+        elif isinstance(node, ast.Attribute):
+            found = isinstance(node.value, ast.Name) and f"{node.value.id}.{node.attr}" in ASK
+        else:
+            text = node.value if isinstance(node, ast.Constant) else None
+            found = isinstance(text, str) and text.startswith(("/proc/", "/sys/"))
+        if found:
+            return True
+    return False
+
+
+def test_no_other_room_asks_for_the_system() -> None:
+    root = Path(__file__).parents[1]
+    files = {
+        str(path.relative_to(root).as_posix()): path
+        for room in ROOMS
+        for path in (root / room).rglob("*.py")
+        if path.parent != root / "localrt/system"
+    }
+    texts = {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+    found = {name: text for name, text in texts.items() if WORDS.search(text)}
+    assert {name for name, text in found.items() if asks_for_the_system(ast.parse(text))} == ALLOWED
 
 
 CPU = "sys/devices/system/cpu"
@@ -198,7 +249,12 @@ CORE_12700 = {  # 8 performance cores of two threads, 4 efficiency cores
     "sys/devices/cpu_atom/cpus": "16-19",
     **each(CLOCK, *[4_900_000] * 16, *[3_600_000] * 4),
 }
+RYZEN_8500 = {  # Zen 4 and Zen 4c
+    **siblings(*(f"{n}-{n + 1}" for n in range(0, 12, 2))),
+    **each(CLOCK, *[5_000_000] * 4, *[3_700_000] * 8),
+}
 RK3588 = {**ALONE_8, **each("cpu_capacity", 397, 397, 397, 397, 1024, 1024, 1024, 1024)}
+THREE_KINDS = {**ALONE_8, **each("cpu_capacity", 310, 310, 310, 310, 750, 750, 750, 1024)}
 NO_CAPACITY = {**ALONE_8, **each(CLOCK, *[1_400_000] * 4, *[2_800_000] * 4)}
 
 
@@ -206,14 +262,19 @@ NO_CAPACITY = {**ALONE_8, **each(CLOCK, *[1_400_000] * 4, *[2_800_000] * 4)}
     ("files", "allowed", "cores"),
     [
         (RYZEN_5600, range(12), Cores(6, 0, 6)),
+        (RYZEN_5600, range(6), Cores(6, 0, 6)),
         (RYZEN_5600, {0, 6, 1}, Cores(2, 0, 2)),
         (CORE_12700, range(20), Cores(8, 4, 8)),
         (CORE_12700, {0, 1, 2, 16}, Cores(2, 1, 2)),
         (CORE_12700, range(16, 20), Cores(4, 0, 4)),  # the efficiency cores are all it has
         (ALONE_8, range(8), Cores(8, 0, 8)),  # a Zen 4 with SMT off
+        (RYZEN_8500, range(12), Cores(6, 0, 6)),
         (RK3588, range(8), Cores(4, 4, 4)),
         (RK3588, {0, 1, 7}, Cores(1, 2, 1)),
+        (RK3588, {0, 1}, Cores(2, 0, 2)),
+        (THREE_KINDS, range(8), Cores(4, 4, 4)),
         (NO_CAPACITY, range(8), Cores(4, 4, 4)),
+        ({**ALONE_8, **each("cpu_capacity", 1024, 850)}, range(8), Cores(8, 0, 8)),
         ({}, range(2), Cores(2, 0, 2)),  # a virtual machine that shows nothing
     ],
 )
@@ -232,11 +293,14 @@ V1, V2 = "sys/fs/cgroup/cpu", "sys/fs/cgroup"
         ("0::/app/worker", {f"{V2}/app/worker/cpu.max": "max 100000"}, 8),
         ("0::/app/worker", {f"{V2}/app/cpu.max": "300000 100000"}, 3),  # a parent's limit binds
         ("0::/", {f"{V2}/cpu.max": "20000 100000"}, 1),
+        ("0::/", {f"{V2}/cpu.max": "1600000 100000"}, 8),
+        ("3:cpu,cpuacct:/", {f"{V1}/cpu.cfs_quota_us": -1, f"{V1}/cpu.cfs_period_us": 100_000}, 8),
         (
             "3:cpu,cpuacct:/docker/abc",  # a folder of the host
             {f"{V1}/cpu.cfs_quota_us": 250_000, f"{V1}/cpu.cfs_period_us": 50_000},
             5,
         ),
+        ("0::/", {f"{V2}/cpu.max": ""}, 8),
     ],
 )
 def test_limited_cpu_time(
@@ -256,6 +320,7 @@ def windows(*cores: tuple[int, int, int]) -> bytes:
     ("records", "allowed", "processor", "counts"),
     [
         (windows((1, 3, 0), (1, 12, 0), (0, 16, 0)), 31, "Intel64, GenuineIntel", (2, 1)),
+        (windows((1, 3, 0), (1, 12, 0), (0, 16, 0)), 17, "Intel64, GenuineIntel", (1, 1)),
         (windows((1, 3, 0), (0, 12, 0)), 15, "AMD64, AuthenticAMD", (2, 0)),
         (windows((0, 3, 0), (0, 3, 1)), 3, "AMD64, AuthenticAMD", (2, 0)),
         (b"", 3, "", (0, 0)),

@@ -56,6 +56,7 @@ HM = "<think>\nHm.\n"
     ("template", "said", "shown", "calls"),
     [
         (HERMES, f"{HM}{CALL}", HM, [OSLO]),
+        (HERMES, f"{HM}{CALL}\n{CALL}", HM, [OSLO] * 2),
         (OPENED, f"Hm.\n{CALL}", HM, [OSLO]),
         (OPENED, CALL, "<think>\n", [OSLO]),  # no thought at all
         (HERMES, f"<think>I use <tool_call>.</think>{CALL}", "<think>I use <tool_call>.</think>",
@@ -133,8 +134,10 @@ def test_half_a_call_is_nothing(builder: Any, name: str, choice: str) -> None:
     [
         ("Hermes, Qwen", f"Hm.\n{CALL}", 20, "Hm.", []),
         ("Hermes, Qwen", f"Hm. {CALL}", 9, "Hm.", []),
+        ("Hermes, Qwen", f"{CALL}\n{CALL}", len(CALL) + 30, "", [OSLO]),
         ("Hermes, Qwen", f"<think>{CALL}</think>", 30, "<think>", []),
         ("Hermes, Qwen", "a < b, and", 3, "a <", []),
+        ("Llama", '{"name": "weather", "parameters": {}}', 24, "", []),
         ("Llama", '{"name": "Oslo", "size": 3}', 24, '{"name": "Oslo", "size":', []),
     ],
 )
@@ -279,6 +282,12 @@ _CALLED = f'{_C} to=functions.weather <|constrain|>json<|message|>{{"city": "Osl
     [
         (f"{_A}<|message|>Hm.{_NEXT}{_CALLED}", ("Hm.", ""), [OSLO]),
         (
+            f"{_A}<|message|>Hm.{_NEXT}{_C}<|message|>I look.{_NEXT}{_CALLED}",
+            ("Hm.", "I look."),
+            [OSLO],
+        ),
+        (f"{_C}<|message|>I look.{_NEXT}{_CALLED}", ("", "I look."), [OSLO]),
+        (
             f"{_A}<|message|>Hm.{_NEXT}{_C}<|message|>I look.{_NEXT}"
             f"{_A}<|message|>So.{_NEXT}{_CALLED}",
             ("Hm.", "I look."),
@@ -334,6 +343,11 @@ def test_words_thoughts_and_calls_in_a_history_of_channels(
 ENDS = {
     "<|im_end|>": (CHATML, True),
     "<end_of_turn>": (CHATML, True),
+    "<|eot_id|>": (CHATML.replace("'\n'", "'\n\n'"), True),
+    "</s>": (CHATML, True),
+    "<turn|>": (CHATML, True),
+    "<|end|>": (CHATML, True),
+    "[|endofturn|]": (CHATML, True),
     "<|eot|>": (CHATML, True),
     "<|END_OF_TURN_TOKEN|>": (CHATML, True),
     "<|videos|>": (CHATML, False),  # no end

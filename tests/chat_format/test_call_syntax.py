@@ -245,11 +245,17 @@ def test_one_character_at_the_end_of_an_answer(thinking: str, forced: bool, show
         ("Qwen Coder, Qwen 3.5, Nemotron 3", '<tool_call>{"name": "f", "arguments": {"a": 1}}'),
         (
             "Hermes, Qwen",
+            "<tool_call><function=f><parameter=a>1</parameter></function></tool_call>",
+        ),
+        (
+            "Hermes, Qwen",
             "<tool_call><function=f ><parameter=a >1</parameter></function></tool_call>",
         ),
         ("GLM", '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'),
+        ("GLM", "<tool_call>f<arg_key> a </arg_key> <arg_value>1</arg_value></tool_call>"),
         ("Hermes, Qwen", '{"name": "f", "arguments": {"a": 1}}'),
         ("DeepSeek V3.2", '{0}<｜DSML｜parameter name="a" string="false">1</｜DSML｜parameter>{1}'),
+        ("Cohere's actions", '<|START_ACTION|>[{"tool_name": "f", "parameters": {"a": 1}}]'),
         ("Gemma 4", "<|tool_call>call:f{ a: 1 }<tool_call|>"),
         ("LFM 2.5", "<|tool_call_start|>[f(a=1)]"),
     ],
@@ -309,10 +315,17 @@ def test_a_template_without_any_mark_is_known_by_the_models_own_tokens() -> None
     "body",
     [
         "{{ raise_exception('no') }}",
+        "{{ messages | tojson }}",
         "{{ messages }}",
         "{% for i in range(10 ** 9) %}{{ i }}{% endfor %}",
+        "{% for m in messages %}{{ (m | string) * 100 }}{% endfor %}",
+        "{% for m in messages %}{{ m | string | reverse }}{% endfor %}",
         chat("{{ m.tool_calls }}"),
+        chat("{{ m.tool_calls | tojson | upper }}"),
+        chat("{{ (m.tool_calls | tojson) * 3 }}"),
+        chat("{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"),
         chat("{% for c in m.tool_calls or [] %}{{ c.function.arguments }}{% endfor %}"),
+        chat("{% for c in m.tool_calls or [] %}<<<<{{ c.function.name * 99 }}>>>>{% endfor %}"),
         chat("{% for c in m.tool_calls or [] %}{{ '(((((a+)+)+)+' }}{{ c }}{% endfor %}"),
     ],
 )
@@ -379,6 +392,10 @@ def test_calls_of_an_unknown_kind_stay_text(call: str) -> None:
         assert parser.calls == ()
 
 
+def test_no_syntax_of_a_published_template_is_unknown() -> None:
+    assert not [name for name in TEMPLATES if known(name)[1].unknown]
+
+
 DEFS: dict[str, Any] = {
     "$defs": {
         "size": {"enum": ["s", "m", "10"]},
@@ -387,6 +404,7 @@ DEFS: dict[str, Any] = {
         "tree": {"anyOf": [{"$ref": "#/$defs/tree"}, {"$ref": "#/$defs/tree"}, {"type": "null"}]},
         **{f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 3} for n in range(30)},
         "d30": {"type": "integer"},
+        "a/b": {"type": "boolean"},
     },
     "definitions": {"old": {"anyOf": [{"type": "number"}, {"type": "null"}]}},
 }
@@ -399,44 +417,68 @@ STRING, INTEGER, NUMBER, NULL = ({"type": t} for t in ("string", "integer", "num
         # Text stays text.
         (STRING, "5", "5"),
         (STRING, '{"a": 1}', '{"a": 1}'),
+        (STRING, "", ""),
+        (STRING, "None", "None"),
         ({"enum": ["1", "true"]}, "1", "1"),
+        ({"enum": ["1", 2]}, "1", "1"),
         ({"enum": ["1", 2]}, "2", 2),
         ({"const": "null"}, "null", "null"),
+        ({"$ref": "#/$defs/size"}, "10", "10"),
         ({"allOf": [{"$ref": "#/$defs/size"}], "description": "x"}, "10", "10"),
+        ({"anyOf": [{"$ref": "#/$defs/size"}, NULL]}, "10", "10"),
         # Numbers.
         (INTEGER, "5", 5),
         (INTEGER, " 5.0 ", 5),
         (INTEGER, "5.5", 5.5),
         (NUMBER, "5.0", 5.0),
+        (NUMBER, "5", 5),
         (NUMBER, "1e3", 1000.0),
         (INTEGER, "five", "five"),
+        (NUMBER, "1e999", "1e999"),
         ({"type": "array"}, "[1, -1e999]", "[1, -1e999]"),
         (INTEGER, "", ABSENT),
         (INTEGER, "None", ABSENT),
+        ({"$ref": "#/$defs/count"}, "5.0", 5),
+        ({"allOf": [NUMBER, INTEGER]}, "5.0", 5),
+        ({"type": "number", "enum": [1, 2]}, "2.0", 2),
+        ({"enum": [1, 2]}, "2", 2),
+        ({"const": 7}, "7", 7),
         # With null.
         ({"anyOf": [INTEGER, NULL]}, "5.0", 5),
         ({"oneOf": [INTEGER, NULL]}, "None", None),
+        ({"type": ["integer", "null"]}, "null", None),
         ({"type": ["integer", "null"]}, "", None),
+        ({"type": "integer", "nullable": True}, "null", None),
         ({"$ref": "#/definitions/old"}, "2.5", 2.5),
         ({"type": ["string", "null"]}, "null", None),
+        ({"type": ["string", "null"]}, "5", "5"),
+        ({"type": ["string", "null"]}, "", ""),
         # Several types.
         ({"type": ["string", "integer"]}, "5", 5),
+        ({"type": ["string", "number"]}, "5", 5),
         ({"type": ["string", "integer"]}, "5.5", "5.5"),
+        ({"anyOf": [{"type": "array"}, STRING]}, '["a"]', ["a"]),
         # Truth.
         ({"type": "boolean"}, "True", True),
         ({"type": "boolean"}, "false", False),
+        ({"type": "boolean"}, "FALSE", False),
+        ({"$ref": "#/$defs/a~1b"}, "True", True),
         # Lists and objects.
         ({"type": "array"}, "[1, 'a', None]", [1, "a", None]),
         ({"type": "object"}, '{"a": true}', {"a": True}),
+        ({"properties": {"a": INTEGER}}, "{'a': True}", {"a": True}),
         ({"type": "array"}, "", ABSENT),
         # Nothing is said, or nothing that can be read.
         ({}, "5", 5),
         (True, "x", "x"),
         ({}, "", ""),
         ({"$ref": "#/$defs/loop"}, "5", 5),
+        ({"$ref": "#/$defs/nowhere"}, "x", "x"),
         # Many ways lead to the same schema.
         ({"$ref": "#/$defs/tree"}, "5", 5),
         ({"$ref": "#/$defs/d0"}, "5.0", 5),
+        ({"$ref": "https://example.org/s.json"}, "x", "x"),
+        ({"anyOf": [INTEGER, {}]}, "x", "x"),
         ({"type": 3, "enum": "x", "anyOf": {}}, "x", "x"),
     ],
 )
@@ -462,6 +504,7 @@ def test_text_is_read_as_the_schema_says(schema: Any, text: str, value: Any) -> 
         ),
         ({"anyOf": [{"properties": {"a": STRING}, "required": ["a"]}, {}]}, {"a"}, set()),
         (None, set(), set()),
+        ([1], set(), set()),
         ({"anyOf": [{"$ref": "#"}, {"$ref": "#"}], "properties": {"a": STRING}}, {"a"}, set()),
     ],
 )
@@ -470,15 +513,33 @@ def test_parameters_wherever_they_stand(schema: Any, properties: set[str], requi
     assert (set(found), needed) == (properties, required)
 
 
-def test_calls_have_the_types_of_their_tools() -> None:
-    parameters = {
-        "properties": {"size": {"$ref": "#/$defs/size"}, "count": {"$ref": "#/$defs/count"}},
-        **DEFS,
-    }
-    text = (
-        "<tool_call>\n<function=f>\n<parameter=size>\n10\n</parameter>\n"
-        "<parameter=count>\n3.0\n</parameter>\n</function>\n</tool_call>"
-    )
-    parser = parser_of(*known("Hermes, Qwen"), [tool("f", parameters=parameters)], "")
+PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "size": {"$ref": "#/$defs/size"},
+        "count": {"anyOf": [{"$ref": "#/$defs/count"}, NULL]},
+        "note": {"type": ["string", "null"]},
+    },
+    "required": ["size"],
+    **DEFS,
+}
+
+
+CODER = (
+    "<tool_call>\n<function=f>\n<parameter=size>\n10\n</parameter>\n<parameter=count>\n3.0\n"
+    "</parameter>\n</function>\n</tool_call>"
+)
+GLM = (
+    "<tool_call>f\n<arg_key>size</arg_key>\n<arg_value>10</arg_value>\n"
+    "<arg_key>count</arg_key>\n<arg_value>3.0</arg_value>\n</tool_call>"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("Qwen Coder, Qwen 3.5, Nemotron 3", CODER), ("Hermes, Qwen", CODER), ("GLM", GLM)],
+)
+def test_calls_have_the_types_of_their_tools(name: str, text: str) -> None:
+    parser = parser_of(*known(name), [tool("f", parameters=PARAMETERS)], "")
     assert fed(parser, text, [7]) == ""
     assert [json.loads(call.arguments) for call in parser.calls] == [{"size": "10", "count": 3}]

@@ -21,7 +21,7 @@ from localrt.cli import main
 from localrt.engine.options import read_options
 from localrt.engine.sampling import Sampling, constrained
 from localrt.models.tokenizers.hf import hf_tokenizer
-from tests.conftest import write_byte_tokenizer
+from tests.conftest import CHATML, write_byte_tokenizer, write_tiny_model
 from tests.inside import core_of
 
 pytest.importorskip("llguidance")
@@ -155,19 +155,28 @@ def test_batches_and_chats(tiny: localrt.Model) -> None:
             ({"json_schema": schema}, "json_schema allows no answer that ends")
             for schema in [
                 {"$ref": "#"},
+                {"$ref": "#/$defs/A", "$defs": {"A": {"$ref": "#/$defs/A"}}},
                 {"allOf": [{"$ref": "#"}]},
+                {"anyOf": [{"$ref": "#"}, {"allOf": [{"type": "integer"}, {"$ref": "#"}]}]},
                 {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
                 {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
+                {"type": "array", "prefixItems": [{}, {"$ref": "#"}], "minItems": 2},
             ]
         ],
         ({"json_schema": '{"type":'}, "json_schema is not JSON"),
         ({"json_schema": {"type": object}}, "json_schema is not JSON"),
+        ({"json_schema": False}, "json_schema must be a JSON object"),
+        ({"json_schema": [1]}, "json_schema must be a JSON object"),
+        ({"json_schema": {"title": "\ud800"}}, "json_schema"),
         ({"regex": "(a"}, "regex cannot be used: unclosed group"),
         ({"regex": "(?=a)b"}, "regex cannot be used: look-around"),
+        ({"regex": ""}, "regex must be a non-empty string"),
         ({"regex": 5}, "regex must be a non-empty string"),
+        ({"regex": "[^\\s\\S]"}, "regex"),
         ({"regex": "a", "json_schema": {}}, "cannot be combined"),
         ({"regex": "a", "grammar": 'root ::= "a"'}, "regex and grammar cannot be combined"),
         ({"grammar": 'root ::= "a" b'}, "grammar cannot be used: line 1, rule 'root'"),
+        ({"grammar": ""}, "grammar must be a non-empty string"),
     ],
 )
 def test_what_cannot_be_followed_is_said_before_any_work(
@@ -190,18 +199,25 @@ LOOSE: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     (field(type="string", pattern="^a+$"), ()),
     (field(type="string", format="colour"), ("format",)),
     (field(type="string", format="date"), ()),
+    (field(type="integer", minimum=10**30), ("minimum",)),
     (field(**{"not": {"type": "string"}}), ("not",)),
     (field(type="array", uniqueItems=True, contains={}), ("contains", "uniqueItems")),
     (field(**{"if": {}, "then": {}}), ("if", "then")),
+    (field(type="string", pattern="^a{60000}$"), ("pattern",)),
     (field(type="array", items=field(pattern="^a{60000}$", minLength=2)), ("pattern",)),
     (field(type="string", pattern="^(ab|c)*$", minLength=3000, maxLength=9000), ("pattern",)),
+    (field(type="string", pattern="(a|b"), ("pattern",)),
     (field(type="string", pattern=r"^\bword\b$"), ("pattern",)),
+    (field(type="string", pattern="a{2,1}"), ("pattern",)),
     ({"type": "object", "propertyNames": {"pattern": "a"}}, ("propertyNames",)),
     ({"type": "object", "patternProperties": {"^(?!a)": {}, "^b": {}}}, ("patternProperties",)),
     ({"type": "object", "unevaluatedProperties": False}, ("unevaluatedProperties",)),
     ({"type": "object", "dependentRequired": {"a": ["b"]}}, ("dependentRequired",)),
+    ({"oneOf": [field(type="string"), field(minLength=1)]}, ("oneOf",)),
     ({"$ref": "https://example.org/schema.json"}, ("$ref",)),
     ({"$ref": "#/$defs/x", "$defs": {"x": field(**{"not": {}})}}, ("not",)),
+    ({**field(**{"$ref": "#/$defs/x"}), "$defs": {"x": field(**{"not": {}})}}, ("not",)),
+    (field(default=1, examples=[2], title="T", deprecated=True, **{"x-own": 3}), ()),
 ]
 
 
@@ -219,11 +235,16 @@ def test_what_cannot_be_followed_is_left_out_and_told(
     ("parameters", "left_out"),
     [
         *LOOSE,
+        ({"type": "strng"}, ()),
+        ({"$ref": "#/nowhere"}, ()),
         ({"type": "object", "properties": []}, ()),
+        ({"type": "object", "required": None, "properties": {"a": {"type": "any"}}}, ()),
         (
             {"type": "object", "required": ["b"], "properties": {}, "additionalProperties": False},
             (),
         ),
+        ({"type": "object", "additionalProperties": None}, ()),
+        ({"properties": {"a": {"enum": []}}}, ()),
         (field(**{"$ref": "#"}), ()),
     ],
     ids=json.dumps,
@@ -255,36 +276,58 @@ TREE = object_of("kids", kids={"type": "array", "items": {"$ref": "#"}})
 LIST_A, LIST_B = ({"type": "array", "items": each} for each in (A, B))
 CAT, DOG = (object_of("kind", kind={"const": name}, **{name: INT}) for name in ("cat", "dog"))
 TUPLE = {"type": "array", "prefixItems": [INT, INT]}
-A1, AB, AX = {"a": 1}, {"a": 1, "b": 2}, {"a": 1, "x": 1}
+A1, AB, AX, AP = {"a": 1}, {"a": 1, "b": 2}, {"a": 1, "x": 1}, {"p": A}
 
 
 # Schemas, values that fit them, and values that do not.
 MEMBERS: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
     (A, [A1], [AX, {}]),
     ({"properties": {"a": INT}}, [A1, {}, 7], [AX]),
+    ({"type": "object", "properties": {"a": INT}, "required": ["a", "b"]}, [AB], [{**AB, "c": 1}]),
     (object_of(p=object_of(q=A)), [{"p": {"q": A1}}], [{"p": {"q": AX}}, {"p": {"x": 1}}]),
     ({"type": "array", "items": A}, [[A1, A1]], [[A1, AX]]),
     # What allows others, or names none.
     (object_of(p={"type": "object"}), [{"p": {}}, {"p": AX}], [AX]),
+    (object_of(p={"type": "object", "properties": {}}), [{"p": AX}], [AX]),
     ({**A, "additionalProperties": True}, [A1, AX], []),
+    ({**A, "additionalProperties": {}}, [A1, AX], []),
     ({**A, "additionalProperties": INT}, [AX], [{"a": 1, "x": "s"}]),
     ({**A, "additionalProperties": B}, [{"a": 1, "x": {"b": 2}}], [{"a": 1, "x": AB}]),
     ({**A, "patternProperties": {"^x": INT}}, [AX], []),
     ({**A, "propertyNames": {"pattern": "^.$"}}, [AX], []),
+    ({**A, "unevaluatedProperties": {}}, [AX], []),
     ({**A, "unevaluatedProperties": False}, [A1], [AX]),
+    ({**A, "additionalProperties": False}, [A1], [AX]),
+    ({**A, "minProperties": 2}, [AX], []),
     ({"additionalProperties": A, "type": "object"}, [{"k": A1}], [{"k": AX}]),
     # Several schemas of one object.
     ({"allOf": [A, B]}, [AB], [{**AB, "c": 1}, A1]),
+    ({"allOf": [TO_A, TO_B], **DEFS}, [AB], [{**AB, "c": 1}, A1]),
+    ({"allOf": [TO_A], "description": "d", **DEFS}, [A1], [AX]),
+    ({"allOf": [TO_A, {"description": "d"}], **DEFS}, [A1], [AX]),
     ({**TO_A, **DEFS}, [A1], [AX]),
     ({**TO_A, "title": "t", **DEFS}, [A1], [AX]),
+    ({**TO_A, "properties": {"b": INT}, **DEFS}, [A1, AB], [AX]),
+    ({**TO_A, "required": ["b"], **DEFS}, [{"a": 1, "b": {}}], [A1]),
+    ({"allOf": [A, {**B, "additionalProperties": True}]}, [{"a": 1, "b": 2, "c": 3}], []),
     ({"allOf": [TO_A, {"anyOf": [B, CAT]}], **DEFS}, [AB, {"a": 1, "kind": "cat"}], [AX]),
+    ({"allOf": [object_of(p=A), object_of(p=B)]}, [{"p": AB}], [{"x": 1}]),
+    ({"allOf": [object_of(p=TO_A), object_of(p=TO_B)], **DEFS}, [{"p": AB}], [{"x": 1}]),
     ({"allOf": [object_of(l=LIST_A), object_of(l=LIST_B)]}, [{"l": [AB]}], [{"x": 1}]),
+    ({**object_of(xp=A), "patternProperties": {"^x": B}}, [{"xp": AB}], []),
+    ({**object_of(p=A), "anyOf": [object_of(p=B), A]}, [{"p": AB}, {"p": A1, "a": 1}], [{"x": 1}]),
     ({"anyOf": [object_of(p=A), object_of(p=B)]}, [{"p": A1}], [{"p": AX}, {"p": AB}]),
     ({"anyOf": [A, B]}, [A1, {"b": 2}], [AX, AB]),
+    ({"anyOf": [A, B], "additionalProperties": {}}, [AX], []),
     ({"anyOf": [TO_A, {"type": "null"}], **DEFS}, [A1, None], [AX]),
+    ({"anyOf": [{"required": ["a"]}, {"required": ["b"]}], "properties": {"a": INT, "b": INT}},
+     [A1, {"b": 2}, AB], [{"a": 1, "c": 1}]),
     ({"oneOf": [CAT, DOG]}, [{"kind": "dog", "dog": 1}], [{"kind": "dog", "cat": 1}]),
     ({**object_of(n=INT), "oneOf": [CAT, DOG]},
      [{"n": 1, "kind": "dog", "dog": 1}, {"kind": "cat"}], [{"kind": "cat", "x": 1}]),
+    ({**B, "anyOf": [TO_A, {"$ref": "#/$defs/C"}], "$defs": {"A": A, "C": CAT}},
+     [{"b": 2, "a": 1}, {"b": 2, "kind": "cat"}], [{"b": 2, "x": 1}]),
+    ({**A, "if": {"properties": {"a": {"const": 1}}}, "then": {"required": ["b"]}}, [AB], [AX]),
     ({**A, "not": {"required": ["b"]}}, [A1], [AX]),
     # Schemas that contain themselves, and names of definitions.
     ({"$ref": "#/$defs/N", "$defs": {"N": LINKED}},
@@ -294,12 +337,15 @@ MEMBERS: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
         {**object_of(p={"$ref": "#/definitions/A"}), "definitions": {"A": A}},
         [{"p": A1}], [{"p": AX}],
     ),
+    (object_of(p=A, q={"$ref": "#/properties/p"}), [{"p": A1, "q": A1}], [{"q": AX}]),
     (object_of(p={"$ref": "#a"}) | {"$defs": {"A": {**A, "$anchor": "a"}}}, [{"p": A1}], []),
     # Names that are keywords elsewhere, and values that look like schemas.
     (object_of(properties=INT, type=A), [{"properties": 1, "type": A1}], [{"x": 1}]),
+    (object_of(p={"const": {"properties": {"a": 1}}}), [{"p": {"properties": {"a": 1}}}], []),
     # Tuples.
     (TUPLE, [[], [1], [1, 2]], [[1, 2, 3]]),
     ({**TUPLE, "items": INT}, [[1, 2, 3]], [[1, 2, "s"]]),
+    ({**TUPLE, "minItems": 3}, [[1, 2, 3]], []),
     ({"type": "array", "items": [INT, A]}, [[1, A1]], [[1, A1, 3], [1, AX]]),
 ]  # fmt: skip
 
@@ -347,6 +393,28 @@ def test_a_text_that_is_too_complex_is_written_without_its_pattern(
     assert bound.may_end
 
 
+def test_a_schema_that_nothing_fits_leaves_other_tools_theirs(tiny: localrt.Model) -> None:
+    nothing = field(allOf=[{"type": "string"}, {"type": "integer"}])
+    schemas = {"wrong": nothing, "look": field(type="integer")}
+    functions = [{"name": name, "parameters": schemas[name]} for name in schemas]
+    made, _ = Grammars(tiny.tokenizer).call(PLAIN_CALLS, functions)
+    bound = made()
+    for token in tiny.tokenizer.encode('{"name": "look", "arguments": {"a": ', add_special=False):
+        bound.accept(token)
+    assert not bound.allowed()[tiny.tokenizer.encode('"', add_special=False)[0]]
+
+
+def test_hundreds_of_optional_fields_are_followed(tiny: localrt.Model) -> None:
+    names = [f"p{number}" for number in range(600)]
+    schema = {
+        "properties": {name: {"const": 1} for name in names},
+        "additionalProperties": False,
+        "type": "object",
+    }
+    answer = tiny.generate("hi", json_schema=schema, seed=1, max_tokens=60)
+    assert answer.text.lstrip().startswith("{")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -377,6 +445,8 @@ def test_any_text_as_an_expression_is_followed_or_refused(tiny: localrt.Model, t
 
 
 def test_nothing_but_what_is_allowed_is_drawn() -> None:
+    import numpy as np
+
     logits = np.array([9.0, 1.0, 8.0, 2.0], np.float32)
     found = constrained(logits, np.array([1, 3]), Sampling(temperature=1.0, top_k=1))
     assert found.tokens.tolist() == [3]
@@ -401,6 +471,13 @@ def test_without_llguidance_the_package_is_named(
         model.generate("hi", regex="a")
 
 
+def test_a_model_without_a_tokenizer_says_so(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path, template=CHATML)
+    (folder / "tokenizer.json").unlink()
+    with localrt.load(folder) as model, pytest.raises(localrt.TokenizerError):
+        model.generate(token_ids=[5], regex="a")
+
+
 @pytest.mark.usefixtures("nothing_on_stdin")
 def test_command_line(
     tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -412,7 +489,12 @@ def test_command_line(
     for text in (str(schema), json.dumps(PERSON)):
         assert main([*run, "--json-schema", text]) == 0
         follows(capsys.readouterr().out)
-    for flags in (["--regex", "(yes|no)"], ["--grammar-file", str(grammar)]):
+    for flags in (
+        ["--regex", "(yes|no)"],
+        ["--grammar", str(grammar)],
+        ["--grammar-file", str(grammar)],
+        ["--grammar", grammar.read_text("utf-8")],
+    ):
         assert main([*run, *flags]) == 0
         assert capsys.readouterr().out.strip() in ("yes", "no")
     prompts = tmp_path / "prompts.txt"

@@ -10,7 +10,7 @@ from localrt import Thinking, split_thinking
 from localrt.chat_format.chat_template import ChatTemplate, MessageTemplate, PlainTemplate
 from localrt.chat_format.parser import TextParser
 from localrt.chat_format.template_syntax import TemplateSyntax, ThinkingSyntax, find_syntax
-from localrt.chat_format.thinking import ThoughtStream
+from localrt.chat_format.thinking import ThinkingDelta, ThoughtStream, parted
 from localrt.common.errors import OptionError
 
 
@@ -21,22 +21,26 @@ from localrt.common.errors import OptionError
         # One span at the beginning.
         ("<think>so</think>\n\nYes", Thinking("so", "Yes")),
         ("\n<think>\nso\n</think>Yes", Thinking("so", "Yes")),
+        ("<think></think>Yes", Thinking("", "Yes")),
         # Two spans: both are thinking; one further down is part of the answer.
         ("<think>so</think>\n<think>or so</think>Yes", Thinking("so\n\nor so", "Yes")),
         ("<think>so</think>Yes <think>no</think>", Thinking("so", "Yes <think>no</think>")),
         # Other spellings; each ends with its own tag.
         ("<thinking>so</think></thinking>Yes", Thinking("so</think>", "Yes")),
         ("<reasoning>so</reasoning> <think>or</think>Yes", Thinking("so\n\nor", "Yes")),
+        ("Yes <reasoning>no</reasoning>", Thinking("", "Yes <reasoning>no</reasoning>")),
         # Not closed yet.
         ("<reasoning>so far</reas", Thinking("so far", "", open=True)),
         ("<think", Thinking("", "", open=True)),
         ("<think>so far</thi", Thinking("so far", "", open=True)),
+        ("<think>so</think><think>or", Thinking("so\n\nor", "", open=True)),
         ("<thi", Thinking("", "", open=True)),
         ("<thing> is", Thinking("", "<thing> is")),
         # The opening tag was in the prompt.
         ("so</think>Yes", Thinking("so", "Yes")),
         # Somebody asks about the tags.
         ("The tag <think> opens, </think> closes", None),
+        ("`</think>` closes", None),
         ("```\n</think>\n```", None),
     ],
 )
@@ -68,6 +72,11 @@ def test_thoughts_and_text_as_they_come() -> None:
     found = [*map(stream.push, pieces), stream.push("", last=True)]
     assert [piece.thinking for piece in found if piece.thinking] == ["Hm,", " two"]
     assert [piece.text for piece in found if piece.text] == ["Four", ". <think>"]
+
+
+@pytest.mark.parametrize("text", ["Hello", " spaced", "<b>bold</b>", "<", "a</think>b"])
+def test_an_answer_without_thinking(text: str) -> None:
+    assert parted(text) == ThinkingDelta("", text)
 
 
 # -- what templates show ---------------------------------------------------------------------------

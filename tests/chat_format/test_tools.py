@@ -60,12 +60,14 @@ SPELLINGS: dict[str, tuple[str, str, str]] = {
         f"<think>I use <tool_call>.</think>\n<tool_call>\n{_JSON}\n</tool_call>\n",
         "<think>I use <tool_call>.</think>\n",
     ),
+    "qwen-coder": ("<tool_call>", f"<tool_call>\n{_CODER}\n</tool_call>", ""),
     "qwen-coder, forgotten ends": (
         "<tool_call>",
         "<tool_call><function=weather>\n<parameter=city>\nParis\n<parameter=days>\n2\n"
         "</function></tool_call>",
         "",
     ),
+    "glm": ("<tool_call>", f"<tool_call>{_GLM}</tool_call>", ""),
     "not closed": ("<tool_call>", f"<tool_call>\n{_JSON}", ""),
     "qwen, fenced": ("<tool_call>", f"```json\n{_JSON}\n```", ""),
     "qwen, fenced after words": ("<tool_call>", f"I look:\n\n```json\n{_JSON}\n```", "I look:"),
@@ -78,7 +80,15 @@ SPELLINGS: dict[str, tuple[str, str, str]] = {
     "llama, marked": ("<|python_tag|>", f"<|python_tag|>{_LLAMA}", ""),
     "llama, built in": ("<|python_tag|>", '<|python_tag|>weather.call(city="Paris", days=2)', ""),
     "llama, python": ("<|python_tag|>", '[weather(city="Paris", days=2)]', ""),
+    "mistral": ("[TOOL_CALLS]", f"[TOOL_CALLS] [{_JSON}]", ""),
     "mistral, named": ("[TOOL_CALLS]", f"So:[TOOL_CALLS]weather[ARGS]{_PARIS}", "So:"),
+    "mistral, numbered": (
+        "[TOOL_CALLS]",
+        f"[TOOL_CALLS]weather[CALL_ID]abc123xyz[ARGS]{_PARIS}",
+        "",
+    ),
+    "phi": ("<|tool_call|>", f"<|tool_call|>[{_JSON}]<|/tool_call|>", ""),
+    "granite": ("<|tool_call|>", f"<|tool_call|>[{_JSON}]", ""),
     "gemma": ("tool_code", '```tool_code\nprint(weather("Paris", days=2))\n```', ""),
 }
 
@@ -131,21 +141,40 @@ def test_several_calls(template: str, text: str) -> None:
     assert len({call.id for call in reader.calls}) == 2
 
 
+def test_a_fence_within_a_fenced_call() -> None:
+    call = json.dumps({"name": "weather", "arguments": {"city": "```json\n{}\n```"}})
+    for cuts in range(1, 9):
+        text = f"So:\n```json\n{call}\n``` See."
+        parts = (text[at : at + cuts] for at in range(0, len(text), cuts))
+        shown, calls = read(TextParser(named_syntax("<tool_call>"), [WEATHER]), parts)
+        assert calls == [("weather", {"city": "```json\n{}\n```"})]
+        assert "".join(shown.split()) == "So:See."
+
+
 @pytest.mark.parametrize(
     ("template", "text"),
     [
         ("<tool_call>", "<tool_call>\n{not json}\n</tool_call> and more"),
         ("<tool_call>", '<tool_call>{"name": "weather", "arguments": [1]}</tool_call>'),
+        ("<tool_call>", '<tool_call>{"name": "weather", "argum'),
         ("<tool_call>", "a < b, <tool and <tool_"),
         ("<tool_call>", "<tool_call>nonsense</tool_call>"),
         ("<tool_call>", "<tool_call><function=weather>\n<parameter=city>\nPar"),
+        ("<tool_call>", 'So:\n```json\n{"name": "unknown", "arguments": {}}\n``` is a call.'),
         ("<tool_call>", 'So:\n```json\n{"name": "weather", "argum'),
         ("<tool_call>", 'So:\n```json\n{"name": "x"}\n```\n\n```python\n1\n```\n'),
+        ("<tool_call>", "So:\n```json\n[1]\n``` and <function=other>\n</function>."),
         ("<tool_call>", "So: <function=weather>\n<parameter=city>\nPar"),
         ("<|python_tag|>", '{"answer": 42}'),
+        ("<|python_tag|>", '{"name": "unknown", "parameters": {}}'),
         ("<|python_tag|>", '{"name": "weather", '),
+        ("<|python_tag|>", "[1, 2, 3]"),
         ("<|python_tag|>", "<|python_tag|>import os\nos.remove('/')"),
+        ("[TOOL_CALLS]", "[TOOL_CALLS] nonsense"),
         ("DeepSeek V3.1", "<｜tool▁calls▁begin｜>what<｜tool▁calls▁end｜>"),
+        ("FireFunction, Phi", "functools[1]"),
+        ("FireFunction, Phi", "The module functools is fine."),
+        ("tool_code", "```tool_code\nx = 1\n```"),
         ("tool_code", "```tool_code\nweather(__import__('os'))\n```"),
     ],
 )
@@ -354,6 +383,60 @@ def test_calls_are_saved_with_a_chat(model: localrt.Model, tmp_path: Path) -> No
     assert chat.send("never mind the call", max_tokens=2, ignore_eos=True).text
 
 
+def test_a_template_that_wants_arguments_as_text(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.name + c.function.arguments }}{% endfor %}{% endfor %}"
+    )
+    folder = write_tiny_model(tmp_path, template=template)
+    messages: list[Any] = [{"role": "user", "content": "x"}, calling(("f", {"a": 1}))]
+    with localrt.load(folder) as model:
+        assert model.detokenize(core_of(model).requests.render(messages, None)) == 'xf{"a": 1}'
+
+
+def test_a_template_that_opens_thinking(tmp_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.content.split('</think>')[-1] }}<|im_end|>"
+        "{% endfor %}<think>\n"
+    )
+    folder = write_tiny_model(tmp_path, template=template)
+    with localrt.load(folder) as model:
+        options: dict[str, Any] = {"max_tokens": 5, "temperature": 0, "ignore_eos": True}
+        answer = model.generate("hi", **options)
+        assert answer.text.startswith("<think>\n")
+        assert localrt.split_thinking(answer.text).open
+        assert not model.generate("hi", raw=True, **options).text.startswith("<think>")
+        assert model.generate("hi", regex="no").text == "no"
+
+
+def test_what_hands_over_to_a_tool_ends_an_answer(tmp_path: Path) -> None:
+    """gpt-oss' files do not always say that ``<|call|>`` does."""
+    folder = write_tiny_model(
+        tmp_path,
+        template="<|channel|><|message|>{% for m in messages %}{{ m.content }}{% endfor %}",
+    )
+    names = ["<|call|>", "<|channel|>", "<|message|>"]
+    file = folder / "tokenizer.json"
+    for name, old in zip(names, ["w", "x", "y"], strict=True):  # the vocabulary keeps its size
+        data = json.loads(file.read_text("utf-8"))
+        number = data["model"]["vocab"].pop(old)
+        data["model"]["vocab"][name] = number
+        special = {"id": number, "content": name, "special": True}
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        data["added_tokens"].append({**special, **flags})
+        data["added_tokens"].sort(key=lambda token: token["id"])
+        file.write_text(json.dumps(data))
+    with localrt.load(folder) as model:
+        call = model.tokenizer.token_id("<|call|>")
+        assert call in model.tokenizer.special_ids
+        bias = {call: 1000.0}
+        answer = model.generate("hi", logit_bias=bias, max_tokens=5)
+        assert (answer.finish_reason, answer.token_ids) == ("stop", ())
+        raw = model.generate("hi", raw=True, logit_bias=bias, max_tokens=5)
+        assert raw.finish_reason == "length"
+
+
 LONE, WHOLE = r'"x\ud83d y \ud83d\ude00"', "x\ufffd y \U0001f600"
 
 
@@ -372,7 +455,7 @@ def test_a_lone_surrogate_in_arguments_is_replaced(notation: Any, text: str) -> 
     assert call.arguments.encode("utf-8")
 
 
-NAMES = ["get weather", "a/b:c", "天気 予報", "1st", "n" * 300]
+NAMES = ["weather", "get weather", "a/b:c", "météo", "天気 予報", "x.y-z", "1st", "n" * 300, "<a>"]
 STRING = {"type": "object", "properties": {"city": {"type": "string"}}}
 STRICT = (  # As some published templates: a description, and one type for each property.
     "{% for t in tools or [] %}{{ t.function.name + t.function.description }}"
@@ -391,16 +474,9 @@ def prompt_of(requests: RequestBuilder, messages: Any, tools: Any) -> str:
     return requests.tokenizer.decode(ids, skip_special=False)
 
 
-def test_a_template_that_wants_arguments_as_text(builder: Any) -> None:
-    template = (
-        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
-        "{{ c.function.name + c.function.arguments }}{% endfor %}{% endfor %}"
-    )
-    messages: list[Any] = [{"role": "user", "content": "x"}, calling(("f", {"a": 1}))]
-    assert prompt_of(builder(template), messages, None) == 'xf{"a": 1}'
-
-
-@pytest.mark.parametrize("template", ["Hermes, Qwen", "GLM", "Kimi K2"])
+@pytest.mark.parametrize(
+    "template", ["Hermes, Qwen", "GLM", "Kimi K2", "LFM 2.5", "Mistral, named"]
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_tool_of_any_name_is_called_by_it(builder: Any, template: str, name: str) -> None:
     pytest.importorskip("llguidance")
@@ -432,13 +508,25 @@ def offer_of(tools: Any, template: str = STRICT) -> Any:
     ("tools", "functions"),
     [
         ([tool("f", parameters=None)], [("f", [])]),
+        ([tool("f")], [("f", [])]),
         ([tool("f", parameters={})], [("f", [])]),
         ([tool("f", parameters=STRING, description=None)], [("f", ["city"])]),
+        ([{"name": "f", "parameters": STRING}], [("f", ["city"])]),
+        ([{"type": "function", "name": "f", "parameters": STRING}], [("f", ["city"])]),
+        ([{"function": {"name": "f"}}], [("f", [])]),
         (
             [MappingProxyType(tool("f", parameters=MappingProxyType(STRING))["function"])],
             [("f", ["city"])],
         ),
         ([tool("f"), tool("g"), tool("f", parameters=STRING)], [("f", ["city"]), ("g", [])]),
+        (
+            [tool("f", parameters={"$ref": "#/$defs/a", "$defs": {"a": STRING}})],
+            [("f", ["city"])],
+        ),
+        (
+            [tool("f", parameters={"properties": {"a": {"type": ["string", "null"]}}})],
+            [("f", ["a"])],
+        ),
     ],
 )
 def test_tools_of_any_shape_are_shown(tools: Any, functions: Any) -> None:

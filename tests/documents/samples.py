@@ -115,6 +115,36 @@ def form(*, labels: bool = True, appearances: bool = True, renewed: bool = False
     )
 
 
+def turned_form(turn: int, rotate: int = 0) -> bytes:
+    """A form whose text and values are turned by 0, 90 or 270 degrees."""
+    values = {"Name:": "Ada Lovelace", "Country:": "Norway", "City:": "Oslo"}
+    matrix = {0: "1 0 0 1", 90: "0 1 -1 0", 270: "0 -1 1 0"}[turn]
+    drawn, looks, widgets = list[str](), list[str](), list[str]()
+    for row, (label, value) in enumerate(values.items()):
+        low = 500 - 50 * row
+        at, box = {
+            0: (f"50 {low + 5}", (100, low, 300, low + 20)),
+            90: (f"{595 - low} 50", (580 - low, 100, 600 - low, 300)),
+            270: (f"{low + 5} 750", (low, 500, low + 20, 700)),
+        }[turn]
+        drawn.append(f"BT /F1 10 Tf {matrix} {at} Tm ({label}) Tj ET")
+        rect, number = " ".join(map(str, box)), 7 + row
+        entries = f"/Type /XObject /Subtype /Form /BBox [0 0 200 20] /Matrix [{matrix} 0 0]"
+        text = f"/Tx BMC BT /F1 10 Tf 2 5 Td ({value}) Tj ET EMC"
+        looks.append(stream(text, f"{entries} /Resources << /Font << /F1 4 0 R >> >>"))
+        widgets.append(
+            f"<< /Type /Annot /Subtype /Widget /FT /Tx /T (t{row}) /Rect [{rect}] /F 4 "
+            f"/DA (/F1 10 Tf 0 g) /V ({value}) /AP << /N {number} 0 R >> >>"
+        )
+    fields = "10 0 R 11 0 R 12 0 R"
+    return one_page(
+        " ".join(drawn),
+        *["null", *looks, *widgets],
+        entries=f"/Rotate {rotate} /Annots [{fields}]",
+        catalog=f"/AcroForm << /Fields [{fields}] >>",
+    )
+
+
 OFFICE = "http://schemas.openxmlformats.org/officeDocument/2006/relationships"
 PACKAGE = "http://schemas.openxmlformats.org/package/2006"
 _W = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"

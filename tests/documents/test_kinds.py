@@ -145,6 +145,19 @@ WORD: dict[str, tuple[bytes, list[str], list[str]]] = {
         [r"\sum_{i=1}^{n}x^{2}"],
         [],
     ),
+    "hyphens": (
+        docx(para("<w:r><w:t>555</w:t><w:noBreakHyphen/><w:t>0134</w:t></w:r>")),
+        ["555-0134"],
+        [],
+    ),
+    "tabs": (
+        docx(
+            para("<w:r><w:t>Total</w:t><w:tab /><w:t>99</w:t></w:r>")
+            + para("<w:r><w:t>L</w:t><w:ptab w:alignment='right'/><w:t>R</w:t></w:r>")
+        ),
+        ["Total\t99", "L\tR"],
+        [],
+    ),
     "symbols": (
         docx(
             para('<w:r><w:sym w:font="Symbol" w:char="F0B1"/><w:t>5 mm</w:t></w:r>')
@@ -154,6 +167,7 @@ WORD: dict[str, tuple[bytes, list[str], list[str]]] = {
         ["±5 mm", "☒ Yes", "✓ Done"],
         [],
     ),
+    "line break": (docx(para("<w:r><w:t>a</w:t><w:br/><w:t>b</w:t></w:r>")), ["a\nb"], []),
     "moved": (
         docx(
             para(f'<w:moveFrom w:id="1" w:author="a">{run("Was here")}</w:moveFrom>')
@@ -172,6 +186,31 @@ WORD: dict[str, tuple[bytes, list[str], list[str]]] = {
         ),
         ["new"],
         ["old"],
+    ),
+    "changed formats": (
+        docx(
+            para(
+                "Item", f"{number(2)}<w:pPrChange w:id='1'><w:pPr>{number(2)}</w:pPr></w:pPrChange>"
+            )
+            + para(
+                "Body", f"<w:pPrChange w:id='2'><w:pPr>{named('Heading1')}</w:pPr></w:pPrChange>"
+            )
+            + para("Plain", number(0)),
+            numbering=NUMBERING,
+            styles=STYLES,
+        ),
+        ["* Item\n\nBody\n\nPlain"],
+        [],
+    ),
+    "readings": (
+        docx(
+            para(
+                f"<w:r><w:ruby><w:rubyPr/><w:rt>{run('かんじ')}</w:rt>"
+                f"<w:rubyBase>{run('漢字')}</w:rubyBase></w:ruby></w:r>{run('です')}"
+            )
+        ),
+        ["漢字です"],
+        ["かんじ"],
     ),
     "text box": (docx(para("Intro") + para(box("Boxed"))), ["Intro\n\nBoxed\n"], ["In\n", "InIn"]),
     "another part": (docx(para("From a share"), main="word/document2.xml"), ["From a share"], []),
@@ -256,14 +295,31 @@ def page(
 HTTP_EQUIV = '<meta http-equiv="Content-Type" content="text/html; charset={}">'
 WEB: dict[str, tuple[bytes, list[str], list[str]]] = {
     "windows-1251": page("windows-1251", RUSSIAN),
+    "koi8-r": page("koi8-r", RUSSIAN),
     "gbk": page("gbk", "季度报告", HTTP_EQUIV),
+    "euc-kr": page("euc-kr", "분기 보고서", HTTP_EQUIV),
+    "big5": page("big5", "季度報告"),
     "shift_jis": page("shift_jis", "四半期報告", HTTP_EQUIV),
+    "iso-8859-2": page("iso-8859-2", "Příliš žluťoučký"),
     "utf-16": page("utf-16", "Grüße"),
     "unnamed": page("windows-1251", RUSSIAN, ""),
+    "as browsers": (b"<meta charset=iso-8859-1><p>\x93quoted\x94 \x80 5", ["“quoted” € 5"], []),
     "script": (
         b'<p>A</p><script>var s = "<!-- x";</script><p>B</p><svg class="i"/><p>C</p></svg><p>D',
         ["A", "B", "D"],
         ["var s"],
+    ),
+    "comments": (b"<p>A</p><!--><p>B</p><!-- x --!><p>C", ["A\n\nB\n\nC"], ["x"]),
+    "attributes": (
+        b'<p title="a > b">One</p><p data-tip="<b>bold</b>">Two</p>'
+        b'<a onclick="if(a<b && c>d)">Three',
+        ["One\n\nTwo\n\nThree"],
+        [],
+    ),
+    "choices": (
+        b"<select><option>Red<option>Blue</select><details><summary>More</summary>Inside</details>",
+        ["Red\nBlue\n", "More\n\nInside"],
+        [],
     ),
     "form": (
         b'<input value="Ada"><input type=checkbox checked>Yes<input type=checkbox>No'
@@ -289,6 +345,11 @@ WEB: dict[str, tuple[bytes, list[str], list[str]]] = {
         ["| Option | Meaning |\n| --- | --- |\n| -a | All * x * y |\n| -b | one two |"],
         [],
     ),
+    "table with code": (
+        b"<table><tr><th>Code<tr><td><pre>f(x)\n  g</pre></table>",
+        ["Code\n\n```\nf(x)\n  g\n```"],
+        ["|"],
+    ),
     "lists": (b"<ol start=3><li>c<li>d</ol><dl><dt>T<dd>D</dl>", ["3. c\n4. d", "T\n\nD"], []),
     "text": (
         b"<pre>def f():\n    return 1</pre><p>x<br>y</p><h2>Head</h2><p>a   b\n c 2*3 a_b #",
@@ -308,6 +369,7 @@ WEB: dict[str, tuple[bytes, list[str], list[str]]] = {
         ["**From:** Jo, *yes!* **Tel.:**030  or ~~9.~~ 8\n\n## Head\n\n**one**"],
         ["<"],
     ),
+    "empty lines of mail": (b"<p>a</p><p>&nbsp;</p><p>b</p>", ["a\n\nb"], []),
     "powers": (b"10<sup>6</sup> m<sup>2</sup> of H<sub>2</sub>O", ["10^6 m^2 of H2O"], []),
     "mathematics": (
         rb"<p>So <math><mi>a</mi><annotation encoding=application/x-tex>\frac{a}{b}</annotation>"
@@ -354,12 +416,20 @@ OLD = {
 }
 NOTEBOOKS: dict[str, tuple[bytes, list[str], list[str]]] = {
     "error": (notebook(ERROR), ["line 1\nZeroDivisionError: division by zero"], ["\x1b"]),
+    "error without a trace": (
+        notebook({**ERROR, "traceback": []}),
+        ["ZeroDivisionError: division by zero"],
+        [],
+    ),
     "table": (
         notebook(result(text_html="<table><tr><td>a<td>b</table>", text_plain="<Table>")),
         ["| a | b |"],
         ["<Table>"],
     ),
     "frame": (notebook(result(text_html="<b>x</b>", text_plain="   a\n0  1")), ["a\n0  1"], ["x"]),
+    "markdown": (notebook(result(text_markdown=["**bold**"], text_plain="<M>")), ["**bold**"], []),
+    "latex": (notebook(result(text_latex="$x^2$", text_plain="x**2")), ["$x^2$"], ["x**2"]),
+    "json": (notebook({"data": {"application/json": {"k": 41}}}), ['{"k": 41}'], []),
     "printed": (notebook({"output_type": "stream", "text": ["print", "ed"]}), ["printed"], []),
     "progress": (
         notebook({"text": "\r 0%|   |\r100%|###|\n"}, {"text": "a\r\n\x1b[1mb\x1b[0m"}),
@@ -440,11 +510,18 @@ OTHERS: dict[str, tuple[bytes, list[str], list[str]]] = {
         ["## First\n\nOpening", "Say thanks", "## Second\n\nAlpha\n\nBeta", "X", "Y"],
         ["AlphaBeta", "XY"],
     ),
+    "lines.pptx": (
+        pptx(shape("Results\v2025", "title") + shape("upper\vlower"), notes="say\vthis"),
+        ["## Results 2025", "upper lower", "say this"],
+        [],
+    ),
     "strict.docx": (
         strict(docx(para("Strict", named("berschrift2")) + para("words"), styles=STYLES)),
         ["## Strict\n\nwords"],
         [],
     ),
+    "strict.pptx": (strict(pptx(shape("First", "title") + TABLE)), ["## First", "X", "Y"], []),
+    "strict.xlsx": (strict(xlsx(("A", "visible", SHEET))), ["| 2025-12-09 | 42.5 |"], []),
     "a.epub": (
         book("<script src='a'/><h1>One</h1><a id='p'/><p>It was dark.", "<h1>Two</h1><p>Light."),
         ["# One\n\nIt was dark.\n\n# Two\n\nLight."],
@@ -481,8 +558,12 @@ OTHERS: dict[str, tuple[bytes, list[str], list[str]]] = {
     ),
     "sjis.txt": ("四半期の報告です。".encode("shift_jis"), ["四半期の報告です。"], []),
     "signs.csv": ("①りんご,10\n②蜜柑,5㈱\n".encode("cp932"), ["①りんご", "5㈱"], []),
+    "cp1251.txt": (f"{RUSSIAN} за этот год".encode("cp1251"), [RUSSIAN], []),
+    "marked.txt": ("é".encode("utf-8-sig"), ["é"], ["\ufeff"]),
     "utf-32.txt": ("é".encode("utf-32"), ["é"], ["\0"]),
+    "big-endian.txt": (b"\xfe\xff" + "é".encode("utf-16-be"), ["é"], ["\0"]),
     "unmarked utf-16-le.txt": ("naïve\n".encode("utf-16-le"), ["naïve"], ["\0"]),
+    "unmarked utf-16-be.txt": ("naïve\n".encode("utf-16-be"), ["naïve"], ["\0"]),
     "quotes.txt": ("“naïve” — 5 €".encode("cp1252"), ["“naïve” — 5 €"], []),
 }
 ROWS = {
@@ -525,6 +606,7 @@ def test_what_models_get(name: str) -> None:
             notebook({"data": {"image/png": "", "text/plain": "<F>"}}),
             "left out: 1 picture",
         ),
+        ("a.ipynb", notebook({"data": {"image/png": ""}}), "left out: 1 picture"),
         ("a.rtf", RICH, "left out: 1 picture."),
         ("a.txt", "naïve café".encode("cp1252"), "a.txt is not UTF-8: it was read as cp1252."),
     ],
@@ -544,10 +626,13 @@ def test_text_as_the_system_writes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "data", "why"),
     [
         ("a.doc", b"\xd0\xcf\x11\xe0\0", r"\.doc files are not read: save a\.doc as \.docx or PDF"),
+        ("a.key", b"PK\0", r"save a\.key as \.pptx"),
         ("a.xlsx", b"PK no", "damaged, locked by a password, or no .xlsx file"),
         ("a.pptx", docx(paragraph("x")), "no .pptx"),
+        ("a.epub", zipped({"META-INF/rights.xml": ""}), "no .epub"),
         ("a.eml", b"\0no headers", "no .eml"),
         ("a.rtf", b"plain", "no .rtf"),
+        ("a.mht", b"From: a\n\nplain", "no .mhtml"),
         ("a.odt", zipped({"mimetype": ""}), "no .odt"),
     ],
 )

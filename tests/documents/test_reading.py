@@ -25,6 +25,7 @@ from tests.documents.samples import (
     scan,
     stream,
     turned,
+    turned_form,
 )
 
 DATA = Path(__file__).parent.parent / "data"
@@ -91,6 +92,12 @@ def test_values_of_forms_stand_beside_their_labels(options: dict[str, bool]) -> 
     shown = read.text.split("\n", 3)[3].replace(" \n", "\n")
     assert shown == f"{VALUES}\n```\n"
     assert read.note == ""
+
+
+@pytest.mark.parametrize(("turn", "rotate"), [(0, 0), (0, 90), (90, 90), (90, 0), (270, 270)])
+def test_values_of_turned_forms_stand_beside_their_labels(turn: int, rotate: int) -> None:
+    shown = read_document(turned_form(turn, rotate), name="a.pdf").text.replace(" \n", "\n")
+    assert "Name: Ada Lovelace\nCountry: Norway\nCity: Oslo" in shown
 
 
 def test_notes_and_forms_alone() -> None:

@@ -21,6 +21,7 @@ from localrt.common.errors import (
 )
 from localrt.engine.batch.chunked_prefill import PassTurns
 from localrt.engine.batch.live import Live, LiveAnswer, LiveLimits
+from localrt.engine.batch.waiting import FairQueue
 from localrt.engine.protocol import Engine
 from localrt.engine.sampling import Sampling
 from localrt.quant.ops.kv import grown_capacity
@@ -69,6 +70,23 @@ def open_live(engine: Any, **limits: Any) -> closing[Live]:
 
 def said(answer: LiveAnswer) -> list[int]:
     return [token for chunk in answer for token in chunk.token_ids]
+
+
+def test_join() -> None:
+    engine = Stepped()
+    with open_live(engine) as live:
+        first = live.submit(request([10] * 4, 4))
+        engine.go(2)
+        second = live.submit(request([20] * 3, 2))
+        wait_for(lambda: live.stats().waiting == 0 or not engine.free)
+        engine.go(2)
+        engine.free = True
+        assert said(first) == [11, 12, 13, 14]
+        assert said(second) == [21, 22]
+    # The third pass was already asked for when the second request came.
+    assert engine.passes[:2] == [[4], [1]]
+    assert [1, 3] in engine.passes
+    assert all(session.closed for session in engine.sessions)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -221,7 +239,11 @@ class Sized(ScriptedEngine):
         (20, 1, 100, False, False),
         (1, 2, 100, False, True),
         (1, 2, 1, True, False),  # it was saved
+        (3, 8, 3, True, True),
+        (20, 1, 100, True, True),
+        (1, 2, 1, False, False),  # it is read again
         (3, 8, 100, False, True),
+        (20, 1, 3, False, False),
     ],
 )
 def test_long_requests_between_turns(
@@ -521,6 +543,23 @@ def test_any_mix(sizes: list[tuple[int, int]], buffer: int, most: int, dropped: 
     assert max(map(sum, engine.passes), default=0) <= PASS_ROWS
     assert max(map(len, engine.passes), default=0) <= most
     assert all(session.closed for session in engine.sessions)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers()), max_size=40))
+def test_fair_queue(pushed: list[tuple[int, int]]) -> None:
+    queue: FairQueue[tuple[int, int]] = FairQueue()
+    for client, item in pushed:
+        queue.push(client, (client, item))
+    assert len(queue) == len(pushed)
+    popped: list[tuple[int, int]] = []
+    while (first := queue.first()) is not None:
+        queue.take(first)
+        popped.append(first)
+    for client in range(4):
+        assert [p for p in popped if p[0] == client] == [p for p in pushed if p[0] == client]
+    clients = {client for client, _ in pushed}
+    assert {client for client, _ in popped[: len(clients)]} == clients
+    assert len(queue) == 0
 
 
 def test_background_gives_way() -> None:

@@ -47,6 +47,7 @@ class FakeHub:
     ignore_range: bool = False
     extra_names: list[str] = field(default_factory=list)
     html: bool = False
+    busy: bool = False
     published: list[dict[str, Any]] = field(default_factory=list)  # what searches find
     searches: list[str] = field(default_factory=list)  # the words that were searched for
     endpoint: str = ""
@@ -87,8 +88,12 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
             )
             if hub.html:
                 self.answer(200, b"<html>please log in to the network</html>", "text/html")
+            elif hub.busy:
+                self.fail(503, "")
             elif path == "/api/models":
                 self.search(parse_qs(urlsplit(self.path).query)["search"][0])
+            elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/tree/(.+)", path):
+                self.tree(match[1], match[2])
             elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path):
                 self.info(match[1], match[2] or "main")
             elif match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
@@ -126,6 +131,23 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
             siblings += [{**siblings[0], "rfilename": name} for name in hub.extra_names]
             info = {"id": repo, "sha": hub.commit_of(revision), "siblings": siblings}
             self.answer(200, json.dumps(info).encode(), "application/json")
+
+        def tree(self, repo: str, revision: str) -> None:
+            """What huggingface_hub's own snapshot_download asks for."""
+            if (files := self.lookup(repo, revision)) is None:
+                return
+            entries: list[dict[str, Any]] = []
+            for name, content in files.items():
+                entry: dict[str, Any] = {"type": "file", "path": name, "size": len(content)}
+                entry["oid"] = hashlib.sha1(content).hexdigest()
+                if len(content) >= SMALL:
+                    entry["lfs"] = {
+                        "oid": etag_of(content),
+                        "size": len(content),
+                        "pointerSize": 130,
+                    }
+                entries.append(entry)
+            self.answer(200, json.dumps(entries).encode(), "application/json")
 
         def file(self, repo: str, revision: str, name: str) -> None:
             if (files := self.lookup(repo, revision)) is None:

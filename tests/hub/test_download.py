@@ -5,6 +5,7 @@ refused.
 from __future__ import annotations
 
 import errno
+import re
 import shutil
 import threading
 from collections import namedtuple
@@ -26,6 +27,7 @@ from localrt.common.errors import (
     StorageError,
     UnsupportedModelError,
 )
+from localrt.common.files import write_text
 from localrt.common.progress import Progress
 from localrt.common.settings import Settings
 from localrt.hub import resolve, resolve_adapter
@@ -48,6 +50,7 @@ NEEDED = {
     "tokenizer.json",
     "tokenizer.model",
 }
+DEEP = {"a/x-Q8_0.gguf": b"a" * 1000, "b/x-Q8_0.gguf": b"b" * 1000}
 
 
 @pytest.fixture(autouse=True)
@@ -100,11 +103,10 @@ def test_brings_what_a_model_needs_and_nothing_else(settings: Settings) -> None:
 
 @needs_links
 def test_what_another_tool_downloaded_is_used(hub: FakeHub, settings: Settings) -> None:
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import snapshot_download
 
-    there = hf_hub_download(
+    there = snapshot_download(
         "org/quants",
-        "tiny-Q8_0.gguf",
         revision=COMMIT,
         cache_dir=settings.hub_cache,
         endpoint=hub.endpoint,
@@ -112,7 +114,7 @@ def test_what_another_tool_downloaded_is_used(hub: FakeHub, settings: Settings) 
     )
     hub.requests.clear()
     found = resolve(f"org/quants@{COMMIT}:Q8_0", settings=settings)
-    assert found.path == Path(there)
+    assert found.path == Path(there) / "tiny-Q8_0.gguf"
     assert hub.requests == []
 
 
@@ -164,6 +166,7 @@ def test_a_later_run_continues(hub: FakeHub, settings: Settings) -> None:
 
 
 PARTS = {
+    "of a server that ignores ranges": WEIGHTS[:400_000],
     "longer than the file": WEIGHTS + b"more",
     "damaged by a power cut": bytes(len(WEIGHTS)),
     "damaged by a power cut in the middle": bytes(len(WEIGHTS) // 2),
@@ -229,8 +232,10 @@ def test_a_quantization_is_picked(wanted: str, hub: FakeHub, settings: Settings)
 @pytest.mark.parametrize(
     ("files", "wanted"),
     [
+        (("a/x-Q8_0.gguf", "b/x-Q8_0.gguf"), "b/x-Q8_0.gguf"),
         (("a/x-Q4_K_M.gguf", "b/x-Q4_K_M.gguf", "x-Q8_0.gguf"), "a/x-Q4_K_M.gguf"),
         (("a-1b-Q8_0.gguf", "b-2b-Q8_0.gguf"), "a-1b-Q8_0.gguf"),
+        (("Q4_K_M/model.gguf", "Q8_0/model.gguf"), "Q4_K_M"),
         (("Q4_K_M/model.gguf", "BF16/model.gguf"), "BF16"),
     ],
 )
@@ -251,6 +256,35 @@ def test_a_snapshot_without_refs(hub: FakeHub, settings: Settings) -> None:
     found = resolve("org/quants:Q8_0", settings=settings)
     shutil.rmtree(found.path.parents[2] / "refs")
     assert resolve("org/quants:Q8_0", settings=settings, download=False).path == found.path
+
+
+@pytest.mark.parametrize(
+    ("asked", "refs"), [("org/tiny", {}), ("org/tiny", {"v1": 0}), ("org/tiny@v2", {"main": 1})]
+)
+def test_revisions_that_are_here_are_named(
+    asked: str, refs: dict[str, int], hub: FakeHub, settings: Settings
+) -> None:
+    """Several snapshots, of which none is known to be the one that was asked for."""
+    found = resolve("org/tiny", settings=settings)
+    commits = [str(found.revision), "d" * 40]
+    shutil.copytree(found.path, found.path.with_name(commits[1]))
+    shutil.rmtree(found.path.parents[1] / "refs")
+    for name, number in refs.items():
+        write_text(found.path.parents[1] / "refs" / name, commits[number], folder=True)
+    known = {number: "" if name == "main" else f"@{name}" for name, number in refs.items()}
+    shown = {f"org/tiny{known.get(n, '@' + commit[:12])}" for n, commit in enumerate(commits)}
+    refused: list[tuple[Any, dict[str, bool]]] = [
+        (ModelNotFoundError, {"download": False}),
+        (OfflineError, {"offline": True}),
+    ]
+    for kind, options in refused:
+        with pytest.raises(kind, match="not on this machine") as caught:
+            resolve(asked, settings=settings, **options)
+        one_line_error(caught.value)
+        (named,) = re.findall(r"give one of them: ([^)]*)", str(caught.value))
+        assert set(named.split(", ")) == shown
+    for name in shown:
+        assert resolve(name, settings=settings, download=False).path.is_dir()
 
 
 def test_offline_asks_nobody(hub: FakeHub, settings: Settings) -> None:
@@ -292,6 +326,9 @@ def test_an_adapter_is_downloaded_once(hub: FakeHub, settings: Settings) -> None
         ("org/tiny", {"revision": "v9"}, ModelNotFoundError, ["no revision 'v9'"]),
         ("org/pickles", {}, ModelNotFoundError, ["safetensors"]),
         ("org/quants:Q2_K", {}, ModelNotFoundError, ["(there: Q4_K_M, Q8_0, F16)"]),
+        ("org/seeing:BF16", {}, ModelNotFoundError, ["'BF16' (there: Q4_K_M, Q8_0)"]),
+        ("org/few", {}, ModelNotFoundError, ["org/few:LABEL (there: Q5_0, Q6_K)"]),
+        ("org/deep:Q8_0", {}, ModelNotFoundError, ["several Q8_0"]),
         ("org/closed", {}, GatedModelError, ["/org/closed", "HF_TOKEN", "hf auth login"]),
         ("org/secret", {}, GatedModelError, ["/org/secret", "HF_TOKEN", "hf auth login"]),
         ("org/broken", {}, HubError, ["HTTP 503"]),
@@ -308,6 +345,7 @@ def test_what_is_refused_is_one_line(
     settings: Settings,
 ) -> None:
     hub.add("org/few", {"a.Q5_0.gguf": b"a", "a.Q6_K.gguf": b"b"})
+    hub.add("org/deep", DEEP)
     hub.add("org/broken", {"broken.gguf": b"a"})
     hub.refuse |= {"org/closed": 401, "org/secret": 403}
     hub.broken["broken.gguf"] = 100
@@ -432,10 +470,15 @@ def test_two_threads_download_once(hub: FakeHub, settings: Settings) -> None:
 @pytest.mark.parametrize(
     ("ask", "line", "says"),
     [
+        ("search", "ALL_PROXY=socks5://127.0.0.1:1", "a proxy of a kind that cannot be used"),
         ("list", "HTTP_PROXY=ftp://127.0.0.1:1", "a proxy of a kind that cannot be used"),
+        ("download", "ALL_PROXY=://", "a proxy of a kind that cannot be used"),
         ("search", "ALL_PROXY=https://127.0.0.1:1", "cannot reach"),
+        ("list", "ALL_PROXY=http://[", "cannot reach"),
         ("download", "HTTP_PROXY=127.0.0.1:1", "cannot reach"),
         ("search", "SSL_CERT_FILE=missing.pem", "is no file of certificates"),
+        ("list", "SSL_CERT_FILE=empty.pem", "is no file of certificates"),
+        ("download", "SSL_CERT_FILE=words.pem", "is no file of certificates"),
         ("download", "SSL_CERT_FILE=.", "is no file of certificates"),
     ],
 )
@@ -515,3 +558,22 @@ def test_models_by_words(hub: FakeHub, settings: Settings) -> None:
     known = find_known("qwen3:30b")
     assert known is not None
     assert hub.searches == ["chat", known.repo]
+
+
+@pytest.mark.parametrize("fault", [{"html": True}, {"busy": True}])
+def test_a_strange_hub_is_one_line(
+    fault: dict[str, bool], hub: FakeHub, settings: Settings
+) -> None:
+    for name, value in fault.items():
+        setattr(hub, name, value)
+    with pytest.raises(HubError) as raised:
+        search_models("chat", settings=settings)
+    assert "\n" not in str(raised.value)
+
+
+def test_variants_with_sizes(hub: FakeHub, settings: Settings) -> None:
+    found = [(each.label, each.name) for each in list_variants("org/quants", settings=settings)]
+    assert found == [(label, f"org/quants:{label}") for label in ("Q8_0", "Q4_K_M", "F16")]
+    (whole,) = list_variants("org/tiny", settings=settings)
+    assert whole.name == "org/tiny"
+    assert whole.label == "safetensors"

@@ -59,16 +59,31 @@ def test_every_listed_name_resolves_without_the_network(hub: FakeHub, settings: 
 
 
 SIX = tuple(f"model-{part:06d}-of-000002.safetensors" for part in (1, 2))
-MTP = (*SIX, "mtp.safetensors")
+ODD = "model.safetensors-00001-of-00001.safetensors"
 
 
 @pytest.mark.parametrize(
     ("files", "listed", "taken"),
     [
         pytest.param(SIX, SIX, SIX, id="six-digits"),
-        pytest.param(MTP, MTP, MTP, id="mtp"),
+        pytest.param([ODD], [ODD], [ODD], id="odd-name"),
+        pytest.param(
+            [*SIX, "mtp.safetensors"],
+            [*SIX, "mtp.safetensors"],
+            [*SIX, "mtp.safetensors"],
+            id="mtp",
+        ),
         pytest.param(
             [*SIX, "model.safetensors", "consolidated.safetensors"], SIX, SIX, id="stray-whole"
+        ),
+        pytest.param(
+            ["model.safetensors", "fp16.safetensors"],
+            SIX,
+            ["model.safetensors"],
+            id="whole-beside-absent-shards",
+        ),
+        pytest.param(
+            ["model.safetensors"], ["model.safetensors"], ["model.safetensors"], id="whole-listed"
         ),
         pytest.param([*SIX, "fp16.safetensors"], SIX, SIX, id="stray-shard"),
     ],
@@ -304,6 +319,24 @@ def test_copies_of_files_that_are_called_the_same_are_told_apart(
     assert [model.packed for model in list_models(settings)] == [(), (folder,)]
 
 
+def test_links_to_one_file_are_one_model(settings: Settings, tmp_path: Path) -> None:
+    file, hard, soft = (tmp_path / name for name in ("model.gguf", "hard.gguf", "soft.gguf"))
+    file.write_bytes(b"GGUF")
+    os.link(file, hard)
+    try:
+        soft.symlink_to(file)
+    except OSError:  # Windows without the right to make symbolic links
+        os.link(file, soft)
+    for path in (file, hard, soft):
+        note_use(str(path), settings)
+    folder = add_store(settings, "model-abc", soft)
+    (model,) = list_models(settings)
+    assert model.path in (file, hard, soft)
+    assert model.packed == (folder,)
+    for path in (file, hard, soft):
+        assert plan_removal(str(path), settings, packed_only=True).packed == (folder,)
+
+
 def test_a_quantized_model_has_its_folders_name(settings: Settings) -> None:
     orphan = add_store(settings, "gone-abc", "gone.gguf")  # a copy without its model
     (model,) = list_models(settings)
@@ -335,3 +368,26 @@ def test_files_that_were_run_are_listed_and_never_deleted(
     assert not folder.exists()
     file.unlink()
     assert list_models(settings) == []
+
+
+@pytest.mark.parametrize(("name", "noted"), [("m.gguf", True), ("./m.gguf", False)])
+def test_a_copy_of_a_model_run_by_a_relative_path(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, noted: bool
+) -> None:
+    file = tmp_path / "m.gguf"
+    file.write_bytes(b"a model")
+    monkeypatch.chdir(tmp_path)
+    if noted:  # as every run does
+        note_use(resolve(name, settings=settings).listed_name, settings)
+    folder = add_store(settings, "m-abc", file)
+    (model,) = list_models(settings)
+    assert (model.path, model.where, model.packed) == (file, "your file", (folder,))
+    with pytest.raises(
+        OptionError, match=r"delete it yourself; localrt's packed copy of it, 1.2 kB"
+    ):
+        remove_model(name, settings)
+    assert remove_model(name, settings, packed_only=True) > 1000
+    assert not folder.exists()
+    assert file.exists()
+    with pytest.raises(ModelNotFoundError, match=f"{name} has no packed copy"):
+        remove_model(name, settings, packed_only=True)

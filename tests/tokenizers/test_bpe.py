@@ -2,10 +2,13 @@
 
 import json
 import random
+import re
 import subprocess
 import sys
 import time
+import unicodedata
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +25,7 @@ from localrt.models.tokenizers.base import Detokenizer, Tokenizer, TokenMatcher
 from localrt.models.tokenizers.gguf import gguf_tokenizer
 from localrt.models.tokenizers.pretokenizers import KNOWN_PRE_TYPES, pre_type
 from localrt.models.tokenizers.tables import MergeTable, PieceTable
+from tests.checkpoints.make_gguf import write_gguf
 from tests.real_models import real_model
 from tests.tokenizers.varied_text import varied_strings
 
@@ -155,6 +159,32 @@ def test_a_large_vocabulary_takes_little_memory(name: str) -> None:
     assert peak < 60
 
 
+def _is_number(character: str) -> bool:
+    return unicodedata.category(character).startswith("N")
+
+
+@pytest.mark.llamacpp
+@pytest.mark.parametrize("pre_name", ["laguna", "deepseek-v3", "afmoe"])
+def test_agrees_with_llama_cpp(pre_name: str, tmp_path: Path) -> None:
+    llama_cpp = pytest.importorskip("llama_cpp")
+    named = {f"tokenizer.ggml.{key}": value for key, value in trained().items()}
+    named |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre_name}
+    (file,) = write_gguf(tmp_path / "m.gguf", "llama", named, {})
+    theirs = llama_cpp.Llama(str(file), vocab_only=True, verbose=False)
+    ours = gguf_tokenizer(named)
+    for text in (
+        *varied_strings(600, seed=9),
+        "a1234567 12 x12345678 가나다12ไทย\n\n\n y\r\n\r\n  -- 1234,\n",
+    ):
+        # Its tables of Unicode are older than the package's.
+        text = "".join(c for c in text if ord(c) < 1 << 16 and c not in "²½")
+        if pre_name == "afmoe":  # there, space and a number's first digits are one word at first
+            text = re.sub(r"\s+(\S)", lambda m: f" {m[1]}" if _is_number(m[1]) else m[0], text)
+        expected = theirs.tokenize(text.encode(), add_bos=False, special=False)
+        assert ours.encode(text, add_special=False) == expected, text
+    theirs.close()
+
+
 # -- added tokens: leftmost and longest ------------------------------------------------------------
 
 NAMES = st.text("ab<|]^\\-", max_size=4)
@@ -260,6 +290,30 @@ def test_merges(rng: random.Random, count: int, open_: int) -> None:
             patch.setattr(tables, "_BLOCK", rng.choice([1, 2, 5, 30]))
             patch.setattr(tables, "_OPEN", open_)
             assert ours.merge(ids) == [token.id for token in expected]
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_pieces_in_the_order_of_merges_are_not_searched(
+    twice: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless a piece is there twice: then the last counts."""
+    whole = [first + second for first in LETTERS for second in LETTERS]
+    words = packed([*LETTERS, *whole, *whole[5:6] * twice])
+    searched: list[int] = []
+    look = PieceTable._hash
+
+    def counted(self: PieceTable, data: Any, starts: Any, lengths: Any) -> Any:
+        searched.append(len(starts))
+        return look(self, data, starts, lengths)
+
+    monkeypatch.setattr(PieceTable, "_hash", counted)
+    monkeypatch.setattr(tables, "_AT_ONCE", 2)
+    merges = MergeTable(words, PackedStrings.of([f"{a} {b}" for a in LETTERS for b in LETTERS]))
+    count = len(whole)
+    assert sum(searched) == 2 * count + (count if twice else 2)
+    ids = [words.find(first + second) for first in LETTERS for second in LETTERS]
+    pairs = [[a, b] for a in range(len(LETTERS)) for b in range(len(LETTERS))]
+    assert [merges.merge(pair) for pair in pairs] == [[token] for token in ids]
 
 
 @pytest.mark.parametrize("letters", ["a", "ab", LETTERS])

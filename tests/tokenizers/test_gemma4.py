@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.tokenizers.base import Tokenizer
 from localrt.models.tokenizers.gguf import gguf_tokenizer
+from tests.checkpoints.make_gguf import write_gguf
 from tests.real_models import real_model
 from tests.tokenizers.varied_text import varied_strings
 
@@ -77,3 +79,19 @@ def test_agrees_with_the_tokenizers_package(metadata: dict[str, Any], ours: Toke
         expected = theirs.encode(text, add_special_tokens=False).ids
         assert ours.encode(text, add_special=False) == expected, text
         assert ours.decode(expected) == text.replace("▁", " ")
+
+
+@pytest.mark.llamacpp
+@pytest.mark.parametrize("parse_special", [True, False])
+def test_agrees_with_llama_cpp(
+    metadata: dict[str, Any], ours: Tokenizer, parse_special: bool, tmp_path: Path
+) -> None:
+    llama_cpp = pytest.importorskip("llama_cpp")
+    (file,) = write_gguf(tmp_path / "m.gguf", "gemma4", metadata, {})
+    theirs = llama_cpp.Llama(str(file), vocab_only=True, verbose=False)
+    for text in [*varied_strings(1500), "a\n\n\nb", "\n\n\n\n\n\n\n\n\n\n", "x \n \n\n y"]:
+        if "▁" in text or "</s>" in text:  # HTML, which llama.cpp takes for the end of a text
+            continue
+        expected = theirs.tokenize(text.encode(), add_bos=True, special=parse_special)
+        assert ours.encode(text, parse_special=parse_special) == expected, text
+    theirs.close()

@@ -258,10 +258,13 @@ def undescribed(_: Backend, pieces: PieceTable) -> Vocabulary:
     ("part", "value"),
     [
         (("model", "dropout"), 0.5),
+        (("model", "unk_token"), "<unk>"),
         (("added_tokens", 1, "lstrip"), True),
         (("added_tokens", 1, "normalized"), True),
+        (("added_tokens", 1, "id"), 7),
         (("model", "vocab", "Ġ"), 5),
         (("pre_tokenizer",), {"type": "WhitespaceSplit"}),
+        (("pre_tokenizer",), None),
         (("model", "merges"), [["a", "none such"]]),
     ],
 )
@@ -373,10 +376,13 @@ AS_OBJECT = {"content": X, "__type": "AddedToken", "special": True} | dict.fromk
         *({f"{kind}_token": X} for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")),
         {"eos_token": AS_OBJECT},
         {"extra_special_tokens": [X]},
+        {"extra_special_tokens": [AS_OBJECT]},
         {"extra_special_tokens": {"image_token": X}},
+        {"additional_special_tokens": [X]},
         {"model_specific_special_tokens": {"image_token": X}},
         {"image_token": X},
         {"extra_special_tokens": [X, Y], "eos_token": Y, "pad_token": X},
+        {"extra_special_tokens": {"image_token": X, "pad_token": Y}, "eoi_token": Y},
         {"added_tokens_decoder": {"259": {**AS_OBJECT, "content": Y}}, "eos_token": X},
     ],
     ids=str,
@@ -408,12 +414,19 @@ def test_special_tokens_of_odd_types(key: str, odd: Any, tmp_path: Path) -> None
     assert hf_tokenizer(tmp_path).encode("ab") == [67, 68]
 
 
+WORD_PIECE = {
+    **{"type": "WordPiece", "unk_token": "<u>", "vocab": {"x": 0}},
+    **{"continuing_subword_prefix": "##", "max_input_chars_per_word": 9},
+}
+
+
 @pytest.mark.parametrize(
     ("part", "value"),
     [
         # The package panics at both, while it adds what stands around a text.
         (("post_processor", "single", 0, "SpecialToken", "id"), "nowhere"),
         (("model", "continuing_subword_prefix"), "too long for a merge"),
+        (("model",), WORD_PIECE),
     ],
 )
 def test_what_the_package_fails_at_is_one_line(tmp_path: Path, part: Any, value: Any) -> None:
@@ -421,6 +434,15 @@ def test_what_the_package_fails_at_is_one_line(tmp_path: Path, part: Any, value:
     with pytest.raises(TokenizerError, match="tokenizer") as caught:
         hf_tokenizer(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["bos_token", "eos_token"])
+def test_a_name_that_cannot_be_encoded_is_no_token(tmp_path: Path, key: str) -> None:
+    config = FOLDER_CONFIG | {key: "\ud800"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(WITH_SPACES))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = hf_tokenizer(tmp_path)
+    assert tokenizer.bos_id == (None if key == "bos_token" else 1)
 
 
 def test_a_template_that_is_not_utf8_is_one_line(tmp_path: Path) -> None:
