@@ -21,7 +21,7 @@ exceed the GPU's budget, expert slots are evicted first, then whole slabs. If a 
 out of memory, some is evicted and the pass is repeated once.
 
 Tests find races without a GPU, on a stand-in for CUDA's driver that works as late as events allow
-(``tests/driver``); in virtual time it also shows schedules.
+(``tests/driver``).
 
 The pipeline knows neither planning nor text. Read ``streamed.py``, ``stage.py`` and ``lane.py``
 first.

@@ -276,35 +276,6 @@ def test_a_gpu_adds_what_torch_does(kind: str, gpu: Kernels, tmp_path: Path) -> 
     assert relative_error(run(decoder, cache(decoder, adapter), ids), wanted) < max(3 * plain, 2e-2)
 
 
-def test_long_passes_and_recordings(gpu: Kernels, tmp_path: Path) -> None:
-    tiny = Tiny("qwen2", tmp_path)
-    adapter, _ = tiny.adapter("a", 1)
-    decoder = adapted(tiny, adapter)
-    ids = tokens(66)
-    whole, long = decoder.cache(80), decoder.cache(80)
-    whole.mix = long.mix = ((adapter.key, 1.0),)
-    wanted = run(decoder, whole, ids[:60])
-    rest = run(decoder, whole, ids[60:])
-    got = run(decoder, long, ids)  # a prompt's rows
-    assert relative_error(got[60:], rest) < 4e-2
-    assert relative_error(got[:60], wanted) < 4e-2
-
-    forward = GraphedForward(decoder.ops, decoder.forward)  # type: ignore[arg-type]
-    made, changed = cache(decoder), cache(decoder, adapter)
-    before = [forward(Batch.extend([(made, [5])]))]
-    forward(Batch.extend([(changed, [5])]))
-    for _ in range(3):  # the second time it is recorded
-        made.trim(0)
-        before.append(forward(Batch.extend([(made, [5])])))
-        changed.trim(0)
-        again = forward(Batch.extend([(changed, [5])]))
-        assert relative_error(again, before[0]) > 1e-3
-    for each in before[1:]:
-        np.testing.assert_array_equal(each, before[0])
-    decoder.ops.adapters.remove(adapter.key)  # type: ignore[union-attr]
-    np.testing.assert_array_equal(run(decoder, cache(decoder), [5]), before[0])
-
-
 def turns(
     decoder: Decoder, forward: Forward, mixes: list[Mix], *, together: bool
 ) -> list[np.ndarray]:
@@ -372,16 +343,3 @@ def test_adapters_that_are_removed(gpu: Kernels, tmp_path: Path) -> None:
     wanted_of_third = turns(decoder, decoder.forward, [mixes[1]], together=True)
     seen = turns(decoder, forward, [mixes[1], mixes[0]], together=True)
     assert all(np.array_equal(s[:1], w) for s, w in zip(seen, wanted_of_third, strict=True))
-
-
-@SLOW
-def test_more_adapters_than_places(gpu: Kernels, tmp_path: Path) -> None:
-    tiny = Tiny("qwen2", tmp_path)
-    adapters = [tiny.adapter(f"a{n}", n)[0] for n in range(3)]
-    decoder = adapted(tiny, *adapters)
-    forward = GraphedForward(decoder.ops, decoder.forward)  # type: ignore[arg-type]
-    weights = (0.25, 0.5, 1.0)
-    mixes: list[Mix] = [((each.key, weight),) for each in adapters for weight in weights]
-    for some in (mixes[:4], mixes[4:], mixes, mixes[3:7]):
-        wanted = turns(decoder, decoder.forward, some, together=False)
-        assert all(map(np.array_equal, turns(decoder, forward, some, together=True), wanted))
