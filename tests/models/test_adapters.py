@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from contextlib import closing
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +21,6 @@ from localrt.models.checkpoints.adapters import (
     MergedCheckpoint,
     read_adapter,
     text_module,
-    why_only_merged,
 )
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
@@ -35,7 +33,7 @@ from localrt.quant.ops.protocol import Batch, Ops
 from localrt.quant.reference.ops import TorchOps
 from tests.checkpoints.make_gguf import in_pairs, write_gguf
 from tests.models.adapters import make_adapter, peft_logits
-from tests.models.tiny import CONFIGS, MIXTURES, relative_error, tiny_model, tokens
+from tests.models.tiny import relative_error, tiny_model, tokens
 from tests.offload.placed import Model, needs_kernels, passing
 from tests.ops.test_native_matmul import ISAS
 
@@ -108,13 +106,6 @@ def test_logits_are_those_of_peft(tiny: Tiny, kind: str) -> None:
     )
 
 
-def test_an_adapter_of_mlx(tiny: Tiny, tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"fine_tune_type": "lora"}))
-    (tmp_path / "adapters.safetensors").write_bytes(b"")
-    with pytest.raises(UnsupportedModelError, match=r"an adapter of mlx-lm, .*: take one of PEFT"):
-        read_adapter(tmp_path, tiny.checkpoint)
-
-
 @needs_kernels
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tiny", ["phi3", "gemma2"], indirect=True)
@@ -131,21 +122,6 @@ def test_kernels(tiny: Tiny, kind: str) -> None:
     # A and B are rounded to bytes as activations are, and these adapters change the answer more
     # than the base's weights do.
     assert error < max(5 * plain, 5e-3)
-
-
-def test_weights_of_a_set(tiny: Tiny) -> None:
-    first, _ = tiny.adapter("a", 1)
-    second, _ = tiny.adapter("b", 2, r=4, use_dora=True)
-    theirs = make_adapter(tiny_model("qwen2").module, tiny.folder / "c", 1)
-    ids = tokens(9)
-    decoder = tiny.decoder(TorchOps(compute_format="f32"), first, second)
-    alone = run(decoder, cache(decoder, (first, 1.0), (second, 0.0)), ids)
-    assert relative_error(alone, peft_logits(theirs, ids)) < 1e-4
-    for module in theirs.modules():
-        if isinstance(getattr(module, "scaling", None), dict):
-            module.scaling = {name: 0.7 * scale for name, scale in module.scaling.items()}
-    less = run(decoder, cache(decoder, (first, 0.7)), ids)
-    assert relative_error(less, peft_logits(theirs, ids)) < 1e-4
 
 
 def test_weighted_set(tiny: Tiny) -> None:
@@ -259,12 +235,8 @@ def edited(folder: Path, old: str, new: str) -> None:
         ('"peft_type": "LORA"', '"peft_type": "IA3"', "IA3"),
         ('"bias": "none"', '"bias": "all"', "bias"),
         ('"r": 8', '"r": 4', "rank 8, the config.s r .* says 4"),
-        ('"r": 8', '"r": null', "r must be a number"),
         ('"use_dora": false', '"use_dora": true', "has no magnitudes, though adapter_config"),
-        ('"rank_pattern": {}', '"rank_pattern": {"(": 4}', "rank_pattern"),
         ('"rank_pattern": {}', '"rank_pattern": {"([a-z.]+)+!": 4}', "too long to match"),
-        ('"alpha_pattern": {}', '"alpha_pattern": {"a?a?a?a?_": 4}', "too long to match"),
-        ('"fan_in_fan_out": false', '"fan_in_fan_out": true', "fan_in_fan_out"),
     ],
 )
 def test_bad_configs(tiny: Tiny, old: str, new: str, says: str) -> None:
@@ -275,67 +247,31 @@ def test_bad_configs(tiny: Tiny, old: str, new: str, says: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-# Every key of PEFT's LoRA config, with a value that turns it on, and whether it is refused then.
-PEFT_KEYS: dict[str, tuple[Any, bool]] = {
-    "alora_invocation_tokens": ([5, 6], True),
-    "alpha_pattern": ({"q_proj": 16}, False),
-    "arrow_config": ({"top_k": 3}, True),
-    "auto_mapping": ({"base_model_class": "Qwen2ForCausalLM"}, False),
-    "base_model_name_or_path": ("someone/model", False),
-    "bias": ("lora_only", True),
-    "corda_config": ({"corda_method": "ipm"}, False),
-    "ensure_weight_tying": (True, False),
-    "eva_config": ({"rho": 2.0}, False),
-    "exclude_modules": (["o_proj"], False),
-    "fan_in_fan_out": (True, True),
-    "inference_mode": (True, False),
-    "init_lora_weights": ("gaussian", False),
-    "kasa_config": ({"beta": 1e-4}, True),
-    "layer_replication": ([[0, 2], [1, 3]], True),
-    "layers_pattern": ("layers", False),
-    "layers_to_transform": ([0], False),
-    "loftq_config": ({"loftq_bits": 4}, False),
-    "lora_alpha": (16, False),
-    "lora_bias": (True, True),
-    "lora_dropout": (0.1, False),
-    "lora_ga_config": ({"direction": "ArB2r"}, False),
-    "megatron_config": ({"layers": 2}, True),
-    "megatron_core": ("megatron.core", False),
-    "modules_to_save": (["score"], False),
-    "monteclora_config": ({"num_samples": 2}, True),
-    "peft_type": ("LORA", False),
-    "peft_version": ("9.0", False),
-    "qalora_group_size": (16, False),
-    "r": (8, False),
-    "rank_pattern": ({"q_proj": 8}, False),
-    "revision": ("main", False),
-    "target_modules": (["q_proj"], False),
-    "target_parameters": (["q_proj.weight"], False),
-    "task_type": ("CAUSAL_LM", False),
-    "trainable_token_indices": ([5], True),
-    "use_bdlora": ({"nblocks": 2}, True),
-    "use_dora": (False, False),  # true: ``KINDS``
-    "use_qalora": (True, True),
-    "use_rslora": (True, False),
-    "velora_config": ({"num_groups": 4}, True),
+# What asks for more than plain LoRA or DoRA.
+REFUSED: dict[str, Any] = {
+    **{"alora_invocation_tokens": [5, 6], "arrow_config": {"top_k": 3}, "lora_bias": True},
+    **{"kasa_config": {"beta": 1e-4}, "layer_replication": [[0, 2], [1, 3]], "use_qalora": True},
+    **{"megatron_config": {"layers": 2}, "monteclora_config": {"num_samples": 2}},
+    **{"trainable_token_indices": [5], "use_bdlora": {"nblocks": 2}, "bias": "lora_only"},
+    **{"velora_config": {"num_groups": 4}, "fan_in_fan_out": True},
+    **{"invocation_string": "<r>", "use_mora": True},  # of others than PEFT
+}
+TAKEN: dict[str, Any] = {
+    **{"modules_to_save": ["score"], "exclude_modules": ["o_proj"], "layers_to_transform": [0]},
+    **{"ensure_weight_tying": True, "target_parameters": ["q_proj.weight"], "peft_version": "9.0"},
+    **{"merge_weights": True, "enable_lora": None},  # of the oldest PEFT
 }
 
 
-def test_every_key_of_peft(tiny: Tiny) -> None:
-    theirs = peft.LoraConfig().to_dict()
-    assert PEFT_KEYS.keys() == theirs.keys()
+def test_keys_of_peft(tiny: Tiny) -> None:
     make_adapter(tiny.base, tiny.folder / "a", target_modules=["q_proj"])
     path = tiny.folder / "a" / "adapter_config.json"
     config = json.loads(path.read_text("utf-8"))
-    more: dict[str, tuple[Any, bool]] = {
-        **{"merge_weights": (True, False), "enable_lora": (None, False)},  # of the oldest PEFT
-        **{"invocation_string": ("<r>", True), "use_mora": (True, True), "mora_type": ([], False)},
-    }
-    for key, (value, refused) in (PEFT_KEYS | more).items():
+    for key, value in TAKEN.items():
         path.write_text(json.dumps({**config, key: value}))
-        if not refused:
-            assert read_adapter(path.parent, tiny.checkpoint).matrices
-            continue
+        assert read_adapter(path.parent, tiny.checkpoint).matrices
+    for key, value in REFUSED.items():
+        path.write_text(json.dumps({**config, key: value}))
         with pytest.raises(UnsupportedModelError, match=key):
             read_adapter(path.parent, tiny.checkpoint, merging=True)
 
@@ -374,30 +310,11 @@ def test_start(tiny: Tiny, start: object) -> None:
     assert relative_error(found, peft_logits(theirs.eval(), ids)) < 1e-4
 
 
-@pytest.mark.parametrize("kind", ["dora", "tokens"])
-def test_names_of_a_whole_state(tiny: Tiny, kind: str) -> None:
-    adapter, _ = tiny.adapter("a", **KINDS[kind])
-    path = tiny.folder / "a" / "adapter_model.safetensors"
-    named = {
-        re.sub(r"(lora_\w+)", r"\1.default", name): values
-        for name, values in load_file(path).items()
-    }
-    save_file(named, path)
-    again = read_adapter(path.parent, tiny.checkpoint)
-    assert again.matrices.keys() == adapter.matrices.keys()
-    assert (again.embedding is None) == (adapter.embedding is None)
-    for name, part in adapter.matrices.items():
-        np.testing.assert_array_equal(again.matrices[name].b, part.b)
-
-
 @pytest.mark.parametrize(
     ("key", "value", "refused"),
     [
         ("adapter.alora.invocation_tokens", [5, 6], True),
-        ("adapter.lora.another", 1, True),
         ("adapter.lora.task_name", "retrieval", False),
-        ("adapter.lora.prompt_prefix", "Query: ", False),
-        ("general.name", "a", False),
     ],
 )
 def test_keys_of_gguf(tiny: Tiny, key: str, value: Any, refused: bool) -> None:
@@ -445,12 +362,11 @@ def test_matrices_in_parts(tiny: Tiny) -> None:
 
 
 IDS = tokens(11)
-# Of every way in which a family's matrices are computed one.
-FAMILIES = (
-    *("gemma4", "phi3", "deepseek-v3", "glm4-moe", "qwen3.5", "lfm2-moe", "lfm3"),
-    *("granite-hybrid-moe", "falcon-h1", "nemotron-h-latent", "olmo-hybrid", "kimi-linear"),
-    *("gpt-oss", "gemma4-moe", "qwen4-exp", "cohere2-moe-dense-first", "apertus", "afmoe"),
-    "llama4",
+
+
+MORE = (
+    *("gemma4", "phi3", "deepseek-v3-dense", "qwen3.5", "lfm2-moe", "lfm3", "olmo-hybrid"),
+    *("falcon-h1", "nemotron-h", "gpt-oss", "gemma4-moe", "qwen4-exp", "llama4"),
 )
 
 
@@ -474,6 +390,7 @@ def adapted(checkpoint: Checkpoint, ops: Ops, adapter: Adapter[LowRank]) -> np.n
     return run(decoder, cache(decoder, adapter), IDS)
 
 
+@needs_kernels
 @pytest.mark.parametrize(
     ("name", "config"),
     [
@@ -481,20 +398,27 @@ def adapted(checkpoint: Checkpoint, ops: Ops, adapter: Adapter[LowRank]) -> np.n
         ("ernie", {"use_dora": True}),
         ("glm4", {}),  # in half of each head
         ("glm4v", {}),
-        ("cohere2-bias", {}),  # attention and MLP in parallel
+        ("cohere2", {}),  # attention and MLP in parallel
         ("apertus", {}),  # no gate
         ("granite-hybrid", {}),  # gate and up are one matrix
         ("qwen3-next", {}),  # rows of a key head lie together
         ("qwen3-next", {"use_dora": True}),
         ("kimi-linear", {}),
         ("gemma3-images", {}),  # modules of the encoder are left out
+        *((name, {}) for name in MORE),
     ],
 )
 def test_families_are_those_of_peft(name: str, config: dict[str, Any], tmp_path: Path) -> None:
     tiny = Tiny(name, tmp_path)
-    adapter, theirs = tiny.adapter("a", target_modules=linear_modules(tiny.base), **config)
+    plain, modules = tiny.tiny.logits(IDS), linear_modules(tiny.base)
+    tiny.base.config.model_type = "llama"  # PEFT leaves Mamba's modules out
+    model = make_adapter(tiny.base, tmp_path / "a", target_modules=modules, **config)
+    adapter, theirs = read_adapter(tmp_path / "a", tiny.checkpoint), peft_logits(model, IDS)
     found = adapted(tiny.checkpoint, TorchOps(compute_format="f32"), adapter)
-    assert relative_error(found, peft_logits(theirs, IDS)) < 1e-4
+    assert relative_error(found, theirs) < 1e-4
+    found = adapted(tiny.checkpoint, NativeOps(threads=1), adapter)
+    # What is rounded may change a choice of experts.
+    assert relative_error(found, theirs) < relative_error(plain, theirs) / 3
 
 
 @pytest.mark.parametrize(
@@ -533,59 +457,6 @@ def test_gguf_base_with_factors(tmp_path: Path) -> None:
         read_adapter(tmp_path / "a", checkpoint)
 
 
-def everything(checkpoint: Checkpoint, size: float) -> Adapter[LowRank]:
-    """Of all matrices that a running model adapts."""
-    rng = np.random.default_rng(0)
-
-    def low(shape: tuple[int, ...]) -> LowRank:
-        a = rng.standard_normal((4, shape[1]), np.float32)
-        return LowRank(a * size, rng.standard_normal((shape[0], 4), np.float32) * size)
-
-    return Adapter(
-        "everything",
-        {
-            name: low(info.shape)
-            for name, info in checkpoint.tensors.items()
-            if len(info.shape) == 2
-            and name.endswith("_proj.weight")
-            and why_only_merged(name) is None
-        },
-    )
-
-
-def by_merging(name: str, size: float, ops: Callable[[], Ops]) -> tuple[float, float]:
-    """How far logits are from those of merged weights, and how far these are from the base's."""
-    with closing(open_checkpoint(tiny_model(name).folder)) as checkpoint:
-        adapter = everything(checkpoint, size)
-        found = adapted(checkpoint, ops(), adapter)
-        merged = decoder_of(MergedCheckpoint(checkpoint, adapter), ops())
-        wanted = run(merged, cache(merged), IDS)
-        plain = decoder_of(checkpoint, ops())
-        change = relative_error(run(plain, cache(plain), IDS), wanted)
-        return relative_error(found, wanted), change
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_every_matrix(name: str) -> None:
-    assert name in (*CONFIGS, *MIXTURES)
-    error, change = by_merging(name, 0.15, lambda: TorchOps(compute_format="f32"))
-    assert error < 1e-4
-    assert change > 0.01
-
-
-@needs_kernels
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("gemma4", "qwen3.5", "lfm3", "granite-hybrid", "falcon-h1", "olmo-hybrid"),
-        *("cohere2", "apertus"),
-    ],
-)
-def test_families_on_the_kernels(name: str) -> None:
-    error, change = by_merging(name, 0.15, lambda: NativeOps(threads=1))
-    assert error < change / 5
-
-
 def test_routers(tmp_path: Path) -> None:
     tiny = Tiny("qwen3-moe", tmp_path)
     theirs = make_adapter(
@@ -599,11 +470,6 @@ def test_routers(tmp_path: Path) -> None:
     adapter = read_adapter(tmp_path / "a", tiny.checkpoint, merging=True)
     merged = decoder_of(MergedCheckpoint(tiny.checkpoint, adapter), TorchOps(compute_format="f32"))
     assert relative_error(run(merged, cache(merged), IDS), peft_logits(theirs, IDS)) < 1e-4
-
-
-def renamed(folder: Path, old: str, new: str) -> None:
-    path = folder / "adapter_model.safetensors"
-    save_file({name.replace(old, new): each for name, each in load_file(path).items()}, path)
 
 
 def test_experts(tmp_path: Path) -> None:
@@ -623,31 +489,10 @@ def test_experts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "module",
     [
-        "model.layers.0.mlp.up_proj",
         "model.language_model.layers.0.mlp.up_proj",
-        "language_model.model.layers.0.mlp.up_proj",
         "backbone.layers.0.mlp.up_proj",
     ],
 )
 def test_multimodal_names(module: str, tmp_path: Path) -> None:
     tiny = Tiny("llama", tmp_path)
     assert text_module(module, tiny.checkpoint) == "model.layers.0.mlp.up_proj.weight"
-
-
-def test_wrong_size(tmp_path: Path) -> None:
-    tiny = Tiny("qwen3-next", tmp_path)
-    make_adapter(tiny.base, tmp_path / "a", target_modules=["out_proj"])
-    renamed(tmp_path / "a", "out_proj", "in_proj_qkvz")
-    with pytest.raises(CheckpointError, match=r"in_proj_qkvz' has .* the adapter is for another"):
-        read_adapter(tmp_path / "a", tiny.checkpoint)
-
-
-def test_gguf_adapter_of_folder(tmp_path: Path) -> None:
-    tiny = Tiny("qwen3.5", tmp_path)
-    keys = {"general.type": "adapter", "adapter.type": "lora", "adapter.lora.alpha": 4.0}
-    a, b = np.ones((2, 64), np.float32), np.ones((96, 2), np.float32)
-    stem = "blk.0.ffn_up.weight.lora_"
-    tensors: dict[str, Any] = {f"{stem}a": (a, "f32"), f"{stem}b": (b, "f32")}
-    write_gguf(tmp_path / "a.gguf", "qwen35", keys, tensors)
-    with pytest.raises(UnsupportedModelError, match="use the adapter's PEFT folder"):
-        read_adapter(tmp_path / "a.gguf", tiny.checkpoint)

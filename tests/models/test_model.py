@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from localrt.common.errors import CancelledError, OptionError
+from localrt.common.errors import OptionError
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder, FinalNorm
-from localrt.models.registry import ARCHITECTURES, ENCODERS, find_architecture, read_config
+from localrt.models.registry import ARCHITECTURES, find_architecture, read_config
 from localrt.quant.choose import make_ops, missing_on_gpu
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.arrays import AFTER_LAST, Features
@@ -120,8 +120,8 @@ def test_longrope(form: str, count: int) -> None:
 @pytest.mark.parametrize(
     "name", ["llama", "cohere2", "deepseek-v3-dense", "gemma4", "lfm2", "qwen3.5"]
 )
-def test_tree_and_cancel(name: str) -> None:
-    """A tree's paths are what each computes alone; what is cancelled leaves nothing."""
+def test_tree(name: str) -> None:
+    """A tree's paths are what each computes alone."""
     model, prompt = load_ours(tiny_model(name).folder), tokens(12)
     # Node 0 continues the prompt; 1 and 2 are its children; 3 is the child of 2.
     nodes, parents = [5, 6, 7, 8], [-1, 0, 0, 2]
@@ -136,47 +136,6 @@ def test_tree_and_cancel(name: str) -> None:
     for path in ([0], [0, 1], [0, 2], [0, 2, 3]):
         alone = extended(model, prompt + [nodes[node] for node in path])
         assert relative_error(logits[path[-1]], alone[-1]) < TOLERANCE
-
-    cache, calls = model.cache(64), iter((None,))
-
-    def check() -> None:
-        if next(calls, "no more") is not None:
-            raise CancelledError("stop")
-
-    model.forward(Batch.extend([(cache, prompt[:5])]), rows=[])
-    with pytest.raises(CancelledError):
-        model.forward(Batch.extend([(cache, prompt[5:])]), check=check)
-    assert cache.length == 5
-    again = model.forward(Batch.extend([(cache, prompt[5:])]))
-    assert relative_error(again, extended(model, prompt)[5:]) < TOLERANCE
-
-
-@needs_kernels
-@pytest.mark.parametrize("name", ["llama", "deepseek-v2-dense"])
-@pytest.mark.parametrize("kv", ["bf16", "int8"])
-def test_long_context(kv: CacheFormat, name: str) -> None:
-    """The same for any threads and chunks beyond a block of keys, where the cache is split."""
-    ids, results = tokens(700), []
-    for threads, chunk in ((1, 700), (2, 700), (2, 64), (1, 257)):
-        ops = NativeOps(threads=threads, kv_format=kv)
-        decoder = load_ours(tiny_model(name).folder, ops, context=LENGTH)
-        cache = decoder.cache(701)
-        for start in range(0, 700, chunk):
-            decoder.forward(Batch.extend([(cache, ids[start : start + chunk])]), rows=[])
-        results.append(decoder.forward(Batch.extend([(cache, [5])])))
-    for result in results[1:]:
-        np.testing.assert_array_equal(result, results[0])
-
-
-@needs_kernels
-def test_bits_depend_on_no_company() -> None:
-    decoder = load_ours(tiny_model("llama").folder, NativeOps(threads=2))
-    sequences = [tokens(n, seed=n) for n in (3, 17, 30)]
-    caches = [decoder.cache(64) for _ in sequences]
-    decoder.forward(Batch.extend([(c, s[:2]) for c, s in zip(caches, sequences, strict=True)]))
-    rest = [(c, s[2:]) for c, s in zip(caches, sequences, strict=True)]
-    alone = [extended(decoder, ids)[2:] for ids in sequences]
-    np.testing.assert_array_equal(decoder.forward(Batch.extend(rest)), np.concatenate(alone))
 
 
 @pytest.mark.parametrize(
@@ -195,28 +154,10 @@ def test_final_norm(name: str, head: str, scale: float) -> None:
     assert relative_error(logits, tiny.logits(ids)) < TOLERANCE
 
 
-def test_cache_growth() -> None:
-    model = load_ours(tiny_model("llama").folder)
-    cache = model.cache(1000)
-    assert cache.nbytes == 0
-    model.forward(Batch.extend([(cache, tokens(3))]), rows=[])
-    small = cache.nbytes
-    model.forward(Batch.extend([(cache, tokens(300))]), rows=[])
-    assert cache.nbytes > small
-    with pytest.raises(ValueError, match="capacity"):
-        model.forward(Batch.extend([(cache, tokens(900))]), rows=[])
-
-
 def specs_of(name: str) -> Any:
     """What the layers of a tiny model remember."""
     with closing(open_checkpoint(tiny_model(name).folder)) as checkpoint:
         return read_config(checkpoint).memory
-
-
-def test_shared_keys_and_values_take_no_memory() -> None:
-    specs, ops = specs_of("gemma4"), NativeOps()  # whose last three layers of six share
-    sizes = [ops.kv_nbytes(specs[:count], 256) for count in (2, 3, 6)]
-    assert sizes[0] < sizes[1] == sizes[2]
 
 
 @pytest.mark.parametrize(
@@ -339,23 +280,6 @@ def test_the_page_says_what_is_compared() -> None:
     for module, found in rows.items():
         names = {name for name, own in ARCHITECTURES.items() if own == module}
         assert found == [names & folders, names & files, names - folders - files], module
-
-
-def test_the_page_names_encoders() -> None:
-    """A row of their table names each; ``test_encoders.py`` compares all of them."""
-    from tests.models.tiny_encoders import ENCODERS as TINY
-    from tests.models.tiny_encoders import RANKERS
-
-    made = {type(make()).__name__ for make in (*TINY.values(), *RANKERS.values())}
-    found, compared = {}, set[str]()
-    for line in PAGE.read_text(encoding="utf-8").splitlines():
-        cells = [cell.strip() for cell in line.split("|")[1:-1]]
-        if len(cells) == 4 and (name := _CODE.fullmatch(cells[0])) and "Model`" in cells[2]:
-            folders, files = (set(_CODE.findall(cell)) for cell in cells[2:])
-            compared |= folders
-            found |= dict.fromkeys(folders | files, name[1])
-    assert compared == made
-    assert found == ENCODERS
 
 
 def llama_cpp_logits(path: Path, ids: list[int], monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
