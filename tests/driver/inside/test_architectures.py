@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from localrt.quant.cuda.tensor import BFLOAT16, upload
 from localrt.quant.formats import CODECS, F32, PackedTensor, pack, unpack
 from localrt.quant.ops.adapters import Adapter, LowRank, Mix
 from localrt.quant.ops.hybrid_cache import HybridCache
-from localrt.quant.ops.protocol import Batch, Forward, Span
+from localrt.quant.ops.protocol import Batch, Forward
 from localrt.quant.reference.ops import TorchOps
 from tests.driver.inside.conftest import Kernels, quantized
 from tests.models.test_adapters import KINDS, Tiny, cache, run
@@ -133,54 +132,6 @@ def test_architectures(
 
 
 @pytest.mark.parametrize(
-    ("name", "layers"),
-    [
-        ("llama", 1),
-        pytest.param("qwen3.5", 2, marks=SLOW),
-        pytest.param("deepseek-v2-dense", 1, marks=SLOW),
-    ],
-)
-def test_recorded_trees(name: str, layers: int, gpu: Kernels, tmp_path: Path) -> None:
-    """Single tokens, trees in two rounds and what is taken back, plainly and from recordings."""
-    save_tiny(name, tmp_path, layers=layers)
-    decoder = load(tmp_path)
-    assert isinstance(decoder.ops, CudaOps)
-    recorded = GraphedForward(decoder.ops, decoder.forward)
-    mask = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], bool)
-    results, checks = [], list[int]()
-
-    def rounds(forward: Any, cache: Any, *sizes: int) -> np.ndarray:
-        """A tree's logits; each of ``sizes`` is how many rows there are after a pass."""
-        held, found = cache.length, []
-        for first, stop in pairwise((0, *sizes)):
-            own = mask[first:stop, :stop]
-            span = Span(cache, stop - first, own)
-            ids = np.array([7, 8, 9, 10])[first:stop]
-            found.append(forward(Batch(ids, held + own.sum(1) - 1, (span,))))
-        return np.concatenate(found)
-
-    for forward in (decoder.forward, recorded):
-        cache = decoder.cache(64)
-        results.append([forward(Batch.extend([(cache, tokens(6))]))])
-        for turn in range(3):
-            mask[2:, 1] = turn == 1
-            for token in (5, 6, 7):
-                batch = Batch.extend([(cache, [token + turn])])
-                results[-1].append(forward(batch, rows=[0], check=lambda: checks.append(1)))
-            held = cache.length
-            whole = rounds(decoder.forward, cache, 4)
-            assert cache.trim(held) == held
-            results[-1].append(rounds(forward, cache, 3, 4))
-            assert np.array_equal(results[-1][-1], whole)
-            cache.select(held, [0, 2])
-            cache.trim(cache.length - 1)
-    for plain, again in zip(*results, strict=True):
-        assert np.array_equal(plain, again)
-    assert gpu.launches.count("replay") > 10
-    assert len(checks) > 18, "recorded passes can be cancelled"
-
-
-@pytest.mark.parametrize(
     ("name", "format_", "method"),
     [
         ("llama", "mxfp4", "mr-gptq"),  # rotated
@@ -237,16 +188,6 @@ def test_recordings_keep_no_cache(gpu: Kernels, llama: Path) -> None:
     del cache
     gc.collect()
     assert kept() is None
-
-
-def test_fine_activations(gpu: Kernels, llama: Path) -> None:
-    """They lose no more than bf16: what is left are the steps between the products."""
-    kinds = (TorchOps(compute_format="f32"), CudaOps(device="cuda", fine=True), None)
-    wanted, fine, eight = (
-        decoder.forward(Batch.extend([(decoder.cache(LENGTH), tokens(SHORT))]))
-        for decoder in (load(llama, ops=ops, packed=True) for ops in kinds)
-    )
-    assert relative_error(fine, wanted) < min(0.01, relative_error(eight, wanted) / 2)
 
 
 # -- adapters --------------------------------------------------------------------------------------
