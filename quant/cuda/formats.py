@@ -111,7 +111,7 @@ def halves_steps(name: str) -> bool:
 
 def product_instructions(name: str) -> int:
     """Instructions per warp-level product in ``linear_many.cu``, unpacking included, on compute
-    capability 8.9; tests count them.
+    capability 8.9, counted in its machine code.
     """
     return _INSTRUCTIONS.get(name, _USUAL_INSTRUCTIONS)
 

@@ -9,7 +9,6 @@ from localrt.models.checkpoints.gguf.file import GgufFile, open_gguf_parts
 from localrt.quant.formats import GGML_FORMATS
 from tests.checkpoints.make_gguf import (
     ARRAY,
-    FLOAT32,
     STRING,
     UINT32,
     array,
@@ -67,11 +66,6 @@ def test_row_ranges(every_type):
     assert part.data.shape == (2, 4 * 34)
 
 
-def test_large_row(every_type):
-    blocks = list(GgufFile(every_type).tensors["f32.weight"].blocks(max_bytes=1))
-    assert [block.shape for block in blocks] == [(1, 512)] * 5
-
-
 def test_rows_outside(every_type):
     file = GgufFile(every_type)
     with pytest.raises(ValueError, match=r"'f32.weight' has 5 rows: 3 to 6 cannot be read"):
@@ -114,38 +108,13 @@ def test_malformed_utf8(tmp_path):
     assert [found.encoded(index) for index in range(3)] == tokens
 
 
-def test_long_strings(tmp_path):
-    words = ["x" * 700_000, "y" * 1_200_000, "", "z"]
-    metadata = {"a.words": words, "a.after": 5}
-    (path,) = write_gguf(tmp_path / "m.gguf", "llama", metadata, {"w": (weights(), "f32")})
-    file = GgufFile(path)
-    assert list(file.metadata["a.words"]) == words
-    assert file.metadata["a.after"] == 5
-    assert np.array_equal(file.tensors["w"].read().data.view(np.float32), weights())
-
-
-def test_version_2(tmp_path):
-    pairs = [ARCH, ("general.alignment", UINT32, struct.pack("<I", 64))]
-    data = bytes(range(64)) + weights(2, 4).tobytes()
-    tensors = [tensor_entry("a", [16], 0, 0), tensor_entry("b", [4, 2], 0, 64)]
-    path = tmp_path / "m.gguf"
-    path.write_bytes(raw_gguf(pairs, tensors, data, version=2, alignment=64))
-    file = GgufFile(path)
-    assert file.tensors["a"].read().data.tobytes() == bytes(range(64))
-    assert np.array_equal(file.tensors["b"].read().data.view(np.float32), weights(2, 4))
-
-
 def one_tensor(entry: bytes, data: bytes = bytes(64), **kwargs) -> bytes:
     return raw_gguf([ARCH], [entry], data, **kwargs)
 
 
 BAD = {
-    "empty": (b"", "it is empty"),
     "magic": (b"GGML" + bytes(100), "begins with b'GGML'"),
-    "web page": (b"<!DOCTYPE html><html>", "web page"),
     "lfs": (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS pointer"),
-    "only magic": (b"GGUF", "the file ends within the version"),
-    "version 1": (raw_gguf(version=1), "GGUF version 1"),
     "version 9": (raw_gguf(version=9), "GGUF version 9"),
     "big endian": (raw_gguf(version=3 << 24), "big-endian"),
     "many keys": (raw_gguf(counts=(0, 1 << 60)), "claims 1152921504606846976 metadata keys"),
@@ -158,34 +127,20 @@ BAD = {
     "key twice": (raw_gguf([ARCH, ARCH]), "'general.architecture' appears twice"),
     "value type": (raw_gguf([("k", 13, bytes(8))]), "'k' has unknown type 13"),
     "long string": (raw_gguf([("k", STRING, struct.pack("<Q", 1 << 63))]), "truncated: .*'k'"),
-    "element type": (raw_gguf([("k", ARRAY, array(77, 1, bytes(9)))]), "array of unknown type 77"),
     "long array": (raw_gguf([("k", ARRAY, array(UINT32, 1 << 61, b""))]), "truncated: .*'k'"),
     "many strings": (raw_gguf([("k", ARRAY, array(STRING, 1 << 50, b""))]), "strings in .*'k'"),
-    "many arrays": (raw_gguf([("k", ARRAY, array(ARRAY, 1 << 50, b""))]), "arrays in .*'k'"),
     "deep": (raw_gguf([("k", ARRAY, array(ARRAY, 1, b"") * 50)]), "nests arrays deeper"),
-    "alignment 0": (raw_gguf([("general.alignment", UINT32, bytes(4))]), "alignment is 0"),
     "alignment 48": (
         raw_gguf([("general.alignment", UINT32, struct.pack("<I", 48))]),
         "alignment is 48, not a power of two",
     ),
-    "alignment text": (raw_gguf([("general.alignment", STRING, string("8"))]), "is not a number"),
-    "alignment float": (
-        raw_gguf([("general.alignment", FLOAT32, struct.pack("<f", 32.0))]),
-        "is not a whole number",
-    ),
     "long name": (one_tensor(tensor_entry("n" * 300, [4], 0, 0)), "name is 300 bytes long"),
-    "no dims": (one_tensor(tensor_entry("t", [], 0, 0)), "'t' has 0 dimensions"),
     "five dims": (one_tensor(tensor_entry("t", [1] * 5, 0, 0)), "'t' has 5 dimensions"),
     "zero dim": (one_tensor(tensor_entry("t", [4, 0], 0, 0)), "'t' has no elements"),
     "huge dims": (one_tensor(tensor_entry("t", [1 << 63] * 4, 0, 0)), "truncated or damaged.*'t'"),
     "block": (one_tensor(tensor_entry("t", [33], 2, 0)), "'t': rows of 33 do not divide into q4_0"),
     "type 99": (one_tensor(tensor_entry("t", [256], 99, 0)), "'t' is of ggml type 99"),
     "iq4_k": (one_tensor(tensor_entry("t", [256], 139, 0)), "'t' is IQ4_K, .* such as Q4_K_M"),
-    "iq5_ks_r4": (
-        one_tensor(tensor_entry("t", [256], 352, 0)),
-        "'t' is IQ5_KS_R4, which is a type",
-    ),
-    "iq1_bn": (one_tensor(tensor_entry("t", [256], 134, 0)), "'t' is of type 134, .* ik_llama"),
     "offset": (one_tensor(tensor_entry("t", [4], 0, 4)), "'t' begins at 4, not a multiple of 32"),
     "outside": (one_tensor(tensor_entry("t", [4], 0, 64)), "truncated or damaged: tensor 't'"),
     "twice": (

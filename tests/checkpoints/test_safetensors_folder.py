@@ -5,18 +5,14 @@ from __future__ import annotations
 import json
 import struct
 from contextlib import closing
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from localrt.common.errors import CheckpointError, LocalrtError, UnsupportedModelError
+from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints import SafetensorsCheckpoint, open_checkpoint
-from localrt.models.vision.registry import vision_source
 from localrt.quant.formats import unpack
-from tests.mutations import is_line
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8}
 
@@ -83,16 +79,6 @@ def test_bf16_travels_as_its_bytes(tmp_path):
     read = SafetensorsCheckpoint(folder).read("w")
     assert read.format.name == "bf16"
     assert np.array_equal(unpack(read), (single.view(np.uint32) & 0xFFFF0000).view(np.float32))
-
-
-def test_scalars_and_empty_tensors(tmp_path):
-    folder = make_folder(tmp_path / "m")
-    header = {"scalar": entry([], 0, 4), "empty": entry([0, 8], 4, 4)}
-    (folder / "model.safetensors").write_bytes(raw_safetensors(header, struct.pack("<f", 2.5)))
-    model = SafetensorsCheckpoint(folder)
-    assert unpack(model.read("scalar")) == np.float32(2.5)
-    assert unpack(model.read("empty")).shape == (0, 8)
-    assert list(model.blocks("empty")) == []
 
 
 def make_sharded(path):
@@ -222,13 +208,6 @@ def test_multimodal(tmp_path, tower, head):
     assert model.architecture == "Gemma3ForConditionalGeneration"
 
 
-def test_text_prefix(tmp_path):
-    tensors = {"model.language_model.a_table_of_its_own.weight": values(3, 2)}
-    config = {"architectures": ["SomeForConditionalGeneration"], "vision_config": {}}
-    model = SafetensorsCheckpoint(make_folder(tmp_path / "m", tensors, config))
-    assert set(model.tensors) == {"model.a_table_of_its_own.weight"}
-
-
 def test_prediction_blocks(tmp_path):
     """Below a prefix of their own (Qwen), or as layers behind the last (GLM, DeepSeek)."""
     extra = ("mtp.fc.weight", "model.mtp_block.weight", "model.layers.1.eh_proj.weight")
@@ -269,23 +248,15 @@ def test_other_types(tmp_path):
 
 GOOD = {"w": entry([2], 0, 8)}
 BAD_HEADERS = {
-    "empty": (b"", "it is empty"),
-    "short": (b"\x01\x02", "is not a safetensors file"),
     "lfs": (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS pointer"),
     "long header": (struct.pack("<Q", 1 << 60) + b"{}", "is not a safetensors file"),
     "not json": (raw_safetensors(b"{not json"), "is malformed"),
-    "not utf8": (raw_safetensors(b'{"\xff": 1}'), "is malformed"),
     "deep": (raw_safetensors(b"[" * 100_000), "is malformed"),
-    "a list": (raw_safetensors([]), "is not an object"),
     "duplicate": (raw_safetensors(b'{"w": 1, "w": 2}'), "appears twice"),
     "entry": (raw_safetensors({"w": 3}), "entry for 'w' is malformed"),
-    "no dtype": (raw_safetensors({"w": {}}), "entry for 'w' is malformed"),
-    "shape": (raw_safetensors({"w": entry(["2"], 0, 8)}, bytes(8)), "entry for 'w' is malformed"),
     "negative": (raw_safetensors({"w": entry([-2], 0, 8)}, bytes(8)), "entry for 'w' is malformed"),
-    "many dims": (raw_safetensors({"w": entry([1] * 9, 0, 4)}, bytes(4)), "is malformed"),
     "huge": (raw_safetensors({"w": entry([1 << 61], 0, 8)}, bytes(8)), "but has 8 bytes"),
     "bytes": (raw_safetensors({"w": entry([3], 0, 8)}, bytes(8)), "but has 8 bytes"),
-    "reversed": (raw_safetensors({"w": entry([0], 8, 0)}, bytes(8)), "but has -8 bytes"),
     "hole": (raw_safetensors({"w": entry([2], 4, 12)}, bytes(12)), "should begin at 0"),
     "overlap": (
         raw_safetensors({"a": entry([2], 0, 8), "b": entry([2], 4, 12)}, bytes(12)),
@@ -293,7 +264,6 @@ BAD_HEADERS = {
     ),
     "truncated": (raw_safetensors(GOOD, bytes(7)), "is truncated: it has 7 bytes of data"),
     "trailing": (raw_safetensors(GOOD, bytes(9)), "1 bytes after the data"),
-    "no tensors": (raw_safetensors({}), "holds no weights"),
 }
 
 
@@ -310,12 +280,10 @@ def test_bad_headers(tmp_path, case):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("config.json", "", "config.json is malformed"),
         ("config.json", "[]", "its JSON is not an object"),
         ("config.json", "{}", "names no architecture"),
         ("config.json", '{"architectures": [7]}', "names no architecture"),
         ("config.json", '{"model_type": "x", "text_config": 3}', "text_config is not an object"),
-        ("config.json", '{"model_type": "x", "rope_parameters": 3}', "rope_parameters is not"),
         ("generation_config.json", "{", "generation_config.json is malformed"),
         ("model.safetensors.index.json", "{}", "has no weight_map"),
     ],
@@ -334,29 +302,3 @@ def test_unknown_tensor_and_closed_file(tmp_path):
     model.close()
     with pytest.raises(CheckpointError, match="is closed"):
         model.read("model.norm.weight")
-
-
-DAMAGED: dict[str, tuple[str, Any, str]] = {
-    "no weight_map": ("model.safetensors.index.json", {}, "has no weight_map"),
-    "a list": ("model.safetensors.index.json", {"weight_map": []}, "has no weight_map"),
-    "another folder": (
-        "model.safetensors.index.json",
-        {"weight_map": {"visual.a.weight": "../x.safetensors"}},
-        "lies in no file of this folder",
-    ),
-    "a processor": ("preprocessor_config.json", {"image_processor": [1]}, "not an object"),
-}
-
-
-@pytest.mark.parametrize("name", DAMAGED)
-def test_damaged_files_are_one_line(name: str, tmp_path: Path) -> None:
-    from tests.models.vision.tiny import qwen_folder  # takes seconds
-
-    file, contents, words = DAMAGED[name]
-    folder = qwen_folder(tmp_path / "model")
-    (folder / file).write_text(json.dumps(contents))
-    if "index" in file:
-        (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
-    with pytest.raises(LocalrtError, match=words) as caught:
-        vision_source(folder)
-    assert is_line(str(caught.value))

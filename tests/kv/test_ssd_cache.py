@@ -23,10 +23,10 @@ from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
 from localrt.offload.kv.cache import KvTier
-from localrt.offload.kv.file import IoThread, KvFile
+from localrt.offload.kv.file import KvFile
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.kv_formats import KV_FORMATS, CacheFormat
-from localrt.quant.ops.protocol import Batch, Span
+from localrt.quant.ops.protocol import Batch
 from tests.conftest import needs_kernels
 from tests.models.tiny import save_tiny, tokens
 from tests.waits import open_files
@@ -171,34 +171,6 @@ def give_up(decoder: Decoder, sequences: list[tuple[Any, list[int]]]) -> None:
         decoder.forward(Batch.extend(sequences), check=check)
 
 
-def test_a_tree_equals_ram(pairs: Any) -> None:
-    pair = pairs(kv_format="int4")
-    mask = np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], bool)
-    results = []
-    for decoder in (pair.ram, pair.ssd):
-        cache = decoder.cache(CAPACITY)
-        extend(decoder, (cache, tokens(255)))
-        batch = Batch(np.array([5, 6, 7]), np.array([255, 256, 256]), (Span(cache, 3, mask),))
-        results.append(decoder.forward(batch))
-        cache.trim(256)
-        results.append(extend(decoder, (cache, [7])))
-    assert np.array_equal(results[0], results[2])
-    assert np.array_equal(results[1], results[3])
-
-
-def test_ram(pairs: Any) -> None:
-    pair = pairs(on_ssd=(1,))
-    ops, specs = pair.ssd.ops, pair.ssd.config.attention
-    cache = pair.ssd.cache(CAPACITY)
-    for _ in range(2):
-        extend(pair.ssd, (cache, tokens(300)))
-    assert cache.nbytes == ops.kv_nbytes(specs, 600)
-    assert cache.nbytes < pair.ram.ops.kv_nbytes(specs, 600)
-    assert cache.capacity == CAPACITY
-    assert pair.tier.nbytes > 0
-    assert pair.tier.read_bytes == 0, "what is in the buffers is not read"
-
-
 def test_too_many_sequences(pairs: Any) -> None:
     pair = pairs(slots=2)
     caches = [pair.ssd.cache(CAPACITY) for _ in range(3)]
@@ -248,17 +220,6 @@ def test_full_disk_before_a_pass(pairs: Any, monkeypatch: pytest.MonkeyPatch) ->
     extend(pair.ssd, (cache, tokens(300)))
 
 
-def test_options_are_checked(pairs: Any, tmp_path: Path) -> None:
-    specs = pairs().ssd.config.attention
-    options: dict[str, Any] = {"capacity": 10, "kv_format": "bf16"}
-    with pytest.raises(OptionError, match="RAM or on the SSD"):
-        KvTier(specs, ["vram"] * len(specs), tmp_path, **options)
-    with pytest.raises(OptionError, match="a buffer at least"):
-        KvTier(specs, ["ssd"] * len(specs), tmp_path, **options, slots=0)
-    with pytest.raises(StorageError, match="cannot be kept in"):
-        KvTier(specs, ["ssd"] * len(specs), tmp_path / "none", **options).cache(specs, 10, "bf16")
-
-
 def test_close(checkpoints: Path, tmp_path: Path) -> None:
     gc.collect()  # what tests before have left
     threads, files = set(threading.enumerate()), open_files()
@@ -298,34 +259,6 @@ def test_without_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(StorageError, match="shorter"):
         file.read_into(3 * PAGE, out)
     file.close()
-
-
-def test_task_order() -> None:
-    io, seen = IoThread(), []
-    tasks = [io.start(lambda n=n: seen.append(1 // n)) for n in (1, 0, 1)]  # type: ignore[misc]
-    errors = [task.exception(timeout=60) for task in tasks]
-    assert seen == [1, 1]
-    assert isinstance(errors[1], ZeroDivisionError)
-    io.close()
-    assert isinstance(io.start(lambda: None).exception(timeout=60), StorageError)
-
-
-def test_task_while_closing() -> None:
-    io = IoThread()
-    io.start(lambda: None).result(timeout=60)
-    put = io._queue.put
-
-    def closed_meanwhile(task: Any) -> None:
-        io._queue = queue  # type: ignore[assignment]
-        io.close()
-        put(task)
-
-    class Late:
-        put = staticmethod(closed_meanwhile)
-
-    queue, io._queue = io._queue, Late()  # type: ignore[assignment]
-    late = io.start(lambda: None)
-    assert isinstance(late.exception(timeout=60), StorageError)
 
 
 def test_shared_layers_stay_in_ram(pairs: Any) -> None:

@@ -5,12 +5,9 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import pytest
 
 from localrt import system
@@ -21,30 +18,22 @@ from localrt.loading.context import LoadContext
 from localrt.loading.first_passes import run_first_passes
 from localrt.loading.gpu import open_gpu
 from localrt.loading.options import LoadOptions
-from localrt.models.checkpoints import Checkpoint, TensorInfo, open_checkpoint
+from localrt.models.checkpoints import Checkpoint
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
 from localrt.offload.account import PREFILL_ROWS
-from localrt.offload.device.cuda import CudaGpu
-from localrt.offload.device.gpu import Clock
-from localrt.offload.placement import Placement, Where, host_piece, link_piece
 from localrt.planning.machine import typical_machine
 from localrt.quant.cuda.cuda_memory import CudaCopies
 from localrt.quant.cuda.device import Grid, emulate
 from localrt.quant.cuda.memory import Pool, PoolBlock
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.programs import Program, kernels_folder
-from localrt.quant.cuda.steps import BEST_LOGITS
-from localrt.quant.formats import CODECS, pack, unpack
-from localrt.quant.ops.protocol import Batch, Span
+from localrt.quant.ops.protocol import Batch
 from localrt.quant.reference.ops import TorchOps
-from tests.models.tiny import save_tiny
-from tests.offload.placed import MODE, PLENTY, Model, needs_kernels, open_decoder, place_on_gpu
 from tests.planner.models import RATE
 from tests.store.synthetic import SyntheticCheckpoint
 
 FORMATS = {"": "q4_k", "down_proj": "q6_k", "lm_head": "q6_k", "embed_tokens": "q4_k"}
-LENGTHS = (1, 2, 4, 5, 8, 9, 16, 17, 33, 64, 65, 300)
 
 
 class FakeGpu:
@@ -68,13 +57,6 @@ class FakeGpu:
             self.prepare(program)
 
 
-class GpuOps(CudaOps):
-    """On a GPU with room for everything."""
-
-    def free_memory(self) -> int:
-        return PLENTY
-
-
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeGpu]:
     """What kernels would have written is zero: routers then choose, and nothing is not a number."""
@@ -95,45 +77,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeGpu]:
     emulate(before)
 
 
-def check(gpu: FakeGpu, decoder: Decoder) -> None:
-    """Passes of any length compile nothing."""
-    before = dict(gpu.compiled)
-    assert BEST_LOGITS in before  # that is for recorded passes
-    for rows in LENGTHS:
-        cache = decoder.cache(rows)
-        wanted = [rows - 1] if rows > 64 else None
-        batch = Batch.extend([(cache, [1] * rows)])
-        decoder.forward(batch, rows=wanted)
-        assert gpu.compiled == before
-        if rows == 4:
-            assert cache.trim(0) == 0
-            tree = Span(cache, rows, np.tri(rows, dtype=np.bool_))
-            decoder.forward(replace(batch, spans=(tree,)))
-    assert gpu.compiled == before
-
-
-class Packed:
-    """A checkpoint whose matrices are in ``format_`` where they can be."""
-
-    def __init__(self, inner: Checkpoint, format_: str) -> None:
-        self._inner, self._codec = inner, CODECS[format_]
-        self.tensors = {name: self._info(info) for name, info in inner.tensors.items()}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def _info(self, info: TensorInfo) -> TensorInfo:
-        fits = len(info.shape) == 2 and info.shape[1] % 32 == 0
-        return replace(info, format=self._codec.format) if fits else info
-
-    def blocks(self, name: str) -> Iterator[Any]:
-        whole = self._inner.read(name)
-        if self.tensors[name].format != self._codec.format:
-            yield whole
-            return
-        yield replace(pack(unpack(whole), self._codec.format), name=name)
-
-
 def load_whole(source: Checkpoint, **options: Any) -> Decoder:
     decoder = load_decoder(source, CudaOps(device="cpu"), read_config(source))
     run_first_passes(decoder, LoadContext(**options), most=PREFILL_ROWS)
@@ -142,90 +85,6 @@ def load_whole(source: Checkpoint, **options: Any) -> Decoder:
 
 def synthetic(folder: Path, formats: Mapping[str, str] = FORMATS) -> Any:
     return SyntheticCheckpoint(folder, formats=formats, hidden=256, inner=512)
-
-
-@pytest.mark.parametrize(
-    ("formats", "fine"),
-    [(FORMATS, True), ({"": "nvfp4", "o_proj": "bf16", "v_proj": "q8_0"}, False)],
-)
-def test_the_first_passes_compile_nothing(
-    formats: dict[str, str],
-    fine: bool,
-    gpu: FakeGpu,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of two formats, of stacked matrices in several, of some that no kernel reads."""
-    monkeypatch.setattr(native, "make_ops", lambda *_, **__: GpuOps(device="cpu", fine=fine))
-    source = synthetic(tmp_path, formats)
-    engine, _ = native.load_native(source, LoadOptions(device="cuda"), LoadContext())
-    with closing(engine):
-        check(gpu, cast(Any, engine).decoder)
-
-
-@pytest.mark.parametrize(
-    ("name", "format_"),
-    [
-        *(("gpt-oss", "int4-g32"), ("kimi-linear", None), ("gemma4", "int4-g32")),
-        *(
-            pytest.param(name, format_, marks=pytest.mark.slow)
-            for name in ("qwen2-moe", "deepseek-v2", "nemotron-h-moe", "lfm3", "gemma4-unified")
-            for format_ in ("int4-g32", None)
-        ),
-    ],
-)
-def test_mixtures_latents_and_states(
-    name: str, format_: str | None, gpu: FakeGpu, tmp_path: Path
-) -> None:
-    save_tiny(
-        name, tmp_path, layers=None if name.startswith("gemma4") else 2
-    )  # the last share keys
-    with closing(open_checkpoint(tmp_path)) as model:
-        check(gpu, load_whole(model if format_ is None else cast(Any, Packed(model, format_))))
-
-
-@needs_kernels
-@pytest.mark.parametrize("split", [{}, {"layers.0.mlp": (0.5, 0.25)}, {"layers.0.mlp": (0.5, 0.0)}])
-def test_part_on_gpu(split: dict[str, tuple[float, float]], gpu: FakeGpu, tmp_path: Path) -> None:
-    """Attention of one layer, MLPs of long passes of the other, the head; pieces of an MLP."""
-    from localrt.offload.store import pack_store
-    from localrt.quant.formats.tiled import tile_tensor
-
-    folder = pack_store(synthetic(tmp_path / "model"), tmp_path / "store", tiler=tile_tensor)
-    with closing(Model(folder)) as model:
-        where = {"layers.0.attention": Where.VRAM}
-        where |= {u.name: Where.LINK for u in model.store.manifest.units if "head" in u.name}
-        for name, (_, link) in split.items():
-            where |= {name: Where.VRAM, host_piece(name): Where.RAM}
-            where |= {link_piece(name): Where.LINK} if link else {}
-        plain = place_on_gpu(model.store, where)
-        placement = Placement(
-            where={**plain.where, **where},
-            kv=plain.kv,
-            ram_ring=plain.ram_ring,
-            vram_ring=plain.vram_ring,
-            crossing=frozenset(["layers.1.mlp", *map(host_piece, split)]),
-            gpu_rows=70,
-            split=split,
-        )
-        ops, clock = CudaOps(device="cpu"), Clock()
-        decoder = open_decoder(
-            model.store,
-            model.ops,
-            model.config,
-            placement,
-            mode=MODE,
-            budget=PLENTY,
-            gpu=CudaGpu(clock, ops, CudaCopies(device="cpu"), capacity=PLENTY),
-            clock=clock,
-        )
-        with closing(decoder):
-            run_first_passes(decoder, LoadContext(), most=PREFILL_ROWS, longest=70)
-            counts = decoder.weights.counts()
-            assert counts is not None
-            assert (counts.passes, counts.decode_passes, counts.link_bytes) == (0, 0, 0)
-            assert not any(counts.busy_s.values())
-            check(gpu, decoder)
 
 
 def test_progress(gpu: FakeGpu, tmp_path: Path) -> None:
@@ -259,13 +118,6 @@ def test_compile_errors(gpu: FakeGpu, tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(CancelledError):
         load_whole(source, cancel=cancel, progress=lambda step: cancel.set())
     assert len(closed) == 2
-
-
-def test_other_processors(gpu: FakeGpu, tmp_path: Path) -> None:
-    source, steps = synthetic(tmp_path), list[Progress]()
-    decoder = load_decoder(source, cast(Any, TorchOps()), read_config(source))
-    run_first_passes(decoder, LoadContext(progress=steps.append), most=PREFILL_ROWS)
-    assert not steps
 
 
 def test_why_not_our_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

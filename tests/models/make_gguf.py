@@ -20,7 +20,7 @@ from tests.checkpoints.make_gguf import Array, in_pairs, write_gguf
 from tests.models.gguf_keys import falcon_inner, full_layer, gguf_keys
 
 _NAMES = {
-    "llama": "llama llama-tied-bias mixtral internvl-llama",
+    "llama": "llama llama-tied-bias mixtral",
     "qwen2": "qwen2 internvl",
     "qwen3": "qwen3 internvl-qwen3",
     "gemma3": "gemma3",
@@ -40,7 +40,7 @@ _NAMES = {
     "qwen2vl": "qwen2.5-vl",
     "qwen3vl": "qwen3-vl",
     "qwen3vlmoe": "qwen3-vl-moe",
-    "glm4": "glm4 glm4-plain glm4v glm-ocr",
+    "glm4": "glm4 glm4v glm-ocr",
     "cohere2": "cohere2",
     "cohere2moe": "cohere2-moe cohere2-moe-dense-first",
     "minimax-m2": "minimax-m2",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -78,20 +77,6 @@ def test_files_that_are_links(tiny_folder: Path, tmp_path: Path) -> None:
         blob = shutil.copy(file, tmp_path / str(number))
         (folder / file.name).symlink_to(blob)
     assert check_first(folder, tmp_path).endswith("tensors, config, tokenizer")
-
-
-def test_a_vision_encoder_elsewhere(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    from tests.models.make_mmproj import write_mmproj
-    from tests.models.tiny import random_model
-    from tests.models.vision.test_mmproj import MODELS
-
-    random_model(MODELS["gemma3"]()).save_pretrained(tmp_path / "folder")
-    (tmp_path / "other").mkdir()
-    model = write_tiny_gguf(tmp_path / "folder", tmp_path / "tiny.gguf", "gemma3")
-    write_mmproj(tmp_path / "folder", tmp_path / "other" / "mmproj-F32.gguf")
-    line = check_first(model, tmp_path, [tmp_path / "other" / "mmproj-F32.gguf"])
-    assert line.endswith("config, vision encoder")
 
 
 DEATHS = [
@@ -178,12 +163,6 @@ def test_malformed_files_are_told_by_their_reader(
     assert len(starts) == 1
 
 
-def test_show_says_what_was_checked(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", str(tiny_folder), "--json"]) == 0
-    checked = json.loads(capsys.readouterr().out)["checked"]
-    assert checked.endswith("tensors, config, tokenizer")
-
-
 def test_an_adapter(tmp_path: Path, starts: list[list[str]]) -> None:
     folder = tmp_path / "adapter"
     folder.mkdir()
@@ -192,13 +171,3 @@ def test_an_adapter(tmp_path: Path, starts: list[list[str]]) -> None:
     for _ in range(2):
         assert resolve_adapter(str(folder), settings=Settings.from_environment()) == folder
     assert len(starts) == 1
-
-
-def test_the_record_is_bounded(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runs_instead(f"{PRINTS}print('all')", monkeypatch)
-    record = tmp_path / first_opening._RECORD
-    record.write_text(json.dumps({str(number): {} for number in range(600)}))
-    check_first(tiny_folder, tmp_path)
-    assert list(json.loads(record.read_text())) == [*map(str, range(101, 600)), str(tiny_folder)]

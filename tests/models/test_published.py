@@ -29,11 +29,10 @@ from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.formats import F16, unpack
 from localrt.quant.formats.fp4 import E2M1
 from localrt.quant.formats.tiled import tile_tensor
-from localrt.quant.ops.attention import LatentSpec
 from localrt.quant.ops.protocol import Batch
 from tests.checkpoints.make_gguf import write_gguf
 from tests.conftest import needs_kernels
-from tests.models.test_model import LENGTH, llama_cpp_logits
+from tests.models.test_model import LENGTH
 from tests.models.tiny import (
     CONFIGS,
     edited,
@@ -130,27 +129,6 @@ def test_configs(publish: Callable[[dict[str, Any]], None], tmp_path: Path) -> N
     path.write_text(json.dumps(config))
     with closing(open_checkpoint(tmp_path)) as checkpoint:
         assert read_config(checkpoint) == saved
-
-
-def test_scaling_of_deepseek_v3(tmp_path: Path) -> None:
-    """The softmax's scale grows, the turns do not."""
-    save_tiny("deepseek-v3", tmp_path)
-    scaling = {
-        "type": "yarn",
-        "factor": 40,
-        "original_max_position_embeddings": 4096,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-    }
-    edited(tmp_path, rope_parameters=None, rope_theta=10000, rope_scaling=scaling)
-    with closing(open_checkpoint(tmp_path)) as checkpoint:
-        spec = read_config(checkpoint).attention[0]
-    assert isinstance(spec, LatentSpec)
-    assert spec.rope is not None
-    assert spec.rope.scale == 1.0
-    assert spec.scale == pytest.approx(48**-0.5 * 1.3688879**2)
 
 
 def kimi_names(tensors: Tensors) -> Tensors:
@@ -289,17 +267,6 @@ def test_table_of_ngrams_in_fp8(ops: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(*logits, rtol=1e-5, atol=1e-5)
 
 
-def test_packed_without_indexers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = CONFIGS["glm-dsa"]()
-    config.index_topk, config.index_n_heads = 13, 16
-    monkeypatch.setitem(CONFIGS, "glm-dsa", lambda: config)
-    tiny, ids = save_tiny("glm-dsa", tmp_path), tokens(13)
-    rewrite(tmp_path, lambda tensors: {n: t for n, t in tensors.items() if ".indexer." not in n})
-    assert relative_error(logits_of(tmp_path, ids), tiny.logits(ids)) < 1e-4
-    with pytest.raises(UnsupportedModelError, match=r"up to 13 tokens: .* or pack it again"):
-        load_ours(tmp_path, context=14)
-
-
 def test_quantized_kv_b(tmp_path: Path) -> None:
     """Values in their own bytes; keys, which have to be transposed, in f16."""
     tiny = tiny_model("deepseek-v2-dense")
@@ -329,15 +296,6 @@ def test_quantized_kv_b(tmp_path: Path) -> None:
         got = unpack(checkpoint.read(values.name)).reshape(heads, value, 32)
         np.testing.assert_allclose(got, both[:, nope:], atol=0.01)
     assert relative_error(logits_of(path, IDS), tiny.logits(IDS)) < 0.05
-
-
-def test_first_files_of_qwen3_next() -> None:
-    """They keep a key head's query, key, values and gates together: in pieces as at once."""
-    with closing(open_checkpoint(tiny_model("qwen3-next").gguf(together=True))) as checkpoint:
-        name = "model.layers.0.linear_attn.in_proj_qkv.weight"
-        whole = checkpoint.read(name).data
-        pieces = [piece.data for piece in checkpoint.blocks(name, max_bytes=7 * whole.shape[1])]
-        np.testing.assert_array_equal(np.concatenate(pieces), whole)
 
 
 def test_prediction_layers_of_a_folder(tmp_path: Path) -> None:
@@ -408,16 +366,6 @@ def test_tensors_that_lack(
     assert "\n" not in str(refused.value)
 
 
-def test_missing_expert_of_a_store(tmp_path: Path) -> None:
-    save_tiny("qwen3-moe", tmp_path)
-    with (
-        closing(open_checkpoint(rewrite(tmp_path, drop(EXPERT)))) as source,
-        pytest.raises(CheckpointError, match="layer 1 lacks expert 5"),
-    ):
-        pack_store(source, tmp_path / "store", tiler=tile_tensor)
-    assert not (tmp_path / "store").exists()
-
-
 def contents(name: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """A tiny model's file: its architecture, keys and tensors."""
     reader = GGUFReader(tiny_model(name).gguf())
@@ -446,30 +394,6 @@ def test_bad_recurrent_tensor(tmp_path: Path, name: str, tensor: str) -> None:
         write_gguf(tmp_path / "bad.gguf", architecture, own, changed)
         with pytest.raises(CheckpointError, match=rf"^bad\.gguf: {told}"):
             load_ours(tmp_path / "bad.gguf")
-
-
-@pytest.mark.llamacpp
-def test_keys_that_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    architecture, own, tensors = contents("llama")
-    for key in ("rope.dimension_count", "rope.freq_base", "attention.key_length"):
-        less = {whole: value for whole, value in own.items() if whole != f"{architecture}.{key}"}
-        assert len(less) == len(own) - 1
-        path = write_gguf(tmp_path / "less.gguf", architecture, less, tensors)[0]
-        error = relative_error(logits_of(path, IDS), llama_cpp_logits(path, IDS, monkeypatch))
-        assert error < 2e-3, key
-
-
-@pytest.mark.llamacpp
-def test_exaone_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """llama.cpp knows the model that has them by its layers."""
-    config = CONFIGS["exaone4"]()
-    sizes = {**config.to_dict(), "num_hidden_layers": 64, "layer_types": None}
-    sizes |= {"sliding_window": 16, "sliding_window_pattern": 4}
-    monkeypatch.setitem(CONFIGS, "exaone4", lambda: type(config)(**sizes))
-    tiny = tiny_model("exaone4")
-    ours = logits_of(tiny.gguf(), IDS)
-    assert relative_error(ours, tiny.logits(IDS)) < 1e-4
-    assert relative_error(ours, llama_cpp_logits(tiny.gguf(), IDS, monkeypatch)) < 1e-3
 
 
 @pytest.mark.llamacpp

@@ -341,21 +341,14 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         **_WIDE, sliding_window=WINDOW, sliding_window_pattern=2, tie_word_embeddings=True
     ),
     "seed-oss": lambda: hf.SeedOssConfig(**_WIDE, head_dim=32),
-    "seed-oss-out-bias": lambda: hf.SeedOssConfig(**_WIDE, head_dim=32, attention_out_bias=True),
     "granite": lambda: hf.GraniteConfig(**_WIDE, **_FACTORS),
     "granite-swa": lambda: hf.GraniteSWAConfig(
         **_WIDE, **_FACTORS, sliding_window=WINDOW, layer_rope_theta=[0, 10000.0, 10000.0]
-    ),
-    "granite-swa-bases": lambda: hf.GraniteSWAConfig(
-        **_WIDE, **_FACTORS, sliding_window=WINDOW, layer_rope_theta=[500.0, 10000.0, 0]
     ),
     "hunyuan": lambda: hf.HunYuanDenseV1Config(
         **_WIDE,
         head_dim=32,
         rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 50.0},
-    ),
-    "hunyuan-yarn": lambda: hf.HunYuanDenseV1Config(
-        **_WIDE, head_dim=16, rope_parameters=_YARN, tie_word_embeddings=True, attention_bias=True
     ),
     "ernie": lambda: hf.Ernie4_5Config(**_WIDE, head_dim=32),
     "qwen3-vl": lambda: with_text(
@@ -388,26 +381,12 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "glm4": lambda: hf.Glm4Config(
         **_WIDE, head_dim=48, rope_parameters={**_YARN, "partial_rotary_factor": 0.5}
     ),
-    "glm4-plain": lambda: hf.Glm4Config(
-        **_WIDE, head_dim=32, attention_bias=False, tie_word_embeddings=True
-    ),
     "glm4v": lambda: with_text(hf.Glm4vConfig, {**_WIDE, "rope_parameters": _HALF}, **_GLM_VISION),
     "glm-ocr": lambda: with_text(
         hf.GlmOcrConfig, {**_WIDE, "head_dim": 32, "rope_parameters": _OCR}, **_GLM_VISION
     ),
     "muse-glimmer": lambda: _muse(_MUSE),
-    "muse-glimmer-bases": lambda: _muse(
-        {
-            **_MUSE,
-            "head_dim": 48,
-            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
-            "layer_rope_theta": [10000.0, 0, 10000.0],
-            "qk_scale_factor": 0.7,
-            "post_norm_eps": 0.3,
-        },
-    ),
     "glm4-moe": lambda: hf.Glm4MoeConfig(**_WIDE, **_GLM, head_dim=32, attention_bias=True),
-    "glm4-moe-groups": lambda: hf.Glm4MoeConfig(**_WIDE, **_GLM, n_group=2, topk_group=1),
     "glm4-moe-norms": lambda: hf.Glm4MoeConfig(
         **_WIDE, **_GLM, use_qk_norm=True, norm_topk_prob=False, first_k_dense_replace=2
     ),
@@ -443,13 +422,6 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         sliding_window=WINDOW,
         logit_scale=0.3,
         tie_word_embeddings=True,
-    ),
-    "cohere2-bias": lambda: hf.Cohere2Config(
-        **_WIDE,
-        sliding_window=WINDOW,
-        layer_types=_KINDS,
-        attention_bias=True,
-        tie_word_embeddings=False,
     ),
     "cohere2-moe-dense-first": lambda: hf.Cohere2MoeConfig(
         **_WIDE,
@@ -506,25 +478,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         layer_types=_KINDS,
         num_shared_experts=2,
     ),
-    "exaone-moe-groups": lambda: hf.ExaoneMoeConfig(
-        **_WIDE,
-        **_EXPERTS,
-        sliding_window=WINDOW,
-        sliding_window_pattern=2,
-        mlp_layer_types=["sparse", "dense", "sparse"],
-        n_group=2,
-        topk_group=1,
-        norm_topk_prob=False,
-    ),
     "solar-open": lambda: hf.SolarOpenConfig(**_WIDE, **_GLM, head_dim=32),
-    "solar-open-groups": lambda: hf.SolarOpenConfig(
-        **{key: value for key, value in _WIDE.items() if key != "intermediate_size"},
-        **_GLM,
-        head_dim=16,
-        n_group=2,
-        topk_group=1,
-        attention_bias=True,
-    ),
     "step": lambda: with_text(
         hf.Step3p7Config,
         {
@@ -541,33 +495,11 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         },
         **_STEP_VISION,
     ),
-    "step-plain": lambda: with_text(
-        hf.Step3p7Config,
-        {**_STEP, "mlp_layer_types": ["sparse", "dense", "sparse"]},
-        **_STEP_VISION,
-    ),
     "hy-v3": lambda: hf.HYV3Config(
         **_WIDE, **_EXPERTS, head_dim=32, num_shared_experts=2, router_scaling_factor=1.7
     ),
-    "hy-v3-dense-last": lambda: hf.HYV3Config(
-        **_WIDE,
-        **_EXPERTS,
-        head_dim=16,
-        mlp_layer_types=["sparse", "sparse", "dense"],
-        attention_bias=True,
-        tie_word_embeddings=True,
-    ),
     "apertus": lambda: hf.ApertusConfig(
         **_WIDE, rope_parameters={"rope_type": "default", "rope_theta": 1e5}
-    ),
-    "apertus-llama3": lambda: hf.ApertusConfig(
-        **_WIDE, rope_parameters=_LLAMA3, attention_bias=True, tie_word_embeddings=True
-    ),
-    "ernie-moe-some": lambda: hf.Ernie4_5_MoeConfig(
-        **{**_WIDE, "num_hidden_layers": 5},
-        **_ERNIE,
-        moe_layer_end_index=3,
-        moe_layer_interval=2,
     ),
 }
 
@@ -629,25 +561,12 @@ FAMILIES |= {
         gating="per-element",
         moe_routed_scaling_factor=1.7,
     ),
-    "laguna-softcap": lambda: hf.LagunaConfig(
-        **_LAGUNA,
-        mlp_layer_types=["sparse", "dense", "sparse"],
-        moe_router_logit_softcapping=0.8,
-    ),
 }
 
 # Whose routers choose by their scores alone
 FAMILY_MIXTURES: dict[str, Callable[[], Any]] = {
     "cohere2-moe": lambda: hf.Cohere2MoeConfig(
         **{**_WIDE, "num_hidden_layers": 5}, **_COHERE, head_dim=16, tie_word_embeddings=True
-    ),
-    "cohere2-moe-sum": lambda: hf.Cohere2MoeConfig(
-        **_WIDE,
-        **_COHERE,
-        head_dim=16,
-        sliding_window_pattern=2,
-        shared_expert_combination_strategy="sum",
-        attention_bias=True,
     ),
     "granite-moe-swa": lambda: hf.GraniteMoeSWAConfig(
         **_WIDE,
@@ -663,17 +582,6 @@ FAMILY_MIXTURES: dict[str, Callable[[], Any]] = {
         sliding_window=WINDOW,
         layer_types=_KINDS,
         rope_parameters=_two_bases(_YARN, 10000.0),
-    ),
-    "mellum-dense-first": lambda: hf.MellumConfig(
-        **_WIDE,
-        **_EXPERTS,
-        head_dim=16,
-        sliding_window=WINDOW,
-        layer_types=_KINDS,
-        mlp_layer_types=["dense", "sparse", "sparse"],
-        norm_topk_prob=False,
-        rope_parameters=_two_bases({"rope_type": "default", "rope_theta": 5e4}, 300.0),
-        tie_word_embeddings=True,
     ),
     "internvl-moe": lambda: with_text(
         hf.InternVLConfig,
@@ -798,9 +706,6 @@ HYBRIDS: dict[str, Callable[[], Any]] = {
     "lfm2": lambda: hf.Lfm2Config(
         **SIZES, layer_types=_SHORT, block_multiple_of=32, tie_word_embeddings=True
     ),
-    "lfm2-bias": lambda: hf.Lfm2Config(
-        **SIZES, layer_types=_SHORT, block_auto_adjust_ff_dim=False, conv_bias=True
-    ),
     "granite-hybrid": lambda: hf.GraniteMoeHybridConfig(
         **SIZES,
         **_MAMBA,
@@ -827,15 +732,6 @@ HYBRIDS: dict[str, Callable[[], Any]] = {
         sliding_window=8,
         conv_L_cache=7,
     ),
-    "lfm3-plain": lambda: hf.Lfm3Config(
-        **SIZES,
-        layer_types=["conv", "full_attention", "sliding_attention"],
-        head_dim=48,
-        sliding_window=8,
-        conv_bias=True,
-        use_sandwich_norm=False,
-        use_attention_gate=False,
-    ),
     "lfm2-vl": lambda: with_text(
         hf.Lfm2VlConfig,
         {
@@ -859,11 +755,6 @@ HYBRIDS: dict[str, Callable[[], Any]] = {
         {**_WIDE, "model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True},
         **_INTERNVL,
     ),
-    "internvl-llama": lambda: with_text(
-        hf.InternVLConfig,
-        {**_WIDE, "model_type": "llama", "tie_word_embeddings": False},
-        **_INTERNVL,
-    ),
     "lfm3-vl": lambda: with_text(
         hf.Lfm3VlConfig,
         {
@@ -883,12 +774,6 @@ HYBRIDS: dict[str, Callable[[], Any]] = {
         linear_num_key_heads=2,
         linear_key_head_dim=20,
         rope_parameters=None,
-    ),
-    "olmo-hybrid-rope": lambda: hf.OlmoHybridConfig(
-        **SIZES,
-        linear_allow_neg_eigval=False,
-        linear_key_head_dim=16,
-        rope_parameters={"rope_type": "default", "rope_theta": 5e4},
     ),
     # Its router does not choose by its scores alone
     "ling": lambda: hf.BailingHybridConfig(**_LING, n_group=4, topk_group=2),
@@ -1032,14 +917,6 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "gemma3": lambda: hf.Gemma3TextConfig(
         **SIZES, head_dim=32, sliding_window=WINDOW, query_pre_attn_scalar=32
     ),
-    "gemma3-softcap": lambda: hf.Gemma3TextConfig(
-        **SIZES,
-        head_dim=32,
-        sliding_window=WINDOW,
-        final_logit_softcapping=3.0,
-        query_pre_attn_scalar=24,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-    ),
     "gemma2": lambda: hf.Gemma2Config(
         **SIZES,
         head_dim=32,
@@ -1078,12 +955,10 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         audio_token_id=1002,
     ),
     "phi3": lambda: hf.Phi3Config(**SIZES, sliding_window=None),
-    "phi3-window": lambda: hf.Phi3Config(**SIZES, sliding_window=WINDOW),
     "phi3-longrope": lambda: hf.Phi3Config(
         **SIZES, rope_parameters=dict(_LONGROPE), original_max_position_embeddings=48
     ),
     "smollm3": lambda: hf.SmolLM3Config(**SIZES, tie_word_embeddings=True),
-    "smollm3-nope": lambda: hf.SmolLM3Config(**SIZES, no_rope_layers=[1, 0, 1]),
     **DEEPSEEK_DENSE,
     **DEEPSEEK_SPARSE,
     **FAMILIES,
@@ -1191,35 +1066,13 @@ _GPT_OSS: dict[str, Any] = {**_LOCAL_EXPERTS, "head_dim": 32, "sliding_window": 
 # Mixtures of experts, which not every implementation of ``Ops`` computes.
 MIXTURES: dict[str, Callable[[], Any]] = {
     "mixtral": lambda: hf.MixtralConfig(**SIZES, num_local_experts=5, num_experts_per_tok=2),
-    "mixtral-window": lambda: hf.MixtralConfig(
-        **SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=WINDOW
-    ),
     "qwen2-moe": lambda: hf.Qwen2MoeConfig(**SIZES, **_EXPERTS, shared_expert_intermediate_size=64),
-    "qwen2-moe-window": lambda: hf.Qwen2MoeConfig(
-        **SIZES,
-        **_EXPERTS,
-        shared_expert_intermediate_size=32,
-        mlp_only_layers=[1],
-        norm_topk_prob=True,
-        use_sliding_window=True,
-        sliding_window=WINDOW,
-    ),
     "qwen3-moe": lambda: hf.Qwen3MoeConfig(
         **SIZES, **_EXPERTS, head_dim=32, norm_topk_prob=True, mlp_only_layers=[]
-    ),
-    "qwen3-moe-steps": lambda: hf.Qwen3MoeConfig(
-        **SIZES,
-        **_EXPERTS,
-        head_dim=32,
-        decoder_sparse_step=2,
-        use_sliding_window=True,
-        sliding_window=WINDOW,
-        tie_word_embeddings=True,
     ),
     "olmoe": lambda: hf.OlmoeConfig(
         **{**SIZES, "num_key_value_heads": 4}, num_experts=8, num_experts_per_tok=3
     ),
-    "olmoe-groups": lambda: hf.OlmoeConfig(**SIZES, num_experts=8, num_experts_per_tok=3),
     "granite-moe": lambda: hf.GraniteMoeConfig(**SIZES, **_GRANITE, tie_word_embeddings=True),
     "granite-moe-shared": lambda: hf.GraniteMoeSharedConfig(
         **SIZES, **_GRANITE, shared_intermediate_size=32
@@ -1233,13 +1086,6 @@ MIXTURES: dict[str, Callable[[], Any]] = {
         moe_intermediate_size=32,
     ),
     "gpt-oss": lambda: hf.GptOssConfig(**SIZES, **_GPT_OSS),
-    "gpt-oss-full-first": lambda: hf.GptOssConfig(
-        **SIZES,
-        **_GPT_OSS,
-        swiglu_limit=0.7,  # so that it is met
-        layer_types=["full_attention", "sliding_attention", "full_attention"],
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-    ),
     **FAMILY_MIXTURES,
     **HYBRID_MIXTURES,
     **DEEPSEEK_V4,

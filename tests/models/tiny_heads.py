@@ -246,8 +246,12 @@ class TinyEagle3:
     def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return x @ self.weights[f"{name}.weight"].T
 
-    def expected(self, embedded: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-        """Logits of rows (n, D) at positions 1 to n, given features (n, 3D)."""
+    def expected(
+        self, embedded: torch.Tensor, features: torch.Tensor, divisors: torch.Tensor
+    ) -> torch.Tensor:
+        """Logits of rows (n, D) at positions 1 to n, given features (n, 3D); rotary frequencies are
+        divided by ``divisors``.
+        """
         if self.flags.get("norm_before_fc"):
             features = self.norm(features, "fc_norm")
         g, n = self.linear(features, "fc"), len(embedded)
@@ -258,7 +262,8 @@ class TinyEagle3:
             self.linear(both, f"midlayer.self_attn.{part}_proj").view(shape).transpose(0, 1)
             for part in "qkv"
         )
-        angle = torch.arange(1, n + 1)[:, None] * 10000.0 ** (-torch.arange(0, 1, 2 / self.size))
+        frequencies = 10000.0 ** (-torch.arange(0, 1, 2 / self.size)) / divisors
+        angle = torch.arange(1, n + 1)[:, None] * frequencies
         cos, sin = angle.cos(), angle.sin()
 
         def turned(x: torch.Tensor) -> torch.Tensor:

@@ -171,34 +171,6 @@ def test_experts_in_use() -> None:
     assert len(resize(cache, 1)) == 1
 
 
-def test_finish() -> None:
-    cache = ExpertCache(1, 8, 4, 2)
-    cache.touch(0, *route(0, 1, 2, 3))
-    cache.admit(0, 0)
-    cache.admit(0, 1)
-    assert cache.room == 0
-    cache.finish(0, [1])
-    assert cache.room == 1
-    assert admit(cache, 0, 2) == (0, 1)
-    cache.finish(0, [1, 5])  # over already, and never asked for
-    cache.release(0)
-    assert cache.room == 2
-
-
-def test_hold_and_drop() -> None:
-    cache = ExpertCache(1, 4, 1, 2)
-    cache.admit(0, 2)
-    cache.lock(0, [2])
-    slot = cache.admit(0, 3)
-    assert admit(cache, 0, 0) == (0, 3)
-    cache.unlock(0, [2])
-    cache.touch(0, *route(0, 1))
-    assert admit(cache, 0, 1) == (0, 2)
-    cache.drop(0, 0)
-    assert (0, 0) not in cache
-    assert cache.admit(0, 3) is slot
-
-
 def test_candidate() -> None:
     """Of one layer, and of all the best first: each is worth more than what it evicts."""
     cache = ExpertCache(1, 4, 1, 1, policy=Uses(1, 4))
@@ -252,29 +224,6 @@ def learn(policy: object, layer: int, experts: np.ndarray, scores: np.ndarray, u
     policy.touch(layer, chosen, rows, experts, scores)  # type: ignore[attr-defined]
 
 
-def test_scale_of_scores() -> None:
-    policy = Learned(2, 4, 1)
-    for _ in range(5):
-        for layer, scale in ((0, 0.01), (1, 1.0)):
-            learn(policy, layer, np.array([[2, 1]]), scale * np.array([[0.6, 0.4]]), 1)
-    assert np.allclose(policy.value[0], policy.value[1], atol=0.02)
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-def test_nothing_to_learn(rows: int) -> None:
-    """Scores of zero; every expert used by every row, for long: all that it goes by is the same."""
-    policy = Learned(1, 4, 1)
-    learn(policy, 0, np.array([[2, 1]] * rows), np.zeros((rows, 2)), 1)
-    assert np.isfinite(policy.value).all()
-    policy = Learned(2, 4, 4)
-    policy.FORGET = 0.5  # type: ignore[misc]
-    for _ in range(100):
-        for layer in range(2):
-            learn(policy, layer, np.array([[0, 1, 2, 3]] * rows), np.full((rows, 4), 0.25), 4)
-    assert np.isfinite(policy.value).all()
-    assert np.ptp(policy.value) < 1e-6
-
-
 def test_layers_at_once() -> None:
     """A pass of one row is learned as layer by layer."""
     trace = random_trace(layers=3, count=16, used=4)
@@ -287,14 +236,6 @@ def test_layers_at_once() -> None:
         rows = np.concatenate(experts), np.concatenate(scores)
         both.touch_rows(np.array(layers), *rows, 4)
     assert np.allclose(each.value, both.value, rtol=1e-9)
-
-
-def test_sweep() -> None:
-    """There are fewer slots than one pass asks for."""
-    trace = random_trace(layers=12, count=4, used=1, passes=(1,) * 300, skew=1.5)
-    lru, learned = hit_rates(trace, 10)
-    assert lru < 0.15
-    assert learned > lru + 0.3
 
 
 def test_a_trained_mixture() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 from contextlib import closing
@@ -15,8 +14,8 @@ import pytest
 from localrt import system
 from localrt.common.errors import CheckpointError
 from localrt.common.files import PAGE
-from localrt.offload.reading.disk_speed import DiskProfile, measure_disk
-from localrt.offload.reading.files import ReadMode, StoreFiles
+from localrt.offload.reading.disk_speed import measure_disk
+from localrt.offload.reading.files import StoreFiles
 from localrt.quant.ops.arrays import aligned_buffer
 from tests.waits import open_files
 
@@ -39,17 +38,6 @@ def test_ranges_are_what_lies_there(tmp_path: Path, direct: bool) -> None:
                 out = aligned_buffer(count)
                 files.read_into(name, start, out)
                 assert out.tobytes() == data[start : start + count]
-
-
-def test_odd_direct_reads(tmp_path: Path) -> None:
-    data = write(tmp_path, size=PAGE + 100)
-    with closing(StoreFiles(tmp_path, ["a.bin"], direct=True)) as files:
-        out = np.empty(50, np.uint8)
-        files.read_into("a.bin", PAGE + 17, out)
-        assert out.tobytes() == data[PAGE + 17 : PAGE + 67]
-        page = aligned_buffer(PAGE)
-        files.read_into("a.bin", 0, page)
-        assert page.tobytes() == data[:PAGE]
 
 
 @pytest.mark.skipif(not IN_MEMORY.is_dir(), reason="no file system in memory")
@@ -155,22 +143,3 @@ def test_measure_disk(files: list[Path], sample: int) -> None:
     assert profile.mode.block % PAGE == 0
     assert profile.mode.threads >= 1
     assert open_files() == before
-
-
-@pytest.mark.parametrize("sizes", [[], [100]])
-def test_nothing_to_read(tmp_path: Path, sizes: list[int]) -> None:
-    for size in sizes:
-        write(tmp_path, "small", size)
-    profile = measure_disk([tmp_path / "small"][: len(sizes)])
-    assert profile.read_bytes_s > 0
-    assert not profile.mode.direct
-
-
-def test_unreadable_file(files: list[Path], tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"none\.bin cannot be read: No such file"):
-        measure_disk([*files, tmp_path / "none.bin"])
-
-
-def test_profile_as_json() -> None:
-    profile = DiskProfile(ReadMode(direct=True, threads=4, block=1 << 20), 1.5e9, 1e-10)
-    assert DiskProfile.from_dict(json.loads(json.dumps(profile.to_dict()))) == profile

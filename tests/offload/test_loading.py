@@ -200,19 +200,6 @@ def test_small_budget(place: Place) -> None:
 
 
 @pytest.mark.slow
-def test_growing_context(place: Place) -> None:
-    """The keys and values of 1,024 tokens are 4 MB; at first most of that holds weights."""
-    prompts = [[token % 1900 + 3 for token in range(0, 7 * count, 7)] for count in (40, 900)]
-    ram = place.least(ctx=1024) + 3
-    small = place.run(prompts, ram=f"{ram}MB", ctx=1024, tokens=4)
-    expected = whole(place, prompts, ctx=1024, tokens=4)
-    for ours, theirs in zip(small["answers"], expected, strict=True):
-        assert ours["tokens"] == list(theirs.token_ids)
-        assert_streamed(ours)
-    assert small["peak"] <= ram * 1_000_000
-
-
-@pytest.mark.slow
 def test_context_follows_budget(place: Place) -> None:
     """A smaller one for a smaller budget; the packed form is kept."""
     place.run(ram=f"{place.least(ctx=512) + 4}MB", ctx=512)
@@ -239,13 +226,3 @@ def test_damaged_copy_is_mended(place: Place) -> None:
     assert "pack" not in small["steps"]
     assert small["answers"][0]["tokens"] == sound["answers"][0]["tokens"]
     assert all(path.read_bytes() == data for path, data in files.items())
-
-
-@pytest.mark.slow
-def test_load_again_and_again(place: Place) -> None:
-    ram = place.least(ctx=512) + 10
-    held = place.run(cycles=12, ctx=512, ram=f"{ram}MB")["held"]
-    (files, threads, rss), *_ = held[4:]
-    assert held[-1][:2] == [files, threads]
-    assert held[-1][2] <= rss + (4 << 20)
-    assert all(memory <= ram * 1_000_000 for _, _, memory in held)

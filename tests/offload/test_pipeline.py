@@ -7,9 +7,6 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -24,7 +21,6 @@ from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.models.registry import read_config
 from localrt.offload.device.gpu import Clock
 from localrt.offload.pipeline.split import split_unit
-from localrt.offload.pipeline.stage import Segment
 from localrt.offload.pipeline.tables import CACHE_BYTES, RowTable
 from localrt.offload.reading.files import StoreFiles
 from localrt.quant.formats import unpack
@@ -195,25 +191,6 @@ def vector(store: StoreCheckpoint, name: str) -> np.ndarray:
     return unpack(store.read(name)).ravel()
 
 
-def test_pieces_are_forgotten() -> None:
-    """Of mixtures whose experts are not recorded, the parts between them are."""
-    recorder = Mock()
-    lane: Any = Mock(recorder=recorder)
-    experts: Any = Mock()
-    experts.records.return_value = False
-    segment = Segment(lane, [("a", Mock(), None), ("b", Mock(), experts), ("c", Mock(), None)])
-    state: Any = SimpleNamespace(
-        rows=1, features=None, inputs=None, step=None, check=None, enter=Mock()
-    )
-    segment(state)
-    recorded = [call.args[0] for call in lane.run.call_args_list]
-    assert [piece.name for piece in recorded] == ["a", "c"]
-    segment.forget()
-    forgotten = [call.args[0] for call in recorder.forget.call_args_list]
-    assert forgotten[0] is segment
-    assert set(recorded) <= set(forgotten)
-
-
 class Hands:
     """A clock that is moved by hand."""
 
@@ -247,40 +224,3 @@ def test_busy(spans: list[tuple[int, int]]) -> None:
             (f"task {n}", float(start), float(start + length))
             for n, (start, length) in enumerate(spans)
         }
-
-
-def test_busy_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    hands = Hands()
-    monkeypatch.setattr(time, "perf_counter", hands)
-    clock = Clock()
-    hands.now = 5.0
-    first = clock.begin("ssd")
-    hands.now = 7.0
-    second = clock.begin("ssd")
-    cpu = clock.begin("cpu")
-    hands.now = 8.0
-    assert clock.busy() == {"ssd": 3.0, "cpu": 1.0}
-    clock.end("ssd", "first", first)
-    hands.now = 9.0
-    clock.end("cpu", "mlp", cpu)
-    assert clock.busy() == {"ssd": 4.0, "cpu": 2.0}
-    clock.end("ssd", "second", second)
-    hands.now = 20.0
-    assert clock.busy() == {"ssd": 4.0, "cpu": 2.0}
-    assert clock.tasks() == [], "none is kept until asked for"
-
-
-def test_kept_tasks() -> None:
-    clock = Clock(keep=3)
-
-    def work(name: str) -> None:
-        clock.end("gpu", name, clock.begin("gpu"))
-
-    for number in range(5):
-        work(str(number))
-    assert [task.name for task in clock.tasks()] == ["2", "3", "4"]
-    clock.keep(1)
-    assert [task.name for task in clock.tasks()] == ["4"]
-    clock.keep(0)
-    work("5")
-    assert clock.tasks() == []

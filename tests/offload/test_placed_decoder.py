@@ -101,17 +101,6 @@ def test_bytes_read(model: Model) -> None:
         assert all(seconds > 0 for seconds in counts.busy_s.values())
 
 
-def test_prefill_reads_no_head(model: Model) -> None:
-    with model.placed(passing(model.store), slack=0) as decoder:
-        cache = decoder.cache(200)
-        decoder.weights.tasks(10_000)
-        for start in range(0, 60, 10):
-            extend(decoder, cache, tokens(10, seed=start), rows=[])
-        names = [task.name for task in decoder.weights.tasks() if task.resource == "ssd"]
-        heads = sum(name.startswith("head") for name in names)
-        assert heads < len(names) / 6
-
-
 def test_vectors_are_made_once(model: Model) -> None:
     """Wherever in the ring a unit lies: on a GPU each is a copy that is waited for."""
     ops, made = NativeOps(threads=1), list[int]()
@@ -173,14 +162,6 @@ def test_growing_caches(model: Model) -> None:
         assert given_back[0] < given_back[-1] < len(decoder.weights.stages)
 
 
-def test_freed_caches(model: Model) -> None:
-    budget = budget_for(model, [], model.ops.kv_nbytes(model.config.attention, 256) + PAGE)
-    with model.placed([], largest=largest(model), budget=budget) as decoder:
-        for seed in range(4):
-            extend(decoder, decoder.cache(100), tokens(60, seed=seed), rows=[59])
-        assert all(stage.where is Where.RAM for stage in decoder.weights.stages)
-
-
 def test_evicted_units_return(model: Model) -> None:
     with model.placed(["layers.1.mlp"], largest=largest(model)) as decoder:
         cache, twin = decoder.cache(100), model.resident.cache(100)
@@ -218,26 +199,3 @@ def test_context_beyond_budget(model: Model) -> None:
         assert "\n" not in str(caught.value)
         assert cache.length == 100
         assert_alike(model, decoder, cache, twin, text[100:110])
-
-
-def test_more_than_the_budget_is_not_given(model: Model) -> None:
-    """What is given back afterwards is what was taken."""
-    budget = budget_for(model, [], PAGE)
-    with model.placed([], largest=largest(model), budget=budget) as decoder:
-        memory = decoder.weights.memory
-        with pytest.raises(MemoryBudgetError, match="wanted, and of the budget"):
-            memory.take(budget + 1)
-        spare = memory.spare
-        memory.take(spare)
-        memory.take(-spare)
-        assert memory.spare == spare
-
-
-def test_evict_little_more(model: Model) -> None:
-    with model.placed([], largest=largest(model)) as decoder:
-        smallest = min(stage.unit.nbytes for stage in decoder.weights.stages)
-        freed = decoder.weights.memory.evict(1)
-        assert freed == smallest
-        assert decoder.weights.memory.evict(1 << 40) == 0, "more than there is is not begun"
-    with model.placed([]) as decoder:
-        assert decoder.weights.memory.evict(1) == 0, "nothing can be streamed without a ring"

@@ -12,7 +12,6 @@ import pytest
 from localrt.common.errors import CancelledError
 from localrt.models.decoder import Decoder
 from localrt.offload.kv.cache import KvTier
-from localrt.offload.shapes import shape_from_checkpoint
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.hybrid_cache import split_layers
 from localrt.quant.ops.protocol import Batch, PictureRows, Span
@@ -54,12 +53,6 @@ def test_cancelled_pass(model: Model) -> None:
         assert cache.length == 11
     want = extend(model.resident, twin, tokens(3, seed=1))
     np.testing.assert_array_equal(extend(model.resident, cache, tokens(3, seed=1)), want)
-
-
-@pytest.mark.parametrize("model", ["qwen4-exp"], indirect=True)
-def test_not_on_gpu(model: Model) -> None:
-    """Our kernels there lack its index and n-grams: it is planned for the CPU alone."""
-    assert shape_from_checkpoint(model.store).off_gpu
 
 
 def test_kv_on_ssd(model: Model, tmp_path: Path) -> None:

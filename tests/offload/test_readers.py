@@ -163,32 +163,6 @@ def test_any_passes(
             use(reader, unit)
 
 
-def test_next_round() -> None:
-    units = make_units([4, 4, 4])
-    source = FakeSource()
-    with reading(source, units, slack=2) as reader:
-        for unit in units[:2]:
-            use(reader, unit)
-        reader.acquire("u2")
-        wait_for(lambda: [name for name, _, _ in source.fetched].count("u0") == 4 + 2)
-        reader.release("u2")
-        use(reader, units[0])
-
-
-def test_skip_after_rewind() -> None:
-    """The reads of the old pass are still on their way when the new one says what it wants."""
-    units = make_units([4, 4, 4])
-    for _ in range(20):
-        with reading(FakeSource(delay_s=0.002), units, slack=0) as reader:
-            use(reader, units[0])
-            reader.rewind()
-            reader.skip(["u2"])
-            for unit in units[:2]:
-                use(reader, unit)
-            for unit in units:
-                use(reader, unit)
-
-
 def test_rewind_drops_what_was_queued() -> None:
     """What was on its way arrives; nothing of the rest of the pass is read any more."""
     units, go = make_units([2, 2, 2, 2]), threading.Event()
@@ -212,14 +186,6 @@ def test_rewind_drops_what_was_queued() -> None:
         assert "u3" not in names
         for unit in [*units[2:], *units]:
             use(reader, unit)
-
-
-def test_unknown_unit() -> None:
-    with (
-        reading(FakeSource(), make_units([1])) as reader,
-        pytest.raises(ValueError, match="u7 is not among"),
-    ):
-        reader.acquire("u7")
 
 
 # -- what goes wrong -------------------------------------------------------------------------------

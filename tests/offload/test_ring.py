@@ -13,7 +13,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from localrt.common.files import PAGE
 from localrt.offload.ring import Lease, Ring, UnitChunk, fixed_places
-from localrt.quant.ops.arrays import aligned_buffer
 
 
 class RingMachine(RuleBasedStateMachine):
@@ -125,16 +124,6 @@ def test_fixed_places() -> None:
     assert fixed_places([], 10) == []
 
 
-def test_sizes() -> None:
-    for nbytes, chunk in ((PAGE + 1, PAGE), (PAGE, 100), (PAGE, 0)):
-        with pytest.raises(ValueError, match="multiples of 4096"):
-            Ring(nbytes, chunk)
-    ring = Ring(4 * PAGE, PAGE)
-    for nbytes in (0, 5 * PAGE, PAGE + 1):
-        with pytest.raises(ValueError, match="does not fit"):
-            ring.lease(nbytes)
-
-
 @given(
     units=st.lists(st.integers(1, 9), min_size=1, max_size=60),
     slack=st.integers(0, 12),
@@ -165,14 +154,3 @@ def test_events(units: list[int], slack: int, chunk: int) -> None:
                 ring.release(older, ended)
                 used[pages(older.offset, older.nbytes)] = ended
         live.append((lease, event))
-
-
-def test_aligned_buffer() -> None:
-    for nbytes in (0, PAGE, 3 << 20):
-        buffer = aligned_buffer(nbytes)
-        assert buffer.nbytes == nbytes
-        if nbytes:
-            assert buffer.ctypes.data % PAGE == 0
-            assert buffer.flags.writeable
-            assert not np.any(buffer)
-            buffer[:] = 7

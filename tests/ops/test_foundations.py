@@ -9,7 +9,6 @@ import shutil
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from weakref import ref
 
 import numpy as np
@@ -23,10 +22,9 @@ from localrt.common.option_names import on_command_line, spelled
 from localrt.quant import choose
 from localrt.quant.cpu import abi
 from localrt.quant.cuda import driver as devices
-from localrt.quant.declarations import Declarations
 from localrt.quant.ops.arrays import Regions
 from localrt.quant.ops.attention import AttentionSpec, Rope
-from localrt.quant.ops.mathematics import exp, log, power, product, turns
+from localrt.quant.ops.mathematics import exp, log, power, turns
 
 HEADER = Path(abi.__file__).parent / "csrc" / "abi.h"
 
@@ -52,47 +50,6 @@ def test_layout_is_the_compilers(tmp_path: Path) -> None:
     assert len(structs) > 20
     for (name, struct), line in zip(structs.items(), printed.splitlines(), strict=True):
         assert [ctypes.sizeof(struct), *places(struct)] == list(map(int, line.split())), name
-
-
-CPP = """
-constexpr int MOST = 3;
-enum Kind : int32_t { ONE = 1, TWO, FIVE = 5, SIX };
-struct Inner {
-    const uint8_t *a, *b;  // addresses
-    int32_t c, d;
-};
-struct Outer {
-    Inner inner;
-    i64 numbers[2], more[MOST];
-    float e;
-
-    int sum() const { return 0; }
-};
-struct Odd {
-    unheard of;
-};
-"""
-
-
-def test_declarations() -> None:
-    cpp = Declarations(CPP)
-
-    @cpp.struct("Inner")
-    class Inner(ctypes.Structure):
-        pass
-
-    @cpp.struct("Outer")
-    class Outer(ctypes.Structure):
-        pass
-
-    assert (places(Inner), ctypes.sizeof(Inner)) == ([0, 8, 16, 20], 24)
-    assert (places(Outer), ctypes.sizeof(Outer)) == ([0, 24, 40, 64], 72)
-    assert cpp.numbers("Kind", "one two five six") == {"one": 1, "two": 2, "five": 5, "six": 6}
-    with pytest.raises(ValueError, match="longer"):
-        cpp.numbers("Kind", "one two five")
-    odd: Any = type("Odd", (ctypes.Structure,), {})
-    with pytest.raises(KeyError, match="unheard"):
-        cpp.struct("Odd")(odd)
 
 
 WANTED = st.tuples(st.integers(0, 200_000), st.integers(0, 100), st.booleans())
@@ -125,14 +82,6 @@ def test_nothing_is_kept() -> None:
     del kept
     assert region() is None
     assert regions.take(100).size == 100
-
-
-def test_reuse() -> None:
-    """Bytes that are given back are taken next."""
-    regions = Regions()
-    first = regions.cut(regions.take(1 << 20), 100)
-    second = regions.take(1 << 20)
-    assert second.ctypes.data - first.ctypes.data == 128
 
 
 GRID = np.linspace(-700, 700, 4001)
@@ -170,13 +119,6 @@ def test_bits() -> None:
     values = [exp(GRID), log(exp(GRID)), power(1e6, GRID / 700), *turns(ANGLES)]
     digest = hashlib.sha256(b"".join(each.tobytes() for each in values)).hexdigest()
     assert digest[:16] == "d8703ab224a4b80c"
-
-
-def test_product() -> None:
-    rng = np.random.default_rng(0)
-    a = rng.standard_normal((5, 7), np.float32) * (rng.random((5, 7)) < 0.5)
-    b = rng.standard_normal((7, 3, 2), np.float32)
-    np.testing.assert_allclose(product(a, b), np.tensordot(a, b, 1), atol=1e-5)
 
 
 def test_turns_of_any_rows() -> None:

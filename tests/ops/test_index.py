@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from localrt.quant.cpu.ops import NativeOps
-from localrt.quant.ops.attention import IndexSpec
 from localrt.quant.reference.ops import TorchOps
 from tests.conftest import needs_kernels
 from tests.ops.layers import (
-    EPS,
-    HIDDEN,
     SHAPES,
     IndexedLayer,
     Shape,
@@ -28,13 +23,7 @@ from tests.ops.layers import (
 from tests.ops.oracles import read_in
 from tests.ops.test_native_matmul import ISAS
 
-# 24 numbers are what the kernels do not take. With few heads, blocks without a score are tied.
-ODD = {
-    "by-4": Shape(heads=6, kv_heads=2, index_heads=7, index_dim=24, block=4, budget=12),
-    "by-3": Shape(heads=6, kv_heads=2, index_heads=7, index_dim=24, block=3, budget=12),
-}
 ROWS = 60
-CUTS = {"whole": [ROWS], "chunks": [7, 20, 1, 1, 2, 29], "tokens": [1] * ROWS}
 FORMATS = ["bf16", "int8", "int4"]
 NAMES = sorted(SHAPES)
 ALL_LAYERS = st.sampled_from([(name, kv) for name in NAMES for kv in FORMATS])
@@ -51,52 +40,6 @@ def native_layer(name: str, *, threads: int = 2, isa: str = "", kv: Any = "bf16"
 @pytest.fixture(scope="module")
 def native() -> dict[tuple[str, str], IndexedLayer]:
     return {(name, kv): native_layer(name, kv=kv) for name in NAMES for kv in FORMATS}
-
-
-def theirs(shape: Shape, x: np.ndarray, cuts: list[int]) -> np.ndarray:
-    """The same layer in transformers, over the same passes."""
-    modeling = pytest.importorskip("transformers.models.qwen4_exp.modeling_qwen4_exp")
-    config = modeling.Qwen4ExpTextConfig(
-        hidden_size=HIDDEN,
-        num_hidden_layers=1,
-        layer_types=["full_attention"],
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=16,
-        rms_norm_eps=EPS,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
-        indexer_n_heads=shape.index_heads,
-        indexer_kv_heads=1,
-        indexer_head_dim=shape.index_dim,
-        indexer_budget=shape.budget,
-        indexer_compress_ratio=shape.block,
-    )
-    config._attn_implementation = "eager"
-    module = modeling.Qwen4ExpTextAttention(config, 0)
-    module.load_state_dict(
-        {f"{name}.weight": torch.from_numpy(t) for name, t in random_tensors(shape).items()}
-    )
-    turns, cache, parts = (
-        modeling.Qwen4ExpTextRotaryEmbedding(config),
-        modeling.DynamicCache(config=config),
-        [],
-    )
-    for start, stop in pairwise(accumulate(cuts, initial=0)):
-        rows = torch.from_numpy(x[start:stop])[None]
-        seen = torch.arange(stop) <= torch.arange(start, stop)[:, None]
-        mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
-        places = turns(rows, torch.arange(stop)[None, None])
-        with torch.inference_mode():
-            parts.append(module(rows, places, mask[None, None], cache)[0][0].numpy())
-    return np.concatenate(parts)
-
-
-@pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS)
-@pytest.mark.parametrize("shape", ODD.values(), ids=ODD)
-def test_torch_gives_what_transformers_gives(shape: Shape, cuts: list[int]) -> None:
-    x = random_rows(ROWS)
-    found, wanted = read_in(torch_layer(shape), x, cuts), theirs(shape, x, cuts)
-    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
 
 def rows_alike(layer: IndexedLayer, oracle: IndexedLayer) -> np.ndarray:
@@ -204,17 +147,3 @@ def test_a_sequence_may_go_back(make: Any) -> None:
     assert cache.trim(25) == 25
     layer.run((straight, x[:25]))
     np.testing.assert_allclose(layer.run((cache, y)), layer.run((straight, y)), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"kv_heads": 2}, "indexer_kv_heads must be 1, is 2"),
-        ({"budget": 10}, "must be a multiple of its blocks of 4 tokens, is 10"),
-        ({"block": 0}, "must be a multiple of its blocks"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_named(change: dict[str, int], words: str) -> None:
-    sizes = {"heads": 4, "kv_heads": 1, "head_dim": 16, "block": 4, "budget": 12}
-    with pytest.raises(ValueError, match=words):
-        IndexSpec(scale=1.0, eps=EPS, rope=None, **(sizes | change))

@@ -16,9 +16,8 @@ from localrt.quant.formats import FORMATS, PackedTensor
 from localrt.quant.formats.tiled import tile_tensor
 from localrt.quant.methods.rotation import block_hadamard
 from localrt.quant.ops.experts import ExpertSpec, ExpertTable, ExpertWeights, Routing, SharedWords
-from localrt.quant.ops.protocol import MlpSpec, MlpWeights
 from tests.conftest import needs_kernels
-from tests.ops.oracles import gated, sigmoid
+from tests.ops.oracles import gated
 from tests.ops.packed import random_tensor
 from tests.ops.test_native_matmul import CASES, ISAS, PACKED, computed, quantized
 
@@ -253,13 +252,6 @@ def test_wide_experts_and_long_batches(rows: int, count: int, names: str, isa: s
     assert np.array_equal(part, whole[10:100])
 
 
-def test_widths_that_fill_no_tile() -> None:
-    experts = [Expert(("f32", "bf16", "f32"), seed, shape=(37, 21), biased=True) for seed in (0, 1)]
-    ops = NativeOps(threads=2)
-    x, choice = inputs(20, 37), routing(20, count=2, used=2)
-    assert_close(run(ops, fill(ops, experts), x, choice), expected(experts, x, choice), 1e-5)
-
-
 def test_missing_expert() -> None:
     expert = Expert(("q4_0", "q4_0", "q4_0"), 0)
     ops = NativeOps(threads=2)
@@ -278,69 +270,6 @@ def test_missing_expert() -> None:
     table.put(2, expert.load(ops))
     ops.run_experts(x, choice, table, SPEC, slots, [2])
     assert np.array_equal(slots, whole)
-
-
-def test_shapes_that_do_not_fit_are_refused() -> None:
-    ops = NativeOps(threads=1)
-    good = Expert(("q4_0",) * 3, 0).load(ops)
-    table = ops.expert_table(2)
-    table.put(0, good)
-    with pytest.raises(ValueError, match="does not exist"):
-        table.put(2, good)
-    with pytest.raises(ValueError, match="others are"):
-        table.put(1, Expert(("q4_0",) * 3, 0, shape=(256, 256)).load(ops))
-    with pytest.raises(ValueError, match="gate and up"):
-        table.put(1, replace(good, down=good.gate_up))
-    with pytest.raises(ValueError, match="bias"):
-        table.put(1, replace(good, down_bias=ops.vector(np.zeros(3, np.float32))))
-    choice = routing(4, count=2, used=1)
-    with pytest.raises(ValueError, match="slots"):
-        ops.run_experts(inputs(4), choice, table, SPEC, np.empty((3, HIDDEN), np.float32))
-
-
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("hidden", [256, 37])
-def test_slots_are_summed_in_order(hidden: int, isa: str) -> None:
-    ops = NativeOps(threads=2, isa=isa)
-    choice = routing(70)
-    slots, shared = inputs(70 * USED, hidden, 1), inputs(70, hidden, 2)
-    terms = slots.reshape(70, USED, hidden).astype(np.float64) * choice.weights[..., None]
-    alone = ops.combine_experts(slots.copy(), choice, None)
-    np.testing.assert_allclose(alone, terms.sum(1), rtol=1e-5, atol=1e-6)
-    both = ops.combine_experts(slots.copy(), choice, shared.copy())
-    assert np.array_equal(both, alone + shared)
-    few = ops.combine_experts(slots[: 2 * USED].copy(), some_rows(choice, slice(2)), None)
-    assert np.array_equal(few, alone[:2])
-
-
-def test_reused_slots() -> None:
-    ops = NativeOps(threads=1)
-    x, choice = inputs(5), routing(5)
-    first = ops.expert_slots(x, choice)
-    assert first.shape == (5 * USED, HIDDEN)
-    first[:] = 0
-    ops.combine_experts(first, choice, None)
-    assert ops.expert_slots(x, choice) is first
-    assert ops.expert_slots(x, choice) is not first
-
-
-@pytest.mark.parametrize("gate_format", ["f32", "q8_0"])
-def test_shared_experts(gate_format: str) -> None:
-    expert = Expert(("q4_k", "q4_k", "q6_k"), 3)
-    gate = random_tensor(gate_format, 1, HIDDEN, 5)
-    ops = NativeOps(threads=2)
-    loaded = expert.load(ops)
-    weights = MlpWeights(norm=None, gate_up=loaded.gate_up, down=loaded.down)
-    spec = MlpSpec(activation="silu", eps=1e-6)
-    x = inputs(21)
-    plain = expert.reference(x, SPEC)
-    assert_close(ops.shared_mlp(x, weights, spec, None), plain)
-    scaled = plain * sigmoid(product(x, gate, 0))
-    whole = ops.shared_mlp(x, weights, spec, ops.weight((1, HIDDEN), [gate]))
-    assert_close(whole, scaled)
-    for rows in (1, 3, 6):
-        part = ops.shared_mlp(x[:rows], weights, spec, ops.weight((1, HIDDEN), [gate]))
-        assert np.array_equal(part, whole[:rows])
 
 
 @dataclass

@@ -127,14 +127,6 @@ def test_tree(folder: Path, kv: CacheFormat, held: int, tmp_path: Path) -> None:
         assert np.array_equal(kept, after([*prompt, 5, 7, 8, 11]))
 
 
-@pytest.mark.parametrize(("kv", "token"), [("bf16", 2 * 48), ("int8", 48 + 4)])
-def test_cache_size(folder: Path, kv: CacheFormat, token: int) -> None:
-    decoder = native(folder, kv=kv)
-    cache = decoder.cache(300)
-    cache.reserve(300)
-    assert cache.nbytes == 3 * 512 * token == decoder.ops.kv_nbytes(decoder.config.attention, 300)
-
-
 @given(st.data(), st.sampled_from(["latent-bf16", "latent-int8"]))
 def test_move_rows(data: st.DataObject, kv: CacheFormat) -> None:
     size, width = block_nbytes(1, 48, kv), 48

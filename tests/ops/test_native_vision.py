@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,8 +12,6 @@ from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cpu.vision import NativeVision
 from localrt.quant.formats import unpack
 from localrt.quant.ops.vision import (
-    Heads,
-    PatchLayout,
     VisionActivation,
     VisionSteps,
     activate,
@@ -148,25 +145,6 @@ def test_attention_within_a_window(window: int, isa: str) -> None:
         expected = VisionSteps.attention(steps, *exact, 3.0, ends, window)
         found = steps.attention(q, k, v, 3.0, ends, window)
         assert error(found, expected) < (0.1 if isa in IN_BF16 else 5e-6)
-
-
-def test_key_heads_are_shared() -> None:
-    steps, layout = native(ISAS[0]), PatchLayout(ends=(9, 33))
-    q, k, v = floats(33, 6, 16), floats(33, 2, 16, seed=1), floats(33, 2, 16, seed=2)
-    several = Heads(count=6, size=16, scale=0.3, eps=1e-6)
-    parts = q, k.repeat(3, axis=1), v.repeat(3, axis=1)
-    expected = steps.heads(np.concatenate(parts, 1).reshape(33, -1), several, layout)
-    qkv = np.concatenate((q, k, v), 1).reshape(33, -1)
-    found = steps.heads(qkv, replace(several, kv_count=2), layout)
-    np.testing.assert_array_equal(found, expected)
-
-
-def test_a_segment_stays_for_itself() -> None:
-    steps = native(ISAS[0])
-    q, k, v = floats(3, 300, 2, 72)
-    whole = steps.attention(q, k, v, 0.3, (100, 300))
-    alone = steps.attention(q[100:], k[100:], v[100:], 0.3, (200,))
-    np.testing.assert_array_equal(whole[100:], alone)
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -135,16 +135,6 @@ def test_replays(tiny_folder: Path) -> None:
     assert cache.length == 8
 
 
-def test_other_results(tiny_folder: Path) -> None:
-    """A pass that does more than its calls say is not replayed."""
-    decoder = load(tiny_folder)
-
-    def doubled(batch: Batch, **options: Any) -> Any:
-        return 2 * decoder.forward(batch, **options)
-
-    assert_same(in_turn(decoder, decoder.ops.graphed(doubled)), in_turn(decoder, doubled))
-
-
 def test_features(tiny_folder: Path) -> None:
     decoder = load(tiny_folder)
     plain, width = Counted(decoder), decoder.config.hidden_size

@@ -10,14 +10,11 @@ import torch
 
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.formats import FORMATS, PackedTensor
-from localrt.quant.ops.experts import ExpertSpec, ExpertWeights, RouterSpec, RouterWeights
-from localrt.quant.ops.protocol import MlpSpec, MlpWeights
+from localrt.quant.ops.experts import RouterSpec
 from localrt.quant.ops.streams import ConnectionWeights
 from localrt.quant.reference.experts import route
 from localrt.quant.reference.ops import TorchOps
 from tests.conftest import needs_kernels
-from tests.models.tiny import relative_error
-from tests.ops.packed import random_tensor
 from tests.ops.test_native_matmul import ISAS
 from tests.ops.test_native_routing import SPECS, assert_same, choose
 
@@ -39,15 +36,6 @@ def test_routes(router: RouterSpec, biased: bool) -> None:
     assert_same(found, choose(logits.astype(np.float64), router, bias))
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_nan_logits(value: float) -> None:
-    logits = torch.zeros(2, 4)
-    logits[1, 2] = value
-    routing = route(logits, None, spec(4))
-    assert np.isfinite(routing.weights[0]).all()
-    assert not np.isfinite(routing.weights[1]).any()
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -61,17 +49,6 @@ def test_nan_logits(value: float) -> None:
 def test_impossible_routers(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         spec(**options)
-
-
-def test_the_router_is_float32_in_a_bf16_model() -> None:
-    ops = TorchOps(compute_format="bf16")
-    x = torch.randn(7, 16).bfloat16()
-    weights = RouterWeights(norm=torch.ones(16).bfloat16(), gate=torch.randn(6, 16).bfloat16())
-    normed, routing = ops.norm_route(x, weights, spec(6, 3))
-    logits = normed.float() @ weights.gate.float().T
-    assert normed.dtype == torch.bfloat16
-    best = logits.sort(dim=1, descending=True, stable=True).values[:, :3].softmax(1)
-    np.testing.assert_allclose(routing.weights, best.numpy(), rtol=1e-5)
 
 
 IMPLEMENTATIONS = [
@@ -160,60 +137,3 @@ def test_batch_invariance(isa: str) -> None:
         one, share = ops.read_streams(streams[row : row + 1].copy(), weights)
         assert np.array_equal(one[0], x[row])
         assert np.array_equal(share[0], shares[row])
-
-
-COLUMNS, ROWS = 64, 96  # whole blocks of the kernels
-
-
-def mixture(ops: Any, spec: RouterSpec, expert: ExpertSpec, x: np.ndarray, convert: Any) -> Any:
-    """Routing and result of a layer whose weights are float32."""
-
-    def matrix(rows: int, columns: int, seed: int) -> Any:
-        tensor = random_tensor("f32", rows, columns, seed)
-        tensor.data.view(np.float32)[:] *= columns**-0.5
-        return ops.weight((rows, columns), [tensor])
-
-    def vector(size: int, seed: int) -> Any:
-        return ops.vector(np.random.default_rng(seed).uniform(0.1, 1, size).astype(np.float32))
-
-    table, wide = ops.expert_table(spec.count), (2 if expert.gated else 1) * ROWS
-    for number in range(spec.count):
-        weights = ExpertWeights(
-            gate_up=matrix(wide, COLUMNS, 2 * number),
-            down=matrix(COLUMNS, ROWS, 2 * number + 1),
-            gate_up_bias=vector(wide, number),
-            down_bias=vector(COLUMNS, number),
-        )
-        table.put(number, weights)
-    router = RouterWeights(
-        norm=vector(COLUMNS, 1000),
-        gate=matrix(spec.count, COLUMNS, 1001),
-        gate_bias=vector(spec.count, 1002),
-        choice_bias=vector(spec.count, 1003),
-    )
-    normed, routing = ops.norm_route(convert(x), router, spec)
-    slots = ops.expert_slots(normed, routing)
-    ops.run_experts(normed, routing, table, expert, slots)
-    shared = MlpWeights(
-        norm=None, gate_up=matrix(2 * ROWS, COLUMNS, 2000), down=matrix(COLUMNS, ROWS, 2001)
-    )
-    mlp = MlpSpec(activation="silu", eps=spec.eps)
-    extra = ops.shared_mlp(normed, shared, mlp, matrix(1, COLUMNS, 2002))
-    return routing, np.asarray(ops.combine_experts(slots, routing, extra))
-
-
-@needs_kernels
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swiglu_oai", "relu2", "swiglu"])
-@pytest.mark.parametrize("spec", [spec for spec in SPECS if spec.count < 100])
-def test_a_layer_is_that_of_the_kernels(spec: RouterSpec, activation: Any) -> None:
-    x = np.random.default_rng(0).standard_normal((17, COLUMNS)).astype(np.float32)
-    expert = ExpertSpec(activation=activation, limit=0.5)
-    with torch.inference_mode():
-        theirs, expected = mixture(
-            TorchOps(compute_format="f32"), spec, expert, x, torch.from_numpy
-        )
-    ours, found = mixture(NativeOps(threads=2), spec, expert, x, np.copy)
-    assert np.array_equal(ours.experts, theirs.experts)
-    np.testing.assert_allclose(ours.scores, theirs.scores, rtol=1e-4, atol=1e-6)
-    np.testing.assert_allclose(ours.weights, theirs.weights, rtol=1e-4, atol=1e-6)
-    assert relative_error(found, expected) < 1e-5

@@ -94,24 +94,6 @@ def test_merge(a: TokenTree, b: TokenTree, budget: int) -> None:
         assert set(both.proposed_by(node)) == names
 
 
-def test_bad_trees() -> None:
-    for tokens, parents, scores in (
-        ([1, 2], [1, ROOT], [0, 0]),
-        ([1, 1], [ROOT, ROOT], [0, 0]),
-        ([1, 2], [ROOT, 0], [-1, -0.5]),
-        ([1], [-2], [0]),
-        ([1], [ROOT], [float("nan")]),
-    ):
-        with pytest.raises(ValueError):
-            TokenTree.of(tokens, parents, scores, "x")
-
-
-def test_immutable() -> None:
-    tree = TokenTree.of([1], [ROOT], [0], "x")
-    with pytest.raises(ValueError):
-        tree.tokens[0] = 2
-
-
 VOCAB, LENGTH = 6, 3
 PROMPT = (1, 1, 4)
 Said = tuple[int, ...]

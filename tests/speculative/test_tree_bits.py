@@ -14,14 +14,11 @@ from localrt.models.decoder import Decoder
 from localrt.offload.kv.cache import KvTier
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
-from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.ops.kv_formats import KV_FORMATS, CacheFormat
 from localrt.quant.ops.protocol import Batch, Span
 from localrt.speculative.tree import ROOT, TokenTree
 from tests.models.tiny import load_ours, save_tiny, tokens
 from tests.ops.cuda.conftest import emulator as emulator
-from tests.ops.cuda.emulator import Emulator
-from tests.ops.cuda.target import DEVICE
 from tests.speculative.test_tree import path_to
 
 needs_kernels = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
@@ -76,24 +73,6 @@ def test_paths(load: Any, name: str, kv_format: CacheFormat, held: int) -> None:
     check_paths(load(name, kv_format), held, (7, 9, 14, 21))
 
 
-@pytest.mark.parametrize(
-    ("name", "kv_format", "held", "layers"),
-    [
-        ("llama", "bf16", 250, 2),
-        ("gemma2", "int8", 250, 2),  # a window, which ends in the tree
-        ("olmoe", "int4", 5, 1),  # experts
-        ("qwen3.5", "bf16", 5, 2),  # recurrent layers
-        ("deepseek-v2-dense", "bf16", 121, 2),  # latents
-    ],
-)
-def test_paths_on_a_gpu(
-    name: str, kv_format: Any, held: int, layers: int, tmp_path: Path, emulator: Emulator
-) -> None:
-    save_tiny(name, tmp_path, layers=layers)
-    ops = CudaOps(device=str(DEVICE), kv_format=kv_format)
-    check_paths(load_ours(tmp_path, ops, context=CAPACITY), held, (9,))
-
-
 def check_paths(decoder: Decoder, held: int, leaves: tuple[int, ...]) -> None:
     tree = some_tree()
     prompt = tokens(held)
@@ -112,24 +91,6 @@ def check_paths(decoder: Decoder, held: int, leaves: tuple[int, ...]) -> None:
     assert cache.length == alone.length
     more = [decoder.forward(Batch.extend([(c, tokens(20, seed=5))])) for c in (cache, alone)]
     assert np.array_equal(*more)
-
-
-@needs_kernels
-@pytest.mark.parametrize("kv_format", KV_FORMATS)
-@pytest.mark.parametrize("name", NAMES)
-def test_pass_by_pass(load: Any, name: str, kv_format: CacheFormat) -> None:
-    decoder, tree = load(name, kv_format), some_tree()
-    whole, steps = decoder.cache(CAPACITY), decoder.cache(CAPACITY)
-    for cache in (whole, steps):
-        decoder.forward(Batch.extend([(cache, tokens(250))]), rows=[])
-    expected = tree_pass(decoder, whole, 7, tree)
-    decoder.forward(Batch.extend([(steps, [7])]), rows=[])
-    mask, start = tree.mask(), 0
-    for stop in (4, 5, 12, len(tree)):
-        span = Span(steps, stop - start, mask[start:stop, :stop])
-        batch = Batch(tree.tokens[start:stop], tree.positions(250)[start:stop], (span,))
-        assert np.array_equal(decoder.forward(batch), expected[1 + start : 1 + stop])
-        start = stop
 
 
 @pytest.fixture(scope="module")
@@ -175,13 +136,3 @@ def test_ssd_as_ram(folder: Path, tmp_path: Path, kv_format: Any, held: int) -> 
     assert np.array_equal(results[0], results[2])
     assert np.array_equal(results[1], results[3])
     tier.close()
-
-
-def test_bad_rows(folder: Path) -> None:
-    decoder = load_ours(folder)
-    cache = decoder.cache(64)
-    decoder.forward(Batch.extend([(cache, tokens(10))]), rows=[])
-    for first, rows in ((5, [1, 1]), (5, [2, 1]), (5, [5]), (5, [-1])):
-        with pytest.raises(ValueError):
-            cache.select(first, rows)
-    assert cache.length == 10

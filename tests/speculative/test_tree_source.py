@@ -160,22 +160,6 @@ def test_drafted_ahead(decoder: Any) -> None:
     assert step > 0
 
 
-def test_prepared_levels(decoder: Any) -> None:
-    kept = source(decoder)
-    history = tokens(20)
-    kept.propose(history, TreeSize(6, 2))
-    prepare(kept, history, 60)
-    assert kept.ready(history) >= 2
-    best = max(words(kept.propose(history, TreeSize(6, 1))), key=len)
-    after = [*history, *best]
-    levels, passes = kept.ready(after), kept.passes
-    assert levels >= 1
-    kept.propose(after, TreeSize(1, levels))
-    assert kept.passes == passes
-    assert kept.ready([*history, 1, 2, 3, 4, 5, 6, 7, 8]) == 0
-    assert kept.ready(tokens(30, seed=5)) == 0
-
-
 @settings(max_examples=12)
 @given(
     steps=st.lists(

@@ -12,13 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localrt.speculative.acceptance import AcceptanceRate, expected_tokens
 from localrt.speculative.batch_tuner import BatchTuner
-from localrt.speculative.cost_model import DraftCost, PassCost
+from localrt.speculative.cost_model import PassCost
 from localrt.speculative.source import TreeSize
 from localrt.speculative.tree import ROOT, TokenTree
-from localrt.speculative.tuner import AHEAD_S, TOLERANCE, Plan, Tuner
-from tests.speculative.test_tree import path_to, trees, words
+from localrt.speculative.tuner import TOLERANCE, Plan, Tuner
+from tests.speculative.test_tree import words
 from tests.speculative.worlds import (
     RIGHT,
     WORLDS,
@@ -88,19 +87,6 @@ def test_loss_resident(
         claims=claims,
         seed=seed,
     )
-    assert min(world.play([128] * 5)) >= 1 / 1.02
-
-
-@settings(max_examples=6)
-@given(
-    *(st.floats(0.0, 0.97), st.floats(0.0, 0.97), st.floats(0.0001, 0.05)),
-    *(st.floats(0.0002, 0.1), st.floats(0.0, 0.01), st.integers(0, 1000)),
-)
-def test_loss_streamed(
-    lookup: float, model: float, row: float, level: float, shared: float, seed: int
-) -> None:
-    world = World(waiting(0.1, row), {"ngram": lookup, "model": model}, {"model": level}, row)
-    world.rng, world.shared_s = np.random.default_rng(seed), shared
     assert min(world.play([128] * 5)) >= 1 / 1.02
 
 
@@ -219,46 +205,6 @@ def test_pass_cost_of_mixtures() -> None:
     assert mixture.seconds(8) == pytest.approx(1.5)  # what was measured stands
 
 
-def test_draft_cost() -> None:
-    cost = DraftCost()
-    assert cost.pass_s(8) is None
-    cost.add(16, cost.passes(7), 0.8)
-    assert cost.pass_s(64) == cost.pass_s(8) == pytest.approx(0.1)
-    cost.add(64, 4, 0.8)
-    assert cost.pass_s(64) == pytest.approx(0.2)
-    assert cost.passes(4, ready=3) == 1
-    assert cost.passes(4, ready=6) == 0
-    cost.at_once = True
-    assert cost.passes(1) == cost.passes(16) == 1
-
-
-def test_acceptance_rate() -> None:
-    rate = AcceptanceRate()
-    tree = TokenTree.of([1, 2, 3], [ROOT, 0, ROOT], [math.log(0.8), math.log(0.64), -3.0], "x")
-    assert words(rate.rescored(tree)) == pytest.approx(words(tree))
-    rate.proposed(tree)
-    assert 0.7 < rate.first_choice < 0.8
-    for _ in range(60):
-        rate.tested(0.8, accepted=False)
-    assert rate.first_choice < 0.1
-    assert math.exp(rate.rescored(tree).scores[0]) < 0.15
-    rate.fade(0.01)
-    assert rate.first_choice > 0.5, "what is long ago is forgotten"
-    for _ in range(200):
-        rate.tested(0.8, accepted=True)
-    assert math.exp(rate.rescored(tree).scores[1]) > 0.9
-    assert rate.rescored(tree).scores.max() <= 0
-
-
-@pytest.mark.parametrize("acceptance", [0.0, 0.5, 0.7, 1.0])
-def test_expected_tokens(acceptance: float) -> None:
-    chain_of_4 = sum(acceptance**level for level in range(1, 5))
-    assert expected_tokens(acceptance, 1, 8) == pytest.approx(acceptance)
-    assert expected_tokens(acceptance, 64, 4) >= expected_tokens(acceptance, 4, 4) - 1e-9
-    assert chain_of_4 - 1e-9 <= expected_tokens(acceptance, 64, 4) <= 4 + 1e-9
-    assert expected_tokens(acceptance, 64, 1) <= 1 + 1e-9
-
-
 # -- a fixed size ----------------------------------------------------------------------------------
 
 
@@ -352,39 +298,6 @@ def test_joined_tree_of_a_wrong_source() -> None:
     assert chances[5,] < 0.1
 
 
-def test_acceptance_is_learned_by_source() -> None:
-    tuner = Tuner({"a": 0.1, "b": 0.1})
-    trees = {"a": chain([1, 2, 3], 0.9, "a"), "b": chain([1, 9], 0.9, "b")}
-    tree = tuner.joined(trees, 100)
-    (first,) = tree.children(ROOT).tolist()
-    assert tree.proposed_by(first) == ("a", "b")
-    (second,) = [n for n in tree.children(first).tolist() if tree.tokens[n] == 2]
-    for _ in range(30):
-        tuner.learn(trees, tree, (first, second))
-    assert tuner.sources["a"].acceptance.ratio > tuner.sources["b"].acceptance.ratio
-
-
-def test_tokens_that_were_not_verified_are_not_tested() -> None:
-    rate, alone, tree = AcceptanceRate(), AcceptanceRate(), chain([1, 2], 0.9, "a")
-    rate.verified(tree, tree.trim(1), (0,))
-    alone.tested(0.9, accepted=True)
-    assert rate.ratio == pytest.approx(alone.ratio)
-
-
-@settings(max_examples=10)
-@given(trees("a"), trees("b"), st.integers(0, 30), st.integers(0, 20))
-def test_joined_tree_property(a: TokenTree, b: TokenTree, most: int, taken: int) -> None:
-    tuner, drafted = Tuner({"a": 0.1, "b": 0.1}), {"a": a, "b": b}
-    tree = tuner.joined(drafted, most)
-    assert len(tree) <= most
-    for path, node in zip(words(tree), range(len(tree)), strict=True):
-        names = {name for name, own in drafted.items() if path in words(own)}
-        assert set(tree.proposed_by(node)) == names != set()
-    verified = tree.trim(taken)
-    path = path_to(verified, len(verified) - 1) if len(verified) else ()
-    tuner.learn(drafted, verified, path)
-
-
 # -- drafting while passes wait --------------------------------------------------------------------
 
 
@@ -402,29 +315,6 @@ def test_passes_that_do_not_wait() -> None:
     world = World(lambda rows: 0.02 * rows, {"model": 0.9}, {"model": 0.002}, 0.02)
     world.play([300] * 6)
     assert not world.ahead
-
-
-def test_gaps_of_a_fixed_size() -> None:
-    tree, tuner = chain([1], name="model"), Tuner({})
-    run = tuner.start(100, ["model"], size=TreeSize(16, 8))
-    plan = run.plan(1000, {"model": 3})
-    assert plan == Plan("model", 16, 8, 3)
-    assert run.ahead(plan, tree) is None  # nothing is known of gaps
-    tuner.waits.append(2 * AHEAD_S)
-    assert run.ahead(plan, tree) == ("model", 40)
-    tuner.waits.extend([0.0, 0.0])
-    assert run.ahead(plan, tree) is None
-
-
-def test_gaps_of_lookups_and_plain_steps() -> None:
-    tuner = Tuner({"ngram": 0.0, "model": 0.1})
-    run = tuner.start(100, ["ngram", "model"])
-    tuner.waits.append(0.1)
-    tree = chain([1])
-    assert run.ahead(None, TokenTree.empty()) is None
-    assert run.ahead(Plan("ngram", 8, 4), tree) is None
-    assert run.ahead(Plan("model", 8, 4), tree) == ("model", 20)
-    assert run.ahead(Plan("model", 8, 4), TokenTree.empty()) is None
 
 
 # -- sequences that share passes -------------------------------------------------------------------
@@ -456,47 +346,12 @@ def bound(rows: int) -> float:
     return 0.01 * rows
 
 
-drafted_trees = st.lists(
-    st.builds(claimed, st.floats(0.01, 1.0), st.integers(0, 12)), min_size=2, max_size=12
-)
-
-
-@given(trees=drafted_trees, room=st.integers(0, 60))
-def test_choose(trees: list[TokenTree], room: int) -> None:
-    chosen = batch_tuner(len(trees), flat).choose(trees, room)
-    assert len(chosen) == len(trees)
-    assert sum(map(len, chosen)) <= room
-    kept = [score for tree in chosen for score in tree.scores]
-    for whole, part in zip(trees, chosen, strict=True):
-        assert part.tokens.tolist() == whole.tokens[: len(part)].tolist()
-        left = whole.scores[len(part) :]
-        if kept and len(left):
-            assert left.max() <= min(kept) + 1e-9
-
-
-def test_cost_of_rows() -> None:
-    likely = [claimed(0.9, 4)] * 8
-    assert [len(tree) for tree in batch_tuner(8, flat).choose(likely, 100)] == [4] * 8
-    assert sum(map(len, batch_tuner(8, bound).choose([claimed(0.6, 4)] * 8, 100))) <= 8
-
-
 def test_surest_sequences() -> None:
     def dear(rows: int) -> float:
         return 0.06 + 0.004 * max(0, rows - 8)
 
     chosen = batch_tuner(8, dear).choose([claimed(0.95, 6)] * 2 + [claimed(0.3, 6)] * 6, 100)
     assert [len(tree) for tree in chosen] == [6, 6, 0, 0, 0, 0, 0, 0]
-
-
-def test_unmeasured_pass() -> None:
-    tuner = Tuner({"ngram": 0.0})
-    found = BatchTuner(tuner)
-    assert not found.should_draft(4)
-    found.choose([TokenTree.empty()] * 4, 10)
-    found.passed(0, 4, 0.05, 0.0)
-    assert found.should_draft(4)
-    assert found.should_draft(3)  # no dearer
-    assert not found.should_draft(5)
 
 
 @pytest.mark.parametrize("chance", [0.0, 0.05, 0.5, 0.95])

@@ -6,7 +6,7 @@ import errno
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
@@ -20,7 +20,7 @@ import localrt
 from localrt.common.errors import CancelledError, StorageError
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.checkpoints.store.manifest import read_manifest
-from localrt.models.weight_files import MANIFEST_NAME, model_stamp
+from localrt.models.weight_files import MANIFEST_NAME
 from localrt.offload.store.pack import cached_store, store_folder
 from localrt.quant.formats.tiled import tile_tensor
 from localrt.quantize.quantize import Recipe, quantize_model
@@ -62,20 +62,6 @@ def test_another_model_of_the_same_name(tmp_path: Path) -> None:
         for options in ({}, {"seed": 1}, {"layers": 3}, {"formats": {"o_proj": "q4_0"}})
     }
     assert len(folders) == 4
-
-
-@pytest.mark.parametrize("name", ["", "...", "a/../b", "ü" * 100, "x" * 200])
-def test_any_name(tmp_path: Path, name: str) -> None:
-    folder = store_folder(SyntheticCheckpoint(tmp_path / name), tmp_path / "stores")
-    assert folder.parent == tmp_path / "stores"
-    assert 0 < len(folder.name.encode()) < 200
-    assert not folder.name.startswith(".")
-
-
-def test_file_name(tmp_path: Path) -> None:
-    (tmp_path / "tiny.Q4_K_M.gguf").touch()
-    folder = store_folder(SyntheticCheckpoint(tmp_path / "tiny.Q4_K_M.gguf"), tmp_path)
-    assert folder.name.startswith("tiny.Q4_K_M-")
 
 
 def test_store_of_a_store(tmp_path: Path) -> None:
@@ -392,40 +378,6 @@ def test_a_copy_without_the_record_is_compared(base: Path, tmp_path: Path) -> No
         new, said = packed(model.path, stores)
         assert ("announced" in said) is (edit is not None)
     assert new == packed(model.path, tmp_path / "fresh" / "stores")[0]
-
-
-def test_a_finished_store_has_no_record_of_files(base: Path, tmp_path: Path) -> None:
-    report = quantize_model(base, tmp_path / "out", Recipe("int8-g32", method="rtn"))
-    assert read_manifest(report.path / MANIFEST_NAME).source.stamp is None
-
-
-def _second_part(folder: Path) -> Path:
-    return folder / "m-00002-of-00002.gguf"
-
-
-def _stamped(folder: Path) -> Iterator[tuple[Path, Path]]:
-    """Paths of models, and a file of each."""
-    for name in ("m.gguf", "m-00001-of-00002.gguf", "m-00002-of-00002.gguf", "config.json"):
-        (folder / name).write_bytes(b"data")
-    yield folder / "m.gguf", folder / "m.gguf"
-    yield folder / "m-00001-of-00002.gguf", _second_part(folder)
-    yield folder, folder / "config.json"
-
-
-@pytest.mark.parametrize("how", ["size", "in place", "time set back", "other file"])
-def test_stamp(tmp_path: Path, how: str) -> None:
-    for path, file in _stamped(tmp_path):
-        before, status = model_stamp(path), file.stat()
-        assert model_stamp(path) == before
-        if how == "other file":
-            aside = tmp_path.parent / "aside"
-            shutil.copy2(file, aside)
-            aside.replace(file)
-        else:
-            file.write_bytes(b"data!" if how == "size" else b"date")
-        if how == "time set back":
-            os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
-        assert model_stamp(path) != before
 
 
 @pytest.mark.usefixtures("given_rates")

@@ -21,9 +21,9 @@ from localrt.models.checkpoints import Checkpoint, StoreCheckpoint, TensorInfo, 
 from localrt.models.registry import read_config
 from localrt.models.tokenizers import load_tokenizer
 from localrt.models.units import Unit, list_units, packed_nbytes
-from localrt.offload.store import pack, pack_store
+from localrt.offload.store import pack_store
 from localrt.offload.store.pack import mend_unit, tiled_pieces
-from localrt.quant.formats import F32, FORMATS, PackedTensor, unpack
+from localrt.quant.formats import F32, FORMATS, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor, tile, tile_tensor, untile
 from localrt.quant.methods import restore
 from tests.models.tiny import save_tiny
@@ -177,36 +177,6 @@ def same_text(source: Checkpoint, store: Checkpoint) -> None:
     assert template.render(messages) == published.render(messages)
 
 
-@pytest.mark.slow
-@pytest.mark.real
-@pytest.mark.parametrize("name", ["smollm2"])
-def test_gguf_file(name: str, tmp_path: Path) -> None:
-    path = real_model(name)
-    with (
-        closing(open_checkpoint(path)) as source,
-        closing(open_checkpoint(pack_store(source, tmp_path / "s"))) as store,
-    ):
-        assert isinstance(store, StoreCheckpoint)
-        units = sum(unit.nbytes for unit in store.manifest.units)
-        assert units <= 1.03 * sum(info.nbytes for info in source.tensors.values())
-        everything = sum(file.stat().st_size for file in store.path.rglob("*"))
-        assert everything <= 1.03 * path.stat().st_size
-        for tensor, info in source.tensors.items():
-            assert store.tensors[tensor].format.name == (
-                info.format.name if len(info.shape) == 2 else "f32"
-            )
-            if len(info.shape) == 2 and ("layers" not in tensor or ".7." in tensor):
-                (block,) = store.blocks(tensor)
-                assert isinstance(block, TiledTensor)
-                published = np.concatenate([b.data for b in source.blocks(tensor)])
-                np.testing.assert_array_equal(untile(block).data, published)
-            elif len(info.shape) == 1:
-                np.testing.assert_array_equal(
-                    unpack(store.read(tensor)), unpack(source.read(tensor))
-                )
-        same_text(source, store)
-
-
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -227,28 +197,6 @@ def test_every_format(tmp_path: Path) -> None:
 
 def units_of(checkpoint: SyntheticCheckpoint) -> tuple[Unit, ...]:
     return list_units(checkpoint.tensors, read_config(checkpoint))
-
-
-def test_units_of_a_layer() -> None:
-    checkpoint = SyntheticCheckpoint(Path("m"))
-    units = {unit.name: unit for unit in units_of(checkpoint)}
-    assert list(units)[:5] == [
-        "embedding",
-        "layers.0.attention",
-        "layers.0.mlp",
-        "layers.1.attention",
-        "layers.1.mlp",
-    ]
-    assert [name.split(".", 3)[3] for name in units["layers.1.attention"].tensors] == [
-        "input_layernorm.weight",
-        "self_attn.q_proj.weight",
-        "self_attn.k_proj.weight",
-        "self_attn.v_proj.weight",
-        "self_attn.o_proj.weight",
-    ]
-    assert units["layers.0.mlp"].layer == 0
-    listed = [name for unit in units.values() for name in unit.tensors]
-    assert set(listed) == set(checkpoint.tensors)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -345,20 +293,3 @@ def test_another_model(tmp_path: Path) -> None:
     assert (out / unit.file).read_bytes() == whole
     with pytest.raises(CheckpointError):
         open_checkpoint(out)
-
-
-def test_unwritable_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its bytes are read again by the next pass, and are not looked at then."""
-    model, out = tmp_path / "model", tmp_path / "store"
-    model.mkdir()
-    save_tiny("llama", model)
-    with closing(packed_model(model, out)) as store:
-        unit = store.manifest.units[1]
-
-    def full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(pack.os, "fsync", full)
-    monkeypatch.setattr(pack, "discard_store", full)
-    with pytest.raises(CheckpointError, match=r"damaged, and cannot .*No space left"):
-        mend_unit(model, out, unit, np.zeros(unit.nbytes, np.uint8))

@@ -354,7 +354,6 @@ SCHEMES: Mapping[str, Published] = Table(
     {
         "W4A16": lambda: scheme("int4-g128b", compressed(_PACK, "W4A16", BF16)),
         "W4A16 f16": lambda: scheme("int4-g128", compressed(_PACK, "W4A16", F16)),
-        "W4A16 f32": lambda: scheme("int4-g128z", compressed(_PACK, "W4A16", F32)),
         "W4A16 g32": lambda: scheme("int4-g32b", compressed(_PACK, "W4A16", BF16, group_size=32)),
         "W4A16 asymmetric": lambda: scheme("int4-g128z", compressed(_PACK, "W4A16_ASYM", BF16)),
         "W4A16 rows": lambda: scheme(
@@ -364,22 +363,10 @@ SCHEMES: Mapping[str, Published] = Table(
             "f32", compressed(_PACK, "W4A16", BF16, group_size=16), "take 32 bits each"
         ),
         "W3A16": lambda: scheme("int4-g128b", compressed(_PACK, "W4A16", BF16, num_bits=3)),
-        "W3A16 f16": lambda: scheme(
-            "int4-g64", compressed(_PACK, "W4A16", F16, num_bits=3, group_size=64)
-        ),
         "W3A16 asymmetric": lambda: scheme(
             "int4-g128z", compressed(_PACK, "W4A16_ASYM", BF16, num_bits=3)
         ),
         "W2A16": lambda: two_bits("int4-g128b", compressed(_PACK, "W4A16", BF16, num_bits=2)),
-        "W2A16 f32": lambda: two_bits(
-            "int4-g32z", compressed(_PACK, "W4A16", F32, num_bits=2, group_size=32)
-        ),
-        "W2A16 g16": lambda: two_bits(
-            "f32", compressed(_PACK, "W4A16", BF16, num_bits=2, group_size=16)
-        ),
-        "W2A16 asymmetric": lambda: two_bits(
-            "int4-g128z", compressed(_PACK, "W4A16_ASYM", BF16, num_bits=2)
-        ),
         "W8A16": lambda: scheme("int8-g128b", compressed(_PACK, "W4A16", BF16, num_bits=8)),
         "W8A16 asymmetric": lambda: scheme(
             "int8-g128z", compressed(_PACK, "W4A16_ASYM", BF16, num_bits=8)
@@ -402,38 +389,26 @@ SCHEMES: Mapping[str, Published] = Table(
         ),
         "MXFP4A16": lambda: scheme("mxfp4", compressed("mxfp4-pack-quantized", "MXFP4A16", BF16)),
         "GPTQ": lambda: scheme("int4-g128", gptq(4, 128, symmetric=True)),
-        "GPTQ bf16": lambda: scheme("int4-g128b", gptq(4, 128, symmetric=True, scales=BF16)),
         "GPTQ g32": lambda: scheme("int4-g32", gptq(4, 32, symmetric=True, version="gptq_v2")),
         "GPTQ rows": lambda: scheme("int4-g128", gptq(4, -1, symmetric=True)),
         "GPTQ asymmetric": lambda: scheme("int4-g128z", gptq(4, 128, symmetric=False)),
-        "GPTQ asymmetric v2": lambda: scheme(
-            "int4-g64z", gptq(4, 64, symmetric=False, version="gptq_v2")
-        ),
         "GPTQ 8 bits": lambda: scheme("int8-g128", gptq(8, 128, symmetric=True)),
         "GPTQ 8 bits asymmetric": lambda: scheme("int8-g32z", gptq(8, 32, symmetric=False)),
         "GPTQ 3 bits": lambda: scheme("int4-g128", gptq(3, 128, symmetric=True)),
-        "GPTQ 3 bits bf16": lambda: scheme("int4-g64b", gptq(3, 64, symmetric=True, scales=BF16)),
         "GPTQ 3 bits asymmetric": lambda: scheme("int4-g128z", gptq(3, 128, symmetric=False)),
         "GPTQ 2 bits": lambda: two_bits("int4-g64", gptq(2, 64, symmetric=True, version="gptq_v2")),
-        "GPTQ 2 bits f32": lambda: two_bits("int4-g128z", gptq(2, 128, symmetric=True, scales=F32)),
         "GPTQ 2 bits asymmetric": lambda: two_bits("int4-g32z", gptq(2, 32, symmetric=False)),
         "GPTQ 2 bits ordered": lambda: two_bits("f32", gptq(2, 64, symmetric=True, ordered=True)),
         "GPTQ ordered": lambda: scheme(
             "f32", gptq(4, 128, symmetric=True, ordered=True), "take 32 bits each"
         ),
-        "GPTQ ordered asymmetric": lambda: scheme(
-            "f32", gptq(8, 64, symmetric=False, ordered=True)
-        ),
         "AWQ": lambda: scheme("int4-g128z", awq(128)),
         "AWQ g64": lambda: scheme("int4-g64z", awq(64)),
         "NF4": lambda: scheme("nf4-f32", nf4(double=False)),
         "NF4 twice": lambda: scheme("nf4-f32", nf4(double=True)),
-        "NF4 blocks of 256": lambda: scheme("nf4-f32", nf4(double=True, block=256)),
         "FP4": lambda: scheme("fp4-f32", nf4(double=False, kind="fp4")),
-        "FP4 twice": lambda: scheme("fp4-f32", nf4(double=True, kind="fp4")),
         "LLM.int8()": lambda: scheme("int8-g128z", llm_int8(), "(W8A8)", rtol=_TWO_FACTORS),
         "FP8 blocks": lambda: scheme("e4m3-g128", fp8((128, 128)), "(W8A8)"),
-        "FP8 blocks bf16": lambda: scheme("e4m3-g128", fp8((128, 128), scale=BF16), "(W8A8)"),
         "FP8 blocks of 64": lambda: scheme("e4m3-g64", fp8((32, 64)), "(W8A8)"),
         "FP8 rows": lambda: scheme("e4m3-g128", fp8(None), "(W8A8)"),
         "ModelOpt NVFP4": lambda: scheme("nvfp4", modelopt("NVFP4"), "(W4A4)", rtol=_TWO_FACTORS),
@@ -451,10 +426,6 @@ SCHEMES: Mapping[str, Published] = Table(
             "int4-g64z",
             auto_round(gptq(4, 64, symmetric=False, version="gptq_v2"), "auto_round:gptqmodel"),
         ),
-        "AutoRound 3 bits": lambda: scheme(
-            "int4-g128z",
-            auto_round(gptq(3, 128, symmetric=False), "auto_round:auto_gptq", sym=False),
-        ),
         "AutoRound 2 bits": lambda: two_bits(
             "int4-g64",
             auto_round(gptq(2, 64, symmetric=True, version="gptq_v2"), "auto_round", sym=True),
@@ -462,12 +433,6 @@ SCHEMES: Mapping[str, Published] = Table(
         "AutoRound 2 bits compressed": lambda: two_bits(
             "int4-g128b",
             auto_round(compressed(_PACK, "W4A16", BF16, num_bits=2), "auto_round:llm_compressor"),
-        ),
-        "AutoRound of other bits here": lambda: scheme(
-            "int8-g32",
-            auto_round(
-                gptq(8, 32, symmetric=True), None, bits=4, group_size=128, extra_config={"a": 1}
-            ),
         ),
         "AutoRound AWQ": lambda: scheme(
             "int4-g64z", auto_round(awq(64), "auto_round:auto_awq", sym=False)

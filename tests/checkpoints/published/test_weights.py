@@ -14,9 +14,7 @@ from safetensors.torch import save_file
 
 from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints import SafetensorsCheckpoint
-from localrt.models.checkpoints.schemes.rows import symmetric_scales
-from localrt.models.tensor_source import RangedFile
-from localrt.quant.formats import BrainCodec, unpack
+from localrt.quant.formats import unpack
 from tests.checkpoints.published.schemes import SCHEMES, Published, Tensors
 
 ROWS, COLUMNS = 256, 512
@@ -93,13 +91,6 @@ def test_values(name: str, tmp_path: Path) -> None:
     assert scheme.note in " ".join(model.notes)
 
 
-def test_scale_of_a_damaged_file() -> None:
-    """It may overflow, and nobody is warned."""
-    scale = np.float32(3e38)
-    found = symmetric_scales(BrainCodec(4, 32), np.array([scale]), 4)
-    assert found.tolist() == [[scale, -np.inf]]
-
-
 WEIGHT = torch.randn(64, 128, generator=torch.Generator().manual_seed(0)) * 0.1
 SMALL = {
     "W4A16": "W4A16 g32",
@@ -154,35 +145,16 @@ def replaced(ending: str, part: torch.Tensor) -> Callable[[Tensors], Tensors]:
     ("kind", "change", "message"),
     [
         ("W4A16", without("weight_scale"), r"'.*up_proj.weight_scale' of .* is missing: download"),
-        ("W4A16", without("weight_shape"), r"weight_shape' of .* is missing"),
-        ("W4A16", without("weight_packed"), r"weight_packed' of .* is missing"),
         ("W4A16", cut("weight_packed", 63), r"weight_packed' \(63, 16\) .* does not hold 64 rows"),
-        ("W4A16", cut("weight_packed", 64, 15), r"does not hold 64 rows of 128 numbers of 2 to 8"),
-        ("W3A16", cut("weight_packed", 64, 11), "does not hold 64 rows of 128 numbers of 2 to 8"),
-        ("W3A16", cut("weight_zero_point", 5), r"weight_zero_point' .* should be \(6, 1\)"),
         ("W4A16", cut("weight_scale", 64, 3), r"weight_scale' .* does not divide 64 rows of 128"),
-        (
-            "W4A16",
-            replaced("weight_shape", torch.tensor([64])),
-            r"weight_shape' .* should be \(2\)",
-        ),
         ("asymmetric", cut("weight_zero_point", 7), r"weight_zero_point' .* should be \(8, 1\)"),
-        ("W8A8", without("weight_scale"), r"weight_scale' of .* is missing"),
         ("W8A8", replaced("weight_scale", torch.ones(5, 1)), "does not divide 64 rows of 128"),
         ("NVFP4", without("weight_global_scale"), "weight_global_scale' of .* is missing"),
-        ("NVFP4", cut("weight_scale", 64, 7), r"weight_scale' .* should be \(64, 8\) in F8_E4M3"),
-        ("NVFP4", cut("weight_packed", 64, 4), r"weight_packed' .* whole groups of 16"),
         ("NVFP4", replaced("weight_global_scale", torch.zeros(1)), "makes every value inf"),
-        ("NVFP4", replaced("weight_global_scale", torch.ones(2)), "should be one number"),
         ("MXFP4", cut("weight_scale", 64, 3), r"weight_scale' .* should be \(64, 4\) in U8"),
         ("GPTQ", without("qzeros"), r"up_proj.qzeros' of .* is missing"),
-        ("GPTQ 3 bits", cut("qweight", 11), r"qweight' \(11, 64\) .* groups of 128 do not divide"),
-        ("GPTQ 3 bits", cut("qzeros", 1, 5), r"qzeros' .* should be \(1, 6\) in I32"),
         ("GPTQ", cut("qweight", 15), r"qweight' \(15, 64\) .* groups of 32 do not divide"),
-        ("GPTQ", cut("qweight", 12), r"scales' .* should be \(3, 64\)"),
-        ("GPTQ", cut("scales", 3), r"scales' .* should be \(4, 64\) for groups of 32"),
         ("GPTQ", cut("qzeros", 4, 7), r"qzeros' .* should be \(4, 8\) in I32"),
-        ("GPTQ", replaced("g_idx", torch.zeros(9, dtype=torch.int32)), r"g_idx' .* be \(128\)"),
         (
             "GPTQ",
             replaced("g_idx", torch.full((128,), 4, dtype=torch.int32)),
@@ -194,8 +166,6 @@ def replaced(ending: str, part: torch.Tensor) -> Callable[[Tensors], Tensors]:
             "has zero points, though the config says sym",
         ),
         ("AWQ", cut("qweight", 100), r"qweight' .* groups of 64 do not divide"),
-        ("AWQ", cut("scales", 2, 9), r"scales' .* should be \(2, 64\)"),
-        ("AWQ", without("scales"), r"scales' of .* is missing"),
         (
             "NF4",
             cut("weight", 4095),
@@ -208,15 +178,6 @@ def replaced(ending: str, part: torch.Tensor) -> Callable[[Tensors], Tensors]:
             replaced("weight_format", torch.tensor(1, dtype=torch.uint8)),
             "is not 0: only bytes in the order of rows",
         ),
-        ("LLM.int8()", without("SCB"), r"SCB' of .* is missing"),
-        (
-            "NF4",
-            replaced(
-                "weight.quant_state.bitsandbytes__nf4", torch.tensor([ord("{")], dtype=torch.uint8)
-            ),
-            r"bitsandbytes__nf4' .* is malformed: it should be JSON",
-        ),
-        ("FP8", without("weight_scale_inv"), r"weight_scale_inv' of .* is missing"),
         ("FP8", cut("weight_scale_inv", 1), r"weight_scale_inv' .* equal blocks of 32 x 64"),
         ("ModelOpt", without("weight_scale_2"), r"weight_scale_2' of .* is missing"),
     ],
@@ -236,26 +197,14 @@ def test_bad_tensors(
             {"quant_method": "hqq"},
             r"quantized with hqq, .* \(it reads auto-round, awq, bitsandbytes, .*GGUF",
         ),
-        ({"quant_method": 3}, "quantized with 3, which"),
         ({"quant_method": "auto-round", "data_type": "mx_fp"}, "data_type asks for mx_fp, which"),
-        ({"quant_method": "auto-round", "bits": 5}, "bits is 5, of which localrt reads 2, 3, 4"),
         ({"quant_method": "gptq", "bits": 5}, "bits is 5, .* localrt reads 2, 3, 4, 8; use the"),
-        ({"quant_method": "gptq", "bits": True}, "bits is True, of which localrt reads 2, 3, 4, 8"),
         ({"quant_method": "gptq", "group_size": 0}, "group_size should be a number of columns"),
-        ({"quant_method": "gptq", "group_size": "128"}, "group_size should be a whole number"),
-        ({"quant_method": "gptq", "sym": "yes"}, "sym should be true or false, is 'yes'"),
         ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
         ({"quant_method": "awq", "version": "gemv"}, "version is 'gemv', of which .* reads gemm"),
-        ({"quant_method": "awq", "bits": 8}, "bits is 8, of which localrt reads 4"),
         ({"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "int4"}, "bnb_4bit_quant_type is"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size should be two"),
-        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight_block_size should be two"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo is 'W4A8_AWQ', of"),
-        ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format is 'marlin-24'"),
-        (
-            {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": 3}}},
-            "config_groups: a: weights should be an object",
-        ),
         (
             {
                 "quant_method": "compressed-tensors",
@@ -267,7 +216,6 @@ def test_bad_tensors(
             {"quant_method": "compressed-tensors", "transform_config": {"config_groups": {}}},
             "transform_config asks for rotated inputs",
         ),
-        ([], "quantized with an unknown method"),
         ("gptq", "quantization_config should be an object"),
     ],
 )
@@ -323,17 +271,3 @@ def test_cache_scales(tmp_path: Path) -> None:
     tensors, _ = scheme.write(WEIGHT)
     model = opened(tmp_path, scheme.config, {**tensors, "input_scale": torch.ones(1)})
     assert set(model.tensors) == {f"{NAME}.weight", "model.norm.weight"}
-
-
-@pytest.mark.parametrize("kind", SMALL.values())
-def test_reads_only_rows_asked(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors, _ = SCHEMES[kind].write(WEIGHT)
-    model = opened(tmp_path, SCHEMES[kind].config, tensors)
-    counts: list[int] = []
-    read = RangedFile.read
-    monkeypatch.setattr(
-        RangedFile, "read", lambda file, at, n: counts.append(n) or read(file, at, n)
-    )
-    model.read(f"{NAME}.weight", 8, 16)
-    tables = 1200 if "NF4" in kind else 0  # of double quantization
-    assert sum(counts) < sum(part.nbytes for part in tensors.values()) / 4 + tables

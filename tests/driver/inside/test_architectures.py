@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from localrt.quant.cuda.tensor import BFLOAT16, upload
 from localrt.quant.formats import CODECS, F32, PackedTensor, pack, unpack
 from localrt.quant.ops.adapters import Adapter, LowRank, Mix
 from localrt.quant.ops.hybrid_cache import HybridCache
-from localrt.quant.ops.protocol import Batch, Forward, Span
+from localrt.quant.ops.protocol import Batch, Forward
 from localrt.quant.reference.ops import TorchOps
 from tests.driver.inside.conftest import Kernels, quantized
 from tests.models.test_adapters import KINDS, Tiny, cache, run
@@ -133,54 +132,6 @@ def test_architectures(
 
 
 @pytest.mark.parametrize(
-    ("name", "layers"),
-    [
-        ("llama", 1),
-        pytest.param("qwen3.5", 2, marks=SLOW),
-        pytest.param("deepseek-v2-dense", 1, marks=SLOW),
-    ],
-)
-def test_recorded_trees(name: str, layers: int, gpu: Kernels, tmp_path: Path) -> None:
-    """Single tokens, trees in two rounds and what is taken back, plainly and from recordings."""
-    save_tiny(name, tmp_path, layers=layers)
-    decoder = load(tmp_path)
-    assert isinstance(decoder.ops, CudaOps)
-    recorded = GraphedForward(decoder.ops, decoder.forward)
-    mask = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], bool)
-    results, checks = [], list[int]()
-
-    def rounds(forward: Any, cache: Any, *sizes: int) -> np.ndarray:
-        """A tree's logits; each of ``sizes`` is how many rows there are after a pass."""
-        held, found = cache.length, []
-        for first, stop in pairwise((0, *sizes)):
-            own = mask[first:stop, :stop]
-            span = Span(cache, stop - first, own)
-            ids = np.array([7, 8, 9, 10])[first:stop]
-            found.append(forward(Batch(ids, held + own.sum(1) - 1, (span,))))
-        return np.concatenate(found)
-
-    for forward in (decoder.forward, recorded):
-        cache = decoder.cache(64)
-        results.append([forward(Batch.extend([(cache, tokens(6))]))])
-        for turn in range(3):
-            mask[2:, 1] = turn == 1
-            for token in (5, 6, 7):
-                batch = Batch.extend([(cache, [token + turn])])
-                results[-1].append(forward(batch, rows=[0], check=lambda: checks.append(1)))
-            held = cache.length
-            whole = rounds(decoder.forward, cache, 4)
-            assert cache.trim(held) == held
-            results[-1].append(rounds(forward, cache, 3, 4))
-            assert np.array_equal(results[-1][-1], whole)
-            cache.select(held, [0, 2])
-            cache.trim(cache.length - 1)
-    for plain, again in zip(*results, strict=True):
-        assert np.array_equal(plain, again)
-    assert gpu.launches.count("replay") > 10
-    assert len(checks) > 18, "recorded passes can be cancelled"
-
-
-@pytest.mark.parametrize(
     ("name", "format_", "method"),
     [
         ("llama", "mxfp4", "mr-gptq"),  # rotated
@@ -239,16 +190,6 @@ def test_recordings_keep_no_cache(gpu: Kernels, llama: Path) -> None:
     assert kept() is None
 
 
-def test_fine_activations(gpu: Kernels, llama: Path) -> None:
-    """They lose no more than bf16: what is left are the steps between the products."""
-    kinds = (TorchOps(compute_format="f32"), CudaOps(device="cuda", fine=True), None)
-    wanted, fine, eight = (
-        decoder.forward(Batch.extend([(decoder.cache(LENGTH), tokens(SHORT))]))
-        for decoder in (load(llama, ops=ops, packed=True) for ops in kinds)
-    )
-    assert relative_error(fine, wanted) < min(0.01, relative_error(eight, wanted) / 2)
-
-
 # -- adapters --------------------------------------------------------------------------------------
 
 SEVERAL = ("lora", "dora", "ranks")
@@ -274,35 +215,6 @@ def test_a_gpu_adds_what_torch_does(kind: str, gpu: Kernels, tmp_path: Path) -> 
     plain = relative_error(run(decoder, cache(decoder), ids), run(exact, cache(exact), ids))
     wanted = run(exact, cache(exact, adapter), ids)
     assert relative_error(run(decoder, cache(decoder, adapter), ids), wanted) < max(3 * plain, 2e-2)
-
-
-def test_long_passes_and_recordings(gpu: Kernels, tmp_path: Path) -> None:
-    tiny = Tiny("qwen2", tmp_path)
-    adapter, _ = tiny.adapter("a", 1)
-    decoder = adapted(tiny, adapter)
-    ids = tokens(66)
-    whole, long = decoder.cache(80), decoder.cache(80)
-    whole.mix = long.mix = ((adapter.key, 1.0),)
-    wanted = run(decoder, whole, ids[:60])
-    rest = run(decoder, whole, ids[60:])
-    got = run(decoder, long, ids)  # a prompt's rows
-    assert relative_error(got[60:], rest) < 4e-2
-    assert relative_error(got[:60], wanted) < 4e-2
-
-    forward = GraphedForward(decoder.ops, decoder.forward)  # type: ignore[arg-type]
-    made, changed = cache(decoder), cache(decoder, adapter)
-    before = [forward(Batch.extend([(made, [5])]))]
-    forward(Batch.extend([(changed, [5])]))
-    for _ in range(3):  # the second time it is recorded
-        made.trim(0)
-        before.append(forward(Batch.extend([(made, [5])])))
-        changed.trim(0)
-        again = forward(Batch.extend([(changed, [5])]))
-        assert relative_error(again, before[0]) > 1e-3
-    for each in before[1:]:
-        np.testing.assert_array_equal(each, before[0])
-    decoder.ops.adapters.remove(adapter.key)  # type: ignore[union-attr]
-    np.testing.assert_array_equal(run(decoder, cache(decoder), [5]), before[0])
 
 
 def turns(
@@ -372,16 +284,3 @@ def test_adapters_that_are_removed(gpu: Kernels, tmp_path: Path) -> None:
     wanted_of_third = turns(decoder, decoder.forward, [mixes[1]], together=True)
     seen = turns(decoder, forward, [mixes[1], mixes[0]], together=True)
     assert all(np.array_equal(s[:1], w) for s, w in zip(seen, wanted_of_third, strict=True))
-
-
-@SLOW
-def test_more_adapters_than_places(gpu: Kernels, tmp_path: Path) -> None:
-    tiny = Tiny("qwen2", tmp_path)
-    adapters = [tiny.adapter(f"a{n}", n)[0] for n in range(3)]
-    decoder = adapted(tiny, *adapters)
-    forward = GraphedForward(decoder.ops, decoder.forward)  # type: ignore[arg-type]
-    weights = (0.25, 0.5, 1.0)
-    mixes: list[Mix] = [((each.key, weight),) for each in adapters for weight in weights]
-    for some in (mixes[:4], mixes[4:], mixes, mixes[3:7]):
-        wanted = turns(decoder, decoder.forward, some, together=False)
-        assert all(map(np.array_equal, turns(decoder, forward, some, together=True), wanted))

@@ -15,7 +15,6 @@ import pytest
 from localrt.common.errors import OptionError
 from localrt.drafts.head_draft import HeadDraft
 from localrt.drafts.heads.dflash import BlockDecoder
-from localrt.drafts.selection import Drafts
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.options import Options
 from localrt.models.checkpoints import open_checkpoint
@@ -28,7 +27,6 @@ from localrt.offload.store import pack_store
 from localrt.quant.cuda.cuda_memory import CudaCopies
 from localrt.quant.cuda.driver import Cuda, device_of
 from localrt.quant.cuda.ops import CudaOps
-from localrt.quant.cuda.products import MOST_ROWS
 from localrt.quant.formats.tiled import tile_tensor
 from localrt.quant.ops.arrays import Features
 from localrt.quant.ops.protocol import Batch, Span
@@ -36,7 +34,7 @@ from localrt.speculative.source import TreeSize
 from localrt.speculative.tree import TokenTree
 from localrt.speculative.tree_source import TreeSource
 from tests.driver.inside.conftest import AT_ONCE, Kernels, StepByStep, on_gpu
-from tests.engine.test_speculation import SAMPLINGS, fixed, ids, info_of, run
+from tests.engine.test_speculation import fixed, ids, info_of, run
 from tests.models.test_heads import IDS, load_block
 from tests.models.tiny import load_ours, relative_error, save_tiny, tokens
 from tests.models.tiny_heads import BLOCK, TinyAssistant, TinyBlock, TinyDFlash, TinyEagle3
@@ -116,45 +114,10 @@ def test_eagle3(eagle3: tuple[Path, Path], gpu: Kernels) -> None:
 
 
 @SLOW
-def test_assistant(gpu: Kernels, tmp_path: Path) -> None:
-    """The host computes a part of its steps: they are not recorded, the target's passes are."""
-    folder, own = tmp_path / "target", tmp_path / "own"
-    TinyAssistant("gemma4-unified", folder, own)
-    with opened(folder, StepByStep(device=AT_ONCE)) as engine:
-        wanted, logits = answer(engine, head_of(engine, folder, own))
-    with opened(folder, CudaOps(device="cuda")) as engine:
-        seen, again = answer(engine, head_of(engine, folder, own))
-    assert seen == wanted
-    assert all(row.any() for row in logits)
-    assert all(map(np.array_equal, again, logits))
-    assert "replay" in gpu.launches
-
-
-@SLOW
 def test_block(gpu: Kernels, tmp_path: Path) -> None:
     """Of a model with recurrent layers, whose passes have the rows that they have."""
     TinyBlock("qwen3.5", tmp_path)
     check_same_bits(tmp_path, None, gpu)
-
-
-@SLOW
-def test_auto(eagle3: tuple[Path, Path], gpu: Kernels) -> None:
-    """Repeated text is drafted on a GPU by default; answers do not change."""
-    folder, _ = eagle3
-    prompt = tokens(5) * 3
-    with opened(folder, CudaOps(device="cuda")) as engine:
-        target: Any = SimpleNamespace(engine=engine, path=folder, ctx=CAPACITY)
-        drafts = Drafts(target, lambda name, target: head_of(engine, folder, None))
-        speculation = drafts.speculation(Options(draft="auto"))
-        assert speculation is not None
-        assert speculation.tuner.most_rows == MOST_ROWS
-        for kind in ("greedy", list(SAMPLINGS)[-1]):
-            plain, drafted = (
-                ids(run(engine, each, prompt=prompt, max_tokens=14, sampling=SAMPLINGS[kind]))
-                for each in (None, speculation)
-            )
-            assert drafted == plain
-    assert "replay" in gpu.launches
 
 
 def test_a_step(eagle3: tuple[Path, Path], gpu: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:

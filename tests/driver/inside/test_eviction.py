@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,14 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localrt.common.errors import MemoryBudgetError
-from localrt.common.files import PAGE
 from localrt.models.decoder import Decoder
 from localrt.offload.account import gpu_scratch_nbytes
-from localrt.offload.device.gpu import SLABS, Clock, Slab, share_slabs
-from localrt.offload.pipeline import balance
+from localrt.offload.device.gpu import Clock
 from localrt.offload.placement import Where
 from localrt.offload.shapes import PassSizes
-from localrt.quant.cpu.ops import NativeOps
 from tests.driver.inside.conftest import (
     COSTS,
     SameKernels,
@@ -75,30 +71,6 @@ def generate(decoder: Decoder, count: int) -> Iterator[np.ndarray]:
         yield extend(decoder, cache, [token])
 
 
-# -- slabs -----------------------------------------------------------------------------------------
-
-
-@given(sizes=st.lists(st.integers(1, 10_000), max_size=300))
-def test_share_slabs(sizes: list[int]) -> None:
-    named = {str(n): size for n, size in enumerate(sizes)}
-    groups = share_slabs(named)
-    assert sorted(name for names in groups for name in names) == sorted(named)
-    assert len(groups) <= SLABS + 1
-    target = -(-sum(sizes) // SLABS)
-    assert all(len(names) == 1 for names in groups if any(named[n] >= target for n in names))
-
-
-def test_slab() -> None:
-    gpu = SameKernels(Clock(), NativeOps(threads=1))
-    slab = Slab(gpu, 30, 3)
-    parts = [slab.take(10) for _ in range(3)]
-    for number, part in enumerate(parts):
-        part[:] = number
-    assert [int(part[0]) for part in parts] == [0, 1, 2]
-    assert [slab.release() for _ in range(3)] == [0, 0, 30]
-    assert gpu.used == slab.free() == 0
-
-
 # -- what may be used ------------------------------------------------------------------------------
 
 
@@ -142,18 +114,6 @@ def test_nothing_to_evict(model: Model) -> None:
         memory._max_gpu_capacity = gpu_of(decoder).capacity = 1000  # type: ignore[attr-defined]
         with pytest.raises(MemoryBudgetError, match=r"GPU: keys, values .* shorter ctx"):
             extend(decoder, decoder.cache(10), [3])
-
-
-def test_alloc_beyond_capacity() -> None:
-    gpu = SameKernels(Clock(), NativeOps(threads=1), capacity=10_000_000)
-    one = gpu.alloc(6_000_000)
-    with pytest.raises(MemoryBudgetError, match=r"GPU: 5 MB more .* 10 MB .*, of which 6 MB"):
-        gpu.alloc(5_000_000)
-    other = gpu.alloc(4_000_000)
-    assert gpu.used == 10_000_000
-    for memory in (one, other):
-        gpu.free(memory)
-    assert gpu.used == 0
 
 
 def test_placement_beyond_capacity(model: Model) -> None:
@@ -328,26 +288,6 @@ def test_retry_without_memory(model: Model, times: int, monkeypatch: pytest.Monk
         assert_same([extend(decoder, cache, [1, 2])], [expected])
         assert gpu.used < used
         assert "other programs need the memory" in decoder.weights.counts().memory_note
-
-
-def test_larger_ring_is_pinned(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(balance, "growing_ring_nbytes", lambda largest: largest + 4 * PAGE)
-    sizes = {name: unit.nbytes for name, unit in units(model).items()}
-    smallest = min(sizes, key=sizes.__getitem__)
-    ring, largest = sizes[smallest] + PAGE, max(sizes.values())
-    where = {smallest: Where.SSD_LINK}
-    placement = replace(place_on_gpu(model.store, where), ram_ring=ring)
-    with on_gpu(model, where, placement=placement) as decoder:
-        expected = list(generate(model.resident, 6))
-        assert_same(list(generate(decoder, 6)), expected)
-        gpu = gpu_of(decoder)
-        assert list(gpu.pinned.values()) == [ring]
-        memory = decoder.weights.memory
-        few = sum(size for size in sizes.values() if size <= ring)  # which are not enough
-        memory.set_budget(memory.ram_nbytes - few + largest, "less")
-        assert_same(list(generate(decoder, 6)), expected)
-        assert list(gpu.pinned.values()) == [largest + 4 * PAGE]
-        assert "more of the weights are read" in memory.note
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,6 @@ from localrt.offload.experts.pool import ExpertPool
 from localrt.offload.placement import LEAST_GPU_ROWS, Placement, Where
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cpu.replay import NativeSharedLayers
-from localrt.quant.cuda import cuda_memory
-from localrt.quant.cuda import ops as cuda_ops
-from localrt.quant.cuda import routing as cuda_routing
 from localrt.quant.cuda.cuda_memory import CudaCopies
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.products import MOST_ROWS
@@ -160,28 +157,6 @@ def test_layer_on_gpu_does_not_wait(
     # What a layer chose is counted in the next pass.
     assert after.expert_uses - before.expert_uses == 4 * LAYERS * USED
     assert after.expert_hits - before.expert_hits == 4 * LAYERS * USED
-
-
-def test_choices_stay_on_gpu(gpu: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a layer only the rows that the CPU computed."""
-    uploads = list[Any]()
-    upload = cuda_memory.upload
-
-    def note(values: Any, *args: Any, **options: Any) -> Any:
-        uploads.append(values)
-        return upload(values, *args, **options)
-
-    with placed(tmp_path, 0.5, SHARED, recorded=False) as decoder:
-        fill(decoder)
-        cache = decoder.cache(200)
-        extend(decoder, cache, [1])
-        for room in (cuda_memory, cuda_ops, cuda_routing):
-            monkeypatch.setattr(room, "upload", note)
-        gpu.launches.clear()
-        extend(decoder, cache, [1])
-    of_layers = [values for values in uploads if values.dtype == np.float32][1:]  # the embedding's
-    assert len(of_layers) == gpu.launches.count("put") > 0
-    assert len(uploads) <= 2 + len(of_layers)  # the pass's own numbers
 
 
 # -- recorded --------------------------------------------------------------------------------------

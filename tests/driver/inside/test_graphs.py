@@ -130,20 +130,6 @@ def test_what_ends_meanwhile(device: Cuda, kind: str) -> None:
     assert counted(count) == 1
 
 
-def test_memory_that_is_kept_makes_room(device: Cuda, driver: Driver) -> None:
-    capture, (count, body) = Capture(device), counting(device)
-    driver.set(memory=40 << 20)
-    held = zeros(20 << 20, dtype=UINT8, device=device)
-    del held
-
-    def large(cut: object = None) -> None:
-        empty(18 << 20, dtype=UINT8, device=device)
-        body()
-
-    record(large, capture)()
-    assert counted(count) == 1
-
-
 def test_a_graph_that_does_not_fit(device: Cuda, driver: Driver) -> None:
     """It is tried once more, with what was kept; nothing stays open."""
     capture, (count, body), runs = Capture(device), counting(device), list[int]()

@@ -5,8 +5,6 @@ that share a GPU, and KV caches that leave a full one.
 from __future__ import annotations
 
 import gc
-import json
-import os
 import shutil
 import threading
 from collections import Counter
@@ -22,10 +20,6 @@ import numpy as np
 import pytest
 
 import localrt
-from localrt.bench.process import ChildHandlers, ChildProcess
-from localrt.bench.report import to_table
-from localrt.bench.runner import run_bench
-from localrt.bench.workload import BenchOptions, Workload
 from localrt.common.errors import MemoryBudgetError
 from localrt.common.progress import Progress
 from localrt.loading import native, placing
@@ -34,14 +28,11 @@ from localrt.offload.account import SPARE_VRAM_NBYTES
 from localrt.offload.device.cuda import CudaGpu
 from localrt.offload.experts.cache import ExpertCache
 from localrt.offload.experts.hybrid import HybridExperts
-from localrt.offload.hardware import probe
-from localrt.offload.pipeline.lane import Lane
 from localrt.offload.placement import Where
 from localrt.offload.reading.files import StoreFiles
 from localrt.planning.forecast import Forecast, PlanRequest
 from localrt.quant import choose
 from localrt.quant.cuda import driver as calling
-from localrt.quant.cuda import measuring
 from localrt.quant.cuda.programs import Program, kernels_folder
 from localrt.server import pool as pooling
 from localrt.server.options import ServeOptions
@@ -62,7 +53,6 @@ from tests.models.tiny import CONFIGS, MIXTURES, random_model, save_tiny
 from tests.models.vision.oracles import picture
 from tests.models.vision.tiny import qwen_folder
 from tests.offload.placed import needs_kernels, place_on_gpu, tokens
-from tests.planner.models import RATE
 from tests.waits import wait_for
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("given_rates")]
@@ -70,23 +60,6 @@ pytestmark = [needs_kernels, pytest.mark.usefixtures("given_rates")]
 
 SLOW = pytest.mark.slow
 Both = Callable[..., localrt.ModelInfo]
-
-
-class InProcess(ChildProcess):
-    """A benchmark's child in this process, which has the driver."""
-
-    def __init__(self) -> None:
-        self._requests = ChildHandlers()
-
-    @property
-    def pid(self) -> int:
-        return os.getpid()
-
-    def ask(self, do: str, **values: Any) -> Any:
-        return json.loads(json.dumps(getattr(self._requests, do)(**values)))
-
-    def close(self) -> None:
-        self._requests._engine._model.close()  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="module")
@@ -268,30 +241,6 @@ def test_first_answer_compiles_nothing(
     assert compiled == before
 
 
-@pytest.mark.usefixtures("gpu", "measured")
-def test_measured_by_bench(place: Place, store: Path) -> None:
-    """The pipeline times its work by events."""
-    place(store, EVERYWHERE)
-    options = BenchOptions(
-        path=store,
-        engines=("native",),
-        workload=Workload(prompt_tokens=9, tokens=4, runs=1),
-        device="cuda",
-        ctx=256,
-        peers={"llama-bench": Path("none")},
-    )
-    outcome = run_bench(options, notify=lambda line: None, start=lambda engine: InProcess())
-    (result,) = outcome.results
-    assert (result.info["device"], result.info["streamed"]) == ("cuda:0", True)
-    assert 1 << 20 <= result.metrics["peak_vram_bytes"] <= 1 << 30
-    assert set(result.metrics["busy"]) >= {"gpu", "link"}
-    text = to_table(outcome, options, name="m", machine=probe())
-    assert "busy while decoding: GPU " in text
-    assert "peak VRAM" in text
-    assert text.splitlines()[3].endswith(" not measured"), "energy"
-    assert "llama-bench reads GGUF files only" in text
-
-
 @SLOW
 def test_streamed_pictures(on_both: Both, place: Place, seeing: Path, gpu: Kernels) -> None:
     place(seeing, EVERYWHERE)
@@ -313,45 +262,6 @@ def test_hybrid(
     monkeypatch.setattr(ExpertCache, "candidates", lambda *args: iter(()))
     place(mixture, experts_on_gpu(0.5))
     assert on_both(mixture).streamed
-
-
-@pytest.fixture
-def mixed(
-    gpu: Kernels, place: Place, store: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[], localrt.Model]:
-    """Loads a model whose units are in all places on a measured GPU."""
-    monkeypatch.setattr(measuring, "gpu_rates", lambda *_, **__: RATE)
-    place(store, by_turns(Where.VRAM, Where.LINK, Where.VRAM, Where.RAM))
-    return lambda: localrt.load(store, device="cuda", draft="off", ctx=64)
-
-
-def test_damaged_file_of_gpus(mixed: Callable[[], localrt.Model], tmp_path: Path) -> None:
-    path = tmp_path / "cache" / "cards.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text('{"Stand-in GPU": {"pass', encoding="utf-8")
-    with mixed() as model:
-        lines = [note for note in model.info.notes if "cards.json" in note]
-        assert lines == [f"{path} is damaged and is ignored: the GPU is measured again"]
-
-
-def test_failed_pass(mixed: Callable[[], localrt.Model], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is abandoned, and the next begins with the first unit."""
-    compute, left = Lane.compute, [-1]
-
-    def fails_once(lane: Lane, *args: Any, **options: Any) -> None:
-        left[0] -= 1
-        if left[0] == 0:
-            raise MemoryError("no room")
-        compute(lane, *args, **options)
-
-    monkeypatch.setattr(Lane, "compute", fails_once)
-    with mixed() as model:
-        asked = partial(model.generate, "ab", max_tokens=4, ignore_eos=True, temperature=0.0)
-        expected = asked()
-        left[0] = 3
-        with pytest.raises(MemoryError, match="no room"):
-            model.generate("cd", max_tokens=4, ignore_eos=True)
-        assert asked().token_ids == expected.token_ids
 
 
 # -- models that share a GPU -----------------------------------------------------------------------
@@ -468,24 +378,6 @@ async def test_by_turns(
         assert max(peaks) <= (8 << 30 if both else shared.total)
         left = [text for text in shared.said if "of GPU memory, and keeps the rest" in text]
         assert len(left) == (0 if both else 6)
-
-
-@SLOW
-@pytest.mark.usefixtures("measured")
-async def test_vanished_file(
-    gpu: Kernels, driver: Driver, store: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """A model that has left the GPU needs none to return."""
-    copied = shutil.copytree(store, tmp_path / "copied")
-    shared = Shared(store, driver, monkeypatch, both=False)
-    with closing(shared.pool):
-        shared.store = copied
-        await shared.ask("b")
-        shared.store = store
-        assert await shared.ask("a") == shared.alone
-        shutil.rmtree(copied)
-        for name in "baba":
-            assert await shared.ask(name) == shared.alone
 
 
 # -- KV caches of idle conversations ---------------------------------------------------------------

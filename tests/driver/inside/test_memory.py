@@ -5,7 +5,6 @@ queued ahead: the right bytes however late the GPU is, and an end to what goes w
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localrt.common.errors import CancelledError, CheckpointError, LocalrtError, MemoryBudgetError
+from localrt.common.errors import CancelledError, LocalrtError, MemoryBudgetError
 from localrt.common.files import PAGE
 from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.offload.device.cuda import CudaGpu
@@ -77,27 +76,6 @@ def test_copies_wait_for_kernels(copies: CudaCopies) -> None:
 
 
 @hasty
-def test_copies_from_several_threads(copies: CudaCopies) -> None:
-    sources = [copies.host_buffer(4096) for _ in range(4)]
-    memory = [copies.alloc(4096) for _ in range(4)]
-
-    def copy(number: int) -> None:
-        for value in range(20):
-            sources[number][:] = number + 4 * value
-            copies.copy_in(sources[number], memory[number], None)
-
-    threads = [threading.Thread(target=copy, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [seen(each) for each in memory] == [{n + 76} for n in range(4)]
-    for each in memory:
-        copies.free(each)
-    copies.close()
-
-
-@hasty
 def test_freed_memory_is_the_gpus_again(copies: CudaCopies, device: Cuda, driver: Driver) -> None:
     """While it is still referred to, and is being copied to."""
     before, _ = device.memory()
@@ -109,20 +87,6 @@ def test_freed_memory_is_the_gpus_again(copies: CudaCopies, device: Cuda, driver
     assert (memory.nbytes, view.nbytes) == (0, 0)
     assert device.memory()[0] == before
     assert not driver.has(view.address, 1)
-    copies.close()
-
-
-def test_copies_of_two_threads(copies: CudaCopies) -> None:
-    """One ends while pieces of the other are queued: all is timed once."""
-    source, memory = copies.host_buffer(8192), copies.alloc(8192)
-    source[:] = 5
-    copies.queue(source[:4096], memory[:4096], None)
-    copies.copy_in(source[4096:], memory[4096:], None, wait=False)
-    ((began, ended),) = copies.end_copy()
-    ended.synchronize()
-    assert began.ms_until(ended) >= 0
-    assert seen(memory) == {5}
-    copies.free(memory)
     copies.close()
 
 
@@ -416,29 +380,6 @@ def test_refused_copy(gpu: Kernels, from_disk: frozenset[int]) -> None:
             copies.release(unit.name)
 
 
-def test_failed_read(gpu: Kernels) -> None:
-    units = make_units([2, 2, 2])
-    source = FakeSource()
-
-    def fault(unit: StoredUnit, start: int) -> None:
-        if unit.name == "u1":
-            source.fault = None
-            raise CheckpointError("the file was cut short")
-
-    source.fault = fault
-    with copying(source, units, from_disk=frozenset({0, 1, 2})) as (card, reader, copies):
-        copies.acquire("u0")
-        copies.release("u0", card.record())
-        with pytest.raises(CheckpointError, match="cut short"):
-            copies.acquire("u1")
-        copies.stop()
-        reader.rewind()
-        copies.rewind()
-        for unit in units:
-            copies.acquire(unit.name)
-            copies.release(unit.name, card.record())
-
-
 def test_cancelled_pass_takes_nothing(gpu: Kernels) -> None:
     units = make_units([2, 2])
     with copying(FakeSource(), units, from_disk=frozenset({1})) as (card, _, copies):
@@ -451,13 +392,3 @@ def test_cancelled_pass_takes_nothing(gpu: Kernels) -> None:
                 copies.acquire(unit.name, given_up)
             copies.acquire(unit.name)
             copies.release(unit.name, card.record())
-
-
-def test_close(gpu: Kernels) -> None:
-    with (
-        copying(FakeSource(), make_units([2, 2])) as (_, _, copies),
-        pytest.raises(ValueError, match="u7 is not"),
-    ):
-        copies.acquire("u7")
-    with pytest.raises(CheckpointError, match="closed"):
-        copies.acquire("u1")

@@ -5,8 +5,6 @@ GPUs have the CPU's kernels, so that it does not matter who computes what.
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, closing
 from dataclasses import replace
@@ -17,15 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localrt.common.errors import CancelledError
 from localrt.models.decoder import Decoder
 from localrt.offload.device.gpu import SLABS
 from localrt.offload.experts import memory as expert_memory
 from localrt.offload.experts.cache import ExpertCosts
 from localrt.offload.placement import LEAST_GPU_ROWS, Where
-from localrt.offload.reading.files import StoreFiles
-from localrt.offload.reading.reader import POLL_S
-from localrt.quant.ops.protocol import Batch
 from tests.driver.inside.conftest import (
     COSTS,
     PAGES,
@@ -42,17 +36,15 @@ from tests.offload.placed import (
     PLENTY,
     Model,
     assert_same,
-    cancel_after,
     conversation,
     extend,
     needs_kernels,
-    pack_tiny,
     passing,
     place_on_gpu,
     tokens,
     wide_mixture,
 )
-from tests.waits import naps, wait_for
+from tests.waits import wait_for
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("gpu")]
 SLOW = pytest.mark.slow
@@ -131,135 +123,7 @@ def test_rows_say_who_computes(model: Model) -> None:
     assert seen == [by_cpu, by_gpu, by_gpu, by_cpu]
 
 
-@few(30)
-@given(data=st.data(), slack=st.tuples(st.integers(0, 60), st.integers(0, 60)))
-def test_cancelled_long_pass(model: Model, data: st.DataObject, slack: tuple[int, int]) -> None:
-    where = data.draw(placements(passing(model.store)))
-    stops = data.draw(
-        st.lists(st.tuples(st.integers(1, 8), st.sampled_from([1, LONG])), min_size=2, max_size=6)
-    )
-    with crossing(model, where, slack=slack) as decoder:
-        for seed, (stop, size) in enumerate(stops):
-            cache, twin = decoder.cache(100), model.resident.cache(100)
-            batch = Batch.extend([(cache, tokens(LONG, seed=seed))])
-            with pytest.raises(CancelledError):
-                decoder.forward(batch, rows=[0], check=cancel_after(stop - 1))
-            assert cache.length == 0
-            text = tokens(size, seed=seed)
-            assert_same(
-                [extend(decoder, cache, text, [0])], [extend(model.resident, twin, text, [0])]
-            )
-
-
-def test_prefill_copies_little_of_the_head(model: Model) -> None:
-    with on_gpu(model, dict.fromkeys(passing(model.store), Where.SSD_LINK)) as decoder:
-        cache = decoder.cache(200)
-        for seed in range(8):
-            extend(decoder, cache, tokens(10, seed=seed), [])
-        for resource in ("ssd", "link"):
-            tasks = [t.name for t in decoder.weights.tasks() if t.resource == resource]
-            heads = sum(name.startswith("head") for name in tasks)
-            # What is on its way to the GPU when a pass begins goes there.
-            assert heads < len(tasks) / 4
-
-
-def test_cancel_while_stalled(model: Model) -> None:
-    """Copies wait for a read that does not come; a cancelled pass does not."""
-    hangs, awake = threading.Event(), threading.Event()
-
-    class HangingFiles(StoreFiles):
-        def read_into(self, name: str, offset: int, out: np.ndarray) -> None:
-            if hangs.is_set():
-                awake.wait(60)
-            super().read_into(name, offset, out)
-
-    files = HangingFiles(model.store.path, {unit.file for unit in model.store.manifest.units})
-    where = dict.fromkeys(passing(model.store), Where.SSD_LINK)
-    with on_gpu(model, where, files=files) as decoder:
-        cache, twin = decoder.cache(100), model.resident.cache(100)
-        expected = [extend(model.resident, twin, [n]) for n in range(3)]
-        seen = [extend(decoder, cache, [0])]
-        hangs.set()
-        started = time.perf_counter()
-
-        def check() -> None:
-            if time.perf_counter() - started > 0.1:
-                raise CancelledError("stop")
-
-        def use_up_what_is_there() -> None:
-            for _ in range(100):
-                decoder.forward(Batch.extend([(cache, [1])]), check=check)
-
-        with naps() as found, pytest.raises(CancelledError):
-            use_up_what_is_there()
-        assert 0 < max(found) <= POLL_S <= 0.05  # at once, but for what a busy machine adds
-        hangs.clear()
-        awake.set()
-        cache.trim(1)
-        seen += [extend(decoder, cache, [n]) for n in (1, 2)]
-        assert_same(seen, expected)
-
-
-def test_units_arrive_between_rewinds(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the new beginnings of reading and of copying."""
-    where = dict.fromkeys(passing(model.store), Where.SSD_LINK)
-    with on_gpu(model, where, stall_s=5.0) as decoder:
-        weights = decoder.weights
-        rewind = weights.cpu.rewind
-
-        def rewind_slowly() -> None:
-            rewind()
-            time.sleep(0.03)
-
-        monkeypatch.setattr(weights.cpu, "rewind", rewind_slowly)
-        for _ in range(3):
-            weights.abandon()
-            weights.abandon()
-            assert_same(conversation(decoder), model.expected)
-
-
 # -- mixtures --------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def tiny_mixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
-    """With an expert for every token."""
-    with closing(Model(pack_tiny("qwen2-moe", tmp_path_factory.mktemp("moe")))) as model:
-        yield model
-
-
-@few(25)
-@given(data=st.data(), slack=PAGES)
-def test_any_placement_of_a_mixture(
-    tiny_mixture: Model, data: st.DataObject, slack: tuple[int, int]
-) -> None:
-    cpu, gpu, fetch = (data.draw(st.sampled_from([1e-6, 1e-4, 1e-2])) for _ in range(3))
-    costs = ExpertCosts(cpu=cpu, gpu=gpu, fetch=fetch)
-    names = [unit.name for unit in tiny_mixture.store.manifest.units]
-    experts = [name for name in names if ".expert." in name]
-    shells = [name for name in passing(tiny_mixture.store) if name not in experts]
-    where = data.draw(placements(shells))
-    least = len(experts) // 4  # as a plan leaves room for, of RAM
-    fast = data.draw(st.integers(0, len(experts) - least))
-    where |= dict.fromkeys(experts[:fast], Where.VRAM)
-    where |= dict.fromkeys(experts[data.draw(st.integers(fast + least, len(experts))) :], Where.SSD)
-    placement = replace(place_on_gpu(tiny_mixture.store, where, slack=slack), prefill_rows=LONG)
-    if data.draw(st.booleans()):
-        placement = replace(placement, gpu_rows=LEAST_GPU_ROWS)
-    with on_gpu(tiny_mixture, where, placement=placement, expert_costs=costs) as decoder:
-        assert_same(conversation(decoder), tiny_mixture.expected)
-        sizes = data.draw(st.lists(st.sampled_from([1, 7, LONG]), min_size=2, max_size=5))
-        assert_same(passes(decoder, sizes), passes(tiny_mixture.resident, sizes))
-        check = cancel_after(data.draw(st.integers(1, 8)))
-
-        def use_up_what_is_there() -> None:
-            for _ in range(20):
-                decoder.forward(Batch.extend([(decoder.cache(64), tokens(20))]), check=check)
-
-        with pytest.raises(CancelledError):
-            use_up_what_is_there()
-        decoder.weights.memory.evict(data.draw(st.integers(1, 300_000)))
-        assert_same(conversation(decoder), tiny_mixture.expected)
 
 
 @pytest.fixture(scope="module")
@@ -305,29 +169,6 @@ def test_no_copies_for_the_layer_at_hand(mixture: Model) -> None:
             assert_same([got], [extend(mixture.resident, twin, wanted)])
         assert len(hybrid.slots.cache) == 0
         assert placed.weights.counts().link_bytes == before
-
-
-def test_no_more_fills_than_misses(mixture: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However often an absent expert seems worth a slot."""
-    with on_gpu(mixture, places(mixture, 0.2), expert_costs=replace(COSTS, fetch=1e-9)) as placed:
-        hybrid, brought = stages(placed), list[object]()
-        slots = hybrid.slots
-        cache, bring = placed.cache(64), slots.bring
-        for token in tokens(5):
-            extend(placed, cache, [token])
-        hybrid.settle()
-
-        def candidate(place: int, gain: float = 0.0) -> int | None:
-            absent = (~slots.cache.resident(place)).nonzero()[0].tolist()
-            held = hybrid.memory.pool(place).holds
-            return next((expert for expert in absent if held(place, expert)), None)
-
-        monkeypatch.setattr(slots.cache, "candidate", candidate)
-        monkeypatch.setattr(slots, "bring", lambda *args: (brought.append(args), bring(*args))[1])
-        for number in range(500):
-            hybrid.fill(number % slots.cache.layers)
-            hybrid.settle()
-        assert 0 < len(brought) <= hybrid.uses - hybrid.hits
 
 
 @pytest.fixture(scope="module")

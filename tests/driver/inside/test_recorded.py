@@ -18,7 +18,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from localrt.common.errors import CancelledError, LocalrtError
-from localrt.common.files import PAGE
 from localrt.engine.batch.sequence import generate
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.request import Request
@@ -248,43 +247,6 @@ def test_launches_and_waits_of_a_token(
     assert moves == [5, 5]
 
 
-# -- the head --------------------------------------------------------------------------------------
-
-
-def head_of(coded: Model) -> list[str]:
-    return [name for name in passing(coded.store) if name.startswith("head")]
-
-
-def logits(decoder: Decoder, gpu: Kernels) -> tuple[list[np.ndarray], int]:
-    """Of a prompt and of a token, and the products of the head in the latter."""
-    cache, seen = decoder.cache(10), list[np.ndarray]()
-    for text in (tokens(3), [7]):
-        gpu.launches.clear()
-        seen.append(extend(decoder, cache, text, [len(text) - 1]))
-    return seen, gpu.launches.count("linear")
-
-
-def test_products_of_the_head(coded: Model, gpu: Kernels) -> None:
-    """One where its slices stay, few where they come through the ring."""
-    head = head_of(coded)
-    assert len(head) == 5
-    where = dict.fromkeys(passing(coded.store), Where.RAM)
-    largest = max(u.nbytes for u in coded.store.manifest.units if u.name in head)
-    passing_through = where | dict.fromkeys(head, Where.LINK)
-    room = 4 * largest // PAGE  # in all: two of them while two others come
-    with placed(coded, where | dict.fromkeys(head, Where.VRAM)) as decoder:
-        wanted, products = logits(decoder, gpu)
-        assert products == 1
-        assert decoder.weights.memory.evict_gpu(1) > 0
-        seen, _ = logits(decoder, gpu)
-        assert all(map(np.array_equal, seen, wanted))
-    for slack, most in ((0, 5), (room, 3)):
-        with placed(coded, passing_through, slack=(2, slack)) as decoder:
-            seen, products = logits(decoder, gpu)
-            assert all(map(np.array_equal, seen, wanted))
-            assert products <= most
-
-
 # -- several sequences -----------------------------------------------------------------------------
 
 Forward = Callable[..., np.ndarray]
@@ -388,8 +350,9 @@ def test_a_pass_is_one_launch(small: Model, gpu: Kernels) -> None:
     assert launches() == ["replay"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["nemotron-h", "deepseek-v2-dense"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("nemotron-h", marks=pytest.mark.slow), "deepseek-v2-dense"]
+)
 def test_states_and_latents(name: str, gpu: Kernels, tmp_path: Path) -> None:
     with closing(Model(pack_tiny(name, tmp_path))) as model:
         ops = CudaOps(device="cuda")

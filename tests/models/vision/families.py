@@ -526,12 +526,10 @@ FAMILIES = {
     "lfm2-vl": Lfm2Vl,
     "lfm2-vl-tiles": partial(Lfm2Vl, use_thumbnail=False, projector_use_layernorm=False),
     "internvl": InternVl,
-    "internvl-few": partial(InternVl, text="qwen3", min_patches=2, max_patches=6, resample=2),
     "internvl-positions": partial(
         InternVl, text="llama", image_size=36, image_mean=[0.4, 0.5, 0.6]
     ),
     "minicpm-v": MiniCpm,
-    "minicpm-v-many": partial(MiniCpm, layer=0, max_slice_nums=20, image_mean=[0.4, 0.5, 0.6]),
     "minicpm-v-whole": partial(MiniCpm, layer=2, slice_mode=False),
     "minicpm-v-4x": partial(MiniCpm, downsample_mode="4x"),
     "llava": partial(Pixtral, make=llava),
@@ -539,17 +537,14 @@ FAMILIES = {
     "mistral3-plain": partial(
         Pixtral, make=partial(mistral3, spatial_merge_size=1, multimodal_projector_bias=True)
     ),
-    "mistral3-wide": partial(Pixtral, make=partial(mistral3, spatial_merge_size=3)),
     "ministral3": partial(
         Pixtral, make=partial(mistral3, {**_MISTRAL, "model_type": "ministral3", "head_dim": 16})
     ),
     "gemma4": Gemma4,
     "gemma4-clipped": partial(Gemma4, use_clipped_linears=True, standardize=True),
-    "gemma4-pool-2": partial(Gemma4, pooling_kernel_size=2, rope_parameters={"rope_theta": 37.0}),
     "gemma4-both-ways": partial(Gemma4, text="gemma4-keys-as-values", own=BOTH_WAYS),
     "gemma4-moe-both-ways": partial(Gemma4, text="gemma4-moe", own=BOTH_WAYS),
     "gemma4-unified": Gemma4Unified,
-    "gemma4-unified-pool-2": partial(Gemma4Unified, pooling_kernel_size=2, rms_norm_eps=1e-2),
     "gemma4-unified-causal": partial(Gemma4Unified, own={"use_bidirectional_attention": None}),
     "gemma4-unified-all-keys": partial(Gemma4Unified, own={"num_kv_shared_layers": 0}),
     "lfm2-vl-whole": partial(Lfm2Vl, do_image_splitting=False, image_mean=[0.4, 0.5, 0.6]),

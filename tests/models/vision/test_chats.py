@@ -119,22 +119,20 @@ def test_chats(name: str, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("given_rates")
 @pytest.mark.parametrize("name", ["mistral3", "gemma4", "gemma4-unified", "internvl", "minicpm-v"])
 def test_tokens_around_rows(name: str, tmp_path: Path) -> None:
-    tiny: Any
+    sizes: dict[str, Any] = {}
     if name == "mistral3":
         own = tokenizer("[IMG]", "[IMG]", "[IMG_BREAK]", "[IMG_END]")
-        tiny = FAMILIES[name](tmp_path, vocab_size=310)
+        sizes = {"vocab_size": 310}
     elif name == "internvl":  # its template ends the line behind a picture
         own = tokenizer("<IMG_CONTEXT>", "<IMG_CONTEXT>\n", "<img>", "</img>")
-        tiny = FAMILIES[name](tmp_path)
     elif name == "minicpm-v":
         tags = [f"<{end}{tag}>" for tag in ("image", "slice", "image_id") for end in ("", "/")]
         own = tokenizer("<|image_pad|>", "<|image_pad|>", *tags)
-        tiny = FAMILIES[name](tmp_path)
     else:
         names = ("<|image>", "<image|>", "<|start|>")
         own = tokenizer("<|image|>", "<|image|>", *names, first="<pad>")
-        sizes = {"vocab_size": 310, "vocab_size_per_layer_input": 310}
-        tiny = FAMILIES[name](tmp_path, own=sizes)
+        sizes = {"own": {"vocab_size": 310, "vocab_size_per_layer_input": 310}}
+    FAMILIES[name](tmp_path, **sizes)
     own.save_pretrained(tmp_path)
     with localrt.load(str(tmp_path), device="cpu", format="f32", ctx=1024) as model:
         vision = engine_of(model).vision
@@ -151,17 +149,3 @@ def test_tokens_around_rows(name: str, tmp_path: Path) -> None:
             begin += "".join(map("".join, zip(shown, parts, strict=True)))
             ids = own.encode(begin, add_special_tokens=False)
             assert plain(core_of(model).requests.render(chat), IMAGE) == ids
-            inputs = tiny.inputs(*pictures) if pictures else {}
-            if name == "gemma4-unified":  # its rows see one another
-                inputs["mm_token_type_ids"] = (torch.tensor([ids]) == IMAGE).long()
-            with torch.no_grad():
-                found = tiny.model.generate(
-                    torch.tensor([ids]),
-                    attention_mask=torch.ones(1, len(ids), dtype=torch.long),
-                    do_sample=False,
-                    max_new_tokens=8,
-                    min_new_tokens=8,
-                    **inputs,
-                )
-            answer = model.generate(chat, temperature=0.0, max_tokens=8, ignore_eos=True)
-            assert list(answer.token_ids) == found[0, len(ids) :].tolist()

@@ -16,7 +16,7 @@ from localrt.quant.cuda.attention import row_nbytes
 from localrt.quant.cuda.kv import BlockedCache, LayerPlace, one_span
 from localrt.quant.cuda.launch import noting
 from localrt.quant.cuda.tensor import FLOAT32, UINT8, Dtype, empty
-from localrt.quant.ops.attention import AttentionTemperature, scratch_nbytes
+from localrt.quant.ops.attention import scratch_nbytes
 from localrt.quant.ops.kv_formats import KvFormat
 from tests.ops.cuda.emulator import Emulator
 from tests.ops.cuda.target import DEVICE, by_torch, cache_of, kept, random
@@ -292,37 +292,6 @@ def test_rope_and_append(emulator: Emulator, size: int, half: int, norms: str, v
         assert not part[:, :held].any()
         assert not part[:, held + n :].any()
         assert values != "none" or not part.any()
-
-
-@pytest.mark.parametrize("where", ["beside", "heads", "numbers"])
-def test_gates_and_queries_that_grow(emulator: Emulator, where: str) -> None:
-    n, groups, size = 3, 2, 80
-    queries, gates, rest = random(3, n, 4, size).bfloat16()  # keys and values are the rest
-    plain = torch.cat([queries, rest], 1).flatten(1)
-    gated = torch.cat([torch.stack([queries, gates], 2).flatten(1), rest.flatten(1)], 1)
-    last = gates
-    if where == "heads":
-        last = gates[..., :1]
-        gates = last.expand(gates.shape)
-    if where != "beside":
-        gated = torch.cat([plain, last.flatten(1)], 1)
-    options: dict[str, Any] = {
-        **{"cos": None, "sin": None, "q_norm": None, "k_norm": None, "eps": 1e-6},
-        "positions": torch.tensor([0, 7, 100]),
-        "temperature": AttentionTemperature(beta=0.5, length=8, offset=1),
-    }
-    there, results = torch.empty_like(queries), []
-    count = 0 if where == "beside" else last[0].numel()
-    for qkv, own in ((plain, {}), (gated, {"gates": there, "last_gates": count})):
-        cache = cache_of(*torch.zeros(2, groups, 256, size, dtype=torch.bfloat16))
-        q, table = torch.empty_like(queries), one_span(cache.addresses, n, DEVICE)
-        rope_append(qkv, q, table, cache.layers[0], **options, **own)
-        results.append((q, *kept(cache, n)))
-    assert torch.equal(there, gates)
-    assert all(map(torch.equal, *results))
-    factors = options["temperature"].factors(options["positions"].numpy())
-    wanted = queries.float() * torch.from_numpy(factors)[:, None, None]
-    torch.testing.assert_close(results[0][0], wanted.bfloat16())
 
 
 @pytest.mark.parametrize(

@@ -30,13 +30,8 @@ from localrt.quant.cuda.measuring import gpu_rates
 from localrt.quant.cuda.memory import Pool, PoolBlock
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.tensor import (
-    BFLOAT16,
-    FLOAT32,
-    UINT8,
     upload,
-    zeros,
 )
-from localrt.quant.formats.convert import bf16_bits, bf16_values
 from localrt.quant.formats.tiled import tile_tensor
 from localrt.quant.ops.attention import AttentionSpec, LatentSpec, Rope
 from tests.ops.packed import random_tensor
@@ -83,31 +78,6 @@ def test_shapes() -> None:
             refused.view(*shape)
 
 
-def test_types() -> None:
-    there = upload(VALUES, RAM)
-    assert np.array_equal(there.typed(UINT8).to_host(), VALUES.view(np.uint8))
-    assert np.array_equal(there[0].typed(UINT8).typed(FLOAT32).to_host(), VALUES[0])
-
-
-def test_bf16() -> None:
-    values = np.random.default_rng(1).standard_normal((3, 40), np.float32)
-    there = upload(bf16_bits(values), RAM, dtype=BFLOAT16)
-    assert np.array_equal(there.to_host(), bf16_values(bf16_bits(values)))
-    assert np.abs(there.to_host() - values).max() < 0.01
-    assert np.array_equal(there.bits(), bf16_bits(values))
-
-
-def test_copies() -> None:
-    there, other = zeros(6, 8, device=RAM), upload(VALUES[0], RAM)
-    assert not there.to_host().any()
-    there.put(other)
-    other.put(VALUES[1])
-    assert np.array_equal(there.to_host(), VALUES[0])
-    assert np.array_equal(other.to_host(), VALUES[1])
-    with pytest.raises(AssertionError):
-        there.put(VALUES)
-
-
 class Slabs:
     """Memory far apart, or side by side, that knows what is out."""
 
@@ -146,17 +116,6 @@ def test_pools(steps: list[tuple[int, int]]) -> None:
     assert pool.unused_nbytes == pool.nbytes
     pool.trim()
     assert not slabs.out
-
-
-def test_pools_reuse() -> None:
-    """A pass that is repeated takes no more of the device."""
-    slabs = Slabs(1 << 40)
-    pool = Pool(slabs.alloc, slabs.free)
-    for _ in range(3):
-        first, second = pool.take(30 << 20), pool.take(1000)
-        third = pool.take(5 << 20)
-        del first, second, third
-    assert len(slabs.out) == 2
 
 
 def test_a_pool_that_is_full() -> None:
@@ -286,16 +245,6 @@ def test_old_gpus_and_no_compiler(gpus: list[Gpu], monkeypatch: pytest.MonkeyPat
         choose.make_ops([LATENT], device="cuda")
     with pytest.raises(OptionError, match="a GPU that ours run on"):
         choose.make_ops([heads_of(64)], device="cuda", kv_format="int8")
-
-
-@needs_compiler
-def test_kv_formats(gpus: list[Gpu]) -> None:
-    spec = heads_of(64, heads=4, kv_heads=2)
-    sizes = [
-        choose.make_ops([spec], device="cuda", kv_format=kept).kv_nbytes([spec], 256)
-        for kept in ("bf16", "int8", "int4")
-    ]
-    assert sizes == [256 * 2 * 256, 256 * 2 * 136, 256 * 2 * (52 + 36)]
 
 
 @needs_compiler

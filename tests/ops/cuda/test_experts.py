@@ -1,6 +1,4 @@
-"""Experts and routing on a GPU: many experts in a launch against float64 and bit for bit among each
-other; choices against ``route``.
-"""
+"""Experts and routing on a GPU: many experts in a launch against float64, choices of routers."""
 
 from __future__ import annotations
 
@@ -12,18 +10,8 @@ import pytest
 import torch
 
 from localrt.common.errors import OptionError
-from localrt.quant.cuda.experts import (
-    ENTRY,
-    ExpertGroups,
-    Side,
-    grouped_down,
-    grouped_gate_up,
-    plan_slots,
-    write_entries,
-)
 from localrt.quant.cuda.ops import CudaOps
-from localrt.quant.cuda.products import product
-from localrt.quant.cuda.routing import CudaRouting, choose, put_rows
+from localrt.quant.cuda.routing import CudaRouting, choose
 from localrt.quant.cuda.stream import Stream
 from localrt.quant.cuda.tensor import Tensor, upload
 from localrt.quant.cuda.weight import CudaWeight
@@ -33,8 +21,7 @@ from localrt.quant.methods.rotation import block_hadamard
 from localrt.quant.ops.experts import ExpertSpec, ExpertWeights, RouterSpec, RouterWeights, Routing
 from localrt.quant.reference.experts import combined, route
 from tests.ops.cuda.emulator import Emulator
-from tests.ops.cuda.target import DEVICE, back, random, there
-from tests.ops.cuda.test_products import Matrix, matrix, quantized
+from tests.ops.cuda.target import DEVICE, back, there
 from tests.ops.oracles import gated
 from tests.ops.packed import random_tensor
 
@@ -195,18 +182,11 @@ def test_whatever_experts_are_like(
     x, routing = inputs(rows, 64), routed(rows)
     got = filled(ops, experts, x, routing, spec)
     assert error(got, experts, x, routing, spec) < CLOSE
-
-
-def test_widths_that_do_not_fill_blocks(ops: CudaOps, alone: None) -> None:
-    for hidden, inner in ((96, 32), (32, 96)):
-        experts = [
-            Expert(ops, ("q4_0", "int8-g32"), hidden, inner, seed=n, biased=True, apart=n > 1)
-            for n in range(COUNT)
-        ]
-        for rows in (2, 65):
-            x, routing = inputs(rows, hidden), routed(rows)
-            got = filled(ops, experts, x, routing, ExpertSpec())
-            assert error(got, experts, x, routing, ExpertSpec()) < CLOSE
+    for count in (1, 3):  # the same bits among fewer rows
+        few = Routing(
+            *(each[:count] for each in (routing.experts, routing.scores, routing.weights))
+        )
+        assert torch.equal(filled(ops, experts, x[:count], few, spec), got[: count * USED])
 
 
 def test_experts_of_several_kinds(ops: CudaOps) -> None:
@@ -284,143 +264,10 @@ def test_routing_is_that_of_float32(ops: CudaOps, rows: int, biased: bool) -> No
     np.testing.assert_allclose(routing.weights, wanted.weights, rtol=1e-5)
 
 
-def test_numbers_that_are_none_pass_through(ops: CudaOps) -> None:
-    """A limit does not hide them."""
-    experts = [Expert(ops, ("mxfp4", "mxfp4"), 64, 32, seed=1, biased=True)]
-    x, routing = inputs(2, 64), routed(2, count=1, used=1)
-    x[1] = float("nan")
-    slots = filled(ops, experts, x, routing, ExpertSpec(activation="swiglu_oai"))
-    assert slots[0].isfinite().all()
-    assert slots[1].isnan().all()
-
-
 def test_more_experts_than_a_gpu_chooses_among_are_refused(ops: CudaOps) -> None:
     ops.expert_table(1024)
     with pytest.raises(OptionError, match=r"1024 experts of a layer at most, and this has 1025"):
         ops.expert_table(1025)
-
-
-# -- each slot has the bits of ``product`` ---------------------------------------------------------
-
-EXPERTS, HIDDEN, INNER = 5, 256, 80
-KIND = 2
-
-
-def write(table: Tensor, experts: np.ndarray, entries: np.ndarray) -> None:
-    write_entries(table.device, table.address + 8 * ENTRY * experts, entries)
-
-
-class Layer:
-    """Experts in ``format_``; some have biases."""
-
-    def __init__(self, format_: str) -> None:
-        self.gate_up = [matrix(format_, 2 * INNER, HIDDEN, seed=e) for e in range(EXPERTS)]
-        self.down = [matrix(format_, HIDDEN - 8, HIDDEN, seed=50 + e) for e in range(EXPERTS)]
-        self.biases = [there(torch.randn(2 * INNER)) if e % 2 else None for e in range(EXPERTS)]
-        self.side = Side(format_, INNER, HIDDEN), Side(format_, HIDDEN - 8, HIDDEN)
-        self.entries = np.array([self._entry(e) for e in range(EXPERTS)])
-        self.table = there(torch.full((EXPERTS, ENTRY), -1, dtype=torch.int64))
-        write(self.table, np.arange(EXPERTS), self.entries)
-
-    def _entry(self, e: int) -> list[int]:
-        both, down, bias = self.gate_up[e], self.down[e], self.biases[e]
-        half = INNER // 16
-        up = both.data.address + both.data.size // 2
-        factors = [0, 0, 0]
-        if both.factor is not None and down.factor is not None:
-            at = both.factor.address
-            factors = [at, at + 4 * half, down.factor.address]
-        places = [both.data.address, up, down.data.address, *factors]
-        return [KIND, *places, 0 if bias is None else bias.address, 0]
-
-
-def choices(rows: int, seed: int = 3) -> torch.Tensor:
-    """(rows, USED): the first expert is the first choice of most."""
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.stack([torch.randperm(EXPERTS, generator=generator) for _ in range(rows)])
-    order[: rows // 2] = torch.arange(EXPERTS)
-    return order[:, :USED].to(torch.int32)
-
-
-def slots_of(plan: ExpertGroups) -> list[tuple[int, list[int]]]:
-    """The parts that are not empty: an expert, its slots."""
-    parts, slots = plan.parts.to_host().tolist(), plan.slots.to_host().tolist()
-    return [(e, slots[first : first + count]) for e, first, count in parts if count]
-
-
-@pytest.mark.parametrize("rows", [1, 8, 64])
-def test_plan(emulator: Emulator, rows: int) -> None:
-    chosen = choices(rows) * 9  # some of 40
-    entries = torch.zeros(40, ENTRY, dtype=torch.int64)
-    held = np.arange(40) % 18 == 0
-    entries[:, 0] = torch.from_numpy(np.where(held, KIND, KIND - 1))
-    table = there(entries)
-    for wanted in (np.ones(40, np.bool_), np.arange(40) % 4 == 0, np.arange(40) == 27):
-        plan = plan_slots(there(chosen), table, KIND, wanted)
-        parts = slots_of(plan)
-        assert all(len(slots) <= plan.size for _, slots in parts)
-        found = sorted((slot, expert) for expert, slots in parts for slot in slots)
-        both = enumerate(chosen.reshape(-1).tolist())
-        assert found == [(slot, expert) for slot, expert in both if wanted[expert] and held[expert]]
-
-
-# A variant of the kernel for each: one slot, four, eight, and 24 of an expert at once.
-@pytest.mark.parametrize(
-    ("name", "rows", "fine"),
-    [
-        *(("q4_0", rows, False) for rows in (1, 3, 7, 50)),
-        ("q4_0", 50, True),
-        ("nvfp4", 3, False),
-        ("q6_k", 12, False),
-        ("q4_k", 7, False),
-        ("mxfp4", 12, False),
-    ],
-)
-def test_slots_are_those_of_products(emulator: Emulator, name: str, rows: int, fine: bool) -> None:
-    layer, x, chosen = Layer(name), random(rows, HIDDEN), choices(rows)
-    hidden = torch.randn(rows * USED, HIDDEN)
-    plan = plan_slots(there(chosen), layer.table, KIND, np.ones(EXPERTS, np.bool_))
-    records = quantized(x, fine=fine)
-    inner = back(grouped_gate_up(records, plan, layer.table, layer.side[0], "swiglu_oai", 2.0))
-    down = there(torch.full((rows * USED, HIDDEN - 8), float("nan")))
-    grouped_down(quantized(hidden, fine=fine), down, plan, layer.table, layer.side[1])
-    out = back(down)
-
-    def alone(row: torch.Tensor, weight: Matrix, wanted: torch.Tensor, **how: object) -> bool:
-        got = there(torch.empty(1, len(wanted), dtype=wanted.dtype))
-        product(quantized(row[None], fine=fine), weight, got, **how)  # type: ignore[arg-type]
-        return torch.equal(back(got)[0], wanted)
-
-    for slot, expert in enumerate(chosen.reshape(-1).tolist()):
-        if slot % max(1, rows // 6):  # some of them
-            continue
-        how = {"bias": layer.biases[expert], "gate": "swiglu_oai", "limit": 2.0}
-        assert alone(x[slot // USED], layer.gate_up[expert], inner[slot], **how)
-        assert alone(hidden[slot], layer.down[expert], out[slot])
-
-
-def test_only_the_wanted_are_computed(emulator: Emulator) -> None:
-    layer, chosen = Layer("q4_0"), choices(3)
-    wanted = np.arange(EXPERTS) == 1
-    layer.entries[~wanted, 1:] = -1  # the others are nowhere
-    layer.table.put(layer.entries)
-    plan = plan_slots(there(chosen), layer.table, KIND, wanted)
-    down = there(torch.full((3 * USED, HIDDEN - 8), float("nan")))
-    rows = quantized(torch.randn(3 * USED, HIDDEN))
-    grouped_down(rows, down, plan, layer.table, layer.side[1])
-    out = back(down)
-    assert torch.equal(out.isfinite().all(1), chosen.reshape(-1) == 1)
-    assert torch.equal(out.isnan().all(1), chosen.reshape(-1) != 1)
-
-
-def test_entries_are_written_where_they_belong(emulator: Emulator) -> None:
-    table = there(torch.zeros(100, ENTRY, dtype=torch.int64))
-    experts = np.arange(1, 100, 2)  # more than one launch has room for
-    entries = np.arange(50 * ENTRY, dtype=np.int64).reshape(50, ENTRY) << 40
-    write(table, experts, entries)
-    found = table.to_host()
-    assert np.array_equal(found[1::2], entries)
-    assert not found[::2].any()
 
 
 # -- routing ---------------------------------------------------------------------------------------
@@ -498,21 +345,3 @@ def test_nan_logits(emulator: Emulator, scoring: Any, number: float) -> None:
     for row in ours.experts:  # nobody computes with what is no expert
         assert len(set(row.tolist())) == spec.ranked
         assert 0 <= min(row) <= max(row) < 40
-
-
-def test_lazy_routing(emulator: Emulator) -> None:
-    routing = chosen_by_gpu(torch.randn(3, 40), spec_of({}))
-    assert routing.away
-    assert (routing.rows, routing.used) == (3, 4)
-    assert routing.away
-    assert routing.loads(40).sum() == 12
-    assert not routing.away
-
-
-def test_rows_are_put_where_they_belong(emulator: Emulator) -> None:
-    rows, put = torch.randn(1000, 3), there(torch.zeros(1100, 3))
-    places = np.random.default_rng(0).permutation(1100)[:1000]  # more than one launch has room for
-    put_rows(there(rows), places, put)
-    out = back(put)
-    assert torch.equal(out[places], rows)
-    assert torch.count_nonzero(out.any(1)) == 1000

@@ -16,20 +16,17 @@ from localrt.common.errors import MemoryBudgetError
 from localrt.quant.cuda import cublas, launch
 from localrt.quant.cuda.adapters import Change, adapted_products, add_low_rank
 from localrt.quant.cuda.formats import TYPES
-from localrt.quant.cuda.launch import LaunchShape, best_shape, pointers
+from localrt.quant.cuda.launch import LaunchShape, pointers
 from localrt.quant.cuda.linear import linear
 from localrt.quant.cuda.products import (
     MOST_ROWS,
-    AdaptedRows,
     Records,
     TiledMatrix,
     dense_product,
-    empty_records,
     product,
     quantize,
     unpack_rows,
 )
-from localrt.quant.cuda.steps import gate as gated_rows
 from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32, empty, upload
 from localrt.quant.cuda.weight import build_weight, is_e4m3_groups, unpack_e4m3
 from localrt.quant.formats import FORMATS, unpack
@@ -106,14 +103,6 @@ def test_records_are_within_half_a_step(emulator: Emulator, fine: bool, steps: i
         assert np.array_equal(each[..., 64:128].view(np.int8), -each[..., :64].view(np.int8))
         sums = np.ascontiguousarray(each[..., 128:]).view(np.float32).reshape(3, 4, 2)[:, :3, 1]
         assert np.allclose(sums, found.reshape(3, 3, 32).sum(-1), rtol=1e-5, atol=1e-5)
-
-
-def test_rows_that_a_warp_loads_are_there() -> None:
-    for rows in range(1, 65):
-        for fine in (False, True):
-            records = empty_records(1, rows, 64, DEVICE, fine=fine)
-            loaded = 8 * best_shape("q4_0", records.count, 64, 24).groups
-            assert records.data.shape[1] % loaded == 0
 
 
 # -- packed weights --------------------------------------------------------------------------------
@@ -377,54 +366,3 @@ def test_low_rank_changes(form: str, out: torch.dtype) -> None:
         few[2 if row == 1 else 1], one[row] = Change(), places[row]
         change(few, one, alone)
     assert torch.equal(alone, y)
-
-
-SHAPES = LaunchShape(1, 1), LaunchShape(1, 1, 4), LaunchShape(1, 2, 2)
-
-
-@pytest.mark.parametrize("rows", [1, 20])
-@pytest.mark.parametrize(
-    ("form", "gate", "matrices"),
-    [("bf16", None, 1), ("records", None, 2), ("fine", None, 2), ("records", "silu", 1)],
-)
-def test_products_apply_changes(form: str, gate: str | None, matrices: int, rows: int) -> None:
-    """To the bits of two kernels after the product, however it is launched."""
-    torch.manual_seed(0)
-    columns, width, ranks = 768, 96, (3, 16)
-    x = there(torch.randn(rows, columns).bfloat16())
-    records = quantize(x, fine=form == "fine")
-    seen = x if form == "bf16" else records
-    each = width // matrices
-    weights = [matrix("int4-g32", each, columns, seed) for seed in range(matrices)]
-    bias = None if gate else there(torch.randn(width))
-    factors = there(torch.rand(48))
-    a = [there(torch.randn(rank, columns).bfloat16()) for rank in ranks]
-    b = [there(torch.randn(48, rank).bfloat16()) for rank in ranks]
-    # The second adapter changes the second half alone; a third one nothing.
-    first, second = pointers(a[0], b[0], factors), pointers(a[1], b[1], None)
-    table = (Change * 6)(Change(*first, 3, 48, 0), Change(), Change())
-    table[3], table[4] = Change(*second, 16, 48, 48), Change(*first, 3, 48, 48)
-    changes = there(torch.frombuffer(bytearray(table), dtype=torch.uint8))
-    places = there(torch.tensor([(0, 1, -1, 2)[row % 4] for row in range(rows)], dtype=torch.int32))
-
-    def made(out: torch.dtype, **options: Any) -> Any:
-        y = there(torch.zeros(rows, width // 2 if options.get("gate") else width, dtype=out))
-        for number, weight in enumerate(weights):
-            part = slice(number * each, (number + 1) * each)
-            own = None if bias is None else bias[part]
-            product(records, weight, y if gate else y[:, part], bias=own, **options)
-        return y
-
-    def change() -> AdaptedRows:
-        return adapted_products(changes, places, seen, parts=2, rank=16)
-
-    for out in (torch.bfloat16,) if gate else (torch.bfloat16, torch.float32):
-        wanted = made(torch.float32 if gate else out)
-        before = back(wanted)
-        add_low_rank(change(), wanted, bias, fine=form == "fine")
-        assert not torch.equal(back(wanted), before)
-        if gate:
-            wanted = gated_rows(wanted, gate)
-        for shape in SHAPES:
-            found = made(out, gate=gate, change=change(), division=shape)
-            assert torch.equal(back(found), back(wanted))

@@ -11,9 +11,7 @@ import torch
 
 from localrt.quant.cuda.linear import reads_records
 from localrt.quant.cuda.ops import CudaOps
-from localrt.quant.cuda.products import empty_records, product
-from localrt.quant.cuda.recurrent import SequenceTable, fits_records, mix_and_project, mix_rows
-from localrt.quant.cuda.tensor import empty
+from localrt.quant.cuda.recurrent import SequenceTable, mix_and_project, mix_rows
 from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.hybrid_cache import begin_states, states_of
 from localrt.quant.ops.protocol import Batch, Span
@@ -21,7 +19,6 @@ from localrt.quant.ops.recurrent import RecurrentSpec
 from localrt.quant.reference.ops import TorchOps
 from localrt.quant.reference.recurrent import mix_rows as textbook
 from tests.ops.cuda.target import DEVICE, back, there
-from tests.ops.cuda.test_products import matrix, quantized
 from tests.ops.layers import (
     HIDDEN,
     SPECS,
@@ -104,36 +101,6 @@ def test_kernels_give_what_torch_gives(name: str) -> None:
         assert (kept.position, kept.length) == (same.position, same.length)
         numbers, oracles = (each.data.view(np.float32) for each in (kept, same))
         np.testing.assert_allclose(numbers, oracles, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("kind", "norm_size", "gate_first"),
-    [("delta", 32, False), ("ssm", 64, True), ("ssm", 0, False), ("conv", 0, False)],
-)
-def test_records_are_those_of_the_results(kind: Any, norm_size: int, gate_first: bool) -> None:
-    width = 128 if kind == "conv" else 0
-    spec = RecurrentSpec(
-        kind=kind, heads=1 if width else 4, key_heads=1, key_size=8, value_size=32, taps=4,
-        eps=1e-6, norm_size=norm_size, gate_first=gate_first, width=width,
-    )  # fmt: skip
-    layer, oracle = GpuLayer(spec), torch_layer(spec)
-    assert fits_records(spec)
-    mixed = torch.randn(5, spec.projected_rows, generator=torch.Generator().manual_seed(1))
-    spans = [(Span(each.cache(), 5),) for each in (layer, oracle)]
-    passes = begin_states(spans[0])
-    table = SequenceTable.of(spans[0])
-    table.fill(spans[0], passes)
-    records = empty_records(1, 5, 128, DEVICE)
-    sequences = table.split(table.upload(DEVICE))
-    mix_rows(there(mixed), layer.weights, spec, sequences, 0, (0, 0), records)
-    wanted = textbook(mixed, oracle.weights, spec, spans[1], begin_states(spans[1]), 0)
-    results = []
-    for rows in (records, quantized(wanted)):
-        out = empty(5, 32, device=DEVICE)
-        product(rows, matrix("q8_0", 32, 128), out)
-        results.append(back(out))
-    scale = float(results[1].abs().max())
-    torch.testing.assert_close(*results, rtol=0, atol=0.01 * scale)
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,11 @@ from hypothesis import strategies as st
 from localrt.quant.cuda import attention
 from localrt.quant.cuda.kv import BlockedCache, SpanNumbers, SpanTable, one_span, widest_mask
 from localrt.quant.cuda.tensor import BFLOAT16, UINT8, upload
-from localrt.quant.ops.attention import AttentionTemperature
 from localrt.quant.ops.kv import held_blocks
 from localrt.quant.ops.kv_formats import BLOCK_TOKENS, KvFormat
 from localrt.quant.ops.protocol import Span
 from tests.ops.cuda.emulator import Emulator
-from tests.ops.cuda.target import DEVICE, back, by_torch, cache_of, kept, random, there
+from tests.ops.cuda.target import DEVICE, back, by_torch, cache_of, random, there
 from tests.ops.layers import tree_mask
 
 attend, rope_append = by_torch(attention.attend), by_torch(attention.rope_append)
@@ -189,49 +188,6 @@ def test_many_and_few_rows(
         first += each.rows
 
 
-@pytest.mark.parametrize("left", [0, 3])
-def test_latents_of_several_sequences(
-    emulator: Emulator, left: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    latent, heads = 48, 3
-    chosen = [Sequence(254, 4), Sequence(0, 1), Sequence(130, 3, (-1, 0, 0, 1)), Sequence(127, 2)]
-    shape = (1, ROPE + latent, 0)
-
-    def caches() -> list[BlockedCache]:
-        return [filled(shape, BFLOAT16, each, seed) for seed, each in enumerate(chosen)]
-
-    rows = sum(each.rows for each in chosen)
-    again = [*range(rows), *[rows - 1] * left]
-    q, wide = random(rows, heads, 32 + ROPE)[again], random(rows, latent + ROPE)[again]
-    angles, positions = random(rows, ROPE // 2)[again], torch.cat([s.positions() for s in chosen])
-    positions, norm = positions[again], random(latent)
-
-    def run(table: SpanTable, place: Any, part: slice) -> torch.Tensor:
-        turned = angles[part].cos(), angles[part].sin()
-        queries = torch.zeros(len(q[part]), heads, ROPE + latent, dtype=torch.bfloat16)
-        given = q[part].clone(), wide[part].clone(), queries, table, place
-        turns: dict[str, Any] = dict(zip(("cos", "sin"), turned, strict=True))
-        latent_append(*given, **turns, norm=norm, eps=1e-6, interleaved=True)
-        out = torch.empty(len(queries), heads, latent, dtype=torch.bfloat16)
-        at = positions[part].clone()
-        attend_latents(queries, table, place, at, out, rope=ROPE, scale=0.2)
-        return out
-
-    together, apart = caches(), caches()
-    spans = [each.span(cache) for each, cache in zip(chosen, together, strict=True)]
-    got = run(of_all(spans, left, 2), together[0].layers[0], slice(None))
-    monkeypatch.setattr("localrt.quant.ops.attention._MOST_NBYTES", 10_000)
-    few = run(of_all(spans, left, 2), together[0].layers[0], slice(None))
-    assert torch.equal(few, got)  # a few rows at a time
-    first = 0
-    for each, cache, other in zip(chosen, apart, together, strict=True):
-        part = slice(first, first + each.rows)
-        assert torch.equal(got[part], run(alone(each.span(cache)), cache.layers[0], part))
-        assert np.array_equal(saved_blocks(cache), saved_blocks(other))
-        first += each.rows
-    assert all(torch.equal(row, got[rows - 1]) for row in got[rows:])
-
-
 # -- latents ---------------------------------------------------------------------------------------
 
 ALLOCATED = 512
@@ -307,45 +263,6 @@ def test_cuts_of_a_prompt(emulator: Emulator) -> None:
         assert torch.equal(attend_to(q[first:stop], cache, held + first, rope), whole[first:stop])
 
 
-@pytest.mark.parametrize("interleaved", [True, False])
-def test_rows_are_turned_and_normed(emulator: Emulator, interleaved: bool) -> None:
-    n, heads, nope, half, latent, held = 3, 2, 32, 8, 48, 254  # into the second block
-    q, wide = random(n, heads, nope + 2 * half), random(n, 7 + latent + 2 * half)[:, 7:]
-    angles, weight = random(n, half), random(latent)
-    queries = torch.zeros(n, heads, 2 * half + latent, dtype=torch.bfloat16)
-    empty = torch.zeros(1, 512, 2 * half + latent, dtype=torch.bfloat16)
-    cached = cache_of(empty, empty[:, :, :0])
-    latent_append(
-        q, wide, queries, one_span(cached.addresses, n, DEVICE, held=held), cached.layers[0],
-        cos=angles.cos(), sin=angles.sin(), norm=weight, eps=1e-6, interleaved=interleaved,
-    )  # fmt: skip
-
-    def turned(x: torch.Tensor) -> torch.Tensor:
-        a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
-        cos, sin = (t.view(n, *[1] * (x.dim() - 2), half) for t in (angles.cos(), angles.sin()))
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
-
-    close = {"rtol": 1e-2, "atol": 1e-2}
-    torch.testing.assert_close(queries[..., : 2 * half].float(), turned(q[..., nope:]), **close)
-    normed = torch.nn.functional.rms_norm(wide[:, :latent], (latent,), weight, 1e-6)
-    wanted = torch.cat((turned(wide[:, latent:]), normed), -1)
-    cache = kept(cached, 512)[0][0]
-    torch.testing.assert_close(cache[held : held + n].float(), wanted, **close)
-    assert not cache[:held].any()
-    assert not cache[held + n :].any()
-
-    grown, before = torch.ones_like(queries), queries.clone()
-    positions, temperature = torch.tensor([0, 7, 100]), AttentionTemperature(0.5, 8, offset=1)
-    latent_append(
-        q, wide, grown, one_span(cached.addresses, n, DEVICE, held=held), cached.layers[0],
-        cos=angles.cos(), sin=angles.sin(), norm=weight, eps=1e-6, interleaved=interleaved,
-        positions=positions, temperature=temperature,
-    )  # fmt: skip
-    before[..., 2 * half :] = 1  # what was there
-    factors = torch.from_numpy(temperature.factors(positions.numpy()))[:, None, None]
-    torch.testing.assert_close(grown.float(), before.float() * factors, **close)
-
-
 # -- blocks ----------------------------------------------------------------------------------------
 
 SHAPES = [(2, 8, 8), (2, 8, 8), (0, 0, 0), (1, 24, 0), (3, 16, 4)]
@@ -385,19 +302,6 @@ def test_growth(cache: BlockedCache) -> None:
         for now, was in zip(contents(cache, layer), parts, strict=True):
             assert torch.equal(now[:, :512], was)
             assert not now[:, 512:].any()
-
-
-def test_layers_lie_one_after_another(cache: BlockedCache) -> None:
-    cache.reserve(1)
-    sizes = [heads * (key + value) for heads, key, value in SHAPES]
-    assert cache.block_bytes == 2 * BLOCK_TOKENS * sum(sizes)
-    (address,) = cache.addresses
-    for layer, place in enumerate(cache.layers):
-        ((keys, values),) = cache.parts(layer)
-        if keys.size:
-            assert keys.address == address + place.keys_at
-        if values.size:
-            assert values.address == address + place.values_at
 
 
 def test_saved_blocks(cache: BlockedCache) -> None:

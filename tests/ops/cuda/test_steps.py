@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from localrt.quant.choose import all_vision_steps, vision_steps
+from localrt.quant.choose import vision_steps
 from localrt.quant.cuda import steps
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.products import empty_records
@@ -75,29 +75,10 @@ def test_gate(activation: ExpertActivation, dtype: torch.dtype) -> None:
     torch.testing.assert_close(got.float(), wanted, **CLOSE)
 
 
-def test_gates_and_ups_apart() -> None:
-    gates, more = random(3, 40), random(3, 100, seed=1)
-    ups = more[:, 50:90]
-    wanted = gate(torch.cat([gates, ups], 1), "gelu_tanh")
-    assert torch.equal(gate(gates, "gelu_tanh", up=ups), wanted)
-
-
 def test_rows_of_tokens() -> None:
     tokens = np.array([3, 0, 7, 9])  # the table has rows of seven
     got = by_torch(steps.token_rows)(torch.from_numpy(tokens), 5, 35)
     assert got.tolist() == rows_of_tokens(tokens, 5, 35).tolist()
-
-
-def test_factor_of_a_sum() -> None:
-    x, y = random(3, 40), random(3, 40, seed=1)
-    wanted = (x + y) * 0.3
-    torch.testing.assert_close(move_rows(x, y, add=True, total=0.3), wanted)
-
-
-def test_scaled_gates() -> None:
-    both = random(3, 2 * 40)
-    wanted = gated(both, MlpSpec(activation="silu", eps=0.0, gate_scale=0.7))
-    torch.testing.assert_close(gate(both, "silu", scale=0.7).float(), wanted, **CLOSE)
 
 
 def test_xielu() -> None:
@@ -113,21 +94,6 @@ def test_hadamard_is_the_quantizers(size: int) -> None:
     wanted = block_hadamard(x.float().numpy(), size)
     got = rotate_blocks(x, size).float().numpy()
     assert np.abs(got - wanted).max() < 2**-7 * np.abs(wanted).max()
-
-
-def test_hadamard_of_heads() -> None:
-    """Whose rows lie apart, and in place."""
-    x = random(5, 3, 80).bfloat16()[..., :64].transpose(0, 1)
-    plain = rotate_blocks(x.reshape(-1, 64), 16).view(3, 5, 64)
-    assert torch.equal(rotate_blocks(x, 16), plain)
-    own = x.contiguous()
-    assert rotate_blocks(own, 16, out=own) is own
-    assert torch.equal(own, plain)
-
-
-def test_hadamard_of_an_odd_size_is_refused() -> None:
-    with pytest.raises(ValueError, match="in blocks of 48"):
-        rotate_blocks(random(1, 96).bfloat16(), 48)
 
 
 @pytest.mark.parametrize("into", [torch.float32, torch.bfloat16])
@@ -229,16 +195,6 @@ def steps_on_gpu() -> CudaVision:
     steps = vision_steps(CudaOps(device=str(DEVICE)))
     assert isinstance(steps, CudaVision)
     return steps
-
-
-def test_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The GPU, and the CPU where that has no room; without compiled kernels the GPU alone."""
-    gpu, cpu = CudaOps(device=str(DEVICE)), TorchOps(compute_format="f32", device="cpu")
-    assert [steps.ops for steps in all_vision_steps([cpu, gpu])] == [gpu, cpu]
-    assert [steps.ops for steps in all_vision_steps([cpu])] == [cpu]
-    assert [steps.on_gpu for steps in all_vision_steps([gpu])][:1] == [True]
-    monkeypatch.setattr("localrt.quant.choose.find_library", lambda: None)
-    assert [steps.ops for steps in all_vision_steps([gpu])] == [gpu]
 
 
 @pytest.mark.parametrize(("name", "columns"), [("bf16", 136), ("f16", 43), ("q8_0", 96)])
