@@ -418,6 +418,31 @@ def test_what_is_banned(ban: str, code: str, tried: dict[str, str]) -> None:
     assert tried[code] == "PermissionError"
 
 
+# On a processor whose calls are not known; everything may be read.
+LANDLOCK_ALONE = """
+import os, sys
+from localrt.system.confined import confine
+os.uname = lambda: os.uname_result(["", "", "", "", "other"])
+print(*confine(["/"]), flush=True)
+"""
+
+
+@needs_linux
+@pytest.mark.parametrize("code", ["os.execv('/bin/true', ['true'])", "open(sys.argv[1], 'wb')"])
+def test_what_landlock_alone_bans(code: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LANDLOCK_ALONE + code, str(tmp_path / "new")],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        cwd=Path(__file__).parents[1],
+    )
+    if LANDLOCK not in done.stdout:
+        pytest.skip(f"this machine has no {LANDLOCK}")
+    assert "PermissionError" in done.stderr
+
+
 @needs_linux
 def test_what_the_kernel_has_is_used(tried: dict[str, str]) -> None:
     libc = ctypes.CDLL(None)

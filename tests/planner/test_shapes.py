@@ -159,6 +159,10 @@ def test_too_many_experts() -> None:
     config = {**CONFIGS["qwen3-30b-a3b"], "num_experts_per_tok": 129}
     with pytest.raises(UnsupportedModelError, match="129 experts for each token"):
         shape_from_config(config, name="m")
+    config = {**CONFIGS["qwen3-30b-a3b"], "num_hidden_layers": 32, "num_experts": 4096}
+    assert shape_from_config(config, name="m", experts=1).layers == 32
+    with pytest.raises(CheckpointError, match="135168 experts are more than can be"):
+        shape_from_config({**config, "num_hidden_layers": 33}, name="m", experts=1)
 
 
 def test_bad_configs() -> None:

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import chi2
 
 from localrt.engine.sampling import Distribution, Dry, Sampling, adjust_logits, distribution, draw
 from localrt.speculative.acceptance import TreePass
@@ -196,6 +195,8 @@ def test_distribution() -> None:
     assert set(counts) <= set(exact)
     # Rare answers are counted together, as the test wants five of each at least.
     common = [(counts[said], p * seeds) for said, p in exact.items() if p * seeds >= 5]
+    from scipy.stats import chi2
+
     rest = seeds - sum(o for o, _ in common), seeds - sum(e for _, e in common)
     pairs = [pair for pair in (rest, *common) if pair[1] > 1e-6]
     statistic = sum((o - e) ** 2 / e for o, e in pairs)

@@ -133,8 +133,12 @@ def test_nearly_the_best_fixed_size(name: str) -> None:
             World(lambda rows: 0.03 * rows, {"model": 0.9}, {"model": 0.02}),
             "speculation: off, drafts of model would cost more time than they save",
         ),
+        (
+            World(lambda rows: 0.03 * rows, {"ngram": 0.0, "model": 0.3}, {"model": 0.02}),
+            "the target would accept 80% of first choices",
+        ),
     ],
-    ids=["always wrong", "bound by arithmetic"],
+    ids=["always wrong", "bound by arithmetic", "the better of two"],
 )
 def test_off(world: World, why: str) -> None:
     assert min(world.play([200] * 3)) >= 1 / (1 + TOLERANCE)

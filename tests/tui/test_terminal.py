@@ -335,6 +335,12 @@ def test_the_command(tmp_path: Path) -> None:
 # -- what arrives ----------------------------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True)
+def still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock stands: what comes after a pause is another thing."""
+    monkeypatch.setattr("localrt.tui.terminal.get_time", lambda: 100.0)
+
+
 def described(found: Iterable[Message]) -> list[tuple[str, str | None]]:
     return [
         (type(event).__name__, getattr(event, "text", getattr(event, "key", None)))

@@ -274,7 +274,7 @@ def test_torch_that_does_not_help(gpus: list[Gpu], monkeypatch: pytest.MonkeyPat
     """For the CPU alone it multiplies nothing on a GPU, or it is missing; our kernels need none."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose.make_ops([], device="cuda").name == "cuda"
-    with pytest.raises(OptionError, match=r"torch finds no CUDA GPU for device=.cuda."):
+    with pytest.raises(OptionError, match=r"torch finds .* device=.cuda.: use device=.cpu.$"):
         choose.make_ops([], device="cuda", compute_format="bf16")
     monkeypatch.setitem(sys.modules, "torch", None)
     assert choose.make_ops([], device="cuda").name == "cuda"
