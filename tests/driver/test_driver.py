@@ -39,6 +39,7 @@ def test_inside(request: pytest.FixtureRequest, models: bool) -> None:
     """They run what this run does, in two processes."""
     options = ["-q", "-n0", "-p", "no:cacheprovider", "-m", request.config.option.markexpr]
     options += ["--hypothesis-profile", hypothesis.settings.get_current_profile_name()]
+    options += ["-W", "ignore:CUDA initialization:UserWarning"]  # of a torch that has CUDA's
     options += ["--timeout", str(LIMITS["each"]), "--timeout-method", "thread"]
     files = [str(path) for path in INSIDE if (path.name in MODELS) is models]
     command = [sys.executable, "-m", "pytest", *options, *files]
