@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
-from hypothesis import HealthCheck, settings
-
 from localrt.common.errors import LocalrtError
 
 MISSING = object()
@@ -23,7 +21,6 @@ VALUES = [
     *([], [None], [0], ["x"], [[]], [1.0] * 6, [0.0] * 6, [float("nan")] * 6, [{}]),
     *({}, {"a": 1}, {"type": "x"}, {"rope_type": []}, {"content": 3}),
 ]
-FUZZ = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 Path = tuple[str | int, ...]
 
