@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -71,9 +72,12 @@ def check_greedy(ours: Decoder, theirs: Any, prompts: list[list[int]]) -> None:
 
 
 @pytest.mark.parametrize("name", ["smollm2", "qwen0.5b", "gemma270m"])
-def test_real_model(name: str) -> None:
+def test_real_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One test a model, as opening it in float32 takes longest."""
+    import gguf
     import transformers
+
+    monkeypatch.setattr(gguf, "GGUFReader", cache(gguf.GGUFReader))  # it takes seconds, twice
 
     path = real_model(name)
     with closing(open_checkpoint(path)) as checkpoint:
