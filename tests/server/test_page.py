@@ -695,6 +695,7 @@ def test_stop_ends_it(
     if allowed:
         question.get_by_role("button", name="Allow once").click()
         expect(question).to_contain_text("tests.sleep runs")
+        wait_for(lambda: made)
     page.keyboard.press("Escape")
     expect(page.get_by_text('tests.sleep {"seconds": 600} (stopped)')).to_be_visible()
     expect(page.get_by_text('tests.add {"a": 1, "b": 1} (stopped)')).to_be_visible()
