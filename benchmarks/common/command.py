@@ -125,6 +125,17 @@ def find_model(name: str) -> Path:
         raise SystemExit(f"localrt: {error}") from None
 
 
+def write_shape(name: str, path: Path, layers: int | None) -> int:
+    """Write random weights of a known shape as a GGUF file, and return its number of layers."""
+    from tests.models.real_shapes import write_random
+
+    tokenizer = find_real_model("qwen0.5b") or find_model("smollm2")
+    try:
+        return write_random(name, layers, path, tokenizer)
+    except KeyError:
+        raise SystemExit(f"{name!r} is not in localrt/hub/known_configs.json") from None
+
+
 def run_child(name: str, words: Sequence[str], job: Mapping[str, Any], **options: Any) -> Any:
     """The last line that ``python WORDS JOB`` prints, parsed as JSON.
 

@@ -2,6 +2,11 @@
 
     python -m benchmarks.cpu [--isa avx2] [--ik LLAMA_BENCH] [--llamacpp LLAMA_BENCH]
         [--models smollm2 FILE.gguf] [--only prompt-512,decode] [--runs 5] [--json FILE]
+    python -m benchmarks.cpu --shapes qwen3-30b-a3b qwen3.5-4b [--layers 8] ...
+
+With ``--shapes``, models are random weights of shapes in ``localrt/hub/known_configs.json``, packed
+as they are published: as many layers as 6 GB hold, each written before it is measured and removed
+behind it.
 
 A peer is a ``llama-bench`` executable. For AVX2 build it with cmake's -DGGML_NATIVE=OFF
 -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON. For each row, every peer first runs once in each
@@ -15,10 +20,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.common import command
@@ -35,25 +41,34 @@ MODELS = {
     "gemma270m": "Gemma-3-270M Q4_K_M",
 }
 FILE = "any other file"
-PEERS = {"ik_llama.cpp": ("-rtr", "-w 0"), "llama.cpp": ("--repack", "--no-warmup")}
-"""A peer's option that repacks weights, and its option that skips the warm-up."""
+SHAPE = "random weights"
+PEERS = {
+    "ik_llama.cpp": ("-rtr", "-w 0", "-n 0 -gp {behind},{tokens}"),
+    "llama.cpp": ("--repack", "--no-warmup", "-n {tokens} -d {behind}"),
+}
+"""A peer's options: to repack weights, to skip the warm-up, and to decode behind a prompt."""
 CHILD = ["-m", "benchmarks.cpu.child"]
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A measurement of ``models``: ``prompt`` or ``decode`` of ``tokens``."""
+    """A measurement of ``models``: ``prompt`` or ``decode`` of ``tokens``, ``behind`` others."""
 
     title: str
     kind: str
     tokens: int
     models: Collection[str]
     repeats: int = 1
+    behind: int = 0
 
 
 ROWS = {
-    "prompt-512": Row("prompt of 512", "prompt", 512, (*MODELS, FILE), 2),
+    "prompt-128": Row("prompt of 128", "prompt", 128, (SHAPE,), 2),
+    "prompt-512": Row("prompt of 512", "prompt", 512, (*MODELS, FILE, SHAPE), 2),
+    "prompt-4096": Row("prompt of 4,096", "prompt", 4096, (SHAPE,)),
     "decode": Row("decode", "decode", 128, (*MODELS, FILE)),
+    "decode-16": Row("decode behind 16", "decode", 64, (SHAPE,), behind=16),
+    "decode-4096": Row("decode behind 4,096", "decode", 64, (SHAPE,), behind=4096),
     "prompt-8192": Row("prompt of 8,192", "prompt", 8192, ("qwen0.5b",)),
     "pass-64": Row("pass of 64 rows", "prompt", 64, ("qwen1.5b",), 5),
 }
@@ -67,7 +82,8 @@ def run_peer(peer: str, program: Path, setting: str, job: Mapping[str, Any]) -> 
         PeerFailedError: it failed.
     """
     prompt = job["tokens"] if job["kind"] == "prompt" else 0
-    words = f"{setting} -p {prompt} -n {job['tokens'] - prompt}"
+    decode = PEERS[peer][2].format_map(job) if job.get("behind") else f"-n {job['tokens'] - prompt}"
+    words = f"{setting} -p {prompt} {decode}"
     if prompt > 4096:  # llama.cpp's warm-up would process the whole prompt
         words += f" {PEERS[peer][1]}"
     try:
@@ -149,7 +165,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure row by row, save, print."""
     parser = command.make_parser(__doc__, runs=5)
     parser.add_argument("--isa", type=command.isa_name, default="", help="default: the best here")
-    parser.add_argument("--models", nargs="+", default=list(MODELS), help="names or files")
+    parser.add_argument("--models", nargs="+", help="names or files")
+    parser.add_argument("--shapes", nargs="+", default=[], help="random weights")
+    parser.add_argument("--layers", type=int, help="of shapes (default: as many as 6 GB hold)")
     parser.add_argument("--ik", type=Path, metavar="LLAMA_BENCH", help="of ik_llama.cpp")
     parser.add_argument("--llamacpp", type=Path, metavar="LLAMA_BENCH", help="of llama.cpp")
     parser.add_argument("--only", type=command.listed(ROWS), default=ROWS, help=", ".join(ROWS))
@@ -162,21 +180,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     file = args.json or command.RESULTS / f"cpu-{args.isa}.json"
     about = {"isa": args.isa, "threads": default_threads(), "runs": args.runs}
     results = Results(file, command.cited_command("cpu", arguments), "numpy", **about)
-    paths = {model: command.find_model(model) for model in args.models}
-    for model, row in product(paths, map(ROWS.__getitem__, args.only)):
-        if (model if model in MODELS else FILE) not in row.models:
-            continue
-        name = f"{MODELS.get(model, Path(model).stem)}, {row.title}"
-        test = {"kind": row.kind, "tokens": row.tokens, "repeats": row.repeats}
-        job = {**test, "model": str(paths[model]), "isa": args.isa, "threads": about["threads"]}
-        contestants: dict[str, Callable[[], Record]] = {
-            "localrt": partial(command.run_child, name, CHILD, job, cwd=command.ROOT)
-        }
-        for peer, program in programs.items():
-            if call := fastest(peer, program, job):
-                contestants[peer] = call
-        compared = compare(contestants, args.runs)
-        results.put({"name": name, "model": Path(model).name, **test, **compared})
+    models = args.models or ([] if args.shapes else list(MODELS))
+    paths = {model: command.find_model(model) for model in models}
+    for model in (*models, *args.shapes):
+        with ExitStack() as stack:
+            known, path = model if model in MODELS else FILE, paths.get(model)
+            title = MODELS.get(model, Path(model).stem)
+            if path is None:
+                path = Path(stack.enter_context(TemporaryDirectory()), "model.gguf")
+                layers = command.write_shape(model, path, args.layers)
+                known, title = SHAPE, f"{model}, {layers} layers"
+            for row in map(ROWS.__getitem__, args.only):
+                if known not in row.models:
+                    continue
+                name = f"{title}, {row.title}"
+                test = {"kind": row.kind, "tokens": row.tokens, "repeats": row.repeats}
+                test |= {"behind": row.behind} if row.behind else {}
+                job = {**test, "model": str(path), "isa": args.isa, "threads": about["threads"]}
+                contestants: dict[str, Callable[[], Record]] = {
+                    "localrt": partial(command.run_child, name, CHILD, job, cwd=command.ROOT)
+                }
+                for peer, program in programs.items():
+                    if call := fastest(peer, program, job):
+                        contestants[peer] = call
+                compared = compare(contestants, args.runs)
+                results.put({"name": name, "model": Path(model).name, **test, **compared})
     print(cpu_table(results.record) if results.rows else "These models have no such row.")
     return 0
 

@@ -6,6 +6,7 @@ It runs with its job as JSON. Sessions are extended without a sampler, as ``llam
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -19,22 +20,29 @@ from benchmarks.compare.child import force_isa
 from localrt.loading.load import load_model
 from localrt.loading.options import LoadOptions
 from localrt.models.checkpoints import open_checkpoint
+from localrt.models.registry import read_config
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.protocol import implementation
 
 READ_BYTES = 256 << 20
+_OF_EXPERT = re.compile(r"model\.layers\.(\d+)\..*\bexperts\.\d")
 
 
 def main(job: dict[str, Any]) -> dict[str, float]:
     """The measurements; ``value`` is the one to compare."""
     force_isa(job["isa"])
-    options = LoadOptions(engine="native", ctx=job["tokens"] + 256, threads=job["threads"])
+    job["behind"] = job.get("behind", 0)
+    room = job["behind"] + job["tokens"] + 256
+    options = LoadOptions(engine="native", ctx=room, threads=job["threads"])
     with closing(load_model(Path(job["model"]), options).engine) as engine:
         (ops,) = engine.weights.implementations
         kernels = implementation(ops, NativeOps)
         assert kernels.isa == job["isa"]
-        session = engine.session(job["tokens"] + 256)
+        session = engine.session(room)
         session.extend(_ids(64))  # warms up
+        session.trim(0)
+        if job["behind"]:
+            session.extend(_ids(job["behind"]))
         return KINDS[job["kind"]](session, kernels, job)
 
 
@@ -49,11 +57,11 @@ def _time(call: Callable[..., object], *arguments: Any) -> float:
 
 
 def _rate(session: Any, job: dict[str, Any], rows: int) -> float:
-    """Tokens per second, best of ``repeats``, from an empty context with ``rows`` per pass."""
+    """Tokens per second, best of ``repeats``, behind the context with ``rows`` per pass."""
     ids = _ids(job["tokens"])
 
     def run() -> None:
-        session.trim(0)
+        session.trim(job["behind"])
         for first in range(0, len(ids), rows):
             session.extend(ids[first : first + rows])
 
@@ -77,13 +85,21 @@ def _decode(session: Any, ops: NativeOps, job: dict[str, Any]) -> dict[str, floa
 
 
 def _token_nbytes(path: str, ops: NativeOps) -> int:
-    """Weight bytes read per token; an untied embedding's are not counted."""
+    """Weight bytes read per token; an untied embedding's are not counted, nor what is cached."""
     with closing(open_checkpoint(Path(path))) as checkpoint:
-        tensors = dict(checkpoint.tensors)
+        tensors, config = dict(checkpoint.tensors), read_config(checkpoint)
     if "lm_head.weight" in tensors:
         del tensors["model.embed_tokens.weight"]
-    matrices = [info for info in tensors.values() if len(info.shape) == 2]
-    return sum(ops.weight_nbytes((i.shape[0], i.shape[1]), i.format) for i in matrices)
+    total = 0.0
+    for info in tensors.values():
+        if len(info.shape) != 2:
+            continue
+        share = 1.0
+        if found := _OF_EXPERT.match(info.name):
+            mixture = config.mixture(int(found[1]))
+            share = mixture.router.used / mixture.router.count if mixture else 1.0
+        total += share * ops.weight_nbytes((info.shape[0], info.shape[1]), info.format)
+    return round(total)
 
 
 KINDS = {"prompt": _prompt, "decode": _decode}
