@@ -113,8 +113,9 @@ def compare(contestants: Mapping[str, Callable[[], Record]], runs: int) -> Recor
     ours = turns.pop("localrt")
     rates = [one["value"] for one in ours]
     result: Record = {"localrt": summary(rates), "peers": {}}
-    if "of_floor" in ours[0]:
-        result["of_floor"] = summary([one["of_floor"] for one in ours])
+    for key in ("of_floor", "meetings", "waiting"):
+        if key in ours[0]:
+            result[key] = summary([one[key] for one in ours])
     for name, theirs in turns.items():
         peer = [one["value"] for one in theirs]
         result["peers"][name] = {

@@ -73,15 +73,27 @@ def _prompt(session: Any, ops: NativeOps, job: dict[str, Any]) -> dict[str, floa
 
 
 def _decode(session: Any, ops: NativeOps, job: dict[str, Any]) -> dict[str, float]:
-    """Decode speed, and its share of the plain read rate measured before and after."""
+    """Decode speed, its share of the plain read rate measured before and after, how often threads
+    meet for a token, and the share of time that the first waits for the others there.
+    """
     data = np.ones(READ_BYTES, np.uint8)
 
     def read_s() -> float:
         return min(_time(ops.read_all, data) for _ in range(5))
 
-    before, rate, after = read_s(), _rate(session, job, 1), read_s()
+    before, (met, waited) = read_s(), ops.counts()
+    start = time.perf_counter()
+    rate = _rate(session, job, 1)
+    took = time.perf_counter() - start
+    counts, after = ops.counts(), read_s()
     of_floor = rate * _token_nbytes(job["model"], ops) * (before + after) / 2 / READ_BYTES
-    return {"value": rate, "of_floor": of_floor}
+    meetings = (counts[0] - met) / (job["tokens"] * job["repeats"])
+    return {
+        "value": rate,
+        "of_floor": of_floor,
+        "meetings": meetings,
+        "waiting": (counts[1] - waited) / took,
+    }
 
 
 def _token_nbytes(path: str, ops: NativeOps) -> int:

@@ -637,6 +637,12 @@ class NativeOps(
         self.follow_limits()
         self._api.lrt_search_scales(self._handle, args)
 
+    def counts(self) -> tuple[int, float]:
+        """How often all threads have met, and the seconds that the first waited there."""
+        found = np.zeros(2, np.int64)
+        self._api.lrt_counts(self._handle, found.ctypes.data)
+        return int(found[0]), found[1] / 1e9
+
     def read_all(self, data: npt.NDArray[np.uint8]) -> None:
         """Read every byte once, on all threads."""
         self._api.lrt_read_all(self._handle, data.ctypes.data, data.nbytes)

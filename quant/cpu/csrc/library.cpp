@@ -18,7 +18,7 @@ struct Runtime {
     const char* isa;
 };
 
-LRT_API int lrt_abi_version() { return 31; }
+LRT_API int lrt_abi_version() { return 32; }
 
 // `isa` is such a name, or empty for the best compiled one; returns null if the processor or the library lacks it.
 LRT_API Runtime* lrt_create(int threads, const char* isa) {
@@ -31,6 +31,7 @@ LRT_API Runtime* lrt_create(int threads, const char* isa) {
 LRT_API void lrt_destroy(Runtime* runtime) { delete runtime; }
 // Sets the number of threads, between two calls by the calling thread. Returns the actual number.
 LRT_API int lrt_resize(Runtime* runtime, int threads) { return runtime->context.pool.resize(threads); }
+LRT_API void lrt_counts(const Runtime* runtime, int64_t* counts) { runtime->context.pool.counts(counts, counts + 1); }
 LRT_API const char* lrt_isa(const Runtime* runtime) { return runtime->isa; }
 
 LRT_API void lrt_norm_qkv_rope_append(Runtime* r, const AttentionArgs* args) { r->kernels.norm_qkv_rope_append(r->context, *args); }

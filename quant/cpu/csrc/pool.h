@@ -22,6 +22,8 @@ class Pool {
     // Sets the number of threads and returns the actual one. Not to be called within `dispatch`.
     int resize(int threads);
     void dispatch(int count, void (*call)(void*, int), void* context);
+    // So far: times that all threads met, and nanoseconds that the calling thread waited for the others there.
+    void counts(int64_t* meetings, int64_t* waited) const;
 
   private:
     struct State;
