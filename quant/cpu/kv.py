@@ -134,14 +134,14 @@ def token_nbytes(shapes: Sequence[tuple[int, int]], kv_format: CacheFormat) -> i
     return sum(block_nbytes(groups, width, kv_format) for groups, width in shapes) // BLOCK_TOKENS
 
 
-def map_zeros(nbytes: int) -> npt.NDArray[np.uint8]:
+def map_zeros(nbytes: int, *, large_pages: bool = False) -> npt.NDArray[np.uint8]:
     """Page-aligned zeros that are not resident before they are written.
 
     Raises:
         MemoryBudgetError: the system refuses the allocation.
     """
     with _refused(nbytes):
-        return np.frombuffer(system.map_zeros(max(nbytes, 1)), np.uint8)
+        return np.frombuffer(system.map_zeros(max(nbytes, 1), large_pages=large_pages), np.uint8)
 
 
 @contextmanager
@@ -156,7 +156,7 @@ def _refused(nbytes: int) -> Iterator[None]:
 
 def map_floats(count: int) -> npt.NDArray[np.float32]:
     """The same, for so many float32 numbers."""
-    return map_zeros(4 * max(1, count)).view(np.float32)[:count]
+    return map_zeros(4 * max(1, count), large_pages=True).view(np.float32)[:count]
 
 
 class NativeKVCache(GrowingCache):

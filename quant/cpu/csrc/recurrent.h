@@ -197,6 +197,9 @@ struct Columns {
     F16L next(F16L s, int i) const { return F16L::set1(k[i]).fma(d, s * F16L::set1(decays[each ? i : 0])); }
 };
 
+// Processors fetch ahead within a page only: lines of a state are asked for a page before they are used.
+constexpr int AHEAD = 64;
+
 // Products of one or two vectors with the state `from`, or with `to`, the state after `add`. Each has four sums, for
 // short dependency chains.
 template <bool ADD, bool FIRST, bool SECOND>
@@ -205,6 +208,7 @@ inline void step_columns(const float* from, float* to, int size, const Columns& 
     for (int j = 0; j < 4; j++) xs[j] = ys[j] = F16L::zero();
     int i = 0;
     auto take = [&](int i, int j) {
+        __builtin_prefetch(from + 16 * (i + AHEAD), ADD);
         F16L s = F16L::load(from + 16 * i);
         if (ADD) {
             s = add.next(s, i);
@@ -411,9 +415,12 @@ void recurrent(Context& context, const RecurrentArgs& args) {
     const Sequences sequences(context, args, shape, wide, joined);
     const int all = sequences.all, *owners = sequences.owners, *numbers = sequences.numbers;
     const Rows* list = sequences.list;
-    parallel(context, all, [&](int task) {
-        const Rows& rows = list[owners[task]];
-        const int i = numbers[task];
+    const auto eight = [&](auto each) {  // rows a task
+        parallel(context, (all + 7) / 8, [&](int task) {
+            for (int i = 8 * task; i < least(all, 8 * task + 8); i++) each(list[owners[i]], numbers[i]);
+        });
+    };
+    eight([&](const Rows& rows, int i) {
         if (i < rows.waiting) return rows.take_kept(i, shape);
         float* projected = rows.fresh + (size_t)(i - rows.waiting) * shape.width;
         if (args.kind == CONV)
@@ -423,12 +430,12 @@ void recurrent(Context& context, const RecurrentArgs& args) {
     });
     keep_and_convolve(context, args, shape, list);
     if (args.kind != CONV) {
-        parallel(context, (all + 7) / 8, [&](int task) {
-            for (int i = 8 * task; i < least(all, 8 * task + 8); i++) normalize_keys(args, shape, list[owners[i]], numbers[i]);
-        });
-        const int blocks = (args.value_size + 15) / 16;
-        parallel(context, args.span_count * args.heads * blocks, [&](int task) {
-            Scan(args, shape, list[task / (args.heads * blocks)], task / blocks % args.heads, task % blocks).run();
+        eight([&](const Rows& rows, int i) { normalize_keys(args, shape, rows, i); });
+        const int blocks = (args.value_size + 15) / 16, parts = (blocks + 3) / 4;
+        parallel(context, args.span_count * args.heads * parts, [&](int task) {
+            const int first = task % parts * 4;
+            for (int block = first; block < least(first + 4, blocks); block++)
+                Scan(args, shape, list[task / (args.heads * parts)], task / parts % args.heads, block).run();
         });
     }
     parallel(context, (args.rows + 7) / 8, [&](int task) {
