@@ -158,6 +158,7 @@ def test_the_summarizer(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.real
+@pytest.mark.slow
 def test_the_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("llguidance")
     path = real_model("smollm2")
@@ -173,6 +174,7 @@ def test_the_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.real
+@pytest.mark.slow
 def test_the_guide(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Every block of docs/embedding.md, in order, in one namespace."""
     pytest.importorskip("llguidance")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,35 @@ def test_idle_adapter_leaves(
     core_of(model).free_idle()
     with pytest.raises(MemoryBudgetError):  # none of them makes room for the other
         model.generate(PROMPT, adapter={"first": 0.5, "second": 0.5}, **GREEDY)
+
+
+@needs_kernels
+def test_the_adapter_that_was_idle_longest_leaves(
+    model: localrt.Model,
+    adapters: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, room = engine_of(model), [0]
+    third = Path(shutil.copytree(adapters["first"], tmp_path / "third"))
+    file = third / "adapter_config.json"
+    file.write_text(file.read_text().replace("64", "32"))
+    for name in ("second", "first"):
+        model.generate(PROMPT, adapter=name, **GREEDY)
+    core_of(model).free_idle()
+
+    def take(nbytes: int) -> None:
+        if nbytes > room[0]:
+            raise MemoryBudgetError("there is no room")
+        room[0] -= nbytes
+
+    monkeypatch.setattr(engine, "take_ram", take)
+    model.add_adapter("third", third)
+    model.remove_adapter("third")
+    room[0] = -(1 << 40)  # what is loaded now is all there is
+    model.generate(PROMPT, adapter="first", **GREEDY)
+    with pytest.raises(MemoryBudgetError):
+        model.generate(PROMPT, adapter="second", **GREEDY)
 
 
 @needs_kernels

@@ -23,6 +23,8 @@ from localrt.engine.speculation import Speculation
 from localrt.engine.types import Chunk
 from localrt.speculative.batch_tuner import BatchTuner
 from localrt.speculative.ngram import Archive, NgramSource
+from localrt.speculative.source import TreeSize
+from localrt.speculative.tree import TokenTree
 from localrt.speculative.tuner import Tuner
 from tests.conftest import needs_kernels
 from tests.engine.fake_session import ByteTokenizer
@@ -116,16 +118,23 @@ def test_same_tokens(engine: NativeEngine, sampling: str) -> None:
 def test_spared_passes(
     engine: NativeEngine, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    passes = []
-    extend = engine.extend_trees
+    passes, sizes = [], list[TreeSize]()
+    extend, propose = engine.extend_trees, Knowing.propose
 
     def counted(parts: Any, *beside: Any, **options: Any) -> Any:
         passes.append([len(tree) for _, _, tree in parts])
         return extend(parts, *beside, **options)
 
+    def sized(self: Knowing, history: Any, size: TreeSize, **options: Any) -> TokenTree:
+        sizes.append(size)
+        return propose(self, history, size, **options)
+
     monkeypatch.setattr(engine, "extend_trees", counted)
+    monkeypatch.setattr(Knowing, "propose", sized)
     said = batch(engine, requests(knowing(alone)))
     assert len(passes) < 20
+    # The rest of an answer limits how deep drafts are, not how many
+    assert min(size.depth for size in sizes) < 8 <= min(size.budget for size in sizes)
     metrics = [chunks[-1].metrics for chunks in said]
     assert all((m.accepted_per_pass or 0) > 1.5 for m in metrics)
     assert all("other answers share" in str(m.speculation) for m in metrics)

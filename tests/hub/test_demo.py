@@ -138,19 +138,21 @@ def test_neither_hub_nor_index(index: Path, settings: Settings) -> None:
 @pytest.mark.parametrize(
     ("lines", "why"),
     [
-        ("Collecting it\\nERROR: no such wheel\\n[notice] a new release", "ERROR: no such wheel"),
-        ("Collecting it\\nKilled", "Killed"),
+        ("Progress 1 of 9\\nERROR: no such wheel\\n[notice] a new release", "ERROR: no such wheel"),
+        ("Killed\\nProgress 1 of 9", "Killed"),
     ],
     ids=["its error", "its last line without one"],
 )
-def test_why_pip_failed(
+def test_progress_of_pip_and_why_it_failed(
     lines: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     popen, code = subprocess.Popen, f"print('{lines}'); raise SystemExit(1)"
     command = [sys.executable, "-S", "-c", code]
     monkeypatch.setattr(subprocess, "Popen", lambda _, **options: popen(command, **options))
+    steps: list[Progress] = []
     with pytest.raises(HubError, match=re.escape(f"({why})")):
-        package_index.download_wheel("it==1", tmp_path)
+        package_index.download_wheel("it==1", tmp_path, progress=steps.append)
+    assert steps == [Progress("download", 1, 9, "bytes", "it==1")]
 
 
 def test_it_is_not_fetched_unasked(hub: FakeHub, settings: Settings) -> None:

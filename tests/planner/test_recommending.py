@@ -49,7 +49,7 @@ GPU = "virtual:8GB@12GB/s,256GB/s,20TFLOPS"
 
 
 @pytest.fixture
-def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given_rates: None) -> Settings:
     """However much of this machine's memory is free, all that is given counts."""
     monkeypatch.setattr(measure, "ram_budget", lambda ram: ram)
     return Settings.from_environment({"HF_HOME": str(tmp_path), "LOCALRT_CACHE": str(tmp_path)})

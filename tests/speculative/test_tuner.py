@@ -161,6 +161,14 @@ def test_changes() -> None:
     assert min(speeds(3, 150)) > 0.98
 
 
+def test_tried_again_within_an_answer() -> None:
+    world = World(resident, {"model": 0.0}, {"model": 0.002})
+    run = Tuner({"model": 0.002 / resident(1)}).start(1000, ["model"])
+    assert world.generation(run, 400) > 0.98
+    world.chance["model"] = 0.9
+    assert world.generation(run, 600) > 1.3
+
+
 @pytest.mark.slow
 def test_next_text_is_tried_anew() -> None:
     world = World(resident, {"model": 0.2, "ngram": 0.3}, {"model": 0.001})

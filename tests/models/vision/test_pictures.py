@@ -95,19 +95,21 @@ class Ids(dict[str, int]):
         return 3 + len(text) % 200
 
 
-INTERN = ("internvl", "internvl-positions")
+CHATTING = (
+    *("gemma3", "idefics3", "smolvlm", "lfm2-vl-tiles", "internvl", "internvl-positions"),
+    *("minicpm-v", "llava", "mistral3", "ministral3"),
+)
+WHOLE = ("gemma3", "minicpm-v")  # pictures in passes of a whole prompt, of each kind of attention
 
 
 @pytest.mark.usefixtures("given_rates")
 @pytest.mark.parametrize(
     ("name", "rows"),
     [
-        *itertools.product(
-            (
-                *("gemma3", "idefics3", "smolvlm", "lfm2-vl-tiles", *INTERN, "minicpm-v"),
-                *("llava", "mistral3", "ministral3"),
-            ),
-            (512, 7),
+        *((name, 7) for name in CHATTING),
+        *(
+            pytest.param(name, 512, marks=() if name in WHOLE else pytest.mark.slow)
+            for name in CHATTING
         ),
         ("gemma4-clipped", 7),
         ("gemma4-both-ways", 7),

@@ -134,9 +134,9 @@ def recurrent() -> Iterable[Program]:
 @pytest.mark.parametrize(
     ("target", "programs"),
     [
-        *((75, programs) for programs in (products, steps, recurrent)),
-        *(pytest.param(*case, marks=SLOW) for case in [(75, attention), (120, attention)]),
-        pytest.param(120, products, marks=SLOW),
+        (75, products),
+        *(pytest.param(75, programs, marks=SLOW) for programs in (attention, steps, recurrent)),
+        *(pytest.param(120, programs, marks=SLOW) for programs in (attention, products)),
     ],
 )
 def test_other_generations(target: int, programs: Callable[[], Iterable[Program]]) -> None:
