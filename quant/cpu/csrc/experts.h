@@ -216,8 +216,6 @@ inline void reserve_inner(Context& context, Crowd& crowd) {
 // Some tiles of an expert's matrix for a chunk of its rows; part -1 is gate and up together.
 struct Portion { int busy, part, column, tile, tiles, chunk; };
 
-inline int tiles_of(const Matrix& m) { return (m.rows + 15) / 16; }
-
 // Calls fn(part, tiles, unit, column) for an expert's matrices of one step.
 template <class Fn> inline void each_part(const Busy& b, bool down, Fn fn) {
     if (!down && b.gated) return fn(-1, tiles_of(b.halves.gate), gated_unit(b.expert->down), 0);

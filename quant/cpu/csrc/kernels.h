@@ -21,6 +21,7 @@
 struct Kernels {
     void (*norm_qkv_rope_append)(Context&, const AttentionArgs&);
     void (*attention_output)(Context&, const AttentionArgs&);
+    void (*attention)(Context&, const AttentionArgs&);  // both
     void (*norm_gated_mlp)(Context&, const MlpArgs&);
     void (*norm_route)(Context&, const RouteArgs&);
     int (*run_experts)(Context&, const ExpertArgs&);

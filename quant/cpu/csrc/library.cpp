@@ -85,7 +85,12 @@ LRT_API void lrt_run(Runtime* r, const Step* steps, int count) {
             case STEP_READ_ROWS:
                 r->kernels.read_rows(*(const Matrix*)s->args, (const int64_t*)s->y, s->count, s->scale, s->x);
                 break;
-            case STEP_QKV: r->kernels.norm_qkv_rope_append(r->context, *(const AttentionArgs*)s->args); break;
+            case STEP_QKV:
+                if (s + 1 < steps + count && s[1].kind == STEP_ATTENTION)
+                    r->kernels.attention(r->context, *(const AttentionArgs*)(++s)->args);
+                else
+                    r->kernels.norm_qkv_rope_append(r->context, *(const AttentionArgs*)s->args);
+                break;
             case STEP_ATTENTION: r->kernels.attention_output(r->context, *(const AttentionArgs*)s->args); break;
             case STEP_MLP: r->kernels.norm_gated_mlp(r->context, *(const MlpArgs*)s->args); break;
             case STEP_HEAD: r->kernels.head(r->context, *(const HeadArgs*)s->args); break;
