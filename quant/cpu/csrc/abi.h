@@ -248,6 +248,14 @@ struct ExpertArgs {
     float limit;
 };
 
+// The sum of a row's slots times their weights, in the order of k, then of `shared`.
+struct CombineArgs {
+    const float *slots, *weights;  // (R * used, D), (R, used)
+    const float* shared;           // (R, D), or null
+    float* out;                    // (R, D); may be `shared`
+    int32_t rows, used, cols;
+};
+
 // A layer whose experts a GPU and the CPU compute at once: see quant/cuda/hybrid_exchange.py. Of `experts`, whose x is
 // ready once the GPU has set its ticket, those are computed that are not `present` on the GPU.
 struct SharedLayer {

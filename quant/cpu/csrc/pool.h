@@ -48,7 +48,8 @@ class Scratch {
 struct Context {
     explicit Context(int threads) : pool(threads) {}
     Pool pool;
-    struct Rows { Scratch normed, codes, meta, starts; } rows, inner;  // for a step, and for its second half
+    // For a step and its second half; for a mixture's experts, and a shared one.
+    struct Rows { Scratch normed, codes, meta, starts; } rows, inner, chosen, shared_rows, shared_inner;
     Scratch wide, gated, partial, joined, tasks, more_tasks, ready, crowd, places, low, low_codes, low_sums;
     AdapterArgs adapters = {};
 };
