@@ -113,12 +113,12 @@ LRT_API void lrt_run(Runtime* r, const Step* steps, int end, int* done) {
             case STEP_MLP: lrt_norm_gated_mlp(r, (const MlpArgs*)s.args); break;
             case STEP_ROUTE: {
                 const RouteArgs& args = *(const RouteArgs*)s.args;
-                const int steps = mixture_of_row(r, &s);
-                if (!steps) lrt_norm_route(r, &args);
-                else *done += steps - 1;
+                const int together = mixture_of_row(r, &s);
+                if (!together) lrt_norm_route(r, &args);
                 float sum = 0;
                 for (int k = 0; k < args.used; k++) sum += args.weights[k];
                 if (!std::isfinite(sum)) return;
+                if (together) *done += together - 1;
                 break;
             }
             case STEP_EXPERTS:
