@@ -110,10 +110,10 @@ class Tape:
     def _check(self, args: ctypes.Structure) -> None:
         """Only memory that is noted can be repeated: Python computes what is in other arrays."""
         for name in _OF_PASS:
-            at = getattr(args, name, None)
-            known = at is None or at in self.arrays
-            if not (known or any(0 < at - start < a.nbytes for start, a in self.arrays.items())):
-                self.broken = True
+            at: int | None = getattr(args, name, None)
+            if at is not None and at not in self.arrays:
+                inside = (0 < at - start < a.nbytes for start, a in self.arrays.items())
+                self.broken |= not any(inside)
 
     def _own(self, args: ctypes.Structure) -> ctypes.Structure:
         """A copy of arguments that other passes fill in their way."""
