@@ -18,12 +18,15 @@ from localrt.models.layers.moe import SparseMlp
 from localrt.quant.cpu import ops as native_ops
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cpu.replay import ReplayedForward
+from localrt.quant.methods.quantize import quantize, quantized_format
 from localrt.quant.ops import states
 from localrt.quant.ops.arrays import AFTER_LAST, Features
 from localrt.quant.ops.hybrid_cache import states_of
+from localrt.quant.ops.kv_formats import KV_FORMATS
 from localrt.quant.ops.protocol import Batch, Span
 from tests.conftest import needs_kernels
-from tests.models.tiny import CONFIGS, SIZES, load_ours, relative_error, tokens
+from tests.models.tiny import CONFIGS, SIZES, load_ours, random_model, relative_error, tokens
+from tests.models.tiny_configs import MIXTURES
 from tests.ops.test_native_matmul import ISAS
 
 pytestmark = needs_kernels
@@ -183,6 +186,52 @@ def test_kept_states(name: str, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> 
             assert (mine.position, mine.length) == (other.position, other.length)
             np.testing.assert_array_equal(mine.data, other.data)
     assert forward.calls == 3
+
+
+class PackedOps(NativeOps):
+    """Keeps a float model's matrices in four bits."""
+
+    def weight(self, shape: tuple[int, int], blocks: Any) -> Any:
+        rows = [np.asarray(block.data).view(np.float32).reshape(-1, shape[1]) for block in blocks]
+        format_ = quantized_format("int4-g32m")
+        return super().weight(shape, [quantize(each, format_).tensor for each in rows])
+
+
+_DELTA = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
+_MAMBA = {
+    "mamba_d_state": 32,
+    "mamba_d_head": 32,
+    "mamba_n_heads": 4,
+    "shared_intermediate_size": 96,
+}
+# Sizes in whole groups of columns.
+WHOLE: dict[str, dict[str, int]] = {
+    **dict.fromkeys(("gemma2", "gpt-oss", "lfm2-moe", "qwen2", "qwen3-moe"), {}),
+    **dict.fromkeys(("qwen3.5", "qwen3.5-moe"), _DELTA),
+    "granite-hybrid-moe": _MAMBA,
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_threads_meet_three_times_a_layer(name: str, tmp_path: Path) -> None:
+    """At most, in decode steps of packed weights, which have the bits of plain passes."""
+    config = {**CONFIGS, **MIXTURES}[name]()
+    for size, value in WHOLE[name].items():
+        setattr(config, size, value)
+    random_model(config).save_pretrained(tmp_path)
+    for threads, kv_format in enumerate(KV_FORMATS, 1):
+        ops = PackedOps(threads=threads, kv_format=kv_format)
+        decoder = load_ours(tmp_path, ops, context=300)
+        replayed, forward = replaying(decoder)
+        caches = [decoder.cache(300) for _ in range(2)]
+        decoder.forward(Batch.extend([(cache, tokens(270, seed=2)) for cache in caches]))
+        for token in tokens(6, seed=1):
+            plain, own = (Batch.extend([(cache, [token])]) for cache in caches)
+            expected = decoder.forward(plain)
+            before, _ = ops.counts()
+            np.testing.assert_array_equal(replayed(own), expected)
+            assert ops.counts()[0] - before <= 3 * config.num_hidden_layers + 1
+        assert forward.calls == 3
 
 
 def sparse_layers(decoder: Decoder) -> list[SparseMlp]:

@@ -485,6 +485,7 @@ struct RowMixture {
             }
         };
         const int prepares = shared ? 3 : 2;
+        if (!shared) context.pool.meet();  // where experts are chosen
         parallel(context, prepares + ranked + shared_gates + tasks + (shared ? downs : 0), [&](int task) {
             if (task < prepares) return prepare_one(task);
             if ((task -= prepares) < ranked) return choose(task);

@@ -23,8 +23,10 @@ class Pool {
     // Sets the number of threads and returns the actual one. Not to be called within `dispatch`.
     int resize(int threads);
     void dispatch(int count, void (*call)(void*, int), void* context);
-    // So far: times that all threads met, and nanoseconds that the calling thread waited for the others there.
+    // So far: times that all threads met, in `dispatch` or within tasks, which say so; and nanoseconds that the calling thread
+    // waited for the others there.
     void counts(int64_t* meetings, int64_t* waited) const;
+    void meet();
 
   private:
     struct State;

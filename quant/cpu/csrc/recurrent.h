@@ -420,7 +420,7 @@ struct RowRecurrence {
 
     bool fits(const Context& context) const {
         bool fits = args.rows == 1 && args.span_count == 1 && !args.spans->parents && !context.adapters.rows && !shape.rank;
-        fits &= (shape.channels_at | shape.gates_at | shape.strengths_at | shape.v | part | 2 * shape.keys) % 16 == 0 && shape.inner % 32 == 0;
+        fits &= (shape.channels_at | shape.gates_at | shape.strengths_at | shape.v | part | (args.kind == CONV ? 0 : 2 * shape.keys)) % 16 == 0 && shape.inner % 32 == 0;
         fits &= part % most(32, args.proj.hadamard) == 0 && shape.inner % most(32, args.proj.hadamard) == 0;
         for (int i = 0; i < args.proj.count; i++) fits &= is_packed(args.proj.parts[i].layout);
         for (int i = 0; i + 1 < args.mix.count; i++) fits &= args.mix.parts[i].rows % 16 == 0;
@@ -497,6 +497,7 @@ struct RowRecurrence {
             if (!whole) return finish(line, begin, end, joined, results);
             if (left.finish()) finish(line, 0, shape.inner, joined, results);
         };
+        if (whole) context.pool.meet();
         parallel(context, 1 + commons + parts * (channels + scans) + shares.count, [&](int task) {
             if (task == 0) {
                 acts = prepare(context, context.rows, args.x, nullptr, 1, args.norm, args.eps, args.mix);
