@@ -198,17 +198,13 @@ class PackedOps(NativeOps):
 
 
 _DELTA = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
-_MAMBA = {
-    "mamba_d_state": 32,
-    "mamba_d_head": 32,
-    "mamba_n_heads": 4,
-    "shared_intermediate_size": 96,
-}
+_MAMBA = {"mamba_d_state": 32, "mamba_d_head": 32, "mamba_n_heads": 4}
 # Sizes in whole groups of columns.
 WHOLE: dict[str, dict[str, int]] = {
-    **dict.fromkeys(("gemma2", "gpt-oss", "lfm2-moe", "qwen2", "qwen3-moe"), {}),
-    **dict.fromkeys(("qwen3.5", "qwen3.5-moe"), _DELTA),
-    "granite-hybrid-moe": _MAMBA,
+    **{name: {} for name in ("gemma2", "gpt-oss", "lfm2-moe", "qwen2", "qwen3-moe")},
+    "granite-hybrid-moe": {**_MAMBA, "shared_intermediate_size": 96},
+    "qwen3.5": _DELTA,
+    "qwen3.5-moe": _DELTA,
 }
 
 
