@@ -2,9 +2,9 @@
 
     python -m benchmarks.cpu [--isa avx2] [--ik LLAMA_BENCH] [--llamacpp LLAMA_BENCH]
         [--models smollm2 FILE.gguf] [--only prompt-512,decode] [--runs 5] [--json FILE]
-    python -m benchmarks.cpu --shapes qwen3-30b-a3b qwen3.5-4b [--layers 8] ...
+    python -m benchmarks.cpu --shape qwen3-30b-a3b [qwen3.5-4b ...] [--layers 8] ...
 
-With ``--shapes``, models are random weights of shapes in ``localrt/hub/known_configs.json``, packed
+With ``--shape``, models are random weights of shapes in ``localrt/hub/known_configs.json``, packed
 as they are published: as many layers as 6 GB hold, each written before it is measured and removed
 behind it.
 
@@ -167,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command.make_parser(__doc__, runs=5)
     parser.add_argument("--isa", type=command.isa_name, default="", help="default: the best here")
     parser.add_argument("--models", nargs="+", help="names or files")
-    parser.add_argument("--shapes", nargs="+", default=[], help="random weights")
+    parser.add_argument("--shape", nargs="+", default=[], metavar="NAME", help="random weights")
     parser.add_argument("--layers", type=int, help="of shapes (default: as many as 6 GB hold)")
     parser.add_argument("--ik", type=Path, metavar="LLAMA_BENCH", help="of ik_llama.cpp")
     parser.add_argument("--llamacpp", type=Path, metavar="LLAMA_BENCH", help="of llama.cpp")
@@ -181,9 +181,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     file = args.json or command.RESULTS / f"cpu-{args.isa}.json"
     about = {"isa": args.isa, "threads": default_threads(), "runs": args.runs}
     results = Results(file, command.cited_command("cpu", arguments), "numpy", **about)
-    models = args.models or ([] if args.shapes else list(MODELS))
+    models = args.models or ([] if args.shape else list(MODELS))
     paths = {model: command.find_model(model) for model in models}
-    for model in (*models, *args.shapes):
+    for model in (*models, *args.shape):
         with ExitStack() as stack:
             known, path = model if model in MODELS else FILE, paths.get(model)
             title = MODELS.get(model, Path(model).stem)

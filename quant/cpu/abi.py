@@ -47,7 +47,9 @@ SCORINGS = CPP.numbers("Scoring", "softmax sigmoid softmax-chosen sqrt-softplus"
 FAMILIES = CPP.numbers("Family", "even even-with-minimum nf4 mxfp4 nvfp4 q3_k q2_k iq4_nl")
 STEP_KINDS = CPP.numbers(
     "StepKind",
-    "lrt_read_rows lrt_norm_qkv_rope_append lrt_attention_output lrt_norm_gated_mlp lrt_head add",
+    "lrt_read_rows lrt_norm_qkv_rope_append lrt_attention_output lrt_norm_latent_append"
+    " lrt_latent_output lrt_recurrent lrt_norm_gated_mlp lrt_norm_route lrt_run_experts"
+    " lrt_combine_experts lrt_norm_rows lrt_head add",
 )
 """What a ``Step`` does: a function of the library, or a sum."""
 
@@ -150,6 +152,16 @@ class ExpertParts(Structure):
 @CPP.struct("ExpertArgs")
 class ExpertArgs(Structure):
     """Experts of a layer, and the rows that chose them."""
+
+
+@CPP.struct("CombineArgs")
+class CombineArgs(Structure):
+    """The sum of experts' results."""
+
+
+@CPP.struct("NormArgs")
+class NormArgs(Structure):
+    """A norm in place."""
 
 
 @CPP.struct("SharedLayer")

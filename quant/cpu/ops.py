@@ -20,7 +20,9 @@ from localrt.common.errors import MissingExtraError, OptionError
 from localrt.quant.cpu.abi import (
     ACTIVATIONS,
     VISION_STEPS,
+    CombineArgs,
     HeadArgs,
+    NormArgs,
     SearchArgs,
     VisionArgs,
     find_library,
@@ -192,9 +194,9 @@ class NativeOps(
         finally:
             self._api, self._tape = library, None
 
-    def run_steps(self, first: object, count: int) -> None:
-        """Run ``count`` recorded steps, ``first`` being the first of them in their array."""
-        self._api.lrt_run(self._handle, first, count)
+    def run_steps(self, steps: object, end: int, done: int) -> None:
+        """Run recorded steps up to ``end``; the number at ``done`` counts them. One may fail."""
+        self._api.lrt_run(self._handle, steps, end, done)
 
     def recorder(self) -> None:
         """Nothing is recorded."""
@@ -255,7 +257,7 @@ class NativeOps(
             step.masks.append(mask)
         self.begin_adapters(batch)
         if self._tape is not None:
-            self._tape.tables = step.tables
+            self._tape.step = step
         return step
 
     def embed(
@@ -296,8 +298,6 @@ class NativeOps(
     ) -> Floats:
         q = self._array(step.rows * (2 if spec.has_gates else 1), spec.heads * spec.head_dim)
         turns = self._turns_of(weights, spec)
-        if self._tape is not None and turns is not None:
-            self._tape.broken = True  # they depend on positions
         args = attention_args(weights, spec, step, layer, turns)
         args.x, args.q = self._locate(x), self._locate(q)
         self._api.lrt_norm_qkv_rope_append(self._handle, args)
@@ -426,7 +426,7 @@ class NativeOps(
         return out
 
     def norm(self, x: Floats, weight: NativeVector, eps: float) -> Floats:
-        self._api.lrt_norm_rows(self._handle, locate(x), *x.shape, weight.address, eps)
+        self._api.lrt_norm_rows(self._handle, NormArgs(locate(x), weight.address, *x.shape, eps))
         return x
 
     def norm_sum(self, y: Floats, more: Floats | None, weight: NativeVector, eps: float) -> Floats:
@@ -467,7 +467,7 @@ class NativeOps(
         ranked, used = args.ranked, args.used
         normed = self._array(rows, hidden)
         # One array behind all three results: asking where an array lies costs as much as making it.
-        results = np.empty(rows * (2 * ranked + used), np.float32)
+        results = self._array(rows, 2 * ranked + used).reshape(-1)
         address, plane = locate(results), rows * ranked
         args.x, args.normed = locate(x), locate(normed)
         args.experts, args.scores, args.weights = (
@@ -487,7 +487,10 @@ class NativeOps(
         """(R * K, D): the array released last, if it fits."""
         shape = (routing.weights.size, normed.shape[1])
         spare, self._slots = self._slots, None
-        return spare if spare is not None and spare.shape == shape else np.empty(shape, np.float32)
+        slots = spare if spare is not None and spare.shape == shape else np.empty(shape, np.float32)
+        if self._tape is not None:
+            self._tape.note(slots)
+        return slots
 
     def run_experts(
         self,
@@ -541,18 +544,11 @@ class NativeOps(
     ) -> Floats:
         weights = np.ascontiguousarray(routing.weights, np.float32)
         weights = weights if weighted else np.ones_like(weights)
-        (rows, used), hidden = weights.shape, slots.shape[1]
-        out = self._array(rows, hidden) if shared is None else shared
-        self._api.lrt_combine_experts(
-            self._handle,
-            locate(slots),
-            locate(weights),
-            None if shared is None else locate(shared),
-            rows,
-            used,
-            hidden,
-            locate(out),
-        )
+        out = self._array(len(weights), slots.shape[1]) if shared is None else shared
+        args = CombineArgs(locate(slots), locate(weights), out=locate(out), cols=slots.shape[1])
+        args.rows, args.used = weights.shape
+        args.shared = None if shared is None else args.out
+        self._api.lrt_combine_experts(self._handle, args)
         self._slots = slots
         return out
 
@@ -675,7 +671,7 @@ class NativeOps(
         spare = self._spare.pop((rows, cols), None)
         array = np.empty((rows, cols), np.float32) if spare is None else spare
         if self._tape is not None:
-            self._tape.kept.append(array)
+            self._tape.note(array)
         return array
 
     def _locate(self, array: Floats) -> int:

@@ -6,6 +6,7 @@ Arguments are made once for both steps of a layer. It calls no kernel.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -52,18 +53,6 @@ RopeTables: TypeAlias = dict[tuple[int, int], tuple[Rope, NativeVector, NativeVe
 """Cosines and sines, by the rope's id and how many tokens earlier: hashing a rope is slow."""
 
 
-class _Places:
-    """Addresses of a sequence's states: asking numpy each time would outlast a step."""
-
-    __slots__ = ("held", "parents", "source", "source_rows", "target", "target_rows")
-
-    def __init__(self, span: Span, states: StatePass) -> None:
-        source, target = states.source, states.target
-        self.source, self.source_rows = source.states.ctypes.data, source.rows.ctypes.data
-        self.target, self.target_rows = target.states.ctypes.data, target.rows.ctypes.data
-        self.parents, self.held = _address(states.parents), span.cache.length
-
-
 @dataclass(slots=True)
 class NativePass:
     """A batch, and what all layers share of it: masks, rotary tables, arguments made once."""
@@ -78,8 +67,7 @@ class NativePass:
     masks: list[npt.NDArray[np.uint8] | None] = field(default_factory=list)
     tables: RopeTables = field(default_factory=dict)
     states: list[StatePass] = field(default_factory=list)  # of recurrent layers
-    state_spans: ctypes.Array[StateSpanArgs] | None = None
-    places: list[_Places] = field(default_factory=list)  # addresses of the above
+    state_spans: npt.NDArray[np.void] | None = None  # (layers, sequences) of ``StateSpanArgs``
     in_cache: npt.NDArray[np.int64] | None = None  # rows' places in their caches
     place_turns: RopeTables = field(default_factory=dict)  # see place_tables
 
@@ -102,34 +90,13 @@ class NativePass:
             cache.layer_done(layer, span.rows)
 
     def state_args(self, layer: int) -> int:
-        """The address of every sequence's memory of a recurrent layer, and of its rows.
-
-        It is valid until the next call.
-        """
-        if not self.states:
+        """The address of every sequence's memory of a recurrent layer, and of its rows."""
+        if self.state_spans is None:
             self.states = begin_states(self.batch.spans)
-            self.places = list(map(_Places, self.batch.spans, self.states))
-        spans = self.state_spans = (StateSpanArgs * len(self.states))()
-        for index, (span, states, at) in enumerate(
-            zip(self.batch.spans, self.states, self.places, strict=True)
-        ):
-            source, target = states.source, states.target
-            state, row = 4 * source.layout.states[layer], 4 * source.layout.rows[layer]
-            spans[index] = StateSpanArgs(
-                at.source + state,
-                at.target + state,
-                at.source_rows + source.ring * row,
-                at.target_rows + target.ring * row,
-                at.parents,
-                source.ring,
-                target.ring,
-                int(source.positions[layer]),
-                states.fold,
-                at.held,
-                span.rows,
-                states.extra,
-            )
-        return ctypes.addressof(spans)
+            layers = len(self.states[0].source.layout.specs)
+            self.state_spans = np.zeros((layers, len(self.states)), np.dtype(StateSpanArgs))
+            fill_states(self.state_spans, self.batch.spans, self.states)
+        return int(self.state_spans[layer].ctypes.data)
 
     def rope_tables(self, rope: Rope | None, back: int = 0) -> tuple[int, int] | tuple[None, None]:
         """Addresses of the pass's cosines and sines, each (R, rotary / 2).
@@ -160,6 +127,27 @@ class NativePass:
         return tables[1].address, tables[2].address
 
 
+def fill_states(
+    table: npt.NDArray[np.void], spans: Sequence[Span], passes: Sequence[StatePass]
+) -> None:
+    """Set ``table`` (layers, sequences) of ``StateSpanArgs`` to the memory that a pass begins with.
+
+    All layers at once: numpy takes as long for one of them.
+    """
+    for column, span, states in zip(table.T, spans, passes, strict=True):
+        source, target, layout = states.source, states.target, states.source.layout
+        state, row = (4 * np.array(starts[:-1]) for starts in (layout.states, layout.rows))
+        column["from"] = source.states.ctypes.data + state
+        column["to"] = target.states.ctypes.data + state
+        column["rows_from"] = source.rows.ctypes.data + source.ring * row
+        column["rows_to"] = target.rows.ctypes.data + target.ring * row
+        column["parents"] = _address(states.parents) or 0
+        column["ring_from"], column["ring_to"] = source.ring, target.ring
+        column["position"], column["fold"] = source.positions, states.fold
+        column["held"], column["rows"] = span.cache.length, span.rows
+        column["extra"] = states.extra
+
+
 def attention_args(
     weights: AttentionWeights,
     spec: AttentionSpec,
@@ -174,7 +162,7 @@ def attention_args(
         args.place_cos, args.place_sin = step.place_tables(spec.rope)
     args.cos, args.sin = step.rope_tables(spec.rope)
     args.spans, args.positions = step.span_args(layer), step.positions
-    args.rows, args.span_count = step.rows, len(step.spans)
+    args.rows, args.span_count, args.out = step.rows, len(step.spans), None
     return args
 
 

@@ -224,13 +224,17 @@ def _matrix(tensor: TiledTensor, site: int) -> Matrix:
 class NativeExpertTable:
     """See ``ExpertTable``. All experts of a table have one shape, but any formats."""
 
-    capturable = sharable = False
+    sharable = False
 
     def __init__(self, count: int) -> None:
         self._parts = (ExpertParts * count)()
         self._weights: list[ExpertWeights | None] = [None] * count
         self._shape: tuple[int, int, int] | None = None
         self.args = ExpertArgs(table=ctypes.addressof(self._parts), count=count)
+
+    @property
+    def capturable(self) -> bool:
+        return None not in self._weights
 
     def takes(self, spec: ExpertSpec) -> bool:
         """Whether the experts have the matrices that ``spec`` computes with."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,21 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from localrt.common.errors import CancelledError
+from localrt.common.errors import CancelledError, CheckpointError
 from localrt.models.decoder import Decoder
+from localrt.models.layers.moe import SparseMlp
 from localrt.quant.cpu import ops as native_ops
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cpu.replay import ReplayedForward
+from localrt.quant.methods.quantize import quantize, quantized_format
+from localrt.quant.ops import states
 from localrt.quant.ops.arrays import AFTER_LAST, Features
+from localrt.quant.ops.hybrid_cache import states_of
+from localrt.quant.ops.kv_formats import KV_FORMATS
 from localrt.quant.ops.protocol import Batch, Span
 from tests.conftest import needs_kernels
-from tests.models.tiny import CONFIGS, load_ours, relative_error, tokens
+from tests.models.tiny import CONFIGS, SIZES, load_ours, random_model, relative_error, tokens
+from tests.models.tiny_configs import MIXTURES
 from tests.ops.test_native_matmul import ISAS
 
 pytestmark = needs_kernels
@@ -29,12 +36,19 @@ CAPACITY = 40
 TREE = np.tril(np.ones((3, 3), np.bool_))
 TREE[2, 1] = False  # two children of one token
 
-# Each way of attention, norms, activations and positions; the last two are not recorded.
+# Each way of attention, norms, activations and positions; some are not recorded.
 USUAL = (
     *("apertus", "cohere2", "deepseek-v3", "gemma2", "gemma4", "granite", "llama4-text"),
     *("ministral3", "olmo2", "qwen2", "falcon-h1", "qwen3.5"),
 )
-OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in sorted({*CONFIGS} - {*USUAL})]
+# A kind of mixture, hybrid, attention or block each.
+RECORDED = (
+    *("falcon-h1", "gemma2", "gemma4-moe", "glm4-moe-lite", "gpt-oss", "granite-hybrid-moe"),
+    *("kimi-linear", "lfm2-moe", "nemotron-h-moe", "qwen2", "qwen3-moe", "qwen3.5", "qwen3.5-moe"),
+)
+OTHERS = [
+    pytest.param(name, marks=pytest.mark.slow) for name in sorted({*CONFIGS} - {*USUAL, *RECORDED})
+]
 
 
 def load(path: Path, kv_format: Any = "bf16", threads: int | None = 2) -> Decoder:
@@ -73,7 +87,7 @@ def assert_same(ours: list[np.ndarray], theirs: list[np.ndarray]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "kv_format"),
-    [("qwen2", "int8"), *((name, "bf16") for name in USUAL)]
+    [("qwen2", "int8"), *((name, "bf16") for name in sorted({*USUAL, *RECORDED}))]
     + [pytest.param(*each.values, "bf16", marks=each.marks) for each in OTHERS],
 )
 def test_sequences_in_turn_and_replayed(
@@ -117,26 +131,149 @@ class Counted:
         return self.forward(batch, **options)
 
 
-def test_replays(tiny_folder: Path) -> None:
-    decoder = load(tiny_folder)
-    forward = Counted(decoder)
+def replaying(decoder: Decoder) -> tuple[Any, Counted]:
+    """Its passes, whose decode steps are replayed from now on; and those that are not."""
+    forward, cache = Counted(decoder), decoder.cache(CAPACITY)
     replayed: Any = ReplayedForward(decoder.ops, forward)  # type: ignore[arg-type]
-    cache = decoder.cache(CAPACITY)
-    for count in (5, 1, 1, 1):
-        replayed(Batch.extend([(cache, tokens(count))]), rows=[count - 1])
-    assert forward.calls == 2  # the prompt, and the step that is recorded
-    assert cache.length == 8
+    for token in (5, 5, 6):
+        replayed(Batch.extend([(cache, [token])]))
+    assert forward.calls == 3  # the second has the first one's token, and proves nothing
+    return replayed, forward
+
+
+def stopping(count: int) -> Callable[[], None]:
+    """A check that ends a pass when it is called once more than ``count`` times."""
+    calls = itertools.count()
 
     def check() -> None:
-        raise CancelledError("stop")
+        if next(calls) == count:
+            raise CancelledError("stop")
 
-    with pytest.raises(CancelledError):
-        replayed(Batch.extend([(cache, tokens(1))]), rows=[0], check=check)
-    assert cache.length == 8
+    return check
 
 
-def test_features(tiny_folder: Path) -> None:
-    decoder = load(tiny_folder)
+@pytest.mark.parametrize("name", RECORDED)
+def test_replays(name: str, tiny: Tiny) -> None:
+    """The bits of plain passes, also behind those that were cancelled anywhere."""
+    decoder = load(tiny(name)[0])
+    replayed, forward = replaying(decoder)
+    caches = [decoder.cache(CAPACITY) for _ in range(2)]
+    for number, token in enumerate(tokens(16, seed=1)):
+        plain, own = (Batch.extend([(cache, [token])]) for cache in caches)
+        with pytest.raises(CancelledError):
+            replayed(own, rows=[0], check=stopping(number % 8))
+        assert caches[1].length == number
+        np.testing.assert_array_equal(replayed(own, rows=[0]), decoder.forward(plain))
+    assert forward.calls == 3
+
+
+@pytest.mark.parametrize("name", ["granite-hybrid-moe", "lfm2-moe", "qwen3.5"])
+def test_kept_states(name: str, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Returns to earlier tokens behind replays, and the states that are saved."""
+    monkeypatch.setattr(states, "_KEEP_EVERY", 4)
+    decoder = load(tiny(name)[0])
+    replayed, forward = replaying(decoder)
+    caches = [decoder.cache(CAPACITY) for _ in range(2)]
+    for back in (0, 1, 3, 6, 2):
+        lengths = [cache.trim(max(0, cache.length - back)) for cache in caches]
+        assert lengths[0] == lengths[1]
+        for token in tokens(7, seed=back):
+            plain, own = (Batch.extend([(cache, [token])]) for cache in caches)
+            np.testing.assert_array_equal(replayed(own), decoder.forward(plain))
+        saved = [states_of(cache).saved() for cache in caches]
+        assert len(saved[0]) > 1
+        for mine, other in zip(*saved, strict=True):
+            assert (mine.position, mine.length) == (other.position, other.length)
+            np.testing.assert_array_equal(mine.data, other.data)
+    assert forward.calls == 3
+
+
+class PackedOps(NativeOps):
+    """Keeps a float model's matrices in four bits."""
+
+    def weight(self, shape: tuple[int, int], blocks: Any) -> Any:
+        rows = [np.asarray(block.data).view(np.float32).reshape(-1, shape[1]) for block in blocks]
+        format_ = quantized_format("int4-g32m")
+        return super().weight(shape, [quantize(each, format_).tensor for each in rows])
+
+
+_DELTA = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
+_MAMBA = {"mamba_d_state": 32, "mamba_d_head": 32, "mamba_n_heads": 4}
+# Sizes in whole groups of columns.
+WHOLE: dict[str, dict[str, int]] = {
+    **{name: {} for name in ("gemma2", "gpt-oss", "lfm2-moe", "qwen2", "qwen3-moe")},
+    "granite-hybrid-moe": {**_MAMBA, "shared_intermediate_size": 96},
+    "qwen3.5": _DELTA,
+    "qwen3.5-moe": _DELTA,
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_threads_meet_three_times_a_layer(name: str, tmp_path: Path) -> None:
+    """At most, in decode steps of packed weights, which have the bits of plain passes."""
+    config = {**CONFIGS, **MIXTURES}[name]()
+    for size, value in WHOLE[name].items():
+        setattr(config, size, value)
+    random_model(config).save_pretrained(tmp_path)
+    biased = name in ("gpt-oss", "qwen2")  # whose passes with quantized keys are not replayed
+    for threads, kv_format in enumerate(KV_FORMATS, 1):
+        ops = PackedOps(threads=threads, kv_format="bf16" if biased else kv_format)
+        decoder = load_ours(tmp_path, ops, context=300)
+        replayed, forward = replaying(decoder)
+        caches = [decoder.cache(300) for _ in range(2)]
+        decoder.forward(Batch.extend([(cache, tokens(270, seed=2)) for cache in caches]))
+        for token in tokens(6, seed=1):
+            plain, own = (Batch.extend([(cache, [token])]) for cache in caches)
+            expected = decoder.forward(plain)
+            before, _ = ops.counts()
+            np.testing.assert_array_equal(replayed(own), expected)
+            assert ops.counts()[0] - before <= 3 * config.num_hidden_layers + 1
+        assert forward.calls == 3
+
+
+def sparse_layers(decoder: Decoder) -> list[SparseMlp]:
+    layers = (getattr(part, "layer", None) for part in decoder.weights.body)
+    return [layer for layer in layers if isinstance(layer, SparseMlp)]
+
+
+def test_a_router_of_nan(tiny: Tiny) -> None:
+    decoder = load(tiny("qwen3-moe")[0])
+    replayed, _ = replaying(decoder)
+    caches = [decoder.cache(CAPACITY) for _ in range(2)]
+    norm: Any = sparse_layers(decoder)[1].router.norm
+    kept = norm.values.copy()
+    for token in (7, 8):
+        plain, own = (Batch.extend([(cache, [token])]) for cache in caches)
+        norm.values[3] = np.nan
+        with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp: .*not numbers"):
+            replayed(own)
+        norm.values[:] = kept
+        np.testing.assert_array_equal(replayed(own), decoder.forward(plain))
+
+
+@pytest.mark.parametrize("way", ["hashed", "weighed"])
+def test_choices_made_in_python_are_not_recorded(way: str, tiny: Tiny) -> None:
+    decoder = load(tiny("qwen3-moe")[0])
+    for layer in sparse_layers(decoder):
+        router = layer.spec.router
+        if way == "hashed":
+            layer._table = np.arange(2 * SIZES["vocab_size"], dtype=np.int32).reshape(-1, 2) % 8
+            layer._scored = replace(router, used=router.count)
+        else:
+            layer._scored = replace(router, used=1)
+            layer.spec = replace(layer.spec, router=layer._scored, weigh_inputs=True)
+    forward = Counted(decoder)
+    replayed: Any = ReplayedForward(decoder.ops, forward)  # type: ignore[arg-type]
+    caches = [decoder.cache(CAPACITY) for _ in range(2)]
+    for token in tokens(5):
+        plain, own = (Batch.extend([(cache, [token])]) for cache in caches)
+        np.testing.assert_array_equal(replayed(own), decoder.forward(plain))
+    assert forward.calls == 5
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3.5-moe"])
+def test_features(name: str, tiny: Tiny) -> None:
+    decoder = load(tiny(name)[0])
     plain, width = Counted(decoder), decoder.config.hidden_size
     recorded = Counted(decoder)
     replayed = ReplayedForward(decoder.ops, recorded)
@@ -150,7 +287,7 @@ def test_features(tiny_folder: Path) -> None:
             seen += [forward(batch, features=features, check=[None, list][turn % 2]), rows]
         assert_same(seen[:2], seen[2:])
     assert plain.calls == 5
-    assert recorded.calls == 1
+    assert recorded.calls == 2
 
 
 # -- rows that see some behind them, as a picture's do ---------------------------------------------

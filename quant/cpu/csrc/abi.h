@@ -248,6 +248,22 @@ struct ExpertArgs {
     float limit;
 };
 
+// The sum of a row's slots times their weights, in the order of k, then of `shared`.
+struct CombineArgs {
+    const float *slots, *weights;  // (R * used, D), (R, used)
+    const float* shared;           // (R, D), or null
+    float* out;                    // (R, D); may be `shared`
+    int32_t rows, used, cols;
+};
+
+// RMSNorm in place.
+struct NormArgs {
+    float* x;           // (R, D)
+    const float* norm;  // (D)
+    int32_t rows, cols;
+    float eps;
+};
+
 // A layer whose experts a GPU and the CPU compute at once: see quant/cuda/hybrid_exchange.py. Of `experts`, whose x is
 // ready once the GPU has set its ticket, those are computed that are not `present` on the GPU.
 struct SharedLayer {
@@ -300,7 +316,10 @@ struct VisionArgs {
 };
 
 // One step of the list that `lrt_run` executes: a kernel's arguments, or `x` (count) = (x + scale * y) * total.
-enum StepKind : int32_t { STEP_READ_ROWS, STEP_QKV, STEP_ATTENTION, STEP_MLP, STEP_HEAD, STEP_ADD };
+enum StepKind : int32_t {
+    STEP_READ_ROWS, STEP_QKV, STEP_ATTENTION, STEP_LATENT, STEP_LATENT_OUTPUT, STEP_RECURRENT, STEP_MLP, STEP_ROUTE, STEP_EXPERTS,
+    STEP_COMBINE, STEP_NORM, STEP_HEAD, STEP_ADD
+};
 struct Step {
     const void* args;
     float* x;       // STEP_READ_ROWS: the result

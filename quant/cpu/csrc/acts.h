@@ -52,6 +52,7 @@ struct Acts {
     int start_count, rows, cols;
     const int32_t* mixes;  // each row's mix of adapters, or null
     int32_t* pairs = nullptr;  // runs: (K / 32, n, 16): int16 of columns 0 and 2, 1 and 3, 4 and 6, 5 and 7, ...; or null
+    uint8_t* ready = nullptr;  // of a single row (K / 32): set as its groups are quantized, beside products that read them
 
     const Start* find_start(int zero, int of_halves) const {
         for (int i = 0; i < start_count; i++)
@@ -59,6 +60,15 @@ struct Acts {
         return nullptr;
     }
     const int32_t* start(int zero, int of_halves) const { return find_start(zero, of_halves)->values; }
+    // Waits for the first `count` groups; returns how many are ready.
+    LRT_NOINLINE int wait(int count) const {
+        for (int at = 0; at < cols / 32; at++)
+            for (int spins = 0; !__atomic_load_n(ready + at, __ATOMIC_ACQUIRE); spins++) {
+                if (at >= count) return at;
+                pause(spins);
+            }
+        return cols / 32;
+    }
 };
 
 inline float sum16(F16L x) {
@@ -141,6 +151,7 @@ inline void quantize_row(const Acts& acts, const Runs& runs, int row, const floa
             values[0] = -start.zero * (start.halves == 2 ? sums[0] : sums[0] + sums[1]);
             if (start.halves == 2) values[1] = -start.zero * sums[1];
         }
+        if (acts.ready) __atomic_store_n(acts.ready + g, 1, __ATOMIC_RELEASE);
     }
 }
 

@@ -347,19 +347,40 @@ inline void join(BlockResult& sofar, float* out, const BlockResult& block, const
     sofar = {peak, sofar.total * keep + block.total * add};
 }
 
-// q (rows, H, E) scaled in place; out (rows, H, E).
-inline void attend(Context& context, const AttentionArgs& args, const Span& span, int first_row, float* out) {
-    const int size = args.head_dim, groups = args.kv_heads, per = args.heads / groups;
-    const int queries = span.rows * per;  // queries of one group, row by row
-    // Keys are gathered once for all queries of a row. In prefill, many queries share blocks in the CPU's cache.
-    const bool many = groups * queries >= 8 * MOST_QUERIES * context.pool.threads();
-    const int together = args.chosen && per <= MOST_QUERIES ? per : many ? MOST_QUERIES : QUERIES;
-    const int chunks = (queries + together - 1) / together;
-    const size_t listed = 1 + (size_t)args.most_chosen;
-    const Tree tree = args.chosen ? Tree(span, args.chosen + first_row * listed, args.most_chosen) : Tree(context, span, args.window);
-    const int blocks = (tree.longest() + KEYS - 1) / KEYS;
-    const float* q = args.q + (size_t)first_row * args.heads * size;
-    auto describe = [&](int group, int index) {
+// Attention of one sequence's rows, in pieces: some queries of a group over all blocks or one. q (rows, H, E) scaled in
+// place.
+struct Attending {
+    const AttentionArgs& args;
+    const Span& span;
+    const int first_row, size, groups, per, queries;  // queries of one group, row by row
+    int together, chunks, blocks, pieces;             // queries of a piece, and pieces of each
+    Tree tree;
+    const float* q;
+    float* partial;
+
+    Attending(Context& context, const AttentionArgs& args, const Span& span, int first_row)
+        : args(args), span(span), first_row(first_row), size(args.head_dim), groups(args.kv_heads), per(args.heads / groups),
+          queries(span.rows * per),
+          tree(args.chosen ? Tree(span, args.chosen + first_row * (1 + (size_t)args.most_chosen), args.most_chosen)
+                           : Tree(context, span, args.window)),
+          q(args.q + (size_t)first_row * args.heads * size) {
+        const int threads = context.pool.threads();
+        // Keys are gathered once for all queries of a row. In prefill, many queries share blocks in the CPU's cache.
+        const bool many = groups * queries >= 8 * MOST_QUERIES * threads;
+        together = args.chosen && per <= MOST_QUERIES ? per : many ? MOST_QUERIES : QUERIES;
+        chunks = (queries + together - 1) / together;
+        blocks = (tree.longest() + KEYS - 1) / KEYS;
+        // Few queries over a long cache: divide its blocks among threads too. Results are the same either way.
+        const bool split = groups * chunks < 4 * threads && blocks > 1 &&
+                           (size_t)groups * queries * blocks * (size + 2) <= MOST_PIECES;
+        pieces = split ? blocks : 1;
+        partial = scratch<float>(context.partial, (size_t)groups * queries * pieces * (size + 2));
+    }
+    int tasks_of_group() const { return chunks * pieces; }
+    float* place(int group, int index, int piece) const {
+        return partial + (((size_t)group * queries + index) * pieces + piece) * (size + 2);
+    }
+    Query describe(int group, int index) const {
         const int row = index / per, head = group * per + index % per;
         Query query;
         query.q = q + ((size_t)row * args.heads + head) * size;
@@ -368,16 +389,8 @@ inline void attend(Context& context, const AttentionArgs& args, const Span& span
         const int end = query.last - tree.ahead(row);
         query.first = !args.window ? 0 : args.chunked ? (end - 1) / args.window * args.window : most(0, end - args.window);
         return query;
-    };
-    // Few queries over a long cache: divide its blocks among threads too. Results are the same either way.
-    const bool split = groups * chunks < 4 * context.pool.threads() && blocks > 1 &&
-                       (size_t)groups * queries * blocks * (size + 2) <= MOST_PIECES;
-    const int pieces = split ? blocks : 1;
-    float* partial = scratch<float>(context.partial, (size_t)groups * queries * pieces * (size + 2));
-    auto place = [&](int group, int index, int piece) {
-        return partial + (((size_t)group * queries + index) * pieces + piece) * (size + 2);
-    };
-    parallel(context, groups * chunks * pieces, [&](int task) {
+    }
+    void run(int task) const {
         const int piece = task % pieces, chunk = task / pieces % chunks, group = task / pieces / chunks;
         const int begin = chunk * together, n = least(together, queries - begin);
         const Cached cached(span, args, group, first_row);
@@ -395,6 +408,7 @@ inline void attend(Context& context, const AttentionArgs& args, const Span& span
             p[0] = -INFINITY;
             fill_floats(p + 1, size + 1, 0.f);
         }
+        const bool split = pieces > 1;
         const int from = split ? piece : 0, to = split ? piece + 1 : blocks;
         for (int block = from; block < to; block++) {
             const int start = block * KEYS;
@@ -418,29 +432,35 @@ inline void attend(Context& context, const AttentionArgs& args, const Span& span
         }
         if (!split)
             for (int i = 0; i < n; i++) rotate_head(span.format, size, place(group, begin + i, 0) + 2);
-    });
-    const int share = 64, all = groups * queries;
-    parallel(context, (all + share - 1) / share, [&](int task) {
-        for (int at = task * share; at < least(all, (task + 1) * share); at++) {
-            const int group = at / queries, index = at % queries;
-            float* first = place(group, index, 0);
-            BlockResult sofar{first[0], first[1]};
-            for (int piece = 1; piece < pieces; piece++) {
-                const float* next = place(group, index, piece);
-                join(sofar, first + 2, {next[0], next[1]}, next + 2, size);
-            }
-            if (split) rotate_head(span.format, size, first + 2);
-            const int row = index / per, head = group * per + index % per;
-            float* to = out + ((size_t)row * args.heads + head) * size;
-            if (args.sinks) {
-                // A sink is a logit without a value: it only adds to the sum.
-                const float peak = most(sofar.peak, args.sinks[head]), keep = exp1(sofar.peak - peak);
-                for (int e = 0; e < size; e++) first[2 + e] *= keep;
-                sofar.total = sofar.total * keep + exp1(args.sinks[head] - peak);
-            }
-            const float inverse = sofar.total > 0 ? 1.f / sofar.total : 0.f;
-            for (int e = 0; e < size; e++) to[e] = first[2 + e] * inverse;
+    }
+    // Merges the pieces of a query: out (rows, H, E).
+    void merge(int group, int index, float* out) const {
+        float* first = place(group, index, 0);
+        BlockResult sofar{first[0], first[1]};
+        for (int piece = 1; piece < pieces; piece++) {
+            const float* next = place(group, index, piece);
+            join(sofar, first + 2, {next[0], next[1]}, next + 2, size);
         }
+        if (pieces > 1) rotate_head(span.format, size, first + 2);
+        const int row = index / per, head = group * per + index % per;
+        float* to = out + ((size_t)row * args.heads + head) * size;
+        if (args.sinks) {
+            // A sink is a logit without a value: it only adds to the sum.
+            const float peak = most(sofar.peak, args.sinks[head]), keep = exp1(sofar.peak - peak);
+            for (int e = 0; e < size; e++) first[2 + e] *= keep;
+            sofar.total = sofar.total * keep + exp1(args.sinks[head] - peak);
+        }
+        const float inverse = sofar.total > 0 ? 1.f / sofar.total : 0.f;
+        for (int e = 0; e < size; e++) to[e] = first[2 + e] * inverse;
+    }
+};
+
+inline void attend(Context& context, const AttentionArgs& args, const Span& span, int first_row, float* out) {
+    const Attending attending(context, args, span, first_row);
+    parallel(context, attending.groups * attending.tasks_of_group(), [&](int task) { attending.run(task); });
+    const int share = 64, queries = attending.queries, all = attending.groups * queries;
+    parallel(context, (all + share - 1) / share, [&](int task) {
+        for (int at = task * share; at < least(all, (task + 1) * share); at++) attending.merge(at / queries, at % queries, out);
     });
 }
 

@@ -21,11 +21,12 @@
 struct Kernels {
     void (*norm_qkv_rope_append)(Context&, const AttentionArgs&);
     void (*attention_output)(Context&, const AttentionArgs&);
+    void (*attention)(Context&, const AttentionArgs&);  // both
     void (*norm_gated_mlp)(Context&, const MlpArgs&);
     void (*norm_route)(Context&, const RouteArgs&);
     int (*run_experts)(Context&, const ExpertArgs&);
-    void (*combine_experts)(Context&, const float* slots, const float* weights, const float* shared, int rows, int used, int cols,
-                            float* out);
+    void (*combine_experts)(Context&, const CombineArgs&);
+    bool (*mixture_of_row)(Context&, const RouteArgs&, const MlpArgs* shared, const ExpertArgs&, const CombineArgs&);
     void (*head)(Context&, const HeadArgs&);
     void (*linear)(Context&, const Stack&, const float* x, int rows, float* out);
     void (*read_rows)(const Matrix&, const int64_t* rows, int count, float factor, float* out);

@@ -3,6 +3,7 @@
 #include "codebook.h"
 #include "kernels.h"
 #include <chrono>
+#include <cmath>
 #include <cstring>
 
 static const KernelSet* sets = nullptr;  // all compiled sets, in no particular order
@@ -18,7 +19,7 @@ struct Runtime {
     const char* isa;
 };
 
-LRT_API int lrt_abi_version() { return 32; }
+LRT_API int lrt_abi_version() { return 33; }
 
 // `isa` is such a name, or empty for the best compiled one; returns null if the processor or the library lacks it.
 LRT_API Runtime* lrt_create(int threads, const char* isa) {
@@ -73,24 +74,61 @@ LRT_API int lrt_share_layers(Runtime* r, const SharedLayer* layers, int first, i
     }
     return count;
 }
-LRT_API void lrt_combine_experts(Runtime* r, const float* slots, const float* weights, const float* shared, int rows, int used, int cols,
-                                 float* out) {
-    r->kernels.combine_experts(r->context, slots, weights, shared, rows, used, cols, out);
+LRT_API void lrt_combine_experts(Runtime* r, const CombineArgs* args) {
+    r->kernels.combine_experts(r->context, *args);
 }
+LRT_API void lrt_norm_rows(Runtime* r, const NormArgs* args) {
+    r->kernels.norm_rows(r->context, args->x, args->rows, args->cols, args->norm, args->eps);
+}
+LRT_API void lrt_norm_latent_append(Runtime* r, const LatentArgs* args) { r->kernels.norm_latent_append(r->context, *args); }
+LRT_API void lrt_latent_output(Runtime* r, const LatentArgs* args) { r->kernels.latent_output(r->context, *args); }
+LRT_API void lrt_recurrent(Runtime* r, const RecurrentArgs* args) { r->kernels.recurrent(r->context, *args); }
 LRT_API void lrt_head(Runtime* r, const HeadArgs* args) { r->kernels.head(r->context, *args); }
-// Runs steps of one pass in order.
-LRT_API void lrt_run(Runtime* r, const Step* steps, int count) {
-    for (const Step* s = steps; s < steps + count; s++) {
-        switch (s->kind) {
+// Computes a mixture's steps together, if it can: returns how many they are.
+static int mixture_of_row(Runtime* r, const Step* steps) {
+    const Step* next = steps + 1;
+    const MlpArgs* shared = next->kind == STEP_MLP ? (const MlpArgs*)(next++)->args : nullptr;
+    if (next[0].kind != STEP_EXPERTS || next[1].kind != STEP_COMBINE) return 0;
+    const bool done = r->kernels.mixture_of_row(r->context, *(const RouteArgs*)steps->args, shared, *(const ExpertArgs*)next[0].args,
+                                                *(const CombineArgs*)next[1].args);
+    return done ? (int)(next - steps) + 2 : 0;
+}
+// Runs the steps of a pass of one row from `*done` to `end`, and counts them there; steps that are computed
+// together may end behind `end`. Returns early if a router gave NaN, or an expert is not in its table.
+LRT_API void lrt_run(Runtime* r, const Step* steps, int end, int* done) {
+    for (; *done < end; ++*done) {
+        const Step& s = steps[*done];
+        switch (s.kind) {
             case STEP_READ_ROWS:
-                r->kernels.read_rows(*(const Matrix*)s->args, (const int64_t*)s->y, s->count, s->scale, s->x);
+                r->kernels.read_rows(*(const Matrix*)s.args, (const int64_t*)s.y, s.count, s.scale, s.x);
                 break;
-            case STEP_QKV: r->kernels.norm_qkv_rope_append(r->context, *(const AttentionArgs*)s->args); break;
-            case STEP_ATTENTION: r->kernels.attention_output(r->context, *(const AttentionArgs*)s->args); break;
-            case STEP_MLP: r->kernels.norm_gated_mlp(r->context, *(const MlpArgs*)s->args); break;
-            case STEP_HEAD: r->kernels.head(r->context, *(const HeadArgs*)s->args); break;
+            case STEP_QKV:  // with the attention behind it
+                r->kernels.attention(r->context, *(const AttentionArgs*)(&s + 1)->args);
+                ++*done;
+                break;
+            case STEP_ATTENTION: lrt_attention_output(r, (const AttentionArgs*)s.args); break;
+            case STEP_LATENT: lrt_norm_latent_append(r, (const LatentArgs*)s.args); break;
+            case STEP_LATENT_OUTPUT: lrt_latent_output(r, (const LatentArgs*)s.args); break;
+            case STEP_RECURRENT: lrt_recurrent(r, (const RecurrentArgs*)s.args); break;
+            case STEP_MLP: lrt_norm_gated_mlp(r, (const MlpArgs*)s.args); break;
+            case STEP_ROUTE: {
+                const RouteArgs& args = *(const RouteArgs*)s.args;
+                const int together = mixture_of_row(r, &s);
+                if (!together) lrt_norm_route(r, &args);
+                float sum = 0;
+                for (int k = 0; k < args.used; k++) sum += args.weights[k];
+                if (!std::isfinite(sum)) return;
+                if (together) *done += together - 1;
+                break;
+            }
+            case STEP_EXPERTS:
+                if (lrt_run_experts(r, (const ExpertArgs*)s.args) >= 0) return;
+                break;
+            case STEP_COMBINE: lrt_combine_experts(r, (const CombineArgs*)s.args); break;
+            case STEP_NORM: lrt_norm_rows(r, (const NormArgs*)s.args); break;
+            case STEP_HEAD: lrt_head(r, (const HeadArgs*)s.args); break;
             case STEP_ADD:
-                for (int i = 0; i < s->count; i++) s->x[i] = (s->x[i] + s->scale * ((const float*)s->y)[i]) * s->total;
+                for (int i = 0; i < s.count; i++) s.x[i] = (s.x[i] + s.scale * ((const float*)s.y)[i]) * s.total;
         }
     }
 }
@@ -101,11 +139,6 @@ LRT_API void lrt_read_rows(Runtime* r, const Matrix* matrix, const int64_t* rows
     r->kernels.read_rows(*matrix, rows, count, factor, out);
 }
 LRT_API void lrt_search_scales(Runtime* r, const SearchArgs* args) { r->kernels.search_scales(r->context, *args); }
-LRT_API void lrt_norm_latent_append(Runtime* r, const LatentArgs* args) { r->kernels.norm_latent_append(r->context, *args); }
-LRT_API void lrt_latent_output(Runtime* r, const LatentArgs* args) { r->kernels.latent_output(r->context, *args); }
-LRT_API void lrt_norm_rows(Runtime* r, float* x, int rows, int cols, const float* norm, float eps) {
-    r->kernels.norm_rows(r->context, x, rows, cols, norm, eps);
-}
 // Adds to inputs (R, L * width) each row's products with the projections (L * width, D), normed in groups of `width`.
 LRT_API void lrt_project_inputs(Runtime* r, const Stack* stack, const float* x, int rows, int width, const float* norm, float eps,
                                 float* inputs) {
@@ -113,7 +146,6 @@ LRT_API void lrt_project_inputs(Runtime* r, const Stack* stack, const float* x, 
 }
 LRT_API void lrt_gate_inputs(Runtime* r, const InputArgs* args) { r->kernels.gate_inputs(r->context, *args); }
 LRT_API void lrt_read_streams(Runtime* r, const ConnectionArgs* args) { r->kernels.read_streams(r->context, *args); }
-LRT_API void lrt_recurrent(Runtime* r, const RecurrentArgs* args) { r->kernels.recurrent(r->context, *args); }
 LRT_API void lrt_choose_tokens(Runtime* r, const IndexArgs* args) { r->kernels.choose_tokens(r->context, *args); }
 LRT_API void lrt_add_ngrams(Runtime* r, const NgramArgs* args) { r->kernels.add_ngrams(r->context, *args); }
 // The upper bound of decoding: see ceilings.h.

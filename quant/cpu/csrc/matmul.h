@@ -32,30 +32,76 @@ inline int next_tiles(const Context& context, int left, int at_once) {
     return (step + PANEL_TILES - 1) / PANEL_TILES * PANEL_TILES;
 }
 
+inline int tiles_of(const Matrix& m) { return (m.rows + 15) / 16; }
+inline int tiles_of(const Stack& stack) {
+    int tiles = 0;
+    for (int part = 0; part < stack.count; part++) tiles += tiles_of(stack.parts[part]);
+    return tiles;
+}
+inline const uint8_t* tile_at(const Matrix& m, int tile) {
+    const uint8_t* at = nullptr;
+    with_layout(m.layout, [&](auto kind) { at = m.data + tile * kind.tile_bytes(m); });
+    return at;
+}
+
+inline const uint8_t* tile_at(const Stack& stack, int tile) {
+    int part = 0;
+    while (tile >= tiles_of(stack.parts[part])) tile -= tiles_of(stack.parts[part++]);
+    return tile_at(stack.parts[part], tile);
+}
+
+// A task of a product: some tiles of a matrix, whose columns of the output begin at `column`.
+struct Share { const Matrix* matrix; int part, tile, tiles, column; };
+
+// Divides a stack's tiles into tasks.
+struct Shares {
+    Share* list;
+    int count = 0;
+
+    Shares(const Context& context, Scratch& memory, const Stack& stack, int at_once) {
+        int left = tiles_of(stack), column = 0;
+        list = scratch<Share>(memory, left);
+        for (int part = 0; part < stack.count; part++) {
+            const Matrix& m = stack.parts[part];
+            for (int tile = 0; tile < tiles_of(m);) {
+                const int step = least(next_tiles(context, left, at_once), tiles_of(m) - tile);
+                list[count++] = {&m, part, tile, step, column};
+                tile += step;
+                left -= step;
+            }
+            column += m.rows;
+        }
+    }
+};
+
+// A task of a single row's product.
+inline void multiply_share(const Stack& stack, const Share& share, const Acts& acts, float* out) {
+    const Matrix& m = *share.matrix;
+    const Target to = {out + share.column, (size_t)stack.rows, m.rows, m.scale, nullptr, nullptr};
+    with_layout(m.layout, [&](auto kind) { kind.multiply(m, share.tile, share.tiles, acts, Runs(1), {0, 1}, to); });
+}
+
+// Some tiles of a stack, as if its matrices were one, for a single row.
+inline void multiply_tiles(const Stack& stack, int tile, int tiles, const Acts& acts, float* out) {
+    for (int part = 0, column = 0; tiles > 0; column += stack.parts[part++].rows) {
+        const Matrix& m = stack.parts[part];
+        const int here = most(0, least(tiles, tiles_of(m) - tile));
+        if (here) multiply_share(stack, {&m, part, tile, here, column}, acts, out);
+        tile = most(0, tile - tiles_of(m));
+        tiles -= here;
+    }
+}
+
 // out (R, stack.rows) = x (R, K) times the stack's rows; rows of `out` are `stride` floats apart.
 inline void matmul(Context& context, const Stack& stack, const Acts& acts, float* out, int stride, const Finish* finish = nullptr) {
     if (acts.rows == 0) return;
     const Additions more = additions(context, stack, acts);
-    struct Task { const Matrix* matrix; int part, tile, tiles, column; };
-    int left = 0;
-    for (int part = 0; part < stack.count; part++) left += (stack.parts[part].rows + 15) / 16;
-    Task* tasks = scratch<Task>(context.tasks, left);
     const Runs runs(acts.rows);
     const Chunks chunks(runs);
-    int count = 0, column = 0;
-    for (int part = 0; part < stack.count; part++) {
-        const Matrix& m = stack.parts[part];
-        const int tiles = (m.rows + 15) / 16;
-        for (int tile = 0; tile < tiles;) {
-            const int step = least(next_tiles(context, left, acts.rows > DIRECT_ROWS ? TASK_TILES : 0), tiles - tile);
-            tasks[count++] = {&m, part, tile, step, column};
-            tile += step;
-            left -= step;
-        }
-        column += m.rows;
-    }
+    const Shares shares(context, context.tasks, stack, acts.rows > DIRECT_ROWS ? TASK_TILES : 0);
+    const int count = shares.count;
     parallel(context, chunks.count * count, [&](int index) {
-        const Task& task = tasks[index % count];
+        const Share& task = shares.list[index % count];
         const Matrix& m = *task.matrix;
         const Target target = {out + task.column, (size_t)stride, m.rows, m.scale, nullptr, nullptr};
         const RunRange range = chunks[index / count];
@@ -97,6 +143,20 @@ inline bool can_gate(const Stack& stack, const Stack& down, Halves& halves) {
            2 * unit <= TASK_TILES && gate.rows % (16 * unit) == 0;
 }
 
+// Divides gated tiles into tasks that begin at `starts`, whose last is `tiles`; returns how many there are.
+inline int divide_gated(Context& context, int tiles, int unit, bool panels, int*& starts) {
+    int count = 0;
+    starts = scratch<int>(context.tasks, tiles + 1);
+    for (int tile = 0; tile < tiles; count++) {
+        starts[count] = tile;
+        int step = next_tiles(context, tiles - tile, panels ? TASK_TILES : 0);
+        if (panels) step = least(step, TASK_TILES / 2);
+        tile += (step + unit - 1) / unit * unit;
+    }
+    starts[count] = tiles;
+    return count;
+}
+
 // The codes (R, F) of both products, joined by `target.gate`.
 inline void gated_matmul(Context& context, const Halves& halves, const Acts& acts, const Gated& target) {
     if (acts.rows == 0) return;
@@ -105,16 +165,8 @@ inline void gated_matmul(Context& context, const Halves& halves, const Acts& act
     const int tiles = halves.gate.rows / 16, unit = most(2, target.hadamard / 16);
     with_layout(halves.gate.layout, [&](auto kind) {
         if constexpr (decltype(kind)::PACKED) {
-            const bool panels = acts.rows > DIRECT_ROWS;
-            int* starts = scratch<int>(context.tasks, tiles + 1);
-            int count = 0;
-            for (int tile = 0; tile < tiles; count++) {
-                starts[count] = tile;
-                int step = next_tiles(context, tiles - tile, panels ? TASK_TILES : 0);
-                if (panels) step = least(step, TASK_TILES / 2);
-                tile += (step + unit - 1) / unit * unit;
-            }
-            starts[count] = tiles;
+            int* starts;
+            const int count = divide_gated(context, tiles, unit, acts.rows > DIRECT_ROWS, starts);
             parallel(context, chunks.count * count, [&](int index) {
                 const int tile = starts[index % count], tiles_here = starts[index % count + 1] - tile;
                 kind.multiply_gated(halves.gate, halves.up, tile, tiles_here, unit, acts, runs, chunks[index / count], target);

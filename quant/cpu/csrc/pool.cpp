@@ -291,6 +291,8 @@ void Pool::counts(int64_t* meetings, int64_t* waited) const {
     *meetings = state_->meetings, *waited = state_->waited;
 }
 
+void Pool::meet() { state_->meetings += !state_->workers.empty(); }
+
 static void release(void* data) {
 #if defined(_WIN32)
     _aligned_free(data);

@@ -3,6 +3,7 @@
 // several instruction sets, and the linker could choose the newest one's copy of a shared inline function.
 #pragma once
 #include <cstddef>
+#include <cstdint>
 #include "abi.h"
 
 #if defined(_MSC_VER)
@@ -22,8 +23,10 @@ class Pool {
     // Sets the number of threads and returns the actual one. Not to be called within `dispatch`.
     int resize(int threads);
     void dispatch(int count, void (*call)(void*, int), void* context);
-    // So far: times that all threads met, and nanoseconds that the calling thread waited for the others there.
+    // So far: times that all threads met, in `dispatch` or within tasks, which say so; and nanoseconds that the calling thread
+    // waited for the others there.
     void counts(int64_t* meetings, int64_t* waited) const;
+    void meet();
 
   private:
     struct State;
@@ -47,8 +50,9 @@ class Scratch {
 struct Context {
     explicit Context(int threads) : pool(threads) {}
     Pool pool;
-    struct Rows { Scratch normed, codes, meta, starts; } rows, inner;  // for a step, and for its second half
-    Scratch wide, gated, partial, joined, tasks, crowd, places, low, low_codes, low_sums;
+    // For a step and its second half; for a mixture's experts, and a shared one.
+    struct Rows { Scratch normed, codes, meta, starts; } rows, inner, chosen, shared_rows, shared_inner;
+    Scratch wide, gated, partial, joined, tasks, more_tasks, ready, crowd, places, low, low_codes, low_sums;
     AdapterArgs adapters = {};
 };
 
@@ -60,6 +64,21 @@ template <class Fn> inline void parallel(Context& context, int count, Fn fn) {
 }
 
 template <class T> inline T* scratch(Scratch& memory, size_t count) { return static_cast<T*>(memory.bytes(count * sizeof(T))); }
+
+// Parts of a step that are not done yet. Within one `parallel`, a task may wait for tasks of lower numbers: these have been
+// taken, and wait for still lower ones at most.
+struct Countdown {
+    int left;
+    // Some parts are done; returns whether they were the last.
+    bool finish(int parts = 1) { return __atomic_sub_fetch(&left, parts, __ATOMIC_ACQ_REL) == 0; }
+    // Fetches the first bytes of what comes next while it waits.
+    void wait(const uint8_t* next = nullptr) const {
+        for (int spins = 0; __atomic_load_n(&left, __ATOMIC_ACQUIRE) > 0; spins++) {
+            for (int line = 0; line < 4 && next && spins < 64; line++) __builtin_prefetch(next + (spins * 4 + line) * 64, 0, 2);
+            pause(spins);
+        }
+    }
+};
 
 template <class T> constexpr T least(T a, T b) { return b < a ? b : a; }
 template <class T> constexpr T most(T a, T b) { return a < b ? b : a; }

@@ -29,7 +29,9 @@ inline void direct_rows(const uint8_t* tile, int span, const Acts& acts, F16L* t
     F16L sums[R];
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++) sums[r] = F16L::zero();
+    int ready = R == 1 && acts.ready ? 0 : groups;
     for (int group = 0; group < groups;) {
+        if (R == 1 && group + span / 32 > ready) ready = acts.wait(group + span / 32);
         const auto head = Layout::open(tile);
         const uint8_t* steps = tile + Layout::HEADER;
         for (int step = 0; step < span / 32; step++, group++, steps += Layout::STEP) {

@@ -74,11 +74,16 @@ struct Rows {
         const int token = owner->position + i;
         return token < 0 ? nullptr : owner->rows_from + (size_t)(token % owner->ring_from) * row;
     }
-    // Reads a waiting row from the cache.
+    // Reads channels [begin, end) of a waiting row from the cache, or its factors.
+    void take_channels(int i, const RecurrentShape& shape, int begin, int end) const {
+        copy_floats(before(i, shape.row) + begin, end - begin, past + (size_t)i * shape.row + begin);
+    }
+    void take_factors(int i, const RecurrentShape& shape) const {
+        copy_floats(before(i, shape.row) + shape.channels, shape.factors, factors + (size_t)i * shape.factors);
+    }
     void take_kept(int i, const RecurrentShape& shape) const {
-        const float* kept = before(i, shape.row);
-        copy_floats(kept, shape.row, past + (size_t)i * shape.row);
-        copy_floats(kept + shape.channels, shape.factors, factors + (size_t)i * shape.factors);
+        take_channels(i, shape, 0, shape.row);
+        take_factors(i, shape);
     }
     float* channels(int i, const RecurrentShape& shape) const {
         return i < waiting ? past + (size_t)i * shape.row : fresh + (size_t)(i - waiting) * shape.width + shape.channels_at;
@@ -126,17 +131,20 @@ inline void make_factors(const RecurrentArgs& args, const RecurrentShape& shape,
         });
 }
 
-// Caches new rows until they are in the state, and earlier rows that are still waiting or needed by convolutions.
-inline void keep_rows(const RecurrentArgs& args, const RecurrentShape& shape, const Rows& rows) {
+// Caches new rows until they are in the state, and earlier rows that are still waiting or needed by convolutions: numbers
+// [begin, end) of a row's channels and the factors behind them.
+inline void keep_rows(const RecurrentShape& shape, const Rows& rows, int begin, int end) {
     const StateSpan& span = *rows.owner;
     const int first = most(0, span.fold - shape.back), held = span.held;
     auto place = [&](int token) { return span.rows_to + (size_t)(token % span.ring_to) * shape.row; };
     if (span.rows_to != span.rows_from)
-        for (int token = first; token < held; token++) copy_floats(rows.before(token - span.position, shape.row), shape.row, place(token));
+        for (int token = first; token < held; token++)
+            copy_floats(rows.before(token - span.position, shape.row) + begin, end - begin, place(token) + begin);
+    const int split = least(end, shape.channels);
     for (int token = most(first, held); token < held + span.rows; token++) {
         const int i = token - span.position;
-        copy_floats(rows.channels(i, shape), shape.channels, place(token));
-        if (shape.factors) copy_floats(rows.factors + (size_t)i * shape.factors, shape.factors, place(token) + shape.channels);
+        if (begin < split) copy_floats(rows.channels(i, shape) + begin, split - begin, place(token) + begin);
+        if (end > split) copy_floats(rows.factors + (size_t)i * shape.factors, shape.factors, place(token) + shape.channels);
     }
 }
 
@@ -322,28 +330,29 @@ struct Scan {
     }
 };
 
-// Applies norm and gate to a new row's result.
-inline void finish_row(const RecurrentArgs& args, const RecurrentShape& shape, const float* line, const float* seen, float* out) {
-    const float* gates = line + shape.gates_at;
-    const int inner = shape.inner;
+// Applies norm and gate to numbers [begin, end) of a new row's result, whole blocks of the norm.
+inline void finish_row(const RecurrentArgs& args, const RecurrentShape& shape, const float* line, int begin, int end, float* out) {
+    const float *gates = line + shape.gates_at, *seen = line + shape.channels_at + shape.v;
     auto gate = [&](const float* x) {
-        for (int j = 0; j < inner; j += 16) {
-            const int n = least(16, inner - j);
+        for (int j = begin; j < end; j += 16) {
+            const int n = least(16, end - j);
             const F16L g = load_some(gates + j, n);
             const F16L factor = args.kind == CONV ? g : args.gate_sigmoid ? sigmoid16(g) : activate(g, SILU);
             store_some(load_some(x + j, n) * factor, n, out + j);
         }
     };
-    if (args.norm_size && !args.gate_first) {
-        for (int j = 0; j < inner; j += args.norm_size)
-            rms_norm(seen + j, args.out_norm + j % args.norm_width, args.norm_eps, args.norm_size, out + j);
+    auto norm = [&](const float* x) {
+        for (int j = begin; j < end; j += args.norm_size)
+            rms_norm(x + j, args.out_norm + j % args.norm_width, args.norm_eps, args.norm_size, out + j);
+    };
+    if (!args.norm_size) return gate(seen);
+    if (args.gate_first) {
+        gate(seen);
+        norm(out);
+    } else {
+        norm(seen);
         gate(out);
-        return;
     }
-    gate(seen);
-    if (args.norm_size)
-        for (int j = 0; j < inner; j += args.norm_size)
-            rms_norm(out + j, args.out_norm + j % args.norm_width, args.norm_eps, args.norm_size, out + j);
 }
 
 // Multiplies the columns of rows (R, width) from `from` on by `stack`; results go to the columns from `to` on.
@@ -389,7 +398,7 @@ struct Sequences {
 
 // Caches all rows, then convolves them.
 inline void keep_and_convolve(Context& context, const RecurrentArgs& args, const RecurrentShape& shape, const Rows* list) {
-    for (int s = 0; s < args.span_count; s++) keep_rows(args, shape, list[s]);
+    for (int s = 0; s < args.span_count; s++) keep_rows(shape, list[s], 0, shape.row);
     const int piece = 128, pieces = (shape.channels + piece - 1) / piece;
     parallel(context, args.span_count * pieces, [&](int task) {
         const int begin = task % pieces * piece;
@@ -397,8 +406,124 @@ inline void keep_and_convolve(Context& context, const RecurrentArgs& args, const
     });
 }
 
+// A single row as one list of tasks: projections of what all heads need, then those of some heads (or channels) at a time,
+// their states, and the output. Whoever ends heads' projections convolves them, who ends their states finishes the result.
+struct RowRecurrence {
+    const RecurrentArgs& args;
+    const RecurrentShape& shape;
+    int part, parts, channels;  // numbers of the result in a part; what a part projects of them
+    bool whole;                 // the norm is over more than a part
+
+    RowRecurrence(const RecurrentArgs& args, const RecurrentShape& shape)
+        : args(args), shape(shape), part(args.kind == CONV ? 256 : most(1, 256 / args.value_size) * args.value_size),
+          parts((shape.inner + part - 1) / part), channels(args.kind == CONV ? 3 : 2), whole(args.norm_size > part || (args.norm_size && part % args.norm_size)) {}
+
+    bool fits(const Context& context) const {
+        bool fits = args.rows == 1 && args.span_count == 1 && !args.spans->parents && !context.adapters.rows && !shape.rank;
+        fits &= (shape.channels_at | shape.gates_at | shape.strengths_at | shape.v | part | (args.kind == CONV ? 0 : 2 * shape.keys)) % 16 == 0 && shape.inner % 32 == 0;
+        fits &= part % most(32, args.proj.hadamard) == 0 && shape.inner % most(32, args.proj.hadamard) == 0;
+        for (int i = 0; i < args.proj.count; i++) fits &= is_packed(args.proj.parts[i].layout);
+        for (int i = 0; i + 1 < args.mix.count; i++) fits &= args.mix.parts[i].rows % 16 == 0;
+        return fits;
+    }
+    int end_of(int p) const { return least(shape.inner, (p + 1) * part); }
+    // Columns of the projection: of a part's values, gates or inputs.
+    int column(int p, int which) const {
+        const int first[3] = {shape.channels_at + shape.v, shape.gates_at, 0};
+        return first[which] + p * part;
+    }
+    void adjust(float* line, int begin, int end) const {
+        for (int i = begin; i < end && args.mix_bias; i++) line[i] += args.mix_bias[i];
+        for (int i = begin; i < end && args.mix_scale; i++) line[i] *= args.mix_scale[i];
+    }
+    // Channels [begin, end), which are projected: reads the waiting rows', caches the new row's and convolves them.
+    void take(const Rows& rows, int begin, int end) const {
+        for (int i = 0; i < rows.waiting; i++) rows.take_channels(i, shape, begin, end);
+        keep_rows(shape, rows, begin, end);
+        convolve(args, shape, rows, begin, end);
+    }
+    void run(Context& context) const {
+        float *line = scratch<float>(context.wide, shape.width), *joined = scratch<float>(context.joined, shape.inner);
+        const Rows& rows = *Sequences(context, args, shape, line, joined).list;
+        Acts acts, results = reserve(context.inner, joined, 1, args.proj);
+        begin_groups(context, results);
+        const Shares shares(context, context.more_tasks, args.proj, 0);
+        struct Part { Countdown projected, taken, scanned; };
+        Part* of = scratch<Part>(context.partial, parts);
+        const bool states = args.kind != CONV;
+        const int blocks = states ? (args.value_size + 15) / 16 : 0, pieces = (blocks + 3) / 4;  // tasks of a head's state
+        const int heads = states ? part / args.value_size : 0, scans = states ? heads * pieces : 1;
+        for (int p = 0; p < parts; p++) of[p] = {{channels}, {1}, {states ? (end_of(p) - p * part) / args.value_size * pieces : 1}};
+        // Keys and queries, then strengths and decays, in pieces of eight tiles.
+        const int keys = shape.channels_at + least(shape.q, shape.k), key_tiles = states ? 2 * shape.keys / 16 : 0;
+        const int last_tiles = states ? (shape.width - shape.strengths_at + 15) / 16 : 0, key_tasks = (key_tiles + 7) / 8;
+        const int commons = key_tasks + (last_tiles + 7) / 8;
+        Countdown prepared = {1}, projected = {commons}, common = {commons > 0}, left = {parts};
+        auto project_common = [&](int task) {
+            const bool key = task < key_tasks;
+            const int at = (key ? task : task - key_tasks) * 8, tile = (key ? keys : shape.strengths_at) / 16 + at;
+            prepared.wait(tile_at(args.mix, tile));
+            multiply_tiles(args.mix, tile, least(8, (key ? key_tiles : last_tiles) - at), acts, line);
+            if (!projected.finish()) return;
+            adjust(line, keys, keys + 2 * shape.keys);
+            adjust(line, shape.strengths_at, shape.width);
+            for (int i = 0; i < rows.waiting; i++) rows.take_factors(i, shape);
+            make_factors(args, shape, line, rows.factors + (size_t)rows.waiting * shape.factors);
+            take(rows, least(shape.q, shape.k), least(shape.q, shape.k) + 2 * shape.keys);
+            keep_rows(shape, rows, shape.channels, shape.row);
+            for (int i = 0; i < rows.count; i++) normalize_keys(args, shape, rows, i);
+            common.finish();
+        };
+        auto project = [&](int p, int which) {
+            const int begin = p * part, end = end_of(p), first = column(p, which);
+            prepared.wait(tile_at(args.mix, first / 16));
+            multiply_tiles(args.mix, first / 16, (end - begin + 15) / 16, acts, line);
+            adjust(line, first, first + end - begin);
+            if (!of[p].projected.finish()) return;
+            for (int c = begin; c < end && !states; c++) line[shape.channels_at + c] *= line[c];
+            take(rows, shape.v + begin, shape.v + end);
+            of[p].taken.finish();
+        };
+        auto scan = [&](int p, int task) {
+            const int begin = p * part, end = end_of(p), head = begin / most(1, args.value_size) + task / most(1, pieces);
+            of[p].taken.wait();
+            if (states) {
+                if (head >= args.heads) return;
+                common.wait();
+                const int first = task % pieces * 4;
+                for (int block = first; block < least(first + 4, blocks); block++) Scan(args, shape, rows, head, block).run();
+            }
+            if (!of[p].scanned.finish()) return;
+            if (!whole) return finish(line, begin, end, joined, results);
+            if (left.finish()) finish(line, 0, shape.inner, joined, results);
+        };
+        if (whole) context.pool.meet();
+        parallel(context, 1 + commons + parts * (channels + scans) + shares.count, [&](int task) {
+            if (task == 0) {
+                acts = prepare(context, context.rows, args.x, nullptr, 1, args.norm, args.eps, args.mix);
+                prepared.finish();
+                return;
+            }
+            if (--task < commons) return project_common(task);
+            if ((task -= commons) < parts * channels) return project(task / channels, task % channels);
+            if ((task -= parts * channels) < parts * scans) return scan(task / scans, task % scans);
+            multiply_share(args.proj, shares.list[task - parts * scans], results, args.out);
+        });
+    }
+    void finish(const float* line, int begin, int end, float* joined, const Acts& results) const {
+        finish_row(args, shape, line, begin, end, joined);
+        if (args.proj.hadamard) block_hadamard(joined + begin, end - begin, args.proj.hadamard);
+        quantize_row(results, Runs(1), 0, joined + begin, begin, end - begin);
+    }
+};
+
 void recurrent(Context& context, const RecurrentArgs& args) {
     const RecurrentShape shape(args);
+    const RowRecurrence alone(args, shape);
+    if (alone.fits(context)) {
+        alone.run(context);
+        return finish_rows(context, args.out, args.rows, args.proj.rows, args.out_bias, args.post_norm, args.eps);
+    }
     const Acts acts = prepare(context, context.rows, args.x, nullptr, args.rows, args.norm, args.eps, args.mix);
     float* wide = scratch<float>(context.wide, (size_t)args.rows * shape.width);
     matmul(context, args.mix, acts, wide, shape.width);
@@ -440,8 +565,7 @@ void recurrent(Context& context, const RecurrentArgs& args) {
     }
     parallel(context, (args.rows + 7) / 8, [&](int task) {
         for (int row = 8 * task; row < least(args.rows, 8 * task + 8); row++) {
-            const float* line = wide + (size_t)row * shape.width;
-            finish_row(args, shape, line, line + shape.channels_at + shape.v, joined + (size_t)row * shape.inner);
+            finish_row(args, shape, wide + (size_t)row * shape.width, 0, shape.inner, joined + (size_t)row * shape.inner);
         }
     });
     const Acts results = prepare(context, context.rows, joined, nullptr, args.rows, nullptr, 0, args.proj);

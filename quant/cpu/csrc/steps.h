@@ -89,6 +89,12 @@ inline Acts prepare(Context& context, Context::Rows& memory, const float* x, con
     return acts;
 }
 
+// The flags of a row's inputs, whose groups become ready one by one.
+inline void begin_groups(Context& context, Acts& acts) {
+    acts.ready = scratch<uint8_t>(context.ready, acts.cols / 32);
+    for (int i = 0; i < acts.cols / 32; i++) acts.ready[i] = 0;
+}
+
 inline void rotate(float* head, const float* cos, const float* sin, int half) {
     for (int i = 0; i < half; i++) {
         const float a = head[i], b = head[i + half];
@@ -97,69 +103,71 @@ inline void rotate(float* head, const float* cos, const float* sin, int half) {
     }
 }
 
-// Moves heads' gates, which alternate with queries, to `gates`, and compacts the other `count` elements.
-inline void part_gates(float* line, int heads, int count, int size, float* gates) {
-    for (int h = 0; h < heads; h++) {
-        copy_floats(line + (2 * h + 1) * size, size, gates + h * size);
-        if (h) copy_floats(line + 2 * h * size, size, line + h * size);
+// A row of an attention layer: what its place in its sequence decides about its heads.
+struct HeadRow {
+    const AttentionArgs& args;
+    const Span* span;
+    int row, slot;
+    const float *cos, *sin, *place_cos, *place_sin;
+    bool moved;  // its position is not its index in the cache
+
+    HeadRow(const AttentionArgs& args, int row) : args(args), span(args.spans), row(row), slot(row) {
+        while (slot >= span->rows) slot -= span++->rows;
+        slot += span->held;
+        const size_t turn = (size_t)row * (args.rotary / 2), turned = args.rotary / 2 * sizeof(float);
+        cos = args.cos ? args.cos + turn : nullptr, sin = args.sin + turn;
+        place_cos = args.place_cos + turn, place_sin = args.place_sin + turn;
+        // Decided row by row: a row's bits must not depend on other rows.
+        moved = args.place_cos && (__builtin_memcmp(cos, place_cos, turned) || __builtin_memcmp(sin, place_sin, turned));
     }
-    for (int i = heads * size; i < count; i++) line[i] = line[i + heads * size];
-}
+    // Norms and turns a head of queries, or the keys of a group.
+    void finish(float* head, const float* norm, const KeyBias* bias) const {
+        const int size = args.head_dim;
+        if (bias && !moved) bias->take_off(head);
+        if (norm && !args.joint_norms && !args.norms_last) rms_norm(head, norm, args.eps, size, head);
+        if (cos) rotate(head, cos, sin, args.rotary / 2);
+        if (bias && moved) bias->take_off(head, place_cos, place_sin);
+        if (norm && args.norms_last) rms_norm(head, norm, args.eps, size, head);
+        rotate_head(span->format, size, head);
+    }
+    // Finishes a group's queries, `step` apart, and appends its keys and values, if it has any, to the cache.
+    void finish_group(int g, float* queries, int step, float* keys, float* values) const {
+        const int size = args.head_dim, per = args.heads / args.kv_heads;
+        float* q = args.q + ((size_t)row * args.heads + g * per) * size;
+        for (int i = 0; i < per; i++, queries += step) {
+            finish(queries, args.q_norm, nullptr);
+            for (int e = 0; e < size; e++) *q++ = queries[e] * args.scale;
+        }
+        if (args.projections == 1) return;  // those of an earlier layer are used
+        alignas(64) float copy[MAX_HEAD];
+        if (args.projections == 2) copy_floats(keys, size, values = copy);
+        const KeyBias bias(args, *span, g);
+        finish(keys, args.k_norm, &bias);
+        if (args.v_norm) rms_norm(values, args.v_norm, args.eps, size, values);
+        rotate_head(span->format, size, values);
+        append(*span, g, slot, size, keys, values);
+    }
+};
 
 void norm_qkv_rope_append(Context& context, const AttentionArgs& args) {
     const int heads = args.heads, groups = args.kv_heads, size = args.head_dim, width = args.qkv.rows;
     const Acts acts = prepare(context, context.rows, args.x, nullptr, args.rows, args.norm, args.eps, args.qkv);
-    const int own = args.projections > 1 ? groups : 0;  // cached heads
     float* wide = scratch<float>(context.wide, (size_t)args.rows * width);
-    float* copies = args.projections == 2 ? scratch<float>(context.joined, (size_t)args.rows * groups * size) : nullptr;
     matmul(context, args.qkv, acts, wide);
-    const int share = 8, tasks = (args.rows + share - 1) / share;
+    const int share = 8, tasks = (args.rows + share - 1) / share, step = args.gated ? 2 * size : size, per = heads / groups;
     parallel(context, tasks, [&](int task) {
         for (int row = task * share; row < least(args.rows, (task + 1) * share); row++) {
-            float* line = wide + (size_t)row * width;
+            float *line = wide + (size_t)row * width, *keys = line + heads * step, *values = keys + groups * size;
+            float* gates = args.q + (size_t)(args.rows + row) * heads * size;
             if (args.qkv_bias)
                 for (int i = 0; i < width; i++) line[i] += args.qkv_bias[i];
-            if (args.gated) part_gates(line, heads, width - heads * size, size, args.q + (size_t)(args.rows + row) * heads * size);
-            if (args.head_gates)
-                for (int h = 0; h < heads; h++)
-                    fill_floats(args.q + ((size_t)(args.rows + row) * heads + h) * size, size, line[width - heads + h]);
-            if (args.number_gates)
-                copy_floats(line + width - heads * size, heads * size, args.q + (size_t)(args.rows + row) * heads * size);
-            int index = row, owner = 0;
-            while (index >= args.spans[owner].rows) index -= args.spans[owner++].rows;
-            const Span& span = args.spans[owner];
-            const int slot = span.held + index;
-            float* values = copies ? copies + (size_t)row * groups * size : line + (heads + groups) * size;
-            if (copies) copy_floats(line + heads * size, groups * size, values);
-            const int half = args.rotary / 2;
-            const size_t turn = (size_t)row * half, turned = half * sizeof(float);
-            // Decided row by row: a row's bits must not depend on other rows.
-            const bool moved = args.place_cos && (__builtin_memcmp(args.cos + turn, args.place_cos + turn, turned) ||
-                                                  __builtin_memcmp(args.sin + turn, args.place_sin + turn, turned));
-            for (int g = 0; g < own && !moved; g++) KeyBias(args, span, g).take_off(line + (heads + g) * size);
-            auto norm_head = [&](int h) {
-                const float* norm = h < heads ? args.q_norm : args.k_norm;
-                if (norm) rms_norm(line + h * size, norm, args.eps, size, line + h * size);
-            };
-            if (args.joint_norms) {
-                if (args.q_norm) rms_norm(line, args.q_norm, args.eps, heads * size, line);
-                if (args.k_norm) rms_norm(line + heads * size, args.k_norm, args.eps, own * size, line + heads * size);
-            }
-            for (int h = 0; h < heads + own; h++) {
-                float* head = line + h * size;
-                if (!args.joint_norms && !args.norms_last) norm_head(h);
-                if (args.cos) rotate(head, args.cos + turn, args.sin + turn, half);
-                if (moved && h >= heads)
-                    KeyBias(args, span, h - heads).take_off(head, args.place_cos + turn, args.place_sin + turn);
-                if (args.norms_last) norm_head(h);
-            }
-            if (args.v_norm)
-                for (int g = 0; g < own; g++) rms_norm(values + g * size, args.v_norm, args.eps, size, values + g * size);
-            for (int h = 0; h < heads + own; h++) rotate_head(span.format, size, line + h * size);
-            for (int g = 0; g < own; g++) rotate_head(span.format, size, values + g * size);
-            float* q = args.q + (size_t)row * heads * size;
-            for (int i = 0; i < heads * size; i++) q[i] = line[i] * args.scale;
-            for (int g = 0; g < own; g++) append(span, g, slot, size, line + (heads + g) * size, values + g * size);
+            for (int h = 0; h < heads && args.gated; h++) copy_floats(line + h * step + size, size, gates + h * size);
+            for (int h = 0; h < heads && args.head_gates; h++) fill_floats(gates + h * size, size, line[width - heads + h]);
+            if (args.number_gates) copy_floats(line + width - heads * size, heads * size, gates);
+            if (args.joint_norms && args.q_norm) rms_norm(line, args.q_norm, args.eps, heads * size, line);
+            if (args.joint_norms && args.k_norm && args.projections > 1) rms_norm(keys, args.k_norm, args.eps, groups * size, keys);
+            const HeadRow at(args, row);
+            for (int g = 0; g < groups; g++) at.finish_group(g, line + g * per * step, step, keys + g * size, values + g * size);
         }
     });
 }
@@ -181,6 +189,14 @@ void norm_rows(Context& context, float* x, int rows, int cols, const float* norm
     finish_rows(context, x, rows, cols, nullptr, norm, eps);
 }
 
+inline void gate_result(float* result, const float* gates, int count, bool softplus) {
+    for (int i = 0; i < count; i += 16) {
+        const int n = least(16, count - i);
+        const F16L gate = load_some(gates + i, n);
+        store_some(load_some(result + i, n) * (softplus ? softplus16(gate) : sigmoid16(gate)), n, result + i);
+    }
+}
+
 void attention_output(Context& context, const AttentionArgs& args) {
     const int width = args.heads * args.head_dim;
     float* joined = scratch<float>(context.joined, (size_t)args.rows * width);
@@ -192,17 +208,77 @@ void attention_output(Context& context, const AttentionArgs& args) {
     if (args.gated || args.head_gates || args.number_gates) {
         const float* gates = args.q + (size_t)args.rows * width;
         parallel(context, args.rows, [&](int row) {
-            float* line = joined + (size_t)row * width;
-            for (int i = 0; i < width; i += 16) {
-                const int n = least(16, width - i);
-                const F16L gate = load_some(gates + (size_t)row * width + i, n);
-                store_some(load_some(line + i, n) * (args.softplus ? softplus16(gate) : sigmoid16(gate)), n, line + i);
-            }
+            gate_result(joined + (size_t)row * width, gates + (size_t)row * width, width, args.softplus);
         });
     }
     const Acts acts = prepare(context, context.rows, joined, nullptr, args.rows, nullptr, 0, args.proj);
     matmul(context, args.proj, acts, args.out);
     finish_rows(context, args.out, args.rows, args.proj.rows, args.out_bias, args.post_norm, args.post_eps);
+}
+
+// A single row: projections, attention and its output are one list of tasks, so that threads meet once. Whoever ends a
+// group's projections finishes its heads, who ends its attention quantizes the result, and products wait for the columns
+// that they read.
+inline void attention_of_row(Context& context, const AttentionArgs& args) {
+    const int heads = args.heads, groups = args.kv_heads, size = args.head_dim, per = heads / groups;
+    const int step = args.gated ? 2 * size : size, kept = args.projections - 1, parts = kept + per;
+    float *line = scratch<float>(context.wide, args.qkv.rows), *joined = scratch<float>(context.joined, heads * size);
+    float *keys = line + heads * step, *values = keys + groups * size;
+    Acts acts, results = reserve(context.inner, joined, 1, args.proj);
+    begin_groups(context, results);
+    const Attending attending(context, args, *args.spans, 0);
+    const Shares shares(context, context.tasks, args.proj, 0);
+    struct Group { Countdown projected, finished, attended; };
+    Group* of = scratch<Group>(context.places, groups);
+    const int pieces = attending.tasks_of_group();
+    for (int g = 0; g < groups; g++) of[g] = {{parts}, {1}, {pieces}};
+    Countdown prepared = {1};
+    const HeadRow row(args, 0);
+    auto project = [&](int g, int part) {  // the keys, the values, or a head's queries
+        const int column = part >= kept ? (g * per + part - kept) * step : heads * step + (part * groups + g) * size;
+        const int count = part >= kept ? step : size;
+        prepared.wait(tile_at(args.qkv, column / 16));
+        multiply_tiles(args.qkv, column / 16, count / 16, acts, line);
+        for (int i = column; i < column + count && args.qkv_bias; i++) line[i] += args.qkv_bias[i];
+        if (!of[g].projected.finish()) return;
+        row.finish_group(g, line + g * per * step, step, keys + g * size, values + g * size);
+        of[g].finished.finish();
+    };
+    auto attend_piece = [&](int g, int task) {
+        of[g].finished.wait();
+        attending.run(task);
+        if (!of[g].attended.finish()) return;
+        float* result = joined + g * per * size;
+        for (int i = 0; i < per; i++) {
+            attending.merge(g, i, joined);
+            if (args.gated) gate_result(result + i * size, line + (g * per + i) * step + size, size, args.softplus);
+        }
+        if (args.proj.hadamard) block_hadamard(result, per * size, args.proj.hadamard);
+        quantize_row(results, Runs(1), 0, result, g * per * size, per * size);
+    };
+    parallel(context, 1 + groups * (parts + pieces) + shares.count, [&](int task) {
+        if (task == 0) {
+            acts = prepare(context, context.rows, args.x, nullptr, 1, args.norm, args.eps, args.qkv);
+            prepared.finish();
+            return;
+        }
+        if (--task < groups * parts) return project(task / parts, task % parts);
+        if ((task -= groups * parts) < groups * pieces) return attend_piece(task / pieces, task);
+        multiply_share(args.proj, shares.list[task - groups * pieces], results, args.out);
+    });
+    finish_rows(context, args.out, args.rows, args.proj.rows, args.out_bias, args.post_norm, args.post_eps);
+}
+
+// Both steps of a layer.
+void attention(Context& context, const AttentionArgs& args) {
+    const int part = args.heads / args.kv_heads * args.head_dim, rotated = most(32, args.proj.hadamard);
+    bool alone = args.rows == 1 && args.span_count == 1 && !args.spans->mask && !args.chosen && !context.adapters.rows;
+    alone &= !args.joint_norms && !args.head_gates && !args.number_gates && args.head_dim % 16 == 0 && part % rotated == 0;
+    for (int i = 0; i < args.proj.count; i++) alone &= is_packed(args.proj.parts[i].layout);
+    for (int i = 0; i < args.qkv.count; i++) alone &= args.qkv.parts[i].rows % 16 == 0;
+    if (alone) return attention_of_row(context, args);
+    norm_qkv_rope_append(context, args);
+    attention_output(context, args);
 }
 
 // Computes numbers [begin, end) of F gated ones in a row from its gates and ups.
@@ -244,34 +320,63 @@ inline void scale_rows(Context& context, float* out, int rows, int cols, const f
     });
 }
 
-void norm_gated_mlp(Context& context, const MlpArgs& args) {
+// A single row: gates, ups and downs are one list of tasks, so that threads meet once.
+inline void mlp_of_row(Context& context, const MlpArgs& args, const Halves& halves, const Gate& gate) {
+    Acts acts, gated = reserve(context.inner, nullptr, 1, args.down);
+    begin_groups(context, gated);
+    const Gated target = {gated, gate, args.down.hadamard, nullptr, nullptr};
+    const Runs runs(1);
+    int* starts;
+    const int unit = gated_unit(args.down), gates = divide_gated(context, halves.gate.rows / 16, unit, false, starts);
+    const Shares downs(context, context.more_tasks, args.down, 0);
+    Countdown prepared = {1};
+    parallel(context, 1 + gates + downs.count, [&](int task) {
+        if (task == 0) {
+            acts = prepare(context, context.rows, args.x, nullptr, 1, args.norm, args.eps, args.gate_up);
+            prepared.finish();
+        } else if (task <= gates) {
+            const int tile = starts[task - 1], tiles = starts[task] - tile;
+            prepared.wait(tile_at(halves.gate, tile));
+            with_layout(halves.gate.layout, [&](auto kind) {
+                if constexpr (decltype(kind)::PACKED) kind.multiply_gated(halves.gate, halves.up, tile, tiles, unit, acts, runs, {0, 1}, target);
+            });
+        } else {
+            multiply_share(args.down, downs.list[task - 1 - gates], gated, args.out);
+        }
+    });
+}
+
+// Of several rows: gates and ups, if `halves` are there quantized at once, then downs.
+inline void mlp_of_rows(Context& context, const MlpArgs& args, const Halves* halves, const Gate& gate) {
+    const Acts acts = prepare(context, context.rows, args.x, nullptr, args.rows, args.norm, args.eps, args.gate_up);
     const bool gates = has_gate(args.activation);
     const int inner = args.gate_up.rows / (gates ? 2 : 1);
-    const Acts acts = prepare(context, context.rows, args.x, nullptr, args.rows, args.norm, args.eps, args.gate_up);
-    const Gate gate = {args.activation, args.limit, args.gate_scale, args.curve};
-    if (args.down.count == 0) {
-        float* wide = scratch<float>(context.wide, (size_t)args.rows * args.gate_up.rows + 16);
-        matmul(context, args.gate_up, acts, wide);
-        gate_rows(context, wide, args.rows, inner, gate, args.out);
-        return;
-    }
     Acts gated;
-    Halves halves;
-    if (gates && can_gate(args.gate_up, args.down, halves)) {
+    if (halves) {
         gated = reserve(context.inner, nullptr, args.rows, args.down);
         const Additions more = additions(context, args.gate_up, acts);
         // Direct quantization leaves no floats for adapters of the next matrix.
         float* keep = adapted(context, args.down) ? scratch<float>(context.gated, (size_t)args.rows * inner) : nullptr;
-        gated_matmul(context, halves, acts, {gated, gate, args.down.hadamard, nullptr, nullptr, more.products ? &more : nullptr, keep});
+        gated_matmul(context, *halves, acts, {gated, gate, args.down.hadamard, nullptr, nullptr, more.products ? &more : nullptr, keep});
         if (keep) gated.x = keep, gated.mixes = context.adapters.mixes;
     } else {
         float* wide = scratch<float>(context.wide, (size_t)args.rows * args.gate_up.rows + 16);
         matmul(context, args.gate_up, acts, wide);
-        float* values = gates ? scratch<float>(context.gated, (size_t)args.rows * inner + 16) : wide;
+        float* values = !args.down.count ? args.out : gates ? scratch<float>(context.gated, (size_t)args.rows * inner + 16) : wide;
         gate_rows(context, wide, args.rows, inner, gate, values);
+        if (!args.down.count) return;
         gated = prepare(context, context.inner, values, nullptr, args.rows, nullptr, 0, args.down);
     }
     matmul(context, args.down, gated, args.out);
+}
+
+void norm_gated_mlp(Context& context, const MlpArgs& args) {
+    const Gate gate = {args.activation, args.limit, args.gate_scale, args.curve};
+    Halves halves;
+    const bool joined = has_gate(args.activation) && args.down.count && can_gate(args.gate_up, args.down, halves);
+    if (joined && args.rows == 1 && !context.adapters.rows) mlp_of_row(context, args, halves, gate);
+    else mlp_of_rows(context, args, joined ? &halves : nullptr, gate);
+    if (args.down.count == 0) return;
     finish_rows(context, args.out, args.rows, args.down.rows, nullptr, args.post_norm, args.post_eps);
     if (args.row_gate.count == 0) return;
     float* factors = scratch<float>(context.wide, args.rows);
@@ -326,7 +431,7 @@ void read_rows(const Matrix& matrix, const int64_t* rows, int count, float facto
 
 #if !LRT_BF16_ONLY
 extern const Kernels KERNELS;
-const Kernels KERNELS = {norm_qkv_rope_append, attention_output, norm_gated_mlp, norm_route, run_experts, combine_experts, head, linear,
+const Kernels KERNELS = {norm_qkv_rope_append, attention_output, attention, norm_gated_mlp, norm_route, run_experts, combine_experts, mixture_of_row, head, linear,
                          read_rows, read_all, search_scales, norm_latent_append, latent_output, norm_rows, project_inputs,
                          gate_inputs, read_streams, recurrent, add_ngrams, choose_tokens, pack_low_rank,
                          {vision_linear, vision_norm, vision_rotate, vision_gate, vision_add, vision_attention}};
