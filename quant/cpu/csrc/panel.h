@@ -4,8 +4,6 @@
 
 inline namespace LRT_SPACE {
 
-constexpr int PANEL_COLUMNS = 512;
-
 struct Panel {
     alignas(64) uint8_t codes[PANEL_COLUMNS / 4 * PANEL_TILES * 64];     // (column / 4, tile, 64)
     alignas(64) float scale[PANEL_COLUMNS / 16 * PANEL_TILES * 16];      // (column / 16 or 32, tile, 16); with minima of halves,
@@ -217,7 +215,7 @@ inline void panel_tiles(const uint8_t** tiles, int count, int span, const Acts& 
         if (in_tiles(acts.rows)) return panel_tiles<Layout, TileCodes>(tiles, count, span, acts, runs, range, totals);
     TileShape shape;
     Panel panel;
-    const int start = runs[range.first].start, rows = range.rows(runs), groups = acts.cols / 32;
+    const int start = runs[range.first].start, rows = range.rows(runs);
     for (int i = 0; i < rows * count; i++) totals[i] = F16L::zero();
     constexpr int ZERO = start_zero<Layout>();
     constexpr int STARTS = start_halves<Layout>(Codes::GROUP == 16);
@@ -238,7 +236,7 @@ inline void panel_tiles(const uint8_t** tiles, int count, int span, const Acts& 
             for (int index = range.first; index < range.last; index++) {
                 if (index - range.first == 4) ahead.lines = 0;
                 const RowRun run = runs[index];
-                const size_t at = (size_t)run.start * groups + (size_t)column / 32 * run.size;
+                const size_t at = runs.at(run, column / 32, acts.cols / 32);
                 const PanelRows<Codes> of_run = {Codes::of(acts) + at * Codes::GROUP, acts.meta + at * 2,
                                                  ZERO ? starts + at * STARTS : nullptr, run.size};
                 F16L* to = totals + (size_t)tile * rows + (run.start - start) * PANEL_TILES;
