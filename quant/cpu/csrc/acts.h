@@ -43,8 +43,9 @@ struct RunRange {  // runs [first, last)
     int rows(const Runs& runs) const { return runs[last - 1].start + runs[last - 1].size - runs[first].start; }
 };
 
-// The initial value of a symmetric layout's sums: -zero * the sum of the codes. With BOTH_SUMS there is a sum per half
-// step, to multiply by minima: in the halves of a word, or for int16 in two words.
+// The initial value of a symmetric layout's sums: -zero * the sum of the codes; if it `wraps`, in the halves of a word for
+// columns 0 and 1 of each four, and 2 and 3. With BOTH_SUMS there is a sum per half step, to multiply by minima: in the
+// halves of a word, or for int16 in two words.
 struct Start {
     int zero, halves;
     int32_t* values;  // (panel, run, group, n, halves)
@@ -104,6 +105,8 @@ inline void block_hadamard(float* x, int cols, int n) {
     }
 }
 
+inline int32_t two_halves(int low, int high) { return (int32_t)((uint32_t)(low & 0xFFFF) | (uint32_t)high << 16); }
+
 constexpr float LEAST_PEAK = 1e-33f;  // groups up to it are quantized to zeros: the inverse of a smaller scale is infinite
 
 // Quantizes columns [column, column + count) of the row `x` with a scale per 32 columns, rounding to nearest, ties to
@@ -140,12 +143,18 @@ inline void quantize_row(const Acts& acts, const Runs& runs, int row, const floa
             const Start& start = acts.starts[i];
             int32_t* values = start.values + index * start.halves;
             if (start.zero == BOTH_SUMS) {
-                values[0] = PRECISE ? sums[0] : (int32_t)((uint32_t)(sums[0] & 0xFFFF) | (uint32_t)sums[1] << 16);
+                values[0] = PRECISE ? sums[0] : two_halves(sums[0], sums[1]);
                 if (PRECISE) values[1] = sums[1];
                 continue;
             }
-            values[0] = -start.zero * (start.halves == 2 ? sums[0] : sums[0] + sums[1]);
-            if (start.halves == 2) values[1] = -start.zero * sums[1];
+            for (int half = 0; half < start.halves; half++) {
+                const int sum = start.halves == 2 ? sums[half] : sums[0] + sums[1];
+                values[half] = -start.zero * sum;
+                if (PRECISE || !wraps(code_class(2 * start.zero), 8 / start.halves)) continue;
+                const I16 all = start.halves == 1 ? first + second : half ? second : first;
+                const int pairs = all.dot2(I16::nibbles(0x0011001100110011)).sum();  // columns 0 and 1 of each four
+                values[half] = two_halves(-start.zero * pairs, -start.zero * (sum - pairs));
+            }
         }
     }
 }
