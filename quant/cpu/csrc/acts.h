@@ -4,10 +4,12 @@
 
 inline namespace LRT_SPACE {
 
-// Rows form runs; a run of n rows is stored group by group, so that a kernel reaches all of them from one pointer:
-// codes (K / 32, n, 32), meta (K / 32, n, 2), and so on. Up to DIRECT_ROWS (1, 4 or 12) are one run, of one row or an
-// even number (the last row may be padding); more rows are runs of at most PANEL_ROWS. AMX has runs of sixteen from
-// TILE_ROWS rows on, since a tile costs the same for fewer.
+// Rows form runs, and columns panels. A run of n rows is stored group by group, so that a kernel reaches all of them from
+// one pointer, and the runs of a panel follow each other: codes (panel, run, group, n, 32), meta (panel, run, group, n, 2),
+// and so on. Up to DIRECT_ROWS (1, 4 or 12) are one run, of one row or an even number (the last row may be padding); more
+// rows are runs of at most PANEL_ROWS. AMX has runs of sixteen from TILE_ROWS rows on, since a tile costs the same for
+// fewer.
+constexpr int PANEL_COLUMNS = 512, PANEL_GROUPS = PANEL_COLUMNS / 32;
 constexpr int TILE_ROWS = 32, MOST_RUN = LRT_AMX ? 16 : PANEL_ROWS;
 inline bool in_tiles(int rows) { return LRT_AMX && rows >= TILE_ROWS; }
 inline int longest_run(int rows) { return in_tiles(rows) ? MOST_RUN : PANEL_ROWS; }
@@ -29,6 +31,11 @@ struct Runs {
         const int head = longer * (size + 1);
         return (*this)[row < head ? row / (size + 1) : longer + (row - head) / size];
     }
+    // Where a run's group of columns is stored, of `groups` in all.
+    size_t at(RowRun run, int group, int groups) const {
+        const int first = group / PANEL_GROUPS * PANEL_GROUPS;  // of the panel
+        return (size_t)first * padded() + (size_t)run.start * least(PANEL_GROUPS, groups - first) + (group - first) * run.size;
+    }
 };
 
 struct RunRange {  // runs [first, last)
@@ -36,22 +43,23 @@ struct RunRange {  // runs [first, last)
     int rows(const Runs& runs) const { return runs[last - 1].start + runs[last - 1].size - runs[first].start; }
 };
 
-// The initial value of a symmetric layout's sums: -zero * the sum of the codes. With BOTH_SUMS there is a sum per half
-// step, to multiply by minima: in the halves of a word, or for int16 in two words.
+// The initial value of a symmetric layout's sums: -zero * the sum of the codes; if it `wraps`, in the halves of a word for
+// columns 0 and 1 of each four, and 2 and 3. With BOTH_SUMS there is a sum per half step, to multiply by minima: in the
+// halves of a word, or for int16 in two words.
 struct Start {
     int zero, halves;
-    int32_t* values;  // runs: (K / 32, n, halves)
+    int32_t* values;  // (panel, run, group, n, halves)
 };
 constexpr int MAX_STARTS = 15;
 
 struct Acts {
     const float* x;       // (R, K)
-    int8_t* codes;        // runs: (K / 32, n, 32), or null if no matrix needs them; int16 codes are `pairs`
-    float* meta;          // runs: (K / 32, n, 2): scale, scale * sum
+    int8_t* codes;        // (panel, run, group, n, 32), or null if no matrix needs them; int16 codes are `pairs`
+    float* meta;          // (panel, run, group, n, 2): scale, scale * sum
     Start starts[MAX_STARTS];
     int start_count, rows, cols;
     const int32_t* mixes;  // each row's mix of adapters, or null
-    int32_t* pairs = nullptr;  // runs: (K / 32, n, 16): int16 of columns 0 and 2, 1 and 3, 4 and 6, 5 and 7, ...; or null
+    int32_t* pairs = nullptr;  // (panel, run, group, n, 16): int16 of columns 0 and 2, 1 and 3, 4 and 6, 5 and 7, ...; or null
     uint8_t* ready = nullptr;  // of a single row (K / 32): set as its groups are quantized, beside products that read them
 
     const Start* find_start(int zero, int of_halves) const {
@@ -107,6 +115,8 @@ inline void block_hadamard(float* x, int cols, int n) {
     }
 }
 
+inline int32_t two_halves(int low, int high) { return (int32_t)((uint32_t)(low & 0xFFFF) | (uint32_t)high << 16); }
+
 constexpr float LEAST_PEAK = 1e-33f;  // groups up to it are quantized to zeros: the inverse of a smaller scale is infinite
 
 // Quantizes columns [column, column + count) of the row `x` with a scale per 32 columns, rounding to nearest, ties to
@@ -115,11 +125,10 @@ template <bool PRECISE = false>
 inline void quantize_row(const Acts& acts, const Runs& runs, int row, const float* x, int column, int count) {
     constexpr float MOST = PRECISE ? 32767.f : 127.f;
     const RowRun run = runs.of(row);
-    const int n = run.size, groups = acts.cols / 32, at = row - run.start;
     for (int g = column / 32; g < (column + count) / 32; g++) {
         const F16L a = x ? F16L::load(x) : F16L::zero(), b = x ? F16L::load(x + 16) : F16L::zero();
         if (x) x += 32;
-        const size_t index = (size_t)run.start * groups + (size_t)g * n + at;
+        const size_t index = runs.at(run, g, acts.cols / 32) + (row - run.start);
         const float peak = a.max(negated(a)).max(b.max(negated(b))).highest();
         const float scale = peak / MOST;
         const F16L inverse = F16L::set1(peak > LEAST_PEAK ? MOST / peak : 0.f), top = F16L::set1(MOST), bottom = F16L::set1(-MOST);
@@ -144,12 +153,18 @@ inline void quantize_row(const Acts& acts, const Runs& runs, int row, const floa
             const Start& start = acts.starts[i];
             int32_t* values = start.values + index * start.halves;
             if (start.zero == BOTH_SUMS) {
-                values[0] = PRECISE ? sums[0] : (int32_t)((uint32_t)(sums[0] & 0xFFFF) | (uint32_t)sums[1] << 16);
+                values[0] = PRECISE ? sums[0] : two_halves(sums[0], sums[1]);
                 if (PRECISE) values[1] = sums[1];
                 continue;
             }
-            values[0] = -start.zero * (start.halves == 2 ? sums[0] : sums[0] + sums[1]);
-            if (start.halves == 2) values[1] = -start.zero * sums[1];
+            for (int half = 0; half < start.halves; half++) {
+                const int sum = start.halves == 2 ? sums[half] : sums[0] + sums[1];
+                values[half] = -start.zero * sum;
+                if (PRECISE || !wraps(code_class(2 * start.zero), 8 / start.halves)) continue;
+                const I16 all = start.halves == 1 ? first + second : half ? second : first;
+                const int pairs = all.dot2(I16::nibbles(0x0011001100110011)).sum();  // columns 0 and 1 of each four
+                values[half] = two_halves(-start.zero * pairs, -start.zero * (sum - pairs));
+            }
         }
         if (acts.ready) __atomic_store_n(acts.ready + g, 1, __ATOMIC_RELEASE);
     }

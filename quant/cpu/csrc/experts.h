@@ -21,7 +21,7 @@ inline void join_run(const Acts& from, const size_t* rows, const Acts& to, const
     const int groups = to.cols / 32, count = least(run.size, runs.rows - run.start);
     for (int g = 0; g < groups; g++)
         for (int i = 0; i < count; i++) {
-            const size_t source = rows[i] * groups + g, at = (size_t)run.start * groups + (size_t)g * run.size + i;
+            const size_t source = rows[i] * groups + g, at = runs.at(run, g, groups) + i;
             __builtin_memcpy(to.codes + at * 32, from.codes + source * 32, 32);
             copy_floats(from.meta + source * 2, 2, to.meta + at * 2);
             for (int s = 0; s < to.start_count; s++) {

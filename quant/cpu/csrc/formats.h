@@ -420,6 +420,12 @@ struct Iq1M : Signed<2, 9, 128, 96, 1> {  // pairs of scales, stored like IQ4_XS
     }
 };
 
+// Whether scales have at most 22 significant bits, so that products with 3 * 2^n are exact.
+template <class Layout> constexpr bool SHORT_SCALES = true;
+template <int BITS> constexpr bool SHORT_SCALES<ZeroPoints<BITS>> = false;
+template <bool FLOATS> constexpr bool SHORT_SCALES<Nf4<FLOATS>> = false;
+template <> constexpr bool SHORT_SCALES<Fp4> = false;
+
 // Column i of the four E4M3 codes in each of sixteen words; as float32 bits, exponents are 120 too small.
 template <int I> inline F16L e4m3_column(I16 words) {
     const I16 top = words.shl(24 - 8 * I);

@@ -4,8 +4,6 @@
 
 inline namespace LRT_SPACE {
 
-constexpr int PANEL_COLUMNS = 512;
-
 struct Panel {
     alignas(64) uint8_t codes[PANEL_COLUMNS / 4 * PANEL_TILES * 64];     // (column / 4, tile, 64)
     alignas(64) float scale[PANEL_COLUMNS / 16 * PANEL_TILES * 16];      // (column / 16 or 32, tile, 16); with minima of halves,
@@ -74,6 +72,11 @@ struct Ahead {
     }
 };
 
+// A sum that began at FLOAT_START is, read as a float, FLOAT_BASE plus the sum (at most 2^20). So it is multiplied by a scale
+// without a conversion: `sum.fma(scale, -FLOAT_BASE * scale)` is rounded once, like the product of the two.
+constexpr int32_t FLOAT_START = 0x4B400000;
+constexpr float FLOAT_BASE = 0x1.8p23f;
+
 // Integer sums of a run's rows with the panel's tiles: QUADS steps of four columns at a time. STARTED: not from zero.
 template <class Products, int R, class Codes, bool STARTED> struct RunDots {
     static constexpr int QUADS = 1;
@@ -85,6 +88,12 @@ template <class Products, int R, class Codes, bool STARTED> struct RunDots {
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
             for (int t = 0; t < PANEL_TILES; t++) dots[r][t].begin(STARTED ? start + r * stride : nullptr);
+    }
+    LRT_INLINE void add_to_all(I16 more) {
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+            for (int t = 0; t < PANEL_TILES; t++) dots[r][t].sums[0] = dots[r][t].sums[0] + more;
     }
     LRT_INLINE void add(const uint8_t* codes, const typename Codes::Code* rows, int first, int v) {
         typename Products::Weights w[PANEL_TILES];
@@ -122,7 +131,7 @@ template <class Codes> struct PanelRows {  // some rows of a run, from the panel
     int beside;  // number of rows of the whole run
 };
 
-template <int R, int HALVES, bool SYMMETRIC, class Codes, class Products>
+template <int R, int HALVES, bool SYMMETRIC, class Codes, class Products, bool FLOATS>
 LRT_NOINLINE void panel_rows(const Panel& panel, int groups, PanelRows<Codes> rows, Ahead& ahead, F16L* totals) {
     // With minima of halves, codes are scaled first, so both halves have one sum.
     constexpr bool MINIMA = !SYMMETRIC && HALVES == 2;
@@ -143,17 +152,23 @@ LRT_NOINLINE void panel_rows(const Panel& panel, int groups, PanelRows<Codes> ro
         for (int half = 0; half < PARTS; half++) {
             RunDots<Products, R, Codes, SYMMETRIC> dots;
             dots.begin(rows.start + half, PARTS);
+            if constexpr (FLOATS)
+                if (!half) dots.add_to_all(I16::set1(FLOAT_START));
 #pragma GCC unroll 8
             for (int v = 0; v < QUADS; v += dots.QUADS, codes += 64 * T * dots.QUADS) dots.add(codes, rows.codes, half * QUADS, v);
-            F16L scale[T];
-            for (int t = 0; t < T; t++) scale[t] = F16L::load(scales + 16 * t);
+            F16L scale[T], base[T];
+            for (int t = 0; t < T; t++) {
+                scale[t] = F16L::load(scales + 16 * t);
+                base[t] = scale[t] * F16L::set1(-FLOAT_BASE);
+            }
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++) {
                 const F16L factor = F16L::set1(rows.meta[2 * r]);
 #pragma GCC unroll 2
                 for (int t = 0; t < T; t++) {
-                    const F16L dot = F16L::from(dots.total(r, t));
-                    part[r][t] = half ? dot.fma(scale[t], part[r][t]) : dot * scale[t];
+                    const I16 total = dots.total(r, t);
+                    if (FLOATS && !half) part[r][t] = F16L::bits(total).fma(scale[t], base[t]);
+                    else part[r][t] = half ? F16L::from(total).fma(scale[t], part[r][t]) : F16L::from(total) * scale[t];
                     if (MINIMA) {
                         const F16L least = add_minima<Codes>(I16::load(offsets + 16 * t), rows.start + STARTS * r);
                         part[r][t] = least.fma(F16L::load(scales + 16 * (T + t)), part[r][t]);
@@ -178,12 +193,13 @@ LRT_NOINLINE void panel_rows(const Panel& panel, int groups, PanelRows<Codes> ro
 template <class Layout, class Codes>
 inline void panel_run(int size, const Panel& panel, int groups, PanelRows<Codes> rows, Ahead& ahead, F16L* totals) {
     using Products = typename PanelSums<Layout, Codes>::Products;
+    constexpr bool FLOATS = FLOAT_SUMS && SHORT_SCALES<Layout> && !half_minima<Layout>() && std::is_same<Codes, ByteCodes>::value;
     constexpr int STARTS = start_halves<Layout>(Codes::GROUP == 16);
     for (int some; size; size -= some) {
         some = least(size, LRT_PANEL_ROWS);
         switch (some) {
 #define LRT_RUN(R) \
-    case R: panel_rows<R, Layout::HALVES, Layout::SYMMETRIC, Codes, Products>(panel, groups, rows, ahead, totals); break;
+    case R: panel_rows<R, Layout::HALVES, Layout::SYMMETRIC, Codes, Products, FLOATS>(panel, groups, rows, ahead, totals); break;
             LRT_RUN(1) LRT_RUN(2) LRT_RUN(3)
 #if LRT_PANEL_ROWS > 3
             LRT_RUN(4)
@@ -217,7 +233,7 @@ inline void panel_tiles(const uint8_t** tiles, int count, int span, const Acts& 
         if (in_tiles(acts.rows)) return panel_tiles<Layout, TileCodes>(tiles, count, span, acts, runs, range, totals);
     TileShape shape;
     Panel panel;
-    const int start = runs[range.first].start, rows = range.rows(runs), groups = acts.cols / 32;
+    const int start = runs[range.first].start, rows = range.rows(runs);
     for (int i = 0; i < rows * count; i++) totals[i] = F16L::zero();
     constexpr int ZERO = start_zero<Layout>();
     constexpr int STARTS = start_halves<Layout>(Codes::GROUP == 16);
@@ -238,7 +254,7 @@ inline void panel_tiles(const uint8_t** tiles, int count, int span, const Acts& 
             for (int index = range.first; index < range.last; index++) {
                 if (index - range.first == 4) ahead.lines = 0;
                 const RowRun run = runs[index];
-                const size_t at = (size_t)run.start * groups + (size_t)column / 32 * run.size;
+                const size_t at = runs.at(run, column / 32, acts.cols / 32);
                 const PanelRows<Codes> of_run = {Codes::of(acts) + at * Codes::GROUP, acts.meta + at * 2,
                                                  ZERO ? starts + at * STARTS : nullptr, run.size};
                 F16L* to = totals + (size_t)tile * rows + (run.start - start) * PANEL_TILES;

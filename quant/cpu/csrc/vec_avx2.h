@@ -10,7 +10,10 @@ constexpr int PANEL_ROWS = LRT_PANEL_ROWS, PANEL_TILES = 1, ROW_CHUNK = 384, DIR
 constexpr int chains(int rows) { return LRT_VNNI && rows <= 2 ? 2 : 1; }  // chains of sums: several hide latency
 // Classes of code widths that share kernels.
 constexpr int code_class(int most) { return LRT_VNNI ? 255 : most <= 16 ? 16 : most <= 32 ? 32 : most <= 64 ? 64 : most <= 128 ? 128 : 255; }
+// Whether the sum of `steps` products of symmetric codes fits 16 bits: it begins at its start, and may wrap on the way.
+constexpr bool wraps(int most, int steps) { return !LRT_VNNI && steps * most * 127 <= INT16_MAX; }
 constexpr bool WIDE_LOOK_UP = false;  // for codebook entries
+constexpr bool FLOAT_SUMS = LRT_VNNI;
 constexpr int QUERIES = 4, ATTENTION_SUMS = 4;
 
 // Copies register by register: a block copy would go through memory.
@@ -209,25 +212,29 @@ template <int MOST, int ZERO, int STEPS, int CHAINS = 1> struct Dots {
     LRT_INLINE I16 total() const { return CHAINS == 2 ? sums[0] + sums[CHAINS - 1] : sums[0]; }
 };
 #else
-// Adds as many pairs of products in 16 bits as fit, then adds in 32 bits.
+// Adds as many pairs of products in 16 bits as fit, then adds in 32 bits. If all fit, `start` has two 16-bit sums.
 template <int MOST, int ZERO, int STEPS, int CHAINS = 1> struct Dots {
     using Weights = B64;
     static constexpr int ROOM = INT16_MAX / (2 * 127 * MOST);
-    static constexpr int FIT = least(STEPS, ROOM >= 8 ? 8 : ROOM >= 4 ? 4 : ROOM >= 2 ? 2 : 1);
+    static constexpr bool WRAPS = ZERO && wraps(MOST, STEPS);
+    static constexpr int FIT = WRAPS ? STEPS : least(STEPS, ROOM >= 8 ? 8 : ROOM >= 4 ? 4 : ROOM >= 2 ? 2 : 1);
     const int32_t* start;
     I16 pairs, sum;
 
-    LRT_INLINE void begin(const int32_t* first) { start = first; }
+    LRT_INLINE void begin(const int32_t* first) {
+        start = first;
+        if (WRAPS) pairs = I16::set1(*first);
+    }
     LRT_INLINE void add(int step, const Weights& w, Quad a) {
         const I16 products = {_mm256_maddubs_epi16(w.a, a.v), _mm256_maddubs_epi16(w.b, a.v)};
-        if (step % FIT) pairs = {_mm256_add_epi16(pairs.a, products.a), _mm256_add_epi16(pairs.b, products.b)};
+        if (WRAPS || step % FIT) pairs = {_mm256_add_epi16(pairs.a, products.a), _mm256_add_epi16(pairs.b, products.b)};
         else pairs = products;
         __asm__("" : "+x"(pairs.a), "+x"(pairs.b));  // in sequence: a tree of sums would not fit the registers
         if (step % FIT != FIT - 1) return;
         const I16 more = pairs.dot2(I16::set1(0x00010001));
         sum = step < FIT ? more : sum + more;
     }
-    LRT_INLINE I16 total() const { return ZERO ? sum + I16::set1(*start) : sum; }
+    LRT_INLINE I16 total() const { return ZERO && !WRAPS ? sum + I16::set1(*start) : sum; }
 };
 
 // With eight-bit codes not even two products fit, so codes are widened to 16 bits.

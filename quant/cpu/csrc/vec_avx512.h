@@ -11,6 +11,8 @@ constexpr int PANEL_ROWS = LRT_PANEL_ROWS, PANEL_TILES = 2, ROW_CHUNK = 384, DIR
 constexpr int code_class(int) { return 255; }  // class of code widths that share kernels
 constexpr int chains(int rows) { return rows < 6 ? 2 : 1; }  // chains of sums: with few rows, two hide latency
 constexpr bool WIDE_LOOK_UP = true;  // for codebook entries
+constexpr bool wraps(int, int) { return false; }  // whether sums fit 16 bits
+constexpr bool FLOAT_SUMS = true;  // whether sums may begin at any number, at no cost
 constexpr int QUERIES = 8, ATTENTION_SUMS = 16;  // queries (rows times heads) that share a key; sums in registers
 
 struct I16 {

@@ -11,6 +11,8 @@ constexpr int PANEL_ROWS = LRT_PANEL_ROWS, PANEL_TILES = 1, ROW_CHUNK = 384, DIR
 constexpr int code_class(int most) { return most <= 127 ? 127 : 255; }  // class of code widths that share kernels
 constexpr int chains(int) { return 1; }  // chains of sums
 constexpr bool WIDE_LOOK_UP = false;  // for codebook entries
+constexpr bool wraps(int, int) { return false; }
+constexpr bool FLOAT_SUMS = false;
 constexpr int QUERIES = 4, ATTENTION_SUMS = 4;
 
 struct I16 {
