@@ -11,7 +11,7 @@ constexpr int chains(int rows) { return LRT_VNNI && rows <= 2 ? 2 : 1; }  // cha
 // Classes of code widths that share kernels.
 constexpr int code_class(int most) { return LRT_VNNI ? 255 : most <= 16 ? 16 : most <= 32 ? 32 : most <= 64 ? 64 : most <= 128 ? 128 : 255; }
 constexpr bool WIDE_LOOK_UP = false;  // for codebook entries
-constexpr int QUERIES = 4, ATTENTION_SUMS = 4;
+constexpr int QUERIES = 6, ATTENTION_SUMS = 4;
 
 // Copies register by register: a block copy would go through memory.
 #define LRT_PAIR(NAME, HALF) \
