@@ -228,11 +228,12 @@ def test_attention(name: str, kv_format: CacheFormat, bias: float) -> None:
         assert relative_error(ours, exact) < BOUNDS[kv_format]
 
 
+@pytest.mark.parametrize("heads", [4, 40])  # few and many for a cached head
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
-def test_tree(kv_format: CacheFormat, sinks: bool) -> None:
-    layer, held = Layer.random(spec_of(sinks=sinks), bias=40.0), 250
-    parents = [-1, 0, 0, 1, 1, 2, 2, 6]  # across a block's end
+def test_tree(kv_format: CacheFormat, sinks: bool, heads: int) -> None:
+    layer, held = Layer.random(spec_of(heads=heads, sinks=sinks), bias=40.0), 250
+    parents = [-1, 0, 0, 1, 1, 2, 2, 6, 7, 8, 9, 10]  # one branch crosses a block's end
     count = held + len(parents)
     x = np.random.default_rng(2).standard_normal((count, HIDDEN)).astype(np.float32)
     mask = tree_mask(parents)
@@ -242,7 +243,9 @@ def test_tree(kv_format: CacheFormat, sinks: bool) -> None:
     cache.advance(held)
     positions = np.concatenate([np.arange(held), held - 1 + mask.sum(1)])
     step = ops.begin(
-        Batch(np.zeros(len(parents), np.int64), positions[held:], (Span(cache, 8, mask),))
+        Batch(
+            np.zeros(len(parents), np.int64), positions[held:], (Span(cache, len(parents), mask),)
+        )
     )
     ours = layer.run(ops, x[held:], step)
     seen = np.tri(count, dtype=bool)

@@ -5,12 +5,45 @@
 
 inline namespace LRT_SPACE {
 
-constexpr int MOST_QUERIES = 32;         // queries that share a block: in prefill, or a row's with gathered keys
+constexpr int MOST_QUERIES = 96;         // queries that share a block: in prefill, or a row's with gathered keys
 constexpr size_t MOST_PIECES = 1u << 23;  // floats of partial results, if blocks are divided among threads
 
 struct BlockResult {  // one query over one block; followed by the weighted sum (E)
     float peak, total;
 };
+
+// Keys or values that are widened to float32 once for many queries.
+struct Widened {
+    static constexpr int BYTES = 4;
+    static F16L load(const uint8_t* p) { return F16L::load((const float*)p); }
+};
+
+thread_local Scratch widened, block_scores, block_values;
+
+// Calls fn(index of the first, N) until it was called for `n` queries. N, how many registers hold at once, is a constant.
+template <class Fn> inline void by_queries(int n, Fn fn) {
+    int i = 0;
+    auto go = [&](auto count) {
+        if constexpr (decltype(count)::value <= QUERIES)
+            for (; i + count <= n; i += count) fn(i, count);
+    };
+    go(std::integral_constant<int, 8>());
+    go(std::integral_constant<int, 6>());
+    go(std::integral_constant<int, 4>());
+    go(std::integral_constant<int, 2>());
+    go(std::integral_constant<int, 1>());
+}
+
+// Calls fn(first, T) for each 16 * T of the numbers from `from` to `to`, then fn(first, 1) for each 16.
+template <int T, class Fn> inline void by_sixteens(int from, int to, Fn fn) {
+    for (; from + 16 * T <= to; from += 16 * T) fn(from, std::integral_constant<int, T>());
+    for (; from < to; from += 16) fn(from, std::integral_constant<int, 1>());
+}
+
+// Prefetches the share of queries [i, i + some) of `n` in `lines`, which are `stride` bytes apart.
+inline void prefetch_share(const uint8_t* from, size_t stride, int lines, int i, int some, int n) {
+    for (int line = lines * i / n; line < lines * (i + some) / n; line++) __builtin_prefetch(from + line * stride, 0, 2);
+}
 
 // Scores of N queries with T tiles of 16 keys.
 template <class Kind, int N, int T>
@@ -200,32 +233,52 @@ inline void weigh_int4(const float (*scores)[KEYS], const Sources& from, int fir
         }
 }
 
-// Scores of a block's tiles from `tile` on, in the same order for any number of queries or tiles at once.
-template <class Kind, int N>
-inline void score_block(const Query* queries, const Cached& cached, const Piece& piece, int tile, int tiles, float (*scores)[KEYS]) {
-    const int size = cached.args.head_dim, from = tile;
+// Multiplies scores by the scales of int8 keys or values.
+inline void scale_scores(const uint8_t* scales, int from, int to, float* scores) {
+    for (int i = from; i < to; i += 16) (F16L::load(scores + i) * F16L::load((const float*)scales + i)).store(scores + i);
+}
+
+// Scores of `n` queries with a block's keys, whole tiles, in the same order for any number of queries or tiles at once.
+template <class Kind>
+inline void score_block(int n, const Query* queries, int size, const Piece& piece, int from, int to, float (*scores)[KEYS]) {
     if constexpr (std::is_same<Kind, CachedInt4>::value) {
-        float totals[N][MAX_HEAD / CHUNK];
-        for (int n = 0; n < N; n++)
-            for (int c = 0; c < chunks_of(size); c++) {
-                const float* q = queries[n].q + c * CHUNK;
-                const F16L sum = size - c * CHUNK >= CHUNK ? F16L::load(q) + F16L::load(q + 16) : F16L::load(q);
-                totals[n][c] = CachedInt4::KEY_ZERO * sum16(sum);
-            }
-        constexpr int T = least(4, most(1, ATTENTION_SUMS / N));  // codes take as many registers again
-        for (; tile + T <= tiles; tile += T) score_int4<N, T>(queries, totals, piece, size, scores, 16 * tile);
-        for (; tile < tiles; tile++) score_int4<N, 1>(queries, totals, piece, size, scores, 16 * tile);
+        by_queries(n, [&](int i, auto count) {
+            constexpr int N = decltype(count)::value, T = least(4, most(1, ATTENTION_SUMS / N));  // codes take as many registers again
+            float totals[N][MAX_HEAD / CHUNK];
+            for (int j = 0; j < N; j++)
+                for (int c = 0; c < chunks_of(size); c++) {
+                    const float* q = queries[i + j].q + c * CHUNK;
+                    const F16L sum = size - c * CHUNK >= CHUNK ? F16L::load(q) + F16L::load(q + 16) : F16L::load(q);
+                    totals[j][c] = CachedInt4::KEY_ZERO * sum16(sum);
+                }
+            by_sixteens<T>(from, to, [&](int at, auto tiles) {
+                score_int4<N, decltype(tiles)::value>(queries + i, totals, piece, size, scores + i, at);
+            });
+        });
+        return;
+    } else if (n > QUERIES) {
+        by_sixteens<most(1, ATTENTION_SUMS / QUERIES)>(from, to, [&](int at, auto tiles) {
+            constexpr int T = decltype(tiles)::value;
+            float* keys = scratch<float>(widened, T * 16 * (size_t)size);
+            const uint8_t *now = piece.k + (size_t)at * size * Kind::BYTES, *next = now + (size_t)T * 16 * size * Kind::BYTES;
+            for (int i = 0; i < T * 16 * size; i += 16) Kind::load(now + i * Kind::BYTES).store(keys + i);
+            by_queries(n, [&](int i, auto count) {
+                prefetch_share(next, 64, (int)((next - now) / 64), i, count, n);
+                score_tiles<Widened, decltype(count)::value, T>(queries + i, (const uint8_t*)keys, size, scores + i, at);
+            });
+        });
     } else {
-        // As many tiles at once as registers hold sums and the cache has ways: tiles are 4 KB apart.
-        constexpr int T = least(8, most(1, ATTENTION_SUMS / N));
-        const size_t tile_bytes = (size_t)size * 16 * Kind::BYTES;
-        for (; tile + T <= tiles; tile += T) score_tiles<Kind, N, T>(queries, piece.k + tile * tile_bytes, size, scores, 16 * tile);
-        for (; tile < tiles; tile++) score_tiles<Kind, N, 1>(queries, piece.k + tile * tile_bytes, size, scores, 16 * tile);
+        by_queries(n, [&](int i, auto count) {
+            // As many tiles at once as registers hold sums and the cache has ways: tiles are 4 KB apart.
+            constexpr int N = decltype(count)::value, T = least(8, most(1, ATTENTION_SUMS / N));
+            by_sixteens<T>(from, to, [&](int at, auto tiles) {
+                const uint8_t* keys = piece.k + (size_t)at * size * Kind::BYTES;
+                score_tiles<Kind, N, decltype(tiles)::value>(queries + i, keys, size, scores + i, at);
+            });
+        });
     }
     if constexpr (std::is_same<Kind, CachedInt8>::value)
-        for (int n = 0; n < N; n++)
-            for (int i = 16 * from; i < 16 * tiles; i += 16)
-                (F16L::load(scores[n] + i) * F16L::load((const float*)piece.k_scale + i)).store(scores[n] + i);
+        for (int i = 0; i < n; i++) scale_scores(piece.k_scale, from, to, scores[i]);
 }
 
 // Contribution of the keys' bias to a block's scores.
@@ -234,13 +287,10 @@ inline void add_bias(const Query* queries, const Cached& cached, int block, int 
     const KeyBias& bias = cached.bias;
     alignas(64) float factors[N][MAX_HEAD];
     for (int n = 0; n < N; n++) bias.turn(queries[n].q, cached.span.format, cached.args.head_dim, block, factors[n]);
-    constexpr int T = least(4, most(1, ATTENTION_SUMS / N));
     const int size = 2 * bias.half;
-    int tile = 0;
-    for (; tile + T <= tiles; tile += T)
-        add_tiles<N, T>(factors, bias.near_turns + (size_t)tile * size * 16, size, scores, 16 * tile);
-    for (; tile < tiles; tile++)
-        add_tiles<N, 1>(factors, bias.near_turns + (size_t)tile * size * 16, size, scores, 16 * tile);
+    by_sixteens<least(4, most(1, ATTENTION_SUMS / N))>(0, 16 * tiles, [&](int at, auto some) {
+        add_tiles<N, decltype(some)::value>(factors, bias.near_turns + (size_t)at * size, size, scores, at);
+    });
 }
 
 // Turns one query's scores of a block into weights: scales, caps, masks and exponentiates.
@@ -250,9 +300,7 @@ inline BlockResult weigh_scores(const Query& query, int start, int tiles, float 
     for (int tile = 0; tile < tiles; tile++) {
         float* at = scores + 16 * tile;
         const int key = start + 16 * tile;
-        F16L s = F16L::load(at);
-        if (softcap > 0) s = tanh16(s / F16L::set1(softcap)) * F16L::set1(softcap);
-        s.store(at);
+        if (softcap > 0) (tanh16(F16L::load(at) / F16L::set1(softcap)) * F16L::set1(softcap)).store(at);
         seen[tile] = 0xFFFF;
         if (!query.sees_all(key, key + 16)) {
             seen[tile] = 0;
@@ -286,56 +334,75 @@ inline BlockResult weigh_scores(const Query& query, int start, int tiles, float 
     return {top, sum16(total)};
 }
 
-// N queries over one block of a group: peak, total and weighted sum of values for each.
-template <class Kind, int N>
-inline void attend_block(const Query* queries, const Cached& cached, const Sources& from, int block, BlockResult* results,
-                         float* values, size_t stride) {
-    alignas(64) float scores[N][KEYS];
-    const int start = block * KEYS, size = cached.args.head_dim;
+inline int last_of(int n, const Query* queries) {
     int last = 0;
-    for (int n = 0; n < N; n++) last = most(last, queries[n].last);
-    const int count = least(KEYS, last - start), tiles = (count + 15) / 16;
-    const int split = least(tiles, from.split / 16);
-    score_block<Kind, N>(queries, cached, from.old, 0, split, scores);
-    if (split < tiles) score_block<Kind, N>(queries, cached, from.tail, split, tiles, scores);
-    if (cached.bias.bias) add_bias<N>(queries, cached, block, tiles, scores);
-    for (int n = 0; n < N; n++) results[n] = weigh_scores(queries[n], start, tiles, cached.args.softcap, scores[n]);
+    for (int i = 0; i < n; i++) last = most(last, queries[i].last);
+    return last;
+}
+
+// Elements of values from `first` on, weighted by the scores of `n` queries and summed over the keys from `start` on.
+template <class Kind>
+inline void weigh_block(int n, const Query* queries, const Sources& from, int start, int first, int size, float (*scores)[KEYS],
+                        float* out, size_t stride) {
+    auto keys_of = [&](int i, int count) { return least(KEYS, last_of(count, queries + i) - start); };
     if constexpr (std::is_same<Kind, CachedInt4>::value) {
-        constexpr int C = N <= 4 ? 2 : 1;
-        const int chunks = chunks_of(size);
-        int chunk = 0;
-        for (; chunk + C <= chunks; chunk += C) weigh_int4<N, C>(scores, from, chunk, count, size, values, stride);
-        for (; chunk < chunks; chunk++) weigh_int4<N, 1>(scores, from, chunk, count, size, values, stride);
-    } else {
-        if constexpr (std::is_same<Kind, CachedInt8>::value)
-            for (int n = 0; n < N; n++)
-                for (int i = 0; i < 16 * tiles; i += 16) {
-                    const float* scales = (const float*)(i < from.split ? from.old : from.tail).v_scale;
-                    (F16L::load(scores[n] + i) * F16L::load(scales + i)).store(scores[n] + i);
+        by_queries(n, [&](int i, auto count) {
+            constexpr int N = decltype(count)::value, C = N <= 4 ? 2 : 1;
+            const int keys = keys_of(i, N), chunks = chunks_of(size);
+            int chunk = 0;
+            for (; chunk + C <= chunks; chunk += C) weigh_int4<N, C>(scores + i, from, chunk, keys, size, out + i * stride, stride);
+            for (; chunk < chunks; chunk++) weigh_int4<N, 1>(scores + i, from, chunk, keys, size, out + i * stride, stride);
+        });
+    } else if (n > QUERIES) {
+        by_sixteens<most(1, ATTENTION_SUMS / QUERIES)>(first, size, [&](int e, auto sixteens) {
+            constexpr int T = decltype(sixteens)::value;
+            float* values = scratch<float>(widened, KEYS * 16 * T);
+            const int keys = keys_of(0, n);
+            for (int i = 0; i < keys; i++)
+                for (int t = 0; t < T; t++) {
+                    const uint8_t* v = (i < from.split ? from.old : from.tail).v + ((size_t)i * size + e + 16 * t) * Kind::BYTES;
+                    Kind::load(v).store(values + (i * T + t) * 16);
                 }
-        constexpr int T = least(8, most(1, ATTENTION_SUMS / N));
-        int e = 0;
-        for (; e + 16 * T <= size; e += 16 * T)
-            weigh_values<Kind, N, T>(scores, from, e, count, size, values + e, stride);
-        for (; e < size; e += 16)
-            weigh_values<Kind, N, 1>(scores, from, e, count, size, values + e, stride);
+            Sources wide = from;
+            wide.old.v = (uint8_t*)values;
+            wide.split = KEYS;
+            const uint8_t* next = from.old.v + (size_t)(e + 16 * T) * Kind::BYTES;
+            by_queries(n, [&](int i, auto count) {
+                constexpr int N = decltype(count)::value;
+                prefetch_share(next, (size_t)size * Kind::BYTES, keys, i, N, n);
+                weigh_values<Widened, N, T>(scores + i, wide, 0, keys_of(i, N), 16 * T, out + i * stride + e - first, stride);
+            });
+        });
+    } else {
+        by_queries(n, [&](int i, auto count) {
+            constexpr int N = decltype(count)::value, T = least(8, most(1, ATTENTION_SUMS / N));
+            const int keys = keys_of(i, N);
+            by_sixteens<T>(first, size, [&](int e, auto sixteens) {
+                weigh_values<Kind, N, decltype(sixteens)::value>(scores + i, from, e, keys, size, out + i * stride + e - first, stride);
+            });
+        });
     }
 }
 
+// Queries over one block of a group: peak, total and weighted sum of values, without their first elements, for each.
 template <class Kind>
-inline void attend_some(int n, const Query* queries, const Cached& cached, const Sources& from, int block, BlockResult* results,
-                        float* values, size_t stride) {
-    auto go = [&](auto count) {
-        constexpr int N = decltype(count)::value;
-        if constexpr (N <= QUERIES)
-            for (; n >= N; n -= N, queries += N, results += N, values += N * stride)
-                attend_block<Kind, N>(queries, cached, from, block, results, values, stride);
-    };
-    go(std::integral_constant<int, 8>());
-    go(std::integral_constant<int, 6>());
-    go(std::integral_constant<int, 4>());
-    go(std::integral_constant<int, 2>());
-    go(std::integral_constant<int, 1>());
+inline void attend_block(int n, const Query* queries, const Cached& cached, const Sources& from, int block, int first,
+                         BlockResult* results, float* values, size_t stride) {
+    auto scores = (float(*)[KEYS])scratch<float>(block_scores, (size_t)n * KEYS);
+    const int start = block * KEYS, size = cached.args.head_dim, keys = (least(KEYS, last_of(n, queries) - start) + 15) / 16 * 16;
+    const int split = least(keys, from.split);
+    score_block<Kind>(n, queries, size, from.old, 0, split, scores);
+    if (split < keys) score_block<Kind>(n, queries, size, from.tail, split, keys, scores);
+    if (cached.bias.bias)
+        by_queries(n, [&](int i, auto count) { add_bias<decltype(count)::value>(queries + i, cached, block, keys / 16, scores + i); });
+    for (int i = 0; i < n; i++) {
+        results[i] = weigh_scores(queries[i], start, keys / 16, cached.args.softcap, scores[i]);
+        if constexpr (std::is_same<Kind, CachedInt8>::value) {
+            scale_scores(from.old.v_scale, 0, split, scores[i]);
+            scale_scores(from.tail.v_scale, split, keys, scores[i]);
+        }
+    }
+    weigh_block<Kind>(n, queries, from, start, first, size, scores, values, stride);
 }
 
 // Merges a block into a query's result, rescaled to the larger peak.
@@ -366,8 +433,8 @@ struct Attending {
           q(args.q + (size_t)first_row * args.heads * size) {
         const int threads = context.pool.threads();
         // Keys are gathered once for all queries of a row. In prefill, many queries share blocks in the CPU's cache.
-        const bool many = groups * queries >= 8 * MOST_QUERIES * threads;
-        together = args.chosen && per <= MOST_QUERIES ? per : many ? MOST_QUERIES : QUERIES;
+        const int fair = groups * queries / (8 * threads) / QUERIES * QUERIES;
+        together = args.chosen && per <= MOST_QUERIES ? per : most(QUERIES, least(MOST_QUERIES, fair));
         chunks = (queries + together - 1) / together;
         blocks = (tree.longest() + KEYS - 1) / KEYS;
         // Few queries over a long cache: divide its blocks among threads too. Results are the same either way.
@@ -402,7 +469,7 @@ struct Attending {
             high = most(high, list[i].last);
         }
         BlockResult results[MOST_QUERIES];
-        alignas(64) float values[MOST_QUERIES * MAX_HEAD];
+        float* values = scratch<float>(block_values, (size_t)n * size);
         for (int i = 0; i < n; i++) {
             float* p = place(group, begin + i, piece);
             p[0] = -INFINITY;
@@ -418,9 +485,9 @@ struct Attending {
                 for (count = 1; i + count < n && (!tree.scattered(block) || list[i + count].row == list[i].row);) count++;
                 const Sources from = tree.sources(cached, block, list[i].row);
                 float* to = values + (size_t)i * size;
-                if (span.format == KV_BF16) attend_some<CachedBf16>(count, list + i, cached, from, block, results + i, to, size);
-                else if (span.format == KV_INT8) attend_some<CachedInt8>(count, list + i, cached, from, block, results + i, to, size);
-                else attend_some<CachedInt4>(count, list + i, cached, from, block, results + i, to, size);
+                if (span.format == KV_BF16) attend_block<CachedBf16>(count, list + i, cached, from, block, 0, results + i, to, size);
+                else if (span.format == KV_INT8) attend_block<CachedInt8>(count, list + i, cached, from, block, 0, results + i, to, size);
+                else attend_block<CachedInt4>(count, list + i, cached, from, block, 0, results + i, to, size);
             }
             for (int i = 0; i < n; i++) {
                 float* p = place(group, begin + i, piece);

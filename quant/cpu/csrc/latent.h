@@ -157,44 +157,6 @@ inline Sources latent_sources(const Span& span, const Tree& tree, int block, int
     return Sources(piece);
 }
 
-// N queries over one block: peak, total and weighted sum of latents for each.
-template <class Kind, int N>
-inline void latent_block(const Query* queries, const Cached& cached, const Sources& from, int rotary, int block, BlockResult* results,
-                         float* values, size_t stride) {
-    alignas(64) float scores[N][KEYS];
-    const int start = block * KEYS, size = cached.args.head_dim;
-    int last = 0;
-    for (int n = 0; n < N; n++) last = most(last, queries[n].last);
-    const int count = least(KEYS, last - start), tiles = (count + 15) / 16;
-    score_block<Kind, N>(queries, cached, from.old, 0, tiles, scores);
-    for (int n = 0; n < N; n++) {
-        results[n] = weigh_scores(queries[n], start, tiles, 0, scores[n]);
-        if constexpr (std::is_same<Kind, CachedInt8>::value)
-            for (int i = 0; i < 16 * tiles; i += 16)
-                (F16L::load(scores[n] + i) * F16L::load((const float*)from.old.v_scale + i)).store(scores[n] + i);
-    }
-    constexpr int T = least(8, most(1, ATTENTION_SUMS / N));
-    int e = rotary;
-    for (; e + 16 * T <= size; e += 16 * T) weigh_values<Kind, N, T>(scores, from, e, count, size, values + e - rotary, stride);
-    for (; e < size; e += 16) weigh_values<Kind, N, 1>(scores, from, e, count, size, values + e - rotary, stride);
-}
-
-template <class Kind>
-inline void latent_some(int n, const Query* queries, const Cached& cached, const Sources& from, int rotary, int block,
-                        BlockResult* results, float* values, size_t stride) {
-    auto go = [&](auto count) {
-        constexpr int N = decltype(count)::value;
-        if constexpr (N <= QUERIES)
-            for (; n >= N; n -= N, queries += N, results += N, values += N * stride)
-                latent_block<Kind, N>(queries, cached, from, rotary, block, results, values, stride);
-    };
-    go(std::integral_constant<int, 8>());
-    go(std::integral_constant<int, 6>());
-    go(std::integral_constant<int, 4>());
-    go(std::integral_constant<int, 2>());
-    go(std::integral_constant<int, 1>());
-}
-
 // q (rows, H, size), scaled, of a span's rows from `begin` on; out (rows, H, latent).
 inline void attend_latents(Context& context, const LatentArgs& args, const Span& span, const Tree& tree, int begin, int rows,
                            const float* q, float* out) {
@@ -239,10 +201,10 @@ inline void attend_latents(Context& context, const LatentArgs& args, const Span&
                     for (int j = i; j < i + count; j++) results[j] = {-INFINITY, 0.f};
                 } else if (span.format == KV_ROWS_INT8) {
                     const Sources from = latent_sources<uint8_t>(span, tree, block, row, size);
-                    latent_some<CachedInt8>(count, list + i, cached, from, args.rotary, block, results + i, to, latent);
+                    attend_block<CachedInt8>(count, list + i, cached, from, block, args.rotary, results + i, to, latent);
                 } else {
                     const Sources from = latent_sources<uint16_t>(span, tree, block, row, size);
-                    latent_some<CachedBf16>(count, list + i, cached, from, args.rotary, block, results + i, to, latent);
+                    attend_block<CachedBf16>(count, list + i, cached, from, block, args.rotary, results + i, to, latent);
                 }
             }
             for (int i = 0; i < n; i++) {

@@ -14,7 +14,7 @@ constexpr int code_class(int most) { return LRT_VNNI ? 255 : most <= 16 ? 16 : m
 constexpr bool wraps(int most, int steps) { return !LRT_VNNI && steps * most * 127 <= INT16_MAX; }
 constexpr bool WIDE_LOOK_UP = false;  // for codebook entries
 constexpr bool FLOAT_SUMS = LRT_VNNI;
-constexpr int QUERIES = 4, ATTENTION_SUMS = 4;
+constexpr int QUERIES = 6, ATTENTION_SUMS = 4;
 
 // Copies register by register: a block copy would go through memory.
 #define LRT_PAIR(NAME, HALF) \
