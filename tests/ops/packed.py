@@ -28,8 +28,12 @@ def _give_scales(
     flat[...] = codec.join(codes, found)
 
 
-def random_tensor(name: str, rows: int, cols: int, seed: int = 0) -> PackedTensor:
-    """(rows, cols) in the format called ``name``: random codes, scales near 0.01."""
+def random_tensor(
+    name: str, rows: int, cols: int, seed: int = 0, factor: np.float32 = np.float32(1)
+) -> PackedTensor:
+    """(rows, cols) in the format called ``name``: random codes, scales near 0.01, which have the
+    bits of float16 times ``factor`` where they are float32.
+    """
     rng = np.random.default_rng(seed)
     format_ = FORMATS[name]
     values = rng.standard_normal((rows, cols), np.float32)
@@ -46,7 +50,7 @@ def random_tensor(name: str, rows: int, cols: int, seed: int = 0) -> PackedTenso
         if name == "nvfp4":
             blocks[:, :, 0] = rng.integers(8, 60, blocks.shape[:2])
         elif name in PUBLISHED:
-            _give_scales(name, blocks, scales * np.float32(1 + 1e-5), rng)  # of all 24 bits
+            _give_scales(name, blocks, scales.astype(np.float32) * factor, rng)
         elif name == "mxfp4":
             blocks[:, :, 0] = rng.integers(118, 124, blocks.shape[:2])
         elif name == "q2_k":
