@@ -29,7 +29,7 @@ def _give_scales(
 
 
 def random_tensor(
-    name: str, rows: int, cols: int, seed: int = 0, factor: np.float32 = np.float32(1)
+    name: str, rows: int, cols: int, seed: int = 0, factor: float = 1.0
 ) -> PackedTensor:
     """(rows, cols) in the format called ``name``: random codes, scales near 0.01, which have the
     bits of float16 times ``factor`` where they are float32.
@@ -50,7 +50,7 @@ def random_tensor(
         if name == "nvfp4":
             blocks[:, :, 0] = rng.integers(8, 60, blocks.shape[:2])
         elif name in PUBLISHED:
-            _give_scales(name, blocks, scales.astype(np.float32) * factor, rng)
+            _give_scales(name, blocks, scales.astype(np.float32) * np.float32(factor), rng)
         elif name == "mxfp4":
             blocks[:, :, 0] = rng.integers(118, 124, blocks.shape[:2])
         elif name == "q2_k":

@@ -86,7 +86,7 @@ def test_products(name: str, isa: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_instruction_sets(name: str) -> None:
     """Few rows, and panels, the last of which is short; also of the largest and smallest codes."""
-    tensor = random_tensor(name, 48, 768, seed=2, factor=np.float32(1 + 1e-5))
+    tensor = random_tensor(name, 48, 768, seed=2, factor=1 + 1e-5)
     x = np.random.default_rng(2).standard_normal((20, 768)).astype(np.float32)
     x[1], x[2], x[3, ::7] = 1, -1, 1e-20
     x[4] = 0
