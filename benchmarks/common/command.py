@@ -20,6 +20,7 @@ from localrt.quant.cpu.ops import NativeOps
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results"
+KNOWN_SHAPES = ROOT / "localrt/hub/known_configs.json"
 ISAS = {
     "amx": "AMX",
     "avx512bf16": "AVX-512 with bf16",
@@ -127,13 +128,15 @@ def find_model(name: str) -> Path:
 
 def write_shape(name: str, path: Path, layers: int | None) -> int:
     """Write random weights of a known shape as a GGUF file, and return its number of layers."""
-    from tests.models.real_shapes import write_random
-
+    if name not in json.loads(KNOWN_SHAPES.read_text("utf-8")):
+        raise SystemExit(f"{name!r} is not in {KNOWN_SHAPES.relative_to(ROOT)}")
     tokenizer = find_real_model("qwen0.5b") or find_model("smollm2")
-    try:
-        return write_random(name, layers, path, tokenizer)
-    except KeyError:
-        raise SystemExit(f"{name!r} is not in localrt/hub/known_configs.json") from None
+    words = [name, str(layers or 0), str(path), str(tokenizer)]
+    # It is the tests' writer, which needs transformers.
+    command = [sys.executable, "-m", "tests.models.real_shapes", *words]
+    return int(
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout.split()[-2]
+    )
 
 
 def run_child(name: str, words: Sequence[str], job: Mapping[str, Any], **options: Any) -> Any:

@@ -3,7 +3,8 @@
     python -m tests.models.real_shapes gemma-4-12b 24 gemma.gguf tokenizer.gguf [template.jinja]
 
 writes the first 24 layers of a shape in ``localrt/hub/known_configs.json``, packed about as Q4_K_M
-is; tokens are another file's, and unused ones. The chat template is the file's at the end, if any.
+is (0 layers: as many as 6 GB hold). Tokens are another file's, and unused ones. The chat template
+is the file's at the end, if any.
 """
 
 from __future__ import annotations
@@ -132,4 +133,5 @@ def _tokenizer(path: Path, size: int) -> dict[str, Any]:
 
 if __name__ == "__main__":
     shape, layers, path, tokenizer, *template = sys.argv[1:]
-    print(write_random(shape, int(layers), *map(Path, [path, tokenizer, *template])), "layers")
+    as_said = int(layers) or None
+    print(write_random(shape, as_said, *map(Path, [path, tokenizer, *template])), "layers")
