@@ -9,6 +9,7 @@ inline Acts rows_from(const Acts& all, size_t at, int rows) {
     Acts acts = all;
     const size_t groups = at * (all.cols / 32);
     acts.rows = rows;
+    if (all.ready) acts.ready += groups;
     if (!all.codes) return acts;
     acts.codes += groups * 32;
     acts.meta += groups * 2;
@@ -359,147 +360,119 @@ struct RowMixture {
     static constexpr int PIECE = 16;  // tiles of the sum that are added at once
     Context& context;
     const RouteArgs& route;
-    const MlpArgs* shared;  // or null
     const ExpertArgs& args;
     const CombineArgs& sum;
+    RowMlp* shared;  // or null
     const Expert& like;
-    Halves halves, shared_halves;
+    const int used, inner, unit, units, downs;  // units of gated tiles and tiles of downs, of an expert
+    const Router router;
+    Acts seen, row, values;  // what the router sees, the experts' input, and what their downs read (used)
+    float *products, *work;  // the router's
+    int* edges;              // of the experts' tasks: units of gates, then tiles of downs, numbered through all of them
+    int tasks = 0;
+    float factor = 1.f;      // of the shared expert
+    bool usable = true;      // the chosen experts are there, and like the first
+    Countdown normed = {1}, prepared = {1}, quantized = {1}, routing, routed = {1};
+    Countdown* left;         // what is missing in each piece of the sum
 
-    RowMixture(Context& context, const RouteArgs& route, const MlpArgs* shared, const ExpertArgs& args, const CombineArgs& sum)
-        : context(context), route(route), shared(shared), args(args), sum(sum), like(args.table[0]) {}
-
-    bool fits() {
-        const bool one = args.rows == 1 && !args.asked && !context.adapters.rows && like.gate_up.count && like.down.count == 1;
-        const bool linked = args.x == route.normed && args.chosen == route.experts && args.used == route.used &&
-                            sum.slots == args.slots && sum.weights == route.weights && (!shared || sum.shared == shared->out);
-        if (!one || !linked || !has_gate(args.activation) || !can_gate(like.gate_up, like.down, halves)) return false;
-        return !shared || (shared->down.count == 1 && !shared->post_norm && has_gate(shared->activation) &&
-                           can_gate(shared->gate_up, shared->down, shared_halves));
-    }
-
-    // Returns whether the chosen experts were there, and like the first; otherwise only their choice has been computed.
-    bool run() {
-        const int used = args.used, cols = like.gate_up.cols, inner = like.down.cols;
-        const int own = shared ? shared->down.cols : 0, unit = gated_unit(like.down), units = inner / 16 / unit, downs = tiles_of(like.down);
-        // Inputs, and results of gates, which downs begin to read before the last is there.
-        Acts seen, row = reserve(context.chosen, args.x, 1, like.gate_up), from_shared, of_shared;
-        Acts all = reserve(context.inner, nullptr, 1, like.down);
-        reserve_groups(context.inner, (size_t)used * (inner / 32), all);
-        const int flags = (used * inner + own) / 32;
-        uint8_t* ready = scratch<uint8_t>(context.ready, flags);
-        for (int i = 0; i < flags; i++) ready[i] = 0;
-        if (shared) of_shared = reserve(context.shared_inner, nullptr, 1, shared->down), of_shared.ready = ready + used * inner / 32;
-        auto inner_of = [&](int k) {
-            Acts acts = rows_from(all, k, 1);
-            acts.ready = ready + (size_t)k * (inner / 32);
-            return acts;
-        };
-        const Gate gate = {args.activation, args.limit};
-        const Runs runs(1);
-        const Router router(route);
-        float *products = scratch<float>(context.gated, route.gate.rows), *work = scratch<float>(context.wide, router.room());
-        float factor = 1.f;
-        bool usable = true;
-
-        int* starts = nullptr;
-        const int shared_unit = shared ? gated_unit(shared->down) : 1;
-        const int shared_gates = shared ? divide_gated(context, shared_halves.gate.rows / 16, shared_unit, false, starts) : 0;
-        const int ranked = tiles_of(route.gate), pieces = (downs + PIECE - 1) / PIECE;
-        // Tasks of the experts: units of gates, then tiles of downs, numbered through all of them.
-        int* edges = scratch<int>(context.more_tasks, used * (units + downs) + 2);
-        int gates = 0, tasks = 0;
-        for (int at = 0; at < used * units; gates++) edges[gates] = at, at += next_tiles(context, used * units - at, 0);
-        for (int at = used * units; at < used * (units + downs); tasks++) edges[gates + tasks] = at, at += next_tiles(context, used * (units + downs) - at, 0);
-        tasks += gates;
-        edges[tasks] = used * (units + downs);
-        Countdown normed = {1}, prepared = {1}, quantized = {1}, routing = {ranked}, routed = {1}, shared_ready = {1};
-        Countdown* left = scratch<Countdown>(context.places, pieces);
+    RowMixture(Context& context, const RouteArgs& route, RowMlp* shared, const ExpertArgs& args, const CombineArgs& sum)
+        : context(context), route(route), args(args), sum(sum), shared(shared), like(args.table[0]), used(args.used),
+          inner(like.down.cols), unit(gated_unit(like.down)), units(inner / 16 / unit), downs(tiles_of(like.down)), router(route),
+          values{nullptr, nullptr, nullptr, {}, 0, 0, inner}, routing{tiles_of(route.gate)} {
+        note_starts(like.down, values);
+        reserve_groups(context.inner, (size_t)used * (inner / 32), values);
+        begin_groups(context.inner, values, used);
+        products = scratch<float>(context.gated, route.gate.rows);
+        work = scratch<float>(context.wide, router.room());
+        edges = scratch<int>(context.more_tasks, used * (units + downs) + 1);
+        const int ends[2] = {used * units, used * (units + downs)};
+        for (int at = edges[0] = 0, down = 0; down < 2; down++)
+            while (at < ends[down]) edges[++tasks] = at += next_tiles(context, ends[down] - at, 0);
+        const int pieces = (downs + PIECE - 1) / PIECE;
+        left = scratch<Countdown>(context.places, pieces);
         for (int p = 0; p < pieces; p++) left[p] = {least(PIECE, downs - p * PIECE) * (used + (shared != nullptr))};
-
-        auto add_up = [&](int tile, int tiles) {  // these tiles of an expert are done
-            for (int end = tile + tiles; tile < end;) {
-                const int piece = tile / PIECE, here = least(end, (piece + 1) * PIECE) - tile;
-                if (left[piece].finish(here)) combine_columns(sum, 0, piece * PIECE * 16, least(sum.cols, (piece + 1) * PIECE * 16), factor);
-                tile += here;
-            }
-        };
-        auto choose = [&](int tile) {
-            prepared.wait(tile_at(route.gate, tile));
-            multiply_tiles(route.gate, tile, 1, seen, products);
-            if (!routing.finish()) return;
-            router.choose(products, 0, work);
-            for (int k = 0; k < used; k++) {
-                const int e = args.chosen[k];
-                usable = usable && e >= 0 && e < args.count && alike(args.table[e].gate_up, like.gate_up) && alike(args.table[e].down, like.down);
-            }
-            routed.finish();
-        };
-        auto multiply = [&](int begin, int end) {  // units and tiles of chosen experts
-            routed.wait();
-            quantized.wait();
-            for (int at = begin; at < end && usable;) {
-                const bool down = at >= used * units;
-                const int each = down ? downs : units, first = down ? at - used * units : at, k = first / each, tile = first % each;
-                const int count = least(each - tile, end - at);
-                const Expert& expert = args.table[args.chosen[k]];
-                const Acts values = inner_of(k);
-                at += count;
-                if (down) {
-                    const Matrix& m = expert.down.parts[0];
-                    const Target to = {args.slots + (size_t)k * m.rows, 0, m.rows, m.scale, expert.down_bias, nullptr};
-                    with_layout(m.layout, [&](auto kind) { kind.multiply(m, tile, count, values, runs, {0, 1}, to); });
-                    add_up(tile, count);
-                    continue;
-                }
-                Halves both;
-                can_gate(expert.gate_up, expert.down, both);
-                const float* bias = expert.gate_up_bias;
-                const Gated to = {values, gate, expert.down.hadamard, bias, bias ? bias + inner : nullptr};
-                with_layout(both.gate.layout, [&](auto kind) {
-                    if constexpr (decltype(kind)::PACKED)
-                        kind.multiply_gated(both.gate, both.up, tile * unit, count * unit, unit, row, runs, {0, 1}, to);
-                });
-            }
-        };
-        auto prepare_one = [&](int which) {
-            if (which == 0) {
-                if (route.norm) rms_norm(route.x, route.norm, route.eps, cols, route.normed);
-                else copy_floats(route.x, cols, route.normed);
-                normed.finish();
-                const float* x = route.gate_norm ? route.x : route.normed;
-                seen = prepare(context, context.rows, x, nullptr, 1, route.gate_norm, route.eps, route.gate, true);
-                prepared.finish();
-            } else if (which == 1) {
-                normed.wait();
-                row = prepare(context, context.chosen, args.x, nullptr, 1, nullptr, 0, like.gate_up);
-                quantized.finish();
-            } else {
-                const MlpArgs& mlp = *shared;
-                if (mlp.row_gate.count) {
-                    const Acts acts = prepare(context, context.shared_rows, mlp.x, nullptr, 1, mlp.norm, mlp.eps, mlp.row_gate);
-                    multiply_tiles(mlp.row_gate, 0, 1, acts, &factor);
-                    factor = sigmoid1(factor);
-                }
-                from_shared = prepare(context, context.shared_rows, mlp.x, nullptr, 1, mlp.norm, mlp.eps, mlp.gate_up);
-                shared_ready.finish();
-            }
-        };
-        const int prepares = shared ? 3 : 2;
+    }
+    void norm() {
+        const int cols = like.gate_up.cols;
+        if (route.norm) rms_norm(route.x, route.norm, route.eps, cols, route.normed);
+        else copy_floats(route.x, cols, route.normed);
+        normed.finish();
+        const float* x = route.gate_norm ? route.x : route.normed;
+        seen = prepare(context, context.rows, x, nullptr, 1, route.gate_norm, route.eps, route.gate, true);
+        prepared.finish();
+    }
+    void quantize() {
+        normed.wait();
+        row = prepare(context, context.chosen, args.x, nullptr, 1, nullptr, 0, like.gate_up);
+        quantized.finish();
+    }
+    void read_shared() {
+        const MlpArgs& mlp = shared->args;
+        if (mlp.row_gate.count) {
+            const Acts acts = prepare(context, context.shared_rows, mlp.x, nullptr, 1, mlp.norm, mlp.eps, mlp.row_gate);
+            multiply_tiles(mlp.row_gate, 0, 1, acts, &factor);
+            factor = sigmoid1(factor);
+        }
+        shared->read(context, context.shared_rows);
+    }
+    void choose(int tile) {
+        prepared.wait(tile_at(route.gate, tile));
+        multiply_tiles(route.gate, tile, 1, seen, products);
+        if (!routing.finish()) return;
+        router.choose(products, 0, work);
+        for (int k = 0; k < used; k++) {
+            const int e = args.chosen[k];
+            usable = usable && e >= 0 && e < args.count && alike(args.table[e].gate_up, like.gate_up) && alike(args.table[e].down, like.down);
+        }
+        routed.finish();
+    }
+    void multiply(int task) {
+        routed.wait();
+        quantized.wait();
+        for (int at = edges[task], end = edges[task + 1], count; at < end && usable; at += count) {
+            const bool down = at >= used * units;
+            const int each = down ? downs : units, first = down ? at - used * units : at, k = first / each, tile = first % each;
+            count = least(each - tile, end - at);
+            const Expert& expert = args.table[args.chosen[k]];
+            if (down) multiply_down(expert, k, tile, count);
+            else multiply_gates(expert, k, tile * unit, count * unit);
+        }
+    }
+    void multiply_gates(const Expert& expert, int k, int tile, int tiles) {
+        Halves halves;
+        can_gate(expert.gate_up, expert.down, halves);
+        const float* bias = expert.gate_up_bias;
+        const Acts codes = rows_from(values, k, 1);
+        const Gated to = {codes, {args.activation, args.limit}, expert.down.hadamard, bias, bias ? bias + inner : nullptr};
+        with_layout(halves.gate.layout, [&](auto kind) {
+            if constexpr (decltype(kind)::PACKED) kind.multiply_gated(halves.gate, halves.up, tile, tiles, unit, row, Runs(1), {0, 1}, to);
+        });
+    }
+    void multiply_down(const Expert& expert, int k, int tile, int tiles) {
+        const Matrix& m = expert.down.parts[0];
+        const Target to = {args.slots + (size_t)k * m.rows, 0, m.rows, m.scale, expert.down_bias, nullptr};
+        const Acts codes = rows_from(values, k, 1);
+        with_layout(m.layout, [&](auto kind) { kind.multiply(m, tile, tiles, codes, Runs(1), {0, 1}, to); });
+        add_up(tile, tiles);
+    }
+    // These tiles of an expert are done. Whoever ends a piece adds it up.
+    void add_up(int tile, int tiles) {
+        for (int end = tile + tiles, here; tile < end; tile += here) {
+            const int piece = tile / PIECE;
+            here = least(end, (piece + 1) * PIECE) - tile;
+            if (left[piece].finish(here)) combine_columns(sum, 0, piece * PIECE * 16, least(sum.cols, (piece + 1) * PIECE * 16), factor);
+        }
+    }
+    // Returns `usable`; otherwise only the choice has been computed.
+    bool run() {
+        const int prepares = shared ? 3 : 2, ranked = tiles_of(route.gate), gates = shared ? shared->count : 0;
         if (!shared) context.pool.meet();  // where experts are chosen
-        parallel(context, prepares + ranked + shared_gates + tasks + (shared ? downs : 0), [&](int task) {
-            if (task < prepares) return prepare_one(task);
+        parallel(context, prepares + ranked + gates + tasks + (shared ? downs : 0), [&](int task) {
+            if (task < prepares) return task == 0 ? norm() : task == 1 ? quantize() : read_shared();
             if ((task -= prepares) < ranked) return choose(task);
-            if ((task -= ranked) < shared_gates) {
-                const int tile = starts[task], count = starts[task + 1] - tile;
-                const Gated to = {of_shared, {shared->activation, shared->limit, shared->gate_scale, shared->curve}, shared->down.hadamard, nullptr, nullptr};
-                shared_ready.wait(tile_at(shared_halves.gate, tile));
-                return with_layout(shared_halves.gate.layout, [&](auto kind) {
-                    if constexpr (decltype(kind)::PACKED)
-                        kind.multiply_gated(shared_halves.gate, shared_halves.up, tile, count, shared_unit, from_shared, runs, {0, 1}, to);
-                });
-            }
-            if ((task -= shared_gates) < tasks) return multiply(edges[task], edges[task + 1]);
-            multiply_tiles(shared->down, task - tasks, 1, of_shared, shared->out);
+            if ((task -= ranked) < gates) return shared->gate(task);
+            if ((task -= gates) < tasks) return multiply(task);
+            multiply_tiles(shared->args.down, task - tasks, 1, shared->gated, shared->args.out);
             add_up(task - tasks, 1);
         });
         return usable;
@@ -507,8 +480,16 @@ struct RowMixture {
 };
 
 bool mixture_of_row(Context& context, const RouteArgs& route, const MlpArgs* shared, const ExpertArgs& args, const CombineArgs& sum) {
-    RowMixture mixture(context, route, shared, args, sum);
-    return mixture.fits() && mixture.run();
+    const Expert& like = args.table[0];
+    Halves halves;
+    const bool one = args.rows == 1 && !args.asked && !context.adapters.rows && like.gate_up.count && like.down.count == 1;
+    const bool linked = args.x == route.normed && args.chosen == route.experts && args.used == route.used &&
+                        sum.slots == args.slots && sum.weights == route.weights && (!shared || sum.shared == shared->out);
+    if (!one || !linked || !has_gate(args.activation) || !can_gate(like.gate_up, like.down, halves)) return false;
+    if (!shared) return RowMixture(context, route, nullptr, args, sum).run();
+    if (shared->down.count != 1 || shared->post_norm || !RowMlp::fits(*shared, halves)) return false;
+    RowMlp beside(context, context.shared_inner, context.tasks, *shared, halves);
+    return RowMixture(context, route, &beside, args, sum).run();
 }
 
 }  // namespace

@@ -144,9 +144,9 @@ inline bool can_gate(const Stack& stack, const Stack& down, Halves& halves) {
 }
 
 // Divides gated tiles into tasks that begin at `starts`, whose last is `tiles`; returns how many there are.
-inline int divide_gated(Context& context, int tiles, int unit, bool panels, int*& starts) {
+inline int divide_gated(const Context& context, Scratch& memory, int tiles, int unit, bool panels, int*& starts) {
     int count = 0;
-    starts = scratch<int>(context.tasks, tiles + 1);
+    starts = scratch<int>(memory, tiles + 1);
     for (int tile = 0; tile < tiles; count++) {
         starts[count] = tile;
         int step = next_tiles(context, tiles - tile, panels ? TASK_TILES : 0);
@@ -166,7 +166,7 @@ inline void gated_matmul(Context& context, const Halves& halves, const Acts& act
     with_layout(halves.gate.layout, [&](auto kind) {
         if constexpr (decltype(kind)::PACKED) {
             int* starts;
-            const int count = divide_gated(context, tiles, unit, acts.rows > DIRECT_ROWS, starts);
+            const int count = divide_gated(context, context.tasks, tiles, unit, acts.rows > DIRECT_ROWS, starts);
             parallel(context, chunks.count * count, [&](int index) {
                 const int tile = starts[index % count], tiles_here = starts[index % count + 1] - tile;
                 kind.multiply_gated(halves.gate, halves.up, tile, tiles_here, unit, acts, runs, chunks[index / count], target);

@@ -51,8 +51,8 @@ struct Context {
     explicit Context(int threads) : pool(threads) {}
     Pool pool;
     // For a step and its second half; for a mixture's experts, and a shared one.
-    struct Rows { Scratch normed, codes, meta, starts; } rows, inner, chosen, shared_rows, shared_inner;
-    Scratch wide, gated, partial, joined, tasks, more_tasks, ready, crowd, places, low, low_codes, low_sums;
+    struct Rows { Scratch normed, codes, meta, starts, ready; } rows, inner, chosen, shared_rows, shared_inner;
+    Scratch wide, gated, partial, joined, tasks, more_tasks, crowd, places, low, low_codes, low_sums;
     AdapterArgs adapters = {};
 };
 

@@ -446,7 +446,7 @@ struct RowRecurrence {
         float *line = scratch<float>(context.wide, shape.width), *joined = scratch<float>(context.joined, shape.inner);
         const Rows& rows = *Sequences(context, args, shape, line, joined).list;
         Acts acts, results = reserve(context.inner, joined, 1, args.proj);
-        begin_groups(context, results);
+        begin_groups(context.inner, results);
         const Shares shares(context, context.more_tasks, args.proj, 0);
         struct Part { Countdown projected, taken, scanned; };
         Part* of = scratch<Part>(context.partial, parts);

@@ -89,10 +89,11 @@ inline Acts prepare(Context& context, Context::Rows& memory, const float* x, con
     return acts;
 }
 
-// The flags of a row's inputs, whose groups become ready one by one.
-inline void begin_groups(Context& context, Acts& acts) {
-    acts.ready = scratch<uint8_t>(context.ready, acts.cols / 32);
-    for (int i = 0; i < acts.cols / 32; i++) acts.ready[i] = 0;
+// The flags of inputs whose groups become ready one by one, for `rows` single rows.
+inline void begin_groups(Context::Rows& memory, Acts& acts, int rows = 1) {
+    const int count = rows * (acts.cols / 32);
+    acts.ready = scratch<uint8_t>(memory.ready, count);
+    for (int i = 0; i < count; i++) acts.ready[i] = 0;
 }
 
 inline void rotate(float* head, const float* cos, const float* sin, int half) {
@@ -225,7 +226,7 @@ inline void attention_of_row(Context& context, const AttentionArgs& args) {
     float *line = scratch<float>(context.wide, args.qkv.rows), *joined = scratch<float>(context.joined, heads * size);
     float *keys = line + heads * step, *values = keys + groups * size;
     Acts acts, results = reserve(context.inner, joined, 1, args.proj);
-    begin_groups(context, results);
+    begin_groups(context.inner, results);
     const Attending attending(context, args, *args.spans, 0);
     const Shares shares(context, context.tasks, args.proj, 0);
     struct Group { Countdown projected, finished, attended; };
@@ -320,29 +321,45 @@ inline void scale_rows(Context& context, float* out, int rows, int cols, const f
     });
 }
 
-// A single row: gates, ups and downs are one list of tasks, so that threads meet once.
-inline void mlp_of_row(Context& context, const MlpArgs& args, const Halves& halves, const Gate& gate) {
-    Acts acts, gated = reserve(context.inner, nullptr, 1, args.down);
-    begin_groups(context, gated);
-    const Gated target = {gated, gate, args.down.hadamard, nullptr, nullptr};
-    const Runs runs(1);
-    int* starts;
-    const int unit = gated_unit(args.down), gates = divide_gated(context, halves.gate.rows / 16, unit, false, starts);
-    const Shares downs(context, context.more_tasks, args.down, 0);
+// A single row's MLP in tasks that wait for each other: its input, and its gates and ups, which end as codes. Its downs wait
+// for the columns that they read.
+struct RowMlp {
+    const MlpArgs& args;
+    const Halves halves;
+    Acts acts, gated;
+    int unit, count, *starts;  // tasks of gates and ups
     Countdown prepared = {1};
-    parallel(context, 1 + gates + downs.count, [&](int task) {
-        if (task == 0) {
-            acts = prepare(context, context.rows, args.x, nullptr, 1, args.norm, args.eps, args.gate_up);
-            prepared.finish();
-        } else if (task <= gates) {
-            const int tile = starts[task - 1], tiles = starts[task] - tile;
-            prepared.wait(tile_at(halves.gate, tile));
-            with_layout(halves.gate.layout, [&](auto kind) {
-                if constexpr (decltype(kind)::PACKED) kind.multiply_gated(halves.gate, halves.up, tile, tiles, unit, acts, runs, {0, 1}, target);
-            });
-        } else {
-            multiply_share(args.down, downs.list[task - 1 - gates], gated, args.out);
-        }
+
+    static bool fits(const MlpArgs& args, Halves& halves) {
+        return has_gate(args.activation) && args.down.count && can_gate(args.gate_up, args.down, halves);
+    }
+    RowMlp(const Context& context, Context::Rows& inner, Scratch& tasks, const MlpArgs& args, const Halves& halves)
+        : args(args), halves(halves), gated(reserve(inner, nullptr, 1, args.down)), unit(gated_unit(args.down)) {
+        begin_groups(inner, gated);
+        count = divide_gated(context, tasks, halves.gate.rows / 16, unit, false, starts);
+    }
+    void read(Context& context, Context::Rows& memory) {
+        acts = prepare(context, memory, args.x, nullptr, 1, args.norm, args.eps, args.gate_up);
+        prepared.finish();
+    }
+    void gate(int task) const {
+        const Gated to = {gated, {args.activation, args.limit, args.gate_scale, args.curve}, args.down.hadamard, nullptr, nullptr};
+        const int tile = starts[task], tiles = starts[task + 1] - tile;
+        prepared.wait(tile_at(halves.gate, tile));
+        with_layout(halves.gate.layout, [&](auto kind) {
+            if constexpr (decltype(kind)::PACKED) kind.multiply_gated(halves.gate, halves.up, tile, tiles, unit, acts, Runs(1), {0, 1}, to);
+        });
+    }
+};
+
+// As one list of tasks, so that threads meet once.
+inline void mlp_of_row(Context& context, const MlpArgs& args, const Halves& halves) {
+    RowMlp mlp(context, context.inner, context.tasks, args, halves);
+    const Shares downs(context, context.more_tasks, args.down, 0);
+    parallel(context, 1 + mlp.count + downs.count, [&](int task) {
+        if (task == 0) mlp.read(context, context.rows);
+        else if (task <= mlp.count) mlp.gate(task - 1);
+        else multiply_share(args.down, downs.list[task - 1 - mlp.count], mlp.gated, args.out);
     });
 }
 
@@ -373,8 +390,8 @@ inline void mlp_of_rows(Context& context, const MlpArgs& args, const Halves* hal
 void norm_gated_mlp(Context& context, const MlpArgs& args) {
     const Gate gate = {args.activation, args.limit, args.gate_scale, args.curve};
     Halves halves;
-    const bool joined = has_gate(args.activation) && args.down.count && can_gate(args.gate_up, args.down, halves);
-    if (joined && args.rows == 1 && !context.adapters.rows) mlp_of_row(context, args, halves, gate);
+    const bool joined = RowMlp::fits(args, halves);
+    if (joined && args.rows == 1 && !context.adapters.rows) mlp_of_row(context, args, halves);
     else mlp_of_rows(context, args, joined ? &halves : nullptr, gate);
     if (args.down.count == 0) return;
     finish_rows(context, args.out, args.rows, args.down.rows, nullptr, args.post_norm, args.post_eps);
