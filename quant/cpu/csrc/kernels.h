@@ -34,6 +34,7 @@ struct Kernels {
     void (*search_scales)(Context&, const SearchArgs&);
     void (*norm_latent_append)(Context&, const LatentArgs&);
     void (*latent_output)(Context&, const LatentArgs&);
+    void (*latent)(Context&, const LatentArgs&);  // both
     void (*norm_rows)(Context&, float* x, int rows, int cols, const float* norm, float eps);
     void (*project_inputs)(Context&, const Stack&, const float* x, int rows, int width, const float* norm, float eps, float* inputs);
     void (*gate_inputs)(Context&, const InputArgs&);

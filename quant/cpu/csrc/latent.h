@@ -17,47 +17,55 @@ inline Acts of_head(const Acts& all, int head, const Runs& runs) {
     return own;
 }
 
+// Room for the inputs of each head's matrix.
+inline Acts reserve_heads(Context::Rows& memory, int heads, int rows, const Stack& stack) {
+    Acts acts = {scratch<float>(memory.normed, (size_t)heads * rows * stack.cols), nullptr, nullptr, {}, 0, rows, stack.cols};
+    if (note_starts(stack, acts)) reserve_groups(memory, (size_t)heads * Runs(rows).padded() * (stack.cols / 32), acts);
+    return acts;
+}
+
+// Prepares a row of a head's inputs, `x` times `factor`; padding if null.
+inline void prepare_head(const Acts& own, const Runs& runs, int row, const Stack& stack, const float* x, float factor) {
+    float* to = x ? const_cast<float*>(own.x) + (size_t)row * own.cols : nullptr;
+    for (int i = 0; x && i < own.cols; i++) to[i] = x[i] * factor;
+    if (x && stack.hadamard) block_hadamard(to, own.cols, stack.hadamard);
+    if (own.codes) quantize_row(own, runs, row, to, 0, own.cols);
+}
+
 // Prepares the inputs of each head's matrix: rows `from(head, row)`, multiplied by `factor`.
 template <class From>
 inline Acts prepare_heads(Context& context, int heads, int rows, const Stack& stack, float factor, From from) {
-    const int cols = stack.cols;
-    float* values = scratch<float>(context.rows.normed, (size_t)heads * rows * cols);
-    Acts acts = {values, nullptr, nullptr, {}, 0, rows, cols};
+    const Acts acts = reserve_heads(context.rows, heads, rows, stack);
     const Runs runs(rows);
-    if (note_starts(stack, acts)) reserve_groups(context.rows, (size_t)heads * runs.padded() * (cols / 32), acts);
     const int share = 16, padded = runs.padded(), tasks = (padded + share - 1) / share;
     parallel(context, heads * tasks, [&](int task) {
         const int head = task / tasks, begin = task % tasks * share;
         const Acts own = of_head(acts, head, runs);
-        for (int row = begin; row < least(padded, begin + share); row++) {
-            float* to = nullptr;
-            if (row < rows) {
-                to = values + ((size_t)head * rows + row) * cols;
-                const float* x = from(head, row);
-                for (int i = 0; i < cols; i++) to[i] = x[i] * factor;
-                if (stack.hadamard) block_hadamard(to, cols, stack.hadamard);
-            }
-            if (own.codes) quantize_row(own, runs, row, to, 0, cols);
-        }
+        for (int row = begin; row < least(padded, begin + share); row++)
+            prepare_head(own, runs, row, stack, row < rows ? from(head, row) : nullptr, factor);
     });
     return acts;
 }
 
+// A head's own rows of a matrix, in whole tiles.
+inline Matrix matrix_of(const Stack& stack, int heads, int head) {
+    Matrix own = stack.parts[0];
+    own.rows /= heads;
+    own.data = tile_at(stack.parts[0], head * (own.rows / 16));
+    return own;
+}
+
 // Multiplies each head by its own rows of a matrix, in whole tiles; heads are `next` floats apart, rows `stride`.
 inline void multiply_heads(Context& context, const Stack& stack, int heads, const Acts& acts, float* out, size_t next, size_t stride) {
-    const Matrix& whole = stack.parts[0];
-    const int own_rows = whole.rows / heads, tiles = own_rows / 16;
+    const int tiles = stack.parts[0].rows / heads / 16;
     const Runs runs(acts.rows);
     const Chunks chunks(runs);
     const int step = acts.rows > DIRECT_ROWS ? TASK_TILES : tiles, steps = (tiles + step - 1) / step;
-    with_layout(whole.layout, [&](auto kind) {
-        const size_t head_bytes = tiles * kind.tile_bytes(whole);
-        parallel(context, heads * steps * chunks.count, [&](int index) {
-            const int head = index / steps % heads, tile = index % steps * step;
-            Matrix own = whole;
-            own.data += head * head_bytes;
-            own.rows = own_rows;
-            const Target target = {out + head * next, stride, own_rows, whole.scale, nullptr, nullptr};
+    parallel(context, heads * steps * chunks.count, [&](int index) {
+        const int head = index / steps % heads, tile = index % steps * step;
+        const Matrix own = matrix_of(stack, heads, head);
+        const Target target = {out + head * next, stride, own.rows, own.scale, nullptr, nullptr};
+        with_layout(own.layout, [&](auto kind) {
             kind.multiply(own, tile, least(step, tiles - tile), of_head(acts, head, runs), runs, chunks[index / (steps * heads)], target);
         });
     });
@@ -86,8 +94,27 @@ inline void append_latent(const Span& span, int slot, int size, const float* row
     for (int e = 0; e < size; e++) to[e] = to_bf16(row[e]);
 }
 
+// Turns a head's query.
+inline void turn_query(const LatentArgs& args, int row, float* pairs) {
+    float turned[MAX_HEAD];
+    const size_t at = (size_t)row * (args.rotary / 2);
+    turn_pairs(pairs, args.cos + at, args.sin + at, args.rotary / 2, args.interleaved, turned);
+    copy_floats(turned, args.rotary, pairs);
+}
+
+// Norms, turns and caches a row's key, which ends its projections.
+inline void append_key(const LatentArgs& args, int row, const float* latent) {
+    float key[2 * MAX_HEAD];
+    const size_t at = (size_t)row * (args.rotary / 2);
+    turn_pairs(latent + args.latent, args.cos + at, args.sin + at, args.rotary / 2, args.interleaved, key);
+    rms_norm(latent, args.latent_norm, args.latent_eps, args.latent, key + args.rotary);
+    int index = row, owner = 0;
+    while (index >= args.spans[owner].rows) index -= args.spans[owner++].rows;
+    append_latent(args.spans[owner], args.spans[owner].held + index, args.rotary + args.latent, key);
+}
+
 void norm_latent_append(Context& context, const LatentArgs& args) {
-    const int heads = args.heads, rotary = args.rotary, half = rotary / 2, each = args.nope + rotary, size = rotary + args.latent;
+    const int heads = args.heads, each = args.nope + args.rotary, size = args.rotary + args.latent;
     const int width = args.down.rows, rank = args.query_up.count ? args.query_up.cols : 0;
     const Acts acts = prepare(context, context.rows, args.x, nullptr, args.rows, args.norm, args.eps, args.down);
     float* wide = scratch<float>(context.wide, (size_t)args.rows * width);
@@ -103,23 +130,12 @@ void norm_latent_append(Context& context, const LatentArgs& args) {
     }
     const int share = 8, tasks = (args.rows + share - 1) / share;
     parallel(context, tasks, [&](int task) {
-        float turned[MAX_HEAD], key[2 * MAX_HEAD];
         for (int row = task * share; row < least(args.rows, (task + 1) * share); row++) {
-            const float *cos = args.cos + (size_t)row * half, *sin = args.sin + (size_t)row * half;
             float *line = wide + (size_t)row * width, *q = args.q + (size_t)row * heads * each;
             if (!rank) copy_floats(line, heads * each, q);
             if (args.head_gates) copy_floats(line + width - size - heads, heads, args.q + (size_t)args.rows * heads * each + (size_t)row * heads);
-            for (int h = 0; h < heads; h++) {
-                float* pairs = q + (size_t)h * each + args.nope;
-                turn_pairs(pairs, cos, sin, half, args.interleaved, turned);
-                copy_floats(turned, rotary, pairs);
-            }
-            const float* latent = line + width - size;
-            turn_pairs(latent + args.latent, cos, sin, half, args.interleaved, key);
-            rms_norm(latent, args.latent_norm, args.latent_eps, args.latent, key + rotary);
-            int index = row, owner = 0;
-            while (index >= args.spans[owner].rows) index -= args.spans[owner++].rows;
-            append_latent(args.spans[owner], args.spans[owner].held + index, size, key);
+            for (int h = 0; h < heads; h++) turn_query(args, row, q + (size_t)h * each + args.nope);
+            append_key(args, row, line + width - size);
         }
     });
 }
@@ -157,24 +173,33 @@ inline Sources latent_sources(const Span& span, const Tree& tree, int block, int
     return Sources(piece);
 }
 
-// q (rows, H, size), scaled, of a span's rows from `begin` on; out (rows, H, latent).
-inline void attend_latents(Context& context, const LatentArgs& args, const Span& span, const Tree& tree, int begin, int rows,
-                           const float* q, float* out) {
-    const int latent = args.latent, size = args.rotary + latent, queries = rows * args.heads;
-    const size_t width = latent + 2;
-    int longest = 0;
-    for (int row = begin; row < begin + rows; row++) longest = most(longest, tree.last(row));
-    const int blocks = (longest + KEYS - 1) / KEYS;
-    // Few queries over a long cache: divide its blocks among threads too. Results are the same either way.
-    const int threads = context.pool.threads(), wide = (queries + LATENT_QUERIES - 1) / LATENT_QUERIES;
-    const bool split = wide < 4 * threads && blocks > 1 && (size_t)queries * blocks * width <= MOST_PIECES;
-    const int pieces = split ? blocks : 1;
-    const int each = split || wide >= threads ? LATENT_QUERIES : LATENT_QUERIES / 4, chunks = (queries + each - 1) / each;
-    float* partial = scratch<float>(context.partial, (size_t)queries * pieces * width);
-    auto place = [&](int index, int piece) { return partial + ((size_t)index * pieces + piece) * width; };
+// Attention of a span's rows from `begin` on, in pieces: some queries over all blocks or one. q (rows, H, size), scaled.
+struct AttendingLatents {
+    const LatentArgs& args;
+    const Span& span;
+    const Tree& tree;
+    const int begin, latent, size, queries;
+    const float* q;
+    int blocks, pieces, each, chunks;  // queries of a chunk
+    float* partial;
     AttentionArgs plain = {};  // arguments of the functions shared with attention.h
-    plain.heads = args.heads, plain.kv_heads = 1, plain.head_dim = size;
-    parallel(context, chunks * pieces, [&](int task) {
+
+    AttendingLatents(Context& context, const LatentArgs& args, const Span& span, const Tree& tree, int begin, int rows, const float* q)
+        : args(args), span(span), tree(tree), begin(begin), latent(args.latent), size(args.rotary + latent), queries(rows * args.heads), q(q) {
+        int longest = 0;
+        for (int row = begin; row < begin + rows; row++) longest = most(longest, tree.last(row));
+        blocks = (longest + KEYS - 1) / KEYS;
+        // Few queries over a long cache: divide its blocks among threads too. Results are the same either way.
+        const int threads = context.pool.threads(), wide = (queries + LATENT_QUERIES - 1) / LATENT_QUERIES;
+        const bool split = wide < 4 * threads && blocks > 1 && (size_t)queries * blocks * (latent + 2) <= MOST_PIECES;
+        pieces = split ? blocks : 1;
+        each = split || wide >= threads ? LATENT_QUERIES : LATENT_QUERIES / 4;
+        chunks = (queries + each - 1) / each;
+        partial = scratch<float>(context.partial, (size_t)queries * pieces * (latent + 2));
+        plain.heads = args.heads, plain.kv_heads = 1, plain.head_dim = size;
+    }
+    float* place(int index, int piece) const { return partial + ((size_t)index * pieces + piece) * (latent + 2); }
+    void run(int task) const {
         const int piece = task % pieces, chunk = task / pieces;
         const int from_query = chunk * each, n = least(each, queries - from_query);
         const Cached cached(span, plain, 0, 0);
@@ -190,6 +215,7 @@ inline void attend_latents(Context& context, const LatentArgs& args, const Span&
         }
         BlockResult results[LATENT_QUERIES];
         alignas(64) float values[LATENT_QUERIES * MAX_HEAD];
+        const bool split = pieces > 1;
         for (int block = split ? piece : 0; block < (split ? piece + 1 : blocks); block++) {
             if (block * KEYS >= high) break;
             for (int i = 0, count; i < n; i += count) {
@@ -215,19 +241,25 @@ inline void attend_latents(Context& context, const LatentArgs& args, const Span&
                 p[1] = sofar.total;
             }
         }
-    });
-    parallel(context, (queries + 15) / 16, [&](int task) {
-        for (int index = 16 * task; index < least(queries, 16 * task + 16); index++) {
-            float* first = place(index, 0);
-            BlockResult sofar{first[0], first[1]};
-            for (int piece = 1; piece < pieces; piece++) {
-                const float* next = place(index, piece);
-                join(sofar, first + 2, {next[0], next[1]}, next + 2, latent);
-            }
-            const float inverse = sofar.total > 0 ? 1.f / sofar.total : 0.f;
-            float* to = out + (size_t)index * latent;
-            for (int e = 0; e < latent; e++) to[e] = first[2 + e] * inverse;
+    }
+    // Merges the pieces of a query: out (rows, H, latent).
+    void merge(int index, float* out) const {
+        float* first = place(index, 0);
+        BlockResult sofar{first[0], first[1]};
+        for (int piece = 1; piece < pieces; piece++) {
+            const float* next = place(index, piece);
+            join(sofar, first + 2, {next[0], next[1]}, next + 2, latent);
         }
+        const float inverse = sofar.total > 0 ? 1.f / sofar.total : 0.f;
+        float* to = out + (size_t)index * latent;
+        for (int e = 0; e < latent; e++) to[e] = first[2 + e] * inverse;
+    }
+};
+
+inline void attend_latents(Context& context, const AttendingLatents& attending, float* out) {
+    parallel(context, attending.chunks * attending.pieces, [&](int task) { attending.run(task); });
+    parallel(context, (attending.queries + 15) / 16, [&](int task) {
+        for (int index = 16 * task; index < least(attending.queries, 16 * task + 16); index++) attending.merge(index, out);
     });
 }
 
@@ -250,7 +282,7 @@ void latent_output(Context& context, const LatentArgs& args) {
             for (int i = 0; i < rows * heads; i++)
                 for (int j = 0; j < rotary; j++) turned[(size_t)i * size + j] = q[(size_t)i * each + args.nope + j] * args.scale;
             float* seen = scratch<float>(context.gated, (size_t)rows * heads * latent);
-            attend_latents(context, args, span, tree, begin, rows, turned, seen);
+            attend_latents(context, {context, args, span, tree, begin, rows, turned}, seen);
             const Acts latents = prepare_heads(context, heads, rows, args.value_up, 1.f,
                                                [&](int head, int row) { return seen + ((size_t)row * heads + head) * latent; });
             multiply_heads(context, args.value_up, heads, latents, joined + (first + begin) * width, args.value, width);
@@ -263,6 +295,109 @@ void latent_output(Context& context, const LatentArgs& args) {
     }
     const Acts acts = prepare(context, context.rows, joined, nullptr, args.rows, nullptr, 0, args.proj);
     matmul(context, args.proj, acts, args.out);
+}
+
+// A single row as one list of tasks: the projection to latents, each head's query in the latent space, attention, each
+// head's value, and the output. Threads wait for each other behind the first, whose results are normed together.
+struct RowLatent {
+    const LatentArgs& args;
+    const int heads, each, latent, size, width, rank;
+
+    explicit RowLatent(const LatentArgs& args)
+        : args(args), heads(args.heads), each(args.nope + args.rotary), latent(args.latent), size(args.rotary + latent),
+          width(args.down.rows), rank(args.query_up.count ? args.query_up.cols : 0) {}
+
+    bool fits(const Context& context) const {
+        bool fits = args.rows == 1 && args.span_count == 1 && !args.spans->mask && !context.adapters.rows;
+        fits &= each % 16 == 0 && args.value % most(32, args.proj.hadamard) == 0;
+        for (int i = 0; i < args.proj.count; i++) fits &= is_packed(args.proj.parts[i].layout);
+        for (int i = 0; i < args.query_up.count; i++) fits &= args.query_up.parts[i].rows % 16 == 0;
+        return fits;
+    }
+    void multiply_head(const Stack& stack, int head, const Acts& own, float* out) const {
+        const Matrix m = matrix_of(stack, heads, head);
+        const Target to = {out, 0, m.rows, m.scale, nullptr, nullptr};
+        with_layout(m.layout, [&](auto kind) { kind.multiply(m, 0, m.rows / 16, own, Runs(1), {0, 1}, to); });
+    }
+    void run(Context& context) const {
+        float *line = scratch<float>(context.wide, width), *joined = scratch<float>(context.joined, (size_t)heads * args.value);
+        float *low = scratch<float>(context.gated, rank + (size_t)heads * (size + latent)), *turned = low + rank, *seen = turned + (size_t)heads * size;
+        const Runs runs(1);
+        const Acts plain = reserve_heads(context.chosen, heads, 1, args.key_up), latents = reserve_heads(context.shared_inner, heads, 1, args.value_up);
+        Acts acts, queries, results = reserve(context.inner, joined, 1, args.proj);
+        begin_groups(context.inner, results);
+        const Tree tree(context, *args.spans);
+        const AttendingLatents attending(context, args, *args.spans, tree, 0, 1, turned);
+        const Shares downs(context, context.tasks, args.down, 0), outs(context, context.more_tasks, args.proj, 0);
+        struct Chunk { Countdown asked, attended; };
+        Chunk* of = scratch<Chunk>(context.places, attending.chunks);
+        for (int c = 0; c < attending.chunks; c++) of[c] = {{least(attending.each, heads - c * attending.each)}, {attending.pieces}};
+        Countdown prepared = {1}, projected = {downs.count}, normed = {1};
+        auto project = [&](int task) {
+            const Share& share = downs.list[task];
+            prepared.wait(tile_at(*share.matrix, share.tile));
+            multiply_share(args.down, share, acts, line);
+            if (!projected.finish()) return;
+            append_key(args, 0, line + width - size);
+            if (rank) {
+                rms_norm(line, args.query_norm, args.latent_eps, rank, low);
+                queries = prepare(context, context.shared_rows, low, nullptr, 1, nullptr, 0, args.query_up);
+            }
+            normed.finish();
+        };
+        auto ask = [&](int h) {  // a head's query in the latent space
+            float *q = args.q + (size_t)h * each, *to = turned + (size_t)h * size;
+            normed.wait();
+            if (rank) multiply_tiles(args.query_up, h * each / 16, each / 16, queries, args.q);
+            else copy_floats(line + h * each, each, q);
+            turn_query(args, 0, q + args.nope);
+            const Acts own = of_head(plain, h, runs);
+            prepare_head(own, runs, 0, args.key_up, q, args.scale);
+            multiply_head(args.key_up, h, own, to + args.rotary);
+            for (int j = 0; j < args.rotary; j++) to[j] = q[args.nope + j] * args.scale;
+            of[h / attending.each].asked.finish();
+        };
+        auto attend = [&](int task) {
+            Chunk& chunk = of[task / attending.pieces];
+            chunk.asked.wait();
+            attending.run(task);
+            chunk.attended.finish();
+        };
+        auto answer = [&](int h) {  // a head's value
+            float* to = joined + (size_t)h * args.value;
+            of[h / attending.each].attended.wait();
+            attending.merge(h, seen);
+            const Acts own = of_head(latents, h, runs);
+            prepare_head(own, runs, 0, args.value_up, seen + (size_t)h * latent, 1.f);
+            multiply_head(args.value_up, h, own, to);
+            const float gate = args.head_gates ? sigmoid1(line[width - size - heads + h]) : 1.f;
+            for (int e = 0; e < args.value && args.head_gates; e++) to[e] *= gate;
+            if (args.proj.hadamard) block_hadamard(to, args.value, args.proj.hadamard);
+            quantize_row(results, runs, 0, to, h * args.value, args.value);
+        };
+        context.pool.meet();  // where latents are normed
+        const int pieces = attending.chunks * attending.pieces;
+        parallel(context, 1 + downs.count + 2 * heads + pieces + outs.count, [&](int task) {
+            if (task == 0) {
+                acts = prepare(context, context.rows, args.x, nullptr, 1, args.norm, args.eps, args.down);
+                prepared.finish();
+                return;
+            }
+            if (--task < downs.count) return project(task);
+            if ((task -= downs.count) < heads) return ask(task);
+            if ((task -= heads) < pieces) return attend(task);
+            if ((task -= pieces) < heads) return answer(task);
+            multiply_share(args.proj, outs.list[task - heads], results, args.out);
+        });
+    }
+};
+
+// Both steps of a layer.
+void latent(Context& context, const LatentArgs& args) {
+    const RowLatent alone(args);
+    if (alone.fits(context)) return alone.run(context);
+    norm_latent_append(context, args);
+    latent_output(context, args);
 }
 
 }  // namespace

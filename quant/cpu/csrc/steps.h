@@ -449,7 +449,7 @@ void read_rows(const Matrix& matrix, const int64_t* rows, int count, float facto
 #if !LRT_BF16_ONLY
 extern const Kernels KERNELS;
 const Kernels KERNELS = {norm_qkv_rope_append, attention_output, attention, norm_gated_mlp, norm_route, run_experts, combine_experts, mixture_of_row, head, linear,
-                         read_rows, read_all, search_scales, norm_latent_append, latent_output, norm_rows, project_inputs,
+                         read_rows, read_all, search_scales, norm_latent_append, latent_output, latent, norm_rows, project_inputs,
                          gate_inputs, read_streams, recurrent, add_ngrams, choose_tokens, pack_low_rank,
                          {vision_linear, vision_norm, vision_rotate, vision_gate, vision_add, vision_attention}};
 #endif
