@@ -64,8 +64,8 @@ position and cache, unless Python computes some of its numbers. A token of SmolL
 A layer of such a step is two lists of tasks: a mixer from its projections to its output, and an MLP
 or a mixture. Tasks are taken in order and wait for the part of their input that they read, a head's
 keys or some columns, which is mostly there (``Countdown``, ``Acts::ready``). So all threads meet
-twice a layer, and once more where experts are chosen; who ends a part norms, rotates, convolves or
-quantizes it, and the others read weights meanwhile. Latent attention still goes step by step.
+twice a layer, and once more where experts are chosen or latents normed; who ends a part norms,
+rotates, convolves or quantizes it, and the others read weights meanwhile.
 
 Threads. The pool hands out numbered tasks from one atomic ticket, which holds the job's number and
 how many of its tasks are left. A worker whose core is busy with something else takes no task and
