@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from localrt.common.errors import CheckpointError, disk_errors, reason_of
 from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.offload.device.gpu import Clock, Event
 from localrt.quant.formats.packed import Bytes
+
+_LOOKS, _BETWEEN_LOOKS_S = 10, 0.05  # at a file that seems to have changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,12 @@ class StoreFiles:
         for name, stamp in self._stamps.items():
             with disk_errors(self._folder / name):
                 now = self._stamp(name)
+                # Mending a unit writes to its file, and then gives back its time.
+                for _ in range(_LOOKS):
+                    if now == stamp:
+                        break
+                    time.sleep(_BETWEEN_LOOKS_S)
+                    now = self._stamp(name)
             if now != stamp:
                 raise CheckpointError(
                     f"{self._folder / name} was changed while it was in use: load the model again"

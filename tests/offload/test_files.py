@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import time
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -103,6 +105,18 @@ def test_truncated_file(tmp_path: Path, direct: bool) -> None:
             files.read_into("a.bin", 2 * PAGE, aligned_buffer(2 * PAGE))
         with pytest.raises(CheckpointError, match=r"a\.bin was changed .* load the model again"):
             files.check_unchanged()
+
+
+def test_a_unit_that_is_being_mended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its file has another time for a moment."""
+    write(tmp_path)
+    path = tmp_path / "a.bin"
+    kept = path.stat()
+    with closing(StoreFiles(tmp_path, ["a.bin"])) as files:
+        os.utime(path, ns=(0, 0))
+        give_back = partial(os.utime, path, ns=(kept.st_atime_ns, kept.st_mtime_ns))
+        monkeypatch.setattr(time, "sleep", lambda seconds: give_back())
+        files.check_unchanged()
 
 
 def test_a_read_may_come_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
