@@ -130,13 +130,16 @@ def write_shape(name: str, path: Path, layers: int | None) -> int:
     """Write random weights of a known shape as a GGUF file, and return its number of layers."""
     if name not in json.loads(KNOWN_SHAPES.read_text("utf-8")):
         raise SystemExit(f"{name!r} is not in {KNOWN_SHAPES.relative_to(ROOT)}")
+    if layers is not None and layers < 1:
+        raise SystemExit(f"--layers must be at least 1, is {layers}")
     tokenizer = find_real_model("qwen0.5b") or find_model("smollm2")
     words = [name, str(layers or 0), str(path), str(tokenizer)]
     # It is the tests' writer, which needs transformers.
     command = [sys.executable, "-m", "tests.models.real_shapes", *words]
-    return int(
-        subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout.split()[-2]
-    )
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise SystemExit(f"{name} could not be written: see above")
+    return int(done.stdout.split()[-2])
 
 
 def run_child(name: str, words: Sequence[str], job: Mapping[str, Any], **options: Any) -> Any:

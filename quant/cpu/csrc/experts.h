@@ -33,12 +33,6 @@ inline void join_run(const Acts& from, const size_t* rows, const Acts& to, const
     if (count < run.size) quantize_row(to, runs, run.start + count, nullptr, 0, to.cols);
 }
 
-inline bool any_plain(const Stack& stack) {
-    for (int i = 0; i < stack.count; i++)
-        if (!is_packed(stack.parts[i].layout)) return true;
-    return false;
-}
-
 // An expert of the call and its rows.
 struct Busy {
     const Expert* expert;

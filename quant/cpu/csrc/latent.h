@@ -310,9 +310,7 @@ struct RowLatent {
     bool fits(const Context& context) const {
         bool fits = args.rows == 1 && args.span_count == 1 && !args.spans->mask && !context.adapters.rows;
         fits &= each % 16 == 0 && args.value % most(32, args.proj.hadamard) == 0;
-        for (int i = 0; i < args.proj.count; i++) fits &= is_packed(args.proj.parts[i].layout);
-        for (int i = 0; i < args.query_up.count; i++) fits &= args.query_up.parts[i].rows % 16 == 0;
-        return fits;
+        return fits && !any_plain(args.proj) && whole_tiles(args.query_up);
     }
     void multiply_head(const Stack& stack, int head, const Acts& own, float* out) const {
         const Matrix m = matrix_of(stack, heads, head);

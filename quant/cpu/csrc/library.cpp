@@ -106,12 +106,10 @@ LRT_API void lrt_run(Runtime* r, const Step* steps, int end, int* done) {
                 r->kernels.attention(r->context, *(const AttentionArgs*)(&s + 1)->args);
                 ++*done;
                 break;
-            case STEP_ATTENTION: lrt_attention_output(r, (const AttentionArgs*)s.args); break;
-            case STEP_LATENT:
+            case STEP_LATENT:  // likewise
                 r->kernels.latent(r->context, *(const LatentArgs*)(&s + 1)->args);
                 ++*done;
                 break;
-            case STEP_LATENT_OUTPUT: lrt_latent_output(r, (const LatentArgs*)s.args); break;
             case STEP_RECURRENT: lrt_recurrent(r, (const RecurrentArgs*)s.args); break;
             case STEP_MLP: lrt_norm_gated_mlp(r, (const MlpArgs*)s.args); break;
             case STEP_ROUTE: {

@@ -38,6 +38,17 @@ inline int tiles_of(const Stack& stack) {
     for (int part = 0; part < stack.count; part++) tiles += tiles_of(stack.parts[part]);
     return tiles;
 }
+inline bool any_plain(const Stack& stack) {
+    for (int i = 0; i < stack.count; i++)
+        if (!is_packed(stack.parts[i].layout)) return true;
+    return false;
+}
+// Whether no tile holds rows of two matrices.
+inline bool whole_tiles(const Stack& stack) {
+    for (int i = 0; i + 1 < stack.count; i++)
+        if (stack.parts[i].rows % 16) return false;
+    return true;
+}
 inline const uint8_t* tile_at(const Matrix& m, int tile) {
     const uint8_t* at = nullptr;
     with_layout(m.layout, [&](auto kind) { at = m.data + tile * kind.tile_bytes(m); });
@@ -126,8 +137,7 @@ struct Halves { Matrix gate, up; };
 
 // Whether gate and up can be computed together and quantized directly.
 inline bool can_gate(const Stack& stack, const Stack& down, Halves& halves) {
-    for (int i = 0; i < down.count; i++)
-        if (!is_packed(down.parts[i].layout)) return false;
+    if (any_plain(down)) return false;
     Matrix &gate = halves.gate, &up = halves.up;
     gate = up = stack.parts[0];
     if (stack.count == 2) {

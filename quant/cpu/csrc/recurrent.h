@@ -422,9 +422,7 @@ struct RowRecurrence {
         bool fits = args.rows == 1 && args.span_count == 1 && !args.spans->parents && !context.adapters.rows && !shape.rank;
         fits &= (shape.channels_at | shape.gates_at | shape.strengths_at | shape.v | part | (args.kind == CONV ? 0 : 2 * shape.keys)) % 16 == 0 && shape.inner % 32 == 0;
         fits &= part % most(32, args.proj.hadamard) == 0 && shape.inner % most(32, args.proj.hadamard) == 0;
-        for (int i = 0; i < args.proj.count; i++) fits &= is_packed(args.proj.parts[i].layout);
-        for (int i = 0; i + 1 < args.mix.count; i++) fits &= args.mix.parts[i].rows % 16 == 0;
-        return fits;
+        return fits && !any_plain(args.proj) && whole_tiles(args.mix);
     }
     int end_of(int p) const { return least(shape.inner, (p + 1) * part); }
     // Columns of the projection: of a part's values, gates or inputs.

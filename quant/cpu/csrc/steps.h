@@ -275,8 +275,7 @@ void attention(Context& context, const AttentionArgs& args) {
     const int part = args.heads / args.kv_heads * args.head_dim, rotated = most(32, args.proj.hadamard);
     bool alone = args.rows == 1 && args.span_count == 1 && !args.spans->mask && !args.chosen && !context.adapters.rows;
     alone &= !args.joint_norms && !args.head_gates && !args.number_gates && args.head_dim % 16 == 0 && part % rotated == 0;
-    for (int i = 0; i < args.proj.count; i++) alone &= is_packed(args.proj.parts[i].layout);
-    for (int i = 0; i < args.qkv.count; i++) alone &= args.qkv.parts[i].rows % 16 == 0;
+    alone &= !any_plain(args.proj) && whole_tiles(args.qkv);
     if (alone) return attention_of_row(context, args);
     norm_qkv_rope_append(context, args);
     attention_output(context, args);
@@ -448,9 +447,9 @@ void read_rows(const Matrix& matrix, const int64_t* rows, int count, float facto
 
 #if !LRT_BF16_ONLY
 extern const Kernels KERNELS;
-const Kernels KERNELS = {norm_qkv_rope_append, attention_output, attention, norm_gated_mlp, norm_route, run_experts, combine_experts, mixture_of_row, head, linear,
-                         read_rows, read_all, search_scales, norm_latent_append, latent_output, latent, norm_rows, project_inputs,
-                         gate_inputs, read_streams, recurrent, add_ngrams, choose_tokens, pack_low_rank,
+const Kernels KERNELS = {norm_qkv_rope_append, attention_output, attention, norm_gated_mlp, norm_route, run_experts, combine_experts,
+                         mixture_of_row, head, linear, read_rows, read_all, search_scales, norm_latent_append, latent_output, latent,
+                         norm_rows, project_inputs, gate_inputs, read_streams, recurrent, add_ngrams, choose_tokens, pack_low_rank,
                          {vision_linear, vision_norm, vision_rotate, vision_gate, vision_add, vision_attention}};
 #endif
 #endif  // LRT_PART
