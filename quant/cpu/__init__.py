@@ -13,8 +13,8 @@ plus 12, which is exact; NF4's levels are rounded to 1/127, within 0.4 % of the 
 magnitude.
 
 Few rows. Up to four rows, a step of weights is unpacked into registers and used for all rows at
-once. Reading decides the speed, so tasks go from long to short, and memory is prefetched 4 KB
-ahead. (The portable path does this for one row only: four rows in 22 layouts took half a minute to
+once. Reading decides the speed, so tasks go from long to short, and memory is prefetched 4 KB ahead
+to L2. (The portable path does this for one row only: four rows in 22 layouts took half a minute to
 compile.)
 
 Many rows use panels. With AVX-512, two tiles of 512 columns are unpacked to bytes once and reused

@@ -13,7 +13,7 @@ void read_all(Context& context, const uint8_t* data, int64_t bytes) {
         for (; p + 256 <= end; p += 256)
 #pragma GCC unroll 4
             for (int i = 0; i < 4; i++) {
-                __builtin_prefetch(p + 64 * i + PREFETCH);
+                __builtin_prefetch(p + 64 * i + PREFETCH, 0, PREFETCH_INTO);
                 sums[i] = sums[i] | I16::load(p + 64 * i);
             }
         const int total = (sums[0] | sums[1] | sums[2] | sums[3]).sum();
